@@ -1,0 +1,82 @@
+"""`Run`: the settings of every room, composed. A recipe is a function that returns one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from models.features import FrameSettings
+from paravt_jax.protocol import ProtocolSettings
+from paravt_jax.world import WorldSettings
+from paravt_jax.world_text import TextSettings
+from rollout.engine import EngineSettings
+from rollout.evaluate import EvaluationSettings
+from train.align import AlignSettings
+from train.rl import RLSettings
+from train.sft import SFTSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSettings:
+    """Which Qwen3-VL. `weights` is a local Hugging Face folder (weights, config, tokenizer); without it a tiny model starts from noise."""
+
+    size: Literal["tiny", "2b", "4b", "8b", "32b"] = "tiny"
+    weights: str = ""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSettings:
+    """Devices along each axis of the mesh."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class LogSettings:
+    """Where figures go beside metrics.jsonl, and how many episodes of each phase are written down for the report."""
+
+    tensorboard: bool = True
+    wandb: bool = False
+    wandb_project: str = "paravt-jax"
+    episodes: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run: what is learned from, with what, how. A phase whose settings are None is left out."""
+
+    name: str
+    engine: EngineSettings
+    run_dir: str = ""
+    """Where everything goes; runs/NAME if empty."""
+    seed: int = 0
+    unreadable_share: float = 0.05
+    """Share of videos that may be unreadable before the run refuses to start."""
+    model: ModelSettings = ModelSettings()
+    protocol: ProtocolSettings = ProtocolSettings()
+    frames: FrameSettings = FrameSettings()
+    mesh: MeshSettings = MeshSettings()
+    world: WorldSettings | None = None
+    text: TextSettings = TextSettings()
+    align: AlignSettings | None = None
+    sft: SFTSettings | None = None
+    rl: RLSettings | None = None
+    evaluation: EvaluationSettings = EvaluationSettings()
+    log: LogSettings = LogSettings()
+
+    def __post_init__(self):
+        if not 0 <= self.unreadable_share < 1:
+            raise ValueError(f"unreadable_share: {self.unreadable_share}; it is a share of videos, give one from 0 to below 1")
+        if self.model.size != "tiny" and self.align is not None:
+            raise ValueError(f"align: set for model.size {self.model.size}; published towers can see already, use None")
+        limits, shapes = self.protocol, self.engine.shapes
+        for name, new in (("turn_tokens", limits.turn_tokens), ("summary_tokens", limits.summary_tokens)):
+            if new > max(shape.new for shape in shapes):
+                raise ValueError(f"protocol.{name}: {new}; no shape of engine.shapes samples that many tokens, lower it or add a shape")
+        if self.rl is not None and self.rl.shape.suffix < limits.trajectory_tokens:
+            raise ValueError(
+                f"rl.shape.suffix: {self.rl.shape.suffix}; a rollout may have protocol.trajectory_tokens = {limits.trajectory_tokens}"
+            )

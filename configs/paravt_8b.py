@@ -1,0 +1,46 @@
+"""The published recipe on Qwen3-VL-8B (REFERENCE 3)."""
+
+from __future__ import annotations
+
+from configs.base import MeshSettings, ModelSettings, Run
+from paravt_jax.grpo import GRPOSettings
+from paravt_jax.rewards import RewardSettings
+from rollout.engine import EngineSettings, Shape
+from train.batch import BatchShape
+from train.optimizer import OptimizerSettings
+from train.rl import RLSettings
+
+PROMPT, VISUAL = 5120, 64 * 49  # 64 frames of 224 x 224, each with its time, and the question
+ENGINE = EngineSettings(
+    rows=64,
+    prefill_rows=1,
+    kept_prompts=96,
+    shapes=(
+        Shape(prompt=1280, visual=16 * 49, suffix=16, new=512),
+        Shape(prompt=PROMPT, visual=VISUAL, suffix=16, new=2048, fan=8),
+        Shape(prompt=PROMPT, visual=VISUAL, suffix=8192, new=2048, fan=8),
+    ),
+)
+
+
+def paravt_8b() -> Run:
+    """PARA-GRPO on Qwen3-VL-8B after the cold start: 7 prompts x 8 rollouts a step, K drawn per prompt.
+
+    Command: python -m train.run --config=paravt_8b --model.weights FOLDER
+    Paper: VideoMME 62.1, with subtitles 69.4, LVBench 39.8, MLVU 65.0; f 0.41, kappa 0.21. Not measured here.
+    """
+    return Run(
+        name="paravt_8b",
+        model=ModelSettings(size="8b", dtype="bfloat16"),
+        mesh=MeshSettings(fsdp=16),
+        engine=ENGINE,
+        rl=RLSettings(
+            steps=54,
+            shape=BatchShape(groups=8, rows=8, prompt=PROMPT, visual=VISUAL, suffix=8192),
+            optimizer=OptimizerSettings(),
+            grpo=GRPOSettings(anchor="likelihood"),
+            rewards=RewardSettings(anchor_weight=0.0),
+            remat=True,
+            logprob_chunk=512,
+        ),
+    )

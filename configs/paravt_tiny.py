@@ -1,0 +1,56 @@
+"""The embedded run: everything that the 8B recipe does, at a size that learns on two CPU cores."""
+
+from __future__ import annotations
+
+from configs.base import Run
+from models.features import FrameSettings
+from paravt_jax.grpo import GRPOSettings
+from paravt_jax.protocol import ProtocolSettings
+from paravt_jax.rewards import RewardSettings
+from paravt_jax.world import WorldSettings
+from paravt_jax.world_text import TextSettings
+from rollout.engine import EngineSettings, Shape
+from train.align import AlignSettings
+from train.batch import BatchShape
+from train.optimizer import OptimizerSettings
+from train.rl import RLSettings
+from train.sft import SFTSettings
+
+
+def paravt_tiny() -> Run:
+    """The whole road on a laptop: renders a world, cold start, PARA-GRPO, evaluation, report (about 13 minutes, 2 cores).
+
+    Command: python -m train.run --config=paravt_tiny
+    """
+    return Run(
+        name="paravt_tiny",
+        world=WorldSettings(),
+        text=TextSettings(),
+        frames=FrameSettings(batch=64, whole_frames=64),
+        protocol=ProtocolSettings(max_tool_turns=2, turn_tokens=64, summary_tokens=16, trajectory_tokens=144),
+        engine=EngineSettings(
+            rows=64,
+            prefill_rows=8,
+            kept_prompts=256,
+            shapes=(
+                Shape(prompt=64, visual=8, suffix=8, new=16),
+                Shape(prompt=112, visual=16, suffix=8, new=16),
+                Shape(prompt=432, visual=64, suffix=8, new=64, fan=8),
+                Shape(prompt=432, visual=64, suffix=144, new=64, fan=8),
+            ),
+        ),
+        align=AlignSettings(steps=300),
+        sft=SFTSettings(
+            steps=400,
+            main=BatchShape(groups=4, rows=4, prompt=416, visual=64, suffix=128),
+            windows=BatchShape(groups=32, rows=1, prompt=64, visual=8, suffix=16),
+            optimizer=OptimizerSettings("muon", 3e-3, 0.02, "cosine", warmup=0.02, weight_decay=0.0, b2=0.95),
+        ),
+        rl=RLSettings(
+            steps=56,
+            shape=BatchShape(groups=8, rows=8, prompt=432, visual=64, suffix=144),
+            optimizer=OptimizerSettings(learning_rate=3e-4, weight_decay=0.0),
+            grpo=GRPOSettings(anchor="credit", reward_clip=None),
+            rewards=RewardSettings(anchor_weight=0.0, format_cap=False),
+        ),
+    )

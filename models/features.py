@@ -1,0 +1,125 @@
+"""Frames in, visual vectors out, each frame once: what the overview, the crops, the sampler and the training step share.
+
+Owns the bounded store of encoded frames and the reading of videos. The vision tower is frozen, so a frame's features and
+DeepStack levels are a function of (video, frame index, size, tower version) and that is the key. Refuses to answer for a
+video that cannot be read: `VideoError` goes to the caller, who makes a value of it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Float
+
+from models.processor import patchify, resize, smart_resize
+from models.qwen3_vl.config import Qwen3VLConfig
+from models.qwen3_vl.vision import VisionTower
+from paravt_jax import video
+from paravt_jax.records import Frame
+
+
+@dataclasses.dataclass(frozen=True)
+class FrameSettings:
+    """Sizes of frames in pixels (REFERENCE 3, step 5), frames encoded in one call, and the store's bound in MiB.
+
+    A video of at most `whole_frames` frames is read and encoded whole when it is first met: opening a file costs more than a few frames.
+    """
+
+    min_pixels: int = 784
+    max_pixels: int = 50_176
+    batch: int = 64
+    whole_frames: int = 0
+    cache_mib: int = 4096
+
+
+class FrameFeatures:
+    """Encodes frames with a vision tower and remembers the results, least recently used first out.
+
+    Calling it with frames gives float32 [tokens, c, d]: the frames' merged tokens in order, c = features then DeepStack levels.
+    """
+
+    def __init__(self, tower: VisionTower, config: Qwen3VLConfig, settings: FrameSettings, root: Path, version: int = 0):
+        self.config, self.settings, self.root, self.version = config, settings, Path(root), version
+        graph, self._weights = nnx.split(tower)
+        self._encode = jax.jit(lambda weights, patches, grid: nnx.merge(graph, weights)(patches, grid), static_argnums=2)
+        self._store: collections.OrderedDict[tuple, np.ndarray] = collections.OrderedDict()
+        self._bytes = 0
+        self.encoded_frames = 0
+
+    @functools.lru_cache(maxsize=65_536)  # noqa: B019  one instance lives as long as the run
+    def info(self, name: str) -> video.VideoInfo:
+        """Length and timestamps of a video, by its path relative to the root."""
+        return video.probe(self.root / name)
+
+    def overview(self, name: str, count: int) -> tuple[Frame, ...]:
+        """`count` frames spread over the whole video."""
+        return self._frames(name, video.overview_indices(self.info(name).frames, count))
+
+    def window(self, name: str, start: float, end: float, fps: float, limit: int) -> tuple[Frame, ...]:
+        """At most `limit` frames at `fps` of the window [start, end], in seconds."""
+        return self._frames(name, video.window_indices(self.info(name), start, end, fps, limit))
+
+    def grid(self, name: str) -> tuple[int, int]:
+        """The (height, width) of a video's frames in patches, after resizing."""
+        info, patch = self.info(name), self.config.vision.patch_size
+        factor = patch * self.config.vision.spatial_merge_size
+        height, width = smart_resize(info.height, info.width, self.settings.min_pixels, self.settings.max_pixels, factor)
+        return height // patch, width // patch
+
+    def tokens(self, name: str) -> int:
+        """Visual tokens a frame of this video takes."""
+        height, width = self.grid(name)
+        return height * width // self.config.vision.spatial_merge_size**2
+
+    def __call__(self, frames: Sequence[Frame]) -> Float[np.ndarray, "m c d"]:
+        keys = [self._key(frame) for frame in frames]
+        missing: dict[str, dict[int, None]] = {}
+        for frame, key in zip(frames, keys, strict=True):
+            if key not in self._store:
+                missing.setdefault(frame.video, {})[frame.index] = None
+        fresh: dict[tuple, np.ndarray] = {}
+        for name, wanted in missing.items():
+            fresh |= self._encode_video(name, list(wanted))
+        for key in keys:
+            if key in self._store:
+                self._store.move_to_end(key)
+        rows = [fresh[key] if key in fresh else self._store[key] for key in keys]
+        self._remember(fresh)
+        return np.concatenate(rows)
+
+    def _encode_video(self, name: str, wanted: list[int]) -> dict[tuple, np.ndarray]:
+        """Read and encode frames of one video. Batches never mix videos: a frame's vectors do not depend on what else was asked for."""
+        grid, count = self.grid(name), self.info(name).frames
+        indices = list(range(count)) if count <= self.settings.whole_frames else wanted
+        size = (grid[0] * self.config.vision.patch_size, grid[1] * self.config.vision.patch_size)
+        pixels = [resize(frame, size) for frame in video.read(self.root / name, indices)]
+        found, batch = {}, self.settings.batch
+        for first in range(0, len(indices), batch):
+            part = np.zeros((batch, *size, 3), np.uint8)
+            part[: len(indices) - first] = pixels[first : first + batch]
+            patches = patchify(part, self.config.vision.patch_size, self.config.vision.spatial_merge_size)
+            vectors = np.asarray(self._encode(self._weights, patches, grid), np.float32)
+            found |= {self._key(Frame(name, i, 0.0)): row for i, row in zip(indices[first : first + batch], vectors, strict=False)}
+        self.encoded_frames += len(indices)
+        return found
+
+    def _remember(self, fresh: dict[tuple, np.ndarray]) -> None:
+        for key, row in fresh.items():
+            self._store[key] = row.copy()  # its own memory: a view would keep the whole batch alive
+            self._bytes += row.nbytes
+        while self._bytes > self.settings.cache_mib * 2**20:
+            self._bytes -= self._store.popitem(last=False)[1].nbytes
+
+    def _frames(self, name: str, indices: np.ndarray) -> tuple[Frame, ...]:
+        times = self.info(name).times
+        return tuple(Frame(name, int(i), float(times[i])) for i in indices)
+
+    def _key(self, frame: Frame) -> tuple:
+        return (frame.video, frame.index, *self.grid(frame.video), self.version)

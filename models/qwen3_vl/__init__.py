@@ -1,0 +1,25 @@
+"""Qwen3-VL: configuration, model, positions. Weights in the Hugging Face layout are read and written by `models.qwen3_vl.hf`."""
+
+from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig, flops_per_token, from_hf, qwen3_vl, tiny
+from models.qwen3_vl.model import Qwen3VL, abstract_model, num_params
+from models.qwen3_vl.rope import mrope_positions, next_position
+from models.qwen3_vl.text import KV, TextDecoder
+from models.qwen3_vl.vision import VisionTower
+
+__all__ = [
+    "KV",
+    "Qwen3VL",
+    "Qwen3VLConfig",
+    "TextConfig",
+    "TextDecoder",
+    "VisionConfig",
+    "VisionTower",
+    "abstract_model",
+    "flops_per_token",
+    "from_hf",
+    "mrope_positions",
+    "next_position",
+    "num_params",
+    "qwen3_vl",
+    "tiny",
+]

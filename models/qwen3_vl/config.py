@@ -1,0 +1,242 @@
+"""Sizes of Qwen3-VL: the published ones, the laptop one, and what a `config.json` says.
+
+Owns the shape of the model and refuses shapes that cannot be built, naming field, value, rule and remedy. Invariant: a
+configuration that exists can be built; two equal configurations build the same parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionConfig:
+    """The vision tower. Sizes in units of channels; `num_position_embeddings` counts the cells of a square position table."""
+
+    hidden_size: int
+    depth: int
+    num_heads: int
+    intermediate_size: int
+    out_hidden_size: int
+    num_position_embeddings: int
+    deepstack_visual_indexes: tuple[int, ...]
+    patch_size: int = 16
+    temporal_patch_size: int = 2
+    spatial_merge_size: int = 2
+    in_channels: int = 3
+    rope_theta: float = 10_000.0
+
+    def __post_init__(self):
+        cells, side, taps = self.num_position_embeddings, math.isqrt(self.num_position_embeddings), self.deepstack_visual_indexes
+        _require(
+            side * side == cells,
+            f"vision.num_position_embeddings = {cells}: the position table is square; use {side**2} or {(side + 1) ** 2}",
+        )
+        _require(
+            self.hidden_size % (4 * self.num_heads) == 0,
+            f"vision.hidden_size = {self.hidden_size}: heads are multiples of 4 (2-D rotary); use a multiple of {4 * self.num_heads}",
+        )
+        _require(
+            all(0 <= i < self.depth for i in taps) and list(taps) == sorted(set(taps)),
+            f"vision.deepstack_visual_indexes = {taps}: rising layers of the tower (depth {self.depth}); name each tap once",
+        )
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers in one flattened patch: channels x frames x height x width."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def levels(self) -> int:
+        """DeepStack levels: feature maps handed to the first text layers beside the merged features."""
+        return len(self.deepstack_visual_indexes)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextConfig:
+    """The decoder. `mrope_section` splits the `head_dim / 2` rotary frequencies between time, height and width."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    mrope_section: tuple[int, int, int]
+    rope_theta: float
+    tie_word_embeddings: bool
+    rms_norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        _require(
+            heads % kv_heads == 0,
+            f"text.num_attention_heads = {heads}: every kv head serves equally many; use a multiple of num_key_value_heads = {kv_heads}",
+        )
+        _require(
+            len(self.mrope_section) == 3 and 2 * sum(self.mrope_section) == self.head_dim,
+            f"text.mrope_section = {self.mrope_section}: three counts; make them add up to head_dim / 2 = {self.head_dim / 2:g}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3VLConfig:
+    """Both towers and the ids of the special tokens that the model itself must know."""
+
+    vision: VisionConfig
+    text: TextConfig
+    image_token_id: int = 151_655
+    video_token_id: int = 151_656
+    vision_start_token_id: int = 151_652
+    vision_end_token_id: int = 151_653
+
+    def __post_init__(self):
+        vision, text = self.vision, self.text
+        _require(
+            vision.out_hidden_size == text.hidden_size,
+            f"vision.out_hidden_size = {vision.out_hidden_size}: visual vectors stand among embeddings; use {text.hidden_size}",
+        )
+        _require(
+            vision.levels <= text.num_hidden_layers,
+            f"vision.deepstack_visual_indexes: {vision.levels} levels need a text layer each; tap at most {text.num_hidden_layers}",
+        )
+
+
+_PUBLISHED = {  # hidden, layers, heads, MLP, tied, large vision tower
+    "2b": (2048, 28, 16, 6144, True, False),
+    "4b": (2560, 36, 32, 9728, True, False),
+    "8b": (4096, 36, 32, 12288, False, True),
+    "32b": (5120, 64, 64, 25600, False, True),
+}
+
+
+def qwen3_vl(size: str) -> Qwen3VLConfig:
+    """The published dense model of `size`: "2b", "4b", "8b" or "32b". ValueError for another."""
+    if size not in _PUBLISHED:
+        raise ValueError(f"size = {size!r}: one of {', '.join(_PUBLISHED)}; choose one of them or build a Qwen3VLConfig")
+    hidden, layers, heads, mlp, tied, large = _PUBLISHED[size]
+    vision = VisionConfig(
+        hidden_size=1152 if large else 1024,
+        depth=27 if large else 24,
+        num_heads=16,
+        intermediate_size=4304 if large else 4096,
+        out_hidden_size=hidden,
+        num_position_embeddings=48 * 48,
+        deepstack_visual_indexes=(8, 16, 24) if large else (5, 11, 17),
+    )
+    text = TextConfig(
+        vocab_size=151_936,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        mrope_section=(24, 20, 20),
+        rope_theta=5_000_000.0,
+        tie_word_embeddings=tied,
+    )
+    return Qwen3VLConfig(vision, text)
+
+
+def tiny(vocab_size: int) -> Qwen3VLConfig:
+    """The laptop model, some 0.8 M parameters and embeddings: every part of the large one, one DeepStack level, 2x2 patches a frame."""
+    vision = VisionConfig(
+        hidden_size=64,
+        depth=2,
+        num_heads=4,
+        intermediate_size=128,
+        out_hidden_size=128,
+        num_position_embeddings=4,
+        deepstack_visual_indexes=(0,),
+    )
+    text = TextConfig(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        mrope_section=(12, 10, 10),
+        rope_theta=10_000.0,
+        tie_word_embeddings=True,
+    )
+    return Qwen3VLConfig(vision, text)
+
+
+def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> Qwen3VLConfig:
+    """Reads a Hugging Face `config.json` (its content, or the path of the file), as written by transformers 4.57 or 5.x.
+
+    ValueError for another model type or a rotary scaling that this model does not compute, KeyError for a missing field.
+    """
+    content: Mapping[str, Any]
+    if isinstance(source, Mapping):
+        content = source
+    else:
+        with open(source, encoding="utf-8") as file:
+            content = json.load(file)
+    kind = content.get("model_type")
+    _require(kind == "qwen3_vl", f"model_type = {kind!r}: only qwen3_vl (dense) is built; give the config.json of such a model")
+    text, vision = content["text_config"], content["vision_config"]
+    rope = text.get("rope_parameters") or {**(text.get("rope_scaling") or {}), "rope_theta": text.get("rope_theta", 5_000_000.0)}
+    scaling = rope.get("rope_type", "default")
+    _require(scaling == "default", f"text_config.rope_type = {scaling!r}: only default is computed; remove the scaling")
+    _require(not text.get("attention_bias", False), "text_config.attention_bias = True: Qwen3-VL has none; give a Qwen3-VL config.json")
+    text_fields = _known(TextConfig, text) | {
+        "mrope_section": tuple(rope.get("mrope_section", (24, 20, 20))),
+        "rope_theta": float(rope["rope_theta"]),
+        "tie_word_embeddings": content.get("tie_word_embeddings", text.get("tie_word_embeddings", False)),
+    }
+    vision_fields = _known(VisionConfig, vision) | {
+        "deepstack_visual_indexes": tuple(vision["deepstack_visual_indexes"]),
+        "rope_theta": float((vision.get("rope_parameters") or {}).get("rope_theta", 10_000.0)),
+    }
+    ids = {name: value for name, value in _known(Qwen3VLConfig, content).items() if name.endswith("_token_id")}
+    return Qwen3VLConfig(VisionConfig(**vision_fields), TextConfig(**text_fields), **ids)
+
+
+def _known(kind: type, source: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of `source` that are fields of a dataclass."""
+    return {field.name: source[field.name] for field in dataclasses.fields(kind) if field.name in source}
+
+
+def to_hf(config: Qwen3VLConfig) -> dict[str, Any]:
+    """The `config.json` content that `from_hf` and transformers (4.57 and 5.x) read back as the same model."""
+    text, vision = dataclasses.asdict(config.text), dataclasses.asdict(config.vision)
+    tied, theta, vision_theta = text.pop("tie_word_embeddings"), text["rope_theta"], vision.pop("rope_theta")
+    rope = {"rope_type": "default", "mrope_section": list(text.pop("mrope_section")), "mrope_interleaved": True}
+    text |= {"model_type": "qwen3_vl_text", "hidden_act": "silu", "attention_bias": False}
+    text |= {"rope_scaling": rope, "rope_parameters": {**rope, "rope_theta": theta}}
+    vision |= {
+        "model_type": "qwen3_vl",
+        "hidden_act": "gelu_pytorch_tanh",
+        "deepstack_visual_indexes": list(config.vision.deepstack_visual_indexes),
+    }
+    vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": vision_theta}
+    ids = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name.endswith("_token_id")}
+    top = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"], "tie_word_embeddings": tied}
+    return {**top, **ids, "text_config": text, "vision_config": vision}
+
+
+def flops_per_token(config: Qwen3VLConfig, context: float) -> float:
+    """Forward FLOPs of the decoder and its head for one token that attends to `context` positions; the backward pass takes twice that."""
+    c = config.text
+    heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
+    layer = c.hidden_size * (heads + 3 * c.intermediate_size)
+    return 2.0 * (c.num_hidden_layers * (layer + 2 * c.num_attention_heads * c.head_dim * context) + c.vocab_size * c.hidden_size)

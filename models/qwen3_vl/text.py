@@ -1,0 +1,196 @@
+"""The decoder: token ids, positions and visual vectors in; hidden states, keys and values out; and log-probs from hidden states.
+
+Owns the embedding, the layers (one stack, scanned), DeepStack's entry into the first of them, one-token decoding and the
+vocabulary head. Refuses visual vectors without their index; shapes are static and checked while tracing. Invariant: however the
+tokens are cut - at once, suffixes over a shared prefix, packed, or one by one - they get the same hidden states.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from models.qwen3_vl.attention import attend, attend_cache
+from models.qwen3_vl.config import TextConfig
+from models.qwen3_vl.layers import constant, normal, rms_norm
+from models.qwen3_vl.rope import mrope_angles, rotate
+
+
+class KV(NamedTuple):
+    """Keys (rotated) and values of every layer."""
+
+    k: Float[Array, "l b s k h"]
+    v: Float[Array, "l b s k h"]
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and gated MLP; made with a leading layer axis, used with one layer's slice of it."""
+
+    def __init__(self, config: TextConfig, *, rngs: nnx.Rngs, param_dtype: DTypeLike):
+        c = config
+        n, d, f, q, k, h = c.num_hidden_layers, c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
+
+        def weight(shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int) -> nnx.Param:
+            return normal(rngs, (n, *shape), ("layer", *axes), fan_in**-0.5, param_dtype)
+
+        def scale(size: int) -> nnx.Param:
+            return constant(1.0, (n, size), ("layer", "norm"), param_dtype)
+
+        self.eps = c.rms_norm_eps
+        self.input_norm, self.post_norm, self.q_norm, self.k_norm = scale(d), scale(d), scale(h), scale(h)
+        self.q = weight((d, q, h), ("embed", "heads", "head_dim"), d)
+        self.k = weight((d, k, h), ("embed", "kv_heads", "head_dim"), d)
+        self.v = weight((d, k, h), ("embed", "kv_heads", "head_dim"), d)
+        self.o = weight((q, h, d), ("heads", "head_dim", "embed"), q * h)
+        self.gate = weight((d, f), ("embed", "mlp"), d)
+        self.up = weight((d, f), ("embed", "mlp"), d)
+        self.down = weight((f, d), ("mlp", "embed"), f)
+
+    def project(
+        self, x: Float[Array, "b t d"], angles: Float[Array, "b t j"]
+    ) -> tuple[Float[Array, "b t n h"], Float[Array, "b t k h"], Float[Array, "b t k h"]]:
+        """Queries, keys and values of x, heads normed and turned."""
+        y = rms_norm(x, self.input_norm, self.eps)
+        q, k, v = (jnp.einsum("btd,dnh->btnh", y, w[...].astype(y.dtype)) for w in (self.q, self.k, self.v))
+        return rotate(rms_norm(q, self.q_norm, self.eps), angles), rotate(rms_norm(k, self.k_norm, self.eps), angles), v
+
+    def finish(self, x: Float[Array, "b t d"], attended: Float[Array, "b t n h"]) -> Float[Array, "b t d"]:
+        """The layer's output from its input and what its heads attended to."""
+        x = x + jnp.einsum("btnh,nhd->btd", attended, self.o[...].astype(x.dtype))
+        y = rms_norm(x, self.post_norm, self.eps)
+        y = jax.nn.silu(y @ self.gate[...].astype(y.dtype)) * (y @ self.up[...].astype(y.dtype))
+        return x + y @ self.down[...].astype(y.dtype)
+
+
+class TextDecoder(nnx.Module):
+    """The decoder and its vocabulary head. Activations in `dtype`, logits and log-probs in float32."""
+
+    def __init__(self, config: TextConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32, param_dtype: DTypeLike = jnp.float32):
+        self.config = config
+        self.dtype = dtype
+        shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed")
+        self.embedding = normal(rngs, shape, axes, 0.02, param_dtype)
+        self.layers = DecoderLayer(config, rngs=rngs, param_dtype=param_dtype)
+        self.norm = constant(1.0, (config.hidden_size,), ("norm",), param_dtype)
+        self.head = None if config.tie_word_embeddings else normal(rngs, shape, axes, 0.02, param_dtype)
+
+    def __call__(
+        self,
+        ids: Int[Array, "b t"],
+        positions: Int[Array, "3 b t"],
+        *,
+        segment_ids: Int[Array, "b t"] | None = None,
+        visual: Float[Array, "b m c d"] | None = None,
+        visual_index: Int[Array, "b t"] | None = None,
+        prefix: KV | None = None,
+        prefix_mask: Bool[Array, "p s"] | None = None,
+        remat: bool = False,
+    ) -> tuple[Float[Array, "b t d"], KV]:
+        """Hidden states after the final norm, and the keys and values of these tokens.
+
+        Tokens attend causally within equal `segment_ids` (0 = padding; None = one segment). `visual` is each row's bank of m
+        visual vectors, c = 1 + DeepStack levels; `visual_index` points into it, -1 where a token is text. `prefix` holds
+        p = b / g prompts: rows r * g ... r * g + g - 1 also attend to row r of it where `prefix_mask` holds. `remat`
+        recomputes layers in the backward pass. ValueError where `visual` and `visual_index` are not given together.
+        """
+        if (visual is None) != (visual_index is None):
+            raise ValueError("visual, visual_index: given together or not at all; pass both, or neither for text")
+        graph, state = nnx.split(self.layers)
+        angles = mrope_angles(positions, self.config)
+
+        def body(x, layer):
+            params, number, past = layer
+            block = nnx.merge(graph, params)
+            q, k, v = block.project(x, angles)
+            x = block.finish(x, attend(q, k, v, segment_ids=segment_ids, prefix=past, prefix_mask=prefix_mask))
+            if visual is not None and visual_index is not None and visual.shape[2] > 1:
+                # A branch, not a mask: layers after the last DeepStack level pay nothing, and the stack stays one scan.
+                spread = functools.partial(_spread, visual, visual_index, number + 1)
+                x = jax.lax.cond(number + 1 < visual.shape[2], lambda x: x + spread(x), lambda x: x, x)
+            return x, KV(k, v)
+
+        x = self.embed(ids)
+        if visual is not None and visual_index is not None:
+            x = jnp.where(visual_index[..., None] >= 0, _spread(visual, visual_index, 0, x), x)
+        layers = jnp.arange(self.config.num_hidden_layers)
+        x, kv = jax.lax.scan(jax.checkpoint(body, prevent_cse=False) if remat else body, x, (state, layers, prefix))
+        return rms_norm(x, self.norm, self.config.rms_norm_eps), kv
+
+    def decode(
+        self,
+        ids: Int[Array, " b"],
+        positions: Int[Array, "3 b"],
+        cache: KV,
+        mask: Bool[Array, "b s"],
+        index: Int[Array, ""],
+        prefix: tuple[Float[Array, "l p k u h"], Float[Array, "l p k u h"]] | None = None,
+        prefix_mask: Bool[Array, "p u"] | None = None,
+    ) -> tuple[Float[Array, "b d"], KV]:
+        """One text token a row: the hidden state after the final norm, and the cache with the token's keys and values in slot `index`.
+
+        `mask` says which slots each row attends to and already holds at `index`. Rows r * g ... r * g + g - 1 also attend to row r of
+        `prefix` (`attention.heads_first`) where `prefix_mask` holds. The cache is updated in place where the caller donates it.
+        """
+        graph, state = nnx.split(self.layers)
+        angles = mrope_angles(positions[..., None], self.config)
+
+        # The cache is carried, not scanned over: as a scan's output it would be copied whole for every token.
+        def body(carry, layer):
+            x, cache = carry
+            params, number, past = layer
+            block = nnx.merge(graph, params)
+            q, k, v = block.project(x, angles)
+            at = (number, 0, index, 0, 0)
+            cache = KV(*(jax.lax.dynamic_update_slice(c, new[None].astype(c.dtype), at) for c, new in zip(cache, (k, v), strict=True)))
+            keys, values = (jax.lax.dynamic_index_in_dim(c, number, keepdims=False) for c in cache)
+            return (block.finish(x, attend_cache(q[:, 0], keys, values, mask, past, prefix_mask)[:, None]), cache), None
+
+        x = self.embed(ids)[:, None]
+        (x, cache), _ = jax.lax.scan(body, (x, cache), (state, jnp.arange(self.config.num_hidden_layers), prefix))
+        return rms_norm(x, self.norm, self.config.rms_norm_eps)[:, 0], cache
+
+    def embed(self, ids: Int[Array, "*n"]) -> Float[Array, "*n d"]:
+        """Token embeddings."""
+        return jnp.take(self.embedding[...], ids, axis=0).astype(self.dtype)
+
+    def logits(self, hidden: Float[Array, "*n d"]) -> Float[Array, "*n v"]:
+        """Scores of every word, float32."""
+        head = self.embedding if self.head is None else self.head
+        return jnp.einsum("...d,vd->...v", hidden, head[...].astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+    def token_logprobs(
+        self, hidden: Float[Array, "b t d"], targets: Int[Array, "b t"], temperature: float, chunk: int | None = None
+    ) -> Float[Array, "b t"]:
+        """Log-prob of `targets` under softmax(logits / temperature), float32; hidden[b, t] is the state that predicts targets[b, t].
+
+        `chunk` positions of every row at a time (None: all at once), computed again in the backward pass, so that
+        [tokens, vocab] is never whole.
+        """
+        b, t = targets.shape
+        if chunk is None or chunk >= t:
+            return self._chunk_logprobs(hidden, targets, temperature)
+        rest = -t % chunk
+        hidden = jnp.pad(hidden, ((0, 0), (0, rest), (0, 0))).reshape(b, -1, chunk, hidden.shape[-1]).swapaxes(0, 1)
+        targets = jnp.pad(targets, ((0, 0), (0, rest))).reshape(b, -1, chunk).swapaxes(0, 1)
+        out = jax.lax.map(jax.checkpoint(lambda x: self._chunk_logprobs(x[0], x[1], temperature), prevent_cse=False), (hidden, targets))
+        return out.swapaxes(0, 1).reshape(b, -1)[:, :t]
+
+    def _chunk_logprobs(self, hidden: Float[Array, "b t d"], targets: Int[Array, "b t"], temperature: float) -> Float[Array, "b t"]:
+        logits = self.logits(hidden) / temperature
+        # A masked sum, not a gather: its gradient needs no scatter, and a vocabulary that is cut over devices stays cut.
+        own = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0.0), axis=-1)
+        return own - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _spread(
+    visual: Float[Array, "b m c d"], index: Int[Array, "b t"], level: int | Int[Array, ""], like: Float[Array, "b t d"]
+) -> Float[Array, "b t d"]:
+    """One level's visual vectors at the tokens they stand for, 0 at text; in the type of `like`."""
+    bank = jax.lax.dynamic_index_in_dim(visual, level, axis=2, keepdims=False).astype(like.dtype)
+    return jnp.where(index[..., None] >= 0, jnp.take_along_axis(bank, jnp.maximum(index, 0)[..., None], axis=1), 0)

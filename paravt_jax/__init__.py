@@ -1,0 +1,1 @@
+"""ParaVT in JAX: the method itself, free of models, engines and trainers."""

@@ -1,0 +1,212 @@
+"""The one protocol: every prompt, tool schema, time, placeholder and turn of every agent is written here and nowhere else.
+
+Demonstrations, rollouts, evaluation and `ask` all render through `Protocol`. Chat markup is Qwen3-VL's (a test holds it
+against the published template). Pieces are encoded one by one and appended: nothing that was encoded is encoded again.
+Invariant: text that is not the protocol's own (questions, summaries) cannot forge a special token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from paravt_jax.parsing import Malformed, parse_calls
+from paravt_jax.records import Author, CropCall, Demonstration, Frame, Question, QuestionKind, Segment, Trajectory
+from paravt_jax.tokenizer import Vocabulary
+
+PINNED = "<think>\n"
+VIDEO_NAME = "video.mp4"  # the model never sees a path; what it writes here is text
+
+CROP_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "crop_video",
+        "description": "Look closer at one window of the video. Several calls in one turn are looked at side by side.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "video_path": {"type": "string", "description": "Name of the video."},
+                "start_time": {"type": "number", "description": "Start of the window in seconds."},
+                "end_time": {"type": "number", "description": "End of the window in seconds."},
+            },
+            "required": ["video_path", "start_time", "end_time"],
+        },
+    },
+}
+
+_TASK = "You answer a question about a video. You see a few frames of it, each after its time.\n"
+_PLAN = "Where they do not show enough, call crop_video on every window that matters; each window comes back as a short report.\n"
+_FORM = "Think first, then call the tool or give the final answer as <answer>answer</answer>; a span of time is [start, end] in seconds."
+_TOOLS_HEAD = (
+    "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+)
+_TOOLS_TAIL = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+)
+_BAD_CALLS = ("<tool_code></tool_code>", "<tool_call>", "<tool_call></tool_call>", "<tool_call>{}</tool_call>")  # what goes wrong most
+_SUMMARY_REQUEST = "\nSay in one short sentence what these frames show, with times in seconds."
+_ANSWER_NOW = "\nNo more calls can be made. Give the final answer."
+_TO_ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class ProtocolSettings:
+    """Limits of an episode (REFERENCE 1, 3 and 5). Lengths are in tokens."""
+
+    max_tool_turns: int = 3
+    max_calls: int = 5
+    turn_tokens: int = 2048
+    summary_tokens: int = 512
+    trajectory_tokens: int = 8192  # everything after the prompt: responses and tool results
+    crop_fps: float = 1.0
+    crop_frames: int = 16
+
+
+def render_call(call: CropCall) -> str:
+    """A `crop_video` call as the model is taught to write it."""
+    arguments = {"video_path": VIDEO_NAME, "start_time": _number(call.start), "end_time": _number(call.end)}
+    return f"<tool_call>\n{json.dumps({'name': 'crop_video', 'arguments': arguments})}\n</tool_call>"
+
+
+def system_text(tools: bool) -> str:
+    """The system turn, with the tool's schema where tools are offered."""
+    if not tools:
+        return f"<|im_start|>system\n{_TASK}{_FORM}<|im_end|>\n"
+    return f"<|im_start|>system\n{_TASK}{_PLAN}{_FORM}{_TOOLS_HEAD}{json.dumps(CROP_TOOL)}{_TOOLS_TAIL}<|im_end|>\n"
+
+
+def question_text(question: Question) -> str:
+    """The question as the user puts it: options as "A. ...", one a line."""
+    options = "".join(f"\n{chr(ord('A') + i)}. {option.strip()}" for i, option in enumerate(question.options))
+    return "\n" + question.text + (options if question.kind is QuestionKind.MULTIPLE_CHOICE else "")
+
+
+def recurring_texts() -> tuple[str, ...]:
+    """The protocol's fixed lines, numbers of a call cut out, and the commonest errors: single pieces of a small vocabulary."""
+    texts = [
+        system_text(True),
+        system_text(False),
+        _SUMMARY_REQUEST,
+        _ANSWER_NOW,
+        _TO_ASSISTANT,
+        "<|im_start|>user\n",
+        render_call(CropCall(0, 1)),
+    ]
+    texts += [f"error: {call.reason}" for text in _BAD_CALLS for call in parse_calls(text) if isinstance(call, Malformed)]
+    lines = [line for text in texts for line in re.findall(r"[^\n]*\n+|[^\n]+", text)]
+    return tuple(dict.fromkeys(part for line in lines for part in re.split(r"(?<=_time\": )\d+", line)))
+
+
+class Protocol:
+    """Renders prompts, tool results and demonstrations into segments of token ids.
+
+    `image_tokens(frame)` tells how many visual tokens a frame takes after the vision tower's merge.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, settings: ProtocolSettings):
+        self.vocabulary = vocabulary
+        self.settings = settings
+        self._special = re.compile("|".join(re.escape(t) for t in sorted(vocabulary.special_texts, key=len, reverse=True)))
+
+    def overview(self, frames: Sequence[Frame], image_tokens: int | Sequence[int], tools: bool = True) -> Segment:
+        """The opening of a main agent's prompt: system turn and timed overview frames. Shared by all questions on the video."""
+        return Segment(
+            self._timed_images(system_text(tools) + "<|im_start|>user\n", frames, image_tokens), Author.PROMPT, frames=tuple(frames)
+        )
+
+    def question(self, question: Question) -> Segment:
+        """The rest of a main agent's prompt."""
+        return Segment(self._concat(self.plain(question_text(question)), _TO_ASSISTANT), Author.PROMPT)
+
+    def window(self, frames: Sequence[Frame], image_tokens: int | Sequence[int]) -> Segment:
+        """A sub-agent's whole prompt: timed frames of one window and the request for a summary."""
+        opening = self._timed_images("<|im_start|>user\n", frames, image_tokens)
+        return Segment(np.concatenate([opening, self._encode(_SUMMARY_REQUEST + _TO_ASSISTANT)]), Author.PROMPT, frames=tuple(frames))
+
+    @functools.cached_property
+    def pinned(self) -> Segment:
+        """The `<think>` every response of a main agent is started with (paper, constrained generation)."""
+        return Segment(self._encode(PINNED), Author.PINNED)
+
+    def tool_results(self, responses: Sequence[str], ended: bool, last: bool) -> Segment:
+        """The user turn that brings a turn's tool responses back.
+
+        `ended`: whether the response before it closed its turn itself; `last`: whether no further calls will be accepted.
+        """
+        close = "" if ended else "<|im_end|>"
+        bodies = "\n".join(f"<tool_response>\n{self.cut(text)}\n</tool_response>" for text in responses)
+        text = f"{close}\n<|im_start|>user\n{bodies}{_ANSWER_NOW if last else ''}{_TO_ASSISTANT}"
+        return Segment(self._encode(text), Author.TOOL)
+
+    def cut(self, text: str) -> str:
+        """A tool response as the model reads it: plain, and within its limit of tokens."""
+        text, limit = self.plain(text), self.settings.summary_tokens
+        ids = self.vocabulary.encode(text)
+        if len(ids) <= limit:
+            return text
+        text = self.vocabulary.decode(ids[:limit])
+        while len(self.vocabulary.encode(text)) > limit:  # half a character became a replacement, of more tokens
+            text = text[:-1]
+        return text
+
+    def plain(self, text: str) -> str:
+        """Text from outside the protocol: special tokens in it are broken by a space, so that they are only words."""
+        return self._special.sub(lambda match: match[0][0] + " " + match[0][1:], text)
+
+    def demonstration(self, demonstration: Demonstration, frames: Sequence[Frame], image_tokens: int | Sequence[int]) -> Trajectory:
+        """A demonstration as the trajectory an agent would have produced; its log-probs are 0, for nobody sampled it.
+
+        Tool messages that stand together become one user turn, as in an episode.
+        """
+        main = demonstration.question is not None
+        trajectory = Trajectory((self.overview(frames, image_tokens),) if main else (self.window(frames, image_tokens),))
+        if demonstration.question is not None:
+            trajectory.append(self.question(demonstration.question))
+        results: list[str] = []
+        turns = 0
+        for message in demonstration.messages:
+            if message.role == "tool":
+                results.append(message.content)
+                continue
+            if results:
+                trajectory.append(self.tool_results(results, ended=True, last=turns >= self.settings.max_tool_turns))
+                results = []
+            if main:
+                trajectory.append(self.pinned)
+            ids = self._encode(message.content + "<|im_end|>")
+            trajectory.append(Segment(ids, Author.MODEL, np.zeros(len(ids), np.float32)))
+            turns += 1
+        return trajectory
+
+    def _timed_images(self, opening: str, frames: Sequence[Frame], image_tokens: int | Sequence[int]) -> np.ndarray:
+        counts = [image_tokens] * len(frames) if isinstance(image_tokens, int) else list(image_tokens)
+        if len(counts) != len(frames):
+            raise ValueError(f"image_tokens: {len(counts)} counts for {len(frames)} frames; give one a frame")
+        special = self.vocabulary
+        parts = [self._encode(opening)]
+        for frame, count in zip(frames, counts, strict=True):
+            image = [special["<|vision_start|>"], *[special["<|image_pad|>"]] * count, special["<|vision_end|>"]]
+            parts += [self._time(f"<{frame.time:.1f} seconds>"), np.array(image, np.int32)]
+        return np.concatenate(parts)
+
+    def _concat(self, *texts: str) -> np.ndarray:
+        return np.concatenate([self._encode(text) for text in texts])
+
+    @functools.lru_cache(maxsize=65_536)  # noqa: B019  one protocol lives as long as the run
+    def _time(self, text: str) -> np.ndarray:
+        return self._encode(text)
+
+    def _encode(self, text: str) -> np.ndarray:
+        return np.asarray(self.vocabulary.encode(text), np.int32)
+
+
+def _number(value: float) -> float | int:
+    return int(value) if float(value).is_integer() else value

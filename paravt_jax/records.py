@@ -1,0 +1,211 @@
+"""The records that travel between the rooms: questions, demonstrations, trajectories, episodes.
+
+Owns the shape of the data and nothing else. Invariant: a `Trajectory` only grows, and its token ids are the one truth of
+what the model saw and wrote; text is decoded from them, never the other way round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+
+import numpy as np
+
+
+class QuestionKind(enum.StrEnum):
+    """How a question is answered and scored (REFERENCE 3)."""
+
+    MULTIPLE_CHOICE = "mcq"
+    TEMPORAL_GROUNDING = "tvg"
+    OPEN_ENDED = "oe"
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One question about one video. `video` is a path relative to the data root; `answer` is text, "[a, b]" in seconds for grounding."""
+
+    id: str
+    video: str
+    text: str
+    kind: QuestionKind
+    answer: str
+    options: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """One turn of a demonstration: role `assistant` (trained on), or `tool` (one tool response, not trained on)."""
+
+    role: str
+    content: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Demonstration:
+    """A conversation to imitate.
+
+    A main agent's (`window` is None) starts with `frames` overview frames of the whole video and `question`; a sub-agent's
+    starts with the frames of `window` (seconds) and the protocol's request for a summary, and its `question` is None.
+    """
+
+    id: str
+    video: str
+    frames: int
+    window: tuple[float, float] | None
+    question: Question | None
+    messages: tuple[Message, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Caption:
+    """What one frame shows, in words: the video, the time in seconds and the words."""
+
+    video: str
+    time: float
+    words: tuple[str, ...]
+
+
+class Author(enum.IntEnum):
+    """Who wrote a token. Only MODEL tokens carry log-probs and loss; PINNED ones open a response for the model."""
+
+    PROMPT = 0
+    PINNED = 1
+    MODEL = 2
+    TOOL = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One frame of a video: what was asked for and shown. `index` counts decoded frames, `time` is its timestamp in seconds."""
+
+    video: str
+    index: int
+    time: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A run of tokens by one author. `logprobs` (float32, one a token) where the author is MODEL; `frames` as their placeholders stand.
+
+    `digest` is the sampler's own `digest` of all it had been fed when it had written this segment; the trainer compares it with what
+    it scores.
+    """
+
+    ids: np.ndarray
+    author: Author
+    logprobs: np.ndarray | None = None
+    frames: tuple[Frame, ...] = ()
+    digest: str | None = None
+
+    def __post_init__(self):
+        if (self.logprobs is not None) != (self.author is Author.MODEL):
+            raise ValueError(f"Segment.logprobs: given for {self.author.name}; sampled (MODEL) segments have them, others do not")
+        if self.logprobs is not None and len(self.logprobs) != len(self.ids):
+            raise ValueError(f"Segment.logprobs: {len(self.logprobs)} values for {len(self.ids)} tokens; one a token is needed")
+
+
+def digest(ids: np.ndarray) -> str:
+    """A fingerprint of token ids, the same for the same ids whatever their integer type."""
+    return hashlib.blake2b(np.ascontiguousarray(ids, np.int64).tobytes(), digest_size=16).hexdigest()
+
+
+class Trajectory:
+    """An append-only list of segments: everything one agent saw and wrote, in order."""
+
+    def __init__(self, segments: tuple[Segment, ...] = (), version: int = 0):
+        self.version = version
+        self._segments = list(segments)
+
+    def append(self, segment: Segment) -> None:
+        self._segments.append(segment)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return tuple(self._segments)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Every token id, int32[t]."""
+        return np.concatenate([s.ids for s in self._segments]).astype(np.int32)
+
+    @property
+    def authors(self) -> np.ndarray:
+        """The author of every token, int8[t]."""
+        return np.concatenate([np.full(len(s.ids), s.author, np.int8) for s in self._segments])
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """The sampler's log-prob of every token, float32[t]; 0 where it was not sampled."""
+        return np.concatenate([np.zeros(len(s.ids), np.float32) if s.logprobs is None else s.logprobs for s in self._segments])
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        return tuple(frame for s in self._segments for frame in s.frames)
+
+
+class CallStatus(enum.StrEnum):
+    """What became of one tool call."""
+
+    EXECUTED = "executed"
+    CLAMPED = "clamped"  # executed after the window was cut to the video
+    MALFORMED = "malformed"  # not JSON, or not of the tool's shape
+    UNKNOWN_TOOL = "unknown_tool"
+    BAD_WINDOW = "bad_window"  # reversed, empty, outside the video, not finite
+    TOO_MANY = "too_many"  # beyond the turn's limit of calls
+    NOT_OFFERED = "not_offered"  # tools are off, or no turn with tools is left
+    UNREADABLE = "unreadable"  # the video could not be decoded there
+
+    @property
+    def executed(self) -> bool:
+        return self in (CallStatus.EXECUTED, CallStatus.CLAMPED)
+
+
+@dataclasses.dataclass(frozen=True)
+class CropCall:
+    """A parsed `crop_video` call, window in seconds."""
+
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class CallOutcome:
+    """One tool call of a turn: what was asked (None where it could not be read), what became of it, and the response the model saw."""
+
+    call: CropCall | None
+    status: CallStatus
+    response: str
+    subagent: Trajectory | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One response of the main agent: its whole text (pinned opening included), its calls, and whether it ran into the token limit."""
+
+    text: str
+    calls: tuple[CallOutcome, ...] = ()
+    truncated: bool = False
+
+
+class StopReason(enum.StrEnum):
+    """Why an episode ended."""
+
+    ANSWERED = "answered"
+    NO_ANSWER = "no_answer"  # neither a call nor an answer
+    TRUNCATED = "truncated"  # a turn hit its token limit
+    TURN_LIMIT = "turn_limit"  # still calling in the last turn
+    TOKEN_LIMIT = "token_limit"  # the trajectory is full
+    UNREADABLE = "unreadable"  # the video could not be read
+
+
+@dataclasses.dataclass(frozen=True)
+class Episode:
+    """One main agent's whole course, its sub-agents included. `frames` is the overview budget K that was drawn."""
+
+    question: Question
+    frames: int
+    trajectory: Trajectory
+    turns: tuple[Turn, ...]
+    stop: StopReason
+    answer: str | None

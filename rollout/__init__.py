@@ -1,0 +1,1 @@
+"""Sampling: the engine, the episode that uses it, and evaluation."""

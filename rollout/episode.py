@@ -1,0 +1,159 @@
+"""One episode, as the paper tells it: plan, dispatch, gather, answer.
+
+Owns the course of a main agent and its sub-agents. Failures are values: a call that cannot be carried out becomes a typed
+`CallOutcome` whose response the model reads. Refuses to open anything but the question's own video.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+
+from models.features import FrameFeatures
+from paravt_jax.parsing import Malformed, extract_answer, parse_calls, resolve_window
+from paravt_jax.protocol import Protocol
+from paravt_jax.records import Author, CallOutcome, CallStatus, CropCall, Episode, Question, Segment, StopReason, Trajectory, Turn
+from paravt_jax.video import VideoError
+from rollout.requests import Request, Sample, SampleStop, ask
+
+Dispatch = Literal["parallel", "sequential", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How an episode is played: `frames` is the overview budget K; `dispatch` how calls are carried out.
+
+    `parallel`: all calls of a turn at once; `sequential`: a turn ends at its first call; `none`: no tool is offered.
+    """
+
+    frames: int
+    temperature: float
+    dispatch: Dispatch = "parallel"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """What every episode shares: the protocol and the frames."""
+
+    protocol: Protocol
+    features: FrameFeatures
+
+
+async def play(scene: Scene, question: Question, setting: Setting, seed: int) -> Episode:
+    """Play one episode on `question`; `seed` decides every token in it."""
+    protocol, limits = scene.protocol, scene.protocol.settings
+    tools = setting.dispatch != "none"
+    try:
+        overview = scene.features.overview(question.video, setting.frames)
+        scene.features(overview)  # unreadable now is better than unreadable in the middle of a batch
+    except VideoError:
+        return Episode(question, setting.frames, Trajectory(), (), StopReason.UNREADABLE, None)
+    prompt = protocol.overview(overview, scene.features.tokens(question.video), tools)
+    trajectory = Trajectory((prompt, protocol.question(question)))
+    tool_turns = limits.max_tool_turns if tools else 0
+    turns: list[Turn] = []
+
+    while True:
+        trajectory.append(protocol.pinned)
+        room = limits.trajectory_tokens - _suffix_length(trajectory)
+        sample = await _respond(scene, trajectory, setting, seed + len(turns), min(room, limits.turn_tokens))  # plan, or gather and answer
+        trajectory.append(Segment(sample.ids, Author.MODEL, sample.logprobs, digest=sample.digest))
+        trajectory.version = sample.version
+        text = protocol.vocabulary.decode(np.concatenate([protocol.pinned.ids, sample.ids])).removesuffix("<|im_end|>")
+        if sample.stop is SampleStop.LENGTH:
+            turns.append(Turn(text, truncated=True))
+            return _episode(question, setting, trajectory, turns, StopReason.TRUNCATED)
+        calls = parse_calls(text)
+        if not calls:
+            turns.append(Turn(text))
+            stop = StopReason.NO_ANSWER if extract_answer(text) is None else StopReason.ANSWERED
+            return _episode(question, setting, trajectory, turns, stop)
+
+        offered = len(turns) < tool_turns
+        outcomes = await _dispatch(scene, question, calls, setting, seed + 1000 * (len(turns) + 1)) if offered else _refuse(calls)
+        outcomes = [dataclasses.replace(o, response=protocol.cut(o.response)) for o in outcomes]
+        turns.append(Turn(text, tuple(outcomes)))
+        if len(turns) > tool_turns + 1 or (not offered and extract_answer(text) is not None):
+            stop = StopReason.TURN_LIMIT if extract_answer(text) is None else StopReason.ANSWERED
+            return _episode(question, setting, trajectory, turns, stop)
+        ended = sample.ids[-1] == protocol.vocabulary.eos
+        results = protocol.tool_results([o.response for o in outcomes], bool(ended), last=len(turns) >= tool_turns)
+        if _suffix_length(trajectory) + len(results.ids) + len(protocol.pinned.ids) >= limits.trajectory_tokens:
+            return _episode(question, setting, trajectory, turns, StopReason.TOKEN_LIMIT)
+        trajectory.append(results)
+
+
+async def _respond(scene: Scene, trajectory: Trajectory, setting: Setting, seed: int, tokens: int) -> Sample:
+    vocabulary = scene.protocol.vocabulary
+    stops = (vocabulary.eos, vocabulary["</tool_call>"]) if setting.dispatch == "sequential" else (vocabulary.eos,)
+    (sample,) = await ask(_request(trajectory, setting.temperature, tokens, seed, stops))
+    return sample
+
+
+async def _dispatch(scene: Scene, question: Question, calls: list[CropCall | Malformed], setting: Setting, seed: int) -> list[CallOutcome]:
+    """Carry out a turn's calls: every good window goes to its own sub-agent, all of them side by side."""
+    limit = 1 if setting.dispatch == "sequential" else scene.protocol.settings.max_calls
+    outcomes = [_open(scene, question, call, number, limit) for number, call in enumerate(calls)]
+    ready = [(number, outcome) for number, outcome in enumerate(outcomes) if outcome.status.executed]
+    tokens, vocabulary = scene.protocol.settings.summary_tokens, scene.protocol.vocabulary
+    requests = [_request(o.subagent, setting.temperature, tokens, seed + n, (vocabulary.eos,)) for n, o in ready if o.subagent is not None]
+    for (number, outcome), sample in zip(ready, await ask(*requests), strict=True):
+        assert outcome.subagent is not None
+        outcome.subagent.append(Segment(sample.ids, Author.MODEL, sample.logprobs, digest=sample.digest))
+        outcome.subagent.version = sample.version
+        summary = vocabulary.decode(sample.ids).removesuffix("<|im_end|>")
+        # The report before the note on its window: where the whole is too long, the end is cut.
+        outcomes[number] = dataclasses.replace(outcome, response=summary + outcome.response)
+    return outcomes
+
+
+def _open(scene: Scene, question: Question, call: CropCall | Malformed, number: int, limit: int) -> CallOutcome:
+    """One call up to its sub-agent's prompt, or the reason why there is none."""
+    if isinstance(call, Malformed):
+        return CallOutcome(None, call.status, f"error: {call.reason}")
+    if number >= limit:
+        return CallOutcome(call, CallStatus.TOO_MANY, f"error: at most {limit} calls a turn are carried out; call again in the next turn")
+    features, settings = scene.features, scene.protocol.settings
+    window, status, reason = resolve_window(call, features.info(question.video).duration)
+    if not status.executed:
+        return CallOutcome(call, status, f"error: {reason}")
+    try:
+        frames = features.window(question.video, window.start, window.end, settings.crop_fps, settings.crop_frames)
+        features(frames)
+    except VideoError as error:
+        return CallOutcome(call, CallStatus.UNREADABLE, f"error: the video cannot be read there ({error.reason})")
+    prompt = scene.protocol.window(frames, features.tokens(question.video))
+    note = f" ({reason})" if status is CallStatus.CLAMPED else ""
+    return CallOutcome(window, status, note, Trajectory((prompt,)))
+
+
+def _refuse(calls: list[CropCall | Malformed]) -> list[CallOutcome]:
+    reason = "error: no call is possible now"
+    return [CallOutcome(None if isinstance(call, Malformed) else call, CallStatus.NOT_OFFERED, reason) for call in calls]
+
+
+def _request(trajectory: Trajectory, temperature: float, tokens: int, seed: int, stops: tuple[int, ...]) -> Request:
+    prompt, suffix = split_prompt(trajectory)
+    return Request(prompt, trajectory.frames, suffix, temperature, tokens, seed, stops)
+
+
+def split_prompt(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray]:
+    """A trajectory's ids, cut before its prompt's last token: what is shared by a group, and what is one rollout's own.
+
+    The last token of the prompt stands with what follows it, because it is what predicts the first token after the prompt.
+    """
+    ids, authors = trajectory.ids, trajectory.authors
+    own = np.flatnonzero(authors != Author.PROMPT)
+    length = int(own[0]) if own.size else len(ids)
+    return ids[: length - 1], ids[length - 1 :]
+
+
+def _suffix_length(trajectory: Trajectory) -> int:
+    return len(split_prompt(trajectory)[1])
+
+
+def _episode(question: Question, setting: Setting, trajectory: Trajectory, turns: list[Turn], stop: StopReason) -> Episode:
+    answer = extract_answer(turns[-1].text) if turns and stop is StopReason.ANSWERED else None
+    return Episode(question, setting.frames, trajectory, tuple(turns), stop, answer)

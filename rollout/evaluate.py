@@ -1,0 +1,93 @@
+"""Playing and scoring questions under one setting, through the same episode code as training.
+
+Owns seeds of evaluation and the summary of a set of episodes. Invariant: the numbers of a row are those of its episodes, and
+the same seed, questions and weights give the same row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from paravt_jax.records import Episode, Question, StopReason
+from paravt_jax.rewards import Rewards, RewardSettings, score
+from rollout.episode import Dispatch, Scene, Setting, play
+from rollout.requests import Sampler, run
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationSettings:
+    """Every combination of overview budget, dispatch and temperature is played on the first `questions` held-out questions.
+
+    A temperature above 0 and parallel dispatch are the headline: those are played `samples` times a question.
+    """
+
+    questions: int = 64
+    samples: int = 2
+    frames: tuple[int, ...] = (4, 16, 64)
+    dispatch: tuple[Dispatch, ...] = ("parallel", "sequential", "none")
+    temperatures: tuple[float, ...] = (0.7, 0.0)
+
+    def settings(self) -> tuple[Setting, ...]:
+        return tuple(Setting(k, t, d) for k in self.frames for d in self.dispatch for t in self.temperatures)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Means over n episodes of one setting: accuracy (R_acc: right or wrong, or the IoU of grounding), format (share of rollouts whose
+    every turn parses and that end in an answer block, f), calls a rollout (kappa) and main-agent turns."""
+
+    k: int
+    dispatch: Dispatch
+    temperature: float
+    accuracy: float
+    format: float
+    calls: float
+    turns: float
+    n: int
+
+
+def seed_of(*parts: int | str) -> int:
+    """A 32-bit seed from what names a sample: run, step, question, rollout."""
+    numbers = [part if isinstance(part, int) else int.from_bytes(part.encode(), "little") for part in parts]
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+def summarise(setting: Setting, episodes: Sequence[Episode], rewards: Sequence[Rewards]) -> Row:
+    """The row of a set of episodes."""
+    return Row(
+        k=setting.frames,
+        dispatch=setting.dispatch,
+        temperature=setting.temperature,
+        accuracy=float(np.mean([r.accuracy for r in rewards])),
+        format=float(np.mean([r.compliant for r in rewards])),
+        calls=float(np.mean([executed_calls(e) for e in episodes])),
+        turns=float(np.mean([len(e.turns) for e in episodes])),
+        n=len(episodes),
+    )
+
+
+def executed_calls(episode: Episode) -> int:
+    """Tool calls of an episode that were carried out."""
+    return sum(outcome.status.executed for turn in episode.turns for outcome in turn.calls)
+
+
+def evaluate(
+    sampler: Sampler,
+    scene: Scene,
+    questions: Sequence[Question],
+    setting: Setting,
+    rewards: RewardSettings,
+    seed: int,
+    samples: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Row, list[tuple[Episode, Rewards]]]:
+    """Play every question `samples` times under `setting`. Questions whose video cannot be read are left out of the row."""
+    agents = [play(scene, q, setting, seed_of(seed, q.id, n)) for q in questions for n in range(samples)]
+    episodes = [episode for episode in run(sampler, agents, progress) if episode.stop is not StopReason.UNREADABLE]
+    if not episodes:
+        raise ValueError("evaluation.questions: not one question has a readable video; check the data root")
+    scored = [(episode, score(episode.question, episode.turns, rewards)) for episode in episodes]
+    return summarise(setting, episodes, [r for _, r in scored]), scored

@@ -1,0 +1,162 @@
+"""Every recipe can be built, says how it is run, and fits itself: the 8B ones by shapes alone, without memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from configs import RECIPES
+from configs.base import ModelSettings, Run
+from models.qwen3_vl import Qwen3VLConfig, abstract_model, num_params, qwen3_vl
+from models.sharding import param_shardings
+from paravt_jax.grpo import GRPOBatch
+from paravt_jax.structure import Structure
+from train.batch import BatchShape, Sequences
+from train.cli import parse
+from train.optimizer import make_optimizer
+from train.rl import RLBatch, rl_loss
+from train.sft import sft_loss
+from train.step import TrainState, make_update
+
+LARGE = [name for name, recipe in RECIPES.items() if recipe().model.size != "tiny"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_built_and_says_how_it_is_run(name):
+    recipe = RECIPES[name]
+    assert isinstance(recipe(), Run) and recipe().name == name == recipe.__name__
+    text = inspect.getdoc(recipe) or ""
+    assert re.search(rf"^Command: python -m train\.run --config={name}( |$)", text, re.M), text
+    assert recipe() == recipe()
+
+
+def test_an_unknown_recipe_is_answered_with_the_nearest_and_all(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(["--config=paravt_tinny"], RECIPES)
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert "Did you mean paravt_tiny?" in message and all(name in message for name in RECIPES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--rl.steps", "x"], ["rl.steps", "x"]), (["--rl.stepz", "3"], ["rl.stepz"]), (["--unreadable-share", "2"], ["unreadable_share: 2"])],
+)
+def test_a_wrong_field_or_value_is_named(arguments, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(["--config=paravt_tiny", *arguments], RECIPES)
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("paravt_tiny", {"unreadable_share": 1.0}, r"unreadable_share: 1\.0; "),
+        ("paravt_tiny", {"model": ModelSettings(size="8b")}, r"align: set for model\.size 8b"),
+        ("paravt_8b", {"protocol.turn_tokens": 4096}, r"protocol\.turn_tokens: 4096; no shape of engine\.shapes"),
+        ("paravt_8b", {"protocol.trajectory_tokens": 16_384}, r"rl\.shape\.suffix: 8192; .*= 16384"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(name, change, message):
+    run = RECIPES[name]()
+    for path, value in change.items():
+        outer, _, inner = path.rpartition(".")
+        change = {outer: dataclasses.replace(getattr(run, outer), **{inner: value})} if outer else {inner: value}
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(run, **change)
+
+
+# --- shapes of the large recipes: traced, never allocated ---
+
+
+def struct(dtype, *shape: int) -> Any:
+    """A shape in the place of an array."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def sequences(shape: BatchShape, config: Qwen3VLConfig) -> Sequences:
+    p, b, s, t = shape.groups, shape.groups * shape.rows, shape.prompt, shape.suffix
+    fields = {
+        "prompt_ids": struct(jnp.int32, p, s),
+        "prompt_positions": struct(jnp.int32, 3, p, s),
+        "prompt_segments": struct(jnp.int32, p, s),
+        "visual": struct(jnp.float32, p, shape.visual, 1 + config.vision.levels, config.text.hidden_size),
+        "ids": struct(jnp.int32, b, t),
+        "positions": struct(jnp.int32, 3, b, t),
+        "segments": struct(jnp.int32, b, t),
+        "sampled": struct(jnp.bool_, b, t),
+        "logprobs": struct(jnp.float32, b, t),
+    }
+    return Sequences(**fields)
+
+
+def rollouts(shape: BatchShape) -> GRPOBatch:
+    p, g, b, t, n = shape.groups, shape.rows, shape.groups * shape.rows, shape.suffix, 2 * shape.suffix
+    row, group = struct(jnp.float32, b, t), struct(jnp.float32, p, g)
+    structure = Structure(struct(jnp.int32, b, n), struct(jnp.int8, b, n), struct(jnp.bool_, b, n))
+    fields = {"behaviour": row, "reference": row, "rewards": group, "anchor_rewards": group, "structure": structure}
+    fields |= {"mask": struct(jnp.bool_, b, t), "valid": struct(jnp.bool_, p, g), "parseable": struct(jnp.bool_, b)}
+    return GRPOBatch(**fields)
+
+
+def check_update(run: Run, settings, loss, batch) -> None:
+    """One update of the recipe's model, optimiser and batch: every weight and moment comes back as it was."""
+    model = abstract_model(qwen3_vl(run.model.size), dtype=run.model.dtype)
+    graph, weights = nnx.split(model.text)
+    optimizer = make_optimizer(settings.optimizer, settings.steps)
+    state = TrainState(weights, jax.eval_shape(optimizer.init, weights), struct(jnp.int32))
+    after, metrics = jax.eval_shape(make_update(graph, optimizer, loss(model.config.image_token_id, settings), state), state, batch)
+    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (state, after)]
+    assert shapes[0] == shapes[1]
+    assert metrics["loss"].shape == metrics["grad_norm"].shape == () and metrics["loss"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_model_lies_on_the_recipes_mesh(name):
+    run = RECIPES[name]()
+    config, mesh = qwen3_vl(run.model.size), run.mesh
+    assert 8.5e9 < num_params(config) < 9e9
+    devices = jax.sharding.AbstractMesh((mesh.data, mesh.fsdp, mesh.tensor), ("data", "fsdp", "tensor"))
+    state = nnx.state(abstract_model(config, dtype=run.model.dtype).text)
+    shardings = param_shardings(state, devices)
+    share = sum(
+        math.prod(sharding.shard_shape(weight.shape))
+        for weight, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
+    )
+    assert share < 1.02 * sum(math.prod(w.shape) for w in jax.tree.leaves(state)) / (mesh.fsdp * mesh.tensor), "nearly all of it is cut"
+
+
+@pytest.mark.parametrize("name", [name for name in LARGE if RECIPES[name]().rl])
+def test_an_rl_step_of_a_large_recipe_fits_itself(name):
+    run = RECIPES[name]()
+    settings = run.rl
+    assert settings is not None
+    gains: Any = struct(jnp.float32, settings.shape.groups * settings.shape.rows, settings.shape.suffix)
+    batch = RLBatch(sequences(settings.shape, qwen3_vl(run.model.size)), rollouts(settings.shape), gains)
+    check_update(run, settings, rl_loss, batch)
+    # The widest overview of the largest frames has room in the batch and in a shape of the engine.
+    frame = run.frames.max_pixels // (32 * 32)
+    visual = max(settings.frame_budgets) * frame
+    assert visual <= settings.shape.visual < settings.shape.prompt
+    assert any(s.visual >= visual and s.prompt >= settings.shape.prompt for s in run.engine.shapes)
+    assert any(s.suffix >= run.protocol.trajectory_tokens and s.new >= run.protocol.turn_tokens for s in run.engine.shapes)
+    assert any(s.visual >= run.protocol.crop_frames * frame and s.new >= run.protocol.summary_tokens for s in run.engine.shapes)
+
+
+@pytest.mark.parametrize("name", [name for name in LARGE if RECIPES[name]().sft])
+def test_a_cold_start_step_of_a_large_recipe_fits_itself(name):
+    run = RECIPES[name]()
+    settings = run.sft
+    assert settings is not None
+    config = qwen3_vl(run.model.size)
+    check_update(run, settings, sft_loss, (sequences(settings.main, config), sequences(settings.windows, config)))

@@ -1,0 +1,112 @@
+"""What every test stands on: the CPU, no network, the shared files where they are, and a small world with a small model.
+
+The environment is set here because this file is imported before any test module, hence before JAX.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Tests compile much and compute little: without LLVM's optimisations they take half the time, and their numbers stay the same.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+import dataclasses  # noqa: E402
+import pathlib  # noqa: E402
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+from flax import nnx  # noqa: E402
+
+from models.qwen3_vl import Qwen3VL, Qwen3VLConfig, abstract_model  # noqa: E402
+from models.qwen3_vl.config import TextConfig, VisionConfig  # noqa: E402
+from paravt_jax import protocol, tokenizer, world, world_text  # noqa: E402
+from paravt_jax.tokenizer import Vocabulary  # noqa: E402
+
+# The first example of a property compiles, so its time says nothing about the property.
+hypothesis.settings.register_profile("paravt", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("paravt")
+
+
+@pytest.fixture(scope="session")
+def assets() -> pathlib.Path:
+    """The folder of shared tokenizers, configs and videos; the test is skipped where it is not."""
+    return _folder("PARAVT_TEST_ASSETS")
+
+
+@pytest.fixture(scope="session")
+def golden() -> pathlib.Path:
+    """The folder of recorded reference values; the test is skipped where it is not."""
+    return _folder("PARAVT_TEST_GOLDEN")
+
+
+def _folder(variable: str) -> pathlib.Path:
+    value = os.environ.get(variable)
+    if not value:
+        pytest.skip(f"{variable} is not set: it names the folder this test reads")
+    folder = pathlib.Path(value)
+    if not folder.is_dir():
+        pytest.fail(f"{variable}={value} is not a folder")
+    return folder
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallWorld:
+    settings: world.WorldSettings
+    folder: pathlib.Path
+    videos: tuple[world.WorldVideo, ...]
+
+
+@pytest.fixture(scope="session")
+def small_world(tmp_path_factory) -> SmallWorld:
+    """Four rendered videos. Tests add files of their own names only."""
+    settings = world.WorldSettings(train_videos=3, heldout_videos=1)
+    folder = tmp_path_factory.mktemp("world")
+    return SmallWorld(settings, folder, world.render(settings, folder))
+
+
+@pytest.fixture(scope="session")
+def small_vocabulary() -> Vocabulary:
+    """The vocabulary that the small world's texts are made of."""
+    return Vocabulary(tokenizer.build((*world_text.PIECES, *protocol.recurring_texts())))
+
+
+@pytest.fixture(scope="session")
+def small_model(small_vocabulary) -> Qwen3VL:
+    """A model with every part of the large one and noise for weights, loud enough that what is seen decides what is said."""
+    vision = VisionConfig(
+        hidden_size=16,
+        depth=1,
+        num_heads=2,
+        intermediate_size=32,
+        out_hidden_size=32,
+        num_position_embeddings=4,
+        deepstack_visual_indexes=(0,),
+    )
+    text = TextConfig(
+        vocab_size=small_vocabulary.size + 2,  # published models have more rows than their tokenizers have words
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        mrope_section=(3, 3, 2),
+        rope_theta=10_000.0,
+        tie_word_embeddings=True,
+    )
+    names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    config = Qwen3VLConfig(vision, text, **{f"{field}_token_id": small_vocabulary[f"<|{name}|>"] for field, name in names.items()})
+
+    graph, state = nnx.split(abstract_model(config))
+    rng = np.random.default_rng(0)  # not the model's own start, which takes seconds to compile
+
+    def noise(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        middle = 1.0 if "norm" in str(path) or "scale" in str(path) else 0.0
+        return jnp.asarray(rng.normal(middle, 0.2, leaf.shape), leaf.dtype)
+
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(noise, state))

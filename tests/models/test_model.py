@@ -1,0 +1,234 @@
+"""However the tokens are cut, the same hidden states: prefix and suffix, packed, one by one, remat, chunks."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import models.qwen3_vl.text as text_module
+from models.qwen3_vl import KV, Qwen3VL, abstract_model, num_params, qwen3_vl, tiny
+from models.qwen3_vl.attention import attend, attend_cache
+
+CONFIG = tiny(97)
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen3VL:
+    @nnx.jit
+    def create() -> Qwen3VL:
+        model = Qwen3VL(CONFIG, rngs=nnx.Rngs(0))
+        # Norms, biases and tables away from their start, so that a forgotten one shows.
+        state = nnx.state(model)
+        keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(state))))
+        nnx.update(model, jax.tree.map(lambda p: p + 0.1 * jax.random.normal(next(keys), p.shape), state))
+        return model
+
+    return create()
+
+
+@pytest.fixture(scope="module")
+def visual_batch() -> dict:
+    """Two rows of 24 tokens, three visual vectors each, positions that differ between axes."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 97, (2, 24))
+    index = np.full((2, 24), -1)
+    index[0, [3, 7, 8]], index[1, [0, 5, 20]] = [0, 1, 2], [2, 0, 1]
+    positions = np.stack([np.arange(24), np.arange(24) + 3, np.arange(24) + 1])[:, None] + np.zeros((1, 2, 1), int)
+    return {"ids": ids, "positions": positions, "visual": rng.normal(size=(2, 3, 2, 128)).astype(np.float32), "visual_index": index}
+
+
+@nnx.jit
+def run(text, batch: dict):
+    """One compilation a shape, for the tests that run the decoder many times."""
+    return text(**batch)
+
+
+def spots(first: int, last: int, rows: int) -> np.ndarray:
+    """Text positions first ... last - 1 on all three axes."""
+    return np.broadcast_to(np.arange(first, last), (3, rows, last - first))
+
+
+def close(a, b, atol=2e-5):
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=atol, rtol=0)
+
+
+def test_shapes_of_features_and_hidden_states(model, visual_batch):
+    assert model.vision(jnp.zeros((5, 16, 1536)), (4, 4)).shape == (5, 4, 2, 128)
+    hidden, kv = run(model.text, visual_batch)
+    assert hidden.shape == (2, 24, 128) and kv.k.shape == kv.v.shape == (3, 2, 24, 2, 64)
+    assert model.text.logits(hidden).shape == (2, 24, 97)
+
+
+def test_an_images_features_depend_on_it_alone(model):
+    patches = np.random.default_rng(0).normal(size=(3, 8, 1536)).astype(np.float32)
+    together = model.vision(patches, (2, 4))
+    close(together[1], model.vision(patches[1:2], (2, 4))[0])
+    assert np.abs(np.asarray(together - model.vision(patches.reshape(3, 8, 1536), (4, 2)))).max() > 1e-3
+
+
+def test_a_grid_that_does_not_match_is_refused(model):
+    with pytest.raises(ValueError, match="grid = .*number of patches"):
+        model.vision(jnp.zeros((1, 8, 1536)), (2, 2))
+
+
+def test_every_visual_level_and_position_axis_counts(model, visual_batch):
+    hidden = np.asarray(run(model.text, visual_batch)[0])
+    for level in range(2):
+        visual = visual_batch["visual"].copy()
+        visual[:, :, level] += 1
+        changed = np.abs(np.asarray(run(model.text, visual_batch | {"visual": visual})[0]) - hidden).max(-1)
+        assert (changed[0, :3] == 0).all() and (changed[0, 3:] > 0).all()
+    for axis in range(3):
+        positions = visual_batch["positions"].copy()
+        positions[axis, :, 12:] += 5
+        assert np.abs(np.asarray(run(model.text, visual_batch | {"positions": positions})[0]) - hidden)[:, 12:].max() > 1e-3
+
+
+def test_suffixes_over_a_shared_prefix_equal_whole_rows(model, visual_batch):
+    p, s, g, t = 2, 24, 3, 9
+    lengths = np.array([24, 17])
+    rng = np.random.default_rng(1)
+    suffix = rng.integers(0, 97, (p * g, t))
+    valid = np.arange(s) < lengths[:, None]
+    _, prefix = run(model.text, visual_batch | {"segment_ids": valid.astype(np.int32)})
+    start = np.repeat(lengths + 2, g)[:, None] + np.arange(t)
+    positions = np.broadcast_to(start, (3, p * g, t))
+    hidden, kv = run(model.text, {"ids": suffix, "positions": positions, "prefix": prefix, "prefix_mask": valid})
+    for row in range(p * g):
+        r, n = row // g, lengths[row // g]
+        text = np.full((1, t), -1)
+        batch = {
+            "ids": np.concatenate([visual_batch["ids"][r : r + 1, :n], suffix[row : row + 1]], 1),
+            "positions": np.concatenate([visual_batch["positions"][:, r : r + 1, :n], positions[:, row : row + 1]], 2),
+            "visual": visual_batch["visual"][r : r + 1],
+            "visual_index": np.concatenate([visual_batch["visual_index"][r : r + 1, :n], text], 1),
+        }
+        whole, whole_kv = run(model.text, batch)
+        close(hidden[row], whole[0, n:])
+        close(kv.k[:, row], whole_kv.k[:, 0, n:])
+
+
+def test_gradients_through_a_shared_prefix_equal_those_of_whole_rows(model):
+    rng = np.random.default_rng(2)
+    prompt, suffix = rng.integers(0, 97, (1, 11)), rng.integers(0, 97, (3, 6))
+    whole = np.concatenate([np.repeat(prompt, 3, 0), suffix], 1)
+    weight = rng.normal(size=(3, 6, 128))
+
+    def shared(text):
+        _, prefix = text(prompt, spots(0, 11, 1))
+        return (text(suffix, spots(11, 17, 3), prefix=prefix)[0] * weight).sum()
+
+    def plain(text):
+        return (text(whole, spots(0, 17, 3))[0][:, 11:] * weight).sum()
+
+    ours, theirs = nnx.jit(nnx.grad(shared))(model.text), nnx.jit(nnx.grad(plain))(model.text)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        close(a, b, 1e-4 * max(1.0, float(np.abs(b).max())))
+
+
+def test_packed_segments_equal_each_alone(model):
+    rng = np.random.default_rng(3)
+    parts = [rng.integers(0, 97, (1, n)) for n in (7, 5, 9)]
+    ids = np.concatenate([*parts, np.zeros((1, 3), int)], 1)
+    segments = np.repeat([1, 2, 3, 0], [7, 5, 9, 3])[None]
+    positions = np.concatenate([spots(0, n, 1) for n in (7, 5, 9, 3)], 2)
+    hidden, _ = run(model.text, {"ids": ids, "positions": positions, "segment_ids": segments})
+    for part, start in zip(parts, (0, 7, 12), strict=True):
+        n = part.shape[1]
+        alone, _ = run(model.text, {"ids": part, "positions": spots(0, n, 1)})
+        close(hidden[0, start : start + n], alone[0])
+    assert np.isfinite(np.asarray(hidden)).all()
+
+
+def test_decoding_one_by_one_equals_the_whole_row(model, visual_batch):
+    hidden, kv = run(model.text, visual_batch)
+    at = 21  # after the last visual token
+    empty = KV(*(jnp.zeros((3, 2, 30, 2, 64)).at[:, :, :at].set(x[:, :, :at]) for x in kv))
+    decode = nnx.jit(lambda text, ids, positions, cache, mask, index: text.decode(ids, positions, cache, mask, index))
+    cache = empty
+    for i in range(at, 24):
+        mask = np.broadcast_to(np.arange(30) <= i, (2, 30))
+        one, cache = decode(model.text, visual_batch["ids"][:, i], visual_batch["positions"][:, :, i], cache, mask, i)
+        close(one, hidden[:, i])
+    close(cache.k[:, :, :24], kv.k)
+    assert (np.asarray(cache.v[:, :, 24:]) == 0).all()
+
+
+def test_remat_changes_nothing(model, visual_batch):
+    def loss(text, remat):
+        return (text(**visual_batch, remat=remat)[0] ** 3).sum()
+
+    plain, remat = (nnx.jit(nnx.value_and_grad(functools.partial(loss, remat=r)))(model.text) for r in (False, True))
+    close(plain[0], remat[0], 1e-2)
+    for a, b in zip(jax.tree.leaves(plain[1]), jax.tree.leaves(remat[1]), strict=True):
+        close(a, b, 1e-4 * max(1.0, float(np.abs(b).max())))
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 8])
+def test_query_chunks_change_nothing(model, visual_batch, monkeypatch, chunk):
+    _, prefix = run(model.text, visual_batch)
+    batch = {
+        "ids": visual_batch["ids"][:, :13].repeat(2, 0),
+        "positions": spots(30, 43, 4),
+        "segment_ids": np.repeat([1, 2, 0], [6, 5, 2])[None].repeat(4, 0),
+        "prefix": prefix,
+    }
+    whole = run(model.text, batch)[0]
+    monkeypatch.setattr(text_module, "attend", functools.partial(attend, chunk=chunk))
+    close(nnx.jit(lambda text, batch: text(**batch)[0])(model.text, batch), whole)
+
+
+def test_attention_equals_the_textbook():
+    rng = np.random.default_rng(5)
+    q, k, v = (rng.normal(size=(2, 6, n, 8)).astype(np.float32) for n in (6, 2, 2))
+    scores = np.einsum("btnh,bsnh->bnts", q, k.repeat(3, 2)) / np.sqrt(8)
+    scores = np.where(np.tri(6, dtype=bool), scores, -np.inf)
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    expected = np.einsum("bnts,bsnh->btnh", weights, v.repeat(3, 2))
+    q, k, v = map(jnp.asarray, (q, k, v))
+    close(attend(q, k, v), expected, 1e-5)
+    close(attend_cache(q[:, -1], k, v, jnp.ones((2, 6), bool)), expected[:, -1], 1e-5)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 5, 24, 100])
+def test_token_logprobs(model, visual_batch, chunk):
+    hidden, _ = run(model.text, visual_batch)
+    targets = visual_batch["ids"]
+    full = jax.nn.log_softmax(model.text.logits(hidden) / 0.7)
+    close(model.text.token_logprobs(hidden, targets, 0.7, chunk), np.take_along_axis(np.asarray(full), targets[..., None], -1)[..., 0])
+
+
+def test_chunked_logprobs_never_hold_the_whole_vocabulary_axis(model):
+    def program(chunk):
+        loss = lambda hidden: model.text.token_logprobs(hidden, np.zeros((2, 64), int), 1.0, chunk).sum()  # noqa: E731
+        return str(jax.make_jaxpr(jax.grad(loss))(jnp.zeros((2, 64, 128))))
+
+    assert "[2,64,97]" in program(None)
+    assert "[2,64,97]" not in program(8) and "[8,2,8,97]" not in program(8) and "[2,8,97]" in program(8)
+
+
+def test_visual_without_index_is_refused(model, visual_batch):
+    with pytest.raises(ValueError, match="visual, visual_index"):
+        model.text(visual_batch["ids"], visual_batch["positions"], visual=visual_batch["visual"])
+
+
+def test_bfloat16_activations_stay_near_float32(model, visual_batch):
+    low = Qwen3VL(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    nnx.update(low, nnx.state(model))
+    hidden = low.text(**visual_batch)[0]
+    assert hidden.dtype == jnp.bfloat16
+    exact = run(model.text, visual_batch)[0]
+    assert float(jnp.mean(jnp.abs(hidden.astype(jnp.float32) - exact))) < 0.03 * float(jnp.mean(jnp.abs(exact)))
+
+
+@pytest.mark.parametrize(("size", "count"), [("2b", 2_127_532_032), ("4b", 4_437_815_808), ("8b", 8_767_123_696), ("32b", 33_357_390_064)])
+def test_published_models_build_with_their_published_sizes(size, count):
+    config = qwen3_vl(size)
+    assert num_params(config) == count
+    model = abstract_model(config)
+    assert model.text.layers.q.shape == (config.text.num_hidden_layers, config.text.hidden_size, config.text.num_attention_heads, 128)

@@ -1,0 +1,76 @@
+"""Positions and angles: by hand where the numbers are small; parity with transformers stands in test_parity."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models.qwen3_vl import mrope_positions, next_position, tiny
+from models.qwen3_vl.rope import merge_order, mrope_angles, rotate
+
+CONFIG = tiny(300)
+IMAGE = CONFIG.image_token_id
+
+
+def test_text_counts_up_from_start():
+    positions = mrope_positions(np.arange(4), [], CONFIG, start=7)
+    assert positions.dtype == np.int32 and (positions == [7, 8, 9, 10]).all() and positions.shape == (3, 4)
+    assert next_position(positions) == 11
+
+
+def test_images_span_their_merged_grid_and_text_goes_on_after_the_longer_side():
+    ids = np.array([1, 2, *[IMAGE] * 6, 3, IMAGE, 4])
+    positions = mrope_positions(ids, [(4, 6), (2, 2)], CONFIG)
+    assert positions.tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 7],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7],
+    ]
+    assert next_position(positions) == 8
+
+
+def test_a_sequence_cut_in_two_continues():
+    ids = np.array([1, *[IMAGE] * 4, 3, 4, IMAGE, 5])
+    whole = mrope_positions(ids, [(4, 4), (2, 2)], CONFIG)
+    first = mrope_positions(ids[:6], [(4, 4)], CONFIG)
+    rest = mrope_positions(ids[6:], [(2, 2)], CONFIG, start=next_position(first))
+    np.testing.assert_array_equal(np.concatenate([first, rest], 1), whole)
+
+
+@pytest.mark.parametrize(
+    ("ids", "grids", "message"),
+    [
+        ([1, IMAGE, 2], [], "stand for 0 image tokens, the sequence has 1"),
+        ([1, 2], [(2, 2)], "stand for 1 image tokens, the sequence has 0"),
+        ([IMAGE, 1, IMAGE], [(2, 4)], "the image at token 0 needs 2 placeholders in a row"),
+    ],
+)
+def test_placeholders_and_grids_that_differ_are_refused(ids, grids, message):
+    with pytest.raises(ValueError, match=message):
+        mrope_positions(np.array(ids), grids, CONFIG)
+
+
+def test_frequencies_interleave_between_the_axes():
+    def used(axis):
+        positions = np.zeros((3, 1, 1), np.int32)
+        positions[axis] = 1
+        return np.flatnonzero(np.asarray(mrope_angles(jnp.asarray(positions), CONFIG.text))[0, 0]).tolist()
+
+    assert used(1) == [1, 4, 7, 10, 13] and used(2) == [2, 5, 8, 11, 14]
+    assert used(0) == [0, 3, 6, 9, 12, 15]
+
+
+def test_scores_depend_on_distance_alone():
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.normal(size=(1, 1, 1, 32)), jnp.float32) for _ in range(2))
+
+    def score(a, b):
+        turned = [rotate(x, mrope_angles(jnp.full((3, 1, 1), at), CONFIG.text)) for x, at in ((q, a), (k, b))]
+        return float((turned[0] * turned[1]).sum())
+
+    assert abs(score(5, 3) - score(45, 43)) < 1e-4 < abs(score(5, 3) - score(5, 4))
+
+
+def test_merge_order_puts_the_patches_of_a_token_together():
+    assert merge_order(np.arange(16).reshape(4, 4), 2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]

@@ -1,0 +1,321 @@
+"""PARA-GRPO on arrays: values worked out by hand, gradients by differences, and what must not change the result."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paravt_jax import grpo
+from paravt_jax.grpo import GRPOBatch, GRPOSettings
+from paravt_jax.rewards import RewardSettings
+from paravt_jax.structure import Kind, Structure
+
+SETTINGS = GRPOSettings(group_size=4)
+
+
+def make_batch(seed: int = 0, p: int = 3, g: int = 4, t: int = 12, s: int = 6, **changes) -> GRPOBatch:
+    """A batch with holes in its masks; log-probs of what was not generated are garbage, as in a real one."""
+    rng = np.random.default_rng(seed)
+    b = p * g
+    mask = rng.random((b, t)) < 0.7
+    mask[:, 1] = True
+    behaviour = np.where(mask, -rng.random((b, t)) * 3, np.nan)
+    positions = np.stack([np.sort(rng.choice(t, s, replace=False)) for _ in range(b)]).astype(np.int32)
+    kinds = rng.integers(0, len(Kind), (b, s)).astype(np.int8)
+    structure = Structure(jnp.array(positions), jnp.array(kinds), jnp.array(rng.random((b, s)) < 0.8))
+    fields = {
+        "mask": mask,
+        "behaviour": behaviour,
+        "reference": np.where(mask, behaviour + rng.normal(0, 0.3, (b, t)), np.nan),
+        "rewards": rng.random((p, g)) * 2.5,
+        "anchor_rewards": rng.choice([-0.3, 0.2, 0.7], (p, g)),
+        "valid": np.ones((p, g), bool),
+        "parseable": rng.random(b) < 0.6,
+    } | changes
+    arrays = {name: jnp.asarray(x, jnp.float32 if np.asarray(x).dtype.kind == "f" else None) for name, x in fields.items()}
+    return GRPOBatch(structure=structure, **arrays)
+
+
+def current_logprobs(batch: GRPOBatch, seed: int = 5):
+    noise = np.random.default_rng(seed).normal(0, 0.3, batch.mask.shape)
+    return jnp.asarray(np.where(batch.mask, np.asarray(batch.behaviour) + noise, np.nan), jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames="settings")
+def advantages(batch: GRPOBatch, settings: GRPOSettings):
+    return grpo.advantages(batch, settings)
+
+
+@functools.partial(jax.jit, static_argnames="settings")
+def whole_loss(batch: GRPOBatch, settings: GRPOSettings, logprobs):
+    credit, _ = grpo.advantages(batch, settings)
+    return grpo.paravt_loss(logprobs, credit, batch, settings)[0]
+
+
+# --- rewards of rollouts
+
+
+def test_shape_rewards():
+    rewards = jnp.array([[0.2, 1.2, 2.2, 2.8]])
+    np.testing.assert_allclose(grpo.shape_rewards(rewards, GRPOSettings()), [[0, 10, 20, 20]], rtol=1e-6)  # 2.8 is lost: REFERENCE 4, 14
+    np.testing.assert_allclose(grpo.shape_rewards(rewards, GRPOSettings(reward_clip=None)), [[0, 10, 20, 26]], rtol=1e-6)
+
+
+def test_normalise_in_group():
+    normed, silent = grpo.normalise_in_group(jnp.array([[1.0, 2.0, 3.0, 6.0]]), jnp.ones((1, 4), bool))
+    np.testing.assert_allclose(normed[0], (np.array([1, 2, 3, 6]) - 3) / np.std([1, 2, 3, 6], ddof=1), rtol=1e-4)
+    assert not silent[0]
+
+
+def test_a_group_of_equal_rewards_is_silent():
+    values = jnp.full((1, 8), 0.1) * 10 / 3
+    normed, silent = grpo.normalise_in_group(values, jnp.ones((1, 8), bool))
+    assert silent[0] and (normed == 0).all()
+
+
+def test_invalid_rollouts_do_not_count():
+    valid = jnp.array([[True, True, True, False], [True, False, False, False], [False] * 4])
+    normed, silent = grpo.normalise_in_group(jnp.array([[1.0, 2.0, 3.0, 1e9], [1.0, 2.0, 3.0, 4.0], [jnp.nan] * 4]), valid)
+    np.testing.assert_allclose(normed[0], [-1, 0, 1, 0], atol=1e-4)
+    assert silent.tolist() == [False, True, True] and (normed[1:] == 0).all()
+
+
+# --- advantages of tokens
+
+
+def test_kl_estimators():
+    d = jnp.array([[0.5, -20.0]])
+    zero = jnp.zeros_like(d)
+    np.testing.assert_allclose(grpo.kl_penalty(d, zero, "k1"), [[0.5, -10]], rtol=1e-6)
+    np.testing.assert_allclose(grpo.kl_penalty(d, zero, "k2"), [[0.125, 10]], rtol=1e-6)
+    np.testing.assert_allclose(grpo.kl_penalty(d, zero, "k3", None)[0, 0], np.exp(-0.5) - 1 + 0.5, rtol=1e-5)
+
+
+def test_token_advantages_by_hand():
+    mask = jnp.array([[0, 1, 1, 0, 1, 0]], bool)
+    kl = jnp.array([[jnp.nan, 1.0, 2.0, jnp.nan, 4.0, jnp.nan]])
+    got = grpo.token_advantages(jnp.array([10.0]), kl, mask, 0.5)
+    np.testing.assert_allclose(got, [[0, 6.5, 7, 0, 8, 0]])
+
+
+def test_a_rollout_that_ends_in_tool_tokens_keeps_its_reward():
+    """In the release it vanishes there (REFERENCE 4, 6)."""
+    open_ended = grpo.token_advantages(jnp.ones(1), jnp.zeros((1, 4)), jnp.array([[1, 1, 0, 0]], bool), 0.01)
+    assert open_ended.tolist() == [[1, 1, 0, 0]]
+
+
+def test_normalise_advantages():
+    mask = jnp.array([[1, 1, 0], [1, 1, 0]], bool)
+    got = grpo.normalise_advantages(jnp.array([[1.0, 2, 9], [3, 6, jnp.nan]]), mask)
+    np.testing.assert_allclose(got, np.array([[-2, -1, 0], [0, 3, 0]]) / np.std([1, 2, 3, 6], ddof=1), rtol=1e-4)
+
+
+def test_a_batch_without_signal_is_not_blown_up():
+    """The release makes unit-variance noise of the KL penalty (REFERENCE 4, 13)."""
+    batch = make_batch(rewards=np.ones((3, 4)))
+    credit, metrics = advantages(batch, SETTINGS)
+    assert metrics["silent_groups"] == 1
+    kl = grpo.kl_penalty(batch.behaviour, batch.reference)
+    expected = grpo.token_advantages(jnp.zeros(12), kl, batch.mask, SETTINGS.kl_coefficient)
+    np.testing.assert_array_equal(credit, expected)
+    assert 0 < np.abs(credit).max() < 0.1
+    with_signal, _ = advantages(make_batch(), SETTINGS)
+    assert np.std(np.asarray(with_signal)[np.asarray(batch.mask)], ddof=1) == pytest.approx(1, abs=1e-3)
+
+
+def test_empty_batches_stay_finite():
+    batch = make_batch(mask=np.zeros((12, 12), bool))
+    credit, metrics = advantages(batch, SETTINGS)
+    assert (credit == 0).all() and whole_loss(batch, SETTINGS, current_logprobs(batch)) == 0
+    assert all(np.isfinite(x) for x in metrics.values())
+
+
+def test_rewards_move_the_right_way():
+    rewards = np.zeros((1, 4))
+    rewards[0, 2] = 1
+    batch = make_batch(p=1, rewards=rewards)
+    credit, _ = advantages(batch, SETTINGS)
+    assert (credit[2][batch.mask[2]] > 0).all() and (credit[0][batch.mask[0]] < 0).all()
+
+
+# --- the anchor
+
+
+def test_credit_reaches_structural_tokens_alone():
+    batch = make_batch()
+    plain, _ = advantages(batch, SETTINGS)
+    credit, _ = advantages(batch, dataclasses.replace(SETTINGS, anchor="credit", anchor_weight=0.5, violation_penalty=0.3))
+    normed, _ = grpo.normalise_in_group(batch.anchor_rewards, batch.valid)
+    expected = np.zeros(batch.mask.shape)
+    for row, col in np.argwhere(batch.structure.valid):
+        at, kind = int(batch.structure.positions[row, col]), int(batch.structure.kinds[row, col])
+        if batch.mask[row, at]:
+            expected[row, at] += 0.5 * (-0.3 if kind == Kind.VIOLATION else float(normed.reshape(-1)[row]))
+    np.testing.assert_allclose(credit - plain, expected, atol=1e-5)
+    assert np.abs(expected).max() > 0
+
+
+def test_a_token_named_twice_gets_both():
+    structure = Structure(jnp.array([[2, 2, 0]]), jnp.array([[Kind.CALL_OPEN, Kind.VIOLATION, 0]]), jnp.array([[True, True, False]]))
+    got = grpo.structural_weights(structure, jnp.array([[0.25, -1.0, 9.0]]), 4)
+    assert got.tolist() == [[0, 0, -0.75, 0]]
+
+
+def test_likelihood_anchor_is_a_mean_over_parseable_structure():
+    batch = make_batch()
+    logprobs = current_logprobs(batch)
+    values = []
+    for row in np.flatnonzero(batch.parseable):
+        tags = np.asarray(batch.structure.valid[row] & (batch.structure.kinds[row] != Kind.VIOLATION))
+        values += [float(logprobs[row, at]) for at in np.asarray(batch.structure.positions[row])[tags] if batch.mask[row, at]]
+    settings = dataclasses.replace(SETTINGS, anchor="likelihood", anchor_weight=2.0)
+    difference = whole_loss(batch, settings, logprobs) - whole_loss(batch, SETTINGS, logprobs)
+    assert float(difference) == pytest.approx(-2 * np.mean(values), rel=1e-4)
+    gradient = jax.grad(lambda x: grpo.anchor_likelihood(x, grpo.structural_mask(batch)))(logprobs)
+    assert int((gradient != 0).sum()) == len(values)
+
+
+def test_the_anchor_has_one_place():
+    grpo.check_anchor(RewardSettings(), GRPOSettings())
+    grpo.check_anchor(RewardSettings(anchor_weight=0), GRPOSettings(anchor="credit"))
+    twice, nowhere = (RewardSettings(), GRPOSettings(anchor="credit")), (RewardSettings(anchor_weight=0), GRPOSettings())
+    for rewards, settings in (twice, nowhere, (RewardSettings(), GRPOSettings(anchor="none"))):
+        with pytest.raises(ValueError, match="anchor_weight"):
+            grpo.check_anchor(rewards, settings)
+
+
+# --- the loss
+
+
+def test_policy_loss_by_hand():
+    mask = jnp.ones((1, 4), bool)
+    proximal = jnp.full((1, 4), -1.0)
+    logprobs = proximal + jnp.log(jnp.array([[1.5, 0.5, 1.5, 1.0]]))
+    behaviour = proximal - jnp.log(jnp.array([[1.0, 1.0, 2.0, 6.0]]))
+    loss, metrics = grpo.policy_loss(logprobs, proximal, behaviour, jnp.array([[1.0, 1.0, -1.0, 1.0]]), mask, GRPOSettings())
+    assert float(loss) == pytest.approx((-1.2 - 0.5 + 2 * 1.5 + 0) / 4, rel=1e-5)
+    assert float(metrics["clip_fraction"]) == 0.25 and float(metrics["capped_fraction"]) == 0.25
+
+
+def test_with_one_minibatch_the_gradient_is_minus_advantage_times_weight():
+    """REFERENCE 3, step 4: -A w grad logp / N."""
+    batch = make_batch()
+    credit, _ = advantages(batch, SETTINGS)
+    logprobs = current_logprobs(batch)
+    gradient = jax.grad(lambda x: grpo.paravt_loss(x, credit, batch, SETTINGS)[0])(logprobs)
+    weight = np.exp(np.where(batch.mask, logprobs - batch.behaviour, 0))
+    np.testing.assert_allclose(gradient, np.where(batch.mask, -credit * weight / batch.mask.sum(), 0), atol=1e-6)
+
+
+@pytest.mark.parametrize("anchor", ["none", "credit", "likelihood"])
+def test_gradient_by_differences(anchor):
+    settings = dataclasses.replace(SETTINGS, anchor=anchor)
+    batch = make_batch(seed=2)
+    proximal = current_logprobs(batch, seed=9)
+    batch = dataclasses.replace(batch, proximal=proximal)
+    logprobs = current_logprobs(batch, seed=10)
+    credit, _ = advantages(batch, settings)
+
+    @jax.jit
+    def loss(x):
+        return grpo.paravt_loss(x, credit, batch, settings)[0]
+
+    gradient = np.asarray(jax.grad(loss)(logprobs))
+    assert np.isfinite(gradient).all() and (gradient[~np.asarray(batch.mask)] == 0).all()
+    rng = np.random.default_rng(0)
+    checked = 0
+    for row, at in rng.permutation(np.argwhere(batch.mask))[:40]:
+        ratio = float(jnp.exp(logprobs[row, at] - proximal[row, at]))
+        if min(abs(ratio - 0.8), abs(ratio - 1.2)) < 0.03:  # the clipped loss has a corner there
+            continue
+        h = 1e-2
+        up, down = (loss(logprobs.at[row, at].add(step)) for step in (h, -h))
+        assert float(up - down) / (2 * h) == pytest.approx(gradient[row, at], abs=2e-4)
+        checked += 1
+    assert checked > 20
+
+
+@pytest.mark.parametrize("anchor", ["none", "credit", "likelihood"])
+def test_padding_and_order_change_nothing(anchor):
+    settings = dataclasses.replace(SETTINGS, anchor=anchor)
+    batch = make_batch(seed=3)
+    logprobs = current_logprobs(batch)
+    plain = whole_loss(batch, settings, logprobs)
+
+    def wider(x):
+        return jnp.pad(x, ((0, 0), (0, 5)), constant_values=jnp.nan if x.dtype == jnp.float32 else 0)
+
+    padded = dataclasses.replace(
+        batch,
+        **{name: wider(getattr(batch, name)) for name in ("mask", "behaviour", "reference")},
+        structure=Structure(*(wider(x) for x in batch.structure)),
+    )
+    np.testing.assert_allclose(whole_loss(padded, settings, wider(logprobs)), plain, rtol=1e-5)
+
+    groups, inside = np.random.default_rng(1).permutation(3), np.random.default_rng(2).permutation(4)
+    rows = (groups[:, None] * 4 + inside).reshape(-1)
+    moved = jax.tree.map(lambda x: x[groups][:, inside] if x.shape == (3, 4) else x[rows], batch)
+    np.testing.assert_allclose(whole_loss(moved, settings, logprobs[rows]), plain, rtol=1e-5)
+
+
+@pytest.mark.parametrize("anchor", ["none", "likelihood"])
+def test_parts_with_the_whole_batch_totals_add_up(anchor):
+    settings = dataclasses.replace(SETTINGS, anchor=anchor)
+    batch, totals = make_batch(seed=4), grpo.batch_totals(make_batch(seed=4))
+    logprobs = current_logprobs(batch)
+    credit, _ = advantages(batch, settings)
+
+    def part(i):
+        rows = slice(4 * i, 4 * i + 4)
+        some = jax.tree.map(lambda x: x[i : i + 1] if x.shape == (3, 4) else x[rows], batch)
+        return grpo.paravt_loss(logprobs[rows], credit[rows], some, settings, totals)[0]
+
+    assert float(sum(part(i) for i in range(3))) == pytest.approx(float(whole_loss(batch, settings, logprobs)), rel=1e-4)
+
+
+def test_invalid_rows_are_not_trained_on():
+    valid = np.ones((3, 4), bool)
+    valid[1, 2] = False
+    batch = make_batch(valid=valid)
+    gradient = jax.grad(lambda x: whole_loss(batch, SETTINGS, x))(current_logprobs(batch))
+    assert (gradient[6] == 0).all() and (gradient[5] != 0).any()
+
+
+def test_batches_of_one_shape_compile_once():
+    traced = 0
+
+    @jax.jit
+    def loss(batch, logprobs):
+        nonlocal traced
+        traced += 1
+        return whole_loss(batch, dataclasses.replace(SETTINGS, anchor="credit"), logprobs)
+
+    for seed in range(3):
+        batch = make_batch(seed)
+        assert np.isfinite(loss(batch, current_logprobs(batch)))
+    assert traced == 1
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("group_size", 1),
+        ("clip", 0.0),
+        ("clip", 1.5),
+        ("kl_clamp", 0.0),
+        ("behaviour_cap", -1.0),
+        ("epsilon", 0.0),
+        ("kl_coefficient", -0.1),
+    ],
+)
+def test_settings_name_what_is_wrong(name, value):
+    with pytest.raises(ValueError, match=f"GRPOSettings.{name}: "):
+        GRPOSettings(**{name: value})
+
+
+def test_another_group_size_is_refused():
+    with pytest.raises(ValueError, match="group_size: 8"):
+        grpo.advantages(make_batch(), GRPOSettings())

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import itertools
+import json
+
+import grain
+import pytest
+
+from paravt_jax import datasets, loader, world, world_text
+
+
+def _take(stream, count):
+    return list(itertools.islice(stream, count))
+
+
+def test_a_pass_shows_every_record_once_and_the_next_pass_another_order():
+    seen = [record for batch in _take(loader.stream(range(20), 0, 4), 10) for record in batch]
+    assert sorted(seen[:20]) == sorted(seen[20:]) == list(range(20))
+    assert seen[:20] != seen[20:]
+
+
+def test_the_seed_decides_the_order():
+    first, same, other = (_take(loader.stream(range(50), seed, 5), 10) for seed in (1, 1, 2))
+    assert first == same != other
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_processes_share_a_pass_without_overlap(count):
+    size = 10 * count
+    shards = [_take(loader.stream(range(size), 0, 5, index, count), 4) for index in range(count)]
+    for half in (slice(0, 2), slice(2, 4)):
+        seen = [record for shard in shards for batch in shard[half] for record in batch]
+        assert sorted(seen) == list(range(size))
+
+
+def test_a_state_brings_back_exactly_what_came_next():
+    stream = loader.stream(range(23), 3, 4)
+    _take(stream, 9)  # into the second pass
+    state = json.loads(json.dumps(stream.get_state()))
+    expected = _take(stream, 20)
+    fresh = loader.stream(range(23), 3, 4)
+    fresh.set_state(state)
+    assert _take(fresh, 20) == expected
+    stream.set_state(state)
+    assert _take(stream, 20) == expected
+
+
+def test_batches_may_be_larger_than_the_source():
+    batch = next(loader.stream(range(3), 0, 8))
+    assert len(batch) == 8 and set(batch) == {0, 1, 2}
+
+
+def test_stored_records_pass_through_unchanged(tmp_path):
+    videos = world.plan(world.WorldSettings(train_videos=3, heldout_videos=1))
+    groups = list(world_text.main_demonstrations(videos, world_text.TextSettings()))
+    datasets.prepare(tmp_path, {"main": groups})
+    batches = _take(loader.stream(datasets.open_split(tmp_path, "main"), 0, 4), 3)
+    assert sorted(group[0].id for batch in batches for group in batch) == sorted(group[0].id for group in groups)
+    assert all(group in groups for batch in batches for group in batch)
+
+
+def test_the_iterator_is_one_that_checkpoints_know():
+    assert isinstance(loader.stream(range(3), 0, 1), grain.DatasetIterator)
+
+
+@pytest.mark.parametrize(("source", "batch", "index", "count"), [([], 1, 0, 1), ([1], 0, 0, 1), ([1], 1, 2, 2), ([1], 1, -1, 2)])
+def test_impossible_streams_are_refused(source, batch, index, count):
+    with pytest.raises(ValueError, match="loader"):
+        loader.stream(source, 0, batch, index, count)

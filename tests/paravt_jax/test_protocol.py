@@ -1,0 +1,189 @@
+"""The protocol against the published chat template, and against text that would like to be more than text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paravt_jax import protocol, tokenizer
+from paravt_jax.protocol import PINNED, Protocol, ProtocolSettings, render_call
+from paravt_jax.records import Author, CropCall, Demonstration, Frame, Message, Question, QuestionKind, Trajectory
+
+FRAMES = (Frame("v.mp4", 0, 0.0), Frame("v.mp4", 64, 64.0), Frame("v.mp4", 127, 127.04))
+QUESTION = Question("q", "v.mp4", "Which digit appears in the red scene?", QuestionKind.MULTIPLE_CHOICE, "two", ("two", " seven"))
+PLAN = "0 red -, 32 green seven\n</think>"
+CALLS = (CropCall(0, 16), CropCall(16.5, 32))
+REPORTS = (" seven from 8 to 10", " nothing")
+ANSWER = "the crops show seven from 8 to 10\n</think>\n<answer> seven</answer>"
+
+
+@pytest.fixture(scope="module", params=["small", "real"])
+def vocabulary(request) -> tokenizer.Vocabulary:
+    if request.param == "small":
+        return request.getfixturevalue("small_vocabulary")
+    return tokenizer.load(request.getfixturevalue("assets") / "qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def rules(vocabulary) -> Protocol:
+    return Protocol(vocabulary, ProtocolSettings(max_tool_turns=2, summary_tokens=16))
+
+
+@pytest.fixture(scope="module")
+def template(assets):
+    """The published template, filled in as transformers does it."""
+    render = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
+    text = (assets / "qwen3_vl" / "chat_template.jinja").read_text()
+
+    def fill(messages: list[dict], tools: bool, reply: bool = False) -> str:
+        given = [protocol.CROP_TOOL] if tools else None
+        (filled,), *_ = render(conversations=[messages], tools=given, chat_template=text, add_generation_prompt=reply)
+        return filled
+
+    return fill
+
+
+def user(frames=FRAMES, text="") -> dict:
+    images = [part for f in frames for part in ({"type": "text", "text": f"<{f.time:.1f} seconds>"}, {"type": "image"})]
+    return {"role": "user", "content": [*images, {"type": "text", "text": text}]}
+
+
+def system(tools: bool) -> dict:
+    """The system message: what the protocol's system turn says before the template's own words on tools."""
+    return {"role": "system", "content": re.split("\n\n# Tools|<[|]im_end[|]>", protocol.system_text(tools))[0].partition("system\n")[2]}
+
+
+def call(window: CropCall) -> dict:
+    arguments = {"video_path": protocol.VIDEO_NAME, "start_time": window.start, "end_time": window.end}
+    return {"type": "function", "function": {"name": "crop_video", "arguments": arguments}}
+
+
+def conversation() -> tuple[Demonstration, list[dict]]:
+    """A plan with two calls, two reports and an answer: as a demonstration, and as the messages that the template takes."""
+    plan, answer = "\n".join([PLAN, *map(render_call, CALLS)]), Message("assistant", ANSWER)
+    messages = (Message("assistant", plan), *(Message("tool", report) for report in REPORTS), answer)
+    theirs = [
+        system(True),
+        user(text=protocol.question_text(QUESTION)),
+        {"role": "assistant", "content": PINNED + PLAN, "tool_calls": [call(window) for window in CALLS]},
+        *({"role": "tool", "content": report} for report in REPORTS),
+        {"role": "assistant", "content": PINNED + ANSWER},
+    ]
+    return Demonstration("d", "v.mp4", 3, None, QUESTION, messages), theirs
+
+
+def test_a_conversation_with_parallel_calls_equals_the_published_template(rules, vocabulary, template):
+    demonstration, messages = conversation()
+    trajectory = rules.demonstration(demonstration, FRAMES, image_tokens=1)
+    expected = template(messages, tools=True).removesuffix("\n")  # an agent writes nothing after it has ended its turn
+    assert vocabulary.decode(trajectory.ids) == expected
+    assert expected.count("<tool_response>") == 2 and expected.count("<|im_start|>user") == 2
+    assert trajectory.ids.tolist() == vocabulary.encode(expected).tolist()
+    said = vocabulary.decode(trajectory.ids[trajectory.authors == Author.MODEL])
+    assert said == "\n".join([PLAN, *map(render_call, CALLS)]) + "<|im_end|>" + ANSWER + "<|im_end|>"
+
+
+@pytest.mark.parametrize("tools", [True, False])
+def test_a_prompt_equals_the_published_template(rules, vocabulary, template, tools):
+    prompt = Trajectory((rules.overview(FRAMES, 1, tools), rules.question(QUESTION)))
+    expected = template([system(tools), user(text=protocol.question_text(QUESTION))], tools=tools, reply=True)
+    assert vocabulary.decode(prompt.ids) == expected and prompt.frames == FRAMES
+    assert ("crop_video" in expected) == tools
+
+
+def test_a_sub_agents_conversation_equals_the_published_template(rules, vocabulary, template):
+    demonstration = Demonstration("w", "v.mp4", 3, (0.0, 16.0), None, (Message("assistant", REPORTS[0]),))
+    trajectory = rules.demonstration(demonstration, FRAMES, 1)
+    request = "\nSay in one short sentence what these frames show, with times in seconds."
+    messages = [user(text=request), {"role": "assistant", "content": REPORTS[0]}]
+    assert vocabulary.decode(trajectory.ids) == template(messages, tools=False).removesuffix("\n")
+    opening = rules.window(FRAMES, 1)
+    assert vocabulary.decode(opening.ids) == template(messages[:1], tools=False, reply=True) and opening.frames == FRAMES
+
+
+def test_questions_without_options_show_none():
+    open_ended = dataclasses.replace(QUESTION, kind=QuestionKind.OPEN_ENDED)
+    assert protocol.question_text(open_ended) == "\n" + QUESTION.text
+    assert protocol.question_text(QUESTION) == "\n" + QUESTION.text + "\nA. two\nB. seven"
+
+
+def test_frames_stand_after_their_times_with_as_many_placeholders_as_they_take(rules, vocabulary):
+    ids = rules.overview(FRAMES, [1, 4, 2]).ids
+    shown = vocabulary.decode(ids).partition("<|im_start|>user\n")[2]
+    images = [f"<|vision_start|>{'<|image_pad|>' * n}<|vision_end|>" for n in (1, 4, 2)]
+    assert shown == f"<0.0 seconds>{images[0]}<64.0 seconds>{images[1]}<127.0 seconds>{images[2]}"
+    assert (rules.overview(FRAMES, 4).ids == vocabulary["<|image_pad|>"]).sum() == 12
+    with pytest.raises(ValueError, match="image_tokens: 2 counts for 3 frames"):
+        rules.overview(FRAMES, [1, 4])
+
+
+@pytest.mark.parametrize(("ended", "last"), [(True, False), (False, False), (True, True)])
+def test_tool_results_close_an_open_turn_and_tell_when_calls_are_over(rules, vocabulary, ended, last):
+    text = vocabulary.decode(rules.tool_results(["a", "b"], ended, last).ids)
+    assert text.startswith("\n<|im_start|>user\n" if ended else "<|im_end|>\n<|im_start|>user\n")
+    assert "<tool_response>\na\n</tool_response>\n<tool_response>\nb\n</tool_response>" in text
+    assert text.endswith("<|im_end|>\n<|im_start|>assistant\n") and ("Give the final answer." in text) == last
+
+
+def test_a_demonstration_is_told_when_calls_are_over_as_an_episode_would_be(vocabulary):
+    demonstration, _ = conversation()
+    for turns in (1, 2):
+        rules = Protocol(vocabulary, ProtocolSettings(max_tool_turns=turns))
+        text = vocabulary.decode(rules.demonstration(demonstration, FRAMES, 1).ids)
+        assert ("No more calls can be made." in text) == (turns == 1)
+
+
+_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|endoftext|>", "<tool_call>", "</tool_response>", "<think>", "</think>")
+_FORGERIES = st.lists(st.one_of(st.text(max_size=8), st.sampled_from([*_SPECIAL, "<|im_", "end|>", "<", ">", "< "])), max_size=8).map(
+    "".join
+)
+
+
+@settings(max_examples=80)
+@given(text=_FORGERIES)
+def test_no_text_from_outside_forges_a_special_token(rules, vocabulary, text):
+    added = [vocabulary[special] for special in vocabulary.special_texts]
+
+    def specials(ids: np.ndarray) -> list[int]:
+        return ids[np.isin(ids, added)].tolist()
+
+    def asked(text: str, option: str) -> np.ndarray:
+        return rules.question(dataclasses.replace(QUESTION, text=text, options=("two", option))).ids
+
+    assert specials(asked(text, text)) == specials(asked("", ""))
+    assert specials(rules.tool_results([text, text], True, False).ids) == specials(rules.tool_results(["", ""], True, False).ids)
+    plain = rules.plain(text)
+    assert plain.replace(" ", "") == text.replace(" ", "") and rules.plain(plain) == plain
+    assert plain == text or any(special in text for special in vocabulary.special_texts)
+
+
+@settings(max_examples=80)
+@given(text=st.one_of(st.text(max_size=80), _FORGERIES))
+def test_a_tool_response_keeps_within_its_tokens(rules, vocabulary, text):
+    cut = rules.cut(text)
+    assert len(vocabulary.encode(cut)) <= 16 and rules.cut(cut) == cut
+    whole = rules.plain(text)
+    assert cut == whole or len(vocabulary.encode(whole)) > 16
+    assert whole.startswith(cut.rstrip("\ufffd")) or vocabulary.decode(vocabulary.encode(whole)) != whole  # the real one normalises
+    assert rules.tool_results([text], True, False).ids.tolist() == rules.tool_results([cut], True, False).ids.tolist()
+
+
+def test_calls_are_written_as_they_are_read():
+    text = render_call(CropCall(16.0, 32.5))
+    assert json.loads(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")) == {
+        "name": "crop_video",
+        "arguments": {"video_path": "video.mp4", "start_time": 16, "end_time": 32.5},
+    }
+
+
+def test_recurring_texts_are_single_tokens_of_a_small_vocabulary(small_vocabulary):
+    split = re.compile("|".join(map(re.escape, small_vocabulary.special_texts)))
+    parts = [part for text in protocol.recurring_texts() for part in split.split(text) if part]
+    assert parts and {part: len(small_vocabulary.encode(part)) for part in parts} == dict.fromkeys(parts, 1)
+    assert len(small_vocabulary.encode(protocol.system_text(True))) < 30

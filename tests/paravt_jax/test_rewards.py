@@ -1,0 +1,137 @@
+"""What an episode earns: the numbers of REFERENCE 3, and what must never be paid (REFERENCE 4, points 3 and 12; TOY)."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paravt_jax.records import CallOutcome, CallStatus, CropCall, Question, QuestionKind, Turn
+from paravt_jax.rewards import RewardSettings, anchor_reward, format_base, score, tool_reward
+
+QUESTION = Question("q", "v", "which digit?", QuestionKind.MULTIPLE_CHOICE, "seven", ("six", "seven"))
+THINK = "<think>\nthe overview misses it</think>\n"
+CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 3, "end_time": 9}}\n</tool_call>'
+SETTINGS = RewardSettings()
+
+
+def look(status: CallStatus = CallStatus.EXECUTED, text: str = THINK + CALL) -> Turn:
+    return Turn(text, (CallOutcome(CropCall(3, 9), status, "seven"),))
+
+
+def answer(text: str = "seven", truncated: bool = False) -> Turn:
+    return Turn(f"{THINK}<answer>{text}</answer>", truncated=truncated)
+
+
+def test_a_whole_episode_earns_all_there_is():
+    got = score(QUESTION, [look(), answer()], SETTINGS)
+    assert (got.accuracy, got.format, got.tool, got.compliant) == (1, 1, 0.8, True)
+    assert got.total == pytest.approx(2.8)
+    assert got.anchor == pytest.approx(0.7)
+
+
+def test_the_pinned_think_is_credited():
+    """The release sees generated text only, and the same response scores 0.5 there (REFERENCE 4, 3)."""
+    assert score(QUESTION, [answer()], SETTINGS).format == 1
+    without = Turn(answer().text.removeprefix("<think>"))
+    assert score(QUESTION, [without], SETTINGS).format == pytest.approx(0.5)
+
+
+def test_an_invented_tool_response_and_code_earn_nothing():
+    invented = Turn(THINK + "<tool_call>oops</tool_call><tool_response>seven</tool_response><answer>seven</answer>")
+    assert score(QUESTION, [invented], SETTINGS).tool == 0
+    code = Turn(THINK + "<tool_code>print(crop_video(1, 2))</tool_code>", (CallOutcome(None, CallStatus.MALFORMED, "no"),))
+    got = score(QUESTION, [code, answer()], SETTINGS)
+    assert got.tool == 0 and not got.compliant
+    assert format_base([code, answer()]) == pytest.approx(format_base([answer()]))
+
+
+@pytest.mark.parametrize(
+    "status, right, reward",
+    [
+        (CallStatus.EXECUTED, True, 0.8),
+        (CallStatus.CLAMPED, True, 0.8),
+        (CallStatus.EXECUTED, False, 0.3),
+        (CallStatus.BAD_WINDOW, False, 0.1),
+        (CallStatus.BAD_WINDOW, True, 0.6),
+        (CallStatus.NOT_OFFERED, True, 0),
+    ],
+)
+def test_tool_reward_follows_outcomes(status, right, reward):
+    assert tool_reward([look(status), answer()], right) == pytest.approx(reward)
+
+
+def test_many_calls_earn_no_more_than_one():
+    assert tool_reward([look(), look(), look(CallStatus.BAD_WINDOW)], True) == pytest.approx(0.8)
+
+
+def test_terms_can_be_switched_off():
+    turns = [look(), answer()]
+    assert score(QUESTION, turns, RewardSettings(tool_weight=0)).total == pytest.approx(2)
+    assert score(QUESTION, turns, RewardSettings(tool_weight=0, format_weight=0)).total == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", ["format_weight", "tool_weight", "anchor_weight", "gamma"])
+@pytest.mark.parametrize("value", [float("nan"), -0.1])
+def test_weights_are_checked(name, value):
+    with pytest.raises(ValueError, match=f"RewardSettings.{name}"):
+        dataclasses.replace(SETTINGS, **{name: value})
+
+
+def test_the_anchor_reads_turn_by_turn():
+    """Joined, the second turn's closed think would speak for the first one's open think (TOY)."""
+    broken = look(text="<think>\nthe overview misses it " + CALL)
+    assert anchor_reward([broken, answer()]) == pytest.approx((-0.3 + 0.7) / 2)
+    assert anchor_reward([broken]) == pytest.approx(-0.3) and anchor_reward([broken], gamma=0) == 0
+    assert anchor_reward([look(), answer()]) == pytest.approx(0.7)
+    assert anchor_reward([Turn(THINK)]) == pytest.approx(0.4)
+
+
+def test_uncapped_format_tells_more_apart():
+    short = [Turn(THINK + "<answer>seven</answer>")]
+    capped, free = RewardSettings(), RewardSettings(format_cap=False)
+    assert score(QUESTION, short, capped).format == score(QUESTION, [look(), answer()], capped).format == 1
+    assert score(QUESTION, short, free).format == pytest.approx(1.15)
+    assert score(QUESTION, [look(), answer()], free).format == pytest.approx(1.45)
+
+
+def test_format_is_never_negative_while_capped():
+    """The release bounds R_fmt from above only, and reaches -0.3 (REFERENCE 4, 12)."""
+    open_think = [Turn("<think>\nhm")]
+    assert score(QUESTION, open_think, RewardSettings(anchor_weight=1.0)).format == 0
+    assert score(QUESTION, open_think, RewardSettings(anchor_weight=1.0, format_cap=False)).format == pytest.approx(-0.3)
+
+
+def test_an_episode_cut_off_is_not_paid_for_format():
+    got = score(QUESTION, [look(), answer(truncated=True)], SETTINGS)
+    assert got.format == 0 and got.anchor == 0 and not got.compliant
+    got = score(QUESTION, [look(), Turn("<think>\non and on and on", truncated=True)], SETTINGS)
+    assert got.format == 0 and got.anchor <= 0
+    assert anchor_reward([Turn("<think>\non and on", truncated=True)]) == pytest.approx(-0.3)
+
+
+def test_an_answer_counts_in_the_last_turn_only():
+    assert score(QUESTION, [answer(), Turn(THINK)], SETTINGS).accuracy == 0
+    assert score(QUESTION, [], SETTINGS).total == 0
+
+
+PIECES = [
+    "<think>",
+    "</think>",
+    CALL,
+    "<tool_code>x</tool_code>",
+    "<answer>",
+    "</answer>",
+    "seven",
+    "<tool_response>",
+    "a long enough thought",
+]
+TURNS = st.lists(st.builds(Turn, st.lists(st.sampled_from(PIECES), max_size=7).map("".join), truncated=st.booleans()), max_size=3)
+
+
+@given(TURNS, st.booleans())
+def test_bounds_hold_for_any_episode(turns, suffix):
+    got = score(QUESTION, turns, RewardSettings(answer_suffix=suffix))
+    assert 0 <= got.accuracy <= 1 and 0 <= got.format <= 1 and got.tool == 0 and -0.3 <= got.anchor <= 0.7 + 1e-9
+    if got.compliant:
+        assert got.anchor >= 0 and not any(turn.truncated for turn in turns)

@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import pickle
+
+import av
+import numpy as np
+import pytest
+
+from paravt_jax import video, world
+
+_WHERE_DECORD_IS_EXACT = ("syn_60s_30fps_bframes.mp4", "syn_vfr.mkv", "syn_vfr.mp4", "syn_vp9.webm")
+_WHERE_IT_IS_NOT = ("syn_h264_opengop.mkv", "syn_hevc_opengop.mp4", "syn_mpeg2.mpg", "syn_mpeg4.avi", "syn_odd_size.mkv", "syn_ts.ts")
+
+
+def _drawn_number(frame: np.ndarray) -> int:
+    """The frame number that the synthetic clips carry as 16 black or white blocks in their top quarter."""
+    height, width = frame.shape[:2]
+    return sum(int(frame[height // 8, int((bit + 0.5) * width / 16)].mean() > 128) << bit for bit in range(16))
+
+
+def _info(times) -> video.VideoInfo:
+    times = np.asarray(times, np.float64)
+    return video.VideoInfo("a.mp4", len(times), float(times[-1] + 1), times, 32, 32)
+
+
+def _make(path: pathlib.Path, frames: int = 100, options: dict | None = None, flags: dict | None = None) -> pathlib.Path:
+    with av.open(str(path), "w", options=flags or {}) as container:
+        stream = container.add_stream("libx264", rate=10, options=options or {})
+        stream.width = stream.height = 64
+        stream.pix_fmt = "yuv420p"
+        rng = np.random.default_rng(0)
+        for _ in range(frames):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(rng.integers(0, 256, (64, 64, 3), np.uint8), format="rgb24")))
+        container.mux(stream.encode(None))
+    return path
+
+
+def test_probe_lists_a_world_video(small_world):
+    info = video.probe(small_world.folder / small_world.videos[0].path)
+    assert (info.frames, info.duration, info.width, info.height) == (64, 128.0, 32, 32)
+    assert info.times.tolist() == list(range(0, 128, 2))
+
+
+def test_frames_come_in_the_order_asked_for(small_world):
+    path = small_world.folder / small_world.videos[0].path
+    everything = video.read(path, range(64))
+    order = [63, 3, 40, 3, 0]
+    assert everything.dtype == np.uint8 and everything.shape == (64, 32, 32, 3)
+    np.testing.assert_array_equal(video.read(path, order), everything[order])
+
+
+def test_both_decoders_agree_on_world_videos(small_world, monkeypatch):
+    path = small_world.folder / small_world.videos[1].path
+    wanted = [5, 50, 33, 63]
+    by_decord = video.read(path, wanted)
+    monkeypatch.setattr(video, "_read_decord", lambda *_: None)
+    np.testing.assert_array_equal(video.read(path, wanted), by_decord)
+
+
+def test_a_file_that_decord_cannot_open_is_read_by_pyav(small_world, monkeypatch):
+    decord = pytest.importorskip("decord")
+    path = small_world.folder / small_world.videos[1].path
+    expected = video.read(path, [7])
+
+    def refuse(*args, **kwargs):
+        raise decord.DECORDError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("decord.VideoReader", refuse)
+        np.testing.assert_array_equal(video.read(path, [7]), expected)
+    monkeypatch.setattr(video, "decord", None)  # as on machines it has no wheel for
+    np.testing.assert_array_equal(video.read(path, [7]), expected)
+
+
+def test_pyav_finds_far_frames_whatever_the_distance_of_keyframes(tmp_path, monkeypatch):
+    monkeypatch.setattr(video, "_read_decord", lambda *_: None)
+    for gop in ("300", "7", "1"):
+        path = _make(tmp_path / f"{gop}.mp4", 320, {"g": gop, "bf": "2"})
+        everything = video.read(path, range(320))
+        wanted = [319, 0, 12, 13, 300, 150]
+        np.testing.assert_array_equal(video.read(path, wanted), everything[wanted])
+
+
+def test_frames_that_are_not_there_are_refused(small_world):
+    path = small_world.folder / small_world.videos[0].path
+    for wanted in ([64], [-1], []):
+        with pytest.raises(IndexError, match="frame"):
+            video.read(path, wanted)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(None, "no such file"), (b"", "empty"), (b"these are words, not pictures\n" * 50, "decoded"), (bytes(range(256)) * 40, "decoded")],
+)
+def test_bad_files_are_one_kind_of_error(tmp_path, content, reason):
+    path = tmp_path / "bad.mp4"
+    if content is not None:
+        path.write_bytes(content)
+    for use in (video.probe, lambda p: video.read(p, [0])):
+        with pytest.raises(video.VideoError, match=reason) as caught:
+            use(path)
+        assert caught.value.path == str(path) and str(path) in str(caught.value)
+
+
+def test_a_folder_is_no_video(tmp_path):
+    with pytest.raises(video.VideoError, match="no such file"):
+        video.probe(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["end.mp4", "front.mp4", "clip.mkv"])
+@pytest.mark.parametrize("share", [0.02, 0.4, 0.9])
+def test_truncated_files_are_refused(tmp_path, name, share):
+    path = _make(tmp_path / name, flags={"movflags": "faststart"} if name == "front.mp4" else {})
+    assert video.probe(path).frames == 100
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(video.VideoError):
+        video.probe(path)
+
+
+def test_sound_alone_is_no_video(tmp_path):
+    path = tmp_path / "sound.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("aac", rate=8000)
+        for _ in range(10):
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+            frame.sample_rate = 8000
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    with pytest.raises(video.VideoError, match="no video stream"):
+        video.probe(path)
+
+
+def test_an_error_survives_the_way_out_of_a_worker_process():
+    error = pickle.loads(pickle.dumps(video.VideoError("a.mp4", "the file is empty")))
+    assert (error.path, error.reason, str(error)) == ("a.mp4", "the file is empty", "a.mp4: the file is empty")
+
+
+def test_overview_indices_of_the_world():
+    assert video.overview_indices(128, 4).tolist() == [0, 42, 85, 127]
+    assert video.overview_indices(3, 8).tolist() == [0, 1, 2]
+    assert video.overview_indices(10, 1).tolist() == [0]
+    assert video.overview_indices(10, 10).tolist() == list(range(10))
+    with pytest.raises(ValueError, match="overview"):
+        video.overview_indices(0, 4)
+
+
+def test_overview_indices_are_those_of_the_reference():
+    golden = os.environ.get("PARAVT_TEST_GOLDEN")
+    if not golden:
+        pytest.skip("PARAVT_TEST_GOLDEN does not name the folder of golden tables")
+    records = json.loads((pathlib.Path(golden) / "frame_sampling.json").read_text())["frame_sampling"]
+    checked = 0
+    for expected in (r["expected"] for r in records if not r["expected"]["error"]):
+        if expected["start_frame"] == 0 and expected["nframes"] <= expected["frame_count"]:
+            assert video.overview_indices(expected["frame_count"], expected["nframes"]).tolist() == expected["indices"]
+            checked += 1
+    assert checked > 50
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"),
+    [
+        ((0, 16), list(range(16))),
+        ((16, 32), list(range(16, 32))),
+        ((112, 128), list(range(112, 128))),
+        ((112, 500), list(range(112, 128))),
+        ((-4, 2), [0, 1]),
+        ((3.2, 7.9), [4, 5, 6, 7]),
+        ((0, 128), list(range(0, 128, 8))),
+        ((5.2, 5.6), [5]),  # between two frames: the one on show
+        ((127.5, 128), [127]),
+        ((400, 500), [127]),
+    ],
+)
+def test_window_indices_at_one_frame_a_second(window, expected):
+    assert video.window_indices(_info(range(128)), *window).tolist() == expected
+
+
+def test_window_indices_follow_timestamps_not_the_average_rate():
+    info = _info([0.0, 0.1, 0.2, 0.3, 5.0, 6.0, 7.0, 7.5, 30.0])
+    assert video.window_indices(info, 0, 8).tolist() == [0, 3, 4, 5, 6]
+    assert video.window_indices(info, 10, 20).tolist() == [7]
+    fast = _info(np.arange(3000) / 30)
+    assert video.window_indices(fast, 10, 20, fps=2, limit=16).size == 16
+    assert video.window_indices(fast, 10, 14).tolist() == [300, 330, 360, 390]
+
+
+@pytest.mark.parametrize("window", [(5, 5), (6, 5), (float("nan"), 5)])
+def test_impossible_windows_are_refused(window):
+    with pytest.raises(ValueError, match="window"):
+        video.window_indices(_info(range(10)), *window)
+
+
+@pytest.mark.parametrize("name", _WHERE_DECORD_IS_EXACT + _WHERE_IT_IS_NOT)
+def test_synthetic_clips_give_exactly_the_frames_asked_for(assets, name, monkeypatch):
+    path = assets / "videos/synthetic" / name
+    used = []
+    read_decord = video._read_decord
+    monkeypatch.setattr(video, "_read_decord", lambda *args: used.append(1) or read_decord(*args))
+    wanted = np.random.default_rng(0).permutation(video.probe(path).frames)[:24]
+    assert [_drawn_number(frame) for frame in video.read(path, wanted)] == wanted.tolist()
+    assert bool(used) == (name in _WHERE_DECORD_IS_EXACT)
+
+
+@pytest.mark.parametrize(
+    ("name", "frames", "duration", "shape"),
+    [
+        ("bottle_40s_h264_bframes_cc-by.mp4", 1189, 39.85, (360, 640)),
+        ("car_30s_h264_12.5fps_cc-by.mp4", 377, 30.16, (432, 768)),
+        ("asl_bird_2s_h264_startpts_cc-by.mkv", 63, 2.1, (480, 640)),
+        ("nasa_13013.mp4", 390, 13.0, (270, 480)),  # the better of two video streams
+        ("av1_video.mkv", 125, 5.0, (360, 640)),
+        ("h265_video.mp4", 10, 1.0, (128, 128)),
+        ("h264_10bits.mp4", 30, 1.0, (200, 200)),
+        ("video_90.mov", 3, 0.1, (568, 320)),  # turned upright
+        ("unordered.mov", 4, 0.12, (50, 50)),
+    ],
+)
+def test_real_clips(assets, name, frames, duration, shape, monkeypatch):
+    path = assets / "videos" / name
+    info = video.probe(path)
+    assert info.frames == frames and info.times[0] == 0 and info.duration == pytest.approx(duration, abs=0.04)
+    wanted = [frames - 1, 0, frames // 2]
+    pictures = video.read(path, wanted)
+    assert pictures.shape == (3, *shape, 3)
+    monkeypatch.setattr(video, "_read_decord", lambda *_: None)
+    np.testing.assert_array_equal(pictures, video.read(path, wanted))
+
+
+def test_damage_in_the_middle_is_found_when_it_is_read(assets):
+    path = assets / "videos/corrupted.mp4"
+    with pytest.raises(video.VideoError, match="decoded"):
+        video.read(path, range(video.probe(path).frames))
+
+
+def test_a_clip_of_sound_is_refused(assets):
+    with pytest.raises(video.VideoError, match="no video stream"):
+        video.probe(assets / "videos/synthetic/audio_only.mp4")
+
+
+def test_the_world_has_the_frames_it_says(small_world):
+    assert world.FRAMES == video.probe(small_world.folder / small_world.videos[-1].path).frames

@@ -1,0 +1,103 @@
+"""What the tests of rollouts share: a scene on the small world, its questions, and a sampler that follows a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from models.features import FrameFeatures, FrameSettings
+from paravt_jax import world_text
+from paravt_jax.protocol import Protocol, ProtocolSettings
+from paravt_jax.records import Question, QuestionKind, digest
+from paravt_jax.tokenizer import Vocabulary
+from rollout.episode import Scene
+from rollout.requests import Request, Sample, SampleStop
+
+Line = str | Sequence[int]  # what an agent says: text that ends its turn, or bare token ids
+
+
+class Scripted:
+    """A sampler that says what it is told, cut as the engine would cut it.
+
+    Main agents get `turns` one after the other (the last one for ever), sub-agents always `report`; either may be a function of the
+    request. `asked` and `said` keep every request and its sample.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        turns: Sequence[Line] | Callable[[Request], Line],
+        report: Line | Callable[[Request], Line] = " seven from 8 to 10",
+    ):
+        self.vocabulary, self.turns, self.report = vocabulary, turns, report
+        self.waves: list[list[Request]] = []
+        self.asked: list[Request] = []
+        self.said: list[Sample] = []
+        self.spoken = 0
+
+    def is_main(self, request: Request) -> bool:
+        return self.vocabulary.decode(request.prompt[:3]).startswith("<|im_start|>system")
+
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        samples = [self._answer(request) for request in requests]
+        self.waves.append(list(requests))
+        self.asked += requests
+        self.said += samples
+        return samples
+
+    def _answer(self, request: Request) -> Sample:
+        line: Line
+        if not self.is_main(request):
+            line = self.report(request) if callable(self.report) else self.report
+        elif callable(self.turns):
+            line = self.turns(request)
+        else:
+            line = self.turns[min(self.spoken, len(self.turns) - 1)]
+            self.spoken += 1
+        ids = self.vocabulary.encode(line + "<|im_end|>") if isinstance(line, str) else np.asarray(line, np.int32)
+        stops = np.flatnonzero(np.isin(ids, request.stop_ids))
+        ids = ids[: stops[0] + 1 if stops.size else None][: request.max_new_tokens]
+        ended = bool(ids.size) and int(ids[-1]) in request.stop_ids
+        fed = np.concatenate([request.prompt, request.suffix, ids])
+        logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32) / 8
+        return Sample(ids, logprobs, SampleStop.STOP_ID if ended else SampleStop.LENGTH, version=7, digest=digest(fed))
+
+    @property
+    def main(self) -> list[tuple[Request, Sample]]:
+        """The requests of main agents, each with what was said."""
+        return [(r, s) for r, s in zip(self.asked, self.said, strict=True) if self.is_main(r)]
+
+    @property
+    def sub(self) -> list[tuple[Request, Sample]]:
+        """The requests of sub-agents, each with what was said."""
+        return [(r, s) for r, s in zip(self.asked, self.said, strict=True) if not self.is_main(r)]
+
+
+@pytest.fixture(scope="session")
+def scripted(small_vocabulary) -> Callable[..., Scripted]:
+    """scripted(turns) makes a sampler that says them."""
+    return lambda *arguments, **fields: Scripted(small_vocabulary, *arguments, **fields)
+
+
+@pytest.fixture(scope="session")
+def limits() -> ProtocolSettings:
+    return ProtocolSettings(max_tool_turns=2, max_calls=3, turn_tokens=64, summary_tokens=16, trajectory_tokens=256)
+
+
+@pytest.fixture(scope="session")
+def small_features(small_world, small_model) -> FrameFeatures:
+    return FrameFeatures(small_model.vision, small_model.config, FrameSettings(batch=64, whole_frames=128), small_world.folder)
+
+
+@pytest.fixture(scope="session")
+def small_scene(small_vocabulary, limits, small_features) -> Scene:
+    return Scene(Protocol(small_vocabulary, limits), small_features)
+
+
+@pytest.fixture(scope="session")
+def small_questions(small_world) -> list[Question]:
+    """The small world's questions, multiple choice first."""
+    found = world_text.questions(small_world.videos, world_text.TextSettings())
+    return sorted(found, key=lambda question: question.kind is not QuestionKind.MULTIPLE_CHOICE)

@@ -1,0 +1,100 @@
+"""An episode on paper: JSON that says what was written, by whom, and what it earned."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from paravt_jax.protocol import PINNED, render_call
+from paravt_jax.records import CropCall
+from paravt_jax.rewards import RewardSettings, score
+from paravt_jax.world import STEP
+from rollout.episode import Setting, play, split_prompt
+from rollout.requests import run
+from rollout.transcript import transcript
+
+PLAN = "look closer\n</think>\n" + render_call(CropCall(0, 16)) + "\n" + render_call(CropCall(500, 516))
+ANSWER = "the crops show seven\n</think>\n<answer> seven</answer>"
+
+
+@pytest.fixture
+def written(scripted, small_scene, small_questions):
+    """written(turns) plays them and gives the episode and its transcript, as read back from JSON."""
+
+    def make(turns, credit=None):
+        setting = Setting(4, 0.7)
+        (episode,) = run(scripted(turns), [play(small_scene, small_questions[0], setting, 0)])
+        rewards = score(episode.question, episode.turns, RewardSettings())
+        content = transcript(episode, rewards, setting, small_scene.protocol.vocabulary, credit)
+        return episode, json.loads(json.dumps(content, allow_nan=False))
+
+    return make
+
+
+def test_it_holds_the_course_of_the_episode(written, small_questions):
+    episode, content = written([PLAN, ANSWER])
+    question = small_questions[0]
+    assert content["question"]["id"] == question.id and content["question"]["options"] == list(question.options)
+    assert content["question"]["kind"] == "mcq" and content["video"] == question.video
+    assert (content["k"], content["dispatch"], content["temperature"]) == (4, "parallel", 0.7)
+    assert content["overview"] == [frame.time for frame in episode.trajectory.frames] and len(content["overview"]) == 4
+    assert (content["answer"], content["stop"], content["compliant"]) == ("seven", "answered", True)
+    good, bad = content["turns"][0]["calls"]
+    assert (good["start"], good["end"], good["status"]) == (0, 16, "executed") and good["times"] == list(range(0, 16, STEP))
+    assert good["response"] == " seven from 8 to 10"
+    assert (bad["status"], bad["times"]) == ("bad_window", []) and bad["response"].startswith("error")
+    assert content["turns"][1]["calls"] == []
+    rewards = content["rewards"]
+    assert rewards["total"] == pytest.approx(rewards["accuracy"] + rewards["format"] + rewards["tool"])
+
+
+def test_a_turns_tokens_join_to_its_text(written):
+    episode, content = written([PLAN, ANSWER])
+    assert len(content["turns"]) == len(episode.turns) == 2
+    for turn, shown in zip(episode.turns, content["turns"], strict=True):
+        assert "".join(token["text"] for token in shown["tokens"]) == turn.text + "<|im_end|>"
+        pinned = [token for token in shown["tokens"] if token["author"] == "pinned"]
+        assert "".join(token["text"] for token in pinned) == PINNED and all(token["logprob"] is None for token in pinned)
+        sampled = [token["logprob"] for token in shown["tokens"] if token["author"] == "model"]
+        assert sampled == [-(n + 1) / 8 for n in range(len(sampled))]
+
+
+def test_structural_tokens_are_marked(written):
+    _, content = written([PLAN, ANSWER])
+
+    def marks(turn: int) -> list[tuple[str, str]]:
+        return [(token["text"].strip(), token["kind"]) for token in content["turns"][turn]["tokens"] if token["kind"]]
+
+    calls = [("<tool_call>", "call-open"), ("</tool_call>", "call-close")]
+    assert marks(0) == [("</think>", "think-close"), *calls, *calls]
+    assert marks(1) == [("</think>", "think-close"), ("<answer>", "answer-open"), ("</answer>", "answer-close")]
+    assert all(token["credit"] is None for turn in content["turns"] for token in turn["tokens"])
+
+
+def test_credit_stands_at_structural_tokens_alone(written):
+    """Credit 0 belongs to the prompt's last token, credit n to the n-th one after it."""
+    _, content = written([PLAN, ANSWER], credit=np.arange(200, dtype=np.float32))
+    episode, _ = written([PLAN, ANSWER])
+    ids = split_prompt(episode.trajectory)[1]
+    tokens = [token for turn in content["turns"] for token in turn["tokens"]]
+    credited = [token for token in tokens if token["credit"] is not None]
+    assert credited == [token for token in tokens if token["kind"]] and len(credited) == 8
+    first = content["turns"][0]["tokens"]
+    place = next(n for n, token in enumerate(first) if token["kind"])
+    assert first[place]["credit"] == place + 1
+    last = next(token for token in reversed(tokens) if token["kind"] == "answer-close")
+    assert last["credit"] == len(ids) - 2  # the end of the turn follows it
+
+
+def test_a_broken_block_is_marked_as_a_violation(written):
+    _, content = written(["look closer\n<answer> seven</answer>"])
+    assert "violation" in {token["kind"] for token in content["turns"][0]["tokens"]}
+    assert content["compliant"] is False
+
+
+def test_a_truncated_turn_is_shown_as_far_as_it_goes(written):
+    episode, content = written(["I see" * 100])
+    assert content["stop"] == "truncated" and content["answer"] is None
+    assert "".join(token["text"] for token in content["turns"][0]["tokens"]) == episode.turns[0].text

@@ -1,0 +1,93 @@
+"""How the rooms may depend on one another, and a few habits that a reader relies on."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+ROOMS = ("paravt_jax", "models", "rollout", "train", "configs")
+MAY_IMPORT = {
+    "paravt_jax": set(),
+    "models": {"paravt_jax"},
+    "rollout": {"paravt_jax", "models"},
+    "train": {"paravt_jax", "models", "rollout"},
+    "configs": {"paravt_jax", "models", "rollout", "train"},
+}
+PARTS_OF_A_COMMAND = {"train/prepare.py", "train/session.py"}  # train.run's phases, in files that can be read; they take a whole Run
+SOURCES = [file for room in ROOMS for file in sorted((ROOT / room).rglob("*.py"))]
+MOST_LINES = 400
+LONGER_FOR_A_REASON: dict[str, str] = {}  # file -> why it is not two
+
+
+def name(file: pathlib.Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def imports(file: pathlib.Path) -> set[str]:
+    """Top-level packages that a file imports, at any depth of its code."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0] if node.level == 0 else name(file).partition("/")[0])
+    return found
+
+
+def is_command(file: pathlib.Path) -> bool:
+    return 'if __name__ == "__main__":' in file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=name)
+def test_imports_go_one_way(file: pathlib.Path) -> None:
+    room = name(file).partition("/")[0]
+    command = room in ("rollout", "train") and (is_command(file) or name(file) in PARTS_OF_A_COMMAND)
+    allowed = MAY_IMPORT[room] | {room} | ({"configs"} if command else set())
+    assert imports(file) & set(ROOMS) <= allowed, f"{name(file)}: {room} may import {sorted(allowed)}"
+    assert not imports(file) & {"torch", "tensorflow"}, f"{name(file)}: neither torch nor TensorFlow is a run-time dependency"
+
+
+def test_there_is_something_to_check() -> None:
+    assert {name(file).partition("/")[0] for file in SOURCES} == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_room_of_this_checkout_is_the_one_imported(room: str) -> None:
+    """`models`, `train` and `configs` are common names: another package must not stand in the way."""
+    found = importlib.util.find_spec(room)
+    assert found is not None and found.origin is not None
+    assert pathlib.Path(found.origin).parent == ROOT / room
+
+
+def test_every_module_imports_without_torch_and_tensorflow() -> None:
+    modules = [name(file).removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in SOURCES]
+    code = (
+        "import importlib, sys\n"
+        "sys.modules['torch'] = None  # transformers looks for it, and must do without it even where it is installed\n"
+        f"for module in {modules!r}: importlib.import_module(module)\n"
+        "sys.exit('tensorflow was imported' if 'tensorflow' in sys.modules else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=name)
+def test_files_are_readable(file: pathlib.Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    assert name(file) in LONGER_FOR_A_REASON or text.count("\n") <= MOST_LINES, f"{name(file)} is longer than {MOST_LINES} lines: split it"
+    assert ast.get_docstring(tree) or not tree.body, f"{name(file)} does not say what it owns"
+    assert not re.search(r"\b(TODO|FIXME|XXX)\b", text), f"{name(file)} leaves something undone"
+    assert not re.search(r"utils?|helpers?|misc|common", file.stem), f"{name(file)}: a module is named after what it owns"
+
+
+def test_no_exception_is_kept_for_a_file_that_needs_none() -> None:
+    for path in LONGER_FOR_A_REASON:
+        assert (ROOT / path).read_text(encoding="utf-8").count("\n") > MOST_LINES, f"{path} is short now: take it off the list"

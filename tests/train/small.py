@@ -1,0 +1,157 @@
+"""The road of the tests: every part of a run at a size of seconds, and a sampler that writes what a script says.
+
+As a program it is the command with one more recipe, `small`, so that a test can kill it:
+`python tests/train/small.py --config=small ...`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from configs import RECIPES
+from configs.base import LogSettings, Run
+from models.features import FrameFeatures, FrameSettings
+from models.qwen3_vl.model import Qwen3VL
+from models.sharding import make_mesh, param_shardings
+from paravt_jax.grpo import GRPOSettings
+from paravt_jax.protocol import Protocol, ProtocolSettings, render_call
+from paravt_jax.records import CropCall, digest
+from paravt_jax.rewards import RewardSettings
+from paravt_jax.world import WorldSettings
+from paravt_jax.world_text import TextSettings
+from rollout.engine import Engine, EngineSettings, Shape
+from rollout.episode import Scene
+from rollout.evaluate import EvaluationSettings
+from rollout.requests import Request, Sample, SampleStop
+from train.align import AlignSettings
+from train.batch import BatchShape
+from train.optimizer import OptimizerSettings
+from train.prepare import Data, prepare
+from train.rl import RLSettings
+from train.run import main
+from train.session import model_config
+from train.sft import SFTSettings
+
+PROMPT, VISUAL, SUFFIX = 144, 16, 144
+
+
+def small() -> Run:
+    """A few steps of every phase on a handful of videos; it learns nothing.
+
+    Command: python tests/train/small.py --config=small
+    """
+    adam = OptimizerSettings(learning_rate=1e-3)
+    return Run(
+        name="small",
+        world=WorldSettings(train_videos=6, heldout_videos=2),
+        text=TextSettings(budgets=(4, 16), groups=2),
+        frames=FrameSettings(batch=128, whole_frames=128),
+        protocol=ProtocolSettings(max_tool_turns=2, turn_tokens=64, summary_tokens=16, trajectory_tokens=SUFFIX),
+        engine=EngineSettings(
+            rows=8,
+            prefill_rows=4,
+            kept_prompts=16,
+            shapes=(Shape(prompt=112, visual=16, suffix=8, new=16), Shape(prompt=PROMPT, visual=VISUAL, suffix=SUFFIX, new=64)),
+        ),
+        align=AlignSettings(steps=3, batch=16),
+        sft=SFTSettings(
+            steps=4,
+            main=BatchShape(groups=2, rows=4, prompt=PROMPT, visual=VISUAL, suffix=SUFFIX),
+            windows=BatchShape(groups=4, rows=1, prompt=112, visual=16, suffix=24),
+            optimizer=adam,
+            save_every=2,
+        ),
+        rl=RLSettings(
+            steps=6,
+            shape=BatchShape(groups=2, rows=4, prompt=PROMPT, visual=VISUAL, suffix=SUFFIX),
+            optimizer=adam,
+            grpo=GRPOSettings(group_size=4, anchor="credit", reward_clip=None),
+            rewards=RewardSettings(anchor_weight=0.0, format_cap=False),
+            frame_budgets=(4, 16),
+            save_every=2,
+        ),
+        evaluation=EvaluationSettings(questions=2, frames=(4, 16), dispatch=("parallel", "none"), temperatures=(0.7, 0.0)),
+        log=LogSettings(episodes=2),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Road:
+    """What the phases of a run share, made from the small recipe and weights that nobody trained."""
+
+    run: Run
+    data: Data
+    model: Qwen3VL
+    scene: Scene
+    graph: nnx.GraphDef
+    weights: Any
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        return Engine(self.model, self.scene.features, self.run.engine)
+
+    @property
+    def image(self) -> int:
+        return self.model.config.image_token_id
+
+    def fresh(self, data: int = 1, fsdp: int = 1, tensor: int = 1) -> Any:
+        """The weights once more, on a mesh: an update takes those it is given away."""
+        copy = jax.tree.map(np.asarray, self.weights)
+        return jax.device_put(copy, param_shardings(self.weights, make_mesh(data, fsdp, tensor)))
+
+
+def build_road(folder: pathlib.Path) -> Road:
+    run = small()
+    return lay_road(run, prepare(run, folder))
+
+
+def lay_road(run: Run, data: Data) -> Road:
+    model = nnx.jit(lambda: Qwen3VL(model_config(run, data.vocabulary), rngs=nnx.Rngs(0)))()
+    scene = Scene(Protocol(data.vocabulary, run.protocol), FrameFeatures(model.vision, model.config, run.frames, data.root))
+    graph, weights = nnx.split(model.text)
+    return Road(run, data, model, scene, graph, weights)
+
+
+class Script:
+    """Samples what a script says instead of what weights say; a turn's text depends on the request's seed alone.
+
+    Stands where the engine stands. The log-probs are those of a model that knows nothing, about what fresh weights give.
+    """
+
+    plans = (
+        "look closer\n" + render_call(CropCall(0, 16)),
+        "look closer\n</think>" + render_call(CropCall(0, 16)) + render_call(CropCall(40, 30)),
+        "guess\n</think><answer>B</answer>",
+        "guess\n</think><answer>A</answer>",
+    )
+    answers = ("the crops show\n</think><answer>[1, 2]</answer>", "</think><answer>A</answer>")
+
+    def __init__(self, road: Road):
+        self.vocabulary, self.loaded = road.data.vocabulary, []
+
+    def load(self, weights: Any, version: int) -> None:
+        self.loaded.append(version)
+
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        return [self._sample(request) for request in requests]
+
+    def _sample(self, request: Request) -> Sample:
+        before = self.vocabulary.decode(request.suffix)
+        texts = (" nothing",) if "<think>" not in before else self.answers if "<tool_response>" in before else self.plans
+        ids = np.append(self.vocabulary.encode(texts[request.seed % len(texts)]), self.vocabulary.eos).astype(np.int32)
+        logprobs = np.full(len(ids), -np.log(self.vocabulary.size), np.float32)
+        return Sample(ids, logprobs, SampleStop.STOP_ID, 0, digest(np.concatenate([request.prompt, request.suffix, ids])))
+
+
+RECIPES.setdefault("small", small)
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,103 @@
+"""Trajectories into arrays: what is shared, what is a row's own, and that nothing changes on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from models.qwen3_vl.rope import mrope_positions
+from paravt_jax.records import Author, Frame, Segment, Trajectory
+from train.batch import BatchShape, build, mismatches, shared_segments
+from train.rl import roll_out
+from train.sft import render
+
+SHAPE = BatchShape(groups=3, rows=5, prompt=144, visual=16, suffix=144)
+
+
+@pytest.fixture(scope="module")
+def groups(road, small) -> list[list[Trajectory]]:
+    """Two groups of four rollouts of one or two turns, as a sampler hands them over."""
+    rollouts = roll_out(small.Script(road), road.scene, road.data.questions[:2], road.run.rl, seed=0, step=1)
+    return [[episode.trajectory for episode in group] for group in rollouts.groups]
+
+
+@pytest.fixture(scope="module")
+def batch(road, groups):
+    return build(groups, road.scene.features, SHAPE)
+
+
+def rows(groups):
+    return [(p * SHAPE.rows + g, p, trajectory) for p, group in enumerate(groups) for g, trajectory in enumerate(group)]
+
+
+def test_rollouts_share_overview_and_question_and_demonstrations_the_overview(road, groups):
+    assert shared_segments(groups[0]) == groups[0][0].segments[:2]
+    asked = next(g for g in road.data.demonstrations if len({d.question.text for d in g}) > 1)
+    rendered = [render(d, road.scene.protocol, road.scene.features) for d in asked]
+    (overview,) = shared_segments(rendered)
+    assert overview is rendered[0].segments[0] and overview.frames
+
+
+def test_what_looks_alike_but_shows_other_frames_is_not_shared():
+    def one(index: int, author: Author = Author.PROMPT) -> Trajectory:
+        return Trajectory((Segment(np.arange(3), author, frames=(Frame("a.mp4", index, 0.0),)),))
+
+    assert len(shared_segments([one(0), one(0)])) == 1
+    assert shared_segments([one(0), one(1)]) == ()
+    assert shared_segments([one(0, Author.PINNED), one(0, Author.PINNED)]) == ()
+
+
+def test_a_rows_arrays_are_its_trajectory(road, groups, batch):
+    config, features = road.model.config, road.scene.features
+    assert any((t.authors == Author.TOOL).any() for _, _, t in rows(groups)), "a rollout with a tool's response is needed here"
+    for row, p, trajectory in rows(groups):
+        length, own = int(batch.prompt_segments[p].sum()), int(batch.segments[row].sum())
+        ids = np.concatenate([batch.prompt_ids[p, :length], batch.ids[row, :own]])
+        np.testing.assert_array_equal(ids, trajectory.ids)
+        np.testing.assert_array_equal(batch.sampled[row, :own], trajectory.authors[length:] == Author.MODEL)
+        np.testing.assert_array_equal(batch.logprobs[row, :own], trajectory.logprobs[length:])
+        whole = mrope_positions(trajectory.ids, [features.grid(f.video) for f in trajectory.frames], config)
+        np.testing.assert_array_equal(batch.prompt_positions[:, p, :length], whole[:, :length])
+        np.testing.assert_array_equal(batch.positions[:, row, :own], whole[:, length:])
+        np.testing.assert_array_equal(batch.visual[p, : len(trajectory.frames)], features(trajectory.frames))
+        assert not batch.sampled[row, own:].any() and not batch.logprobs[row, own:].any() and not batch.segments[row, own:].any()
+
+
+def test_a_rows_first_token_is_never_sampled(batch):
+    assert batch.sampled.any() and not batch.sampled[:, 0].any()
+
+
+def test_missing_groups_and_rows_are_padding(groups, batch):
+    used = [row for row, _, _ in rows(groups)]
+    missing = sorted(set(range(SHAPE.groups * SHAPE.rows)) - set(used))
+    assert missing and not batch.segments[missing].any() and not batch.sampled[missing].any()
+    assert not batch.prompt_segments[2].any() and not batch.visual[2].any()
+
+
+def test_what_was_sampled_is_what_is_scored(groups, batch):
+    assert mismatches(batch, groups) == 0
+
+
+@pytest.mark.parametrize("where", ["sampled", "pinned", "tool"])
+def test_a_tampered_row_is_counted(groups, batch, where):
+    row, _, trajectory = next(r for r in rows(groups) if (r[2].authors == Author.TOOL).any())
+    author = {"sampled": Author.MODEL, "pinned": Author.PINNED, "tool": Author.TOOL}[where]
+    prompt = len(trajectory.ids) - int(batch.segments[row].sum())
+    ids = batch.ids.copy()
+    ids[row, np.flatnonzero(trajectory.authors[prompt:] == author)[0]] += 1
+    assert mismatches(dataclasses.replace(batch, ids=ids), groups) == 1
+
+
+def test_a_tampered_prompt_counts_for_every_row_of_its_group(groups, batch):
+    prompt_ids = batch.prompt_ids.copy()
+    prompt_ids[1, 5] += 1
+    assert mismatches(dataclasses.replace(batch, prompt_ids=prompt_ids), groups) == 4
+
+
+@pytest.mark.parametrize("field", ["groups", "rows", "prompt", "visual", "suffix"])
+def test_what_does_not_fit_is_named(road, groups, field):
+    too_small = {"groups": 1, "rows": 3, "prompt": 40, "visual": 3, "suffix": 20}[field]
+    with pytest.raises(ValueError, match=rf"batch\.{field}: \d+ does not fit the static size {too_small}; raise the recipe's"):
+        build(groups, road.scene.features, dataclasses.replace(SHAPE, **{field: too_small}))

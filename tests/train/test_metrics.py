@@ -1,0 +1,171 @@
+"""The history of a run: one continuous file however often the run dies, and a line of progress."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import struct
+import sys
+import types
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]  (made at run time)
+
+from train import metrics
+from train.metrics import MetricsWriter, Progress, format_seconds, read_jsonl, read_metrics
+
+
+def steps(folder):
+    return [(row["phase"], row["step"]) for row in read_metrics(folder / "metrics.jsonl")]
+
+
+def written(folder):
+    writer = MetricsWriter(folder, tensorboard=False)
+    for phase, last in (("align", 1), ("sft", 3), ("rl", 2)):
+        for step in range(last + 1):
+            writer.write(phase, step, {"loss": step / 10})
+    return writer
+
+
+def scalars(folder):
+    """{name: [(step, value)]} of a folder's event files; each record is length, checksum, bytes, checksum."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            event = Event.FromString(data[12 : 12 + length])
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, value.simple_value))
+            data = data[16 + length :]
+    return found
+
+
+def test_every_line_is_on_disk_at_once_and_flat(tmp_path):
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write("rl", 3, {"reward/accuracy": 0.5, "loss": math.nan, "kl": math.inf})
+    [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert row.pop("wall") > 1e9
+    assert row == {"phase": "rl", "step": 3, "reward/accuracy": 0.5, "loss": None, "kl": None}
+
+
+def test_resume_forgets_what_came_after_the_checkpoint_and_later_phases(tmp_path):
+    writer = written(tmp_path)
+    writer.truncate("sft", 1)
+    assert steps(tmp_path) == [("align", 0), ("align", 1), ("sft", 0), ("sft", 1)]
+    writer.write("sft", 2, {"loss": 7.0})
+    assert steps(tmp_path)[-1] == ("sft", 2)
+    writer.truncate("align", -1)
+    assert steps(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_truncate_of_a_new_run_makes_no_file(tmp_path):
+    MetricsWriter(tmp_path, tensorboard=False).truncate("rl", 5)
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_torn_last_line_is_dropped_and_never_appended_to(tmp_path):
+    written(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+    assert steps(tmp_path)[-1] == ("rl", 1)
+    MetricsWriter(tmp_path, tensorboard=False).write("rl", 2, {"loss": 1.0})
+    assert steps(tmp_path)[-3:] == [("rl", 0), ("rl", 1), ("rl", 2)]
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"phase": "rl", "step": 0}\n{"phase": \n{"phase": "rl", "step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: not JSON"):
+        read_jsonl(path)
+
+
+@pytest.mark.parametrize(
+    ("phase", "values", "says"),
+    [("eval", {}, "align, sft, rl"), ("rl", {"loss": [1, 2]}, "loss is"), ("rl", {"step": 1.0}, "another name")],
+)
+def test_bad_input_is_refused_before_anything_is_written(tmp_path, phase, values, says):
+    with pytest.raises(ValueError, match=says):
+        MetricsWriter(tmp_path, tensorboard=False).write(phase, 0, values)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_tensorboard_gets_the_finite_figures_and_a_resumed_run_shows_one_history(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    for step in range(4):
+        writer.write("sft", step, {"loss": float(step), "kl": math.nan})
+    writer.write("rl", 0, {"loss": 9.0})
+    writer.close()
+    resumed = MetricsWriter(tmp_path)
+    resumed.truncate("sft", 1)
+    resumed.write("sft", 2, {"loss": 20.0})
+    resumed.close()
+    assert scalars(tmp_path / "tensorboard" / "sft") == {"loss": [(0, 0.0), (1, 1.0), (2, 20.0)]}
+    assert not (tmp_path / "tensorboard" / "rl").exists()
+
+
+def test_missing_wandb_names_its_remedy(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'paravt-jax\[wandb\]'"):
+        MetricsWriter(tmp_path, wandb=True)
+
+
+def test_wandb_gets_config_figures_and_the_same_run_after_a_resume(tmp_path, monkeypatch):
+    opened, logged = [], []
+    run = types.SimpleNamespace(log=logged.append, define_metric=lambda *a, **k: None, finish=lambda: logged.append("end"))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **given: opened.append(given) or run))
+    for _ in range(2):
+        writer = MetricsWriter(tmp_path, tensorboard=False, wandb=True, wandb_project="p", config={"seed": 1})
+        writer.write("rl", 4, {"loss": 0.5, "kl": math.nan})
+        writer.close()
+    assert logged == [{"rl/loss": 0.5, "rl/step": 4}, "end"] * 2
+    assert opened[0]["id"] == opened[1]["id"]
+    assert (opened[0]["project"], opened[0]["config"], opened[0]["resume"]) == ("p", {"seed": 1}, "allow")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    return now
+
+
+def run_ten(stream, clock, **options):
+    with Progress("cold start", 10, stream=stream, **options) as progress:
+        for done in range(1, 11):
+            clock[0] += 2.0
+            progress.update(done, {"loss": 1 / done})
+    return stream.getvalue()
+
+
+def test_progress_in_a_log_is_a_plain_line_now_and_then_and_at_the_end(clock):
+    lines = run_ten(io.StringIO(), clock, every=5.0).splitlines()
+    assert lines[0] == "cold start  10 %  1/10  2.0 s/step  18 s left  loss 1"
+    assert lines[-1] == "cold start 100 %  10/10  2.0 s/step  loss 0.1"
+    assert [line.split()[4] for line in lines] == ["1/10", "4/10", "7/10", "10/10"]
+
+
+def test_progress_on_a_terminal_overwrites_one_line(clock):
+    text = run_ten(Terminal(), clock)
+    assert text.count("\n") == 1 and text.endswith("\n") and text.count("\r") == 10
+
+
+def test_progress_of_a_resumed_run_counts_only_what_this_process_did(clock):
+    stream = io.StringIO()
+    progress = Progress("rl", 100, done=50, stream=stream)
+    clock[0] += 10.0
+    progress.update(51)
+    assert stream.getvalue() == "rl  51 %  51/100  10.0 s/step  8 min 10 s left\n"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(41.6, "42 s"), (725, "12 min 05 s"), (11_220, "3 h 07 min"), (59.7, "1 min 00 s")])
+def test_durations(seconds, text):
+    assert format_seconds(seconds) == text

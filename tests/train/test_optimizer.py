@@ -1,0 +1,86 @@
+"""The recipes' optimisers: what moves, how far, and when."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from models.qwen3_vl import abstract_model, tiny
+from train.optimizer import OptimizerSettings, make_optimizer
+
+
+def moved(settings: OptimizerSettings, steps: int, gradient: float, updates: int) -> list[float]:
+    """How far a weight of 0 moves in each update under a constant gradient."""
+    optimizer = make_optimizer(settings, steps)
+    weights = {"w": jnp.zeros(4)}
+    state, distances = optimizer.init(weights), []
+    for _ in range(updates):
+        changes, state = optimizer.update({"w": jnp.full(4, gradient)}, state, weights)
+        weights = optax.apply_updates(weights, changes)
+        distances.append(float(jnp.abs(changes["w"]).max()))
+    return distances
+
+
+def test_adamw_moves_by_its_learning_rate_whatever_the_gradients_size():
+    settings = OptimizerSettings(learning_rate=1e-3, weight_decay=0.0)
+    for gradient in (1e-2, 1e4):
+        assert moved(settings, 10, gradient, 3) == pytest.approx([1e-3] * 3, rel=1e-3)
+
+
+def test_gradients_are_clipped_by_their_norm_before_the_moments():
+    # With a huge eps an update is proportional to the gradient that Adam sees.
+    settings = OptimizerSettings(learning_rate=1.0, weight_decay=0.0, b1=0.0, b2=0.0, eps=1e6, max_grad_norm=0.5)
+    assert moved(settings, 10, 100.0, 1) == pytest.approx([0.25e-6], rel=1e-3)
+    assert moved(settings, 10, 0.1, 1) == pytest.approx([0.1e-6], rel=1e-3)
+
+
+def test_weight_decay_draws_towards_zero():
+    optimizer = make_optimizer(OptimizerSettings(learning_rate=0.1, weight_decay=0.5), 10)
+    weights = {"w": jnp.ones(3)}
+    changes, _ = optimizer.update({"w": jnp.zeros(3)}, optimizer.init(weights), weights)
+    np.testing.assert_allclose(changes["w"], -0.05, rtol=1e-5)
+
+
+def test_cosine_warms_up_and_ends_at_zero():
+    settings = OptimizerSettings(learning_rate=1.0, schedule="cosine", warmup=0.2, weight_decay=0.0, b1=0.0, b2=0.0)
+    distances = moved(settings, 10, 1.0, 11)
+    assert distances[0] == 0 and distances[2] == max(distances) == pytest.approx(1, rel=1e-3)
+    assert all(a > b for a, b in zip(distances[2:], distances[3:], strict=False)) and distances[10] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return nnx.state(abstract_model(tiny(96)).text)
+
+
+def test_muon_takes_every_matrix_of_the_layers_and_nothing_else(weights):
+    state = jax.eval_shape(make_optimizer(OptimizerSettings("muon"), 10).init, weights)
+    kept = {"muon": set(), "adam": set()}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        which = "muon" if "/muon/" in name else "adam" if "/adam/" in name else None
+        if which and leaf.ndim and "ns_coeffs" not in name:
+            kept[which].add(name.removesuffix("/value").split("/")[-1])
+    assert kept == {
+        "muon": {"q", "k", "v", "o", "gate", "up", "down"},
+        "adam": {"embedding", "norm", "input_norm", "post_norm", "q_norm", "k_norm"},
+    }
+
+
+def test_muons_update_of_a_matrix_is_orthogonal_layer_by_layer():
+    """All singular values of an update are alike, whatever the gradient's: that is what makes it Muon."""
+    shapes = {"q": (2, 16, 4, 4), "o": (2, 4, 4, 16), "gate": (2, 16, 32)}
+    weights = {"layers": {name: jnp.zeros(shape) for name, shape in shapes.items()}}
+    optimizer = make_optimizer(OptimizerSettings("muon", muon_learning_rate=1.0, weight_decay=0.0), 10)
+    rng = np.random.default_rng(0)
+    scales = np.logspace(0, -2, 16)[:, None]
+    gradients = {name: (scales * rng.normal(size=(2, 16, int(np.prod(shape)) // 32))).reshape(shape) for name, shape in shapes.items()}
+    changes, _ = jax.jit(optimizer.update)({"layers": gradients}, optimizer.init(weights), weights)
+    for name in shapes:
+        for gradient, change in zip(gradients[name], np.asarray(changes["layers"][name]), strict=True):
+            before, after = (np.linalg.svd(x.reshape(16, -1), compute_uv=False) for x in (gradient, change))
+            assert before.max() / before.min() > 60 and after.max() / after.min() < 8, name

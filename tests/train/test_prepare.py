@@ -1,0 +1,78 @@
+"""From a recipe to data: made once, gone on with, and bad videos left out by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+from paravt_jax.datasets import UnreadableVideosError
+from train.prepare import UNREADABLE, prepare
+
+
+@pytest.fixture
+def folder(road, tmp_path):
+    """A copy of a finished preparation."""
+    shutil.copytree(road.data.root.parent, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_what_a_run_learns_from(road):
+    data, videos = road.data, {f"{split}/{n:04d}.mp4" for split, count in (("train", 6), ("heldout", 2)) for n in range(count)}
+    assert {str(p.relative_to(data.root)) for p in data.root.rglob("*.mp4")} == videos
+    assert {q.video.split("/")[0] for q in data.questions} == {"train"} and {q.video.split("/")[0] for q in data.heldout} == {"heldout"}
+    assert data.demonstrations and data.windows and data.captions and data.unreadable == {}
+    assert all(len({(d.video, d.frames) for d in group}) == 1 for group in data.demonstrations)
+    assert json.loads((data.root.parent / UNREADABLE).read_text()) == {}
+
+
+def test_preparing_again_makes_nothing_anew(road, folder):
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != UNREADABLE}
+    again = prepare(road.run, folder)
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+    assert again.questions == road.data.questions and again.demonstrations == road.data.demonstrations
+
+
+def test_an_interrupted_preparation_goes_on(road, folder):
+    (folder / "videos" / "world.json").unlink()
+    (folder / "videos" / "heldout" / "0001.mp4").unlink()
+    shutil.rmtree(folder / "records")
+    shutil.rmtree(folder / "tokenizer")
+    kept = (folder / "videos" / "train" / "0000.mp4").stat().st_mtime_ns
+    again = prepare(road.run, folder)
+    assert again.heldout == road.data.heldout and again.vocabulary.size == road.data.vocabulary.size
+    assert (folder / "videos" / "train" / "0000.mp4").stat().st_mtime_ns == kept
+
+
+def test_missing_empty_and_truncated_videos_are_left_out_and_named(road, folder, capsys):
+    videos = folder / "videos" / "train"
+    (videos / "0000.mp4").unlink()
+    (videos / "0001.mp4").write_bytes(b"")
+    whole = (videos / "0002.mp4").read_bytes()
+    (videos / "0002.mp4").write_bytes(whole[: len(whole) // 2])
+    data = prepare(dataclasses.replace(road.run, unreadable_share=0.5), folder)
+    bad = {f"train/000{n}.mp4" for n in range(3)}
+    assert set(data.unreadable) == bad and json.loads((folder / UNREADABLE).read_text()) == data.unreadable
+    assert data.unreadable["train/0000.mp4"] == "no such file" and data.unreadable["train/0001.mp4"] == "the file is empty"
+    for records in (data.questions, data.captions):
+        assert records and not {r.video for r in records} & bad
+    for groups in (data.demonstrations, data.windows):
+        assert groups and not {d.video for group in groups for d in group} & bad
+    assert data.heldout == road.data.heldout
+    assert "3 videos cannot be read" in capsys.readouterr().out
+
+
+def test_too_many_bad_videos_end_it_by_name(road, folder):
+    for n in range(2):
+        (folder / "videos" / "train" / f"000{n}.mp4").write_bytes(b"")
+    with pytest.raises(
+        UnreadableVideosError, match=r"2 of 8 .*allowed share of 0\.05.*train/0000\.mp4: the file is empty; train/0001\.mp4"
+    ):
+        prepare(road.run, folder)
+
+
+def test_a_recipe_without_a_world_is_refused(road, tmp_path):
+    with pytest.raises(ValueError, match="world: None in small; .*use a recipe that has one"):
+        prepare(dataclasses.replace(road.run, world=None), tmp_path)

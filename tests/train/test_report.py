@@ -1,0 +1,487 @@
+"""The report: one page from whatever a run directory holds, with every word on it shown as text."""
+
+from __future__ import annotations
+
+import base64
+import html.parser
+import io
+import json
+import math
+import random
+import re
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from train.report import choose_episodes, key_figures, write_report
+from train.report_chart import line_chart, stacked_chart
+from train.report_html import Html, el, join, number
+
+COLOURS = {"red": (196, 52, 52), "green": (52, 150, 70), "blue": (56, 92, 196), "purple": (132, 70, 168)}
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+HOSTILE = "<script>alert('x')</script>\"&"
+
+
+# A believable run
+
+
+def fake_video(path, seed=0, scenes=tuple(COLOURS)):
+    """128 frames at 1 fps: four scenes of 32 s, in each a white bar from `at` on; returns the bar's start by colour."""
+    rng = random.Random(seed)
+    at = {colour: 32 * i + rng.choice((3, 19)) + rng.randrange(9) for i, colour in enumerate(scenes)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=1)
+        stream.width = stream.height = 32
+        stream.pix_fmt = "yuv420p"
+        for i in range(128):
+            colour = scenes[i // 32]
+            pixels = np.full((32, 32, 3), COLOURS[colour], np.uint8)
+            if 0 <= i - at[colour] < 4:
+                pixels[6:26, 10:22], pixels[10:26, 10:18] = 255, COLOURS[colour]
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return at
+
+
+def fake_metrics(rng):
+    for step in range(30):
+        yield {"phase": "align", "step": step, "wall": 0.0, "loss": 3 * math.exp(-step / 8), "accuracy": 1 - math.exp(-step / 8)}
+    for step in range(690):
+        loss = 0.25 + 4 * math.exp(-step / 90) + rng.gauss(0, 0.04)
+        yield {
+            "phase": "sft",
+            "step": step,
+            "wall": 0.0,
+            "loss": loss,
+            "accuracy/token": 1 - loss / 5,
+            "time/step": 0.4 + rng.random() / 20,
+        }
+    for step in range(48):
+        gain = 1 - math.exp(-step / 12)
+        values = {
+            "accuracy": 0.36 + 0.45 * gain,
+            "format": 0.26 + 0.7 * gain,
+            "calls": 1.1 + 0.8 * gain,
+            "reward/accuracy": 0.36 + 0.45 * gain,
+            "reward/format": 0.5 + 0.5 * gain,
+            "reward/anchor": 0.2 + 0.5 * gain,
+            "reward/tool": 0.4 + 0.5 * gain,
+            "reward/total": 1.3 + 1.4 * gain,
+            "length/response": 62 - 8 * gain,
+            "length/turns": 1.6 + 0.3 * gain,
+            "groups/silent": 0.4 * gain,
+            "k/mean": 25.0,
+            "kl": 0.2 * gain,
+            "loss": 0.02 - 0.01 * gain,
+        }
+        noisy = {key: value * (1 + rng.gauss(0, 0.07)) for key, value in values.items()}
+        seconds = {
+            "time/rollout": 1.1 + rng.random() / 3 + 9 * (step == 0),
+            "time/reference": 0.5,
+            "time/update": 1.9 + rng.random() / 4,
+            "time/data": 0.1,
+        }
+        exact = {"logprob_gap": 2e-6 + rng.random() * 1e-6, "token_mismatches": 0, "grad_norm": 1 + rng.random()}
+        yield {"phase": "rl", "step": step, "wall": 0.0, **noisy, **seconds, **exact}
+
+
+def fake_result():
+    def rows(lift, f):
+        for dispatch, extra, calls, turns in (("parallel", 0.0, 1.9, 2.0), ("sequential", -0.02, 1.8, 2.8), ("none", -0.42, 0.0, 1.0)):
+            for temperature, cold in ((0.7, 0.0), (0.0, 0.06)):
+                for k, ease in ((4, -0.06), (16, 0.0), (64, 0.08)):
+                    help_ = extra * (1 - ease * 6) if dispatch == "none" else extra
+                    yield {
+                        "k": k,
+                        "dispatch": dispatch,
+                        "temperature": temperature,
+                        "accuracy": max(0.02, lift + ease + cold + help_),
+                        "format": min(1, f + cold),
+                        "calls": calls * (f + 0.2) / 1.2,
+                        "turns": turns,
+                        "n": 192,
+                    }
+
+    return {
+        "before": list(rows(0.42, 0.26)),
+        "after": list(rows(0.84, 0.97)),
+        "token_mismatches": 0,
+        "logprob_gap": 2.4e-6,
+        "recompilations_after_warmup": 0,
+        "seconds": 734.0,
+    }
+
+
+def token(text, author="model", kind=None, credit=None, logprob=None):
+    return {"text": text, "author": author, "kind": kind, "credit": credit, "logprob": logprob}
+
+
+def fake_episode(rng, phase, step, n, video, at, k):
+    """Two crops and an answer; cold starts break a block now and then; every third question asks for a time."""
+    colour = rng.choice(list(COLOURS))
+    start, scene = at[colour], 32 * list(COLOURS).index(colour)
+    good, grounding = phase != "before" or rng.random() < 0.4, n % 3 == 2
+    credit = round(rng.gauss(0.6 if good else -0.5, 0.3), 3)
+    word, truth = WORDS[7], f"[{start:.1f}, {start + 3:.1f}]"
+    answer = (f"[{start + 0.5:.1f}, {start + 3:.1f}]" if grounding else word) if good else "four"
+
+    def model(text, kind=None, extra=0.0):
+        return token(text, kind=kind, credit=round(credit + extra, 3), logprob=-rng.expovariate(6))
+
+    def call(a):
+        inner = f'\n{{"name": "crop_video", "arguments": {{"video_path": "{video}", "start_time": {a}, "end_time": {a + 16}}}}}\n'
+        return [
+            model("<tool_call>", "call-open", 0.2),
+            *(model(part, extra=-credit) for part in re.findall(r"\W*\w+|\W+", inner)),
+            model("</tool_call>", "call-close", 0.2),
+        ]
+
+    think = f" red 0 one blue 64 two - look closer {colour} 0 seven"
+    opening = [token("<think>", "pinned", "think-open")]
+    words = [model(" " + part) for part in think.split()]
+    first = (
+        opening
+        + words
+        + ([model("</think>", "think-close", 0.4)] if good else [])
+        + [model("\n"), *call(scene), model("\n"), *call(scene + 16)]
+    )
+    if not good:
+        first[len(opening) + len(words) + 1]["kind"] = "violation"
+    first.append(model("<|im_end|>"))
+    windows = [(scene, scene + 16), (scene + 16, scene + 32)]
+    calls = [
+        {
+            "start": float(a),
+            "end": float(b),
+            "status": "executed",
+            "times": [float(t) for t in range(a, b)],
+            "response": f"digit seven from {start} to {start + 3}" if a <= start < b else "nothing",
+        }
+        for a, b in windows
+    ]
+    if n % 5 == 4:
+        calls.append({"start": 90.0, "end": 70.0, "status": "bad_window", "times": [], "response": "end_time has to be after start_time"})
+    told = [token(part, "tool") for c in calls for part in ("<tool_response>", "\n" + c["response"] + "\n", "</tool_response>\n")]
+    last = [
+        token("<think>", "pinned", "think-open"),
+        *(model(" " + part) for part in f"crop shows seven from {start} to {start + 3}".split()),
+        model("</think>", "think-close", 0.4),
+        model("\n"),
+        model("<", "answer-open", 0.3),
+        model("answer", "answer-open", 0.3),
+        model(">", "answer-open", 0.3),
+        model(answer),
+        model("</", "answer-close", 0.3),
+        model("answer", "answer-close", 0.3),
+        model(">", "answer-close", 0.3),
+        model("<|im_end|>"),
+    ]
+    accuracy = (0.83 if grounding else 1.0) if good else 0.0
+    return {
+        "phase": phase,
+        "step": step,
+        "video": video,
+        "k": k,
+        "dispatch": "parallel",
+        "temperature": 0.7,
+        "question": {
+            "id": f"q{n}",
+            "kind": "tvg" if grounding else "mcq",
+            "answer": truth if grounding else word,
+            "text": f"When does the digit appear in the {colour} scene?" if grounding else f"Which digit appears in the {colour} scene?",
+            "options": [] if grounding else ["four", "seven", "two", "nine"],
+        },
+        "overview": [float(i) for i in np.round(np.linspace(0, 127, k))],
+        "turns": [{"tokens": first, "calls": calls}, {"tokens": told + last, "calls": []}],
+        "answer": answer,
+        "stop": "answered",
+        "compliant": good,
+        "rewards": {
+            "accuracy": accuracy,
+            "format": 1.0 if good else 0.7,
+            "anchor": 0.35 if good else -0.15,
+            "tool": 0.8 if good else 0.3,
+            "total": accuracy + 2,
+        },
+    }
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def fake_run(folder, seed=0, videos=3):
+    """A run directory such as a finished one leaves."""
+    rng = random.Random(seed)
+    marks = {f"videos/held-{i}.mp4": fake_video(folder / f"videos/held-{i}.mp4", seed + i) for i in range(videos)}
+    episodes = []
+    for n, phase in enumerate(["before"] * 8 + ["rl"] * 30 + ["after"] * 8):
+        video = rng.choice(list(marks))
+        episodes.append(fake_episode(rng, phase, max(0, n - 8), n, video, marks[video], (4, 16, 64)[n % 3]))
+    write_lines(folder / "metrics.jsonl", fake_metrics(rng))
+    write_lines(folder / "episodes.jsonl", episodes)
+    (folder / "result.json").write_text(json.dumps(fake_result()))
+    (folder / "config.json").write_text(json.dumps({"name": "paravt_tiny", "seed": seed, "rl": {"group_size": 8, "temperature": 0.7}}))
+    return folder
+
+
+# Reading the page
+
+
+class Page(html.parser.HTMLParser):
+    """The page as a browser takes it: its elements, their attributes and texts; refuses unbalanced markup."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.elements, self.open, self.source = [], [], source
+        self.feed(source)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        element = {"tag": tag, "text": "", **{key.rstrip(): value for key, value in attrs}}
+        self.elements.append(element)
+        if tag not in {"img", "meta"}:
+            self.open.append(element)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()["tag"] == tag
+
+    def handle_data(self, data):
+        for element in self.open:
+            element["text"] += data
+
+    def all(self, tag=None, class_=None):
+        named = [e for e in self.elements if tag in (None, e["tag"])]
+        return [e for e in named if class_ is None or class_ in (e.get("class") or "").split()]
+
+
+def page_of(folder):
+    return Page(write_report(folder).read_text())
+
+
+def pixels(uri):
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.split(",")[1]))).convert("RGB"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return fake_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def page(run):
+    return page_of(run)
+
+
+def test_the_page_needs_nothing_but_itself(page):
+    assert not page.all("script") and not page.all("link") and "@import" not in page.source
+    assert all(e[key].startswith(("data:image/", "#")) for e in page.elements for key in ("src", "href") if e.get(key))
+    assert not re.search(r"url\(|https?:", page.source)
+
+
+def test_key_figures_are_means_over_k_and_the_gain_at_the_smallest():
+    def row(k, dispatch, accuracy, temperature=0.7, calls=1.0):
+        return {
+            "k": k,
+            "dispatch": dispatch,
+            "temperature": temperature,
+            "accuracy": accuracy,
+            "format": accuracy,
+            "calls": calls,
+            "turns": 2,
+            "n": 9,
+        }
+
+    before = [
+        row(4, "parallel", 0.25, calls=0.5),
+        row(64, "parallel", 0.75),
+        row(4, "none", 0.125),
+        row(64, "none", 0.7),
+        row(4, "parallel", 1.0, 0.0),
+    ]
+    after = [row(4, "parallel", 0.75, calls=2.0), row(64, "parallel", 1.0)]
+    figures = {title: (a, b) for title, _, a, b in key_figures({"before": before, "after": after})}
+    assert figures["accuracy"] == (0.5, 0.875)
+    assert figures["calls per rollout κ"] == (0.5, 2.0)
+    assert figures["gain by crops"] == (0.125, None)
+    assert key_figures({}) == []
+
+
+def test_the_head_says_what_the_run_reached(page):
+    tiles = {e["text"] for e in page.all("div", "tile")}
+    assert any(text.startswith("accuracy0.43 → 0.85") for text in tiles), tiles
+    assert [e["text"] for e in page.all("span", "fact") if "total time" in e["text"]] == ["total time12 min 14 s"]
+
+
+def test_a_promise_that_was_broken_is_marked(tmp_path):
+    (tmp_path / "result.json").write_text(json.dumps({"token_mismatches": 3, "logprob_gap": 1e-6, "note": "text"}))
+    page = page_of(tmp_path)
+    assert [e["text"] for e in page.all("span", "bad")] == ["token mismatches3 ✗"]
+    assert len(page.all("span", "good")) == 1
+
+
+def test_every_metric_has_its_chart_and_no_other_has(page):
+    names = [e["text"] for e in page.all("span", "name")]
+    assert {"accuracy", "format compliance f", "calls per rollout κ", "reward: anchor", "log-prob gap", "seconds by phase"} <= set(names)
+    assert "grad norm" in names  # unknown to the report
+    assert "entropy" not in names  # known, not recorded
+    assert len(names) == len(page.all("svg", "chart"))
+
+
+def test_the_table_has_a_row_per_setting(page):
+    rows = [e["text"] for e in page.all("tr") if e.get("class") != "group"][1:]
+    assert len(rows) == 18
+    assert rows[0].startswith("40.36 → 0.780.26 → 0.97")
+
+
+def test_episodes_are_about_twenty_and_from_every_stage(page):
+    assert len(page.all("details", "episode")) == 21
+    assert [e["text"] for e in page.all("h3")][-3:] == [f"{when} reinforcement learning" for when in ("Before", "During", "After")]
+
+
+def test_few_episodes_are_all_shown_and_many_are_spread():
+    rows = [{"phase": "rl", "step": i} for i in range(100)] + [{"phase": "after", "step": 0}]
+    chosen = choose_episodes(rows, 11)
+    assert [row["step"] for row in chosen["rl"]] == [0, 10, 20, 30, 40, 50, 60, 70, 80, 90]
+    assert chosen["after"] == [{"phase": "after", "step": 0}] and list(chosen) == ["rl", "after"]
+    assert choose_episodes(rows[:2], 21) == {"rl": rows[:2]}
+
+
+def one_episode(folder, **changes):
+    at = fake_video(folder / "videos/v.mp4")
+    episode = fake_episode(random.Random(1), "after", 0, 0, "videos/v.mp4", at, 4) | changes
+    write_lines(folder / "episodes.jsonl", [episode])
+    return episode
+
+
+def test_the_frames_are_those_of_the_times(tmp_path):
+    episode = one_episode(tmp_path)
+    images = page_of(tmp_path).all("img")
+    assert [e["alt"] for e in images][:4] == [f"frame at {t:g} s" for t in episode["overview"]]
+    assert len(images) == 4 + 2 * 16
+    shown = [pixels(e["src"])[2, 2] for e in images[:4]]
+    assert all(np.abs(a.astype(int) - b).max() < 40 for a, b in zip(shown, COLOURS.values(), strict=True))
+
+
+def test_tokens_stand_as_written_with_kind_credit_and_log_prob(tmp_path):
+    tokens = [
+        token("<think>", "pinned", "think-open"),
+        token(" a\n  b", credit=0.0, logprob=-0.25),
+        token("</think>", kind="think-close", credit=0.5, logprob=-0.5),
+        token("x", kind="violation", credit=-1.0, logprob=-2.0),
+    ]
+    one_episode(tmp_path, turns=[{"tokens": tokens, "calls": []}])
+    page = page_of(tmp_path)
+    [block] = page.all("pre", "tokens")
+    assert block["text"] == "<think> a\n  b</think>x"
+    spans = {e["text"]: e for e in page.all("span") if e.get("title")}
+    assert spans["</think>"]["class"] == "by-model kind k-think up"
+    assert spans["</think>"]["title"] == "model · think-close · credit 0.5 · log-prob −0.5"
+    assert (spans["x"]["class"], spans["x"]["style"]) == ("by-model kind k-violation down", "--c:0.55")
+    assert spans[" a\n  b"]["class"] == "by-model" and spans[" a\n  b"].get("style") is None
+
+
+def test_hostile_words_stay_words(tmp_path):
+    question = {"id": HOSTILE, "text": HOSTILE, "kind": "mcq", "options": [HOSTILE, "b"], "answer": HOSTILE}
+    call = {"start": None, "end": None, "status": HOSTILE, "times": [], "response": HOSTILE}
+    turn = {"tokens": [token(HOSTILE, author=HOSTILE, kind=HOSTILE)], "calls": [call]}
+    one_episode(tmp_path, question=question, answer=HOSTILE, stop=HOSTILE, dispatch=HOSTILE, turns=[turn], rewards={HOSTILE: 1.0})
+    (tmp_path / "config.json").write_text(json.dumps({"name": HOSTILE, "note": HOSTILE}))
+    write_lines(tmp_path / "metrics.jsonl", [{"phase": "rl", "step": 0, "wall": 0.0, HOSTILE: 1.0}])
+    row = {"k": 4, "dispatch": HOSTILE, "temperature": 0.7, "accuracy": 1.0, "format": 1.0, "calls": 1.0, "turns": 1.0, "n": 1}
+    (tmp_path / "result.json").write_text(json.dumps({"before": [], "after": [row], HOSTILE: 1}))
+    page = page_of(tmp_path)
+    assert not page.all("script")
+    assert page.all("h1")[0]["text"] == HOSTILE
+    assert page.all("pre", "tokens")[0]["text"] == HOSTILE
+    assert page.all("blockquote")[0]["text"] == HOSTILE
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no video at all"])
+def test_a_video_that_cannot_be_read_is_said_so_and_the_rest_stands(tmp_path, content):
+    one_episode(tmp_path)
+    video = tmp_path / "videos/v.mp4"
+    video.unlink() if content is None else video.write_bytes(content)
+    page = page_of(tmp_path)
+    assert not page.all("img")
+    assert page.all("p", "unreadable")[0]["text"].startswith("The frames of v.mp4 cannot be shown: ")
+    assert str(tmp_path) not in page.source
+    assert len(page.all("blockquote")) == 2
+
+
+def test_an_empty_run_makes_a_page_that_says_so(tmp_path):
+    page = page_of(tmp_path)
+    assert [e["text"] for e in page.all("h2")] == ["Curves", "Evaluation", "Episodes"]
+    assert len(page.all("p", "quiet")) == 4
+
+
+def test_empty_lists_and_a_torn_line_are_no_trouble(tmp_path):
+    (tmp_path / "result.json").write_text(json.dumps({"before": [], "after": [], "seconds": 3}))
+    (tmp_path / "metrics.jsonl").write_text('{"phase": "rl", "step": 0, "wall": 1.0, "loss": null}\n{"phase": "rl", "st')
+    one_episode(tmp_path, turns=[], overview=[], answer=None, rewards={}, stop="no_answer")
+    page = page_of(tmp_path)
+    assert not page.all("svg")
+    assert page.all("span", "verdict")[0]["text"] == "no answer"
+
+
+def test_a_grounding_question_shows_both_windows_on_the_axis(tmp_path):
+    question = {"id": "q", "text": "when?", "kind": "tvg", "options": [], "answer": "[32.0, 64.0]"}
+    one_episode(tmp_path, question=question, answer="[64, 96]")
+    page = page_of(tmp_path)
+    [truth], [answer] = page.all("b", "truth"), page.all("b", "answer")
+    assert (truth["style"], answer["style"]) == ("left:25.00%;width:25.00%", "left:50.00%;width:25.00%")
+
+
+# Charts and elements
+
+
+def coordinates(chart, class_):
+    return [[tuple(map(float, p.split(","))) for p in e["points"].split()] for e in Page(chart).all("polyline", class_)]
+
+
+def test_a_gap_in_the_data_is_a_gap_in_the_line():
+    chart = line_chart([(0, 1.0), (1, 2.0), (2, None), (3, 2.0), (4, 3.0)])
+    assert [len(line) for line in coordinates(chart, "smooth")] == [2, 2]
+
+
+def test_the_axis_holds_the_data_and_what_it_was_told_to_reach():
+    texts = [e["text"] for e in Page(line_chart([(0, 0.2), (1, 0.4)], 0, 1)).all("text")]
+    assert texts[0] == "0" and "1" in texts[:-3]
+    [line] = coordinates(line_chart([(0, -5.0), (10, 120.0)], 0, 1), "smooth")
+    assert all(0 <= y <= 150 for _, y in line) and line[0][1] > line[1][1]
+
+
+@pytest.mark.parametrize("values", [[0.0], [5.0], [0.0, 0.0], [-2.0, -2.0], [1e-9, 1e-9, 2e-9], [1e9, 3e9]])
+def test_charts_of_flat_tiny_and_single_data(values):
+    Page(line_chart(list(enumerate(values))))
+    Page(stacked_chart(range(len(values)), [("a", [abs(v) for v in values]), ("b", [None] * len(values))]))
+
+
+def test_long_histories_are_thinned_and_keep_their_ends():
+    chart = line_chart([(i, float(i)) for i in range(5000)])
+    [line] = coordinates(chart, "raw")
+    assert len(line) == 300 and (line[0][0], line[-1][0]) == (40.0, 312.0)
+
+
+def test_stacked_bars_stand_on_each_other():
+    page = Page(stacked_chart([0], [("a", [1.0]), ("b", [2.0])]))
+    a, b = (next(e for e in page.all("rect", name)) for name in ("s0", "s1"))
+    assert float(b["y"]) + float(b["height"]) == pytest.approx(float(a["y"]), abs=0.05)
+    assert float(b["height"]) == pytest.approx(2 * float(a["height"]), abs=0.05)
+
+
+def test_elements_escape_text_and_keep_markup():
+    made = el("p", "<b>", Html("<i></i>"), ["&"], class_='"x"', hidden=False, open=True)
+    assert made == '<p class="&quot;x&quot;" open>&lt;b&gt;<i></i>&amp;</p>'
+    assert isinstance(join("<"), Html) and join("<") == "&lt;"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.8126, "0.813"), (12.51, "12.5"), (1240, "1,240"), (3.1e-6, "3.1e−6"), (-0.5, "−0.5"), (0, "0"), (None, "–"), (math.nan, "–")],
+)
+def test_numbers_are_short(value, text):
+    assert number(value) == text

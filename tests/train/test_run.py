@@ -1,0 +1,178 @@
+"""The command from end to end, at a size of seconds: what it leaves behind, and that it can be stopped at any moment."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+import train.run
+from train.metrics import read_metrics
+
+ROOT, PROGRAM = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).with_name("small.py")
+
+
+def command(folder: pathlib.Path, *arguments: str) -> int:
+    return train.run.main(["--config=small", "--run-dir", str(folder), *arguments])
+
+
+@pytest.fixture(scope="module")
+def finished(small, tmp_path_factory) -> pathlib.Path:
+    """The folder of a run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("run") / "small"
+    assert command(folder) == 0
+    return folder
+
+
+def result_of(folder: pathlib.Path) -> dict[str, Any]:
+    return json.loads((folder / "result.json").read_text())
+
+
+def metrics_of(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what a clock says."""
+    return [{k: v for k, v in line.items() if k != "wall" and not k.startswith("time/")} for line in read_metrics(folder / "metrics.jsonl")]
+
+
+# --- what a run leaves behind ---
+
+
+def test_the_result_has_a_row_for_every_setting(finished, small):
+    settings, result = small.small().evaluation, result_of(finished)
+    for moment in ("before", "after"):
+        rows = result[moment]
+        asked = itertools.product(settings.frames, settings.dispatch, settings.temperatures)
+        assert [(row["k"], row["dispatch"], row["temperature"]) for row in rows] == list(asked)
+        for row in rows:
+            assert set(row) == {"k", "dispatch", "temperature", "accuracy", "format", "calls", "turns", "n"}
+            assert row["n"] == settings.questions and row["turns"] >= 1 and 0 <= row["accuracy"] <= 1 and 0 <= row["format"] <= 1
+            assert row["calls"] == 0 or row["dispatch"] != "none"
+    assert set(result) == {
+        *("name", "seed", "before", "after", "token_mismatches", "logprob_gap", "recompilations_after_warmup", "seconds"),
+    }
+
+
+def test_nothing_differs_between_sampler_and_trainer_and_nothing_compiles_late(finished):
+    result = result_of(finished)
+    assert result["token_mismatches"] == 0 and 0 < result["logprob_gap"] < 1e-3
+    assert result["recompilations_after_warmup"] == 0 and result["seconds"] > 1
+    assert [line["recompilations"] for line in read_metrics(finished / "metrics.jsonl") if line["phase"] == "rl"][3:] == [0, 0, 0]
+
+
+def test_metrics_are_one_history(finished, small):
+    run, lines = small.small(), read_metrics(finished / "metrics.jsonl")
+    wanted = [(phase, n + 1) for phase in ("align", "sft", "rl") for n in range(getattr(run, phase).steps)]
+    assert [(line["phase"], line["step"]) for line in lines] == wanted
+    assert any((finished / "tensorboard" / "rl").iterdir())
+    assert {"reward/tool", "length/response", "time/rollout", "groups/silent", "kl_reference", "grad_norm"} <= set(lines[-1])
+
+
+def test_episodes_are_written_down_and_shown(finished):
+    episodes = [json.loads(line) for line in (finished / "episodes.jsonl").read_text().splitlines()]
+    assert [phase for phase, _ in itertools.groupby(e["phase"] for e in episodes)] == ["before", "rl", "after"]
+    assert {e["step"] for e in episodes if e["phase"] == "rl"} == {2, 4, 6}
+    for episode in episodes:
+        assert (finished / episode["video"]).is_file() and episode["turns"] and len(episode["overview"]) == episode["k"]
+    credit = [t["credit"] for e in episodes if e["phase"] == "rl" for turn in e["turns"] for t in turn["tokens"] if t["kind"]]
+    assert credit and all(isinstance(value, float) for value in credit)
+    report = (finished / "report.html").read_text()
+    assert episodes[0]["question"]["text"] in report and "<svg" in report
+
+
+# --- the same command again, and others in the same folder ---
+
+
+def test_the_same_command_again_does_nothing_twice(finished):
+    before = {p: p.stat().st_mtime_ns for part in ("checkpoints", "evaluation", "records", "videos") for p in (finished / part).rglob("*")}
+    metrics, result = (finished / "metrics.jsonl").read_bytes(), result_of(finished)
+    assert command(finished) == 0
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+    assert (finished / "metrics.jsonl").read_bytes() == metrics
+    again = result_of(finished)
+    assert again.pop("seconds") >= result.pop("seconds") and again == result
+
+
+def test_a_folder_of_another_configuration_is_refused_with_the_difference(finished, capsys):
+    result = (finished / "result.json").read_bytes()
+    assert command(finished, "--seed", "1", "--rl.steps", "7") == 1
+    message = capsys.readouterr().err
+    assert "seed: 0 -> 1" in message and "rl.steps: 6 -> 7" in message and "Name another --run-dir" in message
+    assert (finished / "result.json").read_bytes() == result
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_asked_to_stop_says_how_to_go_on(small, tmp_path, monkeypatch, capsys, number):
+    monkeypatch.setattr(train.run, "prepare", lambda *_: signal.raise_signal(number))
+    assert command(tmp_path / "run") == 130
+    assert "the same command goes on" in capsys.readouterr().err
+
+
+def test_mistakes_on_the_command_line_cost_no_device(small):
+    """In a process whose JAX has no device to touch."""
+    program = """
+import sys, small, train.run
+for arguments in (["--config=smal"], ["--config=small", "--rl.steps", "x"], ["--config=small", "--rl.stepz", "3"],
+                  ["--config=small", "--sft.save-every", "1.5"], ["--config=small", "--unreadable-share", "1"]):
+    try:
+        train.run.main(arguments)
+    except SystemExit as stop:
+        print("code", stop.code, file=sys.stderr)
+import jax
+try:
+    jax.devices()
+except RuntimeError:
+    print("no device", file=sys.stderr)
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{PROGRAM.parent}", "JAX_PLATFORMS": "absent"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
+    assert done.stderr.count("code 2") == 5 and "no device" in done.stderr, done.stderr
+    for words in ("Did you mean small?", "rl.steps", "rl.stepz", "sft.save-every", "unreadable_share: 1"):
+        assert words in done.stderr, done.stderr
+
+
+# --- stopped in the middle ---
+
+
+def reached(folder: pathlib.Path, phase: str, step: int) -> bool:
+    lines = read_metrics(folder / "metrics.jsonl")
+    return any(line["phase"] == phase and line["step"] >= step for line in lines)
+
+
+MOMENTS = [
+    ("in the cold start, after a checkpoint", signal.SIGKILL, lambda folder: reached(folder, "sft", 3)),
+    ("in the evaluation before", signal.SIGKILL, lambda folder: (folder / "evaluation" / "before-4.json").exists()),
+    ("in RL, before its first checkpoint", signal.SIGKILL, lambda folder: reached(folder, "rl", 1)),
+    ("in RL, after a checkpoint", signal.SIGKILL, lambda folder: reached(folder, "rl", 3)),
+    ("in RL, by Ctrl-C", signal.SIGINT, lambda folder: reached(folder, "rl", 5)),
+    ("in the evaluation after", signal.SIGKILL, lambda folder: (folder / "evaluation" / "after-4.json").exists()),
+]
+
+
+@pytest.mark.slow
+def test_a_run_killed_again_and_again_ends_like_one_that_was_not(finished, compiled, tmp_path):
+    folder = tmp_path / "small"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(compiled)}
+    line = [sys.executable, str(PROGRAM), "--config=small", "--run-dir", str(folder)]
+    for name, number, come in MOMENTS:
+        with subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=environment) as process:
+            while not come(folder):
+                assert process.poll() is None, f"{name}: it ended before it could be stopped"
+                time.sleep(0.005)
+            process.send_signal(number)
+            _, message = process.communicate()
+        assert process.returncode == (130 if number is signal.SIGINT else -number), name
+        assert number is not signal.SIGINT or "the same command goes on" in message
+        assert not (folder / "result.json").exists()
+    subprocess.run(line, env=environment, check=True)
+    undisturbed, result = result_of(finished), result_of(folder)
+    for field in set(undisturbed) - {"seconds"}:
+        assert result[field] == undisturbed[field], field
+    assert metrics_of(folder) == metrics_of(finished)
+    assert (folder / "episodes.jsonl").read_text() == (finished / "episodes.jsonl").read_text()

@@ -1,0 +1,104 @@
+"""The run's folder: one configuration, one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from train.run_directory import RunDirectory, RunDirectoryError
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = {"rl": {"lr": 1e-3, "frames": (4, 8), "anchor": None}, "seed": 0}
+
+
+def test_a_new_folder_is_made_and_the_same_configuration_resumes(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "runs" / "a"
+    with RunDirectory(folder, CONFIG) as run:
+        assert (run.path, run.resumed) == (folder, False)
+        assert json.loads((folder / "config.json").read_text()) == {"rl": {"lr": 1e-3, "frames": [4, 8], "anchor": None}, "seed": 0}
+    (folder / "metrics.jsonl").write_text("{}\n")
+    with RunDirectory(folder, CONFIG) as run:
+        assert run.resumed
+
+
+def test_another_configuration_is_refused_with_exactly_the_differences(tmp_path: pathlib.Path) -> None:
+    RunDirectory(tmp_path, CONFIG).close()
+    before = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(RunDirectoryError) as refusal:
+        RunDirectory(tmp_path, {"rl": {"lr": 2e-3, "frames": (4, 8), "anchor": "credit"}, "extra": {}, "seed": 0})
+    message = str(refusal.value)
+    assert message.splitlines()[1:-1] == ["  rl.lr: 0.001 -> 0.002", '  rl.anchor: null -> "credit"', "  extra: (absent) -> {}"]
+    assert "another --run-dir" in message
+    assert (tmp_path / "config.json").read_bytes() == before
+    RunDirectory(tmp_path, CONFIG).close()  # and the refusal left no lock
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(RunDirectoryError, match=r"holds thesis\.tex"):
+        RunDirectory(tmp_path, CONFIG)
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_a_start_that_died_before_its_configuration_was_whole_counts_as_none(tmp_path: pathlib.Path) -> None:
+    (tmp_path / ".lock").write_text("1")
+    (tmp_path / "config.json.tmp").write_text('{"rl": {"l')
+    with RunDirectory(tmp_path, CONFIG) as run:
+        assert not run.resumed
+
+
+def test_a_damaged_configuration_is_said(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(RunDirectoryError, match="damaged"):
+        RunDirectory(tmp_path, CONFIG)
+
+
+def test_a_file_in_the_way_is_said(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(RunDirectoryError, match="cannot be used"):
+            RunDirectory(path, CONFIG)
+
+
+@pytest.mark.parametrize(("config", "words"), [({"a": {1: 2}}, "key 1"), ({"a": pathlib.Path("x")}, "has to be what JSON can hold")])
+def test_what_json_would_change_is_refused(tmp_path: pathlib.Path, config: dict, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        RunDirectory(tmp_path / "run", config)
+    assert not (tmp_path / "run").exists()
+
+
+HOLDER = """
+import os, sys, time
+from train.run_directory import RunDirectory
+run = RunDirectory(sys.argv[1], {})
+worker = os.fork()  # as a data worker would be
+if worker:
+    print(worker, flush=True)
+time.sleep(60)
+"""
+
+
+def test_one_process_at_a_time_and_none_after_a_kill(tmp_path: pathlib.Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    worker = int(holder.stdout.readline())
+    try:
+        with pytest.raises(RunDirectoryError, match=rf"in use by another process \(id {holder.pid}\)"):
+            RunDirectory(tmp_path, {})
+        holder.kill()
+        holder.wait()
+        time.sleep(0.1)
+        os.kill(worker, 0)  # the orphan still lives, and holds nothing
+        with RunDirectory(tmp_path, {}) as run:
+            assert run.resumed
+    finally:
+        holder.kill()
+        holder.stdout.close()
+        os.kill(worker, signal.SIGKILL)

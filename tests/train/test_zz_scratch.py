@@ -1,0 +1,217 @@
+"""The jitted programs: a shared prompt is only a saving, padding is nothing, and the steps' figures stay what they were."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.qwen3_vl.rope import mrope_positions
+from paravt_jax import protocol, tokenizer
+from paravt_jax.protocol import render_call
+from paravt_jax.records import CropCall, Demonstration, Message, Question, QuestionKind
+from paravt_jax.tokenizer import Vocabulary
+from rollout.engine import visual_index
+from train.batch import build
+from train.rl import Learner
+from train.sft import render, sft_batch, sft_loss, start_sft
+from train.step import row_logprobs
+
+ROOT = pathlib.Path(__file__).parents[2]
+MEANT = "the figures of a step changed: update them only together with a deliberate change of loss, optimiser, model or protocol"
+
+
+@pytest.fixture(scope="module")
+def groups(road):
+    """Two groups of demonstrations whose questions differ, so that the cut between shared and own lies inside the prompt."""
+    return [[render(d, road.scene.protocol, road.scene.features) for d in group] for group in road.data.demonstrations[:2]]
+
+
+@pytest.fixture(scope="module")
+def batch(road, groups):
+    return build(groups, road.scene.features, road.run.sft.main)
+
+
+def whole_rows(road, groups) -> dict:
+    """Every trajectory as a row of its own, prompt and frames and all: what a batch would be if nothing were shared."""
+    trajectories, features = [t for group in groups for t in group], road.scene.features
+    length, visual = max(len(t.ids) for t in trajectories), road.run.sft.main.visual
+    ids, segments = np.zeros((2, len(trajectories), length), np.int32)
+    positions = np.zeros((3, len(trajectories), length), np.int32)
+    bank = np.zeros((len(trajectories), visual, 2, road.model.config.text.hidden_size), np.float32)
+    for row, t in enumerate(trajectories):
+        n, grids = len(t.ids), [features.grid(f.video) for f in t.frames]
+        ids[row, :n], segments[row, :n], bank[row, : len(t.frames)] = t.ids, 1, features(t.frames)
+        positions[:, row, :n] = mrope_positions(t.ids, grids, road.model.config)
+    return {"ids": ids, "positions": positions, "segment_ids": segments, "visual": bank, "visual_index": visual_index(ids, road.image)}
+
+
+def test_a_shared_prompt_equals_the_plain_computation_and_so_do_the_gradients(road, groups, batch):
+    rows = whole_rows(road, groups)
+    weight = np.random.default_rng(0).normal(size=batch.ids.shape).astype(np.float32) * batch.sampled
+    # The same token in both layouts: its row, its place among the row's own tokens, its place in the whole row.
+    row, place = np.nonzero(batch.sampled)
+    spot = place + batch.prompt_segments.sum(1).repeat(4)[row]
+    assert len(row) > 100 and (batch.ids[row, place] == rows["ids"][row, spot]).all()
+
+    def shared(weights):
+        values = row_logprobs(nnx.merge(road.graph, weights), batch, road.image, 0.7)
+        return (values * weight).sum(), values[row, place]
+
+    def plain(weights):
+        text = nnx.merge(road.graph, weights)
+        values = text.token_logprobs(text(**rows)[0][:, :-1], rows["ids"][:, 1:], 0.7)[row, spot - 1]
+        return (values * weight[row, place]).sum(), values
+
+    (_, values), gradients = jax.jit(jax.value_and_grad(shared, has_aux=True))(road.weights)
+    (_, wanted), plain_gradients = jax.jit(jax.value_and_grad(plain, has_aux=True))(road.weights)
+    np.testing.assert_allclose(values, wanted, atol=2e-5)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(plain_gradients), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4 * float(np.abs(b).max()))
+
+
+def test_padding_changes_nothing(road, groups, batch):
+    settings = road.run.sft
+    larger = dataclasses.replace(
+        settings.main, groups=3, rows=5, prompt=settings.main.prompt + 24, visual=24, suffix=settings.main.suffix + 9
+    )
+    padded = build(groups, road.scene.features, larger)
+
+    @jax.jit
+    def values(weights, batch):
+        text = nnx.merge(road.graph, weights)
+        return row_logprobs(text, batch, road.image, 1.0), *sft_loss(road.image, settings)(text, (batch,))
+
+    (want, value, figures), (found, same, more) = values(road.weights, batch), values(road.weights, padded)
+    for p in range(2):
+        for g in range(4):
+            own = batch.sampled[p * 4 + g]
+            np.testing.assert_allclose(np.asarray(found)[p * 5 + g, : len(own)][own], np.asarray(want)[p * 4 + g][own], atol=1e-5)
+    np.testing.assert_allclose(value, same, rtol=1e-5)
+    assert int(figures["tokens"]) == int(more["tokens"]) == batch.sampled.sum() and int(more["groups"]) == 2
+
+
+# --- figures that were written down ---
+
+PLAN = "look\n" + render_call(CropCall(0, 16))
+
+
+def figures_of(metrics, names) -> dict[str, float]:
+    return {name: float(metrics[name]) for name in names}
+
+
+@pytest.fixture(scope="module")
+def fixed(road, small):
+    """The road with this test's own texts, so that the wording of the world has no part in the figures."""
+    pieces = (*protocol.recurring_texts(), *map(str, range(129)), ".0 seconds>")
+    questions = tuple(
+        Question(f"q{n}", f"train/000{n}.mp4", "Which one?", QuestionKind.MULTIPLE_CHOICE, "AB"[n], ("one", "two")) for n in range(2)
+    )
+    said = ([PLAN, "</think><answer>A</answer>"], ["it is two\n</think><answer>B</answer>"])
+    demonstrations = []
+    for question in questions:
+        group = []
+        for n, texts in enumerate(said):
+            messages = [Message("assistant", texts[0])]
+            messages += [m for text in texts[1:] for m in (Message("tool", "one"), Message("assistant", text))]
+            group.append(Demonstration(f"d{n}", question.video, 4, None, question, tuple(messages)))
+        demonstrations.append(tuple(group))
+    windows = [Demonstration("w", f"train/000{n}.mp4", 16, (0.0, 16.0), None, (Message("assistant", "one"),)) for n in range(4)]
+    data = dataclasses.replace(
+        road.data,
+        vocabulary=Vocabulary(tokenizer.build(pieces)),
+        questions=questions,
+        demonstrations=tuple(demonstrations),
+        windows=tuple((window,) for window in windows),
+    )
+    run = dataclasses.replace(road.run, rl=dataclasses.replace(road.run.rl, frame_budgets=(4, 8)))
+    return small.lay_road(run, data)
+
+
+def test_figures_of_cold_start_steps(fixed):
+    windows = [d for (d,) in fixed.data.windows]
+    batches = sft_batch(fixed.data.demonstrations, windows, fixed.scene.protocol, fixed.scene.features, fixed.run.sft)
+    state, update = start_sft(fixed.graph, fixed.fresh(), fixed.image, fixed.run.sft)
+    state, first = update(state, batches)
+    state, second = update(state, batches)
+    assert int(state.step) == 2
+    wanted = {"loss": 6.11620, "grad_norm": 5.61339, "tokens": 144, "groups": 6}
+    print("GOLD", figures_of(first, wanted))
+    print("GOLD2", float(second["loss"]))
+
+
+def test_figures_of_an_rl_step(fixed, small):
+    """The sampler is a script, so no rounding of a sampled token reaches these."""
+    learner = Learner(fixed.graph, fixed.fresh(), fixed.image, fixed.run.rl)
+    state, metrics = learner.step(learner.start, small.Script(fixed), fixed.scene, fixed.data.questions, seed=0)
+    assert int(state.step) == 1
+    wanted = {
+        "loss": -0.0213114,
+        "grad_norm": 1.4274,
+        "advantage_std": 1.04176,
+        "logprob_gap": 0.268599,
+        "accuracy": 0.375,
+        "format": 0.625,
+        "calls": 0.75,
+        "reward/total": 1.5125,
+        "reward/tool": 0.35,
+        "length/response": 48.125,
+        "groups/silent": 0.0,
+        "token_mismatches": 0.0,
+    }
+    print("GOLD", figures_of(metrics, wanted))
+
+
+EIGHT = textwrap.dedent("""
+    import pathlib, sys, tempfile
+    import jax, numpy as np
+    import small
+    from train.rl import Learner
+    from train.sft import sft_batch, start_sft
+
+    assert len(jax.devices()) == 8
+    road = small.build_road(pathlib.Path(tempfile.mkdtemp()))
+    scene, data = road.scene, road.data
+    batches = sft_batch(data.demonstrations[:2], [d for (d,) in data.windows[:4]], scene.protocol, scene.features, road.run.sft)
+
+    def sft(weights):
+        state, update = start_sft(road.graph, weights, road.image, road.run.sft)
+        return update(state, batches)
+
+    def rl(weights):
+        learner = Learner(road.graph, weights, road.image, road.run.rl)
+        return learner.step(learner.start, small.Script(road), scene, data.questions[:2], 0)
+
+    for step in (sft, rl):
+        one, figures = step(road.fresh())
+        for mesh in ({"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}):
+            many, found = step(road.fresh(**mesh))
+            assert len(jax.tree.leaves(many.weights)[0].sharding.device_set) == 8
+            for name in figures:
+                if not name.startswith("time/"):
+                    np.testing.assert_allclose(float(found[name]), float(figures[name]), rtol=1e-3, atol=1e-4, err_msg=name)
+            # Adam divides a gradient by its size: where it is nearly 0 rounding decides its sign, hence half a step's room.
+            for a, b in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
+                a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+                assert np.abs(a - b).max(initial=0) < 2.1e-3 and np.mean(np.abs(a - b) > 1e-5) < 0.01
+    print("equal")
+""")
+
+
+@pytest.mark.slow
+def test_eight_devices_equal_one():
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'train'}",
+    }
+    done = subprocess.run([sys.executable, "-c", EIGHT], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0 and "equal" in done.stdout, done.stderr[-4000:]

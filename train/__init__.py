@@ -1,0 +1,1 @@
+"""Training: cold start, PARA-GRPO, checkpoints, metrics, report."""

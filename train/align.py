@@ -1,0 +1,110 @@
+"""Teaching a fresh vision tower to see: each visual vector is drawn to the embeddings of the words for what its frame shows.
+
+Stands for the pretraining that a published model has behind it, and only the tiny recipe needs it. Trains the tower and the
+embedding of words; afterwards the tower is frozen. Invariant: nothing but captions is looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from models.processor import patchify
+from models.qwen3_vl.model import Qwen3VL
+from paravt_jax import video
+from paravt_jax.records import Caption
+from paravt_jax.tokenizer import Vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class AlignSettings:
+    """Updates, frames in each, and Adam's learning rate (cosine to zero)."""
+
+    steps: int = 250
+    batch: int = 512
+    learning_rate: float = 3e-3
+
+
+def align(
+    model: Qwen3VL,
+    captions: Sequence[Caption],
+    vocabulary: Vocabulary,
+    root: Path,
+    settings: AlignSettings,
+    seed: int,
+    progress: Callable[[int, dict[str, float]], None],
+) -> None:
+    """Train `model.vision` and the word embedding in place. `progress(step, figures)` is told after each update.
+
+    Raises ValueError for a caption whose words are not single tokens, or videos of more than one size.
+    """
+    pixels, words = _load(captions, vocabulary, root)
+    graph, weights = nnx.split((model.vision, model.text.embedding))
+    optimizer = optax.adamw(optax.cosine_decay_schedule(settings.learning_rate, settings.steps), weight_decay=0.0)
+    grid = (pixels.shape[1] // model.config.vision.patch_size, pixels.shape[2] // model.config.vision.patch_size)
+
+    def loss(weights: Any, patches: Float[Array, "m p i"], words: Int[Array, "m w"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        tower, embedding = nnx.merge(graph, weights)
+        vectors = tower(patches, grid).mean(1)  # the frame's tokens: every level alone has to name what is on it
+        size = jnp.sqrt((vectors**2).mean(-1, keepdims=True) + 1e-12)
+        logits = jnp.einsum("mcd,vd->mcv", vectors / size, embedding[...])  # normed, as the decoder's head reads its states
+        # Vectors as large as words: among words of another size, neither would hear the other in the decoder.
+        unequal = ((size - jnp.sqrt((embedding[...] ** 2).mean())) ** 2).mean()
+        wanted = (words[..., None] == jnp.arange(logits.shape[-1])).any(1)
+        share = wanted / wanted.sum(-1, keepdims=True)
+        named = (jax.lax.top_k(logits[:, 0], 2)[1][:, :, None] == words[:, None]).any(1)
+        right = (named | (words < 0)).all(-1)
+        return -(share[:, None] * jax.nn.log_softmax(logits)).sum(-1).mean() + unequal, right.mean()
+
+    @jax.jit
+    def update(weights: Any, state: Any, patches: Array, words: Array) -> tuple[Any, Any, Array, Array]:
+        (value, right), grads = jax.value_and_grad(loss, has_aux=True)(weights, patches, words)
+        changes, state = optimizer.update(grads, state, weights)
+        return optax.apply_updates(weights, changes), state, value, right
+
+    state, rng = optimizer.init(weights), np.random.default_rng(seed)
+    for step in range(settings.steps):
+        chosen = rng.integers(len(pixels), size=settings.batch)
+        patches = patchify(pixels[chosen], model.config.vision.patch_size, model.config.vision.spatial_merge_size)
+        weights, state, value, right = update(weights, state, patches, words[chosen])
+        progress(step + 1, {"loss": float(value), "accuracy": float(right)})
+    tower, embedding = nnx.merge(graph, weights)
+    nnx.update(model.vision, nnx.state(tower))
+    model.text.embedding[...] = embedding[...]
+
+
+def _load(captions: Sequence[Caption], vocabulary: Vocabulary, root: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The captions' frames, uint8 [m, h, w, 3], and the token ids of their words, int32 [m, w], -1 where there are fewer."""
+    by_video: dict[str, list[Caption]] = {}
+    for caption in captions:
+        by_video.setdefault(caption.video, []).append(caption)
+    pixels, words = [], []
+    for name, group in by_video.items():
+        try:
+            info = video.probe(root / name)
+            pixels.append(video.read(root / name, np.searchsorted(info.times, [c.time for c in group])))
+        except video.VideoError:
+            continue  # damage inside a file that opened; its captions are left out
+        words += [_word_ids(c, vocabulary) for c in group]
+    if len({p.shape[1:] for p in pixels}) != 1:
+        raise ValueError(f"captions: frames of the sizes {sorted({p.shape[1:3] for p in pixels})}; alignment needs one size")
+    width = max(map(len, words))
+    return np.concatenate(pixels), np.array([w + [-1] * (width - len(w)) for w in words], np.int32)
+
+
+def _word_ids(caption: Caption, vocabulary: Vocabulary) -> list[int]:
+    ids = [vocabulary.encode(f" {word}") for word in caption.words]
+    if any(len(i) != 1 for i in ids):
+        raise ValueError(
+            f"captions: the words {caption.words} of {caption.video} are not single tokens; add them to the vocabulary's pieces"
+        )
+    return [int(i[0]) for i in ids]

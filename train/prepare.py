@@ -1,0 +1,75 @@
+"""From a recipe to what a run learns from: videos on disk, records that can be read, and the vocabulary.
+
+Owns the order in which these are made and the report of videos that cannot be read. Everything is made once: an interrupted
+preparation goes on, a finished one is only opened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+
+from configs.base import Run
+from paravt_jax import datasets, protocol, tokenizer, world, world_text
+from paravt_jax.records import Caption, Demonstration, Question
+from paravt_jax.tokenizer import Vocabulary
+from train.metrics import Progress
+from train.run_directory import write_atomically
+
+UNREADABLE = "unreadable_videos.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """What a run learns from. Videos' paths are relative to `root`; groups of demonstrations share video and overview."""
+
+    root: pathlib.Path
+    vocabulary: Vocabulary
+    questions: tuple[Question, ...]
+    heldout: tuple[Question, ...]
+    demonstrations: tuple[tuple[Demonstration, ...], ...]
+    windows: tuple[tuple[Demonstration, ...], ...]
+    captions: tuple[Caption, ...]
+    unreadable: dict[str, str]
+
+
+def prepare(run: Run, folder: pathlib.Path) -> Data:
+    """The data of `run`, made in `folder` where it is not there yet.
+
+    Raises ValueError for a recipe without a world, `datasets.UnreadableVideosError` where more videos than allowed cannot be read.
+    """
+    if run.world is None:
+        raise ValueError(f"world: None in {run.name}; this version learns from rendered worlds only, use a recipe that has one")
+    root = folder / "videos"
+    with Progress("render videos", run.world.train_videos + run.world.heldout_videos, unit="video") as progress:
+        videos = world.render(run.world, root, lambda done, _: progress.update(done))
+    train, heldout = world.of_split(videos, "train"), world.of_split(videos, "heldout")
+    if not (folder / "records").exists():
+        datasets.prepare(
+            folder / "records",
+            {
+                "questions": tuple(world_text.questions(train, run.text)),
+                "heldout": tuple(world_text.questions(heldout, run.text)),
+                "demonstrations": tuple(world_text.main_demonstrations(train, run.text)),
+                "windows": tuple((d,) for d in world_text.window_demonstrations(train, run.text)),
+                "captions": tuple(world_text.captions(train, run.text)),
+            },
+        )
+    return _open(run, folder, root)
+
+
+def _open(run: Run, folder: pathlib.Path, root: pathlib.Path) -> Data:
+    tokenizer_folder = folder / "tokenizer"
+    if not tokenizer_folder.exists():
+        tokenizer.save(tokenizer.build((*world_text.PIECES, *protocol.recurring_texts())), tokenizer_folder)
+    names = ("questions", "heldout", "demonstrations", "windows", "captions")
+    stored = {name: tuple(datasets.open_split(folder / "records", name)) for name in names}
+    paths = tuple(dict.fromkeys(datasets.video_of(record) for records in stored.values() for record in records))
+    with Progress("check videos", len(paths), unit="video") as progress:
+        unreadable = datasets.check_videos(paths, root, run.unreadable_share, lambda done, _: progress.update(done))
+    splits = {name: tuple(r for r in records if datasets.video_of(r) not in unreadable) for name, records in stored.items()}
+    write_atomically(folder / UNREADABLE, json.dumps(unreadable, indent=1))
+    if unreadable:
+        print(f"{len(unreadable)} videos cannot be read and are left out, see {folder / UNREADABLE}: {', '.join(sorted(unreadable)[:5])}")
+    return Data(root=root, vocabulary=tokenizer.load(tokenizer_folder), unreadable=unreadable, **splits)

@@ -1,0 +1,144 @@
+"""The folder of one run: its configuration, and the right to write into it.
+
+Owns `config.json` and the lock. Refuses a folder of another configuration (naming every field that differs), a folder that is
+not a run's, and a second process. Invariant: whoever holds a RunDirectory is alone in it, and `config.json` is complete.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pathlib
+from typing import Any, TextIO
+
+_LOCK, _CONFIG, _UNFINISHED = ".lock", "config.json", "config.json.tmp"
+_ABSENT = "(absent)"
+
+
+class RunDirectoryError(RuntimeError):
+    """The folder cannot be this run's; the message says why and what to do."""
+
+
+class RunDirectory:
+    """`path`, made if need be, locked for this process until `close`, and known to belong to `config`.
+
+    `resumed` tells whether the folder already held this configuration. `config` is what JSON can hold: dicts with text keys,
+    lists, numbers, text, None. The lock dies with the process, however it dies. In a run over several hosts one process takes it.
+
+    Raises RunDirectoryError if another process holds the folder, if it holds another configuration (every differing field is
+    listed), if it holds files of something else, or if it cannot be written; TypeError if `config` is not JSON.
+    """
+
+    def __init__(self, path: str | pathlib.Path, config: dict[str, Any]) -> None:
+        self.path = pathlib.Path(path).absolute()
+        wanted = as_json(config, "the run's configuration")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(self.path)
+            try:
+                self.resumed = self._claim(wanted)
+            except BaseException:
+                self.close()
+                raise
+        except OSError as error:
+            raise RunDirectoryError(f"--run-dir {self.path} cannot be used: {error}. Name a folder that can be written.") from error
+
+    def close(self) -> None:
+        """Gives the folder free for another process."""
+        self._lock.close()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _claim(self, wanted: dict[str, Any]) -> bool:
+        """Compares with the configuration that is there (True), or writes it (False)."""
+        file = self.path / _CONFIG
+        if not file.exists():
+            strangers = sorted(entry.name for entry in self.path.iterdir() if entry.name not in (_LOCK, _UNFINISHED))
+            if strangers:
+                raise RunDirectoryError(
+                    f"--run-dir {self.path} is not a run's folder: it has no {_CONFIG} and holds {', '.join(strangers[:5])}. "
+                    "Name a new or an empty folder."
+                )
+            write_atomically(file, json.dumps(wanted, indent=1) + "\n")
+            return False
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RunDirectoryError(f"{file} is damaged ({error}): delete {self.path}, or name another --run-dir.") from error
+        differences = _differences(found, wanted)
+        if differences:
+            raise RunDirectoryError(
+                f"--run-dir {self.path} holds a run of another configuration (there -> asked for):\n  "
+                + "\n  ".join(differences)
+                + "\nName another --run-dir, delete this one, or ask for what it holds."
+            )
+        return True
+
+
+def write_atomically(file: pathlib.Path, text: str) -> None:
+    """Replaces `file` by `text`: a reader, or a process after a crash, sees the old text or the new one, whole."""
+    unfinished = file.with_name(file.name + ".tmp")
+    with unfinished.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(unfinished, file)
+
+
+def as_json(value: Any, name: str) -> Any:
+    """`value` as JSON brings it back (tuples are lists). Raises TypeError naming `name` for what would come back different."""
+    _check_keys(value, name)
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} has to be what JSON can hold (numbers, text, None, lists, dicts): {error}.") from error
+
+
+def _check_keys(value: Any, name: str) -> None:
+    """json.dumps writes a number as a key without a word, and text comes back."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{name} has the key {key!r}: keys have to be text, JSON would bring this one back as '{key}'.")
+            _check_keys(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_keys(item, f"{name}[{index}]")
+
+
+def _lock(folder: pathlib.Path) -> TextIO:
+    """Takes the folder's lock: a kernel lock on an open file, which no killed process leaves behind."""
+    stream = (folder / _LOCK).open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        stream.seek(0)
+        holder = stream.read().strip() or "unknown"
+        stream.close()
+        raise RunDirectoryError(
+            f"--run-dir {folder} is in use by another process (id {holder}): wait for it, stop it, or name another --run-dir."
+        ) from error
+    # A forked worker inherits the open file and would hold the lock beyond the death of its parent.
+    os.register_at_fork(after_in_child=stream.close)
+    stream.truncate(0)
+    stream.write(str(os.getpid()))
+    stream.flush()
+    return stream
+
+
+def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """One line for every field whose value differs, by its dotted name."""
+    old, new = _flat(found), _flat(wanted)
+    return [f"{name}: {old.get(name, _ABSENT)} -> {new.get(name, _ABSENT)}" for name in (old | new) if old.get(name) != new.get(name)]
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, str]:
+    """Leaves as JSON text, which also makes a NaN equal to itself; a list is one value."""
+    if not isinstance(value, dict) or not value:
+        return {prefix: json.dumps(value)}
+    return {name: text for key, item in value.items() for name, text in _flat(item, f"{prefix}.{key}" if prefix else key).items()}
