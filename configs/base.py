@@ -18,10 +18,9 @@ from train.sft import SFTSettings
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings:
-    """Which Qwen3-VL. `weights` is a local Hugging Face folder (weights, config, tokenizer); without it a tiny model starts from noise."""
+    """Which Qwen3-VL, and the type of its activations. It starts from noise: this version trains no published weights yet."""
 
     size: Literal["tiny", "2b", "4b", "8b", "32b"] = "tiny"
-    weights: str = ""
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
@@ -68,6 +67,8 @@ class Run:
     log: LogSettings = LogSettings()
 
     def __post_init__(self):
+        if self.seed < 0:
+            raise ValueError(f"seed: {self.seed}; give 0 or more")
         if not 0 <= self.unreadable_share < 1:
             raise ValueError(f"unreadable_share: {self.unreadable_share}; it is a share of videos, give one from 0 to below 1")
         if self.model.size != "tiny" and self.align is not None:
@@ -76,6 +77,14 @@ class Run:
         for name, new in (("turn_tokens", limits.turn_tokens), ("summary_tokens", limits.summary_tokens)):
             if new > max(shape.new for shape in shapes):
                 raise ValueError(f"protocol.{name}: {new}; no shape of engine.shapes samples that many tokens, lower it or add a shape")
+        if limits.trajectory_tokens > max(shape.suffix for shape in shapes):
+            raise ValueError(
+                f"protocol.trajectory_tokens: {limits.trajectory_tokens}; no shape of engine.shapes has such a suffix, add one"
+            )
+        if self.mesh.data > 1:
+            raise ValueError(f"mesh.data: {self.mesh.data}; no batch is laid over this axis yet, use 1")
+        if limits.crop_frames > max(shape.visual for shape in shapes):
+            raise ValueError(f"protocol.crop_frames: {limits.crop_frames}; no shape of engine.shapes holds as many, add one")
         if self.rl is not None and self.rl.shape.suffix < limits.trajectory_tokens:
             raise ValueError(
                 f"rl.shape.suffix: {self.rl.shape.suffix}; a rollout may have protocol.trajectory_tokens = {limits.trajectory_tokens}"

@@ -51,6 +51,7 @@ class FrameFeatures:
         self._encode = jax.jit(lambda weights, patches, grid: nnx.merge(graph, weights)(patches, grid), static_argnums=2)
         self._store: collections.OrderedDict[tuple, np.ndarray] = collections.OrderedDict()
         self._bytes = 0
+        self.unreadable: dict[str, str] = {}  # videos that opened and could not be decoded, and why
         self.encoded_frames = 0
 
     @functools.lru_cache(maxsize=65_536)  # noqa: B019  one instance lives as long as the run
@@ -86,7 +87,11 @@ class FrameFeatures:
                 missing.setdefault(frame.video, {})[frame.index] = None
         fresh: dict[tuple, np.ndarray] = {}
         for name, wanted in missing.items():
-            fresh |= self._encode_video(name, list(wanted))
+            try:
+                fresh |= self._encode_video(name, list(wanted))
+            except video.VideoError as error:
+                self.unreadable[name] = error.reason
+                raise
         for key in keys:
             if key in self._store:
                 self._store.move_to_end(key)
@@ -112,6 +117,8 @@ class FrameFeatures:
 
     def _remember(self, fresh: dict[tuple, np.ndarray]) -> None:
         for key, row in fresh.items():
+            if (old := self._store.pop(key, None)) is not None:
+                self._bytes -= old.nbytes
             self._store[key] = row.copy()  # its own memory: a view would keep the whole batch alive
             self._bytes += row.nbytes
         while self._bytes > self.settings.cache_mib * 2**20:

@@ -97,10 +97,15 @@ class Split(Sequence[_AnyRecord]):
         return decode(_text(stored["kind"]), _text(stored["record"]))
 
 
+def is_prepared(folder: str | os.PathLike) -> bool:
+    """Whether `prepare` has finished here: a folder alone says nothing, it is there from the first byte on."""
+    return (pathlib.Path(folder) / _FINGERPRINT).exists()
+
+
 def open_split(folder: str | os.PathLike, name: str) -> Split:
     """The records of one prepared split. Raises ValueError naming the splits there are."""
     folder = pathlib.Path(folder)
-    if not (folder / _FINGERPRINT).exists():
+    if not is_prepared(folder):
         raise ValueError(f"datasets: {folder} holds no prepared data; call prepare first")
     builder = tfds.builder_from_directory(str(folder / Records.name / str(Records.VERSION)))
     if name not in builder.info.splits:

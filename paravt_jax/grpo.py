@@ -225,7 +225,7 @@ def advantages(batch: GRPOBatch, settings: GRPOSettings) -> tuple[Float[Array, "
     clipped = jnp.abs(batch.rewards - settings.reward_bias) * settings.reward_scaling >= (settings.reward_clip or jnp.inf)
     metrics = {
         "kl_reference": masked_mean(kl, mask),
-        "silent_groups": silent.mean(),
+        "silent_groups": masked_mean(silent.astype(jnp.float32), batch.valid.any(1)),
         "clipped_rewards": masked_mean(clipped.astype(jnp.float32), batch.valid),
         "advantage_std": jnp.sqrt(masked_mean(out**2, mask)),
     }

@@ -125,8 +125,8 @@ def tool_reward(turns: Sequence[Turn], right: bool) -> float:
 
 
 def score(question: Question, turns: Sequence[Turn], settings: RewardSettings) -> Rewards:
-    """Everything an episode earned. The answer is the last turn's; an episode without turns earns 0."""
-    answer = extract_answer(turns[-1].text) if turns else None
+    """Everything an episode earned. The answer is the last turn's, unless that was cut off; an episode without turns earns 0."""
+    answer = extract_answer(turns[-1].text) if turns and not turns[-1].truncated else None
     acc = accuracy(question, answer, settings.open_ended)
     anchor = anchor_reward(turns, settings.gamma)
     form = format_base(turns, settings.answer_suffix) + settings.anchor_weight * anchor

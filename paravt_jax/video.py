@@ -134,7 +134,7 @@ def _guarded(path: str | os.PathLike, use: Callable[[InputContainer], _Result]) 
     if not file.stat().st_size:
         raise VideoError(path, "the file is empty")
     try:
-        with av.open(str(file)) as container:
+        with av.open(str(file), metadata_errors="replace") as container:
             return use(container)
     except (av.error.FFmpegError, OSError, RuntimeError) as error:
         raise VideoError(path, f"it cannot be decoded ({type(error).__name__}: {error})") from error

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from models.features import FrameFeatures
@@ -62,6 +63,8 @@ class EngineSettings:
             raise ValueError(
                 f"engine.kept_prompts: {self.kept_prompts}; a full batch needs rows + prefill_rows = {self.rows + self.prefill_rows}"
             )
+        if not self.shapes or any(self.rows % shape.fan for shape in self.shapes):
+            raise ValueError(f"engine.rows: {self.rows}; it is shared out in lines of each shape's fan, make it a multiple of them all")
 
 
 @dataclasses.dataclass
@@ -85,12 +88,9 @@ class _Pool:
         self.positions = np.zeros(size, np.int32)  # the position that follows the prompt
         self.size = size
 
-    def take(self, key: str, kept: set[str]) -> int:
-        """A row for a new prompt; the oldest one that is not in `kept` gives way."""
-        if len(self.rows) < self.size:
-            row = len(self.rows)
-        else:
-            row = self.rows.pop(next(old for old in self.rows if old not in kept))
+    def take(self, key: str) -> int:
+        """A row for a new prompt; the one that was not used for longest gives way (a batch's own are newer: `kept_prompts` sees to it)."""
+        row = len(self.rows) if len(self.rows) < self.size else self.rows.popitem(last=False)[1]
         self.rows[key] = row
         return row
 
@@ -103,7 +103,10 @@ class Engine:
         self._graph, weights = nnx.split(model.text)
         self._dtype = model.text.dtype
         self.counts = EngineCounts()
-        self._prefill = jax.jit(self._prefill_rows, donate_argnums=1)
+        place = jax.tree.leaves(weights)[0].sharding
+        # KV lies whole on every device of the weights' mesh from the start, so that the first prefill is compiled as the second.
+        self._whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
+        self._prefill = jax.jit(self._prefill_rows, donate_argnums=1, out_shardings=self._whole)
         self._decode = jax.jit(self._decode_rows, static_argnames="new")
         self._pools: dict[int, _Pool] = {}
         self.load(weights, version=0)
@@ -124,7 +127,7 @@ class Engine:
             request = Request(np.zeros(1, np.int32), (), np.zeros(1, np.int32), 1.0, 1, 0, (0,))
             for fan in {1, shape.fan}:
                 self._batch(shape, fan, [(0, request)])
-        self.forget()
+            self.forget()  # another shape with the same prompt length has to prefill, too
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         """Sample every request; the results stand in the order of the requests."""
@@ -221,7 +224,7 @@ class Engine:
         if length not in self._pools:
             text, size = self.config.text, self.settings.kept_prompts
             shape = (text.num_hidden_layers, size, length, text.num_key_value_heads, text.head_dim)
-            self._pools[length] = _Pool(KV(jnp.zeros(shape, self._dtype), jnp.zeros(shape, self._dtype)), size)
+            self._pools[length] = _Pool(KV(*(jax.device_put(jnp.zeros(shape, self._dtype), self._whole) for _ in "kv")), size)
         return self._pools[length]
 
     def _prompt_rows(self, shape: Shape, pool: _Pool, requests: list[Request]) -> np.ndarray:
@@ -232,19 +235,19 @@ class Engine:
         for key in keys:
             if key in pool.rows:
                 pool.rows.move_to_end(key)
-        kept, items = set(keys), list(missing.items())
+        items = list(missing.items())
         for first in range(0, len(items), self.settings.prefill_rows):
-            self._prefill_prompts(shape, pool, items[first : first + self.settings.prefill_rows], kept)
+            self._prefill_prompts(shape, pool, items[first : first + self.settings.prefill_rows])
         return np.array([pool.rows[key] for key in keys], np.int32)
 
-    def _prefill_prompts(self, shape: Shape, pool: _Pool, items: list[tuple[str, Request]], kept: set[str]) -> None:
+    def _prefill_prompts(self, shape: Shape, pool: _Pool, items: list[tuple[str, Request]]) -> None:
         lines, text = self.settings.prefill_rows, self.config.text
         ids = np.zeros((lines, shape.prompt), np.int32)
         positions, segments = np.zeros((3, lines, shape.prompt), np.int32), np.zeros((lines, shape.prompt), np.int32)
         levels = 1 + self.config.vision.levels
         visual = np.zeros((lines, shape.visual, levels, text.hidden_size), np.float32)
         slots = np.full(lines, pool.size, np.int32)  # out of range: dropped
-        for line, (key, request) in enumerate(items):
+        for line, (_, request) in enumerate(items):
             length = len(request.prompt)
             grids = [self.features.grid(frame.video) for frame in request.frames]
             ids[line, :length], segments[line, :length] = request.prompt, 1
@@ -252,7 +255,9 @@ class Engine:
             if request.frames:
                 vectors = self.features(request.frames)
                 visual[line, : len(vectors)] = vectors
-            slots[line] = row = pool.take(key, kept)
+        for line, (key, request) in enumerate(items):  # only now: what could fail has not
+            length = len(request.prompt)
+            slots[line] = row = pool.take(key)
             pool.lengths[row], pool.positions[row] = length, next_position(positions[:, line, :length])
             self.counts.prefilled_tokens += length
             self.counts.prompts += 1

@@ -81,6 +81,7 @@ async def play(scene: Scene, question: Question, setting: Setting, seed: int) ->
         ended = sample.ids[-1] == protocol.vocabulary.eos
         results = protocol.tool_results([o.response for o in outcomes], bool(ended), last=len(turns) >= tool_turns)
         if _suffix_length(trajectory) + len(results.ids) + len(protocol.pinned.ids) >= limits.trajectory_tokens:
+            turns[-1] = dataclasses.replace(turns[-1], truncated=True)
             return _episode(question, setting, trajectory, turns, StopReason.TOKEN_LIMIT)
         trajectory.append(results)
 

@@ -30,6 +30,10 @@ class EvaluationSettings:
     dispatch: tuple[Dispatch, ...] = ("parallel", "sequential", "none")
     temperatures: tuple[float, ...] = (0.7, 0.0)
 
+    def __post_init__(self):
+        if min(self.questions, self.samples) < 1:
+            raise ValueError(f"evaluation.questions, samples: {self.questions}, {self.samples}; both need at least 1")
+
     def settings(self) -> tuple[Setting, ...]:
         return tuple(Setting(k, t, d) for k in self.frames for d in self.dispatch for t in self.temperatures)
 

@@ -42,12 +42,13 @@ def align(
     settings: AlignSettings,
     seed: int,
     progress: Callable[[int, dict[str, float]], None],
-) -> None:
+) -> dict[str, str]:
     """Train `model.vision` and the word embedding in place. `progress(step, figures)` is told after each update.
 
+    Returns the videos that could not be decoded, and why: their captions are left out.
     Raises ValueError for a caption whose words are not single tokens, or videos of more than one size.
     """
-    pixels, words = _load(captions, vocabulary, root)
+    pixels, words, unreadable = _load(captions, vocabulary, root)
     graph, weights = nnx.split((model.vision, model.text.embedding))
     optimizer = optax.adamw(optax.cosine_decay_schedule(settings.learning_rate, settings.steps), weight_decay=0.0)
     grid = (pixels.shape[1] // model.config.vision.patch_size, pixels.shape[2] // model.config.vision.patch_size)
@@ -80,10 +81,12 @@ def align(
     tower, embedding = nnx.merge(graph, weights)
     nnx.update(model.vision, nnx.state(tower))
     model.text.embedding[...] = embedding[...]
+    return unreadable
 
 
-def _load(captions: Sequence[Caption], vocabulary: Vocabulary, root: Path) -> tuple[np.ndarray, np.ndarray]:
-    """The captions' frames, uint8 [m, h, w, 3], and the token ids of their words, int32 [m, w], -1 where there are fewer."""
+def _load(captions: Sequence[Caption], vocabulary: Vocabulary, root: Path) -> tuple[np.ndarray, np.ndarray, dict[str, str]]:
+    """The captions' frames, uint8 [m, h, w, 3], the token ids of their words, int32 [m, w], -1 where there are fewer, and bad videos."""
+    unreadable: dict[str, str] = {}
     by_video: dict[str, list[Caption]] = {}
     for caption in captions:
         by_video.setdefault(caption.video, []).append(caption)
@@ -92,13 +95,14 @@ def _load(captions: Sequence[Caption], vocabulary: Vocabulary, root: Path) -> tu
         try:
             info = video.probe(root / name)
             pixels.append(video.read(root / name, np.searchsorted(info.times, [c.time for c in group])))
-        except video.VideoError:
-            continue  # damage inside a file that opened; its captions are left out
+        except video.VideoError as error:
+            unreadable[name] = error.reason  # damage inside a file that opened
+            continue
         words += [_word_ids(c, vocabulary) for c in group]
     if len({p.shape[1:] for p in pixels}) != 1:
         raise ValueError(f"captions: frames of the sizes {sorted({p.shape[1:3] for p in pixels})}; alignment needs one size")
     width = max(map(len, words))
-    return np.concatenate(pixels), np.array([w + [-1] * (width - len(w)) for w in words], np.int32)
+    return np.concatenate(pixels), np.array([w + [-1] * (width - len(w)) for w in words], np.int32), unreadable
 
 
 def _word_ids(caption: Caption, vocabulary: Vocabulary) -> list[int]:

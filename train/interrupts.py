@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 from types import FrameType
+from typing import Any
 
 
 class Interrupts:
@@ -15,7 +16,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._asked = False
-        self._before: dict[int, signal.Handlers] = {}
+        self._before: dict[signal.Signals, Any] = {}
 
     def check(self) -> None:
         """Raises KeyboardInterrupt if the run was asked to stop."""

@@ -30,6 +30,13 @@ class OptimizerSettings:
     max_grad_norm: float = 1.0
 
 
+def require_counts(room: str, **counts: int) -> None:
+    """Raises ValueError for a count below 1, naming its field."""
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{room}.{name}: {value}; give a whole number of at least 1")
+
+
 def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
     """The optimiser of `steps` updates, gradients clipped by their global norm first."""
 

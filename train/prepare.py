@@ -31,6 +31,7 @@ class Data:
     demonstrations: tuple[tuple[Demonstration, ...], ...]
     windows: tuple[tuple[Demonstration, ...], ...]
     captions: tuple[Caption, ...]
+    videos: int  # in all, unreadable ones included
     unreadable: dict[str, str]
 
 
@@ -45,7 +46,7 @@ def prepare(run: Run, folder: pathlib.Path) -> Data:
     with Progress("render videos", run.world.train_videos + run.world.heldout_videos, unit="video") as progress:
         videos = world.render(run.world, root, lambda done, _: progress.update(done))
     train, heldout = world.of_split(videos, "train"), world.of_split(videos, "heldout")
-    if not (folder / "records").exists():
+    if not datasets.is_prepared(folder / "records"):
         datasets.prepare(
             folder / "records",
             {
@@ -61,7 +62,7 @@ def prepare(run: Run, folder: pathlib.Path) -> Data:
 
 def _open(run: Run, folder: pathlib.Path, root: pathlib.Path) -> Data:
     tokenizer_folder = folder / "tokenizer"
-    if not tokenizer_folder.exists():
+    if not (tokenizer_folder / tokenizer.FILE).exists():
         tokenizer.save(tokenizer.build((*world_text.PIECES, *protocol.recurring_texts())), tokenizer_folder)
     names = ("questions", "heldout", "demonstrations", "windows", "captions")
     stored = {name: tuple(datasets.open_split(folder / "records", name)) for name in names}
@@ -69,7 +70,23 @@ def _open(run: Run, folder: pathlib.Path, root: pathlib.Path) -> Data:
     with Progress("check videos", len(paths), unit="video") as progress:
         unreadable = datasets.check_videos(paths, root, run.unreadable_share, lambda done, _: progress.update(done))
     splits = {name: tuple(r for r in records if datasets.video_of(r) not in unreadable) for name, records in stored.items()}
-    write_atomically(folder / UNREADABLE, json.dumps(unreadable, indent=1))
-    if unreadable:
-        print(f"{len(unreadable)} videos cannot be read and are left out, see {folder / UNREADABLE}: {', '.join(sorted(unreadable)[:5])}")
-    return Data(root=root, vocabulary=tokenizer.load(tokenizer_folder), unreadable=unreadable, **splits)
+    data = Data(root=root, vocabulary=tokenizer.load(tokenizer_folder), videos=len(paths), unreadable=unreadable, **splits)
+    note_unreadable(run, folder, data, {})
+    return data
+
+
+def note_unreadable(run: Run, folder: pathlib.Path, data: Data, more: dict[str, str]) -> None:
+    """Writes down, by name, the videos that cannot be read, those met while decoding (`more`) among them.
+
+    Raises `datasets.UnreadableVideosError` where they are more than the allowed share.
+    """
+    known = len(data.unreadable)
+    data.unreadable.update(more)
+    write_atomically(folder / UNREADABLE, json.dumps(data.unreadable, indent=1))
+    named = ", ".join(sorted(data.unreadable)[:20])
+    if len(data.unreadable) > known or (known and not more):
+        print(f"{len(data.unreadable)} videos cannot be read and are left out, see {folder / UNREADABLE}: {named}")
+    if len(data.unreadable) > run.unreadable_share * data.videos:
+        raise datasets.UnreadableVideosError(
+            f"{len(data.unreadable)} of {data.videos} videos cannot be read, unreadable_share allows {run.unreadable_share:g} of them: {named}"
+        )

@@ -51,14 +51,12 @@ RL_CURVES = (
     Curve("k/mean", "overview budget K", "mean over prompts", 0),
     Curve("groups/silent", "silent groups", "share without any signal", 0, 1),
     Curve("loss", "loss"),
-    Curve("kl", "KL to the reference"),
-    Curve("entropy", "entropy", "nats a token", 0),
+    Curve("kl_reference", "KL to the reference"),
     Curve("logprob_gap", "log-prob gap", "mean; has to stay below 0.001", 0),
     Curve("token_mismatches", "token mismatches", "has to stay 0", 0, 1),
 )
 SFT_CURVES = (
     Curve("loss", "loss", "nats a token", 0),
-    Curve("accuracy/token", "token accuracy", "share of the next tokens foreseen", 0, 1),
     Curve("time/step", "seconds a step", "", 0),
 )
 ALIGN_CURVES = (Curve("loss", "loss", "", 0), Curve("accuracy", "accuracy", "words on the frames named right", 0, 1))

@@ -28,7 +28,7 @@ from rollout.episode import Scene, Setting, play, split_prompt
 from rollout.evaluate import executed_calls, seed_of
 from rollout.requests import run
 from train.batch import BatchShape, Sequences, build, mismatches
-from train.optimizer import OptimizerSettings, make_optimizer
+from train.optimizer import OptimizerSettings, make_optimizer, require_counts
 from train.step import Loss, TrainState, init_state, make_logprobs, make_update, row_logprobs
 
 
@@ -48,6 +48,9 @@ class RLSettings:
     logprob_chunk: int | None = None
 
     def __post_init__(self):
+        require_counts("rl", steps=self.steps, save_every=self.save_every)
+        if not self.temperature > 0:
+            raise ValueError(f"rl.temperature: {self.temperature}; rollouts that are learned from are sampled, give a number above 0")
         check_anchor(self.rewards, self.grpo)
         if self.shape.rows != self.grpo.group_size:
             raise ValueError(

@@ -41,18 +41,19 @@ def execute(run: Run, check: Callable[[], None] = lambda: None) -> pathlib.Path:
     with RunDirectory(path, settings) as directory, _Clock(directory.path / "seconds.json") as clock:
         metrics = MetricsWriter(directory.path, run.log.tensorboard, run.log.wandb, run.log.wandb_project, settings)
         data = prepare(run, directory.path)
-        session = Session(run, directory.path, data, metrics, check)
+
+        def tick() -> None:
+            clock.save()
+            check()
+
+        session = Session(run, directory.path, data, metrics, tick)
         session.align()
         session.open()
-        clock.save()
         session.cold_start()
-        clock.save()
         before = session.evaluate("before")
         session.reinforce()
-        clock.save()
         after = session.evaluate("after")
         metrics.close()
-        clock.save()
         result = {"name": run.name, "seed": run.seed, "before": before, "after": after, **_counts(directory.path), "seconds": clock.total}
         write_atomically(directory.path / "result.json", json.dumps(result, indent=1))
         _collect_episodes(directory.path)
@@ -65,7 +66,7 @@ def _counts(folder: pathlib.Path) -> dict[str, Any]:
     gaps = [line["logprob_gap"] for line in steps]
     return {
         "token_mismatches": int(sum(line["token_mismatches"] for line in steps)),
-        "logprob_gap": max(gaps, default=None),
+        "logprob_gap": max(gaps, default=0.0),
         "recompilations_after_warmup": int(sum(line["recompilations"] for line in steps)),
     }
 
@@ -125,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
         return STOPPED
-    except (RunDirectoryError, CheckpointError, UnreadableVideosError, ValueError) as error:
+    except (RunDirectoryError, CheckpointError, UnreadableVideosError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"done in {format_seconds(time.monotonic() - start)}; see {report}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from flax import nnx
 
 from configs.base import Run
 from models.features import FrameFeatures
-from models.qwen3_vl.config import Qwen3VLConfig, tiny
+from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl, tiny
 from models.qwen3_vl.model import Qwen3VL
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.loader import stream
@@ -37,7 +38,7 @@ from train.align import align
 from train.checkpoint import Checkpoints
 from train.compilations import Compilations
 from train.metrics import MetricsWriter, Progress
-from train.prepare import Data
+from train.prepare import Data, note_unreadable
 from train.rl import Learner, Rollouts
 from train.run_directory import write_atomically
 from train.sft import sft_batch, start_sft
@@ -76,7 +77,8 @@ class Session:
                     progress.update(step, figures)
                     self.check()
 
-                align(self.model, self.data.captions, self.data.vocabulary, self.data.root, settings, self.run.seed, tell)
+                bad = align(self.model, self.data.captions, self.data.vocabulary, self.data.root, settings, self.run.seed, tell)
+            note_unreadable(self.run, self.folder, self.data, bad)
             kept.save(settings.steps, nnx.state(self.model), {})
         else:
             nnx.update(self.model, kept.restore(weights)[0])
@@ -88,6 +90,7 @@ class Session:
         self.scene = Scene(self.protocol, self.features)
         self.graph, weights = nnx.split(self.model.text)
         self.weights = jax.device_put(weights, param_shardings(weights, self.mesh))
+        nnx.update(self.model.text, self.weights)
         self.engine = Engine(self.model, self.features, self.run.engine)
 
     def cold_start(self) -> None:
@@ -112,10 +115,12 @@ class Session:
                 batches = sft_batch(next(main), [d for (d,) in next(windows)], self.protocol, self.features, settings)
                 state, figures = update(state, batches)
                 figures = {name: float(value) for name, value in figures.items()} | {"time/step": time.perf_counter() - clock}
+                _require_finite("sft", step, figures)
                 self.metrics.write("sft", step, figures)
                 progress.update(step, {"loss": figures["loss"]})
                 self.check()
                 if step % settings.save_every == 0 or step == settings.steps:
+                    note_unreadable(self.run, self.folder, self.data, self.features.unreadable)
                     kept.save(step, state, {"main": main.get_state(), "windows": windows.get_state()})
         kept.close()
         self.weights = state.weights
@@ -172,11 +177,13 @@ class Session:
                 compiled = self.compilations.count
                 look = self._transcriber(step) if saving else None
                 state, figures = learner.step(state, self.engine, self.scene, next(questions), self.run.seed, look)
+                _require_finite("rl", step, figures)
                 figures["recompilations"] = float(self.compilations.count - compiled if step > first + WARM_UP else 0)
                 self.metrics.write("rl", step, figures)
                 progress.update(step, {name: figures[name] for name in ("accuracy", "format", "calls", "reward/total")})
                 self.check()
                 if saving:
+                    note_unreadable(self.run, self.folder, self.data, self.features.unreadable)
                     kept.save(step, state, {"questions": questions.get_state()})
         kept.close()
         self.weights = state.weights
@@ -199,8 +206,17 @@ class Session:
         return write
 
 
+def _require_finite(phase: str, step: int, figures: dict[str, float]) -> None:
+    """A loss that is not a number has spoilt the weights: better to end here than to save them."""
+    if not math.isfinite(figures["loss"] + figures["grad_norm"]):
+        raise ValueError(
+            f"{phase}: the loss of step {step} is not finite; lower {phase}.optimizer.learning_rate, the last checkpoint is sound"
+        )
+
+
 def model_config(run: Run, vocabulary: Vocabulary) -> Qwen3VLConfig:
     """The model's sizes, with the ids that this vocabulary gives the special tokens."""
     ids = {f"{name}_token_id": vocabulary[f"<|{token}|>"] for name, token in (("image", "image_pad"), ("video", "video_pad"))}
     ids |= {f"{name}_token_id": vocabulary[f"<|{name}|>"] for name in ("vision_start", "vision_end")}
-    return dataclasses.replace(tiny(vocabulary.size), **ids)
+    sizes = tiny(vocabulary.size) if run.model.size == "tiny" else qwen3_vl(run.model.size)
+    return dataclasses.replace(sizes, **ids)

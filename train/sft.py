@@ -22,7 +22,7 @@ from paravt_jax.protocol import Protocol
 from paravt_jax.records import Demonstration, Trajectory
 from paravt_jax.video import VideoError
 from train.batch import BatchShape, Sequences, build
-from train.optimizer import OptimizerSettings, make_optimizer
+from train.optimizer import OptimizerSettings, make_optimizer, require_counts
 from train.step import Loss, TrainState, Update, init_state, make_update, row_logprobs
 
 
@@ -38,6 +38,9 @@ class SFTSettings:
     remat: bool = False
     logprob_chunk: int | None = None
 
+    def __post_init__(self):
+        require_counts("sft", steps=self.steps, save_every=self.save_every)
+
 
 def sft_loss(image_token_id: int, settings: SFTSettings) -> Loss:
     """Mean negative log-likelihood of the sampled tokens of each of the batches, averaged over these: a sub-agent's few words weigh as
@@ -47,7 +50,7 @@ def sft_loss(image_token_id: int, settings: SFTSettings) -> Loss:
         total, tokens = jnp.zeros(()), jnp.zeros(())
         for batch in batches:
             logprobs = row_logprobs(text, batch, image_token_id, 1.0, settings.remat, settings.logprob_chunk)
-            total -= masked_mean(logprobs, batch.sampled) / len(batches)
+            total -= masked_mean(logprobs, jnp.asarray(batch.sampled)) / len(batches)
             tokens += batch.sampled.sum()
         groups = sum((batch.prompt_segments.any(1).sum() for batch in batches), jnp.zeros((), jnp.int32))
         return total, {"tokens": tokens, "groups": groups}

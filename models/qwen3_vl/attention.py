@@ -10,7 +10,7 @@ shared prefix equals the same tokens in every row.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def attend(
     queries = (q * h**-0.5).reshape(b, t, kv, n // kv, h).transpose(0, 2, 1, 3, 4)
     shared = (None, None) if prefix is None else (prefix[0].transpose(0, 2, 1, 3), prefix[1].transpose(0, 2, 1, 3))
     keys = _Keys(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), *shared)
-    out = _attend(queries, keys, _Masks(segment_ids, prefix_mask), causal, chunk)
+    out: Any = _attend(queries, keys, _Masks(segment_ids, prefix_mask), causal, chunk)
     return out.transpose(0, 2, 1, 3, 4).reshape(b, t, n, h)
 
 
@@ -82,7 +82,7 @@ def _forward(q: Float[Array, "b k t r h"], keys: _Keys, masks: _Masks, causal: b
         scores = _own_scores(q[:, :, start:stop], keys.k[:, :, :end], masks.segments, causal, start)
         parts.append(_weigh(scores, keys.v[:, :, :end]))
     whole = _Partial(*(jnp.concatenate(part, axis=2) for part in zip(*parts, strict=True)))
-    if keys.prefix_k is not None:
+    if keys.prefix_k is not None and keys.prefix_v is not None:
         shared = _weigh(_prefix_scores(_fold(q, keys.prefix_k), keys.prefix_k, masks.prefix), keys.prefix_v)
         whole = _merge(whole, _Partial(*(_unfold(x, q) for x in shared)))
     out = (whole.values / whole.weights[..., None]).astype(q.dtype)

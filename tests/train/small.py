@@ -78,7 +78,7 @@ def small() -> Run:
             frame_budgets=(4, 16),
             save_every=2,
         ),
-        evaluation=EvaluationSettings(questions=2, frames=(4, 16), dispatch=("parallel", "none"), temperatures=(0.7, 0.0)),
+        evaluation=EvaluationSettings(questions=2, samples=2, frames=(4, 16), dispatch=("parallel", "none"), temperatures=(0.7, 0.0)),
         log=LogSettings(episodes=2),
     )
 

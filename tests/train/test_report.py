@@ -56,7 +56,6 @@ def fake_metrics(rng):
             "step": step,
             "wall": 0.0,
             "loss": loss,
-            "accuracy/token": 1 - loss / 5,
             "time/step": 0.4 + rng.random() / 20,
         }
     for step in range(48):
@@ -74,7 +73,7 @@ def fake_metrics(rng):
             "length/turns": 1.6 + 0.3 * gain,
             "groups/silent": 0.4 * gain,
             "k/mean": 25.0,
-            "kl": 0.2 * gain,
+            "kl_reference": 0.2 * gain,
             "loss": 0.02 - 0.01 * gain,
         }
         noisy = {key: value * (1 + rng.gauss(0, 0.07)) for key, value in values.items()}

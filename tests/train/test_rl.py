@@ -125,7 +125,7 @@ def test_the_structure_points_at_the_tags_of_each_row(road, small, learner):
     decode, seen = road.data.vocabulary.decode, set()
     for row in range(8):
         for position, kind in zip(structure.positions[row], structure.kinds[row], strict=True):
-            tag = TAGS.get(int(kind)) if position else None
+            tag = TAGS.get(Kind(int(kind))) if position else None
             if tag:
                 assert decode([sequences.ids[row, position]]) == tag and sequences.sampled[row, position]
                 seen.add(tag)
@@ -145,6 +145,8 @@ RECIPE = {"steps": 2, "shape": SHAPE, "grpo": GRPOSettings(anchor="credit"), "re
             {"shape": dataclasses.replace(SHAPE, rows=4)},
             r"rl\.shape\.rows: 4; a group has rl\.grpo\.group_size = 8 rollouts, make them",
         ),
+        ({"save_every": 0}, r"rl\.save_every: 0; give a whole number of at least 1"),
+        ({"temperature": 0.0}, r"rl\.temperature: 0\.0; .*give a number above 0"),
         ({"frame_budgets": ()}, r"rl\.frame_budgets: \(\); name at least one"),
         ({"frame_budgets": (4, 0)}, r"rl\.frame_budgets: \(4, 0\);"),
         ({"rewards": RewardSettings()}, r"RewardSettings\.anchor_weight: 0\.5 with GRPOSettings\.anchor 'credit'.*set it to 0"),

@@ -52,7 +52,9 @@ def test_the_result_has_a_row_for_every_setting(finished, small):
         assert [(row["k"], row["dispatch"], row["temperature"]) for row in rows] == list(asked)
         for row in rows:
             assert set(row) == {"k", "dispatch", "temperature", "accuracy", "format", "calls", "turns", "n"}
-            assert row["n"] == settings.questions and row["turns"] >= 1 and 0 <= row["accuracy"] <= 1 and 0 <= row["format"] <= 1
+            often = row["dispatch"] == "parallel" and row["temperature"] > 0
+            assert row["n"] == settings.questions * (settings.samples if often else 1)
+            assert row["turns"] >= 1 and 0 <= row["accuracy"] <= 1 and 0 <= row["format"] <= 1
             assert row["calls"] == 0 or row["dispatch"] != "none"
     assert set(result) == {
         *("name", "seed", "before", "after", "token_mismatches", "logprob_gap", "recompilations_after_warmup", "seconds"),

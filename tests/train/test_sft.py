@@ -28,7 +28,7 @@ def test_a_demonstration_is_rendered_with_the_frames_it_speaks_of(road, windows)
     assert render(main, road.scene.protocol, features).frames == features.overview(main.video, main.frames)
     seen = render(windows[0], road.scene.protocol, features).frames
     start, end = windows[0].window
-    assert len(seen) == 16 and all(start <= frame.time <= end for frame in seen)
+    assert len(seen) == windows[0].frames and all(start <= frame.time <= end for frame in seen)
 
 
 def test_a_step_trains_on_what_an_agent_would_write(road, windows, batches):
@@ -76,3 +76,9 @@ def test_steps_on_the_same_batch_lower_its_loss(road, batches):
         state, figures = update(state, batches)
         losses.append(float(figures["loss"]))
     assert int(state.step) == 4 and losses[-1] < losses[0] - 0.5, losses
+
+
+def test_counts_below_one_are_refused(road):
+    for name in ("steps", "save_every"):
+        with pytest.raises(ValueError, match=rf"sft\.{name}: 0; give a whole number of at least 1"):
+            dataclasses.replace(road.run.sft, **{name: 0})

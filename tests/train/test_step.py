@@ -10,6 +10,7 @@ import sys
 import textwrap
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -26,7 +27,7 @@ from train.sft import render, sft_batch, sft_loss, start_sft
 from train.step import row_logprobs
 
 ROOT = pathlib.Path(__file__).parents[2]
-MEANT = "the figures of a step changed: update them only together with a deliberate change of loss, optimiser, model or protocol"
+MEANT = "the figures of a step changed: update them only together with a deliberate change of loss, optimiser, model, protocol or videos"
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,8 @@ def whole_rows(road, groups) -> dict:
         n, grids = len(t.ids), [features.grid(f.video) for f in t.frames]
         ids[row, :n], segments[row, :n], bank[row, : len(t.frames)] = t.ids, 1, features(t.frames)
         positions[:, row, :n] = mrope_positions(t.ids, grids, road.model.config)
-    return {"ids": ids, "positions": positions, "segment_ids": segments, "visual": bank, "visual_index": visual_index(ids, road.image)}
+    index = visual_index(jnp.asarray(ids), road.image)
+    return {"ids": ids, "positions": positions, "segment_ids": segments, "visual": bank, "visual_index": index}
 
 
 def test_a_shared_prompt_equals_the_plain_computation_and_so_do_the_gradients(road, groups, batch):
@@ -143,9 +145,9 @@ def test_figures_of_cold_start_steps(fixed):
     state, first = update(state, batches)
     state, second = update(state, batches)
     assert int(state.step) == 2
-    wanted = {"loss": 6.11620, "grad_norm": 5.61339, "tokens": 144, "groups": 6}
+    wanted = {"loss": 5.99112, "grad_norm": 6.54977, "tokens": 144, "groups": 6}
     assert figures_of(first, wanted) == pytest.approx(wanted, rel=1e-3), MEANT
-    assert float(second["loss"]) == pytest.approx(5.45065, rel=1e-3), MEANT
+    assert float(second["loss"]) == pytest.approx(5.41915, rel=1e-3), MEANT
 
 
 def test_figures_of_an_rl_step(fixed, small):
@@ -154,10 +156,10 @@ def test_figures_of_an_rl_step(fixed, small):
     state, metrics = learner.step(learner.start, small.Script(fixed), fixed.scene, fixed.data.questions, seed=0)
     assert int(state.step) == 1
     wanted = {
-        "loss": -0.0213114,
-        "grad_norm": 1.4274,
-        "advantage_std": 1.04176,
-        "logprob_gap": 0.268599,
+        "loss": -0.0133678,
+        "grad_norm": 1.36273,
+        "advantage_std": 1.04158,
+        "logprob_gap": 0.223626,
         "accuracy": 0.375,
         "format": 0.625,
         "calls": 0.75,
