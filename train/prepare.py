@@ -88,5 +88,5 @@ def note_unreadable(run: Run, folder: pathlib.Path, data: Data, more: dict[str, 
         print(f"{len(data.unreadable)} videos cannot be read and are left out, see {folder / UNREADABLE}: {named}")
     if len(data.unreadable) > run.unreadable_share * data.videos:
         raise datasets.UnreadableVideosError(
-            f"{len(data.unreadable)} of {data.videos} videos cannot be read, unreadable_share allows {run.unreadable_share:g} of them: {named}"
+            f"{len(data.unreadable)} of {data.videos} videos cannot be read, unreadable_share allows {run.unreadable_share:g}: {named}"
         )

@@ -64,7 +64,8 @@ def test_a_wrong_field_or_value_is_named(arguments, words, capsys):
         ("paravt_tiny", {"unreadable_share": 1.0}, r"unreadable_share: 1\.0; "),
         ("paravt_tiny", {"model": ModelSettings(size="8b")}, r"align: set for model\.size 8b"),
         ("paravt_8b", {"protocol.turn_tokens": 4096}, r"protocol\.turn_tokens: 4096; no shape of engine\.shapes"),
-        ("paravt_8b", {"protocol.trajectory_tokens": 16_384}, r"rl\.shape\.suffix: 8192; .*= 16384"),
+        ("paravt_8b", {"protocol.trajectory_tokens": 16_384}, r"protocol\.trajectory_tokens: 16384; no shape of engine\.shapes"),
+        ("paravt_8b", {"rl.shape": BatchShape(8, 8, 5120, 3136, suffix=4096)}, r"rl\.shape\.suffix: 4096; .*= 8192"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(name, change, message):

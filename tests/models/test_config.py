@@ -29,7 +29,7 @@ def test_what_is_written_is_read_back_by_both_readers(config):
 def test_the_tiny_model_is_tiny_and_whole():
     config = tiny(300)
     assert num_params(config) < 1_100_000
-    assert config.vision.levels == 1 and config.text.tie_word_embeddings and sum(config.text.mrope_section) == 16
+    assert config.vision.levels == 1 and config.text.tie_word_embeddings and sum(config.text.mrope_section) == 32
 
 
 def test_another_model_or_scaling_is_refused():
@@ -46,7 +46,7 @@ def test_another_model_or_scaling_is_refused():
 @pytest.mark.parametrize(
     ("tower", "changes", "message"),
     [
-        ("text", {"mrope_section": (6, 5, 4)}, "text.mrope_section = .*head_dim / 2 = 16"),
+        ("text", {"mrope_section": (6, 5, 4)}, "text.mrope_section = .*head_dim / 2 = 32"),
         ("text", {"num_attention_heads": 3}, "text.num_attention_heads = 3: .*num_key_value_heads = 2"),
         ("text", {"hidden_size": 96}, "vision.out_hidden_size = 128: .*use 96"),
         ("vision", {"num_position_embeddings": 5}, "vision.num_position_embeddings = 5: .*square; use 4 or 9"),

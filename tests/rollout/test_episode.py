@@ -117,7 +117,7 @@ def test_an_episode_with_a_demonstrations_texts_has_its_ids(scripted, small_scen
         assert np.array_equal(episode.trajectory.ids, wanted.ids) and np.array_equal(episode.trajectory.authors, wanted.authors)
         assert episode.trajectory.frames == wanted.frames
         seen.add(len(episode.turns))
-    assert seen == {1, 2}
+    assert seen == {1, 2, 3}
 
 
 def test_a_sub_agent_with_a_demonstrations_text_has_its_ids(perform, small_scene, small_world, small_questions):
