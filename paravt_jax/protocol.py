@@ -1,6 +1,6 @@
 """The one protocol: every prompt, tool schema, time, placeholder and turn of every agent is written here and nowhere else.
 
-Demonstrations, rollouts, evaluation and `ask` all render through `Protocol`. Chat markup is Qwen3-VL's (a test holds it
+Demonstrations, rollouts and evaluation all render through `Protocol`. Chat markup is Qwen3-VL's (a test holds it
 against the published template). Pieces are encoded one by one and appended: nothing that was encoded is encoded again.
 Invariant: text that is not the protocol's own (questions, summaries) cannot forge a special token.
 """
