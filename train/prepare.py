@@ -41,7 +41,9 @@ def prepare(run: Run, folder: pathlib.Path) -> Data:
     Raises ValueError for a recipe without a world, `datasets.UnreadableVideosError` where more videos than allowed cannot be read.
     """
     if run.world is None:
-        raise ValueError(f"world: None in {run.name}; this version learns from rendered worlds only, use a recipe that has one")
+        raise ValueError(
+            f"{run.name} cannot run yet: nothing reads the published data set in this version; use a recipe with a rendered world"
+        )
     root = folder / "videos"
     with Progress("render videos", run.world.train_videos + run.world.heldout_videos, unit="video") as progress:
         videos = world.render(run.world, root, lambda done, _: progress.update(done))
@@ -68,7 +70,7 @@ def _open(run: Run, folder: pathlib.Path, root: pathlib.Path) -> Data:
     stored = {name: tuple(datasets.open_split(folder / "records", name)) for name in names}
     paths = tuple(dict.fromkeys(datasets.video_of(record) for records in stored.values() for record in records))
     with Progress("check videos", len(paths), unit="video") as progress:
-        unreadable = datasets.check_videos(paths, root, run.unreadable_share, lambda done, _: progress.update(done))
+        unreadable = datasets.check_videos(paths, root, 1.0, lambda done, _: progress.update(done))  # judged below, once written down
     splits = {name: tuple(r for r in records if datasets.video_of(r) not in unreadable) for name, records in stored.items()}
     data = Data(root=root, vocabulary=tokenizer.load(tokenizer_folder), videos=len(paths), unreadable=unreadable, **splits)
     note_unreadable(run, folder, data, {})
@@ -83,10 +85,11 @@ def note_unreadable(run: Run, folder: pathlib.Path, data: Data, more: dict[str, 
     known = len(data.unreadable)
     data.unreadable.update(more)
     write_atomically(folder / UNREADABLE, json.dumps(data.unreadable, indent=1))
-    named = ", ".join(sorted(data.unreadable)[:20])
+    named = "; ".join(f"{path}: {reason}" for path, reason in sorted(data.unreadable.items())[:20])
     if len(data.unreadable) > known or (known and not more):
         print(f"{len(data.unreadable)} videos cannot be read and are left out, see {folder / UNREADABLE}: {named}")
     if len(data.unreadable) > run.unreadable_share * data.videos:
         raise datasets.UnreadableVideosError(
-            f"{len(data.unreadable)} of {data.videos} videos cannot be read, unreadable_share allows {run.unreadable_share:g}: {named}"
+            f"{len(data.unreadable)} of {data.videos} videos cannot be read: {named}. Put them back (a rendered world: delete {data.root} "
+            f"and it is drawn again), or allow a larger share than --unreadable-share {run.unreadable_share:g}."
         )

@@ -38,6 +38,7 @@ def execute(run: Run, check: Callable[[], None] = lambda: None) -> pathlib.Path:
     """
     settings = dataclasses.asdict(run)
     path = settings.pop("run_dir") or f"runs/{run.name}"
+    del settings["unreadable_share"]  # may be raised when a run goes on: it decides whether to go on, not what is computed
     with RunDirectory(path, settings) as directory, _Clock(directory.path / "seconds.json") as clock:
         metrics = MetricsWriter(directory.path, run.log.tensorboard, run.log.wandb, run.log.wandb_project, settings)
         data = prepare(run, directory.path)

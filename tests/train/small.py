@@ -114,7 +114,10 @@ def build_road(folder: pathlib.Path) -> Road:
 
 
 def lay_road(run: Run, data: Data) -> Road:
-    model = nnx.jit(lambda: Qwen3VL(model_config(run, data.vocabulary), rngs=nnx.Rngs(0)))()
+    config = model_config(run, data.vocabulary)
+    # Like published models with more rows than words; a mesh wants them even.
+    config = dataclasses.replace(config, text=dataclasses.replace(config.text, vocab_size=-(-config.text.vocab_size // 8) * 8))
+    model = nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0)))()
     scene = Scene(Protocol(data.vocabulary, run.protocol), FrameFeatures(model.vision, model.config, run.frames, data.root))
     graph, weights = nnx.split(model.text)
     return Road(run, data, model, scene, graph, weights)

@@ -57,7 +57,7 @@ def test_the_loss_weighs_both_batches_alike_however_many_tokens_they_have(road, 
     parts = figures(main, silent(alone))["loss"], figures(silent(main), alone)["loss"]
     assert both["loss"] == pytest.approx(sum(parts), rel=1e-5) and min(parts) > 0.4 * both["loss"]
     # From weights of zero every token costs log(vocabulary).
-    assert figures(main, alone, scale=0.0)["loss"] == pytest.approx(np.log(road.data.vocabulary.size), rel=1e-5)
+    assert figures(main, alone, scale=0.0)["loss"] == pytest.approx(np.log(road.model.config.text.vocab_size), rel=1e-5)
 
 
 def test_what_cannot_be_read_is_left_out_and_counted(road, windows):

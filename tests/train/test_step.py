@@ -145,9 +145,9 @@ def test_figures_of_cold_start_steps(fixed):
     state, first = update(state, batches)
     state, second = update(state, batches)
     assert int(state.step) == 2
-    wanted = {"loss": 5.99112, "grad_norm": 6.54977, "tokens": 144, "groups": 6}
+    wanted = {"loss": 5.99901, "grad_norm": 6.54491, "tokens": 144, "groups": 6}
     assert figures_of(first, wanted) == pytest.approx(wanted, rel=1e-3), MEANT
-    assert float(second["loss"]) == pytest.approx(5.41915, rel=1e-3), MEANT
+    assert float(second["loss"]) == pytest.approx(5.42768, rel=1e-3), MEANT
 
 
 def test_figures_of_an_rl_step(fixed, small):
@@ -156,10 +156,10 @@ def test_figures_of_an_rl_step(fixed, small):
     state, metrics = learner.step(learner.start, small.Script(fixed), fixed.scene, fixed.data.questions, seed=0)
     assert int(state.step) == 1
     wanted = {
-        "loss": -0.0133678,
-        "grad_norm": 1.36273,
-        "advantage_std": 1.04158,
-        "logprob_gap": 0.223626,
+        "loss": -0.0132514,
+        "grad_norm": 1.35247,
+        "advantage_std": 1.04151,
+        "logprob_gap": 0.225982,
         "accuracy": 0.375,
         "format": 0.625,
         "calls": 0.75,
