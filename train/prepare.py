@@ -20,6 +20,10 @@ from train.run_directory import write_atomically
 UNREADABLE = "unreadable_videos.json"
 
 
+class UnreadableVideosError(Exception):
+    """More videos than allowed cannot be read; names them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Data:
     """What a run learns from. Videos' paths are relative to `root`; groups of demonstrations share video and overview."""
@@ -38,7 +42,7 @@ class Data:
 def prepare(run: Run, folder: pathlib.Path) -> Data:
     """The data of `run`, made in `folder` where it is not there yet.
 
-    Raises ValueError for a recipe without a world, `datasets.UnreadableVideosError` where more videos than allowed cannot be read.
+    Raises ValueError for a recipe without a world, UnreadableVideosError where more videos than allowed cannot be read.
     """
     if run.world is None:
         raise ValueError(
@@ -70,26 +74,26 @@ def _open(run: Run, folder: pathlib.Path, root: pathlib.Path) -> Data:
     stored = {name: tuple(datasets.open_split(folder / "records", name)) for name in names}
     paths = tuple(dict.fromkeys(datasets.video_of(record) for records in stored.values() for record in records))
     with Progress("check videos", len(paths), unit="video") as progress:
-        unreadable = datasets.check_videos(paths, root, 1.0, lambda done, _: progress.update(done))  # judged below, once written down
+        unreadable = datasets.check_videos(paths, root, lambda done, _: progress.update(done))
     splits = {name: tuple(r for r in records if datasets.video_of(r) not in unreadable) for name, records in stored.items()}
-    data = Data(root=root, vocabulary=tokenizer.load(tokenizer_folder), videos=len(paths), unreadable=unreadable, **splits)
-    note_unreadable(run, folder, data, {})
+    data = Data(root=root, vocabulary=tokenizer.load(tokenizer_folder), videos=len(paths), unreadable={}, **splits)
+    note_unreadable(run, folder, data, unreadable)
     return data
 
 
 def note_unreadable(run: Run, folder: pathlib.Path, data: Data, more: dict[str, str]) -> None:
     """Writes down, by name, the videos that cannot be read, those met while decoding (`more`) among them.
 
-    Raises `datasets.UnreadableVideosError` where they are more than the allowed share.
+    Raises UnreadableVideosError where they are more than the allowed share.
     """
     known = len(data.unreadable)
     data.unreadable.update(more)
     write_atomically(folder / UNREADABLE, json.dumps(data.unreadable, indent=1))
     named = "; ".join(f"{path}: {reason}" for path, reason in sorted(data.unreadable.items())[:20])
-    if len(data.unreadable) > known or (known and not more):
+    if len(data.unreadable) > known:
         print(f"{len(data.unreadable)} videos cannot be read and are left out, see {folder / UNREADABLE}: {named}")
     if len(data.unreadable) > run.unreadable_share * data.videos:
-        raise datasets.UnreadableVideosError(
+        raise UnreadableVideosError(
             f"{len(data.unreadable)} of {data.videos} videos cannot be read: {named}. Put them back (a rendered world: delete {data.root} "
             f"and it is drawn again), or allow a larger share than --unreadable-share {run.unreadable_share:g}."
         )

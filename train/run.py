@@ -17,12 +17,11 @@ from typing import Any
 
 from configs import RECIPES
 from configs.base import Run
-from paravt_jax.datasets import UnreadableVideosError
 from train.checkpoint import CheckpointError
 from train.cli import parse
 from train.interrupts import Interrupts
 from train.metrics import MetricsWriter, format_seconds, read_metrics
-from train.prepare import prepare
+from train.prepare import UnreadableVideosError, prepare
 from train.report import write_report
 from train.run_directory import RunDirectory, RunDirectoryError, write_atomically
 from train.session import Session

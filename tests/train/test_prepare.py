@@ -8,8 +8,7 @@ import shutil
 
 import pytest
 
-from paravt_jax.datasets import UnreadableVideosError
-from train.prepare import UNREADABLE, prepare
+from train.prepare import UNREADABLE, UnreadableVideosError, prepare
 
 
 @pytest.fixture
