@@ -20,7 +20,7 @@ from jaxtyping import Float
 
 from models.processor import patchify, resize, smart_resize
 from models.qwen3_vl.config import Qwen3VLConfig
-from models.qwen3_vl.vision import VisionTower
+from models.qwen3_vl.vision import VisionTower, frame_layout
 from paravt_jax import video
 from paravt_jax.records import Frame
 
@@ -48,7 +48,7 @@ class FrameFeatures:
     def __init__(self, tower: VisionTower, config: Qwen3VLConfig, settings: FrameSettings, root: Path, version: int = 0):
         self.config, self.settings, self.root, self.version = config, settings, Path(root), version
         graph, self._weights = nnx.split(tower)
-        self._encode = jax.jit(lambda weights, patches, grid: nnx.merge(graph, weights)(patches, grid), static_argnums=2)
+        self._encode = jax.jit(lambda weights, patches, layout: nnx.merge(graph, weights)(patches, layout))
         self._store: collections.OrderedDict[tuple, np.ndarray] = collections.OrderedDict()
         self._bytes = 0
         self.unreadable: dict[str, str] = {}  # videos that opened and could not be decoded, and why
@@ -105,12 +105,12 @@ class FrameFeatures:
         indices = list(range(count)) if count <= self.settings.whole_frames else wanted
         size = (grid[0] * self.config.vision.patch_size, grid[1] * self.config.vision.patch_size)
         pixels = [resize(frame, size) for frame in video.read(self.root / name, indices)]
-        found, batch = {}, self.settings.batch
+        found, batch, layout = {}, self.settings.batch, frame_layout(grid, self.config.vision)
         for first in range(0, len(indices), batch):
             part = np.zeros((batch, *size, 3), np.uint8)
             part[: len(indices) - first] = pixels[first : first + batch]
             patches = patchify(part, self.config.vision.patch_size, self.config.vision.spatial_merge_size)
-            vectors = np.asarray(self._encode(self._weights, patches, grid), np.float32)
+            vectors = np.asarray(self._encode(self._weights, patches, layout), np.float32)
             found |= {self._key(Frame(name, i, 0.0)): row for i, row in zip(indices[first : first + batch], vectors, strict=False)}
         self.encoded_frames += len(indices)
         return found

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from models.processor import patchify
 from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.vision import frame_layout
 from paravt_jax import video
 from paravt_jax.records import Caption
 from paravt_jax.tokenizer import Vocabulary
@@ -51,11 +52,12 @@ def align(
     pixels, words, unreadable = _load(captions, vocabulary, root)
     graph, weights = nnx.split((model.vision, model.text.embedding))
     optimizer = optax.adamw(optax.cosine_decay_schedule(settings.learning_rate, settings.steps), weight_decay=0.0)
-    grid = (pixels.shape[1] // model.config.vision.patch_size, pixels.shape[2] // model.config.vision.patch_size)
+    patch = model.config.vision.patch_size
+    layout = frame_layout((pixels.shape[1] // patch, pixels.shape[2] // patch), model.config.vision)
 
     def loss(weights: Any, patches: Float[Array, "m p i"], words: Int[Array, "m w"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
         tower, embedding = nnx.merge(graph, weights)
-        vectors = tower(patches, grid).mean(1)  # the frame's tokens: every level alone has to name what is on it
+        vectors = tower(patches, layout).mean(1)  # the frame's tokens: every level alone has to name what is on it
         size = jnp.sqrt((vectors**2).mean(-1, keepdims=True) + 1e-12)
         logits = jnp.einsum("mcd,vd->mcv", vectors / size, embedding[...])  # normed, as the decoder's head reads its states
         # Vectors as large as words: among words of another size, neither would hear the other in the decoder.
@@ -75,7 +77,7 @@ def align(
     state, rng = optimizer.init(weights), np.random.default_rng(seed)
     for step in range(settings.steps):
         chosen = rng.integers(len(pixels), size=settings.batch)
-        patches = patchify(pixels[chosen], model.config.vision.patch_size, model.config.vision.spatial_merge_size)
+        patches = patchify(pixels[chosen], patch, model.config.vision.spatial_merge_size)
         weights, state, value, right = update(weights, state, patches, words[chosen])
         progress(step + 1, {"loss": float(value), "accuracy": float(right)})
     tower, embedding = nnx.merge(graph, weights)

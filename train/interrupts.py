@@ -1,18 +1,21 @@
-"""Ctrl-C and SIGTERM (a preemption) stop a run; the same command goes on.
+"""Ctrl-C and SIGTERM (a preemption) stop a run between two steps; the same command goes on.
 
-Owns the two signals while a run lasts. An exception raised by a signal is lost where it hits a callback out of C++; `check`, which
-the run calls at every step, raises it again.
+Owns the two signals while a run lasts. The first only asks: it is answered by `check`, which the run calls at every step. An exception
+out of a signal handler could hit any line, one that holds a lock or a callback that loses it, so only a second signal raises one.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType
 from typing import Any
 
+_ASKED = b"\nstopping after this step; once more stops at once\n"
+
 
 class Interrupts:
-    """Turns both signals into KeyboardInterrupt, at once or at the next `check`; a context manager that puts the old handlers back."""
+    """Turns both signals into KeyboardInterrupt at the next `check`; a context manager that puts the old handlers back."""
 
     def __init__(self) -> None:
         self._asked = False
@@ -32,5 +35,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
         self._asked = True
-        raise KeyboardInterrupt
+        os.write(2, _ASKED)  # print may be what the signal interrupts

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+from collections.abc import Callable
 
 from configs.base import Run
 from paravt_jax import datasets, protocol, tokenizer, world, world_text
@@ -39,8 +40,8 @@ class Data:
     unreadable: dict[str, str]
 
 
-def prepare(run: Run, folder: pathlib.Path) -> Data:
-    """The data of `run`, made in `folder` where it is not there yet.
+def prepare(run: Run, folder: pathlib.Path, check: Callable[[], None] = lambda: None) -> Data:
+    """The data of `run`, made in `folder` where it is not there yet. `check` is called for every video and may raise to stop.
 
     Raises ValueError for a recipe without a world, UnreadableVideosError where more videos than allowed cannot be read.
     """
@@ -50,7 +51,12 @@ def prepare(run: Run, folder: pathlib.Path) -> Data:
         )
     root = folder / "videos"
     with Progress("render videos", run.world.train_videos + run.world.heldout_videos, unit="video") as progress:
-        videos = world.render(run.world, root, lambda done, _: progress.update(done))
+
+        def tell(done: int, _: int) -> None:
+            progress.update(done)
+            check()
+
+        videos = world.render(run.world, root, tell)
     train, heldout = world.of_split(videos, "train"), world.of_split(videos, "heldout")
     if not datasets.is_prepared(folder / "records"):
         datasets.prepare(

@@ -40,12 +40,12 @@ def execute(run: Run, check: Callable[[], None] = lambda: None) -> pathlib.Path:
     del settings["unreadable_share"]  # may be raised when a run goes on: it decides whether to go on, not what is computed
     with RunDirectory(path, settings) as directory, _Clock(directory.path / "seconds.json") as clock:
         metrics = MetricsWriter(directory.path, run.log.tensorboard, run.log.wandb, run.log.wandb_project, settings)
-        data = prepare(run, directory.path)
 
         def tick() -> None:
             clock.save()
             check()
 
+        data = prepare(run, directory.path, check)
         session = Session(run, directory.path, data, metrics, tick)
         session.align()
         session.open()

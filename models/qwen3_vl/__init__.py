@@ -4,10 +4,11 @@ from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig, flop
 from models.qwen3_vl.model import Qwen3VL, abstract_model, num_params
 from models.qwen3_vl.rope import mrope_positions, next_position
 from models.qwen3_vl.text import KV, TextDecoder
-from models.qwen3_vl.vision import VisionTower
+from models.qwen3_vl.vision import PatchLayout, VisionTower, frame_layout, packed_layout
 
 __all__ = [
     "KV",
+    "PatchLayout",
     "Qwen3VL",
     "Qwen3VLConfig",
     "TextConfig",
@@ -16,10 +17,12 @@ __all__ = [
     "VisionTower",
     "abstract_model",
     "flops_per_token",
+    "frame_layout",
     "from_hf",
     "mrope_positions",
     "next_position",
     "num_params",
+    "packed_layout",
     "qwen3_vl",
     "tiny",
 ]

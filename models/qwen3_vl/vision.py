@@ -1,22 +1,68 @@
-"""The vision tower: patches of equal frames in, merged visual vectors and their DeepStack levels out.
+"""The vision tower: patches in, merged visual vectors and their DeepStack levels out.
 
-Owns patch embedding, the interpolated position table, the blocks and the mergers. Attention stays within an image. Refuses grids
-that do not match the patches or the merge. Invariant: an image's features depend on that image alone, so they may be cached.
+Owns where patches stand (`PatchLayout`), patch embedding, the interpolated position table, the blocks and the mergers. Attention
+stays within a frame. Refuses grids that do not match the merge, the room or the patches. Invariant: a frame's features depend on that
+frame alone, so they may be cached, and frames of any sizes may share a row.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from models.qwen3_vl.attention import attend
 from models.qwen3_vl.config import VisionConfig
 from models.qwen3_vl.layers import LayerNorm, Linear, normal
 from models.qwen3_vl.rope import merge_order, rotate, vision_angles
+
+
+class PatchLayout(NamedTuple):
+    """Where the patches of each row stand: row and column in their frame, the frame's height and width, all in patches.
+
+    `frame` numbers the frames of a row from 1, 0 is padding; None: the row is one frame. A batch axis of 1 serves all rows. Only
+    the shape is static: any mix of frames that fills as many patches runs the same program.
+    """
+
+    row: Int[Array, "b p"]
+    column: Int[Array, "b p"]
+    height: Int[Array, "b p"]
+    width: Int[Array, "b p"]
+    frame: Int[Array, "b p"] | None
+
+
+def frame_layout(grid: tuple[int, int], config: VisionConfig) -> PatchLayout:
+    """Every row is one frame of `grid` = (height, width) patches. ValueError where a side is no multiple of the merge."""
+    return packed_layout([(1, *grid)], grid[0] * grid[1], config)._replace(frame=None)
+
+
+def packed_layout(grids: Sequence[tuple[int, int, int]], size: int, config: VisionConfig) -> PatchLayout:
+    """One row of `size` patches: frames of images and videos one after another, then padding.
+
+    `grids` holds (frames, height, width) of each, in units of patches; an image has one frame. The row's output holds their visual
+    tokens in the same order. ValueError where a side is no multiple of the merge, or where `size` is too small or no multiple of merge^2.
+    """
+    merge, filled = config.spatial_merge_size, sum(t * h * w for t, h, w in grids)
+    for t, h, w in grids:
+        if min(t, h, w) < 1 or h % merge or w % merge:
+            raise ValueError(f"grid = {(t, h, w)}: sides are multiples of {merge} patches; resize with models.processor.smart_resize first")
+    if filled > size or size % merge**2:
+        raise ValueError(f"size = {size}: holds all {filled} patches and is a multiple of {merge**2}; choose a larger bucket")
+    layout, at = np.zeros((5, size), np.int32), 0
+    layout[2:4] = 1  # padding is a frame of one patch
+    frames = [(h, w) for t, h, w in grids for _ in range(t)]
+    for number, (h, w) in enumerate(frames, 1):
+        rows, columns = (merge_order(a, merge) for a in np.indices((h, w)))
+        layout[:, at : at + h * w] = np.stack([rows, columns, *(np.full(h * w, value) for value in (h, w, number))])
+        at += h * w
+    return PatchLayout(*layout[:, None])
 
 
 class VisionBlock(nnx.Module):
@@ -32,10 +78,10 @@ class VisionBlock(nnx.Module):
         self.up = Linear((d, f), ("embed", "mlp"), stack=stack, rngs=rngs, param_dtype=param_dtype)
         self.down = Linear((f, d), ("mlp", "embed"), stack=stack, rngs=rngs, param_dtype=param_dtype)
 
-    def __call__(self, x: Float[Array, "m p d"], angles: Float[Array, "1 p j"]) -> Float[Array, "m p d"]:
-        m, p, d = x.shape
-        q, k, v = jnp.moveaxis(self.qkv(self.norm1(x)).reshape(m, p, 3, self.heads, d // self.heads), 2, 0)
-        x = x + self.out(attend(rotate(q, angles), rotate(k, angles), v, causal=False).reshape(m, p, d))
+    def __call__(self, x: Float[Array, "b p d"], angles: Float[Array, "b p j"], frame: Int[Array, "b p"] | None) -> Float[Array, "b p d"]:
+        b, p, d = x.shape
+        q, k, v = jnp.moveaxis(self.qkv(self.norm1(x)).reshape(b, p, 3, self.heads, d // self.heads), 2, 0)
+        x = x + self.out(attend(rotate(q, angles), rotate(k, angles), v, causal=False, segment_ids=frame).reshape(b, p, d))
         return x + self.down(jax.nn.gelu(self.up(self.norm2(x)), approximate=True))
 
 
@@ -49,7 +95,7 @@ class PatchMerger(nnx.Module):
         self.fc1 = Linear((self.joined, self.joined), ("embed", "mlp"), stack=stack, rngs=rngs, param_dtype=param_dtype)
         self.fc2 = Linear((self.joined, config.out_hidden_size), ("mlp", "embed"), stack=stack, rngs=rngs, param_dtype=param_dtype)
 
-    def __call__(self, x: Float[Array, "m p d"]) -> Float[Array, "m q o"]:
+    def __call__(self, x: Float[Array, "b p d"]) -> Float[Array, "b q o"]:
         joined = (x.shape[0], -1, self.joined)
         x = self.norm(x.reshape(joined)) if self.norm_after else self.norm(x).reshape(joined)
         return self.fc2(jax.nn.gelu(self.fc1(x), approximate=False))
@@ -67,31 +113,28 @@ class VisionTower(nnx.Module):
         self.merger = PatchMerger(config, stack=(), norm_after=False, rngs=rngs, param_dtype=param_dtype)
         self.deepstack = PatchMerger(config, stack=(config.levels,), norm_after=True, rngs=rngs, param_dtype=param_dtype)
 
-    def __call__(self, patches: Float[Array, "m p c"], grid: tuple[int, int]) -> Float[Array, "m q levels d"]:
-        """Features of m images of one static grid (height, width) in patches, p = height * width, q = p / merge^2 visual tokens.
+    def __call__(self, patches: Float[Array, "b p c"], layout: PatchLayout) -> Float[Array, "b q levels d"]:
+        """Features of patches that stand as `layout` says, q = p / merge^2 visual tokens a row.
 
         Index 0 of the third axis holds the merged features, 1 + i the DeepStack level i (levels = 1 + number of taps). Patches as
-        `models.processor.patchify` makes them. ValueError where grid and patches disagree.
+        `models.processor.patchify` makes them. ValueError where layout and patches disagree.
         """
         c = self.config
-        if grid[0] * grid[1] != patches.shape[1] or grid[0] % c.spatial_merge_size or grid[1] % c.spatial_merge_size:
-            raise ValueError(
-                f"grid = {grid}: height x width is the number of patches ({patches.shape[1]}) and both are multiples of "
-                f"{c.spatial_merge_size}; resize frames with models.processor.smart_resize first"
-            )
-        x = self.patch(patches.astype(self.dtype)) + self._positions(grid).astype(self.dtype)
-        x, taps = self._run_blocks(x, jnp.asarray(vision_angles(grid, c))[None])
+        if layout.row.shape[1] != patches.shape[1] or layout.row.shape[0] not in (1, patches.shape[0]):
+            raise ValueError(f"patches = {patches.shape}: the layout is one of {layout.row.shape} patches; make it of the same grids")
+        x = self.patch(patches.astype(self.dtype)) + self._positions(layout).astype(self.dtype)
+        x, taps = self._run_blocks(x, layout)
         features = [self.merger(x)[None]]
         if c.levels:
             graph, state = nnx.split(self.deepstack)
             features.append(jax.vmap(lambda s, tap: nnx.merge(graph, s)(tap))(state, taps))
         return jnp.moveaxis(jnp.concatenate(features), 0, 2)
 
-    def _run_blocks(
-        self, x: Float[Array, "m p d"], angles: Float[Array, "1 p j"]
-    ) -> tuple[Float[Array, "m p d"], Float[Array, "levels m p d"]]:
+    def _run_blocks(self, x: Float[Array, "b p d"], layout: PatchLayout) -> tuple[Float[Array, "b p d"], Float[Array, "levels b p d"]]:
         """The hidden states after the last block, and after each tapped one."""
         c = self.config
+        angles = vision_angles(layout.row, layout.column, c)
+        frame = None if layout.frame is None else jnp.broadcast_to(layout.frame, x.shape[:2])
         # Untapped layers write to one spare slot: the scan then keeps levels + 1 hidden states, not one a layer.
         slots = np.full(c.depth, c.levels)
         slots[list(c.deepstack_visual_indexes)] = np.arange(c.levels)
@@ -100,23 +143,23 @@ class VisionTower(nnx.Module):
         def body(carry, layer):
             x, taps = carry
             params, slot = layer
-            x = nnx.merge(graph, params)(x, angles)
+            x = nnx.merge(graph, params)(x, angles, frame)
             return (x, jax.lax.dynamic_update_index_in_dim(taps, x, slot, 0)), None
 
         taps = jnp.zeros((c.levels + 1, *x.shape), x.dtype)
         (x, taps), _ = jax.lax.scan(body, (x, taps), (state, jnp.asarray(slots)))
         return x, taps[: c.levels]
 
-    def _positions(self, grid: tuple[int, int]) -> Float[Array, "p d"]:
-        """The position table, interpolated to the grid (bilinear, corners aligned), in merge order."""
-        side = int(self.config.num_position_embeddings**0.5)
-        rows, columns = (_interpolation(n, side) for n in grid)
-        table = self.positions[...].astype(jnp.float32).reshape(side, side, -1)
-        cells = jnp.einsum("ya,xb,abd->yxd", rows, columns, table, precision=jax.lax.Precision.HIGHEST)
-        return merge_order(cells, self.config.spatial_merge_size)
+    def _positions(self, layout: PatchLayout) -> Float[Array, "b p d"]:
+        """The square position table, stretched over each frame (bilinear, corners aligned)."""
+        side = math.isqrt(self.config.num_position_embeddings)
+        table = self.positions[...].astype(jnp.float32)
+        rows, columns = (_between_cells(*line, side) for line in ((layout.row, layout.height), (layout.column, layout.width)))
+        return sum((y * x)[..., None] * jnp.take(table, i * side + j, axis=0) for i, y in rows for j, x in columns)
 
 
-def _interpolation(n: int, side: int) -> Float[np.ndarray, "n side"]:
-    """Weights that stretch a line of `side` cells over n points, both ends on the outer cells."""
-    source = np.arange(n, dtype=np.float32) * np.float32(side - 1) / np.float32(max(n - 1, 1))
-    return np.maximum(0.0, 1.0 - np.abs(source[:, None] - np.arange(side, dtype=np.float32))).astype(np.float32)
+def _between_cells(at: Int[Array, "b p"], length: Int[Array, "b p"], side: int) -> list[tuple[Int[Array, "b p"], Float[Array, "b p"]]]:
+    """The two cells of a line of `side` cells between which point `at` of `length` points falls, and how much each of them weighs."""
+    source = at * jnp.float32(side - 1) / jnp.maximum(length - 1, 1)
+    low = jnp.floor(source).astype(jnp.int32)
+    return [(low, 1.0 - (source - low)), (jnp.minimum(low + 1, side - 1), source - low)]

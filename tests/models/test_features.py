@@ -13,6 +13,7 @@ import pytest
 
 from models.features import FrameFeatures, FrameSettings
 from models.processor import patchify
+from models.qwen3_vl import frame_layout
 from paravt_jax import video
 from paravt_jax.records import Frame
 from paravt_jax.video import VideoError
@@ -60,7 +61,8 @@ def test_vectors_are_the_towers_own(make, names, small_model, small_world):
     patches = patchify(video.read(small_world.folder / names[0], [f.index for f in frames]))
     grid = features.grid(names[0])
     assert grid == (2, 2) and features.tokens(names[0]) == 1
-    expected = np.asarray(jax.jit(small_model.vision, static_argnums=1)(patches, grid))
+    layout = frame_layout(grid, small_model.config.vision)
+    expected = np.asarray(jax.jit(small_model.vision)(patches, layout))
     assert vectors.shape == (5, 2, 32) and vectors.dtype == np.float32
     np.testing.assert_allclose(vectors, expected.reshape(5, 2, 32), atol=1e-5)
     assert np.abs(vectors[0] - vectors[-1]).max() > 1e-3

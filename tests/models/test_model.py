@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import models.qwen3_vl.text as text_module
-from models.qwen3_vl import KV, Qwen3VL, abstract_model, num_params, qwen3_vl, tiny
+from models.qwen3_vl import KV, Qwen3VL, abstract_model, frame_layout, num_params, packed_layout, qwen3_vl, tiny
 from models.qwen3_vl.attention import attend, attend_cache
 
 CONFIG = tiny(97)
@@ -57,8 +57,13 @@ def close(a, b, atol=2e-5):
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=atol, rtol=0)
 
 
+@nnx.jit
+def see(tower, patches, layout):
+    return tower(patches, layout)
+
+
 def test_shapes_of_features_and_hidden_states(model, visual_batch):
-    assert model.vision(jnp.zeros((5, 16, 1536)), (4, 4)).shape == (5, 4, 2, 128)
+    assert model.vision(jnp.zeros((5, 16, 1536)), frame_layout((4, 4), CONFIG.vision)).shape == (5, 4, 2, 128)
     hidden, kv = run(model.text, visual_batch)
     assert hidden.shape == (2, 24, 128) and kv.k.shape == kv.v.shape == (3, 2, 24, 2, 64)
     assert model.text.logits(hidden).shape == (2, 24, 97)
@@ -66,14 +71,48 @@ def test_shapes_of_features_and_hidden_states(model, visual_batch):
 
 def test_an_images_features_depend_on_it_alone(model):
     patches = np.random.default_rng(0).normal(size=(3, 8, 1536)).astype(np.float32)
-    together = model.vision(patches, (2, 4))
-    close(together[1], model.vision(patches[1:2], (2, 4))[0])
-    assert np.abs(np.asarray(together - model.vision(patches.reshape(3, 8, 1536), (4, 2)))).max() > 1e-3
+    together = see(model.vision, patches, frame_layout((2, 4), CONFIG.vision))
+    close(together[1], see(model.vision, patches[1:2], frame_layout((2, 4), CONFIG.vision))[0])
+    assert np.abs(np.asarray(together - see(model.vision, patches, frame_layout((4, 2), CONFIG.vision)))).max() > 1e-3
 
 
-def test_a_grid_that_does_not_match_is_refused(model):
-    with pytest.raises(ValueError, match="grid = .*number of patches"):
-        model.vision(jnp.zeros((1, 8, 1536)), (2, 2))
+def test_any_mix_of_grids_runs_one_program_and_each_frame_stands_alone(model):
+    """Images and videos of other sizes share a row; what they see is what each sees by itself."""
+    rng, traces = np.random.default_rng(1), []
+
+    @nnx.jit
+    def see_packed(tower, patches, layout):
+        traces.append(patches.shape)
+        return tower(patches, layout)
+
+    for grids in ([(1, 2, 4), (2, 4, 2), (1, 2, 2)], [(3, 4, 2)], [(1, 6, 4), (1, 2, 2)]):
+        patches = rng.normal(size=(1, 32, 1536)).astype(np.float32)
+        packed = see_packed(model.vision, patches, packed_layout(grids, 32, CONFIG.vision))
+        at = 0
+        for t, h, w in grids:
+            for _ in range(t):
+                alone = see(model.vision, patches[:, at : at + h * w], frame_layout((h, w), CONFIG.vision))
+                close(packed[0, at // 4 : (at + h * w) // 4], alone[0])
+                at += h * w
+    assert traces == [(1, 32, 1536)]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: frame_layout((2, 3), CONFIG.vision), r"grid = \(1, 2, 3\): sides are multiples of 2"),
+        (lambda: packed_layout([(1, 4, 4), (2, 2, 2)], 20, CONFIG.vision), "size = 20: holds all 24 patches"),
+        (lambda: packed_layout([(1, 2, 2)], 6, CONFIG.vision), "size = 6: .* multiple of 4"),
+    ],
+)
+def test_grids_that_do_not_fit_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_layout_of_other_patches_is_refused(model):
+    with pytest.raises(ValueError, match="the layout is one of .*make it of the same grids"):
+        model.vision(jnp.zeros((1, 8, 1536)), frame_layout((2, 2), CONFIG.vision))
 
 
 def test_every_visual_level_and_position_axis_counts(model, visual_batch):

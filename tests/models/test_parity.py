@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from models.processor import patchify
-from models.qwen3_vl import Qwen3VL, hf, mrope_positions, num_params, qwen3_vl
+from models.qwen3_vl import Qwen3VL, hf, mrope_positions, num_params, packed_layout, qwen3_vl
 from models.qwen3_vl.config import to_hf
 
 RECORDED = Path(__file__).with_name("parity.npz")
@@ -90,7 +90,8 @@ def frames(grids: list[tuple[int, int]], patch: int, rng: np.random.Generator) -
 
 
 def our_logits(model: Qwen3VL, ids: np.ndarray, patches: list[np.ndarray], grids: list[tuple[int, int]]) -> np.ndarray:
-    visual = jnp.concatenate([model.vision(jnp.asarray(p[None]), grid)[0] for p, grid in zip(patches, grids, strict=True)])[None]
+    pixels = jnp.asarray(np.concatenate(patches)[None])
+    visual = model.vision(pixels, packed_layout([(1, *grid) for grid in grids], pixels.shape[1], model.config.vision))
     image = ids == IMAGE
     index = np.where(image, np.cumsum(image) - 1, -1)[None]
     positions = mrope_positions(ids, grids, model.config)[:, None]

@@ -63,7 +63,7 @@ def test_eight_devices_equal_one():
         import jax, numpy as np
         from flax import nnx
         from jax.sharding import NamedSharding, PartitionSpec
-        from models.qwen3_vl import Qwen3VL, tiny
+        from models.qwen3_vl import Qwen3VL, frame_layout, tiny
         from models.sharding import BATCH, make_mesh, param_shardings
 
         assert len(jax.devices()) == 8
@@ -75,7 +75,7 @@ def test_eight_devices_equal_one():
 
         def loss(state, batch):
             model = nnx.merge(graph, state)
-            visual = model.vision(batch["patches"], (2, 2))
+            visual = model.vision(batch["patches"], frame_layout((2, 2), model.config.vision))
             index = np.full((4, 12), -1); index[:, 5] = 0
             where = lambda a, b, n: np.broadcast_to(np.arange(a, b), (3, n, b - a))
             _, prefix = model.text(batch["prompt"], where(0, 12, 4), visual=visual, visual_index=index)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -111,7 +112,12 @@ def test_a_folder_of_another_configuration_is_refused_with_the_difference(finish
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_asked_to_stop_says_how_to_go_on(small, tmp_path, monkeypatch, capsys, number):
-    monkeypatch.setattr(train.run, "prepare", lambda *_: signal.raise_signal(number))
+    def prepare(run, folder, check):
+        signal.raise_signal(number)
+        check()
+        pytest.fail("it went on")
+
+    monkeypatch.setattr(train.run, "prepare", prepare)
     assert command(tmp_path / "run") == 130
     assert "the same command goes on" in capsys.readouterr().err
 
@@ -157,22 +163,34 @@ MOMENTS = [
 ]
 
 
+DEADLINE = 300  # seconds that any of these takes at most, on a busy machine
+
+
+def wait(process: subprocess.Popen, what: str, done: Callable[[], bool]) -> None:
+    """Until it is `done`. Past the deadline the process says where it stands (its faulthandler hears SIGABRT) and the test fails."""
+    end = time.monotonic() + DEADLINE
+    while not done():
+        if time.monotonic() > end:
+            process.send_signal(signal.SIGABRT)
+            process.wait()
+            pytest.fail(f"{what}: nothing for {DEADLINE} s")
+        time.sleep(0.005)
+
+
 @pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_like_one_that_was_not(finished, compiled, tmp_path):
     folder = tmp_path / "small"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(compiled)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(compiled), "PYTHONFAULTHANDLER": "1"}
     line = [sys.executable, str(PROGRAM), "--config=small", "--run-dir", str(folder)]
     for name, number, come in MOMENTS:
-        with subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=environment) as process:
-            while not come(folder):
-                assert process.poll() is None, f"{name}: it ended before it could be stopped"
-                time.sleep(0.005)
+        with subprocess.Popen(line, env=environment) as process:
+            wait(process, name, lambda come=come, process=process: process.poll() is not None or come(folder))
+            assert process.poll() is None, f"{name}: it ended before it could be stopped"
             process.send_signal(number)
-            _, message = process.communicate()
+            wait(process, f"{name}, stopped", lambda process=process: process.poll() is not None)
         assert process.returncode == (130 if number is signal.SIGINT else -number), name
-        assert number is not signal.SIGINT or "the same command goes on" in message
         assert not (folder / "result.json").exists()
-    subprocess.run(line, env=environment, check=True)
+    subprocess.run(line, env=environment, check=True, timeout=DEADLINE)
     undisturbed, result = result_of(finished), result_of(folder)
     for field in set(undisturbed) - {"seconds"}:
         assert result[field] == undisturbed[field], field
