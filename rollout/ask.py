@@ -1,0 +1,86 @@
+"""A question about a video, from a notebook: one episode, played as in training and evaluation, on an engine of its own size.
+
+Owns the sizes of that engine: prompts have the length that so many frames need, so that a short look is not paid as a long one.
+Refuses a video that cannot be read. Invariant: the same question, settings, seed and weights give the same episode.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from models.features import FrameFeatures, FrameSettings
+from models.qwen3_vl.model import Qwen3VL
+from paravt_jax.protocol import Protocol, ProtocolSettings
+from paravt_jax.records import Episode, Frame, Question, QuestionKind
+from paravt_jax.tokenizer import Vocabulary
+from paravt_jax.video import VideoError
+from rollout.engine import Engine, EngineSettings, Shape
+from rollout.episode import Dispatch, Scene, Setting, play
+from rollout.requests import run
+
+_QUESTION_TOKENS = 512  # room for the question and its options
+_FIRST_SUFFIX = 16  # the prompt's last token and the pinned opening of the first turn
+_BUCKET = 256  # prompts come in multiples of this, so that videos of one size share a compiled program
+
+
+class Assistant:
+    """A model that answers questions about video files. It keeps encoded frames and compiled programs, so later questions are faster.
+
+    `vocabulary` is the model's own (`paravt_jax.tokenizer.load`); `protocol` bounds turns, calls and tokens, `frames` the frames' size.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3VL,
+        vocabulary: Vocabulary,
+        protocol: ProtocolSettings | None = None,
+        frames: FrameSettings | None = None,
+    ):
+        self._model = model
+        features = FrameFeatures(model.vision, model.config, frames or FrameSettings(), Path())
+        self._scene = Scene(Protocol(vocabulary, protocol or ProtocolSettings()), features)
+        self._engines: dict[tuple[Shape, ...], Engine] = {}
+
+    def ask(
+        self,
+        video: str | os.PathLike,
+        question: str,
+        *,
+        options: tuple[str, ...] = (),
+        frames: int = 64,
+        dispatch: Dispatch = "parallel",
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> Episode:
+        """The episode on `question`: `episode.answer` is its answer, None without one; `episode.turns` what was written and seen.
+
+        `frames` is the overview budget K; `dispatch="none"` offers no tool. A temperature of 0 is greedy, and `seed` then means nothing.
+        Raises VideoError for a file that cannot be read, ValueError for a question of more tokens than there is room for.
+        """
+        kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
+        asked = Question("asked", str(video), question, kind, "", tuple(options))
+        self._scene.features.info(asked.video)
+        sampler = self._engine(asked.video, frames)
+        (episode,) = run(sampler, [play(self._scene, asked, Setting(frames, temperature, dispatch), seed)])
+        if asked.video in self._scene.features.unreadable:
+            raise VideoError(asked.video, self._scene.features.unreadable[asked.video])
+        return episode
+
+    def _engine(self, video: str, frames: int) -> Engine:
+        protocol, features = self._scene.protocol, self._scene.features
+        limits, tokens = protocol.settings, features.tokens(video)
+        last = Frame(video, 0, features.info(video).duration)  # no other has a longer time
+        overview = len(protocol.overview([last] * frames, tokens).ids) + _QUESTION_TOKENS
+        crop = len(protocol.window([last] * limits.crop_frames, tokens).ids)
+        prompt, crop = (-(-length // _BUCKET) * _BUCKET for length in (overview, crop))
+        shapes = (
+            Shape(prompt=crop, visual=limits.crop_frames * tokens, suffix=_FIRST_SUFFIX, new=limits.summary_tokens),
+            Shape(prompt=prompt, visual=frames * tokens, suffix=_FIRST_SUFFIX, new=limits.turn_tokens),
+            Shape(prompt=prompt, visual=frames * tokens, suffix=limits.trajectory_tokens, new=limits.turn_tokens),
+        )
+        if shapes not in self._engines:
+            rows = limits.max_calls
+            settings = EngineSettings(shapes=shapes, rows=rows, prefill_rows=1, kept_prompts=rows + 1)
+            self._engines[shapes] = Engine(self._model, features, settings)
+        return self._engines[shapes]

@@ -1,0 +1,50 @@
+"""Asking about a file is playing an episode on it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from models.features import FrameFeatures, FrameSettings
+from paravt_jax.protocol import Protocol, ProtocolSettings
+from paravt_jax.records import Question, QuestionKind
+from paravt_jax.video import VideoError
+from rollout.ask import Assistant
+from rollout.engine import Engine, EngineSettings, Shape
+from rollout.episode import Scene, Setting, play
+from rollout.requests import run
+
+PROTOCOL = ProtocolSettings(max_calls=2, turn_tokens=8, summary_tokens=4, trajectory_tokens=40)
+TEXT = "What number is shown in the scene that starts at 8 s?"
+
+
+@pytest.fixture(scope="module")
+def assistant(small_model, small_vocabulary) -> Assistant:
+    return Assistant(small_model, small_vocabulary, PROTOCOL, FrameSettings(batch=8))
+
+
+def test_an_answer_is_the_episode_that_training_would_play(assistant, small_model, small_vocabulary, small_world):
+    video = small_world.videos[0].path
+    episode = assistant.ask(small_world.folder / video, TEXT, frames=4, temperature=0.7, seed=5)
+    features = FrameFeatures(small_model.vision, small_model.config, FrameSettings(batch=8), small_world.folder)
+    shapes = (Shape(prompt=200, visual=4, suffix=60, new=8),)
+    engine = Engine(small_model, features, EngineSettings(shapes=shapes, rows=2, prefill_rows=2, kept_prompts=4))
+    question = Question("q", video, TEXT, QuestionKind.OPEN_ENDED, "")
+    (expected,) = run(engine, [play(Scene(Protocol(small_vocabulary, PROTOCOL), features), question, Setting(4, 0.7), 5)])
+    np.testing.assert_array_equal(episode.trajectory.ids, expected.trajectory.ids)
+    assert episode.stop is expected.stop and len(episode.trajectory.frames) == 4 and episode.turns[0].text
+
+
+def test_later_questions_use_the_same_engine(assistant, small_world):
+    first, second = (assistant.ask(small_world.folder / v.path, TEXT, frames=4, dispatch="none") for v in small_world.videos[:2])
+    assert len(assistant._engines) == 1
+    assert first.trajectory.frames[0].video != second.trajectory.frames[0].video
+
+
+def test_what_cannot_be_asked(assistant, small_world, tmp_path):
+    (tmp_path / "noise.mp4").write_bytes(bytes(range(256)) * 9)
+    for name in ("noise.mp4", "absent.mp4"):
+        with pytest.raises(VideoError, match=name):
+            assistant.ask(tmp_path / name, TEXT)
+    with pytest.raises(ValueError, match="engine.shapes: no shape holds a request"):
+        assistant.ask(small_world.folder / small_world.videos[0].path, "why? " * 2000, frames=4)
