@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from models.features import FrameFeatures
 from models.qwen3_vl.attention import heads_first
 from models.qwen3_vl.model import Qwen3VL
-from models.qwen3_vl.rope import mrope_positions, next_position
+from models.qwen3_vl.rope import mrope_positions, next_position, visual_index
 from models.qwen3_vl.text import KV, TextDecoder
 from paravt_jax.records import digest
 from rollout.requests import Request, Sample, SampleStop
@@ -336,12 +336,6 @@ class Engine:
         state = (step, limits == 0, written, logits, cache, mask, empty.astype(jnp.int32), empty)
         step, _, written, _, _, _, ids, logprobs = jax.lax.while_loop(cond, body, state)
         return ids, logprobs, written, step
-
-
-def visual_index(ids: Int[Array, "b t"], image_token_id: int) -> Int[Array, "b t"]:
-    """Which of its row's visual vectors each token takes, in order of the placeholders; -1 for text."""
-    image: Bool[Array, "b t"] = ids == image_token_id
-    return jnp.where(image, jnp.cumsum(image, axis=1) - 1, -1)
 
 
 def sample_token(

@@ -6,6 +6,7 @@ device work; Ctrl-C or SIGTERM end it with a word on how to go on, and the same 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -39,21 +40,21 @@ def execute(run: Run, check: Callable[[], None] = lambda: None) -> pathlib.Path:
     path = settings.pop("run_dir") or f"runs/{run.name}"
     del settings["unreadable_share"]  # may be raised when a run goes on: it decides whether to go on, not what is computed
     with RunDirectory(path, settings) as directory, _Clock(directory.path / "seconds.json") as clock:
-        metrics = MetricsWriter(directory.path, run.log.tensorboard, run.log.wandb, run.log.wandb_project, settings)
 
         def tick() -> None:
             clock.save()
             check()
 
         data = prepare(run, directory.path, check)
-        session = Session(run, directory.path, data, metrics, tick)
-        session.align()
-        session.open()
-        session.cold_start()
-        before = session.evaluate("before")
-        session.reinforce()
-        after = session.evaluate("after")
-        metrics.close()
+        log = run.log
+        with contextlib.closing(MetricsWriter(directory.path, log.tensorboard, log.wandb, log.wandb_project, settings)) as metrics:
+            session = Session(run, directory.path, data, metrics, tick)
+            session.align()
+            session.open()
+            session.cold_start()
+            before = session.evaluate("before")
+            session.reinforce()
+            after = session.evaluate("after")
         result = {"name": run.name, "seed": run.seed, "before": before, "after": after, **_counts(directory.path), "seconds": clock.total}
         write_atomically(directory.path / "result.json", json.dumps(result, indent=1))
         _collect_episodes(directory.path)

@@ -16,8 +16,8 @@ from flax import nnx, struct
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from models.qwen3_vl.rope import visual_index
 from models.qwen3_vl.text import TextDecoder
-from rollout.engine import visual_index
 from train.batch import Sequences
 
 

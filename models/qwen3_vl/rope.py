@@ -6,6 +6,9 @@ Angles are float32: at bfloat16 neighbouring positions fall together. Facts foll
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -19,29 +22,29 @@ Cells = TypeVar("Cells", Array, np.ndarray)
 
 
 def mrope_positions(
-    ids: Int[np.ndarray, " t"], grids: Sequence[tuple[int, int]], config: Qwen3VLConfig, start: int = 0
+    ids: Int[np.ndarray, " t"], grids: Sequence[tuple[int, ...]], config: Qwen3VLConfig, start: int = 0
 ) -> Int[np.ndarray, "3 t"]:
-    """Positions (time, height, width) of a token sequence whose image placeholders stand for `grids`.
+    """Positions (time, height, width) of a token sequence whose image and video placeholders stand for `grids`.
 
-    `grids` holds each image's (height, width) in patches, in order. Text counts up on all three axes; an image starts at one
-    time and spans its merged grid; what follows it goes on after the largest position. Equal to transformers' `get_rope_index`
-    for images. ValueError where placeholders and grids do not match.
+    `grids` holds, in patches and in order, (height, width) of an image or (time, height, width) of an image or a video. Text counts
+    up on all three axes; a slice in time stands as an image does, text between: it starts at one time and spans its merged grid, and
+    what follows it goes on after the largest position. Equal to transformers' `get_rope_index`. ValueError where placeholders and
+    grids do not match.
     """
-    merge = config.vision.spatial_merge_size
-    image = np.asarray(ids) == config.image_token_id
-    tokens = [(h // merge) * (w // merge) for h, w in grids]
-    if image.sum() != sum(tokens):
-        counts = f"stand for {sum(tokens)} image tokens, the sequence has {image.sum()}"
-        raise ValueError(f"grids = {list(grids)}: {counts}; give one grid an image")
-    if not grids:
-        return np.broadcast_to(np.arange(start, start + len(ids), dtype=np.int32), (3, len(ids))).copy()
+    ids, merge = np.asarray(ids), config.vision.spatial_merge_size
+    slices = [grid[-2:] for grid in grids for _ in range(math.prod(grid[:-2]))]
+    if any(side < merge or side % merge for grid in slices for side in grid):
+        raise ValueError(f"grids = {list(grids)}: height and width are multiples of {merge} patches; resize to smart_resize's answer first")
+    tokens = [h * w // merge**2 for h, w in slices]
+    placeholders = np.flatnonzero((ids == config.image_token_id) | (ids == config.video_token_id))
+    if len(placeholders) != sum(tokens):
+        counts = f"stand for {sum(tokens)} visual tokens, the sequence has {len(placeholders)}"
+        raise ValueError(f"grids = {list(grids)}: {counts}; give one grid an image or video")
     positions = np.empty((3, len(ids)), np.int32)
-    at, position = 0, start
-    placeholders = np.flatnonzero(image)
-    used = 0
-    for (h, w), n in zip(grids, tokens, strict=True):
+    at, position, used = 0, start, 0
+    for (h, w), n in zip(slices, tokens, strict=True):
         first = placeholders[used]
-        if not image[first : first + n].all():
+        if (ids[first : first + n] != ids[first]).any():
             raise ValueError(f"grids: the image at token {first} needs {n} placeholders in a row for grid {(h, w)}; write them together")
         positions[:, at:first] = np.arange(position, position + first - at)
         position += first - at
@@ -51,6 +54,12 @@ def mrope_positions(
         at, used = first + n, used + n
     positions[:, at:] = np.arange(position, position + len(ids) - at)
     return positions
+
+
+def visual_index(ids: Cells, *placeholders: int) -> Cells:
+    """Which visual vector of its row ([t] or [b, t]) each token takes, counted over the placeholder ids in order; -1 for text."""
+    visual = functools.reduce(operator.or_, [ids == placeholder for placeholder in placeholders])
+    return visual.cumsum(-1) * visual - 1  # pyright: ignore[reportReturnType]  (NumPy's operators give Any)
 
 
 def next_position(positions: Int[np.ndarray, "3 t"]) -> int:
@@ -73,12 +82,11 @@ def mrope_angles(positions: Int[Array, "3 b t"], config: TextConfig) -> Float[Ar
     return jnp.where(axis == 0, time, jnp.where(axis == 1, height, width)) * frequency
 
 
-def vision_angles(grid: tuple[int, int], config: VisionConfig) -> Float[np.ndarray, "p j"]:
-    """Rotation angles of vision heads for a grid of (height, width) patches in merge order, j = head_dim / 2: rows first, then columns."""
+def vision_angles(row: Int[Array, "b p"], column: Int[Array, "b p"], config: VisionConfig) -> Float[Array, "b p j"]:
+    """Rotation angles of vision heads for patches at (row, column) of their frame, j = head_dim / 2: rows first, then columns."""
     quarter = config.head_dim // 4
-    frequency = 1.0 / config.rope_theta ** (np.arange(quarter, dtype=np.float32) / quarter)
-    rows, columns = (merge_order(a, config.spatial_merge_size) for a in np.indices(grid))
-    return np.concatenate([rows[:, None] * frequency, columns[:, None] * frequency], axis=-1).astype(np.float32)
+    frequency = (1.0 / config.rope_theta ** (np.arange(quarter, dtype=np.float32) / quarter)).astype(np.float32)
+    return jnp.concatenate([at[..., None] * frequency for at in (row, column)], axis=-1)
 
 
 def merge_order(cells: Cells, merge: int) -> Cells:

@@ -1,13 +1,32 @@
-"""Frames to patches: the recorded resize rule, and patches that put the pixels where the tower expects them."""
+"""Messages to inputs: the recorded resize rule, patches that put the pixels where the tower expects them, and what is refused.
+
+Equality with the official processor stands in test_processor_parity.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from models.processor import patchify, resize, smart_resize
+from models.processor import (
+    Processor,
+    image_size,
+    patchify,
+    resize,
+    slice_times,
+    smart_resize,
+    video_frame_indices,
+    video_size,
+)
+from models.qwen3_vl import from_hf
+from paravt_jax import protocol, tokenizer
+from paravt_jax.records import Frame, Question, QuestionKind
+
+LIMITS = (4096, 65_536)
 
 
 def test_smart_resize_equals_the_recorded_reference(golden):
@@ -58,3 +77,186 @@ def test_patches_hold_the_pixels_of_their_place_twice():
 def test_a_frame_off_the_grid_is_refused():
     with pytest.raises(ValueError, match="30 x 32: both sides are multiples of 32"):
         patchify(np.zeros((1, 30, 32, 3), np.uint8))
+
+
+def test_a_videos_patches_hold_two_frames_each_and_the_last_fills_up():
+    frames = np.random.default_rng(0).integers(0, 256, (3, 8, 12, 3), np.uint8)
+    patches = patchify(frames, patch=2, merge=2, temporal=2, video=True)
+    times = patches.reshape(2, 24, 3, 2, 2, 2)
+    stills = patchify(frames, patch=2, merge=2, temporal=2).reshape(3, 24, 3, 2, 2, 2)
+    for (slice_, time), frame in {(0, 0): 0, (0, 1): 1, (1, 0): 2, (1, 1): 2}.items():
+        np.testing.assert_array_equal(times[slice_, :, :, time], stills[frame, :, :, 0])
+
+
+def test_an_image_is_shown_as_a_frame_is_unless_a_side_is_nearly_nothing():
+    assert image_size(300, 500, LIMITS) == smart_resize(300, 500, *LIMITS)
+    assert image_size(12, 1000, (16_384, 10**6)) == (32, 1184) and smart_resize(12, 1000, 16_384, 10**6) == (32, 992)
+
+
+def test_a_videos_limits_hold_for_all_its_frames_together():
+    assert video_size(2, 256, 128, LIMITS) == (256, 128) and video_size(8, 256, 128, LIMITS) == (128, 64)
+    assert video_size(2, 10, 12, LIMITS) == (64, 64)
+    with pytest.raises(ValueError, match="1 frames, at least 2; give a single frame as an image"):
+        video_size(1, 256, 128, LIMITS)
+    with pytest.raises(ValueError, match="at least 1 pixel"):
+        video_size(2, 0, 128, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("frames", "fps", "count"), [(100, 25.0, 8), (100, 10.0, 20), (60, 30.0, 4), (3, 30.0, 3), (1, 1.0, 1), (100_000, 30.0, 768)]
+)
+def test_frames_of_a_video_are_two_a_second_within_bounds_and_reach_both_ends(frames, fps, count):
+    indices = video_frame_indices(frames, fps)
+    assert len(indices) == count and indices[0] == 0 and indices[-1] == frames - 1
+    assert np.ptp(np.diff(indices)) <= 1 if count > 1 else True
+
+
+@pytest.mark.parametrize(("frames", "fps"), [(0, 30.0), (10, 0.0), (10, float("inf")), (10, float("nan"))])
+def test_a_video_without_frames_or_rate_is_refused(frames, fps):
+    with pytest.raises(ValueError, match="both are above 0"):
+        video_frame_indices(frames, fps)
+
+
+def test_a_slice_stands_at_the_middle_of_its_frames():
+    assert slice_times([0.0, 0.5, 1.0]) == [0.25, 1.0] and slice_times([0.0, 1.0, 5.0, 6.0], 4) == [3.0]
+
+
+@pytest.fixture(scope="module")
+def processor(assets) -> Processor:
+    folder = assets / "qwen3_vl"
+    return dataclasses.replace(Processor.load(folder, from_hf(folder / "config.json")), image_limits=LIMITS, video_limits=LIMITS)
+
+
+def pixels(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
+
+
+def ask(*items: dict) -> list[dict]:
+    return [{"role": "user", "content": [*items, {"type": "text", "text": "?"}]}]
+
+
+def shown(processor: Processor, image) -> np.ndarray:
+    return processor(ask({"type": "image", "image": image})).patches
+
+
+def test_the_limits_of_the_folder_hold_until_they_are_replaced(assets, processor):
+    folder = assets / "qwen3_vl"
+    published = Processor.load(folder, processor.config)
+    assert published.image_limits == (65_536, 16_777_216) and published.video_limits == (4096, 25_165_824)
+    image = {"type": "image", "image": pixels(64, 64)}
+    assert published(ask(image)).grids == [(1, 16, 16)] and processor(ask(image)).grids == [(1, 4, 4)]
+
+
+def test_text_alone_has_no_patches(processor):
+    inputs = processor([{"role": "user", "content": "Hello."}], add_generation_prompt=False)
+    assert inputs.patches.shape == (0, 1536) and inputs.grids == [] and (inputs.visual_index == -1).all()
+    assert processor.tokenizer.decode(inputs.ids) == "<|im_start|>user\nHello.<|im_end|>\n"
+
+
+def test_an_image_is_the_same_as_an_array_an_object_and_a_file(processor, tmp_path):
+    array = pixels(64, 96)
+    turned = Image.fromarray(np.rot90(array))  # a quarter turn to the left, which tag 6 takes back
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(array).save(tmp_path / "plain.png")
+    turned.save(tmp_path / "turned.png", exif=exif)
+    expected = shown(processor, array)
+    for image in (Image.fromarray(array), tmp_path / "plain.png", str(tmp_path / "turned.png")):
+        np.testing.assert_array_equal(shown(processor, image), expected)
+
+
+def test_what_is_transparent_stands_on_white(processor):
+    clear = np.zeros((64, 64, 4), np.uint8)
+    assert (shown(processor, Image.fromarray(clear)) == 1).all()
+
+
+def test_a_video_is_written_as_timed_slices_inside_one_pair_of_marks(processor):
+    clip = (pixels(3, 64, 64), [0.0, 0.5, 1.0])
+    inputs = processor(ask({"type": "video", "video": clip}), add_generation_prompt=False)
+    one = f"<|vision_start|>{'<|video_pad|>' * 4}<|vision_end|>"
+    text = f"<|im_start|>user\n<|vision_start|><0.2 seconds>{one}<1.0 seconds>{one}<|vision_end|>?<|im_end|>\n"
+    assert inputs.grids == [(2, 4, 4)] and processor.tokenizer.decode(inputs.ids) == text
+
+
+def test_the_protocols_timed_images_are_what_the_processor_makes_of_them(assets, processor):
+    frames = [Frame("a.mp4", i, time) for i, time in enumerate((0.0, 12.5, 139.96))]
+    question = Question("q", "a.mp4", "Which colour?", QuestionKind.MULTIPLE_CHOICE, "A", ("red", "blue"))
+    ours = protocol.Protocol(tokenizer.load(assets / "qwen3_vl"), protocol.ProtocolSettings())
+    ids = np.concatenate([ours.overview(frames, 6).ids, ours.question(question).ids])
+    system = protocol.system_text(True).removeprefix("<|im_start|>system\n").removesuffix("<|im_end|>\n")
+    images = [({"type": "text", "text": f"<{f.time:.1f} seconds>"}, {"type": "image", "image": pixels(64, 96)}) for f in frames]
+    content = [item for pair in images for item in pair] + [{"type": "text", "text": protocol.question_text(question)}]
+    inputs = processor([{"role": "system", "content": system}, {"role": "user", "content": content}])
+    np.testing.assert_array_equal(inputs.ids, ids)
+
+
+IMAGE = {"type": "image", "image": np.zeros((64, 64, 3), np.uint8)}
+FRAMES = np.zeros((4, 64, 64, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (ask({"type": "image", "image": np.zeros((64, 64, 3), np.float32)}), r"image: float32 \[64, 64, 3\]; give uint8"),
+        (ask({"type": "image", "image": np.zeros((64, 64), np.uint8)}), r"image: uint8 \[64, 64\]"),
+        (ask({"type": "image", "image": [[1]]}), "image: list; give uint8"),
+        (ask({"type": "image", "image": np.zeros((0, 5, 3), np.uint8)}), "0 x 5: both sides are at least 1 pixel"),
+        (ask({"type": "video", "video": "a.mp4"}), r"video: str; give \(frames, times in seconds\)"),
+        (ask({"type": "video", "video": (FRAMES[0], [0.0])}), r"frames are uint8 \[64, 64, 3\]"),
+        (ask({"type": "video", "video": (FRAMES, [0.0, 1.0])}), "2 times for 4 frames"),
+        (ask({"type": "video", "video": (FRAMES, [0.0, 1.0, 2.0, float("nan")])}), "its finite time"),
+        (ask({"type": "video", "video": (FRAMES[:0], [])}), "0 frames, at least 2"),
+        (ask({"type": "image_url", "image_url": "a.png"}), "of type 'image_url'"),
+        (ask({"type": "image", "url": "a.png"}), "of type 'image'"),
+        (ask(IMAGE, {"type": "text", "text": "<|image_pad|>"}), "2 placeholders for 1 images and videos; write no placeholders"),
+        (ask({"type": "text", "text": "<|video_pad|>"}), "1 placeholders for 0"),
+        ([{"role": "assistant", "content": [IMAGE]}], "0 placeholders for 1 images"),
+    ],
+)
+def test_messages_that_cannot_be_shown_are_refused(messages, message, processor):
+    with pytest.raises(ValueError, match=message):
+        processor(messages)
+
+
+def test_the_settings_of_transformers_5_stand_in_one_file(assets, processor, tmp_path):
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / file).symlink_to(assets / "qwen3_vl" / file)
+    with pytest.raises(FileNotFoundError, match="preprocessor_config.json: not in"):
+        Processor.load(tmp_path, processor.config)
+    settings = json.loads((assets / "qwen3_vl" / "preprocessor_config.json").read_text())
+    kinds = {"image_processor": settings, "video_processor": settings | {"size": {"shortest_edge": 1, "longest_edge": 2}}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(kinds))
+    assert Processor.load(tmp_path, processor.config).video_limits == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("patch_size", 14, "patch_size = 14: 16 is computed"),
+        ("image_std", [0.2] * 3, "image_std"),
+        ("size", {"height": 2}, "names shortest_edge"),
+    ],
+)
+def test_settings_that_are_not_computed_are_refused(field, value, message, assets, processor, tmp_path):
+    settings = json.loads((assets / "qwen3_vl" / "preprocessor_config.json").read_text()) | {field: value}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=message):
+        Processor.load(tmp_path, processor.config)
+
+
+def test_a_model_with_other_ids_is_refused(processor):
+    config = dataclasses.replace(processor.config, image_token_id=7)
+    with pytest.raises(ValueError, match="config.image_token_id = 7"):
+        dataclasses.replace(processor, config=config)
+
+
+def test_a_hub_id_is_fetched(assets, processor, monkeypatch):
+    asked = []
+
+    def fetch(name, allow_patterns):
+        asked.append(name)
+        return str(assets / "qwen3_vl")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert Processor.load("Qwen/Qwen3-VL-8B-Instruct", processor.config).config == processor.config
+    assert asked == ["Qwen/Qwen3-VL-8B-Instruct"]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hypothesis
+import hypothesis.strategies as st
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models.qwen3_vl import mrope_positions, next_position, tiny
-from models.qwen3_vl.rope import merge_order, mrope_angles, rotate
+from models.qwen3_vl.rope import merge_order, mrope_angles, rotate, visual_index
 
 CONFIG = tiny(300)
-IMAGE = CONFIG.image_token_id
+IMAGE, VIDEO = CONFIG.image_token_id, CONFIG.video_token_id
 
 
 def test_text_counts_up_from_start():
@@ -38,12 +40,33 @@ def test_a_sequence_cut_in_two_continues():
     np.testing.assert_array_equal(np.concatenate([first, rest], 1), whole)
 
 
+@hypothesis.given(st.lists(st.tuples(*(st.integers(1, 3),) * 3, st.integers(0, 2)), max_size=4), st.integers(0, 9))
+def test_the_slices_of_a_video_stand_as_images_do(videos, start):
+    ids, grids = [1], [(t, 2 * h, 2 * w) for t, h, w, _ in videos]
+    for t, h, w, words in videos:
+        ids += ([5] * words + [VIDEO] * (h * w) + [6]) * t
+    frames = [grid[1:] for grid in grids for _ in range(grid[0])]
+    as_images = np.where(np.array(ids) == VIDEO, IMAGE, ids)
+    expected = mrope_positions(as_images, frames, CONFIG, start)
+    np.testing.assert_array_equal(mrope_positions(np.array(ids), grids, CONFIG, start), expected)
+    assert (np.diff(expected.max(0)) <= 1).all() and expected.min() == start
+
+
+def test_images_and_videos_stand_in_the_order_of_their_grids():
+    ids = np.array([VIDEO, VIDEO, 1, VIDEO, VIDEO, *[IMAGE] * 3, 2])
+    positions = mrope_positions(ids, [(2, 4, 2), (1, 2, 6)], CONFIG)
+    assert positions[1].tolist() == [0, 1, 2, 3, 4, 5, 5, 5, 8] and positions[2].tolist() == [0, 0, 2, 3, 3, 5, 6, 7, 8]
+
+
 @pytest.mark.parametrize(
     ("ids", "grids", "message"),
     [
-        ([1, IMAGE, 2], [], "stand for 0 image tokens, the sequence has 1"),
-        ([1, 2], [(2, 2)], "stand for 1 image tokens, the sequence has 0"),
+        ([1, IMAGE, 2], [], "stand for 0 visual tokens, the sequence has 1"),
+        ([1, 2], [(2, 2)], "stand for 1 visual tokens, the sequence has 0"),
         ([IMAGE, 1, IMAGE], [(2, 4)], "the image at token 0 needs 2 placeholders in a row"),
+        ([IMAGE, VIDEO], [(2, 4)], "the image at token 0 needs 2 placeholders in a row"),
+        ([VIDEO, 1, VIDEO], [(3, 2, 2)], "stand for 3 visual tokens, the sequence has 2"),
+        ([VIDEO, VIDEO], [(1, 2, 3)], "height and width are multiples of 2 patches"),
     ],
 )
 def test_placeholders_and_grids_that_differ_are_refused(ids, grids, message):
@@ -74,3 +97,11 @@ def test_scores_depend_on_distance_alone():
 
 def test_merge_order_puts_the_patches_of_a_token_together():
     assert merge_order(np.arange(16).reshape(4, 4), 2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
+
+
+def test_visual_vectors_are_counted_over_images_and_videos_row_by_row():
+    i, v = 7, 8
+    ids = np.array([[1, i, i, 2, v], [v, 3, 4, 5, i]])
+    expected = [[-1, 0, 1, -1, 2], [0, -1, -1, -1, 1]]
+    assert visual_index(ids, i, v).tolist() == visual_index(jnp.asarray(ids), i, v).tolist() == expected
+    assert visual_index(ids[0], i).tolist() == [-1, 0, 1, -1, -1]

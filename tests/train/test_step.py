@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.qwen3_vl.rope import mrope_positions
+from models.qwen3_vl.rope import mrope_positions, visual_index
 from paravt_jax import protocol, tokenizer
 from paravt_jax.protocol import render_call
 from paravt_jax.records import CropCall, Demonstration, Message, Question, QuestionKind
 from paravt_jax.tokenizer import Vocabulary
-from rollout.engine import visual_index
 from train.batch import build
 from train.rl import Learner
 from train.sft import render, sft_batch, sft_loss, start_sft
