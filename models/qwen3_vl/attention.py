@@ -1,47 +1,27 @@
 """Attention, behind two functions: `attend` for sequences and `attend_cache` for one new token a row.
 
-Owns who may look at whom: earlier tokens of the same segment, and the valid positions of a prefix that several rows share. This
-is the portable XLA path; a kernel for another device takes the place of `attend` and keeps its signature. Softmax is in
-float32, and the backward pass computes the scores again from the log-sum-exp (as FlashAttention does): on CPU, saving and
-loading them costs several times what computing them does. Invariant: the result does not depend on the query chunk, and a
-shared prefix equals the same tokens in every row.
+Owns who may look at whom - earlier tokens of the same segment, and the valid positions of a prefix that several rows share - and
+which kernel does it: Splash on TPU (`attention_splash`), cuDNN on GPU (`attention_cudnn`), XLA anywhere else and for what a kernel's
+`supports` leaves out (`attention_xla`; decoding always). Refuses a prefix without causality. Invariant: the kernel changes
+how fast tokens get their vectors, never which (padding apart).
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from models.qwen3_vl import attention_cudnn, attention_splash, attention_xla
+from models.qwen3_vl.attention_xla import attend_cache, heads_first
+
+__all__ = ["Implementation", "attend", "attend_cache", "heads_first"]
+
+Implementation = Literal["splash", "cudnn", "xla"]
 QUERY_CHUNK = 128
-_MASKED = -1e30  # finite, so that a row without any key gives numbers and not NaN
-
-
-class _Keys(NamedTuple):
-    """What the queries look at, heads before positions: their own rows' keys and values, and a prefix that g = b / p rows share."""
-
-    k: Float[Array, "b k t h"]
-    v: Float[Array, "b k t h"]
-    prefix_k: Float[Array, "p k s h"] | None
-    prefix_v: Float[Array, "p k s h"] | None
-
-
-class _Masks(NamedTuple):
-    """Where keys may be seen: equal segments (None: everywhere), valid prefix positions (None: all)."""
-
-    segments: Int[Array, "b t"] | None
-    prefix: Bool[Array, "p s"] | None
-
-
-class _Partial(NamedTuple):
-    """Attention over some of the keys: sum of weighted values, sum of weights, and the score both are relative to."""
-
-    values: Float[Array, "b k t r h"]
-    weights: Float[Array, "b k t r"]
-    top: Float[Array, "b k t r"]
 
 
 def attend(
@@ -54,166 +34,43 @@ def attend(
     prefix: tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]] | None = None,
     prefix_mask: Bool[Array, "p s"] | None = None,
     chunk: int = QUERY_CHUNK,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "b t n h"]:
     """Grouped-query attention; query head n uses kv head n // (n / k).
 
-    Tokens see tokens of their own row with the same segment id, causally where asked. With a prefix (b = p * g), rows r * g ...
-    r * g + g - 1 also see every position of prefix row r where `prefix_mask` holds (all, if None). Queries go in chunks of `chunk`,
-    each against the keys up to its end: half the work of T^2, and the scores of one chunk at a time in memory.
+    Tokens see tokens of their own row with the same segment id (None: all), causally where asked. With a prefix (b = p * g), rows
+    r * g ... r * g + g - 1 also see every position of prefix row r where `prefix_mask` holds (all, if None); each of them is then one
+    segment, 0 = padding and anything else valid. What padding gets is finite and means nothing. XLA takes `chunk` queries at a time.
+    `implementation` None: the fastest that runs where the computation will. A mesh that is set (`jax.set_mesh`) says where; the
+    kernel for TPU needs one as soon as arrays lie on several devices. Any kernel named runs anywhere, off its device slowly.
+    ValueError for a prefix with causal=False.
     """
-    b, t, n, h = q.shape
-    kv = k.shape[2]
-    # Heads before positions, and a kv head's queries side by side: one plain matmul a (row, kv head).
-    queries = (q * h**-0.5).reshape(b, t, kv, n // kv, h).transpose(0, 2, 1, 3, 4)
-    shared = (None, None) if prefix is None else (prefix[0].transpose(0, 2, 1, 3), prefix[1].transpose(0, 2, 1, 3))
-    keys = _Keys(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), *shared)
-    out: Any = _attend(queries, keys, _Masks(segment_ids, prefix_mask), causal, chunk)
-    return out.transpose(0, 2, 1, 3, 4).reshape(b, t, n, h)
+    if prefix is not None and not causal:
+        raise ValueError("causal = False: a prefix comes before its rows; leave causal True, or put the prefix into the rows")
+    if prefix is not None and segment_ids is not None:
+        segment_ids = (segment_ids != 0).astype(jnp.int32)
+    platform = _platform()
+    kernel = {
+        "splash": functools.partial(attention_splash.attend, interpret=platform != "tpu"),
+        "cudnn": functools.partial(attention_cudnn.attend, implementation="cudnn" if platform == "gpu" else "xla"),
+        "xla": functools.partial(attention_xla.attend, chunk=chunk),
+    }[implementation or choose(platform, q, k, prefix)]
+    return kernel(q, k, v, causal=causal, segment_ids=segment_ids, prefix=prefix, prefix_mask=prefix_mask)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _attend(q: Float[Array, "b k t r h"], keys: _Keys, masks: _Masks, causal: bool, chunk: int) -> Float[Array, "b k t r h"]:
-    return _forward(q, keys, masks, causal, chunk)[0]
+def _platform() -> str:
+    """Of the mesh in context, which may be a topology that this machine lacks; else of the default backend."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
 
 
-def _forward(q: Float[Array, "b k t r h"], keys: _Keys, masks: _Masks, causal: bool, chunk: int):
-    parts = []
-    for start, stop, end in _chunks(q.shape[2], causal, chunk):
-        scores = _own_scores(q[:, :, start:stop], keys.k[:, :, :end], masks.segments, causal, start)
-        parts.append(_weigh(scores, keys.v[:, :, :end]))
-    whole = _Partial(*(jnp.concatenate(part, axis=2) for part in zip(*parts, strict=True)))
-    if keys.prefix_k is not None and keys.prefix_v is not None:
-        shared = _weigh(_prefix_scores(_fold(q, keys.prefix_k), keys.prefix_k, masks.prefix), keys.prefix_v)
-        whole = _merge(whole, _Partial(*(_unfold(x, q) for x in shared)))
-    out = (whole.values / whole.weights[..., None]).astype(q.dtype)
-    return out, (q, keys, masks, out, whole.top + jnp.log(whole.weights))
-
-
-def _backward(causal: bool, chunk: int, saved, d_out: Float[Array, "b k t r h"]):
-    q, keys, masks, out, logsumexp = saved
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    d_q, d_k, d_v = [], jnp.zeros(keys.k.shape, jnp.float32), jnp.zeros(keys.v.shape, jnp.float32)
-    for start, stop, end in _chunks(q.shape[2], causal, chunk):
-        part = slice(start, stop)
-        scores = _own_scores(q[:, :, part], keys.k[:, :, :end], masks.segments, causal, start)
-        grads = _grads(q[:, :, part], keys.k[:, :, :end], keys.v[:, :, :end], scores, *(x[:, :, part] for x in (logsumexp, d_out, delta)))
-        d_q.append(grads[0])
-        d_k, d_v = d_k.at[:, :, :end].add(grads[1]), d_v.at[:, :, :end].add(grads[2])
-    d_q = jnp.concatenate(d_q, axis=2)
-    d_prefix = (None, None)
-    if keys.prefix_k is not None:
-        folded = [_fold(x, keys.prefix_k) for x in (q, logsumexp, d_out, delta)]
-        scores = _prefix_scores(folded[0], keys.prefix_k, masks.prefix)
-        more, *d_prefix = _grads(folded[0], keys.prefix_k, keys.prefix_v, scores, *folded[1:])
-        d_q = d_q + _unfold(more, q)
-        d_prefix = [d.astype(keys.k.dtype) for d in d_prefix]
-    return d_q.astype(q.dtype), _Keys(d_k.astype(keys.k.dtype), d_v.astype(keys.v.dtype), *d_prefix), None
-
-
-_attend.defvjp(_forward, _backward)
-
-
-def _chunks(t: int, causal: bool, chunk: int) -> list[tuple[int, int, int]]:
-    """(first query, query after the last, keys that any of them may see) of each chunk."""
-    return [(start, min(start + chunk, t), min(start + chunk, t) if causal else t) for start in range(0, t, chunk)]
-
-
-def _own_scores(
-    q: Float[Array, "b k c r h"], k: Float[Array, "b k s h"], segments: Int[Array, "b t"] | None, causal: bool, start: int
-) -> Float[Array, "b k c r s"]:
-    """Scores of queries from position `start` on against their own row's first keys, -1e30 where these may not be seen."""
-    c, s = q.shape[2], k.shape[2]
-    scores = _scores(q, k)
-    if causal:
-        scores = jnp.where((jnp.arange(start, start + c)[:, None] >= jnp.arange(s))[:, None], scores, _MASKED)
-    if segments is not None:
-        same = segments[:, start : start + c, None] == segments[:, None, :s]
-        scores = jnp.where(same[:, None, :, None], scores, _MASKED)
-    return scores
-
-
-def _prefix_scores(q: Float[Array, "p k c r h"], k: Float[Array, "p k s h"], valid: Bool[Array, "p s"] | None) -> Float[Array, "p k c r s"]:
-    scores = _scores(q, k)
-    return scores if valid is None else jnp.where(valid[:, None, None, None], scores, _MASKED)
-
-
-def _weigh(scores: Float[Array, "b k c r s"], v: Float[Array, "b k s h"]) -> _Partial:
-    top = jnp.max(scores, axis=-1)
-    weights = jnp.exp(scores - top[..., None])
-    return _Partial(_apply(weights.astype(v.dtype), v), jnp.sum(weights, axis=-1), top)
-
-
-def _merge(a: _Partial, b: _Partial) -> _Partial:
-    """Attention over the keys of both."""
-    top = jnp.maximum(a.top, b.top)
-    x, y = jnp.exp(a.top - top), jnp.exp(b.top - top)
-    return _Partial(a.values * x[..., None] + b.values * y[..., None], a.weights * x + b.weights * y, top)
-
-
-def _grads(q, k, v, scores, logsumexp, d_out, delta):
-    """Gradients of queries, keys and values through one set of scores, float32."""
-    weights = jnp.exp(scores - logsumexp[..., None])
-    d_v = _collect(weights.astype(d_out.dtype), d_out)
-    d_scores = (weights * (_scores(d_out, v) - delta[..., None])).astype(q.dtype)
-    return _apply(d_scores, k), _collect(d_scores, q), d_v
-
-
-def _fold(x: Array, prefix: Array) -> Array:
-    """[b k t ...] -> [p k g*t ...]: the g rows of a prompt become more queries of the same keys."""
-    p = prefix.shape[0]
-    b, k, t, *rest = x.shape
-    return x.reshape(p, b // p, k, t, *rest).swapaxes(1, 2).reshape(p, k, b // p * t, *rest)
-
-
-def _unfold(x: Array, q: Array) -> Array:
-    """The way back from `_fold`, to q's rows and positions."""
-    p, k, rest = x.shape[0], x.shape[1], x.shape[3:]
-    return x.reshape(p, k, q.shape[0] // p, q.shape[2], *rest).swapaxes(1, 2).reshape(*q.shape[:3], *rest)
-
-
-# One batch axis in every matmul: XLA on CPU runs more of them several times slower.
-
-
-def _scores(q: Float[Array, "b k c r h"], k: Float[Array, "b k s h"]) -> Float[Array, "b k c r s"]:
-    b, n, c, r, h = q.shape
-    return _matmul(q.reshape(b * n, c * r, h), k.reshape(b * n, -1, h), 2, 2).reshape(b, n, c, r, -1)
-
-
-def _apply(weights: Float[Array, "b k c r s"], v: Float[Array, "b k s h"]) -> Float[Array, "b k c r h"]:
-    b, n, c, r, s = weights.shape
-    return _matmul(weights.reshape(b * n, c * r, s), v.reshape(b * n, s, -1), 2, 1).reshape(b, n, c, r, -1)
-
-
-def _collect(weights: Float[Array, "b k c r s"], x: Float[Array, "b k c r h"]) -> Float[Array, "b k s h"]:
-    """What each key gets from all queries."""
-    b, n, c, r, s = weights.shape
-    return _matmul(weights.reshape(b * n, c * r, s), x.reshape(b * n, c * r, -1), 1, 1).reshape(b, n, s, -1)
-
-
-def _matmul(a: Float[Array, "x i j"], b: Float[Array, "x u w"], contract_a: int, contract_b: int) -> Float[Array, "x y z"]:
-    return jax.lax.dot_general(a, b, (((contract_a,), (contract_b,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-
-
-def heads_first(kv: tuple[Float[Array, "*l p s k h"], Float[Array, "*l p s k h"]]) -> tuple[Array, Array]:
-    """Keys and values as `attend_cache` wants those of a prefix: to be laid out once, not at every token."""
-    return jnp.swapaxes(kv[0], -3, -2), jnp.swapaxes(kv[1], -3, -2)
-
-
-def attend_cache(
-    q: Float[Array, "b n h"],
-    k: Float[Array, "b s k h"],
-    v: Float[Array, "b s k h"],
-    mask: Bool[Array, "b s"],
-    prefix: tuple[Float[Array, "p k u h"], Float[Array, "p k u h"]] | None = None,
-    prefix_mask: Bool[Array, "p u"] | None = None,
-) -> Float[Array, "b n h"]:
-    """One query a row against its own cache, where `mask` holds, and against a prefix that g = b / p rows share (`heads_first`)."""
-    b, n, h = q.shape
-    kv = k.shape[2]
-    queries = (q * h**-0.5).reshape(b, kv, 1, n // kv, h)
-    scores = jnp.where(mask[:, None, None, None], _scores(queries, k.swapaxes(1, 2)), _MASKED)
-    whole = _weigh(scores, v.swapaxes(1, 2))
-    if prefix is not None:
-        shared = _weigh(_prefix_scores(_fold(queries, prefix[0]), prefix[0], prefix_mask), prefix[1])
-        whole = _merge(whole, _Partial(*(_unfold(x, queries) for x in shared)))
-    return (whole.values / whole.weights[..., None]).astype(q.dtype).reshape(b, n, h)
+def choose(
+    platform: str,
+    q: Float[Array, "b t n h"],
+    k: Float[Array, "b t k h"],
+    prefix: tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]] | None = None,
+) -> Implementation:
+    """The platform's own kernel where it can do the case, else XLA."""
+    if platform == "tpu" and attention_splash.supports(q, k, prefix):
+        return "splash"
+    return "cudnn" if platform == "gpu" and attention_cudnn.supports(q, prefix) else "xla"

@@ -1,0 +1,148 @@
+"""Attention on TPU: the Splash kernel of `jax.experimental.pallas`, one sequence for every group of rows.
+
+Owns how rows and their shared prefix become the kernel's sequences, its masks and tiles, and how they lie on a mesh: the compiler cannot
+cut a kernel, so where a mesh is set each device gets whole groups and whole kv heads. Away from a TPU the kernel is interpreted,
+for tests. Refuses nothing: `supports` is asked first. Invariant: valid tokens get what `attention_xla` gives them; the prefix
+is never repeated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import AbstractMesh, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from models.sharding import BATCH
+
+LANES = 128  # tiles are a multiple of it
+BLOCK = 512  # largest tile, in positions
+PADDING = -1  # segment of the positions that fill the last tile
+
+_ROWS, _HEADS = PartitionSpec(*BATCH), PartitionSpec(*BATCH, None, "tensor")
+
+
+def supports(q: Float[Array, "b t n h"], k: Float[Array, "b t k h"], prefix: tuple[Array, Array] | None) -> bool:
+    """Whether the kernel can do the case: bfloat16 or float32, and on a mesh groups and kv heads that divide over its devices."""
+    mesh, groups = _mesh(), len(k if prefix is None else prefix[0])
+    divides = mesh is None or groups % math.prod(mesh.shape[axis] for axis in BATCH[0]) == 0 == k.shape[2] % mesh.shape["tensor"]
+    return divides and q.dtype in (jnp.bfloat16, jnp.float32)
+
+
+def _mesh() -> AbstractMesh | None:
+    """The mesh to lie on; None where there is none, or where a caller's shard_map has cut the arrays already."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.are_all_axes_manual else mesh
+
+
+def attend(
+    q: Float[Array, "b t n h"],
+    k: Float[Array, "b t k h"],
+    v: Float[Array, "b t k h"],
+    *,
+    causal: bool,
+    segment_ids: Int[Array, "b t"] | None,
+    prefix: tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]] | None,
+    prefix_mask: Bool[Array, "p s"] | None,
+    interpret: bool,
+) -> Float[Array, "b t n h"]:
+    """`attention.attend` on this kernel."""
+    segments = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
+    prefix = (k[:, :0], v[:, :0]) if prefix is None else prefix  # none is one of no length, every row a group
+    valid = jnp.ones(prefix[0].shape[:2], bool) if prefix_mask is None else prefix_mask
+    groups = functools.partial(_attend_groups, causal=causal, interpret=interpret)
+    if _mesh() is not None:
+        specs = (_HEADS, _HEADS, _HEADS, _ROWS, _HEADS, _HEADS, _ROWS)
+        groups = jax.shard_map(groups, in_specs=specs, out_specs=_HEADS, check_vma=False)
+    return groups(q * q.shape[-1] ** -0.5, k, v, segments, *prefix, valid)
+
+
+def _attend_groups(
+    q: Float[Array, "b t n h"],
+    k: Float[Array, "b t k h"],
+    v: Float[Array, "b t k h"],
+    segments: Int[Array, "b t"],
+    prefix_k: Float[Array, "p s k h"],
+    prefix_v: Float[Array, "p s k h"],
+    valid: Bool[Array, "p s"],
+    *,
+    causal: bool,
+    interpret: bool,
+) -> Float[Array, "b t n h"]:
+    """Each group as one sequence: queries [row 1, ..., row g], keys [prefix, row 1, ..., row g]."""
+    b, t, n, h = q.shape
+    p, s = valid.shape
+    queries = b // p * t
+    tile_q, tile_k = _tile(queries), _tile(s + queries)
+
+    def sequence(*parts: Array, tile: int, fill: int = 0) -> Array:
+        whole = jnp.concatenate([x.reshape(p, -1, *x.shape[2:]) for x in parts], axis=1)
+        return jnp.pad(whole, [(0, 0), (0, -whole.shape[1] % tile)] + [(0, 0)] * (whole.ndim - 2), constant_values=fill)
+
+    ids = splash.SegmentIds(
+        q=sequence(segments, tile=tile_q, fill=PADDING), kv=sequence(valid.astype(segments.dtype), segments, tile=tile_k, fill=PADDING)
+    )
+    shape = ids.q.shape[1], ids.kv.shape[1]
+    mask = masks.MultiHeadMask([_mask(shape, prefix=s, row=t, rows=b // p, causal=causal)] * n)
+    tiles = splash.BlockSizes(
+        block_q=tile_q, block_q_dkv=tile_q, block_q_dq=tile_q, block_kv=tile_k, block_kv_dkv=tile_k, block_kv_dq=tile_k
+    )
+    kernel = splash.make_splash_mha_single_device(mask, block_sizes=tiles, interpret=interpret)
+    heads = [sequence(q, tile=tile_q), sequence(prefix_k, k, tile=tile_k), sequence(prefix_v, v, tile=tile_k)]
+    out: Any = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in heads), ids)
+    return out.swapaxes(1, 2)[:, :queries].reshape(b, t, n, h)
+
+
+def _tile(length: int) -> int:
+    """The tile that cuts `length` into the fewest parts of at most BLOCK, and pads it least."""
+    count = -(-length // BLOCK)
+    return -(-length // (count * LANES)) * LANES
+
+
+def _mask(shape: tuple[int, int], *, prefix: int, row: int, rows: int, causal: bool) -> masks.Mask:
+    if not causal:
+        return masks.FullMask(shape)
+    return masks.CausalMask(shape, offset=prefix) if rows == 1 else GroupMask(*shape, prefix, row)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupMask(masks.Mask):
+    """Who sees whom where rows of `row` tokens follow one another: all of the prefix, and causally their own row.
+
+    Computed inside the kernel; tiles that nobody sees are skipped. A query's number holds its row and its place there, so
+    that the kernel need not divide.
+    """
+
+    queries: int
+    keys: int
+    prefix: int
+    row: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.queries, self.keys
+
+    @property
+    def q_sequence(self) -> np.ndarray:
+        row, place = np.divmod(np.arange(self.queries, dtype=np.int32), np.int32(self.row))
+        return row << self._bits | place
+
+    @property
+    def _bits(self) -> int:
+        return (self.row - 1).bit_length()
+
+    def mask_function(self, q: Any, k: Any) -> Any:
+        """Whether query number q sees key position k (arrays that broadcast)."""
+        start = self.prefix + (q >> self._bits) * self.row
+        return (k < self.prefix) | ((k >= start) & (k <= start + (q & ((1 << self._bits) - 1))))
+
+    def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
+        return self.mask_function(self.q_sequence[idx[0], None], np.arange(self.keys)[idx[1]])
