@@ -21,6 +21,7 @@ from jaxtyping import Float, Int, Int32, Real, UInt8
 from PIL import Image, ImageOps
 
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
+from models.qwen3_vl.hf_folder import local_folder
 from models.qwen3_vl.rope import mrope_positions, visual_index
 
 _MIN_TOKENS, _MAX_TOKENS = 4, 16_384  # visual tokens an image has at least and at most where the caller sets no limits
@@ -164,12 +165,9 @@ class Processor:
 
         FileNotFoundError where settings are missing, ValueError where they do not fit `config` or ask for what is not computed.
         """
-        from huggingface_hub import snapshot_download
-        from transformers import AutoTokenizer  # both take seconds to import, and most users of this module need neither
+        from transformers import AutoTokenizer  # takes seconds to import, and most users of this module do without
 
-        folder = Path(source)
-        if not folder.is_dir():
-            folder = Path(snapshot_download(str(source), allow_patterns=["*.json", "*.jinja", "*.txt"]))
+        folder = local_folder(source, weights=False)
         limits = {kind: _limits(kind, _settings(folder, kind), config.vision) for kind in ("image", "video")}
         return cls(AutoTokenizer.from_pretrained(folder), config, limits["image"], limits["video"])
 

@@ -8,6 +8,7 @@ Invariant: `decode(ids)` is the bytes of the tokens put together, so every byte 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import pathlib
 import re
@@ -68,9 +69,11 @@ def build(pieces: Iterable[str]) -> tokenizers.Tokenizer:
 
 
 def save(tokenizer: tokenizers.Tokenizer, folder: str | os.PathLike) -> pathlib.Path:
-    """Writes `tokenizer.json` into the folder, whole or not at all, and returns its path."""
+    """Writes `tokenizer.json` into the folder, whole or not at all, and returns its path; before it, what transformers reads beside it."""
     path = pathlib.Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
+    beside = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": PAD}
+    (path.parent / "tokenizer_config.json").write_text(json.dumps(beside, indent=2) + "\n", encoding="utf-8")
     unfinished = path.with_suffix(".tmp")
     tokenizer.save(str(unfinished))
     os.replace(unfinished, path)

@@ -55,6 +55,7 @@ def execute(run: Run, check: Callable[[], None] = lambda: None) -> pathlib.Path:
             before = session.evaluate("before")
             session.reinforce()
             after = session.evaluate("after")
+            session.export()
         result = {"name": run.name, "seed": run.seed, "before": before, "after": after, **_counts(directory.path), "seconds": clock.total}
         write_atomically(directory.path / "result.json", json.dumps(result, indent=1))
         _collect_episodes(directory.path)

@@ -23,6 +23,7 @@ from flax import nnx
 from configs.base import Run
 from models.features import FrameFeatures
 from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl, tiny
+from models.qwen3_vl.hf import save
 from models.qwen3_vl.model import Qwen3VL
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.loader import stream
@@ -187,6 +188,13 @@ class Session:
                     kept.save(step, state, {"questions": questions.get_state()})
         kept.close()
         self.weights = state.weights
+
+    def export(self) -> None:
+        """The trained model in the Hugging Face layout, for transformers and `models.qwen3_vl.load`, in the folder `model`."""
+        folder = self.folder / "model"
+        if not folder.exists():
+            nnx.update(self.model.text, self.weights)
+            save(self.model, folder, files=sorted((self.folder / "tokenizer").iterdir()))
 
     def _transcriber(self, step: int) -> Callable[[Rollouts, np.ndarray], None]:
         """Writes one episode of each group of a step down for the report."""

@@ -1,6 +1,7 @@
-"""Qwen3-VL: configuration, model, positions. Weights in the Hugging Face layout are read and written by `models.qwen3_vl.hf`."""
+"""Qwen3-VL: configuration, model, positions, and weights in and out."""
 
 from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig, flops_per_token, from_hf, qwen3_vl, tiny
+from models.qwen3_vl.hf import load, save
 from models.qwen3_vl.model import Qwen3VL, abstract_model, num_params
 from models.qwen3_vl.rope import mrope_positions, next_position
 from models.qwen3_vl.text import KV, TextDecoder
@@ -19,10 +20,12 @@ __all__ = [
     "flops_per_token",
     "frame_layout",
     "from_hf",
+    "load",
     "mrope_positions",
     "next_position",
     "num_params",
     "packed_layout",
     "qwen3_vl",
+    "save",
     "tiny",
 ]

@@ -1,34 +1,38 @@
 """Weights in and out in the Hugging Face layout: safetensors files and a `config.json`, as transformers 4.57 and 5.x write and read them.
 
-Owns the correspondence of names and layouts. Refuses a folder whose tensors are not exactly the model's, naming all that are
-missing, unknown or misshaped at once. Invariant: what `save` wrote, `load` reads back bit for bit; a folder appears whole or not at all.
+Owns the correspondence of names and layouts. Refuses weights that are not exactly the model's, naming all that are missing, unknown or
+misshaped at once. Invariants: what `save` wrote, `load` reads back bit for bit; in both directions the host works on one tensor at a
+time beside the parameters themselves.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import json
 import math
 import os
-import shutil
-import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from jaxtyping import Array, Float, Int, Shaped
 
+from models.qwen3_vl import hf_folder, tensor_file
 from models.qwen3_vl.config import Qwen3VLConfig, from_hf, to_hf
 from models.qwen3_vl.model import Qwen3VL, abstract_model
+from models.sharding import param_shardings
 
-_FILE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_SHOWN = 20  # names of a kind that an error lists
+_TIED_HEAD = "lm_head.weight"  # some files repeat the tied embedding under this name
+_EMBEDDING = "model.language_model.embed_tokens.weight"
+
+_Stored = tuple[Path, tensor_file.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,19 +47,39 @@ class _Tensor:
     inputs: int = 0
     shape: tuple[int, ...] | None = None
 
+    @property
+    def stacked(self) -> bool:
+        return "{}" in self.name
+
     def theirs(self, ours: tuple[int, ...]) -> tuple[int, ...]:
         if self.shape or not self.inputs:
             return self.shape or ours
         return math.prod(ours[self.inputs :]), math.prod(ours[: self.inputs])
 
-    def to_ours(self, value: np.ndarray, ours: tuple[int, ...]) -> np.ndarray:
-        return value.reshape(-1, math.prod(ours[: self.inputs])).T.reshape(ours) if self.inputs else value
+    def read(self, stored: _Stored, ours: tuple[int, ...], index: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
+        """The block `index` of our array of shape `ours`, in the file's type."""
+        cut = self.inputs or 1
+        first, second = _flat(index[:cut], ours[:cut]), _flat(index[cut:], ours[cut:])
+        rows, columns = (second, first) if self.inputs else (first, second)
+        block = tensor_file.read(*stored, rows, columns, transpose=self.inputs > 0)
+        return block.reshape([len(range(size)[part]) for part, size in zip(index, ours, strict=True)])
 
-    def to_theirs(self, value: np.ndarray) -> np.ndarray:
-        shape = self.theirs(value.shape)
-        if not self.inputs:
-            return value
-        return np.ascontiguousarray(value.reshape(math.prod(value.shape[: self.inputs]), -1).T).reshape(shape)
+    def matrix(self, ours: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "i j"]:
+        """Their tensor as `tensor_file` writes it: a view, not a copy."""
+        cut = self.inputs or 1
+        flat = ours.reshape(math.prod(ours.shape[:cut]), -1)
+        return flat.T if self.inputs else flat
+
+
+def _flat(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
+    """Where a block lies once its axes are one. ValueError unless it is cut along the first alone: between heads, never inside one."""
+    if not shape:
+        return slice(0, 1)
+    inner = math.prod(shape[1:])
+    if any(len(range(size)[part]) != size for part, size in zip(index[1:], shape[1:], strict=True)):
+        raise ValueError(f"sharding = {index} of axes {shape}: only the first of them may be divided; change models.sharding.RULES")
+    start, stop, _ = index[0].indices(shape[0])
+    return slice(start * inner, stop * inner)
 
 
 def _tensors(config: Qwen3VLConfig) -> dict[str, _Tensor]:
@@ -63,7 +87,7 @@ def _tensors(config: Qwen3VLConfig) -> dict[str, _Tensor]:
     layer, block = "model.language_model.layers.{}", "model.visual.blocks.{}"
     v = config.vision
     table = {
-        "text/embedding": _Tensor("model.language_model.embed_tokens.weight"),
+        "text/embedding": _Tensor(_EMBEDDING),
         "text/norm": _Tensor("model.language_model.norm.weight"),
         "text/layers/input_norm": _Tensor(f"{layer}.input_layernorm.weight"),
         "text/layers/post_norm": _Tensor(f"{layer}.post_attention_layernorm.weight"),
@@ -96,99 +120,175 @@ def _tensors(config: Qwen3VLConfig) -> dict[str, _Tensor]:
     return table
 
 
-def _parameters(model: Qwen3VL) -> dict[str, nnx.Variable]:
-    return {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+def _parameters(state: Any) -> dict[str, Any]:
+    return {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
 
-def _layout(config: Qwen3VLConfig, parameters: Mapping[str, nnx.Variable]) -> dict[str, tuple[str, int | None, tuple[int, ...]]]:
-    """Their name -> (our path, number in the stack or None, their shape)."""
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a tensor of theirs stands among our parameters (`number`: in a stack), and its shape there."""
+
+    path: str
+    number: int | None
+    shape: tuple[int, ...]
+
+
+def _layout(config: Qwen3VLConfig, parameters: Mapping[str, nnx.Variable]) -> dict[str, _Place]:
+    """Their name -> its place."""
     layout = {}
     for path, tensor in _tensors(config).items():
         shape = parameters[path].shape
-        if "{}" not in tensor.name:
-            layout[tensor.name] = (path, None, tensor.theirs(shape))
-            continue
-        for number in range(shape[0]):
-            layout[tensor.name.format(number)] = (path, number, tensor.theirs(shape[1:]))
+        if tensor.stacked:
+            layout |= {tensor.name.format(number): _Place(path, number, tensor.theirs(shape[1:])) for number in range(shape[0])}
+        else:
+            layout[tensor.name] = _Place(path, None, tensor.theirs(shape))
     return layout
 
 
+def tensor_shapes(config: Qwen3VLConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a checkpoint, as transformers has them."""
+    parameters = _parameters(nnx.state(abstract_model(config), nnx.Param))
+    return {name: place.shape for name, place in _layout(config, parameters).items()}
+
+
+def _headers(folder: Path, config: Qwen3VLConfig, layout: Mapping[str, _Place]) -> dict[str, tensor_file.Header]:
+    shapes = {name: place.shape for name, place in layout.items()}
+    return hf_folder.read_headers(folder, shapes, optional=_TIED_HEAD if config.text.tie_word_embeddings else None)
+
+
 def load(
-    folder: str | os.PathLike, config: Qwen3VLConfig | None = None, *, dtype: DTypeLike = jnp.float32, param_dtype: DTypeLike = jnp.float32
+    source: str | os.PathLike,
+    config: Qwen3VLConfig | None = None,
+    *,
+    mesh: Mesh | None = None,
+    dtype: DTypeLike = jnp.float32,
+    param_dtype: DTypeLike = jnp.float32,
 ) -> Qwen3VL:
-    """The model in `folder` (`model.safetensors`, or several files and their index), weights as `param_dtype`.
+    """The model in `source`, a folder (`model.safetensors`, or several files and their index) or a hub id (`Qwen/Qwen3-VL-8B-Instruct`).
 
-    `config` defaults to the folder's `config.json`. FileNotFoundError without weights; ValueError listing every tensor that is
-    missing, unknown or of another shape.
+    Weights become `param_dtype` and lie over `mesh` by the rules of `models.sharding`; without a mesh, on one device. Every process
+    of the mesh has to call. Each reads the slices that its own shards need, one tensor after another.
+    `config` defaults to the folder's `config.json`.
+
+    FileNotFoundError without weights, and where the hub has no such id or cannot be reached. ValueError naming a damaged file, and
+    one listing every tensor that is missing, unknown or of another shape.
     """
-    folder = Path(folder)
-    config = from_hf(folder / "config.json") if config is None else config
+    folder = hf_folder.local_folder(source)
+    config = from_hf(folder / hf_folder.CONFIG) if config is None else config
     model = abstract_model(config, dtype=dtype, param_dtype=param_dtype)
-    parameters, tensors = _parameters(model), _tensors(config)
-    layout = _layout(config, parameters)
-    with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(file, framework="numpy")) for file in _files(folder)]
-        found = {name: file for file in files for name in file.keys()}  # noqa: SIM118  not a mapping
-        if config.text.tie_word_embeddings:
-            found.pop("lm_head.weight", None)  # some files repeat the tied embedding
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in found.items()}
-        _check(folder, shapes, {name: shape for name, (_, _, shape) in layout.items()})
-        values: dict[str, np.ndarray] = {}
-        for name, (path, number, _) in layout.items():
-            shape = parameters[path].shape
-            part = tensors[path].to_ours(found[name].get_tensor(name), shape if number is None else shape[1:])
-            if number is None:
-                values[path] = part
-            else:
-                values.setdefault(path, np.empty(shape, part.dtype))[number] = part
-        for path, variable in parameters.items():
-            variable.set_value(jnp.asarray(values.pop(path), param_dtype))
     graph, state = nnx.split(model)
-    return nnx.merge(graph, nnx.map_state(lambda path, _: parameters["/".join(map(str, path))], state))
+    parameters = _parameters(state)
+    headers = _headers(folder, config, _layout(config, parameters))
+    stored = {name: (folder / file, tensor) for file, header in headers.items() for name, tensor in header.tensors.items()}
+    shardings = {path: leaf.get_value() for path, leaf in _parameters(param_shardings(state, mesh)).items()} if mesh else {}
+    for path, tensor in _tensors(config).items():
+        variable = parameters[path]
+        variable.set_value(_value(tensor, stored, variable.shape, variable.dtype, shardings.get(path)))
+    return nnx.merge(graph, state)
 
 
-def _files(folder: Path) -> list[Path]:
-    index = folder / _INDEX
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        return [folder / name for name in names]
-    if not (folder / _FILE).exists():
-        raise FileNotFoundError(f"{folder}: holds neither {_FILE} nor {_INDEX}; give the folder of a Qwen3-VL checkpoint")
-    return [folder / _FILE]
+def _value(
+    tensor: _Tensor, stored: Mapping[str, _Stored], shape: tuple[int, ...], dtype: DTypeLike, sharding: NamedSharding | None
+) -> jax.Array:
+    """A parameter. It waits for every tensor: transfers that queue up would hold their host buffers."""
+    if not tensor.stacked:
+        return _on_devices(tensor, stored[tensor.name], shape, sharding).astype(dtype).block_until_ready()
+    stack = jnp.zeros(shape, dtype, device=sharding)
+    inner = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])) if sharding else None
+    insert = jax.jit(_insert, donate_argnums=0, out_shardings=sharding)
+    for number in range(shape[0]):
+        part = _on_devices(tensor, stored[tensor.name.format(number)], shape[1:], inner)
+        stack = insert(stack, part, number).block_until_ready()
+    return stack
 
 
-def _check(folder: Path, found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> None:
-    problems = {
-        "missing": sorted(wanted.keys() - found.keys()),
-        "unknown": sorted(found.keys() - wanted.keys()),
-        "misshaped": [f"{n} {found[n]}, not {wanted[n]}" for n in sorted(wanted.keys() & found.keys()) if found[n] != wanted[n]],
-    }
-    lines = []
-    for kind, names in problems.items():
-        if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            lines.append(f"{len(names)} {kind}: {', '.join(names[:_SHOWN])}{more}")
-    if lines:
-        raise ValueError(f"{folder}: tensors differ from the configuration's; {'; '.join(lines)}; check config.json and the model's size")
+def _insert(stack: Float[Array, "l ..."], part: Float[Array, "..."], number: Int[Array, ""]) -> Float[Array, "l ..."]:
+    return jax.lax.dynamic_update_index_in_dim(stack, part.astype(stack.dtype), number, 0)
 
 
-def save(model: Qwen3VL, folder: str | os.PathLike) -> None:
-    """Writes `model` to a new `folder` that transformers and `load` read; FileExistsError where it exists. Failure leaves nothing."""
+def _on_devices(tensor: _Tensor, stored: _Stored, shape: tuple[int, ...], sharding: NamedSharding | None) -> jax.Array:
+    """One tensor in the file's type. Devices that hold the same block share one reading of it."""
+    if sharding is None:
+        return jax.device_put(tensor.read(stored, shape, (slice(None),) * len(shape)))
+    blocks: dict[str, np.ndarray] = {}
+
+    def block(index: Any) -> np.ndarray:
+        if repr(index) not in blocks:
+            blocks[repr(index)] = tensor.read(stored, shape, index)
+        return blocks[repr(index)]
+
+    return jax.make_array_from_callback(shape, sharding, block, dtype=stored[1].dtype)
+
+
+def save(
+    model: Qwen3VL,
+    folder: str | os.PathLike,
+    *,
+    like: str | os.PathLike | None = None,
+    files: Iterable[str | os.PathLike] = (),
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes `model` to a new `folder` that transformers and `load` read, with copies of `files` (a tokenizer of one's own) beside it.
+
+    With `like`, the folder or hub id that the weights came from: its config, tokenizer, template and processor files ride along, and
+    weights take its types, files and order, so that what was not trained comes out byte for byte. Without it: a config.json, and
+    weights in their own types, in files of at most `max_shard_bytes` (or one tensor).
+
+    Every process of a mesh has to call, and see `like`; the first one writes, from one tensor at a time.
+    FileExistsError where `folder` exists; ValueError where `like` is of another configuration. Failure leaves nothing behind, a
+    killed process only a hidden folder, which the next `save` to `folder` removes.
+    """
     folder = Path(folder)
     if folder.exists():
         raise FileExistsError(f"{folder}: exists; choose a new folder, or remove this one first")
-    parameters, tensors = _parameters(model), _tensors(model.config)
-    values = {}
-    for name, (path, number, _) in _layout(model.config, parameters).items():
-        whole = np.asarray(parameters[path][...])
-        values[name] = tensors[path].to_theirs(whole if number is None else whole[number])
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    try:
-        save_file(values, temporary / _FILE, metadata={"format": "pt"})
-        (temporary / "config.json").write_text(json.dumps(to_hf(model.config), indent=2) + "\n", encoding="utf-8")
-        temporary.chmod(0o755)
-        os.replace(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    parameters = _parameters(nnx.state(model, nnx.Param))
+    layout = _layout(model.config, parameters)
+    if like is None:
+        tensors = {name: (np.dtype(parameters[place.path].dtype), place.shape) for name, place in layout.items()}
+        headers, companions = hf_folder.new_files(to_hf(model.config), tensors, max_shard_bytes)
+    else:
+        source = hf_folder.local_folder(like)
+        _same_config(source, model.config)
+        headers, companions = _headers(source, model.config, layout), hf_folder.read_companions(source)
+    companions |= {Path(file).name: Path(file).read_bytes() for file in files}
+    matrices = {file: _matrices(model.config, parameters, layout, header) for file, header in headers.items()}
+    if jax.process_index() == 0:
+        with hf_folder.appearing(folder) as temporary:
+            for file, header in headers.items():
+                tensor_file.write(temporary / file, header, matrices[file])
+            for file, content in companions.items():
+                (temporary / file).write_bytes(content)
+    else:
+        for tensors in matrices.values():
+            collections.deque(tensors, maxlen=0)  # takes part in the gathering
+    multihost_utils.sync_global_devices(f"{folder} is written")
+
+
+def _same_config(source: Path, config: Qwen3VLConfig) -> None:
+    theirs, ours = (dataclasses.asdict(c) for c in (from_hf(source / hf_folder.CONFIG), config))
+    if different := [name for name in ours if theirs[name] != ours[name]]:
+        raise ValueError(
+            f"like = {source}: its config.json differs from the model's in {', '.join(different)}; give the folder it came from"
+        )
+
+
+def _matrices(
+    config: Qwen3VLConfig, parameters: Mapping[str, nnx.Variable], layout: Mapping[str, _Place], header: tensor_file.Header
+) -> Iterator[Shaped[np.ndarray, "i j"]]:
+    """The tensors of one file, each gathered when its turn comes."""
+    tensors = _tensors(config)
+    for name in header.tensors:
+        place = layout[name] if name in layout else layout[_EMBEDDING]  # a tied head
+        yield tensors[place.path].matrix(_on_host(parameters[place.path].get_value(), place.number))
+
+
+def _on_host(value: Float[Array, "..."], number: int | None) -> Shaped[np.ndarray, "..."]:
+    """A parameter, or one of a stack, gathered from all devices and processes."""
+    # Whole parameters are copied too: an array keeps the NumPy value it once gave, and the model's would fill the host.
+    part = jnp.copy(value) if number is None else _take(value, number)
+    return np.asarray(part) if part.is_fully_addressable else multihost_utils.process_allgather(part, tiled=True)
+
+
+@jax.jit
+def _take(stack: Float[Array, "l ..."], number: Int[Array, ""]) -> Float[Array, "..."]:
+    return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)

@@ -13,10 +13,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from flax import nnx
 
 import train.run
+from models.qwen3_vl import load
+from models.sharding import make_mesh, param_shardings
+from paravt_jax import tokenizer
+from rollout.ask import Assistant
+from train.checkpoint import Checkpoints
 from train.metrics import read_metrics
+from train.optimizer import make_optimizer
+from train.step import init_state
 
 ROOT, PROGRAM = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).with_name("small.py")
 
@@ -87,6 +97,17 @@ def test_episodes_are_written_down_and_shown(finished):
     assert credit and all(isinstance(value, float) for value in credit)
     report = (finished / "report.html").read_text()
     assert episodes[0]["question"]["text"] in report and "<svg" in report
+
+
+def test_the_trained_model_can_be_opened_and_asked(finished, small):
+    model, run = load(finished / "model"), small.small()
+    weights = nnx.state(model.text)
+    template = init_state(jax.device_put(weights, param_shardings(weights, make_mesh())), make_optimizer(run.rl.optimizer, run.rl.steps))
+    latest, _, _ = Checkpoints(finished / "checkpoints" / "rl").restore(template)
+    jax.tree.map(np.testing.assert_array_equal, weights, latest.weights)
+    assistant = Assistant(model, tokenizer.load(finished / "model"), run.protocol)
+    video = next((finished / "videos").rglob("*.mp4"))
+    assert assistant.ask(video, "What is the number in the scene that starts at 8 s?", frames=4).turns
 
 
 # --- the same command again, and others in the same folder ---

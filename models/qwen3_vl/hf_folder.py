@@ -1,0 +1,177 @@
+"""A folder in the Hugging Face layout: weights files and their index, and the config, tokenizer and processor files beside them.
+
+Owns where such a folder comes from (a path, the hub), which files it is made of, and how a new one appears. Knows names and shapes of
+tensors, nothing of the model. Refuses folders with files or tensors missing, all named in one error. Invariant: a folder that `appearing`
+made is whole, whenever the writer died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+from huggingface_hub import errors
+
+from models.qwen3_vl.tensor_file import Header, new_header, read_header
+
+CONFIG = "config.json"
+_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_COMPANIONS = ("*.json", "*.jinja", "*.txt", "LICENSE*")  # config, tokenizer, template, processor
+_SHOWN = 20  # names of a kind that an error lists
+
+Shape = tuple[int, ...]
+
+
+def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
+    """The folder `source`, or that of a hub id once fetched into the hub's cache, without `weights` where they are not needed.
+
+    FileNotFoundError where there is neither.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source)):
+        raise FileNotFoundError(f"{source}: no such folder, and no hub id (owner/name); give the folder of a Qwen3-VL checkpoint")
+    try:
+        return Path(huggingface_hub.snapshot_download(str(source), allow_patterns=["*.safetensors"] * weights + [*_COMPANIONS]))
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
+        raise FileNotFoundError(
+            f"{source}: no such folder here, and the hub did not give it ({error}); check the id, the network and the token "
+            "(hf auth login), or fetch the repository elsewhere and give its folder"
+        ) from error
+
+
+def read_headers(folder: Path, shapes: Mapping[str, Shape], optional: str | None = None) -> dict[str, Header]:
+    """File name -> header of every weights file, which together hold exactly the tensors of `shapes`, and perhaps `optional`.
+
+    FileNotFoundError without weights; ValueError naming a damaged file, or every tensor that is missing, unknown or of another shape.
+    """
+    headers = {name: read_header(folder / name) for name in _weights_files(folder)}
+    found = {name: tensor.shape for header in headers.values() for name, tensor in header.tensors.items() if name != optional}
+    _check(folder, found, shapes)
+    return headers
+
+
+def _weights_files(folder: Path) -> list[str]:
+    if (folder / _FILE).exists():  # before the index, as in transformers
+        return [_FILE]
+    index = folder / _INDEX
+    if not index.exists():
+        raise FileNotFoundError(f"{folder}: holds neither {_FILE} nor {_INDEX}; give the folder of a Qwen3-VL checkpoint")
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        strange = [name for name in names if Path(name).name != name]
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: has no readable weight_map ({error!r}); fetch it again") from error
+    if strange:
+        raise ValueError(f"{index}: weight_map names {strange[0]!r}; weights lie beside their index: give plain file names")
+    if missing := [name for name in names if not (folder / name).exists()]:
+        raise FileNotFoundError(f"{folder}: lacks {', '.join(missing)}, named in {_INDEX}; fetch what is missing")
+    return names
+
+
+def _check(folder: Path, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
+    problems = {
+        "missing": sorted(wanted.keys() - found.keys()),
+        "unknown": sorted(found.keys() - wanted.keys()),
+        "misshaped": [f"{n} {found[n]}, not {wanted[n]}" for n in sorted(wanted.keys() & found.keys()) if found[n] != wanted[n]],
+    }
+    lines = []
+    for kind, names in problems.items():
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            lines.append(f"{len(names)} {kind}: {', '.join(names[:_SHOWN])}{more}")
+    if lines:
+        raise ValueError(f"{folder}: tensors differ from the configuration's; {'; '.join(lines)}; check config.json and the model's size")
+
+
+def read_companions(folder: Path) -> dict[str, bytes]:
+    """The contents of all that belongs to a checkpoint beside its weights: config, tokenizer, template, processor, index, licence."""
+    used = set() if (folder / _FILE).exists() else {_INDEX}
+    unused = {path.name for path in folder.glob("*.index.json")} - used  # of other formats' weights, which stay behind
+    paths = {path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file() and path.name not in unused}
+    return {path.name: path.read_bytes() for path in sorted(paths)}
+
+
+def new_files(
+    config: Mapping[str, Any], tensors: Mapping[str, tuple[np.dtype, Shape]], max_bytes: int
+) -> tuple[dict[str, Header], dict[str, bytes]]:
+    """Headers of weights files that hold `tensors`, each file at most `max_bytes` of them (or one), and contents of config and index."""
+    parts: list[dict[str, tuple[np.dtype, Shape]]] = []
+    room = total = 0
+    for name, (dtype, shape) in tensors.items():
+        size = math.prod(shape) * dtype.itemsize
+        if not parts or size > room:
+            parts.append({})
+            room = max_bytes
+        parts[-1][name] = (dtype, shape)
+        room, total = room - size, total + size
+    companions = {CONFIG: _json(config)}
+    names = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)] if len(parts) > 1 else [_FILE]
+    if len(parts) > 1:
+        where = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+        companions[_INDEX] = _json({"metadata": {"total_size": total}, "weight_map": where})
+    return {name: new_header(part) for name, part in zip(names, parts, strict=True)}, companions
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+@contextlib.contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """A hidden folder to fill, which becomes `folder` when the block ends well and vanishes when it fails.
+
+    First removes what killed writers of the same folder left; a living one keeps its lock, and its files.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    prefix, suffix = f".{folder.name}.", ".partial"
+    for path in folder.parent.iterdir():
+        middle = path.name[len(prefix) : -len(suffix)]
+        if path.name == f"{prefix}{middle}{suffix}" and "." not in middle and not _locked(path):
+            shutil.rmtree(path)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=prefix, suffix=suffix))
+    lock = os.open(temporary, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it when the process dies
+        yield temporary
+        temporary.chmod(0o755)
+        for path in (*temporary.iterdir(), temporary):
+            _sync(path)  # a name must not survive a power failure that its content did not
+        os.replace(temporary, folder)
+        _sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _locked(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,164 @@
+"""What a load costs: host memory beside the shards, on a folder of more than 4 GB, and bytes read by each of two processes."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from models.qwen3_vl import Qwen3VLConfig, TextConfig, VisionConfig, hf, hf_folder, tiny
+from models.qwen3_vl.config import to_hf
+
+pytestmark = pytest.mark.slow
+
+# The largest tensors are matrices of a stack: a loader that builds stacks on the host, or holds a file, fails by far.
+LARGE = Qwen3VLConfig(
+    VisionConfig(
+        hidden_size=512,
+        depth=4,
+        num_heads=8,
+        intermediate_size=2048,
+        out_hidden_size=4096,
+        num_position_embeddings=16,
+        deepstack_visual_indexes=(0, 2),
+    ),
+    TextConfig(
+        vocab_size=16_384,
+        hidden_size=4096,
+        intermediate_size=24_576,
+        num_hidden_layers=6,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        mrope_section=(24, 20, 20),
+        rope_theta=10_000.0,
+        tie_word_embeddings=False,
+    ),
+)
+
+
+def write_noise(folder, config, max_bytes):
+    """A checkpoint in bfloat16 whose weights are random bits; the bytes of its weights, and those of the largest one."""
+    tensors = {name: (np.dtype(jnp.bfloat16), shape) for name, shape in hf.tensor_shapes(config).items()}
+    headers, companions = hf_folder.new_files(to_hf(config), tensors, max_bytes)
+    folder.mkdir()
+    for name, content in companions.items():
+        (folder / name).write_bytes(content)
+    rng = np.random.default_rng(0)
+    sizes = []
+    for name, header in headers.items():
+        with open(folder / name, "wb") as file:
+            file.write(header.content)
+            for tensor in header.tensors.values():
+                sizes.append(tensor.end - tensor.start)
+                bits = rng.integers(0, 2**64, sizes[-1] // 8 + 1, np.uint64).view(np.uint8)[: sizes[-1]]
+                bits[1::2] &= 0xBF  # finite: NaNs may change on the way
+                file.write(bits.data)
+    return sum(sizes), max(sizes)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("large")
+    if shutil.disk_usage(folder).free < 12 * 10**9:
+        pytest.skip("needs 12 GB of disk")
+    yield folder / "model", *write_noise(folder / "model", LARGE, 10**9)
+    shutil.rmtree(folder)
+
+
+LOAD = """
+    import json, pathlib, sys
+    import jax, jax.numpy as jnp, numpy as np
+    from models.qwen3_vl import load
+    from models.sharding import make_mesh
+    folder, fsdp, tensor = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    mesh = make_mesh(fsdp=fsdp, tensor=tensor) if fsdp * tensor > 1 else None
+    jax.block_until_ready(jnp.zeros(8) + 1)
+    def memory(kind):  # not getrusage, whose peak is inherited from the process that started this one
+        return 1024 * int(pathlib.Path("/proc/self/status").read_text().split(kind + ":")[1].split()[0])
+    before = memory("VmRSS")
+    model = load(folder, mesh=mesh, param_dtype=jnp.bfloat16)
+    used = memory("VmHWM") - before
+    last = model.text.layers.down[...].addressable_shards[-1]
+    print(json.dumps({
+        "used": used,
+        "shards": sum(shard.data.nbytes for array in jax.tree.leaves(model) for shard in array.addressable_shards),
+        "corner": [part.start or 0 for part in last.index],
+        "bits": np.asarray(last.data)[-1, :30, :20].view(np.uint16).tolist(),
+    }))
+"""
+
+
+def run(code, *argument_lists, devices):
+    """What processes that run side by side print last, as JSON."""
+    environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    commands = [[sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)] for arguments in argument_lists]
+    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for command in commands]
+    try:
+        return [json.loads(process.communicate(timeout=280)[0].splitlines()[-1]) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.parametrize(("fsdp", "tensor"), [(1, 1), (2, 4)])
+def test_the_host_holds_one_tensor_beside_the_shards(large, fsdp, tensor):
+    folder, total, largest = large
+    assert total > 4 * 10**9
+    (found,) = run(LOAD, (folder, fsdp, tensor), devices=fsdp * tensor)
+    beside = found["used"] - found["shards"]
+    assert total <= found["shards"] < 1.01 * total  # norms lie on every device
+    assert beside <= 1.5 * largest, f"{beside / 1e6:.0f} MB beside the shards; the largest tensor has {largest / 1e6:.0f} MB"
+    _, row, column = found["corner"]
+    name = "model.language_model.layers.5.mlp.down_proj.weight"
+    where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    with safe_open(folder / where[name], framework="numpy") as theirs:
+        expected = theirs.get_slice(name)[column : column + 20, row : row + 30]
+    np.testing.assert_array_equal(found["bits"], expected.T.view(np.uint16))
+
+
+TWO = """
+    import json, sys
+    import jax, jax.numpy as jnp
+    process, port, source, target = int(sys.argv[1]), *sys.argv[2:]
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", 2, process)
+    from models.qwen3_vl import hf, tensor_file
+    from models.sharding import make_mesh
+    count, whole = 0, tensor_file.read
+    def read(*arguments, **options):
+        global count
+        block = whole(*arguments, **options)
+        count += block.nbytes
+        return block
+    tensor_file.read = read
+    model = hf.load(source, mesh=make_mesh(fsdp=2, tensor=2))
+    blocks = {(id(a), str(s.index)): s.data.nbytes for a in jax.tree.leaves(model) for s in a.addressable_shards}
+    hf.save(model, target, like=source)
+    print(json.dumps({"read": count, "needed": sum(blocks.values()) // 2}))  # half as long in the file: float32 here, bfloat16 there
+"""
+
+
+def test_two_processes_read_their_own_and_write_what_they_read(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    total, _ = write_noise(source, tiny(64), 500_000)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    found = run(TWO, *((number, port, source, target) for number in range(2)), devices=2)
+    for process in found:
+        assert process["read"] == process["needed"] < 0.55 * total
+    assert sum(process["read"] for process in found) >= total
+    names = sorted(path.name for path in source.iterdir())
+    assert len(names) > 3
+    assert filecmp.cmpfiles(source, target, names, shallow=False) == (names, [], [])
