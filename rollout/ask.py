@@ -9,8 +9,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
 from models.features import FrameFeatures, FrameSettings
+from models.qwen3_vl.hf import load
+from models.qwen3_vl.hf_folder import local_folder
 from models.qwen3_vl.model import Qwen3VL
+from paravt_jax import tokenizer
 from paravt_jax.protocol import Protocol, ProtocolSettings
 from paravt_jax.records import Episode, Frame, Question, QuestionKind
 from paravt_jax.tokenizer import Vocabulary
@@ -20,7 +27,7 @@ from rollout.episode import Dispatch, Scene, Setting, play
 from rollout.requests import run
 
 _QUESTION_TOKENS = 512  # room for the question and its options
-_FIRST_SUFFIX = 16  # the prompt's last token and the pinned opening of the first turn
+_SUFFIXES = (16, 512, 2048)  # lengths of what follows a prompt: little in a first turn, later what was written and reported
 _BUCKET = 256  # prompts come in multiples of this, so that videos of one size share a compiled program
 
 
@@ -41,6 +48,21 @@ class Assistant:
         features = FrameFeatures(model.vision, model.config, frames or FrameSettings(), Path())
         self._scene = Scene(Protocol(vocabulary, protocol or ProtocolSettings()), features)
         self._engines: dict[tuple[Shape, ...], Engine] = {}
+
+    @classmethod
+    def load(
+        cls,
+        source: str | os.PathLike,
+        protocol: ProtocolSettings | None = None,
+        frames: FrameSettings | None = None,
+        *,
+        mesh: Mesh | None = None,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+    ) -> Assistant:
+        """From a folder or a hub id with weights and tokenizer; the last three, and what it raises, as `models.qwen3_vl.load`."""
+        folder = local_folder(source)
+        return cls(load(folder, mesh=mesh, dtype=dtype, param_dtype=param_dtype), tokenizer.load(folder), protocol, frames)
 
     def ask(
         self,
@@ -74,10 +96,10 @@ class Assistant:
         overview = len(protocol.overview([last] * frames, tokens).ids) + _QUESTION_TOKENS
         crop = len(protocol.window([last] * limits.crop_frames, tokens).ids)
         prompt, crop = (-(-length // _BUCKET) * _BUCKET for length in (overview, crop))
+        suffixes = [suffix for suffix in _SUFFIXES if suffix < limits.trajectory_tokens] + [limits.trajectory_tokens]
         shapes = (
-            Shape(prompt=crop, visual=limits.crop_frames * tokens, suffix=_FIRST_SUFFIX, new=limits.summary_tokens),
-            Shape(prompt=prompt, visual=frames * tokens, suffix=_FIRST_SUFFIX, new=limits.turn_tokens),
-            Shape(prompt=prompt, visual=frames * tokens, suffix=limits.trajectory_tokens, new=limits.turn_tokens),
+            Shape(prompt=crop, visual=limits.crop_frames * tokens, suffix=_SUFFIXES[0], new=limits.summary_tokens),
+            *(Shape(prompt=prompt, visual=frames * tokens, suffix=suffix, new=limits.turn_tokens) for suffix in suffixes),
         )
         if shapes not in self._engines:
             rows = limits.max_calls
