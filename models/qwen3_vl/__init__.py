@@ -5,10 +5,11 @@ from models.qwen3_vl.hf import load, save
 from models.qwen3_vl.model import Qwen3VL, abstract_model, num_params
 from models.qwen3_vl.rope import mrope_positions, next_position
 from models.qwen3_vl.text import KV, TextDecoder
-from models.qwen3_vl.vision import PatchLayout, VisionTower, frame_layout, packed_layout
+from models.qwen3_vl.vision import Packed, PatchLayout, VisionTower, frame_layout, pack, packed_layout
 
 __all__ = [
     "KV",
+    "Packed",
     "PatchLayout",
     "Qwen3VL",
     "Qwen3VLConfig",
@@ -24,6 +25,7 @@ __all__ = [
     "mrope_positions",
     "next_position",
     "num_params",
+    "pack",
     "packed_layout",
     "qwen3_vl",
     "save",

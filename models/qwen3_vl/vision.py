@@ -65,6 +65,42 @@ def packed_layout(grids: Sequence[tuple[int, int, int]], size: int, config: Visi
     return PatchLayout(*layout[:, None])
 
 
+class Packed(NamedTuple):
+    """Patches dealt into rows, their layout, and where each visual token then stands among the rows' tokens, [b, q] made flat."""
+
+    patches: Float[np.ndarray, "b p c"]
+    layout: PatchLayout
+    tokens: Int[np.ndarray, " n"]
+
+
+def pack(patches: Float[np.ndarray, "n c"], grids: Sequence[tuple[int, int, int]], size: int, config: VisionConfig) -> Packed:
+    """Deals the frames of images and videos into as many rows of `size` patches as they need, in order, each frame whole.
+
+    `patches` and `grids` as `models.processor.Inputs` has them. Attention costs each patch `size`: take about the largest frame where frames
+    are many. ValueError where a frame is larger than `size`, or where patches and grids disagree.
+    """
+    frames = [(1, h, w) for t, h, w in grids for _ in range(t)]
+    if sum(h * w for _, h, w in frames) != len(patches):
+        raise ValueError(f"grids = {list(grids)}: {len(patches)} patches do not fill them; give both of the same sample")
+    rows: list[list[tuple[int, int, int]]] = [[]]
+    slots, room = [], size
+    for frame in frames:
+        area = frame[1] * frame[2]
+        if area > room and rows[-1]:
+            rows.append([])
+            room = size
+        slots.append(len(rows) * size - room + np.arange(area))
+        rows[-1].append(frame)
+        room -= area
+    layouts = [packed_layout(row, size, config) for row in rows]
+    slot = np.concatenate(slots) if slots else np.zeros(0, int)
+    dealt = np.zeros((len(rows) * size, patches.shape[1]), patches.dtype)
+    dealt[slot] = patches
+    merged = config.spatial_merge_size**2
+    layout = PatchLayout(*(np.concatenate(parts) for parts in zip(*layouts, strict=True)))
+    return Packed(dealt.reshape(len(rows), size, -1), layout, slot[::merged] // merged)
+
+
 class VisionBlock(nnx.Module):
     """Pre-norm attention and MLP; made with a leading layer axis, called with one layer's slice."""
 

@@ -1,0 +1,45 @@
+"""Frames dealt into rows: each sees itself alone, wherever it stands, and its tokens are found again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.qwen3_vl import Qwen3VL, frame_layout, pack, tiny
+
+CONFIG = tiny(97)
+GRIDS = [(1, 2, 4), (3, 4, 2), (1, 4, 4), (1, 2, 2)]  # 8, 3 x 8, 16 and 4 patches
+
+
+@pytest.fixture(scope="module")
+def patches() -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(52, 1536)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("size", "rows"), [(16, 4), (20, 3), (52, 1), (64, 1)])
+def test_a_frame_sees_itself_alone_in_whatever_row(patches, size, rows):
+    tower = Qwen3VL(CONFIG, rngs=nnx.Rngs(0)).vision
+    see = nnx.jit(lambda tower, patches, layout: tower(patches, layout))
+    packed = pack(patches, GRIDS, size, CONFIG.vision)
+    assert packed.patches.shape == (rows, size, 1536)
+    found = np.asarray(see(tower, packed.patches, packed.layout)).reshape(-1, 2, 128)[packed.tokens]
+    at = 0
+    for t, h, w in GRIDS:
+        part = patches[at : at + t * h * w]
+        alone = np.asarray(see(tower, part.reshape(t, h * w, -1), frame_layout((h, w), CONFIG.vision))).reshape(-1, 2, 128)
+        np.testing.assert_allclose(found[at // 4 : (at + t * h * w) // 4], alone, atol=2e-5)
+        at += t * h * w
+    assert at == 52 and len(found) == 13
+
+
+def test_what_cannot_be_packed(patches):
+    with pytest.raises(ValueError, match="size = 12: holds all 16 patches"):
+        pack(patches, GRIDS, 12, CONFIG.vision)
+    with pytest.raises(ValueError, match="51 patches do not fill them"):
+        pack(patches[:-1], GRIDS, 64, CONFIG.vision)
+
+
+def test_no_frames_are_one_row_of_padding():
+    packed = pack(np.zeros((0, 1536), np.float32), [], 8, CONFIG.vision)
+    assert packed.patches.shape == (1, 8, 1536) and packed.tokens.size == 0 and (packed.layout.frame == 0).all()
