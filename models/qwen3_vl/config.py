@@ -11,12 +11,17 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise ValueError(message)
+
+
+def _require_positive(name: str, config: VisionConfig | TextConfig) -> None:
+    for field, value in vars(config).items():
+        _require(type(value) is not int or value > 0, f"{name}.{field} = {value}: sizes and counts are positive; use 1 or more")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +42,7 @@ class VisionConfig:
     rope_theta: float = 10_000.0
 
     def __post_init__(self):
+        _require_positive("vision", self)
         cells, side, taps = self.num_position_embeddings, math.isqrt(self.num_position_embeddings), self.deepstack_visual_indexes
         _require(
             side * side == cells,
@@ -83,6 +89,7 @@ class TextConfig:
     rms_norm_eps: float = 1e-6
 
     def __post_init__(self):
+        _require_positive("text", self)
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         _require(
             heads % kv_heads == 0,
@@ -180,10 +187,17 @@ def tiny(vocab_size: int) -> Qwen3VLConfig:
     return Qwen3VLConfig(vision, text)
 
 
+# What this model computes, where a config.json might ask for something else.
+_COMPUTED = {"text_config": {"hidden_act": "silu", "attention_bias": False}, "vision_config": {"hidden_act": "gelu_pytorch_tanh"}}
+_IDS = tuple(field.name for field in dataclasses.fields(Qwen3VLConfig) if field.name.endswith("_token_id"))
+
+Tower = TypeVar("Tower", VisionConfig, TextConfig)
+
+
 def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> Qwen3VLConfig:
     """Reads a Hugging Face `config.json` (its content, or the path of the file), as written by transformers 4.57 or 5.x.
 
-    ValueError for another model type or a rotary scaling that this model does not compute, KeyError for a missing field.
+    ValueError for another model type, for what this model does not compute, and for fields that are missing.
     """
     content: Mapping[str, Any]
     if isinstance(source, Mapping):
@@ -193,27 +207,32 @@ def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> Qwen3VLConfig:
             content = json.load(file)
     kind = content.get("model_type")
     _require(kind == "qwen3_vl", f"model_type = {kind!r}: only qwen3_vl (dense) is built; give the config.json of such a model")
-    text, vision = content["text_config"], content["vision_config"]
+    text, vision = content.get("text_config", {}), content.get("vision_config", {})
+    for name, computed in _COMPUTED.items():
+        for field, value in computed.items():
+            given = content.get(name, {}).get(field, value)
+            _require(given == value, f"{name}.{field} = {given!r}: only {value!r} is computed; give a Qwen3-VL config.json")
     rope = text.get("rope_parameters") or {**(text.get("rope_scaling") or {}), "rope_theta": text.get("rope_theta", 5_000_000.0)}
     scaling = rope.get("rope_type", "default")
     _require(scaling == "default", f"text_config.rope_type = {scaling!r}: only default is computed; remove the scaling")
-    _require(not text.get("attention_bias", False), "text_config.attention_bias = True: Qwen3-VL has none; give a Qwen3-VL config.json")
-    text_fields = _known(TextConfig, text) | {
-        "mrope_section": tuple(rope.get("mrope_section", (24, 20, 20))),
-        "rope_theta": float(rope["rope_theta"]),
-        "tie_word_embeddings": content.get("tie_word_embeddings", text.get("tie_word_embeddings", False)),
-    }
-    vision_fields = _known(VisionConfig, vision) | {
-        "deepstack_visual_indexes": tuple(vision["deepstack_visual_indexes"]),
-        "rope_theta": float((vision.get("rope_parameters") or {}).get("rope_theta", 10_000.0)),
-    }
-    ids = {name: value for name, value in _known(Qwen3VLConfig, content).items() if name.endswith("_token_id")}
-    return Qwen3VLConfig(VisionConfig(**vision_fields), TextConfig(**text_fields), **ids)
+    tied = content.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    text = {"mrope_section": (24, 20, 20), **text, **rope, "tie_word_embeddings": tied}
+    vision = {**vision, **(vision.get("rope_parameters") or {})}
+    ids = {name: content[name] for name in _IDS if name in content}
+    return Qwen3VLConfig(_read(VisionConfig, "vision_config", vision), _read(TextConfig, "text_config", text), **ids)
 
 
-def _known(kind: type, source: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of `source` that are fields of a dataclass."""
-    return {field.name: source[field.name] for field in dataclasses.fields(kind) if field.name in source}
+def _read(kind: type[Tower], name: str, content: Mapping[str, Any]) -> Tower:
+    """A tower's configuration, from the entries of `content` that are its fields."""
+    fields = dataclasses.fields(kind)
+    missing = [field.name for field in fields if field.default is dataclasses.MISSING and field.name not in content]
+    _require(not missing, f"{name}: has no {', '.join(missing)}; give the config.json of a whole Qwen3-VL")
+    values: dict[str, Any] = {}
+    for field in fields:
+        if field.name in content:
+            value = content[field.name]
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)
 
 
 def to_hf(config: Qwen3VLConfig) -> dict[str, Any]:
@@ -221,17 +240,12 @@ def to_hf(config: Qwen3VLConfig) -> dict[str, Any]:
     text, vision = dataclasses.asdict(config.text), dataclasses.asdict(config.vision)
     tied, theta, vision_theta = text.pop("tie_word_embeddings"), text["rope_theta"], vision.pop("rope_theta")
     rope = {"rope_type": "default", "mrope_section": list(text.pop("mrope_section")), "mrope_interleaved": True}
-    text |= {"model_type": "qwen3_vl_text", "hidden_act": "silu", "attention_bias": False}
-    text |= {"rope_scaling": rope, "rope_parameters": {**rope, "rope_theta": theta}}
-    vision |= {
-        "model_type": "qwen3_vl",
-        "hidden_act": "gelu_pytorch_tanh",
-        "deepstack_visual_indexes": list(config.vision.deepstack_visual_indexes),
-    }
+    text |= {"model_type": "qwen3_vl_text", "rope_scaling": rope, "rope_parameters": {**rope, "rope_theta": theta}}
+    vision |= {"model_type": "qwen3_vl", "deepstack_visual_indexes": list(config.vision.deepstack_visual_indexes)}
     vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": vision_theta}
-    ids = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name.endswith("_token_id")}
+    ids = {name: getattr(config, name) for name in _IDS}
     top = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"], "tie_word_embeddings": tied}
-    return {**top, **ids, "text_config": text, "vision_config": vision}
+    return {**top, **ids, "text_config": text | _COMPUTED["text_config"], "vision_config": vision | _COMPUTED["vision_config"]}
 
 
 def flops_per_token(config: Qwen3VLConfig, context: float) -> float:

@@ -29,6 +29,12 @@ def _checked(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, ...]:
     return axes
 
 
+def product(x: Float[Array, "*n i"], weight: Float[Array, "i *o"]) -> Float[Array, "*n *o"]:
+    """x times a weight, in x's type. The rows form one axis: over more, XLA on CPU copies what a weight's gradient is made of."""
+    flat = jnp.tensordot(x.reshape(-1, x.shape[-1]), weight.astype(x.dtype), 1)
+    return flat.reshape(*x.shape[:-1], *weight.shape[1:])
+
+
 def rms_norm(x: Float[Array, "*n d"], scale: nnx.Param, eps: float) -> Float[Array, "*n d"]:
     """Root-mean-square norm over the last axis, statistics in float32."""
     wide = x.astype(jnp.float32)

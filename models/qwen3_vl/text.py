@@ -8,6 +8,7 @@ tokens are cut - at once, suffixes over a shared prefix, packed, or one by one -
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,8 +19,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from models.qwen3_vl.attention import attend, attend_cache
 from models.qwen3_vl.config import TextConfig
-from models.qwen3_vl.layers import constant, normal, rms_norm
+from models.qwen3_vl.layers import constant, normal, product, rms_norm
 from models.qwen3_vl.rope import mrope_angles, rotate
+
+# For so few rows CPU spends more time on turning the head around than on the product: there the head comes first.
+_FEW_ROWS = 64
 
 
 class KV(NamedTuple):
@@ -57,15 +61,15 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "b t n h"], Float[Array, "b t k h"], Float[Array, "b t k h"]]:
         """Queries, keys and values of x, heads normed and turned."""
         y = rms_norm(x, self.input_norm, self.eps)
-        q, k, v = (jnp.einsum("btd,dnh->btnh", y, w[...].astype(y.dtype)) for w in (self.q, self.k, self.v))
+        q, k, v = (product(y, w[...]) for w in (self.q, self.k, self.v))
         return rotate(rms_norm(q, self.q_norm, self.eps), angles), rotate(rms_norm(k, self.k_norm, self.eps), angles), v
 
     def finish(self, x: Float[Array, "b t d"], attended: Float[Array, "b t n h"]) -> Float[Array, "b t d"]:
         """The layer's output from its input and what its heads attended to."""
-        x = x + jnp.einsum("btnh,nhd->btd", attended, self.o[...].astype(x.dtype))
+        out = self.o[...]
+        x = x + product(attended.reshape(*x.shape[:-1], -1), out.reshape(-1, out.shape[-1]))
         y = rms_norm(x, self.post_norm, self.eps)
-        y = jax.nn.silu(y @ self.gate[...].astype(y.dtype)) * (y @ self.up[...].astype(y.dtype))
-        return x + y @ self.down[...].astype(y.dtype)
+        return x + product(jax.nn.silu(product(y, self.gate[...])) * product(y, self.up[...]), self.down[...])
 
 
 class TextDecoder(nnx.Module):
@@ -131,11 +135,13 @@ class TextDecoder(nnx.Module):
         index: Int[Array, ""],
         prefix: tuple[Float[Array, "l p k u h"], Float[Array, "l p k u h"]] | None = None,
         prefix_mask: Bool[Array, "p u"] | None = None,
+        layers: Sequence[nnx.State] | None = None,
     ) -> tuple[Float[Array, "b d"], KV]:
         """One text token a row: the hidden state after the final norm, and the cache with the token's keys and values in slot `index`.
 
         `mask` says which slots each row attends to and already holds at `index`. Rows r * g ... r * g + g - 1 also attend to row r of
         `prefix` (`attention.heads_first`) where `prefix_mask` holds. The cache is updated in place where the caller donates it.
+        `layers`: what `decode_layers` gave, taken before a loop over tokens.
         """
         graph, state = nnx.split(self.layers)
         angles = mrope_angles(positions[..., None], self.config)
@@ -151,9 +157,21 @@ class TextDecoder(nnx.Module):
             keys, values = (jax.lax.dynamic_index_in_dim(c, number, keepdims=False) for c in cache)
             return (block.finish(x, attend_cache(q[:, 0], keys, values, mask, past, prefix_mask)[:, None]), cache), None
 
-        x = self.embed(ids)[:, None]
-        (x, cache), _ = jax.lax.scan(body, (x, cache), (state, jnp.arange(self.config.num_hidden_layers), prefix))
+        carry = self.embed(ids)[:, None], cache
+        if layers is None:
+            carry, _ = jax.lax.scan(body, carry, (state, jnp.arange(self.config.num_hidden_layers), prefix))
+        else:
+            for number, params in enumerate(layers):
+                carry, _ = body(carry, (params, number, jax.tree.map(lambda x, n=number: x[n], prefix)))
+        x, cache = carry
         return rms_norm(x, self.norm, self.config.rms_norm_eps)[:, 0], cache
+
+    def decode_layers(self) -> list[nnx.State] | None:
+        """Each layer's weights as arrays of their own on CPU, where a scan copies them out of the stack at every token; else None."""
+        if jax.default_backend() != "cpu":
+            return None
+        state = nnx.state(self.layers)
+        return [jax.tree.map(lambda x, n=number: x[n], state) for number in range(self.config.num_hidden_layers)]
 
     def embed(self, ids: Int[Array, "*n"]) -> Float[Array, "*n d"]:
         """Token embeddings."""
@@ -161,8 +179,14 @@ class TextDecoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*n d"]) -> Float[Array, "*n v"]:
         """Scores of every word, float32."""
-        head = self.embedding if self.head is None else self.head
-        return jnp.einsum("...d,vd->...v", hidden, head[...].astype(hidden.dtype), preferred_element_type=jnp.float32)
+        head = (self.embedding if self.head is None else self.head)[...].astype(hidden.dtype)
+        rows = hidden.reshape(-1, hidden.shape[-1])  # one axis, as in `product`
+        if len(rows) <= _FEW_ROWS:
+            words = jnp.einsum("vd,nd->vn", head, rows, preferred_element_type=jnp.float32)
+            logits = jax.lax.optimization_barrier(words).T  # without the barrier XLA turns the product around again
+        else:
+            logits = jnp.einsum("nd,vd->nv", rows, head, preferred_element_type=jnp.float32)
+        return logits.reshape(*hidden.shape[:-1], -1)
 
     def token_logprobs(
         self, hidden: Float[Array, "b t d"], targets: Int[Array, "b t"], temperature: float, chunk: int | None = None

@@ -76,8 +76,8 @@ class Packed(NamedTuple):
 def pack(patches: Float[np.ndarray, "n c"], grids: Sequence[tuple[int, int, int]], size: int, config: VisionConfig) -> Packed:
     """Deals the frames of images and videos into as many rows of `size` patches as they need, in order, each frame whole.
 
-    `patches` and `grids` as `models.processor.Inputs` has them. Attention costs each patch `size`: take about the largest frame where frames
-    are many. ValueError where a frame is larger than `size`, or where patches and grids disagree.
+    `patches` and `grids` as `models.processor.Inputs` has them. Attention costs each patch `size`: where frames are many, take
+    about the largest. ValueError where a frame is larger than `size`, or where patches and grids disagree.
     """
     frames = [(1, h, w) for t, h, w in grids for _ in range(t)]
     if sum(h * w for _, h, w in frames) != len(patches):
@@ -147,7 +147,8 @@ class VisionTower(nnx.Module):
         self.positions = normal(rngs, (config.num_position_embeddings, config.hidden_size), ("position", "embed"), 0.02, param_dtype)
         self.blocks = VisionBlock(config, rngs=rngs, param_dtype=param_dtype)
         self.merger = PatchMerger(config, stack=(), norm_after=False, rngs=rngs, param_dtype=param_dtype)
-        self.deepstack = PatchMerger(config, stack=(config.levels,), norm_after=True, rngs=rngs, param_dtype=param_dtype)
+        mergers = PatchMerger(config, stack=(config.levels,), norm_after=True, rngs=rngs, param_dtype=param_dtype)
+        self.deepstack = mergers if config.levels else None
 
     def __call__(self, patches: Float[Array, "b p c"], layout: PatchLayout) -> Float[Array, "b q levels d"]:
         """Features of patches that stand as `layout` says, q = p / merge^2 visual tokens a row.
@@ -155,13 +156,12 @@ class VisionTower(nnx.Module):
         Index 0 of the third axis holds the merged features, 1 + i the DeepStack level i (levels = 1 + number of taps). Patches as
         `models.processor.patchify` makes them. ValueError where layout and patches disagree.
         """
-        c = self.config
         if layout.row.shape[1] != patches.shape[1] or layout.row.shape[0] not in (1, patches.shape[0]):
             raise ValueError(f"patches = {patches.shape}: the layout is one of {layout.row.shape} patches; make it of the same grids")
         x = self.patch(patches.astype(self.dtype)) + self._positions(layout).astype(self.dtype)
         x, taps = self._run_blocks(x, layout)
         features = [self.merger(x)[None]]
-        if c.levels:
+        if self.deepstack is not None:
             graph, state = nnx.split(self.deepstack)
             features.append(jax.vmap(lambda s, tap: nnx.merge(graph, s)(tap))(state, taps))
         return jnp.moveaxis(jnp.concatenate(features), 0, 2)

@@ -11,11 +11,6 @@ from models.qwen3_vl import flops_per_token, from_hf, num_params, qwen3_vl, tiny
 from models.qwen3_vl.config import to_hf
 
 
-@pytest.mark.parametrize("size", ["2b", "4b", "8b"])
-def test_presets_are_the_published_configs(assets, size):
-    assert from_hf(assets / "qwen3_vl" / f"config_{size}.json") == qwen3_vl(size)
-
-
 @pytest.mark.parametrize("config", [tiny(300), *map(qwen3_vl, ("2b", "32b"))])
 def test_what_is_written_is_read_back_by_both_readers(config):
     written = json.loads(json.dumps(to_hf(config)))
@@ -32,15 +27,57 @@ def test_the_tiny_model_is_tiny_and_whole():
     assert config.vision.levels == 1 and config.text.tie_word_embeddings and sum(config.text.mrope_section) == 32
 
 
-def test_another_model_or_scaling_is_refused():
+def test_another_model_or_size_is_refused():
     with pytest.raises(ValueError, match="model_type = 'qwen2_vl'"):
         from_hf({"model_type": "qwen2_vl"})
-    scaled = to_hf(tiny(300))
-    scaled["text_config"]["rope_parameters"]["rope_type"] = "yarn"
-    with pytest.raises(ValueError, match="rope_type = 'yarn'.*remove the scaling"):
-        from_hf(scaled)
     with pytest.raises(ValueError, match="size = '7b': one of 2b, 4b, 8b, 32b"):
         qwen3_vl("7b")
+
+
+@pytest.mark.parametrize(
+    ("tower", "field", "value", "message"),
+    [
+        ("text_config", "rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}, "rope_type = 'yarn'.*remove the scaling"),
+        ("text_config", "attention_bias", True, "text_config.attention_bias = True: only False is computed"),
+        ("vision_config", "hidden_act", "quick_gelu", "vision_config.hidden_act = 'quick_gelu': only 'gelu_pytorch_tanh' is computed"),
+    ],
+)
+def test_what_is_not_computed_is_refused(tower, field, value, message):
+    content = to_hf(tiny(300))
+    content[tower][field] = value
+    with pytest.raises(ValueError, match=message):
+        from_hf(content)
+
+
+@pytest.mark.parametrize("tower", ["text_config", "vision_config"])
+def test_missing_fields_are_all_named(tower):
+    content = to_hf(tiny(300))
+    del content[tower]["hidden_size"], content[tower]["intermediate_size"]
+    with pytest.raises(ValueError, match=f"{tower}: has no hidden_size, intermediate_size; give"):
+        from_hf(content)
+    del content[tower]
+    with pytest.raises(ValueError, match=f"{tower}: has no .*hidden_size"):
+        from_hf(content)
+
+
+def test_rotary_parameters_without_a_theta_are_refused():
+    content = to_hf(tiny(300))
+    del content["text_config"]["rope_parameters"]["rope_theta"], content["text_config"]["rope_theta"]
+    with pytest.raises(ValueError, match="text_config: has no rope_theta; give"):
+        from_hf(content)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("size", ["2b", "4b", "8b"])
+def test_a_published_file_that_transformers_5_writes_again_reads_the_same(assets, size, tmp_path):
+    pytest.importorskip("torch", reason="the extra parity brings the transformers that writes it")
+    import transformers
+
+    file = assets / "qwen3_vl" / f"config_{size}.json"
+    assert "rope_scaling" in json.loads(file.read_text())["text_config"]  # of 4.57
+    transformers.Qwen3VLConfig.from_pretrained(file).save_pretrained(tmp_path)
+    assert "rope_scaling" not in json.loads((tmp_path / "config.json").read_text())["text_config"]  # of 5.x
+    assert from_hf(tmp_path / "config.json") == from_hf(file) == qwen3_vl(size)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +85,8 @@ def test_another_model_or_scaling_is_refused():
     [
         ("text", {"mrope_section": (6, 5, 4)}, "text.mrope_section = .*head_dim / 2 = 32"),
         ("text", {"num_attention_heads": 3}, "text.num_attention_heads = 3: .*num_key_value_heads = 2"),
+        ("text", {"num_key_value_heads": 0}, "text.num_key_value_heads = 0: .*positive"),
+        ("vision", {"depth": 0}, "vision.depth = 0: .*positive"),
         ("text", {"hidden_size": 96}, "vision.out_hidden_size = 128: .*use 96"),
         ("vision", {"num_position_embeddings": 5}, "vision.num_position_embeddings = 5: .*square; use 4 or 9"),
         ("vision", {"hidden_size": 66}, "vision.hidden_size = 66"),

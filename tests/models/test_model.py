@@ -10,25 +10,25 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import models.qwen3_vl.text as text_module
-from models.qwen3_vl import KV, Qwen3VL, abstract_model, frame_layout, num_params, packed_layout, qwen3_vl, tiny
-from models.qwen3_vl.attention import attend, attend_cache
+from models.qwen3_vl import KV, Qwen3VL, abstract_model, frame_layout, packed_layout, tiny
 
 CONFIG = tiny(97)
+# bfloat16 rounds by up to 2^-9 = 0.2 %. Some ten roundings in each of the five layers add up as sqrt(50) of them, 1.4 %, and scores are
+# differences of what they fall on. Measured are 1.9 % and 0.11 %; the bounds are about twice that.
+BF16_LOGITS = 0.04  # mean error over mean size
+BF16_LOSS = 0.003  # error over loss
 
 
 @pytest.fixture(scope="module")
 def model() -> Qwen3VL:
-    @nnx.jit
-    def create() -> Qwen3VL:
-        model = Qwen3VL(CONFIG, rngs=nnx.Rngs(0))
-        # Norms, biases and tables away from their start, so that a forgotten one shows.
-        state = nnx.state(model)
-        keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(state))))
-        nnx.update(model, jax.tree.map(lambda p: p + 0.1 * jax.random.normal(next(keys), p.shape), state))
-        return model
+    """Norms, biases and tables away from their start too, so that a forgotten one shows."""
+    graph, state = nnx.split(abstract_model(CONFIG))
+    rng = np.random.default_rng(0)  # not the model's own start, which takes seconds to compile
 
-    return create()
+    def noise(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.asarray(rng.normal("norm" in str(path) and "bias" not in str(path), 0.13, leaf.shape), leaf.dtype)
+
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(noise, state))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def see(tower, patches, layout):
 
 
 def test_shapes_of_features_and_hidden_states(model, visual_batch):
-    assert model.vision(jnp.zeros((5, 16, 1536)), frame_layout((4, 4), CONFIG.vision)).shape == (5, 4, 2, 128)
+    assert see(model.vision, jnp.zeros((5, 16, 1536)), frame_layout((4, 4), CONFIG.vision)).shape == (5, 4, 2, 128)
     hidden, kv = run(model.text, visual_batch)
     assert hidden.shape == (2, 24, 128) and kv.k.shape == kv.v.shape == (3, 2, 24, 2, 64)
     assert model.text.logits(hidden).shape == (2, 24, 97)
@@ -170,17 +170,23 @@ def test_gradients_through_a_shared_prefix_equal_those_of_whole_rows(model):
         close(a, b, 1e-4 * max(1.0, float(np.abs(b).max())))
 
 
-def test_packed_segments_equal_each_alone(model):
+def test_packed_segments_equal_each_alone(model, visual_batch):
+    """Two rows with visual vectors, one of words alone and some padding share a row; each keeps its positions."""
     rng = np.random.default_rng(3)
-    parts = [rng.integers(0, 97, (1, n)) for n in (7, 5, 9)]
-    ids = np.concatenate([*parts, np.zeros((1, 3), int)], 1)
-    segments = np.repeat([1, 2, 3, 0], [7, 5, 9, 3])[None]
-    positions = np.concatenate([spots(0, n, 1) for n in (7, 5, 9, 3)], 2)
-    hidden, _ = run(model.text, {"ids": ids, "positions": positions, "segment_ids": segments})
-    for part, start in zip(parts, (0, 7, 12), strict=True):
-        n = part.shape[1]
-        alone, _ = run(model.text, {"ids": part, "positions": spots(0, n, 1)})
-        close(hidden[0, start : start + n], alone[0])
+    words = {"ids": rng.integers(0, 97, (1, 9)), "positions": spots(0, 9, 1), "visual_index": np.full((1, 9), -1)}
+    per_row = {"ids": 0, "positions": 1, "visual_index": 0}
+    parts = [{name: visual_batch[name].take([row], axis) for name, axis in per_row.items()} for row in (0, 1)]
+    parts += [words, {"ids": np.zeros((1, 3), int), "positions": spots(0, 3, 1), "visual_index": np.full((1, 3), -1)}]
+    packed = {name: np.concatenate([part[name] for part in parts], -1) for name in per_row}
+    packed["visual_index"][:, 24:48] += 3 * (packed["visual_index"][:, 24:48] >= 0)
+    packed["visual"] = visual_batch["visual"].reshape(1, 6, 2, 128)
+    packed["segment_ids"] = np.repeat([1, 2, 3, 0], [24, 24, 9, 3])[None]
+    hidden, _ = run(model.text, packed)
+    rows, _ = run(model.text, visual_batch)
+    alone, _ = run(model.text, {"ids": words["ids"], "positions": words["positions"]})
+    close(hidden[0, :24], rows[0])
+    close(hidden[0, 24:48], rows[1])
+    close(hidden[0, 48:57], alone[0])
     assert np.isfinite(np.asarray(hidden)).all()
 
 
@@ -208,32 +214,6 @@ def test_remat_changes_nothing(model, visual_batch):
         close(a, b, 1e-4 * max(1.0, float(np.abs(b).max())))
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 8])
-def test_query_chunks_change_nothing(model, visual_batch, monkeypatch, chunk):
-    _, prefix = run(model.text, visual_batch)
-    batch = {
-        "ids": visual_batch["ids"][:, :13].repeat(2, 0),
-        "positions": spots(30, 43, 4),
-        "segment_ids": np.repeat([1, 2, 0], [6, 5, 2])[None].repeat(4, 0),
-        "prefix": prefix,
-    }
-    whole = run(model.text, batch)[0]
-    monkeypatch.setattr(text_module, "attend", functools.partial(attend, chunk=chunk))
-    close(nnx.jit(lambda text, batch: text(**batch)[0])(model.text, batch), whole)
-
-
-def test_attention_equals_the_textbook():
-    rng = np.random.default_rng(5)
-    q, k, v = (rng.normal(size=(2, 6, n, 8)).astype(np.float32) for n in (6, 2, 2))
-    scores = np.einsum("btnh,bsnh->bnts", q, k.repeat(3, 2)) / np.sqrt(8)
-    scores = np.where(np.tri(6, dtype=bool), scores, -np.inf)
-    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-    expected = np.einsum("bnts,bsnh->btnh", weights, v.repeat(3, 2))
-    q, k, v = map(jnp.asarray, (q, k, v))
-    close(attend(q, k, v), expected, 1e-5)
-    close(attend_cache(q[:, -1], k, v, jnp.ones((2, 6), bool)), expected[:, -1], 1e-5)
-
-
 @pytest.mark.parametrize("chunk", [None, 1, 5, 24, 100])
 def test_token_logprobs(model, visual_batch, chunk):
     hidden, _ = run(model.text, visual_batch)
@@ -256,18 +236,20 @@ def test_visual_without_index_is_refused(model, visual_batch):
         model.text(visual_batch["ids"], visual_batch["positions"], visual=visual_batch["visual"])
 
 
-def test_bfloat16_activations_stay_near_float32(model, visual_batch):
-    low = Qwen3VL(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
-    nnx.update(low, nnx.state(model))
-    hidden = low.text(**visual_batch)[0]
-    assert hidden.dtype == jnp.bfloat16
-    exact = run(model.text, visual_batch)[0]
-    assert float(jnp.mean(jnp.abs(hidden.astype(jnp.float32) - exact))) < 0.03 * float(jnp.mean(jnp.abs(exact)))
+def test_bfloat16_stays_near_float32(model, visual_batch):
+    """From patches to logits and loss, with weights of either type."""
+    rng = np.random.default_rng(4)
+    patches, layout = rng.normal(size=(2, 12, 1536)).astype(np.float32), frame_layout((2, 6), CONFIG.vision)
 
+    @nnx.jit
+    def logits_and_loss(model):
+        hidden, _ = model.text(**visual_batch | {"visual": model.vision(patches, layout)})
+        return model.text.logits(hidden), -model.text.token_logprobs(hidden[:, :-1], visual_batch["ids"][:, 1:], 1.0).mean()
 
-@pytest.mark.parametrize(("size", "count"), [("2b", 2_127_532_032), ("4b", 4_437_815_808), ("8b", 8_767_123_696), ("32b", 33_357_390_064)])
-def test_published_models_build_with_their_published_sizes(size, count):
-    config = qwen3_vl(size)
-    assert num_params(config) == count
-    model = abstract_model(config)
-    assert model.text.layers.q.shape == (config.text.num_hidden_layers, config.text.hidden_size, config.text.num_attention_heads, 128)
+    exact, loss = logits_and_loss(model)
+    for param_dtype in (jnp.float32, jnp.bfloat16):
+        graph, _ = nnx.split(abstract_model(CONFIG, dtype=jnp.bfloat16, param_dtype=param_dtype))
+        low, low_loss = logits_and_loss(nnx.merge(graph, jax.tree.map(lambda p, t=param_dtype: p.astype(t), nnx.state(model))))
+        assert low.dtype == low_loss.dtype == jnp.float32
+        assert 0 < jnp.mean(jnp.abs(low - exact)) <= BF16_LOGITS * jnp.mean(jnp.abs(exact))
+        assert 0 < jnp.abs(low_loss - loss) <= BF16_LOSS * loss

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import pathlib
 import subprocess
 import sys
-import textwrap
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from models.qwen3_vl import abstract_model, qwen3_vl, tiny
-from models.sharding import RULES, make_mesh, param_shardings
+from models.qwen3_vl import KV, Qwen3VL, Qwen3VLConfig, abstract_model, packed_layout, qwen3_vl, tiny
+from models.qwen3_vl.config import TextConfig, VisionConfig
+from models.sharding import BATCH, RULES, make_mesh, param_shardings
 
 
 def state(config=None):
@@ -25,11 +30,14 @@ def specs(config, **mesh):
     return {"/".join(map(str, path)): variable.get_value().spec for path, variable in nnx.to_flat_state(shardings)}
 
 
-def test_every_parameter_of_8b_has_a_place():
-    found = specs(qwen3_vl("8b"), data=1, fsdp=16, tensor=4)
+@pytest.mark.parametrize("size", ["2b", "4b", "8b", "32b"])
+def test_every_parameter_of_a_published_size_has_a_place(size):
+    found = specs(qwen3_vl(size), data=1, fsdp=16, tensor=4)
     assert found["text/layers/q"] == PartitionSpec(None, "fsdp", "tensor", None)
-    assert found["text/head"] == PartitionSpec("tensor", "fsdp")
+    assert found["text/embedding"] == PartitionSpec("tensor", "fsdp")
     assert found["vision/blocks/down/kernel"] == PartitionSpec(None, "tensor", "fsdp")
+    whole = [name for name, spec in found.items() if not any(spec)]
+    assert all("norm" in name for name in whole), "only norms are whole on every device"
 
 
 def test_one_device_holds_everything():
@@ -37,18 +45,26 @@ def test_one_device_holds_everything():
     assert all(s.mesh.size == 1 for s in jax.tree.leaves(shardings, is_leaf=lambda x: isinstance(x, jax.sharding.Sharding)))
 
 
+def with_vision(**changes) -> Qwen3VLConfig:
+    config = tiny(96)
+    return dataclasses.replace(config, vision=dataclasses.replace(config.vision, **changes))
+
+
 @pytest.mark.parametrize(
-    ("rules", "vocab", "message"),
+    ("rules", "config", "message"),
     [
-        ({**RULES, "mlp": "fsdp"}, 96, "text/layers/down: axes 'mlp' and 'embed' both go to mesh axis 'fsdp'"),
-        (RULES, 97, "text/embedding: axis 'vocab' of size 97 does not divide over 2 devices of mesh axis 'tensor'"),
-        ({k: v for k, v in RULES.items() if k != "heads"}, 96, "axis 'heads' has no rule; add it"),
+        ({**RULES, "mlp": "fsdp"}, tiny(96), "text/layers/down: axes 'mlp' and 'embed' both go to mesh axis 'fsdp'"),
+        ({**RULES, "patch": "fsdp"}, tiny(96), "vision/patch/kernel: axes 'patch' and 'embed' both go to mesh axis 'fsdp'"),
+        (RULES, tiny(97), "text/embedding: axis 'vocab' of size 97 does not divide over 2 devices of mesh axis 'tensor'"),
+        (RULES, with_vision(intermediate_size=129), "vision/blocks/down/kernel: axis 'mlp' of size 129 does not divide over 2 devices"),
+        ({k: v for k, v in RULES.items() if k != "heads"}, tiny(96), "text/layers/o: axis 'heads' has no rule; add it"),
+        ({k: v for k, v in RULES.items() if k != "position"}, tiny(96), "vision/positions: axis 'position' has no rule; add it"),
     ],
 )
-def test_what_cannot_be_laid_out_is_named(rules, vocab, message):
+def test_what_cannot_be_laid_out_is_named(rules, config, message):
     mesh = jax.sharding.AbstractMesh((1, 2, 2), ("data", "fsdp", "tensor"))
     with pytest.raises(ValueError, match=message):
-        param_shardings(state(tiny(vocab)), mesh, rules)
+        param_shardings(state(config), mesh, rules)
 
 
 def test_a_mesh_larger_than_the_machine_is_refused():
@@ -58,43 +74,97 @@ def test_a_mesh_larger_than_the_machine_is_refused():
 
 @pytest.mark.slow
 def test_eight_devices_equal_one():
-    """Loss and gradients of a shared-prefix batch, in a process with eight fake devices."""
-    program = textwrap.dedent("""
-        import jax, numpy as np
-        from flax import nnx
-        from jax.sharding import NamedSharding, PartitionSpec
-        from models.qwen3_vl import Qwen3VL, frame_layout, tiny
-        from models.sharding import BATCH, make_mesh, param_shardings
+    """Loss, gradients and greedy tokens of a packed, shared-prefix batch, in a process with eight fake devices: this file as a program."""
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
 
-        assert len(jax.devices()) == 8
-        model = Qwen3VL(tiny(96), rngs=nnx.Rngs(0))
-        graph, state = nnx.split(model, nnx.Param)
-        rng = np.random.default_rng(0)
-        batch = {"prompt": rng.integers(0, 96, (4, 12)), "ids": rng.integers(0, 96, (8, 6))}
-        batch["patches"] = rng.normal(size=(4, 4, 1536)).astype(np.float32)
 
-        def loss(state, batch):
-            model = nnx.merge(graph, state)
-            visual = model.vision(batch["patches"], frame_layout((2, 2), model.config.vision))
-            index = np.full((4, 12), -1); index[:, 5] = 0
-            where = lambda a, b, n: np.broadcast_to(np.arange(a, b), (3, n, b - a))
-            _, prefix = model.text(batch["prompt"], where(0, 12, 4), visual=visual, visual_index=index)
-            hidden, _ = model.text(batch["ids"], where(12, 18, 8), prefix=prefix, remat=True)
-            return model.text.token_logprobs(hidden[:, :-1], batch["ids"][:, 1:], 0.7, 2).mean()
+MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 4, 2))  # data, fsdp, tensor
+VISION = VisionConfig(
+    hidden_size=32,
+    depth=2,
+    num_heads=8,
+    intermediate_size=64,
+    out_hidden_size=64,
+    num_position_embeddings=9,
+    deepstack_visual_indexes=(0,),
+    patch_size=4,
+)
+TEXT = TextConfig(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    head_dim=8,
+    mrope_section=(2, 1, 1),
+    rope_theta=10_000.0,
+    tie_word_embeddings=False,
+)
 
-        step = jax.jit(jax.value_and_grad(loss))
-        one = step(state, batch)
-        for shape in ((2, 2, 2), (1, 4, 2), (4, 2, 1)):
-            mesh = make_mesh(*shape)
-            placed = jax.device_put(state, param_shardings(state, mesh))
-            rows = NamedSharding(mesh, BATCH if shape[0] * shape[1] == 4 else PartitionSpec("data"))
-            many = step(placed, jax.device_put(batch, rows))
-            assert len(many[0].sharding.device_set) == 8
-            np.testing.assert_allclose(one[0], many[0], atol=1e-5)
-            for a, b in zip(jax.tree.leaves(one[1]), jax.tree.leaves(many[1]), strict=True):
-                np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, float(np.abs(a).max())), rtol=0)
-        print("equal")
-    """)
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0 and "equal" in done.stdout, done.stderr[-4000:]
+
+def make_batch() -> dict[str, Any]:
+    """Eight prompts of 12 tokens with two visual tokens and 16 continuations of 6; each prompt has images and videos of its own sizes."""
+    rng = np.random.default_rng(0)
+    grids = [[(1, 2, 4), (2, 2, 2)], [(1, 4, 4)], [(3, 2, 2)], [(1, 2, 2), (1, 2, 6)]] * 2
+    layouts = [packed_layout(row, 16, VISION) for row in grids]
+    index = np.full((8, 12), -1)
+    index[:, [4, 5]] = [0, 1]
+    return {
+        "prompts": rng.integers(0, 96, (8, 12)),
+        "index": index,
+        "ids": rng.integers(0, 96, (16, 6)),
+        "patches": rng.normal(size=(8, 16, VISION.patch_dim)).astype(np.float32),
+        "layout": jax.tree.map(lambda *rows: np.concatenate(rows), *layouts),
+    }
+
+
+def spots(first: int, last: int, rows: int) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(first, last), (3, rows, last - first))
+
+
+def loss(model: Qwen3VL, batch: dict[str, Any]) -> tuple[jax.Array, tuple[jax.Array, KV]]:
+    visual = model.vision(batch["patches"], batch["layout"])
+    prompts, prefix = model.text(batch["prompts"], spots(0, 12, 8), visual=visual, visual_index=batch["index"])
+    hidden, _ = model.text(batch["ids"], spots(12, 18, 16), prefix=prefix, remat=True)
+    return -model.text.token_logprobs(hidden[:, :-1], batch["ids"][:, 1:], 0.7, 2).mean(), (prompts[:, -1], prefix)
+
+
+def everything(state, graph, batch: dict[str, Any]):
+    """Loss, gradients, and eight tokens after each prompt."""
+    (value, (last, kv)), gradients = jax.value_and_grad(lambda state: loss(nnx.merge(graph, state), batch), has_aux=True)(state)
+    text = nnx.merge(graph, state).text
+
+    def step(carry, i):
+        token, cache = carry
+        mask = jnp.broadcast_to(jnp.arange(20) <= 12 + i, (8, 20))
+        hidden, cache = text.decode(token, jnp.broadcast_to(12 + i, (3, 8)), cache, mask, 12 + i)
+        return (jnp.argmax(text.logits(hidden), -1), cache), token
+
+    cache = KV(*(jnp.pad(x, ((0, 0), (0, 0), (0, 8), (0, 0), (0, 0))) for x in kv))
+    tokens = jax.lax.scan(step, (jnp.argmax(text.logits(last), -1), cache), jnp.arange(8))[1]
+    return value, gradients, tokens
+
+
+def main() -> None:
+    graph, state = nnx.split(Qwen3VL(Qwen3VLConfig(VISION, TEXT), rngs=nnx.Rngs(0)), nnx.Param)
+    run = jax.jit(lambda state, batch: everything(state, graph, batch))
+    batch = make_batch()
+    value, gradients, tokens = jax.tree.map(np.asarray, run(state, batch))
+    assert len(np.unique(tokens)) > 8
+    for shape in MESHES:
+        mesh = make_mesh(*shape)
+        placed = jax.device_put(state, param_shardings(state, mesh))
+        many = run(placed, jax.device_put(batch, NamedSharding(mesh, BATCH)))
+        assert len(many[0].sharding.device_set) == 8
+        np.testing.assert_allclose(many[0], value, atol=1e-5, err_msg=str(shape))
+        np.testing.assert_array_equal(many[2], tokens, err_msg=str(shape))
+        for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(many[1]), strict=True):
+            np.testing.assert_allclose(other, one, atol=1e-5 * max(1.0, np.abs(one).max()), rtol=0, err_msg=f"{shape} {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""What parity is measured on: small models and samples that vary all that varies, and what this model makes of them.
+
+`CASES` are run live against transformers (`parity_theirs`); two of them also stand recorded in `parity_*.npz`. Weights and patches
+are float16 numbers, so that a file holds them whole. Invariant: nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from models.qwen3_vl import KV, Qwen3VL, Qwen3VLConfig, hf, mrope_positions, next_position, packed_layout
+
+IMAGE, VIDEO, START, END = 50, 51, 52, 53
+NEW_TOKENS = 64
+
+Part = int | tuple[int, int] | tuple[int, int, int]  # text tokens, an image's (h, w), a video's (t, h, w); in patches
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A `config.json` and the rows of a batch; the shorter rows are padded on one side.
+
+    `seed` draws weights with which words vary and no choice between the two best (a gap of 1e-3) is left to rounding.
+    """
+
+    config: dict[str, Any]
+    rows: tuple[tuple[Part, ...], ...]
+    pad: Literal["left", "right"] = "left"
+    seed: int = 0
+
+
+class Sample(NamedTuple):
+    """A batch. `items` holds (row, token id, t, h, w) of images and videos as they come; `patches` has the images' before the videos'."""
+
+    ids: np.ndarray
+    valid: np.ndarray
+    items: np.ndarray
+    patches: np.ndarray
+
+    def grids(self, token: int, row: int | None = None) -> list[tuple[int, int, int]]:
+        """(t, h, w) of the images (token IMAGE) or videos (VIDEO) of all rows, or of one."""
+        return [(int(t), int(h), int(w)) for at, kind, t, h, w in self.items if kind == token and row in (None, at)]
+
+
+class Results(NamedTuple):
+    """What a model makes of a sample, in transformers' names and layouts. Hidden states of `modules` are the inputs of layers."""
+
+    positions: np.ndarray
+    logits: np.ndarray
+    tokens: np.ndarray
+    modules: dict[str, np.ndarray]
+    gradients: dict[str, np.ndarray]
+
+
+def hf_config(text: Mapping[str, Any], vision: Mapping[str, Any], *, tied: bool = False) -> dict[str, Any]:
+    """A small `config.json` of transformers 4.57 with these changes; `rope_parameters` makes it one of 5.x."""
+    text = {
+        "model_type": "qwen3_vl_text", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "attention_bias": False, "max_position_embeddings": 4096, "rope_theta": 10_000.0, "rope_scaling": rope(4, 2, 2), **text,
+    }  # fmt: skip
+    vision = {
+        "model_type": "qwen3_vl", "depth": 2, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "in_channels": 3, "patch_size": 2,
+        "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": text["hidden_size"], "num_position_embeddings": 9,
+        "hidden_act": "gelu_pytorch_tanh", "deepstack_visual_indexes": [0, 1], **vision,
+    }  # fmt: skip
+    if "rope_parameters" in text:
+        del text["rope_theta"], text["rope_scaling"]
+    top = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"], "tie_word_embeddings": tied}
+    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+    return {**top, **ids, "text_config": text, "vision_config": vision}
+
+
+def rope(*section: int, **more: float) -> dict[str, Any]:
+    return {"rope_type": "default", "mrope_section": list(section), "mrope_interleaved": True, **more}
+
+
+def heads(query: int, kv: int, size: int, *section: int) -> dict[str, Any]:
+    return {"num_attention_heads": query, "num_key_value_heads": kv, "head_dim": size, "rope_scaling": rope(*section)}
+
+
+CASES = {
+    "images, two rows, two levels": Case(
+        hf_config({}, {"hidden_size": 8, "num_heads": 1}), ((5, (4, 4), 3, (2, 6), 4), (2, (6, 2), 1)), "left"
+    ),
+    "video, tied, one level of the last layer": Case(
+        hf_config(
+            {"intermediate_size": 24, **heads(6, 1, 8, 2, 1, 1)},
+            {"hidden_size": 8, "deepstack_visual_indexes": [1], "num_position_embeddings": 16},
+            tied=True,
+        ),
+        ((3, (3, 4, 2), 2, (2, 2, 6), 5),),
+        seed=1,
+    ),
+    "images and videos, padded right, three levels, as many kv heads": Case(
+        hf_config(
+            {"hidden_size": 40, "num_hidden_layers": 4, "rope_theta": 5e6, "rms_norm_eps": 1e-5, **heads(2, 2, 32, 8, 4, 4)},
+            {"depth": 4, "deepstack_visual_indexes": [0, 2, 3]},
+        ),
+        (((2, 4), 3, (2, 4, 2), (2, 2), 2), (4, (2, 2, 6), 1, (6, 4), 2, (3, 2, 2), 9)),
+        "right",
+    ),
+    "images and videos without DeepStack, a config.json of 5.x": Case(
+        hf_config(
+            {"num_hidden_layers": 1, "rope_parameters": rope(4, 2, 2, rope_theta=500.0)},
+            {"deepstack_visual_indexes": [], "depth": 1, "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0}},
+        ),
+        ((1, (2, 2, 4), (4, 2), 7), (9, (2, 2), 2), (12,)),
+    ),
+    "text alone, padded left, tied": Case(hf_config({"num_hidden_layers": 4}, {}, tied=True), ((11,), (7,), (3,)), seed=2),
+    "text alone, padded right": Case(hf_config({"num_hidden_layers": 3, **heads(8, 4, 8, 1, 2, 1)}, {}), ((6,), (13,)), "right"),
+    "merge 3, one frame a patch, one channel": Case(
+        hf_config(
+            {"num_hidden_layers": 2, "rms_norm_eps": 1e-4, **heads(3, 3, 12, 1, 2, 3)},
+            {"spatial_merge_size": 3, "temporal_patch_size": 1, "in_channels": 1, "patch_size": 3, "num_position_embeddings": 25},
+        ),
+        ((2, (3, 6), 4, (2, 6, 3), 3), (1, (9, 3), 2)),
+    ),
+    "no merge, three frames a patch, wide vision heads": Case(
+        hf_config(
+            {"hidden_size": 24, "intermediate_size": 72, "vocab_size": 80, **heads(4, 2, 16, 2, 5, 1)},
+            {"spatial_merge_size": 1, "temporal_patch_size": 3, "hidden_size": 32, "num_heads": 2, "num_position_embeddings": 4},
+        ),
+        (((3, 1), 2, (2, 1, 4), 3),),
+        seed=2,
+    ),
+    "many small images and videos, five layers, deep tower": Case(
+        hf_config(
+            {"num_hidden_layers": 5, "rope_theta": 1e6, **heads(4, 1, 20, 4, 3, 3)},
+            {"depth": 5, "num_heads": 4, "deepstack_visual_indexes": [1, 2, 4], "num_position_embeddings": 49},
+        ),
+        ((2, *[(2, 2), 1] * 3, (4, 2, 2), 3), (1, (2, 4, 4), 2, (8, 2), (2, 8), 4)),
+        seed=4,
+    ),
+}
+
+RECORDED = {  # both padded on the left, so that one batch serves logits and sampling
+    "images, two rows, two levels": Path(__file__).with_name("parity_image.npz"),
+    "video, tied, one level of the last layer": Path(__file__).with_name("parity_video.npz"),
+}
+
+
+def make_sample(case: Case) -> Sample:
+    """Random words and patches. Images stand between their marks; each slice of a video too, after some words for its time."""
+    rng = np.random.default_rng(0)
+    vision = case.config["vision_config"]
+    rows, items, patches = [], [], {IMAGE: [], VIDEO: []}
+    for number, parts in enumerate(case.rows):
+        row: list[int] = []
+        for part in parts:
+            if isinstance(part, int):
+                row += rng.integers(0, IMAGE, part).tolist()
+                continue
+            token, (t, h, w) = (IMAGE, (1, *part)) if len(part) == 2 else (VIDEO, part)
+            items.append((number, token, t, h, w))
+            channels = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+            patches[token].append(rng.normal(size=(t * h * w, channels)))
+            for _ in range(t):
+                time = rng.integers(0, IMAGE, 2).tolist() if token == VIDEO else []
+                row += [*time, START, *[token] * (h * w // vision["spatial_merge_size"] ** 2), END]
+        rows.append(row)
+    length = max(map(len, rows))
+    ids, valid = np.zeros((2, len(rows), length), np.int32)
+    for number, row in enumerate(rows):
+        at = slice(length - len(row), length) if case.pad == "left" else slice(len(row))
+        ids[number, at], valid[number, at] = row, 1
+    seen = np.concatenate([*patches[IMAGE], *patches[VIDEO]]) if items else np.zeros((0, 0))
+    return Sample(ids, valid.astype(bool), np.array(items, int).reshape(-1, 5), seen.astype(np.float16).astype(np.float32))
+
+
+def batch_of(sample: Sample, config: Qwen3VLConfig) -> dict[str, Any]:
+    """What our model takes: positions, segments, the layout of all patches in one padded row, and where each of them goes."""
+    positions, after = np.zeros((3, *sample.ids.shape), np.int32), []
+    for row, valid in enumerate(sample.valid):
+        grids = [tuple(map(int, grid)) for number, _, *grid in sample.items if number == row]
+        positions[:, row, valid] = mrope_positions(sample.ids[row, valid], grids, config)
+        after.append(next_position(positions[:, row, valid]))
+    batch = {"ids": sample.ids, "positions": positions, "next": np.array(after), "segment_ids": sample.valid.astype(np.int32)}
+    if not len(sample.items):
+        return batch
+    cell = config.vision.spatial_merge_size**2
+    size = (len(sample.patches) // (4 * cell) + 1) * 4 * cell
+    grids = sample.grids(IMAGE) + sample.grids(VIDEO)
+    index, count = np.full(sample.ids.shape, -1), 0
+    for token in (IMAGE, VIDEO):
+        here = sample.ids == token
+        index[here] = count + np.arange(here.sum())
+        count += here.sum()
+    patches = np.pad(sample.patches, ((0, size - len(sample.patches)), (0, 0)))[None]
+    return batch | {"visual_index": index, "patches": patches, "layout": packed_layout(grids, size, config.vision)}
+
+
+def forward(model: Qwen3VL, batch: dict[str, Any]) -> tuple[jax.Array, KV, jax.Array | None]:
+    """Hidden states, keys and values, and the features of all patches. Every row sees the same bank of features."""
+    features, visual = None, None
+    if "patches" in batch:
+        features = model.vision(batch["patches"], batch["layout"])
+        visual = jnp.broadcast_to(features, (len(batch["ids"]), *features.shape[1:]))
+    index = batch.get("visual_index")
+    hidden, kv = model.text(batch["ids"], batch["positions"], segment_ids=batch["segment_ids"], visual=visual, visual_index=index)
+    return hidden, kv, features
+
+
+def loss(model: Qwen3VL, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """Mean cross-entropy of every token that follows a token, and the logits."""
+    hidden, _, _ = forward(model, batch)
+    both = (batch["segment_ids"][:, 1:] * batch["segment_ids"][:, :-1]).astype(jnp.float32)
+    logprobs = model.text.token_logprobs(hidden[:, :-1], batch["ids"][:, 1:], 1.0)
+    return -(logprobs * both).sum() / both.sum(), model.text.logits(hidden)
+
+
+@nnx.jit
+def loss_and_gradients(model: Qwen3VL, batch: dict[str, Any]) -> tuple[tuple[jax.Array, jax.Array], Qwen3VL]:
+    return nnx.value_and_grad(loss, has_aux=True)(model, batch)
+
+
+@nnx.jit
+def module_outputs(model: Qwen3VL, batch: dict[str, Any]) -> dict[str, jax.Array]:
+    """The input of every layer, and what comes out of the rest, by names that `parity_theirs` uses too."""
+    found = {}
+    with carries() as seen:
+        hidden, _, features = forward(model, batch)
+    if features is not None:
+        found["patches"], found["positions"] = model.vision.patch(batch["patches"]), model.vision._positions(batch["layout"])
+        found |= {f"block {number}": x for number, (x, _) in enumerate(seen.pop(0))}
+        found |= {f"level {level}": features[:, :, level] for level in range(features.shape[2])}
+    found |= {f"layer {number}": x for number, x in enumerate(seen.pop(0))}
+    return found | {"norm": hidden}
+
+
+@contextmanager
+def carries() -> Iterator[list[list[Any]]]:
+    """Unrolls `jax.lax.scan` and collects, a list a scan, the carry before every step and after the last."""
+    seen: list[list[Any]] = []
+
+    def scan(body, carry, xs):
+        steps, outputs = [carry], []
+        seen.append(steps)
+        for i in range(len(jax.tree.leaves(xs)[0])):
+            carry, output = body(carry, jax.tree.map(lambda x, i=i: x[i], xs))
+            steps.append(carry)
+            outputs.append(output)
+        return carry, jax.tree.map(lambda *x: jnp.stack(x), *outputs)
+
+    with mock.patch.object(jax.lax, "scan", scan):
+        yield seen
+
+
+@nnx.jit
+def greedy(model: Qwen3VL, batch: dict[str, Any]) -> jax.Array:
+    """The NEW_TOKENS likeliest next tokens, one by one over a cache; rows padded on the left."""
+    hidden, kv, _ = forward(model, batch)
+    length = batch["ids"].shape[1]
+    cache = KV(*(jnp.pad(x, ((0, 0), (0, 0), (0, NEW_TOKENS), (0, 0), (0, 0))) for x in kv))
+    slots = jnp.arange(length + NEW_TOKENS)
+    prompt = jnp.pad(batch["segment_ids"] == 1, ((0, 0), (0, NEW_TOKENS)))
+
+    def step(carry, i):
+        token, cache = carry
+        mask = prompt | ((slots >= length) & (slots <= length + i))
+        hidden, cache = model.text.decode(token, jnp.broadcast_to(batch["next"] + i, (3, *token.shape)), cache, mask, length + i)
+        return (jnp.argmax(model.text.logits(hidden), -1), cache), token
+
+    first = jnp.argmax(model.text.logits(hidden[:, -1]), -1)
+    return jax.lax.scan(step, (first, cache), jnp.arange(NEW_TOKENS))[1].T
+
+
+def our_results(folder: Path, sample: Sample, prompts: Sample) -> Results:
+    """The model in `folder` on `sample`; tokens after `prompts`, the same rows padded on the left."""
+    model = hf.load(folder)
+    batch = batch_of(sample, model.config)
+    (_, logits), gradients = loss_and_gradients(model, batch)
+    with tempfile.TemporaryDirectory() as temporary:
+        graph, _ = nnx.split(model)
+        hf.save(nnx.merge(graph, gradients), Path(temporary) / "gradients")
+        named = {name: x for file in Path(temporary).rglob("*.safetensors") for name, x in load_file(file).items()}
+    modules = {name: np.asarray(x) for name, x in module_outputs(model, batch).items()}
+    tokens = greedy(model, batch_of(prompts, model.config))
+    return Results(batch["positions"], np.asarray(logits), np.asarray(tokens), modules, named)
+
+
+def write_model(folder: Path, config: dict[str, Any], weights: Mapping[str, np.ndarray]) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: np.ascontiguousarray(value, np.float32) for name, value in weights.items()}, folder / "model.safetensors")

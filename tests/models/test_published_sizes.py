@@ -1,0 +1,95 @@
+"""The published sizes by shape alone: names, shapes and counts of their weights, and what a token costs. Nothing is allocated."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from models.qwen3_vl import KV, abstract_model, flops_per_token, from_hf, hf, num_params, qwen3_vl
+from models.qwen3_vl.config import to_hf
+
+# Of transformers 5.23 on the meta device: tensors, parameters, and the digest of `name shape` lines in the order of names.
+TRANSFORMERS = {
+    "2b": (625, 2_127_532_032, "ef1403e368249df3"),
+    "4b": (713, 4_437_815_808, "19a1dcfe9dcddddb"),
+    "8b": (750, 8_767_123_696, "f4b5b35bbb33c17c"),
+    "32b": (1058, 33_357_390_064, "252bdcd17674d554"),
+}
+SIZES = tuple(TRANSFORMERS)
+
+
+def summary(shapes: dict[str, tuple[int, ...]]) -> tuple[int, int, str]:
+    lines = "\n".join(f"{name} {list(shapes[name])}" for name in sorted(shapes))
+    return len(shapes), sum(map(math.prod, shapes.values())), hashlib.sha256(lines.encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_names_shapes_and_counts_are_the_recorded_ones(size):
+    found = summary(hf.tensor_shapes(qwen3_vl(size)))
+    assert found == TRANSFORMERS[size]
+    assert found[1] == num_params(qwen3_vl(size))
+
+
+@pytest.mark.parametrize("size", ["2b", "4b", "8b"])
+def test_presets_are_the_published_config_files(assets, size):
+    assert from_hf(assets / "qwen3_vl" / f"config_{size}.json") == qwen3_vl(size)
+
+
+def their_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    torch = pytest.importorskip("torch", reason="the oracle; install the extra parity")
+    import transformers
+
+    with torch.device("meta"):
+        model = transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig.from_dict(config))
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}  # tied ones once
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("size", SIZES)
+def test_names_and_shapes_equal_transformers(size):
+    theirs = their_shapes(to_hf(qwen3_vl(size)))
+    assert hf.tensor_shapes(qwen3_vl(size)) == theirs
+    assert summary(theirs) == TRANSFORMERS[size]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("size", ["2b", "4b", "8b"])
+def test_names_and_shapes_of_the_config_files_equal_transformers(assets, size):
+    content = json.loads((assets / "qwen3_vl" / f"config_{size}.json").read_text())
+    assert hf.tensor_shapes(from_hf(content)) == their_shapes(content)
+
+
+def matmul_flops(jaxpr: Any) -> int:
+    """Of all matrix products in a program, those inside loops as often as they run."""
+    total = 0
+    for step in jaxpr.eqns:
+        if step.primitive.name == "dot_general":
+            (contracted, _), _ = step.params["dimension_numbers"]
+            left = step.invars[0].aval.shape
+            total += 2 * math.prod(step.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
+        times = step.params.get("length", 1) if step.primitive.name == "scan" else 1
+        total += times * sum(matmul_flops(inner) for inner in jaxprs_in_params(step.params))
+    return total
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_flops_of_a_token_are_those_of_the_program_that_decodes_it(size):
+    config, b, s = qwen3_vl(size), 3, 500
+    c = config.text
+    shape: Any = jax.ShapeDtypeStruct((c.num_hidden_layers, b, s, c.num_key_value_heads, c.head_dim), jnp.float32)
+
+    def decode(model, cache):
+        zeros = np.zeros(b, int)
+        hidden, cache = model.text.decode(zeros, np.zeros((3, b), int), cache, np.ones((b, s), bool), 0)
+        return model.text.logits(hidden), cache
+
+    program = jax.make_jaxpr(decode)(abstract_model(config), KV(shape, shape))
+    assert matmul_flops(program.jaxpr) == b * flops_per_token(config, s)
