@@ -312,7 +312,7 @@ class Engine:
         )
         cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, new), (0, 0), (0, 0))), kv)
         mask = jnp.pad(own, ((0, 0), (0, new)))
-        prefix = heads_first(prefix)
+        prefix, layers = heads_first(prefix), text.decode_layers()
         keys = jax.vmap(jax.random.key)(seeds)
         ends = next_positions + suffix_lengths
 
@@ -328,7 +328,7 @@ class Engine:
             done = done | (token[:, None] == stops).any(1) | (written >= limits)
             column = width + step
             mask = mask.at[:, column].set(True)
-            hidden, cache = text.decode(token, jnp.broadcast_to(ends + step, (3, rows)), cache, mask, column, prefix, prefix_mask)
+            hidden, cache = text.decode(token, jnp.broadcast_to(ends + step, (3, rows)), cache, mask, column, prefix, prefix_mask, layers)
             return step + 1, done, written, text.logits(hidden), cache, mask, ids, logprobs
 
         empty = jnp.zeros((rows, new))

@@ -7,7 +7,6 @@ device work; Ctrl-C or SIGTERM end it with a word on how to go on, and the same 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import pathlib
@@ -18,6 +17,7 @@ from typing import Any
 
 from configs import RECIPES
 from configs.base import Run
+from train.allocator import reuse_freed_memory
 from train.checkpoint import CheckpointError
 from train.cli import parse
 from train.interrupts import Interrupts
@@ -27,7 +27,6 @@ from train.report import write_report
 from train.run_directory import RunDirectory, RunDirectoryError, write_atomically
 from train.session import Session
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 STOPPED = 130  # the exit code of a run that was asked to stop: the same command goes on
 
 
@@ -104,23 +103,10 @@ class _Clock:
         self.save()
 
 
-def _reuse_freed_memory() -> None:
-    """Tell glibc to keep what is freed: XLA on CPU asks for its buffers anew at every call, and fresh pages cost more than small matmuls.
-
-    Changes speed only (a quarter of the time of an SFT step of paravt_tiny); elsewhere than with glibc nothing happens.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return
-    for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_ARENA_MAX, 1)):
-        mallopt(parameter, value)
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command's exit code."""
     run = parse(sys.argv[1:] if argv is None else argv, RECIPES)
-    _reuse_freed_memory()
+    reuse_freed_memory()
     start = time.monotonic()
     try:
         with Interrupts() as interrupts:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig, flops_per_token, qwen3_vl, tiny, to_hf
+from train.allocator import reuse_freed_memory
 
 JOBS = ("prefill", "decode", "train")
 LEARNING_RATE, DECAY = 1e-5, 0.01
@@ -325,8 +326,8 @@ def _their_train(model: Any, case: Case) -> Callable[[], Any]:
 
 
 def alone(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls the function in a process of its own, which ends with it."""
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    """Calls the function in a process of its own, which ends with it. Both sides keep freed memory, as a run does."""
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), reuse_freed_memory) as pool:
         return pool.submit(function, *args).result()
 
 
@@ -386,7 +387,7 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times the same model in transformers and here.")
     parser.add_argument("--case", choices=CASES, default="small")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="about four minutes each at the small size")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=JOBS)
     parser.add_argument("--json", type=Path, help="file to write the machine and every measured time to")
     args = parser.parse_args()
