@@ -21,8 +21,8 @@ from jaxtyping import Float, Int, Int32, Real, UInt8
 from PIL import Image, ImageOps
 
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
-from models.qwen3_vl.hf_folder import local_folder
 from models.qwen3_vl.rope import mrope_positions, visual_index
+from models.weights.folder import local_folder
 
 _MIN_TOKENS, _MAX_TOKENS = 4, 16_384  # visual tokens an image has at least and at most where the caller sets no limits
 _TOKENS = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}

@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 
 from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.hf import load
-from models.qwen3_vl.hf_folder import local_folder
 from models.qwen3_vl.model import Qwen3VL
+from models.weights.folder import local_folder
 from paravt_jax import tokenizer
 from paravt_jax.protocol import Protocol, ProtocolSettings
 from paravt_jax.records import Episode, Frame, Question, QuestionKind

@@ -20,8 +20,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from models.attention import heads_first
 from models.features import FrameFeatures
-from models.qwen3_vl.attention import heads_first
 from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.rope import mrope_positions, next_position, visual_index
 from models.qwen3_vl.text import KV, TextDecoder

@@ -1,7 +1,7 @@
 """What glibc does with memory that was freed: it keeps it, once `reuse_freed_memory` was called.
 
-XLA on CPU asks for its buffers anew at every call. By default glibc gives large ones back and the kernel clears fresh pages, which costs more
-than what is computed in them; so does torch's memory.
+XLA on CPU asks for its buffers anew at every call. By default glibc gives large ones back, and the kernel clears fresh pages, which
+costs more than what is computed in them; so it is with torch.
 """
 
 from __future__ import annotations

@@ -24,10 +24,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from models.qwen3_vl import hf_folder, tensor_file
 from models.qwen3_vl.config import Qwen3VLConfig, from_hf, to_hf
 from models.qwen3_vl.model import Qwen3VL, abstract_model
 from models.sharding import param_shardings
+from models.weights import folder as hf_folder
+from models.weights import tensor_file
 
 _TIED_HEAD = "lm_head.weight"  # some files repeat the tied embedding under this name
 _EMBEDDING = "model.language_model.embed_tokens.weight"

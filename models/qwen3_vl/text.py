@@ -17,7 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from models.qwen3_vl.attention import attend, attend_cache
+from models.attention import attend, attend_cache
 from models.qwen3_vl.config import TextConfig
 from models.qwen3_vl.layers import constant, normal, product, rms_norm
 from models.qwen3_vl.rope import mrope_angles, rotate

@@ -7,7 +7,9 @@ frame alone, so they may be cached, and frames of any sizes may share a row.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from models.qwen3_vl.attention import attend
+from models.attention import attend
 from models.qwen3_vl.config import VisionConfig
 from models.qwen3_vl.layers import LayerNorm, Linear, normal
 from models.qwen3_vl.rope import merge_order, rotate, vision_angles
@@ -97,7 +99,7 @@ def pack(patches: Float[np.ndarray, "n c"], grids: Sequence[tuple[int, int, int]
     dealt = np.zeros((len(rows) * size, patches.shape[1]), patches.dtype)
     dealt[slot] = patches
     merged = config.spatial_merge_size**2
-    layout = PatchLayout(*(np.concatenate(parts) for parts in zip(*layouts, strict=True)))
+    layout = jax.tree.map(lambda *parts: np.concatenate(parts), *layouts)
     return Packed(dealt.reshape(len(rows), size, -1), layout, slot[::merged] // merged)
 
 
@@ -191,7 +193,8 @@ class VisionTower(nnx.Module):
         side = math.isqrt(self.config.num_position_embeddings)
         table = self.positions[...].astype(jnp.float32)
         rows, columns = (_between_cells(*line, side) for line in ((layout.row, layout.height), (layout.column, layout.width)))
-        return sum((y * x)[..., None] * jnp.take(table, i * side + j, axis=0) for i, y in rows for j, x in columns)
+        corners = [(y * x)[..., None] * jnp.take(table, i * side + j, axis=0) for i, y in rows for j, x in columns]
+        return functools.reduce(operator.add, corners)
 
 
 def _between_cells(at: Int[Array, "b p"], length: Int[Array, "b p"], side: int) -> list[tuple[Int[Array, "b p"], Float[Array, "b p"]]]:

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from models.qwen3_vl import attention_splash
-from models.qwen3_vl.attention import attend, attend_cache, choose, heads_first
+from models.attention import attend, attend_cache, choose, heads_first, splash
 from models.sharding import MESH_AXES
 
 rng = np.random.default_rng(0)
@@ -79,7 +78,7 @@ def results(function, arrays, weight):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(attention_splash, "BLOCK", 128)
+    monkeypatch.setattr(splash, "BLOCK", 128)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "splash", "cudnn"])
@@ -151,7 +150,7 @@ def test_one_token_against_a_cache_equals_the_last_of_a_row():
 def test_mask_of_a_group(row, rows, prefix):
     """Computed in tiles, as the kernel does, it is a column for the prefix and a triangle for each row."""
     total = row * rows
-    mask = attention_splash.GroupMask(total, prefix + total, prefix, row)
+    mask = splash.GroupMask(total, prefix + total, prefix, row)
     expected = np.concatenate([np.ones((total, prefix), bool), np.kron(np.eye(rows), np.tri(row)) > 0], 1)
     tiles = [[mask[slice(i, i + 2), slice(j, j + 3)] for j in range(0, prefix + total, 3)] for i in range(0, total, 2)]
     np.testing.assert_array_equal(np.block(tiles), expected)
@@ -210,11 +209,11 @@ def test_eight_devices_equal_one():
         """
         import jax, jax.numpy as jnp, numpy as np
         from jax.sharding import NamedSharding, PartitionSpec
-        from models.qwen3_vl import attention_splash
-        from models.qwen3_vl.attention import attend
+        from models.attention import splash
+        from models.attention import attend
         from models.sharding import BATCH, make_mesh
 
-        attention_splash.BLOCK = 128
+        splash.BLOCK = 128
         rng = np.random.default_rng(0)
         draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
         arrays = draw(16, 20, 4, 64), draw(16, 20, 2, 64), draw(16, 20, 2, 64), (draw(8, 120, 2, 64), draw(8, 120, 2, 64))

@@ -18,9 +18,11 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from models.qwen3_vl import Qwen3VL, hf, hf_folder, tensor_file, tiny
+from models.qwen3_vl import Qwen3VL, hf, tiny
 from models.qwen3_vl.config import to_hf
 from models.sharding import make_mesh
+from models.weights import folder as hf_folder
+from models.weights import tensor_file
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +205,7 @@ def test_a_failed_save_leaves_nothing_and_an_existing_folder_stays(model, tmp_pa
 
 KILLED = """
     import os, pathlib, signal, sys
-    from models.qwen3_vl.hf_folder import appearing
+    from models.weights.folder import appearing
     with appearing(pathlib.Path(sys.argv[1])) as folder:
         (folder / "model.safetensors").write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)

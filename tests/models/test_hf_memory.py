@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from models.qwen3_vl import Qwen3VLConfig, TextConfig, VisionConfig, hf, hf_folder, tiny
+from models.qwen3_vl import Qwen3VLConfig, TextConfig, VisionConfig, hf, tiny
 from models.qwen3_vl.config import to_hf
+from models.weights import folder as hf_folder
 
 pytestmark = pytest.mark.slow
 
@@ -133,7 +134,8 @@ TWO = """
     process, port, source, target = int(sys.argv[1]), *sys.argv[2:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", 2, process)
-    from models.qwen3_vl import hf, tensor_file
+    from models.qwen3_vl import hf
+    from models.weights import tensor_file
     from models.sharding import make_mesh
     count, whole = 0, tensor_file.read
     def read(*arguments, **options):

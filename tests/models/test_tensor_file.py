@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models.qwen3_vl import tensor_file
+from models.weights import tensor_file
 
 TENSORS = {
     "b": np.arange(77 * 5, dtype=np.float32).reshape(77, 5).astype(jnp.bfloat16),

@@ -2,7 +2,7 @@
 
 Owns how rows and their shared prefix become the kernel's sequences, its masks and tiles, and how they lie on a mesh: the compiler cannot
 cut a kernel, so where a mesh is set each device gets whole groups and whole kv heads. Away from a TPU the kernel is interpreted,
-for tests. Refuses nothing: `supports` is asked first. Invariant: valid tokens get what `attention_xla` gives them; the prefix
+for tests. Refuses nothing: `supports` is asked first. Invariant: valid tokens get what `xla` gives them; the prefix
 is never repeated.
 """
 

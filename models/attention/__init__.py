@@ -1,8 +1,8 @@
 """Attention, behind two functions: `attend` for sequences and `attend_cache` for one new token a row.
 
 Owns who may look at whom - earlier tokens of the same segment, and the valid positions of a prefix that several rows share - and
-which kernel does it: Splash on TPU (`attention_splash`), cuDNN on GPU (`attention_cudnn`), XLA anywhere else and for what a kernel's
-`supports` leaves out (`attention_xla`; decoding always). Refuses a prefix without causality. Invariant: the kernel changes
+which kernel does it: Splash on TPU (`splash`), cuDNN on GPU (`cudnn`), XLA anywhere else and for what a kernel's
+`supports` leaves out (`xla`; decoding always). Refuses a prefix without causality. Invariant: the kernel changes
 how fast tokens get their vectors, never which (padding apart).
 """
 
@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from models.qwen3_vl import attention_cudnn, attention_splash, attention_xla
-from models.qwen3_vl.attention_xla import attend_cache, heads_first
+from models.attention import cudnn, splash, xla
+from models.attention.xla import attend_cache, heads_first
 
 __all__ = ["Implementation", "attend", "attend_cache", "heads_first"]
 
@@ -51,9 +51,9 @@ def attend(
         segment_ids = (segment_ids != 0).astype(jnp.int32)
     platform = _platform()
     kernel = {
-        "splash": functools.partial(attention_splash.attend, interpret=platform != "tpu"),
-        "cudnn": functools.partial(attention_cudnn.attend, implementation="cudnn" if platform == "gpu" else "xla"),
-        "xla": functools.partial(attention_xla.attend, chunk=chunk),
+        "splash": functools.partial(splash.attend, interpret=platform != "tpu"),
+        "cudnn": functools.partial(cudnn.attend, implementation="cudnn" if platform == "gpu" else "xla"),
+        "xla": functools.partial(xla.attend, chunk=chunk),
     }[implementation or choose(platform, q, k, prefix)]
     return kernel(q, k, v, causal=causal, segment_ids=segment_ids, prefix=prefix, prefix_mask=prefix_mask)
 
@@ -71,6 +71,6 @@ def choose(
     prefix: tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]] | None = None,
 ) -> Implementation:
     """The platform's own kernel where it can do the case, else XLA."""
-    if platform == "tpu" and attention_splash.supports(q, k, prefix):
+    if platform == "tpu" and splash.supports(q, k, prefix):
         return "splash"
-    return "cudnn" if platform == "gpu" and attention_cudnn.supports(q, prefix) else "xla"
+    return "cudnn" if platform == "gpu" and cudnn.supports(q, prefix) else "xla"

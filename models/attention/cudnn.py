@@ -2,7 +2,7 @@
 
 Owns the masks that the kernel needs. A shared prefix is repeated for every row, since the kernel knows no shared keys. Away from a GPU
 the same call runs in XLA, for tests. Refuses nothing: `supports` is asked first. Invariant: valid tokens get what
-`attention_xla` gives them.
+`xla` gives them.
 """
 
 from __future__ import annotations

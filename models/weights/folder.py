@@ -23,7 +23,7 @@ import huggingface_hub
 import numpy as np
 from huggingface_hub import errors
 
-from models.qwen3_vl.tensor_file import Header, new_header, read_header
+from models.weights.tensor_file import Header, new_header, read_header
 
 CONFIG = "config.json"
 _FILE = "model.safetensors"
