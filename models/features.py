@@ -79,6 +79,13 @@ class FrameFeatures:
         height, width = self.grid(name)
         return height * width // self.config.vision.spatial_merge_size**2
 
+    def forget(self, name: str) -> None:
+        """Drop all that is known of a video, because its file has changed."""
+        self.info.cache_clear()
+        self.unreadable.pop(name, None)
+        for key in [key for key in self._store if key[0] == name]:
+            self._bytes -= self._store.pop(key).nbytes
+
     def __call__(self, frames: Sequence[Frame]) -> Float[np.ndarray, "m c d"]:
         keys = [self._key(frame) for frame in frames]
         missing: dict[str, dict[int, None]] = {}

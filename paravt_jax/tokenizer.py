@@ -69,7 +69,7 @@ def build(pieces: Iterable[str]) -> tokenizers.Tokenizer:
 
 
 def save(tokenizer: tokenizers.Tokenizer, folder: str | os.PathLike) -> pathlib.Path:
-    """Writes `tokenizer.json` into the folder, whole or not at all, and returns its path; before it, what transformers reads beside it."""
+    """Writes `tokenizer.json` into the folder, whole or not at all, and returns its path; what transformers reads beside it comes first."""
     path = pathlib.Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": PAD}

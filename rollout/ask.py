@@ -6,6 +6,7 @@ Refuses a video that cannot be read. Invariant: the same question, settings, see
 
 from __future__ import annotations
 
+import collections
 import os
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from models.qwen3_vl.model import Qwen3VL
 from models.weights.folder import local_folder
 from paravt_jax import tokenizer
 from paravt_jax.protocol import Protocol, ProtocolSettings
-from paravt_jax.records import Episode, Frame, Question, QuestionKind
+from paravt_jax.records import Episode, Frame, Question, QuestionKind, StopReason
 from paravt_jax.tokenizer import Vocabulary
 from paravt_jax.video import VideoError
 from rollout.engine import Engine, EngineSettings, Shape
@@ -29,10 +30,11 @@ from rollout.requests import run
 _QUESTION_TOKENS = 512  # room for the question and its options
 _SUFFIXES = (16, 512, 2048)  # lengths of what follows a prompt: little in a first turn, later what was written and reported
 _BUCKET = 256  # prompts come in multiples of this, so that videos of one size share a compiled program
+_ENGINES = 2  # kept at once: each holds the keys and values of its prompts on the device
 
 
 class Assistant:
-    """A model that answers questions about video files. It keeps encoded frames and compiled programs, so later questions are faster.
+    """A model that answers questions about video files. It keeps encoded frames and the programs of the last sizes: later questions are faster.
 
     `vocabulary` is the model's own (`paravt_jax.tokenizer.load`); `protocol` bounds turns, calls and tokens, `frames` the frames' size.
     """
@@ -47,7 +49,8 @@ class Assistant:
         self._model = model
         features = FrameFeatures(model.vision, model.config, frames or FrameSettings(), Path())
         self._scene = Scene(Protocol(vocabulary, protocol or ProtocolSettings()), features)
-        self._engines: dict[tuple[Shape, ...], Engine] = {}
+        self._engines: collections.OrderedDict[tuple[Shape, ...], Engine] = collections.OrderedDict()
+        self._files: dict[str, tuple[int, int]] = {}  # time of change and size of each video asked about
 
     @classmethod
     def load(
@@ -80,14 +83,28 @@ class Assistant:
         `frames` is the overview budget K; `dispatch="none"` offers no tool. A temperature of 0 is greedy, and `seed` then means nothing.
         Raises VideoError for a file that cannot be read, ValueError for a question of more tokens than there is room for.
         """
+        if frames < 1:
+            raise ValueError(f"frames = {frames}: the overview has at least one frame; give 1 or more, 64 shows most")
         kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
         asked = Question("asked", str(video), question, kind, "", tuple(options))
+        self._look_again_if_changed(asked.video)
         self._scene.features.info(asked.video)
         sampler = self._engine(asked.video, frames)
         (episode,) = run(sampler, [play(self._scene, asked, Setting(frames, temperature, dispatch), seed)])
-        if asked.video in self._scene.features.unreadable:
+        if episode.stop is StopReason.UNREADABLE:
             raise VideoError(asked.video, self._scene.features.unreadable[asked.video])
         return episode
+
+    def _look_again_if_changed(self, video: str) -> None:
+        """Frames and prompts are kept by the file's name; another file under the name makes them worthless."""
+        if not os.path.exists(video):
+            return  # the reader says so better
+        stat = os.stat(video)
+        if self._files.setdefault(video, (stat.st_mtime_ns, stat.st_size)) != (stat.st_mtime_ns, stat.st_size):
+            self._files[video] = stat.st_mtime_ns, stat.st_size
+            self._scene.features.forget(video)
+            for engine in self._engines.values():
+                engine.forget()
 
     def _engine(self, video: str, frames: int) -> Engine:
         protocol, features = self._scene.protocol, self._scene.features
@@ -105,4 +122,7 @@ class Assistant:
             rows = limits.max_calls
             settings = EngineSettings(shapes=shapes, rows=rows, prefill_rows=1, kept_prompts=rows + 1)
             self._engines[shapes] = Engine(self._model, features, settings)
+            if len(self._engines) > _ENGINES:
+                self._engines.popitem(last=False)
+        self._engines.move_to_end(shapes)
         return self._engines[shapes]

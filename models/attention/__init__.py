@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from models.attention import cudnn, splash, xla
 from models.attention.xla import attend_cache, heads_first
 
-__all__ = ["Implementation", "attend", "attend_cache", "heads_first"]
+__all__ = ["Implementation", "attend", "attend_cache", "choose", "heads_first", "platform"]
 
 Implementation = Literal["splash", "cudnn", "xla"]
 QUERY_CHUNK = 128
@@ -42,35 +42,38 @@ def attend(
     r * g ... r * g + g - 1 also see every position of prefix row r where `prefix_mask` holds (all, if None); each of them is then one
     segment, 0 = padding and anything else valid. What padding gets is finite and means nothing. XLA takes `chunk` queries at a time.
     `implementation` None: the fastest that runs where the computation will. A mesh that is set (`jax.set_mesh`) says where; the
-    kernel for TPU needs one as soon as arrays lie on several devices. Any kernel named runs anywhere, off its device slowly.
+    kernel for TPU needs one as soon as arrays lie on several devices. A kernel that is named is taken unasked; off its device it is slow.
     ValueError for a prefix with causal=False.
     """
     if prefix is not None and not causal:
         raise ValueError("causal = False: a prefix comes before its rows; leave causal True, or put the prefix into the rows")
     if prefix is not None and segment_ids is not None:
         segment_ids = (segment_ids != 0).astype(jnp.int32)
-    platform = _platform()
+    target = platform()
     kernel = {
-        "splash": functools.partial(splash.attend, interpret=platform != "tpu"),
-        "cudnn": functools.partial(cudnn.attend, implementation="cudnn" if platform == "gpu" else "xla"),
+        "splash": functools.partial(splash.attend, interpret=target != "tpu"),
+        "cudnn": functools.partial(cudnn.attend, implementation="cudnn" if target == "gpu" else "xla"),
         "xla": functools.partial(xla.attend, chunk=chunk),
-    }[implementation or choose(platform, q, k, prefix)]
+    }[implementation or choose(target, q, k, prefix)]
     return kernel(q, k, v, causal=causal, segment_ids=segment_ids, prefix=prefix, prefix_mask=prefix_mask)
 
 
-def _platform() -> str:
-    """Of the mesh in context, which may be a topology that this machine lacks; else of the default backend."""
+def platform() -> str:
+    """Where what is traced now will run: "tpu", "gpu" or "cpu".
+
+    That of the mesh in context, which may be a topology that this machine lacks; else of the default backend.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def choose(
-    platform: str,
+    target: str,
     q: Float[Array, "b t n h"],
     k: Float[Array, "b t k h"],
     prefix: tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]] | None = None,
 ) -> Implementation:
-    """The platform's own kernel where it can do the case, else XLA."""
-    if platform == "tpu" and splash.supports(q, k, prefix):
+    """The kernel of the platform `target` where it can do the case, else XLA."""
+    if target == "tpu" and splash.supports(q, k, prefix):
         return "splash"
-    return "cudnn" if platform == "gpu" and cudnn.supports(q, prefix) else "xla"
+    return "cudnn" if target == "gpu" and cudnn.supports(q, prefix) else "xla"

@@ -36,7 +36,7 @@ def product(x: Float[Array, "*n i"], weight: Float[Array, "i *o"]) -> Float[Arra
 
 
 def rms_norm(x: Float[Array, "*n d"], scale: nnx.Param, eps: float) -> Float[Array, "*n d"]:
-    """Root-mean-square norm over the last axis, statistics in float32."""
+    """Root-mean-square norm over the last axis, statistics in float32. Rounds before it scales, as the published model does."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return scale[...].astype(x.dtype) * wide.astype(x.dtype)

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from models.attention import attend, attend_cache
+from models.attention import attend, attend_cache, platform
 from models.qwen3_vl.config import TextConfig
 from models.qwen3_vl.layers import constant, normal, product, rms_norm
 from models.qwen3_vl.rope import mrope_angles, rotate
@@ -100,8 +100,8 @@ class TextDecoder(nnx.Module):
 
         Tokens attend causally within equal `segment_ids` (0 = padding; None = one segment). `visual` is each row's bank of m
         visual vectors, c = 1 + DeepStack levels; `visual_index` points into it, -1 where a token is text. `prefix` holds
-        p = b / g prompts: rows r * g ... r * g + g - 1 also attend to row r of it where `prefix_mask` holds. `remat`
-        recomputes layers in the backward pass. ValueError where `visual` and `visual_index` are not given together.
+        p = b / g prompts: rows r * g ... r * g + g - 1 also attend to row r of it where `prefix_mask` holds, and are one segment
+        each. `remat` recomputes layers in the backward pass. ValueError where `visual` and `visual_index` are not given together.
         """
         if (visual is None) != (visual_index is None):
             raise ValueError("visual, visual_index: given together or not at all; pass both, or neither for text")
@@ -168,7 +168,7 @@ class TextDecoder(nnx.Module):
 
     def decode_layers(self) -> list[nnx.State] | None:
         """Each layer's weights as arrays of their own on CPU, where a scan copies them out of the stack at every token; else None."""
-        if jax.default_backend() != "cpu":
+        if platform() != "cpu":
             return None
         state = nnx.state(self.layers)
         return [jax.tree.map(lambda x, n=number: x[n], state) for number in range(self.config.num_hidden_layers)]
@@ -181,7 +181,7 @@ class TextDecoder(nnx.Module):
         """Scores of every word, float32."""
         head = (self.embedding if self.head is None else self.head)[...].astype(hidden.dtype)
         rows = hidden.reshape(-1, hidden.shape[-1])  # one axis, as in `product`
-        if len(rows) <= _FEW_ROWS:
+        if len(rows) <= _FEW_ROWS and platform() == "cpu":
             words = jnp.einsum("vd,nd->vn", head, rows, preferred_element_type=jnp.float32)
             logits = jax.lax.optimization_barrier(words).T  # without the barrier XLA turns the product around again
         else:

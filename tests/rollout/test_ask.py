@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -48,3 +50,25 @@ def test_what_cannot_be_asked(assistant, small_world, tmp_path):
             assistant.ask(tmp_path / name, TEXT)
     with pytest.raises(ValueError, match="engine.shapes: no shape holds a request"):
         assistant.ask(small_world.folder / small_world.videos[0].path, "why? " * 2000, frames=4)
+    with pytest.raises(ValueError, match="frames = 0: the overview has at least one frame"):
+        assistant.ask(small_world.folder / small_world.videos[0].path, TEXT, frames=0)
+
+
+def test_another_file_under_the_same_name_is_looked_at_anew(assistant, small_world, tmp_path):
+    def seen() -> np.ndarray:
+        assistant.ask(tmp_path / "clip.mp4", TEXT, frames=4, dispatch="none")
+        features = assistant._scene.features
+        return features(features.overview(str(tmp_path / "clip.mp4"), 4))
+
+    first, second = (small_world.folder / v.path for v in small_world.videos[:2])
+    shutil.copy(first, tmp_path / "clip.mp4")
+    before = seen()
+    np.testing.assert_array_equal(seen(), before)
+    shutil.copy(second, tmp_path / "clip.mp4")
+    assert np.abs(seen() - before).max() > 1e-3
+
+
+def test_a_few_engines_are_kept(assistant, small_world):
+    for count in (1, 30, 60):
+        assistant.ask(small_world.folder / small_world.videos[0].path, TEXT, frames=count, dispatch="none")
+    assert len(assistant._engines) == 2
