@@ -34,7 +34,7 @@ _ENGINES = 2  # kept at once: each holds the keys and values of its prompts on t
 
 
 class Assistant:
-    """A model that answers questions about video files. It keeps encoded frames and the programs of the last sizes: later questions are faster.
+    """A model that answers questions about video files. Encoded frames and the programs of the last sizes are kept for later questions.
 
     `vocabulary` is the model's own (`paravt_jax.tokenizer.load`); `protocol` bounds turns, calls and tokens, `frames` the frames' size.
     """
