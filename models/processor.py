@@ -14,13 +14,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int, Int32, Real, UInt8
+from jaxtyping import Float, Int, Real, UInt8
 from PIL import Image, ImageOps
 
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
+from models.qwen3_vl.model import Inputs
 from models.qwen3_vl.rope import mrope_positions, visual_index
 from models.weights.folder import local_folder
 
@@ -126,19 +127,6 @@ def slice_times(times: Sequence[float] | Real[np.ndarray, " t"], temporal: int =
     padded = [float(time) for time in times]
     padded += padded[-1:] * (-len(padded) % temporal)
     return [(padded[i] + padded[i + temporal - 1]) / 2 for i in range(0, len(padded), temporal)]
-
-
-class Inputs(NamedTuple):
-    """One sample for the model. `grids` holds (time, height, width) in patches of each image and video, as they come in the text.
-
-    `patches` stand in the same order: `packed_layout(grids, size, config.vision)` lays them out for the tower.
-    """
-
-    ids: Int32[np.ndarray, " t"]
-    positions: Int32[np.ndarray, "3 t"]
-    visual_index: Int32[np.ndarray, " t"]
-    patches: Float[np.ndarray, "p c"]
-    grids: list[tuple[int, int, int]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,26 +1,25 @@
-"""Qwen3-VL: configuration, model, positions, and weights in and out."""
+"""Qwen3-VL: configuration, model, positions, generation, and weights in and out."""
 
-from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig, flops_per_token, from_hf, qwen3_vl, tiny
+from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig, flops_per_token, from_hf, qwen3_vl, tiny, vision_flops
+from models.qwen3_vl.generate import generate
 from models.qwen3_vl.hf import load, save
-from models.qwen3_vl.model import Qwen3VL, abstract_model, num_params
+from models.qwen3_vl.model import Inputs, Qwen3VL, abstract_model, num_params
 from models.qwen3_vl.rope import mrope_positions, next_position
-from models.qwen3_vl.text import KV, TextDecoder
-from models.qwen3_vl.vision import Packed, PatchLayout, VisionTower, frame_layout, pack, packed_layout
+from models.qwen3_vl.text import KV
+from models.qwen3_vl.vision import frame_layout, pack, packed_layout
 
 __all__ = [
     "KV",
-    "Packed",
-    "PatchLayout",
+    "Inputs",
     "Qwen3VL",
     "Qwen3VLConfig",
     "TextConfig",
-    "TextDecoder",
     "VisionConfig",
-    "VisionTower",
     "abstract_model",
     "flops_per_token",
     "frame_layout",
     "from_hf",
+    "generate",
     "load",
     "mrope_positions",
     "next_position",
@@ -30,4 +29,5 @@ __all__ = [
     "qwen3_vl",
     "save",
     "tiny",
+    "vision_flops",
 ]

@@ -74,7 +74,10 @@ class VisionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """The decoder. `mrope_section` splits the `head_dim / 2` rotary frequencies between time, height and width."""
+    """The decoder. `mrope_section` splits the `head_dim / 2` rotary frequencies between time, height and width.
+
+    `max_position_embeddings` is what the weights were trained for, in tokens; nothing is computed from it, but servers ask for it.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -87,6 +90,7 @@ class TextConfig:
     rope_theta: float
     tie_word_embeddings: bool
     rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 262_144
 
     def __post_init__(self):
         _require_positive("text", self)
@@ -254,3 +258,11 @@ def flops_per_token(config: Qwen3VLConfig, context: float) -> float:
     heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
     layer = c.hidden_size * (heads + 3 * c.intermediate_size)
     return 2.0 * (c.num_hidden_layers * (layer + 2 * c.num_attention_heads * c.head_dim * context) + c.vocab_size * c.hidden_size)
+
+
+def vision_flops(config: VisionConfig, patches: int) -> float:
+    """Forward FLOPs of the tower for one frame of `patches`."""
+    c, merge = config, config.spatial_merge_size**2
+    block = 4 * c.hidden_size**2 + 2 * c.hidden_size * c.intermediate_size + 2 * patches * c.hidden_size
+    merger = c.hidden_size * (merge * c.hidden_size + c.out_hidden_size)  # a patch's share of one
+    return 2.0 * patches * (c.patch_dim * c.hidden_size + c.depth * block + (1 + c.levels) * merger)

@@ -1,13 +1,14 @@
 """Weights in and out in the Hugging Face layout: safetensors files and a `config.json`, as transformers 4.57 and 5.x write and read them.
 
-Owns the correspondence of names and layouts. Refuses weights that are not exactly the model's, naming all that are missing, unknown or
-misshaped at once. Invariants: what `save` wrote, `load` reads back bit for bit; in both directions the host works on one tensor at a
-time beside the parameters themselves.
+Owns the correspondence of names and layouts. Refuses weights that are not exactly the model's, in one error that names all of them.
+Invariants: what `save` wrote, `load` reads back bit for bit; in both directions the host works on one tensor at a time beside the
+parameters themselves.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 import os
@@ -154,7 +155,7 @@ def tensor_shapes(config: Qwen3VLConfig) -> dict[str, tuple[int, ...]]:
 
 def _headers(folder: Path, config: Qwen3VLConfig, layout: Mapping[str, _Place]) -> dict[str, tensor_file.Header]:
     shapes = {name: place.shape for name, place in layout.items()}
-    return hf_folder.read_headers(folder, shapes, optional=_TIED_HEAD if config.text.tie_word_embeddings else None)
+    return hf_folder.read_headers(folder, shapes, {_TIED_HEAD: shapes[_EMBEDDING]} if config.text.tie_word_embeddings else {})
 
 
 def load(
@@ -172,7 +173,7 @@ def load(
     `config` defaults to the folder's `config.json`.
 
     FileNotFoundError without weights, and where the hub has no such id or cannot be reached. ValueError naming a damaged file, and
-    one listing every tensor that is missing, unknown or of another shape.
+    one listing every tensor that is missing, unknown, of another shape or there twice.
     """
     folder = hf_folder.local_folder(source)
     config = from_hf(folder / hf_folder.CONFIG) if config is None else config
@@ -232,37 +233,65 @@ def save(
     """Writes `model` to a new `folder` that transformers and `load` read, with copies of `files` (a tokenizer of one's own) beside it.
 
     With `like`, the folder or hub id that the weights came from: its config, tokenizer, template and processor files ride along, and
-    weights take its types, files and order, so that what was not trained comes out byte for byte. Without it: a config.json, and
-    weights in their own types, in files of at most `max_shard_bytes` (or one tensor).
+    weights take its types, files and order. What was not trained then comes out byte for byte where the parameters' type holds every
+    number of the file's: float32 does for all, bfloat16 for bfloat16 alone (weights of a float32 file are written as it rounded them).
+    Without it: a config.json, and weights in their own types, in files of at most `max_shard_bytes` (or one tensor).
 
-    Every process of a mesh has to call, and see `like`; the first one writes, from one tensor at a time.
-    FileExistsError where `folder` exists; ValueError where `like` is of another configuration. Failure leaves nothing behind, a
-    killed process only a hidden folder, which the next `save` to `folder` removes.
+    Every process of a mesh has to call, and see `like` and `files`; the first one writes, from one tensor at a time.
+    FileExistsError where `folder` exists; ValueError where `like` is of another configuration; where one process fails alone, the
+    others raise RuntimeError. Failure leaves nothing behind, a killed process only a hidden folder, which a later `save` to `folder`
+    removes.
     """
     folder = Path(folder)
-    if folder.exists():
+    if multihost_utils.broadcast_one_to_all(np.asarray(folder.exists())):  # another process may look when the first one is done
         raise FileExistsError(f"{folder}: exists; choose a new folder, or remove this one first")
     parameters = _parameters(nnx.state(model, nnx.Param))
     layout = _layout(model.config, parameters)
-    if like is None:
-        tensors = {name: (np.dtype(parameters[place.path].dtype), place.shape) for name, place in layout.items()}
-        headers, companions = hf_folder.new_files(to_hf(model.config), tensors, max_shard_bytes)
-    else:
-        source = hf_folder.local_folder(like)
-        _same_config(source, model.config)
-        headers, companions = _headers(source, model.config, layout), hf_folder.read_companions(source)
-    companions |= {Path(file).name: Path(file).read_bytes() for file in files}
+    with _together(folder):
+        if like is None:
+            tensors = {name: (np.dtype(parameters[place.path].dtype), place.shape) for name, place in layout.items()}
+            dtype, _ = tensors[_EMBEDDING]
+            headers, companions = hf_folder.new_files(to_hf(model.config) | {"dtype": dtype.name}, tensors, max_shard_bytes)
+        else:
+            source = hf_folder.local_folder(like)
+            _same_config(source, model.config)
+            headers, companions = _headers(source, model.config, layout), hf_folder.read_companions(source)
+        companions |= {Path(file).name: Path(file).read_bytes() for file in files}
     matrices = {file: _matrices(model.config, parameters, layout, header) for file, header in headers.items()}
-    if jax.process_index() == 0:
-        with hf_folder.appearing(folder) as temporary:
-            for file, header in headers.items():
-                tensor_file.write(temporary / file, header, matrices[file])
-            for file, content in companions.items():
-                (temporary / file).write_bytes(content)
-    else:
-        for tensors in matrices.values():
-            collections.deque(tensors, maxlen=0)  # takes part in the gathering
-    multihost_utils.sync_global_devices(f"{folder} is written")
+    with _together(folder):
+        try:
+            if jax.process_index() == 0:
+                _write(folder, headers, matrices, companions)
+        finally:
+            if jax.process_count() > 1:  # all take part in every gathering, whoever has failed
+                for rest in matrices.values():
+                    collections.deque(rest, maxlen=0)
+
+
+@contextlib.contextmanager
+def _together(folder: Path) -> Iterator[None]:
+    """A block that all processes leave well, or none: where some fail, the others raise RuntimeError."""
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        failures = np.flatnonzero(multihost_utils.process_allgather(np.asarray(failed)))
+    if failures.size:
+        raise RuntimeError(f"{folder}: not written; process {', '.join(map(str, failures))} failed: see the error there")
+
+
+def _write(
+    folder: Path,
+    headers: Mapping[str, tensor_file.Header],
+    matrices: Mapping[str, Iterable[Shaped[np.ndarray, "i j"]]],
+    companions: Mapping[str, bytes],
+) -> None:
+    with hf_folder.appearing(folder) as temporary:
+        for file, header in headers.items():
+            tensor_file.write(temporary / file, header, matrices[file])
+        for file, content in companions.items():
+            (temporary / file).write_bytes(content)
 
 
 def _same_config(source: Path, config: Qwen3VLConfig) -> None:

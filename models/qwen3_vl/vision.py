@@ -75,32 +75,40 @@ class Packed(NamedTuple):
     tokens: Int[np.ndarray, " n"]
 
 
-def pack(patches: Float[np.ndarray, "n c"], grids: Sequence[tuple[int, int, int]], size: int, config: VisionConfig) -> Packed:
-    """Deals the frames of images and videos into as many rows of `size` patches as they need, in order, each frame whole.
-
-    `patches` and `grids` as `models.processor.Inputs` has them. Attention costs each patch `size`: where frames are many, take
-    about the largest. ValueError where a frame is larger than `size`, or where patches and grids disagree.
-    """
-    frames = [(1, h, w) for t, h, w in grids for _ in range(t)]
-    if sum(h * w for _, h, w in frames) != len(patches):
-        raise ValueError(f"grids = {list(grids)}: {len(patches)} patches do not fill them; give both of the same sample")
-    rows: list[list[tuple[int, int, int]]] = [[]]
-    slots, room = [], size
-    for frame in frames:
-        area = frame[1] * frame[2]
+def deal_rows(grids: Sequence[tuple[int, int, int]], size: int) -> list[list[tuple[int, int, int]]]:
+    """The frames of images and videos, each whole, in order, in as few rows of `size` patches as that takes; one row at least."""
+    rows, room = [[]], size
+    for frame in [(1, h, w) for t, h, w in grids for _ in range(t)]:
+        area = math.prod(frame)
         if area > room and rows[-1]:
             rows.append([])
             room = size
-        slots.append(len(rows) * size - room + np.arange(area))
         rows[-1].append(frame)
         room -= area
-    layouts = [packed_layout(row, size, config) for row in rows]
-    slot = np.concatenate(slots) if slots else np.zeros(0, int)
-    dealt = np.zeros((len(rows) * size, patches.shape[1]), patches.dtype)
-    dealt[slot] = patches
+    return rows
+
+
+def pack(
+    patches: Float[np.ndarray, "n c"], grids: Sequence[tuple[int, int, int]], size: int, config: VisionConfig, rows: int | None = None
+) -> Packed:
+    """Deals the frames of images and videos into rows of `size` patches, in order, each frame whole.
+
+    `patches` and `grids` as `Inputs` has them; `rows`: how many rows there are in the end (None: as many as the frames need).
+    Attention costs each patch `size`: where frames are many, take about the largest. ValueError where a frame is larger than `size`,
+    where the frames need more than `rows`, or where patches and grids disagree.
+    """
+    if sum(map(math.prod, grids)) != len(patches):
+        raise ValueError(f"grids = {list(grids)}: {len(patches)} patches do not fill them; give both of the same sample")
+    dealt = deal_rows(grids, size)
+    if rows is not None and len(dealt) > rows:
+        raise ValueError(f"rows = {rows}: the frames need {len(dealt)} rows of {size} patches; give as many, or larger ones")
+    dealt += [[]] * ((rows or 0) - len(dealt))
+    layout = jax.tree.map(lambda *parts: np.concatenate(parts), *(packed_layout(row, size, config) for row in dealt))
+    slot = np.flatnonzero(layout.frame)
+    filled = np.zeros((len(dealt) * size, patches.shape[1]), patches.dtype)
+    filled[slot] = patches
     merged = config.spatial_merge_size**2
-    layout = jax.tree.map(lambda *parts: np.concatenate(parts), *layouts)
-    return Packed(dealt.reshape(len(rows), size, -1), layout, slot[::merged] // merged)
+    return Packed(filled.reshape(len(dealt), size, -1), layout, slot[::merged] // merged)
 
 
 class VisionBlock(nnx.Module):

@@ -15,7 +15,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ CONFIG = "config.json"
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "LICENSE*")  # config, tokenizer, template, processor
-_SHOWN = 20  # names of a kind that an error lists
+_YOUNG = 60.0  # seconds in which a writer is sure to have locked the folder it made
 
 Shape = tuple[int, ...]
 
@@ -52,14 +54,14 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
         ) from error
 
 
-def read_headers(folder: Path, shapes: Mapping[str, Shape], optional: str | None = None) -> dict[str, Header]:
-    """File name -> header of every weights file, which together hold exactly the tensors of `shapes`, and perhaps `optional`.
+def read_headers(folder: Path, shapes: Mapping[str, Shape], optional: Mapping[str, Shape]) -> dict[str, Header]:
+    """File name -> header of every weights file, which together hold each tensor of `shapes` once, perhaps those of `optional`, no others.
 
-    FileNotFoundError without weights; ValueError naming a damaged file, or every tensor that is missing, unknown or of another shape.
+    FileNotFoundError without weights; ValueError naming a damaged file, or every tensor that is missing, unknown, of another shape or
+    there twice.
     """
     headers = {name: read_header(folder / name) for name in _weights_files(folder)}
-    found = {name: tensor.shape for header in headers.values() for name, tensor in header.tensors.items() if name != optional}
-    _check(folder, found, shapes)
+    _check(folder, headers.values(), shapes, optional)
     return headers
 
 
@@ -81,18 +83,17 @@ def _weights_files(folder: Path) -> list[str]:
     return names
 
 
-def _check(folder: Path, found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
+def _check(folder: Path, headers: Iterable[Header], shapes: Mapping[str, Shape], optional: Mapping[str, Shape]) -> None:
+    stored = [(name, tensor.shape) for header in headers for name, tensor in header.tensors.items()]
+    found, counts = dict(stored), Counter(name for name, _ in stored)
+    wanted = {**shapes, **{name: shape for name, shape in optional.items() if name in found}}
     problems = {
         "missing": sorted(wanted.keys() - found.keys()),
         "unknown": sorted(found.keys() - wanted.keys()),
         "misshaped": [f"{n} {found[n]}, not {wanted[n]}" for n in sorted(wanted.keys() & found.keys()) if found[n] != wanted[n]],
+        "twice": sorted(name for name, count in counts.items() if count > 1),
     }
-    lines = []
-    for kind, names in problems.items():
-        if names:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            lines.append(f"{len(names)} {kind}: {', '.join(names[:_SHOWN])}{more}")
-    if lines:
+    if lines := [f"{len(names)} {kind}: {', '.join(names)}" for kind, names in problems.items() if names]:
         raise ValueError(f"{folder}: tensors differ from the configuration's; {'; '.join(lines)}; check config.json and the model's size")
 
 
@@ -133,18 +134,20 @@ def _json(content: Mapping[str, Any]) -> bytes:
 def appearing(folder: Path) -> Iterator[Path]:
     """A hidden folder to fill, which becomes `folder` when the block ends well and vanishes when it fails.
 
-    First removes what killed writers of the same folder left; a living one keeps its lock, and its files.
+    First removes what killed writers of the same folder left more than a minute ago; a living one keeps its lock, and its files. Where
+    the file system has no locks, nothing is removed.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     prefix, suffix = f".{folder.name}.", ".partial"
     for path in folder.parent.iterdir():
         middle = path.name[len(prefix) : -len(suffix)]
-        if path.name == f"{prefix}{middle}{suffix}" and "." not in middle and not _locked(path):
-            shutil.rmtree(path)
+        if path.name == f"{prefix}{middle}{suffix}" and "." not in middle and _abandoned(path):
+            shutil.rmtree(path, ignore_errors=True)  # another writer may be at it too
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=prefix, suffix=suffix))
     lock = os.open(temporary, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it when the process dies
+        with contextlib.suppress(OSError):  # no locks here
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it when the process dies
         yield temporary
         temporary.chmod(0o755)
         for path in (*temporary.iterdir(), temporary):
@@ -158,15 +161,19 @@ def appearing(folder: Path) -> Iterator[Path]:
         os.close(lock)
 
 
-def _locked(path: Path) -> bool:
-    descriptor = os.open(path, os.O_RDONLY)
+def _abandoned(path: Path) -> bool:
+    """Whether a writer's folder is a dead one's: not locked, and too old to be about to be. Not where that cannot be found out."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return time.time() - os.fstat(descriptor).st_mtime > _YOUNG
+    except OSError:
+        return False
     finally:
         os.close(descriptor)
-    return False
 
 
 def _sync(path: Path) -> None:

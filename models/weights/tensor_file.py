@@ -44,7 +44,7 @@ class Header(NamedTuple):
 
 
 def read_header(file: Path) -> Header:
-    """What a safetensors file holds. FileNotFoundError; ValueError where it is none, is not whole, or holds other types."""
+    """What a safetensors file holds. FileNotFoundError; ValueError where it is none, is not whole, or holds a tensor of another type."""
     with open(file, "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         content = stream.read(8)
@@ -53,7 +53,7 @@ def read_header(file: Path) -> Header:
             raise _damaged(file, "its header is cut off")
         content += stream.read(length)
     try:
-        header = _parse(content)
+        header = _parse(file, content)
     except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError, IndexError) as error:
         raise _damaged(file, f"its header cannot be read: {error!r}") from error
     end = len(content)
@@ -70,9 +70,14 @@ def _damaged(file: Path, problem: str) -> ValueError:
     return ValueError(f"{file}: not a whole safetensors file of {', '.join(_DTYPES)} ({problem}); fetch or export it again")
 
 
-def _parse(content: bytes) -> Header:
+def _parse(file: Path, content: bytes) -> Header:
     entries = json.loads(content[8:])
     entries.pop("__metadata__", None)
+    for name, entry in entries.items():
+        if entry["dtype"] not in _DTYPES:
+            raise ValueError(
+                f"{file}: {name} is of type {entry['dtype']}; weights are {', '.join(_DTYPES)}: give a checkpoint that is not quantized"
+            )
     starts = {name: len(content) + entry["data_offsets"][0] for name, entry in entries.items()}
     tensors = {name: Tensor(_DTYPES[entry["dtype"]], tuple(entry["shape"]), starts[name]) for name, entry in entries.items()}
     return Header(content, dict(sorted(tensors.items(), key=lambda item: item[1].start)))
@@ -81,13 +86,14 @@ def _parse(content: bytes) -> Header:
 def new_header(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> Header:
     """The header of a file that will hold tensors of these types and shapes, in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    starts, end = {}, 0
     for name, (dtype, shape) in tensors.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _CODES[dtype], "shape": shape, "data_offsets": [start, end]}
+        starts[name], end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _CODES[dtype], "shape": shape, "data_offsets": [starts[name], end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the first tensor begins at a multiple of eight
-    return _parse(len(text).to_bytes(8, "little") + text)
+    content = len(text).to_bytes(8, "little") + text
+    return Header(content, {name: Tensor(dtype, shape, len(content) + starts[name]) for name, (dtype, shape) in tensors.items()})
 
 
 def read(file: Path, tensor: Tensor, rows: slice, columns: slice, *, transpose: bool) -> Shaped[np.ndarray, "i j"]:

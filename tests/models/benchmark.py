@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
+import resource
 import statistics
 import subprocess
 import tempfile
@@ -22,12 +23,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import nnx
 
-from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig, flops_per_token, qwen3_vl, tiny, to_hf
+from models.qwen3_vl import KV, Qwen3VLConfig, flops_per_token, frame_layout, hf, mrope_positions, qwen3_vl, tiny
+from models.qwen3_vl.config import to_hf, vision_flops
+from models.qwen3_vl.rope import visual_index
 from train.allocator import reuse_freed_memory
 
-JOBS = ("prefill", "decode", "train")
+JOBS = {"prefill": 3, "decode": 3, "train": 2}  # calls for the clock
 LEARNING_RATE, DECAY = 1e-5, 0.01
 
 
@@ -91,20 +98,11 @@ def flops(case: Case) -> dict[str, float]:
     c = case.config
     head = 2.0 * c.text.vocab_size * c.text.hidden_size
     token = flops_per_token(c, (case.tokens + 1) / 2)
-    decoded = flops_per_token(c, case.prompt + (case.new + 1) / 2)
     return {
         "prefill": case.tokens * (token - head) + head + case.frames * vision_flops(c.vision, case.grid[0] * case.grid[1]),
-        "decode": case.rows * case.new * decoded,
+        "decode": case.rows * case.new * flops_per_token(c, case.prompt + (case.new + 1) / 2),
         "train": 3 * case.tokens * token,
     }
-
-
-def vision_flops(c: VisionConfig, patches: int) -> float:
-    """Forward FLOPs of the tower for one frame."""
-    block = 4 * c.hidden_size**2 + 2 * c.hidden_size * c.intermediate_size + 2 * patches * c.hidden_size
-    joined = c.hidden_size * c.spatial_merge_size**2
-    mergers = (1 + c.levels) * joined * (joined + c.out_hidden_size) / c.spatial_merge_size**2
-    return 2.0 * patches * (c.patch_dim * c.hidden_size + c.depth * block + mergers)
 
 
 def timed(run: Callable[[], Any], repeats: int) -> dict[str, Any]:
@@ -118,6 +116,11 @@ def timed(run: Callable[[], Any], repeats: int) -> dict[str, Any]:
     return {"outputs": outputs, "seconds": seconds}
 
 
+def peak_memory() -> float:
+    """The most memory this process held, in GiB (Linux counts in KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def matmul_shape(case: Case) -> tuple[int, int, int]:
     """Of the model's own products, the MLP's."""
     return case.tokens, case.config.text.hidden_size, case.config.text.intermediate_size
@@ -127,32 +130,19 @@ def matmul_shape(case: Case) -> tuple[int, int, int]:
 
 
 def ours(folder: str, case: Case, jobs: tuple[str, ...]) -> dict[str, Any]:
-    import jax
-    import jax.numpy as jnp
-
-    from models.qwen3_vl import hf
-
     m, k, n = matmul_shape(case)
-    a, b = jnp.ones((m, k)), jnp.ones((k, n))
-    product = jax.jit(jnp.matmul)
+    a, b, product = jnp.ones((m, k)), jnp.ones((k, n)), jax.jit(jnp.matmul)
     model = hf.load(folder)
     make = {"prefill": _our_prefill, "decode": _our_decode, "train": _our_train}
-    results = {job: timed(make[job](model, case), 1 if job == "train" else 3) for job in jobs}
-    return {**results, "matmul": timed(lambda: product(a, b).block_until_ready()[0, 0], 10)}
+    results = {job: timed(make[job](model, case), JOBS[job]) for job in jobs}
+    return {**results, "matmul": timed(lambda: product(a, b).block_until_ready()[0, 0], 10), "memory": peak_memory()}
 
 
 def _our_prefill(model: Any, case: Case) -> Callable[[], Any]:
-    import jax
-    from flax import nnx
-
-    from models.qwen3_vl import frame_layout, mrope_positions
-
     ids, patches = frames_prompt(case)
-    image = ids == case.config.image_token_id
     positions = mrope_positions(ids, [case.grid] * case.frames, case.config)[:, None]
-    index = np.where(image, np.cumsum(image) - 1, -1)[None]
+    index = visual_index(ids, case.config.image_token_id)[None]
     layout = frame_layout(case.grid, case.config.vision)
-
     graph, weights = nnx.split(model)
 
     @jax.jit
@@ -166,14 +156,7 @@ def _our_prefill(model: Any, case: Case) -> Callable[[], Any]:
 
 
 def _our_decode(model: Any, case: Case) -> Callable[[], Any]:
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-
-    from models.qwen3_vl import KV
-
     ids, rows, start = prompts(case), case.rows, case.prompt
-
     graph, weights = nnx.split(model.text)
 
     @jax.jit
@@ -202,10 +185,6 @@ def _our_decode(model: Any, case: Case) -> Callable[[], Any]:
 
 
 def _our_train(model: Any, case: Case) -> Callable[[], Any]:
-    import jax
-    import optax
-    from flax import nnx
-
     ids = training_ids(case)
     positions = np.broadcast_to(np.arange(case.tokens), (3, 1, case.tokens))
     optimizer = optax.adamw(LEARNING_RATE, weight_decay=DECAY)
@@ -252,8 +231,8 @@ def theirs(folder: str, case: Case, jobs: tuple[str, ...]) -> dict[str, Any]:
     a, b = torch.ones(m, k), torch.ones(k, n)
     model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     make = {"prefill": _their_prefill, "decode": _their_decode, "train": _their_train}
-    results = {job: timed(make[job](model, case), 1 if job == "train" else 3) for job in jobs}
-    return {**results, "matmul": timed(lambda: (a @ b)[0, 0], 10)}
+    results = {job: timed(make[job](model, case), JOBS[job]) for job in jobs}
+    return {**results, "matmul": timed(lambda: (a @ b)[0, 0], 10), "memory": peak_memory()}
 
 
 def _their_prefill(model: Any, case: Case) -> Callable[[], Any]:
@@ -337,32 +316,31 @@ def check(mine: dict[str, Any], other: dict[str, Any], jobs: tuple[str, ...]) ->
         np.testing.assert_allclose(mine["prefill"]["outputs"][0], other["prefill"]["outputs"][0], atol=1e-3, rtol=0)
     if "decode" in jobs:
         np.testing.assert_array_equal(mine["decode"]["outputs"][0], other["decode"]["outputs"][0])
-    if "train" in jobs:  # the second loss is that after one update
+    if "train" in jobs:  # each loss but the first is one after updates
         np.testing.assert_allclose(mine["train"]["outputs"], other["train"]["outputs"], rtol=1e-4)
 
 
-def compare(case: Case, rounds: int, jobs: tuple[str, ...] = JOBS) -> dict[str, Any]:
-    """Seconds of every timed call: job -> side -> list; "matmul" among the jobs."""
+def compare(case: Case, rounds: int, jobs: tuple[str, ...] = tuple(JOBS)) -> tuple[dict[str, Any], dict[str, float]]:
+    """Seconds of every timed call, job -> side -> list, "matmul" among the jobs; and the most memory each side held, in GiB."""
+    memory = {"here": 0.0, "transformers": 0.0}
     seconds = {job: {"here": [], "transformers": []} for job in (*jobs, "matmul")}
     with tempfile.TemporaryDirectory() as folder:
         alone(make, folder, case)
         for _ in range(rounds):
             results = {"here": alone(ours, folder, case, jobs), "transformers": alone(theirs, folder, case, jobs)}
             check(results["here"], results["transformers"], jobs)
-            for job, sides in seconds.items():
-                for side, collected in sides.items():
-                    collected += results[side][job]["seconds"]
-    return seconds
+            for side, result in results.items():
+                memory[side] = max(memory[side], result["memory"])
+                for job, sides in seconds.items():
+                    sides[side] += result[job]["seconds"]
+    return seconds, memory
 
 
 def report(case: Case, seconds: dict[str, Any]) -> str:
     """The table: best and median seconds, rates from the best, the share of the same library's best matmul rate."""
     m, k, n = matmul_shape(case)
     counts = {"matmul": 2.0 * m * k * n, **flops(case)}
-    lines = [
-        "| job | side | best s | median s | GFLOP | GFLOP/s | share of matmul | times transformers |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = ["| job | side | best s | median s | GFLOP | GFLOP/s | share of matmul | times transformers |", "|---" * 8 + "|"]
     peaks = {side: counts["matmul"] / min(values) for side, values in seconds["matmul"].items()}
     for job, sides in seconds.items():
         for side, values in sides.items():
@@ -376,25 +354,26 @@ def report(case: Case, seconds: dict[str, Any]) -> str:
 
 def machine() -> dict[str, Any]:
     """What the numbers were measured on (Linux)."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    cpu = next(line.split(":")[1].strip() for line in Path("/proc/cpuinfo").open() if line.startswith("model name"))
     git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "torch", "transformers")}
-    cores = len(os.sched_getaffinity(0))
-    return {"cpu": cpu, "cores": cores, "commit": git.stdout.strip(), **versions}
+    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "commit": git.stdout.strip(), **versions}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times the same model in transformers and here.")
     parser.add_argument("--case", choices=CASES, default="small")
-    parser.add_argument("--rounds", type=int, default=2, help="about four minutes each at the small size")
-    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=JOBS)
+    parser.add_argument("--rounds", type=int, default=2, help="about five minutes each at the small size")
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=tuple(JOBS))
     parser.add_argument("--json", type=Path, help="file to write the machine and every measured time to")
     args = parser.parse_args()
-    hardware, seconds = machine(), compare(CASES[args.case], args.rounds, tuple(args.jobs))
-    print(", ".join(f"{name} {value}" for name, value in hardware.items()), "", report(CASES[args.case], seconds), sep="\n")
+    case, hardware = CASES[args.case], machine()
+    seconds, memory = compare(case, args.rounds, tuple(args.jobs))
+    print(", ".join(f"{name} {value}" for name, value in hardware.items()), "", report(case, seconds), "", sep="\n")
+    print("resident memory at most:", ", ".join(f"{side} {size:.1f} GiB" for side, size in memory.items()))
     if args.json:
-        args.json.write_text(json.dumps({"machine": hardware, "seconds": seconds, "flops": flops(CASES[args.case])}, indent=1) + "\n")
+        record = {"machine": hardware, "seconds": seconds, "memory_gib": memory, "flops": flops(case)}
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,27 +1,19 @@
-"""What parity is measured on: small models and samples that vary all that varies, and what this model makes of them.
+"""What parity is measured on: small models and samples that vary all that varies, and what is compared.
 
-`CASES` are run live against transformers (`parity_theirs`); two of them also stand recorded in `parity_*.npz`. Weights and patches
-are float16 numbers, so that a file holds them whole. Invariant: nothing here imports torch.
+`CASES` are run live, by this model (`parity_ours`) and by transformers (`parity_theirs`); two of them also stand recorded in
+`parity_*.npz`. Weights and patches are float16 numbers, so that a file holds them whole. Invariant: nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-from unittest import mock
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from safetensors.numpy import load_file, save_file
-
-from models.qwen3_vl import KV, Qwen3VL, Qwen3VLConfig, hf, mrope_positions, next_position, packed_layout
+from safetensors.numpy import save_file
 
 IMAGE, VIDEO, START, END = 50, 51, 52, 53
 NEW_TOKENS = 64
@@ -56,13 +48,21 @@ class Sample(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a model makes of a sample, in transformers' names and layouts. Hidden states of `modules` are the inputs of layers."""
+    """What a model makes of a sample, in transformers' names and layouts.
+
+    `modules` holds what real tokens or patches give, one row each. A layer's own name stands for its input, in theirs alone.
+    """
 
     positions: np.ndarray
     logits: np.ndarray
     tokens: np.ndarray
     modules: dict[str, np.ndarray]
     gradients: dict[str, np.ndarray]
+
+
+def is_text(module: str) -> bool:
+    """Whether rows of a module in `Results` are tokens, not patches."""
+    return module.startswith(("layer", "norm", "text"))
 
 
 def hf_config(text: Mapping[str, Any], vision: Mapping[str, Any], *, tied: bool = False) -> dict[str, Any]:
@@ -94,7 +94,9 @@ def heads(query: int, kv: int, size: int, *section: int) -> dict[str, Any]:
 
 CASES = {
     "images, two rows, two levels": Case(
-        hf_config({}, {"hidden_size": 8, "num_heads": 1}), ((5, (4, 4), 3, (2, 6), 4), (2, (6, 2), 1)), "left"
+        hf_config({"intermediate_size": 24, **heads(4, 2, 8, 1, 2, 1)}, {"hidden_size": 8, "num_heads": 1}),
+        ((5, (4, 4), 3, (2, 6), 4), (2, (6, 2), 1)),
+        seed=1,
     ),
     "video, tied, one level of the last layer": Case(
         hf_config(
@@ -179,117 +181,6 @@ def make_sample(case: Case) -> Sample:
         ids[number, at], valid[number, at] = row, 1
     seen = np.concatenate([*patches[IMAGE], *patches[VIDEO]]) if items else np.zeros((0, 0))
     return Sample(ids, valid.astype(bool), np.array(items, int).reshape(-1, 5), seen.astype(np.float16).astype(np.float32))
-
-
-def batch_of(sample: Sample, config: Qwen3VLConfig) -> dict[str, Any]:
-    """What our model takes: positions, segments, the layout of all patches in one padded row, and where each of them goes."""
-    positions, after = np.zeros((3, *sample.ids.shape), np.int32), []
-    for row, valid in enumerate(sample.valid):
-        grids = [tuple(map(int, grid)) for number, _, *grid in sample.items if number == row]
-        positions[:, row, valid] = mrope_positions(sample.ids[row, valid], grids, config)
-        after.append(next_position(positions[:, row, valid]))
-    batch = {"ids": sample.ids, "positions": positions, "next": np.array(after), "segment_ids": sample.valid.astype(np.int32)}
-    if not len(sample.items):
-        return batch
-    cell = config.vision.spatial_merge_size**2
-    size = (len(sample.patches) // (4 * cell) + 1) * 4 * cell
-    grids = sample.grids(IMAGE) + sample.grids(VIDEO)
-    index, count = np.full(sample.ids.shape, -1), 0
-    for token in (IMAGE, VIDEO):
-        here = sample.ids == token
-        index[here] = count + np.arange(here.sum())
-        count += here.sum()
-    patches = np.pad(sample.patches, ((0, size - len(sample.patches)), (0, 0)))[None]
-    return batch | {"visual_index": index, "patches": patches, "layout": packed_layout(grids, size, config.vision)}
-
-
-def forward(model: Qwen3VL, batch: dict[str, Any]) -> tuple[jax.Array, KV, jax.Array | None]:
-    """Hidden states, keys and values, and the features of all patches. Every row sees the same bank of features."""
-    features, visual = None, None
-    if "patches" in batch:
-        features = model.vision(batch["patches"], batch["layout"])
-        visual = jnp.broadcast_to(features, (len(batch["ids"]), *features.shape[1:]))
-    index = batch.get("visual_index")
-    hidden, kv = model.text(batch["ids"], batch["positions"], segment_ids=batch["segment_ids"], visual=visual, visual_index=index)
-    return hidden, kv, features
-
-
-def loss(model: Qwen3VL, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-    """Mean cross-entropy of every token that follows a token, and the logits."""
-    hidden, _, _ = forward(model, batch)
-    both = (batch["segment_ids"][:, 1:] * batch["segment_ids"][:, :-1]).astype(jnp.float32)
-    logprobs = model.text.token_logprobs(hidden[:, :-1], batch["ids"][:, 1:], 1.0)
-    return -(logprobs * both).sum() / both.sum(), model.text.logits(hidden)
-
-
-@nnx.jit
-def loss_and_gradients(model: Qwen3VL, batch: dict[str, Any]) -> tuple[tuple[jax.Array, jax.Array], Qwen3VL]:
-    return nnx.value_and_grad(loss, has_aux=True)(model, batch)
-
-
-@nnx.jit
-def module_outputs(model: Qwen3VL, batch: dict[str, Any]) -> dict[str, jax.Array]:
-    """The input of every layer, and what comes out of the rest, by names that `parity_theirs` uses too."""
-    found = {}
-    with carries() as seen:
-        hidden, _, features = forward(model, batch)
-    if features is not None:
-        found["patches"], found["positions"] = model.vision.patch(batch["patches"]), model.vision._positions(batch["layout"])
-        found |= {f"block {number}": x for number, (x, _) in enumerate(seen.pop(0))}
-        found |= {f"level {level}": features[:, :, level] for level in range(features.shape[2])}
-    found |= {f"layer {number}": x for number, x in enumerate(seen.pop(0))}
-    return found | {"norm": hidden}
-
-
-@contextmanager
-def carries() -> Iterator[list[list[Any]]]:
-    """Unrolls `jax.lax.scan` and collects, a list a scan, the carry before every step and after the last."""
-    seen: list[list[Any]] = []
-
-    def scan(body, carry, xs):
-        steps, outputs = [carry], []
-        seen.append(steps)
-        for i in range(len(jax.tree.leaves(xs)[0])):
-            carry, output = body(carry, jax.tree.map(lambda x, i=i: x[i], xs))
-            steps.append(carry)
-            outputs.append(output)
-        return carry, jax.tree.map(lambda *x: jnp.stack(x), *outputs)
-
-    with mock.patch.object(jax.lax, "scan", scan):
-        yield seen
-
-
-@nnx.jit
-def greedy(model: Qwen3VL, batch: dict[str, Any]) -> jax.Array:
-    """The NEW_TOKENS likeliest next tokens, one by one over a cache; rows padded on the left."""
-    hidden, kv, _ = forward(model, batch)
-    length = batch["ids"].shape[1]
-    cache = KV(*(jnp.pad(x, ((0, 0), (0, 0), (0, NEW_TOKENS), (0, 0), (0, 0))) for x in kv))
-    slots = jnp.arange(length + NEW_TOKENS)
-    prompt = jnp.pad(batch["segment_ids"] == 1, ((0, 0), (0, NEW_TOKENS)))
-
-    def step(carry, i):
-        token, cache = carry
-        mask = prompt | ((slots >= length) & (slots <= length + i))
-        hidden, cache = model.text.decode(token, jnp.broadcast_to(batch["next"] + i, (3, *token.shape)), cache, mask, length + i)
-        return (jnp.argmax(model.text.logits(hidden), -1), cache), token
-
-    first = jnp.argmax(model.text.logits(hidden[:, -1]), -1)
-    return jax.lax.scan(step, (first, cache), jnp.arange(NEW_TOKENS))[1].T
-
-
-def our_results(folder: Path, sample: Sample, prompts: Sample) -> Results:
-    """The model in `folder` on `sample`; tokens after `prompts`, the same rows padded on the left."""
-    model = hf.load(folder)
-    batch = batch_of(sample, model.config)
-    (_, logits), gradients = loss_and_gradients(model, batch)
-    with tempfile.TemporaryDirectory() as temporary:
-        graph, _ = nnx.split(model)
-        hf.save(nnx.merge(graph, gradients), Path(temporary) / "gradients")
-        named = {name: x for file in Path(temporary).rglob("*.safetensors") for name, x in load_file(file).items()}
-    modules = {name: np.asarray(x) for name, x in module_outputs(model, batch).items()}
-    tokens = greedy(model, batch_of(prompts, model.config))
-    return Results(batch["positions"], np.asarray(logits), np.asarray(tokens), modules, named)
 
 
 def write_model(folder: Path, config: dict[str, Any], weights: Mapping[str, np.ndarray]) -> None:

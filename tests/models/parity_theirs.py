@@ -13,7 +13,7 @@ import numpy as np
 import torch  # pyright: ignore[reportMissingImports]  (the extra parity)
 import transformers
 
-from tests.models.parity import CASES, IMAGE, NEW_TOKENS, RECORDED, VIDEO, Case, Results, Sample, make_sample
+from tests.models.parity import CASES, IMAGE, NEW_TOKENS, RECORDED, VIDEO, Case, Results, Sample, is_text, make_sample
 
 torch.set_num_threads(1)  # models this small lose more to threads than they gain
 
@@ -63,47 +63,61 @@ def positions_of(model: Any, sample: Sample) -> np.ndarray:
     return model.model.get_rope_index(**{name: inputs[name] for name in names if name in inputs})[0].numpy()
 
 
-def watch(model: Any) -> dict[str, list[np.ndarray]]:
-    """Fills, as the model runs, what goes into each layer and comes out of the rest: a list a module, images before videos."""
-    found: dict[str, list[np.ndarray]] = {}
+def watch(model: Any) -> dict[str, list[torch.Tensor]]:
+    """Fills, as the model runs, what goes into each layer and comes out of all modules: a list a module, images before videos."""
+    found: dict[str, list[torch.Tensor]] = {}
     visual, text = model.model.visual, model.model.language_model
 
     def note(name: str, value: torch.Tensor) -> None:
-        found.setdefault(name, []).append(value.detach().numpy())
+        found.setdefault(name, []).append(value.detach())
 
     def before(name: str, module: Any) -> None:
         module.register_forward_pre_hook(lambda _, args, kwargs: note(name, args[0] if args else kwargs["hidden_states"]), with_kwargs=True)
 
     def after(name: str, module: Any) -> None:
-        module.register_forward_hook(lambda _, __, output: note(name, output))
+        module.register_forward_hook(lambda _, __, output: note(name, output[0] if isinstance(output, tuple) else output))
 
-    for number, block in enumerate(visual.blocks):
-        before(f"block {number}", block)
-    before(f"block {len(visual.blocks)}", visual.merger)
+    def turns(name: str, module: Any) -> None:  # cosines and sines, each for both halves of a head
+        module.register_forward_hook(lambda _, __, output: note(name, torch.cat([half.chunk(2, -1)[0] for half in output], -1)))
+
     after("patches", visual.patch_embed)
+    turns("vision turns", visual.rotary_pos_emb)
+    turns("text turns", text.rotary_emb)
+    after("norm", text.norm)
     for number, merger in enumerate([visual.merger, *visual.deepstack_merger_list]):
         after(f"level {number}", merger)
+    for number, block in enumerate(visual.blocks):
+        before(f"block {number}", block)
+        parts = {"qkv": block.attn.qkv, "attention": block.attn, "mlp": block.mlp, "output": block}
+        for part, module in parts.items():
+            after(f"block {number} {part}", module)
     for number, layer in enumerate(text.layers):
         before(f"layer {number}", layer)
-    before(f"layer {len(text.layers)}", text.norm)
-    after("norm", text.norm)
+        attention = layer.self_attn
+        parts = {"q_norm": attention.q_norm, "k_norm": attention.k_norm, "attention": attention, "mlp": layer.mlp, "output": layer}
+        for part, module in parts.items():
+            after(f"layer {number} {part}", module)
     return found
 
 
 def results(model: Any, sample: Sample, prompts: Sample) -> Results:
-    """Everything `parity.our_results` finds, from transformers."""
+    """Everything `parity_ours.results` finds, from transformers."""
     inputs = inputs_of(prompts)
     with torch.no_grad():
         tokens = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS, use_cache=True)[:, prompts.ids.shape[1] :]
-    inputs, found = inputs_of(sample), watch(model)
-    logits = model(**inputs, use_cache=False).logits
+    inputs, positions, found = inputs_of(sample), positions_of(model, sample), watch(model)
+    output = model(**inputs, position_ids=torch.tensor(positions), use_cache=True)  # alone it would count a text row's padding too
     both = torch.tensor(sample.valid[:, 1:] & sample.valid[:, :-1])
-    torch.nn.functional.cross_entropy(logits[:, :-1][both], inputs["input_ids"][:, 1:][both]).backward()
-    modules = {name: np.concatenate(parts) for name, parts in found.items()}
+    torch.nn.functional.cross_entropy(output.logits[:, :-1][both], inputs["input_ids"][:, 1:][both]).backward()
+    for number, layer in enumerate(output.past_key_values.layers):
+        found |= {f"layer {number} {name}": [x.detach().transpose(1, 2)] for name, x in (("keys", layer.keys), ("values", layer.values))}
+    modules = {name: torch.cat(parts).numpy() for name, parts in found.items()}
+    modules = {name: x[sample.valid] if is_text(name) else x for name, x in modules.items()}
     if "block 0" in modules:
         modules["positions"] = modules["block 0"] - modules["patches"]
+    modules = {name: x.reshape(len(x), -1) for name, x in modules.items()}
     gradients = {name: parameter.grad.numpy() for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return Results(positions_of(model, sample), logits.detach().numpy(), tokens.numpy(), modules, gradients)
+    return Results(positions, output.logits.detach().numpy(), tokens.numpy(), modules, gradients)
 
 
 def samples(case: Case) -> tuple[Sample, Sample]:

@@ -1,8 +1,7 @@
-"""The benchmark runs, at toy size, and both sides agree; its counts are those of the model."""
+"""The benchmark runs, at toy size, and both sides agree."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -10,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -19,20 +17,6 @@ assert spec is not None and spec.loader is not None
 benchmark = importlib.util.module_from_spec(spec)
 sys.modules["benchmark"] = benchmark  # dataclasses look their module up
 spec.loader.exec_module(benchmark)
-
-
-def test_vision_flops_are_those_of_the_compiled_tower():
-    """XLA counts all arithmetic: a few per cent more than the products."""
-    from models.qwen3_vl import abstract_model, frame_layout
-
-    config = dataclasses.replace(benchmark._small().vision, depth=1, deepstack_visual_indexes=(0,))
-    case = benchmark.CASES["small"]
-    model = abstract_model(dataclasses.replace(case.config, vision=config))
-    layout = frame_layout(case.grid, config)
-    cost = jax.jit(lambda vision, patches: vision(patches, layout)).lower(model.vision, jax.ShapeDtypeStruct((1, 400, 1536), np.float32))
-    analysis = cost.cost_analysis()
-    assert isinstance(analysis, dict)
-    assert benchmark.vision_flops(config, 400) == pytest.approx(analysis["flops"], rel=0.1)
 
 
 def test_the_prompt_has_as_many_tokens_and_frames_as_it_says():
@@ -58,7 +42,10 @@ def test_the_toy_case_agrees_and_every_job_is_timed(tmp_path):
     command = [sys.executable, benchmark.__file__, "--case", "toy", "--rounds", "1", "--json", str(record)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     table = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=environment).stdout
-    seconds = json.loads(record.read_text())["seconds"]
+    written = json.loads(record.read_text())
+    seconds = written["seconds"]
     assert {job: set(sides) for job, sides in seconds.items()} == dict.fromkeys((*benchmark.JOBS, "matmul"), {"here", "transformers"})
+    assert set(written["memory_gib"]) == {"here", "transformers"} and min(written["memory_gib"].values()) > 0
+    assert {job: len(sides["here"]) for job, sides in seconds.items()} == {**benchmark.JOBS, "matmul": 10}
     assert all(min(values) > 0 for sides in seconds.values() for values in sides.values())
     assert sum(line.startswith("| ") for line in table.splitlines()) == 9

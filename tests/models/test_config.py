@@ -21,6 +21,13 @@ def test_what_is_written_is_read_back_by_both_readers(config):
     assert from_hf(old) == from_hf(new) == config
 
 
+def test_the_length_of_the_context_is_kept():
+    config = tiny(300)
+    assert to_hf(config)["text_config"]["max_position_embeddings"] == 262_144
+    long = dataclasses.replace(config, text=dataclasses.replace(config.text, max_position_embeddings=1_000_000))
+    assert from_hf(to_hf(long)) == long
+
+
 def test_the_tiny_model_is_tiny_and_whole():
     config = tiny(300)
     assert num_params(config) < 1_100_000

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import filecmp
 import json
+import os
 import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import huggingface_hub
 import jax
@@ -18,7 +22,8 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from models.qwen3_vl import Qwen3VL, hf, tiny
+from models.processor import Processor
+from models.qwen3_vl import Qwen3VL, hf, packed_layout, tiny
 from models.qwen3_vl.config import to_hf
 from models.sharding import make_mesh
 from models.weights import folder as hf_folder
@@ -59,16 +64,19 @@ def test_there_and_back_is_bit_for_bit(model, config, tmp_path):
 
 
 @pytest.fixture
-def published(config, tmp_path):
-    """A folder as the hub has them: bfloat16 in files of their own order, a tied head repeated, tokenizer and template beside them."""
+def published(request, config, tmp_path):
+    """A folder as the hub has them: bfloat16 (or the test's own type) in files of their own order, a tied head repeated, tokenizer and
+    template beside them."""
+    dtype = np.dtype(getattr(request, "param", jnp.bfloat16))
+    unsigned = np.dtype(f"u{dtype.itemsize}")
     config = dataclasses.replace(config, text=dataclasses.replace(config.text, tie_word_embeddings=True))
     folder = tmp_path / "published"
     folder.mkdir()
     rng = np.random.default_rng(0)
     tensors = {}
     for name, shape in hf.tensor_shapes(config).items():
-        bits = rng.integers(0, 2**16, shape, np.uint16) & 0xBFFF  # any number below 2, subnormal ones too
-        tensors[name] = bits.view(jnp.bfloat16)
+        bits = rng.integers(0, 256**dtype.itemsize, shape, unsigned)
+        tensors[name] = (bits & ~unsigned.type(64 * 256 ** (dtype.itemsize - 1))).view(dtype)  # any number below 2, subnormal ones too
     tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"]
     names = sorted(tensors)
     parts = {"model-a.safetensors": names[::2], "model-b.safetensors": names[1::2]}
@@ -82,7 +90,11 @@ def published(config, tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("published", "param_dtype"),
+    [(jnp.bfloat16, jnp.float32), (jnp.bfloat16, jnp.bfloat16), (jnp.float16, jnp.float32), (jnp.float32, jnp.float32)],
+    indirect=["published"],
+)
 def test_what_was_not_trained_comes_out_byte_for_byte(published, tmp_path, param_dtype):
     model = hf.load(published, param_dtype=param_dtype)
     assert {v.dtype for v in leaves(model).values()} == {np.dtype(param_dtype)}
@@ -94,6 +106,18 @@ def test_what_was_not_trained_comes_out_byte_for_byte(published, tmp_path, param
     assert len(different) == 1
     theirs, ours = load_file(published / different[0]), load_file(tmp_path / "ours" / different[0])
     assert [n for n in theirs if theirs[n].tobytes() != ours[n].tobytes()] == ["model.language_model.norm.weight"]
+
+
+@pytest.mark.parametrize("published", [jnp.float16, jnp.float32], indirect=True)
+def test_what_bfloat16_cannot_hold_comes_out_as_it_rounds(published, tmp_path):
+    hf.save(hf.load(published, param_dtype=jnp.bfloat16), tmp_path / "ours", like=published)
+    for file in published.glob("*.safetensors"):
+        theirs, ours = load_file(file), load_file(tmp_path / "ours" / file.name)
+        for name, value in theirs.items():
+            rounded = value.astype(jnp.bfloat16).astype(value.dtype)
+            normal = np.abs(value) >= jnp.finfo(jnp.bfloat16).tiny  # XLA may take others for 0
+            assert ours[name].dtype == value.dtype and (rounded != value).any()
+            np.testing.assert_array_equal(ours[name][normal], rounded[normal], err_msg=name)
 
 
 def test_like_another_configuration_is_refused(published, model, tmp_path):
@@ -140,15 +164,29 @@ def test_every_wrong_tensor_is_in_one_error(model, tmp_path):
     hf.save(model, tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
-    del tensors["model.visual.blocks.1.norm1.bias"]
     tensors["model.language_model.layers.7.extra"] = np.zeros(2, np.float32)
     tensors["lm_head.weight"] = np.zeros((3, 2), np.float32)
-    save_file(tensors, file)
+    tensors = {name: value for name, value in tensors.items() if ".visual.blocks." not in name}
+    other = "model-b.safetensors"
+    save_file(tensors, file.rename(file.with_name("model-a.safetensors")))
+    save_file({"model.language_model.norm.weight": tensors["model.language_model.norm.weight"]}, file.with_name(other))
+    index = {"weight_map": {name: "model-a.safetensors" for name in tensors} | {"model.language_model.norm.weight": other}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError) as error:
         hf.load(tmp_path / "model")
-    assert "1 missing: model.visual.blocks.1.norm1.bias" in str(error.value)
-    assert "1 unknown: model.language_model.layers.7.extra" in str(error.value)
-    assert "1 misshaped: lm_head.weight (3, 2), not (64, 128)" in str(error.value)
+    missing = sorted(name for name in hf.tensor_shapes(model.config) if ".visual.blocks." in name)
+    assert f"24 missing: {', '.join(missing)}; 1 unknown" in str(error.value)
+    assert "1 unknown: model.language_model.layers.7.extra;" in str(error.value)
+    assert "1 misshaped: lm_head.weight (3, 2), not (64, 128);" in str(error.value)
+    assert "1 twice: model.language_model.norm.weight;" in str(error.value)
+
+
+def test_a_tied_head_has_the_shape_of_the_embedding(published):
+    head = "lm_head.weight"
+    file = next(file for file in published.glob("*.safetensors") if head in tensor_file.read_header(file).tensors)
+    save_file(load_file(file) | {head: np.zeros((3, 2), np.float32)}, file)
+    with pytest.raises(ValueError, match=r"differ from the configuration's; 1 misshaped: lm_head.weight \(3, 2\), not \(64, 128\); check"):
+        hf.load(published)
 
 
 def test_a_folder_without_weights(tmp_path, config):
@@ -212,6 +250,27 @@ KILLED = """
 """
 
 
+def grow_old(folder):
+    then = time.time() - 100
+    os.utime(folder, (then, then))
+
+
+def test_a_file_system_without_locks_is_written_and_never_swept(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    left = tmp_path / ".model.abandoned.partial"
+    left.mkdir()
+    grow_old(left)
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", flock)
+        with hf_folder.appearing(tmp_path / "model"):
+            pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == [left.name, "model"]
+    with hf_folder.appearing(tmp_path / "again"), hf_folder.appearing(tmp_path / "model"):
+        assert not left.exists()
+
+
 def test_a_killed_export_is_none_and_is_swept_away(tmp_path):
     target, other = tmp_path / "model", tmp_path / "model.v2"
     for folder in (target, other):
@@ -220,12 +279,43 @@ def test_a_killed_export_is_none_and_is_swept_away(tmp_path):
     assert not target.exists()
     left = sorted(path.name for path in tmp_path.iterdir())
     assert len(left) == 2 and all(name.startswith(".model.") and name.endswith(".partial") for name in left)
+    with hf_folder.appearing(target):
+        assert len(list(tmp_path.iterdir())) == 3, "young ones stay: a writer may be about to lock its own"
+    target.rmdir()
+    for name in left:
+        grow_old(tmp_path / name)
     with hf_folder.appearing(target) as living:
+        grow_old(living)
         assert len(list(tmp_path.iterdir())) == 2, "the dead one of this name is gone, that of the other stays"
         with pytest.raises(InterruptedError), hf_folder.appearing(target):
             assert living.exists(), "a living writer keeps its files"
             raise InterruptedError
     assert sorted(path.name for path in tmp_path.iterdir())[1:] == ["model"]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_an_export_says_its_type_and_its_context(config, tmp_path, dtype):
+    torch = pytest.importorskip("torch", reason="the oracle; install the extra parity")
+    import transformers
+
+    hf.save(Qwen3VL(config, rngs=nnx.Rngs(0), param_dtype=dtype), tmp_path / "model")
+    expected = getattr(torch, np.dtype(dtype).name)
+    read = transformers.AutoConfig.from_pretrained(tmp_path / "model")
+    assert read.dtype == expected and read.text_config.max_position_embeddings == 262_144
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype="auto")
+    assert {parameter.dtype for parameter in theirs.parameters()} == {expected}
+
+
+COMPANIONS = {
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "generation_config.json",
+}
 
 
 @pytest.mark.parity
@@ -240,21 +330,30 @@ def test_a_trained_model_is_a_drop_in(tmp_path, assets):
     torch.manual_seed(0)
     theirs = transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig.from_dict(to_hf(config)))
     theirs.to(torch.bfloat16).save_pretrained(source)
-    for path in (assets / "qwen3_vl").iterdir():
-        if path.name.startswith(("tokenizer", "chat_template", "preprocessor", "video_preprocessor", "generation")):
-            (source / path.name).write_bytes(path.read_bytes())
+    for name in COMPANIONS - {"config.json"}:
+        (source / name).write_bytes((assets / "qwen3_vl" / name).read_bytes())
     model = hf.load(source)
     model.text.layers.q.set_value((model.text.layers.q[...] * 1.5).astype(jnp.bfloat16).astype(jnp.float32))  # some training
     hf.save(model, target, like=source)
 
+    # AutoProcessor needs torchvision: the files it reads are those of the source.
+    names = sorted(COMPANIONS)
+    assert filecmp.cmpfiles(source, target, names, shallow=False) == (names, [], [])
     assert transformers.AutoConfig.from_pretrained(target).model_type == "qwen3_vl"
     tokenizer = transformers.AutoTokenizer.from_pretrained(target)
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "When does the red car stop?"}], tokenize=True, return_dict=False)
+    image = {"type": "image", "image": np.random.default_rng(0).integers(0, 256, (256, 320, 3), np.uint8)}
+    messages = [{"role": "user", "content": [image, {"type": "text", "text": "When does the red car stop?"}]}]
+    inputs = Processor.load(target, config)(messages)
+    assert tokenizer.decode(inputs.ids[-12:]).endswith("the red car stop?<|im_end|>\n<|im_start|>assistant\n")
+    ids = torch.tensor(inputs.ids[None], dtype=torch.long)
     exported = transformers.AutoModelForImageTextToText.from_pretrained(target, dtype=torch.float32).eval()
     with torch.no_grad():
-        expected = exported(input_ids=torch.tensor([ids])).logits[0].numpy()
-    hidden, _ = model.text(jnp.asarray([ids]), jnp.broadcast_to(jnp.arange(len(ids)), (3, 1, len(ids))))
-    assert model.text.head is not None
-    logits = np.asarray(hidden[0] @ model.text.head[...].T)
-    assert np.std(expected) > 0.01
-    np.testing.assert_allclose(logits, expected, atol=2e-5)
+        seen = {"pixel_values": torch.tensor(inputs.patches), "image_grid_thw": torch.tensor(inputs.grids)}
+        kinds = (ids == config.image_token_id).int()
+        expected, blind = (exported(input_ids=ids, mm_token_type_ids=kinds, **extra).logits[0].numpy() for extra in (seen, {}))
+    layout = packed_layout(inputs.grids, len(inputs.patches), config.vision)
+    features = model.vision(jnp.asarray(inputs.patches[None]), layout)
+    sample = jnp.asarray(inputs.ids[None]), jnp.asarray(inputs.positions[:, None])
+    hidden, _ = model.text(*sample, visual=features, visual_index=jnp.asarray(inputs.visual_index[None]))
+    assert np.abs(expected - blind).max() > 0.01, "the image counts"
+    np.testing.assert_allclose(model.text.logits(hidden)[0], expected, atol=2e-5)

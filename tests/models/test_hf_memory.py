@@ -128,12 +128,15 @@ def test_the_host_holds_one_tensor_beside_the_shards(large, fsdp, tensor):
     np.testing.assert_array_equal(found["bits"], expected.T.view(np.uint16))
 
 
-TWO = """
-    import json, sys
+START = """
+    import json, pathlib, sys
     import jax, jax.numpy as jnp
     process, port, source, target = int(sys.argv[1]), *sys.argv[2:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", 2, process)
+"""
+
+TWO = """
     from models.qwen3_vl import hf
     from models.weights import tensor_file
     from models.sharding import make_mesh
@@ -151,16 +154,62 @@ TWO = """
 """
 
 
-def test_two_processes_read_their_own_and_write_what_they_read(tmp_path):
-    source, target = tmp_path / "source", tmp_path / "target"
-    total, _ = write_noise(source, tiny(64), 500_000)
+def run_two(code, source, target):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    found = run(TWO, *((number, port, source, target) for number in range(2)), devices=2)
+    return run(START + code, *((number, port, source, target) for number in range(2)), devices=2)
+
+
+def test_two_processes_read_their_own_and_write_what_they_read(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    total, _ = write_noise(source, tiny(64), 500_000)
+    found = run_two(TWO, source, target)
     for process in found:
         assert process["read"] == process["needed"] < 0.55 * total
     assert sum(process["read"] for process in found) >= total
     names = sorted(path.name for path in source.iterdir())
     assert len(names) > 3
     assert filecmp.cmpfiles(source, target, names, shallow=False) == (names, [], [])
+
+
+FAILING = """
+    from models.qwen3_vl import hf, tiny
+    from models.sharding import make_mesh
+    from models.weights import tensor_file
+    target, found = pathlib.Path(target), {}
+    model = hf.load(source, mesh=make_mesh(fsdp=2, tensor=2))
+    def attempt(name, folder, **options):
+        try:
+            hf.save(model, folder, like=source, **options)
+            found[name] = "written"
+        except (OSError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    write = tensor_file.write
+    def full(file, header, matrices):
+        if file.name.startswith("model-00002"):
+            next(matrices), next(matrices)
+            raise OSError(28, "No space left on device")
+        write(file, header, matrices)
+    tensor_file.write = full
+    attempt("disk full", target)
+    tensor_file.write = write
+    attempt("a file is missing", target, files=[source + ("/config.json" if process == 0 else "/none.json")])
+    attempt("it exists for the second alone", (target, source)[process])
+    attempt("it exists for the first alone", (target, target.with_name("none"))[process])
+    print(json.dumps(found))
+"""
+
+
+def test_where_one_process_fails_both_raise_and_end(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    write_noise(source, tiny(64), 500_000)
+    first, second = run_two(FAILING, source, target)
+    assert first["disk full"] == "OSError: [Errno 28] No space left on device"
+    assert second["disk full"] == f"RuntimeError: {target}: not written; process 0 failed: see the error there"
+    assert first["a file is missing"] == f"RuntimeError: {target}: not written; process 1 failed: see the error there"
+    assert second["a file is missing"].startswith("FileNotFoundError")
+    assert first["it exists for the second alone"] == second["it exists for the second alone"] == "written"
+    for process in (first, second):
+        assert process["it exists for the first alone"].startswith("FileExistsError")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from models.qwen3_vl import KV, abstract_model, flops_per_token, from_hf, hf, num_params, qwen3_vl
-from models.qwen3_vl.config import to_hf
+from models.qwen3_vl import KV, abstract_model, flops_per_token, frame_layout, from_hf, hf, num_params, qwen3_vl
+from models.qwen3_vl.config import to_hf, vision_flops
 
 # Of transformers 5.23 on the meta device: tensors, parameters, and the digest of `name shape` lines in the order of names.
 TRANSFORMERS = {
@@ -93,3 +93,13 @@ def test_flops_of_a_token_are_those_of_the_program_that_decodes_it(size):
 
     program = jax.make_jaxpr(decode)(abstract_model(config), KV(shape, shape))
     assert matmul_flops(program.jaxpr) == b * flops_per_token(config, s)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_flops_of_a_frame_are_those_of_the_program_that_encodes_it(size):
+    config, b, grid = qwen3_vl(size), 3, (6, 10)
+    c = config.vision
+    shape: Any = jax.ShapeDtypeStruct((b, grid[0] * grid[1], c.patch_dim), jnp.float32)
+    layout = frame_layout(grid, c)
+    program = jax.make_jaxpr(lambda tower, patches: tower(patches, layout))(abstract_model(config).vision, shape)
+    assert matmul_flops(program.jaxpr) == b * vision_flops(c, grid[0] * grid[1])

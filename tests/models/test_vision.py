@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -36,6 +37,8 @@ def test_a_frame_sees_itself_alone_in_whatever_row(patches, size, rows):
 def test_what_cannot_be_packed(patches):
     with pytest.raises(ValueError, match="size = 12: holds all 16 patches"):
         pack(patches, GRIDS, 12, CONFIG.vision)
+    with pytest.raises(ValueError, match="rows = 2: the frames need 3 rows of 20 patches; give as many, or larger ones"):
+        pack(patches, GRIDS, 20, CONFIG.vision, rows=2)
     with pytest.raises(ValueError, match="51 patches do not fill them"):
         pack(patches[:-1], GRIDS, 64, CONFIG.vision)
 
@@ -43,3 +46,11 @@ def test_what_cannot_be_packed(patches):
 def test_no_frames_are_one_row_of_padding():
     packed = pack(np.zeros((0, 1536), np.float32), [], 8, CONFIG.vision)
     assert packed.patches.shape == (1, 8, 1536) and packed.tokens.size == 0 and (packed.layout.frame == 0).all()
+
+
+def test_more_rows_than_needed_are_padding():
+    patches = np.ones((52, 1536), np.float32)
+    needed, more = pack(patches, GRIDS, 20, CONFIG.vision), pack(patches, GRIDS, 20, CONFIG.vision, rows=4)
+    np.testing.assert_array_equal(more.tokens, needed.tokens)
+    jax.tree.map(lambda few, all_: np.testing.assert_array_equal(few, all_[:3]), needed[:2], more[:2])
+    assert np.asarray(more.layout.frame).any(1).tolist() == [True, True, True, False] and (more.patches[3] == 0).all()

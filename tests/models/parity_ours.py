@@ -1,0 +1,182 @@
+"""What this model makes of the cases of `parity`: of a whole batch, and each layer of what goes into it in transformers.
+
+Layers run inside a scan, where no hook reaches them; so they are called one by one, each on the recorded input of its twin.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors.numpy import load_file
+
+from models.attention import attend
+from models.qwen3_vl import KV, Qwen3VL, Qwen3VLConfig, hf, mrope_positions, next_position, packed_layout
+from models.qwen3_vl.rope import mrope_angles, vision_angles, visual_index
+from models.qwen3_vl.text import DecoderLayer
+from models.qwen3_vl.vision import VisionBlock
+from tests.models.parity import IMAGE, NEW_TOKENS, VIDEO, Results, Sample, is_text
+
+Outputs = tuple[jax.Array, KV, jax.Array | None]
+
+
+def batch_of(sample: Sample, config: Qwen3VLConfig) -> dict[str, Any]:
+    """What our model takes: positions, segments, the layout of all patches in one padded row, and where each of them goes."""
+    positions, after = np.zeros((3, *sample.ids.shape), np.int32), []
+    for row, valid in enumerate(sample.valid):
+        grids = [tuple(map(int, grid)) for number, _, *grid in sample.items if number == row]
+        positions[:, row, valid] = mrope_positions(sample.ids[row, valid], grids, config)
+        after.append(next_position(positions[:, row, valid]))
+    batch = {"ids": sample.ids, "positions": positions, "next": np.array(after), "segment_ids": sample.valid.astype(np.int32)}
+    if not len(sample.items):
+        return batch
+    cell = config.vision.spatial_merge_size**2
+    size = (len(sample.patches) // (4 * cell) + 1) * 4 * cell
+    grids = sample.grids(IMAGE) + sample.grids(VIDEO)
+    images, videos = (visual_index(sample.ids.ravel(), token) for token in (IMAGE, VIDEO))  # the bank is one for all rows, images first
+    index = np.where(videos < 0, images, videos + images.max() + 1).reshape(sample.ids.shape)
+    patches = np.pad(sample.patches, ((0, size - len(sample.patches)), (0, 0)))[None]
+    return batch | {"visual_index": index, "patches": patches, "layout": packed_layout(grids, size, config.vision)}
+
+
+def forward(model: Qwen3VL, batch: dict[str, Any]) -> Outputs:
+    """Hidden states, keys and values, and the features of all patches. Every row sees the same bank of features."""
+    features, visual = None, None
+    if "patches" in batch:
+        features = model.vision(batch["patches"], batch["layout"])
+        visual = jnp.broadcast_to(features, (len(batch["ids"]), *features.shape[1:]))
+    index = batch.get("visual_index")
+    hidden, kv = model.text(batch["ids"], batch["positions"], segment_ids=batch["segment_ids"], visual=visual, visual_index=index)
+    return hidden, kv, features
+
+
+def loss(model: Qwen3VL, batch: dict[str, Any]) -> tuple[jax.Array, tuple[jax.Array, Outputs]]:
+    """Mean cross-entropy of every token that follows a token; the logits and what `forward` gave."""
+    hidden, *_ = outputs = forward(model, batch)
+    both = (batch["segment_ids"][:, 1:] * batch["segment_ids"][:, :-1]).astype(jnp.float32)
+    logprobs = model.text.token_logprobs(hidden[:, :-1], batch["ids"][:, 1:], 1.0)
+    return -(logprobs * both).sum() / both.sum(), (model.text.logits(hidden), outputs)
+
+
+@nnx.jit
+def loss_and_gradients(model: Qwen3VL, batch: dict[str, Any]) -> tuple[tuple[jax.Array, tuple[jax.Array, Outputs]], Qwen3VL]:
+    return nnx.value_and_grad(loss, has_aux=True)(model, batch)
+
+
+@nnx.jit
+def module_outputs(model: Qwen3VL, batch: dict[str, Any], outputs: Outputs, theirs: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """What the modules make, by names that `parity_theirs` uses too. The parts of a layer are those of what goes into it in transformers
+    (`theirs`, in our layout); keys, values, levels and the last norm are `outputs`, where all that came before was ours."""
+    segments, angles = batch["segment_ids"], mrope_angles(batch["positions"], model.config.text)
+    hidden, kv, features = outputs
+
+    def run(layer: DecoderLayer, x: jax.Array) -> jax.Array:
+        return layer.finish(x, attend(*layer.project(x, angles), segment_ids=segments))
+
+    def heads(layer: DecoderLayer, x: jax.Array) -> dict[str, jax.Array]:
+        queries, keys, _ = layer.project(x, jnp.zeros_like(angles))
+        return {"q_norm": queries, "k_norm": keys}
+
+    found = {"norm": hidden, "text turns": turns(angles), **layer_parts("layer", model.text.layers, run, heads, ("o", "down"), theirs)}
+    for number, (k, v) in enumerate(zip(*kv, strict=True)):
+        found |= {f"layer {number} keys": k, f"layer {number} values": v}
+    if features is None:
+        return found
+    layout = batch["layout"]
+    turned = vision_angles(layout.row, layout.column, model.config.vision)
+    found |= {"patches": model.vision.patch(batch["patches"]), "positions": model.vision._positions(layout), "vision turns": turns(turned)}
+    found |= {f"level {level}": features[:, :, level] for level in range(features.shape[2])}
+
+    def see(block: VisionBlock, x: jax.Array) -> jax.Array:
+        return block(x, turned, layout.frame)
+
+    def qkv(block: VisionBlock, x: jax.Array) -> dict[str, jax.Array]:
+        return {"qkv": block.qkv(block.norm1(x))}
+
+    return found | layer_parts("block", model.vision.blocks, see, qkv, ("out", "down"), theirs)
+
+
+def layer_parts(
+    name: str,
+    stack: nnx.Module,
+    run: Callable[[Any, jax.Array], jax.Array],
+    heads: Callable[[Any, jax.Array], dict[str, jax.Array]],
+    last: tuple[str, str],
+    theirs: Mapping[str, jax.Array],
+) -> dict[str, jax.Array]:
+    """Of each layer its heads, its output, and what either half adds: what the whole adds where the `last` weights of the other are 0."""
+    graph, state = nnx.split(stack)
+    numbers = range(len(jax.tree.leaves(state)[0]))
+    inputs, attended = (jnp.stack([theirs[f"{name} {number}{part}"] for number in numbers]) for part in ("", " attention"))
+
+    def parts(state: nnx.State, x: jax.Array, middle: jax.Array) -> dict[str, jax.Array]:
+        def without(weights: str) -> Any:
+            rest = jax.tree.map(lambda leaf: leaf, state)  # a copy
+            rest[weights] = jax.tree.map(jnp.zeros_like, state[weights])
+            return nnx.merge(graph, rest)
+
+        layer, (attention, mlp) = nnx.merge(graph, state), last
+        halves = {"attention": run(without(mlp), x) - x, "mlp": run(without(attention), middle) - middle}
+        return {**heads(layer, x), "output": run(layer, x), **halves}
+
+    found = jax.vmap(parts)(state, inputs, inputs + attended)
+    return {f"{name} {number} {part}": x[number] for part, x in found.items() for number in numbers}
+
+
+def turns(angles: jax.Array) -> jax.Array:
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], -1)
+
+
+def layer_inputs(modules: Mapping[str, np.ndarray], batch: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What goes into each layer and block and what its attention gives, from rows to [b, t, d] and [1, p, d]; 0 at padding."""
+    placed = {}
+    for name in modules:
+        if re.fullmatch(r"(layer|block) \d+( attention)?", name):
+            real = (batch["segment_ids"] if is_text(name) else batch["layout"].frame) > 0
+            placed[name] = np.zeros((*real.shape, modules[name].shape[-1]), np.float32)
+            placed[name][real] = modules[name]
+    return placed
+
+
+@nnx.jit
+def greedy(model: Qwen3VL, batch: dict[str, Any]) -> jax.Array:
+    """The NEW_TOKENS likeliest next tokens, one by one over a cache; rows padded on the left."""
+    hidden, kv, _ = forward(model, batch)
+    length = batch["ids"].shape[1]
+    cache = KV(*(jnp.pad(x, ((0, 0), (0, 0), (0, NEW_TOKENS), (0, 0), (0, 0))) for x in kv))
+    slots = jnp.arange(length + NEW_TOKENS)
+    prompt = jnp.pad(batch["segment_ids"] == 1, ((0, 0), (0, NEW_TOKENS)))
+
+    def step(carry, i):
+        token, cache = carry
+        mask = prompt | ((slots >= length) & (slots <= length + i))
+        hidden, cache = model.text.decode(token, jnp.broadcast_to(batch["next"] + i, (3, *token.shape)), cache, mask, length + i)
+        return (jnp.argmax(model.text.logits(hidden), -1), cache), token
+
+    first = jnp.argmax(model.text.logits(hidden[:, -1]), -1)
+    return jax.lax.scan(step, (first, cache), jnp.arange(NEW_TOKENS))[1].T
+
+
+def results(folder: Path, sample: Sample, prompts: Sample, theirs: Mapping[str, np.ndarray]) -> Results:
+    """The model in `folder` on `sample`, its layers on the inputs in `theirs` (modules); tokens after `prompts`, the same rows padded
+    on the left."""
+    model = hf.load(folder)
+    batch = batch_of(sample, model.config)
+    (_, (logits, outputs)), gradients = loss_and_gradients(model, batch)
+    with tempfile.TemporaryDirectory() as temporary:
+        graph, _ = nnx.split(model)
+        hf.save(nnx.merge(graph, gradients), Path(temporary) / "gradients")
+        named = {name: x for file in Path(temporary).rglob("*.safetensors") for name, x in load_file(file).items()}
+    modules = {}
+    for name, x in module_outputs(model, batch, outputs, layer_inputs(theirs, batch)).items():
+        rows = np.asarray(x)[sample.valid] if is_text(name) else x[0, : x.shape[1] * len(sample.patches) // batch["patches"].shape[1]]
+        modules[name] = np.asarray(rows.reshape(len(rows), -1))
+    tokens = greedy(model, batch_of(prompts, model.config))
+    return Results(batch["positions"], np.asarray(logits), np.asarray(tokens), modules, named)

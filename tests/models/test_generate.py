@@ -1,0 +1,132 @@
+"""Generated tokens are those of the whole forward pass; stops, seeds, and what is compiled."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.qwen3_vl import Inputs, Qwen3VL, frame_layout, generate, mrope_positions
+from models.qwen3_vl.rope import visual_index
+from train.compilations import Compilations
+
+IMAGE, VIDEO = (1, 2, 4), (3, 4, 2)
+LARGE = (1, 24, 24)  # two of them take two rows of the tower
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def model(small_model) -> Qwen3VL:
+    """With a head of its own: tied to the embedding, noise says the same word again and again."""
+    untied = nnx.clone(small_model)
+    noise = np.random.default_rng(1).normal(0, 0.2, small_model.text.embedding.shape)
+    untied.text.head = nnx.data(nnx.Param(jnp.asarray(noise, jnp.float32)))
+    return untied
+
+
+def sample(model: Qwen3VL, *parts: int | tuple[int, int, int], seed: int = 2) -> Inputs:
+    """So many words, or the placeholders of an image (one slice) or a video (each slice after a word), with noise for patches."""
+    rng, config, ids = np.random.default_rng(seed), model.config, []
+    for part in parts:
+        if isinstance(part, int):
+            ids += rng.integers(0, 60, part).tolist()
+        else:
+            token = config.image_token_id if part[0] == 1 else config.video_token_id
+            for _ in range(part[0]):
+                ids += [int(rng.integers(0, 60)), *[token] * (part[1] * part[2] // 4)]
+    grids = [part for part in parts if not isinstance(part, int)]
+    ids = np.array(ids, np.int32)
+    patches = rng.normal(size=(sum(t * h * w for t, h, w in grids), config.vision.patch_dim)).astype(np.float32)
+    index = visual_index(ids, config.image_token_id, config.video_token_id).astype(np.int32)
+    return Inputs(ids, mrope_positions(ids, grids, config), index, patches, grids)
+
+
+@nnx.jit
+def last_logits(text, ids, positions, segments, visual, index, length) -> jax.Array:
+    given = {} if visual is None else {"visual": visual, "visual_index": index}
+    hidden, _ = text(ids, positions, segment_ids=segments, **given)
+    return text.logits(hidden[:, length - 1])
+
+
+def greedy(model: Qwen3VL, inputs: Inputs, count: int) -> list[int]:
+    """Every frame through the tower alone, and the whole text again for every token."""
+    vectors, at = [], 0
+    see = nnx.jit(lambda tower, patches, layout: tower(patches, layout))
+    for t, h, w in inputs.grids:
+        part = inputs.patches[at : at + t * h * w].reshape(t, h * w, -1)
+        found = see(model.vision, part, frame_layout((h, w), model.config.vision))
+        vectors.append(found.reshape(1, -1, *found.shape[2:]))
+        at += t * h * w
+    visual = jnp.concatenate(vectors, 1) if vectors else None
+    ids, width = inputs.ids.tolist(), len(inputs.ids) + count
+    for _ in range(count):
+        rest = (0, width - len(ids))
+        whole = np.pad(np.array(ids), rest)[None]
+        positions = np.pad(mrope_positions(np.array(ids), inputs.grids, model.config), ((0, 0), rest))[:, None]
+        segments = (np.arange(width) < len(ids)).astype(np.int32)[None]
+        index = np.pad(inputs.visual_index, (0, width - len(inputs.ids)), constant_values=-1)[None]
+        ids.append(int(last_logits(model.text, whole, positions, segments, visual, index, np.int32(len(ids))).argmax()))
+    return ids[len(inputs.ids) :]
+
+
+@pytest.mark.parametrize(
+    "parts", [(9,), (2, IMAGE, 1, VIDEO, 5), (1, LARGE, 2, LARGE, 3)], ids=["text", "image and video", "images of a row each"]
+)
+def test_the_tokens_are_those_of_the_whole_forward_pass(model, parts):
+    inputs = sample(model, *parts)
+    expected = greedy(model, inputs, NEW)
+    assert len(set(expected)) > 3
+    for bucket in (16, 48):  # how much padding there is changes nothing
+        found = generate(model, inputs, new_tokens=NEW, stop_ids=[], bucket=bucket)
+        assert found.dtype == np.int32 and found.tolist() == expected
+    if inputs.grids:
+        other = inputs._replace(patches=-inputs.patches)
+        assert generate(model, other, new_tokens=NEW, stop_ids=[], bucket=16).tolist() != expected
+
+
+def test_it_ends_with_the_first_stop_id(model):
+    inputs = sample(model, 4, IMAGE, 3)
+    run = functools.partial(generate, model, inputs, bucket=16)
+    whole = run(new_tokens=NEW, stop_ids=[]).tolist()
+    stop = whole[5]
+    first = whole.index(stop)
+    assert run(new_tokens=NEW, stop_ids=[stop, 99_999]).tolist() == whole[: first + 1]
+    assert run(new_tokens=NEW, stop_ids=[whole[0]]).tolist() == whole[:1]
+    assert run(new_tokens=1, stop_ids=[]).tolist() == whole[:1]
+    assert run(new_tokens=16, stop_ids=[]).tolist()[:NEW] == whole and len(run(new_tokens=16, stop_ids=[])) == 16
+
+
+def test_a_temperature_draws_by_the_seed_from_the_softmax(model):
+    inputs = sample(model, 9)
+    run = functools.partial(generate, model, inputs, stop_ids=[], bucket=16)
+    assert run(new_tokens=NEW, temperature=1.0, seed=3).tolist() == run(new_tokens=NEW, temperature=1.0, seed=3).tolist()
+    assert run(new_tokens=NEW, temperature=1.0, seed=3).tolist() != run(new_tokens=NEW, temperature=1.0, seed=4).tolist()
+    assert run(new_tokens=NEW, temperature=1e-6, seed=3).tolist() == run(new_tokens=NEW).tolist()
+    hidden, _ = model.text(inputs.ids[None], inputs.positions[:, None])
+    expected = np.asarray(jax.nn.softmax(model.text.logits(hidden[0, -1]) / 2))
+    drawn = [run(new_tokens=1, temperature=2.0, seed=seed)[0] for seed in range(400)]
+    frequency = np.bincount(drawn, minlength=len(expected)) / 400
+    top = expected.argmax()
+    assert abs(frequency[top] - expected[top]) < 4 * (expected[top] / 400) ** 0.5 and expected[top] < 0.9
+
+
+def test_samples_of_about_one_size_share_their_programs(model):
+    run = functools.partial(generate, nnx.clone(model), bucket=64)
+    compiled = Compilations()
+    run(sample(model, 4, IMAGE, 3), new_tokens=3, stop_ids=[0])
+    assert compiled.count == 2
+    for number, parts in enumerate([(2, IMAGE, 1, VIDEO), (1, VIDEO, (1, 6, 6), 2), (44, (1, 4, 4), (1, 2, 2))], 4):
+        run(sample(model, *parts, seed=number), new_tokens=number, stop_ids=[number], temperature=0.1 * number, seed=number)
+    assert compiled.count == 2
+    run(sample(model, 9), new_tokens=3, stop_ids=[0])  # text runs no tower
+    assert compiled.count == 3
+
+
+@pytest.mark.parametrize(("options", "message"), [({"new_tokens": 0}, "new_tokens = 0"), ({"temperature": -1.0}, "temperature = -1.0")])
+def test_what_cannot_be_generated(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, sample(model, 3), **{"new_tokens": 2, "stop_ids": [], **options})
