@@ -157,6 +157,9 @@ class Processor:
 
         folder = local_folder(source, weights=False)
         limits = {kind: _limits(kind, _settings(folder, kind), config.vision) for kind in ("image", "video")}
+        for name in ("tokenizer.json", "tokenizer_config.json"):  # without one, transformers makes up what stood in it
+            if not (folder / name).is_file():
+                raise FileNotFoundError(f"{name}: not in {folder}; give the folder of a Qwen3-VL model with its tokenizer")
         return cls(AutoTokenizer.from_pretrained(folder), config, limits["image"], limits["video"])
 
     def __call__(
@@ -240,9 +243,13 @@ def _limits(kind: str, settings: Mapping[str, Any], vision: VisionConfig) -> tup
 def _separate(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
     """The messages without pixels, as the template wants them, and the images and videos in their order."""
     bare, visuals = [], []
+    if isinstance(messages, (str, Mapping)) or not all(isinstance(message, Mapping) for message in messages):
+        raise ValueError(f'messages: {_describe(messages)}; give a list of {{"role": ..., "content": ...}}')
     for message in messages:
         if isinstance(content := message.get("content"), (list, tuple)):
             for item in content:
+                if not isinstance(item, Mapping):
+                    raise ValueError(f'messages: content holds a {_describe(item)}; give {{"type": "text", "text": ...}} and the like')
                 if item.get("type") not in ("text", "image", "video") or item["type"] not in item:
                     found = f"{sorted(item)} of type {item.get('type')!r}"
                     raise ValueError(f"messages: an item has {found}; give a text, an image or a video under the type's own name")

@@ -70,9 +70,12 @@ def _spec(name: str, variable: nnx.Variable, mesh: Mesh | AbstractMesh, rules: M
         if target in taken:
             raise ValueError(f"{name}: axes {taken[target]!r} and {axis!r} both go to mesh axis {target!r}; give one of them another rule")
         taken[target] = axis
+        if target not in mesh.shape:
+            raise ValueError(f"mesh = {dict(mesh.shape)}: axis {axis!r} goes to mesh axis {target!r}; make the mesh with make_mesh")
         if size % mesh.shape[target]:
+            most = math.gcd(size, mesh.size)
             raise ValueError(
                 f"{name}: axis {axis!r} of size {size} does not divide over {mesh.shape[target]} devices of mesh axis {target!r}; "
-                f"use a divisor of {math.gcd(size, mesh.size)} there or another size"
+                f"make that axis {most if most > 1 else 1} long, or change the size"
             )
     return PartitionSpec(*(rules[axis] for axis in axes))

@@ -78,19 +78,21 @@ class Assistant:
         temperature: float = 0.0,
         seed: int = 0,
     ) -> Episode:
-        """The episode on `question`: `episode.answer` is its answer, None without one; `episode.turns` what was written and seen.
+        """The episode on `question`: `episode.answer` is its answer, None without one (`stop` says why), `turns` what was written and seen.
 
         `frames` is the overview budget K; `dispatch="none"` offers no tool. A temperature of 0 is greedy, and `seed` then means nothing.
         Raises VideoError for a file that cannot be read, ValueError for a question of more tokens than there is room for.
         """
-        if frames < 1:
-            raise ValueError(f"frames = {frames}: the overview has at least one frame; give 1 or more, 64 shows most")
+        setting = Setting(frames, temperature, dispatch)
         kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
         asked = Question("asked", str(video), question, kind, "", tuple(options))
+        length = len(self._scene.protocol.question(asked).ids)
+        if length > _QUESTION_TOKENS:
+            raise ValueError(f"question: {length} tokens with its options, there is room for {_QUESTION_TOKENS}; ask in fewer words")
         self._look_again_if_changed(asked.video)
         self._scene.features.info(asked.video)
         sampler = self._engine(asked.video, frames)
-        (episode,) = run(sampler, [play(self._scene, asked, Setting(frames, temperature, dispatch), seed)])
+        (episode,) = run(sampler, [play(self._scene, asked, setting, seed)])
         if episode.stop is StopReason.UNREADABLE:
             raise VideoError(asked.video, self._scene.features.unreadable[asked.video])
         return episode

@@ -7,7 +7,7 @@ Owns the course of a main agent and its sub-agents. Failures are values: a call 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -31,6 +31,14 @@ class Setting:
     frames: int
     temperature: float
     dispatch: Dispatch = "parallel"
+
+    def __post_init__(self):
+        if not isinstance(self.frames, int) or self.frames < 1:
+            raise ValueError(f"frames = {self.frames}: the overview has a whole number of frames, at least one; 64 shows most")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature = {self.temperature}: 0 or above; use 0 for the likeliest tokens")
+        if self.dispatch not in get_args(Dispatch):
+            raise ValueError(f"dispatch = {self.dispatch!r}: one of {', '.join(get_args(Dispatch))}; choose one of them")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -207,8 +207,7 @@ def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> Qwen3VLConfig:
     if isinstance(source, Mapping):
         content = source
     else:
-        with open(source, encoding="utf-8") as file:
-            content = json.load(file)
+        content = _read_json(source)
     kind = content.get("model_type")
     _require(kind == "qwen3_vl", f"model_type = {kind!r}: only qwen3_vl (dense) is built; give the config.json of such a model")
     text, vision = content.get("text_config", {}), content.get("vision_config", {})
@@ -237,6 +236,18 @@ def _read(kind: type[Tower], name: str, content: Mapping[str, Any]) -> Tower:
             value = content[field.name]
             values[field.name] = tuple(value) if isinstance(value, list) else value
     return kind(**values)
+
+
+def _read_json(path: str | os.PathLike) -> Mapping[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path}: does not exist; give the folder of a Qwen3-VL checkpoint, with its config.json") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); fetch it again") from error
+    _require(isinstance(content, dict), f"{path}: holds a {type(content).__name__}, a configuration is an object; fetch it again")
+    return content
 
 
 def to_hf(config: Qwen3VLConfig) -> dict[str, Any]:

@@ -175,6 +175,8 @@ def load(
     FileNotFoundError without weights, and where the hub has no such id or cannot be reached. ValueError naming a damaged file, and
     one listing every tensor that is missing, unknown, of another shape or there twice.
     """
+    _require_float("dtype", dtype)
+    _require_float("param_dtype", param_dtype)
     folder = hf_folder.local_folder(source)
     config = from_hf(folder / hf_folder.CONFIG) if config is None else config
     model = abstract_model(config, dtype=dtype, param_dtype=param_dtype)
@@ -187,6 +189,15 @@ def load(
         variable = parameters[path]
         variable.set_value(_value(tensor, stored, variable.shape, variable.dtype, shardings.get(path)))
     return nnx.merge(graph, state)
+
+
+def _require_float(field: str, value: DTypeLike) -> None:
+    try:
+        known = jnp.issubdtype(value, jnp.floating)
+    except TypeError:
+        known = False
+    if not known:
+        raise ValueError(f"{field} = {value!r}: no type of numbers that a model computes with; give float32 or bfloat16")
 
 
 def _value(

@@ -160,6 +160,22 @@ def test_a_cut_through_heads_is_refused():
         hf._flat((slice(None), slice(0, 2)), (4, 8))
 
 
+def test_what_load_is_asked_for_has_to_exist(model, tmp_path):
+    hf.save(model, tmp_path / "model")
+    for field in ("dtype", "param_dtype"):
+        for wrong in ("bf16", "int8"):
+            with pytest.raises(ValueError, match=f"{field} = '{wrong}': .* give float32 or bfloat16"):
+                hf.load(tmp_path / "model", **{field: wrong})  # pyright: ignore[reportArgumentType]
+    config = tmp_path / "model" / "config.json"
+    for content, message in (("{bad", "config.json: not JSON"), ("[]", "config.json: holds a list")):
+        config.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            hf.load(tmp_path / "model")
+    config.unlink()
+    with pytest.raises(FileNotFoundError, match="config.json: does not exist; give the folder"):
+        hf.load(tmp_path / "model")
+
+
 def test_every_wrong_tensor_is_in_one_error(model, tmp_path):
     hf.save(model, tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"

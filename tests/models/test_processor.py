@@ -260,3 +260,18 @@ def test_a_hub_id_is_fetched(assets, processor, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert Processor.load("Qwen/Qwen3-VL-8B-Instruct", processor.config).config == processor.config
     assert asked == ["Qwen/Qwen3-VL-8B-Instruct"]
+
+
+@pytest.mark.parametrize("messages", ["hi", {"role": "user", "content": "hi"}, ["hi"], [{"role": "user", "content": ["hi"]}]])
+def test_messages_of_another_shape_are_refused(processor, messages):
+    with pytest.raises(ValueError, match="messages: .*; give "):
+        processor(messages)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_folder_without_its_tokenizer_is_refused(processor, assets, tmp_path, name):
+    for file in (assets / "qwen3_vl").iterdir():
+        if file.name != name:
+            (tmp_path / file.name).symlink_to(file)
+    with pytest.raises(FileNotFoundError, match=f"{name}: not in .*; give the folder of a Qwen3-VL model with its tokenizer"):
+        Processor.load(tmp_path, processor.config)

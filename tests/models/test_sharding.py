@@ -72,6 +72,11 @@ def test_a_mesh_larger_than_the_machine_is_refused():
         make_mesh(fsdp=4096)
 
 
+def test_a_mesh_with_other_axes_is_refused():
+    with pytest.raises(ValueError, match="mesh = {'x': 4}: axis 'vocab' goes to mesh axis 'tensor'; make the mesh with make_mesh"):
+        param_shardings(state(tiny(96)), jax.sharding.AbstractMesh((4,), ("x",)))
+
+
 @pytest.mark.slow
 def test_eight_devices_equal_one():
     """Loss, gradients and greedy tokens of a packed, shared-prefix batch, in a process with eight fake devices: this file as a program."""
