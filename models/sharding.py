@@ -73,9 +73,8 @@ def _spec(name: str, variable: nnx.Variable, mesh: Mesh | AbstractMesh, rules: M
         if target not in mesh.shape:
             raise ValueError(f"mesh = {dict(mesh.shape)}: axis {axis!r} goes to mesh axis {target!r}; make the mesh with make_mesh")
         if size % mesh.shape[target]:
-            most = math.gcd(size, mesh.size)
             raise ValueError(
                 f"{name}: axis {axis!r} of size {size} does not divide over {mesh.shape[target]} devices of mesh axis {target!r}; "
-                f"make that axis {most if most > 1 else 1} long, or change the size"
+                f"make that axis {math.gcd(size, mesh.size)} long, or change the size"
             )
     return PartitionSpec(*(rules[axis] for axis in axes))
