@@ -268,4 +268,4 @@ def _collect(container: InputContainer, stream: av.VideoStream, pending: list[in
 
 def _upright(frame: av.VideoFrame) -> np.ndarray:
     """The picture as a player shows it: decord turns rotated videos by itself, PyAV leaves it to the caller."""
-    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), k=(frame.rotation // 90) % 4))
+    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24", threads=1), k=(frame.rotation // 90) % 4))

@@ -1,7 +1,8 @@
 """A small world of videos to learn on: coloured scenes in which a digit shows up for a few seconds.
 
 Owns what is in each video and its mp4 file. Says nothing about it in words: questions and demonstrations are `world_text`'s.
-Invariant: the settings alone decide every frame; video n does not depend on how many others there are.
+Invariant: the settings alone decide every frame that is drawn; video n does not depend on how many others there are. H.264 is lossy,
+and its encoder promises no identical bytes: what is read back is a frame up to a few grey levels.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ def _encode(settings: WorldSettings, video: WorldVideo, path: pathlib.Path) -> N
 
 
 def _frame(settings: WorldSettings, scene: Scene, digit: bool) -> av.VideoFrame:
-    return av.VideoFrame.from_ndarray(picture(settings, scene, digit), format="rgb24").reformat(format="yuv420p")
+    return av.VideoFrame.from_ndarray(picture(settings, scene, digit), format="rgb24").reformat(format="yuv420p", threads=1)
 
 
 def of_split(videos: Sequence[WorldVideo], split: str) -> tuple[WorldVideo, ...]:

@@ -44,7 +44,6 @@ class Checkpoints:
         self._options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             enable_async_checkpointing=asynchronous,
-            cleanup_tmp_directories=True,  # an unfinished save is a folder of another name until it is complete
         )
         self._manager = self._open()
 
@@ -116,16 +115,19 @@ class Checkpoints:
     def _open(self) -> ocp.CheckpointManager:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._clear_unfinished()
             return ocp.CheckpointManager(self.folder, options=self._options, item_names=(_STATE, _META))
         except OSError as error:
             raise CheckpointError(f"the checkpoint folder {self.folder} cannot be used: {error}.") from error
 
-    def _recover(self, error: Exception) -> NoReturn:
-        """After a failed save: gives its room on the disk back, forgets it, and says so."""
-        # The manager lists the failed step as saved: what is on disk is asked anew.
+    def _clear_unfinished(self) -> None:
+        """Until a save is complete its folder has another name. Orbax would clear them in the background, after it said that it is open."""
         for unfinished in self.folder.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(unfinished, ignore_errors=True)
-        self._manager = self._open()
+
+    def _recover(self, error: Exception) -> NoReturn:
+        """After a failed save: gives its room on the disk back, forgets it, and says so."""
+        self._manager = self._open()  # the old one lists the failed step as saved: what is on disk is asked anew
         latest = self._manager.latest_step()
         kept = f"checkpoint {latest} is intact" if latest is not None else "there is no earlier one"
         free = shutil.disk_usage(self.folder).free / 2**20

@@ -63,7 +63,7 @@ def test_rendering_goes_on_where_it_was_interrupted(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         world.render(settings, tmp_path, interrupt)
     first = tmp_path / "train/0000.mp4"
-    written, content = first.stat().st_mtime_ns, first.read_bytes()
+    written, pictures = first.stat().st_mtime_ns, video.read(first, range(world.FRAMES)).astype(int)
     assert not (tmp_path / world.MANIFEST).exists()
     progress = []
     videos = world.render(settings, tmp_path, lambda done, total: progress.append((done, total)))
@@ -73,7 +73,8 @@ def test_rendering_goes_on_where_it_was_interrupted(tmp_path):
     first.unlink()
     (tmp_path / world.MANIFEST).unlink()
     world.render(settings, tmp_path)
-    assert first.read_bytes() == content  # the same bytes again
+    again = video.read(first, range(world.FRAMES)).astype(int)
+    assert np.abs(again - pictures).max() < 16  # the same video; not the same bytes: x264 was seen to vary them, once in 300 processes
 
 
 def test_a_world_of_other_settings_is_refused(tmp_path):
