@@ -9,8 +9,8 @@ from models.features import FrameSettings
 from paravt_jax.protocol import ProtocolSettings
 from paravt_jax.world import WorldSettings
 from paravt_jax.world_text import TextSettings
-from rollout.engine import EngineSettings
 from rollout.evaluate import EvaluationSettings
+from rollout.settings import EngineSettings
 from train.align import AlignSettings
 from train.rl import RLSettings
 from train.sft import SFTSettings
@@ -73,18 +73,14 @@ class Run:
             raise ValueError(f"unreadable_share: {self.unreadable_share}; it is a share of videos, give one from 0 to below 1")
         if self.model.size != "tiny" and self.align is not None:
             raise ValueError(f"align: set for model.size {self.model.size}; published towers can see already, use None")
-        limits, shapes = self.protocol, self.engine.shapes
-        for name, new in (("turn_tokens", limits.turn_tokens), ("summary_tokens", limits.summary_tokens)):
-            if new > max(shape.new for shape in shapes):
-                raise ValueError(f"protocol.{name}: {new}; no shape of engine.shapes samples that many tokens, lower it or add a shape")
-        if limits.trajectory_tokens > max(shape.suffix for shape in shapes):
-            raise ValueError(
-                f"protocol.trajectory_tokens: {limits.trajectory_tokens}; no shape of engine.shapes has such a suffix, add one"
-            )
+        limits = self.protocol
         if self.mesh.data > 1:
             raise ValueError(f"mesh.data: {self.mesh.data}; no batch is laid over this axis yet, use 1")
-        if limits.crop_frames > max(shape.visual for shape in shapes):
-            raise ValueError(f"protocol.crop_frames: {limits.crop_frames}; no shape of engine.shapes holds as many, add one")
+        if self.rl is not None and self.rl.shape.prompt + limits.trajectory_tokens > self.engine.own[-1]:
+            raise ValueError(
+                f"engine.own: {self.engine.own}; a rollout may have rl.shape.prompt + protocol.trajectory_tokens = "
+                f"{self.rl.shape.prompt} + {limits.trajectory_tokens} tokens, let it end there"
+            )
         if self.rl is not None and self.rl.shape.suffix < limits.trajectory_tokens:
             raise ValueError(
                 f"rl.shape.suffix: {self.rl.shape.suffix}; a rollout may have protocol.trajectory_tokens = {limits.trajectory_tokens}"

@@ -5,21 +5,20 @@ from __future__ import annotations
 from configs.base import MeshSettings, ModelSettings, Run
 from paravt_jax.grpo import GRPOSettings
 from paravt_jax.rewards import RewardSettings
-from rollout.engine import EngineSettings, Shape
+from rollout.settings import EngineSettings
 from train.batch import BatchShape
 from train.optimizer import OptimizerSettings
 from train.rl import RLSettings
 
 PROMPT, VISUAL = 5120, 64 * 49  # 64 frames of 224 x 224, each with its time, and the question
 ENGINE = EngineSettings(
-    rows=64,
-    prefill_rows=1,
-    kept_prompts=96,
-    shapes=(
-        Shape(prompt=1280, visual=16 * 49, suffix=16, new=512),
-        Shape(prompt=PROMPT, visual=VISUAL, suffix=16, new=2048, fan=8),
-        Shape(prompt=PROMPT, visual=VISUAL, suffix=8192, new=2048, fan=8),
-    ),
+    own=(2048, 4096, 8192, PROMPT + 8192),
+    shared=(2048, PROMPT),
+    prefill=(128, 1024, PROMPT),
+    page=64,
+    pages=2048,
+    prefill_tokens=PROMPT,
+    steps=32,
 )
 
 

@@ -9,7 +9,7 @@ from paravt_jax.protocol import ProtocolSettings
 from paravt_jax.rewards import RewardSettings
 from paravt_jax.world import WorldSettings
 from paravt_jax.world_text import TextSettings
-from rollout.engine import EngineSettings, Shape
+from rollout.settings import EngineSettings
 from train.align import AlignSettings
 from train.batch import BatchShape
 from train.optimizer import OptimizerSettings
@@ -29,15 +29,11 @@ def paravt_tiny() -> Run:
         frames=FrameSettings(batch=64, whole_frames=64),
         protocol=ProtocolSettings(max_tool_turns=2, turn_tokens=64, summary_tokens=16, trajectory_tokens=144),
         engine=EngineSettings(
-            rows=64,
-            prefill_rows=8,
-            kept_prompts=256,
-            shapes=(
-                Shape(prompt=64, visual=8, suffix=8, new=16),
-                Shape(prompt=112, visual=16, suffix=8, new=16),
-                Shape(prompt=432, visual=64, suffix=8, new=64, fan=8),
-                Shape(prompt=432, visual=64, suffix=144, new=64, fan=8),
-            ),
+            own=(160, 592),  # a window and its report, or a rollout without its prompt; a whole rollout
+            shared=(432,),
+            prefill=(32, 128, 432),
+            pages=4096,
+            prefill_tokens=1024,
         ),
         align=AlignSettings(steps=300),
         sft=SFTSettings(

@@ -34,7 +34,7 @@ class FrameSettings:
 
     min_pixels: int = 784
     max_pixels: int = 50_176
-    batch: int = 64
+    batch: int = 16  # as many as a crop has: an encoder's call of fewer is paid in full
     whole_frames: int = 0
     cache_mib: int = 4096
 
@@ -87,7 +87,7 @@ class FrameFeatures:
             self._bytes -= self._store.pop(key).nbytes
 
     def __call__(self, frames: Sequence[Frame]) -> Float[np.ndarray, "m c d"]:
-        keys = [self._key(frame) for frame in frames]
+        keys = [self.key(frame) for frame in frames]
         missing: dict[str, dict[int, None]] = {}
         for frame, key in zip(frames, keys, strict=True):
             if key not in self._store:
@@ -118,7 +118,7 @@ class FrameFeatures:
             part[: len(indices) - first] = pixels[first : first + batch]
             patches = patchify(part, self.config.vision.patch_size, self.config.vision.spatial_merge_size)
             vectors = np.asarray(self._encode(self._weights, patches, layout), np.float32)
-            found |= {self._key(Frame(name, i, 0.0)): row for i, row in zip(indices[first : first + batch], vectors, strict=False)}
+            found |= {self.key(Frame(name, i, 0.0)): row for i, row in zip(indices[first : first + batch], vectors, strict=False)}
         self.encoded_frames += len(indices)
         return found
 
@@ -135,5 +135,6 @@ class FrameFeatures:
         times = self.info(name).times
         return tuple(Frame(name, int(i), float(times[i])) for i in indices)
 
-    def _key(self, frame: Frame) -> tuple:
+    def key(self, frame: Frame) -> tuple:
+        """What a frame's vectors depend on."""
         return (frame.video, frame.index, *self.grid(frame.video), self.version)

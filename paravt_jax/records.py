@@ -155,6 +155,7 @@ class CallStatus(enum.StrEnum):
     TOO_MANY = "too_many"  # beyond the turn's limit of calls
     NOT_OFFERED = "not_offered"  # tools are off, or no turn with tools is left
     UNREADABLE = "unreadable"  # the video could not be decoded there
+    TIMED_OUT = "timed_out"  # the sub-agent had not ended in time
 
     @property
     def executed(self) -> bool:
@@ -196,6 +197,7 @@ class StopReason(enum.StrEnum):
     TRUNCATED = "truncated"  # a turn hit its token limit
     TURN_LIMIT = "turn_limit"  # still calling in the last turn
     TOKEN_LIMIT = "token_limit"  # the trajectory is full
+    TIME_LIMIT = "time_limit"  # the episode's time was up
     UNREADABLE = "unreadable"  # the video could not be read
 
 

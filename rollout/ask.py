@@ -1,12 +1,14 @@
 """A question about a video, from a notebook: one episode, played as in training and evaluation, on an engine of its own size.
 
 Owns the sizes of that engine: prompts have the length that so many frames need, so that a short look is not paid as a long one.
-Refuses a video that cannot be read. Invariant: the same question, settings, seed and weights give the same episode.
+Refuses a video that cannot be read. Invariant: the same question, settings, seed and weights give the same episode, unless its time
+is up before.
 """
 
 from __future__ import annotations
 
 import collections
+import math
 import os
 from pathlib import Path
 
@@ -23,13 +25,14 @@ from paravt_jax.protocol import Protocol, ProtocolSettings
 from paravt_jax.records import Episode, Frame, Question, QuestionKind, StopReason
 from paravt_jax.tokenizer import Vocabulary
 from paravt_jax.video import VideoError
-from rollout.engine import Engine, EngineSettings, Shape
+from rollout.engine import Engine
 from rollout.episode import Dispatch, Scene, Setting, play
 from rollout.requests import run
+from rollout.settings import EngineSettings
 
 _QUESTION_TOKENS = 512  # room for the question and its options
-_SUFFIXES = (16, 512, 2048)  # lengths of what follows a prompt: little in a first turn, later what was written and reported
-_BUCKET = 256  # prompts come in multiples of this, so that videos of one size share a compiled program
+_LATER = (512, 2048)  # tokens after a prompt: a first turn's, and later what was written and reported, too
+_BUCKET = 256  # lengths are multiples of this, so that videos of one size share their compiled programs
 _ENGINES = 2  # kept at once: each holds the keys and values of its prompts on the device
 
 
@@ -49,7 +52,7 @@ class Assistant:
         self._model = model
         features = FrameFeatures(model.vision, model.config, frames or FrameSettings(), Path())
         self._scene = Scene(Protocol(vocabulary, protocol or ProtocolSettings()), features)
-        self._engines: collections.OrderedDict[tuple[Shape, ...], Engine] = collections.OrderedDict()
+        self._engines: collections.OrderedDict[EngineSettings, Engine] = collections.OrderedDict()
         self._files: dict[str, tuple[int, int]] = {}  # time of change and size of each video asked about
 
     @classmethod
@@ -77,13 +80,15 @@ class Assistant:
         dispatch: Dispatch = "parallel",
         temperature: float = 0.0,
         seed: int = 0,
+        seconds: float = math.inf,
     ) -> Episode:
         """The episode on `question`: `episode.answer` is its answer, None without one (`stop` says why), `turns` what was written and seen.
 
         `frames` is the overview budget K; `dispatch="none"` offers no tool. A temperature of 0 is greedy, and `seed` then means nothing.
+        `seconds` is the time it has, compilation included where these sizes are new.
         Raises VideoError for a file that cannot be read, ValueError for a question of more tokens than there is room for.
         """
-        setting = Setting(frames, temperature, dispatch)
+        setting = Setting(frames, temperature, dispatch, seconds)
         kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
         asked = Question("asked", str(video), question, kind, "", tuple(options))
         length = len(self._scene.protocol.question(asked).ids)
@@ -94,7 +99,7 @@ class Assistant:
         sampler = self._engine(asked.video, frames)
         (episode,) = run(sampler, [play(self._scene, asked, setting, seed)])
         if episode.stop is StopReason.UNREADABLE:
-            raise VideoError(asked.video, self._scene.features.unreadable[asked.video])
+            raise VideoError(asked.video, self._scene.features.unreadable.get(asked.video, "it cannot be read any more"))
         return episode
 
     def _look_again_if_changed(self, video: str) -> None:
@@ -112,19 +117,24 @@ class Assistant:
         protocol, features = self._scene.protocol, self._scene.features
         limits, tokens = protocol.settings, features.tokens(video)
         last = Frame(video, 0, features.info(video).duration)  # no other has a longer time
-        overview = len(protocol.overview([last] * frames, tokens).ids) + _QUESTION_TOKENS
-        crop = len(protocol.window([last] * limits.crop_frames, tokens).ids)
-        prompt, crop = (-(-length // _BUCKET) * _BUCKET for length in (overview, crop))
-        suffixes = [suffix for suffix in _SUFFIXES if suffix < limits.trajectory_tokens] + [limits.trajectory_tokens]
-        shapes = (
-            Shape(prompt=crop, visual=limits.crop_frames * tokens, suffix=_SUFFIXES[0], new=limits.summary_tokens),
-            *(Shape(prompt=prompt, visual=frames * tokens, suffix=suffix, new=limits.turn_tokens) for suffix in suffixes),
+        overview = _round_up(len(protocol.overview([last] * frames, tokens).ids) + _QUESTION_TOKENS)
+        crop = _round_up(len(protocol.window([last] * limits.crop_frames, tokens).ids))
+        report, longest = _round_up(crop + limits.summary_tokens), _round_up(overview + limits.trajectory_tokens)
+        settings = EngineSettings(
+            own=tuple(sorted({report, longest, *(min(_round_up(overview + later), longest) for later in _LATER)})),
+            prefill=tuple(sorted({_BUCKET, crop, overview})),
+            slots=limits.max_calls,
+            fan=limits.max_calls,
+            pages=(longest + limits.max_calls * report) // EngineSettings.page,
+            prefill_tokens=overview,
         )
-        if shapes not in self._engines:
-            rows = limits.max_calls
-            settings = EngineSettings(shapes=shapes, rows=rows, prefill_rows=1, kept_prompts=rows + 1)
-            self._engines[shapes] = Engine(self._model, features, settings)
+        if settings not in self._engines:
+            self._engines[settings] = Engine(self._model, features, settings)
             if len(self._engines) > _ENGINES:
                 self._engines.popitem(last=False)
-        self._engines.move_to_end(shapes)
-        return self._engines[shapes]
+        self._engines.move_to_end(settings)
+        return self._engines[settings]
+
+
+def _round_up(tokens: int) -> int:
+    return -(-tokens // _BUCKET) * _BUCKET

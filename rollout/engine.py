@@ -1,349 +1,383 @@
 """The batched sampler: requests in, sampled tokens and their log-probs out.
 
-Owns the prompts' KV and the decode loop. A prompt is prefilled once and its KV kept on the device, keyed by its ids, its
-frames and the version of the weights; all rows that start from it read that copy. Every call has one of a few static shapes
-(`Shape`), so after each has been met nothing compiles again. Refuses requests that fit no shape, naming what is too long.
-Invariant: a row's tokens depend on its own ids, frames, seed and temperature, not on its neighbours.
+Owns the schedule. A `step` admits what waits while there are slots and pages, prefills what of it is not on pages yet, and decodes
+a few tokens for every sequence that runs; main agents and sub-agents stand side by side. What sequences have in common at
+their start is computed once and kept (`pages`), across the turns of an episode, too. A sequence is given all the pages it may need when
+it is admitted, so a full cache makes requests wait and never fails one that runs. Refuses requests that could never fit, naming
+what is too long. Invariants: a sample's tokens depend on its request and its seed, not on what else is asked for; nothing that old
+weights computed is read with new ones.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import functools
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
+from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float
 
-from models.attention import heads_first
 from models.features import FrameFeatures
 from models.qwen3_vl.model import Qwen3VL
-from models.qwen3_vl.rope import mrope_positions, next_position, visual_index
-from models.qwen3_vl.text import KV, TextDecoder
+from models.qwen3_vl.rope import mrope_positions, next_position
 from paravt_jax.records import digest
-from rollout.requests import Request, Sample, SampleStop
-
-MOST_STOP_IDS = 4  # of one row: part of every call's static shape
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Static lengths of one kind of call, in tokens: prompt, visual tokens in it, what followed it, and new tokens.
-
-    Where groups of rows share a prompt, `fan` > 1 lets that many read one copy of its KV: decoding is bound by what it reads.
-    """
-
-    prompt: int
-    visual: int
-    suffix: int
-    new: int
-    fan: int = 1
-
-    def fits(self, request: Request, visual: int) -> bool:
-        lengths = (len(request.prompt), visual, len(request.suffix), request.max_new_tokens)
-        return all(length <= limit for length, limit in zip(lengths, (self.prompt, self.visual, self.suffix, self.new), strict=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineSettings:
-    """Rows decoded together, prompts prefilled together, prompts kept on the device for each prompt length; shapes, cheapest first."""
-
-    shapes: tuple[Shape, ...]
-    rows: int = 64
-    prefill_rows: int = 8
-    kept_prompts: int = 128
-
-    def __post_init__(self):
-        if self.kept_prompts < self.rows + self.prefill_rows:
-            raise ValueError(
-                f"engine.kept_prompts: {self.kept_prompts}; a full batch needs rows + prefill_rows = {self.rows + self.prefill_rows}"
-            )
-        if not self.shapes or any(self.rows % shape.fan for shape in self.shapes):
-            raise ValueError(f"engine.rows: {self.rows}; it is shared out in lines of each shape's fan, make it a multiple of them all")
+from paravt_jax.video import VideoError
+from rollout.pages import PageTree
+from rollout.programs import MOST_STOP_IDS
+from rollout.requests import Answer, Request, Sample, SampleStop
+from rollout.runner import ModelRunner
+from rollout.sequences import Prompt, Sequence
+from rollout.settings import EngineSettings
 
 
 @dataclasses.dataclass
 class EngineCounts:
-    """What the engine did so far."""
+    """What the engine did so far: tokens prefilled, and those that were there already; tokens drawn; how samples ended.
+
+    `steps` tokens were decoded one after the other, each in `settings.slots` rows; `seconds` went by until the device was done.
+    """
 
     prefilled_tokens: int = 0
-    prompts: int = 0
-    prompts_reused: int = 0
-    decode_steps: int = 0
+    reused_tokens: int = 0
     sampled_tokens: int = 0
-
-
-class _Pool:
-    """The KV of prompts of one static length: a device array with a row a prompt, least recently used first out."""
-
-    def __init__(self, kv: KV, size: int):
-        self.kv = kv
-        self.rows: collections.OrderedDict[str, int] = collections.OrderedDict()
-        self.lengths = np.zeros(size, np.int32)
-        self.positions = np.zeros(size, np.int32)  # the position that follows the prompt
-        self.size = size
-
-    def take(self, key: str) -> int:
-        """A row for a new prompt; the one that was not used for longest gives way (a batch's own are newer: `kept_prompts` sees to it)."""
-        row = len(self.rows) if len(self.rows) < self.size else self.rows.popitem(last=False)[1]
-        self.rows[key] = row
-        return row
+    steps: int = 0
+    seconds: float = 0.0
+    stops: collections.Counter[SampleStop] = dataclasses.field(default_factory=collections.Counter)
 
 
 class Engine:
-    """Samples for every agent of every episode. Implements `rollout.requests.Sampler`."""
+    """Samples for every agent of every episode. Implements `rollout.requests.Sampler`.
 
-    def __init__(self, model: Qwen3VL, features: FrameFeatures, settings: EngineSettings):
+    `token_bytes`: the bytes of every token, for requests with `stop_strings`. `clock` gives seconds, for deadlines.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3VL,
+        features: FrameFeatures,
+        settings: EngineSettings,
+        token_bytes: Many[bytes] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.settings, self.features, self.config = settings, features, model.config
-        self._graph, weights = nnx.split(model.text)
-        self._dtype = model.text.dtype
         self.counts = EngineCounts()
-        place = jax.tree.leaves(weights)[0].sharding
-        # KV lies whole on every device of the weights' mesh from the start, so that the first prefill is compiled as the second.
-        self._whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
-        self._prefill = jax.jit(self._prefill_rows, donate_argnums=1, out_shardings=self._whole)
-        self._decode = jax.jit(self._decode_rows, static_argnames="new")
-        self._pools: dict[int, _Pool] = {}
-        self.load(weights, version=0)
+        self._token_bytes, self._clock = token_bytes, clock
+        self._runner = ModelRunner(model, settings)
+        self._tree = PageTree(settings.pages, settings.page)
+        self._tickets = itertools.count()
+        self._open: dict[int, list[Sample | None]] = {}  # by ticket
+        self._waiting: collections.deque[Sequence] = collections.deque()
+        self._running: list[Sequence] = []
+        self._weights: dict[int, Any] = {}
+        self.version = 0
+        self.load(nnx.split(model.text)[1], version=0)
 
-    def load(self, weights: Any, version: int) -> None:
-        """Sample from `weights` (the text decoder's state) from now on; KV of other weights is dropped."""
-        self._weights, self.version = weights, version
+    # --- what callers say ---
+
+    def submit(self, request: Request) -> int:
+        """Takes a request in and returns its ticket. ValueError for one that this engine could never answer."""
+        self._check(request)
+        ticket = next(self._tickets)
+        try:
+            prompt = self._prompt(request)
+        except VideoError:  # its video was there when the frames were chosen
+            nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
+            self._open[ticket] = [Sample(*nothing, SampleStop.UNREADABLE, self.version, digest(request.ids))] * len(request.seeds)
+            self.counts.stops[SampleStop.UNREADABLE] += len(request.seeds)
+            return ticket
+        self._open[ticket] = [None] * len(request.seeds)
+        self._waiting += [Sequence(ticket, number, prompt) for number in range(len(request.seeds))]
+        return ticket
+
+    def step(self) -> list[Answer]:
+        """Admits, prefills, and decodes up to `settings.steps` tokens for all that run. Returns the requests that this finished."""
+        self._expire()
+        self._admit()
+        for version in sorted({sequence.version for sequence in self._running}):
+            self._decode(version)
+        self.counts.steps, self.counts.seconds = self._runner.steps, self._runner.seconds
+        finished = [ticket for ticket, samples in self._open.items() if None not in samples]
+        return [(ticket, tuple(sample for sample in self._open.pop(ticket) if sample is not None)) for ticket in finished]
+
+    def generate(self, requests: Iterable[Request]) -> list[tuple[Sample, ...]]:
+        """Samples every request; a tuple a request, in their order, with a sample for every seed.
+
+        Where one is refused, or the caller is interrupted, all are cancelled.
+        """
+        tickets: list[int] = []
+        answers: dict[int, tuple[Sample, ...]] = {}
+        try:
+            for request in requests:
+                tickets.append(self.submit(request))
+            while any(ticket not in answers for ticket in tickets):
+                answers |= self.step()
+        finally:
+            for ticket in tickets:
+                self.cancel(ticket)
+        return [answers[ticket] for ticket in tickets]
+
+    def cancel(self, ticket: int) -> None:
+        """Gives a request up and frees what it holds; one that is answered already is left alone."""
+        self._open.pop(ticket, None)
+        self._waiting = collections.deque(sequence for sequence in self._waiting if sequence.ticket != ticket)
+        for sequence in [sequence for sequence in self._running if sequence.ticket == ticket]:
+            self._leave(sequence)
+
+    def load(self, weights: Any, version: int, in_flight: Literal["finish", "restart"] = "finish") -> None:
+        """Samples from `weights` (the text decoder's state, on the device; not copied) from now on; what others computed is dropped.
+
+        What runs already finishes under its own weights, whose arrays must stay alive until then, or restarts under the new ones; a
+        sample's `version` says which. ValueError for a version that is being sampled from.
+        """
+        if in_flight == "restart":
+            for sequence in reversed(self._running[:]):
+                self._leave(sequence)
+                self._waiting.appendleft(Sequence(sequence.ticket, sequence.number, sequence.prompt))
+        if version in {sequence.version for sequence in self._running}:
+            raise ValueError(f"Engine.load: version {version} is still being sampled from; give new weights a new number, or restart")
         self.forget()
+        self._weights[version], self.version = weights, version
+        self._drop_weights()
 
     def forget(self) -> None:
-        """Drop the KV of all prompts: what is sampled next depends on nothing that was sampled before."""
-        for pool in self._pools.values():
-            pool.rows.clear()
+        """Drops all that is kept for later requests: what is asked next depends on nothing that was asked before."""
+        for version in self._weights:
+            self._tree.drop(version)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was asked for is answered."""
+        return not self._open
 
     def warm_up(self) -> None:
-        """Compile every shape, on a request that nobody made."""
-        for shape in self.settings.shapes:
-            request = Request(np.zeros(1, np.int32), (), np.zeros(1, np.int32), 1.0, 1, 0, (0,))
-            for fan in {1, shape.fan}:
-                self._batch(shape, fan, [(0, request)])
-            self.forget()  # another shape with the same prompt length has to prefill, too
+        """Compiles every program."""
+        self._runner.warm_up(self._weights[self.version])
 
-    def generate(self, requests: Sequence[Request]) -> list[Sample]:
-        """Sample every request; the results stand in the order of the requests."""
-        by_shape: dict[Shape, list[int]] = {}
-        for index, request in enumerate(requests):
-            by_shape.setdefault(self._shape(request), []).append(index)
-        samples: list[Sample | None] = [None] * len(requests)
-        for shape, indices in by_shape.items():
-            fan, batches = self._layout(shape, [self._key(requests[i]) for i in indices])
-            for batch in batches:
-                chosen = [indices[n] for n, _ in batch]
-                placed = [(row, requests[i]) for i, (_, row) in zip(chosen, batch, strict=True)]
-                for index, sample in zip(chosen, self._batch(shape, fan, placed), strict=True):
-                    samples[index] = sample
-        return [sample for sample in samples if sample is not None]
+    # --- requests ---
 
-    def _layout(self, shape: Shape, keys: list[str]) -> tuple[int, list[list[tuple[int, int]]]]:
-        """How many rows share a prompt's copy, and which request (by number) takes which row in each batch.
+    def _check(self, request: Request) -> None:
+        sampling, longest = request.sampling, self.settings.own[-1]
+        if not len(request.ids):
+            raise ValueError("Request.ids: there are none; the last token predicts the first new one, give one at least")
+        if len(request.ids) + sampling.max_new_tokens > longest:
+            raise ValueError(
+                f"Request.ids: {len(request.ids)} tokens, and {sampling.max_new_tokens} new ones; engine.own ends at {longest}, "
+                "make it longer, or lower the protocol's limits or the frames"
+            )
+        if len(sampling.stop_ids) > MOST_STOP_IDS:
+            raise ValueError(f"Sampling.stop_ids: {len(sampling.stop_ids)} ids; a row has at most {MOST_STOP_IDS}, give fewer")
+        if sampling.stop_strings and self._token_bytes is None:
+            raise ValueError("Sampling.stop_strings: the engine was made without token_bytes; give it those of the vocabulary")
 
-        Rows of one prompt fill lines of `fan` rows, unless that takes more batches than giving every row a copy of its own.
-        """
-        rows, by_key = self.settings.rows, collections.defaultdict(list)
-        for number, key in sorted(enumerate(keys), key=lambda item: item[1]):
-            by_key[key].append(number)
-        lines = [numbers[first : first + shape.fan] for numbers in by_key.values() for first in range(0, len(numbers), shape.fan)]
-        each = rows // shape.fan
-        if shape.fan > 1 and -(-len(lines) // each) <= -(-len(keys) // rows):
-            parts = [lines[first : first + each] for first in range(0, len(lines), each)]
-            return shape.fan, [[(n, row * shape.fan + g) for row, line in enumerate(part) for g, n in enumerate(line)] for part in parts]
-        flat = [number for numbers in by_key.values() for number in numbers]
-        return 1, [[(n, row) for row, n in enumerate(flat[first : first + rows])] for first in range(0, len(flat), rows)]
+    def _prompt(self, request: Request) -> Prompt:
+        ids, features = np.asarray(request.ids, np.int32), self.features
+        count = sum(features.tokens(frame.video) for frame in request.frames)
+        places = np.flatnonzero(ids == self.config.image_token_id)[:count]
+        end = int(places[-1]) + 1 if places.size else 0
+        if len(places) < count or end == len(ids):
+            raise ValueError(
+                f"Request.ids: {len(places)} placeholders, the last before token {end} of {len(ids)}, for {count} visual tokens of "
+                "Request.frames; give as many as that, and a word after them"
+            )
+        visual = np.zeros(len(ids), bool)
+        visual[places] = True
+        # After the last frame there is text only, placeholders that a model wrote included.
+        seen = mrope_positions(ids[:end], [features.grid(frame.video) for frame in request.frames], self.config)
+        positions = np.concatenate([seen, np.broadcast_to(next_position(seen) + np.arange(len(ids) - end), (3, len(ids) - end))], axis=1)
+        content = ids.astype(np.int64)
+        if request.frames:  # a placeholder is the piece of a frame that it stands for
+            pieces = [_fingerprint(features.key(frame)) + np.arange(features.tokens(frame.video)) for frame in request.frames]
+            content[visual] = -1 - np.concatenate(pieces)
+        until = self._clock() + request.sampling.deadline
+        return Prompt(dataclasses.replace(request, ids=ids), content, visual, positions.astype(np.int32), until)
 
-    def _shape(self, request: Request) -> Shape:
-        if not len(request.suffix):
-            raise ValueError("Request.suffix: empty; its last token predicts the first new one, so leave at least one out of the prompt")
-        if len(request.stop_ids) > MOST_STOP_IDS:
-            raise ValueError(f"Request.stop_ids: {len(request.stop_ids)} ids; a row has at most {MOST_STOP_IDS}, give fewer")
-        visual = sum(self.features.tokens(frame.video) for frame in request.frames)
-        for shape in self.settings.shapes:
-            if shape.fits(request, visual):
-                return shape
-        lengths = f"prompt {len(request.prompt)}, visual {visual}, suffix {len(request.suffix)}, new {request.max_new_tokens}"
-        raise ValueError(
-            f"engine.shapes: no shape holds a request of {lengths} tokens; add one, or lower the protocol's limits or the frames"
-        )
+    def _expire(self) -> None:
+        now = self._clock()
+        for sequence in [sequence for sequence in (*self._running, *self._waiting) if now >= sequence.prompt.until]:
+            self._finish(sequence, SampleStop.DEADLINE)
+        self._waiting = collections.deque(sequence for sequence in self._waiting if now < sequence.prompt.until)
 
-    def _key(self, request: Request) -> str:
-        frames = request.frames  # of one video, in the order of their placeholders
-        return f"{digest(request.prompt)} {frames[0].video if frames else ''} {digest(np.array([f.index for f in frames]))} {self.version}"
+    def _finish(self, sequence: Sequence, stop: SampleStop) -> None:
+        samples = self._open[sequence.ticket]
+        ids, logprobs = np.array(sequence.drawn, np.int32), np.array(sequence.logprobs, np.float32)
+        running = sequence in self._running
+        version = sequence.version if running else self.version
+        samples[sequence.number] = Sample(ids, logprobs, stop, version, digest(sequence.ids))
+        self.counts.stops[stop] += 1
+        if running:
+            self._leave(sequence)
 
-    def _batch(self, shape: Shape, fan: int, requests: list[tuple[int, Request]]) -> list[Sample]:
-        """Decode requests in the given rows; row r reads the prompt of line r // fan."""
-        pool, rows = self._pool(shape.prompt), self.settings.rows
-        slots = np.zeros(rows // fan, np.int32)
-        for (row, _), slot in zip(requests, self._prompt_rows(shape, pool, [request for _, request in requests]), strict=True):
-            slots[row // fan] = slot
-        suffix = np.zeros((rows, shape.suffix), np.int32)  # padding is masked: any id will do
-        lengths, limits = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-        seeds, temperatures = np.zeros(rows, np.uint32), np.ones(rows, np.float32)
-        stops = np.full((rows, MOST_STOP_IDS), -1, np.int32)
-        for row, request in requests:
-            lengths[row] = len(request.suffix)
-            suffix[row, shape.suffix - lengths[row] :] = request.suffix
-            limits[row], seeds[row], temperatures[row] = request.max_new_tokens, request.seed % 2**32, request.temperature
-            stops[row, : len(request.stop_ids)] = request.stop_ids
-        ids, logprobs, written, steps = self._decode(
-            self._weights,
-            pool.kv,
-            slots,
-            pool.lengths[slots],
-            pool.positions[slots],
-            suffix,
-            lengths,
-            seeds,
-            temperatures,
-            limits,
-            stops,
-            new=shape.new,
-        )
-        ids, logprobs, written = np.asarray(ids), np.asarray(logprobs), np.asarray(written)
-        self.counts.decode_steps += int(steps)
-        self.counts.sampled_tokens += int(written.sum())
-        samples = []
-        for row, request in requests:
-            own = ids[row, : written[row]]
-            stop = SampleStop.STOP_ID if own.size and own[-1] in request.stop_ids else SampleStop.LENGTH
-            fed = np.concatenate([request.prompt, suffix[row, shape.suffix - lengths[row] :], own])
-            samples.append(Sample(own, logprobs[row, : written[row]], stop, self.version, digest(fed)))
-        return samples
+    # --- pages ---
 
-    # --- prompts ---
+    def _take_pages(self, sequence: Sequence) -> bool:
+        """All the pages that the sequence can need, those that are there already included; False where there are not enough now."""
+        prompt, size = sequence.prompt, self.settings.page
+        sequence.version = self.version
+        sequence.path, sequence.source, common = self._tree.match(self.version, prompt.content[: prompt.known])
+        if sequence.source is not None:
+            self._tree.hold([sequence.source])
+        whole = -(-(len(prompt.content) + sequence.sampling.max_new_tokens) // size)
+        lent = self._tree.allocate(whole - len(sequence.path))
+        if lent is None and sequence.source is not None:  # the page to copy from may be the one that is missing: rather compute again
+            self._tree.release([sequence.source])
+            sequence.source, common = None, 0
+            lent = self._tree.allocate(whole - len(sequence.path))
+        sequence.lent, sequence.computed = lent or [], len(sequence.path) * size + common
+        if lent is None:
+            self._return_pages(sequence)
+        return lent is not None
 
-    def _pool(self, length: int) -> _Pool:
-        if length not in self._pools:
-            text, size = self.config.text, self.settings.kept_prompts
-            shape = (text.num_hidden_layers, size, length, text.num_key_value_heads, text.head_dim)
-            self._pools[length] = _Pool(KV(*(jax.device_put(jnp.zeros(shape, self._dtype), self._whole) for _ in "kv")), size)
-        return self._pools[length]
+    def _return_pages(self, sequence: Sequence) -> None:
+        self._tree.release([*sequence.path, *([sequence.source] if sequence.source else [])])
+        self._tree.give_back(sequence.lent)
+        sequence.path, sequence.lent, sequence.source = [], [], None
 
-    def _prompt_rows(self, shape: Shape, pool: _Pool, requests: list[Request]) -> np.ndarray:
-        """The pool row of each request's prompt; those that are not there yet are prefilled."""
-        keys = [self._key(request) for request in requests]
-        missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in pool.rows}
-        self.counts.prompts_reused += len(set(keys)) - len(missing)
-        for key in keys:
-            if key in pool.rows:
-                pool.rows.move_to_end(key)
-        items = list(missing.items())
-        for first in range(0, len(items), self.settings.prefill_rows):
-            self._prefill_prompts(shape, pool, items[first : first + self.settings.prefill_rows])
-        return np.array([pool.rows[key] for key in keys], np.int32)
+    def _publish(self, sequence: Sequence) -> None:
+        """Lets others find what the sequence has computed."""
+        prompt, at = sequence.prompt, len(sequence.path) * self.settings.page
+        content = np.concatenate([prompt.content, np.array(sequence.drawn, np.int64)])[at : sequence.computed]
+        added, sequence.lent = self._tree.insert(sequence.version, sequence.path, content, sequence.lent)
+        sequence.path = sequence.path + added
 
-    def _prefill_prompts(self, shape: Shape, pool: _Pool, items: list[tuple[str, Request]]) -> None:
-        lines, text = self.settings.prefill_rows, self.config.text
-        ids = np.zeros((lines, shape.prompt), np.int32)
-        positions, segments = np.zeros((3, lines, shape.prompt), np.int32), np.zeros((lines, shape.prompt), np.int32)
-        levels = 1 + self.config.vision.levels
-        visual = np.zeros((lines, shape.visual, levels, text.hidden_size), np.float32)
-        slots = np.full(lines, pool.size, np.int32)  # out of range: dropped
-        for line, (_, request) in enumerate(items):
-            length = len(request.prompt)
-            grids = [self.features.grid(frame.video) for frame in request.frames]
-            ids[line, :length], segments[line, :length] = request.prompt, 1
-            positions[:, line, :length] = mrope_positions(request.prompt, grids, self.config)
-            if request.frames:
-                vectors = self.features(request.frames)
-                visual[line, : len(vectors)] = vectors
-        for line, (key, request) in enumerate(items):  # only now: what could fail has not
-            length = len(request.prompt)
-            slots[line] = row = pool.take(key)
-            pool.lengths[row], pool.positions[row] = length, next_position(positions[:, line, :length])
-            self.counts.prefilled_tokens += length
-            self.counts.prompts += 1
-        pool.kv = self._prefill(self._weights, pool.kv, ids, positions, segments, visual, slots)
+    def _leave(self, sequence: Sequence) -> None:
+        """Out of its slot; what it computed stays for others as long as there is room."""
+        self._running.remove(sequence)
+        if sequence.path and len(sequence.path[-1].tokens) < self.settings.page:
+            sequence.lent.insert(0, self._tree.take_out(sequence.path.pop()))  # there is more on it now
+        self._publish(sequence)
+        self._return_pages(sequence)
+        self._drop_weights()
 
-    def _prefill_rows(
-        self,
-        weights: Any,
-        kept: KV,
-        ids: Int[Array, "b t"],
-        positions: Int[Array, "3 b t"],
-        segments: Int[Array, "b t"],
-        visual: Float[Array, "b m c d"],
-        slots: Int[Array, "b"],
-    ) -> KV:
-        text: TextDecoder = nnx.merge(self._graph, weights)
-        index = visual_index(ids, self.config.image_token_id)
-        _, kv = text(ids, positions, segment_ids=segments, visual=visual, visual_index=index)
-        return jax.tree.map(lambda pool, fresh: pool.at[:, slots].set(fresh.astype(pool.dtype), mode="drop"), kept, kv)
+    def _drop_weights(self) -> None:
+        """Forgets weights that nobody samples from any more, and what they computed."""
+        for version in set(self._weights) - {self.version} - {sequence.version for sequence in self._running}:
+            del self._weights[version]
+            self._tree.drop(version)
+
+    # --- prefill ---
+
+    def _admit(self) -> None:
+        """Moves what waits into free slots, in turn, and prefills it, several sequences at once."""
+        batch: list[Sequence] = []
+        try:
+            while self._next_batch(batch):
+                self._prefill(batch)
+                self._running += batch
+                batch.clear()
+        except BaseException:  # an interrupt, most likely: who was on the way waits again, and can be cancelled
+            for sequence in batch:
+                self._return_pages(sequence)
+            self._waiting.extendleft(reversed(batch))
+            raise
+
+    def _prefill(self, batch: list[Sequence]) -> None:
+        self._runner.copy([(s.source.page, s.lent[0]) for s in batch if s.source is not None])
+        for sequence in batch:
+            self.counts.reused_tokens += sequence.computed
+            if sequence.source is not None:
+                self._tree.release([sequence.source])
+                sequence.source = None
+        self.counts.prefilled_tokens += self._runner.prefill(batch, self._weights[self.version])
+        for sequence in batch:
+            self._publish(sequence)
+
+    def _next_batch(self, batch: list[Sequence]) -> bool:
+        """Finds the next sequences to prefill together, with their pages. One that begins like another waits until that is computed."""
+        passed: list[Sequence] = []
+        starts: set[tuple] = set()
+        length = before = 0
+        try:
+            while self._waiting and len(self._running) + len(batch) < self.settings.slots and len(passed) < self.settings.slots:
+                sequence = self._waiting.popleft()
+                if not sequence.sampling.max_new_tokens:
+                    self._finish(sequence, SampleStop.LENGTH)
+                    continue
+                if not self._take_pages(sequence):
+                    passed.append(sequence)
+                    break
+                missing = sequence.prompt.content[sequence.computed : sequence.prompt.known]
+                start = (sequence.path[-1].serial if sequence.path else None, missing[: self.settings.page].tobytes())
+                longest, most = max(length, self.settings.piece(len(missing))), max(before, sequence.computed)
+                full = len(missing) > 0 and len(starts) >= self.settings.prefill_rows(longest, most)
+                if full or start in starts:
+                    self._return_pages(sequence)
+                    passed.append(sequence)
+                    if full:
+                        break
+                    continue
+                batch.append(sequence)
+                try:
+                    sequence.visual = self._visual(sequence)
+                except VideoError:
+                    batch.pop()
+                    self._return_pages(sequence)
+                    self._finish(sequence, SampleStop.UNREADABLE)
+                    continue
+                if len(missing):
+                    starts.add(start)
+                    length, before = longest, most
+        finally:
+            self._waiting.extendleft(reversed(passed))
+        return bool(batch)
+
+    def _visual(self, sequence: Sequence) -> Float[np.ndarray, "m c d"]:
+        """The visual vectors of the tokens that are not computed yet. Raises VideoError."""
+        request = sequence.prompt.request
+        before = int(sequence.prompt.visual[: sequence.computed].sum())
+        ends = np.cumsum([self.features.tokens(frame.video) for frame in request.frames])
+        first = int(np.searchsorted(ends, before, side="right"))
+        if first == len(request.frames):
+            return np.zeros((0, 0, 0), np.float32)
+        vectors = self.features(request.frames[first:])
+        return vectors[before - (int(ends[first - 1]) if first else 0) :]
 
     # --- decoding ---
 
-    def _decode_rows(
-        self,
-        weights: Any,
-        kept: KV,
-        slots: Int[Array, "p"],
-        prompt_lengths: Int[Array, "p"],
-        next_positions: Int[Array, "p"],
-        suffix: Int[Array, "b t"],
-        suffix_lengths: Int[Array, "b"],
-        seeds: Int[Array, "b"],
-        temperatures: Float[Array, "b"],
-        limits: Int[Array, "b"],
-        stops: Int[Array, "b n"],
-        *,
-        new: int,
-    ) -> tuple[Int[Array, "b new"], Float[Array, "b new"], Int[Array, "b"], Int[Array, ""]]:
-        """Run the suffixes (padded on the left, so that all rows write the same column) and decode up to `new` tokens.
+    def _decode(self, version: int) -> None:
+        sequences = [sequence for sequence in self._running if sequence.version == version]
+        for sequence, drawn in zip(sequences, self._runner.decode(sequences, self._weights[version]), strict=True):
+            self._take(sequence, *drawn)
 
-        Returns ids, log-probs, tokens written by each row, and the number of decode steps.
-        """
-        text: TextDecoder = nnx.merge(self._graph, weights)
-        rows, width = suffix.shape
-        prefix = jax.tree.map(lambda pool: pool[:, slots], kept)
-        prefix_mask = jnp.arange(prefix.k.shape[2]) < prompt_lengths[:, None]
-        next_positions = jnp.repeat(next_positions, rows // len(slots))
-        own = jnp.arange(width) >= (width - suffix_lengths[:, None])
-        starts = next_positions[:, None] + jnp.arange(width) - (width - suffix_lengths[:, None])
-        hidden, kv = text(
-            suffix, jnp.broadcast_to(starts, (3, rows, width)), segment_ids=own.astype(jnp.int32), prefix=prefix, prefix_mask=prefix_mask
-        )
-        cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, new), (0, 0), (0, 0))), kv)
-        mask = jnp.pad(own, ((0, 0), (0, new)))
-        prefix, layers = heads_first(prefix), text.decode_layers()
-        keys = jax.vmap(jax.random.key)(seeds)
-        ends = next_positions + suffix_lengths
+    def _take(self, sequence: Sequence, ids: list[int], logprobs: list[float]) -> None:
+        """Adds what was drawn, up to the end of a stop string, and finishes the sample where it has ended."""
+        before = len(sequence.drawn)
+        sequence.drawn += ids
+        sequence.logprobs += logprobs
+        self.counts.sampled_tokens += len(ids)
+        end = self._stop_string(sequence, before)
+        if end is not None:
+            del sequence.drawn[end:], sequence.logprobs[end:]
+        sequence.computed = sequence.prompt.known + len(sequence.drawn)
+        if end is not None:
+            self._finish(sequence, SampleStop.STOP_STRING)
+        elif sequence.drawn[-1] in sequence.sampling.stop_ids:
+            self._finish(sequence, SampleStop.STOP_ID)
+        elif len(sequence.drawn) == sequence.sampling.max_new_tokens:
+            self._finish(sequence, SampleStop.LENGTH)
 
-        def cond(state):
-            step, done = state[0], state[1]
-            return (step < new) & ~done.all()
-
-        def body(state):
-            step, done, written, logits, cache, mask, ids, logprobs = state
-            token, logprob = sample_token(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, step), temperatures)
-            ids, logprobs = ids.at[:, step].set(token), logprobs.at[:, step].set(logprob)
-            written = written + ~done
-            done = done | (token[:, None] == stops).any(1) | (written >= limits)
-            column = width + step
-            mask = mask.at[:, column].set(True)
-            hidden, cache = text.decode(token, jnp.broadcast_to(ends + step, (3, rows)), cache, mask, column, prefix, prefix_mask, layers)
-            return step + 1, done, written, text.logits(hidden), cache, mask, ids, logprobs
-
-        empty = jnp.zeros((rows, new))
-        step, written, logits = jnp.int32(0), jnp.zeros(rows, jnp.int32), text.logits(hidden[:, -1])
-        state = (step, limits == 0, written, logits, cache, mask, empty.astype(jnp.int32), empty)
-        step, _, written, _, _, _, ids, logprobs = jax.lax.while_loop(cond, body, state)
-        return ids, logprobs, written, step
+    def _stop_string(self, sequence: Sequence, before: int) -> int | None:
+        """How many tokens there are up to the one that completes the first stop string; None where there is none."""
+        strings, table = sequence.sampling.stop_strings, self._token_bytes
+        if not strings or table is None:
+            return None
+        parts = [table[token] if token < len(table) else b"" for token in sequence.drawn]  # a model may have more rows than words
+        text = b"".join(parts[:before])
+        for number in range(before, len(sequence.drawn)):
+            new = len(text)
+            text += parts[number]
+            if any(text.find(string, max(0, new - len(string) + 1)) >= 0 for string in strings):
+                return number + 1
+        return None
 
 
-def sample_token(
-    logits: Float[Array, "b v"], keys: jax.Array, temperatures: Float[Array, "b"]
-) -> tuple[Int[Array, "b"], Float[Array, "b"]]:
-    """One token a row and its log-prob at the row's temperature; 0 takes the likeliest, with its log-prob at temperature 1."""
-    greedy = temperatures == 0
-    scaled = jax.nn.log_softmax(logits / jnp.where(greedy, 1, temperatures)[:, None])
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
-    token = jnp.argmax(scaled + jnp.where(greedy[:, None], 0, noise), axis=-1)
-    return token, jnp.take_along_axis(scaled, token[:, None], 1)[:, 0]
+@functools.lru_cache(maxsize=65_536)
+def _fingerprint(key: tuple) -> int:
+    """A number for a frame, so far from all others that its pieces can be counted up from it."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 2

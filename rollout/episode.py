@@ -7,18 +7,28 @@ Owns the course of a main agent and its sub-agents. Failures are values: a call 
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import numpy as np
 
 from models.features import FrameFeatures
 from paravt_jax.parsing import Malformed, extract_answer, parse_calls, resolve_window
-from paravt_jax.protocol import Protocol
+from paravt_jax.protocol import VIDEO_NAME, Protocol
 from paravt_jax.records import Author, CallOutcome, CallStatus, CropCall, Episode, Question, Segment, StopReason, Trajectory, Turn
 from paravt_jax.video import VideoError
-from rollout.requests import Request, Sample, SampleStop, ask
+from rollout.requests import Request, Sample, SampleStop, Sampling, ask
 
 Dispatch = Literal["parallel", "sequential", "none"]
+
+# What it means for an episode that a turn was cut short.
+_CUT = {
+    SampleStop.LENGTH: StopReason.TRUNCATED,
+    SampleStop.DEADLINE: StopReason.TIME_LIMIT,
+    SampleStop.UNREADABLE: StopReason.UNREADABLE,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,53 +36,64 @@ class Setting:
     """How an episode is played: `frames` is the overview budget K; `dispatch` how calls are carried out.
 
     `parallel`: all calls of a turn at once; `sequential`: a turn ends at its first call; `none`: no tool is offered.
+    `seconds` is the time for the whole episode, `report_seconds` that for a turn's sub-agents.
     """
 
     frames: int
     temperature: float
     dispatch: Dispatch = "parallel"
+    seconds: float = math.inf
+    report_seconds: float = math.inf
 
     def __post_init__(self):
         if not isinstance(self.frames, int) or self.frames < 1:
             raise ValueError(f"frames = {self.frames}: the overview has a whole number of frames, at least one; 64 shows most")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature = {self.temperature}: 0 or above; use 0 for the likeliest tokens")
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"temperature = {self.temperature}: a number, 0 or above; use 0 for the likeliest tokens")
+        for name in ("seconds", "report_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: a time in seconds, above 0; leave it out for no limit")
         if self.dispatch not in get_args(Dispatch):
             raise ValueError(f"dispatch = {self.dispatch!r}: one of {', '.join(get_args(Dispatch))}; choose one of them")
 
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """What every episode shares: the protocol and the frames."""
+    """What every episode shares: the protocol, the frames, and the clock that its limits go by (seconds)."""
 
     protocol: Protocol
     features: FrameFeatures
+    clock: Callable[[], float] = time.monotonic
 
 
 async def play(scene: Scene, question: Question, setting: Setting, seed: int) -> Episode:
     """Play one episode on `question`; `seed` decides every token in it."""
     protocol, limits = scene.protocol, scene.protocol.settings
     tools = setting.dispatch != "none"
+    until = scene.clock() + setting.seconds
     try:
         overview = scene.features.overview(question.video, setting.frames)
         scene.features(overview)  # unreadable now is better than unreadable in the middle of a batch
+        prompt = protocol.overview(overview, scene.features.tokens(question.video), tools)
     except VideoError:
         return Episode(question, setting.frames, Trajectory(), (), StopReason.UNREADABLE, None)
-    prompt = protocol.overview(overview, scene.features.tokens(question.video), tools)
     trajectory = Trajectory((prompt, protocol.question(question)))
     tool_turns = limits.max_tool_turns if tools else 0
     turns: list[Turn] = []
 
     while True:
+        left = until - scene.clock()
+        if left <= 0:
+            return _episode(question, setting, trajectory, turns, StopReason.TIME_LIMIT)
         trajectory.append(protocol.pinned)
-        room = limits.trajectory_tokens - _suffix_length(trajectory)
-        sample = await _respond(scene, trajectory, setting, seed + len(turns), min(room, limits.turn_tokens))  # plan, or gather and answer
+        room = min(limits.trajectory_tokens - _suffix_length(trajectory), limits.turn_tokens)
+        sample = await _respond(scene, trajectory, setting, seed + len(turns), room, left)  # plan, or gather and answer
         trajectory.append(Segment(sample.ids, Author.MODEL, sample.logprobs, digest=sample.digest))
         trajectory.version = sample.version
         text = protocol.vocabulary.decode(np.concatenate([protocol.pinned.ids, sample.ids])).removesuffix("<|im_end|>")
-        if sample.stop is SampleStop.LENGTH:
+        if (cut := _CUT.get(sample.stop)) is not None:
             turns.append(Turn(text, truncated=True))
-            return _episode(question, setting, trajectory, turns, StopReason.TRUNCATED)
+            return _episode(question, setting, trajectory, turns, cut)
         calls = parse_calls(text)
         if not calls:
             turns.append(Turn(text))
@@ -80,7 +101,7 @@ async def play(scene: Scene, question: Question, setting: Setting, seed: int) ->
             return _episode(question, setting, trajectory, turns, stop)
 
         offered = len(turns) < tool_turns
-        outcomes = await _dispatch(scene, question, calls, setting, seed + 1000 * (len(turns) + 1)) if offered else _refuse(calls)
+        outcomes = await _dispatch(scene, question, calls, setting, seed + 1000 * (len(turns) + 1), until) if offered else _refuse(calls)
         outcomes = [dataclasses.replace(o, response=protocol.cut(o.response)) for o in outcomes]
         turns.append(Turn(text, tuple(outcomes)))
         if len(turns) > tool_turns + 1 or (not offered and extract_answer(text) is not None):
@@ -94,27 +115,40 @@ async def play(scene: Scene, question: Question, setting: Setting, seed: int) ->
         trajectory.append(results)
 
 
-async def _respond(scene: Scene, trajectory: Trajectory, setting: Setting, seed: int, tokens: int) -> Sample:
+async def _respond(scene: Scene, trajectory: Trajectory, setting: Setting, seed: int, tokens: int, seconds: float) -> Sample:
     vocabulary = scene.protocol.vocabulary
     stops = (vocabulary.eos, vocabulary["</tool_call>"]) if setting.dispatch == "sequential" else (vocabulary.eos,)
-    (sample,) = await ask(_request(trajectory, setting.temperature, tokens, seed, stops))
+    ((sample,),) = await ask(_request(trajectory, Sampling(tokens, setting.temperature, stop_ids=stops, deadline=seconds), seed))
     return sample
 
 
-async def _dispatch(scene: Scene, question: Question, calls: list[CropCall | Malformed], setting: Setting, seed: int) -> list[CallOutcome]:
-    """Carry out a turn's calls: every good window goes to its own sub-agent, all of them side by side."""
+async def _dispatch(
+    scene: Scene, question: Question, calls: list[CropCall | Malformed], setting: Setting, seed: int, until: float
+) -> list[CallOutcome]:
+    """Carry out a turn's calls: every good window goes to its own sub-agent, all of them side by side, `until` the episode's time is up.
+
+    One that fails or takes too long costs its own report only.
+    """
     limit = 1 if setting.dispatch == "sequential" else scene.protocol.settings.max_calls
     outcomes = [_open(scene, question, call, number, limit) for number, call in enumerate(calls)]
     ready = [(number, outcome) for number, outcome in enumerate(outcomes) if outcome.status.executed]
     tokens, vocabulary = scene.protocol.settings.summary_tokens, scene.protocol.vocabulary
-    requests = [_request(o.subagent, setting.temperature, tokens, seed + n, (vocabulary.eos,)) for n, o in ready if o.subagent is not None]
-    for (number, outcome), sample in zip(ready, await ask(*requests), strict=True):
+    # A request has some time at least; that the episode has none left is for its next turn to see.
+    seconds = max(min(until - scene.clock(), setting.report_seconds), 1e-6)
+    sampling = Sampling(tokens, setting.temperature, stop_ids=(vocabulary.eos,), deadline=seconds)
+    requests = [_request(o.subagent, sampling, seed + n) for n, o in ready if o.subagent is not None]
+    for (number, outcome), (sample,) in zip(ready, await ask(*requests), strict=True):
         assert outcome.subagent is not None
         outcome.subagent.append(Segment(sample.ids, Author.MODEL, sample.logprobs, digest=sample.digest))
         outcome.subagent.version = sample.version
-        summary = vocabulary.decode(sample.ids).removesuffix("<|im_end|>")
-        # The report before the note on its window: where the whole is too long, the end is cut.
-        outcomes[number] = dataclasses.replace(outcome, response=summary + outcome.response)
+        if sample.stop is SampleStop.DEADLINE:
+            outcome = dataclasses.replace(outcome, status=CallStatus.TIMED_OUT, response="error: nobody looked there in time")
+        elif sample.stop is SampleStop.UNREADABLE:
+            outcome = dataclasses.replace(outcome, status=CallStatus.UNREADABLE, response="error: the video cannot be read there")
+        else:  # the report before the note on its window: where the whole is too long, the end is cut
+            summary = vocabulary.decode(sample.ids).removesuffix("<|im_end|>")
+            outcome = dataclasses.replace(outcome, response=summary + outcome.response)
+        outcomes[number] = outcome
     return outcomes
 
 
@@ -125,15 +159,16 @@ def _open(scene: Scene, question: Question, call: CropCall | Malformed, number: 
     if number >= limit:
         return CallOutcome(call, CallStatus.TOO_MANY, f"error: at most {limit} calls a turn are carried out; call again in the next turn")
     features, settings = scene.features, scene.protocol.settings
-    window, status, reason = resolve_window(call, features.info(question.video).duration)
-    if not status.executed:
-        return CallOutcome(call, status, f"error: {reason}")
     try:
+        window, status, reason = resolve_window(call, features.info(question.video).duration)
+        if not status.executed:
+            return CallOutcome(call, status, f"error: {reason}")
         frames = features.window(question.video, window.start, window.end, settings.crop_fps, settings.crop_frames)
         features(frames)
+        prompt = scene.protocol.window(frames, features.tokens(question.video))
     except VideoError as error:
-        return CallOutcome(call, CallStatus.UNREADABLE, f"error: the video cannot be read there ({error.reason})")
-    prompt = scene.protocol.window(frames, features.tokens(question.video))
+        reason = error.reason.replace(error.path, VIDEO_NAME)  # where files lie is nothing that a model should read
+        return CallOutcome(call, CallStatus.UNREADABLE, f"error: the video cannot be read there ({reason})")
     note = f" ({reason})" if status is CallStatus.CLAMPED else ""
     return CallOutcome(window, status, note, Trajectory((prompt,)))
 
@@ -143,9 +178,8 @@ def _refuse(calls: list[CropCall | Malformed]) -> list[CallOutcome]:
     return [CallOutcome(None if isinstance(call, Malformed) else call, CallStatus.NOT_OFFERED, reason) for call in calls]
 
 
-def _request(trajectory: Trajectory, temperature: float, tokens: int, seed: int, stops: tuple[int, ...]) -> Request:
-    prompt, suffix = split_prompt(trajectory)
-    return Request(prompt, trajectory.frames, suffix, temperature, tokens, seed, stops)
+def _request(trajectory: Trajectory, sampling: Sampling, seed: int) -> Request:
+    return Request(trajectory.ids, trajectory.frames, sampling, (seed,))
 
 
 def split_prompt(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray]:

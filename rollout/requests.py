@@ -1,13 +1,15 @@
 """What an agent asks of an engine, what comes back, and how many agents ask at once.
 
-An agent is a coroutine that awaits `ask(...)`. `run` advances all agents until each waits or is done, hands everything they
-ask for to the engine as one batch, and goes on with the answers. Nothing here depends on time, so a run repeats exactly.
+An agent is a coroutine that awaits `ask(...)`. `run` hands what any agent asks for to the sampler at once, and goes on with each agent
+as soon as all it asked for is there: a slow answer holds up nobody else. Without deadlines nothing here depends on time, so a run
+repeats exactly.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -19,26 +21,58 @@ Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """One response to sample: int32 ids of the prompt (shared by content) and of what followed it.
+class Sampling:
+    """How a response is sampled and when it ends.
 
-    `temperature` 0 is greedy. `stop_ids` end the response and belong to it. Equal seeds give equal tokens, whatever else is in the batch.
+    `temperature` 0 is greedy. Of the words at that temperature the `top_k` likeliest stay (0: all), and of those the fewest whose
+    probabilities reach `top_p`. A response ends with one of `stop_ids` or with the token that completes one of `stop_strings` (bytes of
+    the response's tokens), both of which belong to it; after `max_new_tokens`; or `deadline` seconds after it was asked for.
     """
 
-    prompt: np.ndarray
-    frames: tuple[Frame, ...]
-    suffix: np.ndarray
-    temperature: float
     max_new_tokens: int
-    seed: int
-    stop_ids: tuple[int, ...]
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[bytes, ...] = ()
+    deadline: float = math.inf
+
+    def __post_init__(self):
+        if self.max_new_tokens < 0:
+            raise ValueError(f"Sampling.max_new_tokens: {self.max_new_tokens}; a number of tokens, give 0 or more")
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"Sampling.temperature: {self.temperature}; give 0 (the likeliest token) or a number above it")
+        if self.top_k < 0:
+            raise ValueError(f"Sampling.top_k: {self.top_k}; a number of words, give 0 (all of them) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"Sampling.top_p: {self.top_p}; a share of probability, give a number above 0 and up to 1")
+        if not self.deadline > 0:
+            raise ValueError(f"Sampling.deadline: {self.deadline}; seconds from now, give a number above 0 or leave it out")
+        if any(not isinstance(text, bytes) or not text for text in self.stop_strings):
+            raise ValueError(f"Sampling.stop_strings: {self.stop_strings}; each is bytes, at least one of them")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One response to `ids` (int32) for every seed. `frames` are those that the image placeholders in `ids` stand for, in order.
+
+    Equal seeds give equal tokens, whatever else is asked for. What requests have in common at their start is computed once.
+    """
+
+    ids: np.ndarray
+    frames: tuple[Frame, ...]
+    sampling: Sampling
+    seeds: tuple[int, ...]
 
 
 class SampleStop(enum.StrEnum):
     """Why sampling ended."""
 
     STOP_ID = "stop_id"
+    STOP_STRING = "stop_string"
     LENGTH = "length"
+    DEADLINE = "deadline"
+    UNREADABLE = "unreadable"  # the video could not be read (any more)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,50 +89,77 @@ class Sample:
     digest: str
 
 
+Answer = tuple[int, tuple[Sample, ...]]  # the request's ticket, and a sample for every seed
+
+
 class Sampler(Protocol):
     """Anything that answers requests: the engine, or a script in a test."""
 
-    def generate(self, requests: Sequence[Request]) -> list[Sample]: ...
+    def submit(self, request: Request) -> int:
+        """Takes a request in and returns its ticket."""
+        ...
+
+    def step(self) -> list[Answer]:
+        """Works for a while; returns what was finished. Every request is, after finitely many steps."""
+        ...
+
+    def cancel(self, ticket: int) -> None:
+        """Gives a request up; it is not answered. One that is answered already is left alone."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class _Asking:
     requests: tuple[Request, ...]
 
-    def __await__(self) -> Generator[_Asking, list[Sample], list[Sample]]:
+    def __await__(self) -> Generator[_Asking, list[tuple[Sample, ...]], list[tuple[Sample, ...]]]:
         return (yield self)
 
 
-async def ask(*requests: Request) -> list[Sample]:
-    """Wait for samples of all `requests`; they are decoded side by side."""
+async def ask(*requests: Request) -> list[tuple[Sample, ...]]:
+    """Wait for the samples of all `requests`, which are decoded side by side; one tuple a request, one sample a seed."""
     return await _Asking(requests) if requests else []
 
 
 def run(
     sampler: Sampler, agents: Sequence[Coroutine[Any, Any, Result]], progress: Callable[[int, int], None] | None = None
 ) -> list[Result]:
-    """Run all agents to their end and return their results in order. `progress(done, all)` is told after each wave."""
-    results: dict[int, Result] = {}
-    waiting: dict[int, tuple[Request, ...]] = {}
+    """Run all agents to their end and return their results in order. `progress(done, all)` is told whenever some are done.
 
-    def advance(index: int, answer: list[Sample] | None) -> None:
-        waiting.pop(index, None)
+    Where an agent fails, or the caller is interrupted, what was still asked for is cancelled and all other agents are closed.
+    """
+    results: dict[int, Result] = {}
+    asked: dict[int, list[int]] = {}  # agent -> its tickets, in the order of its requests
+    owner: dict[int, int] = {}  # ticket -> agent
+    answers: dict[int, tuple[Sample, ...]] = {}
+
+    def advance(agent: int, given: list[tuple[Sample, ...]] | None) -> None:
         try:
-            waiting[index] = agents[index].send(answer).requests
+            wanted = agents[agent].send(given).requests
         except StopIteration as end:
-            results[index] = end.value
+            results[agent] = end.value
+            return
+        asked[agent] = []
+        for request in wanted:
+            ticket = sampler.submit(request)
+            asked[agent].append(ticket)
+            owner[ticket] = agent
 
     try:
-        for index in range(len(agents)):
-            advance(index, None)
-        while waiting:
-            wave = dict(waiting)
-            samples = iter(sampler.generate([request for requests in wave.values() for request in requests]))
-            for index, requests in wave.items():
-                advance(index, [next(samples) for _ in requests])
-            if progress:
+        for agent in range(len(agents)):
+            advance(agent, None)
+        while asked:
+            done = len(results)
+            for ticket, samples in sampler.step():
+                answers[ticket] = samples
+                agent = owner.pop(ticket)
+                if all(ticket in answers for ticket in asked[agent]):
+                    advance(agent, [answers.pop(ticket) for ticket in asked.pop(agent)])
+            if progress and len(results) > done:
                 progress(len(results), len(agents))
     finally:
-        for agent in agents:  # where one failed, the others end with it
+        for ticket in owner:
+            sampler.cancel(ticket)
+        for agent in agents:
             agent.close()
-    return [results[index] for index in range(len(agents))]
+    return [results[agent] for agent in range(len(agents))]

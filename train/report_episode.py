@@ -30,6 +30,7 @@ STOPS = {
     "truncated": "a turn ran into its token limit",
     "turn_limit": "still calling in the last turn",
     "token_limit": "the trajectory was full",
+    "time_limit": "its time was up",
     "unreadable": "the video could not be read",
 }
 EXECUTED = ("executed", "clamped")
@@ -169,7 +170,9 @@ def _crop(path: pathlib.Path, n: int, call: dict[str, Any]) -> Html:
 
 
 def _time(seconds: float | None) -> str:
-    return "?" if seconds is None else f"{seconds:.1f}".removesuffix(".0")
+    if seconds is None:
+        return "?"
+    return f"{seconds:.1f}".removesuffix(".0") if abs(seconds) < 1e6 else f"{seconds:.0e}"  # a call may name any number
 
 
 # What was seen

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from models.qwen3_vl.text import TextDecoder
 from paravt_jax.grpo import GRPOBatch, GRPOSettings, advantages, check_anchor, paravt_loss
-from paravt_jax.records import CropCall, Episode, Question, StopReason, Trajectory
+from paravt_jax.records import CallStatus, Episode, Question, StopReason, Trajectory
 from paravt_jax.rewards import Rewards, RewardSettings, score
 from paravt_jax.structure import find_structure, pad_structures
 from rollout.engine import Engine
@@ -190,7 +190,6 @@ def _describe(rollouts: Rollouts, metrics: dict[str, float], wrong: int) -> dict
     episodes = [episode for group in rollouts.groups for episode in group]
     rewards = [reward for group in rollouts.rewards for reward in group]
     outcomes = [outcome for episode in episodes for turn in episode.turns for outcome in turn.calls]
-    asked = [outcome for outcome in outcomes if isinstance(outcome.call, CropCall)]
 
     def mean(values: Sequence[float]) -> float:
         return float(np.mean(values)) if len(values) else 0.0
@@ -203,11 +202,12 @@ def _describe(rollouts: Rollouts, metrics: dict[str, float], wrong: int) -> dict
         "length/response": mean([float(np.sum([len(s.ids) for s in e.trajectory.segments if s.logprobs is not None])) for e in episodes]),
         "length/turns": mean([len(e.turns) for e in episodes]),
         "k/mean": mean([e.frames for e in episodes]),
-        "calls/refused": 1 - len([o for o in asked if o.status.executed]) / max(1, len(outcomes)) if outcomes else 0.0,
+        "calls/refused": mean([not outcome.status.executed for outcome in outcomes]),
         "groups/silent": metrics.pop("silent_groups"),
         "groups/unreadable": float(rollouts.unreadable),
         "logprob_gap": metrics.pop("behaviour_gap"),
         "token_mismatches": float(wrong),
     }
+    described |= {f"call/{status}": mean([outcome.status is status for outcome in outcomes]) for status in CallStatus}
     described |= {f"stop/{reason}": mean([e.stop is reason for e in episodes]) for reason in StopReason}
     return described | metrics

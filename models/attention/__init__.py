@@ -1,8 +1,8 @@
-"""Attention, behind two functions: `attend` for sequences and `attend_cache` for one new token a row.
+"""Attention: `attend` for sequences, and caches (`DenseCache`, `PagedCache`) for one new token a row.
 
 Owns who may look at whom - earlier tokens of the same segment, and the valid positions of a prefix that several rows share - and
 which kernel does it: Splash on TPU (`splash`), cuDNN on GPU (`cudnn`), XLA anywhere else and for what a kernel's
-`supports` leaves out (`xla`; decoding always). Refuses a prefix without causality. Invariant: the kernel changes
+`supports` leaves out (`xla`). Refuses a prefix without causality. Invariant: the kernel changes
 how fast tokens get their vectors, never which (padding apart).
 """
 
@@ -11,14 +11,15 @@ from __future__ import annotations
 import functools
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from models.attention import cudnn, splash, xla
-from models.attention.xla import attend_cache, heads_first
+from models.attention.cache import DenseCache, Shared
+from models.attention.paged import PagedCache
+from models.attention.target import platform
 
-__all__ = ["Implementation", "attend", "attend_cache", "choose", "heads_first", "platform"]
+__all__ = ["DenseCache", "Implementation", "PagedCache", "Shared", "attend", "choose", "platform"]
 
 Implementation = Literal["splash", "cudnn", "xla"]
 QUERY_CHUNK = 128
@@ -56,15 +57,6 @@ def attend(
         "xla": functools.partial(xla.attend, chunk=chunk),
     }[implementation or choose(target, q, k, prefix)]
     return kernel(q, k, v, causal=causal, segment_ids=segment_ids, prefix=prefix, prefix_mask=prefix_mask)
-
-
-def platform() -> str:
-    """Where what is traced now will run: "tpu", "gpu" or "cpu".
-
-    That of the mesh in context, which may be a topology that this machine lacks; else of the default backend.
-    """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.default_backend() if device is None else device.platform
 
 
 def choose(

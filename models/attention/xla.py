@@ -1,4 +1,4 @@
-"""Attention in plain XLA, for any device: sequences in chunks of queries, and one new token a row.
+"""Attention in plain XLA, for any device: sequences in chunks of queries.
 
 Owns the portable arithmetic. Softmax is in float32, and the backward pass computes the scores again from the log-sum-exp (as
 FlashAttention does): on CPU, saving and loading them costs several times what computing them does. Refuses nothing. Invariant: the
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-_MASKED = -1e30  # finite, so that a row without any key gives numbers and not NaN
+MASKED = -1e30  # finite, so that a row without any key gives numbers and not NaN
 
 
 class _Keys(NamedTuple):
@@ -120,16 +120,16 @@ def _own_scores(
     c, s = q.shape[2], k.shape[2]
     scores = _scores(q, k)
     if causal:
-        scores = jnp.where((jnp.arange(start, start + c)[:, None] >= jnp.arange(s))[:, None], scores, _MASKED)
+        scores = jnp.where((jnp.arange(start, start + c)[:, None] >= jnp.arange(s))[:, None], scores, MASKED)
     if segments is not None:
         same = segments[:, start : start + c, None] == segments[:, None, :s]
-        scores = jnp.where(same[:, None, :, None], scores, _MASKED)
+        scores = jnp.where(same[:, None, :, None], scores, MASKED)
     return scores
 
 
 def _prefix_scores(q: Float[Array, "p k c r h"], k: Float[Array, "p k s h"], valid: Bool[Array, "p s"] | None) -> Float[Array, "p k c r s"]:
     scores = _scores(q, k)
-    return scores if valid is None else jnp.where(valid[:, None, None, None], scores, _MASKED)
+    return scores if valid is None else jnp.where(valid[:, None, None, None], scores, MASKED)
 
 
 def _weigh(scores: Float[Array, "b k c r s"], v: Float[Array, "b k s h"]) -> _Partial:
@@ -187,28 +187,3 @@ def _collect(weights: Float[Array, "b k c r s"], x: Float[Array, "b k c r h"]) -
 
 def _matmul(a: Float[Array, "x i j"], b: Float[Array, "x u w"], contract_a: int, contract_b: int) -> Float[Array, "x y z"]:
     return jax.lax.dot_general(a, b, (((contract_a,), (contract_b,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-
-
-def heads_first(kv: tuple[Float[Array, "*l p s k h"], Float[Array, "*l p s k h"]]) -> tuple[Array, Array]:
-    """Keys and values as `attend_cache` wants those of a prefix: to be laid out once, not at every token."""
-    return jnp.swapaxes(kv[0], -3, -2), jnp.swapaxes(kv[1], -3, -2)
-
-
-def attend_cache(
-    q: Float[Array, "b n h"],
-    k: Float[Array, "b s k h"],
-    v: Float[Array, "b s k h"],
-    mask: Bool[Array, "b s"],
-    prefix: tuple[Float[Array, "p k u h"], Float[Array, "p k u h"]] | None = None,
-    prefix_mask: Bool[Array, "p u"] | None = None,
-) -> Float[Array, "b n h"]:
-    """One query a row against its own cache, where `mask` holds, and against a prefix that g = b / p rows share (`heads_first`)."""
-    b, n, h = q.shape
-    kv = k.shape[2]
-    queries = (q * h**-0.5).reshape(b, kv, 1, n // kv, h)
-    scores = jnp.where(mask[:, None, None, None], _scores(queries, k.swapaxes(1, 2)), _MASKED)
-    whole = _weigh(scores, v.swapaxes(1, 2))
-    if prefix is not None:
-        shared = _weigh(_prefix_scores(_fold(queries, prefix[0]), prefix[0], prefix_mask), prefix[1])
-        whole = _merge(whole, _Partial(*(_unfold(x, queries) for x in shared)))
-    return (whole.values / whole.weights[..., None]).astype(q.dtype).reshape(b, n, h)

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Int32
 
+from models.attention import DenseCache
 from models.qwen3_vl.config import VisionConfig
 from models.qwen3_vl.model import Inputs, Qwen3VL
 from models.qwen3_vl.rope import next_position
@@ -106,8 +107,7 @@ def _decode(
     text = nnx.merge(graph, weights)
     length, position, limit = counts
     layers = text.decode_layers()
-    cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, most), (0, 0), (0, 0))), kv)
-    slots = jnp.arange(cache.k.shape[2])[None]
+    prompt = DenseCache.prefilled(kv, jnp.arange(kv.k.shape[2])[None] < length, most)
 
     def pick(logits, number):
         # The largest of the scores with Gumbel noise is a draw from their softmax.
@@ -120,10 +120,10 @@ def _decode(
 
     def body(state):
         count, ids, cache = state
-        at = count - 1  # new tokens take the slots right after the prompt's own: padding is overwritten before it is seen
-        hidden, cache = text.decode(ids[at, None], jnp.full((3, 1), position + at), cache, slots <= length + at, length + at, layers=layers)
-        return count + 1, ids.at[count].set(pick(text.logits(hidden), count)), cache
+        at = count - 1
+        hidden, cache = text.decode(ids[at, None], jnp.full((3, 1), position + at), cache, layers)
+        return count + 1, ids.at[count].set(pick(text.logits(hidden), count)), cache.advance(jnp.ones(1, bool))
 
     ids = jnp.zeros(most, jnp.int32).at[0].set(pick(logits, 0))
-    count, ids, _ = jax.lax.while_loop(cond, body, (jnp.int32(1), ids, cache))
+    count, ids, _ = jax.lax.while_loop(cond, body, (jnp.int32(1), ids, prompt))
     return ids, count

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from models.attention import attend, attend_cache, platform
+from models.attention import DenseCache, PagedCache, attend, platform
 from models.qwen3_vl.config import TextConfig
 from models.qwen3_vl.layers import constant, normal, product, rms_norm
 from models.qwen3_vl.rope import mrope_angles, rotate
+
+Cache = TypeVar("Cache", DenseCache, PagedCache)
 
 # For so few rows CPU spends more time on turning the head around than on the product: there the head comes first.
 _FEW_ROWS = 64
@@ -127,21 +129,11 @@ class TextDecoder(nnx.Module):
         return rms_norm(x, self.norm, self.config.rms_norm_eps), kv
 
     def decode(
-        self,
-        ids: Int[Array, " b"],
-        positions: Int[Array, "3 b"],
-        cache: KV,
-        mask: Bool[Array, "b s"],
-        index: Int[Array, ""],
-        prefix: tuple[Float[Array, "l p k u h"], Float[Array, "l p k u h"]] | None = None,
-        prefix_mask: Bool[Array, "p u"] | None = None,
-        layers: Sequence[nnx.State] | None = None,
-    ) -> tuple[Float[Array, "b d"], KV]:
-        """One text token a row: the hidden state after the final norm, and the cache with the token's keys and values in slot `index`.
+        self, ids: Int[Array, " b"], positions: Int[Array, "3 b"], cache: Cache, layers: Sequence[nnx.State] | None = None
+    ) -> tuple[Float[Array, "b d"], Cache]:
+        """One text token a row: the hidden state after the final norm, and the cache with the token in it, not yet advanced.
 
-        `mask` says which slots each row attends to and already holds at `index`. Rows r * g ... r * g + g - 1 also attend to row r of
-        `prefix` (`attention.heads_first`) where `prefix_mask` holds. The cache is updated in place where the caller donates it.
-        `layers`: what `decode_layers` gave, taken before a loop over tokens.
+        The cache is updated in place where the caller donates it. `layers`: what `decode_layers` gave, taken before a loop over tokens.
         """
         graph, state = nnx.split(self.layers)
         angles = mrope_angles(positions[..., None], self.config)
@@ -149,28 +141,28 @@ class TextDecoder(nnx.Module):
         # The cache is carried, not scanned over: as a scan's output it would be copied whole for every token.
         def body(carry, layer):
             x, cache = carry
-            params, number, past = layer
+            number, params = layer
             block = nnx.merge(graph, params)
             q, k, v = block.project(x, angles)
-            at = (number, 0, index, 0, 0)
-            cache = KV(*(jax.lax.dynamic_update_slice(c, new[None].astype(c.dtype), at) for c, new in zip(cache, (k, v), strict=True)))
-            keys, values = (jax.lax.dynamic_index_in_dim(c, number, keepdims=False) for c in cache)
-            return (block.finish(x, attend_cache(q[:, 0], keys, values, mask, past, prefix_mask)[:, None]), cache), None
+            attended, cache = cache.attend(number, q[:, 0], k[:, 0], v[:, 0])
+            return (block.finish(x, attended[:, None]), cache), None
 
         carry = self.embed(ids)[:, None], cache
-        if layers is None:
-            carry, _ = jax.lax.scan(body, carry, (state, jnp.arange(self.config.num_hidden_layers), prefix))
+        if cache.stacked:
+            carry, _ = jax.lax.scan(body, carry, (jnp.arange(self.config.num_hidden_layers), state))
         else:
-            for number, params in enumerate(layers):
-                carry, _ = body(carry, (params, number, jax.tree.map(lambda x, n=number: x[n], prefix)))
+            for layer in enumerate(layers or self._unstacked(state)):
+                carry, _ = body(carry, layer)
         x, cache = carry
         return rms_norm(x, self.norm, self.config.rms_norm_eps)[:, 0], cache
 
     def decode_layers(self) -> list[nnx.State] | None:
-        """Each layer's weights as arrays of their own on CPU, where a scan copies them out of the stack at every token; else None."""
+        """Each layer's weights as arrays of their own on CPU, where they would be copied out of the stack at every token; else None."""
         if platform() != "cpu":
             return None
-        state = nnx.state(self.layers)
+        return self._unstacked(nnx.state(self.layers))
+
+    def _unstacked(self, state: nnx.State) -> list[nnx.State]:
         return [jax.tree.map(lambda x, n=number: x[n], state) for number in range(self.config.num_hidden_layers)]
 
     def embed(self, ids: Int[Array, "*n"]) -> Float[Array, "*n d"]:

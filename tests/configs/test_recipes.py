@@ -63,8 +63,7 @@ def test_a_wrong_field_or_value_is_named(arguments, words, capsys):
     [
         ("paravt_tiny", {"unreadable_share": 1.0}, r"unreadable_share: 1\.0; "),
         ("paravt_tiny", {"model": ModelSettings(size="8b")}, r"align: set for model\.size 8b"),
-        ("paravt_8b", {"protocol.turn_tokens": 4096}, r"protocol\.turn_tokens: 4096; no shape of engine\.shapes"),
-        ("paravt_8b", {"protocol.trajectory_tokens": 16_384}, r"protocol\.trajectory_tokens: 16384; no shape of engine\.shapes"),
+        ("paravt_8b", {"protocol.trajectory_tokens": 8256}, r"engine\.own: .*13312\); a rollout may have .* = 5120 \+ 8256 tokens"),
         ("paravt_8b", {"rl.shape": BatchShape(8, 8, 5120, 3136, suffix=4096)}, r"rl\.shape\.suffix: 4096; .*= 8192"),
     ],
 )
@@ -145,13 +144,13 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
     gains: Any = struct(jnp.float32, settings.shape.groups * settings.shape.rows, settings.shape.suffix)
     batch = RLBatch(sequences(settings.shape, qwen3_vl(run.model.size)), rollouts(settings.shape), gains)
     check_update(run, settings, rl_loss, batch)
-    # The widest overview of the largest frames has room in the batch and in a shape of the engine.
+    # The widest overview of the largest frames has room in the batch and in the engine.
     frame = run.frames.max_pixels // (32 * 32)
     visual = max(settings.frame_budgets) * frame
     assert visual <= settings.shape.visual < settings.shape.prompt
-    assert any(s.visual >= visual and s.prompt >= settings.shape.prompt for s in run.engine.shapes)
-    assert any(s.suffix >= run.protocol.trajectory_tokens and s.new >= run.protocol.turn_tokens for s in run.engine.shapes)
-    assert any(s.visual >= run.protocol.crop_frames * frame and s.new >= run.protocol.summary_tokens for s in run.engine.shapes)
+    assert run.engine.own[-1] >= settings.shape.prompt + run.protocol.trajectory_tokens
+    assert any(run.protocol.crop_frames * frame + run.protocol.summary_tokens < length for length in run.engine.own[:-1])
+    assert settings.shape.prompt in run.engine.shared
 
 
 @pytest.mark.parametrize("name", [name for name in LARGE if RECIPES[name]().sft])

@@ -29,7 +29,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from models.qwen3_vl import KV, Qwen3VLConfig, flops_per_token, frame_layout, hf, mrope_positions, qwen3_vl, tiny
+from models.attention import DenseCache
+from models.qwen3_vl import Qwen3VLConfig, flops_per_token, frame_layout, hf, mrope_positions, qwen3_vl, tiny
 from models.qwen3_vl.config import to_hf, vision_flops
 from models.qwen3_vl.rope import visual_index
 from train.allocator import reuse_freed_memory
@@ -163,8 +164,7 @@ def _our_decode(model: Any, case: Case) -> Callable[[], Any]:
     def prefill(weights, ids):
         text = nnx.merge(graph, weights)
         hidden, kv = text(ids, jnp.broadcast_to(jnp.arange(start), (3, rows, start)))
-        room = ((0, 0), (0, 0), (0, case.new), (0, 0), (0, 0))
-        return jnp.argmax(text.logits(hidden[:, -1]), -1), KV(*(jnp.pad(x, room) for x in kv))
+        return jnp.argmax(text.logits(hidden[:, -1]), -1), DenseCache.prefilled(kv, jnp.ones((rows, start), bool), case.new)
 
     @jax.jit
     def decode(weights, token, cache):
@@ -173,10 +173,9 @@ def _our_decode(model: Any, case: Case) -> Callable[[], Any]:
 
         def step(carry, at):
             token, cache = carry
-            mask = jnp.broadcast_to(jnp.arange(start + case.new) <= at, (rows, start + case.new))
-            hidden, cache = text.decode(token, jnp.broadcast_to(at, (3, rows)), cache, mask, at, layers=layers)
+            hidden, cache = text.decode(token, jnp.broadcast_to(at, (3, rows)), cache, layers)
             token = jnp.argmax(text.logits(hidden), -1)
-            return (token, cache), token
+            return (token, cache.advance(jnp.ones(rows, bool))), token
 
         return jax.lax.scan(step, (token, cache), start + jnp.arange(case.new))[1]
 

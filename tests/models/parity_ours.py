@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import load_file
 
-from models.attention import attend
+from models.attention import DenseCache, attend
 from models.qwen3_vl import KV, Qwen3VL, Qwen3VLConfig, hf, mrope_positions, next_position, packed_layout
 from models.qwen3_vl.rope import mrope_angles, vision_angles, visual_index
 from models.qwen3_vl.text import DecoderLayer
@@ -149,19 +149,15 @@ def layer_inputs(modules: Mapping[str, np.ndarray], batch: dict[str, Any]) -> di
 def greedy(model: Qwen3VL, batch: dict[str, Any]) -> jax.Array:
     """The NEW_TOKENS likeliest next tokens, one by one over a cache; rows padded on the left."""
     hidden, kv, _ = forward(model, batch)
-    length = batch["ids"].shape[1]
-    cache = KV(*(jnp.pad(x, ((0, 0), (0, 0), (0, NEW_TOKENS), (0, 0), (0, 0))) for x in kv))
-    slots = jnp.arange(length + NEW_TOKENS)
-    prompt = jnp.pad(batch["segment_ids"] == 1, ((0, 0), (0, NEW_TOKENS)))
+    prompt = DenseCache.prefilled(kv, batch["segment_ids"] == 1, NEW_TOKENS)
 
     def step(carry, i):
         token, cache = carry
-        mask = prompt | ((slots >= length) & (slots <= length + i))
-        hidden, cache = model.text.decode(token, jnp.broadcast_to(batch["next"] + i, (3, *token.shape)), cache, mask, length + i)
-        return (jnp.argmax(model.text.logits(hidden), -1), cache), token
+        hidden, cache = model.text.decode(token, jnp.broadcast_to(batch["next"] + i, (3, *token.shape)), cache)
+        return (jnp.argmax(model.text.logits(hidden), -1), cache.advance(jnp.ones(token.shape, bool))), token
 
     first = jnp.argmax(model.text.logits(hidden[:, -1]), -1)
-    return jax.lax.scan(step, (first, cache), jnp.arange(NEW_TOKENS))[1].T
+    return jax.lax.scan(step, (first, prompt), jnp.arange(NEW_TOKENS))[1].T
 
 
 def results(folder: Path, sample: Sample, prompts: Sample, theirs: Mapping[str, np.ndarray]) -> Results:

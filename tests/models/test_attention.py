@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from models.attention import attend, attend_cache, choose, heads_first, splash
+from models.attention import DenseCache, Shared, attend, choose, splash
 from models.sharding import MESH_AXES
+from tests.models.program import FOR_TPU, run
 
 rng = np.random.default_rng(0)
 
@@ -136,14 +133,70 @@ def test_query_chunks_change_nothing(chunk):
     np.testing.assert_allclose(ours(q, k, v, prefix=prefix)[:, :11], expected[:, :11], atol=1e-5)
 
 
-def test_one_token_against_a_cache_equals_the_last_of_a_row():
+NOISE = 9.0  # what nobody may see: seen, it would change everything
+
+
+def dense_cache(k, v, valid, room, prefix=None, seen=None):
+    """The second of two layers; the first holds noise."""
+    noise = jnp.full((), NOISE)
+
+    def two(x):
+        return noise * jnp.ones_like(x), x
+
+    hidden = valid[:, :, None, None]
+    kv = jnp.stack(two(jnp.where(hidden, k, NOISE))), jnp.stack(two(jnp.where(hidden, v, NOISE)))
+    shared = None
+    if prefix is not None:
+        shared = Shared.of((jnp.stack(two(prefix[0])), jnp.stack(two(prefix[1]))), jnp.asarray(seen))
+    return DenseCache.prefilled(kv, jnp.asarray(valid), room)._replace(shared=shared)
+
+
+@jax.jit
+def one_token(cache, q, k, v, active):
+    out, cache = cache.attend(1, q, k, v)
+    return out, cache.advance(active)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_one_token_against_a_dense_cache_equals_the_last_of_a_row(shared):
+    """Rows of one prompt may see different parts of it, and of their own tokens; one sees nothing but itself."""
     (q, k, v, prefix), _ = case(4, 7, 4, 2, 16, p=2, s=5)
     assert prefix is not None
-    valid = np.arange(5) < np.array([[5], [3]])
-    whole = jax.jit(textbook)(q, k, v, prefix, prefix_mask=valid)[:, -1]
-    cache = [jnp.pad(x, ((0, 0), (0, 3), (0, 0), (0, 0)), constant_values=9) for x in (k, v)]
-    mask = jnp.broadcast_to(jnp.arange(10) < 7, (4, 10))
-    np.testing.assert_allclose(jax.jit(attend_cache)(q[:, -1], *cache, mask, heads_first(prefix), valid), whole, atol=1e-5)
+    own = np.arange(6) >= np.array([[0], [2], [5], [6]])
+    seen = np.arange(5) < np.array([[5], [3], [1], [0]])
+    given = {"prefix": tuple(x.repeat(2, 0) for x in prefix), "prefix_mask": seen} if shared else {}
+    ids = np.concatenate([own, np.ones((4, 1), bool)], 1).astype(np.int32)
+    expected = jax.jit(textbook)(q, k, v, segment_ids=ids, **given)[:, -1]
+    cache = dense_cache(k[:, :6], v[:, :6], own, 3, *((prefix, seen) if shared else ()))
+    found, after = one_token(cache, q[:, -1], k[:, -1], v[:, -1], np.ones(4, bool))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_array_equal(after.valid, np.concatenate([own, np.arange(3) < np.ones((4, 1))], 1))
+    assert int(after.column) == 7 and (after.since(0)[0][0, :, :6] == NOISE).all()
+
+
+def test_rows_of_a_dense_cache_hold_the_tokens_they_advanced_with():
+    """Step after step, some rows pause: what stands in the column that they skipped is never seen, what they held before is."""
+    b, n, kv, h, start, steps = 3, 4, 2, 16, 2, 5
+    (q, k, v, prefix), _ = case(b, start + steps, n, kv, h, p=1, s=4)
+    assert prefix is not None
+    seen = np.arange(4) < np.array([[4], [2], [0]])
+    active = np.array([[1, 1, 0], [0, 1, 0], [1, 1, 1], [0, 0, 1], [1, 1, 1]], bool)  # a row each step
+    cache = dense_cache(k[:, :start], v[:, :start], np.ones((b, start), bool), steps, prefix, seen)
+    lines, held = tuple(x.repeat(b, 0) for x in prefix), np.concatenate([np.ones((b, start), np.int32), active.T], 1)
+    whole = jax.jit(textbook)
+    for step, going in enumerate(active):
+        column = start + step
+        # What a row that pauses is fed means nothing.
+        new_k, new_v = (jnp.where(going[:, None, None], x[:, column], NOISE) for x in (k, v))
+        found, cache = one_token(cache, q[:, column], new_k, new_v, going)
+        expected = whole(q, k, v, lines, segment_ids=held, prefix_mask=seen)[:, column]
+        np.testing.assert_allclose(found[going], expected[going], atol=1e-5, err_msg=str(step))
+        assert np.isfinite(found).all()
+    np.testing.assert_array_equal(cache.valid, held == 1)
+    for row in range(b):
+        own = np.flatnonzero(cache.valid[row])
+        for found, expected in zip(cache.since(0), (k, v), strict=True):
+            np.testing.assert_array_equal(found[1, row, own], expected[row, own])
 
 
 @pytest.mark.parametrize(("row", "rows", "prefix"), [(1, 5, 3), (4, 3, 0), (5, 4, 7), (8, 2, 1)])
@@ -194,12 +247,6 @@ def test_a_prefix_without_causality_is_refused():
     (q, k, v, prefix), _ = case(2, 4, 2, 1, 8, p=1, s=3)
     with pytest.raises(ValueError, match="causal = False"):
         attend(q, k, v, causal=False, prefix=prefix)
-
-
-def run(program, **environment):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0 and "done" in done.stdout, done.stderr[-4000:]
 
 
 @pytest.mark.slow
@@ -282,6 +329,5 @@ def test_the_decoder_compiles_for_tpu_with_the_kernel(prompts):
         assert program.count("tpu_custom_call") >= 3
         print("done")
         """,
-        TPU_SKIP_MDS_QUERY="1",
-        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+        **FOR_TPU,
     )

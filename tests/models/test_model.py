@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.qwen3_vl import KV, Qwen3VL, abstract_model, frame_layout, packed_layout, tiny
+from models.attention import DenseCache
+from models.qwen3_vl import Qwen3VL, abstract_model, frame_layout, packed_layout, tiny
 
 CONFIG = tiny(97)
 # bfloat16 rounds by up to 2^-9 = 0.2 %. Some ten roundings in each of the five layers add up as sqrt(50) of them, 1.4 %, and scores are
@@ -193,15 +194,16 @@ def test_packed_segments_equal_each_alone(model, visual_batch):
 def test_decoding_one_by_one_equals_the_whole_row(model, visual_batch):
     hidden, kv = run(model.text, visual_batch)
     at = 21  # after the last visual token
-    empty = KV(*(jnp.zeros((3, 2, 30, 2, 64)).at[:, :, :at].set(x[:, :, :at]) for x in kv))
-    decode = nnx.jit(lambda text, ids, positions, cache, mask, index: text.decode(ids, positions, cache, mask, index))
-    cache = empty
+    cache = DenseCache.prefilled(tuple(x[:, :, :at] for x in kv), jnp.ones((2, at), bool), 30 - at)
+    decode = nnx.jit(lambda text, ids, positions, cache: text.decode(ids, positions, cache))
     for i in range(at, 24):
-        mask = np.broadcast_to(np.arange(30) <= i, (2, 30))
-        one, cache = decode(model.text, visual_batch["ids"][:, i], visual_batch["positions"][:, :, i], cache, mask, i)
+        one, cache = decode(model.text, visual_batch["ids"][:, i], visual_batch["positions"][:, :, i], cache)
+        cache = cache.advance(jnp.ones(2, bool))
         close(one, hidden[:, i])
-    close(cache.k[:, :, :24], kv.k)
-    assert (np.asarray(cache.v[:, :, 24:]) == 0).all()
+    k, v = cache.since(0)
+    close(k[:, :, :24], kv.k)
+    close(v[:, :, :24], kv.v)
+    assert (np.asarray(v[:, :, 24:]) == 0).all() and (np.asarray(cache.valid) == (np.arange(30) < 24)).all()
 
 
 def test_remat_changes_nothing(model, visual_batch):

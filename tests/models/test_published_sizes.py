@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from models.attention import DenseCache
 from models.qwen3_vl import KV, abstract_model, flops_per_token, frame_layout, from_hf, hf, num_params, qwen3_vl
 from models.qwen3_vl.config import to_hf, vision_flops
 
@@ -84,14 +85,14 @@ def matmul_flops(jaxpr: Any) -> int:
 def test_flops_of_a_token_are_those_of_the_program_that_decodes_it(size):
     config, b, s = qwen3_vl(size), 3, 500
     c = config.text
-    shape: Any = jax.ShapeDtypeStruct((c.num_hidden_layers, b, s, c.num_key_value_heads, c.head_dim), jnp.float32)
 
-    def decode(model, cache):
-        zeros = np.zeros(b, int)
-        hidden, cache = model.text.decode(zeros, np.zeros((3, b), int), cache, np.ones((b, s), bool), 0)
+    def decode(model, kv):
+        cache = DenseCache.prefilled(kv, jnp.ones((b, s - 1), bool), 1)
+        hidden, cache = model.text.decode(np.zeros(b, int), np.zeros((3, b), int), cache)
         return model.text.logits(hidden), cache
 
-    program = jax.make_jaxpr(decode)(abstract_model(config), KV(shape, shape))
+    shape = jax.ShapeDtypeStruct((c.num_hidden_layers, b, s - 1, c.num_key_value_heads, c.head_dim), jnp.float32)
+    program = jax.make_jaxpr(decode)(abstract_model(config), KV(shape, shape))  # pyright: ignore[reportArgumentType]
     assert matmul_flops(program.jaxpr) == b * flops_per_token(config, s)
 
 

@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from models.attention import DenseCache
 from models.qwen3_vl import KV, Qwen3VL, Qwen3VLConfig, abstract_model, packed_layout, qwen3_vl, tiny
 from models.qwen3_vl.config import TextConfig, VisionConfig
 from models.sharding import BATCH, RULES, make_mesh, param_shardings
@@ -145,11 +146,10 @@ def everything(state, graph, batch: dict[str, Any]):
 
     def step(carry, i):
         token, cache = carry
-        mask = jnp.broadcast_to(jnp.arange(20) <= 12 + i, (8, 20))
-        hidden, cache = text.decode(token, jnp.broadcast_to(12 + i, (3, 8)), cache, mask, 12 + i)
-        return (jnp.argmax(text.logits(hidden), -1), cache), token
+        hidden, cache = text.decode(token, jnp.broadcast_to(12 + i, (3, 8)), cache)
+        return (jnp.argmax(text.logits(hidden), -1), cache.advance(jnp.ones(8, bool))), token
 
-    cache = KV(*(jnp.pad(x, ((0, 0), (0, 0), (0, 8), (0, 0), (0, 0))) for x in kv))
+    cache = DenseCache.prefilled(kv, jnp.ones((8, 12), bool), 8)
     tokens = jax.lax.scan(step, (jnp.argmax(text.logits(last), -1), cache), jnp.arange(8))[1]
     return value, gradients, tokens
 

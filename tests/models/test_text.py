@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.qwen3_vl import KV, abstract_model, tiny
+from models.attention import DenseCache, Shared
+from models.qwen3_vl import abstract_model, tiny
 from models.qwen3_vl.text import TextDecoder
 
 
@@ -21,16 +22,27 @@ def text() -> TextDecoder:
 
 def test_layers_as_arrays_of_their_own_decode_as_the_stack_does(text):
     rng = np.random.default_rng(1)
-    cache = KV(*(jnp.asarray(rng.normal(size=(3, 4, 6, 2, 64)), jnp.float32) for _ in "kv"))
-    prefix = tuple(jnp.asarray(rng.normal(size=(3, 2, 2, 5, 64)), jnp.float32) for _ in "kv")
-    ids, positions, mask = jnp.arange(4), jnp.full((3, 4), 9), jnp.broadcast_to(jnp.arange(6) <= 4, (4, 6))
+    prompts, ids = rng.integers(0, 97, (2, 5)), rng.integers(0, 97, (4, 6))
+    _, prefix = text(prompts, spots(0, 5, 2))
+    seen = jnp.arange(5) < jnp.array([[5], [3]])
+    expected, whole = text(ids, spots(5, 11, 4), prefix=prefix, prefix_mask=seen)  # the layers as one stack, scanned
+    _, kv = text(ids[:, :4], spots(5, 9, 4), prefix=prefix, prefix_mask=seen)
+    shared = Shared.of(prefix, jnp.repeat(seen, 2, axis=0))
     layers = text.decode_layers()
     assert layers is not None and len(layers) == 3
-    stacked, (k, v) = text.decode(ids, positions, cache, mask, jnp.int32(4), prefix)
-    apart, (own_k, own_v) = text.decode(ids, positions, cache, mask, jnp.int32(4), prefix, layers=layers)
-    np.testing.assert_allclose(apart, stacked, atol=2e-5, rtol=0)
-    np.testing.assert_allclose(own_k, k, atol=2e-5, rtol=0)
-    np.testing.assert_allclose(own_v, v, atol=2e-4, rtol=0)
+    for given in (layers, None):
+        cache = DenseCache.prefilled(kv, jnp.ones((4, 4), bool), 2)._replace(shared=shared)
+        for i in (4, 5):
+            hidden, cache = text.decode(ids[:, i], spots(5 + i, 6 + i, 4)[..., 0], cache, given)
+            cache = cache.advance(jnp.ones(4, bool))
+            np.testing.assert_allclose(hidden, expected[:, i], atol=2e-5, rtol=0)
+        k, v = cache.since(0)
+        np.testing.assert_allclose(k, whole.k, atol=2e-5, rtol=0)
+        np.testing.assert_allclose(v, whole.v, atol=2e-4, rtol=0)
+
+
+def spots(first: int, last: int, rows: int) -> np.ndarray:
+    return np.broadcast_to(np.arange(first, last), (3, rows, last - first))
 
 
 def test_logits_do_not_depend_on_how_many_rows_there_are(text):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,16 +15,25 @@ from paravt_jax.protocol import Protocol, ProtocolSettings
 from paravt_jax.records import Question, QuestionKind, digest
 from paravt_jax.tokenizer import Vocabulary
 from rollout.episode import Scene
-from rollout.requests import Request, Sample, SampleStop
+from rollout.requests import Answer, Request, Sample, SampleStop
 
-Line = str | Sequence[int]  # what an agent says: text that ends its turn, or bare token ids
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """What an agent has said when the sampler gives up on it for `stop`; an end of its own in `line` comes first."""
+
+    line: str | Sequence[int]
+    stop: SampleStop
+
+
+Line = str | Sequence[int] | Cut  # what an agent says: text that ends its turn, or bare token ids
 
 
 class Scripted:
     """A sampler that says what it is told, cut as the engine would cut it.
 
     Main agents get `turns` one after the other (the last one for ever), sub-agents always `report`; either may be a function of the
-    request. `asked` and `said` keep every request and its sample.
+    request. `asked` and `said` keep every request and its sample; `waiting` holds what is not answered yet.
     """
 
     def __init__(
@@ -36,16 +47,31 @@ class Scripted:
         self.asked: list[Request] = []
         self.said: list[Sample] = []
         self.spoken = 0
+        self.waiting: dict[int, Request] = {}
+        self.tickets = itertools.count()
 
     def is_main(self, request: Request) -> bool:
-        return self.vocabulary.decode(request.prompt[:3]).startswith("<|im_start|>system")
+        return self.vocabulary.decode(request.ids[:3]).startswith("<|im_start|>system")
 
-    def generate(self, requests: Sequence[Request]) -> list[Sample]:
-        samples = [self._answer(request) for request in requests]
-        self.waves.append(list(requests))
-        self.asked += requests
+    def is_first(self, request: Request) -> bool:
+        """Whether a main agent has been told nothing yet."""
+        return self.vocabulary["<tool_response>"] not in request.ids
+
+    def submit(self, request: Request) -> int:
+        ticket = next(self.tickets)
+        self.waiting[ticket] = request
+        return ticket
+
+    def step(self) -> list[Answer]:
+        waiting, self.waiting = self.waiting, {}
+        samples = [self._answer(request) for request in waiting.values()]
+        self.waves.append(list(waiting.values()))
+        self.asked += waiting.values()
         self.said += samples
-        return samples
+        return [(ticket, (sample,)) for ticket, sample in zip(waiting, samples, strict=True)]
+
+    def cancel(self, ticket: int) -> None:
+        self.waiting.pop(ticket, None)
 
     def _answer(self, request: Request) -> Sample:
         line: Line
@@ -56,13 +82,17 @@ class Scripted:
         else:
             line = self.turns[min(self.spoken, len(self.turns) - 1)]
             self.spoken += 1
-        ids = self.vocabulary.encode(line + "<|im_end|>") if isinstance(line, str) else np.asarray(line, np.int32)
-        stops = np.flatnonzero(np.isin(ids, request.stop_ids))
-        ids = ids[: stops[0] + 1 if stops.size else None][: request.max_new_tokens]
-        ended = bool(ids.size) and int(ids[-1]) in request.stop_ids
-        fed = np.concatenate([request.prompt, request.suffix, ids])
+        text, stop = (line.line, line.stop) if isinstance(line, Cut) else (line, SampleStop.LENGTH)
+        if isinstance(text, str):
+            text = self.vocabulary.encode(text if isinstance(line, Cut) else text + "<|im_end|>")
+        sampling, ids = request.sampling, np.asarray(text, np.int32)
+        ends = np.flatnonzero(np.isin(ids, sampling.stop_ids))
+        if ends.size and ends[0] < sampling.max_new_tokens:
+            ids, stop = ids[: ends[0] + 1], SampleStop.STOP_ID
+        elif len(ids) >= sampling.max_new_tokens:
+            ids, stop = ids[: sampling.max_new_tokens], SampleStop.LENGTH
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32) / 8
-        return Sample(ids, logprobs, SampleStop.STOP_ID if ended else SampleStop.LENGTH, version=7, digest=digest(fed))
+        return Sample(ids, logprobs, stop, version=7, digest=digest(np.concatenate([request.ids, ids])))
 
     @property
     def main(self) -> list[tuple[Request, Sample]]:

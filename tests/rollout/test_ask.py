@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 
 import numpy as np
@@ -9,12 +10,13 @@ import pytest
 
 from models.features import FrameFeatures, FrameSettings
 from paravt_jax.protocol import Protocol, ProtocolSettings
-from paravt_jax.records import Question, QuestionKind
+from paravt_jax.records import Question, QuestionKind, StopReason
 from paravt_jax.video import VideoError
 from rollout.ask import Assistant
-from rollout.engine import Engine, EngineSettings, Shape
+from rollout.engine import Engine
 from rollout.episode import Scene, Setting, play
 from rollout.requests import run
+from rollout.settings import EngineSettings
 
 PROTOCOL = ProtocolSettings(max_calls=2, turn_tokens=8, summary_tokens=4, trajectory_tokens=40)
 TEXT = "What number is shown in the scene that starts at 8 s?"
@@ -29,8 +31,7 @@ def test_an_answer_is_the_episode_that_training_would_play(assistant, small_mode
     video = small_world.videos[0].path
     episode = assistant.ask(small_world.folder / video, TEXT, frames=4, temperature=0.7, seed=5)
     features = FrameFeatures(small_model.vision, small_model.config, FrameSettings(batch=8), small_world.folder)
-    shapes = (Shape(prompt=200, visual=4, suffix=60, new=8),)
-    engine = Engine(small_model, features, EngineSettings(shapes=shapes, rows=2, prefill_rows=2, kept_prompts=4))
+    engine = Engine(small_model, features, EngineSettings(own=(320,), prefill=(64, 192), slots=2, fan=2, pages=60))
     question = Question("q", video, TEXT, QuestionKind.OPEN_ENDED, "")
     (expected,) = run(engine, [play(Scene(Protocol(small_vocabulary, PROTOCOL), features), question, Setting(4, 0.7), 5)])
     np.testing.assert_array_equal(episode.trajectory.ids, expected.trajectory.ids)
@@ -50,7 +51,7 @@ def test_what_cannot_be_asked(assistant, small_world, tmp_path):
             assistant.ask(tmp_path / name, TEXT)
     with pytest.raises(ValueError, match="question: .* tokens with its options, there is room for 512"):
         assistant.ask(small_world.folder / small_world.videos[0].path, "why? " * 2000, frames=4)
-    for wrong in ({"frames": 0}, {"frames": 2.5}, {"temperature": -1.0}, {"dispatch": "all"}):
+    for wrong in ({"frames": 0}, {"frames": 2.5}, {"temperature": -1.0}, {"dispatch": "all"}, {"seconds": 0}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} = "):
             assistant.ask(small_world.folder / small_world.videos[0].path, TEXT, **wrong)
 
@@ -67,6 +68,32 @@ def test_another_file_under_the_same_name_is_looked_at_anew(assistant, small_wor
     np.testing.assert_array_equal(seen(), before)
     shutil.copy(second, tmp_path / "clip.mp4")
     assert np.abs(seen() - before).max() > 1e-3
+
+
+def test_time_that_is_up_ends_the_episode(assistant, small_world):
+    video = small_world.folder / small_world.videos[0].path
+    episode = assistant.ask(video, TEXT, frames=4, seconds=1e-9)
+    assert (episode.stop, episode.answer, episode.turns) == (StopReason.TIME_LIMIT, None, ())
+    assert assistant.ask(video, TEXT, frames=4, seconds=1e9).stop is not StopReason.TIME_LIMIT
+
+
+def test_who_interrupts_may_ask_again(assistant, small_world, monkeypatch):
+    """Ctrl-C in a notebook, wherever it strikes: no page of the engine's is lost."""
+    video = small_world.folder / small_world.videos[0].path
+    ask = functools.partial(assistant.ask, video, TEXT, frames=4, temperature=0.7, seed=5)
+    wanted = ask()
+    engine = list(assistant._engines.values())[-1]
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    for part in ("prefill", "decode"):
+        engine.forget()
+        for _ in range(3):  # each time would take as many pages as there are for two
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(engine._runner, part, interrupted)
+                ask()
+        np.testing.assert_array_equal(ask().trajectory.ids, wanted.trajectory.ids)
 
 
 def test_a_few_engines_are_kept(assistant, small_world):

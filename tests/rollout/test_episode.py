@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import shutil
 
 import numpy as np
 import pytest
 
-from models.features import FrameFeatures
+from models.features import FrameFeatures, FrameSettings
 from paravt_jax import video, world_text
 from paravt_jax.protocol import PINNED, Protocol, render_call
 from paravt_jax.records import Author, CallStatus, CropCall, QuestionKind, StopReason, Trajectory
+from paravt_jax.rewards import RewardSettings, score
 from paravt_jax.video import VideoError
 from paravt_jax.world import FRAMES, STEP
 from rollout.episode import Dispatch, Scene, Setting, play, split_prompt
-from rollout.requests import run
+from rollout.requests import Request, SampleStop, run
+from rollout.transcript import transcript
+from tests.rollout.conftest import Cut, Scripted
 
 ANSWER = "the crops show seven\n</think>\n<answer> seven</answer>"
 CALLS = (CropCall(0, 16), CropCall(112, 128))
@@ -53,7 +58,7 @@ def statuses(episode, turn: int = 0) -> list[CallStatus]:
 def is_fed_what_it_became(episode, sampler) -> bool:
     """Whether each request and its sample are together the beginning of the trajectory, so that nothing was changed afterwards."""
     ids = episode.trajectory.ids
-    fed = [np.concatenate([r.prompt, r.suffix, s.ids]) for r, s in sampler.main]
+    fed = [np.concatenate([r.ids, s.ids]) for r, s in sampler.main]
     return len(fed) == len(episode.turns) and all(np.array_equal(ids[: len(f)], f) for f in fed)
 
 
@@ -75,7 +80,7 @@ def test_plan_dispatch_gather_answer(perform, small_vocabulary, small_scene, sma
         start = int(outcome.call.start)
         assert [f.time for f in request.frames] == list(range(start, start + 16, STEP)) and request.frames == outcome.subagent.frames
         assert {f.video for f in request.frames} == {small_questions[0].video}
-        assert len(request.suffix) and np.array_equal(np.concatenate([request.prompt, request.suffix, sample.ids]), outcome.subagent.ids)
+        assert len(request.ids) and np.array_equal(np.concatenate([request.ids, sample.ids]), outcome.subagent.ids)
         assert np.array_equal(outcome.subagent.segments[-1].logprobs, sample.logprobs)
         assert (outcome.subagent.segments[-1].digest, outcome.subagent.version) == (sample.digest, sample.version)
     written = [s for s in episode.trajectory.segments if s.author is Author.MODEL]
@@ -86,14 +91,15 @@ def test_plan_dispatch_gather_answer(perform, small_vocabulary, small_scene, sma
 
 def test_every_request_has_a_seed_of_its_own_and_the_settings_temperature(perform):
     _, sampler = perform([plan(*CALLS), plan(*CALLS), ANSWER])
-    assert len({request.seed for request in sampler.asked}) == len(sampler.asked) == 7
-    assert {request.temperature for request in sampler.asked} == {0.7}
-    assert [request.seed for request in perform([plan(*CALLS), plan(*CALLS), ANSWER])[1].asked] == [r.seed for r in sampler.asked]
+    assert all(len(request.seeds) == 1 for request in sampler.asked)
+    assert len({request.seeds for request in sampler.asked}) == len(sampler.asked) == 7
+    assert {request.sampling.temperature for request in sampler.asked} == {0.7}
+    assert [request.seeds for request in perform([plan(*CALLS), plan(*CALLS), ANSWER])[1].asked] == [r.seeds for r in sampler.asked]
 
 
 def test_episodes_side_by_side_do_not_disturb_one_another(scripted, small_scene, small_questions, perform):
     lines = {q.video: [plan(CropCall(16 * n, 16 * n + 16)), ANSWER] for n, q in enumerate(small_questions)}
-    sampler = scripted(lambda request: lines[request.frames[0].video][int(len(request.suffix) > 4)])
+    sampler = scripted(lambda request: lines[request.frames[0].video][int(not sampler.is_first(request))])
     together = run(sampler, [play(small_scene, q, Setting(4, 0.7), n) for n, q in enumerate(small_questions)])
     for n, (question, episode) in enumerate(zip(small_questions, together, strict=True)):
         (alone,) = run(scripted(lines[question.video]), [play(small_scene, question, Setting(4, 0.7), n)])
@@ -206,20 +212,21 @@ def test_calls_beyond_the_turns_limit_are_refused_and_the_others_carried_out(per
 def test_a_turn_that_hits_its_tokens_is_truncated(perform):
     episode, sampler = perform(["I see" * 40 + plan(*CALLS)])
     assert (episode.stop, episode.answer, episode.turns[0].truncated) == (StopReason.TRUNCATED, None, True)
-    assert [len(s.ids) for _, s in sampler.main] == [64] == [sampler.main[0][0].max_new_tokens] and not episode.turns[0].calls
+    assert [len(s.ids) for _, s in sampler.main] == [64] == [sampler.main[0][0].sampling.max_new_tokens] and not episode.turns[0].calls
 
 
 def test_a_report_is_cut_to_its_tokens(perform, small_vocabulary):
     episode, sampler = perform([plan(CALLS[0]), ANSWER], report=" seven" * 40)
-    assert {r.max_new_tokens for r, _ in sampler.sub} == {16} and episode.turns[0].calls[0].response == " seven" * 16
+    assert {r.sampling.max_new_tokens for r, _ in sampler.sub} == {16} and episode.turns[0].calls[0].response == " seven" * 16
     assert episode.stop is StopReason.ANSWERED
 
 
 @pytest.mark.parametrize("room", range(24, 90, 3))
 def test_the_trajectory_never_outgrows_its_limit(perform, room):
     episode, sampler = perform([plan(*CALLS), plan(*CALLS), ANSWER], trajectory_tokens=room)
-    assert len(split_prompt(episode.trajectory)[1]) <= room and is_fed_what_it_became(episode, sampler)
-    assert all(len(r.suffix) + r.max_new_tokens <= room for r, _ in sampler.main)
+    shared, rest = split_prompt(episode.trajectory)
+    assert len(rest) <= room and is_fed_what_it_became(episode, sampler)
+    assert all(len(r.ids) - len(shared) + r.sampling.max_new_tokens <= room for r, _ in sampler.main)
 
 
 def test_a_full_trajectory_ends_the_episode_by_name(perform):
@@ -232,6 +239,165 @@ def test_a_full_trajectory_ends_the_episode_by_name(perform):
     needed = len(split_prompt(whole.trajectory)[1])
     assert perform([plan(*CALLS), ANSWER], trajectory_tokens=needed)[0].stop is StopReason.ANSWERED
     assert perform([plan(*CALLS), ANSWER], trajectory_tokens=needed - 1)[0].stop is StopReason.TRUNCATED
+
+
+def test_hundreds_of_calls_in_a_turn_are_each_told_what_became_of_them(perform):
+    calls = [CropCall(n % 100, n % 100 + 16) for n in range(300)]
+    episode, sampler = perform([plan(*calls), ANSWER], turn_tokens=8192, trajectory_tokens=30_000)
+    assert statuses(episode) == [CallStatus.EXECUTED] * 3 + [CallStatus.TOO_MANY] * 297 and len(sampler.sub) == 3
+    assert episode.stop is StopReason.ANSWERED and is_fed_what_it_became(episode, sampler)
+    full, _ = perform([plan(*calls), ANSWER], turn_tokens=8192, trajectory_tokens=8192)
+    assert full.stop is StopReason.TOKEN_LIMIT and len(full.turns[0].calls) == 300  # what they were told has no room
+
+
+# --- time ---
+
+
+class Slow(Scripted):
+    """Every answer takes `takes(request)` seconds by a clock of its own, and no longer than its deadline: then half of it is there."""
+
+    def __init__(self, vocabulary, turns, report, takes):
+        super().__init__(vocabulary, turns, report)
+        self.takes, self.now = takes, 0.0
+        self.due: dict[int, float] = {}
+        self.begun: list[float] = []  # when each request was asked, in the order of `asked`
+        self.at: dict[int, float] = {}
+
+    def submit(self, request: Request) -> int:
+        ticket = super().submit(request)
+        self.at[ticket], self.due[ticket] = self.now, self.now + min(self.takes(request), request.sampling.deadline)
+        return ticket
+
+    def step(self):
+        self.now = min(self.due[ticket] for ticket in self.waiting)
+        later = {ticket: request for ticket, request in self.waiting.items() if self.due[ticket] > self.now}
+        self.waiting = {ticket: request for ticket, request in self.waiting.items() if ticket not in later}
+        self.begun += [self.at[ticket] for ticket in self.waiting]
+        answers = super().step()
+        self.waiting = later
+        return answers
+
+    def _answer(self, request: Request):
+        sample = super()._answer(request)
+        if self.takes(request) <= request.sampling.deadline:
+            return sample
+        half = len(sample.ids) // 2
+        return dataclasses.replace(sample, ids=sample.ids[:half], logprobs=sample.logprobs[:half], stop=SampleStop.DEADLINE)
+
+
+@pytest.fixture
+def perform_slowly(small_vocabulary, small_scene, small_questions):
+    """perform_slowly(turns, takes, ...) plays an episode whose answers take `takes(request)`, and gives it with its sampler."""
+    protocol = Protocol(small_vocabulary, dataclasses.replace(small_scene.protocol.settings, summary_tokens=64))
+
+    def start(turns, takes, **limits):
+        sampler = Slow(small_vocabulary, turns, " seven from 8 to 10", takes)
+        scene = Scene(protocol, small_scene.features, lambda: sampler.now)
+        (episode,) = run(sampler, [play(scene, small_questions[0], Setting(4, 0.7, **limits), seed=5)])
+        return episode, sampler
+
+    return start
+
+
+def begins_at(*starts: float):
+    """Whether a request is a sub-agent's whose window begins at one of these seconds."""
+    return lambda request: len(request.frames) > 4 and request.frames[0].time in starts
+
+
+def test_the_episodes_time_cuts_a_turn(perform_slowly):
+    episode, sampler = perform_slowly([plan(*CALLS), plan(*CALLS), ANSWER], lambda request: 3.0, seconds=13.5)
+    assert [r.sampling.deadline for r, _ in sampler.main] == [13.5, 7.5, 1.5]
+    assert (episode.stop, episode.answer, len(episode.turns)) == (StopReason.TIME_LIMIT, None, 3) and episode.turns[2].truncated
+    assert PINNED < episode.turns[2].text < PINNED + ANSWER and is_fed_what_it_became(episode, sampler)
+    assert perform_slowly([plan(*CALLS), plan(*CALLS), ANSWER], lambda request: 3.0, seconds=15.0)[0].stop is StopReason.ANSWERED
+
+
+def test_no_turn_begins_when_the_time_is_up(perform_slowly):
+    episode, sampler = perform_slowly([plan(*CALLS), ANSWER], lambda request: 3.0, seconds=6.0)
+    assert (episode.stop, episode.answer, len(episode.turns)) == (StopReason.TIME_LIMIT, None, 1) and len(sampler.main) == 1
+    assert statuses(episode) == [CallStatus.EXECUTED] * 2 and not episode.turns[0].truncated
+    assert episode.trajectory.segments[-1].author is Author.TOOL and is_fed_what_it_became(episode, sampler)
+
+
+def test_time_that_is_up_before_anything_was_said(small_vocabulary, small_scene, small_questions):
+    """A video that takes longer to read than there is time: an episode without a turn, of which all that follows can be worked out."""
+    ticks = itertools.count()
+    scene, setting = Scene(small_scene.protocol, small_scene.features, lambda: float(next(ticks))), Setting(4, 0.7, seconds=1.0)
+    sampler = Scripted(small_vocabulary, [ANSWER])
+    (episode,) = run(sampler, [play(scene, small_questions[0], setting, 0)])
+    assert (episode.stop, episode.turns, episode.answer, sampler.asked) == (StopReason.TIME_LIMIT, (), None, [])
+    assert [segment.author for segment in episode.trajectory.segments] == [Author.PROMPT] * 2
+    rewards = score(episode.question, episode.turns, RewardSettings())
+    assert rewards.total == 0 and not rewards.compliant
+    assert transcript(episode, rewards, setting, small_vocabulary)["turns"] == []
+
+
+def test_a_sub_agent_that_takes_too_long_costs_its_own_report_only(perform_slowly, small_vocabulary):
+    calls, slow = (CropCall(0, 16), CropCall(40, 56), CropCall(112, 128)), begins_at(40)
+    episode, sampler = perform_slowly([plan(*calls), ANSWER], lambda r: 9.0 if slow(r) else 1.0, report_seconds=4.0)
+    assert statuses(episode) == [CallStatus.EXECUTED, CallStatus.TIMED_OUT, CallStatus.EXECUTED]
+    first, late, last = episode.turns[0].calls
+    assert first.response == last.response == " seven from 8 to 10" and late.response == "error: nobody looked there in time"
+    assert (episode.stop, episode.answer) == (StopReason.ANSWERED, "seven")
+    assert [r.sampling.deadline for r, _ in sampler.sub] == [4.0] * 3 and sampler.now == 1 + 4 + 1
+    seen = small_vocabulary.decode(episode.trajectory.segments[4].ids)
+    assert "<tool_response>\nerror: nobody looked there in time\n</tool_response>" in seen and seen.count(" seven from 8 to 10") == 2
+    assert late.subagent is not None and late.call == calls[1]
+    (said,) = [sample for request, sample in sampler.sub if slow(request)]
+    assert np.array_equal(late.subagent.segments[-1].ids, said.ids) and 0 < len(said.ids) and said.stop is SampleStop.DEADLINE
+
+
+def test_reports_have_no_more_time_than_the_episode(perform_slowly):
+    takes = lambda request: 3.0 if len(request.frames) == 4 else 99.0  # noqa: E731
+    episode, sampler = perform_slowly([plan(*CALLS), ANSWER], takes, seconds=8.0, report_seconds=60.0)
+    assert [r.sampling.deadline for r, _ in sampler.sub] == [5.0] * 2 and sampler.now == 8.0
+    assert statuses(episode) == [CallStatus.TIMED_OUT] * 2 and episode.stop is StopReason.TIME_LIMIT
+
+
+def test_the_time_that_reading_takes_is_the_episodes(small_vocabulary, small_scene, small_questions):
+    class Laborious(FrameFeatures):
+        """Every look at a window takes two seconds."""
+
+        def __call__(self, frames):
+            sampler.now += 2.0 * (len(frames) > 4)
+            return super().__call__(frames)
+
+    features = Laborious.__new__(Laborious)
+    features.__dict__ |= small_scene.features.__dict__
+    sampler = Slow(small_vocabulary, [plan(*CALLS), ANSWER], " seven", lambda request: 3.0)
+    scene = Scene(small_scene.protocol, features, lambda: sampler.now)
+    (episode,) = run(sampler, [play(scene, small_questions[0], Setting(4, 0.7, seconds=8.0), 5)])
+    assert [r.sampling.deadline for r, _ in sampler.sub] == [1.0] * 2 and episode.stop is StopReason.TIME_LIMIT
+    assert statuses(episode) == [CallStatus.TIMED_OUT] * 2
+
+
+def test_a_slow_episode_holds_up_nobody(small_vocabulary, small_scene, small_questions):
+    slow = small_questions[0].video
+    quick = next(q for q in small_questions if q.video != slow)
+    turns = lambda request: plan(*CALLS) if sampler.is_first(request) else ANSWER  # noqa: E731
+    sampler = Slow(small_vocabulary, turns, " seven", lambda request: 50.0 if request.frames[0].video == slow else 1.0)
+    scene = Scene(small_scene.protocol, small_scene.features, lambda: sampler.now)
+    episodes = run(sampler, [play(scene, q, Setting(4, 0.7, seconds=10.0), n) for n, q in enumerate((small_questions[0], quick))])
+    assert [episode.stop for episode in episodes] == [StopReason.TIME_LIMIT, StopReason.ANSWERED]
+    began = [at for request, at in zip(sampler.asked, sampler.begun, strict=True) if request.frames[0].video == quick.video]
+    assert began == [0.0, 1.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"seconds": 0.0}, "seconds = 0.0"),
+        ({"seconds": math.nan}, "seconds = nan"),
+        ({"report_seconds": -1.0}, "report_seconds = -1.0"),
+        ({"temperature": math.inf}, "temperature = inf"),
+        ({"temperature": math.nan}, "temperature = nan"),
+        ({"frames": 0}, "frames = 0"),
+        ({"dispatch": "some"}, "dispatch = 'some'"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused_by_name(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Setting(**({"frames": 4, "temperature": 0.7} | wrong))
 
 
 # --- calls that go wrong ---
@@ -315,6 +481,48 @@ def test_a_window_that_cannot_be_read_is_a_response_and_its_siblings_live(perfor
     episode, sampler = perform([plan(CALLS[0], CALLS[1]), ANSWER], scene=Scene(small_scene.protocol, features), summary_tokens=200)
     assert statuses(episode) == [CallStatus.EXECUTED, CallStatus.UNREADABLE] and episode.stop is StopReason.ANSWERED
     assert "it cannot be decoded there" in episode.turns[0].calls[1].response and len(sampler.sub) == 1
+
+
+def test_a_sub_agent_whose_video_is_gone_costs_its_own_report_only(perform, small_vocabulary):
+    """The file was there when its window was opened, and was not when the engine came to look at it."""
+    episode, sampler = perform(
+        [plan(*CALLS, CropCall(120, 500)), ANSWER],
+        report=lambda request: Cut(" se", SampleStop.UNREADABLE) if request.frames[-1].time > 100 else " seven from 8 to 10",
+        summary_tokens=64,
+    )
+    assert statuses(episode) == [CallStatus.EXECUTED, CallStatus.UNREADABLE, CallStatus.UNREADABLE]
+    assert [o.response for o in episode.turns[0].calls] == [" seven from 8 to 10"] + ["error: the video cannot be read there"] * 2
+    assert "error: the video cannot be read there" in small_vocabulary.decode(episode.trajectory.segments[4].ids)
+    assert episode.stop is StopReason.ANSWERED and len(sampler.sub) == 3
+
+
+def test_an_episode_whose_video_is_gone_ends_with_what_was_said(perform):
+    episode, sampler = perform([plan(*CALLS), Cut("the crops", SampleStop.UNREADABLE)])
+    assert (episode.stop, episode.answer) == (StopReason.UNREADABLE, None)
+    assert [turn.truncated for turn in episode.turns] == [False, True] and is_fed_what_it_became(episode, sampler)
+
+
+def test_a_file_that_is_damaged_while_an_episode_lasts(scripted, small_world, small_model, small_scene, small_questions, tmp_path):
+    """Its window is refused with a reason, in which no path stands; so is a window of a file of which nothing is known any more."""
+    name = small_questions[0].video
+    (tmp_path / name).parent.mkdir()
+    shutil.copy(small_world.folder / name, tmp_path / name)
+    features = FrameFeatures(small_model.vision, small_model.config, FrameSettings(batch=64, cache_mib=0), tmp_path)
+
+    def turns(request: Request) -> str:
+        if sampler.is_first(request):
+            (tmp_path / name).write_bytes(bytes(range(256)) * 64)
+            features.info.cache_clear()
+            return plan(CALLS[0])
+        return ANSWER
+
+    sampler = scripted(turns)
+    settings = dataclasses.replace(small_scene.protocol.settings, summary_tokens=1024)
+    scene = Scene(Protocol(small_scene.protocol.vocabulary, settings), features)
+    (episode,) = run(sampler, [play(scene, small_questions[0], Setting(4, 0.7), 0)])
+    (outcome,) = episode.turns[0].calls
+    assert outcome.status is CallStatus.UNREADABLE and episode.stop is StopReason.ANSWERED and not sampler.sub
+    assert outcome.response.startswith("error: the video cannot be read there (") and str(tmp_path) not in outcome.response
 
 
 def test_the_model_opens_no_files(perform, small_world, small_questions, small_scene, small_model, tmp_path, monkeypatch):

@@ -89,7 +89,7 @@ def test_any_text_gives_a_typed_outcome_and_ids_that_only_grow(scripted, small_s
 
     ids = episode.trajectory.ids
     for request, sample in sampler.main:
-        fed = np.concatenate([request.prompt, request.suffix, sample.ids])
+        fed = np.concatenate([request.ids, sample.ids])
         assert np.array_equal(ids[: len(fed)], fed)
     assert len(episode.turns) == len(sampler.main) <= (limits.max_tool_turns if dispatch != "none" else 0) + 2
     assert len(split_prompt(episode.trajectory)[1]) <= limits.trajectory_tokens

@@ -12,8 +12,9 @@ from paravt_jax.records import CropCall
 from paravt_jax.rewards import RewardSettings, score
 from paravt_jax.world import STEP
 from rollout.episode import Setting, play, split_prompt
-from rollout.requests import run
+from rollout.requests import SampleStop, run
 from rollout.transcript import transcript
+from tests.rollout.conftest import Cut
 
 PLAN = "look closer\n</think>\n" + render_call(CropCall(0, 16)) + "\n" + render_call(CropCall(500, 516))
 ANSWER = "the crops show seven\n</think>\n<answer> seven</answer>"
@@ -23,9 +24,9 @@ ANSWER = "the crops show seven\n</think>\n<answer> seven</answer>"
 def written(scripted, small_scene, small_questions):
     """written(turns) plays them and gives the episode and its transcript, as read back from JSON."""
 
-    def make(turns, credit=None):
+    def make(turns, credit=None, report=" seven from 8 to 10"):
         setting = Setting(4, 0.7)
-        (episode,) = run(scripted(turns), [play(small_scene, small_questions[0], setting, 0)])
+        (episode,) = run(scripted(turns, report=report), [play(small_scene, small_questions[0], setting, 0)])
         rewards = score(episode.question, episode.turns, RewardSettings())
         content = transcript(episode, rewards, setting, small_scene.protocol.vocabulary, credit)
         return episode, json.loads(json.dumps(content, allow_nan=False))
@@ -98,3 +99,13 @@ def test_a_truncated_turn_is_shown_as_far_as_it_goes(written):
     episode, content = written(["I see" * 100])
     assert content["stop"] == "truncated" and content["answer"] is None
     assert "".join(token["text"] for token in content["turns"][0]["tokens"]) == episode.turns[0].text
+
+
+def test_time_that_was_up_is_shown_with_what_was_written_until_then(written):
+    late = SampleStop.DEADLINE
+    episode, content = written([PLAN, Cut("the crops", late)], report=Cut(" seven", late))
+    assert content["stop"] == "time_limit" and content["answer"] is None and content["rewards"]["accuracy"] == 0
+    assert [call["status"] for call in content["turns"][0]["calls"]] == ["timed_out", "bad_window"]
+    assert content["turns"][0]["calls"][0]["times"] == list(range(0, 16, STEP)), "its frames were shown to somebody"
+    assert content["turns"][0]["calls"][0]["response"] == episode.turns[0].calls[0].response
+    assert "".join(token["text"] for token in content["turns"][1]["tokens"]) == PINNED + "the crops"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,10 +27,11 @@ from paravt_jax.records import CropCall, digest
 from paravt_jax.rewards import RewardSettings
 from paravt_jax.world import WorldSettings
 from paravt_jax.world_text import TextSettings
-from rollout.engine import Engine, EngineSettings, Shape
+from rollout.engine import Engine
 from rollout.episode import Scene
 from rollout.evaluate import EvaluationSettings
-from rollout.requests import Request, Sample, SampleStop
+from rollout.requests import Answer, Request, Sample, SampleStop
+from rollout.settings import EngineSettings
 from train.align import AlignSettings
 from train.batch import BatchShape
 from train.optimizer import OptimizerSettings
@@ -56,10 +57,7 @@ def small() -> Run:
         frames=FrameSettings(batch=128, whole_frames=128),
         protocol=ProtocolSettings(max_tool_turns=2, turn_tokens=64, summary_tokens=16, trajectory_tokens=SUFFIX),
         engine=EngineSettings(
-            rows=8,
-            prefill_rows=4,
-            kept_prompts=16,
-            shapes=(Shape(prompt=112, visual=16, suffix=8, new=16), Shape(prompt=PROMPT, visual=VISUAL, suffix=SUFFIX, new=64)),
+            own=(128, PROMPT + SUFFIX), shared=(112,), prefill=(32, PROMPT), slots=8, fan=4, pages=256, prefill_tokens=2 * PROMPT
         ),
         align=AlignSettings(steps=3, batch=16),
         sft=SFTSettings(
@@ -139,19 +137,30 @@ class Script:
 
     def __init__(self, road: Road):
         self.vocabulary, self.loaded = road.data.vocabulary, []
+        self.tickets = itertools.count()
+        self.waiting: dict[int, Request] = {}
 
     def load(self, weights: Any, version: int) -> None:
         self.loaded.append(version)
 
-    def generate(self, requests: Sequence[Request]) -> list[Sample]:
-        return [self._sample(request) for request in requests]
+    def submit(self, request: Request) -> int:
+        ticket = next(self.tickets)
+        self.waiting[ticket] = request
+        return ticket
 
-    def _sample(self, request: Request) -> Sample:
-        before = self.vocabulary.decode(request.suffix)
+    def step(self) -> list[Answer]:
+        waiting, self.waiting = self.waiting, {}
+        return [(ticket, tuple(self._sample(request, seed) for seed in request.seeds)) for ticket, request in waiting.items()]
+
+    def cancel(self, ticket: int) -> None:
+        self.waiting.pop(ticket, None)
+
+    def _sample(self, request: Request, seed: int) -> Sample:
+        before = self.vocabulary.decode(request.ids)
         texts = (" nothing",) if "<think>" not in before else self.answers if "<tool_response>" in before else self.plans
-        ids = np.append(self.vocabulary.encode(texts[request.seed % len(texts)]), self.vocabulary.eos).astype(np.int32)
+        ids = np.append(self.vocabulary.encode(texts[seed % len(texts)]), self.vocabulary.eos).astype(np.int32)
         logprobs = np.full(len(ids), -np.log(self.vocabulary.size), np.float32)
-        return Sample(ids, logprobs, SampleStop.STOP_ID, 0, digest(np.concatenate([request.prompt, request.suffix, ids])))
+        return Sample(ids, logprobs, SampleStop.STOP_ID, 0, digest(np.concatenate([request.ids, ids])))
 
 
 RECIPES.setdefault("small", small)

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from paravt_jax.records import CallStatus, StopReason
 from train.report import choose_episodes, key_figures, write_report
 from train.report_chart import line_chart, stacked_chart
+from train.report_episode import EXECUTED, STOPS
 from train.report_html import Html, el, join, number
 
 COLOURS = {"red": (196, 52, 52), "green": (52, 150, 70), "blue": (56, 92, 196), "purple": (132, 70, 168)}
@@ -381,6 +383,18 @@ def test_tokens_stand_as_written_with_kind_credit_and_log_prob(tmp_path):
     assert spans["</think>"]["title"] == "model · think-close · credit 0.5 · log-prob −0.5"
     assert (spans["x"]["class"], spans["x"]["style"]) == ("by-model kind k-violation down", "--c:0.55")
     assert spans[" a\n  b"]["class"] == "by-model" and spans[" a\n  b"].get("style") is None
+
+
+def test_every_end_of_an_episode_and_of_a_call_has_its_words(tmp_path):
+    assert set(STOPS) == set(map(str, StopReason)) and set(EXECUTED) == {str(s) for s in CallStatus if s.executed}
+    calls = [{"start": 8.0, "end": 1e308, "status": str(s), "times": [], "response": f"told of {s}"} for s in CallStatus]
+    one_episode(tmp_path, stop="time_limit", answer=None, turns=[{"tokens": [token("I see")], "calls": calls}])
+    page = page_of(tmp_path)
+    assert "its time was up" in [e["text"] for e in page.all("dd")]
+    heads = [e["text"] for e in page.all("div", "crop-head")]
+    for n, (status, head) in enumerate(zip(CallStatus, heads, strict=True), 1):
+        assert head == f"Crop {n}8 – 1e+308 s{str(status).replace('_', ' ')}"
+    assert len(page.all("div", "refused")) == sum(not status.executed for status in CallStatus)
 
 
 def test_hostile_words_stay_words(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from paravt_jax.grpo import GRPOSettings
 from paravt_jax.rewards import RewardSettings
 from paravt_jax.structure import Kind
-from rollout.requests import Sample
+from rollout.requests import Sample, SampleStop
 from train.batch import BatchShape, build
 from train.rl import Learner, RLSettings, draw_budgets, roll_out
 
@@ -69,15 +69,16 @@ def test_what_the_engine_samples_is_what_the_update_scores(road, learner, start)
     state, metrics = learner.step(start, road.engine, road.scene, road.data.questions[:2], seed=0)
     assert metrics["token_mismatches"] == 0 and 0 < metrics["logprob_gap"] < 1e-5
     assert road.engine.version == int(state.step) == 1
-    again = road.engine._weights
+    assert list(road.engine._weights) == [1], "the old weights were given to the update, which overwrote them"
+    again = road.engine._weights[1]
     assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state.weights), strict=True))
     assert np.isfinite(list(metrics.values())).all()
 
 
 def test_a_sampler_that_lies_is_counted(road, small, learner, start):
     class Liar(small.Script):
-        def _sample(self, request) -> Sample:
-            return dataclasses.replace(super()._sample(request), digest="of something else")
+        def _sample(self, request, seed) -> Sample:
+            return dataclasses.replace(super()._sample(request, seed), digest="of something else")
 
     _, metrics = learner.step(start, Liar(road), road.scene, road.data.questions[:2], seed=0)
     assert metrics["token_mismatches"] == 8
@@ -106,6 +107,24 @@ def test_groups_whose_video_cannot_be_read_are_left_out_and_counted(road, small,
 def test_a_step_without_any_readable_video_says_so(road, small, learner, start):
     with pytest.raises(ValueError, match="step 0 has no question with a readable video"):
         learner.step(start, small.Script(road), road.scene, [lost(q) for q in road.data.questions[:2]], 0)
+
+
+def test_what_became_of_every_episode_and_every_call_is_counted(road, small, learner, start):
+    class Late(small.Script):
+        """Sub-agents never end in time, and neither does who was told of it."""
+
+        def _sample(self, request, seed) -> Sample:
+            sample = super()._sample(request, seed)
+            text = self.vocabulary.decode(request.ids)
+            late = "<think>" not in text or "<tool_response>" in text
+            return dataclasses.replace(sample, stop=SampleStop.DEADLINE) if late else sample
+
+    _, metrics = learner.step(start, Late(road), road.scene, road.data.questions[:2], seed=0)
+    stops = {name: share for name, share in metrics.items() if name.startswith("stop/") and share}
+    calls = {name: share for name, share in metrics.items() if name.startswith("call/") and share}
+    assert set(stops) == {"stop/time_limit", "stop/answered"} and sum(stops.values()) == 1
+    assert set(calls) == {"call/timed_out", "call/bad_window"} and sum(calls.values()) == 1
+    assert metrics["calls/refused"] == 1 and metrics["calls"] == 0 and metrics["token_mismatches"] == 0 and np.isfinite(metrics["loss"])
 
 
 def test_silent_groups_are_counted_and_move_nothing_but_the_kl(road, small, learner, start):

@@ -1,0 +1,63 @@
+"""The engine's sizes: all that decides what is compiled and what memory is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSettings:
+    """Sizes of the engine; lengths in tokens, multiples of `page`, rising. All that decides what is compiled and what memory is taken.
+
+    `own`: what a sequence may read by itself, the last being the longest sequence there is. `shared`: starts that up to `fan` sequences
+    read in one copy, where there are any. `prefill`: what is prefilled at once of a sequence, `prefill_tokens` of all that are
+    prefilled together; `read_tokens` of their own are read by all rows of a program, which has fewer rows than `slots` where they would
+    be more. `steps`: tokens decoded between two looks of the host. `paged`: decoding reads pages where they lie, and nothing is shared
+    (None: on a TPU); elsewhere a row's pages are read into arrays of their own once for so many steps.
+    """
+
+    own: tuple[int, ...]
+    prefill: tuple[int, ...]
+    shared: tuple[int, ...] = ()
+    slots: int = 64
+    fan: int = 8
+    page: int = 16
+    pages: int = 4096
+    prefill_tokens: int = 4096
+    read_tokens: int = 65_536
+    steps: int = 16
+    paged: bool | None = None
+
+    def __post_init__(self):
+        for name in ("slots", "fan", "page", "pages", "prefill_tokens", "read_tokens", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"engine.{name}: {getattr(self, name)}; give 1 or more")
+        for name in ("own", "prefill", "shared"):
+            lengths = getattr(self, name)
+            if list(lengths) != sorted(set(lengths)) or any(length < 1 or length % self.page for length in lengths):
+                raise ValueError(f"engine.{name}: {lengths}; lengths rise and are multiples of engine.page = {self.page}, change them")
+        if not self.own or not self.prefill:
+            raise ValueError(f"engine.own, prefill: {self.own}, {self.prefill}; give at least one length each")
+        if self.slots % self.fan:
+            raise ValueError(f"engine.slots: {self.slots}; they are shared out in lines of engine.fan = {self.fan}, make it a multiple")
+        if self.pages * self.page < self.own[-1]:
+            raise ValueError(
+                f"engine.pages: {self.pages} of {self.page} tokens; one sequence may have {self.own[-1]}, "
+                f"give at least {self.own[-1] // self.page}"
+            )
+
+    def width(self, tokens: int) -> int:
+        """The length in which so many tokens are read; 0 for none."""
+        return next(length for length in (0, *self.own) if length >= tokens)
+
+    def rows(self, width: int) -> int:
+        """Rows of a program in each of which so many tokens are read."""
+        return max(1, min(self.slots, self.read_tokens // max(1, width)))
+
+    def prefill_rows(self, length: int, before: int) -> int:
+        """Rows in which pieces of a length are prefilled after so many tokens."""
+        return max(1, min(self.rows(self.width(before)), self.prefill_tokens // length))
+
+    def piece(self, missing: int) -> int:
+        """The length to prefill so many tokens in, in one piece or, where they are too many, in several."""
+        return next((length for length in self.prefill if length >= missing), self.prefill[-1])

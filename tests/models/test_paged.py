@@ -1,0 +1,260 @@
+"""Pages against a dense cache: all lengths, rows that pause, the decoder, a mesh; and the kernel through the TPU's compiler."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel, ref_ragged_paged_attention
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from models.attention import DenseCache, PagedCache, paged
+from models.qwen3_vl import abstract_model, tiny
+from models.qwen3_vl.text import KV, TextDecoder
+from models.sharding import MESH_AXES
+from tests.models.program import FOR_TPU, run
+
+NOISE = 9.0  # what nobody may see: seen, it would change everything
+rng = np.random.default_rng(0)
+
+
+def draw(*shape: int, dtype=jnp.float32) -> jax.Array:
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+
+def paged_cache(kv: KV, lengths: np.ndarray, page: int, pages: int) -> PagedCache:
+    """Each row's first tokens on pages anywhere in the pool; NOISE in all other slots. Rows have `pages` pages, whatever they hold."""
+    (layers, b, _, k, h), last = kv.k.shape, len(lengths) * pages
+    tables = rng.permutation(last + 5)[:last].reshape(b, pages)  # five are nobody's
+    pool = np.full((layers, last + 5, page, 2 * k, h), NOISE, np.float32)
+    for row, length in enumerate(lengths):
+        for at in range(length):
+            slot = pool[:, tables[row, at // page], at % page]
+            slot[:, 0::2], slot[:, 1::2] = kv.k[:, row, at], kv.v[:, row, at]
+    return PagedCache(jnp.asarray(pool, kv.k.dtype), jnp.asarray(tables, jnp.int32), jnp.asarray(lengths, jnp.int32))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def one_token(cache, layer, q, k, v, active):
+    out, cache = cache.attend(layer, q, k, v)
+    return out, cache.advance(active)
+
+
+@pytest.mark.parametrize("page", [4, 16])
+def test_equals_a_dense_cache(page):
+    """Rows of all lengths around a page's border take several steps; some pause, and what they were fed then is gone."""
+    lengths = np.array([0, 1, page - 1, page, page + 1, 2 * page - 1, 2 * page])
+    b, n, k, h, steps, layers = len(lengths), 4, 2, 16, 5, 3
+    kv = KV(draw(layers, b, 2 * page, k, h), draw(layers, b, 2 * page, k, h))
+    cache, held = paged_cache(kv, lengths, page, 4), lengths.copy()
+    pool = np.asarray(cache.pages).copy()
+    dense = DenseCache.prefilled(kv, jnp.arange(2 * page) < lengths[:, None], steps)
+    active = np.arange(steps)[:, None] % b != np.arange(b)  # each row pauses once, or never
+    for going in active:
+        q, new_k, new_v = draw(b, n, h), draw(b, k, h), draw(b, k, h)
+        found, cache = one_token(cache, jnp.int32(1), q, new_k, new_v, going)
+        expected, dense = dense.attend(1, q, new_k, new_v)
+        dense = dense.advance(jnp.asarray(going))
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+        at = np.asarray(cache.tables)[np.arange(b), held // page], held % page
+        pool[1, *at] = jnp.stack([new_k, new_v], 2).reshape(b, 2 * k, h)
+        held += going
+    np.testing.assert_array_equal(cache.lengths, held)
+    np.testing.assert_array_equal(cache.pages, pool)  # other layers, pages and slots are as they were
+
+
+def test_a_row_whose_pages_are_full_keeps_them():
+    kv = KV(draw(2, 2, 8, 1, 8), draw(2, 2, 8, 1, 8))
+    cache = paged_cache(kv, np.array([8, 3]), 4, 2)
+    pages, held = np.asarray(cache.pages), np.asarray(cache.tables)[0]
+    out, after = one_token(cache, jnp.int32(0), draw(2, 2, 8), draw(2, 1, 8), draw(2, 1, 8), np.array([False, True]))
+    assert np.isfinite(out).all()
+    np.testing.assert_array_equal(np.asarray(after.pages)[:, held], pages[:, held])
+    assert (np.asarray(after.pages) != pages).sum() == 2 * 8
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_the_kernel_is_given_means_the_same(monkeypatch, dtype):
+    """The kernel's own reference in its place, after the kernel's own checks: what XLA computes from the same pages."""
+    lengths, page = np.array([0, 16, 40]), 16
+    kv = KV(draw(3, 3, 48, 2, 128, dtype=dtype), draw(3, 3, 48, 2, 128, dtype=dtype))
+    token = draw(3, 4, 128, dtype=dtype), draw(3, 2, 128, dtype=dtype), draw(3, 2, 128, dtype=dtype)
+    cache = paged_cache(kv, lengths, page, 3)
+    expected, after = cache.attend(jnp.int32(2), *token)
+    calls = []
+
+    def reference(*arrays, sm_scale, **blocks):
+        kernel.dynamic_validate_inputs(*arrays, sm_scale=sm_scale, **blocks)
+        calls.append(blocks)
+        return ref_ragged_paged_attention(*arrays, sm_scale=sm_scale)
+
+    monkeypatch.setattr(paged, "ragged_paged_attention", reference)
+    monkeypatch.setattr(paged, "platform", lambda: "tpu")
+    found, written = cache.attend(jnp.int32(2), *token)
+    assert calls == [{"num_kv_pages_per_block": 3, "num_queries_per_block": 3}] and found.dtype == dtype
+    np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), atol=1e-5 if dtype == jnp.float32 else 0.02, rtol=0)
+    np.testing.assert_array_equal(written.pages, after.pages)
+
+
+@pytest.fixture(scope="module")
+def text() -> TextDecoder:
+    graph, state = nnx.split(abstract_model(tiny(97)).text)
+
+    def noise(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.asarray(rng.normal("norm" in str(path), 0.2, leaf.shape), leaf.dtype)
+
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(noise, state))
+
+
+def test_the_decoder_gets_the_same_hidden_states(text):
+    """Rows of other lengths, one of them empty but for the token; step by step, as the whole rows and as a dense cache have them."""
+    lengths, steps, page = np.array([0, 3, 4, 9]), 3, 4
+    ids = rng.integers(0, 97, (4, 9 + steps))
+    expected, whole = text(ids, jnp.broadcast_to(jnp.arange(9 + steps), (3, 4, 9 + steps)))
+    kv = KV(*(x[:, :, :9] for x in whole))
+    cache, dense = paged_cache(kv, lengths, page, 4), DenseCache.prefilled(kv, jnp.arange(9) < lengths[:, None], steps)
+    decode = nnx.jit(lambda text, ids, positions, cache: text.decode(ids, positions, cache))
+    rows, going = np.arange(4), jnp.ones(4, bool)
+    for at in (lengths + step for step in range(steps)):
+        given = ids[rows, at], np.broadcast_to(at, (3, 4))
+        found, cache = decode(text, *given, cache)
+        same, dense = decode(text, *given, dense)
+        cache, dense = cache.advance(going), dense.advance(going)
+        np.testing.assert_allclose(found, same, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(found, expected[rows, at], atol=1e-4, rtol=0)
+
+
+def shapes(c: int, h: int, dtype) -> PagedCache:
+    array = jax.ShapeDtypeStruct
+    pages, tables, lengths = array((2, 9, 16, c, h), dtype), array((4, 2), jnp.int32), array((4,), jnp.int32)
+    return PagedCache(pages, tables, lengths)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("c", "h", "dtype", "devices", "expected"),
+    [
+        (16, 128, jnp.bfloat16, 1, True),
+        (16, 128, jnp.bfloat16, 4, True),
+        (16, 128, jnp.bfloat16, 8, True),
+        (16, 128, jnp.bfloat16, 16, False),  # eight heads
+        (16, 128, jnp.float32, 8, True),
+        (24, 128, jnp.float32, 1, True),
+        (24, 128, jnp.bfloat16, 1, False),  # twelve heads
+        (6, 128, jnp.float32, 1, False),
+        (16, 64, jnp.bfloat16, 1, False),
+        (16, 256, jnp.bfloat16, 1, False),
+        (16, 128, jnp.float16, 1, False),
+    ],
+)
+def test_what_the_kernel_supports(c, h, dtype, devices, expected):
+    cache = shapes(c, h, dtype)
+    assert paged.supports(cache.pages, devices) == expected
+
+
+@pytest.mark.parametrize(("platform", "h", "tensor", "uses"), [("tpu", 128, 2, True), ("tpu", 64, 2, False), ("cpu", 128, 2, False)])
+def test_the_mesh_says_where_it_will_run(platform, h, tensor, uses):
+    cache, token = shapes(8, h, jnp.bfloat16), [jax.ShapeDtypeStruct((4, n, h), jnp.bfloat16) for n in (8, 4, 4)]
+    device = AbstractDevice(device_kind="any", num_cores=1, platform=platform)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1, 1, tensor), MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)):
+        program = str(jax.make_jaxpr(lambda cache, *token: cache.attend(1, *token))(cache, *token))
+    assert "shard_map" in program and ("pallas_call" in program) == uses
+
+
+@pytest.mark.slow
+def test_eight_devices_equal_one():
+    """kv heads over devices that divide them, over some that do not, and over some while others do nothing else."""
+    run(
+        """
+        import jax, jax.numpy as jnp, numpy as np
+        from jax.sharding import NamedSharding, PartitionSpec
+        from models.attention import PagedCache
+        from models.sharding import make_mesh
+
+        rng = np.random.default_rng(0)
+        draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+        pool, tables = draw(2, 12, 4, 8, 16), rng.permutation(12).astype(np.int32).reshape(4, 3)
+        cache = PagedCache(pool, tables, np.array([0, 3, 4, 9], np.int32))
+        token = draw(4, 8, 16), draw(4, 4, 16), draw(4, 4, 16)
+        step = lambda cache, token: cache.attend(jnp.int32(1), *token)
+        one = jax.jit(step)(cache, token)
+        for shape in ((1, 1, 4), (2, 1, 2), (1, 1, 8), (4, 2, 1)):
+            mesh = make_mesh(*shape)
+            at = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))
+            placed = PagedCache(jax.device_put(pool, at(None, None, None, "tensor")), *jax.device_put(cache[1:], at()))
+            with jax.set_mesh(mesh):
+                many = jax.jit(step)(placed, jax.device_put(token, at()))
+            for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-5, rtol=0, err_msg=str(shape))
+            if shape[2] < 8:
+                assert many[1].pages.sharding.spec[3] == "tensor", shape
+        print("done")
+        """,
+        XLA_FLAGS="--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "tensor", "dtype"), [("v5e:2x2", 4, "bfloat16"), ("v6e:2x2", 1, "bfloat16"), ("v5e:2x2", 4, "float32")]
+)
+def test_decoding_compiles_for_tpu_without_a_copy_of_the_pool(topology, tensor, dtype):
+    """Four tokens through four layers of the 8B model on a topology that this machine lacks: 32 rows, half a million tokens of pages."""
+    pytest.importorskip("libtpu", reason="the TPU's compiler; pip install libtpu")
+    printed = run(
+        f"""
+        import dataclasses, re
+        import jax, jax.numpy as jnp, numpy as np
+        from flax import nnx
+        from jax.experimental import topologies
+        from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+        from models.attention import PagedCache
+        from models.qwen3_vl import qwen3_vl
+        from models.qwen3_vl.text import TextDecoder
+        from models.sharding import MESH_AXES, param_shardings
+
+        tensor, dtype = {tensor}, jnp.{dtype}
+        devices = topologies.get_topology_desc(platform="tpu", topology_name="{topology}").devices[:tensor]
+        mesh = Mesh(np.array(devices).reshape(1, 1, tensor), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+        config = dataclasses.replace(qwen3_vl("8b").text, num_hidden_layers=4)
+        graph, state = nnx.split(nnx.eval_shape(lambda: TextDecoder(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype)))
+        weights = jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y), state, param_shardings(state, mesh))
+
+        def array(dtype, *shape, axes=()):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+        b, m, count, page = 32, 128, 32769, 16
+        pool = array(dtype, 4, count, page, 2 * config.num_key_value_heads, config.head_dim, axes=(None, None, None, "tensor"))
+        cache = PagedCache(pool, array(jnp.int32, b, m), array(jnp.int32, b))
+
+        def loop(weights, cache, tokens, left):
+            text = nnx.merge(graph, weights)
+
+            def body(state):
+                step, tokens, cache, active = state
+                hidden, cache = text.decode(tokens, jnp.broadcast_to(cache.lengths, (3, b)), cache)
+                tokens = jnp.argmax(text.logits(hidden), -1).astype(jnp.int32)
+                return step + 1, tokens, cache.advance(active), active & (step + 1 < left)
+
+            return jax.lax.while_loop(lambda s: (s[0] < 4) & s[3].any(), body, (jnp.int32(0), tokens, cache, left > 0))[1:3]
+
+        with jax.set_mesh(mesh):
+            compiled = jax.jit(loop, donate_argnums=1).lower(weights, cache, array(jnp.int32, b), array(jnp.int32, b)).compile()
+        memory, program = compiled.memory_analysis(), compiled.as_text()
+        held = int(np.prod(pool.sharding.shard_shape(pool.shape))) * dtype.dtype.itemsize
+        temporary = memory.temp_size_in_bytes
+        print("MiB: pool", held / 2**20, "alias", memory.alias_size_in_bytes / 2**20, "temporary", temporary / 2**20)
+        assert program.count("tpu_custom_call") == 1
+        assert memory.alias_size_in_bytes >= held and temporary < held / 5  # not even one layer's pages
+        copies = re.findall(r"= \\w+\\[([0-9,]+)\\]\\S* copy\\(", program)
+        sizes = [int(np.prod([int(n) for n in shape.split(",")])) * dtype.dtype.itemsize for shape in copies]
+        print("largest copy", max(sizes) / 2**20, "of", len(sizes))
+        assert len(sizes) > 3 and held not in sizes
+        print("done")
+        """,
+        **FOR_TPU,
+    )
+    print(printed)

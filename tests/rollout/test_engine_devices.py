@@ -1,0 +1,151 @@
+"""An engine on several devices samples what it samples on one, and its cache lies where the heads of its model lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.qwen3_vl import Qwen3VL, Qwen3VLConfig, abstract_model
+from models.qwen3_vl.config import TextConfig, VisionConfig
+from models.sharding import make_mesh, param_shardings
+from paravt_jax.records import Frame
+from rollout.engine import Engine
+from rollout.requests import Request, Sample, Sampling
+from rollout.settings import EngineSettings
+
+
+@pytest.mark.slow
+def test_many_devices_equal_one():
+    """In a process with eight fake devices: this file as a program."""
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+MESHES = ((1, 1, 2), (1, 1, 4), (1, 2, 1), (1, 2, 2))  # data, fsdp, tensor; on the last tokens are decoded on the pages
+VISION = VisionConfig(
+    hidden_size=16,
+    depth=1,
+    num_heads=4,
+    intermediate_size=32,
+    out_hidden_size=64,
+    num_position_embeddings=4,
+    deepstack_visual_indexes=(0,),
+)
+TEXT = TextConfig(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=8,
+    mrope_section=(2, 1, 1),
+    rope_theta=10_000.0,
+    tie_word_embeddings=False,
+)
+CONFIG = Qwen3VLConfig(VISION, TEXT, image_token_id=95, video_token_id=94, vision_start_token_id=93, vision_end_token_id=92)
+SETTINGS = EngineSettings(
+    own=(32, 64), shared=(16, 32), prefill=(8, 32), slots=4, fan=2, page=4, pages=48, prefill_tokens=64, steps=3
+)  # less room than is asked for at once
+
+
+class Pictures:
+    """Frames as the engine asks for them: four tokens each, noise for vectors."""
+
+    def grid(self, name: str) -> tuple[int, int]:
+        return 4, 4
+
+    def tokens(self, name: str) -> int:
+        return 4
+
+    def key(self, frame: Frame) -> tuple:
+        return frame.video, frame.index
+
+    def __call__(self, frames: Sequence[Frame]) -> np.ndarray:
+        shape = (4, 1 + VISION.levels, TEXT.hidden_size)
+        return np.concatenate([np.random.default_rng(frame.index).normal(size=shape).astype(np.float32) for frame in frames])
+
+
+def requests() -> list[Request]:
+    """Two groups with frames that begin alike, words alone, every kind of sampling."""
+    rng = np.random.default_rng(0)
+    frames = tuple(Frame("a", index, float(index)) for index in range(3))
+    opening = np.concatenate([rng.integers(0, 90, 5), [95] * 4, [1], [95] * 4, [2, 3]])
+    groups = [
+        Request(np.concatenate([opening, rng.integers(0, 90, 7)]), frames[:2], Sampling(10), (1, 2, 3)),
+        Request(np.concatenate([opening, [95] * 4, rng.integers(0, 90, 2)]), frames, Sampling(7, 0.6, top_k=20), (4, 5)),
+    ]
+    lengths = (3, 20, 41)
+    return groups + [Request(rng.integers(0, 90, n), (), Sampling(12, n % 2 * 1.0, top_p=0.9, stop_ids=(n,)), (n,)) for n in lengths]
+
+
+def play(engine: Engine) -> list[Sample]:
+    """The requests, and the next turn of every sample."""
+    first = requests()
+    answers = engine.generate(first)
+    turns = [
+        dataclasses.replace(request, ids=np.concatenate([request.ids, sample.ids, np.arange(10, 15)]), seeds=(9,))
+        for request, samples in zip(first, answers, strict=True)
+        for sample in samples
+        if len(request.ids) + len(sample.ids) + 5 + request.sampling.max_new_tokens <= SETTINGS.own[-1]
+    ]
+    assert len(turns) >= 6
+    return [sample for samples in [*answers, *engine.generate(turns)] for sample in samples]
+
+
+def noise() -> Any:
+    """Weights that make words vary."""
+    graph, state = nnx.split(abstract_model(CONFIG), nnx.Param)
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.asarray(rng.normal(float("norm" in str(path)), 0.2, leaf.shape), leaf.dtype)
+
+    return graph, jax.tree_util.tree_map_with_path(draw, state)
+
+
+def make(graph: nnx.GraphDef[Qwen3VL], state: nnx.State, paged: bool = False) -> Engine:
+    pictures: Any = Pictures()
+    return Engine(nnx.merge(graph, state), pictures, dataclasses.replace(SETTINGS, paged=paged))
+
+
+def main() -> None:
+    graph, state = noise()
+    one = make(graph, state)
+    expected = play(one)
+    assert len({tuple(sample.ids) for sample in expected}) > 10 and one.counts.reused_tokens > 100
+    for shape in MESHES:
+        mesh = make_mesh(*shape)
+        paged = shape == MESHES[-1]
+        engine = make(graph, jax.device_put(state, param_shardings(state, mesh)), paged)
+        for sample, other in zip(play(engine), expected, strict=True):
+            np.testing.assert_array_equal(sample.ids, other.ids, err_msg=str(shape))
+            np.testing.assert_allclose(sample.logprobs, other.logprobs, atol=1e-5, err_msg=str(shape))
+        assert engine.counts.prefilled_tokens == one.counts.prefilled_tokens
+        assert bool(engine._runner._lines) is not paged
+        for name, array, axis in [("pool", engine._runner._pool, 3)] + [
+            (f"line {length}", array, 0) for length, lines in engine._runner._lines.items() for array in jax.tree.leaves(lines)
+        ]:
+            whole, part = list(array.shape), list(array.addressable_shards[0].data.shape)
+            assert len(array.sharding.device_set) == mesh.size, (shape, name)
+            assert part[axis] * shape[2] == whole[axis] and part[:axis] + part[axis + 1 :] == whole[:axis] + whole[axis + 1 :], (
+                shape,
+                name,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Greedy tokens of the engine: those of transformers' `generate`, and those of one prompt at a time here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import av
+import numpy as np
+import pytest
+
+from models.features import FrameFeatures, FrameSettings
+from models.processor import patchify
+from models.qwen3_vl import Inputs, Qwen3VL, Qwen3VLConfig, hf, mrope_positions
+from models.qwen3_vl.config import TextConfig, VisionConfig, to_hf
+from models.qwen3_vl.generate import generate
+from models.qwen3_vl.rope import visual_index
+from paravt_jax import video
+from paravt_jax.records import Frame
+from rollout.engine import Engine
+from rollout.requests import Request, Sampling
+from rollout.settings import EngineSettings
+from tests.models.parity import END, IMAGE, START, VIDEO, Case, write_model
+
+pytestmark = pytest.mark.parity
+
+NEW, LATER = 72, 24  # tokens of a first turn and of a second
+CONFIG = Qwen3VLConfig(
+    VisionConfig(
+        hidden_size=16,
+        depth=3,
+        num_heads=2,
+        intermediate_size=20,
+        out_hidden_size=32,
+        num_position_embeddings=9,
+        deepstack_visual_indexes=(0, 2),
+    ),
+    TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        mrope_section=(4, 2, 2),
+        rope_theta=10_000.0,
+        tie_word_embeddings=False,
+    ),
+    image_token_id=IMAGE,
+    video_token_id=VIDEO,
+    vision_start_token_id=START,
+    vision_end_token_id=END,
+)
+SETTINGS = EngineSettings(
+    own=(64, 192, 320), shared=(48, 96), prefill=(16, 64), slots=4, fan=2, page=16, pages=70, prefill_tokens=128, steps=7
+)
+SIZES = {"wide.mp4": (96, 160), "tall.mp4": (128, 96)}  # height and width: 15 and 12 visual tokens a frame
+OPENING = (5, ("wide.mp4", 0), 2, ("wide.mp4", 4))
+PROMPTS = (  # numbers of words, and frames
+    (*OPENING, 6),
+    (*OPENING, 9),  # another question about the same frames
+    (*OPENING, ("wide.mp4", 5), 3),  # one frame more
+    (5, ("wide.mp4", 0), 2, ("tall.mp4", 4), 3),  # one that is another's
+    (3, ("tall.mp4", 1), ("tall.mp4", 0), 1, ("tall.mp4", 7), 4),
+    (45,),
+    (1,),
+    (("tall.mp4", 3), 1),
+)
+
+
+class Sides(NamedTuple):
+    model: Qwen3VL
+    theirs: Any
+    features: FrameFeatures
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory) -> Sides:
+    """The same weights on both sides, and videos of noise. Placeholders score 0: in a next turn transformers would take them for frames."""
+    pytest.importorskip("torch", reason="the oracle; install the extra parity")
+    from tests.models import parity_theirs
+
+    folder = tmp_path_factory.mktemp("parity")
+    theirs = parity_theirs.make_model(Case(to_hf(CONFIG), (), seed=33))
+    theirs.lm_head.weight.data[[IMAGE, VIDEO]] = 0.0
+    write_model(folder, to_hf(CONFIG), parity_theirs.weights(theirs))
+    for name, size in SIZES.items():
+        write_noise(folder / name, size)
+    model = hf.load(folder)
+    return Sides(model, theirs, FrameFeatures(model.vision, model.config, FrameSettings(batch=2), folder))
+
+
+def write_noise(path: Path, size: tuple[int, int]) -> None:
+    rng = np.random.default_rng(0)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=2)
+        stream.height, stream.width = size
+        stream.pix_fmt = "yuv420p"
+        for _ in range(8):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(rng.integers(0, 256, (*size, 3), np.uint8), format="rgb24")))
+        container.mux(stream.encode(None))
+
+
+def prompts(features: FrameFeatures) -> list[tuple[np.ndarray, tuple[Frame, ...]]]:
+    """Ids and frames. Two prompts have the same words as long as their parts are the same."""
+    found = []
+    for parts in PROMPTS:
+        ids: list[int] = []
+        frames: list[Frame] = []
+        for number, part in enumerate(parts):
+            if isinstance(part, int):
+                ids += np.random.default_rng([number, part]).integers(0, IMAGE, part).tolist()
+            else:
+                frames.append(Frame(*part, time=0.0))
+                ids += [START, *[IMAGE] * features.tokens(part[0]), END]
+        found.append((np.array(ids, np.int32), tuple(frames)))
+    return found
+
+
+def pixels(features: FrameFeatures, frames: tuple[Frame, ...]) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
+    """The patches of frames, which already have the size that the model sees, and their grids."""
+    patches = [patchify(video.read(features.root / frame.video, [frame.index]))[0] for frame in frames]
+    empty = np.zeros((0, CONFIG.vision.patch_dim), np.float32)
+    return np.concatenate([empty, *patches]), [(1, *features.grid(frame.video)) for frame in frames]
+
+
+def by_transformers(sides: Sides, asked: list[tuple[np.ndarray, tuple[Frame, ...]]], new: int) -> list[list[int]]:
+    """One batch, padded on the left. No choice between the two best words is so close that rounding would decide."""
+    import torch  # pyright: ignore[reportMissingImports]  (the extra parity)
+
+    longest = max(len(ids) for ids, _ in asked)
+    ids = torch.tensor(np.stack([np.pad(ids, (longest - len(ids), 0)) for ids, _ in asked]), dtype=torch.long)
+    valid = torch.tensor(np.stack([np.arange(longest) >= longest - len(ids) for ids, _ in asked])).long()
+    seen = [pixels(sides.features, frames) for _, frames in asked]
+    with torch.no_grad():
+        output = sides.theirs.generate(
+            input_ids=ids,
+            attention_mask=valid,
+            mm_token_type_ids=((ids == IMAGE) & (valid == 1)).int(),
+            pixel_values=torch.tensor(np.concatenate([patches for patches, _ in seen])),
+            image_grid_thw=torch.tensor([grid for _, grids in seen for grid in grids]),
+            do_sample=False,
+            max_new_tokens=new,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    best = torch.stack(output.logits).topk(2).values
+    assert (best[..., 0] - best[..., 1]).min() > 1e-4
+    return output.sequences[:, longest:].tolist()
+
+
+def alone(sides: Sides, ids: np.ndarray, frames: tuple[Frame, ...]) -> list[int]:
+    """By `models.qwen3_vl.generate`, which knows no batches, no pages and no cache of frames."""
+    patches, grids = pixels(sides.features, frames)
+    inputs = Inputs(ids, mrope_positions(ids, grids, CONFIG), visual_index(ids, IMAGE), patches, grids)
+    return generate(sides.model, inputs, new_tokens=NEW, stop_ids=()).tolist()
+
+
+@pytest.fixture(scope="module")
+def turns(sides):
+    """What the engine gives: the prompts, its tokens, the prompts of the next turn, and its tokens."""
+    engine = Engine(sides.model, sides.features, SETTINGS)
+
+    def run(asked, new: int) -> list[list[int]]:
+        requests = [Request(ids, frames, Sampling(new, 0.0), (n,)) for n, (ids, frames) in enumerate(asked)]
+        return [sample.ids.tolist() for (sample,) in engine.generate(requests)]
+
+    first = prompts(sides.features)
+    said = run(first, NEW)
+    rng = np.random.default_rng(1)
+    second = [
+        (np.concatenate([ids, new, rng.integers(0, IMAGE, 6)]).astype(np.int32), frames)
+        for (ids, frames), new in zip(first, said, strict=True)
+    ]
+    later = run(second, LATER)
+    assert engine.counts.reused_tokens > sum(len(ids) for ids, _ in first)
+    return first, said, second, later
+
+
+def test_greedy_tokens_are_those_of_transformers(sides, turns):
+    first, said, second, later = turns
+    assert len(np.unique(said)) > 20 and len({tuple(ids) for ids in said}) == len(said), "words that vary"
+    assert said == by_transformers(sides, first, NEW)
+    assert later == by_transformers(sides, second, LATER)
+
+
+def test_greedy_tokens_are_those_of_one_prompt_at_a_time(sides, turns):
+    first, said, *_ = turns
+    for (ids, frames), expected in zip(first, said, strict=True):
+        assert alone(sides, ids, frames) == expected

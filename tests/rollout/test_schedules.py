@@ -1,0 +1,531 @@
+"""The engine under any schedule of requests, steps, cancellations, deadlines and new weights, against a slow reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+import rollout.runner
+from models.qwen3_vl import Qwen3VL, Qwen3VLConfig, abstract_model
+from models.qwen3_vl.config import TextConfig, VisionConfig
+from paravt_jax.records import Frame
+from rollout.engine import Engine
+from rollout.pages import PageTree
+from rollout.programs import Lines, Pool, Programs
+from rollout.requests import Request, Sample, SampleStop, Sampling
+from rollout.settings import EngineSettings
+from tests.rollout.reference_engine import Pictures, Reference
+
+SETTINGS = EngineSettings(own=(16, 32), shared=(16,), prefill=(4, 16), slots=4, fan=2, page=4, pages=64, prefill_tokens=32, steps=2)
+# Larger pages, two lengths of lines; where rows are wide, all that run are too many for one program.
+OTHERS = EngineSettings(
+    own=(16, 40), shared=(16, 24), prefill=(8,), slots=6, fan=3, page=8, pages=48, prefill_tokens=24, read_tokens=160, steps=2
+)
+PAGED = dataclasses.replace(SETTINGS, paged=True, shared=())
+WORDS, IMAGE, VIDEO, OPEN, CLOSE = 20, 20, 21, 22, 23  # the first are words
+TOKEN_BYTES = [b"a", b"b", b"ab", b"", b"\xc3", b"\xa9", b"ba", b"c"] * 3
+WEIGHTS = 3  # so many different ones; every version has those of its number
+MOST_VERSIONS = 100
+SIZES = {"wide": (2, 8), "small": (2, 2), "gone": (2, 2)}  # frames of four tokens and of one; the last cannot be read
+
+
+class Dirty(Programs):
+    """Programs that are compiled once for all engines of a bench. What nobody wrote yet is not 0, so that reading it shows."""
+
+    def make_pool(self, pages: int) -> Pool:
+        return self._dirty(super().make_pool, pages)
+
+    def make_lines(self, count: int, length: int) -> Lines:
+        return self._dirty(super().make_lines, count, length)
+
+    def _dirty(self, make: Callable[..., Any], *sizes: int) -> Any:
+        return jax.tree.map(lambda x: jnp.full(x.shape, 7.0, x.dtype), jax.eval_shape(lambda: make(*sizes)))
+
+
+class Bench:
+    """Engines of one model and one size, each with nothing in it, and what each of their samples should be."""
+
+    def __init__(self, settings: EngineSettings):
+        self.settings = settings
+        vision = VisionConfig(16, 1, 2, 32, 16, num_position_embeddings=4, deepstack_visual_indexes=(0,))
+        text = TextConfig(
+            vocab_size=len(TOKEN_BYTES),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            mrope_section=(3, 3, 2),
+            rope_theta=10_000.0,
+            tie_word_embeddings=True,
+        )
+        self.config = Qwen3VLConfig(
+            vision, text, image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=OPEN, vision_end_token_id=CLOSE
+        )
+        graph, state = nnx.split(abstract_model(self.config))
+        rng = np.random.default_rng(0)
+
+        def noise(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            middle = 1.0 if "norm" in str(path) or "scale" in str(path) else 0.0
+            return jnp.asarray(rng.normal(middle, 0.3, leaf.shape), leaf.dtype)
+
+        self.model: Qwen3VL = nnx.merge(graph, jax.tree_util.tree_map_with_path(noise, state))
+        own = nnx.split(self.model.text)[1]
+        different = [own, *(jax.tree_util.tree_map_with_path(noise, own) for _ in range(WEIGHTS - 1))]
+        self.weights = {version: different[version % WEIGHTS] for version in range(MOST_VERSIONS)}
+        self.features = Pictures(self.config, SIZES, gone=("gone",))
+        self.reference = Reference(self.model, self.features, self.weights, settings.own[-1], TOKEN_BYTES)
+        self._programs = functools.cache(lambda *sizes: Dirty(self.model, *sizes))
+
+    def engine(self, clock=lambda: 0.0, pages: int | None = None) -> Engine:
+        """An engine that has nothing yet, and only so many of its pages."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rollout.runner, "Programs", lambda model, *sizes: self._programs(*sizes))
+            engine = Engine(self.model, self.features, self.settings, TOKEN_BYTES, clock)
+        if pages is not None:
+            engine._tree = PageTree(pages, self.settings.page)
+        return engine
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench(SETTINGS)
+
+
+# --- what is asked ---
+
+_TEXT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9)
+_A, _B, _SMALL, _GONE = Frame("wide", 0, 0.0), Frame("wide", 1, 1.0), Frame("small", 5, 0.5), Frame("gone", 0, 0.0)
+# What many requests start with: nothing, a text, frames that lie across pages and pieces, the same in another order.
+OPENINGS: tuple[tuple[int | Frame, ...], ...] = (
+    (),
+    _TEXT,
+    (*_TEXT[:6], _A, _SMALL, 6),
+    (*_TEXT[:6], _A, _B, 6),
+    (*_TEXT[:6], _B, _A, 6),
+    (8, _SMALL, _GONE),
+)
+
+
+def written(parts: tuple[int | Frame, ...]) -> tuple[np.ndarray, tuple[Frame, ...]]:
+    """Token ids, with frames as their placeholders, and the frames."""
+    ids: list[int] = []
+    for part in parts:
+        if isinstance(part, Frame):
+            height, width = SIZES[part.video]
+            ids += [OPEN, *[IMAGE] * (height * width // 4), CLOSE]
+        else:
+            ids.append(part)
+    return np.array(ids, np.int32), tuple(part for part in parts if isinstance(part, Frame))
+
+
+SAMPLINGS = st.builds(
+    Sampling,
+    max_new_tokens=st.sampled_from([0, 1, 3, 7, 12, 13, 14]),
+    temperature=st.sampled_from([0.0, 0.6, 1.0, 3.0]),
+    top_k=st.sampled_from([0, 0, 3]),
+    top_p=st.sampled_from([1.0, 1.0, 0.8]),
+    stop_ids=st.lists(st.integers(0, WORDS - 1), max_size=2).map(tuple),
+    stop_strings=st.sampled_from([(), (), (b"ab",), (b"bab", b"\xc3\xa9"), (b"aab",), (b"cab", b"bb")]),
+    deadline=st.sampled_from([math.inf, math.inf, 1.0, 3.0]),
+)
+SEEDS = st.lists(st.sampled_from([0, 1, 2, 2**32 + 1, -1]), min_size=1, max_size=3).map(tuple)
+TAILS = st.lists(st.integers(0, 2), min_size=1, max_size=4)
+
+
+@st.composite
+def requests(draw) -> Request:
+    """An opening or its first part, then a few words: prompts part anywhere, on a page as well as between pages."""
+    opening = draw(st.sampled_from(OPENINGS))
+    end = draw(st.just(len(opening)) | st.integers(0, len(opening)))
+    return Request(*written((*opening[:end], *draw(TAILS))), draw(SAMPLINGS), draw(SEEDS))
+
+
+# --- the schedules ---
+
+
+@dataclasses.dataclass
+class Asked:
+    """A request that was taken in. `version`: what a sample of each seed may be of, from the first to the last."""
+
+    request: Request
+    until: float
+    first: list[int]
+    last: list[float]
+    done: bool = False
+
+
+class Schedule(RuleBasedStateMachine):
+    """Any course of what a caller may do; all is checked after each, and every sample when it has come."""
+
+    def __init__(self, bench: Bench):
+        super().__init__()
+        self.bench, self.size, self.now, self.clock = bench, bench.settings.page, 0.0, lambda: self.now
+        self.asked: dict[int, Asked] = {}
+        self.samples: list[tuple[Request, int, Sample]] = []
+
+    @initialize(spare=st.sampled_from([1000, 12, 5, 1, 0]))
+    def start(self, spare: int):
+        """So many more pages than the longest sequence takes."""
+        self.pages = min(self.bench.settings.own[-1] // self.size + spare, self.bench.settings.pages)
+        self.engine = self.bench.engine(self.clock, self.pages)
+
+    # --- what a caller does ---
+
+    @rule(wanted=st.lists(requests(), min_size=1, max_size=3), at_once=st.booleans())
+    def submit(self, wanted: list[Request], at_once: bool):
+        for request in wanted:
+            self.ask(request)
+        if at_once:
+            self.step()
+
+    def ask(self, request: Request) -> None:
+        if len(request.ids) + request.sampling.max_new_tokens > self.bench.settings.own[-1]:
+            with pytest.raises(ValueError, match="engine.own"):
+                self.engine.submit(request)
+            return
+        ticket, count = self.engine.submit(request), len(request.seeds)
+        assert ticket not in self.asked
+        self.asked[ticket] = Asked(request, self.now + request.sampling.deadline, [self.engine.version] * count, [math.inf] * count)
+
+    @precondition(lambda self: self.samples)
+    @rule(which=st.integers(0, 9), keep=st.integers(0, 9), tail=TAILS, sampling=SAMPLINGS, seeds=SEEDS)
+    def go_on(self, which: int, keep: int, tail: list[int], sampling: Sampling, seeds: tuple[int, ...]):
+        """A turn more, after all that was said or a part of it."""
+        request, _, sample = self.samples[-1 - which % len(self.samples)]
+        ids = np.concatenate([request.ids, sample.ids[:keep], tail]).astype(np.int32)
+        self.ask(Request(ids, request.frames, sampling, seeds))
+
+    @precondition(lambda self: not self.engine.idle)
+    @rule()
+    def step(self):
+        self.take(self.engine.step())
+
+    @precondition(lambda self: self.asked)
+    @rule(which=st.integers(0, 9))
+    def cancel(self, which: int):
+        """Something that is asked for, or was answered, or was cancelled before."""
+        ticket = list(self.asked)[-1 - which % len(self.asked)]
+        self.engine.cancel(ticket)
+        self.asked[ticket].done = True
+
+    @precondition(lambda self: not self.engine.idle)
+    @rule(seconds=st.sampled_from([0.5, 1.0, 4.0]))
+    def wait(self, seconds: float):
+        self.now += seconds
+
+    @precondition(lambda self: self.asked and self.engine.version + 1 < MOST_VERSIONS)
+    @rule(in_flight=st.sampled_from(["finish", "restart"]), new=st.sampled_from([True, True, True, False]))
+    def load(self, in_flight: Literal["finish", "restart"], new: bool):
+        """Other weights under a new number; under an old one they would be mixed with those that are being sampled from."""
+        engine, version = self.engine, self.engine.version + 1
+        running = {(sequence.ticket, sequence.number): sequence.version for sequence in engine._running}
+        if not new and in_flight == "finish" and engine.version in running.values():
+            with pytest.raises(ValueError, match="still being sampled from"):
+                engine.load(self.bench.weights[version], engine.version)
+            return
+        for ticket, asked in self.asked.items():
+            for number, sample in enumerate(engine._open.get(ticket, ())):
+                old = running.get((ticket, number)) if in_flight == "finish" else None
+                if sample is None:
+                    asked.first[number], asked.last[number] = (version, math.inf) if old is None else (old, old)
+        engine.load(self.bench.weights[version], version, in_flight)
+        assert in_flight == "finish" or not engine._running
+
+    @precondition(lambda self: self.asked)
+    @rule()
+    def forget(self):
+        self.engine.forget()
+        assert self.engine._tree.match(self.engine.version, np.array(_TEXT, np.int64)) == ([], None, 0)
+
+    def take(self, answers: list[tuple[int, tuple[Sample, ...]]]) -> None:
+        """What a step answers: each request once, all its samples, those that were out of time when it began among them."""
+        for ticket, samples in answers:
+            asked = self.asked[ticket]
+            assert not asked.done and len(samples) == len(asked.request.seeds)
+            asked.done = True
+            for number, sample in enumerate(samples):
+                assert asked.first[number] <= sample.version <= asked.last[number]
+                assert sample.version <= self.engine.version
+                assert sample.stop is not SampleStop.DEADLINE or asked.until <= self.now
+                self.samples.append((asked.request, asked.request.seeds[number], sample))
+        assert all(asked.done or asked.until > self.now for asked in self.asked.values())
+
+    # --- what holds after each ---
+
+    @invariant()
+    def a_page_is_free_or_in_the_tree_or_lent(self):
+        """Pages of versions that were dropped are in no tree, and held by what runs."""
+        tree, running = self.engine._tree, self.engine._running
+        nodes = {*tree.nodes(), *(node for sequence in running for node in sequence.path)}
+        pages = [*tree._free, *(node.page for node in nodes), *(page for sequence in running for page in sequence.lent)]
+        assert sorted(pages) == list(range(self.pages))
+        users = [node.serial for sequence in running for node in sequence.path]
+        assert all(node.users == users.count(node.serial) for node in nodes)
+        assert set(tree._idle) == {node for node in nodes if not node.users}
+
+    @invariant()
+    def what_runs_has_room_and_what_waits_has_nothing(self):
+        engine = self.engine
+        assert len(engine._running) <= self.bench.settings.slots
+        for sequence in engine._running:
+            needed = len(sequence.prompt.request.ids) + sequence.sampling.max_new_tokens
+            assert len(sequence.pages) * self.size >= needed > len(sequence.pages) * self.size - self.size
+            assert sequence.source is None and sequence.computed == sequence.prompt.known + len(sequence.drawn)
+            assert sum(len(node.tokens) for node in sequence.path) <= sequence.computed
+        assert all(not sequence.path and not sequence.lent and sequence.source is None for sequence in engine._waiting)
+        assert engine.idle == all(asked.done for asked in self.asked.values())
+
+    @invariant()
+    def whatever_is_asked_for_runs_or_waits(self):
+        engine = self.engine
+        there = sorted((sequence.ticket, sequence.number) for sequence in (*engine._running, *engine._waiting))
+        missing = [(t, n) for t, samples in engine._open.items() for n, sample in enumerate(samples) if sample is None]
+        assert there == sorted(missing) and set(engine._open) == {ticket for ticket, asked in self.asked.items() if not asked.done}
+
+    @invariant()
+    def only_weights_that_are_sampled_from_are_kept(self):
+        assert set(self.engine._weights) == {self.engine.version, *(sequence.version for sequence in self.engine._running)}
+        assert set(self.engine._tree._roots) <= set(self.engine._weights)
+
+    # --- what holds at the end ---
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(500):
+            if self.engine.idle:
+                break
+            self.take(self.engine.step())
+        assert self.engine.idle and all(asked.done for asked in self.asked.values()) and not self.engine._open
+        self.a_page_is_free_or_in_the_tree_or_lent()
+        assert all(not node.users for node in self.engine._tree.nodes())
+        for request, seed, sample in self.samples:
+            self.compare(request, seed, sample)
+        for request, _, sample in self.samples:
+            self.compare_pages(request, sample)
+        self.engine.load(self.bench.weights[0], self.engine.version + 1)
+        assert self.engine._tree.free == self.pages
+
+    def compare(self, request: Request, seed: int, sample: Sample) -> None:
+        expected = self.bench.reference.answer(request, seed, sample.version, like=sample)
+        cut = sample.stop is SampleStop.DEADLINE
+        n = len(sample.ids)
+        assert sample.ids.tolist() == expected.ids[:n].tolist() and sample.ids.dtype == np.int32
+        np.testing.assert_allclose(sample.logprobs, expected.logprobs[:n], atol=1e-4)
+        assert sample.logprobs.dtype == np.float32
+        if not cut:
+            assert (n, sample.stop, sample.digest) == (len(expected.ids), expected.stop, expected.digest)
+
+    def compare_pages(self, request: Request, sample: Sample) -> None:
+        """What is kept of a sequence is what a forward pass gives: nothing was written over it."""
+        engine = self.engine
+        if sample.version != engine.version or any(frame.video in self.bench.features.gone for frame in request.frames):
+            return
+        content = np.concatenate([engine._prompt(request).content, sample.ids])[:-1]
+        path, source, more = engine._tree.match(engine.version, content)
+        engine._tree.release(path)
+        count, pages = len(path) * self.size + more, [node.page for node in (*path, *([source] if source else []))]
+        found = np.asarray(engine._runner._pool)[:, pages]
+        found = found.reshape(len(found), -1, *found.shape[3:])[:, :count]
+        keys, values = self.bench.reference.keys_and_values(request, sample.ids.tolist(), sample.version)
+        np.testing.assert_allclose(found[:, :, 0::2], keys[:, :count], atol=1e-4)
+        np.testing.assert_allclose(found[:, :, 1::2], values[:, :count], atol=1e-4)
+
+
+def run_schedules(bench: Bench, examples: int, steps: int) -> None:
+    class Here(Schedule):
+        def __init__(self):
+            super().__init__(bench)
+
+    sizes = settings(max_examples=examples, stateful_step_count=steps, report_multiple_bugs=False)
+    run_state_machine_as_test(Here, settings=sizes)
+
+
+def test_any_schedule(bench):
+    run_schedules(bench, examples=40, steps=25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [SETTINGS, OTHERS, PAGED], ids=["lines", "parts", "paged"])
+def test_many_schedules(sizes):
+    run_schedules(Bench(sizes), examples=400, steps=40)
+
+
+# --- what is computed ---
+
+
+class Known:
+    """What a cache without limits would have: every start of everything that was computed."""
+
+    def __init__(self):
+        self.starts: set[tuple] = {()}
+
+    def missing(self, request: Request, said: Many[int] = ()) -> int:
+        """Tokens to prefill: of all but the last, those after the longest start that is there; then they are there, and `said` is."""
+        pieces = iter([(frame, n) for frame in request.frames for n in range(math.prod(SIZES[frame.video]) // 4)])
+        content = [next(pieces, IMAGE) if token == IMAGE else int(token) for token in request.ids]
+        known = len(content) - 1
+        there = next(n for n in range(known, -1, -1) if tuple(content[:n]) in self.starts)
+        content += [int(token) for token in said]
+        self.starts |= {tuple(content[:n]) for n in range(len(content))}
+        return known - there
+
+
+def plainly(request: Request, new: int) -> Request:
+    """The same, always of so many new tokens."""
+    return dataclasses.replace(request, sampling=Sampling(new), frames=request.frames)
+
+
+READABLE = requests().filter(lambda request: _GONE not in request.frames)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(READABLE, st.integers(1, 6), st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9))), max_size=6))
+def test_nothing_that_is_there_is_prefilled_again(bench, asked):
+    """Requests one after the other, some of which go on from what was said before or from its first tokens."""
+    engine, known, answered = bench.engine(), Known(), []
+    for request, new, after in asked:
+        if after is not None and answered:
+            before, sample = answered[after[0] % len(answered)]
+            ids = np.concatenate([before.ids, sample.ids[: after[1]], request.ids[:2]])
+            request = dataclasses.replace(request, ids=ids.astype(np.int32), frames=before.frames)
+        request = plainly(request, new)
+        if len(request.ids) + new > SETTINGS.own[-1]:
+            continue
+        prefilled, reused = engine.counts.prefilled_tokens, engine.counts.reused_tokens
+        (samples,) = engine.generate([request])
+        # Its first sample's prompt is what the others find, whatever was said meanwhile.
+        needed = [known.missing(request, sample.ids) for sample in samples]
+        assert not any(needed[1:]) and engine.counts.prefilled_tokens - prefilled == needed[0]
+        assert engine.counts.reused_tokens - reused == len(samples) * (len(request.ids) - 1) - needed[0]
+        answered += [(request, sample) for sample in samples]
+        if engine._tree.free < 6 * 3 + 8:  # the next might push something out
+            engine.forget()
+            known = Known()
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(READABLE, st.integers(1, 3)), max_size=5))
+def test_what_requests_have_in_common_is_prefilled_once(bench, asked):
+    """All at once. Those that differ within a page may be prefilled side by side: each of them then computes less than a page again."""
+    engine, known = bench.engine(), Known()
+    wanted = [plainly(request, new) for request, new in asked]
+    answers = engine.generate(wanted)
+    needed = sum(known.missing(request) for request in wanted)
+    assert engine.counts.prefilled_tokens <= needed + (SETTINGS.page - 1) * max(0, len(wanted) - 1)
+    total = sum(len(samples) * (len(request.ids) - 1) for request, samples in zip(wanted, answers, strict=True))
+    assert engine.counts.prefilled_tokens + engine.counts.reused_tokens == total
+
+
+def test_the_turns_of_a_group_prefill_what_is_new(bench):
+    """Four samples of a prompt with frames, then what each was told, twice: prefilling grows with prompts and turns."""
+    engine = bench.engine()
+    ids, frames = written(OPENINGS[2])
+    (samples,) = engine.generate([Request(ids, frames, Sampling(4), (1, 2, 3, 4))])
+    assert engine.counts.prefilled_tokens == len(ids) - 1
+    said = [np.concatenate([ids, sample.ids]) for sample in samples]
+    assert len({tuple(sample.ids) for sample in samples}) == 4
+    for turn, told in enumerate(([6, 7], [9])):
+        before = engine.counts.prefilled_tokens
+        said = [np.concatenate([one, told]).astype(np.int32) for one in said]
+        answers = engine.generate([Request(one, frames, Sampling(3), (turn,)) for one in said])
+        assert engine.counts.prefilled_tokens - before == 4 * len(told)
+        said = [np.concatenate([one, sample.ids]) for one, (sample,) in zip(said, answers, strict=True)]
+    assert {len(one) for one in said} == {len(ids) + 4 + 2 + 3 + 1 + 3}
+
+
+def test_a_full_cache_keeps_what_was_used_last(bench):
+    """Ten pages: the prompt that is asked for all the time stays, those in between go."""
+    engine = bench.engine(pages=10)
+    often = Request(np.array(_TEXT, np.int32), (), Sampling(3), (1,))
+    engine.generate([often])
+    for number in range(12):
+        other = Request(np.array([number, *range(10)], np.int32), (), Sampling(2), (1,))
+        engine.generate([other])
+        before = engine.counts.prefilled_tokens
+        engine.generate([often])
+        assert engine.counts.prefilled_tokens == before
+
+
+def test_a_request_that_waits_for_pages_costs_no_others_their_pages(bench):
+    """It needs more than is to be had while another runs; what is kept meanwhile is still there for a third."""
+    engine = bench.engine(pages=12)
+    kept = Request(np.array(_TEXT[:9], np.int32), (), Sampling(1), (1,))
+    engine.generate([kept])
+    runs = Request(np.array([7] * 10, np.int32), (), Sampling(14), (1,))
+    engine.submit(runs)
+    engine.step()
+    waits = engine.submit(Request(np.array([8] * 18, np.int32), (), Sampling(14), (1,)))
+    engine.step()
+    assert len(engine._waiting) == 1 and len(engine._running) == 1
+    engine.cancel(waits)
+    before = engine.counts.prefilled_tokens
+    engine.generate([kept])
+    assert engine.counts.prefilled_tokens == before
+
+
+# --- by example, what schedules seldom meet ---
+
+
+def test_a_cache_as_large_as_one_sequence_serves_every_sequence(bench):
+    """The page that a start could be copied from is one of those that are needed."""
+    longest = SETTINGS.own[-1]
+    engine = bench.engine(pages=longest // SETTINGS.page)
+    for first in (0, 1, 0, 2):
+        request = Request(np.array([5, 5, first, *range(3, longest - 5)], np.int32), (), Sampling(3), (first,))
+        engine.submit(request)
+        answers = [answer for _ in range(8) for answer in engine.step()]
+        assert len(answers) == 1
+        expected = bench.reference.answer(request, first, 0, like=answers[0][1][0])
+        assert answers[0][1][0].ids.tolist() == expected.ids.tolist()
+
+
+def test_a_sample_without_a_token_reports_the_weights_of_now(bench):
+    engine, now = bench.engine(lambda: now[0]), [0.0]
+    engine.load(bench.weights[7], version=7)
+    ids = np.array(_TEXT, np.int32)
+    (none,) = engine.generate([Request(ids, (), Sampling(0), (1,))])[0]
+    late = engine.submit(Request(ids, (), Sampling(4, deadline=1.0), (1,)))
+    now[0] = 2.0
+    ((ticket, (sample,)),) = engine.step()
+    assert ticket == late and (none.version, sample.version) == (7, 7)
+    assert (none.stop, sample.stop, len(sample.ids)) == (SampleStop.LENGTH, SampleStop.DEADLINE, 0)
+
+
+def test_other_weights_under_an_old_number_start_with_nothing(bench):
+    engine, request = bench.engine(), Request(np.array(_TEXT, np.int32), (), Sampling(6), (1,))
+    engine.generate([request])
+    engine.load(bench.weights[1], version=0)
+    ((sample,),) = engine.generate([request])
+    assert sample.ids.tolist() == bench.reference.answer(request, 1, version=1, like=sample).ids.tolist()
+    assert engine.counts.prefilled_tokens == 2 * (len(_TEXT) - 1)
+
+
+def test_all_that_was_asked_for_leaves_when_it_is_cancelled(bench):
+    """A run that is given up returns all its pages, whatever state its requests are in."""
+    engine = bench.engine()
+    ids, frames = written(OPENINGS[3])
+    tickets = [engine.submit(Request(np.concatenate([ids, [n]]), frames, Sampling(12), (1, 2, 3))) for n in range(4)]
+    for _ in range(2):
+        engine.step()
+    assert len(engine._running) == SETTINGS.slots and engine._waiting
+    for ticket in tickets:
+        engine.cancel(ticket)
+    assert engine.idle and not engine._waiting and not engine._running and not any(node.users for node in engine._tree.nodes())
+    engine.forget()
+    assert engine._tree.free == SETTINGS.pages and engine.step() == []

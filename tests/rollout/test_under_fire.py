@@ -1,0 +1,486 @@
+"""Ten thousand episodes of a model gone mad: nothing falls over, nothing is opened, every end has a name and is counted."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import gc
+import hashlib
+import itertools
+import json
+import math
+import pathlib
+import random
+import shutil
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.features import FrameFeatures, FrameSettings
+from paravt_jax.parsing import extract_answer
+from paravt_jax.protocol import Protocol, ProtocolSettings, render_call
+from paravt_jax.records import Author, CallStatus, CropCall, Episode, Question, QuestionKind, StopReason
+from paravt_jax.rewards import RewardSettings, score
+from paravt_jax.structure import find_structure
+from paravt_jax.video import VideoError
+from rollout.engine import Engine
+from rollout.episode import Scene, Setting, play, split_prompt
+from rollout.requests import Answer, Request, Sample, SampleStop, run
+from rollout.settings import EngineSettings
+from rollout.transcript import transcript
+from tests.rollout.conftest import Cut, Scripted
+from tests.rollout.fire import GRAMMAR, Fuzzer, watch
+from train.batch import BatchShape, build, mismatches
+from train.step import make_logprobs
+
+BATCH = 50  # episodes side by side, all on one video
+LIMITS = (
+    ProtocolSettings(max_tool_turns=2, max_calls=3, turn_tokens=192, summary_tokens=16, trajectory_tokens=256),
+    ProtocolSettings(max_tool_turns=3, max_calls=5, turn_tokens=512, summary_tokens=64, trajectory_tokens=1024),
+    ProtocolSettings(max_tool_turns=1, max_calls=8, turn_tokens=8192, summary_tokens=48, trajectory_tokens=30_000),
+)
+REWARDS = (RewardSettings(), RewardSettings(anchor_weight=0.0, format_cap=False, answer_suffix=False, open_ended="exact"))
+
+
+@dataclasses.dataclass
+class Battle:
+    """What many episodes came to, counted; what was used against them; and what they opened beside their own video."""
+
+    fuzzer: Fuzzer
+    episodes: int = 0
+    stops: collections.Counter[StopReason] = dataclasses.field(default_factory=collections.Counter)
+    calls: collections.Counter[CallStatus] = dataclasses.field(default_factory=collections.Counter)
+    samples: collections.Counter[SampleStop] = dataclasses.field(default_factory=collections.Counter)
+    most_calls: int = 0  # in one turn
+    strangers: list[str] = dataclasses.field(default_factory=list)
+    videos: set[str] = dataclasses.field(default_factory=set)
+    written: Any = dataclasses.field(default_factory=hashlib.blake2b)
+
+
+@pytest.fixture(scope="module")
+def field(small_model, small_world, small_questions, tmp_path_factory) -> tuple[FrameFeatures, list[Question]]:
+    """Features over a folder with videos, secrets and rubbish, and questions of all kinds; some of them about rubbish or nothing."""
+    root: pathlib.Path = tmp_path_factory.mktemp("field")
+    names = sorted({question.video for question in small_questions})
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(small_world.folder / name, root / name)
+    whole = (root / names[0]).read_bytes()
+    (root / "secret.mp4").write_bytes(whole)
+    (root / "secret.txt").write_text("nobody reads this")
+    (root / "damaged.mp4").write_bytes(whole[: len(whole) // 2])
+    features = FrameFeatures(small_model.vision, small_model.config, FrameSettings(batch=64, whole_frames=128), root)
+    features(features.overview(names[0], 1))  # compiles
+    open_ended = [dataclasses.replace(q, kind=QuestionKind.OPEN_ENDED, options=()) for q in small_questions[:4]]
+    lost = [dataclasses.replace(small_questions[0], video=name) for name in ("damaged.mp4", "nowhere.mp4")]
+    return features, [*small_questions, *open_ended, *lost]
+
+
+@pytest.fixture(scope="module")
+def fight(field, small_vocabulary) -> Callable[..., Battle]:
+    """fight(count, seed) plays so many episodes, holds each to what must be true of it, and counts."""
+    features, questions = field
+    by_video = collections.defaultdict(list)
+    for question in questions:
+        by_video[question.video].append(question)
+    *good, damaged, missing = dict.fromkeys(question.video for question in questions)
+    videos = [*good, damaged, *good, missing, *good]
+    protocols = [Protocol(small_vocabulary, limits) for limits in LIMITS]
+
+    def fight(count: int, seed: int = 0) -> Battle:
+        battle = Battle(Fuzzer(small_vocabulary, small_vocabulary.size + 300))
+        for number in range(0, count, BATCH):
+            rng = random.Random(f"{seed} {number}")
+            name = videos[(number // BATCH) % len(videos)]
+            features.forget(name)
+            with watch() as (heard, opened):
+                skirmish(battle, protocols, features, by_video[name], min(BATCH, count - number), rng)
+            own = str(features.root / name)
+            battle.strangers += heard + [path for path in opened if path != own]
+            battle.videos.update(opened)
+        return battle
+
+    return fight
+
+
+def skirmish(
+    battle: Battle, protocols: list[Protocol], features: FrameFeatures, questions: list[Question], count: int, rng: random.Random
+) -> None:
+    """One batch: `count` episodes on one video, side by side."""
+    vocabulary = battle.fuzzer.vocabulary
+
+    def say(request: Request) -> list[int] | Cut:
+        ids, stop = battle.fuzzer.line(request.seeds[0], request.sampling.max_new_tokens)
+        return ids if stop is None else Cut(ids, stop)
+
+    sampler = Scripted(vocabulary, say, say)
+    ticks = itertools.count()
+    scenes = [Scene(protocol, features, clock=lambda: float(next(ticks))) for protocol in protocols]
+    drafted = []
+    for number in range(count):
+        scene = rng.choices(scenes, (5, 3, 2))[0]
+        dispatch = rng.choices(("parallel", "sequential", "none"), (6, 2, 1))[0]
+        seconds = rng.choices((math.inf, 3.0 * count, 1.0), (20, 5, 1))[0]
+        setting = Setting(rng.choice((1, 4, 16)), 0.7, dispatch, seconds, report_seconds=5.0)
+        drafted.append((scene, setting, rng.choice(questions), rng.getrandbits(32) * 100_000 + number))
+    episodes = run(sampler, [play(scene, question, setting, seed) for scene, setting, question, seed in drafted])
+    said = {request.seeds[0]: (request, sample) for request, sample in zip(sampler.asked, sampler.said, strict=True)}
+    assert len(said) == len(sampler.asked) and not sampler.waiting
+    for (scene, setting, question, seed), episode in zip(drafted, episodes, strict=True):
+        assert episode.question is question and episode.frames == setting.frames
+        inspect(episode, scene, setting, seed, said)
+        battle.episodes += 1
+        battle.stops[episode.stop] += 1
+        battle.calls.update(outcome.status for turn in episode.turns for outcome in turn.calls)
+        battle.most_calls = max([battle.most_calls, *(len(turn.calls) for turn in episode.turns)])
+        battle.written.update(b"".join(segment.ids.astype(np.int32).tobytes() for segment in episode.trajectory.segments))
+    battle.samples.update(sample.stop for sample in sampler.said)
+    assert not said, "every sample is in an episode"
+
+
+def inspect(episode: Episode, scene: Scene, setting: Setting, seed: int, said: dict[int, tuple[Request, Sample]]) -> None:
+    """What is true of every episode. Takes what it was told out of `said`."""
+    vocabulary, limits = scene.protocol.vocabulary, scene.protocol.settings
+    assert isinstance(episode.stop, StopReason) and (episode.answer is not None) == (episode.stop is StopReason.ANSWERED)
+    if episode.stop is StopReason.ANSWERED:
+        assert episode.answer == extract_answer(episode.turns[-1].text)
+    for settings in REWARDS:
+        earned = score(episode.question, episode.turns, settings)
+        assert all(math.isfinite(value) for value in dataclasses.astuple(earned))
+    segments = episode.trajectory.segments
+    if not segments:
+        assert episode.stop is StopReason.UNREADABLE and not episode.turns
+        return
+
+    # The trajectory is what the sampler was fed and said, and no more.
+    assert len(episode.turns) <= (limits.max_tool_turns if setting.dispatch != "none" else 0) + 2
+    assert len(split_prompt(episode.trajectory)[1]) <= limits.trajectory_tokens
+    written = [n for n, segment in enumerate(segments) if segment.author is Author.MODEL]
+    assert len(written) == len(episode.turns)
+    course = [segment.author for segment in segments[2:]]
+    assert course == ([Author.PINNED, Author.MODEL, Author.TOOL] * len(course))[: len(course)]
+    assert course[-1:] == [Author.MODEL] or episode.stop is StopReason.TIME_LIMIT
+    for turn, place in enumerate(written):
+        request, sample = said.pop(seed + turn)
+        fed = np.concatenate([segment.ids for segment in segments[:place]])
+        assert np.array_equal(request.ids, fed) and np.array_equal(segments[place].ids, sample.ids)
+        assert segments[place].digest == sample.digest and segments[place].logprobs is sample.logprobs
+        assert request.sampling.max_new_tokens <= limits.turn_tokens and request.sampling.deadline <= setting.seconds
+
+    # Every call has an outcome with a name; the model reads of each what is on record.
+    duration = scene.features.info(episode.question.video).duration
+    for number, turn in enumerate(episode.turns):
+        assert sum(o.status.executed for o in turn.calls) <= (1 if setting.dispatch == "sequential" else limits.max_calls)
+        for n, outcome in enumerate(turn.calls):
+            assert isinstance(outcome.status, CallStatus) and outcome.response == scene.protocol.cut(outcome.response)
+            assert outcome.status.executed or outcome.response.startswith("error: ")
+            if outcome.subagent is None:
+                assert not outcome.status.executed
+                continue
+            assert outcome.call is not None and 0 <= outcome.call.start < outcome.call.end <= duration
+            request, sample = said.pop(seed + 1000 * (number + 1) + n)
+            assert np.array_equal(outcome.subagent.ids, np.concatenate([request.ids, sample.ids]))
+            assert 1 <= len(request.frames) <= limits.crop_frames
+            assert {frame.video for frame in request.frames} == {episode.question.video}
+            ended = {SampleStop.DEADLINE: CallStatus.TIMED_OUT, SampleStop.UNREADABLE: CallStatus.UNREADABLE}.get(sample.stop)
+            assert (outcome.status is ended) if ended else outcome.status.executed
+        if turn.calls and 3 * number + 4 < len(segments):
+            told = vocabulary.decode(segments[3 * number + 4].ids)
+            bodies = [part.partition("\n</tool_response>")[0] for part in told.split("<tool_response>\n")[1:]]
+            assert bodies == [outcome.response for outcome in turn.calls]
+
+    ids, authors = episode.trajectory.ids, episode.trajectory.authors
+    positions, _ = find_structure(vocabulary.token_bytes, ids, authors)
+    assert (authors[positions] == Author.MODEL).all()
+    line = transcript(episode, earned, setting, vocabulary, np.zeros(len(ids), np.float32))
+    assert len(line["turns"]) == len(episode.turns) and json.dumps(line, allow_nan=False)
+
+
+@pytest.fixture(scope="module")
+def battle(fight) -> Battle:
+    return fight(600)
+
+
+def hold(battle: Battle, episodes: int) -> None:
+    """What is true of a battle: all are counted, every kind was met, nothing strange was opened."""
+    assert battle.episodes == episodes == sum(battle.stops.values())
+    assert set(battle.stops) == set(StopReason) and set(battle.calls) == set(CallStatus)
+    assert battle.most_calls >= 200
+    assert set(battle.samples) == set(SampleStop) - {SampleStop.STOP_STRING}
+    assert battle.strangers == []
+
+
+def test_every_end_has_a_name_and_is_counted_and_all_kinds_are_met(battle):
+    hold(battle, 600)
+    assert min(battle.stops.values()) >= 10 and min(battle.calls.values()) >= 10
+    assert sum(battle.calls.values()) > 2000
+
+
+def test_the_fuzzer_uses_all_it_has(battle):
+    assert {name for name, _ in battle.fuzzer.used} == set(GRAMMAR)
+    assert len(battle.fuzzer.accidents) == 11
+
+
+def test_no_file_is_opened_beside_the_questions_own_video(battle, field):
+    features, questions = field
+    assert battle.strangers == []
+    assert battle.videos == {str(features.root / q.video) for q in questions} - {str(features.root / "nowhere.mp4")}
+
+
+def test_the_watch_sees_what_is_opened(field, tmp_path):
+    features, _ = field
+    with watch() as (heard, videos):
+        (features.root / "secret.txt").read_text()
+        features.forget("secret.mp4")
+        features(features.overview("secret.mp4", 1))
+    assert any("secret.txt" in line for line in heard) and set(videos) == {str(features.root / "secret.mp4")}
+    with watch() as (heard, videos):
+        pass
+    assert not heard and not videos
+
+
+def test_a_battle_repeats(fight):
+    once, again, other = fight(BATCH, seed=5), fight(BATCH, seed=5), fight(BATCH, seed=6)
+    assert once.written.digest() == again.written.digest() != other.written.digest() and once.stops == again.stops
+
+
+def test_memory_is_flat(fight):
+    fight(BATCH, seed=1)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        sizes = []
+        for seed in (2, 3, 4):
+            fight(BATCH, seed)
+            gc.collect()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert sizes[-1] - sizes[0] < 100_000, sizes  # less than a kilobyte an episode: some caches are not full yet
+
+
+@pytest.mark.slow
+def test_ten_thousand_episodes(fight):
+    first = fight(5000, seed=7)
+    hold(first, 5000)
+    assert set(first.fuzzer.used) == {(name, text) for name in GRAMMAR for text in GRAMMAR[name]}
+    gc.collect()
+    before = resident()  # by now the tokenizer's cache and the allocator have what they want
+    hold(fight(5000, seed=8), 5000)
+    gc.collect()
+    assert resident() - before < 16 * 2**20
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    status = pathlib.Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("no /proc here: memory is not measured")
+    return 1024 * int(next(line for line in status.read_text().splitlines() if line.startswith("VmRSS")).split()[1])
+
+
+# --- the real engine ---
+
+ROOM = ProtocolSettings(max_tool_turns=2, max_calls=3, turn_tokens=160, summary_tokens=12, trajectory_tokens=320, crop_frames=4)
+SIZES = EngineSettings(own=(112, 464), shared=(96,), prefill=(16, 160), slots=8, fan=4, page=16, pages=160, prefill_tokens=320, steps=4)
+
+
+class Possessed:
+    """The real engine, but what a main agent says first is fuzz; so the engine meets calls, and reads what no model would write."""
+
+    def __init__(self, engine: Engine, fuzzer: Fuzzer):
+        self.engine, self.fuzzer = engine, fuzzer
+        self.script = Scripted(fuzzer.vocabulary, self._say)
+        self.tickets = itertools.count()
+        self.owner: dict[tuple[bool, int], int] = {}  # (scripted, ticket there) -> ticket
+
+    def _say(self, request: Request) -> list[int]:
+        return self.fuzzer.line(request.seeds[0], request.sampling.max_new_tokens)[0]
+
+    def submit(self, request: Request) -> int:
+        scripted = self.script.is_main(request) and self.script.is_first(request)
+        ticket = next(self.tickets)
+        self.owner[scripted, (self.script if scripted else self.engine).submit(request)] = ticket
+        return ticket
+
+    def step(self) -> list[Answer]:
+        answers = [((True, ticket), samples) for ticket, samples in self.script.step()]
+        answers += [((False, ticket), samples) for ticket, samples in self.engine.step()]
+        return [(self.owner.pop(key), samples) for key, samples in answers]
+
+    def cancel(self, ticket: int) -> None:
+        for (scripted, inner), outer in list(self.owner.items()):
+            if outer == ticket:
+                (self.script if scripted else self.engine).cancel(inner)
+                del self.owner[scripted, inner]
+
+
+def all_returned(engine: Engine) -> bool:
+    """Whether nobody waits or runs, and each page is free or kept for later, held by nobody."""
+    nodes = list(engine._tree.nodes())
+    kept = engine._tree.free + len(nodes) == engine._tree.count and not any(node.users for node in nodes)
+    return engine.idle and not engine._waiting and not engine._running and kept
+
+
+@pytest.fixture(scope="module")
+def possessed(small_model, small_vocabulary, field) -> Callable[[], tuple[Possessed, Scene]]:
+    """possessed() makes a fuzzed engine that nothing was asked of, and a scene with its clock, which ticks whenever it is looked at."""
+    engine = Engine(small_model, field[0], SIZES)
+
+    def make() -> tuple[Possessed, Scene]:
+        ticks = itertools.count()
+        engine._clock = clock = lambda: float(next(ticks))
+        engine.forget()
+        fuzzer = Fuzzer(small_vocabulary, small_model.config.text.vocab_size)
+        return Possessed(engine, fuzzer), Scene(Protocol(small_vocabulary, ROOM), field[0], clock)
+
+    return make
+
+
+def draft(scene: Scene, questions: list[Question], count: int) -> list:
+    """Episodes at a temperature at which a model without training says anything at all."""
+    rng = random.Random(3)
+    agents = []
+    for number in range(count):
+        setting = Setting(
+            rng.choice((1, 4)),
+            2.5,
+            rng.choices(("parallel", "sequential", "none"), (6, 1, 1))[0],
+            seconds=rng.choices((math.inf, 2.0 * count), (4, 1))[0],
+            report_seconds=rng.choice((math.inf, 6.0)),
+        )
+        agents.append(play(scene, rng.choice(questions), setting, 10_000 * number))
+    return agents
+
+
+def ids_of(episodes: list[Episode]) -> list[list[int]]:
+    """All that was read and written in them, sub-agents included."""
+    outcomes = [outcome for episode in episodes for turn in episode.turns for outcome in turn.calls]
+    agents = [episode.trajectory for episode in episodes] + [o.subagent for o in outcomes if o.subagent is not None]
+    return [np.concatenate([segment.ids for segment in agent.segments]).tolist() if agent.segments else [] for agent in agents]
+
+
+def test_a_real_engine_under_fire(possessed, field, small_model):
+    features, questions = field
+    sampler, scene = possessed()
+    once = run(sampler, draft(scene, questions, 80))  # compiles
+    sampler, scene = possessed()
+    with watch() as (heard, opened):
+        episodes = run(sampler, draft(scene, questions, 80))
+    assert ids_of(episodes) == ids_of(once) and [e.stop for e in episodes] == [e.stop for e in once]
+    assert not heard and {pathlib.Path(path).name for path in opened} <= {"damaged.mp4"}  # the others are encoded already
+    assert all_returned(sampler.engine) and not sampler.owner
+    outcomes = [outcome for episode in episodes for turn in episode.turns for outcome in turn.calls]
+    assert {episode.stop for episode in episodes} >= set(StopReason) - {StopReason.TOKEN_LIMIT, StopReason.TURN_LIMIT}
+    assert {outcome.status for outcome in outcomes} >= set(CallStatus) - {CallStatus.CLAMPED, CallStatus.TOO_MANY, CallStatus.UNREADABLE}
+    for episode in episodes:
+        assert all(math.isfinite(value) for value in dataclasses.astuple(score(episode.question, episode.turns, REWARDS[0])))
+
+    # Whatever was written, placeholders and ids without a word included: the update scores what the engine was fed, and agrees with it.
+    graph, weights = nnx.split(small_model.text)
+    shape = BatchShape(groups=1, rows=1, prompt=144, visual=16, suffix=ROOM.trajectory_tokens)
+    logprobs = make_logprobs(graph, small_model.config.image_token_id, 2.5)
+    image, beyond = small_model.config.image_token_id, sampler.fuzzer.vocabulary.size
+    strange, compared = [0, 0], 0
+    agents = [e.trajectory for e in episodes if e.trajectory.segments] + [o.subagent for o in outcomes if o.subagent is not None]
+    for trajectory in agents:
+        batch = build([[trajectory]], features, shape)
+        assert mismatches(batch, [[trajectory]]) == 0
+        again, at = np.asarray(logprobs(weights, batch))[0], -len(split_prompt(trajectory)[0])
+        for segment in trajectory.segments:
+            said = segment.logprobs
+            if said is not None and not (said == -np.arange(1, len(said) + 1) / 8).all():  # the engine's, not the script's
+                np.testing.assert_allclose(again[at : at + len(said)], said, atol=2e-4)
+                compared += len(segment.ids)
+            at += len(segment.ids)
+        own = trajectory.ids[trajectory.authors == Author.MODEL]
+        strange = [strange[0] + int((own == image).sum()), strange[1] + int((own >= beyond).sum())]
+    assert compared > 500 and min(strange) >= 5, (compared, strange)
+
+
+class Interrupted(Exception):
+    """Stands for Ctrl-C, and for anything else that nobody expects."""
+
+
+@pytest.mark.parametrize("inside", ["features", "copy", "prefill", "decode", "outside"])
+def test_a_run_that_is_interrupted_gives_all_pages_back(possessed, field, monkeypatch, inside):
+    """Wherever it happens: on the way to the device, on it, or while an agent has the word. The engine is as good as new."""
+    features, questions = field
+    sampler, scene = possessed()
+    wanted = run(sampler, draft(scene, questions, 16))
+    calls = itertools.count(1)
+    after = [math.inf]
+
+    def interrupting(real):
+        def call(*arguments, **fields):
+            if next(calls) > after[0]:
+                raise Interrupted
+            return real(*arguments, **fields)
+
+        return call
+
+    runner = sampler.engine._runner
+    if inside == "features":
+        monkeypatch.setattr(FrameFeatures, "__call__", interrupting(FrameFeatures.__call__))
+    elif inside == "outside":
+        monkeypatch.setattr(Protocol, "tool_results", interrupting(Protocol.tool_results))
+    else:
+        monkeypatch.setattr(runner, inside, interrupting(getattr(runner, inside)))
+    sampler, scene = possessed()
+    run(sampler, draft(scene, questions, 16))
+    total = next(calls) - 1
+    assert total >= 4
+    for share in (0.0, 0.5, 0.95):
+        sampler, scene = possessed()
+        after[0] = next(calls) + int(share * total)
+        with pytest.raises(Interrupted):
+            run(sampler, draft(scene, questions, 16))
+        assert all_returned(sampler.engine) and not sampler.owner
+    after[0] = math.inf
+    sampler, scene = possessed()
+    assert ids_of(run(sampler, draft(scene, questions, 16))) == ids_of(wanted)
+
+
+def test_a_sub_agent_whose_video_fails_in_the_engine_leaves_its_sibling_be(small_model, small_vocabulary, field):
+    """The window could be read when it was opened, and cannot be when the engine comes to it; then nothing can be read at all."""
+    features, questions = field
+    bad: list[tuple[float, float]] = []
+
+    class Failing(FrameFeatures):
+        def __call__(self, frames):
+            if any(low <= frame.time <= high for frame in frames for low, high in bad):
+                raise VideoError(frames[0].video, "it cannot be decoded there")
+            return super().__call__(frames)
+
+    failing = Failing.__new__(Failing)
+    failing.__dict__ |= features.__dict__
+    engine = Engine(small_model, failing, SIZES)
+    scene = Scene(Protocol(small_vocabulary, ROOM), failing)
+    calls = render_call(CropCall(0, 16)) + render_call(CropCall(112, 128))
+
+    class Planned(Possessed):
+        def _say(self, request: Request) -> list[int]:
+            return self.fuzzer.vocabulary.encode("look closer</think>" + calls + "<|im_end|>").tolist()
+
+        def submit(self, request: Request) -> int:
+            if not self.script.is_main(request):
+                bad.append((100.0, 121.0))  # the overview has a frame at the end
+            elif not self.script.is_first(request) and lost:
+                engine.forget()  # so that the overview is looked at once more
+                bad.append((0.0, 127.0))
+            return super().submit(request)
+
+    for lost in (False, True):
+        bad.clear()
+        (episode,) = run(Planned(engine, Fuzzer(small_vocabulary, 0)), [play(scene, questions[0], Setting(4, 2.5), 3)])
+        one, other = episode.turns[0].calls
+        assert (one.status, other.status) == (CallStatus.EXECUTED, CallStatus.UNREADABLE) and other.response.startswith("error: ")
+        assert one.subagent is not None and other.subagent is not None and not len(other.subagent.segments[-1].ids)
+        said = small_vocabulary.decode(one.subagent.segments[-1].ids).removesuffix("<|im_end|>")
+        assert one.response == scene.protocol.cut(said) != ""
+        assert len(episode.turns) == 2 and (episode.stop is StopReason.UNREADABLE) == lost
+        assert all_returned(engine)
