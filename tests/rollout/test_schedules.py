@@ -39,7 +39,7 @@ WORDS, IMAGE, VIDEO, OPEN, CLOSE = 20, 20, 21, 22, 23  # the first are words
 TOKEN_BYTES = [b"a", b"b", b"ab", b"", b"\xc3", b"\xa9", b"ba", b"c"] * 3
 WEIGHTS = 3  # so many different ones; every version has those of its number
 MOST_VERSIONS = 100
-SIZES = {"wide": (2, 8), "small": (2, 2), "gone": (2, 2)}  # frames of four tokens and of one; the last cannot be read
+SIZES = {"square": (4, 4), "small": (2, 2), "gone": (2, 2)}  # frames of four tokens and of one; the last cannot be read
 
 
 class Dirty(Programs):
@@ -109,7 +109,7 @@ def bench() -> Bench:
 # --- what is asked ---
 
 _TEXT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9)
-_A, _B, _SMALL, _GONE = Frame("wide", 0, 0.0), Frame("wide", 1, 1.0), Frame("small", 5, 0.5), Frame("gone", 0, 0.0)
+_A, _B, _SMALL, _GONE = Frame("square", 0, 0.0), Frame("square", 1, 1.0), Frame("small", 5, 0.5), Frame("gone", 0, 0.0)
 # What many requests start with: nothing, a text, frames that lie across pages and pieces, the same in another order.
 OPENINGS: tuple[tuple[int | Frame, ...], ...] = (
     (),
