@@ -76,11 +76,12 @@ class Run:
         limits = self.protocol
         if self.mesh.data > 1:
             raise ValueError(f"mesh.data: {self.mesh.data}; no batch is laid over this axis yet, use 1")
-        if self.rl is not None and self.rl.shape.prompt + limits.trajectory_tokens > self.engine.own[-1]:
-            raise ValueError(
-                f"engine.own: {self.engine.own}; a rollout may have rl.shape.prompt + protocol.trajectory_tokens = "
-                f"{self.rl.shape.prompt} + {limits.trajectory_tokens} tokens, let it end there"
-            )
+        for name, shape in (("rl.shape", self.rl and self.rl.shape), ("sft.main", self.sft and self.sft.main)):
+            if shape is not None and shape.prompt + limits.trajectory_tokens > self.engine.own[-1]:
+                raise ValueError(
+                    f"engine.own: {self.engine.own}; a rollout may have {name}.prompt + protocol.trajectory_tokens = "
+                    f"{shape.prompt} + {limits.trajectory_tokens} tokens, let it end there"
+                )
         if self.rl is not None and self.rl.shape.suffix < limits.trajectory_tokens:
             raise ValueError(
                 f"rl.shape.suffix: {self.rl.shape.suffix}; a rollout may have protocol.trajectory_tokens = {limits.trajectory_tokens}"

@@ -12,12 +12,13 @@ from train.rl import RLSettings
 
 PROMPT, VISUAL = 5120, 64 * 49  # 64 frames of 224 x 224, each with its time, and the question
 ENGINE = EngineSettings(
-    own=(2048, 4096, 8192, PROMPT + 8192),
+    own=(1024, 2048, 4096, 8192, PROMPT + 8192),
     shared=(2048, PROMPT),
     prefill=(128, 1024, PROMPT),
     page=64,
     pages=2048,
     prefill_tokens=PROMPT,
+    read_tokens=64 * 2048,
     steps=32,
 )
 

@@ -4,8 +4,8 @@ Owns the schedule. A `step` admits what waits while there are slots and pages, p
 a few tokens for every sequence that runs; main agents and sub-agents stand side by side. What sequences have in common at
 their start is computed once and kept (`pages`), across the turns of an episode, too. A sequence is given all the pages it may need when
 it is admitted, so a full cache makes requests wait and never fails one that runs. Refuses requests that could never fit, naming
-what is too long. Invariants: a sample's tokens depend on its request and its seed, not on what else is asked for; nothing that old
-weights computed is read with new ones.
+what is too long. Invariants: a sample's tokens depend on its request and its seed, not on what else is asked for, up to the rounding of
+programs of other shapes (which in bfloat16 can be another token); nothing that old weights computed is read with new ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from flax import nnx
@@ -36,18 +36,22 @@ from rollout.runner import ModelRunner
 from rollout.sequences import Prompt, Sequence
 from rollout.settings import EngineSettings
 
+InFlight = Literal["finish", "restart"]
+
 
 @dataclasses.dataclass
 class EngineCounts:
     """What the engine did so far: tokens prefilled, and those that were there already; tokens drawn; how samples ended.
 
-    `steps` tokens were decoded one after the other, each in `settings.slots` rows; `seconds` went by until the device was done.
+    `steps` tokens were decoded one after the other, in `row_steps` rows taken together; `seconds` went by from handing programs to the
+    device until they were done, transfers included.
     """
 
     prefilled_tokens: int = 0
     reused_tokens: int = 0
     sampled_tokens: int = 0
     steps: int = 0
+    row_steps: int = 0
     seconds: float = 0.0
     stops: collections.Counter[SampleStop] = dataclasses.field(default_factory=collections.Counter)
 
@@ -73,6 +77,7 @@ class Engine:
         self._tree = PageTree(settings.pages, settings.page)
         self._tickets = itertools.count()
         self._open: dict[int, list[Sample | None]] = {}  # by ticket
+        self._kept: list[Answer] = []  # finished while somebody else was waited for
         self._waiting: collections.deque[Sequence] = collections.deque()
         self._running: list[Sequence] = []
         self._weights: dict[int, Any] = {}
@@ -102,9 +107,11 @@ class Engine:
         self._admit()
         for version in sorted({sequence.version for sequence in self._running}):
             self._decode(version)
-        self.counts.steps, self.counts.seconds = self._runner.steps, self._runner.seconds
+        runner, counts = self._runner, self.counts
+        counts.steps, counts.row_steps, counts.seconds = runner.steps, runner.row_steps, runner.seconds
         finished = [ticket for ticket, samples in self._open.items() if None not in samples]
-        return [(ticket, tuple(sample for sample in self._open.pop(ticket) if sample is not None)) for ticket in finished]
+        kept, self._kept = self._kept, []
+        return kept + [(ticket, tuple(sample for sample in self._open.pop(ticket) if sample is not None)) for ticket in finished]
 
     def generate(self, requests: Iterable[Request]) -> list[tuple[Sample, ...]]:
         """Samples every request; a tuple a request, in their order, with a sample for every seed.
@@ -119,6 +126,7 @@ class Engine:
             while any(ticket not in answers for ticket in tickets):
                 answers |= self.step()
         finally:
+            self._kept += [(ticket, samples) for ticket, samples in answers.items() if ticket not in tickets]
             for ticket in tickets:
                 self.cancel(ticket)
         return [answers[ticket] for ticket in tickets]
@@ -130,12 +138,14 @@ class Engine:
         for sequence in [sequence for sequence in self._running if sequence.ticket == ticket]:
             self._leave(sequence)
 
-    def load(self, weights: Any, version: int, in_flight: Literal["finish", "restart"] = "finish") -> None:
+    def load(self, weights: Any, version: int, in_flight: InFlight = "finish") -> None:
         """Samples from `weights` (the text decoder's state, on the device; not copied) from now on; what others computed is dropped.
 
         What runs already finishes under its own weights, whose arrays must stay alive until then, or restarts under the new ones; a
         sample's `version` says which. ValueError for a version that is being sampled from.
         """
+        if in_flight not in get_args(InFlight):
+            raise ValueError(f"Engine.load: in_flight = {in_flight!r}; one of {', '.join(get_args(InFlight))}, choose one of them")
         if in_flight == "restart":
             for sequence in reversed(self._running[:]):
                 self._leave(sequence)
@@ -154,7 +164,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether all that was asked for is answered."""
-        return not self._open
+        return not self._open and not self._kept
 
     def warm_up(self) -> None:
         """Compiles every program."""
@@ -166,6 +176,9 @@ class Engine:
         sampling, longest = request.sampling, self.settings.own[-1]
         if not len(request.ids):
             raise ValueError("Request.ids: there are none; the last token predicts the first new one, give one at least")
+        ids, words = np.asarray(request.ids), self.config.text.vocab_size
+        if ids.min() < 0 or ids.max() >= words:
+            raise ValueError(f"Request.ids: from {ids.min()} to {ids.max()}; the model has {words} words, give ids from 0 to {words - 1}")
         if len(request.ids) + sampling.max_new_tokens > longest:
             raise ValueError(
                 f"Request.ids: {len(request.ids)} tokens, and {sampling.max_new_tokens} new ones; engine.own ends at {longest}, "
@@ -216,22 +229,25 @@ class Engine:
 
     # --- pages ---
 
-    def _take_pages(self, sequence: Sequence) -> bool:
-        """All the pages that the sequence can need, those that are there already included; False where there are not enough now."""
-        prompt, size = sequence.prompt, self.settings.page
+    def _match(self, sequence: Sequence) -> None:
+        """Holds the pages that are there already."""
+        prompt = sequence.prompt
         sequence.version = self.version
         sequence.path, sequence.source, common = self._tree.match(self.version, prompt.content[: prompt.known])
         if sequence.source is not None:
             self._tree.hold([sequence.source])
+        sequence.computed = len(sequence.path) * self.settings.page + common
+
+    def _take_pages(self, sequence: Sequence) -> bool:
+        """All the other pages that the sequence can need; False where there are not enough now."""
+        prompt, size = sequence.prompt, self.settings.page
         whole = -(-(len(prompt.content) + sequence.sampling.max_new_tokens) // size)
         lent = self._tree.allocate(whole - len(sequence.path))
         if lent is None and sequence.source is not None:  # the page to copy from may be the one that is missing: rather compute again
             self._tree.release([sequence.source])
-            sequence.source, common = None, 0
+            sequence.source, sequence.computed = None, len(sequence.path) * size
             lent = self._tree.allocate(whole - len(sequence.path))
-        sequence.lent, sequence.computed = lent or [], len(sequence.path) * size + common
-        if lent is None:
-            self._return_pages(sequence)
+        sequence.lent = lent or []
         return lent is not None
 
     def _return_pages(self, sequence: Sequence) -> None:
@@ -278,7 +294,8 @@ class Engine:
             raise
 
     def _prefill(self, batch: list[Sequence]) -> None:
-        self._runner.copy([(s.source.page, s.lent[0]) for s in batch if s.source is not None])
+        if pairs := [(s.source.page, s.lent[0]) for s in batch if s.source is not None]:
+            self._runner.copy(pairs)
         for sequence in batch:
             self.counts.reused_tokens += sequence.computed
             if sequence.source is not None:
@@ -299,19 +316,18 @@ class Engine:
                 if not sequence.sampling.max_new_tokens:
                     self._finish(sequence, SampleStop.LENGTH)
                     continue
-                if not self._take_pages(sequence):
-                    passed.append(sequence)
-                    break
+                self._match(sequence)
                 missing = sequence.prompt.content[sequence.computed : sequence.prompt.known]
                 start = (sequence.path[-1].serial if sequence.path else None, missing[: self.settings.page].tobytes())
                 longest, most = max(length, self.settings.piece(len(missing))), max(before, sequence.computed)
                 full = len(missing) > 0 and len(starts) >= self.settings.prefill_rows(longest, most)
-                if full or start in starts:
+                # Pages are taken last: others may have to give way for them.
+                if start in starts or full or not self._take_pages(sequence):
                     self._return_pages(sequence)
                     passed.append(sequence)
-                    if full:
-                        break
-                    continue
+                    if start in starts:
+                        continue
+                    break
                 batch.append(sequence)
                 try:
                     sequence.visual = self._visual(sequence)

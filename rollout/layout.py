@@ -2,7 +2,7 @@
 
 Owns a choice between two evils: rows that read everything by themselves read a common start again and again; lines of rows that share one
 copy of it make every row as wide as the longest rest. What is counted is what a step reads. Lines that hold a start already
-keep it, since reading a line from its pages costs as much as some steps. Invariant: the choice changes no sample.
+keep it, since reading a line from its pages costs as much as some steps. Invariant: the choice changes no sample, up to rounding.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _groups(paths: Sequence[Serials], fan: int, held: Sequence[Serials]) -> list
                 continue
         groups.append((paths[n], [n]))
     known = [(_known(start, held), members) for start, members in groups]
-    kept = [(start, members) for start, members in known if len(members) > 1 or start in held]
+    kept = [(start, members) for start, members in known if start and (len(members) > 1 or start in held)]
     return sorted(kept, key=lambda group: -len(group[0]) * len(group[1]))
 
 

@@ -22,9 +22,10 @@ Tokens = Int64[np.ndarray, " t"]  # one number a token, equal where the tokens (
 class Node:
     """A page in the tree. `serial` never comes again, the page number does."""
 
-    __slots__ = ("children", "page", "parent", "serial", "tokens", "users")
+    __slots__ = ("children", "page", "parent", "root", "serial", "tokens", "users")
 
     def __init__(self, page: int, tokens: Tokens, parent: Node | None, serial: int):
+        self.root = self if parent is None else parent.root
         self.page, self.tokens, self.parent, self.serial = page, tokens, parent, serial
         self.children: dict[bytes, Node] = {}
         self.users = 0
@@ -137,9 +138,7 @@ class PageTree:
         return found
 
     def _of_dropped(self, node: Node) -> bool:
-        while node.parent is not None:
-            node = node.parent
-        return not any(root is node for root in self._roots.values())
+        return not any(root is node.root for root in self._roots.values())
 
     def _remove(self, node: Node) -> None:
         """Frees a leaf that nobody holds."""

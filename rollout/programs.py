@@ -2,7 +2,7 @@
 
 Owns the cache on the device: one pool of pages for all layers, `[layer, page, token, key and value heads, head_dim]` with keys and
 values of a head side by side, as the TPU kernel wants them. Every program takes the pool donated and gives it back. The pool's last
-page holds nothing: rows and tokens that are not there read and write it.
+page holds nothing: rows and tokens that are not there read it.
 Invariant: shapes are those of `EngineSettings`, so that nothing compiles after each has been met once.
 """
 
@@ -123,9 +123,9 @@ class Programs:
         step = jnp.arange(kv.k.shape[2])
         slots = first[:, None] + step
         pages = jnp.take_along_axis(tables, jnp.minimum(slots // self.page, tables.shape[1] - 1), axis=1)
-        pages = jnp.where(step < lengths[:, None], pages, pool.shape[1] - 1)
+        pages = jnp.where(step < lengths[:, None], pages, pool.shape[1])  # there is no such page
         both = jnp.stack(kv, axis=-2).reshape(*kv.k.shape[:3], -1, kv.k.shape[-1])  # key, value, key, value, ...
-        return pool.at[:, pages, slots % self.page].set(both.astype(pool.dtype))
+        return pool.at[:, pages, slots % self.page].set(both.astype(pool.dtype), mode="drop")
 
     def _prefill(self, weights: Any, pool: Pool, pieces: Pieces) -> Pool:
         text: TextDecoder = nnx.merge(self._graph, weights)
@@ -136,6 +136,7 @@ class Programs:
         if before:
             prefix = self._read(pool, pieces.tables[:, : before // self.page])
             mask = jnp.arange(before) < pieces.before[:, None]
+            prefix = KV(*(jnp.where(mask[..., None, None], x, 0) for x in prefix))  # what else is on the pages may be anything
         _, kv = text(
             pieces.ids,
             pieces.positions,

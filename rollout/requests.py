@@ -42,8 +42,10 @@ class Sampling:
             raise ValueError(f"Sampling.max_new_tokens: {self.max_new_tokens}; a number of tokens, give 0 or more")
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"Sampling.temperature: {self.temperature}; give 0 (the likeliest token) or a number above it")
-        if self.top_k < 0:
-            raise ValueError(f"Sampling.top_k: {self.top_k}; a number of words, give 0 (all of them) or more")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"Sampling.top_k: {self.top_k}; a number of words, give 0 (all of them) or more, below 2**31")
+        if any(not 0 <= stop < 2**31 for stop in self.stop_ids):
+            raise ValueError(f"Sampling.stop_ids: {self.stop_ids}; ids of words are 0 or more, below 2**31")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"Sampling.top_p: {self.top_p}; a share of probability, give a number above 0 and up to 1")
         if not self.deadline > 0:
@@ -56,7 +58,8 @@ class Sampling:
 class Request:
     """One response to `ids` (int32) for every seed. `frames` are those that the image placeholders in `ids` stand for, in order.
 
-    Equal seeds give equal tokens, whatever else is asked for. What requests have in common at their start is computed once.
+    Equal seeds give equal tokens, whatever else is asked for (up to rounding). What requests have in common at their start is
+    computed once.
     """
 
     ids: np.ndarray
@@ -126,6 +129,8 @@ def run(
 ) -> list[Result]:
     """Run all agents to their end and return their results in order. `progress(done, all)` is told whenever some are done.
 
+    The sampler is this call's alone meanwhile: an answer to a request of somebody else's would be lost.
+
     Where an agent fails, or the caller is interrupted, what was still asked for is cancelled and all other agents are closed.
     """
     results: dict[int, Result] = {}
@@ -151,6 +156,8 @@ def run(
         while asked:
             done = len(results)
             for ticket, samples in sampler.step():
+                if ticket not in owner:
+                    continue
                 answers[ticket] = samples
                 agent = owner.pop(ticket)
                 if all(ticket in answers for ticket in asked[agent]):

@@ -21,15 +21,16 @@ from rollout.sampling import Choices
 from rollout.sequences import Sequence
 from rollout.settings import EngineSettings
 
-Tokens = tuple[list[int], list[float]]  # ids and log-probs
-
 
 class ModelRunner:
-    """Prefills and decodes sequences. `seconds` is how long the device was waited for, `steps` how many tokens deep was decoded."""
+    """Prefills and decodes sequences. `seconds` is how long the device was waited for, `steps` how many tokens deep was decoded.
+
+    `row_steps` counts the rows of every step.
+    """
 
     def __init__(self, model: Qwen3VL, settings: EngineSettings):
         self.settings, self.config = settings, model.config
-        self.seconds, self.steps, self.calls = 0.0, 0, 0
+        self.seconds, self.steps, self.row_steps = 0.0, 0, 0
         self._paged = platform() == "tpu" if settings.paged is None else settings.paged
         self._programs = Programs(model, settings.page, self._paged)
         self._pool = self._programs.make_pool(settings.pages)
@@ -42,7 +43,7 @@ class ModelRunner:
         for length in settings.prefill:
             for before in (0, *settings.own):
                 self._pool = self._programs.prefill(weights, self._pool, self._pieces([], length, before))
-        self.copy([])
+        self.copy([(settings.pages, settings.pages)])
         for own in settings.own:
             rows = self._rows(own)
             for shared in (0, *settings.shared) if rows == settings.slots and not self._paged else (0,):
@@ -52,7 +53,7 @@ class ModelRunner:
 
     def copy(self, pairs: Many[tuple[int, int]]) -> None:
         """Copies pages, from the first of each pair to the second."""
-        for first in range(0, max(1, len(pairs)), self.settings.slots):
+        for first in range(0, len(pairs), self.settings.slots):
             both = np.full((2, self.settings.slots), self.settings.pages, np.int32)
             part = np.array(pairs[first : first + self.settings.slots], np.int32).reshape(-1, 2)
             both[:, : len(part)] = part.T
@@ -74,11 +75,13 @@ class ModelRunner:
                 sequence.visual = sequence.visual[int(seen.sum()) :]
                 sequence.computed += count
                 total += count
+                if not sequence.missing:
+                    sequence.visual = np.zeros((0, 0, 0), np.float32)  # a view, even an empty one, would keep them all
         return total
 
-    def decode(self, sequences: Many[Sequence], weights: Any) -> list[Tokens]:
-        """Up to `settings.steps` tokens for each sequence, at most `settings.slots` of them."""
-        found: list[Tokens] = [([], [])] * len(sequences)
+    def decode(self, sequences: Many[Sequence], weights: Any) -> list[tuple[list[int], list[float]]]:
+        """Ids and log-probs of up to `settings.steps` tokens for each sequence, at most `settings.slots` of them."""
+        found: list[tuple[list[int], list[float]]] = [([], [])] * len(sequences)
         rest = sorted(range(len(sequences)), key=lambda n: -sequences[n].computed)
         while rest:
             layout = self._layout([sequences[n] for n in rest])
@@ -149,6 +152,7 @@ class ModelRunner:
             self._in_lines[length] = [()] * count
         table = np.full(length // self.settings.page, self.settings.pages, np.int32)
         _fill(table, [node.page for node in path])
+        self._in_lines[length][line] = ()  # until it is there
         self._lines[length] = self._programs.gather(self._pool, self._lines[length], table, np.int32(line))
         self._in_lines[length][line] = tuple(node.serial for node in path)
 
@@ -178,7 +182,7 @@ class ModelRunner:
         self._pool, drawn = self._programs.decode(weights, self._pool, lines, rows, steps=settings.steps, width=layout.own)
         ids, logprobs, counts, steps = (np.asarray(x) for x in drawn)
         self.seconds += time.perf_counter() - before
-        self.steps, self.calls = self.steps + int(steps), self.calls + 1
+        self.steps, self.row_steps = self.steps + int(steps), self.row_steps + int(steps) * slots
         return ids, logprobs, counts
 
 

@@ -38,6 +38,11 @@ class EngineSettings:
                 raise ValueError(f"engine.{name}: {lengths}; lengths rise and are multiples of engine.page = {self.page}, change them")
         if not self.own or not self.prefill:
             raise ValueError(f"engine.own, prefill: {self.own}, {self.prefill}; give at least one length each")
+        if self.shared and self.rows(self.own[0]) < self.slots:
+            raise ValueError(
+                f"engine.read_tokens: {self.read_tokens}; with engine.shared all engine.slots = {self.slots} rows read engine.own[0] = "
+                f"{self.own[0]} tokens at once, make it {self.slots * self.own[0]} or more"
+            )
         if self.slots % self.fan:
             raise ValueError(f"engine.slots: {self.slots}; they are shared out in lines of engine.fan = {self.fan}, make it a multiple")
         if self.pages * self.page < self.own[-1]:

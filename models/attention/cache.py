@@ -49,8 +49,8 @@ class DenseCache(NamedTuple):
 
     @classmethod
     def prefilled(cls, kv: KV, valid: Bool[Array, "b s"], room: int) -> DenseCache:
-        """What a forward pass left, with `room` columns more."""
-        k, v = _flat(kv)
+        """What a forward pass left, with `room` columns more. What is not valid may be anything, and becomes 0: no weight mends a NaN."""
+        k, v = _flat((jnp.where(valid[..., None, None], kv[0], 0), jnp.where(valid[..., None, None], kv[1], 0)))
         k = tuple(jnp.pad(x, ((0, 0), (0, 0), (0, room))) for x in k)
         v = tuple(jnp.pad(x, ((0, 0), (0, room), (0, 0))) for x in v)
         return cls(k, v, jnp.pad(valid, ((0, 0), (0, room))), jnp.int32(valid.shape[1]))

@@ -498,7 +498,7 @@ def crops_table(seconds: dict[str, list[float]]) -> str:
 
 def plot(seconds: dict[str, list[float]], file: Path) -> None:
     """Draws both lines, with matplotlib."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]  (no dependency)
 
     axes = (figure := Figure(figsize=(5, 3.2), layout="constrained")).subplots()
     for name, values in seconds.items():

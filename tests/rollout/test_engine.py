@@ -576,6 +576,8 @@ def test_a_version_that_is_sampled_from_is_not_given_other_weights(engine, loude
     engine.step()
     with pytest.raises(ValueError, match="version 0 is still being sampled from; give new weights a new number, or restart"):
         engine.load(louder, version=0)
+    with pytest.raises(ValueError, match="in_flight = 'drop'; one of finish, restart"):
+        engine.load(louder, version=1, in_flight="drop")
     engine.load(louder, version=0, in_flight="restart")
     (samples,) = step_until_done(engine).values()
     assert_equal(samples, in_flight[2])
@@ -779,6 +781,31 @@ def test_one_request_that_is_refused_takes_the_others_with_it(engine, asked):
     assert_nothing_held(engine)
 
 
+def test_generate_keeps_the_answers_to_others(engine, asked, monkeypatch):
+    """A request that was submitted before is answered by the next step, whatever became of `generate` meanwhile."""
+    (expected,) = sampled(engine, [asked(0, new=3)])
+    ticket = engine.submit(asked(0, new=3))
+    engine.generate([asked(1)])
+    with pytest.raises(ValueError, match="engine.own ends at"):
+        engine.generate([asked(new=100)])
+    assert not engine.idle
+    ((answered, samples),) = engine.step()
+    assert answered == ticket and engine.idle
+    assert_equal(samples, [expected])
+    ticket = engine.submit(asked(0, new=3))
+    step, calls = engine.step, itertools.count()
+
+    def interrupted():
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return step()
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine, "step", interrupted)
+        engine.generate([asked(1)])
+    assert [answered for answered, _ in engine.step()] == [ticket]
+
+
 @pytest.mark.parametrize("place", ["copy", "prefill", "decode"])
 def test_an_interrupt_gives_all_pages_back(engine, asked, monkeypatch, place):
     """In the middle of a step; what is asked later is answered as ever."""
@@ -892,6 +919,9 @@ def test_requests_that_never_fit_are_refused_by_name(engine, asked):
         engine.submit(dataclasses.replace(open_end, ids=open_end.ids[:cut]))
     with pytest.raises(ValueError, match=r"Request.ids: 16 placeholders, .*, for 20 visual tokens of Request.frames; give as many as that"):
         engine.submit(dataclasses.replace(open_end, frames=(*open_end.frames, open_end.frames[0])))
+    for ids, said in (([5, -1], "from -1 to 5"), ([3, 469], "from 3 to 469")):
+        with pytest.raises(ValueError, match=f"Request.ids: {said}; the model has 469 words, give ids from 0 to 468"):
+            engine.submit(dataclasses.replace(text(2), ids=np.array(ids)))
     with pytest.raises(ValueError, match=f"Sampling.stop_ids: 5 ids; a row has at most {MOST_STOP_IDS}, give fewer"):
         engine.submit(asked(stops=range(5)))
     assert len(sampled(engine, [text(124)])[0].ids) == 12  # as long as can be
@@ -936,6 +966,8 @@ def test_sizes_that_make_no_engine_are_refused(changes, message):
         ({"temperature": float("nan")}, "Sampling.temperature: nan"),
         ({"temperature": float("inf")}, "Sampling.temperature: inf"),
         ({"top_k": -1}, "Sampling.top_k: -1; a number of words, give 0"),
+        ({"top_k": 2**31}, "Sampling.top_k: 2147483648; a number of words"),
+        ({"stop_ids": (3, -1)}, r"Sampling.stop_ids: \(3, -1\); ids of words are 0 or more"),
         ({"top_p": 0.0}, "Sampling.top_p: 0.0; a share of probability, give a number above 0 and up to 1"),
         ({"top_p": 1.01}, "Sampling.top_p: 1.01"),
         ({"top_p": float("nan")}, "Sampling.top_p: nan"),
@@ -986,3 +1018,61 @@ def test_the_programs_work_on_the_cache_where_it_lies(small_model):
     assert_in_place(programs.prefill, pool, weights, pool, pieces)
     assert_in_place(programs.copy, pool, pool, np.zeros(8, np.int32), np.zeros(8, np.int32))
     assert_in_place(programs.gather, lines, pool, lines, np.zeros(12, np.int32), np.int32(0))
+
+
+def test_ids_that_are_no_words_are_refused(engine, asked):
+    """They would become NaN, which no mask makes harmless."""
+    good = asked()
+    for ids in ([3, 10**6], [3, -1], [2**40]):
+        with pytest.raises(ValueError, match=r"Request.ids: from .*; the model has \d+ words, give ids from 0"):
+            engine.submit(dataclasses.replace(good, ids=np.array(ids)))
+
+
+@pytest.mark.parametrize("wrong", [{"top_k": 2**31}, {"stop_ids": (2**31,)}, {"stop_ids": (-1,)}])
+def test_numbers_that_no_row_holds_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"Sampling.{next(iter(wrong))}: .*below 2"):
+        Sampling(4, **wrong)
+
+
+def test_what_broken_weights_left_does_not_spread(engine, asked, small_model):
+    """NaN on pages and in their padding is gone with the weights that made it."""
+    request, weights = asked(temperature=0.0), nnx.split(small_model.text)[1]
+    (before,) = sampled(engine, [request])
+    engine.load(jax.tree.map(lambda w: w * jnp.nan, weights), version=1)
+    sampled(engine, [asked(n, seed=n) for n in range(8)])
+    engine.load(weights, version=2)
+    (after,) = sampled(engine, [request])
+    assert after.ids.tolist() == before.ids.tolist()
+    np.testing.assert_allclose(after.logprobs, before.logprobs, atol=1e-5)
+
+
+def test_what_others_asked_for_is_theirs(engine, asked):
+    """`generate` does not swallow the answer to a request that was submitted before."""
+    ticket = engine.submit(asked(seed=5, new=2))
+    sampled(engine, [asked(1, new=12)])
+    ((answered, (sample,)),) = engine.step()
+    assert answered == ticket and len(sample.ids) == 2 and engine.idle
+
+
+def test_weights_finish_or_restart_and_nothing_else(engine, small_model):
+    with pytest.raises(ValueError, match="in_flight = 'Restart'; one of finish, restart"):
+        engine.load(nnx.split(small_model.text)[1], version=9, in_flight="Restart")
+
+
+def test_one_that_waits_for_its_leader_costs_nobody_a_page(small_model, small_features, asked):
+    """Two samples of one prompt: the second needs few pages once the first is there, and only those are taken."""
+    settings = dataclasses.replace(SETTINGS, pages=24, slots=4, fan=2)
+    engine = Engine(small_model, small_features, settings)
+    kept = Request(np.arange(1, 25, dtype=np.int32), (), Sampling(1), (0,))
+    sampled(engine, [kept])
+    two = dataclasses.replace(asked(new=4), seeds=(1, 2))
+    assert len(two.ids) + 4 > 6 * settings.page, "twice the whole does not fit beside what is kept"
+    engine.generate([two])
+    before = engine.counts.prefilled_tokens
+    sampled(engine, [kept])
+    assert engine.counts.prefilled_tokens == before
+
+
+def test_sharing_without_room_for_all_rows_is_refused():
+    with pytest.raises(ValueError, match=r"engine.read_tokens: 100; .* make it 512 or more"):
+        dataclasses.replace(SETTINGS, read_tokens=100)

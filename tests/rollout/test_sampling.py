@@ -69,7 +69,7 @@ TEMPERATURES = st.sampled_from([0.25, 0.7, 1.0, 2.5])
 
 
 @given(st.one_of(SCORES, EQUAL), TEMPERATURES, st.integers(0, WORDS + 2), st.one_of(st.just(1.0), st.floats(0.001, 0.999)))
-@example(np.arange(WORDS, dtype=np.float32), 1.0, 3, 0.8)  # of the three that stay p is reached by two, of all it takes more
+@example(np.arange(WORDS, dtype=np.float32), 1.0, 3, 0.88)  # of the three that stay p is reached by two, of all it takes more
 @example(np.zeros(WORDS, np.float32), 1.0, 5, 0.3)  # nothing to choose by: all stay
 def test_a_draw_is_from_the_words_that_sorting_leaves(logits, temperature, top_k, top_p):
     expected = by_sorting(logits, temperature, top_k, top_p)
@@ -94,7 +94,7 @@ LOGITS = np.array([2.0, 1.5, 1.0, 1.0, 0.0, -1.0, -3.0, -np.inf], np.float32)
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.5, 0, 1.0), (3.0, 0, 1.0), (1.0, 3, 1.0), (1.0, 2, 1.0), (1.0, 0, 0.7), (2.0, 6, 0.9), (1.0, 5, 0.5)],
+    [(1.0, 0, 1.0), (0.5, 0, 1.0), (3.0, 0, 1.0), (1.0, 3, 1.0), (1.0, 2, 1.0), (1.0, 0, 0.7), (2.0, 6, 0.9), (1.0, 2, 0.6)],
 )
 @pytest.mark.parametrize("over", ["seeds", "numbers"])
 def test_draws_follow_the_exact_distribution(temperature, top_k, top_p, over):

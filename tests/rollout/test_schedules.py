@@ -487,7 +487,7 @@ def test_a_cache_as_large_as_one_sequence_serves_every_sequence(bench):
     longest = SETTINGS.own[-1]
     engine = bench.engine(pages=longest // SETTINGS.page)
     for first in (0, 1, 0, 2):
-        request = Request(np.array([5, 5, first, *range(3, longest - 5)], np.int32), (), Sampling(3), (first,))
+        request = Request(np.array([5, 5, first, *np.arange(3, longest - 5) % 20], np.int32), (), Sampling(3), (first,))
         engine.submit(request)
         answers = [answer for _ in range(8) for answer in engine.step()]
         assert len(answers) == 1
@@ -505,6 +505,26 @@ def test_a_sample_without_a_token_reports_the_weights_of_now(bench):
     ((ticket, (sample,)),) = engine.step()
     assert ticket == late and (none.version, sample.version) == (7, 7)
     assert (none.stop, sample.stop, len(sample.ids)) == (SampleStop.LENGTH, SampleStop.DEADLINE, 0)
+
+
+@pytest.mark.parametrize("in_flight", ["finish", "restart"])
+def test_new_weights_while_others_are_sampled_from(bench, in_flight):
+    """Two of one prompt run, one with the same prompt comes: old and new stand side by side, and read nothing of each other's."""
+    engine, ids = bench.engine(), np.array(_TEXT, np.int32)
+    asked = {engine.submit(request): request for request in [Request(ids, (), Sampling(9), (seed,)) for seed in (1, 2)]}
+    engine.step()
+    engine.load(bench.weights[1], 1, in_flight)
+    later = Request(ids, (), Sampling(9), (3,))
+    asked[engine.submit(later)] = later
+    answers = dict(engine.step())
+    assert sorted(sequence.version for sequence in engine._running) == ([0, 0, 1] if in_flight == "finish" else [1, 1, 1])
+    while not engine.idle:
+        answers |= engine.step()
+    for ticket, (sample,) in answers.items():
+        version = 0 if in_flight == "finish" and asked[ticket] is not later else 1
+        expected = bench.reference.answer(asked[ticket], asked[ticket].seeds[0], version, like=sample)
+        assert sample.version == version and sample.ids.tolist() == expected.ids.tolist()
+    assert len(answers) == 3 and set(engine._weights) == {1}
 
 
 def test_other_weights_under_an_old_number_start_with_nothing(bench):

@@ -299,7 +299,9 @@ class Possessed:
         self.owner: dict[tuple[bool, int], int] = {}  # (scripted, ticket there) -> ticket
 
     def _say(self, request: Request) -> list[int]:
-        return self.fuzzer.line(request.seeds[0], request.sampling.max_new_tokens)[0]
+        vocabulary = self.fuzzer.vocabulary
+        strange = [vocabulary[f"<|{name}|>"] for name in ("image_pad", "vision_start", "image_pad", "video_pad", "im_start")]
+        return [*strange, vocabulary.size, *self.fuzzer.line(request.seeds[0], request.sampling.max_new_tokens)[0]]
 
     def submit(self, request: Request) -> int:
         scripted = self.script.is_main(request) and self.script.is_first(request)
@@ -384,8 +386,7 @@ def test_a_real_engine_under_fire(possessed, field, small_model):
     graph, weights = nnx.split(small_model.text)
     shape = BatchShape(groups=1, rows=1, prompt=144, visual=16, suffix=ROOM.trajectory_tokens)
     logprobs = make_logprobs(graph, small_model.config.image_token_id, 2.5)
-    image, beyond = small_model.config.image_token_id, sampler.fuzzer.vocabulary.size
-    strange, compared = [0, 0], 0
+    compared = 0
     agents = [e.trajectory for e in episodes if e.trajectory.segments] + [o.subagent for o in outcomes if o.subagent is not None]
     for trajectory in agents:
         batch = build([[trajectory]], features, shape)
@@ -397,9 +398,7 @@ def test_a_real_engine_under_fire(possessed, field, small_model):
                 np.testing.assert_allclose(again[at : at + len(said)], said, atol=2e-4)
                 compared += len(segment.ids)
             at += len(segment.ids)
-        own = trajectory.ids[trajectory.authors == Author.MODEL]
-        strange = [strange[0] + int((own == image).sum()), strange[1] + int((own >= beyond).sum())]
-    assert compared > 500 and min(strange) >= 5, (compared, strange)
+    assert compared > 500
 
 
 class Interrupted(Exception):
