@@ -109,9 +109,14 @@ class FrameFeatures:
     def _encode_video(self, name: str, wanted: list[int]) -> dict[tuple, np.ndarray]:
         """Read and encode frames of one video. Batches never mix videos: a frame's vectors do not depend on what else was asked for."""
         grid, count = self.grid(name), self.info(name).frames
+        if not 0 <= min(wanted) <= max(wanted) < count:
+            raise video.VideoError(self.root / name, f"it has {count} frames, {min(wanted)} to {max(wanted)} were asked for")
         indices = list(range(count)) if count <= self.settings.whole_frames else wanted
         size = (grid[0] * self.config.vision.patch_size, grid[1] * self.config.vision.patch_size)
-        pixels = [resize(frame, size) for frame in video.read(self.root / name, indices)]
+        try:
+            pixels = [resize(frame, size) for frame in video.read(self.root / name, indices)]
+        except IndexError as error:
+            raise video.VideoError(self.root / name, f"it had {count} frames and has changed since") from error
         found, batch, layout = {}, self.settings.batch, frame_layout(grid, self.config.vision)
         for first in range(0, len(indices), batch):
             part = np.zeros((batch, *size, 3), np.uint8)

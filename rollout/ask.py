@@ -95,8 +95,7 @@ class Assistant:
         if length > _QUESTION_TOKENS:
             raise ValueError(f"question: {length} tokens with its options, there is room for {_QUESTION_TOKENS}; ask in fewer words")
         self._look_again_if_changed(asked.video)
-        self._scene.features.info(asked.video)
-        sampler = self._engine(asked.video, frames)
+        sampler = self._engine(asked.video, min(frames, self._scene.features.info(asked.video).frames))
         (episode,) = run(sampler, [play(self._scene, asked, setting, seed)])
         if episode.stop is StopReason.UNREADABLE:
             raise VideoError(asked.video, self._scene.features.unreadable.get(asked.video, "it cannot be read any more"))

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from typing import Any, Literal, get_args
 
+import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Float
@@ -59,7 +60,9 @@ class EngineCounts:
 class Engine:
     """Samples for every agent of every episode. Implements `rollout.requests.Sampler`.
 
-    `token_bytes`: the bytes of every token, for requests with `stop_strings`. `clock` gives seconds, for deadlines.
+    `token_bytes`: the bytes of every token, for requests with `stop_strings`:
+    `[vocabulary.token_bytes(id) for id in range(vocabulary.size)]`. `clock` gives seconds, for deadlines, which are looked at every
+    `settings.steps` tokens. For one thread at a time.
     """
 
     def __init__(
@@ -92,7 +95,8 @@ class Engine:
         ticket = next(self._tickets)
         try:
             prompt = self._prompt(request)
-        except VideoError:  # its video was there when the frames were chosen
+        except VideoError as error:  # its video was there when the frames were chosen, or never
+            self.features.unreadable[error.path] = error.reason
             nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
             self._open[ticket] = [Sample(*nothing, SampleStop.UNREADABLE, self.version, digest(request.ids))] * len(request.seeds)
             self.counts.stops[SampleStop.UNREADABLE] += len(request.seeds)
@@ -144,6 +148,9 @@ class Engine:
         What runs already finishes under its own weights, whose arrays must stay alive until then, or restarts under the new ones; a
         sample's `version` says which. ValueError for a version that is being sampled from.
         """
+        differing = _difference(weights, self._weights.get(self.version, weights))
+        if differing:
+            raise ValueError(f"Engine.load: weights {differing}; give the text decoder's own state, nnx.split(model.text)[1]")
         if in_flight not in get_args(InFlight):
             raise ValueError(f"Engine.load: in_flight = {in_flight!r}; one of {', '.join(get_args(InFlight))}, choose one of them")
         if in_flight == "restart":
@@ -196,7 +203,8 @@ class Engine:
         end = int(places[-1]) + 1 if places.size else 0
         if len(places) < count or end == len(ids):
             raise ValueError(
-                f"Request.ids: {len(places)} placeholders, the last before token {end} of {len(ids)}, for {count} visual tokens of "
+                f"Request.ids: {len(places)} placeholders <|image_pad|> (id {self.config.image_token_id}), the last before token {end} of "
+                f"{len(ids)}, for {count} visual tokens of "
                 "Request.frames; give as many as that, and a word after them"
             )
         visual = np.zeros(len(ids), bool)
@@ -312,9 +320,10 @@ class Engine:
         length = before = 0
         try:
             while self._waiting and len(self._running) + len(batch) < self.settings.slots and len(passed) < self.settings.slots:
-                sequence = self._waiting.popleft()
+                sequence = self._waiting[0]  # it leaves when it is known where to: an interrupt may come at any point
                 if not sequence.sampling.max_new_tokens:
                     self._finish(sequence, SampleStop.LENGTH)
+                    self._waiting.popleft()
                     continue
                 self._match(sequence)
                 missing = sequence.prompt.content[sequence.computed : sequence.prompt.known]
@@ -324,21 +333,25 @@ class Engine:
                 # Pages are taken last: others may have to give way for them.
                 if start in starts or full or not self._take_pages(sequence):
                     self._return_pages(sequence)
-                    passed.append(sequence)
+                    passed.append(self._waiting.popleft())
                     if start in starts:
                         continue
                     break
-                batch.append(sequence)
                 try:
                     sequence.visual = self._visual(sequence)
                 except VideoError:
-                    batch.pop()
                     self._return_pages(sequence)
                     self._finish(sequence, SampleStop.UNREADABLE)
+                    self._waiting.popleft()
                     continue
+                batch.append(self._waiting.popleft())
                 if len(missing):
                     starts.add(start)
                     length, before = longest, most
+        except BaseException:
+            if self._waiting:
+                self._return_pages(self._waiting[0])
+            raise
         finally:
             self._waiting.extendleft(reversed(passed))
         return bool(batch)
@@ -391,6 +404,16 @@ class Engine:
             if any(text.find(string, max(0, new - len(string) + 1)) >= 0 for string in strings):
                 return number + 1
         return None
+
+
+def _difference(weights: Any, known: Any) -> str:
+    """What tells weights from those that programs are compiled for; nothing where they may take their place."""
+    if jax.tree.structure(weights) != jax.tree.structure(known):
+        return f"of {len(jax.tree.leaves(weights))} arrays, where the decoder has {len(jax.tree.leaves(known))} of other names"
+    for (path, new), old in zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(known), strict=True):
+        if (new.shape, new.dtype) != (old.shape, old.dtype):
+            return f"{jax.tree_util.keystr(path)} of {new.dtype}{new.shape}, where the decoder has {old.dtype}{old.shape}"
+    return ""
 
 
 @functools.lru_cache(maxsize=65_536)

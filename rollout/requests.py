@@ -19,6 +19,9 @@ from paravt_jax.records import Frame
 
 Result = TypeVar("Result")
 
+_INTEGER = (int, np.integer)
+_REAL = (int, float, np.integer, np.floating)
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -38,6 +41,22 @@ class Sampling:
     deadline: float = math.inf
 
     def __post_init__(self):
+        for name, kinds in (
+            ("max_new_tokens", _INTEGER),
+            ("top_k", _INTEGER),
+            ("temperature", _REAL),
+            ("top_p", _REAL),
+            ("deadline", _REAL),
+        ):
+            if not isinstance(getattr(self, name), kinds):
+                raise ValueError(
+                    f"Sampling.{name}: {getattr(self, name)!r}; a number, {'whole' if kinds is _INTEGER else 'real'}, give one"
+                )
+        for name, kinds in (("stop_ids", _INTEGER), ("stop_strings", (bytes,))):
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or any(not isinstance(value, kinds) for value in values):
+                example = "(3,)" if name == "stop_ids" else "('a'.encode(),)"
+                raise ValueError(f"Sampling.{name}: {values!r}; a tuple, such as {example}, is needed")
         if self.max_new_tokens < 0:
             raise ValueError(f"Sampling.max_new_tokens: {self.max_new_tokens}; a number of tokens, give 0 or more")
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
@@ -50,22 +69,31 @@ class Sampling:
             raise ValueError(f"Sampling.top_p: {self.top_p}; a share of probability, give a number above 0 and up to 1")
         if not self.deadline > 0:
             raise ValueError(f"Sampling.deadline: {self.deadline}; seconds from now, give a number above 0 or leave it out")
-        if any(not isinstance(text, bytes) or not text for text in self.stop_strings):
-            raise ValueError(f"Sampling.stop_strings: {self.stop_strings}; each is bytes, at least one of them")
+        if not all(self.stop_strings):
+            raise ValueError(f"Sampling.stop_strings: {self.stop_strings}; an empty one ends everything, leave it out")
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
     """One response to `ids` (int32) for every seed. `frames` are those that the image placeholders in `ids` stand for, in order.
 
-    Equal seeds give equal tokens, whatever else is asked for (up to rounding). What requests have in common at their start is
-    computed once.
+    Equal seeds (modulo 2**32) give equal tokens, whatever else is asked for (up to rounding). What requests have in common at their
+    start is computed once. ValueError for ids that are not a row of whole numbers, and for frames or seeds that are no tuple of theirs.
     """
 
     ids: np.ndarray
     frames: tuple[Frame, ...]
     sampling: Sampling
     seeds: tuple[int, ...]
+
+    def __post_init__(self):
+        ids = np.asarray(self.ids)
+        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+            raise ValueError(f"Request.ids: shape {ids.shape} of {ids.dtype}; one sequence of token ids, give whole numbers [t]")
+        for name, kinds in (("frames", (Frame,)), ("seeds", _INTEGER)):
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or any(not isinstance(value, kinds) for value in values):
+                raise ValueError(f"Request.{name}: {values!r}; a tuple of {'frames' if name == 'frames' else 'whole numbers'} is needed")
 
 
 class SampleStop(enum.StrEnum):

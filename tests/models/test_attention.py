@@ -171,7 +171,7 @@ def test_one_token_against_a_dense_cache_equals_the_last_of_a_row(shared):
     found, after = one_token(cache, q[:, -1], k[:, -1], v[:, -1], np.ones(4, bool))
     np.testing.assert_allclose(found, expected, atol=1e-5)
     np.testing.assert_array_equal(after.valid, np.concatenate([own, np.arange(3) < np.ones((4, 1))], 1))
-    assert int(after.column) == 7 and (after.since(0)[0][0, :, :6] == NOISE).all()
+    assert int(after.column) == 7 and (after.since(0)[0][0, :, :6] == np.where(own[..., None, None], NOISE, 0)).all()
 
 
 def test_rows_of_a_dense_cache_hold_the_tokens_they_advanced_with():

@@ -110,11 +110,18 @@ _TOY = Work(
 )
 WORKS = {"small": _SMALL, "toy": _TOY}
 # For `--crops`: one group, of whose rollouts every sub-agent has a slot.
-_FEW = {
+FEW = {
     "small": dataclasses.replace(
         _SMALL,
         settings=dataclasses.replace(
-            _SMALL.settings, own=(64, 448, 1280), shared=(832,), prefill=(64, 432, 848), slots=24, fan=4, pages=2048, read_tokens=24 * 448
+            _SMALL.settings,
+            own=(64, 448, 1280),
+            shared=(832,),
+            prefill=(64, 192, 432, 848),
+            slots=24,
+            fan=4,
+            pages=2048,
+            read_tokens=24 * 448,
         ),
         prompts=1,
         samples=4,
@@ -241,9 +248,11 @@ def rollouts(work: Work, engine: Engine) -> tuple[list[Rollout], dict[str, float
     said = run(engine, agents)
     seconds, tower = time.perf_counter() - start, features.seconds - tower
     assert compilations.count == 0, f"{compilations.count} programs were compiled while the clock ran; warm_up forgets a shape"
-    counts = {name: getattr(engine.counts, name) - getattr(before, name) for name in ("prefilled_tokens", "sampled_tokens", "steps")}
+    counts = {
+        name: getattr(engine.counts, name) - getattr(before, name) for name in ("prefilled_tokens", "sampled_tokens", "steps", "row_steps")
+    }
     device = engine.counts.seconds - before.seconds + tower
-    occupancy = counts["sampled_tokens"] / (counts["steps"] * work.settings.slots)
+    occupancy = counts["sampled_tokens"] / counts.pop("row_steps")
     parts = {"tower": tower, "device": device, "host": 1 - device / seconds, "occupancy": occupancy}
     return said, {"seconds": seconds, **parts, "encoded_frames": features.encoded_frames - frames, **counts}
 
@@ -253,6 +262,7 @@ def warm_engine(model: Qwen3VL, work: Work) -> Engine:
     engine = Engine(model, MemoryFrames(work, model), work.settings)
     engine.warm_up()
     engine.features((Frame("0", 0, 0.0),))
+    engine.step()  # counts the seconds until here
     return engine
 
 
@@ -266,7 +276,7 @@ def ours(folder: str, work: Work) -> dict[str, Any]:
 
 
 def plan(work: Work) -> dict[str, float]:
-    """The memory that the sizes ask for, in GiB: what stays, and the largest copies of rows that a program of decoding works on."""
+    """The memory that the sizes ask for, in GiB: what stays, and what the largest program of decoding works on while it runs."""
     text, settings, model = work.case.config.text, work.settings, abstract_model(work.case.config)
     token = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 4
     lines = settings.slots // settings.fan * sum(settings.shared)
@@ -276,10 +286,11 @@ def plan(work: Work) -> dict[str, float]:
 
     sizes = {
         "weights": size(model),
-        "weights of layers, once more while decoding": size(model.text.layers),
+        "layers' weights again, to decode": size(model.text.layers),
         "pages": (settings.pages + 1) * settings.page * token,
         "lines of shared starts": lines * token,
-        "rows' own tokens while decoding": max(settings.rows(own) * (own + settings.steps) for own in settings.own) * token,
+        # As they come from their pages, and as decoding wants them.
+        "rows' own tokens, twice, to decode": 2 * max(settings.rows(own) * (own + settings.steps) for own in settings.own) * token,
     }
     return {name: value / GIB for name, value in sizes.items()}
 
@@ -480,7 +491,7 @@ def report(work: Work, found: dict[str, list[dict[str, Any]]]) -> str:
 
 def by_crops(case: str, most: int) -> dict[str, list[float]]:
     """Seconds of one group's rollouts with 1 to `most` crops: all in one turn, and one a turn."""
-    work = _FEW[case]
+    work = FEW[case]
     engine = warm_engine(nnx.jit(lambda: Qwen3VL(work.case.config, rngs=nnx.Rngs(0)))(), work)
     seconds: dict[str, list[float]] = {"parallel": [], "sequential": []}
     for crops in range(1, most + 1):

@@ -374,8 +374,8 @@ ALONE = {
     "one large piece": {"prefill": (136,)},
     "prefill_tokens": {"prefill_tokens": 1},
     "many prefill_tokens": {"prefill_tokens": 5000},
-    "read_tokens": {"read_tokens": 1},
-    "some read_tokens": {"read_tokens": 300},
+    "read_tokens": {"read_tokens": 1, "shared": ()},
+    "some read_tokens": {"read_tokens": 600},
     "nothing shared": {"shared": ()},
     "little shared": {"shared": (16,)},
     "own": {"own": (16, 32, 136)},
@@ -729,10 +729,12 @@ def test_an_unreadable_video_fails_only_its_own_request(engine, asked, features,
     for copy in copies:
         copy.write_bytes((small_world.folder / small_questions[0].video).read_bytes())
         shown.append(features.overview(copy.name, 4))
+    features.forget(copies[2].name)
+    for copy in copies[:2]:
+        features.info(copy.name)  # known before they went
     copies[0].unlink()
     copies[1].write_bytes(copies[1].read_bytes()[:2000])
     copies[2].unlink()
-    features.forget(copies[2].name)
     good = [asked(n, seed=n) for n in range(3)]
     bad = [dataclasses.replace(asked(0), frames=frames, seeds=(1, 2)) for frames in shown]
     expected = sampled(engine, good)
@@ -915,9 +917,12 @@ def test_requests_that_never_fit_are_refused_by_name(engine, asked):
         engine.submit(text(0))
     open_end = asked(0, suffix=())
     cut = int(np.flatnonzero(open_end.ids == engine.config.image_token_id)[-1]) + 1
-    with pytest.raises(ValueError, match=rf"Request.ids: 16 placeholders, the last before token {cut} of {cut}, for 16 visual tokens"):
+    with pytest.raises(
+        ValueError,
+        match=rf"Request.ids: 16 placeholders <.image_pad.> .id \d+., the last before token {cut} of {cut}, for 16 visual tokens",
+    ):
         engine.submit(dataclasses.replace(open_end, ids=open_end.ids[:cut]))
-    with pytest.raises(ValueError, match=r"Request.ids: 16 placeholders, .*, for 20 visual tokens of Request.frames; give as many as that"):
+    with pytest.raises(ValueError, match=r"Request.ids: 16 placeholders .*, for 20 visual tokens of Request.frames; give as many as that"):
         engine.submit(dataclasses.replace(open_end, frames=(*open_end.frames, open_end.frames[0])))
     for ids, said in (([5, -1], "from -1 to 5"), ([3, 469], "from 3 to 469")):
         with pytest.raises(ValueError, match=f"Request.ids: {said}; the model has 469 words, give ids from 0 to 468"):
@@ -973,8 +978,8 @@ def test_sizes_that_make_no_engine_are_refused(changes, message):
         ({"top_p": float("nan")}, "Sampling.top_p: nan"),
         ({"deadline": 0.0}, "Sampling.deadline: 0.0; seconds from now, give a number above 0 or leave it out"),
         ({"deadline": float("nan")}, "Sampling.deadline: nan"),
-        ({"stop_strings": (b"a", b"")}, "Sampling.stop_strings: .*; each is bytes, at least one of them"),
-        ({"stop_strings": ("a",)}, "Sampling.stop_strings: .*; each is bytes"),
+        ({"stop_strings": (b"a", b"")}, "Sampling.stop_strings: .*; an empty one ends everything, leave it out"),
+        ({"stop_strings": ("a",)}, "Sampling.stop_strings: .*; a tuple, such as .*encode"),
     ],
 )
 def test_sampling_that_means_nothing_is_refused(fields, message):
@@ -1076,3 +1081,46 @@ def test_one_that_waits_for_its_leader_costs_nobody_a_page(small_model, small_fe
 def test_sharing_without_room_for_all_rows_is_refused():
     with pytest.raises(ValueError, match=r"engine.read_tokens: 100; .* make it 512 or more"):
         dataclasses.replace(SETTINGS, read_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": np.ones((1, 3), int)}, r"Request.ids: shape \(1, 3\) of int64"),
+        ({"ids": np.array([1.5, 2.0])}, r"Request.ids: shape \(2,\) of float64"),
+        ({"seeds": 3}, "Request.seeds: 3; a tuple of whole numbers"),
+        ({"seeds": (None,)}, r"Request.seeds: \(None,\)"),
+        ({"frames": (3,)}, r"Request.frames: \(3,\); a tuple of frames"),
+    ],
+)
+def test_requests_of_other_types_are_refused(asked, change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(asked(), **change)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_new_tokens": 8.0}, {"temperature": "1"}, {"top_p": None}, {"stop_ids": {3}}, {"stop_ids": (3.5,)}, {"stop_strings": ("a",)}],
+)
+def test_sampling_of_other_types_is_refused(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=re.escape(f"Sampling.{name}: {value!r}; a ")):
+        Sampling(**{"max_new_tokens": 4, **wrong})
+
+
+def test_a_frame_that_a_video_does_not_have_costs_only_its_own_request(engine, asked, small_features):
+    good = asked(seed=1)
+    frames = (dataclasses.replace(good.frames[0], index=10**6), *good.frames[1:])
+    bad, fine = sampled(engine, [dataclasses.replace(good, frames=frames), good])
+    assert (bad.stop, fine.stop) == (SampleStop.UNREADABLE, SampleStop.LENGTH) and engine.idle
+    assert "it has 64 frames" in small_features.unreadable.pop(good.frames[0].video)
+
+
+def test_weights_of_another_model_are_refused_and_the_old_ones_stay(engine, asked, small_model):
+    weights = nnx.split(small_model.text)[1]
+    (before,) = sampled(engine, [asked(seed=1)])
+    with pytest.raises(ValueError, match=r"Engine.load: weights of \d+ arrays, where the decoder has"):
+        engine.load(nnx.split(small_model)[1], version=3)
+    with pytest.raises(ValueError, match=r"Engine.load: weights .*bfloat16.*, where the decoder has float32"):
+        engine.load(jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights), version=3)
+    assert sampled(engine, [asked(seed=1)])[0].ids.tolist() == before.ids.tolist()
