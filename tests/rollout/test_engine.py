@@ -1108,12 +1108,12 @@ def test_sampling_of_other_types_is_refused(wrong):
         Sampling(**{"max_new_tokens": 4, **wrong})
 
 
-def test_a_frame_that_a_video_does_not_have_costs_only_its_own_request(engine, asked, small_features):
+def test_a_frame_that_a_video_does_not_have_costs_only_its_own_request(engine, asked):
     good = asked(seed=1)
     frames = (dataclasses.replace(good.frames[0], index=10**6), *good.frames[1:])
     bad, fine = sampled(engine, [dataclasses.replace(good, frames=frames), good])
     assert (bad.stop, fine.stop) == (SampleStop.UNREADABLE, SampleStop.LENGTH) and engine.idle
-    assert "it has 64 frames" in small_features.unreadable.pop(good.frames[0].video)
+    assert "it has 64 frames" in engine.features.unreadable.pop(good.frames[0].video)
 
 
 def test_weights_of_another_model_are_refused_and_the_old_ones_stay(engine, asked, small_model):
