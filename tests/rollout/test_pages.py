@@ -226,7 +226,7 @@ def test_any_course_of_sequences():
 
 @pytest.mark.slow
 def test_any_long_course_of_sequences():
-    run_state_machine_as_test(Pages, settings=settings(max_examples=1500, stateful_step_count=60))
+    run_state_machine_as_test(Pages, settings=settings(max_examples=400, stateful_step_count=60))
 
 
 # --- by example ---

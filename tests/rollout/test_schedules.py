@@ -363,7 +363,7 @@ def test_any_schedule(bench):
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [SETTINGS, OTHERS, PAGED], ids=["lines", "parts", "paged"])
 def test_many_schedules(sizes):
-    run_schedules(Bench(sizes), examples=400, steps=40)
+    run_schedules(Bench(sizes), examples=60, steps=40)
 
 
 # --- what is computed ---
