@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterable
@@ -27,14 +25,13 @@ from jaxtyping import Float
 
 from models.features import FrameFeatures
 from models.qwen3_vl.model import Qwen3VL
-from models.qwen3_vl.rope import mrope_positions, next_position
 from paravt_jax.records import digest
 from paravt_jax.video import VideoError
 from rollout.pages import PageTree
 from rollout.programs import MOST_STOP_IDS
 from rollout.requests import Answer, Request, Sample, SampleStop
 from rollout.runner import ModelRunner
-from rollout.sequences import Prompt, Sequence
+from rollout.sequences import Sequence, make_prompt
 from rollout.settings import EngineSettings
 
 InFlight = Literal["finish", "restart"]
@@ -94,7 +91,7 @@ class Engine:
         self._check(request)
         ticket = next(self._tickets)
         try:
-            prompt = self._prompt(request)
+            prompt = make_prompt(request, self.features, self.config, self._clock() + request.sampling.deadline)
         except VideoError as error:  # its video was there when the frames were chosen, or never
             self.features.unreadable[error.path] = error.reason
             nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
@@ -195,29 +192,6 @@ class Engine:
             raise ValueError(f"Sampling.stop_ids: {len(sampling.stop_ids)} ids; a row has at most {MOST_STOP_IDS}, give fewer")
         if sampling.stop_strings and self._token_bytes is None:
             raise ValueError("Sampling.stop_strings: the engine was made without token_bytes; give it those of the vocabulary")
-
-    def _prompt(self, request: Request) -> Prompt:
-        ids, features = np.asarray(request.ids, np.int32), self.features
-        count = sum(features.tokens(frame.video) for frame in request.frames)
-        places = np.flatnonzero(ids == self.config.image_token_id)[:count]
-        end = int(places[-1]) + 1 if places.size else 0
-        if len(places) < count or end == len(ids):
-            raise ValueError(
-                f"Request.ids: {len(places)} placeholders <|image_pad|> (id {self.config.image_token_id}), the last before token {end} of "
-                f"{len(ids)}, for {count} visual tokens of "
-                "Request.frames; give as many as that, and a word after them"
-            )
-        visual = np.zeros(len(ids), bool)
-        visual[places] = True
-        # After the last frame there is text only, placeholders that a model wrote included.
-        seen = mrope_positions(ids[:end], [features.grid(frame.video) for frame in request.frames], self.config)
-        positions = np.concatenate([seen, np.broadcast_to(next_position(seen) + np.arange(len(ids) - end), (3, len(ids) - end))], axis=1)
-        content = ids.astype(np.int64)
-        if request.frames:  # a placeholder is the piece of a frame that it stands for
-            pieces = [_fingerprint(features.key(frame)) + np.arange(features.tokens(frame.video)) for frame in request.frames]
-            content[visual] = -1 - np.concatenate(pieces)
-        until = self._clock() + request.sampling.deadline
-        return Prompt(dataclasses.replace(request, ids=ids), content, visual, positions.astype(np.int32), until)
 
     def _expire(self) -> None:
         now = self._clock()
@@ -414,9 +388,3 @@ def _difference(weights: Any, known: Any) -> str:
         if (new.shape, new.dtype) != (old.shape, old.dtype):
             return f"{jax.tree_util.keystr(path)} of {new.dtype}{new.shape}, where the decoder has {old.dtype}{old.shape}"
     return ""
-
-
-@functools.lru_cache(maxsize=65_536)
-def _fingerprint(key: tuple) -> int:
-    """A number for a frame, so far from all others that its pieces can be counted up from it."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 2

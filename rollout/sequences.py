@@ -1,15 +1,21 @@
 """What the engine samples: a prompt, and the sequences that go on from it.
 
-Owns their state and nothing that acts on it: `engine` decides what becomes of a sequence, `runner` computes it.
+Owns how a request becomes a prompt, their state, and nothing that acts on it: `engine` decides what becomes of a sequence,
+`runner` computes it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 
 import numpy as np
 from jaxtyping import Bool, Int
 
+from models.features import FrameFeatures
+from models.qwen3_vl.config import Qwen3VLConfig
+from models.qwen3_vl.rope import mrope_positions, next_position
 from rollout.pages import Node, Tokens
 from rollout.requests import Request
 
@@ -60,3 +66,36 @@ class Sequence:
     def ids(self) -> np.ndarray:
         """All there is: what was asked and what was drawn."""
         return np.concatenate([self.prompt.request.ids, np.array(self.drawn, np.int32)]).astype(np.int32)
+
+
+def make_prompt(request: Request, features: FrameFeatures, config: Qwen3VLConfig, until: float) -> Prompt:
+    """The prompt of a request that ends at `until`.
+
+    ValueError where placeholders and frames do not match, VideoError for a video that is gone.
+    """
+    ids = np.asarray(request.ids, np.int32)
+    count = sum(features.tokens(frame.video) for frame in request.frames)
+    places = np.flatnonzero(ids == config.image_token_id)[:count]
+    end = int(places[-1]) + 1 if places.size else 0
+    if len(places) < count or end == len(ids):
+        raise ValueError(
+            f"Request.ids: {len(places)} placeholders <|image_pad|> (id {config.image_token_id}), the last before token {end} of "
+            f"{len(ids)}, for {count} visual tokens of "
+            "Request.frames; give as many as that, and a word after them"
+        )
+    visual = np.zeros(len(ids), bool)
+    visual[places] = True
+    # After the last frame there is text only, placeholders that a model wrote included.
+    seen = mrope_positions(ids[:end], [features.grid(frame.video) for frame in request.frames], config)
+    positions = np.concatenate([seen, np.broadcast_to(next_position(seen) + np.arange(len(ids) - end), (3, len(ids) - end))], axis=1)
+    content = ids.astype(np.int64)
+    if request.frames:  # a placeholder is the piece of a frame that it stands for
+        pieces = [_fingerprint(features.key(frame)) + np.arange(features.tokens(frame.video)) for frame in request.frames]
+        content[visual] = -1 - np.concatenate(pieces)
+    return Prompt(dataclasses.replace(request, ids=ids), content, visual, positions.astype(np.int32), until)
+
+
+@functools.lru_cache(maxsize=65_536)
+def _fingerprint(key: tuple) -> int:
+    """A number for a frame, so far from all others that its pieces can be counted up from it."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 2

@@ -22,17 +22,10 @@ ALL = [*benchmark.WORKS.values(), *benchmark.FEW.values()]
 
 
 def distinct_frames(work: benchmark.Work) -> int:
-    calls = range(sum(work.rounds))
-    seen = {
-        (number, frame)
-        for number in range(work.prompts)
-        for parts in [
-            [benchmark.opening(work, number)],
-            *([benchmark.crop(work, number, s, n) for n in calls] for s in range(work.samples)),
-        ]
-        for part in parts
-        for frame in part.frames.tolist()
-    }
+    seen: set[tuple[int, int]] = set()
+    for number in range(work.prompts):
+        crops = [benchmark.crop(work, number, sample, call) for sample in range(work.samples) for call in range(sum(work.rounds))]
+        seen |= {(number, frame) for part in (benchmark.opening(work, number), *crops) for frame in part.frames.tolist()}
     return len(seen)
 
 

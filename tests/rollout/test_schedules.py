@@ -26,6 +26,7 @@ from rollout.engine import Engine
 from rollout.pages import PageTree
 from rollout.programs import Lines, Pool, Programs
 from rollout.requests import Request, Sample, SampleStop, Sampling
+from rollout.sequences import make_prompt
 from rollout.settings import EngineSettings
 from tests.rollout.reference_engine import Pictures, Reference
 
@@ -336,7 +337,7 @@ class Schedule(RuleBasedStateMachine):
         engine = self.engine
         if sample.version != engine.version or any(frame.video in self.bench.features.gone for frame in request.frames):
             return
-        content = np.concatenate([engine._prompt(request).content, sample.ids])[:-1]
+        content = np.concatenate([make_prompt(request, engine.features, engine.config, math.inf).content, sample.ids])[:-1]
         path, source, more = engine._tree.match(engine.version, content)
         engine._tree.release(path)
         count, pages = len(path) * self.size + more, [node.page for node in (*path, *([source] if source else []))]
