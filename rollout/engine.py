@@ -164,6 +164,8 @@ class Engine:
         """Drops all that is kept for later requests: what is asked next depends on nothing that was asked before."""
         for version in self._weights:
             self._tree.drop(version)
+        for sequence in self._running:
+            sequence.forgotten = True
 
     @property
     def idle(self) -> bool:
@@ -245,11 +247,12 @@ class Engine:
         sequence.path = sequence.path + added
 
     def _leave(self, sequence: Sequence) -> None:
-        """Out of its slot; what it computed stays for others as long as there is room."""
+        """Out of its slot; what it computed stays for others as long as there is room, unless it was to be forgotten."""
         self._running.remove(sequence)
         if sequence.path and len(sequence.path[-1].tokens) < self.settings.page:
             sequence.lent.insert(0, self._tree.take_out(sequence.path.pop()))  # there is more on it now
-        self._publish(sequence)
+        if not sequence.forgotten:
+            self._publish(sequence)
         self._return_pages(sequence)
         self._drop_weights()
 

@@ -49,6 +49,7 @@ class Sequence:
         self.lent: list[int] = []
         self.source: Node | None = None  # whose first tokens the first lent page takes over
         self.computed = 0
+        self.forgotten = False  # whether nobody is to find later what this computes
         self.visual = np.zeros((0, 0, 0), np.float32)  # of the tokens that are not computed yet
         self.drawn: list[int] = []
         self.logprobs: list[float] = []

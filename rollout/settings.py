@@ -7,12 +7,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class EngineSettings:
-    """Sizes of the engine; lengths in tokens, multiples of `page`, rising. All that decides what is compiled and what memory is taken.
+    """Lengths are in tokens, rise, and are multiples of `page`.
 
     `own`: what a sequence may read by itself, the last being the longest sequence there is. `shared`: starts that up to `fan` sequences
-    read in one copy, where there are any. `prefill`: what is prefilled at once of a sequence, `prefill_tokens` of all that are
-    prefilled together; `read_tokens` of their own are read by all rows of a program, which has fewer rows than `slots` where they would
-    be more. `steps`: tokens decoded between two looks of the host. `paged`: decoding reads pages where they lie, and nothing is shared
+    read in one copy, where there are any. `prefill`: what is prefilled of a sequence at once; `prefill_tokens`: of all sequences that
+    are prefilled together. `read_tokens`: what all rows of a program read by themselves; where `slots` rows would read more, there are
+    fewer. `steps`: tokens decoded between two looks of the host. `paged`: decoding reads pages where they lie, and nothing is shared
     (None: on a TPU); elsewhere a row's pages are read into arrays of their own once for so many steps.
     """
 

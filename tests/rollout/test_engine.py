@@ -1124,3 +1124,15 @@ def test_weights_of_another_model_are_refused_and_the_old_ones_stay(engine, aske
     with pytest.raises(ValueError, match=r"Engine.load: weights .*bfloat16.*, where the decoder has float32"):
         engine.load(jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights), version=3)
     assert sampled(engine, [asked(seed=1)])[0].ids.tolist() == before.ids.tolist()
+
+
+def test_what_runs_while_all_is_forgotten_is_forgotten_too(engine, asked):
+    request = Request(np.arange(3, 5, dtype=np.int32), (), Sampling(12), (1,))
+    engine.submit(request)
+    engine.step()
+    engine.forget()
+    while not engine.idle:
+        engine.step()
+    before = engine.counts.reused_tokens
+    sampled(engine, [dataclasses.replace(request, ids=np.arange(3, 20, dtype=np.int32))])
+    assert engine.counts.reused_tokens == before

@@ -59,7 +59,8 @@ def cut_by_transformers(logits: np.ndarray, temperature: float, top_k: int, top_
         warpers.append(TopKLogitsWarper(top_k))
     if top_p < 1:
         warpers.append(TopPLogitsWarper(top_p))
-    return torch.log_softmax(warpers(None, torch.tensor(logits)[None]), -1)[0].numpy()
+    ids: Any = None  # these warpers look at scores only
+    return torch.log_softmax(warpers(ids, torch.tensor(logits)[None]), -1)[0].numpy()
 
 
 # Scores on a grid: some are equal, and those that differ still do so in float32.
