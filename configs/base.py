@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from models.features import FrameSettings
 from paravt_jax.protocol import ProtocolSettings
@@ -12,7 +12,7 @@ from paravt_jax.world_text import TextSettings
 from rollout.evaluate import EvaluationSettings
 from rollout.settings import EngineSettings
 from train.align import AlignSettings
-from train.rl import RLSettings
+from train.rl_settings import RLSettings
 from train.sft import SFTSettings
 
 
@@ -51,6 +51,8 @@ class Run:
     engine: EngineSettings
     run_dir: str = ""
     """Where everything goes; runs/NAME if empty."""
+    start: str = ""
+    """Directory of a run whose data and cold start are taken over, instead of making them anew."""
     seed: int = 0
     unreadable_share: float = 0.05
     """Share of videos that may be unreadable before the run refuses to start."""
@@ -86,3 +88,10 @@ class Run:
             raise ValueError(
                 f"rl.shape.suffix: {self.rl.shape.suffix}; a rollout may have protocol.trajectory_tokens = {limits.trajectory_tokens}"
             )
+
+
+def change(run: Run, name: str, protocol: dict[str, Any] | None = None, **rl: Any) -> Run:
+    """`run` under another name with other fields of its protocol and of its RL settings: how an ablation is said."""
+    assert run.rl is not None, f"{run.name} has no RL to change"
+    limits = dataclasses.replace(run.protocol, **(protocol or {}))
+    return dataclasses.replace(run, name=name, protocol=limits, rl=dataclasses.replace(run.rl, **rl))

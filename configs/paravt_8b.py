@@ -8,7 +8,7 @@ from paravt_jax.rewards import RewardSettings
 from rollout.settings import EngineSettings
 from train.batch import BatchShape
 from train.optimizer import OptimizerSettings
-from train.rl import RLSettings
+from train.rl_settings import RLSettings
 
 PROMPT, VISUAL = 5120, 64 * 49  # 64 frames of 224 x 224, each with its time, and the question
 ENGINE = EngineSettings(
@@ -38,8 +38,8 @@ def paravt_8b() -> Run:
             steps=54,
             shape=BatchShape(groups=7, rows=8, prompt=PROMPT, visual=VISUAL, suffix=8192),
             optimizer=OptimizerSettings(),
-            grpo=GRPOSettings(anchor="likelihood"),
-            rewards=RewardSettings(anchor_weight=0.0),
+            grpo=GRPOSettings(anchor="credit", reward_clip=None),
+            rewards=RewardSettings(anchor_weight=0.0, format_cap=False),
             remat=True,
             logprob_chunk=512,
         ),

@@ -13,7 +13,7 @@ from rollout.settings import EngineSettings
 from train.align import AlignSettings
 from train.batch import BatchShape
 from train.optimizer import OptimizerSettings
-from train.rl import RLSettings
+from train.rl_settings import RLSettings
 from train.sft import SFTSettings
 
 

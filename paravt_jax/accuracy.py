@@ -13,8 +13,8 @@ from typing import Literal
 
 from paravt_jax.records import Question, QuestionKind
 
-# Commas that group thousands go; a decimal point between digits and the sign of a number stay: "1.5" is not "15", "-5" not "5".
-_PUNCTUATION = re.compile(r"(?<=\d),(?=\d{3}(?!\d))|(?!(?<=\d)\.(?=\d))(?!(?<!\w)-(?=[\d.]))[^\w\s]")
+# Commas that group thousands go; the point of a decimal and the sign of a number stay: "1.5" is not "15", ".5" not "5", "-5" not "5".
+_PUNCTUATION = re.compile(r"(?<=\d),(?=\d{3}(?!\d))|(?!(?<![^\W\d])(?<!\.)\.(?=\d))(?!(?<!\w)-(?=\.?\d))[^\w\s]")
 _ARTICLES = frozenset(("a", "an", "the"))
 
 _BARE_LETTER = re.compile(r"\W*(?:(?i:the)\s+)?([A-Za-z])\W*")

@@ -66,6 +66,8 @@ class ProtocolSettings:
     turn_tokens: int = 2048
     summary_tokens: int = 512
     trajectory_tokens: int = 8192  # everything after the prompt: responses and tool results
+    pin_think: bool = True
+    """Every response of a main agent is started with `<think>` (paper, constrained generation); demonstrations teach it either way."""
     crop_fps: float = 1.0
     crop_frames: int = 16
 
@@ -133,8 +135,8 @@ class Protocol:
 
     @functools.cached_property
     def pinned(self) -> Segment:
-        """The `<think>` every response of a main agent is started with (paper, constrained generation)."""
-        return Segment(self._encode(PINNED), Author.PINNED)
+        """The `<think>` every response of a main agent is started with; nothing where it is the model's to write."""
+        return Segment(self._encode(PINNED if self.settings.pin_think else ""), Author.PINNED)
 
     def tool_results(self, responses: Sequence[str], ended: bool, last: bool) -> Segment:
         """The user turn that brings a turn's tool responses back.
@@ -179,9 +181,8 @@ class Protocol:
             if results:
                 trajectory.append(self.tool_results(results, ended=True, last=turns >= self.settings.max_tool_turns))
                 results = []
-            if main:
-                trajectory.append(self.pinned)
-            ids = self._encode(message.content + "<|im_end|>")
+            # Whoever is to do without the pinned opening has to have learned it here.
+            ids = self._concat(*((PINNED,) if main else ()), message.content + "<|im_end|>")
             trajectory.append(Segment(ids, Author.MODEL, np.zeros(len(ids), np.float32)))
             turns += 1
         return trajectory

@@ -89,7 +89,7 @@ class Segment:
     """A run of tokens by one author. `logprobs` (float32, one a token) where the author is MODEL; `frames` as their placeholders stand.
 
     `digest` is the sampler's own `digest` of all it had been fed when it had written this segment; the trainer compares it with what
-    it scores.
+    it scores, and `version` that of the weights that wrote it; both are None where nobody sampled.
     """
 
     ids: np.ndarray
@@ -97,6 +97,7 @@ class Segment:
     logprobs: np.ndarray | None = None
     frames: tuple[Frame, ...] = ()
     digest: str | None = None
+    version: int | None = None
 
     def __post_init__(self):
         if (self.logprobs is not None) != (self.author is Author.MODEL):
@@ -113,8 +114,7 @@ def digest(ids: np.ndarray) -> str:
 class Trajectory:
     """An append-only list of segments: everything one agent saw and wrote, in order."""
 
-    def __init__(self, segments: tuple[Segment, ...] = (), version: int = 0):
-        self.version = version
+    def __init__(self, segments: tuple[Segment, ...] = ()):
         self._segments = list(segments)
 
     def append(self, segment: Segment) -> None:
@@ -142,6 +142,11 @@ class Trajectory:
     @property
     def frames(self) -> tuple[Frame, ...]:
         return tuple(frame for s in self._segments for frame in s.frames)
+
+    @property
+    def version(self) -> int | None:
+        """Of the oldest weights that wrote in it; None where nobody sampled."""
+        return min((s.version for s in self._segments if s.version is not None), default=None)
 
 
 class CallStatus(enum.StrEnum):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from paravt_jax.accuracy import accuracy
+from paravt_jax.judge import Judge, JudgeSettings
 from paravt_jax.parsing import extract_answer, first_think, format_compliant, has_substantive_think, parse_calls, tags_balanced
 from paravt_jax.records import CallStatus, CropCall, Question, Turn
 
@@ -34,18 +35,24 @@ class RewardSettings:
     """What R_anchor loses for a think that is opened and never closed."""
     format_cap: bool = True
     """Cut R_fmt to [0, 1]. Its terms add up to more, so a capped R_fmt stops telling good from better."""
-    open_ended: Literal["f1", "exact"] = "f1"
+    open_ended: Literal["f1", "exact", "judge"] = "f1"
     """How open-ended answers are scored."""
+    judge: JudgeSettings | None = None
+    """Which language model is asked where open_ended is `judge`."""
 
     def __post_init__(self):
         for name in ("format_weight", "tool_weight", "anchor_weight", "gamma"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"RewardSettings.{name}: {getattr(self, name)} is not a weight; give a number of at least 0")
+        if (self.open_ended == "judge") != (self.judge is not None):
+            remedy = "give the judge's endpoint and model" if self.judge is None else "set it to 'judge', or the judge to None"
+            raise ValueError(f"RewardSettings.open_ended: {self.open_ended!r} with judge {self.judge}; {remedy}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rewards:
-    """What one episode earned. `format` holds the weighted anchor, `anchor` is the plain R_anchor; `compliant` is the f of the tables."""
+    """What one episode earned. `format` holds the weighted anchor, `anchor` is the plain R_anchor; `compliant` is the f of the tables.
+    `capped`: whether the cap of R_fmt took something away."""
 
     accuracy: float
     format: float
@@ -53,6 +60,7 @@ class Rewards:
     tool: float
     total: float
     compliant: bool
+    capped: bool = False
 
 
 def _closes_think(text: str) -> bool:
@@ -124,14 +132,33 @@ def tool_reward(turns: Sequence[Turn], right: bool) -> float:
     return min((0.3 if any(o.status.executed for o in outcomes) else 0.1) + 0.5 * right, 1.0)
 
 
-def score(question: Question, turns: Sequence[Turn], settings: RewardSettings) -> Rewards:
-    """Everything an episode earned. The answer is the last turn's, unless that was cut off; an episode without turns earns 0."""
-    answer = extract_answer(turns[-1].text) if turns and not turns[-1].truncated else None
-    acc = accuracy(question, answer, settings.open_ended)
+def score_all(played: Sequence[tuple[Question, Sequence[Turn]]], settings: RewardSettings, judge: Judge | None = None) -> list[Rewards]:
+    """What each of several episodes earned; a judge is asked about all of them at once. One without turns earns 0."""
+    items = [(question, final_answer(turns)) for question, turns in played]
+    if settings.judge is None:
+        right = [accuracy(question, answer, "exact" if settings.open_ended == "exact" else "f1") for question, answer in items]
+    elif judge is None:
+        raise ValueError("score_all: judge is missing; RewardSettings.judge names one, make it with Judge(settings.judge)")
+    else:
+        right = judge.scores(items)
+    return [_add_up(turns, earned, settings) for (_, turns), earned in zip(played, right, strict=True)]
+
+
+def final_answer(turns: Sequence[Turn]) -> str | None:
+    """The last turn's answer, unless that turn was cut off."""
+    return extract_answer(turns[-1].text) if turns and not turns[-1].truncated else None
+
+
+def score(question: Question, turns: Sequence[Turn], settings: RewardSettings, judge: Judge | None = None) -> Rewards:
+    """What one episode earned."""
+    return score_all([(question, turns)], settings, judge)[0]
+
+
+def _add_up(turns: Sequence[Turn], right: float, settings: RewardSettings) -> Rewards:
+    """All terms of an episode whose answer earned `right`."""
     anchor = anchor_reward(turns, settings.gamma)
-    form = format_base(turns, settings.answer_suffix) + settings.anchor_weight * anchor
-    if settings.format_cap:
-        form = min(max(form, 0.0), 1.0)
-    tool = tool_reward(turns, acc > 0)
-    total = acc + settings.format_weight * form + settings.tool_weight * tool
-    return Rewards(acc, form, anchor, tool, total, format_compliant(turns))
+    whole = format_base(turns, settings.answer_suffix) + settings.anchor_weight * anchor
+    form = min(max(whole, 0.0), 1.0) if settings.format_cap else whole
+    tool = tool_reward(turns, right > 0)
+    total = right + settings.format_weight * form + settings.tool_weight * tool
+    return Rewards(right, form, anchor, tool, total, format_compliant(turns), form != whole)

@@ -3,7 +3,8 @@
 Owns finding the structural tokens of a trajectory and laying them out as padded arrays; what credit they get is
 `paravt_jax.grpo`. Refuses strings: it works on token ids and the bytes of each token, because `<answer>` is ordinary text
 whose tokens depend on its neighbours (`<`, `answer`, `>B`). Invariant: every position is a MODEL token; a token that holds
-any byte of a tag is marked with that tag's kind, and no other token is, but for violations.
+any byte of a tag is marked with that tag's kind, and no other token is, but for violations; a block that is open where a response
+ends has its violation on that response's last token.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from paravt_jax.records import Author
 
 
 class Kind(enum.IntEnum):
-    """What a structural token is. VIOLATION is the token at which an open block was broken."""
+    """What a structural token is. VIOLATION is where an open block was broken: the next block's first token, or the response's last."""
 
     THINK_OPEN = 0
     THINK_CLOSE = 1
@@ -33,7 +34,8 @@ class Kind(enum.IntEnum):
 
 
 class Structure(NamedTuple):
-    """The structural tokens of a batch, padded. A token may appear twice: a call that breaks an open think is CALL_OPEN and VIOLATION."""
+    """The structural tokens of a batch, padded. A token appears once for each of its kinds: a call that breaks an open think is CALL_OPEN
+    and VIOLATION, a `><` between two tags belongs to both."""
 
     positions: Int32[Array | np.ndarray, "b s"]
     kinds: Int8[Array | np.ndarray, "b s"]
@@ -46,13 +48,15 @@ _KINDS = {
     b"tool_call": (Kind.CALL_OPEN, Kind.CALL_CLOSE),
     b"answer": (Kind.ANSWER_OPEN, Kind.ANSWER_CLOSE),
 }
+# Over the bytes of int8 authors: what was pinned, if anything, and then what the model wrote.
+_RESPONSE = re.compile(b"%c*(%c+)" % (Author.PINNED, Author.MODEL))
 
 
 def _find_tags(text: bytes) -> Iterator[tuple[int, int, Kind]]:
-    """The tags of one response as (first byte, end byte, kind), and violations as the bytes that break the open block.
+    """What one response is made of, as (first byte, end byte, kind); a violation has the bytes of the tag that breaks the open block.
 
     A closing tag without its open block belongs to no structure. A block is broken by any other opening tag (`<tool_code>` and
-    `<tool_response>` too), or by the end of the response: then the violation's bytes are (len - 1, len).
+    `<tool_response>` too), or by the end of the response: then the violation is (len, len + 1), the byte that never came.
     """
     opened: bytes | None = None
     for match in _TAG.finditer(text):
@@ -63,37 +67,41 @@ def _find_tags(text: bytes) -> Iterator[tuple[int, int, Kind]]:
                 opened = None
             continue
         if opened is not None:
-            yield match.start(), match.start() + 1, Kind.VIOLATION
+            yield match.start(), match.end(), Kind.VIOLATION
         opened = name if name in _KINDS else None
         if opened is not None:
             yield match.start(), match.end(), _KINDS[name][0]
     if opened is not None:
-        yield len(text) - 1, len(text), Kind.VIOLATION
+        yield len(text), len(text) + 1, Kind.VIOLATION
 
 
 def find_structure(
     vocabulary_bytes: Callable[[int], bytes], ids: Int[np.ndarray, " t"], authors: Int[np.ndarray, " t"]
 ) -> tuple[Int32[np.ndarray, " s"], Int8[np.ndarray, " s"]]:
-    """Positions and kinds of one trajectory's structural tokens, in order.
+    """Positions and kinds of one trajectory's structural tokens, in order, each pair once.
 
-    `vocabulary_bytes` gives the bytes of a token id, special tokens as their text. A response is a run of PINNED and MODEL
-    tokens: tags of the prompt and of tool responses are not the model's. A pinned `<think>` opens its block like any other, but
-    only MODEL tokens are returned: no loss falls on what the model did not choose.
+    `vocabulary_bytes` gives the bytes of a token id, special tokens as their text. A response is what was PINNED and the MODEL tokens
+    after it: tags of the prompt and of tool responses are not the model's, and a tag that one response begins no other completes.
+    What is pinned opens blocks like anything else, but only MODEL tokens are returned: no loss falls on what the model did not choose.
+    So of a tag that begins in the pinned text the model's part is marked, and if that tag breaks a block, the violation is the
+    model's first token in it. Part of a tag at a response's end (`<ans`) is text. A response without MODEL tokens has no structure.
     """
-    ids, authors = np.asarray(ids), np.asarray(authors)
-    written = np.concatenate(([False], (authors == Author.PINNED) | (authors == Author.MODEL), [False]))
-    edges = np.flatnonzero(written[1:] != written[:-1])
-    found: list[tuple[int, int]] = []
-    for first, end in edges.reshape(-1, 2):
-        pieces = [vocabulary_bytes(int(i)) for i in ids[first:end]]
-        ends = np.cumsum([len(piece) for piece in pieces])
-        starts = np.concatenate(([0], ends[:-1]))
-        for a, b, kind in _find_tags(b"".join(pieces)):
-            low, high = np.searchsorted(ends, a, side="right"), np.searchsorted(starts, b, side="left")
-            # An empty token inside a tag holds none of its bytes.
-            found += [(int(first + t), int(kind)) for t in range(low, high) if pieces[t] and authors[first + t] == Author.MODEL]
-    found.sort()
-    return np.array([p for p, _ in found], np.int32), np.array([k for _, k in found], np.int8)
+    ids = np.asarray(ids)
+    marks = [np.zeros(0, np.int64)]  # position * len(Kind) + kind
+    for response in _RESPONSE.finditer(np.asarray(authors, np.int8).tobytes()):
+        first, end = response.span()
+        pieces = [vocabulary_bytes(i) for i in ids[first:end].tolist()]
+        pinned = sum(len(piece) for piece in pieces[: response.start(1) - first])
+        # The token of every byte; the byte after the last one counts to the last token, though that may have none.
+        owner = np.append(np.repeat(np.arange(first, end), [len(piece) for piece in pieces]), end - 1)
+        low, high, kinds = np.array([*_find_tags(b"".join(pieces))], np.int64).reshape(-1, 3).T
+        low = np.maximum(low, pinned)
+        high = np.where(kinds == Kind.VIOLATION, np.minimum(high, low + 1), high)
+        sizes = np.maximum(high - low, 0)
+        in_tags = np.arange(sizes.sum()) + np.repeat(low + sizes - np.cumsum(sizes), sizes)  # low, low + 1, ..., high - 1 of each
+        marks.append(owner[in_tags] * len(Kind) + np.repeat(kinds, sizes))
+    positions, kinds = np.divmod(np.unique(np.concatenate(marks)), len(Kind))
+    return positions.astype(np.int32), kinds.astype(np.int8)
 
 
 def pad_structures(structures: Sequence[tuple[Int32[np.ndarray, " s"], Int8[np.ndarray, " s"]]], multiple: int = 64) -> Structure:

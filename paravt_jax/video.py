@@ -122,8 +122,10 @@ def window_indices(info: VideoInfo, start: float, end: float, fps: float = 1.0, 
     span = min(end, info.duration) - start
     count = min(limit, max(1, int(np.ceil(span * fps - tolerance))))
     wanted = start + np.arange(count) * (1 / fps if span * fps <= limit + tolerance else span / limit)
-    nearest = np.abs(info.times[inside, None] - wanted).argmin(axis=0)
-    return np.unique(inside[nearest])
+    times = info.times[inside]
+    after = np.searchsorted(times, wanted).clip(max=len(times) - 1)
+    before = np.maximum(after - 1, 0)
+    return np.unique(inside[np.where(wanted - times[before] <= np.abs(times[after] - wanted), before, after)])
 
 
 def _guarded(path: str | os.PathLike, use: Callable[[InputContainer], _Result]) -> _Result:

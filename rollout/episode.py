@@ -85,11 +85,11 @@ async def play(scene: Scene, question: Question, setting: Setting, seed: int) ->
         left = until - scene.clock()
         if left <= 0:
             return _episode(question, setting, trajectory, turns, StopReason.TIME_LIMIT)
-        trajectory.append(protocol.pinned)
+        if limits.pin_think:
+            trajectory.append(protocol.pinned)
         room = min(limits.trajectory_tokens - _suffix_length(trajectory), limits.turn_tokens)
         sample = await _respond(scene, trajectory, setting, seed + len(turns), room, left)  # plan, or gather and answer
-        trajectory.append(Segment(sample.ids, Author.MODEL, sample.logprobs, digest=sample.digest))
-        trajectory.version = sample.version
+        trajectory.append(Segment(sample.ids, Author.MODEL, sample.logprobs, digest=sample.digest, version=sample.version))
         text = protocol.vocabulary.decode(np.concatenate([protocol.pinned.ids, sample.ids])).removesuffix("<|im_end|>")
         if (cut := _CUT.get(sample.stop)) is not None:
             turns.append(Turn(text, truncated=True))
@@ -139,8 +139,7 @@ async def _dispatch(
     requests = [_request(o.subagent, sampling, seed + n) for n, o in ready if o.subagent is not None]
     for (number, outcome), (sample,) in zip(ready, await ask(*requests), strict=True):
         assert outcome.subagent is not None
-        outcome.subagent.append(Segment(sample.ids, Author.MODEL, sample.logprobs, digest=sample.digest))
-        outcome.subagent.version = sample.version
+        outcome.subagent.append(Segment(sample.ids, Author.MODEL, sample.logprobs, digest=sample.digest, version=sample.version))
         if sample.stop is SampleStop.DEADLINE:
             outcome = dataclasses.replace(outcome, status=CallStatus.TIMED_OUT, response="error: nobody looked there in time")
         elif sample.stop is SampleStop.UNREADABLE:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from paravt_jax.judge import Judge
 from paravt_jax.records import Episode, Question, StopReason
-from paravt_jax.rewards import Rewards, RewardSettings, score
+from paravt_jax.rewards import Rewards, RewardSettings, score_all
 from rollout.episode import Dispatch, Scene, Setting, play
 from rollout.requests import Sampler, run
 
@@ -87,11 +88,13 @@ def evaluate(
     seed: int,
     samples: int = 1,
     progress: Callable[[int, int], None] | None = None,
+    judge: Judge | None = None,
 ) -> tuple[Row, list[tuple[Episode, Rewards]]]:
     """Play every question `samples` times under `setting`. Questions whose video cannot be read are left out of the row."""
     agents = [play(scene, q, setting, seed_of(seed, q.id, n)) for q in questions for n in range(samples)]
     episodes = [episode for episode in run(sampler, agents, progress) if episode.stop is not StopReason.UNREADABLE]
     if not episodes:
         raise ValueError("evaluation.questions: not one question has a readable video; check the data root")
-    scored = [(episode, score(episode.question, episode.turns, rewards)) for episode in episodes]
+    earned = score_all([(e.question, e.turns) for e in episodes], rewards, judge)
+    scored = list(zip(episodes, earned, strict=True))
     return summarise(setting, episodes, [r for _, r in scored]), scored

@@ -1,13 +1,14 @@
 """Charts of a run's history as inline SVG: a line over steps, and seconds by phase as stacked bars.
 
-Owns axes, smoothing and thinning; colours live in report.css, so that a chart follows the page's light or dark theme.
+Owns axes, smoothing and thinning; colours live in report.css, so that a chart follows the page's light or dark theme. What a figure
+without that page needs too (`train.paradox_figure`) is public.
 Invariant: a missing value leaves a gap, it is never drawn as 0 or bridged.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from train.report_html import Html, el, number
 
@@ -18,24 +19,25 @@ BARS = 60
 SERIES_COLOURS = 6  # classes s0..s5 of report.css
 
 Point = tuple[float, float | None]
+Scale = Callable[[float], float]
 
 
 def line_chart(points: Sequence[Point], low: float | None = None, high: float | None = None) -> Html:
     """A curve over steps: raw values faint, their moving average strong. `low` and `high` widen the axis, which always holds the data."""
     points = _thin(points, POINTS)
     known = [y for _, y in points if y is not None]
-    axis = _ticks(min(known + [low] if low is not None else known), max(known + [high] if high is not None else known))
+    axis = ticks(min(known + [low] if low is not None else known), max(known + [high] if high is not None else known))
     x, y = _scales(points[0][0], points[-1][0], axis[0], axis[-1])
     runs = _runs(points)
     span = max(1, len(points) // 12)
     body = [_grid(axis, y), _steps(points[0][0], points[-1][0], x)]
     for run in runs:
         path = [(x(step), y(value)) for step, value in run]
-        smooth = [(x(step), y(value)) for step, value in _smooth(run, span)]
+        strong = [(x(step), y(value)) for step, value in smooth(run, span)]
         if len(run) == 1:
             body.append(el("circle", cx=path[0][0], cy=path[0][1], r=2.5, class_="dot"))
         elif span > 1:
-            body += [_line(path, "raw"), _line(smooth, "smooth")]
+            body += [_line(path, "raw"), _line(strong, "smooth")]
         else:
             body.append(_line(path, "smooth"))
     columns = _thin(points, BARS)
@@ -50,7 +52,7 @@ def stacked_chart(steps: Sequence[float], series: Sequence[tuple[str, Sequence[f
     layers = [(name, _thin(list(zip(steps, values, strict=True)), BARS)) for name, values in series]
     columns = list(zip(*(points for _, points in layers), strict=True))
     totals = [sum(value or 0.0 for _, value in column) for column in columns]
-    axis = _ticks(0.0, max(totals))
+    axis = ticks(0.0, max(totals))
     first, last = columns[0][0][0], columns[-1][0][0]
     x, y = _scales(first, last, axis[0], axis[-1])
     width = (WIDTH - LEFT - RIGHT) / len(columns)
@@ -73,31 +75,28 @@ def _svg(body: list[Html]) -> Html:
     return el("svg", body, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", class_="chart")
 
 
-def _scales(first: float, last: float, low: float, high: float):
-    across, up = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-
-    def x(step: float) -> float:
-        return LEFT + across * ((step - first) / (last - first) if last > first else 0.5)
-
-    def y(value: float) -> float:
-        return TOP + up * (1 - (value - low) / (high - low))
-
-    return x, y
+def _scales(first: float, last: float, low: float, high: float) -> tuple[Scale, Scale]:
+    return scale(first, last, LEFT, WIDTH - RIGHT), scale(low, high, HEIGHT - BOTTOM, TOP)
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Three to five round values that enclose [low, high]; from 0 where the data come near it."""
+def scale(low: float, high: float, start: float, end: float) -> Scale:
+    """Lays [low, high] over [start, end] of the drawing; a range that is one value lies in the middle."""
+    return lambda value: start + (end - start) * ((value - low) / (high - low) if high > low else 0.5)
+
+
+def ticks(low: float, high: float, parts: int = 3) -> list[float]:
+    """Round values that enclose [low, high] and cut it in about `parts`, at most one more; from 0 where the data come near it."""
     if 0 <= low < 0.4 * high:
         low = 0.0
     if high <= low:
         low, high = (0.0, 1.0) if low == 0 else (low - abs(low) / 2, low + abs(low) / 2)
-    rough = (high - low) / 3
+    rough = (high - low) / parts
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
     return [i * step for i in range(math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6) + 1)]
 
 
-def _grid(axis: list[float], y) -> Html:
+def _grid(axis: list[float], y: Scale) -> Html:
     parts = []
     for value in axis:
         parts.append(el("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y(value), y2=y(value), class_="grid"))
@@ -105,7 +104,7 @@ def _grid(axis: list[float], y) -> Html:
     return el("g", parts)
 
 
-def _steps(first: float, last: float, x) -> Html:
+def _steps(first: float, last: float, x: Scale) -> Html:
     if first == last:
         return el("text", f"step {first:.0f}", x=x(first), y=HEIGHT - 5, text_anchor="middle")
     ends = [("start", first, f"{first:.0f}"), ("middle", (first + last) / 2, "step"), ("end", last, f"{last:.0f}")]
@@ -113,7 +112,12 @@ def _steps(first: float, last: float, x) -> Html:
 
 
 def _line(path: list[tuple[float, float]], class_: str) -> Html:
-    return el("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in path), class_=class_)
+    return el("polyline", points=corners(path), class_=class_)
+
+
+def corners(path: Sequence[tuple[float, float]]) -> str:
+    """What SVG calls `points`."""
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in path)
 
 
 def _hover(left: float, width: float, text: str) -> Html:
@@ -143,7 +147,7 @@ def _runs(points: Sequence[Point]) -> list[list[tuple[float, float]]]:
     return [run for run in runs if run]
 
 
-def _smooth(run: list[tuple[float, float]], span: int) -> list[tuple[float, float]]:
+def smooth(run: list[tuple[float, float]], span: int) -> list[tuple[float, float]]:
     """The mean over `span` points to each side, or as many as there are."""
     out = []
     for i, (step, _) in enumerate(run):

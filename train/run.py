@@ -24,7 +24,7 @@ from train.interrupts import Interrupts
 from train.metrics import MetricsWriter, format_seconds, read_metrics
 from train.prepare import UnreadableVideosError, prepare
 from train.report import write_report
-from train.run_directory import RunDirectory, RunDirectoryError, write_atomically
+from train.run_directory import RunDirectory, RunDirectoryError, take_over, write_atomically
 from train.session import Session
 
 STOPPED = 130  # the exit code of a run that was asked to stop: the same command goes on
@@ -44,6 +44,8 @@ def execute(run: Run, check: Callable[[], None] = lambda: None) -> pathlib.Path:
             clock.save()
             check()
 
+        if run.start:
+            take_over(run.start, directory.path, settings)
         data = prepare(run, directory.path, check)
         log = run.log
         with contextlib.closing(MetricsWriter(directory.path, log.tensorboard, log.wandb, log.wandb_project, settings)) as metrics:

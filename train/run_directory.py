@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import pathlib
+import shutil
 from typing import Any, TextIO
 
 _LOCK, _CONFIG, _UNFINISHED = ".lock", "config.json", "config.json.tmp"
@@ -78,6 +79,35 @@ class RunDirectory:
                 + "\nName another --run-dir, delete this one, or ask for what it holds."
             )
         return True
+
+
+# What a cold start leaves behind, and the settings that decide it.
+_COLD_START = ("videos", "records", "tokenizer", "checkpoints/align", "checkpoints/sft")
+_DECIDE = ("world", "text", "model", "frames", "align", "sft")
+
+
+def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str, Any]) -> None:
+    """Copies the data and the cold start of the run in `source` to the run in `target`; what is there already stays.
+
+    Raises RunDirectoryError where `source` has no finished cold start, or one of other settings than `config` asks for.
+    """
+    source = pathlib.Path(source).absolute()
+    missing = [name for name in (_CONFIG, "result.json", *_COLD_START) if not (source / name).exists()]
+    if missing:
+        raise RunDirectoryError(f"--start {source} is no finished run with a cold start: it has no {', '.join(missing)}.")
+    found = json.loads((source / _CONFIG).read_text(encoding="utf-8"))
+    wanted = as_json(config, "the run's configuration")
+    differences = _differences({name: found[name] for name in _DECIDE}, {name: wanted[name] for name in _DECIDE})
+    if differences:
+        raise RunDirectoryError(
+            f"--start {source} holds a cold start of other settings (there -> asked for):\n  " + "\n  ".join(differences)
+        )
+    for name in _COLD_START:
+        if not (target / name).exists():
+            unfinished = target / f"{name}.tmp"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.copytree(source / name, unfinished)
+            os.replace(unfinished, target / name)
 
 
 def write_atomically(file: pathlib.Path, text: str) -> None:

@@ -26,6 +26,7 @@ from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl, tiny
 from models.qwen3_vl.hf import save
 from models.qwen3_vl.model import Qwen3VL
 from models.sharding import make_mesh, param_shardings
+from paravt_jax.judge import Judge
 from paravt_jax.loader import stream
 from paravt_jax.protocol import Protocol
 from paravt_jax.records import Question
@@ -40,7 +41,8 @@ from train.checkpoint import Checkpoints
 from train.compilations import Compilations
 from train.metrics import MetricsWriter, Progress
 from train.prepare import Data, note_unreadable
-from train.rl import Learner, Rollouts
+from train.rl import Learner
+from train.rollouts import Rollouts
 from train.run_directory import write_atomically
 from train.sft import sft_batch, start_sft
 
@@ -57,6 +59,8 @@ class Session:
         self.model = Qwen3VL(self.config, rngs=nnx.Rngs(run.seed), dtype=jnp.dtype(run.model.dtype))
         self.protocol = Protocol(data.vocabulary, run.protocol)
         self.compilations = Compilations()
+        self.rewards = run.rl.rewards if run.rl else RewardSettings()
+        self.judge = Judge(self.rewards.judge) if self.rewards.judge else None
 
     def checkpoints(self, phase: str) -> Checkpoints:
         return Checkpoints(self.folder / "checkpoints" / phase)
@@ -149,9 +153,8 @@ class Session:
         return rows
 
     def _play(self, name: str, setting: Setting, questions: Sequence[Question]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        rewards = self.run.rl.rewards if self.run.rl else RewardSettings()
         samples = self.run.evaluation.samples if setting.temperature > 0 and setting.dispatch == "parallel" else 1
-        row, episodes = evaluate(self.engine, self.scene, questions, setting, rewards, self.run.seed, samples)
+        row, episodes = evaluate(self.engine, self.scene, questions, setting, self.rewards, self.run.seed, samples, judge=self.judge)
         shown = episodes[: self.run.log.episodes] if setting.dispatch == "parallel" else []
         lines = [{"phase": name, "step": 0, **transcript(episode, reward, setting, self.data.vocabulary)} for episode, reward in shown]
         return dataclasses.asdict(row), lines
@@ -161,7 +164,7 @@ class Session:
         settings = self.run.rl
         if settings is None:
             return
-        learner = Learner(self.graph, self.weights, self.config.image_token_id, settings)
+        learner = Learner(self.graph, self.weights, self.config.image_token_id, settings, self.judge)
         state, kept = learner.start, self.checkpoints("rl")
         questions = stream(self.data.questions, self.run.seed + 2, settings.shape.groups)
         if kept.latest() is not None:

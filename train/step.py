@@ -71,14 +71,38 @@ def make_logprobs(
     return reference_logprobs
 
 
-def make_update(graph: nnx.GraphDef, optimizer: optax.GradientTransformation, loss: Loss, state: TrainState) -> Update:
+def make_update(
+    graph: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    loss: Loss,
+    state: TrainState,
+    split: Callable[[Any], Any] | None = None,
+) -> Update:
     """The jitted, donated update `f(state, batch) -> (state, metrics)`: metrics are the loss's, `loss` and `grad_norm`.
 
-    `state` shows how the state lies on the mesh; what comes out lies the same way, so that nothing is compiled twice.
+    `state` shows how the state lies on the mesh; what comes out lies the same way, so that nothing is compiled twice. `split` cuts a
+    batch into micro-batches along a first axis; losses, metrics and gradients (in float32) are then computed one part after the other
+    and added up.
     """
 
+    def gradients(weights: Any, batch: Any) -> Any:
+        return jax.value_and_grad(lambda w: loss(nnx.merge(graph, w), batch), has_aux=True)(weights)
+
+    def accumulate(weights: Any, batch: Any) -> Any:
+        if split is None:
+            return gradients(weights, batch)
+        parts = split(batch)
+
+        def add(total: Any, part: Any) -> tuple[Any, None]:
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, gradients(weights, part)), None
+
+        first = jax.tree.map(lambda x: x[0], parts)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(gradients, weights, first))
+        (values, grads), _ = jax.lax.scan(add, zeros, parts)
+        return values, jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
+
     def update(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        (value, metrics), grads = jax.value_and_grad(lambda weights: loss(nnx.merge(graph, weights), batch), has_aux=True)(state.weights)
+        (value, metrics), grads = accumulate(state.weights, batch)
         changes, optimizer_state = optimizer.update(grads, state.optimizer, state.weights)
         weights = optax.apply_updates(state.weights, changes)
         metrics = metrics | {"loss": value, "grad_norm": optax.global_norm(grads)}

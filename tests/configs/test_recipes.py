@@ -17,12 +17,13 @@ from configs import RECIPES
 from configs.base import ModelSettings, Run
 from models.qwen3_vl import Qwen3VLConfig, abstract_model, num_params, qwen3_vl
 from models.sharding import param_shardings
-from paravt_jax.grpo import GRPOBatch
+from paravt_jax.grpo import GRPOBatch, Totals
 from paravt_jax.structure import Structure
 from train.batch import BatchShape, Sequences
 from train.cli import parse
 from train.optimizer import make_optimizer
-from train.rl import RLBatch, rl_loss
+from train.rl import rl_loss
+from train.rl_batch import RLBatch
 from train.sft import sft_loss
 from train.step import TrainState, make_update
 
@@ -105,7 +106,8 @@ def rollouts(shape: BatchShape) -> GRPOBatch:
     row, group = struct(jnp.float32, b, t), struct(jnp.float32, p, g)
     structure = Structure(struct(jnp.int32, b, n), struct(jnp.int8, b, n), struct(jnp.bool_, b, n))
     fields = {"behaviour": row, "reference": row, "rewards": group, "anchor_rewards": group, "structure": structure}
-    fields |= {"mask": struct(jnp.bool_, b, t), "valid": struct(jnp.bool_, p, g), "parseable": struct(jnp.bool_, b)}
+    fields |= {"mask": struct(jnp.bool_, b, t), "valid": struct(jnp.bool_, p, g), "parseable": struct(jnp.bool_, p, g)}
+    fields |= {"rollout": struct(jnp.int32, b)}
     return GRPOBatch(**fields)
 
 
@@ -142,7 +144,8 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
     settings = run.rl
     assert settings is not None
     gains: Any = struct(jnp.float32, settings.shape.groups * settings.shape.rows, settings.shape.suffix)
-    batch = RLBatch(sequences(settings.shape, qwen3_vl(run.model.size)), rollouts(settings.shape), gains)
+    totals = Totals(struct(jnp.float32), struct(jnp.float32))
+    batch = RLBatch((sequences(settings.shape, qwen3_vl(run.model.size)),), rollouts(settings.shape), gains, totals)
     check_update(run, settings, rl_loss, batch)
     # The widest overview of the largest frames has room in the batch and in the engine.
     frame = run.frames.max_pixels // (32 * 32)

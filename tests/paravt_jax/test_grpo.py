@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from paravt_jax import grpo
-from paravt_jax.grpo import GRPOBatch, GRPOSettings
+from paravt_jax.grpo import GRPOBatch, GRPOSettings, Normalisation
 from paravt_jax.rewards import RewardSettings
 from paravt_jax.structure import Kind, Structure
 
 SETTINGS = GRPOSettings(group_size=4)
+IN_GROUPS = Normalisation("group", "group")
+ROWS = ("mask", "behaviour", "reference", "rollout", "structure")  # fields of a batch that have a row axis
 
 
 def make_batch(seed: int = 0, p: int = 3, g: int = 4, t: int = 12, s: int = 6, **changes) -> GRPOBatch:
@@ -33,7 +35,8 @@ def make_batch(seed: int = 0, p: int = 3, g: int = 4, t: int = 12, s: int = 6, *
         "rewards": rng.random((p, g)) * 2.5,
         "anchor_rewards": rng.choice([-0.3, 0.2, 0.7], (p, g)),
         "valid": np.ones((p, g), bool),
-        "parseable": rng.random(b) < 0.6,
+        "parseable": rng.random((p, g)) < 0.6,
+        "rollout": np.arange(b),
     } | changes
     arrays = {name: jnp.asarray(x, jnp.float32 if np.asarray(x).dtype.kind == "f" else None) for name, x in fields.items()}
     return GRPOBatch(structure=structure, **arrays)
@@ -65,20 +68,20 @@ def test_shape_rewards():
 
 
 def test_normalise_in_group():
-    normed, silent = grpo.normalise_in_group(jnp.array([[1.0, 2.0, 3.0, 6.0]]), jnp.ones((1, 4), bool))
+    normed, silent = grpo.normalise(jnp.array([[1.0, 2.0, 3.0, 6.0]]), jnp.ones((1, 4), bool), IN_GROUPS)
     np.testing.assert_allclose(normed[0], (np.array([1, 2, 3, 6]) - 3) / np.std([1, 2, 3, 6], ddof=1), rtol=1e-4)
     assert not silent[0]
 
 
 def test_a_group_of_equal_rewards_is_silent():
     values = jnp.full((1, 8), 0.1) * 10 / 3
-    normed, silent = grpo.normalise_in_group(values, jnp.ones((1, 8), bool))
+    normed, silent = grpo.normalise(values, jnp.ones((1, 8), bool), IN_GROUPS)
     assert silent[0] and (normed == 0).all()
 
 
 def test_invalid_rollouts_do_not_count():
     valid = jnp.array([[True, True, True, False], [True, False, False, False], [False] * 4])
-    normed, silent = grpo.normalise_in_group(jnp.array([[1.0, 2.0, 3.0, 1e9], [1.0, 2.0, 3.0, 4.0], [jnp.nan] * 4]), valid)
+    normed, silent = grpo.normalise(jnp.array([[1.0, 2.0, 3.0, 1e9], [1.0, 2.0, 3.0, 4.0], [jnp.nan] * 4]), valid, IN_GROUPS)
     np.testing.assert_allclose(normed[0], [-1, 0, 1, 0], atol=1e-4)
     assert silent.tolist() == [False, True, True] and (normed[1:] == 0).all()
 
@@ -107,10 +110,30 @@ def test_a_rollout_that_ends_in_tool_tokens_keeps_its_reward():
     assert open_ended.tolist() == [[1, 1, 0, 0]]
 
 
-def test_normalise_advantages():
-    mask = jnp.array([[1, 1, 0], [1, 1, 0]], bool)
-    got = grpo.normalise_advantages(jnp.array([[1.0, 2, 9], [3, 6, jnp.nan]]), mask)
-    np.testing.assert_allclose(got, np.array([[-2, -1, 0], [0, 3, 0]]) / np.std([1, 2, 3, 6], ddof=1), rtol=1e-4)
+@pytest.mark.parametrize("how", [Normalisation("batch", "batch"), Normalisation("group", "group"), Normalisation("group", "batch")])
+def test_normalise_tokens(how):
+    """Over the trained tokens of the batch, or of each group: a loop over groups says the same."""
+    batch = make_batch()
+    credit = np.random.default_rng(3).normal(size=batch.mask.shape).astype(np.float32)
+    credit[~np.asarray(batch.mask)] = np.nan
+    got = grpo.normalise_tokens(jnp.asarray(credit), batch, how)
+    groups = credit.reshape(3, -1)
+    mean = np.nanmean(groups, 1, keepdims=True) if how.mean == "group" else np.nanmean(credit)
+    left = groups - mean
+    std = np.nanstd(left, 1, ddof=1, keepdims=True) if how.std == "group" else np.nanstd(left, ddof=1)
+    np.testing.assert_allclose(got, np.nan_to_num(left / std).reshape(credit.shape), rtol=1e-4, atol=1e-5)
+
+
+def test_normalise_against_the_others():
+    """RLOO: each value less the mean of the others; nothing is divided by."""
+    normed, _ = grpo.normalise(jnp.array([[1.0, 2.0, 6.0]]), jnp.ones((1, 3), bool), Normalisation("group", "none", leave_one_out=True))
+    np.testing.assert_allclose(normed[0], [1 - 4, 2 - 3.5, 6 - 1.5], rtol=1e-6)
+
+
+def test_equal_rewards_in_a_group_still_speak_where_the_batch_is_the_measure():
+    rewards = jnp.array([[1.0, 1.0], [3.0, 3.0]])
+    normed, silent = grpo.normalise(rewards, jnp.ones((2, 2), bool), Normalisation("batch", "batch"))
+    assert not silent.any() and (normed[0] < 0).all() and (normed[1] > 0).all()
 
 
 def test_a_batch_without_signal_is_not_blown_up():
@@ -148,7 +171,7 @@ def test_credit_reaches_structural_tokens_alone():
     batch = make_batch()
     plain, _ = advantages(batch, SETTINGS)
     credit, _ = advantages(batch, dataclasses.replace(SETTINGS, anchor="credit", anchor_weight=0.5, violation_penalty=0.3))
-    normed, _ = grpo.normalise_in_group(batch.anchor_rewards, batch.valid)
+    normed, _ = grpo.normalise(batch.anchor_rewards, batch.valid, IN_GROUPS)
     expected = np.zeros(batch.mask.shape)
     for row, col in np.argwhere(batch.structure.valid):
         at, kind = int(batch.structure.positions[row, col]), int(batch.structure.kinds[row, col])
@@ -168,7 +191,7 @@ def test_likelihood_anchor_is_a_mean_over_parseable_structure():
     batch = make_batch()
     logprobs = current_logprobs(batch)
     values = []
-    for row in np.flatnonzero(batch.parseable):
+    for row in np.flatnonzero(np.asarray(batch.parseable)):
         tags = np.asarray(batch.structure.valid[row] & (batch.structure.kinds[row] != Kind.VIOLATION))
         values += [float(logprobs[row, at]) for at in np.asarray(batch.structure.positions[row])[tags] if batch.mask[row, at]]
     settings = dataclasses.replace(SETTINGS, anchor="likelihood", anchor_weight=2.0)
@@ -210,9 +233,20 @@ def test_with_one_minibatch_the_gradient_is_minus_advantage_times_weight():
     np.testing.assert_allclose(gradient, np.where(batch.mask, -credit * weight / batch.mask.sum(), 0), atol=1e-6)
 
 
-@pytest.mark.parametrize("anchor", ["none", "credit", "likelihood"])
-def test_gradient_by_differences(anchor):
-    settings = dataclasses.replace(SETTINGS, anchor=anchor)
+VARIANTS = {
+    "none": {"anchor": "none"},
+    "sequence": {"anchor": "sequence"},
+    "credit": {"anchor": "credit"},
+    "likelihood": {"anchor": "likelihood"},
+    "upper clip": {"upper_clip": 0.28},
+    "dual clip": {"dual_clip": 1.5},
+    "GSPO": {"ratio": "sequence", "clip": 0.05},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradient_by_differences(variant):
+    settings = dataclasses.replace(SETTINGS, **VARIANTS[variant])
     batch = make_batch(seed=2)
     proximal = current_logprobs(batch, seed=9)
     batch = dataclasses.replace(batch, proximal=proximal)
@@ -228,9 +262,11 @@ def test_gradient_by_differences(anchor):
     rng = np.random.default_rng(0)
     checked = 0
     for row, at in rng.permutation(np.argwhere(batch.mask))[:40]:
-        ratio = float(jnp.exp(logprobs[row, at] - proximal[row, at]))
-        if min(abs(ratio - 0.8), abs(ratio - 1.2)) < 0.03:  # the clipped loss has a corner there
-            continue
+        difference = jnp.where(batch.mask[row], logprobs[row] - proximal[row], 0)
+        ratio = float(jnp.exp(difference.sum() / batch.mask[row].sum() if settings.ratio == "sequence" else difference[at]))
+        corners = (1 - settings.clip, 1 + (settings.upper_clip or settings.clip), settings.dual_clip or 0)
+        if min(abs(ratio - corner) for corner in corners) < 0.03 / (12 if settings.ratio == "sequence" else 1):
+            continue  # the loss has a corner there
         h = 1e-2
         up, down = (loss(logprobs.at[row, at].add(step)) for step in (h, -h))
         assert float(up - down) / (2 * h) == pytest.approx(gradient[row, at], abs=2e-4)
@@ -258,6 +294,7 @@ def test_padding_and_order_change_nothing(anchor):
     groups, inside = np.random.default_rng(1).permutation(3), np.random.default_rng(2).permutation(4)
     rows = (groups[:, None] * 4 + inside).reshape(-1)
     moved = jax.tree.map(lambda x: x[groups][:, inside] if x.shape == (3, 4) else x[rows], batch)
+    moved = dataclasses.replace(moved, rollout=batch.rollout)
     np.testing.assert_allclose(whole_loss(moved, settings, logprobs[rows]), plain, rtol=1e-5)
 
 
@@ -269,11 +306,42 @@ def test_parts_with_the_whole_batch_totals_add_up(anchor):
     credit, _ = advantages(batch, settings)
 
     def part(i):
-        rows = slice(4 * i, 4 * i + 4)
-        some = jax.tree.map(lambda x: x[i : i + 1] if x.shape == (3, 4) else x[rows], batch)
+        rows = np.arange(12)[i::3]  # a part need not hold whole groups
+        some = dataclasses.replace(batch, **{name: jax.tree.map(lambda x: x[rows], getattr(batch, name)) for name in ROWS})
         return grpo.paravt_loss(logprobs[rows], credit[rows], some, settings, totals)[0]
 
     assert float(sum(part(i) for i in range(3))) == pytest.approx(float(whole_loss(batch, settings, logprobs)), rel=1e-4)
+
+
+def test_rows_of_one_rollout_share_what_it_earned():
+    """A sub-agent's row stands below its main agent's and is credited with the same episode."""
+    rollout = np.array([0, 1, 2, 3, 2, 2])
+    mask = np.ones((6, 3), bool)
+    batch = make_batch(p=1, rollout=rollout, rewards=np.array([[0.0, 1.0, 2.0, 1.0]]))
+    fields = {"mask": mask, "behaviour": np.zeros((6, 3)), "reference": np.zeros((6, 3))}
+    none = Structure(jnp.zeros((6, 1), jnp.int32), jnp.zeros((6, 1), jnp.int8), jnp.zeros((6, 1), bool))
+    batch = dataclasses.replace(batch, structure=none, **{name: jnp.asarray(x) for name, x in fields.items()})
+    credit = np.asarray(advantages(batch, SETTINGS)[0])
+    assert (credit[4] == credit[2]).all() and (credit[5] == credit[2]).all() and credit[2, 0] > credit[1, 0] > credit[0, 0]
+    assert credit.mean() == pytest.approx(0, abs=1e-6), "the mean of the batch is over all rows' tokens"
+
+
+def test_the_gradient_of_old_rollouts_is_that_of_fresh_ones():
+    """Tokens drawn by an older policy, each weighted by its chance there: the expected gradient is the current policy's own."""
+    rng = np.random.default_rng(0)
+    logits, older = jnp.asarray(rng.normal(size=5), jnp.float32), jnp.asarray(rng.normal(size=5), jnp.float32)
+    values = jnp.asarray(rng.normal(size=5), jnp.float32)
+    settings = dataclasses.replace(SETTINGS, behaviour_cap=None)
+
+    def loss(logits, drawn_by):
+        """Every token of the vocabulary once, and its advantage times the chance that `drawn_by` draws it."""
+        logprobs, behaviour = jax.nn.log_softmax(logits)[None], jax.nn.log_softmax(drawn_by)[None]
+        credit = values[None] * jnp.exp(behaviour)
+        return grpo.policy_loss(logprobs, logprobs, behaviour, credit, jnp.ones((1, 5), bool), settings)[0]
+
+    stale, fresh = jax.grad(loss)(logits, older), jax.grad(loss)(logits, logits)
+    np.testing.assert_allclose(stale, fresh, atol=1e-6)
+    assert np.abs(fresh).max() > 1e-2
 
 
 def test_invalid_rows_are_not_trained_on():
@@ -308,6 +376,10 @@ def test_batches_of_one_shape_compile_once():
         ("kl_clamp", 0.0),
         ("behaviour_cap", -1.0),
         ("epsilon", 0.0),
+        ("upper_clip", -0.1),
+        ("dual_clip", 1.0),
+        ("ratio", "word"),
+        ("anchor", "somewhere"),
         ("kl_coefficient", -0.1),
     ],
 )

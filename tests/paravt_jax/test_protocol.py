@@ -86,7 +86,17 @@ def test_a_conversation_with_parallel_calls_equals_the_published_template(rules,
     assert expected.count("<tool_response>") == 2 and expected.count("<|im_start|>user") == 2
     assert trajectory.ids.tolist() == vocabulary.encode(expected).tolist()
     said = vocabulary.decode(trajectory.ids[trajectory.authors == Author.MODEL])
-    assert said == "\n".join([PLAN, *map(render_call, CALLS)]) + "<|im_end|>" + ANSWER + "<|im_end|>"
+    assert said == PINNED + "\n".join([PLAN, *map(render_call, CALLS)]) + "<|im_end|>" + PINNED + ANSWER + "<|im_end|>"
+
+
+def test_the_opening_is_pinned_or_the_models_own(rules, vocabulary):
+    """Demonstrations are the same for either: they teach the opening, which a rollout may pin."""
+    free = Protocol(vocabulary, dataclasses.replace(rules.settings, pin_think=False))
+    assert vocabulary.decode(rules.pinned.ids) == PINNED and rules.pinned.author is Author.PINNED
+    assert len(free.pinned.ids) == 0 and free.pinned.ids.dtype == np.int32
+    demonstration, _ = conversation()
+    taught, same = (p.demonstration(demonstration, FRAMES, image_tokens=1) for p in (rules, free))
+    assert (taught.ids == same.ids).all() and (taught.authors == same.authors).all()
 
 
 @pytest.mark.parametrize("tools", [True, False])

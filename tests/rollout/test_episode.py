@@ -51,6 +51,19 @@ def perform(scripted, small_scene, small_questions):
     return start
 
 
+def test_without_a_pinned_opening_the_model_writes_it(scripted, small_scene, small_questions, small_vocabulary):
+    """Every token of a response is then the model's, and its prompt's last token predicts the first."""
+    free = dataclasses.replace(small_scene.protocol.settings, pin_think=False)
+    scene = dataclasses.replace(small_scene, protocol=Protocol(small_vocabulary, free))
+    sampler = scripted({small_questions[0].video: ["<think>\n" + plan(CropCall(0, 16)), "<think>\nso\n</think><answer>A</answer>"]})
+    (episode,) = run(sampler, [play(scene, small_questions[0], Setting(4, 0.7), seed=5)])
+    assert Author.PINNED not in episode.trajectory.authors and episode.stop is StopReason.ANSWERED and len(episode.turns) == 2
+    assert all(turn.text.startswith("<think>\n") for turn in episode.turns)
+    prompt, own = split_prompt(episode.trajectory)
+    assert episode.trajectory.authors[len(prompt)] == Author.PROMPT and episode.trajectory.authors[len(prompt) + 1] == Author.MODEL
+    assert is_fed_what_it_became(episode, sampler)
+
+
 def statuses(episode, turn: int = 0) -> list[CallStatus]:
     return [outcome.status for outcome in episode.turns[turn].calls]
 

@@ -36,7 +36,7 @@ from train.align import AlignSettings
 from train.batch import BatchShape
 from train.optimizer import OptimizerSettings
 from train.prepare import Data, prepare
-from train.rl import RLSettings
+from train.rl_settings import RLSettings
 from train.run import main
 from train.session import model_config
 from train.sft import SFTSettings

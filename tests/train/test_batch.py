@@ -10,7 +10,7 @@ import pytest
 from models.qwen3_vl.rope import mrope_positions
 from paravt_jax.records import Author, Frame, Segment, Trajectory
 from train.batch import BatchShape, build, mismatches, shared_segments
-from train.rl import roll_out
+from train.rollouts import roll_out
 from train.sft import render
 
 SHAPE = BatchShape(groups=3, rows=5, prompt=144, visual=16, suffix=144)

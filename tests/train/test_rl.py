@@ -6,15 +6,19 @@ import collections
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paravt_jax.grpo import GRPOSettings
+from paravt_jax.grpo import GRPOSettings, Normalisation, advantages, batch_totals
 from paravt_jax.rewards import RewardSettings
 from paravt_jax.structure import Kind
 from rollout.requests import Sample, SampleStop
-from train.batch import BatchShape, build
-from train.rl import Learner, RLSettings, draw_budgets, roll_out
+from train.batch import BatchShape
+from train.rl import Learner
+from train.rl_batch import RLBatch, as_grpo_batch, lay_out, split
+from train.rl_settings import RLSettings
+from train.rollouts import describe, draw_budgets, require_fresh, roll_out
 
 TAGS = {Kind.THINK_CLOSE: "</think>", Kind.CALL_OPEN: "<tool_call>", Kind.CALL_CLOSE: "</tool_call>"}  # those that are one token
 
@@ -30,6 +34,14 @@ def start(learner):
     return jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), learner.start)
 
 
+def gated(road, *budgets: int) -> RLSettings:
+    return dataclasses.replace(road.run.rl, frame_budgets=budgets or (4, 8, 16, 32, 64))
+
+
+def rolled_out(road, sampler, questions, step=1, *budgets):
+    return roll_out(sampler, road.scene, questions, gated(road, *(budgets or (4, 16))), 0, step)
+
+
 def lost(question):
     return dataclasses.replace(question, video="lost.mp4")
 
@@ -38,21 +50,19 @@ def lost(question):
 
 
 def test_budgets_are_a_function_of_seed_and_step(road):
-    settings = dataclasses.replace(road.run.rl, frame_budgets=(4, 8, 16, 32, 64))
-    assert draw_budgets(settings, 0, 3, 8) == draw_budgets(settings, 0, 3, 8)
-    assert draw_budgets(settings, 0, 3, 8) != draw_budgets(settings, 0, 4, 8) != draw_budgets(settings, 1, 4, 8)
-    assert draw_budgets(settings, 0, 3, 8)[:5] == draw_budgets(settings, 0, 3, 5), "a prompt's budget does not depend on how many follow"
+    assert draw_budgets(gated(road), 0, 3, 8) == draw_budgets(gated(road), 0, 3, 8)
+    assert draw_budgets(gated(road), 0, 3, 8) != draw_budgets(gated(road), 0, 4, 8) != draw_budgets(gated(road), 1, 4, 8)
+    assert draw_budgets(gated(road), 0, 3, 8)[:5] == draw_budgets(gated(road), 0, 3, 5), "it does not depend on how many prompts follow"
 
 
 def test_budgets_cover_what_they_are_drawn_from_evenly(road):
-    settings = dataclasses.replace(road.run.rl, frame_budgets=(4, 8, 16, 32, 64))
-    drawn = collections.Counter(k for step in range(200) for k in draw_budgets(settings, 0, step, 8))
+    drawn = collections.Counter(k for step in range(200) for k in draw_budgets(gated(road), 0, step, 8))
     assert set(drawn) == {4, 8, 16, 32, 64} and min(drawn.values()) > 0.8 * 320
 
 
 def test_a_group_shares_its_budget_and_its_question(road, small):
-    rollouts = roll_out(small.Script(road), road.scene, road.data.questions[:6], road.run.rl, seed=0, step=2)
-    budgets = draw_budgets(road.run.rl, 0, 2, 6)
+    budgets = draw_budgets(gated(road, 4, 16), 0, 2, 6)
+    rollouts = rolled_out(road, small.Script(road), road.data.questions[:6], 2)
     assert len(set(budgets)) > 1 and len(rollouts.groups) == 6
     for group, question, budget in zip(rollouts.groups, road.data.questions[:6], budgets, strict=True):
         assert {(e.frames, e.question.id, len(e.trajectory.segments[0].frames)) for e in group} == {(budget, question.id, budget)}
@@ -137,10 +147,11 @@ def test_silent_groups_are_counted_and_move_nothing_but_the_kl(road, small, lear
     assert np.abs(shown[0]).max() < 0.2, "without a signal the small KL term is not blown up"
 
 
-def test_the_structure_points_at_the_tags_of_each_row(road, small, learner):
-    rollouts = roll_out(small.Script(road), road.scene, road.data.questions[:2], road.run.rl, seed=0, step=1)
-    sequences = build([[e.trajectory for e in group] for group in rollouts.groups], road.scene.features, road.run.rl.shape)
-    structure = learner._batch(rollouts, sequences, np.zeros(sequences.ids.shape), road.scene).structure
+def test_the_structure_points_at_the_tags_of_each_row(road, small):
+    rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
+    (sequences,), owners, _ = lay_out(rollouts, road.scene.features, road.run.rl.shape, None, (0,))
+    reference = jnp.zeros(sequences.ids.shape)
+    structure = as_grpo_batch(rollouts, (sequences,), owners, reference, road.data.vocabulary, road.run.rl.shape).structure
     decode, seen = road.data.vocabulary.decode, set()
     for row in range(8):
         for position, kind in zip(structure.positions[row], structure.kinds[row], strict=True):
@@ -149,6 +160,124 @@ def test_the_structure_points_at_the_tags_of_each_row(road, small, learner):
                 assert decode([sequences.ids[row, position]]) == tag and sequences.sampled[row, position]
                 seen.add(tag)
     assert {"</think>", "<tool_call>", "</tool_call>"} <= seen
+
+
+def test_figures_of_each_budget_are_told_apart(road, small):
+    """Gated groups and ungated ones can be compared: what holds of all rollouts is the mean of what holds at each K."""
+    rollouts = rolled_out(road, small.Script(road), road.data.questions[:6], 1, 4, 8, 16)
+    figures, drawn = describe(rollouts), draw_budgets(gated(road, 4, 8, 16), 0, 1, 6)
+    assert len(set(drawn)) > 1 and figures["k/mean"] == pytest.approx(np.mean(drawn))
+    assert {k: figures[f"k{k}/rollouts"] for k in set(drawn)} == {k: 4 * n for k, n in collections.Counter(drawn).items()}
+    for name in ("accuracy", "format", "calls"):
+        mean = sum(figures[f"k{k}/{name}"] * figures[f"k{k}/rollouts"] for k in set(drawn)) / 24
+        assert figures[name] == pytest.approx(mean)
+    assert figures["reward/format_capped"] == 0, "the recipe has no cap"
+
+
+# --- sub-agents' turns ---
+
+WINDOWS = BatchShape(groups=16, rows=1, prompt=112, visual=16, suffix=24)
+
+
+def with_subagents(road, **changes) -> RLSettings:
+    return dataclasses.replace(road.run.rl, subagents=WINDOWS, **changes)
+
+
+def test_subagents_rows_hold_what_they_wrote_and_earn_what_their_episode_earned(road, small):
+    rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
+    sequences, owners, counts = lay_out(rollouts, road.scene.features, road.run.rl.shape, WINDOWS, (0,))
+    batch = as_grpo_batch(rollouts, sequences, owners, jnp.zeros((24, small.SUFFIX)), road.data.vocabulary, road.run.rl.shape)
+    agents = rollouts.subagents
+    assert 0 < counts["subagents/trained"] == len(agents) <= 16 and counts["subagents/left_out"] == counts["token_mismatches"] == 0
+    for n, (episode, trajectory) in enumerate(agents):
+        row = 8 + n
+        written = np.asarray(trajectory.segments[-1].ids)
+        own = np.asarray(sequences[1].ids[n])[np.asarray(batch.mask)[row][: WINDOWS.suffix]]
+        assert (own == written).all() and batch.rollout[row] == episode
+        assert not batch.structure.valid[row].any(), "the format is a main agent's"
+    settings = GRPOSettings(group_size=4, kl_coefficient=0.0, anchor="none", advantage_normalisation=Normalisation("none", "none"))
+    gains, _ = advantages(batch, settings)
+    for n, (episode, _) in enumerate(agents):
+        earned = np.asarray(gains)[8 + n][np.asarray(batch.mask)[8 + n]]
+        assert len(earned) and (earned == np.asarray(gains)[episode][np.asarray(batch.mask)[episode]][-1]).all()
+
+
+def test_more_subagents_than_there_is_room_for_are_counted(road, small):
+    rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
+    few = dataclasses.replace(WINDOWS, groups=2)
+    sequences, owners, counts = lay_out(rollouts, road.scene.features, road.run.rl.shape, few, (0,))
+    assert counts["subagents/trained"] == 2 and counts["subagents/left_out"] == len(rollouts.subagents) - 2 > 0
+    again = lay_out(rollouts, road.scene.features, road.run.rl.shape, few, (0,))[0]
+    assert (again[1].ids == sequences[1].ids).all() and len(owners) == 10
+
+
+def test_subagents_are_learned_from(road, small, start):
+    """Their tokens count in the one token mean of the batch, and another update comes of it."""
+    both = Learner(road.graph, road.fresh(), road.image, with_subagents(road))
+    state, metrics = both.step(start, small.Script(road), road.scene, road.data.questions[:2], seed=0)
+    alone = Learner(road.graph, road.fresh(), road.image, road.run.rl)
+    other, figures = alone.step(both.start, small.Script(road), road.scene, road.data.questions[:2], seed=0)
+    assert metrics["subagents/trained"] > 0 and metrics["token_mismatches"] == 0 and metrics["loss"] != figures["loss"]
+    assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True))
+
+
+# --- parts, and old rollouts ---
+
+
+@pytest.mark.parametrize("anchor", ["credit", "likelihood"])
+def test_micro_batches_change_nothing(road, small, anchor):
+    grpo = dataclasses.replace(road.run.rl.grpo, anchor=anchor)
+    found = []
+    for parts in (1, 2):
+        learner = Learner(road.graph, road.fresh(), road.image, with_subagents(road, grpo=grpo, microbatches=parts))
+        found.append(learner.step(learner.start, small.Script(road), road.scene, road.data.questions[:2], seed=0))
+    (whole, figures), (cut, others) = found
+    for name in ("loss", "grad_norm", "logprob_gap", "clip_fraction"):
+        assert others[name] == pytest.approx(figures[name], rel=1e-4, abs=1e-6), name
+    # Adam divides a gradient by its size: where it is nearly 0 rounding decides its sign, hence the room.
+    for a, b in zip(jax.tree.leaves(cut.weights), jax.tree.leaves(whole.weights), strict=True):
+        assert np.mean(np.abs(np.asarray(a) - np.asarray(b)) > 1e-5) < 0.01
+
+
+def test_a_micro_batch_holds_whole_groups_and_their_subagents_rows(road, small):
+    rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
+    sequences, owners, _ = lay_out(rollouts, road.scene.features, road.run.rl.shape, WINDOWS, (0,))
+    batch = as_grpo_batch(rollouts, sequences, owners, jnp.zeros((24, small.SUFFIX)), road.data.vocabulary, road.run.rl.shape)
+    whole = RLBatch(sequences, batch, jnp.arange(24.0)[:, None] + jnp.zeros((1, small.SUFFIX)), batch_totals(batch))
+    parts = split(whole, 2)
+    for n in range(2):
+        rows = np.concatenate([np.arange(4) + 4 * n, np.arange(8) + 8 + 8 * n])
+        assert (parts.advantages[n, :, 0] == rows).all() and (parts.rollouts.rollout[n] == batch.rollout[rows]).all()
+        assert (parts.sequences[0].ids[n] == sequences[0].ids[4 * n : 4 * n + 4]).all()
+        assert (parts.sequences[0].positions[n] == sequences[0].positions[:, 4 * n : 4 * n + 4]).all()
+        assert (parts.sequences[1].prompt_ids[n] == sequences[1].prompt_ids[8 * n : 8 * n + 8]).all()
+        assert parts.totals.tokens[n] == batch.trained.sum() and (parts.rollouts.rewards[n] == batch.rewards).all()
+
+
+def test_a_trajectory_is_as_old_as_its_oldest_words(road, small):
+    class Ageing(small.Script):
+        """The turn after the crops comes of newer weights."""
+
+        def _sample(self, request, seed) -> Sample:
+            late = "<tool_response>" in self.vocabulary.decode(request.ids)
+            return dataclasses.replace(super()._sample(request, seed), version=9 if late else 8)
+
+    rollouts = rolled_out(road, Ageing(road), road.data.questions[:2])
+    assert {e.trajectory.version for e in rollouts.episodes} == {8} and {t.version for _, t in rollouts.subagents} == {8}
+    assert require_fresh(rollouts, 10, 2) == 2
+    for version in (11, 7):
+        with pytest.raises(ValueError, match=rf"rl\.max_staleness: 2; a rollout was written by version 8 .* version {version} would"):
+            require_fresh(rollouts, version, 2)
+
+
+def test_old_rollouts_are_weighted_and_too_old_ones_refused(road, small, learner, start):
+    """The engine still has the weights of two updates ago; those of three ago are too old."""
+    state, first = learner.step(start, small.Script(road), road.scene, road.data.questions[:2], seed=0)
+    state, _ = learner.step(state, small.Script(road), road.scene, road.data.questions[:2], seed=0)
+    state, third = learner.step(state, small.Script(road), road.scene, road.data.questions[:2], seed=0)
+    assert first["staleness"] == 0 and third["staleness"] == 2 and third["logprob_gap"] > 0
+    with pytest.raises(ValueError, match=r"rl\.max_staleness: 2; .*version 0 .*version 3"):
+        learner.step(state, small.Script(road), road.scene, road.data.questions[:2], seed=0)
 
 
 # --- settings ---
@@ -165,6 +294,14 @@ RECIPE = {"steps": 2, "shape": SHAPE, "grpo": GRPOSettings(anchor="credit"), "re
             r"rl\.shape\.rows: 4; a group has rl\.grpo\.group_size = 8 rollouts, make them",
         ),
         ({"save_every": 0}, r"rl\.save_every: 0; give a whole number of at least 1"),
+        ({"microbatches": 0}, r"rl\.microbatches: 0; give a whole number of at least 1"),
+        ({"microbatches": 3}, r"rl\.microbatches: 3 parts of rl\.shape\.groups = 2; give a number that divides it"),
+        ({"max_staleness": -1}, r"rl\.max_staleness: -1; give 0 or more"),
+        ({"subagents": SHAPE}, r"rl\.subagents: rows 8, suffix 144; every sub-agent is a group of 1 row"),
+        (
+            {"microbatches": 2, "subagents": BatchShape(groups=3, rows=1, prompt=112, visual=16, suffix=24)},
+            r"rl\.microbatches: 2 parts of rl\.subagents\.groups = 3",
+        ),
         ({"temperature": 0.0}, r"rl\.temperature: 0\.0; .*give a number above 0"),
         ({"frame_budgets": ()}, r"rl\.frame_budgets: \(\); name at least one"),
         ({"frame_budgets": (4, 0)}, r"rl\.frame_budgets: \(4, 0\);"),

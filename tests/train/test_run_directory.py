@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from train.run_directory import RunDirectory, RunDirectoryError
+from train.run_directory import RunDirectory, RunDirectoryError, take_over
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = {"rl": {"lr": 1e-3, "frames": (4, 8), "anchor": None}, "seed": 0}
@@ -102,3 +102,50 @@ def test_one_process_at_a_time_and_none_after_a_kill(tmp_path: pathlib.Path) -> 
         holder.kill()
         holder.stdout.close()
         os.kill(worker, signal.SIGKILL)
+
+
+# --- taking over a cold start ---
+
+SETTINGS = {name: {"steps": 1} for name in ("world", "text", "model", "frames", "align", "sft")} | {"rl": {"steps": 5}, "seed": 3}
+
+
+@pytest.fixture
+def cold_start(tmp_path) -> pathlib.Path:
+    folder = tmp_path / "cold"
+    with RunDirectory(folder, SETTINGS | {"rl": None, "seed": 0}):
+        for name in ("videos/train", "records", "tokenizer", "checkpoints/align/1", "checkpoints/sft/400"):
+            (folder / name).mkdir(parents=True)
+            (folder / name / "file").write_text(name)
+        (folder / "checkpoints" / "rl").mkdir()
+        (folder / "result.json").write_text("{}")
+    return folder
+
+
+def test_a_cold_start_is_taken_over_and_nothing_else(cold_start, tmp_path) -> None:
+    target = tmp_path / "warm"
+    with RunDirectory(target, SETTINGS):
+        take_over(cold_start, target, SETTINGS)
+        assert (target / "checkpoints" / "sft" / "400" / "file").read_text() == "checkpoints/sft/400"
+        assert not (target / "checkpoints" / "rl").exists() and not (target / "result.json").exists()
+        (target / "videos" / "train" / "file").write_text("of this run")
+        take_over(cold_start, target, SETTINGS)
+    assert (target / "videos" / "train" / "file").read_text() == "of this run", "what is there stays"
+    assert (cold_start / "videos" / "train" / "file").read_text() == "videos/train"
+
+
+def test_a_copy_that_was_cut_off_is_made_again(cold_start, tmp_path) -> None:
+    (tmp_path / "warm" / "videos.tmp").mkdir(parents=True)
+    (tmp_path / "warm" / "videos.tmp" / "half").touch()
+    take_over(cold_start, tmp_path / "warm", SETTINGS)
+    assert [p.name for p in (tmp_path / "warm" / "videos").iterdir()] == ["train"] and not (tmp_path / "warm" / "videos.tmp").exists()
+
+
+def test_a_cold_start_of_other_settings_is_refused(cold_start, tmp_path) -> None:
+    with pytest.raises(RunDirectoryError, match=r"cold start of other settings .*\n  sft\.steps: 1 -> 2$"):
+        take_over(cold_start, tmp_path / "warm", SETTINGS | {"sft": {"steps": 2}})
+
+
+def test_what_has_no_finished_cold_start_is_refused(cold_start, tmp_path) -> None:
+    (cold_start / "result.json").unlink()
+    with pytest.raises(RunDirectoryError, match=r"no finished run with a cold start: it has no result\.json\."):
+        take_over(cold_start, tmp_path / "warm", SETTINGS)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from paravt_jax.protocol import PINNED
 from paravt_jax.records import Author
 from train.sft import render, sft_batch, start_sft
 
@@ -35,7 +36,7 @@ def test_a_step_trains_on_what_an_agent_would_write(road, windows, batches):
     main, alone = batches
     text = road.data.vocabulary.decode(main.ids[0][main.sampled[0]])
     demonstration = road.data.demonstrations[0][0]
-    said = "".join(m.content + "<|im_end|>" for m in demonstration.messages if m.role == "assistant")
+    said = "".join(PINNED + m.content + "<|im_end|>" for m in demonstration.messages if m.role == "assistant")
     assert text == said
     assert road.data.vocabulary.decode(alone.ids[0][alone.sampled[0]]) == windows[0].messages[0].content + "<|im_end|>"
 

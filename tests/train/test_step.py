@@ -144,9 +144,9 @@ def test_figures_of_cold_start_steps(fixed):
     state, first = update(state, batches)
     state, second = update(state, batches)
     assert int(state.step) == 2
-    wanted = {"loss": 5.99901, "grad_norm": 6.54491, "tokens": 144, "groups": 6}
+    wanted = {"loss": 6.00748, "grad_norm": 6.49874, "tokens": 156, "groups": 6}
     assert figures_of(first, wanted) == pytest.approx(wanted, rel=1e-3), MEANT
-    assert float(second["loss"]) == pytest.approx(5.42768, rel=1e-3), MEANT
+    assert float(second["loss"]) == pytest.approx(5.43673, rel=1e-3), MEANT
 
 
 def test_figures_of_an_rl_step(fixed, small):

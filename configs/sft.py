@@ -1,9 +1,12 @@
-"""The cold start on Qwen3-VL-8B (REFERENCE 1)."""
+"""The cold start by itself (REFERENCE 1)."""
 
 from __future__ import annotations
 
+import dataclasses
+
 from configs.base import MeshSettings, ModelSettings, Run
 from configs.paravt_8b import ENGINE, PROMPT, VISUAL
+from configs.paravt_tiny import paravt_tiny
 from train.batch import BatchShape
 from train.optimizer import OptimizerSettings
 from train.sft import SFTSettings
@@ -29,3 +32,11 @@ def sft_8b() -> Run:
             logprob_chunk=512,
         ),
     )
+
+
+def sft_tiny() -> Run:
+    """The cold start of the small world, without reinforcement learning.
+
+    Command: python -m train.run --config=sft_tiny
+    """
+    return dataclasses.replace(paravt_tiny(), name="sft_tiny", rl=None)

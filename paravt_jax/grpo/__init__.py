@@ -1,0 +1,37 @@
+"""PARA-GRPO: from what rollouts earned to a loss, as pure functions on arrays.
+
+Owns the algorithm of REFERENCE 3, steps 1 to 4: `settings`, `batch` (the arrays), `advantages`, `anchor` (its four places), `loss`.
+Refuses text, models and optimisers. Invariant: padding, the order of groups and of rollouts inside a group, and how rows are split
+over micro-batches (with `Totals` of the whole batch) change neither loss nor gradient.
+"""
+
+from paravt_jax.grpo.advantages import advantages, kl_penalty, normalise, normalise_tokens, shape_rewards, token_advantages
+from paravt_jax.grpo.anchor import anchor_credit, anchor_likelihood, structural_mask, structural_weights
+from paravt_jax.grpo.batch import GRPOBatch, Metrics, Totals, masked_mean, masked_sum
+from paravt_jax.grpo.loss import batch_totals, paravt_loss, policy_loss
+from paravt_jax.grpo.settings import Anchor, GRPOSettings, Normalisation, check_anchor
+
+__all__ = [
+    "Anchor",
+    "GRPOBatch",
+    "GRPOSettings",
+    "Metrics",
+    "Normalisation",
+    "Totals",
+    "advantages",
+    "anchor_credit",
+    "anchor_likelihood",
+    "batch_totals",
+    "check_anchor",
+    "kl_penalty",
+    "masked_mean",
+    "masked_sum",
+    "normalise",
+    "normalise_tokens",
+    "paravt_loss",
+    "policy_loss",
+    "shape_rewards",
+    "structural_mask",
+    "structural_weights",
+    "token_advantages",
+]

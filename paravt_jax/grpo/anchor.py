@@ -1,0 +1,51 @@
+"""The four places where the format reward can act (paper; REFERENCE 2): each is one function, and a recipe names one.
+
+`likelihood`: `anchor_likelihood`, a term of the objective, the paper's formula. `credit`: `anchor_credit`, advantages of structural
+tokens. `sequence`: R_anchor is part of the sequence reward already (`paravt_jax.rewards.score`), nothing is left to do here.
+`none`: it acts nowhere. Tool-call content is never touched.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from paravt_jax.grpo.batch import GRPOBatch, masked_mean
+from paravt_jax.grpo.settings import GRPOSettings
+from paravt_jax.structure import Kind, Structure
+
+
+def anchor_likelihood(
+    logprobs: Float[Array, "b t"], structural: Bool[Array, "b t"], total: Float[Array, ""] | None = None
+) -> Float[Array, ""]:
+    """Mean log-likelihood of the structural tokens (`structural_mask`), the paper's R_fmt as a term of the objective (REFERENCE 2)."""
+    return masked_mean(logprobs, structural, total)
+
+
+def structural_mask(batch: GRPOBatch) -> Bool[Array, "b t"]:
+    """The trained tokens that hold a tag, in parseable rollouts."""
+    tags = _is_tag(batch.structure) & batch.of_rows(batch.parseable)[:, None]
+    return (structural_weights(batch.structure, tags.astype(jnp.float32), batch.mask.shape[1]) > 0) & batch.trained
+
+
+def anchor_credit(
+    advantages: Float[Array, "b t"], credit: Float[Array, "p g"], batch: GRPOBatch, settings: GRPOSettings
+) -> Float[Array, "b t"]:
+    """Adds anchor_weight * `credit`, R_anchor normalised in its group, to the tags of struct(o), and -anchor_weight * gamma at violations.
+
+    No other token changes: what stands inside a tool call stays free.
+    """
+    values = jnp.where(_is_tag(batch.structure), batch.of_rows(credit)[:, None], -settings.violation_penalty)
+    extra = structural_weights(batch.structure, settings.anchor_weight * values, advantages.shape[1])
+    return jnp.where(batch.trained, advantages + extra, advantages)
+
+
+def structural_weights(structure: Structure, values: Float[Array, "b s"], length: int) -> Float[Array, "b t"]:
+    """Scatters one value per structural token onto the token axis; tokens named twice get the sum, padding nothing."""
+    rows = jnp.arange(structure.positions.shape[0])[:, None]
+    zeros = jnp.zeros((structure.positions.shape[0], length), values.dtype)
+    return zeros.at[rows, structure.positions].add(jnp.where(structure.valid, values, 0.0))
+
+
+def _is_tag(structure: Structure) -> Bool[Array, "b s"]:
+    return jnp.logical_and(structure.valid, structure.kinds != Kind.VIOLATION)

@@ -1,0 +1,76 @@
+"""The clipped decoupled loss (REFERENCE 3, step 4) and the whole loss of a batch."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from paravt_jax.grpo.anchor import anchor_likelihood, structural_mask
+from paravt_jax.grpo.batch import GRPOBatch, Metrics, Totals, masked_mean
+from paravt_jax.grpo.settings import GRPOSettings
+
+
+def policy_loss(
+    logprobs: Float[Array, "b t"],
+    proximal: Float[Array, "b t"],
+    behaviour: Float[Array, "b t"],
+    advantages: Float[Array, "b t"],
+    mask: Bool[Array, "b t"],
+    settings: GRPOSettings,
+    tokens: Float[Array, ""] | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Decoupled PPO (REFERENCE 3, step 4): the clipped loss against the proximal policy, weighted by how much likelier that policy
+    found the token than the sampler did. No gradient flows through the weight; above behaviour_cap it is 0. Divided by `tokens`, by
+    default the masked ones; capped tokens stay in the denominator.
+    """
+    proximal = jax.lax.stop_gradient(proximal)
+    log_ratio = jnp.where(mask, logprobs - proximal, 0.0)
+    advantages = jnp.where(mask, advantages, 0.0)
+    if settings.ratio == "sequence":
+        log_ratio, advantages = _over_sequence(log_ratio, mask), _over_sequence(advantages, mask)
+    ratio = jnp.exp(log_ratio)
+    clipped = jnp.clip(ratio, 1 - settings.clip, 1 + (settings.clip if settings.upper_clip is None else settings.upper_clip))
+    loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
+    bounded = loss if settings.dual_clip is None else jnp.minimum(loss, settings.dual_clip * jnp.abs(advantages))
+    weight = jnp.exp(jnp.where(mask, proximal - behaviour, 0.0))
+    kept = weight <= (jnp.inf if settings.behaviour_cap is None else settings.behaviour_cap)
+    weight = jax.lax.stop_gradient(jnp.where(kept, weight, 0.0))
+    metrics = {
+        "clip_fraction": masked_mean((-advantages * ratio < -advantages * clipped).astype(jnp.float32), mask, tokens),
+        "dual_clip_fraction": masked_mean((bounded < loss).astype(jnp.float32), mask, tokens),
+        "capped_fraction": masked_mean((~kept).astype(jnp.float32), mask, tokens),
+        "behaviour_gap": masked_mean(jnp.abs(proximal - behaviour), mask, tokens),
+    }
+    return masked_mean(bounded * weight, mask, tokens), metrics
+
+
+def _over_sequence(x: Float[Array, "b t"], mask: Bool[Array, "b t"]) -> Float[Array, "b t"]:
+    """Each row's mean over its masked tokens, on every token; x is 0 outside the mask."""
+    return jnp.broadcast_to(x.sum(1, keepdims=True) / jnp.maximum(mask.sum(1, keepdims=True), 1), x.shape)
+
+
+def batch_totals(batch: GRPOBatch) -> Totals:
+    """The denominators of a whole batch, for losses computed in parts."""
+    return Totals(batch.trained.sum().astype(jnp.float32), structural_mask(batch).sum().astype(jnp.float32))
+
+
+def paravt_loss(
+    logprobs: Float[Array, "b t"],
+    advantages: Float[Array, "b t"],
+    batch: GRPOBatch,
+    settings: GRPOSettings,
+    totals: Totals | None = None,
+) -> tuple[Float[Array, ""], Metrics]:
+    """The whole loss of a batch, and its metrics. `advantages` come from the function of that name, once a step.
+
+    With `totals` of a whole batch, losses and metrics of its parts add up to the whole's.
+    """
+    totals = batch_totals(batch) if totals is None else totals
+    proximal = logprobs if batch.proximal is None else batch.proximal
+    loss, metrics = policy_loss(logprobs, proximal, batch.behaviour, advantages, batch.trained, settings, totals.tokens)
+    if settings.anchor == "likelihood":
+        likelihood = anchor_likelihood(logprobs, structural_mask(batch), totals.structural)
+        metrics["anchor_likelihood"] = likelihood
+        loss = loss - settings.anchor_weight * likelihood
+    return loss, metrics | {"loss": loss}

@@ -1,0 +1,102 @@
+"""The algorithm's numbers, and which of its variants a recipe uses. The defaults are the published recipe (REFERENCE 3)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal, get_args
+
+from paravt_jax.rewards import RewardSettings
+
+Anchor = Literal["likelihood", "credit", "sequence", "none"]
+Level = Literal["group", "batch", "none"]
+KLKind = Literal["k1", "k2", "k3"]
+
+
+def _require_one_of(owner: str, name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{owner}.{name}: {value!r} is unknown; choose one of {', '.join(choices)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Normalisation:
+    """(x - mean) / (std + epsilon): over what the mean and the standard deviation are taken; `none` leaves that part out."""
+
+    mean: Level = "group"
+    std: Level = "group"
+    leave_one_out: bool = False
+    """Each value is held against the mean of the others."""
+
+    def __post_init__(self):
+        for name in ("mean", "std"):
+            _require_one_of("Normalisation", name, getattr(self, name), get_args(Level))
+
+
+@dataclasses.dataclass(frozen=True)
+class GRPOSettings:
+    """Settings of advantages and loss."""
+
+    group_size: int = 8
+    """Rollouts per prompt."""
+    reward_bias: float = 0.2
+    """Subtracted from a reward before scaling."""
+    reward_scaling: float = 10.0
+    """Factor on a reward before it is clipped and normalised in its group."""
+    reward_clip: float | None = 20.0
+    """Bound on scaled rewards, None for none: 20 saturates at R = 2.2 while 2.8 can be earned (REFERENCE 4, 14)."""
+    reward_normalisation: Normalisation = Normalisation("group", "group")
+    """Of the scaled rewards: in each group as published; `std="none"` and `leave_one_out` are Dr. GRPO's and RLOO's choices."""
+    kl_coefficient: float = 0.01
+    """Weight of the KL to the reference policy, as a token reward."""
+    kl_kind: KLKind = "k1"
+    """Estimator of that KL from one sample."""
+    kl_clamp: float | None = 10.0
+    """Bound on each token's KL estimate, None for none."""
+    advantage_normalisation: Normalisation = Normalisation("batch", "batch")
+    """Of the tokens' advantages: over all generated tokens of the batch as published."""
+    ratio: Literal["token", "sequence"] = "token"
+    """What the policy ratio is taken of: each token, or (GSPO) the geometric mean over a rollout's generated tokens."""
+    clip: float = 0.2
+    """The ratio to the proximal policy is clipped to [1 - clip, 1 + clip]."""
+    upper_clip: float | None = None
+    """Clips the ratio at 1 + upper_clip instead, so that unlikely tokens can grow faster than likely ones shrink."""
+    dual_clip: float | None = None
+    """Bounds what a token of negative advantage costs to dual_clip * |A|, however large its ratio."""
+    behaviour_cap: float | None = 5.0
+    """Tokens whose weight exp(proximal - behaviour) is larger are left out; None for no cap."""
+    epsilon: float = 1e-5
+    """Added to standard deviations."""
+    anchor: Anchor = "sequence"
+    """Where R_anchor acts: `likelihood` of struct(o) added to the objective (the paper's formula), `credit` on the tokens of struct(o)
+    alone, `sequence` in the sequence reward (the release; weight in RewardSettings.anchor_weight), or `none`."""
+    anchor_weight: float = 0.5
+    """Weight of the anchor under `likelihood` and `credit`."""
+    violation_penalty: float = 0.3
+    """gamma: under `credit`, what the token that broke a block loses, times anchor_weight."""
+
+    def __post_init__(self):
+        if self.group_size < 2:
+            raise ValueError(f"GRPOSettings.group_size: {self.group_size} is too small; a group needs at least 2 rollouts to compare")
+        for name in ("reward_scaling", "reward_clip", "kl_clamp", "behaviour_cap", "epsilon", "upper_clip"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"GRPOSettings.{name}: {value} is no bound; give a finite number above 0")
+        for name in ("kl_coefficient", "anchor_weight", "violation_penalty"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"GRPOSettings.{name}: {getattr(self, name)} is negative; give a number of at least 0")
+        if not 0 < self.clip < 1:
+            raise ValueError(f"GRPOSettings.clip: {self.clip} is outside (0, 1); give for instance 0.2")
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ValueError(f"GRPOSettings.dual_clip: {self.dual_clip} would clip ratios of 1; give a number above 1, for instance 3")
+        for name, choices in (("kl_kind", KLKind), ("ratio", Literal["token", "sequence"]), ("anchor", Anchor)):
+            _require_one_of("GRPOSettings", name, getattr(self, name), get_args(choices))
+
+
+def check_anchor(rewards: RewardSettings, grpo: GRPOSettings) -> None:
+    """Raises ValueError where R_anchor would act twice, or nowhere though asked for: it has one place in a recipe."""
+    if (rewards.anchor_weight > 0) != (grpo.anchor == "sequence"):
+        remedy = "a positive weight" if grpo.anchor == "sequence" else "0"
+        raise ValueError(
+            f"RewardSettings.anchor_weight: {rewards.anchor_weight} with GRPOSettings.anchor {grpo.anchor!r}; "
+            f"R_anchor belongs to the sequence reward under 'sequence' alone, so set it to {remedy}"
+        )

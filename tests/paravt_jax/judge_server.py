@@ -1,0 +1,109 @@
+"""A judge on this machine: a real HTTP server whose replies a test writes down, the bad ones too."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """What the server does with one request: waits `delay` seconds, then answers, slowly (`drip`, byte by byte) or not at all (`close`)."""
+
+    body: bytes = b""
+    status: int = 200
+    headers: tuple[tuple[str, str], ...] = ()
+    delay: float = 0.0
+    drip: float = 0.0
+    close: bool = False
+
+
+def says(text: Any, **fields: Any) -> Reply:
+    """A chat completion with this content."""
+    return Reply(json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode(), **fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """One request: where to, with which headers, and its body as JSON. `texts` are the three that the judge compares."""
+
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+
+    @property
+    def texts(self) -> dict[str, str]:
+        return json.loads(self.body["messages"][-1]["content"])
+
+
+class JudgeServer(ThreadingHTTPServer):
+    """Gives the n-th request of the server `answer(n, received)`. `most` is how many requests it had at once."""
+
+    daemon_threads = True
+    block_on_close = False  # a request that stalls is left behind
+
+    def __init__(self, answer: Callable[[int, Received], Reply]):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answer, self.received, self.times = answer, list[Received](), list[float]()
+        self.now = self.most = 0
+        self.lock = threading.Lock()
+        self.endpoint = f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up on a stalled request is what these tests are about."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: JudgeServer
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        server, received = self.server, Received(self.path, dict(self.headers), json.loads(body))
+        with server.lock:
+            number = len(server.received)
+            server.received.append(received)
+            server.times.append(time.monotonic())
+            server.now += 1
+            server.most = max(server.most, server.now)
+        reply = server.answer(number, received)
+        time.sleep(reply.delay)
+        with server.lock:
+            server.now -= 1
+        self.close_connection = reply.close
+        if not reply.close:
+            self._send(reply)
+
+    def _send(self, reply: Reply) -> None:
+        self.send_response(reply.status)
+        for name, value in (("Content-Length", str(len(reply.body))), *reply.headers):
+            self.send_header(name, value)
+        self.end_headers()
+        for start in range(len(reply.body)) if reply.drip else ():
+            self.wfile.write(reply.body[start : start + 1])
+            time.sleep(reply.drip)
+        if not reply.drip:
+            self.wfile.write(reply.body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing on the terminal."""
+
+
+@contextmanager
+def serving(answer: Callable[[int, Received], Reply]) -> Iterator[JudgeServer]:
+    """A server while the block runs."""
+    server = JudgeServer(answer)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

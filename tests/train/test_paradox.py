@@ -1,0 +1,293 @@
+"""The paradox command without its training: which runs it makes and in what order, and what it says about their figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+
+from configs.base import Run
+from configs.paradox import ARMS
+from configs.paravt_tiny import paravt_tiny
+from train import paradox
+from train.paradox import COLD_START, Paradox, Result, carry_out, claims, over_seeds, plan, read, report, show, table
+from train.paradox_figure import figure
+from train.rl_settings import RLSettings
+from train.run_directory import RunDirectoryError
+
+GRPO, ANCHORED, GATED, FULL = ARMS
+KS = (4, 16, 64)
+
+
+# Figures
+
+
+def result(accuracy: float, f: float, kappa: float | tuple[float, float, float]) -> Result:
+    """A run with the same figures at each K, but for kappa, which may be given for K = 4, 16 and 64."""
+    calls = kappa if isinstance(kappa, tuple) else (kappa,) * 3
+    return Result({k: {"accuracy": accuracy, "format": f, "calls": at} for k, at in zip(KS, calls, strict=True)}, [])
+
+
+def as_published(**changes: dict[str, Any]) -> dict[str, list[Result]]:
+    """Two seeds of every setting, with figures that show all that the paper claims; `changes` are made to the second seed."""
+    figures: dict[str, dict[str, Any]] = {
+        COLD_START: {"accuracy": 0.4, "f": 0.1, "kappa": 1.0},
+        GRPO: {"accuracy": 0.5, "f": 0.15, "kappa": (1.6, 0.9, 0.2)},
+        ANCHORED: {"accuracy": 0.5, "f": 0.9, "kappa": (1.2, 0.6, 0.3)},
+        GATED: {"accuracy": 0.6, "f": 0.3, "kappa": 1.5},
+        FULL: {"accuracy": 0.8, "f": 0.95, "kappa": 1.6},
+    }
+    assert changes.keys() <= figures.keys()
+    results = {name: [result(**given), result(**given | changes.get(name, {}))] for name, given in figures.items()}
+    return results | {COLD_START: results[COLD_START][1:]}
+
+
+def failing(results: dict[str, list[Result]]) -> list[int]:
+    """The numbers of the claims that do not hold."""
+    said = claims(results)
+    assert [claim[:3] for claim, _, _ in said] == [f"({i})" for i in range(1, 6)]
+    return [i for i, (_, holds, _) in enumerate(said, 1) if not holds]
+
+
+def test_figures_like_the_papers_bear_out_every_claim():
+    assert failing(as_published()) == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "figures", "claim"),
+    [
+        (GRPO, {"kappa": (0.0, 0.0, 0.5)}, [1]),  # a half is not less than half
+        (GRPO, {"kappa": (9.0, 9.0, 0.49)}, []),  # K = 64 is what the claim is about
+        (COLD_START, {"kappa": (0.9, 0.9, 0.4)}, [1, 3]),
+        (GRPO, {"f": 0.5}, [2]),
+        (ANCHORED, {"f": 0.15}, [3, 4]),
+        (ANCHORED, {"kappa": (1.2, 0.6, 0.5)}, [3]),
+        (GATED, {"kappa": 0.9}, [4]),
+        (GATED, {"kappa": (2.9, 0.1, 0.1)}, []),  # 1.03 over K
+        (COLD_START, {"kappa": 1.55}, [4]),
+        (GATED, {"f": 0.9}, [4]),
+        (GATED, {"f": 0.95}, [4, 5]),
+        (FULL, {"accuracy": 0.6}, [5]),
+        (GATED, {"accuracy": 0.8}, [5]),
+        (FULL, {"f": 0.3}, [5]),
+        (FULL, {"kappa": 0.7}, [5]),
+    ],
+)
+def test_one_seed_that_says_otherwise_is_enough_against_a_claim(setting, figures, claim):
+    assert failing(as_published(**{setting: figures})) == claim
+
+
+def test_a_claim_names_the_figures_it_stands_on():
+    said = [figures for _, _, figures in claims(as_published(**{GRPO: {"kappa": (1, 1, 0.4), "f": 0.25}}))]
+    assert said[0] == "κ 1.00 -> 0.30 [0.20, 0.40]"
+    assert said[1] == "f 0.10 -> 0.20 [0.15, 0.25]"
+    assert said[3] == "κ over K 1.00 -> 1.50 [1.50, 1.50], f 0.30 [0.30, 0.30]"
+    assert said[4].startswith("accuracy 0.80 [0.80, 0.80] against 0.50 [0.50, 0.50], ")
+
+
+def test_the_largest_k_there_is_stands_in_the_claims():
+    small = {name: [Result({2: r.by_k[4], 8: r.by_k[64]}, []) for r in column] for name, column in as_published().items()}
+    assert "K = 8" in claims(small)[0][0] and "K = 8" in claims(small)[2][0]
+
+
+def test_a_measure_is_read_at_one_k_or_as_the_mean_over_k():
+    results = [result(0.5, 0.5, (3.0, 2.0, 1.0)), result(0.5, 0.5, (0.0, 0.0, 1.5))]
+    assert over_seeds(results, "calls", 4) == [3.0, 0.0]
+    assert over_seeds(results, "calls") == [2.0, 0.5]
+
+
+def test_several_seeds_are_shown_with_their_range_and_one_without():
+    assert show([0.25, 0.5, 0.9]) == "0.55 [0.25, 0.90]"
+    assert show([0.5]) == "0.50"
+
+
+def test_the_table():
+    results = {COLD_START: [result(0.4, 0.1, (1.0, 2.0, 3.0))], GRPO: [result(0.5, 0.2, 0.0), result(0.7, 0.3, 1.0)]}
+    assert table(results).splitlines() == [
+        "| setting | f | accuracy K=4 | accuracy K=16 | accuracy K=64 | κ K=4 | κ K=16 | κ K=64 |",
+        "|---|---|---|---|---|---|---|---|",
+        "| cold start | 0.10 | 0.40 | 0.40 | 0.40 | 1.00 | 2.00 | 3.00 |",
+        f"| GRPO | 0.25 [0.20, 0.30] |{' 0.60 [0.50, 0.70] |' * 3}{' 0.50 [0.00, 1.00] |' * 3}",
+    ]
+
+
+def test_the_report_says_of_each_claim_whether_it_holds():
+    results = as_published(**{FULL: {"accuracy": 0.6}})
+    lines = report(results).splitlines()
+    assert lines[:7] == table(results).splitlines() and lines[7] == ""
+    assert [line.split(":")[0] for line in lines[8:]] == ["- holds"] * 4 + ["- does not hold"]
+
+
+# The runs
+
+
+def rl_of(run: Run) -> RLSettings:
+    assert run.rl is not None
+    return run.rl
+
+
+def test_every_setting_has_its_seeds_and_all_start_from_one_cold_start():
+    runs = plan(Paradox(run_dir="here", seeds=2))
+    assert list(runs) == [COLD_START, *ARMS]
+    [start] = runs[COLD_START]
+    assert start.rl is None and start.start == "" and start.sft is not None
+    for arm in ARMS:
+        assert [run.seed for run in runs[arm]] == [0, 1]
+        assert rl_of(runs[arm][0]) == rl_of(runs[arm][1])
+        for run in runs[arm]:
+            assert run.start == start.run_dir
+            # What `take_over` compares, and what is measured afterwards.
+            for field in ("world", "text", "model", "frames", "align", "sft", "evaluation", "engine"):
+                assert getattr(run, field) == getattr(start, field), field
+    folders = [run.run_dir for column in runs.values() for run in column]
+    assert len(set(folders)) == 9 and all(re.fullmatch(r"here/[a-z-]+(-\d)?", folder) for folder in folders)
+    assert len({column[0].name for column in runs.values()}) == 5
+
+
+@pytest.mark.parametrize(
+    ("arm", "gated", "anchored"), [(GRPO, False, False), (ANCHORED, False, True), (GATED, True, False), (FULL, True, True)]
+)
+def test_a_setting_differs_from_the_whole_method_in_its_remedies_and_nothing_else(arm, gated, anchored):
+    runs = plan(Paradox())
+    run, whole = runs[arm][0], runs[FULL][0]
+    rl, full = rl_of(run), rl_of(whole)
+    assert rl.frame_budgets == (full.frame_budgets if gated else (64,)) and len(full.frame_budgets) > 1
+    assert (rl.grpo.anchor == "none") is not anchored and run.protocol.pin_think is anchored and rl.rewards.answer_suffix is anchored
+    mended = dataclasses.replace(
+        rl,
+        frame_budgets=full.frame_budgets,
+        grpo=dataclasses.replace(rl.grpo, anchor=full.grpo.anchor),
+        rewards=dataclasses.replace(rl.rewards, answer_suffix=full.rewards.answer_suffix, anchor_weight=full.rewards.anchor_weight),
+    )
+    protocol = dataclasses.replace(run.protocol, pin_think=True)
+    assert dataclasses.replace(run, rl=mended, protocol=protocol, name=whole.name, run_dir=whole.run_dir) == whole
+
+
+def test_quick_is_one_seed_and_a_third_of_the_steps():
+    whole, quick = plan(Paradox()), plan(Paradox(quick=True))
+    for arm in ARMS:
+        [run] = quick[arm]
+        assert run == dataclasses.replace(whole[arm][0], rl=dataclasses.replace(rl_of(run), steps=rl_of(whole[arm][0]).steps // 3))
+    assert quick[COLD_START] == whole[COLD_START]
+
+
+def test_what_is_paid_is_a_choice():
+    outcome, published = (rl_of(plan(Paradox(rewards=paid))[FULL][0]).rewards for paid in ("outcome", "published"))
+    assert outcome.format_weight == outcome.tool_weight == 0
+    assert published == rl_of(paravt_tiny()).rewards and published.format_weight > 0 and published.tool_weight > 0
+
+
+class FakeRuns:
+    """Stands where `execute` stands: writes what a run leaves behind, with figures made from its place in the order."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, int]] = []
+
+    def __call__(self, run: Run, check: Any) -> None:
+        check()
+        folder = pathlib.Path(run.run_dir)
+        folder.mkdir(parents=True)
+        value = len(self.done) / 100
+        rows = [{"k": k, "accuracy": value, "format": 0.5, "calls": k / 64, "turns": 2.0} for k in KS]
+        (folder / "result.json").write_text(json.dumps({"before": [], "after": rows}))
+        steps = [{"phase": "rl", "step": s, "wall": 0.0, "accuracy": value, "format": 0.5, "calls": 1.0, "loss": 0.0} for s in (1, 2)]
+        lines = [{"phase": "sft", "step": 1, "wall": 0.0, "loss": 1.0}, *(steps if run.rl else [])]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self.done.append((run.name, run.seed))
+
+
+@pytest.fixture
+def fake(monkeypatch) -> FakeRuns:
+    fake = FakeRuns()
+    monkeypatch.setattr(paradox, "execute", fake)
+    return fake
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path) -> Iterator[list[str]]:
+    """The command's arguments for a folder of its own; what the command sets for its whole process is put back."""
+    before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(paradox, "reuse_freed_memory", lambda: None)
+    yield ["--run-dir", str(tmp_path / "paradox")]
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+ORDER = ["cold_start", *["grpo", "exploration-anchoring", "nframes-gating", "para-grpo"] * 2]
+
+
+def test_the_cold_start_is_first_and_then_every_setting_seed_by_seed(fake, tmp_path):
+    carry_out(plan(Paradox(run_dir=str(tmp_path), seeds=2)), lambda: None)
+    assert fake.done == list(zip(ORDER, [0] * 5 + [1] * 4, strict=True))
+
+
+def test_what_is_finished_is_not_run_again(fake, tmp_path, capsys):
+    runs = plan(Paradox(run_dir=str(tmp_path), seeds=2))
+    for done in (runs[COLD_START][0], runs[GRPO][0], runs[FULL][1]):
+        fake(done, lambda: None)
+    fake.done.clear()
+    carry_out(runs, lambda: None)
+    assert fake.done == [("exploration-anchoring", 0), ("nframes-gating", 0), ("para-grpo", 0)] + [(name, 1) for name in ORDER[1:4]]
+    assert "run 3 of 9: exploration-anchoring, seed 0" in capsys.readouterr().err
+    carry_out(runs, lambda: None)
+    assert len(fake.done) == 6
+
+
+def test_a_run_is_read_with_its_steps_of_rl_and_the_measures_alone(fake, tmp_path):
+    runs = plan(Paradox(run_dir=str(tmp_path), seeds=1))
+    carry_out(runs, lambda: None)
+    got = read(runs[GRPO][0])
+    assert got.by_k == {k: {"accuracy": 0.01, "format": 0.5, "calls": k / 64} for k in KS}
+    assert got.by_step == [{"step": step, "accuracy": 0.01, "format": 0.5, "calls": 1.0} for step in (1, 2)]
+    assert read(runs[COLD_START][0]).by_step == []
+
+
+# The command
+
+
+def test_the_command_leaves_table_figure_and_figures_behind(fake, command, capsys):
+    assert paradox.main([*command, "--seeds", "2"]) == 0
+    folder = pathlib.Path(command[1])
+    results = {name: [read(run) for run in column] for name, column in plan(Paradox(str(folder), seeds=2)).items()}
+    assert (folder / "table.md").read_text() == report(results)
+    assert (folder / "figure.svg").read_text() == figure({arm: results[arm] for arm in ARMS}, results[COLD_START][0])
+    kept = json.loads((folder / "results.json").read_text())
+    assert kept[GATED][1]["by_k"]["64"]["accuracy"] == 0.07 and list(kept) == [COLD_START, *ARMS]
+    assert report(results) in capsys.readouterr().out
+
+
+def test_a_signal_stops_it_with_a_word_on_how_to_go_on(fake, command, monkeypatch, capsys):
+    def interrupted(run: Run, check: Any) -> None:
+        if len(fake.done) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        fake(run, check)
+
+    monkeypatch.setattr(paradox, "execute", interrupted)
+    assert paradox.main(command) == 130
+    assert len(fake.done) == 2 and "the same command goes on" in capsys.readouterr().err
+    assert not (pathlib.Path(command[1]) / "table.md").exists()
+
+
+def test_a_folder_of_something_else_ends_it_with_an_error(command, capsys):
+    stranger = pathlib.Path(command[1]) / "cold-start" / "thesis.tex"
+    stranger.parent.mkdir(parents=True)
+    stranger.write_text("")
+    assert paradox.main(command) == 1
+    assert "error: " in (said := capsys.readouterr().err) and "thesis.tex" in said
+    assert [file.name for file in stranger.parent.iterdir() if file.name != ".lock"] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("error", [RunDirectoryError, ValueError, OSError])
+def test_what_a_run_refuses_is_the_commands_error(error, command, monkeypatch, capsys):
+    def refused(run: Run, check: Any) -> None:
+        raise error("no room")
+
+    monkeypatch.setattr(paradox, "execute", refused)
+    assert paradox.main(command) == 1
+    assert "error: no room" in capsys.readouterr().err
