@@ -23,11 +23,13 @@ from configs.base import Run
 from configs.paradox import ARMS, paradox_tiny
 from configs.paravt_tiny import paravt_tiny
 from train.allocator import reuse_freed_memory
+from train.checkpoint import CheckpointError
 from train.interrupts import Interrupts
 from train.metrics import format_seconds, read_metrics
 from train.paradox_figure import figure
-from train.run import STOPPED, execute
-from train.run_directory import RunDirectoryError, write_atomically
+from train.prepare import UnreadableVideosError
+from train.run import STOPPED, execute, resolved
+from train.run_directory import RunDirectory, RunDirectoryError, write_atomically
 
 COLD_START = "cold start"
 MEASURES = {"accuracy": "accuracy", "format": "f", "calls": "κ"}
@@ -43,6 +45,10 @@ class Paradox:
     """One seed, and a third of the steps: a look, not a result."""
     rewards: Literal["outcome", "published"] = "outcome"
     """What is paid beside the anchor: right answers alone, or format and calls too, as in the published recipe."""
+
+    def __post_init__(self):
+        if self.seeds < 1:
+            raise ValueError(f"seeds: {self.seeds}; give at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +90,9 @@ def carry_out(runs: dict[str, list[Run]], check: Callable[[], None]) -> None:
     """Every run that has not finished yet: the cold start first, then the arms, seed by seed."""
     order = [*runs[COLD_START], *(run for column in zip(*(runs[arm] for arm in ARMS), strict=True) for run in column)]
     for number, run in enumerate(order, 1):
-        if not (pathlib.Path(run.run_dir) / "result.json").exists():
+        with RunDirectory(run.run_dir, resolved(run)):  # refuses a run of other settings, also a finished one
+            finished = (pathlib.Path(run.run_dir) / "result.json").exists()
+        if not finished:
             print(f"run {number} of {len(order)}: {run.name}, seed {run.seed}", file=sys.stderr)
             execute(run, check)
 
@@ -177,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
         return STOPPED
-    except (RunDirectoryError, ValueError, OSError) as error:
+    except (RunDirectoryError, CheckpointError, UnreadableVideosError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     results = {name: [read(run) for run in column] for name, column in runs.items()}

@@ -30,15 +30,26 @@ from train.session import Session
 STOPPED = 130  # the exit code of a run that was asked to stop: the same command goes on
 
 
+def place_of(run: Run) -> str:
+    """The directory of a run."""
+    return run.run_dir or f"runs/{run.name}"
+
+
+def resolved(run: Run) -> dict[str, Any]:
+    """The settings that decide what is computed, as they are written down."""
+    settings = dataclasses.asdict(run)
+    del settings["run_dir"]
+    del settings["unreadable_share"]  # may be raised when a run goes on: it decides whether to go on, not what is computed
+    return settings
+
+
 def execute(run: Run, check: Callable[[], None] = lambda: None) -> pathlib.Path:
     """Run every phase that is not done yet; returns the report's path. `check` is called at every step and may raise to stop.
 
     Raises what `train.prepare.prepare` and `RunDirectory` raise.
     """
-    settings = dataclasses.asdict(run)
-    path = settings.pop("run_dir") or f"runs/{run.name}"
-    del settings["unreadable_share"]  # may be raised when a run goes on: it decides whether to go on, not what is computed
-    with RunDirectory(path, settings) as directory, _Clock(directory.path / "seconds.json") as clock:
+    settings = resolved(run)
+    with RunDirectory(place_of(run), settings) as directory, _Clock(directory.path / "seconds.json") as clock:
 
         def tick() -> None:
             clock.save()

@@ -17,10 +17,13 @@ from configs.base import Run
 from configs.paradox import ARMS
 from configs.paravt_tiny import paravt_tiny
 from train import paradox
+from train.checkpoint import CheckpointError
 from train.paradox import COLD_START, Paradox, Result, carry_out, claims, over_seeds, plan, read, report, show, table
 from train.paradox_figure import figure
+from train.prepare import UnreadableVideosError
 from train.rl_settings import RLSettings
-from train.run_directory import RunDirectoryError
+from train.run import resolved
+from train.run_directory import RunDirectory, RunDirectoryError
 
 GRPO, ANCHORED, GATED, FULL = ARMS
 KS = (4, 16, 64)
@@ -193,7 +196,7 @@ class FakeRuns:
     def __call__(self, run: Run, check: Any) -> None:
         check()
         folder = pathlib.Path(run.run_dir)
-        folder.mkdir(parents=True)
+        RunDirectory(folder, resolved(run)).close()
         value = len(self.done) / 100
         rows = [{"k": k, "accuracy": value, "format": 0.5, "calls": k / 64, "turns": 2.0} for k in KS]
         (folder / "result.json").write_text(json.dumps({"before": [], "after": rows}))
@@ -237,6 +240,19 @@ def test_what_is_finished_is_not_run_again(fake, tmp_path, capsys):
     assert "run 3 of 9: exploration-anchoring, seed 0" in capsys.readouterr().err
     carry_out(runs, lambda: None)
     assert len(fake.done) == 6
+
+
+def test_a_finished_run_of_other_settings_is_not_passed_off_as_this_one(fake, tmp_path):
+    carry_out(plan(Paradox(str(tmp_path), seeds=1)), lambda: None)
+    for other in (Paradox(str(tmp_path), quick=True), Paradox(str(tmp_path), seeds=1, rewards="published")):
+        with pytest.raises(RunDirectoryError, match="holds a run of another configuration"):
+            carry_out(plan(other), lambda: None)
+    assert len(fake.done) == 5
+
+
+def test_no_seed_is_no_comparison():
+    with pytest.raises(ValueError, match="seeds: 0; give at least 1"):
+        Paradox(seeds=0)
 
 
 def test_a_run_is_read_with_its_steps_of_rl_and_the_measures_alone(fake, tmp_path):
@@ -283,7 +299,7 @@ def test_a_folder_of_something_else_ends_it_with_an_error(command, capsys):
     assert [file.name for file in stranger.parent.iterdir() if file.name != ".lock"] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("error", [RunDirectoryError, ValueError, OSError])
+@pytest.mark.parametrize("error", [RunDirectoryError, CheckpointError, UnreadableVideosError, ValueError, OSError])
 def test_what_a_run_refuses_is_the_commands_error(error, command, monkeypatch, capsys):
     def refused(run: Run, check: Any) -> None:
         raise error("no room")
