@@ -84,10 +84,37 @@ class Run:
                     f"engine.own: {self.engine.own}; a rollout may have {name}.prompt + protocol.trajectory_tokens = "
                     f"{shape.prompt} + {limits.trajectory_tokens} tokens, let it end there"
                 )
-        if self.rl is not None and self.rl.shape.suffix < limits.trajectory_tokens:
-            raise ValueError(
-                f"rl.shape.suffix: {self.rl.shape.suffix}; a rollout may have protocol.trajectory_tokens = {limits.trajectory_tokens}"
-            )
+        if self.rl is not None:
+            _check_room(self.rl, limits)
+
+
+def _check_room(rl: RLSettings, limits: ProtocolSettings) -> None:
+    """What rollouts and sub-agents may grow to has room in the batch: `train.batch.build` would refuse it hours later, in mid-run."""
+    shape, windows = rl.shape, rl.subagents
+    if shape.suffix < limits.trajectory_tokens:
+        raise ValueError(f"rl.shape.suffix: {shape.suffix}; a rollout may have protocol.trajectory_tokens = {limits.trajectory_tokens}")
+    if max(rl.frame_budgets) > shape.visual:
+        raise ValueError(
+            f"rl.frame_budgets: {rl.frame_budgets}; a frame has at least one visual token, and a prompt has room for rl.shape.visual = "
+            f"{shape.visual}: raise that, or lower the largest budget"
+        )
+    if windows is None:
+        return
+    if limits.crop_frames > windows.visual:
+        raise ValueError(
+            f"rl.subagents.visual: {windows.visual}; a sub-agent may see protocol.crop_frames = {limits.crop_frames} frames, each of "
+            "at least one visual token: raise the first, or lower the second"
+        )
+    if windows.prompt <= windows.visual:
+        raise ValueError(
+            f"rl.subagents.prompt: {windows.prompt}; its visual tokens, up to rl.subagents.visual = {windows.visual}, stand in it between "
+            "times and words: raise the first, or lower the second"
+        )
+    if windows.suffix < limits.summary_tokens + 1:
+        raise ValueError(
+            f"rl.subagents.suffix: {windows.suffix}; a row holds its prompt's last token and up to protocol.summary_tokens = "
+            f"{limits.summary_tokens} more: give at least {limits.summary_tokens + 1}"
+        )
 
 
 def change(run: Run, name: str, protocol: dict[str, Any] | None = None, **rl: Any) -> Run:

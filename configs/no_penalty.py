@@ -10,10 +10,8 @@ from configs.paravt_tiny import paravt_tiny
 
 
 def _without_penalty(run: Run, name: str) -> Run:
-    """gamma = 0 in R_anchor, and at the tokens that break a block."""
     assert run.rl is not None
-    grpo = dataclasses.replace(run.rl.grpo, violation_penalty=0.0)
-    return change(run, name, grpo=grpo, rewards=dataclasses.replace(run.rl.rewards, gamma=0.0))
+    return change(run, name, rewards=dataclasses.replace(run.rl.rewards, gamma=0.0))
 
 
 def no_penalty_8b() -> Run:

@@ -1,4 +1,4 @@
-"""The published recipe on Qwen3-VL-8B (REFERENCE 3)."""
+"""PARA-GRPO on Qwen3-VL-8B: the numbers of REFERENCE 3, but for what is named below."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ ENGINE = EngineSettings(
 
 def paravt_8b() -> Run:
     """PARA-GRPO on Qwen3-VL-8B after the cold start: 7 prompts x 8 rollouts a step, K drawn per prompt.
+
+    Not as published: the anchor acts as credit at the structural tokens (`grpo.anchor`), R_fmt is not capped (`rewards.format_cap`) and
+    scaled rewards are not clipped (`grpo.reward_clip`); docs/paradox.md and REFERENCE 4, 14 say why. Its ablations share these.
 
     Command: python -m train.run --config=paravt_8b
     Paper: VideoMME 62.1, with subtitles 69.4, LVBench 39.8, MLVU 65.0; f 0.41, kappa 0.21. Not measured here.

@@ -33,6 +33,7 @@ from train.run_directory import RunDirectory, RunDirectoryError, write_atomicall
 
 COLD_START = "cold start"
 MEASURES = {"accuracy": "accuracy", "format": "f", "calls": "κ"}
+LAST = 5  # steps of training that "at the end" means
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Paradox:
     """Trains vanilla GRPO, GRPO with one of the two remedies, and with both, from one cold start, with several seeds each."""
 
     run_dir: str = "runs/paradox"
+    """The cold start, which all share, and a folder for each choice of what follows."""
     seeds: int = 3
     quick: bool = False
     """One seed, and a third of the steps: a look, not a result."""
@@ -53,9 +55,10 @@ class Paradox:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One run: figures of the held-out questions by K after it, and of the training rollouts by step."""
+    """One run: figures of the held-out questions by K before and after it, and of the training rollouts by step."""
 
-    by_k: dict[int, dict[str, float]]
+    before: dict[int, dict[str, float]]
+    after: dict[int, dict[str, float]]
     by_step: list[dict[str, float]]
 
 
@@ -72,10 +75,15 @@ def base(command: Paradox) -> Run:
     return dataclasses.replace(run, rl=rl)
 
 
+def folder_of(command: Paradox) -> pathlib.Path:
+    """Where the arms, the table and the figure of this choice of rewards and steps are."""
+    return pathlib.Path(command.run_dir) / (command.rewards + ("-quick" if command.quick else ""))
+
+
 def plan(command: Paradox) -> dict[str, list[Run]]:
     """The runs of every row of the table. They are made seed by seed, so that an early look compares like with like."""
-    folder, run = pathlib.Path(command.run_dir), base(command)
-    start = dataclasses.replace(run, name="cold_start", rl=None, run_dir=str(folder / "cold-start"))
+    folder, run = folder_of(command), base(command)
+    start = dataclasses.replace(run, name="cold_start", rl=None, run_dir=str(folder.parent / "cold-start"))
     runs: dict[str, list[Run]] = {COLD_START: [start]}
     for arm, change in ARMS.items():
         for seed in range(1 if command.quick else command.seeds):
@@ -100,15 +108,20 @@ def carry_out(runs: dict[str, list[Run]], check: Callable[[], None]) -> None:
 def read(run: Run) -> Result:
     """What a finished run left behind."""
     folder = pathlib.Path(run.run_dir)
-    rows = json.loads((folder / "result.json").read_text())["after"]
+    result = json.loads((folder / "result.json").read_text())
+    before, after = ({row["k"]: {m: row[m] for m in MEASURES} for row in result[when]} for when in ("before", "after"))
     steps = [line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "rl"]
-    names = ("step", *MEASURES)
-    return Result({row["k"]: {m: row[m] for m in MEASURES} for row in rows}, [{n: line[n] for n in names} for line in steps])
+    return Result(before, after, [{name: line[name] for name in ("step", *MEASURES)} for line in steps])
 
 
-def over_seeds(results: Sequence[Result], measure: str, k: int | None = None) -> list[float]:
-    """A measure of each seed's run, at K = `k` or as the mean over K."""
-    return [statistics.mean(row[measure] for at, row in r.by_k.items() if k in (None, at)) for r in results]
+def held_out(results: Sequence[Result], measure: str, k: int | None = None, when: Literal["before", "after"] = "after") -> list[float]:
+    """A measure of each seed's run on held-out questions, at K = `k` or as the mean over K."""
+    return [statistics.mean(row[measure] for at, row in getattr(r, when).items() if k in (None, at)) for r in results]
+
+
+def at_the_end(results: Sequence[Result], measure: str) -> list[float]:
+    """A measure of each seed's training rollouts, over the last steps: what the paper's tables call f and kappa."""
+    return [statistics.mean(step[measure] for step in r.by_step[-LAST:]) for r in results]
 
 
 def show(values: Sequence[float]) -> str:
@@ -118,66 +131,66 @@ def show(values: Sequence[float]) -> str:
 
 
 def table(results: dict[str, list[Result]]) -> str:
-    """Markdown: a line for each setting; f as the mean over K, accuracy and kappa at each K."""
-    ks = sorted(next(iter(results.values()))[0].by_k)
-    columns = [("f", "format", None), *((f"{MEASURES[m]} K={k}", m, k) for m in ("accuracy", "calls") for k in ks)]
-    lines = [f"| setting | {' | '.join(title for title, _, _ in columns)} |", "|---" * (len(columns) + 1) + "|"]
+    """Markdown, a line for each setting: f and kappa of training rollouts, then accuracy and kappa of held-out questions at each K."""
+    ks = sorted(next(iter(results.values()))[0].after)
+    titles = ["f, training", "κ, training", *(f"{MEASURES[m]} K={k}" for m in ("accuracy", "calls") for k in ks)]
+    lines = [f"| setting | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
     for name, column in results.items():
-        lines.append(f"| {name} | {' | '.join(show(over_seeds(column, measure, k)) for _, measure, k in columns)} |")
+        trained = [show(at_the_end(column, m)) for m in ("format", "calls")] if column[0].by_step else ["–", "–"]
+        tried = [show(held_out(column, m, k)) for m in ("accuracy", "calls") for k in ks]
+        lines.append(f"| {name} | {' | '.join(trained + tried)} |")
     return "\n".join(lines)
 
 
 def claims(results: dict[str, list[Result]]) -> list[tuple[str, bool, str]]:
-    """The paper's claims, whether they hold here - in every seed, where seeds are compared - and the figures that say so."""
-    most = max(next(iter(results.values()))[0].by_k)
+    """The paper's claims, whether they hold here in every seed, and the figures that say so.
 
-    def f(name: str) -> list[float]:
-        return over_seeds(results[name], "format")
-
-    def kappa(name: str, k: int | None = most) -> list[float]:
-        return over_seeds(results[name], "calls", k)
-
+    One measure for all settings: calls are *lost* where kappa of held-out questions at the largest K is less than a quarter of what the
+    same run had before, and *kept* where it is at least half; format *holds* where f of the last training rollouts is at least a half.
+    """
+    most = max(next(iter(results.values()))[0].after)
     vanilla, anchored, gated, full = ARMS
-    start_kappa, start_f = kappa(COLD_START)[0], f(COLD_START)[0]
-    right = {name: over_seeds(results[name], "accuracy") for name in ARMS}
-    others = [max(right[name]) for name in (vanilla, anchored, gated)]
+    f = {name: at_the_end(results[name], "format") for name in ARMS}
+    kappa = {name: (held_out(results[name], "calls", most, "before"), held_out(results[name], "calls", most)) for name in ARMS}
+    right = {name: held_out(results[name], "accuracy") for name in ARMS}
+
+    def calls(name: str, share: float) -> list[bool]:
+        return [after >= share * before for before, after in zip(*kappa[name], strict=True)]
+
+    def figures(name: str) -> str:
+        return f"κ {show(kappa[name][0])} -> {show(kappa[name][1])}, f {show(f[name])}"
+
+    lost = {name: not any(calls(name, 0.25)) for name in ARMS}
+    kept = {name: all(calls(name, 0.5)) for name in ARMS}
+    best = min(right[full]) > max(max(right[name]) for name in (vanilla, anchored, gated))
+    accuracies = ", ".join(f"{name} {show(right[name])}" for name in ARMS)
     return [
+        (f"(1) plain GRPO at K = {most} loses its calls", lost[vanilla], figures(vanilla)),
+        ("(2) its format stays poor or collapses", max(f[vanilla]) < 0.5, figures(vanilla)),
+        ("(3) anchoring alone holds format but not calls", min(f[anchored]) >= 0.5 and lost[anchored], figures(anchored)),
+        ("(4) gating alone keeps calls at the price of format", kept[gated] and max(f[gated]) < 0.5, figures(gated)),
         (
-            f"(1) plain GRPO at K = {most} loses its calls: less than half of the cold start's",
-            max(kappa(vanilla)) < start_kappa / 2,
-            f"κ {start_kappa:.2f} -> {show(kappa(vanilla))}",
-        ),
-        ("(2) its format stays poor: f below one half", max(f(vanilla)) < 0.5, f"f {start_f:.2f} -> {show(f(vanilla))}"),
-        (
-            f"(3) anchoring alone holds format (f above plain GRPO's) and not calls (κ at K = {most} less than half of the cold start's)",
-            min(f(anchored)) > max(f(vanilla)) and max(kappa(anchored)) < start_kappa / 2,
-            f"f {show(f(anchored))}, κ {show(kappa(anchored))}",
-        ),
-        (
-            "(4) gating alone keeps calls (κ over K at least the cold start's) at the price of format (f below anchoring's)",
-            min(kappa(gated, None)) >= kappa(COLD_START, None)[0] and max(f(gated)) < min(f(anchored)),
-            f"κ over K {kappa(COLD_START, None)[0]:.2f} -> {show(kappa(gated, None))}, f {show(f(gated))}",
-        ),
-        (
-            "(5) only both win: accuracy over K above all others', f above gating's, κ above anchoring's",
-            min(right[full]) > max(others) and min(f(full)) > max(f(gated)) and min(kappa(full, None)) > max(kappa(anchored, None)),
-            f"accuracy {show(right[full])} against " + ", ".join(show(right[name]) for name in (vanilla, anchored, gated)),
+            "(5) only both win: format holds, calls are kept, and accuracy over K is the highest",
+            min(f[full]) >= 0.5 and kept[full] and best,
+            f"{figures(full)}; accuracy {accuracies}",
         ),
     ]
 
 
 def report(results: dict[str, list[Result]]) -> str:
     """The table, then a line for each claim."""
+    seeds = max(len(column) for column in results.values())
     lines = [f"- {'holds' if holds else 'does not hold'}: {claim} ({figures})" for claim, holds, figures in claims(results)]
-    return table(results) + "\n\n" + "\n".join(lines) + "\n"
+    said = f"{seeds} seeds" if seeds > 1 else "one seed: a look, not a result"
+    return f"{table(results)}\n\nOf the paper's claims, with {said}:\n\n" + "\n".join(lines) + "\n"
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command's exit code. Writes table.md, figure.svg and results.json into the folder."""
     command = tyro.cli(Paradox, args=argv, prog="python -m train.paradox")
-    folder, start = pathlib.Path(command.run_dir), time.monotonic()
+    folder, start = folder_of(command), time.monotonic()
     reuse_freed_memory()
-    jax.config.update("jax_compilation_cache_dir", str(folder.absolute() / "compiled"))  # the runs' programs are the same
+    jax.config.update("jax_compilation_cache_dir", str(folder.parent.absolute() / "compiled"))  # the runs' programs are the same
     runs = plan(command)
     try:
         with Interrupts() as interrupts:

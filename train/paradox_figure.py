@@ -69,7 +69,7 @@ def figure(results: dict[str, list[Result]], start: Result) -> str:
     for row, (measure, name, limit) in enumerate(ROWS):
         top = TOP + row * (PANEL + GAP)
         curves = {setting: _curve(column, measure, span) for setting, column in results.items()}
-        held_out = [at[measure] for result in (*runs, start) for at in result.by_k.values()]
+        held_out = [at[measure] for result in (*runs, start) for at in result.after.values()]
         axis = ticks(0.0, limit or max(*held_out, *(value for curve in curves.values() for value in curve.high)), PARTS)
         y = scale(axis[0], axis[-1], top + PANEL, top)
         middle = top + PANEL / 2
@@ -116,17 +116,17 @@ def _by_k(results: dict[str, list[Result]], start: Result, measure: str, title: 
     """For each K the cold start's line, and over it a mark a setting, side by side."""
     parts = []
     for k, middle in _places(start).items():
-        parts.append(_cold_start(f"cold start, K = {k}: {title}", start.by_k[k][measure], middle, y))
+        parts.append(_cold_start(f"cold start, K = {k}: {title}", start.after[k][measure], middle, y))
         for i, (name, column) in enumerate(results.items()):
             place = middle + (i - (len(results) - 1) / 2) * BETWEEN
-            parts.append(_mark(f"{name}, K = {k}: {title}", [result.by_k[k][measure] for result in column], place, y, styles[name]))
+            parts.append(_mark(f"{name}, K = {k}: {title}", [result.after[k][measure] for result in column], place, y, styles[name]))
     return parts
 
 
 def _places(start: Result) -> dict[int, float]:
     """The middle of each K in the right column."""
-    share = (RIGHT[1] - RIGHT[0]) / len(start.by_k)
-    return {k: RIGHT[0] + share * (i + 0.5) for i, k in enumerate(sorted(start.by_k))}
+    share = (RIGHT[1] - RIGHT[0]) / len(start.after)
+    return {k: RIGHT[0] + share * (i + 0.5) for i, k in enumerate(sorted(start.after))}
 
 
 def _curve(column: Sequence[Result], measure: str, span: int) -> Curve:

@@ -18,7 +18,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from models.qwen3_vl.text import TextDecoder
-from paravt_jax.grpo import GRPOBatch, GRPOSettings, Metrics, Totals, advantages, batch_totals, paravt_loss
+from paravt_jax import grpo
+from paravt_jax.grpo import GRPOBatch, Metrics, Totals
 from paravt_jax.judge import Judge
 from paravt_jax.records import Question
 from rollout.engine import Engine
@@ -37,7 +38,7 @@ def rl_loss(image_token_id: int, settings: RLSettings) -> Loss:
         rows = [
             row_logprobs(text, s, image_token_id, settings.temperature, settings.remat, settings.logprob_chunk) for s in batch.sequences
         ]
-        return paravt_loss(stack_rows(rows), batch.advantages, batch.rollouts, settings.grpo, batch.totals)
+        return grpo.paravt_loss(stack_rows(rows), batch.advantages, batch.rollouts, settings.grpo, batch.totals)
 
     return loss
 
@@ -50,7 +51,7 @@ class Learner:
         optimizer = make_optimizer(settings.optimizer, settings.steps)
         self.start = init_state(jax.tree.map(jnp.copy, reference), optimizer)  # copies: an update donates its state
         self._logprobs = make_logprobs(graph, image_token_id, settings.temperature, settings.logprob_chunk)
-        self._advantages = jax.jit(lambda batch: _advantages(batch, settings.grpo))
+        self._advantages = jax.jit(lambda batch: _advantages(batch, settings))
         parts = settings.microbatches
         cut = (lambda batch: split(batch, parts)) if parts > 1 else None
         self._update = make_update(graph, optimizer, rl_loss(image_token_id, settings), self.start, cut)
@@ -80,10 +81,10 @@ class Learner:
         reference = jax.block_until_ready(stack_rows([self._logprobs(self.reference, s) for s in sequences]))
         clock.append(time.perf_counter())
         batch = as_grpo_batch(rollouts, sequences, owners, reference, scene.protocol.vocabulary, settings.shape)
-        gains, totals, figures = self._advantages(batch)
+        advantages, totals, figures = self._advantages(batch)
         if on_rollouts:
-            on_rollouts(rollouts, np.asarray(gains))
-        state, updated = self._update(state, RLBatch(sequences, batch, gains, totals))
+            on_rollouts(rollouts, np.asarray(advantages))
+        state, updated = self._update(state, RLBatch(sequences, batch, advantages, totals))
         metrics = {name: float(value) for name, value in (figures | updated).items()}
         engine.load(state.weights, number + 1)
         clock.append(time.perf_counter())
@@ -95,6 +96,6 @@ class Learner:
         return state, metrics
 
 
-def _advantages(batch: GRPOBatch, settings: GRPOSettings) -> tuple[Array, Totals, Metrics]:
-    gains, metrics = advantages(batch, settings)
-    return gains, batch_totals(batch), metrics
+def _advantages(batch: GRPOBatch, settings: RLSettings) -> tuple[Array, Totals, Metrics]:
+    advantages, metrics = grpo.advantages(batch, settings.grpo, settings.rewards.gamma)
+    return advantages, grpo.batch_totals(batch), metrics

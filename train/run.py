@@ -6,6 +6,7 @@ device work; Ctrl-C or SIGTERM end it with a word on how to go on, and the same 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -68,7 +69,8 @@ def execute(run: Run, check: Callable[[], None] = lambda: None) -> pathlib.Path:
             session.reinforce()
             after = session.evaluate("after")
             session.export()
-        result = {"name": run.name, "seed": run.seed, "before": before, "after": after, **_counts(directory.path), "seconds": clock.total}
+        result = {"name": run.name, "seed": run.seed, "before": before, "after": after, **_counts(directory.path)}
+        result |= {**_judged(directory.path), "seconds": clock.total}
         write_atomically(directory.path / "result.json", json.dumps(result, indent=1))
         _collect_episodes(directory.path)
         return write_report(directory.path)
@@ -83,6 +85,16 @@ def _counts(folder: pathlib.Path) -> dict[str, Any]:
         "logprob_gap": max(gaps, default=0.0),
         "recompilations_after_warmup": int(sum(line["recompilations"] for line in steps)),
     }
+
+
+def _judged(folder: pathlib.Path) -> dict[str, dict[str, int]]:
+    """What became of the answers that a judge was to score, summed over both evaluations; nothing where a run has no judge."""
+    contents = [json.loads(file.read_text()) for file in (folder / "evaluation").glob("*.json")]
+    counts = [content["judge"] for content in contents if "judge" in content]
+    total: collections.Counter[str] = collections.Counter()
+    for count in counts:
+        total.update(count)
+    return {"judge": dict(total)} if counts else {}
 
 
 def _collect_episodes(folder: pathlib.Path) -> None:

@@ -83,7 +83,8 @@ class RunDirectory:
 
 # What a cold start leaves behind, and the settings that decide it.
 _COLD_START = ("videos", "records", "tokenizer", "checkpoints/align", "checkpoints/sft")
-_DECIDE = ("world", "text", "model", "frames", "align", "sft")
+_DECIDE = ("world", "text", "model", "frames", "align", "sft", "protocol")
+_OF_ROLLOUTS = ("pin_think",)  # fields of the protocol that demonstrations do without: they are written alike either way
 
 
 def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str, Any]) -> None:
@@ -97,7 +98,7 @@ def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str
         raise RunDirectoryError(f"--start {source} is no finished run with a cold start: it has no {', '.join(missing)}.")
     found = json.loads((source / _CONFIG).read_text(encoding="utf-8"))
     wanted = as_json(config, "the run's configuration")
-    differences = _differences({name: found[name] for name in _DECIDE}, {name: wanted[name] for name in _DECIDE})
+    differences = _differences(_deciding(found), _deciding(wanted))
     if differences:
         raise RunDirectoryError(
             f"--start {source} holds a cold start of other settings (there -> asked for):\n  " + "\n  ".join(differences)
@@ -108,6 +109,12 @@ def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str
             shutil.rmtree(unfinished, ignore_errors=True)
             shutil.copytree(source / name, unfinished)
             os.replace(unfinished, target / name)
+
+
+def _deciding(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a configuration that decides a cold start."""
+    protocol = {name: value for name, value in config["protocol"].items() if name not in _OF_ROLLOUTS}
+    return {name: config[name] for name in _DECIDE} | {"protocol": protocol}
 
 
 def write_atomically(file: pathlib.Path, text: str) -> None:

@@ -7,6 +7,7 @@ was not.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
@@ -131,7 +132,10 @@ class Session:
         self.weights = state.weights
 
     def evaluate(self, name: str) -> list[dict[str, Any]]:
-        """Rows of every setting on held-out questions; the settings of one K stand in one file, written when they are done."""
+        """Rows of every setting on held-out questions; the settings of one K stand in one file, written when they are done.
+
+        Where a judge was asked, the file also holds what became of its answers (`JudgeCounts`), summed over these settings.
+        """
         settings, rows = self.run.evaluation, []
         questions = self.data.heldout[: settings.questions]
         self.engine.load(self.weights, version=self.engine.version + 1)
@@ -140,11 +144,15 @@ class Session:
                 file = self.folder / "evaluation" / f"{name}-{k}.json"
                 if not file.exists():
                     self.engine.forget()
-                    content: dict[str, list[Any]] = {"rows": [], "episodes": []}
+                    content: dict[str, Any] = {"rows": [], "episodes": []}
+                    if self.judge is not None:
+                        content["judge"] = collections.Counter()
                     for setting in [s for s in settings.settings() if s.frames == k]:
                         row, lines = self._play(name, setting, questions)
                         content["rows"].append(row)
                         content["episodes"] += lines
+                        if self.judge is not None:
+                            content["judge"].update(dataclasses.asdict(self.judge.counts))
                         progress.update(len(rows) + len(content["rows"]))
                         self.check()
                     file.parent.mkdir(exist_ok=True)
@@ -204,10 +212,10 @@ class Session:
         assert self.run.rl is not None
         temperature, rows = self.run.rl.temperature, self.run.rl.shape.rows
 
-        def write(rollouts: Rollouts, gains: np.ndarray) -> None:
+        def write(rollouts: Rollouts, advantages: np.ndarray) -> None:
             lines = [
                 {"phase": "rl", "step": step}
-                | transcript(group[0], rewards[0], Setting(group[0].frames, temperature), self.data.vocabulary, gains[p * rows])
+                | transcript(group[0], rewards[0], Setting(group[0].frames, temperature), self.data.vocabulary, advantages[p * rows])
                 for p, (group, rewards) in enumerate(zip(rollouts.groups, rollouts.rewards, strict=True))
             ]
             folder = self.folder / "evaluation"

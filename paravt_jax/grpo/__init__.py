@@ -5,7 +5,7 @@ Refuses text, models and optimisers. Invariant: padding, the order of groups and
 over micro-batches (with `Totals` of the whole batch) change neither loss nor gradient.
 """
 
-from paravt_jax.grpo.advantages import advantages, kl_penalty, normalise, normalise_tokens, shape_rewards, token_advantages
+from paravt_jax.grpo.advantages import advantages, kl_penalty, normalise, normalise_tokens, shape_rewards, token_advantages, varied
 from paravt_jax.grpo.anchor import anchor_credit, anchor_likelihood, structural_mask, structural_weights
 from paravt_jax.grpo.batch import GRPOBatch, Metrics, Totals, masked_mean, masked_sum
 from paravt_jax.grpo.loss import batch_totals, paravt_loss, policy_loss
@@ -34,4 +34,5 @@ __all__ = [
     "structural_mask",
     "structural_weights",
     "token_advantages",
+    "varied",
 ]

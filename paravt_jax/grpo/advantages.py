@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -22,29 +24,29 @@ def _over(level: Level) -> int | None:
     return 1 if level == "group" else None
 
 
-def normalise(
-    x: Float[Array, "p n"], mask: Bool[Array, "p n"], how: Normalisation, epsilon: float = 1e-5
-) -> tuple[Float[Array, "p n"], Bool[Array, " p"]]:
-    """(x - mean) / (std + epsilon) of the masked values, 0 elsewhere; and which groups (rows) are silent.
+def varied(x: Float[Array, "p n"], mask: Bool[Array, "p n"], level: Level = "group") -> Bool[Array, "p 1"] | Bool[Array, "1 1"]:
+    """Whether there are different values among the masked ones, of each group or of the batch; one alone differs from nothing."""
+    axis = _over(level)
+    return jnp.where(mask, x, -jnp.inf).max(axis, keepdims=True) > jnp.where(mask, x, jnp.inf).min(axis, keepdims=True)
 
-    std is unbiased, of what is left when the mean is taken off. A group is silent if it has nothing masked, or if what its mean is taken
-    over holds fewer than two values, or equal ones: it says nothing, and all its values are exactly 0, not rounding errors over epsilon.
+
+def normalise(x: Float[Array, "p n"], mask: Bool[Array, "p n"], how: Normalisation, epsilon: float = 1e-5) -> Float[Array, "p n"]:
+    """(x - mean) / (std + epsilon) of the masked values, 0 elsewhere. std is unbiased, of what is left when the mean is taken off.
+
+    Values that do not differ from each other are exactly 0 when their mean is off, not rounding errors over epsilon.
     """
     values = jnp.where(mask, x, 0.0)
-    silent = ~mask.any(1, keepdims=True)
-    mean = jnp.zeros(())
+    centred = values
     if how.mean != "none":
         axis = _over(how.mean)
         n, total = mask.sum(axis, keepdims=True), values.sum(axis, keepdims=True)
-        equal = jnp.where(mask, x, jnp.inf).min(axis, keepdims=True) >= jnp.where(mask, x, -jnp.inf).max(axis, keepdims=True)
-        silent = silent | equal | (n < 2)
         mean = (total - values) / jnp.maximum(n - 1, 1) if how.leave_one_out else total / jnp.maximum(n, 1)
-    centred = jnp.where(mask & ~silent, x - mean, 0.0)
+        centred = jnp.where(mask & varied(x, mask, how.mean), x - mean, 0.0)
     if how.std == "none":
-        return centred, silent[:, 0]
+        return centred
     axis = _over(how.std)
     std = jnp.sqrt((centred**2).sum(axis, keepdims=True) / jnp.maximum(mask.sum(axis, keepdims=True) - 1, 1))
-    return centred / (std + epsilon), silent[:, 0]
+    return centred / (std + epsilon)
 
 
 def kl_penalty(
@@ -70,44 +72,51 @@ def token_advantages(
 
 
 def normalise_tokens(
-    advantages: Float[Array, "b t"], batch: GRPOBatch, how: Normalisation, signal: Bool[Array, ""] | bool = True, epsilon: float = 1e-5
+    advantages: Float[Array, "b t"], rewards: Float[Array, "p g"], batch: GRPOBatch, how: Normalisation, epsilon: float = 1e-5
 ) -> Float[Array, "b t"]:
     """`normalise` over the trained tokens of the batch, or of each group.
 
-    Where `signal` is False - every group of the batch is silent, and A holds nothing but the small KL penalty - A is left as it is:
-    divided by its own deviation that noise would weigh as much as a reward (REFERENCE 4, 13).
+    Where all rollouts whose tokens would share a deviation earned the same (`rewards`, as they entered A), A holds no signal but the
+    small KL penalty, and only its mean is taken off: divided by its own deviation that noise would weigh as much as a reward
+    (REFERENCE 4, 13).
     """
-    mask = batch.trained
+    mask, (groups, size) = batch.trained, rewards.shape
     if "group" in (how.mean, how.std):
-        groups = batch.rewards.shape[0]
-        mine = (batch.rollout // batch.rewards.shape[1])[None] == jnp.arange(groups)[:, None]
-        members = (mine[:, :, None] & mask).reshape(groups, -1)
-        out, _ = normalise(jnp.broadcast_to(advantages.reshape(-1), members.shape), members, how, epsilon)
-        normed = out.sum(0).reshape(advantages.shape)
+        members = ((batch.rollout // size)[None, :, None] == jnp.arange(groups)[:, None, None]) & mask
     else:
-        out, _ = normalise(advantages.reshape(1, -1), mask.reshape(1, -1), how, epsilon)
-        normed = out.reshape(advantages.shape)
-    return jnp.where(signal, normed, jnp.where(mask, advantages, 0.0))
+        members = mask[None]
+    values, members = jnp.broadcast_to(advantages, members.shape).reshape(len(members), -1), members.reshape(len(members), -1)
+    signal = varied(rewards, batch.valid, how.std)
+    normed = jnp.where(
+        signal if len(members) > 1 else signal.any(),
+        normalise(values, members, how, epsilon),
+        normalise(values, members, dataclasses.replace(how, std="none")),
+    )
+    return normed.sum(0).reshape(mask.shape)
 
 
-def advantages(batch: GRPOBatch, settings: GRPOSettings) -> tuple[Float[Array, "b t"], Metrics]:
-    """The advantage of every token, from behaviour and reference log-probs and what the rollouts earned."""
+def advantages(batch: GRPOBatch, settings: GRPOSettings, gamma: float = 0.3) -> tuple[Float[Array, "b t"], Metrics]:
+    """The advantage of every token, from behaviour and reference log-probs and what the rollouts earned.
+
+    `gamma` is `RewardSettings.gamma`: under `credit` it acts in R_anchor and at the token that broke a block.
+    """
     g = batch.rewards.shape[1]
     if g != settings.group_size:
         raise ValueError(f"GRPOSettings.group_size: {settings.group_size}, but the batch has groups of {g}; make them equal")
     mask = batch.trained
-    normed, silent = normalise(shape_rewards(batch.rewards, settings), batch.valid, settings.reward_normalisation, settings.epsilon)
+    shaped = shape_rewards(batch.rewards, settings)
+    normed = normalise(shaped, batch.valid, settings.reward_normalisation, settings.epsilon)
     kl = kl_penalty(batch.behaviour, batch.reference, settings.kl_kind, settings.kl_clamp)
     raw = token_advantages(batch.of_rows(normed), kl, mask, settings.kl_coefficient)
-    out = normalise_tokens(raw, batch, settings.advantage_normalisation, ~silent.all(), settings.epsilon)
+    out = normalise_tokens(raw, normed, batch, settings.advantage_normalisation, settings.epsilon)
     if settings.anchor == "credit":
-        credit, _ = normalise(batch.anchor_rewards, batch.valid, Normalisation("group", "group"), settings.epsilon)
-        out = anchor_credit(out, credit, batch, settings)
+        credit = normalise(batch.anchor_rewards, batch.valid, Normalisation("group", "group"), settings.epsilon)
+        out = anchor_credit(out, credit, batch, settings.anchor_weight, gamma)
     clipped = jnp.abs(batch.rewards - settings.reward_bias) * settings.reward_scaling >= (settings.reward_clip or jnp.inf)
     metrics = {
         "kl_reference": masked_mean(kl, mask),
-        "silent_groups": masked_mean(silent.astype(jnp.float32), batch.valid.any(1)),
+        "silent_groups": masked_mean(1.0 - varied(shaped, batch.valid)[:, 0], batch.valid.any(1)),
         "clipped_rewards": masked_mean(clipped.astype(jnp.float32), batch.valid),
-        "advantage_std": jnp.sqrt(masked_mean(out**2, mask)),
+        "advantage_rms": jnp.sqrt(masked_mean(out**2, mask)),
     }
     return jax.lax.stop_gradient(out), metrics

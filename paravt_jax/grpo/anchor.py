@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from paravt_jax.grpo.batch import GRPOBatch, masked_mean
-from paravt_jax.grpo.settings import GRPOSettings
 from paravt_jax.structure import Kind, Structure
 
 
@@ -29,14 +28,14 @@ def structural_mask(batch: GRPOBatch) -> Bool[Array, "b t"]:
 
 
 def anchor_credit(
-    advantages: Float[Array, "b t"], credit: Float[Array, "p g"], batch: GRPOBatch, settings: GRPOSettings
+    advantages: Float[Array, "b t"], credit: Float[Array, "p g"], batch: GRPOBatch, weight: float, gamma: float
 ) -> Float[Array, "b t"]:
-    """Adds anchor_weight * `credit`, R_anchor normalised in its group, to the tags of struct(o), and -anchor_weight * gamma at violations.
+    """Adds weight * `credit`, R_anchor normalised in its group, to the tags of struct(o), and -weight * gamma at violations.
 
     No other token changes: what stands inside a tool call stays free.
     """
-    values = jnp.where(_is_tag(batch.structure), batch.of_rows(credit)[:, None], -settings.violation_penalty)
-    extra = structural_weights(batch.structure, settings.anchor_weight * values, advantages.shape[1])
+    values = jnp.where(_is_tag(batch.structure), batch.of_rows(credit)[:, None], -gamma)
+    extra = structural_weights(batch.structure, weight * values, advantages.shape[1])
     return jnp.where(batch.trained, advantages + extra, advantages)
 
 

@@ -30,6 +30,8 @@ class Normalisation:
     def __post_init__(self):
         for name in ("mean", "std"):
             _require_one_of("Normalisation", name, getattr(self, name), get_args(Level))
+        if self.leave_one_out and self.mean == "none":
+            raise ValueError("Normalisation.leave_one_out: True with mean 'none'; there is no mean to leave a value out of, set one")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,8 @@ class GRPOSettings:
     ratio: Literal["token", "sequence"] = "token"
     """What the policy ratio is taken of: each token, or (GSPO) the geometric mean over a rollout's generated tokens."""
     clip: float = 0.2
-    """The ratio to the proximal policy is clipped to [1 - clip, 1 + clip]."""
+    """The ratio to the proximal policy is clipped to [1 - clip, 1 + clip]. Where a batch makes one update, as in every recipe here, that
+    policy is the current one and no clip acts."""
     upper_clip: float | None = None
     """Clips the ratio at 1 + upper_clip instead, so that unlikely tokens can grow faster than likely ones shrink."""
     dual_clip: float | None = None
@@ -71,8 +74,6 @@ class GRPOSettings:
     alone, `sequence` in the sequence reward (the release; weight in RewardSettings.anchor_weight), or `none`."""
     anchor_weight: float = 0.5
     """Weight of the anchor under `likelihood` and `credit`."""
-    violation_penalty: float = 0.3
-    """gamma: under `credit`, what the token that broke a block loses, times anchor_weight."""
 
     def __post_init__(self):
         if self.group_size < 2:
@@ -81,7 +82,7 @@ class GRPOSettings:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"GRPOSettings.{name}: {value} is no bound; give a finite number above 0")
-        for name in ("kl_coefficient", "anchor_weight", "violation_penalty"):
+        for name in ("kl_coefficient", "anchor_weight"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"GRPOSettings.{name}: {getattr(self, name)} is negative; give a number of at least 0")
         if not 0 < self.clip < 1:
@@ -90,6 +91,11 @@ class GRPOSettings:
             raise ValueError(f"GRPOSettings.dual_clip: {self.dual_clip} would clip ratios of 1; give a number above 1, for instance 3")
         for name, choices in (("kl_kind", KLKind), ("ratio", Literal["token", "sequence"]), ("anchor", Anchor)):
             _require_one_of("GRPOSettings", name, getattr(self, name), get_args(choices))
+        if self.ratio == "sequence" and self.anchor == "credit":
+            raise ValueError(
+                "GRPOSettings.anchor: 'credit' with ratio 'sequence', which gives every token of a rollout the mean of its advantages; "
+                "the credit of single tokens would reach all, so take another anchor or ratio 'token'"
+            )
 
 
 def check_anchor(rewards: RewardSettings, grpo: GRPOSettings) -> None:

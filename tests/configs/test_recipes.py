@@ -59,6 +59,13 @@ def test_a_wrong_field_or_value_is_named(arguments, words, capsys):
     assert all(word in message for word in words), message
 
 
+TIGHT = BatchShape(groups=4, rows=1, prompt=17, visual=16, suffix=17)  # a sub-agent's 16 frames of one token, and 16 tokens of report
+
+
+def shrunk(field: str) -> BatchShape:
+    return dataclasses.replace(TIGHT, **{field: getattr(TIGHT, field) - 1})
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -66,6 +73,10 @@ def test_a_wrong_field_or_value_is_named(arguments, words, capsys):
         ("paravt_tiny", {"model": ModelSettings(size="8b")}, r"align: set for model\.size 8b"),
         ("paravt_8b", {"protocol.trajectory_tokens": 8256}, r"engine\.own: .*13312\); a rollout may have .* = 5120 \+ 8256 tokens"),
         ("paravt_8b", {"rl.shape": BatchShape(8, 8, 5120, 3136, suffix=4096)}, r"rl\.shape\.suffix: 4096; .*= 8192"),
+        ("paravt_tiny", {"rl.frame_budgets": (65, 4)}, r"rl\.frame_budgets: \(65, 4\); .* rl\.shape\.visual = 64: raise"),
+        ("paravt_tiny", {"rl.subagents": shrunk("visual")}, r"rl\.subagents\.visual: 15; .* protocol\.crop_frames = 16 frames.*: raise"),
+        ("paravt_tiny", {"rl.subagents": shrunk("prompt")}, r"rl\.subagents\.prompt: 16; .* rl\.subagents\.visual = 16, .*: raise"),
+        ("paravt_tiny", {"rl.subagents": shrunk("suffix")}, r"rl\.subagents\.suffix: 16; .* protocol\.summary_tokens = 16 .* at least 17"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(name, change, message):
@@ -75,6 +86,12 @@ def test_settings_that_contradict_each_other_are_refused(name, change, message):
         change = {outer: dataclasses.replace(getattr(run, outer), **{inner: value})} if outer else {inner: value}
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(run, **change)
+
+
+def test_what_just_fits_is_taken():
+    run = RECIPES["paravt_tiny"]()
+    assert run.rl is not None and run.rl.shape.visual == 64 and (run.protocol.crop_frames, run.protocol.summary_tokens) == (16, 16)
+    dataclasses.replace(run, rl=dataclasses.replace(run.rl, frame_budgets=(64,), subagents=TIGHT))
 
 
 # --- shapes of the large recipes: traced, never allocated ---

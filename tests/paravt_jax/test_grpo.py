@@ -68,22 +68,22 @@ def test_shape_rewards():
 
 
 def test_normalise_in_group():
-    normed, silent = grpo.normalise(jnp.array([[1.0, 2.0, 3.0, 6.0]]), jnp.ones((1, 4), bool), IN_GROUPS)
+    normed = grpo.normalise(jnp.array([[1.0, 2.0, 3.0, 6.0]]), jnp.ones((1, 4), bool), IN_GROUPS)
     np.testing.assert_allclose(normed[0], (np.array([1, 2, 3, 6]) - 3) / np.std([1, 2, 3, 6], ddof=1), rtol=1e-4)
-    assert not silent[0]
 
 
 def test_a_group_of_equal_rewards_is_silent():
     values = jnp.full((1, 8), 0.1) * 10 / 3
-    normed, silent = grpo.normalise(values, jnp.ones((1, 8), bool), IN_GROUPS)
-    assert silent[0] and (normed == 0).all()
+    everyone = jnp.ones((1, 8), bool)
+    assert not grpo.varied(values, everyone).any() and (grpo.normalise(values, everyone, IN_GROUPS) == 0).all()
 
 
 def test_invalid_rollouts_do_not_count():
     valid = jnp.array([[True, True, True, False], [True, False, False, False], [False] * 4])
-    normed, silent = grpo.normalise(jnp.array([[1.0, 2.0, 3.0, 1e9], [1.0, 2.0, 3.0, 4.0], [jnp.nan] * 4]), valid, IN_GROUPS)
+    rewards = jnp.array([[1.0, 2.0, 3.0, 1e9], [1.0, 2.0, 3.0, 4.0], [jnp.nan] * 4])
+    normed = grpo.normalise(rewards, valid, IN_GROUPS)
     np.testing.assert_allclose(normed[0], [-1, 0, 1, 0], atol=1e-4)
-    assert silent.tolist() == [False, True, True] and (normed[1:] == 0).all()
+    assert grpo.varied(rewards, valid)[:, 0].tolist() == [True, False, False] and (normed[1:] == 0).all()
 
 
 # --- advantages of tokens
@@ -116,7 +116,7 @@ def test_normalise_tokens(how):
     batch = make_batch()
     credit = np.random.default_rng(3).normal(size=batch.mask.shape).astype(np.float32)
     credit[~np.asarray(batch.mask)] = np.nan
-    got = grpo.normalise_tokens(jnp.asarray(credit), batch, how)
+    got = grpo.normalise_tokens(jnp.asarray(credit), batch.rewards, batch, how)
     groups = credit.reshape(3, -1)
     mean = np.nanmean(groups, 1, keepdims=True) if how.mean == "group" else np.nanmean(credit)
     left = groups - mean
@@ -126,14 +126,14 @@ def test_normalise_tokens(how):
 
 def test_normalise_against_the_others():
     """RLOO: each value less the mean of the others; nothing is divided by."""
-    normed, _ = grpo.normalise(jnp.array([[1.0, 2.0, 6.0]]), jnp.ones((1, 3), bool), Normalisation("group", "none", leave_one_out=True))
+    normed = grpo.normalise(jnp.array([[1.0, 2.0, 6.0]]), jnp.ones((1, 3), bool), Normalisation("group", "none", leave_one_out=True))
     np.testing.assert_allclose(normed[0], [1 - 4, 2 - 3.5, 6 - 1.5], rtol=1e-6)
 
 
 def test_equal_rewards_in_a_group_still_speak_where_the_batch_is_the_measure():
     rewards = jnp.array([[1.0, 1.0], [3.0, 3.0]])
-    normed, silent = grpo.normalise(rewards, jnp.ones((2, 2), bool), Normalisation("batch", "batch"))
-    assert not silent.any() and (normed[0] < 0).all() and (normed[1] > 0).all()
+    normed = grpo.normalise(rewards, jnp.ones((2, 2), bool), Normalisation("batch", "batch"))
+    assert (normed[0] < 0).all() and (normed[1] > 0).all()
 
 
 def test_a_batch_without_signal_is_not_blown_up():
@@ -142,11 +142,28 @@ def test_a_batch_without_signal_is_not_blown_up():
     credit, metrics = advantages(batch, SETTINGS)
     assert metrics["silent_groups"] == 1
     kl = grpo.kl_penalty(batch.behaviour, batch.reference)
-    expected = grpo.token_advantages(jnp.zeros(12), kl, batch.mask, SETTINGS.kl_coefficient)
-    np.testing.assert_array_equal(credit, expected)
+    penalty = np.asarray(grpo.token_advantages(jnp.zeros(12), kl, batch.mask, SETTINGS.kl_coefficient))
+    np.testing.assert_allclose(credit, np.where(batch.mask, penalty - penalty[np.asarray(batch.mask)].mean(), 0), atol=1e-6)
     assert 0 < np.abs(credit).max() < 0.1
     with_signal, _ = advantages(make_batch(), SETTINGS)
     assert np.std(np.asarray(with_signal)[np.asarray(batch.mask)], ddof=1) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("mean", ["group", "batch", "none"])
+def test_a_silent_group_is_not_blown_up_by_its_own_deviation(mean):
+    """Among groups that speak, too, where each group is measured by itself."""
+    rewards = np.array([[1.0, 2.0, 0.5, 1.0], [1.5] * 4, [0.0, 1.0, 1.0, 2.0]])
+    settings = dataclasses.replace(SETTINGS, anchor="none", advantage_normalisation=Normalisation(mean, "group"))
+    batch = make_batch(rewards=rewards)
+    credit, metrics = advantages(batch, settings)
+    rows = np.abs(np.asarray(credit)).max(1).reshape(3, 4)
+    assert rows[1].max() < 0.1 < 0.5 < rows[[0, 2]].max(1).min() and metrics["silent_groups"] == pytest.approx(1 / 3)
+
+
+def test_equal_rewards_without_a_mean_taken_off_are_no_signal_either():
+    settings = dataclasses.replace(SETTINGS, anchor="none", reward_normalisation=Normalisation("none", "none"))
+    credit, metrics = advantages(make_batch(rewards=np.full((3, 4), 1.5)), settings)
+    assert metrics["silent_groups"] == 1 and np.abs(credit).max() < 0.1
 
 
 def test_empty_batches_stay_finite():
@@ -170,8 +187,8 @@ def test_rewards_move_the_right_way():
 def test_credit_reaches_structural_tokens_alone():
     batch = make_batch()
     plain, _ = advantages(batch, SETTINGS)
-    credit, _ = advantages(batch, dataclasses.replace(SETTINGS, anchor="credit", anchor_weight=0.5, violation_penalty=0.3))
-    normed, _ = grpo.normalise(batch.anchor_rewards, batch.valid, IN_GROUPS)
+    credit, _ = advantages(batch, dataclasses.replace(SETTINGS, anchor="credit", anchor_weight=0.5))
+    normed = grpo.normalise(batch.anchor_rewards, batch.valid, IN_GROUPS)
     expected = np.zeros(batch.mask.shape)
     for row, col in np.argwhere(batch.structure.valid):
         at, kind = int(batch.structure.positions[row, col]), int(batch.structure.kinds[row, col])
@@ -365,6 +382,13 @@ def test_batches_of_one_shape_compile_once():
         batch = make_batch(seed)
         assert np.isfinite(loss(batch, current_logprobs(batch)))
     assert traced == 1
+
+
+def test_choices_that_undo_each_other_are_refused():
+    with pytest.raises(ValueError, match="GRPOSettings.anchor: 'credit' with ratio 'sequence'"):
+        GRPOSettings(ratio="sequence", anchor="credit")
+    with pytest.raises(ValueError, match="Normalisation.leave_one_out: True with mean 'none'"):
+        Normalisation("none", "group", leave_one_out=True)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ import pytest
 from configs.base import Run
 from configs.paradox import ARMS
 from configs.paravt_tiny import paravt_tiny
+from paravt_jax.world_text import TextSettings
 from train import paradox
 from train.checkpoint import CheckpointError
-from train.paradox import COLD_START, Paradox, Result, carry_out, claims, over_seeds, plan, read, report, show, table
+from train.paradox import COLD_START, Paradox, Result, at_the_end, carry_out, claims, folder_of, held_out, plan, read, report, show, table
 from train.paradox_figure import figure
 from train.prepare import UnreadableVideosError
 from train.rl_settings import RLSettings
@@ -32,10 +33,18 @@ KS = (4, 16, 64)
 # Figures
 
 
-def result(accuracy: float, f: float, kappa: float | tuple[float, float, float]) -> Result:
-    """A run with the same figures at each K, but for kappa, which may be given for K = 4, 16 and 64."""
-    calls = kappa if isinstance(kappa, tuple) else (kappa,) * 3
-    return Result({k: {"accuracy": accuracy, "format": f, "calls": at} for k, at in zip(KS, calls, strict=True)}, [])
+def result(accuracy: float, f: float, kappa: float | tuple[float, float, float], start: float = 1.0) -> Result:
+    """A run with the same figures at each K, but for kappa, which may be given for K = 4, 16 and 64; kappa was `start` before it.
+
+    f is that of the last training rollouts.
+    """
+    calls = kappa if isinstance(kappa, tuple) else (kappa, kappa, kappa)
+
+    def at_each(column: tuple[float, float, float]) -> dict[int, dict[str, float]]:
+        return {k: {"accuracy": accuracy, "format": 0.0, "calls": at} for k, at in zip(KS, column, strict=True)}
+
+    steps = [{"step": float(n), "accuracy": accuracy, "format": f if n > 10 else 0.0, "calls": calls[0]} for n in range(1, 16)]
+    return Result(at_each((start, start, start)), at_each(calls), steps)
 
 
 def as_published(**changes: dict[str, Any]) -> dict[str, list[Result]]:
@@ -43,7 +52,7 @@ def as_published(**changes: dict[str, Any]) -> dict[str, list[Result]]:
     figures: dict[str, dict[str, Any]] = {
         COLD_START: {"accuracy": 0.4, "f": 0.1, "kappa": 1.0},
         GRPO: {"accuracy": 0.5, "f": 0.15, "kappa": (1.6, 0.9, 0.2)},
-        ANCHORED: {"accuracy": 0.5, "f": 0.9, "kappa": (1.2, 0.6, 0.3)},
+        ANCHORED: {"accuracy": 0.5, "f": 0.9, "kappa": (1.2, 0.6, 0.2)},
         GATED: {"accuracy": 0.6, "f": 0.3, "kappa": 1.5},
         FULL: {"accuracy": 0.8, "f": 0.95, "kappa": 1.6},
     }
@@ -66,21 +75,19 @@ def test_figures_like_the_papers_bear_out_every_claim():
 @pytest.mark.parametrize(
     ("setting", "figures", "claim"),
     [
-        (GRPO, {"kappa": (0.0, 0.0, 0.5)}, [1]),  # a half is not less than half
-        (GRPO, {"kappa": (9.0, 9.0, 0.49)}, []),  # K = 64 is what the claim is about
-        (COLD_START, {"kappa": (0.9, 0.9, 0.4)}, [1, 3]),
+        (GRPO, {"kappa": (0.0, 0.0, 0.25)}, [1]),  # a quarter is not less than a quarter
+        (GRPO, {"kappa": (9.0, 9.0, 0.24)}, []),  # K = 64 is what calls are measured at
+        (GRPO, {"kappa": (9.0, 9.0, 0.24), "start": 0.9}, [1]),  # against what this run had itself
         (GRPO, {"f": 0.5}, [2]),
-        (ANCHORED, {"f": 0.15}, [3, 4]),
-        (ANCHORED, {"kappa": (1.2, 0.6, 0.5)}, [3]),
-        (GATED, {"kappa": 0.9}, [4]),
-        (GATED, {"kappa": (2.9, 0.1, 0.1)}, []),  # 1.03 over K
-        (COLD_START, {"kappa": 1.55}, [4]),
-        (GATED, {"f": 0.9}, [4]),
-        (GATED, {"f": 0.95}, [4, 5]),
+        (ANCHORED, {"f": 0.49}, [3]),
+        (ANCHORED, {"kappa": (1.2, 0.6, 0.3)}, [3]),
+        (GATED, {"kappa": 0.49}, [4]),
+        (GATED, {"kappa": 0.5}, []),
+        (GATED, {"f": 0.5}, [4]),
         (FULL, {"accuracy": 0.6}, [5]),
         (GATED, {"accuracy": 0.8}, [5]),
         (FULL, {"f": 0.3}, [5]),
-        (FULL, {"kappa": 0.7}, [5]),
+        (FULL, {"kappa": 0.4}, [5]),
     ],
 )
 def test_one_seed_that_says_otherwise_is_enough_against_a_claim(setting, figures, claim):
@@ -89,21 +96,25 @@ def test_one_seed_that_says_otherwise_is_enough_against_a_claim(setting, figures
 
 def test_a_claim_names_the_figures_it_stands_on():
     said = [figures for _, _, figures in claims(as_published(**{GRPO: {"kappa": (1, 1, 0.4), "f": 0.25}}))]
-    assert said[0] == "κ 1.00 -> 0.30 [0.20, 0.40]"
-    assert said[1] == "f 0.10 -> 0.20 [0.15, 0.25]"
-    assert said[3] == "κ over K 1.00 -> 1.50 [1.50, 1.50], f 0.30 [0.30, 0.30]"
-    assert said[4].startswith("accuracy 0.80 [0.80, 0.80] against 0.50 [0.50, 0.50], ")
+    assert said[0] == said[1] == "κ 1.00 [1.00, 1.00] -> 0.30 [0.20, 0.40], f 0.20 [0.15, 0.25]"
+    expected = {GRPO: "0.50 [0.50, 0.50]", ANCHORED: "0.50 [0.50, 0.50]", GATED: "0.60 [0.60, 0.60]", FULL: "0.80 [0.80, 0.80]"}
+    assert said[4].endswith("accuracy " + ", ".join(f"{name} {figure}" for name, figure in expected.items()))
 
 
 def test_the_largest_k_there_is_stands_in_the_claims():
-    small = {name: [Result({2: r.by_k[4], 8: r.by_k[64]}, []) for r in column] for name, column in as_published().items()}
-    assert "K = 8" in claims(small)[0][0] and "K = 8" in claims(small)[2][0]
+    small = {
+        name: [dataclasses.replace(r, before={2: r.before[4], 8: r.before[64]}, after={2: r.after[4], 8: r.after[64]}) for r in column]
+        for name, column in as_published().items()
+    }
+    assert "K = 8" in claims(small)[0][0] and failing(small) == []
 
 
 def test_a_measure_is_read_at_one_k_or_as_the_mean_over_k():
-    results = [result(0.5, 0.5, (3.0, 2.0, 1.0)), result(0.5, 0.5, (0.0, 0.0, 1.5))]
-    assert over_seeds(results, "calls", 4) == [3.0, 0.0]
-    assert over_seeds(results, "calls") == [2.0, 0.5]
+    results = [result(0.5, 0.5, (3.0, 2.0, 1.0)), result(0.5, 0.5, (0.0, 0.0, 1.5), start=0.2)]
+    assert held_out(results, "calls", 4) == [3.0, 0.0]
+    assert held_out(results, "calls") == [2.0, 0.5]
+    assert held_out(results, "calls", when="before") == pytest.approx([1.0, 0.2])
+    assert at_the_end(results, "format") == [0.5, 0.5], "the last five steps, not the ten before them"
 
 
 def test_several_seeds_are_shown_with_their_range_and_one_without():
@@ -112,20 +123,23 @@ def test_several_seeds_are_shown_with_their_range_and_one_without():
 
 
 def test_the_table():
-    results = {COLD_START: [result(0.4, 0.1, (1.0, 2.0, 3.0))], GRPO: [result(0.5, 0.2, 0.0), result(0.7, 0.3, 1.0)]}
+    start = dataclasses.replace(result(0.4, 0.1, (1.0, 2.0, 3.0)), by_step=[])
+    results = {COLD_START: [start], GRPO: [result(0.5, 0.2, 0.0), result(0.7, 0.3, 1.0)]}
+    half = " 0.50 [0.00, 1.00] |"
     assert table(results).splitlines() == [
-        "| setting | f | accuracy K=4 | accuracy K=16 | accuracy K=64 | κ K=4 | κ K=16 | κ K=64 |",
-        "|---|---|---|---|---|---|---|---|",
-        "| cold start | 0.10 | 0.40 | 0.40 | 0.40 | 1.00 | 2.00 | 3.00 |",
-        f"| GRPO | 0.25 [0.20, 0.30] |{' 0.60 [0.50, 0.70] |' * 3}{' 0.50 [0.00, 1.00] |' * 3}",
+        "| setting | f, training | κ, training | accuracy K=4 | accuracy K=16 | accuracy K=64 | κ K=4 | κ K=16 | κ K=64 |",
+        "|---|---|---|---|---|---|---|---|---|",
+        "| cold start | – | – | 0.40 | 0.40 | 0.40 | 1.00 | 2.00 | 3.00 |",
+        f"| GRPO | 0.25 [0.20, 0.30] |{half}{' 0.60 [0.50, 0.70] |' * 3}{half * 3}",
     ]
 
 
 def test_the_report_says_of_each_claim_whether_it_holds():
     results = as_published(**{FULL: {"accuracy": 0.6}})
     lines = report(results).splitlines()
-    assert lines[:7] == table(results).splitlines() and lines[7] == ""
-    assert [line.split(":")[0] for line in lines[8:]] == ["- holds"] * 4 + ["- does not hold"]
+    assert lines[:7] == table(results).splitlines() and lines[8] == "Of the paper's claims, with 2 seeds:"
+    assert [line.split(":")[0] for line in lines[10:]] == ["- holds"] * 4 + ["- does not hold"]
+    assert "one seed: a look" in report({name: column[:1] for name, column in results.items()})
 
 
 # The runs
@@ -150,7 +164,7 @@ def test_every_setting_has_its_seeds_and_all_start_from_one_cold_start():
             for field in ("world", "text", "model", "frames", "align", "sft", "evaluation", "engine"):
                 assert getattr(run, field) == getattr(start, field), field
     folders = [run.run_dir for column in runs.values() for run in column]
-    assert len(set(folders)) == 9 and all(re.fullmatch(r"here/[a-z-]+(-\d)?", folder) for folder in folders)
+    assert len(set(folders)) == 9 and all(re.fullmatch(r"here/cold-start|here/outcome/[a-z-]+-\d", folder) for folder in folders)
     assert len({column[0].name for column in runs.values()}) == 5
 
 
@@ -177,7 +191,8 @@ def test_quick_is_one_seed_and_a_third_of_the_steps():
     whole, quick = plan(Paradox()), plan(Paradox(quick=True))
     for arm in ARMS:
         [run] = quick[arm]
-        assert run == dataclasses.replace(whole[arm][0], rl=dataclasses.replace(rl_of(run), steps=rl_of(whole[arm][0]).steps // 3))
+        first = whole[arm][0]
+        assert run == dataclasses.replace(first, run_dir=run.run_dir, rl=dataclasses.replace(rl_of(run), steps=rl_of(first).steps // 3))
     assert quick[COLD_START] == whole[COLD_START]
 
 
@@ -199,7 +214,7 @@ class FakeRuns:
         RunDirectory(folder, resolved(run)).close()
         value = len(self.done) / 100
         rows = [{"k": k, "accuracy": value, "format": 0.5, "calls": k / 64, "turns": 2.0} for k in KS]
-        (folder / "result.json").write_text(json.dumps({"before": [], "after": rows}))
+        (folder / "result.json").write_text(json.dumps({"before": rows, "after": rows}))
         steps = [{"phase": "rl", "step": s, "wall": 0.0, "accuracy": value, "format": 0.5, "calls": 1.0, "loss": 0.0} for s in (1, 2)]
         lines = [{"phase": "sft", "step": 1, "wall": 0.0, "loss": 1.0}, *(steps if run.rl else [])]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -245,9 +260,12 @@ def test_what_is_finished_is_not_run_again(fake, tmp_path, capsys):
 def test_a_finished_run_of_other_settings_is_not_passed_off_as_this_one(fake, tmp_path):
     carry_out(plan(Paradox(str(tmp_path), seeds=1)), lambda: None)
     for other in (Paradox(str(tmp_path), quick=True), Paradox(str(tmp_path), seeds=1, rewards="published")):
-        with pytest.raises(RunDirectoryError, match="holds a run of another configuration"):
-            carry_out(plan(other), lambda: None)
-    assert len(fake.done) == 5
+        carry_out(plan(other), lambda: None)  # in folders of their own, from the same cold start
+    assert len(fake.done) == 5 + 4 + 4
+    runs = plan(Paradox(str(tmp_path), seeds=1))
+    spoilt = {name: [dataclasses.replace(run, text=TextSettings()) for run in column] for name, column in runs.items()}
+    with pytest.raises(RunDirectoryError, match="holds a run of another configuration"):
+        carry_out(spoilt, lambda: None)
 
 
 def test_no_seed_is_no_comparison():
@@ -259,7 +277,7 @@ def test_a_run_is_read_with_its_steps_of_rl_and_the_measures_alone(fake, tmp_pat
     runs = plan(Paradox(run_dir=str(tmp_path), seeds=1))
     carry_out(runs, lambda: None)
     got = read(runs[GRPO][0])
-    assert got.by_k == {k: {"accuracy": 0.01, "format": 0.5, "calls": k / 64} for k in KS}
+    assert got.before == got.after == {k: {"accuracy": 0.01, "format": 0.5, "calls": k / 64} for k in KS}
     assert got.by_step == [{"step": step, "accuracy": 0.01, "format": 0.5, "calls": 1.0} for step in (1, 2)]
     assert read(runs[COLD_START][0]).by_step == []
 
@@ -269,12 +287,12 @@ def test_a_run_is_read_with_its_steps_of_rl_and_the_measures_alone(fake, tmp_pat
 
 def test_the_command_leaves_table_figure_and_figures_behind(fake, command, capsys):
     assert paradox.main([*command, "--seeds", "2"]) == 0
-    folder = pathlib.Path(command[1])
-    results = {name: [read(run) for run in column] for name, column in plan(Paradox(str(folder), seeds=2)).items()}
+    folder = folder_of(Paradox(command[1]))
+    results = {name: [read(run) for run in column] for name, column in plan(Paradox(command[1], seeds=2)).items()}
     assert (folder / "table.md").read_text() == report(results)
     assert (folder / "figure.svg").read_text() == figure({arm: results[arm] for arm in ARMS}, results[COLD_START][0])
     kept = json.loads((folder / "results.json").read_text())
-    assert kept[GATED][1]["by_k"]["64"]["accuracy"] == 0.07 and list(kept) == [COLD_START, *ARMS]
+    assert kept[GATED][1]["after"]["64"]["accuracy"] == 0.07 and list(kept) == [COLD_START, *ARMS]
     assert report(results) in capsys.readouterr().out
 
 
@@ -287,7 +305,7 @@ def test_a_signal_stops_it_with_a_word_on_how_to_go_on(fake, command, monkeypatc
     monkeypatch.setattr(paradox, "execute", interrupted)
     assert paradox.main(command) == 130
     assert len(fake.done) == 2 and "the same command goes on" in capsys.readouterr().err
-    assert not (pathlib.Path(command[1]) / "table.md").exists()
+    assert not (folder_of(Paradox(command[1])) / "table.md").exists()
 
 
 def test_a_folder_of_something_else_ends_it_with_an_error(command, capsys):

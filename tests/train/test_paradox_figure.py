@@ -20,7 +20,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def level(value: float, steps: int = 12) -> Result:
     """A run whose every figure is `value`."""
     row = dict.fromkeys(MEASURES, value)
-    return Result({k: dict(row) for k in KS}, [{"step": step, **row} for step in range(1, steps + 1)])
+    return Result({}, {k: dict(row) for k in KS}, [{"step": step, **row} for step in range(1, steps + 1)])
 
 
 def levels(*values: float) -> dict[str, list[Result]]:
@@ -111,7 +111,7 @@ def test_a_mark_stands_at_the_mean_over_seeds_and_its_whisker_from_lowest_to_hig
 def test_each_measure_and_each_k_has_its_own_value():
     results = levels(0.5)
     for k, accuracy, f, kappa in ((4, 0.9, 0.1, 2.0), (16, 0.8, 0.2, 1.0), (64, 0.7, 0.3, 0.0)):
-        results["PARA-GRPO"][0].by_k[k].update(accuracy=accuracy, format=f, calls=kappa)
+        results["PARA-GRPO"][0].after[k].update(accuracy=accuracy, format=f, calls=kappa)
     drawing = Drawing(figure(results, level(0.5)))
     for k, accuracy, f, kappa in ((4, 0.9, 0.1, 2.0), (16, 0.8, 0.2, 1.0), (64, 0.7, 0.3, 0.0)):
         places = [drawing.mark(f"PARA-GRPO, K = {k}: {title}")[1] for title in ("accuracy", "format f", "calls κ")]
@@ -136,11 +136,11 @@ def test_the_axes_are_labelled_where_the_values_stand():
 def test_the_axis_of_kappa_ends_at_a_round_value_above_all_that_is_shown(where):
     results, start = levels(0.5), level(0.5)
     if where == "by step":
-        results["GRPO"] = [Result(level(0.5).by_k, level(3.3).by_step)]
+        results["GRPO"] = [Result({}, level(0.5).after, level(3.3).by_step)]
     elif where == "after training":
-        results["GRPO"][0].by_k[4]["calls"] = 3.3
+        results["GRPO"][0].after[4]["calls"] = 3.3
     else:
-        start.by_k[4]["calls"] = 3.3
+        start.after[4]["calls"] = 3.3
     drawing = Drawing(figure(results, start))
     assert drawing.mark("PARA-GRPO, K = 4: calls κ")[1] == height(0.5, row=2, axis=4.0)
     assert max(float(text.words) for text in drawing.texts if text.anchor == "end") == 4
@@ -153,7 +153,7 @@ def test_no_calls_anywhere_still_make_an_axis():
 
 def test_the_cold_start_lies_under_the_marks_of_every_k():
     start = level(0.5)
-    start.by_k[64]["accuracy"] = 0.9
+    start.after[64]["accuracy"] = 0.9
     drawing = Drawing(figure(levels(0.2), start))
     for k, value in ((4, 0.5), (64, 0.9)):
         [line] = drawing.named(f"cold start, K = {k}: accuracy").iter(f"{SVG}line")

@@ -211,6 +211,16 @@ def test_more_subagents_than_there_is_room_for_are_counted(road, small):
     assert (again[1].ids == sequences[1].ids).all() and len(owners) == 10
 
 
+def test_a_step_in_which_nobody_calls_has_no_subagents_to_learn_from(road, small, start):
+    class Direct(small.Script):
+        plans = ("guess\n</think><answer>B</answer>", "guess\n</think><answer>A</answer>")
+
+    learner = Learner(road.graph, road.fresh(), road.image, with_subagents(road))
+    _, metrics = learner.step(start, Direct(road), road.scene, road.data.questions[:2], seed=0)
+    assert metrics["subagents/trained"] == metrics["subagents/left_out"] == metrics["calls"] == 0
+    assert np.isfinite(list(metrics.values())).all() and metrics["grad_norm"] > 0
+
+
 def test_subagents_are_learned_from(road, small, start):
     """Their tokens count in the one token mean of the batch, and another update comes of it."""
     both = Learner(road.graph, road.fresh(), road.image, with_subagents(road))

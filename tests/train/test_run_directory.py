@@ -107,6 +107,7 @@ def test_one_process_at_a_time_and_none_after_a_kill(tmp_path: pathlib.Path) -> 
 # --- taking over a cold start ---
 
 SETTINGS = {name: {"steps": 1} for name in ("world", "text", "model", "frames", "align", "sft")} | {"rl": {"steps": 5}, "seed": 3}
+SETTINGS["protocol"] = {"summary_tokens": 16, "pin_think": True}
 
 
 @pytest.fixture
@@ -140,9 +141,23 @@ def test_a_copy_that_was_cut_off_is_made_again(cold_start, tmp_path) -> None:
     assert [p.name for p in (tmp_path / "warm" / "videos").iterdir()] == ["train"] and not (tmp_path / "warm" / "videos.tmp").exists()
 
 
-def test_a_cold_start_of_other_settings_is_refused(cold_start, tmp_path) -> None:
-    with pytest.raises(RunDirectoryError, match=r"cold start of other settings .*\n  sft\.steps: 1 -> 2$"):
-        take_over(cold_start, tmp_path / "warm", SETTINGS | {"sft": {"steps": 2}})
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"sft": {"steps": 2}}, r"sft\.steps: 1 -> 2"),
+        ({"protocol": {"summary_tokens": 32, "pin_think": False}}, r"protocol\.summary_tokens: 16 -> 32"),
+    ],
+)
+def test_a_cold_start_of_other_settings_is_refused(cold_start, tmp_path, changed, words) -> None:
+    with pytest.raises(RunDirectoryError, match=rf"cold start of other settings .*\n  {words}$"):
+        take_over(cold_start, tmp_path / "warm", SETTINGS | changed)
+    assert not (tmp_path / "warm").exists()
+
+
+def test_rollouts_may_do_without_the_pinned_opening(cold_start, tmp_path) -> None:
+    """Demonstrations teach `<think>` either way, so an ablation without it starts from the same cold start."""
+    take_over(cold_start, tmp_path / "warm", SETTINGS | {"protocol": SETTINGS["protocol"] | {"pin_think": False}})
+    assert (tmp_path / "warm" / "checkpoints" / "sft" / "400" / "file").exists()
 
 
 def test_what_has_no_finished_cold_start_is_refused(cold_start, tmp_path) -> None:

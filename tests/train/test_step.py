@@ -157,7 +157,7 @@ def test_figures_of_an_rl_step(fixed, small):
     wanted = {
         "loss": -0.0132514,
         "grad_norm": 1.35247,
-        "advantage_std": 1.04151,
+        "advantage_rms": 1.04151,
         "logprob_gap": 0.225982,
         "accuracy": 0.375,
         "format": 0.625,
