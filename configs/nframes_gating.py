@@ -30,5 +30,6 @@ def nframes_gating_tiny() -> Run:
     """The same in the small world.
 
     Command: python -m train.run --config=nframes_gating_tiny
+    Measured where answers and the anchor alone are paid (docs/paradox.md): f 0.08, kappa 1.16. Not measured by itself.
     """
     return without_anchoring(paravt_tiny(), "nframes_gating_tiny")

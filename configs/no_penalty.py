@@ -27,5 +27,6 @@ def no_penalty_tiny() -> Run:
     """The same in the small world.
 
     Command: python -m train.run --config=no_penalty_tiny
+    Not measured.
     """
     return _without_penalty(paravt_tiny(), "no_penalty_tiny")

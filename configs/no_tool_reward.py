@@ -27,5 +27,6 @@ def no_tool_reward_tiny() -> Run:
     """The same in the small world.
 
     Command: python -m train.run --config=no_tool_reward_tiny
+    Not measured.
     """
     return _without_tool_reward(paravt_tiny(), "no_tool_reward_tiny")
