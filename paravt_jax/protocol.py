@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import re
 from collections.abc import Sequence
 
@@ -70,6 +71,15 @@ class ProtocolSettings:
     """Every response of a main agent is started with `<think>` (paper, constrained generation); demonstrations teach it either way."""
     crop_fps: float = 1.0
     crop_frames: int = 16
+
+    def __post_init__(self):
+        if self.max_tool_turns < 0:
+            raise ValueError(f"protocol.max_tool_turns: {self.max_tool_turns}; give 0 or more")
+        for name in ("max_calls", "turn_tokens", "summary_tokens", "trajectory_tokens", "crop_frames"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"protocol.{name}: {getattr(self, name)}; give a whole number of at least 1")
+        if not 0 < self.crop_fps < math.inf:
+            raise ValueError(f"protocol.crop_fps: {self.crop_fps}; give frames a second, a finite number above 0")
 
 
 def render_call(call: CropCall) -> str:

@@ -10,6 +10,7 @@ text the first turn's closed think would speak for all.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -43,10 +44,12 @@ class RewardSettings:
 
     def __post_init__(self):
         for name in ("format_weight", "tool_weight", "anchor_weight", "gamma"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"RewardSettings.{name}: {getattr(self, name)} is not a weight; give a number of at least 0")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"RewardSettings.{name}: {getattr(self, name)} is not a weight; give a finite number of at least 0")
+        if self.open_ended not in ("f1", "exact", "judge"):
+            raise ValueError(f"RewardSettings.open_ended: {self.open_ended!r} is unknown; choose one of f1, exact, judge")
         if (self.open_ended == "judge") != (self.judge is not None):
-            remedy = "give the judge's endpoint and model" if self.judge is None else "set it to 'judge', or the judge to None"
+            remedy = "give the judge's endpoint and model, from Python" if self.judge is None else "set it to 'judge', or the judge to None"
             raise ValueError(f"RewardSettings.open_ended: {self.open_ended!r} with judge {self.judge}; {remedy}")
 
 
@@ -137,6 +140,8 @@ def score_all(played: Sequence[tuple[Question, Sequence[Turn]]], settings: Rewar
     """What each of several episodes earned; a judge is asked about all of them at once. One without turns earns 0."""
     items = [(question, final_answer(turns)) for question, turns in played]
     if settings.judge is None:
+        if judge is not None:
+            raise ValueError("score_all: a judge is given and RewardSettings.judge names none; set open_ended to 'judge', and the judge")
         right = [accuracy(question, answer, "exact" if settings.open_ended == "exact" else "f1") for question, answer in items]
     elif judge is None:
         raise ValueError("score_all: judge is missing; RewardSettings.judge names one, make it with Judge(settings.judge)")

@@ -34,6 +34,7 @@ class EvaluationSettings:
     def __post_init__(self):
         if min(self.questions, self.samples) < 1:
             raise ValueError(f"evaluation.questions, samples: {self.questions}, {self.samples}; both need at least 1")
+        self.settings()  # refuses a K or a temperature that no episode can be played with
 
     def settings(self) -> tuple[Setting, ...]:
         return tuple(Setting(k, t, d) for k in self.frames for d in self.dispatch for t in self.temperatures)

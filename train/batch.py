@@ -28,6 +28,13 @@ class BatchShape:
     visual: int
     suffix: int
 
+    def __post_init__(self):
+        for name in ("groups", "rows", "prompt", "suffix"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"BatchShape.{name}: {getattr(self, name)}; give a whole number of at least 1")
+        if self.visual < 0:
+            raise ValueError(f"BatchShape.visual: {self.visual}; give 0 or more tokens")
+
 
 @struct.dataclass
 class Sequences:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -28,6 +29,19 @@ class OptimizerSettings:
     b2: float = 0.999
     eps: float = 1e-8
     max_grad_norm: float = 1.0
+
+    def __post_init__(self):
+        for name, choices in (("name", ("adamw", "muon")), ("schedule", ("constant", "cosine"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"OptimizerSettings.{name}: {getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}")
+        for name in ("learning_rate", "muon_learning_rate", "eps", "max_grad_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"OptimizerSettings.{name}: {getattr(self, name)}; give a finite number above 0")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"OptimizerSettings.weight_decay: {self.weight_decay}; give a finite number of at least 0")
+        for name in ("warmup", "b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"OptimizerSettings.{name}: {getattr(self, name)}; give a number from 0 to below 1")
 
 
 def require_counts(room: str, **counts: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from paravt_jax.grpo import GRPOSettings, check_anchor
 from paravt_jax.rewards import RewardSettings
@@ -34,8 +35,10 @@ class RLSettings:
 
     def __post_init__(self):
         require_counts("rl", steps=self.steps, save_every=self.save_every, microbatches=self.microbatches)
-        if not self.temperature > 0:
+        if not 0 < self.temperature < math.inf:
             raise ValueError(f"rl.temperature: {self.temperature}; rollouts that are learned from are sampled, give a number above 0")
+        if self.logprob_chunk is not None and self.logprob_chunk < 1:
+            raise ValueError(f"rl.logprob_chunk: {self.logprob_chunk}; give a whole number of at least 1, or None for all at once")
         check_anchor(self.rewards, self.grpo)
         if self.shape.rows != self.grpo.group_size:
             raise ValueError(

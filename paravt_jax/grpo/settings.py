@@ -83,8 +83,10 @@ class GRPOSettings:
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"GRPOSettings.{name}: {value} is no bound; give a finite number above 0")
         for name in ("kl_coefficient", "anchor_weight"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"GRPOSettings.{name}: {getattr(self, name)} is negative; give a number of at least 0")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"GRPOSettings.{name}: {getattr(self, name)} is no weight; give a finite number of at least 0")
+        if not math.isfinite(self.reward_bias):
+            raise ValueError(f"GRPOSettings.reward_bias: {self.reward_bias} is not finite; give a number, for instance 0.2")
         if not 0 < self.clip < 1:
             raise ValueError(f"GRPOSettings.clip: {self.clip} is outside (0, 1); give for instance 0.2")
         if self.dual_clip is not None and not self.dual_clip > 1:
@@ -101,8 +103,8 @@ class GRPOSettings:
 def check_anchor(rewards: RewardSettings, grpo: GRPOSettings) -> None:
     """Raises ValueError where R_anchor would act twice, or nowhere though asked for: it has one place in a recipe."""
     if (rewards.anchor_weight > 0) != (grpo.anchor == "sequence"):
-        remedy = "a positive weight" if grpo.anchor == "sequence" else "0"
+        remedy = "a positive weight, for instance 0.5" if grpo.anchor == "sequence" else "0"
         raise ValueError(
             f"RewardSettings.anchor_weight: {rewards.anchor_weight} with GRPOSettings.anchor {grpo.anchor!r}; "
-            f"R_anchor belongs to the sequence reward under 'sequence' alone, so set it to {remedy}"
+            f"R_anchor belongs to the sequence reward under 'sequence' alone, so set RewardSettings.anchor_weight to {remedy}"
         )

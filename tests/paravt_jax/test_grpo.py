@@ -400,6 +400,8 @@ def test_choices_that_undo_each_other_are_refused():
         ("kl_clamp", 0.0),
         ("behaviour_cap", -1.0),
         ("epsilon", 0.0),
+        ("reward_bias", float("nan")),
+        ("kl_coefficient", float("inf")),
         ("upper_clip", -0.1),
         ("dual_clip", 1.0),
         ("ratio", "word"),

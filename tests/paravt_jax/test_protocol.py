@@ -197,3 +197,11 @@ def test_recurring_texts_are_single_tokens_of_a_small_vocabulary(small_vocabular
     parts = [part for text in protocol.recurring_texts() for part in split.split(text) if part]
     assert parts and {part: len(small_vocabulary.encode(part)) for part in parts} == dict.fromkeys(parts, 1)
     assert len(small_vocabulary.encode(protocol.system_text(True))) < 30
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("max_tool_turns", -1), ("max_calls", 0), ("turn_tokens", 0), ("crop_frames", 0), ("crop_fps", 0.0)]
+)
+def test_limits_without_room_are_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=rf"protocol\.{field}: {value}"):
+        ProtocolSettings(**{field: value})

@@ -1,13 +1,15 @@
 """What an episode earns: the numbers of REFERENCE 3, and what must never be paid (REFERENCE 4, points 3 and 12; TOY)."""
 
 import dataclasses
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paravt_jax.judge import Judge, JudgeSettings
 from paravt_jax.records import CallOutcome, CallStatus, CropCall, Question, QuestionKind, Turn
-from paravt_jax.rewards import RewardSettings, anchor_reward, format_base, score, tool_reward
+from paravt_jax.rewards import RewardSettings, anchor_reward, format_base, score, score_all, tool_reward
 
 QUESTION = Question("q", "v", "which digit?", QuestionKind.MULTIPLE_CHOICE, "seven", ("six", "seven"))
 THINK = "<think>\nthe overview misses it</think>\n"
@@ -135,3 +137,27 @@ def test_bounds_hold_for_any_episode(turns, suffix):
     assert 0 <= got.accuracy <= 1 and 0 <= got.format <= 1 and got.tool == 0 and -0.3 <= got.anchor <= 0.7 + 1e-9
     if got.compliant:
         assert got.anchor >= 0 and not any(turn.truncated for turn in turns)
+
+
+def test_a_way_of_scoring_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="RewardSettings.open_ended: 'llm' is unknown"):
+        RewardSettings(open_ended="llm")  # pyright: ignore[reportArgumentType]  (what a typo gives)
+    with pytest.raises(ValueError, match="RewardSettings.gamma: inf"):
+        RewardSettings(gamma=float("inf"))
+    with pytest.raises(ValueError, match="RewardSettings.open_ended: 'judge' with judge None"):
+        RewardSettings(open_ended="judge")
+
+
+def test_a_judge_is_asked_where_the_settings_name_it_and_nowhere_else():
+    class Half:
+        def scores(self, items):
+            return [0.5 for _ in items]
+
+    judge = cast(Judge, Half())
+    with pytest.raises(ValueError, match="score_all: a judge is given"):
+        score_all([(QUESTION, [answer()])], SETTINGS, judge)
+    named = RewardSettings(open_ended="judge", judge=JudgeSettings("http://localhost:1/v1", "m"))
+    with pytest.raises(ValueError, match="score_all: judge is missing"):
+        score_all([(QUESTION, [answer()])], named)
+    (got,) = score_all([(QUESTION, [answer()])], named, judge)
+    assert got.accuracy == 0.5 and got.total == pytest.approx(0.5 + got.format + got.tool)

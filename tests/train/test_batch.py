@@ -101,3 +101,10 @@ def test_what_does_not_fit_is_named(road, groups, field):
     too_small = {"groups": 1, "rows": 3, "prompt": 40, "visual": 3, "suffix": 20}[field]
     with pytest.raises(ValueError, match=rf"batch\.{field}: \d+ does not fit the static size {too_small}; raise the recipe's"):
         build(groups, road.scene.features, dataclasses.replace(SHAPE, **{field: too_small}))
+
+
+@pytest.mark.parametrize(("field", "value"), [("groups", 0), ("rows", -1), ("prompt", 0), ("suffix", 0), ("visual", -1)])
+def test_a_shape_without_room_is_refused_by_name(field, value):
+    fields = {"groups": 1, "rows": 1, "prompt": 8, "visual": 0, "suffix": 8} | {field: value}
+    with pytest.raises(ValueError, match=rf"BatchShape\.{field}: {value}"):
+        BatchShape(**fields)

@@ -84,3 +84,21 @@ def test_muons_update_of_a_matrix_is_orthogonal_layer_by_layer():
         for gradient, change in zip(gradients[name], np.asarray(changes["layers"][name]), strict=True):
             before, after = (np.linalg.svd(x.reshape(16, -1), compute_uv=False) for x in (gradient, change))
             assert before.max() / before.min() > 60 and after.max() / after.min() < 8, name
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", "sgd"),
+        ("schedule", "linear"),
+        ("learning_rate", -1.0),
+        ("learning_rate", float("nan")),
+        ("max_grad_norm", 0.0),
+        ("weight_decay", -0.1),
+        ("b1", 1.0),
+        ("warmup", 3.0),
+    ],
+)
+def test_what_no_optimiser_can_do_is_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=rf"OptimizerSettings\.{field}: "):
+        OptimizerSettings(**{field: value})
