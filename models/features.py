@@ -1,15 +1,18 @@
 """Frames in, visual vectors out, each frame once: what the overview, the crops, the sampler and the training step share.
 
 Owns the bounded store of encoded frames and the reading of videos. The vision tower is frozen, so a frame's features and
-DeepStack levels are a function of (video, frame index, size, tower version) and that is the key. Refuses to answer for a
+DeepStack levels are a function of (content of the video, frame index, size, tower version) and that is the key; a file's content is
+known by its name, length and time of change, so that another file under the name is met as another video. Refuses to answer for a
 video that cannot be read: `VideoError` goes to the caller, who makes a value of it.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,13 +54,27 @@ class FrameFeatures:
         self._encode = jax.jit(lambda weights, patches, layout: nnx.merge(graph, weights)(patches, layout))
         self._store: collections.OrderedDict[tuple, np.ndarray] = collections.OrderedDict()
         self._bytes = 0
+        self._contents: dict[str, tuple[int, int]] = {}
         self.unreadable: dict[str, str] = {}  # videos that opened and could not be decoded, and why
         self.encoded_frames = 0
 
-    @functools.lru_cache(maxsize=65_536)  # noqa: B019  one instance lives as long as the run
     def info(self, name: str) -> video.VideoInfo:
         """Length and timestamps of a video, by its path relative to the root."""
+        return self._info(name, self._content(name))
+
+    @functools.lru_cache(maxsize=65_536)  # noqa: B019  one instance lives as long as the run
+    def _info(self, name: str, content: tuple[int, int] | None) -> video.VideoInfo:
         return video.probe(self.root / name)
+
+    def _content(self, name: str) -> tuple[int, int] | None:
+        """What tells a file's content from what stood there before: its length in bytes and when it was changed.
+
+        Of a file that is gone, what was last seen, so that its frames serve as long as they are kept; None of one never seen.
+        """
+        with contextlib.suppress(OSError):
+            stat = os.stat(self.root / name)
+            self._contents[name] = stat.st_size, stat.st_mtime_ns
+        return self._contents.get(name)
 
     def overview(self, name: str, count: int) -> tuple[Frame, ...]:
         """`count` frames spread over the whole video."""
@@ -80,8 +97,9 @@ class FrameFeatures:
         return height * width // self.config.vision.spatial_merge_size**2
 
     def forget(self, name: str) -> None:
-        """Drop all that is known of a video, because its file has changed."""
-        self.info.cache_clear()
+        """Drop all that is known of a video."""
+        self._info.cache_clear()
+        self._contents.pop(name, None)
         self.unreadable.pop(name, None)
         for key in [key for key in self._store if key[0] == name]:
             self._bytes -= self._store.pop(key).nbytes
@@ -142,4 +160,4 @@ class FrameFeatures:
 
     def key(self, frame: Frame) -> tuple:
         """What a frame's vectors depend on."""
-        return (frame.video, frame.index, *self.grid(frame.video), self.version)
+        return (frame.video, self._content(frame.video), frame.index, *self.grid(frame.video), self.version)

@@ -53,7 +53,6 @@ class Assistant:
         features = FrameFeatures(model.vision, model.config, frames or FrameSettings(), Path())
         self._scene = Scene(Protocol(vocabulary, protocol or ProtocolSettings()), features)
         self._engines: collections.OrderedDict[EngineSettings, Engine] = collections.OrderedDict()
-        self._files: dict[str, tuple[int, int]] = {}  # time of change and size of each video asked about
 
     @classmethod
     def load(
@@ -94,23 +93,11 @@ class Assistant:
         length = len(self._scene.protocol.question(asked).ids)
         if length > _QUESTION_TOKENS:
             raise ValueError(f"question: {length} tokens with its options, there is room for {_QUESTION_TOKENS}; ask in fewer words")
-        self._look_again_if_changed(asked.video)
         sampler = self._engine(asked.video, min(frames, self._scene.features.info(asked.video).frames))
         (episode,) = run(sampler, [play(self._scene, asked, setting, seed)])
         if episode.stop is StopReason.UNREADABLE:
             raise VideoError(asked.video, self._scene.features.unreadable.get(asked.video, "it cannot be read any more"))
         return episode
-
-    def _look_again_if_changed(self, video: str) -> None:
-        """Frames and prompts are kept by the file's name; another file under the name makes them worthless."""
-        if not os.path.exists(video):
-            return  # the reader says so better
-        stat = os.stat(video)
-        if self._files.setdefault(video, (stat.st_mtime_ns, stat.st_size)) != (stat.st_mtime_ns, stat.st_size):
-            self._files[video] = stat.st_mtime_ns, stat.st_size
-            self._scene.features.forget(video)
-            for engine in self._engines.values():
-                engine.forget()
 
     def _engine(self, video: str, frames: int) -> Engine:
         protocol, features = self._scene.protocol, self._scene.features

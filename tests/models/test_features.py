@@ -177,3 +177,19 @@ def test_a_video_that_appears_later_is_found(make, wide, tmp_path):
         features.info("later.mp4")
     shutil.copy(wide / "small.mp4", tmp_path / "later.mp4")
     assert features.info("later.mp4").frames == FRAMES
+
+
+def test_another_file_under_a_name_is_another_video(make, names, small_world, tmp_path):
+    """Nobody has to say that it changed; a file that is gone is served from memory as long as it is there."""
+    features, file = make(tmp_path, batch=4), tmp_path / "clip.mp4"
+    shutil.copy(small_world.folder / names[0], file)
+    frames = features.overview("clip.mp4", 4)
+    before, key = features(frames), features.key(frames[0])
+    shutil.copy(small_world.folder / names[1], file)
+    assert features.key(frames[0]) != key
+    assert np.array_equal(features(frames), make(batch=4)([Frame(names[1], f.index, f.time) for f in frames]))
+    assert np.abs(features(frames) - before).max() > 1e-3
+    encoded = features.encoded_frames
+    last = features(frames)
+    file.unlink()
+    assert np.array_equal(features(frames), last) and features.encoded_frames == encoded

@@ -514,7 +514,7 @@ def test_an_episode_whose_video_is_gone_ends_with_what_was_said(perform):
 
 
 def test_a_file_that_is_damaged_while_an_episode_lasts(scripted, small_world, small_model, small_scene, small_questions, tmp_path):
-    """Its window is refused with a reason, in which no path stands; so is a window of a file of which nothing is known any more."""
+    """Its window is refused with a reason, in which no path stands."""
     name = small_questions[0].video
     (tmp_path / name).parent.mkdir()
     shutil.copy(small_world.folder / name, tmp_path / name)
@@ -523,7 +523,6 @@ def test_a_file_that_is_damaged_while_an_episode_lasts(scripted, small_world, sm
     def turns(request: Request) -> str:
         if sampler.is_first(request):
             (tmp_path / name).write_bytes(bytes(range(256)) * 64)
-            features.info.cache_clear()
             return plan(CALLS[0])
         return ANSWER
 
