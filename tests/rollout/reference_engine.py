@@ -37,6 +37,9 @@ class Pictures(FrameFeatures):
     def grid(self, name: str) -> tuple[int, int]:
         return self.sizes[name]
 
+    def _content(self, name: str) -> None:
+        """No file, no change."""
+
     def __call__(self, frames: Many[Frame]) -> Float[np.ndarray, "m c d"]:
         return np.concatenate([self._vectors(frame) for frame in frames])
 

@@ -315,8 +315,11 @@ RECIPE = {"steps": 2, "shape": SHAPE, "grpo": GRPOSettings(anchor="credit"), "re
         ({"temperature": 0.0}, r"rl\.temperature: 0\.0; .*give a number above 0"),
         ({"frame_budgets": ()}, r"rl\.frame_budgets: \(\); name at least one"),
         ({"frame_budgets": (4, 0)}, r"rl\.frame_budgets: \(4, 0\);"),
-        ({"rewards": RewardSettings()}, r"RewardSettings\.anchor_weight: 0\.5 with GRPOSettings\.anchor 'credit'.*set it to 0"),
-        ({"grpo": GRPOSettings()}, r"RewardSettings\.anchor_weight: 0\.0 .*'sequence'.*set it to a positive weight"),
+        (
+            {"rewards": RewardSettings()},
+            r"RewardSettings\.anchor_weight: 0\.5 with .*anchor 'credit'.*set RewardSettings\.anchor_weight to 0",
+        ),
+        ({"grpo": GRPOSettings()}, r"RewardSettings\.anchor_weight: 0\.0 .*'sequence'.*set RewardSettings\.anchor_weight to a positive"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(change, message):
