@@ -28,7 +28,7 @@ def paradox_tiny() -> Run:
     evaluation = EvaluationSettings(questions=64, samples=2, frames=(4, 16, 64), dispatch=("parallel",), temperatures=(0.7,))
     rewards = RewardSettings(format_weight=0.0, tool_weight=0.0, anchor_weight=0.0, format_cap=False)
     run = dataclasses.replace(run, text=text, evaluation=evaluation)
-    return change(run, "paradox_tiny", steps=30, save_every=30, rewards=rewards)
+    return change(run, "paradox_tiny", steps=30, rewards=rewards)
 
 
 def _vanilla(run: Run, name: str) -> Run:

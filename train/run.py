@@ -31,11 +31,6 @@ from train.session import Session
 STOPPED = 130  # the exit code of a run that was asked to stop: the same command goes on
 
 
-def place_of(run: Run) -> str:
-    """The directory of a run."""
-    return run.run_dir or f"runs/{run.name}"
-
-
 def resolved(run: Run) -> dict[str, Any]:
     """The settings that decide what is computed, as they are written down."""
     settings = dataclasses.asdict(run)
@@ -50,7 +45,7 @@ def execute(run: Run, check: Callable[[], None] = lambda: None) -> pathlib.Path:
     Raises what `train.prepare.prepare` and `RunDirectory` raise.
     """
     settings = resolved(run)
-    with RunDirectory(place_of(run), settings) as directory, _Clock(directory.path / "seconds.json") as clock:
+    with RunDirectory(run.run_dir or f"runs/{run.name}", settings) as directory, _Clock(directory.path / "seconds.json") as clock:
 
         def tick() -> None:
             clock.save()

@@ -86,9 +86,8 @@ def normalise_tokens(
     else:
         members = mask[None]
     values, members = jnp.broadcast_to(advantages, members.shape).reshape(len(members), -1), members.reshape(len(members), -1)
-    signal = varied(rewards, batch.valid, how.std)
     normed = jnp.where(
-        signal if len(members) > 1 else signal.any(),
+        varied(rewards, batch.valid, how.std),
         normalise(values, members, how, epsilon),
         normalise(values, members, dataclasses.replace(how, std="none")),
     )
