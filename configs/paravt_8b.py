@@ -26,8 +26,8 @@ ENGINE = EngineSettings(
 def paravt_8b() -> Run:
     """PARA-GRPO on Qwen3-VL-8B after the cold start: 7 prompts x 8 rollouts a step, K drawn per prompt.
 
-    Not as published: the anchor acts as credit at the structural tokens (`grpo.anchor`), R_fmt is not capped (`rewards.format_cap`) and
-    scaled rewards are not clipped (`grpo.reward_clip`); docs/paradox.md and REFERENCE 4, 14 say why. Its ablations share these.
+    Not as published: the anchor is the paper's formula, not its release's (`grpo.anchor`), R_fmt is not capped (`rewards.format_cap`) and
+    scaled rewards are not clipped (`grpo.reward_clip`); README ("The method") and docs/paradox.md say why. Its ablations share these.
 
     Command: python -m train.run --config=paravt_8b
     Paper: VideoMME 62.1, with subtitles 69.4, LVBench 39.8, MLVU 65.0; f 0.41, kappa 0.21. Not measured here.
@@ -41,7 +41,7 @@ def paravt_8b() -> Run:
             steps=54,
             shape=BatchShape(groups=7, rows=8, prompt=PROMPT, visual=VISUAL, suffix=8192),
             optimizer=OptimizerSettings(),
-            grpo=GRPOSettings(anchor="credit", reward_clip=None),
+            grpo=GRPOSettings(anchor="likelihood", reward_clip=None),
             rewards=RewardSettings(anchor_weight=0.0, format_cap=False),
             remat=True,
             logprob_chunk=512,

@@ -46,7 +46,7 @@ def paravt_tiny() -> Run:
             steps=56,
             shape=BatchShape(groups=8, rows=8, prompt=432, visual=64, suffix=144),
             optimizer=OptimizerSettings(learning_rate=3e-4, weight_decay=0.0),
-            grpo=GRPOSettings(anchor="credit", reward_clip=None),
+            grpo=GRPOSettings(anchor="likelihood", reward_clip=None),
             rewards=RewardSettings(anchor_weight=0.0, format_cap=False),
         ),
     )

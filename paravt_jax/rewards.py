@@ -33,8 +33,8 @@ class RewardSettings:
     anchor_weight: float = 0.5
     """Weight of R_anchor inside R_fmt; 0 where the anchor acts at the structural tokens (`GRPOSettings.anchor`)."""
     gamma: float = 0.3
-    """The penalty: what R_anchor loses for a think that is opened and never closed, and, where the anchor acts as `credit`
-    (`GRPOSettings.anchor`), what the token that broke a block loses, times the anchor's weight."""
+    """The penalty: what R_anchor loses for a think that is opened and never closed, and, where the anchor acts at single tokens
+    (`likelihood` and `credit` of `GRPOSettings.anchor`), the weight against the token that broke a block, times the anchor's."""
     format_cap: bool = True
     """Cut R_fmt to [0, 1]. Its terms add up to more, so a capped R_fmt stops telling good from better."""
     open_ended: Literal["f1", "exact", "judge"] = "f1"

@@ -38,7 +38,7 @@ def rl_loss(image_token_id: int, settings: RLSettings) -> Loss:
         rows = [
             row_logprobs(text, s, image_token_id, settings.temperature, settings.remat, settings.logprob_chunk) for s in batch.sequences
         ]
-        return grpo.paravt_loss(stack_rows(rows), batch.advantages, batch.rollouts, settings.grpo, batch.totals)
+        return grpo.paravt_loss(stack_rows(rows), batch.advantages, batch.grpo, settings.grpo, batch.totals, settings.rewards.gamma)
 
     return loss
 

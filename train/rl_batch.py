@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 @struct.dataclass
 class RLBatch:
-    """What an update reads. `sequences` are the main agents' and, where they are trained, the sub-agents'; the rows of `rollouts` and
+    """What an update reads. `sequences` are the main agents' and, where they are trained, the sub-agents'; the rows of `grpo` and
     `advantages` are theirs, one after the other, as wide as the main agents'. `totals` are those of the whole step."""
 
     sequences: tuple[Sequences, ...]
-    rollouts: GRPOBatch
+    grpo: GRPOBatch
     advantages: Float[Array, "b t"]
     totals: Totals
 
@@ -72,11 +72,11 @@ def as_grpo_batch(
 ) -> GRPOBatch:
     """What the algorithm needs to know of the rollouts, padded to the batch's groups and rows. `reference` is [b, t]."""
     earned, anchors = np.zeros((2, shape.groups, shape.rows), np.float32)
-    valid, parseable = np.zeros((2, shape.groups, shape.rows), bool)
+    valid, compliant = np.zeros((2, shape.groups, shape.rows), bool)
     structures = [(np.zeros(0, np.int32), np.zeros(0, np.int8))] * len(owners)
     for p, (group, rewards) in enumerate(zip(rollouts.groups, rollouts.rewards, strict=True)):
         for g, (episode, reward) in enumerate(zip(group, rewards, strict=True)):
-            earned[p, g], anchors[p, g], valid[p, g], parseable[p, g] = reward.total, reward.anchor, True, reward.compliant
+            earned[p, g], anchors[p, g], valid[p, g], compliant[p, g] = reward.total, reward.anchor, True, reward.compliant
             structures[p * shape.rows + g] = _structure(episode.trajectory, vocabulary)
     return GRPOBatch(
         mask=stack_rows([s.sampled for s in sequences]),
@@ -87,7 +87,7 @@ def as_grpo_batch(
         rewards=jnp.asarray(earned),
         anchor_rewards=jnp.asarray(anchors),
         valid=jnp.asarray(valid),
-        parseable=jnp.asarray(parseable),
+        compliant=jnp.asarray(compliant),
     )
 
 
@@ -109,10 +109,10 @@ def split(batch: RLBatch, parts: int) -> RLBatch:
     def repeat(x: T) -> T:
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (parts, *jnp.shape(leaf))), x)
 
-    fields = {f.name: getattr(batch.rollouts, f.name) for f in dataclasses.fields(GRPOBatch)}
+    fields = {f.name: getattr(batch.grpo, f.name) for f in dataclasses.fields(GRPOBatch)}
     by_row = {"mask", "behaviour", "reference", "rollout", "structure", "proximal"}
-    rollouts = GRPOBatch(**{name: take(x) if name in by_row else repeat(x) for name, x in fields.items()})
-    return RLBatch(tuple(_cut(s, parts) for s in batch.sequences), rollouts, take(batch.advantages), repeat(batch.totals))
+    cut = GRPOBatch(**{name: take(x) if name in by_row else repeat(x) for name, x in fields.items()})
+    return RLBatch(tuple(_cut(s, parts) for s in batch.sequences), cut, take(batch.advantages), repeat(batch.totals))
 
 
 def _cut(sequences: Sequences, parts: int) -> Sequences:

@@ -6,7 +6,7 @@ over micro-batches (with `Totals` of the whole batch) change neither loss nor gr
 """
 
 from paravt_jax.grpo.advantages import advantages, kl_penalty, normalise, normalise_tokens, shape_rewards, token_advantages, varied
-from paravt_jax.grpo.anchor import anchor_credit, anchor_likelihood, structural_mask, structural_weights
+from paravt_jax.grpo.anchor import anchor_credit, anchor_likelihood, structural_tokens, structural_weights
 from paravt_jax.grpo.batch import GRPOBatch, Metrics, Totals, masked_mean, masked_sum
 from paravt_jax.grpo.loss import batch_totals, paravt_loss, policy_loss
 from paravt_jax.grpo.settings import Anchor, GRPOSettings, Normalisation, check_anchor
@@ -31,7 +31,7 @@ __all__ = [
     "paravt_loss",
     "policy_loss",
     "shape_rewards",
-    "structural_mask",
+    "structural_tokens",
     "structural_weights",
     "token_advantages",
     "varied",

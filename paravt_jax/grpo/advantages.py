@@ -99,6 +99,7 @@ def advantages(batch: GRPOBatch, settings: GRPOSettings, gamma: float = 0.3) -> 
 
     `gamma` is `RewardSettings.gamma`: under `credit` it acts in R_anchor and at the token that broke a block.
     """
+    batch.check()
     g = batch.rewards.shape[1]
     if g != settings.group_size:
         raise ValueError(f"GRPOSettings.group_size: {settings.group_size}, but the batch has groups of {g}; make them equal")

@@ -15,16 +15,26 @@ from paravt_jax.structure import Kind, Structure
 
 
 def anchor_likelihood(
-    logprobs: Float[Array, "b t"], structural: Bool[Array, "b t"], total: Float[Array, ""] | None = None
+    logprobs: Float[Array, "b t"], batch: GRPOBatch, gamma: float, total: Float[Array, ""] | None = None
 ) -> Float[Array, ""]:
-    """Mean log-likelihood of the structural tokens (`structural_mask`), the paper's R_fmt as a term of the objective (REFERENCE 2)."""
-    return masked_mean(logprobs, structural, total)
+    """The paper's R_fmt as a term of the objective: the log-likelihood of the tags of compliant rollouts, less gamma times that of the
+    violations of all, as a mean over both (REFERENCE 2). `total` is their number where the batch is a part of a larger one.
+
+    The tokens are the policy's own, so its gradient is that of a reward: 1 for such a tag, -gamma for a violation.
+    """
+    tags, violations = structural_tokens(batch)
+    total = (tags | violations).sum() if total is None else total
+    return masked_mean(logprobs, tags, total) - gamma * masked_mean(logprobs, violations, total)
 
 
-def structural_mask(batch: GRPOBatch) -> Bool[Array, "b t"]:
-    """The trained tokens that hold a tag, in parseable rollouts."""
-    tags = _is_tag(batch.structure) & batch.of_rows(batch.parseable)[:, None]
-    return (structural_weights(batch.structure, tags.astype(jnp.float32), batch.mask.shape[1]) > 0) & batch.trained
+def structural_tokens(batch: GRPOBatch) -> tuple[Bool[Array, "b t"], Bool[Array, "b t"]]:
+    """The trained tokens that hold a tag in a compliant rollout, and those that broke a block in any."""
+    is_tag, compliant = _is_tag(batch.structure), batch.of_rows(batch.compliant)[:, None]
+
+    def marked(which: Bool[Array, "b s"]) -> Bool[Array, "b t"]:
+        return (structural_weights(batch.structure, which.astype(jnp.float32), batch.mask.shape[1]) > 0) & batch.trained
+
+    return marked(is_tag & compliant), marked(~is_tag)
 
 
 def anchor_credit(

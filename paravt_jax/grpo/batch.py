@@ -24,8 +24,11 @@ class GRPOBatch:
 
     `rollout` says for each row which of the p * g rollouts it belongs to: a main agent's row each, and where sub-agents are trained,
     their rows too, with what their episode earned. `mask` marks the generated tokens that are trained on; log-probs elsewhere are
-    ignored. `valid` is False for rollouts that count for nothing. `parseable` marks the rollouts whose structure `likelihood` rewards.
-    `proximal` is None when each batch makes one update: then it is the current policy.
+    ignored. `behaviour`, `reference` and `proximal` are log-probs under the weights that sampled (by the engine), under those that the
+    run is held to, and under those at the start of a batch that makes several updates; `proximal` is None where it makes one, and so
+    is the current policy. `structure` is struct(o) of each row, from `paravt_jax.structure`. `rewards` and `anchor_rewards` are
+    `Rewards.total` and `.anchor`, `compliant` is `Rewards.compliant`: whose tags `likelihood` rewards. `valid` is False for rollouts
+    that count for nothing.
     """
 
     mask: Bool[Array, "b t"]
@@ -36,13 +39,29 @@ class GRPOBatch:
     rewards: Float[Array, "p g"]
     anchor_rewards: Float[Array, "p g"]
     valid: Bool[Array, "p g"]
-    parseable: Bool[Array, "p g"]
+    compliant: Bool[Array, "p g"]
     proximal: Float[Array, "b t"] | None = None
 
     @property
     def trained(self) -> Bool[Array, "b t"]:
         """The generated tokens of valid rollouts."""
         return self.mask & self.of_rows(self.valid)[:, None]
+
+    def check(self) -> None:
+        """Raises ValueError where two arrays disagree about rows, tokens or rollouts. Values are not looked at, so it runs under jit."""
+        (b, t), (p, g), s = self.mask.shape, self.rewards.shape, self.structure.positions.shape[-1]
+        wanted = dict.fromkeys(("behaviour", "reference"), (b, t)) | dict.fromkeys(("anchor_rewards", "valid", "compliant"), (p, g))
+        found = {name: getattr(self, name).shape for name in wanted} | {"rollout": self.rollout.shape}
+        found |= {f"structure.{name}": x.shape for name, x in self.structure._asdict().items()}
+        wanted |= {"rollout": (b,)} | {f"structure.{name}": (b, s) for name in self.structure._fields}
+        if self.proximal is not None:
+            wanted["proximal"], found["proximal"] = (b, t), self.proximal.shape
+        for name, shape in wanted.items():
+            if found[name] != shape:
+                raise ValueError(
+                    f"GRPOBatch.{name}: shape {found[name]}; with mask {(b, t)} (rows, tokens) and rewards {(p, g)} (prompts, rollouts of "
+                    f"each) it has to be {shape}"
+                )
 
     def of_rows(self, values: Array) -> Array:
         """What belongs to rollouts, [p, g], for each row, [b]."""

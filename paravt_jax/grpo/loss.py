@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from paravt_jax.grpo.anchor import anchor_likelihood, structural_mask
+from paravt_jax.grpo.anchor import anchor_likelihood, structural_tokens
 from paravt_jax.grpo.batch import GRPOBatch, Metrics, Totals, masked_mean
 from paravt_jax.grpo.settings import GRPOSettings
 
@@ -52,7 +52,8 @@ def _over_sequence(x: Float[Array, "b t"], mask: Bool[Array, "b t"]) -> Float[Ar
 
 def batch_totals(batch: GRPOBatch) -> Totals:
     """The denominators of a whole batch, for losses computed in parts."""
-    return Totals(batch.trained.sum().astype(jnp.float32), structural_mask(batch).sum().astype(jnp.float32))
+    tags, violations = structural_tokens(batch)
+    return Totals(batch.trained.sum().astype(jnp.float32), (tags | violations).sum().astype(jnp.float32))
 
 
 def paravt_loss(
@@ -61,8 +62,10 @@ def paravt_loss(
     batch: GRPOBatch,
     settings: GRPOSettings,
     totals: Totals | None = None,
+    gamma: float = 0.3,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The whole loss of a batch, and its metrics. `advantages` come from the function of that name, once a step.
+    """The whole loss of a batch, and its metrics. `advantages` come from the function of that name, once a step; `gamma` is
+    `RewardSettings.gamma`, which acts here under `likelihood`.
 
     With `totals` of a whole batch, losses and metrics of its parts add up to the whole's.
     """
@@ -70,7 +73,7 @@ def paravt_loss(
     proximal = logprobs if batch.proximal is None else batch.proximal
     loss, metrics = policy_loss(logprobs, proximal, batch.behaviour, advantages, batch.trained, settings, totals.tokens)
     if settings.anchor == "likelihood":
-        likelihood = anchor_likelihood(logprobs, structural_mask(batch), totals.structural)
+        likelihood = anchor_likelihood(logprobs, batch, gamma, totals.structural)
         metrics["anchor_likelihood"] = likelihood
         loss = loss - settings.anchor_weight * likelihood
     return loss, metrics | {"loss": loss}

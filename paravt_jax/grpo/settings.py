@@ -70,8 +70,8 @@ class GRPOSettings:
     epsilon: float = 1e-5
     """Added to standard deviations."""
     anchor: Anchor = "sequence"
-    """Where R_anchor acts: `likelihood` of struct(o) added to the objective (the paper's formula), `credit` on the tokens of struct(o)
-    alone, `sequence` in the sequence reward (the release; weight in RewardSettings.anchor_weight), or `none`."""
+    """Where R_anchor acts: `likelihood` of struct(o) added to the objective (the paper's formula; gamma acts at violations), `credit` on
+    the tokens of struct(o) alone, `sequence` in the sequence reward (the release; weight in RewardSettings.anchor_weight), or `none`."""
     anchor_weight: float = 0.5
     """Weight of the anchor under `likelihood` and `credit`."""
 
@@ -89,6 +89,10 @@ class GRPOSettings:
             raise ValueError(f"GRPOSettings.reward_bias: {self.reward_bias} is not finite; give a number, for instance 0.2")
         if not 0 < self.clip < 1:
             raise ValueError(f"GRPOSettings.clip: {self.clip} is outside (0, 1); give for instance 0.2")
+        if self.upper_clip is not None and self.upper_clip < self.clip:
+            raise ValueError(
+                f"GRPOSettings.upper_clip: {self.upper_clip} is below clip {self.clip}; unlikely tokens would grow slower, not faster: give more"
+            )
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError(f"GRPOSettings.dual_clip: {self.dual_clip} would clip ratios of 1; give a number above 1, for instance 3")
         for name, choices in (("kl_kind", KLKind), ("ratio", Literal["token", "sequence"]), ("anchor", Anchor)):

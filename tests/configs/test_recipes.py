@@ -123,7 +123,7 @@ def rollouts(shape: BatchShape) -> GRPOBatch:
     row, group = struct(jnp.float32, b, t), struct(jnp.float32, p, g)
     structure = Structure(struct(jnp.int32, b, n), struct(jnp.int8, b, n), struct(jnp.bool_, b, n))
     fields = {"behaviour": row, "reference": row, "rewards": group, "anchor_rewards": group, "structure": structure}
-    fields |= {"mask": struct(jnp.bool_, b, t), "valid": struct(jnp.bool_, p, g), "parseable": struct(jnp.bool_, p, g)}
+    fields |= {"mask": struct(jnp.bool_, b, t), "valid": struct(jnp.bool_, p, g), "compliant": struct(jnp.bool_, p, g)}
     fields |= {"rollout": struct(jnp.int32, b)}
     return GRPOBatch(**fields)
 

@@ -203,7 +203,7 @@ def as_batch(config: Config, arrays: Arrays) -> tuple[GRPOBatch, GRPOSettings]:
         rewards=jnp.asarray(arrays["in_rewards"]).reshape(p, g),
         anchor_rewards=jnp.zeros((p, g)),
         valid=jnp.ones((p, g), bool),
-        parseable=jnp.ones((p, g), bool),
+        compliant=jnp.ones((p, g), bool),
     )
     settings = GRPOSettings(
         group_size=g,

@@ -35,7 +35,7 @@ def make_batch(seed: int = 0, p: int = 3, g: int = 4, t: int = 12, s: int = 6, *
         "rewards": rng.random((p, g)) * 2.5,
         "anchor_rewards": rng.choice([-0.3, 0.2, 0.7], (p, g)),
         "valid": np.ones((p, g), bool),
-        "parseable": rng.random((p, g)) < 0.6,
+        "compliant": rng.random((p, g)) < 0.6,
         "rollout": np.arange(b),
     } | changes
     arrays = {name: jnp.asarray(x, jnp.float32 if np.asarray(x).dtype.kind == "f" else None) for name, x in fields.items()}
@@ -204,18 +204,28 @@ def test_a_token_named_twice_gets_both():
     assert got.tolist() == [[0, 0, -0.75, 0]]
 
 
-def test_likelihood_anchor_is_a_mean_over_parseable_structure():
+def test_likelihood_anchor_is_a_mean_over_tags_of_compliant_rollouts_and_violations_of_all():
     batch = make_batch()
     logprobs = current_logprobs(batch)
-    values = []
-    for row in np.flatnonzero(np.asarray(batch.parseable)):
-        tags = np.asarray(batch.structure.valid[row] & (batch.structure.kinds[row] != Kind.VIOLATION))
-        values += [float(logprobs[row, at]) for at in np.asarray(batch.structure.positions[row])[tags] if batch.mask[row, at]]
+    signs = np.zeros(batch.mask.shape)
+    for row, at in np.ndindex(*batch.structure.positions.shape):
+        token, violated = int(batch.structure.positions[row, at]), batch.structure.kinds[row, at] == Kind.VIOLATION
+        if batch.structure.valid[row, at] and batch.mask[row, token] and (violated or batch.compliant.reshape(-1)[row]):
+            signs[row, token] = -0.3 if violated else 1.0
+    assert {-0.3, 0.0, 1.0} == set(signs.reshape(-1))
+    marked = signs != 0
     settings = dataclasses.replace(SETTINGS, anchor="likelihood", anchor_weight=2.0)
     difference = whole_loss(batch, settings, logprobs) - whole_loss(batch, SETTINGS, logprobs)
-    assert float(difference) == pytest.approx(-2 * np.mean(values), rel=1e-4)
-    gradient = jax.grad(lambda x: grpo.anchor_likelihood(x, grpo.structural_mask(batch)))(logprobs)
-    assert int((gradient != 0).sum()) == len(values)
+    assert float(difference) == pytest.approx(-2 * (signs * np.where(marked, logprobs, 0)).sum() / marked.sum(), rel=1e-4)
+    gradient = jax.grad(lambda x: grpo.anchor_likelihood(x, batch, 0.3))(logprobs)
+    np.testing.assert_allclose(gradient, signs / marked.sum(), rtol=1e-6)
+
+
+def test_arrays_that_disagree_are_refused_by_name():
+    batch = make_batch()
+    for name, wrong in (("behaviour", batch.behaviour[:, 1:]), ("valid", batch.valid[:2]), ("rollout", batch.rollout[:-1])):
+        with pytest.raises(ValueError, match=f"GRPOBatch.{name}: shape"):
+            grpo.advantages(dataclasses.replace(batch, **{name: wrong}), SETTINGS)
 
 
 def test_the_anchor_has_one_place():

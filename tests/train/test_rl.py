@@ -257,11 +257,11 @@ def test_a_micro_batch_holds_whole_groups_and_their_subagents_rows(road, small):
     parts = split(whole, 2)
     for n in range(2):
         rows = np.concatenate([np.arange(4) + 4 * n, np.arange(8) + 8 + 8 * n])
-        assert (parts.advantages[n, :, 0] == rows).all() and (parts.rollouts.rollout[n] == batch.rollout[rows]).all()
+        assert (parts.advantages[n, :, 0] == rows).all() and (parts.grpo.rollout[n] == batch.rollout[rows]).all()
         assert (parts.sequences[0].ids[n] == sequences[0].ids[4 * n : 4 * n + 4]).all()
         assert (parts.sequences[0].positions[n] == sequences[0].positions[:, 4 * n : 4 * n + 4]).all()
         assert (parts.sequences[1].prompt_ids[n] == sequences[1].prompt_ids[8 * n : 8 * n + 8]).all()
-        assert parts.totals.tokens[n] == batch.trained.sum() and (parts.rollouts.rewards[n] == batch.rewards).all()
+        assert parts.totals.tokens[n] == batch.trained.sum() and (parts.grpo.rewards[n] == batch.rewards).all()
 
 
 def test_a_trajectory_is_as_old_as_its_oldest_words(road, small):
