@@ -91,7 +91,7 @@ class GRPOSettings:
             raise ValueError(f"GRPOSettings.clip: {self.clip} is outside (0, 1); give for instance 0.2")
         if self.upper_clip is not None and self.upper_clip < self.clip:
             raise ValueError(
-                f"GRPOSettings.upper_clip: {self.upper_clip} is below clip {self.clip}; unlikely tokens would grow slower, not faster: give more"
+                f"GRPOSettings.upper_clip: {self.upper_clip} is below clip {self.clip}; unlikely tokens would grow slower: give more"
             )
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError(f"GRPOSettings.dual_clip: {self.dual_clip} would clip ratios of 1; give a number above 1, for instance 3")
