@@ -22,7 +22,7 @@ def exploration_anchoring_8b() -> Run:
 
 
 def exploration_anchoring_tiny() -> Run:
-    """The same in the small world.
+    """The full recipe in the small world, but every prompt with 64 frames.
 
     Command: python -m train.run --config=exploration_anchoring_tiny
     Measured where answers and the anchor alone are paid (docs/paradox.md): f 0.99, kappa 0.01. Not measured by itself.

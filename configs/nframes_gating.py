@@ -27,7 +27,7 @@ def nframes_gating_8b() -> Run:
 
 
 def nframes_gating_tiny() -> Run:
-    """The same in the small world.
+    """GRPO in the small world with K drawn per prompt and no anchor.
 
     Command: python -m train.run --config=nframes_gating_tiny
     Measured where answers and the anchor alone are paid (docs/paradox.md): f 0.08, kappa 1.16. Not measured by itself.

@@ -24,7 +24,7 @@ def no_penalty_8b() -> Run:
 
 
 def no_penalty_tiny() -> Run:
-    """The same in the small world.
+    """The full recipe in the small world, gamma 0.
 
     Command: python -m train.run --config=no_penalty_tiny
     Not measured.

@@ -24,7 +24,7 @@ def no_tool_reward_8b() -> Run:
 
 
 def no_tool_reward_tiny() -> Run:
-    """The same in the small world.
+    """The full recipe in the small world, calls unpaid.
 
     Command: python -m train.run --config=no_tool_reward_tiny
     Not measured.

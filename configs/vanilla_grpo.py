@@ -19,7 +19,7 @@ def vanilla_grpo_8b() -> Run:
 
 
 def vanilla_grpo_tiny() -> Run:
-    """The same in the small world.
+    """GRPO in the small world: every prompt with 64 frames, no anchor.
 
     Command: python -m train.run --config=vanilla_grpo_tiny
     Measured where answers and the anchor alone are paid (docs/paradox.md): f 0.02, kappa 0.01. Not measured by itself.
