@@ -25,6 +25,6 @@ def exploration_anchoring_tiny() -> Run:
     """The full recipe in the small world, but every prompt with 64 frames.
 
     Command: python -m train.run --config=exploration_anchoring_tiny
-    Measured where answers and the anchor alone are paid (docs/paradox.md): f 0.99, kappa 0.01. Not measured by itself.
+    Measured where answers and the anchor alone are paid (docs/paradox.md): f 0.99, kappa 0.00. Not measured by itself.
     """
     return without_gating(paravt_tiny(), "exploration_anchoring_tiny")

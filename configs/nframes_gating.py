@@ -30,6 +30,6 @@ def nframes_gating_tiny() -> Run:
     """GRPO in the small world with K drawn per prompt and no anchor.
 
     Command: python -m train.run --config=nframes_gating_tiny
-    Measured where answers and the anchor alone are paid (docs/paradox.md): f 0.08, kappa 1.16. Not measured by itself.
+    Measured where answers and the anchor alone are paid (docs/paradox.md): f 0.08, kappa 1.17. Not measured by itself.
     """
     return without_anchoring(paravt_tiny(), "nframes_gating_tiny")

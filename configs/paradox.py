@@ -20,7 +20,7 @@ def paradox_tiny() -> Run:
     Command: python -m train.run --config=paradox_tiny
     Multiple choice alone, because grounding needs crops at any K; no reward for calls and none for format but the anchor
     (docs/paradox.md says what happens with them).
-    Measured: f 0.95, kappa 0.98 in training, accuracy 0.91 over K; three seeds.
+    Measured: f 1.00, kappa 1.07 in training, accuracy 0.92 over K; three seeds.
     """
     run = paravt_tiny()
     assert run.rl is not None
