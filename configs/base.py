@@ -12,25 +12,36 @@ from paravt_jax.world_text import TextSettings
 from rollout.evaluate import EvaluationSettings
 from rollout.settings import EngineSettings
 from train.align import AlignSettings
+from train.checkpoint import CheckpointSettings
+from train.hosts import HostSettings
+from train.optimizer import require_counts
+from train.published_data import DataSettings
 from train.rl_settings import RLSettings
 from train.sft import SFTSettings
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings:
-    """Which Qwen3-VL, and the type of its activations. It starts from noise: this version trains no published weights yet."""
+    """Which Qwen3-VL, and the type of its activations. `path`: the hub id or folder of its weights and tokenizer; empty: noise."""
 
+    path: str = ""
     size: Literal["tiny", "2b", "4b", "8b", "32b"] = "tiny"
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshSettings:
-    """Devices along each axis of the mesh."""
+    """Devices along each axis of the mesh. Rows of a batch lie over data and fsdp."""
 
     data: int = 1
+    """Devices that each hold the weights that one device would hold."""
     fsdp: int = 1
+    """Devices that weights and moments are cut over; a layer's weights are gathered for as long as they are used."""
     tensor: int = 1
+    """Devices that heads, MLP and vocabulary are cut over."""
+
+    def __post_init__(self):
+        require_counts("mesh", data=self.data, fsdp=self.fsdp, tensor=self.tensor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +52,10 @@ class LogSettings:
     wandb: bool = False
     wandb_project: str = "paravt-jax"
     episodes: int = 8
+
+    def __post_init__(self):
+        if self.episodes < 0:
+            raise ValueError(f"log.episodes: {self.episodes}; give the number of episodes to write down, 0 or more")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +75,8 @@ class Run:
     protocol: ProtocolSettings = ProtocolSettings()
     frames: FrameSettings = FrameSettings()
     mesh: MeshSettings = MeshSettings()
+    data: DataSettings | None = None
+    """The published training data, instead of a world."""
     world: WorldSettings | None = None
     text: TextSettings = TextSettings()
     align: AlignSettings | None = None
@@ -67,17 +84,22 @@ class Run:
     rl: RLSettings | None = None
     evaluation: EvaluationSettings = EvaluationSettings()
     log: LogSettings = LogSettings()
+    checkpoints: CheckpointSettings = CheckpointSettings()
+    hosts: HostSettings = HostSettings()
 
     def __post_init__(self):
         if self.seed < 0:
             raise ValueError(f"seed: {self.seed}; give 0 or more")
+        if self.data is not None and (self.world is not None or not self.model.path):
+            raise ValueError(
+                f"data: set beside world = {self.world} and model.path = {self.model.path!r}; published data takes the tokenizer of "
+                "published weights and no world: use world None, and give model.path (Qwen/Qwen3-VL-8B-Instruct)"
+            )
         if not 0 <= self.unreadable_share < 1:
             raise ValueError(f"unreadable_share: {self.unreadable_share}; it is a share of videos, give one from 0 to below 1")
         if self.model.size != "tiny" and self.align is not None:
             raise ValueError(f"align: set for model.size {self.model.size}; published towers can see already, use None")
         limits = self.protocol
-        if self.mesh.data > 1:
-            raise ValueError(f"mesh.data: {self.mesh.data}; no batch is laid over this axis yet, use 1")
         for name, shape in (("rl.shape", self.rl and self.rl.shape), ("sft.main", self.sft and self.sft.main)):
             if shape is not None and shape.prompt + limits.trajectory_tokens > self.engine.own[-1]:
                 raise ValueError(

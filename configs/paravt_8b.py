@@ -8,6 +8,7 @@ from paravt_jax.rewards import RewardSettings
 from rollout.settings import EngineSettings
 from train.batch import BatchShape
 from train.optimizer import OptimizerSettings
+from train.published_data import DataSettings
 from train.rl_settings import RLSettings
 
 PROMPT, VISUAL = 5120, 64 * 49  # 64 frames of 224 x 224, each with its time, and the question
@@ -26,15 +27,17 @@ ENGINE = EngineSettings(
 def paravt_8b() -> Run:
     """PARA-GRPO on Qwen3-VL-8B after the cold start: 7 prompts x 8 rollouts a step, K drawn per prompt.
 
-    Not as published: the anchor is the paper's formula, not its release's (`grpo.anchor`), R_fmt is not capped (`rewards.format_cap`) and
-    scaled rewards are not clipped (`grpo.reward_clip`); README ("The method") and docs/paradox.md say why. Its ablations share these.
+    Not as published: the anchor is the paper's formula with gamma at violations, not its release's (`grpo.anchor`), R_fmt is
+    not capped (`rewards.format_cap`) and scaled rewards are not clipped (`grpo.reward_clip`); README ("The method") and docs/paradox.md
+    say why. Its ablations share these.
 
     Command: python -m train.run --config=paravt_8b
     Paper: VideoMME 62.1, with subtitles 69.4, LVBench 39.8, MLVU 65.0; f 0.41, kappa 0.21. Not measured here.
     """
     return Run(
         name="paravt_8b",
-        model=ModelSettings(size="8b", dtype="bfloat16"),
+        model=ModelSettings(path="Qwen/Qwen3-VL-8B-Instruct", size="8b", dtype="bfloat16"),
+        data=DataSettings(),
         mesh=MeshSettings(fsdp=16),
         engine=ENGINE,
         rl=RLSettings(
@@ -43,7 +46,8 @@ def paravt_8b() -> Run:
             optimizer=OptimizerSettings(),
             grpo=GRPOSettings(anchor="likelihood", reward_clip=None),
             rewards=RewardSettings(anchor_weight=0.0, format_cap=False),
-            remat=True,
+            remat="full",
+            microbatches=4,
             logprob_chunk=512,
         ),
     )

@@ -9,6 +9,7 @@ from configs.paravt_8b import ENGINE, PROMPT, VISUAL
 from configs.paravt_tiny import paravt_tiny
 from train.batch import BatchShape
 from train.optimizer import OptimizerSettings
+from train.published_data import DataSettings
 from train.sft import SFTSettings
 
 
@@ -20,7 +21,8 @@ def sft_8b() -> Run:
     """
     return Run(
         name="sft_8b",
-        model=ModelSettings(size="8b", dtype="bfloat16"),
+        model=ModelSettings(path="Qwen/Qwen3-VL-8B-Instruct", size="8b", dtype="bfloat16"),
+        data=DataSettings(),
         mesh=MeshSettings(fsdp=16),
         engine=ENGINE,
         sft=SFTSettings(
@@ -28,7 +30,7 @@ def sft_8b() -> Run:
             main=BatchShape(groups=16, rows=1, prompt=PROMPT, visual=VISUAL, suffix=3072),
             windows=BatchShape(groups=16, rows=1, prompt=1280, visual=16 * 49, suffix=512),
             optimizer=OptimizerSettings(learning_rate=2e-5, schedule="cosine", warmup=0.05),
-            remat=True,
+            remat="full",
             logprob_chunk=512,
         ),
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from models.processor import patchify, resize, smart_resize
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.vision import VisionTower, frame_layout
 from paravt_jax import video
+from paravt_jax.frames import FrameSource
 from paravt_jax.records import Frame
 
 
@@ -41,30 +41,47 @@ class FrameSettings:
     whole_frames: int = 0
     cache_mib: int = 4096
 
+    def __post_init__(self):
+        for name, least in (("min_pixels", 1), ("batch", 1), ("whole_frames", 0), ("cache_mib", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"frames.{name}: {getattr(self, name)}; give a whole number of at least {least}")
+        if self.max_pixels < self.min_pixels:
+            raise ValueError(f"frames.max_pixels: {self.max_pixels}; give at least frames.min_pixels = {self.min_pixels}")
+
 
 class FrameFeatures:
-    """Encodes frames with a vision tower and remembers the results, least recently used first out.
+    """Encodes frames with a vision tower and remembers the results, least recently used first out. `source` reads them.
 
     Calling it with frames gives float32 [tokens, c, d]: the frames' merged tokens in order, c = features then DeepStack levels.
     """
 
-    def __init__(self, tower: VisionTower, config: Qwen3VLConfig, settings: FrameSettings, root: Path, version: int = 0):
-        self.config, self.settings, self.root, self.version = config, settings, Path(root), version
-        graph, self._weights = nnx.split(tower)
-        self._encode = jax.jit(lambda weights, patches, layout: nnx.merge(graph, weights)(patches, layout))
+    def __init__(
+        self,
+        tower: VisionTower | None,
+        config: Qwen3VLConfig,
+        settings: FrameSettings,
+        root: Path,
+        version: int = 0,
+        source: FrameSource = video,
+    ):
+        self.config, self.settings, self.root, self.version, self.source = config, settings, Path(root), version, source
+        if tower is not None:  # None where `_vectors` needs none
+            graph, self._weights = nnx.split(tower)
+            self._encode = jax.jit(lambda weights, patches, layout: nnx.merge(graph, weights)(patches, layout))
         self._store: collections.OrderedDict[tuple, np.ndarray] = collections.OrderedDict()
         self._bytes = 0
         self._contents: dict[str, tuple[int, int]] = {}
+        self._infos: dict[str, tuple[tuple[int, int] | None, video.VideoInfo]] = {}
         self.unreadable: dict[str, str] = {}  # videos that opened and could not be decoded, and why
         self.encoded_frames = 0
 
     def info(self, name: str) -> video.VideoInfo:
         """Length and timestamps of a video, by its path relative to the root."""
-        return self._info(name, self._content(name))
-
-    @functools.lru_cache(maxsize=65_536)  # noqa: B019  one instance lives as long as the run
-    def _info(self, name: str, content: tuple[int, int] | None) -> video.VideoInfo:
-        return video.probe(self.root / name)
+        content = self._content(name)
+        known = self._infos.get(name)
+        if known is None or known[0] != content:
+            known = self._infos[name] = content, self.source.probe(self.root / name)
+        return known[1]
 
     def _content(self, name: str) -> tuple[int, int] | None:
         """What tells a file's content from what stood there before: its length in bytes and when it was changed.
@@ -98,7 +115,7 @@ class FrameFeatures:
 
     def forget(self, name: str) -> None:
         """Drop all that is known of a video."""
-        self._info.cache_clear()
+        self._infos.pop(name, None)
         self._contents.pop(name, None)
         self.unreadable.pop(name, None)
         for key in [key for key in self._store if key[0] == name]:
@@ -132,18 +149,21 @@ class FrameFeatures:
         indices = list(range(count)) if count <= self.settings.whole_frames else wanted
         size = (grid[0] * self.config.vision.patch_size, grid[1] * self.config.vision.patch_size)
         try:
-            pixels = [resize(frame, size) for frame in video.read(self.root / name, indices)]
+            pixels = [resize(frame, size) for frame in self.source.read(self.root / name, indices)]
         except IndexError as error:
             raise video.VideoError(self.root / name, f"it had {count} frames and has changed since") from error
-        found, batch, layout = {}, self.settings.batch, frame_layout(grid, self.config.vision)
-        for first in range(0, len(indices), batch):
-            part = np.zeros((batch, *size, 3), np.uint8)
-            part[: len(indices) - first] = pixels[first : first + batch]
-            patches = patchify(part, self.config.vision.patch_size, self.config.vision.spatial_merge_size)
-            vectors = np.asarray(self._encode(self._weights, patches, layout), np.float32)
-            found |= {self.key(Frame(name, i, 0.0)): row for i, row in zip(indices[first : first + batch], vectors, strict=False)}
         self.encoded_frames += len(indices)
-        return found
+        return {self.key(Frame(name, i, 0.0)): row for i, row in zip(indices, self._vectors(pixels, grid), strict=True)}
+
+    def _vectors(self, pixels: Sequence[np.ndarray], grid: tuple[int, int]) -> list[np.ndarray]:
+        """What is remembered of each of some frames of one size: [tokens, c, d]."""
+        vectors, batch, layout = [], self.settings.batch, frame_layout(grid, self.config.vision)
+        for first in range(0, len(pixels), batch):
+            part = np.zeros((batch, *pixels[0].shape), np.uint8)
+            part[: len(pixels) - first] = pixels[first : first + batch]
+            patches = patchify(part, self.config.vision.patch_size, self.config.vision.spatial_merge_size)
+            vectors += list(np.asarray(self._encode(self._weights, patches, layout), np.float32)[: len(pixels) - first])
+        return vectors
 
     def _remember(self, fresh: dict[tuple, np.ndarray]) -> None:
         for key, row in fresh.items():

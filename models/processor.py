@@ -24,69 +24,11 @@ from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from models.qwen3_vl.model import Inputs
 from models.qwen3_vl.rope import mrope_positions, visual_index
 from models.weights.folder import local_folder
+from paravt_jax.sizes import image_size, video_size
+from paravt_jax.sizes import smart_resize as smart_resize  # part of this module's face: sizes of pictures are a processor's
+from paravt_jax.video import on_white, resize
 
-_MIN_TOKENS, _MAX_TOKENS = 4, 16_384  # visual tokens an image has at least and at most where the caller sets no limits
 _TOKENS = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
-
-
-def smart_resize(
-    height: int, width: int, min_pixels: int | None = None, max_pixels: int | None = None, factor: int = 32
-) -> tuple[int, int]:
-    """The (height, width) a frame is shown at: multiples of `factor`, area within [min_pixels, max_pixels], shape nearly kept.
-
-    Follows `qwen_vl_utils.smart_resize`; `factor` is patch size x merge size. ValueError for a side below 1, a ratio above 200 or
-    crossed limits.
-    """
-    min_pixels = _MIN_TOKENS * factor**2 if min_pixels is None else min_pixels
-    max_pixels = _MAX_TOKENS * factor**2 if max_pixels is None else max_pixels
-    return _fit(height, width, (min_pixels, max_pixels), factor, least=factor)
-
-
-def image_size(height: int, width: int, limits: tuple[int, int], factor: int = 32) -> tuple[int, int]:
-    """The (height, width) the image processor of transformers shows an image at; `limits` on the area in pixels. Refuses as `smart_resize`.
-
-    Equal to `smart_resize` but where a side is below factor / 2: it counts as nothing, so the image is always enlarged.
-    """
-    return _fit(height, width, limits, factor, least=0)
-
-
-def video_size(frames: int, height: int, width: int, limits: tuple[int, int], factor: int = 32, temporal: int = 2) -> tuple[int, int]:
-    """The (height, width) the video processor of transformers shows frames at; `limits` on the pixels of all frames together.
-
-    A side below `factor` is enlarged first. ValueError for fewer than `temporal` frames, and as `smart_resize`.
-    """
-    if frames < temporal:
-        raise ValueError(f"video: {frames} frames, at least {temporal}; give a single frame as an image")
-    if 0 < min(height, width) < factor:
-        scale = max(factor / height, factor / width)
-        height, width = int(height * scale), int(width * scale)
-    return _fit(height, width, limits, factor, least=0, frames=frames, counted=round(frames / temporal) * temporal)
-
-
-def _fit(height: int, width: int, limits: tuple[int, int], factor: int, least: int, frames: int = 1, counted: int = 1) -> tuple[int, int]:
-    """Sides rounded to multiples of `factor`, or scaled so that `frames` of them keep the limits that `counted` of them break."""
-    min_pixels, max_pixels = limits
-    if min(height, width) < 1:
-        raise ValueError(f"frame size = {height} x {width}: both sides are at least 1 pixel; check the decoder")
-    if max_pixels < min_pixels:
-        raise ValueError(f"max_pixels = {max_pixels}: at least min_pixels = {min_pixels}; raise one or lower the other")
-    if max(height, width) / min(height, width) > 200:
-        raise ValueError(f"frame size = {height} x {width}: the longer side is at most 200 times the shorter; crop the frame first")
-    h, w = (max(least, round(side / factor) * factor) for side in (height, width))
-    if counted * h * w > max_pixels:
-        beta = math.sqrt(frames * height * width / max_pixels)
-        h, w = (max(factor, math.floor(side / beta / factor) * factor) for side in (height, width))
-    elif counted * h * w < min_pixels:
-        beta = math.sqrt(min_pixels / (frames * height * width))
-        h, w = (math.ceil(side * beta / factor) * factor for side in (height, width))
-    return h, w
-
-
-def resize(frame: UInt8[np.ndarray, "h w 3"], size: tuple[int, int]) -> UInt8[np.ndarray, "y x 3"]:
-    """The frame at (height, width) pixels, bicubic; the frame itself where it already has that size."""
-    if frame.shape[:2] == tuple(size):
-        return frame
-    return np.asarray(Image.fromarray(frame).resize((size[1], size[0]), Image.Resampling.BICUBIC))
 
 
 def patchify(
@@ -265,10 +207,7 @@ def _pixels(image: Any) -> UInt8[np.ndarray, "h w 3"]:
         with Image.open(image) as file:
             return _pixels(ImageOps.exif_transpose(file))
     if isinstance(image, Image.Image):
-        if image.has_transparency_data:
-            image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        return np.asarray(image.convert("RGB"))
+        return on_white(image)
     if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
         raise ValueError(f"image: {_describe(image)}; give uint8 [height, width, 3], a PIL image or a path")
     return image

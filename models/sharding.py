@@ -1,18 +1,20 @@
-"""How parameters are laid over a mesh: one table from logical axis names to mesh axes.
+"""How parameters and activations are laid over a mesh: one table from logical axis names to mesh axes.
 
-Owns the mesh (`data`, `fsdp`, `tensor`), the table and its application. Parameters carry their logical names as metadata `axes`
-(`models.qwen3_vl.layers`). Refuses two dimensions of one parameter on the same mesh axis, and dimensions that do not divide.
-Invariant: the mesh changes where numbers lie, never which they are; one device is the mesh 1 x 1 x 1.
+Owns the mesh - `data` repeats weights, `fsdp` cuts them, `tensor` cuts heads, MLP and vocabulary -, the table and its application.
+Parameters carry their logical names as metadata `axes` (`models.qwen3_vl.layers`). Refuses two dimensions of one parameter on the same
+mesh axis, and dimensions that do not divide. Invariant: the mesh changes where numbers lie, never which they are; one device is the
+mesh 1 x 1 x 1.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -35,14 +37,51 @@ RULES: Mapping[str, str | None] = MappingProxyType(
 )
 
 BATCH = PartitionSpec(("data", "fsdp"))  # rows of a batch lie over every device that does not share a row's matmuls
+ROWS = BATCH[0]
+
+Axes = str | tuple[str, ...] | None  # mesh axes that cut one dimension
+T = TypeVar("T")
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
-    """A mesh over the first data * fsdp * tensor devices. ValueError where there are fewer."""
-    wanted, devices = data * fsdp * tensor, jax.devices()
-    if min(data, fsdp, tensor) < 1 or wanted > len(devices):
-        raise ValueError(f"mesh = {data} x {fsdp} x {tensor} (data, fsdp, tensor): there are {len(devices)} devices; choose sizes that fit")
-    return jax.make_mesh((data, fsdp, tensor), MESH_AXES, (AxisType.Auto,) * 3, devices=devices[:wanted])
+def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh over the first data * fsdp * tensor devices, those of a process side by side, so that one order of devices serves
+    training and the rollouts of each host. ValueError where there are fewer. `devices`: a topology's, instead of this machine's.
+    """
+    found = sorted(jax.devices() if devices is None else devices, key=lambda device: (device.process_index, device.id))
+    wanted = data * fsdp * tensor
+    if min(data, fsdp, tensor) < 1 or wanted > len(found):
+        raise ValueError(
+            f"mesh = {data} x {fsdp} x {tensor} (data, fsdp, tensor): it takes {wanted} devices, 1 or more an axis, and there are "
+            f"{len(found)}; choose sizes whose product is at most {len(found)}"
+        )
+    return Mesh(np.array(found[:wanted]).reshape(data, fsdp, tensor), MESH_AXES, (AxisType.Auto,) * 3)
+
+
+def row_devices(mesh: Mesh | AbstractMesh) -> int:
+    """Devices that rows of a batch lie over: data * fsdp."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def current_mesh() -> AbstractMesh | None:
+    """The mesh that is set (`jax.set_mesh`); None where there is none, it is one device, or a shard_map has cut the arrays already."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.size == 1 or mesh.are_all_axes_manual else mesh
+
+
+def constrain(x: T, *axes: Axes) -> T:
+    """Arrays laid over the mesh that is set, dimension by dimension; what these do not name is whole. Dimensions that do not divide are
+    left to the compiler, and where no mesh is set nothing happens."""
+    mesh = current_mesh()
+    return x if mesh is None else jax.tree.map(lambda leaf: _constrain(leaf, mesh, axes), x)
+
+
+def _constrain(x: jax.Array, mesh: AbstractMesh, axes: tuple[Axes, ...]) -> jax.Array:
+    def place(size: int, names: Axes) -> Any:
+        wanted = (names,) if isinstance(names, str) else names or ()
+        return names if size % math.prod(mesh.shape[name] for name in wanted) == 0 else PartitionSpec.UNCONSTRAINED
+
+    whole = axes + (None,) * (x.ndim - len(axes))
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*(place(*pair) for pair in zip(x.shape, whole, strict=True))))
 
 
 def param_shardings(state: Any, mesh: Mesh | AbstractMesh, rules: Mapping[str, str | None] = RULES) -> Any:

@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 import tensorflow_datasets as tfds
 
 from paravt_jax import video
-from paravt_jax.records import Caption, Demonstration, Message, Question, QuestionKind
+from paravt_jax.records import Caption, ChatTurn, Clip, Conversation, Demonstration, Message, Question, QuestionKind
 
 Group = tuple[Demonstration, ...]  # demonstrations of one video, frame budget and window: their prompts begin alike
-Record = Question | Group | Caption
-_AnyRecord = TypeVar("_AnyRecord", Question, Group, Caption)
+Record = Question | Group | Caption | Conversation
+_AnyRecord = TypeVar("_AnyRecord", Question, Group, Caption, Conversation)
 
 _FINGERPRINT = "fingerprint.json"
 
@@ -137,7 +137,7 @@ def check_videos(paths: Sequence[str], root: str | os.PathLike, progress: Callab
     return bad
 
 
-def video_of(record: Record) -> str:
+def video_of(record: Question | Group | Caption) -> str:
     """The path of the video that a record is about; a group's demonstrations share theirs."""
     return record[0].video if isinstance(record, tuple) else record.video
 
@@ -157,9 +157,21 @@ def _demonstration(stored: dict) -> Demonstration:
     )
 
 
+def _conversation(stored: dict) -> Conversation:
+    turns = [ChatTurn(turn["role"], tuple(map(_part, turn["content"]))) for turn in stored["turns"]]
+    return Conversation(**{**stored, "turns": tuple(turns)})
+
+
+def _part(stored: str | dict) -> str | Clip:
+    if isinstance(stored, str):
+        return stored
+    return Clip(**{**stored, "indices": tuple(stored["indices"]), "times": tuple(stored["times"])})
+
+
 _DECODERS: dict[str, Callable[[Any], Record]] = {
     "question": _question,
     "demonstrations": lambda stored: tuple(_demonstration(one) for one in stored),
+    "conversation": _conversation,
     "caption": lambda stored: Caption(stored["video"], stored["time"], tuple(stored["words"])),
 }
 

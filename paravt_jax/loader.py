@@ -1,14 +1,15 @@
 """The order in which records are seen: shuffled, dealt to processes, repeated, batched - and exactly resumable.
 
-Owns the order and nothing else: records come from `datasets` (or any sequence) and leave unchanged, so one stream serves
-questions, groups of demonstrations and captions. Refuses to hold frames or tokens.
+Owns the order, and how far it is looked ahead: records come from `datasets` (or any sequence) and leave unchanged, so one stream serves
+questions, groups of demonstrations, packed rows and captions. Refuses to hold frames or tokens.
 Invariant: seed, shard and state decide what comes next; over all processes a pass shows every record once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import grain
 
@@ -32,3 +33,39 @@ def stream(
     batches = order.batch(batch, drop_remainder=True, batch_fn=tuple)
     # Reading a record is cheap, so no threads: nothing runs on when a process is told to end.
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+
+
+class Ahead(Generic[_Record]):
+    """A stream whose next `depth` batches are told to `start` before they are asked for, so that their frames can be on the way.
+
+    The state is the stream's as of the batch that comes next: what was looked at ahead comes again where a run goes on.
+    """
+
+    def __init__(self, source: grain.DatasetIterator[_Record], depth: int, start: Callable[[_Record], None]):
+        if depth < 0:
+            raise ValueError(f"loader: {depth} batches ahead; give 0 or more")
+        self._source, self._depth, self._start = source, depth, start
+        self._next: collections.deque[tuple[dict[str, Any], _Record]] = collections.deque()
+
+    def __iter__(self) -> Ahead[_Record]:
+        return self
+
+    def __next__(self) -> _Record:
+        self._fill(self._depth + 1)
+        batch = self._next.popleft()[1]
+        self._fill(self._depth)
+        return batch
+
+    def get_state(self) -> dict[str, Any]:
+        return self._next[0][0] if self._next else self._source.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._next.clear()
+        self._source.set_state(state)
+
+    def _fill(self, count: int) -> None:
+        while len(self._next) < count:
+            state = self._source.get_state()
+            batch = next(self._source)
+            self._start(batch)
+            self._next.append((state, batch))

@@ -9,16 +9,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
 
 import numpy as np
+from jaxtyping import Int32
 
 from paravt_jax.parsing import Malformed, parse_calls
-from paravt_jax.records import Author, CropCall, Demonstration, Frame, Question, QuestionKind, Segment, Trajectory
+from paravt_jax.records import (
+    Author,
+    ChatTurn,
+    Clip,
+    Conversation,
+    CropCall,
+    Demonstration,
+    Frame,
+    Question,
+    QuestionKind,
+    Segment,
+    Trajectory,
+)
+from paravt_jax.subtitles import Subtitle
 from paravt_jax.tokenizer import Vocabulary
+
+Prompt = Literal["direct", "reasoning", "agentic", "agentic-minimal"]
 
 PINNED = "<think>\n"
 VIDEO_NAME = "video.mp4"  # the model never sees a path; what it writes here is text
@@ -43,6 +61,13 @@ CROP_TOOL = {
 _TASK = "You answer a question about a video. You see a few frames of it, each after its time.\n"
 _PLAN = "Where they do not show enough, call crop_video on every window that matters; each window comes back as a short report.\n"
 _FORM = "Think first, then call the tool or give the final answer as <answer>answer</answer>; a span of time is [start, end] in seconds."
+_ANSWER = "give the final answer as <answer>answer</answer>; a span of time is [start, end] in seconds."
+_ALONE: dict[str, str] = {  # prompts that know no tool
+    "direct": f"{_TASK}Do not think aloud: {_ANSWER}",
+    "reasoning": f"{_TASK}Think first, between <think> and </think>, then {_ANSWER}",
+    "agentic": f"{_TASK}{_FORM}",
+    "agentic-minimal": _ANSWER.capitalize(),
+}
 _TOOLS_HEAD = (
     "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
@@ -71,8 +96,15 @@ class ProtocolSettings:
     """Every response of a main agent is started with `<think>` (paper, constrained generation); demonstrations teach it either way."""
     crop_fps: float = 1.0
     crop_frames: int = 16
+    prompt: Prompt = "agentic"
+    """The system turn: `agentic` is what demonstrations teach; `agentic-minimal` says little more than the tool's schema; `reasoning` and
+    `direct` (which does not think, so nothing is pinned) know no tool."""
 
     def __post_init__(self):
+        if self.prompt not in get_args(Prompt):
+            raise ValueError(f"protocol.prompt: {self.prompt!r}; choose one of {', '.join(get_args(Prompt))}")
+        if self.prompt == "direct" and self.pin_think:
+            raise ValueError("protocol.pin_think: True with protocol.prompt 'direct', which does not think; set it to False")
         if self.max_tool_turns < 0:
             raise ValueError(f"protocol.max_tool_turns: {self.max_tool_turns}; give 0 or more")
         for name in ("max_calls", "turn_tokens", "summary_tokens", "trajectory_tokens", "crop_frames"):
@@ -88,17 +120,34 @@ def render_call(call: CropCall) -> str:
     return f"<tool_call>\n{json.dumps({'name': 'crop_video', 'arguments': arguments})}\n</tool_call>"
 
 
-def system_text(tools: bool) -> str:
-    """The system turn, with the tool's schema where tools are offered."""
+def system_text(tools: bool, prompt: Prompt = "agentic", video: bool = True) -> str:
+    """The system turn, with the tool's schema where tools are offered; without `video`, of pictures or text alone, it speaks of none.
+    ValueError for tools with a prompt that knows none."""
+    if not video:
+        return f"<|im_start|>system\n{_FORM}<|im_end|>\n"
     if not tools:
-        return f"<|im_start|>system\n{_TASK}{_FORM}<|im_end|>\n"
-    return f"<|im_start|>system\n{_TASK}{_PLAN}{_FORM}{_TOOLS_HEAD}{json.dumps(CROP_TOOL)}{_TOOLS_TAIL}<|im_end|>\n"
+        return f"<|im_start|>system\n{_ALONE[prompt]}<|im_end|>\n"
+    if prompt in ("direct", "reasoning"):
+        raise ValueError(f"protocol.prompt: {prompt!r} knows no tool; use it with dispatch 'none'")
+    opening = f"{_TASK}{_PLAN}{_FORM}" if prompt == "agentic" else _ALONE[prompt]
+    return f"<|im_start|>system\n{opening}{_TOOLS_HEAD}{json.dumps(CROP_TOOL)}{_TOOLS_TAIL}<|im_end|>\n"
 
 
 def question_text(question: Question) -> str:
     """The question as the user puts it: options as "A. ...", one a line."""
     options = "".join(f"\n{chr(ord('A') + i)}. {option.strip()}" for i, option in enumerate(question.options))
     return "\n" + question.text + (options if question.kind is QuestionKind.MULTIPLE_CHOICE else "")
+
+
+def subtitled_text(entries: Sequence[Subtitle], text: str) -> str:
+    """A question's text with what is said in the video before it, each line after its time, as frames have theirs."""
+    lines = "".join(f"{subtitle_line(entry)}\n" for entry in entries)
+    return f"What is said in the video:\n{lines}\n{text}" if lines else text
+
+
+def subtitle_line(entry: Subtitle) -> str:
+    """One line of subtitles: "<12.5 seconds> words"."""
+    return f"<{entry.start:.1f} seconds> {' '.join(entry.text.split())}"
 
 
 def recurring_texts() -> tuple[str, ...]:
@@ -131,7 +180,9 @@ class Protocol:
     def overview(self, frames: Sequence[Frame], image_tokens: int | Sequence[int], tools: bool = True) -> Segment:
         """The opening of a main agent's prompt: system turn and timed overview frames. Shared by all questions on the video."""
         return Segment(
-            self._timed_images(system_text(tools) + "<|im_start|>user\n", frames, image_tokens), Author.PROMPT, frames=tuple(frames)
+            self._timed_images(system_text(tools, self.settings.prompt) + "<|im_start|>user\n", frames, image_tokens),
+            Author.PROMPT,
+            frames=tuple(frames),
         )
 
     def question(self, question: Question) -> Segment:
@@ -148,12 +199,22 @@ class Protocol:
         """The `<think>` every response of a main agent is started with; nothing where it is the model's to write."""
         return Segment(self._encode(PINNED if self.settings.pin_think else ""), Author.PINNED)
 
-    def tool_results(self, responses: Sequence[str], ended: bool, last: bool) -> Segment:
+    def tool_results(
+        self, responses: Sequence[str], ended: bool, last: bool, shown: Sequence[Sequence[Frame]] = (), image_tokens: int = 0
+    ) -> Segment:
         """The user turn that brings a turn's tool responses back.
 
         `ended`: whether the response before it closed its turn itself; `last`: whether no further calls will be accepted.
+        `shown`: frames that stand before each response, of `image_tokens` each; none at all where sub-agents looked.
         """
         close = "" if ended else "<|im_end|>"
+        if any(shown):
+            parts = [self._encode(f"{close}\n<|im_start|>user")]
+            for text, frames in zip(responses, shown, strict=True):
+                images = self._timed_images("\n<tool_response>\n", frames, image_tokens)
+                parts += [images, self._encode(f"{self.cut(text)}\n</tool_response>")]
+            parts.append(self._encode(f"{_ANSWER_NOW if last else ''}{_TO_ASSISTANT}"))
+            return Segment(np.concatenate(parts), Author.TOOL, frames=tuple(frame for frames in shown for frame in frames))
         bodies = "\n".join(f"<tool_response>\n{self.cut(text)}\n</tool_response>" for text in responses)
         text = f"{close}\n<|im_start|>user\n{bodies}{_ANSWER_NOW if last else ''}{_TO_ASSISTANT}"
         return Segment(self._encode(text), Author.TOOL)
@@ -197,16 +258,71 @@ class Protocol:
             turns += 1
         return trajectory
 
+    def conversation(self, conversation: Conversation, image_tokens: Callable[[Clip], int]) -> Trajectory:
+        """A published demonstration as the trajectory of an agent that does likewise; its log-probs are 0, for nobody sampled it.
+
+        `image_tokens(clip)` tells how many visual tokens a frame of the clip takes. Turns are as `published.read_conversation` leaves them.
+        """
+        opening = system_text(conversation.tools, video=any(not clip.still for clip in conversation.clips)) + "<|im_start|>user\n"
+        trajectory, rounds = Trajectory(), 0
+        for role, group in itertools.groupby(conversation.turns, key=lambda turn: turn.role):
+            turns = list(group)
+            if role == "assistant":
+                trajectory.append(self._response(str(turns[0].content[0])))
+            elif role == "tool":
+                rounds += 1
+                trajectory.append(self._results(turns, image_tokens, last=rounds >= self.settings.max_tool_turns))
+            else:
+                pieces = [self._encode(opening), *self._shown(turns[0].content, self.plain, image_tokens), self._encode(_TO_ASSISTANT)]
+                frames = tuple(frame for clip in turns[0].clips for frame in clip.frames)
+                trajectory.append(Segment(np.concatenate(pieces), Author.PROMPT, frames=frames))
+                opening = "\n<|im_start|>user\n"
+        return trajectory
+
+    def _response(self, text: str) -> Segment:
+        """A response of a published demonstration; one that thinks opens as the pinned ones do."""
+        tag = PINNED.strip()
+        thinks = text.startswith(tag)
+        ids = self._concat(*((PINNED,) if thinks else ()), text.removeprefix(tag).lstrip() + "<|im_end|>")
+        return Segment(ids, Author.MODEL, np.zeros(len(ids), np.float32))
+
+    def _results(self, turns: Sequence[ChatTurn], image_tokens: Callable[[Clip], int], last: bool) -> Segment:
+        """Tool responses of a published demonstration: as in an episode, but that some show clips."""
+        if not any(turn.clips for turn in turns):
+            return self.tool_results(["\n".join(str(part) for part in turn.content) for turn in turns], ended=True, last=last)
+        pieces = [self._encode("\n<|im_start|>user\n")]
+        for number, turn in enumerate(turns):
+            shown = self._shown(turn.content, self.cut, image_tokens)
+            pieces += [self._encode("\n" * (number > 0) + "<tool_response>\n"), *shown, self._encode("\n</tool_response>")]
+        pieces.append(self._encode((_ANSWER_NOW if last else "") + _TO_ASSISTANT))
+        frames = tuple(frame for turn in turns for clip in turn.clips for frame in clip.frames)
+        return Segment(np.concatenate(pieces), Author.TOOL, frames=frames)
+
+    def _shown(
+        self, content: Sequence[str | Clip], clean: Callable[[str], str], image_tokens: Callable[[Clip], int]
+    ) -> list[Int32[np.ndarray, " n"]]:
+        """The pieces of a turn's texts and clips, a line end where the one follows the other."""
+        pieces: list[np.ndarray] = []
+        for before, part in zip((None, *content), content, strict=False):
+            if isinstance(part, Clip):
+                pieces += [self._encode("\n")] * isinstance(before, str) + self._images(part.frames, image_tokens(part), not part.still)
+            else:
+                pieces.append(self._encode(clean("\n" * (before is not None) + part)))
+        return pieces
+
     def _timed_images(self, opening: str, frames: Sequence[Frame], image_tokens: int | Sequence[int]) -> np.ndarray:
+        return np.concatenate([self._encode(opening), *self._images(frames, image_tokens)])
+
+    def _images(self, frames: Sequence[Frame], image_tokens: int | Sequence[int], timed: bool = True) -> list[Int32[np.ndarray, " n"]]:
         counts = [image_tokens] * len(frames) if isinstance(image_tokens, int) else list(image_tokens)
         if len(counts) != len(frames):
             raise ValueError(f"image_tokens: {len(counts)} counts for {len(frames)} frames; give one a frame")
         special = self.vocabulary
-        parts = [self._encode(opening)]
+        parts: list[np.ndarray] = []
         for frame, count in zip(frames, counts, strict=True):
             image = [special["<|vision_start|>"], *[special["<|image_pad|>"]] * count, special["<|vision_end|>"]]
-            parts += [self._time(f"<{frame.time:.1f} seconds>"), np.array(image, np.int32)]
-        return np.concatenate(parts)
+            parts += [self._time(f"<{frame.time:.1f} seconds>")] * timed + [np.array(image, np.int32)]
+        return parts
 
     def _concat(self, *texts: str) -> np.ndarray:
         return np.concatenate([self._encode(text) for text in texts])

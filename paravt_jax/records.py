@@ -66,6 +66,55 @@ class Caption:
     words: tuple[str, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """What a conversation shows of one file: frames by number with their times in seconds, and the file's own height and width in pixels.
+
+    `still`: a picture, which has one frame and no time. `path` is relative to the data root, or absolute.
+    """
+
+    path: str
+    indices: tuple[int, ...]
+    times: tuple[float, ...]
+    height: int
+    width: int
+    still: bool = False
+
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        return tuple(Frame(self.path, index, time) for index, time in zip(self.indices, self.times, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTurn:
+    """One turn of a conversation: role `user`, `assistant` (trained on), or `tool` (one tool response); its texts and clips in order."""
+
+    role: str
+    content: tuple[str | Clip, ...]
+
+    @property
+    def clips(self) -> tuple[Clip, ...]:
+        return tuple(part for part in self.content if isinstance(part, Clip))
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """A published demonstration: turns with texts, videos and pictures. `tools`: whether `crop_video` is offered in it.
+
+    `source` is the split it comes from; `tokens` its length as the protocol writes it, 0 where nobody has counted.
+    """
+
+    id: str
+    source: str
+    tools: bool
+    turns: tuple[ChatTurn, ...]
+    tokens: int = 0
+
+    @property
+    def clips(self) -> tuple[Clip, ...]:
+        return tuple(clip for turn in self.turns for clip in turn.clips)
+
+
 class Author(enum.IntEnum):
     """Who wrote a token. Only MODEL tokens carry log-probs and loss; PINNED ones open a response for the model."""
 
@@ -177,12 +226,16 @@ class CropCall:
 
 @dataclasses.dataclass(frozen=True)
 class CallOutcome:
-    """One tool call of a turn: what was asked (None where it could not be read), what became of it, and the response the model saw."""
+    """One tool call of a turn: what was asked (None where it could not be read), what became of it, and the response the model saw.
+
+    `frames`: those that the main agent itself was shown, where no sub-agent looks for it.
+    """
 
     call: CropCall | None
     status: CallStatus
     response: str
     subagent: Trajectory | None = None
+    frames: tuple[Frame, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

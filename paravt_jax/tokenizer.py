@@ -8,6 +8,7 @@ Invariant: `decode(ids)` is the bytes of the tokens put together, so every byte 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import pathlib
@@ -114,6 +115,11 @@ class Vocabulary:
     def size(self) -> int:
         """Ids run from 0 to size - 1; a model may have more embedding rows."""
         return max(self._ids.values()) + 1
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A fingerprint of every token and its id."""
+        return hashlib.blake2b(json.dumps(sorted(self._ids.items())).encode(), digest_size=8).hexdigest()
 
     @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 Owns the choice of decoder. decord reads what it reads exactly (8-bit H.264 and VP9 with closed GOPs in mp4, mkv and webm); PyAV
 reads everything else, whatever decord cannot open, and all files where decord is not installed. Refuses to cache and to keep
 readers: each call opens its file and closes it, since a decord reader that crosses threads or a fork hangs.
-Invariant: frame i is the i-th in order of presentation, whichever decoder reads it, and its time counts from the first frame's.
+A picture is a video of one frame. Invariant: frame i is the i-th in order of presentation, whichever decoder reads it, and its time
+counts from the first frame's.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import av.error
 import numpy as np
 from av.container import InputContainer
 from jaxtyping import Float64, Int64, UInt8
+from PIL import Image, ImageOps
 
 try:
     import decord
@@ -29,6 +31,7 @@ except ImportError:  # there are wheels for x86-64 Linux only
 _EXACT_CONTAINERS = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"}
 _EXACT_CODECS = {"h264", "vp9", "libvpx-vp9"}
 _EXACT_PIXELS = {"yuv420p"}
+_PICTURES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
 _UNINDEXED = {"mpeg", "mpegts"}  # packets of these lack reliable timestamps, so frames are counted by decoding all of them
 
 _Result = TypeVar("_Result")
@@ -73,6 +76,9 @@ class _Index:
 
 def probe(path: str | os.PathLike) -> VideoInfo:
     """Lists a file's frames, from its packets where they carry their times. Raises VideoError."""
+    if is_picture(path):
+        height, width, _ = _picture(path).shape
+        return VideoInfo(str(path), 1, 0.0, np.zeros(1), width, height)
     return _guarded(path, lambda container: _index(path, container)).info
 
 
@@ -81,6 +87,10 @@ def read(path: str | os.PathLike, indices: Sequence[int] | Int64[np.ndarray, " m
     wanted = np.asarray(indices, np.int64)
     if not wanted.size:
         raise IndexError(f"{path}: no frame is asked for; give at least one")
+    if is_picture(path):
+        if wanted.any():
+            raise IndexError(f"{path}: frame {wanted.max()} asked for, a picture has one, number 0")
+        return np.repeat(_picture(path)[None], len(wanted), axis=0)
 
     def decode(container: InputContainer) -> np.ndarray:
         index = _index(path, container)
@@ -90,6 +100,26 @@ def read(path: str | os.PathLike, indices: Sequence[int] | Int64[np.ndarray, " m
         return _read_av(path, container, wanted, index) if pixels is None else pixels
 
     return _guarded(path, decode)
+
+
+def is_picture(path: str | os.PathLike) -> bool:
+    """Whether a file is a picture, by its name."""
+    return pathlib.PurePath(path).suffix.lower() in _PICTURES
+
+
+def resize(frame: UInt8[np.ndarray, "h w 3"], size: tuple[int, int]) -> UInt8[np.ndarray, "y x 3"]:
+    """The frame at (height, width) pixels, bicubic; the frame itself where it already has that size."""
+    if frame.shape[:2] == tuple(size):
+        return frame
+    return np.asarray(Image.fromarray(frame).resize((size[1], size[0]), Image.Resampling.BICUBIC))
+
+
+def on_white(image: Image.Image) -> UInt8[np.ndarray, "h w 3"]:
+    """The pixels (RGB) of a picture; what is transparent stands on white."""
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return np.asarray(image.convert("RGB"))
 
 
 def overview_indices(frames: int, k: int) -> Int64[np.ndarray, " m"]:
@@ -128,15 +158,29 @@ def window_indices(info: VideoInfo, start: float, end: float, fps: float = 1.0, 
     return np.unique(inside[np.where(wanted - times[before] <= np.abs(times[after] - wanted), before, after)])
 
 
-def _guarded(path: str | os.PathLike, use: Callable[[InputContainer], _Result]) -> _Result:
-    """Opens the file for `use`; every way in which it can be bad becomes a VideoError."""
+def _picture(path: str | os.PathLike) -> UInt8[np.ndarray, "h w 3"]:
+    """A picture turned as its file says, what is transparent on white. Raises VideoError."""
+    _require_file(path)
+    try:
+        with Image.open(path) as file:
+            return on_white(ImageOps.exif_transpose(file))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG
+        raise VideoError(path, f"it cannot be decoded ({type(error).__name__}: {error})") from error
+
+
+def _require_file(path: str | os.PathLike) -> None:
     file = pathlib.Path(path)
     if not file.is_file():
         raise VideoError(path, "no such file")
     if not file.stat().st_size:
         raise VideoError(path, "the file is empty")
+
+
+def _guarded(path: str | os.PathLike, use: Callable[[InputContainer], _Result]) -> _Result:
+    """Opens the file for `use`; every way in which it can be bad becomes a VideoError."""
+    _require_file(path)
     try:
-        with av.open(str(file), metadata_errors="replace") as container:
+        with av.open(str(path), metadata_errors="replace") as container:
             return use(container)
     except (av.error.FFmpegError, OSError, RuntimeError) as error:
         raise VideoError(path, f"it cannot be decoded ({type(error).__name__}: {error})") from error

@@ -1,18 +1,23 @@
-"""A question about a video, from a notebook: one episode, played as in training and evaluation, on an engine of its own size.
+"""A question about a video, from a notebook or a terminal: one episode, played as in training and evaluation, on an engine of its own size.
 
-Owns the sizes of that engine: prompts have the length that so many frames need, so that a short look is not paid as a long one.
-Refuses a video that cannot be read. Invariant: the same question, settings, seed and weights give the same episode, unless its time
-is up before.
+Owns the sizes of that engine: prompts have the length that so many frames need, so that a short look is not paid as a long one; and what
+`python -m rollout.ask` shows of the episode. Refuses a video that cannot be read and a question without words.
+Invariant: the same question, settings, seed and weights give the same episode, unless its time is up before.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import os
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated, Literal
 
 import jax.numpy as jnp
+import tyro
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -22,17 +27,20 @@ from models.qwen3_vl.model import Qwen3VL
 from models.weights.folder import local_folder
 from paravt_jax import tokenizer
 from paravt_jax.protocol import Protocol, ProtocolSettings
-from paravt_jax.records import Episode, Frame, Question, QuestionKind, StopReason
+from paravt_jax.records import Episode, Question, QuestionKind, StopReason
+from paravt_jax.rewards import RewardSettings, score
 from paravt_jax.tokenizer import Vocabulary
 from paravt_jax.video import VideoError
 from rollout.engine import Engine
 from rollout.episode import Dispatch, Scene, Setting, play
+from rollout.episode_card import episode_card
+from rollout.markup import el, page
 from rollout.requests import run
 from rollout.settings import EngineSettings
+from rollout.sizing import crop_tokens, engine_settings, overview_tokens
+from rollout.transcript import transcript
 
 _QUESTION_TOKENS = 512  # room for the question and its options
-_LATER = (512, 2048)  # tokens after a prompt: a first turn's, and later what was written and reported, too
-_BUCKET = 256  # lengths are multiples of this, so that videos of one size share their compiled programs
 _ENGINES = 2  # kept at once: each holds the keys and values of its prompts on the device
 
 
@@ -85,10 +93,12 @@ class Assistant:
 
         `frames` is the overview budget K; `dispatch="none"` offers no tool. A temperature of 0 is greedy, and `seed` then means nothing.
         `seconds` is the time it has, compilation included where these sizes are new.
-        Raises VideoError for a file that cannot be read, ValueError for a question of more tokens than there is room for.
+        Raises VideoError for a file that cannot be read, ValueError for an empty question and one of more tokens than there is room for.
         """
         setting = Setting(frames, temperature, dispatch, seconds)
         kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
+        if not question.strip():
+            raise ValueError("question: it is empty; ask in words what the video should tell")
         asked = Question("asked", str(video), question, kind, "", tuple(options))
         length = len(self._scene.protocol.question(asked).ids)
         if length > _QUESTION_TOKENS:
@@ -99,21 +109,17 @@ class Assistant:
             raise VideoError(asked.video, self._scene.features.unreadable.get(asked.video, "it cannot be read any more"))
         return episode
 
+    def page(self, episode: Episode, setting: Setting) -> str:
+        """The episode as a page that needs nothing but itself: frames, every token that was written, crops and what was said of them."""
+        line = transcript(episode, score(episode.question, episode.turns, RewardSettings()), setting, self._scene.protocol.vocabulary)
+        del line["rewards"]  # nobody knows the right answer
+        return page(episode.question.text, el("main", episode_card(Path(), line, open_=True)))
+
     def _engine(self, video: str, frames: int) -> Engine:
         protocol, features = self._scene.protocol, self._scene.features
-        limits, tokens = protocol.settings, features.tokens(video)
-        last = Frame(video, 0, features.info(video).duration)  # no other has a longer time
-        overview = _round_up(len(protocol.overview([last] * frames, tokens).ids) + _QUESTION_TOKENS)
-        crop = _round_up(len(protocol.window([last] * limits.crop_frames, tokens).ids))
-        report, longest = _round_up(crop + limits.summary_tokens), _round_up(overview + limits.trajectory_tokens)
-        settings = EngineSettings(
-            own=tuple(sorted({report, longest, *(min(_round_up(overview + later), longest) for later in _LATER)})),
-            prefill=tuple(sorted({_BUCKET, crop, overview})),
-            slots=limits.max_calls,
-            fan=limits.max_calls,
-            pages=(longest + limits.max_calls * report) // EngineSettings.page,
-            prefill_tokens=overview,
-        )
+        last, tokens = features.info(video).duration, features.tokens(video)  # no frame has a longer time
+        overview = overview_tokens(protocol, frames, tokens, last) + _QUESTION_TOKENS
+        settings = engine_settings(protocol, overview, crop_tokens(protocol, tokens, last))
         if settings not in self._engines:
             self._engines[settings] = Engine(self._model, features, settings)
             if len(self._engines) > _ENGINES:
@@ -122,5 +128,70 @@ class Assistant:
         return self._engines[settings]
 
 
-def _round_up(tokens: int) -> int:
-    return -(-tokens // _BUCKET) * _BUCKET
+# The command ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class AskSettings:
+    """What `python -m rollout.ask` is told."""
+
+    model: str
+    """Folder or hub id of a Qwen3-VL with its tokenizer."""
+    video: str
+    """The video file."""
+    question: Annotated[str, tyro.conf.Positional]
+    """What is asked about it."""
+    options: tuple[str, ...] = ()
+    """The answers to choose from, if there are some."""
+    frames: int = 64
+    """The overview budget K."""
+    dispatch: Dispatch = "parallel"
+    """How calls are carried out."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations."""
+    html: str = ""
+    """A file for the episode as a page."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code. A mistake of the user's is one line and code 2."""
+    asked = tyro.cli(AskSettings, args=argv, prog="python -m rollout.ask", description=__doc__)
+    try:
+        setting = Setting(asked.frames, asked.temperature, asked.dispatch)
+        if asked.html and not Path(asked.html).absolute().parent.is_dir():
+            raise FileNotFoundError(f"--html {asked.html}: its folder is not there; make it, or name another file")
+        if not Path(asked.video).is_file():
+            raise FileNotFoundError(f"--video {asked.video}: no such file; give the path of a video")
+        assistant = Assistant.load(asked.model, dtype=asked.dtype, param_dtype=asked.dtype)
+        episode = assistant.ask(
+            Path(asked.video).absolute(), asked.question, options=asked.options, frames=setting.frames, dispatch=setting.dispatch,
+            temperature=setting.temperature, seed=asked.seed,
+        )  # fmt: skip
+    except (FileNotFoundError, ValueError, VideoError) as error:
+        print(f"python -m rollout.ask: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(told(episode)))
+    if asked.html:
+        Path(asked.html).write_text(assistant.page(episode, setting), encoding="utf-8")
+        print(f"page: {asked.html}")
+    return 0
+
+
+def told(episode: Episode) -> Iterator[str]:
+    """The episode in words: what was written in each turn, each crop and what its sub-agent said, the answer."""
+    for number, turn in enumerate(episode.turns, 1):
+        yield f"--- turn {number}"
+        yield turn.text.strip()
+        for crop, outcome in enumerate(turn.calls, 1):
+            window = f"{outcome.call.start:g} to {outcome.call.end:g} s" if outcome.call else "no window that could be read"
+            yield f"    crop {crop}, {window} ({outcome.status.replace('_', ' ')}): {outcome.response.strip()}"
+    yield f"--- answer: {'none' if episode.answer is None else episode.answer}" + (
+        "" if episode.stop is StopReason.ANSWERED else f" (the episode ended: {episode.stop.replace('_', ' ')})"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

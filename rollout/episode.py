@@ -21,7 +21,7 @@ from paravt_jax.records import Author, CallOutcome, CallStatus, CropCall, Episod
 from paravt_jax.video import VideoError
 from rollout.requests import Request, Sample, SampleStop, Sampling, ask
 
-Dispatch = Literal["parallel", "sequential", "none"]
+Dispatch = Literal["parallel", "sequential", "none", "frames"]
 
 # What it means for an episode that a turn was cut short.
 _CUT = {
@@ -33,9 +33,10 @@ _CUT = {
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How an episode is played: `frames` is the overview budget K; `dispatch` how calls are carried out.
+    """How an episode is played: `frames` is the overview budget K, 0 for an episode that is blind; `dispatch` how calls are carried out.
 
-    `parallel`: all calls of a turn at once; `sequential`: a turn ends at its first call; `none`: no tool is offered.
+    `parallel`: all calls of a turn at once; `sequential`: a turn ends at its first call; `none`: no tool is offered; `frames`: the main
+    agent is shown the frames of each window itself, as the release evaluates (REFERENCE 4, point 9).
     `seconds` is the time for the whole episode, `report_seconds` that for a turn's sub-agents.
     """
 
@@ -46,8 +47,11 @@ class Setting:
     report_seconds: float = math.inf
 
     def __post_init__(self):
-        if not isinstance(self.frames, int) or self.frames < 1:
-            raise ValueError(f"frames = {self.frames}: the overview has a whole number of frames, at least one; 64 shows most")
+        if not isinstance(self.frames, int) or self.frames < (self.dispatch != "none"):
+            raise ValueError(
+                f"frames = {self.frames}: the overview has a whole number of frames, at least one; 64 shows most "
+                "(0 is a blind run, with dispatch 'none')"
+            )
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature = {self.temperature}: a number, 0 or above; use 0 for the likeliest tokens")
         for name in ("seconds", "report_seconds"):
@@ -72,9 +76,11 @@ async def play(scene: Scene, question: Question, setting: Setting, seed: int) ->
     tools = setting.dispatch != "none"
     until = scene.clock() + setting.seconds
     try:
-        overview = scene.features.overview(question.video, setting.frames)
-        scene.features(overview)  # unreadable now is better than unreadable in the middle of a batch
-        prompt = protocol.overview(overview, scene.features.tokens(question.video), tools)
+        overview, tokens = (), 0
+        if setting.frames:  # a blind episode opens no file
+            overview, tokens = scene.features.overview(question.video, setting.frames), scene.features.tokens(question.video)
+            scene.features(overview)  # unreadable now is better than unreadable in the middle of a batch
+        prompt = protocol.overview(overview, tokens, tools)
     except VideoError:
         return Episode(question, setting.frames, Trajectory(), (), StopReason.UNREADABLE, None)
     trajectory = Trajectory((prompt, protocol.question(question)))
@@ -100,7 +106,7 @@ async def play(scene: Scene, question: Question, setting: Setting, seed: int) ->
             stop = StopReason.NO_ANSWER if extract_answer(text) is None else StopReason.ANSWERED
             return _episode(question, setting, trajectory, turns, stop)
 
-        offered = len(turns) < tool_turns
+        offered = len(turns) < tool_turns and not (setting.dispatch == "frames" and _forges_frames(scene, trajectory))
         outcomes = await _dispatch(scene, question, calls, setting, seed + 1000 * (len(turns) + 1), until) if offered else _refuse(calls)
         outcomes = [dataclasses.replace(o, response=protocol.cut(o.response)) for o in outcomes]
         turns.append(Turn(text, tuple(outcomes)))
@@ -108,7 +114,8 @@ async def play(scene: Scene, question: Question, setting: Setting, seed: int) ->
             stop = StopReason.TURN_LIMIT if extract_answer(text) is None else StopReason.ANSWERED
             return _episode(question, setting, trajectory, turns, stop)
         ended = sample.ids[-1] == protocol.vocabulary.eos
-        results = protocol.tool_results([o.response for o in outcomes], bool(ended), last=len(turns) >= tool_turns)
+        shown = [o.frames for o in outcomes]
+        results = protocol.tool_results([o.response for o in outcomes], bool(ended), len(turns) >= tool_turns, shown, tokens)
         if _suffix_length(trajectory) + len(results.ids) + len(protocol.pinned.ids) >= limits.trajectory_tokens:
             turns[-1] = dataclasses.replace(turns[-1], truncated=True)
             return _episode(question, setting, trajectory, turns, StopReason.TOKEN_LIMIT)
@@ -130,8 +137,8 @@ async def _dispatch(
     One that fails or takes too long costs its own report only.
     """
     limit = 1 if setting.dispatch == "sequential" else scene.protocol.settings.max_calls
-    outcomes = [_open(scene, question, call, number, limit) for number, call in enumerate(calls)]
-    ready = [(number, outcome) for number, outcome in enumerate(outcomes) if outcome.status.executed]
+    outcomes = [_open(scene, question, call, number, limit, setting.dispatch) for number, call in enumerate(calls)]
+    ready = [(number, outcome) for number, outcome in enumerate(outcomes) if outcome.subagent is not None]
     tokens, vocabulary = scene.protocol.settings.summary_tokens, scene.protocol.vocabulary
     # A request has some time at least; that the episode has none left is for its next turn to see.
     seconds = max(min(until - scene.clock(), setting.report_seconds), 1e-6)
@@ -151,8 +158,8 @@ async def _dispatch(
     return outcomes
 
 
-def _open(scene: Scene, question: Question, call: CropCall | Malformed, number: int, limit: int) -> CallOutcome:
-    """One call up to its sub-agent's prompt, or the reason why there is none."""
+def _open(scene: Scene, question: Question, call: CropCall | Malformed, number: int, limit: int, dispatch: Dispatch) -> CallOutcome:
+    """One call up to its sub-agent's prompt (or the frames themselves), or the reason why there is none."""
     if isinstance(call, Malformed):
         return CallOutcome(None, call.status, f"error: {call.reason}")
     if number >= limit:
@@ -164,12 +171,20 @@ def _open(scene: Scene, question: Question, call: CropCall | Malformed, number: 
             return CallOutcome(call, status, f"error: {reason}")
         frames = features.window(question.video, window.start, window.end, settings.crop_fps, settings.crop_frames)
         features(frames)
+        note = f" ({reason})" if status is CallStatus.CLAMPED else ""
+        if dispatch == "frames":
+            return CallOutcome(window, status, f"{len(frames)} frames.{note}", frames=frames)
         prompt = scene.protocol.window(frames, features.tokens(question.video))
     except VideoError as error:
         reason = error.reason.replace(error.path, VIDEO_NAME)  # where files lie is nothing that a model should read
         return CallOutcome(call, CallStatus.UNREADABLE, f"error: the video cannot be read there ({reason})")
-    note = f" ({reason})" if status is CallStatus.CLAMPED else ""
     return CallOutcome(window, status, note, Trajectory((prompt,)))
+
+
+def _forges_frames(scene: Scene, trajectory: Trajectory) -> bool:
+    """Whether the model wrote a frame's placeholder, which a sampler could not tell from those of the frames that come after it."""
+    placeholder = scene.protocol.vocabulary["<|image_pad|>"]
+    return any(placeholder in segment.ids for segment in trajectory.segments if segment.author is Author.MODEL)
 
 
 def _refuse(calls: list[CropCall | Malformed]) -> list[CallOutcome]:

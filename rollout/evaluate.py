@@ -61,8 +61,11 @@ def seed_of(*parts: int | str) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
-def summarise(setting: Setting, episodes: Sequence[Episode], rewards: Sequence[Rewards]) -> Row:
-    """The row of a set of episodes."""
+def summarise(setting: Setting, scored: Sequence[tuple[Episode, Rewards]]) -> Row:
+    """The row of a set of episodes. ValueError where there are none."""
+    if not scored:
+        raise ValueError("evaluation.questions: not one question has a readable video; check the data root")
+    episodes, rewards = zip(*scored, strict=True)
     return Row(
         k=setting.frames,
         dispatch=setting.dispatch,
@@ -91,11 +94,34 @@ def evaluate(
     progress: Callable[[int, int], None] | None = None,
     judge: Judge | None = None,
 ) -> tuple[Row, list[tuple[Episode, Rewards]]]:
-    """Play every question `samples` times under `setting`. Questions whose video cannot be read are left out of the row."""
+    """`play_and_score`, and its row. ValueError where not one video can be read."""
+    scored = play_and_score(sampler, scene, questions, setting, rewards, seed, samples, progress, judge)
+    return summarise(setting, scored), scored
+
+
+def play_and_score(
+    sampler: Sampler,
+    scene: Scene,
+    questions: Sequence[Question],
+    setting: Setting,
+    rewards: RewardSettings,
+    seed: int,
+    samples: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+    judge: Judge | None = None,
+) -> list[tuple[Episode, Rewards]]:
+    """Play every question `samples` times under `setting`; those whose video cannot be read are left out.
+
+    An episode depends on its question and the seed, not on what else is played: several processes can share the questions.
+    """
     agents = [play(scene, q, setting, seed_of(seed, q.id, n)) for q in questions for n in range(samples)]
     episodes = [episode for episode in run(sampler, agents, progress) if episode.stop is not StopReason.UNREADABLE]
-    if not episodes:
-        raise ValueError("evaluation.questions: not one question has a readable video; check the data root")
     earned = score_all([(e.question, e.turns) for e in episodes], rewards, judge)
-    scored = list(zip(episodes, earned, strict=True))
-    return summarise(setting, episodes, [r for _, r in scored]), scored
+    return list(zip(episodes, earned, strict=True))
+
+
+if __name__ == "__main__":
+    # The command's own modules stand on this one, so they are known only once it is whole.
+    from rollout.evaluation.command import main
+
+    raise SystemExit(main())

@@ -7,10 +7,12 @@ repeats exactly.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Coroutine, Generator, Sequence
+import sys
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -162,15 +164,39 @@ def run(
     Where an agent fails, or the caller is interrupted, what was still asked for is cancelled and all other agents are closed.
     """
     results: dict[int, Result] = {}
+    try:
+        with contextlib.closing(as_done(sampler, agents)) as finished:
+            for batch in finished:
+                results.update(batch)
+                if progress:
+                    progress(len(results), len(agents))
+    finally:
+        for agent in agents:
+            agent.close()
+    return [results[agent] for agent in range(len(agents))]
+
+
+def as_done(
+    sampler: Sampler, agents: Iterable[Coroutine[Any, Any, Result]], most: int = sys.maxsize
+) -> Generator[list[tuple[int, Result]], None, None]:
+    """Run agents, at most so many at a time, and hand out those that are done, by their numbers, whenever some are.
+
+    An agent is taken from `agents` when there is room for it, so a long list of them need not exist at once. The sampler is this call's
+    alone until it ends. Where an agent fails, or this is closed, what was asked for is cancelled and the agents that run are closed.
+    """
+    coming = enumerate(agents)
+    running: dict[int, Coroutine[Any, Any, Result]] = {}
     asked: dict[int, list[int]] = {}  # agent -> its tickets, in the order of its requests
     owner: dict[int, int] = {}  # ticket -> agent
     answers: dict[int, tuple[Sample, ...]] = {}
+    finished: list[tuple[int, Result]] = []
 
     def advance(agent: int, given: list[tuple[Sample, ...]] | None) -> None:
         try:
-            wanted = agents[agent].send(given).requests
+            wanted = running[agent].send(given).requests
         except StopIteration as end:
-            results[agent] = end.value
+            finished.append((agent, end.value))
+            del running[agent]
             return
         asked[agent] = []
         for request in wanted:
@@ -179,10 +205,16 @@ def run(
             owner[ticket] = agent
 
     try:
-        for agent in range(len(agents)):
-            advance(agent, None)
-        while asked:
-            done = len(results)
+        while True:
+            while len(running) < most and (new := next(coming, None)) is not None:
+                running[new[0]] = new[1]
+                advance(new[0], None)
+            if finished:
+                batch, finished = finished, []
+                yield batch
+                continue
+            if not running:
+                return
             for ticket, samples in sampler.step():
                 if ticket not in owner:
                     continue
@@ -190,11 +222,8 @@ def run(
                 agent = owner.pop(ticket)
                 if all(ticket in answers for ticket in asked[agent]):
                     advance(agent, [answers.pop(ticket) for ticket in asked.pop(agent)])
-            if progress and len(results) > done:
-                progress(len(results), len(agents))
     finally:
         for ticket in owner:
             sampler.cancel(ticket)
-        for agent in agents:
+        for agent in running.values():
             agent.close()
-    return [results[agent] for agent in range(len(agents))]

@@ -5,6 +5,7 @@ Owns the format of a line of episodes.jsonl. Text is decoded token by token for 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ def transcript(
         "k": setting.frames,
         "dispatch": setting.dispatch,
         "temperature": setting.temperature,
-        "overview": [frame.time for frame in trajectory.frames],
+        "overview": [frame.time for segment in trajectory.segments if segment.author is Author.PROMPT for frame in segment.frames],
         "turns": turns,
         "answer": episode.answer,
         "stop": str(episode.stop),
@@ -70,10 +71,15 @@ def _tokens(
                 "author": segment.author.name.lower(),
                 "kind": kind,
                 "credit": float(credit[at + n - start]) if credit is not None and kind else None,
-                "logprob": float(segment.logprobs[n]) if segment.logprobs is not None else None,
+                "logprob": _number(segment.logprobs[n]) if segment.logprobs is not None else None,
             }
         )
     return tokens
+
+
+def _number(value: float) -> float | None:
+    """None for a log-prob that the sampler did not know."""
+    return float(value) if math.isfinite(value) else None
 
 
 def _call(outcome: CallOutcome) -> dict[str, Any]:
@@ -82,6 +88,6 @@ def _call(outcome: CallOutcome) -> dict[str, Any]:
         "start": call.start if call else None,
         "end": call.end if call else None,
         "status": str(outcome.status),
-        "times": [frame.time for frame in seen.frames] if seen else [],
+        "times": [frame.time for frame in (seen.frames if seen else outcome.frames)],
         "response": outcome.response,
     }

@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "train": {"paravt_jax", "models", "rollout"},
     "configs": {"paravt_jax", "models", "rollout", "train"},
 }
-PARTS_OF_A_COMMAND = {"train/prepare.py", "train/session.py"}  # train.run's phases, in files that can be read; they take a whole Run
+# train.run's phases and what train.plan compiles, in files that can be read; they take a whole Run.
+PARTS_OF_A_COMMAND = {"train/abstract.py", "train/prepare.py", "train/session.py", "train/planning/programs.py", "train/planning/step.py"}
 SOURCES = [file for room in ROOMS for file in sorted((ROOT / room).rglob("*.py"))]
 MOST_LINES = 400
 LONGER_FOR_A_REASON: dict[str, str] = {}  # file -> why it is not two

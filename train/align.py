@@ -7,6 +7,7 @@ embedding of words; afterwards the tower is frozen. Invariant: nothing but capti
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,27 @@ from jaxtyping import Array, Float, Int
 
 from models.processor import patchify
 from models.qwen3_vl.model import Qwen3VL
-from models.qwen3_vl.vision import frame_layout
+from models.qwen3_vl.vision import PatchLayout, frame_layout
 from paravt_jax import video
 from paravt_jax.records import Caption
 from paravt_jax.tokenizer import Vocabulary
+from train.optimizer import require_counts
+from train.phase import Phase
 
 
 @dataclasses.dataclass(frozen=True)
 class AlignSettings:
-    """Updates, frames in each, and Adam's learning rate (cosine to zero)."""
+    """Updates, frames in each, Adam's learning rate (cosine to zero), and how often to save."""
 
     steps: int = 250
     batch: int = 512
     learning_rate: float = 3e-3
+    save_every: int = 100
+
+    def __post_init__(self):
+        require_counts("align", steps=self.steps, batch=self.batch, save_every=self.save_every)
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"align.learning_rate: {self.learning_rate}; give a finite number above 0")
 
 
 def align(
@@ -42,18 +51,42 @@ def align(
     root: Path,
     settings: AlignSettings,
     seed: int,
-    progress: Callable[[int, dict[str, float]], None],
-) -> dict[str, str]:
-    """Train `model.vision` and the word embedding in place. `progress(step, figures)` is told after each update.
+    phase: Phase,
+    unreadable: dict[str, str],
+) -> None:
+    """Train `model.vision` and the word embedding in place, from the step that `phase` was left at; it is told of every update.
 
-    Returns the videos that could not be decoded, and why: their captions are left out.
-    Raises ValueError for a caption whose words are not single tokens, or videos of more than one size.
+    Adds to `unreadable` the videos that could not be decoded, and why: their captions are left out. Where nothing is left to do, none
+    is looked at. Raises ValueError for a caption whose words are not single tokens, or videos of more than one size.
     """
-    pixels, words, unreadable = _load(captions, vocabulary, root)
-    graph, weights = nnx.split((model.vision, model.text.embedding))
     optimizer = optax.adamw(optax.cosine_decay_schedule(settings.learning_rate, settings.steps), weight_decay=0.0)
+    start = optimizer.init(nnx.state((model.vision, model.text.embedding)))
+    saved, drawn = phase.resume({"vision": nnx.state(model.vision), "text": nnx.state(model.text), "optimizer": start})
+    nnx.update(model.vision, saved["vision"])
+    nnx.update(model.text, saved["text"])
+    if not phase.left:
+        return
+    pixels, words, bad = _load(captions, vocabulary, root)
+    unreadable |= bad
+    graph, weights = nnx.split((model.vision, model.text.embedding))
     patch = model.config.vision.patch_size
     layout = frame_layout((pixels.shape[1] // patch, pixels.shape[2] // patch), model.config.vision)
+    update = _make_update(graph, optimizer, layout)
+    state, rng = saved["optimizer"], np.random.default_rng(seed)
+    if drawn is not None:
+        rng.bit_generator.state = drawn
+    for step in phase.left:
+        chosen = rng.integers(len(pixels), size=settings.batch)
+        patches = patchify(pixels[chosen], patch, model.config.vision.spatial_merge_size)
+        weights, state, value, right = update(weights, state, patches, words[chosen])
+        nnx.update((model.vision, model.text.embedding), weights)
+        figures = {"loss": float(value), "accuracy": float(right)}
+        kept = {"vision": nnx.state(model.vision), "text": nnx.state(model.text), "optimizer": state}
+        phase.done(step, figures, kept, dict(rng.bit_generator.state), ("loss", "accuracy"))
+
+
+def _make_update(graph: nnx.GraphDef, optimizer: optax.GradientTransformation, layout: PatchLayout) -> Callable[..., Any]:
+    """The jitted update `f(weights, optimizer state, patches, words) -> (weights, optimizer state, loss, accuracy)`."""
 
     def loss(weights: Any, patches: Float[Array, "m p i"], words: Int[Array, "m w"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
         tower, embedding = nnx.merge(graph, weights)
@@ -74,16 +107,7 @@ def align(
         changes, state = optimizer.update(grads, state, weights)
         return optax.apply_updates(weights, changes), state, value, right
 
-    state, rng = optimizer.init(weights), np.random.default_rng(seed)
-    for step in range(settings.steps):
-        chosen = rng.integers(len(pixels), size=settings.batch)
-        patches = patchify(pixels[chosen], patch, model.config.vision.spatial_merge_size)
-        weights, state, value, right = update(weights, state, patches, words[chosen])
-        progress(step + 1, {"loss": float(value), "accuracy": float(right)})
-    tower, embedding = nnx.merge(graph, weights)
-    nnx.update(model.vision, nnx.state(tower))
-    model.text.embedding[...] = embedding[...]
-    return unreadable
+    return update
 
 
 def _load(captions: Sequence[Caption], vocabulary: Vocabulary, root: Path) -> tuple[np.ndarray, np.ndarray, dict[str, str]]:

@@ -21,6 +21,8 @@ from typing import Any, TextIO
 
 import tensorboardX
 
+from train import hosts
+
 PHASES = ("align", "sft", "rl")
 
 
@@ -63,12 +65,12 @@ class MetricsWriter:
     ):
         self._dir = pathlib.Path(run_dir)
         self._dir.mkdir(parents=True, exist_ok=True)
-        self._path = self._dir / "metrics.jsonl"
+        self.path = self._dir / "metrics.jsonl"
         self._tensorboard = tensorboard
         self._events: dict[str, tensorboardX.SummaryWriter] = {}  # by phase, opened at its first figure
         self._wandb = _open_wandb(self._dir, wandb_project, config or {}) if wandb else None
-        if self._path.exists() and not self._path.read_bytes().endswith(b"\n"):
-            self._rewrite(read_jsonl(self._path))  # appending to a torn line would spoil the next one too
+        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+            self._rewrite(read_jsonl(self.path))  # appending to a torn line would spoil the next one too
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """Records `values` of one step. Keys are flat, with a slash between group and name ("reward/accuracy"); not finite becomes null."""
@@ -78,8 +80,10 @@ class MetricsWriter:
         if clash := numbers.keys() & line.keys():
             raise ValueError(f"metrics: {sorted(clash)} is a name of the line itself; give the value another name")
         events = self._events_of(phase) if self._tensorboard else None
-        with self._path.open("a", encoding="utf-8") as file:  # closed, hence flushed, at every line
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line | numbers) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # a checkpoint may follow: power that fails must not leave it ahead of its figures
         if events is not None:
             _add(events, line | numbers)
             events.flush()
@@ -94,9 +98,9 @@ class MetricsWriter:
         """
         last = _phase_index(phase)
         kept = [
-            row for row in read_jsonl(self._path) if _phase_index(row["phase"]) < last or (row["phase"] == phase and row["step"] <= step)
+            row for row in read_jsonl(self.path) if _phase_index(row["phase"]) < last or (row["phase"] == phase and row["step"] <= step)
         ]
-        if self._path.exists():
+        if self.path.exists():
             self._rewrite(kept)
         for name in PHASES[last:]:
             if (events := self._events.pop(name, None)) is not None:
@@ -119,19 +123,35 @@ class MetricsWriter:
             folder = self._dir / "tensorboard" / phase
             shutil.rmtree(folder, ignore_errors=True)
             self._events[phase] = tensorboardX.SummaryWriter(str(folder))
-            for row in read_jsonl(self._path):
+            for row in read_jsonl(self.path):
                 if row["phase"] == phase:
                     _add(self._events[phase], row)
             self._events[phase].flush()
         return self._events[phase]
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
-        new = self._path.with_suffix(".jsonl.new")
+        new = self.path.with_suffix(".jsonl.new")
         with new.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(new, self._path)
+        os.replace(new, self.path)
+
+
+class SilentMetrics(MetricsWriter):
+    """What the other processes of a run write: nothing."""
+
+    def __init__(self, run_dir: str | os.PathLike[str]):
+        self.path = pathlib.Path(run_dir) / "metrics.jsonl"
+
+    def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def truncate(self, phase: str, step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def _phase_index(phase: str) -> int:
@@ -181,8 +201,8 @@ class Progress:
         self._tty = self._stream.isatty()
         self._shown = -math.inf
         self._done = done
-        # The rate is that of the last updates: the first step compiles, and would spoil the estimate for minutes.
-        self._recent = collections.deque([(time.monotonic(), done)], maxlen=20)
+        # The rate is that of the last updates, and the first one only starts the clock: its step compiled.
+        self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=20)
 
     def __enter__(self) -> Progress:
         return self
@@ -191,7 +211,9 @@ class Progress:
         self.close()
 
     def update(self, done: int, figures: Mapping[str, float] | None = None) -> None:
-        """Says that `done` units of the total are finished; `figures` are shown in their order."""
+        """Says that `done` units of the total are finished; `figures` are shown in their order. Of a run's processes, the first says it."""
+        if not hosts.is_first():
+            return
         now = time.monotonic()
         self._done = done
         self._recent.append((now, done))

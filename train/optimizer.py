@@ -29,9 +29,16 @@ class OptimizerSettings:
     b2: float = 0.999
     eps: float = 1e-8
     max_grad_norm: float = 1.0
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the first moment (Muon's momentum too). The second is always float32: in bfloat16 a step of 1 - b2 = 0.001 rounds to nothing,
+    and what is large once stays so; optax keeps it in the type of the weights."""
 
     def __post_init__(self):
-        for name, choices in (("name", ("adamw", "muon")), ("schedule", ("constant", "cosine"))):
+        for name, choices in (
+            ("name", ("adamw", "muon")),
+            ("schedule", ("constant", "cosine")),
+            ("moment_dtype", ("float32", "bfloat16")),
+        ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"OptimizerSettings.{name}: {getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}")
         for name in ("learning_rate", "muon_learning_rate", "eps", "max_grad_norm"):
@@ -60,7 +67,14 @@ def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTra
         return optax.warmup_cosine_decay_schedule(0.0, peak, max(1, round(settings.warmup * steps)), steps)
 
     if settings.name == "adamw":
-        inner = optax.adamw(rate(settings.learning_rate), settings.b1, settings.b2, settings.eps, weight_decay=settings.weight_decay)
+        inner = optax.adamw(
+            rate(settings.learning_rate),
+            settings.b1,
+            settings.b2,
+            settings.eps,
+            mu_dtype=settings.moment_dtype,
+            weight_decay=settings.weight_decay,
+        )
     else:
         inner = _muon(settings, rate)
     return optax.chain(optax.clip_by_global_norm(settings.max_grad_norm), inner)
@@ -70,6 +84,7 @@ def _muon(settings: OptimizerSettings, rate: Callable[[float], optax.Schedule | 
     return optax.contrib.muon(
         rate(settings.muon_learning_rate),
         weight_decay=settings.weight_decay,
+        mu_dtype=settings.moment_dtype,
         adam_b1=settings.b1,
         adam_b2=settings.b2,
         adam_weight_decay=settings.weight_decay,

@@ -13,7 +13,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -24,11 +24,11 @@ from configs.paradox import ARMS, paradox_tiny
 from configs.paravt_tiny import paravt_tiny
 from train.allocator import reuse_freed_memory
 from train.checkpoint import CheckpointError
-from train.interrupts import Interrupts
+from train.interrupts import Interrupts, Stopped
 from train.metrics import format_seconds, read_metrics
 from train.paradox_figure import figure
 from train.prepare import UnreadableVideosError
-from train.run import STOPPED, execute, resolved
+from train.run import execute, resolved
 from train.run_directory import RunDirectory, RunDirectoryError, write_atomically
 
 COLD_START = "cold start"
@@ -94,7 +94,7 @@ def plan(command: Paradox) -> dict[str, list[Run]]:
     return runs
 
 
-def carry_out(runs: dict[str, list[Run]], check: Callable[[], None]) -> None:
+def carry_out(runs: dict[str, list[Run]], interrupts: Interrupts) -> None:
     """Every run that has not finished yet: the cold start first, then the arms, seed by seed."""
     order = [*runs[COLD_START], *(run for column in zip(*(runs[arm] for arm in ARMS), strict=True) for run in column)]
     for number, run in enumerate(order, 1):
@@ -102,7 +102,7 @@ def carry_out(runs: dict[str, list[Run]], check: Callable[[], None]) -> None:
             finished = (pathlib.Path(run.run_dir) / "result.json").exists()
         if not finished:
             print(f"run {number} of {len(order)}: {run.name}, seed {run.seed}", file=sys.stderr)
-            execute(run, check)
+            execute(run, interrupts)
 
 
 def read(run: Run) -> Result:
@@ -194,10 +194,10 @@ def main(argv: list[str] | None = None) -> int:
     runs = plan(command)
     try:
         with Interrupts() as interrupts:
-            carry_out(runs, interrupts.check)
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        return STOPPED
+            carry_out(runs, interrupts)
+    except Stopped as stop:
+        print(f"\n{stop}; the same command goes on from there", file=sys.stderr)
+        return stop.code
     except (RunDirectoryError, CheckpointError, UnreadableVideosError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from rollout.markup import Html, el, number
 from train.report_chart import Scale, corners, scale, smooth, ticks
-from train.report_html import Html, el, number
 
 if TYPE_CHECKING:
     from train.paradox import Result

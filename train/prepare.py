@@ -1,7 +1,8 @@
 """From a recipe to what a run learns from: videos on disk, records that can be read, and the vocabulary.
 
 Owns the order in which these are made and the report of videos that cannot be read. Everything is made once: an interrupted
-preparation goes on, a finished one is only opened.
+preparation goes on, a finished one is only opened. As a command it prepares published data and does no more:
+`python -m train.prepare --config=sft_8b --data.media FOLDER`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import sys
 from collections.abc import Callable
+from typing import Any
 
+from configs import RECIPES
 from configs.base import Run
+from models.qwen3_vl.config import qwen3_vl, tiny
+from models.weights.folder import CONFIG, local_folder, read_companions
 from paravt_jax import datasets, protocol, tokenizer, world, world_text
+from paravt_jax.preparation import LEFT_OUT, PLAN
+from paravt_jax.published import Reason
 from paravt_jax.records import Caption, Demonstration, Question
 from paravt_jax.tokenizer import Vocabulary
+from train import hosts
+from train.cli import parse
 from train.metrics import Progress
+from train.published_data import DataSettings, PublishedData, open_published, prepare_published
 from train.run_directory import write_atomically
 
 UNREADABLE = "unreadable_videos.json"
@@ -38,17 +49,19 @@ class Data:
     captions: tuple[Caption, ...]
     videos: int  # in all, unreadable ones included
     unreadable: dict[str, str]
+    published: PublishedData | None = None  # what is not here of it: packed conversations
 
 
 def prepare(run: Run, folder: pathlib.Path, check: Callable[[], None] = lambda: None) -> Data:
     """The data of `run`, made in `folder` where it is not there yet. `check` is called for every video and may raise to stop.
 
-    Raises ValueError for a recipe without a world, UnreadableVideosError where more videos than allowed cannot be read.
+    Published data is made in `run.data.folder`, where other runs find it. Raises ValueError for a recipe without any data,
+    UnreadableVideosError where more videos than allowed cannot be read.
     """
+    if run.data is not None:
+        return _published(run, run.data, folder, check)
     if run.world is None:
-        raise ValueError(
-            f"{run.name} cannot run yet: nothing reads the published data set in this version; use a recipe with a rendered world"
-        )
+        raise ValueError(f"{run.name}: neither data nor world is set; use a recipe with one of them")
     root = folder / "videos"
     with Progress("render videos", run.world.train_videos + run.world.heldout_videos, unit="video") as progress:
 
@@ -72,6 +85,49 @@ def prepare(run: Run, folder: pathlib.Path, check: Callable[[], None] = lambda: 
     return _open(run, folder, root)
 
 
+def _published(run: Run, settings: DataSettings, folder: pathlib.Path, check: Callable[[], None]) -> Data:
+    summary = prepare_dataset(run, check)
+    counts = {reason: summary["reasons"].get(reason, 0) for reason in (Reason.MISSING, Reason.UNREADABLE, Reason.SLOW)}
+    if sum(counts.values()) > run.unreadable_share * summary["rows"]:
+        named, set_folder = ", ".join(f"{count} {reason}" for reason, count in counts.items()), pathlib.Path(settings.folder)
+        raise UnreadableVideosError(
+            f"{sum(counts.values())} of {summary['rows']} rows have files that cannot be read ({named}), see {set_folder / LEFT_OUT}. "
+            f"Put them back, delete {set_folder / PLAN} and prepare again, or allow a larger share than "
+            f"--unreadable-share {run.unreadable_share:g}."
+        )
+    _copy_tokenizer(local_folder(run.model.path, weights=False), folder / "tokenizer")
+    data = open_published(settings, run.seed)
+    return Data(
+        root=data.root,
+        vocabulary=tokenizer.load(folder / "tokenizer"),
+        questions=data.questions,
+        heldout=data.heldout,
+        demonstrations=(),
+        windows=(),
+        captions=(),
+        videos=summary["kept"],
+        unreadable={},
+        published=data,
+    )
+
+
+def prepare_dataset(run: Run, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """The summary of the published data as `run` reads it, prepared where it is not yet. ValueError for a recipe that uses none."""
+    if run.data is None:
+        raise ValueError(f"{run.name}: renders its own world while it runs; name a recipe with published data, such as sft_8b")
+    sizes = qwen3_vl(run.model.size) if run.model.size != "tiny" else tiny(1)
+    return prepare_published(run.data, run.protocol, run.frames, sizes.vision, run.model.path, check)
+
+
+def _copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> None:
+    """What belongs to the tokenizer and the processor of a checkpoint; `tokenizer.json` last, for it marks the folder as whole."""
+    files = {name: text for name, text in read_companions(source).items() if name != CONFIG and not name.endswith(".index.json")}
+    target.mkdir(parents=True, exist_ok=True)
+    for name in sorted(files, key=lambda name: name == tokenizer.FILE):
+        if not (target / tokenizer.FILE).exists():
+            (target / name).write_bytes(files[name])
+
+
 def _open(run: Run, folder: pathlib.Path, root: pathlib.Path) -> Data:
     tokenizer_folder = folder / "tokenizer"
     if not (tokenizer_folder / tokenizer.FILE).exists():
@@ -81,7 +137,7 @@ def _open(run: Run, folder: pathlib.Path, root: pathlib.Path) -> Data:
     paths = tuple(dict.fromkeys(datasets.video_of(record) for records in stored.values() for record in records))
     with Progress("check videos", len(paths), unit="video") as progress:
         unreadable = datasets.check_videos(paths, root, lambda done, _: progress.update(done))
-    splits = {name: tuple(r for r in records if datasets.video_of(r) not in unreadable) for name, records in stored.items()}
+    splits: dict[str, Any] = {name: tuple(r for r in records if datasets.video_of(r) not in unreadable) for name, records in stored.items()}
     data = Data(root=root, vocabulary=tokenizer.load(tokenizer_folder), videos=len(paths), unreadable={}, **splits)
     note_unreadable(run, folder, data, unreadable)
     return data
@@ -94,12 +150,34 @@ def note_unreadable(run: Run, folder: pathlib.Path, data: Data, more: dict[str, 
     """
     known = len(data.unreadable)
     data.unreadable.update(more)
-    write_atomically(folder / UNREADABLE, json.dumps(data.unreadable, indent=1))
+    if hosts.is_first():
+        write_atomically(folder / UNREADABLE, json.dumps(data.unreadable, indent=1))
     named = "; ".join(f"{path}: {reason}" for path, reason in sorted(data.unreadable.items())[:20])
-    if len(data.unreadable) > known:
+    if len(data.unreadable) > known and hosts.is_first():
         print(f"{len(data.unreadable)} videos cannot be read and are left out, see {folder / UNREADABLE}: {named}")
     if len(data.unreadable) > run.unreadable_share * data.videos:
         raise UnreadableVideosError(
             f"{len(data.unreadable)} of {data.videos} videos cannot be read: {named}. Put them back (a rendered world: delete {data.root} "
             f"and it is drawn again), or allow a larger share than --unreadable-share {run.unreadable_share:g}."
         )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command's exit code."""
+    run = parse(sys.argv[1:] if argv is None else argv, RECIPES, prog="python -m train.prepare")
+    try:
+        summary = prepare_dataset(run)
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    assert run.data is not None
+    print(json.dumps(summary, indent=1))
+    print(f"{summary['kept']} of {summary['rows']} rows kept; what is left out, and why: {pathlib.Path(run.data.folder) / LEFT_OUT}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -14,10 +14,10 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rollout.episode_card import episode_card
+from rollout.markup import Html, el, number, page
 from train.metrics import format_seconds, read_jsonl, read_metrics
 from train.report_chart import line_chart, stacked_chart
-from train.report_episode import episode_card
-from train.report_html import Html, el, number
 
 Row = dict[str, Any]
 EPISODES = 21
@@ -74,25 +74,10 @@ def write_report(run_dir: str | os.PathLike[str]) -> pathlib.Path:
     config, result = _read_json(root / "config.json"), _read_json(root / "result.json")
     metrics, episodes = read_metrics(root / "metrics.jsonl"), read_jsonl(root / "episodes.jsonl")
     name = str(config.get("name") or config.get("recipe") or root.name)
-    page = el(
-        "html",
-        el(
-            "head",
-            el("meta", charset="utf-8"),
-            el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            el("meta", name="color-scheme", content="light dark"),
-            el("title", f"{name} · ParaVT in JAX"),
-            el("style", Html(pathlib.Path(__file__).with_name("report.css").read_text(encoding="utf-8"))),
-        ),
-        el(
-            "body",
-            _head(name, result),
-            el("main", _curves(metrics), _table(result), _episodes(root, episodes), _configuration(config)),
-        ),
-        lang="en",
-    )
+    main = el("main", _curves(metrics), _table(result), _episodes(root, episodes), _configuration(config))
+    text = page(f"{name} · ParaVT in JAX", _head(name, result), main)
     target, new = root / "report.html", root / "report.html.new"
-    new.write_text("<!doctype html>\n" + page, encoding="utf-8")
+    new.write_text(text, encoding="utf-8")
     os.replace(new, target)
     return target
 
@@ -335,7 +320,12 @@ def _legend() -> Html:
         sample("<answer>", "kind k-answer", "answer"),
         sample("seven", "kind k-violation", "where a block was broken"),
         sample("credit", "up", "raised", 0.45),
-        sample("credit", "down", "lowered (shade: how much, against the episode's strongest)", 0.45),
+        sample(
+            "credit",
+            "down",
+            "lowered (shade: how much, against the episode's strongest; without the anchor where that is a term of its own)",
+            0.45,
+        ),
         class_="key",
     )
 

@@ -14,21 +14,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.text import TextDecoder
+from models.sharding import row_devices
 from paravt_jax import grpo
 from paravt_jax.grpo import GRPOBatch, Metrics, Totals
 from paravt_jax.judge import Judge
 from paravt_jax.records import Question
 from rollout.engine import Engine
 from rollout.episode import Scene
+from train import hosts
+from train.batch import BatchShape
 from train.optimizer import make_optimizer
+from train.placement import fit, own, place
 from train.rl_batch import RLBatch, as_grpo_batch, lay_out, split, stack_rows
 from train.rl_settings import RLSettings
-from train.rollouts import describe, require_fresh, roll_out
-from train.step import Loss, TrainState, init_state, make_logprobs, make_update, row_logprobs
+from train.rollouts import Rollouts, describe, of_all, require_fresh, roll_out
+from train.speed import speeds
+from train.step import Loss, Program, TrainState, init_state, make_logprobs, make_update, mesh_of, row_logprobs
+from train.weight_sync import WeightSync
 
 
 def rl_loss(image_token_id: int, settings: RLSettings) -> Loss:
@@ -43,18 +53,52 @@ def rl_loss(image_token_id: int, settings: RLSettings) -> Loss:
     return loss
 
 
-class Learner:
-    """The jitted programs of RL and how a step runs through them. `reference` are the weights it starts from and is held to."""
+def make_rl_update(
+    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, image_token_id: int, settings: RLSettings, state: TrainState
+) -> Program:
+    """The update of PARA-GRPO, `f(state, RLBatch) -> (state, metrics)`."""
+    parts = settings.microbatches
+    cut = (lambda batch: split(batch, parts)) if parts > 1 else None
+    return make_update(graph, optimizer, rl_loss(image_token_id, settings), state, cut)
 
-    def __init__(self, graph: nnx.GraphDef, reference: Any, image_token_id: int, settings: RLSettings, judge: Judge | None = None):
-        self.settings, self.reference, self.judge = settings, reference, judge
+
+def fitted_shapes(settings: RLSettings, mesh: Mesh) -> tuple[BatchShape, BatchShape | None]:
+    """The shapes of main agents' and sub-agents' batches with the padding that the mesh wants."""
+    devices, parts, windows = row_devices(mesh), settings.microbatches, settings.subagents
+    return fit(settings.shape, devices, parts), None if windows is None else fit(windows, devices, parts)
+
+
+def _own_shapes(settings: RLSettings, mesh: Mesh) -> tuple[BatchShape, BatchShape | None]:
+    """This process's part of `fitted_shapes`."""
+    shape, windows = fitted_shapes(settings, mesh)
+    if windows is not None and jax.process_count() > 1:
+        raise ValueError("rl.subagents: set in a run of several processes, which train main agents alone; use one process, or None")
+    return own(shape), windows
+
+
+class Learner:
+    """The jitted programs of RL and how a step runs through them, on the mesh of the weights. `reference` are the weights it starts from
+    and is held to."""
+
+    def __init__(
+        self,
+        graph: nnx.GraphDef,
+        reference: Any,
+        config: Qwen3VLConfig,
+        settings: RLSettings,
+        judge: Judge | None = None,
+    ):
+        self.settings, self.reference, self.config, self.judge = settings, reference, config, judge
+        self.sync = WeightSync(reference, nnx.merge(graph, reference).dtype)
         optimizer = make_optimizer(settings.optimizer, settings.steps)
         self.start = init_state(jax.tree.map(jnp.copy, reference), optimizer)  # copies: an update donates its state
-        self._logprobs = make_logprobs(graph, image_token_id, settings.temperature, settings.logprob_chunk)
-        self._advantages = jax.jit(lambda batch: _advantages(batch, settings))
-        parts = settings.microbatches
-        cut = (lambda batch: split(batch, parts)) if parts > 1 else None
-        self._update = make_update(graph, optimizer, rl_loss(image_token_id, settings), self.start, cut)
+        mesh = mesh_of(reference)
+        assert mesh is not None, "weights without a mesh; lay them on one with models.sharding.param_shardings"
+        self.mesh = mesh
+        self._shape, self._windows = _own_shapes(settings, mesh)
+        self._logprobs = make_logprobs(graph, config.image_token_id, settings.temperature, settings.logprob_chunk, self.mesh)
+        self._advantages = Program(jax.jit(lambda batch: _advantages(batch, settings)), self.mesh)
+        self._update = make_rl_update(graph, optimizer, config.image_token_id, settings, self.start)
 
     def step(
         self,
@@ -64,35 +108,42 @@ class Learner:
         questions: Sequence[Question],
         seed: int,
         on_rollouts: Callable[..., None] | None = None,
+        play: Callable[..., Rollouts] = roll_out,
     ) -> tuple[TrainState, dict[str, float]]:
         """One step of PARA-GRPO: rollouts under the engine's weights, one update, and the new weights into the engine.
 
-        `on_rollouts(rollouts, advantages)` may look at the episodes. Returns the state and the step's metrics; times in seconds.
-        Raises ValueError where no question's video can be read, and for rollouts older than `max_staleness`.
+        `on_rollouts(rollouts, advantages)` may look at the episodes; `play` is what makes them. Returns the state and the step's metrics;
+        times in seconds. Raises ValueError where no question's video can be read, and for rollouts older than `max_staleness`.
         """
         settings, number, clock = self.settings, int(state.step), [time.perf_counter()]
-        rollouts = roll_out(engine, scene, questions, settings, seed, number, self.judge)
+        mine = play(engine, scene, questions, settings, seed, number, self.judge)
+        rollouts = of_all(mine)
         if not rollouts.groups:
             raise ValueError(f"rl: step {number} has no question with a readable video; check the data root")
         stale = require_fresh(rollouts, number, settings.max_staleness)
         clock.append(time.perf_counter())
-        sequences, owners, counts = lay_out(rollouts, scene.features, settings.shape, settings.subagents, (seed, number, 0x5A))
+        sequences, owners, counts = lay_out(mine, scene.features, self._shape, self._windows, (seed, number, 0x5A))
+        everywhere = hosts.gather(counts)
+        counts = {name: sum(part[name] for part in everywhere) for name in counts}
+        placed = place(sequences, self.mesh)
         clock.append(time.perf_counter())
-        reference = jax.block_until_ready(stack_rows([self._logprobs(self.reference, s) for s in sequences]))
+        reference = jax.block_until_ready(stack_rows([self._logprobs(self.reference, s) for s in placed]))
         clock.append(time.perf_counter())
-        batch = as_grpo_batch(rollouts, sequences, owners, reference, scene.protocol.vocabulary, settings.shape)
+        batch = place(as_grpo_batch(mine, sequences, owners, reference, scene.protocol.vocabulary, self._shape), self.mesh)
         advantages, totals, figures = self._advantages(batch)
         if on_rollouts:
-            on_rollouts(rollouts, np.asarray(advantages))
-        state, updated = self._update(state, RLBatch(sequences, batch, advantages, totals))
+            on_rollouts(mine, multihost_utils.process_allgather(advantages, tiled=True))
+        state, updated = self._update(state, RLBatch(placed, batch, advantages, totals))
         metrics = {name: float(value) for name, value in (figures | updated).items()}
-        engine.load(state.weights, number + 1)
+        engine.load(self.sync(state.weights), number + 1)
         clock.append(time.perf_counter())
         spans = dict(zip(("rollout", "data", "reference", "update"), np.diff(clock), strict=True))
         metrics |= {"groups/silent": metrics.pop("silent_groups"), "logprob_gap": metrics.pop("behaviour_gap"), "staleness": float(stale)}
         metrics |= describe(rollouts) | counts | {f"time/{name}": float(span) for name, span in spans.items()}
+        metrics |= speeds(placed, self.config, float(spans["update"]), self.mesh.size)
         if self.judge is not None:
-            metrics |= self.judge.counts.metrics()
+            asked = hosts.gather(self.judge.counts.metrics())
+            metrics |= {name: sum(part[name] for part in asked) for name in asked[0]}
         return state, metrics
 
 

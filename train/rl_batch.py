@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,15 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from models.features import FrameFeatures
+from models.sharding import ROWS, constrain
 from paravt_jax.grpo import GRPOBatch, Totals
 from paravt_jax.records import Trajectory
 from paravt_jax.structure import find_structure, pad_structures
 from paravt_jax.tokenizer import Vocabulary
 from rollout.episode import split_prompt
+from train import hosts, placement
 from train.batch import BatchShape, Sequences, build, mismatches
+from train.placement import BY_ROW
 from train.rollouts import Rollouts
 
 T = TypeVar("T")
@@ -70,7 +73,8 @@ def as_grpo_batch(
     vocabulary: Vocabulary,
     shape: BatchShape,
 ) -> GRPOBatch:
-    """What the algorithm needs to know of the rollouts, padded to the batch's groups and rows. `reference` is [b, t]."""
+    """What the algorithm needs to know of the rollouts, padded to the batch's groups and rows; arrays of the host, but for `reference`,
+    [b, t]."""
     earned, anchors = np.zeros((2, shape.groups, shape.rows), np.float32)
     valid, compliant = np.zeros((2, shape.groups, shape.rows), bool)
     structures = [(np.zeros(0, np.int32), np.zeros(0, np.int8))] * len(owners)
@@ -78,23 +82,24 @@ def as_grpo_batch(
         for g, (episode, reward) in enumerate(zip(group, rewards, strict=True)):
             earned[p, g], anchors[p, g], valid[p, g], compliant[p, g] = reward.total, reward.anchor, True, reward.compliant
             structures[p * shape.rows + g] = _structure(episode.trajectory, vocabulary)
-    return GRPOBatch(
-        mask=stack_rows([s.sampled for s in sequences]),
-        behaviour=stack_rows([s.logprobs for s in sequences]),
-        reference=reference,
-        rollout=jnp.asarray(owners),
-        structure=pad_structures(structures, multiple=2 * shape.suffix),  # every token breaks and opens at most one block: one shape
-        rewards=jnp.asarray(earned),
-        anchor_rewards=jnp.asarray(anchors),
-        valid=jnp.asarray(valid),
-        compliant=jnp.asarray(compliant),
-    )
+    whole = {"rewards": earned, "anchor_rewards": anchors, "valid": valid, "compliant": compliant}
+    arrays: dict[str, Any] = {
+        "mask": stack_rows([s.sampled for s in sequences]),
+        "behaviour": stack_rows([s.logprobs for s in sequences]),
+        "reference": reference,
+        "rollout": owners + jax.process_index() * earned.size,
+        # Every token breaks and opens at most one block: one shape.
+        "structure": pad_structures(structures, multiple=2 * shape.suffix),
+        # Whole on every device, from every process's own.
+        **{name: np.concatenate(hosts.gather(x)) for name, x in whole.items()},
+    }
+    return GRPOBatch(**arrays)
 
 
-def stack_rows(parts: Sequence[Array | np.ndarray]) -> Array:
-    """Rows one below the other, as wide as the first; what is narrower is padded with zeros."""
-    width = parts[0].shape[1]
-    return jnp.concatenate([jnp.pad(jnp.asarray(x), ((0, 0), (0, width - x.shape[1]))) for x in parts])
+def stack_rows(parts: Sequence[Any]) -> Any:
+    """Rows one below the other, as wide as the first; what is narrower is padded with zeros. The host's arrays stay there."""
+    width, on = parts[0].shape[1], np if isinstance(parts[0], np.ndarray) else jnp
+    return on.concatenate([on.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in parts])
 
 
 def split(batch: RLBatch, parts: int) -> RLBatch:
@@ -104,23 +109,14 @@ def split(batch: RLBatch, parts: int) -> RLBatch:
     rows = np.concatenate([start + np.arange(n).reshape(parts, -1) for start, n in zip(starts, counts, strict=True)], axis=1)
 
     def take(x: T) -> T:
-        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[rows], x)
+        return jax.tree.map(lambda leaf: constrain(jnp.asarray(leaf)[rows], None, ROWS), x)
 
     def repeat(x: T) -> T:
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (parts, *jnp.shape(leaf))), x)
 
     fields = {f.name: getattr(batch.grpo, f.name) for f in dataclasses.fields(GRPOBatch)}
-    by_row = {"mask", "behaviour", "reference", "rollout", "structure", "proximal"}
-    cut = GRPOBatch(**{name: take(x) if name in by_row else repeat(x) for name, x in fields.items()})
-    return RLBatch(tuple(_cut(s, parts) for s in batch.sequences), cut, take(batch.advantages), repeat(batch.totals))
-
-
-def _cut(sequences: Sequences, parts: int) -> Sequences:
-    def cut(path: tuple, leaf: np.ndarray) -> Array:
-        axis, x = 1 if "positions" in jax.tree_util.keystr(path) else 0, jnp.asarray(leaf)  # positions have time, height and width first
-        return jnp.moveaxis(x.reshape(*x.shape[:axis], parts, -1, *x.shape[axis + 1 :]), axis, 0)
-
-    return jax.tree_util.tree_map_with_path(cut, sequences)
+    cut = GRPOBatch(**{name: take(x) if name in BY_ROW else repeat(x) for name, x in fields.items()})
+    return RLBatch(tuple(placement.cut(s, parts) for s in batch.sequences), cut, take(batch.advantages), repeat(batch.totals))
 
 
 def _structure(trajectory: Trajectory, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from models.qwen3_vl import remat
+from models.qwen3_vl.remat import Remat
 from paravt_jax.grpo import GRPOSettings, check_anchor
 from paravt_jax.rewards import RewardSettings
 from train.batch import BatchShape
@@ -26,15 +28,18 @@ class RLSettings:
     subagents: BatchShape | None = None
     """Room for sub-agents' turns, one a group, where these are trained too, with what their episode earned; None: main agents alone."""
     microbatches: int = 1
-    """Parts in which an update is computed, each of whole groups; the loss is the same."""
+    """Parts in which an update is computed, each of whole groups (missing ones are padding); the loss is the same."""
     max_staleness: int = 2
     """Updates that a rollout's weights may be behind those that learn from it."""
     save_every: int = 10
-    remat: bool = False
+    remat: Remat = "none"
+    """What the backward pass finds saved of each layer: everything, its input (full), that and what attention gave, or that and the matrix
+    products (dots), or its input in the host's memory (offload)."""
     logprob_chunk: int | None = None
 
     def __post_init__(self):
         require_counts("rl", steps=self.steps, save_every=self.save_every, microbatches=self.microbatches)
+        remat.check("rl.remat", self.remat)
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"rl.temperature: {self.temperature}; rollouts that are learned from are sampled, give a number above 0")
         if self.logprob_chunk is not None and self.logprob_chunk < 1:
@@ -54,7 +59,5 @@ class RLSettings:
                 f"not longer than a rollout's ({self.shape.suffix})"
             )
         for name, shape in (("shape", self.shape), ("subagents", self.subagents)):
-            if shape is not None and shape.groups % self.microbatches:
-                raise ValueError(
-                    f"rl.microbatches: {self.microbatches} parts of rl.{name}.groups = {shape.groups}; give a number that divides it"
-                )
+            if shape is not None and shape.groups < self.microbatches:
+                raise ValueError(f"rl.microbatches: {self.microbatches} parts of rl.{name}.groups = {shape.groups}; give at most so many")

@@ -17,12 +17,14 @@ from paravt_jax.rewards import Rewards, score_all
 from rollout.episode import Scene, Setting, play
 from rollout.evaluate import executed_calls, seed_of
 from rollout.requests import Sampler, run
+from train import hosts
 from train.rl_settings import RLSettings
 
 
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
-    """A step's groups of episodes and what each earned; groups whose video could not be read are left out and counted."""
+    """A step's groups of episodes, or this process's share of them, and what each earned; groups whose video could not be read are left
+    out and counted."""
 
     groups: tuple[tuple[Episode, ...], ...]
     rewards: tuple[tuple[Rewards, ...], ...]
@@ -58,20 +60,27 @@ def roll_out(
     step: int,
     judge: Judge | None = None,
 ) -> Rollouts:
-    """Play a group of episodes on every question and score them."""
-    budgets = draw_budgets(settings, seed, step, len(questions))
-    size = settings.grpo.group_size
+    """Play a group of episodes on every question that is this process's, and score them. `questions` are those of the whole step."""
+    budgets, size = draw_budgets(settings, seed, step, len(questions)), settings.grpo.group_size
+    mine = [*enumerate(zip(questions, budgets, strict=True))][hosts.share_of(len(questions))]
     agents = [
         play(scene, question, Setting(budget, settings.temperature), seed_of(seed, step, n, g))
-        for n, (question, budget) in enumerate(zip(questions, budgets, strict=True))
+        for n, (question, budget) in mine
         for g in range(size)
     ]
     episodes = run(engine, agents)
-    groups = [tuple(episodes[n * size : (n + 1) * size]) for n in range(len(questions))]
+    groups = [tuple(episodes[n * size : (n + 1) * size]) for n in range(len(mine))]
     readable = tuple(group for group in groups if all(e.stop is not StopReason.UNREADABLE for e in group))
     earned = score_all([(e.question, e.turns) for group in readable for e in group], settings.rewards, judge)
     scored = tuple(tuple(earned[n * size : (n + 1) * size]) for n in range(len(readable)))
     return Rollouts(readable, scored, len(groups) - len(readable))
+
+
+def of_all(rollouts: Rollouts) -> Rollouts:
+    """The whole step's rollouts, from every process's own."""
+    parts = hosts.gather(rollouts)
+    groups, rewards = (tuple(x for part in parts for x in getattr(part, name)) for name in ("groups", "rewards"))
+    return Rollouts(groups, rewards, sum(part.unreadable for part in parts))
 
 
 def require_fresh(rollouts: Rollouts, version: int, limit: int) -> int:

@@ -1,7 +1,7 @@
 """The command: `python -m train.run --config=NAME [--field value ...]`.
 
 Owns the order of a run: settings, run directory, data, phases, result, report. A mistake in the settings ends it before any
-device work; Ctrl-C or SIGTERM end it with a word on how to go on, and the same command goes on.
+device work; Ctrl-C or SIGTERM end it with what is done saved, exit codes of their own and a word on how to go on.
 """
 
 from __future__ import annotations
@@ -13,50 +13,62 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from configs import RECIPES
 from configs.base import Run
+from models.sharding import make_mesh
+from train import hosts
 from train.allocator import reuse_freed_memory
 from train.checkpoint import CheckpointError
 from train.cli import parse
-from train.interrupts import Interrupts
-from train.metrics import MetricsWriter, format_seconds, read_metrics
+from train.interrupts import Interrupts, Stopped
+from train.metrics import MetricsWriter, SilentMetrics, format_seconds, read_metrics
+from train.placement import require_even
 from train.prepare import UnreadableVideosError, prepare
 from train.report import write_report
-from train.run_directory import RunDirectory, RunDirectoryError, take_over, write_atomically
+from train.run_directory import RunDirectory, RunDirectoryError, as_json, take_over, write_atomically
 from train.session import Session
-
-STOPPED = 130  # the exit code of a run that was asked to stop: the same command goes on
 
 
 def resolved(run: Run) -> dict[str, Any]:
-    """The settings that decide what is computed, as they are written down."""
+    """The settings as they are written down: all but the folder's own name and where its processes are."""
     settings = dataclasses.asdict(run)
-    del settings["run_dir"]
-    del settings["unreadable_share"]  # may be raised when a run goes on: it decides whether to go on, not what is computed
-    return settings
+    del settings["run_dir"], settings["hosts"]
+    return as_json(settings, "the run's settings")
 
 
-def execute(run: Run, check: Callable[[], None] = lambda: None) -> pathlib.Path:
-    """Run every phase that is not done yet; returns the report's path. `check` is called at every step and may raise to stop.
+def execute(run: Run, interrupts: Interrupts | None = None) -> pathlib.Path:
+    """Run every phase that is not done yet; returns the report's path. Raises Stopped where `interrupts` heard a signal.
 
-    Raises what `train.prepare.prepare` and `RunDirectory` raise.
+    Raises what `train.prepare.prepare`, `RunDirectory`, `train.phase.Phase` and, for more devices than there are, `make_mesh` raise.
     """
-    settings = resolved(run)
-    with RunDirectory(run.run_dir or f"runs/{run.name}", settings) as directory, _Clock(directory.path / "seconds.json") as clock:
-
-        def tick() -> None:
-            clock.save()
-            check()
-
-        if run.start:
-            take_over(run.start, directory.path, settings)
-        data = prepare(run, directory.path, check)
-        log = run.log
-        with contextlib.closing(MetricsWriter(directory.path, log.tensorboard, log.wandb, log.wandb_project, settings)) as metrics:
-            session = Session(run, directory.path, data, metrics, tick)
+    if run.data is not None:
+        raise ValueError(
+            f"{run.name}: training does not read the published data yet; `python -m train.prepare --config={run.name}` makes its set, and "
+            "the recipes of the small world (_tiny) train"
+        )
+    settings, interrupts, log = resolved(run), interrupts or Interrupts(), run.log
+    folder = pathlib.Path(run.run_dir or f"runs/{run.name}").absolute()
+    hosts.require_same("the run's settings", settings)
+    require_even(make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor))  # refuses what is not there before any work on data
+    with contextlib.ExitStack() as stack:
+        with hosts.one_after_another():
+            if hosts.is_first():
+                stack.enter_context(RunDirectory(folder, settings))
+                if run.start:
+                    take_over(run.start, folder, settings)
+            elif not (folder / "config.json").exists():
+                raise ValueError(f"--run-dir {folder}: process 0 has made it, and this one does not see it; name a directory that all see")
+            kept = "stopped while preparing the data; finished videos are kept"
+            data = prepare(run, folder, lambda: interrupts.check_alone(kept))
+        clock = stack.enter_context(_Clock(folder / "seconds.json"))
+        if hosts.is_first():
+            metrics = MetricsWriter(folder, log.tensorboard, log.wandb, log.wandb_project, settings)
+        else:
+            metrics = SilentMetrics(folder)
+        with contextlib.closing(metrics):
+            session = Session(run, settings, folder, data, metrics, interrupts, clock.save)
             session.align()
             session.open()
             session.cold_start()
@@ -64,11 +76,14 @@ def execute(run: Run, check: Callable[[], None] = lambda: None) -> pathlib.Path:
             session.reinforce()
             after = session.evaluate("after")
             session.export()
-        result = {"name": run.name, "seed": run.seed, "before": before, "after": after, **_counts(directory.path)}
-        result |= {**_judged(directory.path), "seconds": clock.total}
-        write_atomically(directory.path / "result.json", json.dumps(result, indent=1))
-        _collect_episodes(directory.path)
-        return write_report(directory.path)
+        with hosts.one_after_another():
+            if hosts.is_first():
+                result = {"name": run.name, "seed": run.seed, "before": before, "after": after, **_counts(folder)}
+                result |= {**_judged(folder), "seconds": clock.total}
+                write_atomically(folder / "result.json", json.dumps(result, indent=1))
+                _collect_episodes(folder)
+                write_report(folder)
+        return folder / "report.html"
 
 
 def _counts(folder: pathlib.Path) -> dict[str, Any]:
@@ -114,7 +129,8 @@ class _Clock:
         return self._earlier + time.monotonic() - self._start
 
     def save(self) -> None:
-        write_atomically(self._file, json.dumps(self.total))
+        if hosts.is_first():
+            write_atomically(self._file, json.dumps(self.total))
 
     def __enter__(self) -> _Clock:
         return self
@@ -129,12 +145,13 @@ def main(argv: list[str] | None = None) -> int:
     reuse_freed_memory()
     start = time.monotonic()
     try:
-        with Interrupts() as interrupts:
-            report = execute(run, interrupts.check)
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        return STOPPED
-    except (RunDirectoryError, CheckpointError, UnreadableVideosError, ValueError, OSError) as error:
+        hosts.connect(run.hosts)
+        with Interrupts() as interrupts, hosts.ending_with_the_others():
+            report = execute(run, interrupts)
+    except Stopped as stop:
+        print(f"\n{stop}; the same command goes on from there", file=sys.stderr)
+        return stop.code
+    except (RunDirectoryError, CheckpointError, UnreadableVideosError, hosts.HostsError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"done in {format_seconds(time.monotonic() - start)}; see {report}")

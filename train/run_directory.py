@@ -25,7 +25,8 @@ class RunDirectory:
     """`path`, made if need be, locked for this process until `close`, and known to belong to `config`.
 
     `resumed` tells whether the folder already held this configuration. `config` is what JSON can hold: dicts with text keys,
-    lists, numbers, text, None. The lock dies with the process, however it dies. In a run over several hosts one process takes it.
+    lists, numbers, text, None; its MAY_CHANGE may have become others, and are then written anew. The lock dies with the process, however
+    it dies. In a run over several hosts one process takes it.
 
     Raises RunDirectoryError if another process holds the folder, if it holds another configuration (every differing field is
     listed), if it holds files of something else, or if it cannot be written; TypeError if `config` is not JSON.
@@ -71,14 +72,24 @@ class RunDirectory:
             found = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise RunDirectoryError(f"{file} is damaged ({error}): delete {self.path}, or name another --run-dir.") from error
-        differences = _differences(found, wanted)
-        if differences:
+        if lines := differences(identity(found), identity(wanted)):
             raise RunDirectoryError(
                 f"--run-dir {self.path} holds a run of another configuration (there -> asked for):\n  "
-                + "\n  ".join(differences)
+                + "\n  ".join(lines)
                 + "\nName another --run-dir, delete this one, or ask for what it holds."
             )
+        if found != wanted:
+            write_atomically(file, json.dumps(wanted, indent=1) + "\n")
         return True
+
+
+# Settings that may be others when a run goes on: whether it does, on which devices, and what stays on disk; not what is computed.
+MAY_CHANGE = ("unreadable_share", "mesh", "checkpoints")
+
+
+def identity(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a configuration that makes a run the one it is."""
+    return {name: value for name, value in config.items() if name not in MAY_CHANGE}
 
 
 # What a cold start leaves behind, and the settings that decide it.
@@ -98,11 +109,8 @@ def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str
         raise RunDirectoryError(f"--start {source} is no finished run with a cold start: it has no {', '.join(missing)}.")
     found = json.loads((source / _CONFIG).read_text(encoding="utf-8"))
     wanted = as_json(config, "the run's configuration")
-    differences = _differences(_deciding(found), _deciding(wanted))
-    if differences:
-        raise RunDirectoryError(
-            f"--start {source} holds a cold start of other settings (there -> asked for):\n  " + "\n  ".join(differences)
-        )
+    if lines := differences(cold_start_identity(found), cold_start_identity(wanted)):
+        raise RunDirectoryError(f"--start {source} holds a cold start of other settings (there -> asked for):\n  " + "\n  ".join(lines))
     for name in _COLD_START:
         if not (target / name).exists():
             unfinished = target / f"{name}.tmp"
@@ -111,8 +119,8 @@ def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str
             os.replace(unfinished, target / name)
 
 
-def _deciding(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a configuration that decides a cold start."""
+def cold_start_identity(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a configuration that decides a cold start, which other runs may take over."""
     protocol = {name: value for name, value in config["protocol"].items() if name not in _OF_ROLLOUTS}
     return {name: config[name] for name in _DECIDE} | {"protocol": protocol}
 
@@ -168,7 +176,7 @@ def _lock(folder: pathlib.Path) -> TextIO:
     return stream
 
 
-def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """One line for every field whose value differs, by its dotted name."""
     old, new = _flat(found), _flat(wanted)
     return [f"{name}: {old.get(name, _ABSENT)} -> {new.get(name, _ABSENT)}" for name in (old | new) if old.get(name) != new.get(name)]

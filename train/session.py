@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-import math
 import pathlib
 import time
 from collections.abc import Callable, Sequence
@@ -20,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from configs.base import Run
 from models.features import FrameFeatures
-from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl, tiny
-from models.qwen3_vl.hf import save
+from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl, tiny, to_hf
 from models.qwen3_vl.model import Qwen3VL
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.judge import Judge
@@ -35,68 +34,109 @@ from paravt_jax.rewards import RewardSettings
 from paravt_jax.tokenizer import Vocabulary
 from rollout.engine import Engine
 from rollout.episode import Scene, Setting
-from rollout.evaluate import evaluate
+from rollout.evaluate import play_and_score, summarise
 from rollout.transcript import transcript
+from train import hosts
 from train.align import align
 from train.checkpoint import Checkpoints
 from train.compilations import Compilations
+from train.export import write_model
+from train.interrupts import Interrupts
 from train.metrics import MetricsWriter, Progress
+from train.phase import Phase
 from train.prepare import Data, note_unreadable
 from train.rl import Learner
+from train.rollout_file import RolloutFile
 from train.rollouts import Rollouts
-from train.run_directory import write_atomically
+from train.run_directory import cold_start_identity, identity, write_atomically
 from train.sft import sft_batch, start_sft
+from train.speed import speeds
+from train.step import TrainState
+from train.weight_sync import WeightSync
 
 WARM_UP = 3  # steps after the start of a process in which programs may still be compiled
 
 
 class Session:
-    """The objects that the phases of a run share."""
+    """The objects that the phases of a run share. `settings` is the run as JSON; `tick` is called after each step."""
 
-    def __init__(self, run: Run, folder: pathlib.Path, data: Data, metrics: MetricsWriter, check: Callable[[], None]):
-        self.run, self.folder, self.data, self.metrics, self.check = run, folder, data, metrics, check
+    def __init__(
+        self,
+        run: Run,
+        settings: dict[str, Any],
+        folder: pathlib.Path,
+        data: Data,
+        metrics: MetricsWriter,
+        interrupts: Interrupts,
+        tick: Callable[[], None],
+    ):
+        self.run, self.settings, self.folder, self.data, self.metrics = run, settings, folder, data, metrics
+        self.interrupts, self.tick = interrupts, tick
         self.config = model_config(run, data.vocabulary)
         self.mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
         self.model = Qwen3VL(self.config, rngs=nnx.Rngs(run.seed), dtype=jnp.dtype(run.model.dtype))
+        self.param_dtype = self.model.text.embedding[...].dtype  # what is trained; the sampler's may be another
+        if run.align is not None:  # small enough to lie whole on every device of every process, and to be aligned there
+            nnx.update(self.model, jax.device_put(nnx.state(self.model), NamedSharding(self.mesh, PartitionSpec())))
         self.protocol = Protocol(data.vocabulary, run.protocol)
         self.compilations = Compilations()
         self.rewards = run.rl.rewards if run.rl else RewardSettings()
         self.judge = Judge(self.rewards.judge) if self.rewards.judge else None
 
-    def checkpoints(self, phase: str) -> Checkpoints:
-        return Checkpoints(self.folder / "checkpoints" / phase)
+    def phase(self, name: str, steps: int, save_every: int, unreadable: dict[str, str]) -> Phase:
+        """A phase with its checkpoints; those of a cold start may be another run's with the same settings for it (`Run.start`)."""
+        kept, rl = self.run.checkpoints, name == "rl"
+        model, vocabulary = to_hf(self.config), {"size": self.data.vocabulary.size, "digest": self.data.vocabulary.digest}
+        settings = identity(self.settings) if rl else cold_start_identity(self.settings)
+        meta = {"settings": self.settings, "model": model, "vocabulary": self.data.vocabulary.digest}
+        checkpoints = Checkpoints(
+            self.folder / "checkpoints" / name,
+            keep=kept.keep,
+            asynchronous=True,
+            identity={"settings": settings, "vocabulary": vocabulary, "model": model},
+        )
+        return Phase(
+            name,
+            steps,
+            save_every,
+            checkpoints,
+            self.metrics,
+            self.interrupts,
+            meta=meta | {"param_dtype": self.param_dtype.name},
+            tick=self.tick,
+            before_save=lambda: note_unreadable(self.run, self.folder, self.data, _all_of(hosts.gather(unreadable))),
+            best=kept.best if rl and kept.best != "none" else None,
+        )
+
+    def as_saved(self, state: TrainState) -> dict[str, Any]:
+        """What a checkpoint of SFT or RL holds: the whole model, its frozen tower included, and the optimiser."""
+        return {"vision": self.tower, "text": state.weights, "optimizer": state.optimizer, "step": state.step}
+
+    def resume(self, phase: Phase, start: TrainState) -> tuple[TrainState, Any]:
+        """The state that `phase` was left with, and its data cursor; `start` and None where it begins."""
+        saved, cursor = phase.resume(self.as_saved(start))
+        return TrainState(saved["text"], saved["optimizer"], saved["step"]), cursor
 
     # --- phases ---
 
     def align(self) -> None:
         """Teach the vision tower to see, once; or take it from where it was left."""
-        settings, kept = self.run.align, self.checkpoints("align")
+        settings, data, unreadable = self.run.align, self.data, dict[str, str]()
         if settings is None:
             return
-        weights = nnx.state(self.model)
-        if kept.latest() is None:
-            self.metrics.truncate("align", -1)
-            with Progress("align the vision tower", settings.steps) as progress:
-
-                def tell(step: int, figures: dict[str, float]) -> None:
-                    self.metrics.write("align", step, figures)
-                    progress.update(step, figures)
-                    self.check()
-
-                bad = align(self.model, self.data.captions, self.data.vocabulary, self.data.root, settings, self.run.seed, tell)
-            note_unreadable(self.run, self.folder, self.data, bad)
-            kept.save(settings.steps, nnx.state(self.model), {})
-        else:
-            nnx.update(self.model, kept.restore(weights)[0])
-        kept.close()
+        with self.phase("align", settings.steps, settings.save_every, unreadable) as phase:
+            align(self.model, data.captions, data.vocabulary, data.root, settings, self.run.seed, phase, unreadable)
 
     def open(self) -> None:
         """Freeze the tower and build what reads frames and samples."""
-        self.features = FrameFeatures(self.model.vision, self.config, self.run.frames, self.data.root)
-        self.scene = Scene(self.protocol, self.features)
         self.graph, weights = nnx.split(self.model.text)
         self.weights = jax.device_put(weights, param_shardings(weights, self.mesh))
-        nnx.update(self.model.text, self.weights)
+        self.sync = WeightSync(self.weights, self.model.text.dtype)
+        nnx.update(self.model.text, self.sync(self.weights))
+        self.tower = jax.tree.map(np.asarray, nnx.state(self.model.vision))
+        nnx.update(self.model.vision, jax.tree.map(jnp.asarray, self.tower))  # this process's own
+        self.features = FrameFeatures(self.model.vision, self.config, self.run.frames, self.data.root)
+        self.scene = Scene(self.protocol, self.features)
         self.engine = Engine(self.model, self.features, self.run.engine)
 
     def cold_start(self) -> None:
@@ -105,30 +145,22 @@ class Session:
         if settings is None:
             return
         state, update = start_sft(self.graph, self.weights, self.config.image_token_id, settings)
-        kept = self.checkpoints("sft")
         main = stream(data.demonstrations, self.run.seed, settings.main.groups)
         windows = stream(data.windows, self.run.seed + 1, settings.windows.groups)
-        if kept.latest() is not None:
-            state, meta, _ = kept.restore(state)
-            main.set_state(meta["main"])
-            windows.set_state(meta["windows"])
-        first = int(state.step)
-        if first < settings.steps:
-            self.metrics.truncate("sft", first)
-        with Progress("cold start", settings.steps, first) as progress:
-            for step in range(first + 1, settings.steps + 1):
+        with self.phase("sft", settings.steps, settings.save_every, self.features.unreadable) as phase:
+            state, cursor = self.resume(phase, state)
+            if cursor is not None:
+                main.set_state(cursor["main"])
+                windows.set_state(cursor["windows"])
+            for step in phase.left:
                 clock = time.perf_counter()
-                batches = sft_batch(next(main), [d for (d,) in next(windows)], self.protocol, self.features, settings)
+                batches = sft_batch(next(main), [d for (d,) in next(windows)], self.protocol, self.features, settings, self.mesh)
                 state, figures = update(state, batches)
-                figures = {name: float(value) for name, value in figures.items()} | {"time/step": time.perf_counter() - clock}
-                _require_finite("sft", step, figures)
-                self.metrics.write("sft", step, figures)
-                progress.update(step, {"loss": figures["loss"]})
-                self.check()
-                if step % settings.save_every == 0 or step == settings.steps:
-                    note_unreadable(self.run, self.folder, self.data, self.features.unreadable)
-                    kept.save(step, state, {"main": main.get_state(), "windows": windows.get_state()})
-        kept.close()
+                figures = {name: float(value) for name, value in figures.items()}
+                seconds = time.perf_counter() - clock
+                figures |= {"time/step": seconds} | speeds(batches.sequences, self.config, seconds, self.mesh.size)
+                cursor = {"main": main.get_state(), "windows": windows.get_state()}
+                phase.done(step, figures, self.as_saved(state), cursor, ("loss",))
         self.weights = state.weights
 
     def evaluate(self, name: str) -> list[dict[str, Any]]:
@@ -138,81 +170,84 @@ class Session:
         """
         settings, rows = self.run.evaluation, []
         questions = self.data.heldout[: settings.questions]
-        self.engine.load(self.weights, version=self.engine.version + 1)
+        self.engine.load(self.sync(self.weights), version=self.engine.version + 1)
         with Progress(f"evaluate {name} RL", len(settings.settings()), unit="setting") as progress:
             for k in settings.frames:
                 file = self.folder / "evaluation" / f"{name}-{k}.json"
-                if not file.exists():
+                if not hosts.from_first(file.exists):
                     self.engine.forget()
                     content: dict[str, Any] = {"rows": [], "episodes": []}
                     if self.judge is not None:
                         content["judge"] = collections.Counter()
                     for setting in [s for s in settings.settings() if s.frames == k]:
+                        self.interrupts.check(f"stopped while evaluating {name} RL; K = {k} begins again, those before it are kept")
                         row, lines = self._play(name, setting, questions)
                         content["rows"].append(row)
                         content["episodes"] += lines
                         if self.judge is not None:
-                            content["judge"].update(dataclasses.asdict(self.judge.counts))
+                            for counts in hosts.gather(dataclasses.asdict(self.judge.counts)):
+                                content["judge"].update(counts)
                         progress.update(len(rows) + len(content["rows"]))
-                        self.check()
-                    file.parent.mkdir(exist_ok=True)
-                    write_atomically(file, json.dumps(content))
+                        self.tick()
+                    with hosts.one_after_another():
+                        if hosts.is_first():
+                            file.parent.mkdir(exist_ok=True)
+                            write_atomically(file, json.dumps(content))
                 rows += json.loads(file.read_text())["rows"]
         return rows
 
     def _play(self, name: str, setting: Setting, questions: Sequence[Question]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         samples = self.run.evaluation.samples if setting.temperature > 0 and setting.dispatch == "parallel" else 1
-        row, episodes = evaluate(self.engine, self.scene, questions, setting, self.rewards, self.run.seed, samples, judge=self.judge)
-        shown = episodes[: self.run.log.episodes] if setting.dispatch == "parallel" else []
+        mine, seed = questions[hosts.share_of(len(questions))], self.run.seed
+        played = play_and_score(self.engine, self.scene, mine, setting, self.rewards, seed, samples, judge=self.judge)
+        scored = [episode for part in hosts.gather(played) for episode in part]
+        shown = scored[: self.run.log.episodes] if setting.dispatch == "parallel" else []
         lines = [{"phase": name, "step": 0, **transcript(episode, reward, setting, self.data.vocabulary)} for episode, reward in shown]
-        return dataclasses.asdict(row), lines
+        return dataclasses.asdict(summarise(setting, scored)), lines
 
     def reinforce(self) -> None:
         """PARA-GRPO to its last step, from the weights of the cold start, which stay as the reference."""
         settings = self.run.rl
         if settings is None:
             return
-        learner = Learner(self.graph, self.weights, self.config.image_token_id, settings, self.judge)
-        state, kept = learner.start, self.checkpoints("rl")
+        learner = Learner(self.graph, self.weights, self.config, settings, self.judge)
         questions = stream(self.data.questions, self.run.seed + 2, settings.shape.groups)
-        if kept.latest() is not None:
-            state, meta, _ = kept.restore(state)
-            questions.set_state(meta["questions"])
-        first = int(state.step)
-        if first < settings.steps:
-            self.metrics.truncate("rl", first)
-            self.engine.warm_up()
-        self.engine.load(state.weights, first)
-        with Progress("PARA-GRPO", settings.steps, first) as progress:
-            for step in range(first + 1, settings.steps + 1):
-                saving = step % settings.save_every == 0 or step == settings.steps
+        with self.phase("rl", settings.steps, settings.save_every, self.features.unreadable) as phase:
+            state, cursor = self.resume(phase, learner.start)
+            learner.start = state  # where a run goes on, the first weights and moments are not kept beside those restored
+            if cursor is not None:
+                questions.set_state(cursor["questions"])
+            if phase.left:
+                self.engine.warm_up()
+            self.engine.load(self.sync(state.weights), phase.first)
+            rollouts = RolloutFile(self.folder / f"rollouts-{jax.process_index()}-of-{jax.process_count()}.json", phase.first)
+            for step in phase.left:
                 compiled = self.compilations.count
-                look = self._transcriber(step) if saving else None
-                state, figures = learner.step(state, self.engine, self.scene, next(questions), self.run.seed, look)
-                _require_finite("rl", step, figures)
-                figures["recompilations"] = float(self.compilations.count - compiled if step > first + WARM_UP else 0)
-                self.metrics.write("rl", step, figures)
-                progress.update(step, {name: figures[name] for name in ("accuracy", "format", "calls", "reward/total")})
-                self.check()
-                if saving:
-                    note_unreadable(self.run, self.folder, self.data, self.features.unreadable)
-                    kept.save(step, state, {"questions": questions.get_state()})
-        kept.close()
+                look = self._transcriber(step) if phase.saves(step) else None
+                asked = next(questions)
+                state, figures = learner.step(state, self.engine, self.scene, asked, self.run.seed, look, rollouts.roll_out)
+                figures["recompilations"] = float(self.compilations.count - compiled if step > phase.first + WARM_UP else 0)
+                cursor = {"questions": questions.get_state()}
+                phase.done(step, figures, self.as_saved(state), cursor, ("accuracy", "format", "calls", "reward/total"))
+        rollouts.remove()
         self.weights = state.weights
 
     def export(self) -> None:
         """The trained model in the Hugging Face layout, for transformers and `models.qwen3_vl.load`, in the folder `model`."""
         folder = self.folder / "model"
-        if not folder.exists():
+        if not hosts.from_first(folder.exists):  # all processes save: what is cut over them is gathered
             nnx.update(self.model.text, self.weights)
-            save(self.model, folder, files=sorted((self.folder / "tokenizer").iterdir()))
+            nnx.update(self.model.vision, jax.device_put(self.tower, NamedSharding(self.mesh, PartitionSpec())))
+            write_model(self.model, self.folder / "tokenizer", self.run.frames, folder)
 
     def _transcriber(self, step: int) -> Callable[[Rollouts, np.ndarray], None]:
-        """Writes one episode of each group of a step down for the report."""
+        """Writes one episode of each group of a step, of the first process's, down for the report."""
         assert self.run.rl is not None
         temperature, rows = self.run.rl.temperature, self.run.rl.shape.rows
 
         def write(rollouts: Rollouts, advantages: np.ndarray) -> None:
+            if not hosts.is_first():
+                return
             lines = [
                 {"phase": "rl", "step": step}
                 | transcript(group[0], rewards[0], Setting(group[0].frames, temperature), self.data.vocabulary, advantages[p * rows])
@@ -225,12 +260,8 @@ class Session:
         return write
 
 
-def _require_finite(phase: str, step: int, figures: dict[str, float]) -> None:
-    """A loss that is not a number has spoilt the weights: better to end here than to save them."""
-    if not math.isfinite(figures["loss"] + figures["grad_norm"]):
-        raise ValueError(
-            f"{phase}: the loss of step {step} is not finite; lower {phase}.optimizer.learning_rate, the last checkpoint is sound"
-        )
+def _all_of(parts: Sequence[dict[str, str]]) -> dict[str, str]:
+    return {name: reason for part in parts for name, reason in part.items()}
 
 
 def model_config(run: Run, vocabulary: Vocabulary) -> Qwen3VLConfig:

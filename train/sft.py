@@ -12,18 +12,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
+import optax
+from flax import nnx, struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from models.features import FrameFeatures
+from models.qwen3_vl import remat
+from models.qwen3_vl.remat import Remat
 from models.qwen3_vl.text import TextDecoder
+from models.sharding import row_devices
 from paravt_jax.grpo import masked_mean
 from paravt_jax.protocol import Protocol
 from paravt_jax.records import Demonstration, Trajectory
 from paravt_jax.video import VideoError
+from train import hosts
 from train.batch import BatchShape, Sequences, build
 from train.optimizer import OptimizerSettings, make_optimizer, require_counts
-from train.step import Loss, TrainState, Update, init_state, make_update, row_logprobs
+from train.placement import cut, fit, own, place
+from train.step import Loss, Program, TrainState, init_state, make_update, row_logprobs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,34 +42,68 @@ class SFTSettings:
     windows: BatchShape
     optimizer: OptimizerSettings
     save_every: int = 100
-    remat: bool = False
+    microbatches: int = 1
+    """Parts in which an update is computed, each of whole groups (missing ones are padding); the loss is the same."""
+    remat: Remat = "none"
+    """What the backward pass finds saved of each layer: everything, its input (full), that and what attention gave, or that and the matrix
+    products (dots), or its input in the host's memory (offload)."""
     logprob_chunk: int | None = None
 
     def __post_init__(self):
-        require_counts("sft", steps=self.steps, save_every=self.save_every)
+        require_counts("sft", steps=self.steps, save_every=self.save_every, microbatches=self.microbatches)
+        remat.check("sft.remat", self.remat)
+        for name, shape in (("main", self.main), ("windows", self.windows)):
+            if shape.groups < self.microbatches:
+                raise ValueError(f"sft.microbatches: {self.microbatches} parts of sft.{name}.groups = {shape.groups}; give at most so many")
+
+
+@struct.dataclass
+class SFTBatch:
+    """What an update reads: the batches of main agents and of sub-agents, and how many tokens each of them trains on in the whole step."""
+
+    sequences: tuple[Sequences, ...]
+    tokens: Float[Array, " n"]
+
+    @classmethod
+    def of(cls, *sequences: Sequences) -> SFTBatch:
+        return cls(sequences, jnp.stack([s.sampled.sum().astype(jnp.float32) for s in sequences]))
+
+
+def split(batch: SFTBatch, parts: int) -> SFTBatch:
+    """The batch in `parts` micro-batches of whole groups: every array gets them as its first axis."""
+    return SFTBatch(tuple(cut(s, parts) for s in batch.sequences), jnp.broadcast_to(batch.tokens, (parts, *batch.tokens.shape)))
 
 
 def sft_loss(image_token_id: int, settings: SFTSettings) -> Loss:
     """Mean negative log-likelihood of the sampled tokens of each of the batches, averaged over these: a sub-agent's few words weigh as
     much as a main agent's many. Also the number of tokens and of groups."""
 
-    def loss(text: TextDecoder, batches: tuple[Sequences, ...]) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    def loss(text: TextDecoder, batch: SFTBatch) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         total, tokens = jnp.zeros(()), jnp.zeros(())
-        for batch in batches:
-            logprobs = row_logprobs(text, batch, image_token_id, 1.0, settings.remat, settings.logprob_chunk)
-            total -= masked_mean(logprobs, jnp.asarray(batch.sampled)) / len(batches)
-            tokens += batch.sampled.sum()
-        groups = sum((batch.prompt_segments.any(1).sum() for batch in batches), jnp.zeros((), jnp.int32))
+        for sequences, whole in zip(batch.sequences, batch.tokens, strict=True):
+            logprobs = row_logprobs(text, sequences, image_token_id, 1.0, settings.remat, settings.logprob_chunk)
+            total -= masked_mean(logprobs, jnp.asarray(sequences.sampled), whole) / len(batch.sequences)
+            tokens += sequences.sampled.sum()
+        groups = sum((s.prompt_segments.any(1).sum() for s in batch.sequences), jnp.zeros((), jnp.int32))
         return total, {"tokens": tokens, "groups": groups}
 
     return loss
 
 
-def start_sft(graph: nnx.GraphDef, weights: Any, image_token_id: int, settings: SFTSettings) -> tuple[TrainState, Update]:
-    """The state before the first step, and the jitted update `f(state, batches) -> (state, metrics)`."""
+def start_sft(graph: nnx.GraphDef, weights: Any, image_token_id: int, settings: SFTSettings) -> tuple[TrainState, Program]:
+    """The state before the first step, and the jitted update `f(state, SFTBatch) -> (state, metrics)`."""
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = init_state(weights, optimizer)
-    return state, make_update(graph, optimizer, sft_loss(image_token_id, settings), state)
+    return state, make_sft_update(graph, optimizer, image_token_id, settings, state)
+
+
+def make_sft_update(
+    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, image_token_id: int, settings: SFTSettings, state: TrainState
+) -> Program:
+    """The update of the cold start, `f(state, SFTBatch) -> (state, metrics)`."""
+    parts = settings.microbatches
+    cut = (lambda batch: split(batch, parts)) if parts > 1 else None
+    return make_update(graph, optimizer, sft_loss(image_token_id, settings), state, cut)
 
 
 def render(demonstration: Demonstration, protocol: Protocol, features: FrameFeatures) -> Trajectory:
@@ -81,10 +122,14 @@ def sft_batch(
     protocol: Protocol,
     features: FrameFeatures,
     settings: SFTSettings,
-) -> tuple[Sequences, Sequences]:
-    """The arrays of one step: groups of main agents' demonstrations, and sub-agents' one by one. Unreadable ones become padding."""
-    main, alone = _readable(groups, protocol, features), _readable([(d,) for d in windows], protocol, features)
-    return build(main, features, settings.main), build(alone, features, settings.windows)
+    mesh: Mesh,
+) -> SFTBatch:
+    """The arrays of one step on the mesh: groups of main agents' demonstrations, and sub-agents' one by one. Unreadable ones become
+    padding. `groups` and `windows` are the whole step's; a process renders and lays out its share of them."""
+    shapes = [own(fit(shape, row_devices(mesh), settings.microbatches)) for shape in (settings.main, settings.windows)]
+    mine = groups[hosts.share_of(len(groups))], [(d,) for d in windows[hosts.share_of(len(windows))]]
+    built = (build(_readable(rows, protocol, features), features, shape) for rows, shape in zip(mine, shapes, strict=True))
+    return SFTBatch.of(*(place(sequences, mesh) for sequences in built))
 
 
 def _readable(groups: Sequence[Sequence[Demonstration]], protocol: Protocol, features: FrameFeatures) -> list[list[Trajectory]]:

@@ -1,16 +1,13 @@
 """Attention on TPU: the Splash kernel of `jax.experimental.pallas`, one sequence for every group of rows.
 
-Owns how rows and their shared prefix become the kernel's sequences, its masks and tiles, and how they lie on a mesh: the compiler cannot
-cut a kernel, so where a mesh is set each device gets whole groups and whole kv heads. Away from a TPU the kernel is interpreted,
-for tests. Refuses nothing: `supports` is asked first. Invariant: valid tokens get what `xla` gives them; the prefix
-is never repeated.
+Owns how rows and their shared prefix become the kernel's sequences, its masks and tiles. The compiler cannot cut it: over several
+devices it runs inside `spread`. Away from a TPU the kernel is interpreted, for tests. Refuses nothing: `supports` is asked first.
+Invariant: valid tokens get what `xla` gives them; the prefix is never repeated.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 from typing import Any
 
 import jax
@@ -18,29 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from models.sharding import BATCH
+from models.attention.target import SAVED
 
 LANES = 128  # tiles are a multiple of it
 BLOCK = 512  # largest tile, in positions
 PADDING = -1  # segment of the positions that fill the last tile
 
-_ROWS, _HEADS = PartitionSpec(*BATCH), PartitionSpec(*BATCH, None, "tensor")
 
-
-def supports(q: Float[Array, "b t n h"], k: Float[Array, "b t k h"], prefix: tuple[Array, Array] | None) -> bool:
-    """Whether the kernel can do the case: bfloat16 or float32, and on a mesh groups and kv heads that divide over its devices."""
-    mesh, groups = _mesh(), len(k if prefix is None else prefix[0])
-    divides = mesh is None or groups % math.prod(mesh.shape[axis] for axis in BATCH[0]) == 0 == k.shape[2] % mesh.shape["tensor"]
-    return divides and q.dtype in (jnp.bfloat16, jnp.float32)
-
-
-def _mesh() -> AbstractMesh | None:
-    """The mesh to lie on; None where there is none, or where a caller's shard_map has cut the arrays already."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty or mesh.are_all_axes_manual else mesh
+def supports(q: Float[Array, "b t n h"]) -> bool:
+    """Whether the kernel can do the case: bfloat16 or float32."""
+    return q.dtype in (jnp.bfloat16, jnp.float32)
 
 
 def attend(
@@ -58,11 +44,7 @@ def attend(
     segments = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
     prefix = (k[:, :0], v[:, :0]) if prefix is None else prefix  # none is one of no length, every row a group
     valid = jnp.ones(prefix[0].shape[:2], bool) if prefix_mask is None else prefix_mask
-    groups = functools.partial(_attend_groups, causal=causal, interpret=interpret)
-    if _mesh() is not None:
-        specs = (_HEADS, _HEADS, _HEADS, _ROWS, _HEADS, _HEADS, _ROWS)
-        groups = jax.shard_map(groups, in_specs=specs, out_specs=_HEADS, check_vma=False)
-    return groups(q * q.shape[-1] ** -0.5, k, v, segments, *prefix, valid)
+    return _attend_groups(q * q.shape[-1] ** -0.5, k, v, segments, *prefix, valid, causal=causal, interpret=interpret)
 
 
 def _attend_groups(
@@ -95,7 +77,7 @@ def _attend_groups(
     tiles = splash.BlockSizes(
         block_q=tile_q, block_q_dkv=tile_q, block_q_dq=tile_q, block_kv=tile_k, block_kv_dkv=tile_k, block_kv_dq=tile_k
     )
-    kernel = splash.make_splash_mha_single_device(mask, block_sizes=tiles, interpret=interpret)
+    kernel = splash.make_splash_mha_single_device(mask, block_sizes=tiles, residual_checkpoint_name=SAVED, interpret=interpret)
     heads = [sequence(q, tile=tile_q), sequence(prefix_k, k, tile=tile_k), sequence(prefix_v, v, tile=tile_k)]
     out: Any = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in heads), ids)
     return out.swapaxes(1, 2)[:, :queries].reshape(b, t, n, h)

@@ -1,8 +1,10 @@
-"""Where what is traced will run."""
+"""What all kernels know: where what is traced will run, and the name of what a backward pass needs of attention."""
 
 from __future__ import annotations
 
 import jax
+
+SAVED = "attention"  # `jax.ad_checkpoint.checkpoint_name` of outputs and log-sum-exps: a policy that saves them computes no score again
 
 
 def platform() -> str:

@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
+
+from models.attention.target import SAVED
 
 MASKED = -1e30  # finite, so that a row without any key gives numbers and not NaN
 
@@ -80,8 +83,8 @@ def _forward(q: Float[Array, "b k t r h"], keys: _Keys, masks: _Masks, causal: b
     if keys.prefix_k is not None and keys.prefix_v is not None:
         shared = _weigh(_prefix_scores(_fold(q, keys.prefix_k), keys.prefix_k, masks.prefix), keys.prefix_v)
         whole = _merge(whole, _Partial(*(_unfold(x, q) for x in shared)))
-    out = (whole.values / whole.weights[..., None]).astype(q.dtype)
-    return out, (q, keys, masks, out, whole.top + jnp.log(whole.weights))
+    out = checkpoint_name((whole.values / whole.weights[..., None]).astype(q.dtype), SAVED)
+    return out, (q, keys, masks, out, checkpoint_name(whole.top + jnp.log(whole.weights), SAVED))
 
 
 def _backward(causal: bool, chunk: int, saved, d_out: Float[Array, "b k t r h"]):

@@ -14,18 +14,22 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from models.attention import DenseCache, PagedCache, attend, platform
 from models.qwen3_vl.config import TextConfig
 from models.qwen3_vl.layers import constant, normal, product, rms_norm
+from models.qwen3_vl.remat import LAYER_INPUT, Remat, rematerialise
 from models.qwen3_vl.rope import mrope_angles, rotate
+from models.sharding import ROWS, constrain
 
 Cache = TypeVar("Cache", DenseCache, PagedCache)
 
 # For so few rows CPU spends more time on turning the head around than on the product: there the head comes first.
 _FEW_ROWS = 64
+_WORDS = ("fsdp", "tensor")  # mesh axes that cut the vocabulary where log-probs of many tokens are computed
 
 
 class KV(NamedTuple):
@@ -96,14 +100,17 @@ class TextDecoder(nnx.Module):
         visual_index: Int[Array, "b t"] | None = None,
         prefix: KV | None = None,
         prefix_mask: Bool[Array, "p s"] | None = None,
-        remat: bool = False,
+        pieces: int = 1,
+        remat: Remat = "none",
     ) -> tuple[Float[Array, "b t d"], KV]:
         """Hidden states after the final norm, and the keys and values of these tokens.
 
-        Tokens attend causally within equal `segment_ids` (0 = padding; None = one segment). `visual` is each row's bank of m
+        Tokens attend causally within equal `segment_ids` (0 = padding; None = one segment). `visual` is each sequence's bank of m
         visual vectors, c = 1 + DeepStack levels; `visual_index` points into it, -1 where a token is text. `prefix` holds
         p = b / g prompts: rows r * g ... r * g + g - 1 also attend to row r of it where `prefix_mask` holds, and are one segment
-        each. `remat` recomputes layers in the backward pass. ValueError where `visual` and `visual_index` are not given together.
+        each. `pieces`: so many rows of the prefix (without one: of these tokens) are one sequence. `remat` says what the backward pass
+        finds saved (`remat.Remat`). Over the mesh that is set, rows lie over data and fsdp. ValueError where `visual` and
+        `visual_index` are not given together.
         """
         if (visual is None) != (visual_index is None):
             raise ValueError("visual, visual_index: given together or not at all; pass both, or neither for text")
@@ -112,20 +119,21 @@ class TextDecoder(nnx.Module):
 
         def body(x, layer):
             params, number, past = layer
-            block = nnx.merge(graph, params)
+            block, x = nnx.merge(graph, params), checkpoint_name(constrain(x, ROWS), LAYER_INPUT)
             q, k, v = block.project(x, angles)
-            x = block.finish(x, attend(q, k, v, segment_ids=segment_ids, prefix=past, prefix_mask=prefix_mask))
+            x = block.finish(x, attend(q, k, v, segment_ids=segment_ids, prefix=past, prefix_mask=prefix_mask, pieces=pieces))
             if visual is not None and visual_index is not None and visual.shape[2] > 1:
                 # A branch, not a mask: layers after the last DeepStack level pay nothing, and the stack stays one scan.
                 spread = functools.partial(_spread, visual, visual_index, number + 1)
                 x = jax.lax.cond(number + 1 < visual.shape[2], lambda x: x + spread(x), lambda x: x, x)
-            return x, KV(k, v)
+            return constrain(x, ROWS), KV(k, v)
 
-        x = self.embed(ids)
+        # From words whose vectors are cut to rows that are whole in one exchange; in one step the compiler would gather all rows.
+        x = constrain(constrain(self.embed(constrain(ids, "data")), "data", None, "fsdp"), ROWS)
         if visual is not None and visual_index is not None:
             x = jnp.where(visual_index[..., None] >= 0, _spread(visual, visual_index, 0, x), x)
         layers = jnp.arange(self.config.num_hidden_layers)
-        x, kv = jax.lax.scan(jax.checkpoint(body, prevent_cse=False) if remat else body, x, (state, layers, prefix))
+        x, kv = jax.lax.scan(rematerialise(body, remat), x, (state, layers, prefix))
         return rms_norm(x, self.norm, self.config.rms_norm_eps), kv
 
     def decode(
@@ -171,14 +179,7 @@ class TextDecoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*n d"]) -> Float[Array, "*n v"]:
         """Scores of every word, float32."""
-        head = (self.embedding if self.head is None else self.head)[...].astype(hidden.dtype)
-        rows = hidden.reshape(-1, hidden.shape[-1])  # one axis, as in `product`
-        if len(rows) <= _FEW_ROWS and platform() == "cpu":
-            words = jnp.einsum("vd,nd->vn", head, rows, preferred_element_type=jnp.float32)
-            logits = jax.lax.optimization_barrier(words).T  # without the barrier XLA turns the product around again
-        else:
-            logits = jnp.einsum("nd,vd->nv", rows, head, preferred_element_type=jnp.float32)
-        return logits.reshape(*hidden.shape[:-1], -1)
+        return _logits((self.embedding if self.head is None else self.head)[...], hidden)
 
     def token_logprobs(
         self, hidden: Float[Array, "b t d"], targets: Int[Array, "b t"], temperature: float, chunk: int | None = None
@@ -189,24 +190,45 @@ class TextDecoder(nnx.Module):
         [tokens, vocab] is never whole.
         """
         b, t = targets.shape
+        # Laid out here: inside the loop over chunks the head would move once a chunk.
+        head = constrain((self.embedding if self.head is None else self.head)[...], _WORDS)
         if chunk is None or chunk >= t:
-            return self._chunk_logprobs(hidden, targets, temperature)
+            return _chunk_logprobs(head, hidden, targets, temperature)
         rest = -t % chunk
         hidden = jnp.pad(hidden, ((0, 0), (0, rest), (0, 0))).reshape(b, -1, chunk, hidden.shape[-1]).swapaxes(0, 1)
         targets = jnp.pad(targets, ((0, 0), (0, rest))).reshape(b, -1, chunk).swapaxes(0, 1)
-        out = jax.lax.map(jax.checkpoint(lambda x: self._chunk_logprobs(x[0], x[1], temperature), prevent_cse=False), (hidden, targets))
-        return out.swapaxes(0, 1).reshape(b, -1)[:, :t]
+        one = jax.checkpoint(lambda x: _chunk_logprobs(head, x[0], x[1], temperature), prevent_cse=False)
+        return jax.lax.map(one, (hidden, targets)).swapaxes(0, 1).reshape(b, -1)[:, :t]
 
-    def _chunk_logprobs(self, hidden: Float[Array, "b t d"], targets: Int[Array, "b t"], temperature: float) -> Float[Array, "b t"]:
-        logits = self.logits(hidden) / temperature
-        # A masked sum, not a gather: its gradient needs no scatter, and a vocabulary that is cut over devices stays cut.
-        own = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0.0), axis=-1)
-        return own - jax.nn.logsumexp(logits, axis=-1)
+
+def _logits(head: Float[Array, "v d"], hidden: Float[Array, "*n d"]) -> Float[Array, "*n v"]:
+    head = head.astype(hidden.dtype)
+    rows = hidden.reshape(-1, hidden.shape[-1])  # one axis, as in `product`
+    if len(rows) <= _FEW_ROWS and platform() == "cpu":
+        words = jnp.einsum("vd,nd->vn", head, rows, preferred_element_type=jnp.float32)
+        logits = jax.lax.optimization_barrier(words).T  # without the barrier XLA turns the product around again
+    else:
+        logits = jnp.einsum("nd,vd->nv", rows, head, preferred_element_type=jnp.float32)
+    return logits.reshape(*hidden.shape[:-1], -1)
+
+
+def _chunk_logprobs(
+    head: Float[Array, "v d"], hidden: Float[Array, "b t d"], targets: Int[Array, "b t"], temperature: float
+) -> Float[Array, "b t"]:
+    """Over a mesh each device has all rows of its part of the words: hidden states move, which are fewer than the head's weights."""
+    hidden = constrain(constrain(hidden, ROWS), "data")
+    logits = constrain(_logits(head, hidden), "data", None, _WORDS) / temperature
+    # A masked sum, not a gather: its gradient needs no scatter, and a vocabulary that is cut over devices stays cut.
+    own = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0.0), axis=-1)
+    return own - jax.nn.logsumexp(logits, axis=-1)
 
 
 def _spread(
     visual: Float[Array, "b m c d"], index: Int[Array, "b t"], level: int | Int[Array, ""], like: Float[Array, "b t d"]
 ) -> Float[Array, "b t d"]:
-    """One level's visual vectors at the tokens they stand for, 0 at text; in the type of `like`."""
+    """One level's visual vectors at the tokens they stand for, 0 at text; in the type of `like`. A bank serves a sequence: one row, or
+    its pieces."""
     bank = jax.lax.dynamic_index_in_dim(visual, level, axis=2, keepdims=False).astype(like.dtype)
-    return jnp.where(index[..., None] >= 0, jnp.take_along_axis(bank, jnp.maximum(index, 0)[..., None], axis=1), 0)
+    places = jnp.maximum(index, 0).reshape(len(bank), -1, 1)
+    vectors = jnp.take_along_axis(bank, places, axis=1).reshape(like.shape)
+    return jnp.where(index[..., None] >= 0, constrain(vectors, ROWS), 0)

@@ -8,7 +8,7 @@ over micro-batches (with `Totals` of the whole batch) change neither loss nor gr
 from paravt_jax.grpo.advantages import advantages, kl_penalty, normalise, normalise_tokens, shape_rewards, token_advantages, varied
 from paravt_jax.grpo.anchor import anchor_credit, anchor_likelihood, structural_tokens, structural_weights
 from paravt_jax.grpo.batch import GRPOBatch, Metrics, Totals, masked_mean, masked_sum
-from paravt_jax.grpo.loss import batch_totals, paravt_loss, policy_loss
+from paravt_jax.grpo.loss import batch_totals, behaviour_weight, paravt_loss, policy_loss
 from paravt_jax.grpo.settings import Anchor, GRPOSettings, Normalisation, check_anchor
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "anchor_credit",
     "anchor_likelihood",
     "batch_totals",
+    "behaviour_weight",
     "check_anchor",
     "kl_penalty",
     "masked_mean",

@@ -2,7 +2,7 @@
 
 `likelihood`: `anchor_likelihood`, a term of the objective, the paper's formula. `credit`: `anchor_credit`, advantages of structural
 tokens. `sequence`: R_anchor is part of the sequence reward already (`paravt_jax.rewards.score`), nothing is left to do here.
-`none`: it acts nowhere. Tool-call content is never touched.
+`none`: it acts nowhere. Tool-call content is not touched, but for the last token of a response that ends inside a call.
 """
 
 from __future__ import annotations
@@ -15,16 +15,22 @@ from paravt_jax.structure import Kind, Structure
 
 
 def anchor_likelihood(
-    logprobs: Float[Array, "b t"], batch: GRPOBatch, gamma: float, total: Float[Array, ""] | None = None
+    logprobs: Float[Array, "b t"],
+    weight: Float[Array, "b t"],
+    batch: GRPOBatch,
+    gamma: float,
+    total: Float[Array, ""] | None = None,
 ) -> Float[Array, ""]:
-    """The paper's R_fmt as a term of the objective: the log-likelihood of the tags of compliant rollouts, less gamma times that of the
-    violations of all, as a mean over both (REFERENCE 2). `total` is their number where the batch is a part of a larger one.
+    """The paper's R_fmt (REFERENCE 2) as a term of the objective: the log-likelihood of the tags of compliant rollouts, less, and this is
+    ours, gamma times that of the violations of all; a mean over both. `total` is their number where the batch is a part of a larger one.
 
-    The tokens are the policy's own, so its gradient is that of a reward: 1 for such a tag, -gamma for a violation.
+    `weight` is how much likelier the policy finds a token than its sampler did (`behaviour_weight`): with it the gradient is that of a
+    reward, 1 for such a tag and -gamma for a violation, for rollouts of older weights too.
     """
     tags, violations = structural_tokens(batch)
     total = (tags | violations).sum() if total is None else total
-    return masked_mean(logprobs, tags, total) - gamma * masked_mean(logprobs, violations, total)
+    weighed = jnp.where(tags | violations, weight * logprobs, 0.0)
+    return masked_mean(weighed, tags, total) - gamma * masked_mean(weighed, violations, total)
 
 
 def structural_tokens(batch: GRPOBatch) -> tuple[Bool[Array, "b t"], Bool[Array, "b t"]]:

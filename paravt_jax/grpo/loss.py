@@ -33,16 +33,23 @@ def policy_loss(
     clipped = jnp.clip(ratio, 1 - settings.clip, 1 + (settings.clip if settings.upper_clip is None else settings.upper_clip))
     loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
     bounded = loss if settings.dual_clip is None else jnp.minimum(loss, settings.dual_clip * jnp.abs(advantages))
-    weight = jnp.exp(jnp.where(mask, proximal - behaviour, 0.0))
-    kept = weight <= (jnp.inf if settings.behaviour_cap is None else settings.behaviour_cap)
-    weight = jax.lax.stop_gradient(jnp.where(kept, weight, 0.0))
+    weight = behaviour_weight(proximal, behaviour, mask, settings)
     metrics = {
         "clip_fraction": masked_mean((-advantages * ratio < -advantages * clipped).astype(jnp.float32), mask, tokens),
         "dual_clip_fraction": masked_mean((bounded < loss).astype(jnp.float32), mask, tokens),
-        "capped_fraction": masked_mean((~kept).astype(jnp.float32), mask, tokens),
+        "capped_fraction": masked_mean((weight == 0).astype(jnp.float32), mask, tokens),
         "behaviour_gap": masked_mean(jnp.abs(proximal - behaviour), mask, tokens),
     }
     return masked_mean(bounded * weight, mask, tokens), metrics
+
+
+def behaviour_weight(
+    proximal: Float[Array, "b t"], behaviour: Float[Array, "b t"], mask: Bool[Array, "b t"], settings: GRPOSettings
+) -> Float[Array, "b t"]:
+    """exp(proximal - behaviour) where mask, without gradient; 0 above `behaviour_cap` (REFERENCE 3, step 4)."""
+    weight = jnp.exp(jnp.where(mask, proximal - behaviour, 0.0))
+    kept = weight <= (jnp.inf if settings.behaviour_cap is None else settings.behaviour_cap)
+    return jax.lax.stop_gradient(jnp.where(kept, weight, 0.0))
 
 
 def _over_sequence(x: Float[Array, "b t"], mask: Bool[Array, "b t"]) -> Float[Array, "b t"]:
@@ -73,7 +80,8 @@ def paravt_loss(
     proximal = logprobs if batch.proximal is None else batch.proximal
     loss, metrics = policy_loss(logprobs, proximal, batch.behaviour, advantages, batch.trained, settings, totals.tokens)
     if settings.anchor == "likelihood":
-        likelihood = anchor_likelihood(logprobs, batch, gamma, totals.structural)
+        weight = behaviour_weight(proximal, batch.behaviour, batch.trained, settings)
+        likelihood = anchor_likelihood(logprobs, weight, batch, gamma, totals.structural)
         metrics["anchor_likelihood"] = likelihood
         loss = loss - settings.anchor_weight * likelihood
     return loss, metrics | {"loss": loss}

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import math
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +13,14 @@ import pytest
 from flax import nnx
 
 from configs import RECIPES
-from configs.base import ModelSettings, Run
-from models.qwen3_vl import Qwen3VLConfig, abstract_model, num_params, qwen3_vl
-from models.sharding import param_shardings
-from paravt_jax.grpo import GRPOBatch, Totals
-from paravt_jax.structure import Structure
-from train.batch import BatchShape, Sequences
+from configs.base import LogSettings, ModelSettings, Run
+from models.features import FrameSettings
+from models.qwen3_vl import abstract_model, num_params, qwen3_vl
+from models.sharding import make_mesh, param_shardings
+from train.abstract import Abstract, abstract_reference, abstract_rl_update, abstract_sft_update
+from train.batch import BatchShape
+from train.checkpoint import CheckpointSettings
 from train.cli import parse
-from train.optimizer import make_optimizer
-from train.rl import rl_loss
-from train.rl_batch import RLBatch
-from train.sft import sft_loss
-from train.step import TrainState, make_update
 
 LARGE = [name for name, recipe in RECIPES.items() if recipe().model.size != "tiny"]
 
@@ -88,6 +83,24 @@ def test_settings_that_contradict_each_other_are_refused(name, change, message):
         dataclasses.replace(run, **change)
 
 
+@pytest.mark.parametrize(
+    ("settings", "field", "value"),
+    [
+        (FrameSettings, "frames.batch", 0),
+        (FrameSettings, "frames.min_pixels", 0),
+        (FrameSettings, "frames.max_pixels", 783),
+        (FrameSettings, "frames.whole_frames", -1),
+        (FrameSettings, "frames.cache_mib", -1),
+        (LogSettings, "log.episodes", -1),
+        (CheckpointSettings, "checkpoints.keep", 0),
+        (CheckpointSettings, "checkpoints.best", "loss"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(settings, field, value):
+    with pytest.raises(ValueError, match=rf"^{field}: {value!r}.*; .*give "):
+        settings(**{field.partition(".")[2]: value})
+
+
 def test_what_just_fits_is_taken():
     run = RECIPES["paravt_tiny"]()
     assert run.rl is not None and run.rl.shape.visual == 64 and (run.protocol.crop_frames, run.protocol.summary_tokens) == (16, 16)
@@ -97,46 +110,12 @@ def test_what_just_fits_is_taken():
 # --- shapes of the large recipes: traced, never allocated ---
 
 
-def struct(dtype, *shape: int) -> Any:
-    """A shape in the place of an array."""
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def sequences(shape: BatchShape, config: Qwen3VLConfig) -> Sequences:
-    p, b, s, t = shape.groups, shape.groups * shape.rows, shape.prompt, shape.suffix
-    fields = {
-        "prompt_ids": struct(jnp.int32, p, s),
-        "prompt_positions": struct(jnp.int32, 3, p, s),
-        "prompt_segments": struct(jnp.int32, p, s),
-        "visual": struct(jnp.float32, p, shape.visual, 1 + config.vision.levels, config.text.hidden_size),
-        "ids": struct(jnp.int32, b, t),
-        "positions": struct(jnp.int32, 3, b, t),
-        "segments": struct(jnp.int32, b, t),
-        "sampled": struct(jnp.bool_, b, t),
-        "logprobs": struct(jnp.float32, b, t),
-    }
-    return Sequences(**fields)
-
-
-def rollouts(shape: BatchShape) -> GRPOBatch:
-    p, g, b, t, n = shape.groups, shape.rows, shape.groups * shape.rows, shape.suffix, 2 * shape.suffix
-    row, group = struct(jnp.float32, b, t), struct(jnp.float32, p, g)
-    structure = Structure(struct(jnp.int32, b, n), struct(jnp.int8, b, n), struct(jnp.bool_, b, n))
-    fields = {"behaviour": row, "reference": row, "rewards": group, "anchor_rewards": group, "structure": structure}
-    fields |= {"mask": struct(jnp.bool_, b, t), "valid": struct(jnp.bool_, p, g), "compliant": struct(jnp.bool_, p, g)}
-    fields |= {"rollout": struct(jnp.int32, b)}
-    return GRPOBatch(**fields)
-
-
-def check_update(run: Run, settings, loss, batch) -> None:
+def check_update(run: Run, update: Abstract) -> None:
     """One update of the recipe's model, optimiser and batch: every weight and moment comes back as it was."""
-    model = abstract_model(qwen3_vl(run.model.size), dtype=run.model.dtype)
-    graph, weights = nnx.split(model.text)
-    optimizer = make_optimizer(settings.optimizer, settings.steps)
-    state = TrainState(weights, jax.eval_shape(optimizer.init, weights), struct(jnp.int32))
-    after, metrics = jax.eval_shape(make_update(graph, optimizer, loss(model.config.image_token_id, settings), state), state, batch)
+    state = update.arguments[0]
+    after, metrics = jax.eval_shape(update.program.jitted, *update.arguments)
     shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (state, after)]
-    assert shapes[0] == shapes[1]
+    assert shapes[0] == shapes[1] and run.model.dtype == "bfloat16"
     assert metrics["loss"].shape == metrics["grad_norm"].shape == () and metrics["loss"].dtype == jnp.float32
 
 
@@ -155,15 +134,17 @@ def test_the_model_lies_on_the_recipes_mesh(name):
     assert share < 1.02 * sum(math.prod(w.shape) for w in jax.tree.leaves(state)) / (mesh.fsdp * mesh.tensor), "nearly all of it is cut"
 
 
-@pytest.mark.parametrize("name", [name for name in LARGE if RECIPES[name]().rl])
+# Tracing takes ten seconds, and the ablations share the recipe's shapes.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "paravt_8b" else pytest.mark.slow) for name in LARGE if RECIPES[name]().rl]
+)
 def test_an_rl_step_of_a_large_recipe_fits_itself(name):
     run = RECIPES[name]()
     settings = run.rl
     assert settings is not None
-    gains: Any = struct(jnp.float32, settings.shape.groups * settings.shape.rows, settings.shape.suffix)
-    totals = Totals(struct(jnp.float32), struct(jnp.float32))
-    batch = RLBatch((sequences(settings.shape, qwen3_vl(run.model.size)),), rollouts(settings.shape), gains, totals)
-    check_update(run, settings, rl_loss, batch)
+    check_update(run, abstract_rl_update(run, make_mesh()))
+    rows = jax.eval_shape((reference := abstract_reference(run, make_mesh())).program.jitted, *reference.arguments)
+    assert rows.shape == (8 * 8, settings.shape.suffix), "seven groups in four parts are eight"
     # The widest overview of the largest frames has room in the batch and in the engine.
     frame = run.frames.max_pixels // (32 * 32)
     visual = max(settings.frame_budgets) * frame
@@ -176,7 +157,11 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
 @pytest.mark.parametrize("name", [name for name in LARGE if RECIPES[name]().sft])
 def test_a_cold_start_step_of_a_large_recipe_fits_itself(name):
     run = RECIPES[name]()
-    settings = run.sft
-    assert settings is not None
-    config = qwen3_vl(run.model.size)
-    check_update(run, settings, sft_loss, (sequences(settings.main, config), sequences(settings.windows, config)))
+    check_update(run, abstract_sft_update(run, make_mesh()))
+
+
+@pytest.mark.parametrize("size", ["8b", "tiny"])
+def test_the_anchor_of_the_recipes_is_the_papers(size):
+    for name in ("paravt", "exploration_anchoring", "no_tool_reward", "no_penalty"):
+        settings = RECIPES[f"{name}_{size}"]().rl
+        assert settings is not None and settings.grpo.anchor == "likelihood"

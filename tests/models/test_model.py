@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import print_saved_residuals
 
 from models.attention import DenseCache
 from models.qwen3_vl import Qwen3VL, abstract_model, frame_layout, packed_layout, tiny
@@ -206,14 +208,46 @@ def test_decoding_one_by_one_equals_the_whole_row(model, visual_batch):
     assert (np.asarray(v[:, :, 24:]) == 0).all() and (np.asarray(cache.valid) == (np.arange(30) < 24)).all()
 
 
-def test_remat_changes_nothing(model, visual_batch):
-    def loss(text, remat):
-        return (text(**visual_batch, remat=remat)[0] ** 3).sum()
+POLICIES = ("none", "full", "attention", "dots", "offload")
 
-    plain, remat = (nnx.jit(nnx.value_and_grad(functools.partial(loss, remat=r)))(model.text) for r in (False, True))
-    np.testing.assert_allclose(plain[0], remat[0], rtol=1e-5)
-    for a, b in zip(jax.tree.leaves(plain[1]), jax.tree.leaves(remat[1]), strict=True):
-        close(a, b, 1e-4 * max(1.0, float(np.abs(b).max())))
+
+def loss_of(text, batch, remat):
+    return (text(**batch, remat=remat)[0] ** 3).sum()
+
+
+def test_remat_changes_nothing(model, visual_batch):
+    def everything(policy):
+        return nnx.jit(nnx.value_and_grad(lambda text: loss_of(text, visual_batch, policy)))(model.text)
+
+    value, gradients = everything("none")
+    for policy in ("full", "attention"):  # the others in tests/train/test_step_meshes.py
+        found, others = everything(policy)
+        np.testing.assert_allclose(value, found, rtol=1e-5, err_msg=policy)
+        for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(others), strict=True):
+            close(a, b, 1e-4 * max(1.0, float(np.abs(b).max())))
+
+
+def test_a_policy_says_what_is_saved(model, visual_batch, capsys):
+    """Besides weights the backward pass finds: everything, layers' inputs alone, attention's results too, or products too."""
+    graph, state = nnx.split(model.text)
+    layers, tokens = model.config.text.num_hidden_layers, visual_batch["ids"].size
+
+    def saved(policy: str) -> tuple[int, float]:
+        """How many arrays with a layer axis, and their size in inputs of the layers."""
+        print_saved_residuals(lambda state: loss_of(nnx.merge(graph, state), visual_batch, policy), state)
+        lines = [line for line in capsys.readouterr().out.splitlines() if "argument" not in line]
+        shapes = [[int(n) for n in found[1].split(",")] for line in lines if (found := re.search(r"\[(\d[\d,]*)\]", line))]
+        sizes = [math.prod(shape) for shape in shapes if len(shape) > 1 and shape[0] == layers]
+        return len(sizes), sum(sizes) / (layers * tokens * model.config.text.hidden_size)
+
+    found = {policy: saved(policy) for policy in POLICIES}
+    assert found["full"] == found["offload"] == (1, 1)
+    assert found["attention"][0] == 3 and 1 < found["attention"][1] < found["dots"][1] < found["none"][1]
+
+
+def test_an_unknown_policy_is_refused(model, visual_batch):
+    with pytest.raises(ValueError, match="remat: 'ful' is unknown; choose one of none, full, attention, dots, offload"):
+        loss_of(model.text, visual_batch, "ful")
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 5, 24, 100])

@@ -135,7 +135,7 @@ def spots(first: int, last: int, rows: int) -> jax.Array:
 def loss(model: Qwen3VL, batch: dict[str, Any]) -> tuple[jax.Array, tuple[jax.Array, KV]]:
     visual = model.vision(batch["patches"], batch["layout"])
     prompts, prefix = model.text(batch["prompts"], spots(0, 12, 8), visual=visual, visual_index=batch["index"])
-    hidden, _ = model.text(batch["ids"], spots(12, 18, 16), prefix=prefix, remat=True)
+    hidden, _ = model.text(batch["ids"], spots(12, 18, 16), prefix=prefix, remat="full")
     return -model.text.token_logprobs(hidden[:, :-1], batch["ids"][:, 1:], 0.7, 2).mean(), (prompts[:, -1], prefix)
 
 

@@ -216,16 +216,34 @@ def test_likelihood_anchor_is_a_mean_over_tags_of_compliant_rollouts_and_violati
     marked = signs != 0
     settings = dataclasses.replace(SETTINGS, anchor="likelihood", anchor_weight=2.0)
     difference = whole_loss(batch, settings, logprobs) - whole_loss(batch, SETTINGS, logprobs)
-    assert float(difference) == pytest.approx(-2 * (signs * np.where(marked, logprobs, 0)).sum() / marked.sum(), rel=1e-4)
-    gradient = jax.grad(lambda x: grpo.anchor_likelihood(x, batch, 0.3))(logprobs)
-    np.testing.assert_allclose(gradient, signs / marked.sum(), rtol=1e-6)
+    weight = np.exp(np.where(marked, logprobs - batch.behaviour, 0))
+    assert float(difference) == pytest.approx(-2 * (signs * weight * np.where(marked, logprobs, 0)).sum() / marked.sum(), rel=1e-4)
+    gradient = jax.grad(lambda x: grpo.anchor_likelihood(x, jnp.asarray(weight), batch, 0.3))(logprobs)
+    np.testing.assert_allclose(gradient, signs * weight / marked.sum(), rtol=1e-5)
+
+
+def test_gamma_weighs_violations_alone_and_a_stale_token_above_the_cap_counts_for_nothing():
+    batch, settings = make_batch(), dataclasses.replace(SETTINGS, anchor="likelihood")
+    logprobs, (credit, _) = current_logprobs(batch), advantages(batch, settings)
+    tags, violations = (np.asarray(mask) for mask in grpo.structural_tokens(batch))
+
+    def gradient(gamma: float, batch: GRPOBatch = batch) -> np.ndarray:
+        return np.asarray(jax.grad(lambda x: grpo.paravt_loss(x, credit, batch, settings, gamma=gamma)[0])(logprobs))
+
+    none, some = gradient(0.0), gradient(1.0)
+    assert (none == some)[~violations].all() and (none != some)[violations & ~tags].all()
+    stale = dataclasses.replace(batch, behaviour=jnp.where(violations, logprobs - 2, batch.behaviour))  # e^2 > 5
+    assert (gradient(1.0, stale)[violations & ~tags] == 0).all()
 
 
 def test_arrays_that_disagree_are_refused_by_name():
     batch = make_batch()
-    for name, wrong in (("behaviour", batch.behaviour[:, 1:]), ("valid", batch.valid[:2]), ("rollout", batch.rollout[:-1])):
+    wrong = {"behaviour": batch.behaviour[:, 1:], "reference": batch.reference[1:], "rollout": batch.rollout[:-1]}
+    wrong |= {name: getattr(batch, name)[:2] for name in ("anchor_rewards", "valid", "compliant")}
+    wrong |= {"proximal": batch.behaviour[:, :3]}
+    for name, array in wrong.items():
         with pytest.raises(ValueError, match=f"GRPOBatch.{name}: shape"):
-            grpo.advantages(dataclasses.replace(batch, **{name: wrong}), SETTINGS)
+            grpo.advantages(dataclasses.replace(batch, **{name: array}), SETTINGS)
 
 
 def test_the_anchor_has_one_place():

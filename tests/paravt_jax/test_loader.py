@@ -67,3 +67,34 @@ def test_the_iterator_is_one_that_checkpoints_know():
 def test_impossible_streams_are_refused(source, batch, index, count):
     with pytest.raises(ValueError, match="loader"):
         loader.stream(source, 0, batch, index, count)
+
+
+def test_batches_ahead_are_told_before_they_come_and_come_in_order():
+    told = []
+    ahead = loader.Ahead(loader.stream(range(40), 0, 4), 3, told.append)
+    expected = _take(loader.stream(range(40), 0, 4), 8)
+    for n in range(4):
+        assert next(ahead) == expected[n]
+        assert told == expected[: n + 4]
+    assert _take(loader.Ahead(loader.stream(range(40), 0, 4), 0, told.append), 8) == expected
+
+
+def test_a_state_knows_nothing_of_what_was_looked_at_ahead():
+    def fresh():
+        return loader.Ahead(loader.stream(range(23), 3, 4), 3, lambda batch: None)
+
+    first = fresh()
+    start = json.loads(json.dumps(first.get_state()))
+    everything = _take(first, 30)
+    for count in (1, 5, 9):
+        stream = fresh()
+        _take(stream, count)
+        state = json.loads(json.dumps(stream.get_state()))
+        again = fresh()
+        _take(again, 2)
+        again.set_state(state)
+        assert _take(again, 20) == everything[count : count + 20] == _take(stream, 20)
+    first.set_state(start)
+    assert _take(first, 30) == everything
+    with pytest.raises(ValueError, match="-1 batches ahead"):
+        loader.Ahead(loader.stream(range(4), 0, 1), -1, lambda batch: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import shutil
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 
 from models.features import FrameFeatures, FrameSettings
 from paravt_jax.protocol import Protocol, ProtocolSettings
-from paravt_jax.records import Question, QuestionKind, StopReason
+from paravt_jax.records import CallOutcome, CallStatus, CropCall, Episode, Question, QuestionKind, StopReason, Trajectory, Turn
 from paravt_jax.video import VideoError
+from rollout import ask
 from rollout.ask import Assistant
 from rollout.engine import Engine
 from rollout.episode import Scene, Setting, play
@@ -51,6 +53,8 @@ def test_what_cannot_be_asked(assistant, small_world, tmp_path):
             assistant.ask(tmp_path / name, TEXT)
     with pytest.raises(ValueError, match="question: .* tokens with its options, there is room for 512"):
         assistant.ask(small_world.folder / small_world.videos[0].path, "why? " * 2000, frames=4)
+    with pytest.raises(ValueError, match="question: it is empty"):
+        assistant.ask(small_world.folder / small_world.videos[0].path, " \n")
     for wrong in ({"frames": 0}, {"frames": 2.5}, {"temperature": -1.0}, {"dispatch": "all"}, {"seconds": 0}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} = "):
             assistant.ask(small_world.folder / small_world.videos[0].path, TEXT, **wrong)
@@ -100,3 +104,68 @@ def test_a_few_engines_are_kept(assistant, small_world):
     for count in (1, 30, 60):
         assistant.ask(small_world.folder / small_world.videos[0].path, TEXT, frames=count, dispatch="none")
     assert len(assistant._engines) == 2
+
+
+# The command
+
+
+@pytest.fixture
+def command(assistant, monkeypatch, capsys):
+    """command(*argv) runs it with the module's assistant; gives the exit code, and what was said on both streams."""
+    monkeypatch.setattr(ask.Assistant, "load", lambda source, **fields: assistant)
+
+    def start(*argv):
+        code = ask.main(argv)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return start
+
+
+def test_the_command_tells_the_episode_and_writes_its_page(command, small_world, tmp_path):
+    video = str(small_world.folder / small_world.videos[0].path)
+    code, out, err = command("--model", "m", "--video", video, TEXT, "--frames", "4", "--html", str(tmp_path / "page.html"))
+    page = (tmp_path / "page.html").read_text()
+    assert (code, err) == (0, "") and out.startswith("--- turn 1\n<think>") and "--- answer: none (the episode ended: truncated)" in out
+    assert f"page: {tmp_path / 'page.html'}" in out and page.startswith("<!doctype html>") and TEXT in page
+    assert page.count("data:image/png;base64,") == 4 and "<script" not in page and "http" not in page
+
+
+def test_an_episode_in_words(small_questions):
+    crops = (
+        CallOutcome(CropCall(0, 16.5), CallStatus.CLAMPED, " seven\n"),
+        CallOutcome(None, CallStatus.MALFORMED, "error: no JSON"),
+    )
+    turns = (Turn("<think>\nlook\n</think>", crops), Turn("<answer>7</answer>"))
+    episode = Episode(small_questions[0], 4, Trajectory(), turns, StopReason.ANSWERED, "7")
+    assert list(ask.told(episode)) == [
+        "--- turn 1",
+        "<think>\nlook\n</think>",
+        "    crop 1, 0 to 16.5 s (clamped): seven",
+        "    crop 2, no window that could be read (malformed): error: no JSON",
+        "--- turn 2",
+        "<answer>7</answer>",
+        "--- answer: 7",
+    ]
+
+
+def test_mistakes_are_one_line_each(command, small_world, tmp_path):
+    video = str(small_world.folder / small_world.videos[0].path)
+    (tmp_path / "noise.mp4").write_bytes(bytes(range(256)) * 9)
+    for argv, message in (
+        (("--video", str(tmp_path / "none.mp4"), TEXT), "--video .*none.mp4: no such file"),
+        (("--video", str(tmp_path / "noise.mp4"), TEXT), "noise.mp4: it cannot be decoded"),
+        (("--video", video, " "), "question: it is empty"),
+        (("--video", video, TEXT, "--frames", "0"), "frames = 0"),
+        (("--video", video, TEXT, "--html", str(tmp_path / "no" / "page.html")), "--html .*its folder is not there"),
+    ):
+        code, out, err = command("--model", "m", *argv)
+        assert (code, out) == (2, "") and re.match(f"python -m rollout.ask: .*{message}", err) and err.count("\n") == 1, (argv, err)
+
+
+def test_a_folder_without_a_model_is_one_line(capsys, small_world, tmp_path):
+    video = str(small_world.folder / small_world.videos[0].path)
+    for model in (tmp_path, tmp_path / "nowhere"):
+        assert ask.main(["--model", str(model), "--video", video, TEXT]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("python -m rollout.ask: ") and err.count("\n") == 1 and str(model) in err

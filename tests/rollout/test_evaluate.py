@@ -43,7 +43,7 @@ def test_a_row_is_the_mean_of_its_episodes(small_questions):
     done, cut, bad, many = CallStatus.EXECUTED, CallStatus.CLAMPED, CallStatus.BAD_WINDOW, CallStatus.TOO_MANY
     episodes = [episode((done, cut, bad), ()), episode((done,), (many, done), ()), episode(()), episode((CallStatus.UNREADABLE,), ())]
     earned = [Rewards(acc, 0, 0, 0, 0, fine) for acc, fine in ((1.0, True), (0.5, True), (0.0, False), (0.0, True))]
-    row = summarise(Setting(16, 0.7, "sequential"), episodes, earned)
+    row = summarise(Setting(16, 0.7, "sequential"), list(zip(episodes, earned, strict=True)))
     assert [executed_calls(e) for e in episodes] == [2, 2, 0, 0]
     assert dataclasses.asdict(row) == {
         **{"k": 16, "dispatch": "sequential", "temperature": 0.7, "n": 4},

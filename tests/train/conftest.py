@@ -1,17 +1,24 @@
-"""The small road (`small.py`), made once for all tests of training."""
+"""The small road (`small.py`), made once for all tests of training; and processes that are one run."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
+import os
 import pathlib
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
 import jax
 import pytest
 
 FILE = pathlib.Path(__file__).with_name("small.py")
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,3 +44,67 @@ def small() -> ModuleType:
 def road(small, tmp_path_factory):
     """A `small.Road` in a folder of its own."""
     return small.build_road(tmp_path_factory.mktemp("road"))
+
+
+@pytest.fixture(scope="session")
+def together(compiled) -> Callable[..., list[Ended]]:
+    """Starts a program as several processes that are one run."""
+    return functools.partial(_together, compiled)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a process ended. `code` is minus the signal where one killed it."""
+
+    code: int
+    out: str
+    err: str
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def _together(
+    compiled: pathlib.Path,
+    args: Sequence[str],
+    count: int,
+    devices: int,
+    timeout: float = 300,
+    disturb: Callable[[list[subprocess.Popen]], None] | None = None,
+) -> list[Ended]:
+    """`python ARGS --hosts.coordinator ... --hosts.count COUNT --hosts.index I` for every I, each with `devices` fake devices.
+    `disturb` may do something to them once they are started.
+
+    Raises AssertionError, with what was printed, where one does not end in time; none is left behind.
+    """
+    hosts = ["--hosts.coordinator", f"localhost:{free_port()}", "--hosts.count", str(count)]
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(compiled), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    env = dict(
+        os.environ, **cache, JAX_PLATFORMS="cpu", XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}", PYTHONPATH=str(ROOT)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        files = [tuple((pathlib.Path(folder) / f"{i}.{name}").open("w+") for name in ("out", "err")) for i in range(count)]
+        started = [
+            subprocess.Popen([sys.executable, *args, *hosts, "--hosts.index", str(i)], stdout=out, stderr=err, env=env, cwd=ROOT)
+            for i, (out, err) in enumerate(files)
+        ]
+        try:
+            if disturb is not None:
+                disturb(started)
+            codes = [process.wait(timeout) for process in started]
+        except subprocess.TimeoutExpired as late:
+            raise AssertionError(f"{late}\n" + "\n".join(_read(err)[-2000:] for _, err in files)) from late
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        return [Ended(code, _read(out), _read(err)) for code, (out, err) in zip(codes, files, strict=True)]
+
+
+def _read(file) -> str:
+    file.seek(0)
+    return file.read()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from flax import nnx
 from models.qwen3_vl.model import Qwen3VL
 from paravt_jax.records import Caption
 from train.align import AlignSettings, align
+from train.phase import Phase
 
 SETTINGS = AlignSettings(steps=30, batch=32)
 
@@ -30,12 +33,26 @@ def weights_of(module) -> dict[str, np.ndarray]:
     }
 
 
-def run(road, model, settings, captions=None) -> list[dict[str, float]]:
-    told: list[tuple[int, dict[str, float]]] = []
-    data = road.data
-    align(model, captions or data.captions, data.vocabulary, data.root, settings, 0, lambda *step: told.append(step))
-    assert [step for step, _ in told] == list(range(1, settings.steps + 1))
-    return [figures for _, figures in told]
+class FakePhase(Phase):
+    """A phase without a disk. `kept` is what it would have saved last; another one goes on from there."""
+
+    def __init__(self, steps: int, kept: tuple[int, Any, Any] = (0, None, None), until: int | None = None):
+        self.first, self.steps, self.kept, self.until, self.told = kept[0], until or steps, kept, until, list[dict[str, float]]()
+
+    def resume(self, start: Any) -> tuple[Any, Any]:
+        _, state, cursor = self.kept
+        return (start if state is None else state), cursor
+
+    def done(self, step, figures, state, cursor, shown) -> None:
+        assert step == self.first + len(self.told) + 1 and set(shown) <= set(figures)
+        self.told.append(dict(figures))
+        self.kept = step, jax.tree.map(jnp.copy, state), cursor
+
+
+def run(road, model, settings, captions=None, phase: FakePhase | None = None) -> list[dict[str, float]]:
+    data, phase = road.data, phase or FakePhase(settings.steps)
+    align(model, captions or data.captions, data.vocabulary, data.root, settings, 0, phase, {})
+    return phase.told
 
 
 def test_frames_are_named_and_only_tower_and_embedding_change(road):
@@ -47,11 +64,24 @@ def test_frames_are_named_and_only_tower_and_embedding_change(road):
     changed = {name for name in before if (before[name] != after[name]).any()}
     assert {name.split("/")[0] for name in changed} == {"vision", "text"}
     assert all(name.startswith(("vision/", "text/embedding")) for name in changed)
-    # The same seed and captions give the same tower.
-    again = fresh(road)
-    run(road, again, SETTINGS)
+    # The same seed and captions give the same tower, also where it was cut off and gone on with in another process.
+    cut = FakePhase(SETTINGS.steps, until=11)
+    told = run(road, fresh(road), SETTINGS, phase=cut)
+    again, rest = fresh(road), FakePhase(SETTINGS.steps, (cut.kept[0], cut.kept[1], json.loads(json.dumps(cut.kept[2]))))
+    assert told + run(road, again, SETTINGS, phase=rest) == figures and len(rest.told) == SETTINGS.steps - 11
     for name, value in weights_of(again).items():
         np.testing.assert_array_equal(value, after[name])
+    # What is done is only put back: no caption is looked at.
+    ended = fresh(road)
+    run(road, ended, SETTINGS, captions=[Caption("no.mp4", 0.0, ("red",))], phase=FakePhase(SETTINGS.steps, rest.kept))
+    for name, value in weights_of(ended).items():
+        np.testing.assert_array_equal(value, after[name])
+
+
+@pytest.mark.parametrize(("field", "value"), [("steps", 0), ("batch", 0), ("save_every", 0), ("learning_rate", 0.0)])
+def test_settings_that_mean_nothing_are_refused(field, value):
+    with pytest.raises(ValueError, match=rf"align\.{field}: {value}; give a "):
+        AlignSettings(**{field: value})
 
 
 def test_words_have_to_be_single_tokens(road):
@@ -66,8 +96,8 @@ def test_a_damaged_video_is_left_out(road, tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / good.video).write_bytes((road.data.root / good.video).read_bytes())
     (tmp_path / "bad.mp4").write_bytes(b"no video")
-    data, told = road.data, []
+    data, phase, bad = road.data, FakePhase(SETTINGS.steps), dict[str, str]()
     captions = [good, Caption("bad.mp4", 0.0, ("red",))]
-    bad = align(fresh(road), captions, data.vocabulary, tmp_path, SETTINGS, 0, lambda _, figures: told.append(figures))
+    align(fresh(road), captions, data.vocabulary, tmp_path, SETTINGS, 0, phase, bad)
     assert list(bad) == ["bad.mp4"] and bad["bad.mp4"]
-    assert told[-1]["accuracy"] == 1, "one frame with two words is soon known by heart"
+    assert phase.told[-1]["accuracy"] == 1, "one frame with two words is soon known by heart"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import resource
 import subprocess
@@ -82,6 +83,103 @@ def test_saving_in_the_background_keeps_what_was_there_when_save_was_called(tmp_
     checkpoints.close()
     back, meta, step = Checkpoints(tmp_path).restore({"host": host, "w": jnp.zeros(1000, int)})
     assert (back["host"] == host).all() and (back["w"] == jnp.arange(1000)).all() and (meta, step) == ({"n": 1}, 1)
+
+
+def test_an_update_that_takes_the_state_away_does_not_touch_what_is_being_saved(tmp_path: pathlib.Path) -> None:
+    """In the background the arrays are still being written when the next step is given their memory."""
+    update = jax.jit(lambda w: w * 0 - 1, donate_argnums=0)
+    checkpoints, w = Checkpoints(tmp_path, keep=9, asynchronous=True), jnp.arange(2_000_000.0)
+    jax.block_until_ready(w)
+    for step in (1, 2, 3):
+        checkpoints.save(step, {"w": w}, {})
+        jax.block_until_ready(update(w))
+        w = jnp.arange(2_000_000.0) * (step + 1)
+    checkpoints.close()
+    for step in (1, 2, 3):
+        assert (Checkpoints(tmp_path).restore({"w": w}, step)[0]["w"] == jnp.arange(2_000_000.0) * step).all()
+
+
+def test_the_best_stays_too_and_of_equal_ones_the_newest(tmp_path: pathlib.Path) -> None:
+    def save(checkpoints: Checkpoints, step: int, score: float | None) -> list[int]:
+        checkpoints.save(step, {"w": jnp.full((2,), step)}, {}, score)
+        return checkpoints.steps()
+
+    first = Checkpoints(tmp_path, keep=1)
+    assert first.best() is None
+    assert [save(first, 1, 0.5), save(first, 2, 0.7), save(first, 3, None)] == [[1], [2], [2, 3]]
+    again = Checkpoints(tmp_path, keep=1)  # which knows the scores of what is there
+    assert [save(again, 4, 0.1), save(again, 5, 0.7), save(again, 6, 0.3)] == [[2, 4], [5], [5, 6]]
+    assert again.best() == 5 and Checkpoints(tmp_path, read_only=True).best() == 5
+
+
+def test_another_identity_is_refused_by_the_name_of_what_differs(tmp_path: pathlib.Path) -> None:
+    mine, other = {"model": {"size": "2b"}, "seed": 0}, {"model": {"size": "8b"}, "seed": 0}
+    Checkpoints(tmp_path, identity=mine).save(1, {"w": jnp.ones(2)}, {})
+    with pytest.raises(CheckpointError, match=r'is another run\'s \(saved -> wanted\): model\.size: "2b" -> "8b"\. Use'):
+        Checkpoints(tmp_path, identity=other).restore({"w": jnp.ones(2)})
+    assert (Checkpoints(tmp_path, identity=mine).restore({"w": jnp.zeros(2)})[0]["w"] == 1).all()
+
+
+def test_a_part_is_read_without_the_rest(tmp_path: pathlib.Path) -> None:
+    state = {"text": {"w": jnp.arange(6.0).reshape(2, 3)}, "optimizer": {"mu": jnp.ones((2, 3))}, "n": np.arange(3)}
+    Checkpoints(tmp_path).save(4, state, {})
+    for array in (tmp_path / "4" / "state").rglob("*"):
+        assert not array.is_symlink()
+    reader = Checkpoints(tmp_path, read_only=True)
+    assert (reader.restore_part({"text": state["text"]}, 4)["text"]["w"] == state["text"]["w"]).all()
+    cases = [({"text": {"v": jnp.ones(1)}}, r"text\.v: absent -> float32\[1\]"), ({"n": jnp.zeros(3)}, r"n: int64\[3\] -> float32")]
+    for part, words in cases:
+        with pytest.raises(CheckpointError, match=f"has no such part .*{words}"):
+            reader.restore_part(part, 4)
+    with pytest.raises(CheckpointError, match="holds no checkpoint 3; there is 4"):
+        reader.restore({"w": jnp.ones(1)}, 3)
+
+
+def test_a_reader_leaves_what_is_being_written(tmp_path: pathlib.Path) -> None:
+    Checkpoints(tmp_path).save(1, {"w": jnp.ones(2)}, {})
+    (tmp_path / "2.orbax-checkpoint-tmp").mkdir()
+    assert Checkpoints(tmp_path, read_only=True).steps() == [1]
+    assert (tmp_path / "2.orbax-checkpoint-tmp").exists()
+
+
+DEVICES = """
+import sys
+import jax, numpy as np
+from flax import nnx
+from models.qwen3_vl.config import tiny
+from models.qwen3_vl.model import abstract_model
+from models.sharding import make_mesh, param_shardings
+from train.checkpoint import Checkpoints
+from train.optimizer import OptimizerSettings, make_optimizer
+from train.step import init_state
+
+abstract = nnx.state(abstract_model(tiny(96)).text)
+
+def state(seed, *mesh):
+    rng = np.random.default_rng(seed)
+    weights = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), abstract)
+    return init_state(jax.device_put(weights, param_shardings(abstract, make_mesh(*mesh))), make_optimizer(OptimizerSettings(), 5))
+
+one, many = (1, 1, 1), (1, 4, 2)
+for number, (there, here) in enumerate(((one, many), (many, one), (many, (2, 2, 2)))):
+    saved, kept = state(1, *there), Checkpoints(f"{sys.argv[1]}/{number}", asynchronous=True)
+    kept.save(1, saved, {})
+    kept.close()
+    back, _, _ = Checkpoints(f"{sys.argv[1]}/{number}").restore(state(2, *here))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), saved, back)
+    assert {leaf.sharding.mesh.size for leaf in jax.tree.leaves(back)} == {here[0] * here[1] * here[2]}, here
+    spread = max(len({str(shard.index) for shard in leaf.addressable_shards}) for leaf in jax.tree.leaves(back))
+    assert spread == here[1] * here[2], (here, spread)
+"""
+
+
+@pytest.mark.slow
+def test_another_mesh_and_another_number_of_devices_restore_it(tmp_path: pathlib.Path) -> None:
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, "-c", DEVICES, str(tmp_path)], cwd=ROOT, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
 
 
 def test_steps_have_to_grow(tmp_path: pathlib.Path) -> None:

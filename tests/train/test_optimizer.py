@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +38,18 @@ def test_gradients_are_clipped_by_their_norm_before_the_moments():
     settings = OptimizerSettings(learning_rate=1.0, weight_decay=0.0, b1=0.0, b2=0.0, eps=1e6, max_grad_norm=0.5)
     assert moved(settings, 10, 100.0, 1) == pytest.approx([0.25e-6], rel=1e-3)
     assert moved(settings, 10, 0.1, 1) == pytest.approx([0.1e-6], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_first_moments_in_half_the_memory(name):
+    """Half of the float32 arrays that have a weight's shape turn to bfloat16: the second moments stay."""
+    weights = {"w": jnp.zeros((4, 3))}  # no matrix of a layer: AdamW's under both
+
+    def types(dtype: Literal["float32", "bfloat16"]) -> list[str]:
+        state = make_optimizer(OptimizerSettings(name, moment_dtype=dtype), 10).init(weights)
+        return sorted(str(x.dtype) for x in jax.tree.leaves(state) if x.shape == (4, 3))
+
+    assert types("float32") == ["float32"] * 2 and types("bfloat16") == ["bfloat16", "float32"]
 
 
 def test_weight_decay_draws_towards_zero():

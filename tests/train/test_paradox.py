@@ -19,6 +19,7 @@ from configs.paravt_tiny import paravt_tiny
 from paravt_jax.world_text import TextSettings
 from train import paradox
 from train.checkpoint import CheckpointError
+from train.interrupts import Interrupts
 from train.paradox import COLD_START, Paradox, Result, at_the_end, carry_out, claims, folder_of, held_out, plan, read, report, show, table
 from train.paradox_figure import figure
 from train.prepare import UnreadableVideosError
@@ -208,8 +209,8 @@ class FakeRuns:
     def __init__(self) -> None:
         self.done: list[tuple[str, int]] = []
 
-    def __call__(self, run: Run, check: Any) -> None:
-        check()
+    def __call__(self, run: Run, interrupts: Interrupts) -> None:
+        interrupts.check("stopped")
         folder = pathlib.Path(run.run_dir)
         RunDirectory(folder, resolved(run)).close()
         value = len(self.done) / 100
@@ -241,31 +242,31 @@ ORDER = ["cold_start", *["grpo", "exploration-anchoring", "nframes-gating", "par
 
 
 def test_the_cold_start_is_first_and_then_every_setting_seed_by_seed(fake, tmp_path):
-    carry_out(plan(Paradox(run_dir=str(tmp_path), seeds=2)), lambda: None)
+    carry_out(plan(Paradox(run_dir=str(tmp_path), seeds=2)), Interrupts())
     assert fake.done == list(zip(ORDER, [0] * 5 + [1] * 4, strict=True))
 
 
 def test_what_is_finished_is_not_run_again(fake, tmp_path, capsys):
     runs = plan(Paradox(run_dir=str(tmp_path), seeds=2))
     for done in (runs[COLD_START][0], runs[GRPO][0], runs[FULL][1]):
-        fake(done, lambda: None)
+        fake(done, Interrupts())
     fake.done.clear()
-    carry_out(runs, lambda: None)
+    carry_out(runs, Interrupts())
     assert fake.done == [("exploration-anchoring", 0), ("nframes-gating", 0), ("para-grpo", 0)] + [(name, 1) for name in ORDER[1:4]]
     assert "run 3 of 9: exploration-anchoring, seed 0" in capsys.readouterr().err
-    carry_out(runs, lambda: None)
+    carry_out(runs, Interrupts())
     assert len(fake.done) == 6
 
 
 def test_a_finished_run_of_other_settings_is_not_passed_off_as_this_one(fake, tmp_path):
-    carry_out(plan(Paradox(str(tmp_path), seeds=1)), lambda: None)
+    carry_out(plan(Paradox(str(tmp_path), seeds=1)), Interrupts())
     for other in (Paradox(str(tmp_path), quick=True), Paradox(str(tmp_path), seeds=1, rewards="published")):
-        carry_out(plan(other), lambda: None)  # in folders of their own, from the same cold start
+        carry_out(plan(other), Interrupts())  # in folders of their own, from the same cold start
     assert len(fake.done) == 5 + 4 + 4
     runs = plan(Paradox(str(tmp_path), seeds=1))
     spoilt = {name: [dataclasses.replace(run, text=TextSettings()) for run in column] for name, column in runs.items()}
     with pytest.raises(RunDirectoryError, match="holds a run of another configuration"):
-        carry_out(spoilt, lambda: None)
+        carry_out(spoilt, Interrupts())
 
 
 def test_no_seed_is_no_comparison():
@@ -275,7 +276,7 @@ def test_no_seed_is_no_comparison():
 
 def test_a_run_is_read_with_its_steps_of_rl_and_the_measures_alone(fake, tmp_path):
     runs = plan(Paradox(run_dir=str(tmp_path), seeds=1))
-    carry_out(runs, lambda: None)
+    carry_out(runs, Interrupts())
     got = read(runs[GRPO][0])
     assert got.before == got.after == {k: {"accuracy": 0.01, "format": 0.5, "calls": k / 64} for k in KS}
     assert got.by_step == [{"step": step, "accuracy": 0.01, "format": 0.5, "calls": 1.0} for step in (1, 2)]
@@ -297,13 +298,13 @@ def test_the_command_leaves_table_figure_and_figures_behind(fake, command, capsy
 
 
 def test_a_signal_stops_it_with_a_word_on_how_to_go_on(fake, command, monkeypatch, capsys):
-    def interrupted(run: Run, check: Any) -> None:
+    def interrupted(run: Run, interrupts: Interrupts) -> None:
         if len(fake.done) == 2:
             signal.raise_signal(signal.SIGTERM)
-        fake(run, check)
+        fake(run, interrupts)
 
     monkeypatch.setattr(paradox, "execute", interrupted)
-    assert paradox.main(command) == 130
+    assert paradox.main(command) == 143
     assert len(fake.done) == 2 and "the same command goes on" in capsys.readouterr().err
     assert not (folder_of(Paradox(command[1])) / "table.md").exists()
 
@@ -319,7 +320,7 @@ def test_a_folder_of_something_else_ends_it_with_an_error(command, capsys):
 
 @pytest.mark.parametrize("error", [RunDirectoryError, CheckpointError, UnreadableVideosError, ValueError, OSError])
 def test_what_a_run_refuses_is_the_commands_error(error, command, monkeypatch, capsys):
-    def refused(run: Run, check: Any) -> None:
+    def refused(run: Run, interrupts: Interrupts) -> None:
         raise error("no room")
 
     monkeypatch.setattr(paradox, "execute", refused)

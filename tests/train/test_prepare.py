@@ -72,6 +72,6 @@ def test_too_many_bad_videos_end_it_by_name(road, folder):
         prepare(road.run, folder)
 
 
-def test_a_recipe_without_a_world_is_refused(road, tmp_path):
-    with pytest.raises(ValueError, match="small cannot run yet: .*use a recipe with a rendered world"):
+def test_a_recipe_without_data_is_refused(road, tmp_path):
+    with pytest.raises(ValueError, match="small: neither data nor world is set; use a recipe with one of them"):
         prepare(dataclasses.replace(road.run, world=None), tmp_path)

@@ -16,10 +16,10 @@ import pytest
 from PIL import Image
 
 from paravt_jax.records import CallStatus, StopReason
+from rollout.episode_card import EXECUTED, STOPS
+from rollout.markup import Html, el, join, number
 from train.report import choose_episodes, key_figures, write_report
 from train.report_chart import line_chart, stacked_chart
-from train.report_episode import EXECUTED, STOPS
-from train.report_html import Html, el, join, number
 
 COLOURS = {"red": (196, 52, 52), "green": (52, 150, 70), "blue": (56, 92, 196), "purple": (132, 70, 168)}
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import types
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import train.rl
 from paravt_jax.grpo import GRPOSettings, Normalisation, advantages, batch_totals
 from paravt_jax.rewards import RewardSettings
 from paravt_jax.structure import Kind
@@ -25,7 +28,7 @@ TAGS = {Kind.THINK_CLOSE: "</think>", Kind.CALL_OPEN: "<tool_call>", Kind.CALL_C
 
 @pytest.fixture(scope="module")
 def learner(road):
-    return Learner(road.graph, road.fresh(), road.image, road.run.rl)
+    return Learner(road.graph, road.fresh(), road.model.config, road.run.rl)
 
 
 @pytest.fixture
@@ -99,7 +102,7 @@ def test_a_step_is_a_function_of_its_seed_number_and_questions(road, small, lear
     (one, first), (two, second) = (
         learner.step(state, small.Script(road), road.scene, road.data.questions[:2], seed=0) for state in (start, other)
     )
-    drop = lambda metrics: {name: value for name, value in metrics.items() if not name.startswith("time/")}  # noqa: E731
+    drop = lambda metrics: {name: value for name, value in metrics.items() if not name.startswith(("time/", "speed/"))}  # noqa: E731
     assert drop(first) == drop(second)
     assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True))
 
@@ -215,7 +218,7 @@ def test_a_step_in_which_nobody_calls_has_no_subagents_to_learn_from(road, small
     class Direct(small.Script):
         plans = ("guess\n</think><answer>B</answer>", "guess\n</think><answer>A</answer>")
 
-    learner = Learner(road.graph, road.fresh(), road.image, with_subagents(road))
+    learner = Learner(road.graph, road.fresh(), road.model.config, with_subagents(road))
     _, metrics = learner.step(start, Direct(road), road.scene, road.data.questions[:2], seed=0)
     assert metrics["subagents/trained"] == metrics["subagents/left_out"] == metrics["calls"] == 0
     assert np.isfinite(list(metrics.values())).all() and metrics["grad_norm"] > 0
@@ -223,9 +226,9 @@ def test_a_step_in_which_nobody_calls_has_no_subagents_to_learn_from(road, small
 
 def test_subagents_are_learned_from(road, small, start):
     """Their tokens count in the one token mean of the batch, and another update comes of it."""
-    both = Learner(road.graph, road.fresh(), road.image, with_subagents(road))
+    both = Learner(road.graph, road.fresh(), road.model.config, with_subagents(road))
     state, metrics = both.step(start, small.Script(road), road.scene, road.data.questions[:2], seed=0)
-    alone = Learner(road.graph, road.fresh(), road.image, road.run.rl)
+    alone = Learner(road.graph, road.fresh(), road.model.config, road.run.rl)
     other, figures = alone.step(both.start, small.Script(road), road.scene, road.data.questions[:2], seed=0)
     assert metrics["subagents/trained"] > 0 and metrics["token_mismatches"] == 0 and metrics["loss"] != figures["loss"]
     assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True))
@@ -239,7 +242,7 @@ def test_micro_batches_change_nothing(road, small, anchor):
     grpo = dataclasses.replace(road.run.rl.grpo, anchor=anchor)
     found = []
     for parts in (1, 2):
-        learner = Learner(road.graph, road.fresh(), road.image, with_subagents(road, grpo=grpo, microbatches=parts))
+        learner = Learner(road.graph, road.fresh(), road.model.config, with_subagents(road, grpo=grpo, microbatches=parts))
         found.append(learner.step(learner.start, small.Script(road), road.scene, road.data.questions[:2], seed=0))
     (whole, figures), (cut, others) = found
     for name in ("loss", "grad_norm", "logprob_gap", "clip_fraction"):
@@ -305,12 +308,13 @@ RECIPE = {"steps": 2, "shape": SHAPE, "grpo": GRPOSettings(anchor="credit"), "re
         ),
         ({"save_every": 0}, r"rl\.save_every: 0; give a whole number of at least 1"),
         ({"microbatches": 0}, r"rl\.microbatches: 0; give a whole number of at least 1"),
-        ({"microbatches": 3}, r"rl\.microbatches: 3 parts of rl\.shape\.groups = 2; give a number that divides it"),
+        ({"microbatches": 3}, r"rl\.microbatches: 3 parts of rl\.shape\.groups = 2; give at most so many"),
+        ({"remat": "half"}, r"rl\.remat: 'half' is unknown; choose one of none, full, attention, dots, offload"),
         ({"max_staleness": -1}, r"rl\.max_staleness: -1; give 0 or more"),
         ({"subagents": SHAPE}, r"rl\.subagents: rows 8, suffix 144; every sub-agent is a group of 1 row"),
         (
-            {"microbatches": 2, "subagents": BatchShape(groups=3, rows=1, prompt=112, visual=16, suffix=24)},
-            r"rl\.microbatches: 2 parts of rl\.subagents\.groups = 3",
+            {"microbatches": 2, "subagents": BatchShape(groups=1, rows=1, prompt=112, visual=16, suffix=24)},
+            r"rl\.microbatches: 2 parts of rl\.subagents\.groups = 1",
         ),
         ({"temperature": 0.0}, r"rl\.temperature: 0\.0; .*give a number above 0"),
         ({"frame_budgets": ()}, r"rl\.frame_budgets: \(\); name at least one"),
@@ -326,3 +330,14 @@ def test_settings_that_contradict_each_other_are_refused(change, message):
     RLSettings(**RECIPE)
     with pytest.raises(ValueError, match=message):
         RLSettings(**(RECIPE | change))
+
+
+def test_gamma_of_the_rewards_reaches_the_loss(road, monkeypatch):
+    """`no_penalty` is the full recipe with another gamma, and nothing else."""
+    given: list[Any] = []
+    monkeypatch.setattr(train.rl, "row_logprobs", lambda *_: jnp.zeros((1, 1)))
+    monkeypatch.setattr(train.rl.grpo, "paravt_loss", lambda *arguments: given.append(arguments))
+    settings = dataclasses.replace(road.run.rl, rewards=dataclasses.replace(road.run.rl.rewards, gamma=0.125))
+    batch = types.SimpleNamespace(sequences=(None,), advantages=None, grpo=None, totals=None)
+    train.rl.rl_loss(0, settings)(cast(Any, None), cast(Any, batch))
+    assert given[0][5] == 0.125

@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import pathlib
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,15 +20,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import train.export
 import train.run
+from models.processor import Processor
 from models.qwen3_vl import load
-from models.sharding import make_mesh, param_shardings
-from paravt_jax import tokenizer
+from paravt_jax import protocol, tokenizer, world_text
 from rollout.ask import Assistant
+from tests.train.killing import kill_again_and_again
 from train.checkpoint import Checkpoints
 from train.metrics import read_metrics
-from train.optimizer import make_optimizer
-from train.step import init_state
 
 ROOT, PROGRAM = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).with_name("small.py")
 
@@ -49,7 +51,10 @@ def result_of(folder: pathlib.Path) -> dict[str, Any]:
 
 def metrics_of(folder: pathlib.Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what a clock says."""
-    return [{k: v for k, v in line.items() if k != "wall" and not k.startswith("time/")} for line in read_metrics(folder / "metrics.jsonl")]
+    return [
+        {k: v for k, v in line.items() if k != "wall" and not k.startswith(("time/", "speed/"))}
+        for line in read_metrics(folder / "metrics.jsonl")
+    ]
 
 
 # --- what a run leaves behind ---
@@ -102,12 +107,60 @@ def test_episodes_are_written_down_and_shown(finished):
 def test_the_trained_model_can_be_opened_and_asked(finished, small):
     model, run = load(finished / "model"), small.small()
     weights = nnx.state(model.text)
-    template = init_state(jax.device_put(weights, param_shardings(weights, make_mesh())), make_optimizer(run.rl.optimizer, run.rl.steps))
-    latest, _, _ = Checkpoints(finished / "checkpoints" / "rl").restore(template)
-    jax.tree.map(np.testing.assert_array_equal, weights, latest.weights)
+    saved = Checkpoints(finished / "checkpoints" / "rl", read_only=True).restore_part({"text": weights}, run.rl.steps)
+    jax.tree.map(np.testing.assert_array_equal, weights, saved["text"])
     assistant = Assistant(model, tokenizer.load(finished / "model"), run.protocol)
     video = next((finished / "videos").rglob("*.mp4"))
     assert assistant.ask(video, "What is the number in the scene that starts at 8 s?", frames=4).turns
+
+
+def test_every_checkpoint_is_exported_bit_for_bit_and_opens_with_its_processor(finished, tmp_path, capsys):
+    for phase, step, kept in (("rl", "latest", 6), ("rl", "4", 4), ("sft", "best", None), ("align", "3", 3)):
+        to = tmp_path / f"{phase}-{step}"
+        code = train.export.main(["--run-dir", str(finished), "--phase", phase, "--step", step, "--to", str(to)])
+        assert code == (kept is None), capsys.readouterr().err
+        if kept is None:
+            continue
+        model = load(to)
+        weights = {"text": nnx.state(model.text), "vision": nnx.state(model.vision)}
+        saved = Checkpoints(finished / "checkpoints" / phase, read_only=True).restore_part(weights, kept)
+        jax.tree.map(np.testing.assert_array_equal, weights, saved)
+    assert {file.name for file in (finished / "model").iterdir()} == {file.name for file in (tmp_path / "rl-latest").iterdir()}
+    assert (tmp_path / "rl-latest" / "model.safetensors").read_bytes() == (finished / "model" / "model.safetensors").read_bytes()
+    processor = Processor.load(tmp_path / "rl-4", model.config)
+    image, clip = np.zeros((32, 32, 3), np.uint8), np.zeros((4, 32, 32, 3), np.uint8)
+    content = [
+        {"type": "image", "image": image},
+        {"type": "video", "video": (clip, [0.0, 1.0, 2.0, 3.0])},
+        {"type": "text", "text": "Which?"},
+    ]
+    inputs = processor([{"role": "system", "content": "Look."}, {"role": "user", "content": content}])
+    text = processor.tokenizer.decode(inputs.ids)
+    assert text.startswith("<|im_start|>system\nLook.<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|>")
+    assert text.endswith("Which?<|im_end|>\n<|im_start|>assistant\n") and len(inputs.grids) == 2
+    with pytest.raises(Exception, match="writes no tools"):
+        processor([{"role": "user", "content": "Which?"}], tools=[{"type": "function"}])
+
+
+def test_what_cannot_be_exported_is_said_in_a_line(finished, tmp_path, capsys):
+    (tmp_path / "there").mkdir()
+    shutil.copytree(finished / "checkpoints" / "sft", tmp_path / "odd" / "checkpoints" / "sft")
+    (tmp_path / "odd" / "config.json").write_text("{}")
+    tokenizer.save(tokenizer.build(("another",)), tmp_path / "odd" / "tokenizer")
+    new = str(tmp_path / "new")
+    cases = [
+        (finished, "rl", "5", new, "--step 5: no such checkpoint of rl in .*; kept are 4, 6 \\(best: 6\\)"),
+        (finished, "sft", "best", new, "--step best: no such checkpoint of sft in .*; kept are 2, 4\n"),
+        (finished, "rl", "6", str(tmp_path / "there"), "--to .*there: exists; name a new folder"),
+        (tmp_path, "rl", "6", new, "no run's folder, it has no config.json"),
+        (tmp_path / "odd", "rl", "6", new, "--phase rl: .*odd has no checkpoints of it; it has those of sft"),
+        (tmp_path / "odd", "sft", "4", new, "tokenizer/ has another vocabulary"),
+    ]
+    for folder, phase, step, to, words in cases:
+        assert train.export.main(["--run-dir", str(folder), "--phase", phase, "--step", step, "--to", to]) == 1
+        said = capsys.readouterr().err
+        assert re.search(words, said) and said.count("\n") == 1, said
+    assert not (tmp_path / "new").exists()
 
 
 # --- the same command again, and others in the same folder ---
@@ -131,16 +184,34 @@ def test_a_folder_of_another_configuration_is_refused_with_the_difference(finish
     assert (finished / "result.json").read_bytes() == result
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_asked_to_stop_says_how_to_go_on(small, tmp_path, monkeypatch, capsys, number):
+def test_checkpoints_of_another_vocabulary_are_refused_with_the_difference(finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path / "run")
+    pieces = (*world_text.PIECES, *protocol.recurring_texts(), "another")
+    tokenizer.save(tokenizer.build(pieces), tmp_path / "run" / "tokenizer")
+    size = tokenizer.load(finished / "tokenizer").size
+    assert command(tmp_path / "run") == 1
+    said = capsys.readouterr().err
+    assert "checkpoints/align/3 is another run's (saved -> wanted): " in said
+    assert f"vocabulary.size: {size} -> {size + 1}; vocabulary.digest: " in said and "; model." in said
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_asked_to_stop_says_how_to_go_on(small, tmp_path, monkeypatch, capsys, number, code):
     def prepare(run, folder, check):
         signal.raise_signal(number)
         check()
         pytest.fail("it went on")
 
     monkeypatch.setattr(train.run, "prepare", prepare)
-    assert command(tmp_path / "run") == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert command(tmp_path / "run") == code
+    assert "preparing the data; finished videos are kept; the same command goes on" in capsys.readouterr().err
+
+
+def test_a_mesh_of_more_devices_than_there_are_costs_no_data(small, tmp_path, capsys):
+    assert command(tmp_path / "run", "--mesh.fsdp", "64", "--mesh.tensor", "32") == 1
+    said = capsys.readouterr().err
+    assert "error: mesh = 1 x 64 x 32 (data, fsdp, tensor): it takes 2048 devices" in said and "at most 1" in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_mistakes_on_the_command_line_cost_no_device(small):
@@ -199,6 +270,12 @@ def wait(process: subprocess.Popen, what: str, done: Callable[[], bool]) -> None
 
 
 @pytest.mark.slow
+def test_a_run_killed_at_random_moments_ends_like_one_that_was_not(tmp_path, compiled):
+    tally = kill_again_and_again(6, 3, tmp_path, compiled)
+    assert tally.kills.total() == 6 and tally.runs >= 1 and len(tally.ends) >= 2
+
+
+@pytest.mark.slow
 def test_a_run_killed_again_and_again_ends_like_one_that_was_not(finished, compiled, tmp_path):
     folder = tmp_path / "small"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(compiled), "PYTHONFAULTHANDLER": "1"}
@@ -217,3 +294,9 @@ def test_a_run_killed_again_and_again_ends_like_one_that_was_not(finished, compi
         assert result[field] == undisturbed[field], field
     assert metrics_of(folder) == metrics_of(finished)
     assert (folder / "episodes.jsonl").read_text() == (finished / "episodes.jsonl").read_text()
+
+
+def test_a_recipe_that_cannot_train_yet_says_so_before_anything_is_made(tmp_path, capsys):
+    assert train.run.main(["--config=sft_8b", "--run-dir", str(tmp_path / "run")]) == 1
+    assert "error: sft_8b: training does not read the published data yet; `python -m train.prepare" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -40,6 +40,15 @@ def test_another_configuration_is_refused_with_exactly_the_differences(tmp_path:
     RunDirectory(tmp_path, CONFIG).close()  # and the refusal left no lock
 
 
+def test_where_it_runs_and_what_stays_on_disk_may_change_when_it_goes_on(tmp_path: pathlib.Path) -> None:
+    here = CONFIG | {"mesh": {"fsdp": 1}, "checkpoints": {"keep": 2}, "unreadable_share": 0.05}
+    there = CONFIG | {"mesh": {"fsdp": 8}, "checkpoints": {"keep": 5}, "unreadable_share": 0.5}
+    RunDirectory(tmp_path, here).close()
+    with RunDirectory(tmp_path, there) as run:
+        assert run.resumed
+    assert json.loads((tmp_path / "config.json").read_text())["mesh"] == {"fsdp": 8}
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path: pathlib.Path) -> None:
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(RunDirectoryError, match=r"holds thesis\.tex"):

@@ -33,7 +33,7 @@ def evaluated(road, small, monkeypatch):
 
     class Evaluations(Session):
         def open(self) -> None:
-            self.scene, self.engine, self.weights = road.scene, Script(road), road.weights
+            self.scene, self.engine, self.weights, self.sync = road.scene, Script(road), road.weights, lambda weights: weights
 
         def nothing(self) -> None:
             """A phase that is left out."""

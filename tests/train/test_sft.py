@@ -8,9 +8,11 @@ import jax
 import numpy as np
 import pytest
 
+from models.sharding import make_mesh
 from paravt_jax.protocol import PINNED
 from paravt_jax.records import Author
-from train.sft import render, sft_batch, start_sft
+from train.placement import place
+from train.sft import SFTBatch, render, sft_batch, start_sft
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +22,7 @@ def windows(road):
 
 @pytest.fixture(scope="module")
 def batches(road, windows):
-    return sft_batch(road.data.demonstrations[:2], windows, road.scene.protocol, road.scene.features, road.run.sft)
+    return sft_batch(road.data.demonstrations[:2], windows, road.scene.protocol, road.scene.features, road.run.sft, make_mesh())
 
 
 def test_a_demonstration_is_rendered_with_the_frames_it_speaks_of(road, windows):
@@ -33,7 +35,7 @@ def test_a_demonstration_is_rendered_with_the_frames_it_speaks_of(road, windows)
 
 
 def test_a_step_trains_on_what_an_agent_would_write(road, windows, batches):
-    main, alone = batches
+    main, alone = batches.sequences
     text = road.data.vocabulary.decode(main.ids[0][main.sampled[0]])
     demonstration = road.data.demonstrations[0][0]
     said = "".join(PINNED + m.content + "<|im_end|>" for m in demonstration.messages if m.role == "assistant")
@@ -42,15 +44,15 @@ def test_a_step_trains_on_what_an_agent_would_write(road, windows, batches):
 
 
 def test_the_loss_weighs_both_batches_alike_however_many_tokens_they_have(road, batches):
-    main, alone = batches
+    main, alone = batches.sequences
 
     def figures(*batches, scale=1.0):
         state, update = start_sft(road.graph, road.fresh(), road.image, road.run.sft)
         state = dataclasses.replace(state, weights=jax.tree.map(lambda x: x * scale, state.weights))
-        return {name: float(value) for name, value in update(state, batches)[1].items()}
+        return {name: float(value) for name, value in update(state, SFTBatch.of(*batches))[1].items()}
 
     def silent(batch):
-        return dataclasses.replace(batch, sampled=np.zeros_like(batch.sampled))
+        return place(dataclasses.replace(batch, sampled=np.zeros_like(batch.sampled)), make_mesh())  # as the others: compiled once
 
     both = figures(main, alone)
     assert both["tokens"] == main.sampled.sum() + alone.sampled.sum() and both["groups"] == 2 + 4
@@ -64,7 +66,8 @@ def test_the_loss_weighs_both_batches_alike_however_many_tokens_they_have(road, 
 def test_what_cannot_be_read_is_left_out_and_counted(road, windows):
     groups = list(road.data.demonstrations[:2])
     lost = [dataclasses.replace(d, video="lost.mp4") for d in groups[0]]
-    main, alone = sft_batch([lost, groups[1]], windows[1:], road.scene.protocol, road.scene.features, road.run.sft)
+    parts = [lost, groups[1]], windows[1:]
+    main, alone = sft_batch(*parts, road.scene.protocol, road.scene.features, road.run.sft, make_mesh()).sequences
     assert main.prompt_segments.any(1).tolist() == [True, False] and alone.prompt_segments.any(1).sum() == 3
     want = render(groups[1][0], road.scene.protocol, road.scene.features)
     assert main.sampled[0].sum() == (want.authors == Author.MODEL).sum()
@@ -80,6 +83,6 @@ def test_steps_on_the_same_batch_lower_its_loss(road, batches):
 
 
 def test_counts_below_one_are_refused(road):
-    for name in ("steps", "save_every"):
+    for name in ("steps", "save_every", "microbatches"):
         with pytest.raises(ValueError, match=rf"sft\.{name}: 0; give a whole number of at least 1"):
             dataclasses.replace(road.run.sft, **{name: 0})

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from paravt_jax import video
-from train.report_html import Html, el, join, number
+from rollout.markup import Html, el, join, number
 
 THUMB = 160  # pixels of the longer side at most; the page holds hundreds of frames
 PIXEL_ART = 64  # a frame this small is enlarged in squares rather than blurred
@@ -119,7 +119,7 @@ def _outcome(episode: dict[str, Any]) -> Html:
     stop = str(episode.get("stop", ""))
     rows = [
         ("answer", "none" if answer is None else answer),
-        ("truth", episode["question"]["answer"]),
+        *([("truth", truth)] if (truth := episode["question"]["answer"]) else []),
         ("ended", STOPS.get(stop, stop)),
     ]
     if "compliant" in episode:

@@ -1,6 +1,6 @@
 """HTML as values: elements whose text is escaped because it is text, and numbers as people read them.
 
-Owns escaping for the report: a plain `str` can only become text or an attribute's value; only `Html`, made here, becomes
+Owns escaping for the pages: a plain `str` can only become text or an attribute's value; only `Html`, made here, becomes
 markup. Invariant: whatever a model, a file or a person wrote shows on the page as the characters it is.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import math
+import pathlib
 from collections.abc import Iterable
 
 VOID = frozenset({"img", "meta", "br"})
@@ -43,6 +44,20 @@ def join(*children: str | Iterable[str]) -> Html:
         else:
             parts.append(join(*child))
     return Html("".join(parts))
+
+
+def page(title: str, *body: str | Iterable[str]) -> str:
+    """A whole page, with its style in it: it needs nothing but itself."""
+    style = pathlib.Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    head = el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("meta", name="color-scheme", content="light dark"),
+        el("title", title),
+        el("style", Html(style)),
+    )
+    return "<!doctype html>\n" + el("html", head, el("body", *body), lang="en")
 
 
 def number(value: float | None) -> str:

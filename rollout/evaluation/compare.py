@@ -1,0 +1,141 @@
+"""Two evaluations question by question, and many in one table beside the paper's rows.
+
+Owns what is compared: the questions that both played, by id. A question of grounding counts as right from an overlap of 0.5 on. Refuses
+runs of different splits. Invariant: nothing here changes a file.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from paravt_jax.benchmarks import BENCHMARKS
+from paravt_jax.benchmarks.scoring import interval, mcnemar
+from paravt_jax.benchmarks.splits import PAPER_ROWS
+from rollout.evaluation.folder import FolderError, Line, latest, read_json, read_lines
+
+RIGHT = 0.5  # a score from which on a question counts as right
+SHOWN = 10  # questions that are named on either side
+
+
+def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
+    """Who was right where. ValueError for runs of different splits, and where they share no question."""
+    names = [read_json(folder / "config.json")["identity"]["benchmark"] for folder in (first, second)]
+    if names[0] != names[1]:
+        raise ValueError(f"--compare: {first} is {names[0]}, {second} is {names[1]}; compare runs of one split")
+    a, b = (_played(folder) for folder in (first, second))
+    both = sorted(a.keys() & b.keys())
+    if not both:
+        raise ValueError(f"--compare: {first} and {second} have no question in common; let them play the same ones")
+    cells = {
+        (one, other): [id for id in both if (_right(a[id]), _right(b[id])) == (one, other)]
+        for one in (True, False)
+        for other in (True, False)
+    }
+    gains = np.array([b[id]["score"] - a[id]["score"] for id in both])
+    # A difference lies in [-1, 1]: halved and moved to [0, 1], where the interval of a mean is known.
+    low, high = interval(((gains + 1) / 2).tolist(), [a[id]["video"] for id in both])
+    return {
+        "benchmark": names[0],
+        "questions": len(both),
+        "not_shared": len(a.keys() ^ b.keys()),
+        "scores": [float(np.mean([run[id]["score"] for id in both])) for run in (a, b)],
+        "difference": float(gains.mean()),
+        "interval": [2 * low - 1, 2 * high - 1],
+        "both_right": len(cells[True, True]),
+        "only_first": len(cells[True, False]),
+        "only_second": len(cells[False, True]),
+        "both_wrong": len(cells[False, False]),
+        "mcnemar_p": mcnemar(len(cells[True, False]), len(cells[False, True])),
+        "only_first_ids": cells[True, False],
+        "only_second_ids": cells[False, True],
+    }
+
+
+def _played(folder: pathlib.Path) -> dict[str, Line]:
+    return {id: line for id, line in latest(read_lines(folder)).items() if "left_out" not in line}
+
+
+def _right(line: Line) -> bool:
+    return line["score"] >= RIGHT
+
+
+def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, Any]) -> str:
+    """A comparison as people read it."""
+    (low, high), p = found["interval"], found["mcnemar_p"]
+    lines = [
+        f"{BENCHMARKS[found['benchmark']].title}: {found['questions']} questions that both played ({found['not_shared']} that one did)",
+        f"  A {first}: {100 * found['scores'][0]:.1f}",
+        f"  B {second}: {100 * found['scores'][1]:.1f}",
+        f"  B - A: {100 * found['difference']:+.1f}, 95 % interval [{100 * low:+.1f}, {100 * high:+.1f}] (by video)",
+        f"  both right {found['both_right']}, only A {found['only_first']}, only B {found['only_second']}, "
+        f"neither {found['both_wrong']}; McNemar, exact, two-sided: p = {p:.3g}",
+    ]
+    for name in ("first", "second"):
+        ids = found[f"only_{name}_ids"]
+        more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
+        lines.append(f"  only {'A' if name == 'first' else 'B'}: {', '.join(ids[:SHOWN]) or 'none'}{more}")
+    return "\n".join(lines)
+
+
+def table(folders: Sequence[pathlib.Path]) -> str:
+    """A markdown table of runs (their summaries) beside the paper's rows.
+
+    Runs of one `name` share a row; a split that is there twice opens another.
+    """
+    rows: list[tuple[str, dict[str, Line]]] = []
+    for folder in folders:
+        summary = read_json(folder / "summary.json")
+        name, benchmark = summary["config"].get("name", folder.name), summary["benchmark"]
+        row = next((cells for label, cells in rows if label == name and benchmark not in cells), None)
+        if row is None:
+            rows.append((name, row := {}))
+        row[benchmark] = summary
+    if not rows:
+        raise FolderError("--table: names no evaluation; give the folders of one or more")
+    titles = [benchmark.title for benchmark in BENCHMARKS.values()]
+    body = [_row(f"{name} (paper)", [f"{b.paper[i]:.1f}" for b in BENCHMARKS.values()]) for i, name in enumerate(PAPER_ROWS)]
+    for label, cells in rows:
+        body.append(_row(label, [_cell(cells.get(name)) for name in BENCHMARKS]))
+        body.append(_row(f"{label}: calls a question", [_calls(cells.get(name)) for name in BENCHMARKS]))
+    return "\n".join([_row("per cent", titles), _row("---", ["---:"] * len(titles)), *body, "", *_notes(rows)])
+
+
+def _row(label: str, cells: Iterable[str]) -> str:
+    return f"| {label} | " + " | ".join(cells) + " |"
+
+
+def _score(summary: Line) -> float | None:
+    return summary.get("miou", summary.get("accuracy"))
+
+
+def _cell(summary: Line | None) -> str:
+    if summary is None or (score := _score(summary)) is None:
+        return "-"
+    low, high = summary["interval"]
+    part = "" if summary["played"] == summary["questions"] else "*"
+    return f"{100 * score:.1f}{part} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def _calls(summary: Line | None) -> str:
+    return "-" if summary is None or "calls_per_question" not in summary else f"{summary['calls_per_question']:.2f}"
+
+
+def _notes(rows: Sequence[tuple[str, dict[str, Line]]]) -> list[str]:
+    """Under the table: what each number was made with."""
+    notes = ["In brackets: 95 % intervals. \\*: not all questions were played."]
+    for label, cells in rows:
+        for name, summary in cells.items():
+            config = summary["config"]
+            identity = config["identity"]
+            notes.append(
+                f"- {label}, {name}: {summary['played']} of {summary['questions']} questions, K = {identity['frames']}, "
+                f"dispatch {identity['dispatch']}, prompt {identity['prompt']}, "
+                f"{'greedy' if identity['temperature'] == 0 else 'temperature ' + format(identity['temperature'], 'g')}"
+                f"{', blind' if identity['blind'] else ''}{', shuffled' if identity['shuffle'] else ''}; "
+                f"weights {identity['weights'] or 'unknown'}, commit {', '.join(str(commit) for commit in config['commits'])}"
+            )
+    return notes

@@ -1,0 +1,163 @@
+"""What `python -m rollout.evaluate` is told: the model, the split, how episodes are played, and how fast.
+
+Owns which of it decides an answer (`identity`) and which does not. Refuses combinations that mean nothing, before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any, Literal
+
+from models.features import FrameSettings
+from paravt_jax.benchmarks import BENCHMARKS
+from paravt_jax.judge import JudgeSettings
+from paravt_jax.protocol import Prompt, ProtocolSettings
+from paravt_jax.rewards import RewardSettings
+from rollout.episode import Dispatch, Setting
+
+BenchmarkName = Literal["videomme", "videomme_wsub", "longvideobench", "lvbench", "mlvu", "mmvu", "charades"]
+assert BenchmarkName.__args__ == tuple(BENCHMARKS)  # type: ignore[attr-defined]
+
+_NOT_IDENTITY = (
+    "model",
+    "data",
+    "videos",
+    "out",
+    "name",
+    "limit",
+    "shard",
+    "episodes",
+    "cache_tokens",
+    "tensor",
+    "endpoint",
+    "concurrency",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkSettings:
+    """One run: a model on a split."""
+
+    model: str
+    """Folder or hub id of a Qwen3-VL: its weights, and the tokenizer (with `endpoint`, only the tokenizer and config.json)."""
+    benchmark: BenchmarkName
+    """The split."""
+    data: str = ""
+    """The split's published files: a folder, one file or a hub id; where it is published, if empty."""
+    videos: str = ""
+    """The folder that the split's archives were unpacked into; `data`, if empty."""
+    out: str = ""
+    """Where lines and summary go; evaluations/NAME/BENCHMARK, if empty. The same command goes on from what is there."""
+    name: str = ""
+    """The row in tables; the model's folder name, if empty."""
+    limit: int | None = None
+    """Only the first so many questions of the split; without it, the same command goes on with the others."""
+    shard: str = "0/1"
+    """Which part of the questions this process plays: "0/4" to "3/4" on four hosts that share `out`."""
+    frames: int = 64
+    """The overview budget K."""
+    dispatch: Dispatch | None = None
+    """How calls are carried out; parallel, or none with a prompt that knows no tool."""
+    prompt: Prompt = "agentic"
+    """The system turn. The paper's own row on Charades-STA has agentic-minimal, all others agentic."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    seed: int = 0
+    """Decides what is sampled above temperature 0, and the order of options with `shuffle`."""
+    blind: bool = False
+    """No frames and no tool: what the questions give away by themselves."""
+    shuffle: bool = False
+    """Options in an order drawn for each question: whether the place of an answer mattered."""
+    max_tool_turns: int = 3
+    max_calls: int = 5
+    """Calls of a turn that are carried out."""
+    turn_tokens: int = 2048
+    summary_tokens: int = 512
+    """Of a sub-agent's report."""
+    trajectory_tokens: int = 8192
+    """Everything after the prompt, frames that are shown later (dispatch frames) not counted."""
+    question_tokens: int = 512
+    """Room for a question and its options; longer ones are left out and said."""
+    subtitle_tokens: int = 8192
+    """Room for what is said; of longer subtitles, lines evenly spread over the video."""
+    pin_think: bool = True
+    """Every response is started with <think>, as in training; never with the prompt direct."""
+    min_pixels: int = 784
+    max_pixels: int = 50_176
+    open_ended: Literal["f1", "exact", "judge"] = "f1"
+    """How open-ended answers (of MMVU) are scored."""
+    judge: str = ""
+    """Address of an OpenAI-compatible API for open_ended judge; its key is read from OPENAI_API_KEY."""
+    judge_model: str = ""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations: bfloat16 for published checkpoints."""
+    tensor: int = 1
+    """Devices that each weight lies over."""
+    episodes: int = 4
+    """Played side by side."""
+    cache_tokens: int = 0
+    """Keys and values kept on the device, in tokens; 0: all that so many episodes can need."""
+    endpoint: str = ""
+    """Address of an OpenAI-compatible API (http://localhost:8000/v1) that samples instead of this process."""
+    endpoint_model: str = ""
+    """The model's name at the endpoint."""
+    concurrency: int = 16
+    """Requests to the endpoint at once."""
+
+    def __post_init__(self):
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"--limit {self.limit}: rows to play; give 1 or more, or leave it out for all")
+        for field in ("episodes", "tensor", "concurrency", "question_tokens", "subtitle_tokens"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"--{field.replace('_', '-')} {getattr(self, field)}: give 1 or more")
+        if self.prompt in ("direct", "reasoning") and self.dispatch not in (None, "none"):
+            raise ValueError(f"--dispatch {self.dispatch}: --prompt {self.prompt} knows no tool; leave --dispatch out, or take agentic")
+        if self.blind and self.dispatch not in (None, "none"):
+            raise ValueError(f"--dispatch {self.dispatch}: a blind run sees no crops either; leave --dispatch out")
+        if self.shuffle and BENCHMARKS[self.benchmark].grounding:
+            raise ValueError(f"--shuffle: {self.benchmark} has no options; leave it out")
+        if bool(self.endpoint) != bool(self.endpoint_model):
+            raise ValueError("--endpoint, --endpoint-model: an address and the model's name there belong together; give both or neither")
+        if (self.open_ended == "judge") != bool(self.judge and self.judge_model):
+            raise ValueError("--open-ended judge, --judge, --judge-model: belong together; give all three or none")
+        self.part()
+        self.setting()  # these refuse what they cannot be played with
+        self.protocol(0)
+        self.rewards()
+
+    def part(self) -> tuple[int, int]:
+        """(index, count) of the shard."""
+        found = re.fullmatch(r"(\d+)/(\d+)", self.shard)
+        if not found or not int(found[1]) < int(found[2]):
+            raise ValueError(f"--shard {self.shard}: a part and their number, from 0/N to N-1/N; give one of these")
+        return int(found[1]), int(found[2])
+
+    def setting(self) -> Setting:
+        tools = self.prompt in ("agentic", "agentic-minimal") and not self.blind
+        return Setting(0 if self.blind else self.frames, self.temperature, self.dispatch or ("parallel" if tools else "none"))
+
+    def protocol(self, crop: int) -> ProtocolSettings:
+        """The protocol's limits; `crop` is the number of tokens of a window's frames, which dispatch frames adds to a trajectory."""
+        shown = self.max_tool_turns * self.max_calls * crop if self.setting().dispatch == "frames" else 0
+        return ProtocolSettings(
+            max_tool_turns=self.max_tool_turns,
+            max_calls=self.max_calls,
+            turn_tokens=self.turn_tokens,
+            summary_tokens=self.summary_tokens,
+            trajectory_tokens=self.trajectory_tokens + shown,
+            pin_think=self.pin_think and self.prompt != "direct",
+            prompt=self.prompt,
+        )
+
+    def pixels(self) -> FrameSettings:
+        return FrameSettings(min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+
+    def rewards(self) -> RewardSettings:
+        judge = JudgeSettings(self.judge, self.judge_model) if self.open_ended == "judge" else None
+        return RewardSettings(open_ended=self.open_ended, judge=judge)
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that decide an answer."""
+        fields = dataclasses.asdict(self) | {"dispatch": self.setting().dispatch}
+        return {field: value for field, value in fields.items() if field not in _NOT_IDENTITY}

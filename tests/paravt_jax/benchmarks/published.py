@@ -1,0 +1,101 @@
+"""The seven splits as their publishers lay them out: file names, columns and types; the rows are made up."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+Row = dict[str, Any]
+
+
+def write_parquet(file: pathlib.Path, rows: Sequence[Row]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(list(rows)), file)
+
+
+def videomme(id: str, video: str, answer: str = "B", **fields: Any) -> Row:
+    return {
+        "video_id": id[:3], "duration": "short", "domain": "Knowledge", "sub_category": "Biology",
+        "url": f"https://example.org/watch?v={video}", "videoID": video, "question_id": id, "task_type": "Counting Problem",
+        "question": "How many apples are there?", "options": ["A. One.", "B. Two.", "C. Three.", "D. Four."], "answer": answer, **fields,
+    }  # fmt: skip
+
+
+def longvideobench(id: str, video: str, correct: int, options: Sequence[str], **fields: Any) -> Row:
+    padded = [*options, *["N/A"] * (5 - len(options))]
+    return {
+        "video_id": id.split("_")[0], "question": "What is written on the sign?", "question_category": "T2E", "duration_group": 60,
+        "id": id, "video_path": video, "subtitle_path": video.replace(".mp4", "_en.json"), "correct_choice": correct,
+        **{f"option{i}": option for i, option in enumerate(padded)}, **fields,
+    }  # fmt: skip
+
+
+def lvbench(uid: str, video: str, answer: str = "C", **fields: Any) -> Row:
+    question = "What year is shown at the start?\n(A) 1636\n(B) 1366\n(C) 1363\n(D) 1633"
+    return {
+        "uid": uid, "video_path": video, "question": question, "answer": answer,
+        "question_type": ["key information retrieval", "reasoning"],
+        "time_reference": "00:15-00:19", **fields,
+    }  # fmt: skip
+
+
+def mlvu(video: str, answer: str = "a red car", **fields: Any) -> Row:
+    return {
+        "video_name": video, "duration": 480.0, "question": "What does the man buy?", "answer": answer,
+        "candidates": ["a red car", "a blue car", "a boat", "nothing"], "task_type": "plotQA", **fields,
+    }  # fmt: skip
+
+
+def mmvu(id: str, subject: str, number: int, open_ended: bool = False, **fields: Any) -> Row:
+    letters = dict(zip("ABCDE", ("Quick sort", "Merge sort", "Heap sort", "Radix sort", "Shell sort"), strict=True))
+    return {
+        "id": id, "video": f"https://example.org/datasets/yale-nlp/MMVU/resolve/main/videos/{subject}/{number}.mp4", "youtube_url": "",
+        "question": "Which algorithm is shown?", "choices": {letter: "" if open_ended else word for letter, word in letters.items()},
+        "answer": "merge sort" if open_ended else "B", "question_type": "open-ended" if open_ended else "multiple-choice",
+        "metadata": {"subject": subject.replace("_", " "), "textbook": "", "rationale": ""}, **fields,
+    }  # fmt: skip
+
+
+def charades(video: str, span: Sequence[float] = (24.3, 30.4), **fields: Any) -> Row:
+    return {"video": video, "caption": "person turn a light on.", "timestamp": list(span), **fields}
+
+
+FILES = {
+    "videomme": "videomme/test-00000-of-00001.parquet",
+    "videomme_wsub": "videomme/test-00000-of-00001.parquet",
+    "longvideobench": "validation-00000-of-00001.parquet",
+    "lvbench": "data/test-00000-of-00001.parquet",
+    "mlvu": "mlvu/test-00000-of-00001.parquet",
+    "mmvu": "validation.json",
+    "charades": "data/test-00000-of-00001.parquet",
+}
+
+
+def write_split(name: str, folder: pathlib.Path, rows: Sequence[Row]) -> pathlib.Path:
+    """A folder like the split's repository, with these rows."""
+    file = folder / FILES[name]
+    if file.suffix == ".parquet":
+        write_parquet(file, rows)
+    else:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(list(rows)), encoding="utf-8")
+    return folder
+
+
+EXAMPLES: dict[str, list[Row]] = {
+    "videomme": [videomme("001-1", "fFjv93ACGo8"), videomme("001-2", "fFjv93ACGo8", "(D)"), videomme("300-1", "x_-y", duration="long")],
+    "videomme_wsub": [videomme("001-1", "fFjv93ACGo8")],
+    "longvideobench": [
+        longvideobench("86CxyhFV9MI_0", "86CxyhFV9MI.mp4", 1, ["a cat", "a dog"]),
+        longvideobench("86CxyhFV9MI_1", "86CxyhFV9MI.mp4", 4, ["1", "2", "3", "4", "5"], duration_group=3600),
+    ],
+    "lvbench": [lvbench("0", "Cm73ma6Ibcs.mp4"), lvbench("1", "Cm73ma6Ibcs.mp4", question="What is it about?", question_type=None)],
+    "mlvu": [mlvu("movie101_66.mp4"), mlvu("movie101_66.mp4", "nothing", question="What does the woman buy?")],
+    "mmvu": [mmvu("validation_0", "Computer_Science", 18), mmvu("validation_1", "Chemistry", 2, open_ended=True)],
+    "charades": [charades("3MSZA.mp4"), charades("3MSZA.mp4", (0, 8.25)), charades("WZFRM.mp4")],
+}

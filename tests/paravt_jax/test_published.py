@@ -1,0 +1,257 @@
+"""Rows of the published schema: what becomes of each, and what is refused in which words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paravt_jax import published
+from paravt_jax.protocol import VIDEO_NAME, ProtocolSettings, render_call
+from paravt_jax.published import Reason, Refused, open_table, read_conversation, read_question, read_rows
+from paravt_jax.records import ChatTurn, Clip, CropCall, Question, QuestionKind
+from tests.paravt_jax.published_files import THOUGHT, answered, call, called, image, rl_row, say, video, write_rl, write_sft
+
+LIMITS = ProtocolSettings()
+A = "longvt_source/selftrace_0/a.mp4"
+
+
+def look(path: str, picture: bool, call: CropCall | None) -> Clip:
+    """Says in numbers what was asked for."""
+    window = (int(call.start), int(call.end)) if call else (0, 1)
+    return Clip(path, window, (0.0, 1.0), 32, 32, picture) if not picture else Clip(path, (0,), (0.0,), 32, 32, True)
+
+
+def read(messages, limits=LIMITS):
+    return read_conversation(
+        {"messages": messages if isinstance(messages, str) else json.dumps(messages)}, "x:0", "selftrace", limits, look
+    )
+
+
+def refused(messages) -> Refused:
+    with pytest.raises(Refused) as caught:
+        read(messages)
+    return caught.value
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_known_by_their_columns_and_named_after_their_split(tmp_path):
+    rl = open_table(write_rl(tmp_path, [rl_row(A)] * 3))
+    assert (rl.rl, rl.split, rl.rows) == (True, "diverse", 3)
+    sft = open_table(write_sft(tmp_path, [answered(A)] * 2, "paravt_sft_videor1_50k.parquet"))
+    assert (sft.rl, sft.split, sft.rows) == (False, "videor1", 2)
+    assert open_table(write_sft(tmp_path, [answered(A)], "my_own.parquet")).split == "my_own"
+    assert [json.loads(row["messages"]) for row in read_rows(sft)] == [answered(A)] * 2
+    assert list(read_rows(rl, batch=2)) == [rl_row(A)] * 3
+
+
+def test_other_files_are_refused_by_name(tmp_path):
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match="broken.parquet: no readable parquet"):
+        open_table(tmp_path / "broken.parquet")
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "other.parquet")
+    with pytest.raises(ValueError, match="its columns are text; rl rows have prompt, videos, extra_info, sft rows messages"):
+        open_table(tmp_path / "other.parquet")
+
+
+# --- paths -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "kept"),
+    [(A, A), ("museg/charades/x.mp4", "museg/charades/x.mp4"), ("file:///data/a.mp4", "/data/a.mp4"), (f"file://{A}", A)],
+)
+def test_paths_stay_what_they_are(path, kept):
+    assert published.local_path(path) == kept
+
+
+@pytest.mark.parametrize("path", ["", "file://", "../a.mp4", "a/../../b.mp4", "https://host/a.mp4", "a\0b", None, 3, "\ud800.mp4"])
+def test_paths_that_are_none_are_refused(path):
+    with pytest.raises(Refused) as caught:
+        published.local_path(path)
+    assert caught.value.reason is Reason.BROKEN
+
+
+# --- questions -------------------------------------------------------------------------------------------------------
+
+
+def test_a_question_is_read():
+    question = read_question(rl_row(A), "rl:7")
+    assert question == Question("rl:7", A, "What turns?\nA. a car\nB. a boat", QuestionKind.MULTIPLE_CHOICE, "A")
+    span = read_question(rl_row("file:///v/b.mp4", f"{A} <video>\nWhen?", [3, 9.5], "tvg"), "rl:8")
+    assert (span.video, span.answer, span.kind) == ("/v/b.mp4", "[3, 9.5]", QuestionKind.TEMPORAL_GROUNDING)
+    row = rl_row(A, kind="oe", answer=3) | {"extra_info": {"answer": "x"}}
+    assert read_question(row, "r").kind is QuestionKind.OPEN_ENDED
+    assert read_question(rl_row(A, f"<video>In {A}, or file://{A}."), "r").text == f"In {VIDEO_NAME}, or {VIDEO_NAME}."
+    assert read_question(rl_row("a", "<video>What a day, a/b?"), "r").text == f"What {VIDEO_NAME} day, a/b?"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "words"),
+    [
+        (rl_row(A, answer=""), Reason.NO_ANSWER, "empty"),
+        (rl_row(A, answer=None), Reason.NO_ANSWER, "empty"),
+        (rl_row(A, answer="soon", kind="tvg"), Reason.NO_ANSWER, "'soon' is no span"),
+        (rl_row(A, kind="essay"), Reason.BROKEN, "question_type is 'essay', none of mcq, tvg, oe"),
+        (rl_row(A, "<video>"), Reason.BROKEN, "question is empty"),
+        (rl_row(A) | {"videos": []}, Reason.BROKEN, "videos is an empty list"),
+        (rl_row(A) | {"videos": [{"video": A}, {"video": A}]}, Reason.PROTOCOL, "2 videos"),
+        (rl_row(A) | {"videos": [{"clip": A}]}, Reason.BROKEN, "video is missing"),
+        (rl_row(A) | {"extra_info": "{"}, Reason.BROKEN, "extra_info is no JSON"),
+        (rl_row(A) | {"extra_info": "[" * 100_000}, Reason.BROKEN, "extra_info is no JSON"),
+        (rl_row(A) | {"extra_info": None}, Reason.BROKEN, "extra_info is NoneType"),
+        (rl_row(A) | {"prompt": None}, Reason.BROKEN, "prompt is NoneType"),
+        (rl_row(A) | {"prompt": [{"role": "user", "content": None}]}, Reason.BROKEN, "not one user turn"),
+        (rl_row(A) | {"prompt": [{"role": "user", "content": "a"}] * 2}, Reason.BROKEN, "not one user turn"),
+        ({}, Reason.BROKEN, "prompt is NoneType"),
+    ],
+)
+def test_bad_questions_are_refused(row, reason, words):
+    with pytest.raises(Refused) as caught:
+        read_question(row, "r")
+    assert caught.value.reason is reason and words in caught.value.detail
+
+
+# --- conversations ---------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_without_calls():
+    conversation = read(answered(A))
+    assert not conversation.tools
+    assert conversation.turns == (
+        ChatTurn("user", (look(A, False, None), "What turns?")),
+        ChatTurn("assistant", (f"{THOUGHT}<answer>a car</answer>",)),
+    )
+
+
+def test_calls_are_written_as_the_protocol_writes_them_and_paths_are_hidden():
+    conversation = read(called(A, [(3, 9), (20.5, 31)]))
+    user, asked, first, second, last = conversation.turns
+    assert conversation.tools and [turn.role for turn in conversation.turns] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert user.content[1] == f"What turns? The video is {VIDEO_NAME}."
+    calls = "\n".join(render_call(CropCall(*window)) for window in ((3, 9), (20.5, 31)))
+    assert asked.content == (THOUGHT + calls,)
+    assert first.content == ("From 3 to 9 s a car turns.",) and second.content == ("From 20.5 to 31 s a car turns.",)
+    assert published.ends_with_answer(conversation) and not published.ends_with_answer(read([say("user", "a"), say("assistant", "b")]))
+
+
+def test_responses_within_one_user_turn_and_files_in_them():
+    text = "<tool_response>\na car\n</tool_response>\n<tool_response>a road"
+    turn = say("user", text, video("b.mp4"), "</tool_response>", image("c.png"))
+    first, second = read(called(A, [(3, 9), (20, 31)], turn)).turns[2:4]
+    assert first.content == ("a car",)
+    assert second.content == ("a road", look("b.mp4", False, None), look("c.png", True, None))
+
+
+def test_a_crop_of_the_conversations_own_video_is_the_window_that_was_called_for():
+    turn = say("tool", "Here it is.", video("file://" + A))
+    (clip,) = read(called(A, [(3, 9)], turn)).turns[2].clips
+    assert (clip.path, clip.indices) == (A, (3, 9))
+
+
+def test_pictures_stand_where_they_stood_and_a_single_text_after_its_files():
+    content = ["Compare <image>", image("a.png"), "with", image("b.jpg"), "please."]
+    turns = read([say("user", *content), say("assistant", "<answer>equal</answer>")]).turns
+    assert [part if isinstance(part, str) else part.path for part in turns[0].content] == ["Compare", "a.png", "with", "b.jpg", "please."]
+    turns = read([say("user", "<video>What?", video(A), video("b.mp4")), say("assistant", "x")]).turns
+    assert [part if isinstance(part, str) else part.path for part in turns[0].content] == [A, "b.mp4", "What?"]
+
+
+def test_several_questions_follow_one_another():
+    turns = [*answered(A), say("user", "And then?"), say("assistant", "<answer>a boat</answer><|im_end|>")]
+    assert [turn.role for turn in read(turns).turns] == ["user", "assistant"] * 2
+    assert read(turns).turns[3].content == ("<answer>a boat</answer>",)
+    assert read([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]).turns[0].content == ("a",)
+
+
+GOOD_END = say("assistant", "<answer>a</answer>")
+ASKED = say("user", video(A), "What?")
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason", "words"),
+    [
+        ("{", Reason.BROKEN, "messages is no JSON"),
+        ("[]", Reason.BROKEN, "messages is an empty list"),
+        ("3", Reason.BROKEN, "messages is int"),
+        ([{"role": "user"}], Reason.BROKEN, "content is missing"),
+        ([say("critic", "a")], Reason.BROKEN, "a role is 'critic'"),
+        ([{"role": [], "content": "a"}], Reason.BROKEN, "a role is []"),
+        ([say("user", {"type": "audio_url"})], Reason.BROKEN, "holds a 'audio_url'"),
+        ([say("user", {"type": {}})], Reason.BROKEN, "holds a {}"),
+        ([say("user", {"type": "video_url", "video_url": {}})], Reason.BROKEN, "url is missing"),
+        ([say("user", video(A)), GOOD_END], Reason.BROKEN, "asks nothing"),
+        ([say("user", "\ud800"), GOOD_END], Reason.BROKEN, "no Unicode"),
+        ([ASKED], Reason.NO_ANSWER, "does not end with a response"),
+        ([ASKED, say("assistant", " ")], Reason.NO_ANSWER, "a response is empty"),
+        ([ASKED, ASKED, GOOD_END], Reason.PROTOCOL, "two user turns"),
+        ([GOOD_END], Reason.PROTOCOL, "a response stands where"),
+        ([ASKED, GOOD_END, GOOD_END], Reason.PROTOCOL, "a response stands where"),
+        ([ASKED, say("assistant", "a", image("b.png"))], Reason.PROTOCOL, "a response shows a file"),
+        ([ASKED, say("assistant", "a<|im_start|>b")], Reason.PROTOCOL, "a response holds <|im_start|>"),
+        ([ASKED, say("assistant", "<tool_response>b")], Reason.PROTOCOL, "a response holds <tool_response>"),
+        ([ASKED, say("assistant", "<tool_code>b</tool_code>"), GOOD_END], Reason.PROTOCOL, "a response holds <tool_code>"),
+        ([ASKED, say("assistant", "<tool_call>{}</tool_call>"), GOOD_END], Reason.PROTOCOL, "a call cannot be read"),
+        ([ASKED, say("assistant", "<tool_call>"), GOOD_END], Reason.PROTOCOL, "a call cannot be read"),
+        ([ASKED, say("assistant", call(1, 2)), GOOD_END], Reason.PROTOCOL, "a response stands where"),
+        ([ASKED, say("assistant", call(1, 2))], Reason.PROTOCOL, "1 calls have no tool response"),
+        ([ASKED, say("assistant", call(1, 2)), say("user", "go on"), GOOD_END], Reason.PROTOCOL, "a user turn stands where"),
+        ([ASKED, say("assistant", call(1, 2) * 2), say("tool", "a"), GOOD_END], Reason.PROTOCOL, "1 calls have no tool response"),
+        ([ASKED, say("assistant", call(1, 2)), say("tool", "a"), say("tool", "b"), GOOD_END], Reason.PROTOCOL, "1 tool responses for 0"),
+        ([ASKED, say("tool", "a"), GOOD_END], Reason.PROTOCOL, "1 tool responses for 0 calls"),
+        ([ASKED, say("assistant", call(1, 2) * 6), GOOD_END], Reason.PROTOCOL, "6 calls in a turn, protocol.max_calls = 5"),
+        ([ASKED, *[say("assistant", call(1, 2)), say("tool", "a")] * 4, GOOD_END], Reason.PROTOCOL, "max_tool_turns = 3"),
+        (called(A, [(1, 2)], say("tool", "so <tool_response>a</tool_response>")), Reason.PROTOCOL, "more than its responses"),
+    ],
+)
+def test_what_the_protocol_cannot_say_is_refused(messages, reason, words):
+    error = refused(messages)
+    assert error.reason is reason and words in error.detail
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6), st.sampled_from(["user", "text", "video_url", A])),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.sampled_from(["role", "content", "type", "text", "url", "video_url"]), inner)
+    ),
+    max_leaves=12,
+)
+PARTS = st.one_of(
+    st.text(max_size=8),
+    st.sampled_from([call(1, 2), THOUGHT, "<tool_response>", "</tool_response>", "<tool_call>", "<answer>a</answer>"]),
+    st.sampled_from([video(A), image("a.png"), video("file:///b.mp4")]),
+    JSON,
+)
+CHATS = st.lists(
+    st.builds(lambda role, parts: say(role, *parts), st.sampled_from(["system", "user", "assistant", "tool"]), st.lists(PARTS, max_size=4)),
+    max_size=6,
+)
+
+
+@given(st.one_of(JSON, CHATS))
+def test_any_row_is_read_or_refused(messages):
+    for row in ({"messages": messages}, {"messages": json.dumps(messages)}):
+        try:
+            conversation = read_conversation(row, "x", "s", LIMITS, look)
+        except Refused:
+            continue
+        assert conversation.turns[0].role == "user" and conversation.turns[-1].role == "assistant"
+
+
+@given(JSON, JSON, JSON)
+def test_any_question_is_read_or_refused(prompt, videos, extra):
+    for row in (
+        {"prompt": prompt, "videos": videos, "extra_info": extra},
+        rl_row(A) | {"extra_info": extra},
+        rl_row(A) | {"videos": videos},
+    ):
+        try:
+            read_question(row, "x")
+        except Refused:
+            continue

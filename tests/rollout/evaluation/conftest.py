@@ -1,0 +1,81 @@
+"""A split over the small world's videos, and a player whose sampler follows a script."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from models.features import FrameFeatures, FrameSettings
+from paravt_jax.benchmarks import Item, VideoFolder, load
+from paravt_jax.protocol import Protocol, render_call
+from paravt_jax.records import CropCall
+from rollout.episode import Scene
+from rollout.evaluation.play import Player
+from rollout.evaluation.settings import BenchmarkSettings
+from tests.paravt_jax.benchmarks import published
+
+SRT = "1\n00:00:01,000 --> 00:00:02,000\nHello <i>there</i>\n\n2\n00:01:05,500 --> 00:01:07,000\nGood\nbye\n"
+
+
+@pytest.fixture(scope="session")
+def videos(small_world, tmp_path_factory) -> pathlib.Path:
+    """data/ with two good videos, one that is noise; a third has no file; subtitles of the first."""
+    root = tmp_path_factory.mktemp("videos")
+    (root / "data").mkdir()
+    for number in (0, 1):
+        shutil.copy(small_world.folder / small_world.videos[number].path, root / "data" / f"w{number}.mp4")
+    (root / "data" / "noise.mp4").write_bytes(bytes(range(256)) * 9)
+    (root / "subtitle").mkdir()
+    (root / "subtitle" / "w0.srt").write_text(SRT)
+    return root
+
+
+ROWS = [
+    published.videomme("1-1", "w0", "A"),
+    published.videomme("1-2", "w0", "B", task_type="OCR Problems"),
+    published.videomme("2-1", "w1", "C", duration="long"),
+    published.videomme("3-1", "gone"),
+    published.videomme("3-2", "gone"),
+    published.videomme("4-1", "noise"),
+]
+
+
+@pytest.fixture(scope="session")
+def split(tmp_path_factory) -> pathlib.Path:
+    return published.write_split("videomme", tmp_path_factory.mktemp("split"), ROWS)
+
+
+@pytest.fixture(scope="session")
+def items(split) -> tuple[Item, ...]:
+    return load("videomme", str(split)).items
+
+
+@pytest.fixture(scope="session")
+def features(small_model, videos) -> FrameFeatures:
+    return FrameFeatures(small_model.vision, small_model.config, FrameSettings(batch=16), videos)
+
+
+@pytest.fixture
+def player(scripted, small_vocabulary, features, videos) -> Callable[..., Player]:
+    """player(turns, **settings) plays with a sampler that says `turns`; `player.sampler` is the last one's."""
+
+    def make(turns, report=" seven from 8 to 10", **fields) -> Player:
+        chosen: dict[str, Any] = {"model": "m", "benchmark": "videomme", "frames": 4, "question_tokens": 64}
+        chosen |= {"turn_tokens": 64, "summary_tokens": 16, "trajectory_tokens": 256}
+        settings = BenchmarkSettings(**chosen | fields)
+        protocol = Protocol(small_vocabulary, dataclasses.replace(settings.protocol(64), crop_frames=4))
+        make.sampler = scripted(turns, report)
+        return Player(make.sampler, Scene(protocol, features), settings, VideoFolder(videos), 64)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def plan() -> str:
+    """A first turn that asks for two windows, one outside the video."""
+    return "look closer\n</think>\n" + render_call(CropCall(0, 16)) + "\n" + render_call(CropCall(500, 516))

@@ -1,0 +1,90 @@
+"""What each of two processes does in test_hosts.py: `python tests/train/hosts_program.py TASK FOLDER --hosts.coordinator ...`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+
+import jax
+import numpy as np
+import tyro
+from flax import nnx
+
+from models.qwen3_vl import Qwen3VL, tiny
+from models.sharding import make_mesh, param_shardings
+from train import hosts
+from train.weight_sync import WeightSync
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The task of this process, and a folder that all of them see."""
+
+    task: tyro.conf.Positional[str]
+    folder: tyro.conf.Positional[pathlib.Path]
+    hosts: hosts.HostSettings = hosts.HostSettings()
+
+
+def talk(folder: pathlib.Path, index: int) -> dict:
+    file = folder / "made"
+    with hosts.one_after_another():
+        found = file.exists()
+        if hosts.is_first():
+            time.sleep(0.5)
+            file.write_text("by the first")
+    try:
+        hosts.require_same("seed", index)
+        different = ""
+    except ValueError as error:
+        different = str(error)
+    return {
+        "first": hosts.is_first(),
+        "found": found,
+        "gathered": hosts.gather({"index": index, "long": "x" * (10 + 1000 * index)}),
+        "any": [hosts.any_of(index == 1), hosts.any_of(False)],
+        "different": different,
+        "share": [[hosts.share_of(n).start, hosts.share_of(n).stop] for n in (6, 7, 1)],
+    }
+
+
+def hand_over(folder: pathlib.Path, index: int) -> dict:
+    """Weights on meshes over all devices, and what this process's sampler gets of them."""
+    config = tiny(464)
+    graph, weights = nnx.split(Qwen3VL(config, rngs=nnx.Rngs(0)).text)
+    ours = {device.id for device in jax.local_devices()}
+    for sizes in ((1, 8, 1), (2, 2, 2)):
+        placed = jax.device_put(jax.tree.map(np.asarray, weights), param_shardings(weights, make_mesh(*sizes)))
+        taken = WeightSync(placed, np.float32)(placed)
+        for mine, given in zip(jax.tree.leaves(taken), jax.tree.leaves(weights), strict=True):
+            assert {device.id for device in mine.sharding.device_set} <= ours and len(mine.sharding.device_set) == 2
+            assert (np.asarray(mine) == np.asarray(given)).all()
+        assert taken["layers"]["q"].get_value().addressable_shards[0].data.shape[2] == config.text.num_attention_heads // 2
+    return {"devices": len(ours)}
+
+
+def fail(folder: pathlib.Path, index: int) -> dict:
+    with hosts.one_after_another():
+        if hosts.is_first():
+            raise OSError("disk full")
+    return {}
+
+
+def die(folder: pathlib.Path, index: int) -> dict:
+    hosts.gather(index)
+    if index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with hosts.ending_with_the_others():
+        for _ in range(10):
+            hosts.gather(index)
+    return {}
+
+
+if __name__ == "__main__":
+    program = tyro.cli(Program, args=sys.argv[1:])
+    hosts.connect(program.hosts)
+    print(json.dumps({"talk": talk, "hand-over": hand_over, "fail": fail, "die": die}[program.task](program.folder, program.hosts.index)))

@@ -1,0 +1,78 @@
+"""Conversations packed into rows: each is computed as if it were alone."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from models.features import FrameFeatures, FrameSettings
+from paravt_jax.protocol import Protocol, ProtocolSettings
+from paravt_jax.records import ChatTurn, Clip, Conversation
+from train.packed_batch import PackedShape, build_packed, packed_logprobs, packed_loss, render_rows
+
+
+@pytest.fixture(scope="module")
+def features(small_model, small_world):
+    settings = FrameSettings(min_pixels=1024, max_pixels=1024, batch=8)
+    return FrameFeatures(small_model.vision, small_model.config, settings, small_world.folder)
+
+
+def conversation(n: int, path: str, frames: int, answer: str) -> Conversation:
+    clip = Clip(path, tuple(range(0, 2 * frames, 2)), tuple(float(4 * i) for i in range(frames)), 32, 32)
+    asked = ChatTurn("user", (clip, "Which digit appears?") if frames else ("Which digit appears?",))
+    return Conversation(str(n), "s", False, (asked, ChatTurn("assistant", (answer,))))
+
+
+@pytest.fixture(scope="module")
+def rendered(small_world, small_vocabulary, features):
+    paths = [v.path for v in small_world.videos]
+    chats = [
+        conversation(0, paths[0], 4, "two"),
+        conversation(1, "", 0, " seven seven"),
+        conversation(2, paths[1], 2, "<think>a</think>six"),
+    ]
+    rules = Protocol(small_vocabulary, ProtocolSettings())
+    rows = [chats, [conversation(3, "gone.mp4", 2, "x"), chats[1]]]
+    trajectories, missing = render_rows(rows, rules, features)
+    assert [len(row) for row in trajectories] == [3, 1]
+    assert missing.keys() == {"3"} and missing["3"].endswith("gone.mp4: no such file")
+    return trajectories
+
+
+def test_a_conversation_in_a_row_is_what_it_is_alone(small_model, features, rendered):
+    """Packed with others or by itself, with other lengths of padding: the same log-probs, and the same tokens with loss."""
+    row = rendered[0]
+    length = sum(len(t.ids) for t in row) + 7
+    shape = PackedShape(rows=4, tokens=length, visual=8)
+    logprobs = jax.jit(lambda batch: packed_logprobs(small_model.text, batch, small_model.config.image_token_id))
+    packed, alone = build_packed([row], features, shape), build_packed([[t] for t in row], features, shape)
+    together, apart = np.asarray(logprobs(packed)), np.asarray(logprobs(alone))
+    at = 0
+    for n, trajectory in enumerate(row):
+        part, own = slice(at, at + len(trajectory.ids)), slice(0, len(trajectory.ids))
+        np.testing.assert_array_equal(packed.sampled[0, part], alone.sampled[n, own])
+        np.testing.assert_array_equal(packed.positions[:, 0, part], alone.positions[:, n, own])
+        np.testing.assert_allclose(together[0, part][1:], apart[n, own][1:], atol=2e-5)
+        assert packed.sampled[0, part].any() and not packed.sampled[0, at]
+        at = part.stop
+    loss, figures = packed_loss(small_model.config.image_token_id)(small_model.text, packed)
+    assert float(loss) == pytest.approx(-together[packed.sampled].mean(), rel=1e-5)
+    assert (int(figures["tokens"]), int(figures["conversations"])) == (packed.sampled.sum(), 3)
+    assert packed.segments[0].tolist() == [n for n, t in enumerate(row, 1) for _ in t.ids] + [0] * 7
+    assert not packed.segments[1:].any() and not packed.sampled[1:].any()
+
+
+def test_what_does_not_fit_is_refused(features, rendered):
+    row = rendered[0]
+    tokens = sum(len(t.ids) for t in row)
+    for shape, words in (
+        (PackedShape(1, tokens - 1, 8), f"packed.tokens: {tokens} do not fit the static size {tokens - 1}"),
+        (PackedShape(1, tokens, 5), "packed.visual: 6 do not fit"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            build_packed([row], features, shape)
+    with pytest.raises(ValueError, match="packed.rows: 2"):
+        build_packed([row, row], features, PackedShape(1, tokens, 8))
+    with pytest.raises(ValueError, match="PackedShape.rows: 0"):
+        PackedShape(0)

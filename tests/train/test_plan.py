@@ -1,0 +1,360 @@
+"""The plan without a compiler: slices, meshes, sums, what it says and refuses; and, where libtpu is, real programs through it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from configs import RECIPES
+from models.qwen3_vl.config import flops_per_token, qwen3_vl
+from models.qwen3_vl.model import abstract_model
+from rollout import runner
+from tests.train.small import small
+from train import plan
+from train.batch import BatchShape
+from train.planning import step
+from train.planning.compile import SIZES, Case, Measured, _lack, compile_case
+from train.planning.programs import Plan, planned_config, program_names
+from train.planning.topology import CHIPS, SCALE, Topology, choose_mesh
+
+GIB = 2.0**30
+RUN = RECIPES["paravt_8b"]()
+assert RUN.rl is not None
+RL = RUN.rl
+V5E, V5P = Topology("v5e:4x4"), Topology("v5p:2x2x4")
+RESIDENTS = {"weights": 2 * GIB, "moments": 4 * GIB, "reference": 2 * GIB, "engine's weights": 4 * GIB, "KV pool": 5 * GIB}
+SIZE = Measured(SIZES, sizes=RESIDENTS | {"all state": 96 * GIB, "all batch": 8 * GIB, "all pieces": GIB, "prefill rows": 1.0})
+
+
+def test_slices_by_name():
+    found = [(t.chips, t.devices, t.hosts, t.host.name) for t in map(Topology, ("v4:2x2x4", "v5e:4x4", "v5p:4x4x4", "v6e:2x2"))]
+    expected = [(16, 32, 4, "v4:2x2x1"), (16, 16, 4, "v5e:2x2"), (64, 64, 16, "v5p:2x2x1"), (4, 4, 1, "v6e:2x2")]
+    assert found == expected
+    assert {Topology(name).name.split(":")[0] for name in SCALE} == set(CHIPS)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v9:2x2", "GENERATION:SHAPE"),
+        ("v5e", "GENERATION:SHAPE"),
+        ("v5e:4x0", "GENERATION:SHAPE"),
+        ("v5e:2x2x2", "2 sides, as v5e:4x4"),
+        ("v5p:4x4", "3 sides, as v5p:4x4x4"),
+        ("v6e:1x1", "hosts of 4"),
+    ],
+)
+def test_what_is_no_slice_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        Topology(name)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "devices", "rows", "expected"),
+    [
+        ((1, 16, 1), 16, 56, (1, 16, 1)),
+        ((1, 16, 1), 8, 56, (1, 8, 1)),
+        ((1, 16, 1), 64, 56, (1, 64, 1)),  # eight rows more are padding
+        ((1, 16, 1), 256, 56, (1, 64, 4)),  # no row for the rest: they share
+        ((1, 4, 4), 64, 56, (1, 16, 4)),
+        ((2, 8, 1), 64, 56, (2, 32, 1)),
+        ((2, 8, 1), 256, 56, (2, 32, 4)),
+        ((1, 1, 1), 4, 2, (1, 2, 2)),
+    ],
+)
+def test_the_mesh_of_another_slice(recipe, devices, rows, expected):
+    assert choose_mesh(recipe, devices, rows) == expected
+
+
+def test_axes_that_do_not_divide_are_named():
+    with pytest.raises(ValueError, match="mesh.data, mesh.tensor: 1 x 3 do not divide 16"):
+        choose_mesh((1, 4, 3), 16, 56)
+
+
+def test_what_lies_beside_a_program():
+    update = Measured("RL update", peak=9 * GIB, given=("weights", "moments"))
+    found = step.held_together(update, RESIDENTS)
+    assert found.others == {"reference": 2 * GIB, "engine's weights": 4 * GIB, "KV pool": 5 * GIB} and found.total == 20 * GIB
+    sync = Measured("weight sync", peak=7 * GIB, given=("weights",))
+    assert step.held_together(sync, RESIDENTS).total == 22 * GIB  # new weights for the engine beside its old ones
+
+
+def test_the_slowest_of_three_is_the_limit():
+    """On v5e: 197 TFLOP/s and 819 GB/s a chip, 200 GB/s to its neighbours; a device of v4 is half a chip."""
+    measured = Measured("x", devices=16, flops=16 * 197e12, read=3 * 819e9, sent={"all-gather": 100e9, "all-reduce": 300e9})
+    found = step.limit(measured, 2, V5E)
+    assert (found.compute, found.memory, found.interconnect, found.seconds) == pytest.approx((2, 6, 4, 6))
+    assert step.limit(Measured("x", devices=2, flops=275e12), 1, Topology("v4:2x2x1")).seconds == pytest.approx(1)
+
+
+def test_calls_of_a_step():
+    """Two prompts of seven on the fullest of four hosts: 2 x 64 frames by 16, 8192 tokens by 32; on two hosts four prompts."""
+    calls = step.calls_of(RUN, V5E, 1)
+    assert calls == {"vision": 8, "prefill": 2, "decode": 256, "reference": 1, "RL update": 1, "weight sync": 1}
+    assert step.calls_of(RUN, Topology("v5p:2x2x2"), 3)["prefill"] == 2
+    crowded = dataclasses.replace(RUN, engine=dataclasses.replace(RUN.engine, slots=8))
+    assert step.calls_of(crowded, V5E, 1)["decode"] == 2 * 256
+
+
+def test_what_decoding_reads():
+    """Two prompts of seven are the fullest host's, sixteen rollouts with 13312 - 4096 tokens each on average."""
+    sizes = {"engine's weights": 4e9, "KV pool": 2049 * 64 * 36e3}
+    assert step.decode_read(RUN, V5E, sizes) == pytest.approx(32 * (4e9 + 16 * 9216 * 36e3))
+    alone = Topology("v5e:2x2")
+    assert step.decode_read(RUN, alone, sizes) == pytest.approx(32 * (4e9 + 56 * 9216 * 36e3))
+
+
+def test_what_an_update_is_worth():
+    """Token by token: a prompt's see what is before them and have no scores of words, a row's see the prompt, too."""
+    config, shape = qwen3_vl("2b"), BatchShape(groups=2, rows=3, prompt=4, visual=0, suffix=5)
+    head = 2 * config.text.vocab_size * config.text.hidden_size
+    prompt = sum(flops_per_token(config, seen) - head for seen in range(1, 5))
+    row = sum(flops_per_token(config, 4 + seen) for seen in range(1, 6))
+    assert step.model_flops(shape, config) == pytest.approx(3 * 2 * (prompt + 3 * row))
+
+
+def test_tokens_of_a_step_and_the_padding_of_a_mesh():
+    windows = BatchShape(groups=16, rows=1, prompt=1000, visual=784, suffix=600)
+    rl = dataclasses.replace(RL, subagents=windows, microbatches=1)
+    assert step.tokens_of(dataclasses.replace(RUN, rl=rl)) == 7 * (5120 + 8 * 8192) + 16 * 1600
+    assert step.tokens_of(RECIPES["sft_8b"]()) == 16 * (5120 + 3072) + 16 * (1280 + 512)
+    four = dataclasses.replace(RUN, rl=dataclasses.replace(RL, microbatches=4))
+    (found,) = step.padding_advice(four, (1, 64, 1))
+    assert "rl.microbatches = 4" in found and "56 rows are padded to 256, with 1 to 64" in found
+    assert not step.padding_advice(dataclasses.replace(RUN, rl=rl), (1, 64, 1))
+
+
+def test_what_a_host_holds():
+    found = step.host_memory(RUN, V5E, {"batch": 8 * GIB, "state": 96 * GIB, "pieces": GIB})
+    assert list(found.values()) == [4 * GIB, 2 * GIB, 24 * GIB, GIB]
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("total memory required (17.43G) exceeds available HBM (15.75G).", 17.43 * GIB),
+        ("the total memory required for HLO temporaries (18.00G) exceeds available HBM (15.75G)", 18 * GIB + 4096),
+        ("required (512.00M) exceeds available HBM (256.00M)", GIB / 2),
+    ],
+)
+def test_a_lack_of_memory_is_an_answer(message, expected):
+    @dataclasses.dataclass
+    class Given:
+        arguments: Any
+
+    found = _lack(message, Given((jax.ShapeDtypeStruct((1024,), jnp.float32),)))
+    assert found["peak"] == pytest.approx(expected) and found["error"].startswith("out of memory")
+    with pytest.raises(RuntimeError, match="E1001"):
+        _lack("E1001: a tile is too large", Given(()))
+
+
+def fake(peaks: dict[str, float], errors: dict[str, str] | None = None):
+    """A compiler that knows the answers, and whom it was asked for."""
+    asked: list[tuple[str, str]] = []
+
+    def compiled(case: Case, timeout: float) -> Measured:
+        asked.append((case.topology.name, case.program))
+        if case.program == SIZES:
+            return SIZE
+        peak, error = peaks.get(case.program, GIB), (errors or {}).get(case.program, "")
+        held = {"decode": ("engine's weights", "KV pool"), "reference": ("reference",), "weight sync": ("weights",)}
+        held |= {"RL update": ("weights", "moments")}
+        measured = Measured(case.program, error, 1.0, 16, peak / 2, peak / 2, peak=peak, flops=32e15, unshared=48e15, read=1e9)
+        return dataclasses.replace(measured, given=held.get(case.program, ()), sent={"all-gather": 1e9}, largest=("3.0GiB f32[1,2]",))
+
+    return compiled, asked
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """The command with a compiler that is fake; gives exit code, what was printed, and whom the compiler was asked for."""
+
+    def call(*argv: str, peaks=None, errors=None):
+        compiled, asked = fake(peaks or {}, errors)
+        monkeypatch.setattr(plan, "compile_case", compiled)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+        code = plan.main(["--config=paravt_8b", *argv])
+        return code, capsys.readouterr(), asked
+
+    return call
+
+
+def test_a_plan_that_fits(command, tmp_path):
+    code, printed, asked = command("--topology=v5p:2x2x4", "--json", str(tmp_path / "plan.json"))
+    (found,) = json.loads((tmp_path / "plan.json").read_text())
+    assert code == 0 and found["fits"] and found["complete"] and found["mesh"] == [1, 16, 1] and not found["advice"]
+    assert [name for _, name in asked] == [SIZES, *program_names(RUN)]
+    assert "**fits**. 16 chips, 16 devices of 95.73 GiB, 4 hosts; mesh data x fsdp x tensor = 1 x 16 x 1" in printed.out
+    assert found["tokens"] == 7 * (5120 + 8 * 8192)
+    assert found["work"]["saved"] == 16e15 and "save 16.00 PFLOP of 48.00" in printed.out
+    update = next(phase for phase in found["phases"] if phase["phase"] == "RL update")
+    assert update["seconds"] == pytest.approx(32e15 / 16 / 459e12)
+    assert found["step_seconds"] == pytest.approx(sum(phase["seconds"] for phase in found["phases"]))
+    assert next(t["total"] for t in found["together"] if t["program"] == "vision") == GIB + sum(RESIDENTS.values())
+
+
+def test_what_does_not_fit_says_why_and_what_to_change(command):
+    code, printed, _ = command("--topology=v5e:4x4", peaks={"RL update": 12 * GIB})
+    assert code == 1 and "**does not fit**" in printed.out
+    assert "RL update: 7.25 GiB too much. Held: the program 12.00, KV pool 5.00, engine's weights 4.00, reference 2.00." in printed.out
+    assert "engine.pages = 2048: 1024 would free 2.50 GiB" in printed.out
+    assert "rl.optimizer.moment_dtype" in printed.out and "largest temporaries are 3.0GiB f32[1,2]" in printed.out
+
+
+def test_a_program_that_was_not_compiled_is_named(command):
+    code, printed, _ = command("--topology=v5p:2x2x4", peaks={"reference": 0.0}, errors={"reference": "not compiled within 5 s"})
+    assert code == 1 and "- reference: not compiled within 5 s" in printed.out
+    assert "| step" not in printed.out  # a sum without one of its parts is none
+
+
+def test_programs_of_a_host_are_compiled_once_a_generation(command):
+    code, printed, asked = command("--topology=all")
+    assert len(asked) == len(set(asked))
+    assert sum(name == "decode" for _, name in asked) == len(CHIPS) and sum(name == "RL update" for _, name in asked) == len(SCALE)
+    assert all(re.search(rf"^\| {re.escape(name)} ", printed.out, re.M) for name in SCALE)
+    assert code == 1  # 18 GiB lie beside each program
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), "--topology is missing"),
+        (("--topology=v7:2x2",), "GENERATION:SHAPE"),
+        (("--topology=v5e:4x4", "--mesh.fsdp=8"), "mesh: (1, 8, 1) (data, fsdp, tensor); their product has to be the 16 devices"),
+        (("--topology=v5e:4x4", "--only=decode,dcode"), "--only: dcode; paravt_8b has the programs vision, prefill"),
+    ],
+)
+def test_mistakes_end_it_in_one_line(command, argv, message):
+    code, printed, asked = command(*argv)
+    assert code == 2 and message in printed.err and printed.err.count("\n") == 1 and not asked
+
+
+def test_a_missing_compiler_is_said_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert plan.main(["--config=paravt_8b", "--topology=v5e:4x4"]) == 2
+    assert capsys.readouterr().err == "error: libtpu, the TPU's compiler, is not installed: pip install libtpu==0.0.51\n"
+
+
+# --- the programs ---
+
+
+@pytest.fixture(scope="module")
+def tiny_plan() -> Plan:
+    run = small()
+    run = dataclasses.replace(run, engine=dataclasses.replace(run.engine, paged=True))
+    return Plan(run, jax.devices()[:1], jax.devices()[:1], (1, 1, 1))
+
+
+def shapes(tree: Any) -> list[tuple[tuple[int, ...], str]]:
+    return [(x.shape, str(x.dtype)) for x in jax.tree.leaves(tree)]
+
+
+def test_every_program_can_be_traced(tiny_plan):
+    for name in program_names(tiny_plan.run):
+        program = tiny_plan.program(name)
+        with jax.set_mesh(program.mesh):
+            program.function.eval_shape(*program.arguments, **program.options)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def test_the_engine_is_planned_as_it_warms_up(tiny_plan, monkeypatch):
+    """Arguments of decoding and prefill are those of programs that the real engine compiles."""
+    called: dict[str, list] = {"prefill": [], "decode": []}
+
+    def recorder(name, answer):
+        def record(self):
+            def call(*arguments, **options):
+                called[name].append((shapes(arguments), options))
+                return answer(arguments)
+
+            return call
+
+        return property(record, lambda self, value: None)
+
+    rows = tiny_plan.run.engine.slots
+    drawn = [jnp.zeros((rows, 1)), jnp.zeros((rows, 1)), jnp.zeros(rows), jnp.int32(0)]
+    monkeypatch.setattr(runner.Programs, "prefill", recorder("prefill", lambda given: given[1]), raising=False)
+    monkeypatch.setattr(runner.Programs, "decode", recorder("decode", lambda given: (given[1], drawn)), raising=False)
+    model = abstract_model(planned_config(tiny_plan.run))
+    real = runner.ModelRunner(model, tiny_plan.run.engine)
+    real.warm_up(nnx.split(model.text)[1])
+    for name in ("prefill", "prefill after", "decode"):
+        monkeypatch.undo()
+        program = tiny_plan.program(name)
+        assert (shapes(program.arguments), program.options) in called[name.split()[0]], name
+
+
+def test_sizes_are_those_of_the_arrays(tiny_plan):
+    sizes, config = tiny_plan.sizes(), planned_config(tiny_plan.run).text
+    weights = sum(x.size for x in jax.tree.leaves(tiny_plan.weights))
+    engine = tiny_plan.run.engine
+    assert sizes["weights"] == sizes["reference"] == sizes["engine's weights"] == 4 * weights
+    assert 2 * 4 * weights <= sizes["moments"] <= 2 * 4 * weights + 100
+    slots = (engine.pages + 1) * engine.page
+    assert sizes["KV pool"] == 4 * config.num_hidden_layers * slots * 2 * config.num_key_value_heads * config.head_dim
+
+
+def test_shared_prompts_save_what_their_tokens_cost(tiny_plan):
+    """Forward and backward, seven of eight copies of each prompt; the head is not among it."""
+    run = tiny_plan.run
+    unshared, shape, config = tiny_plan.program("RL update").unshared, run.rl.shape, tiny_plan.config
+    head = 2.0 * config.text.vocab_size * config.text.hidden_size
+    tokens = shape.groups * (shape.rows - 1) * shape.prompt
+    assert unshared is not None
+    # XLA's attention on CPU sees up to a chunk's end; backward it is computed once more.
+    low, high = (flops_per_token(config, seen) - head for seen in (shape.prompt / 2, shape.prompt))
+    assert 3 * tokens * low <= unshared() <= 4 * tokens * high
+
+
+# --- the compiler ---
+
+LIBTPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU's compiler; pip install libtpu==0.0.51")
+
+
+def two_billion() -> Any:
+    """The 2B model with a small batch."""
+    rl = dataclasses.replace(RL, shape=BatchShape(groups=2, rows=8, prompt=512, visual=256, suffix=512), microbatches=1)
+    protocol = dataclasses.replace(RUN.protocol, trajectory_tokens=512, turn_tokens=256)
+    engine = dataclasses.replace(RUN.engine, own=(1024,), shared=(), prefill=(512,), pages=256, slots=16, prefill_tokens=512, steps=4)
+    model = dataclasses.replace(RUN.model, size="2b")
+    frames = (4,)
+    return dataclasses.replace(RUN, model=model, rl=dataclasses.replace(rl, frame_budgets=frames), protocol=protocol, engine=engine)
+
+
+@LIBTPU
+@pytest.mark.slow
+def test_a_small_plan():
+    """The 2B's programs on four chips: all compile, together they fit; decoding makes no copy of the pool."""
+    run, topology = two_billion(), Topology("v5e:2x2")
+    only = ("prefill", "decode", "reference", "RL update", "weight sync")
+    (measured,) = plan.measure_all(run, [topology], [(1, 4, 1)], only, 600, 1, compile_case)
+    assert {m.program: m.error for m in measured.values() if m.error} == {}
+    found = plan.plan(run, topology, (1, 4, 1), measured)
+    assert found["fits"], found["advice"]
+    pool = measured[SIZES].sizes["KV pool"]
+    assert pool <= measured["decode"].alias and measured["decode"].temporary < pool
+    assert measured["RL update"].sent and 1 < found["work"]["done"] / found["work"]["model"] < 2
+
+
+@LIBTPU
+@pytest.mark.slow
+def test_a_lack_of_memory_through_the_compiler():
+    """The 8B's prefill behind what is there already, on v5e."""
+    found = compile_case(Case(RUN, Topology("v5e:4x4"), (1, 16, 1), "prefill after"), 600)
+    assert found.error.startswith("out of memory") and found.peak > 16 * GIB and found.largest
+
+
+@LIBTPU
+@pytest.mark.slow
+def test_the_8b_decodes_on_v5p_without_a_copy_of_its_pool():
+    found = compile_case(Case(RUN, Topology("v5p:2x2x2"), (1, 8, 1), "decode"), 600)
+    pool = 36 * 2049 * 64 * 2 * 2 * 128 * 2
+    assert not found.error and found.alias >= pool and found.temporary < pool / 5
+    assert found.flops == pytest.approx(32 * 64 * flops_per_token(qwen3_vl("8b"), RUN.engine.own[-1] - 4096))

@@ -1,0 +1,191 @@
+"""FLOPs against what can be counted by hand and against the model's own formula; collectives against programs that are known."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import P
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from models.qwen3_vl import abstract_model, tiny
+from models.qwen3_vl.config import flops_per_token, vision_flops
+from models.qwen3_vl.vision import frame_layout
+from models.sharding import MESH_AXES
+from tests.models.program import run
+from train.planning.collectives import bytes_sent, find_collectives
+from train.planning.flops import causal, count_flops, every, rows_of
+
+TPU = AbstractDevice(device_kind="any", num_cores=1, platform="tpu")
+CONFIG = tiny(97)
+TEXT = dataclasses.replace(CONFIG, text=dataclasses.replace(CONFIG.text, head_dim=128, mrope_section=(24, 20, 20)))
+
+
+def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def product(x, w):
+    return jnp.tanh(x @ w)
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (lambda x, w: product(x, w), 1),
+        (lambda x, w: jax.lax.scan(lambda x, _: (product(x, w), None), x, None, length=7)[0], 7),
+        (lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda x: product(product(x, w), w), lambda x: product(x, w), x), 2),
+        (lambda x, w: jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: product(x, w), x), 5),
+        (lambda x, w: jax.grad(lambda x: jax.checkpoint(lambda x: product(product(x, w), w))(x).sum())(x), 6),  # forward, again, backward
+        (lambda x, w: jax.vmap(product, (None, 0))(x, jnp.stack([w, w, w])), 3),
+        (lambda x, w: jax.jit(product)(x, w) + x.sum(), 1),
+    ],
+)
+def test_products_count_as_often_as_they_run(program, expected):
+    traced = jax.make_jaxpr(program)(array(6, 8), array(8, 8))
+    assert count_flops(traced, turns=5) == expected * 2 * 6 * 8 * 8
+
+
+def test_a_shard_map_counts_on_every_device():
+    with jax.sharding.use_abstract_mesh(AbstractMesh((2, 4), ("a", "b"), (AxisType.Auto,) * 2, abstract_device=TPU)):
+        cut = jax.shard_map(product, in_specs=(P("a"), P()), out_specs=P("a"), check_vma=False)
+        traced = jax.make_jaxpr(cut)(array(6, 8), array(8, 8))
+    assert count_flops(traced) == 4 * 2 * 6 * 8 * 8  # along b everybody does the same
+
+
+def test_what_cannot_be_counted_is_refused():
+    convolution = jax.make_jaxpr(lambda x, w: jax.lax.conv(x, w, (1,), "SAME"))(array(1, 1, 8), array(1, 1, 3))
+    with pytest.raises(ValueError, match="a convolution"):
+        count_flops(convolution)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1, 1, 1), MESH_AXES, (AxisType.Auto,) * 3, abstract_device=TPU)):
+        kernel = decoder(256)
+    with pytest.raises(ValueError, match="'splash_mha_fwd.*no formula"):
+        count_flops(kernel)
+
+
+def decoder(tokens: int, rows: int = 2):
+    graph, weights = nnx.split(abstract_model(TEXT).text)
+
+    def forward(weights, ids, positions):
+        text = nnx.merge(graph, weights)
+        return text.logits(text(ids, positions)[0])
+
+    return jax.make_jaxpr(forward)(weights, array(rows, tokens, dtype=jnp.int32), array(3, rows, tokens, dtype=jnp.int32))
+
+
+def test_the_decoder_counts_as_its_formula_says():
+    """XLA takes 128 queries at a time, each to all keys up to the last of them: 192 on average; the TPU's kernel what is seen."""
+    assert count_flops(decoder(256)) == 2 * 256 * flops_per_token(TEXT, 192)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1, 1, 1), MESH_AXES, (AxisType.Auto,) * 3, abstract_device=TPU)):
+        traced = decoder(256)
+    assert count_flops(traced, pairs=causal) == 2 * 256 * flops_per_token(TEXT, 257 / 2)
+
+
+def test_the_tower_counts_as_its_formula_says():
+    graph, weights = nnx.split(abstract_model(CONFIG).vision)
+    layout = frame_layout((4, 6), CONFIG.vision)
+    traced = jax.make_jaxpr(lambda weights, patches: nnx.merge(graph, weights)(patches, layout))(
+        weights, array(3, 24, CONFIG.vision.patch_dim)
+    )
+    assert count_flops(traced, pairs=every) == pytest.approx(3 * vision_flops(CONFIG.vision, 24), rel=1e-12)
+
+
+def test_pairs_of_rows_behind_a_prompt():
+    """Two rows of three tokens behind four that both see; the prompt itself, which is longer than a row."""
+    assert rows_of(3)(6, 10) == 2 * (3 * 4 + (1 + 2 + 3))
+    assert rows_of(3)(4, 4) == causal(4, 4) == 10
+    assert every(2, 5) == 10
+
+
+def test_a_backward_pass_through_the_kernel_counts_seven_products():
+    text = abstract_model(TEXT).text
+    c, t = TEXT.text, 256
+    graph, weights = nnx.split(text)
+
+    def loss(weights, ids, positions):
+        return nnx.merge(graph, weights)(ids, positions)[0].sum()
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1, 1, 1), MESH_AXES, (AxisType.Auto,) * 3, abstract_device=TPU)):
+        traced = jax.make_jaxpr(jax.grad(loss))(weights, array(1, t, dtype=jnp.int32), array(3, 1, t, dtype=jnp.int32))
+    without = count_flops(traced, pairs=lambda q, k: 0.0)
+    one = 2.0 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * causal(t, t)
+    assert count_flops(traced, pairs=causal) - without == pytest.approx((2 + 4 + 3) * one)
+
+
+HLO = """
+%condition (state: (s32[], f32[4])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(9)
+  %state = (s32[]{:T(128)}, f32[4]{0}) parameter(0)
+  %at = s32[]{:T(128)} get-tuple-element(%state), index=0
+  ROOT %lt = pred[] compare(%at, %limit), direction=LT
+}
+
+%body (state: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %x = f32[4]{0:T(128)} parameter(0)
+  %start = (f32[4]{0:T(128)}, f32[16]{0:T(128)}, u32[]{:S(2)}) all-gather-start(%x), replica_groups=[2,4]<=[8], dimensions={0}
+  %done = f32[16]{0:T(128)} all-gather-done(%start)
+  %part = f32[16]{0} all-gather(%x), replica_groups=[2,4]<=[8], backend_config={"async_collective_fusion_config":{"flag_start":"2"}}
+  ROOT %out = (s32[], f32[4]) tuple(%x)
+}
+
+ENTRY %main (a: f32[4]) -> f32[4] {
+  %zero = s32[]{:T(128)} constant(2)
+  %copy = s32[]{:T(128)} copy(%zero)
+  %a = f32[4]{0} parameter(0)
+  %tuple = (s32[], f32[4]) tuple(%copy, %a)
+  %while = (s32[]{:T(128)}, f32[4]{0}) while(%tuple), condition=%condition, body=%body
+  %reduce = f32[4]{0} all-reduce(%a), replica_groups=mesh['x'=2,'y'=4] {'y':(1)2}, to_apply=%add
+  ROOT %permute = f32[4]{0} collective-permute(%a), source_target_pairs={{0,1},{1,0}}
+}
+"""
+
+
+def test_collectives_of_a_program_that_was_written_down():
+    """Seven trips (from 2 to 9) of a gather among four, 16 bytes each, of which a part is written again; a sum between two; a shift."""
+    found = bytes_sent(find_collectives(HLO, 8))
+    assert found == {"all-gather": 7 * 3 * 16, "all-reduce": 2 * 16 / 2, "collective-permute": 16}
+
+
+def test_a_loop_that_nobody_can_count_is_refused():
+    unknown = HLO.replace("direction=LT", "direction=NE")
+    with pytest.raises(ValueError, match="body"):
+        find_collectives(unknown, 8)
+    assert bytes_sent(find_collectives(unknown, 8, turns=3))["all-gather"] == 3 * 3 * 16
+
+
+def test_collectives_of_compiled_programs():
+    """Weights gathered a layer at a time in a scan, and every kind by name, on eight devices."""
+    run(
+        """
+        import jax, jax.numpy as jnp
+        from jax import P
+        from jax.sharding import AxisType
+        from train.planning.collectives import bytes_sent, find_collectives
+
+        mesh = jax.make_mesh((2, 4), ("a", "b"), (AxisType.Auto,) * 2)
+        def layers(x, ws):
+            return jax.lax.scan(lambda x, w: (jnp.tanh(x @ jax.lax.all_gather(w, "b", tiled=True)), None), x, ws)[0]
+
+        gathered = jax.jit(jax.shard_map(layers, mesh=mesh, in_specs=(P("a"), P(None, "b")), out_specs=P("a"), check_vma=False))
+        compiled = gathered.lower(jnp.ones((16, 64)), jnp.ones((5, 64, 64))).compile()
+        sent = bytes_sent(find_collectives(compiled.as_text(), 8))
+        assert sent == {"all-gather": 5 * 3 / 4 * 64 * 64 * 4}, sent
+
+        def kinds(x):
+            total = jax.lax.psum(x, "b")
+            ring = jax.lax.ppermute(x, "a", [(0, 1), (1, 0)])
+            return total + ring, jax.lax.psum_scatter(x, "b", tiled=True), jax.lax.all_to_all(x, "b", 1, 0, tiled=True)
+
+        specs = P("a"), P(("a", "b")), P(("a", "b"))
+        mapped = jax.jit(jax.shard_map(kinds, mesh=mesh, in_specs=P("a"), out_specs=specs, check_vma=False))
+        sent = bytes_sent(find_collectives(mapped.lower(jnp.ones((16, 64))).compile().as_text(), 8))
+        own = 8 * 64 * 4
+        expected = {"all-reduce": 2 * 3 / 4 * own, "collective-permute": own, "reduce-scatter": 3 / 4 * own, "all-to-all": 3 / 4 * own}
+        assert sent == expected, (sent, expected)
+        print("done")
+        """,
+        XLA_FLAGS="--xla_force_host_platform_device_count=8",
+    )

@@ -1,0 +1,78 @@
+"""Finished episodes on disk: they come back as they were, to the first step after a checkpoint and to no other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paravt_jax.judge import JudgeCounts
+from paravt_jax.records import Trajectory
+from train.rollout_file import RolloutFile
+from train.rollouts import roll_out
+
+
+def plain(value: Any) -> Any:
+    """What `==` compares: records without identity, arrays with their type."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, Trajectory):
+        return [plain(segment) for segment in value.segments]
+    if dataclasses.is_dataclass(value):
+        return type(value).__name__, [plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, tuple):
+        return tuple(plain(item) for item in value)
+    return type(value).__name__, value
+
+
+class Idle:
+    """Nobody may be asked to sample."""
+
+    def submit(self, request: Any) -> int:
+        raise AssertionError("played again")
+
+
+IDLE: Any = Idle()
+
+
+def questions_of(road):
+    return [dataclasses.replace(road.data.questions[0], video="lost.mp4"), *road.data.questions[1:4]]
+
+
+def test_what_was_played_comes_back_bit_for_bit(road, small, tmp_path):
+    arguments = (road.scene, questions_of(road), road.run.rl, 0, 3)
+    judge: Any = SimpleNamespace(counts=JudgeCounts(asked=3, answered=3))
+    file = RolloutFile(tmp_path / "rollouts.json", 3)
+    played = file.roll_out(small.Script(road), *arguments)
+    assert plain(played) == plain(roll_out(small.Script(road), *arguments))
+    assert played.unreadable == 1 and any(e.turns[0].calls for e in played.episodes), "it should hold every kind of record"
+    found = RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, *arguments)
+    assert plain(found) == plain(played)
+    content = json.loads((tmp_path / "rollouts.json").read_text())
+    (tmp_path / "rollouts.json").write_text(json.dumps(content | {"judge": {"is": "JudgeCounts", **dataclasses.asdict(judge.counts)}}))
+    judge.counts = JudgeCounts()
+    RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, *arguments, judge)
+    assert judge.counts.asked == 3
+
+
+@pytest.mark.parametrize(("first", "step", "shift"), [(2, 3, 0), (4, 3, 0), (3, 3, 1), (4, 4, 0)])
+def test_others_are_played_again(road, small, tmp_path, first, step, shift):
+    """Of another process's later step, of a step that is not the first, of other questions."""
+    RolloutFile(tmp_path / "rollouts.json", 0).roll_out(small.Script(road), road.scene, road.data.questions[:2], road.run.rl, 0, 3)
+    questions = road.data.questions[shift : shift + 2]
+    file = RolloutFile(tmp_path / "rollouts.json", first)
+    with pytest.raises(AssertionError, match="played again"):
+        file.roll_out(IDLE, road.scene, questions, road.run.rl, 0, step)
+    file.remove()
+    file.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_file_is_said(road, tmp_path):
+    (tmp_path / "rollouts.json").write_text('{"step": 3')
+    with pytest.raises(ValueError, match=r"rollouts\.json: damaged .*; delete it"):
+        RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, road.scene, questions_of(road), road.run.rl, 0, 3)

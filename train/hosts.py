@@ -1,0 +1,171 @@
+"""Several processes that are one run: how they find each other, what they tell each other, and what they decide together.
+
+Owns the words between processes that are no arrays of a program: files that one makes and all read, figures that all must know, and
+decisions that must agree. Devices speak to each other inside jitted programs, not here. A run of one process goes through the same
+calls, which then cost nothing. Invariant: every process makes the same calls in the same order; what they return is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+T = TypeVar("T")
+
+
+class HostsError(RuntimeError):
+    """Another process of the run could not go on."""
+
+
+_LEAST = 1 << 20  # bytes that are gathered at the least
+LOST = 70  # the exit code of a process that lost the others: the same command, started everywhere, goes on
+
+
+@dataclasses.dataclass(frozen=True)
+class HostSettings:
+    """How the processes of a run find each other. They share its directory, and decide nothing of what is computed."""
+
+    coordinator: str = ""
+    """Empty: this process is the whole run. `auto`: what the cluster says (a TPU pod, SLURM). Else process 0's address:port."""
+    count: int = 1
+    """Processes in all, where an address is given."""
+    index: int = 0
+    """This one's number among them, from 0."""
+    heartbeat: int = 100
+    """Seconds without a sign of life after which a process counts as dead and the others end."""
+
+    def __post_init__(self):
+        if self.coordinator in ("", "auto"):
+            if (self.count, self.index) != (1, 0):
+                raise ValueError(
+                    f"hosts.count, hosts.index: {self.count}, {self.index} with hosts.coordinator {self.coordinator!r}; they go with an "
+                    "address, give process 0's address:port"
+                )
+        elif not self.coordinator.rpartition(":")[0] or not self.coordinator.rpartition(":")[2].isdigit():
+            raise ValueError(f"hosts.coordinator: {self.coordinator!r}; give address:port of process 0, auto, or nothing")
+        if not 0 <= self.index < self.count:
+            raise ValueError(f"hosts.index: {self.index} of hosts.count = {self.count}; give a number from 0 to {self.count - 1}")
+        if self.heartbeat < 1:
+            raise ValueError(f"hosts.heartbeat: {self.heartbeat}; give at least 1 second")
+
+
+def connect(settings: HostSettings) -> None:
+    """Joins the other processes; returns when all are there. To be called before anything touches a device."""
+    if not settings.coordinator:
+        return
+    named = settings.coordinator != "auto"
+    where = (settings.coordinator, settings.count, settings.index) if named else (None, None, None)
+    jax.distributed.initialize(*where, heartbeat_timeout_seconds=settings.heartbeat, shutdown_timeout_seconds=settings.heartbeat)
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes what a run has once: figures, records, results."""
+    return jax.process_index() == 0
+
+
+def gather(value: T) -> list[T]:
+    """Every process's value, in their order. What is gathered is pickled: trajectories and figures, never weights."""
+    if jax.process_count() == 1:
+        return [value]
+    data = np.frombuffer(pickle.dumps(value), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array(len(data)))
+    padded = np.zeros(max(_LEAST, 1 << int(sizes.max() - 1).bit_length()), np.uint8)  # of few sizes: each is a program
+    padded[: len(data)] = data
+    everyone = multihost_utils.process_allgather(padded)
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(everyone, sizes, strict=True)]
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """What the first process makes of it: for what lies in files that it alone writes. Where that fails, all fail."""
+    made, error = None, None
+    if is_first():
+        try:
+            made = make()
+        except Exception as raised:  # it travels as a value: the others wait for an answer
+            error = raised
+    made, failure = gather((made, error and f"{type(error).__name__}: {error}"))[0]
+    if error is not None:
+        raise error
+    _require_none(failure)
+    return cast(T, made)
+
+
+def any_of(flag: bool) -> bool:
+    """Whether any process says so: a signal reaches one of them, and all have to stop after the same step."""
+    return any(gather(flag))
+
+
+def require_same(name: str, value: Any) -> None:
+    """Raises ValueError on every process where they were not started alike."""
+    values = gather(value)
+    for number, other in enumerate(values):
+        if other != values[0]:
+            raise ValueError(
+                f"{name}: {values[0]!r} on process 0 and {other!r} on process {number}; start every process with the same command "
+                "(hosts.index apart) and the same code"
+            )
+
+
+@contextlib.contextmanager
+def one_after_another() -> Iterator[None]:
+    """The first process goes through the block alone, then the others do: what it writes to the shared directory they find there.
+
+    Where the first one fails, the others fail too, instead of waiting for it.
+    """
+    error: BaseException | None = None
+    if not is_first():
+        _require_none(gather(None)[0])
+    try:
+        yield
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        if is_first():
+            gather(None if error is None else f"{type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def ending_with_the_others() -> Iterator[None]:
+    """Ends this process with `LOST` and one line where a program fails because another process of the run is gone.
+
+    At once, past `finally` and `atexit`: whoever waits for the others there waits forever. Where no connection breaks, jax's own
+    heartbeat ends the process (SIGABRT, and a message that says why) within `HostSettings.heartbeat` seconds.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1 or any(word in str(error) for word in _OWN):
+            raise
+        print(f"error: another process of this run ended, or cannot be reached ({_line(error)}); start all of them again", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(LOST)
+
+
+# What a program of this process's own fails with; the others learn of it by the broken connection.
+_OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
+
+
+def _line(error: Exception) -> str:
+    line = " ".join(str(error).split())
+    return line if len(line) <= 200 else f"{line[:200]} ..."
+
+
+def _require_none(failure: str | None) -> None:
+    if failure is not None:
+        raise HostsError(f"process 0 failed first: {failure}")
+
+
+def share_of(count: int) -> slice:
+    """Which of `count` items are this process's: equal parts in the processes' order, the last ones less where it does not divide."""
+    each = -(-count // jax.process_count())
+    return slice(min(jax.process_index() * each, count), min((jax.process_index() + 1) * each, count))

@@ -1,0 +1,130 @@
+"""Packed rows into arrays, and through the model: several conversations in a row, none of which sees another.
+
+Owns the layout of a packed row: conversations one after the other, each a segment with positions of its own, padding on the right. Refuses
+what does not fit. Invariant: a conversation has the log-probs in a row that it has alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from models.features import FrameFeatures
+from models.qwen3_vl.remat import Remat
+from models.qwen3_vl.rope import mrope_positions, visual_index
+from models.qwen3_vl.text import TextDecoder
+from paravt_jax.grpo import masked_mean
+from paravt_jax.protocol import Protocol
+from paravt_jax.records import Author, Conversation, Trajectory
+from paravt_jax.video import VideoError
+from train.step import Loss
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedShape:
+    """Rows of a batch, and the tokens and visual tokens that one holds."""
+
+    rows: int
+    tokens: int = 8192
+    visual: int = 8192
+
+    def __post_init__(self):
+        for name in ("rows", "tokens", "visual"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"PackedShape.{name}: {getattr(self, name)}; give a whole number of at least 1")
+
+
+@struct.dataclass
+class Packed:
+    """A batch of packed rows. Segments count a row's conversations from 1, 0 is padding; `sampled` tokens are those with loss."""
+
+    ids: Int[np.ndarray, "b t"]
+    positions: Int[np.ndarray, "3 b t"]
+    segments: Int[np.ndarray, "b t"]
+    sampled: Bool[np.ndarray, "b t"]
+    visual: Float[np.ndarray, "b m c d"]
+
+
+def render_rows(
+    rows: Sequence[Sequence[Conversation]], protocol: Protocol, features: FrameFeatures
+) -> tuple[list[list[Trajectory]], dict[str, str]]:
+    """The rows' conversations as trajectories whose frames are encoded, and those that are missing for a file that could not be read: why,
+    by id. Their place is padding.
+    """
+    rendered: list[list[Trajectory]] = []
+    missing: dict[str, str] = {}
+    for row in rows:
+        trajectories = []
+        for conversation in row:
+            try:
+                trajectory = protocol.conversation(conversation, lambda clip: features.tokens(clip.path))
+                if trajectory.frames:
+                    features(trajectory.frames)
+            except VideoError as error:
+                missing[conversation.id] = str(error)
+                continue
+            trajectories.append(trajectory)
+        rendered.append(trajectories)
+    return rendered, missing
+
+
+def build_packed(rows: Sequence[Sequence[Trajectory]], features: FrameFeatures, shape: PackedShape) -> Packed:
+    """Arrays of `rows`; missing rows are padding. Raises ValueError for what does not fit the shape."""
+    config = features.config
+    batch = Packed(
+        ids=np.zeros((shape.rows, shape.tokens), np.int32),
+        positions=np.zeros((3, shape.rows, shape.tokens), np.int32),
+        segments=np.zeros((shape.rows, shape.tokens), np.int32),
+        sampled=np.zeros((shape.rows, shape.tokens), bool),
+        visual=np.zeros((shape.rows, shape.visual, 1 + config.vision.levels, config.text.hidden_size), np.float32),
+    )
+    _check(len(rows), shape.rows, "rows")
+    for r, row in enumerate(rows):
+        _check(sum(len(trajectory.ids) for trajectory in row), shape.tokens, "tokens")
+        at = seen = 0
+        for segment, trajectory in enumerate(row, 1):
+            part = slice(at, at + len(trajectory.ids))
+            grids = [features.grid(frame.video) for frame in trajectory.frames]
+            batch.ids[r, part], batch.segments[r, part] = trajectory.ids, segment
+            batch.positions[:, r, part] = mrope_positions(trajectory.ids, grids, config)
+            batch.sampled[r, part] = trajectory.authors == Author.MODEL
+            if grids:
+                vectors = features(trajectory.frames)
+                _check(seen + len(vectors), shape.visual, "visual")
+                batch.visual[r, seen : seen + len(vectors)] = vectors
+                seen += len(vectors)
+            at = part.stop
+    return batch
+
+
+def packed_logprobs(
+    text: TextDecoder, batch: Packed, image_token_id: int, remat: Remat = "none", chunk: int | None = None
+) -> Float[Array, "b t"]:
+    """Log-prob of each token given those of its conversation before it; of no meaning for a conversation's first, which nobody sampled."""
+    x = jax.tree.map(jnp.asarray, batch)
+    index = visual_index(x.ids, image_token_id)
+    hidden, _ = text(x.ids, x.positions, segment_ids=x.segments, visual=x.visual, visual_index=index, remat=remat)
+    return jnp.pad(text.token_logprobs(hidden[:, :-1], x.ids[:, 1:], 1.0, chunk), ((0, 0), (1, 0)))
+
+
+def packed_loss(image_token_id: int, remat: Remat = "none", chunk: int | None = None) -> Loss:
+    """Mean negative log-likelihood of the tokens with loss of a `Packed` batch; also their number and that of conversations."""
+
+    def loss(text: TextDecoder, batch: Packed) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+        sampled = jnp.asarray(batch.sampled)
+        logprobs = packed_logprobs(text, batch, image_token_id, remat, chunk)
+        figures = {"tokens": sampled.sum(), "conversations": jnp.asarray(batch.segments).max(1).sum()}
+        return -masked_mean(logprobs, sampled), figures
+
+    return loss
+
+
+def _check(length: int, limit: int, field: str) -> None:
+    if length > limit:
+        raise ValueError(f"packed.{field}: {length} do not fit the static size {limit}; raise the recipe's shape, or pack shorter rows")

@@ -1,0 +1,171 @@
+"""The command: `python -m train.plan --config=NAME --topology=v5p:4x4x4 [--field value ...]`.
+
+Owns the order of a plan: what a run would execute on a TPU slice is compiled for it, on a machine that has none, and added up: fits or
+not, memory, FLOPs, traffic, lower limits on time. Nothing runs. A mistake in the settings, or no compiler, ends it in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import math
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from configs import RECIPES
+from configs.base import Run
+from train.cli import EXIT_USAGE, parse
+from train.planning import step
+from train.planning.compile import SIZES, Case, Measured, compile_case
+from train.planning.programs import planned_config, program_names
+from train.planning.table import report, scale
+from train.planning.topology import INSTALL, SCALE, SOURCE, Topology, choose_mesh
+
+Compile = Callable[[Case, float], Measured]
+
+
+def plan(run: Run, topology: Topology, mesh: tuple[int, int, int], measured: dict[str, Measured]) -> dict[str, Any]:
+    """Everything that is said about a run on a slice, from what its programs need; `measured` has them by name, and `SIZES`."""
+    measured = dict(measured)
+    sizes = measured.pop(SIZES).sizes
+    if "decode" in measured:
+        measured["decode"] = dataclasses.replace(measured["decode"], read=step.decode_read(run, topology, sizes))
+    residents = {name: size for name, size in sizes.items() if not name.startswith("all ") and name != "prefill rows"}
+    beside = [step.held_together(m, residents) for m in measured.values() if m.peak]
+    hbm, complete = topology.chip.hbm, all(not m.error for m in measured.values())
+    calls = step.calls_of(run, topology, int(sizes["prefill rows"]))
+    phases = [step.limit(measured[name], count, topology) for name, count in calls.items() if name in measured and not measured[name].error]
+    complete = complete and set(calls) <= set(measured)
+    arrays = {name: sizes[f"all {name}"] for name in ("batch", "state", "pieces")}
+    lacking = [together for together in beside if together.total > hbm]
+    return {
+        "name": run.name,
+        "topology": topology.name,
+        "mesh": mesh,
+        "chips": topology.chips,
+        "devices": topology.devices,
+        "hosts": topology.hosts,
+        "hbm": hbm,
+        "fits": not lacking and all(not m.error for m in measured.values()),
+        "complete": complete,
+        "programs": {name: dataclasses.asdict(m) for name, m in measured.items()},
+        "residents": residents,
+        "together": [dataclasses.asdict(together) | {"total": together.total} for together in beside],
+        "host_memory": step.host_memory(run, topology, arrays),
+        "phases": [dataclasses.asdict(phase) | {"seconds": phase.seconds} for phase in phases],
+        "step_seconds": sum(phase.seconds for phase in phases),
+        "tokens": step.tokens_of(run),
+        "work": _work(run, measured),
+        "source": SOURCE,
+        "advice": [
+            *step.padding_advice(run, mesh),
+            *(f"{m.program}: {m.error}" for m in measured.values() if m.error and not m.peak),
+            *(line for together in lacking for line in step.held(together, measured[together.program], hbm)),
+            *(step.remedies({together.program for together in lacking}, run, residents["KV pool"]) if lacking else []),
+        ],
+    }
+
+
+def _work(run: Run, measured: dict[str, Measured]) -> dict[str, float]:
+    """What an update is worth, what its program does, and what sharing prompts saves; nothing where it was not counted."""
+    update = measured.get("RL update")
+    if run.rl is None or update is None or not update.flops:
+        return {}
+    config = planned_config(run)
+    model = sum(step.model_flops(shape, config) for shape in step.shapes_of(run))
+    return {"model": model, "done": update.flops, "apart": update.unshared, "saved": update.unshared - update.flops}
+
+
+def measure_all(
+    run: Run,
+    topologies: Sequence[Topology],
+    meshes: Sequence[tuple[int, int, int]],
+    only: Sequence[str],
+    timeout: float,
+    jobs: int,
+    compiled: Compile,
+) -> list[dict[str, Measured]]:
+    """Every program of the run on every slice, `jobs` at a time. What runs on one host is compiled once for a generation."""
+    names = [SIZES, *(only or program_names(run))]
+    cases = [[Case(run, topology, mesh, name) for name in names] for topology, mesh in zip(topologies, meshes, strict=True)]
+    with ThreadPoolExecutor(jobs) as pool:
+        started = {key: pool.submit(compiled, case, timeout) for key, case in {_key(case): case for line in cases for case in line}.items()}
+        return [{case.program: started[_key(case)].result() for case in line} for line in cases]
+
+
+def _compile_aloud(case: Case, timeout: float) -> Measured:
+    measured = compile_case(case, timeout)
+    print(f"{case.topology.name}, {case.program}: {measured.error or f'{measured.seconds:.0f} s'}", file=sys.stderr)
+    return measured
+
+
+def _key(case: Case) -> tuple[str, ...]:
+    local = case.program in ("vision", "prefill", "prefill after", "decode")
+    return (case.program, case.topology.host.name) if local else (case.program, case.topology.name, str(case.mesh))
+
+
+def rows_in(run: Run) -> int:
+    """Rows of an update's largest batch."""
+    return max((shape.groups * shape.rows for shape in step.shapes_of(run)), default=1)
+
+
+def _mesh(run: Run, topology: Topology, given: bool) -> tuple[int, int, int]:
+    recipe = run.mesh.data, run.mesh.fsdp, run.mesh.tensor
+    if given and math.prod(recipe) != topology.devices:
+        raise ValueError(f"mesh: {recipe} (data, fsdp, tensor); their product has to be the {topology.devices} devices of {topology.name}")
+    return choose_mesh(recipe, topology.devices, rows_in(run))
+
+
+def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m train.plan",
+        description=__doc__,
+        add_help=False,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--topology", default="", help=f"a slice such as v5p:4x4x4, or all: {', '.join(SCALE)}")
+    parser.add_argument("--json", type=pathlib.Path, help="a file for every figure")
+    parser.add_argument("--only", default="", help="programs, with commas between; the default is all of the run's")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one program")
+    parser.add_argument("--jobs", type=int, default=1, help="programs compiled at a time, each with up to 3 GB of memory")
+    if {"-h", "--help"} & set(argv):
+        print(parser.format_help())
+    return parser.parse_known_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command's exit code: 0 where everything fits, 1 where something does not, 2 for a mistake."""
+    arguments, rest = _arguments(sys.argv[1:] if argv is None else argv)
+    run = parse(rest, RECIPES, prog="python -m train.plan")
+    try:
+        if not arguments.topology:
+            raise ValueError(f"--topology is missing: give a slice such as v5p:4x4x4, or all for {', '.join(SCALE)}")
+        topologies = [Topology(name) for name in (SCALE if arguments.topology == "all" else (arguments.topology,))]
+        meshes = [_mesh(run, topology, any(word.startswith("--mesh.") for word in rest)) for topology in topologies]
+        only = [name.strip() for name in arguments.only.split(",") if name.strip()]
+        if unknown := set(only) - set(program_names(run)):
+            raise ValueError(f"--only: {', '.join(sorted(unknown))}; {run.name} has the programs {', '.join(program_names(run))}")
+        if importlib.util.find_spec("libtpu") is None:
+            raise ValueError(f"libtpu, the TPU's compiler, is not installed: {INSTALL}")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    measured = measure_all(run, topologies, meshes, only, arguments.timeout, arguments.jobs, _compile_aloud)
+    if broken := next((found[SIZES].error for found in measured if found[SIZES].error), ""):
+        print(f"error: {broken}", file=sys.stderr)
+        return EXIT_USAGE
+    plans = [plan(run, *line) for line in zip(topologies, meshes, measured, strict=True)]
+    print("\n\n".join([report(found) for found in plans] + ([scale(plans)] if len(plans) > 1 else [])))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(plans, indent=1))
+    return 0 if all(found["fits"] for found in plans) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

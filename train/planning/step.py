@@ -1,0 +1,170 @@
+"""From single programs to a step of training: what lies on a device together, what a host holds, and how fast a step could be.
+
+Owns three sums and the counts of calls in a step. Times are lower limits: the largest of what arithmetic, memory and interconnect take at
+their peaks, with every rollout as long as it may be. Refuses nothing. Invariant: pure functions of what was measured and of the settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from configs.base import Run
+from models.qwen3_vl.config import Qwen3VLConfig, flops_per_token
+from train.batch import BatchShape
+from train.placement import fit
+from train.planning.compile import Measured
+from train.planning.programs import mean_context
+from train.planning.topology import Topology
+
+GIB = 2.0**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Together:
+    """What a device holds while a program runs, in bytes: the program's own peak, and what else lies there."""
+
+    program: str
+    peak: float
+    others: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return self.peak + sum(self.others.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """Least seconds of a phase of a step: of arithmetic, of memory, of the interconnect."""
+
+    phase: str
+    calls: int
+    compute: float
+    memory: float
+    interconnect: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute, self.memory, self.interconnect)
+
+
+def held_together(measured: Measured, residents: dict[str, float]) -> Together:
+    """Residents that the program is not given lie beside it: today nothing is freed between the phases of a step, and the engine has its
+    old weights until the new ones are there."""
+    return Together(measured.program, measured.peak, {name: size for name, size in residents.items() if name not in measured.given})
+
+
+def calls_of(run: Run, topology: Topology, prefill_rows: int) -> dict[str, int]:
+    """How often each program runs in a step of RL, on the host that has most of it: prompts are shared out over hosts."""
+    if run.rl is None:
+        return {"SFT update": 1}
+    shape, engine, hosts = run.rl.shape, run.engine, topology.hosts
+    prompts = -(-shape.groups // hosts)
+    rows = -(-prompts * shape.rows // engine.slots)
+    return {
+        "vision": -(-prompts * max(run.rl.frame_budgets) // run.frames.batch),
+        "prefill": -(-prompts // prefill_rows),
+        "decode": rows * -(-run.protocol.trajectory_tokens // engine.steps),
+        "reference": 1,
+        "RL update": 1,
+        "weight sync": 1,
+    }
+
+
+def decode_read(run: Run, topology: Topology, sizes: dict[str, float]) -> float:
+    """Bytes of HBM that a device reads in a call of decoding: for every token all weights, and what its host's rollouts have on pages."""
+    engine = run.engine
+    rows = engine.slots if run.rl is None else min(engine.slots, -(-run.rl.shape.groups // topology.hosts) * run.rl.shape.rows)
+    token = sizes["KV pool"] / ((engine.pages + 1) * engine.page)
+    return engine.steps * (sizes["engine's weights"] + rows * mean_context(run) * token)
+
+
+def limit(measured: Measured, calls: int, topology: Topology) -> Limit:
+    """Least seconds that `calls` of a program take."""
+    chip = topology.chip
+    part = 1 / chip.devices  # of a chip's peaks that one device has
+    return Limit(
+        measured.program,
+        calls,
+        calls * measured.flops / measured.devices / (chip.flops * part),
+        calls * measured.read / (chip.hbm_rate * part),
+        calls * sum(measured.sent.values()) / (chip.ici_rate * part),
+    )
+
+
+def model_flops(shape: BatchShape, config: Qwen3VLConfig) -> float:
+    """6 N D and attention of an update, prompts once: what a step is worth, without padding and without what is computed again.
+
+    N are the weights that multiply: the head for rows alone.
+    """
+    head = 2.0 * config.text.vocab_size * config.text.hidden_size
+    prompts = shape.groups * shape.prompt * (flops_per_token(config, (shape.prompt + 1) / 2) - head)
+    rows = shape.groups * shape.rows * shape.suffix * flops_per_token(config, shape.prompt + (shape.suffix + 1) / 2)
+    return 3.0 * (prompts + rows)
+
+
+def shapes_of(run: Run) -> list[BatchShape]:
+    """What an update reads: main agents, and sub-agents where these are trained; of SFT where there is no RL."""
+    both = (run.rl.shape, run.rl.subagents) if run.rl is not None else (run.sft.main, run.sft.windows) if run.sft is not None else ()
+    return [shape for shape in both if shape is not None]
+
+
+def tokens_of(run: Run) -> int:
+    """Tokens of a step's batch: every prompt once, and its rows."""
+    return sum(shape.groups * (shape.prompt + shape.rows * shape.suffix) for shape in shapes_of(run))
+
+
+def padding_advice(run: Run, mesh: tuple[int, int, int]) -> list[str]:
+    """Where the mesh pads an update's rows by more than an eighth: how many, and how many micro-batches pad less."""
+    if run.rl is None:
+        return []
+    shape, parts = run.rl.shape, run.rl.microbatches
+    rows = {n: fit(shape, mesh[0] * mesh[1], n).groups * shape.rows for n in range(1, parts + 1)}
+    best = max((n for n in rows if rows[n] == min(rows.values())), default=parts)
+    if rows[parts] * 8 <= shape.groups * shape.rows * 9 or best == parts:
+        return []
+    return [
+        f"RL update: rl.microbatches = {parts}; over mesh.data x mesh.fsdp = {mesh[0]} x {mesh[1]} devices {shape.groups * shape.rows} "
+        f"rows are padded to {rows[parts]}, with {best} to {rows[best]}"
+    ]
+
+
+def host_memory(run: Run, topology: Topology, arrays: dict[str, float]) -> dict[str, float]:
+    """Bytes that one host's process needs beside its programs and libraries.
+
+    `arrays`: bytes over all devices of `batch`, of the `state` that a checkpoint copies before it is written, and of one call's `pieces`
+    of prefill.
+    """
+    return {
+        "store of frames' features (frames.cache_mib)": run.frames.cache_mib * 2.0**20,
+        "its share of the batch": arrays["batch"] / topology.hosts,
+        "its share of a checkpoint in flight": arrays["state"] / topology.hosts,
+        "one call's pieces of prefill": arrays["pieces"],
+    }
+
+
+def held(together: Together, measured: Measured, limit: float) -> list[str]:
+    """What holds the memory where it does not fit."""
+    beside = "".join(f", {name} {size / GIB:.2f}" for name, size in sorted(together.others.items(), key=lambda x: -x[1]))
+    lines = [f"{together.program}: {(together.total - limit) / GIB:.2f} GiB too much. Held: the program {together.peak / GIB:.2f}{beside}."]
+    if together.peak > limit / 2 and measured.largest:
+        lines.append(f"{together.program}: its largest temporaries are {'; '.join(measured.largest)}")
+    return lines
+
+
+def remedies(programs: set[str], run: Run, pool: float) -> list[str]:
+    """Fields that would free some memory of these programs, which do not fit; `pool`: bytes of the pool on a device."""
+    pages = run.engine.pages
+    found = [f"engine.pages = {pages}: {pages // 2} would free {pool / 2 / GIB:.2f} GiB, and hold half as many rollouts at once"]
+    if any(program.startswith("prefill") for program in programs):
+        found.append(f"engine.read_tokens = {run.engine.read_tokens}: with fewer, fewer rows of a prefill read what is there already")
+    if "RL update" in programs and run.rl is not None:
+        rl = run.rl
+        if rl.microbatches < rl.shape.groups:
+            found.append(f"rl.microbatches = {rl.microbatches}: more parts have fewer rows at a time, and may pad more")
+        if rl.logprob_chunk is None or rl.logprob_chunk > 128:
+            found.append(f"rl.logprob_chunk = {rl.logprob_chunk}: 128 holds fewer scores of the vocabulary")
+        if rl.remat not in ("full", "offload"):
+            found.append(f"rl.remat = {rl.remat!r}: 'full' keeps nothing but layers' inputs")
+        if rl.optimizer.moment_dtype == "float32":
+            found.append("rl.optimizer.moment_dtype = 'float32': 'bfloat16' halves the first moment")
+    return [*found, "--topology: a slice of more chips; weights, moments and reference are cut over all of them"]

@@ -1,0 +1,122 @@
+"""A plan in words: tables in markdown for the terminal and for docs/scale.md, and the same as JSON.
+
+Owns how figures are written. Refuses nothing. Invariant: every figure in the tables stands in the JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+GIB = 2.0**30
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table, its columns as wide as they have to be."""
+    widths = [max(len(row[n]) for row in [header, *rows]) for n in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+    return "\n".join([line(header), "|" + "|".join("-" * (width + 2) for width in widths) + "|", *map(line, rows)])
+
+
+def report(plan: dict[str, Any]) -> str:
+    """One topology's plan."""
+    parts = [_head(plan), "", _programs(plan), ""]
+    if plan["phases"]:
+        parts += [_phases(plan), ""]
+    parts += [_sums(plan), ""]
+    parts += [f"- {line}" for line in plan["advice"]]
+    return "\n".join(parts).rstrip()
+
+
+def scale(plans: Sequence[dict[str, Any]]) -> str:
+    """A line a topology: the table of docs/scale.md."""
+    header = ["topology", "mesh", "fits", "limit", *(f"{name} GiB" for name in ("rollouts", "reference", "update", "together"))]
+    header += ["reference s", "update s", "step s", "tokens/s", "sent GB"]
+    return markdown(header, [_scale_line(plan) for plan in plans])
+
+
+def _scale_line(plan: dict[str, Any]) -> list[str]:
+    programs, phases = plan["programs"], {phase["phase"]: phase for phase in plan["phases"]}
+    update = "RL update" if "RL update" in programs else "SFT update"
+
+    def peak(*names: str) -> str:
+        found = [programs[name] for name in names if name in programs]
+        return _peak(max(found, key=lambda m: m["peak"])) if found else "-"
+
+    def seconds(name: str) -> str:
+        return f"{phases[name]['seconds']:.2f}" if name in phases else "-"
+
+    return [
+        plan["topology"],
+        " x ".join(map(str, plan["mesh"])),
+        "yes" if plan["fits"] else "no",
+        f"{plan['hbm'] / GIB:.2f}",
+        peak("prefill", "prefill after", "decode"),
+        peak("reference"),
+        peak(update),
+        f"{max((t['total'] for t in plan['together']), default=0.0) / GIB:.1f}",
+        seconds("reference"),
+        seconds(update),
+        f"{plan['step_seconds']:.1f}" if plan["complete"] else "-",
+        f"{plan['tokens'] / plan['step_seconds']:.0f}" if plan["complete"] else "-",
+        f"{sum(programs[update]['sent'].values()) / 1e9:.0f}" if update in programs else "-",
+    ]
+
+
+def _head(plan: dict[str, Any]) -> str:
+    mesh = " x ".join(map(str, plan["mesh"]))
+    word = "fits" if plan["fits"] else "does not fit"
+    return (
+        f"{plan['name']} on {plan['topology']}: **{word}**. {plan['chips']} chips, {plan['devices']} devices of {plan['hbm'] / GIB:.2f} "
+        f"GiB, {plan['hosts']} hosts; mesh data x fsdp x tensor = {mesh}; rollouts over the devices of a host."
+    )
+
+
+def _programs(plan: dict[str, Any]) -> str:
+    beside = {t["program"]: t for t in plan["together"]}
+    rows = []
+    for name, m in plan["programs"].items():
+        sent = sum(m["sent"].values())
+        rows.append([name, _peak(m), *(f"{m[part] / GIB:.2f}" if not m["error"] else "-" for part in ("arguments", "temporary"))])
+        rows[-1] += [f"{beside[name]['total'] / GIB:.2f}" if name in beside else "-", f"{m['flops'] / 1e15:.3f}", f"{sent / 1e9:.2f}"]
+        rows[-1] += [f"{m['seconds']:.0f}"]
+    header = ["program, a call", "peak GiB", "arguments", "temporary", "with what lies beside", "PFLOP, all devices", "sent GB a device"]
+    return markdown([*header, "compiled in s"], rows)
+
+
+def _peak(m: dict[str, Any]) -> str:
+    if m["error"] and not m["peak"]:
+        return f"? ({m['error']})"
+    return f"{m['peak'] / GIB:.2f}" + (" does not fit" if m["error"] else "")
+
+
+def _phases(plan: dict[str, Any]) -> str:
+    rows = [
+        [p["phase"], str(p["calls"]), *(f"{p[part]:.3f}" for part in ("compute", "memory", "interconnect", "seconds"))]
+        for p in plan["phases"]
+    ]
+    if plan["complete"]:
+        rows.append(["step", "", "", "", "", f"{plan['step_seconds']:.2f}"])
+    return markdown(["phase", "calls", "arithmetic s", "HBM s", "interconnect s", "at least s"], rows)
+
+
+def _sums(plan: dict[str, Any]) -> str:
+    lines = ["On every device: " + _listed(plan["residents"]) + " GiB.", "On every host: " + _listed(plan["host_memory"]) + " GiB."]
+    if plan["complete"] and plan["step_seconds"]:
+        rate = plan["tokens"] / plan["step_seconds"]
+        lines.append(f"Tokens a step: {plan['tokens']}; at most {rate:.0f} a second. Peaks: {plan['source']}.")
+    work = plan["work"]
+    if work:
+        lines.append(
+            f"An update is worth {work['model'] / 1e15:.2f} PFLOP (6 N D and attention, prompts once); the program does "
+            f"{work['done'] / 1e15:.2f}, {work['done'] / work['model']:.2f} times as much. Prompts once for their group save "
+            f"{work['saved'] / 1e15:.2f} PFLOP of {work['apart'] / 1e15:.2f}."
+        )
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _listed(sizes: dict[str, float]) -> str:
+    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items())

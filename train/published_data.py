@@ -1,0 +1,184 @@
+"""From the names of the published repositories to what a run learns from: questions, conversations, and these packed into rows.
+
+Owns the settings of published data and the order of getting it: annotations, media, tokenizer, preparation. Refuses to begin before the
+names of folders are known to be right. Invariant: the prepared set and the seed alone decide the rows.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from models.features import FrameSettings
+from models.qwen3_vl.config import VisionConfig
+from models.weights.folder import local_folder
+from paravt_jax import preparation, sources
+from paravt_jax.frames import FrameReader
+from paravt_jax.loader import Ahead, stream
+from paravt_jax.packing import Packing, pack
+from paravt_jax.protocol import ProtocolSettings
+from paravt_jax.records import Conversation, Question
+from paravt_jax.row_reading import Reading
+from train.metrics import Progress
+
+_SOURCES = "sources.json"  # where a set's files came from, as they were named
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSettings:
+    """Where the published training data is and how it is read. Sources are a local folder, a hub id or a bucket path (gs://...)."""
+
+    annotations: str = "ParaVT/ParaVT-Parquet"
+    media: str = "ParaVT/ParaVT-Source"
+    """A local folder is taken as the root of the sentinel paths; archives are unpacked into FOLDER/media."""
+    folder: str = "data/paravt"
+    """Where the prepared set is, or is to be."""
+    frames: int = 64
+    fps: float = 1.0
+    """A demonstration shows a video by so many frames a second, at most `frames`."""
+    row_tokens: int = 8192
+    """Length of a packed row; a longer conversation is left out."""
+    heldout: int = 64
+    """Questions, and all others on their videos, that are not trained on: the run's own evaluation asks them."""
+    workers: int = 0
+    """Processes that prepare, and that read frames; 0: one a core."""
+    deadline: float = 60.0
+    """Seconds that a row, or the frames of a file, may take."""
+
+    def __post_init__(self):
+        for name, least in (("frames", 1), ("row_tokens", 1), ("heldout", 0), ("workers", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"data.{name}: {getattr(self, name)}; give a whole number of at least {least}")
+        for name in ("fps", "deadline"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"data.{name}: {getattr(self, name)}; give a number above 0")
+        for name in ("annotations", "media", "folder"):
+            if not getattr(self, name):
+                raise ValueError(f"data.{name}: empty; name a folder" + (", a hub id or a bucket path" if name != "folder" else ""))
+
+    @property
+    def processes(self) -> int:
+        return self.workers or os.cpu_count() or 1
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedData:
+    """A prepared set as a run sees it. `packing.rows` name conversations by number; relative paths lie under `root`."""
+
+    root: pathlib.Path
+    questions: tuple[Question, ...]
+    heldout: tuple[Question, ...]
+    conversations: Sequence[Conversation]
+    packing: Packing
+    summary: dict[str, Any]
+
+    def row(self, numbers: Sequence[int]) -> tuple[Conversation, ...]:
+        """The conversations of a packed row."""
+        return tuple(self.conversations[n] for n in numbers)
+
+
+def prepare_published(
+    settings: DataSettings,
+    limits: ProtocolSettings,
+    frames: FrameSettings,
+    vision: VisionConfig,
+    model: str,
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Prepares the set in `settings.folder`, or finds it there; returns its summary. `model` names the folder or hub id of the tokenizer.
+
+    `check` is called at every chunk of rows and may raise to stop: the same call goes on. Raises FileNotFoundError and ValueError with
+    what to do.
+    """
+    folder = pathlib.Path(settings.folder)
+    reading = Reading(
+        root="",
+        tokenizer=str(local_folder(model, weights=False)),
+        limits=_deciding(limits),
+        frames=settings.frames,
+        fps=settings.fps,
+        longest=settings.row_tokens,
+        min_pixels=frames.min_pixels,
+        max_pixels=frames.max_pixels,
+        factor=vision.patch_size * vision.spatial_merge_size,
+    )
+    asked, known = json.dumps({"annotations": settings.annotations, "media": settings.media}), folder / _SOURCES
+    if known.exists() and known.read_text() == asked and (summary := preparation.known_summary(folder, reading)) is not None:
+        return summary  # what it was made from may be gone by now
+    tables = preparation.find_tables(sources.fetch(settings.annotations, folder / "annotations", ["*.parquet"]))
+    root = sources.media_root(settings.media, folder, _teller("unpack media", "archive", check))
+    reading = dataclasses.replace(reading, root=str(root.resolve()))
+    tell = _teller("prepare rows", "row", check)
+    summary = preparation.prepare(tables, folder, reading, workers=settings.processes, deadline=settings.deadline, tell=tell)
+    known.write_text(asked)
+    return summary
+
+
+def open_published(settings: DataSettings, seed: int) -> PublishedData:
+    """The prepared set, its questions dealt to training and evaluation, its conversations packed in an order that the seed decides.
+
+    Raises FileNotFoundError where nothing is prepared.
+    """
+    prepared = preparation.open_prepared(pathlib.Path(settings.folder))
+    questions, heldout = _hold_out(tuple(prepared.questions), settings.heldout)
+    order = np.random.default_rng([seed, 0x9AC4]).permutation(len(prepared.lengths))
+    packing = pack([prepared.lengths[n] for n in order], settings.row_tokens)
+    rows = tuple(tuple(int(order[n]) for n in row) for row in packing.rows)
+    packing = dataclasses.replace(packing, rows=rows, left_out=tuple(int(order[n]) for n in packing.left_out))
+    return PublishedData(prepared.root, questions, heldout, prepared.conversations, packing, prepared.summary)
+
+
+def _deciding(limits: ProtocolSettings) -> ProtocolSettings:
+    """The limits that demonstrations are read by; those of rollouts alone are as ever, so that recipes share a set."""
+    names = ("max_tool_turns", "max_calls", "summary_tokens", "crop_fps", "crop_frames")
+    return ProtocolSettings(**{name: getattr(limits, name) for name in names})
+
+
+def row_stream(
+    data: PublishedData, reader: FrameReader, seed: int, rows: int, depth: int = 2, process_index: int = 0, process_count: int = 1
+) -> Ahead[tuple[tuple[int, ...], ...]]:
+    """Endless batches of packed rows (numbers for `data.row`), the frames of the next `depth` batches being read by `reader` meanwhile."""
+
+    def start(batch: Sequence[Sequence[int]]) -> None:
+        for numbers in batch:
+            for conversation in data.row(numbers):
+                for clip in conversation.clips:
+                    reader.ahead(data.root / clip.path, clip.indices)
+
+    return Ahead(stream(data.packing.rows, seed, rows, process_index, process_count), depth, start)
+
+
+def _hold_out(questions: tuple[Question, ...], count: int) -> tuple[tuple[Question, ...], tuple[Question, ...]]:
+    """Questions to train on, and at least `count` to evaluate with, whole videos at a time: the same ones whatever else is in the set."""
+    by_video = collections.defaultdict(list)
+    for question in questions:
+        by_video[question.video].append(question)
+    kept, heldout = dict(by_video), []
+    for video in sorted(by_video, key=lambda path: hashlib.sha256(path.encode()).digest()):
+        if len(heldout) >= count or len(kept) == 1:
+            break
+        heldout += kept.pop(video)
+    return tuple(question for question in questions if question.video in kept), tuple(heldout)
+
+
+def _teller(title: str, unit: str, check: Callable[[], None]) -> Callable[[int, int], None]:
+    """Shows progress from the first thing that is done on."""
+    shown: list[Progress] = []
+
+    def tell(done: int, total: int) -> None:
+        if not shown:
+            shown.append(Progress(title, total, unit=unit))
+        shown[0].update(done)
+        if done == total:
+            shown[0].close()
+        check()
+
+    return tell
