@@ -324,7 +324,7 @@ def test_prompts_in_pieces_equal_whole_ones():
                 text = run.lower(*placed, pieces).as_text()
                 found, parts = run(*placed, pieces)
             assert ("all_to_all" in text) == (pieces < 8), (p, shape)
-            np.testing.assert_allclose(found, value, rtol=1e-5)
+            np.testing.assert_allclose(found, value, rtol=1e-4)  # a sum of many terms of either sign
             for a, b in zip(gradients, parts, strict=True):
                 np.testing.assert_allclose(b, cut(a), atol=1e-5, rtol=1e-4, err_msg=str((p, shape)))
         print("done")
