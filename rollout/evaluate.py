@@ -83,22 +83,6 @@ def executed_calls(episode: Episode) -> int:
     return sum(outcome.status.executed for turn in episode.turns for outcome in turn.calls)
 
 
-def evaluate(
-    sampler: Sampler,
-    scene: Scene,
-    questions: Sequence[Question],
-    setting: Setting,
-    rewards: RewardSettings,
-    seed: int,
-    samples: int = 1,
-    progress: Callable[[int, int], None] | None = None,
-    judge: Judge | None = None,
-) -> tuple[Row, list[tuple[Episode, Rewards]]]:
-    """`play_and_score`, and its row. ValueError where not one video can be read."""
-    scored = play_and_score(sampler, scene, questions, setting, rewards, seed, samples, progress, judge)
-    return summarise(setting, scored), scored
-
-
 def play_and_score(
     sampler: Sampler,
     scene: Scene,

@@ -99,11 +99,6 @@ def from_first(make: Callable[[], T]) -> T:
     return cast(T, made)
 
 
-def any_of(flag: bool) -> bool:
-    """Whether any process says so: a signal reaches one of them, and all have to stop after the same step."""
-    return any(gather(flag))
-
-
 def require_same(name: str, value: Any) -> None:
     """Raises ValueError on every process where they were not started alike."""
     values = gather(value)

@@ -11,9 +11,15 @@ from paravt_jax.protocol import render_call
 from paravt_jax.records import CallOutcome, CallStatus, CropCall, Episode, QuestionKind, StopReason, Trajectory, Turn
 from paravt_jax.rewards import Rewards, RewardSettings
 from rollout.episode import Setting
-from rollout.evaluate import EvaluationSettings, evaluate, executed_calls, seed_of, summarise
+from rollout.evaluate import EvaluationSettings, executed_calls, play_and_score, seed_of, summarise
 
 PLAN = "look closer\n</think>\n" + render_call(CropCall(0, 16)) + "\n" + render_call(CropCall(500, 516))
+
+
+def evaluate(sampler, scene, questions, setting, *arguments, **more):
+    """The row, and the episodes that it sums up."""
+    scored = play_and_score(sampler, scene, questions, setting, *arguments, **more)
+    return summarise(setting, scored), scored
 
 
 @pytest.fixture

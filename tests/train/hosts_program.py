@@ -18,6 +18,7 @@ from flax import nnx
 from models.qwen3_vl import Qwen3VL, tiny
 from models.sharding import make_mesh, param_shardings
 from train import hosts
+from train.interrupts import Interrupts
 from train.weight_sync import WeightSync
 
 
@@ -42,11 +43,15 @@ def talk(folder: pathlib.Path, index: int) -> dict:
         different = ""
     except ValueError as error:
         different = str(error)
+    with Interrupts() as interrupts:
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        agreed = [interrupts.agree(), interrupts.asked()]
     return {
         "first": hosts.is_first(),
         "found": found,
         "gathered": hosts.gather({"index": index, "long": "x" * (10 + 1000 * index)}),
-        "any": [hosts.any_of(index == 1), hosts.any_of(False)],
+        "agreed": agreed,
         "different": different,
         "share": [[hosts.share_of(n).start, hosts.share_of(n).stop] for n in (6, 7, 1)],
     }

@@ -18,7 +18,8 @@ def test_two_processes_speak(together, tmp_path):
     assert (first["first"], second["first"]) == (True, False)
     assert (first["found"], second["found"]) == (False, True), "the second found what the first had made"
     assert first["gathered"] == second["gathered"] == [{"index": i, "long": "x" * (10 + 1000 * i)} for i in (0, 1)]
-    assert first["any"] == second["any"] == [True, False]
+    assert first["agreed"] == [signal.SIGTERM, None], "all stop; another's signal is not this one's own, which may still come"
+    assert second["agreed"] == [signal.SIGTERM, signal.SIGTERM]
     assert first["different"] == second["different"] and first["different"].startswith("seed: 0 on process 0 and 1 on process 1; ")
     assert first["share"] == [[0, 3], [0, 4], [0, 1]] and second["share"] == [[3, 6], [4, 7], [1, 1]]
 
@@ -43,7 +44,7 @@ def test_a_process_that_dies_takes_the_others_with_it_and_they_say_so(together, 
 
 
 def test_one_process_is_a_run_by_itself():
-    assert hosts.is_first() and hosts.gather(3) == [3] and hosts.any_of(True) and not hosts.any_of(False)
+    assert hosts.is_first() and hosts.gather(3) == [3] and hosts.from_first(lambda: 4) == 4
     assert hosts.share_of(7) == slice(0, 7)
     hosts.require_same("seed", 1)
     with pytest.raises(OSError, match="disk full"), hosts.one_after_another():
