@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import tensorflow_datasets as tfds
 
 from paravt_jax import video
+from paravt_jax.atomic import write_atomically
 from paravt_jax.records import Caption, ChatTurn, Clip, Conversation, Demonstration, Message, Question, QuestionKind
 
 Group = tuple[Demonstration, ...]  # demonstrations of one video, frame budget and window: their prompts begin alike
@@ -72,9 +73,7 @@ def prepare(folder: str | os.PathLike, splits: Mapping[str, Sequence[Record]]) -
     builder = Records(splits, data_dir=str(folder), file_format="array_record")
     with contextlib.redirect_stdout(io.StringIO()):  # it announces a download, and there is none
         builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
-    unfinished = mark.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(fingerprint))
-    os.replace(unfinished, mark)
+    write_atomically(mark, json.dumps(fingerprint))
 
 
 class Split(Sequence[_AnyRecord]):

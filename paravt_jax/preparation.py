@@ -14,13 +14,13 @@ import functools
 import hashlib
 import json
 import math
-import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from paravt_jax import datasets
+from paravt_jax.atomic import write_atomically
 from paravt_jax.published import Table, open_table, read_rows
 from paravt_jax.records import Conversation, Question
 from paravt_jax.row_reading import Kept, LeftOut, Reading, read_row
@@ -68,13 +68,13 @@ def prepare(
     outcomes = _Outcomes(work)
     splits = {name: records for name in ("questions", "conversations") if len(records := outcomes.records(name))}
     summary = _summarise(outcomes, [table.split for table in tables])
-    _write(folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
-    _write(folder / LEFT_OUT, "".join(json.dumps(dataclasses.asdict(left)) + "\n" for left in outcomes.left_out()))
-    _write(folder / LENGTHS, json.dumps([row.tokens for row in outcomes.kept() if row.kind == "conversation"]))
+    write_atomically(folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
+    write_atomically(folder / LEFT_OUT, "".join(json.dumps(dataclasses.asdict(left)) + "\n" for left in outcomes.left_out()))
+    write_atomically(folder / LENGTHS, json.dumps([row.tokens for row in outcomes.kept() if row.kind == "conversation"]))
     if not splits:
         raise ValueError(f"{folder}: none of {total} rows can be used; {folder / LEFT_OUT} says why, the commonest: {_commonest(summary)}")
     datasets.prepare(folder / "records", splits)
-    _write(folder / PLAN, json.dumps(plan, indent=1) + "\n")
+    write_atomically(folder / PLAN, json.dumps(plan, indent=1) + "\n")
     for old in folder.glob(_WORK + "*"):
         shutil.rmtree(old)
     return summary
@@ -171,7 +171,7 @@ def _finish(file: pathlib.Path, futures: Sequence[tuple[str, str, Any]]) -> int:
         else:
             kind, text = datasets.encode(outcome[1])
             lines.append({"kept": dataclasses.asdict(outcome[0]), "kind": kind, "record": text})
-    _write(file, "".join(json.dumps(line) + "\n" for line in lines))
+    write_atomically(file, "".join(json.dumps(line) + "\n" for line in lines))
     return len(futures)
 
 
@@ -219,15 +219,6 @@ class _Records(Sequence):
 
 def _read(file: pathlib.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-def _write(file: pathlib.Path, text: str) -> None:
-    unfinished = file.with_name(file.name + ".tmp")
-    with unfinished.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(unfinished, file)
 
 
 def _summarise(outcomes: _Outcomes, sources: Sequence[str]) -> dict[str, Any]:

@@ -33,14 +33,19 @@ def fetch(source: str, folder: pathlib.Path, patterns: Sequence[str]) -> pathlib
     local = pathlib.Path(source).expanduser()
     if local.is_dir():
         return local
+    return from_hub(source, patterns)
+
+
+def from_hub(source: str, patterns: Sequence[str]) -> pathlib.Path:
+    """The folder in the hub's cache of a data set's files that match. FileNotFoundError where there are none."""
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
-        raise FileNotFoundError(f"{source}: no such folder, no hub id (owner/name), no bucket path (gs://...); give one of these")
+        raise FileNotFoundError(f"{source}: no such file or folder, and no hub id (owner/name); give one of these")
     try:
         return pathlib.Path(huggingface_hub.snapshot_download(source, repo_type="dataset", allow_patterns=list(patterns)))
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
-            f"{source}: no such folder here, and the hub did not give the data set ({error}); check the id, the network and the token "
-            "(hf auth login), or download it elsewhere and give its folder"
+            f"{source}: not here, and the hub did not give it ({type(error).__name__}); check the id, the network and the token (hf auth "
+            "login; some sets ask for consent on their page), or fetch it elsewhere and give its folder"
         ) from error
 
 

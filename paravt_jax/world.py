@@ -18,6 +18,8 @@ import av
 import numpy as np
 from jaxtyping import UInt8
 
+from paravt_jax.atomic import write_atomically
+
 SECONDS, STEP, SCENE, WINDOW = 128, 2, 32, 16  # of a video, from frame to frame, of a scene, and the border no event crosses
 FRAMES = SECONDS // STEP
 SPLITS = ("train", "heldout")
@@ -159,7 +161,8 @@ def render(
                 _encode(settings, video, path)
             if progress is not None:
                 progress(n + 1, len(videos))
-        _write(folder / MANIFEST, {"settings": dataclasses.asdict(settings), "videos": [dataclasses.asdict(v) for v in videos]})
+        manifest = {"settings": dataclasses.asdict(settings), "videos": [dataclasses.asdict(v) for v in videos]}
+        write_atomically(folder / MANIFEST, json.dumps(manifest))
     return videos
 
 
@@ -173,7 +176,8 @@ def _claim(settings: WorldSettings, folder: pathlib.Path) -> None:
     """Writes the settings before any video, so that half a world is not finished with other settings."""
     path, mine = folder / "settings.json", dataclasses.asdict(settings)
     if not path.exists():
-        return _write(path, mine)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return write_atomically(path, json.dumps(mine))
     stored = json.loads(path.read_text())
     other = {name: (stored.get(name), value) for name, value in mine.items() if stored.get(name) != value}
     if other:
@@ -183,13 +187,6 @@ def _claim(settings: WorldSettings, folder: pathlib.Path) -> None:
 
 def _finished(folder: pathlib.Path) -> bool:
     return (folder / MANIFEST).exists()
-
-
-def _write(path: pathlib.Path, value: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(value))
-    os.replace(unfinished, path)
 
 
 def _encode(settings: WorldSettings, video: WorldVideo, path: pathlib.Path) -> None:

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 import tensorboardX
 
+from paravt_jax.atomic import write_atomically
 from train import hosts
 
 PHASES = ("align", "sft", "rl")
@@ -130,12 +131,7 @@ class MetricsWriter:
         return self._events[phase]
 
     def _rewrite(self, rows: list[dict[str, Any]]) -> None:
-        new = self.path.with_suffix(".jsonl.new")
-        with new.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, self.path)
+        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 class SilentMetrics(MetricsWriter):

@@ -22,6 +22,7 @@ import tyro
 from configs.base import Run
 from configs.paradox import ARMS, paradox_tiny
 from configs.paravt_tiny import paravt_tiny
+from paravt_jax.atomic import write_atomically
 from train.allocator import reuse_freed_memory
 from train.checkpoint import CheckpointError
 from train.interrupts import Interrupts, Stopped
@@ -29,7 +30,7 @@ from train.metrics import format_seconds, read_metrics
 from train.paradox_figure import figure
 from train.prepare import UnreadableVideosError
 from train.run import execute, resolved
-from train.run_directory import RunDirectory, RunDirectoryError, write_atomically
+from train.run_directory import RunDirectory, RunDirectoryError
 
 COLD_START = "cold start"
 MEASURES = {"accuracy": "accuracy", "format": "f", "calls": "κ"}

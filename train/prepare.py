@@ -19,6 +19,7 @@ from configs.base import Run
 from models.qwen3_vl.config import qwen3_vl, tiny
 from models.weights.folder import CONFIG, local_folder, read_companions
 from paravt_jax import datasets, protocol, tokenizer, world, world_text
+from paravt_jax.atomic import write_atomically
 from paravt_jax.preparation import LEFT_OUT, PLAN
 from paravt_jax.published import Reason
 from paravt_jax.records import Caption, Demonstration, Question
@@ -27,7 +28,6 @@ from train import hosts
 from train.cli import parse
 from train.metrics import Progress
 from train.published_data import DataSettings, PublishedData, open_published, prepare_published
-from train.run_directory import write_atomically
 
 UNREADABLE = "unreadable_videos.json"
 

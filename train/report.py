@@ -14,6 +14,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from paravt_jax.atomic import write_atomically
 from rollout.episode_card import episode_card
 from rollout.markup import Html, el, number, page
 from train.metrics import format_seconds, read_jsonl, read_metrics
@@ -76,10 +77,8 @@ def write_report(run_dir: str | os.PathLike[str]) -> pathlib.Path:
     name = str(config.get("name") or config.get("recipe") or root.name)
     main = el("main", _curves(metrics), _table(result), _episodes(root, episodes), _configuration(config))
     text = page(f"{name} · ParaVT in JAX", _head(name, result), main)
-    target, new = root / "report.html", root / "report.html.new"
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, target)
-    return target
+    write_atomically(root / "report.html", text)
+    return root / "report.html"
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from paravt_jax.atomic import write_atomically
 from paravt_jax.judge import Judge, JudgeCounts
 from paravt_jax.records import (
     Author,
@@ -37,7 +38,6 @@ from rollout.episode import Scene
 from rollout.requests import Sampler
 from train.rl_settings import RLSettings
 from train.rollouts import Rollouts, roll_out
-from train.run_directory import write_atomically
 
 _RECORDS = {
     kind.__name__: kind for kind in (Rollouts, Episode, Question, Segment, Frame, Turn, CallOutcome, CropCall, Rewards, JudgeCounts)

@@ -18,6 +18,7 @@ from typing import Any
 from configs import RECIPES
 from configs.base import Run
 from models.sharding import make_mesh
+from paravt_jax.atomic import write_atomically
 from train import hosts
 from train.allocator import reuse_freed_memory
 from train.checkpoint import CheckpointError
@@ -27,7 +28,7 @@ from train.metrics import MetricsWriter, SilentMetrics, format_seconds, read_met
 from train.placement import require_even
 from train.prepare import UnreadableVideosError, prepare
 from train.report import write_report
-from train.run_directory import RunDirectory, RunDirectoryError, as_json, take_over, write_atomically
+from train.run_directory import RunDirectory, RunDirectoryError, as_json, take_over
 from train.session import Session
 
 

@@ -13,6 +13,8 @@ import pathlib
 import shutil
 from typing import Any, TextIO
 
+from paravt_jax.atomic import write_atomically
+
 _LOCK, _CONFIG, _UNFINISHED = ".lock", "config.json", "config.json.tmp"
 _ABSENT = "(absent)"
 
@@ -123,16 +125,6 @@ def cold_start_identity(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a configuration that decides a cold start, which other runs may take over."""
     protocol = {name: value for name, value in config["protocol"].items() if name not in _OF_ROLLOUTS}
     return {name: config[name] for name in _DECIDE} | {"protocol": protocol}
-
-
-def write_atomically(file: pathlib.Path, text: str) -> None:
-    """Replaces `file` by `text`: a reader, or a process after a crash, sees the old text or the new one, whole."""
-    unfinished = file.with_name(file.name + ".tmp")
-    with unfinished.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(unfinished, file)
 
 
 def as_json(value: Any, name: str) -> Any:

@@ -26,6 +26,7 @@ from models.features import FrameFeatures
 from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl, tiny, to_hf
 from models.qwen3_vl.model import Qwen3VL
 from models.sharding import make_mesh, param_shardings
+from paravt_jax.atomic import write_atomically
 from paravt_jax.judge import Judge
 from paravt_jax.loader import stream
 from paravt_jax.protocol import Protocol
@@ -48,7 +49,7 @@ from train.prepare import Data, note_unreadable
 from train.rl import Learner
 from train.rollout_file import RolloutFile
 from train.rollouts import Rollouts
-from train.run_directory import cold_start_identity, identity, write_atomically
+from train.run_directory import cold_start_identity, identity
 from train.sft import sft_batch, start_sft
 from train.speed import speeds
 from train.step import TrainState

@@ -9,18 +9,15 @@ from __future__ import annotations
 import fnmatch
 import json
 import pathlib
-import re
 from collections.abc import Sequence
 from typing import Any
 
-import huggingface_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
-from huggingface_hub import errors
+
+from paravt_jax.sources import from_hub
 
 Row = dict[str, Any]
-
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def read_rows(source: str, patterns: Sequence[str], fields: Sequence[str]) -> list[Row]:
@@ -46,15 +43,10 @@ def table_files(source: str, patterns: Sequence[str]) -> list[pathlib.Path]:
 
 
 def _fetch(source: str, patterns: Sequence[str]) -> pathlib.Path:
-    if not _HUB_ID.fullmatch(source):
-        raise FileNotFoundError(f"--data {source}: no such file or folder, and no hub id (owner/name); give one of these")
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(source, repo_type="dataset", allow_patterns=list(patterns)))
-    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
-        raise FileNotFoundError(
-            f"--data {source}: not here, and the hub did not give it ({type(error).__name__}); check the network and the token (hf auth "
-            "login; some sets ask for consent on their page), or fetch it elsewhere and give its folder"
-        ) from error
+        return from_hub(source, patterns)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"--data {error}") from error
 
 
 def _read(file: pathlib.Path, fields: Sequence[str]) -> list[Row]:

@@ -13,6 +13,8 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from paravt_jax.atomic import write_atomically
+
 Line = dict[str, Any]
 
 
@@ -63,7 +65,7 @@ class EvaluationFolder:
         with (self.path / ".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             summary = make(read_json(self.path / "config.json"), read_lines(self.path))
-            _write(self.path / "summary.json", summary)
+            write_atomically(self.path / "summary.json", _as_text(summary))
         return summary
 
     def _claim(self, identity: Line, details: Line, commit: str | None) -> None:
@@ -71,7 +73,7 @@ class EvaluationFolder:
         with (self.path / ".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not file.exists():
-                _write(file, {"identity": identity, **details, "commits": [commit]})
+                write_atomically(file, _as_text({"identity": identity, **details, "commits": [commit]}))
                 return
             there = read_json(file)
             found = there.get("identity", {})
@@ -83,7 +85,7 @@ class EvaluationFolder:
                     "or ask for what it holds"
                 )
             commits = there["commits"] + [commit] * (commit not in there["commits"])
-            _write(file, there | details | {"commits": commits})
+            write_atomically(file, _as_text(there | details | {"commits": commits}))
 
     def _mend(self) -> None:
         """Cuts off what a killed process left of a line."""
@@ -121,10 +123,5 @@ def read_json(file: pathlib.Path) -> Line:
         raise FolderError(f"{file}: is damaged ({error}); delete its folder and evaluate again") from error
 
 
-def _write(file: pathlib.Path, content: Line) -> None:
-    new = file.with_suffix(".new")
-    with new.open("w", encoding="utf-8") as stream:
-        stream.write(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(new, file)
+def _as_text(content: Line) -> str:
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"

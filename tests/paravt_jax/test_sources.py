@@ -44,8 +44,8 @@ def test_a_buckets_files_are_copied_once(bucket, tmp_path):
 @pytest.mark.parametrize(
     ("source", "error", "words"),
     [
-        ("no/such/folder", FileNotFoundError, "no such folder, no hub id .owner/name., no bucket path"),
-        ("owner/no-such-set", FileNotFoundError, "the hub did not give the data set"),
+        ("no/such/folder", FileNotFoundError, "no such file or folder, and no hub id .owner/name."),
+        ("owner/no-such-set", FileNotFoundError, "the hub did not give it"),
         ("memory://nothing", FileNotFoundError, "memory://nothing: (holds no|cannot be listed)"),
         ("nonsense://a", FileNotFoundError, "that fsspec knows"),
         ("gs://bucket/a", ModuleNotFoundError, "gs:// paths need gcsfs: pip install gcsfs, or copy the files"),

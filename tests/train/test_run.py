@@ -11,8 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -240,60 +238,10 @@ except RuntimeError:
 # --- stopped in the middle ---
 
 
-def reached(folder: pathlib.Path, phase: str, step: int) -> bool:
-    lines = read_metrics(folder / "metrics.jsonl")
-    return any(line["phase"] == phase and line["step"] >= step for line in lines)
-
-
-MOMENTS = [
-    ("in the cold start, after a checkpoint", signal.SIGKILL, lambda folder: reached(folder, "sft", 3)),
-    ("in the evaluation before", signal.SIGKILL, lambda folder: (folder / "evaluation" / "before-4.json").exists()),
-    ("in RL, before its first checkpoint", signal.SIGKILL, lambda folder: reached(folder, "rl", 1)),
-    ("in RL, after a checkpoint", signal.SIGKILL, lambda folder: reached(folder, "rl", 3)),
-    ("in RL, by Ctrl-C", signal.SIGINT, lambda folder: reached(folder, "rl", 5)),
-    ("in the evaluation after", signal.SIGKILL, lambda folder: (folder / "evaluation" / "after-4.json").exists()),
-]
-
-
-DEADLINE = 300  # seconds that any of these takes at most, on a busy machine
-
-
-def wait(process: subprocess.Popen, what: str, done: Callable[[], bool]) -> None:
-    """Until it is `done`. Past the deadline the process says where it stands (its faulthandler hears SIGABRT) and the test fails."""
-    end = time.monotonic() + DEADLINE
-    while not done():
-        if time.monotonic() > end:
-            process.send_signal(signal.SIGABRT)
-            process.wait()
-            pytest.fail(f"{what}: nothing for {DEADLINE} s")
-        time.sleep(0.005)
-
-
 @pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_like_one_that_was_not(tmp_path, compiled):
     tally = kill_again_and_again(6, 3, tmp_path, compiled)
     assert tally.kills.total() == 6 and tally.runs >= 1 and len(tally.ends) >= 2
-
-
-@pytest.mark.slow
-def test_a_run_killed_again_and_again_ends_like_one_that_was_not(finished, compiled, tmp_path):
-    folder = tmp_path / "small"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(compiled), "PYTHONFAULTHANDLER": "1"}
-    line = [sys.executable, str(PROGRAM), "--config=small", "--run-dir", str(folder)]
-    for name, number, come in MOMENTS:
-        with subprocess.Popen(line, env=environment) as process:
-            wait(process, name, lambda come=come, process=process: process.poll() is not None or come(folder))
-            assert process.poll() is None, f"{name}: it ended before it could be stopped"
-            process.send_signal(number)
-            wait(process, f"{name}, stopped", lambda process=process: process.poll() is not None)
-        assert process.returncode == (130 if number is signal.SIGINT else -number), name
-        assert not (folder / "result.json").exists()
-    subprocess.run(line, env=environment, check=True, timeout=DEADLINE)
-    undisturbed, result = result_of(finished), result_of(folder)
-    for field in set(undisturbed) - {"seconds"}:
-        assert result[field] == undisturbed[field], field
-    assert metrics_of(folder) == metrics_of(finished)
-    assert (folder / "episodes.jsonl").read_text() == (finished / "episodes.jsonl").read_text()
 
 
 def test_a_recipe_that_cannot_train_yet_says_so_before_anything_is_made(tmp_path, capsys):
