@@ -45,6 +45,11 @@ _RECORDS = {
 _ENUMS = {kind.__name__: kind for kind in (Author, CallStatus, QuestionKind, StopReason)}
 
 
+def rollout_file_name(process: int = 0, processes: int = 1) -> str:
+    """Each process of a run keeps its own share."""
+    return f"rollouts-{process}-of-{processes}.json"
+
+
 class RolloutFile:
     """The episodes of one step in `path`. `first` is the number of updates behind the weights that a process starts from."""
 

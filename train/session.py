@@ -47,7 +47,7 @@ from train.metrics import MetricsWriter, Progress
 from train.phase import Phase
 from train.prepare import Data, note_unreadable
 from train.rl import Learner
-from train.rollout_file import RolloutFile
+from train.rollout_file import RolloutFile, rollout_file_name
 from train.rollouts import Rollouts
 from train.run_directory import cold_start_identity, identity
 from train.sft import sft_batch, start_sft
@@ -221,7 +221,7 @@ class Session:
             if phase.left:
                 self.engine.warm_up()
             self.engine.load(self.sync(state.weights), phase.first)
-            rollouts = RolloutFile(self.folder / f"rollouts-{jax.process_index()}-of-{jax.process_count()}.json", phase.first)
+            rollouts = RolloutFile(self.folder / rollout_file_name(jax.process_index(), jax.process_count()), phase.first)
             for step in phase.left:
                 compiled = self.compilations.count
                 look = self._transcriber(step) if phase.saves(step) else None

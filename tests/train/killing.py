@@ -28,8 +28,10 @@ import tyro
 
 from train.checkpoint import Checkpoints
 from train.metrics import PHASES, read_metrics
+from train.rollout_file import rollout_file_name
 
 ROOT, PROGRAM = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).with_name("small.py")
+ROLLOUTS = rollout_file_name()
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 DEADLINE = 900.0  # seconds after which a process that was to die or to end is stuck
 Row = dict[str, Any]
@@ -96,13 +98,13 @@ def wait(process: subprocess.Popen[bytes], what: str, done: Callable[[], bool] =
 
 def moments(folder: pathlib.Path, rng: np.random.Generator) -> dict[str, tuple[Callable[[], bool], float]]:
     """By name: what is waited for from now on, and the seconds that then pass."""
-    files = {name: _stamp(folder / name) for name in ("metrics.jsonl", "rollouts.json")}
+    files = {name: _stamp(folder / name) for name in ("metrics.jsonl", ROLLOUTS)}
     clock = time.monotonic() + rng.uniform(0, 25)
     return {
         "any time": (lambda: time.monotonic() > clock, 0.0),
         "after a step": (lambda: _stamp(folder / "metrics.jsonl") != files["metrics.jsonl"], rng.uniform(0, 1.5)),
         "while saving": (lambda: any((folder / "checkpoints").glob("*/*.orbax-checkpoint-tmp*")), rng.uniform(0, 0.04)),
-        "after rollouts": (lambda: _stamp(folder / "rollouts.json") != files["rollouts.json"], rng.uniform(0, 1.5)),
+        "after rollouts": (lambda: _stamp(folder / ROLLOUTS) != files[ROLLOUTS], rng.uniform(0, 1.5)),
     }
 
 
@@ -169,7 +171,7 @@ def check_end(folder: pathlib.Path, undisturbed: pathlib.Path) -> None:
     assert without_clock(rows_of(folder)) == without_clock(rows_of(undisturbed)), "other metrics"
     for name in ("model/model.safetensors", "episodes.jsonl"):
         assert (folder / name).read_bytes() == (undisturbed / name).read_bytes(), f"another {name}"
-    assert not (folder / "rollouts.json").exists()
+    assert not (folder / ROLLOUTS).exists()
 
 
 # --- the course ---
