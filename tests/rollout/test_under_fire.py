@@ -12,7 +12,6 @@ import math
 import pathlib
 import random
 import shutil
-import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -248,21 +247,6 @@ def test_a_battle_repeats(fight):
     assert once.written.digest() == again.written.digest() != other.written.digest() and once.stops == again.stops
 
 
-def test_memory_is_flat(fight):
-    fight(BATCH, seed=1)
-    gc.collect()
-    tracemalloc.start()
-    try:
-        sizes = []
-        for seed in (2, 3, 4):
-            fight(BATCH, seed)
-            gc.collect()
-            sizes.append(tracemalloc.get_traced_memory()[0])
-    finally:
-        tracemalloc.stop()
-    assert sizes[-1] - sizes[0] < 100_000, sizes  # less than a kilobyte an episode: some caches are not full yet
-
-
 @pytest.mark.slow
 def test_ten_thousand_episodes(fight):
     first = fight(5000, seed=7)
@@ -366,6 +350,7 @@ def ids_of(episodes: list[Episode]) -> list[list[int]]:
     return [np.concatenate([segment.ids for segment in agent.segments]).tolist() if agent.segments else [] for agent in agents]
 
 
+@pytest.mark.slow
 def test_a_real_engine_under_fire(possessed, field, small_model):
     features, questions = field
     sampler, scene = possessed()

@@ -237,9 +237,8 @@ def test_subagents_are_learned_from(road, small, start):
 # --- parts, and old rollouts ---
 
 
-@pytest.mark.parametrize("anchor", ["credit", "likelihood"])
-def test_micro_batches_change_nothing(road, small, anchor):
-    grpo = dataclasses.replace(road.run.rl.grpo, anchor=anchor)
+def test_micro_batches_change_nothing(road, small):
+    grpo = dataclasses.replace(road.run.rl.grpo, anchor="likelihood")
     found = []
     for parts in (1, 2):
         learner = Learner(road.graph, road.fresh(), road.model.config, with_subagents(road, grpo=grpo, microbatches=parts))

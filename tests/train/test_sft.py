@@ -25,6 +25,12 @@ def batches(road, windows):
     return sft_batch(road.data.demonstrations[:2], windows, road.scene.protocol, road.scene.features, road.run.sft, make_mesh())
 
 
+@pytest.fixture(scope="module")
+def update(road):
+    """The jitted update, which all tests share: each makes a state of its own."""
+    return start_sft(road.graph, road.fresh(), road.image, road.run.sft)[1]
+
+
 def test_a_demonstration_is_rendered_with_the_frames_it_speaks_of(road, windows):
     features = road.scene.features
     main = road.data.demonstrations[0][0]
@@ -43,11 +49,11 @@ def test_a_step_trains_on_what_an_agent_would_write(road, windows, batches):
     assert road.data.vocabulary.decode(alone.ids[0][alone.sampled[0]]) == windows[0].messages[0].content + "<|im_end|>"
 
 
-def test_the_loss_weighs_both_batches_alike_however_many_tokens_they_have(road, batches):
+def test_the_loss_weighs_both_batches_alike_however_many_tokens_they_have(road, batches, update):
     main, alone = batches.sequences
 
     def figures(*batches, scale=1.0):
-        state, update = start_sft(road.graph, road.fresh(), road.image, road.run.sft)
+        state, _ = start_sft(road.graph, road.fresh(), road.image, road.run.sft)
         state = dataclasses.replace(state, weights=jax.tree.map(lambda x: x * scale, state.weights))
         return {name: float(value) for name, value in update(state, SFTBatch.of(*batches))[1].items()}
 
@@ -73,8 +79,8 @@ def test_what_cannot_be_read_is_left_out_and_counted(road, windows):
     assert main.sampled[0].sum() == (want.authors == Author.MODEL).sum()
 
 
-def test_steps_on_the_same_batch_lower_its_loss(road, batches):
-    state, update = start_sft(road.graph, road.fresh(), road.image, road.run.sft)
+def test_steps_on_the_same_batch_lower_its_loss(road, batches, update):
+    state, _ = start_sft(road.graph, road.fresh(), road.image, road.run.sft)
     losses = []
     for _ in range(4):
         state, figures = update(state, batches)
