@@ -126,6 +126,12 @@ def _lvbench(row: Row) -> Item:
     return Item(question, "", tuple(str(kind) for kind in kinds) if isinstance(kinds, list) else tuple(filter(None, (kinds,))))
 
 
+def _mlvu_rows(rows: list[Row]) -> list[Row]:
+    """The columns of the collected table: the set's own files, one a task, name two of them otherwise."""
+    own = {"video": "video_name", "question_type": "task_type"}
+    return [{own.get(name, name): value for name, value in row.items()} for row in rows]
+
+
 def _mlvu(row: Row) -> Item:
     options, text = plain_options(row.get("candidates")), text_of(row, "question")
     text, _ = split_options(text)  # some copies repeat the options in the question
@@ -179,8 +185,9 @@ BENCHMARKS: dict[str, Benchmark] = {
         ("uid", "video_path", "question", "answer", "question_type", "key", "qa"), _lvbench, (39.8, 33.1, 37.9), _lvbench_rows,
     ),
     "mlvu": Benchmark(
-        "MLVU", "sy1998/MLVU_dev", ("*test-*.parquet",), ("video_name", "question", "candidates", "answer", "task_type"), _mlvu,
-        (65.0, 58.3, 59.4),
+        "MLVU", "sy1998/MLVU_dev", ("*test-*.parquet", "json/[1-7]_*.json", "*/json/[1-7]_*.json"),
+        ("video_name", "video", "question", "candidates", "answer", "task_type", "question_type"), _mlvu,
+        (65.0, 58.3, 59.4), _mlvu_rows,
     ),
     "mmvu": Benchmark(
         "MMVU", "yale-nlp/MMVU", ("validation.json", "*validation-*.parquet"),

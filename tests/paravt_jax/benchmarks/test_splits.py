@@ -63,8 +63,15 @@ def test_lvbench_from_its_table_and_from_its_lines(tmp_path):
     assert load("lvbench", str(tmp_path / "video_info.meta.jsonl")).items == (first, second)
 
 
-def test_mlvu(tmp_path):
+def test_mlvu_from_its_table_and_from_its_own_files(tmp_path):
     first, second = read("mlvu", tmp_path).items
+    own = {"video_name": "video", "task_type": "question_type"}
+    rows = [{own.get(name, name): value for name, value in row.items()} for row in published.EXAMPLES["mlvu"]]
+    folder = tmp_path / "copy" / "MLVU" / "json"
+    folder.mkdir(parents=True)
+    for name, some in (("1_plotQA", rows[:1]), ("2_needle", rows[1:]), ("9_summary", rows)):  # the last is no multiple choice
+        (folder / f"{name}.json").write_text(json.dumps(some))
+    assert load("mlvu", str(tmp_path / "copy")).items == (first, second)
     assert (first.question.answer, second.question.answer, first.tasks) == ("A", "D", ("plotQA",))
     assert first.question.video == "movie101_66.mp4" and first.question.id != second.question.id
 
