@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import av
 import numpy as np
 import pytest
 
@@ -43,6 +44,17 @@ def test_files_show_what_was_planned(small_world):
                 assert (bright > 30) == scene.shows(time)
 
 
+def test_coding_loses_nothing(small_world):
+    """x264 was seen to write other bytes for the same frames, once in a thousand times: what a run learns from may not depend on it."""
+    v = small_world.videos[0]
+    with av.open(str(small_world.folder / v.path)) as container:
+        read = [frame.to_ndarray() for frame in container.decode(video=0)]
+    for scene in v.scenes:
+        for time in range(scene.start, scene.end, world.STEP):
+            drawn = av.VideoFrame.from_ndarray(world.picture(small_world.settings, scene, scene.shows(time)), format="rgb24")
+            np.testing.assert_array_equal(read[time // world.STEP], drawn.reformat(format="yuv420p", threads=1).to_ndarray())
+
+
 def test_colours_stay_apart_after_coding(small_world):
     seen = {}
     for v in small_world.videos:
@@ -74,7 +86,7 @@ def test_rendering_goes_on_where_it_was_interrupted(tmp_path):
     (tmp_path / world.MANIFEST).unlink()
     world.render(settings, tmp_path)
     again = video.read(first, range(world.FRAMES)).astype(int)
-    assert np.abs(again - pictures).max() < 16  # the same video; not the same bytes: x264 was seen to vary them, once in 300 processes
+    assert (again == pictures).all()
 
 
 def test_a_world_of_other_settings_is_refused(tmp_path):
