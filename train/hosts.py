@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pathlib
 import pickle
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
@@ -111,14 +113,18 @@ def require_same(name: str, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def one_after_another() -> Iterator[None]:
+def one_after_another(alike: type[BaseException] | None = None) -> Iterator[None]:
     """The first process goes through the block alone, then the others do: what it writes to the shared directory they find there.
 
-    Where the first one fails, the others fail too, instead of waiting for it.
+    Where the first one fails, the others fail too, instead of waiting for it: with its own exception if that is an `alike`, which has to
+    survive pickling, else with HostsError.
     """
     error: BaseException | None = None
     if not is_first():
-        _require_none(gather(None)[0])
+        failure = gather(None)[0]
+        if isinstance(failure, BaseException):
+            raise failure
+        _require_none(failure)
     try:
         yield
     except BaseException as raised:
@@ -126,7 +132,31 @@ def one_after_another() -> Iterator[None]:
         raise
     finally:
         if is_first():
-            gather(None if error is None else f"{type(error).__name__}: {error}")
+            same = alike is not None and isinstance(error, alike)
+            gather(error if same else error and f"{type(error).__name__}: {error}")
+
+
+def require_shared(folder: pathlib.Path) -> None:
+    """Raises ValueError, on every process alike, where `folder`, which the first one has made, is not the same directory for all."""
+    if jax.process_count() == 1:
+        return
+
+    def make() -> str:
+        # A name that nobody has asked for yet: what a network disk keeps of earlier answers says nothing of it.
+        mark = folder / f".seen-by-all-{uuid.uuid4().hex}"
+        mark.touch()
+        return mark.name
+
+    mark = folder / from_first(make)
+    seen = gather((mark.exists(), str(folder)))
+    if is_first():
+        mark.unlink()
+    for number, (found, theirs) in enumerate(seen):
+        if not found:
+            raise ValueError(
+                f"run_dir: {theirs} on process {number} is another directory than {seen[0][1]} on process 0; name one that all of them "
+                "see, on a disk that the hosts share"
+            )
 
 
 @contextlib.contextmanager

@@ -26,8 +26,11 @@ class Stopped(BaseException):
     """
 
     def __init__(self, number: int, kept: str):
-        super().__init__(kept)
+        super().__init__(number, kept)  # both, so that it can be pickled for the other processes
         self.code = 128 + number
+
+    def __str__(self) -> str:
+        return self.args[1]
 
 
 class Interrupts:

@@ -35,7 +35,7 @@ from train.optimizer import make_optimizer
 from train.placement import fit, own, place
 from train.rl_batch import RLBatch, as_grpo_batch, lay_out, split, stack_rows
 from train.rl_settings import RLSettings
-from train.rollouts import Rollouts, describe, of_all, require_fresh, roll_out
+from train.rollouts import Rollouts, describe, join, require_fresh, roll_out
 from train.speed import speeds
 from train.step import Loss, Program, TrainState, init_state, make_logprobs, make_update, mesh_of, row_logprobs
 from train.weight_sync import WeightSync
@@ -68,14 +68,6 @@ def fitted_shapes(settings: RLSettings, mesh: Mesh) -> tuple[BatchShape, BatchSh
     return fit(settings.shape, devices, parts), None if windows is None else fit(windows, devices, parts)
 
 
-def _own_shapes(settings: RLSettings, mesh: Mesh) -> tuple[BatchShape, BatchShape | None]:
-    """This process's part of `fitted_shapes`."""
-    shape, windows = fitted_shapes(settings, mesh)
-    if windows is not None and jax.process_count() > 1:
-        raise ValueError("rl.subagents: set in a run of several processes, which train main agents alone; use one process, or None")
-    return own(shape), windows
-
-
 class Learner:
     """The jitted programs of RL and how a step runs through them, on the mesh of the weights. `reference` are the weights it starts from
     and is held to."""
@@ -95,7 +87,8 @@ class Learner:
         mesh = mesh_of(reference)
         assert mesh is not None, "weights without a mesh; lay them on one with models.sharding.param_shardings"
         self.mesh = mesh
-        self._shape, self._windows = _own_shapes(settings, mesh)
+        shape, windows = fitted_shapes(settings, mesh)
+        self._shape, self._windows = own(shape), None if windows is None else own(windows)
         self._logprobs = make_logprobs(graph, config.image_token_id, settings.temperature, settings.logprob_chunk, self.mesh)
         self._advantages = Program(jax.jit(lambda batch: _advantages(batch, settings)), self.mesh)
         self._update = make_rl_update(graph, optimizer, config.image_token_id, settings, self.start)
@@ -117,19 +110,20 @@ class Learner:
         """
         settings, number, clock = self.settings, int(state.step), [time.perf_counter()]
         mine = play(engine, scene, questions, settings, seed, number, self.judge)
-        rollouts = of_all(mine)
+        parts = hosts.gather(mine)
+        rollouts = join(parts)
         if not rollouts.groups:
             raise ValueError(f"rl: step {number} has no question with a readable video; check the data root")
         stale = require_fresh(rollouts, number, settings.max_staleness)
         clock.append(time.perf_counter())
-        sequences, owners, counts = lay_out(mine, scene.features, self._shape, self._windows, (seed, number, 0x5A))
+        sequences, owners, counts = lay_out(parts, scene.features, self._shape, self._windows, (seed, number, 0x5A))
         everywhere = hosts.gather(counts)
         counts = {name: sum(part[name] for part in everywhere) for name in counts}
         placed = place(sequences, self.mesh)
         clock.append(time.perf_counter())
-        reference = jax.block_until_ready(stack_rows([self._logprobs(self.reference, s) for s in placed]))
+        reference = jax.block_until_ready(tuple(self._logprobs(self.reference, s) for s in placed))
         clock.append(time.perf_counter())
-        batch = place(as_grpo_batch(mine, sequences, owners, reference, scene.protocol.vocabulary, self._shape), self.mesh)
+        batch = as_grpo_batch(mine, placed, owners, reference, scene.protocol.vocabulary, self._shape, self.mesh)
         advantages, totals, figures = self._advantages(batch)
         if on_rollouts:
             on_rollouts(mine, multihost_utils.process_allgather(advantages, tiled=True))

@@ -76,9 +76,8 @@ def roll_out(
     return Rollouts(readable, scored, len(groups) - len(readable))
 
 
-def of_all(rollouts: Rollouts) -> Rollouts:
+def join(parts: Sequence[Rollouts]) -> Rollouts:
     """The whole step's rollouts, from every process's own."""
-    parts = hosts.gather(rollouts)
     groups, rewards = (tuple(x for part in parts for x in getattr(part, name)) for name in ("groups", "rewards"))
     return Rollouts(groups, rewards, sum(part.unreadable for part in parts))
 

@@ -59,10 +59,11 @@ def execute(run: Run, interrupts: Interrupts | None = None) -> pathlib.Path:
                 stack.enter_context(RunDirectory(folder, settings))
                 if run.start:
                     take_over(run.start, folder, settings)
-            elif not (folder / "config.json").exists():
-                raise ValueError(f"--run-dir {folder}: process 0 has made it, and this one does not see it; name a directory that all see")
+        hosts.require_shared(folder)
+        with hosts.one_after_another(alike=Stopped):
             kept = "stopped while preparing the data; finished videos are kept"
-            data = prepare(run, folder, lambda: interrupts.check_alone(kept))
+            # The first one works, and stops for all; the others find what it made, and stop with it at the next step.
+            data = prepare(run, folder, (lambda: interrupts.check_alone(kept)) if hosts.is_first() else lambda: None)
         clock = stack.enter_context(_Clock(folder / "seconds.json"))
         if hosts.is_first():
             metrics = MetricsWriter(folder, log.tensorboard, log.wandb, log.wandb_project, settings)

@@ -30,12 +30,26 @@ def host_mesh(mesh: Mesh, per_host: int) -> Mesh:
 
 
 def make_sync(weights: Any, hosts: Mesh, dtype: DTypeLike) -> Callable[[Any], Any]:
-    """The jitted `f(weights) -> weights` on the mesh of hosts, in `dtype`. `weights` (real or abstract) show names and shapes."""
+    """The jitted `f(weights) -> weights` on the mesh of hosts, in `dtype`. `weights` (real or abstract) show names, shapes and places."""
+    halfway = _halfway(weights, hosts)
 
     def sync(weights: Any) -> Any:
-        return jax.tree.map(lambda x: x.astype(dtype), weights)
+        cast = jax.tree.map(lambda x: x.astype(dtype), weights)
+        return cast if halfway is None else jax.lax.with_sharding_constraint(cast, halfway)
 
     return jax.jit(sync, out_shardings=param_shardings(weights, hosts))
+
+
+def _halfway(weights: Any, hosts: Mesh) -> Any:
+    """Where weights lie once the devices of a host have cut among themselves what their sampler wants cut, and hosts have not yet given
+    each other the rest. Told only the end, XLA gathers every weight whole on every device. None where there is no such place."""
+    mesh: Mesh = jax.tree.leaves(weights)[0].sharding.mesh
+    data, fsdp, tensor = (mesh.shape[name] for name in MESH_AXES)
+    more, odd = divmod(hosts.shape["tensor"], tensor)
+    if odd or not more or fsdp % more:
+        return None
+    devices = mesh.devices.reshape(data, fsdp // more, tensor * more)
+    return param_shardings(weights, Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * 3))
 
 
 def sampler_devices(weights: Any, count: int) -> int:

@@ -18,7 +18,8 @@ from flax import nnx
 from models.qwen3_vl import Qwen3VL, tiny
 from models.sharding import make_mesh, param_shardings
 from train import hosts
-from train.interrupts import Interrupts
+from train.interrupts import Interrupts, Stopped
+from train.planning.collectives import bytes_sent, find_collectives
 from train.weight_sync import WeightSync
 
 
@@ -47,9 +48,27 @@ def talk(folder: pathlib.Path, index: int) -> dict:
         if index == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         agreed = [interrupts.agree(), interrupts.asked()]
+    hosts.require_shared(folder)
+    alone = folder / str(index)  # where both made one, as if each had a disk of its own
+    alone.mkdir()
+    try:
+        hosts.require_shared(alone)
+        apart = ""
+    except ValueError as error:
+        apart = str(error)
+    try:
+        with hosts.one_after_another(alike=Stopped):
+            if hosts.is_first():
+                raise Stopped(signal.SIGTERM, "kept")
+        stopped = ""
+    except Stopped as stop:
+        stopped = f"{stop.code} {stop}"
     return {
         "first": hosts.is_first(),
         "found": found,
+        "apart": apart,
+        "stopped": stopped,
+        "left": sorted(file.name for file in folder.rglob(".*")),
         "gathered": hosts.gather({"index": index, "long": "x" * (10 + 1000 * index)}),
         "agreed": agreed,
         "different": different,
@@ -64,12 +83,24 @@ def hand_over(folder: pathlib.Path, index: int) -> dict:
     ours = {device.id for device in jax.local_devices()}
     for sizes in ((1, 8, 1), (2, 2, 2)):
         placed = jax.device_put(jax.tree.map(np.asarray, weights), param_shardings(weights, make_mesh(*sizes)))
-        taken = WeightSync(placed, np.float32)(placed)
+        sync = WeightSync(placed, np.float32)
+        taken = sync(placed)
+        sent = bytes_sent(find_collectives(sync._sync.lower(placed).compile().as_text(), 8))  # pyright: ignore[reportFunctionMemberAccess]
+        # A device has an eighth and wants a half; XLA alone gathers seven eighths (`train.weight_sync._halfway`).
+        assert sum(sent.values()) < 0.6 * sum(x.nbytes for x in jax.tree.leaves(weights)), sent
         for mine, given in zip(jax.tree.leaves(taken), jax.tree.leaves(weights), strict=True):
             assert {device.id for device in mine.sharding.device_set} <= ours and len(mine.sharding.device_set) == 2
             assert (np.asarray(mine) == np.asarray(given)).all()
         assert taken["layers"]["q"].get_value().addressable_shards[0].data.shape[2] == config.text.num_attention_heads // 2
     return {"devices": len(ours)}
+
+
+def learn(folder: pathlib.Path, index: int) -> dict:
+    import small  # with all of a run; the other tasks start sooner without it
+
+    with hosts.one_after_another():
+        road = small.build_road(folder)
+    return {"figures": small.learn(road, fsdp=8)}
 
 
 def fail(folder: pathlib.Path, index: int) -> dict:
@@ -92,4 +123,5 @@ def die(folder: pathlib.Path, index: int) -> dict:
 if __name__ == "__main__":
     program = tyro.cli(Program, args=sys.argv[1:])
     hosts.connect(program.hosts)
-    print(json.dumps({"talk": talk, "hand-over": hand_over, "fail": fail, "die": die}[program.task](program.folder, program.hosts.index)))
+    tasks = {"talk": talk, "hand-over": hand_over, "fail": fail, "die": die, "learn": learn}
+    print(json.dumps(tasks[program.task](program.folder, program.hosts.index)))

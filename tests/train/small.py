@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -36,12 +36,14 @@ from train.align import AlignSettings
 from train.batch import BatchShape
 from train.optimizer import OptimizerSettings
 from train.prepare import Data, prepare
+from train.rl import Learner
 from train.rl_settings import RLSettings
 from train.run import main
 from train.session import model_config
 from train.sft import SFTSettings
 
 PROMPT, VISUAL, SUFFIX = 144, 16, 144
+SUBAGENTS = BatchShape(groups=8, rows=1, prompt=112, visual=16, suffix=24)
 
 
 def small() -> Run:
@@ -161,6 +163,31 @@ class Script:
         ids = np.append(self.vocabulary.encode(texts[seed % len(texts)]), self.vocabulary.eos).astype(np.int32)
         logprobs = np.full(len(ids), -np.log(self.vocabulary.size), np.float32)
         return Sample(ids, logprobs, SampleStop.STOP_ID, 0, digest(np.concatenate([request.ids, ids])))
+
+
+class Uneven(Script):
+    """Of two questions the first is answered at once, and every rollout of the others sends two sub-agents out."""
+
+    def __init__(self, road: Road):
+        super().__init__(road)
+        self.quiet = road.data.questions[0].text
+
+    def _sample(self, request: Request, seed: int) -> Sample:
+        quiet = self.quiet in self.vocabulary.decode(request.ids)
+        self.plans = Script.plans[2:] if quiet else ("look\n</think>" + render_call(CropCall(0, 16)) + render_call(CropCall(20, 36)),)
+        return super()._sample(request, seed)
+
+
+def learn(road: Road, fsdp: int = 1) -> list[dict[str, float]]:
+    """The figures of two steps of RL on main agents and sub-agents, all of which one of the two questions calls for."""
+    assert road.run.rl is not None
+    settings = dataclasses.replace(road.run.rl, subagents=SUBAGENTS)
+    learner = Learner(road.graph, road.fresh(fsdp=fsdp), road.model.config, settings)
+    state, sampler, steps = learner.start, Uneven(road), []
+    for _ in range(2):
+        state, figures = learner.step(state, cast(Any, sampler), road.scene, road.data.questions[:2], seed=0)
+        steps.append({name: value for name, value in figures.items() if not name.startswith(("time/", "speed/"))})
+    return steps
 
 
 RECIPES.setdefault("small", small)

@@ -21,6 +21,9 @@ def test_two_processes_speak(together, tmp_path):
     assert first["agreed"] == [signal.SIGTERM, None], "all stop; another's signal is not this one's own, which may still come"
     assert second["agreed"] == [signal.SIGTERM, signal.SIGTERM]
     assert first["different"] == second["different"] and first["different"].startswith("seed: 0 on process 0 and 1 on process 1; ")
+    apart = f"run_dir: {tmp_path / '1'} on process 1 is another directory than {tmp_path / '0'} on process 0; name one that all of them see"
+    assert first["apart"] == second["apart"] and first["apart"].startswith(apart)
+    assert first["stopped"] == second["stopped"] == "143 kept" and first["left"] == second["left"] == []
     assert first["share"] == [[0, 3], [0, 4], [0, 1]] and second["share"] == [[3, 6], [4, 7], [1, 1]]
 
 

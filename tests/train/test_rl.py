@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 
 import train.rl
+import train.rl_batch
+from models.features import FrameFeatures
+from models.sharding import make_mesh
 from paravt_jax.grpo import GRPOSettings, Normalisation, advantages, batch_totals
 from paravt_jax.rewards import RewardSettings
 from paravt_jax.structure import Kind
+from paravt_jax.video import VideoError
 from rollout.requests import Sample, SampleStop
 from train.batch import BatchShape
 from train.rl import Learner
-from train.rl_batch import RLBatch, as_grpo_batch, lay_out, split
+from train.rl_batch import RLBatch, as_grpo_batch, deal, lay_out, split
 from train.rl_settings import RLSettings
 from train.rollouts import describe, draw_budgets, require_fresh, roll_out
 
@@ -43,6 +47,11 @@ def gated(road, *budgets: int) -> RLSettings:
 
 def rolled_out(road, sampler, questions, step=1, *budgets):
     return roll_out(sampler, road.scene, questions, gated(road, *(budgets or (4, 16))), 0, step)
+
+
+def grpo_batch(road, rollouts, sequences, owners):
+    reference = tuple(jnp.zeros(s.ids.shape) for s in sequences)
+    return as_grpo_batch(rollouts, sequences, owners, reference, road.data.vocabulary, road.run.rl.shape, make_mesh())
 
 
 def lost(question):
@@ -152,9 +161,8 @@ def test_silent_groups_are_counted_and_move_nothing_but_the_kl(road, small, lear
 
 def test_the_structure_points_at_the_tags_of_each_row(road, small):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
-    (sequences,), owners, _ = lay_out(rollouts, road.scene.features, road.run.rl.shape, None, (0,))
-    reference = jnp.zeros(sequences.ids.shape)
-    structure = as_grpo_batch(rollouts, (sequences,), owners, reference, road.data.vocabulary, road.run.rl.shape).structure
+    (sequences,), owners, _ = lay_out([rollouts], road.scene.features, road.run.rl.shape, None, (0,))
+    structure = grpo_batch(road, rollouts, (sequences,), owners).structure
     decode, seen = road.data.vocabulary.decode, set()
     for row in range(8):
         for position, kind in zip(structure.positions[row], structure.kinds[row], strict=True):
@@ -188,8 +196,8 @@ def with_subagents(road, **changes) -> RLSettings:
 
 def test_subagents_rows_hold_what_they_wrote_and_earn_what_their_episode_earned(road, small):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
-    sequences, owners, counts = lay_out(rollouts, road.scene.features, road.run.rl.shape, WINDOWS, (0,))
-    batch = as_grpo_batch(rollouts, sequences, owners, jnp.zeros((24, small.SUFFIX)), road.data.vocabulary, road.run.rl.shape)
+    sequences, owners, counts = lay_out([rollouts], road.scene.features, road.run.rl.shape, WINDOWS, (0,))
+    batch = grpo_batch(road, rollouts, sequences, owners)
     agents = rollouts.subagents
     assert 0 < counts["subagents/trained"] == len(agents) <= 16 and counts["subagents/left_out"] == counts["token_mismatches"] == 0
     for n, (episode, trajectory) in enumerate(agents):
@@ -208,10 +216,67 @@ def test_subagents_rows_hold_what_they_wrote_and_earn_what_their_episode_earned(
 def test_more_subagents_than_there_is_room_for_are_counted(road, small):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
     few = dataclasses.replace(WINDOWS, groups=2)
-    sequences, owners, counts = lay_out(rollouts, road.scene.features, road.run.rl.shape, few, (0,))
+    sequences, owners, counts = lay_out([rollouts], road.scene.features, road.run.rl.shape, few, (0,))
     assert counts["subagents/trained"] == 2 and counts["subagents/left_out"] == len(rollouts.subagents) - 2 > 0
-    again = lay_out(rollouts, road.scene.features, road.run.rl.shape, few, (0,))[0]
-    assert (again[1].ids == sequences[1].ids).all() and len(owners) == 10
+    again = lay_out([rollouts], road.scene.features, road.run.rl.shape, few, (0,))[0]
+    assert (again[1].ids == sequences[1].ids).all() and [len(rows) for rows in owners] == [8, 2]
+
+
+@pytest.mark.parametrize(
+    ("homes", "room", "wanted"),
+    [
+        ([0, 0, 1, 1], 2, [[0, 1], [2, 3]]),
+        ([0, 0, 0, 0], 2, [[0, 1], [2, 3]]),
+        ([1, 1, 1], 2, [[2], [0, 1]]),
+        ([0, 1, 1, 1, 2], 2, [[0, 3], [1, 2], [4]]),
+        ([], 1, [[], []]),
+    ],
+)
+def test_subagents_stay_at_home_while_there_is_room_and_none_is_dropped(homes, room, wanted):
+    dealt = deal(homes, len(wanted), room)
+    assert dealt == wanted and sorted(n for items in dealt for n in items) == [*range(len(homes))]
+    with pytest.raises(ValueError, match=r"3 items, and 2 processes with room for 1 each"):
+        deal([0, 1, 1], 2, 1)
+
+
+def test_a_process_lays_out_its_own_groups_and_subagents_that_others_have_no_room_for(road, small, monkeypatch):
+    """Two processes, the first of which called for nobody."""
+
+    class Direct(small.Script):
+        plans = ("guess\n</think><answer>B</answer>", "guess\n</think><answer>A</answer>")
+
+    one = rolled_out(road, Direct(road), road.data.questions[:1])
+    many = rolled_out(road, small.Script(road), road.data.questions[1:2])
+    agents = [trajectory for _, trajectory in many.subagents]
+    half = dataclasses.replace(road.run.rl.shape, groups=1)
+    room, found = dataclasses.replace(WINDOWS, groups=len(agents) - 1), []
+    for here in (0, 1):
+        monkeypatch.setattr(train.rl_batch.jax, "process_index", lambda here=here: here)
+        found.append(lay_out([one, many], road.scene.features, half, room, (0,)))
+    for here, (sequences, owners, counts) in enumerate(found):
+        taken = agents[:-1] if here else agents[-1:]
+        assert counts == {"token_mismatches": 0, "subagents/trained": len(taken), "subagents/left_out": 0}
+        assert owners[0].tolist() == [4 * here + n for n in range(4)]
+        assert owners[1][: len(taken)].tolist() == [4 + many.subagents[agents.index(t)][0] for t in taken]
+        assert sequences[1].sampled.any(1).sum() == len(taken)
+    first, _ = zip(*(sequences for sequences, _, _ in found), strict=True)
+    assert (first[0].prompt_ids != first[1].prompt_ids).any()
+
+
+def test_a_subagent_whose_frames_cannot_be_read_here_is_counted(road, small, monkeypatch):
+    rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
+    gone, read = rollouts.subagents[0][1].frames, FrameFeatures.__call__
+
+    def call(features, frames):
+        if tuple(frames) == gone:
+            raise VideoError(road.data.root / gone[0].video, "gone")
+        return read(features, frames)
+
+    monkeypatch.setattr(FrameFeatures, "__call__", call)
+    (_, below), _, counts = lay_out([rollouts], road.scene.features, road.run.rl.shape, WINDOWS, (0,))
+    others = [trajectory for _, trajectory in rollouts.subagents if trajectory.frames != gone]
+    assert counts["subagents/left_out"] == len(rollouts.subagents) - len(others) > 0
+    assert counts["subagents/trained"] == len(others) == below.sampled.any(1).sum()
 
 
 def test_a_step_in_which_nobody_calls_has_no_subagents_to_learn_from(road, small, start):
@@ -253,8 +318,8 @@ def test_micro_batches_change_nothing(road, small):
 
 def test_a_micro_batch_holds_whole_groups_and_their_subagents_rows(road, small):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
-    sequences, owners, _ = lay_out(rollouts, road.scene.features, road.run.rl.shape, WINDOWS, (0,))
-    batch = as_grpo_batch(rollouts, sequences, owners, jnp.zeros((24, small.SUFFIX)), road.data.vocabulary, road.run.rl.shape)
+    sequences, owners, _ = lay_out([rollouts], road.scene.features, road.run.rl.shape, WINDOWS, (0,))
+    batch = grpo_batch(road, rollouts, sequences, owners)
     whole = RLBatch(sequences, batch, jnp.arange(24.0)[:, None] + jnp.zeros((1, small.SUFFIX)), batch_totals(batch))
     parts = split(whole, 2)
     for n in range(2):
