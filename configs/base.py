@@ -15,6 +15,7 @@ from train.align import AlignSettings
 from train.checkpoint import CheckpointSettings
 from train.hosts import HostSettings
 from train.optimizer import require_counts
+from train.packed_sft import PackedSFTSettings
 from train.published_data import DataSettings
 from train.rl_settings import RLSettings
 from train.sft import SFTSettings
@@ -22,7 +23,8 @@ from train.sft import SFTSettings
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings:
-    """Which Qwen3-VL, and the type of its activations. `path`: the hub id or folder of its weights and tokenizer; empty: noise."""
+    """Which Qwen3-VL, and the type of its activations. `path`: the hub id or folder of its weights and tokenizer, such as RUN/model;
+    empty: noise."""
 
     path: str = ""
     size: Literal["tiny", "2b", "4b", "8b", "32b"] = "tiny"
@@ -80,7 +82,7 @@ class Run:
     world: WorldSettings | None = None
     text: TextSettings = TextSettings()
     align: AlignSettings | None = None
-    sft: SFTSettings | None = None
+    sft: SFTSettings | PackedSFTSettings | None = None
     rl: RLSettings | None = None
     evaluation: EvaluationSettings = EvaluationSettings()
     log: LogSettings = LogSettings()
@@ -95,12 +97,27 @@ class Run:
                 f"data: set beside world = {self.world} and model.path = {self.model.path!r}; published data takes the tokenizer of "
                 "published weights and no world: use world None, and give model.path (Qwen/Qwen3-VL-8B-Instruct)"
             )
+        if self.data is not None and self.start:
+            raise ValueError(
+                f"start: {self.start} with published data; the weights that another run has trained are a folder like the published "
+                f"ones: leave start empty, and give --model.path {self.start}/model"
+            )
+        if self.sft is not None and isinstance(self.sft, PackedSFTSettings) != (self.data is not None):
+            raise ValueError(
+                f"sft: {type(self.sft).__name__} with data = {self.data}; published data is trained on in packed rows "
+                "(PackedSFTSettings), a world's in groups (SFTSettings)"
+            )
+        if isinstance(self.sft, PackedSFTSettings) and self.data is not None and self.sft.shape.tokens < self.data.row_tokens:
+            raise ValueError(
+                f"sft.shape.tokens: {self.sft.shape.tokens}; rows are packed to data.row_tokens = {self.data.row_tokens}, give at least "
+                "so many, or pack shorter rows"
+            )
         if not 0 <= self.unreadable_share < 1:
             raise ValueError(f"unreadable_share: {self.unreadable_share}; it is a share of videos, give one from 0 to below 1")
-        if self.model.size != "tiny" and self.align is not None:
-            raise ValueError(f"align: set for model.size {self.model.size}; published towers can see already, use None")
-        limits = self.protocol
-        for name, shape in (("rl.shape", self.rl and self.rl.shape), ("sft.main", self.sft and self.sft.main)):
+        if (self.model.size != "tiny" or self.model.path) and self.align is not None:
+            raise ValueError(f"align: set for model.size {self.model.size}, model.path {self.model.path!r}; their towers can see, use None")
+        limits, sft = self.protocol, self.sft
+        for name, shape in (("rl.shape", self.rl and self.rl.shape), ("sft.main", sft.main if isinstance(sft, SFTSettings) else None)):
             if shape is not None and shape.prompt + limits.trajectory_tokens > self.engine.own[-1]:
                 raise ValueError(
                     f"engine.own: {self.engine.own}; a rollout may have {name}.prompt + protocol.trajectory_tokens = "

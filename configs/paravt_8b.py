@@ -25,13 +25,13 @@ ENGINE = EngineSettings(
 
 
 def paravt_8b() -> Run:
-    """PARA-GRPO on Qwen3-VL-8B after the cold start: 7 prompts x 8 rollouts a step, K drawn per prompt.
+    """PARA-GRPO on Qwen3-VL-8B after the cold start, whose weights `model.path` names: 7 prompts x 8 rollouts a step, K drawn per prompt.
 
     Not as published: the anchor is the paper's formula with gamma at violations, not its release's (`grpo.anchor`), R_fmt is
     not capped (`rewards.format_cap`) and scaled rewards are not clipped (`grpo.reward_clip`); README ("The method") and docs/paradox.md
     say why. Its ablations share these.
 
-    Command: python -m train.run --config=paravt_8b
+    Command: python -m train.run --config=paravt_8b --model.path runs/sft_8b/model
     Paper: VideoMME 62.1, with subtitles 69.4, LVBench 39.8, MLVU 65.0; f 0.41, kappa 0.21. Not measured here.
     """
     return Run(

@@ -82,13 +82,15 @@ def prepare(
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A set that `prepare` has finished: its records, the lengths of its conversations in tokens, the root of relative paths."""
+    """A set that `prepare` has finished: its records, the lengths of its conversations in tokens, the root of relative paths, and a
+    fingerprint of all that but the root."""
 
     root: pathlib.Path
     questions: Sequence[Question]
     conversations: Sequence[Conversation]
     lengths: tuple[int, ...]
     summary: dict[str, Any]
+    digest: str
 
 
 def known_summary(folder: pathlib.Path, reading: Reading) -> dict[str, Any] | None:
@@ -109,7 +111,9 @@ def open_prepared(folder: pathlib.Path) -> Prepared:
         name: datasets.open_split(folder / "records", name) if count else ()
         for name, count in (("questions", summary["kept"] - len(lengths)), ("conversations", len(lengths)))
     }
-    return Prepared(pathlib.Path(plan["root"]), there["questions"], there["conversations"], tuple(lengths), summary)
+    root = pathlib.Path(plan.pop("root"))
+    digest = hashlib.sha256(json.dumps([plan, summary, lengths]).encode()).hexdigest()
+    return Prepared(root, there["questions"], there["conversations"], tuple(lengths), summary, digest)
 
 
 def _plan(tables: Sequence[Table], reading: Reading) -> dict[str, Any]:

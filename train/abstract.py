@@ -22,6 +22,8 @@ from paravt_jax.grpo import GRPOBatch, Totals
 from paravt_jax.structure import Structure
 from train.batch import BatchShape, Sequences
 from train.optimizer import make_optimizer
+from train.packed_batch import Packed, PackedShape
+from train.packed_sft import PackedBatch, PackedSFTSettings, fitted_shape, make_packed_update
 from train.placement import fit, shardings
 from train.rl import fitted_shapes, make_rl_update
 from train.rl_batch import RLBatch
@@ -51,11 +53,14 @@ def abstract_rl_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None
 
 
 def abstract_sft_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
-    """The cold start's update of a recipe: arguments are the state (donated) and an `SFTBatch`."""
+    """The cold start's update of a recipe: arguments are the state (donated) and an `SFTBatch` or a `PackedBatch`."""
     settings = _phase(run, "sft", run.sft)
     config, graph, weights = _model(run, mesh, config)
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = _state(weights, optimizer)
+    if isinstance(settings, PackedSFTSettings):
+        batch = _placed(PackedBatch(_packed(fitted_shape(settings, mesh), config), _shape((), jnp.float32)), mesh)
+        return Abstract(make_packed_update(graph, optimizer, config.image_token_id, settings, state), (state, batch))
     shapes = (fit(shape, row_devices(mesh), settings.microbatches) for shape in (settings.main, settings.windows))
     batch = _placed(SFTBatch(tuple(_sequences(shape, config) for shape in shapes), _shape((2,), jnp.float32)), mesh)
     return Abstract(make_sft_update(graph, optimizer, config.image_token_id, settings, state), (state, batch))
@@ -113,6 +118,13 @@ def _sequences(shape: BatchShape, config: Qwen3VLConfig) -> Sequences:
         "logprobs": _shape((b, t), jnp.float32),
     }
     return Sequences(**fields)
+
+
+def _packed(shape: PackedShape, config: Qwen3VLConfig) -> Packed:
+    row = functools.partial(_shape, (shape.rows, shape.tokens))
+    visual = _shape((shape.rows, shape.visual, 1 + config.vision.levels, config.text.hidden_size), jnp.float32)
+    fields = {name: row(jnp.int32) for name in ("ids", "segments")} | {"sampled": row(jnp.bool_), "visual": visual}
+    return Packed(positions=_shape((3, shape.rows, shape.tokens), jnp.int32), **fields)
 
 
 def _rl_batch(settings: RLSettings, mesh: Mesh, config: Qwen3VLConfig) -> RLBatch:

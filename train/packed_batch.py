@@ -1,7 +1,7 @@
-"""Packed rows into arrays, and through the model: several conversations in a row, none of which sees another.
+"""Packed rows into arrays: several conversations in a row, none of which sees another.
 
 Owns the layout of a packed row: conversations one after the other, each a segment with positions of its own, padding on the right. Refuses
-what does not fit. Invariant: a conversation has the log-probs in a row that it has alone.
+what does not fit. Invariant: a conversation's ids, positions and frames are in a row what they are alone.
 """
 
 from __future__ import annotations
@@ -9,21 +9,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
 from models.features import FrameFeatures
-from models.qwen3_vl.remat import Remat
-from models.qwen3_vl.rope import mrope_positions, visual_index
-from models.qwen3_vl.text import TextDecoder
-from paravt_jax.grpo import masked_mean
+from models.qwen3_vl.rope import mrope_positions
 from paravt_jax.protocol import Protocol
 from paravt_jax.records import Author, Conversation, Trajectory
 from paravt_jax.video import VideoError
-from train.step import Loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +36,7 @@ class PackedShape:
 
 @struct.dataclass
 class Packed:
-    """A batch of packed rows. Segments count a row's conversations from 1, 0 is padding; `sampled` tokens are those with loss."""
+    """Packed rows. Segments count a row's conversations from 1, 0 is padding; `sampled` tokens are those with loss."""
 
     ids: Int[np.ndarray, "b t"]
     positions: Int[np.ndarray, "3 b t"]
@@ -53,12 +47,12 @@ class Packed:
 
 def render_rows(
     rows: Sequence[Sequence[Conversation]], protocol: Protocol, features: FrameFeatures
-) -> tuple[list[list[Trajectory]], dict[str, str]]:
-    """The rows' conversations as trajectories whose frames are encoded, and those that are missing for a file that could not be read: why,
-    by id. Their place is padding.
+) -> tuple[list[list[Trajectory]], dict[str, VideoError]]:
+    """The rows' conversations as trajectories whose frames are encoded, and why those are missing, by id, of which a file could not be
+    read. Their place is padding.
     """
     rendered: list[list[Trajectory]] = []
-    missing: dict[str, str] = {}
+    missing: dict[str, VideoError] = {}
     for row in rows:
         trajectories = []
         for conversation in row:
@@ -67,7 +61,7 @@ def render_rows(
                 if trajectory.frames:
                     features(trajectory.frames)
             except VideoError as error:
-                missing[conversation.id] = str(error)
+                missing[conversation.id] = error
                 continue
             trajectories.append(trajectory)
         rendered.append(trajectories)
@@ -101,28 +95,6 @@ def build_packed(rows: Sequence[Sequence[Trajectory]], features: FrameFeatures, 
                 seen += len(vectors)
             at = part.stop
     return batch
-
-
-def packed_logprobs(
-    text: TextDecoder, batch: Packed, image_token_id: int, remat: Remat = "none", chunk: int | None = None
-) -> Float[Array, "b t"]:
-    """Log-prob of each token given those of its conversation before it; of no meaning for a conversation's first, which nobody sampled."""
-    x = jax.tree.map(jnp.asarray, batch)
-    index = visual_index(x.ids, image_token_id)
-    hidden, _ = text(x.ids, x.positions, segment_ids=x.segments, visual=x.visual, visual_index=index, remat=remat)
-    return jnp.pad(text.token_logprobs(hidden[:, :-1], x.ids[:, 1:], 1.0, chunk), ((0, 0), (1, 0)))
-
-
-def packed_loss(image_token_id: int, remat: Remat = "none", chunk: int | None = None) -> Loss:
-    """Mean negative log-likelihood of the tokens with loss of a `Packed` batch; also their number and that of conversations."""
-
-    def loss(text: TextDecoder, batch: Packed) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        sampled = jnp.asarray(batch.sampled)
-        logprobs = packed_logprobs(text, batch, image_token_id, remat, chunk)
-        figures = {"tokens": sampled.sum(), "conversations": jnp.asarray(batch.segments).max(1).sum()}
-        return -masked_mean(logprobs, sampled), figures
-
-    return loss
 
 
 def _check(length: int, limit: int, field: str) -> None:

@@ -21,8 +21,10 @@ from jaxtyping import Array
 
 from models.sharding import ROWS, constrain, current_mesh, row_devices
 from train.batch import BatchShape, Sequences
+from train.packed_batch import Packed, PackedShape
 
 T = TypeVar("T")
+R = TypeVar("R", Sequences, Packed)
 
 # The axis of rows, and of prompts, in each array of a batch; arrays that stand in neither are whole on every device.
 BY_ROW = MappingProxyType(
@@ -41,6 +43,12 @@ def fit(shape: BatchShape, devices: int, microbatches: int = 1) -> BatchShape:
         groups += 1
     prompt = shape.prompt + -shape.prompt % max(1, devices // groups)
     return dataclasses.replace(shape, groups=groups * microbatches, prompt=prompt)
+
+
+def fit_rows(shape: PackedShape, devices: int, microbatches: int = 1) -> PackedShape:
+    """The shape with so many rows more that each micro-batch lies evenly over `devices` devices."""
+    each = devices * microbatches
+    return dataclasses.replace(shape, rows=-(-shape.rows // each) * each)
 
 
 def require_even(mesh: Mesh) -> None:
@@ -64,6 +72,11 @@ def own(shape: BatchShape) -> BatchShape:
     return dataclasses.replace(shape, groups=shape.groups // processes)
 
 
+def own_rows(shape: PackedShape) -> PackedShape:
+    """This process's part of packed rows that lie evenly over the devices."""
+    return dataclasses.replace(shape, rows=shape.rows // jax.process_count())
+
+
 def pieces(prompts: int, rows: int, length: int) -> int:
     """In how many pieces a prompt of `length` tokens is computed on the mesh that is set: one a device, where prompts are fewer."""
     mesh = current_mesh()
@@ -73,9 +86,9 @@ def pieces(prompts: int, rows: int, length: int) -> int:
 
 
 def shardings(batch: T, mesh: Mesh, processes: int = 1) -> T:
-    """Where each array of a batch (a tree of `Sequences`, `RLBatch`, ...; real or abstract) lies. Of fewer prompts than devices each is
-    whole on its neighbours, but for its visual vectors, which are cut in their width. `batch` is the whole, or what one of `processes` has
-    of it."""
+    """Where each array of a batch (a tree of `Sequences`, `RLBatch`, `PackedBatch`, ...; real or abstract) lies. Of fewer prompts than
+    devices each is whole on its neighbours, but for its visual vectors, which are cut in their width. `batch` is the whole, or what one of
+    `processes` has of it."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _sharding(path, leaf, mesh, processes), batch)
 
 
@@ -91,10 +104,10 @@ def place(batch: T, mesh: Mesh) -> T:
     return jax.tree.map(put, batch, shardings(batch, mesh, jax.process_count()))
 
 
-def cut(sequences: Sequences, parts: int) -> Sequences:
-    """`parts` micro-batches of whole groups: every array gets them as its first axis. For jitted programs."""
+def cut(rows: R, parts: int) -> R:
+    """`parts` micro-batches of whole groups, or of packed rows: every array gets them as its first axis. For jitted programs."""
     mesh = current_mesh()
-    few = mesh is not None and len(sequences.prompt_ids) // parts % row_devices(mesh) > 0
+    few = mesh is not None and len(rows.visual) // parts % row_devices(mesh) > 0
 
     def one(path: tuple, leaf: Array) -> Array:
         name = _name(path)
@@ -104,7 +117,7 @@ def cut(sequences: Sequences, parts: int) -> Sequences:
             return constrain(x, *[None] * (x.ndim - 1), ROWS)
         return x if few and name in BY_PROMPT else constrain(x, *[None] * (axis + 1), ROWS)
 
-    return jax.tree_util.tree_map_with_path(one, sequences)
+    return jax.tree_util.tree_map_with_path(one, rows)
 
 
 def _sharding(path: tuple, leaf: Any, mesh: Mesh, processes: int) -> NamedSharding:

@@ -16,18 +16,19 @@ from typing import Any
 
 from configs import RECIPES
 from configs.base import Run
-from models.qwen3_vl.config import qwen3_vl, tiny
-from models.weights.folder import CONFIG, local_folder, read_companions
+from models.qwen3_vl.config import VisionConfig, qwen3_vl, tiny
 from paravt_jax import datasets, protocol, tokenizer, world, world_text
 from paravt_jax.atomic import write_atomically
 from paravt_jax.preparation import LEFT_OUT, PLAN
 from paravt_jax.published import Reason
 from paravt_jax.records import Caption, Demonstration, Question
 from paravt_jax.tokenizer import Vocabulary
+from rollout.sizing import overview_tokens
 from train import hosts
 from train.cli import parse
 from train.metrics import Progress
 from train.published_data import DataSettings, PublishedData, open_published, prepare_published
+from train.published_model import copy_tokenizer
 
 UNREADABLE = "unreadable_videos.json"
 
@@ -95,11 +96,14 @@ def _published(run: Run, settings: DataSettings, folder: pathlib.Path, check: Ca
             f"Put them back, delete {set_folder / PLAN} and prepare again, or allow a larger share than "
             f"--unreadable-share {run.unreadable_share:g}."
         )
-    _copy_tokenizer(local_folder(run.model.path, weights=False), folder / "tokenizer")
+    copy_tokenizer(run.model.path, folder / "tokenizer")
+    vocabulary = tokenizer.load(folder / "tokenizer")
     data = open_published(settings, run.seed)
+    if run.rl is not None or data.heldout:
+        data = _with_room(run, data, protocol.Protocol(vocabulary, run.protocol))
     return Data(
         root=data.root,
-        vocabulary=tokenizer.load(folder / "tokenizer"),
+        vocabulary=vocabulary,
         questions=data.questions,
         heldout=data.heldout,
         demonstrations=(),
@@ -111,26 +115,43 @@ def _published(run: Run, settings: DataSettings, folder: pathlib.Path, check: Ca
     )
 
 
+def _with_room(run: Run, data: PublishedData, rules: protocol.Protocol) -> PublishedData:
+    """Without the questions that are too long for a prompt with the most frames; they are said by id. ValueError where none is left."""
+    rl, vision, budgets = run.rl, _vision(run), run.evaluation.frames if run.rl is None else (*run.rl.frame_budgets, *run.evaluation.frames)
+    prompt = run.engine.own[-1] - run.protocol.trajectory_tokens if rl is None else rl.shape.prompt
+    frame = run.frames.max_pixels // (vision.patch_size * vision.spatial_merge_size) ** 2
+    last = data.summary["seconds"].get("most", 0.0)
+    room = prompt - overview_tokens(rules, max(budgets), frame, last)
+    asked = (*data.questions, *data.heldout)
+    long = {question.id: length for question in asked if (length := len(rules.question(question).ids)) > room}
+    kept, heldout = (tuple(q for q in questions if q.id not in long) for questions in (data.questions, data.heldout))
+    if rl is not None and not kept:
+        raise ValueError(
+            f"{run.name}: no question to train on; the set has {len(asked)}, and a prompt of rl.shape.prompt = {prompt} tokens has room "
+            f"for {room} beside {max(budgets)} frames: prepare rl rows (--data.annotations), or lower rl.frame_budgets"
+        )
+    if long and hosts.is_first():
+        named = ", ".join(f"{id} ({length})" for id, length in list(long.items())[:10])
+        print(f"{len(long)} questions are left out, of more than the {room} tokens that {max(budgets)} frames leave: {named}")
+    return dataclasses.replace(data, questions=kept, heldout=heldout)
+
+
+def _vision(run: Run) -> VisionConfig:
+    return (qwen3_vl(run.model.size) if run.model.size != "tiny" else tiny(1)).vision
+
+
 def prepare_dataset(run: Run, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """The summary of the published data as `run` reads it, prepared where it is not yet. ValueError for a recipe that uses none."""
     if run.data is None:
         raise ValueError(f"{run.name}: renders its own world while it runs; name a recipe with published data, such as sft_8b")
-    sizes = qwen3_vl(run.model.size) if run.model.size != "tiny" else tiny(1)
-    return prepare_published(run.data, run.protocol, run.frames, sizes.vision, run.model.path, check)
-
-
-def _copy_tokenizer(source: pathlib.Path, target: pathlib.Path) -> None:
-    """What belongs to the tokenizer and the processor of a checkpoint; `tokenizer.json` last, for it marks the folder as whole."""
-    files = {name: text for name, text in read_companions(source).items() if name != CONFIG and not name.endswith(".index.json")}
-    target.mkdir(parents=True, exist_ok=True)
-    for name in sorted(files, key=lambda name: name == tokenizer.FILE):
-        if not (target / tokenizer.FILE).exists():
-            (target / name).write_bytes(files[name])
+    return prepare_published(run.data, run.protocol, run.frames, _vision(run), run.model.path, check)
 
 
 def _open(run: Run, folder: pathlib.Path, root: pathlib.Path) -> Data:
     tokenizer_folder = folder / "tokenizer"
-    if not (tokenizer_folder / tokenizer.FILE).exists():
+    if run.model.path:
+        copy_tokenizer(run.model.path, tokenizer_folder)
+    elif not (tokenizer_folder / tokenizer.FILE).exists():
         tokenizer.save(tokenizer.build((*world_text.PIECES, *protocol.recurring_texts())), tokenizer_folder)
     names = ("questions", "heldout", "demonstrations", "windows", "captions")
     stored = {name: tuple(datasets.open_split(folder / "records", name)) for name in names}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -21,12 +22,13 @@ from models.features import FrameSettings
 from models.qwen3_vl.config import VisionConfig
 from models.weights.folder import local_folder
 from paravt_jax import preparation, sources
-from paravt_jax.frames import FrameReader
+from paravt_jax.frames import FrameReader, ReaderSettings
 from paravt_jax.loader import Ahead, stream
 from paravt_jax.packing import Packing, pack
 from paravt_jax.protocol import ProtocolSettings
 from paravt_jax.records import Conversation, Question
 from paravt_jax.row_reading import Reading
+from train import hosts
 from train.metrics import Progress
 
 _SOURCES = "sources.json"  # where a set's files came from, as they were named
@@ -79,6 +81,8 @@ class PublishedData:
     conversations: Sequence[Conversation]
     packing: Packing
     summary: dict[str, Any]
+    digest: str
+    """A fingerprint of what was prepared: a run goes on with the same rows or not at all."""
 
     def row(self, numbers: Sequence[int]) -> tuple[Conversation, ...]:
         """The conversations of a packed row."""
@@ -133,7 +137,7 @@ def open_published(settings: DataSettings, seed: int) -> PublishedData:
     packing = pack([prepared.lengths[n] for n in order], settings.row_tokens)
     rows = tuple(tuple(int(order[n]) for n in row) for row in packing.rows)
     packing = dataclasses.replace(packing, rows=rows, left_out=tuple(int(order[n]) for n in packing.left_out))
-    return PublishedData(prepared.root, questions, heldout, prepared.conversations, packing, prepared.summary)
+    return PublishedData(prepared.root, questions, heldout, prepared.conversations, packing, prepared.summary, prepared.digest)
 
 
 def _deciding(limits: ProtocolSettings) -> ProtocolSettings:
@@ -142,18 +146,39 @@ def _deciding(limits: ProtocolSettings) -> ProtocolSettings:
     return ProtocolSettings(**{name: getattr(limits, name) for name in names})
 
 
-def row_stream(
-    data: PublishedData, reader: FrameReader, seed: int, rows: int, depth: int = 2, process_index: int = 0, process_count: int = 1
-) -> Ahead[tuple[tuple[int, ...], ...]]:
-    """Endless batches of packed rows (numbers for `data.row`), the frames of the next `depth` batches being read by `reader` meanwhile."""
+def open_reader(settings: DataSettings, frames: FrameSettings, vision: VisionConfig) -> FrameReader:
+    """What reads the frames of published files, at the size they are shown at. To be closed."""
+    factor = vision.patch_size * vision.spatial_merge_size
+    sizes = {"min_pixels": frames.min_pixels, "max_pixels": frames.max_pixels, "factor": factor}
+    return FrameReader(ReaderSettings(workers=settings.processes, deadline=settings.deadline, **sizes))
+
+
+def row_stream(data: PublishedData, reader: FrameReader, seed: int, rows: int, depth: int = 2) -> Ahead[tuple[tuple[int, ...], ...]]:
+    """Endless batches of packed rows (numbers for `data.row`), the same in every process. Meanwhile `reader` reads the frames of this
+    process's share of the next `depth` batches."""
 
     def start(batch: Sequence[Sequence[int]]) -> None:
-        for numbers in batch:
+        for numbers in batch[hosts.share_of(len(batch))]:
             for conversation in data.row(numbers):
                 for clip in conversation.clips:
                     reader.ahead(data.root / clip.path, clip.indices)
 
-    return Ahead(stream(data.packing.rows, seed, rows, process_index, process_count), depth, start)
+    return Ahead(stream(data.packing.rows, seed, rows), depth, start)
+
+
+def question_stream(
+    data: PublishedData, reader: FrameReader, seed: int, prompts: int, budgets: Callable[[int], Sequence[int]], first: int, depth: int = 1
+) -> Ahead[tuple[Question, ...]]:
+    """Endless batches of `prompts` questions, the same in every process. Meanwhile `reader` reads the overviews of this process's share
+    of the next `depth` batches: `budgets(step)` says of how many frames, of step `first` and those after it."""
+    steps = itertools.count(first)
+
+    def start(batch: Sequence[Question]) -> None:
+        asked = list(zip(batch, budgets(next(steps)), strict=True))
+        for question, count in asked[hosts.share_of(len(asked))]:
+            reader.ahead(data.root / question.video, count)
+
+    return Ahead(stream(data.questions, seed, prompts), depth, start)
 
 
 def _hold_out(questions: tuple[Question, ...], count: int) -> tuple[tuple[Question, ...], tuple[Question, ...]]:

@@ -27,15 +27,18 @@ from train.interrupts import Interrupts, Stopped
 from train.metrics import MetricsWriter, SilentMetrics, format_seconds, read_metrics
 from train.placement import require_even
 from train.prepare import UnreadableVideosError, prepare
+from train.published_model import config_of
 from train.report import write_report
 from train.run_directory import RunDirectory, RunDirectoryError, as_json, take_over
 from train.session import Session
 
 
 def resolved(run: Run) -> dict[str, Any]:
-    """The settings as they are written down: all but the folder's own name and where its processes are."""
+    """The settings as they are written down: all but the folder's own name, where its processes are, and what reads its files."""
     settings = dataclasses.asdict(run)
     del settings["run_dir"], settings["hosts"]
+    if run.data is not None:
+        del settings["data"]["workers"], settings["data"]["deadline"]
     return as_json(settings, "the run's settings")
 
 
@@ -44,15 +47,12 @@ def execute(run: Run, interrupts: Interrupts | None = None) -> pathlib.Path:
 
     Raises what `train.prepare.prepare`, `RunDirectory`, `train.phase.Phase` and, for more devices than there are, `make_mesh` raise.
     """
-    if run.data is not None:
-        raise ValueError(
-            f"{run.name}: training does not read the published data yet; `python -m train.prepare --config={run.name}` makes its set, and "
-            "the recipes of the small world (_tiny) train"
-        )
     settings, interrupts, log = resolved(run), interrupts or Interrupts(), run.log
     folder = pathlib.Path(run.run_dir or f"runs/{run.name}").absolute()
     hosts.require_same("the run's settings", settings)
     require_even(make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor))  # refuses what is not there before any work on data
+    if run.model.path:
+        config_of(run.model.path, run.model.size)  # and weights of another size
     with contextlib.ExitStack() as stack:
         with hosts.one_after_another():
             if hosts.is_first():
@@ -69,8 +69,8 @@ def execute(run: Run, interrupts: Interrupts | None = None) -> pathlib.Path:
             metrics = MetricsWriter(folder, log.tensorboard, log.wandb, log.wandb_project, settings)
         else:
             metrics = SilentMetrics(folder)
-        with contextlib.closing(metrics):
-            session = Session(run, settings, folder, data, metrics, interrupts, clock.save)
+        stack.enter_context(contextlib.closing(metrics))
+        with contextlib.closing(Session(run, settings, folder, data, metrics, interrupts, clock.save)) as session:
             session.align()
             session.open()
             session.cold_start()
@@ -83,7 +83,7 @@ def execute(run: Run, interrupts: Interrupts | None = None) -> pathlib.Path:
                 result = {"name": run.name, "seed": run.seed, "before": before, "after": after, **_counts(folder)}
                 result |= {**_judged(folder), "seconds": clock.total}
                 write_atomically(folder / "result.json", json.dumps(result, indent=1))
-                _collect_episodes(folder)
+                _collect_episodes(folder, data.root)
                 write_report(folder)
         return folder / "report.html"
 
@@ -109,14 +109,17 @@ def _judged(folder: pathlib.Path) -> dict[str, dict[str, int]]:
     return {"judge": dict(total)} if counts else {}
 
 
-def _collect_episodes(folder: pathlib.Path) -> None:
-    """episodes.jsonl: the transcripts of all phases, in order."""
+def _collect_episodes(folder: pathlib.Path, root: pathlib.Path) -> None:
+    """episodes.jsonl: the transcripts of all phases, in order. Videos of a world are named from `folder`, others by their whole path."""
+    videos = root.relative_to(folder) if root.is_relative_to(folder) else root
     order = ("before", "rl", "after")
     files = sorted((folder / "evaluation").glob("*.json"), key=lambda f: (order.index(f.stem.split("-")[0]), int(f.stem.split("-")[1])))
-    lines = [
-        json.dumps({**episode, "video": f"videos/{episode['video']}"}) for f in files for episode in json.loads(f.read_text())["episodes"]
-    ]
+    lines = [json.dumps({**episode, "video": str(videos / episode["video"])}) for f in files for episode in _episodes(f)]
     write_atomically(folder / "episodes.jsonl", "".join(line + "\n" for line in lines))
+
+
+def _episodes(file: pathlib.Path) -> list[dict[str, Any]]:
+    return json.loads(file.read_text())["episodes"]
 
 
 class _Clock:
@@ -153,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     except Stopped as stop:
         print(f"\n{stop}; the same command goes on from there", file=sys.stderr)
         return stop.code
-    except (RunDirectoryError, CheckpointError, UnreadableVideosError, hosts.HostsError, ValueError, OSError) as error:
+    except (RunDirectoryError, CheckpointError, UnreadableVideosError, hosts.HostsError, ValueError, OSError, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"done in {format_seconds(time.monotonic() - start)}; see {report}")

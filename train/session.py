@@ -9,26 +9,31 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.base import Run
 from models.features import FrameFeatures
 from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl, tiny, to_hf
+from models.qwen3_vl.hf import load
 from models.qwen3_vl.model import Qwen3VL
 from models.sharding import make_mesh, param_shardings
+from paravt_jax import video
 from paravt_jax.atomic import write_atomically
+from paravt_jax.frames import FrameReader
 from paravt_jax.judge import Judge
-from paravt_jax.loader import stream
+from paravt_jax.loader import Ahead, stream
 from paravt_jax.protocol import Protocol
 from paravt_jax.records import Question
 from paravt_jax.rewards import RewardSettings
@@ -44,13 +49,17 @@ from train.compilations import Compilations
 from train.export import write_model
 from train.interrupts import Interrupts
 from train.metrics import MetricsWriter, Progress
+from train.packed_sft import PackedCourse, PackedSFTSettings
 from train.phase import Phase
 from train.prepare import Data, note_unreadable
+from train.published_data import open_reader, question_stream
+from train.published_model import check_vocabulary, config_of, fingerprint, on_host
 from train.rl import Learner
+from train.rl_settings import RLSettings
 from train.rollout_file import RolloutFile, rollout_file_name
-from train.rollouts import Rollouts
+from train.rollouts import Rollouts, draw_budgets
 from train.run_directory import cold_start_identity, identity
-from train.sft import sft_batch, start_sft
+from train.sft import Course, SFTSettings
 from train.speed import speeds
 from train.step import TrainState
 from train.weight_sync import WeightSync
@@ -73,10 +82,10 @@ class Session:
     ):
         self.run, self.settings, self.folder, self.data, self.metrics = run, settings, folder, data, metrics
         self.interrupts, self.tick = interrupts, tick
-        self.config = model_config(run, data.vocabulary)
         self.mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
-        self.model = Qwen3VL(self.config, rngs=nnx.Rngs(run.seed), dtype=jnp.dtype(run.model.dtype))
+        self.config, self.model, self.origin = first_model(run, data, self.mesh)
         self.param_dtype = self.model.text.embedding[...].dtype  # what is trained; the sampler's may be another
+        self.reader: FrameReader | None = None
         if run.align is not None:  # small enough to lie whole on every device of every process, and to be aligned there
             nnx.update(self.model, jax.device_put(nnx.state(self.model), NamedSharding(self.mesh, PartitionSpec())))
         self.protocol = Protocol(data.vocabulary, run.protocol)
@@ -94,7 +103,7 @@ class Session:
             self.folder / "checkpoints" / name,
             keep=kept.keep,
             asynchronous=True,
-            identity={"settings": settings, "vocabulary": vocabulary, "model": model},
+            identity={"settings": settings, "vocabulary": vocabulary, "model": model} | self.origin,
         )
         return Phase(
             name,
@@ -132,37 +141,59 @@ class Session:
         """Freeze the tower and build what reads frames and samples."""
         self.graph, weights = nnx.split(self.model.text)
         self.weights = jax.device_put(weights, param_shardings(weights, self.mesh))
-        self.sync = WeightSync(self.weights, self.model.text.dtype)
-        nnx.update(self.model.text, self.sync(self.weights))
-        self.tower = jax.tree.map(np.asarray, nnx.state(self.model.vision))
+        self.tower = on_host(nnx.state(self.model.vision))
         nnx.update(self.model.vision, jax.tree.map(jnp.asarray, self.tower))  # this process's own
-        self.features = FrameFeatures(self.model.vision, self.config, self.run.frames, self.data.root)
+        if self.run.data is not None:
+            self.reader = open_reader(self.run.data, self.run.frames, self.config.vision)
+        source = self.reader or video
+        self.features = FrameFeatures(self.model.vision, self.config, self.run.frames, self.data.root, source=source)
         self.scene = Scene(self.protocol, self.features)
-        self.engine = Engine(self.model, self.features, self.run.engine)
+        if self.samples:
+            self.sync = WeightSync(self.weights, self.model.text.dtype)
+            nnx.update(self.model.text, self.sync(self.weights))
+            self.engine = Engine(self.model, self.features, self.run.engine)
+
+    @property
+    def samples(self) -> bool:
+        """Whether this run plays episodes; else there is no engine, and its memory is the update's."""
+        return self.run.rl is not None or self.data.published is None or bool(self.data.heldout)
+
+    def close(self) -> None:
+        """Ends the processes that read frames, at once."""
+        if self.reader is not None:
+            self.reader.close()
 
     def cold_start(self) -> None:
         """SFT to its last step."""
-        settings, data = self.run.sft, self.data
+        settings = self.run.sft
         if settings is None:
             return
-        state, update = start_sft(self.graph, self.weights, self.config.image_token_id, settings)
-        main = stream(data.demonstrations, self.run.seed, settings.main.groups)
-        windows = stream(data.windows, self.run.seed + 1, settings.windows.groups)
+        course = self._course(settings)
+        state, update = course.start(self.graph, self.weights)
         with self.phase("sft", settings.steps, settings.save_every, self.features.unreadable) as phase:
             state, cursor = self.resume(phase, state)
+            self.weights = state.weights  # where a run goes on, the first ones are not kept beside those restored
+            if not self.samples:
+                nnx.update(self.model.text, self.weights)
             if cursor is not None:
-                main.set_state(cursor["main"])
-                windows.set_state(cursor["windows"])
+                course.set_state(cursor)
             for step in phase.left:
                 clock = time.perf_counter()
-                batches = sft_batch(next(main), [d for (d,) in next(windows)], self.protocol, self.features, settings, self.mesh)
-                state, figures = update(state, batches)
-                figures = {name: float(value) for name, value in figures.items()}
+                batch, arrays, counts = next(course)
+                state, figures = update(state, batch)
+                figures = {name: float(value) for name, value in figures.items()} | counts
                 seconds = time.perf_counter() - clock
-                figures |= {"time/step": seconds} | speeds(batches.sequences, self.config, seconds, self.mesh.size)
-                cursor = {"main": main.get_state(), "windows": windows.get_state()}
-                phase.done(step, figures, self.as_saved(state), cursor, ("loss",))
+                figures |= {"time/step": seconds} | speeds(arrays, self.config, seconds, self.mesh.size)
+                phase.done(step, figures, self.as_saved(state), course.get_state(), ("loss",))
         self.weights = state.weights
+
+    def _course(self, settings: SFTSettings | PackedSFTSettings) -> Course | PackedCourse:
+        """The batches of the cold start."""
+        data, seed, rest = self.data, self.run.seed, (self.protocol, self.features, self.mesh)
+        if isinstance(settings, SFTSettings):
+            return Course(settings, data.demonstrations, data.windows, seed, *rest)
+        assert data.published is not None and self.reader is not None, "Run sees to it"
+        return PackedCourse(settings, data.published, self.reader, seed, *rest)
 
     def evaluate(self, name: str) -> list[dict[str, Any]]:
         """Rows of every setting on held-out questions; the settings of one K stand in one file, written when they are done.
@@ -171,6 +202,8 @@ class Session:
         """
         settings, rows = self.run.evaluation, []
         questions = self.data.heldout[: settings.questions]
+        if not questions and self.data.published is not None:  # none held out: `rollout.evaluate` plays the paper's splits
+            return []
         self.engine.load(self.sync(self.weights), version=self.engine.version + 1)
         with Progress(f"evaluate {name} RL", len(settings.settings()), unit="setting") as progress:
             for k in settings.frames:
@@ -212,8 +245,8 @@ class Session:
         if settings is None:
             return
         learner = Learner(self.graph, self.weights, self.config, settings, self.judge)
-        questions = stream(self.data.questions, self.run.seed + 2, settings.shape.groups)
         with self.phase("rl", settings.steps, settings.save_every, self.features.unreadable) as phase:
+            questions = self._questions(settings, phase.first)
             state, cursor = self.resume(phase, learner.start)
             learner.start = state  # where a run goes on, the first weights and moments are not kept beside those restored
             if cursor is not None:
@@ -232,6 +265,14 @@ class Session:
                 phase.done(step, figures, self.as_saved(state), cursor, ("accuracy", "format", "calls", "reward/total"))
         rollouts.remove()
         self.weights = state.weights
+
+    def _questions(self, settings: RLSettings, first: int) -> grain.DatasetIterator[tuple[Question, ...]] | Ahead[tuple[Question, ...]]:
+        """What is asked in each step; of published videos, the overviews of the next one are read meanwhile."""
+        seed, prompts = self.run.seed, settings.shape.groups
+        if self.data.published is None or self.reader is None:
+            return stream(self.data.questions, seed + 2, prompts)
+        budgets = functools.partial(draw_budgets, settings, seed, prompts=prompts)
+        return question_stream(self.data.published, self.reader, seed + 2, prompts, budgets, first)
 
     def export(self) -> None:
         """The trained model in the Hugging Face layout, for transformers and `models.qwen3_vl.load`, in the folder `model`."""
@@ -263,6 +304,18 @@ class Session:
 
 def _all_of(parts: Sequence[dict[str, str]]) -> dict[str, str]:
     return {name: reason for part in parts for name, reason in part.items()}
+
+
+def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VLConfig, Qwen3VL, dict[str, Any]]:
+    """The model that a run begins with, and what tells its beginning from another's by content: the weights, the published rows."""
+    dtype, path = jnp.dtype(run.model.dtype), run.model.path
+    origin = {} if data.published is None else {"data": data.published.digest}
+    if not path:
+        config = model_config(run, data.vocabulary)
+        return config, Qwen3VL(config, rngs=nnx.Rngs(run.seed), dtype=dtype), origin
+    config = config_of(path, run.model.size)
+    check_vocabulary(config, data.vocabulary, path)
+    return config, load(path, config, mesh=mesh, dtype=dtype), origin | {"weights": fingerprint(path)}
 
 
 def model_config(run: Run, vocabulary: Vocabulary) -> Qwen3VLConfig:

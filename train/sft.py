@@ -2,12 +2,13 @@
 
 Owns the loss and the settings of SFT. A step takes groups of demonstrations that share their overview (computed once) and
 windows of sub-agents, and averages over the tokens that each would have written. Which demonstrations, in which order,
-is the loader's; when to save, the run's.
+is the loader's; when to save, the run's. Published demonstrations are `train.packed_sft`'s.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from models.qwen3_vl.remat import Remat
 from models.qwen3_vl.text import TextDecoder
 from models.sharding import row_devices
 from paravt_jax.grpo import masked_mean
+from paravt_jax.loader import stream
 from paravt_jax.protocol import Protocol
 from paravt_jax.records import Demonstration, Trajectory
 from paravt_jax.video import VideoError
@@ -130,6 +132,41 @@ def sft_batch(
     mine = groups[hosts.share_of(len(groups))], [(d,) for d in windows[hosts.share_of(len(windows))]]
     built = (build(_readable(rows, protocol, features), features, shape) for rows, shape in zip(mine, shapes, strict=True))
     return SFTBatch.of(*(place(sequences, mesh) for sequences in built))
+
+
+class Course:
+    """The steps of a cold start: endless batches of demonstrations, as an update takes them, in an order that goes on exactly."""
+
+    def __init__(
+        self,
+        settings: SFTSettings,
+        demonstrations: Sequence[Sequence[Demonstration]],
+        windows: Sequence[Sequence[Demonstration]],
+        seed: int,
+        protocol: Protocol,
+        features: FrameFeatures,
+        mesh: Mesh,
+    ):
+        self._settings, self._image = settings, features.config.image_token_id
+        self._main = stream(demonstrations, seed, settings.main.groups)
+        self._windows = stream(windows, seed + 1, settings.windows.groups)
+        self._lay_out = functools.partial(sft_batch, protocol=protocol, features=features, settings=settings, mesh=mesh)
+
+    def start(self, graph: nnx.GraphDef, weights: Any) -> tuple[TrainState, Program]:
+        """As `start_sft`."""
+        return start_sft(graph, weights, self._image, self._settings)
+
+    def __next__(self) -> tuple[SFTBatch, tuple[Sequences, ...], dict[str, float]]:
+        """What the update takes, the arrays whose tokens count, and figures."""
+        batch = self._lay_out(next(self._main), [d for (d,) in next(self._windows)])
+        return batch, batch.sequences, {}
+
+    def get_state(self) -> dict[str, Any]:
+        return {"main": self._main.get_state(), "windows": self._windows.get_state()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._main.set_state(state["main"])
+        self._windows.set_state(state["windows"])
 
 
 def _readable(groups: Sequence[Sequence[Demonstration]], protocol: Protocol, features: FrameFeatures) -> list[list[Trajectory]]:

@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from models.qwen3_vl.config import Qwen3VLConfig, flops_per_token
 from train.batch import Sequences
+from train.packed_batch import Packed
 
 # Dense bfloat16 FLOP/s as NVIDIA's data sheets give them; jax knows those of TPUs.
 _GPUS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
@@ -48,31 +49,41 @@ def _measured_flops() -> float:
     return 2 * _SIZE**3 / min(spans) / jax.local_device_count()
 
 
-def real_tokens(batches: Sequence[Sequences]) -> int:
-    """Tokens of prompts (once a group) and rows, without padding."""
-    return int(sum(_lengths(b.prompt_segments).sum() + _lengths(b.segments).sum() for b in batches))
+Batches = Sequence[Sequences | Packed]
 
 
-def update_flops(batches: Sequence[Sequences], config: Qwen3VLConfig) -> float:
+def real_tokens(batches: Batches) -> int:
+    """Tokens of prompts (once a group) and rows, or of packed conversations, without padding."""
+    return int(sum(lengths.sum() for batch in batches for lengths in _prompts_and_rows(batch)))
+
+
+def update_flops(batches: Batches, config: Qwen3VLConfig) -> float:
     """FLOPs of forward and backward pass: each token attends to those before it, and to its group's prompt, which is computed once."""
     base, slope = flops_per_token(config, 0.0), flops_per_token(config, 1.0) - flops_per_token(config, 0.0)
     head = 2.0 * config.text.vocab_size * config.text.hidden_size
     total = 0.0
     for batch in batches:
-        prompts, rows = _lengths(batch.prompt_segments), _lengths(batch.segments)
-        before = prompts.repeat(len(rows) // len(prompts))
+        prompts, rows = _prompts_and_rows(batch)
+        before = prompts.repeat(len(rows) // len(prompts)) if len(prompts) else np.zeros(len(rows))
         total += (prompts * (base - head) + slope * prompts * (prompts + 1) / 2).sum()
         total += (rows * base + slope * rows * (before + (rows + 1) / 2)).sum()
     return 3 * float(total)
 
 
-def _lengths(segments: Any) -> np.ndarray:
-    """Tokens of each row, of all processes' rows where the batch is on a mesh."""
-    lengths = (segments > 0).sum(1)
-    return np.asarray(multihost_utils.process_allgather(lengths, tiled=True) if isinstance(lengths, jax.Array) else lengths, np.float64)
+def _prompts_and_rows(batch: Sequences | Packed) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths in tokens, of all processes' where the batch is on a mesh. A packed conversation is a row without a prompt."""
+    if not isinstance(batch, Packed):
+        return _whole((batch.prompt_segments > 0).sum(1)), _whole((batch.segments > 0).sum(1))
+    segments = _whole(batch.segments)
+    lengths = [np.unique(row[row > 0], return_counts=True)[1] for row in segments]
+    return np.zeros(0), np.concatenate(lengths).astype(np.float64)
 
 
-def speeds(batches: Sequence[Sequences], config: Qwen3VLConfig, seconds: float, devices: int) -> dict[str, float]:
+def _whole(x: Any) -> np.ndarray:
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True) if isinstance(x, jax.Array) else x, np.float64)
+
+
+def speeds(batches: Batches, config: Qwen3VLConfig, seconds: float, devices: int) -> dict[str, float]:
     """`speed/tokens` a second and `speed/mfu` of an update that took `seconds` on `devices` devices."""
     return {
         "speed/tokens": real_tokens(batches) / seconds,

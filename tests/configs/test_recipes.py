@@ -66,6 +66,11 @@ def shrunk(field: str) -> BatchShape:
     [
         ("paravt_tiny", {"unreadable_share": 1.0}, r"unreadable_share: 1\.0; "),
         ("paravt_tiny", {"model": ModelSettings(size="8b")}, r"align: set for model\.size 8b"),
+        ("paravt_tiny", {"align": None, "sft": RECIPES["sft_8b"]().sft}, r"sft: PackedSFTSettings with data = None; .*\(SFTSettings\)"),
+        ("sft_8b", {"sft": RECIPES["sft_tiny"]().sft}, r"sft: SFTSettings with data = DataSettings"),
+        ("sft_8b", {"data.row_tokens": 8193}, r"sft\.shape\.tokens: 8192; rows are packed to data\.row_tokens = 8193"),
+        ("paravt_8b", {"start": "runs/sft_8b"}, r"start: runs/sft_8b with published data; .* --model\.path runs/sft_8b/model"),
+        ("paravt_tiny", {"model": ModelSettings(path="x")}, r"align: set for model\.size tiny, model\.path 'x'"),
         ("paravt_8b", {"protocol.trajectory_tokens": 8256}, r"engine\.own: .*13312\); a rollout may have .* = 5120 \+ 8256 tokens"),
         ("paravt_8b", {"rl.shape": BatchShape(8, 8, 5120, 3136, suffix=4096)}, r"rl\.shape\.suffix: 4096; .*= 8192"),
         ("paravt_tiny", {"rl.frame_budgets": (65, 4)}, r"rl\.frame_budgets: \(65, 4\); .* rl\.shape\.visual = 64: raise"),

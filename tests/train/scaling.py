@@ -34,7 +34,7 @@ from train import hosts
 from train.planning.collectives import bytes_sent, find_collectives
 from train.prepare import prepare
 from train.rl import Learner
-from train.sft import sft_batch, start_sft
+from train.sft import SFTSettings, sft_batch, start_sft
 from train.step import Program
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -143,7 +143,7 @@ class Timed:
 
 def sft_updates(road: Road, devices: int, steps: int) -> Updates:
     settings, data = road.run.sft, road.data
-    assert settings is not None
+    assert isinstance(settings, SFTSettings)
     state, update = start_sft(road.graph, road.fresh(fsdp=devices), road.image, settings)
     timed, windows = Timed(update), [d for (d,) in data.windows[: settings.windows.groups]]
     demonstrations = data.demonstrations[: settings.main.groups]

@@ -7,9 +7,14 @@ import numpy as np
 import pytest
 
 from models.features import FrameFeatures, FrameSettings
+from models.qwen3_vl import flops_per_token
 from paravt_jax.protocol import Protocol, ProtocolSettings
 from paravt_jax.records import ChatTurn, Clip, Conversation
-from train.packed_batch import PackedShape, build_packed, packed_logprobs, packed_loss, render_rows
+from train import speed
+from train.optimizer import OptimizerSettings
+from train.packed_batch import PackedShape, build_packed, render_rows
+from train.packed_sft import PackedBatch, PackedSFTSettings, packed_logprobs, packed_loss
+from train.placement import fit_rows
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +41,7 @@ def rendered(small_world, small_vocabulary, features):
     rows = [chats, [conversation(3, "gone.mp4", 2, "x"), chats[1]]]
     trajectories, missing = render_rows(rows, rules, features)
     assert [len(row) for row in trajectories] == [3, 1]
-    assert missing.keys() == {"3"} and missing["3"].endswith("gone.mp4: no such file")
+    assert missing.keys() == {"3"} and str(missing["3"]).endswith("gone.mp4: no such file")
     return trajectories
 
 
@@ -56,7 +61,7 @@ def test_a_conversation_in_a_row_is_what_it_is_alone(small_model, features, rend
         np.testing.assert_allclose(together[0, part][1:], apart[n, own][1:], atol=2e-5)
         assert packed.sampled[0, part].any() and not packed.sampled[0, at]
         at = part.stop
-    loss, figures = packed_loss(small_model.config.image_token_id)(small_model.text, packed)
+    loss, figures = packed_loss(small_model.config.image_token_id)(small_model.text, PackedBatch.of(packed))
     assert float(loss) == pytest.approx(-together[packed.sampled].mean(), rel=1e-5)
     assert (int(figures["tokens"]), int(figures["conversations"])) == (packed.sampled.sum(), 3)
     assert packed.segments[0].tolist() == [n for n, t in enumerate(row, 1) for _ in t.ids] + [0] * 7
@@ -76,3 +81,19 @@ def test_what_does_not_fit_is_refused(features, rendered):
         build_packed([row, row], features, PackedShape(1, tokens, 8))
     with pytest.raises(ValueError, match="PackedShape.rows: 0"):
         PackedShape(0)
+    with pytest.raises(ValueError, match=r"sft\.microbatches: 3 parts of sft\.shape\.rows = 2; give at most so many"):
+        PackedSFTSettings(1, PackedShape(2), OptimizerSettings(), microbatches=3)
+
+
+def test_a_packed_rows_flops_are_its_conversations(small_model, features, rendered):
+    """Not those of one sequence as long as the row, and none for padding."""
+    lengths = [len(t.ids) for t in rendered[0]]
+    packed = build_packed(rendered, features, PackedShape(3, sum(lengths) + 9, 8))
+    alone = sum(flops_per_token(small_model.config, seen) for n in (*lengths, len(rendered[1][0].ids)) for seen in range(1, n + 1))
+    assert speed.update_flops([packed], small_model.config) == pytest.approx(3 * alone)
+    assert speed.real_tokens([packed]) == sum(lengths) + len(rendered[1][0].ids)
+
+
+def test_rows_are_padded_to_lie_evenly():
+    for rows, devices, parts, wanted in ((16, 16, 1, 16), (5, 8, 1, 8), (16, 8, 4, 32), (3, 1, 2, 4)):
+        assert fit_rows(PackedShape(rows, 24, 5), devices, parts) == PackedShape(wanted, 24, 5)

@@ -125,7 +125,7 @@ def test_tokens_of_a_step_and_the_padding_of_a_mesh():
     windows = BatchShape(groups=16, rows=1, prompt=1000, visual=784, suffix=600)
     rl = dataclasses.replace(RL, subagents=windows, microbatches=1)
     assert step.tokens_of(dataclasses.replace(RUN, rl=rl)) == 7 * (5120 + 8 * 8192) + 16 * 1600
-    assert step.tokens_of(RECIPES["sft_8b"]()) == 16 * (5120 + 3072) + 16 * (1280 + 512)
+    assert step.tokens_of(RECIPES["sft_8b"]()) == 16 * 8192
     four = dataclasses.replace(RUN, rl=dataclasses.replace(RL, microbatches=4))
     (found,) = step.padding_advice(four, (1, 64, 1))
     assert "rl.microbatches = 4" in found and "56 rows are padded to 256, with 1 to 64" in found

@@ -5,19 +5,30 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from typing import cast
 
+import jax
 import numpy as np
 import pytest
 
 from configs.paravt_8b import paravt_8b
 from configs.sft import sft_8b
-from paravt_jax import sources, tokenizer
+from models.features import FrameFeatures, FrameSettings
+from models.sharding import make_mesh
+from paravt_jax import sources, tokenizer, video
 from paravt_jax.frames import FrameReader, ReaderSettings
 from paravt_jax.preparation import LEFT_OUT
+from paravt_jax.protocol import Protocol, ProtocolSettings
 from paravt_jax.records import Question, QuestionKind
+from rollout.sizing import overview_tokens
 from tests.paravt_jax.published_files import answered, called, rl_row, write_rl, write_sft
+from train import hosts
+from train.optimizer import OptimizerSettings
+from train.packed_batch import PackedShape
+from train.packed_sft import PackedCourse, PackedSFTSettings
 from train.prepare import UnreadableVideosError, main, prepare
-from train.published_data import DataSettings, _hold_out, row_stream
+from train.published_data import DataSettings, _hold_out, question_stream, row_stream
+from train.run import resolved
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +36,7 @@ def files(small_world, small_vocabulary, tmp_path_factory):
     """Annotations of the small world's videos, one of which is not there, and a tokenizer's folder."""
     folder = tmp_path_factory.mktemp("published")
     paths = [v.path for v in small_world.videos]
-    write_rl(folder / "annotations", [rl_row(paths[n % 4], f"<video>Question {n}?") for n in range(12)] + [rl_row("train/gone.mp4")])
+    write_rl(folder / "annotations", [rl_row(paths[n % 4], f"<video>Question {'?' * n}?") for n in range(12)] + [rl_row("train/gone.mp4")])
     rows = [answered(paths[n % 4], f"What {'is it ' * n}?") if n % 2 else called(paths[n % 4], [(0, n + 1)]) for n in range(8)]
     write_sft(folder / "annotations", rows, "paravt_sft_charades_12k4.parquet")
     tokenizer.save(small_vocabulary.tokenizer, folder / "tokenizer")
@@ -84,6 +95,118 @@ def test_rows_come_in_order_with_their_frames_ahead_and_go_on_exactly(data, smal
         assert reader.late == late
 
 
+def test_questions_come_in_order_with_their_overviews_ahead_and_go_on_exactly(data, small_world):
+    """K of a step is the step's, also where a run goes on in the middle."""
+    ks = {0: [2, 3], 1: [4, 1], 2: [2, 2], 3: [1, 3], 4: [3, 3], 5: [1, 1], 6: [2, 1]}
+
+    def look(reader, batch, step):
+        late = reader.late
+        for question, k in zip(batch, ks[step], strict=True):
+            path = small_world.folder / question.video
+            info = reader.probe(path)
+            assert len(reader.read(path, video.overview_indices(info.frames, k))) == k
+        return reader.late - late
+
+    def fresh(reader, first):
+        return question_stream(data.published, reader, 3, 2, ks.__getitem__, first)
+
+    with FrameReader(ReaderSettings(workers=1)) as reader:
+        questions = fresh(reader, 0)
+        before = [next(questions) for _ in range(2)]
+        assert [look(reader, batch, step) for step, batch in enumerate(before)] == [0, 0], "each was asked for ahead"
+        state = json.loads(json.dumps(questions.get_state()))
+        after = [next(questions) for _ in range(3)]
+    with FrameReader(ReaderSettings(workers=1)) as reader:
+        again = fresh(reader, 2)
+        again.set_state(state)
+        found = []
+        for step in (2, 3, 4):
+            found.append(next(again))
+            assert look(reader, found[-1], step) == 0
+        assert found == after
+    assert {q.id for q in data.heldout}.isdisjoint(q.id for batch in before + after for q in batch)
+
+
+def test_a_process_reads_ahead_what_is_its_own(data, monkeypatch):
+    asked: list[str] = []
+
+    class Reader:
+        def ahead(self, path, wanted):
+            asked.append(path.name)
+
+    monkeypatch.setattr(hosts, "share_of", lambda count: slice(count // 2, count))
+    batch = next(question_stream(data.published, cast(FrameReader, Reader()), 3, 4, lambda step: [1, 2, 3, 4], 0, depth=0))
+    assert asked == [q.video.rpartition("/")[2] for q in batch[2:]]
+    asked.clear()
+    rows = next(row_stream(data.published, cast(FrameReader, Reader()), seed=3, rows=2, depth=0))
+    assert asked == [clip.path.rpartition("/")[2] for numbers in rows[1:] for c in data.published.row(numbers) for clip in c.clips]
+
+
+def test_questions_that_leave_no_room_for_frames_are_left_out_by_name(run, tmp_path, capsys):
+    """A prompt with the most frames is what counts, of the evaluation too."""
+    rl = paravt_8b().rl
+    assert rl is not None
+
+    def prepared(prompt):
+        shape = dataclasses.replace(rl.shape, prompt=prompt)
+        changed = dataclasses.replace(run, sft=None, rl=dataclasses.replace(rl, shape=shape))
+        return prepare(changed, tmp_path)
+
+    whole = prepared(5120)
+    assert whole.published is not None
+    assert "left out" not in capsys.readouterr().out
+    rules = Protocol(whole.vocabulary, run.protocol)
+    lengths = {q.id: len(rules.question(q).ids) for q in (*whole.questions, *whole.heldout)}
+    limit = sorted(lengths.values())[len(lengths) // 2]
+    frames = overview_tokens(rules, 64, 50_176 // 32**2, whole.published.summary["seconds"]["most"])
+    cut = prepared(frames + limit)
+    long = {id for id, length in lengths.items() if length > limit}
+    assert 0 < len(long) < 12
+    assert {q.id for q in (*whole.questions, *whole.heldout)} - {q.id for q in (*cut.questions, *cut.heldout)} == long
+    assert cut.published is not None and cut.published.questions == cut.questions
+    said = capsys.readouterr().out
+    assert f"{len(long)} questions are left out, of more than the {limit} tokens that 64 frames leave" in said
+    with pytest.raises(ValueError, match=rf"no question to train on; the set has 12, .* rl\.shape\.prompt = {frames} .*lower rl\.fr"):
+        prepared(frames)
+
+
+def test_steps_of_the_cold_start_are_packed_rows_that_go_on_exactly(data, small_model, small_world, tmp_path):
+    """Files that are gone leave padding, and are named once, as they stand in the rows."""
+    settings = PackedSFTSettings(9, PackedShape(rows=1, tokens=2048, visual=128), OptimizerSettings())
+    rules, frames = Protocol(data.vocabulary, ProtocolSettings()), FrameSettings(min_pixels=1024, max_pixels=1024, batch=8)
+
+    def course(reader, root):
+        features = FrameFeatures(small_model.vision, small_model.config, frames, root, source=reader)
+        published = dataclasses.replace(data.published, root=root)
+        return PackedCourse(settings, published, reader, 3, rules, features, make_mesh()), features
+
+    with FrameReader(ReaderSettings(workers=1, min_pixels=1024, max_pixels=1024)) as reader:
+        one, _ = course(reader, small_world.folder)
+        next(one)
+        state = json.loads(json.dumps(one.get_state()))
+        batch, (packed,), figures = next(one)
+        assert figures == {"missing": 0} and reader.late == 0
+        assert float(batch.tokens) == np.asarray(packed.sampled).sum() > 0 and np.asarray(packed.visual).any()
+        again, _ = course(reader, small_world.folder)
+        again.set_state(state)
+        for found, wanted in zip(jax.tree.leaves(next(again)[0]), jax.tree.leaves(batch), strict=True):
+            assert (np.asarray(found) == np.asarray(wanted)).all()
+        gone, features = course(reader, tmp_path)
+        gone.set_state(state)
+        batch, (packed,), figures = next(gone)
+        assert figures["missing"] > 0 and float(batch.tokens) == 0 and not np.asarray(packed.segments).any()
+        assert features.unreadable.keys() <= {v.path for v in small_world.videos} and set(features.unreadable.values()) == {"no such file"}
+    with pytest.raises(ValueError, match=r"data\.annotations: the prepared set has no conversation"):
+        empty = dataclasses.replace(data.published, packing=dataclasses.replace(data.published.packing, rows=()))
+        PackedCourse(settings, empty, reader, 3, rules, features, make_mesh())
+
+
+def test_what_reads_the_files_is_no_part_of_a_runs_settings(run):
+    other = dataclasses.replace(run, data=dataclasses.replace(run.data, workers=7, deadline=9.0))
+    assert resolved(other) == resolved(run)
+    assert resolved(dataclasses.replace(run, data=dataclasses.replace(run.data, fps=2.0))) != resolved(run)
+
+
 def test_held_out_questions_are_whole_videos_and_stay_the_same():
     questions = tuple(Question(f"{v}:{n}", f"{v}.mp4", "a", QuestionKind.OPEN_ENDED, "b") for v in range(20) for n in range(3))
     kept, heldout = _hold_out(questions, 7)
@@ -109,7 +232,7 @@ def test_the_command_prepares_and_prints_the_summary(data, run, files, capsys):
 
 def test_the_large_recipes_start_from_the_published_data():
     for recipe in (sft_8b(), paravt_8b()):
-        assert recipe.data == DataSettings() and recipe.model.path == "Qwen/Qwen3-VL-8B-Instruct"
+        assert recipe.data == DataSettings(heldout=0 if recipe.rl is None else 64) and recipe.model.path == "Qwen/Qwen3-VL-8B-Instruct"
     with pytest.raises(ValueError, match="give model.path"):
         dataclasses.replace(sft_8b(), model=dataclasses.replace(sft_8b().model, path=""))
 

@@ -242,9 +242,3 @@ except RuntimeError:
 def test_a_run_killed_at_random_moments_ends_like_one_that_was_not(tmp_path, compiled):
     tally = kill_again_and_again(6, 3, tmp_path, compiled)
     assert tally.kills.total() == 6 and tally.runs >= 1 and len(tally.ends) >= 2
-
-
-def test_a_recipe_that_cannot_train_yet_says_so_before_anything_is_made(tmp_path, capsys):
-    assert train.run.main(["--config=sft_8b", "--run-dir", str(tmp_path / "run")]) == 1
-    assert "error: sft_8b: training does not read the published data yet; `python -m train.prepare" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()

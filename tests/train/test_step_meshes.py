@@ -26,6 +26,8 @@ from paravt_jax.rewards import RewardSettings
 from paravt_jax.structure import Kind, Structure
 from train.batch import BatchShape, Sequences
 from train.optimizer import OptimizerSettings, make_optimizer
+from train.packed_batch import Packed, PackedShape
+from train.packed_sft import PackedBatch, PackedSFTSettings, fitted_shape, make_packed_update
 from train.placement import fit, place
 from train.rl import fitted_shapes, make_rl_update
 from train.rl_batch import RLBatch
@@ -48,6 +50,7 @@ RL = (
     ((1, 4, 1), 5, "offload"),
 )
 SFT = (((8, 1, 1), 1, "full"), ((2, 4, 1), 4, "none"), ((2, 2, 2), 2, "full"), ((1, 8, 1), 1, "none"))
+PACKED = (((8, 1, 1), 1, "full"), ((2, 4, 1), 2, "none"), ((2, 2, 2), 1, "none"))
 
 TEXT = TextConfig(
     vocab_size=96,
@@ -64,6 +67,7 @@ TEXT = TextConfig(
 IMAGE = 95
 MAIN = BatchShape(groups=6, rows=4, prompt=22, visual=4, suffix=20)
 WINDOWS = BatchShape(groups=5, rows=1, prompt=12, visual=2, suffix=9)
+ROWS = PackedShape(rows=5, tokens=24, visual=5)
 ADAM = OptimizerSettings(learning_rate=LEARNING_RATE, eps=1e-2)  # so large that a gradient's rounding does not decide an update's sign
 
 
@@ -168,11 +172,40 @@ def sft_step(graph: nnx.GraphDef, weights: Any, mesh: Any, microbatches: int, re
     return make_sft_update(graph, optimizer, IMAGE, settings, state)(state, batch)
 
 
+def packed_rows(fitted: PackedShape) -> Packed:
+    """Random conversations, three a row, with padding; the second one has frames; rows beyond ROWS are padding."""
+    rng = np.random.default_rng(2)
+    b, t, m = ROWS.rows, ROWS.tokens, ROWS.visual
+    ends = np.cumsum(rng.integers(5, 8, (b, 3)), 1)
+    at = np.arange(t)
+    segments = np.where(at < ends[:, 2:], 1 + (at >= ends[:, :1]) + (at >= ends[:, 1:2]), 0).astype(np.int32)
+    starts = np.concatenate([np.zeros((b, 1), int), ends[:, :2]], 1)[np.arange(b)[:, None], np.maximum(segments - 1, 0)]
+    ids = rng.integers(0, IMAGE, (b, t), np.int32) * (segments > 0)
+    ids[(segments == 2) & (at - starts > 0) & (at - starts < 4)] = IMAGE
+    positions = ((at - starts) * (segments > 0)).astype(np.int32)
+    arrays = {
+        "ids": ids.astype(np.int32),
+        "positions": np.broadcast_to(positions, (3, b, t)),
+        "segments": segments,
+        "sampled": (at > starts) & (segments > 0) & (ids != IMAGE) & (rng.random((b, t)) < 0.7),
+        "visual": rng.normal(size=(b, m, 3, TEXT.hidden_size)).astype(np.float32),
+    }
+    return Packed(**{name: pad(x, fitted.rows - b, 0) for name, x in arrays.items()})
+
+
+def packed_step(graph: nnx.GraphDef, weights: Any, mesh: Any, microbatches: int, remat: Any) -> tuple[Any, dict[str, jax.Array]]:
+    settings = PackedSFTSettings(1, ROWS, ADAM, microbatches=microbatches, remat=remat, logprob_chunk=8)
+    optimizer = make_optimizer(ADAM, 1)
+    state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
+    batch = PackedBatch.of(place(packed_rows(fitted_shape(settings, mesh)), mesh))
+    return make_packed_update(graph, optimizer, IMAGE, settings, state)(state, batch)
+
+
 def main() -> None:
     text = nnx.jit(lambda: TextDecoder(TEXT, rngs=nnx.Rngs(0)))()
     graph, weights = nnx.split(text)
     weights = jax.tree.map(np.asarray, weights)
-    for step, table in ((rl_step, RL), (sft_step, SFT)):
+    for step, table in ((rl_step, RL), (sft_step, SFT), (packed_step, PACKED)):
         run = functools.partial(step, graph, weights)
         state, figures = jax.tree.map(np.asarray, run(make_mesh(), 1, "none"))
         moved = max(np.abs(a - b).max() for a, b in zip(jax.tree.leaves(state.weights), jax.tree.leaves(weights), strict=True))

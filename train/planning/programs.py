@@ -32,6 +32,7 @@ from train.abstract import Abstract, abstract_reference, abstract_rl_update, abs
 from train.batch import Sequences
 from train.planning.flops import Pairs, causal, count_flops, every, rows_of
 from train.session import model_config
+from train.sft import SFTSettings
 from train.weight_sync import host_mesh, make_sync
 
 
@@ -104,8 +105,9 @@ class Plan:
         return self._training_arguments()[0].optimizer
 
     def _sft(self) -> Program:
-        assert self.run.sft is not None
-        pairs = rows_of(self.run.sft.main.suffix)
+        sft = self.run.sft
+        assert sft is not None
+        pairs = rows_of(sft.main.suffix if isinstance(sft, SFTSettings) else sft.shape.tokens)
         return self._training("SFT update", abstract_sft_update(self.run, self.mesh, self.config), pairs, ("weights", "moments"))
 
     def _update(self) -> Program:

@@ -11,6 +11,7 @@ import dataclasses
 from configs.base import Run
 from models.qwen3_vl.config import Qwen3VLConfig, flops_per_token
 from train.batch import BatchShape
+from train.packed_sft import PackedSFTSettings
 from train.placement import fit
 from train.planning.compile import Measured
 from train.planning.programs import mean_context
@@ -103,9 +104,14 @@ def model_flops(shape: BatchShape, config: Qwen3VLConfig) -> float:
 
 
 def shapes_of(run: Run) -> list[BatchShape]:
-    """What an update reads: main agents, and sub-agents where these are trained; of SFT where there is no RL."""
-    both = (run.rl.shape, run.rl.subagents) if run.rl is not None else (run.sft.main, run.sft.windows) if run.sft is not None else ()
-    return [shape for shape in both if shape is not None]
+    """What an update reads: main agents, and sub-agents where these are trained; of SFT where there is no RL. A packed row stands as a
+    prompt of one token and the rest."""
+    rl, sft = run.rl, run.sft
+    if rl is not None:
+        return [rl.shape] if rl.subagents is None else [rl.shape, rl.subagents]
+    if isinstance(sft, PackedSFTSettings):
+        return [BatchShape(sft.shape.rows, 1, 1, sft.shape.visual, sft.shape.tokens - 1)]
+    return [] if sft is None else [sft.main, sft.windows]
 
 
 def tokens_of(run: Run) -> int:

@@ -1,0 +1,108 @@
+"""The published road at a size of seconds: two steps of SFT and two of PARA-GRPO on files in the published schema, with the real tokenizer.
+
+As a program it is `train.run` with two more recipes, `published_sft` and `published_rl`, and with `prepare` before them `train.prepare`:
+`python tests/train/published_road.py [prepare] --config=published_sft --model.path FOLDER ...`; `write` makes what they read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+from typing import Any
+
+from flax import nnx
+
+import train.prepare
+import train.run
+from configs import RECIPES
+from configs.base import LogSettings, ModelSettings, Run
+from models.features import FrameSettings
+from models.qwen3_vl.config import tiny
+from models.qwen3_vl.hf import save
+from models.qwen3_vl.model import Qwen3VL
+from paravt_jax.grpo import GRPOSettings
+from paravt_jax.protocol import ProtocolSettings
+from paravt_jax.rewards import RewardSettings
+from rollout.evaluate import EvaluationSettings
+from rollout.settings import EngineSettings
+from tests.paravt_jax.benchmarks import published
+from tests.paravt_jax.published_files import CLIPS, answered, called, lay_out_media, rl_row, write_rl, write_sft
+from train.batch import BatchShape
+from train.optimizer import OptimizerSettings
+from train.packed_batch import PackedShape
+from train.packed_sft import PackedSFTSettings
+from train.published_data import DataSettings
+from train.rl_settings import RLSettings
+
+PROMPT, SUFFIX = 448, 144
+ADAM = OptimizerSettings(learning_rate=1e-3)
+
+
+def published_sft() -> Run:
+    """Two steps on packed rows, one token a frame.
+
+    Command: python tests/train/published_road.py --config=published_sft
+    """
+    return Run(
+        name="published_sft",
+        model=ModelSettings(path="base", size="tiny"),
+        data=DataSettings("annotations", "media", "set", frames=4, row_tokens=512, heldout=0, workers=1),
+        frames=FrameSettings(min_pixels=1024, max_pixels=1024, batch=8),
+        protocol=ProtocolSettings(max_tool_turns=2, turn_tokens=48, summary_tokens=16, trajectory_tokens=SUFFIX),
+        engine=EngineSettings(
+            own=(256, PROMPT + SUFFIX), shared=(PROMPT,), prefill=(64, PROMPT), slots=4, fan=2, pages=256, prefill_tokens=PROMPT
+        ),
+        sft=PackedSFTSettings(steps=2, shape=PackedShape(rows=1, tokens=512, visual=32), optimizer=ADAM, save_every=1, logprob_chunk=256),
+        log=LogSettings(tensorboard=False, episodes=2),
+    )
+
+
+def published_rl() -> Run:
+    """Two steps of PARA-GRPO, and an evaluation before and after.
+
+    Command: python tests/train/published_road.py --config=published_rl
+    """
+    run = published_sft()
+    assert run.data is not None
+    rl = RLSettings(
+        steps=2,
+        shape=BatchShape(groups=2, rows=2, prompt=PROMPT, visual=16, suffix=SUFFIX),
+        optimizer=ADAM,
+        grpo=GRPOSettings(group_size=2, anchor="credit", reward_clip=None),
+        rewards=RewardSettings(anchor_weight=0.0, format_cap=False),
+        frame_budgets=(2, 4),
+        save_every=1,
+        logprob_chunk=64,
+    )
+    evaluation = EvaluationSettings(questions=2, samples=1, frames=(4,), dispatch=("parallel",), temperatures=(0.7,))
+    data = dataclasses.replace(run.data, heldout=1)
+    return dataclasses.replace(run, name="published_rl", data=data, sft=None, rl=rl, evaluation=evaluation)
+
+
+def write_road(folder: pathlib.Path, assets: pathlib.Path) -> None:
+    """In `folder`: `annotations` and `media` as they are published, with clips of the assets; `base`, a small Qwen3-VL with the real
+    tokenizer; `split` and `videos`, a sample of Video-MME."""
+    names = {f"longvt_source/selftrace_0/{n}.mp4": clip for n, clip in enumerate(CLIPS[1:])}
+    paths = list(names)
+    lay_out_media(folder / "media", assets, names)
+    asked = [f"<video>What turns in part {n}?\nA. a car\nB. a boat" for n in range(9)]
+    write_rl(folder / "annotations", [rl_row(paths[n % 3], text, "AB"[n % 2]) for n, text in enumerate(asked)])
+    rows: list[Any] = [called(paths[n % 3], [(0, n + 1)]) if n % 2 else answered(paths[n % 3], f"Part {n}?") for n in range(9)]
+    write_sft(folder / "annotations", rows, "paravt_sft_selftrace_15k3.parquet")
+    files = [assets / "qwen3_vl" / name for name in ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json")]
+    save(nnx.jit(lambda: Qwen3VL(tiny(151_936), rngs=nnx.Rngs(0)))(), folder / "base", files=files)
+    lay_out_media(folder / "videos" / "data", assets, {"w0.mp4": CLIPS[1], "w1.mp4": CLIPS[2]})
+    published.write_split("videomme", folder / "split", [published.videomme("1-1", "w0", "A"), published.videomme("2-1", "w1", "C")])
+
+
+RECIPES.setdefault("published_sft", published_sft)
+RECIPES.setdefault("published_rl", published_rl)
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["write"]:
+        write_road(pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3]))
+    elif sys.argv[1:2] == ["prepare"]:
+        raise SystemExit(train.prepare.main(sys.argv[2:]))
+    else:
+        raise SystemExit(train.run.main())

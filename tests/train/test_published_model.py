@@ -1,0 +1,75 @@
+"""Weights, sizes and words of a folder that a run starts from: what has to agree, and what is said where it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs.base import ModelSettings
+from models.sharding import make_mesh, param_shardings
+from paravt_jax import tokenizer
+from train.export import write_model
+from train.published_model import check_vocabulary, config_of, copy_tokenizer, fingerprint
+from train.session import first_model
+
+
+@pytest.fixture(scope="module")
+def base(road, tmp_path_factory):
+    """A folder as one is published: the small road's model, whose rows are more than its words, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("base")
+    write_model(road.model, road.data.root.parent / "tokenizer", road.run.frames, folder / "model")
+    return folder / "model"
+
+
+def test_a_folder_of_another_size_is_refused_with_every_difference(base):
+    assert config_of(str(base), "tiny").text.num_hidden_layers == 3
+    with pytest.raises(ValueError, match=r"not of model\.size 4b .*text\.hidden_size: 128 -> 2560; .*vision\.depth: 2 -> 24.*give the"):
+        config_of(str(base), "4b")
+
+
+def test_a_tokenizer_of_another_model_is_refused(base, road):
+    vocabulary, config = road.data.vocabulary, road.model.config
+    check_vocabulary(config, vocabulary, "x")
+    few = dataclasses.replace(config, text=dataclasses.replace(config.text, vocab_size=vocabulary.size - 1))
+    with pytest.raises(ValueError, match=rf"model\.path: x has a tokenizer of {vocabulary.size} words and rows for {vocabulary.size - 1}"):
+        check_vocabulary(few, vocabulary, "x")
+    with pytest.raises(ValueError, match=r"has <\|image_pad\|> as \d+ in its tokenizer and as 7 in its config.json"):
+        check_vocabulary(dataclasses.replace(config, image_token_id=7), vocabulary, "x")
+
+
+def test_a_fingerprint_is_the_contents(base, tmp_path):
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(base, copy)
+    assert fingerprint(str(copy)) == fingerprint(str(base))
+    file = copy / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert fingerprint(str(copy)) != fingerprint(str(base))
+
+
+def test_a_tokenizer_is_copied_once_and_without_the_model(base, tmp_path):
+    copy_tokenizer(str(base), tmp_path)
+    assert (tmp_path / tokenizer.FILE).read_bytes() == (base / tokenizer.FILE).read_bytes()
+    assert not {"config.json", "model.safetensors"} & {file.name for file in tmp_path.iterdir()}
+    (tmp_path / "tokenizer_config.json").write_text("mine")
+    copy_tokenizer(str(base), tmp_path)
+    assert (tmp_path / "tokenizer_config.json").read_text() == "mine"
+
+
+def test_a_run_starts_from_the_weights_of_a_folder_laid_over_its_mesh(base, road):
+    run = dataclasses.replace(road.run, model=ModelSettings(path=str(base)), align=None)
+    config, model, origin = first_model(run, road.data, make_mesh())
+    assert config == road.model.config and origin == {"weights": fingerprint(str(base))}
+    found, wanted = nnx.state(model, nnx.Param), nnx.state(road.model, nnx.Param)
+    for (path, leaf), other in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        assert leaf.dtype == np.float32 and (np.asarray(leaf) == np.asarray(other)).all(), path
+    text = nnx.state(model.text)
+    assert [leaf.sharding for leaf in jax.tree.leaves(text)] == jax.tree.leaves(param_shardings(text, make_mesh()))
+    with pytest.raises(ValueError, match=r"not of model\.size 2b"):
+        first_model(dataclasses.replace(run, model=ModelSettings(path=str(base), size="2b")), road.data, make_mesh())

@@ -1,0 +1,155 @@
+"""The cold start on published demonstrations: supervised steps on packed rows.
+
+Owns the settings, the batches and the loss of SFT where conversations are packed; `train.sft` is that of the small world. Invariants: the
+loss is one mean over all tokens with loss of a step, wherever its rows lie; a conversation has the log-probs in a row that it has alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx, struct
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from models.features import FrameFeatures
+from models.qwen3_vl import remat
+from models.qwen3_vl.remat import Remat
+from models.qwen3_vl.rope import visual_index
+from models.qwen3_vl.text import TextDecoder
+from models.sharding import row_devices
+from paravt_jax.frames import FrameReader
+from paravt_jax.grpo import masked_mean
+from paravt_jax.protocol import Protocol
+from train import hosts
+from train.optimizer import OptimizerSettings, make_optimizer, require_counts
+from train.packed_batch import Packed, PackedShape, build_packed, render_rows
+from train.placement import cut, fit_rows, own_rows, place
+from train.published_data import PublishedData, row_stream
+from train.step import Loss, Program, TrainState, init_state, make_update
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedSFTSettings:
+    """Updates on packed rows of published conversations, and how often to save."""
+
+    steps: int
+    shape: PackedShape
+    optimizer: OptimizerSettings
+    save_every: int = 100
+    microbatches: int = 1
+    """Parts in which an update is computed, each of whole rows (missing ones are padding); the loss is the same."""
+    remat: Remat = "none"
+    """As of `train.sft.SFTSettings`."""
+    logprob_chunk: int | None = None
+
+    def __post_init__(self):
+        require_counts("sft", steps=self.steps, save_every=self.save_every, microbatches=self.microbatches)
+        remat.check("sft.remat", self.remat)
+        if self.shape.rows < self.microbatches:
+            raise ValueError(f"sft.microbatches: {self.microbatches} parts of sft.shape.rows = {self.shape.rows}; give at most so many")
+
+
+@struct.dataclass
+class PackedBatch:
+    """What an update reads: packed rows, and how many tokens the whole step trains on."""
+
+    packed: Packed
+    tokens: Float[Array, ""]
+
+    @classmethod
+    def of(cls, packed: Packed) -> PackedBatch:
+        return cls(packed, jnp.asarray(packed.sampled.sum(), jnp.float32))
+
+
+def split(batch: PackedBatch, parts: int) -> PackedBatch:
+    """The batch in `parts` micro-batches of whole rows: every array gets them as its first axis."""
+    return PackedBatch(cut(batch.packed, parts), jnp.broadcast_to(batch.tokens, (parts,)))
+
+
+def packed_logprobs(
+    text: TextDecoder, batch: Packed, image_token_id: int, remat: Remat = "none", chunk: int | None = None
+) -> Float[Array, "b t"]:
+    """Log-prob of each token given those of its conversation before it; of no meaning for a conversation's first, which nobody sampled."""
+    x = jax.tree.map(jnp.asarray, batch)
+    index = visual_index(x.ids, image_token_id)
+    hidden, _ = text(x.ids, x.positions, segment_ids=x.segments, visual=x.visual, visual_index=index, remat=remat)
+    return jnp.pad(text.token_logprobs(hidden[:, :-1], x.ids[:, 1:], 1.0, chunk), ((0, 0), (1, 0)))
+
+
+def packed_loss(image_token_id: int, remat: Remat = "none", chunk: int | None = None) -> Loss:
+    """Mean negative log-likelihood of the whole step's tokens with loss, of a `PackedBatch` or of its micro-batches; also the number of
+    these tokens and of conversations."""
+
+    def loss(text: TextDecoder, batch: PackedBatch) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+        sampled = jnp.asarray(batch.packed.sampled)
+        logprobs = packed_logprobs(text, batch.packed, image_token_id, remat, chunk)
+        figures = {"tokens": sampled.sum(), "conversations": jnp.asarray(batch.packed.segments).max(1).sum()}
+        return -masked_mean(logprobs, sampled, batch.tokens), figures
+
+    return loss
+
+
+def make_packed_update(
+    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, image_token_id: int, settings: PackedSFTSettings, state: TrainState
+) -> Program:
+    """The update of the packed cold start, `f(state, PackedBatch) -> (state, metrics)`."""
+    parts = settings.microbatches
+    cut = (lambda batch: split(batch, parts)) if parts > 1 else None
+    return make_update(graph, optimizer, packed_loss(image_token_id, settings.remat, settings.logprob_chunk), state, cut)
+
+
+def fitted_shape(settings: PackedSFTSettings, mesh: Mesh) -> PackedShape:
+    """The shape of a step's rows with the padding that the mesh wants."""
+    return fit_rows(settings.shape, row_devices(mesh), settings.microbatches)
+
+
+class PackedCourse:
+    """The steps of a cold start: endless batches of packed rows, as an update takes them, in an order that goes on exactly; frames of the
+    next ones are read meanwhile.
+
+    Files that could not be read are added to `features.unreadable`. Raises ValueError where no conversation was prepared.
+    """
+
+    def __init__(
+        self,
+        settings: PackedSFTSettings,
+        data: PublishedData,
+        reader: FrameReader,
+        seed: int,
+        protocol: Protocol,
+        features: FrameFeatures,
+        mesh: Mesh,
+    ):
+        if not data.packing.rows:
+            raise ValueError("data.annotations: the prepared set has no conversation to train on; prepare sft rows")
+        self._settings, self._data, self._protocol, self._features, self._mesh = settings, data, protocol, features, mesh
+        self._rows = row_stream(data, reader, seed, settings.shape.rows)
+
+    def start(self, graph: nnx.GraphDef, weights: Any) -> tuple[TrainState, Program]:
+        """The state before the first step, and the jitted update `f(state, PackedBatch) -> (state, metrics)`."""
+        optimizer = make_optimizer(self._settings.optimizer, self._settings.steps)
+        state = init_state(weights, optimizer)
+        return state, make_packed_update(graph, optimizer, self._features.config.image_token_id, self._settings, state)
+
+    def __next__(self) -> tuple[PackedBatch, tuple[Packed, ...], dict[str, float]]:
+        """What the update takes, the arrays whose tokens count, and how many conversations are missing for a file that could not be
+        read. A process renders and lays out its share of a step's rows."""
+        rows = next(self._rows)
+        mine = [self._data.row(numbers) for numbers in rows[hosts.share_of(len(rows))]]
+        rendered, missing = render_rows(mine, self._protocol, self._features)
+        for error in missing.values():
+            self._features.unreadable[error.path.removeprefix(f"{self._features.root}/")] = error.reason
+        shape = own_rows(fitted_shape(self._settings, self._mesh))
+        packed: Packed = place(build_packed(rendered, self._features, shape), self._mesh)
+        return PackedBatch.of(packed), (packed,), {"missing": float(sum(hosts.gather(len(missing))))}
+
+    def get_state(self) -> dict[str, Any]:
+        return self._rows.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._rows.set_state(state)
