@@ -28,7 +28,7 @@ from models.qwen3_vl.model import Qwen3VL
 from paravt_jax.records import digest
 from paravt_jax.video import VideoError
 from rollout.pages import PageTree
-from rollout.programs import MOST_STOP_IDS
+from rollout.programs import MOST_STOP_IDS, difference
 from rollout.requests import Answer, Request, Sample, SampleStop
 from rollout.runner import ModelRunner
 from rollout.sequences import Sequence, make_prompt
@@ -81,8 +81,10 @@ class Engine:
         self._waiting: collections.deque[Sequence] = collections.deque()
         self._running: list[Sequence] = []
         self._weights: dict[int, Any] = {}
+        weights = nnx.split(model.text)[1]
+        self._known = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
         self.version = 0
-        self.load(nnx.split(model.text)[1], version=0)
+        self.load(weights, version=0)
 
     # --- what callers say ---
 
@@ -145,7 +147,7 @@ class Engine:
         What runs already finishes under its own weights, whose arrays must stay alive until then, or restarts under the new ones; a
         sample's `version` says which. ValueError for a version that is being sampled from.
         """
-        differing = _difference(weights, self._weights.get(self.version, weights))
+        differing = difference(weights, self._known)
         if differing:
             raise ValueError(f"Engine.load: weights {differing}; give the text decoder's own state, nnx.split(model.text)[1]")
         if in_flight not in get_args(InFlight):
@@ -159,6 +161,18 @@ class Engine:
         self.forget()
         self._weights[version], self.version = weights, version
         self._drop_weights()
+        self._runner.wake()
+
+    def sleep(self) -> None:
+        """Frees what lies on the device, weights and pages, for other programs, until `load` brings new weights.
+
+        ValueError where something that was asked for is not answered yet.
+        """
+        if not self.idle:
+            raise ValueError(f"Engine.sleep: {len(self._open) + len(self._kept)} requests have no answer yet; step, or cancel them, first")
+        self.forget()
+        self._weights.clear()
+        self._runner.sleep()
 
     def forget(self) -> None:
         """Drops all that is kept for later requests: what is asked next depends on nothing that was asked before."""
@@ -179,6 +193,8 @@ class Engine:
     # --- requests ---
 
     def _check(self, request: Request) -> None:
+        if not self._weights:
+            raise ValueError("Engine.submit: the engine sleeps, without weights; call load first")
         sampling, longest = request.sampling, self.settings.own[-1]
         if not len(request.ids):
             raise ValueError("Request.ids: there are none; the last token predicts the first new one, give one at least")
@@ -381,13 +397,3 @@ class Engine:
             if any(text.find(string, max(0, new - len(string) + 1)) >= 0 for string in strings):
                 return number + 1
         return None
-
-
-def _difference(weights: Any, known: Any) -> str:
-    """What tells weights from those that programs are compiled for; nothing where they may take their place."""
-    if jax.tree.structure(weights) != jax.tree.structure(known):
-        return f"of {len(jax.tree.leaves(weights))} arrays, where the decoder has {len(jax.tree.leaves(known))} of other names"
-    for (path, new), old in zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(known), strict=True):
-        if (new.shape, new.dtype) != (old.shape, old.dtype):
-            return f"{jax.tree_util.keystr(path)} of {new.dtype}{new.shape}, where the decoder has {old.dtype}{old.shape}"
-    return ""

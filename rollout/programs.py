@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -24,6 +25,7 @@ from models.qwen3_vl.text import KV, TextDecoder
 from rollout.sampling import Choices, sample
 
 Pool = Float[Array, "l pages page 2k h"]
+_ALL = slice(None)
 MOST_STOP_IDS = 4  # of one row: part of every call's static shape
 
 
@@ -101,21 +103,19 @@ class Programs:
         """Room for `pages` pages, and the one that holds nothing."""
         text = self.text
         shape = (text.num_hidden_layers, pages + 1, self.page, 2 * text.num_key_value_heads, text.head_dim)
-        return jax.jit(lambda: jnp.zeros(shape, self.dtype), out_shardings=self._heads)()
+        return _zeros((shape,), self.dtype, self._heads)()[0]
 
     def make_lines(self, count: int, length: int) -> Lines:
         """`count` empty lines for starts of up to `length` tokens."""
         layers, k, h = self.text.num_hidden_layers, self.text.num_key_value_heads, self.text.head_dim
+        shapes = ((k * count, h, length),) * layers, ((k * count, length, h),) * layers
+        return Lines(*(_zeros(each, self.dtype, self._lines)() for each in shapes))
 
-        def zeros(*shape: int) -> tuple[Array, ...]:
-            return tuple(jnp.zeros(shape, self.dtype) for _ in range(layers))
-
-        return jax.jit(lambda: Lines(zeros(k * count, h, length), zeros(k * count, length, h)), out_shardings=self._lines)()
-
-    def _read(self, pool: Pool, tables: Int[Array, "*b m"]) -> KV:
-        """What is on pages, in order."""
-        found = pool[:, tables]
-        found = found.reshape(*found.shape[: tables.ndim], -1, *found.shape[-2:])
+    def _read(self, pool: Pool, tables: Int[Array, "*b m"], layer: Int[Array, ""] | slice = _ALL) -> KV:
+        """What is on pages, in order, of one layer or of all."""
+        found = pool[layer, tables]
+        found = with_layout_constraint(found, Layout(tuple(range(found.ndim))))  # else TPU turns the whole pool around before it reads
+        found = found.reshape(*found.shape[:-4], -1, *found.shape[-2:])
         return KV(found[..., 0::2, :], found[..., 1::2, :])
 
     def _write(self, pool: Pool, kv: KV, tables: Int[Array, "b m"], first: Int[Array, " b"], lengths: Int[Array, " b"]) -> Pool:
@@ -132,19 +132,20 @@ class Programs:
         t = pieces.ids.shape[1]
         valid = jnp.arange(t) < pieces.lengths[:, None]
         before = pieces.tables.shape[1] * self.page - pages_of(t, self.page) * self.page
-        prefix = mask = None
-        if before:
-            prefix = self._read(pool, pieces.tables[:, : before // self.page])
-            mask = jnp.arange(before) < pieces.before[:, None]
-            prefix = KV(*(jnp.where(mask[..., None, None], x, 0) for x in prefix))  # what else is on the pages may be anything
+        mask = jnp.arange(before) < pieces.before[:, None]
+
+        def past(layer: Int[Array, ""]) -> KV:  # a layer at a time: all of them would be several times the pool
+            kv = self._read(pool, pieces.tables[:, : before // self.page], layer)
+            return KV(*(jnp.where(mask[..., None, None], x, 0) for x in kv))  # what else is on the pages may be anything
+
         _, kv = text(
             pieces.ids,
             pieces.positions,
             segment_ids=valid.astype(jnp.int32),
             visual=pieces.visual,
             visual_index=pieces.index,
-            prefix=prefix,
-            prefix_mask=mask,
+            prefix=past if before else None,
+            prefix_mask=mask if before else None,
         )
         return self._write(pool, kv, pieces.tables, pieces.before, pieces.lengths)
 
@@ -200,6 +201,11 @@ class Programs:
         return self._write(pool, KV(*cache.since(width)), rows.tables, rows.own, counts), drawn
 
 
+@functools.cache  # memory is taken anew after every sleep, and nothing compiles twice
+def _zeros(shapes: tuple[tuple[int, ...], ...], dtype: Any, place: Any) -> Callable[[], tuple[Array, ...]]:
+    return jax.jit(lambda: tuple(jnp.zeros(shape, dtype) for shape in shapes), out_shardings=place)
+
+
 def _on(mesh: Mesh | None, program: Callable[..., Any]) -> Callable[..., Any]:
     """A program that runs with the mesh set: the kernels for TPU have to know it."""
     if mesh is None:
@@ -211,6 +217,16 @@ def _on(mesh: Mesh | None, program: Callable[..., Any]) -> Callable[..., Any]:
             return program(*arguments, **options)
 
     return run
+
+
+def difference(weights: Any, known: Any) -> str:
+    """What tells weights from those that programs are compiled for; nothing where they may take their place."""
+    if jax.tree.structure(weights) != jax.tree.structure(known):
+        return f"of {len(jax.tree.leaves(weights))} arrays, where the decoder has {len(jax.tree.leaves(known))} of other names"
+    for (path, new), old in zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(known), strict=True):
+        if (new.shape, new.dtype) != (old.shape, old.dtype):
+            return f"{jax.tree_util.keystr(path)} of {new.dtype}{new.shape}, where the decoder has {old.dtype}{old.shape}"
+    return ""
 
 
 def pages_of(tokens: int, page: int) -> int:

@@ -1,7 +1,7 @@
 """Sequences into the arrays that the programs take, and what comes out of them back to the caller.
 
-Owns the memory on the device: the pool of pages and the lines of shared starts. Refuses to decide anything: which sequences, with
-which pages, is `engine`'s. Invariant: arrays have the shapes of `EngineSettings`, however few sequences there are.
+Owns the memory on the device: the pool of pages and the lines of shared starts, there while it is awake. Refuses to decide anything:
+which sequences, with which pages, is `engine`'s. Invariant: arrays have the shapes of `EngineSettings`, however few sequences there are.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import time
 from collections.abc import Sequence as Many
 from typing import Any
 
+import jax
 import numpy as np
 
 from models.attention import platform
 from models.qwen3_vl.model import Qwen3VL
 from rollout.layout import Layout, Serials, choose_layout
 from rollout.pages import Node
-from rollout.programs import MOST_STOP_IDS, Lines, Pieces, Programs, Rows, pages_of
+from rollout.programs import MOST_STOP_IDS, Lines, Pieces, Pool, Programs, Rows, pages_of
 from rollout.sampling import Choices
 from rollout.sequences import Sequence
 from rollout.settings import EngineSettings
@@ -33,9 +34,20 @@ class ModelRunner:
         self.seconds, self.steps, self.row_steps = 0.0, 0, 0
         self._paged = platform() == "tpu" if settings.paged is None else settings.paged
         self._programs = Programs(model, settings.page, self._paged)
-        self._pool = self._programs.make_pool(settings.pages)
+        self._pool: Pool | None = None
         self._lines: dict[int, Lines] = {}  # by their length
         self._in_lines: dict[int, list[Serials]] = {}  # the start that each of them holds
+
+    def wake(self) -> None:
+        """Takes the memory that `sleep` gave back, empty."""
+        if self._pool is None:
+            self._pool = self._programs.make_pool(self.settings.pages)
+
+    def sleep(self) -> None:
+        """Gives the device's memory back."""
+        self._pool = None
+        self._lines.clear()
+        self._in_lines.clear()
 
     def warm_up(self, weights: Any) -> None:
         """Compiles every program, on rows that stand for nobody."""
@@ -67,8 +79,7 @@ class ModelRunner:
             before = self.settings.width(max(sequence.computed for sequence in todo))
             pieces = self._pieces(todo[: self.settings.prefill_rows(length, before)], length, before)
             start = time.perf_counter()
-            self._pool = self._programs.prefill(weights, self._pool, pieces)
-            self._pool.block_until_ready()
+            self._pool = jax.block_until_ready(self._programs.prefill(weights, self._pool, pieces))
             self.seconds += time.perf_counter() - start
             for sequence, count in zip(todo, pieces.lengths.tolist(), strict=False):
                 seen = sequence.prompt.visual[sequence.computed : sequence.computed + count]

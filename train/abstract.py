@@ -17,18 +17,19 @@ from jax.sharding import Mesh
 from configs.base import Run
 from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl
 from models.qwen3_vl.model import abstract_model
-from models.sharding import param_shardings, row_devices
+from models.sharding import param_shardings
 from paravt_jax.grpo import GRPOBatch, Totals
 from paravt_jax.structure import Structure
 from train.batch import BatchShape, Sequences
 from train.optimizer import make_optimizer
 from train.packed_batch import Packed, PackedShape
 from train.packed_sft import PackedBatch, PackedSFTSettings, fitted_shape, make_packed_update
-from train.placement import fit, shardings
-from train.rl import fitted_shapes, make_rl_update
+from train.placement import shardings
+from train.rl import fitted_shapes, make_rl_update, microbatches
 from train.rl_batch import RLBatch
 from train.rl_settings import RLSettings
 from train.sft import SFTBatch, make_sft_update
+from train.sft import fitted_shapes as fitted_sft_shapes
 from train.step import Program, TrainState, make_logprobs, state_shardings
 
 T = TypeVar("T")
@@ -61,8 +62,8 @@ def abstract_sft_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = Non
     if isinstance(settings, PackedSFTSettings):
         batch = _placed(PackedBatch(_packed(fitted_shape(settings, mesh), config), _shape((), jnp.float32)), mesh)
         return Abstract(make_packed_update(graph, optimizer, config.image_token_id, settings, state), (state, batch))
-    shapes = (fit(shape, row_devices(mesh), settings.microbatches) for shape in (settings.main, settings.windows))
-    batch = _placed(SFTBatch(tuple(_sequences(shape, config) for shape in shapes), _shape((2,), jnp.float32)), mesh)
+    batch = SFTBatch(tuple(_sequences(shape, config) for shape in fitted_sft_shapes(settings, mesh)), _shape((2,), jnp.float32))
+    batch = _placed(batch, mesh)
     return Abstract(make_sft_update(graph, optimizer, config.image_token_id, settings, state), (state, batch))
 
 
@@ -70,8 +71,9 @@ def abstract_reference(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None
     """The reference log-probs of the main agents' batch of an RL recipe: arguments are the reference's weights and `Sequences`."""
     settings = _phase(run, "rl", run.rl)
     config, graph, weights = _model(run, mesh, config)
-    program = make_logprobs(graph, config.image_token_id, settings.temperature, settings.logprob_chunk, mesh)
-    return Abstract(program, (weights, _placed(_sequences(fitted_shapes(settings, mesh)[0], config), mesh)))
+    program = make_logprobs(graph, config.image_token_id, settings.temperature, settings.logprob_chunk, mesh, microbatches(settings, mesh))
+    reference = jax.tree.map(lambda x: x.update(dtype=jnp.dtype(run.model.dtype)), weights)
+    return Abstract(program, (reference, _placed(_sequences(fitted_shapes(settings, mesh)[0], config), mesh)))
 
 
 def _phase(run: Run, name: str, settings: T | None) -> T:

@@ -64,6 +64,8 @@ def connect(settings: HostSettings) -> None:
     """Joins the other processes; returns when all are there. To be called before anything touches a device."""
     if not settings.coordinator:
         return
+    # On a CPU programs that do not wait for each other run at the same time, and collectives of two processes may meet crosswise.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     named = settings.coordinator != "auto"
     where = (settings.coordinator, settings.count, settings.index) if named else (None, None, None)
     jax.distributed.initialize(*where, heartbeat_timeout_seconds=settings.heartbeat, shutdown_timeout_seconds=settings.heartbeat)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -35,14 +36,39 @@ BY_ROW = MappingProxyType(
 BY_PROMPT = MappingProxyType({"prompt_ids": 0, "prompt_positions": 1, "prompt_segments": 0, "visual": 0})
 
 
-def fit(shape: BatchShape, devices: int, microbatches: int = 1) -> BatchShape:
-    """The shape with so many groups more, and its prompt so much longer, that each micro-batch lies evenly over `devices` devices: whole
-    groups on each, or each group's rows, evenly, on as many."""
-    groups = -(-shape.groups // microbatches)
+def parts_of(shapes: Sequence[BatchShape], devices: int, most: int, processes: int = 1) -> int:
+    """In how many micro-batches batches of `shapes` are computed: as few as hold no more rows at a time than `most` would.
+
+    Parts that the devices would pad until they are as large as larger ones save no memory. There are more where only that gives each of
+    the processes as many whole groups.
+    """
+    parts = max(-(-shape.groups // _groups(shape, devices, most)) for shape in shapes)
+    while any(_groups(shape, devices, parts) * parts % processes for shape in shapes):
+        parts += 1
+    return parts
+
+
+def parts_on(mesh: Mesh | None, shapes: Sequence[BatchShape], most: int) -> int:
+    """`parts_of` for the devices of a mesh and their processes."""
+    if mesh is None:
+        return parts_of(shapes, 1, most)
+    return parts_of(shapes, row_devices(mesh), most, len({device.process_index for device in mesh.devices.flat}))
+
+
+def fit(shape: BatchShape, devices: int, parts: int = 1) -> BatchShape:
+    """The shape with so many groups more, and its prompt so much longer, that each of `parts` micro-batches lies evenly over `devices`
+    devices: whole groups on each, or each group's rows, evenly, on as many."""
+    groups = _groups(shape, devices, parts)
+    prompt = shape.prompt + -shape.prompt % max(1, devices // groups)
+    return dataclasses.replace(shape, groups=groups * parts, prompt=prompt)
+
+
+def _groups(shape: BatchShape, devices: int, parts: int) -> int:
+    """Groups of one of `parts` micro-batches, padding included."""
+    groups = -(-shape.groups // parts)
     while groups % devices and (devices % groups or groups * shape.rows % devices):
         groups += 1
-    prompt = shape.prompt + -shape.prompt % max(1, devices // groups)
-    return dataclasses.replace(shape, groups=groups * microbatches, prompt=prompt)
+    return groups
 
 
 def fit_rows(shape: PackedShape, devices: int, microbatches: int = 1) -> PackedShape:

@@ -41,7 +41,8 @@ def plan(run: Run, topology: Topology, mesh: tuple[int, int, int], measured: dic
     calls = step.calls_of(run, topology, int(sizes["prefill rows"]))
     phases = [step.limit(measured[name], count, topology) for name, count in calls.items() if name in measured and not measured[name].error]
     complete = complete and set(calls) <= set(measured)
-    arrays = {name: sizes[f"all {name}"] for name in ("batch", "state", "pieces")}
+    arrays = {name: sizes[f"all {name}"] for name in ("batch", "state", "reference", "pieces")}
+    arrays["offloaded"] = max(m.offloaded for m in measured.values()) * topology.devices
     lacking = [together for together in beside if together.total > hbm]
     return {
         "name": run.name,
@@ -63,12 +64,18 @@ def plan(run: Run, topology: Topology, mesh: tuple[int, int, int], measured: dic
         "work": _work(run, measured),
         "source": SOURCE,
         "advice": [
-            *step.padding_advice(run, mesh),
+            *step.padding_advice(run, topology, mesh),
             *(f"{m.program}: {m.error}" for m in measured.values() if m.error and not m.peak),
             *(line for together in lacking for line in step.held(together, measured[together.program], hbm)),
             *(step.remedies({together.program for together in lacking}, run, residents["KV pool"]) if lacking else []),
+            *step.pages_advice(run, topology, _free(beside, hbm), residents["KV pool"] / (run.engine.pages + 1)),
         ],
     }
+
+
+def _free(beside: list[step.Together], hbm: float) -> float:
+    """Bytes of a device that are free in every program of the rollouts; none where these were not measured."""
+    return hbm - max((together.total for together in beside if together.program in step.ROLLOUTS), default=hbm)
 
 
 def _work(run: Run, measured: dict[str, Measured]) -> dict[str, float]:
@@ -78,7 +85,8 @@ def _work(run: Run, measured: dict[str, Measured]) -> dict[str, float]:
         return {}
     config = planned_config(run)
     model = sum(step.model_flops(shape, config) for shape in step.shapes_of(run))
-    return {"model": model, "done": update.flops, "apart": update.unshared, "saved": update.unshared - update.flops}
+    again = model * 4 / 3  # the forward pass twice, the backward pass, which is twice as much, once
+    return {"model": model, "full remat": again, "done": update.flops, "apart": update.unshared, "saved": update.unshared - update.flops}
 
 
 def measure_all(
@@ -105,7 +113,7 @@ def _compile_aloud(case: Case, timeout: float) -> Measured:
 
 
 def _key(case: Case) -> tuple[str, ...]:
-    local = case.program in ("vision", "prefill", "prefill after", "decode")
+    local = case.program in step.ROLLOUTS
     return (case.program, case.topology.host.name) if local else (case.program, case.topology.name, str(case.mesh))
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -32,7 +31,7 @@ from rollout.episode import Scene
 from train import hosts
 from train.batch import BatchShape
 from train.optimizer import make_optimizer
-from train.placement import fit, own, place
+from train.placement import fit, own, parts_on, place
 from train.rl_batch import RLBatch, as_grpo_batch, lay_out, split, stack_rows
 from train.rl_settings import RLSettings
 from train.rollouts import Rollouts, describe, join, require_fresh, roll_out
@@ -57,39 +56,55 @@ def make_rl_update(
     graph: nnx.GraphDef, optimizer: optax.GradientTransformation, image_token_id: int, settings: RLSettings, state: TrainState
 ) -> Program:
     """The update of PARA-GRPO, `f(state, RLBatch) -> (state, metrics)`."""
-    parts = settings.microbatches
+    parts = microbatches(settings, mesh_of(state.weights))
     cut = (lambda batch: split(batch, parts)) if parts > 1 else None
     return make_update(graph, optimizer, rl_loss(image_token_id, settings), state, cut)
 
 
 def fitted_shapes(settings: RLSettings, mesh: Mesh) -> tuple[BatchShape, BatchShape | None]:
     """The shapes of main agents' and sub-agents' batches with the padding that the mesh wants."""
-    devices, parts, windows = row_devices(mesh), settings.microbatches, settings.subagents
+    devices, windows = row_devices(mesh), settings.subagents
+    parts = microbatches(settings, mesh)
     return fit(settings.shape, devices, parts), None if windows is None else fit(windows, devices, parts)
 
 
+def microbatches(settings: RLSettings, mesh: Mesh | None) -> int:
+    """Parts in which an update is computed on the mesh."""
+    shapes = [shape for shape in (settings.shape, settings.subagents) if shape is not None]
+    return parts_on(mesh, shapes, settings.microbatches)
+
+
 class Learner:
-    """The jitted programs of RL and how a step runs through them, on the mesh of the weights. `reference` are the weights it starts from
-    and is held to."""
+    """The jitted programs of RL and how a step runs through them, on the mesh of the weights.
+
+    `weights` are those it starts from, which the first update takes, and is held to: the `reference` is their copy in the activations'
+    type, in which they multiply, and waits in the host's memory for its turn. `sync` brings new weights to the engine.
+    """
 
     def __init__(
         self,
         graph: nnx.GraphDef,
-        reference: Any,
+        weights: Any,
         config: Qwen3VLConfig,
         settings: RLSettings,
         judge: Judge | None = None,
+        sync: WeightSync | None = None,
     ):
-        self.settings, self.reference, self.config, self.judge = settings, reference, config, judge
-        self.sync = WeightSync(reference, nnx.merge(graph, reference).dtype)
+        self.settings, self.config, self.judge = settings, config, judge
+        dtype = nnx.merge(graph, weights).dtype
+        self.sync = sync or WeightSync(weights, dtype)
         optimizer = make_optimizer(settings.optimizer, settings.steps)
-        self.start = init_state(jax.tree.map(jnp.copy, reference), optimizer)  # copies: an update donates its state
-        mesh = mesh_of(reference)
+        self._on_device = jax.tree.map(lambda x: x.sharding, weights)
+        on_host = jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), self._on_device)
+        self.reference = jax.jit(lambda w: jax.tree.map(lambda x: x.astype(dtype), w), out_shardings=on_host)(weights)
+        self.start = init_state(weights, optimizer)
+        mesh = mesh_of(weights)
         assert mesh is not None, "weights without a mesh; lay them on one with models.sharding.param_shardings"
         self.mesh = mesh
         shape, windows = fitted_shapes(settings, mesh)
         self._shape, self._windows = own(shape), None if windows is None else own(windows)
-        self._logprobs = make_logprobs(graph, config.image_token_id, settings.temperature, settings.logprob_chunk, self.mesh)
+        parts = microbatches(settings, mesh)
+        self._logprobs = make_logprobs(graph, config.image_token_id, settings.temperature, settings.logprob_chunk, mesh, parts)
         self._advantages = Program(jax.jit(lambda batch: _advantages(batch, settings)), self.mesh)
         self._update = make_rl_update(graph, optimizer, config.image_token_id, settings, self.start)
 
@@ -105,11 +120,13 @@ class Learner:
     ) -> tuple[TrainState, dict[str, float]]:
         """One step of PARA-GRPO: rollouts under the engine's weights, one update, and the new weights into the engine.
 
-        `on_rollouts(rollouts, advantages)` may look at the episodes; `play` is what makes them. Returns the state and the step's metrics;
-        times in seconds. Raises ValueError where no question's video can be read, and for rollouts older than `max_staleness`.
+        From the last rollout to the new weights the engine sleeps. `on_rollouts(rollouts, advantages)` may look at the episodes; `play` is
+        what makes them. Returns the state and the step's metrics; times in seconds. Raises ValueError where no question's video can be
+        read, and for rollouts older than `max_staleness`.
         """
         settings, number, clock = self.settings, int(state.step), [time.perf_counter()]
         mine = play(engine, scene, questions, settings, seed, number, self.judge)
+        engine.sleep()
         parts = hosts.gather(mine)
         rollouts = join(parts)
         if not rollouts.groups:
@@ -121,7 +138,9 @@ class Learner:
         counts = {name: sum(part[name] for part in everywhere) for name in counts}
         placed = place(sequences, self.mesh)
         clock.append(time.perf_counter())
-        reference = jax.block_until_ready(tuple(self._logprobs(self.reference, s) for s in placed))
+        held_to = jax.device_put(self.reference, self._on_device)
+        reference = jax.block_until_ready(tuple(self._logprobs(held_to, s) for s in placed))
+        del held_to
         clock.append(time.perf_counter())
         batch = as_grpo_batch(mine, placed, owners, reference, scene.protocol.vocabulary, self._shape, self.mesh)
         advantages, totals, figures = self._advantages(batch)

@@ -28,7 +28,8 @@ class RLSettings:
     subagents: BatchShape | None = None
     """Room for sub-agents' turns, one a group, where these are trained too, with what their episode earned; None: main agents alone."""
     microbatches: int = 1
-    """Parts in which an update is computed, each of whole groups (missing ones are padding); the loss is the same."""
+    """Most parts in which an update is computed, each of whole groups (missing ones are padding); the loss is the same. There are fewer
+    where parts of so few rows would be padded: every device computes at least one."""
     max_staleness: int = 2
     """Updates that a rollout's weights may be behind those that learn from it."""
     save_every: int = 10

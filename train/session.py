@@ -28,6 +28,7 @@ from models.features import FrameFeatures
 from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl, tiny, to_hf
 from models.qwen3_vl.hf import load
 from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.vision import frozen
 from models.sharding import make_mesh, param_shardings
 from paravt_jax import video
 from paravt_jax.atomic import write_atomically
@@ -142,7 +143,7 @@ class Session:
         self.graph, weights = nnx.split(self.model.text)
         self.weights = jax.device_put(weights, param_shardings(weights, self.mesh))
         self.tower = on_host(nnx.state(self.model.vision))
-        nnx.update(self.model.vision, jax.tree.map(jnp.asarray, self.tower))  # this process's own
+        nnx.update(self.model.vision, jax.tree.map(jnp.asarray, frozen(self.tower, self.model.vision.dtype)))  # this process's own
         if self.run.data is not None:
             self.reader = open_reader(self.run.data, self.run.frames, self.config.vision)
         source = self.reader or video
@@ -152,6 +153,8 @@ class Session:
             self.sync = WeightSync(self.weights, self.model.text.dtype)
             nnx.update(self.model.text, self.sync(self.weights))
             self.engine = Engine(self.model, self.features, self.run.engine)
+            self.engine.sleep()
+        nnx.update(self.model.text, jax.eval_shape(lambda: nnx.state(self.model.text)))  # its weights are `self.weights` now
 
     @property
     def samples(self) -> bool:
@@ -173,8 +176,6 @@ class Session:
         with self.phase("sft", settings.steps, settings.save_every, self.features.unreadable) as phase:
             state, cursor = self.resume(phase, state)
             self.weights = state.weights  # where a run goes on, the first ones are not kept beside those restored
-            if not self.samples:
-                nnx.update(self.model.text, self.weights)
             if cursor is not None:
                 course.set_state(cursor)
             for step in phase.left:
@@ -195,6 +196,11 @@ class Session:
         assert data.published is not None and self.reader is not None, "Run sees to it"
         return PackedCourse(settings, data.published, self.reader, seed, *rest)
 
+    def _wake(self, version: int) -> None:
+        """The weights as they are now into the engine. What it has goes first: new weights beside old ones may be too much."""
+        self.engine.sleep()
+        self.engine.load(self.sync(self.weights), version)
+
     def evaluate(self, name: str) -> list[dict[str, Any]]:
         """Rows of every setting on held-out questions; the settings of one K stand in one file, written when they are done.
 
@@ -204,7 +210,7 @@ class Session:
         questions = self.data.heldout[: settings.questions]
         if not questions and self.data.published is not None:  # none held out: `rollout.evaluate` plays the paper's splits
             return []
-        self.engine.load(self.sync(self.weights), version=self.engine.version + 1)
+        self._wake(self.engine.version + 1)
         with Progress(f"evaluate {name} RL", len(settings.settings()), unit="setting") as progress:
             for k in settings.frames:
                 file = self.folder / "evaluation" / f"{name}-{k}.json"
@@ -244,16 +250,16 @@ class Session:
         settings = self.run.rl
         if settings is None:
             return
-        learner = Learner(self.graph, self.weights, self.config, settings, self.judge)
+        learner = Learner(self.graph, self.weights, self.config, settings, self.judge, self.sync)
         with self.phase("rl", settings.steps, settings.save_every, self.features.unreadable) as phase:
             questions = self._questions(settings, phase.first)
             state, cursor = self.resume(phase, learner.start)
-            learner.start = state  # where a run goes on, the first weights and moments are not kept beside those restored
+            learner.start, self.weights = state, state.weights  # where a run goes on, those it began with are not kept beside them
             if cursor is not None:
                 questions.set_state(cursor["questions"])
+            self._wake(phase.first)
             if phase.left:
                 self.engine.warm_up()
-            self.engine.load(self.sync(state.weights), phase.first)
             rollouts = RolloutFile(self.folder / rollout_file_name(jax.process_index(), jax.process_count()), phase.first)
             for step in phase.left:
                 compiled = self.compilations.count

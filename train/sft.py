@@ -31,8 +31,8 @@ from paravt_jax.video import VideoError
 from train import hosts
 from train.batch import BatchShape, Sequences, build
 from train.optimizer import OptimizerSettings, make_optimizer, require_counts
-from train.placement import cut, fit, own, place
-from train.step import Loss, Program, TrainState, init_state, make_update, row_logprobs
+from train.placement import cut, fit, own, parts_on, place
+from train.step import Loss, Program, TrainState, init_state, make_update, mesh_of, row_logprobs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,8 @@ class SFTSettings:
     optimizer: OptimizerSettings
     save_every: int = 100
     microbatches: int = 1
-    """Parts in which an update is computed, each of whole groups (missing ones are padding); the loss is the same."""
+    """Most parts in which an update is computed, each of whole groups (missing ones are padding); the loss is the same. There are fewer
+    where parts of so few rows would be padded: every device computes at least one."""
     remat: Remat = "none"
     """What the backward pass finds saved of each layer: everything, its input (full), that and what attention gave, or that and the matrix
     products (dots), or its input in the host's memory (offload)."""
@@ -103,9 +104,16 @@ def make_sft_update(
     graph: nnx.GraphDef, optimizer: optax.GradientTransformation, image_token_id: int, settings: SFTSettings, state: TrainState
 ) -> Program:
     """The update of the cold start, `f(state, SFTBatch) -> (state, metrics)`."""
-    parts = settings.microbatches
+    parts = parts_on(mesh_of(state.weights), (settings.main, settings.windows), settings.microbatches)
     cut = (lambda batch: split(batch, parts)) if parts > 1 else None
     return make_update(graph, optimizer, sft_loss(image_token_id, settings), state, cut)
+
+
+def fitted_shapes(settings: SFTSettings, mesh: Mesh) -> list[BatchShape]:
+    """The shapes of main agents' and sub-agents' batches with the padding that the mesh wants."""
+    shapes = settings.main, settings.windows
+    parts = parts_on(mesh, shapes, settings.microbatches)
+    return [fit(shape, row_devices(mesh), parts) for shape in shapes]
 
 
 def render(demonstration: Demonstration, protocol: Protocol, features: FrameFeatures) -> Trajectory:
@@ -128,7 +136,7 @@ def sft_batch(
 ) -> SFTBatch:
     """The arrays of one step on the mesh: groups of main agents' demonstrations, and sub-agents' one by one. Unreadable ones become
     padding. `groups` and `windows` are the whole step's; a process renders and lays out its share of them."""
-    shapes = [own(fit(shape, row_devices(mesh), settings.microbatches)) for shape in (settings.main, settings.windows)]
+    shapes = [own(shape) for shape in fitted_shapes(settings, mesh)]
     mine = groups[hosts.share_of(len(groups))], [(d,) for d in windows[hosts.share_of(len(windows))]]
     built = (build(_readable(rows, protocol, features), features, shape) for rows, shape in zip(mine, shapes, strict=True))
     return SFTBatch.of(*(place(sequences, mesh) for sequences in built))

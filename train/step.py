@@ -22,7 +22,7 @@ from models.qwen3_vl.remat import Remat
 from models.qwen3_vl.rope import visual_index
 from models.qwen3_vl.text import TextDecoder
 from train.batch import Sequences
-from train.placement import pieces
+from train.placement import cut, pieces
 
 
 @struct.dataclass
@@ -97,12 +97,15 @@ def row_logprobs(
 
 
 def make_logprobs(
-    graph: nnx.GraphDef, image_token_id: int, temperature: float, chunk: int | None = None, mesh: Mesh | None = None
+    graph: nnx.GraphDef, image_token_id: int, temperature: float, chunk: int | None = None, mesh: Mesh | None = None, parts: int = 1
 ) -> Program:
-    """The jitted log-probs of a batch under given weights: `f(weights, batch) -> float32[b, t]`."""
+    """The jitted log-probs of a batch under given weights, in `parts` micro-batches: `f(weights, batch) -> float32[b, t]`."""
 
     def reference_logprobs(weights: Any, batch: Sequences) -> jax.Array:
-        return row_logprobs(nnx.merge(graph, weights), batch, image_token_id, temperature, chunk=chunk)
+        def of_part(part: Sequences) -> jax.Array:
+            return row_logprobs(nnx.merge(graph, weights), part, image_token_id, temperature, chunk=chunk)
+
+        return of_part(batch) if parts == 1 else jax.lax.map(of_part, cut(batch, parts)).reshape(batch.ids.shape)
 
     return Program(jax.jit(reference_logprobs), mesh)
 

@@ -8,7 +8,7 @@ tokens are cut - at once, suffixes over a shared prefix, packed, or one by one -
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -98,7 +98,7 @@ class TextDecoder(nnx.Module):
         segment_ids: Int[Array, "b t"] | None = None,
         visual: Float[Array, "b m c d"] | None = None,
         visual_index: Int[Array, "b t"] | None = None,
-        prefix: KV | None = None,
+        prefix: KV | Callable[[Int[Array, ""]], KV] | None = None,
         prefix_mask: Bool[Array, "p s"] | None = None,
         pieces: int = 1,
         remat: Remat = "none",
@@ -108,9 +108,10 @@ class TextDecoder(nnx.Module):
         Tokens attend causally within equal `segment_ids` (0 = padding; None = one segment). `visual` is each sequence's bank of m
         visual vectors, c = 1 + DeepStack levels; `visual_index` points into it, -1 where a token is text. `prefix` holds
         p = b / g prompts: rows r * g ... r * g + g - 1 also attend to row r of it where `prefix_mask` holds, and are one segment
-        each. `pieces`: so many rows of the prefix (without one: of these tokens) are one sequence. `remat` says what the backward pass
-        finds saved (`remat.Remat`). Over the mesh that is set, rows lie over data and fsdp. ValueError where `visual` and
-        `visual_index` are not given together.
+        each; it may be a function that reads the prompts of one layer, by its number, where all layers at once are too much. `pieces`: so
+        many rows of the prefix (without one: of these tokens) are one sequence. `remat` says what the backward pass finds saved
+        (`remat.Remat`). Over the mesh that is set, rows lie over data and fsdp. ValueError where `visual` and `visual_index` are not
+        given together.
         """
         if (visual is None) != (visual_index is None):
             raise ValueError("visual, visual_index: given together or not at all; pass both, or neither for text")
@@ -118,7 +119,8 @@ class TextDecoder(nnx.Module):
         angles = mrope_angles(positions, self.config)
 
         def body(x, layer):
-            params, number, past = layer
+            params, number, kept = layer
+            past = prefix(number) if callable(prefix) else kept
             block, x = nnx.merge(graph, params), checkpoint_name(constrain(x, ROWS), LAYER_INPUT)
             q, k, v = block.project(x, angles)
             x = block.finish(x, attend(q, k, v, segment_ids=segment_ids, prefix=past, prefix_mask=prefix_mask, pieces=pieces))
@@ -133,7 +135,7 @@ class TextDecoder(nnx.Module):
         if visual is not None and visual_index is not None:
             x = jnp.where(visual_index[..., None] >= 0, _spread(visual, visual_index, 0, x), x)
         layers = jnp.arange(self.config.num_hidden_layers)
-        x, kv = jax.lax.scan(rematerialise(body, remat), x, (state, layers, prefix))
+        x, kv = jax.lax.scan(rematerialise(body, remat), x, (state, layers, None if callable(prefix) else prefix))
         return rms_norm(x, self.norm, self.config.rms_norm_eps), kv
 
     def decode(

@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -203,6 +203,19 @@ class VisionTower(nnx.Module):
         rows, columns = (_between_cells(*line, side) for line in ((layout.row, layout.height), (layout.column, layout.width)))
         corners = [(y * x)[..., None] * jnp.take(table, i * side + j, axis=0) for i, y in rows for j, x in columns]
         return functools.reduce(operator.add, corners)
+
+
+def frozen(weights: nnx.State, dtype: DTypeLike) -> nnx.State:
+    """A tower's weights for one that computes in `dtype` and learns nothing: what it multiplies with in that type, which it would
+    round to anyway. Norms and positions stay as they are. Weights may be abstract."""
+
+    def one(path: tuple, variable: nnx.Variable) -> Any:
+        if path[-1] != "kernel":
+            return variable
+        value = variable.get_value()
+        return variable.replace(value.update(dtype=dtype) if isinstance(value, jax.ShapeDtypeStruct) else value.astype(dtype))
+
+    return nnx.map_state(one, weights)
 
 
 def _between_cells(at: Int[Array, "b p"], length: Int[Array, "b p"], side: int) -> list[tuple[Int[Array, "b p"], Float[Array, "b p"]]]:

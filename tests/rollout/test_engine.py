@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+import weakref
 from collections.abc import Iterator
 
 import jax
@@ -14,10 +15,11 @@ import pytest
 from flax import nnx
 
 from models.features import FrameFeatures, FrameSettings
+from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.rope import mrope_positions, next_position
 from paravt_jax.records import Author, Segment, Trajectory, digest
 from rollout.engine import Engine
-from rollout.programs import MOST_STOP_IDS, Pieces, Programs, Rows
+from rollout.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
 from rollout.requests import Request, Sample, SampleStop, Sampling
 from rollout.sampling import Choices
 from rollout.settings import EngineSettings
@@ -1023,6 +1025,49 @@ def test_the_programs_work_on_the_cache_where_it_lies(small_model):
     assert_in_place(programs.prefill, pool, weights, pool, pieces)
     assert_in_place(programs.copy, pool, pool, np.zeros(8, np.int32), np.zeros(8, np.int32))
     assert_in_place(programs.gather, lines, pool, lines, np.zeros(12, np.int32), np.int32(0))
+
+
+def test_a_sleeping_engine_holds_nothing_of_the_device(engine, asked, small_model):
+    """Neither weights nor pages nor lines; awake again it samples the same, compiles nothing, and finds nothing of before."""
+    requests, weights = [asked(n, temperature=0.0) for n in range(8)], nnx.split(small_model.text)[1]
+    before = sampled(engine, requests)
+    ticket = engine.submit(requests[0])
+    with pytest.raises(ValueError, match=r"Engine.sleep: 1 requests have no answer yet; step, or cancel them, first"):
+        engine.sleep()
+    engine.cancel(ticket)
+    pool, lines = engine._runner._pool, jax.tree.leaves(engine._runner._lines)
+    held = [weakref.ref(x) for x in (pool, *lines)]
+    del pool, lines
+    engine.sleep()
+    assert len(held) > 1 and not any(ref() is not None for ref in held) and not engine._weights
+    with pytest.raises(ValueError, match=r"Engine.submit: the engine sleeps, without weights; call load first"):
+        engine.submit(requests[0])
+    compilations, reused = Compilations(), engine.counts.reused_tokens
+    engine.load(weights, version=1)
+    after = sampled(engine, requests[:1])
+    assert engine.counts.reused_tokens == reused
+    after += sampled(engine, requests[1:])
+    assert compilations.count == 0
+    for one, other in zip(before, after, strict=True):
+        assert one.ids.tolist() == other.ids.tolist()
+
+
+def test_a_prefill_reads_a_layer_of_what_is_there_at_a_time(small_model):
+    """Behind much that is there already, one layer's keys and values of it are in memory, not those of all."""
+    config = small_model.config
+    text = dataclasses.replace(config.text, num_hidden_layers=24)
+    model = abstract_model(dataclasses.replace(config, text=text))
+    rows, page, before, length = 8, 8, 1024, 16
+    vectors = 1 + config.vision.levels, text.hidden_size
+    shapes = ((rows, length), (3, rows, length), (rows, length, *vectors), (rows, length), (rows,), (rows,))
+    types = (np.int32, np.int32, np.float32, np.int32, np.int32, np.int32, np.int32)
+    tables = (rows, before // page + pages_of(length, page))
+    pieces = Pieces(*(jax.ShapeDtypeStruct(size, kind) for size, kind in zip((*shapes, tables), types, strict=True)))
+    programs = Programs(model, page, False)
+    pool = jax.ShapeDtypeStruct((24, 130, page, 2 * text.num_key_value_heads, text.head_dim), np.float32)
+    compiled = programs.prefill.lower(nnx.state(model.text), pool, pieces).compile()
+    layer = rows * before * 2 * text.num_key_value_heads * text.head_dim * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 12 * layer
 
 
 def test_ids_that_are_no_words_are_refused(engine, asked):

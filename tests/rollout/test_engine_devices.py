@@ -135,7 +135,7 @@ def main() -> None:
             np.testing.assert_array_equal(sample.ids, other.ids, err_msg=str(shape))
             np.testing.assert_allclose(sample.logprobs, other.logprobs, atol=1e-5, err_msg=str(shape))
         assert engine.counts.prefilled_tokens == one.counts.prefilled_tokens
-        assert bool(engine._runner._lines) is not paged
+        assert bool(engine._runner._lines) is not paged and engine._runner._pool is not None
         for name, array, axis in [("pool", engine._runner._pool, 3)] + [
             (f"line {length}", array, 0) for length, lines in engine._runner._lines.items() for array in jax.tree.leaves(lines)
         ]:

@@ -145,6 +145,9 @@ class Script:
     def load(self, weights: Any, version: int) -> None:
         self.loaded.append(version)
 
+    def sleep(self) -> None:
+        assert not self.waiting
+
     def submit(self, request: Request) -> int:
         ticket = next(self.tickets)
         self.waiting[ticket] = request

@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import train.rl
 import train.rl_batch
 from models.features import FrameFeatures
+from models.qwen3_vl.model import abstract_model
 from models.sharding import make_mesh
 from paravt_jax.grpo import GRPOSettings, Normalisation, advantages, batch_totals
 from paravt_jax.rewards import RewardSettings
@@ -26,6 +28,7 @@ from train.rl import Learner
 from train.rl_batch import RLBatch, as_grpo_batch, deal, lay_out, split
 from train.rl_settings import RLSettings
 from train.rollouts import describe, draw_budgets, require_fresh, roll_out
+from train.step import make_logprobs
 
 TAGS = {Kind.THINK_CLOSE: "</think>", Kind.CALL_OPEN: "<tool_call>", Kind.CALL_CLOSE: "</tool_call>"}  # those that are one token
 
@@ -83,6 +86,23 @@ def test_a_group_shares_its_budget_and_its_question(road, small):
 
 
 # --- steps ---
+
+
+def test_the_reference_waits_on_the_host_in_the_type_that_it_computes_in(road, small):
+    """Where activations are bfloat16, weights are rounded to it before a product or now: the log-probs are the same."""
+    model = abstract_model(road.model.config, dtype=jnp.bfloat16)
+    graph, weights = nnx.split(model.text)[0], road.fresh()
+    learner = Learner(graph, weights, road.model.config, road.run.rl)
+    for kept, trained in zip(jax.tree.leaves(learner.reference), jax.tree.leaves(learner.start.weights), strict=True):
+        assert kept.sharding.memory_kind == "pinned_host" and kept.dtype == jnp.bfloat16 != trained.dtype
+        assert trained.sharding.memory_kind == "device"
+    rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
+    (sequences,), _, _ = lay_out([rollouts], road.scene.features, road.run.rl.shape, None, (0,))
+    logprobs = make_logprobs(graph, road.image, 0.7)
+    on_device = jax.device_put(learner.reference, jax.tree.map(lambda x: x.sharding, weights))
+    exactly: dict[str, str | bool] = {"xla_allow_excess_precision": False}  # else XLA on CPU leaves the rounding out
+    one, other = (logprobs.lower(w, sequences).compile(compiler_options=exactly)(w, sequences) for w in (on_device, weights))
+    np.testing.assert_array_equal(one, other)
 
 
 def test_what_the_engine_samples_is_what_the_update_scores(road, learner, start):

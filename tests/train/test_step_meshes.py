@@ -19,7 +19,7 @@ from flax import nnx
 
 from models.qwen3_vl.config import TextConfig
 from models.qwen3_vl.text import TextDecoder
-from models.sharding import make_mesh, param_shardings, row_devices
+from models.sharding import make_mesh, param_shardings
 from paravt_jax import grpo
 from paravt_jax.grpo import GRPOBatch, GRPOSettings
 from paravt_jax.rewards import RewardSettings
@@ -28,11 +28,12 @@ from train.batch import BatchShape, Sequences
 from train.optimizer import OptimizerSettings, make_optimizer
 from train.packed_batch import Packed, PackedShape
 from train.packed_sft import PackedBatch, PackedSFTSettings, fitted_shape, make_packed_update
-from train.placement import fit, place
+from train.placement import fit, parts_of, place
 from train.rl import fitted_shapes, make_rl_update
 from train.rl_batch import RLBatch
 from train.rl_settings import RLSettings
 from train.sft import SFTBatch, SFTSettings, make_sft_update
+from train.sft import fitted_shapes as fitted_sft_shapes
 from train.step import init_state
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -167,7 +168,7 @@ def sft_step(graph: nnx.GraphDef, weights: Any, mesh: Any, microbatches: int, re
     settings = SFTSettings(1, MAIN, WINDOWS, ADAM, microbatches=microbatches, remat=remat, logprob_chunk=8)
     optimizer = make_optimizer(ADAM, 1)
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
-    shapes = [(shape, fit(shape, row_devices(mesh), microbatches)) for shape in (MAIN, WINDOWS)]
+    shapes = zip((MAIN, WINDOWS), fitted_sft_shapes(settings, mesh), strict=True)
     batch = SFTBatch.of(*(place(sequences(*pair), mesh) for pair in shapes))
     return make_sft_update(graph, optimizer, IMAGE, settings, state)(state, batch)
 
@@ -252,6 +253,28 @@ def test_a_step_is_the_same_on_every_mesh():
 def test_what_does_not_divide_is_padded(shape, devices, parts, groups, prompt):
     fitted = fit(BatchShape(shape[0], shape[1], prompt=30, visual=4, suffix=20), devices, parts)
     assert (fitted.groups, fitted.prompt, fitted.rows, fitted.suffix) == (groups, prompt, shape[1], 20)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "devices", "most", "processes", "parts"),
+    [
+        (((7, 8),), 1, 7, 1, 7),
+        (((7, 8),), 8, 7, 1, 7),  # a group's rows on eight devices: nothing is padded
+        (((7, 8),), 16, 7, 4, 4),
+        (((7, 8),), 16, 3, 1, 2),  # three parts would hold as much each
+        (((7, 8),), 64, 4, 1, 1),  # 64 rows, not four times as many
+        (((7, 8),), 64, 4, 16, 2),  # a group for each process
+        (((6, 4), (5, 1)), 8, 4, 1, 3),
+        (((6, 4), (32, 1)), 16, 2, 1, 2),  # the sub-agents' rows fill two
+    ],
+)
+def test_parts_are_no_more_than_save_memory(shapes, devices, most, processes, parts):
+    batches = [BatchShape(*shape, prompt=30, visual=4, suffix=20) for shape in shapes]
+    assert parts_of(batches, devices, most, processes) == parts
+    assert all(fit(shape, devices, parts).groups % processes == 0 for shape in batches)
+    for shape in batches:  # of each batch a part is as large as it would be in `most` parts, and the whole no larger
+        fewer, more = fit(shape, devices, parts), fit(shape, devices, most)
+        assert fewer.groups // parts == more.groups // most and fewer.groups <= more.groups and fewer.prompt == more.prompt
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ class Measured:
     """What the compiler says of a call. Bytes are of one device, FLOPs of all together, `sent` by each device and kind of collective.
 
     Without `error` the program compiled. Where it ran out of memory, `peak` is what it needs. `read`: bytes of HBM that have to be read;
-    `largest`: what takes most of the temporary memory. `unshared`: FLOPs if every row computed its prompt.
+    `largest`: what takes most of the temporary memory. `offloaded`: bytes that a device has in its host's memory meanwhile. `unshared`:
+    FLOPs if every row computed its prompt.
     """
 
     program: str
@@ -55,6 +56,7 @@ class Measured:
     output: float = 0.0
     alias: float = 0.0
     peak: float = 0.0
+    offloaded: float = 0.0
     flops: float = 0.0
     unshared: float = 0.0
     read: float = 0.0
@@ -132,6 +134,7 @@ def _answers(compiled: Any, folder: pathlib.Path, program: Any) -> dict[str, Any
         "output": output,
         "alias": alias,
         "peak": arguments + temporary + output - alias,
+        "offloaded": memory.host_temp_size_in_bytes,
         "sent": bytes_sent(find_collectives(hlo, program.mesh.size, program.turns)),
     }
 

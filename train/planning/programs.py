@@ -23,7 +23,7 @@ from models.processor import smart_resize
 from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl
 from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.rope import visual_index
-from models.qwen3_vl.vision import frame_layout
+from models.qwen3_vl.vision import frame_layout, frozen
 from models.sharding import MESH_AXES, param_shardings
 from paravt_jax import protocol, tokenizer, world_text
 from rollout.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
@@ -67,9 +67,8 @@ class Plan:
         self.model = abstract_model(self.config, dtype=jnp.dtype(run.model.dtype))
         self.graph, weights = nnx.split(self.model.text)
         self.weights = laid_out(weights, param_shardings(weights, self.mesh))
-        self.residents = {"weights": self.weights, "moments": self._moments()}
-        if run.rl is not None:
-            self.residents["reference"] = self.weights
+        state, batch = self._training_arguments()
+        self.residents = {"weights": self.weights, "moments": state.optimizer, "batch": batch}
         self.residents |= {"engine's weights": self._engine_weights(self.host), "KV pool": self._pool(), "vision tower": self._tower()[1]}
 
     def program(self, name: str) -> Program:
@@ -91,7 +90,9 @@ class Plan:
         state, batch = self._training_arguments()
         pieces = self._prefill("prefill").arguments[2]
         found = {name: float(device_bytes(tree)) for name, tree in self.residents.items()}
-        found |= {f"all {name}": total_bytes(tree) for name, tree in (("state", state), ("batch", batch), ("pieces", pieces))}
+        reference = () if self.run.rl is None else abstract_reference(self.run, self.mesh, self.config).arguments[0]
+        trees = {"state": state, "batch": batch, "pieces": pieces, "reference": reference}
+        found |= {f"all {name}": total_bytes(tree) for name, tree in trees.items()}
         return found | {"prefill rows": float(self.prefill_shape("prefill")[0])}
 
     # --- training ---
@@ -101,22 +102,19 @@ class Plan:
             return abstract_rl_update(self.run, self.mesh, self.config).arguments
         return abstract_sft_update(self.run, self.mesh, self.config).arguments
 
-    def _moments(self) -> Any:
-        return self._training_arguments()[0].optimizer
-
     def _sft(self) -> Program:
         sft = self.run.sft
         assert sft is not None
         pairs = rows_of(sft.main.suffix if isinstance(sft, SFTSettings) else sft.shape.tokens)
-        return self._training("SFT update", abstract_sft_update(self.run, self.mesh, self.config), pairs, ("weights", "moments"))
+        return self._training("SFT update", abstract_sft_update(self.run, self.mesh, self.config), pairs, ("weights", "moments", "batch"))
 
     def _update(self) -> Program:
         update = abstract_rl_update(self.run, self.mesh, self.config)
-        program = self._training("RL update", update, self._pairs(), ("weights", "moments"))
+        program = self._training("RL update", update, self._pairs(), ("weights", "moments", "batch"))
         return dataclasses.replace(program, unshared=self._unshared)
 
     def _reference(self) -> Program:
-        return self._training("reference", abstract_reference(self.run, self.mesh, self.config), self._pairs(), ("reference",))
+        return self._training("reference", abstract_reference(self.run, self.mesh, self.config), self._pairs(), ("batch",))
 
     def _unshared(self) -> float:
         """FLOPs, forward and backward, of the prompts that an update would compute more if every row computed its own.
@@ -221,6 +219,7 @@ class Plan:
     def _tower(self) -> tuple[Any, Any]:
         """The tower on one device of a host, as `models.features` runs it."""
         graph, weights = nnx.split(self.model.vision)
+        weights = frozen(weights, self.model.vision.dtype)
         one = NamedSharding(make_mesh([self.host.devices.flat[0]], (1, 1, 1)), PartitionSpec())
         return graph, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), weights)
 

@@ -12,12 +12,13 @@ from configs.base import Run
 from models.qwen3_vl.config import Qwen3VLConfig, flops_per_token
 from train.batch import BatchShape
 from train.packed_sft import PackedSFTSettings
-from train.placement import fit
+from train.placement import fit, parts_of
 from train.planning.compile import Measured
 from train.planning.programs import mean_context
 from train.planning.topology import Topology
 
 GIB = 2.0**30
+ROLLOUTS = ("vision", "prefill", "prefill after", "decode")  # programs that run while the engine is awake, each on one host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,22 +50,47 @@ class Limit:
 
 
 def held_together(measured: Measured, residents: dict[str, float]) -> Together:
-    """Residents that the program is not given lie beside it: today nothing is freed between the phases of a step, and the engine has its
-    old weights until the new ones are there."""
-    return Together(measured.program, measured.peak, {name: size for name, size in residents.items() if name not in measured.given})
+    """Residents of the program's phase that it is not given lie beside it. The engine sleeps from the last rollout until the new weights
+    are there, and there is a batch meanwhile."""
+    away = {"batch"} if measured.program in ROLLOUTS else {"engine's weights", "KV pool"}
+    there = {name: size for name, size in residents.items() if name not in away}
+    return Together(measured.program, measured.peak, {name: size for name, size in there.items() if name not in measured.given})
+
+
+def rollouts_at_once(run: Run, topology: Topology) -> tuple[int, int, int]:
+    """Of the host that has most prompts: its rollouts of a step, how many of them have slots and pages at a time where all are as long as
+    they may be, and the pages that as many as have slots would take. A group's prompt is on its pages once."""
+    engine = run.engine
+    if run.rl is None:
+        return engine.slots, engine.slots, engine.pages
+    prompts = -(-run.rl.shape.groups // topology.hosts)
+    rows, own = prompts * run.rl.shape.rows, -(-run.protocol.trajectory_tokens // engine.page) + 1
+    shared = prompts * -(-run.rl.shape.prompt // engine.page)
+    most = min(rows, engine.slots)
+    return rows, max(1, min(most, (engine.pages - shared) // own)), shared + most * own
+
+
+def pages_advice(run: Run, topology: Topology, free: float, page: float) -> list[str]:
+    """Where more pages would let more rollouts run at once, and `free` bytes of a device have room for these; `page`: bytes of one."""
+    rows, at_once, pages = rollouts_at_once(run, topology)
+    if pages <= run.engine.pages or (pages - run.engine.pages) * page > free:
+        return []
+    return [
+        f"decode: engine.pages = {run.engine.pages}; of a host's {rows} rollouts, all as long as they may be, {at_once} run at once. "
+        f"{pages} pages would hold {min(rows, run.engine.slots)}, and {free / GIB:.2f} GiB are free"
+    ]
 
 
 def calls_of(run: Run, topology: Topology, prefill_rows: int) -> dict[str, int]:
     """How often each program runs in a step of RL, on the host that has most of it: prompts are shared out over hosts."""
     if run.rl is None:
         return {"SFT update": 1}
-    shape, engine, hosts = run.rl.shape, run.engine, topology.hosts
-    prompts = -(-shape.groups // hosts)
-    rows = -(-prompts * shape.rows // engine.slots)
+    engine, prompts = run.engine, -(-run.rl.shape.groups // topology.hosts)
+    rows, at_once, _ = rollouts_at_once(run, topology)
     return {
         "vision": -(-prompts * max(run.rl.frame_budgets) // run.frames.batch),
         "prefill": -(-prompts // prefill_rows),
-        "decode": rows * -(-run.protocol.trajectory_tokens // engine.steps),
+        "decode": -(-rows // at_once) * -(-run.protocol.trajectory_tokens // engine.steps),
         "reference": 1,
         "RL update": 1,
         "weight sync": 1,
@@ -73,8 +99,7 @@ def calls_of(run: Run, topology: Topology, prefill_rows: int) -> dict[str, int]:
 
 def decode_read(run: Run, topology: Topology, sizes: dict[str, float]) -> float:
     """Bytes of HBM that a device reads in a call of decoding: for every token all weights, and what its host's rollouts have on pages."""
-    engine = run.engine
-    rows = engine.slots if run.rl is None else min(engine.slots, -(-run.rl.shape.groups // topology.hosts) * run.rl.shape.rows)
+    engine, rows = run.engine, rollouts_at_once(run, topology)[1]
     token = sizes["KV pool"] / ((engine.pages + 1) * engine.page)
     return engine.steps * (sizes["engine's weights"] + rows * mean_context(run) * token)
 
@@ -119,12 +144,14 @@ def tokens_of(run: Run) -> int:
     return sum(shape.groups * (shape.prompt + shape.rows * shape.suffix) for shape in shapes_of(run))
 
 
-def padding_advice(run: Run, mesh: tuple[int, int, int]) -> list[str]:
+def padding_advice(run: Run, topology: Topology, mesh: tuple[int, int, int]) -> list[str]:
     """Where the mesh pads an update's rows by more than an eighth: how many, and how many micro-batches pad less."""
     if run.rl is None:
         return []
-    shape, parts = run.rl.shape, run.rl.microbatches
-    rows = {n: fit(shape, mesh[0] * mesh[1], n).groups * shape.rows for n in range(1, parts + 1)}
+    shape, devices = run.rl.shape, mesh[0] * mesh[1]
+    parts = parts_of((shape,), devices, run.rl.microbatches, topology.hosts)
+    rows = {n: fit(shape, devices, n).groups * shape.rows for n in range(1, parts + 1)}
+    rows = {n: count for n, count in rows.items() if count // shape.rows % topology.hosts == 0}
     best = max((n for n in rows if rows[n] == min(rows.values())), default=parts)
     if rows[parts] * 8 <= shape.groups * shape.rows * 9 or best == parts:
         return []
@@ -137,14 +164,16 @@ def padding_advice(run: Run, mesh: tuple[int, int, int]) -> list[str]:
 def host_memory(run: Run, topology: Topology, arrays: dict[str, float]) -> dict[str, float]:
     """Bytes that one host's process needs beside its programs and libraries.
 
-    `arrays`: bytes over all devices of `batch`, of the `state` that a checkpoint copies before it is written, and of one call's `pieces`
-    of prefill.
+    `arrays`: bytes over all devices of `batch`, of the `state` that a checkpoint copies before it is written, of the `reference`, and of
+    one call's `pieces` of prefill; and what updates leave on hosts, `offloaded` (`rl.remat`, `sft.remat`).
     """
     return {
         "store of frames' features (frames.cache_mib)": run.frames.cache_mib * 2.0**20,
         "its share of the batch": arrays["batch"] / topology.hosts,
         "its share of a checkpoint in flight": arrays["state"] / topology.hosts,
+        "its share of the reference": arrays["reference"] / topology.hosts,
         "one call's pieces of prefill": arrays["pieces"],
+        "layers' inputs (remat offload)": arrays["offloaded"] / topology.hosts,
     }
 
 
@@ -159,18 +188,19 @@ def held(together: Together, measured: Measured, limit: float) -> list[str]:
 
 def remedies(programs: set[str], run: Run, pool: float) -> list[str]:
     """Fields that would free some memory of these programs, which do not fit; `pool`: bytes of the pool on a device."""
-    pages = run.engine.pages
-    found = [f"engine.pages = {pages}: {pages // 2} would free {pool / 2 / GIB:.2f} GiB, and hold half as many rollouts at once"]
+    pages, found = run.engine.pages, []
+    if programs & {*ROLLOUTS}:
+        found.append(f"engine.pages = {pages}: {pages // 2} would free {pool / 2 / GIB:.2f} GiB, and hold half as many rollouts at once")
     if any(program.startswith("prefill") for program in programs):
         found.append(f"engine.read_tokens = {run.engine.read_tokens}: with fewer, fewer rows of a prefill read what is there already")
     if "RL update" in programs and run.rl is not None:
         rl = run.rl
         if rl.microbatches < rl.shape.groups:
-            found.append(f"rl.microbatches = {rl.microbatches}: more parts have fewer rows at a time, and may pad more")
+            found.append(f"rl.microbatches = {rl.microbatches}: more parts have fewer rows at a time, down to one a device")
         if rl.logprob_chunk is None or rl.logprob_chunk > 128:
             found.append(f"rl.logprob_chunk = {rl.logprob_chunk}: 128 holds fewer scores of the vocabulary")
-        if rl.remat not in ("full", "offload"):
-            found.append(f"rl.remat = {rl.remat!r}: 'full' keeps nothing but layers' inputs")
+        if rl.remat != "offload":
+            found.append(f"rl.remat = {rl.remat!r}: 'full' keeps nothing but layers' inputs, 'offload' keeps those on the host")
         if rl.optimizer.moment_dtype == "float32":
             found.append("rl.optimizer.moment_dtype = 'float32': 'bfloat16' halves the first moment")
-    return [*found, "--topology: a slice of more chips; weights, moments and reference are cut over all of them"]
+    return [*found, "--topology: a slice of more chips; weights and moments are cut over all of them"]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 GIB = 2.0**30
+AIM = 1.3  # an update's work is to be at most so many times what it is worth
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -111,11 +112,18 @@ def _sums(plan: dict[str, Any]) -> str:
     work = plan["work"]
     if work:
         lines.append(
-            f"An update is worth {work['model'] / 1e15:.2f} PFLOP (6 N D and attention, prompts once); the program does "
-            f"{work['done'] / 1e15:.2f}, {work['done'] / work['model']:.2f} times as much. Prompts once for their group save "
-            f"{work['saved'] / 1e15:.2f} PFLOP of {work['apart'] / 1e15:.2f}."
+            f"An update is worth {work['model'] / 1e15:.2f} PFLOP (6 N D and attention, prompts once), and {work['full remat'] / 1e15:.2f} "
+            f"where the forward pass is made again (8 N D and attention, full remat). The program does {work['done'] / 1e15:.2f}: "
+            f"{_ratio(work, 'model')} and {_ratio(work, 'full remat')}. Prompts once for their group save {work['saved'] / 1e15:.2f} PFLOP "
+            f"of {work['apart'] / 1e15:.2f}."
         )
     return "\n".join(f"- {line}" for line in lines)
+
+
+def _ratio(work: dict[str, float], name: str) -> str:
+    """How many times as much as that is done, and whether this is within the aim."""
+    times = work["done"] / work[name]
+    return f"{times:.2f} times the {'first' if name == 'model' else 'second'} ({'within' if times <= AIM else 'not within'} {AIM})"
 
 
 def _listed(sizes: dict[str, float]) -> str:
