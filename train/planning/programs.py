@@ -33,7 +33,7 @@ from train.batch import Sequences
 from train.planning.flops import Pairs, causal, count_flops, every, rows_of
 from train.session import model_config
 from train.sft import SFTSettings
-from train.weight_sync import host_mesh, make_sync
+from train.weight_sync import host_mesh, make_sync, sampler_devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +62,12 @@ class Plan:
 
     def __init__(self, run: Run, devices: list[Any], host: list[Any], mesh: tuple[int, int, int]):
         self.run, self.config = run, planned_config(run)
-        self.mesh, self.host = make_mesh(devices, mesh), make_mesh(host, (1, 1, len(host)))
-        self.hosts = host_mesh(self.mesh, len(host))
+        self.mesh = make_mesh(devices, mesh)
         self.model = abstract_model(self.config, dtype=jnp.dtype(run.model.dtype))
         self.graph, weights = nnx.split(self.model.text)
         self.weights = laid_out(weights, param_shardings(weights, self.mesh))
+        each = sampler_devices(self.weights, len(host))
+        self.host, self.hosts = make_mesh(host[:each], (1, 1, each)), host_mesh(self.mesh, each)
         state, batch = self._training_arguments()
         self.residents = {"weights": self.weights, "moments": state.optimizer, "batch": batch}
         self.residents |= {"engine's weights": self._engine_weights(self.host), "KV pool": self._pool(), "vision tower": self._tower()[1]}
