@@ -89,6 +89,11 @@ class Run:
     checkpoints: CheckpointSettings = CheckpointSettings()
     hosts: HostSettings = HostSettings()
 
+    @property
+    def samples(self) -> bool:
+        """Whether it plays episodes, in RL or to evaluate; else there is no engine, and its memory is the update's."""
+        return self.rl is not None or self.data is None or self.data.heldout > 0
+
     def __post_init__(self):
         if self.seed < 0:
             raise ValueError(f"seed: {self.seed}; give 0 or more")

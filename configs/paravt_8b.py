@@ -5,6 +5,7 @@ from __future__ import annotations
 from configs.base import MeshSettings, ModelSettings, Run
 from paravt_jax.grpo import GRPOSettings
 from paravt_jax.rewards import RewardSettings
+from rollout.evaluate import EvaluationSettings
 from rollout.settings import EngineSettings
 from train.batch import BatchShape
 from train.optimizer import OptimizerSettings
@@ -40,6 +41,8 @@ def paravt_8b() -> Run:
         data=DataSettings(),
         mesh=MeshSettings(fsdp=16),
         engine=ENGINE,
+        # Before and after: the paper's splits are `rollout.evaluate`'s.
+        evaluation=EvaluationSettings(samples=1, frames=(16, 64), dispatch=("parallel",), temperatures=(0.7,)),
         rl=RLSettings(
             steps=54,
             shape=BatchShape(groups=7, rows=8, prompt=PROMPT, visual=VISUAL, suffix=8192),

@@ -8,6 +8,7 @@ ahead or not.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import os
 import threading
@@ -93,7 +94,8 @@ class FrameReader:
         with self._lock:
             futures = list(self._asked.get(str(path), ()))
         for future in futures:
-            return _result(str(path), future).info
+            with contextlib.suppress(IndexError):  # who asks for frames that are not there is told so by `read`
+                return _result(str(path), future).info
         return _result(str(path), self._late(str(path), ())).info
 
     def read(self, path: str | os.PathLike, indices: Sequence[int] | Int64[np.ndarray, " m"]) -> UInt8[np.ndarray, "m h w 3"]:
@@ -101,8 +103,12 @@ class FrameReader:
         wanted = [int(n) for n in indices]
         with self._lock:
             futures = self._asked.pop(str(path), [])
-        for future in futures:
-            found = _result(str(path), future)
+        for future in list(futures):
+            try:
+                found = _result(str(path), future)
+            except IndexError:  # somebody's frames are not there; a late reading says whether these are
+                futures.remove(future)
+                continue
             if set(wanted) <= set(found.indices):
                 futures.remove(future)
                 with self._lock:

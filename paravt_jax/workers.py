@@ -107,7 +107,13 @@ class _Process:
         # The child takes its modules from where this process takes them.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(results.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(), results.fileno()), env=environment, stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command,
+            pass_fds=(theirs.fileno(), results.fileno()),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a signal to the group does not meet it before it listens
+        )
         theirs.close()
         results.close()
         self._to.send_bytes(function)
@@ -146,7 +152,8 @@ def _pipe() -> tuple[Connection, Connection]:
 
 def _work(calls: Connection, results: Connection) -> None:
     """A process's whole life: it ends when its parent has."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; what is to end is the parent's to say
+    for number in (signal.SIGINT, signal.SIGTERM):  # both may reach a whole group or job; what is to end is the parent's to say
+        signal.signal(number, signal.SIG_IGN)
     function = pickle.loads(calls.recv_bytes())
     results.send_bytes(b"")
     while True:

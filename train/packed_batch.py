@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from flax import struct
@@ -45,30 +46,37 @@ class Packed:
     visual: Float[np.ndarray, "b m c d"]
 
 
+class Rendered(NamedTuple):
+    """A conversation as the trainer sees it. `vectors` are its frames' as `FrameFeatures` has them: a row may have more than its store
+    keeps, so they are asked for once."""
+
+    trajectory: Trajectory
+    vectors: Float[np.ndarray, "m c d"] | None
+
+
 def render_rows(
     rows: Sequence[Sequence[Conversation]], protocol: Protocol, features: FrameFeatures
-) -> tuple[list[list[Trajectory]], dict[str, VideoError]]:
-    """The rows' conversations as trajectories whose frames are encoded, and why those are missing, by id, of which a file could not be
-    read. Their place is padding.
+) -> tuple[list[list[Rendered]], dict[str, VideoError]]:
+    """The rows' conversations with their encoded frames, and why those are missing, by id, of which a file could not be read or is not
+    what was prepared any more. Their place is padding.
     """
-    rendered: list[list[Trajectory]] = []
+    rendered: list[list[Rendered]] = []
     missing: dict[str, VideoError] = {}
     for row in rows:
-        trajectories = []
+        found = []
         for conversation in row:
             try:
                 trajectory = protocol.conversation(conversation, lambda clip: features.tokens(clip.path))
-                if trajectory.frames:
-                    features(trajectory.frames)
+                if conversation.tokens not in (0, len(trajectory.ids)):
+                    raise VideoError(conversation.clips[0].path, "its frames have another size than when it was prepared")
+                found.append(Rendered(trajectory, features(trajectory.frames) if trajectory.frames else None))
             except VideoError as error:
                 missing[conversation.id] = error
-                continue
-            trajectories.append(trajectory)
-        rendered.append(trajectories)
+        rendered.append(found)
     return rendered, missing
 
 
-def build_packed(rows: Sequence[Sequence[Trajectory]], features: FrameFeatures, shape: PackedShape) -> Packed:
+def build_packed(rows: Sequence[Sequence[Rendered]], features: FrameFeatures, shape: PackedShape) -> Packed:
     """Arrays of `rows`; missing rows are padding. Raises ValueError for what does not fit the shape."""
     config = features.config
     batch = Packed(
@@ -80,16 +88,15 @@ def build_packed(rows: Sequence[Sequence[Trajectory]], features: FrameFeatures, 
     )
     _check(len(rows), shape.rows, "rows")
     for r, row in enumerate(rows):
-        _check(sum(len(trajectory.ids) for trajectory in row), shape.tokens, "tokens")
+        _check(sum(len(trajectory.ids) for trajectory, _ in row), shape.tokens, "tokens")
         at = seen = 0
-        for segment, trajectory in enumerate(row, 1):
+        for segment, (trajectory, vectors) in enumerate(row, 1):
             part = slice(at, at + len(trajectory.ids))
             grids = [features.grid(frame.video) for frame in trajectory.frames]
             batch.ids[r, part], batch.segments[r, part] = trajectory.ids, segment
             batch.positions[:, r, part] = mrope_positions(trajectory.ids, grids, config)
             batch.sampled[r, part] = trajectory.authors == Author.MODEL
-            if grids:
-                vectors = features(trajectory.frames)
+            if vectors is not None:
                 _check(seen + len(vectors), shape.visual, "visual")
                 batch.visual[r, seen : seen + len(vectors)] = vectors
                 seen += len(vectors)

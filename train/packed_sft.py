@@ -28,9 +28,9 @@ from paravt_jax.protocol import Protocol
 from train import hosts
 from train.optimizer import OptimizerSettings, make_optimizer, require_counts
 from train.packed_batch import Packed, PackedShape, build_packed, render_rows
-from train.placement import cut, fit_rows, own_rows, place
+from train.placement import cut, fit_rows, own_rows, parts_of_rows, place
 from train.published_data import PublishedData, row_stream
-from train.step import Loss, Program, TrainState, init_state, make_update
+from train.step import Loss, Program, TrainState, init_state, make_update, mesh_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PackedSFTSettings:
     optimizer: OptimizerSettings
     save_every: int = 100
     microbatches: int = 1
-    """Parts in which an update is computed, each of whole rows (missing ones are padding); the loss is the same."""
+    """Most parts in which an update is computed, each of whole rows: fewer where they would hold less than a row a device."""
     remat: Remat = "none"
     """As of `train.sft.SFTSettings`."""
     logprob_chunk: int | None = None
@@ -98,14 +98,19 @@ def make_packed_update(
     graph: nnx.GraphDef, optimizer: optax.GradientTransformation, image_token_id: int, settings: PackedSFTSettings, state: TrainState
 ) -> Program:
     """The update of the packed cold start, `f(state, PackedBatch) -> (state, metrics)`."""
-    parts = settings.microbatches
+    parts = parts_of_rows(settings.shape, _devices(mesh_of(state.weights)), settings.microbatches)
     cut = (lambda batch: split(batch, parts)) if parts > 1 else None
     return make_update(graph, optimizer, packed_loss(image_token_id, settings.remat, settings.logprob_chunk), state, cut)
 
 
 def fitted_shape(settings: PackedSFTSettings, mesh: Mesh) -> PackedShape:
     """The shape of a step's rows with the padding that the mesh wants."""
-    return fit_rows(settings.shape, row_devices(mesh), settings.microbatches)
+    devices = _devices(mesh)
+    return fit_rows(settings.shape, devices, parts_of_rows(settings.shape, devices, settings.microbatches))
+
+
+def _devices(mesh: Mesh | None) -> int:
+    return 1 if mesh is None else row_devices(mesh)
 
 
 class PackedCourse:
@@ -144,9 +149,12 @@ class PackedCourse:
         rendered, missing = render_rows(mine, self._protocol, self._features)
         for error in missing.values():
             self._features.unreadable[error.path.removeprefix(f"{self._features.root}/")] = error.reason
-        shape = own_rows(fitted_shape(self._settings, self._mesh))
-        packed: Packed = place(build_packed(rendered, self._features, shape), self._mesh)
-        return PackedBatch.of(packed), (packed,), {"missing": float(sum(hosts.gather(len(missing))))}
+        own = build_packed(rendered, self._features, own_rows(fitted_shape(self._settings, self._mesh)))
+        counts = hosts.gather((len(missing), int(own.sampled.sum())))
+        if not any(tokens for _, tokens in counts):
+            raise ValueError(f"sft: a step has no conversation whose files can be read; check the data root {self._data.root}")
+        packed: Packed = place(own, self._mesh)
+        return PackedBatch.of(packed), (packed,), {"missing": float(sum(count for count, _ in counts))}
 
     def get_state(self) -> dict[str, Any]:
         return self._rows.get_state()

@@ -71,6 +71,11 @@ def _groups(shape: BatchShape, devices: int, parts: int) -> int:
     return groups
 
 
+def parts_of_rows(shape: PackedShape, devices: int, most: int) -> int:
+    """In how many micro-batches packed rows are computed: at most as many as give each device a row."""
+    return min(most, -(-shape.rows // devices))
+
+
 def fit_rows(shape: PackedShape, devices: int, microbatches: int = 1) -> PackedShape:
     """The shape with so many rows more that each micro-batch lies evenly over `devices` devices."""
     each = devices * microbatches

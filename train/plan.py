@@ -41,8 +41,9 @@ def plan(run: Run, topology: Topology, mesh: tuple[int, int, int], measured: dic
     calls = step.calls_of(run, topology, int(sizes["prefill rows"]))
     phases = [step.limit(measured[name], count, topology) for name, count in calls.items() if name in measured and not measured[name].error]
     complete = complete and set(calls) <= set(measured)
-    arrays = {name: sizes[f"all {name}"] for name in ("batch", "state", "reference", "pieces")}
+    arrays = {name: sizes[f"all {name}"] for name in ("batch", "state", "reference", "pieces", "tower")}
     arrays["offloaded"] = max(m.offloaded for m in measured.values()) * topology.devices
+    pool = residents.get("KV pool", 0.0)
     lacking = [together for together in beside if together.total > hbm]
     return {
         "name": run.name,
@@ -67,8 +68,8 @@ def plan(run: Run, topology: Topology, mesh: tuple[int, int, int], measured: dic
             *step.padding_advice(run, topology, mesh),
             *(f"{m.program}: {m.error}" for m in measured.values() if m.error and not m.peak),
             *(line for together in lacking for line in step.held(together, measured[together.program], hbm)),
-            *(step.remedies({together.program for together in lacking}, run, residents["KV pool"]) if lacking else []),
-            *step.pages_advice(run, topology, _free(beside, hbm), residents["KV pool"] / (run.engine.pages + 1)),
+            *(step.remedies({together.program for together in lacking}, run, pool, topology, mesh[0] * mesh[1]) if lacking else []),
+            *step.pages_advice(run, topology, _free(beside, hbm), pool / (run.engine.pages + 1)),
         ],
     }
 

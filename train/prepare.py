@@ -110,7 +110,7 @@ def _published(run: Run, settings: DataSettings, folder: pathlib.Path, check: Ca
         windows=(),
         captions=(),
         videos=summary["kept"],
-        unreadable={},
+        unreadable=json.loads((folder / UNREADABLE).read_text()) if (folder / UNREADABLE).exists() else {},
         published=data,
     )
 

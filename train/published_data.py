@@ -22,6 +22,7 @@ from models.features import FrameSettings
 from models.qwen3_vl.config import VisionConfig
 from models.weights.folder import local_folder
 from paravt_jax import preparation, sources
+from paravt_jax.atomic import write_atomically
 from paravt_jax.frames import FrameReader, ReaderSettings
 from paravt_jax.loader import Ahead, stream
 from paravt_jax.packing import Packing, pack
@@ -49,7 +50,8 @@ class DataSettings:
     row_tokens: int = 8192
     """Length of a packed row; a longer conversation is left out."""
     heldout: int = 64
-    """Questions, and all others on their videos, that are not trained on: the run's own evaluation asks them."""
+    """Questions, and all others on their videos, that RL does not train on: the run's own evaluation asks them. A cold start may have
+    seen the videos."""
     workers: int = 0
     """Processes that prepare, and that read frames; 0: one a core."""
     deadline: float = 60.0
@@ -122,7 +124,7 @@ def prepare_published(
     reading = dataclasses.replace(reading, root=str(root.resolve()))
     tell = _teller("prepare rows", "row", check)
     summary = preparation.prepare(tables, folder, reading, workers=settings.processes, deadline=settings.deadline, tell=tell)
-    known.write_text(asked)
+    write_atomically(known, asked)
     return summary
 
 
@@ -136,7 +138,7 @@ def open_published(settings: DataSettings, seed: int) -> PublishedData:
     order = np.random.default_rng([seed, 0x9AC4]).permutation(len(prepared.lengths))
     packing = pack([prepared.lengths[n] for n in order], settings.row_tokens)
     rows = tuple(tuple(int(order[n]) for n in row) for row in packing.rows)
-    packing = dataclasses.replace(packing, rows=rows, left_out=tuple(int(order[n]) for n in packing.left_out))
+    packing = dataclasses.replace(packing, rows=rows)
     return PublishedData(prepared.root, questions, heldout, prepared.conversations, packing, prepared.summary, prepared.digest)
 
 
@@ -188,9 +190,11 @@ def _hold_out(questions: tuple[Question, ...], count: int) -> tuple[tuple[Questi
         by_video[question.video].append(question)
     kept, heldout = dict(by_video), []
     for video in sorted(by_video, key=lambda path: hashlib.sha256(path.encode()).digest()):
-        if len(heldout) >= count or len(kept) == 1:
+        if len(heldout) >= count:
             break
         heldout += kept.pop(video)
+    if questions and not kept:
+        raise ValueError(f"data.heldout: {count} of {len(questions)} questions, which leaves none to train on; hold fewer out")
     return tuple(question for question in questions if question.video in kept), tuple(heldout)
 
 

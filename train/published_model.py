@@ -15,8 +15,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from models.qwen3_vl.config import Qwen3VLConfig, from_hf, qwen3_vl, tiny
-from models.weights.folder import CONFIG, local_folder, read_companions
+from models.weights.folder import CONFIG, local_folder, read_companions, weights_files
 from paravt_jax import tokenizer
+from paravt_jax.atomic import write_atomically
 from paravt_jax.tokenizer import Vocabulary
 from rollout.evaluation.origin import weights_hash
 from train import hosts
@@ -36,6 +37,11 @@ def config_of(path: str, size: str) -> Qwen3VLConfig:
     return found
 
 
+def require_weights(path: str) -> None:
+    """Fetches the weights where `path` is a hub id. FileNotFoundError where there are none: it is known before data is prepared."""
+    weights_files(local_folder(path))
+
+
 def check_vocabulary(config: Qwen3VLConfig, vocabulary: Vocabulary, path: str) -> None:
     """Raises ValueError where a tokenizer has words that the model has no rows for, or another id for a token of frames."""
     if vocabulary.size > config.text.vocab_size:
@@ -53,8 +59,12 @@ def check_vocabulary(config: Qwen3VLConfig, vocabulary: Vocabulary, path: str) -
 
 
 def fingerprint(path: str) -> str:
-    """Of the weights, by their content: what another checkpoint under the same name does not share. The first process's is everyone's."""
-    return hosts.from_first(lambda: weights_hash(local_folder(path)))
+    """Of the weights, by their content: what another checkpoint under the same name does not share. The first process reads it all; of
+    the others' copies it is compared what says which they are. ValueError where they differ."""
+    folder = local_folder(path)
+    hosts.require_same(f"model.path: {path}, its files", {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))})
+    hosts.require_same(f"model.path: {path}, its {CONFIG}", (folder / CONFIG).read_text())
+    return hosts.from_first(lambda: weights_hash(folder))
 
 
 def on_host(weights: Any) -> Any:
@@ -69,4 +79,4 @@ def copy_tokenizer(source: str, target: pathlib.Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for name in sorted(files, key=lambda name: name == tokenizer.FILE):
         if not (target / tokenizer.FILE).exists():
-            (target / name).write_bytes(files[name])
+            write_atomically(target / name, files[name].decode())

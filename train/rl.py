@@ -148,7 +148,8 @@ class Learner:
             on_rollouts(mine, multihost_utils.process_allgather(advantages, tiled=True))
         state, updated = self._update(state, RLBatch(placed, batch, advantages, totals))
         metrics = {name: float(value) for name, value in (figures | updated).items()}
-        engine.load(self.sync(state.weights), number + 1)
+        # The engine takes its pages back when what the sync needs beside them is gone.
+        engine.load(jax.block_until_ready(self.sync(state.weights)), number + 1)
         clock.append(time.perf_counter())
         spans = dict(zip(("rollout", "data", "reference", "update"), np.diff(clock), strict=True))
         metrics |= {"groups/silent": metrics.pop("silent_groups"), "logprob_gap": metrics.pop("behaviour_gap"), "staleness": float(stale)}

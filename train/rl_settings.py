@@ -29,7 +29,7 @@ class RLSettings:
     """Room for sub-agents' turns, one a group, where these are trained too, with what their episode earned; None: main agents alone."""
     microbatches: int = 1
     """Most parts in which an update is computed, each of whole groups (missing ones are padding); the loss is the same. There are fewer
-    where parts of so few rows would be padded: every device computes at least one."""
+    where parts of so few rows would be padded, every device computes at least one; more where only that gives each process whole groups."""
     max_staleness: int = 2
     """Updates that a rollout's weights may be behind those that learn from it."""
     save_every: int = 10

@@ -50,6 +50,13 @@ def rollout_file_name(process: int = 0, processes: int = 1) -> str:
     return f"rollouts-{process}-of-{processes}.json"
 
 
+def forget_others(folder: pathlib.Path, processes: int) -> None:
+    """Removes what runs of another number of processes have left: it may be of the same step, and of other weights, up to rounding."""
+    for file in folder.glob("rollouts-*-of-*.json"):
+        if not file.stem.endswith(f"-of-{processes}"):
+            file.unlink()
+
+
 class RolloutFile:
     """The episodes of one step in `path`. `first` is the number of updates behind the weights that a process starts from."""
 

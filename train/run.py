@@ -27,7 +27,7 @@ from train.interrupts import Interrupts, Stopped
 from train.metrics import MetricsWriter, SilentMetrics, format_seconds, read_metrics
 from train.placement import require_even
 from train.prepare import UnreadableVideosError, prepare
-from train.published_model import config_of
+from train.published_model import config_of, require_weights
 from train.report import write_report
 from train.run_directory import RunDirectory, RunDirectoryError, as_json, take_over
 from train.session import Session
@@ -52,7 +52,8 @@ def execute(run: Run, interrupts: Interrupts | None = None) -> pathlib.Path:
     hosts.require_same("the run's settings", settings)
     require_even(make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor))  # refuses what is not there before any work on data
     if run.model.path:
-        config_of(run.model.path, run.model.size)  # and weights of another size
+        config_of(run.model.path, run.model.size)  # and weights of another size, or none
+        require_weights(run.model.path)
     with contextlib.ExitStack() as stack:
         with hosts.one_after_another():
             if hosts.is_first():
@@ -64,6 +65,8 @@ def execute(run: Run, interrupts: Interrupts | None = None) -> pathlib.Path:
             kept = "stopped while preparing the data; finished videos are kept"
             # The first one works, and stops for all; the others find what it made, and stop with it at the next step.
             data = prepare(run, folder, (lambda: interrupts.check_alone(kept)) if hosts.is_first() else lambda: None)
+        if data.published is not None:
+            hosts.require_same(f"data.folder: {run.data.folder if run.data else ''}, the prepared set", data.published.digest)
         clock = stack.enter_context(_Clock(folder / "seconds.json"))
         if hosts.is_first():
             metrics = MetricsWriter(folder, log.tensorboard, log.wandb, log.wandb_project, settings)

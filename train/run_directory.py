@@ -26,9 +26,9 @@ class RunDirectoryError(RuntimeError):
 class RunDirectory:
     """`path`, made if need be, locked for this process until `close`, and known to belong to `config`.
 
-    `resumed` tells whether the folder already held this configuration. `config` is what JSON can hold: dicts with text keys,
-    lists, numbers, text, None; its MAY_CHANGE may have become others, and are then written anew. The lock dies with the process, however
-    it dies. In a run over several hosts one process takes it.
+    `config` is what JSON can hold: dicts with text keys, lists, numbers, text, None; its MAY_CHANGE may have become others, and are then
+    written anew, as is all of it where nothing has been made yet. The lock dies with the process, however it dies. In a run over several
+    hosts one process takes it.
 
     Raises RunDirectoryError if another process holds the folder, if it holds another configuration (every differing field is
     listed), if it holds files of something else, or if it cannot be written; TypeError if `config` is not JSON.
@@ -41,7 +41,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(self.path)
             try:
-                self.resumed = self._claim(wanted)
+                self._claim(wanted)
             except BaseException:
                 self.close()
                 raise
@@ -58,8 +58,8 @@ class RunDirectory:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _claim(self, wanted: dict[str, Any]) -> bool:
-        """Compares with the configuration that is there (True), or writes it (False)."""
+    def _claim(self, wanted: dict[str, Any]) -> None:
+        """Compares with the configuration that is there, or writes it."""
         file = self.path / _CONFIG
         if not file.exists():
             strangers = sorted(entry.name for entry in self.path.iterdir() if entry.name not in (_LOCK, _UNFINISHED))
@@ -69,11 +69,14 @@ class RunDirectory:
                     "Name a new or an empty folder."
                 )
             write_atomically(file, json.dumps(wanted, indent=1) + "\n")
-            return False
+            return
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise RunDirectoryError(f"{file} is damaged ({error}): delete {self.path}, or name another --run-dir.") from error
+        if all(entry.name in (_CONFIG, _LOCK, _UNFINISHED) for entry in self.path.iterdir()):  # a start that was refused is no run
+            write_atomically(file, json.dumps(wanted, indent=1) + "\n")
+            return
         if lines := differences(identity(found), identity(wanted)):
             raise RunDirectoryError(
                 f"--run-dir {self.path} holds a run of another configuration (there -> asked for):\n  "
@@ -82,7 +85,6 @@ class RunDirectory:
             )
         if found != wanted:
             write_atomically(file, json.dumps(wanted, indent=1) + "\n")
-        return True
 
 
 # Settings that may be others when a run goes on: whether it does, on which devices, and what stays on disk; not what is computed.

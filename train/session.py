@@ -57,7 +57,7 @@ from train.published_data import open_reader, question_stream
 from train.published_model import check_vocabulary, config_of, fingerprint, on_host
 from train.rl import Learner
 from train.rl_settings import RLSettings
-from train.rollout_file import RolloutFile, rollout_file_name
+from train.rollout_file import RolloutFile, forget_others, rollout_file_name
 from train.rollouts import Rollouts, draw_budgets
 from train.run_directory import cold_start_identity, identity
 from train.sft import Course, SFTSettings
@@ -149,17 +149,12 @@ class Session:
         source = self.reader or video
         self.features = FrameFeatures(self.model.vision, self.config, self.run.frames, self.data.root, source=source)
         self.scene = Scene(self.protocol, self.features)
-        if self.samples:
+        if self.run.samples:
             self.sync = WeightSync(self.weights, self.model.text.dtype)
             nnx.update(self.model.text, self.sync(self.weights))
             self.engine = Engine(self.model, self.features, self.run.engine)
             self.engine.sleep()
         nnx.update(self.model.text, jax.eval_shape(lambda: nnx.state(self.model.text)))  # its weights are `self.weights` now
-
-    @property
-    def samples(self) -> bool:
-        """Whether this run plays episodes; else there is no engine, and its memory is the update's."""
-        return self.run.rl is not None or self.data.published is None or bool(self.data.heldout)
 
     def close(self) -> None:
         """Ends the processes that read frames, at once."""
@@ -199,7 +194,7 @@ class Session:
     def _wake(self, version: int) -> None:
         """The weights as they are now into the engine. What it has goes first: new weights beside old ones may be too much."""
         self.engine.sleep()
-        self.engine.load(self.sync(self.weights), version)
+        self.engine.load(jax.block_until_ready(self.sync(self.weights)), version)
 
     def evaluate(self, name: str) -> list[dict[str, Any]]:
         """Rows of every setting on held-out questions; the settings of one K stand in one file, written when they are done.
@@ -210,10 +205,11 @@ class Session:
         questions = self.data.heldout[: settings.questions]
         if not questions and self.data.published is not None:  # none held out: `rollout.evaluate` plays the paper's splits
             return []
-        self._wake(self.engine.version + 1)
+        files = [self.folder / "evaluation" / f"{name}-{k}.json" for k in settings.frames]
+        if not hosts.from_first(lambda: all(file.exists() for file in files)):
+            self._wake(self.engine.version + 1)
         with Progress(f"evaluate {name} RL", len(settings.settings()), unit="setting") as progress:
-            for k in settings.frames:
-                file = self.folder / "evaluation" / f"{name}-{k}.json"
+            for k, file in zip(settings.frames, files, strict=True):
                 if not hosts.from_first(file.exists):
                     self.engine.forget()
                     content: dict[str, Any] = {"rows": [], "episodes": []}
@@ -234,6 +230,7 @@ class Session:
                             file.parent.mkdir(exist_ok=True)
                             write_atomically(file, json.dumps(content))
                 rows += json.loads(file.read_text())["rows"]
+        self.engine.sleep()  # what comes next trains or writes
         return rows
 
     def _play(self, name: str, setting: Setting, questions: Sequence[Question]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -257,9 +254,11 @@ class Session:
             learner.start, self.weights = state, state.weights  # where a run goes on, those it began with are not kept beside them
             if cursor is not None:
                 questions.set_state(cursor["questions"])
-            self._wake(phase.first)
             if phase.left:
+                self._wake(phase.first)
                 self.engine.warm_up()
+            if hosts.is_first():
+                forget_others(self.folder, jax.process_count())
             rollouts = RolloutFile(self.folder / rollout_file_name(jax.process_index(), jax.process_count()), phase.first)
             for step in phase.left:
                 compiled = self.compilations.count
@@ -270,6 +269,7 @@ class Session:
                 cursor = {"questions": questions.get_state()}
                 phase.done(step, figures, self.as_saved(state), cursor, ("accuracy", "format", "calls", "reward/total"))
         rollouts.remove()
+        self.engine.sleep()
         self.weights = state.weights
 
     def _questions(self, settings: RLSettings, first: int) -> grain.DatasetIterator[tuple[Question, ...]] | Ahead[tuple[Question, ...]]:

@@ -46,7 +46,7 @@ class SFTSettings:
     save_every: int = 100
     microbatches: int = 1
     """Most parts in which an update is computed, each of whole groups (missing ones are padding); the loss is the same. There are fewer
-    where parts of so few rows would be padded: every device computes at least one."""
+    where parts of so few rows would be padded, every device computes at least one; more where only that gives each process whole groups."""
     remat: Remat = "none"
     """What the backward pass finds saved of each layer: everything, its input (full), that and what attention gave, or that and the matrix
     products (dots), or its input in the host's memory (offload)."""

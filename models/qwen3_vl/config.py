@@ -234,6 +234,8 @@ def _read(kind: type[Tower], name: str, content: Mapping[str, Any]) -> Tower:
     for field in fields:
         if field.name in content:
             value = content[field.name]
+            if field.type == "float":  # published files have whole numbers there, and a configuration is compared with others
+                value = float(value)
             values[field.name] = tuple(value) if isinstance(value, list) else value
     return kind(**values)
 

@@ -60,12 +60,13 @@ def read_headers(folder: Path, shapes: Mapping[str, Shape], optional: Mapping[st
     FileNotFoundError without weights; ValueError naming a damaged file, or every tensor that is missing, unknown, of another shape or
     there twice.
     """
-    headers = {name: read_header(folder / name) for name in _weights_files(folder)}
+    headers = {name: read_header(folder / name) for name in weights_files(folder)}
     _check(folder, headers.values(), shapes, optional)
     return headers
 
 
-def _weights_files(folder: Path) -> list[str]:
+def weights_files(folder: Path) -> list[str]:
+    """Names of the files that hold a checkpoint's weights. FileNotFoundError where there are none."""
     if (folder / _FILE).exists():  # before the index, as in transformers
         return [_FILE]
     index = folder / _INDEX

@@ -22,7 +22,7 @@ from models.features import FrameFeatures
 from models.qwen3_vl.config import Qwen3VLConfig, from_hf
 from models.qwen3_vl.hf import load as load_model
 from models.sharding import make_mesh
-from models.weights.folder import local_folder
+from models.weights.folder import local_folder, weights_files
 from paravt_jax import tokenizer
 from paravt_jax.benchmarks import BENCHMARKS, VideoFolder, load
 from paravt_jax.protocol import Protocol
@@ -42,6 +42,7 @@ from rollout.sizing import crop_tokens, engine_settings, overview_tokens
 
 _LAST = 99_999.9  # seconds; a later frame's time would have one more digit than there is room for
 _PROG = "python -m rollout.evaluate"
+_MODES = f"Of finished runs: {_PROG} --compare A B [--json], question by question; {_PROG} --table RUN ..., beside the paper's rows."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,9 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if {"--compare", "--table"} & set(argv):
             return _look(argv)
-        settings = tyro.cli(BenchmarkSettings, args=argv, prog=_PROG, description=__doc__)
-        evaluate_split(settings)
-        return 0
+        settings = tyro.cli(BenchmarkSettings, args=argv, prog=_PROG, description=f"{__doc__}\n{_MODES}")
+        return 0 if evaluate_split(settings)["played"] else 1
     except KeyboardInterrupt:
         print("stopped; the same command goes on with the next question", file=sys.stderr)
         return 130
@@ -72,7 +72,11 @@ def _look(argv: Sequence[str]) -> int:
         found = compare(first, second)
         print(json.dumps(found, indent=1) if asked.json else comparison_text(first, second, found))
     if asked.table:
-        print(table(asked.table))
+        finished = [run for run in asked.table if (run / "summary.json").exists()]
+        for run in asked.table:
+            if run not in finished:
+                print(f"{run}: left out, it is not finished; the command that began it goes on", file=sys.stderr)
+        print(table(finished))
     return 0
 
 
@@ -85,7 +89,9 @@ def evaluate_split(settings: BenchmarkSettings, stream: TextIO | None = None) ->
     loaded = load(settings.benchmark, settings.data)
     videos = VideoFolder(_videos(settings))
     model = local_folder(settings.model, weights=not settings.endpoint)
-    name = settings.name or (pathlib.Path(settings.model).resolve().name if pathlib.Path(settings.model).is_dir() else settings.model)
+    name = settings.name or _name(settings.model)
+    if not settings.endpoint:
+        weights_files(model)
     weights = None if settings.endpoint else weights_hash(model)
     identity = settings.identity() | {"weights": weights, "questions": questions_hash(loaded.items)}
     details = {"name": name, "settings": dataclasses.asdict(settings), "versions": versions()}
@@ -103,6 +109,14 @@ def evaluate_split(settings: BenchmarkSettings, stream: TextIO | None = None) ->
         summary = folder.summarise(lambda config, lines: summarise(config, lines, len(loaded.items), loaded.broken))
     print("\n".join(_report(summary, out)), file=out_stream)
     return summary
+
+
+def _name(model: str) -> str:
+    """A folder's own name, or its run's; a hub id."""
+    folder = pathlib.Path(model).resolve()
+    if not folder.is_dir():
+        return model
+    return folder.parent.name if folder.name == "model" else folder.name
 
 
 def _videos(settings: BenchmarkSettings) -> str:

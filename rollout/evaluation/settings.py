@@ -50,7 +50,7 @@ class BenchmarkSettings:
     out: str = ""
     """Where lines and summary go; evaluations/NAME/BENCHMARK, if empty. The same command goes on from what is there."""
     name: str = ""
-    """The row in tables; the model's folder name, if empty."""
+    """The row in tables; the name of the model's folder, or of the run that `model` lies in, if empty."""
     limit: int | None = None
     """Only the first so many questions of the split; without it, the same command goes on with the others."""
     shard: str = "0/1"

@@ -77,6 +77,7 @@ def test_a_bad_file_is_an_error_when_it_is_read_and_not_before(reader, clip, tmp
         with pytest.raises(video.VideoError, match=words):
             reader.probe(path)
     reader.ahead(clip, [10**6])
+    assert reader.probe(clip).frames < 10**6
     with pytest.raises(IndexError):
         reader.read(clip, [10**6])
 

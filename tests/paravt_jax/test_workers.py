@@ -48,10 +48,11 @@ def test_a_process_that_dies_costs_its_call_alone():
                 futures[n].result(20)
 
 
-def test_ctrl_c_is_the_parents_alone():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_is_the_parents_alone(number):
     with Workers(eval, 1, deadline=30) as workers:
         child = workers.submit("__import__('os').getpid()").result(20)
-        os.kill(child, signal.SIGINT)
+        os.kill(child, number)
         assert workers.submit("__import__('os').getpid()").result(20) == child
 
 

@@ -358,7 +358,7 @@ def run_schedules(bench: Bench, examples: int, steps: int) -> None:
 
 
 def test_any_schedule(bench):
-    run_schedules(bench, examples=20, steps=25)
+    run_schedules(bench, examples=12, steps=25)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The published road at a size of seconds: two steps of SFT and two of PARA-GRPO on files in the published schema, with the real tokenizer.
 
 As a program it is `train.run` with two more recipes, `published_sft` and `published_rl`, and with `prepare` before them `train.prepare`:
-`python tests/train/published_road.py [prepare] --config=published_sft --model.path FOLDER ...`; `write` makes what they read.
+`python -m tests.train.published_road [prepare] --config=published_sft --model.path FOLDER ...`; `write` makes what they read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ADAM = OptimizerSettings(learning_rate=1e-3)
 def published_sft() -> Run:
     """Two steps on packed rows, one token a frame.
 
-    Command: python tests/train/published_road.py --config=published_sft
+    Command: python -m tests.train.published_road --config=published_sft
     """
     return Run(
         name="published_sft",
@@ -61,7 +61,7 @@ def published_sft() -> Run:
 def published_rl() -> Run:
     """Two steps of PARA-GRPO, and an evaluation before and after.
 
-    Command: python tests/train/published_road.py --config=published_rl
+    Command: python -m tests.train.published_road --config=published_rl
     """
     run = published_sft()
     assert run.data is not None

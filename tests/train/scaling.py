@@ -155,7 +155,8 @@ def sft_updates(road: Road, devices: int, steps: int) -> Updates:
 
 def rl_updates(road: Road, devices: int, steps: int) -> Updates:
     assert road.run.rl is not None
-    learner = Learner(road.graph, road.fresh(fsdp=devices), road.model.config, road.run.rl)
+    rl = dataclasses.replace(road.run.rl, max_staleness=steps)  # all of the script's words are of version 0
+    learner = Learner(road.graph, road.fresh(fsdp=devices), road.model.config, rl)
     timed, state, sampler = Timed(learner._update), learner.start, cast(Any, Script(road))
     learner._update = cast(Any, timed)
     for _ in range(steps):
@@ -201,10 +202,14 @@ def start(asked: Scaling, folder: pathlib.Path, processes: int, devices: tuple[i
         )
         for n, log in enumerate(logs)
     ]
-    for process, log in zip(started, logs, strict=True):
-        if code := process.wait():
-            log.seek(0)
-            raise RuntimeError(f"devices {devices} of {processes} processes: one ended with {code}\n{log.read()[-3000:]}")
+    try:
+        for process, log in zip(started, logs, strict=True):
+            if code := process.wait():
+                log.seek(0)
+                raise RuntimeError(f"devices {devices} of {processes} processes: one ended with {code}\n{log.read()[-3000:]}")
+    finally:
+        for process in started:
+            process.kill()
     return [(update, n, Updates(**found)) for update, n, found in pickle.loads((folder / RESULT).read_bytes())]
 
 
@@ -223,9 +228,10 @@ def main() -> int:
     print(table(rows))
     if asked.json is not None:
         asked.json.write_text(json.dumps({"steps": asked.steps, "rows": [dataclasses.asdict(row) for row in rows]}, indent=1))
-    far = [row for row in rows if row.loss > BOUND]
+    far = [row for row in rows if max(row.loss, row.weights) > BOUND]
     for row in far:
-        print(f"{row.update} on {row.devices} devices of {row.processes} processes: the loss differs by {row.loss:.1e}", file=sys.stderr)
+        where = f"{row.update} on {row.devices} devices of {row.processes} processes"
+        print(f"{where}: the loss differs by {row.loss:.1e}, a weight by {row.weights:.1e}", file=sys.stderr)
     return 1 if far else 0
 
 

@@ -141,14 +141,18 @@ class Script:
         self.vocabulary, self.loaded = road.data.vocabulary, []
         self.tickets = itertools.count()
         self.waiting: dict[int, Request] = {}
+        self.awake = True
 
     def load(self, weights: Any, version: int) -> None:
         self.loaded.append(version)
+        self.awake = True
 
     def sleep(self) -> None:
         assert not self.waiting
+        self.awake = False
 
     def submit(self, request: Request) -> int:
+        assert self.awake
         ticket = next(self.tickets)
         self.waiting[ticket] = request
         return ticket

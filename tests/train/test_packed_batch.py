@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from train import speed
 from train.optimizer import OptimizerSettings
 from train.packed_batch import PackedShape, build_packed, render_rows
 from train.packed_sft import PackedBatch, PackedSFTSettings, packed_logprobs, packed_loss
-from train.placement import fit_rows
+from train.placement import fit_rows, parts_of_rows
 
 
 @pytest.fixture(scope="module")
@@ -39,22 +41,22 @@ def rendered(small_world, small_vocabulary, features):
     ]
     rules = Protocol(small_vocabulary, ProtocolSettings())
     rows = [chats, [conversation(3, "gone.mp4", 2, "x"), chats[1]]]
-    trajectories, missing = render_rows(rows, rules, features)
-    assert [len(row) for row in trajectories] == [3, 1]
+    found, missing = render_rows(rows, rules, features)
+    assert [len(row) for row in found] == [3, 1]
     assert missing.keys() == {"3"} and str(missing["3"]).endswith("gone.mp4: no such file")
-    return trajectories
+    return found
 
 
 def test_a_conversation_in_a_row_is_what_it_is_alone(small_model, features, rendered):
     """Packed with others or by itself, with other lengths of padding: the same log-probs, and the same tokens with loss."""
     row = rendered[0]
-    length = sum(len(t.ids) for t in row) + 7
+    length = sum(len(t.ids) for t, _ in row) + 7
     shape = PackedShape(rows=4, tokens=length, visual=8)
     logprobs = jax.jit(lambda batch: packed_logprobs(small_model.text, batch, small_model.config.image_token_id))
     packed, alone = build_packed([row], features, shape), build_packed([[t] for t in row], features, shape)
     together, apart = np.asarray(logprobs(packed)), np.asarray(logprobs(alone))
     at = 0
-    for n, trajectory in enumerate(row):
+    for n, (trajectory, _) in enumerate(row):
         part, own = slice(at, at + len(trajectory.ids)), slice(0, len(trajectory.ids))
         np.testing.assert_array_equal(packed.sampled[0, part], alone.sampled[n, own])
         np.testing.assert_array_equal(packed.positions[:, 0, part], alone.positions[:, n, own])
@@ -64,13 +66,13 @@ def test_a_conversation_in_a_row_is_what_it_is_alone(small_model, features, rend
     loss, figures = packed_loss(small_model.config.image_token_id)(small_model.text, PackedBatch.of(packed))
     assert float(loss) == pytest.approx(-together[packed.sampled].mean(), rel=1e-5)
     assert (int(figures["tokens"]), int(figures["conversations"])) == (packed.sampled.sum(), 3)
-    assert packed.segments[0].tolist() == [n for n, t in enumerate(row, 1) for _ in t.ids] + [0] * 7
+    assert packed.segments[0].tolist() == [n for n, (t, _) in enumerate(row, 1) for _ in t.ids] + [0] * 7
     assert not packed.segments[1:].any() and not packed.sampled[1:].any()
 
 
 def test_what_does_not_fit_is_refused(features, rendered):
     row = rendered[0]
-    tokens = sum(len(t.ids) for t in row)
+    tokens = sum(len(t.ids) for t, _ in row)
     for shape, words in (
         (PackedShape(1, tokens - 1, 8), f"packed.tokens: {tokens} do not fit the static size {tokens - 1}"),
         (PackedShape(1, tokens, 5), "packed.visual: 6 do not fit"),
@@ -87,13 +89,35 @@ def test_what_does_not_fit_is_refused(features, rendered):
 
 def test_a_packed_rows_flops_are_its_conversations(small_model, features, rendered):
     """Not those of one sequence as long as the row, and none for padding."""
-    lengths = [len(t.ids) for t in rendered[0]]
+    lengths = [len(t.ids) for t, _ in rendered[0]]
     packed = build_packed(rendered, features, PackedShape(3, sum(lengths) + 9, 8))
-    alone = sum(flops_per_token(small_model.config, seen) for n in (*lengths, len(rendered[1][0].ids)) for seen in range(1, n + 1))
+    alone = sum(
+        flops_per_token(small_model.config, seen) for n in (*lengths, len(rendered[1][0].trajectory.ids)) for seen in range(1, n + 1)
+    )
     assert speed.update_flops([packed], small_model.config) == pytest.approx(3 * alone)
-    assert speed.real_tokens([packed]) == sum(lengths) + len(rendered[1][0].ids)
+    assert speed.real_tokens([packed]) == sum(lengths) + len(rendered[1][0].trajectory.ids)
 
 
-def test_rows_are_padded_to_lie_evenly():
-    for rows, devices, parts, wanted in ((16, 16, 1, 16), (5, 8, 1, 8), (16, 8, 4, 32), (3, 1, 2, 4)):
-        assert fit_rows(PackedShape(rows, 24, 5), devices, parts) == PackedShape(wanted, 24, 5)
+@pytest.mark.parametrize(
+    ("rows", "devices", "most", "parts", "wanted"),
+    [(16, 16, 1, 1, 16), (5, 8, 1, 1, 8), (16, 8, 4, 2, 16), (16, 16, 4, 1, 16), (3, 1, 2, 2, 4), (17, 8, 4, 3, 24)],
+)
+def test_rows_are_padded_to_lie_evenly(rows, devices, most, parts, wanted):
+    shape = PackedShape(rows, 24, 5)
+    assert parts_of_rows(shape, devices, most) == parts and fit_rows(shape, devices, parts) == PackedShape(wanted, 24, 5)
+
+
+def test_frames_are_encoded_once_and_what_is_not_as_it_was_is_missing(small_model, small_world, small_vocabulary):
+    """Also where the store of frames keeps nothing."""
+    settings = FrameSettings(min_pixels=1024, max_pixels=1024, batch=8, cache_mib=0)
+    features = FrameFeatures(small_model.vision, small_model.config, settings, small_world.folder)
+    chat = conversation(0, small_world.videos[0].path, 4, "two")
+    rules = Protocol(small_vocabulary, ProtocolSettings())
+    ((found,),), missing = render_rows([[chat]], rules, features)
+    length = len(found.trajectory.ids)
+    build_packed([[found]], features, PackedShape(1, length, 4))
+    assert not missing and features.encoded_frames == 4
+    rows, missing = render_rows(
+        [[dataclasses.replace(chat, tokens=length), dataclasses.replace(chat, id="1", tokens=length + 1)]], rules, features
+    )
+    assert len(rows[0]) == 1 and missing.keys() == {"1"} and "another size than when it was prepared" in str(missing["1"])

@@ -78,6 +78,7 @@ def test_one_process_and_two_take_turns_and_make_the_run_that_two_make(together,
     assert 1 <= done(folder, "rl") < 4 and not (folder / "result.json").exists()
     (ended,) = together(command(folder), 1, devices=8, timeout=LONG)
     assert ended.code == 0, ended.err[-3000:]
+    assert not list(folder.glob("rollouts-*"))
     # Sums over devices are taken in another order.
     require_close(figures(folder), figures(two), 2e-3)
     ours, theirs = (json.loads((each / "result.json").read_text()) for each in (two, folder))

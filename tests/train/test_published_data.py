@@ -193,8 +193,8 @@ def test_steps_of_the_cold_start_are_packed_rows_that_go_on_exactly(data, small_
             assert (np.asarray(found) == np.asarray(wanted)).all()
         gone, features = course(reader, tmp_path)
         gone.set_state(state)
-        batch, (packed,), figures = next(gone)
-        assert figures["missing"] > 0 and float(batch.tokens) == 0 and not np.asarray(packed.segments).any()
+        with pytest.raises(ValueError, match=f"no conversation whose files can be read; check the data root {tmp_path}"):
+            next(gone)
         assert features.unreadable.keys() <= {v.path for v in small_world.videos} and set(features.unreadable.values()) == {"no such file"}
     with pytest.raises(ValueError, match=r"data\.annotations: the prepared set has no conversation"):
         empty = dataclasses.replace(data.published, packing=dataclasses.replace(data.published.packing, rows=()))
@@ -213,7 +213,8 @@ def test_held_out_questions_are_whole_videos_and_stay_the_same():
     assert len(heldout) == 9 and not {q.video for q in kept} & {q.video for q in heldout}
     assert _hold_out(questions[::-1], 7)[1] != () and {q.video for q in _hold_out(questions[::-1], 7)[1]} == {q.video for q in heldout}
     assert _hold_out(questions, 0) == (questions, ())
-    assert _hold_out(questions[:3], 2) == (questions[:3], ())  # one video: it is trained on
+    with pytest.raises(ValueError, match=r"data\.heldout: 2 of 3 questions, which leaves none to train on; hold fewer out"):
+        _hold_out(questions[:3], 2)  # all on one video
     assert sorted(q.id for q in (*kept, *heldout)) == sorted(q.id for q in questions)
 
 

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from configs.base import ModelSettings
+from models.qwen3_vl.config import qwen3_vl
 from models.sharding import make_mesh, param_shardings
 from paravt_jax import tokenizer
 from train.export import write_model
@@ -30,6 +31,18 @@ def test_a_folder_of_another_size_is_refused_with_every_difference(base):
     assert config_of(str(base), "tiny").text.num_hidden_layers == 3
     with pytest.raises(ValueError, match=r"not of model\.size 4b .*text\.hidden_size: 128 -> 2560; .*vision\.depth: 2 -> 24.*give the"):
         config_of(str(base), "4b")
+
+
+@pytest.mark.parametrize("size", ["2b", "4b", "8b"])
+def test_the_published_configurations_are_those_of_their_sizes(assets, tmp_path, size):
+    """Files as the hub has them, with whole numbers where these settings have floats."""
+    for name in sorted({"2b", "4b", "8b"}):
+        (tmp_path / "config.json").write_bytes((assets / "qwen3_vl" / f"config_{name}.json").read_bytes())
+        if name == size:
+            assert config_of(str(tmp_path), size).text == qwen3_vl(size).text
+        else:
+            with pytest.raises(ValueError, match=f"is not of model.size {size}"):
+                config_of(str(tmp_path), size)
 
 
 def test_a_tokenizer_of_another_model_is_refused(base, road):

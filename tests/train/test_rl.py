@@ -105,6 +105,19 @@ def test_the_reference_waits_on_the_host_in_the_type_that_it_computes_in(road, s
     np.testing.assert_array_equal(one, other)
 
 
+def test_the_engine_sleeps_while_weights_are_scored_and_trained(road, small, learner, start, monkeypatch):
+    sampler, seen = small.Script(road), []
+
+    def watched(name):
+        program = getattr(learner, name)
+        monkeypatch.setattr(learner, name, lambda *arguments: seen.append((name, sampler.awake)) or program(*arguments))
+
+    watched("_logprobs")
+    watched("_update")
+    learner.step(start, sampler, road.scene, road.data.questions[:2], seed=0)
+    assert seen == [("_logprobs", False), ("_update", False)] and sampler.awake
+
+
 def test_what_the_engine_samples_is_what_the_update_scores(road, learner, start):
     """The real sampler: no token differs, and its log-probs are the update's within float32."""
     road.engine.load(start.weights, 0)
@@ -210,8 +223,15 @@ def test_figures_of_each_budget_are_told_apart(road, small):
 WINDOWS = BatchShape(groups=16, rows=1, prompt=112, visual=16, suffix=24)
 
 
-def with_subagents(road, **changes) -> RLSettings:
-    return dataclasses.replace(road.run.rl, subagents=WINDOWS, **changes)
+def with_anchor(road, **changes) -> RLSettings:
+    """The recipes' anchor, whose mean is taken over the whole step."""
+    return dataclasses.replace(road.run.rl, grpo=dataclasses.replace(road.run.rl.grpo, anchor="likelihood"), **changes)
+
+
+@pytest.fixture(scope="module")
+def both(road) -> Learner:
+    """Of main agents and sub-agents."""
+    return Learner(road.graph, road.fresh(), road.model.config, with_anchor(road, subagents=WINDOWS))
 
 
 def test_subagents_rows_hold_what_they_wrote_and_earn_what_their_episode_earned(road, small):
@@ -299,22 +319,20 @@ def test_a_subagent_whose_frames_cannot_be_read_here_is_counted(road, small, mon
     assert counts["subagents/trained"] == len(others) == below.sampled.any(1).sum()
 
 
-def test_a_step_in_which_nobody_calls_has_no_subagents_to_learn_from(road, small, start):
+def test_a_step_in_which_nobody_calls_has_no_subagents_to_learn_from(road, small, both, start):
     class Direct(small.Script):
         plans = ("guess\n</think><answer>B</answer>", "guess\n</think><answer>A</answer>")
 
-    learner = Learner(road.graph, road.fresh(), road.model.config, with_subagents(road))
-    _, metrics = learner.step(start, Direct(road), road.scene, road.data.questions[:2], seed=0)
+    _, metrics = both.step(start, Direct(road), road.scene, road.data.questions[:2], seed=0)
     assert metrics["subagents/trained"] == metrics["subagents/left_out"] == metrics["calls"] == 0
     assert np.isfinite(list(metrics.values())).all() and metrics["grad_norm"] > 0
 
 
-def test_subagents_are_learned_from(road, small, start):
+def test_subagents_are_learned_from(road, small, both, start):
     """Their tokens count in the one token mean of the batch, and another update comes of it."""
-    both = Learner(road.graph, road.fresh(), road.model.config, with_subagents(road))
     state, metrics = both.step(start, small.Script(road), road.scene, road.data.questions[:2], seed=0)
-    alone = Learner(road.graph, road.fresh(), road.model.config, road.run.rl)
-    other, figures = alone.step(both.start, small.Script(road), road.scene, road.data.questions[:2], seed=0)
+    alone = Learner(road.graph, road.fresh(), road.model.config, with_anchor(road))
+    other, figures = alone.step(alone.start, small.Script(road), road.scene, road.data.questions[:2], seed=0)
     assert metrics["subagents/trained"] > 0 and metrics["token_mismatches"] == 0 and metrics["loss"] != figures["loss"]
     assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True))
 
@@ -322,13 +340,10 @@ def test_subagents_are_learned_from(road, small, start):
 # --- parts, and old rollouts ---
 
 
-def test_micro_batches_change_nothing(road, small):
-    grpo = dataclasses.replace(road.run.rl.grpo, anchor="likelihood")
-    found = []
-    for parts in (1, 2):
-        learner = Learner(road.graph, road.fresh(), road.model.config, with_subagents(road, grpo=grpo, microbatches=parts))
-        found.append(learner.step(learner.start, small.Script(road), road.scene, road.data.questions[:2], seed=0))
-    (whole, figures), (cut, others) = found
+def test_micro_batches_change_nothing(road, small, both, start):
+    parts = Learner(road.graph, road.fresh(), road.model.config, with_anchor(road, subagents=WINDOWS, microbatches=2))
+    whole, figures = both.step(start, small.Script(road), road.scene, road.data.questions[:2], seed=0)
+    cut, others = parts.step(parts.start, small.Script(road), road.scene, road.data.questions[:2], seed=0)
     for name in ("loss", "grad_norm", "logprob_gap", "clip_fraction"):
         assert others[name] == pytest.approx(figures[name], rel=1e-4, abs=1e-6), name
     # Adam divides a gradient by its size: where it is nearly 0 rounding decides its sign, hence the room.

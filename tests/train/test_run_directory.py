@@ -21,15 +21,18 @@ CONFIG = {"rl": {"lr": 1e-3, "frames": (4, 8), "anchor": None}, "seed": 0}
 def test_a_new_folder_is_made_and_the_same_configuration_resumes(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "runs" / "a"
     with RunDirectory(folder, CONFIG) as run:
-        assert (run.path, run.resumed) == (folder, False)
+        assert run.path == folder
         assert json.loads((folder / "config.json").read_text()) == {"rl": {"lr": 1e-3, "frames": [4, 8], "anchor": None}, "seed": 0}
     (folder / "metrics.jsonl").write_text("{}\n")
-    with RunDirectory(folder, CONFIG) as run:
-        assert run.resumed
+    RunDirectory(folder, CONFIG).close()
+    assert (folder / "metrics.jsonl").read_text() == "{}\n"
 
 
 def test_another_configuration_is_refused_with_exactly_the_differences(tmp_path: pathlib.Path) -> None:
-    RunDirectory(tmp_path, CONFIG).close()
+    other = {"rl": {"lr": 1.0}, "seed": 3}
+    RunDirectory(tmp_path, other).close()
+    RunDirectory(tmp_path, CONFIG).close()  # nothing has been made there yet
+    (tmp_path / "videos").mkdir()
     before = (tmp_path / "config.json").read_bytes()
     with pytest.raises(RunDirectoryError) as refusal:
         RunDirectory(tmp_path, {"rl": {"lr": 2e-3, "frames": (4, 8), "anchor": "credit"}, "extra": {}, "seed": 0})
@@ -44,8 +47,8 @@ def test_where_it_runs_and_what_stays_on_disk_may_change_when_it_goes_on(tmp_pat
     here = CONFIG | {"mesh": {"fsdp": 1}, "checkpoints": {"keep": 2}, "unreadable_share": 0.05}
     there = CONFIG | {"mesh": {"fsdp": 8}, "checkpoints": {"keep": 5}, "unreadable_share": 0.5}
     RunDirectory(tmp_path, here).close()
-    with RunDirectory(tmp_path, there) as run:
-        assert run.resumed
+    (tmp_path / "videos").mkdir()
+    RunDirectory(tmp_path, there).close()
     assert json.loads((tmp_path / "config.json").read_text())["mesh"] == {"fsdp": 8}
 
 
@@ -59,8 +62,8 @@ def test_a_folder_of_something_else_is_refused(tmp_path: pathlib.Path) -> None:
 def test_a_start_that_died_before_its_configuration_was_whole_counts_as_none(tmp_path: pathlib.Path) -> None:
     (tmp_path / ".lock").write_text("1")
     (tmp_path / "config.json.tmp").write_text('{"rl": {"l')
-    with RunDirectory(tmp_path, CONFIG) as run:
-        assert not run.resumed
+    RunDirectory(tmp_path, CONFIG).close()
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
 
 
 def test_a_damaged_configuration_is_said(tmp_path: pathlib.Path) -> None:
@@ -105,8 +108,7 @@ def test_one_process_at_a_time_and_none_after_a_kill(tmp_path: pathlib.Path) -> 
         holder.wait()
         time.sleep(0.1)
         os.kill(worker, 0)  # the orphan still lives, and holds nothing
-        with RunDirectory(tmp_path, {}) as run:
-            assert run.resumed
+        RunDirectory(tmp_path, {}).close()
     finally:
         holder.kill()
         holder.stdout.close()

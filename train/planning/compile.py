@@ -65,10 +65,6 @@ class Measured:
     largest: tuple[str, ...] = ()
     sizes: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    @property
-    def out_of_memory(self) -> bool:
-        return self.error.startswith("out of memory")
-
 
 def compile_case(case: Case, timeout: float) -> Measured:
     """Compiles one case in a process of its own, `timeout` seconds at most. What goes wrong stands in `error`."""

@@ -70,7 +70,9 @@ class Plan:
         self.host, self.hosts = make_mesh(host[:each], (1, 1, each)), host_mesh(self.mesh, each)
         state, batch = self._training_arguments()
         self.residents = {"weights": self.weights, "moments": state.optimizer, "batch": batch}
-        self.residents |= {"engine's weights": self._engine_weights(self.host), "KV pool": self._pool(), "vision tower": self._tower()[1]}
+        self.residents |= {"vision tower": self._tower()[1]}
+        if run.samples:
+            self.residents |= {"engine's weights": self._engine_weights(self.host), "KV pool": self._pool()}
 
     def program(self, name: str) -> Program:
         """One of `program_names`."""
@@ -94,6 +96,7 @@ class Plan:
         reference = () if self.run.rl is None else abstract_reference(self.run, self.mesh, self.config).arguments[0]
         trees = {"state": state, "batch": batch, "pieces": pieces, "reference": reference}
         found |= {f"all {name}": total_bytes(tree) for name, tree in trees.items()}
+        found["all tower"] = total_bytes(nnx.state(self.model.vision))
         return found | {"prefill rows": float(self.prefill_shape("prefill")[0])}
 
     # --- training ---
@@ -244,6 +247,8 @@ class Plan:
 def program_names(run: Run) -> tuple[str, ...]:
     """The run's programs, in the order of its phases and of a step."""
     training = ("SFT update",) * (run.sft is not None) + ("reference", "RL update") * (run.rl is not None)
+    if not run.samples:
+        return ("vision", *training)
     return ("vision", "prefill", "prefill after", "decode", *training, "weight sync")
 
 

@@ -149,29 +149,30 @@ def padding_advice(run: Run, topology: Topology, mesh: tuple[int, int, int]) -> 
     if run.rl is None:
         return []
     shape, devices = run.rl.shape, mesh[0] * mesh[1]
-    parts = parts_of((shape,), devices, run.rl.microbatches, topology.hosts)
+    parts = parts_of(shapes_of(run), devices, run.rl.microbatches, topology.hosts)
     rows = {n: fit(shape, devices, n).groups * shape.rows for n in range(1, parts + 1)}
     rows = {n: count for n, count in rows.items() if count // shape.rows % topology.hosts == 0}
     best = max((n for n in rows if rows[n] == min(rows.values())), default=parts)
     if rows[parts] * 8 <= shape.groups * shape.rows * 9 or best == parts:
         return []
     return [
-        f"RL update: rl.microbatches = {parts}; over mesh.data x mesh.fsdp = {mesh[0]} x {mesh[1]} devices {shape.groups * shape.rows} "
-        f"rows are padded to {rows[parts]}, with {best} to {rows[best]}"
+        f"RL update: rl.microbatches = {run.rl.microbatches}, so {parts} parts; over mesh.data x mesh.fsdp = {mesh[0]} x {mesh[1]} "
+        f"devices {shape.groups * shape.rows} rows are padded to {rows[parts]}, with {best} to {rows[best]}"
     ]
 
 
 def host_memory(run: Run, topology: Topology, arrays: dict[str, float]) -> dict[str, float]:
-    """Bytes that one host's process needs beside its programs and libraries.
+    """Bytes that one host's process needs beside its programs and libraries, of a mesh whose `data` is 1.
 
-    `arrays`: bytes over all devices of `batch`, of the `state` that a checkpoint copies before it is written, of the `reference`, and of
-    one call's `pieces` of prefill; and what updates leave on hosts, `offloaded` (`rl.remat`, `sft.remat`).
+    `arrays`: bytes over all devices of `batch`, of the `state` that a checkpoint copies before it is written, of the `reference`, of the
+    `tower` as it is saved, and of one call's `pieces` of prefill; and what updates leave on hosts, `offloaded` (`rl.remat`, `sft.remat`).
     """
     return {
         "store of frames' features (frames.cache_mib)": run.frames.cache_mib * 2.0**20,
         "its share of the batch": arrays["batch"] / topology.hosts,
         "its share of a checkpoint in flight": arrays["state"] / topology.hosts,
         "its share of the reference": arrays["reference"] / topology.hosts,
+        "the frozen tower": arrays["tower"],
         "one call's pieces of prefill": arrays["pieces"],
         "layers' inputs (remat offload)": arrays["offloaded"] / topology.hosts,
     }
@@ -186,8 +187,9 @@ def held(together: Together, measured: Measured, limit: float) -> list[str]:
     return lines
 
 
-def remedies(programs: set[str], run: Run, pool: float) -> list[str]:
-    """Fields that would free some memory of these programs, which do not fit; `pool`: bytes of the pool on a device."""
+def remedies(programs: set[str], run: Run, pool: float, topology: Topology, devices: int) -> list[str]:
+    """Fields that would free some memory of these programs, which do not fit; `pool`: bytes of the pool on a device. Rows of an update
+    lie over so many `devices`."""
     pages, found = run.engine.pages, []
     if programs & {*ROLLOUTS}:
         found.append(f"engine.pages = {pages}: {pages // 2} would free {pool / 2 / GIB:.2f} GiB, and hold half as many rollouts at once")
@@ -195,12 +197,13 @@ def remedies(programs: set[str], run: Run, pool: float) -> list[str]:
         found.append(f"engine.read_tokens = {run.engine.read_tokens}: with fewer, fewer rows of a prefill read what is there already")
     if "RL update" in programs and run.rl is not None:
         rl = run.rl
-        if rl.microbatches < rl.shape.groups:
+        parts, most = (parts_of(shapes_of(run), devices, n, topology.hosts) for n in (rl.microbatches, rl.shape.groups))
+        if parts < most:
             found.append(f"rl.microbatches = {rl.microbatches}: more parts have fewer rows at a time, down to one a device")
         if rl.logprob_chunk is None or rl.logprob_chunk > 128:
             found.append(f"rl.logprob_chunk = {rl.logprob_chunk}: 128 holds fewer scores of the vocabulary")
         if rl.remat != "offload":
             found.append(f"rl.remat = {rl.remat!r}: 'full' keeps nothing but layers' inputs, 'offload' keeps those on the host")
-        if rl.optimizer.moment_dtype == "float32":
-            found.append("rl.optimizer.moment_dtype = 'float32': 'bfloat16' halves the first moment")
+    if run.rl is not None and run.rl.optimizer.moment_dtype == "float32":
+        found.append("rl.optimizer.moment_dtype = 'float32': 'bfloat16' halves the first moment, which lies beside every program")
     return [*found, "--topology: a slice of more chips; weights and moments are cut over all of them"]

@@ -57,7 +57,7 @@ def run(checkpoint, split, videos, player, monkeypatch, tmp_path):
     return make
 
 
-def test_a_run_and_what_it_says(run, tmp_path):
+def test_a_run_and_what_it_says(run, checkpoint, tmp_path):
     summary, said = run()
     assert (summary["played"], summary["questions"], summary["accuracy"]) == (3, 6, pytest.approx(1 / 3))
     assert summary["left_out"]["missing"] == {"questions": 2, "videos": {"data/gone.mp4": "no file data/gone.mp4 below --videos"}}
@@ -65,7 +65,7 @@ def test_a_run_and_what_it_says(run, tmp_path):
     assert "VideoMME w/o: 33.3 [" in said and "on 3 of 6 questions (ParaVT-8B in the paper: 62.1)" in said
     assert "left out, missing: 2 questions on 1 videos, such as data/gone.mp4" in said and "videomme 6/6  score 33.3" in said
     config = read_json(tmp_path / "out" / "config.json")
-    assert config["identity"]["weights"] and config["settings"]["frames"] == 64 and config["name"] == "model"
+    assert config["identity"]["weights"] and config["settings"]["frames"] == 64 and config["name"] == checkpoint.parent.name
     assert json.loads((tmp_path / "out" / "summary.json").read_text()) == json.loads(json.dumps(summary))
 
 
