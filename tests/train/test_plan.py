@@ -290,6 +290,14 @@ def test_every_program_can_be_traced(tiny_plan):
             program.function.eval_shape(*program.arguments, **program.options)  # pyright: ignore[reportFunctionMemberAccess]
 
 
+def test_a_run_that_plays_nothing_has_no_engine():
+    run = RECIPES["sft_8b"]()
+    assert not run.samples
+    sizes = Plan(run, jax.devices()[:1], jax.devices()[:1], (1, 1, 1)).sizes()
+    assert "KV pool" not in sizes and "engine's weights" not in sizes and sizes["all pieces"] == sizes["prefill rows"] == 0
+    assert sizes["moments"] == pytest.approx(2 * sizes["weights"], rel=1e-6) and sizes["batch"] > 0
+
+
 def test_the_engine_is_planned_as_it_warms_up(tiny_plan, monkeypatch):
     """Arguments of decoding and prefill are those of programs that the real engine compiles."""
     called: dict[str, list] = {"prefill": [], "decode": []}

@@ -89,15 +89,16 @@ class Plan:
         return builders[name]()
 
     def sizes(self) -> dict[str, float]:
-        """Bytes of every resident on a device, of one call's pieces of prefill, and over all devices of the batch and the state."""
+        """Bytes of every resident on a device, of one call's pieces of prefill, and over all devices of the batch and the state. What a run
+        that plays nothing does not have is 0."""
         state, batch = self._training_arguments()
-        pieces = self._prefill("prefill").arguments[2]
+        pieces = self._prefill("prefill").arguments[2] if self.run.samples else ()
         found = {name: float(device_bytes(tree)) for name, tree in self.residents.items()}
         reference = () if self.run.rl is None else abstract_reference(self.run, self.mesh, self.config).arguments[0]
         trees = {"state": state, "batch": batch, "pieces": pieces, "reference": reference}
         found |= {f"all {name}": total_bytes(tree) for name, tree in trees.items()}
         found["all tower"] = total_bytes(nnx.state(self.model.vision))
-        return found | {"prefill rows": float(self.prefill_shape("prefill")[0])}
+        return found | {"prefill rows": float(self.prefill_shape("prefill")[0] if self.run.samples else 0)}
 
     # --- training ---
 
