@@ -139,10 +139,8 @@ def test_the_model_lies_on_the_recipes_mesh(name):
     assert share < 1.02 * sum(math.prod(w.shape) for w in jax.tree.leaves(state)) / (mesh.fsdp * mesh.tensor), "nearly all of it is cut"
 
 
-# Tracing takes ten seconds, and the ablations share the recipe's shapes.
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "paravt_8b" else pytest.mark.slow) for name in LARGE if RECIPES[name]().rl]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in LARGE if RECIPES[name]().rl])
 def test_an_rl_step_of_a_large_recipe_fits_itself(name):
     run = RECIPES[name]()
     settings = run.rl

@@ -281,6 +281,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_killed_while_saving_the_newest_complete_one_counts(tmp_path: pathlib.Path) -> None:
     template = {name: jnp.zeros((50_000,), int) for name in "abcdefgh"}
     unfinished = 0
