@@ -23,6 +23,7 @@ KEY = "sk-of-a-test-0123456789"
 QUESTION = Question("q", "v.mp4", "What does the dog do?", QuestionKind.OPEN_ENDED, "it runs to the red ball")
 CLOSE = "the dog runs to a ball"  # F1 with the right answer is neither 0, 0.5 nor 1
 F1 = token_f1(CLOSE, QUESTION.answer)
+STALL = 60.0  # seconds: longer than any pause of a busy machine
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ def surroundings(monkeypatch):
 
 
 def quick(endpoint: str = "http://127.0.0.1:9/v1", **fields) -> JudgeSettings:
-    values: dict[str, Any] = {"timeout": 2.0, "wait": 0.001, **fields}
+    values: dict[str, Any] = {"timeout": 20.0, "wait": 0.001, **fields}
     return JudgeSettings(endpoint, "judge-1", **values)
 
 
@@ -253,64 +254,70 @@ def test_nobody_there(caplog):
     assert "ConnectError" in caplog.text
 
 
-@pytest.mark.parametrize("stall", [Reply(delay=3), says("1", drip=0.05)], ids=["silent", "drop by drop"])
+@pytest.mark.parametrize("stall", [Reply(delay=STALL), says("1", drip=STALL / 60)], ids=["silent", "drop by drop"])
 def test_a_stalled_request_is_given_up_and_asked_again(stall):
     start = time.monotonic()
-    assert play([stall, says("1")], timeout=0.4)[:2] == (1.0, JudgeCounts(asked=1, answered=1, retried=1, timed_out=1))
-    assert time.monotonic() - start < 1.5
+    score, counts, _ = play([stall, says("1")], timeout=0.5, attempts=9)
+    assert time.monotonic() - start < STALL
+    tries = counts.retried  # one, unless this machine is as slow as a stalled judge
+    assert score == 1.0 and tries >= 1 and counts == JudgeCounts(asked=1, answered=1, retried=tries, timed_out=tries)
 
 
 def test_a_stalled_judge_holds_a_batch_no_longer_than_its_limit(caplog):
     def answer(_, received):
-        return says("0.5") if received.texts["given_answer"] == CLOSE else Reply(delay=3)
+        return says("0.5") if received.texts["given_answer"] == CLOSE else Reply(delay=STALL)
 
     with serving(answer) as server:
-        judge = Judge(quick(server.endpoint, timeout=60, time_limit=0.4, concurrency=2))
+        judge = Judge(quick(server.endpoint, timeout=2 * STALL, time_limit=2, concurrency=2))
         start = time.monotonic()
         # One is answered, two stall, one never gets a place.
         assert judge.scores([(QUESTION, CLOSE)] + [(QUESTION, f"a red cat {i}") for i in range(3)])[0] == 0.5
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < STALL
     assert judge.counts == JudgeCounts(asked=4, answered=1, fell_back=3, late=3)
-    assert "3 answers had no score after time_limit = 0.4 s" in caplog.text
+    assert "3 answers had no score after time_limit = 2 s" in caplog.text
 
 
 def test_a_name_that_is_never_found_holds_no_batch(monkeypatch):
     found = threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found.wait(5) and [])  # it cannot be cancelled
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found.wait(STALL) and [])  # it cannot be cancelled
     judge = Judge(quick("http://judge.example/v1", timeout=0.1, time_limit=0.3, attempts=9))
     start = time.monotonic()
     try:
         assert judge.scores([(QUESTION, CLOSE)]) == [F1]
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < STALL
     finally:
         found.set()
     assert judge.counts.fell_back == 1 and judge.counts.timed_out
 
 
 def test_waits_double_up_to_their_limit():
-    _, counts, times = play([Reply(status=500)], attempts=5, wait=0.05, wait_limit=0.15)
-    assert counts.http_errors == len(times) == 5
+    _, counts, times = play([Reply(status=500)], attempts=9, wait=0.05, wait_limit=0.15)
+    assert counts.http_errors == len(times) == 9
     waits = [b - a for a, b in zip(times, times[1:], strict=False)]
-    assert all(wait >= least for wait, least in zip(waits, [0.05, 0.1, 0.15, 0.15], strict=True))
-    assert waits[-1] < 0.4  # what it would have doubled to
+    assert all(wait >= least for wait, least in zip(waits, [0.05, 0.1, *6 * [0.15]], strict=True))
+    assert waits[-1] < 6.4  # what it would have doubled to
 
 
 @pytest.mark.parametrize("asked, least", [("0.3", 0.3), ("1000", 0.4), ("0", 0.0)])
 def test_the_server_may_ask_for_time_within_bounds(asked, least):
     score, _, times = play([Reply(status=429, headers=(("Retry-After", asked),)), says("1")], wait_limit=0.4)
     assert score == 1.0
-    assert least <= times[1] - times[0] < 5
+    assert least <= times[1] - times[0] < STALL
 
 
 # Many at once.
 
 
 def test_answers_are_judged_at_once_and_not_too_many():
-    with serving(lambda *_: says("1", delay=0.2)) as server:
+    six = threading.Barrier(6)
+
+    def answer(*_):
+        six.wait(STALL)  # none is answered before six are asked
+        return says("1")
+
+    with serving(answer) as server:
         judge = Judge(quick(server.endpoint, concurrency=6))
-        start = time.monotonic()
         assert judge.scores([(QUESTION, f"a dog {i}") for i in range(12)]) == [1.0] * 12
-        assert time.monotonic() - start < 1.2  # 2.4 one by one
         assert server.most == 6
 
 

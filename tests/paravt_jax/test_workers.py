@@ -28,42 +28,42 @@ def test_a_functions_own_exception_is_the_calls():
 
 
 def test_a_call_beyond_its_deadline_costs_itself_alone():
-    with Workers(time.sleep, 1, deadline=0.5) as workers:
-        futures = [workers.submit(seconds) for seconds in (0, 60, 0)]
+    with Workers(time.sleep, 1, deadline=2) as workers:
+        futures = [workers.submit(seconds) for seconds in (0, 300, 0)]
         assert futures[0].result() is None
-        with pytest.raises(WorkerError, match="longer than 0.5 s"):
-            futures[1].result(20)
-        assert futures[2].result(20) is None
+        with pytest.raises(WorkerError, match="longer than 2 s"):
+            futures[1].result(60)
+        assert futures[2].result(60) is None
 
 
 def test_a_process_that_dies_costs_its_call_alone():
     with Workers(os._exit, 1, deadline=30) as workers:
         with pytest.raises(WorkerError, match="died"):
-            workers.submit(3).result(20)
+            workers.submit(3).result(60)
     with Workers(eval, 2, deadline=30) as workers:
         futures = [workers.submit(text) for text in ("1 + 1", "__import__('os').abort()", "2 + 2", "lambda: 0", "3 + 3")]
-        assert [futures[n].result(20) for n in (0, 2, 4)] == [2, 4, 6]
+        assert [futures[n].result(60) for n in (0, 2, 4)] == [2, 4, 6]
         for n in (1, 3):  # the latter is a result that cannot be sent
             with pytest.raises(WorkerError, match="died"):
-                futures[n].result(20)
+                futures[n].result(60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_is_the_parents_alone(number):
     with Workers(eval, 1, deadline=30) as workers:
-        child = workers.submit("__import__('os').getpid()").result(20)
+        child = workers.submit("__import__('os').getpid()").result(60)
         os.kill(child, number)
-        assert workers.submit("__import__('os').getpid()").result(20) == child
+        assert workers.submit("__import__('os').getpid()").result(60) == child
 
 
 def test_closing_ends_what_runs_and_cancels_what_waits():
-    workers = Workers(time.sleep, 1, deadline=60)
-    running, waiting = workers.submit(50), workers.submit(0)
+    workers = Workers(time.sleep, 1, deadline=300)
+    running, waiting = workers.submit(300), workers.submit(0)
     while not running.running():
         time.sleep(0.01)
     start = time.monotonic()
     workers.close()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
     assert waiting.cancelled() and isinstance(running.exception(0), WorkerError)
     with pytest.raises(ValueError, match="closed"):
         workers.submit(0)

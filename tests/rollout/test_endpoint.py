@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+import threading
 from typing import Any
 
 import numpy as np
@@ -169,7 +170,14 @@ def test_a_deadline_is_kept(images, small_vocabulary):
 
 
 def test_requests_go_side_by_side_up_to_the_limit(images, small_vocabulary):
-    with serving(lambda number, received: Reply(**{**says("x").__dict__, "delay": 0.2})) as server:
+    three = threading.Barrier(3)
+
+    def answer(number, received) -> Reply:
+        if number < 3:
+            three.wait(60)  # none is answered before three are asked
+        return says("x")
+
+    with serving(answer) as server:
         sampler = EndpointSampler(EndpointSettings(server.endpoint, "m", concurrency=3), small_vocabulary, images)
         ids = small_vocabulary.encode("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
         tickets = [sampler.submit(Request(ids, (), Sampling(4), (0,))) for _ in range(5)]
