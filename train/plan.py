@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -22,6 +23,7 @@ from configs.base import Run
 from train.cli import EXIT_USAGE, parse
 from train.planning import step
 from train.planning.compile import SIZES, Case, Measured, compile_case
+from train.planning.kept import kept
 from train.planning.programs import planned_config, program_names
 from train.planning.table import report, scale
 from train.planning.topology import INSTALL, SCALE, SOURCE, Topology, choose_mesh
@@ -107,9 +109,13 @@ def measure_all(
         return [{case.program: started[_key(case)].result() for case in line} for line in cases]
 
 
-def _compile_aloud(case: Case, timeout: float) -> Measured:
-    measured = compile_case(case, timeout)
-    print(f"{case.topology.name}, {case.program}: {measured.error or f'{measured.seconds:.0f} s'}", file=sys.stderr)
+def _compile_aloud(keep: pathlib.Path | None, case: Case, timeout: float) -> Measured:
+    def compiled(case: Case) -> Measured:
+        return compile_case(case, timeout)
+
+    measured, before = (compiled(case), False) if keep is None else kept(keep, case, compiled)
+    said = measured.error or f"{measured.seconds:.0f} s"
+    print(f"{case.topology.name}, {case.program}: {said}{', compiled before' if before else ''}", file=sys.stderr)
     return measured
 
 
@@ -140,6 +146,7 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--topology", default="", help=f"a slice such as v5p:4x4x4, or all: {', '.join(SCALE)}")
     parser.add_argument("--json", type=pathlib.Path, help="a file for every figure")
+    parser.add_argument("--keep", type=pathlib.Path, help="a folder that keeps what was compiled: the same command goes on from there")
     parser.add_argument("--only", default="", help="programs, with commas between; the default is all of the run's")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one program")
     parser.add_argument("--jobs", type=int, default=1, help="programs compiled at a time, each with up to 3 GB of memory")
@@ -165,7 +172,9 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    measured = measure_all(run, topologies, meshes, only, arguments.timeout, arguments.jobs, _compile_aloud)
+    measured = measure_all(
+        run, topologies, meshes, only, arguments.timeout, arguments.jobs, functools.partial(_compile_aloud, arguments.keep)
+    )
     if broken := next((found[SIZES].error for found in measured if found[SIZES].error), ""):
         print(f"error: {broken}", file=sys.stderr)
         return EXIT_USAGE

@@ -20,7 +20,7 @@ from rollout import runner
 from tests.train.small import small
 from train import plan
 from train.batch import BatchShape
-from train.planning import step
+from train.planning import kept, step
 from train.planning.compile import SIZES, Case, Measured, _lack, compile_case
 from train.planning.programs import Plan, planned_config, program_names
 from train.planning.topology import CHIPS, SCALE, Topology, choose_mesh
@@ -247,6 +247,22 @@ def test_programs_of_a_host_are_compiled_once_a_generation(command):
     assert sum(name == "decode" for _, name in asked) == len(CHIPS) and sum(name == "RL update" for _, name in asked) == len(SCALE)
     assert all(re.search(rf"^\| {re.escape(name)} ", printed.out, re.M) for name in SCALE)
     assert code == 0
+
+
+def test_a_plan_that_was_stopped_goes_on(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, "_compiler", lambda: "one")
+    keep = ("--topology=v5p:2x2x4", "--keep", str(tmp_path / "kept"))
+    late = {"reference": "not compiled within 5 s"}
+    _, first, asked = command(*keep, peaks={"reference": 0.0, "decode": 99 * GIB}, errors=late | {"decode": "out of memory"})
+    assert len(asked) == 1 + len(program_names(RUN)) and "compiled before" not in first.err
+    _, second, asked = command(*keep)  # what took too long is tried again; a lack of memory is an answer
+    assert [name for _, name in asked] == ["reference"]
+    assert "v5p:2x2x4, decode: out of memory, compiled before" in second.err and "decode: 10.27 GiB too much" in second.out
+    assert command(*keep)[1].out == second.out
+    for changed in (("--rl.microbatches", "2"), ("--rl.remat", "none")):
+        assert len(command(*keep, *changed)[2]) == 1 + len(program_names(RUN))
+    monkeypatch.setattr(kept, "_compiler", lambda: "other code")
+    assert len(command(*keep)[2]) == 1 + len(program_names(RUN))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""What was compiled before, in a folder, so that a plan that was stopped goes on where it was.
+
+Owns the folder: a JSON file a program. Reads nothing that other code, another compiler or other settings made. Invariant: a program that
+took too long, or whose compiler died, is not kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import pathlib
+from collections.abc import Callable
+
+from paravt_jax.atomic import write_atomically
+from train.planning.compile import Case, Measured
+
+ROOT = pathlib.Path(__file__).parents[2]
+ROOMS = ("configs", "models", "paravt_jax", "rollout", "train")
+
+
+def kept(folder: pathlib.Path, case: Case, compiled: Callable[[Case], Measured]) -> tuple[Measured, bool]:
+    """What `folder` has of a case, else what `compiled` says of it, which the folder has from then on; and whether it was there."""
+    file = folder / f"{case.topology.name.replace(':', '-')}-{case.program.replace(' ', '-')}-{_key(case)}.json"
+    if file.exists():
+        fields = json.loads(file.read_text())
+        return Measured(**fields | {name: tuple(fields[name]) for name in ("given", "largest")}), True
+    measured = compiled(case)
+    if measured.peak or not measured.error:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(dataclasses.asdict(measured), indent=1))
+    return measured, False
+
+
+def _key(case: Case) -> str:
+    return hashlib.sha256(f"{_compiler()}{case!r}".encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _compiler() -> str:
+    """The versions of what compiles, and a digest of what is compiled."""
+    digest = hashlib.sha256()
+    for file in sorted(file for room in ROOMS for file in (ROOT / room).rglob("*.py")):
+        digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+    return " ".join(importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "libtpu")) + digest.hexdigest()
