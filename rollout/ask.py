@@ -30,7 +30,7 @@ from paravt_jax.protocol import Protocol, ProtocolSettings
 from paravt_jax.records import Episode, Question, QuestionKind, StopReason
 from paravt_jax.rewards import RewardSettings, score
 from paravt_jax.tokenizer import Vocabulary
-from paravt_jax.video import VideoError
+from paravt_jax.video import VideoError, probe
 from rollout.engine import Engine
 from rollout.episode import Dispatch, Scene, Setting, play
 from rollout.episode_card import episode_card
@@ -97,8 +97,7 @@ class Assistant:
         """
         setting = Setting(frames, temperature, dispatch, seconds)
         kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
-        if not question.strip():
-            raise ValueError("question: it is empty; ask in words what the video should tell")
+        _check_words(question)
         asked = Question("asked", str(video), question, kind, "", tuple(options))
         length = len(self._scene.protocol.question(asked).ids)
         if length > _QUESTION_TOKENS:
@@ -128,6 +127,11 @@ class Assistant:
         return self._engines[settings]
 
 
+def _check_words(question: str) -> None:
+    if not question.strip():
+        raise ValueError("question: it is empty; ask in words what the video should tell")
+
+
 # The command ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -141,8 +145,8 @@ class AskSettings:
     """The video file."""
     question: Annotated[str, tyro.conf.Positional]
     """What is asked about it."""
-    options: tuple[str, ...] = ()
-    """The answers to choose from, if there are some."""
+    option: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """An answer to choose from; give one after the other, each with a --option of its own."""
     frames: int = 64
     """The overview budget K."""
     dispatch: Dispatch = "parallel"
@@ -165,9 +169,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise FileNotFoundError(f"--html {asked.html}: its folder is not there; make it, or name another file")
         if not Path(asked.video).is_file():
             raise FileNotFoundError(f"--video {asked.video}: no such file; give the path of a video")
+        _check_words(asked.question)
+        probe(asked.video)  # before weights are read, which takes minutes
         assistant = Assistant.load(asked.model, dtype=asked.dtype, param_dtype=asked.dtype)
         episode = assistant.ask(
-            Path(asked.video).absolute(), asked.question, options=asked.options, frames=setting.frames, dispatch=setting.dispatch,
+            Path(asked.video).absolute(), asked.question, options=asked.option, frames=setting.frames, dispatch=setting.dispatch,
             temperature=setting.temperature, seed=asked.seed,
         )  # fmt: skip
     except (FileNotFoundError, ValueError, VideoError) as error:

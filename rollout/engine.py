@@ -164,10 +164,7 @@ class Engine:
         self._runner.wake()
 
     def sleep(self) -> None:
-        """Frees what lies on the device, weights and pages, for other programs, until `load` brings new weights.
-
-        ValueError where something that was asked for is not answered yet.
-        """
+        """Frees what lies on the device, weights and pages, until `load` brings new weights. ValueError where a request has no answer."""
         if not self.idle:
             raise ValueError(f"Engine.sleep: {len(self._open) + len(self._kept)} requests have no answer yet; step, or cancel them, first")
         self.forget()
@@ -187,14 +184,18 @@ class Engine:
         return not self._open and not self._kept
 
     def warm_up(self) -> None:
-        """Compiles every program."""
+        """Compiles every program. ValueError where the engine sleeps."""
+        self._awake("warm_up")
         self._runner.warm_up(self._weights[self.version])
 
     # --- requests ---
 
-    def _check(self, request: Request) -> None:
+    def _awake(self, asked: str) -> None:
         if not self._weights:
-            raise ValueError("Engine.submit: the engine sleeps, without weights; call load first")
+            raise ValueError(f"Engine.{asked}: the engine sleeps, without weights; call load first")
+
+    def _check(self, request: Request) -> None:
+        self._awake("submit")
         sampling, longest = request.sampling, self.settings.own[-1]
         if not len(request.ids):
             raise ValueError("Request.ids: there are none; the last token predicts the first new one, give one at least")

@@ -23,7 +23,8 @@ SHOWN = 10  # questions that are named on either side
 
 def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
     """Who was right where. ValueError for runs of different splits, and where they share no question."""
-    names = [read_json(folder / "config.json")["identity"]["benchmark"] for folder in (first, second)]
+    left, right = (read_json(folder / "config.json")["identity"] for folder in (first, second))
+    names = [left["benchmark"], right["benchmark"]]
     if names[0] != names[1]:
         raise ValueError(f"--compare: {first} is {names[0]}, {second} is {names[1]}; compare runs of one split")
     a, b = (_played(folder) for folder in (first, second))
@@ -40,6 +41,7 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
     low, high = interval(((gains + 1) / 2).tolist(), [a[id]["video"] for id in both])
     return {
         "benchmark": names[0],
+        "differing": {name: [left.get(name), right.get(name)] for name in left | right if left.get(name) != right.get(name)},
         "questions": len(both),
         "not_shared": len(a.keys() ^ b.keys()),
         "scores": [float(np.mean([run[id]["score"] for id in both])) for run in (a, b)],
@@ -74,6 +76,8 @@ def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, 
         f"  both right {found['both_right']}, only A {found['only_first']}, only B {found['only_second']}, "
         f"neither {found['both_wrong']}; McNemar, exact, two-sided: p = {p:.3g}",
     ]
+    for name, values in found["differing"].items():
+        lines.append(f"  {name}: A {values[0]}, B {values[1]}")
     for name in ("first", "second"):
         ids = found[f"only_{name}_ids"]
         more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""

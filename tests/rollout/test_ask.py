@@ -149,6 +149,25 @@ def test_an_episode_in_words(small_questions):
     ]
 
 
+def test_options_may_stand_before_the_question(command, small_world, tmp_path):
+    video = str(small_world.folder / small_world.videos[0].path)
+    options = ("--option", "seven", "--option", "four")
+    page = tmp_path / "page.html"
+    code, _, err = command("--model", "m", "--video", video, *options, "--frames", "4", "--html", str(page), TEXT)
+    assert (code, err) == (0, "") and all(word in page.read_text() for word in (TEXT, "seven", "four"))
+
+
+def test_weights_are_not_read_for_what_cannot_be_asked(monkeypatch, capsys, small_world, tmp_path):
+    monkeypatch.setattr(ask.Assistant, "load", lambda *_, **__: pytest.fail("weights were read"))
+    (tmp_path / "noise.mp4").write_bytes(bytes(range(256)) * 9)
+    for video, question, message in (
+        (tmp_path / "noise.mp4", TEXT, "noise.mp4: it cannot be decoded"),
+        (small_world.folder / small_world.videos[0].path, " ", "question: it is empty"),
+    ):
+        assert ask.main(["--model", "m", "--video", str(video), question]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_mistakes_are_one_line_each(command, small_world, tmp_path):
     video = str(small_world.folder / small_world.videos[0].path)
     (tmp_path / "noise.mp4").write_bytes(bytes(range(256)) * 9)

@@ -1042,6 +1042,8 @@ def test_a_sleeping_engine_holds_nothing_of_the_device(engine, asked, small_mode
     assert len(held) > 1 and not any(ref() is not None for ref in held) and not engine._weights
     with pytest.raises(ValueError, match=r"Engine.submit: the engine sleeps, without weights; call load first"):
         engine.submit(requests[0])
+    with pytest.raises(ValueError, match="Engine.warm_up: the engine sleeps"):
+        engine.warm_up()
     compilations, reused = Compilations(), engine.counts.reused_tokens
     engine.load(weights, version=1)
     after = sampled(engine, requests[:1])
