@@ -60,7 +60,7 @@ def plan(run: Run, topology: Topology, mesh: tuple[int, int, int], measured: dic
         "programs": {name: dataclasses.asdict(m) for name, m in measured.items()},
         "residents": residents,
         "together": [dataclasses.asdict(together) | {"total": together.total} for together in beside],
-        "host_memory": step.host_memory(run, topology, arrays),
+        "host_memory": step.host_memory(run, topology, arrays, mesh[0]),
         "phases": [dataclasses.asdict(phase) | {"seconds": phase.seconds} for phase in phases],
         "step_seconds": sum(phase.seconds for phase in phases),
         "tokens": step.tokens_of(run),

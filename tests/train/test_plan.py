@@ -148,14 +148,20 @@ def test_tokens_of_a_step_and_the_padding_of_a_mesh():
     assert step.tokens_of(dataclasses.replace(RUN, rl=rl)) == 7 * (5120 + 8 * 8192) + 16 * 1600
     assert step.tokens_of(RECIPES["sft_8b"]()) == 16 * 8192
     four = dataclasses.replace(RUN, rl=dataclasses.replace(RL, microbatches=4))
-    (found,) = step.padding_advice(four, Topology("v5e:2x2"), (1, 1, 4))
-    assert "rl.microbatches = 4, so 4 parts" in found and "56 rows are padded to 64, with 1 to 56" in found
-    assert not step.padding_advice(four, V5E, (1, 16, 1)) and not step.padding_advice(four, Topology("v5e:8x8"), (1, 64, 1))
+    assert not step.padding_advice(four, V5E, (1, 16, 1))  # 64 rows for 56
+    (found,) = step.padding_advice(four, Topology("v5e:8x8"), (1, 64, 1))
+    assert "7 groups of rollouts are laid out as 16, whole groups on every host (16); rl.shape.groups = 16 learns" in found
+    five = dataclasses.replace(RUN, rl=dataclasses.replace(RL, shape=dataclasses.replace(RL.shape, groups=5), microbatches=4))
+    more, found = step.padding_advice(five, Topology("v5e:2x2"), (1, 1, 4))
+    assert "5 groups of rollouts are laid out as 6, whole groups on every host (1); rl.shape.groups = 6" in more
+    assert "rl.microbatches = 4, so 3 parts" in found and "40 rows are padded to 48, with 1 to 40" in found
 
 
 def test_what_a_host_holds():
     found = step.host_memory(RUN, V5E, {name[4:]: size for name, size in ALL.items()} | {"offloaded": 40 * GIB})
     assert list(found.values()) == [4 * GIB, 2 * GIB, 24 * GIB, 4 * GIB, 2 * GIB, GIB, 10 * GIB]
+    found = step.host_memory(RUN, V5E, {name[4:]: size for name, size in ALL.items()} | {"offloaded": 40 * GIB}, replicas=2)
+    assert list(found.values()) == [4 * GIB, 2 * GIB, 48 * GIB, 8 * GIB, 2 * GIB, GIB, 10 * GIB]
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,8 @@ def tokens_of(run: Run) -> int:
 
 
 def padding_advice(run: Run, topology: Topology, mesh: tuple[int, int, int]) -> list[str]:
-    """Where the mesh pads an update's rows by more than an eighth: how many, and how many micro-batches pad less."""
+    """Where an update's rows are padded by more than a sixth: to how many, how many micro-batches pad less, and what as many rows could
+    be instead of padding."""
     if run.rl is None:
         return []
     shape, devices = run.rl.shape, mesh[0] * mesh[1]
@@ -153,16 +154,23 @@ def padding_advice(run: Run, topology: Topology, mesh: tuple[int, int, int]) -> 
     rows = {n: fit(shape, devices, n).groups * shape.rows for n in range(1, parts + 1)}
     rows = {n: count for n, count in rows.items() if count // shape.rows % topology.hosts == 0}
     best = max((n for n in rows if rows[n] == min(rows.values())), default=parts)
-    if rows[parts] * 8 <= shape.groups * shape.rows * 9 or best == parts:
+    groups = rows[parts] // shape.rows
+    if groups * 6 <= shape.groups * 7:
         return []
-    return [
-        f"RL update: rl.microbatches = {run.rl.microbatches}, so {parts} parts; over mesh.data x mesh.fsdp = {mesh[0]} x {mesh[1]} "
-        f"devices {shape.groups * shape.rows} rows are padded to {rows[parts]}, with {best} to {rows[best]}"
+    found = [
+        f"RL update: {shape.groups} groups of rollouts are laid out as {groups}, whole groups on every host ({topology.hosts}); "
+        f"rl.shape.groups = {groups} learns from as many at the cost of {shape.groups}"
     ]
+    if best != parts:
+        found.append(
+            f"RL update: rl.microbatches = {run.rl.microbatches}, so {parts} parts; over mesh.data x mesh.fsdp = {mesh[0]} x {mesh[1]} "
+            f"devices {shape.groups * shape.rows} rows are padded to {rows[parts]}, with {best} to {rows[best]}"
+        )
+    return found
 
 
-def host_memory(run: Run, topology: Topology, arrays: dict[str, float]) -> dict[str, float]:
-    """Bytes that one host's process needs beside its programs and libraries, of a mesh whose `data` is 1.
+def host_memory(run: Run, topology: Topology, arrays: dict[str, float], replicas: int = 1) -> dict[str, float]:
+    """Bytes that one host's process needs beside its programs and libraries; a state lies on the mesh `replicas` times (`mesh.data`).
 
     `arrays`: bytes over all devices of `batch`, of the `state` that a checkpoint copies before it is written, of the `reference`, of the
     `tower` as it is saved, and of one call's `pieces` of prefill; and what updates leave on hosts, `offloaded` (`rl.remat`, `sft.remat`).
@@ -170,8 +178,8 @@ def host_memory(run: Run, topology: Topology, arrays: dict[str, float]) -> dict[
     return {
         "store of frames' features (frames.cache_mib)": run.frames.cache_mib * 2.0**20,
         "its share of the batch": arrays["batch"] / topology.hosts,
-        "its share of a checkpoint in flight": arrays["state"] / topology.hosts,
-        "its share of the reference": arrays["reference"] / topology.hosts,
+        "its share of a checkpoint in flight": arrays["state"] * replicas / topology.hosts,
+        "its share of the reference": arrays["reference"] * replicas / topology.hosts,
         "the frozen tower": arrays["tower"],
         "one call's pieces of prefill": arrays["pieces"],
         "layers' inputs (remat offload)": arrays["offloaded"] / topology.hosts,
