@@ -14,7 +14,7 @@ from models.attention import SAVED
 
 Remat = Literal["none", "full", "attention", "dots", "offload"]
 """none: everything is saved. full: a layer's input. attention: that and what attention gave (cuDNN computes it again all the same).
-dots: that and the matrix products with weights. offload: a layer's input, in the host's memory (on CPU that is the same memory)."""
+dots: both, and the matrix products with weights. offload: a layer's input, in the host's memory (on CPU that is the same memory)."""
 
 LAYER_INPUT = "layer_in"  # at the entry of a checkpointed body: at its end, offloading it does nothing
 
@@ -25,10 +25,11 @@ def rematerialise(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     if remat == "none":
         return body
     policies = jax.checkpoint_policies
+    attention = policies.save_only_these_names(SAVED)
     policy = {
         "full": None,
-        "attention": policies.save_only_these_names(SAVED),
-        "dots": policies.dots_with_no_batch_dims_saveable,
+        "attention": attention,
+        "dots": policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attention),
         "offload": policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[], names_which_can_be_offloaded=[LAYER_INPUT], offload_src="device", offload_dst="pinned_host"
         ),
