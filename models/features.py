@@ -27,6 +27,8 @@ from paravt_jax import video
 from paravt_jax.frames import FrameSource
 from paravt_jax.records import Frame
 
+_INFOS = 1024  # videos whose frames' times are kept: 8 bytes a frame, some 100 kB for five minutes
+
 
 @dataclasses.dataclass(frozen=True)
 class FrameSettings:
@@ -71,7 +73,7 @@ class FrameFeatures:
         self._store: collections.OrderedDict[tuple, np.ndarray] = collections.OrderedDict()
         self._bytes = 0
         self._contents: dict[str, tuple[int, int]] = {}
-        self._infos: dict[str, tuple[tuple[int, int] | None, video.VideoInfo]] = {}
+        self._infos: collections.OrderedDict[str, tuple[tuple[int, int] | None, video.VideoInfo]] = collections.OrderedDict()
         self.unreadable: dict[str, str] = {}  # videos that opened and could not be decoded, and why
         self.encoded_frames = 0
 
@@ -81,6 +83,9 @@ class FrameFeatures:
         known = self._infos.get(name)
         if known is None or known[0] != content:
             known = self._infos[name] = content, self.source.probe(self.root / name)
+        self._infos.move_to_end(name)
+        if len(self._infos) > _INFOS:
+            self._infos.popitem(last=False)
         return known[1]
 
     def _content(self, name: str) -> tuple[int, int] | None:

@@ -117,25 +117,28 @@ class TextDecoder(nnx.Module):
             raise ValueError("visual, visual_index: given together or not at all; pass both, or neither for text")
         graph, state = nnx.split(self.layers)
         angles = mrope_angles(positions, self.config)
+        # What is saved between layers is cut over `tensor` too; within a layer its devices share a row's products, and have it whole.
+        between = (ROWS,) if remat == "none" else (ROWS, "tensor")
 
         def body(x, layer):
             params, number, kept = layer
             past = prefix(number) if callable(prefix) else kept
-            block, x = nnx.merge(graph, params), checkpoint_name(constrain(x, ROWS), LAYER_INPUT)
+            block, x = nnx.merge(graph, params), checkpoint_name(constrain(x, *between), LAYER_INPUT)
+            x = constrain(x, ROWS)
             q, k, v = block.project(x, angles)
             x = block.finish(x, attend(q, k, v, segment_ids=segment_ids, prefix=past, prefix_mask=prefix_mask, pieces=pieces))
             if visual is not None and visual_index is not None and visual.shape[2] > 1:
                 # A branch, not a mask: layers after the last DeepStack level pay nothing, and the stack stays one scan.
                 spread = functools.partial(_spread, visual, visual_index, number + 1)
                 x = jax.lax.cond(number + 1 < visual.shape[2], lambda x: x + spread(x), lambda x: x, x)
-            return constrain(x, ROWS), KV(k, v)
+            return constrain(constrain(x, ROWS), *between), KV(k, v)
 
         # From words whose vectors are cut to rows that are whole in one exchange; in one step the compiler would gather all rows.
         x = constrain(constrain(self.embed(constrain(ids, "data")), "data", None, "fsdp"), ROWS)
         if visual is not None and visual_index is not None:
             x = jnp.where(visual_index[..., None] >= 0, _spread(visual, visual_index, 0, x), x)
         layers = jnp.arange(self.config.num_hidden_layers)
-        x, kv = jax.lax.scan(rematerialise(body, remat), x, (state, layers, None if callable(prefix) else prefix))
+        x, kv = jax.lax.scan(rematerialise(body, remat), constrain(x, *between), (state, layers, None if callable(prefix) else prefix))
         return rms_norm(x, self.norm, self.config.rms_norm_eps), kv
 
     def decode(

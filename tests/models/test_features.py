@@ -144,6 +144,17 @@ def test_memory_keeps_within_its_bound_and_forgets_the_oldest(make, names):
     assert np.array_equal(features(first), expected) and features.encoded_frames > encoded + 30
 
 
+def test_the_times_of_so_many_videos_are_kept_and_those_of_others_read_again(make, names, monkeypatch):
+    monkeypatch.setattr("models.features._INFOS", 2)
+    features, probed = make(), []
+    monkeypatch.setattr(video, "probe", lambda path, probe=video.probe: probed.append(path.name) or probe(path))
+    first = features.info(names[0])
+    for name in (names[1], names[0], names[2], names[0], names[1]):  # the third takes the second's place
+        features.info(name)
+    assert probed == [pathlib.Path(names[n]).name for n in (0, 1, 2, 1)]
+    assert features.info(names[0]) is first and features.tokens(names[2]) == 1
+
+
 def test_more_frames_than_fit_are_still_answered(make, names):
     features = make(batch=64, cache_mib=0)
     frames = features.overview(names[0], 64)

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from models.attention import DenseCache
 from models.qwen3_vl import KV, Qwen3VL, Qwen3VLConfig, abstract_model, packed_layout, qwen3_vl, tiny
 from models.qwen3_vl.config import TextConfig, VisionConfig
+from models.qwen3_vl.text import TextDecoder
 from models.sharding import BATCH, RULES, make_mesh, param_shardings
 
 
@@ -169,6 +170,23 @@ def main() -> None:
         np.testing.assert_array_equal(many[2], tokens, err_msg=str(shape))
         for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(many[1]), strict=True):
             np.testing.assert_allclose(other, one, atol=1e-5 * max(1.0, np.abs(one).max()), rtol=0, err_msg=f"{shape} {path}")
+    what_is_saved_between_layers_is_cut_over_tensor()
+
+
+def what_is_saved_between_layers_is_cut_over_tensor() -> None:
+    """Six layers' inputs of one row of 16 tokens: a device that shares the row with another saves half of them."""
+    mesh, config = make_mesh(1, 4, 2), dataclasses.replace(TEXT, num_hidden_layers=6)
+    graph, state = nnx.split(nnx.eval_shape(lambda: TextDecoder(config, rngs=nnx.Rngs(0))))
+    placed = jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y), state, param_shardings(state, mesh))
+    ids = jax.ShapeDtypeStruct((4, 16), jnp.int32, sharding=NamedSharding(mesh, BATCH))
+
+    @jax.grad
+    def gradient(state, ids):
+        return nnx.merge(graph, state)(ids, spots(0, 16, 4), remat="full")[0].sum()
+
+    with jax.set_mesh(mesh):
+        program = jax.jit(gradient).lower(placed, ids).compile().as_text()
+    assert "f32[6,1,8,64]" in program and "f32[6,1,16,64]" not in program
 
 
 if __name__ == "__main__":

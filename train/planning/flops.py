@@ -1,8 +1,9 @@
 """FLOPs of a traced program: matrix products, counted as often as they run.
 
-Owns the walk: a scan's body counts once a turn, a shard_map's once a device, of a branch the dearest counts. What a Pallas kernel does
-cannot be read from its code (it skips what its mask leaves out), so attention's kernels are added by formula. Refuses kernels without
-one, and convolutions. Invariant: element-wise work counts for nothing, so that the figure can be held against a peak of matrix units.
+Owns the walk: a scan's body counts once a turn, a shard_map's once a device, of a branch the dearest counts, what nobody uses does not.
+What a Pallas kernel does cannot be read from its code (it skips what its mask leaves out), so attention's kernels are added by formula.
+Refuses kernels without one, and convolutions. Invariant: element-wise work counts for nothing, so that the figure can be held against a
+peak of matrix units.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 Pairs = Callable[[int, int], float]  # (queries, keys) of one sequence -> how many pairs of them a kernel computes
 # Matrix products of [queries, keys, head_dim] in each of Splash's kernels: the scores again, then what the kernel is for.
@@ -25,7 +26,7 @@ def count_flops(jaxpr: ClosedJaxpr | Jaxpr, *, turns: float = 1.0, pairs: Pairs 
     `pairs`: what attention's kernels compute of one sequence (None: there are none). ValueError for what cannot be counted.
     """
     total, inner = 0.0, jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-    for eqn in inner.eqns:
+    for eqn in _used(inner):
         name, below = eqn.primitive.name, [count_flops(x, turns=turns, pairs=pairs) for x in _bodies(eqn)]
         if name == "dot_general":
             total += _product(eqn)
@@ -65,6 +66,16 @@ def rows_of(length: int) -> Pairs:
 def every(queries: int, keys: int) -> float:
     """All pairs: nothing is masked."""
     return float(queries * keys)
+
+
+def _used(jaxpr: Jaxpr) -> list[Any]:
+    """Equations whose results are used. jax keeps kernels that are not (where what they gave was saved), the compiler leaves them out."""
+    needed, found = {x for x in jaxpr.outvars if isinstance(x, Var)}, []
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(x for x in eqn.invars if isinstance(x, Var))
+            found.append(eqn)
+    return found
 
 
 def _bodies(eqn: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
