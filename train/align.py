@@ -27,6 +27,7 @@ from paravt_jax.records import Caption
 from paravt_jax.tokenizer import Vocabulary
 from train.optimizer import require_counts
 from train.phase import Phase
+from train.step import init_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ def align(
     is looked at. Raises ValueError for a caption whose words are not single tokens, or videos of more than one size.
     """
     optimizer = optax.adamw(optax.cosine_decay_schedule(settings.learning_rate, settings.steps), weight_decay=0.0)
-    start = optimizer.init(nnx.state((model.vision, model.text.embedding)))
+    start = init_state(nnx.state((model.vision, model.text.embedding)), optimizer).optimizer
     saved, drawn = phase.resume({"vision": nnx.state(model.vision), "text": nnx.state(model.text), "optimizer": start})
     nnx.update(model.vision, saved["vision"])
     nnx.update(model.text, saved["text"])

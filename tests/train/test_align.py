@@ -13,8 +13,10 @@ import pytest
 from flax import nnx
 
 from models.qwen3_vl.model import Qwen3VL
+from models.sharding import make_mesh, param_shardings
 from paravt_jax.records import Caption
 from train.align import AlignSettings, align
+from train.compilations import Compilations
 from train.phase import Phase
 
 SETTINGS = AlignSettings(steps=30, batch=32)
@@ -76,6 +78,21 @@ def test_frames_are_named_and_only_tower_and_embedding_change(road):
     run(road, ended, SETTINGS, captions=[Caption("no.mp4", 0.0, ("red",))], phase=FakePhase(SETTINGS.steps, rest.kept))
     for name, value in weights_of(ended).items():
         np.testing.assert_array_equal(value, after[name])
+
+
+def test_the_update_is_compiled_once(road):
+    model, compilations = fresh(road), Compilations()
+    nnx.update(model, jax.device_put(nnx.state(model), param_shardings(nnx.state(model), make_mesh())))  # as a run lays them out
+    counts = []
+
+    class Counting(FakePhase):
+        def done(self, *step) -> None:
+            counts.append(compilations.count)
+            super().done(*step)
+            counts.append(compilations.count)
+
+    run(road, model, SETTINGS, phase=Counting(3))
+    assert counts[2] == counts[1] and counts[4] == counts[3]
 
 
 @pytest.mark.parametrize(("field", "value"), [("steps", 0), ("batch", 0), ("save_every", 0), ("learning_rate", 0.0)])
