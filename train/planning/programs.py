@@ -14,9 +14,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.base import Run
 from models.processor import smart_resize
@@ -24,7 +23,7 @@ from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl
 from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.rope import visual_index
 from models.qwen3_vl.vision import frame_layout, frozen
-from models.sharding import MESH_AXES, param_shardings
+from models.sharding import make_mesh, param_shardings
 from paravt_jax import protocol, tokenizer, world_text
 from rollout.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
 from rollout.sampling import Choices
@@ -62,12 +61,12 @@ class Plan:
 
     def __init__(self, run: Run, devices: list[Any], host: list[Any], mesh: tuple[int, int, int]):
         self.run, self.config = run, planned_config(run)
-        self.mesh = make_mesh(devices, mesh)
+        self.mesh = make_mesh(*mesh, devices=devices)
         self.model = abstract_model(self.config, dtype=jnp.dtype(run.model.dtype))
         self.graph, weights = nnx.split(self.model.text)
         self.weights = laid_out(weights, param_shardings(weights, self.mesh))
         each = sampler_devices(self.weights, len(host))
-        self.host, self.hosts = make_mesh(host[:each], (1, 1, each)), host_mesh(self.mesh, each)
+        self.host, self.hosts = make_mesh(tensor=each, devices=host), host_mesh(self.mesh, each)
         state, batch = self._training_arguments()
         self.residents = {"weights": self.weights, "moments": state.optimizer, "batch": batch}
         self.residents |= {"vision tower": self._tower()[1]}
@@ -127,7 +126,7 @@ class Plan:
         A prompt reaches its rows by keys and values alone, so those stand for all that is made of it.
         """
         assert self.run.rl is not None
-        rl, one = self.run.rl, make_mesh([self.host.devices.flat[0]], (1, 1, 1))
+        rl, one = self.run.rl, make_mesh(devices=self.host.devices.flat)
         weights, batch = abstract_reference(self.run, one, self.config).arguments
 
         def loss(weights: Any, x: Sequences) -> Any:
@@ -225,7 +224,7 @@ class Plan:
         """The tower on one device of a host, as `models.features` runs it."""
         graph, weights = nnx.split(self.model.vision)
         weights = frozen(weights, self.model.vision.dtype)
-        one = NamedSharding(make_mesh([self.host.devices.flat[0]], (1, 1, 1)), PartitionSpec())
+        one = NamedSharding(make_mesh(devices=self.host.devices.flat), PartitionSpec())
         return graph, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), weights)
 
     def grid(self) -> tuple[int, int]:
@@ -241,7 +240,7 @@ class Plan:
         encode = jax.jit(lambda weights, patches, layout: nnx.merge(graph, weights)(patches, layout))
         patches = shape(jnp.float32, self.run.frames.batch, grid[0] * grid[1], self.config.vision.patch_dim)
         layout = frame_layout(grid, self.config.vision)
-        one = make_mesh([self.host.devices.flat[0]], (1, 1, 1))
+        one = make_mesh(devices=self.host.devices.flat)
         return Program("vision", encode, (weights, patches, layout), one, device_bytes((weights, patches)), ("vision tower",), pairs=every)
 
 
@@ -258,10 +257,6 @@ def planned_config(run: Run) -> Qwen3VLConfig:
     if run.model.size != "tiny":
         return qwen3_vl(run.model.size)
     return model_config(run, tokenizer.Vocabulary(tokenizer.build((*world_text.PIECES, *protocol.recurring_texts()))))
-
-
-def make_mesh(devices: list[Any], sizes: tuple[int, int, int]) -> Mesh:
-    return Mesh(np.array(devices).reshape(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def laid_out(tree: Any, shardings: Any) -> Any:
