@@ -368,6 +368,9 @@ def test_shared_prompts_save_what_their_tokens_cost(tiny_plan):
     # XLA's attention on CPU sees up to a chunk's end; backward it is computed once more.
     low, high = (flops_per_token(config, seen) - head for seen in (shape.prompt / 2, shape.prompt))
     assert 3 * tokens * low <= unshared() <= 4 * tokens * high
+    again = dataclasses.replace(run, rl=dataclasses.replace(run.rl, remat="full"))
+    full = Plan(again, jax.devices()[:1], jax.devices()[:1], (1, 1, 1)).program("RL update").unshared
+    assert full is not None and 1.2 < full() / unshared() < 1.4  # the forward pass once more, but for what nothing depends on
 
 
 # --- the compiler ---

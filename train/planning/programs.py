@@ -66,7 +66,7 @@ class Plan:
         self.graph, weights = nnx.split(self.model.text)
         self.weights = laid_out(weights, param_shardings(weights, self.mesh))
         each = sampler_devices(self.weights, len(host))
-        self.host, self.hosts = make_mesh(tensor=each, devices=host), host_mesh(self.mesh, each)
+        self.host, self.hosts, self.one = make_mesh(tensor=each, devices=host), host_mesh(self.mesh, each), make_mesh(devices=host)
         state, batch = self._training_arguments()
         self.residents = {"weights": self.weights, "moments": state.optimizer, "batch": batch}
         self.residents |= {"vision tower": self._tower()[1]}
@@ -126,8 +126,8 @@ class Plan:
         A prompt reaches its rows by keys and values alone, so those stand for all that is made of it.
         """
         assert self.run.rl is not None
-        rl, one = self.run.rl, make_mesh(devices=self.host.devices.flat)
-        weights, batch = abstract_reference(self.run, one, self.config).arguments
+        rl = self.run.rl
+        weights, batch = abstract_reference(self.run, self.one, self.config).arguments
 
         def loss(weights: Any, x: Sequences) -> Any:
             index = visual_index(jnp.asarray(x.prompt_ids), self.config.image_token_id)
@@ -135,8 +135,8 @@ class Plan:
             _, kv = nnx.merge(self.graph, weights)(jnp.asarray(x.prompt_ids), jnp.asarray(x.prompt_positions), **given)
             return kv.k.astype(jnp.float32).sum() + kv.v.astype(jnp.float32).sum()
 
-        with jax.set_mesh(one):
-            prompts = count_flops(jax.make_jaxpr(jax.grad(loss))(weights, batch), pairs=self._pairs())
+        with jax.set_mesh(self.one):
+            prompts = count_flops(jax.make_jaxpr(jax.value_and_grad(loss))(weights, batch), pairs=self._pairs())
         return prompts * (rl.shape.rows - 1)
 
     def _pairs(self) -> Pairs:
@@ -224,7 +224,7 @@ class Plan:
         """The tower on one device of a host, as `models.features` runs it."""
         graph, weights = nnx.split(self.model.vision)
         weights = frozen(weights, self.model.vision.dtype)
-        one = NamedSharding(make_mesh(devices=self.host.devices.flat), PartitionSpec())
+        one = NamedSharding(self.one, PartitionSpec())
         return graph, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), weights)
 
     def grid(self) -> tuple[int, int]:
@@ -240,8 +240,9 @@ class Plan:
         encode = jax.jit(lambda weights, patches, layout: nnx.merge(graph, weights)(patches, layout))
         patches = shape(jnp.float32, self.run.frames.batch, grid[0] * grid[1], self.config.vision.patch_dim)
         layout = frame_layout(grid, self.config.vision)
-        one = make_mesh(devices=self.host.devices.flat)
-        return Program("vision", encode, (weights, patches, layout), one, device_bytes((weights, patches)), ("vision tower",), pairs=every)
+        return Program(
+            "vision", encode, (weights, patches, layout), self.one, device_bytes((weights, patches)), ("vision tower",), pairs=every
+        )
 
 
 def program_names(run: Run) -> tuple[str, ...]:
