@@ -84,8 +84,9 @@ class FrameFeatures:
         if known is None or known[0] != content:
             known = self._infos[name] = content, self.source.probe(self.root / name)
         self._infos.move_to_end(name)
-        if len(self._infos) > _INFOS:
-            self._infos.popitem(last=False)
+        if len(self._infos) > _INFOS:  # what has frames here is still asked for, even where its file is gone
+            held = {key[0] for key in self._store}
+            self._infos.pop(next((old for old in self._infos if old not in held), ""), None)
         return known[1]
 
     def _content(self, name: str) -> tuple[int, int] | None:

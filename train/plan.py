@@ -22,7 +22,7 @@ from configs import RECIPES
 from configs.base import Run
 from train.cli import EXIT_USAGE, parse
 from train.planning import step
-from train.planning.compile import SIZES, Case, Measured, compile_case
+from train.planning.compile import ROLLOUTS, SIZES, Case, Measured, compile_case
 from train.planning.kept import kept
 from train.planning.programs import planned_config, program_names
 from train.planning.table import report, scale
@@ -78,7 +78,7 @@ def plan(run: Run, topology: Topology, mesh: tuple[int, int, int], measured: dic
 
 def _free(beside: list[step.Together], hbm: float) -> float:
     """Bytes of a device that are free in every program of the rollouts; none where these were not measured."""
-    return hbm - max((together.total for together in beside if together.program in step.ROLLOUTS), default=hbm)
+    return hbm - max((together.total for together in beside if together.program in ROLLOUTS), default=hbm)
 
 
 def _work(run: Run, measured: dict[str, Measured]) -> dict[str, float]:
@@ -105,8 +105,11 @@ def measure_all(
     names = [SIZES, *(only or program_names(run))]
     cases = [[Case(run, topology, mesh, name) for name in names] for topology, mesh in zip(topologies, meshes, strict=True)]
     with ThreadPoolExecutor(jobs) as pool:
-        started = {key: pool.submit(compiled, case, timeout) for key, case in {_key(case): case for line in cases for case in line}.items()}
-        return [{case.program: started[_key(case)].result() for case in line} for line in cases]
+        started = {
+            key: pool.submit(compiled, case, timeout)
+            for key, case in {(case.program, case.place): case for line in cases for case in line}.items()
+        }
+        return [{case.program: started[case.program, case.place].result() for case in line} for line in cases]
 
 
 def _compile_aloud(keep: pathlib.Path | None, case: Case, timeout: float) -> Measured:
@@ -117,11 +120,6 @@ def _compile_aloud(keep: pathlib.Path | None, case: Case, timeout: float) -> Mea
     said = measured.error or f"{measured.seconds:.0f} s"
     print(f"{case.topology.name}, {case.program}: {said}{', compiled before' if before else ''}", file=sys.stderr)
     return measured
-
-
-def _key(case: Case) -> tuple[str, ...]:
-    local = case.program in step.ROLLOUTS
-    return (case.program, case.topology.host.name) if local else (case.program, case.topology.name, str(case.mesh))
 
 
 def rows_in(run: Run) -> int:
@@ -167,9 +165,13 @@ def main(argv: list[str] | None = None) -> int:
         only = [name.strip() for name in arguments.only.split(",") if name.strip()]
         if unknown := set(only) - set(program_names(run)):
             raise ValueError(f"--only: {', '.join(sorted(unknown))}; {run.name} has the programs {', '.join(program_names(run))}")
+        if arguments.keep:
+            arguments.keep.mkdir(parents=True, exist_ok=True)
+        if arguments.json and not arguments.json.absolute().parent.is_dir():
+            raise ValueError(f"--json {arguments.json}: its folder is not there; make it, or name another file")
         if importlib.util.find_spec("libtpu") is None:
             raise ValueError(f"libtpu, the TPU's compiler, is not installed: {INSTALL}")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
     measured = measure_all(

@@ -34,8 +34,8 @@ class RLSettings:
     """Updates that a rollout's weights may be behind those that learn from it."""
     save_every: int = 10
     remat: Remat = "none"
-    """What the backward pass finds saved of each layer: everything, its input (full), that and what attention gave, or that and the matrix
-    products (dots), or its input in the host's memory (offload)."""
+    """What the backward pass finds saved of each layer: everything, its input (full), that and what attention gave (attention), both and
+    the matrix products (dots), or its input in the host's memory (offload)."""
     logprob_chunk: int | None = None
 
     def __post_init__(self):

@@ -48,8 +48,8 @@ class SFTSettings:
     """Most parts in which an update is computed, each of whole groups (missing ones are padding); the loss is the same. There are fewer
     where parts of so few rows would be padded, every device computes at least one; more where only that gives each process whole groups."""
     remat: Remat = "none"
-    """What the backward pass finds saved of each layer: everything, its input (full), that and what attention gave, or that and the matrix
-    products (dots), or its input in the host's memory (offload)."""
+    """What the backward pass finds saved of each layer: everything, its input (full), that and what attention gave (attention), both and
+    the matrix products (dots), or its input in the host's memory (offload)."""
     logprob_chunk: int | None = None
 
     def __post_init__(self):

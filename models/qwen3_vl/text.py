@@ -110,14 +110,15 @@ class TextDecoder(nnx.Module):
         p = b / g prompts: rows r * g ... r * g + g - 1 also attend to row r of it where `prefix_mask` holds, and are one segment
         each; it may be a function that reads the prompts of one layer, by its number, where all layers at once are too much. `pieces`: so
         many rows of the prefix (without one: of these tokens) are one sequence. `remat` says what the backward pass finds saved
-        (`remat.Remat`). Over the mesh that is set, rows lie over data and fsdp. ValueError where `visual` and `visual_index` are not
-        given together.
+        (`remat.Remat`). Over the mesh that is set, rows lie over data and fsdp, and what is saved of them over tensor too. ValueError
+        where `visual` and `visual_index` are not given together.
         """
         if (visual is None) != (visual_index is None):
             raise ValueError("visual, visual_index: given together or not at all; pass both, or neither for text")
         graph, state = nnx.split(self.layers)
         angles = mrope_angles(positions, self.config)
         # What is saved between layers is cut over `tensor` too; within a layer its devices share a row's products, and have it whole.
+        # That is said at both ends: else the compiler takes the cut into the products, and sends several times as much.
         between = (ROWS,) if remat == "none" else (ROWS, "tensor")
 
         def body(x, layer):

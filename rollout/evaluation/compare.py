@@ -41,7 +41,7 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
     low, high = interval(((gains + 1) / 2).tolist(), [a[id]["video"] for id in both])
     return {
         "benchmark": names[0],
-        "differing": {name: [left.get(name), right.get(name)] for name in left | right if left.get(name) != right.get(name)},
+        "made_with": {name: [left.get(name), right.get(name)] for name in left | right if left.get(name) != right.get(name)},
         "questions": len(both),
         "not_shared": len(a.keys() ^ b.keys()),
         "scores": [float(np.mean([run[id]["score"] for id in both])) for run in (a, b)],
@@ -76,8 +76,9 @@ def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, 
         f"  both right {found['both_right']}, only A {found['only_first']}, only B {found['only_second']}, "
         f"neither {found['both_wrong']}; McNemar, exact, two-sided: p = {p:.3g}",
     ]
-    for name, values in found["differing"].items():
-        lines.append(f"  {name}: A {values[0]}, B {values[1]}")
+    if found["made_with"]:
+        differing = (f"{name} {values[0]!r} and {values[1]!r}" for name, values in found["made_with"].items())
+        lines.append(f"  A and B were made with other {', '.join(differing)}")
     for name in ("first", "second"):
         ids = found[f"only_{name}_ids"]
         more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""

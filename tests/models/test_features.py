@@ -155,6 +155,20 @@ def test_the_times_of_so_many_videos_are_kept_and_those_of_others_read_again(mak
     assert features.info(names[0]) is first and features.tokens(names[2]) == 1
 
 
+def test_frames_that_are_kept_serve_though_the_file_is_gone_and_many_others_were_met(make, names, small_world, tmp_path, monkeypatch):
+    monkeypatch.setattr("models.features._INFOS", 1)
+    for name in names[:3]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(small_world.folder / name, tmp_path / name)
+    features = make(tmp_path)
+    frames = features.overview(names[0], 2)
+    vectors = features(frames)
+    (tmp_path / names[0]).unlink()
+    for name in names[1:3]:
+        features.info(name)
+    np.testing.assert_array_equal(features(frames), vectors)
+
+
 def test_more_frames_than_fit_are_still_answered(make, names):
     features = make(batch=64, cache_mib=0)
     frames = features.overview(names[0], 64)

@@ -21,6 +21,7 @@ from models.qwen3_vl import KV, Qwen3VL, Qwen3VLConfig, abstract_model, packed_l
 from models.qwen3_vl.config import TextConfig, VisionConfig
 from models.qwen3_vl.text import TextDecoder
 from models.sharding import BATCH, RULES, make_mesh, param_shardings
+from train.planning.collectives import bytes_sent, find_collectives
 
 
 def state(config=None):
@@ -187,6 +188,7 @@ def what_is_saved_between_layers_is_cut_over_tensor() -> None:
     with jax.set_mesh(mesh):
         program = jax.jit(gradient).lower(placed, ids).compile().as_text()
     assert "f32[6,1,8,64]" in program and "f32[6,1,16,64]" not in program
+    assert sum(bytes_sent(find_collectives(program, 8)).values()) < 2.2e6  # 1.8 MB; 2.8 where the cut reaches into the products
 
 
 if __name__ == "__main__":

@@ -254,7 +254,7 @@ def test_nobody_there(caplog):
     assert "ConnectError" in caplog.text
 
 
-@pytest.mark.parametrize("stall", [Reply(delay=STALL), says("1", drip=STALL / 60)], ids=["silent", "drop by drop"])
+@pytest.mark.parametrize("stall", [Reply(delay=STALL), says("1" + " " * 1000, drip=STALL / 1000)], ids=["silent", "drop by drop"])
 def test_a_stalled_request_is_given_up_and_asked_again(stall):
     start = time.monotonic()
     score, counts, _ = play([stall, says("1")], timeout=0.5, attempts=9)
@@ -312,8 +312,8 @@ def test_answers_are_judged_at_once_and_not_too_many():
     six = threading.Barrier(6)
 
     def answer(*_):
-        six.wait(STALL)  # none is answered before six are asked
-        return says("1")
+        six.wait(STALL)  # none is answered before six are asked; a seventh would come before they are
+        return says("1", delay=0.2)
 
     with serving(answer) as server:
         judge = Judge(quick(server.endpoint, concurrency=6))

@@ -174,8 +174,8 @@ def test_requests_go_side_by_side_up_to_the_limit(images, small_vocabulary):
 
     def answer(number, received) -> Reply:
         if number < 3:
-            three.wait(60)  # none is answered before three are asked
-        return says("x")
+            three.wait(60)  # none is answered before three are asked; a fourth would come before they are
+        return Reply(**{**says("x").__dict__, "delay": 0.2})
 
     with serving(answer) as server:
         sampler = EndpointSampler(EndpointSettings(server.endpoint, "m", concurrency=3), small_vocabulary, images)

@@ -21,7 +21,7 @@ from tests.train.small import small
 from train import plan
 from train.batch import BatchShape
 from train.planning import kept, step
-from train.planning.compile import SIZES, Case, Measured, _lack, compile_case
+from train.planning.compile import ROLLOUTS, SIZES, Case, Measured, _lack, compile_case
 from train.planning.programs import Plan, planned_config, program_names
 from train.planning.topology import CHIPS, SCALE, Topology, choose_mesh
 
@@ -148,20 +148,21 @@ def test_tokens_of_a_step_and_the_padding_of_a_mesh():
     assert step.tokens_of(dataclasses.replace(RUN, rl=rl)) == 7 * (5120 + 8 * 8192) + 16 * 1600
     assert step.tokens_of(RECIPES["sft_8b"]()) == 16 * 8192
     four = dataclasses.replace(RUN, rl=dataclasses.replace(RL, microbatches=4))
-    assert not step.padding_advice(four, V5E, (1, 16, 1))  # 64 rows for 56
+    assert not step.padding_advice(four, V5E, (1, 16, 1))  # 64 rows for 56, and no number of parts has fewer
+    (found,) = step.padding_advice(four, Topology("v5e:2x2"), (1, 1, 4))
+    assert "rl.microbatches = 4, so 4 parts" in found and "56 rows are padded to 64, with 1 to 56" in found
     (found,) = step.padding_advice(four, Topology("v5e:8x8"), (1, 64, 1))
-    assert "7 groups of rollouts are laid out as 16, whole groups on every host (16); rl.shape.groups = 16 learns" in found
-    five = dataclasses.replace(RUN, rl=dataclasses.replace(RL, shape=dataclasses.replace(RL.shape, groups=5), microbatches=4))
-    more, found = step.padding_advice(five, Topology("v5e:2x2"), (1, 1, 4))
-    assert "5 groups of rollouts are laid out as 6, whole groups on every host (1); rl.shape.groups = 6" in more
-    assert "rl.microbatches = 4, so 3 parts" in found and "40 rows are padded to 48, with 1 to 40" in found
+    assert "7 groups of rollouts are laid out as 16, as many whole groups on each of 16 hosts; an update of rl.shape.groups = 16" in found
+    wide = dataclasses.replace(RUN, rl=dataclasses.replace(RL, shape=dataclasses.replace(RL.shape, groups=9)))
+    (found,) = step.padding_advice(wide, Topology("v5e:2x2"), (1, 128, 1))
+    assert "9 groups of rollouts are laid out as 16, evenly over 128 devices" in found
 
 
 def test_what_a_host_holds():
     found = step.host_memory(RUN, V5E, {name[4:]: size for name, size in ALL.items()} | {"offloaded": 40 * GIB})
     assert list(found.values()) == [4 * GIB, 2 * GIB, 24 * GIB, 4 * GIB, 2 * GIB, GIB, 10 * GIB]
     found = step.host_memory(RUN, V5E, {name[4:]: size for name, size in ALL.items()} | {"offloaded": 40 * GIB}, replicas=2)
-    assert list(found.values()) == [4 * GIB, 2 * GIB, 48 * GIB, 8 * GIB, 2 * GIB, GIB, 10 * GIB]
+    assert list(found.values()) == [4 * GIB, 2 * GIB, 24 * GIB, 8 * GIB, 2 * GIB, GIB, 10 * GIB]
 
 
 @pytest.mark.parametrize(
@@ -265,6 +266,7 @@ def test_a_plan_that_was_stopped_goes_on(command, tmp_path, monkeypatch):
     assert [name for _, name in asked] == ["reference"]
     assert "v5p:2x2x4, decode: out of memory, compiled before" in second.err and "decode: 10.27 GiB too much" in second.out
     assert command(*keep)[1].out == second.out
+    assert {name for _, name in command("--topology=v5p:2x2x2", *keep[1:])[2]}.isdisjoint(ROLLOUTS)  # compiled for a host already
     for changed in (("--rl.microbatches", "2"), ("--rl.remat", "none")):
         assert len(command(*keep, *changed)[2]) == 1 + len(program_names(RUN))
     monkeypatch.setattr(kept, "_compiler", lambda: "other code")
@@ -277,6 +279,8 @@ def test_a_plan_that_was_stopped_goes_on(command, tmp_path, monkeypatch):
         ((), "--topology is missing"),
         (("--topology=v7:2x2",), "GENERATION:SHAPE"),
         (("--topology=v5e:4x4", "--mesh.fsdp=8"), "mesh: (1, 8, 1) (data, fsdp, tensor); their product has to be the 16 devices"),
+        (("--topology=v5e:4x4", "--keep=/proc/kept"), "/proc/kept"),
+        (("--topology=v5e:4x4", "--json=/nowhere/plan.json"), "--json /nowhere/plan.json: its folder is not there"),
         (("--topology=v5e:4x4", "--only=decode,dcode"), "--only: dcode; paravt_8b has the programs vision, prefill"),
     ],
 )

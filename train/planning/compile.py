@@ -24,6 +24,7 @@ from configs.base import Run
 from train.planning.topology import Topology
 
 OUT_OF_MEMORY = re.compile(r"required (for HLO temporaries )?\(([\d.]+)([KMG])\) exceeds available HBM \(([\d.]+)([KMG])\)")
+ROLLOUTS = ("vision", "prefill", "prefill after", "decode")  # programs that run while the engine is awake, each on one host
 SIZES = "sizes"  # in the place of a program: what lies on a device and on a host
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -36,6 +37,11 @@ class Case:
     topology: Topology
     mesh: tuple[int, int, int]
     program: str
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """What of slice and mesh the program depends on: one that runs on a host is the same for every slice of a generation."""
+        return (self.topology.host.name,) if self.program in ROLLOUTS else (self.topology.name, str(self.mesh))
 
 
 @dataclasses.dataclass(frozen=True)

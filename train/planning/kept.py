@@ -7,10 +7,10 @@ took too long, or whose compiler died, is not kept.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import importlib.metadata
 import json
+import os
 import pathlib
 from collections.abc import Callable
 
@@ -22,26 +22,30 @@ ROOMS = ("configs", "models", "paravt_jax", "rollout", "train")
 
 
 def kept(folder: pathlib.Path, case: Case, compiled: Callable[[Case], Measured]) -> tuple[Measured, bool]:
-    """What `folder` has of a case, else what `compiled` says of it, which the folder has from then on; and whether it was there."""
-    file = folder / f"{case.topology.name.replace(':', '-')}-{case.program.replace(' ', '-')}-{_key(case)}.json"
+    """What `folder`, which is there, has of a case, else what `compiled` says of it, which it has from then on; and whether it was there.
+
+    What was compiled while the code changed is not kept.
+    """
+    key = _key(case)
+    file = folder / f"{case.place[0].replace(':', '-')}-{case.program.replace(' ', '-')}-{key}.json"
     if file.exists():
         fields = json.loads(file.read_text())
         return Measured(**fields | {name: tuple(fields[name]) for name in ("given", "largest")}), True
     measured = compiled(case)
-    if measured.peak or not measured.error:
-        folder.mkdir(parents=True, exist_ok=True)
+    if (measured.peak or not measured.error) and _key(case) == key:
         write_atomically(file, json.dumps(dataclasses.asdict(measured), indent=1))
     return measured, False
 
 
 def _key(case: Case) -> str:
-    return hashlib.sha256(f"{_compiler()}{case!r}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{_compiler()} {case.program} {case.place} {case.run!r}".encode()).hexdigest()[:16]
 
 
-@functools.cache
 def _compiler() -> str:
-    """The versions of what compiles, and a digest of what is compiled."""
+    """The versions of what compiles, what the environment tells it, and a digest of what is compiled."""
     digest = hashlib.sha256()
     for file in sorted(file for room in ROOMS for file in (ROOT / room).rglob("*.py")):
         digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
-    return " ".join(importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "libtpu")) + digest.hexdigest()
+    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "libtpu")]
+    told = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("JAX_", "LIBTPU_"))]
+    return " ".join([*versions, *told, digest.hexdigest()])

@@ -13,12 +13,11 @@ from models.qwen3_vl.config import Qwen3VLConfig, flops_per_token
 from train.batch import BatchShape
 from train.packed_sft import PackedSFTSettings
 from train.placement import fit, parts_of
-from train.planning.compile import Measured
+from train.planning.compile import ROLLOUTS, Measured
 from train.planning.programs import mean_context
 from train.planning.topology import Topology
 
 GIB = 2.0**30
-ROLLOUTS = ("vision", "prefill", "prefill after", "decode")  # programs that run while the engine is awake, each on one host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +144,8 @@ def tokens_of(run: Run) -> int:
 
 
 def padding_advice(run: Run, topology: Topology, mesh: tuple[int, int, int]) -> list[str]:
-    """Where an update's rows are padded by more than a sixth: to how many, how many micro-batches pad less, and what as many rows could
-    be instead of padding."""
+    """Where an update's rows are padded: how many micro-batches pad less, if that is more than an eighth; and what could be learnt from
+    instead of padding, if what is left is more than a sixth."""
     if run.rl is None:
         return []
     shape, devices = run.rl.shape, mesh[0] * mesh[1]
@@ -154,23 +153,24 @@ def padding_advice(run: Run, topology: Topology, mesh: tuple[int, int, int]) -> 
     rows = {n: fit(shape, devices, n).groups * shape.rows for n in range(1, parts + 1)}
     rows = {n: count for n, count in rows.items() if count // shape.rows % topology.hosts == 0}
     best = max((n for n in rows if rows[n] == min(rows.values())), default=parts)
-    groups = rows[parts] // shape.rows
-    if groups * 6 <= shape.groups * 7:
-        return []
-    found = [
-        f"RL update: {shape.groups} groups of rollouts are laid out as {groups}, whole groups on every host ({topology.hosts}); "
-        f"rl.shape.groups = {groups} learns from as many at the cost of {shape.groups}"
-    ]
-    if best != parts:
+    found, groups = [], rows[best] // shape.rows
+    if best != parts and rows[parts] * 8 > shape.groups * shape.rows * 9:
         found.append(
             f"RL update: rl.microbatches = {run.rl.microbatches}, so {parts} parts; over mesh.data x mesh.fsdp = {mesh[0]} x {mesh[1]} "
             f"devices {shape.groups * shape.rows} rows are padded to {rows[parts]}, with {best} to {rows[best]}"
+        )
+    if groups * 6 > shape.groups * 7:
+        cause = f"as many whole groups on each of {topology.hosts} hosts" if topology.hosts > 1 else f"evenly over {devices} devices"
+        found.append(
+            f"RL update: {shape.groups} groups of rollouts are laid out as {groups}, {cause}; an update of rl.shape.groups = {groups} "
+            "costs the same"
         )
     return found
 
 
 def host_memory(run: Run, topology: Topology, arrays: dict[str, float], replicas: int = 1) -> dict[str, float]:
-    """Bytes that one host's process needs beside its programs and libraries; a state lies on the mesh `replicas` times (`mesh.data`).
+    """Bytes that one host's process needs beside its programs and libraries. The reference lies on the mesh `replicas` times
+    (`mesh.data`); of a checkpoint each replica copies its part.
 
     `arrays`: bytes over all devices of `batch`, of the `state` that a checkpoint copies before it is written, of the `reference`, of the
     `tower` as it is saved, and of one call's `pieces` of prefill; and what updates leave on hosts, `offloaded` (`rl.remat`, `sft.remat`).
@@ -178,7 +178,7 @@ def host_memory(run: Run, topology: Topology, arrays: dict[str, float], replicas
     return {
         "store of frames' features (frames.cache_mib)": run.frames.cache_mib * 2.0**20,
         "its share of the batch": arrays["batch"] / topology.hosts,
-        "its share of a checkpoint in flight": arrays["state"] * replicas / topology.hosts,
+        "its share of a checkpoint in flight": arrays["state"] / topology.hosts,
         "its share of the reference": arrays["reference"] * replicas / topology.hosts,
         "the frozen tower": arrays["tower"],
         "one call's pieces of prefill": arrays["pieces"],

@@ -78,7 +78,7 @@ def test_two_runs_question_by_question(tmp_path):
         tmp_path / "b", [line(str(i), float(i in (0, 5, 6, 7, 8, 9)), f"v{i}") for i in range(10)] + [line("y", 1.0)], frames=16
     )
     found = compare(first, second)
-    assert found["differing"] == {"frames": [64, 16]}
+    assert found["made_with"] == {"frames": [64, 16]}
     cells = [found[name] for name in ("both_right", "only_first", "only_second", "both_wrong")]
     assert cells == [1, 3, 5, 1] and (found["questions"], found["not_shared"]) == (10, 2)
     assert (found["scores"], found["difference"]) == ([0.4, 0.6], pytest.approx(0.2))
@@ -87,7 +87,12 @@ def test_two_runs_question_by_question(tmp_path):
     assert -1 < low < 0.2 < high < 1
     assert found["only_first_ids"] == ["1", "2", "3"] and found["only_second_ids"] == ["5", "6", "7", "8", "9"]
     text = comparison_text(first, second, found)
-    assert "B - A: +20.0" in text and "p = 0.727" in text and "only A: 1, 2, 3" in text and "frames: A 64, B 16" in text
+    assert (
+        "B - A: +20.0" in text
+        and "p = 0.727" in text
+        and "only A: 1, 2, 3" in text
+        and "A and B were made with other frames 64 and 16" in text
+    )
 
 
 def test_grounding_is_right_from_half_an_overlap_on(tmp_path):
