@@ -26,7 +26,8 @@ def no_tool_reward_8b() -> Run:
 def no_tool_reward_tiny() -> Run:
     """The full recipe in the small world, calls unpaid.
 
-    Command: python -m train.run --config=no_tool_reward_tiny
-    Not measured.
+    Command: python -m train.run --config=no_tool_reward_tiny --start runs/paravt_tiny
+    Measured, seed 0, commit 8f3d146: accuracy 0.56 before RL and 0.86 after, f 0.34 and 0.98, kappa 1.98 after, at every K: here, unlike
+    in the paper, unpaid calls stay, since all K are drawn and a crop of 8 frames answers what few of the overview do.
     """
     return _without_tool_reward(paravt_tiny(), "no_tool_reward_tiny")
