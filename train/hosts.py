@@ -68,7 +68,14 @@ def connect(settings: HostSettings) -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     named = settings.coordinator != "auto"
     where = (settings.coordinator, settings.count, settings.index) if named else (None, None, None)
-    jax.distributed.initialize(*where, heartbeat_timeout_seconds=settings.heartbeat, shutdown_timeout_seconds=settings.heartbeat)
+    try:
+        jax.distributed.initialize(*where, heartbeat_timeout_seconds=settings.heartbeat, shutdown_timeout_seconds=settings.heartbeat)
+    except ValueError as error:
+        if named:
+            raise
+        raise ValueError(
+            f"hosts.coordinator = auto: no cluster that jax knows was found ({error}); give ADDRESS:PORT, hosts.count and hosts.index"
+        ) from error
 
 
 def is_first() -> bool:

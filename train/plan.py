@@ -13,6 +13,7 @@ import importlib.util
 import json
 import math
 import pathlib
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from configs import RECIPES
 from configs.base import Run
 from train.cli import EXIT_USAGE, parse
 from train.planning import step
-from train.planning.compile import ROLLOUTS, SIZES, Case, Measured, compile_case
+from train.planning.compile import ROLLOUTS, SIZES, Case, Measured, compile_case, libtpu_version
 from train.planning.kept import kept
 from train.planning.programs import planned_config, program_names
 from train.planning.table import report, scale
@@ -49,6 +50,7 @@ def plan(run: Run, topology: Topology, mesh: tuple[int, int, int], measured: dic
     lacking = [together for together in beside if together.total > hbm]
     return {
         "name": run.name,
+        "compiler": f"libtpu {libtpu_version()}",
         "topology": topology.name,
         "mesh": mesh,
         "chips": topology.chips,
@@ -145,16 +147,25 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--topology", default="", help=f"a slice such as v5p:4x4x4, or all: {', '.join(SCALE)}")
     parser.add_argument("--json", type=pathlib.Path, help="a file for every figure")
     parser.add_argument("--keep", type=pathlib.Path, help="a folder that keeps what was compiled: the same command goes on from there")
-    parser.add_argument("--only", default="", help="programs, with commas between; the default is all of the run's")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one program")
-    parser.add_argument("--jobs", type=int, default=1, help="programs compiled at a time, each with up to 3 GB of memory")
+    parser.add_argument(
+        "--only", default="", help="programs by the names of the table, with commas between; the default is all of the run's"
+    )
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one program; the default is %(default)s")
+    parser.add_argument("--jobs", type=int, default=1, help="programs compiled at a time, each with up to 3 GB of memory; the default is 1")
     if {"-h", "--help"} & set(argv):
         print(parser.format_help())
     return parser.parse_known_args(argv)
 
 
+def _make_folder(folder: pathlib.Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--keep {folder}: {error.strerror}; name a folder that can be written") from error
+
+
 def main(argv: list[str] | None = None) -> int:
-    """The command's exit code: 0 where everything fits, 1 where something does not, 2 for a mistake."""
+    """The command's exit code: 0 where all that was asked for fits, 1 where something does not or is not known, 2 for a mistake."""
     arguments, rest = _arguments(sys.argv[1:] if argv is None else argv)
     run = parse(rest, RECIPES, prog="python -m train.plan")
     try:
@@ -165,18 +176,23 @@ def main(argv: list[str] | None = None) -> int:
         only = [name.strip() for name in arguments.only.split(",") if name.strip()]
         if unknown := set(only) - set(program_names(run)):
             raise ValueError(f"--only: {', '.join(sorted(unknown))}; {run.name} has the programs {', '.join(program_names(run))}")
+        if arguments.jobs < 1 or not arguments.timeout > 0:
+            raise ValueError(f"--jobs {arguments.jobs}, --timeout {arguments.timeout:g}; give one or more, and seconds above 0")
         if arguments.keep:
-            arguments.keep.mkdir(parents=True, exist_ok=True)
+            _make_folder(arguments.keep)
         if arguments.json and not arguments.json.absolute().parent.is_dir():
             raise ValueError(f"--json {arguments.json}: its folder is not there; make it, or name another file")
         if importlib.util.find_spec("libtpu") is None:
             raise ValueError(f"libtpu, the TPU's compiler, is not installed: {INSTALL}")
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    measured = measure_all(
-        run, topologies, meshes, only, arguments.timeout, arguments.jobs, functools.partial(_compile_aloud, arguments.keep)
-    )
+    compiled = functools.partial(_compile_aloud, arguments.keep)
+    try:
+        measured = measure_all(run, topologies, meshes, only, arguments.timeout, arguments.jobs, compiled)
+    except KeyboardInterrupt:
+        print(f"stopped{', the same command goes on' if arguments.keep else '; with --keep it could go on'}", file=sys.stderr)
+        return 128 + signal.SIGINT
     if broken := next((found[SIZES].error for found in measured if found[SIZES].error), ""):
         print(f"error: {broken}", file=sys.stderr)
         return EXIT_USAGE

@@ -39,10 +39,13 @@ Shape = tuple[int, ...]
 def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
     """The folder `source`, or that of a hub id once fetched into the hub's cache, without `weights` where they are not needed.
 
-    FileNotFoundError where there is neither.
+    FileNotFoundError where there is neither, and for a run's directory, whose model lies in a folder of its own.
     """
-    if Path(source).is_dir():
-        return Path(source)
+    folder = Path(source)
+    if (folder / "model" / CONFIG).exists() and not any(folder.glob("*.safetensors")):
+        raise FileNotFoundError(f"{source}: holds no weights; the model lies in {folder / 'model'}, give that")
+    if folder.is_dir():
+        return folder
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source)):
         raise FileNotFoundError(f"{source}: no such folder, and no hub id (owner/name); give the folder of a Qwen3-VL checkpoint")
     try:

@@ -75,7 +75,10 @@ def _look(argv: Sequence[str]) -> int:
         finished = [run for run in asked.table if (run / "summary.json").exists()]
         for run in asked.table:
             if run not in finished:
-                print(f"{run}: left out, it is not finished; the command that began it goes on", file=sys.stderr)
+                why = "it is not finished; the command that began it goes on"
+                if not (run / "config.json").exists():
+                    why = "no evaluation lies there; give folders such as evaluations/NAME/BENCHMARK"
+                print(f"{run}: left out, {why}", file=sys.stderr)
         print(table(finished))
     return 0
 

@@ -373,3 +373,12 @@ def test_a_trained_model_is_a_drop_in(tmp_path, assets):
     hidden, _ = model.text(*sample, visual=features, visual_index=jnp.asarray(inputs.visual_index[None]))
     assert np.abs(expected - blind).max() > 0.01, "the image counts"
     np.testing.assert_allclose(model.text.logits(hidden)[0], expected, atol=2e-5)
+
+
+def test_a_runs_directory_says_where_its_model_lies(tmp_path):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    for folder in (tmp_path / "run", tmp_path / "run" / "model"):
+        (folder / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"run: holds no weights; the model lies in .*run/model, give that"):
+        hf_folder.local_folder(tmp_path / "run")
+    assert hf_folder.local_folder(tmp_path / "run" / "model") == tmp_path / "run" / "model"

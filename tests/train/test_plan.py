@@ -5,7 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
+import pathlib
 import re
+import signal
+import subprocess
+import sys
+import time
 from typing import Any
 
 import jax
@@ -25,6 +31,7 @@ from train.planning.compile import ROLLOUTS, SIZES, Case, Measured, _lack, compi
 from train.planning.programs import Plan, planned_config, program_names
 from train.planning.topology import CHIPS, SCALE, Topology, choose_mesh
 
+ROOT = pathlib.Path(__file__).parents[2]
 GIB = 2.0**30
 RUN = RECIPES["paravt_8b"]()
 assert RUN.rl is not None
@@ -245,6 +252,9 @@ def test_what_does_not_fit_says_why_and_what_to_change(command):
 def test_a_program_that_was_not_compiled_is_named(command):
     code, printed, _ = command("--topology=v5p:2x2x4", peaks={"reference": 0.0}, errors={"reference": "not compiled within 5 s"})
     assert code == 1 and "- reference: not compiled within 5 s" in printed.out
+    assert "v5p:2x2x4: **not known, not compiled: reference**" in printed.out
+    code, printed, _ = command("--topology=v5p:2x2x4", "--only=decode,reference")
+    assert code == 0 and "**fits, as far as compiled (decode, reference)**" in printed.out
     assert "| step" not in printed.out  # a sum without one of its parts is none
 
 
@@ -279,7 +289,8 @@ def test_a_plan_that_was_stopped_goes_on(command, tmp_path, monkeypatch):
         ((), "--topology is missing"),
         (("--topology=v7:2x2",), "GENERATION:SHAPE"),
         (("--topology=v5e:4x4", "--mesh.fsdp=8"), "mesh: (1, 8, 1) (data, fsdp, tensor); their product has to be the 16 devices"),
-        (("--topology=v5e:4x4", "--keep=/proc/kept"), "/proc/kept"),
+        (("--topology=v5e:4x4", "--keep=/proc/kept"), "--keep /proc/kept: No such file or directory; name a folder"),
+        (("--topology=v5e:4x4", "--jobs=0"), "--jobs 0, --timeout 1800; give one or more"),
         (("--topology=v5e:4x4", "--json=/nowhere/plan.json"), "--json /nowhere/plan.json: its folder is not there"),
         (("--topology=v5e:4x4", "--only=decode,dcode"), "--only: dcode; paravt_8b has the programs vision, prefill"),
     ],
@@ -380,6 +391,34 @@ def test_shared_prompts_save_what_their_tokens_cost(tiny_plan):
 # --- the compiler ---
 
 LIBTPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU's compiler; pip install libtpu==0.0.51")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_compiler_ends_with_its_plan(number, tmp_path):
+    """A plan that dies leaves no process behind; the compiler here is one that sleeps."""
+    sleeping = (
+        "import os, pathlib, time; from train.planning import compile; "
+        f"compile.measure = lambda case: (pathlib.Path('{tmp_path}/new').write_text(str(os.getpid())), "
+        f"os.replace('{tmp_path}/new', '{tmp_path}/child'), time.sleep(300)); compile.main('$3', '$4')"
+    )
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{sleeping}"\n')
+    (tmp_path / "python").chmod(0o700)
+    code = f"import sys; from train.planning import compile; sys.executable = '{tmp_path}/python'; compile.compile_case(None, 600)"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    while not (tmp_path / "child").exists():
+        assert parent.poll() is None
+        time.sleep(0.05)
+    child = int((tmp_path / "child").read_text())
+    parent.send_signal(number)
+    parent.wait()
+    for _ in range(600):
+        status = pathlib.Path(f"/proc/{child}/stat")
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the compiler is still there")
 
 
 @LIBTPU

@@ -10,6 +10,7 @@ As a program: `python -m train.planning.compile CASE RESULT`, two files; the pla
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import os
 import pathlib
 import pickle
@@ -17,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from typing import Any
 
@@ -72,6 +74,14 @@ class Measured:
     sizes: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
+def libtpu_version() -> str:
+    """Of the compiler that is installed; another one may need other memory."""
+    try:
+        return importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def compile_case(case: Case, timeout: float) -> Measured:
     """Compiles one case in a process of its own, `timeout` seconds at most. What goes wrong stands in `error`."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "XLA_FLAGS": ""}
@@ -79,10 +89,14 @@ def compile_case(case: Case, timeout: float) -> Measured:
         question, answer = pathlib.Path(folder, "case"), pathlib.Path(folder, "answer")
         question.write_bytes(pickle.dumps(case))
         command = [sys.executable, "-m", "train.planning.compile", str(question), str(answer)]
+        alive, here = os.pipe()  # the process ends with this one, however this one ends
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+            done = subprocess.run(command, env=environment, stdin=alive, capture_output=True, text=True, timeout=timeout, check=False)
         except subprocess.TimeoutExpired:
             return Measured(case.program, error=f"not compiled within {timeout:.0f} s; give a longer --timeout")
+        finally:
+            os.close(alive)
+            os.close(here)
         if done.returncode or not answer.exists():
             last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing")
             return Measured(case.program, error=f"the compiler ended with {done.returncode}: {last[:300]}")
@@ -163,8 +177,14 @@ def _largest(folder: pathlib.Path) -> tuple[str, ...]:
 
 
 def main(question: str, answer: str) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     case = pickle.loads(pathlib.Path(question).read_bytes())
     pathlib.Path(answer).write_bytes(pickle.dumps(dataclasses.asdict(measure(case))))
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()  # until the plan closes its end of the pipe
+    os._exit(1)
 
 
 if __name__ == "__main__":

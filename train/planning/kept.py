@@ -15,7 +15,7 @@ import pathlib
 from collections.abc import Callable
 
 from paravt_jax.atomic import write_atomically
-from train.planning.compile import Case, Measured
+from train.planning.compile import Case, Measured, libtpu_version
 
 ROOT = pathlib.Path(__file__).parents[2]
 ROOMS = ("configs", "models", "paravt_jax", "rollout", "train")
@@ -46,6 +46,6 @@ def _compiler() -> str:
     digest = hashlib.sha256()
     for file in sorted(file for room in ROOMS for file in (ROOT / room).rglob("*.py")):
         digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
-    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "libtpu")]
+    versions = [*(importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")), libtpu_version()]
     told = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("JAX_", "LIBTPU_"))]
     return " ".join([*versions, *told, digest.hexdigest()])

@@ -53,7 +53,7 @@ def _scale_line(plan: dict[str, Any]) -> list[str]:
     return [
         plan["topology"],
         " x ".join(map(str, plan["mesh"])),
-        "yes" if plan["fits"] else "no",
+        _fits(plan, ("yes", "yes, in part", "not known", "no")),
         f"{plan['hbm'] / GIB:.2f}",
         peak("prefill", "prefill after", "decode"),
         peak("reference"),
@@ -69,11 +69,24 @@ def _scale_line(plan: dict[str, Any]) -> list[str]:
 
 def _head(plan: dict[str, Any]) -> str:
     mesh = " x ".join(map(str, plan["mesh"]))
-    word = "fits" if plan["fits"] else "does not fit"
+    part = f"fits, as far as compiled ({', '.join(plan['programs'])})"
+    word = _fits(plan, ("fits", part, f"not known, not compiled: {', '.join(_broken(plan))}", "does not fit"))
     return (
         f"{plan['name']} on {plan['topology']}: **{word}**. {plan['chips']} chips, {plan['devices']} devices of {plan['hbm'] / GIB:.2f} "
-        f"GiB, {plan['hosts']} hosts; mesh data x fsdp x tensor = {mesh}; rollouts over the devices of a host."
+        f"GiB, {plan['hosts']} hosts; mesh data x fsdp x tensor = {mesh}; rollouts over the devices of a host; {plan['compiler']}."
     )
+
+
+def _broken(plan: dict[str, Any]) -> list[str]:
+    """Programs that were not compiled, for another reason than memory."""
+    return [name for name, m in plan["programs"].items() if m["error"] and not m["peak"]]
+
+
+def _fits(plan: dict[str, Any], words: tuple[str, str, str, str]) -> str:
+    """Of the words for: it fits; what was compiled does; a program was not compiled; it does not fit."""
+    if any(together["total"] > plan["hbm"] for together in plan["together"]):
+        return words[3]
+    return words[2] if _broken(plan) else words[0] if plan["complete"] else words[1]
 
 
 def _programs(plan: dict[str, Any]) -> str:
