@@ -34,7 +34,7 @@ def test_lines_survive_and_half_a_line_is_cut_off(tmp_path):
 def test_another_evaluation_is_refused_with_the_difference(tmp_path):
     opened(tmp_path).close()
     opened(tmp_path).close()  # the same one is not
-    with pytest.raises(FolderError, match=r"another evaluation \(there -> asked for\): frames: 64 -> 16; name another --out"):
+    with pytest.raises(FolderError, match=r"another evaluation \(there -> asked for\): frames: 64 -> 16; name another --name or --out"):
         opened(tmp_path, IDENTITY | {"frames": 16})
     with pytest.raises(FolderError, match="seed: None -> 3"):
         opened(tmp_path, IDENTITY | {"seed": 3})
