@@ -81,8 +81,8 @@ class EvaluationFolder:
                 f"{k}: {found.get(k)!r} -> {identity.get(k)!r}" for k in found | identity if found.get(k) != identity.get(k)
             ]:
                 raise FolderError(
-                    f"--out {self.path} holds another evaluation (there -> asked for): {'; '.join(differences)}; name another --name or --out, "
-                    "or ask for what it holds"
+                    f"--out {self.path} holds another evaluation (there -> asked for): {'; '.join(differences)}; name another --name "
+                    "or --out, or ask for what it holds"
                 )
             commits = there["commits"] + [commit] * (commit not in there["commits"])
             write_atomically(file, _as_text(there | details | {"commits": commits}))
