@@ -26,7 +26,8 @@ def no_penalty_8b() -> Run:
 def no_penalty_tiny() -> Run:
     """The full recipe in the small world, gamma 0.
 
-    Command: python -m train.run --config=no_penalty_tiny
-    Not measured as it is; docs/paradox.md has its like where answers and the anchor alone are paid: f 0.99, kappa 1.57.
+    Command: python -m train.run --config=no_penalty_tiny --start runs/paravt_tiny
+    Measured, seed 0, commit 8f3d146: accuracy 0.56 before RL and 0.87 after, f 0.34 and 0.99, kappa 1.98 after: not told apart from the
+    full recipe. docs/paradox.md has its like where answers and the anchor alone are paid: f 0.99, kappa 1.57.
     """
     return _without_penalty(paravt_tiny(), "no_penalty_tiny")
