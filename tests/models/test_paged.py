@@ -203,7 +203,7 @@ def test_eight_devices_equal_one():
 )
 def test_decoding_compiles_for_tpu_without_a_copy_of_the_pool(topology, tensor, dtype):
     """Four tokens through four layers of the 8B model on a topology that this machine lacks: 32 rows, half a million tokens of pages."""
-    pytest.importorskip("libtpu", reason="the TPU's compiler; pip install libtpu")
+    pytest.importorskip("libtpu", reason="the TPU's compiler: pip install -e '.[tpu]'")
     printed = run(
         f"""
         import dataclasses, re

@@ -34,7 +34,7 @@ def test_arguments_are_what_a_run_gives(road):
 def test_an_update_compiles_for_tpu():
     """Four layers on eight chips, prompts in four pieces each: attention is the kernel's, forward and back, no scores are whole, and
     layers' inputs wait in the host's memory."""
-    pytest.importorskip("libtpu", reason="the TPU's compiler; pip install libtpu")
+    pytest.importorskip("libtpu", reason="the TPU's compiler: pip install -e '.[tpu]'")
     printed = run(
         """
         import dataclasses

@@ -303,7 +303,7 @@ def test_mistakes_end_it_in_one_line(command, argv, message):
 def test_a_missing_compiler_is_said_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert plan.main(["--config=paravt_8b", "--topology=v5e:4x4"]) == 2
-    assert capsys.readouterr().err == "error: libtpu, the TPU's compiler, is not installed: pip install libtpu==0.0.51\n"
+    assert capsys.readouterr().err == "error: libtpu, the TPU's compiler, is not installed: pip install -e '.[tpu]'\n"
 
 
 # --- the programs ---
@@ -390,7 +390,7 @@ def test_shared_prompts_save_what_their_tokens_cost(tiny_plan):
 
 # --- the compiler ---
 
-LIBTPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU's compiler; pip install libtpu==0.0.51")
+LIBTPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU's compiler: pip install -e '.[tpu]'")
 
 
 @pytest.mark.slow

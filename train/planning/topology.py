@@ -12,7 +12,7 @@ import math
 import re
 from typing import Any
 
-INSTALL = "pip install libtpu==0.0.51"
+INSTALL = "pip install -e '.[tpu]'"
 
 
 @dataclasses.dataclass(frozen=True)
