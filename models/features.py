@@ -71,6 +71,7 @@ class FrameFeatures:
             graph, self._weights = nnx.split(tower)
             self._encode = jax.jit(lambda weights, patches, layout: nnx.merge(graph, weights)(patches, layout))
         self._store: collections.OrderedDict[tuple, np.ndarray] = collections.OrderedDict()
+        self._held: collections.Counter[str] = collections.Counter()  # frames in the store, by video
         self._bytes = 0
         self._contents: dict[str, tuple[int, int]] = {}
         self._infos: collections.OrderedDict[str, tuple[tuple[int, int] | None, video.VideoInfo]] = collections.OrderedDict()
@@ -83,10 +84,11 @@ class FrameFeatures:
         known = self._infos.get(name)
         if known is None or known[0] != content:
             known = self._infos[name] = content, self.source.probe(self.root / name)
+            if len(self._infos) > _INFOS:  # what has frames here is still asked for, even where its file is gone
+                oldest = next((old for old in self._infos if old != name and not self._held[old]), name)
+                if oldest != name:
+                    del self._infos[oldest]
         self._infos.move_to_end(name)
-        if len(self._infos) > _INFOS:  # what has frames here is still asked for, even where its file is gone
-            held = {key[0] for key in self._store}
-            self._infos.pop(next((old for old in self._infos if old not in held), ""), None)
         return known[1]
 
     def _content(self, name: str) -> tuple[int, int] | None:
@@ -125,7 +127,11 @@ class FrameFeatures:
         self._contents.pop(name, None)
         self.unreadable.pop(name, None)
         for key in [key for key in self._store if key[0] == name]:
-            self._bytes -= self._store.pop(key).nbytes
+            self._drop(key)
+
+    def _drop(self, key: tuple) -> None:
+        self._bytes -= self._store.pop(key).nbytes
+        self._held[key[0]] -= 1
 
     def __call__(self, frames: Sequence[Frame]) -> Float[np.ndarray, "m c d"]:
         keys = [self.key(frame) for frame in frames]
@@ -173,12 +179,13 @@ class FrameFeatures:
 
     def _remember(self, fresh: dict[tuple, np.ndarray]) -> None:
         for key, row in fresh.items():
-            if (old := self._store.pop(key, None)) is not None:
-                self._bytes -= old.nbytes
+            if key in self._store:
+                self._drop(key)
+            self._held[key[0]] += 1
             self._store[key] = row.copy()  # its own memory: a view would keep the whole batch alive
             self._bytes += row.nbytes
         while self._bytes > self.settings.cache_mib * 2**20:
-            self._bytes -= self._store.popitem(last=False)[1].nbytes
+            self._drop(next(iter(self._store)))
 
     def _frames(self, name: str, indices: np.ndarray) -> tuple[Frame, ...]:
         times = self.info(name).times

@@ -12,9 +12,11 @@ import functools
 import importlib.util
 import json
 import math
+import os
 import pathlib
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -106,12 +108,15 @@ def measure_all(
     """Every program of the run on every slice, `jobs` at a time. What runs on one host is compiled once for a generation."""
     names = [SIZES, *(only or program_names(run))]
     cases = [[Case(run, topology, mesh, name) for name in names] for topology, mesh in zip(topologies, meshes, strict=True)]
-    with ThreadPoolExecutor(jobs) as pool:
+    pool = ThreadPoolExecutor(jobs)
+    try:
         started = {
             key: pool.submit(compiled, case, timeout)
             for key, case in {(case.program, case.place): case for line in cases for case in line}.items()
         }
         return [{case.program: started[case.program, case.place].result() for case in line} for line in cases]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _compile_aloud(keep: pathlib.Path | None, case: Case, timeout: float) -> Measured:
@@ -160,6 +165,7 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def _make_folder(folder: pathlib.Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ValueError(f"--keep {folder}: {error.strerror}; name a folder that can be written") from error
 
@@ -180,8 +186,8 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--jobs {arguments.jobs}, --timeout {arguments.timeout:g}; give one or more, and seconds above 0")
         if arguments.keep:
             _make_folder(arguments.keep)
-        if arguments.json and not arguments.json.absolute().parent.is_dir():
-            raise ValueError(f"--json {arguments.json}: its folder is not there; make it, or name another file")
+        if arguments.json and (arguments.json.is_dir() or not os.access(arguments.json.absolute().parent, os.W_OK)):
+            raise ValueError(f"--json {arguments.json}: no file can be written there; name another one")
         if importlib.util.find_spec("libtpu") is None:
             raise ValueError(f"libtpu, the TPU's compiler, is not installed: {INSTALL}")
     except ValueError as error:
@@ -204,4 +210,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # where it was stopped nobody waits for what compiles: it ends with this process

@@ -77,8 +77,8 @@ def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, 
         f"neither {found['both_wrong']}; McNemar, exact, two-sided: p = {p:.3g}",
     ]
     if found["made_with"]:
-        differing = (f"{name} {values[0]!r} and {values[1]!r}" for name, values in found["made_with"].items())
-        lines.append(f"  A and B were made with other {', '.join(differing)}")
+        differing = (f"{name} A {values[0]!r}, B {values[1]!r}" for name, values in found["made_with"].items())
+        lines.append(f"  made with: {'; '.join(differing)}")
     for name in ("first", "second"):
         ids = found[f"only_{name}_ids"]
         more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""

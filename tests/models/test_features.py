@@ -167,6 +167,11 @@ def test_frames_that_are_kept_serve_though_the_file_is_gone_and_many_others_were
     for name in names[1:3]:
         features.info(name)
     np.testing.assert_array_equal(features(frames), vectors)
+    probed = []
+    monkeypatch.setattr(video, "probe", lambda path, probe=video.probe: probed.append(path.name) or probe(path))
+    for name in (names[1], names[2], names[2], names[2]):  # where all that is kept has frames, the newest stays all the same
+        features.info(name)
+    assert len(probed) <= 2 and features.info(names[2]).frames
 
 
 def test_more_frames_than_fit_are_still_answered(make, names):

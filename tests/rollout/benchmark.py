@@ -198,8 +198,8 @@ class MemoryFrames(FrameFeatures):
 
     def drop(self) -> None:
         """Forgets every frame's vectors."""
-        self._store.clear()
-        self._bytes = 0
+        for key in [*self._store]:
+            self._drop(key)
 
     def _encode_video(self, name: str, wanted: list[int]):
         with mock.patch.object(video, "read", lambda path, indices: self._pixels[path.name][indices]):

@@ -291,7 +291,7 @@ def test_a_plan_that_was_stopped_goes_on(command, tmp_path, monkeypatch):
         (("--topology=v5e:4x4", "--mesh.fsdp=8"), "mesh: (1, 8, 1) (data, fsdp, tensor); their product has to be the 16 devices"),
         (("--topology=v5e:4x4", "--keep=/proc/kept"), "--keep /proc/kept: No such file or directory; name a folder"),
         (("--topology=v5e:4x4", "--jobs=0"), "--jobs 0, --timeout 1800; give one or more"),
-        (("--topology=v5e:4x4", "--json=/nowhere/plan.json"), "--json /nowhere/plan.json: its folder is not there"),
+        (("--topology=v5e:4x4", "--json=/nowhere/plan.json"), "--json /nowhere/plan.json: no file can be written there"),
         (("--topology=v5e:4x4", "--only=decode,dcode"), "--only: dcode; paravt_8b has the programs vision, prefill"),
     ],
 )
@@ -411,14 +411,35 @@ def test_a_compiler_ends_with_its_plan(number, tmp_path):
         time.sleep(0.05)
     child = int((tmp_path / "child").read_text())
     parent.send_signal(number)
-    parent.wait()
+    parent.wait(60)
     for _ in range(600):
-        status = pathlib.Path(f"/proc/{child}/stat")
-        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+        try:
+            status = pathlib.Path(f"/proc/{child}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        if status.rpartition(")")[2].split()[0] == "Z":
             return
         time.sleep(0.1)
     os.kill(child, signal.SIGKILL)
     pytest.fail("the compiler is still there")
+
+
+@pytest.mark.slow
+def test_an_interrupt_stops_the_whole_plan(tmp_path):
+    """What waits is not begun, and nobody waits for what runs; the compiler here sleeps."""
+    code = (
+        "import importlib.util, os, pathlib, sys, time; from train import plan; importlib.util.find_spec = lambda name: object()\n"
+        f"plan.compile_case = lambda case, timeout: (pathlib.Path('{tmp_path}', case.program).touch(), time.sleep(300))\n"
+        "code = plan.main(['--config=paravt_8b', '--topology=v5e:4x4']); sys.stderr.flush(); os._exit(code)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / SIZES).exists():
+        assert parent.poll() is None
+        time.sleep(0.05)
+    parent.send_signal(signal.SIGINT)
+    _, said = parent.communicate(timeout=60)
+    assert parent.returncode == 130 and "stopped; with --keep it could go on" in said
+    assert [file.name for file in tmp_path.iterdir()] == [SIZES]
 
 
 @LIBTPU

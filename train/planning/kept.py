@@ -47,5 +47,7 @@ def _compiler() -> str:
     for file in sorted(file for room in ROOMS for file in (ROOT / room).rglob("*.py")):
         digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
     versions = [*(importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")), libtpu_version()]
-    told = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("JAX_", "LIBTPU_"))]
+    told = [
+        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("JAX_", "LIBTPU_")) and name != "JAX_PLATFORMS"
+    ]
     return " ".join([*versions, *told, digest.hexdigest()])
