@@ -81,8 +81,9 @@ def _choice(text: str, options: tuple[str, ...]) -> str | None:
 
 def choice_accuracy(prediction: str, answer: str, options: tuple[str, ...] = ()) -> float:
     """1 where a multiple-choice answer names the right option, by letter or by its words, and no other; else 0."""
+    prediction, answer = (unicodedata.normalize("NFKC", text) for text in (prediction, answer))  # a letter of another width is that letter
     alone = re.fullmatch("[a-z]", normalise(answer))  # read as a letter below, or "(A) (B)" would be "b" without its article
-    if not alone and exact_match(prediction, answer):
+    if exact_match(prediction, answer) and (not alone or prediction == answer):
         return 1.0
     wanted = _choice(answer, options)
     return float(wanted is not None and _choice(prediction, options) == wanted)

@@ -1,7 +1,7 @@
 """Multiple choice, temporal grounding and open-ended answers, with the mends of REFERENCE 4, point 12."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paravt_jax.accuracy import accuracy, choice_accuracy, chosen_letter, exact_match, grounding_accuracy, normalise, read_range, token_f1
@@ -116,7 +116,14 @@ def test_open_ended_f1_and_exact():
     assert accuracy(question, None) == 0
 
 
+def test_a_letter_of_another_width_is_that_letter():
+    assert choice_accuracy("\uff22", "B") == choice_accuracy("(\uff22)", "B", ("a dog", "a cat")) == 1.0
+    assert choice_accuracy("\uff21", "B") == 0.0
+
+
 @given(st.text(), st.text(), st.sampled_from(QuestionKind), st.lists(st.text(max_size=6), max_size=4))
+@example("", "\u00ba", QuestionKind.MULTIPLE_CHOICE, [])
+@example("", "A B", QuestionKind.MULTIPLE_CHOICE, [])
 def test_accuracy_is_a_share_for_any_text(said, answer, kind, options):
     question = Question("q", "v", "?", kind, answer, tuple(options))
     assert 0 <= accuracy(question, said) <= 1
