@@ -128,6 +128,7 @@ class FrameFeatures:
         self.unreadable.pop(name, None)
         for key in [key for key in self._store if key[0] == name]:
             self._drop(key)
+        self._held.pop(name, None)
 
     def _drop(self, key: tuple) -> None:
         self._bytes -= self._store.pop(key).nbytes
