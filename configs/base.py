@@ -6,15 +6,20 @@ import dataclasses
 from typing import Any, Literal
 
 from models.features import FrameSettings
+from models.processor import smart_resize
+from models.qwen3_vl.config import VisionConfig, qwen3_vl, tiny
 from paravt_jax.protocol import ProtocolSettings
 from paravt_jax.world import WorldSettings
 from paravt_jax.world_text import TextSettings
 from rollout.evaluate import EvaluationSettings
-from rollout.settings import EngineSettings
+from rollout.settings import EngineSettings, EngineTuning
+from rollout.sizing import Lengths, engine_settings, lengths
 from train.align import AlignSettings
+from train.batch import BatchShape
 from train.checkpoint import CheckpointSettings
 from train.hosts import HostSettings
 from train.optimizer import require_counts
+from train.packed_batch import PackedShape
 from train.packed_sft import PackedSFTSettings
 from train.published_data import DataSettings
 from train.rl_settings import RLSettings
@@ -23,12 +28,15 @@ from train.sft import SFTSettings
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings:
-    """Which Qwen3-VL, and the type of its activations. `path`: the hub id or folder of its weights and tokenizer, such as RUN/model;
-    empty: noise."""
+    """Which Qwen3-VL is trained."""
 
     path: str = ""
+    """Hub id or folder of the weights and tokenizer to start from, such as RUN/model. Empty: random
+    weights."""
     size: Literal["tiny", "2b", "4b", "8b", "32b"] = "tiny"
+    """Size of the model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of activations."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +44,12 @@ class MeshSettings:
     """Devices along each axis of the mesh. Rows of a batch lie over data and fsdp."""
 
     data: int = 1
-    """Devices that each hold the weights that one device would hold."""
+    """Number of data-parallel replicas."""
     fsdp: int = 1
-    """Devices that weights and moments are cut over; a layer's weights are gathered for as long as they are used."""
+    """Devices over which weights and optimizer moments are sharded; a layer's weights are gathered
+    while they are used."""
     tensor: int = 1
-    """Devices that heads, MLP and vocabulary are cut over."""
+    """Devices over which heads, MLP and vocabulary are split (tensor parallelism)."""
 
     def __post_init__(self):
         require_counts("mesh", data=self.data, fsdp=self.fsdp, tensor=self.tensor)
@@ -48,12 +57,16 @@ class MeshSettings:
 
 @dataclasses.dataclass(frozen=True)
 class LogSettings:
-    """Where figures go beside metrics.jsonl, and how many episodes of each phase are written down for the report."""
+    """Where figures go beside metrics.jsonl."""
 
     tensorboard: bool = True
+    """Write TensorBoard events."""
     wandb: bool = False
+    """Log to Weights & Biases (needs the extra `wandb`)."""
     wandb_project: str = "paravt-jax"
+    """Project at Weights & Biases."""
     episodes: int = 8
+    """Episodes of each evaluation setting that are kept for the report."""
 
     def __post_init__(self):
         if self.episodes < 0:
@@ -62,17 +75,19 @@ class LogSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run: what is learned from, with what, how. A phase whose settings are None is left out."""
+    """Settings of one run: data, model and training phases. A phase whose settings are None is left out."""
 
     name: str
-    engine: EngineSettings
+    """Name of the run, shown in its report."""
     run_dir: str = ""
     """Where everything goes; runs/NAME if empty."""
     start: str = ""
     """Directory of a run whose data and cold start are taken over, instead of making them anew."""
     seed: int = 0
+    """Decides weights, order of data, and samples. A world has seeds of its own."""
     unreadable_share: float = 0.05
     """Share of videos that may be unreadable before the run refuses to start."""
+    engine: EngineTuning = EngineTuning()
     model: ModelSettings = ModelSettings()
     protocol: ProtocolSettings = ProtocolSettings()
     frames: FrameSettings = FrameSettings()
@@ -94,6 +109,51 @@ class Run:
         """Whether it plays episodes, in RL or to evaluate; else there is no engine, and its memory is the update's."""
         return self.rl is not None or self.data is None or self.data.heldout > 0
 
+    @property
+    def vision(self) -> VisionConfig:
+        """Sizes of the vision tower."""
+        return tiny(1).vision if self.model.size == "tiny" else qwen3_vl(self.model.size).vision
+
+    @property
+    def frame_tokens(self) -> int:
+        """Visual tokens of one frame, at most."""
+        factor = self.vision.patch_size * self.vision.spatial_merge_size
+        if self.world is None:
+            return self.frames.max_pixels // factor**2
+        side = self.world.size
+        height, width = smart_resize(side, side, self.frames.min_pixels, self.frames.max_pixels, factor)
+        return height * width // factor**2
+
+    def lengths(self, frames: int) -> Lengths:
+        """Lengths of sequences whose prompts show up to `frames` frames."""
+        return lengths(self.protocol, self.frame_tokens, frames)
+
+    @property
+    def rl_shapes(self) -> tuple[BatchShape, ...]:
+        """Shapes of an RL step's batch; see `RLSettings.shapes`."""
+        assert self.rl is not None, f"{self.name} has no RL"
+        return self.rl.shapes(self.lengths(max(self.rl.frame_budgets)))
+
+    @property
+    def sft_shapes(self) -> tuple[BatchShape, BatchShape]:
+        """Shapes of an SFT step's batches in a world; see `SFTSettings.shapes`."""
+        assert isinstance(self.sft, SFTSettings), f"{self.name} has no SFT on a world"
+        return self.sft.shapes(self.lengths(max(self.text.budgets)), self.text.demonstrations)
+
+    @property
+    def packed_shape(self) -> PackedShape:
+        """Shape of an SFT step's batch of published data."""
+        assert isinstance(self.sft, PackedSFTSettings) and self.data is not None, f"{self.name} has no SFT on published data"
+        return self.sft.shape(self.data.row_tokens)
+
+    @property
+    def engine_settings(self) -> EngineSettings:
+        """The engine's sizes: the widest prompts are those of RL or of the evaluation."""
+        budgets, fan = self.evaluation.frames, self.evaluation.samples
+        if self.rl is not None:
+            budgets, fan = budgets + self.rl.frame_budgets, self.rl.grpo.group_size
+        return engine_settings(self.lengths(max(budgets)), self.engine, fan)
+
     def __post_init__(self):
         if self.seed < 0:
             raise ValueError(f"seed: {self.seed}; give 0 or more")
@@ -112,53 +172,10 @@ class Run:
                 f"sft: {type(self.sft).__name__} with data = {self.data}; published data is trained on in packed rows "
                 "(PackedSFTSettings), a world's in groups (SFTSettings)"
             )
-        if isinstance(self.sft, PackedSFTSettings) and self.data is not None and self.sft.shape.tokens < self.data.row_tokens:
-            raise ValueError(
-                f"sft.shape.tokens: {self.sft.shape.tokens}; rows are packed to data.row_tokens = {self.data.row_tokens}, give at least "
-                "so many, or pack shorter rows"
-            )
         if not 0 <= self.unreadable_share < 1:
             raise ValueError(f"unreadable_share: {self.unreadable_share}; it is a share of videos, give one from 0 to below 1")
         if (self.model.size != "tiny" or self.model.path) and self.align is not None:
             raise ValueError(f"align: set for model.size {self.model.size}, model.path {self.model.path!r}; their towers can see, use None")
-        limits, sft = self.protocol, self.sft
-        for name, shape in (("rl.shape", self.rl and self.rl.shape), ("sft.main", sft.main if isinstance(sft, SFTSettings) else None)):
-            if shape is not None and shape.prompt + limits.trajectory_tokens > self.engine.own[-1]:
-                raise ValueError(
-                    f"engine.own: {self.engine.own}; a rollout may have {name}.prompt + protocol.trajectory_tokens = "
-                    f"{shape.prompt} + {limits.trajectory_tokens} tokens, let it end there"
-                )
-        if self.rl is not None:
-            _check_room(self.rl, limits)
-
-
-def _check_room(rl: RLSettings, limits: ProtocolSettings) -> None:
-    """What rollouts and sub-agents may grow to has room in the batch: `train.batch.build` would refuse it hours later, in mid-run."""
-    shape, windows = rl.shape, rl.subagents
-    if shape.suffix < limits.trajectory_tokens:
-        raise ValueError(f"rl.shape.suffix: {shape.suffix}; a rollout may have protocol.trajectory_tokens = {limits.trajectory_tokens}")
-    if max(rl.frame_budgets) > shape.visual:
-        raise ValueError(
-            f"rl.frame_budgets: {rl.frame_budgets}; a frame has at least one visual token, and a prompt has room for rl.shape.visual = "
-            f"{shape.visual}: raise that, or lower the largest budget"
-        )
-    if windows is None:
-        return
-    if limits.crop_frames > windows.visual:
-        raise ValueError(
-            f"rl.subagents.visual: {windows.visual}; a sub-agent may see protocol.crop_frames = {limits.crop_frames} frames, each of "
-            "at least one visual token: raise the first, or lower the second"
-        )
-    if windows.prompt <= windows.visual:
-        raise ValueError(
-            f"rl.subagents.prompt: {windows.prompt}; its visual tokens, up to rl.subagents.visual = {windows.visual}, stand in it between "
-            "times and words: raise the first, or lower the second"
-        )
-    if windows.suffix < limits.summary_tokens + 1:
-        raise ValueError(
-            f"rl.subagents.suffix: {windows.suffix}; a row holds its prompt's last token and up to protocol.summary_tokens = "
-            f"{limits.summary_tokens} more: give at least {limits.summary_tokens + 1}"
-        )
 
 
 def change(run: Run, name: str, protocol: dict[str, Any] | None = None, **rl: Any) -> Run:

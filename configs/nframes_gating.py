@@ -13,7 +13,7 @@ def without_anchoring(run: Run, name: str) -> Run:
     """No pinned `<think>`, no answer-suffix term, no anchor."""
     assert run.rl is not None
     grpo = dataclasses.replace(run.rl.grpo, anchor="none")
-    rewards = dataclasses.replace(run.rl.rewards, answer_suffix=False, anchor_weight=0.0)
+    rewards = dataclasses.replace(run.rl.rewards, answer_suffix=False)
     return change(run, name, {"pin_think": False}, grpo=grpo, rewards=rewards)
 
 

@@ -6,23 +6,12 @@ from configs.base import MeshSettings, ModelSettings, Run
 from paravt_jax.grpo import GRPOSettings
 from paravt_jax.rewards import RewardSettings
 from rollout.evaluate import EvaluationSettings
-from rollout.settings import EngineSettings
-from train.batch import BatchShape
+from rollout.settings import EngineTuning
 from train.optimizer import OptimizerSettings
 from train.published_data import DataSettings
 from train.rl_settings import RLSettings
 
-PROMPT, VISUAL = 5120, 64 * 49  # 64 frames of 224 x 224, each with its time, and the question
-ENGINE = EngineSettings(
-    own=(1024, 2048, 4096, 8192, PROMPT + 8192),
-    shared=(2048, PROMPT),
-    prefill=(128, 1024, PROMPT),
-    page=64,
-    pages=2240,
-    prefill_tokens=PROMPT,
-    read_tokens=64 * 2048,
-    steps=32,
-)
+ENGINE = EngineTuning(page=64, cache_tokens=143_360, read_tokens=131_072, steps=32)
 
 
 def paravt_8b() -> Run:
@@ -45,10 +34,9 @@ def paravt_8b() -> Run:
         evaluation=EvaluationSettings(samples=1, frames=(16, 64), dispatch=("parallel",), temperatures=(0.7,)),
         rl=RLSettings(
             steps=54,
-            shape=BatchShape(groups=7, rows=8, prompt=PROMPT, visual=VISUAL, suffix=8192),
             optimizer=OptimizerSettings(moment_dtype="bfloat16"),
             grpo=GRPOSettings(anchor="likelihood", reward_clip=None),
-            rewards=RewardSettings(anchor_weight=0.0, format_cap=False),
+            rewards=RewardSettings(format_cap=False),
             remat="full",
             microbatches=4,
             logprob_chunk=512,

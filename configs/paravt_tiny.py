@@ -9,9 +9,7 @@ from paravt_jax.protocol import ProtocolSettings
 from paravt_jax.rewards import RewardSettings
 from paravt_jax.world import WorldSettings
 from paravt_jax.world_text import TextSettings
-from rollout.settings import EngineSettings
 from train.align import AlignSettings
-from train.batch import BatchShape
 from train.optimizer import OptimizerSettings
 from train.rl_settings import RLSettings
 from train.sft import SFTSettings
@@ -28,26 +26,27 @@ def paravt_tiny() -> Run:
         world=WorldSettings(),
         text=TextSettings(),
         frames=FrameSettings(batch=64, whole_frames=64),
-        protocol=ProtocolSettings(max_tool_turns=2, turn_tokens=64, summary_tokens=16, trajectory_tokens=144),
-        engine=EngineSettings(
-            own=(160, 592),  # a window and its report, or a rollout without its prompt; a whole rollout
-            shared=(432,),
-            prefill=(32, 128, 432),
-            pages=4096,
-            prefill_tokens=1024,
+        protocol=ProtocolSettings(
+            max_tool_turns=2,
+            turn_tokens=64,
+            summary_tokens=16,
+            trajectory_tokens=144,
+            text_tokens=48,
+            label_tokens=5,  # a number is one token in the small vocabulary
+            crop_frames=8,  # half a scene has no more
         ),
         align=AlignSettings(steps=300),
         sft=SFTSettings(
             steps=400,
-            main=BatchShape(groups=4, rows=4, prompt=416, visual=64, suffix=128),
-            windows=BatchShape(groups=32, rows=1, prompt=64, visual=8, suffix=16),
+            groups=4,
+            windows=32,
             optimizer=OptimizerSettings("muon", 3e-3, 0.02, "cosine", warmup=0.02, weight_decay=0.0, b2=0.95),
         ),
         rl=RLSettings(
             steps=56,
-            shape=BatchShape(groups=8, rows=8, prompt=432, visual=64, suffix=144),
+            prompts=8,
             optimizer=OptimizerSettings(learning_rate=3e-4, weight_decay=0.0),
             grpo=GRPOSettings(anchor="likelihood", reward_clip=None),
-            rewards=RewardSettings(anchor_weight=0.0, format_cap=False),
+            rewards=RewardSettings(format_cap=False),
         ),
     )

@@ -8,7 +8,6 @@ from configs.base import MeshSettings, ModelSettings, Run
 from configs.paravt_8b import ENGINE
 from configs.paravt_tiny import paravt_tiny
 from train.optimizer import OptimizerSettings
-from train.packed_batch import PackedShape
 from train.packed_sft import PackedSFTSettings
 from train.published_data import DataSettings
 
@@ -29,7 +28,7 @@ def sft_8b() -> Run:
         engine=ENGINE,
         sft=PackedSFTSettings(
             steps=500,
-            shape=PackedShape(rows=16, tokens=8192, visual=8192),
+            rows=16,
             optimizer=OptimizerSettings(learning_rate=2e-5, schedule="cosine", warmup=0.05),
             remat="full",
             logprob_chunk=512,

@@ -32,16 +32,19 @@ _INFOS = 1024  # videos whose frames' times are kept: 8 bytes a frame, some 100 
 
 @dataclasses.dataclass(frozen=True)
 class FrameSettings:
-    """Sizes of frames in pixels (REFERENCE 3, step 5), frames encoded in one call, and the store's bound in MiB.
-
-    A video of at most `whole_frames` frames is read and encoded whole when it is first met: opening a file costs more than a few frames.
-    """
+    """How frames are shown (REFERENCE 3, step 5), encoded and kept."""
 
     min_pixels: int = 784
+    """Smaller frames are enlarged to this area, in pixels."""
     max_pixels: int = 50_176
-    batch: int = 16  # as many as a crop has: an encoder's call of fewer is paid in full
+    """Larger frames are shrunk to this area, in pixels."""
+    batch: int = 16
+    """Frames encoded in one call. A call with fewer costs as much, so take about as many as a crop has."""
     whole_frames: int = 0
+    """Videos of at most this many frames are encoded whole when they are first met, because opening a
+    file costs more than a few frames."""
     cache_mib: int = 4096
+    """Bound on the encoded frames that are kept, in MiB."""
 
     def __post_init__(self):
         for name, least in (("min_pixels", 1), ("batch", 1), ("whole_frames", 0), ("cache_mib", 0)):

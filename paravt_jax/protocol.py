@@ -88,17 +88,32 @@ class ProtocolSettings:
     """Limits of an episode (REFERENCE 1, 3 and 5). Lengths are in tokens."""
 
     max_tool_turns: int = 3
+    """Turns of a main agent in which it may call tools."""
     max_calls: int = 5
+    """Calls per turn that are carried out."""
     turn_tokens: int = 2048
+    """Tokens of one turn of a main agent."""
     summary_tokens: int = 512
-    trajectory_tokens: int = 8192  # everything after the prompt: responses and tool results
+    """Tokens of a sub-agent's report, and of a tool response."""
+    trajectory_tokens: int = 8192
+    """Tokens of everything after the prompt: responses and tool results."""
+    text_tokens: int = 1216
+    """Tokens of a main agent's prompt beside its frames: system turn and question. Questions that
+    need more are left out."""
+    label_tokens: int = 12
+    """Tokens around the visual ones of a frame: its timestamp and the vision marks. 12 hold times up
+    to 99,999.9 seconds in Qwen's tokenizer."""
     pin_think: bool = True
-    """Every response of a main agent is started with `<think>` (paper, constrained generation); demonstrations teach it either way."""
+    """Every response of a main agent is started with `<think>` (paper, constrained generation). The
+    cold start teaches it either way."""
     crop_fps: float = 1.0
+    """Frames per second that a sub-agent sees of its window."""
     crop_frames: int = 16
+    """Frames that a sub-agent sees at most."""
     prompt: Prompt = "agentic"
-    """The system turn: `agentic` is what demonstrations teach; `agentic-minimal` says little more than the tool's schema; `reasoning` and
-    `direct` (which does not think, so nothing is pinned) know no tool."""
+    """The system turn. `agentic` is what demonstrations teach; `agentic-minimal` says little more than
+    the tool's schema; `reasoning` and `direct` know no tool, and `direct` does not think, so that
+    nothing is pinned."""
 
     def __post_init__(self):
         if self.prompt not in get_args(Prompt):
@@ -107,7 +122,7 @@ class ProtocolSettings:
             raise ValueError("protocol.pin_think: True with protocol.prompt 'direct', which does not think; set it to False")
         if self.max_tool_turns < 0:
             raise ValueError(f"protocol.max_tool_turns: {self.max_tool_turns}; give 0 or more")
-        for name in ("max_calls", "turn_tokens", "summary_tokens", "trajectory_tokens", "crop_frames"):
+        for name in ("max_calls", "turn_tokens", "summary_tokens", "trajectory_tokens", "text_tokens", "label_tokens", "crop_frames"):
             if getattr(self, name) < 1:
                 raise ValueError(f"protocol.{name}: {getattr(self, name)}; give a whole number of at least 1")
         if not 0 < self.crop_fps < math.inf:

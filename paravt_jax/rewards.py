@@ -30,8 +30,6 @@ class RewardSettings:
     """Weight of R_tool in the total; 0 is the table's "without the tool reward"."""
     answer_suffix: bool = True
     """The answer-suffix term: credit a non-empty answer block with 0.5 and the think with 0.2 (True), or both with 0.3 (False)."""
-    anchor_weight: float = 0.5
-    """Weight of R_anchor inside R_fmt; 0 where the anchor acts at the structural tokens (`GRPOSettings.anchor`)."""
     gamma: float = 0.3
     """The penalty: what R_anchor loses for a think that is opened and never closed, and, where the anchor acts at single tokens
     (`likelihood` and `credit` of `GRPOSettings.anchor`), the weight against the token that broke a block, times the anchor's."""
@@ -43,7 +41,7 @@ class RewardSettings:
     """Which language model is asked where open_ended is `judge`."""
 
     def __post_init__(self):
-        for name in ("format_weight", "tool_weight", "anchor_weight", "gamma"):
+        for name in ("format_weight", "tool_weight", "gamma"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"RewardSettings.{name}: {getattr(self, name)} is not a weight; give a finite number of at least 0")
         if self.open_ended not in ("f1", "exact", "judge"):
@@ -136,8 +134,18 @@ def tool_reward(turns: Sequence[Turn], right: bool) -> float:
     return min((0.3 if any(o.status.executed for o in outcomes) else 0.1) + 0.5 * right, 1.0)
 
 
-def score_all(played: Sequence[tuple[Question, Sequence[Turn]]], settings: RewardSettings, judge: Judge | None = None) -> list[Rewards]:
-    """What each of several episodes earned; a judge is asked about all of them at once. One without turns earns 0."""
+def score_all(
+    played: Sequence[tuple[Question, Sequence[Turn]]],
+    settings: RewardSettings,
+    judge: Judge | None = None,
+    anchor_weight: float = 0.5,
+) -> list[Rewards]:
+    """What each of several episodes earned; a judge is asked about all of them at once. An episode
+    without turns earns 0.
+
+    `anchor_weight` is the weight of R_anchor inside R_fmt (`GRPOSettings.sequence_anchor`); 0.5 is
+    the release's.
+    """
     items = [(question, final_answer(turns)) for question, turns in played]
     if settings.judge is None:
         if judge is not None:
@@ -147,7 +155,7 @@ def score_all(played: Sequence[tuple[Question, Sequence[Turn]]], settings: Rewar
         raise ValueError("score_all: judge is missing; RewardSettings.judge names one, make it with Judge(settings.judge)")
     else:
         right = judge.scores(items)
-    return [_add_up(turns, earned, settings) for (_, turns), earned in zip(played, right, strict=True)]
+    return [_add_up(turns, earned, settings, anchor_weight) for (_, turns), earned in zip(played, right, strict=True)]
 
 
 def final_answer(turns: Sequence[Turn]) -> str | None:
@@ -155,15 +163,21 @@ def final_answer(turns: Sequence[Turn]) -> str | None:
     return extract_answer(turns[-1].text) if turns and not turns[-1].truncated else None
 
 
-def score(question: Question, turns: Sequence[Turn], settings: RewardSettings, judge: Judge | None = None) -> Rewards:
-    """What one episode earned."""
-    return score_all([(question, turns)], settings, judge)[0]
+def score(
+    question: Question,
+    turns: Sequence[Turn],
+    settings: RewardSettings,
+    judge: Judge | None = None,
+    anchor_weight: float = 0.5,
+) -> Rewards:
+    """What one episode earned; arguments as of `score_all`."""
+    return score_all([(question, turns)], settings, judge, anchor_weight)[0]
 
 
-def _add_up(turns: Sequence[Turn], right: float, settings: RewardSettings) -> Rewards:
+def _add_up(turns: Sequence[Turn], right: float, settings: RewardSettings, anchor_weight: float) -> Rewards:
     """All terms of an episode whose answer earned `right`."""
     anchor = anchor_reward(turns, settings.gamma)
-    whole = format_base(turns, settings.answer_suffix) + settings.anchor_weight * anchor
+    whole = format_base(turns, settings.answer_suffix) + anchor_weight * anchor
     form = min(max(whole, 0.0), 1.0) if settings.format_cap else whole
     tool = tool_reward(turns, right > 0)
     total = right + settings.format_weight * form + settings.tool_weight * tool

@@ -54,13 +54,21 @@ class WorldSettings:
     """How large the world is and what may happen in it."""
 
     seed: int = 0
+    """Decides what is in every video."""
     train_videos: int = 900
+    """Videos to train on."""
     heldout_videos: int = 150
-    size: int = 32  # pixels, width and height
-    digit_width: int = 12  # pixels
-    digit_height: int = 20  # pixels
-    jitter: int = 4  # pixels a digit may stand off the middle
-    presence: float = 0.85  # probability that a scene has a digit; two scenes always have one
+    """Videos to evaluate on."""
+    size: int = 32
+    """Width and height of a frame, in pixels."""
+    digit_width: int = 12
+    """Width of a digit, in pixels."""
+    digit_height: int = 20
+    """Height of a digit, in pixels."""
+    jitter: int = 4
+    """How far a digit may stand off the middle, in pixels."""
+    presence: float = 0.85
+    """Probability that a scene has a digit; two scenes of a video always have one."""
 
     def __post_init__(self):
         if not 0 <= self.presence <= 1:

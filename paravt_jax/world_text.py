@@ -36,24 +36,40 @@ PIECES = (
 
 @dataclasses.dataclass(frozen=True)
 class TextSettings:
-    """How much is asked and shown, and how spoilt the demonstrations are. Probabilities unless said otherwise."""
+    """How much is asked and shown, and how spoilt the demonstrations are."""
 
     seed: int = 0
-    questions: int = 2  # a video, about different scenes
-    multiple_choice: float = 0.6  # share of multiple choice; the rest is temporal grounding
-    groups: int = 3  # groups of demonstrations a train video, each with its own frame budget
-    demonstrations: int = 4  # a group, about different questions
-    budgets: tuple[int, ...] = (4, 8, 16, 32, 64)  # overview frames
-    windows: int = 6  # demonstrations of sub-agents a train video
-    telling: float = 0.75  # aligned windows in which a digit appears: the others have nothing to say
-    unaligned: float = 0.1  # windows that start anywhere
-    captions: int = 16  # a train video, half of them of frames with a digit
-    crop_when_seen: float = 0.5  # look closer though the overview shows the answer
-    one_by_one: float = 0.15  # crops in turns of their own, the next only where the last shows nothing
-    guess: float = 0.0  # answer from hindsight where the overview does not show it
-    leak: float = 0.4  # calls written as <tool_code>
-    unclosed: float = 0.4  # a turn's think is not closed
-    untagged: float = 0.25  # the answer lacks its tags
+    """Decides questions and demonstrations."""
+    questions: int = 2
+    """Questions per video, about different scenes."""
+    multiple_choice: float = 0.6
+    """Share of multiple choice; the rest is temporal grounding."""
+    groups: int = 3
+    """Groups of demonstrations per training video, each with its own frame budget."""
+    demonstrations: int = 4
+    """Demonstrations per group, about different questions."""
+    budgets: tuple[int, ...] = (4, 8, 16, 32, 64)
+    """Numbers of overview frames in demonstrations."""
+    windows: int = 6
+    """Demonstrations of sub-agents per training video."""
+    telling: float = 0.75
+    """Probability that a sub-agent's window shows a digit; in the others there is nothing to report."""
+    unaligned: float = 0.1
+    """Probability that a sub-agent's window starts anywhere, not at half a scene."""
+    captions: int = 16
+    """Captioned frames per training video, half of them with a digit."""
+    crop_when_seen: float = 0.5
+    """Probability to look closer though the overview shows the answer."""
+    one_by_one: float = 0.15
+    """Probability that crops get turns of their own, the next only where the last shows nothing."""
+    guess: float = 0.0
+    """Probability to answer from hindsight where the overview does not show the answer."""
+    leak: float = 0.4
+    """Probability that calls are written as <tool_code>."""
+    unclosed: float = 0.4
+    """Probability that a turn's <think> is not closed."""
+    untagged: float = 0.25
+    """Probability that the answer lacks its tags."""
 
     def __post_init__(self):
         for name in ("multiple_choice", "telling", "unaligned", "crop_when_seen", "one_by_one", "guess", "leak", "unclosed", "untagged"):

@@ -37,7 +37,7 @@ from rollout.episode_card import episode_card
 from rollout.markup import el, page
 from rollout.requests import run
 from rollout.settings import EngineSettings
-from rollout.sizing import crop_tokens, engine_settings, overview_tokens
+from rollout.sizing import crop_tokens, overview_tokens, single_episodes
 from rollout.transcript import transcript
 
 _QUESTION_TOKENS = 512  # room for the question and its options
@@ -118,7 +118,7 @@ class Assistant:
         protocol, features = self._scene.protocol, self._scene.features
         last, tokens = features.info(video).duration, features.tokens(video)  # no frame has a longer time
         overview = overview_tokens(protocol, frames, tokens, last) + _QUESTION_TOKENS
-        settings = engine_settings(protocol, overview, crop_tokens(protocol, tokens, last))
+        settings = single_episodes(protocol, overview, crop_tokens(protocol, tokens, last))
         if settings not in self._engines:
             self._engines[settings] = Engine(self._model, features, settings)
             if len(self._engines) > _ENGINES:
@@ -154,6 +154,7 @@ class AskSettings:
     temperature: float = 0.0
     """0 is greedy."""
     seed: int = 0
+    """Decides what is sampled above temperature 0."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations."""
     html: str = ""

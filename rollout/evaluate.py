@@ -26,10 +26,15 @@ class EvaluationSettings:
     """
 
     questions: int = 64
+    """Held-out questions that are asked, at most."""
     samples: int = 2
+    """Episodes per question at temperatures above 0 with parallel dispatch."""
     frames: tuple[int, ...] = (4, 16, 64)
+    """Overview budgets K."""
     dispatch: tuple[Dispatch, ...] = ("parallel", "sequential", "none")
+    """How calls are carried out."""
     temperatures: tuple[float, ...] = (0.7, 0.0)
+    """Sampling temperatures; 0 is greedy."""
 
     def __post_init__(self):
         if min(self.questions, self.samples) < 1:
@@ -93,14 +98,16 @@ def play_and_score(
     samples: int = 1,
     progress: Callable[[int, int], None] | None = None,
     judge: Judge | None = None,
+    anchor_weight: float = 0.5,
 ) -> list[tuple[Episode, Rewards]]:
-    """Play every question `samples` times under `setting`; those whose video cannot be read are left out.
+    """Play every question `samples` times under `setting`; those whose video cannot be read are left
+    out. `anchor_weight` as of `score_all`.
 
     An episode depends on its question and the seed, not on what else is played: several processes can share the questions.
     """
     agents = [play(scene, q, setting, seed_of(seed, q.id, n)) for q in questions for n in range(samples)]
     episodes = [episode for episode in run(sampler, agents, progress) if episode.stop is not StopReason.UNREADABLE]
-    earned = score_all([(e.question, e.turns) for e in episodes], rewards, judge)
+    earned = score_all([(e.question, e.turns) for e in episodes], rewards, judge, anchor_weight)
     return list(zip(episodes, earned, strict=True))
 
 

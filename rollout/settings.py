@@ -1,8 +1,38 @@
-"""The engine's sizes: all that decides what is compiled and what memory is taken."""
+"""The engine's sizes: all that decides what is compiled and what memory is taken.
+
+`EngineTuning` is what a recipe chooses. `EngineSettings` is the whole: `rollout.sizing` derives it from
+that choice and the lengths of a run.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineTuning:
+    """What a recipe chooses of the engine; all lengths follow from the run's."""
+
+    slots: int = 64
+    """Sequences that are decoded side by side; rounded up to whole groups."""
+    page: int = 16
+    """Tokens per page of the KV cache."""
+    cache_tokens: int = 65_536
+    """Tokens whose keys and values the cache holds; at least one whole rollout."""
+    prefill_tokens: int = 1024
+    """Tokens that are prefilled in one call; at least one whole prompt."""
+    read_tokens: int = 65_536
+    """Cached tokens that the rows of one program read by themselves. Where all slots would read more,
+    fewer run at a time."""
+    steps: int = 16
+    """Tokens that are decoded between two looks of the scheduler."""
+    paged: bool | None = None
+    """Read pages where they lie instead of copying them into arrays first. None: on TPU."""
+
+    def __post_init__(self):
+        for name in ("slots", "page", "cache_tokens", "prefill_tokens", "read_tokens", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"engine.{name}: {getattr(self, name)}; give 1 or more")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,38 +1,116 @@
-"""How large an engine has to be for episodes of a known protocol: lengths of prompts, reports and whole trajectories.
+"""How long sequences can be, and how large an engine has to be for them.
 
-Owns no setting of its own. Invariant: what the protocol allows fits; lengths are multiples of `BUCKET`, so that videos of one size share
-their compiled programs.
+A recipe states each length once: tokens of a response and a report in `ProtocolSettings`, pixels of a
+frame in `FrameSettings`, numbers of frames in budgets. Lengths of prompts, the shapes of batches and
+the sizes of the engine's compiled programs follow from these.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
-from paravt_jax.protocol import Protocol
+from paravt_jax.protocol import Protocol, ProtocolSettings
 from paravt_jax.records import Frame
-from rollout.settings import EngineSettings
+from rollout.settings import EngineSettings, EngineTuning
 
-BUCKET = 256
-_LATER = (512, 2048)  # tokens after a prompt: a first turn's, and later what was written and reported, too
+BUCKET = 256  # single questions are rounded up to it, so that videos of one size share programs
+_STEP = 16  # lengths of a run are multiples of it
+_REQUEST_TOKENS = 32  # a sub-agent's prompt without its frames: 24 with Qwen's tokenizer
+_SHORTEST_READ = 1024  # tokens; programs for shorter reads would save little
 
 
-def engine_settings(protocol: Protocol, overview: int, crop: int, episodes: int = 1, cache_tokens: int = 0) -> EngineSettings:
-    """An engine for so many episodes side by side, each with a prompt of up to `overview` tokens and sub-agents' of up to `crop`.
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """The longest sequences of a run, in tokens. Derived from settings, never set by hand."""
 
-    `cache_tokens`: keys and values that are kept; 0 for room for every episode and its sub-agents at their longest.
+    prompt: int
+    """A main agent's prompt: system turn, labelled frames, question."""
+    visual: int
+    """Visual tokens in that prompt."""
+    response: int
+    """Everything after the prompt: responses and tool results."""
+    crop_prompt: int
+    """A sub-agent's prompt."""
+    crop_visual: int
+    """Visual tokens in a sub-agent's prompt."""
+    report: int
+    """A sub-agent's report, and the prompt's last token, which stands in the same row."""
+
+
+def lengths(limits: ProtocolSettings, frame_tokens: int, frames: int) -> Lengths:
+    """Lengths where a prompt shows up to `frames` frames of up to `frame_tokens` visual tokens each.
+
+    No tokenizer is needed: `limits` bounds the text (`text_tokens`, `label_tokens`), and a run checks
+    these bounds against its own tokenizer before it begins.
+    """
+    labelled = frame_tokens + limits.label_tokens
+    return Lengths(
+        prompt=_up(frames * labelled + limits.text_tokens, _STEP),
+        visual=frames * frame_tokens,
+        response=limits.trajectory_tokens,
+        crop_prompt=_up(limits.crop_frames * labelled + _REQUEST_TOKENS, _STEP),
+        crop_visual=limits.crop_frames * frame_tokens,
+        report=limits.summary_tokens + 1,
+    )
+
+
+def engine_settings(longest: Lengths, tuning: EngineTuning, fan: int, shared: bool = True) -> EngineSettings:
+    """An engine in which every sequence of these lengths fits.
+
+    `fan` is the number of rollouts of one prompt; they read it in one copy where `shared`.
+    """
+    page = tuning.page
+    prompt, crop = _up(longest.prompt, page), _up(longest.crop_prompt, page)
+    whole = _up(max(prompt + longest.response, crop + longest.report), page)
+    # Where a prompt is shared, a row reads by itself what follows, and the prompt's last, partial page.
+    row = max(longest.response + page, crop + longest.report)
+    own = _sizes(min(row, _SHORTEST_READ), whole, page)
+    slots = _up(tuning.slots, fan)
+    return EngineSettings(
+        own=own,
+        shared=_sizes(_SHORTEST_READ, prompt, page) if shared else (),
+        # A turn's tool results are much shorter than a crop, so they get a size of their own.
+        prefill=tuple(sorted({_up(max(1, crop // 4), page), crop, prompt})),
+        slots=slots,
+        fan=fan,
+        page=page,
+        pages=-(-max(whole, tuning.cache_tokens) // page),
+        prefill_tokens=max(prompt, tuning.prefill_tokens),
+        read_tokens=max(slots * own[0], tuning.read_tokens),
+        steps=tuning.steps,
+        paged=tuning.paged,
+    )
+
+
+def single_episodes(protocol: Protocol, overview: int, crop: int, episodes: int = 1, cache_tokens: int = 0) -> EngineSettings:
+    """An engine for `episodes` episodes side by side, of which no two have a prompt in common.
+
+    `overview` and `crop` are tokens of a main agent's and of a sub-agent's prompt. `cache_tokens`: keys
+    and values that are kept; 0 for every episode and its sub-agents at their longest.
     """
     limits = protocol.settings
-    overview, crop = round_up(overview), round_up(crop)
-    report, longest = round_up(crop + limits.summary_tokens), round_up(overview + limits.trajectory_tokens)
-    kept = max(longest, cache_tokens or episodes * (longest + limits.max_calls * report))
-    return EngineSettings(
-        own=tuple(sorted({report, longest, *(min(round_up(overview + later), longest) for later in _LATER)})),
-        prefill=tuple(sorted({BUCKET, crop, overview})),
-        slots=episodes * limits.max_calls,
-        fan=limits.max_calls,
-        pages=-(-kept // EngineSettings.page),
-        prefill_tokens=overview,
+    longest = Lengths(
+        prompt=_up(overview, BUCKET),
+        visual=0,
+        response=limits.trajectory_tokens,
+        crop_prompt=_up(crop, BUCKET),
+        crop_visual=0,
+        report=limits.summary_tokens + 1,
     )
+    episode = longest.prompt + longest.response
+    episode += limits.max_calls * (longest.crop_prompt + longest.report)
+    tuning = EngineTuning(slots=episodes * limits.max_calls, cache_tokens=cache_tokens or episodes * episode)
+    return engine_settings(longest, tuning, fan=limits.max_calls, shared=False)
+
+
+def _sizes(first: int, last: int, page: int) -> tuple[int, ...]:
+    """`first`, doublings from `_SHORTEST_READ` on, and `last`, as multiples of `page`: a sequence then
+    reads at most about twice its own length."""
+    sizes = {_up(first, page), _up(_SHORTEST_READ, page)}
+    while max(sizes) < last:
+        sizes.add(2 * max(sizes))
+    return tuple(sorted({size for size in sizes if size < last} | {last}))
 
 
 def overview_tokens(protocol: Protocol, frames: int, frame_tokens: int, last: float, tools: bool = True) -> int:
@@ -45,9 +123,10 @@ def crop_tokens(protocol: Protocol, frame_tokens: int, last: float) -> int:
     return len(protocol.window(_frames(protocol.settings.crop_frames, last), frame_tokens).ids)
 
 
-def round_up(tokens: int) -> int:
-    return -(-tokens // BUCKET) * BUCKET
-
-
 def _frames(count: int, last: float) -> Sequence[Frame]:
     return [Frame("", 0, last)] * count
+
+
+def _up(tokens: int, step: int) -> int:
+    """`tokens` rounded up to a multiple of `step`."""
+    return -(-tokens // step) * step

@@ -7,6 +7,7 @@ without the phase that is asked for. Invariant: shapes, types and places are tho
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -23,13 +24,11 @@ from paravt_jax.structure import Structure
 from train.batch import BatchShape, Sequences
 from train.optimizer import make_optimizer
 from train.packed_batch import Packed, PackedShape
-from train.packed_sft import PackedBatch, PackedSFTSettings, fitted_shape, make_packed_update
-from train.placement import shardings
-from train.rl import fitted_shapes, make_rl_update, microbatches
+from train.packed_sft import PackedBatch, PackedSFTSettings, make_packed_update
+from train.placement import fitted, fitted_rows, shardings
+from train.rl import make_rl_update
 from train.rl_batch import RLBatch
-from train.rl_settings import RLSettings
 from train.sft import SFTBatch, make_sft_update
-from train.sft import fitted_shapes as fitted_sft_shapes
 from train.step import Program, TrainState, make_logprobs, state_shardings
 
 T = TypeVar("T")
@@ -49,8 +48,9 @@ def abstract_rl_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None
     config, graph, weights = _model(run, mesh, config)
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = _state(weights, optimizer)
-    batch = _placed(_rl_batch(settings, mesh, config), mesh)
-    return Abstract(make_rl_update(graph, optimizer, config.image_token_id, settings, state), (state, batch))
+    shapes, parts = fitted(run.rl_shapes, settings.microbatches, mesh)
+    batch = _placed(_rl_batch(shapes, config), mesh)
+    return Abstract(make_rl_update(graph, optimizer, config.image_token_id, settings, parts, state), (state, batch))
 
 
 def abstract_sft_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
@@ -60,20 +60,23 @@ def abstract_sft_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = Non
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = _state(weights, optimizer)
     if isinstance(settings, PackedSFTSettings):
-        batch = _placed(PackedBatch(_packed(fitted_shape(settings, mesh), config), _shape((), jnp.float32)), mesh)
-        return Abstract(make_packed_update(graph, optimizer, config.image_token_id, settings, state), (state, batch))
-    batch = SFTBatch(tuple(_sequences(shape, config) for shape in fitted_sft_shapes(settings, mesh)), _shape((2,), jnp.float32))
+        shape, parts = fitted_rows(run.packed_shape, settings.microbatches, mesh)
+        batch = _placed(PackedBatch(_packed(shape, config), _shape((), jnp.float32)), mesh)
+        return Abstract(make_packed_update(graph, optimizer, config.image_token_id, settings, parts, state), (state, batch))
+    shapes, parts = fitted(run.sft_shapes, settings.microbatches, mesh)
+    batch = SFTBatch(tuple(_sequences(shape, config) for shape in shapes), _shape((2,), jnp.float32))
     batch = _placed(batch, mesh)
-    return Abstract(make_sft_update(graph, optimizer, config.image_token_id, settings, state), (state, batch))
+    return Abstract(make_sft_update(graph, optimizer, config.image_token_id, settings, parts, state), (state, batch))
 
 
 def abstract_reference(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
     """The reference log-probs of the main agents' batch of an RL recipe: arguments are the reference's weights and `Sequences`."""
     settings = _phase(run, "rl", run.rl)
     config, graph, weights = _model(run, mesh, config)
-    program = make_logprobs(graph, config.image_token_id, settings.temperature, settings.logprob_chunk, mesh, microbatches(settings, mesh))
+    shapes, parts = fitted(run.rl_shapes, settings.microbatches, mesh)
+    program = make_logprobs(graph, config.image_token_id, settings.temperature, settings.logprob_chunk, mesh, parts)
     reference = jax.tree.map(lambda x: x.update(dtype=jnp.dtype(run.model.dtype)), weights)
-    return Abstract(program, (reference, _placed(_sequences(fitted_shapes(settings, mesh)[0], config), mesh)))
+    return Abstract(program, (reference, _placed(_sequences(shapes[0], config), mesh)))
 
 
 def _phase(run: Run, name: str, settings: T | None) -> T:
@@ -129,10 +132,9 @@ def _packed(shape: PackedShape, config: Qwen3VLConfig) -> Packed:
     return Packed(positions=_shape((3, shape.rows, shape.tokens), jnp.int32), **fields)
 
 
-def _rl_batch(settings: RLSettings, mesh: Mesh, config: Qwen3VLConfig) -> RLBatch:
-    shape, windows = fitted_shapes(settings, mesh)
-    shapes = (shape,) if windows is None else (shape, windows)
-    p, g, t, n = shape.groups, shape.rows, shape.suffix, 2 * shape.suffix
+def _rl_batch(shapes: Sequence[BatchShape], config: Qwen3VLConfig) -> RLBatch:
+    p, g, t = shapes[0].groups, shapes[0].rows, max(shape.suffix for shape in shapes)
+    n = 2 * t
     b = sum(s.groups * s.rows for s in shapes)
     row, group, yes = functools.partial(_shape, (b, t)), functools.partial(_shape, (p, g)), jnp.bool_
     rollouts: dict[str, Any] = {

@@ -32,12 +32,16 @@ from train.step import init_state
 
 @dataclasses.dataclass(frozen=True)
 class AlignSettings:
-    """Updates, frames in each, Adam's learning rate (cosine to zero), and how often to save."""
+    """Alignment of a fresh vision tower to the words for what is on single frames."""
 
     steps: int = 250
+    """Updates."""
     batch: int = 512
+    """Frames per update."""
     learning_rate: float = 3e-3
+    """Peak learning rate of AdamW; cosine decay to zero."""
     save_every: int = 100
+    """Steps between checkpoints."""
 
     def __post_init__(self):
         require_counts("align", steps=self.steps, batch=self.batch, save_every=self.save_every)

@@ -38,13 +38,13 @@ class CheckpointError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSettings:
-    """Which checkpoints of a phase stay on disk: the newest `keep`, and for RL the one that was best by the rollouts' `best`.
-
-    A checkpoint is scored with the mean of that figure over the steps since the regular one before it; `none` keeps no best.
-    """
+    """Which checkpoints of a phase stay on disk."""
 
     keep: int = 2
+    """The newest checkpoints that stay."""
     best: Best = "accuracy"
+    """Figure of the rollouts by which the best RL checkpoint is kept too; a checkpoint's score is the
+    mean of that figure since the one before it. `none` keeps no best."""
 
     def __post_init__(self):
         if self.keep < 1:

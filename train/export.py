@@ -24,6 +24,7 @@ from models.qwen3_vl.hf import save
 from models.qwen3_vl.model import Qwen3VL, abstract_model
 from paravt_jax import tokenizer
 from train.checkpoint import CheckpointError, Checkpoints
+from train.run_directory import READABLE, RunDirectoryError, read_config
 
 _FRAMES = 768  # of a video, as many as `models.processor.video_frame_indices` takes at most
 _TEMPLATE = """\
@@ -52,12 +53,13 @@ class Export:
     to: str
     """The new folder."""
     phase: Literal["align", "sft", "rl"] = "rl"
+    """The phase that saved the checkpoint."""
     step: str = "latest"
     """A step whose checkpoint is kept, `latest`, or `best` (of RL: see --checkpoints.best of train.run)."""
 
 
 def export(command: Export) -> None:
-    """Raises CheckpointError, ValueError, FileNotFoundError or FileExistsError, each saying what to do."""
+    """Raises CheckpointError, RunDirectoryError, ValueError, FileNotFoundError or FileExistsError, each saying what to do."""
     folder, target = pathlib.Path(command.run_dir), pathlib.Path(command.to)
     if target.exists():
         raise FileExistsError(f"--to {target}: exists; name a new folder, or remove this one first")
@@ -110,6 +112,7 @@ def _patches(vision: VisionConfig) -> dict[str, int | list[float]]:
 def _checkpoints(folder: pathlib.Path, phase: str) -> Checkpoints:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"--run-dir {folder}: no run's folder, it has no config.json; name one that train.run made")
+    read_config(folder, "--run-dir", READABLE)
     found = sorted(path.name for path in (folder / "checkpoints").glob("*"))
     if phase not in found:
         raise FileNotFoundError(f"--phase {phase}: {folder} has no checkpoints of it; it has those of {', '.join(found) or 'no phase'}")
@@ -146,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     command = tyro.cli(Export, args=argv, prog="python -m train.export")
     try:
         export(command)
-    except (CheckpointError, ValueError, OSError) as error:
+    except (CheckpointError, RunDirectoryError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"written: {command.to}")

@@ -14,24 +14,31 @@ import optax.contrib
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW as published (REFERENCE 3, step 5), or Muon for matrices with AdamW for the rest.
-
-    `learning_rate` is AdamW's, `muon_learning_rate` Muon's. `schedule` decays to zero over `steps` after `warmup` (a share of them).
-    """
+    """AdamW as published (REFERENCE 3, step 5), or Muon for matrices with AdamW for the rest."""
 
     name: Literal["adamw", "muon"] = "adamw"
+    """AdamW for all weights, or Muon for matrices with AdamW for the rest."""
     learning_rate: float = 2e-6
+    """Peak learning rate of AdamW."""
     muon_learning_rate: float = 0.02
+    """Peak learning rate of Muon, where it is used."""
     schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or cosine decay to zero at the last step."""
     warmup: float = 0.0
+    """Share of the steps over which the learning rate rises linearly from zero."""
     weight_decay: float = 0.01
+    """Decoupled weight decay."""
     b1: float = 0.9
+    """Decay rate of AdamW's first moment."""
     b2: float = 0.999
+    """Decay rate of AdamW's second moment."""
     eps: float = 1e-8
+    """Added to the square root of AdamW's second moment."""
     max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the first moment (Muon's momentum too). The second is always float32: in bfloat16 a step of 1 - b2 = 0.001 rounds to nothing,
-    and what is large once stays so; optax keeps it in the type of the weights."""
+    """Type of the first moment (Muon's momentum too). The second moment has the type of the weights:
+    in bfloat16 an update by 1 - b2 = 0.001 would be rounded away."""
 
     def __post_init__(self):
         for name, choices in (
@@ -62,9 +69,10 @@ def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTra
     """The optimiser of `steps` updates, gradients clipped by their global norm first."""
 
     def rate(peak: float) -> optax.Schedule | float:
-        if settings.schedule == "constant":
-            return peak
-        return optax.warmup_cosine_decay_schedule(0.0, peak, max(1, round(settings.warmup * steps)), steps)
+        warmup = round(settings.warmup * steps)
+        if settings.schedule == "cosine":
+            return optax.warmup_cosine_decay_schedule(0.0, peak, max(1, warmup), steps)
+        return optax.warmup_constant_schedule(0.0, peak, warmup) if warmup else peak
 
     if settings.name == "adamw":
         inner = optax.adamw(

@@ -21,16 +21,15 @@ from models.qwen3_vl import remat
 from models.qwen3_vl.remat import Remat
 from models.qwen3_vl.rope import visual_index
 from models.qwen3_vl.text import TextDecoder
-from models.sharding import row_devices
 from paravt_jax.frames import FrameReader
 from paravt_jax.grpo import masked_mean
 from paravt_jax.protocol import Protocol
 from train import hosts
 from train.optimizer import OptimizerSettings, make_optimizer, require_counts
 from train.packed_batch import Packed, PackedShape, build_packed, render_rows
-from train.placement import cut, fit_rows, own_rows, parts_of_rows, place
+from train.placement import cut, fitted_rows, own_rows, place
 from train.published_data import PublishedData, row_stream
-from train.step import Loss, Program, TrainState, init_state, make_update, mesh_of
+from train.step import Loss, Program, TrainState, init_state, make_update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,20 +37,29 @@ class PackedSFTSettings:
     """Updates on packed rows of published conversations, and how often to save."""
 
     steps: int
-    shape: PackedShape
+    """Updates."""
+    rows: int
+    """Packed rows per step, each of `data.row_tokens` tokens."""
     optimizer: OptimizerSettings
     save_every: int = 100
+    """Steps between checkpoints."""
     microbatches: int = 1
-    """Most parts in which an update is computed, each of whole rows: fewer where they would hold less than a row a device."""
+    """Upper bound on gradient-accumulation steps, each of whole rows; fewer are used where a device
+    would get less than a row."""
     remat: Remat = "none"
-    """As of `train.sft.SFTSettings`."""
+    """Activation checkpointing: what is kept of each layer for the backward pass. `none` keeps
+    everything; `full` the layer's input; `attention` also the attention output; `dots` also matrix
+    products; `offload` the input, in the host's memory."""
     logprob_chunk: int | None = None
+    """Tokens whose logits over the vocabulary exist at a time; None: all of them."""
 
     def __post_init__(self):
-        require_counts("sft", steps=self.steps, save_every=self.save_every, microbatches=self.microbatches)
+        require_counts("sft", steps=self.steps, rows=self.rows, save_every=self.save_every, microbatches=self.microbatches)
         remat.check("sft.remat", self.remat)
-        if self.shape.rows < self.microbatches:
-            raise ValueError(f"sft.microbatches: {self.microbatches} parts of sft.shape.rows = {self.shape.rows}; give at most so many")
+
+    def shape(self, row_tokens: int) -> PackedShape:
+        """The shape of a step's batch; all tokens of a row may be visual."""
+        return PackedShape(self.rows, row_tokens, row_tokens)
 
 
 @struct.dataclass
@@ -95,22 +103,17 @@ def packed_loss(image_token_id: int, remat: Remat = "none", chunk: int | None = 
 
 
 def make_packed_update(
-    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, image_token_id: int, settings: PackedSFTSettings, state: TrainState
+    graph: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    image_token_id: int,
+    settings: PackedSFTSettings,
+    parts: int,
+    state: TrainState,
 ) -> Program:
-    """The update of the packed cold start, `f(state, PackedBatch) -> (state, metrics)`."""
-    parts = parts_of_rows(settings.shape, _devices(mesh_of(state.weights)), settings.microbatches)
+    """The update of the packed cold start in `parts` micro-batches,
+    `f(state, PackedBatch) -> (state, metrics)`."""
     cut = (lambda batch: split(batch, parts)) if parts > 1 else None
     return make_update(graph, optimizer, packed_loss(image_token_id, settings.remat, settings.logprob_chunk), state, cut)
-
-
-def fitted_shape(settings: PackedSFTSettings, mesh: Mesh) -> PackedShape:
-    """The shape of a step's rows with the padding that the mesh wants."""
-    devices = _devices(mesh)
-    return fit_rows(settings.shape, devices, parts_of_rows(settings.shape, devices, settings.microbatches))
-
-
-def _devices(mesh: Mesh | None) -> int:
-    return 1 if mesh is None else row_devices(mesh)
 
 
 class PackedCourse:
@@ -123,6 +126,7 @@ class PackedCourse:
     def __init__(
         self,
         settings: PackedSFTSettings,
+        shape: PackedShape,
         data: PublishedData,
         reader: FrameReader,
         seed: int,
@@ -133,13 +137,14 @@ class PackedCourse:
         if not data.packing.rows:
             raise ValueError("data.annotations: the prepared set has no conversation to train on; prepare sft rows")
         self._settings, self._data, self._protocol, self._features, self._mesh = settings, data, protocol, features, mesh
-        self._rows = row_stream(data, reader, seed, settings.shape.rows)
+        self._rows = row_stream(data, reader, seed, settings.rows)
+        self._shape, self._parts = fitted_rows(shape, settings.microbatches, mesh)
 
     def start(self, graph: nnx.GraphDef, weights: Any) -> tuple[TrainState, Program]:
         """The state before the first step, and the jitted update `f(state, PackedBatch) -> (state, metrics)`."""
         optimizer = make_optimizer(self._settings.optimizer, self._settings.steps)
         state = init_state(weights, optimizer)
-        return state, make_packed_update(graph, optimizer, self._features.config.image_token_id, self._settings, state)
+        return state, make_packed_update(graph, optimizer, self._features.config.image_token_id, self._settings, self._parts, state)
 
     def __next__(self) -> tuple[PackedBatch, tuple[Packed, ...], dict[str, float]]:
         """What the update takes, the arrays whose tokens count, and how many conversations are missing for a file that could not be
@@ -149,7 +154,7 @@ class PackedCourse:
         rendered, missing = render_rows(mine, self._protocol, self._features)
         for error in missing.values():
             self._features.unreadable[error.path.removeprefix(f"{self._features.root}/")] = error.reason
-        own = build_packed(rendered, self._features, own_rows(fitted_shape(self._settings, self._mesh)))
+        own = build_packed(rendered, self._features, own_rows(self._shape))
         counts = hosts.gather((len(missing), int(own.sampled.sum())))
         if not any(tokens for _, tokens in counts):
             raise ValueError(f"sft: a step has no conversation whose files can be read; check the data root {self._data.root}")

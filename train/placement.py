@@ -31,7 +31,7 @@ R = TypeVar("R", Sequences, Packed)
 BY_ROW = MappingProxyType(
     dict.fromkeys(("ids", "segments", "sampled", "logprobs"), 0)
     | {"positions": 1}
-    | dict.fromkeys(("mask", "behaviour", "reference", "proximal", "rollout", "structure", "advantages"), 0)
+    | dict.fromkeys(("mask", "behaviour", "reference", "rollout", "structure", "advantages"), 0)
 )
 BY_PROMPT = MappingProxyType({"prompt_ids": 0, "prompt_positions": 1, "prompt_segments": 0, "visual": 0})
 
@@ -48,11 +48,13 @@ def parts_of(shapes: Sequence[BatchShape], devices: int, most: int, processes: i
     return parts
 
 
-def parts_on(mesh: Mesh | None, shapes: Sequence[BatchShape], most: int) -> int:
-    """`parts_of` for the devices of a mesh and their processes."""
-    if mesh is None:
-        return parts_of(shapes, 1, most)
-    return parts_of(shapes, row_devices(mesh), most, len({device.process_index for device in mesh.devices.flat}))
+def fitted(shapes: Sequence[BatchShape], most: int, mesh: Mesh | None) -> tuple[tuple[BatchShape, ...], int]:
+    """`shapes` with the padding that the mesh wants, and the number of micro-batches, `parts_of` at
+    most `most`."""
+    devices = 1 if mesh is None else row_devices(mesh)
+    processes = 1 if mesh is None else len({device.process_index for device in mesh.devices.flat})
+    parts = parts_of(shapes, devices, most, processes)
+    return tuple(fit(shape, devices, parts) for shape in shapes), parts
 
 
 def fit(shape: BatchShape, devices: int, parts: int = 1) -> BatchShape:
@@ -74,6 +76,13 @@ def _groups(shape: BatchShape, devices: int, parts: int) -> int:
 def parts_of_rows(shape: PackedShape, devices: int, most: int) -> int:
     """In how many micro-batches packed rows are computed: at most as many as give each device a row."""
     return min(most, -(-shape.rows // devices))
+
+
+def fitted_rows(shape: PackedShape, most: int, mesh: Mesh | None) -> tuple[PackedShape, int]:
+    """`shape` with the padding that the mesh wants, and the number of micro-batches, at most `most`."""
+    devices = 1 if mesh is None else row_devices(mesh)
+    parts = parts_of_rows(shape, devices, most)
+    return fit_rows(shape, devices, parts), parts
 
 
 def fit_rows(shape: PackedShape, devices: int, microbatches: int = 1) -> PackedShape:

@@ -12,17 +12,17 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from configs import RECIPES
 from configs.base import Run
-from models.qwen3_vl.config import VisionConfig, qwen3_vl, tiny
 from paravt_jax import datasets, protocol, tokenizer, world, world_text
 from paravt_jax.atomic import write_atomically
 from paravt_jax.preparation import LEFT_OUT, PLAN
 from paravt_jax.published import Reason
 from paravt_jax.records import Caption, Demonstration, Question
 from paravt_jax.tokenizer import Vocabulary
+from rollout.episode import split_prompt
 from rollout.sizing import overview_tokens
 from train import hosts
 from train.cli import parse
@@ -53,6 +53,9 @@ class Data:
     published: PublishedData | None = None  # what is not here of it: packed conversations
 
 
+D = TypeVar("D", Data, PublishedData)
+
+
 def prepare(run: Run, folder: pathlib.Path, check: Callable[[], None] = lambda: None) -> Data:
     """The data of `run`, made in `folder` where it is not there yet. `check` is called for every video and may raise to stop.
 
@@ -72,7 +75,8 @@ def prepare(run: Run, folder: pathlib.Path, check: Callable[[], None] = lambda: 
 
         videos = world.render(run.world, root, tell)
     train, heldout = world.of_split(videos, "train"), world.of_split(videos, "heldout")
-    if not datasets.is_prepared(folder / "records"):
+    fresh = not datasets.is_prepared(folder / "records")
+    if fresh:
         datasets.prepare(
             folder / "records",
             {
@@ -83,7 +87,11 @@ def prepare(run: Run, folder: pathlib.Path, check: Callable[[], None] = lambda: 
                 "captions": tuple(world_text.captions(train, run.text)),
             },
         )
-    return _open(run, folder, root)
+    data = _open(run, folder, root)
+    rules = protocol.Protocol(data.vocabulary, run.protocol)
+    if fresh and run.sft is not None:
+        _require_room(run, rules, data)
+    return _with_room(run, data, rules, world.SECONDS)
 
 
 def _published(run: Run, settings: DataSettings, folder: pathlib.Path, check: Callable[[], None]) -> Data:
@@ -100,7 +108,7 @@ def _published(run: Run, settings: DataSettings, folder: pathlib.Path, check: Ca
     vocabulary = tokenizer.load(folder / "tokenizer")
     data = open_published(settings, run.seed)
     if run.rl is not None or data.heldout:
-        data = _with_room(run, data, protocol.Protocol(vocabulary, run.protocol))
+        data = _with_room(run, data, protocol.Protocol(vocabulary, run.protocol), data.summary["seconds"].get("most", 0.0))
     return Data(
         root=data.root,
         vocabulary=vocabulary,
@@ -115,36 +123,58 @@ def _published(run: Run, settings: DataSettings, folder: pathlib.Path, check: Ca
     )
 
 
-def _with_room(run: Run, data: PublishedData, rules: protocol.Protocol) -> PublishedData:
-    """Without the questions that are too long for a prompt with the most frames; they are said by id. ValueError where none is left."""
-    rl, vision, budgets = run.rl, _vision(run), run.evaluation.frames if run.rl is None else (*run.rl.frame_budgets, *run.evaluation.frames)
-    prompt = run.engine.own[-1] - run.protocol.trajectory_tokens if rl is None else rl.shape.prompt
-    frame = run.frames.max_pixels // (vision.patch_size * vision.spatial_merge_size) ** 2
-    last = data.summary["seconds"].get("most", 0.0)
-    room = prompt - overview_tokens(rules, max(budgets), frame, last)
+def _with_room(run: Run, data: D, rules: protocol.Protocol, last: float) -> D:
+    """`data` without the questions that are too long for a prompt; these are named. `last`: the
+    latest time in a video, in seconds.
+
+    Raises ValueError where frames' labels take more tokens than the settings say, and where no
+    question is left.
+    """
+    limits, frame = run.protocol, run.frame_tokens
+    none, one = (overview_tokens(rules, frames, frame, last) for frames in (0, 1))
+    if one - none > frame + limits.label_tokens:
+        raise ValueError(
+            f"protocol.label_tokens: {limits.label_tokens}; a frame's timestamp and marks take {one - none - frame} "
+            f"tokens in this tokenizer: give at least as many"
+        )
+    room = limits.text_tokens - none
     asked = (*data.questions, *data.heldout)
     long = {question.id: length for question in asked if (length := len(rules.question(question).ids)) > room}
     kept, heldout = (tuple(q for q in questions if q.id not in long) for questions in (data.questions, data.heldout))
-    if rl is not None and not kept:
+    if run.rl is not None and not kept:
         raise ValueError(
-            f"{run.name}: no question to train on; the set has {len(asked)}, and a prompt of rl.shape.prompt = {prompt} tokens has room "
-            f"for {room} beside {max(budgets)} frames: prepare rl rows (--data.annotations), or lower rl.frame_budgets"
+            f"{run.name}: no question to train on; of {len(asked)} questions none fits into the {room} tokens that "
+            f"protocol.text_tokens = {limits.text_tokens} leaves beside the system turn: prepare rl rows "
+            "(--data.annotations), or raise it"
         )
     if long and hosts.is_first():
         named = ", ".join(f"{id} ({length})" for id, length in list(long.items())[:10])
-        print(f"{len(long)} questions are left out, of more than the {room} tokens that {max(budgets)} frames leave: {named}")
+        print(f"{len(long)} questions are left out; they have more than the {room} tokens of protocol.text_tokens: {named}")
     return dataclasses.replace(data, questions=kept, heldout=heldout)
 
 
-def _vision(run: Run) -> VisionConfig:
-    return (qwen3_vl(run.model.size) if run.model.size != "tiny" else tiny(1)).vision
+def _require_room(run: Run, rules: protocol.Protocol, data: Data) -> None:
+    """Raises ValueError where a demonstration is longer than a rollout or a report may be."""
+    limits = run.protocol
+    allowed = (
+        ("trajectory_tokens", limits.trajectory_tokens, data.demonstrations),
+        ("summary_tokens", limits.summary_tokens + 1, data.windows),
+    )
+    for name, room, groups in allowed:
+        # Frames stand in the prompt; what follows it is as long without them.
+        needed = max(len(split_prompt(rules.demonstration(d, (), 0))[1]) for group in groups for d in group)
+        if needed > room:
+            raise ValueError(
+                f"protocol.{name}: {getattr(limits, name)}; a demonstration needs {needed - room} more: "
+                f"give at least {getattr(limits, name) + needed - room}"
+            )
 
 
 def prepare_dataset(run: Run, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """The summary of the published data as `run` reads it, prepared where it is not yet. ValueError for a recipe that uses none."""
     if run.data is None:
         raise ValueError(f"{run.name}: renders its own world while it runs; name a recipe with published data, such as sft_8b")
-    return prepare_published(run.data, run.protocol, run.frames, _vision(run), run.model.path, check)
+    return prepare_published(run.data, run.protocol, run.frames, run.vision, run.model.path, check)
 
 
 def _open(run: Run, folder: pathlib.Path, root: pathlib.Path) -> Data:

@@ -40,13 +40,15 @@ class DataSettings:
     """Where the published training data is and how it is read. Sources are a local folder, a hub id or a bucket path (gs://...)."""
 
     annotations: str = "ParaVT/ParaVT-Parquet"
+    """Tables of rows."""
     media: str = "ParaVT/ParaVT-Source"
     """A local folder is taken as the root of the sentinel paths; archives are unpacked into FOLDER/media."""
     folder: str = "data/paravt"
     """Where the prepared set is, or is to be."""
     frames: int = 64
+    """Frames of a video in a demonstration, at most."""
     fps: float = 1.0
-    """A demonstration shows a video by so many frames a second, at most `frames`."""
+    """Frames per second of a video in a demonstration."""
     row_tokens: int = 8192
     """Length of a packed row; a longer conversation is left out."""
     heldout: int = 64

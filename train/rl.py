@@ -16,12 +16,10 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.text import TextDecoder
-from models.sharding import row_devices
 from paravt_jax import grpo
 from paravt_jax.grpo import GRPOBatch, Metrics, Totals
 from paravt_jax.judge import Judge
@@ -31,10 +29,10 @@ from rollout.episode import Scene
 from train import hosts
 from train.batch import BatchShape
 from train.optimizer import make_optimizer
-from train.placement import fit, own, parts_on, place
+from train.placement import fitted, own, place
 from train.rl_batch import RLBatch, as_grpo_batch, lay_out, split, stack_rows
 from train.rl_settings import RLSettings
-from train.rollouts import Rollouts, describe, join, require_fresh, roll_out
+from train.rollouts import Rollouts, describe, join, require_current, roll_out
 from train.speed import speeds
 from train.step import Loss, Program, TrainState, init_state, make_logprobs, make_update, mesh_of, row_logprobs
 from train.weight_sync import WeightSync
@@ -53,32 +51,24 @@ def rl_loss(image_token_id: int, settings: RLSettings) -> Loss:
 
 
 def make_rl_update(
-    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, image_token_id: int, settings: RLSettings, state: TrainState
+    graph: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    image_token_id: int,
+    settings: RLSettings,
+    parts: int,
+    state: TrainState,
 ) -> Program:
-    """The update of PARA-GRPO, `f(state, RLBatch) -> (state, metrics)`."""
-    parts = microbatches(settings, mesh_of(state.weights))
+    """The update of PARA-GRPO in `parts` micro-batches, `f(state, RLBatch) -> (state, metrics)`."""
     cut = (lambda batch: split(batch, parts)) if parts > 1 else None
     return make_update(graph, optimizer, rl_loss(image_token_id, settings), state, cut)
-
-
-def fitted_shapes(settings: RLSettings, mesh: Mesh) -> tuple[BatchShape, BatchShape | None]:
-    """The shapes of main agents' and sub-agents' batches with the padding that the mesh wants."""
-    devices, windows = row_devices(mesh), settings.subagents
-    parts = microbatches(settings, mesh)
-    return fit(settings.shape, devices, parts), None if windows is None else fit(windows, devices, parts)
-
-
-def microbatches(settings: RLSettings, mesh: Mesh | None) -> int:
-    """Parts in which an update is computed on the mesh."""
-    shapes = [shape for shape in (settings.shape, settings.subagents) if shape is not None]
-    return parts_on(mesh, shapes, settings.microbatches)
 
 
 class Learner:
     """The jitted programs of RL and how a step runs through them, on the mesh of the weights.
 
     `weights` are those it starts from, which the first update takes, and is held to: the `reference` is their copy in the activations'
-    type, in which they multiply, and waits in the host's memory for its turn. `sync` brings new weights to the engine.
+    type, in which they multiply, and waits in the host's memory for its turn. `shapes` are
+    those of `RLSettings.shapes`. `sync` brings new weights to the engine.
     """
 
     def __init__(
@@ -87,6 +77,7 @@ class Learner:
         weights: Any,
         config: Qwen3VLConfig,
         settings: RLSettings,
+        shapes: Sequence[BatchShape],
         judge: Judge | None = None,
         sync: WeightSync | None = None,
     ):
@@ -101,12 +92,11 @@ class Learner:
         mesh = mesh_of(weights)
         assert mesh is not None, "weights without a mesh; lay them on one with models.sharding.param_shardings"
         self.mesh = mesh
-        shape, windows = fitted_shapes(settings, mesh)
-        self._shape, self._windows = own(shape), None if windows is None else own(windows)
-        parts = microbatches(settings, mesh)
+        padded, parts = fitted(shapes, settings.microbatches, mesh)
+        self._shapes = tuple(own(shape) for shape in padded)
         self._logprobs = make_logprobs(graph, config.image_token_id, settings.temperature, settings.logprob_chunk, mesh, parts)
         self._advantages = Program(jax.jit(lambda batch: _advantages(batch, settings)), self.mesh)
-        self._update = make_rl_update(graph, optimizer, config.image_token_id, settings, self.start)
+        self._update = make_rl_update(graph, optimizer, config.image_token_id, settings, parts, self.start)
 
     def step(
         self,
@@ -120,9 +110,10 @@ class Learner:
     ) -> tuple[TrainState, dict[str, float]]:
         """One step of PARA-GRPO: rollouts under the engine's weights, one update, and the new weights into the engine.
 
-        From the last rollout to the new weights the engine sleeps. `on_rollouts(rollouts, advantages)` may look at the episodes; `play` is
-        what makes them. Returns the state and the step's metrics; times in seconds. Raises ValueError where no question's video can be
-        read, and for rollouts older than `max_staleness`.
+        From the last rollout to the new weights the engine sleeps. `on_rollouts(rollouts, advantages)`
+        may look at the episodes; `play` is what makes them. Returns the state and the step's metrics;
+        times in seconds. Raises ValueError where no question's video can be read, and for rollouts of
+        other weights than the current ones.
         """
         settings, number, clock = self.settings, int(state.step), [time.perf_counter()]
         mine = play(engine, scene, questions, settings, seed, number, self.judge)
@@ -131,9 +122,9 @@ class Learner:
         rollouts = join(parts)
         if not rollouts.groups:
             raise ValueError(f"rl: step {number} has no question with a readable video; check the data root")
-        stale = require_fresh(rollouts, number, settings.max_staleness)
+        require_current(rollouts, number)
         clock.append(time.perf_counter())
-        sequences, owners, counts = lay_out(parts, scene.features, self._shape, self._windows, (seed, number, 0x5A))
+        sequences, owners, counts = lay_out(parts, scene.features, self._shapes, (seed, number, 0x5A))
         everywhere = hosts.gather(counts)
         counts = {name: sum(part[name] for part in everywhere) for name in counts}
         placed = place(sequences, self.mesh)
@@ -142,7 +133,7 @@ class Learner:
         reference = jax.block_until_ready(tuple(self._logprobs(held_to, s) for s in placed))
         del held_to
         clock.append(time.perf_counter())
-        batch = as_grpo_batch(mine, placed, owners, reference, scene.protocol.vocabulary, self._shape, self.mesh)
+        batch = as_grpo_batch(mine, placed, owners, reference, scene.protocol.vocabulary, self._shapes, self.mesh)
         advantages, totals, figures = self._advantages(batch)
         if on_rollouts:
             on_rollouts(mine, multihost_utils.process_allgather(advantages, tiled=True))
@@ -152,7 +143,7 @@ class Learner:
         engine.load(jax.block_until_ready(self.sync(state.weights)), number + 1)
         clock.append(time.perf_counter())
         spans = dict(zip(("rollout", "data", "reference", "update"), np.diff(clock), strict=True))
-        metrics |= {"groups/silent": metrics.pop("silent_groups"), "logprob_gap": metrics.pop("behaviour_gap"), "staleness": float(stale)}
+        metrics |= {"groups/silent": metrics.pop("silent_groups"), "logprob_gap": metrics.pop("behaviour_gap")}
         metrics |= describe(rollouts) | counts | {f"time/{name}": float(span) for name, span in spans.items()}
         metrics |= speeds(placed, self.config, float(spans["update"]), self.mesh.size)
         if self.judge is not None:

@@ -36,7 +36,7 @@ T = TypeVar("T")
 @struct.dataclass
 class RLBatch:
     """What an update reads. `sequences` are the main agents' and, where they are trained, the sub-agents'; the rows of `grpo` and
-    `advantages` are theirs, one after the other, as wide as the main agents'. `totals` are those of the whole step."""
+    `advantages` are theirs, one after the other, as wide as the longest. `totals` are those of the whole step."""
 
     sequences: tuple[Sequences, ...]
     grpo: GRPOBatch
@@ -45,20 +45,23 @@ class RLBatch:
 
 
 def lay_out(
-    parts: Sequence[Rollouts], features: FrameFeatures, shape: BatchShape, windows: BatchShape | None, seed: Sequence[int]
+    parts: Sequence[Rollouts], features: FrameFeatures, shapes: Sequence[BatchShape], seed: Sequence[int]
 ) -> tuple[tuple[Sequences, ...], tuple[np.ndarray, ...], dict[str, float]]:
-    """This process's arrays of main agents and, where `windows` gives them room, of sub-agents; the rollout of each row, counted over the
-    whole step; and counts, whose sums over the processes are the step's. `parts` are every process's rollouts; shapes are one process's.
+    """This process's arrays of main agents and, where a second shape is given, of sub-agents; the
+    rollout of each row, counted over the whole step; and counts, whose sums over the processes are the
+    step's. `parts` are every process's rollouts; shapes are one process's.
 
     Main agents stay where they were played; sub-agents go to other processes where there is no more room. Of more of them than there is
     room for in all, those that are left out are drawn from `seed`; they are counted, and so are those whose frames cannot be read here.
     """
-    here, rows = jax.process_index(), shape.groups * shape.rows
+    here, shape = jax.process_index(), shapes[0]
+    rows = shape.groups * shape.rows
     groups = [[episode.trajectory for episode in group] for group in parts[here].groups]
     sequences, owners = (build(groups, features, shape),), (here * rows + np.arange(rows),)
     counts = {"token_mismatches": float(mismatches(sequences[0], groups))}
-    if windows is None:
+    if len(shapes) == 1:
         return sequences, owners, counts
+    windows = shapes[1]
     agents = [(q, q * rows + n, trajectory) for q, part in enumerate(parts) for n, trajectory in part.subagents]
     kept = sorted(np.random.default_rng(seed).permutation(len(agents))[: windows.groups * len(parts)])
     dealt = [agents[kept[n]] for n in deal([agents[n][0] for n in kept], len(parts), windows.groups)[here]]
@@ -94,11 +97,12 @@ def as_grpo_batch(
     owners: tuple[np.ndarray, ...],
     reference: tuple[jax.Array, ...],
     vocabulary: Vocabulary,
-    shape: BatchShape,
+    shapes: Sequence[BatchShape],
     mesh: Mesh,
 ) -> GRPOBatch:
     """What the algorithm needs to know of the whole step's rollouts, on the mesh, padded to the batch's groups and rows. `rollouts`,
-    `owners` and `shape` are this process's; `sequences` lie on the mesh, and so does `reference`, their log-probs."""
+    `owners` and `shapes` are this process's; `sequences` lie on the mesh, and so does `reference`, their log-probs."""
+    shape, longest = shapes[0], max(shape.suffix for shape in shapes)
     earned, anchors = np.zeros((2, shape.groups, shape.rows), np.float32)
     valid, compliant = np.zeros((2, shape.groups, shape.rows), bool)
     nothing = (np.zeros(0, np.int32), np.zeros(0, np.int8))
@@ -113,7 +117,7 @@ def as_grpo_batch(
         "reference": reference,
         "rollout": owners,
         # Every token breaks and opens at most one block: one shape.
-        "structure": [pad_structures(part, multiple=2 * shape.suffix) for part in structures],
+        "structure": [pad_structures(part, multiple=2 * longest) for part in structures],
     }
     # Each part is placed before it is stacked: rows come part by part, and within a part process by process.
     arrays: dict[str, Any] = {
@@ -126,10 +130,10 @@ def as_grpo_batch(
 
 
 def stack_rows(parts: Sequence[Any]) -> Any:
-    """Rows one below the other, as wide as the first; what is narrower is padded with zeros."""
+    """Rows one below the other, as wide as the widest; what is narrower is padded with zeros."""
     if len(parts) == 1:
         return parts[0]
-    wide = parts[0].shape[1:]
+    wide = np.max([x.shape[1:] for x in parts], axis=0)
     missing = ([(0, 0), *((0, most - size) for most, size in zip(wide, x.shape[1:], strict=True))] for x in parts)
     return jnp.concatenate([jnp.pad(x, more) for x, more in zip(parts, missing, strict=True)])
 

@@ -71,7 +71,7 @@ def roll_out(
     episodes = run(engine, agents)
     groups = [tuple(episodes[n * size : (n + 1) * size]) for n in range(len(mine))]
     readable = tuple(group for group in groups if all(e.stop is not StopReason.UNREADABLE for e in group))
-    earned = score_all([(e.question, e.turns) for group in readable for e in group], settings.rewards, judge)
+    earned = score_all([(e.question, e.turns) for group in readable for e in group], settings.rewards, judge, settings.grpo.sequence_anchor)
     scored = tuple(tuple(earned[n * size : (n + 1) * size]) for n in range(len(readable)))
     return Rollouts(readable, scored, len(groups) - len(readable))
 
@@ -82,16 +82,15 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
     return Rollouts(groups, rewards, sum(part.unreadable for part in parts))
 
 
-def require_fresh(rollouts: Rollouts, version: int, limit: int) -> int:
-    """How many updates behind `version` the oldest token is. Raises ValueError beyond `limit` (REFERENCE 3, step 5: at most 2)."""
-    versions = [t.version for t in (*(e.trajectory for e in rollouts.episodes), *(t for _, t in rollouts.subagents))]
-    oldest = min((v for v in versions if v is not None), default=version)
-    if not 0 <= version - oldest <= limit:
+def require_current(rollouts: Rollouts, version: int) -> None:
+    """Raises ValueError where a token was sampled under other weights than those of `version`."""
+    trajectories = [e.trajectory for e in rollouts.episodes] + [t for _, t in rollouts.subagents]
+    others = [t.version for t in trajectories if t.version not in (version, None)]
+    if others:
         raise ValueError(
-            f"rl.max_staleness: {limit}; a rollout was written by version {oldest} of the weights, and version {version} would learn "
-            "from it; load newer weights into the engine, or roll out again"
+            f"rl: rollouts of version {others[0]} of the weights reached the update of version {version}; "
+            "load the current weights into the engine, and roll out again"
         )
-    return version - oldest
 
 
 def describe(rollouts: Rollouts) -> dict[str, float]:

@@ -11,12 +11,18 @@ import json
 import os
 import pathlib
 import shutil
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 from paravt_jax.atomic import write_atomically
 
 _LOCK, _CONFIG, _UNFINISHED = ".lock", "config.json", "config.json.tmp"
 _ABSENT = "(absent)"
+
+FORMAT = 2
+"""Version of what a run keeps on disk. Raise it when this code could not go on with older runs."""
+READABLE = (1, 2)
+"""Formats whose checkpoints can be exported. Runs from before the number existed have format 1."""
 
 
 class RunDirectoryError(RuntimeError):
@@ -68,14 +74,12 @@ class RunDirectory:
                     f"--run-dir {self.path} is not a run's folder: it has no {_CONFIG} and holds {', '.join(strangers[:5])}. "
                     "Name a new or an empty folder."
                 )
-            write_atomically(file, json.dumps(wanted, indent=1) + "\n")
+            _write(file, wanted)
             return
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise RunDirectoryError(f"{file} is damaged ({error}): delete {self.path}, or name another --run-dir.") from error
-        if all(entry.name in (_CONFIG, _LOCK, _UNFINISHED) for entry in self.path.iterdir()):  # a start that was refused is no run
-            write_atomically(file, json.dumps(wanted, indent=1) + "\n")
+        refused = all(entry.name in (_CONFIG, _LOCK, _UNFINISHED) for entry in self.path.iterdir())
+        found = read_config(self.path, "--run-dir", READABLE if refused else (FORMAT,))
+        if refused:  # a start that was refused is no run
+            _write(file, wanted)
             return
         if lines := differences(identity(found), identity(wanted)):
             raise RunDirectoryError(
@@ -84,7 +88,31 @@ class RunDirectory:
                 + "\nName another --run-dir, delete this one, or ask for what it holds."
             )
         if found != wanted:
-            write_atomically(file, json.dumps(wanted, indent=1) + "\n")
+            _write(file, wanted)
+
+
+def _write(file: pathlib.Path, config: dict[str, Any]) -> None:
+    write_atomically(file, json.dumps({"format": FORMAT, **config}, indent=1) + "\n")
+
+
+def read_config(folder: pathlib.Path, flag: str, formats: Sequence[int]) -> dict[str, Any]:
+    """The configuration of the run in `folder`, which the user named with `flag`.
+
+    Raises RunDirectoryError, in one line, where it is damaged or where the run's format is not one of
+    `formats`.
+    """
+    file = folder / _CONFIG
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        number = config.pop("format", 1)
+    except (ValueError, AttributeError) as error:
+        raise RunDirectoryError(f"{file} is damaged ({error}): delete {folder}, or name another {flag}.") from error
+    if number not in formats:
+        remedy = f"name another {flag}, or export its model with python -m train.export --run-dir {folder} --to FOLDER"
+        if number not in READABLE:
+            remedy = "use the version of this program that made it"
+        raise RunDirectoryError(f"{flag} {folder} has format {number}; this version reads format {max(formats)}: {remedy}.")
+    return config
 
 
 # Settings that may be others when a run goes on: whether it does, on which devices, and what stays on disk; not what is computed.
@@ -99,7 +127,8 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
 # What a cold start leaves behind, and the settings that decide it.
 _COLD_START = ("videos", "records", "tokenizer", "checkpoints/align", "checkpoints/sft")
 _DECIDE = ("world", "text", "model", "frames", "align", "sft", "protocol")
-_OF_ROLLOUTS = ("pin_think",)  # fields of the protocol that demonstrations do without: they are written alike either way
+# Fields of the protocol that bound or open rollouts; demonstrations are the same whatever they are.
+_OF_ROLLOUTS = ("pin_think", "max_calls", "turn_tokens", "trajectory_tokens", "text_tokens", "label_tokens")
 
 
 def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str, Any]) -> None:
@@ -111,7 +140,7 @@ def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str
     missing = [name for name in (_CONFIG, "result.json", *_COLD_START) if not (source / name).exists()]
     if missing:
         raise RunDirectoryError(f"--start {source} is no finished run with a cold start: it has no {', '.join(missing)}.")
-    found = json.loads((source / _CONFIG).read_text(encoding="utf-8"))
+    found = read_config(source, "--start", (FORMAT,))
     wanted = as_json(config, "the run's configuration")
     if lines := differences(cold_start_identity(found), cold_start_identity(wanted)):
         raise RunDirectoryError(f"--start {source} holds a cold start of other settings (there -> asked for):\n  " + "\n  ".join(lines))

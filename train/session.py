@@ -152,7 +152,7 @@ class Session:
         if self.run.samples:
             self.sync = WeightSync(self.weights, self.model.text.dtype)
             nnx.update(self.model.text, self.sync(self.weights))
-            self.engine = Engine(self.model, self.features, self.run.engine)
+            self.engine = Engine(self.model, self.features, self.run.engine_settings)
             self.engine.sleep()
         nnx.update(self.model.text, jax.eval_shape(lambda: nnx.state(self.model.text)))  # its weights are `self.weights` now
 
@@ -187,9 +187,9 @@ class Session:
         """The batches of the cold start."""
         data, seed, rest = self.data, self.run.seed, (self.protocol, self.features, self.mesh)
         if isinstance(settings, SFTSettings):
-            return Course(settings, data.demonstrations, data.windows, seed, *rest)
+            return Course(settings, self.run.sft_shapes, data.demonstrations, data.windows, seed, *rest)
         assert data.published is not None and self.reader is not None, "Run sees to it"
-        return PackedCourse(settings, data.published, self.reader, seed, *rest)
+        return PackedCourse(settings, self.run.packed_shape, data.published, self.reader, seed, *rest)
 
     def _wake(self, version: int) -> None:
         """The weights as they are now into the engine. What it has goes first: new weights beside old ones may be too much."""
@@ -236,7 +236,8 @@ class Session:
     def _play(self, name: str, setting: Setting, questions: Sequence[Question]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         samples = self.run.evaluation.samples if setting.temperature > 0 and setting.dispatch == "parallel" else 1
         mine, seed = questions[hosts.share_of(len(questions))], self.run.seed
-        played = play_and_score(self.engine, self.scene, mine, setting, self.rewards, seed, samples, judge=self.judge)
+        anchor = self.run.rl.grpo.sequence_anchor if self.run.rl else 0.0
+        played = play_and_score(self.engine, self.scene, mine, setting, self.rewards, seed, samples, judge=self.judge, anchor_weight=anchor)
         scored = [episode for part in hosts.gather(played) for episode in part]
         shown = scored[: self.run.log.episodes] if setting.dispatch == "parallel" else []
         lines = [{"phase": name, "step": 0, **transcript(episode, reward, setting, self.data.vocabulary)} for episode, reward in shown]
@@ -247,7 +248,7 @@ class Session:
         settings = self.run.rl
         if settings is None:
             return
-        learner = Learner(self.graph, self.weights, self.config, settings, self.judge, self.sync)
+        learner = Learner(self.graph, self.weights, self.config, settings, self.run.rl_shapes, self.judge, self.sync)
         with self.phase("rl", settings.steps, settings.save_every, self.features.unreadable) as phase:
             questions = self._questions(settings, phase.first)
             state, cursor = self.resume(phase, learner.start)
@@ -274,7 +275,7 @@ class Session:
 
     def _questions(self, settings: RLSettings, first: int) -> grain.DatasetIterator[tuple[Question, ...]] | Ahead[tuple[Question, ...]]:
         """What is asked in each step; of published videos, the overviews of the next one are read meanwhile."""
-        seed, prompts = self.run.seed, settings.shape.groups
+        seed, prompts = self.run.seed, settings.prompts
         if self.data.published is None or self.reader is None:
             return stream(self.data.questions, seed + 2, prompts)
         budgets = functools.partial(draw_budgets, settings, seed, prompts=prompts)
@@ -291,7 +292,7 @@ class Session:
     def _transcriber(self, step: int) -> Callable[[Rollouts, np.ndarray], None]:
         """Writes one episode of each group of a step, of the first process's, down for the report."""
         assert self.run.rl is not None
-        temperature, rows = self.run.rl.temperature, self.run.rl.shape.rows
+        temperature, rows = self.run.rl.temperature, self.run.rl.grpo.group_size
 
         def write(rollouts: Rollouts, advantages: np.ndarray) -> None:
             if not hosts.is_first():

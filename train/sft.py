@@ -22,42 +22,59 @@ from models.features import FrameFeatures
 from models.qwen3_vl import remat
 from models.qwen3_vl.remat import Remat
 from models.qwen3_vl.text import TextDecoder
-from models.sharding import row_devices
 from paravt_jax.grpo import masked_mean
 from paravt_jax.loader import stream
 from paravt_jax.protocol import Protocol
 from paravt_jax.records import Demonstration, Trajectory
 from paravt_jax.video import VideoError
+from rollout.sizing import Lengths
 from train import hosts
 from train.batch import BatchShape, Sequences, build
 from train.optimizer import OptimizerSettings, make_optimizer, require_counts
-from train.placement import cut, fit, own, parts_on, place
-from train.step import Loss, Program, TrainState, init_state, make_update, mesh_of, row_logprobs
+from train.placement import cut, fitted, own, place
+from train.step import Loss, Program, TrainState, init_state, make_update, row_logprobs
 
 
 @dataclasses.dataclass(frozen=True)
 class SFTSettings:
-    """Updates, the shapes of a step's two batches (main agents, sub-agents), and how often to save."""
+    """Supervised steps on demonstrations of the small world."""
 
     steps: int
-    main: BatchShape
-    windows: BatchShape
+    """Updates."""
+    groups: int
+    """Groups of main agents' demonstrations per step; a group shares its video and overview."""
+    windows: int
+    """Sub-agents' demonstrations per step."""
     optimizer: OptimizerSettings
     save_every: int = 100
+    """Steps between checkpoints."""
     microbatches: int = 1
-    """Most parts in which an update is computed, each of whole groups (missing ones are padding); the loss is the same. There are fewer
-    where parts of so few rows would be padded, every device computes at least one; more where only that gives each process whole groups."""
+    """Upper bound on gradient-accumulation steps; each takes whole groups, and the loss is the same.
+    Fewer are used where they would only add padding; more where processes need whole groups each."""
     remat: Remat = "none"
-    """What the backward pass finds saved of each layer: everything, its input (full), that and what attention gave (attention), both and
-    the matrix products (dots), or its input in the host's memory (offload)."""
+    """Activation checkpointing: what is kept of each layer for the backward pass. `none` keeps
+    everything; `full` the layer's input; `attention` also the attention output; `dots` also matrix
+    products; `offload` the input, in the host's memory."""
     logprob_chunk: int | None = None
+    """Tokens whose logits over the vocabulary exist at a time; None: all of them."""
 
     def __post_init__(self):
-        require_counts("sft", steps=self.steps, save_every=self.save_every, microbatches=self.microbatches)
+        require_counts(
+            "sft",
+            steps=self.steps,
+            groups=self.groups,
+            windows=self.windows,
+            save_every=self.save_every,
+            microbatches=self.microbatches,
+        )
         remat.check("sft.remat", self.remat)
-        for name, shape in (("main", self.main), ("windows", self.windows)):
-            if shape.groups < self.microbatches:
-                raise ValueError(f"sft.microbatches: {self.microbatches} parts of sft.{name}.groups = {shape.groups}; give at most so many")
+
+    def shapes(self, longest: Lengths, rows: int) -> tuple[BatchShape, BatchShape]:
+        """Shapes of a step's batches, main agents' and sub-agents'. `longest`: lengths of the run's
+        sequences; `rows`: demonstrations in a group."""
+        main = BatchShape(self.groups, rows, longest.prompt, longest.visual, longest.response)
+        windows = BatchShape(self.windows, 1, longest.crop_prompt, longest.crop_visual, longest.report)
+        return main, windows
 
 
 @struct.dataclass
@@ -93,27 +110,24 @@ def sft_loss(image_token_id: int, settings: SFTSettings) -> Loss:
     return loss
 
 
-def start_sft(graph: nnx.GraphDef, weights: Any, image_token_id: int, settings: SFTSettings) -> tuple[TrainState, Program]:
+def start_sft(graph: nnx.GraphDef, weights: Any, image_token_id: int, settings: SFTSettings, parts: int = 1) -> tuple[TrainState, Program]:
     """The state before the first step, and the jitted update `f(state, SFTBatch) -> (state, metrics)`."""
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = init_state(weights, optimizer)
-    return state, make_sft_update(graph, optimizer, image_token_id, settings, state)
+    return state, make_sft_update(graph, optimizer, image_token_id, settings, parts, state)
 
 
 def make_sft_update(
-    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, image_token_id: int, settings: SFTSettings, state: TrainState
+    graph: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    image_token_id: int,
+    settings: SFTSettings,
+    parts: int,
+    state: TrainState,
 ) -> Program:
-    """The update of the cold start, `f(state, SFTBatch) -> (state, metrics)`."""
-    parts = parts_on(mesh_of(state.weights), (settings.main, settings.windows), settings.microbatches)
+    """The update of the cold start in `parts` micro-batches, `f(state, SFTBatch) -> (state, metrics)`."""
     cut = (lambda batch: split(batch, parts)) if parts > 1 else None
     return make_update(graph, optimizer, sft_loss(image_token_id, settings), state, cut)
-
-
-def fitted_shapes(settings: SFTSettings, mesh: Mesh) -> list[BatchShape]:
-    """The shapes of main agents' and sub-agents' batches with the padding that the mesh wants."""
-    shapes = settings.main, settings.windows
-    parts = parts_on(mesh, shapes, settings.microbatches)
-    return [fit(shape, row_devices(mesh), parts) for shape in shapes]
 
 
 def render(demonstration: Demonstration, protocol: Protocol, features: FrameFeatures) -> Trajectory:
@@ -131,14 +145,13 @@ def sft_batch(
     windows: Sequence[Demonstration],
     protocol: Protocol,
     features: FrameFeatures,
-    settings: SFTSettings,
+    shapes: Sequence[BatchShape],
     mesh: Mesh,
 ) -> SFTBatch:
     """The arrays of one step on the mesh: groups of main agents' demonstrations, and sub-agents' one by one. Unreadable ones become
-    padding. `groups` and `windows` are the whole step's; a process renders and lays out its share of them."""
-    shapes = [own(shape) for shape in fitted_shapes(settings, mesh)]
+    padding. `groups`, `windows` and `shapes` are the whole step's; a process renders and lays out its share of them."""
     mine = groups[hosts.share_of(len(groups))], [(d,) for d in windows[hosts.share_of(len(windows))]]
-    built = (build(_readable(rows, protocol, features), features, shape) for rows, shape in zip(mine, shapes, strict=True))
+    built = (build(_readable(rows, protocol, features), features, own(shape)) for rows, shape in zip(mine, shapes, strict=True))
     return SFTBatch.of(*(place(sequences, mesh) for sequences in built))
 
 
@@ -148,6 +161,7 @@ class Course:
     def __init__(
         self,
         settings: SFTSettings,
+        shapes: Sequence[BatchShape],
         demonstrations: Sequence[Sequence[Demonstration]],
         windows: Sequence[Sequence[Demonstration]],
         seed: int,
@@ -156,13 +170,14 @@ class Course:
         mesh: Mesh,
     ):
         self._settings, self._image = settings, features.config.image_token_id
-        self._main = stream(demonstrations, seed, settings.main.groups)
-        self._windows = stream(windows, seed + 1, settings.windows.groups)
-        self._lay_out = functools.partial(sft_batch, protocol=protocol, features=features, settings=settings, mesh=mesh)
+        self._main = stream(demonstrations, seed, settings.groups)
+        self._windows = stream(windows, seed + 1, settings.windows)
+        padded, self._parts = fitted(shapes, settings.microbatches, mesh)
+        self._lay_out = functools.partial(sft_batch, protocol=protocol, features=features, shapes=padded, mesh=mesh)
 
     def start(self, graph: nnx.GraphDef, weights: Any) -> tuple[TrainState, Program]:
         """As `start_sft`."""
-        return start_sft(graph, weights, self._image, self._settings)
+        return start_sft(graph, weights, self._image, self._settings, self._parts)
 
     def __next__(self) -> tuple[SFTBatch, tuple[Sequences, ...], dict[str, float]]:
         """What the update takes, the arrays whose tokens count, and figures."""

@@ -24,11 +24,11 @@ class GRPOBatch:
 
     `rollout` says for each row which of the p * g rollouts it belongs to: a main agent's row each, and where sub-agents are trained,
     their rows too, with what their episode earned. `mask` marks the generated tokens that are trained on; log-probs elsewhere are
-    ignored. `behaviour`, `reference` and `proximal` are log-probs under the weights that sampled (by the engine), under those that the
-    run is held to, and under those at the start of a batch that makes several updates; `proximal` is None where it makes one, and so
-    is the current policy. `structure` is struct(o) of each row, from `paravt_jax.structure`. `rewards` and `anchor_rewards` are
-    `Rewards.total` and `.anchor`, `compliant` is `Rewards.compliant`: whose tags `likelihood` rewards. `valid` is False for rollouts
-    that count for nothing.
+    ignored. `behaviour` and `reference` are log-probs under the weights that sampled (by the engine)
+    and under those that the run is held to. `structure` is struct(o) of each row, from
+    `paravt_jax.structure`. `rewards` and `anchor_rewards` are `Rewards.total` and `.anchor`,
+    `compliant` is `Rewards.compliant`: whose tags `likelihood` rewards. `valid` is False for
+    rollouts that count for nothing.
     """
 
     mask: Bool[Array, "b t"]
@@ -40,7 +40,6 @@ class GRPOBatch:
     anchor_rewards: Float[Array, "p g"]
     valid: Bool[Array, "p g"]
     compliant: Bool[Array, "p g"]
-    proximal: Float[Array, "b t"] | None = None
 
     @property
     def trained(self) -> Bool[Array, "b t"]:
@@ -54,8 +53,6 @@ class GRPOBatch:
         found = {name: getattr(self, name).shape for name in wanted} | {"rollout": self.rollout.shape}
         found |= {f"structure.{name}": x.shape for name, x in self.structure._asdict().items()}
         wanted |= {"rollout": (b,)} | {f"structure.{name}": (b, s) for name in self.structure._fields}
-        if self.proximal is not None:
-            wanted["proximal"], found["proximal"] = (b, t), self.proximal.shape
         for name, shape in wanted.items():
             if found[name] != shape:
                 raise ValueError(

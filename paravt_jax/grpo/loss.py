@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -9,6 +11,16 @@ from jaxtyping import Array, Bool, Float
 from paravt_jax.grpo.anchor import anchor_likelihood, structural_tokens
 from paravt_jax.grpo.batch import GRPOBatch, Metrics, Totals, masked_mean
 from paravt_jax.grpo.settings import GRPOSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """Bounds of the policy ratio: [1 - lower, 1 + (upper or lower)]. `dual` bounds what a token of
+    negative advantage costs to dual * |A|, however large its ratio; None for no such bound."""
+
+    lower: float = 0.2
+    upper: float | None = None
+    dual: float | None = None
 
 
 def policy_loss(
@@ -19,10 +31,15 @@ def policy_loss(
     mask: Bool[Array, "b t"],
     settings: GRPOSettings,
     tokens: Float[Array, ""] | None = None,
+    clip: Clip = Clip(),
 ) -> tuple[Float[Array, ""], Metrics]:
-    """Decoupled PPO (REFERENCE 3, step 4): the clipped loss against the proximal policy, weighted by how much likelier that policy
-    found the token than the sampler did. No gradient flows through the weight; above behaviour_cap it is 0. Divided by `tokens`, by
-    default the masked ones; capped tokens stay in the denominator.
+    """Decoupled PPO (REFERENCE 3, step 4): the clipped loss against the proximal policy, weighted by
+    how much likelier that policy found the token than the sampler did.
+
+    The proximal policy is the one at the start of a batch. No gradient flows through it, nor through
+    the weight, which is 0 above `behaviour_cap`. A step that makes one update per batch passes the
+    current log-probs as `proximal`: the ratio is then 1, and no clip acts. The sum is divided by
+    `tokens`, by default the number of masked tokens; capped tokens stay in the denominator.
     """
     proximal = jax.lax.stop_gradient(proximal)
     log_ratio = jnp.where(mask, logprobs - proximal, 0.0)
@@ -30,17 +47,16 @@ def policy_loss(
     if settings.ratio == "sequence":
         log_ratio, advantages = _over_sequence(log_ratio, mask), _over_sequence(advantages, mask)
     ratio = jnp.exp(log_ratio)
-    clipped = jnp.clip(ratio, 1 - settings.clip, 1 + (settings.clip if settings.upper_clip is None else settings.upper_clip))
+    clipped = jnp.clip(ratio, 1 - clip.lower, 1 + (clip.lower if clip.upper is None else clip.upper))
     loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
-    bounded = loss if settings.dual_clip is None else jnp.minimum(loss, settings.dual_clip * jnp.abs(advantages))
+    if clip.dual is not None:
+        loss = jnp.minimum(loss, clip.dual * jnp.abs(advantages))
     weight = behaviour_weight(proximal, behaviour, mask, settings)
     metrics = {
-        "clip_fraction": masked_mean((-advantages * ratio < -advantages * clipped).astype(jnp.float32), mask, tokens),
-        "dual_clip_fraction": masked_mean((bounded < loss).astype(jnp.float32), mask, tokens),
         "capped_fraction": masked_mean((weight == 0).astype(jnp.float32), mask, tokens),
         "behaviour_gap": masked_mean(jnp.abs(proximal - behaviour), mask, tokens),
     }
-    return masked_mean(bounded * weight, mask, tokens), metrics
+    return masked_mean(loss * weight, mask, tokens), metrics
 
 
 def behaviour_weight(
@@ -77,10 +93,10 @@ def paravt_loss(
     With `totals` of a whole batch, losses and metrics of its parts add up to the whole's.
     """
     totals = batch_totals(batch) if totals is None else totals
-    proximal = logprobs if batch.proximal is None else batch.proximal
-    loss, metrics = policy_loss(logprobs, proximal, batch.behaviour, advantages, batch.trained, settings, totals.tokens)
+    # One update per batch: the proximal policy is the current one.
+    loss, metrics = policy_loss(logprobs, logprobs, batch.behaviour, advantages, batch.trained, settings, totals.tokens)
     if settings.anchor == "likelihood":
-        weight = behaviour_weight(proximal, batch.behaviour, batch.trained, settings)
+        weight = behaviour_weight(logprobs, batch.behaviour, batch.trained, settings)
         likelihood = anchor_likelihood(logprobs, weight, batch, gamma, totals.structural)
         metrics["anchor_likelihood"] = likelihood
         loss = loss - settings.anchor_weight * likelihood

@@ -6,8 +6,6 @@ import dataclasses
 import math
 from typing import Literal, get_args
 
-from paravt_jax.rewards import RewardSettings
-
 Anchor = Literal["likelihood", "credit", "sequence", "none"]
 Level = Literal["group", "batch", "none"]
 KLKind = Literal["k1", "k2", "k3"]
@@ -23,9 +21,11 @@ class Normalisation:
     """(x - mean) / (std + epsilon): over what the mean and the standard deviation are taken; `none` leaves that part out."""
 
     mean: Level = "group"
+    """What the mean is taken over."""
     std: Level = "group"
+    """What the standard deviation is taken over."""
     leave_one_out: bool = False
-    """Each value is held against the mean of the others."""
+    """Compare each value with the mean of the others."""
 
     def __post_init__(self):
         for name in ("mean", "std"):
@@ -58,27 +58,23 @@ class GRPOSettings:
     """Of the tokens' advantages: over all generated tokens of the batch as published."""
     ratio: Literal["token", "sequence"] = "token"
     """What the policy ratio is taken of: each token, or (GSPO) the geometric mean over a rollout's generated tokens."""
-    clip: float = 0.2
-    """The ratio to the proximal policy is clipped to [1 - clip, 1 + clip]. Where a batch makes one update, as in every recipe here, that
-    policy is the current one and no clip acts."""
-    upper_clip: float | None = None
-    """Clips the ratio at 1 + upper_clip instead, so that unlikely tokens can grow faster than likely ones shrink."""
-    dual_clip: float | None = None
-    """Bounds what a token of negative advantage costs to dual_clip * |A|, however large its ratio."""
     behaviour_cap: float | None = 5.0
-    """Tokens whose weight exp(proximal - behaviour) is larger are left out; None for no cap."""
+    """Tokens whose importance weight, exp(current - behaviour log-prob), is larger are left out of
+    the loss. None: no cap."""
     epsilon: float = 1e-5
     """Added to standard deviations."""
     anchor: Anchor = "sequence"
-    """Where R_anchor acts: `likelihood` of struct(o) added to the objective (the paper's formula; gamma acts at violations), `credit` on
-    the tokens of struct(o) alone, `sequence` in the sequence reward (the release; weight in RewardSettings.anchor_weight), or `none`."""
+    """Where the format anchor acts. `likelihood`: the log-likelihood of struct(o) is a term of the
+    objective (the paper's formula), and gamma acts at violations. `credit`: R_anchor is added to the
+    advantages of struct(o) alone. `sequence`: R_anchor is part of the sequence reward (the release).
+    `none`: nowhere."""
     anchor_weight: float = 0.5
-    """Weight of the anchor under `likelihood` and `credit`."""
+    """Weight of the anchor, wherever it acts."""
 
     def __post_init__(self):
         if self.group_size < 2:
             raise ValueError(f"GRPOSettings.group_size: {self.group_size} is too small; a group needs at least 2 rollouts to compare")
-        for name in ("reward_scaling", "reward_clip", "kl_clamp", "behaviour_cap", "epsilon", "upper_clip"):
+        for name in ("reward_scaling", "reward_clip", "kl_clamp", "behaviour_cap", "epsilon"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"GRPOSettings.{name}: {value} is no bound; give a finite number above 0")
@@ -87,14 +83,6 @@ class GRPOSettings:
                 raise ValueError(f"GRPOSettings.{name}: {getattr(self, name)} is no weight; give a finite number of at least 0")
         if not math.isfinite(self.reward_bias):
             raise ValueError(f"GRPOSettings.reward_bias: {self.reward_bias} is not finite; give a number, for instance 0.2")
-        if not 0 < self.clip < 1:
-            raise ValueError(f"GRPOSettings.clip: {self.clip} is outside (0, 1); give for instance 0.2")
-        if self.upper_clip is not None and self.upper_clip < self.clip:
-            raise ValueError(
-                f"GRPOSettings.upper_clip: {self.upper_clip} is below clip {self.clip}; unlikely tokens would grow slower: give more"
-            )
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"GRPOSettings.dual_clip: {self.dual_clip} would clip ratios of 1; give a number above 1, for instance 3")
         for name, choices in (("kl_kind", KLKind), ("ratio", Literal["token", "sequence"]), ("anchor", Anchor)):
             _require_one_of("GRPOSettings", name, getattr(self, name), get_args(choices))
         if self.ratio == "sequence" and self.anchor == "credit":
@@ -103,12 +91,7 @@ class GRPOSettings:
                 "the credit of single tokens would reach all, so take another anchor or ratio 'token'"
             )
 
-
-def check_anchor(rewards: RewardSettings, grpo: GRPOSettings) -> None:
-    """Raises ValueError where R_anchor would act twice, or nowhere though asked for: it has one place in a recipe."""
-    if (rewards.anchor_weight > 0) != (grpo.anchor == "sequence"):
-        remedy = "a positive weight, for instance 0.5" if grpo.anchor == "sequence" else "0"
-        raise ValueError(
-            f"RewardSettings.anchor_weight: {rewards.anchor_weight} with GRPOSettings.anchor {grpo.anchor!r}; "
-            f"R_anchor belongs to the sequence reward under 'sequence' alone, so set RewardSettings.anchor_weight to {remedy}"
-        )
+    @property
+    def sequence_anchor(self) -> float:
+        """Weight of R_anchor in the sequence reward: 0 unless the anchor acts there."""
+        return self.anchor_weight if self.anchor == "sequence" else 0.0

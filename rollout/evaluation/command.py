@@ -38,7 +38,7 @@ from rollout.evaluation.play import Player
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.summary import summarise
 from rollout.requests import Sampler
-from rollout.sizing import crop_tokens, engine_settings, overview_tokens
+from rollout.sizing import crop_tokens, overview_tokens, single_episodes
 
 _LAST = 99_999.9  # seconds; a later frame's time would have one more digit than there is room for
 _PROG = "python -m rollout.evaluate"
@@ -163,7 +163,7 @@ def _engine(
     mesh = make_mesh(1, 1, settings.tensor) if settings.tensor > 1 else None
     model = load_model(folder, config, mesh=mesh, dtype=settings.dtype, param_dtype=settings.dtype)
     features = FrameFeatures(model.vision, config, settings.pixels(), videos.root)
-    return features, Engine(model, features, engine_settings(protocol, overview, crop, settings.episodes, settings.cache_tokens))
+    return features, Engine(model, features, single_episodes(protocol, overview, crop, settings.episodes, settings.cache_tokens))
 
 
 class _Progress:

@@ -70,9 +70,11 @@ class BenchmarkSettings:
     shuffle: bool = False
     """Options in an order drawn for each question: whether the place of an answer mattered."""
     max_tool_turns: int = 3
+    """Turns in which tools may be called."""
     max_calls: int = 5
     """Calls of a turn that are carried out."""
     turn_tokens: int = 2048
+    """Tokens of one turn."""
     summary_tokens: int = 512
     """Of a sub-agent's report."""
     trajectory_tokens: int = 8192
@@ -84,12 +86,15 @@ class BenchmarkSettings:
     pin_think: bool = True
     """Every response is started with <think>, as in training; never with the prompt direct."""
     min_pixels: int = 784
+    """Smaller frames are enlarged to this area."""
     max_pixels: int = 50_176
+    """Larger frames are shrunk to this area."""
     open_ended: Literal["f1", "exact", "judge"] = "f1"
     """How open-ended answers (of MMVU) are scored."""
     judge: str = ""
     """Address of an OpenAI-compatible API for open_ended judge; its key is read from OPENAI_API_KEY."""
     judge_model: str = ""
+    """The judge's name at that address."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations: bfloat16 for published checkpoints."""
     tensor: int = 1

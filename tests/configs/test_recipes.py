@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+import itertools
 import math
+import os
+import pathlib
 import re
+import textwrap
+from collections.abc import Iterator
+from typing import get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +24,19 @@ from configs.base import LogSettings, ModelSettings, Run
 from models.features import FrameSettings
 from models.qwen3_vl import abstract_model, num_params, qwen3_vl
 from models.sharding import make_mesh, param_shardings
+from paravt_jax import protocol, tokenizer, world, world_text
+from paravt_jax.grpo import Anchor
+from paravt_jax.protocol import Protocol
+from paravt_jax.tokenizer import Vocabulary
+from rollout.ask import AskSettings
+from rollout.evaluation.settings import BenchmarkSettings
+from rollout.sizing import crop_tokens, overview_tokens
 from train.abstract import Abstract, abstract_reference, abstract_rl_update, abstract_sft_update
-from train.batch import BatchShape
 from train.checkpoint import CheckpointSettings
 from train.cli import parse
+from train.export import Export
 
+ROOT = pathlib.Path(__file__).parents[2]
 LARGE = [name for name, recipe in RECIPES.items() if recipe().model.size != "tiny"]
 
 
@@ -54,13 +69,6 @@ def test_a_wrong_field_or_value_is_named(arguments, words, capsys):
     assert all(word in message for word in words), message
 
 
-TIGHT = BatchShape(groups=4, rows=1, prompt=17, visual=16, suffix=17)  # a sub-agent's 16 frames of one token, and 16 tokens of report
-
-
-def shrunk(field: str) -> BatchShape:
-    return dataclasses.replace(TIGHT, **{field: getattr(TIGHT, field) - 1})
-
-
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
@@ -68,15 +76,8 @@ def shrunk(field: str) -> BatchShape:
         ("paravt_tiny", {"model": ModelSettings(size="8b")}, r"align: set for model\.size 8b"),
         ("paravt_tiny", {"align": None, "sft": RECIPES["sft_8b"]().sft}, r"sft: PackedSFTSettings with data = None; .*\(SFTSettings\)"),
         ("sft_8b", {"sft": RECIPES["sft_tiny"]().sft}, r"sft: SFTSettings with data = DataSettings"),
-        ("sft_8b", {"data.row_tokens": 8193}, r"sft\.shape\.tokens: 8192; rows are packed to data\.row_tokens = 8193"),
         ("paravt_8b", {"start": "runs/sft_8b"}, r"start: runs/sft_8b with published data; .* --model\.path runs/sft_8b/model"),
         ("paravt_tiny", {"model": ModelSettings(path="x")}, r"align: set for model\.size tiny, model\.path 'x'"),
-        ("paravt_8b", {"protocol.trajectory_tokens": 8256}, r"engine\.own: .*13312\); a rollout may have .* = 5120 \+ 8256 tokens"),
-        ("paravt_8b", {"rl.shape": BatchShape(8, 8, 5120, 3136, suffix=4096)}, r"rl\.shape\.suffix: 4096; .*= 8192"),
-        ("paravt_tiny", {"rl.frame_budgets": (65, 4)}, r"rl\.frame_budgets: \(65, 4\); .* rl\.shape\.visual = 64: raise"),
-        ("paravt_tiny", {"rl.subagents": shrunk("visual")}, r"rl\.subagents\.visual: 15; .* protocol\.crop_frames = 16 frames.*: raise"),
-        ("paravt_tiny", {"rl.subagents": shrunk("prompt")}, r"rl\.subagents\.prompt: 16; .* rl\.subagents\.visual = 16, .*: raise"),
-        ("paravt_tiny", {"rl.subagents": shrunk("suffix")}, r"rl\.subagents\.suffix: 16; .* protocol\.summary_tokens = 16 .* at least 17"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(name, change, message):
@@ -106,10 +107,137 @@ def test_numbers_that_mean_nothing_are_refused(settings, field, value):
         settings(**{field.partition(".")[2]: value})
 
 
-def test_what_just_fits_is_taken():
+# --- lengths: each is stated once ---
+
+OVERRIDES = (
+    ("--protocol.trajectory-tokens", "200"),
+    ("--protocol.summary-tokens", "1024"),
+    ("--protocol.text-tokens", "500"),
+    ("--protocol.label-tokens", "20"),
+    ("--protocol.crop-frames", "64"),
+    ("--rl.frame-budgets", "2", "128"),
+    ("--rl.prompts", "3"),
+    ("--rl.grpo.group-size", "6"),
+    ("--rl.subagent-rows", "5"),
+    ("--rl.microbatches", "64"),
+    *(("--rl.grpo.anchor", anchor) for anchor in get_args(Anchor) if anchor != "likelihood"),
+    ("--evaluation.frames", "256"),
+    ("--frames.max-pixels", "200704"),
+    ("--engine.slots", "10"),
+    ("--engine.page", "32"),
+    ("--engine.cache-tokens", "100"),
+    ("--engine.read-tokens", "1"),
+    ("--engine.prefill-tokens", "1"),
+)
+
+
+@pytest.mark.parametrize("recipe", ["paravt_tiny", "paravt_8b"])
+@pytest.mark.parametrize("override", OVERRIDES, ids=" ".join)
+def test_any_single_override_works_alone(recipe, override):
+    run = parse([f"--config={recipe}", *override], RECIPES)
+    assert run.rl is not None and run != RECIPES[recipe]()
+    engine, (main, *subagents) = run.engine_settings, run.rl_shapes
+    frames = max(run.rl.frame_budgets)
+    assert (main.groups, main.rows, main.suffix) == (run.rl.prompts, run.rl.grpo.group_size, run.protocol.trajectory_tokens)
+    assert main.visual == frames * run.frame_tokens and main.prompt >= main.visual + frames * run.protocol.label_tokens
+    assert engine.own[-1] >= main.prompt + main.suffix and engine.slots % main.rows == 0
+    for shape in subagents:
+        assert shape.suffix > run.protocol.summary_tokens and shape.visual == run.protocol.crop_frames * run.frame_tokens
+
+
+def test_packed_rows_are_as_long_as_the_data_is_packed():
+    run = parse(["--config=sft_8b", "--data.row-tokens", "4096"], RECIPES)
+    assert (run.packed_shape.rows, run.packed_shape.tokens, run.packed_shape.visual) == (16, 4096, 4096)
+
+
+def test_a_frame_of_a_world_has_the_tokens_of_its_size():
+    """32 x 32 pixels are one token, 64 x 64 four; of published videos only the bound is known."""
     run = RECIPES["paravt_tiny"]()
-    assert run.rl is not None and run.rl.shape.visual == 64 and (run.protocol.crop_frames, run.protocol.summary_tokens) == (16, 16)
-    dataclasses.replace(run, rl=dataclasses.replace(run.rl, frame_budgets=(64,), subagents=TIGHT))
+    assert run.frame_tokens == 1 and RECIPES["paravt_8b"]().frame_tokens == 49
+    assert run.world is not None
+    assert dataclasses.replace(run, world=dataclasses.replace(run.world, size=64)).frame_tokens == 4
+
+
+@pytest.mark.skipif("PARAVT_TEST_ASSETS" not in os.environ, reason="needs the real tokenizer (PARAVT_TEST_ASSETS)")
+def test_the_8b_recipes_bounds_hold_with_the_real_tokenizer():
+    run = RECIPES["paravt_8b"]()
+    rules = Protocol(tokenizer.load(pathlib.Path(os.environ["PARAVT_TEST_ASSETS"]) / "qwen3_vl"), run.protocol)
+    longest = run.lengths(64)
+    for last in (9.9, 99_999.9):
+        overview = overview_tokens(rules, 64, run.frame_tokens, last)
+        assert longest.prompt - overview > 512, "there is room for a long question"
+        assert crop_tokens(rules, run.frame_tokens, last) <= longest.crop_prompt
+
+
+def test_the_bounds_of_the_small_world_are_those_of_its_vocabulary():
+    run = RECIPES["paravt_tiny"]()
+    vocabulary = Vocabulary(tokenizer.build((*world_text.PIECES, *protocol.recurring_texts())))
+    rules, longest = Protocol(vocabulary, run.protocol), run.lengths(64)
+    assert overview_tokens(rules, 64, 1, world.SECONDS) + 15 <= longest.prompt < overview_tokens(rules, 64, 1, world.SECONDS) + 32
+    assert crop_tokens(rules, 1, world.SECONDS) <= longest.crop_prompt
+
+
+# --- flags ---
+
+
+def settings_of(value: object) -> Iterator[type]:
+    """The dataclasses that a recipe is made of."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield type(value)
+        for field in dataclasses.fields(value):
+            yield from settings_of(getattr(value, field.name))
+
+
+SETTINGS = sorted(
+    {kind for recipe in RECIPES.values() for kind in settings_of(recipe())} | {AskSettings, BenchmarkSettings, Export}, key=str
+)
+
+
+def fields_with_docstrings(kind: type) -> set[str]:
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        field.target.id
+        for field, after in itertools.pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and str(after.value.value).strip()
+    }
+
+
+@pytest.mark.parametrize("kind", SETTINGS, ids=lambda kind: kind.__name__)
+def test_every_flag_has_a_line_of_help(kind):
+    sections = {name for name, hint in get_type_hints(kind).items() if any(map(dataclasses.is_dataclass, (hint, *get_args(hint))))}
+    assert {field.name for field in dataclasses.fields(kind)} - sections - fields_with_docstrings(kind) == set()
+    assert inspect.getdoc(kind), "the line over a section's flags"
+
+
+def test_every_command_says_what_its_flags_do():
+    """Of commands that are read by argparse."""
+    without = []
+    for file in [*ROOT.glob("train/**/*.py"), *ROOT.glob("rollout/**/*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+                if not any(keyword.arg == "help" for keyword in node.keywords):
+                    without.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert not without
+
+
+def test_every_setting_is_read():
+    """A field that is only checked, and read nowhere else, would be a flag without effect."""
+    read: set[str] = set()
+    for folder in ("paravt_jax", "models", "rollout", "train", "configs"):
+        for file in (ROOT / folder).glob("**/*.py"):
+            read |= attributes_outside_checks(ast.parse(file.read_text()))
+    for kind in SETTINGS:
+        unread = {field.name for field in dataclasses.fields(kind)} - read
+        assert not unread, kind
+
+
+def attributes_outside_checks(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.FunctionDef) and node.name == "__post_init__":
+        return set()
+    below = set[str]().union(*map(attributes_outside_checks, ast.iter_child_nodes(node)))
+    return below | {node.attr} if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) else below
 
 
 # --- shapes of the large recipes: traced, never allocated ---
@@ -147,14 +275,15 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
     assert settings is not None
     check_update(run, abstract_rl_update(run, make_mesh()))
     rows = jax.eval_shape((reference := abstract_reference(run, make_mesh())).program.jitted, *reference.arguments)
-    assert rows.shape == (8 * 8, settings.shape.suffix), "seven groups in four parts are eight"
+    (shape,), engine = run.rl_shapes, run.engine_settings
+    assert rows.shape == (8 * 8, shape.suffix), "seven groups in four parts are eight"
     # The widest overview of the largest frames has room in the batch and in the engine.
     frame = run.frames.max_pixels // (32 * 32)
     visual = max(settings.frame_budgets) * frame
-    assert visual <= settings.shape.visual < settings.shape.prompt
-    assert run.engine.own[-1] >= settings.shape.prompt + run.protocol.trajectory_tokens
-    assert any(run.protocol.crop_frames * frame + run.protocol.summary_tokens < length for length in run.engine.own[:-1])
-    assert settings.shape.prompt in run.engine.shared
+    assert visual <= shape.visual < shape.prompt
+    assert engine.own[-1] >= shape.prompt + run.protocol.trajectory_tokens
+    assert any(run.protocol.crop_frames * frame + run.protocol.summary_tokens < length for length in engine.own[:-1])
+    assert shape.prompt in engine.shared
 
 
 @pytest.mark.parametrize("name", [name for name in LARGE if RECIPES[name]().sft])

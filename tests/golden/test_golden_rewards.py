@@ -274,14 +274,13 @@ def rewarded(record: dict) -> Rewards:
     settings = RewardSettings(
         format_weight=float(knobs["FORMAT_WEIGHT"]),
         tool_weight=1.0,
-        anchor_weight=float(knobs["ANCHOR_WEIGHT"]),
         answer_suffix=knobs["ANSWER_SUFFIX"] == "1",
         gamma=0.3,
         format_cap=True,
         open_ended=knobs["REWARD_MODE"],
     )
     question = Question(record["id"], "v", "?", QuestionKind(record["question_type"]), record["answer"])
-    return score(question, [as_episode(record["completion"])], settings)
+    return score(question, [as_episode(record["completion"])], settings, anchor_weight=float(knobs["ANCHOR_WEIGHT"]))
 
 
 def format_of(record: dict) -> float:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,7 @@ import numpy as np
 import pytest
 
 from paravt_jax import grpo
-from paravt_jax.grpo import GRPOBatch, GRPOSettings, Normalisation
-from paravt_jax.rewards import RewardSettings
+from paravt_jax.grpo import Anchor, Clip, GRPOBatch, GRPOSettings, Normalisation
 from paravt_jax.structure import Kind, Structure
 
 SETTINGS = GRPOSettings(group_size=4)
@@ -240,19 +240,15 @@ def test_arrays_that_disagree_are_refused_by_name():
     batch = make_batch()
     wrong = {"behaviour": batch.behaviour[:, 1:], "reference": batch.reference[1:], "rollout": batch.rollout[:-1]}
     wrong |= {name: getattr(batch, name)[:2] for name in ("anchor_rewards", "valid", "compliant")}
-    wrong |= {"proximal": batch.behaviour[:, :3]}
     for name, array in wrong.items():
         with pytest.raises(ValueError, match=f"GRPOBatch.{name}: shape"):
             grpo.advantages(dataclasses.replace(batch, **{name: array}), SETTINGS)
 
 
-def test_the_anchor_has_one_place():
-    grpo.check_anchor(RewardSettings(), GRPOSettings())
-    grpo.check_anchor(RewardSettings(anchor_weight=0), GRPOSettings(anchor="credit"))
-    twice, nowhere = (RewardSettings(), GRPOSettings(anchor="credit")), (RewardSettings(anchor_weight=0), GRPOSettings())
-    for rewards, settings in (twice, nowhere, (RewardSettings(), GRPOSettings(anchor="none"))):
-        with pytest.raises(ValueError, match="anchor_weight"):
-            grpo.check_anchor(rewards, settings)
+@pytest.mark.parametrize("anchor", get_args(Anchor))
+def test_the_sequence_reward_holds_the_anchor_only_where_it_acts_there(anchor):
+    settings = GRPOSettings(anchor=anchor, anchor_weight=0.7)
+    assert settings.sequence_anchor == (0.7 if anchor == "sequence" else 0.0)
 
 
 # --- the loss
@@ -265,7 +261,7 @@ def test_policy_loss_by_hand():
     behaviour = proximal - jnp.log(jnp.array([[1.0, 1.0, 2.0, 6.0]]))
     loss, metrics = grpo.policy_loss(logprobs, proximal, behaviour, jnp.array([[1.0, 1.0, -1.0, 1.0]]), mask, GRPOSettings())
     assert float(loss) == pytest.approx((-1.2 - 0.5 + 2 * 1.5 + 0) / 4, rel=1e-5)
-    assert float(metrics["clip_fraction"]) == 0.25 and float(metrics["capped_fraction"]) == 0.25
+    assert float(metrics["capped_fraction"]) == 0.25
 
 
 def test_with_one_minibatch_the_gradient_is_minus_advantage_times_weight():
@@ -279,28 +275,26 @@ def test_with_one_minibatch_the_gradient_is_minus_advantage_times_weight():
 
 
 VARIANTS = {
-    "none": {"anchor": "none"},
-    "sequence": {"anchor": "sequence"},
-    "credit": {"anchor": "credit"},
-    "likelihood": {"anchor": "likelihood"},
-    "upper clip": {"upper_clip": 0.28},
-    "dual clip": {"dual_clip": 1.5},
-    "GSPO": {"ratio": "sequence", "clip": 0.05},
+    "published": ("token", Clip()),
+    "upper clip": ("token", Clip(upper=0.28)),
+    "dual clip": ("token", Clip(dual=1.5)),
+    "GSPO": ("sequence", Clip(0.05)),
 }
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradient_by_differences(variant):
-    settings = dataclasses.replace(SETTINGS, **VARIANTS[variant])
+    """Away from the proximal policy, where clips act."""
+    ratio, clip = VARIANTS[variant]
+    settings = dataclasses.replace(SETTINGS, ratio=ratio)
     batch = make_batch(seed=2)
     proximal = current_logprobs(batch, seed=9)
-    batch = dataclasses.replace(batch, proximal=proximal)
     logprobs = current_logprobs(batch, seed=10)
     credit, _ = advantages(batch, settings)
 
     @jax.jit
     def loss(x):
-        return grpo.paravt_loss(x, credit, batch, settings)[0]
+        return grpo.policy_loss(x, proximal, batch.behaviour, credit, batch.trained, settings, clip=clip)[0]
 
     gradient = np.asarray(jax.grad(loss)(logprobs))
     assert np.isfinite(gradient).all() and (gradient[~np.asarray(batch.mask)] == 0).all()
@@ -309,7 +303,7 @@ def test_gradient_by_differences(variant):
     for row, at in rng.permutation(np.argwhere(batch.mask))[:40]:
         difference = jnp.where(batch.mask[row], logprobs[row] - proximal[row], 0)
         ratio = float(jnp.exp(difference.sum() / batch.mask[row].sum() if settings.ratio == "sequence" else difference[at]))
-        corners = (1 - settings.clip, 1 + (settings.upper_clip or settings.clip), settings.dual_clip or 0)
+        corners = (1 - clip.lower, 1 + (clip.upper or clip.lower), clip.dual or 0)
         if min(abs(ratio - corner) for corner in corners) < 0.03 / (12 if settings.ratio == "sequence" else 1):
             continue  # the loss has a corner there
         h = 1e-2
@@ -317,6 +311,21 @@ def test_gradient_by_differences(variant):
         assert float(up - down) / (2 * h) == pytest.approx(gradient[row, at], abs=2e-4)
         checked += 1
     assert checked > 20
+
+
+def test_gradient_of_the_likelihood_anchor_by_differences():
+    batch, weight = make_batch(seed=2), jnp.full_like(make_batch(seed=2).behaviour, 1.5)
+    logprobs = current_logprobs(batch, seed=10)
+
+    def anchor(x):
+        return grpo.anchor_likelihood(x, weight, batch, 0.3)
+
+    gradient = np.asarray(jax.grad(anchor)(logprobs))
+    tags, violations = (np.asarray(mask) for mask in grpo.structural_tokens(batch))
+    assert (gradient[~(tags | violations)] == 0).all() and (gradient[violations & ~tags] < 0).all()
+    for row, at in np.argwhere(tags | violations)[:20]:
+        up, down = (anchor(logprobs.at[row, at].add(step)) for step in (0.01, -0.01))
+        assert float(up - down) / 0.02 == pytest.approx(gradient[row, at], abs=2e-4)
 
 
 @pytest.mark.parametrize("anchor", ["none", "credit", "likelihood"])
@@ -423,15 +432,11 @@ def test_choices_that_undo_each_other_are_refused():
     "name, value",
     [
         ("group_size", 1),
-        ("clip", 0.0),
-        ("clip", 1.5),
         ("kl_clamp", 0.0),
         ("behaviour_cap", -1.0),
         ("epsilon", 0.0),
         ("reward_bias", float("nan")),
         ("kl_coefficient", float("inf")),
-        ("upper_clip", -0.1),
-        ("dual_clip", 1.0),
         ("ratio", "word"),
         ("anchor", "somewhere"),
         ("kl_coefficient", -0.1),

@@ -73,7 +73,7 @@ def test_terms_can_be_switched_off():
     assert score(QUESTION, turns, RewardSettings(tool_weight=0, format_weight=0)).total == pytest.approx(1)
 
 
-@pytest.mark.parametrize("name", ["format_weight", "tool_weight", "anchor_weight", "gamma"])
+@pytest.mark.parametrize("name", ["format_weight", "tool_weight", "gamma"])
 @pytest.mark.parametrize("value", [float("nan"), -0.1])
 def test_weights_are_checked(name, value):
     with pytest.raises(ValueError, match=f"RewardSettings.{name}"):
@@ -100,8 +100,8 @@ def test_uncapped_format_tells_more_apart():
 def test_format_is_never_negative_while_capped():
     """The release bounds R_fmt from above only, and reaches -0.3 (REFERENCE 4, 12)."""
     open_think = [Turn("<think>\nhm")]
-    assert score(QUESTION, open_think, RewardSettings(anchor_weight=1.0)).format == 0
-    assert score(QUESTION, open_think, RewardSettings(anchor_weight=1.0, format_cap=False)).format == pytest.approx(-0.3)
+    assert score(QUESTION, open_think, RewardSettings(), anchor_weight=1.0).format == 0
+    assert score(QUESTION, open_think, RewardSettings(format_cap=False), anchor_weight=1.0).format == pytest.approx(-0.3)
 
 
 def test_an_episode_cut_off_is_not_paid_for_format():

@@ -42,7 +42,7 @@ LIMITS = (
     ProtocolSettings(max_tool_turns=3, max_calls=5, turn_tokens=512, summary_tokens=64, trajectory_tokens=1024),
     ProtocolSettings(max_tool_turns=1, max_calls=8, turn_tokens=8192, summary_tokens=48, trajectory_tokens=30_000),
 )
-REWARDS = (RewardSettings(), RewardSettings(anchor_weight=0.0, format_cap=False, answer_suffix=False, open_ended="exact"))
+REWARDS = (RewardSettings(), RewardSettings(format_cap=False, answer_suffix=False, open_ended="exact"))
 
 
 @dataclasses.dataclass

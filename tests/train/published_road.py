@@ -25,17 +25,14 @@ from paravt_jax.grpo import GRPOSettings
 from paravt_jax.protocol import ProtocolSettings
 from paravt_jax.rewards import RewardSettings
 from rollout.evaluate import EvaluationSettings
-from rollout.settings import EngineSettings
+from rollout.settings import EngineTuning
 from tests.paravt_jax.benchmarks import published
 from tests.paravt_jax.published_files import CLIPS, answered, called, lay_out_media, rl_row, write_rl, write_sft
-from train.batch import BatchShape
 from train.optimizer import OptimizerSettings
-from train.packed_batch import PackedShape
 from train.packed_sft import PackedSFTSettings
 from train.published_data import DataSettings
 from train.rl_settings import RLSettings
 
-PROMPT, SUFFIX = 448, 144
 ADAM = OptimizerSettings(learning_rate=1e-3)
 
 
@@ -49,11 +46,9 @@ def published_sft() -> Run:
         model=ModelSettings(path="base", size="tiny"),
         data=DataSettings("annotations", "media", "set", frames=4, row_tokens=512, heldout=0, workers=1),
         frames=FrameSettings(min_pixels=1024, max_pixels=1024, batch=8),
-        protocol=ProtocolSettings(max_tool_turns=2, turn_tokens=48, summary_tokens=16, trajectory_tokens=SUFFIX),
-        engine=EngineSettings(
-            own=(256, PROMPT + SUFFIX), shared=(PROMPT,), prefill=(64, PROMPT), slots=4, fan=2, pages=256, prefill_tokens=PROMPT
-        ),
-        sft=PackedSFTSettings(steps=2, shape=PackedShape(rows=1, tokens=512, visual=32), optimizer=ADAM, save_every=1, logprob_chunk=256),
+        protocol=ProtocolSettings(max_tool_turns=2, turn_tokens=48, summary_tokens=16, trajectory_tokens=144, text_tokens=396),
+        engine=EngineTuning(slots=4, cache_tokens=4096),
+        sft=PackedSFTSettings(steps=2, rows=1, optimizer=ADAM, save_every=1, logprob_chunk=256),
         log=LogSettings(tensorboard=False, episodes=2),
     )
 
@@ -67,10 +62,10 @@ def published_rl() -> Run:
     assert run.data is not None
     rl = RLSettings(
         steps=2,
-        shape=BatchShape(groups=2, rows=2, prompt=PROMPT, visual=16, suffix=SUFFIX),
+        prompts=2,
         optimizer=ADAM,
         grpo=GRPOSettings(group_size=2, anchor="credit", reward_clip=None),
-        rewards=RewardSettings(anchor_weight=0.0, format_cap=False),
+        rewards=RewardSettings(format_cap=False),
         frame_budgets=(2, 4),
         save_every=1,
         logprob_chunk=64,

@@ -31,6 +31,7 @@ from paravt_jax.world import WorldSettings
 from tests.train.conftest import free_port
 from tests.train.small import Road, Script, lay_road, small
 from train import hosts
+from train.placement import fitted
 from train.planning.collectives import bytes_sent, find_collectives
 from train.prepare import prepare
 from train.rl import Learner
@@ -144,23 +145,24 @@ class Timed:
 def sft_updates(road: Road, devices: int, steps: int) -> Updates:
     settings, data = road.run.sft, road.data
     assert isinstance(settings, SFTSettings)
-    state, update = start_sft(road.graph, road.fresh(fsdp=devices), road.image, settings)
-    timed, windows = Timed(update), [d for (d,) in data.windows[: settings.windows.groups]]
-    demonstrations = data.demonstrations[: settings.main.groups]
+    mesh = make_mesh(1, devices, 1)
+    shapes, parts = fitted(road.run.sft_shapes, settings.microbatches, mesh)
+    state, update = start_sft(road.graph, road.fresh(fsdp=devices), road.image, settings, parts)
+    timed, windows = Timed(update), [d for (d,) in data.windows[: settings.windows]]
+    demonstrations = data.demonstrations[: settings.groups]
     for _ in range(steps):
-        batch = sft_batch(demonstrations, windows, road.scene.protocol, road.scene.features, settings, make_mesh(1, devices, 1))
+        batch = sft_batch(demonstrations, windows, road.scene.protocol, road.scene.features, shapes, mesh)
         state, _ = timed(state, batch)
     return timed.notes(state)
 
 
 def rl_updates(road: Road, devices: int, steps: int) -> Updates:
     assert road.run.rl is not None
-    rl = dataclasses.replace(road.run.rl, max_staleness=steps)  # all of the script's words are of version 0
-    learner = Learner(road.graph, road.fresh(fsdp=devices), road.model.config, rl)
+    learner = Learner(road.graph, road.fresh(fsdp=devices), road.model.config, road.run.rl, road.run.rl_shapes)
     timed, state, sampler = Timed(learner._update), learner.start, cast(Any, Script(road))
     learner._update = cast(Any, timed)
     for _ in range(steps):
-        state, _ = learner.step(state, sampler, road.scene, road.data.questions[: road.run.rl.shape.groups], seed=0)
+        state, _ = learner.step(state, sampler, road.scene, road.data.questions[: road.run.rl.prompts], seed=0)
     return timed.notes(state)
 
 

@@ -31,9 +31,8 @@ from rollout.engine import Engine
 from rollout.episode import Scene
 from rollout.evaluate import EvaluationSettings
 from rollout.requests import Answer, Request, Sample, SampleStop
-from rollout.settings import EngineSettings
+from rollout.settings import EngineTuning
 from train.align import AlignSettings
-from train.batch import BatchShape
 from train.optimizer import OptimizerSettings
 from train.prepare import Data, prepare
 from train.rl import Learner
@@ -42,8 +41,7 @@ from train.run import main
 from train.session import model_config
 from train.sft import SFTSettings
 
-PROMPT, VISUAL, SUFFIX = 144, 16, 144
-SUBAGENTS = BatchShape(groups=8, rows=1, prompt=112, visual=16, suffix=24)
+SUFFIX = 144
 
 
 def small() -> Run:
@@ -57,24 +55,24 @@ def small() -> Run:
         world=WorldSettings(train_videos=6, heldout_videos=2),
         text=TextSettings(budgets=(4, 16), groups=2),
         frames=FrameSettings(batch=128, whole_frames=128),
-        protocol=ProtocolSettings(max_tool_turns=2, turn_tokens=64, summary_tokens=16, trajectory_tokens=SUFFIX),
-        engine=EngineSettings(
-            own=(128, PROMPT + SUFFIX), shared=(112,), prefill=(32, PROMPT), slots=8, fan=4, pages=256, prefill_tokens=2 * PROMPT
+        protocol=ProtocolSettings(
+            max_tool_turns=2, turn_tokens=64, summary_tokens=16, trajectory_tokens=SUFFIX, text_tokens=48, label_tokens=5
         ),
+        engine=EngineTuning(slots=8, cache_tokens=4096, prefill_tokens=288),
         align=AlignSettings(steps=3, batch=16),
         sft=SFTSettings(
             steps=4,
-            main=BatchShape(groups=2, rows=4, prompt=PROMPT, visual=VISUAL, suffix=SUFFIX),
-            windows=BatchShape(groups=4, rows=1, prompt=112, visual=16, suffix=24),
+            groups=2,
+            windows=4,
             optimizer=adam,
             save_every=2,
         ),
         rl=RLSettings(
             steps=6,
-            shape=BatchShape(groups=2, rows=4, prompt=PROMPT, visual=VISUAL, suffix=SUFFIX),
+            prompts=2,
             optimizer=adam,
             grpo=GRPOSettings(group_size=4, anchor="credit", reward_clip=None),
-            rewards=RewardSettings(anchor_weight=0.0, format_cap=False),
+            rewards=RewardSettings(format_cap=False),
             frame_budgets=(4, 16),
             save_every=2,
         ),
@@ -96,7 +94,7 @@ class Road:
 
     @functools.cached_property
     def engine(self) -> Engine:
-        return Engine(self.model, self.scene.features, self.run.engine)
+        return Engine(self.model, self.scene.features, self.run.engine_settings)
 
     @property
     def image(self) -> int:
@@ -139,12 +137,14 @@ class Script:
 
     def __init__(self, road: Road):
         self.vocabulary, self.loaded = road.data.vocabulary, []
+        self.version = 0
         self.tickets = itertools.count()
         self.waiting: dict[int, Request] = {}
         self.awake = True
 
     def load(self, weights: Any, version: int) -> None:
         self.loaded.append(version)
+        self.version = version
         self.awake = True
 
     def sleep(self) -> None:
@@ -169,7 +169,7 @@ class Script:
         texts = (" nothing",) if "<think>" not in before else self.answers if "<tool_response>" in before else self.plans
         ids = np.append(self.vocabulary.encode(texts[seed % len(texts)]), self.vocabulary.eos).astype(np.int32)
         logprobs = np.full(len(ids), -np.log(self.vocabulary.size), np.float32)
-        return Sample(ids, logprobs, SampleStop.STOP_ID, 0, digest(np.concatenate([request.ids, ids])))
+        return Sample(ids, logprobs, SampleStop.STOP_ID, self.version, digest(np.concatenate([request.ids, ids])))
 
 
 class Uneven(Script):
@@ -185,11 +185,18 @@ class Uneven(Script):
         return super()._sample(request, seed)
 
 
+def with_subagents(run: Run, rows: int) -> Run:
+    """The same run, in which sub-agents' turns are trained too."""
+    assert run.rl is not None
+    return dataclasses.replace(run, rl=dataclasses.replace(run.rl, subagent_rows=rows))
+
+
 def learn(road: Road, fsdp: int = 1) -> list[dict[str, float]]:
     """The figures of two steps of RL on main agents and sub-agents, all of which one of the two questions calls for."""
     assert road.run.rl is not None
-    settings = dataclasses.replace(road.run.rl, subagents=SUBAGENTS)
-    learner = Learner(road.graph, road.fresh(fsdp=fsdp), road.model.config, settings)
+    run = with_subagents(road.run, 8)
+    assert run.rl is not None
+    learner = Learner(road.graph, road.fresh(fsdp=fsdp), road.model.config, run.rl, run.rl_shapes)
     state, sampler, steps = learner.start, Uneven(road), []
     for _ in range(2):
         state, figures = learner.step(state, cast(Any, sampler), road.scene, road.data.questions[:2], seed=0)

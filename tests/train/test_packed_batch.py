@@ -83,8 +83,8 @@ def test_what_does_not_fit_is_refused(features, rendered):
         build_packed([row, row], features, PackedShape(1, tokens, 8))
     with pytest.raises(ValueError, match="PackedShape.rows: 0"):
         PackedShape(0)
-    with pytest.raises(ValueError, match=r"sft\.microbatches: 3 parts of sft\.shape\.rows = 2; give at most so many"):
-        PackedSFTSettings(1, PackedShape(2), OptimizerSettings(), microbatches=3)
+    with pytest.raises(ValueError, match=r"sft\.rows: 0; give a whole number of at least 1"):
+        PackedSFTSettings(1, 0, OptimizerSettings())
 
 
 def test_a_packed_rows_flops_are_its_conversations(small_model, features, rendered):

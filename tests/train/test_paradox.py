@@ -182,7 +182,7 @@ def test_a_setting_differs_from_the_whole_method_in_its_remedies_and_nothing_els
         rl,
         frame_budgets=full.frame_budgets,
         grpo=dataclasses.replace(rl.grpo, anchor=full.grpo.anchor),
-        rewards=dataclasses.replace(rl.rewards, answer_suffix=full.rewards.answer_suffix, anchor_weight=full.rewards.anchor_weight),
+        rewards=dataclasses.replace(rl.rewards, answer_suffix=full.rewards.answer_suffix),
     )
     protocol = dataclasses.replace(run.protocol, pin_think=True)
     assert dataclasses.replace(run, rl=mended, protocol=protocol, name=whole.name, run_dir=whole.run_dir) == whole

@@ -44,7 +44,7 @@ SIZE = Measured(SIZES, sizes=RESIDENTS | ALL | {"prefill rows": 1.0})
 
 def paged(pages: int) -> Any:
     """The recipe with so many pages."""
-    return dataclasses.replace(RUN, engine=dataclasses.replace(RUN.engine, pages=pages))
+    return dataclasses.replace(RUN, engine=dataclasses.replace(RUN.engine, cache_tokens=64 * pages))
 
 
 def test_slices_by_name():
@@ -127,7 +127,7 @@ def test_rollouts_that_have_no_pages_wait():
     few = paged(1280)
     assert step.rollouts_at_once(few, V5E) == (16, 8, 2224) and step.calls_of(few, V5E, 1)["decode"] == 2 * 256
     (found,) = step.pages_advice(few, V5E, 20 * GIB, 2**21)
-    assert "of a host's 16 rollouts, all as long as they may be, 8 run at once. 2224 pages would hold 16, and 20.00 GiB are free" in found
+    assert "of a host's 16 rollouts, all as long as they may be, 8 run at once. 142336 would hold 16, and 20.00 GiB are free" in found
     assert not step.pages_advice(few, V5E, GIB, 2**21) and not step.pages_advice(paged(2224), V5E, 20 * GIB, 2**21)
 
 
@@ -150,17 +150,16 @@ def test_what_an_update_is_worth():
 
 
 def test_tokens_of_a_step_and_the_padding_of_a_mesh():
-    windows = BatchShape(groups=16, rows=1, prompt=1000, visual=784, suffix=600)
-    rl = dataclasses.replace(RL, subagents=windows, microbatches=1)
-    assert step.tokens_of(dataclasses.replace(RUN, rl=rl)) == 7 * (5120 + 8 * 8192) + 16 * 1600
+    rl = dataclasses.replace(RL, subagent_rows=16, microbatches=1)
+    assert step.tokens_of(dataclasses.replace(RUN, rl=rl)) == 7 * (5120 + 8 * 8192) + 16 * (1008 + 513)
     assert step.tokens_of(RECIPES["sft_8b"]()) == 16 * 8192
     four = dataclasses.replace(RUN, rl=dataclasses.replace(RL, microbatches=4))
     assert not step.padding_advice(four, V5E, (1, 16, 1))  # 64 rows for 56, and no number of parts has fewer
     (found,) = step.padding_advice(four, Topology("v5e:2x2"), (1, 1, 4))
     assert "rl.microbatches = 4, so 4 parts" in found and "56 rows are padded to 64, with 1 to 56" in found
     (found,) = step.padding_advice(four, Topology("v5e:8x8"), (1, 64, 1))
-    assert "7 groups of rollouts are laid out as 16, as many whole groups on each of 16 hosts; an update of rl.shape.groups = 16" in found
-    wide = dataclasses.replace(RUN, rl=dataclasses.replace(RL, shape=dataclasses.replace(RL.shape, groups=9)))
+    assert "7 groups of rollouts are laid out as 16, as many whole groups on each of 16 hosts; an update of rl.prompts = 16" in found
+    wide = dataclasses.replace(RUN, rl=dataclasses.replace(RL, prompts=9))
     (found,) = step.padding_advice(wide, Topology("v5e:2x2"), (1, 128, 1))
     assert "9 groups of rollouts are laid out as 16, evenly over 128 devices" in found
 
@@ -245,7 +244,7 @@ def test_what_does_not_fit_says_why_and_what_to_change(command):
     assert code == 1 and "**does not fit**" in printed.out
     assert "RL update: 0.25 GiB too much. Held: the program 15.00, vision tower 1.00." in printed.out
     assert "decode: 0.25 GiB too much. Held: the program 9.00, moments 4.00, weights 2.00, vision tower 1.00." in printed.out
-    assert f"engine.pages = {RUN.engine.pages}: {RUN.engine.pages // 2} would free 1.50 GiB" in printed.out
+    assert f"engine.cache_tokens = {RUN.engine.cache_tokens}: {RUN.engine.cache_tokens // 2} would free 1.50 GiB" in printed.out
     assert "rl.logprob_chunk = 512: 128 holds" in printed.out and "largest temporaries are 3.0GiB f32[1,2]" in printed.out
 
 
@@ -349,12 +348,12 @@ def test_the_engine_is_planned_as_it_warms_up(tiny_plan, monkeypatch):
 
         return property(record, lambda self, value: None)
 
-    rows = tiny_plan.run.engine.slots
+    rows = tiny_plan.run.engine_settings.slots
     drawn = [jnp.zeros((rows, 1)), jnp.zeros((rows, 1)), jnp.zeros(rows), jnp.int32(0)]
     monkeypatch.setattr(runner.Programs, "prefill", recorder("prefill", lambda given: given[1]), raising=False)
     monkeypatch.setattr(runner.Programs, "decode", recorder("decode", lambda given: (given[1], drawn)), raising=False)
     model = abstract_model(planned_config(tiny_plan.run))
-    real = runner.ModelRunner(model, tiny_plan.run.engine)
+    real = runner.ModelRunner(model, tiny_plan.run.engine_settings)
     real.wake()
     real.warm_up(nnx.split(model.text)[1])
     for name in ("prefill", "prefill after", "decode"):
@@ -366,7 +365,7 @@ def test_the_engine_is_planned_as_it_warms_up(tiny_plan, monkeypatch):
 def test_sizes_are_those_of_the_arrays(tiny_plan):
     sizes, config = tiny_plan.sizes(), planned_config(tiny_plan.run).text
     weights = sum(x.size for x in jax.tree.leaves(tiny_plan.weights))
-    engine = tiny_plan.run.engine
+    engine = tiny_plan.run.engine_settings
     assert sizes["weights"] == sizes["all reference"] == sizes["engine's weights"] == 4 * weights
     assert 2 * 4 * weights <= sizes["moments"] <= 2 * 4 * weights + 100
     slots = (engine.pages + 1) * engine.page
@@ -376,7 +375,7 @@ def test_sizes_are_those_of_the_arrays(tiny_plan):
 def test_shared_prompts_save_what_their_tokens_cost(tiny_plan):
     """Forward and backward, seven of eight copies of each prompt; the head is not among it."""
     run = tiny_plan.run
-    unshared, shape, config = tiny_plan.program("RL update").unshared, run.rl.shape, tiny_plan.config
+    unshared, shape, config = tiny_plan.program("RL update").unshared, run.rl_shapes[0], tiny_plan.config
     head = 2.0 * config.text.vocab_size * config.text.hidden_size
     tokens = shape.groups * (shape.rows - 1) * shape.prompt
     assert unshared is not None
@@ -467,6 +466,6 @@ def test_a_lack_of_memory_through_the_compiler():
 @pytest.mark.slow
 def test_the_8b_decodes_on_v5p_without_a_copy_of_its_pool():
     found = compile_case(Case(RUN, Topology("v5p:2x2x2"), (1, 8, 1), "decode"), 600)
-    pool = 36 * (RUN.engine.pages + 1) * 64 * 2 * 2 * 128 * 2
+    pool = 36 * (RUN.engine_settings.pages + 1) * 64 * 2 * 2 * 128 * 2
     assert not found.error and found.alias >= pool and found.temporary < pool / 3
-    assert found.flops == pytest.approx(32 * 64 * flops_per_token(qwen3_vl("8b"), RUN.engine.own[-1] - 4096))
+    assert found.flops == pytest.approx(32 * 64 * flops_per_token(qwen3_vl("8b"), RUN.engine_settings.own[-1] - 4096))

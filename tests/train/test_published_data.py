@@ -24,7 +24,6 @@ from rollout.sizing import overview_tokens
 from tests.paravt_jax.published_files import answered, called, rl_row, write_rl, write_sft
 from train import hosts
 from train.optimizer import OptimizerSettings
-from train.packed_batch import PackedShape
 from train.packed_sft import PackedCourse, PackedSFTSettings
 from train.prepare import UnreadableVideosError, main, prepare
 from train.published_data import DataSettings, _hold_out, question_stream, row_stream
@@ -143,42 +142,38 @@ def test_a_process_reads_ahead_what_is_its_own(data, monkeypatch):
 
 
 def test_questions_that_leave_no_room_for_frames_are_left_out_by_name(run, tmp_path, capsys):
-    """A prompt with the most frames is what counts, of the evaluation too."""
-    rl = paravt_8b().rl
-    assert rl is not None
 
-    def prepared(prompt):
-        shape = dataclasses.replace(rl.shape, prompt=prompt)
-        changed = dataclasses.replace(run, sft=None, rl=dataclasses.replace(rl, shape=shape))
-        return prepare(changed, tmp_path)
+    def prepared(text_tokens):
+        limits = dataclasses.replace(run.protocol, text_tokens=text_tokens)
+        return prepare(dataclasses.replace(run, sft=None, rl=paravt_8b().rl, protocol=limits), tmp_path)
 
-    whole = prepared(5120)
+    whole = prepared(1216)
     assert whole.published is not None
     assert "left out" not in capsys.readouterr().out
     rules = Protocol(whole.vocabulary, run.protocol)
     lengths = {q.id: len(rules.question(q).ids) for q in (*whole.questions, *whole.heldout)}
     limit = sorted(lengths.values())[len(lengths) // 2]
-    frames = overview_tokens(rules, 64, 50_176 // 32**2, whole.published.summary["seconds"]["most"])
-    cut = prepared(frames + limit)
+    system = overview_tokens(rules, 0, 0, 0.0)
+    cut = prepared(system + limit)
     long = {id for id, length in lengths.items() if length > limit}
     assert 0 < len(long) < 12
     assert {q.id for q in (*whole.questions, *whole.heldout)} - {q.id for q in (*cut.questions, *cut.heldout)} == long
     assert cut.published is not None and cut.published.questions == cut.questions
     said = capsys.readouterr().out
-    assert f"{len(long)} questions are left out, of more than the {limit} tokens that 64 frames leave" in said
-    with pytest.raises(ValueError, match=rf"no question to train on; the set has 12, .* rl\.shape\.prompt = {frames} .*lower rl\.fr"):
-        prepared(frames)
+    assert f"{len(long)} questions are left out; they have more than the {limit} tokens of protocol.text_tokens" in said
+    with pytest.raises(ValueError, match=rf"no question to train on; of 12 questions none .* protocol\.text_tokens = {system} "):
+        prepared(system)
 
 
 def test_steps_of_the_cold_start_are_packed_rows_that_go_on_exactly(data, small_model, small_world, tmp_path):
     """Files that are gone leave padding, and are named once, as they stand in the rows."""
-    settings = PackedSFTSettings(9, PackedShape(rows=1, tokens=2048, visual=128), OptimizerSettings())
+    settings = PackedSFTSettings(9, 1, OptimizerSettings())
     rules, frames = Protocol(data.vocabulary, ProtocolSettings()), FrameSettings(min_pixels=1024, max_pixels=1024, batch=8)
 
     def course(reader, root):
         features = FrameFeatures(small_model.vision, small_model.config, frames, root, source=reader)
         published = dataclasses.replace(data.published, root=root)
-        return PackedCourse(settings, published, reader, 3, rules, features, make_mesh()), features
+        return PackedCourse(settings, settings.shape(2048), published, reader, 3, rules, features, make_mesh()), features
 
     with FrameReader(ReaderSettings(workers=1, min_pixels=1024, max_pixels=1024)) as reader:
         one, _ = course(reader, small_world.folder)
@@ -198,7 +193,7 @@ def test_steps_of_the_cold_start_are_packed_rows_that_go_on_exactly(data, small_
         assert features.unreadable.keys() <= {v.path for v in small_world.videos} and set(features.unreadable.values()) == {"no such file"}
     with pytest.raises(ValueError, match=r"data\.annotations: the prepared set has no conversation"):
         empty = dataclasses.replace(data.published, packing=dataclasses.replace(data.published.packing, rows=()))
-        PackedCourse(settings, empty, reader, 3, rules, features, make_mesh())
+        PackedCourse(settings, settings.shape(2048), empty, reader, 3, rules, features, make_mesh())
 
 
 def test_what_reads_the_files_is_no_part_of_a_runs_settings(run):

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from train.run_directory import RunDirectory, RunDirectoryError, take_over
+from train.run_directory import FORMAT, RunDirectory, RunDirectoryError, as_json, take_over
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = {"rl": {"lr": 1e-3, "frames": (4, 8), "anchor": None}, "seed": 0}
@@ -22,7 +22,8 @@ def test_a_new_folder_is_made_and_the_same_configuration_resumes(tmp_path: pathl
     folder = tmp_path / "runs" / "a"
     with RunDirectory(folder, CONFIG) as run:
         assert run.path == folder
-        assert json.loads((folder / "config.json").read_text()) == {"rl": {"lr": 1e-3, "frames": [4, 8], "anchor": None}, "seed": 0}
+        written = json.loads((folder / "config.json").read_text())
+    assert written == {"format": FORMAT, "rl": {"lr": 1e-3, "frames": [4, 8], "anchor": None}, "seed": 0}
     (folder / "metrics.jsonl").write_text("{}\n")
     RunDirectory(folder, CONFIG).close()
     assert (folder / "metrics.jsonl").read_text() == "{}\n"
@@ -70,6 +71,17 @@ def test_a_damaged_configuration_is_said(tmp_path: pathlib.Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(RunDirectoryError, match="damaged"):
         RunDirectory(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize(("number", "remedy"), [(None, "train.export"), (FORMAT + 1, "the version of this program that made it")])
+def test_a_directory_of_another_format_is_refused_in_one_line(tmp_path: pathlib.Path, number: int | None, remedy: str) -> None:
+    config = as_json(CONFIG, "") if number is None else {"format": number, **as_json(CONFIG, "")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "videos").mkdir()
+    with pytest.raises(RunDirectoryError, match=remedy) as refusal:
+        RunDirectory(tmp_path, CONFIG)
+    assert f"has format {number or 1}" in str(refusal.value) and "\n" not in str(refusal.value)
+    assert json.loads((tmp_path / "config.json").read_text()) == config
 
 
 def test_a_file_in_the_way_is_said(tmp_path: pathlib.Path) -> None:

@@ -52,7 +52,7 @@ def evaluated(road, small, monkeypatch):
 
 def judged_by(endpoint: str) -> RewardSettings:
     judge = JudgeSettings(endpoint, "judge-1", key_variable="", attempts=1)
-    return RewardSettings(anchor_weight=0.0, format_cap=False, open_ended="judge", judge=judge)
+    return RewardSettings(format_cap=False, open_ended="judge", judge=judge)
 
 
 def counts_in(folder: pathlib.Path) -> dict[str, dict[str, int]]:
@@ -61,7 +61,7 @@ def counts_in(folder: pathlib.Path) -> dict[str, dict[str, int]]:
 
 
 def test_an_evaluation_that_nobody_judged_says_so(evaluated, tmp_path):
-    f1 = evaluated(tmp_path / "f1", RewardSettings(anchor_weight=0.0, format_cap=False))
+    f1 = evaluated(tmp_path / "f1", RewardSettings(format_cap=False))
     assert "judge" not in f1 and all("judge" not in json.loads(f.read_text()) for f in (tmp_path / "f1" / "evaluation").glob("*.json"))
     with serving(lambda *_: REFUSED) as server:
         result = evaluated(tmp_path / "judged", judged_by(server.endpoint))

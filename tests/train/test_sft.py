@@ -22,7 +22,7 @@ def windows(road):
 
 @pytest.fixture(scope="module")
 def batches(road, windows):
-    return sft_batch(road.data.demonstrations[:2], windows, road.scene.protocol, road.scene.features, road.run.sft, make_mesh())
+    return sft_batch(road.data.demonstrations[:2], windows, road.scene.protocol, road.scene.features, road.run.sft_shapes, make_mesh())
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_what_cannot_be_read_is_left_out_and_counted(road, windows):
     groups = list(road.data.demonstrations[:2])
     lost = [dataclasses.replace(d, video="lost.mp4") for d in groups[0]]
     parts = [lost, groups[1]], windows[1:]
-    main, alone = sft_batch(*parts, road.scene.protocol, road.scene.features, road.run.sft, make_mesh()).sequences
+    main, alone = sft_batch(*parts, road.scene.protocol, road.scene.features, road.run.sft_shapes, make_mesh()).sequences
     assert main.prompt_segments.any(1).tolist() == [True, False] and alone.prompt_segments.any(1).sum() == 3
     want = render(groups[1][0], road.scene.protocol, road.scene.features)
     assert main.sampled[0].sum() == (want.authors == Author.MODEL).sum()
@@ -89,6 +89,6 @@ def test_steps_on_the_same_batch_lower_its_loss(road, batches, update):
 
 
 def test_counts_below_one_are_refused(road):
-    for name in ("steps", "save_every", "microbatches"):
+    for name in ("steps", "groups", "windows", "save_every", "microbatches"):
         with pytest.raises(ValueError, match=rf"sft\.{name}: 0; give a whole number of at least 1"):
             dataclasses.replace(road.run.sft, **{name: 0})

@@ -32,13 +32,13 @@ def groups(road):
 
 @pytest.fixture(scope="module")
 def batch(road, groups):
-    return build(groups, road.scene.features, road.run.sft.main)
+    return build(groups, road.scene.features, road.run.sft_shapes[0])
 
 
 def whole_rows(road, groups) -> dict:
     """Every trajectory as a row of its own, prompt and frames and all: what a batch would be if nothing were shared."""
     trajectories, features = [t for group in groups for t in group], road.scene.features
-    length, visual = max(len(t.ids) for t in trajectories), road.run.sft.main.visual
+    length, visual = max(len(t.ids) for t in trajectories), road.run.sft_shapes[0].visual
     ids, segments = np.zeros((2, len(trajectories), length), np.int32)
     positions = np.zeros((3, len(trajectories), length), np.int32)
     bank = np.zeros((len(trajectories), visual, 2, road.model.config.text.hidden_size), np.float32)
@@ -76,9 +76,8 @@ def test_a_shared_prompt_equals_the_plain_computation_and_so_do_the_gradients(ro
 
 def test_padding_changes_nothing(road, groups, batch):
     settings = road.run.sft
-    larger = dataclasses.replace(
-        settings.main, groups=3, rows=5, prompt=settings.main.prompt + 24, visual=24, suffix=settings.main.suffix + 9
-    )
+    shape = road.run.sft_shapes[0]
+    larger = dataclasses.replace(shape, groups=3, rows=5, prompt=shape.prompt + 24, visual=24, suffix=shape.suffix + 9)
     padded = build(groups, road.scene.features, larger)
 
     @jax.jit
@@ -128,13 +127,14 @@ def fixed(road, small):
         demonstrations=tuple(demonstrations),
         windows=tuple((window,) for window in windows),
     )
-    run = dataclasses.replace(road.run, rl=dataclasses.replace(road.run.rl, frame_budgets=(4, 8)))
+    limits = dataclasses.replace(road.run.protocol, text_tokens=112)  # this vocabulary has no word for a question
+    run = dataclasses.replace(road.run, protocol=limits, rl=dataclasses.replace(road.run.rl, frame_budgets=(4, 8)))
     return small.lay_road(run, data)
 
 
 def test_figures_of_cold_start_steps(fixed):
     windows = [d for (d,) in fixed.data.windows]
-    batches = sft_batch(fixed.data.demonstrations, windows, fixed.scene.protocol, fixed.scene.features, fixed.run.sft, make_mesh())
+    batches = sft_batch(fixed.data.demonstrations, windows, fixed.scene.protocol, fixed.scene.features, fixed.run.sft_shapes, make_mesh())
     state, update = start_sft(fixed.graph, fixed.fresh(), fixed.image, fixed.run.sft)
     state, first = update(state, batches)
     state, second = update(state, batches)
@@ -146,7 +146,7 @@ def test_figures_of_cold_start_steps(fixed):
 
 def test_figures_of_an_rl_step(fixed, small):
     """The sampler is a script, so no rounding of a sampled token reaches these."""
-    learner = Learner(fixed.graph, fixed.fresh(), fixed.model.config, fixed.run.rl)
+    learner = Learner(fixed.graph, fixed.fresh(), fixed.model.config, fixed.run.rl, fixed.run.rl_shapes)
     state, metrics = learner.step(learner.start, small.Script(fixed), fixed.scene, fixed.data.questions, seed=0)
     assert int(state.step) == 1
     wanted = {

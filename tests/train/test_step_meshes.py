@@ -10,6 +10,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,13 +28,12 @@ from paravt_jax.structure import Kind, Structure
 from train.batch import BatchShape, Sequences
 from train.optimizer import OptimizerSettings, make_optimizer
 from train.packed_batch import Packed, PackedShape
-from train.packed_sft import PackedBatch, PackedSFTSettings, fitted_shape, make_packed_update
-from train.placement import fit, parts_of, place
-from train.rl import fitted_shapes, make_rl_update
+from train.packed_sft import PackedBatch, PackedSFTSettings, make_packed_update
+from train.placement import fit, fitted, fitted_rows, parts_of, place
+from train.rl import make_rl_update
 from train.rl_batch import RLBatch
 from train.rl_settings import RLSettings
 from train.sft import SFTBatch, SFTSettings, make_sft_update
-from train.sft import fitted_shapes as fitted_sft_shapes
 from train.step import init_state
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -109,9 +109,8 @@ def pad(x: np.ndarray, rows: int, length: int) -> np.ndarray:
     return np.pad(x, widths)
 
 
-def rl_batch(settings: RLSettings, mesh: Any) -> RLBatch:
-    shape, windows = fitted_shapes(settings, mesh)
-    assert windows is not None
+def rl_batch(settings: RLSettings, shapes: Sequence[BatchShape], mesh: Any) -> RLBatch:
+    shape, windows = shapes
     parts = sequences(MAIN, shape), sequences(WINDOWS, windows)
     rng = np.random.default_rng(1)
     counts = [MAIN.groups * MAIN.rows, WINDOWS.groups]
@@ -149,11 +148,10 @@ def rl_batch(settings: RLSettings, mesh: Any) -> RLBatch:
 def rl_step(graph: nnx.GraphDef, weights: Any, mesh: Any, microbatches: int, remat: Any) -> tuple[Any, dict[str, jax.Array]]:
     settings = RLSettings(
         steps=1,
-        shape=MAIN,
-        subagents=WINDOWS,
+        subagent_rows=WINDOWS.groups,
         optimizer=ADAM,
         grpo=GRPOSettings(group_size=4, anchor="likelihood", reward_clip=None, behaviour_cap=None),
-        rewards=RewardSettings(anchor_weight=0.0, format_cap=False),
+        rewards=RewardSettings(format_cap=False),
         frame_budgets=(4,),
         microbatches=microbatches,
         remat=remat,
@@ -161,16 +159,18 @@ def rl_step(graph: nnx.GraphDef, weights: Any, mesh: Any, microbatches: int, rem
     )
     optimizer = make_optimizer(ADAM, 1)
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
-    return make_rl_update(graph, optimizer, IMAGE, settings, state)(state, rl_batch(settings, mesh))
+    shapes, parts = fitted((MAIN, WINDOWS), microbatches, mesh)
+    return make_rl_update(graph, optimizer, IMAGE, settings, parts, state)(state, rl_batch(settings, shapes, mesh))
 
 
 def sft_step(graph: nnx.GraphDef, weights: Any, mesh: Any, microbatches: int, remat: Any) -> tuple[Any, dict[str, jax.Array]]:
-    settings = SFTSettings(1, MAIN, WINDOWS, ADAM, microbatches=microbatches, remat=remat, logprob_chunk=8)
+    settings = SFTSettings(1, MAIN.groups, WINDOWS.groups, ADAM, microbatches=microbatches, remat=remat, logprob_chunk=8)
     optimizer = make_optimizer(ADAM, 1)
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
-    shapes = zip((MAIN, WINDOWS), fitted_sft_shapes(settings, mesh), strict=True)
-    batch = SFTBatch.of(*(place(sequences(*pair), mesh) for pair in shapes))
-    return make_sft_update(graph, optimizer, IMAGE, settings, state)(state, batch)
+    shapes, parts = fitted((MAIN, WINDOWS), microbatches, mesh)
+    pairs = zip((MAIN, WINDOWS), shapes, strict=True)
+    batch = SFTBatch.of(*(place(sequences(*pair), mesh) for pair in pairs))
+    return make_sft_update(graph, optimizer, IMAGE, settings, parts, state)(state, batch)
 
 
 def packed_rows(fitted: PackedShape) -> Packed:
@@ -195,11 +195,12 @@ def packed_rows(fitted: PackedShape) -> Packed:
 
 
 def packed_step(graph: nnx.GraphDef, weights: Any, mesh: Any, microbatches: int, remat: Any) -> tuple[Any, dict[str, jax.Array]]:
-    settings = PackedSFTSettings(1, ROWS, ADAM, microbatches=microbatches, remat=remat, logprob_chunk=8)
+    settings = PackedSFTSettings(1, ROWS.rows, ADAM, microbatches=microbatches, remat=remat, logprob_chunk=8)
     optimizer = make_optimizer(ADAM, 1)
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
-    batch = PackedBatch.of(place(packed_rows(fitted_shape(settings, mesh)), mesh))
-    return make_packed_update(graph, optimizer, IMAGE, settings, state)(state, batch)
+    shape, parts = fitted_rows(ROWS, microbatches, mesh)
+    batch = PackedBatch.of(place(packed_rows(shape), mesh))
+    return make_packed_update(graph, optimizer, IMAGE, settings, parts, state)(state, batch)
 
 
 def main() -> None:

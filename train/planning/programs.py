@@ -109,7 +109,7 @@ class Plan:
     def _sft(self) -> Program:
         sft = self.run.sft
         assert sft is not None
-        pairs = rows_of(sft.main.suffix if isinstance(sft, SFTSettings) else sft.shape.tokens)
+        pairs = rows_of(self.run.sft_shapes[0].suffix if isinstance(sft, SFTSettings) else self.run.packed_shape.tokens)
         return self._training("SFT update", abstract_sft_update(self.run, self.mesh, self.config), pairs, ("weights", "moments", "batch"))
 
     def _update(self) -> Program:
@@ -137,11 +137,11 @@ class Plan:
 
         with jax.set_mesh(self.one):
             prompts = count_flops(jax.make_jaxpr(jax.value_and_grad(loss))(weights, batch), pairs=self._pairs())
-        return prompts * (rl.shape.rows - 1)
+        return prompts * (rl.grpo.group_size - 1)
 
     def _pairs(self) -> Pairs:
         assert self.run.rl is not None
-        return rows_of(self.run.rl.shape.suffix)
+        return rows_of(self.run.rl_shapes[0].suffix)
 
     def _training(self, name: str, abstract: Abstract, pairs: Pairs, given: tuple[str, ...]) -> Program:
         return Program(name, abstract.program.jitted, abstract.arguments, self.mesh, device_bytes(abstract.arguments), given, pairs=pairs)
@@ -157,16 +157,16 @@ class Plan:
         text = nnx.merge(self.graph, self._engine_weights(self.host))
         model = abstract_model(self.config, dtype=self.model.text.dtype)
         model.text = text
-        return Programs(model, self.run.engine.page, paged=True)
+        return Programs(model, self.run.engine_settings.page, paged=True)
 
     def _pool(self) -> jax.ShapeDtypeStruct:
-        text, engine = self.config.text, self.run.engine
+        text, engine = self.config.text, self.run.engine_settings
         shape = (text.num_hidden_layers, engine.pages + 1, engine.page, 2 * text.num_key_value_heads, text.head_dim)
         place = NamedSharding(self.host, PartitionSpec(None, None, None, "tensor"))
         return jax.ShapeDtypeStruct(shape, self.model.text.dtype, sharding=place)
 
     def _decode(self) -> Program:
-        engine = self.run.engine
+        engine = self.run.engine_settings
         b, width = engine.slots, engine.own[-1]
         tables = shape(jnp.int32, b, width // engine.page + pages_of(engine.steps, engine.page))
         integers = {name: shape(jnp.int32, b) for name in ("tokens", "positions", "shared", "own", "drawn", "left")}
@@ -186,11 +186,11 @@ class Plan:
 
     def _token_bytes(self) -> float:
         """What one device holds of a token in the pool."""
-        return device_bytes(self.residents["KV pool"]) / ((self.run.engine.pages + 1) * self.run.engine.page)
+        return device_bytes(self.residents["KV pool"]) / ((self.run.engine_settings.pages + 1) * self.run.engine_settings.page)
 
     def prefill_shape(self, name: str) -> tuple[int, int, int]:
         """(rows, length, before) of a program of prefill: the longest pieces of new prompts, or those after most that is there already."""
-        engine = self.run.engine
+        engine = self.run.engine_settings
         if name == "prefill":
             length, before = engine.prefill[-1], 0
         else:
@@ -199,7 +199,7 @@ class Plan:
         return engine.prefill_rows(length, before), length, before
 
     def _prefill(self, name: str) -> Program:
-        (rows, length, before), size = self.prefill_shape(name), self.run.engine.page
+        (rows, length, before), size = self.prefill_shape(name), self.run.engine_settings.page
         visual = shape(jnp.float32, rows, length, 1 + self.config.vision.levels, self.config.text.hidden_size)
         ids, positions, index = shape(jnp.int32, rows, length), shape(jnp.int32, 3, rows, length), shape(jnp.int32, rows, length)
         counts, tables = shape(jnp.int32, rows), shape(jnp.int32, rows, before // size + pages_of(length, size))
@@ -271,7 +271,7 @@ def shape(dtype: Any, *sizes: int) -> Any:
 
 def mean_context(run: Run) -> float:
     """Tokens that a new one sees on average, if rollouts are as long as they may be."""
-    return run.engine.own[-1] - run.protocol.trajectory_tokens / 2
+    return run.engine_settings.own[-1] - run.protocol.trajectory_tokens / 2
 
 
 def total_bytes(tree: Any) -> float:

@@ -59,24 +59,26 @@ def held_together(measured: Measured, residents: dict[str, float]) -> Together:
 def rollouts_at_once(run: Run, topology: Topology) -> tuple[int, int, int]:
     """Of the host that has most prompts: its rollouts of a step, how many of them have slots and pages at a time where all are as long as
     they may be, and the pages that as many as have slots would take. A group's prompt is on its pages once."""
-    engine = run.engine
+    engine = run.engine_settings
     if run.rl is None:
         return engine.slots, engine.slots, engine.pages
-    prompts = -(-run.rl.shape.groups // topology.hosts)
-    rows, own = prompts * run.rl.shape.rows, -(-run.protocol.trajectory_tokens // engine.page) + 1
-    shared = prompts * -(-run.rl.shape.prompt // engine.page)
+    shape = run.rl_shapes[0]
+    prompts = -(-shape.groups // topology.hosts)
+    rows, own = prompts * shape.rows, -(-shape.suffix // engine.page) + 1
+    shared = prompts * -(-shape.prompt // engine.page)
     most = min(rows, engine.slots)
     return rows, max(1, min(most, (engine.pages - shared) // own)), shared + most * own
 
 
 def pages_advice(run: Run, topology: Topology, free: float, page: float) -> list[str]:
     """Where more pages would let more rollouts run at once, and `free` bytes of a device have room for these; `page`: bytes of one."""
+    engine = run.engine_settings
     rows, at_once, pages = rollouts_at_once(run, topology)
-    if pages <= run.engine.pages or (pages - run.engine.pages) * page > free:
+    if pages <= engine.pages or (pages - engine.pages) * page > free:
         return []
     return [
-        f"decode: engine.pages = {run.engine.pages}; of a host's {rows} rollouts, all as long as they may be, {at_once} run at once. "
-        f"{pages} pages would hold {min(rows, run.engine.slots)}, and {free / GIB:.2f} GiB are free"
+        f"decode: engine.cache_tokens = {engine.pages * engine.page}; of a host's {rows} rollouts, all as long as they may be, {at_once} "
+        f"run at once. {pages * engine.page} would hold {min(rows, engine.slots)}, and {free / GIB:.2f} GiB are free"
     ]
 
 
@@ -84,7 +86,7 @@ def calls_of(run: Run, topology: Topology, prefill_rows: int) -> dict[str, int]:
     """How often each program runs in a step of RL, on the host that has most of it: prompts are shared out over hosts."""
     if run.rl is None:
         return {"SFT update": 1}
-    engine, prompts = run.engine, -(-run.rl.shape.groups // topology.hosts)
+    engine, prompts = run.engine_settings, -(-run.rl.prompts // topology.hosts)
     rows, at_once, _ = rollouts_at_once(run, topology)
     return {
         "vision": -(-prompts * max(run.rl.frame_budgets) // run.frames.batch),
@@ -98,7 +100,7 @@ def calls_of(run: Run, topology: Topology, prefill_rows: int) -> dict[str, int]:
 
 def decode_read(run: Run, topology: Topology, sizes: dict[str, float]) -> float:
     """Bytes of HBM that a device reads in a call of decoding: for every token all weights, and what its host's rollouts have on pages."""
-    engine, rows = run.engine, rollouts_at_once(run, topology)[1]
+    engine, rows = run.engine_settings, rollouts_at_once(run, topology)[1]
     token = sizes["KV pool"] / ((engine.pages + 1) * engine.page)
     return engine.steps * (sizes["engine's weights"] + rows * mean_context(run) * token)
 
@@ -130,12 +132,12 @@ def model_flops(shape: BatchShape, config: Qwen3VLConfig) -> float:
 def shapes_of(run: Run) -> list[BatchShape]:
     """What an update reads: main agents, and sub-agents where these are trained; of SFT where there is no RL. A packed row stands as a
     prompt of one token and the rest."""
-    rl, sft = run.rl, run.sft
-    if rl is not None:
-        return [rl.shape] if rl.subagents is None else [rl.shape, rl.subagents]
-    if isinstance(sft, PackedSFTSettings):
-        return [BatchShape(sft.shape.rows, 1, 1, sft.shape.visual, sft.shape.tokens - 1)]
-    return [] if sft is None else [sft.main, sft.windows]
+    if run.rl is not None:
+        return [*run.rl_shapes]
+    if isinstance(run.sft, PackedSFTSettings):
+        shape = run.packed_shape
+        return [BatchShape(shape.rows, 1, 1, shape.visual, shape.tokens - 1)]
+    return [] if run.sft is None else [*run.sft_shapes]
 
 
 def tokens_of(run: Run) -> int:
@@ -148,7 +150,7 @@ def padding_advice(run: Run, topology: Topology, mesh: tuple[int, int, int]) -> 
     instead of padding, if what is left is more than a sixth."""
     if run.rl is None:
         return []
-    shape, devices = run.rl.shape, mesh[0] * mesh[1]
+    shape, devices = run.rl_shapes[0], mesh[0] * mesh[1]
     parts = parts_of(shapes_of(run), devices, run.rl.microbatches, topology.hosts)
     rows = {n: fit(shape, devices, n).groups * shape.rows for n in range(1, parts + 1)}
     rows = {n: count for n, count in rows.items() if count // shape.rows % topology.hosts == 0}
@@ -162,7 +164,7 @@ def padding_advice(run: Run, topology: Topology, mesh: tuple[int, int, int]) -> 
     if groups * 6 > shape.groups * 7:
         cause = f"as many whole groups on each of {topology.hosts} hosts" if topology.hosts > 1 else f"evenly over {devices} devices"
         found.append(
-            f"RL update: {shape.groups} groups of rollouts are laid out as {groups}, {cause}; an update of rl.shape.groups = {groups} "
+            f"RL update: {shape.groups} groups of rollouts are laid out as {groups}, {cause}; an update of rl.prompts = {groups} "
             "costs the same"
         )
     return found
@@ -198,14 +200,17 @@ def held(together: Together, measured: Measured, limit: float) -> list[str]:
 def remedies(programs: set[str], run: Run, pool: float, topology: Topology, devices: int) -> list[str]:
     """Fields that would free some memory of these programs, which do not fit; `pool`: bytes of the pool on a device. Rows of an update
     lie over so many `devices`."""
-    pages, found = run.engine.pages, []
+    engine, found = run.engine_settings, list[str]()
     if programs & {*ROLLOUTS}:
-        found.append(f"engine.pages = {pages}: {pages // 2} would free {pool / 2 / GIB:.2f} GiB, and hold half as many rollouts at once")
+        tokens = engine.pages * engine.page
+        found.append(
+            f"engine.cache_tokens = {tokens}: {tokens // 2} would free {pool / 2 / GIB:.2f} GiB, and hold half as many rollouts at once"
+        )
     if any(program.startswith("prefill") for program in programs):
-        found.append(f"engine.read_tokens = {run.engine.read_tokens}: with fewer, fewer rows of a prefill read what is there already")
+        found.append(f"engine.read_tokens = {engine.read_tokens}: with fewer, fewer rows of a prefill read what is there already")
     if "RL update" in programs and run.rl is not None:
         rl = run.rl
-        parts, most = (parts_of(shapes_of(run), devices, n, topology.hosts) for n in (rl.microbatches, rl.shape.groups))
+        parts, most = (parts_of(shapes_of(run), devices, n, topology.hosts) for n in (rl.microbatches, rl.prompts))
         if parts < most:
             found.append(f"rl.microbatches = {rl.microbatches}: more parts have fewer rows at a time, down to one a device")
         if rl.logprob_chunk is None or rl.logprob_chunk > 128:
