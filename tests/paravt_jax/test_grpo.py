@@ -67,6 +67,16 @@ def test_shape_rewards():
     np.testing.assert_allclose(grpo.shape_rewards(rewards, GRPOSettings(reward_clip=None)), [[0, 10, 20, 26]], rtol=1e-6)
 
 
+def test_a_reward_that_reaches_the_clip_counts_as_clipped():
+    """In either direction; scaled they are -20, 20, 19.5 and 30, and three of four are clipped."""
+    settings = dataclasses.replace(SETTINGS, reward_bias=0.5, reward_scaling=10.0, reward_clip=20.0)
+    batch = make_batch(p=1, rewards=np.array([[-1.5, 2.5, 2.45, 3.5]]))
+    _, metrics = advantages(batch, settings)
+    assert metrics["clipped_rewards"] == 0.75
+    _, metrics = advantages(batch, dataclasses.replace(settings, reward_clip=None))
+    assert metrics["clipped_rewards"] == 0
+
+
 def test_normalise_in_group():
     normed = grpo.normalise(jnp.array([[1.0, 2.0, 3.0, 6.0]]), jnp.ones((1, 4), bool), IN_GROUPS)
     np.testing.assert_allclose(normed[0], (np.array([1, 2, 3, 6]) - 3) / np.std([1, 2, 3, 6], ddof=1), rtol=1e-4)
@@ -262,6 +272,15 @@ def test_policy_loss_by_hand():
     loss, metrics = grpo.policy_loss(logprobs, proximal, behaviour, jnp.array([[1.0, 1.0, -1.0, 1.0]]), mask, GRPOSettings())
     assert float(loss) == pytest.approx((-1.2 - 0.5 + 2 * 1.5 + 0) / 4, rel=1e-5)
     assert float(metrics["capped_fraction"]) == 0.25
+
+
+def test_a_weight_that_equals_the_cap_is_kept():
+    proximal = jnp.array([[-2.0, -2.0, -2.0]])
+    behaviour = jnp.array([[-2.0, -2.001, -1.999]])  # as likely to the sampler, less likely, likelier
+    mask = jnp.ones((1, 3), bool)
+    capped = dataclasses.replace(SETTINGS, behaviour_cap=1.0)
+    equal, above, below = grpo.behaviour_weight(proximal, behaviour, mask, capped)[0]
+    assert equal == 1 and above == 0 and 0.99 < below < 1
 
 
 def test_with_one_minibatch_the_gradient_is_minus_advantage_times_weight():

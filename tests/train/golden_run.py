@@ -1,0 +1,322 @@
+"""The golden run: three steps per phase, whose figures and weights are kept in golden_run.json.
+
+`python -m tests.train.golden_run` makes the run and compares it with the record. With `--write` it
+writes the record anew.
+
+The run is driven as users drive one: a recipe through `train.run.execute`, figures from
+metrics.jsonl, weights from the folder `model`. Only the sampler is replaced. A model after three
+steps writes nothing that earns a reward, so `ScriptedEngine` answers with prepared texts. No token
+of a rollout then depends on rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import pathlib
+import platform
+import tempfile
+import zlib
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from safetensors.numpy import load_file
+
+import train.run
+from configs import RECIPES
+from configs.base import LogSettings, Run
+from paravt_jax import tokenizer, video
+from paravt_jax.protocol import render_call
+from paravt_jax.records import CropCall, digest
+from paravt_jax.tokenizer import Vocabulary
+from paravt_jax.world import WorldSettings
+from paravt_jax.world_text import TextSettings
+from rollout.evaluate import EvaluationSettings
+from rollout.requests import Answer, Request, Sample, SampleStop
+from train.batch import BatchShape
+from train.metrics import read_metrics
+
+RECORD = pathlib.Path(__file__).with_name("golden_run.json")
+
+TOLERANCES = {"align": 1e-6, "sft": 6e-6, "rl": 6e-5, "decoder": 1.5e-4, "tower": 5e-4}
+"""Relative tolerances: at least ten times the largest difference between ten runs, each of which
+compiled its programs anew. They ran on 2 cores, on 1 core, without Eigen's threads, compiled for
+SSE4.2, for AVX2, and with XLA's own optimisation and fusions for AVX-512 and for SSE4.2 (AMD EPYC,
+jax 0.10.2). The largest differences were: align 8.0e-8, sft 5.2e-7, rl 6.0e-6; of weights,
+relative to their norms, 1.4e-5 in the decoder and 4.5e-5 in the vision tower, where Adam amplifies
+the rounding of small gradients. On 2 cores, runs with the tests' compiler settings and AVX2 or more
+were equal bit for bit."""
+
+ABSOLUTE = 1e-7
+"""For figures near zero."""
+
+PROCESSORS = ("x86_64", "AMD64")
+"""Processors on which the same frames are read. With SSSE3 or more, every run read the same pixels,
+by decord and by PyAV. With ffmpeg's assembly switched off (as a stand-in for other processors), in
+writing and reading, colours differed by up to 3 grey levels."""
+
+CLOCK = ("wall", "time/", "speed/", "memory/")
+"""How the names of figures begin that depend on the machine's speed and size."""
+
+MOST_LINES = 40
+
+ADVICE = """\
+A refactoring, a speed-up or another layout of files and batches changes none of these figures: mend
+the code. Write the record anew (python -m tests.train.golden_run --write) only in a commit whose
+purpose is to change the method, a default, the model's initialisation, the random draws or the
+small world, and give the reason in its message. Where a metric or a weight is renamed on purpose,
+rename it in the record by hand; its figures stay."""
+
+Figures = dict[str, float]
+
+
+# --- the run ---
+
+
+def recipe(folder: pathlib.Path) -> Run:
+    """`paravt_tiny` with three steps per phase on six videos; sub-agents' turns are trained too."""
+    run = RECIPES["paravt_tiny"]()
+    sft, rl, align = run.sft, run.rl, run.align
+    assert sft is not None and rl is not None and align is not None
+    budgets = (4, 16)
+    main = BatchShape(groups=2, rows=4, prompt=160, visual=16, suffix=144)
+    windows = BatchShape(groups=6, rows=1, prompt=112, visual=16, suffix=24)
+    return dataclasses.replace(
+        run,
+        name="golden_run",
+        run_dir=str(folder),
+        world=WorldSettings(train_videos=4, heldout_videos=2),
+        text=TextSettings(budgets=budgets, groups=2),
+        align=dataclasses.replace(align, steps=3, batch=16),
+        sft=dataclasses.replace(sft, steps=3, main=main, windows=windows),
+        rl=dataclasses.replace(
+            rl,
+            steps=3,
+            shape=main,
+            subagents=dataclasses.replace(windows, groups=5),  # in two of the steps one is left out
+            grpo=dataclasses.replace(rl.grpo, group_size=main.rows),
+            frame_budgets=budgets,
+        ),
+        evaluation=EvaluationSettings(
+            questions=1,
+            samples=1,
+            frames=(4,),
+            dispatch=("parallel",),
+            temperatures=(0.7,),
+        ),
+        log=LogSettings(tensorboard=False),
+    )
+
+
+class ScriptedEngine:
+    """A sampler with prepared answers: the request's seed chooses the text and the log-probs."""
+
+    two_calls = render_call(CropCall(32, 48)) + "\n" + render_call(CropCall(48, 64))
+    plans = (
+        "look closer\n</think>" + render_call(CropCall(0, 16)),
+        "look closer\n</think>" + two_calls,
+        "look closer\n" + render_call(CropCall(64, 80)),
+        "look closer\n</think><tool_code>print(crop_video(start_time=0, end_time=16))</tool_code>",
+        "look closer\n</think>" + render_call(CropCall(80, 80)),
+        "I see one\n</think><answer>A</answer>",
+        "I see\n<answer>B</answer>",
+        "32 red one, " * 40,
+    )
+    answers = (
+        "the crops show one from 4 to 8\n</think><answer>[4, 40]</answer>",
+        "the crops show one from 36 to 40\n</think><answer>C</answer>",
+        "the crops show nothing\n<answer>B</answer>",
+        "look closer\n</think>" + render_call(CropCall(96, 112)),
+    )
+    reports = (" nothing", " seven from 4 to 8", " two from 36 to 40, three from 44 to 46")
+
+    def __init__(self, vocabulary: Vocabulary):
+        self.vocabulary = vocabulary
+        self.version = 0
+        self._tickets = itertools.count()
+        self._waiting: dict[int, Request] = {}
+
+    def load(self, weights: Any, version: int) -> None:
+        self.version = version
+
+    def warm_up(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def forget(self) -> None: ...
+
+    def submit(self, request: Request) -> int:
+        ticket = next(self._tickets)
+        self._waiting[ticket] = request
+        return ticket
+
+    def cancel(self, ticket: int) -> None:
+        self._waiting.pop(ticket, None)
+
+    def step(self) -> list[Answer]:
+        waiting, self._waiting = self._waiting, {}
+        return [(ticket, self._samples(request)) for ticket, request in waiting.items()]
+
+    def _samples(self, request: Request) -> tuple[Sample, ...]:
+        return tuple(self._sample(request, seed) for seed in request.seeds)
+
+    def _sample(self, request: Request, seed: int) -> Sample:
+        before = self.vocabulary.decode(request.ids)
+        if "<think>" not in before:
+            texts = self.reports
+        elif "<tool_response>" in before:
+            texts = self.answers
+        else:
+            texts = self.plans
+        rng = np.random.default_rng(seed)
+        text = texts[rng.integers(len(texts))]
+        ids = np.append(self.vocabulary.encode(text), self.vocabulary.eos).astype(np.int32)
+        stop = SampleStop.STOP_ID
+        limit = request.sampling.max_new_tokens
+        if len(ids) > limit:
+            ids, stop = ids[:limit], SampleStop.LENGTH
+        # Like an untrained model's, but spread: some importance weights exceed their cap.
+        logprobs = rng.normal(-math.log(self.vocabulary.size), 1.0, len(ids))
+        logprobs = np.minimum(logprobs, 0).astype(np.float32)
+        fed = np.concatenate([request.ids, ids])
+        return Sample(ids, logprobs, stop, self.version, digest(fed))
+
+
+def make_run(folder: pathlib.Path) -> Figures:
+    """Makes the whole run in an empty folder; returns its figures by name."""
+
+    def engine(*_: Any) -> ScriptedEngine:
+        return ScriptedEngine(tokenizer.load(folder / "tokenizer"))
+
+    with mock.patch("train.session.Engine", engine):
+        train.run.execute(recipe(folder))
+    return {**_frames(folder), **_metrics(folder), **_weights(folder)}
+
+
+def _frames(folder: pathlib.Path) -> Figures:
+    """A checksum of all frames as they are read. Where it differs, so do most other figures."""
+    checksum = 0
+    for file in sorted((folder / "videos").rglob("*.mp4")):
+        frames = video.read(file, range(video.probe(file).frames))
+        checksum = zlib.crc32(frames.tobytes(), checksum)
+    return {"frames: checksum": checksum}
+
+
+def _metrics(folder: pathlib.Path) -> Figures:
+    """Every figure of every step; NaN for one that was not finite."""
+    figures: Figures = {}
+    for line in read_metrics(folder / "metrics.jsonl"):
+        phase, step = line.pop("phase"), line.pop("step")
+        for name, value in line.items():
+            if not name.startswith(CLOCK):
+                figures[f"{phase} {step}: {name}"] = math.nan if value is None else value
+    return figures
+
+
+def _weights(folder: pathlib.Path) -> Figures:
+    """The norm of each exported weight, and its inner product with `random_vector`."""
+    figures: Figures = {}
+    for name, weight in load_file(folder / "model" / "model.safetensors").items():
+        values = weight.astype(np.float64)
+        products = values * random_vector(name, weight.shape)
+        if name.endswith("qkv.bias"):
+            # Attention ignores the keys' bias: its gradient is rounding, which Adam scales up.
+            values, products = _without_keys(values), _without_keys(products)
+        figures[f"{name}: norm"] = float(np.linalg.norm(values))
+        figures[f"{name}: product"] = float(products.sum())
+    return figures
+
+
+def random_vector(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Standard normal numbers, by NumPy's default generator seeded with the SHA-256 of the name."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest(), "big")
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def _without_keys(bias: np.ndarray) -> np.ndarray:
+    queries, _, values = np.split(bias, 3)
+    return np.concatenate([queries, values])
+
+
+# --- the record ---
+
+
+def read_record() -> Figures:
+    return json.loads(RECORD.read_text())["figures"]
+
+
+def write_record(figures: Figures) -> None:
+    """Writes whole numbers as such: they are compared exactly.
+
+    Raises ValueError where a figure is not finite.
+    """
+    if unfit := [name for name, value in figures.items() if not math.isfinite(value)]:
+        raise ValueError(f"{', '.join(unfit)}: not finite; a run that fails makes no record")
+    about = "Written by golden_run.py --write, which says where the tolerances come from."
+    whole = {name: int(value) for name, value in figures.items() if float(value).is_integer()}
+    RECORD.write_text(json.dumps({"about": about, "figures": figures | whole}, indent=1) + "\n")
+
+
+def tolerance(name: str, expected: Figures) -> float:
+    """The difference that is allowed to the figure of this name; none to a whole number."""
+    if isinstance(expected[name], int):
+        return 0.0
+    subject = name.rpartition(": ")[0]
+    if f"{subject}: norm" in expected:
+        part = "tower" if ".visual." in name else "decoder"
+        return ABSOLUTE + TOLERANCES[part] * expected[f"{subject}: norm"]
+    return ABSOLUTE + TOLERANCES[subject.split()[0]] * abs(expected[name])
+
+
+def compare(expected: Figures, found: Figures) -> list[str]:
+    """A line for every name that is missing or new, then one for every figure that differs.
+
+    The figure that exceeds its tolerance by the largest factor comes first. After MOST_LINES lines,
+    one says how many more there are.
+    """
+    lines = [f"{name}: missing" for name in expected if name not in found]
+    lines += [f"{name}: new, {value!r}" for name, value in found.items() if name not in expected]
+    differing: list[tuple[float, str]] = []
+    for name in expected.keys() & found.keys():
+        allowed = tolerance(name, expected)
+        difference = abs(found[name] - expected[name])
+        if difference <= allowed:
+            continue
+        excess = difference / allowed if allowed and not math.isnan(difference) else math.inf
+        values = f"expected {expected[name]!r}, found {found[name]!r}"
+        line = f"{name}: {values}, difference {difference:.3g}, tolerance {allowed:.3g}"
+        differing.append((excess, line))
+    lines += [line for _, line in sorted(differing, key=lambda pair: (-pair[0], pair[1]))]
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES} more"]
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.train.golden_run", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write the record anew")
+    asked = parser.parse_args()
+    if platform.machine() not in PROCESSORS:
+        parser.error(f"{platform.machine()}: videos have other colours there; use {PROCESSORS[0]}")
+    import tests.conftest  # noqa: F401  (the compiler's settings that the tests have)
+
+    jax.config.update("jax_platforms", "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        figures = make_run(pathlib.Path(folder) / "run")
+    lines = compare(read_record(), figures) if RECORD.exists() else []
+    print("\n".join(lines) or "equal to the record")
+    if asked.write:
+        write_record(figures)
+    elif lines:
+        print(ADVICE)
+    return int(bool(lines) and not asked.write)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

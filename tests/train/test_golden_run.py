@@ -1,0 +1,95 @@
+"""A small run gives the figures on record (`golden_run.py`); the comparison finds differences."""
+
+from __future__ import annotations
+
+import math
+import platform
+
+import pytest
+
+from tests.train import golden_run
+
+POSITIONS = "model.visual.pos_embed.weight"
+EXPECTED = {
+    "frames: checksum": 12345,
+    "sft 1: tokens": 417,
+    "sft 1: loss": 2.5,
+    "rl 1: loss": -2.5,
+    "rl 1: kl_reference": 1e-9,
+    f"{POSITIONS}: norm": 4.5,
+    f"{POSITIONS}: product": 0.125,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    platform.machine() not in golden_run.PROCESSORS,
+    reason="videos are read with other colours on this processor: see golden_run.PROCESSORS",
+)
+def test_a_run_gives_the_figures_and_weights_on_record(tmp_path):
+    lines = golden_run.compare(golden_run.read_record(), golden_run.make_run(tmp_path / "run"))
+    if lines:
+        told = "\n".join(["the run differs from golden_run.json:", *lines, golden_run.ADVICE])
+        pytest.fail(told, pytrace=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("sft 1: tokens", 417.0),
+        ("sft 1: loss", 2.5 * (1 + 4e-6)),
+        ("rl 1: loss", -2.5 * (1 - 5e-5)),
+        ("rl 1: kl_reference", -9e-8),
+        (f"{POSITIONS}: product", 0.127),  # its tolerance is a share of the norm
+    ],
+)
+def test_a_figure_within_its_tolerance_agrees(name, value):
+    assert golden_run.compare(EXPECTED, EXPECTED | {name: value}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("frames: checksum", 12346),
+        ("sft 1: tokens", 416.0),
+        ("sft 1: loss", 2.5 * (1 + 7e-6)),
+        ("rl 1: loss", -2.5 * (1 - 7e-5)),
+        ("rl 1: loss", math.nan),
+        ("sft 1: tokens", math.nan),
+        ("rl 1: kl_reference", -1.1e-7),
+        (f"{POSITIONS}: norm", 4.503),
+        (f"{POSITIONS}: product", 0.128),
+    ],
+)
+def test_a_figure_that_differs_is_listed_with_what_was_expected(name, value):
+    (line,) = golden_run.compare(EXPECTED, EXPECTED | {name: value})
+    assert line.startswith(f"{name}: expected {EXPECTED[name]!r}, found {value!r}, difference ")
+
+
+def test_missing_and_new_names_come_first_and_then_the_largest_difference():
+    found = EXPECTED | {"sft 1: loss": 2.6, "rl 1: loss": math.nan, f"{POSITIONS}: norm": 4.6}
+    del found["sft 1: tokens"]
+    found["sft 1: words"] = 417.0
+    lines = golden_run.compare(EXPECTED, found)
+    assert lines[:2] == ["sft 1: tokens: missing", "sft 1: words: new, 417.0"]
+    named = [line.partition(": expected")[0] for line in lines[2:]]
+    assert named == ["rl 1: loss", "sft 1: loss", f"{POSITIONS}: norm"]
+
+
+def test_a_long_list_ends_with_how_many_more_there_are():
+    expected = {f"rl {step}: loss": 1.5 for step in range(golden_run.MOST_LINES + 7)}
+    lines = golden_run.compare(expected, dict.fromkeys(expected, 1.6))
+    assert len(lines) == golden_run.MOST_LINES + 1 and lines[-1] == "and 7 more"
+
+
+def test_a_run_that_was_not_finite_makes_no_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(golden_run, "RECORD", tmp_path / "record.json")
+    with pytest.raises(ValueError, match="rl 1: loss: not finite"):
+        golden_run.write_record(EXPECTED | {"rl 1: loss": math.nan})
+    golden_run.write_record(EXPECTED | {"sft 1: tokens": 417.0})
+    assert golden_run.compare(golden_run.read_record(), EXPECTED) == []
+
+
+def test_a_weights_vector_depends_on_its_name_alone():
+    ours, others = (golden_run.random_vector(name, (4, 2)) for name in ("a.weight", "b.weight"))
+    assert (ours == golden_run.random_vector("a.weight", (4, 2))).all() and (ours != others).all()
