@@ -39,7 +39,6 @@ from paravt_jax.world import WorldSettings
 from paravt_jax.world_text import TextSettings
 from rollout.evaluate import EvaluationSettings
 from rollout.requests import Answer, Request, Sample, SampleStop
-from train.batch import BatchShape
 from train.metrics import read_metrics
 
 RECORD = pathlib.Path(__file__).with_name("golden_run.json")
@@ -85,8 +84,6 @@ def recipe(folder: pathlib.Path) -> Run:
     sft, rl, align = run.sft, run.rl, run.align
     assert sft is not None and rl is not None and align is not None
     budgets = (4, 16)
-    main = BatchShape(groups=2, rows=4, prompt=160, visual=16, suffix=144)
-    windows = BatchShape(groups=6, rows=1, prompt=112, visual=16, suffix=24)
     return dataclasses.replace(
         run,
         name="golden_run",
@@ -94,13 +91,13 @@ def recipe(folder: pathlib.Path) -> Run:
         world=WorldSettings(train_videos=4, heldout_videos=2),
         text=TextSettings(budgets=budgets, groups=2),
         align=dataclasses.replace(align, steps=3, batch=16),
-        sft=dataclasses.replace(sft, steps=3, main=main, windows=windows),
+        sft=dataclasses.replace(sft, steps=3, groups=2, windows=6),
         rl=dataclasses.replace(
             rl,
             steps=3,
-            shape=main,
-            subagents=dataclasses.replace(windows, groups=5),  # in two of the steps one is left out
-            grpo=dataclasses.replace(rl.grpo, group_size=main.rows),
+            prompts=2,
+            subagent_rows=5,  # in two of the steps one is left out
+            grpo=dataclasses.replace(rl.grpo, group_size=4),
             frame_budgets=budgets,
         ),
         evaluation=EvaluationSettings(
