@@ -30,6 +30,7 @@ from PIL import Image
 from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.config import Qwen3VLConfig
 from paravt_jax.records import Frame, digest
+from paravt_jax.servers import check_address
 from paravt_jax.tokenizer import Vocabulary
 from paravt_jax.video import VideoError
 from rollout.requests import Answer, Request, Sample, SampleStop, Sampling
@@ -47,6 +48,11 @@ class EndpointError(RuntimeError):
     """The endpoint does not do what is needed; the message says what and why."""
 
 
+def check_endpoint(address: str) -> None:
+    """Raises ValueError for an address that cannot be asked, or that may hold a secret."""
+    check_address("--endpoint", address, f"the environment variable {_KEY}")
+
+
 @dataclasses.dataclass(frozen=True)
 class EndpointSettings:
     """Which server is asked, and how patiently. Times in seconds."""
@@ -62,8 +68,7 @@ class EndpointSettings:
     """Before the second attempt; it doubles with each further one."""
 
     def __post_init__(self):
-        if not self.address.startswith(("http://", "https://")) or self.address.rstrip("/").endswith("/chat/completions"):
-            raise ValueError(f"--endpoint {self.address}: an address such as http://localhost:8000/v1 is needed, without /chat/completions")
+        check_endpoint(self.address)
 
 
 class FrameImages(FrameFeatures):

@@ -197,5 +197,12 @@ def test_the_key_goes_with_the_request(ask, monkeypatch):
 
 @pytest.mark.parametrize("address", ["localhost:8000", "http://localhost:8000/v1/chat/completions"])
 def test_addresses_that_are_none(address):
-    with pytest.raises(ValueError, match="--endpoint .*: an address such as"):
+    with pytest.raises(ValueError, match="--endpoint: .* an address such as"):
         EndpointSettings(address, "m")
+
+
+@pytest.mark.parametrize("address", ["http://user:sk-17@host/v1", "http://host/v1?api_key=sk-17"])
+def test_an_address_with_a_secret_is_no_endpoint(address):
+    with pytest.raises(ValueError, match="--endpoint: .*OPENAI_API_KEY") as error:
+        EndpointSettings(address, "m")
+    assert "sk-17" not in str(error.value)

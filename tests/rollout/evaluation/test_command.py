@@ -168,6 +168,36 @@ def test_mistakes_are_told_in_words(wrong, said, checkpoint, split, videos, capf
     assert not (tmp_path / "o" / "summary.json").exists()
 
 
+@pytest.mark.parametrize(
+    "address",
+    ["http://user:sk-17@localhost:1/v1", "http://localhost:1/v1?api_key=sk-17"],
+)
+def test_a_secret_in_the_endpoints_address_is_written_nowhere(
+    address,
+    checkpoint,
+    split,
+    videos,
+    capfd,
+    tmp_path,
+):
+    argv = [
+        f"--model={checkpoint}",
+        "--benchmark=videomme",
+        f"--data={split}",
+        f"--videos={videos}",
+        f"--out={tmp_path / 'o'}",
+        f"--endpoint={address}",
+        "--endpoint-model=m",
+    ]
+    try:
+        code = command.main(argv)
+    except SystemExit as error:  # tyro's own way
+        code = error.code
+    said = capfd.readouterr()
+    assert code == 2 and "OPENAI_API_KEY" in said.err + said.out
+    assert "sk-17" not in said.err + said.out and not (tmp_path / "o").exists()
+
+
 def test_settings_of_every_prompt():
     def made(**fields):
         settings = BenchmarkSettings("m", "mlvu", **fields)
