@@ -94,12 +94,14 @@ def play_and_score(
     progress: Callable[[int, int], None] | None = None,
     judge: Judge | None = None,
 ) -> list[tuple[Episode, Rewards]]:
-    """Play every question `samples` times under `setting`; those whose video cannot be read are left out.
+    """Play every question `samples` times under `setting`; those whose video cannot be read, or
+    that a server refuses, are left out.
 
     An episode depends on its question and the seed, not on what else is played: several processes can share the questions.
     """
     agents = [play(scene, q, setting, seed_of(seed, q.id, n)) for q in questions for n in range(samples)]
-    episodes = [episode for episode in run(sampler, agents, progress) if episode.stop is not StopReason.UNREADABLE]
+    lost = (StopReason.UNREADABLE, StopReason.REFUSED)
+    episodes = [episode for episode in run(sampler, agents, progress) if episode.stop not in lost]
     earned = score_all([(e.question, e.turns) for e in episodes], rewards, judge)
     return list(zip(episodes, earned, strict=True))
 

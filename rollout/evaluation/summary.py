@@ -57,6 +57,7 @@ def figures(played: Sequence[Line], grounding: bool) -> dict[str, Any]:
         "calls_per_question": float(np.mean(calls)),
         "share_with_calls": float(np.mean([count > 0 for count in calls])),
         "format": float(np.mean([line["compliant"] for line in played])),
+        "refused_reports": sum(line.get("refused_reports", 0) for line in played),
         "without_answer": sum(line["read"] is None for line in played),
         "stops": dict(sorted(collections.Counter(line["stop"] for line in played).items())),
         "seconds_per_question": float(np.mean([line["spent"] for line in played])),

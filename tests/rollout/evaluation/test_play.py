@@ -21,6 +21,7 @@ from rollout.evaluation.folder import EvaluationFolder
 from rollout.evaluation.play import Player, fitting
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.requests import Sample, SampleStop
+from tests.rollout.conftest import Cut
 
 ANSWER = "seen\n</think>\n<answer>B</answer>"
 
@@ -128,6 +129,15 @@ def test_too_many_subtitles_are_thinned_evenly(player, items):
     bare = len(protocol.vocabulary.encode(subtitled_text([], asked.text)))
     assert len(protocol.vocabulary.encode(subtitled_text(kept, asked.text))) - bare <= 400
     assert fitting(entries[:3], protocol, 400) == entries[:3] and fitting(entries, protocol, 16) == [] == fitting([], protocol, 400)
+
+
+def test_refusals_are_told_from_other_ends(player, items, plan):
+    """The main agent's leaves its question out; a sub-agent's is counted beside the score."""
+    (line,) = player([Cut("", SampleStop.REFUSED, "status 400")]).lines(items[:1])
+    assert (line["left_out"], line["reason"]) == ("refused", "status 400")
+    report = Cut("", SampleStop.REFUSED)
+    (line,) = player([plan, "seen\n</think>\n<answer>A</answer>"], report).lines(items[:1])
+    assert (line["score"], line["calls"], line["refused_reports"]) == (1.0, 0, 1)
 
 
 def test_a_question_that_is_too_long_is_left_out(player, items):
