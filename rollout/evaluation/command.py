@@ -242,7 +242,8 @@ def _report(summary: Line, out: pathlib.Path) -> Iterator[str]:
             yield f"  {summary['refused_reports']} sub-agents' requests were refused"
         yield (
             f"  {summary['calls_per_question']:.2f} calls a question, {100 * summary['share_with_calls']:.0f} % with calls, "
-            f"{summary['without_answer']} without an answer, {summary['seconds_per_question']:.2f} s a question"
+            f"{summary['without_answer']} without an answer, "
+            f"{summary['unread']} whose answer names no option or span, {summary['seconds_per_question']:.2f} s a question"
         )
     for cause, found in summary["left_out"].items():
         video, reason = next(iter(found["videos"].items()))

@@ -14,7 +14,7 @@ import time
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
-from paravt_jax.accuracy import accuracy
+from paravt_jax.accuracy import accuracy, is_read
 from paravt_jax.benchmarks import Item, VideoFolder, shuffled
 from paravt_jax.benchmarks.scoring import said
 from paravt_jax.judge import Judge
@@ -124,6 +124,7 @@ class Player:
             "kind": str(question.kind),
             "score": self._score(question, read),
             "read": read,
+            "unread": read is not None and not is_read(question, read),
             "calls": executed_calls(episode),
             "refused_reports": sum(
                 outcome.status is CallStatus.REFUSED for turn in episode.turns for outcome in turn.calls

@@ -59,6 +59,7 @@ def figures(played: Sequence[Line], grounding: bool) -> dict[str, Any]:
         "format": float(np.mean([line["compliant"] for line in played])),
         "refused_reports": sum(line.get("refused_reports", 0) for line in played),
         "without_answer": sum(line["read"] is None for line in played),
+        "unread": sum(line.get("unread", False) for line in played),
         "stops": dict(sorted(collections.Counter(line["stop"] for line in played).items())),
         "seconds_per_question": float(np.mean([line["spent"] for line in played])),
         **({"with_subtitles": sum(count is not None for count in subtitles)} if any(count is not None for count in subtitles) else {}),

@@ -92,6 +92,14 @@ def test_answers_of_models_that_do_not_know_the_format(player, items, written, s
     assert (line["score"], line["read"]) == (score, read)
 
 
+def test_an_answer_that_names_no_option_is_counted_as_unread(player, items):
+    for said, unread in (("B", False), ("one of them", True), ("A or B", True)):
+        (line,) = player([f"x\n</think>\n<answer>{said}</answer>"]).lines(items[:1])
+        assert (line["read"], line["unread"], line["score"]) == (said, unread, 0.0)
+    (line,) = player(["x\n</think>\n"]).lines(items[:1])
+    assert (line["read"], line["unread"]) == (None, False)
+
+
 def test_blind_opens_no_file_and_offers_no_tool(player, items):
     lines = by_id(player(["guess\n</think>\n<answer>A</answer>"], blind=True).lines(items))
     assert [lines[i]["score"] for i in ("1-1", "1-2", "3-1")] == [1.0, 0.0, 0.0] and len(lines) == 6
