@@ -8,7 +8,9 @@ REFERENCE 4, point 12, are here).
 from __future__ import annotations
 
 import re
+import string
 import unicodedata
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from paravt_jax.records import Question, QuestionKind
@@ -17,15 +19,74 @@ from paravt_jax.records import Question, QuestionKind
 _PUNCTUATION = re.compile(r"(?<=\d),(?=\d{3}(?!\d))|(?!(?<![^\W\d])(?<!\.)\.(?=\d))(?!(?<!\w)-(?=\.?\d))[^\w\s]")
 _ARTICLES = frozenset(("a", "an", "the"))
 
+_LABELS = string.ascii_uppercase
+# An option's letter. "A" and "I" are words where another word follows: "A man", "I see".
+_WORD_AFTER = r"\s+(?!(?:and|or|because|since|as|but|is|are)\b)\w"
+_LETTER = rf"(?:[B-HJ-Z]|[AI](?!{_WORD_AFTER}))(?![\w+#]|['’.-]\w)"
+_OPENING = r"[(\[\"'“‘]?"
+_MORE = rf"(?:\s*(?:,|/|&|\band\b|\bor\b)\s*{_OPENING}{_LETTER}[)\]]?)"  # "B, C and D"
+_LIST = rf"{_LETTER}[)\]]?{_MORE}*"
+_SINGLE = re.compile(rf"(?<!\w){_LETTER}")
 _BARE_LETTER = re.compile(r"\W*(?:(?i:the)\s+)?([A-Za-z])\W*")
-_LEADING_LETTER = re.compile(r"\s*(?:\(([A-Za-z])\)|\[([A-Za-z])\]|([A-Za-z])[.):,]|([A-Z])\s+[-–—])(?!\w)")
-_NAMED_LETTER = re.compile(r"(?:(?i:\b(?:answer|option|choice))(?:\s+is)?|答案[是为]?)\s*:?\s*[(\[]?([A-Z])\b|\(([A-Z])\)")
+# A letter in front of an option's words: "(B) two cats", "b. two cats", "B - two cats".
+_MARK = re.compile(r"\s*(?:\(([A-Za-z])\)|\[([A-Za-z])\]|([A-Za-z])[.):,]|([A-Z])\s+[-–—])")
+_LOOSE_MARK = re.compile(r"\s*([B-Zb-z])\s+")  # "B two cats"; "A" is an article there
+_ANSWER = r"(?:\b(?i:answer|option|choice)(?:(?i:\s+is)\b)?|答案[是为]?)\s*:?\s*"
+_IT_IS = r"\b(?i:it|that|this)(?i:\s+is\b|['’]s\b)[:,]?\s*"
+_CHOICE = r"\b(?i:(?:must|should|would)\s+be|choose|pick|select|go\s+with|therefore|thus|hence|so)\b"
+_SAID = re.compile(rf"\b(?i:answer|option|choice)(?:(?i:\s+is)\b|\s*:)[\s:]*|{_IT_IS}")
+_NAMED = (
+    re.compile(rf"{_ANSWER}{_OPENING}({_LIST})"),
+    # After words that often stand before others, a letter has to end its clause.
+    re.compile(
+        rf"(?:{_IT_IS}|{_CHOICE}[:,]?\s*|选\s*){_OPENING}({_LIST})"
+        r"(?=\W*$|\s*[.,;:!?\])\"'”’]|\s+(?:because|since|as|but)\b)"
+    ),
+    re.compile(r"\(([A-Z])\)"),
+)
+_LEADING = re.compile(
+    rf"{_OPENING}(?:({_LETTER}{_MORE}+)|({_LETTER})"
+    r"\s+(?:because|since|due\s+to|is\s+(?:the\s+)?(?:answer|best|correct|right))\b)"
+)
+_FONT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")
+_BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
+_DRESS = re.compile(r"[*`$]|\\(?=[()\[\]])")  # of Markdown and LaTeX, around a letter or a word
 
-_TIME = r"(?<![\d.:])(?:\d+:)?\d+:[0-5]?\d(?:\.\d+)?|(?<![\d.:])\d+(?:\.\d*)?|(?<![\d.:])\.\d+"
-_UNIT = r"\s*(?:(?:s|secs?|seconds?)\b)?\s*"
-_SIGN = r"(?<![\w.:)\]-])-"  # a minus with nothing before it; elsewhere it is a dash between two times
+# Digits are taken whole ("++"): text that a model wrote may hold thousands of them.
+_NUMBER = r"(?<![\d.:])(?:\d++(?:\.\d*+)?|\.\d++)"
+_TIME = rf"(?:(?<![\d.:])(?:\d++:)?\d++:[0-5]?\d(?:\.\d++)?|{_NUMBER})(?![\d:]|\.\d)"
+_SECONDS = r"(?:\s*(?:(?:s|secs?|seconds?)\b\.?|秒))?"
+_HEDGE = r"(?:(?:about|around|approximately|roughly|second|at|the)\s+|~\s*)?"
+_JOINT = r"(?:-{1,2}>|[,\-–—~;→到至]|,?\s*\b(?:to|until|till|and)\b)"
+_SIGN = r"(?<![\w.:)\]-])-"  # a minus with nothing before it; elsewhere it is a dash between times
 _RANGE = re.compile(
-    rf"(?P<a>(?:{_SIGN})?(?:{_TIME})){_UNIT}(?:,|-|–|—|~|;|\bto\b|\buntil\b|\band\b)\s*(?P<b>-?(?:{_TIME}))(?![\d:]|\.\d)", re.IGNORECASE
+    rf"(?P<start>(?:{_SIGN})?{_TIME}){_SECONDS}\s*{_JOINT}\s*{_HEDGE}(?P<end>-?{_TIME})",
+    re.IGNORECASE,
+)
+# "starts at 73 s", "end_time": "02:10": words and signs that stand between a label and its time.
+_BETWEEN = (
+    r"(?:[\s:=\"'_~≈]|"
+    r"(?:is|was|at|in|on|time|timestamp|around|about|the|seconds?)(?![A-Za-z])){0,12}"
+)
+_LABELLED = tuple(
+    re.compile(rf"(?<![A-Za-z])(?:{label}){_BETWEEN}(?P<time>-?{_TIME})", re.IGNORECASE)
+    for label in (
+        r"start(?:s|ed|ing)?|begin(?:s|ning)?|began",
+        r"end(?:s|ed|ing)?|finish(?:es|ed|ing)?|stop(?:s|ped|ping)?",
+    )
+)
+# "<73.0 seconds>" is how frames are labelled, and "**73**" is Markdown; "->" joins two times.
+_AROUND = re.compile(r"[<*`]|(?<!-)>")
+_MINUTE = r"(?:minutes?|mins?)\b\.?"
+# "1 to 2 minutes": the unit is that of both.
+_BOTH_MINUTES = re.compile(
+    r"(?<!min )(?<!mins )(?<!minute )(?<!minutes )"
+    rf"({_NUMBER})(\s*{_JOINT}\s*)({_NUMBER})\s*{_MINUTE}",
+    re.IGNORECASE,
+)
+_MINUTES = re.compile(
+    rf"({_NUMBER})\s*(?:{_MINUTE}|m(?=\s?\d))(?:\s*(?:and\s+)?({_NUMBER}){_SECONDS})?",
+    re.IGNORECASE,
 )
 
 
@@ -47,46 +108,91 @@ def token_f1(prediction: str, answer: str) -> float:
     return 2 * shared / (len(p) + len(a)) if shared else 0.0
 
 
-def _letter(match: re.Match[str]) -> str:
-    return next(group for group in match.groups() if group).upper()
+def _plain(text: str) -> str:
+    """On one line, without Markdown and LaTeX; what is boxed is what is answered."""
+    text = _FONT.sub(r"\1", unicodedata.normalize("NFKC", text))
+    text = _DRESS.sub("", _BOXED.sub(r" answer: \1 ", text))
+    return " ".join(text.split())
 
 
-def chosen_letter(text: str) -> str | None:
-    """The one option letter that an answer names, upper case; None where it names none or several.
+def _split_mark(text: str, mark: re.Pattern[str] = _MARK) -> tuple[str, str]:
+    """The letter in front of an option's words ("" for none), upper case, and the words."""
+    found = mark.match(text)
+    if not found:
+        return "", text
+    return next(group for group in found.groups() if group).upper(), text[found.end() :]
 
-    Read: a letter alone, "(B)", "B. a dog", "Option B", "the answer is B". An article ("A dog runs") is no letter.
+
+def _same(text: str, words: str) -> bool:
+    """Whether two texts have the same words, and the same letter or none in front of them.
+
+    Without the letters "A. Bananas" would be "bananas": its letter is an article to `normalise`.
     """
+    return exact_match(text, words) and _split_mark(text)[0] == _split_mark(words)[0]
+
+
+def _letters(text: str) -> set[str]:
+    """The letters that a text names as options."""
     if alone := _BARE_LETTER.fullmatch(text):
-        return alone.group(1).upper()
-    letters = {_letter(named) for named in _NAMED_LETTER.finditer(text)}
-    if leading := _LEADING_LETTER.match(text):
-        letters.add(_letter(leading))
-        if another := _BARE_LETTER.fullmatch(text, leading.end()):  # "A. B." names two
-            letters.add(another.group(1).upper())
+        return {alone[1].upper()}
+    letter, rest = _split_mark(text)
+    letters = {letter} if letter and not rest[:1].isalnum() else set()
+    if letter and (another := _BARE_LETTER.fullmatch(rest)):  # "A. B." names two
+        letters.add(another[1].upper())
+    found = [match for form in _NAMED for match in form.finditer(text)]
+    if leading := _LEADING.match(text):
+        found.append(leading)
+    return letters.union(*(_SINGLE.findall(match[match.lastindex or 0]) for match in found))
+
+
+def _by_words(text: str, options: Mapping[str, str]) -> set[str]:
+    """The letters of the options whose words a text is, with the letter in front of them if any."""
+    letters: set[str] = set()
+    for letter, rest in (("", text), _split_mark(text), _split_mark(text, _LOOSE_MARK)):
+        found = {label for label, words in options.items() if _same(rest, words)}
+        letters |= found | ({letter} if found and letter else set())
+    return letters
+
+
+def _statements(text: str) -> list[str]:
+    """The whole text, and what follows the last "the answer is" in it."""
+    said = [match.end() for match in _SAID.finditer(text)]
+    return [text, *(text[end:] for end in said[-1:])]
+
+
+def chosen_option(text: str, options: Sequence[str] = ()) -> str | None:
+    """The letter, upper case, of the one option that an answer names; None for none or several.
+
+    Read: a letter alone, "(B)", "B. a dog", "Option B", "the answer is B", "It is B", "B because",
+    "\\boxed{B}"; and an option's words, alone, after its letter or after "the answer is". A letter
+    that none of `options` has is none. An article ("A dog runs") is no letter.
+    """
+    lone = [_SINGLE.findall(line) for line in text.splitlines() if _BARE_LETTER.fullmatch(line)]
+    text = _plain(text)
+    words: dict[str, str] = {}  # of each option, without its own letter
+    for label, option in zip(_LABELS, map(_plain, options), strict=False):
+        letter, rest = _split_mark(option)
+        words[label] = rest if letter == label else option
+    exactly = [label for label in words if words[label].casefold() == text.casefold()]
+    if len(exactly) == 1:
+        return exactly[0]
+    letters = _letters(text).union(*lone)
+    if options:
+        letters &= words.keys()
+        letters = letters.union(*(_by_words(part, words) for part in _statements(text)))
     return letters.pop() if len(letters) == 1 else None
 
 
-def _choice(text: str, options: tuple[str, ...]) -> str | None:
-    """The letter of the option that a text stands for, by its words or by its letter; None where the two disagree."""
-    lead = _LEADING_LETTER.match(text)
-    for i, option in enumerate(options):
-        own = _LEADING_LETTER.match(option)
-        words, letter = option[own.end() :] if own else option, chr(ord("A") + i)
-        if exact_match(text, words):
-            return letter
-        if lead and exact_match(text[lead.end() :], words):
-            return letter if _letter(lead) == letter else None
-    return chosen_letter(text)
-
-
-def choice_accuracy(prediction: str, answer: str, options: tuple[str, ...] = ()) -> float:
+def choice_accuracy(prediction: str, answer: str, options: Sequence[str] = ()) -> float:
     """1 where a multiple-choice answer names the right option, by letter or by its words, and no other; else 0."""
-    prediction, answer = (unicodedata.normalize("NFKC", text) for text in (prediction, answer))  # a letter of another width is that letter
-    alone = re.fullmatch("[a-z]", normalise(answer))  # read as a letter below, or "(A) (B)" would be "b" without its article
-    if exact_match(prediction, answer) and (not alone or prediction == answer):
+    if prediction == answer and normalise(answer):
         return 1.0
-    wanted = _choice(answer, options)
-    return float(wanted is not None and _choice(prediction, options) == wanted)
+    right = _plain(answer)
+    letter = _BARE_LETTER.fullmatch(right)  # read as a letter: "the A" is no article alone
+    if not letter and any(_same(part, right) for part in _statements(_plain(prediction))):
+        return 1.0
+    wanted = chosen_option(answer, options)
+    return float(wanted is not None and chosen_option(prediction, options) == wanted)
 
 
 def _seconds(text: str) -> float:
@@ -98,9 +204,23 @@ def _seconds(text: str) -> float:
 
 
 def read_range(text: str) -> tuple[float, float] | None:
-    """The first range of seconds in a text: "[10, 20]", "10 - 20", "from 10 to 20 s", "[00:10, 00:20]". None where there is none."""
-    found = _RANGE.search(unicodedata.normalize("NFKC", text))
-    return (_seconds(found["a"]), _seconds(found["b"])) if found else None
+    """The range of seconds that a text names; None where there is none.
+
+    The first two times that something joins: "[10, 20]", "10 - 20", "from 10 to 20 s", "[00:10,
+    00:20]", "<10.0 seconds> - <20.0 seconds>", "从10秒到20秒", "1 min to 2 min". Else a start and an
+    end that are called so: "starts at 10 s and ends at 20 s", {"start": 10, "end": 20}.
+    """
+    text = " ".join(_AROUND.sub(" ", unicodedata.normalize("NFKC", text)).split())
+    text = _MINUTES.sub(_in_seconds, _BOTH_MINUTES.sub(r"\1 min\2\3 min", text))
+    if found := _RANGE.search(text):
+        return _seconds(found["start"]), _seconds(found["end"])
+    start, end = (label.search(text) for label in _LABELLED)
+    return (_seconds(start["time"]), _seconds(end["time"])) if start and end else None
+
+
+def _in_seconds(minutes: re.Match[str]) -> str:
+    seconds = 60 * float(minutes[1]) + float(minutes[2] or 0)
+    return f"{seconds:.3f} s"
 
 
 def grounding_accuracy(prediction: str, answer: str) -> float:
@@ -125,3 +245,13 @@ def accuracy(question: Question, prediction: str | None, open_ended: Literal["f1
     if exact_match(prediction, question.answer):
         return 1.0
     return token_f1(prediction, question.answer) if open_ended == "f1" else 0.0
+
+
+def is_read(question: Question, prediction: str) -> bool:
+    """Whether an answer names one option, or a range of seconds; any words do where it is open-ended."""
+    if question.kind is QuestionKind.TEMPORAL_GROUNDING:
+        return read_range(prediction) is not None or exact_match(prediction, question.answer)
+    if question.kind is QuestionKind.MULTIPLE_CHOICE:
+        named = chosen_option(prediction, question.options) is not None
+        return named or choice_accuracy(prediction, question.answer, question.options) > 0
+    return True

@@ -24,6 +24,7 @@ import httpx2
 
 from paravt_jax.accuracy import accuracy, exact_match
 from paravt_jax.records import Question, QuestionKind
+from paravt_jax.servers import check_address, retry_after
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +77,11 @@ class JudgeSettings:
     """Tokens that the judge may write."""
 
     def __post_init__(self):
-        self._check_endpoint()
+        check_address(
+            "JudgeSettings.endpoint",
+            self.endpoint,
+            "the environment variable of JudgeSettings.key_variable",
+        )
         if not self.model.strip():
             raise ValueError(f"JudgeSettings.model: {self.model!r} names no model; give the name the endpoint knows")
         if not re.fullmatch("(?:[A-Z_][A-Z0-9_]*)?", self.key_variable):  # not shown: it may be a key
@@ -93,23 +98,6 @@ class JudgeSettings:
         for name in ("attempts", "concurrency", "answer_chars", "reply_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"JudgeSettings.{name}: {getattr(self, name)}; give 1 or more")
-
-    def _check_endpoint(self) -> None:
-        rule = "give an address such as http://localhost:8000/v1"
-        try:
-            url = httpx2.URL(self.endpoint)
-            url.host.encode("idna")  # what a look-up of the name does, where the error would come too late
-        except (httpx2.InvalidURL, UnicodeError):
-            raise ValueError(f"JudgeSettings.endpoint: it cannot be read as an address; {rule}") from None
-        if url.userinfo or url.query or url.fragment:  # not shown: they may hold a key
-            raise ValueError(
-                f"JudgeSettings.endpoint: the address at {url.host} has a user, a query or a fragment, and settings are written down; "
-                "leave them out and put the key in the environment variable of JudgeSettings.key_variable"
-            )
-        if url.scheme not in ("http", "https") or not url.host:
-            raise ValueError(f"JudgeSettings.endpoint: {self.endpoint!r} is no http or https address; {rule}")
-        if url.path.rstrip("/").endswith("/chat/completions"):
-            raise ValueError(f"JudgeSettings.endpoint: {self.endpoint!r} ends in /chat/completions, which is added; {rule}")
 
 
 @dataclasses.dataclass
@@ -179,11 +167,6 @@ def read_reply(body: bytes) -> float | None:
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
     return read_score(content) if isinstance(content, str) else None
-
-
-def retry_after(header: str | None) -> float:
-    """Seconds that a server asks to be left alone; 0 where it does not say, or says it with a date, which needs both clocks right."""
-    return float(header) if header and re.fullmatch(r"\d{1,9}(?:\.\d{1,9})?", header, re.ASCII) else 0.0
 
 
 class Judge:
@@ -306,7 +289,8 @@ class Judge:
         status = response.status_code
         again = status in (408, 429) or status >= 500
         remedy = _REMEDIES.get(status, "look into its server's log" if again else "check endpoint")
-        return _Failure("http_errors", f"status {status}", remedy, again, retry_after(response.headers.get("Retry-After")))
+        wait = retry_after(response.headers.get("Retry-After"), response.headers.get("Date"))
+        return _Failure("http_errors", f"status {status}", remedy, again, wait)
 
     def _tell(self, cause: str, what: str, remedy: str) -> None:
         """Says once a cause why answers are scored by F1; how many are is in the counts."""

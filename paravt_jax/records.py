@@ -210,6 +210,7 @@ class CallStatus(enum.StrEnum):
     NOT_OFFERED = "not_offered"  # tools are off, or no turn with tools is left
     UNREADABLE = "unreadable"  # the video could not be decoded there
     TIMED_OUT = "timed_out"  # the sub-agent had not ended in time
+    REFUSED = "refused"  # a server would not answer the sub-agent's request
 
     @property
     def executed(self) -> bool:
@@ -257,11 +258,15 @@ class StopReason(enum.StrEnum):
     TOKEN_LIMIT = "token_limit"  # the trajectory is full
     TIME_LIMIT = "time_limit"  # the episode's time was up
     UNREADABLE = "unreadable"  # the video could not be read
+    REFUSED = "refused"  # a server would not answer a request of the main agent
 
 
 @dataclasses.dataclass(frozen=True)
 class Episode:
-    """One main agent's whole course, its sub-agents included. `frames` is the overview budget K that was drawn."""
+    """One main agent's whole course, its sub-agents included. `frames` is the overview budget K that was drawn.
+
+    `reason` says in words why a request was refused.
+    """
 
     question: Question
     frames: int
@@ -269,3 +274,4 @@ class Episode:
     turns: tuple[Turn, ...]
     stop: StopReason
     answer: str | None
+    reason: str = ""

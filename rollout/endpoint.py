@@ -2,8 +2,10 @@
 
 Owns how a request becomes a chat and a reply becomes tokens. Main agents and sub-agents ask alike. The server makes its own tokens of a
 text, so ids here are those of the text that came back, and log-probs are not known (NaN): good for evaluation, not for training.
-Refuses to guess at answers: where the server cannot be reached or says something else, `EndpointError` ends the run in one line, and what
-was played is kept. Invariant: rendered by the published template, the messages are the request's own text.
+Refuses to guess at answers: a request that the server refuses for what is in it becomes a sample
+that says so (`SampleStop.REFUSED`); where the server cannot be reached or says something else,
+`EndpointError` ends the run in one line, and what was played is kept. Invariant: rendered by the
+published template, the messages are the request's own text.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import itertools
 import json
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -30,21 +33,32 @@ from PIL import Image
 from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.config import Qwen3VLConfig
 from paravt_jax.records import Frame, digest
+from paravt_jax.servers import check_address, retry_after
 from paravt_jax.tokenizer import Vocabulary
 from paravt_jax.video import VideoError
 from rollout.requests import Answer, Request, Sample, SampleStop, Sampling
 
 _KEY = "OPENAI_API_KEY"
+_SHOWN = 300  # characters of what a server says
+# A request that gets one of these is refused for what is in it; the next one may be answered.
+_REFUSALS = (400, 413, 422, 451)
+REFUSAL_REMEDY = "check that the model takes images, and that its context is long enough (vllm --max-model-len)"
 _REMEDIES = {
-    400: "check that the model takes images, and that its context is long enough (vllm --max-model-len)",
     401: f"check the key in {_KEY}",
     403: f"check the key in {_KEY}",
     404: "check --endpoint (up to and with /v1) and --endpoint-model",
 }
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_TAG = re.compile("<[^<>]*>")
 
 
 class EndpointError(RuntimeError):
     """The endpoint does not do what is needed; the message says what and why."""
+
+
+def check_endpoint(address: str) -> None:
+    """Raises ValueError for an address that cannot be asked, or that may hold a secret."""
+    check_address("--endpoint", address, f"the environment variable {_KEY}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +76,7 @@ class EndpointSettings:
     """Before the second attempt; it doubles with each further one."""
 
     def __post_init__(self):
-        if not self.address.startswith(("http://", "https://")) or self.address.rstrip("/").endswith("/chat/completions"):
-            raise ValueError(f"--endpoint {self.address}: an address such as http://localhost:8000/v1 is needed, without /chat/completions")
+        check_endpoint(self.address)
 
 
 class FrameImages(FrameFeatures):
@@ -82,13 +95,22 @@ class FrameImages(FrameFeatures):
         return [np.ascontiguousarray(image).reshape(tokens, -1) for image in pixels]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Failure:
+    """A request worth another attempt: what went wrong, with a remedy, and how long the server wants to be left alone."""
+
+    what: str
+    wait: float = 0.0
+
+
 class EndpointSampler:
     """Implements `rollout.requests.Sampler` over HTTP. For one thread at a time; `close` ends its threads."""
 
     def __init__(self, settings: EndpointSettings, vocabulary: Vocabulary, images: FrameImages):
         self._settings, self._vocabulary, self._images = settings, vocabulary, images
-        key = os.environ.get(_KEY, "").strip()
-        self._client = httpx2.Client(headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=settings.timeout)
+        self._key = os.environ.get(_KEY, "").strip()
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        self._client = httpx2.Client(headers=headers, timeout=settings.timeout)
         self._work: queue.SimpleQueue[tuple[Future[Sample], Request, bytes] | None] = queue.SimpleQueue()
         for _ in range(settings.concurrency):  # daemons: who stops the run does not wait for replies that nobody needs
             threading.Thread(target=self._serve, name="endpoint", daemon=True).start()
@@ -140,59 +162,102 @@ class EndpointSampler:
             future.cancel()
 
     def _ask(self, request: Request, content: bytes) -> Sample:
-        until, pause = time.monotonic() + request.sampling.deadline, self._settings.wait
-        for left in reversed(range(self._settings.attempts)):
-            limit = min(self._settings.timeout, until - time.monotonic())
+        settings = self._settings
+        until, pause = time.monotonic() + request.sampling.deadline, settings.wait
+        for left in reversed(range(settings.attempts)):
+            limit = min(settings.timeout, until - time.monotonic())
             if limit <= 0:
                 return self._sample(request, "", SampleStop.DEADLINE)
-            try:
-                reply = self._client.post(
-                    f"{self._settings.address.rstrip('/')}/chat/completions",
-                    content=content,
-                    headers={"Content-Type": "application/json"},
-                    timeout=limit,
-                )
-            except httpx2.HTTPError as error:
-                what = f"the connection failed ({type(error).__name__}); check --endpoint, and that its server runs"
-            else:
-                if reply.is_success:
-                    return self._read(request, reply.content)
-                what = self._refused(reply)
+            found = self._attempt(request, content, limit)
+            if isinstance(found, Sample):
+                return found
             if not left:
-                raise EndpointError(f"--endpoint {self._settings.address}: {what}")
-            time.sleep(max(0.0, min(pause, until - time.monotonic())))
+                raise self._error(found.what)
+            asked = min(max(pause, found.wait), settings.timeout)
+            time.sleep(max(0.0, min(asked, until - time.monotonic())))
             pause *= 2
         raise AssertionError("unreachable")
 
-    def _refused(self, reply: httpx2.Response) -> str:
-        """What a bad status means; raises where another attempt cannot help."""
-        what = f"status {reply.status_code}; {_REMEDIES.get(reply.status_code, 'look into the log of its server')}"
+    def _attempt(self, request: Request, content: bytes, limit: float) -> Sample | _Failure:
+        """The sample, or why it is worth asking again. EndpointError where it is not."""
+        try:
+            reply = self._client.post(
+                f"{self._settings.address.rstrip('/')}/chat/completions",
+                content=content,
+                headers={"Content-Type": "application/json"},
+                timeout=limit,
+            )
+        except httpx2.HTTPError as error:
+            kind = type(error).__name__
+            return _Failure(f"the connection failed ({kind}); check --endpoint, and that its server runs")
+        if reply.is_success:
+            return self._read(request, reply.content)
+        status = f"status {reply.status_code}{self._said(reply.content)}"
+        if reply.status_code in _REFUSALS:
+            return self._sample(request, "", SampleStop.REFUSED, status)
+        what = f"{status}; {_REMEDIES.get(reply.status_code, 'look into the log of its server')}"
         if reply.status_code in (408, 429) or reply.status_code >= 500:
-            return what
-        raise EndpointError(f"--endpoint {self._settings.address}: {what}")
+            headers = reply.headers
+            return _Failure(what, retry_after(headers.get("Retry-After"), headers.get("Date")))
+        raise self._error(what)
 
-    def _read(self, request: Request, content: bytes) -> Sample:
+    def _read(self, request: Request, content: bytes) -> Sample | _Failure:
+        """The sample in the body of a reply whose status is good."""
         try:
             choice = json.loads(content)["choices"][0]
             text, reason = choice["message"]["content"], choice["finish_reason"]
         except (ValueError, LookupError, TypeError, RecursionError):
-            text, reason, choice = None, None, {}
+            return _Failure(
+                f"the reply is no whole chat completion{self._said(content)}; check that no proxy "
+                "answers in place of the server, and that --endpoint ends with /v1"
+            )
+        if reason == "content_filter":
+            return self._sample(request, "", SampleStop.REFUSED, "finish_reason 'content_filter'")
         if not isinstance(text, str) or reason not in ("stop", "length"):
-            raise EndpointError(
-                f"--endpoint {self._settings.address}: the reply has no text (finish_reason {reason!r}); serve the model without a parser "
+            raise self._error(
+                f"the reply has no text (finish_reason {reason!r}); serve the model without a parser "
                 "of tool calls or reasoning, which takes them out of it"
             )
-        if reason == "length":
-            return self._sample(request, text, SampleStop.LENGTH)
+        said, end, _ = text.partition("<|im_end|>")  # nothing after the end of a turn belongs to it
         stopped = choice.get("stop_reason")
-        if isinstance(stopped, str):  # a stop string, which the response ends with
-            return self._sample(request, text if text.endswith(stopped) else text + stopped, SampleStop.STOP_ID)
-        return self._sample(request, text.removesuffix("<|im_end|>") + "<|im_end|>", SampleStop.STOP_ID)
+        if end or (reason == "stop" and not isinstance(stopped, str)):
+            return self._sample(request, said + "<|im_end|>", SampleStop.STOP_ID)
+        if reason == "length":
+            return self._sample(request, said, SampleStop.LENGTH)
+        # A stop string ends the response; some servers leave it out of the text.
+        return self._sample(request, said.removesuffix(stopped) + stopped, SampleStop.STOP_ID)
 
-    def _sample(self, request: Request, text: str, stop: SampleStop) -> Sample:
-        ids = self._vocabulary.encode(text)[: request.sampling.max_new_tokens + 1]
+    def _error(self, what: str) -> EndpointError:
+        return EndpointError(f"--endpoint {self._settings.address}: {what}")
+
+    def _said(self, content: bytes) -> str:
+        """The server's own message in brackets, on one line and without the key; "" where there is none."""
+        message = _message(content)
+        if self._key:
+            message = message.replace(self._key, "[the key]")
+        return f" ({message[:_SHOWN]})" if message else ""
+
+    def _sample(self, request: Request, text: str, stop: SampleStop, reason: str = "") -> Sample:
+        whole = _SURROGATE.sub("\ufffd", text)  # half a character has no tokens
+        ids = self._vocabulary.encode(whole)[: request.sampling.max_new_tokens + 1]
         unknown = np.full(len(ids), np.nan, np.float32)
-        return Sample(ids, unknown, stop, 0, digest(np.concatenate([request.ids, ids])))
+        fed = digest(np.concatenate([request.ids, ids]))
+        return Sample(ids, unknown, stop, 0, fed, reason)
+
+
+def _message(content: bytes) -> str:
+    """What the body of an error says, on one line: a field of JSON, or the words of a page."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        found = None
+    for field in ("error", "message", "detail"):
+        if isinstance(found, dict) and field in found:
+            found = found[field]
+    text = found
+    if not isinstance(text, str):
+        text = _TAG.sub(" ", content[: 10 * _SHOWN].decode("utf-8", errors="replace"))
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> list[dict[str, Any]]:
@@ -216,12 +281,14 @@ def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> l
         chat.append({"role": role, "content": "".join(part["text"] for part in content) if plain else content})
         parts.clear()
 
-    at = 0
+    at, inside = 0, False
     while at < len(ids):
-        if ids[at] == start:
+        if ids[at] == start and not inside:  # inside, it is something that the model wrote
             text.clear()  # the line end between two messages
-        elif ids[at] == end:
+            inside = True
+        elif ids[at] == end and inside:
             close()
+            inside = False
         elif ids[at] == opening and frames:
             flush()
             frame = frames.pop(0)

@@ -28,6 +28,14 @@ _CUT = {
     SampleStop.LENGTH: StopReason.TRUNCATED,
     SampleStop.DEADLINE: StopReason.TIME_LIMIT,
     SampleStop.UNREADABLE: StopReason.UNREADABLE,
+    SampleStop.REFUSED: StopReason.REFUSED,
+}
+
+# What becomes of a call whose sub-agent did not end by itself, and what the main agent is told.
+_LOST = {
+    SampleStop.DEADLINE: (CallStatus.TIMED_OUT, "error: nobody looked there in time"),
+    SampleStop.UNREADABLE: (CallStatus.UNREADABLE, "error: the video cannot be read there"),
+    SampleStop.REFUSED: (CallStatus.REFUSED, "error: the request to look there was refused"),
 }
 
 
@@ -99,7 +107,7 @@ async def play(scene: Scene, question: Question, setting: Setting, seed: int) ->
         text = protocol.vocabulary.decode(np.concatenate([protocol.pinned.ids, sample.ids])).removesuffix("<|im_end|>")
         if (cut := _CUT.get(sample.stop)) is not None:
             turns.append(Turn(text, truncated=True))
-            return _episode(question, setting, trajectory, turns, cut)
+            return _episode(question, setting, trajectory, turns, cut, sample.reason)
         calls = parse_calls(text)
         if not calls:
             turns.append(Turn(text))
@@ -134,7 +142,7 @@ async def _dispatch(
 ) -> list[CallOutcome]:
     """Carry out a turn's calls: every good window goes to its own sub-agent, all of them side by side, `until` the episode's time is up.
 
-    One that fails or takes too long costs its own report only.
+    One that fails, is refused or takes too long costs its own report only.
     """
     limit = 1 if setting.dispatch == "sequential" else scene.protocol.settings.max_calls
     outcomes = [_open(scene, question, call, number, limit, setting.dispatch) for number, call in enumerate(calls)]
@@ -147,10 +155,9 @@ async def _dispatch(
     for (number, outcome), (sample,) in zip(ready, await ask(*requests), strict=True):
         assert outcome.subagent is not None
         outcome.subagent.append(Segment(sample.ids, Author.MODEL, sample.logprobs, digest=sample.digest, version=sample.version))
-        if sample.stop is SampleStop.DEADLINE:
-            outcome = dataclasses.replace(outcome, status=CallStatus.TIMED_OUT, response="error: nobody looked there in time")
-        elif sample.stop is SampleStop.UNREADABLE:
-            outcome = dataclasses.replace(outcome, status=CallStatus.UNREADABLE, response="error: the video cannot be read there")
+        if sample.stop in _LOST:
+            status, response = _LOST[sample.stop]
+            outcome = dataclasses.replace(outcome, status=status, response=response)
         else:  # the report before the note on its window: where the whole is too long, the end is cut
             summary = vocabulary.decode(sample.ids).removesuffix("<|im_end|>")
             outcome = dataclasses.replace(outcome, response=summary + outcome.response)
@@ -211,6 +218,13 @@ def _suffix_length(trajectory: Trajectory) -> int:
     return len(split_prompt(trajectory)[1])
 
 
-def _episode(question: Question, setting: Setting, trajectory: Trajectory, turns: list[Turn], stop: StopReason) -> Episode:
+def _episode(
+    question: Question,
+    setting: Setting,
+    trajectory: Trajectory,
+    turns: list[Turn],
+    stop: StopReason,
+    reason: str = "",
+) -> Episode:
     answer = extract_answer(turns[-1].text) if turns and stop is StopReason.ANSWERED else None
-    return Episode(question, setting.frames, trajectory, tuple(turns), stop, answer)
+    return Episode(question, setting.frames, trajectory, tuple(turns), stop, answer, reason)

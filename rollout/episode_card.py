@@ -32,6 +32,7 @@ STOPS = {
     "token_limit": "the trajectory was full",
     "time_limit": "its time was up",
     "unreadable": "the video could not be read",
+    "refused": "the server refused a request",
 }
 EXECUTED = ("executed", "clamped")
 

@@ -100,13 +100,14 @@ def play_and_score(
     judge: Judge | None = None,
     anchor_weight: float = 0.5,
 ) -> list[tuple[Episode, Rewards]]:
-    """Play every question `samples` times under `setting`; those whose video cannot be read are left
-    out. `anchor_weight` as of `score_all`.
+    """Play every question `samples` times under `setting`; those whose video cannot be read, or
+    that a server refuses, are left out. `anchor_weight` as of `score_all`.
 
     An episode depends on its question and the seed, not on what else is played: several processes can share the questions.
     """
     agents = [play(scene, q, setting, seed_of(seed, q.id, n)) for q in questions for n in range(samples)]
-    episodes = [episode for episode in run(sampler, agents, progress) if episode.stop is not StopReason.UNREADABLE]
+    lost = (StopReason.UNREADABLE, StopReason.REFUSED)
+    episodes = [episode for episode in run(sampler, agents, progress) if episode.stop not in lost]
     earned = score_all([(e.question, e.turns) for e in episodes], rewards, judge, anchor_weight)
     return list(zip(episodes, earned, strict=True))
 

@@ -106,6 +106,7 @@ class SampleStop(enum.StrEnum):
     LENGTH = "length"
     DEADLINE = "deadline"
     UNREADABLE = "unreadable"  # the video could not be read (any more)
+    REFUSED = "refused"  # a server would not answer this request, for what is in it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +114,7 @@ class Sample:
     """A sampled response: int32 ids, their float32 log-probs under the sampling distribution, and the version of the weights.
 
     `digest` is that of every token the model was really fed, the sampled ones included: see `paravt_jax.records.digest`.
+    `reason` says in words why a request was refused.
     """
 
     ids: np.ndarray
@@ -120,6 +122,7 @@ class Sample:
     stop: SampleStop
     version: int
     digest: str
+    reason: str = ""
 
 
 Answer = tuple[int, tuple[Sample, ...]]  # the request's ticket, and a sample for every seed

@@ -24,11 +24,11 @@ from models.qwen3_vl.hf import load as load_model
 from models.sharding import make_mesh
 from models.weights.folder import local_folder, weights_files
 from paravt_jax import tokenizer
-from paravt_jax.benchmarks import BENCHMARKS, VideoFolder, load
+from paravt_jax.benchmarks import BENCHMARKS, Item, VideoFolder, load
 from paravt_jax.protocol import Protocol
 from paravt_jax.tokenizer import Vocabulary
 from paravt_jax.video import VideoError
-from rollout.endpoint import EndpointError, EndpointSampler, EndpointSettings, FrameImages
+from rollout.endpoint import REFUSAL_REMEDY, EndpointError, EndpointSampler, EndpointSettings, FrameImages
 from rollout.engine import Engine
 from rollout.episode import Scene
 from rollout.evaluation.compare import compare, comparison_text, table
@@ -41,6 +41,7 @@ from rollout.requests import Sampler
 from rollout.sizing import crop_tokens, overview_tokens, single_episodes
 
 _LAST = 99_999.9  # seconds; a later frame's time would have one more digit than there is room for
+_REFUSED_VIDEOS = 5  # of so many videos each question is refused, and none answered: the run ends
 _PROG = "python -m rollout.evaluate"
 _MODES = f"Of finished runs: {_PROG} --compare A B [--json], question by question; {_PROG} --table RUN ..., beside the paper's rows."
 
@@ -106,12 +107,36 @@ def evaluate_split(settings: BenchmarkSettings, stream: TextIO | None = None) ->
         if items:
             player = _player(settings, model, videos)
             with _Progress(settings.benchmark, len(items), out_stream) as progress:
-                for line in player.lines(items):
-                    folder.append(line)
-                    progress.update(line)
+                _play(player, items, folder, progress, settings.endpoint if not done else "")
         summary = folder.summarise(lambda config, lines: summarise(config, lines, len(loaded.items), loaded.broken))
     print("\n".join(_report(summary, out)), file=out_stream)
     return summary
+
+
+def _play(
+    player: Player,
+    items: Sequence[Item],
+    folder: EvaluationFolder,
+    progress: _Progress,
+    untried: str,
+) -> None:
+    """Plays questions and writes their lines. `untried` is the address of a server that has answered none yet.
+
+    EndpointError where that server refuses the first questions on `_REFUSED_VIDEOS` videos and
+    answers none: then the fault is in the set-up, not in the questions.
+    """
+    refused: set[str] = set()
+    for line in player.lines(items):
+        folder.append(line)
+        progress.update(line)
+        if "left_out" not in line:
+            untried = ""
+        elif line["left_out"] == "refused":
+            refused.add(line["video"])
+        if untried and len(refused) == _REFUSED_VIDEOS:
+            raise EndpointError(
+                f"--endpoint {untried}: refused every question on the first {len(refused)} videos ({line['reason']}); {REFUSAL_REMEDY}"
+            )
 
 
 def _name(model: str) -> str:
@@ -213,9 +238,12 @@ def _report(summary: Line, out: pathlib.Path) -> Iterator[str]:
         value = summary["miou" if benchmark.grounding else "accuracy"]
         paper = f"ParaVT-8B in the paper: {benchmark.paper[0]}"
         yield f"{benchmark.title}: {100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}] on {played} ({paper})"
+        if summary["refused_reports"]:
+            yield f"  {summary['refused_reports']} sub-agents' requests were refused"
         yield (
             f"  {summary['calls_per_question']:.2f} calls a question, {100 * summary['share_with_calls']:.0f} % with calls, "
-            f"{summary['without_answer']} without an answer, {summary['seconds_per_question']:.2f} s a question"
+            f"{summary['without_answer']} without an answer, "
+            f"{summary['unread']} whose answer names no option or span, {summary['seconds_per_question']:.2f} s a question"
         )
     for cause, found in summary["left_out"].items():
         video, reason = next(iter(found["videos"].items()))

@@ -1,8 +1,9 @@
 """Plays the questions of a split, scores what is said, and hands out one line a question as it is done.
 
-Owns the course of a question from its video's file to its score. Failures are values: a video that is missing or cannot be read, a
-question that is too long, each leaves its question out with a reason, and nothing ends the run. Invariant: a line depends on its question,
-the settings and the weights, not on what else is played.
+Owns the course of a question from its video's file to its score. Failures are values: a video that
+is missing or cannot be read, a question that is too long or that a server refuses, each leaves its
+question out with a reason, and nothing ends the run. Invariant: a line depends on its question, the
+settings and the weights, not on what else is played.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import time
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
-from paravt_jax.accuracy import accuracy
+from paravt_jax.accuracy import accuracy, is_read
 from paravt_jax.benchmarks import Item, VideoFolder, shuffled
 from paravt_jax.benchmarks.scoring import said
 from paravt_jax.judge import Judge
 from paravt_jax.protocol import Protocol, subtitle_line, subtitled_text
-from paravt_jax.records import Episode, Question, StopReason
+from paravt_jax.records import CallStatus, Episode, Question, StopReason
 from paravt_jax.rewards import RewardSettings, score
 from paravt_jax.subtitles import Subtitle, read_srt
 from paravt_jax.video import VideoError
@@ -32,7 +33,8 @@ from rollout.transcript import transcript
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-    """A question that is not played, and why: `missing` (no such file), `unreadable`, `too_long`."""
+    """A question that is not played, and why: `missing` (no such file), `unreadable`, `too_long`,
+    `refused` (by the server that samples)."""
 
     cause: str
     reason: str
@@ -95,6 +97,8 @@ class Player:
         episode = await play(self._scene, question, self._setting, seed)
         if episode.stop is StopReason.UNREADABLE:
             return Left("unreadable", features.unreadable.get(question.video, "it cannot be read any more"))
+        if episode.stop is StopReason.REFUSED:
+            return Left("refused", episode.reason)
         return Played(question, episode, subtitles)
 
     def _asked(self, item: Item) -> tuple[Question, int | None]:
@@ -120,7 +124,11 @@ class Player:
             "kind": str(question.kind),
             "score": self._score(question, read),
             "read": read,
+            "unread": read is not None and not is_read(question, read),
             "calls": executed_calls(episode),
+            "refused_reports": sum(
+                outcome.status is CallStatus.REFUSED for turn in episode.turns for outcome in turn.calls
+            ),
             "subtitles": outcome.subtitles,
         }  # fmt: skip
 

@@ -14,6 +14,7 @@ from paravt_jax.benchmarks import BENCHMARKS
 from paravt_jax.judge import JudgeSettings
 from paravt_jax.protocol import Prompt, ProtocolSettings
 from paravt_jax.rewards import RewardSettings
+from rollout.endpoint import check_endpoint
 from rollout.episode import Dispatch, Setting
 
 BenchmarkName = Literal["videomme", "videomme_wsub", "longvideobench", "lvbench", "mlvu", "mmvu", "charades"]
@@ -124,6 +125,8 @@ class BenchmarkSettings:
             raise ValueError(f"--shuffle: {self.benchmark} has no options; leave it out")
         if bool(self.endpoint) != bool(self.endpoint_model):
             raise ValueError("--endpoint, --endpoint-model: an address and the model's name there belong together; give both or neither")
+        if self.endpoint:
+            check_endpoint(self.endpoint)
         if (self.open_ended == "judge") != bool(self.judge and self.judge_model):
             raise ValueError("--open-ended judge, --judge, --judge-model: belong together; give all three or none")
         self.part()

@@ -12,7 +12,7 @@ import re
 import numpy as np
 import pytest
 
-from paravt_jax.accuracy import chosen_letter, grounding_accuracy, read_range
+from paravt_jax.accuracy import chosen_option, grounding_accuracy, read_range
 from paravt_jax.parsing import read_seconds
 from paravt_jax.subtitles import read_srt
 from tests.golden.conftest import Excuse, check_examples
@@ -36,14 +36,31 @@ def standing(text: str) -> set[str]:
 
 
 def named(text: str, letter: str) -> bool:
-    """Whether a text names a letter as an option: by itself, in front, in parentheses or after a word for it."""
+    """Whether a text names a letter as an option.
+
+    By itself, in front, in parentheses, in a box, after a word for it, or beside a second letter.
+    """
+    # "A" and "I" before a word are words.
+    guard = r"(?!\s+(?!(?:and|or|because|since|as|but|is|are)\b)\w)" if letter in "AI" else ""
+    alone = rf"{letter}(?![\w'’]){guard}"
+    joint = r"[)\]]?\s*(?:,|/|&|\band\b|\bor\b)\s*[(\[]?"
+    others = rf"(?:[A-Z]{joint})*"
+    clause = rf"(?:{joint}[A-Z])*" r"(?:\W*|(?:\s*[.,;:!?)\]]|\s+(?:because|since|as|but)\b).*)"
     forms = (
         rf"\W*(?:(?i:the)\s+)?{letter}\W*",
         rf"[(\[]?(?i:{letter})[.):,\]](?!\w).*",
         rf"{letter}\s+[-–—].*",
-        rf"(?:.*\W)?(?i:answer|option|choice)(?:\s+is)?\s*:?\s*[(\[]?{letter}(?!\w).*",
-        rf".*答案[是为]?\s*:?\s*[(\[]?{letter}(?!\w).*",
+        rf"{alone}\s+(?:because|since|due\s+to|is\s+(?:the\s+)?(?:answer|best|correct|right)).*",
+        rf"(?:.*\W)?(?i:answer|option|choice)(?:\s+is)?\s*:?\s*[(\[]?{others}{alone}.*",
+        rf".*答案[是为]?\s*:?\s*[(\[]?{others}{alone}.*",
         rf".*\({letter}\).*",
+        rf".*\\boxed\{{\W*{letter}\W*\}}.*",
+        rf"(?:.*\W)?(?i:it|that|this)(?:\s+is|['’]s)[:,]?\s*[(\[]?{others}{alone}{clause}",
+        r"(?:.*\W)?(?i:(?:must|should|would)\s+be|choose|pick|select|go\s+with|therefore|thus|hence|so)"
+        rf"[:,]?\s+[(\[]?{others}{alone}{clause}",
+        rf"(?s:.*)选\s*[(\[]?{letter}(?!\w){clause}",
+        rf"[A-Z]{joint}{others}{alone}.*",
+        rf"{alone}{joint}[A-Z](?![\w'’]).*",
     )
     return any(re.fullmatch(form, text.strip(), re.DOTALL) for form in forms)
 
@@ -95,7 +112,7 @@ LETTERS = {
     "several": Excuse(
         "where several letters stand in an answer, the one that is named as the option counts; the release takes the first",
         lambda r: len(standing(said(r))) > 1 and names(said(r)) != [r["expected"]],
-        lambda r, got: got is None or named(said(r), got),
+        lambda r, got: got is None or names(said(r)) == [got],
         response("A or B", "A"),
         response("(A)", "A"),
         "A",
@@ -112,7 +129,7 @@ LETTERS = {
 
 
 def read_letter(record: dict) -> str | None:
-    return chosen_letter(said(record))
+    return chosen_option(said(record))
 
 
 def test_extract_letter(records, hold):
@@ -135,9 +152,24 @@ def first_pair(text: str) -> list[float] | None:
         )
         if between and all(re.fullmatch(r"(?:\d+:)?\d+:[0-5]?\d(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+", t[0]) for t in (a, b)):
             sign = -1 if re.search(r"(?<![\w.:)\]-])-$", text[: a.start()]) else 1
-            seconds = [sum(float(part) * 60**i for i, part in enumerate(reversed(t[0].split(":")))) for t in (a, b)]
+            seconds = [clock(t[0]) for t in (a, b)]
             return [sign * seconds[0], -seconds[1] if between[1] else seconds[1]]
-    return None
+    return labelled_pair(text)
+
+
+def labelled_pair(text: str) -> list[float] | None:
+    """The times behind a word for the start and one for the end."""
+    words = r"(?:[\s:=\"'_~]|(?:is|was|at|in|on|time|timestamp|around|about|the|seconds?)(?![A-Za-z]))*"
+    labels = ("start(?:s|ed|ing)?|begin(?:s|ning)?", "end(?:s|ed|ing)?|finish(?:es|ed|ing)?")
+    number = r"(-?(?:(?:\d+:)?\d+:[0-5]?\d(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+))(?![\d:]|\.\d)"
+    found = [re.search(rf"(?<![A-Za-z])(?:{label}){words}{number}", text, re.I) for label in labels]
+    return [clock(match[1]) for match in found if match] if all(found) else None
+
+
+def clock(text: str) -> float:
+    """Seconds of "12.5", "01:05" or "1:00:05", with a sign or without."""
+    parts = enumerate(reversed(text.lstrip("-").split(":")))
+    return (-1 if text.startswith("-") else 1) * sum(float(part) * 60**i for i, part in parts)
 
 
 def pair(record: dict) -> list[float] | None:
@@ -159,7 +191,7 @@ RANGES = {
         "two numbers that nothing joins are no range; the release's evaluation takes any two",
         lambda r: r["expected"] is not None and pair(r) is None,
         lambda r, got: got is None,
-        response("start: 5 end: 9", [5.0, 9.0]),
+        response("frame 5, later frame 9", [5.0, 9.0]),
         SPAN,
         (5.0, 9.0),
     ),

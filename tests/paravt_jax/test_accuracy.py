@@ -1,10 +1,22 @@
 """Multiple choice, temporal grounding and open-ended answers, with the mends of REFERENCE 4, point 12."""
 
+import time
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from paravt_jax.accuracy import accuracy, choice_accuracy, chosen_letter, exact_match, grounding_accuracy, normalise, read_range, token_f1
+from paravt_jax.accuracy import (
+    accuracy,
+    choice_accuracy,
+    chosen_option,
+    exact_match,
+    grounding_accuracy,
+    is_read,
+    normalise,
+    read_range,
+    token_f1,
+)
 from paravt_jax.records import Question, QuestionKind
 
 OPTIONS = ("A. a red dog", "B. two cats", "C. seven", "D. the sea")
@@ -34,8 +46,94 @@ OPTIONS = ("A. a red dog", "B. two cats", "C. seven", "D. the sea")
         ("", None),
     ],
 )
-def test_chosen_letter(text, letter):
-    assert chosen_letter(text) == letter
+def test_chosen_option(text, letter):
+    assert chosen_option(text) == letter
+
+
+FRUIT = ("Apples", "Bananas and pears", "Cherries", "A red dog")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It is B.",
+        "It's B",
+        "I think it is B, as the label says.",
+        "B because it fits",
+        "B since nothing else fits.",
+        "B is correct",
+        "B is the correct answer.",
+        "I choose B",
+        "I would go with (B).",
+        "So B.",
+        r"\boxed{B}",
+        r"$\boxed{\text{B}}$",
+        r"The final answer is \boxed{B. Bananas and pears}.",
+        r"The answer is \(B\)",
+        "Therefore, the final answer is: $B$",
+        "The answer is **B**.",
+        "**Answer:** B",
+        'The answer is "B".',
+        "B Bananas and pears",
+        "B.Bananas and pears",
+        "(B)Bananas and pears",
+        "**B.** Bananas and pears",
+        "Bananas and pears",
+        "Bananas and pears (B)",
+        "It is bananas and pears.",
+        "The answer is Bananas and pears",
+        "The correct answer is: B. Bananas and pears.",
+        "B\n\nThe label on the box says so.",
+        "The label on the box says so.\n\nB",
+        "选B。",
+    ],
+)
+def test_ways_to_name_an_option(text):
+    question = Question("q", "v", "?", QuestionKind.MULTIPLE_CHOICE, "B", FRUIT)
+    assert chosen_option(text, FRUIT) == "B" and accuracy(question, text) == 1
+    assert choice_accuracy(text, "Bananas and pears", FRUIT) == 1
+    assert choice_accuracy(text, "C", FRUIT) == 0 and is_read(question, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A. Bananas and pears",
+        "C. Bananas and pears",
+        "The answer is A. Bananas and pears",
+        "B, C and D",
+        "B and C",
+        "The answer is B or C",
+        "Option B, although it is C.",
+        "B\nC",
+        "E",
+        "E. Apples",
+        "A man walks",
+        "I see a dog",
+        "It is A man",
+        "The answer is A man",
+        "It is B movie night",
+        "It is vitamin C rich",
+        "The answer is D.C.",
+        "not sure",
+    ],
+)
+def test_an_answer_that_names_no_option_or_several_earns_nothing_and_is_not_read(text):
+    question = Question("q", "v", "?", QuestionKind.MULTIPLE_CHOICE, "B", FRUIT)
+    assert chosen_option(text, FRUIT) is None and not is_read(question, text)
+    assert {choice_accuracy(text, letter, FRUIT) for letter in "ABCD"} == {0}
+
+
+def test_a_letter_is_no_article_where_the_right_answer_is_words():
+    assert choice_accuracy("A. Bananas and pears", "Bananas and pears") == 0
+    assert choice_accuracy("A. Bananas and pears", "A. Bananas and pears") == 1
+    assert choice_accuracy("a red dog", "A red dog") == choice_accuracy("Red dog", "a red dog") == 1
+    assert choice_accuracy("A red dog", "D", FRUIT) == choice_accuracy("red dog", "D", FRUIT) == 1
+
+
+def test_an_options_own_words_are_that_option_whatever_they_look_like():
+    names = ("B. Smith", "C major", "A. Jones", "option A")
+    assert [chosen_option(words, names) for words in names] == ["A", "B", "C", "D"]
 
 
 @pytest.mark.parametrize("blank", ["the", "?", "...", "an", "", "!!!"])
@@ -89,6 +187,109 @@ def test_options_answer_by_letter_or_words(wanted, said, score):
 )
 def test_read_range(text, range_):
     assert read_range(text) == range_
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<73.0 seconds> - <130.0 seconds>",
+        "It happens from <73.0 seconds> to <130.0 seconds>.",
+        "[<73.0 seconds>, <130.0 seconds>]",
+        "<time>73 - 130</time>",
+        "starts at 73 seconds and ends at 130 seconds",
+        "The event starts around 73 s and ends around 130 s.",
+        "Start time: 73.0s\nEnd time: 130.0s",
+        "begins at 73.0 and finishes at 130.0",
+        "ends at 130, starts at 73",
+        "start: 73, end: 130",
+        "start=73 end=130",
+        '{"start": 73, "end": 130}',
+        '{"end": 130.0, "start": 73.0}',
+        '{"start_time": "1:13", "end_time": "2:10"}',
+        '{"timestamp": [73.0, 130.0]}',
+        "[[73, 130]]",
+        "73 sec. to 130 sec.",
+        "73 secs - 130 secs.",
+        "from 73s until 130s",
+        "from 73 s, until 130 s",
+        "between 73 and 130 seconds",
+        "from 73 to about 130 seconds",
+        "from second 73 to second 130",
+        "73 till 130",
+        "73 -> 130",
+        "73 → 130",
+        "**73** to **130**",
+        "从73秒到130秒",
+        "73 秒至 130 秒",
+        "1:13 to 2:10",
+        "starting at 1:13 and ending at 2:10",
+        "00:01:13 --> 00:02:10",
+        "1 min 13 sec to 2 min 10 sec",
+        "1 minute and 13 seconds to 2 minutes and 10 seconds",
+        "between 1 min 13 and 2 min 10",
+        "1m13s - 2m10s",
+    ],
+)
+def test_ways_to_name_a_range(text):
+    assert read_range(text) == (73, 130) and grounding_accuracy(text, "[73, 130]") == 1
+
+
+def test_a_unit_behind_the_second_time_is_that_of_both():
+    assert read_range("1 to 2 minutes") == (60, 120) and read_range("1.5-2 min") == (90, 120)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "73",
+        "at 73 seconds",
+        "5 9",
+        "10% to 20%",
+        "10 people end 5 times",
+        "restart: 5, bend: 9",
+        "start: soon, end: 9",
+        "starts at 73 seconds",
+        "1 min, then nothing",
+    ],
+)
+def test_numbers_that_are_no_range(text):
+    question = Question("q", "v", "?", QuestionKind.TEMPORAL_GROUNDING, "[73, 130]")
+    assert read_range(text) is None and accuracy(question, text) == 0 and not is_read(question, text)
+
+
+def test_words_are_read_as_they_are_where_any_will_do():
+    assert is_read(Question("q", "v", "?", QuestionKind.OPEN_ENDED, "sorting"), "no idea")
+
+
+LONG = [
+    "1" * 40_000,
+    "1:" * 20_000,
+    "1 s " * 10_000,
+    "1 and " * 10_000,
+    "1 min 1 " * 5_000,
+    "1m" * 20_000,
+    "start " * 10_000,
+    "start" + " " * 40_000,
+    "start is at time " * 4_000,
+    "<" * 40_000,
+    "answer is " * 5_000,
+    "answer" + " " * 40_000,
+    "it is B" + "!" * 40_000 + "x",
+    "B, " * 20_000 + "x",
+    "A,A" * 20_000 + " x",
+    "(" * 40_000,
+    "\\boxed{" * 8_000,
+    "B\n" * 20_000,
+]
+
+
+@pytest.mark.parametrize("text", LONG, ids=[f"{text[:8]!r}" for text in LONG])
+def test_a_long_text_is_read_in_time(text):
+    """Quadratic work on these takes minutes; they take about a second."""
+    start = time.monotonic()
+    read_range(text)
+    choice_accuracy(text, "B", FRUIT)
+    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paravt_jax.accuracy import token_f1
-from paravt_jax.judge import Judge, JudgeCounts, JudgeSettings, needs_judge, read_reply, read_score, request, retry_after
+from paravt_jax.judge import Judge, JudgeCounts, JudgeSettings, needs_judge, read_reply, read_score, request
 from paravt_jax.records import Question, QuestionKind
 from tests.paravt_jax.judge_server import Reply, says, serving
 
@@ -162,23 +162,6 @@ def test_other_numbers_are_no_scores(number):
 @given(st.binary() | st.recursive(st.none() | st.text() | st.integers(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
 def test_any_body_is_read_or_is_nonsense(body):
     assert read_reply(body if isinstance(body, bytes) else json.dumps(body).encode()) is None
-
-
-@pytest.mark.parametrize(
-    "header, seconds",
-    [
-        (None, 0),
-        ("3", 3),
-        ("0.25", 0.25),
-        ("-1", 0),
-        ("nan", 0),
-        ("inf", 0),
-        ("9" * 400, 0),
-        ("Wed, 21 Oct 2026 07:28:00 GMT", 0),
-    ],
-)
-def test_retry_after(header, seconds):
-    assert retry_after(header) == seconds
 
 
 NONSENSE = {
@@ -444,6 +427,7 @@ def test_the_key_is_read_anew_and_without_its_line_feed(monkeypatch):
         ("endpoint", f"http://user:{KEY}@localhost/v1"),
         ("endpoint", f"http://localhost/v1?key={KEY}"),
         ("endpoint", f"http://localhost/v1#{KEY}"),
+        ("endpoint", f"user:{KEY}@localhost/v1"),
         ("model", " "),
         ("key_variable", KEY),
         ("key_variable", "MY KEY"),

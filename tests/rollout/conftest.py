@@ -24,6 +24,7 @@ class Cut:
 
     line: str | Sequence[int]
     stop: SampleStop
+    reason: str = ""
 
 
 Line = str | Sequence[int] | Cut  # what an agent says: text that ends its turn, or bare token ids
@@ -92,7 +93,9 @@ class Scripted:
         elif len(ids) >= sampling.max_new_tokens:
             ids, stop = ids[: sampling.max_new_tokens], SampleStop.LENGTH
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32) / 8
-        return Sample(ids, logprobs, stop, version=7, digest=digest(np.concatenate([request.ids, ids])))
+        fed = digest(np.concatenate([request.ids, ids]))
+        reason = line.reason if isinstance(line, Cut) else ""
+        return Sample(ids, logprobs, stop, version=7, digest=fed, reason=reason)
 
     @property
     def main(self) -> list[tuple[Request, Sample]]:

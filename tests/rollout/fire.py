@@ -93,6 +93,22 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
 }
 
 
+_ACCIDENTS = (
+    ("splice", 0.2),
+    ("unended", 0.06),
+    ("endless", 0.03),
+    ("nothing", 0.03),
+    ("late", 0.07),
+    ("lost", 0.04),
+    ("barred", 0.04),
+)
+_CUTS = {
+    "late": SampleStop.DEADLINE,
+    "lost": SampleStop.UNREADABLE,
+    "barred": SampleStop.REFUSED,
+}
+
+
 class Fuzzer:
     """Lines of a grammar and of chance. `used` counts the alternatives taken; ids run up to `rows`, beyond the vocabulary's words."""
 
@@ -112,7 +128,7 @@ class Fuzzer:
         rng = random.Random(seed)
         ids = self.vocabulary.encode(self.expand("turn", rng)).tolist()
         stop, end = None, [self.vocabulary.eos]
-        for name, chance in (("splice", 0.2), ("unended", 0.06), ("endless", 0.03), ("nothing", 0.03), ("late", 0.07), ("lost", 0.04)):
+        for name, chance in _ACCIDENTS:
             if rng.random() >= chance:
                 continue
             self.accidents[name] += 1
@@ -126,7 +142,7 @@ class Fuzzer:
             elif name == "unended":
                 end = []
             else:
-                stop, ids, end = SampleStop.DEADLINE if name == "late" else SampleStop.UNREADABLE, ids[: rng.randrange(most + 1)], []
+                stop, ids, end = _CUTS[name], ids[: rng.randrange(most + 1)], []
         return (ids + end)[: most + 1], stop
 
     def _splice(self, ids: list[int], rng: random.Random) -> list[int]:

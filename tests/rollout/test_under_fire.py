@@ -185,7 +185,11 @@ def inspect(episode: Episode, scene: Scene, setting: Setting, seed: int, said: d
             assert np.array_equal(outcome.subagent.ids, np.concatenate([request.ids, sample.ids]))
             assert 1 <= len(request.frames) <= limits.crop_frames
             assert {frame.video for frame in request.frames} == {episode.question.video}
-            ended = {SampleStop.DEADLINE: CallStatus.TIMED_OUT, SampleStop.UNREADABLE: CallStatus.UNREADABLE}.get(sample.stop)
+            ended = {
+                SampleStop.DEADLINE: CallStatus.TIMED_OUT,
+                SampleStop.UNREADABLE: CallStatus.UNREADABLE,
+                SampleStop.REFUSED: CallStatus.REFUSED,
+            }.get(sample.stop)
             assert (outcome.status is ended) if ended else outcome.status.executed
         if turn.calls and 3 * number + 4 < len(segments):
             told = vocabulary.decode(segments[3 * number + 4].ids)
@@ -221,7 +225,7 @@ def test_every_end_has_a_name_and_is_counted_and_all_kinds_are_met(battle):
 
 def test_the_fuzzer_uses_all_it_has(battle):
     assert {name for name, _ in battle.fuzzer.used} == set(GRAMMAR)
-    assert len(battle.fuzzer.accidents) == 11
+    assert len(battle.fuzzer.accidents) == 12
 
 
 def test_no_file_is_opened_beside_the_questions_own_video(battle, field):
@@ -362,8 +366,11 @@ def test_a_real_engine_under_fire(possessed, field, small_model):
     assert not heard and {pathlib.Path(path).name for path in opened} <= {"damaged.mp4"}  # the others are encoded already
     assert all_returned(sampler.engine) and not sampler.owner
     outcomes = [outcome for episode in episodes for turn in episode.turns for outcome in turn.calls]
-    assert {episode.stop for episode in episodes} >= set(StopReason) - {StopReason.TOKEN_LIMIT, StopReason.TURN_LIMIT}
-    assert {outcome.status for outcome in outcomes} >= set(CallStatus) - {CallStatus.CLAMPED, CallStatus.TOO_MANY, CallStatus.UNREADABLE}
+    # An engine refuses nothing; the others are rare here.
+    unmet = {StopReason.TOKEN_LIMIT, StopReason.TURN_LIMIT, StopReason.REFUSED}
+    assert {episode.stop for episode in episodes} >= set(StopReason) - unmet
+    unmet = {CallStatus.CLAMPED, CallStatus.TOO_MANY, CallStatus.UNREADABLE, CallStatus.REFUSED}
+    assert {outcome.status for outcome in outcomes} >= set(CallStatus) - unmet
     for episode in episodes:
         assert all(math.isfinite(value) for value in dataclasses.astuple(score(episode.question, episode.turns, REWARDS[0])))
 

@@ -16,6 +16,7 @@ import pytest
 
 from models.qwen3_vl import save
 from paravt_jax.tokenizer import save as save_vocabulary
+from rollout.endpoint import EndpointError
 from rollout.evaluation import command
 from rollout.evaluation.folder import latest, read_json, read_lines
 from rollout.evaluation.settings import BenchmarkSettings
@@ -124,6 +125,77 @@ def test_an_endpoint_stands_in_for_the_engine(checkpoint, split, videos, tmp_pat
     assert len(server.received) == 3 and summary["left_out"]["missing"]["questions"] == 2
 
 
+def filtered(*names):
+    """Answers a chat, unless one of `names` stands in it."""
+
+    def answer(number, received) -> Reply:
+        chat = str(received.body["messages"])
+        if any(name in chat for name in names):
+            return Reply(b'{"error": {"message": "content_filter"}}', status=400)
+        content = "x\n</think>\n<answer>C</answer>"
+        reply = {"choices": [{"message": {"content": content}, "finish_reason": "stop"}]}
+        return Reply(json.dumps(reply).encode())
+
+    return answer
+
+
+@pytest.fixture
+def by_endpoint(checkpoint, videos, tmp_path):
+    """by_endpoint(answer, rows) plays rows against a server; (summary, what was said, requests)."""
+
+    def make(answer, rows):
+        data = published.write_split("videomme", tmp_path / "rows", rows)
+        stream = io.StringIO()
+        with serving(answer) as server:
+            settings = BenchmarkSettings(
+                str(checkpoint),
+                "videomme",
+                str(data),
+                str(videos),
+                str(tmp_path / "out"),
+                frames=4,
+                blind=True,
+                episodes=1,
+                endpoint=server.endpoint,
+                endpoint_model="m",
+            )
+            summary = command.evaluate_split(settings, stream)
+        return summary, stream.getvalue(), len(server.received)
+
+    return make
+
+
+def named(number, video="w0"):
+    return published.videomme(str(number), video, "C", question=f"How many of number {number}?")
+
+
+def test_a_refused_question_costs_that_question(by_endpoint):
+    rows = [named(number) for number in range(4)]
+    summary, said, _ = by_endpoint(filtered("number 0", "number 2"), rows)
+    assert (summary["played"], summary["accuracy"]) == (2, 1.0)
+    reason = "status 400 (content_filter)"
+    assert summary["left_out"]["refused"] == {"questions": 2, "videos": {"data/w0.mp4": reason}}
+    assert f"left out, refused: 2 questions on 1 videos, such as data/w0.mp4: {reason}" in said
+    again, _, asked = by_endpoint(filtered(), rows)
+    assert again["played"] == 4 and asked == 2  # those that were refused are asked again
+
+
+def test_a_server_that_refuses_everything_ends_the_run_in_one_line(by_endpoint):
+    rows = [named(number, f"v{number // 2}") for number in range(60)]
+    with pytest.raises(EndpointError, match="refused every question on the first 5 videos") as error:
+        by_endpoint(filtered("number"), rows)
+    said = str(error.value)
+    assert "content_filter" in said and "vllm --max-model-len" in said and "\n" not in said
+
+
+def test_a_run_that_was_answered_before_is_not_ended_by_refusals(by_endpoint):
+    """The refused questions come first when a run goes on."""
+    rows = [named(number, f"v{number}") for number in range(8)]
+    by_endpoint(filtered(*(f"number {number}" for number in range(1, 8))), rows)
+    summary, _, asked = by_endpoint(filtered("number"), rows)
+    assert (summary["played"], summary["left_out"]["refused"]["questions"], asked) == (1, 7, 7)
+
+
 REFUSED = [
     (["--videos", "nowhere"], "--videos nowhere: no such folder"),
     (["--data", "nowhere/at/all"], "no such file or folder, and no hub id"),
@@ -166,6 +238,36 @@ def test_mistakes_are_told_in_words(wrong, said, checkpoint, split, videos, capf
     out = capfd.readouterr()
     assert code == 2 and " ".join(said.split()) in " ".join((out.err + out.out).replace("│", " ").split())
     assert not (tmp_path / "o" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["http://user:sk-17@localhost:1/v1", "http://localhost:1/v1?api_key=sk-17"],
+)
+def test_a_secret_in_the_endpoints_address_is_written_nowhere(
+    address,
+    checkpoint,
+    split,
+    videos,
+    capfd,
+    tmp_path,
+):
+    argv = [
+        f"--model={checkpoint}",
+        "--benchmark=videomme",
+        f"--data={split}",
+        f"--videos={videos}",
+        f"--out={tmp_path / 'o'}",
+        f"--endpoint={address}",
+        "--endpoint-model=m",
+    ]
+    try:
+        code = command.main(argv)
+    except SystemExit as error:  # tyro's own way
+        code = error.code
+    said = capfd.readouterr()
+    assert code == 2 and "OPENAI_API_KEY" in said.err + said.out
+    assert "sk-17" not in said.err + said.out and not (tmp_path / "o").exists()
 
 
 def test_settings_of_every_prompt():

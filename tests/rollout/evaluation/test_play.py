@@ -21,6 +21,7 @@ from rollout.evaluation.folder import EvaluationFolder
 from rollout.evaluation.play import Player, fitting
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.requests import Sample, SampleStop
+from tests.rollout.conftest import Cut
 
 ANSWER = "seen\n</think>\n<answer>B</answer>"
 
@@ -91,6 +92,14 @@ def test_answers_of_models_that_do_not_know_the_format(player, items, written, s
     assert (line["score"], line["read"]) == (score, read)
 
 
+def test_an_answer_that_names_no_option_is_counted_as_unread(player, items):
+    for said, unread in (("B", False), ("one of them", True), ("A or B", True)):
+        (line,) = player([f"x\n</think>\n<answer>{said}</answer>"]).lines(items[:1])
+        assert (line["read"], line["unread"], line["score"]) == (said, unread, 0.0)
+    (line,) = player(["x\n</think>\n"]).lines(items[:1])
+    assert (line["read"], line["unread"]) == (None, False)
+
+
 def test_blind_opens_no_file_and_offers_no_tool(player, items):
     lines = by_id(player(["guess\n</think>\n<answer>A</answer>"], blind=True).lines(items))
     assert [lines[i]["score"] for i in ("1-1", "1-2", "3-1")] == [1.0, 0.0, 0.0] and len(lines) == 6
@@ -128,6 +137,15 @@ def test_too_many_subtitles_are_thinned_evenly(player, items):
     bare = len(protocol.vocabulary.encode(subtitled_text([], asked.text)))
     assert len(protocol.vocabulary.encode(subtitled_text(kept, asked.text))) - bare <= 400
     assert fitting(entries[:3], protocol, 400) == entries[:3] and fitting(entries, protocol, 16) == [] == fitting([], protocol, 400)
+
+
+def test_refusals_are_told_from_other_ends(player, items, plan):
+    """The main agent's leaves its question out; a sub-agent's is counted beside the score."""
+    (line,) = player([Cut("", SampleStop.REFUSED, "status 400")]).lines(items[:1])
+    assert (line["left_out"], line["reason"]) == ("refused", "status 400")
+    report = Cut("", SampleStop.REFUSED)
+    (line,) = player([plan, "seen\n</think>\n<answer>A</answer>"], report).lines(items[:1])
+    assert (line["score"], line["calls"], line["refused_reports"]) == (1.0, 0, 1)
 
 
 def test_a_question_that_is_too_long_is_left_out(player, items):
