@@ -99,7 +99,7 @@ class FrameFeatures:
 
         Of a file that is gone, what was last seen, so that its frames serve as long as they are kept; None of one never seen.
         """
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: no name of a file, such as one with a NUL
             stat = os.stat(self.root / name)
             self._contents[name] = stat.st_size, stat.st_mtime_ns
         return self._contents.get(name)
@@ -113,10 +113,17 @@ class FrameFeatures:
         return self._frames(name, video.window_indices(self.info(name), start, end, fps, limit))
 
     def grid(self, name: str) -> tuple[int, int]:
-        """The (height, width) of a video's frames in patches, after resizing."""
+        """The (height, width) of a video's frames in patches, after resizing.
+
+        Raises VideoError for a video that cannot be read, or whose frames have a shape that cannot be shown.
+        """
         info, patch = self.info(name), self.config.vision.patch_size
         factor = patch * self.config.vision.spatial_merge_size
-        height, width = smart_resize(info.height, info.width, self.settings.min_pixels, self.settings.max_pixels, factor)
+        try:
+            limits = self.settings.min_pixels, self.settings.max_pixels
+            height, width = smart_resize(info.height, info.width, *limits, factor)
+        except ValueError as error:  # its frames are too long and thin to be shown
+            raise video.VideoError(self.root / name, str(error)) from error
         return height // patch, width // patch
 
     def tokens(self, name: str) -> int:

@@ -21,13 +21,15 @@ from typing import Any
 
 from paravt_jax import datasets
 from paravt_jax.atomic import write_atomically
-from paravt_jax.published import Table, open_table, read_rows
+from paravt_jax.published import Refused, Table, open_table, read_rows
 from paravt_jax.records import Conversation, Question
 from paravt_jax.row_reading import Kept, LeftOut, Reading, read_row
 from paravt_jax.workers import WorkerError, Workers
 
 SUMMARY, LEFT_OUT, LENGTHS, PLAN, _WORK = "summary.json", "left_out.jsonl", "lengths.json", "plan.json", "work-"
 _CHUNK = 64  # rows
+
+Row = dict[str, Any] | Refused
 
 
 def find_tables(folder: pathlib.Path) -> list[Table]:
@@ -151,8 +153,8 @@ def _chunks(tables: Sequence[Table], work: pathlib.Path, pool: Workers, ahead: i
         yield _finish(*waiting.popleft())
 
 
-def _batched(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    batch: list[dict[str, Any]] = []
+def _batched(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    batch: list[Row] = []
     for row in rows:
         batch.append(row)
         if len(batch) == _CHUNK:

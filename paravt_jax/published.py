@@ -85,11 +85,20 @@ def open_table(path: pathlib.Path) -> Table:
     return Table(path, named[1] if named else path.stem, set(RL_COLUMNS) <= columns, rows)
 
 
-def read_rows(table: Table, batch: int = 256) -> Iterator[dict[str, Any]]:
-    """The rows of a file in order, their known columns alone, some at a time."""
+def read_rows(table: Table, batch: int = 256) -> Iterator[dict[str, Any] | Refused]:
+    """The rows of a file in order, with their known columns only; a `Refused` stands for a row that has no Python values."""
     with pyarrow.parquet.ParquetFile(table.path) as file:
         for part in file.iter_batches(batch, columns=list(RL_COLUMNS if table.rl else SFT_COLUMNS)):
-            yield from part.to_pylist()
+            yield from _rows(part)
+
+
+def _rows(part: pyarrow.RecordBatch) -> list[dict[str, Any] | Refused]:
+    try:
+        return part.to_pylist()
+    except ValueError as error:  # Arrow does not check that its texts are UTF-8, or that its dates are possible
+        if part.num_rows == 1:
+            return [Refused(Reason.BROKEN, f"a value cannot be read ({error})")]
+        return [row for number in range(part.num_rows) for row in _rows(part.slice(number, 1))]
 
 
 def local_path(path: Any) -> str:
@@ -131,7 +140,10 @@ def _kind(name: Any) -> QuestionKind:
 
 
 def _answer(answer: Any, kind: QuestionKind) -> str:
-    text = _sound(answer).strip() if isinstance(answer, str) else "" if answer is None else json.dumps(answer)
+    try:
+        text = _sound(answer).strip() if isinstance(answer, str) else "" if answer is None else json.dumps(answer)
+    except TypeError as error:  # a column may hold bytes, dates and decimals
+        raise Refused(Reason.BROKEN, f"the answer is no JSON ({error})") from error
     if not text or text == "[]":
         raise Refused(Reason.NO_ANSWER, "the answer is empty")
     if kind is QuestionKind.TEMPORAL_GROUNDING and read_range(text) is None:

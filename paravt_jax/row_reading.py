@@ -76,11 +76,19 @@ class LeftOut:
         return cls(id, source, Reason.SLOW if "longer" in str(error) else Reason.UNREADABLE, str(error))
 
 
-def read_row(reading: Reading, task: tuple[bool, str, str, dict]) -> tuple[Kept, Question | Conversation] | LeftOut:
-    """What becomes of a row: (whether of an rl file, its id, its source, its columns). One that is kept comes with its record."""
+def read_row(
+    reading: Reading,
+    task: tuple[bool, str, str, dict | Refused],
+) -> tuple[Kept, Question | Conversation] | LeftOut:
+    """What becomes of a row: (whether of an rl file, its id, its source, its columns).
+
+    A row that is kept comes with its record.
+    """
     rl, id, source, row = task
     looker = Looker(reading)
     try:
+        if isinstance(row, Refused):
+            raise row
         return _question(row, id, source, looker) if rl else _conversation(row, id, source, looker)
     except Refused as refused:
         return LeftOut(id, source, refused.reason, refused.detail)

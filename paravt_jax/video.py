@@ -170,9 +170,13 @@ def _picture(path: str | os.PathLike) -> UInt8[np.ndarray, "h w 3"]:
 
 def _require_file(path: str | os.PathLike) -> None:
     file = pathlib.Path(path)
-    if not file.is_file():
+    try:
+        size = file.stat().st_size if file.is_file() else None
+    except OSError as error:  # such as a name that is too long, or a folder that may not be entered
+        raise VideoError(path, f"it cannot be opened ({error.strerror}); check the path and its permissions") from error
+    if size is None:
         raise VideoError(path, "no such file")
-    if not file.stat().st_size:
+    if not size:
         raise VideoError(path, "the file is empty")
 
 
@@ -190,6 +194,12 @@ def _stream(path: str | os.PathLike, container: InputContainer) -> av.VideoStrea
     stream = container.streams.best("video")  # the one decord takes as well
     if not isinstance(stream, av.VideoStream):
         raise VideoError(path, "it has no video stream")
+    if stream.codec_context is None:  # PyAV gives a stream without a decoder no context
+        raise VideoError(
+            path,
+            "the codec of its video is unknown here; encode it again, for example as H.264 "
+            "(ffmpeg -i OLD -c:v libx264 NEW.mp4), with a program that knows it",
+        )
     return stream
 
 
@@ -293,6 +303,8 @@ def _read_av(path: str | os.PathLike, container: InputContainer, wanted: np.ndar
             raise VideoError(path, f"frame {pending[0]} of {index.info.frames} cannot be decoded")
         pictures |= found
         pending = [n for n in pending if n not in pictures]
+    if len({picture.shape for picture in pictures.values()}) > 1:
+        raise VideoError(path, "its frames have several sizes; encode it again with one size for all")
     return np.stack([pictures[n] for n in wanted.tolist()])
 
 

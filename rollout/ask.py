@@ -166,9 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = tyro.cli(AskSettings, args=argv, prog="python -m rollout.ask", description=__doc__)
     try:
         setting = Setting(asked.frames, asked.temperature, asked.dispatch)
-        if asked.html and not Path(asked.html).absolute().parent.is_dir():
+        if asked.html and not os.path.isdir(Path(asked.html).absolute().parent):
             raise FileNotFoundError(f"--html {asked.html}: its folder is not there; make it, or name another file")
-        if not Path(asked.video).is_file():
+        if not os.path.isfile(asked.video):  # unlike Path.is_file, it answers for names that are too long as well
             raise FileNotFoundError(f"--video {asked.video}: no such file; give the path of a video")
         _check_words(asked.question)
         probe(asked.video)  # before weights are read, which takes minutes

@@ -30,6 +30,7 @@ from models.qwen3_vl.model import Qwen3VL, abstract_model
 from models.sharding import param_shardings
 from models.weights import folder as hf_folder
 from models.weights import tensor_file
+from paravt_jax import tokenizer
 
 _TIED_HEAD = "lm_head.weight"  # some files repeat the tied embedding under this name
 _EMBEDDING = "model.language_model.embed_tokens.weight"
@@ -246,14 +247,15 @@ def save(
     With `like`, the folder or hub id that the weights came from: its config, tokenizer, template and processor files ride along, and
     weights take its types, files and order. What was not trained then comes out byte for byte where the parameters' type holds every
     number of the file's: float32 does for all, bfloat16 for bfloat16 alone (weights of a float32 file are written as it rounded them).
-    Without it: a config.json, and weights in their own types, in files of at most `max_shard_bytes` (or one tensor).
+    Without it: a config.json, and weights in their own types, in files of at most `max_shard_bytes` (or one tensor). Where `files`
+    hold a tokenizer.json, its stop and padding ids go into config.json and a generation_config.json.
 
     Every process of a mesh has to call, and see `like` and `files`; the first one writes, from one tensor at a time.
     FileExistsError where `folder` exists; ValueError where `like` is of another configuration; where one process fails alone, the
     others raise RuntimeError. Failure leaves nothing behind, a killed process only a hidden folder, which a later `save` to `folder`
     removes.
     """
-    folder = Path(folder)
+    folder, files = Path(folder), [Path(file) for file in files]
     if multihost_utils.broadcast_one_to_all(np.asarray(folder.exists())):  # another process may look when the first one is done
         raise FileExistsError(f"{folder}: exists; choose a new folder, or remove this one first")
     parameters = _parameters(nnx.state(model, nnx.Param))
@@ -262,12 +264,13 @@ def save(
         if like is None:
             tensors = {name: (np.dtype(parameters[place.path].dtype), place.shape) for name, place in layout.items()}
             dtype, _ = tensors[_EMBEDDING]
-            headers, companions = hf_folder.new_files(to_hf(model.config) | {"dtype": dtype.name}, tensors, max_shard_bytes)
+            configs = _configs(model.config, dtype.name, files)
+            headers, companions = hf_folder.new_files(configs, tensors, max_shard_bytes)
         else:
             source = hf_folder.local_folder(like)
             _same_config(source, model.config)
             headers, companions = _headers(source, model.config, layout), hf_folder.read_companions(source)
-        companions |= {Path(file).name: Path(file).read_bytes() for file in files}
+        companions |= {file.name: file.read_bytes() for file in files}
     matrices = {file: _matrices(model.config, parameters, layout, header) for file, header in headers.items()}
     with _together(folder):
         try:
@@ -277,6 +280,25 @@ def save(
             if jax.process_count() > 1:  # all take part in every gathering, whoever has failed
                 for rest in matrices.values():
                     collections.deque(rest, maxlen=0)
+
+
+def _configs(config: Qwen3VLConfig, dtype: str, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Contents of config.json and, where there is a tokenizer among `files`, of generation_config.json, by name.
+
+    The special ids stand where the published files have them. Without them transformers' `generate` would not stop.
+    """
+    content: dict[str, Any] = to_hf(config) | {"dtype": dtype}
+    vocabulary = next((tokenizer.load(file) for file in files if file.name == tokenizer.FILE), None)
+    if vocabulary is None:
+        return {hf_folder.CONFIG: content}
+    # No pad id in config.json, as published: transformers would stop training that token's embedding.
+    content["text_config"] |= {"bos_token_id": vocabulary.pad, "eos_token_id": vocabulary.eos}
+    generation = {
+        "bos_token_id": vocabulary.pad,
+        "pad_token_id": vocabulary.pad,
+        "eos_token_id": [vocabulary.eos, vocabulary.pad],
+    }
+    return {hf_folder.CONFIG: content, hf_folder.GENERATION: generation}
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from huggingface_hub import errors
 
 from models.weights.tensor_file import Header, new_header, read_header
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "LICENSE*")  # config, tokenizer, template, processor
@@ -110,9 +110,12 @@ def read_companions(folder: Path) -> dict[str, bytes]:
 
 
 def new_files(
-    config: Mapping[str, Any], tensors: Mapping[str, tuple[np.dtype, Shape]], max_bytes: int
+    configs: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, tuple[np.dtype, Shape]], max_bytes: int
 ) -> tuple[dict[str, Header], dict[str, bytes]]:
-    """Headers of weights files that hold `tensors`, each file at most `max_bytes` of them (or one), and contents of config and index."""
+    """Headers of weights files that hold `tensors`, each file at most `max_bytes` of them (or one), and contents of configs and index.
+
+    `configs`: the contents of config.json and of others like it, by name.
+    """
     parts: list[dict[str, tuple[np.dtype, Shape]]] = []
     room = total = 0
     for name, (dtype, shape) in tensors.items():
@@ -122,7 +125,7 @@ def new_files(
             room = max_bytes
         parts[-1][name] = (dtype, shape)
         room, total = room - size, total + size
-    companions = {CONFIG: _json(config)}
+    companions = {name: _json(content) for name, content in configs.items()}
     names = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)] if len(parts) > 1 else [_FILE]
     if len(parts) > 1:
         where = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}

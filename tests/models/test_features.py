@@ -10,6 +10,7 @@ import av
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 from models.features import FrameFeatures, FrameSettings
 from models.processor import patchify
@@ -51,6 +52,8 @@ def wide(tmp_path_factory, names, small_world) -> pathlib.Path:
         container.mux(stream.encode(None))
     (folder / "empty.mp4").write_bytes(b"")
     (folder / "noise.mp4").write_bytes(bytes(range(256)) * 40)
+    (folder / "foreign.mp4").write_bytes((folder / "wide.mp4").read_bytes().replace(b"avc1", b"zzzz"))
+    Image.new("RGB", (900, 3)).save(folder / "thin.png")
     return folder
 
 
@@ -189,7 +192,7 @@ def test_nothing_compiles_for_another_number_of_frames(make, names):
     assert compilations.count == 0
 
 
-@pytest.mark.parametrize("name", ["missing.mp4", "empty.mp4", "noise.mp4"])
+@pytest.mark.parametrize("name", ["missing.mp4", "empty.mp4", "noise.mp4", "foreign.mp4", "a" * 300 + ".mp4", "a\0.mp4"])
 def test_a_video_that_cannot_be_read_is_the_callers_to_handle(make, wide, name):
     features = make(wide, batch=4)
     for use in (features.info, features.grid, lambda name: features.overview(name, 4), lambda name: features([Frame(name, 0, 0.0)])):
@@ -199,6 +202,13 @@ def test_a_video_that_cannot_be_read_is_the_callers_to_handle(make, wide, name):
     with pytest.raises(VideoError, match=name):
         features([fine[0], Frame(name, 0, 0.0)])
     assert len(features(fine)) == 2  # one bad file takes nothing else down
+
+
+def test_a_shape_that_cannot_be_shown_is_a_bad_video(make, wide):
+    features = make(wide)
+    for use in (features.grid, features.tokens, lambda name: features(features.overview(name, 1))):
+        with pytest.raises(VideoError, match="thin.png: frame size = 3 x 900"):
+            use("thin.png")
 
 
 def test_a_video_that_appears_later_is_found(make, wide, tmp_path):

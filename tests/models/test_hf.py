@@ -28,6 +28,7 @@ from models.qwen3_vl.config import to_hf
 from models.sharding import make_mesh
 from models.weights import folder as hf_folder
 from models.weights import tensor_file
+from paravt_jax import tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,15 @@ def published(request, config, tmp_path):
     index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(to_hf(config) | {"transformers_version": "4.57.0"}))
-    for name in ("tokenizer.json", "chat_template.jinja", "merges.txt", "LICENSE", "README.md", "pytorch_model.bin"):
+    for name in (
+        "tokenizer.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "merges.txt",
+        "LICENSE",
+        "README.md",
+        "pytorch_model.bin",
+    ):
         (folder / name).write_text(f"content of {name}")
     return folder
 
@@ -332,6 +341,59 @@ COMPANIONS = {
     "video_preprocessor_config.json",
     "generation_config.json",
 }
+
+
+def test_the_ids_that_end_a_generation_are_those_of_the_tokenizer_beside_the_weights(model, small_vocabulary, tmp_path):
+    file = tokenizer.save(small_vocabulary.tokenizer, tmp_path)
+    hf.save(model, tmp_path / "with", files=[file])
+    stop, pad = (small_vocabulary[token] for token in ("<|im_end|>", "<|endoftext|>"))
+    generation = json.loads((tmp_path / "with" / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": pad, "pad_token_id": pad, "eos_token_id": [stop, pad]}
+    text = json.loads((tmp_path / "with" / "config.json").read_text())["text_config"]
+    assert (text["bos_token_id"], text["eos_token_id"]) == (pad, stop) and "pad_token_id" not in text
+    assert hf.load(tmp_path / "with").config == model.config
+    own = tmp_path / "generation_config.json"
+    own.write_text("{}")
+    hf.save(model, tmp_path / "own", files=[file, own])
+    assert (tmp_path / "own" / "generation_config.json").read_text() == "{}"
+    hf.save(model, tmp_path / "without")
+    assert not (tmp_path / "without" / "generation_config.json").exists()
+
+
+def test_the_published_tokenizer_gives_the_published_ids(model, assets, tmp_path):
+    published = assets / "qwen3_vl"
+    hf.save(model, tmp_path / "model", files=[published / "tokenizer.json"])
+    for name in ("generation_config.json", "config.json"):
+        ours, theirs = (json.loads((folder / name).read_text()) for folder in (tmp_path / "model", published))
+        ours, theirs = ours.get("text_config", ours), theirs.get("text_config", theirs)
+        ids = {field for field in theirs if field.endswith("token_id")}
+        assert {field: theirs[field] for field in ids} == {field: ours.get(field) for field in ids} and len(ids) >= 2
+
+
+@pytest.mark.parity
+def test_generate_of_transformers_ends_at_the_stop_id_of_an_exported_folder(small_model, small_vocabulary, tmp_path):
+    """Rows of the embedding are exchanged so that the stop id is the word that comes fifth after one of two prompts."""
+    torch = pytest.importorskip("torch", reason="the oracle; install the extra parity")
+    import transformers
+
+    graph, state = nnx.split(small_model)
+    model = nnx.merge(graph, jax.tree.map(jnp.copy, state))
+    files = [tokenizer.save(small_vocabulary.tokenizer, tmp_path)]
+    stop, pad, new = small_vocabulary.eos, small_vocabulary.pad, 12
+    prompts = torch.tensor(np.random.default_rng(0).integers(0, small_vocabulary["<|endoftext|>"], (2, 6)))
+
+    def generate(name: str, **settings) -> list[list[int]]:
+        hf.save(model, tmp_path / name, files=files)
+        theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / name, dtype=torch.float32)
+        with torch.no_grad():
+            return theirs.generate(prompts, do_sample=False, max_new_tokens=new, **settings)[:, prompts.shape[1] :].tolist()
+
+    first, second = generate("before", min_new_tokens=new)
+    word = first[4]
+    assert word not in {*first[:4], *second, *prompts.flatten().tolist()} and stop not in {*first, *second}
+    rows = model.text.embedding[...]
+    model.text.embedding.set_value(rows.at[jnp.array([word, stop])].set(rows[jnp.array([stop, word])]))
+    assert generate("after") == [[*first[:4], stop, *[pad] * (new - 5)], second]
 
 
 @pytest.mark.parity

@@ -51,7 +51,7 @@ LARGE = Qwen3VLConfig(
 def write_noise(folder, config, max_bytes):
     """A checkpoint in bfloat16 whose weights are random bits; the bytes of its weights, and those of the largest one."""
     tensors = {name: (np.dtype(jnp.bfloat16), shape) for name, shape in hf.tensor_shapes(config).items()}
-    headers, companions = hf_folder.new_files(to_hf(config), tensors, max_bytes)
+    headers, companions = hf_folder.new_files({"config.json": to_hf(config)}, tensors, max_bytes)
     folder.mkdir()
     for name, content in companions.items():
         (folder / name).write_bytes(content)

@@ -41,6 +41,14 @@ def write_sft(folder: pathlib.Path, rows: list[Any], name: str) -> pathlib.Path:
     return folder / name
 
 
+def write_bytes(folder: pathlib.Path, rows: list[bytes], name: str) -> pathlib.Path:
+    """Messages that Arrow takes for text, whatever their bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = pyarrow.Array.from_buffers(pyarrow.string(), len(rows), pyarrow.array(rows).buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"messages": texts}), folder / name)
+    return folder / name
+
+
 def rl_row(path: str, text: str = "<video>What turns?\nA. a car\nB. a boat", answer: Any = "A", kind: str = "mcq") -> dict[str, Any]:
     prompt = [{"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": text}]
     return {"prompt": prompt, "videos": [{"video": path}], "extra_info": json.dumps({"answer": answer, "question_type": kind})}

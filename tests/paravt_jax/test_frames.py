@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from paravt_jax import frames, video
 from paravt_jax.frames import FrameReader, ReaderSettings
@@ -70,7 +71,13 @@ def test_what_was_forgotten_is_read_anew(reader, clip):
 def test_a_bad_file_is_an_error_when_it_is_read_and_not_before(reader, clip, tmp_path):
     whole = clip.read_bytes()
     (tmp_path / "half.mp4").write_bytes(whole[: len(whole) // 2])
-    for path, words in ((tmp_path / "gone.mp4", "no such file"), (tmp_path / "half.mp4", "half.mp4: it ")):
+    (tmp_path / "foreign.mp4").write_bytes(whole.replace(b"avc1", b"zzzz"))
+    for path, words in (
+        (tmp_path / "gone.mp4", "no such file"),
+        (tmp_path / "half.mp4", "half.mp4: it "),
+        (tmp_path / "foreign.mp4", "codec of its video is unknown"),
+        (tmp_path / ("a" * 300), "File name too long"),
+    ):
         reader.ahead(path, [0])
         with pytest.raises(video.VideoError, match=words):
             reader.read(path, [0])
@@ -80,6 +87,12 @@ def test_a_bad_file_is_an_error_when_it_is_read_and_not_before(reader, clip, tmp
     assert reader.probe(clip).frames < 10**6
     with pytest.raises(IndexError):
         reader.read(clip, [10**6])
+
+
+def test_a_shape_that_cannot_be_shown_is_a_bad_file(reader, tmp_path):
+    Image.new("RGB", (900, 3)).save(tmp_path / "thin.png")
+    with pytest.raises(video.VideoError, match="longer side is at most 200 times the shorter"):
+        reader.read(tmp_path / "thin.png", [0])
 
 
 def read_but_hang(task):

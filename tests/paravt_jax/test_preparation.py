@@ -29,6 +29,7 @@ from tests.paravt_jax.published_files import (
     rl_row,
     say,
     video,
+    write_bytes,
     write_rl,
     write_sft,
 )
@@ -188,6 +189,27 @@ def test_nothing_usable_is_an_error_that_says_why(small_vocabulary, tmp_path):
         run(tmp_path, tmp_path / "out", reading_of(tmp_path))
     with pytest.raises(FileNotFoundError, match="no parquet files"):
         find_tables(tmp_path / "media")
+
+
+def test_files_and_rows_that_cannot_be_read_are_counted_and_the_rest_is_prepared(small_world, small_vocabulary, tmp_path):
+    """An unknown codec, a name that is too long, and a row that is no text, each between good ones."""
+    tokenizer.save(small_vocabulary.tokenizer, tmp_path)
+    media = tmp_path / "media"
+    media.mkdir()
+    shutil.copyfile(small_world.folder / small_world.videos[0].path, media / "good.mp4")
+    (media / "foreign.mp4").write_bytes((media / "good.mp4").read_bytes().replace(b"avc1", b"zzzz"))
+    paths = ("good.mp4", "foreign.mp4", "a" * 300 + ".mp4", "good.mp4")
+    write_rl(tmp_path / "annotations", [rl_row(path) for path in paths])
+    texts = [json.dumps(answered(path)).encode() for path in paths] + [b"\xff"]
+    write_bytes(tmp_path / "annotations", texts, "paravt_sft_tvg_6k3.parquet")
+    summary = run(tmp_path, tmp_path / "out", reading_of(tmp_path))
+    assert (summary["rows"], summary["kept"]) == (9, 4)
+    assert summary["reasons"] == {"unreadable video": 4, "broken row": 1}
+    left = [json.loads(line)["detail"] for line in (tmp_path / "out" / LEFT_OUT).read_text().splitlines()]
+    words = ["codec of its video is unknown", "File name too long"]
+    assert all(word in line for word, line in zip([*words, *words, "utf-8"], left, strict=True)), left
+    found = open_prepared(tmp_path / "out")
+    assert [q.video for q in found.questions] == ["good.mp4"] * 2 and len(found.conversations) == 2
 
 
 PROGRAM = """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from paravt_jax import published
 from paravt_jax.protocol import VIDEO_NAME, ProtocolSettings, render_call
 from paravt_jax.published import Reason, Refused, open_table, read_conversation, read_question, read_rows
 from paravt_jax.records import ChatTurn, Clip, CropCall, Question, QuestionKind
-from tests.paravt_jax.published_files import THOUGHT, answered, call, called, image, rl_row, say, video, write_rl, write_sft
+from tests.paravt_jax.published_files import THOUGHT, answered, call, called, image, rl_row, say, video, write_bytes, write_rl, write_sft
 
 LIMITS = ProtocolSettings()
 A = "longvt_source/selftrace_0/a.mp4"
@@ -49,12 +51,17 @@ def test_files_are_known_by_their_columns_and_named_after_their_split(tmp_path):
     assert list(read_rows(rl, batch=2)) == [rl_row(A)] * 3
 
 
+def test_a_row_of_bytes_that_are_no_text_costs_that_row_alone(tmp_path):
+    rows = [json.dumps(answered(A)).encode(), b"\xff\xfe", b"[]"]
+    first, second, third = read_rows(open_table(write_bytes(tmp_path, rows, "a.parquet")))
+    assert (first, third) == ({"messages": rows[0].decode()}, {"messages": "[]"})
+    assert isinstance(second, Refused) and second.reason is Reason.BROKEN and "utf-8" in second.detail
+
+
 def test_other_files_are_refused_by_name(tmp_path):
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
     with pytest.raises(ValueError, match="broken.parquet: no readable parquet"):
         open_table(tmp_path / "broken.parquet")
-    import pyarrow.parquet
-
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "other.parquet")
     with pytest.raises(ValueError, match="its columns are text; rl rows have prompt, videos, extra_info, sft rows messages"):
         open_table(tmp_path / "other.parquet")
@@ -109,6 +116,11 @@ def test_a_question_is_read():
         (rl_row(A) | {"prompt": None}, Reason.BROKEN, "prompt is NoneType"),
         (rl_row(A) | {"prompt": [{"role": "user", "content": None}]}, Reason.BROKEN, "not one user turn"),
         (rl_row(A) | {"prompt": [{"role": "user", "content": "a"}] * 2}, Reason.BROKEN, "not one user turn"),
+        (rl_row(A) | {"extra_info": b"{}"}, Reason.BROKEN, "extra_info is bytes"),
+        (rl_row(A) | {"extra_info": {"answer": b"A", "question_type": "mcq"}}, Reason.BROKEN, "bytes is not JSON"),
+        (rl_row(A) | {"extra_info": {"answer": Decimal(1)}}, Reason.BROKEN, "Decimal is not JSON"),
+        (rl_row(A) | {"videos": [{"video": b"a.mp4"}]}, Reason.BROKEN, "a path is b'a.mp4'"),
+        (rl_row("a\0.mp4"), Reason.BROKEN, "is not one under the root"),
         ({}, Reason.BROKEN, "prompt is NoneType"),
     ],
 )

@@ -24,14 +24,22 @@ def _info(times) -> video.VideoInfo:
     return video.VideoInfo("a.mp4", len(times), float(times[-1] + 1), times, 32, 32)
 
 
-def _make(path: pathlib.Path, frames: int = 100, options: dict | None = None, flags: dict | None = None) -> pathlib.Path:
+def _make(
+    path: pathlib.Path,
+    frames: int = 100,
+    options: dict | None = None,
+    flags: dict | None = None,
+    codec: str = "libx264",
+    size: int = 64,
+) -> pathlib.Path:
     with av.open(str(path), "w", options=flags or {}) as container:
-        stream = container.add_stream("libx264", rate=10, options=options or {})
-        stream.width = stream.height = 64
+        stream = container.add_stream(codec, rate=10, options=options or {})
+        stream.width = stream.height = size
         stream.pix_fmt = "yuv420p"
         rng = np.random.default_rng(0)
         for _ in range(frames):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(rng.integers(0, 256, (64, 64, 3), np.uint8), format="rgb24")))
+            pixels = rng.integers(0, 256, (size, size, 3), np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode(None))
     return path
 
@@ -101,6 +109,40 @@ def test_bad_files_are_one_kind_of_error(tmp_path, content, reason):
         with pytest.raises(video.VideoError, match=reason) as caught:
             use(path)
         assert caught.value.path == str(path) and str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "mark"),
+    [
+        ("clip.mp4", "libx264", b"avc1"),
+        ("clip.mkv", "libx264", b"MPEG4/ISO/AVC"),
+        ("clip.avi", "mpeg4", b"FMP4"),
+    ],
+)
+def test_a_codec_that_is_unknown_here_is_named_with_the_remedy(tmp_path, name, codec, mark):
+    path = _make(tmp_path / name, frames=10, codec=codec)
+    path.write_bytes(path.read_bytes().replace(mark, b"z" * len(mark)))
+    for use in (video.probe, lambda p: video.read(p, [0])):
+        with pytest.raises(video.VideoError, match="codec of its video is unknown here; .*H.264"):
+            use(path)
+
+
+def test_frames_of_several_sizes_are_refused(tmp_path, monkeypatch):
+    """One H.264 stream after another of half the size, in a container without headers of its own."""
+    monkeypatch.setattr(video, "_read_decord", lambda *_: None)
+    large, small = _make(tmp_path / "large.ts", frames=10, size=64), _make(tmp_path / "small.ts", frames=10, size=32)
+    path = tmp_path / "both.ts"
+    path.write_bytes(large.read_bytes() + small.read_bytes())
+    assert video.read(path, [0, 1]).shape == (2, 64, 64, 3)
+    with pytest.raises(video.VideoError, match="frames have several sizes; encode it again"):
+        video.read(path, [0, 15])
+
+
+@pytest.mark.parametrize("name", ["a" * 300 + ".mp4", "a" * 300 + ".png", "a/" * 3000 + "a.mp4"])
+def test_a_name_that_the_system_refuses_is_one_kind_of_error(tmp_path, name):
+    for use in (video.probe, lambda p: video.read(p, [0])):
+        with pytest.raises(video.VideoError, match="cannot be opened .File name too long.; check the path"):
+            use(tmp_path / name)
 
 
 def test_a_folder_is_no_video(tmp_path):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from models.features import FrameFeatures, FrameSettings
 from paravt_jax.protocol import Protocol, ProtocolSettings
@@ -171,9 +173,15 @@ def test_weights_are_not_read_for_what_cannot_be_asked(monkeypatch, capsys, smal
 def test_mistakes_are_one_line_each(command, small_world, tmp_path):
     video = str(small_world.folder / small_world.videos[0].path)
     (tmp_path / "noise.mp4").write_bytes(bytes(range(256)) * 9)
+    (tmp_path / "foreign.mp4").write_bytes(Path(video).read_bytes().replace(b"avc1", b"zzzz"))
+    Image.new("RGB", (900, 3)).save(tmp_path / "thin.png")
     for argv, message in (
         (("--video", str(tmp_path / "none.mp4"), TEXT), "--video .*none.mp4: no such file"),
         (("--video", str(tmp_path / "noise.mp4"), TEXT), "noise.mp4: it cannot be decoded"),
+        (("--video", str(tmp_path / "foreign.mp4"), TEXT), "foreign.mp4: the codec of its video is unknown here"),
+        (("--video", str(tmp_path / "thin.png"), TEXT), "thin.png: frame size = 3 x 900"),
+        (("--video", "a" * 300 + ".mp4", TEXT), "--video a*.mp4: no such file"),
+        (("--video", video, TEXT, "--html", "a" * 300 + "/page.html"), "--html .*its folder is not there"),
         (("--video", video, " "), "question: it is empty"),
         (("--video", video, TEXT, "--frames", "0"), "frames = 0"),
         (("--video", video, TEXT, "--html", str(tmp_path / "no" / "page.html")), "--html .*its folder is not there"),

@@ -9,6 +9,7 @@ import shutil
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from models.features import FrameFeatures, FrameSettings
 from paravt_jax import video, world_text
@@ -470,9 +471,14 @@ def test_the_response_on_record_is_the_one_the_model_saw(perform, small_vocabula
 # --- videos ---
 
 
-def test_a_video_that_cannot_be_read_ends_its_episode_alone(scripted, small_scene, small_questions):
-    missing = dataclasses.replace(small_questions[0], video="nowhere.mp4")
-    agents = [play(small_scene, q, Setting(4, 0.7), 0) for q in (missing, small_questions[0])]
+@pytest.mark.parametrize("name", ["nowhere.mp4", "foreign.mp4", "thin.png", "a" * 300 + ".mp4", "a\0.mp4"])
+def test_a_video_that_cannot_be_read_ends_its_episode_alone(scripted, small_scene, small_questions, small_world, name):
+    """The file is gone, has a codec or a shape that cannot be shown, or has a name that no file can have."""
+    whole = (small_world.folder / small_questions[0].video).read_bytes()
+    (small_world.folder / "foreign.mp4").write_bytes(whole.replace(b"avc1", b"zzzz"))
+    Image.new("RGB", (900, 3)).save(small_world.folder / "thin.png")
+    bad = dataclasses.replace(small_questions[0], video=name)
+    agents = [play(small_scene, q, Setting(4, 0.7), 0) for q in (bad, small_questions[0])]
     lost, fine = run(scripted([ANSWER]), agents)
     assert (lost.stop, lost.turns, lost.answer) == (StopReason.UNREADABLE, (), None) and fine.stop is StopReason.ANSWERED
 

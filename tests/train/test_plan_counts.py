@@ -127,11 +127,16 @@ HLO = """
 }
 
 %body (state: (s32[], f32[4])) -> (s32[], f32[4]) {
-  %x = f32[4]{0:T(128)} parameter(0)
+  %old = (s32[]{:T(128)}, f32[4]{0}) parameter(0)
+  %count = s32[]{:T(128)} get-tuple-element(%old), index=0
+  %here = s32[]{:T(128)S(6)} copy(%count)
+  %one = s32[]{:T(128)} constant(1)
+  %next = s32[]{:T(128)} add(%here, %one), metadata={op_name="jit(f)/while/body/add"}
+  %x = f32[4]{0:T(128)} get-tuple-element(%old), index=1
   %start = (f32[4]{0:T(128)}, f32[16]{0:T(128)}, u32[]{:S(2)}) all-gather-start(%x), replica_groups=[2,4]<=[8], dimensions={0}
   %done = f32[16]{0:T(128)} all-gather-done(%start)
   %part = f32[16]{0} all-gather(%x), replica_groups=[2,4]<=[8], backend_config={"async_collective_fusion_config":{"flag_start":"2"}}
-  ROOT %out = (s32[], f32[4]) tuple(%x)
+  ROOT %out = (s32[], f32[4]) tuple(%next, %x)
 }
 
 ENTRY %main (a: f32[4]) -> f32[4] {
@@ -152,9 +157,42 @@ def test_collectives_of_a_program_that_was_written_down():
     assert found == {"all-gather": 7 * 3 * 16, "all-reduce": 2 * 16 / 2, "collective-permute": 16}
 
 
-def test_a_loop_that_nobody_can_count_is_refused():
-    unknown = HLO.replace("direction=LT", "direction=NE")
-    with pytest.raises(ValueError, match="body"):
+@pytest.mark.parametrize(
+    ("first", "step", "end", "trips"),
+    [(0, 1, 9, 9), (0, 2, 8, 4), (2, 2, 9, 4), (3, 4, 16, 4), (9, 1, 9, 0), (12, 2, 9, 0)],
+)
+def test_a_loop_runs_as_often_as_its_counter_says(first, step, end, trips):
+    """XLA puts two turns of a ring into one trip of its loop, whose counter then grows by two."""
+    hlo = HLO.replace("constant(2)", f"constant({first})").replace("constant(1)", f"constant({step})")
+    found = bytes_sent(find_collectives(hlo.replace("constant(9)", f"constant({end})"), 8))
+    assert found["all-gather"] == trips * 3 * 16
+
+
+def test_a_counter_may_be_raised_in_several_steps():
+    more = "  %more = s32[] add(%next, %one)\n  ROOT %out = (s32[], f32[4]) tuple(%more, %x)"
+    hlo = HLO.replace("  ROOT %out = (s32[], f32[4]) tuple(%next, %x)", more).replace("add(%here, %one)", "add(%one, %here)")
+    assert bytes_sent(find_collectives(hlo, 8))["all-gather"] == 4 * 3 * 16
+
+
+def test_a_start_that_is_not_known_counts_as_0():
+    hlo = HLO.replace("%copy = s32[]{:T(128)} copy(%zero)", "%copy = s32[]{:T(128)} parameter(1)")
+    assert bytes_sent(find_collectives(hlo, 8))["all-gather"] == 9 * 3 * 16
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("direction=LT", "direction=NE"),
+        ("%limit = s32[]{:T(128)} constant(9)", "%limit = s32[]{:T(128)} parameter(1)"),
+        ("%one = s32[]{:T(128)} constant(1)", "%one = s32[]{:T(128)} parameter(1)"),
+        ("add(%here, %one)", "multiply(%here, %one)"),
+        ("tuple(%next, %x)", "tuple(%count, %x)"),
+    ],
+)
+def test_a_loop_that_nobody_can_count_is_refused(old, new):
+    unknown = HLO.replace(old, new)
+    assert unknown != HLO
+    with pytest.raises(ValueError, match="how often the loop body, which has collectives, runs is not known"):
         find_collectives(unknown, 8)
     assert bytes_sent(find_collectives(unknown, 8, turns=3))["all-gather"] == 3 * 3 * 16
 

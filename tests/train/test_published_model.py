@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 
 from configs.base import ModelSettings
+from models.features import FrameSettings
 from models.qwen3_vl.config import qwen3_vl
 from models.sharding import make_mesh, param_shardings
 from paravt_jax import tokenizer
@@ -73,6 +75,18 @@ def test_a_tokenizer_is_copied_once_and_without_the_model(base, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("mine")
     copy_tokenizer(str(base), tmp_path)
     assert (tmp_path / "tokenizer_config.json").read_text() == "mine"
+
+
+def test_a_runs_model_knows_its_stop_ids_unless_its_tokenizer_came_with_some(small_model, small_vocabulary, tmp_path):
+    """A run's `model/` and what train.export writes both come from `write_model`."""
+    tokenizer.save(small_vocabulary.tokenizer, tmp_path / "tokenizer")
+    write_model(small_model, tmp_path / "tokenizer", FrameSettings(), tmp_path / "model")
+    stop, pad = small_vocabulary.eos, small_vocabulary.pad
+    written = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert (written["eos_token_id"], written["pad_token_id"]) == ([stop, pad], pad)
+    (tmp_path / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": 7}')
+    write_model(small_model, tmp_path / "tokenizer", FrameSettings(), tmp_path / "other")
+    assert (tmp_path / "other" / "generation_config.json").read_text() == '{"eos_token_id": 7}'
 
 
 def test_a_run_starts_from_the_weights_of_a_folder_laid_over_its_mesh(base, road):

@@ -1,8 +1,8 @@
 """What a compiled program sends between devices: its collectives, with how often each of them runs.
 
-Owns the reading of optimised HLO as text. A loop's trips come from the compiler's own note, else from the constant that its condition
-compares with. Refuses a loop that has collectives and neither, unless the caller says how often it runs. Invariant: an asynchronous
-collective counts once, at its start.
+Owns the reading of optimised HLO as text. A loop's trips come from the compiler's own note, else from the constants that its counter
+starts at, grows by and is compared with: XLA writes two turns of a ring into one trip, and counts by two. Refuses a loop that has
+collectives and neither, unless the caller says how often it runs. Invariant: an asynchronous collective counts once, at its start.
 """
 
 from __future__ import annotations
@@ -76,12 +76,13 @@ def find_collectives(hlo: str, devices: int, turns: float | None = None) -> list
             if line.operation == "while":
                 body = re.search(r"body=%?([\w.\-]+)", line.rest)
                 assert body is not None, line.rest
-                trips = program.trips(line) or turns
+                trips = program.trips(line)
+                trips = turns if trips is None else trips
                 if trips is None and program.communicates(body[1]):
                     raise ValueError(
                         f"find_collectives: how often the loop {body[1]}, which has collectives, runs is not known; give `turns`"
                     )
-                walk(body[1], times * (trips or 1))
+                walk(body[1], times * (1 if trips is None else trips))
 
     walk(program.entry, 1.0)
     return found
@@ -118,20 +119,49 @@ class _Program:
         return given * share * (2 if line.kind == "all-reduce" else 1)
 
     def trips(self, loop: _Instruction) -> int | None:
+        """How often a loop's body runs, or None where the program does not say.
+
+        The counter is element `index` of the loop's state. It starts at `first` (0 where that is not a constant: too many
+        trips rather than too few), grows by `step`, and the loop goes on while it is below `end`.
+        """
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
             return int(known[1])
         condition = re.search(r"condition=%?([\w.\-]+)", loop.rest)
-        root = next((x for x in self.computations.get(condition[1] if condition else "", ()) if x.root), None)
-        if root is None or root.operation != "compare" or "direction=LT" not in root.rest:
+        body = re.search(r"body=%?([\w.\-]+)", loop.rest)
+        root = self._root(condition[1]) if condition else None
+        if body is None or root is None or root.operation != "compare" or "direction=LT" not in root.rest:
             return None
         counter, limit = (self.lines[name] for name in root.operands)
-        index = re.search(r"index=(\d+)", counter.rest)
-        end, first = self._constant(limit), None
-        if index:
-            state = self.lines.get(loop.operands[0])
-            if state is not None and state.operation == "tuple":
-                first = self._constant(self.lines[state.operands[int(index[1])]])
-        return None if end is None else end - (first or 0)
+        index = self._element(counter)
+        if index is None:
+            return None
+        end, step = self._constant(limit), self._step(body[1], index)
+        if end is None or step is None or step < 1:
+            return None
+        state, first = self.lines.get(loop.operands[0]), None
+        if state is not None and state.operation == "tuple":
+            first = self._constant(self.lines[state.operands[index]])
+        return max(0, math.ceil((end - (first or 0)) / step))
+
+    def _step(self, body: str, index: int) -> int | None:
+        """By how much a trip raises element `index` of the state: the body adds a constant to what it was given there."""
+        state = self._root(body)
+        if state is None or state.operation != "tuple":
+            return None
+        total = 0
+        line = self._source(self.lines[state.operands[index]])
+        while line.operation == "add":
+            one, other = (self._source(self.lines[name]) for name in line.operands)
+            if self._constant(one) is not None:
+                one, other = other, one
+            constant = self._constant(other)
+            if constant is None:
+                return None
+            line, total = one, total + constant
+        return total if self._element(line) == index else None
+
+    def _root(self, name: str) -> _Instruction | None:
+        return next((line for line in self.computations.get(name, ()) if line.root), None)
 
     def communicates(self, name: str) -> bool:
         """Whether a computation, or one that it calls, has a collective."""
@@ -141,9 +171,21 @@ class _Program:
                 return True
         return False
 
-    def _constant(self, line: _Instruction) -> int | None:
+    def _element(self, line: _Instruction) -> int | None:
+        """Which element of the state a line takes out of its computation's parameter."""
+        if line.operation != "get-tuple-element" or self.lines[line.operands[0]].operation != "parameter":
+            return None
+        match = re.search(r"\bindex=(\d+)", line.rest)
+        return int(match[1]) if match else None
+
+    def _source(self, line: _Instruction) -> _Instruction:
+        """What a line is a copy of."""
         while line.operation == "copy":
             line = self.lines[line.operands[0]]
+        return line
+
+    def _constant(self, line: _Instruction) -> int | None:
+        line = self._source(line)
         match = re.match(r"(-?\d+)\)", line.rest) if line.operation == "constant" else None
         return int(match[1]) if match else None
 

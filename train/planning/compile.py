@@ -115,7 +115,7 @@ def measure(case: Case) -> Measured:
     program = plan.program(case.program)
     with jax.set_mesh(program.mesh), tempfile.TemporaryDirectory() as name:
         traced, folder = program.function.trace(*program.arguments, **program.options), pathlib.Path(name)
-        flops = count_flops(traced.jaxpr, turns=program.turns, pairs=program.pairs)
+        flops = count_flops(traced.jaxpr, turns=program.turns or 1.0, pairs=program.pairs)
         base = Measured(case.program, devices=program.mesh.size, flops=flops, read=program.read, given=program.given)
         if program.unshared is not None:
             base = dataclasses.replace(base, unshared=flops + program.unshared())
