@@ -53,7 +53,8 @@ class RewardSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Rewards:
-    """What one episode earned. `format` holds the weighted anchor, `anchor` is the plain R_anchor; `compliant` is the f of the tables.
+    """What one episode earned. `format` holds the weighted anchor, `anchor` is the plain R_anchor; `compliant` counts in
+    f, which is a share of rollouts here (the paper's f is a mean reward).
     `capped`: whether the cap of R_fmt took something away."""
 
     accuracy: float

@@ -47,8 +47,12 @@ class EvaluationSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Means over n episodes of one setting: accuracy (R_acc: right or wrong, or the IoU of grounding), format (share of rollouts whose
-    every turn parses and that end in an answer block, f), calls a rollout (kappa) and main-agent turns."""
+    """Means over n episodes of one setting.
+
+    accuracy: R_acc, right or wrong, or the IoU of grounding. format: the share of rollouts whose
+    every turn parses and that end in an answer block (the paper's f is a mean reward instead).
+    calls: executed calls per rollout, kappa. turns: those of the main agent.
+    """
 
     k: int
     dispatch: Dispatch

@@ -121,7 +121,7 @@ def held_out(results: Sequence[Result], measure: str, k: int | None = None, when
 
 
 def at_the_end(results: Sequence[Result], measure: str) -> list[float]:
-    """A measure of each seed's training rollouts, over the last steps: what the paper's tables call f and kappa."""
+    """A measure of each seed's training rollouts, over the last steps."""
     return [statistics.mean(step[measure] for step in r.by_step[-LAST:]) for r in results]
 
 

@@ -36,7 +36,7 @@ from rollout.evaluation.folder import EvaluationFolder, FolderError, Line, lates
 from rollout.evaluation.origin import commit, questions_hash, versions, weights_hash
 from rollout.evaluation.play import Player
 from rollout.evaluation.settings import BenchmarkSettings
-from rollout.evaluation.summary import summarise
+from rollout.evaluation.summary import rows_of, summarise
 from rollout.requests import Sampler
 from rollout.sizing import crop_tokens, overview_tokens, single_episodes
 
@@ -230,14 +230,23 @@ class _Progress:
 def _report(summary: Line, out: pathlib.Path) -> Iterator[str]:
     """The summary as people read it."""
     benchmark = BENCHMARKS[summary["benchmark"]]
-    played = f"{summary['played']} of {summary['questions']} questions"
+    rows = rows_of(summary)
+    grounding = benchmark.grounding
+    value = summary.get("miou" if grounding else "accuracy")
     if not summary["played"]:
-        yield f"{benchmark.title}: not one of {summary['questions']} questions was played"
-    else:
+        yield f"{benchmark.title}: not one of {rows} questions was played"
+    elif value is not None:
         low, high = summary["interval"]
-        value = summary["miou" if benchmark.grounding else "accuracy"]
+        opened = summary.get("open_ended", {}).get("n", 0)
+        counted = summary["played"] - opened
+        score = f"{100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
         paper = f"ParaVT-8B in the paper: {benchmark.paper[0]}"
-        yield f"{benchmark.title}: {100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}] on {played} ({paper})"
+        yield f"{benchmark.title}: {score} on {counted} of {rows} questions ({paper})"
+    if found := summary.get("open_ended"):
+        low, high = found["interval"]
+        score = f"{100 * found['score']:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+        yield f"{benchmark.title}, open-ended by itself: {score} on {found['n']} questions"
+    if summary["played"]:
         if summary["refused_reports"]:
             yield f"  {summary['refused_reports']} sub-agents' requests were refused"
         yield (

@@ -6,6 +6,7 @@ runs of different splits. Invariant: nothing here changes a file.
 
 from __future__ import annotations
 
+import collections
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,8 +17,14 @@ from paravt_jax.benchmarks import BENCHMARKS
 from paravt_jax.benchmarks.scoring import interval, mcnemar
 from paravt_jax.benchmarks.splits import PAPER_ROWS
 from rollout.evaluation.folder import FolderError, Line, latest, read_json, read_lines
+from rollout.evaluation.summary import not_played, rows_of
 
 RIGHT = 0.5  # a score from which on a question counts as right
+_UNUSABLE = {
+    "without_answer": "without an answer",
+    "unread": "whose answer names no option or span",
+    "refused_reports": "sub-agents' requests refused",
+}
 SHOWN = 10  # questions that are named on either side
 
 
@@ -28,6 +35,7 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
     if names[0] != names[1]:
         raise ValueError(f"--compare: {first} is {names[0]}, {second} is {names[1]}; compare runs of one split")
     a, b = (_played(folder) for folder in (first, second))
+    left_out = [_left_out(folder) for folder in (first, second)]
     both = sorted(a.keys() & b.keys())
     if not both:
         raise ValueError(f"--compare: {first} and {second} have no question in common; let them play the same ones")
@@ -44,6 +52,7 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
         "made_with": {name: [left.get(name), right.get(name)] for name in left | right if left.get(name) != right.get(name)},
         "questions": len(both),
         "not_shared": len(a.keys() ^ b.keys()),
+        "left_out": left_out,
         "scores": [float(np.mean([run[id]["score"] for id in both])) for run in (a, b)],
         "difference": float(gains.mean()),
         "interval": [2 * low - 1, 2 * high - 1],
@@ -61,6 +70,11 @@ def _played(folder: pathlib.Path) -> dict[str, Line]:
     return {id: line for id, line in latest(read_lines(folder)).items() if "left_out" not in line}
 
 
+def _left_out(folder: pathlib.Path) -> dict[str, int]:
+    causes = [line["left_out"] for line in latest(read_lines(folder)).values() if "left_out" in line]
+    return dict(sorted(collections.Counter(causes).items()))
+
+
 def _right(line: Line) -> bool:
     return line["score"] >= RIGHT
 
@@ -76,6 +90,10 @@ def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, 
         f"  both right {found['both_right']}, only A {found['only_first']}, only B {found['only_second']}, "
         f"neither {found['both_wrong']}; McNemar, exact, two-sided: p = {p:.3g}",
     ]
+    for name, causes in zip("AB", found["left_out"], strict=True):
+        if causes:
+            named = ", ".join(f"{count} {cause}" for cause, count in causes.items())
+            lines.append(f"  {name} left out: {named.replace('_', ' ')}")
     if found["made_with"]:
         differing = (f"{name} A {values[0]!r}, B {values[1]!r}" for name, values in found["made_with"].items())
         lines.append(f"  made with: {'; '.join(differing)}")
@@ -121,7 +139,7 @@ def _cell(summary: Line | None) -> str:
     if summary is None or (score := _score(summary)) is None:
         return "-"
     low, high = summary["interval"]
-    part = "" if summary["played"] == summary["questions"] else "*"
+    part = "*" if not_played(summary) else ""
     return f"{100 * score:.1f}{part} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
@@ -131,16 +149,40 @@ def _calls(summary: Line | None) -> str:
 
 def _notes(rows: Sequence[tuple[str, dict[str, Line]]]) -> list[str]:
     """Under the table: what each number was made with."""
-    notes = ["In brackets: 95 % intervals. \\*: not all questions were played."]
+    notes = [
+        "In brackets: 95 % intervals. \\*: rows of the split were left out, as said below.",
+        "The paper's rows were measured with other frame sizes, prompts and times than this project's: "
+        "they stand here for orientation, and a difference from them shows nothing.",
+    ]
     for label, cells in rows:
         for name, summary in cells.items():
             config = summary["config"]
             identity = config["identity"]
             notes.append(
-                f"- {label}, {name}: {summary['played']} of {summary['questions']} questions, K = {identity['frames']}, "
+                f"- {label}, {name}: {_counts(summary)}, K = {identity['frames']}, "
                 f"dispatch {identity['dispatch']}, prompt {identity['prompt']}, "
                 f"{'greedy' if identity['temperature'] == 0 else 'temperature ' + format(identity['temperature'], 'g')}"
                 f"{', blind' if identity['blind'] else ''}{', shuffled' if identity['shuffle'] else ''}; "
                 f"weights {identity['weights'] or 'unknown'}, commit {', '.join(str(commit) for commit in config['commits'])}"
             )
     return notes
+
+
+def _counts(summary: Line) -> str:
+    """How many rows a score is about, what became of the others, and what was not read."""
+    causes = not_played(summary)
+    text = f"{summary['played']} of {rows_of(summary)} questions"
+    if causes:
+        named = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in causes.items())
+        text += f" (\\* left out: {named})"
+    if found := summary.get("open_ended"):
+        low, high = found["interval"]
+        scored = summary["config"]["identity"].get("open_ended", "f1")
+        text += (
+            f", of which {found['n']} open-ended are not in the score "
+            f"({scored} {100 * found['score']:.1f} [{100 * low:.1f}, {100 * high:.1f}])"
+        )
+    for name, said in _UNUSABLE.items():
+        if summary.get(name):
+            text += f", {summary[name]} {said}"
+    return text

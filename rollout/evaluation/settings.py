@@ -61,7 +61,7 @@ class BenchmarkSettings:
     dispatch: Dispatch | None = None
     """How calls are carried out; parallel, or none with a prompt that knows no tool."""
     prompt: Prompt = "agentic"
-    """The system turn. The paper's own row on Charades-STA has agentic-minimal, all others agentic."""
+    """The system turn, in this project's own words: agentic-minimal for Charades-STA, else agentic."""
     temperature: float = 0.0
     """0 is greedy."""
     seed: int = 0

@@ -14,6 +14,7 @@ import numpy as np
 
 from paravt_jax.benchmarks import BENCHMARKS
 from paravt_jax.benchmarks.scoring import interval
+from paravt_jax.records import QuestionKind
 from rollout.evaluation.folder import Line, latest
 
 RECALL = (0.3, 0.5, 0.7)  # of grounding: the share of answers that overlap at least so much
@@ -42,18 +43,53 @@ def summarise(config: Line, lines: Iterator[Line], questions: int, broken: Mappi
     }
 
 
+def rows_of(summary: Line) -> int:
+    """Rows of a split: its questions, and those that are none."""
+    return summary["questions"] + len(summary["broken_rows"])
+
+
+def not_played(summary: Line) -> dict[str, int]:
+    """By cause: how many rows of the split its score says nothing about."""
+    causes = {cause: found["questions"] for cause, found in summary["left_out"].items()}
+    if summary["broken_rows"]:
+        causes["broken"] = len(summary["broken_rows"])
+    if rest := rows_of(summary) - summary["played"] - sum(causes.values()):
+        causes["not_asked"] = rest
+    return causes
+
+
 def figures(played: Sequence[Line], grounding: bool) -> dict[str, Any]:
-    """The figures of lines that were played: `accuracy` (or `miou`) with its interval, calls, time."""
+    """The figures of lines that were played: `accuracy` (or `miou`) with its interval, calls, time.
+
+    Open-ended answers have figures of their own, `open_ended`: their F1 and the share of letters
+    that are right have no common mean.
+    """
+    open_ended = [line for line in played if line["kind"] == QuestionKind.OPEN_ENDED]
+    closed = [line for line in played if line["kind"] != QuestionKind.OPEN_ENDED]
+    return {
+        **(_scores(closed, grounding) if closed else {}),
+        **({"open_ended": _group(open_ended)} if open_ended else {}),
+        **_course(played),
+    }
+
+
+def _scores(played: Sequence[Line], grounding: bool) -> dict[str, Any]:
     scores = [line["score"] for line in played]
     main = "miou" if grounding else "accuracy"
     recall = {f"r@{bound}": float(np.mean([score >= bound for score in scores])) for bound in RECALL} if grounding else {}
-    calls = [line["calls"] for line in played]
-    subtitles = [line["subtitles"] for line in played]
     return {
         main: float(np.mean(scores)),
         **recall,
         "interval": list(interval(scores, [line["video"] for line in played])),
         "interval_kind": "95 %, Wilson at the effective number of questions (cluster-robust by video)",
+    }
+
+
+def _course(played: Sequence[Line]) -> dict[str, Any]:
+    """How the questions went, whatever the answers were worth."""
+    calls = [line["calls"] for line in played]
+    subtitles = [line["subtitles"] for line in played]
+    return {
         "calls_per_question": float(np.mean(calls)),
         "share_with_calls": float(np.mean([count > 0 for count in calls])),
         "format": float(np.mean([line["compliant"] for line in played])),
@@ -73,14 +109,16 @@ def _by(played: Sequence[Line], groups: Any) -> dict[str, Any]:
         for group in groups(line):
             if group:
                 found[group].append(line)
+    return {group: _group(lines) for group, lines in sorted(found.items())}
+
+
+def _group(lines: Sequence[Line]) -> dict[str, Any]:
+    scores = [line["score"] for line in lines]
     return {
-        group: {
-            "score": float(np.mean([line["score"] for line in lines])),
-            "n": len(lines),
-            "interval": list(interval([line["score"] for line in lines], [line["video"] for line in lines])),
-            "calls": float(np.mean([line["calls"] for line in lines])),
-        }
-        for group, lines in sorted(found.items())
+        "score": float(np.mean(scores)),
+        "n": len(lines),
+        "interval": list(interval(scores, [line["video"] for line in lines])),
+        "calls": float(np.mean([line["calls"] for line in lines])),
     }
 
 

@@ -180,6 +180,15 @@ def test_a_refused_question_costs_that_question(by_endpoint):
     assert again["played"] == 4 and asked == 2  # those that were refused are asked again
 
 
+def test_broken_rows_are_rows_of_the_split(by_endpoint):
+    """Three of five rows have no right answer: a full score on the two others is no full score."""
+    rows = [named(number) for number in range(5)]
+    rows = [row | {"answer": ""} if number > 1 else row for number, row in enumerate(rows)]
+    summary, said, _ = by_endpoint(filtered(), rows)
+    assert (summary["played"], summary["accuracy"], len(summary["broken_rows"])) == (2, 1.0, 3)
+    assert "on 2 of 5 questions" in said and "broken rows: 3" in said
+
+
 def test_a_server_that_refuses_everything_ends_the_run_in_one_line(by_endpoint):
     rows = [named(number, f"v{number // 2}") for number in range(60)]
     with pytest.raises(EndpointError, match="refused every question on the first 5 videos") as error:

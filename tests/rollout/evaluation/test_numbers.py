@@ -14,6 +14,7 @@ from rollout.evaluation.summary import summarise
 def line(id, score, video="v", **fields):
     return {
         "id": id, "video": video, "score": score, "read": "B", "calls": 1, "stop": "answered", "compliant": True, "spent": 2.0,
+        "kind": "mcq",
         "duration": "short", "tasks": ["t"], "subtitles": None, **fields,
     }  # fmt: skip
 
@@ -57,6 +58,25 @@ def test_grounding_has_overlap_and_recall():
     found = summarise(config("charades"), iter(lines), 4, {})
     assert found["miou"] == pytest.approx(0.4475) and "accuracy" not in found
     assert (found["r@0.3"], found["r@0.5"], found["r@0.7"]) == (0.75, 0.5, 0.25)
+
+
+def test_open_ended_answers_have_a_score_of_their_own():
+    """The paper's column of MMVU is multiple choice; F1 is another number."""
+    lines = [line("a", 1.0), line("b", 0.0), line("c", 0.4, kind="oe"), line("d", 0.2, kind="oe")]
+    found = summarise(config("mmvu"), iter(lines), 4, {})
+    assert (found["played"], found["accuracy"]) == (4, 0.5)
+    opened = found["open_ended"]
+    assert (opened["n"], opened["score"]) == (2, pytest.approx(0.3))
+    assert opened["interval"][0] < 0.3 < opened["interval"][1]
+    alone = summarise(config("mmvu"), iter(lines[2:]), 4, {})
+    assert "accuracy" not in alone and alone["open_ended"]["n"] == 2
+    assert "open_ended" not in summarise(config(), iter(lines[:2]), 2, {})
+
+
+def test_answers_that_were_not_read_and_reports_that_were_refused_are_counted():
+    lines = [line("a", 0.0, unread=True), line("b", 0.0, read=None), line("c", 1.0, refused_reports=2)]
+    found = summarise(config(), iter(lines), 3, {})
+    assert (found["unread"], found["without_answer"], found["refused_reports"]) == (1, 1, 2)
 
 
 def test_nothing_played_is_a_summary_too():
@@ -127,3 +147,43 @@ def test_a_table_stands_beside_the_papers_rows(tmp_path):
     assert cells[4][0] == "| other" and cells[5][6] == "4.00" and cells[6][1] == "-"
     notes = "\n".join(rows[13:])
     assert "prompt agentic-minimal, greedy; weights w0, commit c0" in notes and "greedy, blind" in notes
+
+
+def test_a_table_marks_rows_that_were_left_out_and_says_why(tmp_path):
+    """A split of ten rows: 2 played, 3 broken, 2 refused, 1 without a file, 2 not asked for."""
+    run = tmp_path / "a"
+    lost = [left("c", "v", "refused"), left("d", "v", "refused"), left("e", "w")]
+    lines = [line("a", 1.0), line("b", 1.0, unread=True), *lost]
+    folder(run, lines)
+    broken = {f"row {n}": "answer is missing" for n in (5, 6, 7)}
+    (run / "summary.json").write_text(json.dumps(summarise(config(), iter(lines), 7, broken)))
+    text = table([run])
+    assert "| mine | 100.0* [" in text
+    assert (
+        "- mine, videomme: 2 of 10 questions (\\* left out: 2 refused, 1 missing, 3 broken, 2 not asked), "
+        "1 whose answer names no option or span, K = 64"
+    ) in text
+
+
+def test_a_table_without_a_gap_has_no_mark(tmp_path):
+    text = table([folder(tmp_path / "a", [line(str(n), 1.0) for n in range(6)])])
+    assert "| mine | 100.0 [" in text and "6 of 6 questions, K = 64" in text
+
+
+def test_mmvus_cell_is_multiple_choice_and_open_ended_stands_below(tmp_path):
+    lines = [line("a", 1.0), line("b", 1.0), line("c", 0.0, kind="oe")]
+    run = folder(tmp_path / "a", lines, benchmark="mmvu", open_ended="exact")
+    text = table([run])
+    assert "| 100.0* [" in text and "of which 1 open-ended are not in the score (exact 0.0 [" in text
+
+
+def test_a_table_says_that_the_papers_rows_were_measured_otherwise(tmp_path):
+    assert "other frame sizes, prompts and times" in table([folder(tmp_path / "a", [line("a", 1.0)])])
+
+
+def test_a_comparison_says_what_each_run_left_out(tmp_path):
+    first = folder(tmp_path / "a", [line("1", 1.0), left("2", "v", "refused"), left("3", "v")])
+    second = folder(tmp_path / "b", [line("1", 1.0)])
+    found = compare(first, second)
+    assert found["left_out"] == [{"missing": 1, "refused": 1}, {}]
+    assert "  A left out: 1 missing, 1 refused" in comparison_text(first, second, found)
