@@ -47,7 +47,7 @@ def test_files_are_known_by_their_columns_and_named_after_their_split(tmp_path):
     sft = open_table(write_sft(tmp_path, [answered(A)] * 2, "paravt_sft_videor1_50k.parquet"))
     assert (sft.rl, sft.split, sft.rows) == (False, "videor1", 2)
     assert open_table(write_sft(tmp_path, [answered(A)], "my_own.parquet")).split == "my_own"
-    assert [json.loads(row["messages"]) for row in read_rows(sft)] == [answered(A)] * 2
+    assert list(read_rows(sft)) == [{"messages": json.dumps(answered(A))}] * 2
     assert list(read_rows(rl, batch=2)) == [rl_row(A)] * 3
 
 

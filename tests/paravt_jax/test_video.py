@@ -34,6 +34,7 @@ def _make(
 ) -> pathlib.Path:
     with av.open(str(path), "w", options=flags or {}) as container:
         stream = container.add_stream(codec, rate=10, options=options or {})
+        assert isinstance(stream, av.VideoStream)
         stream.width = stream.height = size
         stream.pix_fmt = "yuv420p"
         rng = np.random.default_rng(0)
