@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Literal
 
 from models.features import FrameSettings
+from paravt_jax.local_path import require_local
 from paravt_jax.protocol import ProtocolSettings
 from paravt_jax.world import WorldSettings
 from paravt_jax.world_text import TextSettings
@@ -95,6 +96,8 @@ class Run:
         return self.rl is not None or self.data is None or self.data.heldout > 0
 
     def __post_init__(self):
+        for name in ("run_dir", "start"):
+            require_local(name, getattr(self, name))
         if self.seed < 0:
             raise ValueError(f"seed: {self.seed}; give 0 or more")
         if self.data is not None and (self.world is not None or not self.model.path):

@@ -23,6 +23,7 @@ from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig, from_hf
 from models.qwen3_vl.hf import save
 from models.qwen3_vl.model import Qwen3VL, abstract_model
 from paravt_jax import tokenizer
+from paravt_jax.local_path import require_local
 from train.checkpoint import CheckpointError, Checkpoints
 
 _FRAMES = 768  # of a video, as many as `models.processor.video_frame_indices` takes at most
@@ -58,6 +59,8 @@ class Export:
 
 def export(command: Export) -> None:
     """Raises CheckpointError, ValueError, FileNotFoundError or FileExistsError, each saying what to do."""
+    require_local("--run-dir", command.run_dir)
+    require_local("--to", command.to)
     folder, target = pathlib.Path(command.run_dir), pathlib.Path(command.to)
     if target.exists():
         raise FileExistsError(f"--to {target}: exists; name a new folder, or remove this one first")

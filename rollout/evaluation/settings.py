@@ -12,6 +12,7 @@ from typing import Any, Literal
 from models.features import FrameSettings
 from paravt_jax.benchmarks import BENCHMARKS
 from paravt_jax.judge import JudgeSettings
+from paravt_jax.local_path import require_local
 from paravt_jax.protocol import Prompt, ProtocolSettings
 from paravt_jax.rewards import RewardSettings
 from rollout.episode import Dispatch, Setting
@@ -121,6 +122,7 @@ class BenchmarkSettings:
             raise ValueError("--endpoint, --endpoint-model: an address and the model's name there belong together; give both or neither")
         if (self.open_ended == "judge") != bool(self.judge and self.judge_model):
             raise ValueError("--open-ended judge, --judge, --judge-model: belong together; give all three or none")
+        require_local("--out", self.out)
         self.part()
         self.setting()  # these refuse what they cannot be played with
         self.protocol(0)
