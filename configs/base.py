@@ -8,6 +8,7 @@ from typing import Any, Literal
 from models.features import FrameSettings
 from models.processor import smart_resize
 from models.qwen3_vl.config import VisionConfig, qwen3_vl, tiny
+from paravt_jax.local_path import require_local
 from paravt_jax.protocol import ProtocolSettings
 from paravt_jax.world import WorldSettings
 from paravt_jax.world_text import TextSettings
@@ -155,6 +156,8 @@ class Run:
         return engine_settings(self.lengths(max(budgets)), self.engine, fan)
 
     def __post_init__(self):
+        for name in ("run_dir", "start"):
+            require_local(name, getattr(self, name))
         if self.seed < 0:
             raise ValueError(f"seed: {self.seed}; give 0 or more")
         if self.data is not None and (self.world is not None or not self.model.path):

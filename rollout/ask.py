@@ -26,6 +26,7 @@ from models.qwen3_vl.hf import load
 from models.qwen3_vl.model import Qwen3VL
 from models.weights.folder import local_folder
 from paravt_jax import tokenizer
+from paravt_jax.local_path import require_local
 from paravt_jax.protocol import Protocol, ProtocolSettings
 from paravt_jax.records import Episode, Question, QuestionKind, StopReason
 from paravt_jax.rewards import RewardSettings, score
@@ -166,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = tyro.cli(AskSettings, args=argv, prog="python -m rollout.ask", description=__doc__)
     try:
         setting = Setting(asked.frames, asked.temperature, asked.dispatch)
+        require_local("--html", asked.html)
         if asked.html and not os.path.isdir(Path(asked.html).absolute().parent):
             raise FileNotFoundError(f"--html {asked.html}: its folder is not there; make it, or name another file")
         if not os.path.isfile(asked.video):  # unlike Path.is_file, it answers for names that are too long as well

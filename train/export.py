@@ -23,6 +23,7 @@ from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig, from_hf
 from models.qwen3_vl.hf import save
 from models.qwen3_vl.model import Qwen3VL, abstract_model
 from paravt_jax import tokenizer
+from paravt_jax.local_path import require_local
 from train.checkpoint import CheckpointError, Checkpoints
 from train.run_directory import READABLE, RunDirectoryError, read_config
 
@@ -60,6 +61,9 @@ class Export:
 
 def export(command: Export) -> None:
     """Raises CheckpointError, RunDirectoryError, ValueError, FileNotFoundError or FileExistsError, each saying what to do."""
+    """Raises CheckpointError, ValueError, FileNotFoundError or FileExistsError, each saying what to do."""
+    require_local("--run-dir", command.run_dir)
+    require_local("--to", command.to)
     folder, target = pathlib.Path(command.run_dir), pathlib.Path(command.to)
     if target.exists():
         raise FileExistsError(f"--to {target}: exists; name a new folder, or remove this one first")

@@ -23,6 +23,7 @@ from configs.base import Run
 from configs.paradox import ARMS, paradox_tiny
 from configs.paravt_tiny import paravt_tiny
 from paravt_jax.atomic import write_atomically
+from paravt_jax.local_path import require_local
 from train.allocator import reuse_freed_memory
 from train.checkpoint import CheckpointError
 from train.interrupts import Interrupts, Stopped
@@ -52,6 +53,7 @@ class Paradox:
     def __post_init__(self):
         if self.seeds < 1:
             raise ValueError(f"seeds: {self.seeds}; give at least 1")
+        require_local("run_dir", self.run_dir)
 
 
 @dataclasses.dataclass(frozen=True)

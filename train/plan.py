@@ -23,6 +23,7 @@ from typing import Any
 
 from configs import RECIPES
 from configs.base import Run
+from paravt_jax.local_path import require_local
 from train.cli import EXIT_USAGE, parse
 from train.planning import step
 from train.planning.compile import ROLLOUTS, SIZES, Case, Measured, compile_case, libtpu_version
@@ -184,6 +185,8 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--only: {', '.join(sorted(unknown))}; {run.name} has the programs {', '.join(program_names(run))}")
         if arguments.jobs < 1 or not arguments.timeout > 0:
             raise ValueError(f"--jobs {arguments.jobs}, --timeout {arguments.timeout:g}; give one or more, and seconds above 0")
+        require_local("--keep", arguments.keep)
+        require_local("--json", arguments.json)
         if arguments.keep:
             _make_folder(arguments.keep)
         if arguments.json and (arguments.json.is_dir() or not os.access(arguments.json.absolute().parent, os.W_OK)):

@@ -25,6 +25,7 @@ from paravt_jax import preparation, sources
 from paravt_jax.atomic import write_atomically
 from paravt_jax.frames import FrameReader, ReaderSettings
 from paravt_jax.loader import Ahead, stream
+from paravt_jax.local_path import require_local
 from paravt_jax.packing import Packing, pack
 from paravt_jax.protocol import ProtocolSettings
 from paravt_jax.records import Conversation, Question
@@ -69,6 +70,7 @@ class DataSettings:
         for name in ("annotations", "media", "folder"):
             if not getattr(self, name):
                 raise ValueError(f"data.{name}: empty; name a folder" + (", a hub id or a bucket path" if name != "folder" else ""))
+        require_local("data.folder", self.folder)
 
     @property
     def processes(self) -> int:

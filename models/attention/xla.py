@@ -1,8 +1,9 @@
 """Attention in plain XLA, for any device: sequences in chunks of queries.
 
 Owns the portable arithmetic. Softmax is in float32, and the backward pass computes the scores again from the log-sum-exp (as
-FlashAttention does): on CPU, saving and loading them costs several times what computing them does. Refuses nothing. Invariant: the
-result does not depend on the query chunk, and a shared prefix equals the same tokens in every row.
+FlashAttention does): on CPU, saving and loading them costs several times what computing them does. Both passes hold the scores
+of one chunk at a time. Refuses nothing. Invariant: the result does not depend on the query chunk, and a shared prefix equals the
+same tokens in every row.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from models.attention.target import SAVED
 
+SPANS = 8  # loops over chunks that causal attention is compiled to
 MASKED = -1e30  # finite, so that a row without any key gives numbers and not NaN
 
 
@@ -55,10 +57,7 @@ def attend(
     prefix_mask: Bool[Array, "p s"] | None,
     chunk: int,
 ) -> Float[Array, "b t n h"]:
-    """`attention.attend` in chunks of `chunk` queries, each against the keys up to its end.
-
-    That is half the work of T^2, and in memory the scores of a chunk at a time; those against a prefix come whole.
-    """
+    """`attention.attend` in chunks of `chunk` queries, each against the prefix and the keys up to the end of its loop."""
     b, t, n, h = q.shape
     kv = k.shape[2]
     # Heads before positions, and a kv head's queries side by side: one plain matmul a (row, kv head).
@@ -75,57 +74,117 @@ def _attend(q: Float[Array, "b k t r h"], keys: _Keys, masks: _Masks, causal: bo
 
 
 def _forward(q: Float[Array, "b k t r h"], keys: _Keys, masks: _Masks, causal: bool, chunk: int):
-    parts = []
-    for start, stop, end in _chunks(q.shape[2], causal, chunk):
-        scores = _own_scores(q[:, :, start:stop], keys.k[:, :, :end], masks.segments, causal, start)
-        parts.append(_weigh(scores, keys.v[:, :, :end]))
-    whole = _Partial(*(jnp.concatenate(part, axis=2) for part in zip(*parts, strict=True)))
-    if keys.prefix_k is not None and keys.prefix_v is not None:
-        shared = _weigh(_prefix_scores(_fold(q, keys.prefix_k), keys.prefix_k, masks.prefix), keys.prefix_v)
-        whole = _merge(whole, _Partial(*(_unfold(x, q) for x in shared)))
-    out = checkpoint_name((whole.values / whole.weights[..., None]).astype(q.dtype), SAVED)
-    return out, (q, keys, masks, out, checkpoint_name(whole.top + jnp.log(whole.weights), SAVED))
+    def step(done, start, span: _Span):
+        part = _cut(q, start, span.size)
+        scores = _own_scores(part, keys.k[:, :, : span.end], masks.segments, causal, start)
+        found = _weigh(scores, keys.v[:, :, : span.end])
+        if keys.prefix_k is not None and keys.prefix_v is not None:
+            scores = _prefix_scores(_fold(part, keys.prefix_k), keys.prefix_k, masks.prefix)
+            shared = _weigh(scores, keys.prefix_v)
+            found = _merge(found, _Partial(*(_unfold(x, part) for x in shared)))
+        out = (found.values / found.weights[..., None]).astype(q.dtype)
+        logsumexp = found.top + jnp.log(found.weights)
+        return _put(done[0], out, start), _put(done[1], logsumexp, start)
+
+    empty = jnp.zeros(q.shape, q.dtype), jnp.zeros(q.shape[:-1], jnp.float32)
+    out, logsumexp = _over_chunks(step, empty, q.shape[2], causal, chunk)
+    out = checkpoint_name(out, SAVED)
+    return out, (q, keys, masks, out, checkpoint_name(logsumexp, SAVED))
 
 
 def _backward(causal: bool, chunk: int, saved, d_out: Float[Array, "b k t r h"]):
     q, keys, masks, out, logsumexp = saved
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    d_q, d_k, d_v = [], jnp.zeros(keys.k.shape, jnp.float32), jnp.zeros(keys.v.shape, jnp.float32)
-    for start, stop, end in _chunks(q.shape[2], causal, chunk):
-        part = slice(start, stop)
-        scores = _own_scores(q[:, :, part], keys.k[:, :, :end], masks.segments, causal, start)
-        grads = _grads(q[:, :, part], keys.k[:, :, :end], keys.v[:, :, :end], scores, *(x[:, :, part] for x in (logsumexp, d_out, delta)))
-        d_q.append(grads[0])
-        d_k, d_v = d_k.at[:, :, :end].add(grads[1]), d_v.at[:, :, :end].add(grads[2])
-    d_q = jnp.concatenate(d_q, axis=2)
-    d_prefix = (None, None)
-    if keys.prefix_k is not None:
-        folded = [_fold(x, keys.prefix_k) for x in (q, logsumexp, d_out, delta)]
-        scores = _prefix_scores(folded[0], keys.prefix_k, masks.prefix)
-        more, *d_prefix = _grads(folded[0], keys.prefix_k, keys.prefix_v, scores, *folded[1:])
-        d_q = d_q + _unfold(more, q)
-        d_prefix = [d.astype(keys.k.dtype) for d in d_prefix]
-    return d_q.astype(q.dtype), _Keys(d_k.astype(keys.k.dtype), d_v.astype(keys.v.dtype), *d_prefix), None
+
+    def step(done, start, span: _Span):
+        d_q, d_keys = done
+        parts = [_cut(x, start, span.size) for x in (q, logsumexp, d_out, delta)]
+        k, v = keys.k[:, :, : span.end], keys.v[:, :, : span.end]
+        scores = _own_scores(parts[0], k, masks.segments, causal, start)
+        d_part, d_k, d_v = _grads(parts[0], k, v, scores, *parts[1:])
+        d_k = _put(d_keys.k, d_keys.k[:, :, : span.end] + d_k, 0)
+        d_v = _put(d_keys.v, d_keys.v[:, :, : span.end] + d_v, 0)
+        d_prefix = (None, None)
+        if keys.prefix_k is not None:
+            folded = [_fold(x, keys.prefix_k) for x in parts]
+            scores = _prefix_scores(folded[0], keys.prefix_k, masks.prefix)
+            more, *d_prefix = _grads(folded[0], keys.prefix_k, keys.prefix_v, scores, *folded[1:])
+            d_part = d_part + _unfold(more, parts[0])
+            d_prefix = [old + x for old, x in zip((d_keys.prefix_k, d_keys.prefix_v), d_prefix, strict=True)]
+        return _put(d_q, d_part.astype(q.dtype), start), _Keys(d_k, d_v, *d_prefix)
+
+    empty = jnp.zeros(q.shape, q.dtype), jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), keys)
+    d_q, d_keys = _over_chunks(step, empty, q.shape[2], causal, chunk)
+    return d_q, jax.tree.map(lambda d, x: d.astype(x.dtype), d_keys, keys), None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _chunks(t: int, causal: bool, chunk: int) -> list[tuple[int, int, int]]:
-    """(first query, query after the last, keys that any of them may see) of each chunk."""
-    return [(start, min(start + chunk, t), min(start + chunk, t) if causal else t) for start in range(0, t, chunk)]
+class _Span(NamedTuple):
+    """`count` chunks of `size` queries from query `start` on, none of which may see a key at `end` or later."""
+
+    start: int
+    count: int
+    size: int
+    end: int
+
+
+def _spans(t: int, causal: bool, chunk: int) -> list[_Span]:
+    """The chunks of t queries, grouped into loops. A shorter last chunk stands alone.
+
+    Every pass of a loop needs the same number of keys. With causality a chunk sees more of them than the one before, so its
+    chunks are divided among at most `SPANS` loops: the program does not grow with t, and the keys beyond the causal frontier
+    cost at most t^2 / (2 SPANS) scores.
+    """
+    whole, rest = divmod(t, chunk)
+    together = max(1, -(-whole // SPANS) if causal else whole)
+    spans = []
+    for first in range(0, whole, together):
+        after = min(first + together, whole)
+        spans.append(_Span(first * chunk, after - first, chunk, after * chunk if causal else t))
+    if rest:
+        spans.append(_Span(whole * chunk, 1, rest, t))
+    return spans
+
+
+def _over_chunks(step, done, t: int, causal: bool, chunk: int):
+    """`done = step(done, first query, span)` for every chunk.
+
+    A loop holds one chunk's scores at a time. Unrolled, XLA on CPU holds those of all chunks together.
+    """
+    for span in _spans(t, causal, chunk):
+        if span.count == 1:
+            done = step(done, span.start, span)
+        else:
+            starts = span.start + span.size * jnp.arange(span.count)
+            body = functools.partial(step, span=span)
+            done, _ = jax.lax.scan(lambda done, start, body=body: (body(done, start), None), done, starts)
+    return done
+
+
+def _cut(x: Float[Array, "b k t ..."], start: int | Int[Array, ""], size: int) -> Float[Array, "b k c ..."]:
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=2)
+
+
+def _put(x: Float[Array, "b k t ..."], part: Float[Array, "b k c ..."], start: int | Int[Array, ""]) -> Float[Array, "b k t ..."]:
+    return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=2)
 
 
 def _own_scores(
-    q: Float[Array, "b k c r h"], k: Float[Array, "b k s h"], segments: Int[Array, "b t"] | None, causal: bool, start: int
+    q: Float[Array, "b k c r h"],
+    k: Float[Array, "b k s h"],
+    segments: Int[Array, "b t"] | None,
+    causal: bool,
+    start: int | Int[Array, ""],
 ) -> Float[Array, "b k c r s"]:
     """Scores of queries from position `start` on against their own row's first keys, -1e30 where these may not be seen."""
     c, s = q.shape[2], k.shape[2]
     scores = _scores(q, k)
     if causal:
-        scores = jnp.where((jnp.arange(start, start + c)[:, None] >= jnp.arange(s))[:, None], scores, MASKED)
+        scores = jnp.where((start + jnp.arange(c)[:, None] >= jnp.arange(s))[:, None], scores, MASKED)
     if segments is not None:
-        same = segments[:, start : start + c, None] == segments[:, None, :s]
+        same = jax.lax.dynamic_slice_in_dim(segments, start, c, axis=1)[:, :, None] == segments[:, None, :s]
         scores = jnp.where(same[:, None, :, None], scores, MASKED)
     return scores
 

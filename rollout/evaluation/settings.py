@@ -12,6 +12,7 @@ from typing import Any, Literal
 from models.features import FrameSettings
 from paravt_jax.benchmarks import BENCHMARKS
 from paravt_jax.judge import JudgeSettings
+from paravt_jax.local_path import require_local
 from paravt_jax.protocol import Prompt, ProtocolSettings
 from paravt_jax.rewards import RewardSettings
 from rollout.endpoint import check_endpoint
@@ -129,6 +130,7 @@ class BenchmarkSettings:
             check_endpoint(self.endpoint)
         if (self.open_ended == "judge") != bool(self.judge and self.judge_model):
             raise ValueError("--open-ended judge, --judge, --judge-model: belong together; give all three or none")
+        require_local("--out", self.out)
         self.part()
         self.setting()  # these refuse what they cannot be played with
         self.protocol(0)

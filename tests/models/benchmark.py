@@ -33,6 +33,7 @@ from models.attention import DenseCache
 from models.qwen3_vl import Qwen3VLConfig, flops_per_token, frame_layout, hf, mrope_positions, qwen3_vl, tiny
 from models.qwen3_vl.config import to_hf, vision_flops
 from models.qwen3_vl.rope import visual_index
+from paravt_jax.local_path import require_local
 from train.allocator import reuse_freed_memory
 
 JOBS = {"prefill": 3, "decode": 3, "train": 2}  # calls for the clock
@@ -366,6 +367,7 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=tuple(JOBS))
     parser.add_argument("--json", type=Path, help="file to write the machine and every measured time to")
     args = parser.parse_args()
+    require_local("--json", args.json)
     case, hardware = CASES[args.case], machine()
     seconds, memory = compare(case, args.rounds, tuple(args.jobs))
     print(", ".join(f"{name} {value}" for name, value in hardware.items()), "", report(case, seconds), "", sep="\n")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from models.attention import DenseCache, Shared, attend, choose, splash
+from models.attention import QUERY_CHUNK, DenseCache, Shared, attend, choose, splash
 from models.sharding import MESH_AXES
 from tests.models.program import FOR_TPU, run
 
@@ -125,12 +125,68 @@ def test_under_scan_and_remat(small_tiles, implementation):
         np.testing.assert_allclose(a, b, atol=5e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("chunk", [4, 1000])
-def test_query_chunks_change_nothing(chunk):
-    (q, k, v, prefix), options = case(4, 13, 2, 1, 8, p=2, s=5, segment_ids=ids(*[[(1, 11), (0, 2)]] * 4))
-    ours = jax.jit(functools.partial(attend, chunk=chunk, implementation="xla", **options))
-    expected = jax.jit(functools.partial(textbook, **options))(q, k, v, prefix)
-    np.testing.assert_allclose(ours(q, k, v, prefix=prefix)[:, :11], expected[:, :11], atol=1e-5)
+@pytest.mark.parametrize("chunk", [1, 2, 4, 1000])
+@pytest.mark.parametrize(
+    ("arrays", "options"),
+    [
+        case(4, 29, 2, 1, 8, p=2, s=5, segment_ids=ids(*[[(1, 27), (0, 2)]] * 4)),
+        case(1, 29, 2, 2, 8, causal=False, segment_ids=ids([(1, 10), (2, 17), (0, 2)])),
+    ],
+)
+def test_query_chunks_change_nothing(arrays, options, chunk):
+    """In loops over chunks, in single chunks, and in one."""
+    weight = rng.normal(size=arrays[0].shape) * (options["segment_ids"] != 0)[..., None, None]
+
+    def ours(q, k, v, prefix):
+        return attend(q, k, v, prefix=prefix, chunk=chunk, implementation="xla", **options)
+
+    found, expected = results(ours, arrays, weight), results(functools.partial(textbook, **options), arrays, weight)
+    found[0], expected[0] = found[0][:, :27], expected[0][:, :27]
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def whole_pass(options, backward):
+    """Attention in XLA, or its gradients with it."""
+
+    def forward(q, k, v, prefix):
+        return attend(q, k, v, prefix=prefix, implementation="xla", **options)
+
+    return jax.grad(lambda *arrays: (forward(*arrays) ** 2).sum(), argnums=(0, 1, 2)) if backward else forward
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    ("arrays", "options"),
+    [case(1, 4096, 2, 2, 4), case(1, 4096, 2, 2, 4, causal=False), case(2, 2048, 2, 1, 4, p=1, s=2048)],
+)
+def test_one_chunk_of_scores_is_held_at_a_time(arrays, options, backward):
+    """By the compiler's own account, where heads are so narrow that scores are nearly all there is.
+
+    The forward pass holds scores and weights; the backward pass weights, their gradients and those of the scores.
+    """
+    compiled = jax.jit(whole_pass(options, backward)).lower(*arrays).compile()
+    b, t, n, _ = arrays[0].shape
+    keys = t + (0 if arrays[3] is None else arrays[3][0].shape[1])
+    scores = 4 * b * n * QUERY_CHUNK * keys
+    memory = compiled.memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < (3.5 if backward else 2.5) * scores
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_program_does_not_grow_with_the_length(causal, backward):
+    def lines(t: int) -> int:
+        arrays, options = case(1, t, 2, 1, 8, causal=causal)
+        return len(jax.jit(whole_pass(options, backward)).lower(*arrays).as_text().splitlines())
+
+    assert lines(2048) == lines(16_384)
+
+
+def test_few_chunks_are_compiled_without_a_loop():
+    for t, causal in ((100, True), (432, True), (100, False), (196, False)):
+        arrays, options = case(1, t, 2, 1, 8, causal=causal)
+        assert "while" not in jax.jit(whole_pass(options, True)).lower(*arrays).as_text()
 
 
 NOISE = 9.0  # what nobody may see: seen, it would change everything

@@ -32,6 +32,7 @@ from models.processor import patchify
 from models.qwen3_vl import Qwen3VL, abstract_model, hf, mrope_positions
 from models.qwen3_vl.rope import next_position
 from paravt_jax import video
+from paravt_jax.local_path import require_local
 from paravt_jax.records import Frame
 from rollout.engine import Engine
 from rollout.requests import Request, Sampling, ask, run
@@ -530,6 +531,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="file to draw `--crops` into, where matplotlib is installed")
     parser.add_argument("--json", type=Path, help="file to write the machine and every measured number to")
     args = parser.parse_args()
+    require_local("--plot", args.plot)
+    require_local("--json", args.json)
     if args.crops:
         found = by_crops(args.case, args.crops)
         print(crops_table(found))

@@ -26,6 +26,7 @@ import jax
 import numpy as np
 import tyro
 
+from paravt_jax.local_path import require_local
 from train.checkpoint import Checkpoints
 from train.metrics import PHASES, read_metrics
 from train.rollout_file import rollout_file_name
@@ -45,6 +46,9 @@ class Killing:
     seed: int = 0
     folder: str = ""
     """Where the runs stay; a temporary folder if empty."""
+
+    def __post_init__(self):
+        require_local("folder", self.folder)
 
 
 @dataclasses.dataclass

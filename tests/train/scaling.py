@@ -27,6 +27,7 @@ import tyro
 from configs import RECIPES
 from configs.base import Run
 from models.sharding import make_mesh
+from paravt_jax.local_path import require_local
 from paravt_jax.world import WorldSettings
 from tests.train.conftest import free_port
 from tests.train.small import Road, Script, lay_road, small
@@ -57,6 +58,10 @@ class Scaling:
     folder: pathlib.Path | None = None
     """Likewise."""
     hosts: hosts.HostSettings = hosts.HostSettings()
+
+    def __post_init__(self):
+        require_local("json", self.json)
+        require_local("folder", self.folder)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,57 @@
+"""Every command refuses to write to an address before it does anything else."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from configs import RECIPES
+from rollout import ask
+from rollout.evaluation import command as evaluate
+from tests.train.killing import Killing
+from tests.train.scaling import Scaling
+from train import export, paradox, plan, prepare, run
+from train.cli import parse
+
+ADDRESS = "gs://bucket/a"
+TINY, LARGE = "--config=paravt_tiny", "--config=paravt_8b"
+EVALUATE = ("--model", "m", "--benchmark", "mmvu")
+
+
+@pytest.mark.parametrize(
+    ("main", "argv", "field"),
+    [
+        (run.main, (TINY, "--run-dir", ADDRESS), "run_dir"),
+        (run.main, (TINY, "--start", ADDRESS), "start"),
+        (run.main, (LARGE, "--data.folder", ADDRESS), "data.folder"),
+        (prepare.main, (LARGE, "--data.folder", ADDRESS), "data.folder"),
+        (plan.main, (LARGE, "--topology=v5e:4x4", "--json", ADDRESS), "--json"),
+        (plan.main, (LARGE, "--topology=v5e:4x4", "--keep", ADDRESS), "--keep"),
+        (export.main, ("--run-dir", "runs/a", "--to", ADDRESS), "--to"),
+        (export.main, ("--run-dir", ADDRESS, "--to", "model"), "--run-dir"),
+        (paradox.main, ("--run-dir", ADDRESS), "run_dir"),
+        (ask.main, ("--model", "m", "--video", "v.mp4", "Who?", "--html", ADDRESS), "--html"),
+        (evaluate.main, (*EVALUATE, "--out", ADDRESS), "--out"),
+    ],
+)
+def test_an_address_to_write_to_is_refused(main, argv, field, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(list(argv))
+    except SystemExit as stop:
+        code = stop.code
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert code in (1, 2) and f"{field}: gs:/" in said and "gcsfuse" in said, said
+    assert not list(tmp_path.iterdir())
+
+
+def test_published_data_may_come_from_a_bucket():
+    recipe = parse([LARGE, "--data.annotations", ADDRESS, "--data.media", ADDRESS], RECIPES)
+    assert recipe.data is not None and (recipe.data.annotations, recipe.data.media) == (ADDRESS, ADDRESS)
+
+
+@pytest.mark.parametrize("settings", [lambda: Killing(folder=ADDRESS), lambda: Scaling(json=pathlib.Path(ADDRESS))])
+def test_the_tests_own_commands_refuse_it_too(settings):
+    with pytest.raises(ValueError, match="gs:/+bucket/a is an address"):
+        settings()
