@@ -60,8 +60,8 @@ class Export:
 
 
 def export(command: Export) -> None:
-    """Raises CheckpointError, RunDirectoryError, ValueError, FileNotFoundError or FileExistsError, each saying what to do."""
-    """Raises CheckpointError, ValueError, FileNotFoundError or FileExistsError, each saying what to do."""
+    """Raises CheckpointError, RunDirectoryError, ValueError, FileNotFoundError or FileExistsError, each
+    of which says what to do."""
     require_local("--run-dir", command.run_dir)
     require_local("--to", command.to)
     folder, target = pathlib.Path(command.run_dir), pathlib.Path(command.to)
