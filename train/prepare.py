@@ -8,14 +8,16 @@ preparation goes on, a finished one is only opened. As a command it prepares pub
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from configs import RECIPES
 from configs.base import Run
+from models.weights.folder import local_folder
 from paravt_jax import datasets, protocol, tokenizer, world, world_text
 from paravt_jax.atomic import write_atomically
 from paravt_jax.preparation import LEFT_OUT, PLAN
@@ -53,9 +55,6 @@ class Data:
     published: PublishedData | None = None  # what is not here of it: packed conversations
 
 
-D = TypeVar("D", Data, PublishedData)
-
-
 def prepare(run: Run, folder: pathlib.Path, check: Callable[[], None] = lambda: None) -> Data:
     """The data of `run`, made in `folder` where it is not there yet. `check` is called for every video and may raise to stop.
 
@@ -66,6 +65,8 @@ def prepare(run: Run, folder: pathlib.Path, check: Callable[[], None] = lambda: 
         return _published(run, run.data, folder, check)
     if run.world is None:
         raise ValueError(f"{run.name}: neither data nor world is set; use a recipe with one of them")
+    if not datasets.is_prepared(folder / "records"):
+        _require_room(run, run.world)
     root = folder / "videos"
     with Progress("render videos", run.world.train_videos + run.world.heldout_videos, unit="video") as progress:
 
@@ -75,8 +76,7 @@ def prepare(run: Run, folder: pathlib.Path, check: Callable[[], None] = lambda: 
 
         videos = world.render(run.world, root, tell)
     train, heldout = world.of_split(videos, "train"), world.of_split(videos, "heldout")
-    fresh = not datasets.is_prepared(folder / "records")
-    if fresh:
+    if not datasets.is_prepared(folder / "records"):
         datasets.prepare(
             folder / "records",
             {
@@ -87,11 +87,7 @@ def prepare(run: Run, folder: pathlib.Path, check: Callable[[], None] = lambda: 
                 "captions": tuple(world_text.captions(train, run.text)),
             },
         )
-    data = _open(run, folder, root)
-    rules = protocol.Protocol(data.vocabulary, run.protocol)
-    if fresh and run.sft is not None:
-        _require_room(run, rules, data)
-    return _with_room(run, data, rules, world.SECONDS)
+    return _open(run, folder, root)
 
 
 def _published(run: Run, settings: DataSettings, folder: pathlib.Path, check: Callable[[], None]) -> Data:
@@ -108,7 +104,7 @@ def _published(run: Run, settings: DataSettings, folder: pathlib.Path, check: Ca
     vocabulary = tokenizer.load(folder / "tokenizer")
     data = open_published(settings, run.seed)
     if run.rl is not None or data.heldout:
-        data = _with_room(run, data, protocol.Protocol(vocabulary, run.protocol), data.summary["seconds"].get("most", 0.0))
+        data = _with_room(run, data, protocol.Protocol(vocabulary, run.protocol))
     return Data(
         root=data.root,
         vocabulary=vocabulary,
@@ -123,28 +119,32 @@ def _published(run: Run, settings: DataSettings, folder: pathlib.Path, check: Ca
     )
 
 
-def _with_room(run: Run, data: D, rules: protocol.Protocol, last: float) -> D:
-    """`data` without the questions that are too long for a prompt; these are named. `last`: the
-    latest time in a video, in seconds.
+def _room(run: Run, rules: protocol.Protocol, last: float) -> int:
+    """Tokens that a prompt has for its question. `last`: the latest time in a video, in seconds.
 
-    Raises ValueError where frames' labels take more tokens than the settings say, and where no
-    question is left.
+    Raises ValueError where a frame's label takes more tokens than the settings say.
     """
     limits, frame = run.protocol, run.frame_tokens
     none, one = (overview_tokens(rules, frames, frame, last) for frames in (0, 1))
     if one - none > frame + limits.label_tokens:
         raise ValueError(
             f"protocol.label_tokens: {limits.label_tokens}; a frame's timestamp and marks take {one - none - frame} "
-            f"tokens in this tokenizer: give at least as many"
+            "tokens in this tokenizer: give at least as many"
         )
-    room = limits.text_tokens - none
+    return limits.text_tokens - none
+
+
+def _with_room(run: Run, data: PublishedData, rules: protocol.Protocol) -> PublishedData:
+    """`data` without the questions that are too long for a prompt; these are named. ValueError where
+    none is left."""
+    room = _room(run, rules, data.summary["seconds"].get("most", 0.0))
     asked = (*data.questions, *data.heldout)
     long = {question.id: length for question in asked if (length := len(rules.question(question).ids)) > room}
     kept, heldout = (tuple(q for q in questions if q.id not in long) for questions in (data.questions, data.heldout))
     if run.rl is not None and not kept:
         raise ValueError(
             f"{run.name}: no question to train on; of {len(asked)} questions none fits into the {room} tokens that "
-            f"protocol.text_tokens = {limits.text_tokens} leaves beside the system turn: prepare rl rows "
+            f"protocol.text_tokens = {run.protocol.text_tokens} leaves beside the system turn: prepare rl rows "
             "(--data.annotations), or raise it"
         )
     if long and hosts.is_first():
@@ -153,21 +153,37 @@ def _with_room(run: Run, data: D, rules: protocol.Protocol, last: float) -> D:
     return dataclasses.replace(data, questions=kept, heldout=heldout)
 
 
-def _require_room(run: Run, rules: protocol.Protocol, data: Data) -> None:
-    """Raises ValueError where a demonstration is longer than a rollout or a report may be."""
-    limits = run.protocol
-    allowed = (
-        ("trajectory_tokens", limits.trajectory_tokens, data.demonstrations),
-        ("summary_tokens", limits.summary_tokens + 1, data.windows),
+def _require_room(run: Run, settings: world.WorldSettings) -> None:
+    """Raises ValueError where a question or a demonstration of the world is longer than the protocol
+    allows. Nothing is drawn or written for that."""
+    vocabulary = (
+        tokenizer.load(local_folder(run.model.path, weights=False)) if run.model.path else Vocabulary(tokenizer.build(_world_pieces()))
     )
-    for name, room, groups in allowed:
-        # Frames stand in the prompt; what follows it is as long without them.
-        needed = max(len(split_prompt(rules.demonstration(d, (), 0))[1]) for group in groups for d in group)
-        if needed > room:
-            raise ValueError(
-                f"protocol.{name}: {getattr(limits, name)}; a demonstration needs {needed - room} more: "
-                f"give at least {getattr(limits, name) + needed - room}"
-            )
+    limits, rules = run.protocol, protocol.Protocol(vocabulary, run.protocol)
+    videos = world.plan(settings)
+    missing = max(len(rules.question(q).ids) for q in world_text.questions(videos, run.text)) - _room(run, rules, world.SECONDS)
+    if missing > 0:
+        raise ValueError(
+            f"protocol.text_tokens: {limits.text_tokens}; a question needs {missing} more: give {limits.text_tokens + missing}"
+        )
+    if run.sft is None:
+        return
+    train = world.of_split(videos, "train")
+    groups = itertools.chain.from_iterable(world_text.main_demonstrations(train, run.text))
+    for name, room, demonstrations in (
+        ("trajectory_tokens", limits.trajectory_tokens, groups),
+        ("summary_tokens", limits.summary_tokens + 1, world_text.window_demonstrations(train, run.text)),
+    ):
+        # Frames stand in the prompt, so what follows it is as long without them.
+        missing = max(len(split_prompt(rules.demonstration(d, (), 0))[1]) for d in demonstrations) - room
+        if missing > 0:
+            limit = getattr(limits, name)
+            raise ValueError(f"protocol.{name}: {limit}; a demonstration needs {missing} more: give at least {limit + missing}")
+
+
+def _world_pieces() -> tuple[str, ...]:
+    """What is one token in the small world's vocabulary."""
+    return (*world_text.PIECES, *protocol.recurring_texts())
 
 
 def prepare_dataset(run: Run, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -182,7 +198,7 @@ def _open(run: Run, folder: pathlib.Path, root: pathlib.Path) -> Data:
     if run.model.path:
         copy_tokenizer(run.model.path, tokenizer_folder)
     elif not (tokenizer_folder / tokenizer.FILE).exists():
-        tokenizer.save(tokenizer.build((*world_text.PIECES, *protocol.recurring_texts())), tokenizer_folder)
+        tokenizer.save(tokenizer.build(_world_pieces()), tokenizer_folder)
     names = ("questions", "heldout", "demonstrations", "windows", "captions")
     stored = {name: tuple(datasets.open_split(folder / "records", name)) for name in names}
     paths = tuple(dict.fromkeys(datasets.video_of(record) for records in stored.values() for record in records))

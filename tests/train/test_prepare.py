@@ -72,6 +72,22 @@ def test_too_many_bad_videos_end_it_by_name(road, folder):
         prepare(road.run, folder)
 
 
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"text_tokens": 25}, "text_tokens: 25"),
+        ({"label_tokens": 4}, "label_tokens: 4"),
+        ({"trajectory_tokens": 40}, "trajectory_tokens: 40"),
+        ({"summary_tokens": 4}, "summary_tokens: 4"),
+    ],
+)
+def test_lengths_that_the_worlds_texts_do_not_keep_are_refused_before_anything_is_made(road, tmp_path, changed, field):
+    run = dataclasses.replace(road.run, protocol=dataclasses.replace(road.run.protocol, **changed))
+    with pytest.raises(ValueError, match=rf"^protocol\.{field}; .*: give "):
+        prepare(run, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_recipe_without_data_is_refused(road, tmp_path):
     with pytest.raises(ValueError, match="small: neither data nor world is set; use a recipe with one of them"):
         prepare(dataclasses.replace(road.run, world=None), tmp_path)

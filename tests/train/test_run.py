@@ -140,6 +140,17 @@ def test_every_checkpoint_is_exported_bit_for_bit_and_opens_with_its_processor(f
         processor([{"role": "user", "content": "Which?"}], tools=[{"type": "function"}])
 
 
+def test_runs_of_an_older_format_are_exported_and_of_a_newer_one_refused_in_a_line(finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path / "run")
+    config = json.loads((finished / "config.json").read_text())
+    for number, code in ((1, 0), (config["format"] + 1, 1)):
+        (tmp_path / "run" / "config.json").write_text(json.dumps(config | {"format": number}))
+        to = tmp_path / str(number)
+        assert train.export.main(["--run-dir", str(tmp_path / "run"), "--to", str(to)]) == code and to.exists() is (code == 0)
+    said = capsys.readouterr().err
+    assert "has format 3" in said and said.count("\n") == 1
+
+
 def test_what_cannot_be_exported_is_said_in_a_line(finished, tmp_path, capsys):
     (tmp_path / "there").mkdir()
     shutil.copytree(finished / "checkpoints" / "sft", tmp_path / "odd" / "checkpoints" / "sft")
