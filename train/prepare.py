@@ -12,7 +12,7 @@ import itertools
 import json
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from configs import RECIPES
@@ -156,29 +156,33 @@ def _with_room(run: Run, data: PublishedData, rules: protocol.Protocol) -> Publi
 def _require_room(run: Run, settings: world.WorldSettings) -> None:
     """Raises ValueError where a question or a demonstration of the world is longer than the protocol
     allows. Nothing is drawn or written for that."""
-    vocabulary = (
-        tokenizer.load(local_folder(run.model.path, weights=False)) if run.model.path else Vocabulary(tokenizer.build(_world_pieces()))
-    )
-    limits, rules = run.protocol, protocol.Protocol(vocabulary, run.protocol)
+    if run.model.path:
+        vocabulary = tokenizer.load(local_folder(run.model.path, weights=False))
+    else:
+        vocabulary = Vocabulary(tokenizer.build(_world_pieces()))
+    rules = protocol.Protocol(vocabulary, run.protocol)
     videos = world.plan(settings)
-    missing = max(len(rules.question(q).ids) for q in world_text.questions(videos, run.text)) - _room(run, rules, world.SECONDS)
-    if missing > 0:
-        raise ValueError(
-            f"protocol.text_tokens: {limits.text_tokens}; a question needs {missing} more: give {limits.text_tokens + missing}"
-        )
+    question = max(len(rules.question(q).ids) for q in world_text.questions(videos, run.text))
+    _require_tokens(run, "text_tokens", "a question", question - _room(run, rules, world.SECONDS))
     if run.sft is None:
         return
-    train = world.of_split(videos, "train")
-    groups = itertools.chain.from_iterable(world_text.main_demonstrations(train, run.text))
-    for name, room, demonstrations in (
-        ("trajectory_tokens", limits.trajectory_tokens, groups),
-        ("summary_tokens", limits.summary_tokens + 1, world_text.window_demonstrations(train, run.text)),
-    ):
+
+    def longest(demonstrations: Iterable[Demonstration]) -> int:
         # Frames stand in the prompt, so what follows it is as long without them.
-        missing = max(len(split_prompt(rules.demonstration(d, (), 0))[1]) for d in demonstrations) - room
-        if missing > 0:
-            limit = getattr(limits, name)
-            raise ValueError(f"protocol.{name}: {limit}; a demonstration needs {missing} more: give at least {limit + missing}")
+        return max(len(split_prompt(rules.demonstration(d, (), 0))[1]) for d in demonstrations)
+
+    train, limits = world.of_split(videos, "train"), run.protocol
+    answers = longest(itertools.chain.from_iterable(world_text.main_demonstrations(train, run.text)))
+    _require_tokens(run, "trajectory_tokens", "a demonstration", answers - limits.trajectory_tokens)
+    # The prompt's last token stands with the report.
+    reports = longest(world_text.window_demonstrations(train, run.text)) - 1
+    _require_tokens(run, "summary_tokens", "a sub-agent's report", reports - limits.summary_tokens)
+
+
+def _require_tokens(run: Run, name: str, what: str, missing: int) -> None:
+    limit = getattr(run.protocol, name)
+    if missing > 0:
+        raise ValueError(f"protocol.{name}: {limit}; {what} needs {missing} more: give at least {limit + missing}")
 
 
 def _world_pieces() -> tuple[str, ...]:
