@@ -99,7 +99,7 @@ class FrameFeatures:
 
         Of a file that is gone, what was last seen, so that its frames serve as long as they are kept; None of one never seen.
         """
-        with contextlib.suppress(OSError, ValueError):  # ValueError: no name of a file, such as one with a NUL
+        with contextlib.suppress(OSError, ValueError):  # ValueError: a name with a NUL
             stat = os.stat(self.root / name)
             self._contents[name] = stat.st_size, stat.st_mtime_ns
         return self._contents.get(name)
@@ -115,7 +115,7 @@ class FrameFeatures:
     def grid(self, name: str) -> tuple[int, int]:
         """The (height, width) of a video's frames in patches, after resizing.
 
-        Raises VideoError for a video that cannot be read, or whose frames have a shape that cannot be shown.
+        Raises VideoError for a video that cannot be read, or whose frames are too long and thin.
         """
         info, patch = self.info(name), self.config.vision.patch_size
         factor = patch * self.config.vision.spatial_merge_size

@@ -169,7 +169,8 @@ def _read(task: _Task) -> _Found:
         return _Found(info, (), np.zeros((0, 0, 0, 3), np.uint8))
     settings = task.settings
     try:
-        size = smart_resize(info.height, info.width, settings.min_pixels, settings.max_pixels, settings.factor)
+        limits = settings.min_pixels, settings.max_pixels
+        size = smart_resize(info.height, info.width, *limits, settings.factor)
     except ValueError as error:  # its frames are too long and thin to be shown
         raise video.VideoError(task.path, str(error)) from error
     return _Found(info, indices, np.stack([video.resize(frame, size) for frame in video.read(task.path, indices)]))

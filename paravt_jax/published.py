@@ -86,7 +86,10 @@ def open_table(path: pathlib.Path) -> Table:
 
 
 def read_rows(table: Table, batch: int = 256) -> Iterator[dict[str, Any] | Refused]:
-    """The rows of a file in order, with their known columns only; a `Refused` stands for a row that has no Python values."""
+    """The rows of a file in order, with their known columns only.
+
+    A `Refused` stands for a row that has no Python values.
+    """
     with pyarrow.parquet.ParquetFile(table.path) as file:
         for part in file.iter_batches(batch, columns=list(RL_COLUMNS if table.rl else SFT_COLUMNS)):
             yield from _rows(part)
@@ -95,7 +98,7 @@ def read_rows(table: Table, batch: int = 256) -> Iterator[dict[str, Any] | Refus
 def _rows(part: pyarrow.RecordBatch) -> list[dict[str, Any] | Refused]:
     try:
         return part.to_pylist()
-    except ValueError as error:  # Arrow does not check that its texts are UTF-8, or that its dates are possible
+    except ValueError as error:  # Arrow checks neither that texts are UTF-8 nor that dates exist
         if part.num_rows == 1:
             return [Refused(Reason.BROKEN, f"a value cannot be read ({error})")]
         return [row for number in range(part.num_rows) for row in _rows(part.slice(number, 1))]
@@ -141,9 +144,10 @@ def _kind(name: Any) -> QuestionKind:
 
 def _answer(answer: Any, kind: QuestionKind) -> str:
     try:
-        text = _sound(answer).strip() if isinstance(answer, str) else "" if answer is None else json.dumps(answer)
+        written = answer if isinstance(answer, str) else "" if answer is None else json.dumps(answer)
     except TypeError as error:  # a column may hold bytes, dates and decimals
         raise Refused(Reason.BROKEN, f"the answer is no JSON ({error})") from error
+    text = _sound(written).strip()
     if not text or text == "[]":
         raise Refused(Reason.NO_ANSWER, "the answer is empty")
     if kind is QuestionKind.TEMPORAL_GROUNDING and read_range(text) is None:

@@ -173,7 +173,8 @@ def _require_file(path: str | os.PathLike) -> None:
     try:
         size = file.stat().st_size if file.is_file() else None
     except OSError as error:  # such as a name that is too long, or a folder that may not be entered
-        raise VideoError(path, f"it cannot be opened ({error.strerror}); check the path and its permissions") from error
+        reason = f"it cannot be opened ({error.strerror}); check the path and its permissions"
+        raise VideoError(path, reason) from error
     if size is None:
         raise VideoError(path, "no such file")
     if not size:
@@ -304,7 +305,7 @@ def _read_av(path: str | os.PathLike, container: InputContainer, wanted: np.ndar
         pictures |= found
         pending = [n for n in pending if n not in pictures]
     if len({picture.shape for picture in pictures.values()}) > 1:
-        raise VideoError(path, "its frames have several sizes; encode it again with one size for all")
+        raise VideoError(path, "its frames have several sizes; encode it again with one size")
     return np.stack([pictures[n] for n in wanted.tolist()])
 
 

@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_local("--html", asked.html)
         if asked.html and not os.path.isdir(Path(asked.html).absolute().parent):
             raise FileNotFoundError(f"--html {asked.html}: its folder is not there; make it, or name another file")
-        if not os.path.isfile(asked.video):  # unlike Path.is_file, it answers for names that are too long as well
+        if not os.path.isfile(asked.video):  # unlike Path.is_file, it takes names that are too long
             raise FileNotFoundError(f"--video {asked.video}: no such file; give the path of a video")
         _check_words(asked.question)
         probe(asked.video)  # before weights are read, which takes minutes

@@ -1,9 +1,10 @@
 """Attention in plain XLA, for any device: sequences in chunks of queries.
 
-Owns the portable arithmetic. Softmax is in float32, and the backward pass computes the scores again from the log-sum-exp (as
-FlashAttention does): on CPU, saving and loading them costs several times what computing them does. Both passes hold the scores
-of one chunk at a time. Refuses nothing. Invariant: the result does not depend on the query chunk, and a shared prefix equals the
-same tokens in every row.
+Owns the portable arithmetic. Softmax is in float32, and the backward pass computes the scores again
+from the log-sum-exp (as FlashAttention does): on CPU, saving and loading them costs several times
+what computing them does. Both passes hold the scores of one chunk at a time. Refuses nothing.
+Invariant: the result does not depend on the query chunk, and a shared prefix equals the same tokens
+in every row.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ def attend(
     prefix_mask: Bool[Array, "p s"] | None,
     chunk: int,
 ) -> Float[Array, "b t n h"]:
-    """`attention.attend` in chunks of `chunk` queries, each against the prefix and the keys up to the end of its loop."""
+    """`attention.attend` in chunks of `chunk` queries.
+
+    A chunk looks at the prefix and at the keys up to the end of its loop.
+    """
     b, t, n, h = q.shape
     kv = k.shape[2]
     # Heads before positions, and a kv head's queries side by side: one plain matmul a (row, kv head).
@@ -110,10 +114,11 @@ def _backward(causal: bool, chunk: int, saved, d_out: Float[Array, "b k t r h"])
             scores = _prefix_scores(folded[0], keys.prefix_k, masks.prefix)
             more, *d_prefix = _grads(folded[0], keys.prefix_k, keys.prefix_v, scores, *folded[1:])
             d_part = d_part + _unfold(more, parts[0])
-            d_prefix = [old + x for old, x in zip((d_keys.prefix_k, d_keys.prefix_v), d_prefix, strict=True)]
+            d_prefix = [d_keys.prefix_k + d_prefix[0], d_keys.prefix_v + d_prefix[1]]
         return _put(d_q, d_part.astype(q.dtype), start), _Keys(d_k, d_v, *d_prefix)
 
-    empty = jnp.zeros(q.shape, q.dtype), jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), keys)
+    sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), keys)
+    empty = jnp.zeros(q.shape, q.dtype), sums
     d_q, d_keys = _over_chunks(step, empty, q.shape[2], causal, chunk)
     return d_q, jax.tree.map(lambda d, x: d.astype(x.dtype), d_keys, keys), None
 
@@ -122,7 +127,10 @@ _attend.defvjp(_forward, _backward)
 
 
 class _Span(NamedTuple):
-    """`count` chunks of `size` queries from query `start` on, none of which may see a key at `end` or later."""
+    """`count` chunks of `size` queries from query `start` on.
+
+    None of them may see a key at `end` or later.
+    """
 
     start: int
     count: int
@@ -133,9 +141,9 @@ class _Span(NamedTuple):
 def _spans(t: int, causal: bool, chunk: int) -> list[_Span]:
     """The chunks of t queries, grouped into loops. A shorter last chunk stands alone.
 
-    Every pass of a loop needs the same number of keys. With causality a chunk sees more of them than the one before, so its
-    chunks are divided among at most `SPANS` loops: the program does not grow with t, and the keys beyond the causal frontier
-    cost at most t^2 / (2 SPANS) scores.
+    Every pass of a loop needs the same number of keys. With causality a chunk sees more keys than
+    the one before it, so the chunks are divided among at most `SPANS` loops: the program does not
+    grow with t, and the keys beyond the causal frontier cost about t^2 / (2 SPANS) scores.
     """
     whole, rest = divmod(t, chunk)
     together = max(1, -(-whole // SPANS) if causal else whole)
@@ -151,23 +159,35 @@ def _spans(t: int, causal: bool, chunk: int) -> list[_Span]:
 def _over_chunks(step, done, t: int, causal: bool, chunk: int):
     """`done = step(done, first query, span)` for every chunk.
 
-    A loop holds one chunk's scores at a time. Unrolled, XLA on CPU holds those of all chunks together.
+    A loop holds one chunk's scores at a time. XLA on CPU may hold those of all unrolled chunks.
     """
     for span in _spans(t, causal, chunk):
         if span.count == 1:
             done = step(done, span.start, span)
         else:
             starts = span.start + span.size * jnp.arange(span.count)
-            body = functools.partial(step, span=span)
-            done, _ = jax.lax.scan(lambda done, start, body=body: (body(done, start), None), done, starts)
+            done = jax.lax.scan(_without_output(step, span), done, starts)[0]
     return done
 
 
-def _cut(x: Float[Array, "b k t ..."], start: int | Int[Array, ""], size: int) -> Float[Array, "b k c ..."]:
+def _without_output(step, span: _Span):
+    """`step` as the body of a scan."""
+    return lambda done, start: (step(done, start, span), None)
+
+
+def _cut(
+    x: Float[Array, "b k t ..."],
+    start: int | Int[Array, ""],
+    size: int,
+) -> Float[Array, "b k c ..."]:
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis=2)
 
 
-def _put(x: Float[Array, "b k t ..."], part: Float[Array, "b k c ..."], start: int | Int[Array, ""]) -> Float[Array, "b k t ..."]:
+def _put(
+    x: Float[Array, "b k t ..."],
+    part: Float[Array, "b k c ..."],
+    start: int | Int[Array, ""],
+) -> Float[Array, "b k t ..."]:
     return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=2)
 
 
@@ -182,9 +202,11 @@ def _own_scores(
     c, s = q.shape[2], k.shape[2]
     scores = _scores(q, k)
     if causal:
-        scores = jnp.where((start + jnp.arange(c)[:, None] >= jnp.arange(s))[:, None], scores, MASKED)
+        earlier = start + jnp.arange(c)[:, None] >= jnp.arange(s)
+        scores = jnp.where(earlier[:, None], scores, MASKED)
     if segments is not None:
-        same = jax.lax.dynamic_slice_in_dim(segments, start, c, axis=1)[:, :, None] == segments[:, None, :s]
+        own = jax.lax.dynamic_slice_in_dim(segments, start, c, axis=1)
+        same = own[:, :, None] == segments[:, None, :s]
         scores = jnp.where(same[:, None, :, None], scores, MASKED)
     return scores
 

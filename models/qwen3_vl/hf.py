@@ -247,8 +247,9 @@ def save(
     With `like`, the folder or hub id that the weights came from: its config, tokenizer, template and processor files ride along, and
     weights take its types, files and order. What was not trained then comes out byte for byte where the parameters' type holds every
     number of the file's: float32 does for all, bfloat16 for bfloat16 alone (weights of a float32 file are written as it rounded them).
-    Without it: a config.json, and weights in their own types, in files of at most `max_shard_bytes` (or one tensor). Where `files`
-    hold a tokenizer.json, its stop and padding ids go into config.json and a generation_config.json.
+    Without it: a config.json, and weights in their own types, in files of at most `max_shard_bytes` (or one tensor).
+    Where `files` hold a tokenizer.json, its stop and padding ids go into config.json and a
+    generation_config.json.
 
     Every process of a mesh has to call, and see `like` and `files`; the first one writes, from one tensor at a time.
     FileExistsError where `folder` exists; ValueError where `like` is of another configuration; where one process fails alone, the
@@ -283,15 +284,16 @@ def save(
 
 
 def _configs(config: Qwen3VLConfig, dtype: str, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Contents of config.json and, where there is a tokenizer among `files`, of generation_config.json, by name.
+    """Contents of config.json and, with a tokenizer in `files`, of generation_config.json, by name.
 
-    The special ids stand where the published files have them. Without them transformers' `generate` would not stop.
+    The special ids stand where the published files have them. Without them transformers' `generate`
+    would not stop.
     """
     content: dict[str, Any] = to_hf(config) | {"dtype": dtype}
     vocabulary = next((tokenizer.load(file) for file in files if file.name == tokenizer.FILE), None)
     if vocabulary is None:
         return {hf_folder.CONFIG: content}
-    # No pad id in config.json, as published: transformers would stop training that token's embedding.
+    # As published, config.json has no pad id: with it transformers would freeze that embedding.
     content["text_config"] |= {"bos_token_id": vocabulary.pad, "eos_token_id": vocabulary.eos}
     generation = {
         "bos_token_id": vocabulary.pad,

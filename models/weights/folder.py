@@ -110,11 +110,14 @@ def read_companions(folder: Path) -> dict[str, bytes]:
 
 
 def new_files(
-    configs: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, tuple[np.dtype, Shape]], max_bytes: int
+    configs: Mapping[str, Mapping[str, Any]],
+    tensors: Mapping[str, tuple[np.dtype, Shape]],
+    max_bytes: int,
 ) -> tuple[dict[str, Header], dict[str, bytes]]:
-    """Headers of weights files that hold `tensors`, each file at most `max_bytes` of them (or one), and contents of configs and index.
+    """Headers of weights files that hold `tensors`, and contents of the configs and the index.
 
-    `configs`: the contents of config.json and of others like it, by name.
+    A file holds at most `max_bytes` of tensors, or one tensor. `configs`: config.json and others
+    like it, by name.
     """
     parts: list[dict[str, tuple[np.dtype, Shape]]] = []
     room = total = 0

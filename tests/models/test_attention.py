@@ -140,7 +140,8 @@ def test_query_chunks_change_nothing(arrays, options, chunk):
     def ours(q, k, v, prefix):
         return attend(q, k, v, prefix=prefix, chunk=chunk, implementation="xla", **options)
 
-    found, expected = results(ours, arrays, weight), results(functools.partial(textbook, **options), arrays, weight)
+    found = results(ours, arrays, weight)
+    expected = results(functools.partial(textbook, **options), arrays, weight)
     found[0], expected[0] = found[0][:, :27], expected[0][:, :27]
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
@@ -152,18 +153,25 @@ def whole_pass(options, backward):
     def forward(q, k, v, prefix):
         return attend(q, k, v, prefix=prefix, implementation="xla", **options)
 
-    return jax.grad(lambda *arrays: (forward(*arrays) ** 2).sum(), argnums=(0, 1, 2)) if backward else forward
+    if not backward:
+        return forward
+    return jax.grad(lambda *arrays: (forward(*arrays) ** 2).sum(), argnums=(0, 1, 2))
 
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(
     ("arrays", "options"),
-    [case(1, 4096, 2, 2, 4), case(1, 4096, 2, 2, 4, causal=False), case(2, 2048, 2, 1, 4, p=1, s=2048)],
+    [
+        case(1, 4096, 2, 2, 4),
+        case(1, 4096, 2, 2, 4, causal=False),
+        case(2, 2048, 2, 1, 4, p=1, s=2048),
+    ],
 )
 def test_one_chunk_of_scores_is_held_at_a_time(arrays, options, backward):
     """By the compiler's own account, where heads are so narrow that scores are nearly all there is.
 
-    The forward pass holds scores and weights; the backward pass weights, their gradients and those of the scores.
+    The forward pass holds scores and weights; the backward pass weights, their gradients and those
+    of the scores.
     """
     compiled = jax.jit(whole_pass(options, backward)).lower(*arrays).compile()
     b, t, n, _ = arrays[0].shape

@@ -52,7 +52,8 @@ def wide(tmp_path_factory, names, small_world) -> pathlib.Path:
         container.mux(stream.encode(None))
     (folder / "empty.mp4").write_bytes(b"")
     (folder / "noise.mp4").write_bytes(bytes(range(256)) * 40)
-    (folder / "foreign.mp4").write_bytes((folder / "wide.mp4").read_bytes().replace(b"avc1", b"zzzz"))
+    whole = (folder / "wide.mp4").read_bytes()
+    (folder / "foreign.mp4").write_bytes(whole.replace(b"avc1", b"zzzz"))
     Image.new("RGB", (900, 3)).save(folder / "thin.png")
     return folder
 
@@ -192,7 +193,10 @@ def test_nothing_compiles_for_another_number_of_frames(make, names):
     assert compilations.count == 0
 
 
-@pytest.mark.parametrize("name", ["missing.mp4", "empty.mp4", "noise.mp4", "foreign.mp4", "a" * 300 + ".mp4", "a\0.mp4"])
+UNREADABLE = ("missing.mp4", "empty.mp4", "noise.mp4", "foreign.mp4", "a" * 300 + ".mp4", "a\0.mp4")
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
 def test_a_video_that_cannot_be_read_is_the_callers_to_handle(make, wide, name):
     features = make(wide, batch=4)
     for use in (features.info, features.grid, lambda name: features.overview(name, 4), lambda name: features([Frame(name, 0, 0.0)])):

@@ -343,14 +343,15 @@ COMPANIONS = {
 }
 
 
-def test_the_ids_that_end_a_generation_are_those_of_the_tokenizer_beside_the_weights(model, small_vocabulary, tmp_path):
+def test_stop_ids_are_those_of_the_tokenizer_beside_the_weights(model, small_vocabulary, tmp_path):
     file = tokenizer.save(small_vocabulary.tokenizer, tmp_path)
     hf.save(model, tmp_path / "with", files=[file])
     stop, pad = (small_vocabulary[token] for token in ("<|im_end|>", "<|endoftext|>"))
     generation = json.loads((tmp_path / "with" / "generation_config.json").read_text())
     assert generation == {"bos_token_id": pad, "pad_token_id": pad, "eos_token_id": [stop, pad]}
     text = json.loads((tmp_path / "with" / "config.json").read_text())["text_config"]
-    assert (text["bos_token_id"], text["eos_token_id"]) == (pad, stop) and "pad_token_id" not in text
+    assert (text["bos_token_id"], text["eos_token_id"]) == (pad, stop)
+    assert "pad_token_id" not in text
     assert hf.load(tmp_path / "with").config == model.config
     own = tmp_path / "generation_config.json"
     own.write_text("{}")
@@ -364,15 +365,17 @@ def test_the_published_tokenizer_gives_the_published_ids(model, assets, tmp_path
     published = assets / "qwen3_vl"
     hf.save(model, tmp_path / "model", files=[published / "tokenizer.json"])
     for name in ("generation_config.json", "config.json"):
-        ours, theirs = (json.loads((folder / name).read_text()) for folder in (tmp_path / "model", published))
+        files = tmp_path / "model" / name, published / name
+        ours, theirs = (json.loads(file.read_text()) for file in files)
         ours, theirs = ours.get("text_config", ours), theirs.get("text_config", theirs)
         ids = {field for field in theirs if field.endswith("token_id")}
-        assert {field: theirs[field] for field in ids} == {field: ours.get(field) for field in ids} and len(ids) >= 2
+        assert len(ids) >= 2
+        assert {field: theirs[field] for field in ids} == {field: ours.get(field) for field in ids}
 
 
 @pytest.mark.parity
-def test_generate_of_transformers_ends_at_the_stop_id_of_an_exported_folder(small_model, small_vocabulary, tmp_path):
-    """Rows of the embedding are exchanged so that the stop id is the word that comes fifth after one of two prompts."""
+def test_generate_of_transformers_ends_at_the_stop_id(small_model, small_vocabulary, tmp_path):
+    """Two rows of the embedding change places: the stop id comes fifth after one of two prompts."""
     torch = pytest.importorskip("torch", reason="the oracle; install the extra parity")
     import transformers
 
@@ -380,19 +383,22 @@ def test_generate_of_transformers_ends_at_the_stop_id_of_an_exported_folder(smal
     model = nnx.merge(graph, jax.tree.map(jnp.copy, state))
     files = [tokenizer.save(small_vocabulary.tokenizer, tmp_path)]
     stop, pad, new = small_vocabulary.eos, small_vocabulary.pad, 12
-    prompts = torch.tensor(np.random.default_rng(0).integers(0, small_vocabulary["<|endoftext|>"], (2, 6)))
+    prompts = torch.tensor(np.random.default_rng(0).integers(0, pad, (2, 6)))
 
     def generate(name: str, **settings) -> list[list[int]]:
         hf.save(model, tmp_path / name, files=files)
-        theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / name, dtype=torch.float32)
+        kind = transformers.AutoModelForImageTextToText
+        theirs = kind.from_pretrained(tmp_path / name, dtype=torch.float32)
         with torch.no_grad():
-            return theirs.generate(prompts, do_sample=False, max_new_tokens=new, **settings)[:, prompts.shape[1] :].tolist()
+            ids = theirs.generate(prompts, do_sample=False, max_new_tokens=new, **settings)
+        return ids[:, prompts.shape[1] :].tolist()
 
     first, second = generate("before", min_new_tokens=new)
     word = first[4]
-    assert word not in {*first[:4], *second, *prompts.flatten().tolist()} and stop not in {*first, *second}
-    rows = model.text.embedding[...]
-    model.text.embedding.set_value(rows.at[jnp.array([word, stop])].set(rows[jnp.array([stop, word])]))
+    assert word not in {*first[:4], *second, *prompts.flatten().tolist()}
+    assert stop not in {*first, *second}
+    rows, both = model.text.embedding[...], jnp.array([word, stop])
+    model.text.embedding.set_value(rows.at[both].set(rows[both[::-1]]))
     assert generate("after") == [[*first[:4], stop, *[pad] * (new - 5)], second]
 
 

@@ -6,13 +6,17 @@ import pytest
 
 from paravt_jax.local_path import require_local
 
+ADDRESSES = ("gs://bucket/run", "s3://b", "file:///tmp/a", pathlib.Path("gs://bucket/a.json"))
+PATHS = ("", None, "runs/a", "/mnt/gs/run", "a:b/c", "C:/runs", "runs/gs://x", pathlib.Path("a"))
 
-@pytest.mark.parametrize("path", ["gs://bucket/run", "s3://b", "file:///tmp/a", pathlib.Path("gs://bucket/a.json")])
+
+@pytest.mark.parametrize("path", ADDRESSES)
 def test_an_address_is_refused_with_field_value_and_remedy(path):
-    with pytest.raises(ValueError, match=rf"run_dir: {path} is an address, .* local folder or a mounted one .gcsfuse"):
+    words = rf"run_dir: {path} is an address, .* local folder or a mounted one .gcsfuse"
+    with pytest.raises(ValueError, match=words):
         require_local("run_dir", path)
 
 
-@pytest.mark.parametrize("path", ["", None, "runs/a", "/mnt/gs/run", "a:b/c", "C:/runs", "runs/gs://x", pathlib.Path("a.json")])
+@pytest.mark.parametrize("path", PATHS)
 def test_a_path_is_a_path(path):
     require_local("run_dir", path)

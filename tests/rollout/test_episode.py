@@ -471,9 +471,12 @@ def test_the_response_on_record_is_the_one_the_model_saw(perform, small_vocabula
 # --- videos ---
 
 
-@pytest.mark.parametrize("name", ["nowhere.mp4", "foreign.mp4", "thin.png", "a" * 300 + ".mp4", "a\0.mp4"])
-def test_a_video_that_cannot_be_read_ends_its_episode_alone(scripted, small_scene, small_questions, small_world, name):
-    """The file is gone, has a codec or a shape that cannot be shown, or has a name that no file can have."""
+UNREADABLE = ("nowhere.mp4", "foreign.mp4", "thin.png", "a" * 300 + ".mp4", "a\0.mp4")
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_bad_video_ends_one_episode(scripted, small_scene, small_questions, small_world, name):
+    """The file is gone, has a codec or a shape that cannot be shown, or a name that no file has."""
     whole = (small_world.folder / small_questions[0].video).read_bytes()
     (small_world.folder / "foreign.mp4").write_bytes(whole.replace(b"avc1", b"zzzz"))
     Image.new("RGB", (900, 3)).save(small_world.folder / "thin.png")

@@ -163,14 +163,16 @@ def test_collectives_of_a_program_that_was_written_down():
 )
 def test_a_loop_runs_as_often_as_its_counter_says(first, step, end, trips):
     """XLA puts two turns of a ring into one trip of its loop, whose counter then grows by two."""
-    hlo = HLO.replace("constant(2)", f"constant({first})").replace("constant(1)", f"constant({step})")
-    found = bytes_sent(find_collectives(hlo.replace("constant(9)", f"constant({end})"), 8))
+    hlo = HLO.replace("constant(2)", f"constant({first})")
+    hlo = hlo.replace("constant(1)", f"constant({step})").replace("constant(9)", f"constant({end})")
+    found = bytes_sent(find_collectives(hlo, 8))
     assert found["all-gather"] == trips * 3 * 16
 
 
 def test_a_counter_may_be_raised_in_several_steps():
     more = "  %more = s32[] add(%next, %one)\n  ROOT %out = (s32[], f32[4]) tuple(%more, %x)"
-    hlo = HLO.replace("  ROOT %out = (s32[], f32[4]) tuple(%next, %x)", more).replace("add(%here, %one)", "add(%one, %here)")
+    hlo = HLO.replace("  ROOT %out = (s32[], f32[4]) tuple(%next, %x)", more)
+    hlo = hlo.replace("add(%here, %one)", "add(%one, %here)")
     assert bytes_sent(find_collectives(hlo, 8))["all-gather"] == 4 * 3 * 16
 
 
@@ -192,7 +194,7 @@ def test_a_start_that_is_not_known_counts_as_0():
 def test_a_loop_that_nobody_can_count_is_refused(old, new):
     unknown = HLO.replace(old, new)
     assert unknown != HLO
-    with pytest.raises(ValueError, match="how often the loop body, which has collectives, runs is not known"):
+    with pytest.raises(ValueError, match="how often the loop body, .*, runs is not known"):
         find_collectives(unknown, 8)
     assert bytes_sent(find_collectives(unknown, 8, turns=3))["all-gather"] == 3 * 3 * 16
 

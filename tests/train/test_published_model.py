@@ -77,7 +77,7 @@ def test_a_tokenizer_is_copied_once_and_without_the_model(base, tmp_path):
     assert (tmp_path / "tokenizer_config.json").read_text() == "mine"
 
 
-def test_a_runs_model_knows_its_stop_ids_unless_its_tokenizer_came_with_some(small_model, small_vocabulary, tmp_path):
+def test_a_runs_model_knows_its_stop_ids(small_model, small_vocabulary, tmp_path):
     """A run's `model/` and what train.export writes both come from `write_model`."""
     tokenizer.save(small_vocabulary.tokenizer, tmp_path / "tokenizer")
     write_model(small_model, tmp_path / "tokenizer", FrameSettings(), tmp_path / "model")

@@ -1,8 +1,9 @@
 """What a compiled program sends between devices: its collectives, with how often each of them runs.
 
-Owns the reading of optimised HLO as text. A loop's trips come from the compiler's own note, else from the constants that its counter
-starts at, grows by and is compared with: XLA writes two turns of a ring into one trip, and counts by two. Refuses a loop that has
-collectives and neither, unless the caller says how often it runs. Invariant: an asynchronous collective counts once, at its start.
+Owns the reading of optimised HLO as text. A loop's trips come from the compiler's own note, else
+from the constants that its counter starts at, grows by and is compared with: XLA writes two turns
+of a ring into one trip, and counts by two. Refuses a loop that has collectives and neither, unless
+the caller says how often it runs. Invariant: an asynchronous collective counts once, at its start.
 """
 
 from __future__ import annotations
@@ -121,15 +122,18 @@ class _Program:
     def trips(self, loop: _Instruction) -> int | None:
         """How often a loop's body runs, or None where the program does not say.
 
-        The counter is element `index` of the loop's state. It starts at `first` (0 where that is not a constant: too many
-        trips rather than too few), grows by `step`, and the loop goes on while it is below `end`.
+        The counter is element `index` of the loop's state. It starts at `first` (0 where that is no
+        constant: too many trips rather than too few), grows by `step`, and the loop goes on while
+        it is below `end`.
         """
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
             return int(known[1])
         condition = re.search(r"condition=%?([\w.\-]+)", loop.rest)
         body = re.search(r"body=%?([\w.\-]+)", loop.rest)
         root = self._root(condition[1]) if condition else None
-        if body is None or root is None or root.operation != "compare" or "direction=LT" not in root.rest:
+        if body is None or root is None:
+            return None
+        if root.operation != "compare" or "direction=LT" not in root.rest:
             return None
         counter, limit = (self.lines[name] for name in root.operands)
         index = self._element(counter)
@@ -144,7 +148,7 @@ class _Program:
         return max(0, math.ceil((end - (first or 0)) / step))
 
     def _step(self, body: str, index: int) -> int | None:
-        """By how much a trip raises element `index` of the state: the body adds a constant to what it was given there."""
+        """By how much a trip raises element `index` of the state: the constants that it adds."""
         state = self._root(body)
         if state is None or state.operation != "tuple":
             return None
@@ -173,7 +177,9 @@ class _Program:
 
     def _element(self, line: _Instruction) -> int | None:
         """Which element of the state a line takes out of its computation's parameter."""
-        if line.operation != "get-tuple-element" or self.lines[line.operands[0]].operation != "parameter":
+        if line.operation != "get-tuple-element":
+            return None
+        if self.lines[line.operands[0]].operation != "parameter":
             return None
         match = re.search(r"\bindex=(\d+)", line.rest)
         return int(match[1]) if match else None

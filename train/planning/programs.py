@@ -40,8 +40,9 @@ class Program:
     """A jitted function and abstract arguments, laid over `mesh`.
 
     `given`: the residents among its arguments. `read`: bytes of HBM that a device has to read for a call. `turns`: trips of its
-    while-loops that end on a condition of their own, None where it has none; `pairs`: what attention's kernels compute in it.
-    `unshared` gives the FLOPs that it would do more if every row computed its prompt.
+    while-loops that end on a condition of their own, None where it has none; `pairs`: what
+    attention's kernels compute in it. `unshared` gives the FLOPs that it would do more if every
+    row computed its prompt.
     """
 
     name: str
