@@ -71,7 +71,7 @@ def engine_settings(longest: Lengths, tuning: EngineTuning, fan: int, shared: bo
         own=own,
         shared=_sizes(_SHORTEST_READ, prompt, page) if shared else (),
         # A turn's tool results are much shorter than a crop, so they get a size of their own.
-        prefill=tuple(sorted({_up(max(1, crop // 4), page), crop, prompt})),
+        prefill=tuple(sorted({min(2 * page, crop), crop, prompt})),
         slots=slots,
         fan=fan,
         page=page,
@@ -100,7 +100,7 @@ def single_episodes(protocol: Protocol, overview: int, crop: int, episodes: int 
     )
     episode = longest.prompt + longest.response
     episode += limits.max_calls * (longest.crop_prompt + longest.report)
-    tuning = EngineTuning(slots=episodes * limits.max_calls, cache_tokens=cache_tokens or episodes * episode)
+    tuning = EngineTuning(slots=episodes * limits.max_calls, page=64, cache_tokens=cache_tokens or episodes * episode)
     return engine_settings(longest, tuning, fan=limits.max_calls, shared=False)
 
 
