@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from models.features import FrameSettings
+from models.features import FrameSettings, frame_tokens
 from models.processor import smart_resize
 from models.qwen3_vl.config import VisionConfig, qwen3_vl, tiny
 from paravt_jax.local_path import require_local
@@ -13,8 +13,8 @@ from paravt_jax.protocol import ProtocolSettings
 from paravt_jax.world import WorldSettings
 from paravt_jax.world_text import TextSettings
 from rollout.evaluate import EvaluationSettings
-from rollout.settings import EngineSettings, EngineTuning
-from rollout.sizing import Lengths, engine_settings, lengths
+from rollout.settings import EngineSettings, EngineSizes
+from rollout.sizing import Lengths, engine_sizes, lengths
 from train.align import AlignSettings
 from train.batch import BatchShape
 from train.checkpoint import CheckpointSettings
@@ -25,6 +25,7 @@ from train.packed_sft import PackedSFTSettings
 from train.published_data import DataSettings
 from train.rl_settings import RLSettings
 from train.sft import SFTSettings
+from train.world_lengths import WorldLengths, world_lengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +33,7 @@ class ModelSettings:
     """Which Qwen3-VL is trained."""
 
     path: str = ""
-    """Hub id or folder of the weights and tokenizer to start from, such as RUN/model. Empty: random
-    weights."""
+    """Hub id or folder of weights and tokenizer to start from, such as RUN/model; random weights if empty."""
     size: Literal["tiny", "2b", "4b", "8b", "32b"] = "tiny"
     """Size of the model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -47,8 +47,7 @@ class MeshSettings:
     data: int = 1
     """Number of data-parallel replicas."""
     fsdp: int = 1
-    """Devices over which weights and optimizer moments are sharded; a layer's weights are gathered
-    while they are used."""
+    """Devices over which weights and optimizer moments are sharded (FSDP)."""
     tensor: int = 1
     """Devices over which heads, MLP and vocabulary are split (tensor parallelism)."""
 
@@ -88,7 +87,7 @@ class Run:
     """Decides weights, order of data, and samples. A world has seeds of its own."""
     unreadable_share: float = 0.05
     """Share of videos that may be unreadable before the run refuses to start."""
-    engine: EngineTuning = EngineTuning()
+    engine: EngineSettings = EngineSettings()
     model: ModelSettings = ModelSettings()
     protocol: ProtocolSettings = ProtocolSettings()
     frames: FrameSettings = FrameSettings()
@@ -96,7 +95,8 @@ class Run:
     data: DataSettings | None = None
     """The published training data, instead of a world."""
     world: WorldSettings | None = None
-    text: TextSettings = TextSettings()
+    text: TextSettings | None = None
+    """What is asked and shown in a world."""
     align: AlignSettings | None = None
     sft: SFTSettings | PackedSFTSettings | None = None
     rl: RLSettings | None = None
@@ -106,7 +106,7 @@ class Run:
     hosts: HostSettings = HostSettings()
 
     @property
-    def samples(self) -> bool:
+    def plays_episodes(self) -> bool:
         """Whether it plays episodes, in RL or to evaluate; else there is no engine, and its memory is the update's."""
         return self.rl is not None or self.data is None or self.data.heldout > 0
 
@@ -118,10 +118,9 @@ class Run:
     @property
     def frame_tokens(self) -> int:
         """Visual tokens of one frame, at most."""
-        factor = self.vision.patch_size * self.vision.spatial_merge_size
         if self.world is None:
-            return self.frames.max_pixels // factor**2
-        side = self.world.size
+            return frame_tokens(self.frames, self.vision)
+        factor, side = self.vision.patch_size * self.vision.spatial_merge_size, self.world.size
         height, width = smart_resize(side, side, self.frames.min_pixels, self.frames.max_pixels, factor)
         return height * width // factor**2
 
@@ -139,7 +138,14 @@ class Run:
     def sft_shapes(self) -> tuple[BatchShape, BatchShape]:
         """Shapes of an SFT step's batches in a world; see `SFTSettings.shapes`."""
         assert isinstance(self.sft, SFTSettings), f"{self.name} has no SFT on a world"
-        return self.sft.shapes(self.lengths(max(self.text.budgets)), self.text.demonstrations)
+        assert self.text is not None, "it stands beside every world"
+        return self.sft.shapes(self.lengths(max(self.text.budgets)), self.world_lengths, self.text.demonstrations)
+
+    @property
+    def world_lengths(self) -> WorldLengths:
+        """Lengths of the world's questions and demonstrations; the first call takes some seconds."""
+        assert self.world is not None and self.text is not None, f"{self.name} has no world"
+        return world_lengths(self.world, self.text, self.protocol, self.model.path)
 
     @property
     def packed_shape(self) -> PackedShape:
@@ -148,12 +154,12 @@ class Run:
         return self.sft.shape(self.data.row_tokens)
 
     @property
-    def engine_settings(self) -> EngineSettings:
+    def engine_sizes(self) -> EngineSizes:
         """The engine's sizes: the widest prompts are those of RL or of the evaluation."""
         budgets, fan = self.evaluation.frames, self.evaluation.samples
         if self.rl is not None:
             budgets, fan = budgets + self.rl.frame_budgets, self.rl.grpo.group_size
-        return engine_settings(self.lengths(max(budgets)), self.engine, fan)
+        return engine_sizes(self.lengths(max(budgets)), self.engine, fan)
 
     def __post_init__(self):
         for name in ("run_dir", "start"):
@@ -175,6 +181,8 @@ class Run:
                 f"sft: {type(self.sft).__name__} with data = {self.data}; published data is trained on in packed rows "
                 "(PackedSFTSettings), a world's in groups (SFTSettings)"
             )
+        if (self.text is None) != (self.world is None):
+            raise ValueError(f"text: {self.text} with world = {self.world}; they describe one small world: give both or neither")
         if not 0 <= self.unreadable_share < 1:
             raise ValueError(f"unreadable_share: {self.unreadable_share}; it is a share of videos, give one from 0 to below 1")
         if (self.model.size != "tiny" or self.model.path) and self.align is not None:

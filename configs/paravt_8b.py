@@ -6,12 +6,12 @@ from configs.base import MeshSettings, ModelSettings, Run
 from paravt_jax.grpo import GRPOSettings
 from paravt_jax.rewards import RewardSettings
 from rollout.evaluate import EvaluationSettings
-from rollout.settings import EngineTuning
+from rollout.settings import EngineSettings
 from train.optimizer import OptimizerSettings
 from train.published_data import DataSettings
 from train.rl_settings import RLSettings
 
-ENGINE = EngineTuning(page=64, cache_tokens=143_360, read_tokens=131_072, steps=32)
+ENGINE = EngineSettings(page=64, cache_tokens=143_360, read_tokens=131_072, steps=32)
 
 
 def paravt_8b() -> Run:

@@ -10,8 +10,8 @@ def subagents_tiny() -> Run:
     """The full recipe in the small world; sub-agents' turns are trained as well.
 
     Command: python -m train.run --config=subagents_tiny --start runs/paravt_tiny
-    Elsewhere: add --rl.subagent-rows to any recipe. The release has a flag for it that nothing sets
+    Elsewhere: add --rl.subagents-per-rollout to any recipe. The release has a flag for it that nothing sets
     (REFERENCE 4, point 8).
     """
-    # 64 rollouts per step, most of which make two calls once they have learned to.
-    return change(paravt_tiny(), "subagents_tiny", subagent_rows=128)
+    # Most rollouts make two calls once they have learned to.
+    return change(paravt_tiny(), "subagents_tiny", subagents_per_rollout=2.0)

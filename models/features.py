@@ -21,7 +21,7 @@ from flax import nnx
 from jaxtyping import Float
 
 from models.processor import patchify, resize, smart_resize
-from models.qwen3_vl.config import Qwen3VLConfig
+from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from models.qwen3_vl.vision import VisionTower, frame_layout
 from paravt_jax import video
 from paravt_jax.frames import FrameSource
@@ -41,8 +41,7 @@ class FrameSettings:
     batch: int = 16
     """Frames encoded in one call. A call with fewer costs as much, so take about as many as a crop has."""
     whole_frames: int = 0
-    """Videos of at most this many frames are encoded whole when they are first met, because opening a
-    file costs more than a few frames."""
+    """Videos of at most this many frames are encoded whole when they are first met."""
     cache_mib: int = 4096
     """Bound on the encoded frames that are kept, in MiB."""
 
@@ -52,6 +51,12 @@ class FrameSettings:
                 raise ValueError(f"frames.{name}: {getattr(self, name)}; give a whole number of at least {least}")
         if self.max_pixels < self.min_pixels:
             raise ValueError(f"frames.max_pixels: {self.max_pixels}; give at least frames.min_pixels = {self.min_pixels}")
+
+
+def frame_tokens(settings: FrameSettings, vision: VisionConfig) -> int:
+    """Visual tokens of one frame, at most. A frame that would need more (it is very wide) is not shown."""
+    factor = vision.patch_size * vision.spatial_merge_size
+    return max(1, settings.max_pixels // factor**2)
 
 
 class FrameFeatures:
@@ -124,6 +129,13 @@ class FrameFeatures:
             height, width = smart_resize(info.height, info.width, *limits, factor)
         except ValueError as error:  # its frames are too long and thin to be shown
             raise video.VideoError(self.root / name, str(error)) from error
+        most = frame_tokens(self.settings, self.config.vision)
+        if height * width > most * factor**2:
+            raise video.VideoError(
+                self.root / name,
+                f"its frames of {info.width} x {info.height} pixels are too long and thin: {height * width // factor**2} "
+                f"visual tokens, and frames.max_pixels = {self.settings.max_pixels} allows {most}",
+            )
         return height // patch, width // patch
 
     def tokens(self, name: str) -> int:

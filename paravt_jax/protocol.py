@@ -85,7 +85,12 @@ _TO_ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
 
 @dataclasses.dataclass(frozen=True)
 class ProtocolSettings:
-    """Limits of an episode (REFERENCE 1, 3 and 5). Lengths are in tokens."""
+    """Limits of an episode (REFERENCE 1, 3 and 5). Lengths are in tokens.
+
+    Questions that do not fit into `text_tokens` are left out. The cold start teaches `<think>` whether
+    it is pinned or not. The prompt `agentic-minimal` says little more than the tool's schema; with
+    `direct` the model does not think, so that nothing is pinned.
+    """
 
     max_tool_turns: int = 3
     """Turns of a main agent in which it may call tools."""
@@ -98,22 +103,17 @@ class ProtocolSettings:
     trajectory_tokens: int = 8192
     """Tokens of everything after the prompt: responses and tool results."""
     text_tokens: int = 1216
-    """Tokens of a main agent's prompt beside its frames: system turn and question. Questions that
-    need more are left out."""
+    """Tokens of a main agent's prompt beside its frames: system turn and question."""
     label_tokens: int = 12
-    """Tokens around the visual ones of a frame: its timestamp and the vision marks. 12 hold times up
-    to 99,999.9 seconds in Qwen's tokenizer."""
+    """Tokens of a frame's timestamp and vision marks; 12 hold 99,999.9 seconds in Qwen's tokenizer."""
     pin_think: bool = True
-    """Every response of a main agent is started with `<think>` (paper, constrained generation). The
-    cold start teaches it either way."""
+    """Start every response of a main agent with `<think>` (paper, constrained generation)."""
     crop_fps: float = 1.0
     """Frames per second that a sub-agent sees of its window."""
     crop_frames: int = 16
     """Frames that a sub-agent sees at most."""
     prompt: Prompt = "agentic"
-    """The system turn. `agentic` is what demonstrations teach; `agentic-minimal` says little more than
-    the tool's schema; `reasoning` and `direct` know no tool, and `direct` does not think, so that
-    nothing is pinned."""
+    """The system turn; demonstrations teach `agentic`, and `reasoning` and `direct` know no tool."""
 
     def __post_init__(self):
         if self.prompt not in get_args(Prompt):
@@ -325,6 +325,10 @@ class Protocol:
                 pieces.append(self._encode(clean("\n" * (before is not None) + part)))
         return pieces
 
+    def label_tokens(self, time: float) -> int:
+        """Tokens of a frame's timestamp, `time` in seconds, and of its vision marks."""
+        return len(self._time(_timestamp(time))) + 2
+
     def _timed_images(self, opening: str, frames: Sequence[Frame], image_tokens: int | Sequence[int]) -> np.ndarray:
         return np.concatenate([self._encode(opening), *self._images(frames, image_tokens)])
 
@@ -336,7 +340,7 @@ class Protocol:
         parts: list[np.ndarray] = []
         for frame, count in zip(frames, counts, strict=True):
             image = [special["<|vision_start|>"], *[special["<|image_pad|>"]] * count, special["<|vision_end|>"]]
-            parts += [self._time(f"<{frame.time:.1f} seconds>")] * timed + [np.array(image, np.int32)]
+            parts += [self._time(_timestamp(frame.time))] * timed + [np.array(image, np.int32)]
         return parts
 
     def _concat(self, *texts: str) -> np.ndarray:
@@ -348,6 +352,10 @@ class Protocol:
 
     def _encode(self, text: str) -> np.ndarray:
         return np.asarray(self.vocabulary.encode(text), np.int32)
+
+
+def _timestamp(time: float) -> str:
+    return f"<{time:.1f} seconds>"
 
 
 def _number(value: float) -> float | int:

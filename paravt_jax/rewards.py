@@ -31,8 +31,7 @@ class RewardSettings:
     answer_suffix: bool = True
     """The answer-suffix term: credit a non-empty answer block with 0.5 and the think with 0.2 (True), or both with 0.3 (False)."""
     gamma: float = 0.3
-    """The penalty: what R_anchor loses for a think that is opened and never closed, and, where the anchor acts at single tokens
-    (`likelihood` and `credit` of `GRPOSettings.anchor`), the weight against the token that broke a block, times the anchor's."""
+    """The penalty for a think that is never closed and, at single tokens, for the one that broke a block."""
     format_cap: bool = True
     """Cut R_fmt to [0, 1]. Its terms add up to more, so a capped R_fmt stops telling good from better."""
     open_ended: Literal["f1", "exact", "judge"] = "f1"

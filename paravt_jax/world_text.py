@@ -75,6 +75,9 @@ class TextSettings:
         for name in ("multiple_choice", "telling", "unaligned", "crop_when_seen", "one_by_one", "guess", "leak", "unclosed", "untagged"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"world_text.{name} is {getattr(self, name)}; it is a probability, give one from 0 to 1")
+        for name in ("groups", "windows", "captions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"text.{name}: {getattr(self, name)}; give 1 or more")
         if not 1 <= self.questions <= 2 or self.groups > len(self.budgets) or not 1 <= self.demonstrations <= 4:
             raise ValueError(
                 f"world_text: questions {self.questions}, groups {self.groups}, demonstrations {self.demonstrations}; a video is sure of 2 "

@@ -37,8 +37,8 @@ from rollout.episode import Dispatch, Scene, Setting, play
 from rollout.episode_card import episode_card
 from rollout.markup import el, page
 from rollout.requests import run
-from rollout.settings import EngineSettings
-from rollout.sizing import crop_tokens, overview_tokens, single_episodes
+from rollout.settings import EngineSizes
+from rollout.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
 from rollout.transcript import transcript
 
 _QUESTION_TOKENS = 512  # room for the question and its options
@@ -61,7 +61,7 @@ class Assistant:
         self._model = model
         features = FrameFeatures(model.vision, model.config, frames or FrameSettings(), Path())
         self._scene = Scene(Protocol(vocabulary, protocol or ProtocolSettings()), features)
-        self._engines: collections.OrderedDict[EngineSettings, Engine] = collections.OrderedDict()
+        self._engines: collections.OrderedDict[EngineSizes, Engine] = collections.OrderedDict()
 
     @classmethod
     def load(
@@ -119,7 +119,7 @@ class Assistant:
         protocol, features = self._scene.protocol, self._scene.features
         last, tokens = features.info(video).duration, features.tokens(video)  # no frame has a longer time
         overview = overview_tokens(protocol, frames, tokens, last) + _QUESTION_TOKENS
-        settings = single_episodes(protocol, overview, crop_tokens(protocol, tokens, last))
+        settings = sizes_for_single_episodes(protocol, overview, crop_tokens(protocol, tokens, last))
         if settings not in self._engines:
             self._engines[settings] = Engine(self._model, features, settings)
             if len(self._engines) > _ENGINES:

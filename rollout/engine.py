@@ -32,7 +32,7 @@ from rollout.programs import MOST_STOP_IDS, difference
 from rollout.requests import Answer, Request, Sample, SampleStop
 from rollout.runner import ModelRunner
 from rollout.sequences import Sequence, make_prompt
-from rollout.settings import EngineSettings
+from rollout.settings import EngineSizes
 
 InFlight = Literal["finish", "restart"]
 
@@ -66,7 +66,7 @@ class Engine:
         self,
         model: Qwen3VL,
         features: FrameFeatures,
-        settings: EngineSettings,
+        settings: EngineSizes,
         token_bytes: Many[bytes] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):

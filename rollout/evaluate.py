@@ -28,7 +28,7 @@ class EvaluationSettings:
     questions: int = 64
     """Held-out questions that are asked, at most."""
     samples: int = 2
-    """Episodes per question at temperatures above 0 with parallel dispatch."""
+    """Episodes per question at temperatures above 0 with parallel dispatch; RL's group size side by side."""
     frames: tuple[int, ...] = (4, 16, 64)
     """Overview budgets K."""
     dispatch: tuple[Dispatch, ...] = ("parallel", "sequential", "none")

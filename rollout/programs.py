@@ -3,7 +3,7 @@
 Owns the cache on the device: one pool of pages for all layers, `[layer, page, token, key and value heads, head_dim]` with keys and
 values of a head side by side, as the TPU kernel wants them. Every program takes the pool donated and gives it back. The pool's last
 page holds nothing: rows and tokens that are not there read it.
-Invariant: shapes are those of `EngineSettings`, so that nothing compiles after each has been met once.
+Invariant: shapes are those of `EngineSizes`, so that nothing compiles after each has been met once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sequences into the arrays that the programs take, and what comes out of them back to the caller.
 
 Owns the memory on the device: the pool of pages and the lines of shared starts, there while it is awake. Refuses to decide anything:
-which sequences, with which pages, is `engine`'s. Invariant: arrays have the shapes of `EngineSettings`, however few sequences there are.
+which sequences, with which pages, is `engine`'s. Invariant: arrays have the shapes of `EngineSizes`, however few sequences there are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollout.pages import Node
 from rollout.programs import MOST_STOP_IDS, Lines, Pieces, Pool, Programs, Rows, pages_of
 from rollout.sampling import Choices
 from rollout.sequences import Sequence
-from rollout.settings import EngineSettings
+from rollout.settings import EngineSizes
 
 
 class ModelRunner:
@@ -29,7 +29,7 @@ class ModelRunner:
     `row_steps` counts the rows of every step.
     """
 
-    def __init__(self, model: Qwen3VL, settings: EngineSettings):
+    def __init__(self, model: Qwen3VL, settings: EngineSizes):
         self.settings, self.config = settings, model.config
         self.seconds, self.steps, self.row_steps = 0.0, 0, 0
         self._paged = platform() == "tpu" if settings.paged is None else settings.paged

@@ -1,6 +1,6 @@
 """The engine's sizes: all that decides what is compiled and what memory is taken.
 
-`EngineTuning` is what a recipe chooses. `EngineSettings` is the whole: `rollout.sizing` derives it from
+`EngineSettings` is what a recipe chooses. `EngineSizes` is the whole: `rollout.sizing` derives it from
 that choice and the lengths of a run.
 """
 
@@ -10,7 +10,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineTuning:
+class EngineSettings:
     """What a recipe chooses of the engine; all lengths follow from the run's."""
 
     slots: int = 64
@@ -22,10 +22,9 @@ class EngineTuning:
     prefill_tokens: int = 1024
     """Tokens that are prefilled in one call; at least one whole prompt."""
     read_tokens: int = 65_536
-    """Cached tokens that the rows of one program read by themselves. Where all slots would read more,
-    fewer run at a time."""
+    """Unshared cached tokens that one program reads over all its rows; longer sequences get fewer rows."""
     steps: int = 16
-    """Tokens that are decoded between two looks of the scheduler."""
+    """Tokens decoded per call, between scheduling decisions."""
     paged: bool | None = None
     """Read pages where they lie instead of copying them into arrays first. None: on TPU."""
 
@@ -36,7 +35,7 @@ class EngineTuning:
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineSettings:
+class EngineSizes:
     """Lengths are in tokens, rise, and are multiples of `page`.
 
     `own`: what a sequence may read by itself, the last being the longest sequence there is. `shared`: starts that up to `fan` sequences

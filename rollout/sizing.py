@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 from paravt_jax.protocol import Protocol, ProtocolSettings
 from paravt_jax.records import Frame
-from rollout.settings import EngineSettings, EngineTuning
+from rollout.settings import EngineSettings, EngineSizes
 
 BUCKET = 256  # single questions are rounded up to it, so that videos of one size share programs
 _STEP = 16  # lengths of a run are multiples of it
-_REQUEST_TOKENS = 32  # a sub-agent's prompt without its frames: 24 with Qwen's tokenizer
+REQUEST_TOKENS = 32  # a sub-agent's prompt without its frames: 24 with Qwen's tokenizer
 _SHORTEST_READ = 1024  # tokens; programs for shorter reads would save little
 
 
@@ -41,35 +41,36 @@ class Lengths:
 def lengths(limits: ProtocolSettings, frame_tokens: int, frames: int) -> Lengths:
     """Lengths where a prompt shows up to `frames` frames of up to `frame_tokens` visual tokens each.
 
-    No tokenizer is needed: `limits` bounds the text (`text_tokens`, `label_tokens`), and a run checks
-    these bounds against its own tokenizer before it begins.
+    No tokenizer is needed: `limits` bounds the text (`text_tokens`, `label_tokens`). `train.prepare`
+    holds these bounds, and REQUEST_TOKENS, against the run's own tokenizer before it begins.
     """
     labelled = frame_tokens + limits.label_tokens
     return Lengths(
-        prompt=_up(frames * labelled + limits.text_tokens, _STEP),
+        prompt=round_up(frames * labelled + limits.text_tokens, _STEP),
         visual=frames * frame_tokens,
         response=limits.trajectory_tokens,
-        crop_prompt=_up(limits.crop_frames * labelled + _REQUEST_TOKENS, _STEP),
+        crop_prompt=round_up(limits.crop_frames * labelled + REQUEST_TOKENS, _STEP),
         crop_visual=limits.crop_frames * frame_tokens,
         report=limits.summary_tokens + 1,
     )
 
 
-def engine_settings(longest: Lengths, tuning: EngineTuning, fan: int, shared: bool = True) -> EngineSettings:
+def engine_sizes(longest: Lengths, tuning: EngineSettings, fan: int, shared: bool = True) -> EngineSizes:
     """An engine in which every sequence of these lengths fits.
 
     `fan` is the number of rollouts of one prompt; they read it in one copy where `shared`.
     """
     page = tuning.page
-    prompt, crop = _up(longest.prompt, page), _up(longest.crop_prompt, page)
-    whole = _up(max(prompt + longest.response, crop + longest.report), page)
+    prompt, crop = round_up(longest.prompt, page), round_up(longest.crop_prompt, page)
+    whole = round_up(max(prompt + longest.response, crop + longest.report), page)
     # Where a prompt is shared, a row reads by itself what follows, and the prompt's last, partial page.
     row = max(longest.response + page, crop + longest.report)
     own = _sizes(min(row, _SHORTEST_READ), whole, page)
-    slots = _up(tuning.slots, fan)
-    return EngineSettings(
+    half = round_up(prompt // 2, page)
+    slots = round_up(tuning.slots, fan)
+    return EngineSizes(
         own=own,
-        shared=_sizes(_SHORTEST_READ, prompt, page) if shared else (),
+        shared=((half, prompt) if half >= _SHORTEST_READ else (prompt,)) if shared else (),
         # A turn's tool results are much shorter than a crop, so they get a size of their own.
         prefill=tuple(sorted({min(2 * page, crop), crop, prompt})),
         slots=slots,
@@ -83,7 +84,7 @@ def engine_settings(longest: Lengths, tuning: EngineTuning, fan: int, shared: bo
     )
 
 
-def single_episodes(protocol: Protocol, overview: int, crop: int, episodes: int = 1, cache_tokens: int = 0) -> EngineSettings:
+def sizes_for_single_episodes(protocol: Protocol, overview: int, crop: int, episodes: int = 1, cache_tokens: int = 0) -> EngineSizes:
     """An engine for `episodes` episodes side by side, of which no two have a prompt in common.
 
     `overview` and `crop` are tokens of a main agent's and of a sub-agent's prompt. `cache_tokens`: keys
@@ -91,23 +92,23 @@ def single_episodes(protocol: Protocol, overview: int, crop: int, episodes: int 
     """
     limits = protocol.settings
     longest = Lengths(
-        prompt=_up(overview, BUCKET),
+        prompt=round_up(overview, BUCKET),
         visual=0,
         response=limits.trajectory_tokens,
-        crop_prompt=_up(crop, BUCKET),
+        crop_prompt=round_up(crop, BUCKET),
         crop_visual=0,
         report=limits.summary_tokens + 1,
     )
     episode = longest.prompt + longest.response
     episode += limits.max_calls * (longest.crop_prompt + longest.report)
-    tuning = EngineTuning(slots=episodes * limits.max_calls, page=64, cache_tokens=cache_tokens or episodes * episode)
-    return engine_settings(longest, tuning, fan=limits.max_calls, shared=False)
+    tuning = EngineSettings(slots=episodes * limits.max_calls, page=64, cache_tokens=cache_tokens or episodes * episode)
+    return engine_sizes(longest, tuning, fan=limits.max_calls, shared=False)
 
 
 def _sizes(first: int, last: int, page: int) -> tuple[int, ...]:
     """`first`, doublings from `_SHORTEST_READ` on, and `last`, as multiples of `page`: a sequence then
     reads at most about twice its own length."""
-    sizes = {_up(first, page), _up(_SHORTEST_READ, page)}
+    sizes = {round_up(first, page), round_up(_SHORTEST_READ, page)}
     while max(sizes) < last:
         sizes.add(2 * max(sizes))
     return tuple(sorted({size for size in sizes if size < last} | {last}))
@@ -127,6 +128,6 @@ def _frames(count: int, last: float) -> Sequence[Frame]:
     return [Frame("", 0, last)] * count
 
 
-def _up(tokens: int, step: int) -> int:
+def round_up(tokens: int, step: int) -> int:
     """`tokens` rounded up to a multiple of `step`."""
     return -(-tokens // step) * step

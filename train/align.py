@@ -32,7 +32,7 @@ from train.step import init_state
 
 @dataclasses.dataclass(frozen=True)
 class AlignSettings:
-    """Alignment of a fresh vision tower to the words for what is on single frames."""
+    """Trains a fresh vision tower to name what single frames show."""
 
     steps: int = 250
     """Updates."""

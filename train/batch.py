@@ -61,6 +61,12 @@ def shared_segments(group: Sequence[Trajectory]) -> tuple[Segment, ...]:
     return tuple(shared)
 
 
+def shared_prompt(group: Sequence[Trajectory]) -> np.ndarray:
+    """Ids of the prompt that a group shares, but for the last one: it predicts each row's first token
+    and stands with it."""
+    return np.concatenate([segment.ids for segment in shared_segments(group)])[:-1]
+
+
 def build(groups: Sequence[Sequence[Trajectory]], features: FrameFeatures, shape: BatchShape) -> Sequences:
     """Arrays of `groups`; missing groups and rows are padding. Raises ValueError where a trajectory does not fit the shape."""
     config = features.config
@@ -81,7 +87,7 @@ def build(groups: Sequence[Sequence[Trajectory]], features: FrameFeatures, shape
     for p, group in enumerate(groups):
         _check(len(group), shape.rows, "rows")
         shared = shared_segments(group)
-        prompt = np.concatenate([s.ids for s in shared])[:-1]  # its last token predicts each row's first: it stands there
+        prompt = shared_prompt(group)
         frames = [frame for s in shared for frame in s.frames]
         length = len(prompt)
         _check(length, shape.prompt, "prompt")
@@ -118,6 +124,14 @@ def mismatches(batch: Sequences, groups: Sequence[Sequence[Trajectory]]) -> int:
 
 def _check(length: int, limit: int, field: str) -> None:
     if length > limit:
-        raise ValueError(
-            f"batch.{field}: {length} does not fit the static size {limit}; raise the recipe's batch shape, or lower what fills it"
-        )
+        raise ValueError(f"batch.{field}: {length} does not fit the static size {limit}; {_REMEDIES[field]}")
+
+
+# Shapes follow from settings that are checked before a run begins, so none of this is expected.
+_REMEDIES = {
+    "groups": "raise rl.prompts or sft.groups",
+    "rows": "raise rl.grpo.group_size or text.demonstrations",
+    "prompt": "raise protocol.text_tokens or protocol.label_tokens",
+    "visual": "lower frames.max_pixels, or raise the largest frame budget",
+    "suffix": "raise protocol.trajectory_tokens (of a sub-agent, protocol.summary_tokens)",
+}

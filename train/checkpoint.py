@@ -43,8 +43,7 @@ class CheckpointSettings:
     keep: int = 2
     """The newest checkpoints that stay."""
     best: Best = "accuracy"
-    """Figure of the rollouts by which the best RL checkpoint is kept too; a checkpoint's score is the
-    mean of that figure since the one before it. `none` keeps no best."""
+    """Figure, averaged since the last checkpoint, by which the best RL checkpoint is kept; or `none`."""
 
     def __post_init__(self):
         if self.keep < 1:

@@ -33,12 +33,11 @@ class OptimizerSettings:
     b2: float = 0.999
     """Decay rate of AdamW's second moment."""
     eps: float = 1e-8
-    """Added to the square root of AdamW's second moment."""
+    """Added to denominators: AdamW's root of the second moment, Muon's norm."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the first moment (Muon's momentum too). The second moment has the type of the weights:
-    in bfloat16 an update by 1 - b2 = 0.001 would be rounded away."""
+    """Type of the first moment and of Muon's momentum; the second moment has the weights' type."""
 
     def __post_init__(self):
         for name, choices in (
@@ -70,8 +69,9 @@ def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTra
 
     def rate(peak: float) -> optax.Schedule | float:
         warmup = round(settings.warmup * steps)
-        if settings.schedule == "cosine":
-            return optax.warmup_cosine_decay_schedule(0.0, peak, max(1, warmup), steps)
+        if settings.schedule == "cosine" and steps > 1:
+            # Optax needs a step of each; the last step of the warm-up leaves one to decay in.
+            return optax.warmup_cosine_decay_schedule(0.0, peak, min(max(1, warmup), steps - 1), steps)
         return optax.warmup_constant_schedule(0.0, peak, warmup) if warmup else peak
 
     if settings.name == "adamw":
@@ -92,6 +92,7 @@ def _muon(settings: OptimizerSettings, rate: Callable[[float], optax.Schedule | 
     return optax.contrib.muon(
         rate(settings.muon_learning_rate),
         weight_decay=settings.weight_decay,
+        eps=settings.eps,
         mu_dtype=settings.moment_dtype,
         adam_b1=settings.b1,
         adam_b2=settings.b2,

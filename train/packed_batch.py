@@ -106,4 +106,4 @@ def build_packed(rows: Sequence[Sequence[Rendered]], features: FrameFeatures, sh
 
 def _check(length: int, limit: int, field: str) -> None:
     if length > limit:
-        raise ValueError(f"packed.{field}: {length} do not fit the static size {limit}; raise the recipe's shape, or pack shorter rows")
+        raise ValueError(f"packed.{field}: {length} do not fit the static size {limit}; raise data.row_tokens or sft.rows")

@@ -44,12 +44,9 @@ class PackedSFTSettings:
     save_every: int = 100
     """Steps between checkpoints."""
     microbatches: int = 1
-    """Upper bound on gradient-accumulation steps, each of whole rows; fewer are used where a device
-    would get less than a row."""
+    """Upper bound on gradient-accumulation steps; fewer where a device would get less than a row."""
     remat: Remat = "none"
-    """Activation checkpointing: what is kept of each layer for the backward pass. `none` keeps
-    everything; `full` the layer's input; `attention` also the attention output; `dots` also matrix
-    products; `offload` the input, in the host's memory."""
+    """Activation checkpointing: what of each layer is kept for the backward pass (models.qwen3_vl.remat)."""
     logprob_chunk: int | None = None
     """Tokens whose logits over the vocabulary exist at a time; None: all of them."""
 

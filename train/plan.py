@@ -76,7 +76,7 @@ def plan(run: Run, topology: Topology, mesh: tuple[int, int, int], measured: dic
             *(f"{m.program}: {m.error}" for m in measured.values() if m.error and not m.peak),
             *(line for together in lacking for line in step.held(together, measured[together.program], hbm)),
             *(step.remedies({together.program for together in lacking}, run, pool, topology, mesh[0] * mesh[1]) if lacking else []),
-            *step.pages_advice(run, topology, _free(beside, hbm), pool / (run.engine_settings.pages + 1)),
+            *step.pages_advice(run, topology, _free(beside, hbm), pool / (run.engine_sizes.pages + 1)),
         ],
     }
 

@@ -8,29 +8,27 @@ preparation goes on, a finished one is only opened. As a command it prepares pub
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from configs import RECIPES
 from configs.base import Run
-from models.weights.folder import local_folder
 from paravt_jax import datasets, protocol, tokenizer, world, world_text
 from paravt_jax.atomic import write_atomically
 from paravt_jax.preparation import LEFT_OUT, PLAN
 from paravt_jax.published import Reason
 from paravt_jax.records import Caption, Demonstration, Question
 from paravt_jax.tokenizer import Vocabulary
-from rollout.episode import split_prompt
-from rollout.sizing import overview_tokens
+from rollout.sizing import REQUEST_TOKENS, overview_tokens
 from train import hosts
 from train.cli import parse
 from train.metrics import Progress
 from train.published_data import DataSettings, PublishedData, open_published, prepare_published
 from train.published_model import copy_tokenizer
+from train.world_lengths import world_pieces, world_vocabulary
 
 UNREADABLE = "unreadable_videos.json"
 
@@ -63,10 +61,10 @@ def prepare(run: Run, folder: pathlib.Path, check: Callable[[], None] = lambda: 
     """
     if run.data is not None:
         return _published(run, run.data, folder, check)
-    if run.world is None:
+    if run.world is None or run.text is None:
         raise ValueError(f"{run.name}: neither data nor world is set; use a recipe with one of them")
     if not datasets.is_prepared(folder / "records"):
-        _require_room(run, run.world)
+        _require_room(run)
     root = folder / "videos"
     with Progress("render videos", run.world.train_videos + run.world.heldout_videos, unit="video") as progress:
 
@@ -119,75 +117,59 @@ def _published(run: Run, settings: DataSettings, folder: pathlib.Path, check: Ca
     )
 
 
-def _room(run: Run, rules: protocol.Protocol, last: float) -> int:
-    """Tokens that a prompt has for its question. `last`: the latest time in a video, in seconds.
-
-    Raises ValueError where a frame's label takes more tokens than the settings say.
-    """
-    limits, frame = run.protocol, run.frame_tokens
-    none, one = (overview_tokens(rules, frames, frame, last) for frames in (0, 1))
-    if one - none > frame + limits.label_tokens:
-        raise ValueError(
-            f"protocol.label_tokens: {limits.label_tokens}; a frame's timestamp and marks take {one - none - frame} "
-            "tokens in this tokenizer: give at least as many"
-        )
-    return limits.text_tokens - none
-
-
 def _with_room(run: Run, data: PublishedData, rules: protocol.Protocol) -> PublishedData:
     """`data` without the questions that are too long for a prompt; these are named. ValueError where
-    none is left."""
-    room = _room(run, rules, data.summary["seconds"].get("most", 0.0))
-    asked = (*data.questions, *data.heldout)
-    long = {question.id: length for question in asked if (length := len(rules.question(question).ids)) > room}
-    kept, heldout = (tuple(q for q in questions if q.id not in long) for questions in (data.questions, data.heldout))
-    if run.rl is not None and not kept:
-        raise ValueError(
-            f"{run.name}: no question to train on; of {len(asked)} questions none fits into the {room} tokens that "
-            f"protocol.text_tokens = {run.protocol.text_tokens} leaves beside the system turn: prepare rl rows "
-            "(--data.annotations), or raise it"
-        )
+    none is left, to train on or to evaluate with."""
+    last = data.summary["seconds"].get("most", 0.0)
+    _require_bounds(run, rules.label_tokens(last), len(rules.window((), 0).ids))
+    system = overview_tokens(rules, 0, 0, 0.0)
+    room = run.protocol.text_tokens - system
+    lengths = {question.id: len(rules.question(question).ids) for question in (*data.questions, *data.heldout)}
+    kept, heldout = (tuple(q for q in questions if lengths[q.id] <= room) for questions in (data.questions, data.heldout))
+    if run.rl is not None and not data.questions:
+        raise ValueError(f"data.annotations: {run.data.annotations if run.data else ''} has no question to train on; prepare rl rows")
+    for what, before, after in (("training", data.questions, kept), ("held-out", data.heldout, heldout)):
+        if before and not after and (run.rl is not None or what == "held-out"):
+            shortest = min(lengths[question.id] for question in before)
+            raise ValueError(
+                f"protocol.text_tokens: {run.protocol.text_tokens}; the system turn takes {system} tokens, and no {what} "
+                f"question fits beside it: give at least {system + shortest}"
+            )
+    long = [id for id, length in lengths.items() if length > room]
     if long and hosts.is_first():
-        named = ", ".join(f"{id} ({length})" for id, length in list(long.items())[:10])
+        named = ", ".join(f"{id} ({lengths[id]})" for id in long[:10])
         print(f"{len(long)} questions are left out; they have more than the {room} tokens of protocol.text_tokens: {named}")
     return dataclasses.replace(data, questions=kept, heldout=heldout)
 
 
-def _require_room(run: Run, settings: world.WorldSettings) -> None:
-    """Raises ValueError where a question or a demonstration of the world is longer than the protocol
-    allows. Nothing is drawn or written for that."""
-    if run.model.path:
-        vocabulary = tokenizer.load(local_folder(run.model.path, weights=False))
-    else:
-        vocabulary = Vocabulary(tokenizer.build(_world_pieces()))
-    rules = protocol.Protocol(vocabulary, run.protocol)
-    videos = world.plan(settings)
-    question = max(len(rules.question(q).ids) for q in world_text.questions(videos, run.text))
-    _require_tokens(run, "text_tokens", "a question", question - _room(run, rules, world.SECONDS))
-    if run.sft is None:
-        return
-
-    def longest(demonstrations: Iterable[Demonstration]) -> int:
-        # Frames stand in the prompt, so what follows it is as long without them.
-        return max(len(split_prompt(rules.demonstration(d, (), 0))[1]) for d in demonstrations)
-
-    train, limits = world.of_split(videos, "train"), run.protocol
-    answers = longest(itertools.chain.from_iterable(world_text.main_demonstrations(train, run.text)))
-    _require_tokens(run, "trajectory_tokens", "a demonstration", answers - limits.trajectory_tokens)
-    # The prompt's last token stands with the report.
-    reports = longest(world_text.window_demonstrations(train, run.text)) - 1
-    _require_tokens(run, "summary_tokens", "a sub-agent's report", reports - limits.summary_tokens)
+def _require_bounds(run: Run, label: int, request: int) -> None:
+    """Raises ValueError where a frame's label or a sub-agent's request is longer than it is planned."""
+    if label > run.protocol.label_tokens:
+        raise ValueError(
+            f"protocol.label_tokens: {run.protocol.label_tokens}; a frame's timestamp and marks take {label} tokens in "
+            "this tokenizer: give at least as many"
+        )
+    if request > REQUEST_TOKENS:
+        raise ValueError(
+            f"model.path: {run.model.path}; its tokenizer makes {request} tokens of a sub-agent's request, and there is "
+            f"room for {REQUEST_TOKENS}: take the tokenizer of Qwen3-VL"
+        )
 
 
-def _require_tokens(run: Run, name: str, what: str, missing: int) -> None:
-    limit = getattr(run.protocol, name)
-    if missing > 0:
-        raise ValueError(f"protocol.{name}: {limit}; {what} needs {missing} more: give at least {limit + missing}")
-
-
-def _world_pieces() -> tuple[str, ...]:
-    """What is one token in the small world's vocabulary."""
-    return (*world_text.PIECES, *protocol.recurring_texts())
+def _require_room(run: Run) -> None:
+    """Raises ValueError where a text of the world is longer than the protocol allows. Nothing is drawn
+    or written for that."""
+    limits, texts = run.protocol, run.world_lengths
+    _require_bounds(run, texts.label, texts.request)
+    rules = protocol.Protocol(world_vocabulary(run.model.path), limits)
+    needed = {"text_tokens": (overview_tokens(rules, 0, 0, 0.0) + texts.question, "the system turn and a question")}
+    if run.sft is not None:
+        needed["trajectory_tokens"] = texts.answer, "a demonstration"
+        needed["summary_tokens"] = texts.report, "a sub-agent's report"
+    for name, (tokens, what) in needed.items():
+        limit = getattr(limits, name)
+        if tokens > limit:
+            raise ValueError(f"protocol.{name}: {limit}; {what} may need {tokens}: give at least as many")
 
 
 def prepare_dataset(run: Run, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -202,7 +184,7 @@ def _open(run: Run, folder: pathlib.Path, root: pathlib.Path) -> Data:
     if run.model.path:
         copy_tokenizer(run.model.path, tokenizer_folder)
     elif not (tokenizer_folder / tokenizer.FILE).exists():
-        tokenizer.save(tokenizer.build(_world_pieces()), tokenizer_folder)
+        tokenizer.save(tokenizer.build(world_pieces()), tokenizer_folder)
     names = ("questions", "heldout", "demonstrations", "windows", "captions")
     stored = {name: tuple(datasets.open_split(folder / "records", name)) for name in names}
     paths = tuple(dict.fromkeys(datasets.video_of(record) for records in stored.values() for record in records))

@@ -53,8 +53,7 @@ class DataSettings:
     row_tokens: int = 8192
     """Length of a packed row; a longer conversation is left out."""
     heldout: int = 64
-    """Questions, and all others on their videos, that RL does not train on: the run's own evaluation asks them. A cold start may have
-    seen the videos."""
+    """Questions held out for the run's own evaluation, with all others on their videos."""
     workers: int = 0
     """Processes that prepare, and that read frames; 0: one a core."""
     deadline: float = 60.0

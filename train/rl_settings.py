@@ -26,22 +26,17 @@ class RLSettings:
     grpo: GRPOSettings = GRPOSettings()
     rewards: RewardSettings = RewardSettings()
     frame_budgets: tuple[int, ...] = (4, 8, 16, 32, 64)
-    """What the overview budget K is drawn from, once per prompt and step (nFrames gating). A single
-    one means no gating."""
+    """What the overview budget K of each prompt is drawn from (nFrames gating); one alone: no gating."""
     temperature: float = 0.7
     """Sampling temperature of rollouts."""
-    subagent_rows: int = 0
-    """Rows per step for sub-agents' turns, which are then trained too, with what their episode earned.
-    Of more turns than rows, those to train are drawn at random. 0: main agents alone are trained."""
+    subagents_per_rollout: float = 0.0
+    """Sub-agents' turns trained per rollout, on average, with what their episode earned; 0: none."""
     microbatches: int = 1
-    """Upper bound on gradient-accumulation steps; each takes whole groups, and the loss is the same.
-    Fewer are used where they would only add padding; more where processes need whole groups each."""
+    """Upper bound on gradient-accumulation steps; fewer where they would only add padding."""
     save_every: int = 10
     """Steps between checkpoints."""
     remat: Remat = "none"
-    """Activation checkpointing: what is kept of each layer for the backward pass. `none` keeps
-    everything; `full` the layer's input; `attention` also the attention output; `dots` also matrix
-    products; `offload` the input, in the host's memory."""
+    """Activation checkpointing: what of each layer is kept for the backward pass (models.qwen3_vl.remat)."""
     logprob_chunk: int | None = None
     """Tokens whose logits over the vocabulary exist at a time; None: all of them."""
 
@@ -54,13 +49,22 @@ class RLSettings:
             raise ValueError(f"rl.logprob_chunk: {self.logprob_chunk}; give a whole number of at least 1, or None for all at once")
         if not self.frame_budgets or min(self.frame_budgets) < 1:
             raise ValueError(f"rl.frame_budgets: {self.frame_budgets}; name at least one number of frames, each 1 or more")
-        if self.subagent_rows < 0:
-            raise ValueError(f"rl.subagent_rows: {self.subagent_rows}; give 0 or more rows")
+        if not 0 <= self.subagents_per_rollout < math.inf:
+            raise ValueError(f"rl.subagents_per_rollout: {self.subagents_per_rollout}; give a finite number of at least 0")
+        if self.grpo.sequence_anchor and not self.rewards.format_weight:
+            raise ValueError(
+                "rl.grpo.anchor: 'sequence' with rl.rewards.format_weight 0; R_anchor is part of the format reward and "
+                "would count for nothing: raise the weight, or take another anchor"
+            )
 
     def shapes(self, longest: Lengths) -> tuple[BatchShape, ...]:
         """Shapes of a step's batch: main agents' and, where they are trained too, sub-agents', each of
-        which is a group of its own. `longest`: lengths of the run's sequences."""
+        which is a group of its own. `longest`: lengths of the run's sequences.
+
+        Of more sub-agents' turns than there are rows for, those to train are drawn at random.
+        """
         main = BatchShape(self.prompts, self.grpo.group_size, longest.prompt, longest.visual, longest.response)
-        if not self.subagent_rows:
+        rows = math.ceil(self.prompts * self.grpo.group_size * self.subagents_per_rollout)
+        if not rows:
             return (main,)
-        return main, BatchShape(self.subagent_rows, 1, longest.crop_prompt, longest.crop_visual, longest.report)
+        return main, BatchShape(rows, 1, longest.crop_prompt, longest.crop_visual, longest.report)

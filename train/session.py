@@ -149,10 +149,10 @@ class Session:
         source = self.reader or video
         self.features = FrameFeatures(self.model.vision, self.config, self.run.frames, self.data.root, source=source)
         self.scene = Scene(self.protocol, self.features)
-        if self.run.samples:
+        if self.run.plays_episodes:
             self.sync = WeightSync(self.weights, self.model.text.dtype)
             nnx.update(self.model.text, self.sync(self.weights))
-            self.engine = Engine(self.model, self.features, self.run.engine_settings)
+            self.engine = Engine(self.model, self.features, self.run.engine_sizes)
             self.engine.sleep()
         nnx.update(self.model.text, jax.eval_shape(lambda: nnx.state(self.model.text)))  # its weights are `self.weights` now
 

@@ -27,12 +27,13 @@ from paravt_jax.loader import stream
 from paravt_jax.protocol import Protocol
 from paravt_jax.records import Demonstration, Trajectory
 from paravt_jax.video import VideoError
-from rollout.sizing import Lengths
+from rollout.sizing import Lengths, round_up
 from train import hosts
 from train.batch import BatchShape, Sequences, build
 from train.optimizer import OptimizerSettings, make_optimizer, require_counts
 from train.placement import cut, fitted, own, place
 from train.step import Loss, Program, TrainState, init_state, make_update, row_logprobs
+from train.world_lengths import WorldLengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +50,9 @@ class SFTSettings:
     save_every: int = 100
     """Steps between checkpoints."""
     microbatches: int = 1
-    """Upper bound on gradient-accumulation steps; each takes whole groups, and the loss is the same.
-    Fewer are used where they would only add padding; more where processes need whole groups each."""
+    """Upper bound on gradient-accumulation steps; fewer where they would only add padding."""
     remat: Remat = "none"
-    """Activation checkpointing: what is kept of each layer for the backward pass. `none` keeps
-    everything; `full` the layer's input; `attention` also the attention output; `dots` also matrix
-    products; `offload` the input, in the host's memory."""
+    """Activation checkpointing: what of each layer is kept for the backward pass (models.qwen3_vl.remat)."""
     logprob_chunk: int | None = None
     """Tokens whose logits over the vocabulary exist at a time; None: all of them."""
 
@@ -69,11 +67,11 @@ class SFTSettings:
         )
         remat.check("sft.remat", self.remat)
 
-    def shapes(self, longest: Lengths, rows: int) -> tuple[BatchShape, BatchShape]:
+    def shapes(self, longest: Lengths, texts: WorldLengths, rows: int) -> tuple[BatchShape, BatchShape]:
         """Shapes of a step's batches, main agents' and sub-agents'. `longest`: lengths of the run's
-        sequences; `rows`: demonstrations in a group."""
-        main = BatchShape(self.groups, rows, longest.prompt, longest.visual, longest.response)
-        windows = BatchShape(self.windows, 1, longest.crop_prompt, longest.crop_visual, longest.report)
+        sequences; `texts`: those of the demonstrations; `rows`: demonstrations in a group."""
+        main = BatchShape(self.groups, rows, longest.prompt, longest.visual, round_up(texts.row, 16))
+        windows = BatchShape(self.windows, 1, longest.crop_prompt, longest.crop_visual, texts.report + 1)
         return main, windows
 
 

@@ -16,7 +16,11 @@ from paravt_jax.grpo.settings import GRPOSettings
 @dataclasses.dataclass(frozen=True)
 class Clip:
     """Bounds of the policy ratio: [1 - lower, 1 + (upper or lower)]. `dual` bounds what a token of
-    negative advantage costs to dual * |A|, however large its ratio; None for no such bound."""
+    negative advantage costs to dual * |A|, however large its ratio; None for no such bound.
+
+    Training makes one update per batch, where none of them acts. They stay because the loss is held
+    against the reference's tables, most of which have them.
+    """
 
     lower: float = 0.2
     upper: float | None = None

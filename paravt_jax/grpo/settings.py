@@ -36,7 +36,12 @@ class Normalisation:
 
 @dataclasses.dataclass(frozen=True)
 class GRPOSettings:
-    """Settings of advantages and loss."""
+    """Settings of advantages and loss.
+
+    Anchors: `likelihood` makes the log-likelihood of struct(o) a term of the objective (the paper's
+    formula), with gamma at violations. `credit` adds R_anchor to the advantages of struct(o) alone.
+    `sequence` makes R_anchor part of the sequence reward (the release).
+    """
 
     group_size: int = 8
     """Rollouts per prompt."""
@@ -59,15 +64,11 @@ class GRPOSettings:
     ratio: Literal["token", "sequence"] = "token"
     """What the policy ratio is taken of: each token, or (GSPO) the geometric mean over a rollout's generated tokens."""
     behaviour_cap: float | None = 5.0
-    """Tokens whose importance weight, exp(current - behaviour log-prob), is larger are left out of
-    the loss. None: no cap."""
+    """Tokens of a larger importance weight, exp(current - behaviour log-prob), are left out; None: no cap."""
     epsilon: float = 1e-5
     """Added to standard deviations."""
     anchor: Anchor = "sequence"
-    """Where the format anchor acts. `likelihood`: the log-likelihood of struct(o) is a term of the
-    objective (the paper's formula), and gamma acts at violations. `credit`: R_anchor is added to the
-    advantages of struct(o) alone. `sequence`: R_anchor is part of the sequence reward (the release).
-    `none`: nowhere."""
+    """Where the format anchor acts: the objective, struct(o)'s advantages, the sequence reward, nowhere."""
     anchor_weight: float = 0.5
     """Weight of the anchor, wherever it acts."""
 

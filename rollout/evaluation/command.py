@@ -38,7 +38,7 @@ from rollout.evaluation.play import Player
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.summary import rows_of, summarise
 from rollout.requests import Sampler
-from rollout.sizing import crop_tokens, overview_tokens, single_episodes
+from rollout.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
 
 _LAST = 99_999.9  # seconds; a later frame's time would have one more digit than there is room for
 _REFUSED_VIDEOS = 5  # of so many videos each question is refused, and none answered: the run ends
@@ -188,7 +188,7 @@ def _engine(
     mesh = make_mesh(1, 1, settings.tensor) if settings.tensor > 1 else None
     model = load_model(folder, config, mesh=mesh, dtype=settings.dtype, param_dtype=settings.dtype)
     features = FrameFeatures(model.vision, config, settings.pixels(), videos.root)
-    return features, Engine(model, features, single_episodes(protocol, overview, crop, settings.episodes, settings.cache_tokens))
+    return features, Engine(model, features, sizes_for_single_episodes(protocol, overview, crop, settings.episodes, settings.cache_tokens))
 
 
 class _Progress:

@@ -28,6 +28,7 @@ from paravt_jax import protocol, tokenizer, world, world_text
 from paravt_jax.grpo import Anchor
 from paravt_jax.protocol import Protocol
 from paravt_jax.tokenizer import Vocabulary
+from paravt_jax.world_text import TextSettings
 from rollout.ask import AskSettings
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.sizing import crop_tokens, overview_tokens
@@ -78,6 +79,8 @@ def test_a_wrong_field_or_value_is_named(arguments, words, capsys):
         ("sft_8b", {"sft": RECIPES["sft_tiny"]().sft}, r"sft: SFTSettings with data = DataSettings"),
         ("paravt_8b", {"start": "runs/sft_8b"}, r"start: runs/sft_8b with published data; .* --model\.path runs/sft_8b/model"),
         ("paravt_tiny", {"model": ModelSettings(path="x")}, r"align: set for model\.size tiny, model\.path 'x'"),
+        ("paravt_tiny", {"text": None}, r"text: None with world = WorldSettings.*give both or neither"),
+        ("paravt_8b", {"text": TextSettings()}, r"text: TextSettings.* with world = None; .*give both or neither"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(name, change, message):
@@ -118,7 +121,7 @@ OVERRIDES = (
     ("--rl.frame-budgets", "2", "128"),
     ("--rl.prompts", "3"),
     ("--rl.grpo.group-size", "6"),
-    ("--rl.subagent-rows", "5"),
+    ("--rl.subagents-per-rollout", "0.1"),
     ("--rl.microbatches", "64"),
     *(("--rl.grpo.anchor", anchor) for anchor in get_args(Anchor) if anchor != "likelihood"),
     ("--evaluation.frames", "256"),
@@ -136,7 +139,7 @@ OVERRIDES = (
 def test_any_single_override_works_alone(recipe, override):
     run = parse([f"--config={recipe}", *override], RECIPES)
     assert run.rl is not None and run != RECIPES[recipe]()
-    engine, (main, *subagents) = run.engine_settings, run.rl_shapes
+    engine, (main, *subagents) = run.engine_sizes, run.rl_shapes
     frames = max(run.rl.frame_budgets)
     assert (main.groups, main.rows, main.suffix) == (run.rl.prompts, run.rl.grpo.group_size, run.protocol.trajectory_tokens)
     assert main.visual == frames * run.frame_tokens and main.prompt >= main.visual + frames * run.protocol.label_tokens
@@ -179,6 +182,8 @@ def test_the_bounds_of_the_small_world_are_those_of_its_vocabulary():
 
 # --- flags ---
 
+ONE_LINE = re.compile(r"\S[^\n]{5,}\S")  # tyro prints a longer text with the source's line ends
+
 
 def settings_of(value: object) -> Iterator[type]:
     """The dataclasses that a recipe is made of."""
@@ -193,21 +198,21 @@ SETTINGS = sorted(
 )
 
 
-def fields_with_docstrings(kind: type) -> set[str]:
+def fields_with_a_line_of_help(kind: type) -> set[str]:
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)
     return {
         field.target.id
         for field, after in itertools.pairwise(definition.body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and str(after.value.value).strip()
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and ONE_LINE.fullmatch(str(after.value.value))
     }
 
 
 @pytest.mark.parametrize("kind", SETTINGS, ids=lambda kind: kind.__name__)
 def test_every_flag_has_a_line_of_help(kind):
     sections = {name for name, hint in get_type_hints(kind).items() if any(map(dataclasses.is_dataclass, (hint, *get_args(hint))))}
-    assert {field.name for field in dataclasses.fields(kind)} - sections - fields_with_docstrings(kind) == set()
+    assert {field.name for field in dataclasses.fields(kind)} - sections - fields_with_a_line_of_help(kind) == set()
     assert inspect.getdoc(kind), "the line over a section's flags"
 
 
@@ -223,7 +228,10 @@ def test_every_command_says_what_its_flags_do():
 
 
 def test_every_setting_is_read():
-    """A field that is only checked, and read nowhere else, would be a flag without effect."""
+    """A field that is only checked, and read nowhere else, would be a flag without effect.
+
+    Fields are told apart by their names alone, so this finds no unread one that shares its name with another.
+    """
     read: set[str] = set()
     for folder in ("paravt_jax", "models", "rollout", "train", "configs"):
         for file in (ROOT / folder).glob("**/*.py"):
@@ -275,7 +283,7 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
     assert settings is not None
     check_update(run, abstract_rl_update(run, make_mesh()))
     rows = jax.eval_shape((reference := abstract_reference(run, make_mesh())).program.jitted, *reference.arguments)
-    (shape,), engine = run.rl_shapes, run.engine_settings
+    (shape,), engine = run.rl_shapes, run.engine_sizes
     assert rows.shape == (8 * 8, shape.suffix), "seven groups in four parts are eight"
     # The widest overview of the largest frames has room in the batch and in the engine.
     frame = run.frames.max_pixels // (32 * 32)

@@ -332,6 +332,21 @@ def test_gradient_by_differences(variant):
     assert checked > 20
 
 
+def test_the_likelihood_anchor_is_taken_off_the_loss_with_its_weight():
+    """The gradient of the whole loss is -A w / N, less the anchor's times its weight."""
+    batch, settings = make_batch(seed=2), dataclasses.replace(SETTINGS, anchor="likelihood", anchor_weight=2.0)
+    logprobs, (credit, _) = current_logprobs(batch), advantages(batch, settings)
+    weight = grpo.behaviour_weight(logprobs, batch.behaviour, batch.trained, settings)
+
+    def anchor(x):
+        return grpo.anchor_likelihood(x, weight, batch, 0.3)
+
+    whole = jax.grad(lambda x: grpo.paravt_loss(x, credit, batch, settings)[0])(logprobs)
+    policy = np.where(batch.trained, -credit * weight / batch.trained.sum(), 0)
+    np.testing.assert_allclose(whole, policy - 2.0 * np.asarray(jax.grad(anchor)(logprobs)), atol=1e-6)
+    assert np.abs(np.asarray(whole) - policy).max() > 0.1
+
+
 def test_gradient_of_the_likelihood_anchor_by_differences():
     batch, weight = make_batch(seed=2), jnp.full_like(make_batch(seed=2).behaviour, 1.5)
     logprobs = current_logprobs(batch, seed=10)

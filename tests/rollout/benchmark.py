@@ -36,7 +36,7 @@ from paravt_jax.local_path import require_local
 from paravt_jax.records import Frame
 from rollout.engine import Engine
 from rollout.requests import Request, Sampling, ask, run
-from rollout.settings import EngineSettings
+from rollout.settings import EngineSizes
 from tests.models.benchmark import CASES, Case, alone, machine, make, peak_memory
 from train.compilations import Compilations
 
@@ -53,7 +53,7 @@ class Work:
     """
 
     case: Case
-    settings: EngineSettings
+    settings: EngineSizes
     prompts: int = 8
     samples: int = 8
     frames: int = 64
@@ -83,7 +83,7 @@ class Work:
 _SMALL = Work(
     CASES["small"],
     # Own: the first turn, the second, a sub-agent, a whole rollout. Prefill: what follows a turn, a sub-agent's prompt, a prompt.
-    EngineSettings(
+    EngineSizes(
         own=(64, 192, 448, 3392),
         shared=(3184,),
         prefill=(64, 432, 3200),
@@ -95,7 +95,7 @@ _SMALL = Work(
 )
 _TOY = Work(
     CASES["toy"],
-    EngineSettings(own=(32, 112), shared=(64,), prefill=(8, 80), slots=8, fan=4, page=4, pages=256, prefill_tokens=80, steps=4),
+    EngineSizes(own=(32, 112), shared=(64,), prefill=(8, 80), slots=8, fan=4, page=4, pages=256, prefill_tokens=80, steps=4),
     prompts=2,
     samples=3,
     frames=4,

@@ -20,7 +20,7 @@ from rollout.ask import Assistant
 from rollout.engine import Engine
 from rollout.episode import Scene, Setting, play
 from rollout.requests import run
-from rollout.settings import EngineSettings
+from rollout.settings import EngineSizes
 
 PROTOCOL = ProtocolSettings(max_calls=2, turn_tokens=8, summary_tokens=4, trajectory_tokens=40)
 TEXT = "What number is shown in the scene that starts at 8 s?"
@@ -35,7 +35,7 @@ def test_an_answer_is_the_episode_that_training_would_play(assistant, small_mode
     video = small_world.videos[0].path
     episode = assistant.ask(small_world.folder / video, TEXT, frames=4, temperature=0.7, seed=5)
     features = FrameFeatures(small_model.vision, small_model.config, FrameSettings(batch=8), small_world.folder)
-    engine = Engine(small_model, features, EngineSettings(own=(320,), prefill=(64, 192), slots=2, fan=2, pages=60))
+    engine = Engine(small_model, features, EngineSizes(own=(320,), prefill=(64, 192), slots=2, fan=2, pages=60))
     question = Question("q", video, TEXT, QuestionKind.OPEN_ENDED, "")
     (expected,) = run(engine, [play(Scene(Protocol(small_vocabulary, PROTOCOL), features), question, Setting(4, 0.7), 5)])
     np.testing.assert_array_equal(episode.trajectory.ids, expected.trajectory.ids)

@@ -22,13 +22,13 @@ from rollout.engine import Engine
 from rollout.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
 from rollout.requests import Request, Sample, SampleStop, Sampling
 from rollout.sampling import Choices
-from rollout.settings import EngineSettings
+from rollout.settings import EngineSizes
 from tests.rollout.test_sampling import by_sorting
 from train.batch import BatchShape, build, mismatches
 from train.compilations import Compilations
 from train.step import make_logprobs
 
-SETTINGS = EngineSettings(own=(64, 136), shared=(48, 96), prefill=(8, 96), slots=8, fan=4, page=8, pages=120, prefill_tokens=192, steps=4)
+SETTINGS = EngineSizes(own=(64, 136), shared=(48, 96), prefill=(8, 96), slots=8, fan=4, page=8, pages=120, prefill_tokens=192, steps=4)
 NEVER = ()  # no stop ids: rows run to their limit
 
 

@@ -22,7 +22,7 @@ from models.sharding import make_mesh, param_shardings
 from paravt_jax.records import Frame
 from rollout.engine import Engine
 from rollout.requests import Request, Sample, Sampling
-from rollout.settings import EngineSettings
+from rollout.settings import EngineSizes
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ TEXT = TextConfig(
     tie_word_embeddings=False,
 )
 CONFIG = Qwen3VLConfig(VISION, TEXT, image_token_id=95, video_token_id=94, vision_start_token_id=93, vision_end_token_id=92)
-SETTINGS = EngineSettings(
+SETTINGS = EngineSizes(
     own=(32, 64), shared=(16, 32), prefill=(8, 32), slots=4, fan=2, page=4, pages=48, prefill_tokens=64, steps=3
 )  # less room than is asked for at once
 

@@ -19,7 +19,7 @@ from paravt_jax import video
 from paravt_jax.records import Frame
 from rollout.engine import Engine
 from rollout.requests import Request, Sampling
-from rollout.settings import EngineSettings
+from rollout.settings import EngineSizes
 from tests.models.parity import END, IMAGE, START, VIDEO, Case, write_model
 
 pytestmark = pytest.mark.parity
@@ -52,7 +52,7 @@ CONFIG = Qwen3VLConfig(
     vision_start_token_id=START,
     vision_end_token_id=END,
 )
-SETTINGS = EngineSettings(
+SETTINGS = EngineSizes(
     own=(64, 192, 320), shared=(48, 96), prefill=(16, 64), slots=4, fan=2, page=16, pages=70, prefill_tokens=128, steps=7
 )
 SIZES = {"wide.mp4": (96, 160), "tall.mp4": (128, 96)}  # height and width: 15 and 12 visual tokens a frame

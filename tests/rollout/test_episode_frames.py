@@ -13,7 +13,7 @@ from paravt_jax.rewards import RewardSettings, score
 from rollout.engine import Engine
 from rollout.episode import Scene, Setting, play
 from rollout.requests import Request, Sampling, run
-from rollout.settings import EngineSettings
+from rollout.settings import EngineSizes
 from rollout.transcript import transcript
 
 ANSWER = "the crops show seven\n</think>\n<answer> seven</answer>"
@@ -65,7 +65,7 @@ def test_an_engine_sees_frames_that_come_later(small_model, small_features, smal
     tokens, overview = small_features.tokens(video), small_features.overview(video, 4)
     opening = np.concatenate([protocol.overview(overview, tokens).ids, protocol.question(small_questions[0]).ids])
     said = small_vocabulary.encode("<think>\n" + PLAN + "<|im_end|>")
-    sampling, size = Sampling(8, 0.0), EngineSettings(own=(1024,), prefill=(256,), slots=4, fan=2, pages=200)
+    sampling, size = Sampling(8, 0.0), EngineSizes(own=(1024,), prefill=(256,), slots=4, fan=2, pages=200)
 
     def after(start: float) -> tuple[np.ndarray, tuple]:
         frames = small_features.window(video, start, start + 16, 1.0, 16)

@@ -27,12 +27,12 @@ from rollout.pages import PageTree
 from rollout.programs import Lines, Pool, Programs
 from rollout.requests import Request, Sample, SampleStop, Sampling
 from rollout.sequences import make_prompt
-from rollout.settings import EngineSettings
+from rollout.settings import EngineSizes
 from tests.rollout.reference_engine import Pictures, Reference
 
-SETTINGS = EngineSettings(own=(16, 32), shared=(16,), prefill=(4, 16), slots=4, fan=2, page=4, pages=64, prefill_tokens=32, steps=2)
+SETTINGS = EngineSizes(own=(16, 32), shared=(16,), prefill=(4, 16), slots=4, fan=2, page=4, pages=64, prefill_tokens=32, steps=2)
 # Larger pages, two lengths of lines; where rows are wide, all that run are too many for one program.
-OTHERS = EngineSettings(
+OTHERS = EngineSizes(
     own=(16, 40), shared=(16, 24), prefill=(8,), slots=6, fan=3, page=8, pages=48, prefill_tokens=24, read_tokens=160, steps=2
 )
 PAGED = dataclasses.replace(SETTINGS, paged=True, shared=())
@@ -59,7 +59,7 @@ class Dirty(Programs):
 class Bench:
     """Engines of one model and one size, each with nothing in it, and what each of their samples should be."""
 
-    def __init__(self, settings: EngineSettings):
+    def __init__(self, settings: EngineSizes):
         self.settings = settings
         vision = VisionConfig(16, 1, 2, 32, 16, num_position_embeddings=4, deepstack_visual_indexes=(0,))
         text = TextConfig(

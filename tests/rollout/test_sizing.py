@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.settings import EngineTuning
-from rollout.sizing import Lengths, engine_settings
+from rollout.settings import EngineSettings
+from rollout.sizing import Lengths, engine_sizes
 
 tokens = st.integers(1, 40_000)
 tunings = st.builds(
-    EngineTuning,
+    EngineSettings,
     slots=st.integers(1, 200),
     page=st.sampled_from((1, 16, 48, 64)),
     cache_tokens=tokens,
@@ -23,7 +23,7 @@ longest = st.builds(Lengths, prompt=tokens, visual=st.just(0), response=tokens, 
 @settings(max_examples=300, deadline=None)
 @given(longest, tunings, st.integers(1, 16), st.booleans())
 def test_every_sequence_of_a_run_fits(longest, tuning, fan, shared):
-    engine = engine_settings(longest, tuning, fan, shared)  # refuses what contradicts itself
+    engine = engine_sizes(longest, tuning, fan, shared)  # refuses what contradicts itself
     whole = longest.prompt + longest.response
     assert engine.own[-1] >= max(whole, longest.crop_prompt + longest.report)
     assert engine.pages * engine.page >= max(engine.own[-1], tuning.cache_tokens)
@@ -35,6 +35,6 @@ def test_every_sequence_of_a_run_fits(longest, tuning, fan, shared):
 @settings(max_examples=300, deadline=None)
 @given(longest, tunings, st.integers(1025, 80_000))
 def test_a_long_sequence_reads_at_most_about_twice_its_length(longest, tuning, length):
-    engine = engine_settings(longest, tuning, 8)
+    engine = engine_sizes(longest, tuning, 8)
     if length <= engine.own[-1]:
         assert engine.width(length) <= 2 * (length + tuning.page)

@@ -29,7 +29,7 @@ from paravt_jax.video import VideoError
 from rollout.engine import Engine
 from rollout.episode import Scene, Setting, play, split_prompt
 from rollout.requests import Answer, Request, Sample, SampleStop, run
-from rollout.settings import EngineSettings
+from rollout.settings import EngineSizes
 from rollout.transcript import transcript
 from tests.rollout.conftest import Cut, Scripted
 from tests.rollout.fire import GRAMMAR, Fuzzer, watch
@@ -274,7 +274,7 @@ def resident() -> int:
 # --- the real engine ---
 
 ROOM = ProtocolSettings(max_tool_turns=2, max_calls=3, turn_tokens=160, summary_tokens=12, trajectory_tokens=320, crop_frames=4)
-SIZES = EngineSettings(own=(112, 464), shared=(96,), prefill=(16, 160), slots=8, fan=4, page=16, pages=160, prefill_tokens=320, steps=4)
+SIZES = EngineSizes(own=(112, 464), shared=(96,), prefill=(16, 160), slots=8, fan=4, page=16, pages=160, prefill_tokens=320, steps=4)
 
 
 class Possessed:

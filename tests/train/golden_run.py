@@ -96,7 +96,7 @@ def recipe(folder: pathlib.Path) -> Run:
             rl,
             steps=3,
             prompts=2,
-            subagent_rows=5,  # in two of the steps one is left out
+            subagents_per_rollout=5 / 8,  # in two of the steps one is left out
             grpo=dataclasses.replace(rl.grpo, group_size=4),
             frame_budgets=budgets,
         ),

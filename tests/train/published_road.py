@@ -25,7 +25,7 @@ from paravt_jax.grpo import GRPOSettings
 from paravt_jax.protocol import ProtocolSettings
 from paravt_jax.rewards import RewardSettings
 from rollout.evaluate import EvaluationSettings
-from rollout.settings import EngineTuning
+from rollout.settings import EngineSettings
 from tests.paravt_jax.benchmarks import published
 from tests.paravt_jax.published_files import CLIPS, answered, called, lay_out_media, rl_row, write_rl, write_sft
 from train.optimizer import OptimizerSettings
@@ -47,7 +47,7 @@ def published_sft() -> Run:
         data=DataSettings("annotations", "media", "set", frames=4, row_tokens=512, heldout=0, workers=1),
         frames=FrameSettings(min_pixels=1024, max_pixels=1024, batch=8),
         protocol=ProtocolSettings(max_tool_turns=2, turn_tokens=48, summary_tokens=16, trajectory_tokens=144, text_tokens=396),
-        engine=EngineTuning(slots=4, cache_tokens=4096),
+        engine=EngineSettings(slots=4, cache_tokens=4096),
         sft=PackedSFTSettings(steps=2, rows=1, optimizer=ADAM, save_every=1, logprob_chunk=256),
         log=LogSettings(tensorboard=False, episodes=2),
     )

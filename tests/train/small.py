@@ -31,7 +31,7 @@ from rollout.engine import Engine
 from rollout.episode import Scene
 from rollout.evaluate import EvaluationSettings
 from rollout.requests import Answer, Request, Sample, SampleStop
-from rollout.settings import EngineTuning
+from rollout.settings import EngineSettings
 from train.align import AlignSettings
 from train.optimizer import OptimizerSettings
 from train.prepare import Data, prepare
@@ -58,7 +58,7 @@ def small() -> Run:
         protocol=ProtocolSettings(
             max_tool_turns=2, turn_tokens=64, summary_tokens=16, trajectory_tokens=SUFFIX, text_tokens=48, label_tokens=5
         ),
-        engine=EngineTuning(slots=8, cache_tokens=4096, prefill_tokens=288),
+        engine=EngineSettings(slots=8, cache_tokens=4096, prefill_tokens=288),
         align=AlignSettings(steps=3, batch=16),
         sft=SFTSettings(
             steps=4,
@@ -94,7 +94,7 @@ class Road:
 
     @functools.cached_property
     def engine(self) -> Engine:
-        return Engine(self.model, self.scene.features, self.run.engine_settings)
+        return Engine(self.model, self.scene.features, self.run.engine_sizes)
 
     @property
     def image(self) -> int:
@@ -188,7 +188,7 @@ class Uneven(Script):
 def with_subagents(run: Run, rows: int) -> Run:
     """The same run, in which sub-agents' turns are trained too."""
     assert run.rl is not None
-    return dataclasses.replace(run, rl=dataclasses.replace(run.rl, subagent_rows=rows))
+    return dataclasses.replace(run, rl=dataclasses.replace(run.rl, subagents_per_rollout=rows / (run.rl.prompts * run.rl.grpo.group_size)))
 
 
 def learn(road: Road, fsdp: int = 1) -> list[dict[str, float]]:

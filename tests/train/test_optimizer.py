@@ -66,6 +66,13 @@ def test_cosine_warms_up_and_ends_at_zero():
     assert all(a > b for a, b in zip(distances[2:], distances[3:], strict=False)) and distances[10] == pytest.approx(0, abs=1e-6)
 
 
+def test_a_constant_rate_may_warm_up_and_one_step_needs_no_schedule():
+    warming = OptimizerSettings(learning_rate=1.0, warmup=0.5, weight_decay=0.0)
+    assert moved(warming, 4, 1.0, 4) == pytest.approx([0.0, 0.5, 1.0, 1.0], rel=1e-3)
+    alone = OptimizerSettings(learning_rate=1.0, schedule="cosine", weight_decay=0.0)
+    assert moved(alone, 1, 1.0, 1) == pytest.approx([1.0], rel=1e-3)
+
+
 @pytest.fixture(scope="module")
 def weights():
     return nnx.state(abstract_model(tiny(96)).text)

@@ -150,7 +150,7 @@ def test_what_an_update_is_worth():
 
 
 def test_tokens_of_a_step_and_the_padding_of_a_mesh():
-    rl = dataclasses.replace(RL, subagent_rows=16, microbatches=1)
+    rl = dataclasses.replace(RL, subagents_per_rollout=16 / 56, microbatches=1)
     assert step.tokens_of(dataclasses.replace(RUN, rl=rl)) == 7 * (5120 + 8 * 8192) + 16 * (1008 + 513)
     assert step.tokens_of(RECIPES["sft_8b"]()) == 16 * 8192
     four = dataclasses.replace(RUN, rl=dataclasses.replace(RL, microbatches=4))
@@ -328,7 +328,7 @@ def test_every_program_can_be_traced(tiny_plan):
 
 def test_a_run_that_plays_nothing_has_no_engine():
     run = RECIPES["sft_8b"]()
-    assert not run.samples
+    assert not run.plays_episodes
     sizes = Plan(run, jax.devices()[:1], jax.devices()[:1], (1, 1, 1)).sizes()
     assert "KV pool" not in sizes and "engine's weights" not in sizes and sizes["all pieces"] == sizes["prefill rows"] == 0
     assert sizes["moments"] == pytest.approx(2 * sizes["weights"], rel=1e-6) and sizes["batch"] > 0
@@ -348,12 +348,12 @@ def test_the_engine_is_planned_as_it_warms_up(tiny_plan, monkeypatch):
 
         return property(record, lambda self, value: None)
 
-    rows = tiny_plan.run.engine_settings.slots
+    rows = tiny_plan.run.engine_sizes.slots
     drawn = [jnp.zeros((rows, 1)), jnp.zeros((rows, 1)), jnp.zeros(rows), jnp.int32(0)]
     monkeypatch.setattr(runner.Programs, "prefill", recorder("prefill", lambda given: given[1]), raising=False)
     monkeypatch.setattr(runner.Programs, "decode", recorder("decode", lambda given: (given[1], drawn)), raising=False)
     model = abstract_model(planned_config(tiny_plan.run))
-    real = runner.ModelRunner(model, tiny_plan.run.engine_settings)
+    real = runner.ModelRunner(model, tiny_plan.run.engine_sizes)
     real.wake()
     real.warm_up(nnx.split(model.text)[1])
     for name in ("prefill", "prefill after", "decode"):
@@ -365,7 +365,7 @@ def test_the_engine_is_planned_as_it_warms_up(tiny_plan, monkeypatch):
 def test_sizes_are_those_of_the_arrays(tiny_plan):
     sizes, config = tiny_plan.sizes(), planned_config(tiny_plan.run).text
     weights = sum(x.size for x in jax.tree.leaves(tiny_plan.weights))
-    engine = tiny_plan.run.engine_settings
+    engine = tiny_plan.run.engine_sizes
     assert sizes["weights"] == sizes["all reference"] == sizes["engine's weights"] == 4 * weights
     assert 2 * 4 * weights <= sizes["moments"] <= 2 * 4 * weights + 100
     slots = (engine.pages + 1) * engine.page
@@ -466,6 +466,6 @@ def test_a_lack_of_memory_through_the_compiler():
 @pytest.mark.slow
 def test_the_8b_decodes_on_v5p_without_a_copy_of_its_pool():
     found = compile_case(Case(RUN, Topology("v5p:2x2x2"), (1, 8, 1), "decode"), 600)
-    pool = 36 * (RUN.engine_settings.pages + 1) * 64 * 2 * 2 * 128 * 2
+    pool = 36 * (RUN.engine_sizes.pages + 1) * 64 * 2 * 2 * 128 * 2
     assert not found.error and found.alias >= pool and found.temporary < pool / 3
-    assert found.flops == pytest.approx(32 * 64 * flops_per_token(qwen3_vl("8b"), RUN.engine_settings.own[-1] - 4096))
+    assert found.flops == pytest.approx(32 * 64 * flops_per_token(qwen3_vl("8b"), RUN.engine_sizes.own[-1] - 4096))

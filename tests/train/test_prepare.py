@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 
 import pytest
 
+from configs.base import Run
+from models.sharding import make_mesh
 from train.prepare import UNREADABLE, UnreadableVideosError, prepare
+from train.sft import sft_batch
 
 
 @pytest.fixture
@@ -83,11 +87,29 @@ def test_too_many_bad_videos_end_it_by_name(road, folder):
 )
 def test_lengths_that_the_worlds_texts_do_not_keep_are_refused_before_anything_is_made(road, tmp_path, changed, field):
     run = dataclasses.replace(road.run, protocol=dataclasses.replace(road.run.protocol, **changed))
-    with pytest.raises(ValueError, match=rf"^protocol\.{field}; .*: give "):
+    with pytest.raises(ValueError, match=rf"^protocol\.{field}; .*: give at least "):
         prepare(run, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
+def test_the_length_that_a_refusal_names_is_enough_for_the_cold_start(road, tmp_path):
+    """Rows of a group hold their questions, too, since they share the overview alone."""
+
+    def allowing(tokens: int) -> Run:
+        return dataclasses.replace(road.run, protocol=dataclasses.replace(road.run.protocol, trajectory_tokens=tokens))
+
+    with pytest.raises(ValueError, match=r"may need (\d+): give at least") as refused:
+        prepare(allowing(40), tmp_path)
+    least = int(re.findall(r"may need (\d+)", str(refused.value))[0])
+    with pytest.raises(ValueError):
+        prepare(allowing(least - 1), tmp_path)
+    run = allowing(least)
+    data = prepare(run, tmp_path)
+    scene, windows = road.scene, [d for (d,) in data.windows[:4]]
+    for first in range(0, len(data.demonstrations) - 1, 2):
+        sft_batch(data.demonstrations[first : first + 2], windows, scene.protocol, scene.features, run.sft_shapes, make_mesh())
+
+
 def test_a_recipe_without_data_is_refused(road, tmp_path):
     with pytest.raises(ValueError, match="small: neither data nor world is set; use a recipe with one of them"):
-        prepare(dataclasses.replace(road.run, world=None), tmp_path)
+        prepare(dataclasses.replace(road.run, world=None, text=None), tmp_path)

@@ -236,7 +236,7 @@ def shapes(road, small) -> tuple[BatchShape, ...]:
 @pytest.fixture(scope="module")
 def both(road) -> Learner:
     """Of main agents and sub-agents."""
-    return anchored_learner(road, subagent_rows=16)
+    return anchored_learner(road, subagents_per_rollout=2.0)
 
 
 def test_subagents_rows_hold_what_they_wrote_and_earn_what_their_episode_earned(road, small, shapes):
@@ -346,7 +346,7 @@ def test_subagents_are_learned_from(road, small, both, start):
 
 
 def test_micro_batches_change_nothing(road, small, both, start):
-    parts = anchored_learner(road, subagent_rows=16, microbatches=2)
+    parts = anchored_learner(road, subagents_per_rollout=2.0, microbatches=2)
     whole, figures = both.step(start, small.Script(road), road.scene, road.data.questions[:2], seed=0)
     cut, others = parts.step(parts.start, small.Script(road), road.scene, road.data.questions[:2], seed=0)
     for name in ("loss", "grad_norm", "logprob_gap", "capped_fraction"):
@@ -404,10 +404,11 @@ def test_rollouts_of_other_weights_are_refused(road, small, learner, start):
         ({"microbatches": 0}, r"rl\.microbatches: 0; give a whole number of at least 1"),
         ({"prompts": 0}, r"rl\.prompts: 0; give a whole number of at least 1"),
         ({"remat": "half"}, r"rl\.remat: 'half' is unknown; choose one of none, full, attention, dots, offload"),
-        ({"subagent_rows": -1}, r"rl\.subagent_rows: -1; give 0 or more"),
+        ({"subagents_per_rollout": -0.5}, r"rl\.subagents_per_rollout: -0\.5; give a finite number of at least 0"),
         ({"temperature": 0.0}, r"rl\.temperature: 0\.0; .*give a number above 0"),
         ({"frame_budgets": ()}, r"rl\.frame_budgets: \(\); name at least one"),
         ({"frame_budgets": (4, 0)}, r"rl\.frame_budgets: \(4, 0\);"),
+        ({"rewards": RewardSettings(format_weight=0.0)}, r"rl\.grpo\.anchor: 'sequence' with rl\.rewards\.format_weight 0; .*raise"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(change, message):

@@ -67,8 +67,9 @@ def test_a_start_that_died_before_its_configuration_was_whole_counts_as_none(tmp
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
 
 
-def test_a_damaged_configuration_is_said(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "config.json").write_text("{")
+@pytest.mark.parametrize("content", ["{", "[]", "3", '{"format": "2"}'])
+def test_a_damaged_configuration_is_said(tmp_path: pathlib.Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
     with pytest.raises(RunDirectoryError, match="damaged"):
         RunDirectory(tmp_path, CONFIG)
 

@@ -148,7 +148,7 @@ def rl_batch(settings: RLSettings, shapes: Sequence[BatchShape], mesh: Any) -> R
 def rl_step(graph: nnx.GraphDef, weights: Any, mesh: Any, microbatches: int, remat: Any) -> tuple[Any, dict[str, jax.Array]]:
     settings = RLSettings(
         steps=1,
-        subagent_rows=WINDOWS.groups,
+        subagents_per_rollout=WINDOWS.groups / (MAIN.groups * MAIN.rows),
         optimizer=ADAM,
         grpo=GRPOSettings(group_size=4, anchor="likelihood", reward_clip=None, behaviour_cap=None),
         rewards=RewardSettings(format_cap=False),

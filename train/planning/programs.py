@@ -24,7 +24,6 @@ from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.rope import visual_index
 from models.qwen3_vl.vision import frame_layout, frozen
 from models.sharding import make_mesh, param_shardings
-from paravt_jax import protocol, tokenizer, world_text
 from rollout.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
 from rollout.sampling import Choices
 from train.abstract import Abstract, abstract_reference, abstract_rl_update, abstract_sft_update
@@ -33,6 +32,7 @@ from train.planning.flops import Pairs, causal, count_flops, every, rows_of
 from train.session import model_config
 from train.sft import SFTSettings
 from train.weight_sync import host_mesh, make_sync, sampler_devices
+from train.world_lengths import world_vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Plan:
         state, batch = self._training_arguments()
         self.residents = {"weights": self.weights, "moments": state.optimizer, "batch": batch}
         self.residents |= {"vision tower": self._tower()[1]}
-        if run.samples:
+        if run.plays_episodes:
             self.residents |= {"engine's weights": self._engine_weights(self.host), "KV pool": self._pool()}
 
     def program(self, name: str) -> Program:
@@ -92,13 +92,13 @@ class Plan:
         """Bytes of every resident on a device, of one call's pieces of prefill, and over all devices of the batch and the state. What a run
         that plays nothing does not have is 0."""
         state, batch = self._training_arguments()
-        pieces = self._prefill("prefill").arguments[2] if self.run.samples else ()
+        pieces = self._prefill("prefill").arguments[2] if self.run.plays_episodes else ()
         found = {name: float(device_bytes(tree)) for name, tree in self.residents.items()}
         reference = () if self.run.rl is None else abstract_reference(self.run, self.mesh, self.config).arguments[0]
         trees = {"state": state, "batch": batch, "pieces": pieces, "reference": reference}
         found |= {f"all {name}": total_bytes(tree) for name, tree in trees.items()}
         found["all tower"] = total_bytes(nnx.state(self.model.vision))
-        return found | {"prefill rows": float(self.prefill_shape("prefill")[0] if self.run.samples else 0)}
+        return found | {"prefill rows": float(self.prefill_shape("prefill")[0] if self.run.plays_episodes else 0)}
 
     # --- training ---
 
@@ -158,16 +158,16 @@ class Plan:
         text = nnx.merge(self.graph, self._engine_weights(self.host))
         model = abstract_model(self.config, dtype=self.model.text.dtype)
         model.text = text
-        return Programs(model, self.run.engine_settings.page, paged=True)
+        return Programs(model, self.run.engine_sizes.page, paged=True)
 
     def _pool(self) -> jax.ShapeDtypeStruct:
-        text, engine = self.config.text, self.run.engine_settings
+        text, engine = self.config.text, self.run.engine_sizes
         shape = (text.num_hidden_layers, engine.pages + 1, engine.page, 2 * text.num_key_value_heads, text.head_dim)
         place = NamedSharding(self.host, PartitionSpec(None, None, None, "tensor"))
         return jax.ShapeDtypeStruct(shape, self.model.text.dtype, sharding=place)
 
     def _decode(self) -> Program:
-        engine = self.run.engine_settings
+        engine = self.run.engine_sizes
         b, width = engine.slots, engine.own[-1]
         tables = shape(jnp.int32, b, width // engine.page + pages_of(engine.steps, engine.page))
         integers = {name: shape(jnp.int32, b) for name in ("tokens", "positions", "shared", "own", "drawn", "left")}
@@ -187,11 +187,11 @@ class Plan:
 
     def _token_bytes(self) -> float:
         """What one device holds of a token in the pool."""
-        return device_bytes(self.residents["KV pool"]) / ((self.run.engine_settings.pages + 1) * self.run.engine_settings.page)
+        return device_bytes(self.residents["KV pool"]) / ((self.run.engine_sizes.pages + 1) * self.run.engine_sizes.page)
 
     def prefill_shape(self, name: str) -> tuple[int, int, int]:
         """(rows, length, before) of a program of prefill: the longest pieces of new prompts, or those after most that is there already."""
-        engine = self.run.engine_settings
+        engine = self.run.engine_sizes
         if name == "prefill":
             length, before = engine.prefill[-1], 0
         else:
@@ -200,7 +200,7 @@ class Plan:
         return engine.prefill_rows(length, before), length, before
 
     def _prefill(self, name: str) -> Program:
-        (rows, length, before), size = self.prefill_shape(name), self.run.engine_settings.page
+        (rows, length, before), size = self.prefill_shape(name), self.run.engine_sizes.page
         visual = shape(jnp.float32, rows, length, 1 + self.config.vision.levels, self.config.text.hidden_size)
         ids, positions, index = shape(jnp.int32, rows, length), shape(jnp.int32, 3, rows, length), shape(jnp.int32, rows, length)
         counts, tables = shape(jnp.int32, rows), shape(jnp.int32, rows, before // size + pages_of(length, size))
@@ -249,7 +249,7 @@ class Plan:
 def program_names(run: Run) -> tuple[str, ...]:
     """The run's programs, in the order of its phases and of a step."""
     training = ("SFT update",) * (run.sft is not None) + ("reference", "RL update") * (run.rl is not None)
-    if not run.samples:
+    if not run.plays_episodes:
         return ("vision", *training)
     return ("vision", "prefill", "prefill after", "decode", *training, "weight sync")
 
@@ -258,7 +258,7 @@ def planned_config(run: Run) -> Qwen3VLConfig:
     """The model's sizes; the laptop model's vocabulary is made here, as the run would make it."""
     if run.model.size != "tiny":
         return qwen3_vl(run.model.size)
-    return model_config(run, tokenizer.Vocabulary(tokenizer.build((*world_text.PIECES, *protocol.recurring_texts()))))
+    return model_config(run, world_vocabulary())
 
 
 def laid_out(tree: Any, shardings: Any) -> Any:
@@ -272,7 +272,7 @@ def shape(dtype: Any, *sizes: int) -> Any:
 
 def mean_context(run: Run) -> float:
     """Tokens that a new one sees on average, if rollouts are as long as they may be."""
-    return run.engine_settings.own[-1] - run.protocol.trajectory_tokens / 2
+    return run.engine_sizes.own[-1] - run.protocol.trajectory_tokens / 2
 
 
 def total_bytes(tree: Any) -> float:

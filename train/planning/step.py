@@ -59,7 +59,7 @@ def held_together(measured: Measured, residents: dict[str, float]) -> Together:
 def rollouts_at_once(run: Run, topology: Topology) -> tuple[int, int, int]:
     """Of the host that has most prompts: its rollouts of a step, how many of them have slots and pages at a time where all are as long as
     they may be, and the pages that as many as have slots would take. A group's prompt is on its pages once."""
-    engine = run.engine_settings
+    engine = run.engine_sizes
     if run.rl is None:
         return engine.slots, engine.slots, engine.pages
     shape = run.rl_shapes[0]
@@ -72,7 +72,7 @@ def rollouts_at_once(run: Run, topology: Topology) -> tuple[int, int, int]:
 
 def pages_advice(run: Run, topology: Topology, free: float, page: float) -> list[str]:
     """Where more pages would let more rollouts run at once, and `free` bytes of a device have room for these; `page`: bytes of one."""
-    engine = run.engine_settings
+    engine = run.engine_sizes
     rows, at_once, pages = rollouts_at_once(run, topology)
     if pages <= engine.pages or (pages - engine.pages) * page > free:
         return []
@@ -86,7 +86,7 @@ def calls_of(run: Run, topology: Topology, prefill_rows: int) -> dict[str, int]:
     """How often each program runs in a step of RL, on the host that has most of it: prompts are shared out over hosts."""
     if run.rl is None:
         return {"SFT update": 1}
-    engine, prompts = run.engine_settings, -(-run.rl.prompts // topology.hosts)
+    engine, prompts = run.engine_sizes, -(-run.rl.prompts // topology.hosts)
     rows, at_once, _ = rollouts_at_once(run, topology)
     return {
         "vision": -(-prompts * max(run.rl.frame_budgets) // run.frames.batch),
@@ -100,7 +100,7 @@ def calls_of(run: Run, topology: Topology, prefill_rows: int) -> dict[str, int]:
 
 def decode_read(run: Run, topology: Topology, sizes: dict[str, float]) -> float:
     """Bytes of HBM that a device reads in a call of decoding: for every token all weights, and what its host's rollouts have on pages."""
-    engine, rows = run.engine_settings, rollouts_at_once(run, topology)[1]
+    engine, rows = run.engine_sizes, rollouts_at_once(run, topology)[1]
     token = sizes["KV pool"] / ((engine.pages + 1) * engine.page)
     return engine.steps * (sizes["engine's weights"] + rows * mean_context(run) * token)
 
@@ -200,7 +200,7 @@ def held(together: Together, measured: Measured, limit: float) -> list[str]:
 def remedies(programs: set[str], run: Run, pool: float, topology: Topology, devices: int) -> list[str]:
     """Fields that would free some memory of these programs, which do not fit; `pool`: bytes of the pool on a device. Rows of an update
     lie over so many `devices`."""
-    engine, found = run.engine_settings, list[str]()
+    engine, found = run.engine_sizes, list[str]()
     if programs & {*ROLLOUTS}:
         tokens = engine.pages * engine.page
         found.append(

@@ -1,0 +1,78 @@
+"""How long the texts of a small world are, known before anything is drawn or written."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from models.weights.folder import local_folder
+from paravt_jax import tokenizer, world, world_text
+from paravt_jax.protocol import Protocol, ProtocolSettings, recurring_texts
+from paravt_jax.records import Author, Trajectory
+from paravt_jax.tokenizer import Vocabulary
+from paravt_jax.world import WorldSettings
+from paravt_jax.world_text import TextSettings
+from train.batch import shared_prompt
+
+
+class WorldLengths(NamedTuple):
+    """The longest texts of a world, in tokens."""
+
+    question: int
+    """The rest of a prompt, behind the overview."""
+    answer: int
+    """What a demonstration has after its prompt, the prompt's last token included."""
+    row: int
+    """What a demonstration has after the prompt that its group shares, the last token of which included."""
+    report: int
+    """A sub-agent's report."""
+    label: int
+    """A frame's timestamp and vision marks."""
+    request: int
+    """A sub-agent's prompt without its frames."""
+
+
+def world_pieces() -> tuple[str, ...]:
+    """What is one token in the vocabulary that a world is given."""
+    return (*world_text.PIECES, *recurring_texts())
+
+
+def world_vocabulary(model_path: str = "") -> Vocabulary:
+    """The vocabulary of published weights, or the one that is made for a world."""
+    if model_path:
+        return tokenizer.load(local_folder(model_path, weights=False))
+    return Vocabulary(tokenizer.build(world_pieces()))
+
+
+@functools.cache
+def world_lengths(settings: WorldSettings, text: TextSettings, limits: ProtocolSettings, model_path: str = "") -> WorldLengths:
+    """Lengths over all questions and demonstrations, in the vocabulary of `model_path` or the world's own.
+
+    Takes some seconds for a thousand videos. Frames stand in the prompt, so nothing is rendered with them.
+    """
+    rules = Protocol(world_vocabulary(model_path), limits)
+    videos = world.plan(settings)
+    train = world.of_split(videos, "train")
+    answer = row = report = 0
+    for group in world_text.main_demonstrations(train, text):
+        rendered = [rules.demonstration(demonstration, (), 0) for demonstration in group]
+        shared = len(shared_prompt(rendered))
+        for trajectory in rendered:
+            answer = max(answer, _own(trajectory))
+            row = max(row, len(trajectory.ids) - shared)
+    for demonstration in world_text.window_demonstrations(train, text):
+        report = max(report, _own(rules.demonstration(demonstration, (), 0)) - 1)
+    times = range(0, world.SECONDS + 1, world.STEP)
+    return WorldLengths(
+        question=max(len(rules.question(question).ids) for question in world_text.questions(videos, text)),
+        answer=answer,
+        row=row,
+        report=report,
+        label=max(rules.label_tokens(time) for time in times),
+        request=len(rules.window((), 0).ids),
+    )
+
+
+def _own(trajectory: Trajectory) -> int:
+    """Tokens after the prompt, and its last one."""
+    return int((trajectory.authors != Author.PROMPT).sum()) + 1
