@@ -12,6 +12,7 @@ from paravt_jax.local_path import require_local
 from paravt_jax.protocol import ProtocolSettings
 from paravt_jax.world import WorldSettings
 from paravt_jax.world_text import TextSettings
+from rollout.episode import Dispatch
 from rollout.evaluate import EvaluationSettings
 from rollout.settings import EngineSettings, EngineSizes
 from rollout.sizing import Lengths, engine_sizes, lengths
@@ -124,9 +125,15 @@ class Run:
         height, width = smart_resize(side, side, self.frames.min_pixels, self.frames.max_pixels, factor)
         return height * width // factor**2
 
-    def lengths(self, frames: int) -> Lengths:
+    def limits(self, dispatch: Dispatch = "parallel") -> ProtocolSettings:
+        """Limits of an episode; where crops are shown in the trajectory itself, with room for them."""
+        if dispatch != "frames":
+            return self.protocol
+        return self.protocol.showing_frames(lengths(self.protocol, self.frame_tokens, 0).crop_prompt)
+
+    def lengths(self, frames: int, dispatch: Dispatch = "parallel") -> Lengths:
         """Lengths of sequences whose prompts show up to `frames` frames."""
-        return lengths(self.protocol, self.frame_tokens, frames)
+        return lengths(self.limits(dispatch), self.frame_tokens, frames)
 
     @property
     def rl_shapes(self) -> tuple[BatchShape, ...]:
@@ -159,7 +166,8 @@ class Run:
         budgets, fan = self.evaluation.frames, self.evaluation.samples
         if self.rl is not None:
             budgets, fan = budgets + self.rl.frame_budgets, self.rl.grpo.group_size
-        return engine_sizes(self.lengths(max(budgets)), self.engine, fan)
+        dispatch = "frames" if "frames" in self.evaluation.dispatch else "parallel"
+        return engine_sizes(self.lengths(max(budgets), dispatch), self.engine, fan)
 
     def __post_init__(self):
         for name in ("run_dir", "start"):

@@ -128,6 +128,12 @@ class ProtocolSettings:
         if not 0 < self.crop_fps < math.inf:
             raise ValueError(f"protocol.crop_fps: {self.crop_fps}; give frames a second, a finite number above 0")
 
+    def showing_frames(self, crop_tokens: int) -> ProtocolSettings:
+        """The same limits where crops are shown in the trajectory itself (dispatch `frames`), which then
+        has room for all of them. `crop_tokens`: tokens of one crop's frames."""
+        shown = self.max_tool_turns * self.max_calls * crop_tokens
+        return dataclasses.replace(self, trajectory_tokens=self.trajectory_tokens + shown)
+
 
 def render_call(call: CropCall) -> str:
     """A `crop_video` call as the model is taught to write it."""

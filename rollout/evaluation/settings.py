@@ -149,16 +149,16 @@ class BenchmarkSettings:
 
     def protocol(self, crop: int) -> ProtocolSettings:
         """The protocol's limits; `crop` is the number of tokens of a window's frames, which dispatch frames adds to a trajectory."""
-        shown = self.max_tool_turns * self.max_calls * crop if self.setting().dispatch == "frames" else 0
-        return ProtocolSettings(
+        limits = ProtocolSettings(
             max_tool_turns=self.max_tool_turns,
             max_calls=self.max_calls,
             turn_tokens=self.turn_tokens,
             summary_tokens=self.summary_tokens,
-            trajectory_tokens=self.trajectory_tokens + shown,
+            trajectory_tokens=self.trajectory_tokens,
             pin_think=self.pin_think and self.prompt != "direct",
             prompt=self.prompt,
         )
+        return limits.showing_frames(crop) if self.setting().dispatch == "frames" else limits
 
     def pixels(self) -> FrameSettings:
         return FrameSettings(min_pixels=self.min_pixels, max_pixels=self.max_pixels)

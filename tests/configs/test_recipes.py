@@ -148,6 +148,16 @@ def test_any_single_override_works_alone(recipe, override):
         assert shape.suffix > run.protocol.summary_tokens and shape.visual == run.protocol.crop_frames * run.frame_tokens
 
 
+def test_frames_that_an_evaluation_shows_have_room_beside_the_response():
+    run = parse(["--config=paravt_8b", "--evaluation.dispatch", "parallel", "frames"], RECIPES)
+    crop = run.protocol.crop_frames * (run.frame_tokens + run.protocol.label_tokens)
+    shown = run.protocol.max_tool_turns * run.protocol.max_calls * crop
+    assert run.limits("frames").trajectory_tokens >= run.protocol.trajectory_tokens + shown
+    assert run.limits("parallel") == run.protocol == run.limits("sequential")
+    assert run.engine_sizes.own[-1] >= RECIPES["paravt_8b"]().engine_sizes.own[-1] + shown
+    assert run.rl_shapes == RECIPES["paravt_8b"]().rl_shapes, "rollouts that are learned from show none"
+
+
 def test_packed_rows_are_as_long_as_the_data_is_packed():
     run = parse(["--config=sft_8b", "--data.row-tokens", "4096"], RECIPES)
     assert (run.packed_shape.rows, run.packed_shape.tokens, run.packed_shape.visual) == (16, 4096, 4096)

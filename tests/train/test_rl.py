@@ -19,6 +19,7 @@ from models.features import FrameFeatures
 from models.qwen3_vl.model import abstract_model
 from models.sharding import make_mesh
 from paravt_jax.grpo import GRPOSettings, Normalisation, advantages, batch_totals
+from paravt_jax.rewards import RewardSettings
 from paravt_jax.structure import Kind
 from paravt_jax.video import VideoError
 from rollout.requests import Sample, SampleStop
