@@ -237,7 +237,7 @@ class Session:
         samples = self.run.evaluation.samples if setting.temperature > 0 and setting.dispatch == "parallel" else 1
         mine, seed = questions[hosts.share_of(len(questions))], self.run.seed
         anchor = self.run.rl.grpo.sequence_anchor if self.run.rl else 0.0
-        scene = Scene(Protocol(self.data.vocabulary, self.run.limits(setting.dispatch)), self.features)
+        scene = dataclasses.replace(self.scene, protocol=Protocol(self.data.vocabulary, self.run.limits(setting.dispatch)))
         played = play_and_score(self.engine, scene, mine, setting, self.rewards, seed, samples, judge=self.judge, anchor_weight=anchor)
         scored = [episode for part in hosts.gather(played) for episode in part]
         shown = scored[: self.run.log.episodes] if setting.dispatch == "parallel" else []
