@@ -43,7 +43,6 @@ def test_an_update_compiles_for_tpu():
         from models.qwen3_vl import qwen3_vl
         from models.sharding import make_mesh
         from train.abstract import abstract_rl_update
-        from train.batch import BatchShape
 
         devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
         run, config = RECIPES["paravt_8b"](), qwen3_vl("8b")
@@ -51,10 +50,9 @@ def test_an_update_compiles_for_tpu():
         sizes |= dict(num_attention_heads=8, num_key_value_heads=4)
         vision = dataclasses.replace(config.vision, out_hidden_size=1024)
         config = dataclasses.replace(config, vision=vision, text=dataclasses.replace(config.text, **sizes))
-        shape = BatchShape(groups=3, rows=4, prompt=2000, visual=256, suffix=2048)
         grpo = dataclasses.replace(run.rl.grpo, group_size=4)
-        limits = dataclasses.replace(run.protocol, trajectory_tokens=2048)
-        rl = dataclasses.replace(run.rl, shape=shape, grpo=grpo, microbatches=2, frame_budgets=(4,), remat="offload")
+        limits = dataclasses.replace(run.protocol, trajectory_tokens=2048, text_tokens=1756)
+        rl = dataclasses.replace(run.rl, prompts=3, grpo=grpo, microbatches=2, frame_budgets=(4,), remat="offload")
         run = dataclasses.replace(run, protocol=limits, rl=rl)
         program, arguments = abstract_rl_update(run, make_mesh(2, 4, 1, devices=devices), config)
         compiled = program.lower(*arguments).compile()
