@@ -24,7 +24,12 @@ _LABELS = string.ascii_uppercase
 _WORD_AFTER = r"\s+(?!(?:and|or|because|since|as|but|is|are)\b)\w"
 _LETTER = rf"(?:[B-HJ-Z]|[AI](?!{_WORD_AFTER}))(?![\w+#]|['’.-]\w)"
 _OPENING = r"[(\[\"'“‘]?"
-_MORE = rf"(?:\s*(?:,|/|&|\band\b|\bor\b)\s*{_OPENING}{_LETTER}[)\]]?)"  # "B, C and D"
+_PERHAPS = (
+    r"\b(?i:(?:but\s+)?"
+    r"(?:or|maybe|perhaps|possibly|probably|it\s+(?:could|might|may)\s+(?:also\s+)?be))\b"
+)
+_JOIN = rf"(?::(?=[A-Z])|(?:\s*(?:[,/&]|[.?!]?\s*\(?(?:\b(?:and|nor)\b|{_PERHAPS})))++\s*)"
+_MORE = rf"(?:{_JOIN}{_OPENING}{_LETTER}[)\]]?)"  # "B, C and D", "B, or maybe C", "B:C"
 _LIST = rf"{_LETTER}[)\]]?{_MORE}*"
 _SINGLE = re.compile(rf"(?<!\w){_LETTER}")
 _BARE_LETTER = re.compile(r"\W*(?:(?i:the)\s+)?([A-Za-z])\W*")
@@ -40,13 +45,38 @@ _NAMED = (
     # After words that often stand before others, a letter has to end its clause.
     re.compile(
         rf"(?:{_IT_IS}|{_CHOICE}[:,]?\s*|选\s*){_OPENING}({_LIST})"
+        rf"(?!(?:\W{{0,3}}{_PERHAPS})++\W{{0,3}}{_LETTER})"  # another letter, in a longer clause
         r"(?=\W*$|\s*[.,;:!?\])\"'”’]|\s+(?:because|since|as|but)\b)"
     ),
-    re.compile(r"\(([A-Z])\)"),
+    re.compile(rf"\(([A-Z]\){_MORE}*)"),
 )
+_FURTHER = re.compile(_MORE)
 _LEADING = re.compile(
     rf"{_OPENING}(?:({_LETTER}{_MORE}+)|({_LETTER})"
     r"\s+(?:because|since|due\s+to|is\s+(?:the\s+)?(?:answer|best|correct|right))\b)"
+)
+_NO = (
+    r"(?:not|never|neither|nor|no|cannot|unlikely|except|unlike|(?:instead|rather|other)\s(?:of|than)"
+    r"|(?:ca|wo|do|does|did|is|was|would|should|could|must)n['’]?t"
+    r"|(?:wrong|incorrect)\s(?:answers?|options?|choices?|to)"
+    r"|(?:rul(?:e|es|ed|ing)\sout|(?:exclud|eliminat)(?:e|es|ed|ing)|reject(?:s|ed|ing)?))"
+)
+# Between a negation and its letter only these words stand: "he does not speak (B)" chooses B.
+_CHOOSING = (
+    r"(?:a|an|any|the|that|this|it|is|be|to|for|with|if|whether|my|both|either|only|would|should|must"
+    r"|think|believe|say|choose|choosing|pick|picking|select|selecting|go|going|take"
+    r"|answers?|options?|choices?|correct|right|best|final|likely|reason|way)"
+)
+_DENIAL = re.compile(
+    rf"(?:\b{_NO}\b(?: {_CHOOSING}\b){{0,8}}|[不别非](?:应该?|能|会|要|是|选择?)*)[ :]*{_OPENING}$",
+    re.IGNORECASE,
+)
+_DENIAL_LENGTH = 100  # characters; what stands further in front of a letter is about something else
+_DENIED = re.compile(
+    r"[)\]\"'”’]*\s*\b(?:cannot|can['’]?t|"
+    r"(?:is|are|was|were|has|does|do|did|can|could|would|should|must|seems|looks)"
+    r"(?:n['’]?t|\s(?:\w+ly\s)?(?:be(?:en)?\s)?"
+    r"(?:not|never|wrong|incorrect|false|impossible|unlikely|ruled\sout|excluded|eliminated)))\b"
 )
 _FONT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")
 _BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
@@ -109,10 +139,11 @@ def token_f1(prediction: str, answer: str) -> float:
 
 
 def _plain(text: str) -> str:
-    """On one line, without Markdown and LaTeX; what is boxed is what is answered."""
+    """Lines with single spaces, without Markdown and LaTeX; a boxed value is the answer."""
     text = _FONT.sub(r"\1", unicodedata.normalize("NFKC", text))
     text = _DRESS.sub("", _BOXED.sub(r" answer: \1 ", text))
-    return " ".join(text.split())
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    return "\n".join(line for line in lines if line)
 
 
 def _split_mark(text: str, mark: re.Pattern[str] = _MARK) -> tuple[str, str]:
@@ -131,18 +162,33 @@ def _same(text: str, words: str) -> bool:
     return exact_match(text, words) and _split_mark(text)[0] == _split_mark(words)[0]
 
 
+def _denied(text: str, start: int, end: int) -> bool:
+    """Whether a negation stands before `start` or after `end`: "not B", "B is wrong"."""
+    before = _DENIAL.search(text, max(0, start - _DENIAL_LENGTH), start)
+    return bool(before or _DENIED.match(text, end))
+
+
 def _letters(text: str) -> set[str]:
-    """The letters that a text names as options."""
+    """The letters that a text names as options, without those that it denies."""
     if alone := _BARE_LETTER.fullmatch(text):
         return {alone[1].upper()}
     letter, rest = _split_mark(text)
-    letters = {letter} if letter and not rest[:1].isalnum() else set()
-    if letter and (another := _BARE_LETTER.fullmatch(rest)):  # "A. B." names two
-        letters.add(another[1].upper())
+    if letter and (another := _BARE_LETTER.fullmatch(rest)):  # "A. B.", "A.B"
+        return {letter, another[1].upper()}
+    named: set[str] = set()
+    denied: set[str] = set()
+    if letter and not rest[:1].isalnum():
+        (denied if _DENIED.match(rest) else named).add(letter)
+        if further := _FURTHER.match(rest):
+            named.update(_SINGLE.findall(further[0]))
     found = [match for form in _NAMED for match in form.finditer(text)]
     if leading := _LEADING.match(text):
         found.append(leading)
-    return letters.union(*(_SINGLE.findall(match[match.lastindex or 0]) for match in found))
+    for match in found:
+        start, end = match.span(match.lastindex or 0)
+        letters = _SINGLE.findall(text[start:end])
+        (denied if _denied(text, start, end) else named).update(letters)
+    return named - denied
 
 
 def _by_words(text: str, options: Mapping[str, str]) -> set[str]:
@@ -155,9 +201,10 @@ def _by_words(text: str, options: Mapping[str, str]) -> set[str]:
 
 
 def _statements(text: str) -> list[str]:
-    """The whole text, and what follows the last "the answer is" in it."""
+    """The whole text, and what follows the last "the answer is" in it that is not denied."""
     said = [match.end() for match in _SAID.finditer(text)]
-    return [text, *(text[end:] for end in said[-1:])]
+    held = [end for end in said if not _denied(text, end, end)]
+    return [text, *(text[end:] for end in held[-1:])]
 
 
 def chosen_option(text: str, options: Sequence[str] = ()) -> str | None:

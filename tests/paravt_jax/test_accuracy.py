@@ -124,6 +124,104 @@ def test_an_answer_that_names_no_option_or_several_earns_nothing_and_is_not_read
     assert {choice_accuracy(text, letter, FRUIT) for letter in "ABCD"} == {0}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A.B",
+        "A.B.",
+        "A:B",
+        "A)B",
+        "B.A",
+        "A. Or B",
+        "A, or B",
+        "The answer is A:B",
+        "The answer is (A)(B)",
+        "It is B, or maybe C",
+        "It is B or perhaps C.",
+        "It is B, or maybe C after all.",
+        "It is B. Or maybe C.",
+        "It is B (or C)",
+        "It is B, possibly C.",
+        "It is B, but it could be C.",
+        "The answer is B and/or C",
+        "The answer is B, or it might also be C.",
+        "B, maybe C",
+        "(B), or possibly (C)",
+    ],
+)
+def test_two_letters_stay_two_whatever_stands_between_them(text):
+    question = Question("q", "v", "?", QuestionKind.MULTIPLE_CHOICE, "B", FRUIT)
+    assert chosen_option(text) is None and chosen_option(text, FRUIT) is None
+    assert accuracy(question, text) == 0 and not is_read(question, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Do not choose B.",
+        "Don't pick B.",
+        "Never choose (B).",
+        "I would not pick B",
+        "I wouldn't go with B.",
+        "I would not go with option B",
+        "I don’t think it is B",
+        "I do not think that the answer is B.",
+        "It is not B",
+        "It is not (B).",
+        "The answer is not B",
+        "The answer isn't B. Bananas and pears",
+        "I don't think the answer is bananas and pears",
+        "neither option A nor option B",
+        "It is neither (A) nor (B)",
+        "There is no reason to choose B",
+        "I can rule out option B.",
+        "Ruling out (A), (B) and (C)",
+        "We rule out (A) and (B).",
+        "The wrong answer is B.",
+        "Wrong answer: B",
+        "Option B is wrong.",
+        "Option B is clearly incorrect",
+        "(B) isn't right",
+        "(B) cannot be right",
+        "Option B has been ruled out.",
+        "B) is not the answer",
+        "不选B",
+        "答案不是B",
+    ],
+)
+def test_a_denied_option_is_no_choice(text):
+    question = Question("q", "v", "?", QuestionKind.MULTIPLE_CHOICE, "B", FRUIT)
+    assert chosen_option(text) is None and chosen_option(text, FRUIT) is None
+    assert choice_accuracy(text, "Bananas and pears", FRUIT) == 0
+    assert accuracy(question, text) == 0 and not is_read(question, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It is not (A), it is B.",
+        "(B), not (A)",
+        "Option B, since option A is wrong.",
+        "Option A is wrong, so B.",
+        "I don't think it is A; the answer is B.",
+        "Do not choose A. Choose B.",
+        "I am not sure, but the answer is B.",
+        "There is no doubt that the answer is B.",
+        "There is no dog. So B.",
+        "Nobody is there, so it must be B.",
+        "No, (B)",
+        "The man does not speak (B)",
+        "The dog that is not barking is option B.",
+        "The man says no\nAnswer: B",
+        "After ruling out the others I choose B.",
+        "不是A，选B",
+    ],
+)
+def test_a_denial_of_something_else_leaves_the_choice(text):
+    assert chosen_option(text) == chosen_option(text, FRUIT) == "B"
+    assert choice_accuracy(text, "B", FRUIT) == 1 and choice_accuracy(text, "A", FRUIT) == 0
+
+
 def test_a_letter_is_no_article_where_the_right_answer_is_words():
     assert choice_accuracy("A. Bananas and pears", "Bananas and pears") == 0
     assert choice_accuracy("A. Bananas and pears", "A. Bananas and pears") == 1
@@ -280,6 +378,12 @@ LONG = [
     "(" * 40_000,
     "\\boxed{" * 8_000,
     "B\n" * 20_000,
+    "not answer " * 4_000 + "B",
+    "answer B or " * 4_000,
+    "it is B" + " or maybe" * 5_000,
+    "it is B or maybe " * 3_000,
+    "(B) is" + " " * 40_000,
+    "not (B) " * 5_000,
 ]
 
 
