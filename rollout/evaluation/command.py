@@ -240,8 +240,7 @@ def _report(summary: Line, out: pathlib.Path) -> Iterator[str]:
         opened = summary.get("open_ended", {}).get("n", 0)
         counted = summary["played"] - opened
         score = f"{100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-        paper = f"ParaVT-8B in the paper: {benchmark.paper[0]}"
-        yield f"{benchmark.title}: {score} on {counted} of {rows} questions ({paper})"
+        yield f"{benchmark.title}: {score} on {counted} of {rows} questions"
     if found := summary.get("open_ended"):
         low, high = found["interval"]
         score = f"{100 * found['score']:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
