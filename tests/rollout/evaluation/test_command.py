@@ -192,10 +192,21 @@ def test_broken_rows_are_rows_of_the_split(by_endpoint):
 
 def test_a_server_that_refuses_everything_ends_the_run_in_one_line(by_endpoint):
     rows = [named(number, f"v{number // 2}") for number in range(60)]
-    with pytest.raises(EndpointError, match="refused every question on the first 5 videos") as error:
+    with pytest.raises(EndpointError, match="refused the first 9 questions, on 5 videos") as error:
         by_endpoint(filtered("number"), rows)
     said = str(error.value)
     assert "content_filter" in said and "vllm --max-model-len" in said and "\n" not in said
+
+
+def test_a_short_run_in_which_the_server_refuses_everything_ends_the_same_way(by_endpoint, tmp_path):
+    """A --limit, a small shard or an own file has fewer videos than the rule for long runs counts."""
+    rows = [named(number, f"v{number // 2}") for number in range(3)]
+    with pytest.raises(EndpointError, match="refused the first 3 questions, on 2 videos") as error:
+        by_endpoint(filtered("number"), rows)
+    assert "content_filter" in str(error.value)
+    assert not (tmp_path / "out" / "summary.json").exists()
+    summary, _, asked = by_endpoint(filtered(), rows)
+    assert summary["played"] == asked == 3  # with the set-up mended, they are asked again
 
 
 def test_a_run_that_was_answered_before_is_not_ended_by_refusals(by_endpoint):
