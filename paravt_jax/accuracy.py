@@ -24,7 +24,12 @@ _LABELS = string.ascii_uppercase
 _WORD_AFTER = r"\s+(?!(?:and|or|because|since|as|but|is|are)\b)\w"
 _LETTER = rf"(?:[B-HJ-Z]|[AI](?!{_WORD_AFTER}))(?![\w+#]|['’.-]\w)"
 _OPENING = r"[(\[\"'“‘]?"
-_MORE = rf"(?:\s*(?:,|/|&|\band\b|\bor\b)\s*{_OPENING}{_LETTER}[)\]]?)"  # "B, C and D"
+_PERHAPS = (
+    r"\b(?i:(?:but\s+)?"
+    r"(?:or|maybe|perhaps|possibly|probably|it\s+(?:could|might|may)\s+(?:also\s+)?be))\b"
+)
+_JOIN = rf"(?::(?=[A-Z])|(?:\s*(?:[,/&]|[.?!]?\s*\(?(?:\b(?:and|nor)\b|{_PERHAPS})))++\s*)"
+_MORE = rf"(?:{_JOIN}{_OPENING}{_LETTER}[)\]]?)"  # "B, C and D", "B, or maybe C", "B:C"
 _LIST = rf"{_LETTER}[)\]]?{_MORE}*"
 _SINGLE = re.compile(rf"(?<!\w){_LETTER}")
 _BARE_LETTER = re.compile(r"\W*(?:(?i:the)\s+)?([A-Za-z])\W*")
@@ -40,13 +45,40 @@ _NAMED = (
     # After words that often stand before others, a letter has to end its clause.
     re.compile(
         rf"(?:{_IT_IS}|{_CHOICE}[:,]?\s*|选\s*){_OPENING}({_LIST})"
+        rf"(?!(?:\W{{0,3}}{_PERHAPS})++\W{{0,3}}{_LETTER})"  # another letter, in a longer clause
         r"(?=\W*$|\s*[.,;:!?\])\"'”’]|\s+(?:because|since|as|but)\b)"
     ),
-    re.compile(r"\(([A-Z])\)"),
+    re.compile(rf"\(([A-Z]\){_MORE}*)"),
 )
+_FURTHER = re.compile(_MORE)
 _LEADING = re.compile(
     rf"{_OPENING}(?:({_LETTER}{_MORE}+)|({_LETTER})"
     r"\s+(?:because|since|due\s+to|is\s+(?:the\s+)?(?:answer|best|correct|right))\b)"
+)
+_NO = (
+    r"(?:not|never|neither|nor|no|cannot|unlikely|except|unlike"
+    r"|(?:instead|rather|other)\s(?:of|than)"
+    r"|(?:ca|wo|do|does|did|is|was|would|should|could|must)n['’]?t"
+    r"|(?:wrong|incorrect)\s(?:answers?|options?|choices?|to)"
+    r"|(?:rul(?:e|es|ed|ing)\sout|(?:exclud|eliminat)(?:e|es|ed|ing)|reject(?:s|ed|ing)?))"
+)
+# Between a negation and its letter only these words stand: "he does not speak (B)" chooses B.
+_CHOOSING = (
+    r"(?:a|an|any|the|that|this|it|is|be|to|for|with|if|whether|my|both|either|only"
+    r"|would|should|must|think|believe|say|go|going|take|choose|choosing|pick|picking"
+    r"|select|selecting|answers?|options?|choices?|correct|right|best|final|likely|reason|way)"
+)
+_DENIAL = re.compile(
+    rf"(?:\b{_NO}\b(?: {_CHOOSING}\b){{0,8}}|[不别非](?:应该?|能|会|要|是|选择?)*)"
+    rf"[ :]*{_OPENING}$",
+    re.IGNORECASE,
+)
+_DENIAL_LENGTH = 100  # characters; what stands further in front of a letter is about something else
+_DENIED = re.compile(
+    r"[)\]\"'”’]*\s*\b(?:cannot|can['’]?t|"
+    r"(?:is|are|was|were|has|does|do|did|can|could|would|should|must|seems|looks)"
+    r"(?:n['’]?t|\s(?:\w+ly\s)?(?:be(?:en)?\s)?"
+    r"(?:not|never|wrong|incorrect|false|impossible|unlikely|ruled\sout|excluded|eliminated)))\b"
 )
 _FONT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")
 _BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
@@ -55,37 +87,78 @@ _DRESS = re.compile(r"[*`$]|\\(?=[()\[\]])")  # of Markdown and LaTeX, around a 
 # Digits are taken whole ("++"): text that a model wrote may hold thousands of them.
 _NUMBER = r"(?<![\d.:])(?:\d++(?:\.\d*+)?|\.\d++)"
 _TIME = rf"(?:(?<![\d.:])(?:\d++:)?\d++:[0-5]?\d(?:\.\d++)?|{_NUMBER})(?![\d:]|\.\d)"
-_SECONDS = r"(?:\s*(?:(?:s|secs?|seconds?)\b\.?|秒))?"
-_HEDGE = r"(?:(?:about|around|approximately|roughly|second|at|the)\s+|~\s*)?"
-_JOINT = r"(?:-{1,2}>|[,\-–—~;→到至]|,?\s*\b(?:to|until|till|and)\b)"
+_SECOND = r"(?:(?:s|secs?|seconds?)(?![A-Za-z])\.?|秒)"
+_SECONDS = rf"(?:\s*{_SECOND})?"
+_HEDGE = r"(?:(?:about|around|approximately|roughly|second|at|the)\s+|~\s*|第)?"
+_TO = r"(?:[-=]{1,2}>|[\-–—~→到至]|,?\s*\b(?:to|until|till|through)\b)"
+_JOINT = rf"(?:{_TO}|[,;]|,?\s*\band\b)"
 _SIGN = r"(?<![\w.:)\]-])-"  # a minus with nothing before it; elsewhere it is a dash between times
+# What would make a time the rest of another one: "1 h 2 to", "1'13 to".
+_WHOLE = r"(?<!\d s )(?<!\d['’′])"
+_OTHER_UNIT = r"\s*(?:%|(?:ms|milliseconds?|frames?|percent|days?)\b)|['’′]\d"
 _RANGE = re.compile(
-    rf"(?P<start>(?:{_SIGN})?{_TIME}){_SECONDS}\s*{_JOINT}\s*{_HEDGE}(?P<end>-?{_TIME})",
+    rf"{_WHOLE}(?P<start>(?:{_SIGN})?{_TIME}){_SECONDS}\s*{_JOINT}\s*{_HEDGE}"
+    rf"(?P<end>-?{_TIME})(?!{_OTHER_UNIT})",
     re.IGNORECASE,
 )
+# Commas group thousands where a number is joined to another time; "[100,200]" is a range.
+_GROUPED = r"(?<![\d.:,])[1-9]\d{0,2}(?:,\d{3})++(?:\.\d++)?(?![\d:]|[.,]\d)"
+_THOUSANDS = re.compile(
+    rf"(?P<between>\bbetween\s+)?(?P<start>{_GROUPED}|{_TIME})"
+    rf"(?P<joint>{_SECONDS}\s*(?:{_TO}|,\s|(?(between)\band\b|(?!)))\s*{_HEDGE})"
+    rf"(?P<end>{_GROUPED}|{_TIME})",
+    re.IGNORECASE,
+)
+# "73,5 to 130,2" is neither a range from 73 to 5 nor one from 5 to 130.
+_UNCLEAR = re.compile(
+    rf"(?<![\d.:])\d++,\d++{_SECONDS}\s*{_TO}\s*{_HEDGE}[\d.:,]++",
+    re.IGNORECASE,
+)
+_MILLISECONDS = re.compile(r"(?<=:[0-5]\d),(?=\d{3}(?![\d:.]))")  # "00:01:13,500", of subtitles
+_QUOTED = re.compile(r"(?<!\d)[\"'“‘]([\d:.,]+(?: ?s(?:ec(?:ond)?s?)?)?)[\"'”’](?!\d)")
 # "starts at 73 s", "end_time": "02:10": words and signs that stand between a label and its time.
 _BETWEEN = (
     r"(?:[\s:=\"'_~≈]|"
     r"(?:is|was|at|in|on|time|timestamp|around|about|the|seconds?)(?![A-Za-z])){0,12}"
 )
 _LABELLED = tuple(
-    re.compile(rf"(?<![A-Za-z])(?:{label}){_BETWEEN}(?P<time>-?{_TIME})", re.IGNORECASE)
+    re.compile(
+        rf"(?<![A-Za-z])(?:{label}){_BETWEEN}(?P<time>{_GROUPED}|-?{_TIME})(?!{_OTHER_UNIT})",
+        re.IGNORECASE,
+    )
     for label in (
         r"start(?:s|ed|ing)?|begin(?:s|ning)?|began",
         r"end(?:s|ed|ing)?|finish(?:es|ed|ing)?|stop(?:s|ped|ping)?",
     )
 )
 # "<73.0 seconds>" is how frames are labelled, and "**73**" is Markdown; "->" joins two times.
-_AROUND = re.compile(r"[<*`]|(?<!-)>")
-_MINUTE = r"(?:minutes?|mins?)\b\.?"
-# "1 to 2 minutes": the unit is that of both.
-_BOTH_MINUTES = re.compile(
-    r"(?<!min )(?<!mins )(?<!minute )(?<!minutes )"
-    rf"({_NUMBER})(\s*{_JOINT}\s*)({_NUMBER})\s*{_MINUTE}",
+_AROUND = re.compile(r"[<*`]|(?<![-=])>")
+_HOUR = r"(?:(?:hours?|hrs?|h)(?![A-Za-z])\.?|小时)"
+_MINUTE = r"(?:(?:minutes?|mins?)(?![A-Za-z])\.?|分钟?)"
+# "1 to 2 minutes": the unit is that of both. In "1 min 13 to 2 min 10" it is not.
+_UNITS = ("h", "hr", "hrs", "hour", "hours", "m", "min", "mins", "minute", "minutes")
+_NO_UNIT_BEFORE = "".join(f"(?<!{unit} )" for unit in _UNITS)
+_BOTH = tuple(
+    (
+        re.compile(
+            rf"{_NO_UNIT_BEFORE}(?<![A-Za-z分钟时])"
+            rf"({_NUMBER})(\s*{_JOINT}\s*)({_NUMBER})\s*{unit}",
+            re.IGNORECASE,
+        ),
+        rf"\1 {name}\2\3 {name}",
+    )
+    for unit, name in ((_HOUR, "hour"), (_MINUTE, "min"))
+)
+_AND = r"\s*,?\s*(?:and\s+)?"
+_HOURS = re.compile(
+    rf"({_NUMBER})\s*{_HOUR}(?:{_AND}({_NUMBER})\s*(?:{_MINUTE}|m(?![A-Za-z])))?"
+    rf"(?:{_AND}({_NUMBER})\s*{_SECOND})?",
     re.IGNORECASE,
 )
 _MINUTES = re.compile(
-    rf"({_NUMBER})\s*(?:{_MINUTE}|m(?=\s?\d))(?:\s*(?:and\s+)?({_NUMBER}){_SECONDS})?",
+    rf"()({_NUMBER})\s*(?:{_MINUTE}|m(?=\s?\d))"
+    rf"(?:\s*(?:,\s*(?=[0-5]?\d(?:\.\d+)?\s*{_SECOND}))?(?:and\s+)?"
+    rf"({_NUMBER})(?!\.?\d){_SECONDS}(?!\s*(?:{_HOUR}|{_MINUTE})))?",
     re.IGNORECASE,
 )
 
@@ -109,10 +182,11 @@ def token_f1(prediction: str, answer: str) -> float:
 
 
 def _plain(text: str) -> str:
-    """On one line, without Markdown and LaTeX; what is boxed is what is answered."""
+    """Lines with single spaces, without Markdown and LaTeX; a boxed value is the answer."""
     text = _FONT.sub(r"\1", unicodedata.normalize("NFKC", text))
     text = _DRESS.sub("", _BOXED.sub(r" answer: \1 ", text))
-    return " ".join(text.split())
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    return "\n".join(line for line in lines if line)
 
 
 def _split_mark(text: str, mark: re.Pattern[str] = _MARK) -> tuple[str, str]:
@@ -131,18 +205,33 @@ def _same(text: str, words: str) -> bool:
     return exact_match(text, words) and _split_mark(text)[0] == _split_mark(words)[0]
 
 
+def _denied(text: str, start: int, end: int) -> bool:
+    """Whether a negation stands before `start` or after `end`: "not B", "B is wrong"."""
+    before = _DENIAL.search(text, max(0, start - _DENIAL_LENGTH), start)
+    return bool(before or _DENIED.match(text, end))
+
+
 def _letters(text: str) -> set[str]:
-    """The letters that a text names as options."""
+    """The letters that a text names as options, without those that it denies."""
     if alone := _BARE_LETTER.fullmatch(text):
         return {alone[1].upper()}
     letter, rest = _split_mark(text)
-    letters = {letter} if letter and not rest[:1].isalnum() else set()
-    if letter and (another := _BARE_LETTER.fullmatch(rest)):  # "A. B." names two
-        letters.add(another[1].upper())
+    if letter and (another := _BARE_LETTER.fullmatch(rest)):  # "A. B.", "A.B"
+        return {letter, another[1].upper()}
+    named: set[str] = set()
+    denied: set[str] = set()
+    if letter and not rest[:1].isalnum():
+        (denied if _DENIED.match(rest) else named).add(letter)
+        if further := _FURTHER.match(rest):
+            named.update(_SINGLE.findall(further[0]))
     found = [match for form in _NAMED for match in form.finditer(text)]
     if leading := _LEADING.match(text):
         found.append(leading)
-    return letters.union(*(_SINGLE.findall(match[match.lastindex or 0]) for match in found))
+    for match in found:
+        start, end = match.span(match.lastindex or 0)
+        letters = _SINGLE.findall(text[start:end])
+        (denied if _denied(text, start, end) else named).update(letters)
+    return named - denied
 
 
 def _by_words(text: str, options: Mapping[str, str]) -> set[str]:
@@ -155,9 +244,10 @@ def _by_words(text: str, options: Mapping[str, str]) -> set[str]:
 
 
 def _statements(text: str) -> list[str]:
-    """The whole text, and what follows the last "the answer is" in it."""
+    """The whole text, and what follows the last "the answer is" in it that is not denied."""
     said = [match.end() for match in _SAID.finditer(text)]
-    return [text, *(text[end:] for end in said[-1:])]
+    held = [end for end in said if not _denied(text, end, end)]
+    return [text, *(text[end:] for end in held[-1:])]
 
 
 def chosen_option(text: str, options: Sequence[str] = ()) -> str | None:
@@ -198,7 +288,7 @@ def choice_accuracy(prediction: str, answer: str, options: Sequence[str] = ()) -
 def _seconds(text: str) -> float:
     sign, text = (-1.0, text[1:]) if text.startswith("-") else (1.0, text)
     total = 0.0
-    for part in text.split(":"):
+    for part in text.replace(",", "").split(":"):
         total = total * 60 + float(part)
     return sign * total
 
@@ -207,20 +297,33 @@ def read_range(text: str) -> tuple[float, float] | None:
     """The range of seconds that a text names; None where there is none.
 
     The first two times that something joins: "[10, 20]", "10 - 20", "from 10 to 20 s", "[00:10,
-    00:20]", "<10.0 seconds> - <20.0 seconds>", "从10秒到20秒", "1 min to 2 min". Else a start and an
-    end that are called so: "starts at 10 s and ends at 20 s", {"start": 10, "end": 20}.
+    00:20]", "<10.0 seconds> - <20.0 seconds>", "从10秒到20秒", "1 min to 2 min", "1,000 to 1,200".
+    Else a start and an end that are called so: "starts at 10 s and ends at 20 s", {"start": 10,
+    "end": 20}. A time that can only be read in part is not read.
     """
     text = " ".join(_AROUND.sub(" ", unicodedata.normalize("NFKC", text)).split())
-    text = _MINUTES.sub(_in_seconds, _BOTH_MINUTES.sub(r"\1 min\2\3 min", text))
+    text = _MILLISECONDS.sub(".", _QUOTED.sub(r" \1 ", text))
+    text = _UNCLEAR.sub("?", _THOUSANDS.sub(_without_commas, text))
+    for both, with_units in _BOTH:
+        text = both.sub(with_units, text)
+    text = _MINUTES.sub(_in_seconds, _HOURS.sub(_in_seconds, text))
+    start, end = (label.search(text) for label in _LABELLED)
+    labelled = (_seconds(start["time"]), _seconds(end["time"])) if start and end else None
+    if start and end and "," in start["time"] + end["time"]:  # else "starts at 1,200 s" is a range
+        return labelled
     if found := _RANGE.search(text):
         return _seconds(found["start"]), _seconds(found["end"])
-    start, end = (label.search(text) for label in _LABELLED)
-    return (_seconds(start["time"]), _seconds(end["time"])) if start and end else None
+    return labelled
 
 
-def _in_seconds(minutes: re.Match[str]) -> str:
-    seconds = 60 * float(minutes[1]) + float(minutes[2] or 0)
-    return f"{seconds:.3f} s"
+def _without_commas(times: re.Match[str]) -> str:
+    start, end = (times[name].replace(",", "") for name in ("start", "end"))
+    return f"{times['between'] or ''}{start}{times['joint']}{end}"
+
+
+def _in_seconds(time: re.Match[str]) -> str:
+    hours, minutes, seconds = (float(part or 0) for part in time.groups())
+    return f"{3600 * hours + 60 * minutes + seconds:.3f} s"
 
 
 def grounding_accuracy(prediction: str, answer: str) -> float:

@@ -41,7 +41,7 @@ from rollout.requests import Sampler
 from rollout.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
 
 _LAST = 99_999.9  # seconds; a later frame's time would have one more digit than there is room for
-_REFUSED_VIDEOS = 5  # of so many videos each question is refused, and none answered: the run ends
+_REFUSED_VIDEOS = 5  # the run ends when a server refused questions on so many and answered none
 _PROG = "python -m rollout.evaluate"
 _MODES = f"Of finished runs: {_PROG} --compare A B [--json], question by question; {_PROG} --table RUN ..., beside the paper's rows."
 
@@ -118,25 +118,30 @@ def _play(
     items: Sequence[Item],
     folder: EvaluationFolder,
     progress: _Progress,
-    untried: str,
+    unproven_endpoint: str,
 ) -> None:
-    """Plays questions and writes their lines. `untried` is the address of a server that has answered none yet.
+    """Plays questions and writes their lines.
 
-    EndpointError where that server refuses the first questions on `_REFUSED_VIDEOS` videos and
-    answers none: then the fault is in the set-up, not in the questions.
+    `unproven_endpoint` is the address of a server that has not answered any question yet, "" for
+    none. EndpointError where it refuses all questions, or all on the first `_REFUSED_VIDEOS`
+    videos: then the fault is in the set-up, not in the questions.
     """
-    refused: set[str] = set()
+    refused: list[Line] = []
     for line in player.lines(items):
         folder.append(line)
         progress.update(line)
         if "left_out" not in line:
-            untried = ""
+            unproven_endpoint = ""
         elif line["left_out"] == "refused":
-            refused.add(line["video"])
-        if untried and len(refused) == _REFUSED_VIDEOS:
-            raise EndpointError(
-                f"--endpoint {untried}: refused every question on the first {len(refused)} videos ({line['reason']}); {REFUSAL_REMEDY}"
-            )
+            refused.append(line)
+        if unproven_endpoint and len({line["video"] for line in refused}) == _REFUSED_VIDEOS:
+            break
+    if unproven_endpoint and refused:
+        videos = len({line["video"] for line in refused})
+        raise EndpointError(
+            f"--endpoint {unproven_endpoint}: refused the first {len(refused)} questions, on "
+            f"{videos} videos ({refused[-1]['reason']}); {REFUSAL_REMEDY}"
+        )
 
 
 def _name(model: str) -> str:
@@ -240,8 +245,7 @@ def _report(summary: Line, out: pathlib.Path) -> Iterator[str]:
         opened = summary.get("open_ended", {}).get("n", 0)
         counted = summary["played"] - opened
         score = f"{100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-        paper = f"ParaVT-8B in the paper: {benchmark.paper[0]}"
-        yield f"{benchmark.title}: {score} on {counted} of {rows} questions ({paper})"
+        yield f"{benchmark.title}: {score} on {counted} of {rows} questions"
     if found := summary.get("open_ended"):
         low, high = found["interval"]
         score = f"{100 * found['score']:.1f} [{100 * low:.1f}, {100 * high:.1f}]"

@@ -124,6 +124,104 @@ def test_an_answer_that_names_no_option_or_several_earns_nothing_and_is_not_read
     assert {choice_accuracy(text, letter, FRUIT) for letter in "ABCD"} == {0}
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A.B",
+        "A.B.",
+        "A:B",
+        "A)B",
+        "B.A",
+        "A. Or B",
+        "A, or B",
+        "The answer is A:B",
+        "The answer is (A)(B)",
+        "It is B, or maybe C",
+        "It is B or perhaps C.",
+        "It is B, or maybe C after all.",
+        "It is B. Or maybe C.",
+        "It is B (or C)",
+        "It is B, possibly C.",
+        "It is B, but it could be C.",
+        "The answer is B and/or C",
+        "The answer is B, or it might also be C.",
+        "B, maybe C",
+        "(B), or possibly (C)",
+    ],
+)
+def test_two_letters_stay_two_whatever_stands_between_them(text):
+    question = Question("q", "v", "?", QuestionKind.MULTIPLE_CHOICE, "B", FRUIT)
+    assert chosen_option(text) is None and chosen_option(text, FRUIT) is None
+    assert accuracy(question, text) == 0 and not is_read(question, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Do not choose B.",
+        "Don't pick B.",
+        "Never choose (B).",
+        "I would not pick B",
+        "I wouldn't go with B.",
+        "I would not go with option B",
+        "I don’t think it is B",
+        "I do not think that the answer is B.",
+        "It is not B",
+        "It is not (B).",
+        "The answer is not B",
+        "The answer isn't B. Bananas and pears",
+        "I don't think the answer is bananas and pears",
+        "neither option A nor option B",
+        "It is neither (A) nor (B)",
+        "There is no reason to choose B",
+        "I can rule out option B.",
+        "Ruling out (A), (B) and (C)",
+        "We rule out (A) and (B).",
+        "The wrong answer is B.",
+        "Wrong answer: B",
+        "Option B is wrong.",
+        "Option B is clearly incorrect",
+        "(B) isn't right",
+        "(B) cannot be right",
+        "Option B has been ruled out.",
+        "B) is not the answer",
+        "不选B",
+        "答案不是B",
+    ],
+)
+def test_a_denied_option_is_no_choice(text):
+    question = Question("q", "v", "?", QuestionKind.MULTIPLE_CHOICE, "B", FRUIT)
+    assert chosen_option(text) is None and chosen_option(text, FRUIT) is None
+    assert choice_accuracy(text, "Bananas and pears", FRUIT) == 0
+    assert accuracy(question, text) == 0 and not is_read(question, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It is not (A), it is B.",
+        "(B), not (A)",
+        "Option B, since option A is wrong.",
+        "Option A is wrong, so B.",
+        "I don't think it is A; the answer is B.",
+        "Do not choose A. Choose B.",
+        "I am not sure, but the answer is B.",
+        "There is no doubt that the answer is B.",
+        "There is no dog. So B.",
+        "Nobody is there, so it must be B.",
+        "No, (B)",
+        "The man does not speak (B)",
+        "The dog that is not barking is option B.",
+        "The man says no\nAnswer: B",
+        "After ruling out the others I choose B.",
+        "不是A，选B",
+    ],
+)
+def test_a_denial_of_something_else_leaves_the_choice(text):
+    assert chosen_option(text) == chosen_option(text, FRUIT) == "B"
+    assert choice_accuracy(text, "B", FRUIT) == 1 and choice_accuracy(text, "A", FRUIT) == 0
+
+
 def test_a_letter_is_no_article_where_the_right_answer_is_words():
     assert choice_accuracy("A. Bananas and pears", "Bananas and pears") == 0
     assert choice_accuracy("A. Bananas and pears", "A. Bananas and pears") == 1
@@ -228,6 +326,16 @@ def test_read_range(text, range_):
         "1 minute and 13 seconds to 2 minutes and 10 seconds",
         "between 1 min 13 and 2 min 10",
         "1m13s - 2m10s",
+        "00:01:13,000 --> 00:02:10,000",
+        "from 73 s through 130 s",
+        "73 => 130",
+        "第73秒到第130秒",
+        "第1分13秒到第2分10秒",
+        "['73', '130']",
+        '["73", "130"]',
+        "['1:13', '2:10']",
+        "0 hours 1 min 13 s to 0 hours 2 min 10 s",
+        "0h1m13s - 0h2m10s",
     ],
 )
 def test_ways_to_name_a_range(text):
@@ -236,6 +344,55 @@ def test_ways_to_name_a_range(text):
 
 def test_a_unit_behind_the_second_time_is_that_of_both():
     assert read_range("1 to 2 minutes") == (60, 120) and read_range("1.5-2 min") == (90, 120)
+    assert read_range("1 to 2 hours") == (3600, 7200)
+
+
+@pytest.mark.parametrize(
+    ("text", "range_"),
+    [
+        ("1,000 to 1,200 seconds", (1000, 1200)),
+        ("from 900 s to 1,200 s", (900, 1200)),
+        ("between 1,000 and 1,200 seconds", (1000, 1200)),
+        ("1,000.5 - 1,200.5", (1000.5, 1200.5)),
+        ("[1,000, 1,200]", (1000, 1200)),
+        ("starts at 1,200 s and ends at 1,500 s", (1200, 1500)),
+        ('{"start": "1,200", "end": "1,500"}', (1200, 1500)),
+        ("[100,200]", (100, 200)),
+        ("[[100,200],[300,400]]", (100, 200)),
+        ("[100,200] or [300,400]", (100, 200)),
+        ("10,200 s", (10, 200)),
+        ("00:01:13,500 --> 00:02:10,000", (73.5, 130)),
+        ("1:13,2:10", (73, 130)),
+        ("1 hour 2 minutes to 1 hour 3 minutes", (3720, 3780)),
+        ("1 hour, 2 minutes and 5 seconds to 1 hour, 3 minutes", (3725, 3780)),
+        ("1h2m3s - 1h3m4s", (3723, 3784)),
+        ("1 hr 5 s to 2 hrs", (3605, 7200)),
+        ("starts at 1 hour 2 minutes and ends at 1.5 hours", (3720, 5400)),
+        ("between 1 min and 2 min", (60, 120)),
+        ("1小时2分3秒到1小时3分钟", (3723, 3780)),
+    ],
+)
+def test_a_time_is_read_whole(text, range_):
+    assert read_range(text) == range_
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1 hour 2 to 3 minutes",
+        "2 to 3 days",
+        "10 to 20 %",
+        "10 to 20%",
+        "1'13 to 2'10",
+        "1'13\" to 2'10\"",
+        "73,5 to 130,2",
+        "5 to 10 frames",
+        "10 to 20 ms",
+    ],
+)
+def test_what_cannot_be_read_whole_is_not_read(text):
+    question = Question("q", "v", "?", QuestionKind.TEMPORAL_GROUNDING, "[73, 130]")
+    assert read_range(text) is None and not is_read(question, text)
 
 
 @pytest.mark.parametrize(
@@ -280,6 +437,19 @@ LONG = [
     "(" * 40_000,
     "\\boxed{" * 8_000,
     "B\n" * 20_000,
+    "not answer " * 4_000 + "B",
+    "answer B or " * 4_000,
+    "it is B" + " or maybe" * 5_000,
+    "it is B or maybe " * 3_000,
+    "(B) is" + " " * 40_000,
+    "not (B) " * 5_000,
+    "1,000" * 8_000,
+    "1" + ",000" * 10_000,
+    "1,000 to " * 5_000,
+    "1 hour 1 " * 5_000,
+    "1 hour " * 6_000,
+    "'1" * 20_000,
+    "start 1,000 " * 4_000,
 ]
 
 

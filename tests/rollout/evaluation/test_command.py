@@ -63,7 +63,8 @@ def test_a_run_and_what_it_says(run, checkpoint, tmp_path):
     assert (summary["played"], summary["questions"], summary["accuracy"]) == (3, 6, pytest.approx(1 / 3))
     assert summary["left_out"]["missing"] == {"questions": 2, "videos": {"data/gone.mp4": "no file data/gone.mp4 below --videos"}}
     assert list(summary["left_out"]["unreadable"]["videos"]) == ["data/noise.mp4"]
-    assert "VideoMME w/o: 33.3 [" in said and "on 3 of 6 questions (ParaVT-8B in the paper: 62.1)" in said
+    assert "VideoMME w/o: 33.3 [" in said and "] on 3 of 6 questions\n" in said
+    assert "paper" not in said
     assert "left out, missing: 2 questions on 1 videos, such as data/gone.mp4" in said and "videomme 6/6  score 33.3" in said
     config = read_json(tmp_path / "out" / "config.json")
     assert config["identity"]["weights"] and config["settings"]["frames"] == 64 and config["name"] == checkpoint.parent.name
@@ -191,10 +192,21 @@ def test_broken_rows_are_rows_of_the_split(by_endpoint):
 
 def test_a_server_that_refuses_everything_ends_the_run_in_one_line(by_endpoint):
     rows = [named(number, f"v{number // 2}") for number in range(60)]
-    with pytest.raises(EndpointError, match="refused every question on the first 5 videos") as error:
+    with pytest.raises(EndpointError, match="refused the first 9 questions, on 5 videos") as error:
         by_endpoint(filtered("number"), rows)
     said = str(error.value)
     assert "content_filter" in said and "vllm --max-model-len" in said and "\n" not in said
+
+
+def test_a_short_run_in_which_the_server_refuses_everything_ends_the_same_way(by_endpoint, tmp_path):
+    """A --limit, a small shard or an own file has fewer videos than the rule for long runs counts."""
+    rows = [named(number, f"v{number // 2}") for number in range(3)]
+    with pytest.raises(EndpointError, match="refused the first 3 questions, on 2 videos") as error:
+        by_endpoint(filtered("number"), rows)
+    assert "content_filter" in str(error.value)
+    assert not (tmp_path / "out" / "summary.json").exists()
+    summary, _, asked = by_endpoint(filtered(), rows)
+    assert summary["played"] == asked == 3  # with the set-up mended, they are asked again
 
 
 def test_a_run_that_was_answered_before_is_not_ended_by_refusals(by_endpoint):
