@@ -165,6 +165,7 @@ def _require_room(run: Run) -> None:
     needed = {"text_tokens": (overview_tokens(rules, 0, 0, 0.0) + texts.question, "the system turn and a question")}
     if run.sft is not None:
         needed["trajectory_tokens"] = texts.answer, "a demonstration"
+        needed["turn_tokens"] = texts.turn, "a turn of a demonstration"
         needed["summary_tokens"] = texts.report, "a sub-agent's report"
     for name, (tokens, what) in needed.items():
         limit = getattr(limits, name)

@@ -105,10 +105,10 @@ def read_config(folder: pathlib.Path, flag: str, formats: Sequence[int]) -> dict
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RunDirectoryError(f"{file} is damaged ({error}): delete {folder}, or name another {flag}.") from error
+        raise RunDirectoryError(f"{file} is damaged ({error}): put it back, or name another {flag}.") from error
     number = config.pop("format", 1) if isinstance(config, dict) else None
     if not isinstance(number, int):
-        raise RunDirectoryError(f"{file} is damaged (it holds no settings): delete {folder}, or name another {flag}.")
+        raise RunDirectoryError(f"{file} is damaged (it holds no settings): put it back, or name another {flag}.")
     if number not in formats:
         remedy = f"name another {flag}, or export its model with python -m train.export --run-dir {folder} --to FOLDER"
         if number not in READABLE:

@@ -22,6 +22,8 @@ class WorldLengths(NamedTuple):
     """The rest of a prompt, behind the overview."""
     answer: int
     """What a demonstration has after its prompt, the prompt's last token included."""
+    turn: int
+    """What one turn of a demonstration has for the model to write."""
     row: int
     """What a demonstration has after the prompt that its group shares, the last token of which included."""
     report: int
@@ -53,12 +55,15 @@ def world_lengths(settings: WorldSettings, text: TextSettings, limits: ProtocolS
     rules = Protocol(world_vocabulary(model_path), limits)
     videos = world.plan(settings)
     train = world.of_split(videos, "train")
-    answer = row = report = 0
+    answer = turn = row = report = 0
+    pinned = len(rules.pinned.ids)
     for group in world_text.main_demonstrations(train, text):
         rendered = [rules.demonstration(demonstration, (), 0) for demonstration in group]
         shared = len(shared_prompt(rendered))
         for trajectory in rendered:
             answer = max(answer, _own(trajectory))
+            turns = [len(segment.ids) - pinned for segment in trajectory.segments if segment.author is Author.MODEL]
+            turn = max(turn, *turns)
             row = max(row, len(trajectory.ids) - shared)
     for demonstration in world_text.window_demonstrations(train, text):
         report = max(report, _own(rules.demonstration(demonstration, (), 0)) - 1)
@@ -66,6 +71,7 @@ def world_lengths(settings: WorldSettings, text: TextSettings, limits: ProtocolS
     return WorldLengths(
         question=max(len(rules.question(question).ids) for question in world_text.questions(videos, text)),
         answer=answer,
+        turn=turn,
         row=row,
         report=report,
         label=max(rules.label_tokens(time) for time in times),

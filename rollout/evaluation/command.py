@@ -18,7 +18,7 @@ from typing import TextIO
 
 import tyro
 
-from models.features import FrameFeatures
+from models.features import FrameFeatures, frame_tokens
 from models.qwen3_vl.config import Qwen3VLConfig, from_hf
 from models.qwen3_vl.hf import load as load_model
 from models.sharding import make_mesh
@@ -162,18 +162,17 @@ def _videos(settings: BenchmarkSettings) -> str:
 
 def _player(settings: BenchmarkSettings, folder: pathlib.Path, videos: VideoFolder) -> Player:
     config, vocabulary = from_hf(folder / "config.json"), tokenizer.load(folder)
-    frame_tokens = settings.max_pixels // (config.vision.patch_size * config.vision.spatial_merge_size) ** 2
-    protocol, overview, crop = _protocol(settings, vocabulary, frame_tokens)
+    protocol, overview, crop = _protocol(settings, vocabulary, frame_tokens(settings.pixels(), config.vision))
     features, sampler = _engine(settings, folder, config, videos, protocol, overview, crop)
-    return Player(sampler, Scene(protocol, features), settings, videos, frame_tokens)
+    return Player(sampler, Scene(protocol, features), settings, videos)
 
 
-def _protocol(settings: BenchmarkSettings, vocabulary: Vocabulary, frame_tokens: int) -> tuple[Protocol, int, int]:
+def _protocol(settings: BenchmarkSettings, vocabulary: Vocabulary, frame: int) -> tuple[Protocol, int, int]:
     """The protocol, and how many tokens a prompt (with its question) and a window may have."""
-    crop = crop_tokens(Protocol(vocabulary, settings.protocol(0)), frame_tokens, _LAST)
+    crop = crop_tokens(Protocol(vocabulary, settings.protocol(0)), frame, _LAST)
     protocol, setting = Protocol(vocabulary, settings.protocol(crop)), settings.setting()
     room = settings.question_tokens + (settings.subtitle_tokens if settings.benchmark == "videomme_wsub" else 0)
-    overview = overview_tokens(protocol, setting.frames, frame_tokens, _LAST, setting.dispatch != "none") + room
+    overview = overview_tokens(protocol, setting.frames, frame, _LAST, setting.dispatch != "none") + room
     return protocol, overview, crop
 
 

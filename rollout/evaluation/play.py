@@ -50,11 +50,11 @@ class Played:
 
 
 class Player:
-    """Plays items with a sampler. `frame_tokens` is the most that a frame may take: the sampler has no room for longer ones."""
+    """Plays items with a sampler."""
 
-    def __init__(self, sampler: Sampler, scene: Scene, settings: BenchmarkSettings, videos: VideoFolder, frame_tokens: int):
+    def __init__(self, sampler: Sampler, scene: Scene, settings: BenchmarkSettings, videos: VideoFolder):
         self._sampler, self._scene, self._settings, self._videos = sampler, scene, settings, videos
-        self._frame_tokens, self._setting = frame_tokens, settings.setting()
+        self._setting = settings.setting()
         self._rewards = settings.rewards()
         self._judge = Judge(self._rewards.judge) if self._rewards.judge else None
 
@@ -89,8 +89,7 @@ class Player:
                 return Left("missing", f"no file {item.question.video} below --videos")
             question = dataclasses.replace(question, video=path)
             try:
-                if (tokens := features.tokens(path)) > self._frame_tokens:
-                    return Left("unreadable", f"a frame of its shape takes {tokens} tokens, there is room for {self._frame_tokens}")
+                features.tokens(path)
             except VideoError as error:
                 return Left("unreadable", error.reason)
         seed = seed_of(settings.seed, item.question.id, 0)

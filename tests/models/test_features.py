@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from models.features import FrameFeatures, FrameSettings
+from models.features import FrameFeatures, FrameSettings, frame_tokens
 from models.processor import patchify
 from models.qwen3_vl import frame_layout
 from paravt_jax import video
@@ -191,6 +191,21 @@ def test_nothing_compiles_for_another_number_of_frames(make, names):
     features(features.overview(names[0], 50))
     features(features.overview(names[1], 9))
     assert compilations.count == 0
+
+
+def test_frames_are_never_of_more_tokens_than_is_planned_for(make, names, monkeypatch):
+    """A very wide frame keeps at least one patch of height, so it may need more than its area says."""
+    features = make(max_pixels=50_176)
+    info = features.info(names[0])
+    monkeypatch.setattr(features, "info", lambda name: dataclasses.replace(info, height=16, width=1584))
+    assert frame_tokens(features.settings, features.config.vision) == 49
+    with pytest.raises(VideoError, match=r"1584 x 16 pixels are too long and thin: 69 visual tokens, .* allows 49"):
+        features.tokens(names[0])
+
+
+@pytest.mark.parametrize(("pixels", "tokens"), [(1000, 1), (1024, 1), (4096, 4), (50_176, 49)])
+def test_every_frame_has_a_token(make, pixels, tokens):
+    assert frame_tokens(FrameSettings(max_pixels=pixels), make().config.vision) == tokens
 
 
 UNREADABLE = ("missing.mp4", "empty.mp4", "noise.mp4", "foreign.mp4", "a" * 300 + ".mp4", "a\0.mp4")

@@ -82,6 +82,7 @@ def test_too_many_bad_videos_end_it_by_name(road, folder):
         ({"text_tokens": 25}, "text_tokens: 25"),
         ({"label_tokens": 4}, "label_tokens: 4"),
         ({"trajectory_tokens": 40}, "trajectory_tokens: 40"),
+        ({"turn_tokens": 8}, "turn_tokens: 8"),
         ({"summary_tokens": 4}, "summary_tokens: 4"),
     ],
 )

@@ -70,7 +70,7 @@ def player(scripted, small_vocabulary, features, videos) -> Callable[..., Player
         settings = BenchmarkSettings(**chosen | fields)
         protocol = Protocol(small_vocabulary, dataclasses.replace(settings.protocol(64), crop_frames=4))
         make.sampler = scripted(turns, report)
-        return Player(make.sampler, Scene(protocol, features), settings, VideoFolder(videos), 64)
+        return Player(make.sampler, Scene(protocol, features), settings, VideoFolder(videos))
 
     return make
 

@@ -154,13 +154,6 @@ def test_a_question_that_is_too_long_is_left_out(player, items):
     assert line["left_out"] == "too_long" and "there is room for 64" in line["reason"]
 
 
-def test_a_frame_larger_than_there_is_room_for_is_left_out(player, items):
-    playing = player([""])
-    playing._frame_tokens = 0
-    (line,) = playing.lines(items[:1])
-    assert line["left_out"] == "unreadable" and "there is room for 0" in line["reason"]
-
-
 def test_open_ended_answers(player, items):
     question = Question("q", "data/w0.mp4", "What?", QuestionKind.OPEN_ENDED, "merge sort")
     said = ["x\n</think>\n<answer>heap sort</answer>"]
@@ -204,7 +197,7 @@ def test_memory_is_flat_over_five_thousand_questions(small_vocabulary, small_mod
     features = FrameFeatures(small_model.vision, small_model.config, FrameSettings(batch=16, whole_frames=64), tmp_path)
     settings = BenchmarkSettings("m", "videomme", frames=64, question_tokens=64, episodes=8)
     scene = Scene(Protocol(small_vocabulary, settings.protocol(64)), features)
-    playing = Player(Answering(small_vocabulary), scene, settings, VideoFolder(tmp_path), 64)
+    playing = Player(Answering(small_vocabulary), scene, settings, VideoFolder(tmp_path))
     items = [
         Item(Question(f"q{n}", f"data/v{n // 10}.mp4", f"Number {n}?", QuestionKind.MULTIPLE_CHOICE, "B", ("x", "y"))) for n in range(5000)
     ]
@@ -236,7 +229,7 @@ def test_a_thousand_rows_with_bad_videos_among_them(small_vocabulary, small_mode
     features = FrameFeatures(small_model.vision, small_model.config, FrameSettings(batch=16, whole_frames=64), tmp_path)
     settings = BenchmarkSettings("m", "videomme", question_tokens=64, episodes=8)
     scene = Scene(Protocol(small_vocabulary, settings.protocol(64)), features)
-    playing = Player(Answering(small_vocabulary), scene, settings, VideoFolder(tmp_path), 64)
+    playing = Player(Answering(small_vocabulary), scene, settings, VideoFolder(tmp_path))
     items = [Item(Question(f"q{n}", f"data/v{n}.mp4", "Why?", QuestionKind.MULTIPLE_CHOICE, "B", ("x", "y"))) for n in range(1000)]
     lines = by_id(playing.lines(items))
     causes = collections.Counter(line.get("left_out", "played") for line in lines.values())
