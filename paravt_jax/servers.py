@@ -1,6 +1,6 @@
-"""What every client of an OpenAI-compatible server needs: a checked address, the wait it asks for.
+"""Shared by the clients of OpenAI-compatible servers: checked addresses and Retry-After.
 
-No message here shows an address that may hold a secret: settings and errors are written down.
+No error message shows an address that may hold a secret, because settings and errors are logged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _RULE = "give an address such as http://localhost:8000/v1"
 
 
 def check_address(field: str, address: str, key_place: str) -> None:
-    """Raises ValueError where `address` is no base address of an API, or may hold a secret.
+    """Raises ValueError unless `address` is the base address of an API without a secret in it.
 
     `field` names the setting, `key_place` says where a key belongs instead.
     """
@@ -26,7 +26,7 @@ def check_address(field: str, address: str, key_place: str) -> None:
         )
     try:
         url = httpx2.URL(address)
-        url.host.encode("idna")  # what looking up the name does, where the error would come too late
+        url.host.encode("idna")  # the lookup of the name does this too, but only later
     except (httpx2.InvalidURL, UnicodeError):
         raise ValueError(f"{field}: it cannot be read as an address; {_RULE}") from None
     if url.scheme not in ("http", "https") or not url.host:
@@ -38,10 +38,10 @@ def check_address(field: str, address: str, key_place: str) -> None:
 
 
 def retry_after(header: str | None, date: str | None = None) -> float:
-    """Seconds that a server's Retry-After asks to be left alone; 0 where it says nothing readable.
+    """Seconds to wait by a server's Retry-After header; 0 where it is missing or unreadable.
 
-    A Retry-After that is a date counts from `date`, the reply's own Date, so that no clock but the
-    server's matters; without one it counts as 0.
+    A Retry-After may be a date. It is compared with `date`, the Date header of the same reply, so
+    that only the server's clock matters; without a Date header the wait is 0.
     """
     if not header:
         return 0.0

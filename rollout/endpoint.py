@@ -1,11 +1,11 @@
-"""A server somewhere else as the sampler: any OpenAI-compatible endpoint, such as vLLM on an exported folder.
+"""A remote server as the sampler: any OpenAI-compatible endpoint, such as vLLM on an export.
 
-Owns how a request becomes a chat and a reply becomes tokens. Main agents and sub-agents ask alike. The server makes its own tokens of a
-text, so ids here are those of the text that came back, and log-probs are not known (NaN): good for evaluation, not for training.
-Refuses to guess at answers: a request that the server refuses for what is in it becomes a sample
-that says so (`SampleStop.REFUSED`); where the server cannot be reached or says something else,
-`EndpointError` ends the run in one line, and what was played is kept. Invariant: rendered by the
-published template, the messages are the request's own text.
+A request becomes a chat, and a reply becomes tokens. The server tokenizes by itself: the ids here
+are those of the text that came back, and log-probs are unknown (NaN). That is good for evaluation,
+not for training. A request that the server refuses because of its content becomes a sample that
+says so (`SampleStop.REFUSED`). Where the server cannot be reached or sends an unusable reply,
+`EndpointError` ends the run in one line, and the questions already played are kept. Invariant:
+rendered by the published template, the messages are the request's own text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rollout.requests import Answer, Request, Sample, SampleStop, Sampling
 
 _KEY = "OPENAI_API_KEY"
 _SHOWN = 300  # characters of what a server says
-# A request that gets one of these is refused for what is in it; the next one may be answered.
+# With these statuses a server refuses one request for its content; it may answer the next one.
 _REFUSALS = (400, 413, 422, 451)
 REFUSAL_REMEDY = "check that the model takes images, and that its context is long enough (vllm --max-model-len)"
 _REMEDIES = {
@@ -53,11 +53,11 @@ _TAG = re.compile("<[^<>]*>")
 
 
 class EndpointError(RuntimeError):
-    """The endpoint does not do what is needed; the message says what and why."""
+    """The endpoint cannot be used; the message says why."""
 
 
 def check_endpoint(address: str) -> None:
-    """Raises ValueError for an address that cannot be asked, or that may hold a secret."""
+    """Raises ValueError for an address that is unusable or may hold a secret."""
     check_address("--endpoint", address, f"the environment variable {_KEY}")
 
 
@@ -97,7 +97,10 @@ class FrameImages(FrameFeatures):
 
 @dataclasses.dataclass(frozen=True)
 class _Failure:
-    """A request worth another attempt: what went wrong, with a remedy, and how long the server wants to be left alone."""
+    """A failed attempt that is worth repeating.
+
+    `what` names the error and a remedy; `wait` is the pause in seconds that the server asks for.
+    """
 
     what: str
     wait: float = 0.0
@@ -112,7 +115,8 @@ class EndpointSampler:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._client = httpx2.Client(headers=headers, timeout=settings.timeout)
         self._work: queue.SimpleQueue[tuple[Future[Sample], Request, bytes] | None] = queue.SimpleQueue()
-        for _ in range(settings.concurrency):  # daemons: who stops the run does not wait for replies that nobody needs
+        # Daemons: the end of a run does not wait for open replies.
+        for _ in range(settings.concurrency):
             threading.Thread(target=self._serve, name="endpoint", daemon=True).start()
         self._tickets = itertools.count()
         self._asked: dict[int, list[Future[Sample]]] = {}
@@ -179,7 +183,7 @@ class EndpointSampler:
         raise AssertionError("unreachable")
 
     def _attempt(self, request: Request, content: bytes, limit: float) -> Sample | _Failure:
-        """The sample, or why it is worth asking again. EndpointError where it is not."""
+        """The sample, or a failure that may pass. EndpointError for one that stays."""
         try:
             reply = self._client.post(
                 f"{self._settings.address.rstrip('/')}/chat/completions",
@@ -202,14 +206,14 @@ class EndpointSampler:
         raise self._error(what)
 
     def _read(self, request: Request, content: bytes) -> Sample | _Failure:
-        """The sample in the body of a reply whose status is good."""
+        """The sample in the body of a successful reply."""
         try:
             choice = json.loads(content)["choices"][0]
             text, reason = choice["message"]["content"], choice["finish_reason"]
         except (ValueError, LookupError, TypeError, RecursionError):
             return _Failure(
-                f"the reply is no whole chat completion{self._said(content)}; check that no proxy "
-                "answers in place of the server, and that --endpoint ends with /v1"
+                f"the reply is not a complete chat completion{self._said(content)}; check that no "
+                "proxy answers in place of the server, and that --endpoint ends with /v1"
             )
         if reason == "content_filter":
             return self._sample(request, "", SampleStop.REFUSED, "finish_reason 'content_filter'")
@@ -246,7 +250,7 @@ class EndpointSampler:
 
 
 def _message(content: bytes) -> str:
-    """What the body of an error says, on one line: a field of JSON, or the words of a page."""
+    """The message in the body of an error, on one line: a JSON field, or the text of a page."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):

@@ -31,11 +31,11 @@ _CUT = {
     SampleStop.REFUSED: StopReason.REFUSED,
 }
 
-# What becomes of a call whose sub-agent did not end by itself, and what the main agent is told.
-_LOST = {
-    SampleStop.DEADLINE: (CallStatus.TIMED_OUT, "error: nobody looked there in time"),
+# Why a sub-agent has no report: the status of its call, and the response to the main agent.
+_NO_REPORT = {
+    SampleStop.DEADLINE: (CallStatus.TIMED_OUT, "error: no report in time"),
     SampleStop.UNREADABLE: (CallStatus.UNREADABLE, "error: the video cannot be read there"),
-    SampleStop.REFUSED: (CallStatus.REFUSED, "error: the request to look there was refused"),
+    SampleStop.REFUSED: (CallStatus.REFUSED, "error: the request for a report was refused"),
 }
 
 
@@ -155,8 +155,8 @@ async def _dispatch(
     for (number, outcome), (sample,) in zip(ready, await ask(*requests), strict=True):
         assert outcome.subagent is not None
         outcome.subagent.append(Segment(sample.ids, Author.MODEL, sample.logprobs, digest=sample.digest, version=sample.version))
-        if sample.stop in _LOST:
-            status, response = _LOST[sample.stop]
+        if sample.stop in _NO_REPORT:
+            status, response = _NO_REPORT[sample.stop]
             outcome = dataclasses.replace(outcome, status=status, response=response)
         else:  # the report before the note on its window: where the whole is too long, the end is cut
             summary = vocabulary.decode(sample.ids).removesuffix("<|im_end|>")

@@ -20,7 +20,8 @@ from rollout.evaluation.folder import FolderError, Line, latest, read_json, read
 from rollout.evaluation.summary import not_played, rows_of
 
 RIGHT = 0.5  # a score from which on a question counts as right
-_UNUSABLE = {
+# Counts of a summary that a note names, in words.
+_COUNTED = {
     "without_answer": "without an answer",
     "unread": "whose answer names no option or span",
     "refused_reports": "sub-agents' requests refused",
@@ -182,7 +183,7 @@ def _counts(summary: Line) -> str:
             f", of which {found['n']} open-ended are not in the score "
             f"({scored} {100 * found['score']:.1f} [{100 * low:.1f}, {100 * high:.1f}])"
         )
-    for name, said in _UNUSABLE.items():
+    for name, said in _COUNTED.items():
         if summary.get(name):
             text += f", {summary[name]} {said}"
     return text

@@ -1,9 +1,8 @@
 """Plays the questions of a split, scores what is said, and hands out one line a question as it is done.
 
-Owns the course of a question from its video's file to its score. Failures are values: a video that
-is missing or cannot be read, a question that is too long or that a server refuses, each leaves its
-question out with a reason, and nothing ends the run. Invariant: a line depends on its question, the
-settings and the weights, not on what else is played.
+Failures are values. Where a video is missing or unreadable, where a question is too long, and where
+a server refuses it, the question is left out with a reason and the run goes on. Invariant:
+a line depends on its question, the settings and the weights, not on what else is played.
 """
 
 from __future__ import annotations

@@ -154,9 +154,9 @@ def test_a_server_that_fails_for_a_while_is_asked_again(ask):
         (Reply(status=404), "status 404; check --endpoint", 1),
         (Reply(status=500), "status 500; look into the log", 3),
         (Reply(close=True), "the connection failed", 3),
-        (Reply(b"hello"), r"no whole chat completion \(hello\); check that no proxy", 3),
+        (Reply(b"hello"), r"not a complete chat completion \(hello\); check that no proxy", 3),
         (Reply(b"<html><h1>Log in</h1></html>"), r"completion \(Log in\); check that no proxy", 3),
-        (Reply(b'{"choices": [{"mess'), "no whole chat completion", 3),
+        (Reply(b'{"choices": [{"mess'), "not a complete chat completion", 3),
         (error(403, "no such plan"), r"status 403 \(no such plan\); check the key", 1),
         (error(500, "out of\n memory\x1b[2J"), r"status 500 \(out of memory \[2J\); look into", 3),
         (error(404, "\ud800" + "x" * 9999), r"status 404 \(x{300}\); check --endpoint", 1),
@@ -216,7 +216,7 @@ def test_a_sub_agents_refused_request_costs_its_own_report_only(ask):
     seen, refused = episode.turns[0].calls
     assert (seen.status, seen.response) == (CallStatus.EXECUTED, "seven from 2 to 4")
     assert refused.status is CallStatus.REFUSED
-    assert refused.response.startswith("error: the request to look there")
+    assert refused.response.startswith("error: the request for a report")
 
 
 def test_a_servers_message_does_not_show_the_key(ask, monkeypatch):

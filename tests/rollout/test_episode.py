@@ -349,11 +349,11 @@ def test_a_sub_agent_that_takes_too_long_costs_its_own_report_only(perform_slowl
     episode, sampler = perform_slowly([plan(*calls), ANSWER], lambda r: 9.0 if slow(r) else 1.0, report_seconds=4.0)
     assert statuses(episode) == [CallStatus.EXECUTED, CallStatus.TIMED_OUT, CallStatus.EXECUTED]
     first, late, last = episode.turns[0].calls
-    assert first.response == last.response == " seven from 8 to 10" and late.response == "error: nobody looked there in time"
+    assert first.response == last.response == " seven from 8 to 10" and late.response == "error: no report in time"
     assert (episode.stop, episode.answer) == (StopReason.ANSWERED, "seven")
     assert [r.sampling.deadline for r, _ in sampler.sub] == [4.0] * 3 and sampler.now == 1 + 4 + 1
     seen = small_vocabulary.decode(episode.trajectory.segments[4].ids)
-    assert "<tool_response>\nerror: nobody looked there in time\n</tool_response>" in seen and seen.count(" seven from 8 to 10") == 2
+    assert "<tool_response>\nerror: no report in time\n</tool_response>" in seen and seen.count(" seven from 8 to 10") == 2
     assert late.subagent is not None and late.call == calls[1]
     (said,) = [sample for request, sample in sampler.sub if slow(request)]
     assert np.array_equal(late.subagent.segments[-1].ids, said.ids) and 0 < len(said.ids) and said.stop is SampleStop.DEADLINE
