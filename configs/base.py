@@ -195,7 +195,8 @@ class Run:
             raise ValueError(f"unreadable_share: {self.unreadable_share}; it is a share of videos, give one from 0 to below 1")
         if (self.model.size != "tiny" or self.model.path) and self.align is not None:
             raise ValueError(
-                f"align: set for model.size {self.model.size}, model.path {self.model.path!r}; their towers can see: take a recipe without alignment, such as paravt_8b, or set align to None in one of your own"
+                f"align: set for model.size {self.model.size}, model.path {self.model.path!r}; their towers can see: take a recipe without "
+                "alignment, such as paravt_8b, or set align to None in one of your own"
             )
 
 
