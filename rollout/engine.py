@@ -204,7 +204,7 @@ class Engine:
             raise ValueError(f"Request.ids: from {ids.min()} to {ids.max()}; the model has {words} words, give ids from 0 to {words - 1}")
         if len(request.ids) + sampling.max_new_tokens > longest:
             raise ValueError(
-                f"Request.ids: {len(request.ids)} tokens, and {sampling.max_new_tokens} new ones; engine.own ends at {longest}, "
+                f"Request.ids: {len(request.ids)} tokens, and {sampling.max_new_tokens} new ones; EngineSizes.own ends at {longest}, "
                 "make it longer, or lower the protocol's limits or the frames"
             )
         if len(sampling.stop_ids) > MOST_STOP_IDS:

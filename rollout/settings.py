@@ -36,13 +36,14 @@ class EngineSettings:
 
 @dataclasses.dataclass(frozen=True)
 class EngineSizes:
-    """Lengths are in tokens, rise, and are multiples of `page`.
+    """All sizes of an engine. Lengths are in tokens, rise, and are multiples of `page`.
 
-    `own`: what a sequence may read by itself, the last being the longest sequence there is. `shared`: starts that up to `fan` sequences
-    read in one copy, where there are any. `prefill`: what is prefilled of a sequence at once; `prefill_tokens`: of all sequences that
-    are prefilled together. `read_tokens`: what all rows of a program read by themselves; where `slots` rows would read more, there are
-    fewer. `steps`: tokens decoded between two looks of the host. `paged`: decoding reads pages where they lie, and nothing is shared
-    (None: on a TPU); elsewhere a row's pages are read into arrays of their own once for so many steps.
+    `own`: what a sequence may read by itself; the last is the longest sequence there is. `shared`: prompts
+    that up to `fan` sequences read in one copy, where there are any. `prefill`: what is prefilled of a
+    sequence in one call; `prefill_tokens`: of all sequences in that call. `read_tokens`: what all rows of a
+    program read by themselves; where `slots` rows would read more, there are fewer. `steps`: tokens decoded
+    per call, between scheduling decisions. `paged`: decoding reads pages where they lie, and nothing is
+    shared (None: on a TPU); elsewhere the pages of a row are copied into arrays once per call.
     """
 
     own: tuple[int, ...]
@@ -60,23 +61,25 @@ class EngineSizes:
     def __post_init__(self):
         for name in ("slots", "fan", "page", "pages", "prefill_tokens", "read_tokens", "steps"):
             if getattr(self, name) < 1:
-                raise ValueError(f"engine.{name}: {getattr(self, name)}; give 1 or more")
+                raise ValueError(f"EngineSizes.{name}: {getattr(self, name)}; give 1 or more")
         for name in ("own", "prefill", "shared"):
             lengths = getattr(self, name)
             if list(lengths) != sorted(set(lengths)) or any(length < 1 or length % self.page for length in lengths):
-                raise ValueError(f"engine.{name}: {lengths}; lengths rise and are multiples of engine.page = {self.page}, change them")
+                raise ValueError(
+                    f"EngineSizes.{name}: {lengths}; lengths rise and are multiples of EngineSizes.page = {self.page}, change them"
+                )
         if not self.own or not self.prefill:
-            raise ValueError(f"engine.own, prefill: {self.own}, {self.prefill}; give at least one length each")
+            raise ValueError(f"EngineSizes.own, prefill: {self.own}, {self.prefill}; give at least one length each")
         if self.shared and self.rows(self.own[0]) < self.slots:
             raise ValueError(
-                f"engine.read_tokens: {self.read_tokens}; with engine.shared all engine.slots = {self.slots} rows read engine.own[0] = "
+                f"EngineSizes.read_tokens: {self.read_tokens}; with shared prompts all slots = {self.slots} rows read own[0] = "
                 f"{self.own[0]} tokens at once, make it {self.slots * self.own[0]} or more"
             )
         if self.slots % self.fan:
-            raise ValueError(f"engine.slots: {self.slots}; they are shared out in lines of engine.fan = {self.fan}, make it a multiple")
+            raise ValueError(f"EngineSizes.slots: {self.slots}; they are shared out in lines of fan = {self.fan}, make it a multiple")
         if self.pages * self.page < self.own[-1]:
             raise ValueError(
-                f"engine.pages: {self.pages} of {self.page} tokens; one sequence may have {self.own[-1]}, "
+                f"EngineSizes.pages: {self.pages} of {self.page} tokens; one sequence may have {self.own[-1]}, "
                 f"give at least {self.own[-1] // self.page}"
             )
 

@@ -780,7 +780,7 @@ def test_cancelling_gives_all_pages_back(engine, asked, steps):
 
 
 def test_one_request_that_is_refused_takes_the_others_with_it(engine, asked):
-    with pytest.raises(ValueError, match="engine.own ends at"):
+    with pytest.raises(ValueError, match="EngineSizes.own ends at"):
         engine.generate([asked(), asked(new=100)])
     assert_nothing_held(engine)
 
@@ -790,7 +790,7 @@ def test_generate_keeps_the_answers_to_others(engine, asked, monkeypatch):
     (expected,) = sampled(engine, [asked(0, new=3)])
     ticket = engine.submit(asked(0, new=3))
     engine.generate([asked(1)])
-    with pytest.raises(ValueError, match="engine.own ends at"):
+    with pytest.raises(ValueError, match="EngineSizes.own ends at"):
         engine.generate([asked(new=100)])
     assert not engine.idle
     ((answered, samples),) = engine.step()
@@ -913,7 +913,7 @@ def test_nothing_compiles_either_where_too_much_would_be_read_at_once(make_engin
 
 
 def test_requests_that_never_fit_are_refused_by_name(engine, asked):
-    with pytest.raises(ValueError, match=r"Request.ids: 125 tokens, and 12 new ones; engine.own ends at 136, make it longer, or lower"):
+    with pytest.raises(ValueError, match=r"Request.ids: 125 tokens, and 12 new ones; EngineSizes.own ends at 136"):
         engine.submit(text(125))
     with pytest.raises(ValueError, match="Request.ids: there are none; the last token predicts the first new one, give one at least"):
         engine.submit(text(0))
@@ -943,21 +943,21 @@ def test_stop_strings_without_a_table_of_bytes_are_refused(small_model, features
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"own": (64, 130)}, r"engine.own: \(64, 130\); lengths rise and are multiples of engine.page = 8"),
-        ({"own": (136, 64)}, r"engine.own: \(136, 64\); lengths rise"),
-        ({"own": (64, 64)}, r"engine.own: \(64, 64\); lengths rise"),
-        ({"prefill": (0, 8)}, r"engine.prefill: \(0, 8\); lengths rise"),
-        ({"shared": (12,)}, r"engine.shared: \(12,\); lengths rise and are multiples of engine.page = 8"),
-        ({"own": ()}, r"engine.own, prefill: \(\), \(.*\); give at least one length each"),
-        ({"prefill": ()}, r"engine.own, prefill: .*; give at least one length each"),
-        ({"slots": 0}, "engine.slots: 0; give 1 or more"),
-        ({"fan": 0}, "engine.fan: 0; give 1 or more"),
-        ({"pages": -1}, "engine.pages: -1; give 1 or more"),
-        ({"prefill_tokens": 0}, "engine.prefill_tokens: 0; give 1 or more"),
-        ({"steps": 0}, "engine.steps: 0; give 1 or more"),
-        ({"page": 0}, "engine.page: 0; give 1 or more"),
-        ({"slots": 6}, "engine.slots: 6; they are shared out in lines of engine.fan = 4, make it a multiple"),
-        ({"pages": 16}, "engine.pages: 16 of 8 tokens; one sequence may have 136, give at least 17"),
+        ({"own": (64, 130)}, r"EngineSizes.own: \(64, 130\); lengths rise and are multiples of page = 8"),
+        ({"own": (136, 64)}, r"EngineSizes.own: \(136, 64\); lengths rise"),
+        ({"own": (64, 64)}, r"EngineSizes.own: \(64, 64\); lengths rise"),
+        ({"prefill": (0, 8)}, r"EngineSizes.prefill: \(0, 8\); lengths rise"),
+        ({"shared": (12,)}, r"EngineSizes.shared: \(12,\); lengths rise and are multiples of page = 8"),
+        ({"own": ()}, r"EngineSizes.own, prefill: \(\), \(.*\); give at least one length each"),
+        ({"prefill": ()}, r"EngineSizes.own, prefill: .*; give at least one length each"),
+        ({"slots": 0}, "EngineSizes.slots: 0; give 1 or more"),
+        ({"fan": 0}, "EngineSizes.fan: 0; give 1 or more"),
+        ({"pages": -1}, "EngineSizes.pages: -1; give 1 or more"),
+        ({"prefill_tokens": 0}, "EngineSizes.prefill_tokens: 0; give 1 or more"),
+        ({"steps": 0}, "EngineSizes.steps: 0; give 1 or more"),
+        ({"page": 0}, "EngineSizes.page: 0; give 1 or more"),
+        ({"slots": 6}, "EngineSizes.slots: 6; they are shared out in lines of fan = 4, make it a multiple"),
+        ({"pages": 16}, "EngineSizes.pages: 16 of 8 tokens; one sequence may have 136, give at least 17"),
     ],
 )
 def test_sizes_that_make_no_engine_are_refused(changes, message):
@@ -1126,7 +1126,7 @@ def test_one_that_waits_for_its_leader_costs_nobody_a_page(small_model, small_fe
 
 
 def test_sharing_without_room_for_all_rows_is_refused():
-    with pytest.raises(ValueError, match=r"engine.read_tokens: 100; .* make it 512 or more"):
+    with pytest.raises(ValueError, match=r"EngineSizes.read_tokens: 100; .* make it 512 or more"):
         dataclasses.replace(SETTINGS, read_tokens=100)
 
 

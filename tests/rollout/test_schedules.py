@@ -196,7 +196,7 @@ class Schedule(RuleBasedStateMachine):
 
     def ask(self, request: Request) -> None:
         if len(request.ids) + request.sampling.max_new_tokens > self.bench.settings.own[-1]:
-            with pytest.raises(ValueError, match="engine.own"):
+            with pytest.raises(ValueError, match="EngineSizes.own"):
                 self.engine.submit(request)
             return
         ticket, count = self.engine.submit(request), len(request.seeds)
