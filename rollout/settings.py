@@ -65,9 +65,7 @@ class EngineSizes:
         for name in ("own", "prefill", "shared"):
             lengths = getattr(self, name)
             if list(lengths) != sorted(set(lengths)) or any(length < 1 or length % self.page for length in lengths):
-                raise ValueError(
-                    f"EngineSizes.{name}: {lengths}; lengths rise and are multiples of EngineSizes.page = {self.page}, change them"
-                )
+                raise ValueError(f"EngineSizes.{name}: {lengths}; lengths rise and are multiples of page = {self.page}, change them")
         if not self.own or not self.prefill:
             raise ValueError(f"EngineSizes.own, prefill: {self.own}, {self.prefill}; give at least one length each")
         if self.shared and self.rows(self.own[0]) < self.slots:
