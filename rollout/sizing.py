@@ -55,19 +55,19 @@ def lengths(limits: ProtocolSettings, frame_tokens: int, frames: int) -> Lengths
     )
 
 
-def engine_sizes(longest: Lengths, tuning: EngineSettings, fan: int, shared: bool = True) -> EngineSizes:
+def engine_sizes(longest: Lengths, settings: EngineSettings, fan: int, shared: bool = True) -> EngineSizes:
     """An engine in which every sequence of these lengths fits.
 
     `fan` is the number of rollouts of one prompt; they read it in one copy where `shared`.
     """
-    page = tuning.page
+    page = settings.page
     prompt, crop = round_up(longest.prompt, page), round_up(longest.crop_prompt, page)
     whole = round_up(max(prompt + longest.response, crop + longest.report), page)
     # Where a prompt is shared, a row reads by itself what follows, and the prompt's last, partial page.
     row = max(longest.response + page, crop + longest.report)
     own = _sizes(min(row, _SHORTEST_READ), whole, page)
     half = round_up(prompt // 2, page)
-    slots = round_up(tuning.slots, fan)
+    slots = round_up(settings.slots, fan)
     return EngineSizes(
         own=own,
         shared=((half, prompt) if half >= _SHORTEST_READ else (prompt,)) if shared else (),
@@ -76,11 +76,11 @@ def engine_sizes(longest: Lengths, tuning: EngineSettings, fan: int, shared: boo
         slots=slots,
         fan=fan,
         page=page,
-        pages=-(-max(whole, tuning.cache_tokens) // page),
-        prefill_tokens=max(prompt, tuning.prefill_tokens),
-        read_tokens=max(slots * own[0], tuning.read_tokens),
-        steps=tuning.steps,
-        paged=tuning.paged,
+        pages=-(-max(whole, settings.cache_tokens) // page),
+        prefill_tokens=max(prompt, settings.prefill_tokens),
+        read_tokens=max(slots * own[0], settings.read_tokens),
+        steps=settings.steps,
+        paged=settings.paged,
     )
 
 
@@ -101,8 +101,8 @@ def sizes_for_single_episodes(protocol: Protocol, overview: int, crop: int, epis
     )
     episode = longest.prompt + longest.response
     episode += limits.max_calls * (longest.crop_prompt + longest.report)
-    tuning = EngineSettings(slots=episodes * limits.max_calls, page=64, cache_tokens=cache_tokens or episodes * episode)
-    return engine_sizes(longest, tuning, fan=limits.max_calls, shared=False)
+    settings = EngineSettings(slots=episodes * limits.max_calls, page=64, cache_tokens=cache_tokens or episodes * episode)
+    return engine_sizes(longest, settings, fan=limits.max_calls, shared=False)
 
 
 def _sizes(first: int, last: int, page: int) -> tuple[int, ...]:
