@@ -11,7 +11,15 @@ from configs.sft import sft_8b, sft_tiny
 from configs.subagents import subagents_tiny
 from configs.vanilla_grpo import vanilla_grpo_8b, vanilla_grpo_tiny
 
-_LARGE = (paravt_8b, vanilla_grpo_8b, exploration_anchoring_8b, nframes_gating_8b, no_tool_reward_8b, no_penalty_8b, sft_8b)
+_LARGE = (
+    paravt_8b,
+    vanilla_grpo_8b,
+    exploration_anchoring_8b,
+    nframes_gating_8b,
+    no_tool_reward_8b,
+    no_penalty_8b,
+    sft_8b,
+)
 _TINY = (
     vanilla_grpo_tiny,
     exploration_anchoring_tiny,

@@ -71,7 +71,9 @@ class LogSettings:
 
     def __post_init__(self):
         if self.episodes < 0:
-            raise ValueError(f"log.episodes: {self.episodes}; give the number of episodes to write down, 0 or more")
+            raise ValueError(
+                f"log.episodes: {self.episodes}; give the number of episodes to write down, 0 or more"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,14 +124,18 @@ class Run:
         if self.world is None:
             return frame_tokens(self.frames, self.vision)
         factor, side = self.vision.patch_size * self.vision.spatial_merge_size, self.world.size
-        height, width = smart_resize(side, side, self.frames.min_pixels, self.frames.max_pixels, factor)
+        height, width = smart_resize(
+            side, side, self.frames.min_pixels, self.frames.max_pixels, factor
+        )
         return height * width // factor**2
 
     def limits(self, dispatch: Dispatch = "parallel") -> ProtocolSettings:
         """Limits of an episode; where crops are shown in the trajectory itself, with room for them."""
         if dispatch != "frames":
             return self.protocol
-        return self.protocol.showing_frames(lengths(self.protocol, self.frame_tokens, 0).crop_prompt)
+        return self.protocol.showing_frames(
+            lengths(self.protocol, self.frame_tokens, 0).crop_prompt
+        )
 
     def lengths(self, frames: int, dispatch: Dispatch = "parallel") -> Lengths:
         """Lengths of sequences whose prompts show up to `frames` frames."""
@@ -146,7 +152,9 @@ class Run:
         """Shapes of an SFT step's batches in a world; see `SFTSettings.shapes`."""
         assert isinstance(self.sft, SFTSettings), f"{self.name} has no SFT on a world"
         assert self.text is not None, "it stands beside every world"
-        return self.sft.shapes(self.lengths(max(self.text.budgets)), self.world_lengths, self.text.demonstrations)
+        return self.sft.shapes(
+            self.lengths(max(self.text.budgets)), self.world_lengths, self.text.demonstrations
+        )
 
     @property
     def world_lengths(self) -> WorldLengths:
@@ -157,7 +165,9 @@ class Run:
     @property
     def packed_shape(self) -> PackedShape:
         """Shape of an SFT step's batch of published data."""
-        assert isinstance(self.sft, PackedSFTSettings) and self.data is not None, f"{self.name} has no SFT on published data"
+        assert isinstance(self.sft, PackedSFTSettings) and self.data is not None, (
+            f"{self.name} has no SFT on published data"
+        )
         return self.sft.shape(self.data.row_tokens)
 
     @property
@@ -184,15 +194,21 @@ class Run:
                 f"start: {self.start} with published data; the weights that another run has trained are a folder like the published "
                 f"ones: leave start empty, and give --model.path {self.start}/model"
             )
-        if self.sft is not None and isinstance(self.sft, PackedSFTSettings) != (self.data is not None):
+        if self.sft is not None and isinstance(self.sft, PackedSFTSettings) != (
+            self.data is not None
+        ):
             raise ValueError(
                 f"sft: {type(self.sft).__name__} with data = {self.data}; published data is trained on in packed rows "
                 "(PackedSFTSettings), a world's in groups (SFTSettings)"
             )
         if (self.text is None) != (self.world is None):
-            raise ValueError(f"text: {self.text} with world = {self.world}; they describe one small world: give both or neither")
+            raise ValueError(
+                f"text: {self.text} with world = {self.world}; they describe one small world: give both or neither"
+            )
         if not 0 <= self.unreadable_share < 1:
-            raise ValueError(f"unreadable_share: {self.unreadable_share}; it is a share of videos, give one from 0 to below 1")
+            raise ValueError(
+                f"unreadable_share: {self.unreadable_share}; it is a share of videos, give one from 0 to below 1"
+            )
         if (self.model.size != "tiny" or self.model.path) and self.align is not None:
             raise ValueError(
                 f"align: set for model.size {self.model.size}, model.path {self.model.path!r}; their towers can see: take a recipe without "
@@ -204,4 +220,6 @@ def change(run: Run, name: str, protocol: dict[str, Any] | None = None, **rl: An
     """`run` under another name with other fields of its protocol and of its RL settings: how an ablation is said."""
     assert run.rl is not None, f"{run.name} has no RL to change"
     limits = dataclasses.replace(run.protocol, **(protocol or {}))
-    return dataclasses.replace(run, name=name, protocol=limits, rl=dataclasses.replace(run.rl, **rl))
+    return dataclasses.replace(
+        run, name=name, protocol=limits, rl=dataclasses.replace(run.rl, **rl)
+    )

@@ -25,7 +25,9 @@ def paradox_tiny() -> Run:
     run = paravt_tiny()
     assert run.rl is not None
     text = TextSettings(multiple_choice=1.0, leak=0.6, unclosed=0.7, untagged=0.25)
-    evaluation = EvaluationSettings(questions=64, samples=2, frames=(4, 16, 64), dispatch=("parallel",), temperatures=(0.7,))
+    evaluation = EvaluationSettings(
+        questions=64, samples=2, frames=(4, 16, 64), dispatch=("parallel",), temperatures=(0.7,)
+    )
     rewards = RewardSettings(format_weight=0.0, tool_weight=0.0, format_cap=False)
     run = dataclasses.replace(run, text=text, evaluation=evaluation)
     return change(run, "paradox_tiny", steps=30, rewards=rewards)

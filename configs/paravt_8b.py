@@ -31,7 +31,9 @@ def paravt_8b() -> Run:
         mesh=MeshSettings(fsdp=16),
         engine=ENGINE,
         # Before and after: the paper's splits are `rollout.evaluate`'s.
-        evaluation=EvaluationSettings(samples=1, frames=(16, 64), dispatch=("parallel",), temperatures=(0.7,)),
+        evaluation=EvaluationSettings(
+            samples=1, frames=(16, 64), dispatch=("parallel",), temperatures=(0.7,)
+        ),
         rl=RLSettings(
             steps=54,
             optimizer=OptimizerSettings(moment_dtype="bfloat16"),

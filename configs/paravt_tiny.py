@@ -41,7 +41,9 @@ def paravt_tiny() -> Run:
             steps=400,
             groups=4,
             windows=32,
-            optimizer=OptimizerSettings("muon", 3e-3, 0.02, "cosine", warmup=0.02, weight_decay=0.0, b2=0.95),
+            optimizer=OptimizerSettings(
+                "muon", 3e-3, 0.02, "cosine", warmup=0.02, weight_decay=0.0, b2=0.95
+            ),
         ),
         rl=RLSettings(
             steps=56,

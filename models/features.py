@@ -48,9 +48,13 @@ class FrameSettings:
     def __post_init__(self):
         for name, least in (("min_pixels", 1), ("batch", 1), ("whole_frames", 0), ("cache_mib", 0)):
             if getattr(self, name) < least:
-                raise ValueError(f"frames.{name}: {getattr(self, name)}; give a whole number of at least {least}")
+                raise ValueError(
+                    f"frames.{name}: {getattr(self, name)}; give a whole number of at least {least}"
+                )
         if self.max_pixels < self.min_pixels:
-            raise ValueError(f"frames.max_pixels: {self.max_pixels}; give at least frames.min_pixels = {self.min_pixels}")
+            raise ValueError(
+                f"frames.max_pixels: {self.max_pixels}; give at least frames.min_pixels = {self.min_pixels}"
+            )
 
 
 def frame_tokens(settings: FrameSettings, vision: VisionConfig) -> int:
@@ -74,15 +78,27 @@ class FrameFeatures:
         version: int = 0,
         source: FrameSource = video,
     ):
-        self.config, self.settings, self.root, self.version, self.source = config, settings, Path(root), version, source
+        self.config, self.settings, self.root, self.version, self.source = (
+            config,
+            settings,
+            Path(root),
+            version,
+            source,
+        )
         if tower is not None:  # None where `_vectors` needs none
             graph, self._weights = nnx.split(tower)
-            self._encode = jax.jit(lambda weights, patches, layout: nnx.merge(graph, weights)(patches, layout))
+            self._encode = jax.jit(
+                lambda weights, patches, layout: nnx.merge(graph, weights)(patches, layout)
+            )
         self._store: collections.OrderedDict[tuple, np.ndarray] = collections.OrderedDict()
-        self._held: collections.Counter[str] = collections.Counter()  # frames in the store, by video
+        self._held: collections.Counter[str] = (
+            collections.Counter()
+        )  # frames in the store, by video
         self._bytes = 0
         self._contents: dict[str, tuple[int, int]] = {}
-        self._infos: collections.OrderedDict[str, tuple[tuple[int, int] | None, video.VideoInfo]] = collections.OrderedDict()
+        self._infos: collections.OrderedDict[
+            str, tuple[tuple[int, int] | None, video.VideoInfo]
+        ] = collections.OrderedDict()
         self.unreadable: dict[str, str] = {}  # videos that opened and could not be decoded, and why
         self.encoded_frames = 0
 
@@ -92,8 +108,12 @@ class FrameFeatures:
         known = self._infos.get(name)
         if known is None or known[0] != content:
             known = self._infos[name] = content, self.source.probe(self.root / name)
-            if len(self._infos) > _INFOS:  # what has frames here is still asked for, even where its file is gone
-                oldest = next((old for old in self._infos if old != name and not self._held[old]), name)
+            if (
+                len(self._infos) > _INFOS
+            ):  # what has frames here is still asked for, even where its file is gone
+                oldest = next(
+                    (old for old in self._infos if old != name and not self._held[old]), name
+                )
                 if oldest != name:
                     del self._infos[oldest]
         self._infos.move_to_end(name)
@@ -113,7 +133,9 @@ class FrameFeatures:
         """`count` frames spread over the whole video."""
         return self._frames(name, video.overview_indices(self.info(name).frames, count))
 
-    def window(self, name: str, start: float, end: float, fps: float, limit: int) -> tuple[Frame, ...]:
+    def window(
+        self, name: str, start: float, end: float, fps: float, limit: int
+    ) -> tuple[Frame, ...]:
         """At most `limit` frames at `fps` of the window [start, end], in seconds."""
         return self._frames(name, video.window_indices(self.info(name), start, end, fps, limit))
 
@@ -180,15 +202,23 @@ class FrameFeatures:
         """Read and encode frames of one video. Batches never mix videos: a frame's vectors do not depend on what else was asked for."""
         grid, count = self.grid(name), self.info(name).frames
         if not 0 <= min(wanted) <= max(wanted) < count:
-            raise video.VideoError(self.root / name, f"it has {count} frames, {min(wanted)} to {max(wanted)} were asked for")
+            raise video.VideoError(
+                self.root / name,
+                f"it has {count} frames, {min(wanted)} to {max(wanted)} were asked for",
+            )
         indices = list(range(count)) if count <= self.settings.whole_frames else wanted
         size = (grid[0] * self.config.vision.patch_size, grid[1] * self.config.vision.patch_size)
         try:
             pixels = [resize(frame, size) for frame in self.source.read(self.root / name, indices)]
         except IndexError as error:
-            raise video.VideoError(self.root / name, f"it had {count} frames and has changed since") from error
+            raise video.VideoError(
+                self.root / name, f"it had {count} frames and has changed since"
+            ) from error
         self.encoded_frames += len(indices)
-        return {self.key(Frame(name, i, 0.0)): row for i, row in zip(indices, self._vectors(pixels, grid), strict=True)}
+        return {
+            self.key(Frame(name, i, 0.0)): row
+            for i, row in zip(indices, self._vectors(pixels, grid), strict=True)
+        }
 
     def _vectors(self, pixels: Sequence[np.ndarray], grid: tuple[int, int]) -> list[np.ndarray]:
         """What is remembered of each of some frames of one size: [tokens, c, d]."""
@@ -196,8 +226,14 @@ class FrameFeatures:
         for first in range(0, len(pixels), batch):
             part = np.zeros((batch, *pixels[0].shape), np.uint8)
             part[: len(pixels) - first] = pixels[first : first + batch]
-            patches = patchify(part, self.config.vision.patch_size, self.config.vision.spatial_merge_size)
-            vectors += list(np.asarray(self._encode(self._weights, patches, layout), np.float32)[: len(pixels) - first])
+            patches = patchify(
+                part, self.config.vision.patch_size, self.config.vision.spatial_merge_size
+            )
+            vectors += list(
+                np.asarray(self._encode(self._weights, patches, layout), np.float32)[
+                    : len(pixels) - first
+                ]
+            )
         return vectors
 
     def _remember(self, fresh: dict[tuple, np.ndarray]) -> None:
@@ -216,4 +252,10 @@ class FrameFeatures:
 
     def key(self, frame: Frame) -> tuple:
         """What a frame's vectors depend on."""
-        return (frame.video, self._content(frame.video), frame.index, *self.grid(frame.video), self.version)
+        return (
+            frame.video,
+            self._content(frame.video),
+            frame.index,
+            *self.grid(frame.video),
+            self.version,
+        )

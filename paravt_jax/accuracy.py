@@ -16,7 +16,9 @@ from typing import Literal
 from paravt_jax.records import Question, QuestionKind
 
 # Commas that group thousands go; the point of a decimal and the sign of a number stay: "1.5" is not "15", ".5" not "5", "-5" not "5".
-_PUNCTUATION = re.compile(r"(?<=\d),(?=\d{3}(?!\d))|(?!(?<![^\W\d])(?<!\.)\.(?=\d))(?!(?<!\w)-(?=\.?\d))[^\w\s]")
+_PUNCTUATION = re.compile(
+    r"(?<=\d),(?=\d{3}(?!\d))|(?!(?<![^\W\d])(?<!\.)\.(?=\d))(?!(?<!\w)-(?=\.?\d))[^\w\s]"
+)
 _ARTICLES = frozenset(("a", "an", "the"))
 
 _LABELS = string.ascii_uppercase
@@ -38,7 +40,9 @@ _MARK = re.compile(r"\s*(?:\(([A-Za-z])\)|\[([A-Za-z])\]|([A-Za-z])[.):,]|([A-Z]
 _LOOSE_MARK = re.compile(r"\s*([B-Zb-z])\s+")  # "B two cats"; "A" is an article there
 _ANSWER = r"(?:\b(?i:answer|option|choice)(?:(?i:\s+is)\b)?|答案[是为]?)\s*:?\s*"
 _IT_IS = r"\b(?i:it|that|this)(?i:\s+is\b|['’]s\b)[:,]?\s*"
-_CHOICE = r"\b(?i:(?:must|should|would)\s+be|choose|pick|select|go\s+with|therefore|thus|hence|so)\b"
+_CHOICE = (
+    r"\b(?i:(?:must|should|would)\s+be|choose|pick|select|go\s+with|therefore|thus|hence|so)\b"
+)
 _SAID = re.compile(rf"\b(?i:answer|option|choice)(?:(?i:\s+is)\b|\s*:)[\s:]*|{_IT_IS}")
 _NAMED = (
     re.compile(rf"{_ANSWER}{_OPENING}({_LIST})"),
@@ -337,7 +341,9 @@ def grounding_accuracy(prediction: str, answer: str) -> float:
     return max(inter, 0.0) / (max(p[1], a[1]) - min(p[0], a[0])) if inter > 0 else 0.0
 
 
-def accuracy(question: Question, prediction: str | None, open_ended: Literal["f1", "exact"] = "f1") -> float:
+def accuracy(
+    question: Question, prediction: str | None, open_ended: Literal["f1", "exact"] = "f1"
+) -> float:
     """R_acc in [0, 1] of an answer's text; no answer scores 0."""
     if prediction is None:
         return 0.0

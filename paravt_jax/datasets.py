@@ -22,9 +22,20 @@ import tensorflow_datasets as tfds
 
 from paravt_jax import video
 from paravt_jax.atomic import write_atomically
-from paravt_jax.records import Caption, ChatTurn, Clip, Conversation, Demonstration, Message, Question, QuestionKind
+from paravt_jax.records import (
+    Caption,
+    ChatTurn,
+    Clip,
+    Conversation,
+    Demonstration,
+    Message,
+    Question,
+    QuestionKind,
+)
 
-Group = tuple[Demonstration, ...]  # demonstrations of one video, frame budget and window: their prompts begin alike
+Group = tuple[
+    Demonstration, ...
+]  # demonstrations of one video, frame budget and window: their prompts begin alike
 Record = Question | Group | Caption | Conversation
 _AnyRecord = TypeVar("_AnyRecord", Question, Group, Caption, Conversation)
 
@@ -41,9 +52,14 @@ class Records(tfds.core.GeneratorBasedBuilder):
         super().__init__(**kwargs)
 
     def _info(self) -> tfds.core.DatasetInfo:
-        features = tfds.features.FeaturesDict({"kind": tfds.features.Text(), "record": tfds.features.Text()})
+        features = tfds.features.FeaturesDict(
+            {"kind": tfds.features.Text(), "record": tfds.features.Text()}
+        )
         return tfds.core.DatasetInfo(
-            builder=self, description="Questions, demonstrations and captions about videos.", features=features, disable_shuffling=True
+            builder=self,
+            description="Questions, demonstrations and captions about videos.",
+            features=features,
+            disable_shuffling=True,
         )
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[int, dict[str, str]]]]:
@@ -62,9 +78,14 @@ def prepare(folder: str | os.PathLike, splits: Mapping[str, Sequence[Record]]) -
     """
     empty = [name for name, records in splits.items() if not records]
     if empty:
-        raise ValueError(f"datasets: no records in split {', '.join(empty)}; leave it out or give it some")
+        raise ValueError(
+            f"datasets: no records in split {', '.join(empty)}; leave it out or give it some"
+        )
     folder = pathlib.Path(folder)
-    mark, fingerprint = folder / _FINGERPRINT, {name: _digest(records) for name, records in splits.items()}
+    mark, fingerprint = (
+        folder / _FINGERPRINT,
+        {name: _digest(records) for name, records in splits.items()},
+    )
     if mark.exists() and json.loads(mark.read_text()) == fingerprint:
         return
     mark.unlink(missing_ok=True)
@@ -72,7 +93,9 @@ def prepare(folder: str | os.PathLike, splits: Mapping[str, Sequence[Record]]) -
     tfds.disable_progress_bar()
     builder = Records(splits, data_dir=str(folder), file_format="array_record")
     with contextlib.redirect_stdout(io.StringIO()):  # it announces a download, and there is none
-        builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
+        builder.download_and_prepare(
+            download_config=tfds.download.DownloadConfig(try_download_gcs=False)
+        )
     write_atomically(mark, json.dumps(fingerprint))
 
 
@@ -104,14 +127,18 @@ def open_split(folder: str | os.PathLike, name: str) -> Split:
         raise ValueError(f"datasets: {folder} holds no prepared data; call prepare first")
     builder = tfds.builder_from_directory(str(folder / Records.name / str(Records.VERSION)))
     if name not in builder.info.splits:
-        raise ValueError(f"datasets: no split {name!r} in {folder}; there are {', '.join(sorted(builder.info.splits))}")
+        raise ValueError(
+            f"datasets: no split {name!r} in {folder}; there are {', '.join(sorted(builder.info.splits))}"
+        )
     return Split(builder.as_data_source(split=name))  # pyright: ignore[reportCallIssue]  # a decorator hides the signature
 
 
 def encode(record: Record) -> tuple[str, str]:
     """The kind of a record and its JSON text."""
     if isinstance(record, tuple):
-        return "demonstrations", json.dumps([dataclasses.asdict(demonstration) for demonstration in record])
+        return "demonstrations", json.dumps(
+            [dataclasses.asdict(demonstration) for demonstration in record]
+        )
     return type(record).__name__.lower(), json.dumps(dataclasses.asdict(record))
 
 
@@ -120,7 +147,11 @@ def decode(kind: str, text: str) -> Record:
     return _DECODERS[kind](json.loads(text))
 
 
-def check_videos(paths: Sequence[str], root: str | os.PathLike, progress: Callable[[int, int], None] | None = None) -> dict[str, str]:
+def check_videos(
+    paths: Sequence[str],
+    root: str | os.PathLike,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, str]:
     """Which of the videos cannot be read, and why, by path; how many are too many is the caller's to say.
 
     Each is listed, not decoded. `progress` is told videos done and in all.
@@ -142,7 +173,9 @@ def video_of(record: Question | Group | Caption) -> str:
 
 
 def _question(stored: dict) -> Question:
-    return Question(**{**stored, "kind": QuestionKind(stored["kind"]), "options": tuple(stored["options"])})
+    return Question(
+        **{**stored, "kind": QuestionKind(stored["kind"]), "options": tuple(stored["options"])}
+    )
 
 
 def _demonstration(stored: dict) -> Demonstration:

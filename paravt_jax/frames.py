@@ -29,7 +29,9 @@ class FrameSource(Protocol):
 
     def probe(self, path: str | os.PathLike) -> video.VideoInfo: ...
 
-    def read(self, path: str | os.PathLike, indices: Sequence[int] | Int64[np.ndarray, " m"]) -> UInt8[np.ndarray, "m h w 3"]: ...
+    def read(
+        self, path: str | os.PathLike, indices: Sequence[int] | Int64[np.ndarray, " m"]
+    ) -> UInt8[np.ndarray, "m h w 3"]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,9 @@ class ReaderSettings:
     def __post_init__(self):
         for name in ("workers", "ready"):
             if getattr(self, name) < 1:
-                raise ValueError(f"reader.{name}: {getattr(self, name)}; give a whole number of at least 1")
+                raise ValueError(
+                    f"reader.{name}: {getattr(self, name)}; give a whole number of at least 1"
+                )
         if not self.deadline > 0:
             raise ValueError(f"reader.deadline: {self.deadline}; give seconds, more than 0")
 
@@ -83,7 +87,9 @@ class FrameReader:
         self.frames = 0  # that were read
         self.late = 0  # reads that nobody had asked for ahead
 
-    def ahead(self, path: str | os.PathLike, wanted: Sequence[int] | Int64[np.ndarray, " m"] | int) -> None:
+    def ahead(
+        self, path: str | os.PathLike, wanted: Sequence[int] | Int64[np.ndarray, " m"] | int
+    ) -> None:
         """Begins to read frames of a file by number, or that many of its overview; at once, and without a word on whether it can."""
         wanted = wanted if isinstance(wanted, int) else tuple(int(n) for n in wanted)
         with self._lock:
@@ -94,11 +100,15 @@ class FrameReader:
         with self._lock:
             futures = list(self._asked.get(str(path), ()))
         for future in futures:
-            with contextlib.suppress(IndexError):  # who asks for frames that are not there is told so by `read`
+            with contextlib.suppress(
+                IndexError
+            ):  # who asks for frames that are not there is told so by `read`
                 return _result(str(path), future).info
         return _result(str(path), self._late(str(path), ())).info
 
-    def read(self, path: str | os.PathLike, indices: Sequence[int] | Int64[np.ndarray, " m"]) -> UInt8[np.ndarray, "m h w 3"]:
+    def read(
+        self, path: str | os.PathLike, indices: Sequence[int] | Int64[np.ndarray, " m"]
+    ) -> UInt8[np.ndarray, "m h w 3"]:
         """As `video.read`, but at the size that frames are shown at. What was asked for ahead is given once, then forgotten."""
         wanted = [int(n) for n in indices]
         with self._lock:
@@ -106,7 +116,9 @@ class FrameReader:
         for future in list(futures):
             try:
                 found = _result(str(path), future)
-            except IndexError:  # somebody's frames are not there; a late reading says whether these are
+            except (
+                IndexError
+            ):  # somebody's frames are not there; a late reading says whether these are
                 futures.remove(future)
                 continue
             if set(wanted) <= set(found.indices):
@@ -138,7 +150,9 @@ class FrameReader:
     def _ask(self, path: str, wanted: tuple[int, ...] | int) -> Future[_Found]:
         future = self._workers.submit(_Task(path, wanted, self.settings))
         self._asked.setdefault(path, []).append(future)
-        while sum(map(len, self._asked.values())) > self.settings.ready:  # nobody came for the oldest
+        while (
+            sum(map(len, self._asked.values())) > self.settings.ready
+        ):  # nobody came for the oldest
             self._asked.popitem(last=False)
         return future
 
@@ -164,7 +178,11 @@ def _read(task: _Task) -> _Found:
     """A worker's whole job. No frames are read where none are wanted."""
     info = video.probe(task.path)
     wanted = task.wanted
-    indices = tuple(video.overview_indices(info.frames, wanted).tolist()) if isinstance(wanted, int) else wanted
+    indices = (
+        tuple(video.overview_indices(info.frames, wanted).tolist())
+        if isinstance(wanted, int)
+        else wanted
+    )
     if not indices:
         return _Found(info, (), np.zeros((0, 0, 0, 3), np.uint8))
     settings = task.settings
@@ -173,4 +191,8 @@ def _read(task: _Task) -> _Found:
         size = smart_resize(info.height, info.width, *limits, settings.factor)
     except ValueError as error:  # its frames are too long and thin to be shown
         raise video.VideoError(task.path, str(error)) from error
-    return _Found(info, indices, np.stack([video.resize(frame, size) for frame in video.read(task.path, indices)]))
+    return _Found(
+        info,
+        indices,
+        np.stack([video.resize(frame, size) for frame in video.read(task.path, indices)]),
+    )

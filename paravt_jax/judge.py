@@ -38,7 +38,10 @@ _RULES = (
 )
 # Some servers read their chat template's markers ("<|im_end|>", "[INST]") in a message's text too; an answer must not write them.
 _MARKERS = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<["}
-_SCORE = re.compile(r"[\s*`\"']*(?:(?:score|grade)[\s*]*[:=][\s*]*)?(0(?:\.0+)?|0?\.50*|1(?:\.0+)?)[\s*`\"'.]*", re.IGNORECASE)
+_SCORE = re.compile(
+    r"[\s*`\"']*(?:(?:score|grade)[\s*]*[:=][\s*]*)?(0(?:\.0+)?|0?\.50*|1(?:\.0+)?)[\s*`\"'.]*",
+    re.IGNORECASE,
+)
 
 _REMEDIES = {
     400: "check model, and that it takes temperature and max_tokens",
@@ -83,18 +86,26 @@ class JudgeSettings:
             "the environment variable of JudgeSettings.key_variable",
         )
         if not self.model.strip():
-            raise ValueError(f"JudgeSettings.model: {self.model!r} names no model; give the name the endpoint knows")
-        if not re.fullmatch("(?:[A-Z_][A-Z0-9_]*)?", self.key_variable):  # not shown: it may be a key
+            raise ValueError(
+                f"JudgeSettings.model: {self.model!r} names no model; give the name the endpoint knows"
+            )
+        if not re.fullmatch(
+            "(?:[A-Z_][A-Z0-9_]*)?", self.key_variable
+        ):  # not shown: it may be a key
             raise ValueError(
                 "JudgeSettings.key_variable: its value is no name of capitals, digits and _; "
                 "give the name of the environment variable that holds the key, not the key"
             )
         for name in ("timeout", "time_limit"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"JudgeSettings.{name}: {getattr(self, name)} is no time to wait; give seconds above 0")
+                raise ValueError(
+                    f"JudgeSettings.{name}: {getattr(self, name)} is no time to wait; give seconds above 0"
+                )
         for name in ("wait", "wait_limit"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"JudgeSettings.{name}: {getattr(self, name)} is no time to wait; give seconds of at least 0")
+                raise ValueError(
+                    f"JudgeSettings.{name}: {getattr(self, name)} is no time to wait; give seconds of at least 0"
+                )
         for name in ("attempts", "concurrency", "answer_chars", "reply_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"JudgeSettings.{name}: {getattr(self, name)}; give 1 or more")
@@ -137,21 +148,37 @@ class _Failure:
     wait: float = 0.0
 
 
-_Replies = tuple[list[float | None], JudgeCounts]  # of a batch, in order; None where an answer stayed without a score
+_Replies = tuple[
+    list[float | None], JudgeCounts
+]  # of a batch, in order; None where an answer stayed without a score
 
 
 def needs_judge(question: Question, prediction: str | None) -> bool:
     """Whether an answer is a matter of opinion: open-ended, not empty, and not the right answer's own words."""
     open_ended = question.kind is QuestionKind.OPEN_ENDED
-    return open_ended and prediction is not None and bool(prediction.strip()) and not exact_match(prediction, question.answer)
+    return (
+        open_ended
+        and prediction is not None
+        and bool(prediction.strip())
+        and not exact_match(prediction, question.answer)
+    )
 
 
 def request(settings: JudgeSettings, question: Question, prediction: str) -> dict[str, Any]:
     """The body of a chat completion that asks for one score. The texts stand in JSON strings, which no answer can close."""
-    texts = {"question": question.text, "right_answer": question.answer, "given_answer": prediction[: settings.answer_chars]}
+    texts = {
+        "question": question.text,
+        "right_answer": question.answer,
+        "given_answer": prediction[: settings.answer_chars],
+    }
     content = json.dumps(texts, ensure_ascii=False).translate(_MARKERS)
     messages = [{"role": "system", "content": _RULES}, {"role": "user", "content": content}]
-    return {"model": settings.model, "messages": messages, "temperature": 0, "max_tokens": settings.reply_tokens}
+    return {
+        "model": settings.model,
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": settings.reply_tokens,
+    }
 
 
 def read_score(text: str) -> float | None:
@@ -196,10 +223,15 @@ class Judge:
         if asked:
             replies, self.counts = self._in_thread(asked)
             judged.update(zip(asked, replies, strict=True))
-        return [accuracy(q, p) if (score := judged.get((q, p))) is None else score for q, p in items]
+        return [
+            accuracy(q, p) if (score := judged.get((q, p))) is None else score for q, p in items
+        ]
 
     def _client(self) -> httpx2.AsyncClient:
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # packed, a small body could become a huge one
+        headers = {
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",
+        }  # packed, a small body could become a huge one
         if key := _key(self.settings):
             headers["Authorization"] = f"Bearer {key}"
         connections = self.settings.concurrency
@@ -229,18 +261,36 @@ class Judge:
         s, counts = self.settings, JudgeCounts(asked=len(asked))
         places = asyncio.Semaphore(s.concurrency)
         async with self._client() as client:
-            tasks = [asyncio.create_task(self._judge(client, places, counts, q, p)) for q, p in asked]
+            tasks = [
+                asyncio.create_task(self._judge(client, places, counts, q, p)) for q, p in asked
+            ]
             done, late = await asyncio.wait(tasks, timeout=s.time_limit)
             for task in late:
                 task.cancel()
             counts.late, counts.fell_back = len(late), counts.asked - counts.answered
             if late:
-                self._tell("late", f"{len(late)} answers had no score after time_limit = {s.time_limit} s", "raise it, or concurrency")
-            outcome.set_result(([task.result() if task in done else None for task in tasks], dataclasses.replace(counts)))
-            await asyncio.gather(*late, return_exceptions=True)  # connections are closed when nobody waits any more
+                self._tell(
+                    "late",
+                    f"{len(late)} answers had no score after time_limit = {s.time_limit} s",
+                    "raise it, or concurrency",
+                )
+            outcome.set_result(
+                (
+                    [task.result() if task in done else None for task in tasks],
+                    dataclasses.replace(counts),
+                )
+            )
+            await asyncio.gather(
+                *late, return_exceptions=True
+            )  # connections are closed when nobody waits any more
 
     async def _judge(
-        self, client: httpx2.AsyncClient, places: asyncio.Semaphore, counts: JudgeCounts, question: Question, prediction: str
+        self,
+        client: httpx2.AsyncClient,
+        places: asyncio.Semaphore,
+        counts: JudgeCounts,
+        question: Question,
+        prediction: str,
     ) -> float | None:
         """One answer's score after as many attempts as it takes; None where it stays without."""
         s, wait = self.settings, self.settings.wait
@@ -265,7 +315,10 @@ class Judge:
         s = self.settings
         url = s.endpoint.rstrip("/") + "/chat/completions"
         try:
-            async with asyncio.timeout(s.timeout), client.stream("POST", url, content=body) as response:
+            async with (
+                asyncio.timeout(s.timeout),
+                client.stream("POST", url, content=body) as response,
+            ):
                 if not response.is_success:
                     return self._refused(response)
                 reply = b""
@@ -274,9 +327,17 @@ class Judge:
                     if len(reply) > _BODY_LIMIT:
                         break
         except TimeoutError:
-            return _Failure("timed_out", f"no reply within timeout = {s.timeout} s", "raise it, or lower concurrency")
+            return _Failure(
+                "timed_out",
+                f"no reply within timeout = {s.timeout} s",
+                "raise it, or lower concurrency",
+            )
         except httpx2.HTTPError as error:  # its kind tells enough; its text may quote what was sent
-            return _Failure("unreachable", f"the connection failed ({type(error).__name__})", "check endpoint, and that its server runs")
+            return _Failure(
+                "unreachable",
+                f"the connection failed ({type(error).__name__})",
+                "check endpoint, and that its server runs",
+            )
         score = read_reply(reply) if len(reply) <= _BODY_LIMIT else None
         if score is None:
             remedy = "check that endpoint is an OpenAI-compatible API, and that model answers without thinking aloud"
@@ -296,7 +357,12 @@ class Judge:
         """Says once a cause why answers are scored by F1; how many are is in the counts."""
         if cause not in self._told:
             self._told.add(cause)
-            _log.warning("judge %s: %s; F1 scores instead. Remedy (JudgeSettings): %s", self.settings.endpoint, what, remedy)
+            _log.warning(
+                "judge %s: %s; F1 scores instead. Remedy (JudgeSettings): %s",
+                self.settings.endpoint,
+                what,
+                remedy,
+            )
 
 
 def _key(settings: JudgeSettings) -> str | None:

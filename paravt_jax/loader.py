@@ -26,10 +26,16 @@ def stream(
     Raises ValueError for an empty source or a shard that does not exist.
     """
     if not len(source) or batch < 1:
-        raise ValueError(f"loader: {len(source)} records in batches of {batch}; both need at least 1")
+        raise ValueError(
+            f"loader: {len(source)} records in batches of {batch}; both need at least 1"
+        )
     if not 0 <= process_index < process_count:
-        raise ValueError(f"loader: process {process_index} of {process_count}; give an index from 0 to {process_count - 1}")
-    order = grain.MapDataset.source(source).seed(seed).shuffle().repeat()[process_index::process_count]
+        raise ValueError(
+            f"loader: process {process_index} of {process_count}; give an index from 0 to {process_count - 1}"
+        )
+    order = (
+        grain.MapDataset.source(source).seed(seed).shuffle().repeat()[process_index::process_count]
+    )
     batches = order.batch(batch, drop_remainder=True, batch_fn=tuple)
     # Reading a record is cheap, so no threads: nothing runs on when a process is told to end.
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
@@ -41,7 +47,9 @@ class Ahead(Generic[_Record]):
     The state is the stream's as of the batch that comes next: what was looked at ahead comes again where a run goes on.
     """
 
-    def __init__(self, source: grain.DatasetIterator[_Record], depth: int, start: Callable[[_Record], None]):
+    def __init__(
+        self, source: grain.DatasetIterator[_Record], depth: int, start: Callable[[_Record], None]
+    ):
         if depth < 0:
             raise ValueError(f"loader: {depth} batches ahead; give 0 or more")
         self._source, self._depth, self._start = source, depth, start

@@ -31,7 +31,9 @@ def pack(lengths: Sequence[int], length: int) -> Packing:
     `lengths` of the samples and `length` of a row, in tokens. ValueError for a sample or a row of less than one token.
     """
     if length < 1 or min(lengths, default=1) < 1:
-        raise ValueError(f"packing: rows of {length} tokens, the shortest sample has {min(lengths, default=1)}; both need at least 1")
+        raise ValueError(
+            f"packing: rows of {length} tokens, the shortest sample has {min(lengths, default=1)}; both need at least 1"
+        )
     rows: list[list[int]] = []
     left_out: list[int] = []
     room = _Room(len(lengths), length)

@@ -22,7 +22,9 @@ MIN_THINK = 10  # characters of a substantive think (REFERENCE 3)
 
 _TAG = re.compile(TAG_PATTERN)
 _END_TOKENS = re.compile(r"<\|im_end\|>|<\|endoftext\|>")
-_PLAIN_NUMBER = re.compile(r"([+-]?[0-9]+(?:\.[0-9]*)?|[+-]?\.[0-9]+)\s*(?:s|secs?|seconds?)?", re.IGNORECASE)
+_PLAIN_NUMBER = re.compile(
+    r"([+-]?[0-9]+(?:\.[0-9]*)?|[+-]?\.[0-9]+)\s*(?:s|secs?|seconds?)?", re.IGNORECASE
+)
 _CLOCK = re.compile(r"(?:([0-9]+):)?([0-9]+):([0-5]?[0-9](?:\.[0-9]+)?)")
 _FORM = '{"name": "crop_video", "arguments": {"start_time": 12, "end_time": 28}}'
 
@@ -84,7 +86,9 @@ def _read_call(body: str) -> CropCall | Malformed:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return Malformed(f"The tool call names no tool. Write it as {_FORM}.")
     if call["name"] != TOOL_NAME:
-        return Malformed(f"There is no such tool. The only tool is {TOOL_NAME}.", CallStatus.UNKNOWN_TOOL)
+        return Malformed(
+            f"There is no such tool. The only tool is {TOOL_NAME}.", CallStatus.UNKNOWN_TOOL
+        )
     arguments = call.get("arguments")
     if isinstance(arguments, str):  # some chat formats write the arguments as JSON text
         try:
@@ -101,7 +105,10 @@ def _read_call(body: str) -> CropCall | Malformed:
         if seconds is None:
             return Malformed(f"{field} is not a time. Give start_time and end_time in seconds.")
         if not math.isfinite(seconds):
-            return Malformed(f"{field} is not a finite number. Give start_time and end_time in seconds.", CallStatus.BAD_WINDOW)
+            return Malformed(
+                f"{field} is not a finite number. Give start_time and end_time in seconds.",
+                CallStatus.BAD_WINDOW,
+            )
         times.append(seconds)
     return CropCall(*times)
 
@@ -114,7 +121,9 @@ def parse_calls(text: str) -> list[CropCall | Malformed]:
     """
     calls: list[CropCall | Malformed] = []
     opened: Tag | None = None
-    unclosed = Malformed(f"The tool call was not closed. Write it between tool_call tags as {_FORM}.")
+    unclosed = Malformed(
+        f"The tool call was not closed. Write it between tool_call tags as {_FORM}."
+    )
     for tag in find_tags(text):
         if tag.name == "tool_call" and tag.closing:
             if opened is not None:
@@ -125,7 +134,9 @@ def parse_calls(text: str) -> list[CropCall | Malformed]:
                 calls.append(unclosed)
             opened = tag if tag.name == "tool_call" else None
             if tag.name == "tool_code":
-                calls.append(Malformed(f"Code is not run. Write the call between tool_call tags as {_FORM}."))
+                calls.append(
+                    Malformed(f"Code is not run. Write the call between tool_call tags as {_FORM}.")
+                )
     if opened is not None:
         calls.append(unclosed)
     return calls
@@ -138,7 +149,11 @@ def resolve_window(call: CropCall, duration: float) -> tuple[CropCall, CallStatu
     """
 
     def refuse(why: str) -> tuple[CropCall, CallStatus, str]:
-        return call, CallStatus.BAD_WINDOW, f"{why} The video runs from 0 to {duration:.1f} seconds."
+        return (
+            call,
+            CallStatus.BAD_WINDOW,
+            f"{why} The video runs from 0 to {duration:.1f} seconds.",
+        )
 
     if not (math.isfinite(call.start) and math.isfinite(call.end)):
         return refuse("The window is not finite.")
@@ -151,7 +166,11 @@ def resolve_window(call: CropCall, duration: float) -> tuple[CropCall, CallStatu
     window = CropCall(max(call.start, 0.0), min(call.end, duration))
     if window == call:
         return window, CallStatus.EXECUTED, ""
-    return window, CallStatus.CLAMPED, f"The window was cut to {window.start:.1f} to {window.end:.1f} seconds, where the video is."
+    return (
+        window,
+        CallStatus.CLAMPED,
+        f"The window was cut to {window.start:.1f} to {window.end:.1f} seconds, where the video is.",
+    )
 
 
 def block_spans(tags: Sequence[Tag], name: str) -> list[tuple[Tag, Tag]]:
@@ -172,10 +191,16 @@ def extract_answer(text: str) -> str | None:
     A think that is never closed hides nothing: what follows it can still be an answer, only not a well-formed turn.
     """
     tags = find_tags(text)
-    hidden = [(a.start, b.end) for name in BLOCKS if name != "answer" for a, b in block_spans(tags, name)]
+    hidden = [
+        (a.start, b.end) for name in BLOCKS if name != "answer" for a, b in block_spans(tags, name)
+    ]
     for opening, closing in reversed(block_spans(tags, "answer")):
         content = text[opening.end : closing.start].strip()
-        if content and not _TAG.search(content) and not any(a < opening.start < b for a, b in hidden):
+        if (
+            content
+            and not _TAG.search(content)
+            and not any(a < opening.start < b for a, b in hidden)
+        ):
             return content
     return None
 
@@ -204,7 +229,10 @@ def tags_balanced(text: str) -> bool:
 
 def _strictly_paired(tags: Sequence[Tag]) -> bool:
     """Whether the tags are blocks one after the other, none inside another."""
-    return len(tags) % 2 == 0 and all(not a.closing and b.closing and a.name == b.name for a, b in zip(tags[::2], tags[1::2], strict=True))
+    return len(tags) % 2 == 0 and all(
+        not a.closing and b.closing and a.name == b.name
+        for a, b in zip(tags[::2], tags[1::2], strict=True)
+    )
 
 
 def turn_is_well_formed(text: str, final: bool) -> bool:
@@ -213,16 +241,29 @@ def turn_is_well_formed(text: str, final: bool) -> bool:
     """
     tags = find_tags(text)
     names = [tag.name for tag in tags]
-    if not _strictly_paired(tags) or not text.lstrip().startswith("<think>") or names.count("think") != 2:
+    if (
+        not _strictly_paired(tags)
+        or not text.lstrip().startswith("<think>")
+        or names.count("think") != 2
+    ):
         return False
     if final:
         tail = _END_TOKENS.sub("", text[tags[-1].end :])
-        return names[2:] == ["answer", "answer"] and extract_answer(text) is not None and not tail.strip()
-    return len(names) > 2 and set(names[2:]) == {"tool_call"} and all(isinstance(call, CropCall) for call in parse_calls(text))
+        return (
+            names[2:] == ["answer", "answer"]
+            and extract_answer(text) is not None
+            and not tail.strip()
+        )
+    return (
+        len(names) > 2
+        and set(names[2:]) == {"tool_call"}
+        and all(isinstance(call, CropCall) for call in parse_calls(text))
+    )
 
 
 def format_compliant(turns: Sequence[Turn]) -> bool:
     """The f of one episode: every turn is finished and well formed, and the last one ends in an answer block."""
     return bool(turns) and all(
-        not turn.truncated and turn_is_well_formed(turn.text, final=i == len(turns) - 1) for i, turn in enumerate(turns)
+        not turn.truncated and turn_is_well_formed(turn.text, final=i == len(turns) - 1)
+        for i, turn in enumerate(turns)
     )

@@ -26,7 +26,13 @@ from paravt_jax.records import Conversation, Question
 from paravt_jax.row_reading import Kept, LeftOut, Reading, read_row
 from paravt_jax.workers import WorkerError, Workers
 
-SUMMARY, LEFT_OUT, LENGTHS, PLAN, _WORK = "summary.json", "left_out.jsonl", "lengths.json", "plan.json", "work-"
+SUMMARY, LEFT_OUT, LENGTHS, PLAN, _WORK = (
+    "summary.json",
+    "left_out.jsonl",
+    "lengths.json",
+    "plan.json",
+    "work-",
+)
 _CHUNK = 64  # rows
 
 Row = dict[str, Any] | Refused
@@ -36,9 +42,17 @@ def find_tables(folder: pathlib.Path) -> list[Table]:
     """The parquet files under a folder, in the order of their names. FileNotFoundError where there are none."""
     files = sorted(folder.rglob("*.parquet"), key=lambda path: path.name)
     if not files:
-        raise FileNotFoundError(f"{folder}: no parquet files; give the folder of ParaVT/ParaVT-Parquet")
-    if twice := [name for name, count in collections.Counter(path.name for path in files).items() if count > 1]:
-        raise ValueError(f"{folder}: {twice[0]} is there twice; rows are named after their file, keep one")
+        raise FileNotFoundError(
+            f"{folder}: no parquet files; give the folder of ParaVT/ParaVT-Parquet"
+        )
+    if twice := [
+        name
+        for name, count in collections.Counter(path.name for path in files).items()
+        if count > 1
+    ]:
+        raise ValueError(
+            f"{folder}: {twice[0]} is there twice; rows are named after their file, keep one"
+        )
     return [open_table(path) for path in files]
 
 
@@ -68,13 +82,25 @@ def prepare(
             done += chunk_rows
             tell(done, total)
     outcomes = _Outcomes(work)
-    splits = {name: records for name in ("questions", "conversations") if len(records := outcomes.records(name))}
+    splits = {
+        name: records
+        for name in ("questions", "conversations")
+        if len(records := outcomes.records(name))
+    }
     summary = _summarise(outcomes, [table.split for table in tables])
     write_atomically(folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
-    write_atomically(folder / LEFT_OUT, "".join(json.dumps(dataclasses.asdict(left)) + "\n" for left in outcomes.left_out()))
-    write_atomically(folder / LENGTHS, json.dumps([row.tokens for row in outcomes.kept() if row.kind == "conversation"]))
+    write_atomically(
+        folder / LEFT_OUT,
+        "".join(json.dumps(dataclasses.asdict(left)) + "\n" for left in outcomes.left_out()),
+    )
+    write_atomically(
+        folder / LENGTHS,
+        json.dumps([row.tokens for row in outcomes.kept() if row.kind == "conversation"]),
+    )
     if not splits:
-        raise ValueError(f"{folder}: none of {total} rows can be used; {folder / LEFT_OUT} says why, the commonest: {_commonest(summary)}")
+        raise ValueError(
+            f"{folder}: none of {total} rows can be used; {folder / LEFT_OUT} says why, the commonest: {_commonest(summary)}"
+        )
     datasets.prepare(folder / "records", splits)
     write_atomically(folder / PLAN, json.dumps(plan, indent=1) + "\n")
     for old in folder.glob(_WORK + "*"):
@@ -100,44 +126,69 @@ def known_summary(folder: pathlib.Path, reading: Reading) -> dict[str, Any] | No
     if not (folder / PLAN).exists():
         return None
     plan = _plan([], reading)
-    _require_same(folder, {name: value for name, value in plan.items() if name not in ("files", "root")})
+    _require_same(
+        folder, {name: value for name, value in plan.items() if name not in ("files", "root")}
+    )
     return json.loads((folder / SUMMARY).read_text())
 
 
 def open_prepared(folder: pathlib.Path) -> Prepared:
     """The set in a folder. FileNotFoundError where none has been finished there."""
     if not (folder / PLAN).exists():
-        raise FileNotFoundError(f"{folder}: holds no prepared set; prepare it first (python -m train.prepare)")
-    plan, summary, lengths = (json.loads((folder / name).read_text()) for name in (PLAN, SUMMARY, LENGTHS))
+        raise FileNotFoundError(
+            f"{folder}: holds no prepared set; prepare it first (python -m train.prepare)"
+        )
+    plan, summary, lengths = (
+        json.loads((folder / name).read_text()) for name in (PLAN, SUMMARY, LENGTHS)
+    )
     there = {
         name: datasets.open_split(folder / "records", name) if count else ()
-        for name, count in (("questions", summary["kept"] - len(lengths)), ("conversations", len(lengths)))
+        for name, count in (
+            ("questions", summary["kept"] - len(lengths)),
+            ("conversations", len(lengths)),
+        )
     }
     root = pathlib.Path(plan.pop("root"))
     digest = hashlib.sha256(json.dumps([plan, summary, lengths]).encode()).hexdigest()
-    return Prepared(root, there["questions"], there["conversations"], tuple(lengths), summary, digest)
+    return Prepared(
+        root, there["questions"], there["conversations"], tuple(lengths), summary, digest
+    )
 
 
 def _plan(tables: Sequence[Table], reading: Reading) -> dict[str, Any]:
     """What decides the set, as JSON brings it back."""
     files = {table.path.name: [table.rows, table.path.stat().st_size] for table in tables}
-    tokenizer = hashlib.sha256((pathlib.Path(reading.tokenizer) / "tokenizer.json").read_bytes()).hexdigest()
-    return json.loads(json.dumps({"files": files, **dataclasses.asdict(reading), "tokenizer": tokenizer}))
+    tokenizer = hashlib.sha256(
+        (pathlib.Path(reading.tokenizer) / "tokenizer.json").read_bytes()
+    ).hexdigest()
+    return json.loads(
+        json.dumps({"files": files, **dataclasses.asdict(reading), "tokenizer": tokenizer})
+    )
 
 
 def _require_same(folder: pathlib.Path, plan: dict[str, Any]) -> None:
     found = json.loads((folder / PLAN).read_text())
-    differences = [f"{name}: {found.get(name)} -> {plan[name]}" for name in plan if found.get(name) != plan[name]]
+    differences = [
+        f"{name}: {found.get(name)} -> {plan[name]}"
+        for name in plan
+        if found.get(name) != plan[name]
+    ]
     if differences:
         raise ValueError(
-            f"{folder} holds a set prepared otherwise (there -> asked for):\n  " + "\n  ".join(differences) + "\nName another folder, "
+            f"{folder} holds a set prepared otherwise (there -> asked for):\n  "
+            + "\n  ".join(differences)
+            + "\nName another folder, "
             "delete this one, or ask for what it holds."
         )
 
 
-def _chunks(tables: Sequence[Table], work: pathlib.Path, pool: Workers, ahead: int) -> Iterator[int]:
+def _chunks(
+    tables: Sequence[Table], work: pathlib.Path, pool: Workers, ahead: int
+) -> Iterator[int]:
     """Does every chunk of rows that is not there yet; yields the number of rows of each chunk that is."""
-    waiting: collections.deque[tuple[pathlib.Path, list[tuple[str, str, Any]]]] = collections.deque()
+    waiting: collections.deque[tuple[pathlib.Path, list[tuple[str, str, Any]]]] = (
+        collections.deque()
+    )
     for table in tables:
         for number, rows in enumerate(_batched(read_rows(table))):
             file = work / f"{table.path.stem}-{number:06d}.jsonl"
@@ -145,8 +196,13 @@ def _chunks(tables: Sequence[Table], work: pathlib.Path, pool: Workers, ahead: i
                 yield len(rows)
                 continue
             ids = [f"{table.path.stem}:{number * _CHUNK + n}" for n in range(len(rows))]
-            futures = [pool.submit((table.rl, id, table.split, row)) for id, row in zip(ids, rows, strict=True)]
-            waiting.append((file, [(id, table.split, future) for id, future in zip(ids, futures, strict=True)]))
+            futures = [
+                pool.submit((table.rl, id, table.split, row))
+                for id, row in zip(ids, rows, strict=True)
+            ]
+            waiting.append(
+                (file, [(id, table.split, future) for id, future in zip(ids, futures, strict=True)])
+            )
             while len(waiting) * _CHUNK > ahead + _CHUNK:
                 yield _finish(*waiting.popleft())
     while waiting:
@@ -209,7 +265,12 @@ class _Records(Sequence):
     """The records of one kind, read from the chunks when they are asked for: all of them at once may be more than fits into memory."""
 
     def __init__(self, files: Sequence[pathlib.Path], kind: str):
-        self._where = [(file, n) for file in files for n, line in enumerate(_read(file)) if line.get("kind") == kind]
+        self._where = [
+            (file, n)
+            for file in files
+            for n, line in enumerate(_read(file))
+            if line.get("kind") == kind
+        ]
         self._chunk: tuple[pathlib.Path, list[dict[str, Any]]] | None = None
 
     def __len__(self) -> int:
@@ -239,7 +300,11 @@ def _summarise(outcomes: _Outcomes, sources: Sequence[str]) -> dict[str, Any]:
         "sources": {
             source: {
                 "kept": sum(row.source == source for row in kept),
-                "left_out": dict(collections.Counter(str(row.reason) for row in left if row.source == source).most_common()),
+                "left_out": dict(
+                    collections.Counter(
+                        str(row.reason) for row in left if row.source == source
+                    ).most_common()
+                ),
             }
             for source in dict.fromkeys(sources)
         },
@@ -260,8 +325,14 @@ def _quantiles(values: Sequence[float]) -> dict[str, float]:
         return {}
     ordered = sorted(values)
     at = {"least": 0.0, "median": 0.5, "nine_tenths": 0.9, "most": 1.0}
-    found = {name: ordered[min(math.floor(share * len(ordered)), len(ordered) - 1)] for name, share in at.items()}
-    return {name: round(float(value), 3) for name, value in (found | {"mean": sum(ordered) / len(ordered)}).items()}
+    found = {
+        name: ordered[min(math.floor(share * len(ordered)), len(ordered) - 1)]
+        for name, share in at.items()
+    }
+    return {
+        name: round(float(value), 3)
+        for name, value in (found | {"mean": sum(ordered) / len(ordered)}).items()
+    }
 
 
 def _commonest(summary: dict[str, Any]) -> str:

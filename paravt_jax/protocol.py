@@ -61,7 +61,9 @@ CROP_TOOL = {
 _TASK = "You answer a question about a video. You see a few frames of it, each after its time.\n"
 _PLAN = "Where they do not show enough, call crop_video on every window that matters; each window comes back as a short report.\n"
 _FORM = "Think first, then call the tool or give the final answer as <answer>answer</answer>; a span of time is [start, end] in seconds."
-_ANSWER = "give the final answer as <answer>answer</answer>; a span of time is [start, end] in seconds."
+_ANSWER = (
+    "give the final answer as <answer>answer</answer>; a span of time is [start, end] in seconds."
+)
 _ALONE: dict[str, str] = {  # prompts that know no tool
     "direct": f"{_TASK}Do not think aloud: {_ANSWER}",
     "reasoning": f"{_TASK}Think first, between <think> and </think>, then {_ANSWER}",
@@ -77,7 +79,12 @@ _TOOLS_TAIL = (
     "<tool_call></tool_call> XML tags:\n<tool_call>\n"
     '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 )
-_BAD_CALLS = ("<tool_code></tool_code>", "<tool_call>", "<tool_call></tool_call>", "<tool_call>{}</tool_call>")  # what goes wrong most
+_BAD_CALLS = (
+    "<tool_code></tool_code>",
+    "<tool_call>",
+    "<tool_call></tool_call>",
+    "<tool_call>{}</tool_call>",
+)  # what goes wrong most
 _SUMMARY_REQUEST = "\nSay in one short sentence what these frames show, with times in seconds."
 _ANSWER_NOW = "\nNo more calls can be made. Give the final answer."
 _TO_ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
@@ -117,16 +124,32 @@ class ProtocolSettings:
 
     def __post_init__(self):
         if self.prompt not in get_args(Prompt):
-            raise ValueError(f"protocol.prompt: {self.prompt!r}; choose one of {', '.join(get_args(Prompt))}")
+            raise ValueError(
+                f"protocol.prompt: {self.prompt!r}; choose one of {', '.join(get_args(Prompt))}"
+            )
         if self.prompt == "direct" and self.pin_think:
-            raise ValueError("protocol.pin_think: True with protocol.prompt 'direct', which does not think; set it to False")
+            raise ValueError(
+                "protocol.pin_think: True with protocol.prompt 'direct', which does not think; set it to False"
+            )
         if self.max_tool_turns < 0:
             raise ValueError(f"protocol.max_tool_turns: {self.max_tool_turns}; give 0 or more")
-        for name in ("max_calls", "turn_tokens", "summary_tokens", "trajectory_tokens", "text_tokens", "label_tokens", "crop_frames"):
+        for name in (
+            "max_calls",
+            "turn_tokens",
+            "summary_tokens",
+            "trajectory_tokens",
+            "text_tokens",
+            "label_tokens",
+            "crop_frames",
+        ):
             if getattr(self, name) < 1:
-                raise ValueError(f"protocol.{name}: {getattr(self, name)}; give a whole number of at least 1")
+                raise ValueError(
+                    f"protocol.{name}: {getattr(self, name)}; give a whole number of at least 1"
+                )
         if not 0 < self.crop_fps < math.inf:
-            raise ValueError(f"protocol.crop_fps: {self.crop_fps}; give frames a second, a finite number above 0")
+            raise ValueError(
+                f"protocol.crop_fps: {self.crop_fps}; give frames a second, a finite number above 0"
+            )
 
     def showing_frames(self, crop_tokens: int) -> ProtocolSettings:
         """The same limits where crops are shown in the trajectory itself (dispatch `frames`), which then
@@ -137,8 +160,14 @@ class ProtocolSettings:
 
 def render_call(call: CropCall) -> str:
     """A `crop_video` call as the model is taught to write it."""
-    arguments = {"video_path": VIDEO_NAME, "start_time": _number(call.start), "end_time": _number(call.end)}
-    return f"<tool_call>\n{json.dumps({'name': 'crop_video', 'arguments': arguments})}\n</tool_call>"
+    arguments = {
+        "video_path": VIDEO_NAME,
+        "start_time": _number(call.start),
+        "end_time": _number(call.end),
+    }
+    return (
+        f"<tool_call>\n{json.dumps({'name': 'crop_video', 'arguments': arguments})}\n</tool_call>"
+    )
 
 
 def system_text(tools: bool, prompt: Prompt = "agentic", video: bool = True) -> str:
@@ -156,7 +185,9 @@ def system_text(tools: bool, prompt: Prompt = "agentic", video: bool = True) -> 
 
 def question_text(question: Question) -> str:
     """The question as the user puts it: options as "A. ...", one a line."""
-    options = "".join(f"\n{chr(ord('A') + i)}. {option.strip()}" for i, option in enumerate(question.options))
+    options = "".join(
+        f"\n{chr(ord('A') + i)}. {option.strip()}" for i, option in enumerate(question.options)
+    )
     return "\n" + question.text + (options if question.kind is QuestionKind.MULTIPLE_CHOICE else "")
 
 
@@ -182,9 +213,16 @@ def recurring_texts() -> tuple[str, ...]:
         "<|im_start|>user\n",
         render_call(CropCall(0, 1)),
     ]
-    texts += [f"error: {call.reason}" for text in _BAD_CALLS for call in parse_calls(text) if isinstance(call, Malformed)]
+    texts += [
+        f"error: {call.reason}"
+        for text in _BAD_CALLS
+        for call in parse_calls(text)
+        if isinstance(call, Malformed)
+    ]
     lines = [line for text in texts for line in re.findall(r"[^\n]*\n+|[^\n]+", text)]
-    return tuple(dict.fromkeys(part for line in lines for part in re.split(r"(?<=_time\": )\d+", line)))
+    return tuple(
+        dict.fromkeys(part for line in lines for part in re.split(r"(?<=_time\": )\d+", line))
+    )
 
 
 class Protocol:
@@ -196,24 +234,38 @@ class Protocol:
     def __init__(self, vocabulary: Vocabulary, settings: ProtocolSettings):
         self.vocabulary = vocabulary
         self.settings = settings
-        self._special = re.compile("|".join(re.escape(t) for t in sorted(vocabulary.special_texts, key=len, reverse=True)))
+        self._special = re.compile(
+            "|".join(re.escape(t) for t in sorted(vocabulary.special_texts, key=len, reverse=True))
+        )
 
-    def overview(self, frames: Sequence[Frame], image_tokens: int | Sequence[int], tools: bool = True) -> Segment:
+    def overview(
+        self, frames: Sequence[Frame], image_tokens: int | Sequence[int], tools: bool = True
+    ) -> Segment:
         """The opening of a main agent's prompt: system turn and timed overview frames. Shared by all questions on the video."""
         return Segment(
-            self._timed_images(system_text(tools, self.settings.prompt) + "<|im_start|>user\n", frames, image_tokens),
+            self._timed_images(
+                system_text(tools, self.settings.prompt) + "<|im_start|>user\n",
+                frames,
+                image_tokens,
+            ),
             Author.PROMPT,
             frames=tuple(frames),
         )
 
     def question(self, question: Question) -> Segment:
         """The rest of a main agent's prompt."""
-        return Segment(self._concat(self.plain(question_text(question)), _TO_ASSISTANT), Author.PROMPT)
+        return Segment(
+            self._concat(self.plain(question_text(question)), _TO_ASSISTANT), Author.PROMPT
+        )
 
     def window(self, frames: Sequence[Frame], image_tokens: int | Sequence[int]) -> Segment:
         """A sub-agent's whole prompt: timed frames of one window and the request for a summary."""
         opening = self._timed_images("<|im_start|>user\n", frames, image_tokens)
-        return Segment(np.concatenate([opening, self._encode(_SUMMARY_REQUEST + _TO_ASSISTANT)]), Author.PROMPT, frames=tuple(frames))
+        return Segment(
+            np.concatenate([opening, self._encode(_SUMMARY_REQUEST + _TO_ASSISTANT)]),
+            Author.PROMPT,
+            frames=tuple(frames),
+        )
 
     @functools.cached_property
     def pinned(self) -> Segment:
@@ -221,7 +273,12 @@ class Protocol:
         return Segment(self._encode(PINNED if self.settings.pin_think else ""), Author.PINNED)
 
     def tool_results(
-        self, responses: Sequence[str], ended: bool, last: bool, shown: Sequence[Sequence[Frame]] = (), image_tokens: int = 0
+        self,
+        responses: Sequence[str],
+        ended: bool,
+        last: bool,
+        shown: Sequence[Sequence[Frame]] = (),
+        image_tokens: int = 0,
     ) -> Segment:
         """The user turn that brings a turn's tool responses back.
 
@@ -235,8 +292,14 @@ class Protocol:
                 images = self._timed_images("\n<tool_response>\n", frames, image_tokens)
                 parts += [images, self._encode(f"{self.cut(text)}\n</tool_response>")]
             parts.append(self._encode(f"{_ANSWER_NOW if last else ''}{_TO_ASSISTANT}"))
-            return Segment(np.concatenate(parts), Author.TOOL, frames=tuple(frame for frames in shown for frame in frames))
-        bodies = "\n".join(f"<tool_response>\n{self.cut(text)}\n</tool_response>" for text in responses)
+            return Segment(
+                np.concatenate(parts),
+                Author.TOOL,
+                frames=tuple(frame for frames in shown for frame in frames),
+            )
+        bodies = "\n".join(
+            f"<tool_response>\n{self.cut(text)}\n</tool_response>" for text in responses
+        )
         text = f"{close}\n<|im_start|>user\n{bodies}{_ANSWER_NOW if last else ''}{_TO_ASSISTANT}"
         return Segment(self._encode(text), Author.TOOL)
 
@@ -247,7 +310,9 @@ class Protocol:
         if len(ids) <= limit:
             return text
         text = self.vocabulary.decode(ids[:limit])
-        while len(self.vocabulary.encode(text)) > limit:  # half a character became a replacement, of more tokens
+        while (
+            len(self.vocabulary.encode(text)) > limit
+        ):  # half a character became a replacement, of more tokens
             text = text[:-1]
         return text
 
@@ -255,13 +320,20 @@ class Protocol:
         """Text from outside the protocol: special tokens in it are broken by a space, so that they are only words."""
         return self._special.sub(lambda match: match[0][0] + " " + match[0][1:], text)
 
-    def demonstration(self, demonstration: Demonstration, frames: Sequence[Frame], image_tokens: int | Sequence[int]) -> Trajectory:
+    def demonstration(
+        self,
+        demonstration: Demonstration,
+        frames: Sequence[Frame],
+        image_tokens: int | Sequence[int],
+    ) -> Trajectory:
         """A demonstration as the trajectory an agent would have produced; its log-probs are 0, for nobody sampled it.
 
         Tool messages that stand together become one user turn, as in an episode.
         """
         main = demonstration.question is not None
-        trajectory = Trajectory((self.overview(frames, image_tokens),) if main else (self.window(frames, image_tokens),))
+        trajectory = Trajectory(
+            (self.overview(frames, image_tokens),) if main else (self.window(frames, image_tokens),)
+        )
         if demonstration.question is not None:
             trajectory.append(self.question(demonstration.question))
         results: list[str] = []
@@ -271,7 +343,11 @@ class Protocol:
                 results.append(message.content)
                 continue
             if results:
-                trajectory.append(self.tool_results(results, ended=True, last=turns >= self.settings.max_tool_turns))
+                trajectory.append(
+                    self.tool_results(
+                        results, ended=True, last=turns >= self.settings.max_tool_turns
+                    )
+                )
                 results = []
             # Whoever is to do without the pinned opening has to have learned it here.
             ids = self._concat(*((PINNED,) if main else ()), message.content + "<|im_end|>")
@@ -279,12 +355,19 @@ class Protocol:
             turns += 1
         return trajectory
 
-    def conversation(self, conversation: Conversation, image_tokens: Callable[[Clip], int]) -> Trajectory:
+    def conversation(
+        self, conversation: Conversation, image_tokens: Callable[[Clip], int]
+    ) -> Trajectory:
         """A published demonstration as the trajectory of an agent that does likewise; its log-probs are 0, for nobody sampled it.
 
         `image_tokens(clip)` tells how many visual tokens a frame of the clip takes. Turns are as `published.read_conversation` leaves them.
         """
-        opening = system_text(conversation.tools, video=any(not clip.still for clip in conversation.clips)) + "<|im_start|>user\n"
+        opening = (
+            system_text(
+                conversation.tools, video=any(not clip.still for clip in conversation.clips)
+            )
+            + "<|im_start|>user\n"
+        )
         trajectory, rounds = Trajectory(), 0
         for role, group in itertools.groupby(conversation.turns, key=lambda turn: turn.role):
             turns = list(group)
@@ -292,9 +375,15 @@ class Protocol:
                 trajectory.append(self._response(str(turns[0].content[0])))
             elif role == "tool":
                 rounds += 1
-                trajectory.append(self._results(turns, image_tokens, last=rounds >= self.settings.max_tool_turns))
+                trajectory.append(
+                    self._results(turns, image_tokens, last=rounds >= self.settings.max_tool_turns)
+                )
             else:
-                pieces = [self._encode(opening), *self._shown(turns[0].content, self.plain, image_tokens), self._encode(_TO_ASSISTANT)]
+                pieces = [
+                    self._encode(opening),
+                    *self._shown(turns[0].content, self.plain, image_tokens),
+                    self._encode(_TO_ASSISTANT),
+                ]
                 frames = tuple(frame for clip in turns[0].clips for frame in clip.frames)
                 trajectory.append(Segment(np.concatenate(pieces), Author.PROMPT, frames=frames))
                 opening = "\n<|im_start|>user\n"
@@ -304,29 +393,46 @@ class Protocol:
         """A response of a published demonstration; one that thinks opens as the pinned ones do."""
         tag = PINNED.strip()
         thinks = text.startswith(tag)
-        ids = self._concat(*((PINNED,) if thinks else ()), text.removeprefix(tag).lstrip() + "<|im_end|>")
+        ids = self._concat(
+            *((PINNED,) if thinks else ()), text.removeprefix(tag).lstrip() + "<|im_end|>"
+        )
         return Segment(ids, Author.MODEL, np.zeros(len(ids), np.float32))
 
-    def _results(self, turns: Sequence[ChatTurn], image_tokens: Callable[[Clip], int], last: bool) -> Segment:
+    def _results(
+        self, turns: Sequence[ChatTurn], image_tokens: Callable[[Clip], int], last: bool
+    ) -> Segment:
         """Tool responses of a published demonstration: as in an episode, but that some show clips."""
         if not any(turn.clips for turn in turns):
-            return self.tool_results(["\n".join(str(part) for part in turn.content) for turn in turns], ended=True, last=last)
+            return self.tool_results(
+                ["\n".join(str(part) for part in turn.content) for turn in turns],
+                ended=True,
+                last=last,
+            )
         pieces = [self._encode("\n<|im_start|>user\n")]
         for number, turn in enumerate(turns):
             shown = self._shown(turn.content, self.cut, image_tokens)
-            pieces += [self._encode("\n" * (number > 0) + "<tool_response>\n"), *shown, self._encode("\n</tool_response>")]
+            pieces += [
+                self._encode("\n" * (number > 0) + "<tool_response>\n"),
+                *shown,
+                self._encode("\n</tool_response>"),
+            ]
         pieces.append(self._encode((_ANSWER_NOW if last else "") + _TO_ASSISTANT))
         frames = tuple(frame for turn in turns for clip in turn.clips for frame in clip.frames)
         return Segment(np.concatenate(pieces), Author.TOOL, frames=frames)
 
     def _shown(
-        self, content: Sequence[str | Clip], clean: Callable[[str], str], image_tokens: Callable[[Clip], int]
+        self,
+        content: Sequence[str | Clip],
+        clean: Callable[[str], str],
+        image_tokens: Callable[[Clip], int],
     ) -> list[Int32[np.ndarray, " n"]]:
         """The pieces of a turn's texts and clips, a line end where the one follows the other."""
         pieces: list[np.ndarray] = []
         for before, part in zip((None, *content), content, strict=False):
             if isinstance(part, Clip):
-                pieces += [self._encode("\n")] * isinstance(before, str) + self._images(part.frames, image_tokens(part), not part.still)
+                pieces += [self._encode("\n")] * isinstance(before, str) + self._images(
+                    part.frames, image_tokens(part), not part.still
+                )
             else:
                 pieces.append(self._encode(clean("\n" * (before is not None) + part)))
         return pieces
@@ -335,17 +441,29 @@ class Protocol:
         """Tokens of a frame's timestamp, `time` in seconds, and of its vision marks."""
         return len(self._time(_timestamp(time))) + 2
 
-    def _timed_images(self, opening: str, frames: Sequence[Frame], image_tokens: int | Sequence[int]) -> np.ndarray:
+    def _timed_images(
+        self, opening: str, frames: Sequence[Frame], image_tokens: int | Sequence[int]
+    ) -> np.ndarray:
         return np.concatenate([self._encode(opening), *self._images(frames, image_tokens)])
 
-    def _images(self, frames: Sequence[Frame], image_tokens: int | Sequence[int], timed: bool = True) -> list[Int32[np.ndarray, " n"]]:
-        counts = [image_tokens] * len(frames) if isinstance(image_tokens, int) else list(image_tokens)
+    def _images(
+        self, frames: Sequence[Frame], image_tokens: int | Sequence[int], timed: bool = True
+    ) -> list[Int32[np.ndarray, " n"]]:
+        counts = (
+            [image_tokens] * len(frames) if isinstance(image_tokens, int) else list(image_tokens)
+        )
         if len(counts) != len(frames):
-            raise ValueError(f"image_tokens: {len(counts)} counts for {len(frames)} frames; give one a frame")
+            raise ValueError(
+                f"image_tokens: {len(counts)} counts for {len(frames)} frames; give one a frame"
+            )
         special = self.vocabulary
         parts: list[np.ndarray] = []
         for frame, count in zip(frames, counts, strict=True):
-            image = [special["<|vision_start|>"], *[special["<|image_pad|>"]] * count, special["<|vision_end|>"]]
+            image = [
+                special["<|vision_start|>"],
+                *[special["<|image_pad|>"]] * count,
+                special["<|vision_end|>"],
+            ]
             parts += [self._time(_timestamp(frame.time))] * timed + [np.array(image, np.int32)]
         return parts
 

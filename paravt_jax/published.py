@@ -75,7 +75,9 @@ def open_table(path: pathlib.Path) -> Table:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns, rows = set(file.schema_arrow.names), file.metadata.num_rows
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: no readable parquet file ({error}); download it again") from error
+        raise ValueError(
+            f"{path}: no readable parquet file ({error}); download it again"
+        ) from error
     if not set(RL_COLUMNS) <= columns and not set(SFT_COLUMNS) <= columns:
         raise ValueError(
             f"{path}: its columns are {', '.join(sorted(columns))}; rl rows have {', '.join(RL_COLUMNS)}, sft rows "
@@ -111,13 +113,17 @@ def local_path(path: Any) -> str:
     path = path.removeprefix("file://")
     _sound(path)
     if "://" in path or "\0" in path or ".." in pathlib.PurePosixPath(path).parts:
-        raise Refused(Reason.BROKEN, f"the path {path!r} is not one under the root, nor a file:// one")
+        raise Refused(
+            Reason.BROKEN, f"the path {path!r} is not one under the root, nor a file:// one"
+        )
     return path
 
 
 def read_question(row: Mapping[str, Any], id: str) -> Question:
     """The question of an rl row. Raises Refused."""
-    turns = [turn for turn in _list(row.get("prompt"), "prompt") if _field(turn, "role") != "system"]
+    turns = [
+        turn for turn in _list(row.get("prompt"), "prompt") if _field(turn, "role") != "system"
+    ]
     if [turn["role"] for turn in turns] != ["user"] or not isinstance(turns[0].get("content"), str):
         raise Refused(Reason.BROKEN, "prompt is not one user turn of text")
     paths = [_field(video, "video") for video in _list(row.get("videos"), "videos")]
@@ -128,7 +134,10 @@ def read_question(row: Mapping[str, Any], id: str) -> Question:
         extra = _json(extra, "extra_info")
     if not isinstance(extra, Mapping):
         raise Refused(Reason.BROKEN, f"extra_info is {type(extra).__name__}")
-    path, kind = local_path(paths[0]), _kind(extra.get("question_type", QuestionKind.OPEN_ENDED.value))
+    path, kind = (
+        local_path(paths[0]),
+        _kind(extra.get("question_type", QuestionKind.OPEN_ENDED.value)),
+    )
     text = _without(_MARKS.sub("", _sound(turns[0]["content"])), [path]).strip()
     if not text:
         raise Refused(Reason.BROKEN, "the question is empty")
@@ -139,12 +148,16 @@ def _kind(name: Any) -> QuestionKind:
     try:
         return QuestionKind(name)
     except ValueError:
-        raise Refused(Reason.BROKEN, f"question_type is {name!r}, none of {', '.join(QuestionKind)}") from None
+        raise Refused(
+            Reason.BROKEN, f"question_type is {name!r}, none of {', '.join(QuestionKind)}"
+        ) from None
 
 
 def _answer(answer: Any, kind: QuestionKind) -> str:
     try:
-        written = answer if isinstance(answer, str) else "" if answer is None else json.dumps(answer)
+        written = (
+            answer if isinstance(answer, str) else "" if answer is None else json.dumps(answer)
+        )
     except TypeError as error:  # a column may hold bytes, dates and decimals
         raise Refused(Reason.BROKEN, f"the answer is no JSON ({error})") from error
     text = _sound(written).strip()
@@ -155,19 +168,42 @@ def _answer(answer: Any, kind: QuestionKind) -> str:
     return text
 
 
-def read_conversation(row: Mapping[str, Any], id: str, source: str, limits: ProtocolSettings, look: Look) -> Conversation:
+def read_conversation(
+    row: Mapping[str, Any], id: str, source: str, limits: ProtocolSettings, look: Look
+) -> Conversation:
     """The conversation of an sft row; files are looked at once all else is known to be right. Raises Refused, and what `look` raises."""
     messages = row.get("messages")
     turns = _read_turns(_json(messages, "messages") if isinstance(messages, str) else messages)
-    spoken = " ".join(part for role, parts in turns if role in ("system", "user") for part in parts if isinstance(part, str))
+    spoken = " ".join(
+        part
+        for role, parts in turns
+        if role in ("system", "user")
+        for part in parts
+        if isinstance(part, str)
+    )
     chat = _arrange([(role, parts) for role, parts in turns if role != "system"], limits)
     tools = "crop_video" in spoken or any(role == "tool" for role, _, _ in chat)
-    main = next((part[0] for _, parts, _ in chat for part in parts if isinstance(part, tuple) and not part[1]), None)
+    main = next(
+        (
+            part[0]
+            for _, parts, _ in chat
+            for part in parts
+            if isinstance(part, tuple) and not part[1]
+        ),
+        None,
+    )
 
     def shown(part: Part, call: CropCall | None) -> str | Clip:
         return part if isinstance(part, str) else look(*part, call if part[0] == main else None)
 
-    return Conversation(id, source, tools, tuple(ChatTurn(role, tuple(shown(part, call) for part in parts)) for role, parts, call in chat))
+    return Conversation(
+        id,
+        source,
+        tools,
+        tuple(
+            ChatTurn(role, tuple(shown(part, call) for part in parts)) for role, parts, call in chat
+        ),
+    )
 
 
 def _read_turns(messages: Any) -> list[tuple[str, list[Part]]]:
@@ -177,7 +213,11 @@ def _read_turns(messages: Any) -> list[tuple[str, list[Part]]]:
         role, content = _field(message, "role"), _field(message, "content")
         if role not in ("system", "user", "assistant", "tool"):
             raise Refused(Reason.BROKEN, f"a role is {role!r}")
-        items = [{"type": "text", "text": content}] if isinstance(content, str) else _list(content, f"the {role}'s content")
+        items = (
+            [{"type": "text", "text": content}]
+            if isinstance(content, str)
+            else _list(content, f"the {role}'s content")
+        )
         parts: list[Part] = []
         for item in items:
             kind = _field(item, "type")
@@ -189,10 +229,15 @@ def _read_turns(messages: Any) -> list[tuple[str, list[Part]]]:
                 raise Refused(Reason.BROKEN, f"the {role}'s content holds a {kind!r}")
         turns.append((role, parts))
     paths = [part[0] for _, parts in turns for part in parts if isinstance(part, tuple)]
-    return [(role, [_without(part, paths) if isinstance(part, str) else part for part in parts]) for role, parts in turns]
+    return [
+        (role, [_without(part, paths) if isinstance(part, str) else part for part in parts])
+        for role, parts in turns
+    ]
 
 
-def _arrange(turns: Sequence[tuple[str, list[Part]]], limits: ProtocolSettings) -> list[tuple[str, list[Part], CropCall | None]]:
+def _arrange(
+    turns: Sequence[tuple[str, list[Part]]], limits: ProtocolSettings
+) -> list[tuple[str, list[Part], CropCall | None]]:
     """Turns as an episode has them: a question, then responses, each call followed by its own tool turn, a response last."""
     chat: list[tuple[str, list[Part], CropCall | None]] = []
     calls: list[CropCall] = []
@@ -200,17 +245,24 @@ def _arrange(turns: Sequence[tuple[str, list[Part]]], limits: ProtocolSettings) 
     for role, parts in turns:
         if role == "assistant":
             if before in ("", "assistant"):
-                raise Refused(Reason.PROTOCOL, "a response stands where a question or a tool response is due")
+                raise Refused(
+                    Reason.PROTOCOL, "a response stands where a question or a tool response is due"
+                )
             _require_answered(calls)
             text, calls = _response(parts, limits)
             rounds += bool(calls)
             if rounds > limits.max_tool_turns:
-                raise Refused(Reason.PROTOCOL, f"more than protocol.max_tool_turns = {limits.max_tool_turns} turns with calls")
+                raise Refused(
+                    Reason.PROTOCOL,
+                    f"more than protocol.max_tool_turns = {limits.max_tool_turns} turns with calls",
+                )
             chat.append((role, [text], None))
         elif calls or role == "tool":
             found = _responses(parts, role)
             if len(found) > len(calls):
-                raise Refused(Reason.PROTOCOL, f"{len(found)} tool responses for {len(calls)} calls")
+                raise Refused(
+                    Reason.PROTOCOL, f"{len(found)} tool responses for {len(calls)} calls"
+                )
             chat += [("tool", response, call) for response, call in zip(found, calls, strict=False)]
             calls = calls[len(found) :]
             role = "tool"
@@ -244,7 +296,10 @@ def _response(parts: Sequence[Part], limits: ProtocolSettings) -> tuple[str, lis
         if isinstance(call, Malformed):
             raise Refused(Reason.PROTOCOL, f"a call cannot be read: {call.reason}")
     if len(calls) > limits.max_calls:
-        raise Refused(Reason.PROTOCOL, f"{len(calls)} calls in a turn, protocol.max_calls = {limits.max_calls}")
+        raise Refused(
+            Reason.PROTOCOL,
+            f"{len(calls)} calls in a turn, protocol.max_calls = {limits.max_calls}",
+        )
     read = [call for call in calls if isinstance(call, CropCall)]
     spans = block_spans(find_tags(text), "tool_call")
     for (opening, closing), call in reversed(list(zip(spans, read, strict=True))):
@@ -306,7 +361,10 @@ def _sound(text: str) -> str:
 
 def _list(value: Any, field: str) -> list[Any]:
     if not isinstance(value, list | tuple) or not value:
-        raise Refused(Reason.BROKEN, f"{field} is {type(value).__name__ if not isinstance(value, list | tuple) else 'an empty list'}")
+        raise Refused(
+            Reason.BROKEN,
+            f"{field} is {type(value).__name__ if not isinstance(value, list | tuple) else 'an empty list'}",
+        )
     return list(value)
 
 

@@ -82,7 +82,10 @@ class Clip:
 
     @property
     def frames(self) -> tuple[Frame, ...]:
-        return tuple(Frame(self.path, index, time) for index, time in zip(self.indices, self.times, strict=True))
+        return tuple(
+            Frame(self.path, index, time)
+            for index, time in zip(self.indices, self.times, strict=True)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,14 +153,20 @@ class Segment:
 
     def __post_init__(self):
         if (self.logprobs is not None) != (self.author is Author.MODEL):
-            raise ValueError(f"Segment.logprobs: given for {self.author.name}; sampled (MODEL) segments have them, others do not")
+            raise ValueError(
+                f"Segment.logprobs: given for {self.author.name}; sampled (MODEL) segments have them, others do not"
+            )
         if self.logprobs is not None and len(self.logprobs) != len(self.ids):
-            raise ValueError(f"Segment.logprobs: {len(self.logprobs)} values for {len(self.ids)} tokens; one a token is needed")
+            raise ValueError(
+                f"Segment.logprobs: {len(self.logprobs)} values for {len(self.ids)} tokens; one a token is needed"
+            )
 
 
 def digest(ids: np.ndarray) -> str:
     """A fingerprint of token ids, the same for the same ids whatever their integer type."""
-    return hashlib.blake2b(np.ascontiguousarray(ids, np.int64).tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        np.ascontiguousarray(ids, np.int64).tobytes(), digest_size=16
+    ).hexdigest()
 
 
 class Trajectory:
@@ -186,7 +195,12 @@ class Trajectory:
     @property
     def logprobs(self) -> np.ndarray:
         """The sampler's log-prob of every token, float32[t]; 0 where it was not sampled."""
-        return np.concatenate([np.zeros(len(s.ids), np.float32) if s.logprobs is None else s.logprobs for s in self._segments])
+        return np.concatenate(
+            [
+                np.zeros(len(s.ids), np.float32) if s.logprobs is None else s.logprobs
+                for s in self._segments
+            ]
+        )
 
     @property
     def frames(self) -> tuple[Frame, ...]:

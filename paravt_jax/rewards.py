@@ -16,7 +16,14 @@ from typing import Literal
 
 from paravt_jax.accuracy import accuracy
 from paravt_jax.judge import Judge, JudgeSettings
-from paravt_jax.parsing import extract_answer, first_think, format_compliant, has_substantive_think, parse_calls, tags_balanced
+from paravt_jax.parsing import (
+    extract_answer,
+    first_think,
+    format_compliant,
+    has_substantive_think,
+    parse_calls,
+    tags_balanced,
+)
 from paravt_jax.records import CallStatus, CropCall, Question, Turn
 
 
@@ -42,12 +49,22 @@ class RewardSettings:
     def __post_init__(self):
         for name in ("format_weight", "tool_weight", "gamma"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"RewardSettings.{name}: {getattr(self, name)} is not a weight; give a finite number of at least 0")
+                raise ValueError(
+                    f"RewardSettings.{name}: {getattr(self, name)} is not a weight; give a finite number of at least 0"
+                )
         if self.open_ended not in ("f1", "exact", "judge"):
-            raise ValueError(f"RewardSettings.open_ended: {self.open_ended!r} is unknown; choose one of f1, exact, judge")
+            raise ValueError(
+                f"RewardSettings.open_ended: {self.open_ended!r} is unknown; choose one of f1, exact, judge"
+            )
         if (self.open_ended == "judge") != (self.judge is not None):
-            remedy = "give the judge's endpoint and model, from Python" if self.judge is None else "set it to 'judge', or the judge to None"
-            raise ValueError(f"RewardSettings.open_ended: {self.open_ended!r} with judge {self.judge}; {remedy}")
+            remedy = (
+                "give the judge's endpoint and model, from Python"
+                if self.judge is None
+                else "set it to 'judge', or the judge to None"
+            )
+            raise ValueError(
+                f"RewardSettings.open_ended: {self.open_ended!r} with judge {self.judge}; {remedy}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +99,11 @@ def _thinks_then_answers(text: str) -> bool:
 
 def _thinks_then_calls(text: str) -> bool:
     """Whether a readable call follows a substantive, closed think, and none comes before it."""
-    return _closes_think(text) and _has_call(first_think(text)[1] or "") and not _has_call(text.partition("<think>")[0])
+    return (
+        _closes_think(text)
+        and _has_call(first_think(text)[1] or "")
+        and not _has_call(text.partition("<think>")[0])
+    )
 
 
 def _has_call(text: str) -> bool:
@@ -128,7 +149,12 @@ def tool_reward(turns: Sequence[Turn], right: bool) -> float:
 
     Counted from the outcomes of calls, never from text; a call in a turn that offers no tools earns nothing.
     """
-    outcomes = [o for turn in turns for o in turn.calls if o.call is not None and o.status is not CallStatus.NOT_OFFERED]
+    outcomes = [
+        o
+        for turn in turns
+        for o in turn.calls
+        if o.call is not None and o.status is not CallStatus.NOT_OFFERED
+    ]
     if not outcomes:
         return 0.0
     return min((0.3 if any(o.status.executed for o in outcomes) else 0.1) + 0.5 * right, 1.0)
@@ -149,13 +175,23 @@ def score_all(
     items = [(question, final_answer(turns)) for question, turns in played]
     if settings.judge is None:
         if judge is not None:
-            raise ValueError("score_all: a judge is given and RewardSettings.judge names none; set open_ended to 'judge', and the judge")
-        right = [accuracy(question, answer, "exact" if settings.open_ended == "exact" else "f1") for question, answer in items]
+            raise ValueError(
+                "score_all: a judge is given and RewardSettings.judge names none; set open_ended to 'judge', and the judge"
+            )
+        right = [
+            accuracy(question, answer, "exact" if settings.open_ended == "exact" else "f1")
+            for question, answer in items
+        ]
     elif judge is None:
-        raise ValueError("score_all: judge is missing; RewardSettings.judge names one, make it with Judge(settings.judge)")
+        raise ValueError(
+            "score_all: judge is missing; RewardSettings.judge names one, make it with Judge(settings.judge)"
+        )
     else:
         right = judge.scores(items)
-    return [_add_up(turns, earned, settings, anchor_weight) for (_, turns), earned in zip(played, right, strict=True)]
+    return [
+        _add_up(turns, earned, settings, anchor_weight)
+        for (_, turns), earned in zip(played, right, strict=True)
+    ]
 
 
 def final_answer(turns: Sequence[Turn]) -> str | None:
@@ -174,7 +210,9 @@ def score(
     return score_all([(question, turns)], settings, judge, anchor_weight)[0]
 
 
-def _add_up(turns: Sequence[Turn], right: float, settings: RewardSettings, anchor_weight: float) -> Rewards:
+def _add_up(
+    turns: Sequence[Turn], right: float, settings: RewardSettings, anchor_weight: float
+) -> Rewards:
     """All terms of an episode whose answer earned `right`."""
     anchor = anchor_reward(turns, settings.gamma)
     whole = format_base(turns, settings.answer_suffix) + anchor_weight * anchor

@@ -39,7 +39,9 @@ class Reading:
 
     def tokens(self, clip: Clip) -> int:
         """Visual tokens of one of the clip's frames."""
-        height, width = smart_resize(clip.height, clip.width, self.min_pixels, self.max_pixels, self.factor)
+        height, width = smart_resize(
+            clip.height, clip.width, self.min_pixels, self.max_pixels, self.factor
+        )
         return height * width // self.factor**2
 
 
@@ -73,7 +75,9 @@ class LeftOut:
     @classmethod
     def by_worker(cls, id: str, source: str, error: Exception) -> LeftOut:
         """A row that no worker could finish."""
-        return cls(id, source, Reason.SLOW if "longer" in str(error) else Reason.UNREADABLE, str(error))
+        return cls(
+            id, source, Reason.SLOW if "longer" in str(error) else Reason.UNREADABLE, str(error)
+        )
 
 
 def read_row(
@@ -167,12 +171,18 @@ class Looker:
     def _window(self, info: video.VideoInfo, call: CropCall) -> np.ndarray:
         window, status, complaint = resolve_window(call, info.duration)
         if not status.executed:
-            raise Refused(Reason.PROTOCOL, f"a call of {call.start:g} to {call.end:g} s: {complaint}")
+            raise Refused(
+                Reason.PROTOCOL, f"a call of {call.start:g} to {call.end:g} s: {complaint}"
+            )
         limits = self.reading.limits
-        return video.window_indices(info, window.start, window.end, limits.crop_fps, limits.crop_frames)
+        return video.window_indices(
+            info, window.start, window.end, limits.crop_fps, limits.crop_frames
+        )
 
 
-@functools.lru_cache(maxsize=8)  # one row may name a file several times, and neighbouring rows the same one
+@functools.lru_cache(
+    maxsize=8
+)  # one row may name a file several times, and neighbouring rows the same one
 def _probe(file: str) -> video.VideoInfo:
     return video.probe(file)
 

@@ -20,7 +20,21 @@ import fsspec.core
 import huggingface_hub
 from huggingface_hub import errors
 
-MEDIA = (".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".ts", ".mpg", ".png", ".jpg", ".jpeg", ".webp", ".bmp")
+MEDIA = (
+    ".mp4",
+    ".mkv",
+    ".webm",
+    ".avi",
+    ".mov",
+    ".m4v",
+    ".ts",
+    ".mpg",
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".webp",
+    ".bmp",
+)
 _MARKS = ".unpacked"
 
 
@@ -39,9 +53,15 @@ def fetch(source: str, folder: pathlib.Path, patterns: Sequence[str]) -> pathlib
 def from_hub(source: str, patterns: Sequence[str]) -> pathlib.Path:
     """The folder in the hub's cache of a data set's files that match. FileNotFoundError where there are none."""
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
-        raise FileNotFoundError(f"{source}: no such file or folder, and no hub id (owner/name); give one of these")
+        raise FileNotFoundError(
+            f"{source}: no such file or folder, and no hub id (owner/name); give one of these"
+        )
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(source, repo_type="dataset", allow_patterns=list(patterns)))
+        return pathlib.Path(
+            huggingface_hub.snapshot_download(
+                source, repo_type="dataset", allow_patterns=list(patterns)
+            )
+        )
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
             f"{source}: not here, and the hub did not give it ({type(error).__name__}); check the id, the network and the token (hf auth "
@@ -62,15 +82,28 @@ def _copy(source: str, folder: pathlib.Path, patterns: Sequence[str]) -> pathlib
             f"{source}: {scheme}:// paths need {package}: pip install {package}, or copy the files and give their folder"
         ) from error
     except ValueError as error:
-        raise FileNotFoundError(f"{source}: {error}; give a path that fsspec knows (gs://..., s3://...), a folder or a hub id") from error
+        raise FileNotFoundError(
+            f"{source}: {error}; give a path that fsspec knows (gs://..., s3://...), a folder or a hub id"
+        ) from error
     try:
         found = system.find(top, detail=True)
     except OSError as error:
-        raise FileNotFoundError(f"{source}: cannot be listed ({error}); check the path and the credentials") from error
-    names = {os.path.relpath(path, top).replace(os.sep, "/"): info["size"] for path, info in found.items()}
-    wanted = {name: size for name, size in names.items() if any(fnmatch.fnmatch(name.lower(), pattern) for pattern in patterns)}
+        raise FileNotFoundError(
+            f"{source}: cannot be listed ({error}); check the path and the credentials"
+        ) from error
+    names = {
+        os.path.relpath(path, top).replace(os.sep, "/"): info["size"]
+        for path, info in found.items()
+    }
+    wanted = {
+        name: size
+        for name, size in names.items()
+        if any(fnmatch.fnmatch(name.lower(), pattern) for pattern in patterns)
+    }
     if not wanted:
-        raise FileNotFoundError(f"{source}: holds no {' or '.join(patterns)} among {len(names)} files; check the path")
+        raise FileNotFoundError(
+            f"{source}: holds no {' or '.join(patterns)} among {len(names)} files; check the path"
+        )
     for name, size in sorted(wanted.items()):
         target = _inside(folder, name)
         if target.is_file() and target.stat().st_size == size:
@@ -82,7 +115,9 @@ def _copy(source: str, folder: pathlib.Path, patterns: Sequence[str]) -> pathlib
     return folder
 
 
-def media_root(source: str, folder: pathlib.Path, tell: Callable[[int, int], None] | None = None) -> pathlib.Path:
+def media_root(
+    source: str, folder: pathlib.Path, tell: Callable[[int, int], None] | None = None
+) -> pathlib.Path:
     """The folder under which the sentinel paths lie. A local folder with media in it is that, as it is; archives alone, and what comes from
     the hub or a bucket, are unpacked into `folder`/media. `tell(done, total)` hears of archives.
 
@@ -102,7 +137,11 @@ def _holds_media(folder: pathlib.Path) -> bool:
     return any(name.lower().endswith(MEDIA) for _, _, names in os.walk(folder) for name in names)
 
 
-def unpack(archives: Iterable[pathlib.Path], root: pathlib.Path, tell: Callable[[int, int], None] | None = None) -> None:
+def unpack(
+    archives: Iterable[pathlib.Path],
+    root: pathlib.Path,
+    tell: Callable[[int, int], None] | None = None,
+) -> None:
     """Every file of the archives under `root`, several archives at a time; those that were unpacked whole before are passed over.
 
     Raises ValueError for a broken archive, and for a member that would land outside the root.
@@ -129,7 +168,9 @@ def _unpack(archive: pathlib.Path, root: pathlib.Path) -> None:
         with zipfile.ZipFile(archive) as file:
             for member in file.infolist():
                 target = _inside(root, member.filename)
-                if member.is_dir() or (target.is_file() and target.stat().st_size == member.file_size):
+                if member.is_dir() or (
+                    target.is_file() and target.stat().st_size == member.file_size
+                ):
                     continue
                 target.parent.mkdir(parents=True, exist_ok=True)
                 unfinished = target.with_name(f"{target.name}.{archive.stem}.partial")

@@ -76,7 +76,9 @@ def _find_tags(text: bytes) -> Iterator[tuple[int, int, Kind]]:
 
 
 def find_structure(
-    vocabulary_bytes: Callable[[int], bytes], ids: Int[np.ndarray, " t"], authors: Int[np.ndarray, " t"]
+    vocabulary_bytes: Callable[[int], bytes],
+    ids: Int[np.ndarray, " t"],
+    authors: Int[np.ndarray, " t"],
 ) -> tuple[Int32[np.ndarray, " s"], Int8[np.ndarray, " s"]]:
     """Positions and kinds of one trajectory's structural tokens, in order, each pair once.
 
@@ -93,18 +95,24 @@ def find_structure(
         pieces = [vocabulary_bytes(i) for i in ids[first:end].tolist()]
         pinned = sum(len(piece) for piece in pieces[: response.start(1) - first])
         # The token of every byte; the byte after the last one counts to the last token, though that may have none.
-        owner = np.append(np.repeat(np.arange(first, end), [len(piece) for piece in pieces]), end - 1)
+        owner = np.append(
+            np.repeat(np.arange(first, end), [len(piece) for piece in pieces]), end - 1
+        )
         low, high, kinds = np.array([*_find_tags(b"".join(pieces))], np.int64).reshape(-1, 3).T
         low = np.maximum(low, pinned)
         high = np.where(kinds == Kind.VIOLATION, np.minimum(high, low + 1), high)
         sizes = np.maximum(high - low, 0)
-        in_tags = np.arange(sizes.sum()) + np.repeat(low + sizes - np.cumsum(sizes), sizes)  # low, low + 1, ..., high - 1 of each
+        in_tags = np.arange(sizes.sum()) + np.repeat(
+            low + sizes - np.cumsum(sizes), sizes
+        )  # low, low + 1, ..., high - 1 of each
         marks.append(owner[in_tags] * len(Kind) + np.repeat(kinds, sizes))
     positions, kinds = np.divmod(np.unique(np.concatenate(marks)), len(Kind))
     return positions.astype(np.int32), kinds.astype(np.int8)
 
 
-def pad_structures(structures: Sequence[tuple[Int32[np.ndarray, " s"], Int8[np.ndarray, " s"]]], multiple: int = 64) -> Structure:
+def pad_structures(
+    structures: Sequence[tuple[Int32[np.ndarray, " s"], Int8[np.ndarray, " s"]]], multiple: int = 64
+) -> Structure:
     """Stacks what `find_structure` gave into arrays [b, s], s the next multiple (at least one) of `multiple`, so that few shapes occur."""
     if multiple < 1:
         raise ValueError(f"multiple: {multiple} is no size; give at least 1")

@@ -10,7 +10,9 @@ import dataclasses
 import re
 
 _STAMP = r"(?:([0-9]{1,4}):)?([0-9]{1,4}):([0-9]{1,4}(?:[.,][0-9]{1,6})?)"
-_TIMES = re.compile(rf"\s*{_STAMP}\s*-->\s*{_STAMP}(?:\s.*)?")  # some files write a position after the times
+_TIMES = re.compile(
+    rf"\s*{_STAMP}\s*-->\s*{_STAMP}(?:\s.*)?"
+)  # some files write a position after the times
 _MARKUP = re.compile(r"<[^>]+>")
 
 
@@ -34,7 +36,11 @@ def read_srt(data: bytes | str) -> list[Subtitle]:
             if times := _TIMES.fullmatch(line):
                 cleaned = [_MARKUP.sub("", line).strip() for line in lines[i + 1 :]]
                 if words := "\n".join(line for line in cleaned if line):
-                    entries.append(Subtitle(_seconds(*times.group(1, 2, 3)), _seconds(*times.group(4, 5, 6)), words))
+                    entries.append(
+                        Subtitle(
+                            _seconds(*times.group(1, 2, 3)), _seconds(*times.group(4, 5, 6)), words
+                        )
+                    )
                 break
     return entries
 

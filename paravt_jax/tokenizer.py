@@ -24,16 +24,43 @@ FILE = "tokenizer.json"
 
 # The added tokens of Qwen3-VL in the order of their ids (151643 to 151668), with their `special` flag.
 _SPECIAL = (
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"),
-    *("<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+    *(
+        "<|endoftext|>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|object_ref_start|>",
+        "<|object_ref_end|>",
+        "<|box_start|>",
+        "<|box_end|>",
+    ),
+    *(
+        "<|quad_start|>",
+        "<|quad_end|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|vision_pad|>",
+        "<|image_pad|>",
+        "<|video_pad|>",
+    ),
 )
 _ADDED = (
-    *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>"),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<|fim_prefix|>",
+        "<|fim_middle|>",
+        "<|fim_suffix|>",
+        "<|fim_pad|>",
+        "<|repo_name|>",
+    ),
     *("<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
 )
 PAD, EOS = "<|endoftext|>", "<|im_end|>"
 
-_BYTE_SCORE, _PIECE_SCORE = -10.0, -1.0  # a piece never costs more than one byte, so the best segmentation has the fewest tokens
+_BYTE_SCORE, _PIECE_SCORE = (
+    -10.0,
+    -1.0,
+)  # a piece never costs more than one byte, so the best segmentation has the fewest tokens
 
 
 @functools.cache
@@ -58,14 +85,20 @@ def build(pieces: Iterable[str]) -> tokenizers.Tokenizer:
     """
     added = re.compile("|".join(map(re.escape, _SPECIAL + _ADDED)))
     parts = dict.fromkeys(part for piece in pieces for part in added.split(piece) if part)
-    coded = dict.fromkeys("".join(_byte_characters()[byte] for byte in part.encode()) for part in parts)
+    coded = dict.fromkeys(
+        "".join(_byte_characters()[byte] for byte in part.encode()) for part in parts
+    )
     vocabulary = [(c, _PIECE_SCORE if c in coded else _BYTE_SCORE) for c in _byte_characters()]
     vocabulary += [(c, _PIECE_SCORE) for c in coded if len(c) > 1]
     tokenizer = tokenizers.Tokenizer(models.Unigram(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in _SPECIAL])
-    tokenizer.add_tokens([tokenizers.AddedToken(t, special=False, normalized=False) for t in _ADDED])
+    tokenizer.add_special_tokens(
+        [tokenizers.AddedToken(t, special=True, normalized=False) for t in _SPECIAL]
+    )
+    tokenizer.add_tokens(
+        [tokenizers.AddedToken(t, special=False, normalized=False) for t in _ADDED]
+    )
     return tokenizer
 
 
@@ -74,7 +107,9 @@ def save(tokenizer: tokenizers.Tokenizer, folder: str | os.PathLike) -> pathlib.
     path = pathlib.Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": PAD}
-    (path.parent / "tokenizer_config.json").write_text(json.dumps(beside, indent=2) + "\n", encoding="utf-8")
+    (path.parent / "tokenizer_config.json").write_text(
+        json.dumps(beside, indent=2) + "\n", encoding="utf-8"
+    )
     unfinished = path.with_suffix(".tmp")
     tokenizer.save(str(unfinished))
     os.replace(unfinished, path)
@@ -86,11 +121,15 @@ def load(path: str | os.PathLike) -> Vocabulary:
     file = pathlib.Path(path)
     file = file / FILE if file.is_dir() else file
     if not file.is_file():
-        raise FileNotFoundError(f"tokenizer: {file} does not exist; give a {FILE} or a folder that holds one")
+        raise FileNotFoundError(
+            f"tokenizer: {file} does not exist; give a {FILE} or a folder that holds one"
+        )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"tokenizer: {file} is not in the Hugging Face tokenizers format ({error})") from error
+        raise ValueError(
+            f"tokenizer: {file} is not in the Hugging Face tokenizers format ({error})"
+        ) from error
     return Vocabulary(tokenizer)
 
 
@@ -104,7 +143,9 @@ class Vocabulary:
         self.pad, self.eos = self[PAD], self[EOS]
 
     def _table(self) -> tuple[bytes, ...]:
-        added = {id: token.content for id, token in self.tokenizer.get_added_tokens_decoder().items()}
+        added = {
+            id: token.content for id, token in self.tokenizer.get_added_tokens_decoder().items()
+        }
         characters = _character_bytes()
         table = [b""] * self.size
         for text, id in self._ids.items():
@@ -119,17 +160,23 @@ class Vocabulary:
     @functools.cached_property
     def digest(self) -> str:
         """A fingerprint of every token and its id."""
-        return hashlib.blake2b(json.dumps(sorted(self._ids.items())).encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(
+            json.dumps(sorted(self._ids.items())).encode(), digest_size=8
+        ).hexdigest()
 
     @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:
         """The texts that are tokens of their own wherever they stand, by id."""
-        return tuple(token.content for _, token in sorted(self.tokenizer.get_added_tokens_decoder().items()))
+        return tuple(
+            token.content for _, token in sorted(self.tokenizer.get_added_tokens_decoder().items())
+        )
 
     def __getitem__(self, token: str) -> int:
         """The id of an added token by its text, such as `<think>`."""
         if token not in self._ids:
-            raise KeyError(f"tokenizer: no token {token!r}; a vocabulary needs the added tokens of Qwen3-VL")
+            raise KeyError(
+                f"tokenizer: no token {token!r}; a vocabulary needs the added tokens of Qwen3-VL"
+            )
         return self._ids[token]
 
     def encode(self, text: str) -> Int32[np.ndarray, " t"]:
@@ -138,8 +185,12 @@ class Vocabulary:
 
     def token_bytes(self, id: int) -> bytes:
         """What one token stands for: its UTF-8 bytes (perhaps part of a character); none for an id that is not in use."""
-        return self._bytes[id] if id < len(self._bytes) else b""  # a model may have more embedding rows
+        return (
+            self._bytes[id] if id < len(self._bytes) else b""
+        )  # a model may have more embedding rows
 
     def decode(self, ids: Sequence[int] | Int32[np.ndarray, " t"]) -> str:
         """The text of the ids, added tokens included; bytes that are no UTF-8 become U+FFFD."""
-        return b"".join(self.token_bytes(id) for id in np.asarray(ids).tolist()).decode("utf-8", errors="replace")
+        return b"".join(self.token_bytes(id) for id in np.asarray(ids).tolist()).decode(
+            "utf-8", errors="replace"
+        )

@@ -32,7 +32,10 @@ _EXACT_CONTAINERS = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"}
 _EXACT_CODECS = {"h264", "vp9", "libvpx-vp9"}
 _EXACT_PIXELS = {"yuv420p"}
 _PICTURES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
-_UNINDEXED = {"mpeg", "mpegts"}  # packets of these lack reliable timestamps, so frames are counted by decoding all of them
+_UNINDEXED = {
+    "mpeg",
+    "mpegts",
+}  # packets of these lack reliable timestamps, so frames are counted by decoding all of them
 
 _Result = TypeVar("_Result")
 
@@ -82,7 +85,9 @@ def probe(path: str | os.PathLike) -> VideoInfo:
     return _guarded(path, lambda container: _index(path, container)).info
 
 
-def read(path: str | os.PathLike, indices: Sequence[int] | Int64[np.ndarray, " m"]) -> UInt8[np.ndarray, "m height width 3"]:
+def read(
+    path: str | os.PathLike, indices: Sequence[int] | Int64[np.ndarray, " m"]
+) -> UInt8[np.ndarray, "m height width 3"]:
     """The pixels (RGB) of frames by number, in the order asked for. Raises VideoError; IndexError for a number the file lacks."""
     wanted = np.asarray(indices, np.int64)
     if not wanted.size:
@@ -95,7 +100,9 @@ def read(path: str | os.PathLike, indices: Sequence[int] | Int64[np.ndarray, " m
     def decode(container: InputContainer) -> np.ndarray:
         index = _index(path, container)
         if not 0 <= wanted.min() <= wanted.max() < index.info.frames:
-            raise IndexError(f"{path}: frames {wanted.min()} to {wanted.max()} asked for, it has {index.info.frames}")
+            raise IndexError(
+                f"{path}: frames {wanted.min()} to {wanted.max()} asked for, it has {index.info.frames}"
+            )
         pixels = _read_decord(path, wanted, index) if index.decord else None
         return _read_av(path, container, wanted, index) if pixels is None else pixels
 
@@ -137,25 +144,35 @@ def overview_indices(frames: int, k: int) -> Int64[np.ndarray, " m"]:
     return np.round(points.astype(np.float32)).astype(np.int64)
 
 
-def window_indices(info: VideoInfo, start: float, end: float, fps: float = 1.0, limit: int = 16) -> Int64[np.ndarray, " m"]:
+def window_indices(
+    info: VideoInfo, start: float, end: float, fps: float = 1.0, limit: int = 16
+) -> Int64[np.ndarray, " m"]:
     """Frames of the window from `start` up to but not including `end` (seconds), one every 1/fps, or `limit` uniform ones if that is fewer.
 
     Each wanted time takes the nearest frame of the window, none twice. A window between two frames gets the one on show when it starts.
     """
     if not start < end or fps <= 0 or limit < 1:
-        raise ValueError(f"window: [{start}, {end}], {fps} fps, at most {limit} frames; give start < end, fps > 0 and limit >= 1")
+        raise ValueError(
+            f"window: [{start}, {end}], {fps} fps, at most {limit} frames; give start < end, fps > 0 and limit >= 1"
+        )
     tolerance = 1e-6  # seconds, for timestamps such as 0.333333 of a third
     inside = np.flatnonzero((info.times >= start - tolerance) & (info.times < end - tolerance))
     if not inside.size:
-        return np.array([max(int(np.searchsorted(info.times, start + tolerance, side="right")) - 1, 0)])
+        return np.array(
+            [max(int(np.searchsorted(info.times, start + tolerance, side="right")) - 1, 0)]
+        )
     start = max(start, 0.0)
     span = min(end, info.duration) - start
     count = min(limit, max(1, int(np.ceil(span * fps - tolerance))))
-    wanted = start + np.arange(count) * (1 / fps if span * fps <= limit + tolerance else span / limit)
+    wanted = start + np.arange(count) * (
+        1 / fps if span * fps <= limit + tolerance else span / limit
+    )
     times = info.times[inside]
     after = np.searchsorted(times, wanted).clip(max=len(times) - 1)
     before = np.maximum(after - 1, 0)
-    return np.unique(inside[np.where(wanted - times[before] <= np.abs(times[after] - wanted), before, after)])
+    return np.unique(
+        inside[np.where(wanted - times[before] <= np.abs(times[after] - wanted), before, after)]
+    )
 
 
 def _picture(path: str | os.PathLike) -> UInt8[np.ndarray, "h w 3"]:
@@ -164,7 +181,12 @@ def _picture(path: str | os.PathLike) -> UInt8[np.ndarray, "h w 3"]:
     try:
         with Image.open(path) as file:
             return on_white(ImageOps.exif_transpose(file))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        Image.DecompressionBombError,
+    ) as error:  # SyntaxError: a broken PNG
         raise VideoError(path, f"it cannot be decoded ({type(error).__name__}: {error})") from error
 
 
@@ -208,7 +230,11 @@ def _index(path: str | os.PathLike, container: InputContainer) -> _Index:
     stream = _stream(path, container)
     packets = _scan_packets(path, container, stream)
     stamps, durations = packets.stamps, packets.durations
-    seekable = container.format.name not in _UNINDEXED and None not in stamps and len(set(stamps)) == len(stamps) > 0
+    seekable = (
+        container.format.name not in _UNINDEXED
+        and None not in stamps
+        and len(set(stamps)) == len(stamps) > 0
+    )
     if not seekable:
         stamps, durations = _scan_frames(container, stream)
     if not stamps or stream.time_base is None:
@@ -216,13 +242,23 @@ def _index(path: str | os.PathLike, container: InputContainer) -> _Index:
     unordered = np.array(stamps, np.int64)
     order = np.argsort(unordered, kind="stable")
     ordered, base = unordered[order], float(stream.time_base)
-    last = durations[order[-1]] or (int(np.median(np.diff(ordered))) if len(ordered) > 1 else round(1 / base))
+    last = durations[order[-1]] or (
+        int(np.median(np.diff(ordered))) if len(ordered) > 1 else round(1 / base)
+    )
     times = (ordered - ordered[0]) * base
     codec = stream.codec_context
-    info = VideoInfo(str(path), len(ordered), float(times[-1] + last * base), times, codec.width, codec.height)
+    info = VideoInfo(
+        str(path), len(ordered), float(times[-1] + last * base), times, codec.width, codec.height
+    )
     keys = np.flatnonzero(np.array(packets.keys)[order]) if seekable else np.zeros(1, np.int64)
-    exact = container.format.name in _EXACT_CONTAINERS and codec.name in _EXACT_CODECS and codec.pix_fmt in _EXACT_PIXELS
-    return _Index(info, ordered, keys, decord=exact and seekable and not packets.open_gop, seekable=seekable)
+    exact = (
+        container.format.name in _EXACT_CONTAINERS
+        and codec.name in _EXACT_CODECS
+        and codec.pix_fmt in _EXACT_PIXELS
+    )
+    return _Index(
+        info, ordered, keys, decord=exact and seekable and not packets.open_gop, seekable=seekable
+    )
 
 
 @dataclasses.dataclass
@@ -235,7 +271,9 @@ class _Packets:
     open_gop: bool = False
 
 
-def _scan_packets(path: str | os.PathLike, container: InputContainer, stream: av.VideoStream) -> _Packets:
+def _scan_packets(
+    path: str | os.PathLike, container: InputContainer, stream: av.VideoStream
+) -> _Packets:
     """Lists the packets and holds what is there against the header: a truncated file opens without complaint."""
     found, key, count, end = _Packets(), None, 0, 0.0
     for packet in container.demux():
@@ -270,7 +308,11 @@ def _scan_frames(container: InputContainer, stream: av.VideoStream) -> tuple[lis
     stamps: list[int] = []
     durations: list[int] = []
     for frame in container.decode(stream):
-        stamps.append(frame.pts if frame.pts is not None else (stamps[-1] + max(durations[-1], 1) if stamps else 0))
+        stamps.append(
+            frame.pts
+            if frame.pts is not None
+            else (stamps[-1] + max(durations[-1], 1) if stamps else 0)
+        )
         durations.append(frame.duration or 0)
     return stamps, durations
 
@@ -283,19 +325,27 @@ def _read_decord(path: str | os.PathLike, wanted: np.ndarray, index: _Index) -> 
         reader = decord.VideoReader(str(path), ctx=decord.cpu(0), num_threads=1)
         if len(reader) != index.info.frames:
             return None
-        forward, back = np.unique(wanted, return_inverse=True)  # going back costs it a seek and a decoded GOP each time
+        forward, back = np.unique(
+            wanted, return_inverse=True
+        )  # going back costs it a seek and a decoded GOP each time
         return reader.get_batch(forward.tolist()).asnumpy()[back]
     except (RuntimeError, decord.DECORDError):
         return None
 
 
-def _read_av(path: str | os.PathLike, container: InputContainer, wanted: np.ndarray, index: _Index) -> np.ndarray:
+def _read_av(
+    path: str | os.PathLike, container: InputContainer, wanted: np.ndarray, index: _Index
+) -> np.ndarray:
     """The frames by PyAV, in order of presentation: from keyframe to keyframe where the file has timestamps, else in one pass."""
     stream = _stream(path, container)
     pending = np.unique(wanted).tolist()
     pictures: dict[int, np.ndarray] = {}
     while pending:
-        container.seek(int(index.stamps[pending[0]]) if index.seekable else 0, backward=True, stream=stream if index.seekable else None)
+        container.seek(
+            int(index.stamps[pending[0]]) if index.seekable else 0,
+            backward=True,
+            stream=stream if index.seekable else None,
+        )
         found = _collect(container, stream, pending, index)
         if not found and index.seekable:  # the container's own table led astray
             container.seek(int(index.stamps[0]), backward=True, stream=stream)
@@ -309,7 +359,9 @@ def _read_av(path: str | os.PathLike, container: InputContainer, wanted: np.ndar
     return np.stack([pictures[n] for n in wanted.tolist()])
 
 
-def _collect(container: InputContainer, stream: av.VideoStream, pending: list[int], index: _Index) -> dict[int, np.ndarray]:
+def _collect(
+    container: InputContainer, stream: av.VideoStream, pending: list[int], index: _Index
+) -> dict[int, np.ndarray]:
     """Decodes from where the container stands until nothing is pending, or a keyframe ahead is a shorter way to the next one."""
     found: dict[int, np.ndarray] = {}
     for n, frame in enumerate(container.decode(stream)):
@@ -320,11 +372,15 @@ def _collect(container: InputContainer, stream: av.VideoStream, pending: list[in
         if n in pending:
             found[n] = _upright(frame)
         ahead = [m for m in pending if m > n and m not in found]
-        if not ahead or (found and index.seekable and np.any((index.keys > n + 1) & (index.keys <= ahead[0]))):
+        if not ahead or (
+            found and index.seekable and np.any((index.keys > n + 1) & (index.keys <= ahead[0]))
+        ):
             break
     return found
 
 
 def _upright(frame: av.VideoFrame) -> np.ndarray:
     """The picture as a player shows it: decord turns rotated videos by itself, PyAV leaves it to the caller."""
-    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24", threads=1), k=(frame.rotation // 90) % 4))
+    return np.ascontiguousarray(
+        np.rot90(frame.to_ndarray(format="rgb24", threads=1), k=(frame.rotation // 90) % 4)
+    )

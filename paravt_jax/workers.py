@@ -36,12 +36,18 @@ class Workers(Generic[_Argument, _Result]):
 
     def __init__(self, function: Callable[[_Argument], _Result], count: int, deadline: float):
         if count < 1 or not deadline > 0:
-            raise ValueError(f"workers: {count} processes, {deadline} s a call; give at least 1, and more than 0 s")
+            raise ValueError(
+                f"workers: {count} processes, {deadline} s a call; give at least 1, and more than 0 s"
+            )
         self._function, self._deadline = pickle.dumps(function), deadline
-        self._calls: queue.SimpleQueue[tuple[_Argument, Future[_Result]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[_Argument, Future[_Result]] | None] = (
+            queue.SimpleQueue()
+        )
         self._closed = False
         self._processes: dict[int, _Process] = {}
-        self._threads = [threading.Thread(target=self._serve, args=(n,), daemon=True) for n in range(count)]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(n,), daemon=True) for n in range(count)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -88,7 +94,11 @@ class Workers(Generic[_Argument, _Result]):
             except Exception as error:
                 if (process := self._processes.pop(number, None)) is not None:
                     process.release()
-                future.set_exception(error if isinstance(error, WorkerError) else WorkerError(f"the call cannot be made ({error!r})"))
+                future.set_exception(
+                    error
+                    if isinstance(error, WorkerError)
+                    else WorkerError(f"the call cannot be made ({error!r})")
+                )
                 continue
             if failed:
                 future.set_exception(value)
@@ -105,7 +115,9 @@ class _Process:
         theirs, self._to = _pipe()
         self._from, results = _pipe()
         # The child takes its modules from where this process takes them.
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)
+        }
         command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(results.fileno())]
         self._process = subprocess.Popen(
             command,
@@ -152,7 +164,10 @@ def _pipe() -> tuple[Connection, Connection]:
 
 def _work(calls: Connection, results: Connection) -> None:
     """A process's whole life: it ends when its parent has."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # both may reach a whole group or job; what is to end is the parent's to say
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # both may reach a whole group or job; what is to end is the parent's to say
         signal.signal(number, signal.SIG_IGN)
     function = pickle.loads(calls.recv_bytes())
     results.send_bytes(b"")
@@ -172,4 +187,6 @@ def _work(calls: Connection, results: Connection) -> None:
 
 
 if __name__ == "__main__":
-    _work(Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False))
+    _work(
+        Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False)
+    )

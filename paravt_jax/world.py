@@ -20,7 +20,12 @@ from jaxtyping import UInt8
 
 from paravt_jax.atomic import write_atomically
 
-SECONDS, STEP, SCENE, WINDOW = 128, 2, 32, 16  # of a video, from frame to frame, of a scene, and the border no event crosses
+SECONDS, STEP, SCENE, WINDOW = (
+    128,
+    2,
+    32,
+    16,
+)  # of a video, from frame to frame, of a scene, and the border no event crosses
 FRAMES = SECONDS // STEP
 SPLITS = ("train", "heldout")
 MANIFEST = "world.json"
@@ -72,9 +77,13 @@ class WorldSettings:
 
     def __post_init__(self):
         if not 0 <= self.presence <= 1:
-            raise ValueError(f"world.presence is {self.presence}; it is a probability, give one from 0 to 1")
+            raise ValueError(
+                f"world.presence is {self.presence}; it is a probability, give one from 0 to 1"
+            )
         if min(self.train_videos, self.heldout_videos) < 1:
-            raise ValueError(f"world.train_videos, heldout_videos are {self.train_videos}, {self.heldout_videos}; both need at least 1")
+            raise ValueError(
+                f"world.train_videos, heldout_videos are {self.train_videos}, {self.heldout_videos}; both need at least 1"
+            )
         if max(self.digit_width, self.digit_height) + 2 * self.jitter > self.size or self.size % 2:
             raise ValueError(
                 f"world.size is {self.size}; a digit of {self.digit_width}x{self.digit_height} with jitter {self.jitter} has to fit, "
@@ -125,19 +134,27 @@ def _video(settings: WorldSettings, split: str, number: int) -> WorldVideo:
     for n, shown in enumerate(present):
         scene = Scene(n * SCENE, (n + 1) * SCENE, str(colours[n]))
         frames = int(rng.integers(2, 4))  # 2 to 4 seconds from the first to the last
-        first = scene.start + WINDOW * int(rng.integers(SCENE // WINDOW)) + STEP * int(rng.integers(WINDOW // STEP - frames + 1))
+        first = (
+            scene.start
+            + WINDOW * int(rng.integers(SCENE // WINDOW))
+            + STEP * int(rng.integers(WINDOW // STEP - frames + 1))
+        )
         left, top = rng.integers(-settings.jitter, settings.jitter + 1, 2)
         if shown:
             left += (settings.size - settings.digit_width) // 2
             top += (settings.size - settings.digit_height) // 2
             last = first + STEP * (frames - 1)
-            scene = dataclasses.replace(scene, digit=int(digits[n]), first=first, last=last, left=int(left), top=int(top))
+            scene = dataclasses.replace(
+                scene, digit=int(digits[n]), first=first, last=last, left=int(left), top=int(top)
+            )
         scenes.append(scene)
     name = f"{split}/{number:04d}"
     return WorldVideo(name, split, name + ".mp4", tuple(scenes))
 
 
-def picture(settings: WorldSettings, scene: Scene, digit: bool) -> UInt8[np.ndarray, "height width 3"]:
+def picture(
+    settings: WorldSettings, scene: Scene, digit: bool
+) -> UInt8[np.ndarray, "height width 3"]:
     """A frame of the scene, with its digit or without."""
     image = np.empty((settings.size, settings.size, 3), np.uint8)
     image[:] = COLOURS[scene.colour]
@@ -145,13 +162,18 @@ def picture(settings: WorldSettings, scene: Scene, digit: bool) -> UInt8[np.ndar
         glyph = np.array([[c == "1" for c in row] for row in _FONT[scene.digit].split()])
         rows = np.arange(settings.digit_height) * glyph.shape[0] // settings.digit_height
         columns = np.arange(settings.digit_width) * glyph.shape[1] // settings.digit_width
-        box = image[scene.top : scene.top + settings.digit_height, scene.left : scene.left + settings.digit_width]
+        box = image[
+            scene.top : scene.top + settings.digit_height,
+            scene.left : scene.left + settings.digit_width,
+        ]
         box[glyph[np.ix_(rows, columns)]] = 255
     return image
 
 
 def render(
-    settings: WorldSettings, folder: str | os.PathLike, progress: Callable[[int, int], None] | None = None
+    settings: WorldSettings,
+    folder: str | os.PathLike,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[WorldVideo, ...]:
     """Draws every video that the folder lacks, then the manifest; returns `plan(settings)`.
 
@@ -169,7 +191,10 @@ def render(
                 _encode(settings, video, path)
             if progress is not None:
                 progress(n + 1, len(videos))
-        manifest = {"settings": dataclasses.asdict(settings), "videos": [dataclasses.asdict(v) for v in videos]}
+        manifest = {
+            "settings": dataclasses.asdict(settings),
+            "videos": [dataclasses.asdict(v) for v in videos],
+        }
         write_atomically(folder / MANIFEST, json.dumps(manifest))
     return videos
 
@@ -177,7 +202,10 @@ def render(
 def read_manifest(folder: str | os.PathLike) -> tuple[WorldVideo, ...]:
     """The videos of a rendered world."""
     stored = json.loads((pathlib.Path(folder) / MANIFEST).read_text())
-    return tuple(WorldVideo(**{**video, "scenes": tuple(Scene(**s) for s in video["scenes"])}) for video in stored["videos"])
+    return tuple(
+        WorldVideo(**{**video, "scenes": tuple(Scene(**s) for s in video["scenes"])})
+        for video in stored["videos"]
+    )
 
 
 def _claim(settings: WorldSettings, folder: pathlib.Path) -> None:
@@ -187,10 +215,16 @@ def _claim(settings: WorldSettings, folder: pathlib.Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         return write_atomically(path, json.dumps(mine))
     stored = json.loads(path.read_text())
-    other = {name: (stored.get(name), value) for name, value in mine.items() if stored.get(name) != value}
+    other = {
+        name: (stored.get(name), value) for name, value in mine.items() if stored.get(name) != value
+    }
     if other:
-        differing = ", ".join(f"{name} is {there} there and {here} here" for name, (there, here) in other.items())
-        raise ValueError(f"world: {folder} holds a world of other settings ({differing}); choose another folder or remove it")
+        differing = ", ".join(
+            f"{name} is {there} there and {here} here" for name, (there, here) in other.items()
+        )
+        raise ValueError(
+            f"world: {folder} holds a world of other settings ({differing}); choose another folder or remove it"
+        )
 
 
 def _finished(folder: pathlib.Path) -> bool:
@@ -204,7 +238,9 @@ def _encode(settings: WorldSettings, video: WorldVideo, path: pathlib.Path) -> N
     unfinished = path.with_suffix(".tmp")
     with av.open(str(unfinished), "w", format="mp4") as container:
         stream = container.add_stream(
-            "libx264", rate=fractions.Fraction(1, STEP), options={"qp": "0", "preset": "veryfast", "threads": "1", "bf": "0"}
+            "libx264",
+            rate=fractions.Fraction(1, STEP),
+            options={"qp": "0", "preset": "veryfast", "threads": "1", "bf": "0"},
         )
         stream.width = stream.height = settings.size
         stream.pix_fmt = "yuv420p"
@@ -220,7 +256,9 @@ def _encode(settings: WorldSettings, video: WorldVideo, path: pathlib.Path) -> N
 
 
 def _frame(settings: WorldSettings, scene: Scene, digit: bool) -> av.VideoFrame:
-    return av.VideoFrame.from_ndarray(picture(settings, scene, digit), format="rgb24").reformat(format="yuv420p", threads=1)
+    return av.VideoFrame.from_ndarray(picture(settings, scene, digit), format="rgb24").reformat(
+        format="yuv420p", threads=1
+    )
 
 
 def of_split(videos: Sequence[WorldVideo], split: str) -> tuple[WorldVideo, ...]:

@@ -14,7 +14,18 @@ import numpy as np
 
 from paravt_jax import protocol, video
 from paravt_jax.records import Caption, CropCall, Demonstration, Message, Question, QuestionKind
-from paravt_jax.world import COLOURS, DIGITS, FRAMES, SCENE, SECONDS, SPLITS, STEP, WINDOW, Scene, WorldVideo
+from paravt_jax.world import (
+    COLOURS,
+    DIGITS,
+    FRAMES,
+    SCENE,
+    SECONDS,
+    SPLITS,
+    STEP,
+    WINDOW,
+    Scene,
+    WorldVideo,
+)
 
 _ASK = {
     QuestionKind.MULTIPLE_CHOICE: "Which digit appears in the scene that starts at {} seconds?",
@@ -72,13 +83,29 @@ class TextSettings:
     """Probability that the answer lacks its tags."""
 
     def __post_init__(self):
-        for name in ("multiple_choice", "telling", "unaligned", "crop_when_seen", "one_by_one", "guess", "leak", "unclosed", "untagged"):
+        for name in (
+            "multiple_choice",
+            "telling",
+            "unaligned",
+            "crop_when_seen",
+            "one_by_one",
+            "guess",
+            "leak",
+            "unclosed",
+            "untagged",
+        ):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"world_text.{name} is {getattr(self, name)}; it is a probability, give one from 0 to 1")
+                raise ValueError(
+                    f"world_text.{name} is {getattr(self, name)}; it is a probability, give one from 0 to 1"
+                )
         for name in ("groups", "windows", "captions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"text.{name}: {getattr(self, name)}; give 1 or more")
-        if not 1 <= self.questions <= 2 or self.groups > len(self.budgets) or not 1 <= self.demonstrations <= 4:
+        if (
+            not 1 <= self.questions <= 2
+            or self.groups > len(self.budgets)
+            or not 1 <= self.demonstrations <= 4
+        ):
             raise ValueError(
                 f"world_text: questions {self.questions}, groups {self.groups}, demonstrations {self.demonstrations}; a video is sure of 2 "
                 f"scenes and so of 4 different questions, and groups differ in their budget ({len(self.budgets)} given)"
@@ -89,21 +116,32 @@ def questions(videos: Sequence[WorldVideo], settings: TextSettings) -> Iterator[
     """The questions to answer, `settings.questions` a video."""
     for video_, rng in _each(videos, settings, stream=0):
         for scene in rng.permutation(_asked(video_))[: settings.questions]:
-            kind = QuestionKind.MULTIPLE_CHOICE if rng.random() < settings.multiple_choice else QuestionKind.TEMPORAL_GROUNDING
+            kind = (
+                QuestionKind.MULTIPLE_CHOICE
+                if rng.random() < settings.multiple_choice
+                else QuestionKind.TEMPORAL_GROUNDING
+            )
             yield _question(video_, int(scene), kind, rng)
 
 
-def main_demonstrations(videos: Sequence[WorldVideo], settings: TextSettings) -> Iterator[tuple[Demonstration, ...]]:
+def main_demonstrations(
+    videos: Sequence[WorldVideo], settings: TextSettings
+) -> Iterator[tuple[Demonstration, ...]]:
     """Groups of main agents' demonstrations. One group shares its video and overview frames, and with them its prompt's beginning."""
     for video_, rng in _each(videos, settings, stream=1):
         pairs = [(scene, kind) for scene in _asked(video_) for kind in _ASK]
         for frames in rng.permutation(settings.budgets)[: settings.groups]:
             chosen = rng.permutation(len(pairs))[: settings.demonstrations]
             asked = [_question(video_, pairs[n][0], pairs[n][1], rng) for n in chosen]
-            yield tuple(_main(video_, question, pairs[n][0], int(frames), settings, rng) for question, n in zip(asked, chosen, strict=True))
+            yield tuple(
+                _main(video_, question, pairs[n][0], int(frames), settings, rng)
+                for question, n in zip(asked, chosen, strict=True)
+            )
 
 
-def window_demonstrations(videos: Sequence[WorldVideo], settings: TextSettings) -> Iterator[Demonstration]:
+def window_demonstrations(
+    videos: Sequence[WorldVideo], settings: TextSettings
+) -> Iterator[Demonstration]:
     """Sub-agents' demonstrations: a window's frames and what they show."""
     for video_, rng in _each(videos, settings, stream=2):
         telling = {video_.scenes[n].first // WINDOW * WINDOW for n in _asked(video_)}
@@ -114,7 +152,9 @@ def window_demonstrations(videos: Sequence[WorldVideo], settings: TextSettings) 
                 start = STEP * int(rng.integers((SECONDS - WINDOW) // STEP + 1))
             window = (float(start), float(start + WINDOW))
             message = Message("assistant", _summary(video_, start))
-            yield Demonstration(f"{video_.id}/{n}:{start}", video_.path, WINDOW // STEP, window, None, (message,))
+            yield Demonstration(
+                f"{video_.id}/{n}:{start}", video_.path, WINDOW // STEP, window, None, (message,)
+            )
 
 
 def captions(videos: Sequence[WorldVideo], settings: TextSettings) -> Iterator[Caption]:
@@ -126,21 +166,34 @@ def captions(videos: Sequence[WorldVideo], settings: TextSettings) -> Iterator[C
                 scene = video_.scenes[rng.choice(_asked(video_))]
                 time = int(rng.choice(range(scene.first, scene.last + 1, STEP)))
             scene = video_.scenes[time // SCENE]
-            words = (scene.colour, DIGITS[scene.digit]) if scene.digit is not None and scene.shows(time) else (scene.colour,)
+            words = (
+                (scene.colour, DIGITS[scene.digit])
+                if scene.digit is not None and scene.shows(time)
+                else (scene.colour,)
+            )
             yield Caption(video_.path, float(time), words)
 
 
-def _each(videos: Sequence[WorldVideo], settings: TextSettings, stream: int) -> Iterator[tuple[WorldVideo, np.random.Generator]]:
+def _each(
+    videos: Sequence[WorldVideo], settings: TextSettings, stream: int
+) -> Iterator[tuple[WorldVideo, np.random.Generator]]:
     """Every video with a generator of its own, so that no record depends on how many others there are."""
     for video_ in videos:
-        yield video_, np.random.default_rng([settings.seed, stream, SPLITS.index(video_.split), int(video_.id.split("/")[1])])
+        yield (
+            video_,
+            np.random.default_rng(
+                [settings.seed, stream, SPLITS.index(video_.split), int(video_.id.split("/")[1])]
+            ),
+        )
 
 
 def _asked(video_: WorldVideo) -> list[int]:
     return [n for n, scene in enumerate(video_.scenes) if scene.digit is not None]
 
 
-def _question(video_: WorldVideo, scene: int, kind: QuestionKind, rng: np.random.Generator) -> Question:
+def _question(
+    video_: WorldVideo, scene: int, kind: QuestionKind, rng: np.random.Generator
+) -> Question:
     there = video_.scenes[scene]
     assert there.digit is not None
     text, id = _ASK[kind].format(there.start), f"{video_.id}:{there.start}:{kind}"
@@ -156,7 +209,12 @@ def _question(video_: WorldVideo, scene: int, kind: QuestionKind, rng: np.random
 
 
 def _main(
-    video_: WorldVideo, question: Question, scene: int, frames: int, settings: TextSettings, rng: np.random.Generator
+    video_: WorldVideo,
+    question: Question,
+    scene: int,
+    frames: int,
+    settings: TextSettings,
+    rng: np.random.Generator,
 ) -> Demonstration:
     there = video_.scenes[scene]
     shown = STEP * video.overview_indices(FRAMES, frames)
@@ -175,12 +233,20 @@ def _main(
 
 def _timeline(video_: WorldVideo, shown: np.ndarray, target: Scene) -> str:
     """What the overview shows of every scene, and again of the one asked about."""
-    lines = [f"{s.start} {s.colour} {_digit(s) if any(s.shows(t) for t in shown) else '-'}" for s in video_.scenes]
+    lines = [
+        f"{s.start} {s.colour} {_digit(s) if any(s.shows(t) for t in shown) else '-'}"
+        for s in video_.scenes
+    ]
     return ", ".join(lines) + "\ntarget " + lines[video_.scenes.index(target)]
 
 
 def _by_crops(
-    video_: WorldVideo, question: Question, there: Scene, opening: str, settings: TextSettings, rng: np.random.Generator
+    video_: WorldVideo,
+    question: Question,
+    there: Scene,
+    opening: str,
+    settings: TextSettings,
+    rng: np.random.Generator,
 ) -> tuple[Message, ...]:
     """Calls for both halves of the scene in one turn, or one after the other until a report tells; the reports, and the answer.
 
@@ -188,7 +254,10 @@ def _by_crops(
     """
     starts = range(there.start, there.end, WINDOW)
     if rng.random() < settings.leak:
-        calls = "\n".join(f"<tool_code>print(crop_video(start_time={s}, end_time={s + WINDOW}))</tool_code>" for s in starts)
+        calls = "\n".join(
+            f"<tool_code>print(crop_video(start_time={s}, end_time={s + WINDOW}))</tool_code>"
+            for s in starts
+        )
         return (Message("assistant", f"{opening}\nlook closer\n{_close(settings, rng)}{calls}"),)
     turns = [[s] for s in starts] if rng.random() < settings.one_by_one else [list(starts)]
     messages: list[Message] = []
@@ -199,15 +268,28 @@ def _by_crops(
         messages += [Message("tool", _summary(video_, s)) for s in turn]
         if there.first in range(turn[0], turn[-1] + WINDOW):
             break
-    return (*messages, _conclusion(question, there, "the crops show", there.first, there.last, settings, rng))
+    return (
+        *messages,
+        _conclusion(question, there, "the crops show", there.first, there.last, settings, rng),
+    )
 
 
 def _conclusion(
-    question: Question, there: Scene, opening: str, first: int, last: int, settings: TextSettings, rng: np.random.Generator
+    question: Question,
+    there: Scene,
+    opening: str,
+    first: int,
+    last: int,
+    settings: TextSettings,
+    rng: np.random.Generator,
 ) -> Message:
-    answer = f" {_digit(there)}" if question.kind is QuestionKind.MULTIPLE_CHOICE else _span(first, last)
+    answer = (
+        f" {_digit(there)}" if question.kind is QuestionKind.MULTIPLE_CHOICE else _span(first, last)
+    )
     think = f"{opening} {_digit(there)} from {first} to {last}\n{_close(settings, rng)}"
-    return Message("assistant", think + (answer if rng.random() < settings.untagged else answer.join(_TAGS)))
+    return Message(
+        "assistant", think + (answer if rng.random() < settings.untagged else answer.join(_TAGS))
+    )
 
 
 def _close(settings: TextSettings, rng: np.random.Generator) -> str:
@@ -216,8 +298,13 @@ def _close(settings: TextSettings, rng: np.random.Generator) -> str:
 
 def _summary(video_: WorldVideo, start: int) -> str:
     """What a sub-agent reports of the window of WINDOW seconds from `start`."""
-    seen = [(s, [t for t in range(start, start + WINDOW, STEP) if s.shows(t)]) for s in video_.scenes]
-    return ",".join(f" {_digit(s)} from {times[0]} to {times[-1]}" for s, times in seen if times) or " nothing"
+    seen = [
+        (s, [t for t in range(start, start + WINDOW, STEP) if s.shows(t)]) for s in video_.scenes
+    ]
+    return (
+        ",".join(f" {_digit(s)} from {times[0]} to {times[-1]}" for s, times in seen if times)
+        or " nothing"
+    )
 
 
 def _digit(scene: Scene) -> str:

@@ -76,7 +76,12 @@ class Assistant:
     ) -> Assistant:
         """From a folder or a hub id with weights and tokenizer; the last three, and what it raises, as `models.qwen3_vl.load`."""
         folder = local_folder(source)
-        return cls(load(folder, mesh=mesh, dtype=dtype, param_dtype=param_dtype), tokenizer.load(folder), protocol, frames)
+        return cls(
+            load(folder, mesh=mesh, dtype=dtype, param_dtype=param_dtype),
+            tokenizer.load(folder),
+            protocol,
+            frames,
+        )
 
     def ask(
         self,
@@ -102,24 +107,41 @@ class Assistant:
         asked = Question("asked", str(video), question, kind, "", tuple(options))
         length = len(self._scene.protocol.question(asked).ids)
         if length > _QUESTION_TOKENS:
-            raise ValueError(f"question: {length} tokens with its options, there is room for {_QUESTION_TOKENS}; ask in fewer words")
-        sampler = self._engine(asked.video, min(frames, self._scene.features.info(asked.video).frames))
+            raise ValueError(
+                f"question: {length} tokens with its options, there is room for {_QUESTION_TOKENS}; ask in fewer words"
+            )
+        sampler = self._engine(
+            asked.video, min(frames, self._scene.features.info(asked.video).frames)
+        )
         (episode,) = run(sampler, [play(self._scene, asked, setting, seed)])
         if episode.stop is StopReason.UNREADABLE:
-            raise VideoError(asked.video, self._scene.features.unreadable.get(asked.video, "it cannot be read any more"))
+            raise VideoError(
+                asked.video,
+                self._scene.features.unreadable.get(asked.video, "it cannot be read any more"),
+            )
         return episode
 
     def page(self, episode: Episode, setting: Setting) -> str:
         """The episode as a page that needs nothing but itself: frames, every token that was written, crops and what was said of them."""
-        line = transcript(episode, score(episode.question, episode.turns, RewardSettings()), setting, self._scene.protocol.vocabulary)
+        line = transcript(
+            episode,
+            score(episode.question, episode.turns, RewardSettings()),
+            setting,
+            self._scene.protocol.vocabulary,
+        )
         del line["rewards"]  # nobody knows the right answer
         return page(episode.question.text, el("main", episode_card(Path(), line, open_=True)))
 
     def _engine(self, video: str, frames: int) -> Engine:
         protocol, features = self._scene.protocol, self._scene.features
-        last, tokens = features.info(video).duration, features.tokens(video)  # no frame has a longer time
+        last, tokens = (
+            features.info(video).duration,
+            features.tokens(video),
+        )  # no frame has a longer time
         overview = overview_tokens(protocol, frames, tokens, last) + _QUESTION_TOKENS
-        settings = sizes_for_single_episodes(protocol, overview, crop_tokens(protocol, tokens, last))
+        settings = sizes_for_single_episodes(
+            protocol, overview, crop_tokens(protocol, tokens, last)
+        )
         if settings not in self._engines:
             self._engines[settings] = Engine(self._model, features, settings)
             if len(self._engines) > _ENGINES:
@@ -169,9 +191,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         setting = Setting(asked.frames, asked.temperature, asked.dispatch)
         require_local("--html", asked.html)
         if asked.html and not os.path.isdir(Path(asked.html).absolute().parent):
-            raise FileNotFoundError(f"--html {asked.html}: its folder is not there; make it, or name another file")
+            raise FileNotFoundError(
+                f"--html {asked.html}: its folder is not there; make it, or name another file"
+            )
         if not os.path.isfile(asked.video):  # unlike Path.is_file, it takes names that are too long
-            raise FileNotFoundError(f"--video {asked.video}: no such file; give the path of a video")
+            raise FileNotFoundError(
+                f"--video {asked.video}: no such file; give the path of a video"
+            )
         _check_words(asked.question)
         probe(asked.video)  # before weights are read, which takes minutes
         assistant = Assistant.load(asked.model, dtype=asked.dtype, param_dtype=asked.dtype)
@@ -195,10 +221,16 @@ def told(episode: Episode) -> Iterator[str]:
         yield f"--- turn {number}"
         yield turn.text.strip()
         for crop, outcome in enumerate(turn.calls, 1):
-            window = f"{outcome.call.start:g} to {outcome.call.end:g} s" if outcome.call else "no window that could be read"
+            window = (
+                f"{outcome.call.start:g} to {outcome.call.end:g} s"
+                if outcome.call
+                else "no window that could be read"
+            )
             yield f"    crop {crop}, {window} ({outcome.status.replace('_', ' ')}): {outcome.response.strip()}"
     yield f"--- answer: {'none' if episode.answer is None else episode.answer}" + (
-        "" if episode.stop is StopReason.ANSWERED else f" (the episode ended: {episode.stop.replace('_', ' ')})"
+        ""
+        if episode.stop is StopReason.ANSWERED
+        else f" (the episode ended: {episode.stop.replace('_', ' ')})"
     )
 
 

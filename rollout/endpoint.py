@@ -42,7 +42,9 @@ _KEY = "OPENAI_API_KEY"
 _SHOWN = 300  # characters of what a server says
 # With these statuses a server refuses one request for its content; it may answer the next one.
 _REFUSALS = (400, 413, 422, 451)
-REFUSAL_REMEDY = "check that the model takes images, and that its context is long enough (vllm --max-model-len)"
+REFUSAL_REMEDY = (
+    "check that the model takes images, and that its context is long enough (vllm --max-model-len)"
+)
 _REMEDIES = {
     401: f"check the key in {_KEY}",
     403: f"check the key in {_KEY}",
@@ -114,7 +116,9 @@ class EndpointSampler:
         self._key = os.environ.get(_KEY, "").strip()
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._client = httpx2.Client(headers=headers, timeout=settings.timeout)
-        self._work: queue.SimpleQueue[tuple[Future[Sample], Request, bytes] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Future[Sample], Request, bytes] | None] = (
+            queue.SimpleQueue()
+        )
         # Daemons: the end of a run does not wait for open replies.
         for _ in range(settings.concurrency):
             threading.Thread(target=self._serve, name="endpoint", daemon=True).start()
@@ -133,11 +137,19 @@ class EndpointSampler:
             chat = messages(request, self._vocabulary, self._images)
         except VideoError as error:
             self._images.unreadable[error.path] = error.reason
-            self._done.append((ticket, (self._sample(request, "", SampleStop.UNREADABLE),) * len(request.seeds)))
+            self._done.append(
+                (ticket, (self._sample(request, "", SampleStop.UNREADABLE),) * len(request.seeds))
+            )
             return ticket
         self._asked[ticket] = [Future() for _ in request.seeds]
         for seed, future in zip(request.seeds, self._asked[ticket], strict=True):
-            self._work.put((future, request, body(chat, request.sampling, seed, self._settings.model, self._vocabulary)))
+            self._work.put(
+                (
+                    future,
+                    request,
+                    body(chat, request.sampling, seed, self._settings.model, self._vocabulary),
+                )
+            )
         return ticket
 
     def _serve(self) -> None:
@@ -153,12 +165,26 @@ class EndpointSampler:
     def step(self) -> list[Answer]:
         """Waits until a reply is there, and returns the requests that are answered. EndpointError where the server fails."""
         if not self._done and self._asked:
-            open_ = [future for futures in self._asked.values() for future in futures if not future.done()]
-            if all(any(not future.done() for future in futures) for futures in self._asked.values()):
+            open_ = [
+                future
+                for futures in self._asked.values()
+                for future in futures
+                if not future.done()
+            ]
+            if all(
+                any(not future.done() for future in futures) for futures in self._asked.values()
+            ):
                 wait(open_, return_when=FIRST_COMPLETED)
-        finished = [ticket for ticket, futures in self._asked.items() if all(future.done() for future in futures)]
+        finished = [
+            ticket
+            for ticket, futures in self._asked.items()
+            if all(future.done() for future in futures)
+        ]
         done, self._done = self._done, []
-        return done + [(ticket, tuple(future.result() for future in self._asked.pop(ticket))) for ticket in finished]
+        return done + [
+            (ticket, tuple(future.result() for future in self._asked.pop(ticket)))
+            for ticket in finished
+        ]
 
     def cancel(self, ticket: int) -> None:
         """Gives a request up; one that is on its way is not waited for."""
@@ -193,7 +219,9 @@ class EndpointSampler:
             )
         except httpx2.HTTPError as error:
             kind = type(error).__name__
-            return _Failure(f"the connection failed ({kind}); check --endpoint, and that its server runs")
+            return _Failure(
+                f"the connection failed ({kind}); check --endpoint, and that its server runs"
+            )
         if reply.is_success:
             return self._read(request, reply.content)
         status = f"status {reply.status_code}{self._said(reply.content)}"
@@ -266,7 +294,11 @@ def _message(content: bytes) -> str:
 
 def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> list[dict[str, Any]]:
     """A request's ids as chat messages, its frames as pictures in them; the last is the response that was begun, perhaps empty."""
-    start, end, opening = vocabulary["<|im_start|>"], vocabulary["<|im_end|>"], vocabulary["<|vision_start|>"]
+    start, end, opening = (
+        vocabulary["<|im_start|>"],
+        vocabulary["<|im_end|>"],
+        vocabulary["<|vision_start|>"],
+    )
     ids, frames = np.asarray(request.ids).tolist(), list(request.frames)
     chat: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
@@ -282,7 +314,12 @@ def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> l
         role, _, rest = parts[0]["text"].partition("\n")
         content = [{"type": "text", "text": rest}, *parts[1:]] if rest else parts[1:]
         plain = all(part["type"] == "text" for part in content)
-        chat.append({"role": role, "content": "".join(part["text"] for part in content) if plain else content})
+        chat.append(
+            {
+                "role": role,
+                "content": "".join(part["text"] for part in content) if plain else content,
+            }
+        )
         parts.clear()
 
     at, inside = 0, False
@@ -296,7 +333,9 @@ def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> l
         elif ids[at] == opening and frames:
             flush()
             frame = frames.pop(0)
-            parts.append({"type": "image_url", "image_url": {"url": _data_uri(images.image(frame))}})
+            parts.append(
+                {"type": "image_url", "image_url": {"url": _data_uri(images.image(frame))}}
+            )
             at += images.tokens(frame.video) + 1
         else:
             text.append(ids[at])
@@ -305,7 +344,13 @@ def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> l
     return chat
 
 
-def body(chat: Sequence[Mapping[str, Any]], sampling: Sampling, seed: int, model: str, vocabulary: Vocabulary) -> bytes:
+def body(
+    chat: Sequence[Mapping[str, Any]],
+    sampling: Sampling,
+    seed: int,
+    model: str,
+    vocabulary: Vocabulary,
+) -> bytes:
     """A chat completion that goes on with the last message. `continue_final_message` and what stands after it are vLLM's and SGLang's."""
     content: dict[str, Any] = {
         "model": model,

@@ -93,11 +93,15 @@ class Engine:
         self._check(request)
         ticket = next(self._tickets)
         try:
-            prompt = make_prompt(request, self.features, self.config, self._clock() + request.sampling.deadline)
+            prompt = make_prompt(
+                request, self.features, self.config, self._clock() + request.sampling.deadline
+            )
         except VideoError as error:  # its video was there when the frames were chosen, or never
             self.features.unreadable[error.path] = error.reason
             nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
-            self._open[ticket] = [Sample(*nothing, SampleStop.UNREADABLE, self.version, digest(request.ids))] * len(request.seeds)
+            self._open[ticket] = [
+                Sample(*nothing, SampleStop.UNREADABLE, self.version, digest(request.ids))
+            ] * len(request.seeds)
             self.counts.stops[SampleStop.UNREADABLE] += len(request.seeds)
             return ticket
         self._open[ticket] = [None] * len(request.seeds)
@@ -111,10 +115,17 @@ class Engine:
         for version in sorted({sequence.version for sequence in self._running}):
             self._decode(version)
         runner, counts = self._runner, self.counts
-        counts.steps, counts.row_steps, counts.seconds = runner.steps, runner.row_steps, runner.seconds
+        counts.steps, counts.row_steps, counts.seconds = (
+            runner.steps,
+            runner.row_steps,
+            runner.seconds,
+        )
         finished = [ticket for ticket, samples in self._open.items() if None not in samples]
         kept, self._kept = self._kept, []
-        return kept + [(ticket, tuple(sample for sample in self._open.pop(ticket) if sample is not None)) for ticket in finished]
+        return kept + [
+            (ticket, tuple(sample for sample in self._open.pop(ticket) if sample is not None))
+            for ticket in finished
+        ]
 
     def generate(self, requests: Iterable[Request]) -> list[tuple[Sample, ...]]:
         """Samples every request; a tuple a request, in their order, with a sample for every seed.
@@ -129,7 +140,9 @@ class Engine:
             while any(ticket not in answers for ticket in tickets):
                 answers |= self.step()
         finally:
-            self._kept += [(ticket, samples) for ticket, samples in answers.items() if ticket not in tickets]
+            self._kept += [
+                (ticket, samples) for ticket, samples in answers.items() if ticket not in tickets
+            ]
             for ticket in tickets:
                 self.cancel(ticket)
         return [answers[ticket] for ticket in tickets]
@@ -137,7 +150,9 @@ class Engine:
     def cancel(self, ticket: int) -> None:
         """Gives a request up and frees what it holds; one that is answered already is left alone."""
         self._open.pop(ticket, None)
-        self._waiting = collections.deque(sequence for sequence in self._waiting if sequence.ticket != ticket)
+        self._waiting = collections.deque(
+            sequence for sequence in self._waiting if sequence.ticket != ticket
+        )
         for sequence in [sequence for sequence in self._running if sequence.ticket == ticket]:
             self._leave(sequence)
 
@@ -149,15 +164,23 @@ class Engine:
         """
         differing = difference(weights, self._known)
         if differing:
-            raise ValueError(f"Engine.load: weights {differing}; give the text decoder's own state, nnx.split(model.text)[1]")
+            raise ValueError(
+                f"Engine.load: weights {differing}; give the text decoder's own state, nnx.split(model.text)[1]"
+            )
         if in_flight not in get_args(InFlight):
-            raise ValueError(f"Engine.load: in_flight = {in_flight!r}; one of {', '.join(get_args(InFlight))}, choose one of them")
+            raise ValueError(
+                f"Engine.load: in_flight = {in_flight!r}; one of {', '.join(get_args(InFlight))}, choose one of them"
+            )
         if in_flight == "restart":
             for sequence in reversed(self._running[:]):
                 self._leave(sequence)
-                self._waiting.appendleft(Sequence(sequence.ticket, sequence.number, sequence.prompt))
+                self._waiting.appendleft(
+                    Sequence(sequence.ticket, sequence.number, sequence.prompt)
+                )
         if version in {sequence.version for sequence in self._running}:
-            raise ValueError(f"Engine.load: version {version} is still being sampled from; give new weights a new number, or restart")
+            raise ValueError(
+                f"Engine.load: version {version} is still being sampled from; give new weights a new number, or restart"
+            )
         self.forget()
         self._weights[version], self.version = weights, version
         self._drop_weights()
@@ -166,7 +189,9 @@ class Engine:
     def sleep(self) -> None:
         """Frees what lies on the device, weights and pages, until `load` brings new weights. ValueError where a request has no answer."""
         if not self.idle:
-            raise ValueError(f"Engine.sleep: {len(self._open) + len(self._kept)} requests have no answer yet; step, or cancel them, first")
+            raise ValueError(
+                f"Engine.sleep: {len(self._open) + len(self._kept)} requests have no answer yet; step, or cancel them, first"
+            )
         self.forget()
         self._weights.clear()
         self._runner.sleep()
@@ -198,25 +223,39 @@ class Engine:
         self._awake("submit")
         sampling, longest = request.sampling, self.settings.own[-1]
         if not len(request.ids):
-            raise ValueError("Request.ids: there are none; the last token predicts the first new one, give one at least")
+            raise ValueError(
+                "Request.ids: there are none; the last token predicts the first new one, give one at least"
+            )
         ids, words = np.asarray(request.ids), self.config.text.vocab_size
         if ids.min() < 0 or ids.max() >= words:
-            raise ValueError(f"Request.ids: from {ids.min()} to {ids.max()}; the model has {words} words, give ids from 0 to {words - 1}")
+            raise ValueError(
+                f"Request.ids: from {ids.min()} to {ids.max()}; the model has {words} words, give ids from 0 to {words - 1}"
+            )
         if len(request.ids) + sampling.max_new_tokens > longest:
             raise ValueError(
                 f"Request.ids: {len(request.ids)} tokens, and {sampling.max_new_tokens} new ones; EngineSizes.own ends at {longest}, "
                 "make it longer, or lower the protocol's limits or the frames"
             )
         if len(sampling.stop_ids) > MOST_STOP_IDS:
-            raise ValueError(f"Sampling.stop_ids: {len(sampling.stop_ids)} ids; a row has at most {MOST_STOP_IDS}, give fewer")
+            raise ValueError(
+                f"Sampling.stop_ids: {len(sampling.stop_ids)} ids; a row has at most {MOST_STOP_IDS}, give fewer"
+            )
         if sampling.stop_strings and self._token_bytes is None:
-            raise ValueError("Sampling.stop_strings: the engine was made without token_bytes; give it those of the vocabulary")
+            raise ValueError(
+                "Sampling.stop_strings: the engine was made without token_bytes; give it those of the vocabulary"
+            )
 
     def _expire(self) -> None:
         now = self._clock()
-        for sequence in [sequence for sequence in (*self._running, *self._waiting) if now >= sequence.prompt.until]:
+        for sequence in [
+            sequence
+            for sequence in (*self._running, *self._waiting)
+            if now >= sequence.prompt.until
+        ]:
             self._finish(sequence, SampleStop.DEADLINE)
-        self._waiting = collections.deque(sequence for sequence in self._waiting if now < sequence.prompt.until)
+        self._waiting = collections.deque(
+            sequence for sequence in self._waiting if now < sequence.prompt.until
+        )
 
     def _finish(self, sequence: Sequence, stop: SampleStop) -> None:
         samples = self._open[sequence.ticket]
@@ -234,7 +273,9 @@ class Engine:
         """Holds the pages that are there already."""
         prompt = sequence.prompt
         sequence.version = self.version
-        sequence.path, sequence.source, common = self._tree.match(self.version, prompt.content[: prompt.known])
+        sequence.path, sequence.source, common = self._tree.match(
+            self.version, prompt.content[: prompt.known]
+        )
         if sequence.source is not None:
             self._tree.hold([sequence.source])
         sequence.computed = len(sequence.path) * self.settings.page + common
@@ -244,7 +285,9 @@ class Engine:
         prompt, size = sequence.prompt, self.settings.page
         whole = -(-(len(prompt.content) + sequence.sampling.max_new_tokens) // size)
         lent = self._tree.allocate(whole - len(sequence.path))
-        if lent is None and sequence.source is not None:  # the page to copy from may be the one that is missing: rather compute again
+        if (
+            lent is None and sequence.source is not None
+        ):  # the page to copy from may be the one that is missing: rather compute again
             self._tree.release([sequence.source])
             sequence.source, sequence.computed = None, len(sequence.path) * size
             lent = self._tree.allocate(whole - len(sequence.path))
@@ -259,15 +302,21 @@ class Engine:
     def _publish(self, sequence: Sequence) -> None:
         """Lets others find what the sequence has computed."""
         prompt, at = sequence.prompt, len(sequence.path) * self.settings.page
-        content = np.concatenate([prompt.content, np.array(sequence.drawn, np.int64)])[at : sequence.computed]
-        added, sequence.lent = self._tree.insert(sequence.version, sequence.path, content, sequence.lent)
+        content = np.concatenate([prompt.content, np.array(sequence.drawn, np.int64)])[
+            at : sequence.computed
+        ]
+        added, sequence.lent = self._tree.insert(
+            sequence.version, sequence.path, content, sequence.lent
+        )
         sequence.path = sequence.path + added
 
     def _leave(self, sequence: Sequence) -> None:
         """Out of its slot; what it computed stays for others as long as there is room, unless it was to be forgotten."""
         self._running.remove(sequence)
         if sequence.path and len(sequence.path[-1].tokens) < self.settings.page:
-            sequence.lent.insert(0, self._tree.take_out(sequence.path.pop()))  # there is more on it now
+            sequence.lent.insert(
+                0, self._tree.take_out(sequence.path.pop())
+            )  # there is more on it now
         if not sequence.forgotten:
             self._publish(sequence)
         self._return_pages(sequence)
@@ -275,7 +324,9 @@ class Engine:
 
     def _drop_weights(self) -> None:
         """Forgets weights that nobody samples from any more, and what they computed."""
-        for version in set(self._weights) - {self.version} - {sequence.version for sequence in self._running}:
+        for version in (
+            set(self._weights) - {self.version} - {sequence.version for sequence in self._running}
+        ):
             del self._weights[version]
             self._tree.drop(version)
 
@@ -289,7 +340,9 @@ class Engine:
                 self._prefill(batch)
                 self._running += batch
                 batch.clear()
-        except BaseException:  # an interrupt, most likely: who was on the way waits again, and can be cancelled
+        except (
+            BaseException
+        ):  # an interrupt, most likely: who was on the way waits again, and can be cancelled
             for sequence in batch:
                 self._return_pages(sequence)
             self._waiting.extendleft(reversed(batch))
@@ -313,16 +366,28 @@ class Engine:
         starts: set[tuple] = set()
         length = before = 0
         try:
-            while self._waiting and len(self._running) + len(batch) < self.settings.slots and len(passed) < self.settings.slots:
-                sequence = self._waiting[0]  # it leaves when it is known where to: an interrupt may come at any point
+            while (
+                self._waiting
+                and len(self._running) + len(batch) < self.settings.slots
+                and len(passed) < self.settings.slots
+            ):
+                sequence = self._waiting[
+                    0
+                ]  # it leaves when it is known where to: an interrupt may come at any point
                 if not sequence.sampling.max_new_tokens:
                     self._finish(sequence, SampleStop.LENGTH)
                     self._waiting.popleft()
                     continue
                 self._match(sequence)
                 missing = sequence.prompt.content[sequence.computed : sequence.prompt.known]
-                start = (sequence.path[-1].serial if sequence.path else None, missing[: self.settings.page].tobytes())
-                longest, most = max(length, self.settings.piece(len(missing))), max(before, sequence.computed)
+                start = (
+                    sequence.path[-1].serial if sequence.path else None,
+                    missing[: self.settings.page].tobytes(),
+                )
+                longest, most = (
+                    max(length, self.settings.piece(len(missing))),
+                    max(before, sequence.computed),
+                )
                 full = len(missing) > 0 and len(starts) >= self.settings.prefill_rows(longest, most)
                 # Pages are taken last: others may have to give way for them.
                 if start in starts or full or not self._take_pages(sequence):
@@ -365,7 +430,9 @@ class Engine:
 
     def _decode(self, version: int) -> None:
         sequences = [sequence for sequence in self._running if sequence.version == version]
-        for sequence, drawn in zip(sequences, self._runner.decode(sequences, self._weights[version]), strict=True):
+        for sequence, drawn in zip(
+            sequences, self._runner.decode(sequences, self._weights[version]), strict=True
+        ):
             self._take(sequence, *drawn)
 
     def _take(self, sequence: Sequence, ids: list[int], logprobs: list[float]) -> None:
@@ -390,7 +457,9 @@ class Engine:
         strings, table = sequence.sampling.stop_strings, self._token_bytes
         if not strings or table is None:
             return None
-        parts = [table[token] if token < len(table) else b"" for token in sequence.drawn]  # a model may have more rows than words
+        parts = [
+            table[token] if token < len(table) else b"" for token in sequence.drawn
+        ]  # a model may have more rows than words
         text = b"".join(parts[:before])
         for number in range(before, len(sequence.drawn)):
             new = len(text)

@@ -17,7 +17,18 @@ import numpy as np
 from models.features import FrameFeatures
 from paravt_jax.parsing import Malformed, extract_answer, parse_calls, resolve_window
 from paravt_jax.protocol import VIDEO_NAME, Protocol
-from paravt_jax.records import Author, CallOutcome, CallStatus, CropCall, Episode, Question, Segment, StopReason, Trajectory, Turn
+from paravt_jax.records import (
+    Author,
+    CallOutcome,
+    CallStatus,
+    CropCall,
+    Episode,
+    Question,
+    Segment,
+    StopReason,
+    Trajectory,
+    Turn,
+)
 from paravt_jax.video import VideoError
 from rollout.requests import Request, Sample, SampleStop, Sampling, ask
 
@@ -61,12 +72,18 @@ class Setting:
                 "(0 is a blind run, with dispatch 'none')"
             )
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"temperature = {self.temperature}: a number, 0 or above; use 0 for the likeliest tokens")
+            raise ValueError(
+                f"temperature = {self.temperature}: a number, 0 or above; use 0 for the likeliest tokens"
+            )
         for name in ("seconds", "report_seconds"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: a time in seconds, above 0; leave it out for no limit")
+                raise ValueError(
+                    f"{name} = {getattr(self, name)}: a time in seconds, above 0; leave it out for no limit"
+                )
         if self.dispatch not in get_args(Dispatch):
-            raise ValueError(f"dispatch = {self.dispatch!r}: one of {', '.join(get_args(Dispatch))}; choose one of them")
+            raise ValueError(
+                f"dispatch = {self.dispatch!r}: one of {', '.join(get_args(Dispatch))}; choose one of them"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +103,13 @@ async def play(scene: Scene, question: Question, setting: Setting, seed: int) ->
     try:
         overview, tokens = (), 0
         if setting.frames:  # a blind episode opens no file
-            overview, tokens = scene.features.overview(question.video, setting.frames), scene.features.tokens(question.video)
-            scene.features(overview)  # unreadable now is better than unreadable in the middle of a batch
+            overview, tokens = (
+                scene.features.overview(question.video, setting.frames),
+                scene.features.tokens(question.video),
+            )
+            scene.features(
+                overview
+            )  # unreadable now is better than unreadable in the middle of a batch
         prompt = protocol.overview(overview, tokens, tools)
     except VideoError:
         return Episode(question, setting.frames, Trajectory(), (), StopReason.UNREADABLE, None)
@@ -102,9 +124,21 @@ async def play(scene: Scene, question: Question, setting: Setting, seed: int) ->
         if limits.pin_think:
             trajectory.append(protocol.pinned)
         room = min(limits.trajectory_tokens - _suffix_length(trajectory), limits.turn_tokens)
-        sample = await _respond(scene, trajectory, setting, seed + len(turns), room, left)  # plan, or gather and answer
-        trajectory.append(Segment(sample.ids, Author.MODEL, sample.logprobs, digest=sample.digest, version=sample.version))
-        text = protocol.vocabulary.decode(np.concatenate([protocol.pinned.ids, sample.ids])).removesuffix("<|im_end|>")
+        sample = await _respond(
+            scene, trajectory, setting, seed + len(turns), room, left
+        )  # plan, or gather and answer
+        trajectory.append(
+            Segment(
+                sample.ids,
+                Author.MODEL,
+                sample.logprobs,
+                digest=sample.digest,
+                version=sample.version,
+            )
+        )
+        text = protocol.vocabulary.decode(
+            np.concatenate([protocol.pinned.ids, sample.ids])
+        ).removesuffix("<|im_end|>")
         if (cut := _CUT.get(sample.stop)) is not None:
             turns.append(Turn(text, truncated=True))
             return _episode(question, setting, trajectory, turns, cut, sample.reason)
@@ -114,8 +148,14 @@ async def play(scene: Scene, question: Question, setting: Setting, seed: int) ->
             stop = StopReason.NO_ANSWER if extract_answer(text) is None else StopReason.ANSWERED
             return _episode(question, setting, trajectory, turns, stop)
 
-        offered = len(turns) < tool_turns and not (setting.dispatch == "frames" and _forges_frames(scene, trajectory))
-        outcomes = await _dispatch(scene, question, calls, setting, seed + 1000 * (len(turns) + 1), until) if offered else _refuse(calls)
+        offered = len(turns) < tool_turns and not (
+            setting.dispatch == "frames" and _forges_frames(scene, trajectory)
+        )
+        outcomes = (
+            await _dispatch(scene, question, calls, setting, seed + 1000 * (len(turns) + 1), until)
+            if offered
+            else _refuse(calls)
+        )
         outcomes = [dataclasses.replace(o, response=protocol.cut(o.response)) for o in outcomes]
         turns.append(Turn(text, tuple(outcomes)))
         if len(turns) > tool_turns + 1 or (not offered and extract_answer(text) is not None):
@@ -123,38 +163,75 @@ async def play(scene: Scene, question: Question, setting: Setting, seed: int) ->
             return _episode(question, setting, trajectory, turns, stop)
         ended = sample.ids[-1] == protocol.vocabulary.eos
         shown = [o.frames for o in outcomes]
-        results = protocol.tool_results([o.response for o in outcomes], bool(ended), len(turns) >= tool_turns, shown, tokens)
-        if _suffix_length(trajectory) + len(results.ids) + len(protocol.pinned.ids) >= limits.trajectory_tokens:
+        results = protocol.tool_results(
+            [o.response for o in outcomes], bool(ended), len(turns) >= tool_turns, shown, tokens
+        )
+        if (
+            _suffix_length(trajectory) + len(results.ids) + len(protocol.pinned.ids)
+            >= limits.trajectory_tokens
+        ):
             turns[-1] = dataclasses.replace(turns[-1], truncated=True)
             return _episode(question, setting, trajectory, turns, StopReason.TOKEN_LIMIT)
         trajectory.append(results)
 
 
-async def _respond(scene: Scene, trajectory: Trajectory, setting: Setting, seed: int, tokens: int, seconds: float) -> Sample:
+async def _respond(
+    scene: Scene, trajectory: Trajectory, setting: Setting, seed: int, tokens: int, seconds: float
+) -> Sample:
     vocabulary = scene.protocol.vocabulary
-    stops = (vocabulary.eos, vocabulary["</tool_call>"]) if setting.dispatch == "sequential" else (vocabulary.eos,)
-    ((sample,),) = await ask(_request(trajectory, Sampling(tokens, setting.temperature, stop_ids=stops, deadline=seconds), seed))
+    stops = (
+        (vocabulary.eos, vocabulary["</tool_call>"])
+        if setting.dispatch == "sequential"
+        else (vocabulary.eos,)
+    )
+    ((sample,),) = await ask(
+        _request(
+            trajectory,
+            Sampling(tokens, setting.temperature, stop_ids=stops, deadline=seconds),
+            seed,
+        )
+    )
     return sample
 
 
 async def _dispatch(
-    scene: Scene, question: Question, calls: list[CropCall | Malformed], setting: Setting, seed: int, until: float
+    scene: Scene,
+    question: Question,
+    calls: list[CropCall | Malformed],
+    setting: Setting,
+    seed: int,
+    until: float,
 ) -> list[CallOutcome]:
     """Carry out a turn's calls: every good window goes to its own sub-agent, all of them side by side, `until` the episode's time is up.
 
     One that fails, is refused or takes too long costs its own report only.
     """
     limit = 1 if setting.dispatch == "sequential" else scene.protocol.settings.max_calls
-    outcomes = [_open(scene, question, call, number, limit, setting.dispatch) for number, call in enumerate(calls)]
-    ready = [(number, outcome) for number, outcome in enumerate(outcomes) if outcome.subagent is not None]
+    outcomes = [
+        _open(scene, question, call, number, limit, setting.dispatch)
+        for number, call in enumerate(calls)
+    ]
+    ready = [
+        (number, outcome) for number, outcome in enumerate(outcomes) if outcome.subagent is not None
+    ]
     tokens, vocabulary = scene.protocol.settings.summary_tokens, scene.protocol.vocabulary
     # A request has some time at least; that the episode has none left is for its next turn to see.
     seconds = max(min(until - scene.clock(), setting.report_seconds), 1e-6)
     sampling = Sampling(tokens, setting.temperature, stop_ids=(vocabulary.eos,), deadline=seconds)
-    requests = [_request(o.subagent, sampling, seed + n) for n, o in ready if o.subagent is not None]
+    requests = [
+        _request(o.subagent, sampling, seed + n) for n, o in ready if o.subagent is not None
+    ]
     for (number, outcome), (sample,) in zip(ready, await ask(*requests), strict=True):
         assert outcome.subagent is not None
-        outcome.subagent.append(Segment(sample.ids, Author.MODEL, sample.logprobs, digest=sample.digest, version=sample.version))
+        outcome.subagent.append(
+            Segment(
+                sample.ids,
+                Author.MODEL,
+                sample.logprobs,
+                digest=sample.digest,
+                version=sample.version,
+            )
+        )
         if sample.stop in _NO_REPORT:
             status, response = _NO_REPORT[sample.stop]
             outcome = dataclasses.replace(outcome, status=status, response=response)
@@ -165,38 +242,62 @@ async def _dispatch(
     return outcomes
 
 
-def _open(scene: Scene, question: Question, call: CropCall | Malformed, number: int, limit: int, dispatch: Dispatch) -> CallOutcome:
+def _open(
+    scene: Scene,
+    question: Question,
+    call: CropCall | Malformed,
+    number: int,
+    limit: int,
+    dispatch: Dispatch,
+) -> CallOutcome:
     """One call up to its sub-agent's prompt (or the frames themselves), or the reason why there is none."""
     if isinstance(call, Malformed):
         return CallOutcome(None, call.status, f"error: {call.reason}")
     if number >= limit:
-        return CallOutcome(call, CallStatus.TOO_MANY, f"error: at most {limit} calls a turn are carried out; call again in the next turn")
+        return CallOutcome(
+            call,
+            CallStatus.TOO_MANY,
+            f"error: at most {limit} calls a turn are carried out; call again in the next turn",
+        )
     features, settings = scene.features, scene.protocol.settings
     try:
         window, status, reason = resolve_window(call, features.info(question.video).duration)
         if not status.executed:
             return CallOutcome(call, status, f"error: {reason}")
-        frames = features.window(question.video, window.start, window.end, settings.crop_fps, settings.crop_frames)
+        frames = features.window(
+            question.video, window.start, window.end, settings.crop_fps, settings.crop_frames
+        )
         features(frames)
         note = f" ({reason})" if status is CallStatus.CLAMPED else ""
         if dispatch == "frames":
             return CallOutcome(window, status, f"{len(frames)} frames.{note}", frames=frames)
         prompt = scene.protocol.window(frames, features.tokens(question.video))
     except VideoError as error:
-        reason = error.reason.replace(error.path, VIDEO_NAME)  # where files lie is nothing that a model should read
-        return CallOutcome(call, CallStatus.UNREADABLE, f"error: the video cannot be read there ({reason})")
+        reason = error.reason.replace(
+            error.path, VIDEO_NAME
+        )  # where files lie is nothing that a model should read
+        return CallOutcome(
+            call, CallStatus.UNREADABLE, f"error: the video cannot be read there ({reason})"
+        )
     return CallOutcome(window, status, note, Trajectory((prompt,)))
 
 
 def _forges_frames(scene: Scene, trajectory: Trajectory) -> bool:
     """Whether the model wrote a frame's placeholder, which a sampler could not tell from those of the frames that come after it."""
     placeholder = scene.protocol.vocabulary["<|image_pad|>"]
-    return any(placeholder in segment.ids for segment in trajectory.segments if segment.author is Author.MODEL)
+    return any(
+        placeholder in segment.ids
+        for segment in trajectory.segments
+        if segment.author is Author.MODEL
+    )
 
 
 def _refuse(calls: list[CropCall | Malformed]) -> list[CallOutcome]:
     reason = "error: no call is possible now"
-    return [CallOutcome(None if isinstance(call, Malformed) else call, CallStatus.NOT_OFFERED, reason) for call in calls]
+    return [
+        CallOutcome(None if isinstance(call, Malformed) else call, CallStatus.NOT_OFFERED, reason)
+        for call in calls
+    ]
 
 
 def _request(trajectory: Trajectory, sampling: Sampling, seed: int) -> Request:

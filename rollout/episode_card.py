@@ -45,25 +45,52 @@ def episode_card(run_dir: pathlib.Path, episode: dict[str, Any], open_: bool) ->
     calls = [call for turn in turns for call in turn.get("calls", [])]
     overview = episode.get("overview", [])
     left = [
-        _section(f"Overview: {_plural(len(overview), 'frame')}, times in seconds", _frames(path, overview)),
-        _section("On the time axis", _timeline(_duration(path, overview), overview, calls, episode)),
-        _section("Options", _options(question["options"], question["answer"], episode.get("answer"))) if question.get("options") else "",
+        _section(
+            f"Overview: {_plural(len(overview), 'frame')}, times in seconds",
+            _frames(path, overview),
+        ),
+        _section(
+            "On the time axis", _timeline(_duration(path, overview), overview, calls, episode)
+        ),
+        _section(
+            "Options", _options(question["options"], question["answer"], episode.get("answer"))
+        )
+        if question.get("options")
+        else "",
         _section("Outcome", _outcome(episode)),
     ]
-    strongest = max((abs(t["credit"]) for turn in turns for t in turn["tokens"] if t.get("credit") is not None), default=0.0)
+    strongest = max(
+        (abs(t["credit"]) for turn in turns for t in turn["tokens"] if t.get("credit") is not None),
+        default=0.0,
+    )
     right, first = [], 1
     for i, turn in enumerate(turns, 1):
         crops = turn.get("calls", [])
         tokens = el("pre", [_token(token, strongest) for token in turn["tokens"]], class_="tokens")
-        right.append(_section(f"Turn {i}", tokens, [_crop(path, n, call) for n, call in enumerate(crops, first)]))
+        right.append(
+            _section(
+                f"Turn {i}", tokens, [_crop(path, n, call) for n, call in enumerate(crops, first)]
+            )
+        )
         first += len(crops)
     head = _head(episode, len(turns), len(calls))
-    return el("details", head, el("div", el("div", left), el("div", right), class_="panes"), class_="episode", open=open_)
+    return el(
+        "details",
+        head,
+        el("div", el("div", left), el("div", right), class_="panes"),
+        class_="episode",
+        open=open_,
+    )
 
 
 def _head(episode: dict[str, Any], turns: int, calls: int) -> Html:
     accuracy = episode.get("rewards", {}).get("accuracy")
-    facts = [f"K = {episode.get('k', '?')}", str(episode.get("dispatch", "")), _plural(turns, "turn"), _plural(calls, "crop")]
+    facts = [
+        f"K = {episode.get('k', '?')}",
+        str(episode.get("dispatch", "")),
+        _plural(turns, "turn"),
+        _plural(calls, "crop"),
+    ]
     if episode.get("temperature") is not None:
         facts.append(f"temperature {number(episode['temperature'])}")
     if episode.get("compliant") is False:
@@ -85,7 +112,11 @@ def _verdict(accuracy: float | None, answer: str | None) -> Html:
         return el("span", "answered", class_="verdict")
     if accuracy >= 1:
         return el("span", "✓ right", class_="verdict good")
-    return el("span", "✗ wrong", class_="verdict bad") if accuracy <= 0 else el("span", f"≈ {number(accuracy)}", class_="verdict part")
+    return (
+        el("span", "✗ wrong", class_="verdict bad")
+        if accuracy <= 0
+        else el("span", f"≈ {number(accuracy)}", class_="verdict part")
+    )
 
 
 def _section(title: str, *content: Any) -> Html:
@@ -103,7 +134,9 @@ def _options(options: Sequence[str], right: str, answer: str | None) -> Html:
     items = []
     for option in options:
         truth, chosen = _same(option, right), answer is not None and _same(option, answer)
-        classes = " ".join(name for name, on in (("option", True), ("truth", truth), ("chosen", chosen)) if on)
+        classes = " ".join(
+            name for name, on in (("option", True), ("truth", truth), ("chosen", chosen)) if on
+        )
         mark = (" ✓" if truth else " ✗") if chosen else " ○" if truth else ""
         items.append(el("li", option + mark, class_=classes))
     return el("ul", items, class_="options")
@@ -125,10 +158,15 @@ def _outcome(episode: dict[str, Any]) -> Html:
     ]
     if "compliant" in episode:
         rows.append(("format", "every turn parses" if episode["compliant"] else "broken"))
-    rewards = [el("span", name, el("b", number(value)), class_="fact") for name, value in episode.get("rewards", {}).items()]
+    rewards = [
+        el("span", name, el("b", number(value)), class_="fact")
+        for name, value in episode.get("rewards", {}).items()
+    ]
     return join(
         el("dl", [join(el("dt", name), el("dd", value)) for name, value in rows]),
-        el("div", el("span", "rewards", class_="lead"), rewards, class_="facts-row") if rewards else "",
+        el("div", el("span", "rewards", class_="lead"), rewards, class_="facts-row")
+        if rewards
+        else "",
     )
 
 
@@ -140,7 +178,9 @@ def _token(token: dict[str, Any], strongest: float) -> Html:
     author, kind, credit = str(token.get("author", "model")), token.get("kind"), token.get("credit")
     classes, style, notes = [f"by-{_word(author)}"], None, [author]
     if kind:
-        classes.append(f"kind {'k-violation' if kind == 'violation' else 'k-' + _word(kind.split('-')[0])}")
+        classes.append(
+            f"kind {'k-violation' if kind == 'violation' else 'k-' + _word(kind.split('-')[0])}"
+        )
         notes.append(kind)
     if credit is not None:
         notes.append(f"credit {number(credit)}")
@@ -159,7 +199,11 @@ def _word(text: str) -> str:
 def _crop(path: pathlib.Path, n: int, call: dict[str, Any]) -> Html:
     status = str(call.get("status", ""))
     done = status in EXECUTED
-    window = "no window that could be read" if call.get("start") is None else f"{_time(call['start'])} – {_time(call['end'])} s"
+    window = (
+        "no window that could be read"
+        if call.get("start") is None
+        else f"{_time(call['start'])} – {_time(call['end'])} s"
+    )
     outcome = el("span", status.replace("_", " "), class_="good" if done else "bad")
     return el(
         "div",
@@ -173,35 +217,55 @@ def _crop(path: pathlib.Path, n: int, call: dict[str, Any]) -> Html:
 def _time(seconds: float | None) -> str:
     if seconds is None:
         return "?"
-    return f"{seconds:.1f}".removesuffix(".0") if abs(seconds) < 1e6 else f"{seconds:.0e}"  # a call may name any number
+    return (
+        f"{seconds:.1f}".removesuffix(".0") if abs(seconds) < 1e6 else f"{seconds:.0e}"
+    )  # a call may name any number
 
 
 # What was seen
 
 
-def _timeline(duration: float, overview: Sequence[float], calls: list[dict[str, Any]], episode: dict[str, Any]) -> Html:
+def _timeline(
+    duration: float, overview: Sequence[float], calls: list[dict[str, Any]], episode: dict[str, Any]
+) -> Html:
     """Over [0, duration]: overview frames as ticks, crops as numbered bars, and a grounding question's true and answered windows."""
 
     def bar(class_: str, start: float, end: float, name: str, label: str = "") -> Html:
         a, b = (100 * min(max(t / duration, 0.0), 1.0) for t in (start, end))
         style = f"left:{min(a, 99.4):.2f}%;width:{max(b - a, 0.6):.2f}%"
-        return el("b", label, class_=class_, style=style, title=f"{name}: {_time(start)} – {_time(end)} s")
+        return el(
+            "b", label, class_=class_, style=style, title=f"{name}: {_time(start)} – {_time(end)} s"
+        )
 
-    ticks = [el("i", style=f"left:{100 * min(t / duration, 1):.2f}%", title=f"{_time(t)} s") for t in overview]
+    ticks = [
+        el("i", style=f"left:{100 * min(t / duration, 1):.2f}%", title=f"{_time(t)} s")
+        for t in overview
+    ]
     lanes = [("overview", ticks)]
     bars = [
-        bar("ran" if call.get("status") in EXECUTED else "not", call["start"], call["end"], f"crop {n}", str(n))
+        bar(
+            "ran" if call.get("status") in EXECUTED else "not",
+            call["start"],
+            call["end"],
+            f"crop {n}",
+            str(n),
+        )
         for n, call in enumerate(calls, 1)
         if call.get("start") is not None and call.get("end") is not None
     ]
     if bars:
         lanes.append(("crops", bars))
     if episode["question"].get("kind") == "tvg":
-        for name, text in (("truth", episode["question"]["answer"]), ("answer", episode.get("answer"))):
+        for name, text in (
+            ("truth", episode["question"]["answer"]),
+            ("answer", episode.get("answer")),
+        ):
             if (window := _window(text)) is not None:
                 lanes.append((name, [bar(name, *window, name)]))
     rows = [join(el("span", name), el("div", marks, class_="lane")) for name, marks in lanes]
-    ends = join(el("span"), el("div", el("span", "0 s"), el("span", f"{_time(duration)} s"), class_="ends"))
+    ends = join(
+        el("span"), el("div", el("span", "0 s"), el("span", f"{_time(duration)} s"), class_="ends")
+    )
     return el("div", rows, ends, class_="timeline")
 
 
@@ -225,11 +289,19 @@ def _frames(path: pathlib.Path, times: Sequence[float]) -> Html:
         pictures = _pictures(path, tuple(int(np.abs(known - t).argmin()) for t in times))
     except video.VideoError as error:
         return join(
-            el("p", f"The frames of {path.name} cannot be shown: {error.reason.replace(str(path), path.name)}.", class_="bad unreadable"),
+            el(
+                "p",
+                f"The frames of {path.name} cannot be shown: {error.reason.replace(str(path), path.name)}.",
+                class_="bad unreadable",
+            ),
             el("p", f"Their times: {', '.join(_time(t) for t in times)} s", class_="quiet"),
         )
     shown = [
-        el("figure", el("img", src=uri, alt=f"frame at {_time(t)} s", class_=class_), el("figcaption", _time(t)))
+        el(
+            "figure",
+            el("img", src=uri, alt=f"frame at {_time(t)} s", class_=class_),
+            el("figcaption", _time(t)),
+        )
         for t, (uri, class_) in zip(times, pictures, strict=True)
     ]
     return el("div", shown, class_="strip" if len(times) <= FEW else "strip many", tabindex=0)
@@ -254,4 +326,7 @@ def _picture(frame: np.ndarray) -> tuple[str, str | None]:
     else:
         image.thumbnail((THUMB, THUMB))
         image.save(buffer, "JPEG", quality=80)
-    return f"data:image/{'png' if small else 'jpeg'};base64,{base64.b64encode(buffer.getvalue()).decode()}", "pixels" if small else None
+    return (
+        f"data:image/{'png' if small else 'jpeg'};base64,{base64.b64encode(buffer.getvalue()).decode()}",
+        "pixels" if small else None,
+    )

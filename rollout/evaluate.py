@@ -38,11 +38,15 @@ class EvaluationSettings:
 
     def __post_init__(self):
         if min(self.questions, self.samples) < 1:
-            raise ValueError(f"evaluation.questions, samples: {self.questions}, {self.samples}; both need at least 1")
+            raise ValueError(
+                f"evaluation.questions, samples: {self.questions}, {self.samples}; both need at least 1"
+            )
         self.settings()  # refuses a K or a temperature that no episode can be played with
 
     def settings(self) -> tuple[Setting, ...]:
-        return tuple(Setting(k, t, d) for k in self.frames for d in self.dispatch for t in self.temperatures)
+        return tuple(
+            Setting(k, t, d) for k in self.frames for d in self.dispatch for t in self.temperatures
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +70,18 @@ class Row:
 
 def seed_of(*parts: int | str) -> int:
     """A 32-bit seed from what names a sample: run, step, question, rollout."""
-    numbers = [part if isinstance(part, int) else int.from_bytes(part.encode(), "little") for part in parts]
+    numbers = [
+        part if isinstance(part, int) else int.from_bytes(part.encode(), "little") for part in parts
+    ]
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def summarise(setting: Setting, scored: Sequence[tuple[Episode, Rewards]]) -> Row:
     """The row of a set of episodes. ValueError where there are none."""
     if not scored:
-        raise ValueError("evaluation.questions: not one question has a readable video; check the data root")
+        raise ValueError(
+            "evaluation.questions: not one question has a readable video; check the data root"
+        )
     episodes, rewards = zip(*scored, strict=True)
     return Row(
         k=setting.frames,
@@ -109,7 +117,9 @@ def play_and_score(
 
     An episode depends on its question and the seed, not on what else is played: several processes can share the questions.
     """
-    agents = [play(scene, q, setting, seed_of(seed, q.id, n)) for q in questions for n in range(samples)]
+    agents = [
+        play(scene, q, setting, seed_of(seed, q.id, n)) for q in questions for n in range(samples)
+    ]
     lost = (StopReason.UNREADABLE, StopReason.REFUSED)
     episodes = [episode for episode in run(sampler, agents, progress) if episode.stop not in lost]
     earned = score_all([(e.question, e.turns) for e in episodes], rewards, judge, anchor_weight)

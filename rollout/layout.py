@@ -44,16 +44,28 @@ def choose_layout(
     lines = slots // fan
     choices = []
     for length in (0, *shared):
-        groups = _groups([path[: length // page] for path in paths], fan, held.get(length, []))[:lines] if length else []
+        groups = (
+            _groups([path[: length // page] for path in paths], fan, held.get(length, []))[:lines]
+            if length
+            else []
+        )
         saved = {n: len(start) * page for start, members in groups for n in members}
         need = max((tokens - saved.get(n, 0) for n, tokens in enumerate(lengths)), default=0)
         width = next(size for size in own if size >= need)
         choices.append((lines * length + slots * width, length, width, groups))
     _, length, width, groups = min(choices, key=lambda choice: choice[:2])
-    return _place(groups, len(paths), held.get(length, []), Layout((None,) * slots, ((),) * lines, length, width), fan)
+    return _place(
+        groups,
+        len(paths),
+        held.get(length, []),
+        Layout((None,) * slots, ((),) * lines, length, width),
+        fan,
+    )
 
 
-def _groups(paths: Sequence[Serials], fan: int, held: Sequence[Serials]) -> list[tuple[Serials, list[int]]]:
+def _groups(
+    paths: Sequence[Serials], fan: int, held: Sequence[Serials]
+) -> list[tuple[Serials, list[int]]]:
     """Up to `fan` sequences that share a start, and that start; those that save most first.
 
     One that shares with nobody counts where a line holds its start already: it is what remains of a group.
@@ -69,17 +81,29 @@ def _groups(paths: Sequence[Serials], fan: int, held: Sequence[Serials]) -> list
                 continue
         groups.append((paths[n], [n]))
     known = [(_known(start, held), members) for start, members in groups]
-    kept = [(start, members) for start, members in known if start and (len(members) > 1 or start in held)]
+    kept = [
+        (start, members)
+        for start, members in known
+        if start and (len(members) > 1 or start in held)
+    ]
     return sorted(kept, key=lambda group: -len(group[0]) * len(group[1]))
 
 
 def _known(start: Serials, held: Sequence[Serials]) -> Serials:
     """What a line holds of a start, where that is most of it: worth more than all of it, which would have to be read from its pages."""
-    there = [line for line in held if line and 2 * len(line) > len(start) and start[: len(line)] == line]
+    there = [
+        line for line in held if line and 2 * len(line) > len(start) and start[: len(line)] == line
+    ]
     return max(there, key=len, default=start)
 
 
-def _place(groups: list[tuple[Serials, list[int]]], count: int, held: Sequence[Serials], empty: Layout, fan: int) -> Layout:
+def _place(
+    groups: list[tuple[Serials, list[int]]],
+    count: int,
+    held: Sequence[Serials],
+    empty: Layout,
+    fan: int,
+) -> Layout:
     """Groups into lines, into the one that holds their start where there is one; the rest where there is room."""
     rows, starts = list(empty.rows), list(empty.starts)
     free = list(range(len(starts)))

@@ -16,7 +16,9 @@ from collections.abc import Hashable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Int64
 
-Tokens = Int64[np.ndarray, " t"]  # one number a token, equal where the tokens (or the pieces of frames) are
+Tokens = Int64[
+    np.ndarray, " t"
+]  # one number a token, equal where the tokens (or the pieces of frames) are
 
 
 class Node:
@@ -38,7 +40,9 @@ class PageTree:
         self.count, self.size = count, size
         self._free = list(range(count))[::-1]
         self._roots: dict[Hashable, Node] = {}
-        self._idle: collections.OrderedDict[Node, None] = collections.OrderedDict()  # what nobody holds, oldest first
+        self._idle: collections.OrderedDict[Node, None] = (
+            collections.OrderedDict()
+        )  # what nobody holds, oldest first
         self._serials = itertools.count()
 
     def nodes(self) -> Iterator[Node]:
@@ -58,11 +62,15 @@ class PageTree:
     def match(self, version: Hashable, tokens: Tokens) -> tuple[list[Node], Node | None, int]:
         """What is there of `tokens` already: the full pages, held from now on, then a page whose first so many tokens come next."""
         node, path, at = self._root(version), [], 0
-        while at + self.size <= len(tokens) and (child := node.children.get(tokens[at : at + self.size].tobytes())):
+        while at + self.size <= len(tokens) and (
+            child := node.children.get(tokens[at : at + self.size].tobytes())
+        ):
             path.append(child)
             node, at = child, at + self.size
         rest = tokens[at : at + self.size]
-        common = [(_common(child.tokens, rest), child.serial, child) for child in node.children.values()]
+        common = [
+            (_common(child.tokens, rest), child.serial, child) for child in node.children.values()
+        ]
         most, _, best = max(common, default=(0, 0, None))
         self.hold(path)
         return path, best if most else None, most
@@ -77,7 +85,9 @@ class PageTree:
         for node in reversed(path):
             node.users -= 1
             if not node.users:
-                self._idle[node] = None  # after all below it, which nobody can hold without it: the oldest is always a leaf
+                self._idle[node] = (
+                    None  # after all below it, which nobody can hold without it: the oldest is always a leaf
+                )
                 if self._of_dropped(node):
                     self._remove(node)
 
@@ -92,7 +102,9 @@ class PageTree:
     def give_back(self, pages: Sequence[int]) -> None:
         self._free += pages
 
-    def insert(self, version: Hashable, path: Sequence[Node], tokens: Tokens, pages: Sequence[int]) -> tuple[list[Node], list[int]]:
+    def insert(
+        self, version: Hashable, path: Sequence[Node], tokens: Tokens, pages: Sequence[int]
+    ) -> tuple[list[Node], list[int]]:
         """Puts lent pages that hold `tokens`, which follow `path`, into the tree; the caller holds them there.
 
         Returns the nodes and the pages that are still lent. A full page that is there already is taken instead of the caller's own, which
@@ -102,11 +114,15 @@ class PageTree:
         for at in range(0, len(tokens), self.size):
             part = tokens[at : at + self.size]
             known = parent.children.get(part.tobytes())
-            if len(part) < self.size and any(_common(child.tokens, part) == len(part) for child in parent.children.values()):
+            if len(part) < self.size and any(
+                _common(child.tokens, part) == len(part) for child in parent.children.values()
+            ):
                 break
             page = left.pop(0)
             if known is None:
-                known = parent.children[part.tobytes()] = Node(page, part.copy(), parent, next(self._serials))
+                known = parent.children[part.tobytes()] = Node(
+                    page, part.copy(), parent, next(self._serials)
+                )
             else:
                 self._free.append(page)
             self.hold([known])
@@ -116,7 +132,12 @@ class PageTree:
 
     def take_out(self, node: Node) -> int:
         """Lends a page that is not full, and that only the caller holds, to the caller again."""
-        assert node.users == 1 and not node.children and len(node.tokens) < self.size and node.parent is not None
+        assert (
+            node.users == 1
+            and not node.children
+            and len(node.tokens) < self.size
+            and node.parent is not None
+        )
         del node.parent.children[node.tokens.tobytes()]
         return node.page
 

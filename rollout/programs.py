@@ -87,9 +87,17 @@ class Programs:
         self._graph, weights = nnx.split(model.text)
         self.dtype = model.text.dtype
         place = jax.tree.leaves(weights)[0].sharding
-        mesh = place.mesh if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh) else None
+        mesh = (
+            place.mesh
+            if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh)
+            else None
+        )
         # Heads of keys and values lie as the weights that make them do; everything else is whole on every device.
-        heads = place if mesh is None else NamedSharding(mesh, PartitionSpec(None, None, None, "tensor"))
+        heads = (
+            place
+            if mesh is None
+            else NamedSharding(mesh, PartitionSpec(None, None, None, "tensor"))
+        )
         lines = place if mesh is None else NamedSharding(mesh, PartitionSpec("tensor"))
         whole = place if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._heads, self._lines = heads, lines
@@ -97,34 +105,66 @@ class Programs:
         self.prefill = on(jax.jit(self._prefill, donate_argnums=1, out_shardings=heads))
         self.copy = on(jax.jit(self._copy, donate_argnums=0, out_shardings=heads))
         self.gather = on(jax.jit(self._gather, donate_argnums=1, out_shardings=lines))
-        self.decode = on(jax.jit(self._decode, static_argnames=("steps", "width"), donate_argnums=1, out_shardings=(heads, whole)))
+        self.decode = on(
+            jax.jit(
+                self._decode,
+                static_argnames=("steps", "width"),
+                donate_argnums=1,
+                out_shardings=(heads, whole),
+            )
+        )
 
     def make_pool(self, pages: int) -> Pool:
         """Room for `pages` pages, and the one that holds nothing."""
         text = self.text
-        shape = (text.num_hidden_layers, pages + 1, self.page, 2 * text.num_key_value_heads, text.head_dim)
+        shape = (
+            text.num_hidden_layers,
+            pages + 1,
+            self.page,
+            2 * text.num_key_value_heads,
+            text.head_dim,
+        )
         return _zeros((shape,), self.dtype, self._heads)()[0]
 
     def make_lines(self, count: int, length: int) -> Lines:
         """`count` empty lines for starts of up to `length` tokens."""
-        layers, k, h = self.text.num_hidden_layers, self.text.num_key_value_heads, self.text.head_dim
+        layers, k, h = (
+            self.text.num_hidden_layers,
+            self.text.num_key_value_heads,
+            self.text.head_dim,
+        )
         shapes = ((k * count, h, length),) * layers, ((k * count, length, h),) * layers
         return Lines(*(_zeros(each, self.dtype, self._lines)() for each in shapes))
 
-    def _read(self, pool: Pool, tables: Int[Array, "*b m"], layer: Int[Array, ""] | slice = _ALL) -> KV:
+    def _read(
+        self, pool: Pool, tables: Int[Array, "*b m"], layer: Int[Array, ""] | slice = _ALL
+    ) -> KV:
         """What is on pages, in order, of one layer or of all."""
         found = pool[layer, tables]
-        found = with_layout_constraint(found, Layout(tuple(range(found.ndim))))  # else TPU turns the whole pool around before it reads
+        found = with_layout_constraint(
+            found, Layout(tuple(range(found.ndim)))
+        )  # else TPU turns the whole pool around before it reads
         found = found.reshape(*found.shape[:-4], -1, *found.shape[-2:])
         return KV(found[..., 0::2, :], found[..., 1::2, :])
 
-    def _write(self, pool: Pool, kv: KV, tables: Int[Array, "b m"], first: Int[Array, " b"], lengths: Int[Array, " b"]) -> Pool:
+    def _write(
+        self,
+        pool: Pool,
+        kv: KV,
+        tables: Int[Array, "b m"],
+        first: Int[Array, " b"],
+        lengths: Int[Array, " b"],
+    ) -> Pool:
         """Each row's keys and values into its slots from number `first` on."""
         step = jnp.arange(kv.k.shape[2])
         slots = first[:, None] + step
-        pages = jnp.take_along_axis(tables, jnp.minimum(slots // self.page, tables.shape[1] - 1), axis=1)
+        pages = jnp.take_along_axis(
+            tables, jnp.minimum(slots // self.page, tables.shape[1] - 1), axis=1
+        )
         pages = jnp.where(step < lengths[:, None], pages, pool.shape[1])  # there is no such page
-        both = jnp.stack(kv, axis=-2).reshape(*kv.k.shape[:3], -1, kv.k.shape[-1])  # key, value, key, value, ...
+        both = jnp.stack(kv, axis=-2).reshape(
+            *kv.k.shape[:3], -1, kv.k.shape[-1]
+        )  # key, value, key, value, ...
         return pool.at[:, pages, slots % self.page].set(both.astype(pool.dtype), mode="drop")
 
     def _prefill(self, weights: Any, pool: Pool, pieces: Pieces) -> Pool:
@@ -134,9 +174,13 @@ class Programs:
         before = pieces.tables.shape[1] * self.page - pages_of(t, self.page) * self.page
         mask = jnp.arange(before) < pieces.before[:, None]
 
-        def past(layer: Int[Array, ""]) -> KV:  # a layer at a time: all of them would be several times the pool
+        def past(
+            layer: Int[Array, ""],
+        ) -> KV:  # a layer at a time: all of them would be several times the pool
             kv = self._read(pool, pieces.tables[:, : before // self.page], layer)
-            return KV(*(jnp.where(mask[..., None, None], x, 0) for x in kv))  # what else is on the pages may be anything
+            return KV(
+                *(jnp.where(mask[..., None, None], x, 0) for x in kv)
+            )  # what else is on the pages may be anything
 
         _, kv = text(
             pieces.ids,
@@ -152,7 +196,9 @@ class Programs:
     def _copy(self, pool: Pool, sources: Int[Array, " n"], targets: Int[Array, " n"]) -> Pool:
         return pool.at[:, targets].set(pool[:, sources])
 
-    def _gather(self, pool: Pool, lines: Lines, tables: Int[Array, " m"], line: Int[Array, ""]) -> Lines:
+    def _gather(
+        self, pool: Pool, lines: Lines, tables: Int[Array, " m"], line: Int[Array, ""]
+    ) -> Lines:
         """Reads pages into a line."""
         k, v = self._read(pool, tables)  # [l, u, k, h]
         heads = k.shape[2]
@@ -165,7 +211,9 @@ class Programs:
             tuple(put(old, new.transpose(1, 0, 2)) for old, new in zip(lines.v, v, strict=True)),
         )
 
-    def _decode(self, weights: Any, pool: Pool, lines: Lines | None, rows: Rows, *, steps: int, width: int) -> tuple[Pool, Drawn]:
+    def _decode(
+        self, weights: Any, pool: Pool, lines: Lines | None, rows: Rows, *, steps: int, width: int
+    ) -> tuple[Pool, Drawn]:
         """Up to `steps` tokens for every row; rows see up to `width` tokens of their own. Ends early when no row has anything left."""
         text: TextDecoder = nnx.merge(self._graph, weights)
         layers = text.decode_layers()
@@ -184,7 +232,9 @@ class Programs:
 
         def body(state):
             step, active, counts, tokens, cache, ids, logprobs = state
-            hidden, cache = text.decode(tokens, jnp.broadcast_to(rows.positions + step, (3, len(tokens))), cache, layers)
+            hidden, cache = text.decode(
+                tokens, jnp.broadcast_to(rows.positions + step, (3, len(tokens))), cache, layers
+            )
             token, logprob = sample(text.logits(hidden), rows.choices, rows.drawn + counts)
             cache, counts = cache.advance(active), counts + active
             ids, logprobs = ids.at[:, step].set(token), logprobs.at[:, step].set(logprob)
@@ -193,7 +243,15 @@ class Programs:
 
         empty = jnp.zeros((len(rows.tokens), steps))
         active = rows.left > 0
-        state = (jnp.int32(0), active, active.astype(jnp.int32) * 0, rows.tokens, cache, empty.astype(jnp.int32), empty)
+        state = (
+            jnp.int32(0),
+            active,
+            active.astype(jnp.int32) * 0,
+            rows.tokens,
+            cache,
+            empty.astype(jnp.int32),
+            empty,
+        )
         step, _, counts, _, cache, ids, logprobs = jax.lax.while_loop(cond, body, state)
         drawn = Drawn(ids, logprobs, counts, step)
         if isinstance(cache, PagedCache):
@@ -202,7 +260,9 @@ class Programs:
 
 
 @functools.cache  # memory is taken anew after every sleep, and nothing compiles twice
-def _zeros(shapes: tuple[tuple[int, ...], ...], dtype: Any, place: Any) -> Callable[[], tuple[Array, ...]]:
+def _zeros(
+    shapes: tuple[tuple[int, ...], ...], dtype: Any, place: Any
+) -> Callable[[], tuple[Array, ...]]:
     return jax.jit(lambda: tuple(jnp.zeros(shape, dtype) for shape in shapes), out_shardings=place)
 
 
@@ -223,7 +283,9 @@ def difference(weights: Any, known: Any) -> str:
     """What tells weights from those that programs are compiled for; nothing where they may take their place."""
     if jax.tree.structure(weights) != jax.tree.structure(known):
         return f"of {len(jax.tree.leaves(weights))} arrays, where the decoder has {len(jax.tree.leaves(known))} of other names"
-    for (path, new), old in zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(known), strict=True):
+    for (path, new), old in zip(
+        jax.tree.leaves_with_path(weights), jax.tree.leaves(known), strict=True
+    ):
         if (new.shape, new.dtype) != (old.shape, old.dtype):
             return f"{jax.tree_util.keystr(path)} of {new.dtype}{new.shape}, where the decoder has {old.dtype}{old.shape}"
     return ""

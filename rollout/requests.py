@@ -56,23 +56,41 @@ class Sampling:
                 )
         for name, kinds in (("stop_ids", _INTEGER), ("stop_strings", (bytes,))):
             values = getattr(self, name)
-            if not isinstance(values, tuple) or any(not isinstance(value, kinds) for value in values):
+            if not isinstance(values, tuple) or any(
+                not isinstance(value, kinds) for value in values
+            ):
                 example = "(3,)" if name == "stop_ids" else "('a'.encode(),)"
-                raise ValueError(f"Sampling.{name}: {values!r}; a tuple, such as {example}, is needed")
+                raise ValueError(
+                    f"Sampling.{name}: {values!r}; a tuple, such as {example}, is needed"
+                )
         if self.max_new_tokens < 0:
-            raise ValueError(f"Sampling.max_new_tokens: {self.max_new_tokens}; a number of tokens, give 0 or more")
+            raise ValueError(
+                f"Sampling.max_new_tokens: {self.max_new_tokens}; a number of tokens, give 0 or more"
+            )
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise ValueError(f"Sampling.temperature: {self.temperature}; give 0 (the likeliest token) or a number above it")
+            raise ValueError(
+                f"Sampling.temperature: {self.temperature}; give 0 (the likeliest token) or a number above it"
+            )
         if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"Sampling.top_k: {self.top_k}; a number of words, give 0 (all of them) or more, below 2**31")
+            raise ValueError(
+                f"Sampling.top_k: {self.top_k}; a number of words, give 0 (all of them) or more, below 2**31"
+            )
         if any(not 0 <= stop < 2**31 for stop in self.stop_ids):
-            raise ValueError(f"Sampling.stop_ids: {self.stop_ids}; ids of words are 0 or more, below 2**31")
+            raise ValueError(
+                f"Sampling.stop_ids: {self.stop_ids}; ids of words are 0 or more, below 2**31"
+            )
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"Sampling.top_p: {self.top_p}; a share of probability, give a number above 0 and up to 1")
+            raise ValueError(
+                f"Sampling.top_p: {self.top_p}; a share of probability, give a number above 0 and up to 1"
+            )
         if not self.deadline > 0:
-            raise ValueError(f"Sampling.deadline: {self.deadline}; seconds from now, give a number above 0 or leave it out")
+            raise ValueError(
+                f"Sampling.deadline: {self.deadline}; seconds from now, give a number above 0 or leave it out"
+            )
         if not all(self.stop_strings):
-            raise ValueError(f"Sampling.stop_strings: {self.stop_strings}; an empty one ends everything, leave it out")
+            raise ValueError(
+                f"Sampling.stop_strings: {self.stop_strings}; an empty one ends everything, leave it out"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,11 +109,17 @@ class Request:
     def __post_init__(self):
         ids = np.asarray(self.ids)
         if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-            raise ValueError(f"Request.ids: shape {ids.shape} of {ids.dtype}; one sequence of token ids, give whole numbers [t]")
+            raise ValueError(
+                f"Request.ids: shape {ids.shape} of {ids.dtype}; one sequence of token ids, give whole numbers [t]"
+            )
         for name, kinds in (("frames", (Frame,)), ("seeds", _INTEGER)):
             values = getattr(self, name)
-            if not isinstance(values, tuple) or any(not isinstance(value, kinds) for value in values):
-                raise ValueError(f"Request.{name}: {values!r}; a tuple of {'frames' if name == 'frames' else 'whole numbers'} is needed")
+            if not isinstance(values, tuple) or any(
+                not isinstance(value, kinds) for value in values
+            ):
+                raise ValueError(
+                    f"Request.{name}: {values!r}; a tuple of {'frames' if name == 'frames' else 'whole numbers'} is needed"
+                )
 
 
 class SampleStop(enum.StrEnum):
@@ -158,7 +182,9 @@ async def ask(*requests: Request) -> list[tuple[Sample, ...]]:
 
 
 def run(
-    sampler: Sampler, agents: Sequence[Coroutine[Any, Any, Result]], progress: Callable[[int, int], None] | None = None
+    sampler: Sampler,
+    agents: Sequence[Coroutine[Any, Any, Result]],
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[Result]:
     """Run all agents to their end and return their results in order. `progress(done, all)` is told whenever some are done.
 

@@ -54,14 +54,20 @@ class ModelRunner:
         settings = self.settings
         for length in settings.prefill:
             for before in (0, *settings.own):
-                self._pool = self._programs.prefill(weights, self._pool, self._pieces([], length, before))
+                self._pool = self._programs.prefill(
+                    weights, self._pool, self._pieces([], length, before)
+                )
         self.copy([(settings.pages, settings.pages)])
         for own in settings.own:
             rows = self._rows(own)
-            for shared in (0, *settings.shared) if rows == settings.slots and not self._paged else (0,):
+            for shared in (
+                (0, *settings.shared) if rows == settings.slots and not self._paged else (0,)
+            ):
                 if shared:
                     self._read_line(shared, 0, [])
-                self._run([], Layout((None,) * rows, ((),) * (rows // settings.fan), shared, own), weights)
+                self._run(
+                    [], Layout((None,) * rows, ((),) * (rows // settings.fan), shared, own), weights
+                )
 
     def copy(self, pairs: Many[tuple[int, int]]) -> None:
         """Copies pages, from the first of each pair to the second."""
@@ -77,7 +83,9 @@ class ModelRunner:
         while todo := [sequence for sequence in batch if sequence.missing]:
             length = self.settings.piece(max(sequence.missing for sequence in todo))
             before = self.settings.width(max(sequence.computed for sequence in todo))
-            pieces = self._pieces(todo[: self.settings.prefill_rows(length, before)], length, before)
+            pieces = self._pieces(
+                todo[: self.settings.prefill_rows(length, before)], length, before
+            )
             start = time.perf_counter()
             self._pool = jax.block_until_ready(self._programs.prefill(weights, self._pool, pieces))
             self.seconds += time.perf_counter() - start
@@ -87,29 +95,45 @@ class ModelRunner:
                 sequence.computed += count
                 total += count
                 if not sequence.missing:
-                    sequence.visual = np.zeros((0, 0, 0), np.float32)  # a view, even an empty one, would keep them all
+                    sequence.visual = np.zeros(
+                        (0, 0, 0), np.float32
+                    )  # a view, even an empty one, would keep them all
         return total
 
-    def decode(self, sequences: Many[Sequence], weights: Any) -> list[tuple[list[int], list[float]]]:
+    def decode(
+        self, sequences: Many[Sequence], weights: Any
+    ) -> list[tuple[list[int], list[float]]]:
         """Ids and log-probs of up to `settings.steps` tokens for each sequence, at most `settings.slots` of them."""
         found: list[tuple[list[int], list[float]]] = [([], [])] * len(sequences)
         rest = sorted(range(len(sequences)), key=lambda n: -sequences[n].computed)
         while rest:
             layout = self._layout([sequences[n] for n in rest])
             together = len(rest)
-            if self._rows(layout.own) < self.settings.slots:  # too much to read: the longest by themselves
+            if (
+                self._rows(layout.own) < self.settings.slots
+            ):  # too much to read: the longest by themselves
                 together = self._rows(self.settings.width(max(1, sequences[rest[0]].computed)))
                 layout = self._layout([sequences[n] for n in rest[:together]], together)
             part = [sequences[n] for n in rest[:together]]
             for line, start in enumerate(layout.starts):
-                if start and self._in_lines.get(layout.shared, [()] * len(layout.starts))[line] != start:
+                if (
+                    start
+                    and self._in_lines.get(layout.shared, [()] * len(layout.starts))[line] != start
+                ):
                     first = line * self.settings.fan
-                    leader = next(part[n] for n in layout.rows[first : first + self.settings.fan] if n is not None)
+                    leader = next(
+                        part[n]
+                        for n in layout.rows[first : first + self.settings.fan]
+                        if n is not None
+                    )
                     self._read_line(layout.shared, line, leader.path[: len(start)])
             ids, logprobs, counts = self._run(part, layout, weights)
             for row, n in enumerate(layout.rows):
                 if n is not None:
-                    found[rest[n]] = ids[row, : counts[row]].tolist(), logprobs[row, : counts[row]].tolist()
+                    found[rest[n]] = (
+                        ids[row, : counts[row]].tolist(),
+                        logprobs[row, : counts[row]].tolist(),
+                    )
             rest = rest[together:]
         return found
 
@@ -121,7 +145,10 @@ class ModelRunner:
         """For all slots; or for fewer rows, in which nothing is shared."""
         settings, size = self.settings, self.settings.page
         return choose_layout(
-            [tuple(node.serial for node in sequence.path if len(node.tokens) == size) for sequence in sequences],
+            [
+                tuple(node.serial for node in sequence.path if len(node.tokens) == size)
+                for sequence in sequences
+            ],
             [sequence.computed for sequence in sequences],
             self._in_lines,
             slots=rows or settings.slots,
@@ -133,24 +160,38 @@ class ModelRunner:
 
     def _pieces(self, todo: Many[Sequence], length: int, before: int) -> Pieces:
         """The next `length` tokens of each sequence, after at most `before`."""
-        rows, size, text = self.settings.prefill_rows(length, before), self.settings.page, self.config.text
+        rows, size, text = (
+            self.settings.prefill_rows(length, before),
+            self.settings.page,
+            self.config.text,
+        )
         pieces = Pieces(
             ids=np.zeros((rows, length), np.int32),
             positions=np.zeros((3, rows, length), np.int32),
-            visual=np.zeros((rows, length, 1 + self.config.vision.levels, text.hidden_size), np.float32),
+            visual=np.zeros(
+                (rows, length, 1 + self.config.vision.levels, text.hidden_size), np.float32
+            ),
             index=np.full((rows, length), -1, np.int32),
             lengths=np.zeros(rows, np.int32),
             before=np.zeros(rows, np.int32),
-            tables=np.full((rows, before // size + pages_of(length, size)), self.settings.pages, np.int32),
+            tables=np.full(
+                (rows, before // size + pages_of(length, size)), self.settings.pages, np.int32
+            ),
         )
         for row, sequence in enumerate(todo):
             prompt = sequence.prompt
             part = slice(sequence.computed, min(sequence.computed + length, prompt.known))
             count = part.stop - part.start
-            pieces.ids[row, :count], pieces.positions[:, row, :count] = prompt.request.ids[part], prompt.positions[:, part]
+            pieces.ids[row, :count], pieces.positions[:, row, :count] = (
+                prompt.request.ids[part],
+                prompt.positions[:, part],
+            )
             places = np.flatnonzero(prompt.visual[part])
             if places.size:
-                pieces.visual[row, places], pieces.index[row, places] = sequence.visual[: places.size], places
+                pieces.visual[row, places], pieces.index[row, places] = (
+                    sequence.visual[: places.size],
+                    places,
+                )
             pieces.lengths[row], pieces.before[row] = count, sequence.computed
             _fill(pieces.tables[row], sequence.pages)
         return pieces
@@ -164,33 +205,66 @@ class ModelRunner:
         table = np.full(length // self.settings.page, self.settings.pages, np.int32)
         _fill(table, [node.page for node in path])
         self._in_lines[length][line] = ()  # until it is there
-        self._lines[length] = self._programs.gather(self._pool, self._lines[length], table, np.int32(line))
+        self._lines[length] = self._programs.gather(
+            self._pool, self._lines[length], table, np.int32(line)
+        )
         self._in_lines[length][line] = tuple(node.serial for node in path)
 
-    def _run(self, sequences: Many[Sequence], layout: Layout, weights: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _run(
+        self, sequences: Many[Sequence], layout: Layout, weights: Any
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids and log-probs of every row's new tokens, and how many of them there are."""
         settings, size, slots = self.settings, self.settings.page, len(layout.rows)
-        integers = {name: np.zeros(slots, np.int32) for name in ("tokens", "positions", "shared", "own", "drawn", "left")}
-        choices = Choices(np.zeros(slots, np.uint32), np.ones(slots, np.float32), np.zeros(slots, np.int32), np.ones(slots, np.float32))
-        tables = np.full((slots, layout.own // size + pages_of(settings.steps, size)), settings.pages, np.int32)
-        rows = Rows(**integers, tables=tables, stops=np.full((slots, MOST_STOP_IDS), -1, np.int32), choices=choices)
+        integers = {
+            name: np.zeros(slots, np.int32)
+            for name in ("tokens", "positions", "shared", "own", "drawn", "left")
+        }
+        choices = Choices(
+            np.zeros(slots, np.uint32),
+            np.ones(slots, np.float32),
+            np.zeros(slots, np.int32),
+            np.ones(slots, np.float32),
+        )
+        tables = np.full(
+            (slots, layout.own // size + pages_of(settings.steps, size)), settings.pages, np.int32
+        )
+        rows = Rows(
+            **integers,
+            tables=tables,
+            stops=np.full((slots, MOST_STOP_IDS), -1, np.int32),
+            choices=choices,
+        )
         for row, n in enumerate(layout.rows):
             if n is None:
                 continue
-            sequence, start = sequences[n], layout.starts[row // settings.fan] if layout.shared else ()
-            in_line = bool(start) and tuple(node.serial for node in sequence.path[: len(start)]) == start
+            sequence, start = (
+                sequences[n],
+                layout.starts[row // settings.fan] if layout.shared else (),
+            )
+            in_line = (
+                bool(start) and tuple(node.serial for node in sequence.path[: len(start)]) == start
+            )
             pages = len(start) if in_line else 0
             ids, sampling = sequence.prompt.request.ids, sequence.sampling
             rows.tokens[row] = sequence.drawn[-1] if sequence.drawn else ids[-1]
             rows.positions[row] = sequence.prompt.positions[0, -1] + len(sequence.drawn)
             rows.shared[row], rows.own[row] = pages * size, sequence.computed - pages * size
             _fill(rows.tables[row], sequence.pages[pages:])
-            rows.drawn[row], rows.left[row] = len(sequence.drawn), sampling.max_new_tokens - len(sequence.drawn)
+            rows.drawn[row], rows.left[row] = (
+                len(sequence.drawn),
+                sampling.max_new_tokens - len(sequence.drawn),
+            )
             rows.stops[row, : len(sampling.stop_ids)] = sampling.stop_ids
             choices.seeds[row] = sequence.prompt.request.seeds[sequence.number] % 2**32
-            choices.temperatures[row], choices.top_k[row], choices.top_p[row] = sampling.temperature, sampling.top_k, sampling.top_p
+            choices.temperatures[row], choices.top_k[row], choices.top_p[row] = (
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+            )
         lines, before = self._lines[layout.shared] if layout.shared else None, time.perf_counter()
-        self._pool, drawn = self._programs.decode(weights, self._pool, lines, rows, steps=settings.steps, width=layout.own)
+        self._pool, drawn = self._programs.decode(
+            weights, self._pool, lines, rows, steps=settings.steps, width=layout.own
+        )
         ids, logprobs, counts, steps = (np.asarray(x) for x in drawn)
         self.seconds += time.perf_counter() - before
         self.steps, self.row_steps = self.steps + int(steps), self.row_steps + int(steps) * slots

@@ -25,7 +25,9 @@ class Choices(NamedTuple):
     top_p: Float[Any, " b"]
 
 
-def sample(logits: Float[Array, "b v"], choices: Choices, numbers: Int[Array, " b"]) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
+def sample(
+    logits: Float[Array, "b v"], choices: Choices, numbers: Int[Array, " b"]
+) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
     """A token for every row and its log-prob under what it was drawn from; `numbers` counts each row's draws.
 
     A row with temperature 0 takes the likeliest word, and the log-prob is the one at temperature 1.
@@ -33,16 +35,26 @@ def sample(logits: Float[Array, "b v"], choices: Choices, numbers: Int[Array, " 
     greedy = choices.temperatures == 0
     # Below 0 before they are divided: no temperature, however low, makes infinities of them.
     scores = logits.astype(jnp.float32)
-    scores = (scores - scores.max(-1, keepdims=True)) / jnp.where(greedy, 1, choices.temperatures)[:, None]
+    scores = (scores - scores.max(-1, keepdims=True)) / jnp.where(greedy, 1, choices.temperatures)[
+        :, None
+    ]
     cut = ~greedy & ((choices.top_k > 0) | (choices.top_p < 1))
-    scores = jax.lax.cond(cut.any(), lambda x: jnp.where(cut[:, None], _cut(x, choices), x), lambda x: x, scores)
-    keys = jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))(choices.seeds, numbers)
+    scores = jax.lax.cond(
+        cut.any(), lambda x: jnp.where(cut[:, None], _cut(x, choices), x), lambda x: x, scores
+    )
+    keys = jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))(
+        choices.seeds, numbers
+    )
     token, total = _draw(jnp.exp(scores), jax.vmap(jax.random.uniform)(keys))
-    token = jax.lax.cond(greedy.any(), lambda: jnp.where(greedy, jnp.argmax(scores, -1), token), lambda: token)
+    token = jax.lax.cond(
+        greedy.any(), lambda: jnp.where(greedy, jnp.argmax(scores, -1), token), lambda: token
+    )
     return token, jnp.take_along_axis(scores, token[:, None], 1)[:, 0] - jnp.log(total)
 
 
-def _draw(weights: Float[Array, "b v"], uniforms: Float[Array, " b"]) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
+def _draw(
+    weights: Float[Array, "b v"], uniforms: Float[Array, " b"]
+) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
     """The word at which the running sum of the weights passes a share `uniforms` of their total, and that total.
 
     One number a row, where noise for every word would cost more than the vocabulary's product does. Sums run over blocks, then in one.
@@ -74,7 +86,9 @@ def _cut(scores: Float[Array, "b v"], choices: Choices) -> Float[Array, "b v"]:
     return _keep(scores, lambda stay: jnp.where(stay, jnp.exp(scores), 0).sum(-1) >= share)
 
 
-def _keep(scores: Float[Array, "b v"], enough: Callable[[Bool[Array, "b v"]], Bool[Array, " b"]]) -> Float[Array, "b v"]:
+def _keep(
+    scores: Float[Array, "b v"], enough: Callable[[Bool[Array, "b v"]], Bool[Array, " b"]]
+) -> Float[Array, "b v"]:
     """Log-probs of the fewest likeliest words that are enough (all, where none are)."""
     order = _order(scores)
 
@@ -85,10 +99,14 @@ def _keep(scores: Float[Array, "b v"], enough: Callable[[Bool[Array, "b v"]], Bo
         return jnp.where(good, middle, low), jnp.where(good, high, middle)
 
     rows = scores.shape[:1]
-    low, _ = jax.lax.fori_loop(0, 32, halve, (jnp.zeros(rows, jnp.uint32), jnp.full(rows, jnp.uint32(2**32 - 1))))
+    low, _ = jax.lax.fori_loop(
+        0, 32, halve, (jnp.zeros(rows, jnp.uint32), jnp.full(rows, jnp.uint32(2**32 - 1)))
+    )
     return jax.nn.log_softmax(jnp.where(order >= low[:, None], scores, -jnp.inf))
 
 
 def _order(scores: Float[Array, "b v"]) -> UInt32[Array, "b v"]:
     """Whole numbers in the order of the scores, which are at most 0: then their bits without the sign count down."""
-    return jnp.uint32(2**31) - (jax.lax.bitcast_convert_type(scores, jnp.uint32) & jnp.uint32(2**31 - 1))
+    return jnp.uint32(2**31) - (
+        jax.lax.bitcast_convert_type(scores, jnp.uint32) & jnp.uint32(2**31 - 1)
+    )

@@ -43,7 +43,12 @@ class Sequence:
     """One sample on its way. Its pages are those of `path`, then `lent`; `computed` tokens are on them."""
 
     def __init__(self, ticket: int, number: int, prompt: Prompt):
-        self.ticket, self.number, self.prompt, self.sampling = ticket, number, prompt, prompt.request.sampling
+        self.ticket, self.number, self.prompt, self.sampling = (
+            ticket,
+            number,
+            prompt,
+            prompt.request.sampling,
+        )
         self.version = 0
         self.path: list[Node] = []
         self.lent: list[int] = []
@@ -66,10 +71,14 @@ class Sequence:
     @property
     def ids(self) -> np.ndarray:
         """All there is: what was asked and what was drawn."""
-        return np.concatenate([self.prompt.request.ids, np.array(self.drawn, np.int32)]).astype(np.int32)
+        return np.concatenate([self.prompt.request.ids, np.array(self.drawn, np.int32)]).astype(
+            np.int32
+        )
 
 
-def make_prompt(request: Request, features: FrameFeatures, config: Qwen3VLConfig, until: float) -> Prompt:
+def make_prompt(
+    request: Request, features: FrameFeatures, config: Qwen3VLConfig, until: float
+) -> Prompt:
     """The prompt of a request that ends at `until`.
 
     ValueError where placeholders and frames do not match, VideoError for a video that is gone.
@@ -87,16 +96,31 @@ def make_prompt(request: Request, features: FrameFeatures, config: Qwen3VLConfig
     visual = np.zeros(len(ids), bool)
     visual[places] = True
     # After the last frame there is text only, placeholders that a model wrote included.
-    seen = mrope_positions(ids[:end], [features.grid(frame.video) for frame in request.frames], config)
-    positions = np.concatenate([seen, np.broadcast_to(next_position(seen) + np.arange(len(ids) - end), (3, len(ids) - end))], axis=1)
+    seen = mrope_positions(
+        ids[:end], [features.grid(frame.video) for frame in request.frames], config
+    )
+    positions = np.concatenate(
+        [
+            seen,
+            np.broadcast_to(next_position(seen) + np.arange(len(ids) - end), (3, len(ids) - end)),
+        ],
+        axis=1,
+    )
     content = ids.astype(np.int64)
     if request.frames:  # a placeholder is the piece of a frame that it stands for
-        pieces = [_fingerprint(features.key(frame)) + np.arange(features.tokens(frame.video)) for frame in request.frames]
+        pieces = [
+            _fingerprint(features.key(frame)) + np.arange(features.tokens(frame.video))
+            for frame in request.frames
+        ]
         content[visual] = -1 - np.concatenate(pieces)
-    return Prompt(dataclasses.replace(request, ids=ids), content, visual, positions.astype(np.int32), until)
+    return Prompt(
+        dataclasses.replace(request, ids=ids), content, visual, positions.astype(np.int32), until
+    )
 
 
 @functools.lru_cache(maxsize=65_536)
 def _fingerprint(key: tuple) -> int:
     """A number for a frame, so far from all others that its pieces can be counted up from it."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 2
+    return (
+        int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 2
+    )

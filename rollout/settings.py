@@ -64,17 +64,25 @@ class EngineSizes:
                 raise ValueError(f"EngineSizes.{name}: {getattr(self, name)}; give 1 or more")
         for name in ("own", "prefill", "shared"):
             lengths = getattr(self, name)
-            if list(lengths) != sorted(set(lengths)) or any(length < 1 or length % self.page for length in lengths):
-                raise ValueError(f"EngineSizes.{name}: {lengths}; lengths rise and are multiples of page = {self.page}, change them")
+            if list(lengths) != sorted(set(lengths)) or any(
+                length < 1 or length % self.page for length in lengths
+            ):
+                raise ValueError(
+                    f"EngineSizes.{name}: {lengths}; lengths rise and are multiples of page = {self.page}, change them"
+                )
         if not self.own or not self.prefill:
-            raise ValueError(f"EngineSizes.own, prefill: {self.own}, {self.prefill}; give at least one length each")
+            raise ValueError(
+                f"EngineSizes.own, prefill: {self.own}, {self.prefill}; give at least one length each"
+            )
         if self.shared and self.rows(self.own[0]) < self.slots:
             raise ValueError(
                 f"EngineSizes.read_tokens: {self.read_tokens}; with shared prompts all slots = {self.slots} rows read own[0] = "
                 f"{self.own[0]} tokens at once, make it {self.slots * self.own[0]} or more"
             )
         if self.slots % self.fan:
-            raise ValueError(f"EngineSizes.slots: {self.slots}; they are shared out in lines of fan = {self.fan}, make it a multiple")
+            raise ValueError(
+                f"EngineSizes.slots: {self.slots}; they are shared out in lines of fan = {self.fan}, make it a multiple"
+            )
         if self.pages * self.page < self.own[-1]:
             raise ValueError(
                 f"EngineSizes.pages: {self.pages} of {self.page} tokens; one sequence may have {self.own[-1]}, "

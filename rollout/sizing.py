@@ -55,7 +55,9 @@ def lengths(limits: ProtocolSettings, frame_tokens: int, frames: int) -> Lengths
     )
 
 
-def engine_sizes(longest: Lengths, settings: EngineSettings, fan: int, shared: bool = True) -> EngineSizes:
+def engine_sizes(
+    longest: Lengths, settings: EngineSettings, fan: int, shared: bool = True
+) -> EngineSizes:
     """An engine in which every sequence of these lengths fits.
 
     `fan` is the number of rollouts of one prompt; they read it in one copy where `shared`.
@@ -84,7 +86,9 @@ def engine_sizes(longest: Lengths, settings: EngineSettings, fan: int, shared: b
     )
 
 
-def sizes_for_single_episodes(protocol: Protocol, overview: int, crop: int, episodes: int = 1, cache_tokens: int = 0) -> EngineSizes:
+def sizes_for_single_episodes(
+    protocol: Protocol, overview: int, crop: int, episodes: int = 1, cache_tokens: int = 0
+) -> EngineSizes:
     """An engine for `episodes` episodes side by side, of which no two have a prompt in common.
 
     `overview` and `crop` are tokens of a main agent's and of a sub-agent's prompt. `cache_tokens`: keys
@@ -101,7 +105,9 @@ def sizes_for_single_episodes(protocol: Protocol, overview: int, crop: int, epis
     )
     episode = longest.prompt + longest.response
     episode += limits.max_calls * (longest.crop_prompt + longest.report)
-    settings = EngineSettings(slots=episodes * limits.max_calls, page=64, cache_tokens=cache_tokens or episodes * episode)
+    settings = EngineSettings(
+        slots=episodes * limits.max_calls, page=64, cache_tokens=cache_tokens or episodes * episode
+    )
     return engine_sizes(longest, settings, fan=limits.max_calls, shared=False)
 
 
@@ -114,7 +120,9 @@ def _sizes(first: int, last: int, page: int) -> tuple[int, ...]:
     return tuple(sorted({size for size in sizes if size < last} | {last}))
 
 
-def overview_tokens(protocol: Protocol, frames: int, frame_tokens: int, last: float, tools: bool = True) -> int:
+def overview_tokens(
+    protocol: Protocol, frames: int, frame_tokens: int, last: float, tools: bool = True
+) -> int:
     """Tokens before the question: the system turn and so many frames, none later than `last` seconds."""
     return len(protocol.overview(_frames(frames, last), frame_tokens, tools).ids)
 

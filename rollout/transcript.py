@@ -19,14 +19,21 @@ from rollout.episode import Setting, split_prompt
 
 
 def transcript(
-    episode: Episode, rewards: Rewards, setting: Setting, vocabulary: Vocabulary, credit: Float[np.ndarray, " t"] | None = None
+    episode: Episode,
+    rewards: Rewards,
+    setting: Setting,
+    vocabulary: Vocabulary,
+    credit: Float[np.ndarray, " t"] | None = None,
 ) -> dict[str, Any]:
     """The whole course of an episode. `credit` is the advantage of each token from the prompt's last one on (as
     `split_prompt` cuts), shown at the structural tokens."""
     trajectory = episode.trajectory
     start = len(split_prompt(trajectory)[0])
     positions, kinds = find_structure(vocabulary.token_bytes, trajectory.ids, trajectory.authors)
-    marks = {int(p): Kind(int(k)).name.lower().replace("_", "-") for p, k in zip(positions, kinds, strict=True)}
+    marks = {
+        int(p): Kind(int(k)).name.lower().replace("_", "-")
+        for p, k in zip(positions, kinds, strict=True)
+    }
     turns, at = [], 0
     pending: list[dict[str, Any]] = []
     for segment in trajectory.segments:
@@ -50,17 +57,30 @@ def transcript(
         "k": setting.frames,
         "dispatch": setting.dispatch,
         "temperature": setting.temperature,
-        "overview": [frame.time for segment in trajectory.segments if segment.author is Author.PROMPT for frame in segment.frames],
+        "overview": [
+            frame.time
+            for segment in trajectory.segments
+            if segment.author is Author.PROMPT
+            for frame in segment.frames
+        ],
         "turns": turns,
         "answer": episode.answer,
         "stop": str(episode.stop),
-        "rewards": {name: getattr(rewards, name) for name in ("accuracy", "format", "anchor", "tool", "total")},
+        "rewards": {
+            name: getattr(rewards, name)
+            for name in ("accuracy", "format", "anchor", "tool", "total")
+        },
         "compliant": rewards.compliant,
     }
 
 
 def _tokens(
-    segment: Segment, at: int, start: int, marks: dict[int, str], vocabulary: Vocabulary, credit: Float[np.ndarray, " t"] | None
+    segment: Segment,
+    at: int,
+    start: int,
+    marks: dict[int, str],
+    vocabulary: Vocabulary,
+    credit: Float[np.ndarray, " t"] | None,
 ) -> list[dict[str, Any]]:
     tokens = []
     for n, token in enumerate(segment.ids):

@@ -11,7 +11,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Tests compile much and compute little: without LLVM's optimisations and with the older, plainer code for fusions they take less than
 # half the time, and their numbers stay the same.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+)
 
 import dataclasses  # noqa: E402
 import pathlib  # noqa: E402
@@ -89,7 +91,8 @@ def small_model(small_vocabulary) -> Qwen3VL:
         deepstack_visual_indexes=(0,),
     )
     text = TextConfig(
-        vocab_size=small_vocabulary.size + 2,  # published models have more rows than their tokenizers have words
+        vocab_size=small_vocabulary.size
+        + 2,  # published models have more rows than their tokenizers have words
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -100,8 +103,17 @@ def small_model(small_vocabulary) -> Qwen3VL:
         rope_theta=10_000.0,
         tie_word_embeddings=True,
     )
-    names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
-    config = Qwen3VLConfig(vision, text, **{f"{field}_token_id": small_vocabulary[f"<|{name}|>"] for field, name in names.items()})
+    names = {
+        "image": "image_pad",
+        "video": "video_pad",
+        "vision_start": "vision_start",
+        "vision_end": "vision_end",
+    }
+    config = Qwen3VLConfig(
+        vision,
+        text,
+        **{f"{field}_token_id": small_vocabulary[f"<|{name}|>"] for field, name in names.items()},
+    )
 
     graph, state = nnx.split(abstract_model(config))
     rng = np.random.default_rng(0)  # not the model's own start, which takes seconds to compile

@@ -50,7 +50,10 @@ def abstract_rl_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None
     state = _state(weights, optimizer)
     shapes, parts = fitted(run.rl_shapes, settings.microbatches, mesh)
     batch = _placed(_rl_batch(shapes, config), mesh)
-    return Abstract(make_rl_update(graph, optimizer, config.image_token_id, settings, parts, state), (state, batch))
+    return Abstract(
+        make_rl_update(graph, optimizer, config.image_token_id, settings, parts, state),
+        (state, batch),
+    )
 
 
 def abstract_sft_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
@@ -62,11 +65,19 @@ def abstract_sft_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = Non
     if isinstance(settings, PackedSFTSettings):
         shape, parts = fitted_rows(run.packed_shape, settings.microbatches, mesh)
         batch = _placed(PackedBatch(_packed(shape, config), _shape((), jnp.float32)), mesh)
-        return Abstract(make_packed_update(graph, optimizer, config.image_token_id, settings, parts, state), (state, batch))
+        return Abstract(
+            make_packed_update(graph, optimizer, config.image_token_id, settings, parts, state),
+            (state, batch),
+        )
     shapes, parts = fitted(run.sft_shapes, settings.microbatches, mesh)
-    batch = SFTBatch(tuple(_sequences(shape, config) for shape in shapes), _shape((2,), jnp.float32))
+    batch = SFTBatch(
+        tuple(_sequences(shape, config) for shape in shapes), _shape((2,), jnp.float32)
+    )
     batch = _placed(batch, mesh)
-    return Abstract(make_sft_update(graph, optimizer, config.image_token_id, settings, parts, state), (state, batch))
+    return Abstract(
+        make_sft_update(graph, optimizer, config.image_token_id, settings, parts, state),
+        (state, batch),
+    )
 
 
 def abstract_reference(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
@@ -74,7 +85,9 @@ def abstract_reference(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None
     settings = _phase(run, "rl", run.rl)
     config, graph, weights = _model(run, mesh, config)
     shapes, parts = fitted(run.rl_shapes, settings.microbatches, mesh)
-    program = make_logprobs(graph, config.image_token_id, settings.temperature, settings.logprob_chunk, mesh, parts)
+    program = make_logprobs(
+        graph, config.image_token_id, settings.temperature, settings.logprob_chunk, mesh, parts
+    )
     reference = jax.tree.map(lambda x: x.update(dtype=jnp.dtype(run.model.dtype)), weights)
     return Abstract(program, (reference, _placed(_sequences(shapes[0], config), mesh)))
 
@@ -85,7 +98,9 @@ def _phase(run: Run, name: str, settings: T | None) -> T:
     return settings
 
 
-def _model(run: Run, mesh: Mesh, config: Qwen3VLConfig | None) -> tuple[Qwen3VLConfig, nnx.GraphDef, Any]:
+def _model(
+    run: Run, mesh: Mesh, config: Qwen3VLConfig | None
+) -> tuple[Qwen3VLConfig, nnx.GraphDef, Any]:
     config = qwen3_vl(run.model.size) if config is None else config
     graph, weights = nnx.split(abstract_model(config, dtype=jnp.dtype(run.model.dtype)).text)
     return config, graph, jax.tree.map(_place, weights, param_shardings(weights, mesh))
@@ -115,7 +130,9 @@ def _sequences(shape: BatchShape, config: Qwen3VLConfig) -> Sequences:
         "prompt_ids": _shape((p, s), jnp.int32),
         "prompt_positions": _shape((3, p, s), jnp.int32),
         "prompt_segments": _shape((p, s), jnp.int32),
-        "visual": _shape((p, shape.visual, 1 + config.vision.levels, config.text.hidden_size), jnp.float32),
+        "visual": _shape(
+            (p, shape.visual, 1 + config.vision.levels, config.text.hidden_size), jnp.float32
+        ),
         "ids": _shape((b, t), jnp.int32),
         "positions": _shape((3, b, t), jnp.int32),
         "segments": _shape((b, t), jnp.int32),
@@ -127,8 +144,13 @@ def _sequences(shape: BatchShape, config: Qwen3VLConfig) -> Sequences:
 
 def _packed(shape: PackedShape, config: Qwen3VLConfig) -> Packed:
     row = functools.partial(_shape, (shape.rows, shape.tokens))
-    visual = _shape((shape.rows, shape.visual, 1 + config.vision.levels, config.text.hidden_size), jnp.float32)
-    fields = {name: row(jnp.int32) for name in ("ids", "segments")} | {"sampled": row(jnp.bool_), "visual": visual}
+    visual = _shape(
+        (shape.rows, shape.visual, 1 + config.vision.levels, config.text.hidden_size), jnp.float32
+    )
+    fields = {name: row(jnp.int32) for name in ("ids", "segments")} | {
+        "sampled": row(jnp.bool_),
+        "visual": visual,
+    }
     return Packed(positions=_shape((3, shape.rows, shape.tokens), jnp.int32), **fields)
 
 
@@ -136,13 +158,19 @@ def _rl_batch(shapes: Sequence[BatchShape], config: Qwen3VLConfig) -> RLBatch:
     p, g, t = shapes[0].groups, shapes[0].rows, max(shape.suffix for shape in shapes)
     n = 2 * t
     b = sum(s.groups * s.rows for s in shapes)
-    row, group, yes = functools.partial(_shape, (b, t)), functools.partial(_shape, (p, g)), jnp.bool_
+    row, group, yes = (
+        functools.partial(_shape, (b, t)),
+        functools.partial(_shape, (p, g)),
+        jnp.bool_,
+    )
     rollouts: dict[str, Any] = {
         "mask": row(yes),
         "behaviour": row(jnp.float32),
         "reference": row(jnp.float32),
         "rollout": _shape((b,), jnp.int32),
-        "structure": Structure(_shape((b, n), jnp.int32), _shape((b, n), jnp.int8), _shape((b, n), yes)),
+        "structure": Structure(
+            _shape((b, n), jnp.int32), _shape((b, n), jnp.int8), _shape((b, n), yes)
+        ),
         "rewards": group(jnp.float32),
         "anchor_rewards": group(jnp.float32),
         "valid": group(yes),
@@ -150,4 +178,6 @@ def _rl_batch(shapes: Sequence[BatchShape], config: Qwen3VLConfig) -> RLBatch:
     }
     totals: Any = Totals(_shape((), jnp.float32), _shape((), jnp.float32))
     advantages: Any = row(jnp.float32)
-    return RLBatch(tuple(_sequences(s, config) for s in shapes), GRPOBatch(**rollouts), advantages, totals)
+    return RLBatch(
+        tuple(_sequences(s, config) for s in shapes), GRPOBatch(**rollouts), advantages, totals
+    )

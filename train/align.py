@@ -46,7 +46,9 @@ class AlignSettings:
     def __post_init__(self):
         require_counts("align", steps=self.steps, batch=self.batch, save_every=self.save_every)
         if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"align.learning_rate: {self.learning_rate}; give a finite number above 0")
+            raise ValueError(
+                f"align.learning_rate: {self.learning_rate}; give a finite number above 0"
+            )
 
 
 def align(
@@ -64,9 +66,13 @@ def align(
     Adds to `unreadable` the videos that could not be decoded, and why: their captions are left out. Where nothing is left to do, none
     is looked at. Raises ValueError for a caption whose words are not single tokens, or videos of more than one size.
     """
-    optimizer = optax.adamw(optax.cosine_decay_schedule(settings.learning_rate, settings.steps), weight_decay=0.0)
+    optimizer = optax.adamw(
+        optax.cosine_decay_schedule(settings.learning_rate, settings.steps), weight_decay=0.0
+    )
     start = init_state(nnx.state((model.vision, model.text.embedding)), optimizer).optimizer
-    saved, drawn = phase.resume({"vision": nnx.state(model.vision), "text": nnx.state(model.text), "optimizer": start})
+    saved, drawn = phase.resume(
+        {"vision": nnx.state(model.vision), "text": nnx.state(model.text), "optimizer": start}
+    )
     nnx.update(model.vision, saved["vision"])
     nnx.update(model.text, saved["text"])
     if not phase.left:
@@ -86,18 +92,30 @@ def align(
         weights, state, value, right = update(weights, state, patches, words[chosen])
         nnx.update((model.vision, model.text.embedding), weights)
         figures = {"loss": float(value), "accuracy": float(right)}
-        kept = {"vision": nnx.state(model.vision), "text": nnx.state(model.text), "optimizer": state}
+        kept = {
+            "vision": nnx.state(model.vision),
+            "text": nnx.state(model.text),
+            "optimizer": state,
+        }
         phase.done(step, figures, kept, dict(rng.bit_generator.state), ("loss", "accuracy"))
 
 
-def _make_update(graph: nnx.GraphDef, optimizer: optax.GradientTransformation, layout: PatchLayout) -> Callable[..., Any]:
+def _make_update(
+    graph: nnx.GraphDef, optimizer: optax.GradientTransformation, layout: PatchLayout
+) -> Callable[..., Any]:
     """The jitted update `f(weights, optimizer state, patches, words) -> (weights, optimizer state, loss, accuracy)`."""
 
-    def loss(weights: Any, patches: Float[Array, "m p i"], words: Int[Array, "m w"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    def loss(
+        weights: Any, patches: Float[Array, "m p i"], words: Int[Array, "m w"]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         tower, embedding = nnx.merge(graph, weights)
-        vectors = tower(patches, layout).mean(1)  # the frame's tokens: every level alone has to name what is on it
+        vectors = tower(patches, layout).mean(
+            1
+        )  # the frame's tokens: every level alone has to name what is on it
         size = jnp.sqrt((vectors**2).mean(-1, keepdims=True) + 1e-12)
-        logits = jnp.einsum("mcd,vd->mcv", vectors / size, embedding[...])  # normed, as the decoder's head reads its states
+        logits = jnp.einsum(
+            "mcd,vd->mcv", vectors / size, embedding[...]
+        )  # normed, as the decoder's head reads its states
         # Vectors as large as words: among words of another size, neither would hear the other in the decoder.
         unequal = ((size - jnp.sqrt((embedding[...] ** 2).mean())) ** 2).mean()
         wanted = (words[..., None] == jnp.arange(logits.shape[-1])).any(1)
@@ -107,7 +125,9 @@ def _make_update(graph: nnx.GraphDef, optimizer: optax.GradientTransformation, l
         return -(share[:, None] * jax.nn.log_softmax(logits)).sum(-1).mean() + unequal, right.mean()
 
     @jax.jit
-    def update(weights: Any, state: Any, patches: Array, words: Array) -> tuple[Any, Any, Array, Array]:
+    def update(
+        weights: Any, state: Any, patches: Array, words: Array
+    ) -> tuple[Any, Any, Array, Array]:
         (value, right), grads = jax.value_and_grad(loss, has_aux=True)(weights, patches, words)
         changes, state = optimizer.update(grads, state, weights)
         return optax.apply_updates(weights, changes), state, value, right
@@ -115,7 +135,9 @@ def _make_update(graph: nnx.GraphDef, optimizer: optax.GradientTransformation, l
     return update
 
 
-def _load(captions: Sequence[Caption], vocabulary: Vocabulary, root: Path) -> tuple[np.ndarray, np.ndarray, dict[str, str]]:
+def _load(
+    captions: Sequence[Caption], vocabulary: Vocabulary, root: Path
+) -> tuple[np.ndarray, np.ndarray, dict[str, str]]:
     """The captions' frames, uint8 [m, h, w, 3], the token ids of their words, int32 [m, w], -1 where there are fewer, and bad videos."""
     unreadable: dict[str, str] = {}
     by_video: dict[str, list[Caption]] = {}
@@ -125,15 +147,23 @@ def _load(captions: Sequence[Caption], vocabulary: Vocabulary, root: Path) -> tu
     for name, group in by_video.items():
         try:
             info = video.probe(root / name)
-            pixels.append(video.read(root / name, np.searchsorted(info.times, [c.time for c in group])))
+            pixels.append(
+                video.read(root / name, np.searchsorted(info.times, [c.time for c in group]))
+            )
         except video.VideoError as error:
             unreadable[name] = error.reason  # damage inside a file that opened
             continue
         words += [_word_ids(c, vocabulary) for c in group]
     if len({p.shape[1:] for p in pixels}) != 1:
-        raise ValueError(f"captions: frames of the sizes {sorted({p.shape[1:3] for p in pixels})}; alignment needs one size")
+        raise ValueError(
+            f"captions: frames of the sizes {sorted({p.shape[1:3] for p in pixels})}; alignment needs one size"
+        )
     width = max(map(len, words))
-    return np.concatenate(pixels), np.array([w + [-1] * (width - len(w)) for w in words], np.int32), unreadable
+    return (
+        np.concatenate(pixels),
+        np.array([w + [-1] * (width - len(w)) for w in words], np.int32),
+        unreadable,
+    )
 
 
 def _word_ids(caption: Caption, vocabulary: Vocabulary) -> list[int]:

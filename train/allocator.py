@@ -17,5 +17,9 @@ def reuse_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return
-    for parameter, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_ARENA_MAX, 1)):  # nothing is mapped by itself, nothing given back
+    for parameter, value in (
+        (_MMAP_MAX, 0),
+        (_TRIM_THRESHOLD, -1),
+        (_ARENA_MAX, 1),
+    ):  # nothing is mapped by itself, nothing given back
         mallopt(parameter, value)

@@ -31,7 +31,9 @@ class BatchShape:
     def __post_init__(self):
         for name in ("groups", "rows", "prompt", "suffix"):
             if getattr(self, name) < 1:
-                raise ValueError(f"BatchShape.{name}: {getattr(self, name)}; give a whole number of at least 1")
+                raise ValueError(
+                    f"BatchShape.{name}: {getattr(self, name)}; give a whole number of at least 1"
+                )
         if self.visual < 0:
             raise ValueError(f"BatchShape.visual: {self.visual}; give 0 or more tokens")
 
@@ -55,7 +57,12 @@ def shared_segments(group: Sequence[Trajectory]) -> tuple[Segment, ...]:
     """The prompt segments that open every trajectory of a group alike."""
     shared = []
     for column in zip(*(t.segments for t in group), strict=False):
-        if any(s.author is not Author.PROMPT or not np.array_equal(s.ids, column[0].ids) or s.frames != column[0].frames for s in column):
+        if any(
+            s.author is not Author.PROMPT
+            or not np.array_equal(s.ids, column[0].ids)
+            or s.frames != column[0].frames
+            for s in column
+        ):
             break
         shared.append(column[0])
     return tuple(shared)
@@ -67,7 +74,9 @@ def shared_prompt(group: Sequence[Trajectory]) -> np.ndarray:
     return np.concatenate([segment.ids for segment in shared_segments(group)])[:-1]
 
 
-def build(groups: Sequence[Sequence[Trajectory]], features: FrameFeatures, shape: BatchShape) -> Sequences:
+def build(
+    groups: Sequence[Sequence[Trajectory]], features: FrameFeatures, shape: BatchShape
+) -> Sequences:
     """Arrays of `groups`; missing groups and rows are padding. Raises ValueError where a trajectory does not fit the shape."""
     config = features.config
     levels = 1 + config.vision.levels
@@ -117,14 +126,21 @@ def mismatches(batch: Sequences, groups: Sequence[Sequence[Trajectory]]) -> int:
         for g, trajectory in enumerate(group):
             row = p * rows + g
             end = int(np.flatnonzero(batch.sampled[row]).max(initial=-1)) + 1
-            written = [s.digest for s in trajectory.segments if s.author is Author.MODEL and len(s.ids)]
-            count += bool(written) and digest(np.concatenate([prompt, batch.ids[row, :end]])) != written[-1]
+            written = [
+                s.digest for s in trajectory.segments if s.author is Author.MODEL and len(s.ids)
+            ]
+            count += (
+                bool(written)
+                and digest(np.concatenate([prompt, batch.ids[row, :end]])) != written[-1]
+            )
     return count
 
 
 def _check(length: int, limit: int, field: str) -> None:
     if length > limit:
-        raise ValueError(f"batch.{field}: {length} does not fit the static size {limit}; {_REMEDIES[field]}")
+        raise ValueError(
+            f"batch.{field}: {length} does not fit the static size {limit}; {_REMEDIES[field]}"
+        )
 
 
 # Shapes follow from settings that are checked before a run begins, so none of this is expected.

@@ -47,9 +47,13 @@ class CheckpointSettings:
 
     def __post_init__(self):
         if self.keep < 1:
-            raise ValueError(f"checkpoints.keep: {self.keep}; the newest checkpoint has to stay, give 1 or more")
+            raise ValueError(
+                f"checkpoints.keep: {self.keep}; the newest checkpoint has to stay, give 1 or more"
+            )
         if self.best not in (choices := get_args(Best)):
-            raise ValueError(f"checkpoints.best: {self.best!r} is unknown; give one of {', '.join(choices)}")
+            raise ValueError(
+                f"checkpoints.best: {self.best!r} is unknown; give one of {', '.join(choices)}"
+            )
 
 
 class Checkpoints:
@@ -71,7 +75,9 @@ class Checkpoints:
         read_only: bool = False,
     ) -> None:
         if keep < 1:
-            raise CheckpointError(f"keep is {keep}: at least the newest checkpoint has to stay; give 1 or more.")
+            raise CheckpointError(
+                f"keep is {keep}: at least the newest checkpoint has to stay; give 1 or more."
+            )
         self.folder = pathlib.Path(folder).absolute()
         self._identity = as_json(identity or {}, "identity")
         self._retention = _Retention(keep, {})
@@ -84,7 +90,9 @@ class Checkpoints:
         )
         self._manager = self._open()
 
-    def save(self, step: int, state: PyTree, meta: dict[str, Any], score: float | None = None) -> None:
+    def save(
+        self, step: int, state: PyTree, meta: dict[str, Any], score: float | None = None
+    ) -> None:
         """Writes `state` (jax or NumPy arrays, typed keys included) and `meta` (what JSON can hold) as checkpoint `step`.
 
         `score` makes it a candidate for the best; of equal ones the newest is.
@@ -93,14 +101,23 @@ class Checkpoints:
         """
         latest = self.latest()
         if latest is not None and step <= latest:
-            raise CheckpointError(f"checkpoint {step} does not follow {latest}, the latest in {self.folder}: steps have to grow.")
+            raise CheckpointError(
+                f"checkpoint {step} does not follow {latest}, the latest in {self.folder}: steps have to grow."
+            )
         leaves = _named_leaves(state)
         for name, leaf in leaves.items():
             _check_leaf(name, leaf)
         described = {name: _describe(leaf) for name, leaf in leaves.items()}
-        record = {"leaves": described, "meta": as_json(meta, "meta"), "identity": self._identity, "score": score}
+        record = {
+            "leaves": described,
+            "meta": as_json(meta, "meta"),
+            "identity": self._identity,
+            "score": score,
+        }
         self._retention.scores[step] = -math.inf if score is None else score
-        items = ocp.args.Composite(state=ocp.args.StandardSave(leaves), meta=ocp.args.JsonSave(record))
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(leaves), meta=ocp.args.JsonSave(record)
+        )
         try:
             self._manager.save(step, args=items)
         except Exception as error:
@@ -135,12 +152,20 @@ class Checkpoints:
         """
         step = self._existing(step)
         record, wanted = self._record(step), _named_leaves(template)
-        self._refuse_another(step, differences(record.get("identity", {}), self._identity), "is another run's")
+        self._refuse_another(
+            step, differences(record.get("identity", {}), self._identity), "is another run's"
+        )
         described = {name: _describe(leaf) for name, leaf in wanted.items()}
-        self._refuse_another(step, _changed_leaves(record["leaves"], described), "holds another state than this run's")
+        self._refuse_another(
+            step,
+            _changed_leaves(record["leaves"], described),
+            "holds another state than this run's",
+        )
         placed = {name: _placed(leaf) for name, leaf in wanted.items()}
         try:
-            restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(placed)))
+            restored = self._manager.restore(
+                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(placed))
+            )
         except Exception as error:
             raise self._unreadable(step, error) from error
         leaves = [restored[_STATE][name] for name in wanted]
@@ -149,10 +174,18 @@ class Checkpoints:
     def restore_part(self, template: T, step: int) -> T:
         """The leaves of checkpoint `step` that `template` names, as `restore` places them; the others are not read. Raises as it does."""
         wanted = _named_leaves(template)
-        saved = {name: text for name, text in self._record(step)["leaves"].items() if name in wanted}
-        self._refuse_another(step, _changed_leaves(saved, {name: _describe(leaf) for name, leaf in wanted.items()}), "has no such part")
+        saved = {
+            name: text for name, text in self._record(step)["leaves"].items() if name in wanted
+        }
+        self._refuse_another(
+            step,
+            _changed_leaves(saved, {name: _describe(leaf) for name, leaf in wanted.items()}),
+            "has no such part",
+        )
         placed = {name: _placed(leaf) for name, leaf in wanted.items()}
-        where = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in placed.items()}
+        where = {
+            name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in placed.items()
+        }
         arguments = ocp.args.PyTreeRestore(item=placed, restore_args=where, partial_restore=True)
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
@@ -163,7 +196,9 @@ class Checkpoints:
 
     def _refuse_another(self, step: int, lines: list[str], what: str, most: int = 5) -> None:
         if lines:
-            shown = "; ".join(lines[:most] + [f"and {len(lines) - most} more"] * (len(lines) > most))
+            shown = "; ".join(
+                lines[:most] + [f"and {len(lines) - most} more"] * (len(lines) > most)
+            )
             raise CheckpointError(
                 f"{self.folder / str(step)} {what} (saved -> wanted): {shown}. "
                 "Use the code and settings that wrote it, or another run directory."
@@ -188,11 +223,17 @@ class Checkpoints:
                 with hosts.one_after_another():
                     if hosts.is_first():
                         self._clear_unfinished()
-            manager = ocp.CheckpointManager(self.folder, options=self._options, item_names=(_STATE, _META))
+            manager = ocp.CheckpointManager(
+                self.folder, options=self._options, item_names=(_STATE, _META)
+            )
         except OSError as error:
-            raise CheckpointError(f"the checkpoint folder {self.folder} cannot be used: {error}.") from error
+            raise CheckpointError(
+                f"the checkpoint folder {self.folder} cannot be used: {error}."
+            ) from error
         self._retention.scores.clear()
-        self._retention.scores.update({step: _score(self.folder / str(step)) for step in manager.all_steps()})
+        self._retention.scores.update(
+            {step: _score(self.folder / str(step)) for step in manager.all_steps()}
+        )
         return manager
 
     def _clear_unfinished(self) -> None:
@@ -205,8 +246,12 @@ class Checkpoints:
         if jax.process_count() > 1:  # the others have to be asked for that, and they are elsewhere
             if isinstance(error, jax.errors.JaxRuntimeError):
                 raise error
-            raise CheckpointError(f"saving a checkpoint in {self.folder} failed ({_cause(error)}); start all processes again.") from error
-        self._manager = self._open()  # the old one lists the failed step as saved: what is on disk is asked anew
+            raise CheckpointError(
+                f"saving a checkpoint in {self.folder} failed ({_cause(error)}); start all processes again."
+            ) from error
+        self._manager = (
+            self._open()
+        )  # the old one lists the failed step as saved: what is on disk is asked anew
         latest = self._manager.latest_step()
         kept = f"checkpoint {latest} is intact" if latest is not None else "there is no earlier one"
         free = shutil.disk_usage(self.folder).free / 2**20
@@ -221,19 +266,27 @@ class Checkpoints:
         if not steps:
             raise CheckpointError(f"{self.folder} holds no complete checkpoint.")
         if step is not None and step not in steps:
-            raise CheckpointError(f"{self.folder} holds no checkpoint {step}; there is {', '.join(map(str, steps))}.")
+            raise CheckpointError(
+                f"{self.folder} holds no checkpoint {step}; there is {', '.join(map(str, steps))}."
+            )
         return steps[-1] if step is None else step
 
     def _record(self, step: int) -> dict[str, Any]:
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))[_META]
+            return self._manager.restore(
+                step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
+            )[_META]
         except Exception as error:
             raise self._unreadable(step, error) from error
 
     def _unreadable(self, step: int, error: Exception) -> CheckpointError:
         folder = self.folder / str(step)
         older = [other for other in self._manager.all_steps() if other < step]
-        remedy = f"delete it to go on from checkpoint {max(older)}" if older else "delete it to start again"
+        remedy = (
+            f"delete it to go on from checkpoint {max(older)}"
+            if older
+            else "delete it to start again"
+        )
         return CheckpointError(f"{folder} cannot be read ({_cause(error)}): {remedy}.")
 
 
@@ -268,25 +321,37 @@ def _named_leaves(tree: PyTree) -> dict[str, Any]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name in leaves:
-            raise CheckpointError(f"two leaves of the state are called {name}: rename one, a checkpoint stores leaves by path.")
+            raise CheckpointError(
+                f"two leaves of the state are called {name}: rename one, a checkpoint stores leaves by path."
+            )
         leaves[name] = leaf
     return leaves
 
 
 def _check_leaf(name: str, leaf: Any) -> None:
     if not isinstance(leaf, jax.Array | np.ndarray):
-        raise CheckpointError(f"state leaf {name} is {leaf!r}, a {type(leaf).__name__}: arrays go into the state, other values into meta.")
+        raise CheckpointError(
+            f"state leaf {name} is {leaf!r}, a {type(leaf).__name__}: arrays go into the state, other values into meta."
+        )
     if leaf.size == 0:
-        raise CheckpointError(f"state leaf {name} has shape {leaf.shape}, without elements, which orbax cannot store: leave it out.")
+        raise CheckpointError(
+            f"state leaf {name} has shape {leaf.shape}, without elements, which orbax cannot store: leave it out."
+        )
 
 
 def _describe(leaf: Any) -> str:
-    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" if hasattr(leaf, "dtype") else type(leaf).__name__
+    return (
+        f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        if hasattr(leaf, "dtype")
+        else type(leaf).__name__
+    )
 
 
 def _changed_leaves(saved: dict[str, str], wanted: dict[str, str]) -> list[str]:
     names = [name for name in (saved | wanted) if saved.get(name) != wanted.get(name)]
-    return [f"{name}: {saved.get(name, 'absent')} -> {wanted.get(name, 'absent')}" for name in names]
+    return [
+        f"{name}: {saved.get(name, 'absent')} -> {wanted.get(name, 'absent')}" for name in names
+    ]
 
 
 def _placed(leaf: Any) -> Any:

@@ -20,7 +20,9 @@ R = TypeVar("R")
 EXIT_USAGE = 2  # what argparse and tyro use for a wrong command line
 
 
-def parse(argv: Sequence[str], recipes: Mapping[str, Callable[[], R]], prog: str = "python -m train.run") -> R:
+def parse(
+    argv: Sequence[str], recipes: Mapping[str, Callable[[], R]], prog: str = "python -m train.run"
+) -> R:
     """The settings that `argv` (without the program's name) asks for.
 
     `recipes` maps a name to a function that returns a frozen dataclass; nested dataclasses become dotted flags, their
@@ -36,7 +38,9 @@ def parse(argv: Sequence[str], recipes: Mapping[str, Callable[[], R]], prog: str
             raise SystemExit(0)
         _fail(f"--config is missing: name a recipe.\n{_usage(recipes, prog)}")
     if len(set(names)) > 1:
-        _fail(f"--config is given as {' and '.join(names)}; a run has one recipe: keep one of them.")
+        _fail(
+            f"--config is given as {' and '.join(names)}; a run has one recipe: keep one of them."
+        )
     name = names[0]
     if name not in recipes:
         near = difflib.get_close_matches(name, recipes, n=1, cutoff=0.3)
@@ -44,7 +48,13 @@ def parse(argv: Sequence[str], recipes: Mapping[str, Callable[[], R]], prog: str
         _fail(f"--config={name}: there is no such recipe.{hint} Recipes: {', '.join(recipes)}.")
     default = recipes[name]()
     # A field that holds an optional dataclass stays a field: without this, tyro would make a subcommand of it.
-    return tyro.cli(type(default), default=default, args=overrides, prog=f"{prog} --config={name}", config=(tyro.conf.AvoidSubcommands,))
+    return tyro.cli(
+        type(default),
+        default=default,
+        args=overrides,
+        prog=f"{prog} --config={name}",
+        config=(tyro.conf.AvoidSubcommands,),
+    )
 
 
 def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -68,8 +78,16 @@ def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def _usage(recipes: Mapping[str, Callable[[], object]], prog: str) -> str:
     """The recipes with the first line of their docstrings, one a line."""
     width = max(map(len, recipes), default=0)
-    lines = [f"  {name:<{width}}  {(inspect.getdoc(recipe) or '').partition(chr(10))[0]}".rstrip() for name, recipe in recipes.items()]
-    return "\n".join([f"usage: {prog} --config=NAME [--field value ...]; --config=NAME --help shows the fields. Recipes:", *lines])
+    lines = [
+        f"  {name:<{width}}  {(inspect.getdoc(recipe) or '').partition(chr(10))[0]}".rstrip()
+        for name, recipe in recipes.items()
+    ]
+    return "\n".join(
+        [
+            f"usage: {prog} --config=NAME [--field value ...]; --config=NAME --help shows the fields. Recipes:",
+            *lines,
+        ]
+    )
 
 
 def _fail(message: str) -> NoReturn:

@@ -80,7 +80,9 @@ def export(command: Export) -> None:
     write_model(model, folder / "tokenizer", FrameSettings(**meta["settings"]["frames"]), target)
 
 
-def write_model(model: Qwen3VL, tokenizer_folder: pathlib.Path, frames: FrameSettings, folder: pathlib.Path) -> None:
+def write_model(
+    model: Qwen3VL, tokenizer_folder: pathlib.Path, frames: FrameSettings, folder: pathlib.Path
+) -> None:
     """`model` in the new `folder`, with its tokenizer and the chat template and processor settings that go with it.
 
     Pictures are shown in the sizes of `frames`. What `tokenizer_folder` holds of these files goes before what is written here.
@@ -97,40 +99,67 @@ def write_model(model: Qwen3VL, tokenizer_folder: pathlib.Path, frames: FrameSet
 def _processor_files(config: Qwen3VLConfig, frames: FrameSettings) -> dict[str, str]:
     def settings(kind: dict[str, str], least: int, most: int) -> str:
         size = {"shortest_edge": least, "longest_edge": most}
-        return json.dumps({**kind, "processor_class": "Qwen3VLProcessor", "size": size, **_patches(config.vision)}, indent=2) + "\n"
+        return (
+            json.dumps(
+                {
+                    **kind,
+                    "processor_class": "Qwen3VLProcessor",
+                    "size": size,
+                    **_patches(config.vision),
+                },
+                indent=2,
+            )
+            + "\n"
+        )
 
     return {
         "chat_template.jinja": _TEMPLATE,
-        "preprocessor_config.json": settings({"image_processor_type": "Qwen2VLImageProcessor"}, frames.min_pixels, frames.max_pixels),
+        "preprocessor_config.json": settings(
+            {"image_processor_type": "Qwen2VLImageProcessor"}, frames.min_pixels, frames.max_pixels
+        ),
         "video_preprocessor_config.json": settings(
-            {"video_processor_type": "Qwen3VLVideoProcessor"}, frames.min_pixels, _FRAMES * frames.max_pixels
+            {"video_processor_type": "Qwen3VLVideoProcessor"},
+            frames.min_pixels,
+            _FRAMES * frames.max_pixels,
         ),
     }
 
 
 def _patches(vision: VisionConfig) -> dict[str, int | list[float]]:
-    sizes = {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size, "merge_size": vision.spatial_merge_size}
+    sizes = {
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "merge_size": vision.spatial_merge_size,
+    }
     return {**sizes, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
 def _checkpoints(folder: pathlib.Path, phase: str) -> Checkpoints:
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"--run-dir {folder}: no run's folder, it has no config.json; name one that train.run made")
+        raise FileNotFoundError(
+            f"--run-dir {folder}: no run's folder, it has no config.json; name one that train.run made"
+        )
     read_config(folder, "--run-dir", READABLE)
     found = sorted(path.name for path in (folder / "checkpoints").glob("*"))
     if phase not in found:
-        raise FileNotFoundError(f"--phase {phase}: {folder} has no checkpoints of it; it has those of {', '.join(found) or 'no phase'}")
+        raise FileNotFoundError(
+            f"--phase {phase}: {folder} has no checkpoints of it; it has those of {', '.join(found) or 'no phase'}"
+        )
     return Checkpoints(folder / "checkpoints" / phase, read_only=True)
 
 
 def _step(checkpoints: Checkpoints, command: Export) -> int:
     steps, asked = checkpoints.steps(), command.step
-    named = {"latest": max(steps, default=None), "best": checkpoints.best()} | {str(step): step for step in steps}
+    named = {"latest": max(steps, default=None), "best": checkpoints.best()} | {
+        str(step): step for step in steps
+    }
     step = named.get(asked)
     if step is None:
         kept = ", ".join(map(str, steps)) or "none"
         best = f" (best: {named['best']})" if named["best"] is not None else ""
-        raise ValueError(f"--step {asked}: no such checkpoint of {command.phase} in {command.run_dir}; kept are {kept}{best}")
+        raise ValueError(
+            f"--step {asked}: no such checkpoint of {command.phase} in {command.run_dir}; kept are {kept}{best}"
+        )
     return step
 
 

@@ -52,10 +52,17 @@ class HostSettings:
                     f"hosts.count, hosts.index: {self.count}, {self.index} with hosts.coordinator {self.coordinator!r}; they go with an "
                     "address, give process 0's address:port"
                 )
-        elif not self.coordinator.rpartition(":")[0] or not self.coordinator.rpartition(":")[2].isdigit():
-            raise ValueError(f"hosts.coordinator: {self.coordinator!r}; give address:port of process 0, auto, or nothing")
+        elif (
+            not self.coordinator.rpartition(":")[0]
+            or not self.coordinator.rpartition(":")[2].isdigit()
+        ):
+            raise ValueError(
+                f"hosts.coordinator: {self.coordinator!r}; give address:port of process 0, auto, or nothing"
+            )
         if not 0 <= self.index < self.count:
-            raise ValueError(f"hosts.index: {self.index} of hosts.count = {self.count}; give a number from 0 to {self.count - 1}")
+            raise ValueError(
+                f"hosts.index: {self.index} of hosts.count = {self.count}; give a number from 0 to {self.count - 1}"
+            )
         if self.heartbeat < 1:
             raise ValueError(f"hosts.heartbeat: {self.heartbeat}; give at least 1 second")
 
@@ -69,7 +76,11 @@ def connect(settings: HostSettings) -> None:
     named = settings.coordinator != "auto"
     where = (settings.coordinator, settings.count, settings.index) if named else (None, None, None)
     try:
-        jax.distributed.initialize(*where, heartbeat_timeout_seconds=settings.heartbeat, shutdown_timeout_seconds=settings.heartbeat)
+        jax.distributed.initialize(
+            *where,
+            heartbeat_timeout_seconds=settings.heartbeat,
+            shutdown_timeout_seconds=settings.heartbeat,
+        )
     except ValueError as error:
         if named:
             raise
@@ -89,7 +100,9 @@ def gather(value: T) -> list[T]:
         return [value]
     data = np.frombuffer(pickle.dumps(value), np.uint8)
     sizes = multihost_utils.process_allgather(np.array(len(data)))
-    padded = np.zeros(max(_LEAST, 1 << int(sizes.max() - 1).bit_length()), np.uint8)  # of few sizes: each is a program
+    padded = np.zeros(
+        max(_LEAST, 1 << int(sizes.max() - 1).bit_length()), np.uint8
+    )  # of few sizes: each is a program
     padded[: len(data)] = data
     everyone = multihost_utils.process_allgather(padded)
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(everyone, sizes, strict=True)]
@@ -180,7 +193,10 @@ def ending_with_the_others() -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1 or any(word in str(error) for word in _OWN):
             raise
-        print(f"error: another process of this run ended, or cannot be reached ({_line(error)}); start all of them again", file=sys.stderr)
+        print(
+            f"error: another process of this run ended, or cannot be reached ({_line(error)}); start all of them again",
+            file=sys.stderr,
+        )
         sys.stderr.flush()
         os._exit(LOST)
 
@@ -202,4 +218,6 @@ def _require_none(failure: str | None) -> None:
 def share_of(count: int) -> slice:
     """Which of `count` items are this process's: equal parts in the processes' order, the last ones less where it does not divide."""
     each = -(-count // jax.process_count())
-    return slice(min(jax.process_index() * each, count), min((jax.process_index() + 1) * each, count))
+    return slice(
+        min(jax.process_index() * each, count), min((jax.process_index() + 1) * each, count)
+    )

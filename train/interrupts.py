@@ -15,7 +15,9 @@ from typing import Any
 
 from train import hosts
 
-_ASKED = b"\nstopping: what is under way is finished and kept first; once more ends it without waiting\n"
+_ASKED = (
+    b"\nstopping: what is under way is finished and kept first; once more ends it without waiting\n"
+)
 _SAME = 1.0  # seconds in which a second signal is the first one once more: some launchers signal a process and its group
 
 
@@ -62,7 +64,9 @@ class Interrupts:
             raise Stopped(number, kept)
 
     def __enter__(self) -> Interrupts:
-        self._before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {
+            number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -37,11 +37,15 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         return []
     lines = path.read_bytes().split(b"\n")
     rows = []
-    for number, line in enumerate(lines[:-1], 1):  # what follows the last line feed is nothing, or torn
+    for number, line in enumerate(
+        lines[:-1], 1
+    ):  # what follows the last line feed is nothing, or torn
         try:
             rows.append(json.loads(line))
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error}); remove that line to go on") from error
+            raise ValueError(
+                f"{path}, line {number}: not JSON ({error}); remove that line to go on"
+            ) from error
     return rows
 
 
@@ -68,10 +72,14 @@ class MetricsWriter:
         self._dir.mkdir(parents=True, exist_ok=True)
         self.path = self._dir / "metrics.jsonl"
         self._tensorboard = tensorboard
-        self._events: dict[str, tensorboardX.SummaryWriter] = {}  # by phase, opened at its first figure
+        self._events: dict[
+            str, tensorboardX.SummaryWriter
+        ] = {}  # by phase, opened at its first figure
         self._wandb = _open_wandb(self._dir, wandb_project, config or {}) if wandb else None
         if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
-            self._rewrite(read_jsonl(self.path))  # appending to a torn line would spoil the next one too
+            self._rewrite(
+                read_jsonl(self.path)
+            )  # appending to a torn line would spoil the next one too
 
     def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """Records `values` of one step. Keys are flat, with a slash between group and name ("reward/accuracy"); not finite becomes null."""
@@ -79,17 +87,23 @@ class MetricsWriter:
         numbers = {key: _number(key, value) for key, value in values.items()}
         line = {"phase": phase, "step": int(step), "wall": round(time.time(), 3)}
         if clash := numbers.keys() & line.keys():
-            raise ValueError(f"metrics: {sorted(clash)} is a name of the line itself; give the value another name")
+            raise ValueError(
+                f"metrics: {sorted(clash)} is a name of the line itself; give the value another name"
+            )
         events = self._events_of(phase) if self._tensorboard else None
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line | numbers) + "\n")
             file.flush()
-            os.fsync(file.fileno())  # a checkpoint may follow: power that fails must not leave it ahead of its figures
+            os.fsync(
+                file.fileno()
+            )  # a checkpoint may follow: power that fails must not leave it ahead of its figures
         if events is not None:
             _add(events, line | numbers)
             events.flush()
         if self._wandb is not None:
-            figures = {f"{phase}/{key}": value for key, value in numbers.items() if value is not None}
+            figures = {
+                f"{phase}/{key}": value for key, value in numbers.items() if value is not None
+            }
             self._wandb.log(figures | {f"{phase}/step": int(step)})
 
     def truncate(self, phase: str, step: int) -> None:
@@ -99,7 +113,9 @@ class MetricsWriter:
         """
         last = _phase_index(phase)
         kept = [
-            row for row in read_jsonl(self.path) if _phase_index(row["phase"]) < last or (row["phase"] == phase and row["step"] <= step)
+            row
+            for row in read_jsonl(self.path)
+            if _phase_index(row["phase"]) < last or (row["phase"] == phase and row["step"] <= step)
         ]
         if self.path.exists():
             self._rewrite(kept)
@@ -160,7 +176,9 @@ def _number(key: str, value: Any) -> float | None:
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"metrics: {key} is {value!r}; one number per name is needed (reduce arrays first)") from error
+        raise ValueError(
+            f"metrics: {key} is {value!r}; one number per name is needed (reduce arrays first)"
+        ) from error
     return number if math.isfinite(number) else None
 
 
@@ -174,11 +192,20 @@ def _open_wandb(run_dir: pathlib.Path, project: str, config: Mapping[str, Any]) 
     try:
         import wandb  # pyright: ignore[reportMissingImports]  (an extra)
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("wandb: asked for and not installed; `pip install 'paravt-jax[wandb]'`, or leave W&B off") from error
+        raise ModuleNotFoundError(
+            "wandb: asked for and not installed; `pip install 'paravt-jax[wandb]'`, or leave W&B off"
+        ) from error
     identity = run_dir / "wandb-id"  # kept, so that a resumed run goes on in the same W&B run
     if not identity.exists():
         identity.write_text(uuid.uuid4().hex[:12])
-    run = wandb.init(project=project, name=run_dir.name, dir=str(run_dir), config=dict(config), id=identity.read_text(), resume="allow")
+    run = wandb.init(
+        project=project,
+        name=run_dir.name,
+        dir=str(run_dir),
+        config=dict(config),
+        id=identity.read_text(),
+        resume="allow",
+    )
     for phase in PHASES:
         run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
     return run
@@ -191,7 +218,15 @@ class Progress:
     `done` counts units finished before this process started, so that a resumed run shows an honest rate.
     """
 
-    def __init__(self, title: str, total: int, done: int = 0, unit: str = "step", every: float = 5.0, stream: TextIO | None = None):
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        done: int = 0,
+        unit: str = "step",
+        every: float = 5.0,
+        stream: TextIO | None = None,
+    ):
         self._title, self._total, self._unit, self._every = title, total, unit, every
         self._stream = sys.stderr if stream is None else stream
         self._tty = self._stream.isatty()
@@ -233,9 +268,14 @@ class Progress:
     def _line(self, figures: Mapping[str, float]) -> str:
         (then, before), (now, done) = self._recent[0], self._recent[-1]
         rate = (done - before) / (now - then) if now > then else 0.0
-        parts = [f"{self._title} {100 * done / max(self._total, 1):3.0f} %", f"{done}/{self._total}"]
+        parts = [
+            f"{self._title} {100 * done / max(self._total, 1):3.0f} %",
+            f"{done}/{self._total}",
+        ]
         if rate > 0:
-            parts.append(f"{rate:.1f} {self._unit}s/s" if rate >= 1 else f"{1 / rate:.1f} s/{self._unit}")
+            parts.append(
+                f"{rate:.1f} {self._unit}s/s" if rate >= 1 else f"{1 / rate:.1f} s/{self._unit}"
+            )
             if done < self._total:
                 parts.append(f"{format_seconds((self._total - done) / rate)} left")
         parts += [f"{name} {value:.3g}" for name, value in figures.items()]
@@ -248,4 +288,8 @@ def format_seconds(seconds: float) -> str:
     if whole < 60:
         return f"{whole} s"
     minutes, rest = divmod(whole, 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return (
+        f"{minutes} min {rest:02d} s"
+        if minutes < 60
+        else f"{minutes // 60} h {minutes % 60:02d} min"
+    )

@@ -46,15 +46,23 @@ class OptimizerSettings:
             ("moment_dtype", ("float32", "bfloat16")),
         ):
             if getattr(self, name) not in choices:
-                raise ValueError(f"OptimizerSettings.{name}: {getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}")
+                raise ValueError(
+                    f"OptimizerSettings.{name}: {getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}"
+                )
         for name in ("learning_rate", "muon_learning_rate", "eps", "max_grad_norm"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"OptimizerSettings.{name}: {getattr(self, name)}; give a finite number above 0")
+                raise ValueError(
+                    f"OptimizerSettings.{name}: {getattr(self, name)}; give a finite number above 0"
+                )
         if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"OptimizerSettings.weight_decay: {self.weight_decay}; give a finite number of at least 0")
+            raise ValueError(
+                f"OptimizerSettings.weight_decay: {self.weight_decay}; give a finite number of at least 0"
+            )
         for name in ("warmup", "b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"OptimizerSettings.{name}: {getattr(self, name)}; give a number from 0 to below 1")
+                raise ValueError(
+                    f"OptimizerSettings.{name}: {getattr(self, name)}; give a number from 0 to below 1"
+                )
 
 
 def require_counts(room: str, **counts: int) -> None:
@@ -71,7 +79,9 @@ def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTra
         warmup = round(settings.warmup * steps)
         if settings.schedule == "cosine" and steps > 1:
             # Optax needs a step of each; the last step of the warm-up leaves one to decay in.
-            return optax.warmup_cosine_decay_schedule(0.0, peak, min(max(1, warmup), steps - 1), steps)
+            return optax.warmup_cosine_decay_schedule(
+                0.0, peak, min(max(1, warmup), steps - 1), steps
+            )
         return optax.warmup_constant_schedule(0.0, peak, warmup) if warmup else peak
 
     if settings.name == "adamw":
@@ -88,7 +98,9 @@ def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTra
     return optax.chain(optax.clip_by_global_norm(settings.max_grad_norm), inner)
 
 
-def _muon(settings: OptimizerSettings, rate: Callable[[float], optax.Schedule | float]) -> optax.GradientTransformation:
+def _muon(
+    settings: OptimizerSettings, rate: Callable[[float], optax.Schedule | float]
+) -> optax.GradientTransformation:
     return optax.contrib.muon(
         rate(settings.muon_learning_rate),
         weight_decay=settings.weight_decay,
@@ -105,7 +117,12 @@ def _muon(settings: OptimizerSettings, rate: Callable[[float], optax.Schedule | 
 def _matrices(weights: Any) -> Any:
     """Which weights are matrices a layer, and which of their axes are summed over; the embedding and the norms are not (None)."""
     numbers = optax.contrib.MuonDimensionNumbers
-    axes = {"q": numbers(1, (2, 3)), "k": numbers(1, (2, 3)), "v": numbers(1, (2, 3)), "o": numbers((1, 2), 3)}
+    axes = {
+        "q": numbers(1, (2, 3)),
+        "k": numbers(1, (2, 3)),
+        "v": numbers(1, (2, 3)),
+        "o": numbers((1, 2), 3),
+    }
     axes |= dict.fromkeys(("gate", "up", "down"), numbers(1, 2))
     return jax.tree_util.tree_map_with_path(lambda path, _: axes.get(_name(path)), weights)
 

@@ -32,7 +32,9 @@ class PackedShape:
     def __post_init__(self):
         for name in ("rows", "tokens", "visual"):
             if getattr(self, name) < 1:
-                raise ValueError(f"PackedShape.{name}: {getattr(self, name)}; give a whole number of at least 1")
+                raise ValueError(
+                    f"PackedShape.{name}: {getattr(self, name)}; give a whole number of at least 1"
+                )
 
 
 @struct.dataclass
@@ -66,17 +68,26 @@ def render_rows(
         found = []
         for conversation in row:
             try:
-                trajectory = protocol.conversation(conversation, lambda clip: features.tokens(clip.path))
+                trajectory = protocol.conversation(
+                    conversation, lambda clip: features.tokens(clip.path)
+                )
                 if conversation.tokens not in (0, len(trajectory.ids)):
-                    raise VideoError(conversation.clips[0].path, "its frames have another size than when it was prepared")
-                found.append(Rendered(trajectory, features(trajectory.frames) if trajectory.frames else None))
+                    raise VideoError(
+                        conversation.clips[0].path,
+                        "its frames have another size than when it was prepared",
+                    )
+                found.append(
+                    Rendered(trajectory, features(trajectory.frames) if trajectory.frames else None)
+                )
             except VideoError as error:
                 missing[conversation.id] = error
         rendered.append(found)
     return rendered, missing
 
 
-def build_packed(rows: Sequence[Sequence[Rendered]], features: FrameFeatures, shape: PackedShape) -> Packed:
+def build_packed(
+    rows: Sequence[Sequence[Rendered]], features: FrameFeatures, shape: PackedShape
+) -> Packed:
     """Arrays of `rows`; missing rows are padding. Raises ValueError for what does not fit the shape."""
     config = features.config
     batch = Packed(
@@ -84,7 +95,10 @@ def build_packed(rows: Sequence[Sequence[Rendered]], features: FrameFeatures, sh
         positions=np.zeros((3, shape.rows, shape.tokens), np.int32),
         segments=np.zeros((shape.rows, shape.tokens), np.int32),
         sampled=np.zeros((shape.rows, shape.tokens), bool),
-        visual=np.zeros((shape.rows, shape.visual, 1 + config.vision.levels, config.text.hidden_size), np.float32),
+        visual=np.zeros(
+            (shape.rows, shape.visual, 1 + config.vision.levels, config.text.hidden_size),
+            np.float32,
+        ),
     )
     _check(len(rows), shape.rows, "rows")
     for r, row in enumerate(rows):
@@ -106,4 +120,6 @@ def build_packed(rows: Sequence[Sequence[Rendered]], features: FrameFeatures, sh
 
 def _check(length: int, limit: int, field: str) -> None:
     if length > limit:
-        raise ValueError(f"packed.{field}: {length} do not fit the static size {limit}; raise data.row_tokens or sft.rows")
+        raise ValueError(
+            f"packed.{field}: {length} do not fit the static size {limit}; raise data.row_tokens or sft.rows"
+        )

@@ -51,7 +51,13 @@ class PackedSFTSettings:
     """Tokens whose logits over the vocabulary exist at a time; None: all of them."""
 
     def __post_init__(self):
-        require_counts("sft", steps=self.steps, rows=self.rows, save_every=self.save_every, microbatches=self.microbatches)
+        require_counts(
+            "sft",
+            steps=self.steps,
+            rows=self.rows,
+            save_every=self.save_every,
+            microbatches=self.microbatches,
+        )
         remat.check("sft.remat", self.remat)
 
     def shape(self, row_tokens: int) -> PackedShape:
@@ -77,12 +83,18 @@ def split(batch: PackedBatch, parts: int) -> PackedBatch:
 
 
 def packed_logprobs(
-    text: TextDecoder, batch: Packed, image_token_id: int, remat: Remat = "none", chunk: int | None = None
+    text: TextDecoder,
+    batch: Packed,
+    image_token_id: int,
+    remat: Remat = "none",
+    chunk: int | None = None,
 ) -> Float[Array, "b t"]:
     """Log-prob of each token given those of its conversation before it; of no meaning for a conversation's first, which nobody sampled."""
     x = jax.tree.map(jnp.asarray, batch)
     index = visual_index(x.ids, image_token_id)
-    hidden, _ = text(x.ids, x.positions, segment_ids=x.segments, visual=x.visual, visual_index=index, remat=remat)
+    hidden, _ = text(
+        x.ids, x.positions, segment_ids=x.segments, visual=x.visual, visual_index=index, remat=remat
+    )
     return jnp.pad(text.token_logprobs(hidden[:, :-1], x.ids[:, 1:], 1.0, chunk), ((0, 0), (1, 0)))
 
 
@@ -90,10 +102,15 @@ def packed_loss(image_token_id: int, remat: Remat = "none", chunk: int | None = 
     """Mean negative log-likelihood of the whole step's tokens with loss, of a `PackedBatch` or of its micro-batches; also the number of
     these tokens and of conversations."""
 
-    def loss(text: TextDecoder, batch: PackedBatch) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    def loss(
+        text: TextDecoder, batch: PackedBatch
+    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         sampled = jnp.asarray(batch.packed.sampled)
         logprobs = packed_logprobs(text, batch.packed, image_token_id, remat, chunk)
-        figures = {"tokens": sampled.sum(), "conversations": jnp.asarray(batch.packed.segments).max(1).sum()}
+        figures = {
+            "tokens": sampled.sum(),
+            "conversations": jnp.asarray(batch.packed.segments).max(1).sum(),
+        }
         return -masked_mean(logprobs, sampled, batch.tokens), figures
 
     return loss
@@ -110,7 +127,13 @@ def make_packed_update(
     """The update of the packed cold start in `parts` micro-batches,
     `f(state, PackedBatch) -> (state, metrics)`."""
     cut = (lambda batch: split(batch, parts)) if parts > 1 else None
-    return make_update(graph, optimizer, packed_loss(image_token_id, settings.remat, settings.logprob_chunk), state, cut)
+    return make_update(
+        graph,
+        optimizer,
+        packed_loss(image_token_id, settings.remat, settings.logprob_chunk),
+        state,
+        cut,
+    )
 
 
 class PackedCourse:
@@ -132,8 +155,16 @@ class PackedCourse:
         mesh: Mesh,
     ):
         if not data.packing.rows:
-            raise ValueError("data.annotations: the prepared set has no conversation to train on; prepare sft rows")
-        self._settings, self._data, self._protocol, self._features, self._mesh = settings, data, protocol, features, mesh
+            raise ValueError(
+                "data.annotations: the prepared set has no conversation to train on; prepare sft rows"
+            )
+        self._settings, self._data, self._protocol, self._features, self._mesh = (
+            settings,
+            data,
+            protocol,
+            features,
+            mesh,
+        )
         self._rows = row_stream(data, reader, seed, settings.rows)
         self._shape, self._parts = fitted_rows(shape, settings.microbatches, mesh)
 
@@ -141,7 +172,14 @@ class PackedCourse:
         """The state before the first step, and the jitted update `f(state, PackedBatch) -> (state, metrics)`."""
         optimizer = make_optimizer(self._settings.optimizer, self._settings.steps)
         state = init_state(weights, optimizer)
-        return state, make_packed_update(graph, optimizer, self._features.config.image_token_id, self._settings, self._parts, state)
+        return state, make_packed_update(
+            graph,
+            optimizer,
+            self._features.config.image_token_id,
+            self._settings,
+            self._parts,
+            state,
+        )
 
     def __next__(self) -> tuple[PackedBatch, tuple[Packed, ...], dict[str, float]]:
         """What the update takes, the arrays whose tokens count, and how many conversations are missing for a file that could not be
@@ -150,13 +188,21 @@ class PackedCourse:
         mine = [self._data.row(numbers) for numbers in rows[hosts.share_of(len(rows))]]
         rendered, missing = render_rows(mine, self._protocol, self._features)
         for error in missing.values():
-            self._features.unreadable[error.path.removeprefix(f"{self._features.root}/")] = error.reason
+            self._features.unreadable[error.path.removeprefix(f"{self._features.root}/")] = (
+                error.reason
+            )
         own = build_packed(rendered, self._features, own_rows(self._shape))
         counts = hosts.gather((len(missing), int(own.sampled.sum())))
         if not any(tokens for _, tokens in counts):
-            raise ValueError(f"sft: a step has no conversation whose files can be read; check the data root {self._data.root}")
+            raise ValueError(
+                f"sft: a step has no conversation whose files can be read; check the data root {self._data.root}"
+            )
         packed: Packed = place(own, self._mesh)
-        return PackedBatch.of(packed), (packed,), {"missing": float(sum(count for count, _ in counts))}
+        return (
+            PackedBatch.of(packed),
+            (packed,),
+            {"missing": float(sum(count for count, _ in counts))},
+        )
 
     def get_state(self) -> dict[str, Any]:
         return self._rows.get_state()

@@ -86,22 +86,31 @@ def folder_of(command: Paradox) -> pathlib.Path:
 def plan(command: Paradox) -> dict[str, list[Run]]:
     """The runs of every row of the table. They are made seed by seed, so that an early look compares like with like."""
     folder, run = folder_of(command), base(command)
-    start = dataclasses.replace(run, name="cold_start", rl=None, run_dir=str(folder.parent / "cold-start"))
+    start = dataclasses.replace(
+        run, name="cold_start", rl=None, run_dir=str(folder.parent / "cold-start")
+    )
     runs: dict[str, list[Run]] = {COLD_START: [start]}
     for arm, change in ARMS.items():
         for seed in range(1 if command.quick else command.seeds):
             slug = "-".join(arm.lower().replace("+", "").split())
             changed = change(run, slug)
             place = folder / f"{slug}-{seed}"
-            runs.setdefault(arm, []).append(dataclasses.replace(changed, seed=seed, start=start.run_dir, run_dir=str(place)))
+            runs.setdefault(arm, []).append(
+                dataclasses.replace(changed, seed=seed, start=start.run_dir, run_dir=str(place))
+            )
     return runs
 
 
 def carry_out(runs: dict[str, list[Run]], interrupts: Interrupts) -> None:
     """Every run that has not finished yet: the cold start first, then the arms, seed by seed."""
-    order = [*runs[COLD_START], *(run for column in zip(*(runs[arm] for arm in ARMS), strict=True) for run in column)]
+    order = [
+        *runs[COLD_START],
+        *(run for column in zip(*(runs[arm] for arm in ARMS), strict=True) for run in column),
+    ]
     for number, run in enumerate(order, 1):
-        with RunDirectory(run.run_dir, resolved(run)):  # refuses a run of other settings, also a finished one
+        with RunDirectory(
+            run.run_dir, resolved(run)
+        ):  # refuses a run of other settings, also a finished one
             finished = (pathlib.Path(run.run_dir) / "result.json").exists()
         if not finished:
             print(f"run {number} of {len(order)}: {run.name}, seed {run.seed}", file=sys.stderr)
@@ -112,14 +121,27 @@ def read(run: Run) -> Result:
     """What a finished run left behind."""
     folder = pathlib.Path(run.run_dir)
     result = json.loads((folder / "result.json").read_text())
-    before, after = ({row["k"]: {m: row[m] for m in MEASURES} for row in result[when]} for when in ("before", "after"))
+    before, after = (
+        {row["k"]: {m: row[m] for m in MEASURES} for row in result[when]}
+        for when in ("before", "after")
+    )
     steps = [line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "rl"]
-    return Result(before, after, [{name: line[name] for name in ("step", *MEASURES)} for line in steps])
+    return Result(
+        before, after, [{name: line[name] for name in ("step", *MEASURES)} for line in steps]
+    )
 
 
-def held_out(results: Sequence[Result], measure: str, k: int | None = None, when: Literal["before", "after"] = "after") -> list[float]:
+def held_out(
+    results: Sequence[Result],
+    measure: str,
+    k: int | None = None,
+    when: Literal["before", "after"] = "after",
+) -> list[float]:
     """A measure of each seed's run on held-out questions, at K = `k` or as the mean over K."""
-    return [statistics.mean(row[measure] for at, row in getattr(r, when).items() if k in (None, at)) for r in results]
+    return [
+        statistics.mean(row[measure] for at, row in getattr(r, when).items() if k in (None, at))
+        for r in results
+    ]
 
 
 def at_the_end(results: Sequence[Result], measure: str) -> list[float]:
@@ -136,10 +158,18 @@ def show(values: Sequence[float]) -> str:
 def table(results: dict[str, list[Result]]) -> str:
     """Markdown, a line for each setting: f and kappa of training rollouts, then accuracy and kappa of held-out questions at each K."""
     ks = sorted(next(iter(results.values()))[0].after)
-    titles = ["f, training", "κ, training", *(f"{MEASURES[m]} K={k}" for m in ("accuracy", "calls") for k in ks)]
+    titles = [
+        "f, training",
+        "κ, training",
+        *(f"{MEASURES[m]} K={k}" for m in ("accuracy", "calls") for k in ks),
+    ]
     lines = [f"| setting | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
     for name, column in results.items():
-        trained = [show(at_the_end(column, m)) for m in ("format", "calls")] if column[0].by_step else ["–", "–"]
+        trained = (
+            [show(at_the_end(column, m)) for m in ("format", "calls")]
+            if column[0].by_step
+            else ["–", "–"]
+        )
         tried = [show(held_out(column, m, k)) for m in ("accuracy", "calls") for k in ks]
         lines.append(f"| {name} | {' | '.join(trained + tried)} |")
     return "\n".join(lines)
@@ -154,7 +184,13 @@ def claims(results: dict[str, list[Result]]) -> list[tuple[str, bool, str]]:
     most = max(next(iter(results.values()))[0].after)
     vanilla, anchored, gated, full = ARMS
     f = {name: at_the_end(results[name], "format") for name in ARMS}
-    kappa = {name: (held_out(results[name], "calls", most, "before"), held_out(results[name], "calls", most)) for name in ARMS}
+    kappa = {
+        name: (
+            held_out(results[name], "calls", most, "before"),
+            held_out(results[name], "calls", most),
+        )
+        for name in ARMS
+    }
     right = {name: held_out(results[name], "accuracy") for name in ARMS}
 
     def calls(name: str, share: float) -> list[bool]:
@@ -170,8 +206,16 @@ def claims(results: dict[str, list[Result]]) -> list[tuple[str, bool, str]]:
     return [
         (f"(1) plain GRPO at K = {most} loses its calls", lost[vanilla], figures(vanilla)),
         ("(2) its format stays poor or collapses", max(f[vanilla]) < 0.5, figures(vanilla)),
-        ("(3) anchoring alone holds format but not calls", min(f[anchored]) >= 0.5 and lost[anchored], figures(anchored)),
-        ("(4) gating alone keeps calls at the price of format", kept[gated] and max(f[gated]) < 0.5, figures(gated)),
+        (
+            "(3) anchoring alone holds format but not calls",
+            min(f[anchored]) >= 0.5 and lost[anchored],
+            figures(anchored),
+        ),
+        (
+            "(4) gating alone keeps calls at the price of format",
+            kept[gated] and max(f[gated]) < 0.5,
+            figures(gated),
+        ),
         (
             "(5) only both win: format holds, calls are kept, and accuracy over K is the highest",
             min(f[full]) >= 0.5 and kept[full] and best,
@@ -183,7 +227,10 @@ def claims(results: dict[str, list[Result]]) -> list[tuple[str, bool, str]]:
 def report(results: dict[str, list[Result]]) -> str:
     """The table, then a line for each claim."""
     seeds = max(len(column) for column in results.values())
-    lines = [f"- {'holds' if holds else 'does not hold'}: {claim} ({figures})" for claim, holds, figures in claims(results)]
+    lines = [
+        f"- {'holds' if holds else 'does not hold'}: {claim} ({figures})"
+        for claim, holds, figures in claims(results)
+    ]
     said = f"{seeds} seeds" if seeds > 1 else "one seed: a look, not a result"
     return f"{table(results)}\n\nOf the paper's claims, with {said}:\n\n" + "\n".join(lines) + "\n"
 
@@ -193,7 +240,9 @@ def main(argv: list[str] | None = None) -> int:
     command = tyro.cli(Paradox, args=argv, prog="python -m train.paradox")
     folder, start = folder_of(command), time.monotonic()
     reuse_freed_memory()
-    jax.config.update("jax_compilation_cache_dir", str(folder.parent.absolute() / "compiled"))  # the runs' programs are the same
+    jax.config.update(
+        "jax_compilation_cache_dir", str(folder.parent.absolute() / "compiled")
+    )  # the runs' programs are the same
     runs = plan(command)
     try:
         with Interrupts() as interrupts:
@@ -201,17 +250,30 @@ def main(argv: list[str] | None = None) -> int:
     except Stopped as stop:
         print(f"\n{stop}; the same command goes on from there", file=sys.stderr)
         return stop.code
-    except (RunDirectoryError, CheckpointError, UnreadableVideosError, ValueError, OSError) as error:
+    except (
+        RunDirectoryError,
+        CheckpointError,
+        UnreadableVideosError,
+        ValueError,
+        OSError,
+    ) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     results = {name: [read(run) for run in column] for name, column in runs.items()}
-    kept: dict[str, Any] = {name: [dataclasses.asdict(result) for result in column] for name, column in results.items()}
+    kept: dict[str, Any] = {
+        name: [dataclasses.asdict(result) for result in column] for name, column in results.items()
+    }
     write_atomically(folder / "results.json", json.dumps(kept, indent=1) + "\n")
     write_atomically(folder / "table.md", report(results))
-    (start_result,), arms = results[COLD_START], {name: column for name, column in results.items() if name != COLD_START}
+    (start_result,), arms = (
+        results[COLD_START],
+        {name: column for name, column in results.items() if name != COLD_START},
+    )
     write_atomically(folder / "figure.svg", figure(arms, start_result))
     print(report(results))
-    print(f"done in {format_seconds(time.monotonic() - start)}; see {folder / 'table.md'} and {folder / 'figure.svg'}")
+    print(
+        f"done in {format_seconds(time.monotonic() - start)}; see {folder / 'table.md'} and {folder / 'figure.svg'}"
+    )
     return 0
 
 

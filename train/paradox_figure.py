@@ -21,11 +21,18 @@ WIDTH = 900
 LEFT, RIGHT = (66, 478), (528, 884)  # the two columns, from edge to edge of their axes
 TOP, PANEL, GAP = 86, 150, 22  # of the three rows
 INK, QUIET, GRID, START = "#222222", "#555555", "#e4e4e4", "#8a8a8a"
-BETWEEN, HALF = 21, 46  # of a K in the right column: from mark to mark, and half the width of the cold start's line
+BETWEEN, HALF = (
+    21,
+    46,
+)  # of a K in the right column: from mark to mark, and half the width of the cold start's line
 PARTS = 5  # of an axis
 SMALL, CAPITAL = 6.8, 10.4  # width of a letter at 14 px, about: nobody can measure text here
 
-ROWS = (("accuracy", "accuracy", 1.0), ("format", "format f", 1.0), ("calls", "calls κ", None))  # measure, name, where its axis ends
+ROWS = (
+    ("accuracy", "accuracy", 1.0),
+    ("format", "format f", 1.0),
+    ("calls", "calls κ", None),
+)  # measure, name, where its axis ends
 
 
 class Style(NamedTuple):
@@ -59,25 +66,41 @@ def figure(results: dict[str, list[Result]], start: Result) -> str:
     `results` holds a setting's runs, one a seed, all of the same steps and K. Raises ValueError for more settings than have a style.
     """
     if len(results) > len(STYLES):
-        raise ValueError(f"results: {len(results)} settings; only {len(STYLES)} can be told apart, add to train.paradox_figure.STYLES")
+        raise ValueError(
+            f"results: {len(results)} settings; only {len(STYLES)} can be told apart, add to train.paradox_figure.STYLES"
+        )
     styles = dict(zip(results, STYLES, strict=False))
     runs = [result for column in results.values() for result in column]
     last = runs[0].by_step[-1]["step"]
     span = max(1, len(runs[0].by_step) // 12)
     x, bottom = scale(0, last, *LEFT), TOP + len(ROWS) * (PANEL + GAP) - GAP
-    body = [_legend(styles), _title(LEFT, "training rollouts, by step"), _title(RIGHT, "held-out questions, after training")]
+    body = [
+        _legend(styles),
+        _title(LEFT, "training rollouts, by step"),
+        _title(RIGHT, "held-out questions, after training"),
+    ]
     for row, (measure, name, limit) in enumerate(ROWS):
         top = TOP + row * (PANEL + GAP)
         curves = {setting: _curve(column, measure, span) for setting, column in results.items()}
         held_out = [at[measure] for result in (*runs, start) for at in result.after.values()]
-        axis = ticks(0.0, limit or max(*held_out, *(value for curve in curves.values() for value in curve.high)), PARTS)
+        axis = ticks(
+            0.0,
+            limit or max(*held_out, *(value for curve in curves.values() for value in curve.high)),
+            PARTS,
+        )
         y = scale(axis[0], axis[-1], top + PANEL, top)
         middle = top + PANEL / 2
-        body.append(_text(name, 18, middle, size=14, colour=INK, transform=f"rotate(-90 18 {middle})"))
+        body.append(
+            _text(name, 18, middle, size=14, colour=INK, transform=f"rotate(-90 18 {middle})")
+        )
         body += [_axes(column, axis, y) for column in (LEFT, RIGHT)]
         body += _by_step(curves, x, y, styles)
         body += _by_k(results, start, measure, name, y, styles)
-    body += [_text(number(step), x(step), bottom + 18) for step in ticks(0, last, PARTS) if step <= last and step == round(step)]
+    body += [
+        _text(number(step), x(step), bottom + 18)
+        for step in ticks(0, last, PARTS)
+        if step <= last and step == round(step)
+    ]
     body += [_text(f"K = {k}", place, bottom + 18) for k, place in _places(start).items()]
     caption = _caption(max(len(column) for column in results.values()), 2 * span + 1)
     body += [_text(line, LEFT[0], bottom + 46 + 18 * i, "start") for i, line in enumerate(caption)]
@@ -87,7 +110,12 @@ def figure(results: dict[str, list[Result]], start: Result) -> str:
 def _page(body: list[Html], height: int) -> Html:
     title = el("title", "Accuracy, format and calls of each setting, by step and after training")
     white = el("rect", width=WIDTH, height=height, fill="#ffffff")
-    look = {"viewBox": f"0 0 {WIDTH} {height}", "width": WIDTH, "height": height, "font_family": "Helvetica, Arial, sans-serif"}
+    look = {
+        "viewBox": f"0 0 {WIDTH} {height}",
+        "width": WIDTH,
+        "height": height,
+        "font_family": "Helvetica, Arial, sans-serif",
+    }
     return el("svg", title, white, body, xmlns="http://www.w3.org/2000/svg", role="img", **look)
 
 
@@ -108,18 +136,39 @@ def _caption(seeds: int, window: int) -> list[str]:
 
 def _by_step(curves: dict[str, Curve], x: Scale, y: Scale, styles: dict[str, Style]) -> list[Html]:
     """All bands, then all lines: no line may lie under another setting's band."""
-    bands = [_band(curve, x, y, styles[name].colour) for name, curve in curves.items() if curve.low != curve.high]
+    bands = [
+        _band(curve, x, y, styles[name].colour)
+        for name, curve in curves.items()
+        if curve.low != curve.high
+    ]
     return bands + [_line(name, curve, x, y, styles[name]) for name, curve in curves.items()]
 
 
-def _by_k(results: dict[str, list[Result]], start: Result, measure: str, title: str, y: Scale, styles: dict[str, Style]) -> list[Html]:
+def _by_k(
+    results: dict[str, list[Result]],
+    start: Result,
+    measure: str,
+    title: str,
+    y: Scale,
+    styles: dict[str, Style],
+) -> list[Html]:
     """For each K the cold start's line, and over it a mark a setting, side by side."""
     parts = []
     for k, middle in _places(start).items():
-        parts.append(_cold_start(f"cold start, K = {k}: {title}", start.after[k][measure], middle, y))
+        parts.append(
+            _cold_start(f"cold start, K = {k}: {title}", start.after[k][measure], middle, y)
+        )
         for i, (name, column) in enumerate(results.items()):
             place = middle + (i - (len(results) - 1) / 2) * BETWEEN
-            parts.append(_mark(f"{name}, K = {k}: {title}", [result.after[k][measure] for result in column], place, y, styles[name]))
+            parts.append(
+                _mark(
+                    f"{name}, K = {k}: {title}",
+                    [result.after[k][measure] for result in column],
+                    place,
+                    y,
+                    styles[name],
+                )
+            )
     return parts
 
 
@@ -131,16 +180,26 @@ def _places(start: Result) -> dict[int, float]:
 
 def _curve(column: Sequence[Result], measure: str, span: int) -> Curve:
     """Mean and range over seeds of each seed's moving mean."""
-    seeds = [smooth([(line["step"], line[measure]) for line in result.by_step], span) for result in column]
+    seeds = [
+        smooth([(line["step"], line[measure]) for line in result.by_step], span)
+        for result in column
+    ]
     at = [[value for _, value in points] for points in zip(*seeds, strict=True)]
-    return Curve([step for step, _ in seeds[0]], [statistics.mean(v) for v in at], [min(v) for v in at], [max(v) for v in at])
+    return Curve(
+        [step for step, _ in seeds[0]],
+        [statistics.mean(v) for v in at],
+        [min(v) for v in at],
+        [max(v) for v in at],
+    )
 
 
 def _legend(styles: dict[str, Style]) -> Html:
     """Line, mark and name of every setting, and the cold start's line, in the middle above all."""
     names = [*styles, "cold start"]
     symbol, gap = 42, 22
-    widths = [symbol + sum(CAPITAL if letter.isupper() else SMALL for letter in name) for name in names]
+    widths = [
+        symbol + sum(CAPITAL if letter.isupper() else SMALL for letter in name) for name in names
+    ]
     left = (WIDTH - sum(widths) - gap * (len(names) - 1)) / 2
     parts = []
     for name, width in zip(names, widths, strict=True):
@@ -172,8 +231,16 @@ def _band(curve: Curve, x: Scale, y: Scale, colour: str) -> Html:
 
 
 def _line(name: str, curve: Curve, x: Scale, y: Scale, style: Style) -> Html:
-    points = corners([(x(step), y(value)) for step, value in zip(curve.steps, curve.mean, strict=True)])
-    look = {"fill": "none", "stroke": style.colour, "stroke_width": 2.5, "stroke_dasharray": style.dash, "stroke_linejoin": "round"}
+    points = corners(
+        [(x(step), y(value)) for step, value in zip(curve.steps, curve.mean, strict=True)]
+    )
+    look = {
+        "fill": "none",
+        "stroke": style.colour,
+        "stroke_width": 2.5,
+        "stroke_dasharray": style.dash,
+        "stroke_linejoin": "round",
+    }
     return el("polyline", el("title", name), points=points, **look)
 
 
@@ -194,12 +261,26 @@ def _mark(name: str, values: Sequence[float], x: float, y: Scale, style: Style) 
 
 
 def _shape(mark: str, x: float, y: float, colour: str) -> Html:
-    return el("path", d=mark, transform=f"translate({x:.1f} {y:.1f})", fill=colour, stroke="#ffffff")
+    return el(
+        "path", d=mark, transform=f"translate({x:.1f} {y:.1f})", fill=colour, stroke="#ffffff"
+    )
 
 
-def _stroke(x1: float, x2: float, y1: float, y2: float, colour: str, width: float, dash: str | None = None) -> Html:
-    return el("line", x1=x1, x2=x2, y1=y1, y2=y2, stroke=colour, stroke_width=width, stroke_dasharray=dash)
+def _stroke(
+    x1: float, x2: float, y1: float, y2: float, colour: str, width: float, dash: str | None = None
+) -> Html:
+    return el(
+        "line", x1=x1, x2=x2, y1=y1, y2=y2, stroke=colour, stroke_width=width, stroke_dasharray=dash
+    )
 
 
-def _text(text: str, x: float, y: float, anchor: str = "middle", size: int = 13, colour: str = QUIET, **more: str) -> Html:
+def _text(
+    text: str,
+    x: float,
+    y: float,
+    anchor: str = "middle",
+    size: int = 13,
+    colour: str = QUIET,
+    **more: str,
+) -> Html:
     return el("text", text, x=x, y=y, text_anchor=anchor, font_size=size, fill=colour, **more)

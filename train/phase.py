@@ -44,7 +44,9 @@ class Phase:
         best: str | None = None,
     ):
         self.name, self.steps, self.save_every, self.best = name, steps, save_every, best
-        self.first = hosts.gather(checkpoints.latest())[0] or 0  # what the first sees: a shared disk may show it to others later
+        self.first = (
+            hosts.gather(checkpoints.latest())[0] or 0
+        )  # what the first sees: a shared disk may show it to others later
         self._checkpoints, self._metrics, self._interrupts = checkpoints, metrics, interrupts
         self._meta, self._tick, self._before_save = dict(meta), tick, before_save
         self._progress = Progress(_TITLES[name], steps, self.first)
@@ -73,14 +75,23 @@ class Phase:
             cursor = meta["cursor"]
         if self.left:
             self._metrics.truncate(self.name, self.first)
-            self._interrupts.check(f"stopped before step {self.first + 1} of {self.steps} of {self.name}; all before it is saved")
+            self._interrupts.check(
+                f"stopped before step {self.first + 1} of {self.steps} of {self.name}; all before it is saved"
+            )
         return state, cursor
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint of `step` is due; a run that is asked to stop saves another one."""
         return step % self.save_every == 0 or step == self.steps
 
-    def done(self, step: int, figures: Mapping[str, float], state: PyTree, cursor: Any, shown: tuple[str, ...]) -> None:
+    def done(
+        self,
+        step: int,
+        figures: Mapping[str, float],
+        state: PyTree,
+        cursor: Any,
+        shown: tuple[str, ...],
+    ) -> None:
         """Keeps a step that is done: its figures, those `shown` on the terminal, and where due the state and the cursor.
 
         Raises ValueError for a loss that is not a number, CheckpointError where the disk refuses, and Stopped, once all that is saved,
@@ -97,14 +108,20 @@ class Phase:
             self._checkpoints.save(step, state, self._meta | {"cursor": cursor}, score)
         if number is not None:
             self._checkpoints.wait()
-            raise Stopped(number, f"stopped after step {step} of {self.steps} of {self.name}, which is saved")
+            raise Stopped(
+                number, f"stopped after step {step} of {self.steps} of {self.name}, which is saved"
+            )
 
     def _score(self, step: int) -> float | None:
         """Of a regular checkpoint: what a stop saved must not change which is the best."""
         if self.best is None or not self.saves(step):
             return None
         span = range((step - 1) // self.save_every * self.save_every + 1, step + 1)
-        values = [row[self.best] for row in read_metrics(self._metrics.path) if row["phase"] == self.name and row["step"] in span]
+        values = [
+            row[self.best]
+            for row in read_metrics(self._metrics.path)
+            if row["phase"] == self.name and row["step"] in span
+        ]
         return sum(values) / len(values)
 
     def _require_finite(self, step: int, figures: Mapping[str, float]) -> None:

@@ -33,7 +33,9 @@ BY_ROW = MappingProxyType(
     | {"positions": 1}
     | dict.fromkeys(("mask", "behaviour", "reference", "rollout", "structure", "advantages"), 0)
 )
-BY_PROMPT = MappingProxyType({"prompt_ids": 0, "prompt_positions": 1, "prompt_segments": 0, "visual": 0})
+BY_PROMPT = MappingProxyType(
+    {"prompt_ids": 0, "prompt_positions": 1, "prompt_segments": 0, "visual": 0}
+)
 
 
 def parts_of(shapes: Sequence[BatchShape], devices: int, most: int, processes: int = 1) -> int:
@@ -48,7 +50,9 @@ def parts_of(shapes: Sequence[BatchShape], devices: int, most: int, processes: i
     return parts
 
 
-def fitted(shapes: Sequence[BatchShape], most: int, mesh: Mesh | None) -> tuple[tuple[BatchShape, ...], int]:
+def fitted(
+    shapes: Sequence[BatchShape], most: int, mesh: Mesh | None
+) -> tuple[tuple[BatchShape, ...], int]:
     """`shapes` with the padding that the mesh wants, and the number of micro-batches, `parts_of` at
     most `most`."""
     devices = 1 if mesh is None else row_devices(mesh)
@@ -94,7 +98,11 @@ def fit_rows(shape: PackedShape, devices: int, microbatches: int = 1) -> PackedS
 def require_even(mesh: Mesh) -> None:
     """Raises ValueError, on every process alike, for a mesh whose rows do not fall to the processes in equal parts."""
     each = collections.Counter(device.process_index for device in mesh.devices.flat)
-    if len(each) != jax.process_count() or len(set(each.values())) > 1 or row_devices(mesh) % len(each):
+    if (
+        len(each) != jax.process_count()
+        or len(set(each.values())) > 1
+        or row_devices(mesh) % len(each)
+    ):
         raise ValueError(
             f"mesh = {dict(mesh.shape)}: {sorted(each.values())} devices of {jax.process_count()} processes; take as many of each, and "
             "keep tensor inside a process: data * fsdp has to be a multiple of the processes"
@@ -129,7 +137,9 @@ def shardings(batch: T, mesh: Mesh, processes: int = 1) -> T:
     """Where each array of a batch (a tree of `Sequences`, `RLBatch`, `PackedBatch`, ...; real or abstract) lies. Of fewer prompts than
     devices each is whole on its neighbours, but for its visual vectors, which are cut in their width. `batch` is the whole, or what one of
     `processes` has of it."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: _sharding(path, leaf, mesh, processes), batch)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _sharding(path, leaf, mesh, processes), batch
+    )
 
 
 def place(batch: T, mesh: Mesh) -> T:
@@ -152,7 +162,9 @@ def cut(rows: R, parts: int) -> R:
     def one(path: tuple, leaf: Array) -> Array:
         name = _name(path)
         axis = (BY_ROW | BY_PROMPT)[name]
-        x = jnp.moveaxis(leaf.reshape(*leaf.shape[:axis], parts, -1, *leaf.shape[axis + 1 :]), axis, 0)
+        x = jnp.moveaxis(
+            leaf.reshape(*leaf.shape[:axis], parts, -1, *leaf.shape[axis + 1 :]), axis, 0
+        )
         if few and name == "visual":
             return constrain(x, *[None] * (x.ndim - 1), ROWS)
         return x if few and name in BY_PROMPT else constrain(x, *[None] * (axis + 1), ROWS)
@@ -168,7 +180,11 @@ def _sharding(path: tuple, leaf: Any, mesh: Mesh, processes: int) -> NamedShardi
         return NamedSharding(mesh, PartitionSpec())
     groups = math.gcd(processes * leaf.shape[BY_PROMPT[name]], devices)
     # The same devices in the same order: a program takes arrays of both meshes.
-    blocks = Mesh(mesh.devices.reshape(groups, devices // groups, -1), ("group", "share", "tensor"), (AxisType.Auto,) * 3)
+    blocks = Mesh(
+        mesh.devices.reshape(groups, devices // groups, -1),
+        ("group", "share", "tensor"),
+        (AxisType.Auto,) * 3,
+    )
     width = "share" if name == "visual" and leaf.shape[-1] % (devices // groups) == 0 else None
     axes = [None] * leaf.ndim
     axes[BY_PROMPT[name]] = "group"

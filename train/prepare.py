@@ -62,11 +62,15 @@ def prepare(run: Run, folder: pathlib.Path, check: Callable[[], None] = lambda: 
     if run.data is not None:
         return _published(run, run.data, folder, check)
     if run.world is None or run.text is None:
-        raise ValueError(f"{run.name}: neither data nor world is set; use a recipe with one of them")
+        raise ValueError(
+            f"{run.name}: neither data nor world is set; use a recipe with one of them"
+        )
     if not datasets.is_prepared(folder / "records"):
         _require_room(run)
     root = folder / "videos"
-    with Progress("render videos", run.world.train_videos + run.world.heldout_videos, unit="video") as progress:
+    with Progress(
+        "render videos", run.world.train_videos + run.world.heldout_videos, unit="video"
+    ) as progress:
 
         def tell(done: int, _: int) -> None:
             progress.update(done)
@@ -88,11 +92,19 @@ def prepare(run: Run, folder: pathlib.Path, check: Callable[[], None] = lambda: 
     return _open(run, folder, root)
 
 
-def _published(run: Run, settings: DataSettings, folder: pathlib.Path, check: Callable[[], None]) -> Data:
+def _published(
+    run: Run, settings: DataSettings, folder: pathlib.Path, check: Callable[[], None]
+) -> Data:
     summary = prepare_dataset(run, check)
-    counts = {reason: summary["reasons"].get(reason, 0) for reason in (Reason.MISSING, Reason.UNREADABLE, Reason.SLOW)}
+    counts = {
+        reason: summary["reasons"].get(reason, 0)
+        for reason in (Reason.MISSING, Reason.UNREADABLE, Reason.SLOW)
+    }
     if sum(counts.values()) > run.unreadable_share * summary["rows"]:
-        named, set_folder = ", ".join(f"{count} {reason}" for reason, count in counts.items()), pathlib.Path(settings.folder)
+        named, set_folder = (
+            ", ".join(f"{count} {reason}" for reason, count in counts.items()),
+            pathlib.Path(settings.folder),
+        )
         raise UnreadableVideosError(
             f"{sum(counts.values())} of {summary['rows']} rows have files that cannot be read ({named}), see {set_folder / LEFT_OUT}. "
             f"Put them back, delete {set_folder / PLAN} and prepare again, or allow a larger share than "
@@ -112,7 +124,9 @@ def _published(run: Run, settings: DataSettings, folder: pathlib.Path, check: Ca
         windows=(),
         captions=(),
         videos=summary["kept"],
-        unreadable=json.loads((folder / UNREADABLE).read_text()) if (folder / UNREADABLE).exists() else {},
+        unreadable=json.loads((folder / UNREADABLE).read_text())
+        if (folder / UNREADABLE).exists()
+        else {},
         published=data,
     )
 
@@ -124,11 +138,22 @@ def _with_room(run: Run, data: PublishedData, rules: protocol.Protocol) -> Publi
     _require_bounds(run, rules.label_tokens(last), len(rules.window((), 0).ids))
     system = overview_tokens(rules, 0, 0, 0.0)
     room = run.protocol.text_tokens - system
-    lengths = {question.id: len(rules.question(question).ids) for question in (*data.questions, *data.heldout)}
-    kept, heldout = (tuple(q for q in questions if lengths[q.id] <= room) for questions in (data.questions, data.heldout))
+    lengths = {
+        question.id: len(rules.question(question).ids)
+        for question in (*data.questions, *data.heldout)
+    }
+    kept, heldout = (
+        tuple(q for q in questions if lengths[q.id] <= room)
+        for questions in (data.questions, data.heldout)
+    )
     if run.rl is not None and not data.questions:
-        raise ValueError(f"data.annotations: {run.data.annotations if run.data else ''} has no question to train on; prepare rl rows")
-    for what, before, after in (("training", data.questions, kept), ("held-out", data.heldout, heldout)):
+        raise ValueError(
+            f"data.annotations: {run.data.annotations if run.data else ''} has no question to train on; prepare rl rows"
+        )
+    for what, before, after in (
+        ("training", data.questions, kept),
+        ("held-out", data.heldout, heldout),
+    ):
         if before and not after and (run.rl is not None or what == "held-out"):
             shortest = min(lengths[question.id] for question in before)
             raise ValueError(
@@ -138,7 +163,9 @@ def _with_room(run: Run, data: PublishedData, rules: protocol.Protocol) -> Publi
     long = [id for id, length in lengths.items() if length > room]
     if long and hosts.is_first():
         named = ", ".join(f"{id} ({lengths[id]})" for id in long[:10])
-        print(f"{len(long)} questions are left out; they have more than the {room} tokens of protocol.text_tokens: {named}")
+        print(
+            f"{len(long)} questions are left out; they have more than the {room} tokens of protocol.text_tokens: {named}"
+        )
     return dataclasses.replace(data, questions=kept, heldout=heldout)
 
 
@@ -162,7 +189,12 @@ def _require_room(run: Run) -> None:
     limits, texts = run.protocol, run.world_lengths
     _require_bounds(run, texts.label, texts.request)
     rules = protocol.Protocol(world_vocabulary(run.model.path), limits)
-    needed = {"text_tokens": (overview_tokens(rules, 0, 0, 0.0) + texts.question, "the system turn and a question")}
+    needed = {
+        "text_tokens": (
+            overview_tokens(rules, 0, 0, 0.0) + texts.question,
+            "the system turn and a question",
+        )
+    }
     if run.sft is not None:
         needed["trajectory_tokens"] = texts.answer, "a demonstration"
         needed["turn_tokens"] = texts.turn, "a turn of a demonstration"
@@ -170,13 +202,17 @@ def _require_room(run: Run) -> None:
     for name, (tokens, what) in needed.items():
         limit = getattr(limits, name)
         if tokens > limit:
-            raise ValueError(f"protocol.{name}: {limit}; {what} may need {tokens}: give at least as many")
+            raise ValueError(
+                f"protocol.{name}: {limit}; {what} may need {tokens}: give at least as many"
+            )
 
 
 def prepare_dataset(run: Run, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """The summary of the published data as `run` reads it, prepared where it is not yet. ValueError for a recipe that uses none."""
     if run.data is None:
-        raise ValueError(f"{run.name}: renders its own world while it runs; name a recipe with published data, such as sft_8b")
+        raise ValueError(
+            f"{run.name}: renders its own world while it runs; name a recipe with published data, such as sft_8b"
+        )
     return prepare_published(run.data, run.protocol, run.frames, run.vision, run.model.path, check)
 
 
@@ -188,11 +224,24 @@ def _open(run: Run, folder: pathlib.Path, root: pathlib.Path) -> Data:
         tokenizer.save(tokenizer.build(world_pieces()), tokenizer_folder)
     names = ("questions", "heldout", "demonstrations", "windows", "captions")
     stored = {name: tuple(datasets.open_split(folder / "records", name)) for name in names}
-    paths = tuple(dict.fromkeys(datasets.video_of(record) for records in stored.values() for record in records))
+    paths = tuple(
+        dict.fromkeys(
+            datasets.video_of(record) for records in stored.values() for record in records
+        )
+    )
     with Progress("check videos", len(paths), unit="video") as progress:
         unreadable = datasets.check_videos(paths, root, lambda done, _: progress.update(done))
-    splits: dict[str, Any] = {name: tuple(r for r in records if datasets.video_of(r) not in unreadable) for name, records in stored.items()}
-    data = Data(root=root, vocabulary=tokenizer.load(tokenizer_folder), videos=len(paths), unreadable={}, **splits)
+    splits: dict[str, Any] = {
+        name: tuple(r for r in records if datasets.video_of(r) not in unreadable)
+        for name, records in stored.items()
+    }
+    data = Data(
+        root=root,
+        vocabulary=tokenizer.load(tokenizer_folder),
+        videos=len(paths),
+        unreadable={},
+        **splits,
+    )
     note_unreadable(run, folder, data, unreadable)
     return data
 
@@ -208,7 +257,9 @@ def note_unreadable(run: Run, folder: pathlib.Path, data: Data, more: dict[str, 
         write_atomically(folder / UNREADABLE, json.dumps(data.unreadable, indent=1))
     named = "; ".join(f"{path}: {reason}" for path, reason in sorted(data.unreadable.items())[:20])
     if len(data.unreadable) > known and hosts.is_first():
-        print(f"{len(data.unreadable)} videos cannot be read and are left out, see {folder / UNREADABLE}: {named}")
+        print(
+            f"{len(data.unreadable)} videos cannot be read and are left out, see {folder / UNREADABLE}: {named}"
+        )
     if len(data.unreadable) > run.unreadable_share * data.videos:
         raise UnreadableVideosError(
             f"{len(data.unreadable)} of {data.videos} videos cannot be read: {named}. Put them back (a rendered world: delete {data.root} "
@@ -229,7 +280,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     assert run.data is not None
     print(json.dumps(summary, indent=1))
-    print(f"{summary['kept']} of {summary['rows']} rows kept; what is left out, and why: {pathlib.Path(run.data.folder) / LEFT_OUT}")
+    print(
+        f"{summary['kept']} of {summary['rows']} rows kept; what is left out, and why: {pathlib.Path(run.data.folder) / LEFT_OUT}"
+    )
     return 0
 
 

@@ -62,13 +62,18 @@ class DataSettings:
     def __post_init__(self):
         for name, least in (("frames", 1), ("row_tokens", 1), ("heldout", 0), ("workers", 0)):
             if getattr(self, name) < least:
-                raise ValueError(f"data.{name}: {getattr(self, name)}; give a whole number of at least {least}")
+                raise ValueError(
+                    f"data.{name}: {getattr(self, name)}; give a whole number of at least {least}"
+                )
         for name in ("fps", "deadline"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"data.{name}: {getattr(self, name)}; give a number above 0")
         for name in ("annotations", "media", "folder"):
             if not getattr(self, name):
-                raise ValueError(f"data.{name}: empty; name a folder" + (", a hub id or a bucket path" if name != "folder" else ""))
+                raise ValueError(
+                    f"data.{name}: empty; name a folder"
+                    + (", a hub id or a bucket path" if name != "folder" else "")
+                )
         require_local("data.folder", self.folder)
 
     @property
@@ -119,14 +124,25 @@ def prepare_published(
         max_pixels=frames.max_pixels,
         factor=vision.patch_size * vision.spatial_merge_size,
     )
-    asked, known = json.dumps({"annotations": settings.annotations, "media": settings.media}), folder / _SOURCES
-    if known.exists() and known.read_text() == asked and (summary := preparation.known_summary(folder, reading)) is not None:
+    asked, known = (
+        json.dumps({"annotations": settings.annotations, "media": settings.media}),
+        folder / _SOURCES,
+    )
+    if (
+        known.exists()
+        and known.read_text() == asked
+        and (summary := preparation.known_summary(folder, reading)) is not None
+    ):
         return summary  # what it was made from may be gone by now
-    tables = preparation.find_tables(sources.fetch(settings.annotations, folder / "annotations", ["*.parquet"]))
+    tables = preparation.find_tables(
+        sources.fetch(settings.annotations, folder / "annotations", ["*.parquet"])
+    )
     root = sources.media_root(settings.media, folder, _teller("unpack media", "archive", check))
     reading = dataclasses.replace(reading, root=str(root.resolve()))
     tell = _teller("prepare rows", "row", check)
-    summary = preparation.prepare(tables, folder, reading, workers=settings.processes, deadline=settings.deadline, tell=tell)
+    summary = preparation.prepare(
+        tables, folder, reading, workers=settings.processes, deadline=settings.deadline, tell=tell
+    )
     write_atomically(known, asked)
     return summary
 
@@ -142,7 +158,15 @@ def open_published(settings: DataSettings, seed: int) -> PublishedData:
     packing = pack([prepared.lengths[n] for n in order], settings.row_tokens)
     rows = tuple(tuple(int(order[n]) for n in row) for row in packing.rows)
     packing = dataclasses.replace(packing, rows=rows)
-    return PublishedData(prepared.root, questions, heldout, prepared.conversations, packing, prepared.summary, prepared.digest)
+    return PublishedData(
+        prepared.root,
+        questions,
+        heldout,
+        prepared.conversations,
+        packing,
+        prepared.summary,
+        prepared.digest,
+    )
 
 
 def _deciding(limits: ProtocolSettings) -> ProtocolSettings:
@@ -155,10 +179,14 @@ def open_reader(settings: DataSettings, frames: FrameSettings, vision: VisionCon
     """What reads the frames of published files, at the size they are shown at. To be closed."""
     factor = vision.patch_size * vision.spatial_merge_size
     sizes = {"min_pixels": frames.min_pixels, "max_pixels": frames.max_pixels, "factor": factor}
-    return FrameReader(ReaderSettings(workers=settings.processes, deadline=settings.deadline, **sizes))
+    return FrameReader(
+        ReaderSettings(workers=settings.processes, deadline=settings.deadline, **sizes)
+    )
 
 
-def row_stream(data: PublishedData, reader: FrameReader, seed: int, rows: int, depth: int = 2) -> Ahead[tuple[tuple[int, ...], ...]]:
+def row_stream(
+    data: PublishedData, reader: FrameReader, seed: int, rows: int, depth: int = 2
+) -> Ahead[tuple[tuple[int, ...], ...]]:
     """Endless batches of packed rows (numbers for `data.row`), the same in every process. Meanwhile `reader` reads the frames of this
     process's share of the next `depth` batches."""
 
@@ -172,7 +200,13 @@ def row_stream(data: PublishedData, reader: FrameReader, seed: int, rows: int, d
 
 
 def question_stream(
-    data: PublishedData, reader: FrameReader, seed: int, prompts: int, budgets: Callable[[int], Sequence[int]], first: int, depth: int = 1
+    data: PublishedData,
+    reader: FrameReader,
+    seed: int,
+    prompts: int,
+    budgets: Callable[[int], Sequence[int]],
+    first: int,
+    depth: int = 1,
 ) -> Ahead[tuple[Question, ...]]:
     """Endless batches of `prompts` questions, the same in every process. Meanwhile `reader` reads the overviews of this process's share
     of the next `depth` batches: `budgets(step)` says of how many frames, of step `first` and those after it."""
@@ -186,7 +220,9 @@ def question_stream(
     return Ahead(stream(data.questions, seed, prompts), depth, start)
 
 
-def _hold_out(questions: tuple[Question, ...], count: int) -> tuple[tuple[Question, ...], tuple[Question, ...]]:
+def _hold_out(
+    questions: tuple[Question, ...], count: int
+) -> tuple[tuple[Question, ...], tuple[Question, ...]]:
     """Questions to train on, and at least `count` to evaluate with, whole videos at a time: the same ones whatever else is in the set."""
     by_video = collections.defaultdict(list)
     for question in questions:
@@ -197,7 +233,9 @@ def _hold_out(questions: tuple[Question, ...], count: int) -> tuple[tuple[Questi
             break
         heldout += kept.pop(video)
     if questions and not kept:
-        raise ValueError(f"data.heldout: {count} of {len(questions)} questions, which leaves none to train on; hold fewer out")
+        raise ValueError(
+            f"data.heldout: {count} of {len(questions)} questions, which leaves none to train on; hold fewer out"
+        )
     return tuple(question for question in questions if question.video in kept), tuple(heldout)
 
 

@@ -28,7 +28,10 @@ def config_of(path: str, size: str) -> Qwen3VLConfig:
     """The configuration in a folder or at a hub id. ValueError, with every difference, where it is not that of the recipe's size."""
     found = from_hf(local_folder(path, weights=False) / CONFIG)
     sizes = tiny(found.text.vocab_size) if size == "tiny" else qwen3_vl(size)
-    there, wanted = ({name: dataclasses.asdict(getattr(c, name)) for name in ("text", "vision")} for c in (found, sizes))
+    there, wanted = (
+        {name: dataclasses.asdict(getattr(c, name)) for name in ("text", "vision")}
+        for c in (found, sizes)
+    )
     if lines := differences(there, wanted):
         raise ValueError(
             f"model.path: {path} is not of model.size {size} (there -> {size}): {'; '.join(lines)}; give the size of these weights, or "
@@ -49,7 +52,12 @@ def check_vocabulary(config: Qwen3VLConfig, vocabulary: Vocabulary, path: str) -
             f"model.path: {path} has a tokenizer of {vocabulary.size} words and rows for {config.text.vocab_size}; its tokenizer.json is "
             "another model's, fetch it again"
         )
-    names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    names = {
+        "image": "image_pad",
+        "video": "video_pad",
+        "vision_start": "vision_start",
+        "vision_end": "vision_end",
+    }
     for field, token in names.items():
         if (asked := getattr(config, f"{field}_token_id")) != vocabulary[f"<|{token}|>"]:
             raise ValueError(
@@ -62,20 +70,34 @@ def fingerprint(path: str) -> str:
     """Of the weights, by their content: what another checkpoint under the same name does not share. The first process reads it all; of
     the others' copies it is compared what says which they are. ValueError where they differ."""
     folder = local_folder(path)
-    hosts.require_same(f"model.path: {path}, its files", {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))})
+    hosts.require_same(
+        f"model.path: {path}, its files",
+        {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))},
+    )
     hosts.require_same(f"model.path: {path}, its {CONFIG}", (folder / CONFIG).read_text())
     return hosts.from_first(lambda: weights_hash(folder))
 
 
 def on_host(weights: Any) -> Any:
     """NumPy copies of arrays on the mesh, in every process, one at a time."""
-    return jax.tree.map(lambda x: np.asarray(x) if x.is_fully_replicated else multihost_utils.process_allgather(x, tiled=True), weights)
+    return jax.tree.map(
+        lambda x: (
+            np.asarray(x)
+            if x.is_fully_replicated
+            else multihost_utils.process_allgather(x, tiled=True)
+        ),
+        weights,
+    )
 
 
 def copy_tokenizer(source: str, target: pathlib.Path) -> None:
     """What belongs to the tokenizer and the processor of a checkpoint; `tokenizer.json` last, for it marks the folder as whole."""
     companions = read_companions(local_folder(source, weights=False))
-    files = {name: text for name, text in companions.items() if name != CONFIG and not name.endswith(".index.json")}
+    files = {
+        name: text
+        for name, text in companions.items()
+        if name != CONFIG and not name.endswith(".index.json")
+    }
     target.mkdir(parents=True, exist_ok=True)
     for name in sorted(files, key=lambda name: name == tokenizer.FILE):
         if not (target / tokenizer.FILE).exists():

@@ -24,7 +24,11 @@ Row = dict[str, Any]
 EPISODES = 21
 GAP_BOUND = 1e-3  # mean absolute log-prob gap in fp32: this project's own promise
 OPEN_PER_PHASE = 2
-STAGES = {"before": "Before reinforcement learning", "rl": "During reinforcement learning", "after": "After reinforcement learning"}
+STAGES = {
+    "before": "Before reinforcement learning",
+    "rl": "During reinforcement learning",
+    "after": "After reinforcement learning",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +64,10 @@ SFT_CURVES = (
     Curve("loss", "loss", "nats a token", 0),
     Curve("time/step", "seconds a step", "", 0),
 )
-ALIGN_CURVES = (Curve("loss", "loss", "", 0), Curve("accuracy", "accuracy", "words on the frames named right", 0, 1))
+ALIGN_CURVES = (
+    Curve("loss", "loss", "", 0),
+    Curve("accuracy", "accuracy", "words on the frames named right", 0, 1),
+)
 PHASE_CURVES = (
     ("rl", "Reinforcement learning", RL_CURVES),
     ("sft", "Cold start", SFT_CURVES),
@@ -75,7 +82,9 @@ def write_report(run_dir: str | os.PathLike[str]) -> pathlib.Path:
     config, result = _read_json(root / "config.json"), _read_json(root / "result.json")
     metrics, episodes = read_metrics(root / "metrics.jsonl"), read_jsonl(root / "episodes.jsonl")
     name = str(config.get("name") or config.get("recipe") or root.name)
-    main = el("main", _curves(metrics), _table(result), _episodes(root, episodes), _configuration(config))
+    main = el(
+        "main", _curves(metrics), _table(result), _episodes(root, episodes), _configuration(config)
+    )
     text = page(f"{name} · ParaVT in JAX", _head(name, result), main)
     write_atomically(root / "report.html", text)
     return root / "report.html"
@@ -89,15 +98,26 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _head(name: str, result: dict[str, Any]) -> Html:
-    links = [el("a", text, href=f"#{text.lower()}") for text in ("Curves", "Evaluation", "Episodes", "Configuration")]
+    links = [
+        el("a", text, href=f"#{text.lower()}")
+        for text in ("Curves", "Evaluation", "Episodes", "Configuration")
+    ]
     temperature = _sampling_temperature(result)
-    held = "" if temperature is None else f" Figures are of held-out questions, sampled at temperature {number(temperature)}."
+    held = (
+        ""
+        if temperature is None
+        else f" Figures are of held-out questions, sampled at temperature {number(temperature)}."
+    )
     lead = (
         "A main agent sees a few frames of a video and asks for crops; sub-agents with the same weights look at them side by side; "
         "reinforcement learning credits the whole episode." + held
     )
     tiles = [_tile(*figure) for figure in key_figures(result)]
-    quiet = el("p", "No result.json yet: the run has not finished, and there is nothing to compare.", class_="quiet")
+    quiet = el(
+        "p",
+        "No result.json yet: the run has not finished, and there is nothing to compare.",
+        class_="quiet",
+    )
     return el(
         "header",
         el("nav", el("span", "ParaVT in JAX"), links),
@@ -123,28 +143,46 @@ def key_figures(result: dict[str, Any]) -> list[tuple[str, str, float | None, fl
         found = [
             row[key]
             for row in rows
-            if row["temperature"] == temperature and row["dispatch"] == dispatch and k in (None, row["k"]) and row.get(key) is not None
+            if row["temperature"] == temperature
+            and row["dispatch"] == dispatch
+            and k in (None, row["k"])
+            and row.get(key) is not None
         ]
         return sum(found) / len(found) if found else None
 
     def gain(rows: Sequence[Row]) -> float | None:
-        with_tools, without = (mean(rows, "accuracy", dispatch, smallest) for dispatch in ("parallel", "none"))
+        with_tools, without = (
+            mean(rows, "accuracy", dispatch, smallest) for dispatch in ("parallel", "none")
+        )
         return None if with_tools is None or without is None else with_tools - without
 
     measures: list[tuple[str, str, Callable[[Sequence[Row]], float | None]]] = [
         ("accuracy", "mean over K", lambda rows: mean(rows, "accuracy", "parallel")),
         ("format compliance f", "mean over K", lambda rows: mean(rows, "format", "parallel")),
-        ("calls per rollout κ", f"at K = {smallest}", lambda rows: mean(rows, "calls", "parallel", smallest)),
+        (
+            "calls per rollout κ",
+            f"at K = {smallest}",
+            lambda rows: mean(rows, "calls", "parallel", smallest),
+        ),
         ("gain by crops", f"accuracy at K = {smallest}, less that without crops", gain),
     ]
-    return [(title, note, of(result.get("before", [])), of(result.get("after", []))) for title, note, of in measures]
+    return [
+        (title, note, of(result.get("before", [])), of(result.get("after", [])))
+        for title, note, of in measures
+    ]
 
 
 def _tile(title: str, note: str, before: float | None, after: float | None) -> Html:
     def show(value: float | None) -> str:
         return "–" if value is None else f"{value:.2f}".replace("-", "−")
 
-    value = el("div", el("span", show(before), class_="was"), el("span", " → ", class_="arrow"), el("strong", show(after)), class_="value")
+    value = el(
+        "div",
+        el("span", show(before), class_="was"),
+        el("span", " → ", class_="arrow"),
+        el("strong", show(after)),
+        class_="value",
+    )
     return el("div", el("h2", title), value, el("p", note), class_="tile")
 
 
@@ -157,11 +195,20 @@ def _checks(result: dict[str, Any]) -> Html:
     }
     marks = []
     if result.get("seconds") is not None:
-        marks.append(el("span", "total time", el("b", format_seconds(result["seconds"])), class_="fact"))
+        marks.append(
+            el("span", "total time", el("b", format_seconds(result["seconds"])), class_="fact")
+        )
     for key, (title, holds) in rules.items():
         if (value := result.get(key)) is not None:
             good = holds(value)
-            marks.append(el("span", title, el("b", number(value), " ✓" if good else " ✗"), class_=f"fact {'good' if good else 'bad'}"))
+            marks.append(
+                el(
+                    "span",
+                    title,
+                    el("b", number(value), " ✓" if good else " ✗"),
+                    class_=f"fact {'good' if good else 'bad'}",
+                )
+            )
     known = {*rules, "seconds"}
     for key, value in result.items():
         if key not in known and isinstance(value, int | float):
@@ -187,7 +234,11 @@ def _curves(metrics: list[Row]) -> Html:
         if charts := _charts(lines, curves):
             parts += [el("h3", title), el("div", charts, class_="charts")]
     quiet = el("p", "No metrics yet.", class_="quiet")
-    note = el("p", "Faint: as measured. Strong: moving average. Point at a chart for its values.", class_="quiet")
+    note = el(
+        "p",
+        "Faint: as measured. Strong: moving average. Point at a chart for its values.",
+        class_="quiet",
+    )
     return el("section", el("h2", "Curves"), [note, *parts] if parts else quiet, id="curves")
 
 
@@ -198,16 +249,28 @@ def _charts(lines: list[Row], curves: Sequence[Curve]) -> list[Html]:
     def values(key: str) -> list[float | None]:
         return [row.get(key) for row in lines]
 
-    keys = {key for row in lines for key, value in row.items() if isinstance(value, int | float) and key not in ("step", "wall")}
+    keys = {
+        key
+        for row in lines
+        for key, value in row.items()
+        if isinstance(value, int | float) and key not in ("step", "wall")
+    }
     known = [curve for curve in curves if curve.key in keys]
     times = [key for key in STACKED if key in keys]
     named = {curve.key for curve in known} | set(times)
-    stacked = times + sorted(key for key in keys - named if key.startswith("time/")) if times else []
+    stacked = (
+        times + sorted(key for key in keys - named if key.startswith("time/")) if times else []
+    )
     rest = [Curve(key, key.replace("_", " ")) for key in sorted(keys - named - set(stacked))]
 
     def figure(curve: Curve) -> Html:
         history = values(curve.key)
-        return _figure(curve.title, curve.note, history, line_chart(list(zip(steps, history, strict=True)), curve.low, curve.high))
+        return _figure(
+            curve.title,
+            curve.note,
+            history,
+            line_chart(list(zip(steps, history, strict=True)), curve.low, curve.high),
+        )
 
     charts = [figure(curve) for curve in known]
     if stacked:
@@ -221,8 +284,16 @@ def _figure(title: str, note: str, values: Sequence[float | None], chart: Html) 
     known = [value for value in values if value is not None]
     tenth = max(1, len(known) // 10)
     first, last = (sum(part) / len(part) for part in (known[:tenth], known[-tenth:]))
-    span = el("span", f"{number(first)} → ", el("b", number(last)), class_="span", title="mean of the first and of the last tenth")
-    return el("figure", el("figcaption", el("span", title, class_="name"), span, el("small", note)), chart)
+    span = el(
+        "span",
+        f"{number(first)} → ",
+        el("b", number(last)),
+        class_="span",
+        title="mean of the first and of the last tenth",
+    )
+    return el(
+        "figure", el("figcaption", el("span", title, class_="name"), span, el("small", note)), chart
+    )
 
 
 # The table
@@ -235,21 +306,49 @@ def _table(result: dict[str, Any]) -> Html:
         for row in result.get(side, []):
             pairs.setdefault((row["temperature"], row["dispatch"], row["k"]), {})[side] = row
     if not pairs:
-        return el("section", el("h2", "Evaluation"), el("p", "No evaluation yet.", class_="quiet"), id="evaluation")
+        return el(
+            "section",
+            el("h2", "Evaluation"),
+            el("p", "No evaluation yet.", class_="quiet"),
+            id="evaluation",
+        )
     body, group = [], None
     for key in sorted(pairs, key=lambda key: (-key[0], order.get(key[1], 3), key[2])):
         temperature, dispatch, k = key
         if group != (temperature, dispatch):
             group = (temperature, dispatch)
             sampling = "greedy" if temperature == 0 else f"temperature {number(temperature)}"
-            words = {"none": "no crops", "parallel": "crops in parallel", "sequential": "one crop a turn"}.get(dispatch, dispatch)
-            body.append(el("tr", el("th", words, el("span", sampling), colspan=6, scope="rowgroup"), class_="group"))
+            words = {
+                "none": "no crops",
+                "parallel": "crops in parallel",
+                "sequential": "one crop a turn",
+            }.get(dispatch, dispatch)
+            body.append(
+                el(
+                    "tr",
+                    el("th", words, el("span", sampling), colspan=6, scope="rowgroup"),
+                    class_="group",
+                )
+            )
         before, after = pairs[key].get("before", {}), pairs[key].get("after", {})
-        cells = [el("td", _change(before.get(name), after.get(name))) for name in ("format", "calls", "turns")]
+        cells = [
+            el("td", _change(before.get(name), after.get(name)))
+            for name in ("format", "calls", "turns")
+        ]
         was, now = before.get("accuracy"), after.get("accuracy")
         count = el("td", number(after.get("n", before.get("n"))), class_="n")
-        body.append(el("tr", el("th", str(k), scope="row"), el("td", _change(was, now), _dumbbell(was, now)), cells, count))
-    head = el("tr", [el("th", title, scope="col") for title in ("K", "accuracy", "f", "κ", "turns", "n")])
+        body.append(
+            el(
+                "tr",
+                el("th", str(k), scope="row"),
+                el("td", _change(was, now), _dumbbell(was, now)),
+                cells,
+                count,
+            )
+        )
+    head = el(
+        "tr", [el("th", title, scope="col") for title in ("K", "accuracy", "f", "κ", "turns", "n")]
+    )
     note = (
         "Held-out questions, before → after reinforcement learning. K: overview frames; f: share of well-formed rollouts; "
         "κ: calls per rollout; turns: of the main agent; n: rollouts."
@@ -267,16 +366,29 @@ def _change(before: float | None, after: float | None) -> Html:
     def show(value: float | None) -> str:
         return "–" if value is None else f"{value:.2f}"
 
-    return el("span", el("span", show(before), class_="was"), el("span", " → ", class_="arrow"), el("b", show(after)), class_="change")
+    return el(
+        "span",
+        el("span", show(before), class_="was"),
+        el("span", " → ", class_="arrow"),
+        el("b", show(after)),
+        class_="change",
+    )
 
 
 def _dumbbell(before: float | None, after: float | None) -> Html:
     """Both accuracies as dots on a line from 0 to 1."""
     ends = (("was", before), ("now", after))
-    dots = [el("i", class_=name, style=f"left:{100 * value:.1f}%") for name, value in ends if value is not None]
+    dots = [
+        el("i", class_=name, style=f"left:{100 * value:.1f}%")
+        for name, value in ends
+        if value is not None
+    ]
     reach = ""
     if before is not None and after is not None:
-        reach = el("u", style=f"left:{100 * min(before, after):.1f}%;width:{100 * abs(after - before):.1f}%")
+        reach = el(
+            "u",
+            style=f"left:{100 * min(before, after):.1f}%;width:{100 * abs(after - before):.1f}%",
+        )
     return el("span", reach, dots, class_="dumbbell")
 
 
@@ -288,7 +400,9 @@ def choose_episodes(episodes: list[Row], count: int = EPISODES) -> dict[str, lis
     stages = {stage: [row for row in episodes if row.get("phase") == stage] for stage in STAGES}
     stages = {stage: rows for stage, rows in stages.items() if rows}
     chosen, left = {}, count
-    for i, stage in enumerate(sorted(stages, key=lambda stage: len(stages[stage]))):  # small stages first: the others take what they leave
+    for i, stage in enumerate(
+        sorted(stages, key=lambda stage: len(stages[stage]))
+    ):  # small stages first: the others take what they leave
         rows = stages[stage]
         share = min(len(rows), left // (len(stages) - i))
         chosen[stage] = [rows[j * len(rows) // share] for j in range(share)]
@@ -302,12 +416,18 @@ def _episodes(root: pathlib.Path, episodes: list[Row]) -> Html:
         cards = [episode_card(root, row, i < OPEN_PER_PHASE) for i, row in enumerate(rows)]
         parts += [el("h3", STAGES[stage]), *cards]
     quiet = el("p", "No episodes recorded yet.", class_="quiet")
-    return el("section", el("h2", "Episodes"), [_legend(), *parts] if parts else quiet, id="episodes")
+    return el(
+        "section", el("h2", "Episodes"), [_legend(), *parts] if parts else quiet, id="episodes"
+    )
 
 
 def _legend() -> Html:
     def sample(text: str, class_: str, meaning: str, credit: float | None = None) -> Html:
-        return el("span", el("code", text, class_=class_, style=None if credit is None else f"--c:{credit}"), f" {meaning}")
+        return el(
+            "span",
+            el("code", text, class_=class_, style=None if credit is None else f"--c:{credit}"),
+            f" {meaning}",
+        )
 
     return el(
         "div",
@@ -333,5 +453,7 @@ def _configuration(config: dict[str, Any]) -> Html:
     if not config:
         return Html("")
     text = json.dumps(config, indent=2, ensure_ascii=False, default=str)
-    body = el("details", el("summary", "The resolved configuration"), el("pre", text, class_="config"))
+    body = el(
+        "details", el("summary", "The resolved configuration"), el("pre", text, class_="config")
+    )
     return el("section", el("h2", "Configuration"), body, id="configuration")

@@ -22,11 +22,16 @@ Point = tuple[float, float | None]
 Scale = Callable[[float], float]
 
 
-def line_chart(points: Sequence[Point], low: float | None = None, high: float | None = None) -> Html:
+def line_chart(
+    points: Sequence[Point], low: float | None = None, high: float | None = None
+) -> Html:
     """A curve over steps: raw values faint, their moving average strong. `low` and `high` widen the axis, which always holds the data."""
     points = _thin(points, POINTS)
     known = [y for _, y in points if y is not None]
-    axis = ticks(min(known + [low] if low is not None else known), max(known + [high] if high is not None else known))
+    axis = ticks(
+        min(known + [low] if low is not None else known),
+        max(known + [high] if high is not None else known),
+    )
     x, y = _scales(points[0][0], points[-1][0], axis[0], axis[-1])
     runs = _runs(points)
     span = max(1, len(points) // 12)
@@ -47,7 +52,9 @@ def line_chart(points: Sequence[Point], low: float | None = None, high: float | 
     return _svg(body)
 
 
-def stacked_chart(steps: Sequence[float], series: Sequence[tuple[str, Sequence[float | None]]]) -> Html:
+def stacked_chart(
+    steps: Sequence[float], series: Sequence[tuple[str, Sequence[float | None]]]
+) -> Html:
     """Bars over steps, one layer a series, first at the bottom, with a legend; None counts for nothing."""
     layers = [(name, _thin(list(zip(steps, values, strict=True)), BARS)) for name, values in series]
     columns = list(zip(*(points for _, points in layers), strict=True))
@@ -63,11 +70,25 @@ def stacked_chart(steps: Sequence[float], series: Sequence[tuple[str, Sequence[f
             if value:
                 top = y(height + value)
                 colour = f"s{layer % SERIES_COLOURS}"
-                body.append(el("rect", x=left, y=top, width=max(width - 0.6, 0.6), height=y(height) - top, class_=colour))
+                body.append(
+                    el(
+                        "rect",
+                        x=left,
+                        y=top,
+                        width=max(width - 0.6, 0.6),
+                        height=y(height) - top,
+                        class_=colour,
+                    )
+                )
                 height += value
-        figures = ", ".join(f"{name} {number(value)}" for (name, _), (_, value) in zip(layers, column, strict=True))
+        figures = ", ".join(
+            f"{name} {number(value)}" for (name, _), (_, value) in zip(layers, column, strict=True)
+        )
         body.append(_hover(left, width, f"step {column[0][0]:.0f}: {figures}"))
-    keys = [el("span", el("i", class_=f"s{i % SERIES_COLOURS}"), name) for i, (name, _) in enumerate(layers)]
+    keys = [
+        el("span", el("i", class_=f"s{i % SERIES_COLOURS}"), name)
+        for i, (name, _) in enumerate(layers)
+    ]
     return Html(_svg(body) + el("div", keys, class_="legend"))
 
 
@@ -81,7 +102,9 @@ def _scales(first: float, last: float, low: float, high: float) -> tuple[Scale, 
 
 def scale(low: float, high: float, start: float, end: float) -> Scale:
     """Lays [low, high] over [start, end] of the drawing; a range that is one value lies in the middle."""
-    return lambda value: start + (end - start) * ((value - low) / (high - low) if high > low else 0.5)
+    return lambda value: (
+        start + (end - start) * ((value - low) / (high - low) if high > low else 0.5)
+    )
 
 
 def ticks(low: float, high: float, parts: int = 3) -> list[float]:
@@ -93,7 +116,9 @@ def ticks(low: float, high: float, parts: int = 3) -> list[float]:
     rough = (high - low) / parts
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
-    return [i * step for i in range(math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6) + 1)]
+    return [
+        i * step for i in range(math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6) + 1)
+    ]
 
 
 def _grid(axis: list[float], y: Scale) -> Html:
@@ -107,8 +132,18 @@ def _grid(axis: list[float], y: Scale) -> Html:
 def _steps(first: float, last: float, x: Scale) -> Html:
     if first == last:
         return el("text", f"step {first:.0f}", x=x(first), y=HEIGHT - 5, text_anchor="middle")
-    ends = [("start", first, f"{first:.0f}"), ("middle", (first + last) / 2, "step"), ("end", last, f"{last:.0f}")]
-    return el("g", [el("text", text, x=x(step), y=HEIGHT - 5, text_anchor=anchor) for anchor, step, text in ends])
+    ends = [
+        ("start", first, f"{first:.0f}"),
+        ("middle", (first + last) / 2, "step"),
+        ("end", last, f"{last:.0f}"),
+    ]
+    return el(
+        "g",
+        [
+            el("text", text, x=x(step), y=HEIGHT - 5, text_anchor=anchor)
+            for anchor, step, text in ends
+        ],
+    )
 
 
 def _line(path: list[tuple[float, float]], class_: str) -> Html:
@@ -121,7 +156,15 @@ def corners(path: Sequence[tuple[float, float]]) -> str:
 
 
 def _hover(left: float, width: float, text: str) -> Html:
-    return el("rect", el("title", text), x=left, y=TOP, width=width, height=HEIGHT - TOP - BOTTOM, class_="hover")
+    return el(
+        "rect",
+        el("title", text),
+        x=left,
+        y=TOP,
+        width=width,
+        height=HEIGHT - TOP - BOTTOM,
+        class_="hover",
+    )
 
 
 def _thin(points: Sequence[Point], limit: int) -> list[Point]:

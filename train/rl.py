@@ -34,7 +34,16 @@ from train.rl_batch import RLBatch, as_grpo_batch, lay_out, split, stack_rows
 from train.rl_settings import RLSettings
 from train.rollouts import Rollouts, describe, join, require_current, roll_out
 from train.speed import speeds
-from train.step import Loss, Program, TrainState, init_state, make_logprobs, make_update, mesh_of, row_logprobs
+from train.step import (
+    Loss,
+    Program,
+    TrainState,
+    init_state,
+    make_logprobs,
+    make_update,
+    mesh_of,
+    row_logprobs,
+)
 from train.weight_sync import WeightSync
 
 
@@ -43,9 +52,24 @@ def rl_loss(image_token_id: int, settings: RLSettings) -> Loss:
 
     def loss(text: TextDecoder, batch: RLBatch) -> tuple[Float[Array, ""], Metrics]:
         rows = [
-            row_logprobs(text, s, image_token_id, settings.temperature, settings.remat, settings.logprob_chunk) for s in batch.sequences
+            row_logprobs(
+                text,
+                s,
+                image_token_id,
+                settings.temperature,
+                settings.remat,
+                settings.logprob_chunk,
+            )
+            for s in batch.sequences
         ]
-        return grpo.paravt_loss(stack_rows(rows), batch.advantages, batch.grpo, settings.grpo, batch.totals, settings.rewards.gamma)
+        return grpo.paravt_loss(
+            stack_rows(rows),
+            batch.advantages,
+            batch.grpo,
+            settings.grpo,
+            batch.totals,
+            settings.rewards.gamma,
+        )
 
     return loss
 
@@ -87,16 +111,24 @@ class Learner:
         optimizer = make_optimizer(settings.optimizer, settings.steps)
         self._on_device = jax.tree.map(lambda x: x.sharding, weights)
         on_host = jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), self._on_device)
-        self.reference = jax.jit(lambda w: jax.tree.map(lambda x: x.astype(dtype), w), out_shardings=on_host)(weights)
+        self.reference = jax.jit(
+            lambda w: jax.tree.map(lambda x: x.astype(dtype), w), out_shardings=on_host
+        )(weights)
         self.start = init_state(weights, optimizer)
         mesh = mesh_of(weights)
-        assert mesh is not None, "weights without a mesh; lay them on one with models.sharding.param_shardings"
+        assert mesh is not None, (
+            "weights without a mesh; lay them on one with models.sharding.param_shardings"
+        )
         self.mesh = mesh
         padded, parts = fitted(shapes, settings.microbatches, mesh)
         self._shapes = tuple(own(shape) for shape in padded)
-        self._logprobs = make_logprobs(graph, config.image_token_id, settings.temperature, settings.logprob_chunk, mesh, parts)
+        self._logprobs = make_logprobs(
+            graph, config.image_token_id, settings.temperature, settings.logprob_chunk, mesh, parts
+        )
         self._advantages = Program(jax.jit(lambda batch: _advantages(batch, settings)), self.mesh)
-        self._update = make_rl_update(graph, optimizer, config.image_token_id, settings, parts, self.start)
+        self._update = make_rl_update(
+            graph, optimizer, config.image_token_id, settings, parts, self.start
+        )
 
     def step(
         self,
@@ -121,10 +153,14 @@ class Learner:
         parts = hosts.gather(mine)
         rollouts = join(parts)
         if not rollouts.groups:
-            raise ValueError(f"rl: step {number} has no question with a readable video; check the data root")
+            raise ValueError(
+                f"rl: step {number} has no question with a readable video; check the data root"
+            )
         require_current(rollouts, number)
         clock.append(time.perf_counter())
-        sequences, owners, counts = lay_out(parts, scene.features, self._shapes, (seed, number, 0x5A))
+        sequences, owners, counts = lay_out(
+            parts, scene.features, self._shapes, (seed, number, 0x5A)
+        )
         everywhere = hosts.gather(counts)
         counts = {name: sum(part[name] for part in everywhere) for name in counts}
         placed = place(sequences, self.mesh)
@@ -133,7 +169,9 @@ class Learner:
         reference = jax.block_until_ready(tuple(self._logprobs(held_to, s) for s in placed))
         del held_to
         clock.append(time.perf_counter())
-        batch = as_grpo_batch(mine, placed, owners, reference, scene.protocol.vocabulary, self._shapes, self.mesh)
+        batch = as_grpo_batch(
+            mine, placed, owners, reference, scene.protocol.vocabulary, self._shapes, self.mesh
+        )
         advantages, totals, figures = self._advantages(batch)
         if on_rollouts:
             on_rollouts(mine, multihost_utils.process_allgather(advantages, tiled=True))
@@ -143,8 +181,15 @@ class Learner:
         engine.load(jax.block_until_ready(self.sync(state.weights)), number + 1)
         clock.append(time.perf_counter())
         spans = dict(zip(("rollout", "data", "reference", "update"), np.diff(clock), strict=True))
-        metrics |= {"groups/silent": metrics.pop("silent_groups"), "logprob_gap": metrics.pop("behaviour_gap")}
-        metrics |= describe(rollouts) | counts | {f"time/{name}": float(span) for name, span in spans.items()}
+        metrics |= {
+            "groups/silent": metrics.pop("silent_groups"),
+            "logprob_gap": metrics.pop("behaviour_gap"),
+        }
+        metrics |= (
+            describe(rollouts)
+            | counts
+            | {f"time/{name}": float(span) for name, span in spans.items()}
+        )
         metrics |= speeds(placed, self.config, float(spans["update"]), self.mesh.size)
         if self.judge is not None:
             asked = hosts.gather(self.judge.counts.metrics())

@@ -45,7 +45,10 @@ class RLBatch:
 
 
 def lay_out(
-    parts: Sequence[Rollouts], features: FrameFeatures, shapes: Sequence[BatchShape], seed: Sequence[int]
+    parts: Sequence[Rollouts],
+    features: FrameFeatures,
+    shapes: Sequence[BatchShape],
+    seed: Sequence[int],
 ) -> tuple[tuple[Sequences, ...], tuple[np.ndarray, ...], dict[str, float]]:
     """This process's arrays of main agents and, where a second shape is given, of sub-agents; the
     rollout of each row, counted over the whole step; and counts, whose sums over the processes are the
@@ -62,16 +65,30 @@ def lay_out(
     if len(shapes) == 1:
         return sequences, owners, counts
     windows = shapes[1]
-    agents = [(q, q * rows + n, trajectory) for q, part in enumerate(parts) for n, trajectory in part.subagents]
-    kept = sorted(np.random.default_rng(seed).permutation(len(agents))[: windows.groups * len(parts)])
-    dealt = [agents[kept[n]] for n in deal([agents[n][0] for n in kept], len(parts), windows.groups)[here]]
+    agents = [
+        (q, q * rows + n, trajectory)
+        for q, part in enumerate(parts)
+        for n, trajectory in part.subagents
+    ]
+    kept = sorted(
+        np.random.default_rng(seed).permutation(len(agents))[: windows.groups * len(parts)]
+    )
+    dealt = [
+        agents[kept[n]]
+        for n in deal([agents[n][0] for n in kept], len(parts), windows.groups)[here]
+    ]
     mine = [agent for agent in dealt if _readable(agent[2], features)]
     alone = [[trajectory] for _, _, trajectory in mine]
     below, owner = build(alone, features, windows), np.zeros(windows.groups, int)
     owner[: len(mine)] = [rollout for _, rollout, _ in mine]
     counts["token_mismatches"] += mismatches(below, alone)
-    without_room = len(agents) - len(kept) if here == 0 else 0  # every process knows it, and one says it
-    counts |= {"subagents/trained": float(len(mine)), "subagents/left_out": float(without_room + len(dealt) - len(mine))}
+    without_room = (
+        len(agents) - len(kept) if here == 0 else 0
+    )  # every process knows it, and one says it
+    counts |= {
+        "subagents/trained": float(len(mine)),
+        "subagents/left_out": float(without_room + len(dealt) - len(mine)),
+    }
     return (*sequences, below), (*owners, owner), counts
 
 
@@ -81,8 +98,13 @@ def deal(homes: Sequence[int], processes: int, room: int) -> list[list[int]]:
     ValueError where there are more than room for them.
     """
     if len(homes) > processes * room:
-        raise ValueError(f"deal: {len(homes)} items, and {processes} processes with room for {room} each; leave some out first")
-    taken = [[n for n, home in enumerate(homes) if home == process][:room] for process in range(processes)]
+        raise ValueError(
+            f"deal: {len(homes)} items, and {processes} processes with room for {room} each; leave some out first"
+        )
+    taken = [
+        [n for n, home in enumerate(homes) if home == process][:room]
+        for process in range(processes)
+    ]
     over = sorted(set(range(len(homes))) - {n for items in taken for n in items})
     for items in taken:
         free = room - len(items)
@@ -106,10 +128,17 @@ def as_grpo_batch(
     earned, anchors = np.zeros((2, shape.groups, shape.rows), np.float32)
     valid, compliant = np.zeros((2, shape.groups, shape.rows), bool)
     nothing = (np.zeros(0, np.int32), np.zeros(0, np.int8))
-    structures = [[nothing] * len(rows) for rows in owners]  # of sub-agents nothing is known, or needed
+    structures = [
+        [nothing] * len(rows) for rows in owners
+    ]  # of sub-agents nothing is known, or needed
     for p, (group, rewards) in enumerate(zip(rollouts.groups, rollouts.rewards, strict=True)):
         for g, (episode, reward) in enumerate(zip(group, rewards, strict=True)):
-            earned[p, g], anchors[p, g], valid[p, g], compliant[p, g] = reward.total, reward.anchor, True, reward.compliant
+            earned[p, g], anchors[p, g], valid[p, g], compliant[p, g] = (
+                reward.total,
+                reward.anchor,
+                True,
+                reward.compliant,
+            )
             structures[0][p * shape.rows + g] = _structure(episode.trajectory, vocabulary)
     by_row = {
         "mask": [s.sampled for s in sequences],
@@ -121,7 +150,10 @@ def as_grpo_batch(
     }
     # Each part is placed before it is stacked: rows come part by part, and within a part process by process.
     arrays: dict[str, Any] = {
-        name: jax.tree.map(lambda *x: stack_rows(x), *(place({name: part}, mesh)[name] for part in parts)) for name, parts in by_row.items()
+        name: jax.tree.map(
+            lambda *x: stack_rows(x), *(place({name: part}, mesh)[name] for part in parts)
+        )
+        for name, parts in by_row.items()
     }
     # Whole on every device, from every process's own.
     whole = {"rewards": earned, "anchor_rewards": anchors, "valid": valid, "compliant": compliant}
@@ -134,7 +166,10 @@ def stack_rows(parts: Sequence[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
     wide = np.max([x.shape[1:] for x in parts], axis=0)
-    missing = ([(0, 0), *((0, most - size) for most, size in zip(wide, x.shape[1:], strict=True))] for x in parts)
+    missing = (
+        [(0, 0), *((0, most - size) for most, size in zip(wide, x.shape[1:], strict=True))]
+        for x in parts
+    )
     return jnp.concatenate([jnp.pad(x, more) for x, more in zip(parts, missing, strict=True)])
 
 
@@ -142,7 +177,10 @@ def split(batch: RLBatch, parts: int) -> RLBatch:
     """The batch in `parts` micro-batches of whole groups: every array gets them as its first axis."""
     counts = [len(s.ids) for s in batch.sequences]
     starts = np.cumsum([0, *counts[:-1]])
-    rows = np.concatenate([start + np.arange(n).reshape(parts, -1) for start, n in zip(starts, counts, strict=True)], axis=1)
+    rows = np.concatenate(
+        [start + np.arange(n).reshape(parts, -1) for start, n in zip(starts, counts, strict=True)],
+        axis=1,
+    )
 
     def take(x: T) -> T:
         return jax.tree.map(lambda leaf: constrain(jnp.asarray(leaf)[rows], None, ROWS), x)
@@ -151,8 +189,15 @@ def split(batch: RLBatch, parts: int) -> RLBatch:
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (parts, *jnp.shape(leaf))), x)
 
     fields = {f.name: getattr(batch.grpo, f.name) for f in dataclasses.fields(GRPOBatch)}
-    cut = GRPOBatch(**{name: take(x) if name in BY_ROW else repeat(x) for name, x in fields.items()})
-    return RLBatch(tuple(placement.cut(s, parts) for s in batch.sequences), cut, take(batch.advantages), repeat(batch.totals))
+    cut = GRPOBatch(
+        **{name: take(x) if name in BY_ROW else repeat(x) for name, x in fields.items()}
+    )
+    return RLBatch(
+        tuple(placement.cut(s, parts) for s in batch.sequences),
+        cut,
+        take(batch.advantages),
+        repeat(batch.totals),
+    )
 
 
 def _readable(trajectory: Trajectory, features: FrameFeatures) -> bool:

@@ -41,16 +41,30 @@ class RLSettings:
     """Tokens whose logits over the vocabulary exist at a time; None: all of them."""
 
     def __post_init__(self):
-        require_counts("rl", steps=self.steps, prompts=self.prompts, save_every=self.save_every, microbatches=self.microbatches)
+        require_counts(
+            "rl",
+            steps=self.steps,
+            prompts=self.prompts,
+            save_every=self.save_every,
+            microbatches=self.microbatches,
+        )
         remat.check("rl.remat", self.remat)
         if not 0 < self.temperature < math.inf:
-            raise ValueError(f"rl.temperature: {self.temperature}; rollouts that are learned from are sampled, give a number above 0")
+            raise ValueError(
+                f"rl.temperature: {self.temperature}; rollouts that are learned from are sampled, give a number above 0"
+            )
         if self.logprob_chunk is not None and self.logprob_chunk < 1:
-            raise ValueError(f"rl.logprob_chunk: {self.logprob_chunk}; give a whole number of at least 1, or None for all at once")
+            raise ValueError(
+                f"rl.logprob_chunk: {self.logprob_chunk}; give a whole number of at least 1, or None for all at once"
+            )
         if not self.frame_budgets or min(self.frame_budgets) < 1:
-            raise ValueError(f"rl.frame_budgets: {self.frame_budgets}; name at least one number of frames, each 1 or more")
+            raise ValueError(
+                f"rl.frame_budgets: {self.frame_budgets}; name at least one number of frames, each 1 or more"
+            )
         if not 0 <= self.subagents_per_rollout < math.inf:
-            raise ValueError(f"rl.subagents_per_rollout: {self.subagents_per_rollout}; give a finite number of at least 0")
+            raise ValueError(
+                f"rl.subagents_per_rollout: {self.subagents_per_rollout}; give a finite number of at least 0"
+            )
         if self.grpo.sequence_anchor and not self.rewards.format_weight:
             raise ValueError(
                 "rl.grpo.anchor: 'sequence' with rl.rewards.format_weight 0; R_anchor is part of the format reward and "
@@ -63,7 +77,9 @@ class RLSettings:
 
         Of more sub-agents' turns than there are rows for, those to train are drawn at random.
         """
-        main = BatchShape(self.prompts, self.grpo.group_size, longest.prompt, longest.visual, longest.response)
+        main = BatchShape(
+            self.prompts, self.grpo.group_size, longest.prompt, longest.visual, longest.response
+        )
         rows = math.ceil(self.prompts * self.grpo.group_size * self.subagents_per_rollout)
         if not rows:
             return (main,)

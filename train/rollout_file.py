@@ -40,7 +40,19 @@ from train.rl_settings import RLSettings
 from train.rollouts import Rollouts, roll_out
 
 _RECORDS = {
-    kind.__name__: kind for kind in (Rollouts, Episode, Question, Segment, Frame, Turn, CallOutcome, CropCall, Rewards, JudgeCounts)
+    kind.__name__: kind
+    for kind in (
+        Rollouts,
+        Episode,
+        Question,
+        Segment,
+        Frame,
+        Turn,
+        CallOutcome,
+        CropCall,
+        Rewards,
+        JudgeCounts,
+    )
 }
 _ENUMS = {kind.__name__: kind for kind in (Author, CallStatus, QuestionKind, StopReason)}
 
@@ -84,7 +96,12 @@ class RolloutFile:
                 judge.counts = _unpack(found["judge"])
             return _unpack(found["rollouts"])
         rollouts = roll_out(engine, scene, questions, settings, seed, step, judge)
-        content = {"step": step, "questions": asked, "judge": _pack(judge and judge.counts), "rollouts": _pack(rollouts)}
+        content = {
+            "step": step,
+            "questions": asked,
+            "judge": _pack(judge and judge.counts),
+            "rollouts": _pack(rollouts),
+        }
         write_atomically(self._path, json.dumps(content))
         return rollouts
 
@@ -98,7 +115,9 @@ class RolloutFile:
         try:
             return json.loads(self._path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{self._path}: damaged ({error}); delete it, and its step is played again") from error
+            raise ValueError(
+                f"{self._path}: damaged ({error}); delete it, and its step is played again"
+            ) from error
 
 
 def _pack(value: Any) -> Any:
@@ -107,16 +126,25 @@ def _pack(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return {"is": kind, "value": value.value}
     if isinstance(value, np.ndarray):
-        return {"is": "array", "type": value.dtype.str, "shape": value.shape, "bytes": base64.b64encode(value.tobytes()).decode()}
+        return {
+            "is": "array",
+            "type": value.dtype.str,
+            "shape": value.shape,
+            "bytes": base64.b64encode(value.tobytes()).decode(),
+        }
     if isinstance(value, Trajectory):
         return {"is": kind, "segments": _pack(value.segments)}
     if kind in _RECORDS:
-        return {"is": kind} | {field.name: _pack(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"is": kind} | {
+            field.name: _pack(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
     if isinstance(value, tuple):
         return [_pack(item) for item in value]
     if value is None or isinstance(value, str | int | float):
         return value
-    raise TypeError(f"rollouts: {value!r}, a {kind}, has no form on disk; name it in train.rollout_file")
+    raise TypeError(
+        f"rollouts: {value!r}, a {kind}, has no form on disk; name it in train.rollout_file"
+    )
 
 
 def _unpack(value: Any) -> Any:
@@ -128,6 +156,12 @@ def _unpack(value: Any) -> Any:
     if kind in _ENUMS:
         return _ENUMS[kind](value["value"])
     if kind == "array":
-        return np.frombuffer(base64.b64decode(value["bytes"]), np.dtype(value["type"])).reshape(value["shape"]).copy()
+        return (
+            np.frombuffer(base64.b64decode(value["bytes"]), np.dtype(value["type"]))
+            .reshape(value["shape"])
+            .copy()
+        )
     fields = {name: _unpack(item) for name, item in value.items() if name != "is"}
-    return Trajectory(fields["segments"]) if kind == Trajectory.__name__ else _RECORDS[kind](**fields)
+    return (
+        Trajectory(fields["segments"]) if kind == Trajectory.__name__ else _RECORDS[kind](**fields)
+    )

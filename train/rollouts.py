@@ -48,7 +48,10 @@ class Rollouts:
 
 def draw_budgets(settings: RLSettings, seed: int, step: int, prompts: int) -> list[int]:
     """K of each prompt of a step, shared by its group (paper, nFrames gating)."""
-    return [int(k) for k in np.random.default_rng([seed, step, 0x4B]).choice(settings.frame_budgets, prompts)]
+    return [
+        int(k)
+        for k in np.random.default_rng([seed, step, 0x4B]).choice(settings.frame_budgets, prompts)
+    ]
 
 
 def roll_out(
@@ -70,15 +73,24 @@ def roll_out(
     ]
     episodes = run(engine, agents)
     groups = [tuple(episodes[n * size : (n + 1) * size]) for n in range(len(mine))]
-    readable = tuple(group for group in groups if all(e.stop is not StopReason.UNREADABLE for e in group))
-    earned = score_all([(e.question, e.turns) for group in readable for e in group], settings.rewards, judge, settings.grpo.sequence_anchor)
+    readable = tuple(
+        group for group in groups if all(e.stop is not StopReason.UNREADABLE for e in group)
+    )
+    earned = score_all(
+        [(e.question, e.turns) for group in readable for e in group],
+        settings.rewards,
+        judge,
+        settings.grpo.sequence_anchor,
+    )
     scored = tuple(tuple(earned[n * size : (n + 1) * size]) for n in range(len(readable)))
     return Rollouts(readable, scored, len(groups) - len(readable))
 
 
 def join(parts: Sequence[Rollouts]) -> Rollouts:
     """The whole step's rollouts, from every process's own."""
-    groups, rewards = (tuple(x for part in parts for x in getattr(part, name)) for name in ("groups", "rewards"))
+    groups, rewards = (
+        tuple(x for part in parts for x in getattr(part, name)) for name in ("groups", "rewards")
+    )
     return Rollouts(groups, rewards, sum(part.unreadable for part in parts))
 
 
@@ -95,13 +107,24 @@ def require_current(rollouts: Rollouts, version: int) -> None:
 
 def describe(rollouts: Rollouts) -> dict[str, float]:
     """What the episodes of a step were like, under the names the report knows; figures of each K under `k4/...` and so on."""
-    episodes, rewards = rollouts.episodes, [reward for group in rollouts.rewards for reward in group]
+    episodes, rewards = (
+        rollouts.episodes,
+        [reward for group in rollouts.rewards for reward in group],
+    )
     outcomes = [outcome for episode in episodes for turn in episode.turns for outcome in turn.calls]
     described = {
         **_headline(episodes, rewards),
-        **{f"reward/{name}": _mean([getattr(r, name) for r in rewards]) for name in ("accuracy", "format", "anchor", "tool", "total")},
+        **{
+            f"reward/{name}": _mean([getattr(r, name) for r in rewards])
+            for name in ("accuracy", "format", "anchor", "tool", "total")
+        },
         "reward/format_capped": _mean([r.capped for r in rewards]),
-        "length/response": _mean([float(np.sum([len(s.ids) for s in e.trajectory.segments if s.logprobs is not None])) for e in episodes]),
+        "length/response": _mean(
+            [
+                float(np.sum([len(s.ids) for s in e.trajectory.segments if s.logprobs is not None]))
+                for e in episodes
+            ]
+        ),
         "length/turns": _mean([len(e.turns) for e in episodes]),
         "k/mean": _mean([e.frames for e in episodes]),
         "calls/refused": _mean([not outcome.status.executed for outcome in outcomes]),
@@ -110,9 +133,16 @@ def describe(rollouts: Rollouts) -> dict[str, float]:
     for k in sorted({e.frames for e in episodes}):
         mine = [(e, r) for e, r in zip(episodes, rewards, strict=True) if e.frames == k]
         figures = _headline([e for e, _ in mine], [r for _, r in mine])
-        described |= {f"k{k}/{name}": value for name, value in figures.items()} | {f"k{k}/rollouts": float(len(mine))}
-    described |= {f"call/{status}": _mean([outcome.status is status for outcome in outcomes]) for status in CallStatus}
-    return described | {f"stop/{reason}": _mean([e.stop is reason for e in episodes]) for reason in StopReason}
+        described |= {f"k{k}/{name}": value for name, value in figures.items()} | {
+            f"k{k}/rollouts": float(len(mine))
+        }
+    described |= {
+        f"call/{status}": _mean([outcome.status is status for outcome in outcomes])
+        for status in CallStatus
+    }
+    return described | {
+        f"stop/{reason}": _mean([e.stop is reason for e in episodes]) for reason in StopReason
+    }
 
 
 def _headline(episodes: Sequence[Episode], rewards: Sequence[Rewards]) -> dict[str, float]:

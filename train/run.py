@@ -50,7 +50,9 @@ def execute(run: Run, interrupts: Interrupts | None = None) -> pathlib.Path:
     settings, interrupts, log = resolved(run), interrupts or Interrupts(), run.log
     folder = pathlib.Path(run.run_dir or f"runs/{run.name}").absolute()
     hosts.require_same("the run's settings", settings)
-    require_even(make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor))  # refuses what is not there before any work on data
+    require_even(
+        make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
+    )  # refuses what is not there before any work on data
     if run.model.path:
         config_of(run.model.path, run.model.size)  # and weights of another size, or none
         require_weights(run.model.path)
@@ -64,16 +66,25 @@ def execute(run: Run, interrupts: Interrupts | None = None) -> pathlib.Path:
         with hosts.one_after_another(alike=Stopped):
             kept = "stopped while preparing the data; finished videos are kept"
             # The first one works, and stops for all; the others find what it made, and stop with it at the next step.
-            data = prepare(run, folder, (lambda: interrupts.check_alone(kept)) if hosts.is_first() else lambda: None)
+            data = prepare(
+                run,
+                folder,
+                (lambda: interrupts.check_alone(kept)) if hosts.is_first() else lambda: None,
+            )
         if data.published is not None:
-            hosts.require_same(f"data.folder: {run.data.folder if run.data else ''}, the prepared set", data.published.digest)
+            hosts.require_same(
+                f"data.folder: {run.data.folder if run.data else ''}, the prepared set",
+                data.published.digest,
+            )
         clock = stack.enter_context(_Clock(folder / "seconds.json"))
         if hosts.is_first():
             metrics = MetricsWriter(folder, log.tensorboard, log.wandb, log.wandb_project, settings)
         else:
             metrics = SilentMetrics(folder)
         stack.enter_context(contextlib.closing(metrics))
-        with contextlib.closing(Session(run, settings, folder, data, metrics, interrupts, clock.save)) as session:
+        with contextlib.closing(
+            Session(run, settings, folder, data, metrics, interrupts, clock.save)
+        ) as session:
             session.align()
             session.open()
             session.cold_start()
@@ -83,7 +94,13 @@ def execute(run: Run, interrupts: Interrupts | None = None) -> pathlib.Path:
             session.export()
         with hosts.one_after_another():
             if hosts.is_first():
-                result = {"name": run.name, "seed": run.seed, "before": before, "after": after, **_counts(folder)}
+                result = {
+                    "name": run.name,
+                    "seed": run.seed,
+                    "before": before,
+                    "after": after,
+                    **_counts(folder),
+                }
                 result |= {**_judged(folder), "seconds": clock.total}
                 write_atomically(folder / "result.json", json.dumps(result, indent=1))
                 _collect_episodes(folder, data.root)
@@ -116,8 +133,15 @@ def _collect_episodes(folder: pathlib.Path, root: pathlib.Path) -> None:
     """episodes.jsonl: the transcripts of all phases, in order. Videos of a world are named from `folder`, others by their whole path."""
     videos = root.relative_to(folder) if root.is_relative_to(folder) else root
     order = ("before", "rl", "after")
-    files = sorted((folder / "evaluation").glob("*.json"), key=lambda f: (order.index(f.stem.split("-")[0]), int(f.stem.split("-")[1])))
-    lines = [json.dumps({**episode, "video": str(videos / episode["video"])}) for f in files for episode in _episodes(f)]
+    files = sorted(
+        (folder / "evaluation").glob("*.json"),
+        key=lambda f: (order.index(f.stem.split("-")[0]), int(f.stem.split("-")[1])),
+    )
+    lines = [
+        json.dumps({**episode, "video": str(videos / episode["video"])})
+        for f in files
+        for episode in _episodes(f)
+    ]
     write_atomically(folder / "episodes.jsonl", "".join(line + "\n" for line in lines))
 
 
@@ -159,7 +183,15 @@ def main(argv: list[str] | None = None) -> int:
     except Stopped as stop:
         print(f"\n{stop}; the same command goes on from there", file=sys.stderr)
         return stop.code
-    except (RunDirectoryError, CheckpointError, UnreadableVideosError, hosts.HostsError, ValueError, OSError, ModuleNotFoundError) as error:
+    except (
+        RunDirectoryError,
+        CheckpointError,
+        UnreadableVideosError,
+        hosts.HostsError,
+        ValueError,
+        OSError,
+        ModuleNotFoundError,
+    ) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"done in {format_seconds(time.monotonic() - start)}; see {report}")

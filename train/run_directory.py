@@ -52,7 +52,9 @@ class RunDirectory:
                 self.close()
                 raise
         except OSError as error:
-            raise RunDirectoryError(f"--run-dir {self.path} cannot be used: {error}. Name a folder that can be written.") from error
+            raise RunDirectoryError(
+                f"--run-dir {self.path} cannot be used: {error}. Name a folder that can be written."
+            ) from error
 
     def close(self) -> None:
         """Gives the folder free for another process."""
@@ -68,7 +70,11 @@ class RunDirectory:
         """Compares with the configuration that is there, or writes it."""
         file = self.path / _CONFIG
         if not file.exists():
-            strangers = sorted(entry.name for entry in self.path.iterdir() if entry.name not in (_LOCK, _UNFINISHED))
+            strangers = sorted(
+                entry.name
+                for entry in self.path.iterdir()
+                if entry.name not in (_LOCK, _UNFINISHED)
+            )
             if strangers:
                 raise RunDirectoryError(
                     f"--run-dir {self.path} is not a run's folder: it has no {_CONFIG} and holds {', '.join(strangers[:5])}. "
@@ -105,15 +111,21 @@ def read_config(folder: pathlib.Path, flag: str, formats: Sequence[int]) -> dict
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RunDirectoryError(f"{file} is damaged ({error}): put it back, or name another {flag}.") from error
+        raise RunDirectoryError(
+            f"{file} is damaged ({error}): put it back, or name another {flag}."
+        ) from error
     number = config.pop("format", 1) if isinstance(config, dict) else None
     if not isinstance(number, int):
-        raise RunDirectoryError(f"{file} is damaged (it holds no settings): put it back, or name another {flag}.")
+        raise RunDirectoryError(
+            f"{file} is damaged (it holds no settings): put it back, or name another {flag}."
+        )
     if number not in formats:
         remedy = f"name another {flag}, or export its model with python -m train.export --run-dir {folder} --to FOLDER"
         if number not in READABLE:
             remedy = "use the version of this program that made it"
-        raise RunDirectoryError(f"{flag} {folder} has format {number}; this version reads format {max(formats)}: {remedy}.")
+        raise RunDirectoryError(
+            f"{flag} {folder} has format {number}; this version reads format {max(formats)}: {remedy}."
+        )
     return config
 
 
@@ -130,7 +142,14 @@ def identity(config: dict[str, Any]) -> dict[str, Any]:
 _COLD_START = ("videos", "records", "tokenizer", "checkpoints/align", "checkpoints/sft")
 _DECIDE = ("world", "text", "model", "frames", "align", "sft", "protocol")
 # Fields of the protocol that bound or open rollouts; demonstrations are the same whatever they are.
-_OF_ROLLOUTS = ("pin_think", "max_calls", "turn_tokens", "trajectory_tokens", "text_tokens", "label_tokens")
+_OF_ROLLOUTS = (
+    "pin_think",
+    "max_calls",
+    "turn_tokens",
+    "trajectory_tokens",
+    "text_tokens",
+    "label_tokens",
+)
 
 
 def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str, Any]) -> None:
@@ -139,13 +158,20 @@ def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str
     Raises RunDirectoryError where `source` has no finished cold start, or one of other settings than `config` asks for.
     """
     source = pathlib.Path(source).absolute()
-    missing = [name for name in (_CONFIG, "result.json", *_COLD_START) if not (source / name).exists()]
+    missing = [
+        name for name in (_CONFIG, "result.json", *_COLD_START) if not (source / name).exists()
+    ]
     if missing:
-        raise RunDirectoryError(f"--start {source} is no finished run with a cold start: it has no {', '.join(missing)}.")
+        raise RunDirectoryError(
+            f"--start {source} is no finished run with a cold start: it has no {', '.join(missing)}."
+        )
     found = read_config(source, "--start", (FORMAT,))
     wanted = as_json(config, "the run's configuration")
     if lines := differences(cold_start_identity(found), cold_start_identity(wanted)):
-        raise RunDirectoryError(f"--start {source} holds a cold start of other settings (there -> asked for):\n  " + "\n  ".join(lines))
+        raise RunDirectoryError(
+            f"--start {source} holds a cold start of other settings (there -> asked for):\n  "
+            + "\n  ".join(lines)
+        )
     for name in _COLD_START:
         if not (target / name).exists():
             unfinished = target / f"{name}.tmp"
@@ -156,7 +182,9 @@ def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str
 
 def cold_start_identity(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a configuration that decides a cold start, which other runs may take over."""
-    protocol = {name: value for name, value in config["protocol"].items() if name not in _OF_ROLLOUTS}
+    protocol = {
+        name: value for name, value in config["protocol"].items() if name not in _OF_ROLLOUTS
+    }
     return {name: config[name] for name in _DECIDE} | {"protocol": protocol}
 
 
@@ -166,7 +194,9 @@ def as_json(value: Any, name: str) -> Any:
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} has to be what JSON can hold (numbers, text, None, lists, dicts): {error}.") from error
+        raise TypeError(
+            f"{name} has to be what JSON can hold (numbers, text, None, lists, dicts): {error}."
+        ) from error
 
 
 def _check_keys(value: Any, name: str) -> None:
@@ -174,7 +204,9 @@ def _check_keys(value: Any, name: str) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"{name} has the key {key!r}: keys have to be text, JSON would bring this one back as '{key}'.")
+                raise TypeError(
+                    f"{name} has the key {key!r}: keys have to be text, JSON would bring this one back as '{key}'."
+                )
             _check_keys(item, f"{name}.{key}")
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
@@ -204,11 +236,19 @@ def _lock(folder: pathlib.Path) -> TextIO:
 def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """One line for every field whose value differs, by its dotted name."""
     old, new = _flat(found), _flat(wanted)
-    return [f"{name}: {old.get(name, _ABSENT)} -> {new.get(name, _ABSENT)}" for name in (old | new) if old.get(name) != new.get(name)]
+    return [
+        f"{name}: {old.get(name, _ABSENT)} -> {new.get(name, _ABSENT)}"
+        for name in (old | new)
+        if old.get(name) != new.get(name)
+    ]
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, str]:
     """Leaves as JSON text, which also makes a NaN equal to itself; a list is one value."""
     if not isinstance(value, dict) or not value:
         return {prefix: json.dumps(value)}
-    return {name: text for key, item in value.items() for name, text in _flat(item, f"{prefix}.{key}" if prefix else key).items()}
+    return {
+        name: text
+        for key, item in value.items()
+        for name, text in _flat(item, f"{prefix}.{key}" if prefix else key).items()
+    }

@@ -81,14 +81,27 @@ class Session:
         interrupts: Interrupts,
         tick: Callable[[], None],
     ):
-        self.run, self.settings, self.folder, self.data, self.metrics = run, settings, folder, data, metrics
+        self.run, self.settings, self.folder, self.data, self.metrics = (
+            run,
+            settings,
+            folder,
+            data,
+            metrics,
+        )
         self.interrupts, self.tick = interrupts, tick
         self.mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
         self.config, self.model, self.origin = first_model(run, data, self.mesh)
-        self.param_dtype = self.model.text.embedding[...].dtype  # what is trained; the sampler's may be another
+        self.param_dtype = self.model.text.embedding[
+            ...
+        ].dtype  # what is trained; the sampler's may be another
         self.reader: FrameReader | None = None
-        if run.align is not None:  # small enough to lie whole on every device of every process, and to be aligned there
-            nnx.update(self.model, jax.device_put(nnx.state(self.model), NamedSharding(self.mesh, PartitionSpec())))
+        if (
+            run.align is not None
+        ):  # small enough to lie whole on every device of every process, and to be aligned there
+            nnx.update(
+                self.model,
+                jax.device_put(nnx.state(self.model), NamedSharding(self.mesh, PartitionSpec())),
+            )
         self.protocol = Protocol(data.vocabulary, run.protocol)
         self.compilations = Compilations()
         self.rewards = run.rl.rewards if run.rl else RewardSettings()
@@ -97,9 +110,16 @@ class Session:
     def phase(self, name: str, steps: int, save_every: int, unreadable: dict[str, str]) -> Phase:
         """A phase with its checkpoints; those of a cold start may be another run's with the same settings for it (`Run.start`)."""
         kept, rl = self.run.checkpoints, name == "rl"
-        model, vocabulary = to_hf(self.config), {"size": self.data.vocabulary.size, "digest": self.data.vocabulary.digest}
+        model, vocabulary = (
+            to_hf(self.config),
+            {"size": self.data.vocabulary.size, "digest": self.data.vocabulary.digest},
+        )
         settings = identity(self.settings) if rl else cold_start_identity(self.settings)
-        meta = {"settings": self.settings, "model": model, "vocabulary": self.data.vocabulary.digest}
+        meta = {
+            "settings": self.settings,
+            "model": model,
+            "vocabulary": self.data.vocabulary.digest,
+        }
         checkpoints = Checkpoints(
             self.folder / "checkpoints" / name,
             keep=kept.keep,
@@ -115,13 +135,20 @@ class Session:
             self.interrupts,
             meta=meta | {"param_dtype": self.param_dtype.name},
             tick=self.tick,
-            before_save=lambda: note_unreadable(self.run, self.folder, self.data, _all_of(hosts.gather(unreadable))),
+            before_save=lambda: note_unreadable(
+                self.run, self.folder, self.data, _all_of(hosts.gather(unreadable))
+            ),
             best=kept.best if rl and kept.best != "none" else None,
         )
 
     def as_saved(self, state: TrainState) -> dict[str, Any]:
         """What a checkpoint of SFT or RL holds: the whole model, its frozen tower included, and the optimiser."""
-        return {"vision": self.tower, "text": state.weights, "optimizer": state.optimizer, "step": state.step}
+        return {
+            "vision": self.tower,
+            "text": state.weights,
+            "optimizer": state.optimizer,
+            "step": state.step,
+        }
 
     def resume(self, phase: Phase, start: TrainState) -> tuple[TrainState, Any]:
         """The state that `phase` was left with, and its data cursor; `start` and None where it begins."""
@@ -136,25 +163,41 @@ class Session:
         if settings is None:
             return
         with self.phase("align", settings.steps, settings.save_every, unreadable) as phase:
-            align(self.model, data.captions, data.vocabulary, data.root, settings, self.run.seed, phase, unreadable)
+            align(
+                self.model,
+                data.captions,
+                data.vocabulary,
+                data.root,
+                settings,
+                self.run.seed,
+                phase,
+                unreadable,
+            )
 
     def open(self) -> None:
         """Freeze the tower and build what reads frames and samples."""
         self.graph, weights = nnx.split(self.model.text)
         self.weights = jax.device_put(weights, param_shardings(weights, self.mesh))
         self.tower = on_host(nnx.state(self.model.vision))
-        nnx.update(self.model.vision, jax.tree.map(jnp.asarray, frozen(self.tower, self.model.vision.dtype)))  # this process's own
+        nnx.update(
+            self.model.vision,
+            jax.tree.map(jnp.asarray, frozen(self.tower, self.model.vision.dtype)),
+        )  # this process's own
         if self.run.data is not None:
             self.reader = open_reader(self.run.data, self.run.frames, self.config.vision)
         source = self.reader or video
-        self.features = FrameFeatures(self.model.vision, self.config, self.run.frames, self.data.root, source=source)
+        self.features = FrameFeatures(
+            self.model.vision, self.config, self.run.frames, self.data.root, source=source
+        )
         self.scene = Scene(self.protocol, self.features)
         if self.run.plays_episodes:
             self.sync = WeightSync(self.weights, self.model.text.dtype)
             nnx.update(self.model.text, self.sync(self.weights))
             self.engine = Engine(self.model, self.features, self.run.engine_sizes)
             self.engine.sleep()
-        nnx.update(self.model.text, jax.eval_shape(lambda: nnx.state(self.model.text)))  # its weights are `self.weights` now
+        nnx.update(
+            self.model.text, jax.eval_shape(lambda: nnx.state(self.model.text))
+        )  # its weights are `self.weights` now
 
     def close(self) -> None:
         """Ends the processes that read frames, at once."""
@@ -168,9 +211,13 @@ class Session:
             return
         course = self._course(settings)
         state, update = course.start(self.graph, self.weights)
-        with self.phase("sft", settings.steps, settings.save_every, self.features.unreadable) as phase:
+        with self.phase(
+            "sft", settings.steps, settings.save_every, self.features.unreadable
+        ) as phase:
             state, cursor = self.resume(phase, state)
-            self.weights = state.weights  # where a run goes on, the first ones are not kept beside those restored
+            self.weights = (
+                state.weights
+            )  # where a run goes on, the first ones are not kept beside those restored
             if cursor is not None:
                 course.set_state(cursor)
             for step in phase.left:
@@ -179,7 +226,9 @@ class Session:
                 state, figures = update(state, batch)
                 figures = {name: float(value) for name, value in figures.items()} | counts
                 seconds = time.perf_counter() - clock
-                figures |= {"time/step": seconds} | speeds(arrays, self.config, seconds, self.mesh.size)
+                figures |= {"time/step": seconds} | speeds(
+                    arrays, self.config, seconds, self.mesh.size
+                )
                 phase.done(step, figures, self.as_saved(state), course.get_state(), ("loss",))
         self.weights = state.weights
 
@@ -187,9 +236,13 @@ class Session:
         """The batches of the cold start."""
         data, seed, rest = self.data, self.run.seed, (self.protocol, self.features, self.mesh)
         if isinstance(settings, SFTSettings):
-            return Course(settings, self.run.sft_shapes, data.demonstrations, data.windows, seed, *rest)
+            return Course(
+                settings, self.run.sft_shapes, data.demonstrations, data.windows, seed, *rest
+            )
         assert data.published is not None and self.reader is not None, "Run sees to it"
-        return PackedCourse(settings, self.run.packed_shape, data.published, self.reader, seed, *rest)
+        return PackedCourse(
+            settings, self.run.packed_shape, data.published, self.reader, seed, *rest
+        )
 
     def _wake(self, version: int) -> None:
         """The weights as they are now into the engine. What it has goes first: new weights beside old ones may be too much."""
@@ -203,7 +256,9 @@ class Session:
         """
         settings, rows = self.run.evaluation, []
         questions = self.data.heldout[: settings.questions]
-        if not questions and self.data.published is not None:  # none held out: `rollout.evaluate` plays the paper's splits
+        if (
+            not questions and self.data.published is not None
+        ):  # none held out: `rollout.evaluate` plays the paper's splits
             return []
         files = [self.folder / "evaluation" / f"{name}-{k}.json" for k in settings.frames]
         if not hosts.from_first(lambda: all(file.exists() for file in files)):
@@ -216,7 +271,9 @@ class Session:
                     if self.judge is not None:
                         content["judge"] = collections.Counter()
                     for setting in [s for s in settings.settings() if s.frames == k]:
-                        self.interrupts.check(f"stopped while evaluating {name} RL; K = {k} begins again, those before it are kept")
+                        self.interrupts.check(
+                            f"stopped while evaluating {name} RL; K = {k} begins again, those before it are kept"
+                        )
                         row, lines = self._play(name, setting, questions)
                         content["rows"].append(row)
                         content["episodes"] += lines
@@ -233,15 +290,36 @@ class Session:
         self.engine.sleep()  # what comes next trains or writes
         return rows
 
-    def _play(self, name: str, setting: Setting, questions: Sequence[Question]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        samples = self.run.evaluation.samples if setting.temperature > 0 and setting.dispatch == "parallel" else 1
+    def _play(
+        self, name: str, setting: Setting, questions: Sequence[Question]
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        samples = (
+            self.run.evaluation.samples
+            if setting.temperature > 0 and setting.dispatch == "parallel"
+            else 1
+        )
         mine, seed = questions[hosts.share_of(len(questions))], self.run.seed
         anchor = self.run.rl.grpo.sequence_anchor if self.run.rl else 0.0
-        scene = dataclasses.replace(self.scene, protocol=Protocol(self.data.vocabulary, self.run.limits(setting.dispatch)))
-        played = play_and_score(self.engine, scene, mine, setting, self.rewards, seed, samples, judge=self.judge, anchor_weight=anchor)
+        scene = dataclasses.replace(
+            self.scene, protocol=Protocol(self.data.vocabulary, self.run.limits(setting.dispatch))
+        )
+        played = play_and_score(
+            self.engine,
+            scene,
+            mine,
+            setting,
+            self.rewards,
+            seed,
+            samples,
+            judge=self.judge,
+            anchor_weight=anchor,
+        )
         scored = [episode for part in hosts.gather(played) for episode in part]
         shown = scored[: self.run.log.episodes] if setting.dispatch == "parallel" else []
-        lines = [{"phase": name, "step": 0, **transcript(episode, reward, setting, self.data.vocabulary)} for episode, reward in shown]
+        lines = [
+            {"phase": name, "step": 0, **transcript(episode, reward, setting, self.data.vocabulary)}
+            for episode, reward in shown
+        ]
         return dataclasses.asdict(summarise(setting, scored)), lines
 
     def reinforce(self) -> None:
@@ -249,11 +327,24 @@ class Session:
         settings = self.run.rl
         if settings is None:
             return
-        learner = Learner(self.graph, self.weights, self.config, settings, self.run.rl_shapes, self.judge, self.sync)
-        with self.phase("rl", settings.steps, settings.save_every, self.features.unreadable) as phase:
+        learner = Learner(
+            self.graph,
+            self.weights,
+            self.config,
+            settings,
+            self.run.rl_shapes,
+            self.judge,
+            self.sync,
+        )
+        with self.phase(
+            "rl", settings.steps, settings.save_every, self.features.unreadable
+        ) as phase:
             questions = self._questions(settings, phase.first)
             state, cursor = self.resume(phase, learner.start)
-            learner.start, self.weights = state, state.weights  # where a run goes on, those it began with are not kept beside them
+            learner.start, self.weights = (
+                state,
+                state.weights,
+            )  # where a run goes on, those it began with are not kept beside them
             if cursor is not None:
                 questions.set_state(cursor["questions"])
             if phase.left:
@@ -261,20 +352,35 @@ class Session:
                 self.engine.warm_up()
             if hosts.is_first():
                 forget_others(self.folder, jax.process_count())
-            rollouts = RolloutFile(self.folder / rollout_file_name(jax.process_index(), jax.process_count()), phase.first)
+            rollouts = RolloutFile(
+                self.folder / rollout_file_name(jax.process_index(), jax.process_count()),
+                phase.first,
+            )
             for step in phase.left:
                 compiled = self.compilations.count
                 look = self._transcriber(step) if phase.saves(step) else None
                 asked = next(questions)
-                state, figures = learner.step(state, self.engine, self.scene, asked, self.run.seed, look, rollouts.roll_out)
-                figures["recompilations"] = float(self.compilations.count - compiled if step > phase.first + WARM_UP else 0)
+                state, figures = learner.step(
+                    state, self.engine, self.scene, asked, self.run.seed, look, rollouts.roll_out
+                )
+                figures["recompilations"] = float(
+                    self.compilations.count - compiled if step > phase.first + WARM_UP else 0
+                )
                 cursor = {"questions": questions.get_state()}
-                phase.done(step, figures, self.as_saved(state), cursor, ("accuracy", "format", "calls", "reward/total"))
+                phase.done(
+                    step,
+                    figures,
+                    self.as_saved(state),
+                    cursor,
+                    ("accuracy", "format", "calls", "reward/total"),
+                )
         rollouts.remove()
         self.engine.sleep()
         self.weights = state.weights
 
-    def _questions(self, settings: RLSettings, first: int) -> grain.DatasetIterator[tuple[Question, ...]] | Ahead[tuple[Question, ...]]:
+    def _questions(
+        self, settings: RLSettings, first: int
+    ) -> grain.DatasetIterator[tuple[Question, ...]] | Ahead[tuple[Question, ...]]:
         """What is asked in each step; of published videos, the overviews of the next one are read meanwhile."""
         seed, prompts = self.run.seed, settings.prompts
         if self.data.published is None or self.reader is None:
@@ -285,9 +391,14 @@ class Session:
     def export(self) -> None:
         """The trained model in the Hugging Face layout, for transformers and `models.qwen3_vl.load`, in the folder `model`."""
         folder = self.folder / "model"
-        if not hosts.from_first(folder.exists):  # all processes save: what is cut over them is gathered
+        if not hosts.from_first(
+            folder.exists
+        ):  # all processes save: what is cut over them is gathered
             nnx.update(self.model.text, self.weights)
-            nnx.update(self.model.vision, jax.device_put(self.tower, NamedSharding(self.mesh, PartitionSpec())))
+            nnx.update(
+                self.model.vision,
+                jax.device_put(self.tower, NamedSharding(self.mesh, PartitionSpec())),
+            )
             write_model(self.model, self.folder / "tokenizer", self.run.frames, folder)
 
     def _transcriber(self, step: int) -> Callable[[Rollouts, np.ndarray], None]:
@@ -300,12 +411,22 @@ class Session:
                 return
             lines = [
                 {"phase": "rl", "step": step}
-                | transcript(group[0], rewards[0], Setting(group[0].frames, temperature), self.data.vocabulary, advantages[p * rows])
-                for p, (group, rewards) in enumerate(zip(rollouts.groups, rollouts.rewards, strict=True))
+                | transcript(
+                    group[0],
+                    rewards[0],
+                    Setting(group[0].frames, temperature),
+                    self.data.vocabulary,
+                    advantages[p * rows],
+                )
+                for p, (group, rewards) in enumerate(
+                    zip(rollouts.groups, rollouts.rewards, strict=True)
+                )
             ]
             folder = self.folder / "evaluation"
             folder.mkdir(exist_ok=True)
-            write_atomically(folder / f"rl-{step:06d}.json", json.dumps({"rows": [], "episodes": lines}))
+            write_atomically(
+                folder / f"rl-{step:06d}.json", json.dumps({"rows": [], "episodes": lines})
+            )
 
         return write
 
@@ -323,12 +444,21 @@ def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VLConfig, Qwen3V
         return config, Qwen3VL(config, rngs=nnx.Rngs(run.seed), dtype=dtype), origin
     config = config_of(path, run.model.size)
     check_vocabulary(config, data.vocabulary, path)
-    return config, load(path, config, mesh=mesh, dtype=dtype), origin | {"weights": fingerprint(path)}
+    return (
+        config,
+        load(path, config, mesh=mesh, dtype=dtype),
+        origin | {"weights": fingerprint(path)},
+    )
 
 
 def model_config(run: Run, vocabulary: Vocabulary) -> Qwen3VLConfig:
     """The model's sizes, with the ids that this vocabulary gives the special tokens."""
-    ids = {f"{name}_token_id": vocabulary[f"<|{token}|>"] for name, token in (("image", "image_pad"), ("video", "video_pad"))}
-    ids |= {f"{name}_token_id": vocabulary[f"<|{name}|>"] for name in ("vision_start", "vision_end")}
+    ids = {
+        f"{name}_token_id": vocabulary[f"<|{token}|>"]
+        for name, token in (("image", "image_pad"), ("video", "video_pad"))
+    }
+    ids |= {
+        f"{name}_token_id": vocabulary[f"<|{name}|>"] for name in ("vision_start", "vision_end")
+    }
     sizes = tiny(vocabulary.size) if run.model.size == "tiny" else qwen3_vl(run.model.size)
     return dataclasses.replace(sizes, **ids)

@@ -67,11 +67,17 @@ class SFTSettings:
         )
         remat.check("sft.remat", self.remat)
 
-    def shapes(self, longest: Lengths, texts: WorldLengths, rows: int) -> tuple[BatchShape, BatchShape]:
+    def shapes(
+        self, longest: Lengths, texts: WorldLengths, rows: int
+    ) -> tuple[BatchShape, BatchShape]:
         """Shapes of a step's batches, main agents' and sub-agents'. `longest`: lengths of the run's
         sequences; `texts`: those of the demonstrations; `rows`: demonstrations in a group."""
-        main = BatchShape(self.groups, rows, longest.prompt, longest.visual, round_up(texts.row, 16))
-        windows = BatchShape(self.windows, 1, longest.crop_prompt, longest.crop_visual, texts.report + 1)
+        main = BatchShape(
+            self.groups, rows, longest.prompt, longest.visual, round_up(texts.row, 16)
+        )
+        windows = BatchShape(
+            self.windows, 1, longest.crop_prompt, longest.crop_visual, texts.report + 1
+        )
         return main, windows
 
 
@@ -89,26 +95,39 @@ class SFTBatch:
 
 def split(batch: SFTBatch, parts: int) -> SFTBatch:
     """The batch in `parts` micro-batches of whole groups: every array gets them as its first axis."""
-    return SFTBatch(tuple(cut(s, parts) for s in batch.sequences), jnp.broadcast_to(batch.tokens, (parts, *batch.tokens.shape)))
+    return SFTBatch(
+        tuple(cut(s, parts) for s in batch.sequences),
+        jnp.broadcast_to(batch.tokens, (parts, *batch.tokens.shape)),
+    )
 
 
 def sft_loss(image_token_id: int, settings: SFTSettings) -> Loss:
     """Mean negative log-likelihood of the sampled tokens of each of the batches, averaged over these: a sub-agent's few words weigh as
     much as a main agent's many. Also the number of tokens and of groups."""
 
-    def loss(text: TextDecoder, batch: SFTBatch) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    def loss(
+        text: TextDecoder, batch: SFTBatch
+    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         total, tokens = jnp.zeros(()), jnp.zeros(())
         for sequences, whole in zip(batch.sequences, batch.tokens, strict=True):
-            logprobs = row_logprobs(text, sequences, image_token_id, 1.0, settings.remat, settings.logprob_chunk)
-            total -= masked_mean(logprobs, jnp.asarray(sequences.sampled), whole) / len(batch.sequences)
+            logprobs = row_logprobs(
+                text, sequences, image_token_id, 1.0, settings.remat, settings.logprob_chunk
+            )
+            total -= masked_mean(logprobs, jnp.asarray(sequences.sampled), whole) / len(
+                batch.sequences
+            )
             tokens += sequences.sampled.sum()
-        groups = sum((s.prompt_segments.any(1).sum() for s in batch.sequences), jnp.zeros((), jnp.int32))
+        groups = sum(
+            (s.prompt_segments.any(1).sum() for s in batch.sequences), jnp.zeros((), jnp.int32)
+        )
         return total, {"tokens": tokens, "groups": groups}
 
     return loss
 
 
-def start_sft(graph: nnx.GraphDef, weights: Any, image_token_id: int, settings: SFTSettings, parts: int = 1) -> tuple[TrainState, Program]:
+def start_sft(
+    graph: nnx.GraphDef, weights: Any, image_token_id: int, settings: SFTSettings, parts: int = 1
+) -> tuple[TrainState, Program]:
     """The state before the first step, and the jitted update `f(state, SFTBatch) -> (state, metrics)`."""
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = init_state(weights, optimizer)
@@ -134,7 +153,9 @@ def render(demonstration: Demonstration, protocol: Protocol, features: FrameFeat
         frames = features.overview(demonstration.video, demonstration.frames)
     else:
         settings = protocol.settings
-        frames = features.window(demonstration.video, *demonstration.window, settings.crop_fps, settings.crop_frames)
+        frames = features.window(
+            demonstration.video, *demonstration.window, settings.crop_fps, settings.crop_frames
+        )
     return protocol.demonstration(demonstration, frames, features.tokens(demonstration.video))
 
 
@@ -148,8 +169,14 @@ def sft_batch(
 ) -> SFTBatch:
     """The arrays of one step on the mesh: groups of main agents' demonstrations, and sub-agents' one by one. Unreadable ones become
     padding. `groups`, `windows` and `shapes` are the whole step's; a process renders and lays out its share of them."""
-    mine = groups[hosts.share_of(len(groups))], [(d,) for d in windows[hosts.share_of(len(windows))]]
-    built = (build(_readable(rows, protocol, features), features, own(shape)) for rows, shape in zip(mine, shapes, strict=True))
+    mine = (
+        groups[hosts.share_of(len(groups))],
+        [(d,) for d in windows[hosts.share_of(len(windows))]],
+    )
+    built = (
+        build(_readable(rows, protocol, features), features, own(shape))
+        for rows, shape in zip(mine, shapes, strict=True)
+    )
     return SFTBatch.of(*(place(sequences, mesh) for sequences in built))
 
 
@@ -171,7 +198,9 @@ class Course:
         self._main = stream(demonstrations, seed, settings.groups)
         self._windows = stream(windows, seed + 1, settings.windows)
         padded, self._parts = fitted(shapes, settings.microbatches, mesh)
-        self._lay_out = functools.partial(sft_batch, protocol=protocol, features=features, shapes=padded, mesh=mesh)
+        self._lay_out = functools.partial(
+            sft_batch, protocol=protocol, features=features, shapes=padded, mesh=mesh
+        )
 
     def start(self, graph: nnx.GraphDef, weights: Any) -> tuple[TrainState, Program]:
         """As `start_sft`."""
@@ -190,7 +219,9 @@ class Course:
         self._windows.set_state(state["windows"])
 
 
-def _readable(groups: Sequence[Sequence[Demonstration]], protocol: Protocol, features: FrameFeatures) -> list[list[Trajectory]]:
+def _readable(
+    groups: Sequence[Sequence[Demonstration]], protocol: Protocol, features: FrameFeatures
+) -> list[list[Trajectory]]:
     rendered = []
     for group in groups:
         try:

@@ -59,7 +59,10 @@ def real_tokens(batches: Batches) -> int:
 
 def update_flops(batches: Batches, config: Qwen3VLConfig) -> float:
     """FLOPs of forward and backward pass: each token attends to those before it, and to its group's prompt, which is computed once."""
-    base, slope = flops_per_token(config, 0.0), flops_per_token(config, 1.0) - flops_per_token(config, 0.0)
+    base, slope = (
+        flops_per_token(config, 0.0),
+        flops_per_token(config, 1.0) - flops_per_token(config, 0.0),
+    )
     head = 2.0 * config.text.vocab_size * config.text.hidden_size
     total = 0.0
     for batch in batches:
@@ -80,10 +83,15 @@ def _prompts_and_rows(batch: Sequences | Packed) -> tuple[np.ndarray, np.ndarray
 
 
 def _whole(x: Any) -> np.ndarray:
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True) if isinstance(x, jax.Array) else x, np.float64)
+    return np.asarray(
+        multihost_utils.process_allgather(x, tiled=True) if isinstance(x, jax.Array) else x,
+        np.float64,
+    )
 
 
-def speeds(batches: Batches, config: Qwen3VLConfig, seconds: float, devices: int) -> dict[str, float]:
+def speeds(
+    batches: Batches, config: Qwen3VLConfig, seconds: float, devices: int
+) -> dict[str, float]:
     """`speed/tokens` a second and `speed/mfu` of an update that took `seconds` on `devices` devices."""
     return {
         "speed/tokens": real_tokens(batches) / seconds,

@@ -70,7 +70,10 @@ def init_state(weights: Any, optimizer: optax.GradientTransformation) -> TrainSt
 
 def state_shardings(state: TrainState) -> TrainState:
     """Where each array of a state lies (real or abstract), from where its weights do."""
-    places = {jax.tree_util.keystr(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(state.weights)}
+    places = {
+        jax.tree_util.keystr(path): leaf.sharding
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.weights)
+    }
     mesh = mesh_of(state.weights)
     whole = next(iter(places.values())) if mesh is None else NamedSharding(mesh, PartitionSpec())
 
@@ -82,30 +85,65 @@ def state_shardings(state: TrainState) -> TrainState:
 
 
 def row_logprobs(
-    text: TextDecoder, batch: Sequences, image_token_id: int, temperature: float, remat: Remat = "none", chunk: int | None = None
+    text: TextDecoder,
+    batch: Sequences,
+    image_token_id: int,
+    temperature: float,
+    remat: Remat = "none",
+    chunk: int | None = None,
 ) -> Float[Array, "b t"]:
     """Log-prob of each token of the rows given all before it, at `temperature`; 0 for a row's first token, the last one of its prompt."""
     x = jax.tree.map(jnp.asarray, batch)
     p, s = x.prompt_ids.shape
     many = pieces(p, len(x.ids), s)
-    ids, segments, index = (y.reshape(p * many, -1) for y in (x.prompt_ids, x.prompt_segments, visual_index(x.prompt_ids, image_token_id)))
+    ids, segments, index = (
+        y.reshape(p * many, -1)
+        for y in (x.prompt_ids, x.prompt_segments, visual_index(x.prompt_ids, image_token_id))
+    )
     positions = x.prompt_positions.reshape(3, p * many, -1)
-    _, prompts = text(ids, positions, segment_ids=segments, visual=x.visual, visual_index=index, pieces=many, remat=remat)
-    hidden, _ = text(x.ids, x.positions, segment_ids=x.segments, prefix=prompts, prefix_mask=segments > 0, pieces=many, remat=remat)
+    _, prompts = text(
+        ids,
+        positions,
+        segment_ids=segments,
+        visual=x.visual,
+        visual_index=index,
+        pieces=many,
+        remat=remat,
+    )
+    hidden, _ = text(
+        x.ids,
+        x.positions,
+        segment_ids=x.segments,
+        prefix=prompts,
+        prefix_mask=segments > 0,
+        pieces=many,
+        remat=remat,
+    )
     logprobs = text.token_logprobs(hidden[:, :-1], x.ids[:, 1:], temperature, chunk)
     return jnp.pad(logprobs, ((0, 0), (1, 0)))
 
 
 def make_logprobs(
-    graph: nnx.GraphDef, image_token_id: int, temperature: float, chunk: int | None = None, mesh: Mesh | None = None, parts: int = 1
+    graph: nnx.GraphDef,
+    image_token_id: int,
+    temperature: float,
+    chunk: int | None = None,
+    mesh: Mesh | None = None,
+    parts: int = 1,
 ) -> Program:
     """The jitted log-probs of a batch under given weights, in `parts` micro-batches: `f(weights, batch) -> float32[b, t]`."""
 
     def reference_logprobs(weights: Any, batch: Sequences) -> jax.Array:
         def of_part(part: Sequences) -> jax.Array:
-            return row_logprobs(nnx.merge(graph, weights), part, image_token_id, temperature, chunk=chunk)
+            return row_logprobs(
+                nnx.merge(graph, weights), part, image_token_id, temperature, chunk=chunk
+            )
 
-        return of_part(batch) if parts == 1 else jax.lax.map(of_part, cut(batch, parts)).reshape(batch.ids.shape)
+        return (
+            of_part(batch)
+            if parts == 1
+            else jax.lax.map(of_part, cut(batch, parts)).reshape(batch.ids.shape)
+        )
 
     return Program(jax.jit(reference_logprobs), mesh)
 
@@ -133,10 +171,14 @@ def make_update(
         parts = split(batch)
 
         def add(total: Any, part: Any) -> tuple[Any, None]:
-            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, gradients(weights, part)), None
+            return jax.tree.map(
+                lambda a, b: a + b.astype(a.dtype), total, gradients(weights, part)
+            ), None
 
         first = jax.tree.map(lambda x: x[0], parts)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(gradients, weights, first))
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(gradients, weights, first)
+        )
         (values, grads), _ = jax.lax.scan(add, zeros, parts)
         return values, jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
 
@@ -148,4 +190,6 @@ def make_update(
         return TrainState(weights, optimizer_state, state.step + 1), metrics
 
     places = state_shardings(state)
-    return Program(jax.jit(update, donate_argnums=0, out_shardings=(places, None)), mesh_of(state.weights))
+    return Program(
+        jax.jit(update, donate_argnums=0, out_shardings=(places, None)), mesh_of(state.weights)
+    )

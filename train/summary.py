@@ -30,7 +30,11 @@ def figures(result: dict[str, Any]) -> dict[str, float]:
     hottest = max(row["temperature"] for row in result["after"])
     found = {}
     for name, (phase, dispatch, field, pick) in COLUMNS.items():
-        rows = [row for row in result[phase] if row["dispatch"] == dispatch and row["temperature"] == hottest]
+        rows = [
+            row
+            for row in result[phase]
+            if row["dispatch"] == dispatch and row["temperature"] == hottest
+        ]
         wanted = pick(row["k"] for row in rows) if pick else None
         found[name] = statistics.mean(row[field] for row in rows if wanted in (None, row["k"]))
     return found | {"minutes": result["seconds"] / 60}
@@ -43,10 +47,14 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     for name in next(iter(columns.values())):
         values = [column[name] for column in columns.values()]
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        lines.append(f"| {name} | {' | '.join(f'{v:.2f}' for v in values)} | {statistics.mean(values):.2f} ± {spread:.2f} |")
+        lines.append(
+            f"| {name} | {' | '.join(f'{v:.2f}' for v in values)} | {statistics.mean(values):.2f} ± {spread:.2f} |"
+        )
     for name in ("token_mismatches", "logprob_gap", "recompilations_after_warmup"):
         worst = max(result[name] for result in results.values())
-        lines.append(f"| {name} | {' | '.join(f'{result[name]:.2g}' for result in results.values())} | at most {worst:.2g} |")
+        lines.append(
+            f"| {name} | {' | '.join(f'{result[name]:.2g}' for result in results.values())} | at most {worst:.2g} |"
+        )
     return "\n".join(lines)
 
 
@@ -56,11 +64,17 @@ def main(folders: list[str]) -> int:
     for folder in folders:
         file = pathlib.Path(folder) / "result.json"
         if not file.exists():
-            print(f"error: {file} does not exist; give the directories of finished runs", file=sys.stderr)
+            print(
+                f"error: {file} does not exist; give the directories of finished runs",
+                file=sys.stderr,
+            )
             return 1
         results[pathlib.Path(folder).name] = json.loads(file.read_text())
     if not results:
-        print("error: no run directory given; usage: python -m train.summary RUN_DIR ...", file=sys.stderr)
+        print(
+            "error: no run directory given; usage: python -m train.summary RUN_DIR ...",
+            file=sys.stderr,
+        )
         return 2
     print(table(results))
     return 0

@@ -25,7 +25,9 @@ def host_mesh(mesh: Mesh, per_host: int) -> Mesh:
     ValueError where they do not divide.
     """
     if mesh.size % per_host:
-        raise ValueError(f"per_host = {per_host}: {mesh.size} devices do not fall into such hosts; give a number that divides them")
+        raise ValueError(
+            f"per_host = {per_host}: {mesh.size} devices do not fall into such hosts; give a number that divides them"
+        )
     return Mesh(mesh.devices.reshape(-1, 1, per_host), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
@@ -56,7 +58,12 @@ def sampler_devices(weights: Any, count: int) -> int:
     """Over how many of a process's `count` devices its sampler is cut: the most that divide what `tensor` cuts in the weights."""
     parameters = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, nnx.Variable))
     cut = math.gcd(
-        *(size for p in parameters for axis, size in zip(p.get_metadata("axes"), p.shape, strict=True) if RULES[axis] == "tensor")
+        *(
+            size
+            for p in parameters
+            for axis, size in zip(p.get_metadata("axes"), p.shape, strict=True)
+            if RULES[axis] == "tensor"
+        )
     )
     return max(n for n in range(1, count + 1) if count % n == 0 == cut % n)
 
@@ -69,17 +76,23 @@ class WeightSync:
 
     def __init__(self, weights: Any, dtype: DTypeLike):
         mesh: Mesh = jax.tree.leaves(weights)[0].sharding.mesh
-        local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+        local = [
+            device for device in mesh.devices.flat if device.process_index == jax.process_index()
+        ]
         each = sampler_devices(weights, len(local))
         self._devices = local[:each]
-        self._places = jax.tree.leaves(param_shardings(weights, make_mesh(1, 1, each, devices=self._devices)))
+        self._places = jax.tree.leaves(
+            param_shardings(weights, make_mesh(1, 1, each, devices=self._devices))
+        )
         same = mesh.size == 1 and all(x.dtype == dtype for x in jax.tree.leaves(weights))
         # On one device, in the same type, there is nothing to do, and a program would copy the weights.
         self._sync = (lambda x: x) if same else make_sync(weights, host_mesh(mesh, each), dtype)
 
     def __call__(self, weights: Any) -> Any:
         leaves, tree = jax.tree.flatten(self._sync(weights))
-        return jax.tree.unflatten(tree, [self._take(x, place) for x, place in zip(leaves, self._places, strict=True)])
+        return jax.tree.unflatten(
+            tree, [self._take(x, place) for x, place in zip(leaves, self._places, strict=True)]
+        )
 
     def _take(self, x: jax.Array, place: Any) -> jax.Array:
         parts = [shard.data for shard in x.addressable_shards if shard.device in self._devices]

@@ -47,7 +47,9 @@ def world_vocabulary(model_path: str = "") -> Vocabulary:
 
 
 @functools.cache
-def world_lengths(settings: WorldSettings, text: TextSettings, limits: ProtocolSettings, model_path: str = "") -> WorldLengths:
+def world_lengths(
+    settings: WorldSettings, text: TextSettings, limits: ProtocolSettings, model_path: str = ""
+) -> WorldLengths:
     """Lengths over all questions and demonstrations, in the vocabulary of `model_path` or the world's own.
 
     Takes some seconds for a thousand videos. Frames stand in the prompt, so nothing is rendered with them.
@@ -62,14 +64,20 @@ def world_lengths(settings: WorldSettings, text: TextSettings, limits: ProtocolS
         shared = len(shared_prompt(rendered))
         for trajectory in rendered:
             answer = max(answer, _own(trajectory))
-            turns = [len(segment.ids) - pinned for segment in trajectory.segments if segment.author is Author.MODEL]
+            turns = [
+                len(segment.ids) - pinned
+                for segment in trajectory.segments
+                if segment.author is Author.MODEL
+            ]
             turn = max(turn, *turns)
             row = max(row, len(trajectory.ids) - shared)
     for demonstration in world_text.window_demonstrations(train, text):
         report = max(report, _own(rules.demonstration(demonstration, (), 0)) - 1)
     times = range(0, world.SECONDS + 1, world.STEP)
     return WorldLengths(
-        question=max(len(rules.question(question).ids) for question in world_text.questions(videos, text)),
+        question=max(
+            len(rules.question(question).ids) for question in world_text.questions(videos, text)
+        ),
         answer=answer,
         turn=turn,
         row=row,

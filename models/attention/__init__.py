@@ -20,7 +20,16 @@ from models.attention.paged import PagedCache
 from models.attention.target import SAVED, platform
 from models.sharding import current_mesh
 
-__all__ = ["SAVED", "DenseCache", "Implementation", "PagedCache", "Shared", "attend", "choose", "platform"]
+__all__ = [
+    "SAVED",
+    "DenseCache",
+    "Implementation",
+    "PagedCache",
+    "Shared",
+    "attend",
+    "choose",
+    "platform",
+]
 
 Implementation = Literal["splash", "cudnn", "xla"]
 QUERY_CHUNK = 128
@@ -50,17 +59,23 @@ def attend(
     ValueError for a prefix with causal=False.
     """
     if prefix is not None and not causal:
-        raise ValueError("causal = False: a prefix comes before its rows; leave causal True, or put the prefix into the rows")
+        raise ValueError(
+            "causal = False: a prefix comes before its rows; leave causal True, or put the prefix into the rows"
+        )
     if prefix is not None and segment_ids is not None:
         segment_ids = (segment_ids != 0).astype(jnp.int32)
     target = platform()
     kernel = {
         "splash": functools.partial(splash.attend, interpret=target != "tpu"),
-        "cudnn": functools.partial(cudnn.attend, implementation="cudnn" if target == "gpu" else "xla"),
+        "cudnn": functools.partial(
+            cudnn.attend, implementation="cudnn" if target == "gpu" else "xla"
+        ),
         "xla": functools.partial(xla.attend, chunk=chunk),
     }[implementation or choose(target, q, k, prefix, pieces)]
     run = spread.attend if spread.fits(q, k, prefix, pieces) else spread.join
-    return run(functools.partial(kernel, causal=causal), q, k, v, segment_ids, prefix, prefix_mask, pieces)
+    return run(
+        functools.partial(kernel, causal=causal), q, k, v, segment_ids, prefix, prefix_mask, pieces
+    )
 
 
 def choose(
@@ -71,6 +86,10 @@ def choose(
     pieces: int = 1,
 ) -> Implementation:
     """The kernel of the platform `target` where it can do the case, else XLA."""
-    if target == "tpu" and splash.supports(q) and (current_mesh() is None or spread.fits(q, k, prefix, pieces)):
+    if (
+        target == "tpu"
+        and splash.supports(q)
+        and (current_mesh() is None or spread.fits(q, k, prefix, pieces))
+    ):
         return "splash"
     return "cudnn" if target == "gpu" and cudnn.supports(q, prefix) else "xla"

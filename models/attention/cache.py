@@ -26,7 +26,11 @@ class Shared(NamedTuple):
     valid: Bool[Array, "b u"]
 
     @classmethod
-    def of(cls, kv: tuple[Float[Array, "l p u k h"], Float[Array, "l p u k h"]], valid: Bool[Array, "b u"]) -> Shared:
+    def of(
+        cls,
+        kv: tuple[Float[Array, "l p u k h"], Float[Array, "l p u k h"]],
+        valid: Bool[Array, "b u"],
+    ) -> Shared:
         """What a forward pass left of p prompts."""
         return cls(*_flat(kv), valid)
 
@@ -50,7 +54,12 @@ class DenseCache(NamedTuple):
     @classmethod
     def prefilled(cls, kv: KV, valid: Bool[Array, "b s"], room: int) -> DenseCache:
         """What a forward pass left, with `room` columns more. What is not valid may be anything, and becomes 0: no weight mends a NaN."""
-        k, v = _flat((jnp.where(valid[..., None, None], kv[0], 0), jnp.where(valid[..., None, None], kv[1], 0)))
+        k, v = _flat(
+            (
+                jnp.where(valid[..., None, None], kv[0], 0),
+                jnp.where(valid[..., None, None], kv[1], 0),
+            )
+        )
         k = tuple(jnp.pad(x, ((0, 0), (0, 0), (0, room))) for x in k)
         v = tuple(jnp.pad(x, ((0, 0), (0, room), (0, 0))) for x in v)
         return cls(k, v, jnp.pad(valid, ((0, 0), (0, room))), jnp.int32(valid.shape[1]))
@@ -58,48 +67,88 @@ class DenseCache(NamedTuple):
     def since(self, column: int) -> KV:
         """Keys and values from a column on, as a forward pass leaves them."""
         b = len(self.valid)
-        k = jnp.stack([x[:, :, column:].reshape(-1, b, *x[:, :, column:].shape[1:]).transpose(1, 3, 0, 2) for x in self.k])
-        v = jnp.stack([x[:, column:].reshape(-1, b, *x[:, column:].shape[1:]).transpose(1, 2, 0, 3) for x in self.v])
+        k = jnp.stack(
+            [
+                x[:, :, column:].reshape(-1, b, *x[:, :, column:].shape[1:]).transpose(1, 3, 0, 2)
+                for x in self.k
+            ]
+        )
+        v = jnp.stack(
+            [
+                x[:, column:].reshape(-1, b, *x[:, column:].shape[1:]).transpose(1, 2, 0, 3)
+                for x in self.v
+            ]
+        )
         return k, v
 
     def attend(
-        self, layer: int, q: Float[Array, "b n h"], k: Float[Array, "b k h"], v: Float[Array, "b k h"]
+        self,
+        layer: int,
+        q: Float[Array, "b n h"],
+        k: Float[Array, "b k h"],
+        v: Float[Array, "b k h"],
     ) -> tuple[Float[Array, "b n h"], DenseCache]:
         """What the token sees in this layer, itself included, and the cache with its key and value."""
         b, n, h = q.shape
         heads = k.shape[1]
         own_k, own_v = self.k[layer], self.v[layer]
-        own_k = jax.lax.dynamic_update_slice(own_k, k.swapaxes(0, 1).reshape(-1, h, 1).astype(own_k.dtype), (0, 0, self.column))
-        own_v = jax.lax.dynamic_update_slice(own_v, v.swapaxes(0, 1).reshape(-1, 1, h).astype(own_v.dtype), (0, self.column, 0))
+        own_k = jax.lax.dynamic_update_slice(
+            own_k, k.swapaxes(0, 1).reshape(-1, h, 1).astype(own_k.dtype), (0, 0, self.column)
+        )
+        own_v = jax.lax.dynamic_update_slice(
+            own_v, v.swapaxes(0, 1).reshape(-1, 1, h).astype(own_v.dtype), (0, self.column, 0)
+        )
         queries = (q * h**-0.5).reshape(b, heads, -1, h).swapaxes(0, 1).reshape(heads * b, -1, h)
         seen = self.valid | (jnp.arange(own_k.shape[-1]) == self.column)
         values, weights, top = _weigh(queries, own_k, own_v, seen)
         if self.shared is not None:
             # The rows of a prompt as more queries of the same keys: what decoding costs is what it reads.
-            more_values, more_weights, more_top = _weigh(queries, self.shared.k[layer], self.shared.v[layer], self.shared.valid)
+            more_values, more_weights, more_top = _weigh(
+                queries, self.shared.k[layer], self.shared.v[layer], self.shared.valid
+            )
             largest = jnp.maximum(top, more_top)
             x, y = jnp.exp(top - largest), jnp.exp(more_top - largest)
-            values, weights = values * x[..., None] + more_values * y[..., None], weights * x + more_weights * y
-        attended = (values / weights[..., None]).astype(q.dtype).reshape(heads, b, -1, h).swapaxes(0, 1).reshape(b, n, h)
+            values, weights = (
+                values * x[..., None] + more_values * y[..., None],
+                weights * x + more_weights * y,
+            )
+        attended = (
+            (values / weights[..., None])
+            .astype(q.dtype)
+            .reshape(heads, b, -1, h)
+            .swapaxes(0, 1)
+            .reshape(b, n, h)
+        )
         return attended, self._replace(k=_with(self.k, layer, own_k), v=_with(self.v, layer, own_v))
 
     def advance(self, active: Bool[Array, " b"]) -> DenseCache:
         """After a token's last layer: rows that are `active` keep it."""
-        return self._replace(valid=self.valid.at[:, self.column].set(active), column=self.column + 1)
+        return self._replace(
+            valid=self.valid.at[:, self.column].set(active), column=self.column + 1
+        )
 
 
 def _weigh(
-    q: Float[Array, "kb r h"], k: Float[Array, "x h s"], v: Float[Array, "x s h"], seen: Bool[Array, "b s"]
+    q: Float[Array, "kb r h"],
+    k: Float[Array, "x h s"],
+    v: Float[Array, "x s h"],
+    seen: Bool[Array, "b s"],
 ) -> tuple[Float[Array, "kb r h"], Float[Array, "kb r"], Float[Array, "kb r"]]:
     """Weighted values, sum of weights and largest score of every query, float32. Where x is less than kb, rows share keys and values."""
     kb, r, h = q.shape
     folded = q.reshape(len(k), -1, h)
-    scores = jax.lax.dot_general(folded, k, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-    mask = jnp.broadcast_to(seen[None, :, None], (kb // len(seen), len(seen), r, seen.shape[1])).reshape(scores.shape)
+    scores = jax.lax.dot_general(
+        folded, k, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
+    )
+    mask = jnp.broadcast_to(
+        seen[None, :, None], (kb // len(seen), len(seen), r, seen.shape[1])
+    ).reshape(scores.shape)
     scores = jnp.where(mask, scores, MASKED)
     top = scores.max(-1)
     weights = jnp.exp(scores - top[..., None])
-    values = jax.lax.dot_general(weights.astype(v.dtype), v, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    values = jax.lax.dot_general(
+        weights.astype(v.dtype), v, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
+    )
     return values.reshape(kb, r, h), weights.sum(-1).reshape(kb, r), top.reshape(kb, r)
 
 

@@ -41,8 +41,15 @@ def attend(
         k, v = jnp.concatenate([prefix_k, k], axis=1), jnp.concatenate([prefix_v, v], axis=1)
         # The kernel's own causal mask would start at the prefix.
         own = jnp.tri(t, dtype=bool) & (True if mask is None else mask)
-        mask = jnp.concatenate([jnp.broadcast_to(valid[:, None], (b, t, s)), jnp.broadcast_to(own, (b, t, t))], axis=-1)
+        mask = jnp.concatenate(
+            [jnp.broadcast_to(valid[:, None], (b, t, s)), jnp.broadcast_to(own, (b, t, t))], axis=-1
+        )
         causal = False
     return jax.nn.dot_product_attention(
-        q, k, v, mask=None if mask is None else mask[:, None], is_causal=causal, implementation=implementation
+        q,
+        k,
+        v,
+        mask=None if mask is None else mask[:, None],
+        is_causal=causal,
+        implementation=implementation,
     )

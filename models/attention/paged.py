@@ -22,7 +22,11 @@ from models.attention.target import platform
 BLOCK = 512  # tokens that the kernel fetches at a time
 QUERIES = 8  # rows that it takes at a time; each is multiplied with the keys of all of them
 
-_POOL, _HEADS, _WHOLE = PartitionSpec(None, None, None, "tensor"), PartitionSpec(None, "tensor"), PartitionSpec()
+_POOL, _HEADS, _WHOLE = (
+    PartitionSpec(None, None, None, "tensor"),
+    PartitionSpec(None, "tensor"),
+    PartitionSpec(),
+)
 
 
 class PagedCache(NamedTuple):
@@ -41,12 +45,18 @@ class PagedCache(NamedTuple):
     stacked = True  # layers are told apart by traced numbers
 
     def attend(
-        self, layer: Int[Array, ""], q: Float[Array, "b n h"], k: Float[Array, "b k h"], v: Float[Array, "b k h"]
+        self,
+        layer: Int[Array, ""],
+        q: Float[Array, "b n h"],
+        k: Float[Array, "b k h"],
+        v: Float[Array, "b k h"],
     ) -> tuple[Float[Array, "b n h"], PagedCache]:
         """What the token sees in this layer, itself included, and the cache with its key and value."""
         mesh = jax.sharding.get_abstract_mesh()
         cut = 1 if mesh.empty or mesh.are_all_axes_manual else mesh.shape["tensor"]
-        token = functools.partial(_attend_token, kernel=platform() == "tpu" and supports(self.pages, cut))
+        token = functools.partial(
+            _attend_token, kernel=platform() == "tpu" and supports(self.pages, cut)
+        )
         if not (mesh.empty or mesh.are_all_axes_manual or k.shape[1] % cut):
             specs = (_POOL, _WHOLE, _WHOLE, _WHOLE, _HEADS, _HEADS, _HEADS)
             token = jax.shard_map(token, in_specs=specs, out_specs=(_HEADS, _POOL), check_vma=False)
@@ -65,8 +75,15 @@ def supports(pages: Float[Array, "l P u c h"], devices: int) -> bool:
     """
     c, h = pages.shape[3:]
     heads, rest = divmod(c // 2, devices)
-    words = heads * pages.dtype.itemsize // 2  # keys and values of one token and number, in words of 32 bits
-    return pages.dtype in (jnp.bfloat16, jnp.float32) and h == 128 and not rest and (words in (1, 2, 4) or words % 8 == 0)
+    words = (
+        heads * pages.dtype.itemsize // 2
+    )  # keys and values of one token and number, in words of 32 bits
+    return (
+        pages.dtype in (jnp.bfloat16, jnp.float32)
+        and h == 128
+        and not rest
+        and (words in (1, 2, 4) or words % 8 == 0)
+    )
 
 
 def _attend_token(
@@ -82,11 +99,17 @@ def _attend_token(
 ) -> tuple[Float[Array, "b n h"], Float[Array, "l P u c h"]]:
     """On one device: writes keys and values, then attends to them and all before."""
     (b, m), (_, count, u, c, h) = tables.shape, pages.shape
-    own = tables.at[jnp.arange(b), lengths // u].get(mode="fill", fill_value=count)  # there is no page of that number
+    own = tables.at[jnp.arange(b), lengths // u].get(
+        mode="fill", fill_value=count
+    )  # there is no page of that number
     both = jnp.stack([k, v], axis=2).reshape(b, c, h).astype(pages.dtype)
     pages = pages.at[layer, own, lengths % u].set(both, mode="drop")
     # A layer's pages are a range of the pool's: a view with other numbers, where a slice would be a copy.
-    pool, numbers, seen = pages.reshape(-1, u, c, h), tables + layer * count, jnp.minimum(lengths + 1, m * u)
+    pool, numbers, seen = (
+        pages.reshape(-1, u, c, h),
+        tables + layer * count,
+        jnp.minimum(lengths + 1, m * u),
+    )
     queries = q.astype(pages.dtype)
     if kernel:
         ends = jnp.arange(b + 1, dtype=jnp.int32)  # a query a row
@@ -104,6 +127,10 @@ def _attend_token(
     else:
         kv = pool[numbers].reshape(b, m * u, c, h)
         out = jax.nn.dot_product_attention(
-            queries[:, None], kv[:, :, 0::2], kv[:, :, 1::2], key_value_seq_lengths=seen, implementation="xla"
+            queries[:, None],
+            kv[:, :, 0::2],
+            kv[:, :, 1::2],
+            key_value_seq_lengths=seen,
+            implementation="xla",
         )[:, 0]
     return out.astype(q.dtype), pages

@@ -42,9 +42,13 @@ def attend(
 ) -> Float[Array, "b t n h"]:
     """`attention.attend` on this kernel."""
     segments = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
-    prefix = (k[:, :0], v[:, :0]) if prefix is None else prefix  # none is one of no length, every row a group
+    prefix = (
+        (k[:, :0], v[:, :0]) if prefix is None else prefix
+    )  # none is one of no length, every row a group
     valid = jnp.ones(prefix[0].shape[:2], bool) if prefix_mask is None else prefix_mask
-    return _attend_groups(q * q.shape[-1] ** -0.5, k, v, segments, *prefix, valid, causal=causal, interpret=interpret)
+    return _attend_groups(
+        q * q.shape[-1] ** -0.5, k, v, segments, *prefix, valid, causal=causal, interpret=interpret
+    )
 
 
 def _attend_groups(
@@ -67,18 +71,34 @@ def _attend_groups(
 
     def sequence(*parts: Array, tile: int, fill: int = 0) -> Array:
         whole = jnp.concatenate([x.reshape(p, -1, *x.shape[2:]) for x in parts], axis=1)
-        return jnp.pad(whole, [(0, 0), (0, -whole.shape[1] % tile)] + [(0, 0)] * (whole.ndim - 2), constant_values=fill)
+        return jnp.pad(
+            whole,
+            [(0, 0), (0, -whole.shape[1] % tile)] + [(0, 0)] * (whole.ndim - 2),
+            constant_values=fill,
+        )
 
     ids = splash.SegmentIds(
-        q=sequence(segments, tile=tile_q, fill=PADDING), kv=sequence(valid.astype(segments.dtype), segments, tile=tile_k, fill=PADDING)
+        q=sequence(segments, tile=tile_q, fill=PADDING),
+        kv=sequence(valid.astype(segments.dtype), segments, tile=tile_k, fill=PADDING),
     )
     shape = ids.q.shape[1], ids.kv.shape[1]
     mask = masks.MultiHeadMask([_mask(shape, prefix=s, row=t, rows=b // p, causal=causal)] * n)
     tiles = splash.BlockSizes(
-        block_q=tile_q, block_q_dkv=tile_q, block_q_dq=tile_q, block_kv=tile_k, block_kv_dkv=tile_k, block_kv_dq=tile_k
+        block_q=tile_q,
+        block_q_dkv=tile_q,
+        block_q_dq=tile_q,
+        block_kv=tile_k,
+        block_kv_dkv=tile_k,
+        block_kv_dq=tile_k,
     )
-    kernel = splash.make_splash_mha_single_device(mask, block_sizes=tiles, residual_checkpoint_name=SAVED, interpret=interpret)
-    heads = [sequence(q, tile=tile_q), sequence(prefix_k, k, tile=tile_k), sequence(prefix_v, v, tile=tile_k)]
+    kernel = splash.make_splash_mha_single_device(
+        mask, block_sizes=tiles, residual_checkpoint_name=SAVED, interpret=interpret
+    )
+    heads = [
+        sequence(q, tile=tile_q),
+        sequence(prefix_k, k, tile=tile_k),
+        sequence(prefix_v, v, tile=tile_k),
+    ]
     out: Any = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in heads), ids)
     return out.swapaxes(1, 2)[:, :queries].reshape(b, t, n, h)
 

@@ -23,14 +23,20 @@ Kernel = Callable[..., Float[Array, "b t n h"]]
 Prefix = tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]]
 
 
-def fits(q: Float[Array, "b t n h"], k: Float[Array, "b t k h"], prefix: Prefix | None, pieces: int) -> bool:
+def fits(
+    q: Float[Array, "b t n h"], k: Float[Array, "b t k h"], prefix: Prefix | None, pieces: int
+) -> bool:
     """Whether a mesh is set that the arrays divide over: heads, rows, and prompts, whole or in a piece a device."""
     mesh = current_mesh()
     if mesh is None:
         return False
     devices, prompts = row_devices(mesh), len(k if prefix is None else prefix[0])
     whole = prompts == devices if pieces > 1 else prompts % devices == 0
-    return whole and math.gcd(q.shape[0], devices) == devices and math.gcd(q.shape[2], k.shape[2]) % mesh.shape["tensor"] == 0
+    return (
+        whole
+        and math.gcd(q.shape[0], devices) == devices
+        and math.gcd(q.shape[2], k.shape[2]) % mesh.shape["tensor"] == 0
+    )
 
 
 def attend(
@@ -79,7 +85,9 @@ def join(
 
     if prefix is None:
         (queries, k, v, segment_ids) = whole((q, k, v, segment_ids))
-        return kernel(queries, k, v, segment_ids=segment_ids, prefix=None, prefix_mask=None).reshape(q.shape)
+        return kernel(
+            queries, k, v, segment_ids=segment_ids, prefix=None, prefix_mask=None
+        ).reshape(q.shape)
     prefix, prefix_mask = whole((prefix, prefix_mask))
     return kernel(q, k, v, segment_ids=segment_ids, prefix=prefix, prefix_mask=prefix_mask)
 
@@ -96,14 +104,21 @@ def _own(
     pieces, t, n, kv = len(blocks[0]), q.shape[1], q.shape[2], k.shape[2]
     segments = None if segments is None else _gather(segments, blocks)
     if n % pieces or (kv % pieces and pieces % kv):
-        out = kernel(*(_gather(x, blocks) for x in (q, k, v)), segment_ids=segments, prefix=None, prefix_mask=None)
+        out = kernel(
+            *(_gather(x, blocks) for x in (q, k, v)),
+            segment_ids=segments,
+            prefix=None,
+            prefix_mask=None,
+        )
         return jax.lax.dynamic_slice_in_dim(out, jax.lax.axis_index(ROWS) % pieces * t, t, 1)
 
     def swap(x: Array, cut: int, joined: int) -> Array:
         return jax.lax.all_to_all(x, ROWS, cut, joined, axis_index_groups=blocks, tiled=True)
 
     k, v = (x if kv % pieces == 0 else jnp.repeat(x, pieces // kv, axis=2) for x in (k, v))
-    out = kernel(*(swap(x, 2, 1) for x in (q, k, v)), segment_ids=segments, prefix=None, prefix_mask=None)
+    out = kernel(
+        *(swap(x, 2, 1) for x in (q, k, v)), segment_ids=segments, prefix=None, prefix_mask=None
+    )
     return swap(out, 1, 2)
 
 

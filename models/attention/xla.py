@@ -66,14 +66,20 @@ def attend(
     kv = k.shape[2]
     # Heads before positions, and a kv head's queries side by side: one plain matmul a (row, kv head).
     queries = (q * h**-0.5).reshape(b, t, kv, n // kv, h).transpose(0, 2, 1, 3, 4)
-    shared = (None, None) if prefix is None else (prefix[0].transpose(0, 2, 1, 3), prefix[1].transpose(0, 2, 1, 3))
+    shared = (
+        (None, None)
+        if prefix is None
+        else (prefix[0].transpose(0, 2, 1, 3), prefix[1].transpose(0, 2, 1, 3))
+    )
     keys = _Keys(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), *shared)
     out: Any = _attend(queries, keys, _Masks(segment_ids, prefix_mask), causal, chunk)
     return out.transpose(0, 2, 1, 3, 4).reshape(b, t, n, h)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _attend(q: Float[Array, "b k t r h"], keys: _Keys, masks: _Masks, causal: bool, chunk: int) -> Float[Array, "b k t r h"]:
+def _attend(
+    q: Float[Array, "b k t r h"], keys: _Keys, masks: _Masks, causal: bool, chunk: int
+) -> Float[Array, "b k t r h"]:
     return _forward(q, keys, masks, causal, chunk)[0]
 
 
@@ -211,7 +217,9 @@ def _own_scores(
     return scores
 
 
-def _prefix_scores(q: Float[Array, "p k c r h"], k: Float[Array, "p k s h"], valid: Bool[Array, "p s"] | None) -> Float[Array, "p k c r s"]:
+def _prefix_scores(
+    q: Float[Array, "p k c r h"], k: Float[Array, "p k s h"], valid: Bool[Array, "p s"] | None
+) -> Float[Array, "p k c r s"]:
     scores = _scores(q, k)
     return scores if valid is None else jnp.where(valid[:, None, None, None], scores, MASKED)
 
@@ -226,7 +234,9 @@ def _merge(a: _Partial, b: _Partial) -> _Partial:
     """Attention over the keys of both."""
     top = jnp.maximum(a.top, b.top)
     x, y = jnp.exp(a.top - top), jnp.exp(b.top - top)
-    return _Partial(a.values * x[..., None] + b.values * y[..., None], a.weights * x + b.weights * y, top)
+    return _Partial(
+        a.values * x[..., None] + b.values * y[..., None], a.weights * x + b.weights * y, top
+    )
 
 
 def _grads(q, k, v, scores, logsumexp, d_out, delta):
@@ -247,7 +257,11 @@ def _fold(x: Array, prefix: Array) -> Array:
 def _unfold(x: Array, q: Array) -> Array:
     """The way back from `_fold`, to q's rows and positions."""
     p, k, rest = x.shape[0], x.shape[1], x.shape[3:]
-    return x.reshape(p, k, q.shape[0] // p, q.shape[2], *rest).swapaxes(1, 2).reshape(*q.shape[:3], *rest)
+    return (
+        x.reshape(p, k, q.shape[0] // p, q.shape[2], *rest)
+        .swapaxes(1, 2)
+        .reshape(*q.shape[:3], *rest)
+    )
 
 
 # One batch axis in every matmul: XLA on CPU runs more of them several times slower.
@@ -255,19 +269,33 @@ def _unfold(x: Array, q: Array) -> Array:
 
 def _scores(q: Float[Array, "b k c r h"], k: Float[Array, "b k s h"]) -> Float[Array, "b k c r s"]:
     b, n, c, r, h = q.shape
-    return _matmul(q.reshape(b * n, c * r, h), k.reshape(b * n, -1, h), 2, 2).reshape(b, n, c, r, -1)
+    return _matmul(q.reshape(b * n, c * r, h), k.reshape(b * n, -1, h), 2, 2).reshape(
+        b, n, c, r, -1
+    )
 
 
-def _apply(weights: Float[Array, "b k c r s"], v: Float[Array, "b k s h"]) -> Float[Array, "b k c r h"]:
+def _apply(
+    weights: Float[Array, "b k c r s"], v: Float[Array, "b k s h"]
+) -> Float[Array, "b k c r h"]:
     b, n, c, r, s = weights.shape
-    return _matmul(weights.reshape(b * n, c * r, s), v.reshape(b * n, s, -1), 2, 1).reshape(b, n, c, r, -1)
+    return _matmul(weights.reshape(b * n, c * r, s), v.reshape(b * n, s, -1), 2, 1).reshape(
+        b, n, c, r, -1
+    )
 
 
-def _collect(weights: Float[Array, "b k c r s"], x: Float[Array, "b k c r h"]) -> Float[Array, "b k s h"]:
+def _collect(
+    weights: Float[Array, "b k c r s"], x: Float[Array, "b k c r h"]
+) -> Float[Array, "b k s h"]:
     """What each key gets from all queries."""
     b, n, c, r, s = weights.shape
-    return _matmul(weights.reshape(b * n, c * r, s), x.reshape(b * n, c * r, -1), 1, 1).reshape(b, n, s, -1)
+    return _matmul(weights.reshape(b * n, c * r, s), x.reshape(b * n, c * r, -1), 1, 1).reshape(
+        b, n, s, -1
+    )
 
 
-def _matmul(a: Float[Array, "x i j"], b: Float[Array, "x u w"], contract_a: int, contract_b: int) -> Float[Array, "x y z"]:
-    return jax.lax.dot_general(a, b, (((contract_a,), (contract_b,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+def _matmul(
+    a: Float[Array, "x i j"], b: Float[Array, "x u w"], contract_a: int, contract_b: int
+) -> Float[Array, "x y z"]:
+    return jax.lax.dot_general(
+        a, b, (((contract_a,), (contract_b,)), ((0,), (0,))), preferred_element_type=jnp.float32
+    )

@@ -1,6 +1,15 @@
 """Qwen3-VL: configuration, model, positions, generation, and weights in and out."""
 
-from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig, flops_per_token, from_hf, qwen3_vl, tiny, vision_flops
+from models.qwen3_vl.config import (
+    Qwen3VLConfig,
+    TextConfig,
+    VisionConfig,
+    flops_per_token,
+    from_hf,
+    qwen3_vl,
+    tiny,
+    vision_flops,
+)
 from models.qwen3_vl.generate import generate
 from models.qwen3_vl.hf import load, save
 from models.qwen3_vl.model import Inputs, Qwen3VL, abstract_model, num_params

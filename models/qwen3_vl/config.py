@@ -21,7 +21,10 @@ def _require(holds: bool, message: str) -> None:
 
 def _require_positive(name: str, config: VisionConfig | TextConfig) -> None:
     for field, value in vars(config).items():
-        _require(type(value) is not int or value > 0, f"{name}.{field} = {value}: sizes and counts are positive; use 1 or more")
+        _require(
+            type(value) is not int or value > 0,
+            f"{name}.{field} = {value}: sizes and counts are positive; use 1 or more",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +46,11 @@ class VisionConfig:
 
     def __post_init__(self):
         _require_positive("vision", self)
-        cells, side, taps = self.num_position_embeddings, math.isqrt(self.num_position_embeddings), self.deepstack_visual_indexes
+        cells, side, taps = (
+            self.num_position_embeddings,
+            math.isqrt(self.num_position_embeddings),
+            self.deepstack_visual_indexes,
+        )
         _require(
             side * side == cells,
             f"vision.num_position_embeddings = {cells}: the position table is square; use {side**2} or {(side + 1) ** 2}",
@@ -139,7 +146,9 @@ _PUBLISHED = {  # hidden, layers, heads, MLP, tied, large vision tower
 def qwen3_vl(size: str) -> Qwen3VLConfig:
     """The published dense model of `size`: "2b", "4b", "8b" or "32b". ValueError for another."""
     if size not in _PUBLISHED:
-        raise ValueError(f"size = {size!r}: one of {', '.join(_PUBLISHED)}; choose one of them or build a Qwen3VLConfig")
+        raise ValueError(
+            f"size = {size!r}: one of {', '.join(_PUBLISHED)}; choose one of them or build a Qwen3VLConfig"
+        )
     hidden, layers, heads, mlp, tied, large = _PUBLISHED[size]
     vision = VisionConfig(
         hidden_size=1152 if large else 1024,
@@ -192,8 +201,13 @@ def tiny(vocab_size: int) -> Qwen3VLConfig:
 
 
 # What this model computes, where a config.json might ask for something else.
-_COMPUTED = {"text_config": {"hidden_act": "silu", "attention_bias": False}, "vision_config": {"hidden_act": "gelu_pytorch_tanh"}}
-_IDS = tuple(field.name for field in dataclasses.fields(Qwen3VLConfig) if field.name.endswith("_token_id"))
+_COMPUTED = {
+    "text_config": {"hidden_act": "silu", "attention_bias": False},
+    "vision_config": {"hidden_act": "gelu_pytorch_tanh"},
+}
+_IDS = tuple(
+    field.name for field in dataclasses.fields(Qwen3VLConfig) if field.name.endswith("_token_id")
+)
 
 Tower = TypeVar("Tower", VisionConfig, TextConfig)
 
@@ -209,32 +223,55 @@ def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> Qwen3VLConfig:
     else:
         content = _read_json(source)
     kind = content.get("model_type")
-    _require(kind == "qwen3_vl", f"model_type = {kind!r}: only qwen3_vl (dense) is built; give the config.json of such a model")
+    _require(
+        kind == "qwen3_vl",
+        f"model_type = {kind!r}: only qwen3_vl (dense) is built; give the config.json of such a model",
+    )
     text, vision = content.get("text_config", {}), content.get("vision_config", {})
     for name, computed in _COMPUTED.items():
         for field, value in computed.items():
             given = content.get(name, {}).get(field, value)
-            _require(given == value, f"{name}.{field} = {given!r}: only {value!r} is computed; give a Qwen3-VL config.json")
-    rope = text.get("rope_parameters") or {**(text.get("rope_scaling") or {}), "rope_theta": text.get("rope_theta", 5_000_000.0)}
+            _require(
+                given == value,
+                f"{name}.{field} = {given!r}: only {value!r} is computed; give a Qwen3-VL config.json",
+            )
+    rope = text.get("rope_parameters") or {
+        **(text.get("rope_scaling") or {}),
+        "rope_theta": text.get("rope_theta", 5_000_000.0),
+    }
     scaling = rope.get("rope_type", "default")
-    _require(scaling == "default", f"text_config.rope_type = {scaling!r}: only default is computed; remove the scaling")
+    _require(
+        scaling == "default",
+        f"text_config.rope_type = {scaling!r}: only default is computed; remove the scaling",
+    )
     tied = content.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     text = {"mrope_section": (24, 20, 20), **text, **rope, "tie_word_embeddings": tied}
     vision = {**vision, **(vision.get("rope_parameters") or {})}
     ids = {name: content[name] for name in _IDS if name in content}
-    return Qwen3VLConfig(_read(VisionConfig, "vision_config", vision), _read(TextConfig, "text_config", text), **ids)
+    return Qwen3VLConfig(
+        _read(VisionConfig, "vision_config", vision), _read(TextConfig, "text_config", text), **ids
+    )
 
 
 def _read(kind: type[Tower], name: str, content: Mapping[str, Any]) -> Tower:
     """A tower's configuration, from the entries of `content` that are its fields."""
     fields = dataclasses.fields(kind)
-    missing = [field.name for field in fields if field.default is dataclasses.MISSING and field.name not in content]
-    _require(not missing, f"{name}: has no {', '.join(missing)}; give the config.json of a whole Qwen3-VL")
+    missing = [
+        field.name
+        for field in fields
+        if field.default is dataclasses.MISSING and field.name not in content
+    ]
+    _require(
+        not missing,
+        f"{name}: has no {', '.join(missing)}; give the config.json of a whole Qwen3-VL",
+    )
     values: dict[str, Any] = {}
     for field in fields:
         if field.name in content:
             value = content[field.name]
-            if field.type == "float":  # published files have whole numbers there, and a configuration is compared with others
+            if (
+                field.type == "float"
+            ):  # published files have whole numbers there, and a configuration is compared with others
                 value = float(value)
             values[field.name] = tuple(value) if isinstance(value, list) else value
     return kind(**values)
@@ -245,24 +282,53 @@ def _read_json(path: str | os.PathLike) -> Mapping[str, Any]:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{path}: does not exist; give the folder of a Qwen3-VL checkpoint, with its config.json") from error
+        raise FileNotFoundError(
+            f"{path}: does not exist; give the folder of a Qwen3-VL checkpoint, with its config.json"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}); fetch it again") from error
-    _require(isinstance(content, dict), f"{path}: holds a {type(content).__name__}, a configuration is an object; fetch it again")
+    _require(
+        isinstance(content, dict),
+        f"{path}: holds a {type(content).__name__}, a configuration is an object; fetch it again",
+    )
     return content
 
 
 def to_hf(config: Qwen3VLConfig) -> dict[str, Any]:
     """The `config.json` content that `from_hf` and transformers (4.57 and 5.x) read back as the same model."""
     text, vision = dataclasses.asdict(config.text), dataclasses.asdict(config.vision)
-    tied, theta, vision_theta = text.pop("tie_word_embeddings"), text["rope_theta"], vision.pop("rope_theta")
-    rope = {"rope_type": "default", "mrope_section": list(text.pop("mrope_section")), "mrope_interleaved": True}
-    text |= {"model_type": "qwen3_vl_text", "rope_scaling": rope, "rope_parameters": {**rope, "rope_theta": theta}}
-    vision |= {"model_type": "qwen3_vl", "deepstack_visual_indexes": list(config.vision.deepstack_visual_indexes)}
+    tied, theta, vision_theta = (
+        text.pop("tie_word_embeddings"),
+        text["rope_theta"],
+        vision.pop("rope_theta"),
+    )
+    rope = {
+        "rope_type": "default",
+        "mrope_section": list(text.pop("mrope_section")),
+        "mrope_interleaved": True,
+    }
+    text |= {
+        "model_type": "qwen3_vl_text",
+        "rope_scaling": rope,
+        "rope_parameters": {**rope, "rope_theta": theta},
+    }
+    vision |= {
+        "model_type": "qwen3_vl",
+        "deepstack_visual_indexes": list(config.vision.deepstack_visual_indexes),
+    }
     vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": vision_theta}
     ids = {name: getattr(config, name) for name in _IDS}
-    top = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"], "tie_word_embeddings": tied}
-    return {**top, **ids, "text_config": text | _COMPUTED["text_config"], "vision_config": vision | _COMPUTED["vision_config"]}
+    top = {
+        "model_type": "qwen3_vl",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "tie_word_embeddings": tied,
+    }
+    return {
+        **top,
+        **ids,
+        "text_config": text | _COMPUTED["text_config"],
+        "vision_config": vision | _COMPUTED["vision_config"],
+    }
 
 
 def flops_per_token(config: Qwen3VLConfig, context: float) -> float:
@@ -270,12 +336,17 @@ def flops_per_token(config: Qwen3VLConfig, context: float) -> float:
     c = config.text
     heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
     layer = c.hidden_size * (heads + 3 * c.intermediate_size)
-    return 2.0 * (c.num_hidden_layers * (layer + 2 * c.num_attention_heads * c.head_dim * context) + c.vocab_size * c.hidden_size)
+    return 2.0 * (
+        c.num_hidden_layers * (layer + 2 * c.num_attention_heads * c.head_dim * context)
+        + c.vocab_size * c.hidden_size
+    )
 
 
 def vision_flops(config: VisionConfig, patches: int) -> float:
     """Forward FLOPs of the tower for one frame of `patches`."""
     c, merge = config, config.spatial_merge_size**2
-    block = 4 * c.hidden_size**2 + 2 * c.hidden_size * c.intermediate_size + 2 * patches * c.hidden_size
+    block = (
+        4 * c.hidden_size**2 + 2 * c.hidden_size * c.intermediate_size + 2 * patches * c.hidden_size
+    )
     merger = c.hidden_size * (merge * c.hidden_size + c.out_hidden_size)  # a patch's share of one
     return 2.0 * patches * (c.patch_dim * c.hidden_size + c.depth * block + (1 + c.levels) * merger)

@@ -41,21 +41,33 @@ def generate(
     powers of two; the first sample of a size compiles. ValueError for fewer than one token and for a temperature below 0.
     """
     if new_tokens < 1:
-        raise ValueError(f"new_tokens = {new_tokens}: at least 1; give the most that the answer may have")
+        raise ValueError(
+            f"new_tokens = {new_tokens}: at least 1; give the most that the answer may have"
+        )
     if not temperature >= 0:
         raise ValueError(f"temperature = {temperature}: 0 or above; use 0 for the likeliest tokens")
     packed = _pack_inputs(inputs, model.config.vision) if len(inputs.patches) else None
     # Where in the tower's rows each token finds its vector. At text the index is -1, and so is the entry that it takes.
-    index = inputs.visual_index if packed is None else np.append(packed.tokens, -1)[inputs.visual_index]
+    index = (
+        inputs.visual_index if packed is None else np.append(packed.tokens, -1)[inputs.visual_index]
+    )
     length, position = len(inputs.ids), next_position(inputs.positions)
     room = ((0, 0), (0, -length % bucket))
-    ids, index = (np.pad(x[None], room, constant_values=fill).astype(np.int32) for x, fill in ((inputs.ids, 0), (index, -1)))
+    ids, index = (
+        np.pad(x[None], room, constant_values=fill).astype(np.int32)
+        for x, fill in ((inputs.ids, 0), (index, -1))
+    )
     positions = np.pad(inputs.positions, room)[:, None]
     seen = None if packed is None else (packed.patches, packed.layout)
     logits, kv = _prefill(*nnx.split(model), ids, positions, index, seen, np.int32(length))
-    counts, stops = np.array([length, position, new_tokens], np.int32), np.asarray(stop_ids, np.int32)
+    counts, stops = (
+        np.array([length, position, new_tokens], np.int32),
+        np.asarray(stop_ids, np.int32),
+    )
     choice = stops, np.float32(temperature), jax.random.key(seed)
-    found, count = _decode(*nnx.split(model.text), logits, kv, counts, *choice, most=new_tokens + -new_tokens % bucket)
+    found, count = _decode(
+        *nnx.split(model.text), logits, kv, counts, *choice, most=new_tokens + -new_tokens % bucket
+    )
     return np.asarray(found)[: int(count)]
 
 
@@ -63,7 +75,13 @@ def _pack_inputs(inputs: Inputs, config: VisionConfig) -> Packed:
     """Rows that the largest frame fits into, both their size and their number rounded up to powers of two."""
     cell = config.spatial_merge_size**2
     size = cell * max(_LEAST_ROW, _power_of_two(max(h * w for _, h, w in inputs.grids) // cell))
-    return pack(inputs.patches, inputs.grids, size, config, _power_of_two(len(deal_rows(inputs.grids, size))))
+    return pack(
+        inputs.patches,
+        inputs.grids,
+        size,
+        config,
+        _power_of_two(len(deal_rows(inputs.grids, size))),
+    )
 
 
 def _power_of_two(least: int) -> int:
@@ -86,7 +104,9 @@ def _prefill(
     if seen is not None:
         features = model.vision(*seen)
         visual = features.reshape(1, -1, *features.shape[2:])
-    hidden, kv = model.text(ids, positions, visual=visual, visual_index=None if visual is None else index)
+    hidden, kv = model.text(
+        ids, positions, visual=visual, visual_index=None if visual is None else index
+    )
     return model.text.logits(hidden[:, length - 1]), kv
 
 
@@ -122,7 +142,11 @@ def _decode(
         count, ids, cache = state
         at = count - 1
         hidden, cache = text.decode(ids[at, None], jnp.full((3, 1), position + at), cache, layers)
-        return count + 1, ids.at[count].set(pick(text.logits(hidden), count)), cache.advance(jnp.ones(1, bool))
+        return (
+            count + 1,
+            ids.at[count].set(pick(text.logits(hidden), count)),
+            cache.advance(jnp.ones(1, bool)),
+        )
 
     ids = jnp.zeros(most, jnp.int32).at[0].set(pick(logits, 0))
     count, ids, _ = jax.lax.while_loop(cond, body, (jnp.int32(1), ids, prompt))

@@ -59,13 +59,17 @@ class _Tensor:
             return self.shape or ours
         return math.prod(ours[self.inputs :]), math.prod(ours[: self.inputs])
 
-    def read(self, stored: _Stored, ours: tuple[int, ...], index: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
+    def read(
+        self, stored: _Stored, ours: tuple[int, ...], index: tuple[slice, ...]
+    ) -> Shaped[np.ndarray, "..."]:
         """The block `index` of our array of shape `ours`, in the file's type."""
         cut = self.inputs or 1
         first, second = _flat(index[:cut], ours[:cut]), _flat(index[cut:], ours[cut:])
         rows, columns = (second, first) if self.inputs else (first, second)
         block = tensor_file.read(*stored, rows, columns, transpose=self.inputs > 0)
-        return block.reshape([len(range(size)[part]) for part, size in zip(index, ours, strict=True)])
+        return block.reshape(
+            [len(range(size)[part]) for part, size in zip(index, ours, strict=True)]
+        )
 
     def matrix(self, ours: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "i j"]:
         """Their tensor as `tensor_file` writes it: a view, not a copy."""
@@ -80,7 +84,9 @@ def _flat(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
         return slice(0, 1)
     inner = math.prod(shape[1:])
     if any(len(range(size)[part]) != size for part, size in zip(index[1:], shape[1:], strict=True)):
-        raise ValueError(f"sharding = {index} of axes {shape}: only the first of them may be divided; change models.sharding.RULES")
+        raise ValueError(
+            f"sharding = {index} of axes {shape}: only the first of them may be divided; change models.sharding.RULES"
+        )
     start, stop, _ = index[0].indices(shape[0])
     return slice(start * inner, stop * inner)
 
@@ -99,15 +105,28 @@ def _tensors(config: Qwen3VLConfig) -> dict[str, _Tensor]:
         "text/layers/o": _Tensor(f"{layer}.self_attn.o_proj.weight", inputs=2),
         "vision/positions": _Tensor("model.visual.pos_embed.weight"),
         "vision/patch/kernel": _Tensor(
-            "model.visual.patch_embed.proj.weight", 1, (v.hidden_size, v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size)
+            "model.visual.patch_embed.proj.weight",
+            1,
+            (v.hidden_size, v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size),
         ),
         "vision/patch/bias": _Tensor("model.visual.patch_embed.proj.bias"),
     }
-    table |= {f"text/layers/{ours}": _Tensor(f"{layer}.self_attn.{ours}_proj.weight", inputs=1) for ours in ("q", "k", "v")}
-    table |= {f"text/layers/{ours}": _Tensor(f"{layer}.mlp.{ours}_proj.weight", inputs=1) for ours in ("gate", "up", "down")}
+    table |= {
+        f"text/layers/{ours}": _Tensor(f"{layer}.self_attn.{ours}_proj.weight", inputs=1)
+        for ours in ("q", "k", "v")
+    }
+    table |= {
+        f"text/layers/{ours}": _Tensor(f"{layer}.mlp.{ours}_proj.weight", inputs=1)
+        for ours in ("gate", "up", "down")
+    }
     if not config.text.tie_word_embeddings:
         table["text/head"] = _Tensor("lm_head.weight")
-    in_block = {"qkv": "attn.qkv", "out": "attn.proj", "up": "mlp.linear_fc1", "down": "mlp.linear_fc2"}
+    in_block = {
+        "qkv": "attn.qkv",
+        "out": "attn.proj",
+        "up": "mlp.linear_fc1",
+        "down": "mlp.linear_fc2",
+    }
     linears = {f"vision/blocks/{ours}": f"{block}.{theirs}" for ours, theirs in in_block.items()}
     norms = {f"vision/blocks/{name}": f"{block}.{name}" for name in ("norm1", "norm2")}
     mergers = {"vision/merger": "model.visual.merger"}
@@ -117,9 +136,15 @@ def _tensors(config: Qwen3VLConfig) -> dict[str, _Tensor]:
         linears |= {f"{ours}/{fc}": f"{theirs}.linear_{fc}" for fc in ("fc1", "fc2")}
         norms[f"{ours}/norm"] = f"{theirs}.norm"
     for ours, theirs in linears.items():
-        table |= {f"{ours}/kernel": _Tensor(f"{theirs}.weight", inputs=1), f"{ours}/bias": _Tensor(f"{theirs}.bias")}
+        table |= {
+            f"{ours}/kernel": _Tensor(f"{theirs}.weight", inputs=1),
+            f"{ours}/bias": _Tensor(f"{theirs}.bias"),
+        }
     for ours, theirs in norms.items():
-        table |= {f"{ours}/scale": _Tensor(f"{theirs}.weight"), f"{ours}/bias": _Tensor(f"{theirs}.bias")}
+        table |= {
+            f"{ours}/scale": _Tensor(f"{theirs}.weight"),
+            f"{ours}/bias": _Tensor(f"{theirs}.bias"),
+        }
     return table
 
 
@@ -142,7 +167,10 @@ def _layout(config: Qwen3VLConfig, parameters: Mapping[str, nnx.Variable]) -> di
     for path, tensor in _tensors(config).items():
         shape = parameters[path].shape
         if tensor.stacked:
-            layout |= {tensor.name.format(number): _Place(path, number, tensor.theirs(shape[1:])) for number in range(shape[0])}
+            layout |= {
+                tensor.name.format(number): _Place(path, number, tensor.theirs(shape[1:]))
+                for number in range(shape[0])
+            }
         else:
             layout[tensor.name] = _Place(path, None, tensor.theirs(shape))
     return layout
@@ -154,9 +182,13 @@ def tensor_shapes(config: Qwen3VLConfig) -> dict[str, tuple[int, ...]]:
     return {name: place.shape for name, place in _layout(config, parameters).items()}
 
 
-def _headers(folder: Path, config: Qwen3VLConfig, layout: Mapping[str, _Place]) -> dict[str, tensor_file.Header]:
+def _headers(
+    folder: Path, config: Qwen3VLConfig, layout: Mapping[str, _Place]
+) -> dict[str, tensor_file.Header]:
     shapes = {name: place.shape for name, place in layout.items()}
-    return hf_folder.read_headers(folder, shapes, {_TIED_HEAD: shapes[_EMBEDDING]} if config.text.tie_word_embeddings else {})
+    return hf_folder.read_headers(
+        folder, shapes, {_TIED_HEAD: shapes[_EMBEDDING]} if config.text.tie_word_embeddings else {}
+    )
 
 
 def load(
@@ -184,11 +216,21 @@ def load(
     graph, state = nnx.split(model)
     parameters = _parameters(state)
     headers = _headers(folder, config, _layout(config, parameters))
-    stored = {name: (folder / file, tensor) for file, header in headers.items() for name, tensor in header.tensors.items()}
-    shardings = {path: leaf.get_value() for path, leaf in _parameters(param_shardings(state, mesh)).items()} if mesh else {}
+    stored = {
+        name: (folder / file, tensor)
+        for file, header in headers.items()
+        for name, tensor in header.tensors.items()
+    }
+    shardings = (
+        {path: leaf.get_value() for path, leaf in _parameters(param_shardings(state, mesh)).items()}
+        if mesh
+        else {}
+    )
     for path, tensor in _tensors(config).items():
         variable = parameters[path]
-        variable.set_value(_value(tensor, stored, variable.shape, variable.dtype, shardings.get(path)))
+        variable.set_value(
+            _value(tensor, stored, variable.shape, variable.dtype, shardings.get(path))
+        )
     return nnx.merge(graph, state)
 
 
@@ -198,15 +240,25 @@ def _require_float(field: str, value: DTypeLike) -> None:
     except TypeError:
         known = False
     if not known:
-        raise ValueError(f"{field} = {value!r}: no type of numbers that a model computes with; give float32 or bfloat16")
+        raise ValueError(
+            f"{field} = {value!r}: no type of numbers that a model computes with; give float32 or bfloat16"
+        )
 
 
 def _value(
-    tensor: _Tensor, stored: Mapping[str, _Stored], shape: tuple[int, ...], dtype: DTypeLike, sharding: NamedSharding | None
+    tensor: _Tensor,
+    stored: Mapping[str, _Stored],
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    sharding: NamedSharding | None,
 ) -> jax.Array:
     """A parameter. It waits for every tensor: transfers that queue up would hold their host buffers."""
     if not tensor.stacked:
-        return _on_devices(tensor, stored[tensor.name], shape, sharding).astype(dtype).block_until_ready()
+        return (
+            _on_devices(tensor, stored[tensor.name], shape, sharding)
+            .astype(dtype)
+            .block_until_ready()
+        )
     stack = jnp.zeros(shape, dtype, device=sharding)
     inner = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])) if sharding else None
     insert = jax.jit(_insert, donate_argnums=0, out_shardings=sharding)
@@ -216,11 +268,15 @@ def _value(
     return stack
 
 
-def _insert(stack: Float[Array, "l ..."], part: Float[Array, "..."], number: Int[Array, ""]) -> Float[Array, "l ..."]:
+def _insert(
+    stack: Float[Array, "l ..."], part: Float[Array, "..."], number: Int[Array, ""]
+) -> Float[Array, "l ..."]:
     return jax.lax.dynamic_update_index_in_dim(stack, part.astype(stack.dtype), number, 0)
 
 
-def _on_devices(tensor: _Tensor, stored: _Stored, shape: tuple[int, ...], sharding: NamedSharding | None) -> jax.Array:
+def _on_devices(
+    tensor: _Tensor, stored: _Stored, shape: tuple[int, ...], sharding: NamedSharding | None
+) -> jax.Array:
     """One tensor in the file's type. Devices that hold the same block share one reading of it."""
     if sharding is None:
         return jax.device_put(tensor.read(stored, shape, (slice(None),) * len(shape)))
@@ -257,22 +313,33 @@ def save(
     removes.
     """
     folder, files = Path(folder), [Path(file) for file in files]
-    if multihost_utils.broadcast_one_to_all(np.asarray(folder.exists())):  # another process may look when the first one is done
+    if multihost_utils.broadcast_one_to_all(
+        np.asarray(folder.exists())
+    ):  # another process may look when the first one is done
         raise FileExistsError(f"{folder}: exists; choose a new folder, or remove this one first")
     parameters = _parameters(nnx.state(model, nnx.Param))
     layout = _layout(model.config, parameters)
     with _together(folder):
         if like is None:
-            tensors = {name: (np.dtype(parameters[place.path].dtype), place.shape) for name, place in layout.items()}
+            tensors = {
+                name: (np.dtype(parameters[place.path].dtype), place.shape)
+                for name, place in layout.items()
+            }
             dtype, _ = tensors[_EMBEDDING]
             configs = _configs(model.config, dtype.name, files)
             headers, companions = hf_folder.new_files(configs, tensors, max_shard_bytes)
         else:
             source = hf_folder.local_folder(like)
             _same_config(source, model.config)
-            headers, companions = _headers(source, model.config, layout), hf_folder.read_companions(source)
+            headers, companions = (
+                _headers(source, model.config, layout),
+                hf_folder.read_companions(source),
+            )
         companions |= {file.name: file.read_bytes() for file in files}
-    matrices = {file: _matrices(model.config, parameters, layout, header) for file, header in headers.items()}
+    matrices = {
+        file: _matrices(model.config, parameters, layout, header)
+        for file, header in headers.items()
+    }
     with _together(folder):
         try:
             if jax.process_index() == 0:
@@ -313,7 +380,9 @@ def _together(folder: Path) -> Iterator[None]:
     finally:
         failures = np.flatnonzero(multihost_utils.process_allgather(np.asarray(failed)))
     if failures.size:
-        raise RuntimeError(f"{folder}: not written; process {', '.join(map(str, failures))} failed: see the error there")
+        raise RuntimeError(
+            f"{folder}: not written; process {', '.join(map(str, failures))} failed: see the error there"
+        )
 
 
 def _write(
@@ -338,7 +407,10 @@ def _same_config(source: Path, config: Qwen3VLConfig) -> None:
 
 
 def _matrices(
-    config: Qwen3VLConfig, parameters: Mapping[str, nnx.Variable], layout: Mapping[str, _Place], header: tensor_file.Header
+    config: Qwen3VLConfig,
+    parameters: Mapping[str, nnx.Variable],
+    layout: Mapping[str, _Place],
+    header: tensor_file.Header,
 ) -> Iterator[Shaped[np.ndarray, "i j"]]:
     """The tensors of one file, each gathered when its turn comes."""
     tensors = _tensors(config)
@@ -351,7 +423,11 @@ def _on_host(value: Float[Array, "..."], number: int | None) -> Shaped[np.ndarra
     """A parameter, or one of a stack, gathered from all devices and processes."""
     # Whole parameters are copied too: an array keeps the NumPy value it once gave, and the model's would fill the host.
     part = jnp.copy(value) if number is None else _take(value, number)
-    return np.asarray(part) if part.is_fully_addressable else multihost_utils.process_allgather(part, tiled=True)
+    return (
+        np.asarray(part)
+        if part.is_fully_addressable
+        else multihost_utils.process_allgather(part, tiled=True)
+    )
 
 
 @jax.jit

@@ -13,12 +13,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 
-def normal(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float, dtype: DTypeLike) -> nnx.Param:
+def normal(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float, dtype: DTypeLike
+) -> nnx.Param:
     """A parameter drawn from N(0, std^2)."""
-    return nnx.Param((jax.random.normal(rngs.params(), shape, jnp.float32) * std).astype(dtype), axes=_checked(shape, axes))
+    return nnx.Param(
+        (jax.random.normal(rngs.params(), shape, jnp.float32) * std).astype(dtype),
+        axes=_checked(shape, axes),
+    )
 
 
-def constant(value: float, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike) -> nnx.Param:
+def constant(
+    value: float, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike
+) -> nnx.Param:
     """A parameter that starts as `value` everywhere: norms' scales and biases."""
     return nnx.Param(jnp.full(shape, value, dtype), axes=_checked(shape, axes))
 
@@ -54,13 +61,23 @@ class LayerNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
-        return (wide * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+        return (
+            wide * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        ).astype(x.dtype)
 
 
 class Linear(nnx.Module):
     """`x @ kernel + bias`, kernel [d_in, d_out], drawn with the variance 1 / d_in. `stack` leads with a layer axis."""
 
-    def __init__(self, shape: tuple[int, int], axes: tuple[str, str], *, stack: tuple[int, ...], rngs: nnx.Rngs, param_dtype: DTypeLike):
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        axes: tuple[str, str],
+        *,
+        stack: tuple[int, ...],
+        rngs: nnx.Rngs,
+        param_dtype: DTypeLike,
+    ):
         lead = ("layer",) * len(stack)
         self.kernel = normal(rngs, (*stack, *shape), (*lead, *axes), shape[0] ** -0.5, param_dtype)
         self.bias = constant(0.0, (*stack, shape[1]), (*lead, axes[1]), param_dtype)

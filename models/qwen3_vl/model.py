@@ -40,17 +40,30 @@ class Qwen3VL(nnx.Module):
     multiplies float32 in bf16 or TF32 passes unless under `jax.default_matmul_precision("highest")`; bounds of parity are CPU's.
     """
 
-    def __init__(self, config: Qwen3VLConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32, param_dtype: DTypeLike = jnp.float32):
+    def __init__(
+        self,
+        config: Qwen3VLConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+    ):
         self.config = config
         self.vision = VisionTower(config.vision, rngs=rngs, dtype=dtype, param_dtype=param_dtype)
         self.text = TextDecoder(config.text, rngs=rngs, dtype=dtype, param_dtype=param_dtype)
 
 
-def abstract_model(config: Qwen3VLConfig, *, dtype: DTypeLike = jnp.float32, param_dtype: DTypeLike = jnp.float32) -> Qwen3VL:
+def abstract_model(
+    config: Qwen3VLConfig, *, dtype: DTypeLike = jnp.float32, param_dtype: DTypeLike = jnp.float32
+) -> Qwen3VL:
     """The model with shapes in the place of weights: nothing is allocated."""
-    return nnx.eval_shape(lambda: Qwen3VL(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype))
+    return nnx.eval_shape(
+        lambda: Qwen3VL(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype)
+    )
 
 
 def num_params(config: Qwen3VLConfig) -> int:
     """Weights of both towers; tied embeddings count once."""
-    return sum(math.prod(p.shape) for p in jax.tree.leaves(nnx.state(abstract_model(config), nnx.Param)))
+    return sum(
+        math.prod(p.shape) for p in jax.tree.leaves(nnx.state(abstract_model(config), nnx.Param))
+    )

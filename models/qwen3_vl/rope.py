@@ -22,7 +22,10 @@ Cells = TypeVar("Cells", Array, np.ndarray)
 
 
 def mrope_positions(
-    ids: Int[np.ndarray, " t"], grids: Sequence[tuple[int, ...]], config: Qwen3VLConfig, start: int = 0
+    ids: Int[np.ndarray, " t"],
+    grids: Sequence[tuple[int, ...]],
+    config: Qwen3VLConfig,
+    start: int = 0,
 ) -> Int[np.ndarray, "3 t"]:
     """Positions (time, height, width) of a token sequence whose image and video placeholders stand for `grids`.
 
@@ -34,7 +37,9 @@ def mrope_positions(
     ids, merge = np.asarray(ids), config.vision.spatial_merge_size
     slices = [grid[-2:] for grid in grids for _ in range(math.prod(grid[:-2]))]
     if any(side < merge or side % merge for grid in slices for side in grid):
-        raise ValueError(f"grids = {list(grids)}: height and width are multiples of {merge} patches; resize to smart_resize's answer first")
+        raise ValueError(
+            f"grids = {list(grids)}: height and width are multiples of {merge} patches; resize to smart_resize's answer first"
+        )
     tokens = [h * w // merge**2 for h, w in slices]
     placeholders = np.flatnonzero((ids == config.image_token_id) | (ids == config.video_token_id))
     if len(placeholders) != sum(tokens):
@@ -45,7 +50,9 @@ def mrope_positions(
     for (h, w), n in zip(slices, tokens, strict=True):
         first = placeholders[used]
         if (ids[first : first + n] != ids[first]).any():
-            raise ValueError(f"grids: the image at token {first} needs {n} placeholders in a row for grid {(h, w)}; write them together")
+            raise ValueError(
+                f"grids: the image at token {first} needs {n} placeholders in a row for grid {(h, w)}; write them together"
+            )
         positions[:, at:first] = np.arange(position, position + first - at)
         position += first - at
         rows, columns = np.divmod(np.arange(n), w // merge)
@@ -77,15 +84,23 @@ def mrope_angles(positions: Int[Array, "3 b t"], config: TextConfig) -> Float[Ar
     axis = np.zeros(half, np.int32)
     for number in (1, 2):
         axis[(j % 3 == number) & (j < 3 * config.mrope_section[number])] = number
-    frequency = (1.0 / config.rope_theta ** (np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim)).astype(np.float32)
+    frequency = (
+        1.0
+        / config.rope_theta
+        ** (np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim)
+    ).astype(np.float32)
     time, height, width = positions.astype(jnp.float32)[..., None]
     return jnp.where(axis == 0, time, jnp.where(axis == 1, height, width)) * frequency
 
 
-def vision_angles(row: Int[Array, "b p"], column: Int[Array, "b p"], config: VisionConfig) -> Float[Array, "b p j"]:
+def vision_angles(
+    row: Int[Array, "b p"], column: Int[Array, "b p"], config: VisionConfig
+) -> Float[Array, "b p j"]:
     """Rotation angles of vision heads for patches at (row, column) of their frame, j = head_dim / 2: rows first, then columns."""
     quarter = config.head_dim // 4
-    frequency = (1.0 / config.rope_theta ** (np.arange(quarter, dtype=np.float32) / quarter)).astype(np.float32)
+    frequency = (
+        1.0 / config.rope_theta ** (np.arange(quarter, dtype=np.float32) / quarter)
+    ).astype(np.float32)
     return jnp.concatenate([at[..., None] * frequency for at in (row, column)], axis=-1)
 
 
@@ -100,4 +115,6 @@ def rotate(x: Float[Array, "b t n h"], angles: Float[Array, "b t j"]) -> Float[A
     """Turns the halves of each head against each other by `angles` (j = h / 2); computed in float32, returned in x's type."""
     cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)

@@ -29,7 +29,10 @@ Cache = TypeVar("Cache", DenseCache, PagedCache)
 
 # For so few rows CPU spends more time on turning the head around than on the product: there the head comes first.
 _FEW_ROWS = 64
-_WORDS = ("fsdp", "tensor")  # mesh axes that cut the vocabulary where log-probs of many tokens are computed
+_WORDS = (
+    "fsdp",
+    "tensor",
+)  # mesh axes that cut the vocabulary where log-probs of many tokens are computed
 
 
 class KV(NamedTuple):
@@ -44,7 +47,14 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: TextConfig, *, rngs: nnx.Rngs, param_dtype: DTypeLike):
         c = config
-        n, d, f, q, k, h = c.num_hidden_layers, c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        n, d, f, q, k, h = (
+            c.num_hidden_layers,
+            c.hidden_size,
+            c.intermediate_size,
+            c.num_attention_heads,
+            c.num_key_value_heads,
+            c.head_dim,
+        )
 
         def weight(shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int) -> nnx.Param:
             return normal(rngs, (n, *shape), ("layer", *axes), fan_in**-0.5, param_dtype)
@@ -53,7 +63,12 @@ class DecoderLayer(nnx.Module):
             return constant(1.0, (n, size), ("layer", "norm"), param_dtype)
 
         self.eps = c.rms_norm_eps
-        self.input_norm, self.post_norm, self.q_norm, self.k_norm = scale(d), scale(d), scale(h), scale(h)
+        self.input_norm, self.post_norm, self.q_norm, self.k_norm = (
+            scale(d),
+            scale(d),
+            scale(h),
+            scale(h),
+        )
         self.q = weight((d, q, h), ("embed", "heads", "head_dim"), d)
         self.k = weight((d, k, h), ("embed", "kv_heads", "head_dim"), d)
         self.v = weight((d, k, h), ("embed", "kv_heads", "head_dim"), d)
@@ -68,27 +83,44 @@ class DecoderLayer(nnx.Module):
         """Queries, keys and values of x, heads normed and turned."""
         y = rms_norm(x, self.input_norm, self.eps)
         q, k, v = (product(y, w[...]) for w in (self.q, self.k, self.v))
-        return rotate(rms_norm(q, self.q_norm, self.eps), angles), rotate(rms_norm(k, self.k_norm, self.eps), angles), v
+        return (
+            rotate(rms_norm(q, self.q_norm, self.eps), angles),
+            rotate(rms_norm(k, self.k_norm, self.eps), angles),
+            v,
+        )
 
-    def finish(self, x: Float[Array, "b t d"], attended: Float[Array, "b t n h"]) -> Float[Array, "b t d"]:
+    def finish(
+        self, x: Float[Array, "b t d"], attended: Float[Array, "b t n h"]
+    ) -> Float[Array, "b t d"]:
         """The layer's output from its input and what its heads attended to."""
         out = self.o[...]
         x = x + product(attended.reshape(*x.shape[:-1], -1), out.reshape(-1, out.shape[-1]))
         y = rms_norm(x, self.post_norm, self.eps)
-        return x + product(jax.nn.silu(product(y, self.gate[...])) * product(y, self.up[...]), self.down[...])
+        return x + product(
+            jax.nn.silu(product(y, self.gate[...])) * product(y, self.up[...]), self.down[...]
+        )
 
 
 class TextDecoder(nnx.Module):
     """The decoder and its vocabulary head. Activations in `dtype`, logits and log-probs in float32."""
 
-    def __init__(self, config: TextConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32, param_dtype: DTypeLike = jnp.float32):
+    def __init__(
+        self,
+        config: TextConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+    ):
         self.config = config
         self.dtype = dtype
         shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed")
         self.embedding = normal(rngs, shape, axes, 0.02, param_dtype)
         self.layers = DecoderLayer(config, rngs=rngs, param_dtype=param_dtype)
         self.norm = constant(1.0, (config.hidden_size,), ("norm",), param_dtype)
-        self.head = None if config.tie_word_embeddings else normal(rngs, shape, axes, 0.02, param_dtype)
+        self.head = (
+            None if config.tie_word_embeddings else normal(rngs, shape, axes, 0.02, param_dtype)
+        )
 
     def __call__(
         self,
@@ -114,7 +146,9 @@ class TextDecoder(nnx.Module):
         where `visual` and `visual_index` are not given together.
         """
         if (visual is None) != (visual_index is None):
-            raise ValueError("visual, visual_index: given together or not at all; pass both, or neither for text")
+            raise ValueError(
+                "visual, visual_index: given together or not at all; pass both, or neither for text"
+            )
         graph, state = nnx.split(self.layers)
         angles = mrope_angles(positions, self.config)
         # What is saved between layers is cut over `tensor` too; within a layer its devices share a row's products, and have it whole.
@@ -124,14 +158,30 @@ class TextDecoder(nnx.Module):
         def body(x, layer):
             params, number, kept = layer
             past = prefix(number) if callable(prefix) else kept
-            block, x = nnx.merge(graph, params), checkpoint_name(constrain(x, *between), LAYER_INPUT)
+            block, x = (
+                nnx.merge(graph, params),
+                checkpoint_name(constrain(x, *between), LAYER_INPUT),
+            )
             x = constrain(x, ROWS)
             q, k, v = block.project(x, angles)
-            x = block.finish(x, attend(q, k, v, segment_ids=segment_ids, prefix=past, prefix_mask=prefix_mask, pieces=pieces))
+            x = block.finish(
+                x,
+                attend(
+                    q,
+                    k,
+                    v,
+                    segment_ids=segment_ids,
+                    prefix=past,
+                    prefix_mask=prefix_mask,
+                    pieces=pieces,
+                ),
+            )
             if visual is not None and visual_index is not None and visual.shape[2] > 1:
                 # A branch, not a mask: layers after the last DeepStack level pay nothing, and the stack stays one scan.
                 spread = functools.partial(_spread, visual, visual_index, number + 1)
-                x = jax.lax.cond(number + 1 < visual.shape[2], lambda x: x + spread(x), lambda x: x, x)
+                x = jax.lax.cond(
+                    number + 1 < visual.shape[2], lambda x: x + spread(x), lambda x: x, x
+                )
             return constrain(constrain(x, ROWS), *between), KV(k, v)
 
         # From words whose vectors are cut to rows that are whole in one exchange; in one step the compiler would gather all rows.
@@ -139,11 +189,19 @@ class TextDecoder(nnx.Module):
         if visual is not None and visual_index is not None:
             x = jnp.where(visual_index[..., None] >= 0, _spread(visual, visual_index, 0, x), x)
         layers = jnp.arange(self.config.num_hidden_layers)
-        x, kv = jax.lax.scan(rematerialise(body, remat), constrain(x, *between), (state, layers, None if callable(prefix) else prefix))
+        x, kv = jax.lax.scan(
+            rematerialise(body, remat),
+            constrain(x, *between),
+            (state, layers, None if callable(prefix) else prefix),
+        )
         return rms_norm(x, self.norm, self.config.rms_norm_eps), kv
 
     def decode(
-        self, ids: Int[Array, " b"], positions: Int[Array, "3 b"], cache: Cache, layers: Sequence[nnx.State] | None = None
+        self,
+        ids: Int[Array, " b"],
+        positions: Int[Array, "3 b"],
+        cache: Cache,
+        layers: Sequence[nnx.State] | None = None,
     ) -> tuple[Float[Array, "b d"], Cache]:
         """One text token a row: the hidden state after the final norm, and the cache with the token in it, not yet advanced.
 
@@ -177,7 +235,10 @@ class TextDecoder(nnx.Module):
         return self._unstacked(nnx.state(self.layers))
 
     def _unstacked(self, state: nnx.State) -> list[nnx.State]:
-        return [jax.tree.map(lambda x, n=number: x[n], state) for number in range(self.config.num_hidden_layers)]
+        return [
+            jax.tree.map(lambda x, n=number: x[n], state)
+            for number in range(self.config.num_hidden_layers)
+        ]
 
     def embed(self, ids: Int[Array, "*n"]) -> Float[Array, "*n d"]:
         """Token embeddings."""
@@ -188,7 +249,11 @@ class TextDecoder(nnx.Module):
         return _logits((self.embedding if self.head is None else self.head)[...], hidden)
 
     def token_logprobs(
-        self, hidden: Float[Array, "b t d"], targets: Int[Array, "b t"], temperature: float, chunk: int | None = None
+        self,
+        hidden: Float[Array, "b t d"],
+        targets: Int[Array, "b t"],
+        temperature: float,
+        chunk: int | None = None,
     ) -> Float[Array, "b t"]:
         """Log-prob of `targets` under softmax(logits / temperature), float32; hidden[b, t] is the state that predicts targets[b, t].
 
@@ -201,9 +266,15 @@ class TextDecoder(nnx.Module):
         if chunk is None or chunk >= t:
             return _chunk_logprobs(head, hidden, targets, temperature)
         rest = -t % chunk
-        hidden = jnp.pad(hidden, ((0, 0), (0, rest), (0, 0))).reshape(b, -1, chunk, hidden.shape[-1]).swapaxes(0, 1)
+        hidden = (
+            jnp.pad(hidden, ((0, 0), (0, rest), (0, 0)))
+            .reshape(b, -1, chunk, hidden.shape[-1])
+            .swapaxes(0, 1)
+        )
         targets = jnp.pad(targets, ((0, 0), (0, rest))).reshape(b, -1, chunk).swapaxes(0, 1)
-        one = jax.checkpoint(lambda x: _chunk_logprobs(head, x[0], x[1], temperature), prevent_cse=False)
+        one = jax.checkpoint(
+            lambda x: _chunk_logprobs(head, x[0], x[1], temperature), prevent_cse=False
+        )
         return jax.lax.map(one, (hidden, targets)).swapaxes(0, 1).reshape(b, -1)[:, :t]
 
 
@@ -212,25 +283,35 @@ def _logits(head: Float[Array, "v d"], hidden: Float[Array, "*n d"]) -> Float[Ar
     rows = hidden.reshape(-1, hidden.shape[-1])  # one axis, as in `product`
     if len(rows) <= _FEW_ROWS and platform() == "cpu":
         words = jnp.einsum("vd,nd->vn", head, rows, preferred_element_type=jnp.float32)
-        logits = jax.lax.optimization_barrier(words).T  # without the barrier XLA turns the product around again
+        logits = jax.lax.optimization_barrier(
+            words
+        ).T  # without the barrier XLA turns the product around again
     else:
         logits = jnp.einsum("nd,vd->nv", rows, head, preferred_element_type=jnp.float32)
     return logits.reshape(*hidden.shape[:-1], -1)
 
 
 def _chunk_logprobs(
-    head: Float[Array, "v d"], hidden: Float[Array, "b t d"], targets: Int[Array, "b t"], temperature: float
+    head: Float[Array, "v d"],
+    hidden: Float[Array, "b t d"],
+    targets: Int[Array, "b t"],
+    temperature: float,
 ) -> Float[Array, "b t"]:
     """Over a mesh each device has all rows of its part of the words: hidden states move, which are fewer than the head's weights."""
     hidden = constrain(constrain(hidden, ROWS), "data")
     logits = constrain(_logits(head, hidden), "data", None, _WORDS) / temperature
     # A masked sum, not a gather: its gradient needs no scatter, and a vocabulary that is cut over devices stays cut.
-    own = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0.0), axis=-1)
+    own = jnp.sum(
+        jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0.0), axis=-1
+    )
     return own - jax.nn.logsumexp(logits, axis=-1)
 
 
 def _spread(
-    visual: Float[Array, "b m c d"], index: Int[Array, "b t"], level: int | Int[Array, ""], like: Float[Array, "b t d"]
+    visual: Float[Array, "b m c d"],
+    index: Int[Array, "b t"],
+    level: int | Int[Array, ""],
+    like: Float[Array, "b t d"],
 ) -> Float[Array, "b t d"]:
     """One level's visual vectors at the tokens they stand for, 0 at text; in the type of `like`. A bank serves a sequence: one row, or
     its pieces."""

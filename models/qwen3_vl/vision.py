@@ -45,7 +45,9 @@ def frame_layout(grid: tuple[int, int], config: VisionConfig) -> PatchLayout:
     return packed_layout([(1, *grid)], grid[0] * grid[1], config)._replace(frame=None)
 
 
-def packed_layout(grids: Sequence[tuple[int, int, int]], size: int, config: VisionConfig) -> PatchLayout:
+def packed_layout(
+    grids: Sequence[tuple[int, int, int]], size: int, config: VisionConfig
+) -> PatchLayout:
     """One row of `size` patches: frames of images and videos one after another, then padding.
 
     `grids` holds (frames, height, width) of each, in units of patches; an image has one frame. The row's output holds their visual
@@ -54,15 +56,21 @@ def packed_layout(grids: Sequence[tuple[int, int, int]], size: int, config: Visi
     merge, filled = config.spatial_merge_size, sum(t * h * w for t, h, w in grids)
     for t, h, w in grids:
         if min(t, h, w) < 1 or h % merge or w % merge:
-            raise ValueError(f"grid = {(t, h, w)}: sides are multiples of {merge} patches; resize with models.processor.smart_resize first")
+            raise ValueError(
+                f"grid = {(t, h, w)}: sides are multiples of {merge} patches; resize with models.processor.smart_resize first"
+            )
     if filled > size or size % merge**2:
-        raise ValueError(f"size = {size}: holds all {filled} patches and is a multiple of {merge**2}; choose a larger bucket")
+        raise ValueError(
+            f"size = {size}: holds all {filled} patches and is a multiple of {merge**2}; choose a larger bucket"
+        )
     layout, at = np.zeros((5, size), np.int32), 0
     layout[2:4] = 1  # padding is a frame of one patch
     frames = [(h, w) for t, h, w in grids for _ in range(t)]
     for number, (h, w) in enumerate(frames, 1):
         rows, columns = (merge_order(a, merge) for a in np.indices((h, w)))
-        layout[:, at : at + h * w] = np.stack([rows, columns, *(np.full(h * w, value) for value in (h, w, number))])
+        layout[:, at : at + h * w] = np.stack(
+            [rows, columns, *(np.full(h * w, value) for value in (h, w, number))]
+        )
         at += h * w
     return PatchLayout(*layout[:, None])
 
@@ -89,7 +97,11 @@ def deal_rows(grids: Sequence[tuple[int, int, int]], size: int) -> list[list[tup
 
 
 def pack(
-    patches: Float[np.ndarray, "n c"], grids: Sequence[tuple[int, int, int]], size: int, config: VisionConfig, rows: int | None = None
+    patches: Float[np.ndarray, "n c"],
+    grids: Sequence[tuple[int, int, int]],
+    size: int,
+    config: VisionConfig,
+    rows: int | None = None,
 ) -> Packed:
     """Deals the frames of images and videos into rows of `size` patches, in order, each frame whole.
 
@@ -98,12 +110,18 @@ def pack(
     where the frames need more than `rows`, or where patches and grids disagree.
     """
     if sum(map(math.prod, grids)) != len(patches):
-        raise ValueError(f"grids = {list(grids)}: {len(patches)} patches do not fill them; give both of the same sample")
+        raise ValueError(
+            f"grids = {list(grids)}: {len(patches)} patches do not fill them; give both of the same sample"
+        )
     dealt = deal_rows(grids, size)
     if rows is not None and len(dealt) > rows:
-        raise ValueError(f"rows = {rows}: the frames need {len(dealt)} rows of {size} patches; give as many, or larger ones")
+        raise ValueError(
+            f"rows = {rows}: the frames need {len(dealt)} rows of {size} patches; give as many, or larger ones"
+        )
     dealt += [[]] * ((rows or 0) - len(dealt))
-    layout = jax.tree.map(lambda *parts: np.concatenate(parts), *(packed_layout(row, size, config) for row in dealt))
+    layout = jax.tree.map(
+        lambda *parts: np.concatenate(parts), *(packed_layout(row, size, config) for row in dealt)
+    )
     slot = np.flatnonzero(layout.frame)
     filled = np.zeros((len(dealt) * size, patches.shape[1]), patches.dtype)
     filled[slot] = patches
@@ -119,27 +137,66 @@ class VisionBlock(nnx.Module):
         self.heads = config.num_heads
         self.norm1 = LayerNorm(d, stack=stack, param_dtype=param_dtype)
         self.norm2 = LayerNorm(d, stack=stack, param_dtype=param_dtype)
-        self.qkv = Linear((d, 3 * d), ("embed", "heads"), stack=stack, rngs=rngs, param_dtype=param_dtype)
-        self.out = Linear((d, d), ("heads", "embed"), stack=stack, rngs=rngs, param_dtype=param_dtype)
+        self.qkv = Linear(
+            (d, 3 * d), ("embed", "heads"), stack=stack, rngs=rngs, param_dtype=param_dtype
+        )
+        self.out = Linear(
+            (d, d), ("heads", "embed"), stack=stack, rngs=rngs, param_dtype=param_dtype
+        )
         self.up = Linear((d, f), ("embed", "mlp"), stack=stack, rngs=rngs, param_dtype=param_dtype)
-        self.down = Linear((f, d), ("mlp", "embed"), stack=stack, rngs=rngs, param_dtype=param_dtype)
+        self.down = Linear(
+            (f, d), ("mlp", "embed"), stack=stack, rngs=rngs, param_dtype=param_dtype
+        )
 
-    def __call__(self, x: Float[Array, "b p d"], angles: Float[Array, "b p j"], frame: Int[Array, "b p"] | None) -> Float[Array, "b p d"]:
+    def __call__(
+        self,
+        x: Float[Array, "b p d"],
+        angles: Float[Array, "b p j"],
+        frame: Int[Array, "b p"] | None,
+    ) -> Float[Array, "b p d"]:
         b, p, d = x.shape
-        q, k, v = jnp.moveaxis(self.qkv(self.norm1(x)).reshape(b, p, 3, self.heads, d // self.heads), 2, 0)
-        x = x + self.out(attend(rotate(q, angles), rotate(k, angles), v, causal=False, segment_ids=frame).reshape(b, p, d))
+        q, k, v = jnp.moveaxis(
+            self.qkv(self.norm1(x)).reshape(b, p, 3, self.heads, d // self.heads), 2, 0
+        )
+        x = x + self.out(
+            attend(
+                rotate(q, angles), rotate(k, angles), v, causal=False, segment_ids=frame
+            ).reshape(b, p, d)
+        )
         return x + self.down(jax.nn.gelu(self.up(self.norm2(x)), approximate=True))
 
 
 class PatchMerger(nnx.Module):
     """Joins merge x merge patches into one vector of the text width. DeepStack mergers (`stack` of them) norm after joining."""
 
-    def __init__(self, config: VisionConfig, *, stack: tuple[int, ...], norm_after: bool, rngs: nnx.Rngs, param_dtype: DTypeLike):
+    def __init__(
+        self,
+        config: VisionConfig,
+        *,
+        stack: tuple[int, ...],
+        norm_after: bool,
+        rngs: nnx.Rngs,
+        param_dtype: DTypeLike,
+    ):
         self.joined = config.hidden_size * config.spatial_merge_size**2
         self.norm_after = norm_after
-        self.norm = LayerNorm(self.joined if norm_after else config.hidden_size, stack=stack, param_dtype=param_dtype)
-        self.fc1 = Linear((self.joined, self.joined), ("embed", "mlp"), stack=stack, rngs=rngs, param_dtype=param_dtype)
-        self.fc2 = Linear((self.joined, config.out_hidden_size), ("mlp", "embed"), stack=stack, rngs=rngs, param_dtype=param_dtype)
+        self.norm = LayerNorm(
+            self.joined if norm_after else config.hidden_size, stack=stack, param_dtype=param_dtype
+        )
+        self.fc1 = Linear(
+            (self.joined, self.joined),
+            ("embed", "mlp"),
+            stack=stack,
+            rngs=rngs,
+            param_dtype=param_dtype,
+        )
+        self.fc2 = Linear(
+            (self.joined, config.out_hidden_size),
+            ("mlp", "embed"),
+            stack=stack,
+            rngs=rngs,
+            param_dtype=param_dtype,
+        )
 
     def __call__(self, x: Float[Array, "b p d"]) -> Float[Array, "b q o"]:
         joined = (x.shape[0], -1, self.joined)
@@ -150,24 +207,54 @@ class PatchMerger(nnx.Module):
 class VisionTower(nnx.Module):
     """The whole tower (REFERENCE: frozen in the published recipe)."""
 
-    def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32, param_dtype: DTypeLike = jnp.float32):
+    def __init__(
+        self,
+        config: VisionConfig,
+        *,
+        rngs: nnx.Rngs,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+    ):
         self.config = config
         self.dtype = dtype
-        self.patch = Linear((config.patch_dim, config.hidden_size), ("patch", "embed"), stack=(), rngs=rngs, param_dtype=param_dtype)
-        self.positions = normal(rngs, (config.num_position_embeddings, config.hidden_size), ("position", "embed"), 0.02, param_dtype)
+        self.patch = Linear(
+            (config.patch_dim, config.hidden_size),
+            ("patch", "embed"),
+            stack=(),
+            rngs=rngs,
+            param_dtype=param_dtype,
+        )
+        self.positions = normal(
+            rngs,
+            (config.num_position_embeddings, config.hidden_size),
+            ("position", "embed"),
+            0.02,
+            param_dtype,
+        )
         self.blocks = VisionBlock(config, rngs=rngs, param_dtype=param_dtype)
-        self.merger = PatchMerger(config, stack=(), norm_after=False, rngs=rngs, param_dtype=param_dtype)
-        mergers = PatchMerger(config, stack=(config.levels,), norm_after=True, rngs=rngs, param_dtype=param_dtype)
+        self.merger = PatchMerger(
+            config, stack=(), norm_after=False, rngs=rngs, param_dtype=param_dtype
+        )
+        mergers = PatchMerger(
+            config, stack=(config.levels,), norm_after=True, rngs=rngs, param_dtype=param_dtype
+        )
         self.deepstack = mergers if config.levels else None
 
-    def __call__(self, patches: Float[Array, "b p c"], layout: PatchLayout) -> Float[Array, "b q levels d"]:
+    def __call__(
+        self, patches: Float[Array, "b p c"], layout: PatchLayout
+    ) -> Float[Array, "b q levels d"]:
         """Features of patches that stand as `layout` says, q = p / merge^2 visual tokens a row.
 
         Index 0 of the third axis holds the merged features, 1 + i the DeepStack level i (levels = 1 + number of taps). Patches as
         `models.processor.patchify` makes them. ValueError where layout and patches disagree.
         """
-        if layout.row.shape[1] != patches.shape[1] or layout.row.shape[0] not in (1, patches.shape[0]):
-            raise ValueError(f"patches = {patches.shape}: the layout is one of {layout.row.shape} patches; make it of the same grids")
+        if layout.row.shape[1] != patches.shape[1] or layout.row.shape[0] not in (
+            1,
+            patches.shape[0],
+        ):
+            raise ValueError(
+                f"patches = {patches.shape}: the layout is one of {layout.row.shape} patches; make it of the same grids"
+            )
         x = self.patch(patches.astype(self.dtype)) + self._positions(layout).astype(self.dtype)
         x, taps = self._run_blocks(x, layout)
         features = [self.merger(x)[None]]
@@ -176,7 +263,9 @@ class VisionTower(nnx.Module):
             features.append(jax.vmap(lambda s, tap: nnx.merge(graph, s)(tap))(state, taps))
         return jnp.moveaxis(jnp.concatenate(features), 0, 2)
 
-    def _run_blocks(self, x: Float[Array, "b p d"], layout: PatchLayout) -> tuple[Float[Array, "b p d"], Float[Array, "levels b p d"]]:
+    def _run_blocks(
+        self, x: Float[Array, "b p d"], layout: PatchLayout
+    ) -> tuple[Float[Array, "b p d"], Float[Array, "levels b p d"]]:
         """The hidden states after the last block, and after each tapped one."""
         c = self.config
         angles = vision_angles(layout.row, layout.column, c)
@@ -200,8 +289,15 @@ class VisionTower(nnx.Module):
         """The square position table, stretched over each frame (bilinear, corners aligned)."""
         side = math.isqrt(self.config.num_position_embeddings)
         table = self.positions[...].astype(jnp.float32)
-        rows, columns = (_between_cells(*line, side) for line in ((layout.row, layout.height), (layout.column, layout.width)))
-        corners = [(y * x)[..., None] * jnp.take(table, i * side + j, axis=0) for i, y in rows for j, x in columns]
+        rows, columns = (
+            _between_cells(*line, side)
+            for line in ((layout.row, layout.height), (layout.column, layout.width))
+        )
+        corners = [
+            (y * x)[..., None] * jnp.take(table, i * side + j, axis=0)
+            for i, y in rows
+            for j, x in columns
+        ]
         return functools.reduce(operator.add, corners)
 
 
@@ -213,12 +309,18 @@ def frozen(weights: nnx.State, dtype: DTypeLike) -> nnx.State:
         if path[-1] != "kernel":
             return variable
         value = variable.get_value()
-        return variable.replace(value.update(dtype=dtype) if isinstance(value, jax.ShapeDtypeStruct) else value.astype(dtype))
+        return variable.replace(
+            value.update(dtype=dtype)
+            if isinstance(value, jax.ShapeDtypeStruct)
+            else value.astype(dtype)
+        )
 
     return nnx.map_state(one, weights)
 
 
-def _between_cells(at: Int[Array, "b p"], length: Int[Array, "b p"], side: int) -> list[tuple[Int[Array, "b p"], Float[Array, "b p"]]]:
+def _between_cells(
+    at: Int[Array, "b p"], length: Int[Array, "b p"], side: int
+) -> list[tuple[Int[Array, "b p"], Float[Array, "b p"]]]:
     """The two cells of a line of `side` cells between which point `at` of `length` points falls, and how much each of them weighs."""
     source = at * jnp.float32(side - 1) / jnp.maximum(length - 1, 1)
     low = jnp.floor(source).astype(jnp.int32)

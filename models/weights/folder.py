@@ -43,13 +43,21 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
     """
     folder = Path(source)
     if (folder / "model" / CONFIG).exists() and not any(folder.glob("*.safetensors")):
-        raise FileNotFoundError(f"{source}: holds no weights; the model lies in {folder / 'model'}, give that")
+        raise FileNotFoundError(
+            f"{source}: holds no weights; the model lies in {folder / 'model'}, give that"
+        )
     if folder.is_dir():
         return folder
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source)):
-        raise FileNotFoundError(f"{source}: no such folder, and no hub id (owner/name); give the folder of a Qwen3-VL checkpoint")
+        raise FileNotFoundError(
+            f"{source}: no such folder, and no hub id (owner/name); give the folder of a Qwen3-VL checkpoint"
+        )
     try:
-        return Path(huggingface_hub.snapshot_download(str(source), allow_patterns=["*.safetensors"] * weights + [*_COMPANIONS]))
+        return Path(
+            huggingface_hub.snapshot_download(
+                str(source), allow_patterns=["*.safetensors"] * weights + [*_COMPANIONS]
+            )
+        )
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
             f"{source}: no such folder here, and the hub did not give it ({error}); check the id, the network and the token "
@@ -57,7 +65,9 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
         ) from error
 
 
-def read_headers(folder: Path, shapes: Mapping[str, Shape], optional: Mapping[str, Shape]) -> dict[str, Header]:
+def read_headers(
+    folder: Path, shapes: Mapping[str, Shape], optional: Mapping[str, Shape]
+) -> dict[str, Header]:
     """File name -> header of every weights file, which together hold each tensor of `shapes` once, perhaps those of `optional`, no others.
 
     FileNotFoundError without weights; ValueError naming a damaged file, or every tensor that is missing, unknown, of another shape or
@@ -74,38 +84,66 @@ def weights_files(folder: Path) -> list[str]:
         return [_FILE]
     index = folder / _INDEX
     if not index.exists():
-        raise FileNotFoundError(f"{folder}: holds neither {_FILE} nor {_INDEX}; give the folder of a Qwen3-VL checkpoint")
+        raise FileNotFoundError(
+            f"{folder}: holds neither {_FILE} nor {_INDEX}; give the folder of a Qwen3-VL checkpoint"
+        )
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         strange = [name for name in names if Path(name).name != name]
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index}: has no readable weight_map ({error!r}); fetch it again") from error
+        raise ValueError(
+            f"{index}: has no readable weight_map ({error!r}); fetch it again"
+        ) from error
     if strange:
-        raise ValueError(f"{index}: weight_map names {strange[0]!r}; weights lie beside their index: give plain file names")
+        raise ValueError(
+            f"{index}: weight_map names {strange[0]!r}; weights lie beside their index: give plain file names"
+        )
     if missing := [name for name in names if not (folder / name).exists()]:
-        raise FileNotFoundError(f"{folder}: lacks {', '.join(missing)}, named in {_INDEX}; fetch what is missing")
+        raise FileNotFoundError(
+            f"{folder}: lacks {', '.join(missing)}, named in {_INDEX}; fetch what is missing"
+        )
     return names
 
 
-def _check(folder: Path, headers: Iterable[Header], shapes: Mapping[str, Shape], optional: Mapping[str, Shape]) -> None:
+def _check(
+    folder: Path,
+    headers: Iterable[Header],
+    shapes: Mapping[str, Shape],
+    optional: Mapping[str, Shape],
+) -> None:
     stored = [(name, tensor.shape) for header in headers for name, tensor in header.tensors.items()]
     found, counts = dict(stored), Counter(name for name, _ in stored)
     wanted = {**shapes, **{name: shape for name, shape in optional.items() if name in found}}
     problems = {
         "missing": sorted(wanted.keys() - found.keys()),
         "unknown": sorted(found.keys() - wanted.keys()),
-        "misshaped": [f"{n} {found[n]}, not {wanted[n]}" for n in sorted(wanted.keys() & found.keys()) if found[n] != wanted[n]],
+        "misshaped": [
+            f"{n} {found[n]}, not {wanted[n]}"
+            for n in sorted(wanted.keys() & found.keys())
+            if found[n] != wanted[n]
+        ],
         "twice": sorted(name for name, count in counts.items() if count > 1),
     }
-    if lines := [f"{len(names)} {kind}: {', '.join(names)}" for kind, names in problems.items() if names]:
-        raise ValueError(f"{folder}: tensors differ from the configuration's; {'; '.join(lines)}; check config.json and the model's size")
+    if lines := [
+        f"{len(names)} {kind}: {', '.join(names)}" for kind, names in problems.items() if names
+    ]:
+        raise ValueError(
+            f"{folder}: tensors differ from the configuration's; {'; '.join(lines)}; check config.json and the model's size"
+        )
 
 
 def read_companions(folder: Path) -> dict[str, bytes]:
     """The contents of all that belongs to a checkpoint beside its weights: config, tokenizer, template, processor, index, licence."""
     used = set() if (folder / _FILE).exists() else {_INDEX}
-    unused = {path.name for path in folder.glob("*.index.json")} - used  # of other formats' weights, which stay behind
-    paths = {path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file() and path.name not in unused}
+    unused = {
+        path.name for path in folder.glob("*.index.json")
+    } - used  # of other formats' weights, which stay behind
+    paths = {
+        path
+        for pattern in _COMPANIONS
+        for path in folder.glob(pattern)
+        if path.is_file() and path.name not in unused
+    }
     return {path.name: path.read_bytes() for path in sorted(paths)}
 
 
@@ -129,7 +167,11 @@ def new_files(
         parts[-1][name] = (dtype, shape)
         room, total = room - size, total + size
     companions = {name: _json(content) for name, content in configs.items()}
-    names = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)] if len(parts) > 1 else [_FILE]
+    names = (
+        [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
+        if len(parts) > 1
+        else [_FILE]
+    )
     if len(parts) > 1:
         where = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
         companions[_INDEX] = _json({"metadata": {"total_size": total}, "weight_map": where})

@@ -54,7 +54,14 @@ def read_header(file: Path) -> Header:
         content += stream.read(length)
     try:
         header = _parse(file, content)
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError, IndexError) as error:
+    except (
+        UnicodeDecodeError,
+        json.JSONDecodeError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        IndexError,
+    ) as error:
         raise _damaged(file, f"its header cannot be read: {error!r}") from error
     end = len(content)
     for name, tensor in header.tensors.items():
@@ -67,7 +74,9 @@ def read_header(file: Path) -> Header:
 
 
 def _damaged(file: Path, problem: str) -> ValueError:
-    return ValueError(f"{file}: not a whole safetensors file of {', '.join(_DTYPES)} ({problem}); fetch or export it again")
+    return ValueError(
+        f"{file}: not a whole safetensors file of {', '.join(_DTYPES)} ({problem}); fetch or export it again"
+    )
 
 
 def _parse(file: Path, content: bytes) -> Header:
@@ -79,7 +88,10 @@ def _parse(file: Path, content: bytes) -> Header:
                 f"{file}: {name} is of type {entry['dtype']}; weights are {', '.join(_DTYPES)}: give a checkpoint that is not quantized"
             )
     starts = {name: len(content) + entry["data_offsets"][0] for name, entry in entries.items()}
-    tensors = {name: Tensor(_DTYPES[entry["dtype"]], tuple(entry["shape"]), starts[name]) for name, entry in entries.items()}
+    tensors = {
+        name: Tensor(_DTYPES[entry["dtype"]], tuple(entry["shape"]), starts[name])
+        for name, entry in entries.items()
+    }
     return Header(content, dict(sorted(tensors.items(), key=lambda item: item[1].start)))
 
 
@@ -89,14 +101,26 @@ def new_header(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> Heade
     starts, end = {}, 0
     for name, (dtype, shape) in tensors.items():
         starts[name], end = end, end + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _CODES[dtype], "shape": shape, "data_offsets": [starts[name], end]}
+        entries[name] = {
+            "dtype": _CODES[dtype],
+            "shape": shape,
+            "data_offsets": [starts[name], end],
+        }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the first tensor begins at a multiple of eight
     content = len(text).to_bytes(8, "little") + text
-    return Header(content, {name: Tensor(dtype, shape, len(content) + starts[name]) for name, (dtype, shape) in tensors.items()})
+    return Header(
+        content,
+        {
+            name: Tensor(dtype, shape, len(content) + starts[name])
+            for name, (dtype, shape) in tensors.items()
+        },
+    )
 
 
-def read(file: Path, tensor: Tensor, rows: slice, columns: slice, *, transpose: bool) -> Shaped[np.ndarray, "i j"]:
+def read(
+    file: Path, tensor: Tensor, rows: slice, columns: slice, *, transpose: bool
+) -> Shaped[np.ndarray, "i j"]:
     """A block of a tensor seen as the matrix [shape[0], the rest], in the file's type; [columns, rows] with `transpose`.
 
     Only the pages that hold the block are read. The file is mapped a few rows at a time: what is mapped counts as memory.
@@ -134,8 +158,12 @@ def write(file: Path, header: Header, matrices: Iterable[Shaped[np.ndarray, "i j
         for tensor, matrix in zip(header.tensors.values(), matrices, strict=True):
             bits = f"u{tensor.dtype.itemsize}"
             same = matrix.dtype == tensor.dtype
-            for row, stop in _blocks(slice(0, len(matrix)), matrix.shape[1] * matrix.dtype.itemsize):
+            for row, stop in _blocks(
+                slice(0, len(matrix)), matrix.shape[1] * matrix.dtype.itemsize
+            ):
                 block = matrix[row:stop]
-                block = block.view(bits) if same else np.ascontiguousarray(block).astype(tensor.dtype)
+                block = (
+                    block.view(bits) if same else np.ascontiguousarray(block).astype(tensor.dtype)
+                )
                 stream.write(np.ascontiguousarray(block).view(np.uint8).data)
             del matrix, block  # before the next one is made

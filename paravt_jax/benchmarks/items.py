@@ -40,7 +40,11 @@ class Item:
 def text_of(row: Mapping[str, Any], field: str) -> str:
     """A field that has to hold words. Numbers become their text."""
     value = row.get(field)
-    text = str(value).strip() if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+    text = (
+        str(value).strip()
+        if isinstance(value, str | int | float) and not isinstance(value, bool)
+        else ""
+    )
     if not text:
         raise BrokenRow(f"{field} is missing")
     return text
@@ -62,11 +66,18 @@ def optional(row: Mapping[str, Any], field: str) -> str:
 
 def plain_options(options: Any) -> tuple[str, ...]:
     """Options without the letters that some sources write before them: where all have their own, all lose it."""
-    options = [str(option).strip() for option in options] if isinstance(options, list | tuple) and None not in options else []
+    options = (
+        [str(option).strip() for option in options]
+        if isinstance(options, list | tuple) and None not in options
+        else []
+    )
     if len(options) < 2 or not all(options):
         raise BrokenRow("options are missing")
     found = [_LETTERED.fullmatch(option) for option in options]
-    if all(match and (match[1] or match[2]) == _letter(i) and match[3].strip() for i, match in enumerate(found)):
+    if all(
+        match and (match[1] or match[2]) == _letter(i) and match[3].strip()
+        for i, match in enumerate(found)
+    ):
         return tuple(match[3].strip() for match in found if match)
     return tuple(options)
 
@@ -77,8 +88,14 @@ def split_options(text: str) -> tuple[str, tuple[str, ...]]:
     for first in range(len(lines) - 1):
         found = [_OPTION_LINE.fullmatch(line) for line in lines[first + 1 :]]
         letters = [match and (match[1] or match[2]) for match in found]
-        if len(found) > 1 and letters == [_letter(i) for i in range(len(found))] and all(match and match[3].strip() for match in found):
-            return "\n".join(lines[: first + 1]).strip(), tuple(match[3].strip() for match in found if match)
+        if (
+            len(found) > 1
+            and letters == [_letter(i) for i in range(len(found))]
+            and all(match and match[3].strip() for match in found)
+        ):
+            return "\n".join(lines[: first + 1]).strip(), tuple(
+                match[3].strip() for match in found if match
+            )
     return text.strip(), ()
 
 
@@ -110,7 +127,11 @@ def index_answer(row: Mapping[str, Any], options: Sequence[str], field: str) -> 
 def span_answer(row: Mapping[str, Any], field: str) -> str:
     """A span of seconds as the model writes it: "[24.3, 30.4]"."""
     value = row.get(field)
-    numbers = [v for v in value if isinstance(v, int | float) and math.isfinite(v)] if isinstance(value, list | tuple) else []
+    numbers = (
+        [v for v in value if isinstance(v, int | float) and math.isfinite(v)]
+        if isinstance(value, list | tuple)
+        else []
+    )
     if len(numbers) != 2 or len(value or ()) != 2 or not 0 <= numbers[0] < numbers[1]:
         raise BrokenRow(f"{field} {value!r} is no span of seconds")
     return f"[{numbers[0]:g}, {numbers[1]:g}]"
@@ -128,11 +149,16 @@ def shuffled(item: Item, seed: int) -> Item:
     question = item.question
     if not question.options:
         return item
-    drawn = int.from_bytes(hashlib.blake2b(f"{seed}\0{question.id}".encode(), digest_size=8).digest(), "little")
+    drawn = int.from_bytes(
+        hashlib.blake2b(f"{seed}\0{question.id}".encode(), digest_size=8).digest(), "little"
+    )
     order = np.random.default_rng(drawn).permutation(len(question.options)).tolist()
     answer = _letter(order.index(ord(question.answer) - ord("A")))
     return dataclasses.replace(
-        item, question=dataclasses.replace(question, options=tuple(question.options[i] for i in order), answer=answer)
+        item,
+        question=dataclasses.replace(
+            question, options=tuple(question.options[i] for i in order), answer=answer
+        ),
     )
 
 

@@ -44,11 +44,15 @@ def interval(scores: Sequence[float], clusters: Sequence[str]) -> tuple[float, f
     for value, cluster in zip(values.tolist(), clusters, strict=True):
         sums[cluster] = sums.get(cluster, 0.0) + value - mean
     count = len(sums)
-    variance = sum(s * s for s in sums.values()) / n**2 * (count / (count - 1) if count > 1 else 1.0)
+    variance = (
+        sum(s * s for s in sums.values()) / n**2 * (count / (count - 1) if count > 1 else 1.0)
+    )
     spread = mean * (1 - mean)
     effective = spread / variance if variance > 1e-12 and spread > 1e-12 else float(count)
     middle = (mean + _Z**2 / (2 * effective)) / (1 + _Z**2 / effective)
-    half = _Z / (1 + _Z**2 / effective) * math.sqrt(spread / effective + (_Z / (2 * effective)) ** 2)
+    half = (
+        _Z / (1 + _Z**2 / effective) * math.sqrt(spread / effective + (_Z / (2 * effective)) ** 2)
+    )
     return max(0.0, min(mean, middle - half)), min(1.0, max(mean, middle + half))
 
 
@@ -58,5 +62,8 @@ def mcnemar(only_first: int, only_second: int) -> float:
     if not n:
         return 1.0
     log_half = n * math.log(0.5)
-    tail = sum(math.exp(math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) + log_half) for i in range(k + 1))
+    tail = sum(
+        math.exp(math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) + log_half)
+        for i in range(k + 1)
+    )
     return min(1.0, 2 * tail)

@@ -76,7 +76,9 @@ def load(name: str, source: str = "") -> Loaded:
             continue
         seen[item.question.id] += 1
         if (count := seen[item.question.id]) > 1:
-            item = dataclasses.replace(item, question=dataclasses.replace(item.question, id=f"{item.question.id}#{count}"))
+            item = dataclasses.replace(
+                item, question=dataclasses.replace(item.question, id=f"{item.question.id}#{count}")
+            )
         items.append(item)
     if not items:
         first = next(iter(broken.values()), "there are none")
@@ -90,13 +92,17 @@ def _videomme(row: Row) -> Item:
     video = text_of(row, "videoID")
     options = plain_options(row.get("options"))
     id = optional(row, "question_id") or f"{video}/{text_of(row, 'question')}"
-    question = choice(id, f"data/{video}.mp4", text_of(row, "question"), options, letter_answer(row, options))
+    question = choice(
+        id, f"data/{video}.mp4", text_of(row, "question"), options, letter_answer(row, options)
+    )
     tasks = tuple(filter(None, (optional(row, "task_type"),)))
     return Item(question, optional(row, "duration"), tasks)
 
 
 def _videomme_with_subtitles(row: Row) -> Item:
-    return dataclasses.replace(_videomme(row), subtitles=path_of(f"subtitle/{text_of(row, 'videoID')}.srt"))
+    return dataclasses.replace(
+        _videomme(row), subtitles=path_of(f"subtitle/{text_of(row, 'videoID')}.srt")
+    )
 
 
 def _longvideobench(row: Row) -> Item:
@@ -107,7 +113,11 @@ def _longvideobench(row: Row) -> Item:
         text_of(row, "id"), f"videos/{text_of(row, 'video_path')}", text_of(row, "question"), options,
         index_answer(row, options, "correct_choice"),
     )  # fmt: skip
-    return Item(question, optional(row, "duration_group"), tuple(filter(None, (optional(row, "question_category"),))))
+    return Item(
+        question,
+        optional(row, "duration_group"),
+        tuple(filter(None, (optional(row, "question_category"),))),
+    )
 
 
 def _lvbench_rows(rows: list[Row]) -> list[Row]:
@@ -115,15 +125,25 @@ def _lvbench_rows(rows: list[Row]) -> list[Row]:
     return [
         {**question, "video_path": f"{row['key']}.mp4"} if isinstance(question, dict) else row
         for row in rows
-        for question in (row["qa"] if isinstance(row.get("qa"), list) and row.get("key") else [None])
+        for question in (
+            row["qa"] if isinstance(row.get("qa"), list) and row.get("key") else [None]
+        )
     ]
 
 
 def _lvbench(row: Row) -> Item:
     text, options = split_options(text_of(row, "question"))
-    question = choice(text_of(row, "uid"), text_of(row, "video_path"), text, options, letter_answer(row, options))
+    question = choice(
+        text_of(row, "uid"), text_of(row, "video_path"), text, options, letter_answer(row, options)
+    )
     kinds = row.get("question_type")
-    return Item(question, "", tuple(str(kind) for kind in kinds) if isinstance(kinds, list) else tuple(filter(None, (kinds,))))
+    return Item(
+        question,
+        "",
+        tuple(str(kind) for kind in kinds)
+        if isinstance(kinds, list)
+        else tuple(filter(None, (kinds,))),
+    )
 
 
 def _mlvu_rows(rows: list[Row]) -> list[Row]:
@@ -136,8 +156,16 @@ def _mlvu(row: Row) -> Item:
     options, text = plain_options(row.get("candidates")), text_of(row, "question")
     text, _ = split_options(text)  # some copies repeat the options in the question
     video = text_of(row, "video_name")
-    answer = word_answer(row, options) if text_of(row, "answer") in options else letter_answer(row, options)
-    return Item(choice(f"{video}/{text}", video, text, options, answer), "", tuple(filter(None, (optional(row, "task_type"),))))
+    answer = (
+        word_answer(row, options)
+        if text_of(row, "answer") in options
+        else letter_answer(row, options)
+    )
+    return Item(
+        choice(f"{video}/{text}", video, text, options, answer),
+        "",
+        tuple(filter(None, (optional(row, "task_type"),))),
+    )
 
 
 def _mmvu(row: Row) -> Item:
@@ -146,25 +174,54 @@ def _mmvu(row: Row) -> Item:
         raise BrokenRow(f"video {row.get('video')!r} is no address of videos/<subject>/<n>.mp4")
     id, text, kind = text_of(row, "id"), text_of(row, "question"), text_of(row, "question_type")
     details = row.get("metadata")
-    subject = optional(row, "subject") or optional(details if isinstance(details, dict) else {}, "subject") or found[1].split("/")[1]
+    subject = (
+        optional(row, "subject")
+        or optional(details if isinstance(details, dict) else {}, "subject")
+        or found[1].split("/")[1]
+    )
     if kind == "open-ended":
-        return Item(Question(id, path_of(found[1]), text, QuestionKind.OPEN_ENDED, text_of(row, "answer")), "", (subject, kind))
+        return Item(
+            Question(id, path_of(found[1]), text, QuestionKind.OPEN_ENDED, text_of(row, "answer")),
+            "",
+            (subject, kind),
+        )
     if kind != "multiple-choice":
         raise BrokenRow(f"question_type {kind!r} is neither multiple-choice nor open-ended")
     choices = row.get("choices")
-    words = [choices[letter] for letter in "ABCDE" if choices.get(letter)] if isinstance(choices, dict) else None
+    words = (
+        [choices[letter] for letter in "ABCDE" if choices.get(letter)]
+        if isinstance(choices, dict)
+        else None
+    )
     options = plain_options(words)
-    return Item(choice(id, found[1], text, options, letter_answer(row, options)), "", (subject, kind))
+    return Item(
+        choice(id, found[1], text, options, letter_answer(row, options)), "", (subject, kind)
+    )
 
 
 def _charades(row: Row) -> Item:
-    video, caption, span = text_of(row, "video"), text_of(row, "caption"), span_answer(row, "timestamp")
+    video, caption, span = (
+        text_of(row, "video"),
+        text_of(row, "caption"),
+        span_answer(row, "timestamp"),
+    )
     text = f"When does this happen in the video: {caption.rstrip('.')}?"
     path = path_of(f"Charades_v1_480/{video}")
-    return Item(Question(f"{video}/{span}/{caption}", path, text, QuestionKind.TEMPORAL_GROUNDING, span))
+    return Item(
+        Question(f"{video}/{span}/{caption}", path, text, QuestionKind.TEMPORAL_GROUNDING, span)
+    )
 
 
-_VIDEOMME = ("videoID", "question_id", "question", "options", "answer", "duration", "task_type", "domain")
+_VIDEOMME = (
+    "videoID",
+    "question_id",
+    "question",
+    "options",
+    "answer",
+    "duration",
+    "task_type",
+    "domain",
+)
 _OPTIONS = tuple(f"option{i}" for i in range(5))
 
 BENCHMARKS: dict[str, Benchmark] = {

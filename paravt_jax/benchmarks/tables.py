@@ -35,11 +35,15 @@ def table_files(source: str, patterns: Sequence[str]) -> list[pathlib.Path]:
     if path.is_file():
         return [path]
     folder = path if path.is_dir() else _fetch(source, patterns)
-    names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    names = sorted(
+        file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()
+    )
     for pattern in patterns:
         if found := [name for name in names if fnmatch.fnmatchcase(name, pattern)]:
             return [folder / name for name in found]
-    raise FileNotFoundError(f"--data {source}: holds none of {', '.join(patterns)}; give the folder of the published files, or the file")
+    raise FileNotFoundError(
+        f"--data {source}: holds none of {', '.join(patterns)}; give the folder of the published files, or the file"
+    )
 
 
 def _fetch(source: str, patterns: Sequence[str]) -> pathlib.Path:
@@ -53,11 +57,19 @@ def _read(file: pathlib.Path, fields: Sequence[str]) -> list[Row]:
     try:
         if file.suffix == ".parquet":
             with pq.ParquetFile(file) as table:
-                return table.read([name for name in fields if name in table.schema_arrow.names]).to_pylist()
+                return table.read(
+                    [name for name in fields if name in table.schema_arrow.names]
+                ).to_pylist()
         text = file.read_text(encoding="utf-8")
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()] if file.suffix == ".jsonl" else json.loads(text)
+        rows = (
+            [json.loads(line) for line in text.splitlines() if line.strip()]
+            if file.suffix == ".jsonl"
+            else json.loads(text)
+        )
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise ValueError(f"{file}: cannot be read ({type(error).__name__}: {str(error)[:200]}); fetch it again") from error
+        raise ValueError(
+            f"{file}: cannot be read ({type(error).__name__}: {str(error)[:200]}); fetch it again"
+        ) from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{file}: is no list of rows; give a table of the benchmark's own form")
     return [{name: row[name] for name in fields if name in row} for row in rows]

@@ -18,7 +18,9 @@ class VideoFolder:
     def __init__(self, root: str | os.PathLike):
         self.root = pathlib.Path(root)
         if not self.root.is_dir():
-            raise FileNotFoundError(f"--videos {root}: no such folder; give the one that the benchmark's archives were unpacked into")
+            raise FileNotFoundError(
+                f"--videos {root}: no such folder; give the one that the benchmark's archives were unpacked into"
+            )
 
     def find(self, path: str) -> str | None:
         """The file at `path` below the root, or the only one whose path ends like it as far as it goes; None where there is none."""
@@ -37,8 +39,12 @@ class VideoFolder:
         found: dict[str, list[str]] = {}
         for folder, _, names in os.walk(self.root):
             for name in names:
-                found.setdefault(name, []).append((pathlib.Path(folder) / name).relative_to(self.root).as_posix())
+                found.setdefault(name, []).append(
+                    (pathlib.Path(folder) / name).relative_to(self.root).as_posix()
+                )
         return found
 
 
-_GENERIC = re.compile(r"\d{1,4}\.\w+")  # "7.mp4" is in every folder of MMVU: its name alone says nothing, even where only one is here
+_GENERIC = re.compile(
+    r"\d{1,4}\.\w+"
+)  # "7.mp4" is in every folder of MMVU: its name alone says nothing, even where only one is here

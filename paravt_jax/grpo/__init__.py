@@ -5,8 +5,21 @@ Refuses text, models and optimisers. Invariant: padding, the order of groups and
 over micro-batches (with `Totals` of the whole batch) change neither loss nor gradient.
 """
 
-from paravt_jax.grpo.advantages import advantages, kl_penalty, normalise, normalise_tokens, shape_rewards, token_advantages, varied
-from paravt_jax.grpo.anchor import anchor_credit, anchor_likelihood, structural_tokens, structural_weights
+from paravt_jax.grpo.advantages import (
+    advantages,
+    kl_penalty,
+    normalise,
+    normalise_tokens,
+    shape_rewards,
+    token_advantages,
+    varied,
+)
+from paravt_jax.grpo.anchor import (
+    anchor_credit,
+    anchor_likelihood,
+    structural_tokens,
+    structural_weights,
+)
 from paravt_jax.grpo.batch import GRPOBatch, Metrics, Totals, masked_mean, masked_sum
 from paravt_jax.grpo.loss import Clip, batch_totals, behaviour_weight, paravt_loss, policy_loss
 from paravt_jax.grpo.settings import Anchor, GRPOSettings, Normalisation

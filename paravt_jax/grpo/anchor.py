@@ -38,13 +38,19 @@ def structural_tokens(batch: GRPOBatch) -> tuple[Bool[Array, "b t"], Bool[Array,
     is_tag, compliant = _is_tag(batch.structure), batch.of_rows(batch.compliant)[:, None]
 
     def marked(which: Bool[Array, "b s"]) -> Bool[Array, "b t"]:
-        return (structural_weights(batch.structure, which.astype(jnp.float32), batch.mask.shape[1]) > 0) & batch.trained
+        return (
+            structural_weights(batch.structure, which.astype(jnp.float32), batch.mask.shape[1]) > 0
+        ) & batch.trained
 
     return marked(is_tag & compliant), marked(~is_tag)
 
 
 def anchor_credit(
-    advantages: Float[Array, "b t"], credit: Float[Array, "p g"], batch: GRPOBatch, weight: float, gamma: float
+    advantages: Float[Array, "b t"],
+    credit: Float[Array, "p g"],
+    batch: GRPOBatch,
+    weight: float,
+    gamma: float,
 ) -> Float[Array, "b t"]:
     """Adds weight * `credit`, R_anchor normalised in its group, to the tags of struct(o), and -weight * gamma at violations.
 
@@ -55,7 +61,9 @@ def anchor_credit(
     return jnp.where(batch.trained, advantages + extra, advantages)
 
 
-def structural_weights(structure: Structure, values: Float[Array, "b s"], length: int) -> Float[Array, "b t"]:
+def structural_weights(
+    structure: Structure, values: Float[Array, "b s"], length: int
+) -> Float[Array, "b t"]:
     """Scatters one value per structural token onto the token axis; tokens named twice get the sum, padding nothing."""
     rows = jnp.arange(structure.positions.shape[0])[:, None]
     zeros = jnp.zeros((structure.positions.shape[0], length), values.dtype)

@@ -49,10 +49,16 @@ class GRPOBatch:
     def check(self) -> None:
         """Raises ValueError where two arrays disagree about rows, tokens or rollouts. Values are not looked at, so it runs under jit."""
         (b, t), (p, g), s = self.mask.shape, self.rewards.shape, self.structure.positions.shape[-1]
-        wanted = dict.fromkeys(("behaviour", "reference"), (b, t)) | dict.fromkeys(("anchor_rewards", "valid", "compliant"), (p, g))
-        found = {name: getattr(self, name).shape for name in wanted} | {"rollout": self.rollout.shape}
+        wanted = dict.fromkeys(("behaviour", "reference"), (b, t)) | dict.fromkeys(
+            ("anchor_rewards", "valid", "compliant"), (p, g)
+        )
+        found = {name: getattr(self, name).shape for name in wanted} | {
+            "rollout": self.rollout.shape
+        }
         found |= {f"structure.{name}": x.shape for name, x in self.structure._asdict().items()}
-        wanted |= {"rollout": (b,)} | {f"structure.{name}": (b, s) for name in self.structure._fields}
+        wanted |= {"rollout": (b,)} | {
+            f"structure.{name}": (b, s) for name in self.structure._fields
+        }
         for name, shape in wanted.items():
             if found[name] != shape:
                 raise ValueError(
@@ -77,6 +83,8 @@ def masked_sum(x: Float[Array, "*s"], mask: Bool[Array, "*s"]) -> Float[Array, "
     return jnp.where(mask, x, 0.0).sum()
 
 
-def masked_mean(x: Float[Array, "*s"], mask: Bool[Array, "*s"], total: Float[Array, ""] | None = None) -> Float[Array, ""]:
+def masked_mean(
+    x: Float[Array, "*s"], mask: Bool[Array, "*s"], total: Float[Array, ""] | None = None
+) -> Float[Array, ""]:
     """Mean of x where mask, over `total` elements if given, else over the mask's; 0 where there are none."""
     return masked_sum(x, mask) / jnp.maximum(mask.sum() if total is None else total, 1)

@@ -51,7 +51,9 @@ def policy_loss(
     if settings.ratio == "sequence":
         log_ratio, advantages = _over_sequence(log_ratio, mask), _over_sequence(advantages, mask)
     ratio = jnp.exp(log_ratio)
-    clipped = jnp.clip(ratio, 1 - clip.lower, 1 + (clip.lower if clip.upper is None else clip.upper))
+    clipped = jnp.clip(
+        ratio, 1 - clip.lower, 1 + (clip.lower if clip.upper is None else clip.upper)
+    )
     loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
     if clip.dual is not None:
         loss = jnp.minimum(loss, clip.dual * jnp.abs(advantages))
@@ -64,7 +66,10 @@ def policy_loss(
 
 
 def behaviour_weight(
-    proximal: Float[Array, "b t"], behaviour: Float[Array, "b t"], mask: Bool[Array, "b t"], settings: GRPOSettings
+    proximal: Float[Array, "b t"],
+    behaviour: Float[Array, "b t"],
+    mask: Bool[Array, "b t"],
+    settings: GRPOSettings,
 ) -> Float[Array, "b t"]:
     """exp(proximal - behaviour) where mask, without gradient; 0 above `behaviour_cap` (REFERENCE 3, step 4)."""
     weight = jnp.exp(jnp.where(mask, proximal - behaviour, 0.0))
@@ -74,13 +79,17 @@ def behaviour_weight(
 
 def _over_sequence(x: Float[Array, "b t"], mask: Bool[Array, "b t"]) -> Float[Array, "b t"]:
     """Each row's mean over its masked tokens, on every token; x is 0 outside the mask."""
-    return jnp.broadcast_to(x.sum(1, keepdims=True) / jnp.maximum(mask.sum(1, keepdims=True), 1), x.shape)
+    return jnp.broadcast_to(
+        x.sum(1, keepdims=True) / jnp.maximum(mask.sum(1, keepdims=True), 1), x.shape
+    )
 
 
 def batch_totals(batch: GRPOBatch) -> Totals:
     """The denominators of a whole batch, for losses computed in parts."""
     tags, violations = structural_tokens(batch)
-    return Totals(batch.trained.sum().astype(jnp.float32), (tags | violations).sum().astype(jnp.float32))
+    return Totals(
+        batch.trained.sum().astype(jnp.float32), (tags | violations).sum().astype(jnp.float32)
+    )
 
 
 def paravt_loss(
@@ -98,7 +107,9 @@ def paravt_loss(
     """
     totals = batch_totals(batch) if totals is None else totals
     # One update per batch: the proximal policy is the current one.
-    loss, metrics = policy_loss(logprobs, logprobs, batch.behaviour, advantages, batch.trained, settings, totals.tokens)
+    loss, metrics = policy_loss(
+        logprobs, logprobs, batch.behaviour, advantages, batch.trained, settings, totals.tokens
+    )
     if settings.anchor == "likelihood":
         weight = behaviour_weight(logprobs, batch.behaviour, batch.trained, settings)
         likelihood = anchor_likelihood(logprobs, weight, batch, gamma, totals.structural)

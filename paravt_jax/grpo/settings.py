@@ -13,7 +13,9 @@ KLKind = Literal["k1", "k2", "k3"]
 
 def _require_one_of(owner: str, name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{owner}.{name}: {value!r} is unknown; choose one of {', '.join(choices)}")
+        raise ValueError(
+            f"{owner}.{name}: {value!r} is unknown; choose one of {', '.join(choices)}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +33,9 @@ class Normalisation:
         for name in ("mean", "std"):
             _require_one_of("Normalisation", name, getattr(self, name), get_args(Level))
         if self.leave_one_out and self.mean == "none":
-            raise ValueError("Normalisation.leave_one_out: True with mean 'none'; there is no mean to leave a value out of, set one")
+            raise ValueError(
+                "Normalisation.leave_one_out: True with mean 'none'; there is no mean to leave a value out of, set one"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,17 +78,29 @@ class GRPOSettings:
 
     def __post_init__(self):
         if self.group_size < 2:
-            raise ValueError(f"GRPOSettings.group_size: {self.group_size} is too small; a group needs at least 2 rollouts to compare")
+            raise ValueError(
+                f"GRPOSettings.group_size: {self.group_size} is too small; a group needs at least 2 rollouts to compare"
+            )
         for name in ("reward_scaling", "reward_clip", "kl_clamp", "behaviour_cap", "epsilon"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"GRPOSettings.{name}: {value} is no bound; give a finite number above 0")
+                raise ValueError(
+                    f"GRPOSettings.{name}: {value} is no bound; give a finite number above 0"
+                )
         for name in ("kl_coefficient", "anchor_weight"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"GRPOSettings.{name}: {getattr(self, name)} is no weight; give a finite number of at least 0")
+                raise ValueError(
+                    f"GRPOSettings.{name}: {getattr(self, name)} is no weight; give a finite number of at least 0"
+                )
         if not math.isfinite(self.reward_bias):
-            raise ValueError(f"GRPOSettings.reward_bias: {self.reward_bias} is not finite; give a number, for instance 0.2")
-        for name, choices in (("kl_kind", KLKind), ("ratio", Literal["token", "sequence"]), ("anchor", Anchor)):
+            raise ValueError(
+                f"GRPOSettings.reward_bias: {self.reward_bias} is not finite; give a number, for instance 0.2"
+            )
+        for name, choices in (
+            ("kl_kind", KLKind),
+            ("ratio", Literal["token", "sequence"]),
+            ("anchor", Anchor),
+        ):
             _require_one_of("GRPOSettings", name, getattr(self, name), get_args(choices))
         if self.ratio == "sequence" and self.anchor == "credit":
             raise ValueError(

@@ -28,7 +28,13 @@ from paravt_jax.benchmarks import BENCHMARKS, Item, VideoFolder, load
 from paravt_jax.protocol import Protocol
 from paravt_jax.tokenizer import Vocabulary
 from paravt_jax.video import VideoError
-from rollout.endpoint import REFUSAL_REMEDY, EndpointError, EndpointSampler, EndpointSettings, FrameImages
+from rollout.endpoint import (
+    REFUSAL_REMEDY,
+    EndpointError,
+    EndpointSampler,
+    EndpointSettings,
+    FrameImages,
+)
 from rollout.engine import Engine
 from rollout.episode import Scene
 from rollout.evaluation.compare import compare, comparison_text, table
@@ -52,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if {"--compare", "--table"} & set(argv):
             return _look(argv)
-        settings = tyro.cli(BenchmarkSettings, args=argv, prog=_PROG, description=f"{__doc__}\n{_MODES}")
+        settings = tyro.cli(
+            BenchmarkSettings, args=argv, prog=_PROG, description=f"{__doc__}\n{_MODES}"
+        )
         return 0 if evaluate_split(settings)["played"] else 1
     except KeyboardInterrupt:
         print("stopped; the same command goes on with the next question", file=sys.stderr)
@@ -64,9 +72,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _look(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=_PROG)
-    parser.add_argument("--compare", nargs=2, type=pathlib.Path, metavar=("A", "B"), help="two runs of one split, question by question")
-    parser.add_argument("--table", nargs="+", type=pathlib.Path, metavar="RUN", help="runs beside the paper's rows")
-    parser.add_argument("--json", action="store_true", help="with --compare: as JSON, with the ids of all questions that differ")
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=pathlib.Path,
+        metavar=("A", "B"),
+        help="two runs of one split, question by question",
+    )
+    parser.add_argument(
+        "--table", nargs="+", type=pathlib.Path, metavar="RUN", help="runs beside the paper's rows"
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="with --compare: as JSON, with the ids of all questions that differ",
+    )
     asked = parser.parse_args(argv)
     if asked.compare:
         first, second = asked.compare
@@ -78,7 +98,9 @@ def _look(argv: Sequence[str]) -> int:
             if run not in finished:
                 why = "it is not finished; the command that began it goes on"
                 if not (run / "config.json").exists():
-                    why = "no evaluation lies there; give folders such as evaluations/NAME/BENCHMARK"
+                    why = (
+                        "no evaluation lies there; give folders such as evaluations/NAME/BENCHMARK"
+                    )
                 print(f"{run}: left out, {why}", file=sys.stderr)
         print(table(finished))
     return 0
@@ -99,16 +121,24 @@ def evaluate_split(settings: BenchmarkSettings, stream: TextIO | None = None) ->
     weights = None if settings.endpoint else weights_hash(model)
     identity = settings.identity() | {"weights": weights, "questions": questions_hash(loaded.items)}
     details = {"name": name, "settings": dataclasses.asdict(settings), "versions": versions()}
-    out = pathlib.Path(settings.out or f"evaluations/{name.replace('/', '--')}/{settings.benchmark}")
+    out = pathlib.Path(
+        settings.out or f"evaluations/{name.replace('/', '--')}/{settings.benchmark}"
+    )
     index, count = settings.part()
     with EvaluationFolder(out, identity, details, commit(), (index, count)) as folder:
         done = {id for id, line in latest(read_lines(out)).items() if "left_out" not in line}
-        items = [item for item in loaded.items[: settings.limit][index::count] if item.question.id not in done]
+        items = [
+            item
+            for item in loaded.items[: settings.limit][index::count]
+            if item.question.id not in done
+        ]
         if items:
             player = _player(settings, model, videos)
             with _Progress(settings.benchmark, len(items), out_stream) as progress:
                 _play(player, items, folder, progress, settings.endpoint if not done else "")
-        summary = folder.summarise(lambda config, lines: summarise(config, lines, len(loaded.items), loaded.broken))
+        summary = folder.summarise(
+            lambda config, lines: summarise(config, lines, len(loaded.items), loaded.broken)
+        )
     print("\n".join(_report(summary, out)), file=out_stream)
     return summary
 
@@ -157,22 +187,32 @@ def _videos(settings: BenchmarkSettings) -> str:
         return settings.videos
     if pathlib.Path(settings.data).is_dir() and settings.data:
         return settings.data
-    raise ValueError("--videos is missing: the folder that the archives of the split were unpacked into")
+    raise ValueError(
+        "--videos is missing: the folder that the archives of the split were unpacked into"
+    )
 
 
 def _player(settings: BenchmarkSettings, folder: pathlib.Path, videos: VideoFolder) -> Player:
     config, vocabulary = from_hf(folder / "config.json"), tokenizer.load(folder)
-    protocol, overview, crop = _protocol(settings, vocabulary, frame_tokens(settings.pixels(), config.vision))
+    protocol, overview, crop = _protocol(
+        settings, vocabulary, frame_tokens(settings.pixels(), config.vision)
+    )
     features, sampler = _engine(settings, folder, config, videos, protocol, overview, crop)
     return Player(sampler, Scene(protocol, features), settings, videos)
 
 
-def _protocol(settings: BenchmarkSettings, vocabulary: Vocabulary, frame: int) -> tuple[Protocol, int, int]:
+def _protocol(
+    settings: BenchmarkSettings, vocabulary: Vocabulary, frame: int
+) -> tuple[Protocol, int, int]:
     """The protocol, and how many tokens a prompt (with its question) and a window may have."""
     crop = crop_tokens(Protocol(vocabulary, settings.protocol(0)), frame, _LAST)
     protocol, setting = Protocol(vocabulary, settings.protocol(crop)), settings.setting()
-    room = settings.question_tokens + (settings.subtitle_tokens if settings.benchmark == "videomme_wsub" else 0)
-    overview = overview_tokens(protocol, setting.frames, frame, _LAST, setting.dispatch != "none") + room
+    room = settings.question_tokens + (
+        settings.subtitle_tokens if settings.benchmark == "videomme_wsub" else 0
+    )
+    overview = (
+        overview_tokens(protocol, setting.frames, frame, _LAST, setting.dispatch != "none") + room
+    )
     return protocol, overview, crop
 
 
@@ -192,7 +232,13 @@ def _engine(
     mesh = make_mesh(1, 1, settings.tensor) if settings.tensor > 1 else None
     model = load_model(folder, config, mesh=mesh, dtype=settings.dtype, param_dtype=settings.dtype)
     features = FrameFeatures(model.vision, config, settings.pixels(), videos.root)
-    return features, Engine(model, features, sizes_for_single_episodes(protocol, overview, crop, settings.episodes, settings.cache_tokens))
+    return features, Engine(
+        model,
+        features,
+        sizes_for_single_episodes(
+            protocol, overview, crop, settings.episodes, settings.cache_tokens
+        ),
+    )
 
 
 class _Progress:
@@ -214,21 +260,36 @@ class _Progress:
     def update(self, line: Line) -> None:
         self._done += 1
         if "left_out" not in line:
-            self._played, self._score, self._calls = self._played + 1, self._score + line["score"], self._calls + line["calls"]
+            self._played, self._score, self._calls = (
+                self._played + 1,
+                self._score + line["score"],
+                self._calls + line["calls"],
+            )
         now, tty = time.monotonic(), self._stream.isatty()
         if tty or self._done == self._total or now - self._shown > 10:
             self._shown = now
             text = self._line((now - self._started) / self._done)
-            self._stream.write(f"\r\x1b[2K{text[: shutil.get_terminal_size().columns - 1]}" if tty else f"{text}\n")
+            self._stream.write(
+                f"\r\x1b[2K{text[: shutil.get_terminal_size().columns - 1]}" if tty else f"{text}\n"
+            )
             self._stream.flush()
 
     def _line(self, pace: float) -> str:
         parts = [f"{self._title} {self._done}/{self._total}"]
         if self._played:
-            parts += [f"score {100 * self._score / self._played:.1f}", f"calls {self._calls / self._played:.2f}"]
+            parts += [
+                f"score {100 * self._score / self._played:.1f}",
+                f"calls {self._calls / self._played:.2f}",
+            ]
         if left_out := self._done - self._played:
             parts.append(f"left out {left_out}")
-        return "  ".join([*parts, f"{pace:.2f} s/question", f"{pace * (self._total - self._done) / 60:.0f} min left"])
+        return "  ".join(
+            [
+                *parts,
+                f"{pace:.2f} s/question",
+                f"{pace * (self._total - self._done) / 60:.0f} min left",
+            ]
+        )
 
 
 def _report(summary: Line, out: pathlib.Path) -> Iterator[str]:

@@ -34,12 +34,16 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
     left, right = (read_json(folder / "config.json")["identity"] for folder in (first, second))
     names = [left["benchmark"], right["benchmark"]]
     if names[0] != names[1]:
-        raise ValueError(f"--compare: {first} is {names[0]}, {second} is {names[1]}; compare runs of one split")
+        raise ValueError(
+            f"--compare: {first} is {names[0]}, {second} is {names[1]}; compare runs of one split"
+        )
     a, b = (_played(folder) for folder in (first, second))
     left_out = [_left_out(folder) for folder in (first, second)]
     both = sorted(a.keys() & b.keys())
     if not both:
-        raise ValueError(f"--compare: {first} and {second} have no question in common; let them play the same ones")
+        raise ValueError(
+            f"--compare: {first} and {second} have no question in common; let them play the same ones"
+        )
     cells = {
         (one, other): [id for id in both if (_right(a[id]), _right(b[id])) == (one, other)]
         for one in (True, False)
@@ -50,7 +54,11 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
     low, high = interval(((gains + 1) / 2).tolist(), [a[id]["video"] for id in both])
     return {
         "benchmark": names[0],
-        "made_with": {name: [left.get(name), right.get(name)] for name in left | right if left.get(name) != right.get(name)},
+        "made_with": {
+            name: [left.get(name), right.get(name)]
+            for name in left | right
+            if left.get(name) != right.get(name)
+        },
         "questions": len(both),
         "not_shared": len(a.keys() ^ b.keys()),
         "left_out": left_out,
@@ -72,7 +80,9 @@ def _played(folder: pathlib.Path) -> dict[str, Line]:
 
 
 def _left_out(folder: pathlib.Path) -> dict[str, int]:
-    causes = [line["left_out"] for line in latest(read_lines(folder)).values() if "left_out" in line]
+    causes = [
+        line["left_out"] for line in latest(read_lines(folder)).values() if "left_out" in line
+    ]
     return dict(sorted(collections.Counter(causes).items()))
 
 
@@ -96,12 +106,17 @@ def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, 
             named = ", ".join(f"{count} {cause}" for cause, count in causes.items())
             lines.append(f"  {name} left out: {named.replace('_', ' ')}")
     if found["made_with"]:
-        differing = (f"{name} A {values[0]!r}, B {values[1]!r}" for name, values in found["made_with"].items())
+        differing = (
+            f"{name} A {values[0]!r}, B {values[1]!r}"
+            for name, values in found["made_with"].items()
+        )
         lines.append(f"  made with: {'; '.join(differing)}")
     for name in ("first", "second"):
         ids = found[f"only_{name}_ids"]
         more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
-        lines.append(f"  only {'A' if name == 'first' else 'B'}: {', '.join(ids[:SHOWN]) or 'none'}{more}")
+        lines.append(
+            f"  only {'A' if name == 'first' else 'B'}: {', '.join(ids[:SHOWN]) or 'none'}{more}"
+        )
     return "\n".join(lines)
 
 
@@ -114,18 +129,27 @@ def table(folders: Sequence[pathlib.Path]) -> str:
     for folder in folders:
         summary = read_json(folder / "summary.json")
         name, benchmark = summary["config"].get("name", folder.name), summary["benchmark"]
-        row = next((cells for label, cells in rows if label == name and benchmark not in cells), None)
+        row = next(
+            (cells for label, cells in rows if label == name and benchmark not in cells), None
+        )
         if row is None:
             rows.append((name, row := {}))
         row[benchmark] = summary
     if not rows:
         raise FolderError("--table: names no evaluation; give the folders of one or more")
     titles = [benchmark.title for benchmark in BENCHMARKS.values()]
-    body = [_row(f"{name} (paper)", [f"{b.paper[i]:.1f}" for b in BENCHMARKS.values()]) for i, name in enumerate(PAPER_ROWS)]
+    body = [
+        _row(f"{name} (paper)", [f"{b.paper[i]:.1f}" for b in BENCHMARKS.values()])
+        for i, name in enumerate(PAPER_ROWS)
+    ]
     for label, cells in rows:
         body.append(_row(label, [_cell(cells.get(name)) for name in BENCHMARKS]))
-        body.append(_row(f"{label}: calls a question", [_calls(cells.get(name)) for name in BENCHMARKS]))
-    return "\n".join([_row("per cent", titles), _row("---", ["---:"] * len(titles)), *body, "", *_notes(rows)])
+        body.append(
+            _row(f"{label}: calls a question", [_calls(cells.get(name)) for name in BENCHMARKS])
+        )
+    return "\n".join(
+        [_row("per cent", titles), _row("---", ["---:"] * len(titles)), *body, "", *_notes(rows)]
+    )
 
 
 def _row(label: str, cells: Iterable[str]) -> str:
@@ -145,7 +169,11 @@ def _cell(summary: Line | None) -> str:
 
 
 def _calls(summary: Line | None) -> str:
-    return "-" if summary is None or "calls_per_question" not in summary else f"{summary['calls_per_question']:.2f}"
+    return (
+        "-"
+        if summary is None or "calls_per_question" not in summary
+        else f"{summary['calls_per_question']:.2f}"
+    )
 
 
 def _notes(rows: Sequence[tuple[str, dict[str, Line]]]) -> list[str]:

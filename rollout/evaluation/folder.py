@@ -25,19 +25,30 @@ class FolderError(RuntimeError):
 class EvaluationFolder:
     """`path`, made if need be, for one shard's process until `close`. `identity` decides whether it is the same evaluation."""
 
-    def __init__(self, path: str | os.PathLike, identity: Line, details: Line, commit: str | None, shard: tuple[int, int] = (0, 1)):
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        identity: Line,
+        details: Line,
+        commit: str | None,
+        shard: tuple[int, int] = (0, 1),
+    ):
         self.path = pathlib.Path(path)
         name = "questions.jsonl" if shard[1] == 1 else f"questions-{shard[0]}-of-{shard[1]}.jsonl"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lines = (self.path / name).open("a+b")
         except OSError as error:
-            raise FolderError(f"--out {self.path} cannot be used: {error}; name a folder that can be written") from error
+            raise FolderError(
+                f"--out {self.path} cannot be used: {error}; name a folder that can be written"
+            ) from error
         try:
             fcntl.flock(self._lines, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._lines.close()
-            raise FolderError(f"--out {self.path}: another process writes {name}; wait for it, or name another folder") from error
+            raise FolderError(
+                f"--out {self.path}: another process writes {name}; wait for it, or name another folder"
+            ) from error
         try:
             self._claim(json.loads(json.dumps(identity)), details, commit)
             self._mend()
@@ -73,12 +84,16 @@ class EvaluationFolder:
         with (self.path / ".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not file.exists():
-                write_atomically(file, _as_text({"identity": identity, **details, "commits": [commit]}))
+                write_atomically(
+                    file, _as_text({"identity": identity, **details, "commits": [commit]})
+                )
                 return
             there = read_json(file)
             found = there.get("identity", {})
             if differences := [
-                f"{k}: {found.get(k)!r} -> {identity.get(k)!r}" for k in found | identity if found.get(k) != identity.get(k)
+                f"{k}: {found.get(k)!r} -> {identity.get(k)!r}"
+                for k in found | identity
+                if found.get(k) != identity.get(k)
             ]:
                 raise FolderError(
                     f"--out {self.path} holds another evaluation (there -> asked for): {'; '.join(differences)}; name another --name "
@@ -106,7 +121,15 @@ def read_lines(folder: pathlib.Path, whole: bool = False) -> Iterator[Line]:
             for text in stream:
                 if text.endswith(b"\n"):
                     line = json.loads(text)
-                    yield line if whole else {key: value for key, value in line.items() if key not in ("turns", "overview", "question")}
+                    yield (
+                        line
+                        if whole
+                        else {
+                            key: value
+                            for key, value in line.items()
+                            if key not in ("turns", "overview", "question")
+                        }
+                    )
 
 
 def latest(lines: Iterator[Line]) -> dict[str, Line]:
@@ -120,7 +143,9 @@ def read_json(file: pathlib.Path) -> Line:
     except FileNotFoundError as error:
         raise FolderError(f"{file}: is not there; give the folder of an evaluation") from error
     except ValueError as error:
-        raise FolderError(f"{file}: is damaged ({error}); delete its folder and evaluate again") from error
+        raise FolderError(
+            f"{file}: is damaged ({error}); delete its folder and evaluate again"
+        ) from error
 
 
 def _as_text(content: Line) -> str:

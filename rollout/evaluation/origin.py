@@ -21,7 +21,9 @@ _PIECE = 1 << 22  # bytes read at once
 def weights_hash(folder: pathlib.Path) -> str:
     """A fingerprint of a checkpoint's weights, configuration and tokenizer, by content."""
     total = hashlib.blake2b(digest_size=16)
-    for file in sorted([*folder.glob("*.safetensors"), folder / "config.json", folder / "tokenizer.json"]):
+    for file in sorted(
+        [*folder.glob("*.safetensors"), folder / "config.json", folder / "tokenizer.json"]
+    ):
         if file.exists():
             total.update(file.name.encode() + b"\0" + _file_hash(file))
     return total.hexdigest()
@@ -40,7 +42,11 @@ def questions_hash(items: Iterable[Item]) -> str:
     total = hashlib.blake2b(digest_size=16)
     for item in items:
         q = item.question
-        total.update(json.dumps([q.id, q.video, q.text, str(q.kind), q.answer, q.options, item.subtitles]).encode())
+        total.update(
+            json.dumps(
+                [q.id, q.video, q.text, str(q.kind), q.answer, q.options, item.subtitles]
+            ).encode()
+        )
     return total.hexdigest()
 
 
@@ -50,7 +56,13 @@ def commit() -> str | None:
 
     def git(*args: str) -> str | None:
         try:
-            done = subprocess.run(["git", "-C", str(here), *args], capture_output=True, text=True, timeout=20, check=False)
+            done = subprocess.run(
+                ["git", "-C", str(here), *args],
+                capture_output=True,
+                text=True,
+                timeout=20,
+                check=False,
+            )
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None

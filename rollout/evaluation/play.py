@@ -51,7 +51,9 @@ class Played:
 class Player:
     """Plays items with a sampler."""
 
-    def __init__(self, sampler: Sampler, scene: Scene, settings: BenchmarkSettings, videos: VideoFolder):
+    def __init__(
+        self, sampler: Sampler, scene: Scene, settings: BenchmarkSettings, videos: VideoFolder
+    ):
         self._sampler, self._scene, self._settings, self._videos = sampler, scene, settings, videos
         self._setting = settings.setting()
         self._rewards = settings.rewards()
@@ -69,8 +71,12 @@ class Player:
                 yield line | {"spent": round(now - clock, 3)}
                 clock = now
                 left[item.question.video] -= 1
-                if not left[item.question.video]:  # else what is known of thousands of videos adds up
-                    self._scene.features.forget(self._videos.find(item.question.video) or item.question.video)
+                if not left[
+                    item.question.video
+                ]:  # else what is known of thousands of videos adds up
+                    self._scene.features.forget(
+                        self._videos.find(item.question.video) or item.question.video
+                    )
 
     def _agents(self, items: Iterable[Item]) -> Iterator[Coroutine[Any, Any, Played | Left]]:
         return (self._play(item) for item in items)
@@ -94,7 +100,9 @@ class Player:
         seed = seed_of(settings.seed, item.question.id, 0)
         episode = await play(self._scene, question, self._setting, seed)
         if episode.stop is StopReason.UNREADABLE:
-            return Left("unreadable", features.unreadable.get(question.video, "it cannot be read any more"))
+            return Left(
+                "unreadable", features.unreadable.get(question.video, "it cannot be read any more")
+            )
         if episode.stop is StopReason.REFUSED:
             return Left("refused", episode.reason)
         return Played(question, episode, subtitles)
@@ -105,11 +113,22 @@ class Player:
         path = self._videos.find(item.subtitles) if item.subtitles else None
         if path is None:
             return item.question, None
-        entries = fitting(read_srt((self._videos.root / path).read_bytes()), self._scene.protocol, self._settings.subtitle_tokens)
-        return dataclasses.replace(item.question, text=subtitled_text(entries, item.question.text)), len(entries)
+        entries = fitting(
+            read_srt((self._videos.root / path).read_bytes()),
+            self._scene.protocol,
+            self._settings.subtitle_tokens,
+        )
+        return dataclasses.replace(
+            item.question, text=subtitled_text(entries, item.question.text)
+        ), len(entries)
 
     def _line(self, item: Item, outcome: Played | Left) -> Line:
-        about: Line = {"id": item.question.id, "video": item.question.video, "duration": item.duration, "tasks": list(item.tasks)}
+        about: Line = {
+            "id": item.question.id,
+            "video": item.question.video,
+            "duration": item.duration,
+            "tasks": list(item.tasks),
+        }
         if isinstance(outcome, Left):
             return about | {"left_out": outcome.cause, "reason": outcome.reason}
         question, episode = outcome.question, outcome.episode
@@ -138,10 +157,16 @@ class Player:
 
 def fitting(entries: Sequence[Subtitle], protocol: Protocol, tokens: int) -> list[Subtitle]:
     """As many entries as fit into so many tokens, evenly spread over all of them where they do not all fit."""
-    sizes = [len(protocol.vocabulary.encode(protocol.plain(subtitle_line(entry)))) + 2 for entry in entries]
+    sizes = [
+        len(protocol.vocabulary.encode(protocol.plain(subtitle_line(entry)))) + 2
+        for entry in entries
+    ]
     count = len(entries)
     while count and sum(sizes[i] for i in _spread(len(entries), count)) > tokens - _HEAD:
-        count = min(count - 1, int(count * (tokens - _HEAD) / sum(sizes[i] for i in _spread(len(entries), count))))
+        count = min(
+            count - 1,
+            int(count * (tokens - _HEAD) / sum(sizes[i] for i in _spread(len(entries), count))),
+        )
     return [entries[i] for i in _spread(len(entries), count)]
 
 

@@ -18,7 +18,9 @@ from paravt_jax.rewards import RewardSettings
 from rollout.endpoint import check_endpoint
 from rollout.episode import Dispatch, Setting
 
-BenchmarkName = Literal["videomme", "videomme_wsub", "longvideobench", "lvbench", "mlvu", "mmvu", "charades"]
+BenchmarkName = Literal[
+    "videomme", "videomme_wsub", "longvideobench", "lvbench", "mlvu", "mmvu", "charades"
+]
 assert BenchmarkName.__args__ == tuple(BENCHMARKS)  # type: ignore[attr-defined]
 
 _NOT_IDENTITY = (
@@ -114,22 +116,34 @@ class BenchmarkSettings:
 
     def __post_init__(self):
         if self.limit is not None and self.limit < 1:
-            raise ValueError(f"--limit {self.limit}: rows to play; give 1 or more, or leave it out for all")
+            raise ValueError(
+                f"--limit {self.limit}: rows to play; give 1 or more, or leave it out for all"
+            )
         for field in ("episodes", "tensor", "concurrency", "question_tokens", "subtitle_tokens"):
             if getattr(self, field) < 1:
-                raise ValueError(f"--{field.replace('_', '-')} {getattr(self, field)}: give 1 or more")
+                raise ValueError(
+                    f"--{field.replace('_', '-')} {getattr(self, field)}: give 1 or more"
+                )
         if self.prompt in ("direct", "reasoning") and self.dispatch not in (None, "none"):
-            raise ValueError(f"--dispatch {self.dispatch}: --prompt {self.prompt} knows no tool; leave --dispatch out, or take agentic")
+            raise ValueError(
+                f"--dispatch {self.dispatch}: --prompt {self.prompt} knows no tool; leave --dispatch out, or take agentic"
+            )
         if self.blind and self.dispatch not in (None, "none"):
-            raise ValueError(f"--dispatch {self.dispatch}: a blind run sees no crops either; leave --dispatch out")
+            raise ValueError(
+                f"--dispatch {self.dispatch}: a blind run sees no crops either; leave --dispatch out"
+            )
         if self.shuffle and BENCHMARKS[self.benchmark].grounding:
             raise ValueError(f"--shuffle: {self.benchmark} has no options; leave it out")
         if bool(self.endpoint) != bool(self.endpoint_model):
-            raise ValueError("--endpoint, --endpoint-model: an address and the model's name there belong together; give both or neither")
+            raise ValueError(
+                "--endpoint, --endpoint-model: an address and the model's name there belong together; give both or neither"
+            )
         if self.endpoint:
             check_endpoint(self.endpoint)
         if (self.open_ended == "judge") != bool(self.judge and self.judge_model):
-            raise ValueError("--open-ended judge, --judge, --judge-model: belong together; give all three or none")
+            raise ValueError(
+                "--open-ended judge, --judge, --judge-model: belong together; give all three or none"
+            )
         require_local("--out", self.out)
         self.part()
         self.setting()  # these refuse what they cannot be played with
@@ -140,12 +154,18 @@ class BenchmarkSettings:
         """(index, count) of the shard."""
         found = re.fullmatch(r"(\d+)/(\d+)", self.shard)
         if not found or not int(found[1]) < int(found[2]):
-            raise ValueError(f"--shard {self.shard}: a part and their number, from 0/N to N-1/N; give one of these")
+            raise ValueError(
+                f"--shard {self.shard}: a part and their number, from 0/N to N-1/N; give one of these"
+            )
         return int(found[1]), int(found[2])
 
     def setting(self) -> Setting:
         tools = self.prompt in ("agentic", "agentic-minimal") and not self.blind
-        return Setting(0 if self.blind else self.frames, self.temperature, self.dispatch or ("parallel" if tools else "none"))
+        return Setting(
+            0 if self.blind else self.frames,
+            self.temperature,
+            self.dispatch or ("parallel" if tools else "none"),
+        )
 
     def protocol(self, crop: int) -> ProtocolSettings:
         """The protocol's limits; `crop` is the number of tokens of a window's frames, which dispatch frames adds to a trajectory."""

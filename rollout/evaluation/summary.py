@@ -21,7 +21,9 @@ RECALL = (0.3, 0.5, 0.7)  # of grounding: the share of answers that overlap at l
 NAMED = 1000  # videos that are left out are named up to so many
 
 
-def summarise(config: Line, lines: Iterator[Line], questions: int, broken: Mapping[str, str]) -> Line:
+def summarise(
+    config: Line, lines: Iterator[Line], questions: int, broken: Mapping[str, str]
+) -> Line:
     """summary.json: `questions` is the number that the split has, `broken` its rows that are none."""
     found = sorted(latest(lines).values(), key=lambda line: line["id"])
     played = [line for line in found if "left_out" not in line]
@@ -33,7 +35,10 @@ def summarise(config: Line, lines: Iterator[Line], questions: int, broken: Mappi
         "played": len(played),
         **numbers,
         **(
-            {"by_duration": _by(played, lambda line: [line["duration"]]), "by_task": _by(played, lambda line: line["tasks"])}
+            {
+                "by_duration": _by(played, lambda line: [line["duration"]]),
+                "by_task": _by(played, lambda line: line["tasks"]),
+            }
             if played
             else {}
         ),
@@ -76,7 +81,11 @@ def figures(played: Sequence[Line], grounding: bool) -> dict[str, Any]:
 def _scores(played: Sequence[Line], grounding: bool) -> dict[str, Any]:
     scores = [line["score"] for line in played]
     main = "miou" if grounding else "accuracy"
-    recall = {f"r@{bound}": float(np.mean([score >= bound for score in scores])) for bound in RECALL} if grounding else {}
+    recall = (
+        {f"r@{bound}": float(np.mean([score >= bound for score in scores])) for bound in RECALL}
+        if grounding
+        else {}
+    )
     return {
         main: float(np.mean(scores)),
         **recall,
@@ -98,7 +107,11 @@ def _course(played: Sequence[Line]) -> dict[str, Any]:
         "unread": sum(line.get("unread", False) for line in played),
         "stops": dict(sorted(collections.Counter(line["stop"] for line in played).items())),
         "seconds_per_question": float(np.mean([line["spent"] for line in played])),
-        **({"with_subtitles": sum(count is not None for count in subtitles)} if any(count is not None for count in subtitles) else {}),
+        **(
+            {"with_subtitles": sum(count is not None for count in subtitles)}
+            if any(count is not None for count in subtitles)
+            else {}
+        ),
     }
 
 

@@ -41,7 +41,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 LARGE = [name for name, recipe in RECIPES.items() if recipe().model.size != "tiny"]
 
 
-@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.__module__.startswith("configs.")])  # not tests' own
+@pytest.mark.parametrize(
+    "name", [name for name, recipe in RECIPES.items() if recipe.__module__.startswith("configs.")]
+)  # not tests' own
 def test_a_recipe_is_built_and_says_how_it_is_run(name):
     recipe = RECIPES[name]
     assert isinstance(recipe(), Run) and recipe().name == name == recipe.__name__
@@ -60,7 +62,11 @@ def test_an_unknown_recipe_is_answered_with_the_nearest_and_all(capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--rl.steps", "x"], ["rl.steps", "x"]), (["--rl.stepz", "3"], ["rl.stepz"]), (["--unreadable-share", "2"], ["unreadable_share: 2"])],
+    [
+        (["--rl.steps", "x"], ["rl.steps", "x"]),
+        (["--rl.stepz", "3"], ["rl.stepz"]),
+        (["--unreadable-share", "2"], ["unreadable_share: 2"]),
+    ],
 )
 def test_a_wrong_field_or_value_is_named(arguments, words, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -75,19 +81,47 @@ def test_a_wrong_field_or_value_is_named(arguments, words, capsys):
     [
         ("paravt_tiny", {"unreadable_share": 1.0}, r"unreadable_share: 1\.0; "),
         ("paravt_tiny", {"model": ModelSettings(size="8b")}, r"align: set for model\.size 8b"),
-        ("paravt_tiny", {"align": None, "sft": RECIPES["sft_8b"]().sft}, r"sft: PackedSFTSettings with data = None; .*\(SFTSettings\)"),
-        ("sft_8b", {"sft": RECIPES["sft_tiny"]().sft}, r"sft: SFTSettings with data = DataSettings"),
-        ("paravt_8b", {"start": "runs/sft_8b"}, r"start: runs/sft_8b with published data; .* --model\.path runs/sft_8b/model"),
-        ("paravt_tiny", {"model": ModelSettings(path="x")}, r"align: set for model\.size tiny, model\.path 'x'"),
-        ("paravt_tiny", {"text": None}, r"text: None with world = WorldSettings.*give both or neither"),
-        ("paravt_8b", {"text": TextSettings()}, r"text: TextSettings.* with world = None; .*give both or neither"),
+        (
+            "paravt_tiny",
+            {"align": None, "sft": RECIPES["sft_8b"]().sft},
+            r"sft: PackedSFTSettings with data = None; .*\(SFTSettings\)",
+        ),
+        (
+            "sft_8b",
+            {"sft": RECIPES["sft_tiny"]().sft},
+            r"sft: SFTSettings with data = DataSettings",
+        ),
+        (
+            "paravt_8b",
+            {"start": "runs/sft_8b"},
+            r"start: runs/sft_8b with published data; .* --model\.path runs/sft_8b/model",
+        ),
+        (
+            "paravt_tiny",
+            {"model": ModelSettings(path="x")},
+            r"align: set for model\.size tiny, model\.path 'x'",
+        ),
+        (
+            "paravt_tiny",
+            {"text": None},
+            r"text: None with world = WorldSettings.*give both or neither",
+        ),
+        (
+            "paravt_8b",
+            {"text": TextSettings()},
+            r"text: TextSettings.* with world = None; .*give both or neither",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(name, change, message):
     run = RECIPES[name]()
     for path, value in change.items():
         outer, _, inner = path.rpartition(".")
-        change = {outer: dataclasses.replace(getattr(run, outer), **{inner: value})} if outer else {inner: value}
+        change = (
+            {outer: dataclasses.replace(getattr(run, outer), **{inner: value})}
+            if outer
+            else {inner: value}
+        )
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(run, **change)
 
@@ -141,11 +175,21 @@ def test_any_single_override_works_alone(recipe, override):
     assert run.rl is not None and run != RECIPES[recipe]()
     engine, (main, *subagents) = run.engine_sizes, run.rl_shapes
     frames = max(run.rl.frame_budgets)
-    assert (main.groups, main.rows, main.suffix) == (run.rl.prompts, run.rl.grpo.group_size, run.protocol.trajectory_tokens)
-    assert main.visual == frames * run.frame_tokens and main.prompt >= main.visual + frames * run.protocol.label_tokens
+    assert (main.groups, main.rows, main.suffix) == (
+        run.rl.prompts,
+        run.rl.grpo.group_size,
+        run.protocol.trajectory_tokens,
+    )
+    assert (
+        main.visual == frames * run.frame_tokens
+        and main.prompt >= main.visual + frames * run.protocol.label_tokens
+    )
     assert engine.own[-1] >= main.prompt + main.suffix and engine.slots % main.rows == 0
     for shape in subagents:
-        assert shape.suffix > run.protocol.summary_tokens and shape.visual == run.protocol.crop_frames * run.frame_tokens
+        assert (
+            shape.suffix > run.protocol.summary_tokens
+            and shape.visual == run.protocol.crop_frames * run.frame_tokens
+        )
 
 
 def test_frames_that_an_evaluation_shows_have_room_beside_the_response():
@@ -155,12 +199,18 @@ def test_frames_that_an_evaluation_shows_have_room_beside_the_response():
     assert run.limits("frames").trajectory_tokens >= run.protocol.trajectory_tokens + shown
     assert run.limits("parallel") == run.protocol == run.limits("sequential")
     assert run.engine_sizes.own[-1] >= RECIPES["paravt_8b"]().engine_sizes.own[-1] + shown
-    assert run.rl_shapes == RECIPES["paravt_8b"]().rl_shapes, "rollouts that are learned from show none"
+    assert run.rl_shapes == RECIPES["paravt_8b"]().rl_shapes, (
+        "rollouts that are learned from show none"
+    )
 
 
 def test_packed_rows_are_as_long_as_the_data_is_packed():
     run = parse(["--config=sft_8b", "--data.row-tokens", "4096"], RECIPES)
-    assert (run.packed_shape.rows, run.packed_shape.tokens, run.packed_shape.visual) == (16, 4096, 4096)
+    assert (run.packed_shape.rows, run.packed_shape.tokens, run.packed_shape.visual) == (
+        16,
+        4096,
+        4096,
+    )
 
 
 def test_a_frame_of_a_world_has_the_tokens_of_its_size():
@@ -171,10 +221,14 @@ def test_a_frame_of_a_world_has_the_tokens_of_its_size():
     assert dataclasses.replace(run, world=dataclasses.replace(run.world, size=64)).frame_tokens == 4
 
 
-@pytest.mark.skipif("PARAVT_TEST_ASSETS" not in os.environ, reason="needs the real tokenizer (PARAVT_TEST_ASSETS)")
+@pytest.mark.skipif(
+    "PARAVT_TEST_ASSETS" not in os.environ, reason="needs the real tokenizer (PARAVT_TEST_ASSETS)"
+)
 def test_the_8b_recipes_bounds_hold_with_the_real_tokenizer():
     run = RECIPES["paravt_8b"]()
-    rules = Protocol(tokenizer.load(pathlib.Path(os.environ["PARAVT_TEST_ASSETS"]) / "qwen3_vl"), run.protocol)
+    rules = Protocol(
+        tokenizer.load(pathlib.Path(os.environ["PARAVT_TEST_ASSETS"]) / "qwen3_vl"), run.protocol
+    )
     longest = run.lengths(64)
     for last in (9.9, 99_999.9):
         overview = overview_tokens(rules, 64, run.frame_tokens, last)
@@ -186,7 +240,11 @@ def test_the_bounds_of_the_small_world_are_those_of_its_vocabulary():
     run = RECIPES["paravt_tiny"]()
     vocabulary = Vocabulary(tokenizer.build((*world_text.PIECES, *protocol.recurring_texts())))
     rules, longest = Protocol(vocabulary, run.protocol), run.lengths(64)
-    assert overview_tokens(rules, 64, 1, world.SECONDS) + 15 <= longest.prompt < overview_tokens(rules, 64, 1, world.SECONDS) + 32
+    assert (
+        overview_tokens(rules, 64, 1, world.SECONDS) + 15
+        <= longest.prompt
+        < overview_tokens(rules, 64, 1, world.SECONDS) + 32
+    )
     assert crop_tokens(rules, 1, world.SECONDS) <= longest.crop_prompt
 
 
@@ -204,7 +262,9 @@ def settings_of(value: object) -> Iterator[type]:
 
 
 SETTINGS = sorted(
-    {kind for recipe in RECIPES.values() for kind in settings_of(recipe())} | {AskSettings, BenchmarkSettings, Export}, key=str
+    {kind for recipe in RECIPES.values() for kind in settings_of(recipe())}
+    | {AskSettings, BenchmarkSettings, Export},
+    key=str,
 )
 
 
@@ -215,14 +275,22 @@ def fields_with_a_line_of_help(kind: type) -> set[str]:
         field.target.id
         for field, after in itertools.pairwise(definition.body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and ONE_LINE.fullmatch(str(after.value.value))
+        if isinstance(after, ast.Expr)
+        and isinstance(after.value, ast.Constant)
+        and ONE_LINE.fullmatch(str(after.value.value))
     }
 
 
 @pytest.mark.parametrize("kind", SETTINGS, ids=lambda kind: kind.__name__)
 def test_every_flag_has_a_line_of_help(kind):
-    sections = {name for name, hint in get_type_hints(kind).items() if any(map(dataclasses.is_dataclass, (hint, *get_args(hint))))}
-    assert {field.name for field in dataclasses.fields(kind)} - sections - fields_with_a_line_of_help(kind) == set()
+    sections = {
+        name
+        for name, hint in get_type_hints(kind).items()
+        if any(map(dataclasses.is_dataclass, (hint, *get_args(hint))))
+    }
+    assert {
+        field.name for field in dataclasses.fields(kind)
+    } - sections - fields_with_a_line_of_help(kind) == set()
     assert inspect.getdoc(kind), "the line over a section's flags"
 
 
@@ -231,7 +299,11 @@ def test_every_command_says_what_its_flags_do():
     without = []
     for file in [*ROOT.glob("train/**/*.py"), *ROOT.glob("rollout/**/*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "add_argument"
+            ):
                 if not any(keyword.arg == "help" for keyword in node.keywords):
                     without.append(f"{file.relative_to(ROOT)}:{node.lineno}")
     assert not without
@@ -255,7 +327,11 @@ def attributes_outside_checks(node: ast.AST) -> set[str]:
     if isinstance(node, ast.FunctionDef) and node.name == "__post_init__":
         return set()
     below = set[str]().union(*map(attributes_outside_checks, ast.iter_child_nodes(node)))
-    return below | {node.attr} if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) else below
+    return (
+        below | {node.attr}
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+        else below
+    )
 
 
 # --- shapes of the large recipes: traced, never allocated ---
@@ -267,7 +343,10 @@ def check_update(run: Run, update: Abstract) -> None:
     after, metrics = jax.eval_shape(update.program.jitted, *update.arguments)
     shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (state, after)]
     assert shapes[0] == shapes[1] and run.model.dtype == "bfloat16"
-    assert metrics["loss"].shape == metrics["grad_norm"].shape == () and metrics["loss"].dtype == jnp.float32
+    assert (
+        metrics["loss"].shape == metrics["grad_norm"].shape == ()
+        and metrics["loss"].dtype == jnp.float32
+    )
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -275,14 +354,18 @@ def test_the_model_lies_on_the_recipes_mesh(name):
     run = RECIPES[name]()
     config, mesh = qwen3_vl(run.model.size), run.mesh
     assert 8.5e9 < num_params(config) < 9e9
-    devices = jax.sharding.AbstractMesh((mesh.data, mesh.fsdp, mesh.tensor), ("data", "fsdp", "tensor"))
+    devices = jax.sharding.AbstractMesh(
+        (mesh.data, mesh.fsdp, mesh.tensor), ("data", "fsdp", "tensor")
+    )
     state = nnx.state(abstract_model(config, dtype=run.model.dtype).text)
     shardings = param_shardings(state, devices)
     share = sum(
         math.prod(sharding.shard_shape(weight.shape))
         for weight, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
     )
-    assert share < 1.02 * sum(math.prod(w.shape) for w in jax.tree.leaves(state)) / (mesh.fsdp * mesh.tensor), "nearly all of it is cut"
+    assert share < 1.02 * sum(math.prod(w.shape) for w in jax.tree.leaves(state)) / (
+        mesh.fsdp * mesh.tensor
+    ), "nearly all of it is cut"
 
 
 @pytest.mark.slow
@@ -292,7 +375,9 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
     settings = run.rl
     assert settings is not None
     check_update(run, abstract_rl_update(run, make_mesh()))
-    rows = jax.eval_shape((reference := abstract_reference(run, make_mesh())).program.jitted, *reference.arguments)
+    rows = jax.eval_shape(
+        (reference := abstract_reference(run, make_mesh())).program.jitted, *reference.arguments
+    )
     (shape,), engine = run.rl_shapes, run.engine_sizes
     assert rows.shape == (8 * 8, shape.suffix), "seven groups in four parts are eight"
     # The widest overview of the largest frames has room in the batch and in the engine.
@@ -300,7 +385,10 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
     visual = max(settings.frame_budgets) * frame
     assert visual <= shape.visual < shape.prompt
     assert engine.own[-1] >= shape.prompt + run.protocol.trajectory_tokens
-    assert any(run.protocol.crop_frames * frame + run.protocol.summary_tokens < length for length in engine.own[:-1])
+    assert any(
+        run.protocol.crop_frames * frame + run.protocol.summary_tokens < length
+        for length in engine.own[:-1]
+    )
     assert shape.prompt in engine.shared
 
 

@@ -32,7 +32,9 @@ class Excuse:
     wrong: Any
 
 
-def judge(record: dict, got: Any, agrees: Callable[[dict, Any], bool], excuses: Mapping[str, Excuse]) -> tuple[str | None, bool]:
+def judge(
+    record: dict, got: Any, agrees: Callable[[dict, Any], bool], excuses: Mapping[str, Excuse]
+) -> tuple[str | None, bool]:
     """The first excuse that applies (None: the record has to agree), and whether our result is as it should be."""
     for name, excuse in excuses.items():
         if excuse.applies(record):
@@ -70,7 +72,9 @@ def hold(record_property):
             record_property(name, count)
         print(dict(counts))
         assert not wrong, f"{len(wrong)} of {len(records)} records:\n" + "\n".join(wrong)
-        assert records and counts["agree"] >= least * len(records), f"too few agree for a test: {dict(counts)}"
+        assert records and counts["agree"] >= least * len(records), (
+            f"too few agree for a test: {dict(counts)}"
+        )
 
     return judge_all
 
@@ -78,7 +82,9 @@ def hold(record_property):
 @pytest.fixture
 def records(golden: Path):
     """records("rewards") gives the records of a JSON table, records("eval_parsing", "temporal_iou") those of one of its lists."""
-    return lambda name, part="records": json.loads((golden / f"{name}.json").read_text(encoding="utf-8"))[part]
+    return lambda name, part="records": json.loads(
+        (golden / f"{name}.json").read_text(encoding="utf-8")
+    )[part]
 
 
 @pytest.fixture

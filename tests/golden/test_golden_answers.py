@@ -30,7 +30,14 @@ def close(value: float) -> Any:
 
 def completion(text: str, answer: str = "B", kind: str = "mcq", **expected: Any) -> dict:
     """A record of the table; what its test does not look at is left out."""
-    return {"id": "example", "completion": text, "answer": answer, "question_type": kind, "knobs": KNOBS, "expected": expected}
+    return {
+        "id": "example",
+        "completion": text,
+        "answer": answer,
+        "question_type": kind,
+        "knobs": KNOBS,
+        "expected": expected,
+    }
 
 
 def falls_under(excuses: Mapping[str, Excuse], record: dict) -> bool:
@@ -99,7 +106,12 @@ def read_answer(record: dict) -> str | None:
 
 
 def test_answers(records, hold):
-    hold(records("rewards"), read_answer, lambda r, got: (got or "") == r["expected"]["extract_answer"], ANSWERS)
+    hold(
+        records("rewards"),
+        read_answer,
+        lambda r, got: (got or "") == r["expected"]["extract_answer"],
+        ANSWERS,
+    )
 
 
 def test_excuses_of_answers():
@@ -116,13 +128,17 @@ def bare(text: str) -> str:
 def holds_article(word: str) -> bool:
     """Whether punctuation inside a word sets an article off, or hides one: "vitamin-a", "th.e"."""
     core = re.sub(r"^[^\w]+|[^\w]+$", "", word)
-    return core != bare(core) and not {"a", "an", "the"}.isdisjoint([bare(core), *re.split(r"\W+", core)])
+    return core != bare(core) and not {"a", "an", "the"}.isdisjoint(
+        [bare(core), *re.split(r"\W+", core)]
+    )
 
 
 def same_words(record: dict, got: str) -> bool:
     """All words but articles, or the articles where there are no others; points and signs of numbers may stay."""
     words = bare(unicodedata.normalize("NFKC", record["text"]).lower()).split()
-    return bare(got).split() == ([word for word in words if word not in ("a", "an", "the")] or words)
+    return bare(got).split() == (
+        [word for word in words if word not in ("a", "an", "the")] or words
+    )
 
 
 def text(content: str, normal: str) -> dict:
@@ -167,7 +183,9 @@ NORMALS = {
 
 def texts(table: list[dict]) -> list[dict]:
     """The answers found and the right ones, each with its normal form in the release."""
-    both = [(r, r["expected"]["extract_answer"], r["expected"]["normalize_extracted"]) for r in table]
+    both = [
+        (r, r["expected"]["extract_answer"], r["expected"]["normalize_extracted"]) for r in table
+    ]
     both += [(r, r["answer"], r["expected"]["normalize_answer"]) for r in table]
     return [{"id": r["id"], "text": content, "expected": normal} for r, content, normal in both]
 
@@ -204,7 +222,9 @@ def said(record: dict) -> str:
     return record["expected"]["extract_answer"]
 
 
-def scored(content: str, answer: str, value: Any, column: str, normals: tuple[str, str] = ("?", "")) -> dict:
+def scored(
+    content: str, answer: str, value: Any, column: str, normals: tuple[str, str] = ("?", "")
+) -> dict:
     """A record of how `content` is scored against `answer`."""
     expected = {column: value, "normalize_extracted": normals[0], "normalize_answer": normals[1]}
     return completion("", answer, extract_answer=content, **expected)
@@ -239,7 +259,13 @@ def f1(record: dict) -> float:
 
 
 def test_f1(records, hold):
-    hold(records("rewards"), f1, lambda r, got: got == close(r["expected"]["compute_f1"]), F1S, least=0.4)
+    hold(
+        records("rewards"),
+        f1,
+        lambda r, got: got == close(r["expected"]["compute_f1"]),
+        F1S,
+        least=0.4,
+    )
 
 
 def test_excuses_of_f1():
@@ -264,7 +290,11 @@ def paired(text: str) -> bool:
 
 
 def names_only(text: str, letter: str | None) -> bool:
-    return letter is not None and not paired(text) and (lone(text) == letter or names(text) == [letter])
+    return (
+        letter is not None
+        and not paired(text)
+        and (lone(text) == letter or names(text) == [letter])
+    )
 
 
 def small_in_front(text: str) -> str | None:
@@ -290,7 +320,10 @@ LETTER_B = multiple_choice("Option B", "B", 1.0)
 CHOICES = {
     "no letter": Excuse(
         "answers other than A to D are scored as well: 'E', '(A)', the words themselves; the release's function knows four letters",
-        lambda r: right_letter(r) is None and (names_only(said(r), lone(r["answer"])) if lone(r["answer"]) else own_words(r)),
+        lambda r: (
+            right_letter(r) is None
+            and (names_only(said(r), lone(r["answer"])) if lone(r["answer"]) else own_words(r))
+        ),
         lambda r, got: got == 1,
         multiple_choice("E", "E", 0.0),
         LETTER_B,
@@ -298,7 +331,11 @@ CHOICES = {
     ),
     "either case": Excuse(
         "a small letter in front of an answer is read as a large one",
-        lambda r: not paid(r) and right_letter(r) is not None and small_in_front(said(r)) == right_letter(r),
+        lambda r: (
+            not paid(r)
+            and right_letter(r) is not None
+            and small_in_front(said(r)) == right_letter(r)
+        ),
         lambda r, got: got == 1,
         multiple_choice("b. a dog", "B", 0.0),
         LETTER_B,
@@ -330,7 +367,11 @@ CHOICES = {
     ),
     "in passing": Excuse(
         "a letter in a sentence that does not name it as the option is a guess, and 'A' is a word",
-        lambda r: paid(r) and right_letter(r) in standing(said(r)) and not named(said(r), right_letter(r) or ""),
+        lambda r: (
+            paid(r)
+            and right_letter(r) in standing(said(r))
+            and not named(said(r), right_letter(r) or "")
+        ),
         lambda r, got: got == 0,
         multiple_choice("A dog runs", "A", 1.0),
         LETTER_B,
@@ -338,7 +379,9 @@ CHOICES = {
     ),
     "more forms": Excuse(
         "the release knows fewer words before a letter: not 'it is B', '答案是B' or a box",
-        lambda r: not paid(r) and right_letter(r) is not None and names(said(r)) == [right_letter(r)],
+        lambda r: (
+            not paid(r) and right_letter(r) is not None and names(said(r)) == [right_letter(r)]
+        ),
         lambda r, got: got == 1,
         multiple_choice("答案是B", "B", 0.0),
         multiple_choice("B答案", "B", 0.0),
@@ -369,7 +412,9 @@ def test_excuses_of_choices():
 
 def overlap(record: dict) -> float:
     """The overlap of the first ranges that stand in the two texts, over what they cover together."""
-    p, a = (first_pair(unicodedata.normalize("NFKC", part)) for part in (said(record), record["answer"]))
+    p, a = (
+        first_pair(unicodedata.normalize("NFKC", part)) for part in (said(record), record["answer"])
+    )
     if p is None or a is None or p[0] >= p[1] or a[0] >= a[1]:
         return 0.0
     both = max(min(p[1], a[1]) - max(p[0], a[0]), 0.0)
@@ -413,7 +458,12 @@ def grounding(record: dict) -> float:
 
 
 def test_overlaps(records, hold):
-    hold(records("rewards"), grounding, lambda r, got: got == close(r["expected"]["compute_temporal_iou"]), OVERLAPS)
+    hold(
+        records("rewards"),
+        grounding,
+        lambda r, got: got == close(r["expected"]["compute_temporal_iou"]),
+        OVERLAPS,
+    )
 
 
 def test_excuses_of_overlaps():
@@ -435,7 +485,11 @@ def by_kind(record: dict) -> float:
 
 def equal_in_release(record: dict) -> bool:
     expected = record["expected"]
-    return bool(said(record)) and bool(record["answer"]) and expected["normalize_extracted"] == expected["normalize_answer"]
+    return (
+        bool(said(record))
+        and bool(record["answer"])
+        and expected["normalize_extracted"] == expected["normalize_answer"]
+    )
 
 
 def blank(record: dict) -> bool:
@@ -456,9 +510,23 @@ def kind_excused(record: dict) -> bool:
 
 def judged(content: str, answer: str, kind: str, value: float | None, **columns: Any) -> dict:
     """A record of R_acc, with the columns that its excuses look at."""
-    normals = {"normalize_extracted": bare(content.lower()), "normalize_answer": bare(answer.lower())}
-    columns = {"compute_mcq_acc": 0.0, "compute_temporal_iou": 0.0, "compute_f1": 0.0, "error": None} | normals | columns
-    return completion(f"<answer>{content}</answer>", answer, kind, extract_answer=content, acc_reward=value, **columns)
+    normals = {
+        "normalize_extracted": bare(content.lower()),
+        "normalize_answer": bare(answer.lower()),
+    }
+    columns = (
+        {"compute_mcq_acc": 0.0, "compute_temporal_iou": 0.0, "compute_f1": 0.0, "error": None}
+        | normals
+        | columns
+    )
+    return completion(
+        f"<answer>{content}</answer>",
+        answer,
+        kind,
+        extract_answer=content,
+        acc_reward=value,
+        **columns,
+    )
 
 
 RIGHT = judged("B", "B", "mcq", 1.0, compute_mcq_acc=1.0)
@@ -482,7 +550,12 @@ ACCURACIES = {
     ),
     "dropped": Excuse(
         "what the release drops from both texts counts: 1.5 is not 15, and an option 'A' is no article",
-        lambda r: equal_in_release(r) and not blank(r) and (other_forms(r) or paired(said(r))) and by_kind(r) < 1,
+        lambda r: (
+            equal_in_release(r)
+            and not blank(r)
+            and (other_forms(r) or paired(said(r)))
+            and by_kind(r) < 1
+        ),
         lambda r, got: got == close(by_kind(r)),
         judged("1.5", "15", "oe", 1.0, normalize_extracted="15"),
         judged("1.5", "1.5", "oe", 1.0, normalize_extracted="15", normalize_answer="15"),
@@ -490,7 +563,10 @@ ACCURACIES = {
     ),
     "kind": Excuse(
         "the score by the question's kind differs (see CHOICES, OVERLAPS, F1S)",
-        lambda r: (kind_excused(r) or r["expected"]["error"] is not None) and r["expected"]["acc_reward"] != close(by_kind(r)),
+        lambda r: (
+            (kind_excused(r) or r["expected"]["error"] is not None)
+            and r["expected"]["acc_reward"] != close(by_kind(r))
+        ),
         lambda r, got: got == close(by_kind(r)),
         judged("12.5 - 20.0", "[10.0, 20.0]", "tvg", 0.0),
         RIGHT,
@@ -500,7 +576,9 @@ ACCURACIES = {
 
 
 def of(record: dict, answer: str | None) -> float:
-    question = Question(record["id"], "v", "?", QuestionKind(record["question_type"]), record["answer"])
+    question = Question(
+        record["id"], "v", "?", QuestionKind(record["question_type"]), record["answer"]
+    )
     return accuracy(question, answer, record["knobs"]["REWARD_MODE"])
 
 
@@ -509,7 +587,12 @@ def score_of_said(record: dict) -> float:
 
 
 def test_accuracy(records, hold):
-    hold(records("rewards"), score_of_said, lambda r, got: got == close(r["expected"]["acc_reward"]), ACCURACIES)
+    hold(
+        records("rewards"),
+        score_of_said,
+        lambda r, got: got == close(r["expected"]["acc_reward"]),
+        ACCURACIES,
+    )
 
 
 def test_excuses_of_accuracy():

@@ -41,22 +41,45 @@ def evenly_spread(record: dict, got: np.ndarray) -> bool:
     """As many different frames as asked for or as there are, in order, at even distances, from the first to the last one."""
     total, count = record["total_frames"], min(wanted(record), record["total_frames"])
     ends = len(got) == count and got[0] == 0 and (count == 1 or got[-1] == total - 1)
-    return bool(ends and np.allclose(got, np.linspace(0, total - 1, count), atol=0.51) and (np.diff(got) > 0).all())
+    return bool(
+        ends
+        and np.allclose(got, np.linspace(0, total - 1, count), atol=0.51)
+        and (np.diff(got) > 0).all()
+    )
 
 
 def asked_alike(record: dict) -> bool:
     """Asked for the number of frames that the release takes, ours are the same."""
     expected = record["expected"]
-    return expected["error"] is not None or same_frames(record, overview_indices(record["total_frames"], expected["nframes"]))
+    return expected["error"] is not None or same_frames(
+        record, overview_indices(record["total_frames"], expected["nframes"])
+    )
 
 
 def frames(total: int, indices: list[int] | None, fps: float = 1.0, **ele: float) -> dict:
     """A record of frame_sampling."""
     if indices is None:
-        return {"id": "example", "total_frames": total, "video_fps": fps, "ele": ele, "expected": {"error": "ValueError"}}
-    expected = {"error": None, "nframes": len(indices), "indices": indices, "timestamps": [i / fps for i in indices]}
+        return {
+            "id": "example",
+            "total_frames": total,
+            "video_fps": fps,
+            "ele": ele,
+            "expected": {"error": "ValueError"},
+        }
+    expected = {
+        "error": None,
+        "nframes": len(indices),
+        "indices": indices,
+        "timestamps": [i / fps for i in indices],
+    }
     expected |= {"start_frame": indices[0], "end_frame": indices[-1]}
-    return {"id": "example", "total_frames": total, "video_fps": fps, "ele": ele, "expected": expected}
+    return {
+        "id": "example",
+        "total_frames": total,
+        "video_fps": fps,
+        "ele": ele,
+        "expected": expected,
+    }
 
 
 FOUR = frames(100, [0, 33, 66, 99], nframes=4)
@@ -80,7 +103,10 @@ OVERVIEWS = {
     ),
     "rate": Excuse(
         "K alone says how many frames there are; in the release an fps does, and the drawn K is lost (REFERENCE 4, 2)",
-        lambda r: "nframes" not in r["ele"] and r["expected"].get("nframes") != min(wanted(r), r["total_frames"]),
+        lambda r: (
+            "nframes" not in r["ele"]
+            and r["expected"].get("nframes") != min(wanted(r), r["total_frames"])
+        ),
         lambda r, got: evenly_spread(r, got) and asked_alike(r),
         frames(100, [0, 33, 66, 99], fps=25, max_frames=16),
         frames(100, [0, 33, 66, 99], max_frames=4),
@@ -90,7 +116,9 @@ OVERVIEWS = {
 
 
 def test_overviews(records, hold):
-    table = [record for record in records("frame_sampling", "frame_sampling") if not is_window(record)]
+    table = [
+        record for record in records("frame_sampling", "frame_sampling") if not is_window(record)
+    ]
     hold(table, overview, same_frames, OVERVIEWS, least=0.3)
 
 
@@ -104,12 +132,16 @@ def test_excuses_of_overviews():
 def bounds(record: dict) -> tuple[float, float]:
     """The window in seconds; where an end is missing it is the video's."""
     ele = record["ele"]
-    return float(ele.get("video_start", 0.0)), float(ele.get("video_end", record["total_frames"] / record["video_fps"]))
+    return float(ele.get("video_start", 0.0)), float(
+        ele.get("video_end", record["total_frames"] / record["video_fps"])
+    )
 
 
 def rate(record: dict) -> float:
     """Frames a second: what the record says, or the video's own where it names a number of frames."""
-    return record["video_fps"] if "nframes" in record["ele"] else float(record["ele"].get("fps", 2.0))
+    return (
+        record["video_fps"] if "nframes" in record["ele"] else float(record["ele"].get("fps", 2.0))
+    )
 
 
 def times(record: dict) -> np.ndarray:
@@ -140,7 +172,9 @@ def spread_in_window(record: dict, got: np.ndarray | None) -> bool:
     aims = start + max(1 / rate(record), (end - start) / wanted(record)) * np.arange(count)
     off = np.abs(at[got][:, None] - aims.clip(inside[0], inside[-1]))
     near = (off.min(axis=0) <= gap / 2 + 1e-6).all() and (off.min(axis=1) <= gap / 2 + 1e-6).all()
-    return bool(near and (np.diff(got) > 0).all() and np.isin(at[got], inside).all() and len(got) <= count)
+    return bool(
+        near and (np.diff(got) > 0).all() and np.isin(at[got], inside).all() and len(got) <= count
+    )
 
 
 def within_theirs(record: dict, got: np.ndarray) -> bool:
@@ -148,7 +182,10 @@ def within_theirs(record: dict, got: np.ndarray) -> bool:
     first = bounds(record)[0] * record["video_fps"]
     slack = int(abs(first - round(first)) < 1e-5)
     expected = record["expected"]
-    return expected["error"] is not None or expected["start_frame"] - slack <= got[0] <= got[-1] <= expected["end_frame"]
+    return (
+        expected["error"] is not None
+        or expected["start_frame"] - slack <= got[0] <= got[-1] <= expected["end_frame"]
+    )
 
 
 def on_show(record: dict, got: np.ndarray | None) -> bool:
@@ -214,13 +251,21 @@ def refusing(*arguments: Any, **named: Any) -> list[int] | None:
 
 
 def resized(record: dict) -> list[int] | None:
-    return refusing(*(record[name] for name in ("height", "width", "min_pixels", "max_pixels", "factor")))
+    return refusing(
+        *(record[name] for name in ("height", "width", "min_pixels", "max_pixels", "factor"))
+    )
 
 
 def test_smart_resize(records, hold):
     """Every size and every refusal is the same."""
     table = records("frame_sampling", "smart_resize")
-    hold(table, resized, lambda r, got: got == r["resized"] and (got is None) == bool(r["error"]), {}, least=1)
+    hold(
+        table,
+        resized,
+        lambda r, got: got == r["resized"] and (got is None) == bool(r["error"]),
+        {},
+        least=1,
+    )
 
 
 def limits(record: dict, factor: int) -> tuple[int, int]:
@@ -243,12 +288,22 @@ def shown(record: dict, factor: int = FACTOR) -> list[int] | None:
 def on_our_grid(record: dict, got: list[int] | None) -> bool:
     """Multiples of 32 where theirs are of 28, by the same rule: ours at 28 gives theirs."""
     theirs = shown(record, factor=2 * record["image_patch_size"])
-    return theirs == record["resized"] and (got is None or all(side > 0 and side % FACTOR == 0 for side in got))
+    return theirs == record["resized"] and (
+        got is None or all(side > 0 and side % FACTOR == 0 for side in got)
+    )
 
 
 def picture(size: list[int], patch: int, **ele: int) -> dict:
     """A record of fetch_video_resize: a frame of 720 x 1280."""
-    return {"id": "example", "height": 720, "width": 1280, "nframes": 4, "image_patch_size": patch, "ele": ele, "resized": size}
+    return {
+        "id": "example",
+        "height": 720,
+        "width": 1280,
+        "nframes": 4,
+        "image_patch_size": patch,
+        "ele": ele,
+        "resized": size,
+    }
 
 
 SIZES = {

@@ -51,27 +51,37 @@ def from_next(x: np.ndarray) -> np.ndarray:
 def normalisation(config: Config | None) -> Normalisation:
     if config is None:
         return Normalisation("none", "none")
-    return Normalisation(config["mean_level"] or "none", config["std_level"] or "none", config["mean_leave1out"])
+    return Normalisation(
+        config["mean_level"] or "none", config["std_level"] or "none", config["mean_leave1out"]
+    )
 
 
 # --- normalisation ---------------------------------------------------------------------------------------------------
 
 
-def normalise_as_released(x: np.ndarray, mask: np.ndarray, config: Config, biased: bool = True) -> np.ndarray:
+def normalise_as_released(
+    x: np.ndarray, mask: np.ndarray, config: Config, biased: bool = True
+) -> np.ndarray:
     """x [b, t]; groups are consecutive rows. `biased` follows the record's wish for a biased deviation."""
     x, out, size = x.astype(np.float64), np.zeros(x.shape), config["group_size"]
     everything = [slice(0, len(x))]
     groups = [slice(i, i + size) for i in range(0, len(x) - size + 1, size)]
     means, deviations = np.zeros(x.shape), np.ones(x.shape) * (config["std_level"] is None)
-    for part in everything if config["mean_level"] == "batch" else groups if config["mean_level"] else ():
+    for part in (
+        everything if config["mean_level"] == "batch" else groups if config["mean_level"] else ()
+    ):
         n, total = mask[part].sum(), x[part][mask[part]].sum()
         if config["mean_leave1out"]:
             means[part] = (total - x[part]) / (n - 1) if n > 1 else 0.0
         else:
             means[part] = total / max(n, 1)
-    for part in everything if config["std_level"] == "batch" else groups if config["std_level"] else ():
+    for part in (
+        everything if config["std_level"] == "batch" else groups if config["std_level"] else ()
+    ):
         left, n = (x - means)[part][mask[part]], mask[part].sum()
-        deviations[part] = np.sqrt((left**2).sum() / max(n - (config["std_unbiased"] or not biased), 1))
+        deviations[part] = np.sqrt(
+            (left**2).sum() / max(n - (config["std_unbiased"] or not biased), 1)
+        )
     scale = deviations if config["std_level"] is None else deviations + config["eps"]
     out[mask] = ((x - means) / scale)[mask]
     return out
@@ -93,14 +103,21 @@ def normalisation_reason(x: np.ndarray, mask: np.ndarray, config: Config) -> str
 def test_normalization(cases, seen):
     for name, (config, arrays) in cases("normalization").items():
         x = arrays["x"] if arrays["x"].ndim == 2 else arrays["x"][:, None]
-        mask = np.ones(x.shape, bool) if "mask" not in arrays else arrays["mask"].reshape(x.shape) > 0
+        mask = (
+            np.ones(x.shape, bool) if "mask" not in arrays else arrays["mask"].reshape(x.shape) > 0
+        )
         y = arrays["y"].reshape(x.shape)
         why = seen(normalisation_reason(x, mask, config))
         grouped = "group" in (config["mean_level"], config["std_level"])
         rows = len(x) // config["group_size"] * config["group_size"] if grouped else len(x)
         shape = (rows // config["group_size"], -1) if grouped else (1, -1)
         x, mask, y = x[:rows], mask[:rows], y[:rows]
-        got = grpo.normalise(jnp.asarray(x).reshape(shape), jnp.asarray(mask).reshape(shape), normalisation(config), config["eps"])
+        got = grpo.normalise(
+            jnp.asarray(x).reshape(shape),
+            jnp.asarray(mask).reshape(shape),
+            normalisation(config),
+            config["eps"],
+        )
         got = np.asarray(got).reshape(x.shape)
         if why in (None, "leftover"):  # of the latter, the whole groups
             close(got[mask], y[mask], name, atol=1e-4)
@@ -115,7 +132,12 @@ def test_kl_estimator(cases, seen):
     for name, (config, arrays) in cases("kl_estimator").items():
         seen(None)
         clamp = 10.0 if config["apply_clamp"] else None
-        got = grpo.kl_penalty(jnp.asarray(arrays["log_probs"]), jnp.asarray(arrays["log_probs_base"]), config["kl_estimator"], clamp)
+        got = grpo.kl_penalty(
+            jnp.asarray(arrays["log_probs"]),
+            jnp.asarray(arrays["log_probs_base"]),
+            config["kl_estimator"],
+            clamp,
+        )
         close(got, arrays["kl"], name)
 
 
@@ -126,25 +148,35 @@ def all_equal_in_groups(scaled: np.ndarray, size: int) -> bool:
     return all(np.ptp(scaled[i : i + size]) == 0 for i in range(0, len(scaled), size))
 
 
-def released(config: Config, arrays: Arrays, mistakes: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def released(
+    config: Config, arrays: Arrays, mistakes: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """REFERENCE 3, steps 1 to 3, as loops: scaled rewards, normalised rewards and advantages (next-token aligned)."""
     mask, real = arrays["in_loss_mask"] > 0, arrays["in_attention_mask"] > 0
     b, t = mask.shape
-    scaled = (arrays["in_rewards"] + np.float32(config["reward_bias"])) * np.float32(config["reward_scaling"])
+    scaled = (arrays["in_rewards"] + np.float32(config["reward_bias"])) * np.float32(
+        config["reward_scaling"]
+    )
     scaled = np.clip(scaled, -config["reward_clip"], config["reward_clip"])
     normed = scaled
     if config["reward_norm"]:
-        normed = normalise_as_released(scaled[:, None], np.ones((b, 1), bool), config["reward_norm"], mistakes)[:, 0]
+        normed = normalise_as_released(
+            scaled[:, None], np.ones((b, 1), bool), config["reward_norm"], mistakes
+        )[:, 0]
         if leftover := b % config["reward_norm"]["group_size"]:
             normed[-leftover:] = scaled[-leftover:] / config["reward_norm"]["eps"]
-    next_mask = np.concatenate([mask[:, 1:], np.zeros((b, 1), bool)], 1)  # index t speaks of token t + 1
+    next_mask = np.concatenate(
+        [mask[:, 1:], np.zeros((b, 1), bool)], 1
+    )  # index t speaks of token t + 1
     kl = np.zeros((b, t))
     if config["kl_ctl"]:
         behaviour = np.concatenate([arrays["in_logprobs"][:, 1:], np.zeros((b, 1))], 1)
         if not config["use_decoupled_loss"] and config["recompute_logprob"]:
             behaviour = arrays["in_prox_logp"]
         d = np.where(next_mask, behaviour - arrays["in_ref_logp"], 0).astype(np.float64)
-        kl = np.clip({"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[config["kl_estimator"]], -10, 10)
+        kl = np.clip(
+            {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[config["kl_estimator"]], -10, 10
+        )
     rewards = np.where(next_mask, -config["kl_ctl"] * kl, 0.0)
     for row in range(b):
         last = max(int(real[row].sum()) - 2, 0)
@@ -156,12 +188,17 @@ def released(config: Config, arrays: Arrays, mistakes: bool) -> tuple[np.ndarray
     values = arrays.get("in_values") if mistakes else None
     discount, trace = (config["discount"], config["gae_lambda"]) if mistakes else (1.0, 1.0)
     for row in range(b):
-        onward, following = 0.0, float(values[row, -1]) if values is not None and real[row].all() else 0.0
+        onward, following = (
+            0.0,
+            float(values[row, -1]) if values is not None and real[row].all() else 0.0,
+        )
         for i in np.flatnonzero(next_mask[row])[::-1]:
             value = 0.0 if values is None else float(values[row, i])
             onward = rewards[row, i] + discount * following - value + discount * trace * onward
             out[row, i], following = onward, value
-    silent = config["reward_norm"] and all_equal_in_groups(scaled, config["reward_norm"]["group_size"])
+    silent = config["reward_norm"] and all_equal_in_groups(
+        scaled, config["reward_norm"]["group_size"]
+    )
     if config["adv_norm"]:
         how = config["adv_norm"] | ({"std_level": None} if silent and not mistakes else {})
         out = normalise_as_released(out, next_mask, how, mistakes)
@@ -183,7 +220,13 @@ def advantages_reason(config: Config, arrays: Arrays) -> str | None:
     if (mask.any(1) & ~ends).any():
         return "lost"
     scaled, _, _ = released(config, arrays, mistakes=True)
-    if norm and config["adv_norm"] and config["kl_ctl"] and mask.any() and all_equal_in_groups(scaled, norm["group_size"]):
+    if (
+        norm
+        and config["adv_norm"]
+        and config["kl_ctl"]
+        and mask.any()
+        and all_equal_in_groups(scaled, norm["group_size"])
+    ):
         return "silent"
     return None
 
@@ -195,11 +238,15 @@ def as_batch(config: Config, arrays: Arrays) -> tuple[GRPOBatch, GRPOSettings]:
     behaviour = from_next(arrays["in_prox_logp"]) if undecoupled else arrays["in_logprobs"]
     reference = from_next(arrays["in_ref_logp"]) if "in_ref_logp" in arrays else behaviour
     batch = GRPOBatch(
-        mask=jnp.asarray(arrays["in_loss_mask"] > 0).at[:, 0].set(False),  # nothing stands before a first token to write it
+        mask=jnp.asarray(arrays["in_loss_mask"] > 0)
+        .at[:, 0]
+        .set(False),  # nothing stands before a first token to write it
         behaviour=jnp.asarray(behaviour),
         reference=jnp.asarray(reference),
         rollout=jnp.arange(b),
-        structure=Structure(jnp.zeros((b, 1), jnp.int32), jnp.zeros((b, 1), jnp.int8), jnp.zeros((b, 1), bool)),
+        structure=Structure(
+            jnp.zeros((b, 1), jnp.int32), jnp.zeros((b, 1), jnp.int8), jnp.zeros((b, 1), bool)
+        ),
         rewards=jnp.asarray(arrays["in_rewards"]).reshape(p, g),
         anchor_rewards=jnp.zeros((p, g)),
         valid=jnp.ones((p, g), bool),
@@ -222,7 +269,9 @@ def as_batch(config: Config, arrays: Arrays) -> tuple[GRPOBatch, GRPOSettings]:
 
 
 def whole_groups(config: Config, arrays: Arrays) -> Arrays:
-    size = config["reward_norm"]["group_size"] if config["reward_norm"] else len(arrays["in_rewards"])
+    size = (
+        config["reward_norm"]["group_size"] if config["reward_norm"] else len(arrays["in_rewards"])
+    )
     rows = len(arrays["in_rewards"]) // size * size
     return {name: x[:rows] if name.startswith("in_") else x for name, x in arrays.items()}
 
@@ -231,11 +280,15 @@ def test_advantages(cases, seen):
     for name, (config, arrays) in cases("advantages").items():
         why = seen(advantages_reason(config, arrays))
         scaled, normed, expected = released(config, arrays, mistakes=True)
-        mask = from_next(np.concatenate([arrays["in_loss_mask"][:, 1:] > 0, np.zeros((len(scaled), 1), bool)], 1))
+        mask = from_next(
+            np.concatenate([arrays["in_loss_mask"][:, 1:] > 0, np.zeros((len(scaled), 1), bool)], 1)
+        )
         if "mid_reward_scaled_clipped" in arrays:
             close(scaled, arrays["mid_reward_scaled_clipped"], name)
             close(normed, arrays["mid_reward_normed"], name, rtol=1e-4, atol=1e-4)
-        table = np.where(mask, from_next(arrays["out_advantages"]), 0)  # unnormalised, it leaves sums on other tokens
+        table = np.where(
+            mask, from_next(arrays["out_advantages"]), 0
+        )  # unnormalised, it leaves sums on other tokens
         close(from_next(expected), table, name, rtol=1e-4, atol=1e-4)
         arrays = whole_groups(config, arrays)
         batch, settings = as_batch(config, arrays)
@@ -290,18 +343,27 @@ def our_loss(config: Config, arrays: Arrays) -> tuple[jax.Array, dict[str, jax.A
         ratio=config["importance_sampling_level"],
     )
     ends = arrays.get("in_cu_seqlens")
-    proximal = arrays["in_proximal_logprobs"] if "in_proximal_logprobs" in arrays else arrays["in_prox_logp"]
+    proximal = (
+        arrays["in_proximal_logprobs"]
+        if "in_proximal_logprobs" in arrays
+        else arrays["in_prox_logp"]
+    )
     behaviour = arrays["in_old_logprobs"] if "in_old_logprobs" in arrays else arrays["in_old_logp"]
     if not config.get("use_decoupled_loss", True):
         proximal = behaviour
     proximal, behaviour, credit, mask = (
-        jnp.asarray(in_rows(x, ends)) for x in (proximal, behaviour, arrays["in_advantages"], arrays["in_loss_mask"] > 0)
+        jnp.asarray(in_rows(x, ends))
+        for x in (proximal, behaviour, arrays["in_advantages"], arrays["in_loss_mask"] > 0)
     )
 
     def loss(x):
-        return grpo.policy_loss(x, proximal, behaviour, credit, mask, settings, clip=clip_of(config))
+        return grpo.policy_loss(
+            x, proximal, behaviour, credit, mask, settings, clip=clip_of(config)
+        )
 
-    (value, metrics), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(jnp.asarray(in_rows(arrays["in_logprobs"], ends)))
+    (value, metrics), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(
+        jnp.asarray(in_rows(arrays["in_logprobs"], ends))
+    )
     gradient = np.asarray(gradient)
     if arrays["in_logprobs"].ndim == 1:
         ends = np.array([0, gradient.shape[1]]) if ends is None else ends
@@ -318,16 +380,29 @@ def test_loss(cases, seen, table):
             close(value, arrays["out_loss"], name)
             close(gradient, arrays["grad_logprobs"], name)
             if "derived_behave_kept_ratio" in arrays and arrays["in_loss_mask"].any():
-                assert float(metrics["capped_fraction"]) == pytest.approx(1 - float(arrays["derived_behave_kept_ratio"]), abs=1e-5), name
+                assert float(metrics["capped_fraction"]) == pytest.approx(
+                    1 - float(arrays["derived_behave_kept_ratio"]), abs=1e-5
+                ), name
         elif why == "outside":
-            inside = arrays | {"in_advantages": np.where(arrays["in_loss_mask"] > 0, arrays["in_advantages"], 0)}
-            (value, _, gradient), (same, _, again) = our_loss(config, arrays), our_loss(config, inside)
-            assert value == same and (gradient == again).all() and abs(float(value) - float(arrays["out_loss"])) > 1e-3, name
+            inside = arrays | {
+                "in_advantages": np.where(arrays["in_loss_mask"] > 0, arrays["in_advantages"], 0)
+            }
+            (value, _, gradient), (same, _, again) = (
+                our_loss(config, arrays),
+                our_loss(config, inside),
+            )
+            assert (
+                value == same
+                and (gradient == again).all()
+                and abs(float(value) - float(arrays["out_loss"])) > 1e-3
+            ), name
         else:  # these settings do not exist here: nobody can ask for them and be given something else
             for field in ("m2_threshold", "use_sapo_loss", "prox_logp_method"):
                 with pytest.raises(TypeError, match=field):
                     GRPOSettings(**{field: config[field]})
-        if "in_prox_logp" in arrays and why != "outside":  # and what there is computes the published loss of their numbers too
+        if (
+            "in_prox_logp" in arrays and why != "outside"
+        ):  # and what there is computes the published loss of their numbers too
             value, _, _ = our_loss(config, arrays)
             close(value, published_loss(config, arrays), name, rtol=1e-4)
 
@@ -335,17 +410,33 @@ def test_loss(cases, seen, table):
 def published_loss(config: Config, arrays: Arrays) -> float:
     """REFERENCE 3, step 4, as a loop over sequences and tokens, with the variants of the record."""
     ends = arrays.get("in_cu_seqlens")
-    rows = {name: in_rows(x, ends) for name, x in arrays.items() if name.startswith("in_") and name != "in_cu_seqlens"}
+    rows = {
+        name: in_rows(x, ends)
+        for name, x in arrays.items()
+        if name.startswith("in_") and name != "in_cu_seqlens"
+    }
     mask = rows["in_loss_mask"] > 0
     proximal = rows["in_prox_logp"] if config["use_decoupled_loss"] else rows["in_old_logp"]
     total = 0.0
     for row in range(len(mask)):
         at = np.flatnonzero(mask[row])
-        difference, credit = (rows["in_logprobs"] - proximal)[row, at].astype(np.float64), rows["in_advantages"][row, at]
+        difference, credit = (
+            (rows["in_logprobs"] - proximal)[row, at].astype(np.float64),
+            rows["in_advantages"][row, at],
+        )
         if config["importance_sampling_level"] == "sequence" and len(at):
-            difference, credit = np.full(len(at), difference.mean()), np.full(len(at), credit.mean())
-        for d, a, old in zip(difference, credit, (proximal - rows["in_old_logp"])[row, at], strict=True):
-            upper = config["eps_clip"] if config["eps_clip_higher"] is None else config["eps_clip_higher"]
+            difference, credit = (
+                np.full(len(at), difference.mean()),
+                np.full(len(at), credit.mean()),
+            )
+        for d, a, old in zip(
+            difference, credit, (proximal - rows["in_old_logp"])[row, at], strict=True
+        ):
+            upper = (
+                config["eps_clip"]
+                if config["eps_clip_higher"] is None
+                else config["eps_clip_higher"]
+            )
             loss = max(-a * np.exp(d), -a * min(max(np.exp(d), 1 - config["eps_clip"]), 1 + upper))
             loss = loss if config["c_clip"] is None else min(loss, config["c_clip"] * abs(a))
             cap = config["behav_imp_weight_cap"]
@@ -362,7 +453,9 @@ def test_logprobs(cases, seen):
         seen(None)
         logits, labels = arrays["in_logits"], arrays["in_labels"]
         for chunk in (None, 5):
-            logprobs, gradient = head_logprobs(logits, labels, config["temperature"], chunk, arrays["in_weight"])
+            logprobs, gradient = head_logprobs(
+                logits, labels, config["temperature"], chunk, arrays["in_weight"]
+            )
             close(logprobs, arrays["out_logprobs"], name)
             close(gradient, arrays["grad_logits_of_weighted_sum"], name)
 
@@ -374,9 +467,17 @@ class _Head(TextDecoder):
         self.head: Any = jnp.eye(words)
 
 
-def head_logprobs(logits: np.ndarray, labels: np.ndarray, temperature: float, chunk: int | None, weight: np.ndarray):
+def head_logprobs(
+    logits: np.ndarray,
+    labels: np.ndarray,
+    temperature: float,
+    chunk: int | None,
+    weight: np.ndarray,
+):
     def weighted(x):
-        values = _Head(x.shape[-1]).token_logprobs(x[None], jnp.asarray(labels)[None], temperature, chunk)[0]
+        values = _Head(x.shape[-1]).token_logprobs(
+            x[None], jnp.asarray(labels)[None], temperature, chunk
+        )[0]
         return (values * weight).sum(), values
 
     (_, values), gradient = jax.value_and_grad(weighted, has_aux=True)(jnp.asarray(logits))
@@ -401,30 +502,60 @@ def test_train_step(cases, seen):
         credit = jnp.asarray(np.where(batch.mask, from_next(arrays["out_advantages"]), 0))
         if why is None:
             credit, _ = grpo.advantages(batch, settings)
-            close(credit, np.where(batch.mask, from_next(arrays["out_advantages"]), 0), name, rtol=1e-4, atol=1e-4)
-        ids, proximal = jnp.asarray(arrays["in_input_ids"]), jnp.asarray(from_next(arrays["out_prox_logp"]))
+            close(
+                credit,
+                np.where(batch.mask, from_next(arrays["out_advantages"]), 0),
+                name,
+                rtol=1e-4,
+                atol=1e-4,
+            )
+        ids, proximal = (
+            jnp.asarray(arrays["in_input_ids"]),
+            jnp.asarray(from_next(arrays["out_prox_logp"])),
+        )
         if not config["use_decoupled_loss"]:
             proximal = jnp.asarray(from_next(arrays["out_logprobs"]))
         behaviour = jnp.asarray(from_next(arrays["out_logprobs"]))
         lengths = arrays["in_attention_mask"].sum(1)
-        minibatches = np.split(np.array(config["minibatch_row_order"]), np.cumsum(config["minibatch_sizes"])[:-1])
+        minibatches = np.split(
+            np.array(config["minibatch_row_order"]), np.cumsum(config["minibatch_sizes"])[:-1]
+        )
         part_of_all = 0
         for i, rows in enumerate(minibatches):
             totals = Totals(batch.mask[rows].sum().astype(jnp.float32), jnp.zeros(()))
 
+            # Called before the loop goes on, so what it takes from the loop is still what it was.
+            # ruff: disable[B023]
             def loss(w, rows, totals=totals):
-                table = jax.nn.log_softmax(w / config["temperature"], axis=-1)  # noqa: B023
-                logprobs = jnp.pad(table[ids[rows][:, :-1], ids[rows][:, 1:]], ((0, 0), (1, 0)))  # noqa: B023
-                old, drawn, gains, mask = (x[rows] for x in (proximal, behaviour, credit, batch.mask))  # noqa: B023
-                return grpo.policy_loss(logprobs, old, drawn, gains, mask, settings, totals.tokens, clip_of(config))[0]  # noqa: B023
+                table = jax.nn.log_softmax(w / config["temperature"], axis=-1)
+                logprobs = jnp.pad(table[ids[rows][:, :-1], ids[rows][:, 1:]], ((0, 0), (1, 0)))
+                old, drawn, gains, mask = (
+                    x[rows] for x in (proximal, behaviour, credit, batch.mask)
+                )
+                return grpo.policy_loss(
+                    logprobs, old, drawn, gains, mask, settings, totals.tokens, clip_of(config)
+                )[0]
+
+            # ruff: enable[B023]
 
             value_and_grad = jax.value_and_grad(loss)
             _, gradient = value_and_grad(jnp.asarray(arrays["W"]), rows)
             close(gradient, arrays[f"grad_W_minibatch{i}"], name, rtol=1e-4, atol=1e-5)
-            micro = [value_and_grad(jnp.asarray(arrays["W"]), rows[part]) for part in rows_of_microbatches(config, lengths[rows], i)]
-            close(sum(g for _, g in micro), arrays[f"grad_W_minibatch{i}"], name, rtol=1e-4, atol=1e-5)
+            micro = [
+                value_and_grad(jnp.asarray(arrays["W"]), rows[part])
+                for part in rows_of_microbatches(config, lengths[rows], i)
+            ]
+            close(
+                sum(g for _, g in micro), arrays[f"grad_W_minibatch{i}"], name, rtol=1e-4, atol=1e-5
+            )
             for value, _ in micro:
-                close(value, config["microbatch_scaled_losses"][part_of_all], name, rtol=1e-4, atol=1e-5)
+                close(
+                    value,
+                    config["microbatch_scaled_losses"][part_of_all],
+                    name,
+                    rtol=1e-4,
+                    atol=1e-5,
+                )
                 part_of_all += 1
 
 

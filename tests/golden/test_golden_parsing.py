@@ -30,10 +30,18 @@ def window(call: Any) -> CropCall | None:
             arguments = json.loads(arguments, strict=False)
         except (ValueError, RecursionError):
             return None
-    if not isinstance(arguments, dict) or not isinstance(call, dict) or call.get("name") != "crop_video":
+    if (
+        not isinstance(arguments, dict)
+        or not isinstance(call, dict)
+        or call.get("name") != "crop_video"
+    ):
         return None
     start, end = (read_seconds(arguments.get(field)) for field in ("start_time", "end_time"))
-    return CropCall(start, end) if start is not None and end is not None and math.isfinite(start) and math.isfinite(end) else None
+    return (
+        CropCall(start, end)
+        if start is not None and end is not None and math.isfinite(start) and math.isfinite(end)
+        else None
+    )
 
 
 def windows(calls: list[Any]) -> list[CropCall]:
@@ -50,7 +58,9 @@ def loads(body: str, strict: bool = True) -> Any:
 
 def alone(text: str, strict: bool = False) -> list[CropCall]:
     """The windows of a text's `<tool_call>` blocks, each read on its own: from an opening tag to its closing one, none between."""
-    blocks = re.findall(r"<tool_call>((?:(?!<tool_call>|<tool_code>).)*?)</tool_call>", text, re.DOTALL)
+    blocks = re.findall(
+        r"<tool_call>((?:(?!<tool_call>|<tool_code>).)*?)</tool_call>", text, re.DOTALL
+    )
     return windows([loads(block, strict) for block in blocks])
 
 
@@ -61,7 +71,12 @@ def read_whole(text: str) -> list[Any] | None:
         body, _, rest = rest.partition("</tool_call>")
         calls.append(loads(body))
         _, opening, rest = rest.partition("<tool_call>")
-    return calls if calls and all(isinstance(call, dict) and call.keys() >= {"name", "arguments"} for call in calls) else None
+    return (
+        calls
+        if calls
+        and all(isinstance(call, dict) and call.keys() >= {"name", "arguments"} for call in calls)
+        else None
+    )
 
 
 def each_alone(record: dict, calls: list[CropCall | Malformed]) -> bool:
@@ -70,13 +85,20 @@ def each_alone(record: dict, calls: list[CropCall | Malformed]) -> bool:
 
 def never_code(text: str, calls: list[CropCall | Malformed]) -> bool:
     """Code is never a call: each block of it is one malformed call, and what stands in JSON is read."""
-    return crops(calls) == alone(text) and len(calls) - len(crops(calls)) >= text.count("<tool_code>")
+    return crops(calls) == alone(text) and len(calls) - len(crops(calls)) >= text.count(
+        "<tool_code>"
+    )
 
 
 def turn(text: str, *called: dict) -> dict:
     """A record of tool_parser.json."""
     calls = [{"name": call["name"], "arguments": json.dumps(call["arguments"])} for call in called]
-    return {"id": "example", "text": text, "error": None, "expected": {"tools_called": bool(calls), "tool_calls": calls}}
+    return {
+        "id": "example",
+        "text": text,
+        "error": None,
+        "expected": {"tools_called": bool(calls), "tool_calls": calls},
+    }
 
 
 CALL, CODE = json.loads(GOOD), "<tool_code>crop_video(start_time=1, end_time=2)</tool_code>"
@@ -88,13 +110,22 @@ TURNS = {
         "a text that makes the release raise is read here as any other",
         lambda r: r["error"] is not None,
         each_alone,
-        {"id": "example", "text": "<tool_call>" + "[" * 10**5 + "</tool_call>", "error": "RecursionError", "expected": None},
+        {
+            "id": "example",
+            "text": "<tool_call>" + "[" * 10**5 + "</tool_call>",
+            "error": "RecursionError",
+            "expected": None,
+        },
         PLAIN,
         [CropCall(1, 2)],
     ),
     "code": Excuse(
         "`<tool_code>` is never a call (REFERENCE 2); the release runs it where it finds no call in JSON",
-        lambda r: "<tool_code>" in r["text"] and r["expected"]["tools_called"] and read_whole(r["text"]) is None,
+        lambda r: (
+            "<tool_code>" in r["text"]
+            and r["expected"]["tools_called"]
+            and read_whole(r["text"]) is None
+        ),
         lambda r, calls: never_code(r["text"], calls),
         turn(CODE, CALL),
         turn(f"{CODE}<tool_call>{GOOD}</tool_call>", CALL),
@@ -110,7 +141,10 @@ TURNS = {
     ),
     "unclosed": Excuse(
         "a call that nothing closes is malformed; the release takes the rest of the text for it",
-        lambda r: r["expected"]["tools_called"] and r["text"].rfind("<tool_call>") > r["text"].rfind("</tool_call>"),
+        lambda r: (
+            r["expected"]["tools_called"]
+            and r["text"].rfind("<tool_call>") > r["text"].rfind("</tool_call>")
+        ),
         lambda r, calls: each_alone(r, calls) and isinstance(calls[-1], Malformed),
         turn(f"<tool_call>{GOOD}</tool_call><tool_call>{GOOD}", CALL, CALL),
         PLAIN,
@@ -119,17 +153,26 @@ TURNS = {
     "tags in a string": Excuse(
         "an opening tag begins a call wherever it stands; the release reads over it where it stands in a string of the JSON",
         lambda r: (
-            r["expected"]["tools_called"] and bool(re.search(r"<tool_call>((?!</tool_call>).)*<tool_c(all|ode)>", r["text"], re.DOTALL))
+            r["expected"]["tools_called"]
+            and bool(
+                re.search(r"<tool_call>((?!</tool_call>).)*<tool_c(all|ode)>", r["text"], re.DOTALL)
+            )
         ),
         each_alone,
-        turn('<tool_call>{"name": "a", "arguments": {"s": "<tool_call>"}}</tool_call>', {"name": "a", "arguments": {"s": "<tool_call>"}}),
+        turn(
+            '<tool_call>{"name": "a", "arguments": {"s": "<tool_call>"}}</tool_call>',
+            {"name": "a", "arguments": {"s": "<tool_call>"}},
+        ),
         PLAIN,
         [CropCall(1, 2)],
     ),
     "no crop": Excuse(
         "a call is crop_video with two finite times; the release takes any name and any arguments",
         lambda r: len(windows(decoded(r))) < len(r["expected"]["tool_calls"]),
-        lambda r, calls: each_alone(r, calls) and len(calls) - len(crops(calls)) >= len(decoded(r)) - len(windows(decoded(r))),
+        lambda r, calls: (
+            each_alone(r, calls)
+            and len(calls) - len(crops(calls)) >= len(decoded(r)) - len(windows(decoded(r)))
+        ),
         turn(f"<tool_call>{OTHER}</tool_call>", json.loads(OTHER)),
         PLAIN,
         [CropCall(1, 2)],
@@ -138,7 +181,10 @@ TURNS = {
 
 
 def decoded(record: dict) -> list[dict]:
-    return [{"name": call["name"], "arguments": json.loads(call["arguments"])} for call in record["expected"]["tool_calls"]]
+    return [
+        {"name": call["name"], "arguments": json.loads(call["arguments"])}
+        for call in record["expected"]["tool_calls"]
+    ]
 
 
 def read_turn(record: dict) -> list[CropCall | Malformed]:
@@ -146,7 +192,13 @@ def read_turn(record: dict) -> list[CropCall | Malformed]:
 
 
 def test_tool_parser(records, hold):
-    hold(records("tool_parser"), read_turn, lambda r, calls: crops(calls) == [window(call) for call in decoded(r)], TURNS, least=0.3)
+    hold(
+        records("tool_parser"),
+        read_turn,
+        lambda r, calls: crops(calls) == [window(call) for call in decoded(r)],
+        TURNS,
+        least=0.3,
+    )
 
 
 def test_excuses_of_turns():
@@ -161,13 +213,20 @@ def response(text: Any, expected: Any) -> dict:
 def floats(value: Any) -> Any:
     """A JSON value with the table's spelling of non-finite numbers undone."""
     if isinstance(value, dict):
-        return float(value["__float__"]) if value.keys() == {"__float__"} else {k: floats(v) for k, v in value.items()}
+        return (
+            float(value["__float__"])
+            if value.keys() == {"__float__"}
+            else {k: floats(v) for k, v in value.items()}
+        )
     return [floats(v) for v in value] if isinstance(value, list) else value
 
 
 def values(text: str) -> int:
     """How many JSON values stand between tool_call tags."""
-    return sum(loads(body) is not None for body in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL))
+    return sum(
+        loads(body) is not None
+        for body in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
+    )
 
 
 def alone_here(record: dict, calls: list[CropCall | Malformed]) -> bool:
@@ -188,7 +247,11 @@ RESPONSES = {
     "reopened": Excuse(
         "a call that another one interrupts is lost alone; the release's evaluation loses both",
         lambda r: (
-            bool(re.search(r"<tool_call>((?!</tool_call>).)*<tool_c(all|ode)>", r["input"], re.DOTALL))
+            bool(
+                re.search(
+                    r"<tool_call>((?!</tool_call>).)*<tool_c(all|ode)>", r["input"], re.DOTALL
+                )
+            )
             and alone(r["input"], strict=True) != windows(floats(r["expected"]))
         ),
         alone_here,
@@ -208,7 +271,10 @@ RESPONSES = {
         "a call is crop_video with two finite times; the release's evaluation takes any JSON, and some of it crashes it later",
         lambda r: len(windows(floats(r["expected"]))) < len(r["expected"]),
         alone_here,
-        response(f"<tool_call>[1, 2]</tool_call><tool_call>{OTHER}</tool_call>", [[1, 2], json.loads(OTHER)]),
+        response(
+            f"<tool_call>[1, 2]</tool_call><tool_call>{OTHER}</tool_call>",
+            [[1, 2], json.loads(OTHER)],
+        ),
         ONE,
         [CropCall(1, 2)],
     ),
@@ -221,7 +287,13 @@ def read_response(record: dict) -> list[CropCall | Malformed]:
 
 def test_parse_tool_calls(records, hold):
     table = records("eval_parsing", "parse_tool_calls")
-    hold(table, read_response, lambda r, calls: crops(calls) == [window(call) for call in floats(r["expected"])], RESPONSES, least=0.3)
+    hold(
+        table,
+        read_response,
+        lambda r, calls: crops(calls) == [window(call) for call in floats(r["expected"])],
+        RESPONSES,
+        least=0.3,
+    )
 
 
 ZOOMS = {
@@ -229,7 +301,10 @@ ZOOMS = {
         "`<video_zoom>` is the syntax of another model's tool and no call here",
         lambda r: bool(r["expected"]) and "<video_zoom>" in r["input"],
         alone_here,
-        response("<video_zoom>start=1 end=2</video_zoom>", [{"name": "crop_video", "arguments": {"start": 1.0, "end": 2.0}}]),
+        response(
+            "<video_zoom>start=1 end=2</video_zoom>",
+            [{"name": "crop_video", "arguments": {"start": 1.0, "end": 2.0}}],
+        ),
         response("<video_zoom></video_zoom>", []),
         [CropCall(1, 2)],
     )
@@ -239,7 +314,13 @@ ZOOMS = {
 def test_parse_video_zoom_calls(records, hold):
     """Nearly every record is another tool's call: what agrees is that broken ones are none either."""
     table = records("eval_parsing", "parse_video_zoom_calls")
-    hold(table, read_response, lambda r, calls: crops(calls) == alone(r["input"]) and not r["expected"], ZOOMS, least=0)
+    hold(
+        table,
+        read_response,
+        lambda r, calls: crops(calls) == alone(r["input"]) and not r["expected"],
+        ZOOMS,
+        least=0,
+    )
 
 
 def test_excuses_of_responses():

@@ -73,13 +73,19 @@ def names(text: str) -> list[str]:
 def unsaid(record: dict, got: str | None) -> bool:
     """No letter is made of what is no letter; one alone is read in either case."""
     lone = re.fullmatch(r"\W*(?:the\s+)?([A-Za-z])\W*", said(record))
-    return got == (lone[1].upper() if lone else None) or (got is not None and named(said(record), got))
+    return got == (lone[1].upper() if lone else None) or (
+        got is not None and named(said(record), got)
+    )
 
 
 LETTERS = {
     "no letter": Excuse(
         "no option letter stands in the answer; the release's evaluation gives the first character of the response",
-        lambda r: bool(r["expected"]) and not standing(r["input"]) & RELEASED and not (r["expected"] == said(r) and said(r) in CAPITALS),
+        lambda r: (
+            bool(r["expected"])
+            and not standing(r["input"]) & RELEASED
+            and not (r["expected"] == said(r) and said(r) in CAPITALS)
+        ),
         unsaid,
         response("<answer>none</answer>", "<"),
         response("B", "B"),
@@ -133,7 +139,13 @@ def read_letter(record: dict) -> str | None:
 
 
 def test_extract_letter(records, hold):
-    hold(records("eval_parsing", "extract_letter"), read_letter, lambda r, got: got == (r["expected"] or None), LETTERS, least=0.25)
+    hold(
+        records("eval_parsing", "extract_letter"),
+        read_letter,
+        lambda r, got: got == (r["expected"] or None),
+        LETTERS,
+        least=0.25,
+    )
 
 
 def test_excuses_of_letters():
@@ -145,12 +157,19 @@ def test_excuses_of_letters():
 
 def first_pair(text: str) -> list[float] | None:
     """The first two neighbouring times that a separator joins, in seconds; a minus with nothing before it is a sign."""
-    times = list(re.finditer(r"(?<![\d.:])(?:[\d:]*:\d+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)(?![\d:]|\.\d)", text))
+    times = list(
+        re.finditer(r"(?<![\d.:])(?:[\d:]*:\d+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)(?![\d:]|\.\d)", text)
+    )
     for a, b in zip(times, times[1:], strict=False):
         between = re.fullmatch(
-            r".\s*(?:s|secs?|seconds?)?\s*(?:[,;~–—-]|\bto\b|\buntil\b|\band\b)\s*(-?).", text[a.end() - 1 : b.start() + 1], re.I
+            r".\s*(?:s|secs?|seconds?)?\s*(?:[,;~–—-]|\bto\b|\buntil\b|\band\b)\s*(-?).",
+            text[a.end() - 1 : b.start() + 1],
+            re.I,
         )
-        if between and all(re.fullmatch(r"(?:\d+:)?\d+:[0-5]?\d(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+", t[0]) for t in (a, b)):
+        if between and all(
+            re.fullmatch(r"(?:\d+:)?\d+:[0-5]?\d(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+", t[0])
+            for t in (a, b)
+        ):
             sign = -1 if re.search(r"(?<![\w.:)\]-])-$", text[: a.start()]) else 1
             seconds = [clock(t[0]) for t in (a, b)]
             return [sign * seconds[0], -seconds[1] if between[1] else seconds[1]]
@@ -159,7 +178,9 @@ def first_pair(text: str) -> list[float] | None:
 
 def labelled_pair(text: str) -> list[float] | None:
     """The times behind a word for the start and one for the end."""
-    words = r"(?:[\s:=\"'_~]|(?:is|was|at|in|on|time|timestamp|around|about|the|seconds?)(?![A-Za-z]))*"
+    words = (
+        r"(?:[\s:=\"'_~]|(?:is|was|at|in|on|time|timestamp|around|about|the|seconds?)(?![A-Za-z]))*"
+    )
     labels = ("start(?:s|ed|ing)?|begin(?:s|ning)?", "end(?:s|ed|ing)?|finish(?:es|ed|ing)?")
     number = r"(-?(?:(?:\d+:)?\d+:[0-5]?\d(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+))(?![\d:]|\.\d)"
     found = [re.search(rf"(?<![A-Za-z])(?:{label}){words}{number}", text, re.I) for label in labels]
@@ -177,11 +198,19 @@ def pair(record: dict) -> list[float] | None:
 
 
 def other_than_read(record: dict) -> bool:
-    return record["expected"] is not None and pair(record) is not None and record["expected"] != pytest.approx(pair(record))
+    return (
+        record["expected"] is not None
+        and pair(record) is not None
+        and record["expected"] != pytest.approx(pair(record))
+    )
 
 
 def same(got: tuple[float, float] | None, expected: list[float] | None) -> bool:
-    return got is None and expected is None if got is None or expected is None else list(got) == pytest.approx(expected)
+    return (
+        got is None and expected is None
+        if got is None or expected is None
+        else list(got) == pytest.approx(expected)
+    )
 
 
 SPAN = response("12.5 - 20", [12.5, 20.0])
@@ -285,7 +314,10 @@ VALUES = {
     "spellings": Excuse(
         "a number is ASCII digits with at most one point; the release takes whatever Python calls a float",
         lambda r: (
-            isinstance(r["input"], str) and ":" not in r["input"] and r["expected"] != 0.0 and not re.fullmatch(PLAIN_NUMBER, text_of(r))
+            isinstance(r["input"], str)
+            and ":" not in r["input"]
+            and r["expected"] != 0.0
+            and not re.fullmatch(PLAIN_NUMBER, text_of(r))
         ),
         lambda r, got: got is None,
         response("nan", {"__float__": "nan"}),
@@ -313,7 +345,9 @@ def read_value(record: dict) -> float | None:
 
 def test_parse_time_val(records, hold):
     def agrees(record: dict, got: float | None) -> bool:
-        return got is not None and got == pytest.approx(floats(record["expected"]), abs=1e-9, nan_ok=True)
+        return got is not None and got == pytest.approx(
+            floats(record["expected"]), abs=1e-9, nan_ok=True
+        )
 
     hold(records("eval_parsing", "parse_time_val"), read_value, agrees, VALUES, least=0.3)
 
@@ -336,7 +370,9 @@ IOUS = {
 
 def overlap(record: dict) -> float:
     write = functools.partial(np.format_float_positional, trim="-")
-    return grounding_accuracy(*(f"[{write(float(start))}, {write(float(end))}]" for start, end in record["input"]))
+    return grounding_accuracy(
+        *(f"[{write(float(start))}, {write(float(end))}]" for start, end in record["input"])
+    )
 
 
 def test_temporal_iou(records, hold):
@@ -402,7 +438,13 @@ def read_subtitles(record: dict) -> str:
 
 
 def test_parse_srt(records, hold):
-    hold(records("eval_parsing", "parse_srt"), read_subtitles, lambda r, got: got == r["expected"], SUBTITLES, least=0.3)
+    hold(
+        records("eval_parsing", "parse_srt"),
+        read_subtitles,
+        lambda r, got: got == r["expected"],
+        SUBTITLES,
+        least=0.3,
+    )
 
 
 def test_excuses_of_subtitles():

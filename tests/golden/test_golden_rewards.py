@@ -41,13 +41,18 @@ A_CALL = f"<tool_call>{GOOD}</tool_call>"
 def thought(text: str, ends: str) -> str:
     """The first think block, up to its `</think>`, or where nothing closes it up to one of `ends`."""
     _, _, rest = text.partition("<think>")
-    return (rest.partition("</think>")[0] if "</think>" in rest else re.split(ends, rest, maxsplit=1)[0]).strip()
+    return (
+        rest.partition("</think>")[0] if "</think>" in rest else re.split(ends, rest, maxsplit=1)[0]
+    ).strip()
 
 
 THINKS = {
     "unclosed": Excuse(
         "a think that nothing closes ends at the next tag of any block; in the release at the next call, answer or end of turn",
-        lambda r: (len(thought(r["completion"], ANY_TAG)) >= 10) != (len(thought(r["completion"], r"<tool_|<answer>|<\|im_end\|>")) >= 10),
+        lambda r: (
+            (len(thought(r["completion"], ANY_TAG)) >= 10)
+            != (len(thought(r["completion"], r"<tool_|<answer>|<\|im_end\|>")) >= 10)
+        ),
         lambda r, got: got == (len(thought(r["completion"], ANY_TAG)) >= 10),
         completion("<think>hm</answer> a lot of text", has_substantive_think=True),
         completion("<think>hm<answer>B</answer>", has_substantive_think=False),
@@ -61,7 +66,12 @@ def thinks(record: dict) -> bool:
 
 
 def test_thinks(records, hold):
-    hold(records("rewards"), thinks, lambda r, got: got == r["expected"]["has_substantive_think"], THINKS)
+    hold(
+        records("rewards"),
+        thinks,
+        lambda r, got: got == r["expected"]["has_substantive_think"],
+        THINKS,
+    )
 
 
 def test_excuses_of_thinks():
@@ -90,7 +100,11 @@ CALLS = {
     ),
     "code": Excuse(
         "`<tool_code>` is not paid (REFERENCE 2); in the release any line of it with a parenthesis is",
-        lambda r: bool(r["expected"]["has_parseable_tool_call"]) and "<tool_code>" in r["completion"] and not alone(r["completion"]),
+        lambda r: (
+            bool(r["expected"]["has_parseable_tool_call"])
+            and "<tool_code>" in r["completion"]
+            and not alone(r["completion"])
+        ),
         has_crop,
         completion(CODE, has_parseable_tool_call=True),
         CALLED,
@@ -120,7 +134,12 @@ def calls(record: dict) -> bool:
 
 
 def test_calls(records, hold):
-    hold(records("rewards"), calls, lambda r, got: got == r["expected"]["has_parseable_tool_call"], CALLS)
+    hold(
+        records("rewards"),
+        calls,
+        lambda r, got: got == r["expected"]["has_parseable_tool_call"],
+        CALLS,
+    )
 
 
 def test_excuses_of_calls():
@@ -152,23 +171,39 @@ def our_readings(text: str) -> Readings:
 def their_readings(record: dict) -> Readings:
     """The same as the release reads it."""
     text, expected = record["completion"], record["expected"]
-    think, answer, closed = expected["has_substantive_think"], any(closed_answers(text)), "</think>" in text
+    think, answer, closed = (
+        expected["has_substantive_think"],
+        any(closed_answers(text)),
+        "</think>" in text,
+    )
     return {
         "think": think,
         "answer": answer,
-        "order": think and bool(expected["has_parseable_tool_call"]) and expected["think_before_tool"],
+        "order": think
+        and bool(expected["has_parseable_tool_call"])
+        and expected["think_before_tool"],
         "closed": think and closed,
         "flow": think and closed and answer,
         "left open": "<think>" in text and not closed,
-        "balance": all(text.count(f"<{name}>") == text.count(f"</{name}>") for name in BLOCKS if name != "tool_response"),
+        "balance": all(
+            text.count(f"<{name}>") == text.count(f"</{name}>")
+            for name in BLOCKS
+            if name != "tool_response"
+        ),
     }
 
 
 def summed(read: Readings, knobs: dict) -> float:
     """R_fmt of one response before it is cut to [0, 1] (REFERENCE 3)."""
     suffix = knobs["ANSWER_SUFFIX"] == "1"
-    base = (0.2 if suffix else 0.3) * read["think"] + (0.5 if suffix else 0.3) * read["answer"] + 0.3 * read["order"]
-    anchor = float(knobs["ANCHOR_WEIGHT"]) * (0.4 * read["closed"] + 0.3 * read["flow"] - 0.3 * read["left open"])
+    base = (
+        (0.2 if suffix else 0.3) * read["think"]
+        + (0.5 if suffix else 0.3) * read["answer"]
+        + 0.3 * read["order"]
+    )
+    anchor = float(knobs["ANCHOR_WEIGHT"]) * (
+        0.4 * read["closed"] + 0.3 * read["flow"] - 0.3 * read["left open"]
+    )
     return base + anchor + 0.1 * (read["balance"] and base > 0)
 
 
@@ -183,12 +218,20 @@ def ours_summed(record: dict, got: float) -> bool:
 def differ(name: str) -> Callable[[dict], bool]:
     """Whether a reading differs, in a response that R_fmt depends on it for: the cap hides some."""
     return lambda r: (
-        our_readings(r["completion"])[name] != their_readings(r)[name] and r["expected"]["compute_format_reward"] != close(our_sum(r))
+        our_readings(r["completion"])[name] != their_readings(r)[name]
+        and r["expected"]["compute_format_reward"] != close(our_sum(r))
     )
 
 
-def formatted(text: str, value: float | None, call: bool = False, before: bool = False, think: bool = True) -> dict:
-    columns = {"has_parseable_tool_call": call, "think_before_tool": before, "has_substantive_think": think, "extract_answer": "?"}
+def formatted(
+    text: str, value: float | None, call: bool = False, before: bool = False, think: bool = True
+) -> dict:
+    columns = {
+        "has_parseable_tool_call": call,
+        "think_before_tool": before,
+        "has_substantive_think": think,
+        "extract_answer": "?",
+    }
     return completion(text, compute_format_reward=value, **columns)
 
 
@@ -266,7 +309,14 @@ FORMATS = {
 def as_episode(text: str) -> Turn:
     """A completion as one turn. The release knows of an executed call by a `<tool_response>` in the text; here it is an outcome."""
     status = CallStatus.EXECUTED if "<tool_response>" in text else CallStatus.TOO_MANY
-    return Turn(text, tuple(CallOutcome(call, status, "") for call in parse_calls(text) if isinstance(call, CropCall)))
+    return Turn(
+        text,
+        tuple(
+            CallOutcome(call, status, "")
+            for call in parse_calls(text)
+            if isinstance(call, CropCall)
+        ),
+    )
 
 
 def rewarded(record: dict) -> Rewards:
@@ -279,8 +329,15 @@ def rewarded(record: dict) -> Rewards:
         format_cap=True,
         open_ended=knobs["REWARD_MODE"],
     )
-    question = Question(record["id"], "v", "?", QuestionKind(record["question_type"]), record["answer"])
-    return score(question, [as_episode(record["completion"])], settings, anchor_weight=float(knobs["ANCHOR_WEIGHT"]))
+    question = Question(
+        record["id"], "v", "?", QuestionKind(record["question_type"]), record["answer"]
+    )
+    return score(
+        question,
+        [as_episode(record["completion"])],
+        settings,
+        anchor_weight=float(knobs["ANCHOR_WEIGHT"]),
+    )
 
 
 def format_of(record: dict) -> float:
@@ -288,7 +345,13 @@ def format_of(record: dict) -> float:
 
 
 def test_formats(records, hold):
-    hold(records("rewards"), format_of, lambda r, got: got == close(r["expected"]["compute_format_reward"]), FORMATS, least=0.3)
+    hold(
+        records("rewards"),
+        format_of,
+        lambda r, got: got == close(r["expected"]["compute_format_reward"]),
+        FORMATS,
+        least=0.3,
+    )
 
 
 def test_excuses_of_formats():
@@ -301,16 +364,30 @@ def test_excuses_of_formats():
 def added_up(record: dict, got: Rewards) -> bool:
     """R_acc of the final answer, R_tool of the calls here, and the total is their weighted sum with R_fmt."""
     text = record["completion"]
-    tool = (0.3 if "<tool_response>" in text else 0.1) + 0.5 * (got.accuracy > 0) if alone(text) else 0.0
+    tool = (
+        (0.3 if "<tool_response>" in text else 0.1) + 0.5 * (got.accuracy > 0)
+        if alone(text)
+        else 0.0
+    )
     total = got.accuracy + float(record["knobs"]["FORMAT_WEIGHT"]) * got.format + got.tool
-    return got.accuracy == close(of(record, final_answer(text))) and got.tool == close(tool) and got.total == close(total)
+    return (
+        got.accuracy == close(of(record, final_answer(text)))
+        and got.tool == close(tool)
+        and got.total == close(total)
+    )
 
 
 def whole(record: dict, **expected: Any) -> dict:
     """A record with all that the sums look at."""
-    columns = {"has_parseable_tool_call": False, "think_before_tool": False, "has_substantive_think": False}
+    columns = {
+        "has_parseable_tool_call": False,
+        "think_before_tool": False,
+        "has_substantive_think": False,
+    }
     columns |= {"format_reward": 0.4, "compute_format_reward": 0.4}
-    return record | {"expected": columns | record["expected"] | {"tool_reward": 0.0, "total": 1.4} | expected}
+    return record | {
+        "expected": columns | record["expected"] | {"tool_reward": 0.0, "total": 1.4} | expected
+    }
 
 
 SUM = whole(RIGHT)
@@ -340,7 +417,9 @@ SUMS = {
         "R_fmt differs (see FORMATS)",
         lambda r: flooded(r) or falls_under(FORMATS, r),
         added_up,
-        whole(RIGHT | {"completion": "<tool_response><answer>B</answer>"}, compute_format_reward=0.4),
+        whole(
+            RIGHT | {"completion": "<tool_response><answer>B</answer>"}, compute_format_reward=0.4
+        ),
         SUM,
         UNREAD,
     ),
@@ -349,8 +428,14 @@ SUMS = {
 
 def sums_agree(record: dict, got: Rewards) -> bool:
     expected = record["expected"]
-    same = got.accuracy == close(expected["acc_reward"]) and got.format == close(expected["format_reward"])
-    return same and got.tool == close(expected["tool_reward"]) and got.total == close(expected["total"])
+    same = got.accuracy == close(expected["acc_reward"]) and got.format == close(
+        expected["format_reward"]
+    )
+    return (
+        same
+        and got.tool == close(expected["tool_reward"])
+        and got.total == close(expected["total"])
+    )
 
 
 def test_totals(records, hold):

@@ -11,7 +11,11 @@ LEFT_OUT = {
 
 
 def test_every_table_is_read_or_named(golden: pathlib.Path):
-    tests = "".join(file.read_text() for file in pathlib.Path(__file__).parent.glob("test_golden_*.py") if file != pathlib.Path(__file__))
+    tests = "".join(
+        file.read_text()
+        for file in pathlib.Path(__file__).parent.glob("test_golden_*.py")
+        if file != pathlib.Path(__file__)
+    )
     tables = {file.stem for file in golden.iterdir() if file.suffix in (".json", ".npz")}
     unread = {name for name in tables if f'"{name}"' not in tests}
     assert tables and unread <= set(LEFT_OUT), f"no test reads {sorted(unread - set(LEFT_OUT))}"

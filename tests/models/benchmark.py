@@ -30,7 +30,15 @@ import optax
 from flax import nnx
 
 from models.attention import DenseCache
-from models.qwen3_vl import Qwen3VLConfig, flops_per_token, frame_layout, hf, mrope_positions, qwen3_vl, tiny
+from models.qwen3_vl import (
+    Qwen3VLConfig,
+    flops_per_token,
+    frame_layout,
+    hf,
+    mrope_positions,
+    qwen3_vl,
+    tiny,
+)
 from models.qwen3_vl.config import to_hf, vision_flops
 from models.qwen3_vl.rope import visual_index
 from paravt_jax.local_path import require_local
@@ -56,16 +64,36 @@ class Case:
 def _small() -> Qwen3VLConfig:
     """The 2B with a decoder of half the width, 8 layers and a head of its own, and a tower of half the width and 8 blocks."""
     large = qwen3_vl("2b")
-    vision = {"hidden_size": 512, "depth": 8, "num_heads": 8, "intermediate_size": 2048, "out_hidden_size": 1024}
-    text = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "tie_word_embeddings": False}
+    vision = {
+        "hidden_size": 512,
+        "depth": 8,
+        "num_heads": 8,
+        "intermediate_size": 2048,
+        "out_hidden_size": 1024,
+    }
+    text = {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 8,
+        "tie_word_embeddings": False,
+    }
     return Qwen3VLConfig(
-        dataclasses.replace(large.vision, deepstack_visual_indexes=(1, 3, 5), **vision), dataclasses.replace(large.text, **text)
+        dataclasses.replace(large.vision, deepstack_visual_indexes=(1, 3, 5), **vision),
+        dataclasses.replace(large.text, **text),
     )
 
 
 CASES = {
     "small": Case(_small(), tokens=2000, frames=16, grid=(20, 20)),
-    "toy": Case(dataclasses.replace(tiny(512), image_token_id=500, vision_start_token_id=501), 64, 2, (4, 4), 2, 8, 4),
+    "toy": Case(
+        dataclasses.replace(tiny(512), image_token_id=500, vision_start_token_id=501),
+        64,
+        2,
+        (4, 4),
+        2,
+        8,
+        4,
+    ),
 }
 
 
@@ -78,8 +106,13 @@ def frames_prompt(case: Case) -> tuple[np.ndarray, np.ndarray]:
     each = case.grid[0] * case.grid[1] // c.vision.spatial_merge_size**2
     text = _words(rng, case, case.tokens - case.frames * (each + 1))
     image = [c.vision_start_token_id] + [c.image_token_id] * each
-    ids = np.concatenate([np.concatenate([words, image]) for words in np.array_split(text[1:], case.frames)] + [text[:1]])
-    return ids.astype(np.int32), rng.normal(size=(case.frames, case.grid[0] * case.grid[1], c.vision.patch_dim)).astype(np.float32)
+    ids = np.concatenate(
+        [np.concatenate([words, image]) for words in np.array_split(text[1:], case.frames)]
+        + [text[:1]]
+    )
+    return ids.astype(np.int32), rng.normal(
+        size=(case.frames, case.grid[0] * case.grid[1], c.vision.patch_dim)
+    ).astype(np.float32)
 
 
 def prompts(case: Case) -> np.ndarray:
@@ -101,7 +134,9 @@ def flops(case: Case) -> dict[str, float]:
     head = 2.0 * c.text.vocab_size * c.text.hidden_size
     token = flops_per_token(c, (case.tokens + 1) / 2)
     return {
-        "prefill": case.tokens * (token - head) + head + case.frames * vision_flops(c.vision, case.grid[0] * case.grid[1]),
+        "prefill": case.tokens * (token - head)
+        + head
+        + case.frames * vision_flops(c.vision, case.grid[0] * case.grid[1]),
         "decode": case.rows * case.new * flops_per_token(c, case.prompt + (case.new + 1) / 2),
         "train": 3 * case.tokens * token,
     }
@@ -137,7 +172,11 @@ def ours(folder: str, case: Case, jobs: tuple[str, ...]) -> dict[str, Any]:
     model = hf.load(folder)
     make = {"prefill": _our_prefill, "decode": _our_decode, "train": _our_train}
     results = {job: timed(make[job](model, case), JOBS[job]) for job in jobs}
-    return {**results, "matmul": timed(lambda: product(a, b).block_until_ready()[0, 0], 10), "memory": peak_memory()}
+    return {
+        **results,
+        "matmul": timed(lambda: product(a, b).block_until_ready()[0, 0], 10),
+        "memory": peak_memory(),
+    }
 
 
 def _our_prefill(model: Any, case: Case) -> Callable[[], Any]:
@@ -151,10 +190,14 @@ def _our_prefill(model: Any, case: Case) -> Callable[[], Any]:
     def prefill(weights, patches, ids, positions, index):
         model = nnx.merge(graph, weights)
         visual = model.vision(patches, layout)
-        hidden, kv = model.text(ids, positions, visual=visual.reshape(1, -1, *visual.shape[2:]), visual_index=index)
+        hidden, kv = model.text(
+            ids, positions, visual=visual.reshape(1, -1, *visual.shape[2:]), visual_index=index
+        )
         return model.text.logits(hidden[:, -1]), kv
 
-    return lambda: jax.block_until_ready(prefill(weights, patches, ids[None], positions, index))[0][0]
+    return lambda: jax.block_until_ready(prefill(weights, patches, ids[None], positions, index))[0][
+        0
+    ]
 
 
 def _our_decode(model: Any, case: Case) -> Callable[[], Any]:
@@ -165,7 +208,9 @@ def _our_decode(model: Any, case: Case) -> Callable[[], Any]:
     def prefill(weights, ids):
         text = nnx.merge(graph, weights)
         hidden, kv = text(ids, jnp.broadcast_to(jnp.arange(start), (3, rows, start)))
-        return jnp.argmax(text.logits(hidden[:, -1]), -1), DenseCache.prefilled(kv, jnp.ones((rows, start), bool), case.new)
+        return jnp.argmax(text.logits(hidden[:, -1]), -1), DenseCache.prefilled(
+            kv, jnp.ones((rows, start), bool), case.new
+        )
 
     @jax.jit
     def decode(weights, token, cache):
@@ -219,7 +264,9 @@ def make(folder: str, case: Case) -> None:
     import transformers
 
     torch.manual_seed(0)
-    transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig.from_dict(to_hf(case.config))).save_pretrained(folder)
+    transformers.Qwen3VLForConditionalGeneration(
+        transformers.Qwen3VLConfig.from_dict(to_hf(case.config))
+    ).save_pretrained(folder)
 
 
 def theirs(folder: str, case: Case, jobs: tuple[str, ...]) -> dict[str, Any]:
@@ -229,7 +276,9 @@ def theirs(folder: str, case: Case, jobs: tuple[str, ...]) -> dict[str, Any]:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     m, k, n = matmul_shape(case)
     a, b = torch.ones(m, k), torch.ones(k, n)
-    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa"
+    )
     make = {"prefill": _their_prefill, "decode": _their_decode, "train": _their_train}
     results = {job: timed(make[job](model, case), JOBS[job]) for job in jobs}
     return {**results, "matmul": timed(lambda: (a @ b)[0, 0], 10), "memory": peak_memory()}
@@ -263,7 +312,9 @@ def _their_decode(model: Any, case: Case) -> Callable[[], Any]:
     @torch.no_grad()
     def prefill():
         cache = transformers.DynamicCache()
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = model(
+            input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits
         return logits[:, -1].argmax(-1), cache
 
     first, cache = prefill()
@@ -273,7 +324,13 @@ def _their_decode(model: Any, case: Case) -> Callable[[], Any]:
         token, tokens = first, []
         for at in range(case.prompt, case.prompt + case.new):
             positions = torch.full((3, case.rows, 1), at)
-            out = model(input_ids=token[:, None], position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = model(
+                input_ids=token[:, None],
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
             token = out.logits[:, -1].argmax(-1)
             tokens.append(token)
         cache.crop(-case.new)
@@ -306,28 +363,37 @@ def _their_train(model: Any, case: Case) -> Callable[[], Any]:
 
 def alone(function: Callable[..., Any], *args: Any) -> Any:
     """Calls the function in a process of its own, which ends with it. Both sides keep freed memory, as a run does."""
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), reuse_freed_memory) as pool:
+    with concurrent.futures.ProcessPoolExecutor(
+        1, multiprocessing.get_context("spawn"), reuse_freed_memory
+    ) as pool:
         return pool.submit(function, *args).result()
 
 
 def check(mine: dict[str, Any], other: dict[str, Any], jobs: tuple[str, ...]) -> None:
     """Both sides computed the same. AssertionError where logits differ by 1e-3, a token differs, or a loss by 1e-4 of itself."""
     if "prefill" in jobs:
-        np.testing.assert_allclose(mine["prefill"]["outputs"][0], other["prefill"]["outputs"][0], atol=1e-3, rtol=0)
+        np.testing.assert_allclose(
+            mine["prefill"]["outputs"][0], other["prefill"]["outputs"][0], atol=1e-3, rtol=0
+        )
     if "decode" in jobs:
         np.testing.assert_array_equal(mine["decode"]["outputs"][0], other["decode"]["outputs"][0])
     if "train" in jobs:  # each loss but the first is one after updates
         np.testing.assert_allclose(mine["train"]["outputs"], other["train"]["outputs"], rtol=1e-4)
 
 
-def compare(case: Case, rounds: int, jobs: tuple[str, ...] = tuple(JOBS)) -> tuple[dict[str, Any], dict[str, float]]:
+def compare(
+    case: Case, rounds: int, jobs: tuple[str, ...] = tuple(JOBS)
+) -> tuple[dict[str, Any], dict[str, float]]:
     """Seconds of every timed call, job -> side -> list, "matmul" among the jobs; and the most memory each side held, in GiB."""
     memory = {"here": 0.0, "transformers": 0.0}
     seconds = {job: {"here": [], "transformers": []} for job in (*jobs, "matmul")}
     with tempfile.TemporaryDirectory() as folder:
         alone(make, folder, case)
         for _ in range(rounds):
-            results = {"here": alone(ours, folder, case, jobs), "transformers": alone(theirs, folder, case, jobs)}
+            results = {
+                "here": alone(ours, folder, case, jobs),
+                "transformers": alone(theirs, folder, case, jobs),
+            }
             check(results["here"], results["transformers"], jobs)
             for side, result in results.items():
                 memory[side] = max(memory[side], result["memory"])
@@ -340,13 +406,22 @@ def report(case: Case, seconds: dict[str, Any]) -> str:
     """The table: best and median seconds, rates from the best, the share of the same library's best matmul rate."""
     m, k, n = matmul_shape(case)
     counts = {"matmul": 2.0 * m * k * n, **flops(case)}
-    lines = ["| job | side | best s | median s | GFLOP | GFLOP/s | share of matmul | times transformers |", "|---" * 8 + "|"]
+    lines = [
+        "| job | side | best s | median s | GFLOP | GFLOP/s | share of matmul | times transformers |",
+        "|---" * 8 + "|",
+    ]
     peaks = {side: counts["matmul"] / min(values) for side, values in seconds["matmul"].items()}
     for job, sides in seconds.items():
         for side, values in sides.items():
             best = min(values)
             rate, ahead = counts[job] / best, min(sides["transformers"]) / best
-            cells = [job, side, f"{best:.3f}", f"{statistics.median(values):.3f}", f"{counts[job] / 1e9:.0f}"]
+            cells = [
+                job,
+                side,
+                f"{best:.3f}",
+                f"{statistics.median(values):.3f}",
+                f"{counts[job] / 1e9:.0f}",
+            ]
             cells += [f"{rate / 1e9:.0f}", f"{rate / peaks[side]:.0%}", f"{ahead:.2f}"]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -354,26 +429,62 @@ def report(case: Case, seconds: dict[str, Any]) -> str:
 
 def machine() -> dict[str, Any]:
     """What the numbers were measured on (Linux)."""
-    cpu = next(line.split(":")[1].strip() for line in Path("/proc/cpuinfo").open() if line.startswith("model name"))
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent, check=True)
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "torch", "transformers")}
-    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "commit": git.stdout.strip(), **versions}
+    cpu = next(
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").open()
+        if line.startswith("model name")
+    )
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=True,
+    )
+    versions = {
+        name: importlib.metadata.version(name)
+        for name in ("jax", "jaxlib", "flax", "torch", "transformers")
+    }
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "commit": git.stdout.strip(),
+        **versions,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times the same model in transformers and here.")
     parser.add_argument("--case", choices=CASES, default="small")
-    parser.add_argument("--rounds", type=int, default=2, help="about five minutes each at the small size")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="about five minutes each at the small size"
+    )
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=tuple(JOBS))
-    parser.add_argument("--json", type=Path, help="file to write the machine and every measured time to")
+    parser.add_argument(
+        "--json", type=Path, help="file to write the machine and every measured time to"
+    )
     args = parser.parse_args()
     require_local("--json", args.json)
     case, hardware = CASES[args.case], machine()
     seconds, memory = compare(case, args.rounds, tuple(args.jobs))
-    print(", ".join(f"{name} {value}" for name, value in hardware.items()), "", report(case, seconds), "", sep="\n")
-    print("resident memory at most:", ", ".join(f"{side} {size:.1f} GiB" for side, size in memory.items()))
+    print(
+        ", ".join(f"{name} {value}" for name, value in hardware.items()),
+        "",
+        report(case, seconds),
+        "",
+        sep="\n",
+    )
+    print(
+        "resident memory at most:",
+        ", ".join(f"{side} {size:.1f} GiB" for side, size in memory.items()),
+    )
     if args.json:
-        record = {"machine": hardware, "seconds": seconds, "memory_gib": memory, "flops": flops(case)}
+        record = {
+            "machine": hardware,
+            "seconds": seconds,
+            "memory_gib": memory,
+            "flops": flops(case),
+        }
         args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -18,7 +18,9 @@ from safetensors.numpy import save_file
 IMAGE, VIDEO, START, END = 50, 51, 52, 53
 NEW_TOKENS = 64
 
-Part = int | tuple[int, int] | tuple[int, int, int]  # text tokens, an image's (h, w), a video's (t, h, w); in patches
+Part = (
+    int | tuple[int, int] | tuple[int, int, int]
+)  # text tokens, an image's (h, w), a video's (t, h, w); in patches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +46,11 @@ class Sample(NamedTuple):
 
     def grids(self, token: int, row: int | None = None) -> list[tuple[int, int, int]]:
         """(t, h, w) of the images (token IMAGE) or videos (VIDEO) of all rows, or of one."""
-        return [(int(t), int(h), int(w)) for at, kind, t, h, w in self.items if kind == token and row in (None, at)]
+        return [
+            (int(t), int(h), int(w))
+            for at, kind, t, h, w in self.items
+            if kind == token and row in (None, at)
+        ]
 
 
 class Results(NamedTuple):
@@ -65,7 +71,9 @@ def is_text(module: str) -> bool:
     return module.startswith(("layer", "norm", "text"))
 
 
-def hf_config(text: Mapping[str, Any], vision: Mapping[str, Any], *, tied: bool = False) -> dict[str, Any]:
+def hf_config(
+    text: Mapping[str, Any], vision: Mapping[str, Any], *, tied: bool = False
+) -> dict[str, Any]:
     """A small `config.json` of transformers 4.57 with these changes; `rope_parameters` makes it one of 5.x."""
     text = {
         "model_type": "qwen3_vl_text", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
@@ -79,22 +87,43 @@ def hf_config(text: Mapping[str, Any], vision: Mapping[str, Any], *, tied: bool 
     }  # fmt: skip
     if "rope_parameters" in text:
         del text["rope_theta"], text["rope_scaling"]
-    top = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"], "tie_word_embeddings": tied}
-    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+    top = {
+        "model_type": "qwen3_vl",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "tie_word_embeddings": tied,
+    }
+    ids = {
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "vision_start_token_id": START,
+        "vision_end_token_id": END,
+    }
     return {**top, **ids, "text_config": text, "vision_config": vision}
 
 
 def rope(*section: int, **more: float) -> dict[str, Any]:
-    return {"rope_type": "default", "mrope_section": list(section), "mrope_interleaved": True, **more}
+    return {
+        "rope_type": "default",
+        "mrope_section": list(section),
+        "mrope_interleaved": True,
+        **more,
+    }
 
 
 def heads(query: int, kv: int, size: int, *section: int) -> dict[str, Any]:
-    return {"num_attention_heads": query, "num_key_value_heads": kv, "head_dim": size, "rope_scaling": rope(*section)}
+    return {
+        "num_attention_heads": query,
+        "num_key_value_heads": kv,
+        "head_dim": size,
+        "rope_scaling": rope(*section),
+    }
 
 
 CASES = {
     "images, two rows, two levels": Case(
-        hf_config({"intermediate_size": 24, **heads(4, 2, 8, 1, 2, 1)}, {"hidden_size": 8, "num_heads": 1}),
+        hf_config(
+            {"intermediate_size": 24, **heads(4, 2, 8, 1, 2, 1)}, {"hidden_size": 8, "num_heads": 1}
+        ),
         ((5, (4, 4), 3, (2, 6), 4), (2, (6, 2), 1)),
         seed=1,
     ),
@@ -109,7 +138,13 @@ CASES = {
     ),
     "images and videos, padded right, three levels, as many kv heads": Case(
         hf_config(
-            {"hidden_size": 40, "num_hidden_layers": 4, "rope_theta": 5e6, "rms_norm_eps": 1e-5, **heads(2, 2, 32, 8, 4, 4)},
+            {
+                "hidden_size": 40,
+                "num_hidden_layers": 4,
+                "rope_theta": 5e6,
+                "rms_norm_eps": 1e-5,
+                **heads(2, 2, 32, 8, 4, 4),
+            },
             {"depth": 4, "deepstack_visual_indexes": [0, 2, 3]},
         ),
         (((2, 4), 3, (2, 4, 2), (2, 2), 2), (4, (2, 2, 6), 1, (6, 4), 2, (3, 2, 2), 9)),
@@ -118,23 +153,48 @@ CASES = {
     "images and videos without DeepStack, a config.json of 5.x": Case(
         hf_config(
             {"num_hidden_layers": 1, "rope_parameters": rope(4, 2, 2, rope_theta=500.0)},
-            {"deepstack_visual_indexes": [], "depth": 1, "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0}},
+            {
+                "deepstack_visual_indexes": [],
+                "depth": 1,
+                "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+            },
         ),
         ((1, (2, 2, 4), (4, 2), 7), (9, (2, 2), 2), (12,)),
     ),
-    "text alone, padded left, tied": Case(hf_config({"num_hidden_layers": 4}, {}, tied=True), ((11,), (7,), (3,)), seed=2),
-    "text alone, padded right": Case(hf_config({"num_hidden_layers": 3, **heads(8, 4, 8, 1, 2, 1)}, {}), ((6,), (13,)), "right"),
+    "text alone, padded left, tied": Case(
+        hf_config({"num_hidden_layers": 4}, {}, tied=True), ((11,), (7,), (3,)), seed=2
+    ),
+    "text alone, padded right": Case(
+        hf_config({"num_hidden_layers": 3, **heads(8, 4, 8, 1, 2, 1)}, {}), ((6,), (13,)), "right"
+    ),
     "merge 3, one frame a patch, one channel": Case(
         hf_config(
             {"num_hidden_layers": 2, "rms_norm_eps": 1e-4, **heads(3, 3, 12, 1, 2, 3)},
-            {"spatial_merge_size": 3, "temporal_patch_size": 1, "in_channels": 1, "patch_size": 3, "num_position_embeddings": 25},
+            {
+                "spatial_merge_size": 3,
+                "temporal_patch_size": 1,
+                "in_channels": 1,
+                "patch_size": 3,
+                "num_position_embeddings": 25,
+            },
         ),
         ((2, (3, 6), 4, (2, 6, 3), 3), (1, (9, 3), 2)),
     ),
     "no merge, three frames a patch, wide vision heads": Case(
         hf_config(
-            {"hidden_size": 24, "intermediate_size": 72, "vocab_size": 80, **heads(4, 2, 16, 2, 5, 1)},
-            {"spatial_merge_size": 1, "temporal_patch_size": 3, "hidden_size": 32, "num_heads": 2, "num_position_embeddings": 4},
+            {
+                "hidden_size": 24,
+                "intermediate_size": 72,
+                "vocab_size": 80,
+                **heads(4, 2, 16, 2, 5, 1),
+            },
+            {
+                "spatial_merge_size": 1,
+                "temporal_patch_size": 3,
+                "hidden_size": 32,
+                "num_heads": 2,
+                "num_position_embeddings": 4,
+            },
         ),
         (((3, 1), 2, (2, 1, 4), 3),),
         seed=2,
@@ -142,7 +202,12 @@ CASES = {
     "many small images and videos, five layers, deep tower": Case(
         hf_config(
             {"num_hidden_layers": 5, "rope_theta": 1e6, **heads(4, 1, 20, 4, 3, 3)},
-            {"depth": 5, "num_heads": 4, "deepstack_visual_indexes": [1, 2, 4], "num_position_embeddings": 49},
+            {
+                "depth": 5,
+                "num_heads": 4,
+                "deepstack_visual_indexes": [1, 2, 4],
+                "num_position_embeddings": 49,
+            },
         ),
         ((2, *[(2, 2), 1] * 3, (4, 2, 2), 3), (1, (2, 4, 4), 2, (8, 2), (2, 8), 4)),
         seed=4,
@@ -168,7 +233,9 @@ def make_sample(case: Case) -> Sample:
                 continue
             token, (t, h, w) = (IMAGE, (1, *part)) if len(part) == 2 else (VIDEO, part)
             items.append((number, token, t, h, w))
-            channels = vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+            channels = (
+                vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+            )
             patches[token].append(rng.normal(size=(t * h * w, channels)))
             for _ in range(t):
                 time = rng.integers(0, IMAGE, 2).tolist() if token == VIDEO else []
@@ -180,9 +247,17 @@ def make_sample(case: Case) -> Sample:
         at = slice(length - len(row), length) if case.pad == "left" else slice(len(row))
         ids[number, at], valid[number, at] = row, 1
     seen = np.concatenate([*patches[IMAGE], *patches[VIDEO]]) if items else np.zeros((0, 0))
-    return Sample(ids, valid.astype(bool), np.array(items, int).reshape(-1, 5), seen.astype(np.float16).astype(np.float32))
+    return Sample(
+        ids,
+        valid.astype(bool),
+        np.array(items, int).reshape(-1, 5),
+        seen.astype(np.float16).astype(np.float32),
+    )
 
 
 def write_model(folder: Path, config: dict[str, Any], weights: Mapping[str, np.ndarray]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: np.ascontiguousarray(value, np.float32) for name, value in weights.items()}, folder / "model.safetensors")
+    save_file(
+        {name: np.ascontiguousarray(value, np.float32) for name, value in weights.items()},
+        folder / "model.safetensors",
+    )

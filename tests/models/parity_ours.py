@@ -18,7 +18,15 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from models.attention import DenseCache, attend
-from models.qwen3_vl import KV, Qwen3VL, Qwen3VLConfig, hf, mrope_positions, next_position, packed_layout
+from models.qwen3_vl import (
+    KV,
+    Qwen3VL,
+    Qwen3VLConfig,
+    hf,
+    mrope_positions,
+    next_position,
+    packed_layout,
+)
 from models.qwen3_vl.rope import mrope_angles, vision_angles, visual_index
 from models.qwen3_vl.text import DecoderLayer
 from models.qwen3_vl.vision import VisionBlock
@@ -34,16 +42,27 @@ def batch_of(sample: Sample, config: Qwen3VLConfig) -> dict[str, Any]:
         grids = [tuple(map(int, grid)) for number, _, *grid in sample.items if number == row]
         positions[:, row, valid] = mrope_positions(sample.ids[row, valid], grids, config)
         after.append(next_position(positions[:, row, valid]))
-    batch = {"ids": sample.ids, "positions": positions, "next": np.array(after), "segment_ids": sample.valid.astype(np.int32)}
+    batch = {
+        "ids": sample.ids,
+        "positions": positions,
+        "next": np.array(after),
+        "segment_ids": sample.valid.astype(np.int32),
+    }
     if not len(sample.items):
         return batch
     cell = config.vision.spatial_merge_size**2
     size = (len(sample.patches) // (4 * cell) + 1) * 4 * cell
     grids = sample.grids(IMAGE) + sample.grids(VIDEO)
-    images, videos = (visual_index(sample.ids.ravel(), token) for token in (IMAGE, VIDEO))  # the bank is one for all rows, images first
+    images, videos = (
+        visual_index(sample.ids.ravel(), token) for token in (IMAGE, VIDEO)
+    )  # the bank is one for all rows, images first
     index = np.where(videos < 0, images, videos + images.max() + 1).reshape(sample.ids.shape)
     patches = np.pad(sample.patches, ((0, size - len(sample.patches)), (0, 0)))[None]
-    return batch | {"visual_index": index, "patches": patches, "layout": packed_layout(grids, size, config.vision)}
+    return batch | {
+        "visual_index": index,
+        "patches": patches,
+        "layout": packed_layout(grids, size, config.vision),
+    }
 
 
 def forward(model: Qwen3VL, batch: dict[str, Any]) -> Outputs:
@@ -53,7 +72,13 @@ def forward(model: Qwen3VL, batch: dict[str, Any]) -> Outputs:
         features = model.vision(batch["patches"], batch["layout"])
         visual = jnp.broadcast_to(features, (len(batch["ids"]), *features.shape[1:]))
     index = batch.get("visual_index")
-    hidden, kv = model.text(batch["ids"], batch["positions"], segment_ids=batch["segment_ids"], visual=visual, visual_index=index)
+    hidden, kv = model.text(
+        batch["ids"],
+        batch["positions"],
+        segment_ids=batch["segment_ids"],
+        visual=visual,
+        visual_index=index,
+    )
     return hidden, kv, features
 
 
@@ -66,12 +91,16 @@ def loss(model: Qwen3VL, batch: dict[str, Any]) -> tuple[jax.Array, tuple[jax.Ar
 
 
 @nnx.jit
-def loss_and_gradients(model: Qwen3VL, batch: dict[str, Any]) -> tuple[tuple[jax.Array, tuple[jax.Array, Outputs]], Qwen3VL]:
+def loss_and_gradients(
+    model: Qwen3VL, batch: dict[str, Any]
+) -> tuple[tuple[jax.Array, tuple[jax.Array, Outputs]], Qwen3VL]:
     return nnx.value_and_grad(loss, has_aux=True)(model, batch)
 
 
 @nnx.jit
-def module_outputs(model: Qwen3VL, batch: dict[str, Any], outputs: Outputs, theirs: Mapping[str, Any]) -> dict[str, jax.Array]:
+def module_outputs(
+    model: Qwen3VL, batch: dict[str, Any], outputs: Outputs, theirs: Mapping[str, Any]
+) -> dict[str, jax.Array]:
     """What the modules make, by names that `parity_theirs` uses too. The parts of a layer are those of what goes into it in transformers
     (`theirs`, in our layout); keys, values, levels and the last norm are `outputs`, where all that came before was ours."""
     segments, angles = batch["segment_ids"], mrope_angles(batch["positions"], model.config.text)
@@ -84,14 +113,22 @@ def module_outputs(model: Qwen3VL, batch: dict[str, Any], outputs: Outputs, thei
         queries, keys, _ = layer.project(x, jnp.zeros_like(angles))
         return {"q_norm": queries, "k_norm": keys}
 
-    found = {"norm": hidden, "text turns": turns(angles), **layer_parts("layer", model.text.layers, run, heads, ("o", "down"), theirs)}
+    found = {
+        "norm": hidden,
+        "text turns": turns(angles),
+        **layer_parts("layer", model.text.layers, run, heads, ("o", "down"), theirs),
+    }
     for number, (k, v) in enumerate(zip(*kv, strict=True)):
         found |= {f"layer {number} keys": k, f"layer {number} values": v}
     if features is None:
         return found
     layout = batch["layout"]
     turned = vision_angles(layout.row, layout.column, model.config.vision)
-    found |= {"patches": model.vision.patch(batch["patches"]), "positions": model.vision._positions(layout), "vision turns": turns(turned)}
+    found |= {
+        "patches": model.vision.patch(batch["patches"]),
+        "positions": model.vision._positions(layout),
+        "vision turns": turns(turned),
+    }
     found |= {f"level {level}": features[:, :, level] for level in range(features.shape[2])}
 
     def see(block: VisionBlock, x: jax.Array) -> jax.Array:
@@ -114,7 +151,10 @@ def layer_parts(
     """Of each layer its heads, its output, and what either half adds: what the whole adds where the `last` weights of the other are 0."""
     graph, state = nnx.split(stack)
     numbers = range(len(jax.tree.leaves(state)[0]))
-    inputs, attended = (jnp.stack([theirs[f"{name} {number}{part}"] for number in numbers]) for part in ("", " attention"))
+    inputs, attended = (
+        jnp.stack([theirs[f"{name} {number}{part}"] for number in numbers])
+        for part in ("", " attention")
+    )
 
     def parts(state: nnx.State, x: jax.Array, middle: jax.Array) -> dict[str, jax.Array]:
         def without(weights: str) -> Any:
@@ -123,7 +163,10 @@ def layer_parts(
             return nnx.merge(graph, rest)
 
         layer, (attention, mlp) = nnx.merge(graph, state), last
-        halves = {"attention": run(without(mlp), x) - x, "mlp": run(without(attention), middle) - middle}
+        halves = {
+            "attention": run(without(mlp), x) - x,
+            "mlp": run(without(attention), middle) - middle,
+        }
         return {**heads(layer, x), "output": run(layer, x), **halves}
 
     found = jax.vmap(parts)(state, inputs, inputs + attended)
@@ -153,14 +196,21 @@ def greedy(model: Qwen3VL, batch: dict[str, Any]) -> jax.Array:
 
     def step(carry, i):
         token, cache = carry
-        hidden, cache = model.text.decode(token, jnp.broadcast_to(batch["next"] + i, (3, *token.shape)), cache)
-        return (jnp.argmax(model.text.logits(hidden), -1), cache.advance(jnp.ones(token.shape, bool))), token
+        hidden, cache = model.text.decode(
+            token, jnp.broadcast_to(batch["next"] + i, (3, *token.shape)), cache
+        )
+        return (
+            jnp.argmax(model.text.logits(hidden), -1),
+            cache.advance(jnp.ones(token.shape, bool)),
+        ), token
 
     first = jnp.argmax(model.text.logits(hidden[:, -1]), -1)
     return jax.lax.scan(step, (first, prompt), jnp.arange(NEW_TOKENS))[1].T
 
 
-def results(folder: Path, sample: Sample, prompts: Sample, theirs: Mapping[str, np.ndarray]) -> Results:
+def results(
+    folder: Path, sample: Sample, prompts: Sample, theirs: Mapping[str, np.ndarray]
+) -> Results:
     """The model in `folder` on `sample`, its layers on the inputs in `theirs` (modules); tokens after `prompts`, the same rows padded
     on the left."""
     model = hf.load(folder)
@@ -169,10 +219,18 @@ def results(folder: Path, sample: Sample, prompts: Sample, theirs: Mapping[str, 
     with tempfile.TemporaryDirectory() as temporary:
         graph, _ = nnx.split(model)
         hf.save(nnx.merge(graph, gradients), Path(temporary) / "gradients")
-        named = {name: x for file in Path(temporary).rglob("*.safetensors") for name, x in load_file(file).items()}
+        named = {
+            name: x
+            for file in Path(temporary).rglob("*.safetensors")
+            for name, x in load_file(file).items()
+        }
     modules = {}
     for name, x in module_outputs(model, batch, outputs, layer_inputs(theirs, batch)).items():
-        rows = np.asarray(x)[sample.valid] if is_text(name) else x[0, : x.shape[1] * len(sample.patches) // batch["patches"].shape[1]]
+        rows = (
+            np.asarray(x)[sample.valid]
+            if is_text(name)
+            else x[0, : x.shape[1] * len(sample.patches) // batch["patches"].shape[1]]
+        )
         modules[name] = np.asarray(rows.reshape(len(rows), -1))
     tokens = greedy(model, batch_of(prompts, model.config))
     return Results(batch["positions"], np.asarray(logits), np.asarray(tokens), modules, named)

@@ -13,7 +13,18 @@ import numpy as np
 import torch  # pyright: ignore[reportMissingImports]  (the extra parity)
 import transformers
 
-from tests.models.parity import CASES, IMAGE, NEW_TOKENS, RECORDED, VIDEO, Case, Results, Sample, is_text, make_sample
+from tests.models.parity import (
+    CASES,
+    IMAGE,
+    NEW_TOKENS,
+    RECORDED,
+    VIDEO,
+    Case,
+    Results,
+    Sample,
+    is_text,
+    make_sample,
+)
 
 torch.set_num_threads(1)  # models this small lose more to threads than they gain
 
@@ -28,7 +39,10 @@ def make_model(case: Case) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = "norm" in name and name.endswith("weight")
-            parameter.normal_(mean=float(scale), std=0.3 if "language_model.layers" in name and not scale else 0.15)
+            parameter.normal_(
+                mean=float(scale),
+                std=0.3 if "language_model.layers" in name and not scale else 0.15,
+            )
             parameter.copy_(parameter.half().float())
     return model
 
@@ -48,9 +62,15 @@ def inputs_of(sample: Sample) -> dict[str, Any]:
     images, videos = sample.grids(IMAGE), sample.grids(VIDEO)
     cut = sum(t * h * w for t, h, w in images)
     if images:
-        inputs |= {"pixel_values": torch.tensor(sample.patches[:cut]), "image_grid_thw": torch.tensor(images)}
+        inputs |= {
+            "pixel_values": torch.tensor(sample.patches[:cut]),
+            "image_grid_thw": torch.tensor(images),
+        }
     if videos:
-        inputs |= {"pixel_values_videos": torch.tensor(sample.patches[cut:]), "video_grid_thw": torch.tensor(videos)}
+        inputs |= {
+            "pixel_values_videos": torch.tensor(sample.patches[cut:]),
+            "video_grid_thw": torch.tensor(videos),
+        }
     return inputs
 
 
@@ -60,7 +80,9 @@ def positions_of(model: Any, sample: Sample) -> np.ndarray:
     if not len(sample.items):
         return np.broadcast_to((sample.valid.cumsum(-1) - 1) * sample.valid, (3, *sample.ids.shape))
     names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "attention_mask")
-    return model.model.get_rope_index(**{name: inputs[name] for name in names if name in inputs})[0].numpy()
+    return model.model.get_rope_index(**{name: inputs[name] for name in names if name in inputs})[
+        0
+    ].numpy()
 
 
 def watch(model: Any) -> dict[str, list[torch.Tensor]]:
@@ -72,13 +94,22 @@ def watch(model: Any) -> dict[str, list[torch.Tensor]]:
         found.setdefault(name, []).append(value.detach())
 
     def before(name: str, module: Any) -> None:
-        module.register_forward_pre_hook(lambda _, args, kwargs: note(name, args[0] if args else kwargs["hidden_states"]), with_kwargs=True)
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: note(name, args[0] if args else kwargs["hidden_states"]),
+            with_kwargs=True,
+        )
 
     def after(name: str, module: Any) -> None:
-        module.register_forward_hook(lambda _, __, output: note(name, output[0] if isinstance(output, tuple) else output))
+        module.register_forward_hook(
+            lambda _, __, output: note(name, output[0] if isinstance(output, tuple) else output)
+        )
 
     def turns(name: str, module: Any) -> None:  # cosines and sines, each for both halves of a head
-        module.register_forward_hook(lambda _, __, output: note(name, torch.cat([half.chunk(2, -1)[0] for half in output], -1)))
+        module.register_forward_hook(
+            lambda _, __, output: note(
+                name, torch.cat([half.chunk(2, -1)[0] for half in output], -1)
+            )
+        )
 
     after("patches", visual.patch_embed)
     turns("vision turns", visual.rotary_pos_emb)
@@ -94,7 +125,13 @@ def watch(model: Any) -> dict[str, list[torch.Tensor]]:
     for number, layer in enumerate(text.layers):
         before(f"layer {number}", layer)
         attention = layer.self_attn
-        parts = {"q_norm": attention.q_norm, "k_norm": attention.k_norm, "attention": attention, "mlp": layer.mlp, "output": layer}
+        parts = {
+            "q_norm": attention.q_norm,
+            "k_norm": attention.k_norm,
+            "attention": attention,
+            "mlp": layer.mlp,
+            "output": layer,
+        }
         for part, module in parts.items():
             after(f"layer {number} {part}", module)
     return found
@@ -104,19 +141,32 @@ def results(model: Any, sample: Sample, prompts: Sample) -> Results:
     """Everything `parity_ours.results` finds, from transformers."""
     inputs = inputs_of(prompts)
     with torch.no_grad():
-        tokens = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS, use_cache=True)[:, prompts.ids.shape[1] :]
+        tokens = model.generate(
+            **inputs, do_sample=False, max_new_tokens=NEW_TOKENS, use_cache=True
+        )[:, prompts.ids.shape[1] :]
     inputs, positions, found = inputs_of(sample), positions_of(model, sample), watch(model)
-    output = model(**inputs, position_ids=torch.tensor(positions), use_cache=True)  # alone it would count a text row's padding too
+    output = model(
+        **inputs, position_ids=torch.tensor(positions), use_cache=True
+    )  # alone it would count a text row's padding too
     both = torch.tensor(sample.valid[:, 1:] & sample.valid[:, :-1])
-    torch.nn.functional.cross_entropy(output.logits[:, :-1][both], inputs["input_ids"][:, 1:][both]).backward()
+    torch.nn.functional.cross_entropy(
+        output.logits[:, :-1][both], inputs["input_ids"][:, 1:][both]
+    ).backward()
     for number, layer in enumerate(output.past_key_values.layers):
-        found |= {f"layer {number} {name}": [x.detach().transpose(1, 2)] for name, x in (("keys", layer.keys), ("values", layer.values))}
+        found |= {
+            f"layer {number} {name}": [x.detach().transpose(1, 2)]
+            for name, x in (("keys", layer.keys), ("values", layer.values))
+        }
     modules = {name: torch.cat(parts).numpy() for name, parts in found.items()}
     modules = {name: x[sample.valid] if is_text(name) else x for name, x in modules.items()}
     if "block 0" in modules:
         modules["positions"] = modules["block 0"] - modules["patches"]
     modules = {name: x.reshape(len(x), -1) for name, x in modules.items()}
-    gradients = {name: parameter.grad.numpy() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {
+        name: parameter.grad.numpy()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     return Results(positions, output.logits.detach().numpy(), tokens.numpy(), modules, gradients)
 
 
@@ -133,12 +183,20 @@ def record() -> None:
         found = results(model, sample, prompts)
         norms = {name: np.linalg.norm(x) for name, x in found.gradients.items()}
         arrays = {f"sample {name}": x for name, x in sample._asdict().items()}
-        arrays |= {"config": json.dumps(case.config), "sample patches": sample.patches.astype(np.float16)}
-        arrays |= {f"result {name}": getattr(found, name) for name in ("positions", "logits", "tokens")}
+        arrays |= {
+            "config": json.dumps(case.config),
+            "sample patches": sample.patches.astype(np.float16),
+        }
+        arrays |= {
+            f"result {name}": getattr(found, name) for name in ("positions", "logits", "tokens")
+        }
         arrays |= {f"module {name}": x.astype(np.float32) for name, x in found.modules.items()}
         arrays |= {f"weight {name}": x.astype(np.float16) for name, x in weights(model).items()}
         arrays["norms"] = np.array(list(norms.values()))
-        arrays |= {f"gradient {name}": (x / norms[name]).astype(np.float16) for name, x in found.gradients.items()}
+        arrays |= {
+            f"gradient {name}": (x / norms[name]).astype(np.float16)
+            for name, x in found.gradients.items()
+        }
         np.savez_compressed(file, allow_pickle=False, **arrays)
 
 

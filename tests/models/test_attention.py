@@ -29,8 +29,13 @@ def textbook(q, k, v, prefix=None, *, causal=True, segment_ids=None, prefix_mask
     if prefix is not None:
         p, s = prefix[0].shape[:2]
         valid = np.ones((p, s), bool) if prefix_mask is None else prefix_mask
-        k, v = (jnp.concatenate([x.repeat(b // p, 0), own], 1) for x, own in zip(prefix, (k, v), strict=True))
-        seen = jnp.concatenate([jnp.broadcast_to(valid.repeat(b // p, 0)[:, None], (b, t, s)), seen], 2)
+        k, v = (
+            jnp.concatenate([x.repeat(b // p, 0), own], 1)
+            for x, own in zip(prefix, (k, v), strict=True)
+        )
+        seen = jnp.concatenate(
+            [jnp.broadcast_to(valid.repeat(b // p, 0)[:, None], (b, t, s)), seen], 2
+        )
     k, v = k.repeat(n // kv, 2), v.repeat(n // kv, 2)
     scores = jnp.where(seen[:, None], jnp.einsum("btnh,bsnh->bnts", q, k) * h**-0.5, -jnp.inf)
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), v)
@@ -44,7 +49,9 @@ def case(b, t, n, kv, h, *, p=0, s=0, **options):
 
 
 def ids(*rows):
-    return np.stack([np.repeat([segment for segment, _ in row], [length for _, length in row]) for row in rows]).astype(np.int32)
+    return np.stack(
+        [np.repeat([segment for segment, _ in row], [length for _, length in row]) for row in rows]
+    ).astype(np.int32)
 
 
 # Lengths are no multiple of a tile, and need more than one.
@@ -82,15 +89,25 @@ def small_tiles(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_textbook(small_tiles, name, implementation):
     arrays, options = CASES[name]
-    valid = np.ones(arrays[0].shape[:2]) if "segment_ids" not in options else options["segment_ids"] != 0
+    valid = (
+        np.ones(arrays[0].shape[:2])
+        if "segment_ids" not in options
+        else options["segment_ids"] != 0
+    )
     weight = rng.normal(size=arrays[0].shape) * valid[..., None, None]
 
     def ours(q, k, v, prefix):
         return attend(q, k, v, prefix=prefix, implementation=implementation, **options)
 
-    found, expected = results(ours, arrays, weight), results(functools.partial(textbook, **options), arrays, weight)
+    found, expected = (
+        results(ours, arrays, weight),
+        results(functools.partial(textbook, **options), arrays, weight),
+    )
     assert np.isfinite(found[0]).all()
-    found[0], expected[0] = found[0] * valid[..., None, None], jnp.where(valid[..., None, None], expected[0], 0)
+    found[0], expected[0] = (
+        found[0] * valid[..., None, None],
+        jnp.where(valid[..., None, None], expected[0], 0),
+    )
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)
 
@@ -105,10 +122,17 @@ def test_bfloat16_stays_near_float32(small_tiles, implementation):
     def ours(q, k, v, prefix):
         return attend(q, k, v, prefix=prefix, implementation=implementation, **options)
 
-    exact = results(functools.partial(textbook, **options), jax.tree.map(lambda x: x.astype(jnp.float32), low), weight)
+    exact = results(
+        functools.partial(textbook, **options),
+        jax.tree.map(lambda x: x.astype(jnp.float32), low),
+        weight,
+    )
     for a, b in zip(results(ours, low, weight), exact, strict=True):
         assert a.dtype == jnp.bfloat16
-        a, b = (np.asarray(x, np.float32) * (valid if x.shape == valid.shape[:2] + x.shape[2:] else 1) for x in (a, jnp.nan_to_num(b)))
+        a, b = (
+            np.asarray(x, np.float32) * (valid if x.shape == valid.shape[:2] + x.shape[2:] else 1)
+            for x in (a, jnp.nan_to_num(b))
+        )
         assert np.abs(a - b).mean() < 0.01 * np.abs(b).mean()
 
 
@@ -117,11 +141,15 @@ def test_under_scan_and_remat(small_tiles, implementation):
     (q, k, v, _), _ = CASES["causal"]
 
     def layers(attend, q):
-        body = jax.checkpoint(lambda x, scale: (x + attend(x * scale, k, v), None), prevent_cse=False)
+        body = jax.checkpoint(
+            lambda x, scale: (x + attend(x * scale, k, v), None), prevent_cse=False
+        )
         return jax.lax.scan(body, q, jnp.array([0.5, 2.0]))[0]
 
     ours = functools.partial(attend, implementation=implementation)
-    for a, b in zip(*(results(functools.partial(layers, f), (q,), 1.0) for f in (ours, textbook)), strict=True):
+    for a, b in zip(
+        *(results(functools.partial(layers, f), (q,), 1.0) for f in (ours, textbook)), strict=True
+    ):
         np.testing.assert_allclose(a, b, atol=5e-5, rtol=1e-4)
 
 
@@ -211,7 +239,9 @@ def dense_cache(k, v, valid, room, prefix=None, seen=None):
     kv = jnp.stack(two(jnp.where(hidden, k, NOISE))), jnp.stack(two(jnp.where(hidden, v, NOISE)))
     shared = None
     if prefix is not None:
-        shared = Shared.of((jnp.stack(two(prefix[0])), jnp.stack(two(prefix[1]))), jnp.asarray(seen))
+        shared = Shared.of(
+            (jnp.stack(two(prefix[0])), jnp.stack(two(prefix[1]))), jnp.asarray(seen)
+        )
     return DenseCache.prefilled(kv, jnp.asarray(valid), room)._replace(shared=shared)
 
 
@@ -234,8 +264,13 @@ def test_one_token_against_a_dense_cache_equals_the_last_of_a_row(shared):
     cache = dense_cache(k[:, :6], v[:, :6], own, 3, *((prefix, seen) if shared else ()))
     found, after = one_token(cache, q[:, -1], k[:, -1], v[:, -1], np.ones(4, bool))
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    np.testing.assert_array_equal(after.valid, np.concatenate([own, np.arange(3) < np.ones((4, 1))], 1))
-    assert int(after.column) == 7 and (after.since(0)[0][0, :, :6] == np.where(own[..., None, None], NOISE, 0)).all()
+    np.testing.assert_array_equal(
+        after.valid, np.concatenate([own, np.arange(3) < np.ones((4, 1))], 1)
+    )
+    assert (
+        int(after.column) == 7
+        and (after.since(0)[0][0, :, :6] == np.where(own[..., None, None], NOISE, 0)).all()
+    )
 
 
 def test_rows_of_a_dense_cache_hold_the_tokens_they_advanced_with():
@@ -244,9 +279,14 @@ def test_rows_of_a_dense_cache_hold_the_tokens_they_advanced_with():
     (q, k, v, prefix), _ = case(b, start + steps, n, kv, h, p=1, s=4)
     assert prefix is not None
     seen = np.arange(4) < np.array([[4], [2], [0]])
-    active = np.array([[1, 1, 0], [0, 1, 0], [1, 1, 1], [0, 0, 1], [1, 1, 1]], bool)  # a row each step
+    active = np.array(
+        [[1, 1, 0], [0, 1, 0], [1, 1, 1], [0, 0, 1], [1, 1, 1]], bool
+    )  # a row each step
     cache = dense_cache(k[:, :start], v[:, :start], np.ones((b, start), bool), steps, prefix, seen)
-    lines, held = tuple(x.repeat(b, 0) for x in prefix), np.concatenate([np.ones((b, start), np.int32), active.T], 1)
+    lines, held = (
+        tuple(x.repeat(b, 0) for x in prefix),
+        np.concatenate([np.ones((b, start), np.int32), active.T], 1),
+    )
     whole = jax.jit(textbook)
     for step, going in enumerate(active):
         column = start + step
@@ -268,8 +308,13 @@ def test_mask_of_a_group(row, rows, prefix):
     """Computed in tiles, as the kernel does, it is a column for the prefix and a triangle for each row."""
     total = row * rows
     mask = splash.GroupMask(total, prefix + total, prefix, row)
-    expected = np.concatenate([np.ones((total, prefix), bool), np.kron(np.eye(rows), np.tri(row)) > 0], 1)
-    tiles = [[mask[slice(i, i + 2), slice(j, j + 3)] for j in range(0, prefix + total, 3)] for i in range(0, total, 2)]
+    expected = np.concatenate(
+        [np.ones((total, prefix), bool), np.kron(np.eye(rows), np.tri(row)) > 0], 1
+    )
+    tiles = [
+        [mask[slice(i, i + 2), slice(j, j + 3)] for j in range(0, prefix + total, 3)]
+        for i in range(0, total, 2)
+    ]
     np.testing.assert_array_equal(np.block(tiles), expected)
 
 
@@ -294,7 +339,9 @@ def mesh_of(platform, *shape):
     ],
 )
 def test_choice(platform, dtype, t, h, mesh, chosen):
-    q, k, past = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((8, t, 4, h), (8, t, 2, h), (4, 10, 2, h)))
+    q, k, past = (
+        jax.ShapeDtypeStruct(shape, dtype) for shape in ((8, t, 4, h), (8, t, 2, h), (4, 10, 2, h))
+    )
     with jax.sharding.use_abstract_mesh(mesh_of(platform, *(mesh or (1, 1, 1)))):
         assert choose(platform, q, k, (past, past)) == chosen  # pyright: ignore[reportArgumentType]
 
@@ -349,9 +396,15 @@ def test_eight_devices_equal_one():
     )
 
 
-@pytest.mark.parametrize(("prompts", "pieces", "chosen"), [(4, 1, "xla"), (8, 2, "splash"), (8, 1, "splash"), (4, 2, "xla")])
+@pytest.mark.parametrize(
+    ("prompts", "pieces", "chosen"),
+    [(4, 1, "xla"), (8, 2, "splash"), (8, 1, "splash"), (4, 2, "xla")],
+)
 def test_fewer_prompts_than_devices_lie_in_pieces(prompts, pieces, chosen):
-    q, k, past = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 8, 4, 64), (8, 8, 2, 64), (prompts, 10, 2, 64)))
+    q, k, past = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in ((8, 8, 4, 64), (8, 8, 2, 64), (prompts, 10, 2, 64))
+    )
     with jax.sharding.use_abstract_mesh(mesh_of("tpu", 2, 4, 1)):
         assert choose("tpu", q, k, (past, past), pieces) == chosen  # pyright: ignore[reportArgumentType]
 

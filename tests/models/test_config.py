@@ -24,14 +24,20 @@ def test_what_is_written_is_read_back_by_both_readers(config):
 def test_the_length_of_the_context_is_kept():
     config = tiny(300)
     assert to_hf(config)["text_config"]["max_position_embeddings"] == 262_144
-    long = dataclasses.replace(config, text=dataclasses.replace(config.text, max_position_embeddings=1_000_000))
+    long = dataclasses.replace(
+        config, text=dataclasses.replace(config.text, max_position_embeddings=1_000_000)
+    )
     assert from_hf(to_hf(long)) == long
 
 
 def test_the_tiny_model_is_tiny_and_whole():
     config = tiny(300)
     assert num_params(config) < 1_100_000
-    assert config.vision.levels == 1 and config.text.tie_word_embeddings and sum(config.text.mrope_section) == 32
+    assert (
+        config.vision.levels == 1
+        and config.text.tie_word_embeddings
+        and sum(config.text.mrope_section) == 32
+    )
 
 
 def test_another_model_or_size_is_refused():
@@ -44,9 +50,24 @@ def test_another_model_or_size_is_refused():
 @pytest.mark.parametrize(
     ("tower", "field", "value", "message"),
     [
-        ("text_config", "rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}, "rope_type = 'yarn'.*remove the scaling"),
-        ("text_config", "attention_bias", True, "text_config.attention_bias = True: only False is computed"),
-        ("vision_config", "hidden_act", "quick_gelu", "vision_config.hidden_act = 'quick_gelu': only 'gelu_pytorch_tanh' is computed"),
+        (
+            "text_config",
+            "rope_parameters",
+            {"rope_type": "yarn", "rope_theta": 1e4},
+            "rope_type = 'yarn'.*remove the scaling",
+        ),
+        (
+            "text_config",
+            "attention_bias",
+            True,
+            "text_config.attention_bias = True: only False is computed",
+        ),
+        (
+            "vision_config",
+            "hidden_act",
+            "quick_gelu",
+            "vision_config.hidden_act = 'quick_gelu': only 'gelu_pytorch_tanh' is computed",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused(tower, field, value, message):
@@ -69,7 +90,10 @@ def test_missing_fields_are_all_named(tower):
 
 def test_rotary_parameters_without_a_theta_are_refused():
     content = to_hf(tiny(300))
-    del content["text_config"]["rope_parameters"]["rope_theta"], content["text_config"]["rope_theta"]
+    del (
+        content["text_config"]["rope_parameters"]["rope_theta"],
+        content["text_config"]["rope_theta"],
+    )
     with pytest.raises(ValueError, match="text_config: has no rope_theta; give"):
         from_hf(content)
 
@@ -83,7 +107,9 @@ def test_a_published_file_that_transformers_5_writes_again_reads_the_same(assets
     file = assets / "qwen3_vl" / f"config_{size}.json"
     assert "rope_scaling" in json.loads(file.read_text())["text_config"]  # of 4.57
     transformers.Qwen3VLConfig.from_pretrained(file).save_pretrained(tmp_path)
-    assert "rope_scaling" not in json.loads((tmp_path / "config.json").read_text())["text_config"]  # of 5.x
+    assert (
+        "rope_scaling" not in json.loads((tmp_path / "config.json").read_text())["text_config"]
+    )  # of 5.x
     assert from_hf(tmp_path / "config.json") == from_hf(file) == qwen3_vl(size)
 
 
@@ -91,20 +117,38 @@ def test_a_published_file_that_transformers_5_writes_again_reads_the_same(assets
     ("tower", "changes", "message"),
     [
         ("text", {"mrope_section": (6, 5, 4)}, "text.mrope_section = .*head_dim / 2 = 32"),
-        ("text", {"num_attention_heads": 3}, "text.num_attention_heads = 3: .*num_key_value_heads = 2"),
+        (
+            "text",
+            {"num_attention_heads": 3},
+            "text.num_attention_heads = 3: .*num_key_value_heads = 2",
+        ),
         ("text", {"num_key_value_heads": 0}, "text.num_key_value_heads = 0: .*positive"),
         ("vision", {"depth": 0}, "vision.depth = 0: .*positive"),
         ("text", {"hidden_size": 96}, "vision.out_hidden_size = 128: .*use 96"),
-        ("vision", {"num_position_embeddings": 5}, "vision.num_position_embeddings = 5: .*square; use 4 or 9"),
+        (
+            "vision",
+            {"num_position_embeddings": 5},
+            "vision.num_position_embeddings = 5: .*square; use 4 or 9",
+        ),
         ("vision", {"hidden_size": 66}, "vision.hidden_size = 66"),
-        ("vision", {"deepstack_visual_indexes": (2,)}, "vision.deepstack_visual_indexes = .*depth 2"),
-        ("vision", {"deepstack_visual_indexes": (1, 0)}, "vision.deepstack_visual_indexes = .*rising"),
+        (
+            "vision",
+            {"deepstack_visual_indexes": (2,)},
+            "vision.deepstack_visual_indexes = .*depth 2",
+        ),
+        (
+            "vision",
+            {"deepstack_visual_indexes": (1, 0)},
+            "vision.deepstack_visual_indexes = .*rising",
+        ),
     ],
 )
 def test_a_shape_that_cannot_be_built_is_named(tower, changes, message):
     config = tiny(300)
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(config, **{tower: dataclasses.replace(getattr(config, tower), **changes)})
+        dataclasses.replace(
+            config, **{tower: dataclasses.replace(getattr(config, tower), **changes)}
+        )
 
 
 def test_flops_are_twice_the_matmul_weights_and_attention():

@@ -26,8 +26,12 @@ from train.compilations import Compilations
 def make(small_world, small_model):
     """make(batch=..., ...) gives features of the small world that remember nothing yet."""
 
-    def build(root: pathlib.Path = small_world.folder, version: int = 0, **settings) -> FrameFeatures:
-        return FrameFeatures(small_model.vision, small_model.config, FrameSettings(**settings), root, version)
+    def build(
+        root: pathlib.Path = small_world.folder, version: int = 0, **settings
+    ) -> FrameFeatures:
+        return FrameFeatures(
+            small_model.vision, small_model.config, FrameSettings(**settings), root, version
+        )
 
     return build
 
@@ -74,12 +78,17 @@ def test_vectors_are_the_towers_own(make, names, small_model, small_world):
 
 @pytest.mark.parametrize("whole", [0, FRAMES])
 def test_the_bits_of_a_frame_do_not_depend_on_what_else_is_asked(make, names, whole):
-    features, forgetful = make(batch=16, whole_frames=whole), make(batch=16, whole_frames=whole, cache_mib=0)
+    features, forgetful = (
+        make(batch=16, whole_frames=whole),
+        make(batch=16, whole_frames=whole, cache_mib=0),
+    )
     crop = features.window(names[0], 16, 32, 1.0, 16)
     mixed = (*features.overview(names[1], 20), *crop[3:7], *features.overview(names[0], 20))
     alone = np.concatenate([forgetful([frame]) for frame in mixed])
     for asked in (features, forgetful):
-        assert np.array_equal(asked(mixed), alone) and np.array_equal(asked(mixed[::-1]), alone[::-1])
+        assert np.array_equal(asked(mixed), alone) and np.array_equal(
+            asked(mixed[::-1]), alone[::-1]
+        )
     assert np.array_equal(forgetful(crop)[3:7], alone[20:24])
 
 
@@ -88,21 +97,34 @@ def test_overview_and_crops_share_what_is_remembered(make, names):
     seen = features(features.overview(names[0], FRAMES))
     assert features.encoded_frames == FRAMES
     crop = features.window(names[0], 40, 56, 1.0, 16)
-    assert [f.time for f in crop] == list(range(40, 56, STEP)) and [f.index for f in crop] == list(range(40 // STEP, 56 // STEP))
-    assert np.array_equal(features(crop), seen[40 // STEP : 56 // STEP]) and features.encoded_frames == FRAMES
+    assert [f.time for f in crop] == list(range(40, 56, STEP)) and [f.index for f in crop] == list(
+        range(40 // STEP, 56 // STEP)
+    )
+    assert (
+        np.array_equal(features(crop), seen[40 // STEP : 56 // STEP])
+        and features.encoded_frames == FRAMES
+    )
 
 
 def test_a_frame_asked_for_twice_is_encoded_once(make, names):
     features = make(batch=8)
     (frame,) = features.overview(names[0], 1)
-    vectors = features([frame, frame, dataclasses.replace(frame, time=99.0)])  # a time is a label, not a key
-    assert features.encoded_frames == 1 and len(vectors) == 3 and np.array_equal(vectors[0], vectors[2])
+    vectors = features(
+        [frame, frame, dataclasses.replace(frame, time=99.0)]
+    )  # a time is a label, not a key
+    assert (
+        features.encoded_frames == 1
+        and len(vectors) == 3
+        and np.array_equal(vectors[0], vectors[2])
+    )
 
 
 def test_a_short_video_is_read_whole_when_it_is_first_met(make, names, monkeypatch):
     reads = []
     real = video.read
-    monkeypatch.setattr(video, "read", lambda path, indices: reads.append(len(indices)) or real(path, indices))
+    monkeypatch.setattr(
+        video, "read", lambda path, indices: reads.append(len(indices)) or real(path, indices)
+    )
     features, sparing = make(batch=8, whole_frames=FRAMES), make(batch=8, whole_frames=FRAMES - 1)
     for f in (features, sparing):
         f(f.overview(names[0], 1))
@@ -111,7 +133,10 @@ def test_a_short_video_is_read_whole_when_it_is_first_met(make, names, monkeypat
 
 
 def test_frames_of_several_videos_and_sizes_come_back_in_order(make, wide):
-    features, forgetful = make(wide, batch=4, min_pixels=1024), make(wide, batch=4, min_pixels=1024, cache_mib=0)
+    features, forgetful = (
+        make(wide, batch=4, min_pixels=1024),
+        make(wide, batch=4, min_pixels=1024, cache_mib=0),
+    )
     small, large = features.overview("small.mp4", 3), features.overview("wide.mp4", 3)
     assert features.grid("wide.mp4") == (4, 6) and features.tokens("wide.mp4") == 6
     mixed = [small[0], large[0], large[1], small[1], large[2], small[2]]
@@ -143,23 +168,40 @@ def test_memory_keeps_within_its_bound_and_forgets_the_oldest(make, names):
     assert held == features._bytes == 100 * per_frame <= 2**20 and fits == 113
     encoded = features.encoded_frames
     features(features.overview(names[3], 30))
-    assert sum(row.nbytes for row in features._store.values()) == features._bytes == fits * per_frame
-    assert np.array_equal(features(first[:10]), expected[: 10 * tokens]) and features.encoded_frames == encoded + 30
+    assert (
+        sum(row.nbytes for row in features._store.values()) == features._bytes == fits * per_frame
+    )
+    assert (
+        np.array_equal(features(first[:10]), expected[: 10 * tokens])
+        and features.encoded_frames == encoded + 30
+    )
     assert np.array_equal(features(first), expected) and features.encoded_frames > encoded + 30
 
 
-def test_the_times_of_so_many_videos_are_kept_and_those_of_others_read_again(make, names, monkeypatch):
+def test_the_times_of_so_many_videos_are_kept_and_those_of_others_read_again(
+    make, names, monkeypatch
+):
     monkeypatch.setattr("models.features._INFOS", 2)
     features, probed = make(), []
-    monkeypatch.setattr(video, "probe", lambda path, probe=video.probe: probed.append(path.name) or probe(path))
+    monkeypatch.setattr(
+        video, "probe", lambda path, probe=video.probe: probed.append(path.name) or probe(path)
+    )
     first = features.info(names[0])
-    for name in (names[1], names[0], names[2], names[0], names[1]):  # the third takes the second's place
+    for name in (
+        names[1],
+        names[0],
+        names[2],
+        names[0],
+        names[1],
+    ):  # the third takes the second's place
         features.info(name)
     assert probed == [pathlib.Path(names[n]).name for n in (0, 1, 2, 1)]
     assert features.info(names[0]) is first and features.tokens(names[2]) == 1
 
 
-def test_frames_that_are_kept_serve_though_the_file_is_gone_and_many_others_were_met(make, names, small_world, tmp_path, monkeypatch):
+def test_frames_that_are_kept_serve_though_the_file_is_gone_and_many_others_were_met(
+    make, names, small_world, tmp_path, monkeypatch
+):
     monkeypatch.setattr("models.features._INFOS", 1)
     for name in names[:3]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -172,8 +214,15 @@ def test_frames_that_are_kept_serve_though_the_file_is_gone_and_many_others_were
         features.info(name)
     np.testing.assert_array_equal(features(frames), vectors)
     probed = []
-    monkeypatch.setattr(video, "probe", lambda path, probe=video.probe: probed.append(path.name) or probe(path))
-    for name in (names[1], names[2], names[2], names[2]):  # where all that is kept has frames, the newest stays all the same
+    monkeypatch.setattr(
+        video, "probe", lambda path, probe=video.probe: probed.append(path.name) or probe(path)
+    )
+    for name in (
+        names[1],
+        names[2],
+        names[2],
+        names[2],
+    ):  # where all that is kept has frames, the newest stays all the same
         features.info(name)
     assert len(probed) <= 2 and features.info(names[2]).frames
 
@@ -181,7 +230,11 @@ def test_frames_that_are_kept_serve_though_the_file_is_gone_and_many_others_were
 def test_more_frames_than_fit_are_still_answered(make, names):
     features = make(batch=64, cache_mib=0)
     frames = features.overview(names[0], 64)
-    assert np.array_equal(features(frames), make(batch=64)(frames)) and not features._store and features._bytes == 0
+    assert (
+        np.array_equal(features(frames), make(batch=64)(frames))
+        and not features._store
+        and features._bytes == 0
+    )
 
 
 def test_nothing_compiles_for_another_number_of_frames(make, names):
@@ -197,9 +250,13 @@ def test_frames_are_never_of_more_tokens_than_is_planned_for(make, names, monkey
     """A very wide frame keeps at least one patch of height, so it may need more than its area says."""
     features = make(max_pixels=50_176)
     info = features.info(names[0])
-    monkeypatch.setattr(features, "info", lambda name: dataclasses.replace(info, height=16, width=1584))
+    monkeypatch.setattr(
+        features, "info", lambda name: dataclasses.replace(info, height=16, width=1584)
+    )
     assert frame_tokens(features.settings, features.config.vision) == 49
-    with pytest.raises(VideoError, match=r"1584 x 16 pixels are too long and thin: 69 visual tokens, .* allows 49"):
+    with pytest.raises(
+        VideoError, match=r"1584 x 16 pixels are too long and thin: 69 visual tokens, .* allows 49"
+    ):
         features.tokens(names[0])
 
 
@@ -214,7 +271,12 @@ UNREADABLE = ("missing.mp4", "empty.mp4", "noise.mp4", "foreign.mp4", "a" * 300 
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_a_video_that_cannot_be_read_is_the_callers_to_handle(make, wide, name):
     features = make(wide, batch=4)
-    for use in (features.info, features.grid, lambda name: features.overview(name, 4), lambda name: features([Frame(name, 0, 0.0)])):
+    for use in (
+        features.info,
+        features.grid,
+        lambda name: features.overview(name, 4),
+        lambda name: features([Frame(name, 0, 0.0)]),
+    ):
         with pytest.raises(VideoError, match=name):
             use(name)
     fine = features.overview("small.mp4", 2)
@@ -246,7 +308,9 @@ def test_another_file_under_a_name_is_another_video(make, names, small_world, tm
     before, key = features(frames), features.key(frames[0])
     shutil.copy(small_world.folder / names[1], file)
     assert features.key(frames[0]) != key
-    assert np.array_equal(features(frames), make(batch=4)([Frame(names[1], f.index, f.time) for f in frames]))
+    assert np.array_equal(
+        features(frames), make(batch=4)([Frame(names[1], f.index, f.time) for f in frames])
+    )
     assert np.abs(features(frames) - before).max() > 1e-3
     encoded = features.encoded_frames
     last = features(frames)

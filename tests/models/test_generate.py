@@ -40,7 +40,9 @@ def sample(model: Qwen3VL, *parts: int | tuple[int, int, int], seed: int = 2) ->
                 ids += [int(rng.integers(0, 60)), *[token] * (part[1] * part[2] // 4)]
     grids = [part for part in parts if not isinstance(part, int)]
     ids = np.array(ids, np.int32)
-    patches = rng.normal(size=(sum(t * h * w for t, h, w in grids), config.vision.patch_dim)).astype(np.float32)
+    patches = rng.normal(
+        size=(sum(t * h * w for t, h, w in grids), config.vision.patch_dim)
+    ).astype(np.float32)
     index = visual_index(ids, config.image_token_id, config.video_token_id).astype(np.int32)
     return Inputs(ids, mrope_positions(ids, grids, config), index, patches, grids)
 
@@ -66,15 +68,25 @@ def greedy(model: Qwen3VL, inputs: Inputs, count: int) -> list[int]:
     for _ in range(count):
         rest = (0, width - len(ids))
         whole = np.pad(np.array(ids), rest)[None]
-        positions = np.pad(mrope_positions(np.array(ids), inputs.grids, model.config), ((0, 0), rest))[:, None]
+        positions = np.pad(
+            mrope_positions(np.array(ids), inputs.grids, model.config), ((0, 0), rest)
+        )[:, None]
         segments = (np.arange(width) < len(ids)).astype(np.int32)[None]
         index = np.pad(inputs.visual_index, (0, width - len(inputs.ids)), constant_values=-1)[None]
-        ids.append(int(last_logits(model.text, whole, positions, segments, visual, index, np.int32(len(ids))).argmax()))
+        ids.append(
+            int(
+                last_logits(
+                    model.text, whole, positions, segments, visual, index, np.int32(len(ids))
+                ).argmax()
+            )
+        )
     return ids[len(inputs.ids) :]
 
 
 @pytest.mark.parametrize(
-    "parts", [(9,), (2, IMAGE, 1, VIDEO, 5), (1, LARGE, 2, LARGE, 3)], ids=["text", "image and video", "images of a row each"]
+    "parts",
+    [(9,), (2, IMAGE, 1, VIDEO, 5), (1, LARGE, 2, LARGE, 3)],
+    ids=["text", "image and video", "images of a row each"],
 )
 def test_the_tokens_are_those_of_the_whole_forward_pass(model, parts):
     inputs = sample(model, *parts)
@@ -97,21 +109,33 @@ def test_it_ends_with_the_first_stop_id(model):
     assert run(new_tokens=NEW, stop_ids=[stop, 99_999]).tolist() == whole[: first + 1]
     assert run(new_tokens=NEW, stop_ids=[whole[0]]).tolist() == whole[:1]
     assert run(new_tokens=1, stop_ids=[]).tolist() == whole[:1]
-    assert run(new_tokens=16, stop_ids=[]).tolist()[:NEW] == whole and len(run(new_tokens=16, stop_ids=[])) == 16
+    assert (
+        run(new_tokens=16, stop_ids=[]).tolist()[:NEW] == whole
+        and len(run(new_tokens=16, stop_ids=[])) == 16
+    )
 
 
 def test_a_temperature_draws_by_the_seed_from_the_softmax(model):
     inputs = sample(model, 9)
     run = functools.partial(generate, model, inputs, stop_ids=[], bucket=16)
-    assert run(new_tokens=NEW, temperature=1.0, seed=3).tolist() == run(new_tokens=NEW, temperature=1.0, seed=3).tolist()
-    assert run(new_tokens=NEW, temperature=1.0, seed=3).tolist() != run(new_tokens=NEW, temperature=1.0, seed=4).tolist()
+    assert (
+        run(new_tokens=NEW, temperature=1.0, seed=3).tolist()
+        == run(new_tokens=NEW, temperature=1.0, seed=3).tolist()
+    )
+    assert (
+        run(new_tokens=NEW, temperature=1.0, seed=3).tolist()
+        != run(new_tokens=NEW, temperature=1.0, seed=4).tolist()
+    )
     assert run(new_tokens=NEW, temperature=1e-6, seed=3).tolist() == run(new_tokens=NEW).tolist()
     hidden, _ = model.text(inputs.ids[None], inputs.positions[:, None])
     expected = np.asarray(jax.nn.softmax(model.text.logits(hidden[0, -1]) / 2))
     drawn = [run(new_tokens=1, temperature=2.0, seed=seed)[0] for seed in range(400)]
     frequency = np.bincount(drawn, minlength=len(expected)) / 400
     top = expected.argmax()
-    assert abs(frequency[top] - expected[top]) < 4 * (expected[top] / 400) ** 0.5 and expected[top] < 0.9
+    assert (
+        abs(frequency[top] - expected[top]) < 4 * (expected[top] / 400) ** 0.5
+        and expected[top] < 0.9
+    )
 
 
 def test_samples_of_about_one_size_share_their_programs(model):
@@ -119,14 +143,25 @@ def test_samples_of_about_one_size_share_their_programs(model):
     compiled = Compilations()
     run(sample(model, 4, IMAGE, 3), new_tokens=3, stop_ids=[0])
     assert compiled.count == 2
-    for number, parts in enumerate([(2, IMAGE, 1, VIDEO), (1, VIDEO, (1, 6, 6), 2), (44, (1, 4, 4), (1, 2, 2))], 4):
-        run(sample(model, *parts, seed=number), new_tokens=number, stop_ids=[number], temperature=0.1 * number, seed=number)
+    for number, parts in enumerate(
+        [(2, IMAGE, 1, VIDEO), (1, VIDEO, (1, 6, 6), 2), (44, (1, 4, 4), (1, 2, 2))], 4
+    ):
+        run(
+            sample(model, *parts, seed=number),
+            new_tokens=number,
+            stop_ids=[number],
+            temperature=0.1 * number,
+            seed=number,
+        )
     assert compiled.count == 2
     run(sample(model, 9), new_tokens=3, stop_ids=[0])  # text runs no tower
     assert compiled.count == 3
 
 
-@pytest.mark.parametrize(("options", "message"), [({"new_tokens": 0}, "new_tokens = 0"), ({"temperature": -1.0}, "temperature = -1.0")])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"new_tokens": 0}, "new_tokens = 0"), ({"temperature": -1.0}, "temperature = -1.0")],
+)
 def test_what_cannot_be_generated(model, options, message):
     with pytest.raises(ValueError, match=message):
         generate(model, sample(model, 3), **{"new_tokens": 2, "stop_ids": [], **options})

@@ -34,7 +34,10 @@ from paravt_jax import tokenizer
 @pytest.fixture(scope="module")
 def config():
     config = tiny(64)
-    return dataclasses.replace(config, text=dataclasses.replace(config.text, num_hidden_layers=2, tie_word_embeddings=False))
+    return dataclasses.replace(
+        config,
+        text=dataclasses.replace(config.text, num_hidden_layers=2, tie_word_embeddings=False),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,10 @@ def model(config):
 
 
 def leaves(model):
-    return {"/".join(map(str, path)): np.asarray(v[...]) for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    return {
+        "/".join(map(str, path)): np.asarray(v[...])
+        for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
 
 
 def assert_equal(a, b):
@@ -70,22 +76,32 @@ def published(request, config, tmp_path):
     template beside them."""
     dtype = np.dtype(getattr(request, "param", jnp.bfloat16))
     unsigned = np.dtype(f"u{dtype.itemsize}")
-    config = dataclasses.replace(config, text=dataclasses.replace(config.text, tie_word_embeddings=True))
+    config = dataclasses.replace(
+        config, text=dataclasses.replace(config.text, tie_word_embeddings=True)
+    )
     folder = tmp_path / "published"
     folder.mkdir()
     rng = np.random.default_rng(0)
     tensors = {}
     for name, shape in hf.tensor_shapes(config).items():
         bits = rng.integers(0, 256**dtype.itemsize, shape, unsigned)
-        tensors[name] = (bits & ~unsigned.type(64 * 256 ** (dtype.itemsize - 1))).view(dtype)  # any number below 2, subnormal ones too
+        tensors[name] = (bits & ~unsigned.type(64 * 256 ** (dtype.itemsize - 1))).view(
+            dtype
+        )  # any number below 2, subnormal ones too
     tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"]
     names = sorted(tensors)
     parts = {"model-a.safetensors": names[::2], "model-b.safetensors": names[1::2]}
     for file, part in parts.items():
-        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt", "from": "elsewhere"})
+        save_file(
+            {name: tensors[name] for name in part},
+            folder / file,
+            metadata={"format": "pt", "from": "elsewhere"},
+        )
     index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps(to_hf(config) | {"transformers_version": "4.57.0"}))
+    (folder / "config.json").write_text(
+        json.dumps(to_hf(config) | {"transformers_version": "4.57.0"})
+    )
     for name in (
         "tokenizer.json",
         "generation_config.json",
@@ -101,7 +117,12 @@ def published(request, config, tmp_path):
 
 @pytest.mark.parametrize(
     ("published", "param_dtype"),
-    [(jnp.bfloat16, jnp.float32), (jnp.bfloat16, jnp.bfloat16), (jnp.float16, jnp.float32), (jnp.float32, jnp.float32)],
+    [
+        (jnp.bfloat16, jnp.float32),
+        (jnp.bfloat16, jnp.bfloat16),
+        (jnp.float16, jnp.float32),
+        (jnp.float32, jnp.float32),
+    ],
     indirect=["published"],
 )
 def test_what_was_not_trained_comes_out_byte_for_byte(published, tmp_path, param_dtype):
@@ -114,7 +135,9 @@ def test_what_was_not_trained_comes_out_byte_for_byte(published, tmp_path, param
     _, different, _ = filecmp.cmpfiles(published, tmp_path / "ours", names, shallow=False)
     assert len(different) == 1
     theirs, ours = load_file(published / different[0]), load_file(tmp_path / "ours" / different[0])
-    assert [n for n in theirs if theirs[n].tobytes() != ours[n].tobytes()] == ["model.language_model.norm.weight"]
+    assert [n for n in theirs if theirs[n].tobytes() != ours[n].tobytes()] == [
+        "model.language_model.norm.weight"
+    ]
 
 
 @pytest.mark.parametrize("published", [jnp.float16, jnp.float32], indirect=True)
@@ -130,14 +153,19 @@ def test_what_bfloat16_cannot_hold_comes_out_as_it_rounds(published, tmp_path):
 
 
 def test_like_another_configuration_is_refused(published, model, tmp_path):
-    with pytest.raises(ValueError, match="like = .*published: its config.json differs from the model's in text; give the folder"):
+    with pytest.raises(
+        ValueError,
+        match="like = .*published: its config.json differs from the model's in text; give the folder",
+    ):
         hf.save(model, tmp_path / "ours", like=published)
 
 
 def test_several_files_of_a_bounded_size(model, tmp_path):
     hf.save(model, tmp_path / "model", max_shard_bytes=400_000)
     files = sorted((tmp_path / "model").glob("*.safetensors"))
-    assert [file.name for file in files] == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+    assert [file.name for file in files] == [
+        f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)
+    ]
     assert len(files) > 4 and all(file.stat().st_size < 410_000 for file in files)
     assert_equal(hf.load(tmp_path / "model"), model)
 
@@ -146,7 +174,9 @@ def test_a_mesh_lays_out_what_one_device_holds(model, tmp_path):
     hf.save(model, tmp_path / "model")
     loaded = hf.load(tmp_path / "model", mesh=make_mesh())
     assert_equal(loaded, model)
-    assert loaded.text.layers.q[...].sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor", None)
+    assert loaded.text.layers.q[...].sharding.spec == jax.sharding.PartitionSpec(
+        None, "fsdp", "tensor", None
+    )
 
 
 def test_a_slice_is_the_slice_of_the_whole(model, config, tmp_path):
@@ -156,8 +186,16 @@ def test_a_slice_is_the_slice_of_the_whole(model, config, tmp_path):
     rng = np.random.default_rng(0)
     for path, tensor in hf._tensors(config).items():
         value = values[path][0] if tensor.stacked else values[path]
-        whole = {"text/layers/o": 1, "text/layers/q": 2, "text/layers/k": 2, "text/layers/v": 2}.get(path)  # the axis inside a head
-        cuts = [(0, n) if axis == whole else sorted(rng.choice(n + 1, 2, replace=False)) for axis, n in enumerate(value.shape)]
+        whole = {
+            "text/layers/o": 1,
+            "text/layers/q": 2,
+            "text/layers/k": 2,
+            "text/layers/v": 2,
+        }.get(path)  # the axis inside a head
+        cuts = [
+            (0, n) if axis == whole else sorted(rng.choice(n + 1, 2, replace=False))
+            for axis, n in enumerate(value.shape)
+        ]
         index = tuple(slice(int(start), int(stop)) for start, stop in cuts)
         block = tensor.read((file, stored[tensor.name.format(0)]), value.shape, index)
         np.testing.assert_array_equal(block, value[index], err_msg=path)
@@ -173,10 +211,15 @@ def test_what_load_is_asked_for_has_to_exist(model, tmp_path):
     hf.save(model, tmp_path / "model")
     for field in ("dtype", "param_dtype"):
         for wrong in ("bf16", "int8"):
-            with pytest.raises(ValueError, match=f"{field} = '{wrong}': .* give float32 or bfloat16"):
+            with pytest.raises(
+                ValueError, match=f"{field} = '{wrong}': .* give float32 or bfloat16"
+            ):
                 hf.load(tmp_path / "model", **{field: wrong})  # pyright: ignore[reportArgumentType]
     config = tmp_path / "model" / "config.json"
-    for content, message in (("{bad", "config.json: not JSON"), ("[]", "config.json: holds a list")):
+    for content, message in (
+        ("{bad", "config.json: not JSON"),
+        ("[]", "config.json: holds a list"),
+    ):
         config.write_text(content)
         with pytest.raises(ValueError, match=message):
             hf.load(tmp_path / "model")
@@ -194,8 +237,14 @@ def test_every_wrong_tensor_is_in_one_error(model, tmp_path):
     tensors = {name: value for name, value in tensors.items() if ".visual.blocks." not in name}
     other = "model-b.safetensors"
     save_file(tensors, file.rename(file.with_name("model-a.safetensors")))
-    save_file({"model.language_model.norm.weight": tensors["model.language_model.norm.weight"]}, file.with_name(other))
-    index = {"weight_map": {name: "model-a.safetensors" for name in tensors} | {"model.language_model.norm.weight": other}}
+    save_file(
+        {"model.language_model.norm.weight": tensors["model.language_model.norm.weight"]},
+        file.with_name(other),
+    )
+    index = {
+        "weight_map": {name: "model-a.safetensors" for name in tensors}
+        | {"model.language_model.norm.weight": other}
+    }
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError) as error:
         hf.load(tmp_path / "model")
@@ -208,9 +257,16 @@ def test_every_wrong_tensor_is_in_one_error(model, tmp_path):
 
 def test_a_tied_head_has_the_shape_of_the_embedding(published):
     head = "lm_head.weight"
-    file = next(file for file in published.glob("*.safetensors") if head in tensor_file.read_header(file).tensors)
+    file = next(
+        file
+        for file in published.glob("*.safetensors")
+        if head in tensor_file.read_header(file).tensors
+    )
     save_file(load_file(file) | {head: np.zeros((3, 2), np.float32)}, file)
-    with pytest.raises(ValueError, match=r"differ from the configuration's; 1 misshaped: lm_head.weight \(3, 2\), not \(64, 128\); check"):
+    with pytest.raises(
+        ValueError,
+        match=r"differ from the configuration's; 1 misshaped: lm_head.weight \(3, 2\), not \(64, 128\); check",
+    ):
         hf.load(published)
 
 
@@ -221,7 +277,9 @@ def test_a_folder_without_weights(tmp_path, config):
 
 def test_damaged_indexes_and_missing_files_are_named(published):
     (published / "model-b.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="lacks model-b.safetensors, named in model.safetensors.index.json"):
+    with pytest.raises(
+        FileNotFoundError, match="lacks model-b.safetensors, named in model.safetensors.index.json"
+    ):
         hf.load(published)
     index = published / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "../elsewhere.safetensors"}}))
@@ -241,11 +299,20 @@ def test_a_hub_id_is_fetched(published, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert hf_folder.local_folder("Qwen/Qwen3-VL-2B-Instruct") == published
-    assert set(asked["Qwen/Qwen3-VL-2B-Instruct"]) == {"*.safetensors", "*.json", "*.jinja", "*.txt", "LICENSE*"}
+    assert set(asked["Qwen/Qwen3-VL-2B-Instruct"]) == {
+        "*.safetensors",
+        "*.json",
+        "*.jinja",
+        "*.txt",
+        "LICENSE*",
+    }
 
 
 def test_an_id_that_cannot_be_had_is_named():
-    with pytest.raises(FileNotFoundError, match="Qwen/no-such-model: no such folder here, and the hub did not give it .*; check the id"):
+    with pytest.raises(
+        FileNotFoundError,
+        match="Qwen/no-such-model: no such folder here, and the hub did not give it .*; check the id",
+    ):
         hf.load("Qwen/no-such-model")  # the tests are offline
     with pytest.raises(FileNotFoundError, match="/no/such/folder: no such folder, and no hub id"):
         hf.load("/no/such/folder")
@@ -299,19 +366,27 @@ def test_a_file_system_without_locks_is_written_and_never_swept(tmp_path, monkey
 def test_a_killed_export_is_none_and_is_swept_away(tmp_path):
     target, other = tmp_path / "model", tmp_path / "model.v2"
     for folder in (target, other):
-        killed = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), str(folder)], timeout=60)
+        killed = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(KILLED), str(folder)], timeout=60
+        )
         assert killed.returncode == -signal.SIGKILL
     assert not target.exists()
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert len(left) == 2 and all(name.startswith(".model.") and name.endswith(".partial") for name in left)
+    assert len(left) == 2 and all(
+        name.startswith(".model.") and name.endswith(".partial") for name in left
+    )
     with hf_folder.appearing(target):
-        assert len(list(tmp_path.iterdir())) == 3, "young ones stay: a writer may be about to lock its own"
+        assert len(list(tmp_path.iterdir())) == 3, (
+            "young ones stay: a writer may be about to lock its own"
+        )
     target.rmdir()
     for name in left:
         grow_old(tmp_path / name)
     with hf_folder.appearing(target) as living:
         grow_old(living)
-        assert len(list(tmp_path.iterdir())) == 2, "the dead one of this name is gone, that of the other stays"
+        assert len(list(tmp_path.iterdir())) == 2, (
+            "the dead one of this name is gone, that of the other stays"
+        )
         with pytest.raises(InterruptedError), hf_folder.appearing(target):
             assert living.exists(), "a living writer keeps its files"
             raise InterruptedError
@@ -328,7 +403,9 @@ def test_an_export_says_its_type_and_its_context(config, tmp_path, dtype):
     expected = getattr(torch, np.dtype(dtype).name)
     read = transformers.AutoConfig.from_pretrained(tmp_path / "model")
     assert read.dtype == expected and read.text_config.max_position_embeddings == 262_144
-    theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype="auto")
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "model", dtype="auto"
+    )
     assert {parameter.dtype for parameter in theirs.parameters()} == {expected}
 
 
@@ -408,16 +485,28 @@ def test_a_trained_model_is_a_drop_in(tmp_path, assets):
     import transformers
 
     small = tiny(151_936)  # the vocabulary of the real tokenizer
-    text = dataclasses.replace(small.text, num_hidden_layers=2, hidden_size=32, intermediate_size=48, tie_word_embeddings=False)
-    config = dataclasses.replace(small, text=text, vision=dataclasses.replace(small.vision, out_hidden_size=32))
+    text = dataclasses.replace(
+        small.text,
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=48,
+        tie_word_embeddings=False,
+    )
+    config = dataclasses.replace(
+        small, text=text, vision=dataclasses.replace(small.vision, out_hidden_size=32)
+    )
     source, target = tmp_path / "source", tmp_path / "target"
     torch.manual_seed(0)
-    theirs = transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig.from_dict(to_hf(config)))
+    theirs = transformers.Qwen3VLForConditionalGeneration(
+        transformers.Qwen3VLConfig.from_dict(to_hf(config))
+    )
     theirs.to(torch.bfloat16).save_pretrained(source)
     for name in COMPANIONS - {"config.json"}:
         (source / name).write_bytes((assets / "qwen3_vl" / name).read_bytes())
     model = hf.load(source)
-    model.text.layers.q.set_value((model.text.layers.q[...] * 1.5).astype(jnp.bfloat16).astype(jnp.float32))  # some training
+    model.text.layers.q.set_value(
+        (model.text.layers.q[...] * 1.5).astype(jnp.bfloat16).astype(jnp.float32)
+    )  # some training
     hf.save(model, target, like=source)
 
     # AutoProcessor needs torchvision: the files it reads are those of the source.
@@ -425,20 +514,40 @@ def test_a_trained_model_is_a_drop_in(tmp_path, assets):
     assert filecmp.cmpfiles(source, target, names, shallow=False) == (names, [], [])
     assert transformers.AutoConfig.from_pretrained(target).model_type == "qwen3_vl"
     tokenizer = transformers.AutoTokenizer.from_pretrained(target)
-    image = {"type": "image", "image": np.random.default_rng(0).integers(0, 256, (256, 320, 3), np.uint8)}
-    messages = [{"role": "user", "content": [image, {"type": "text", "text": "When does the red car stop?"}]}]
+    image = {
+        "type": "image",
+        "image": np.random.default_rng(0).integers(0, 256, (256, 320, 3), np.uint8),
+    }
+    messages = [
+        {
+            "role": "user",
+            "content": [image, {"type": "text", "text": "When does the red car stop?"}],
+        }
+    ]
     inputs = Processor.load(target, config)(messages)
-    assert tokenizer.decode(inputs.ids[-12:]).endswith("the red car stop?<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode(inputs.ids[-12:]).endswith(
+        "the red car stop?<|im_end|>\n<|im_start|>assistant\n"
+    )
     ids = torch.tensor(inputs.ids[None], dtype=torch.long)
-    exported = transformers.AutoModelForImageTextToText.from_pretrained(target, dtype=torch.float32).eval()
+    exported = transformers.AutoModelForImageTextToText.from_pretrained(
+        target, dtype=torch.float32
+    ).eval()
     with torch.no_grad():
-        seen = {"pixel_values": torch.tensor(inputs.patches), "image_grid_thw": torch.tensor(inputs.grids)}
+        seen = {
+            "pixel_values": torch.tensor(inputs.patches),
+            "image_grid_thw": torch.tensor(inputs.grids),
+        }
         kinds = (ids == config.image_token_id).int()
-        expected, blind = (exported(input_ids=ids, mm_token_type_ids=kinds, **extra).logits[0].numpy() for extra in (seen, {}))
+        expected, blind = (
+            exported(input_ids=ids, mm_token_type_ids=kinds, **extra).logits[0].numpy()
+            for extra in (seen, {})
+        )
     layout = packed_layout(inputs.grids, len(inputs.patches), config.vision)
     features = model.vision(jnp.asarray(inputs.patches[None]), layout)
     sample = jnp.asarray(inputs.ids[None]), jnp.asarray(inputs.positions[:, None])
-    hidden, _ = model.text(*sample, visual=features, visual_index=jnp.asarray(inputs.visual_index[None]))
+    hidden, _ = model.text(
+        *sample, visual=features, visual_index=jnp.asarray(inputs.visual_index[None])
+    )
     assert np.abs(expected - blind).max() > 0.01, "the image counts"
     np.testing.assert_allclose(model.text.logits(hidden)[0], expected, atol=2e-5)
 
@@ -447,6 +556,8 @@ def test_a_runs_directory_says_where_its_model_lies(tmp_path):
     (tmp_path / "run" / "model").mkdir(parents=True)
     for folder in (tmp_path / "run", tmp_path / "run" / "model"):
         (folder / "config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match=r"run: holds no weights; the model lies in .*run/model, give that"):
+    with pytest.raises(
+        FileNotFoundError, match=r"run: holds no weights; the model lies in .*run/model, give that"
+    ):
         hf_folder.local_folder(tmp_path / "run")
     assert hf_folder.local_folder(tmp_path / "run" / "model") == tmp_path / "run" / "model"

@@ -50,7 +50,9 @@ LARGE = Qwen3VLConfig(
 
 def write_noise(folder, config, max_bytes):
     """A checkpoint in bfloat16 whose weights are random bits; the bytes of its weights, and those of the largest one."""
-    tensors = {name: (np.dtype(jnp.bfloat16), shape) for name, shape in hf.tensor_shapes(config).items()}
+    tensors = {
+        name: (np.dtype(jnp.bfloat16), shape) for name, shape in hf.tensor_shapes(config).items()
+    }
     headers, companions = hf_folder.new_files({"config.json": to_hf(config)}, tensors, max_bytes)
     folder.mkdir()
     for name, content in companions.items():
@@ -62,7 +64,9 @@ def write_noise(folder, config, max_bytes):
             file.write(header.content)
             for tensor in header.tensors.values():
                 sizes.append(tensor.end - tensor.start)
-                bits = rng.integers(0, 2**64, sizes[-1] // 8 + 1, np.uint64).view(np.uint8)[: sizes[-1]]
+                bits = rng.integers(0, 2**64, sizes[-1] // 8 + 1, np.uint64).view(np.uint8)[
+                    : sizes[-1]
+                ]
                 bits[1::2] &= 0xBF  # finite: NaNs may change on the way
                 file.write(bits.data)
     return sum(sizes), max(sizes)
@@ -103,10 +107,19 @@ LOAD = """
 def run(code, *argument_lists, devices):
     """What processes that run side by side print last, as JSON."""
     environment = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    commands = [[sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)] for arguments in argument_lists]
-    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for command in commands]
+    commands = [
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+        for arguments in argument_lists
+    ]
+    processes = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for command in commands
+    ]
     try:
-        return [json.loads(process.communicate(timeout=280)[0].splitlines()[-1]) for process in processes]
+        return [
+            json.loads(process.communicate(timeout=280)[0].splitlines()[-1])
+            for process in processes
+        ]
     finally:
         for process in processes:
             process.kill()
@@ -119,7 +132,9 @@ def test_the_host_holds_one_tensor_beside_the_shards(large, fsdp, tensor):
     (found,) = run(LOAD, (folder, fsdp, tensor), devices=fsdp * tensor)
     beside = found["used"] - found["shards"]
     assert total <= found["shards"] < 1.01 * total  # norms lie on every device
-    assert beside <= 1.5 * largest, f"{beside / 1e6:.0f} MB beside the shards; the largest tensor has {largest / 1e6:.0f} MB"
+    assert beside <= 1.5 * largest, (
+        f"{beside / 1e6:.0f} MB beside the shards; the largest tensor has {largest / 1e6:.0f} MB"
+    )
     _, row, column = found["corner"]
     name = "model.language_model.layers.5.mlp.down_proj.weight"
     where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
@@ -206,10 +221,20 @@ def test_where_one_process_fails_both_raise_and_end(tmp_path):
     write_noise(source, tiny(64), 500_000)
     first, second = run_two(FAILING, source, target)
     assert first["disk full"] == "OSError: [Errno 28] No space left on device"
-    assert second["disk full"] == f"RuntimeError: {target}: not written; process 0 failed: see the error there"
-    assert first["a file is missing"] == f"RuntimeError: {target}: not written; process 1 failed: see the error there"
+    assert (
+        second["disk full"]
+        == f"RuntimeError: {target}: not written; process 0 failed: see the error there"
+    )
+    assert (
+        first["a file is missing"]
+        == f"RuntimeError: {target}: not written; process 1 failed: see the error there"
+    )
     assert second["a file is missing"].startswith("FileNotFoundError")
-    assert first["it exists for the second alone"] == second["it exists for the second alone"] == "written"
+    assert (
+        first["it exists for the second alone"]
+        == second["it exists for the second alone"]
+        == "written"
+    )
     for process in (first, second):
         assert process["it exists for the first alone"].startswith("FileExistsError")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]

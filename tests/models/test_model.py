@@ -29,7 +29,10 @@ def model() -> Qwen3VL:
     rng = np.random.default_rng(0)  # not the model's own start, which takes seconds to compile
 
     def noise(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.asarray(rng.normal("norm" in str(path) and "bias" not in str(path), 0.13, leaf.shape), leaf.dtype)
+        return jnp.asarray(
+            rng.normal("norm" in str(path) and "bias" not in str(path), 0.13, leaf.shape),
+            leaf.dtype,
+        )
 
     return nnx.merge(graph, jax.tree_util.tree_map_with_path(noise, state))
 
@@ -41,8 +44,15 @@ def visual_batch() -> dict:
     ids = rng.integers(0, 97, (2, 24))
     index = np.full((2, 24), -1)
     index[0, [3, 7, 8]], index[1, [0, 5, 20]] = [0, 1, 2], [2, 0, 1]
-    positions = np.stack([np.arange(24), np.arange(24) + 3, np.arange(24) + 1])[:, None] + np.zeros((1, 2, 1), int)
-    return {"ids": ids, "positions": positions, "visual": rng.normal(size=(2, 3, 2, 128)).astype(np.float32), "visual_index": index}
+    positions = np.stack([np.arange(24), np.arange(24) + 3, np.arange(24) + 1])[:, None] + np.zeros(
+        (1, 2, 1), int
+    )
+    return {
+        "ids": ids,
+        "positions": positions,
+        "visual": rng.normal(size=(2, 3, 2, 128)).astype(np.float32),
+        "visual_index": index,
+    }
 
 
 @nnx.jit
@@ -66,7 +76,9 @@ def see(tower, patches, layout):
 
 
 def test_shapes_of_features_and_hidden_states(model, visual_batch):
-    assert see(model.vision, jnp.zeros((5, 16, 1536)), frame_layout((4, 4), CONFIG.vision)).shape == (5, 4, 2, 128)
+    assert see(
+        model.vision, jnp.zeros((5, 16, 1536)), frame_layout((4, 4), CONFIG.vision)
+    ).shape == (5, 4, 2, 128)
     hidden, kv = run(model.text, visual_batch)
     assert hidden.shape == (2, 24, 128) and kv.k.shape == kv.v.shape == (3, 2, 24, 2, 64)
     assert model.text.logits(hidden).shape == (2, 24, 97)
@@ -76,7 +88,12 @@ def test_an_images_features_depend_on_it_alone(model):
     patches = np.random.default_rng(0).normal(size=(3, 8, 1536)).astype(np.float32)
     together = see(model.vision, patches, frame_layout((2, 4), CONFIG.vision))
     close(together[1], see(model.vision, patches[1:2], frame_layout((2, 4), CONFIG.vision))[0])
-    assert np.abs(np.asarray(together - see(model.vision, patches, frame_layout((4, 2), CONFIG.vision)))).max() > 1e-3
+    assert (
+        np.abs(
+            np.asarray(together - see(model.vision, patches, frame_layout((4, 2), CONFIG.vision)))
+        ).max()
+        > 1e-3
+    )
 
 
 def test_any_mix_of_grids_runs_one_program_and_each_frame_stands_alone(model):
@@ -94,7 +111,9 @@ def test_any_mix_of_grids_runs_one_program_and_each_frame_stands_alone(model):
         at = 0
         for t, h, w in grids:
             for _ in range(t):
-                alone = see(model.vision, patches[:, at : at + h * w], frame_layout((h, w), CONFIG.vision))
+                alone = see(
+                    model.vision, patches[:, at : at + h * w], frame_layout((h, w), CONFIG.vision)
+                )
                 close(packed[0, at // 4 : (at + h * w) // 4], alone[0])
                 at += h * w
     assert traces == [(1, 32, 1536)]
@@ -103,8 +122,14 @@ def test_any_mix_of_grids_runs_one_program_and_each_frame_stands_alone(model):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: frame_layout((2, 3), CONFIG.vision), r"grid = \(1, 2, 3\): sides are multiples of 2"),
-        (lambda: packed_layout([(1, 4, 4), (2, 2, 2)], 20, CONFIG.vision), "size = 20: holds all 24 patches"),
+        (
+            lambda: frame_layout((2, 3), CONFIG.vision),
+            r"grid = \(1, 2, 3\): sides are multiples of 2",
+        ),
+        (
+            lambda: packed_layout([(1, 4, 4), (2, 2, 2)], 20, CONFIG.vision),
+            "size = 20: holds all 24 patches",
+        ),
         (lambda: packed_layout([(1, 2, 2)], 6, CONFIG.vision), "size = 6: .* multiple of 4"),
     ],
 )
@@ -123,12 +148,19 @@ def test_every_visual_level_and_position_axis_counts(model, visual_batch):
     for level in range(2):
         visual = visual_batch["visual"].copy()
         visual[:, :, level] += 1
-        changed = np.abs(np.asarray(run(model.text, visual_batch | {"visual": visual})[0]) - hidden).max(-1)
+        changed = np.abs(
+            np.asarray(run(model.text, visual_batch | {"visual": visual})[0]) - hidden
+        ).max(-1)
         assert (changed[0, :3] == 0).all() and (changed[0, 3:] > 0).all()
     for axis in range(3):
         positions = visual_batch["positions"].copy()
         positions[axis, :, 12:] += 5
-        assert np.abs(np.asarray(run(model.text, visual_batch | {"positions": positions})[0]) - hidden)[:, 12:].max() > 1e-3
+        assert (
+            np.abs(
+                np.asarray(run(model.text, visual_batch | {"positions": positions})[0]) - hidden
+            )[:, 12:].max()
+            > 1e-3
+        )
 
 
 def test_suffixes_over_a_shared_prefix_equal_whole_rows(model, visual_batch):
@@ -140,13 +172,17 @@ def test_suffixes_over_a_shared_prefix_equal_whole_rows(model, visual_batch):
     _, prefix = run(model.text, visual_batch | {"segment_ids": valid.astype(np.int32)})
     start = np.repeat(lengths + 2, g)[:, None] + np.arange(t)
     positions = np.broadcast_to(start, (3, p * g, t))
-    hidden, kv = run(model.text, {"ids": suffix, "positions": positions, "prefix": prefix, "prefix_mask": valid})
+    hidden, kv = run(
+        model.text, {"ids": suffix, "positions": positions, "prefix": prefix, "prefix_mask": valid}
+    )
     for row in range(p * g):
         r, n = row // g, lengths[row // g]
         text = np.full((1, t), -1)
         batch = {
             "ids": np.concatenate([visual_batch["ids"][r : r + 1, :n], suffix[row : row + 1]], 1),
-            "positions": np.concatenate([visual_batch["positions"][:, r : r + 1, :n], positions[:, row : row + 1]], 2),
+            "positions": np.concatenate(
+                [visual_batch["positions"][:, r : r + 1, :n], positions[:, row : row + 1]], 2
+            ),
             "visual": visual_batch["visual"][r : r + 1],
             "visual_index": np.concatenate([visual_batch["visual_index"][r : r + 1, :n], text], 1),
         }
@@ -176,10 +212,24 @@ def test_gradients_through_a_shared_prefix_equal_those_of_whole_rows(model):
 def test_packed_segments_equal_each_alone(model, visual_batch):
     """Two rows with visual vectors, one of words alone and some padding share a row; each keeps its positions."""
     rng = np.random.default_rng(3)
-    words = {"ids": rng.integers(0, 97, (1, 9)), "positions": spots(0, 9, 1), "visual_index": np.full((1, 9), -1)}
+    words = {
+        "ids": rng.integers(0, 97, (1, 9)),
+        "positions": spots(0, 9, 1),
+        "visual_index": np.full((1, 9), -1),
+    }
     per_row = {"ids": 0, "positions": 1, "visual_index": 0}
-    parts = [{name: visual_batch[name].take([row], axis) for name, axis in per_row.items()} for row in (0, 1)]
-    parts += [words, {"ids": np.zeros((1, 3), int), "positions": spots(0, 3, 1), "visual_index": np.full((1, 3), -1)}]
+    parts = [
+        {name: visual_batch[name].take([row], axis) for name, axis in per_row.items()}
+        for row in (0, 1)
+    ]
+    parts += [
+        words,
+        {
+            "ids": np.zeros((1, 3), int),
+            "positions": spots(0, 3, 1),
+            "visual_index": np.full((1, 3), -1),
+        },
+    ]
     packed = {name: np.concatenate([part[name] for part in parts], -1) for name in per_row}
     packed["visual_index"][:, 24:48] += 3 * (packed["visual_index"][:, 24:48] >= 0)
     packed["visual"] = visual_batch["visual"].reshape(1, 6, 2, 128)
@@ -199,13 +249,17 @@ def test_decoding_one_by_one_equals_the_whole_row(model, visual_batch):
     cache = DenseCache.prefilled(tuple(x[:, :, :at] for x in kv), jnp.ones((2, at), bool), 30 - at)
     decode = nnx.jit(lambda text, ids, positions, cache: text.decode(ids, positions, cache))
     for i in range(at, 24):
-        one, cache = decode(model.text, visual_batch["ids"][:, i], visual_batch["positions"][:, :, i], cache)
+        one, cache = decode(
+            model.text, visual_batch["ids"][:, i], visual_batch["positions"][:, :, i], cache
+        )
         cache = cache.advance(jnp.ones(2, bool))
         close(one, hidden[:, i])
     k, v = cache.since(0)
     close(k[:, :, :24], kv.k)
     close(v[:, :, :24], kv.v)
-    assert (np.asarray(v[:, :, 24:]) == 0).all() and (np.asarray(cache.valid) == (np.arange(30) < 24)).all()
+    assert (np.asarray(v[:, :, 24:]) == 0).all() and (
+        np.asarray(cache.valid) == (np.arange(30) < 24)
+    ).all()
 
 
 POLICIES = ("none", "full", "attention", "dots", "offload")
@@ -217,7 +271,9 @@ def loss_of(text, batch, remat):
 
 def test_remat_changes_nothing(model, visual_batch):
     def everything(policy):
-        return nnx.jit(nnx.value_and_grad(lambda text: loss_of(text, visual_batch, policy)))(model.text)
+        return nnx.jit(nnx.value_and_grad(lambda text: loss_of(text, visual_batch, policy)))(
+            model.text
+        )
 
     value, gradients = everything("none")
     for policy in ("full", "attention"):  # the others in tests/train/test_step_meshes.py
@@ -234,19 +290,31 @@ def test_a_policy_says_what_is_saved(model, visual_batch, capsys):
 
     def saved(policy: str) -> tuple[int, float]:
         """How many arrays with a layer axis, and their size in inputs of the layers."""
-        print_saved_residuals(lambda state: loss_of(nnx.merge(graph, state), visual_batch, policy), state)
+        print_saved_residuals(
+            lambda state: loss_of(nnx.merge(graph, state), visual_batch, policy), state
+        )
         lines = [line for line in capsys.readouterr().out.splitlines() if "argument" not in line]
-        shapes = [[int(n) for n in found[1].split(",")] for line in lines if (found := re.search(r"\[(\d[\d,]*)\]", line))]
+        shapes = [
+            [int(n) for n in found[1].split(",")]
+            for line in lines
+            if (found := re.search(r"\[(\d[\d,]*)\]", line))
+        ]
         sizes = [math.prod(shape) for shape in shapes if len(shape) > 1 and shape[0] == layers]
         return len(sizes), sum(sizes) / (layers * tokens * model.config.text.hidden_size)
 
     found = {policy: saved(policy) for policy in POLICIES}
     assert found["full"] == found["offload"] == (1, 1)
-    assert found["attention"][0] == 3 and 1 < found["attention"][1] < found["dots"][1] < found["none"][1]
+    assert (
+        found["attention"][0] == 3
+        and 1 < found["attention"][1] < found["dots"][1] < found["none"][1]
+    )
 
 
 def test_an_unknown_policy_is_refused(model, visual_batch):
-    with pytest.raises(ValueError, match="remat: 'ful' is unknown; choose one of none, full, attention, dots, offload"):
+    with pytest.raises(
+        ValueError,
+        match="remat: 'ful' is unknown; choose one of none, full, attention, dots, offload",
+    ):
         loss_of(model.text, visual_batch, "ful")
 
 
@@ -255,16 +323,25 @@ def test_token_logprobs(model, visual_batch, chunk):
     hidden, _ = run(model.text, visual_batch)
     targets = visual_batch["ids"]
     full = jax.nn.log_softmax(model.text.logits(hidden) / 0.7)
-    close(model.text.token_logprobs(hidden, targets, 0.7, chunk), np.take_along_axis(np.asarray(full), targets[..., None], -1)[..., 0])
+    close(
+        model.text.token_logprobs(hidden, targets, 0.7, chunk),
+        np.take_along_axis(np.asarray(full), targets[..., None], -1)[..., 0],
+    )
 
 
 def test_chunked_logprobs_never_hold_the_whole_vocabulary_axis(model):
     def program(chunk):
-        loss = lambda hidden: model.text.token_logprobs(hidden, np.zeros((2, 64), int), 1.0, chunk).sum()  # noqa: E731
+        def loss(hidden):
+            return model.text.token_logprobs(hidden, np.zeros((2, 64), int), 1.0, chunk).sum()
+
         return str(jax.make_jaxpr(jax.grad(loss))(jnp.zeros((2, 64, 128))))
 
     assert "[2,64,97]" in program(None)
-    assert "[2,64,97]" not in program(8) and "[8,2,8,97]" not in program(8) and "[2,8,97]" in program(8)
+    assert (
+        "[2,64,97]" not in program(8)
+        and "[8,2,8,97]" not in program(8)
+        and "[2,8,97]" in program(8)
+    )
 
 
 def test_visual_without_index_is_refused(model, visual_batch):
@@ -275,17 +352,24 @@ def test_visual_without_index_is_refused(model, visual_batch):
 def test_bfloat16_stays_near_float32(model, visual_batch):
     """From patches to logits and loss, with weights of either type."""
     rng = np.random.default_rng(4)
-    patches, layout = rng.normal(size=(2, 12, 1536)).astype(np.float32), frame_layout((2, 6), CONFIG.vision)
+    patches, layout = (
+        rng.normal(size=(2, 12, 1536)).astype(np.float32),
+        frame_layout((2, 6), CONFIG.vision),
+    )
 
     @nnx.jit
     def logits_and_loss(model):
         hidden, _ = model.text(**visual_batch | {"visual": model.vision(patches, layout)})
-        return model.text.logits(hidden), -model.text.token_logprobs(hidden[:, :-1], visual_batch["ids"][:, 1:], 1.0).mean()
+        return model.text.logits(hidden), -model.text.token_logprobs(
+            hidden[:, :-1], visual_batch["ids"][:, 1:], 1.0
+        ).mean()
 
     exact, loss = logits_and_loss(model)
     for param_dtype in (jnp.float32, jnp.bfloat16):
         graph, _ = nnx.split(abstract_model(CONFIG, dtype=jnp.bfloat16, param_dtype=param_dtype))
-        low, low_loss = logits_and_loss(nnx.merge(graph, jax.tree.map(lambda p, t=param_dtype: p.astype(t), nnx.state(model))))
+        low, low_loss = logits_and_loss(
+            nnx.merge(graph, jax.tree.map(lambda p, t=param_dtype: p.astype(t), nnx.state(model)))
+        )
         assert low.dtype == low_loss.dtype == jnp.float32
         assert 0 < jnp.mean(jnp.abs(low - exact)) <= BF16_LOGITS * jnp.mean(jnp.abs(exact))
         assert 0 < jnp.abs(low_loss - loss) <= BF16_LOSS * loss

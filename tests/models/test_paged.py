@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel, ref_ragged_paged_attention
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
+    kernel,
+    ref_ragged_paged_attention,
+)
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from models.attention import DenseCache, PagedCache, paged
@@ -35,7 +38,11 @@ def paged_cache(kv: KV, lengths: np.ndarray, page: int, pages: int) -> PagedCach
         for at in range(length):
             slot = pool[:, tables[row, at // page], at % page]
             slot[:, 0::2], slot[:, 1::2] = kv.k[:, row, at], kv.v[:, row, at]
-    return PagedCache(jnp.asarray(pool, kv.k.dtype), jnp.asarray(tables, jnp.int32), jnp.asarray(lengths, jnp.int32))
+    return PagedCache(
+        jnp.asarray(pool, kv.k.dtype),
+        jnp.asarray(tables, jnp.int32),
+        jnp.asarray(lengths, jnp.int32),
+    )
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -64,14 +71,18 @@ def test_equals_a_dense_cache(page):
         pool[1, *at] = jnp.stack([new_k, new_v], 2).reshape(b, 2 * k, h)
         held += going
     np.testing.assert_array_equal(cache.lengths, held)
-    np.testing.assert_array_equal(cache.pages, pool)  # other layers, pages and slots are as they were
+    np.testing.assert_array_equal(
+        cache.pages, pool
+    )  # other layers, pages and slots are as they were
 
 
 def test_a_row_whose_pages_are_full_keeps_them():
     kv = KV(draw(2, 2, 8, 1, 8), draw(2, 2, 8, 1, 8))
     cache = paged_cache(kv, np.array([8, 3]), 4, 2)
     pages, held = np.asarray(cache.pages), np.asarray(cache.tables)[0]
-    out, after = one_token(cache, jnp.int32(0), draw(2, 2, 8), draw(2, 1, 8), draw(2, 1, 8), np.array([False, True]))
+    out, after = one_token(
+        cache, jnp.int32(0), draw(2, 2, 8), draw(2, 1, 8), draw(2, 1, 8), np.array([False, True])
+    )
     assert np.isfinite(out).all()
     np.testing.assert_array_equal(np.asarray(after.pages)[:, held], pages[:, held])
     assert (np.asarray(after.pages) != pages).sum() == 2 * 8
@@ -95,8 +106,16 @@ def test_what_the_kernel_is_given_means_the_same(monkeypatch, dtype):
     monkeypatch.setattr(paged, "ragged_paged_attention", reference)
     monkeypatch.setattr(paged, "platform", lambda: "tpu")
     found, written = cache.attend(jnp.int32(2), *token)
-    assert calls == [{"num_kv_pages_per_block": 3, "num_queries_per_block": 3}] and found.dtype == dtype
-    np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), atol=1e-5 if dtype == jnp.float32 else 0.02, rtol=0)
+    assert (
+        calls == [{"num_kv_pages_per_block": 3, "num_queries_per_block": 3}]
+        and found.dtype == dtype
+    )
+    np.testing.assert_allclose(
+        found.astype(jnp.float32),
+        expected.astype(jnp.float32),
+        atol=1e-5 if dtype == jnp.float32 else 0.02,
+        rtol=0,
+    )
     np.testing.assert_array_equal(written.pages, after.pages)
 
 
@@ -116,7 +135,10 @@ def test_the_decoder_gets_the_same_hidden_states(text):
     ids = rng.integers(0, 97, (4, 9 + steps))
     expected, whole = text(ids, jnp.broadcast_to(jnp.arange(9 + steps), (3, 4, 9 + steps)))
     kv = KV(*(x[:, :, :9] for x in whole))
-    cache, dense = paged_cache(kv, lengths, page, 4), DenseCache.prefilled(kv, jnp.arange(9) < lengths[:, None], steps)
+    cache, dense = (
+        paged_cache(kv, lengths, page, 4),
+        DenseCache.prefilled(kv, jnp.arange(9) < lengths[:, None], steps),
+    )
     decode = nnx.jit(lambda text, ids, positions, cache: text.decode(ids, positions, cache))
     rows, going = np.arange(4), jnp.ones(4, bool)
     for at in (lengths + step for step in range(steps)):
@@ -130,7 +152,11 @@ def test_the_decoder_gets_the_same_hidden_states(text):
 
 def shapes(c: int, h: int, dtype) -> PagedCache:
     array = jax.ShapeDtypeStruct
-    pages, tables, lengths = array((2, 9, 16, c, h), dtype), array((4, 2), jnp.int32), array((4,), jnp.int32)
+    pages, tables, lengths = (
+        array((2, 9, 16, c, h), dtype),
+        array((4, 2), jnp.int32),
+        array((4,), jnp.int32),
+    )
     return PagedCache(pages, tables, lengths)  # pyright: ignore[reportArgumentType]
 
 
@@ -155,11 +181,19 @@ def test_what_the_kernel_supports(c, h, dtype, devices, expected):
     assert paged.supports(cache.pages, devices) == expected
 
 
-@pytest.mark.parametrize(("platform", "h", "tensor", "uses"), [("tpu", 128, 2, True), ("tpu", 64, 2, False), ("cpu", 128, 2, False)])
+@pytest.mark.parametrize(
+    ("platform", "h", "tensor", "uses"),
+    [("tpu", 128, 2, True), ("tpu", 64, 2, False), ("cpu", 128, 2, False)],
+)
 def test_the_mesh_says_where_it_will_run(platform, h, tensor, uses):
-    cache, token = shapes(8, h, jnp.bfloat16), [jax.ShapeDtypeStruct((4, n, h), jnp.bfloat16) for n in (8, 4, 4)]
+    cache, token = (
+        shapes(8, h, jnp.bfloat16),
+        [jax.ShapeDtypeStruct((4, n, h), jnp.bfloat16) for n in (8, 4, 4)],
+    )
     device = AbstractDevice(device_kind="any", num_cores=1, platform=platform)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1, 1, tensor), MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)):
+    with jax.sharding.use_abstract_mesh(
+        AbstractMesh((1, 1, tensor), MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)
+    ):
         program = str(jax.make_jaxpr(lambda cache, *token: cache.attend(1, *token))(cache, *token))
     assert "shard_map" in program and ("pallas_call" in program) == uses
 
@@ -199,7 +233,8 @@ def test_eight_devices_equal_one():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("topology", "tensor", "dtype"), [("v5e:2x2", 4, "bfloat16"), ("v6e:2x2", 1, "bfloat16"), ("v5e:2x2", 4, "float32")]
+    ("topology", "tensor", "dtype"),
+    [("v5e:2x2", 4, "bfloat16"), ("v6e:2x2", 1, "bfloat16"), ("v5e:2x2", 4, "float32")],
 )
 def test_decoding_compiles_for_tpu_without_a_copy_of_the_pool(topology, tensor, dtype):
     """Four tokens through four layers of the 8B model on a topology that this machine lacks: 32 rows, half a million tokens of pages."""

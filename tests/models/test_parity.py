@@ -39,15 +39,25 @@ def recorded(name: str, folder: Path) -> Pair:
     groups: dict[str, dict[str, np.ndarray]] = {}
     for key, value in np.load(RECORDED[name]).items():
         group, _, rest = key.partition(" ")
-        groups.setdefault(group, {})[rest] = value.astype(np.float32) if value.dtype == np.float16 else value
+        groups.setdefault(group, {})[rest] = (
+            value.astype(np.float32) if value.dtype == np.float16 else value
+        )
     write_model(folder, json.loads(str(groups["config"][""])), groups["weight"])
-    gradients = {name: norm * x for (name, x), norm in zip(groups["gradient"].items(), groups["norms"][""], strict=True)}
-    sample, theirs = Sample(**groups["sample"]), Results(modules=groups["module"], gradients=gradients, **groups["result"])
+    gradients = {
+        name: norm * x
+        for (name, x), norm in zip(groups["gradient"].items(), groups["norms"][""], strict=True)
+    }
+    sample, theirs = (
+        Sample(**groups["sample"]),
+        Results(modules=groups["module"], gradients=gradients, **groups["result"]),
+    )
     return Pair(parity_ours.results(folder, sample, sample, theirs.modules), theirs, sample)
 
 
 SOURCES = [pytest.param((recorded, name), id=f"recorded: {name}") for name in RECORDED]
-SOURCES += [pytest.param((live, name), id=f"live: {name}", marks=pytest.mark.parity) for name in CASES]
+SOURCES += [
+    pytest.param((live, name), id=f"live: {name}", marks=pytest.mark.parity) for name in CASES
+]
 
 
 @pytest.fixture(scope="module", params=SOURCES)
@@ -57,7 +67,9 @@ def pair(request, tmp_path_factory) -> Pair:
 
 
 def test_positions(pair):
-    np.testing.assert_array_equal(pair.ours.positions[:, pair.sample.valid], pair.theirs.positions[:, pair.sample.valid])
+    np.testing.assert_array_equal(
+        pair.ours.positions[:, pair.sample.valid], pair.theirs.positions[:, pair.sample.valid]
+    )
 
 
 def test_every_modules_output(pair):
@@ -65,7 +77,9 @@ def test_every_modules_output(pair):
     assert pair.ours.modules.keys() == pair.theirs.modules.keys() - inputs
     for name, ours in pair.ours.modules.items():
         theirs = pair.theirs.modules[name]
-        np.testing.assert_allclose(ours, theirs, atol=MODULE * np.abs(theirs).max(), rtol=0, err_msg=name)
+        np.testing.assert_allclose(
+            ours, theirs, atol=MODULE * np.abs(theirs).max(), rtol=0, err_msg=name
+        )
 
 
 def test_logits(pair):
@@ -84,4 +98,6 @@ def test_gradients_of_every_parameter(pair):
     assert reached == pair.theirs.gradients.keys() <= pair.ours.gradients.keys()
     for name, theirs in pair.theirs.gradients.items():
         difference = np.linalg.norm(pair.ours.gradients[name] - theirs)
-        assert difference <= GRADIENT * np.linalg.norm(theirs), f"{name}: {difference} of {np.linalg.norm(theirs)}"
+        assert difference <= GRADIENT * np.linalg.norm(theirs), (
+            f"{name}: {difference} of {np.linalg.norm(theirs)}"
+        )

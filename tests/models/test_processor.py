@@ -29,14 +29,20 @@ from paravt_jax.records import Frame, Question, QuestionKind
 LIMITS = (4096, 65_536)
 
 
-@pytest.mark.parametrize(("size", "expected"), [((32, 32), (32, 32)), ((720, 1280), (160, 288)), ((10, 12), (32, 32))])
+@pytest.mark.parametrize(
+    ("size", "expected"), [((32, 32), (32, 32)), ((720, 1280), (160, 288)), ((10, 12), (32, 32))]
+)
 def test_smart_resize_of_known_frames(size, expected):
     assert smart_resize(size[0], size[1], 784, 50_176) == expected
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((0, 5), "at least 1 pixel"), ((1, 201), "200 times"), ((64, 64, 5000, 4000), "max_pixels = 4000: at least min_pixels = 5000")],
+    [
+        ((0, 5), "at least 1 pixel"),
+        ((1, 201), "200 times"),
+        ((64, 64, 5000, 4000), "max_pixels = 4000: at least min_pixels = 5000"),
+    ],
 )
 def test_smart_resize_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -53,11 +59,19 @@ def test_patches_hold_the_pixels_of_their_place_twice():
     frames = np.random.default_rng(0).integers(0, 256, (2, 8, 12, 3), np.uint8)
     patches = patchify(frames, patch=2, merge=2, temporal=2)
     assert patches.shape == (2, 24, 24) and patches.dtype == np.float32
-    cells = [(y, x) for by in range(2) for bx in range(3) for y in (2 * by, 2 * by + 1) for x in (2 * bx, 2 * bx + 1)]
+    cells = [
+        (y, x)
+        for by in range(2)
+        for bx in range(3)
+        for y in (2 * by, 2 * by + 1)
+        for x in (2 * bx, 2 * bx + 1)
+    ]
     for number, (y, x) in enumerate(cells):
         pixels = frames[1, 2 * y : 2 * y + 2, 2 * x : 2 * x + 2].transpose(2, 0, 1) / 127.5 - 1
         for time in range(2):
-            np.testing.assert_allclose(patches[1, number].reshape(3, 2, 2, 2)[:, time], pixels, atol=1e-6)
+            np.testing.assert_allclose(
+                patches[1, number].reshape(3, 2, 2, 2)[:, time], pixels, atol=1e-6
+            )
     assert patches.min() >= -1 and patches.max() <= 1
 
 
@@ -77,11 +91,16 @@ def test_a_videos_patches_hold_two_frames_each_and_the_last_fills_up():
 
 def test_an_image_is_shown_as_a_frame_is_unless_a_side_is_nearly_nothing():
     assert image_size(300, 500, LIMITS) == smart_resize(300, 500, *LIMITS)
-    assert image_size(12, 1000, (16_384, 10**6)) == (32, 1184) and smart_resize(12, 1000, 16_384, 10**6) == (32, 992)
+    assert image_size(12, 1000, (16_384, 10**6)) == (32, 1184) and smart_resize(
+        12, 1000, 16_384, 10**6
+    ) == (32, 992)
 
 
 def test_a_videos_limits_hold_for_all_its_frames_together():
-    assert video_size(2, 256, 128, LIMITS) == (256, 128) and video_size(8, 256, 128, LIMITS) == (128, 64)
+    assert video_size(2, 256, 128, LIMITS) == (256, 128) and video_size(8, 256, 128, LIMITS) == (
+        128,
+        64,
+    )
     assert video_size(2, 10, 12, LIMITS) == (64, 64)
     with pytest.raises(ValueError, match="1 frames, at least 2; give a single frame as an image"):
         video_size(1, 256, 128, LIMITS)
@@ -90,7 +109,15 @@ def test_a_videos_limits_hold_for_all_its_frames_together():
 
 
 @pytest.mark.parametrize(
-    ("frames", "fps", "count"), [(100, 25.0, 8), (100, 10.0, 20), (60, 30.0, 4), (3, 30.0, 3), (1, 1.0, 1), (100_000, 30.0, 768)]
+    ("frames", "fps", "count"),
+    [
+        (100, 25.0, 8),
+        (100, 10.0, 20),
+        (60, 30.0, 4),
+        (3, 30.0, 3),
+        (1, 1.0, 1),
+        (100_000, 30.0, 768),
+    ],
 )
 def test_frames_of_a_video_are_two_a_second_within_bounds_and_reach_both_ends(frames, fps, count):
     indices = video_frame_indices(frames, fps)
@@ -98,20 +125,28 @@ def test_frames_of_a_video_are_two_a_second_within_bounds_and_reach_both_ends(fr
     assert np.ptp(np.diff(indices)) <= 1 if count > 1 else True
 
 
-@pytest.mark.parametrize(("frames", "fps"), [(0, 30.0), (10, 0.0), (10, float("inf")), (10, float("nan"))])
+@pytest.mark.parametrize(
+    ("frames", "fps"), [(0, 30.0), (10, 0.0), (10, float("inf")), (10, float("nan"))]
+)
 def test_a_video_without_frames_or_rate_is_refused(frames, fps):
     with pytest.raises(ValueError, match="both are above 0"):
         video_frame_indices(frames, fps)
 
 
 def test_a_slice_stands_at_the_middle_of_its_frames():
-    assert slice_times([0.0, 0.5, 1.0]) == [0.25, 1.0] and slice_times([0.0, 1.0, 5.0, 6.0], 4) == [3.0]
+    assert slice_times([0.0, 0.5, 1.0]) == [0.25, 1.0] and slice_times([0.0, 1.0, 5.0, 6.0], 4) == [
+        3.0
+    ]
 
 
 @pytest.fixture(scope="module")
 def processor(assets) -> Processor:
     folder = assets / "qwen3_vl"
-    return dataclasses.replace(Processor.load(folder, from_hf(folder / "config.json")), image_limits=LIMITS, video_limits=LIMITS)
+    return dataclasses.replace(
+        Processor.load(folder, from_hf(folder / "config.json")),
+        image_limits=LIMITS,
+        video_limits=LIMITS,
+    )
 
 
 def pixels(*shape: int) -> np.ndarray:
@@ -129,14 +164,23 @@ def shown(processor: Processor, image) -> np.ndarray:
 def test_the_limits_of_the_folder_hold_until_they_are_replaced(assets, processor):
     folder = assets / "qwen3_vl"
     published = Processor.load(folder, processor.config)
-    assert published.image_limits == (65_536, 16_777_216) and published.video_limits == (4096, 25_165_824)
+    assert published.image_limits == (65_536, 16_777_216) and published.video_limits == (
+        4096,
+        25_165_824,
+    )
     image = {"type": "image", "image": pixels(64, 64)}
-    assert published(ask(image)).grids == [(1, 16, 16)] and processor(ask(image)).grids == [(1, 4, 4)]
+    assert published(ask(image)).grids == [(1, 16, 16)] and processor(ask(image)).grids == [
+        (1, 4, 4)
+    ]
 
 
 def test_text_alone_has_no_patches(processor):
     inputs = processor([{"role": "user", "content": "Hello."}], add_generation_prompt=False)
-    assert inputs.patches.shape == (0, 1536) and inputs.grids == [] and (inputs.visual_index == -1).all()
+    assert (
+        inputs.patches.shape == (0, 1536)
+        and inputs.grids == []
+        and (inputs.visual_index == -1).all()
+    )
     assert processor.tokenizer.decode(inputs.ids) == "<|im_start|>user\nHello.<|im_end|>\n"
 
 
@@ -167,13 +211,27 @@ def test_a_video_is_written_as_timed_slices_inside_one_pair_of_marks(processor):
 
 def test_the_protocols_timed_images_are_what_the_processor_makes_of_them(assets, processor):
     frames = [Frame("a.mp4", i, time) for i, time in enumerate((0.0, 12.5, 139.96))]
-    question = Question("q", "a.mp4", "Which colour?", QuestionKind.MULTIPLE_CHOICE, "A", ("red", "blue"))
+    question = Question(
+        "q", "a.mp4", "Which colour?", QuestionKind.MULTIPLE_CHOICE, "A", ("red", "blue")
+    )
     ours = protocol.Protocol(tokenizer.load(assets / "qwen3_vl"), protocol.ProtocolSettings())
     ids = np.concatenate([ours.overview(frames, 6).ids, ours.question(question).ids])
-    system = protocol.system_text(True).removeprefix("<|im_start|>system\n").removesuffix("<|im_end|>\n")
-    images = [({"type": "text", "text": f"<{f.time:.1f} seconds>"}, {"type": "image", "image": pixels(64, 96)}) for f in frames]
-    content = [item for pair in images for item in pair] + [{"type": "text", "text": protocol.question_text(question)}]
-    inputs = processor([{"role": "system", "content": system}, {"role": "user", "content": content}])
+    system = (
+        protocol.system_text(True).removeprefix("<|im_start|>system\n").removesuffix("<|im_end|>\n")
+    )
+    images = [
+        (
+            {"type": "text", "text": f"<{f.time:.1f} seconds>"},
+            {"type": "image", "image": pixels(64, 96)},
+        )
+        for f in frames
+    ]
+    content = [item for pair in images for item in pair] + [
+        {"type": "text", "text": protocol.question_text(question)}
+    ]
+    inputs = processor(
+        [{"role": "system", "content": system}, {"role": "user", "content": content}]
+    )
     np.testing.assert_array_equal(inputs.ids, ids)
 
 
@@ -184,18 +242,33 @@ FRAMES = np.zeros((4, 64, 64, 3), np.uint8)
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        (ask({"type": "image", "image": np.zeros((64, 64, 3), np.float32)}), r"image: float32 \[64, 64, 3\]; give uint8"),
+        (
+            ask({"type": "image", "image": np.zeros((64, 64, 3), np.float32)}),
+            r"image: float32 \[64, 64, 3\]; give uint8",
+        ),
         (ask({"type": "image", "image": np.zeros((64, 64), np.uint8)}), r"image: uint8 \[64, 64\]"),
         (ask({"type": "image", "image": [[1]]}), "image: list; give uint8"),
-        (ask({"type": "image", "image": np.zeros((0, 5, 3), np.uint8)}), "0 x 5: both sides are at least 1 pixel"),
-        (ask({"type": "video", "video": "a.mp4"}), r"video: str; give \(frames, times in seconds\)"),
+        (
+            ask({"type": "image", "image": np.zeros((0, 5, 3), np.uint8)}),
+            "0 x 5: both sides are at least 1 pixel",
+        ),
+        (
+            ask({"type": "video", "video": "a.mp4"}),
+            r"video: str; give \(frames, times in seconds\)",
+        ),
         (ask({"type": "video", "video": (FRAMES[0], [0.0])}), r"frames are uint8 \[64, 64, 3\]"),
         (ask({"type": "video", "video": (FRAMES, [0.0, 1.0])}), "2 times for 4 frames"),
-        (ask({"type": "video", "video": (FRAMES, [0.0, 1.0, 2.0, float("nan")])}), "its finite time"),
+        (
+            ask({"type": "video", "video": (FRAMES, [0.0, 1.0, 2.0, float("nan")])}),
+            "its finite time",
+        ),
         (ask({"type": "video", "video": (FRAMES[:0], [])}), "0 frames, at least 2"),
         (ask({"type": "image_url", "image_url": "a.png"}), "of type 'image_url'"),
         (ask({"type": "image", "url": "a.png"}), "of type 'image'"),
-        (ask(IMAGE, {"type": "text", "text": "<|image_pad|>"}), "2 placeholders for 1 images and videos; write no placeholders"),
+        (
+            ask(IMAGE, {"type": "text", "text": "<|image_pad|>"}),
+            "2 placeholders for 1 images and videos; write no placeholders",
+        ),
         (ask({"type": "text", "text": "<|video_pad|>"}), "1 placeholders for 0"),
         ([{"role": "assistant", "content": [IMAGE]}], "0 placeholders for 1 images"),
     ],
@@ -211,7 +284,10 @@ def test_the_settings_of_transformers_5_stand_in_one_file(assets, processor, tmp
     with pytest.raises(FileNotFoundError, match="preprocessor_config.json: not in"):
         Processor.load(tmp_path, processor.config)
     settings = json.loads((assets / "qwen3_vl" / "preprocessor_config.json").read_text())
-    kinds = {"image_processor": settings, "video_processor": settings | {"size": {"shortest_edge": 1, "longest_edge": 2}}}
+    kinds = {
+        "image_processor": settings,
+        "video_processor": settings | {"size": {"shortest_edge": 1, "longest_edge": 2}},
+    }
     (tmp_path / "processor_config.json").write_text(json.dumps(kinds))
     assert Processor.load(tmp_path, processor.config).video_limits == (1, 2)
 
@@ -224,8 +300,12 @@ def test_the_settings_of_transformers_5_stand_in_one_file(assets, processor, tmp
         ("size", {"height": 2}, "names shortest_edge"),
     ],
 )
-def test_settings_that_are_not_computed_are_refused(field, value, message, assets, processor, tmp_path):
-    settings = json.loads((assets / "qwen3_vl" / "preprocessor_config.json").read_text()) | {field: value}
+def test_settings_that_are_not_computed_are_refused(
+    field, value, message, assets, processor, tmp_path
+):
+    settings = json.loads((assets / "qwen3_vl" / "preprocessor_config.json").read_text()) | {
+        field: value
+    }
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=message):
         Processor.load(tmp_path, processor.config)
@@ -249,7 +329,10 @@ def test_a_hub_id_is_fetched(assets, processor, monkeypatch):
     assert asked == ["Qwen/Qwen3-VL-8B-Instruct"]
 
 
-@pytest.mark.parametrize("messages", ["hi", {"role": "user", "content": "hi"}, ["hi"], [{"role": "user", "content": ["hi"]}]])
+@pytest.mark.parametrize(
+    "messages",
+    ["hi", {"role": "user", "content": "hi"}, ["hi"], [{"role": "user", "content": ["hi"]}]],
+)
 def test_messages_of_another_shape_are_refused(processor, messages):
     with pytest.raises(ValueError, match="messages: .*; give "):
         processor(messages)
@@ -260,5 +343,8 @@ def test_a_folder_without_its_tokenizer_is_refused(processor, assets, tmp_path, 
     for file in (assets / "qwen3_vl").iterdir():
         if file.name != name:
             (tmp_path / file.name).symlink_to(file)
-    with pytest.raises(FileNotFoundError, match=f"{name}: not in .*; give the folder of a Qwen3-VL model with its tokenizer"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=f"{name}: not in .*; give the folder of a Qwen3-VL model with its tokenizer",
+    ):
         Processor.load(tmp_path, processor.config)

@@ -25,7 +25,10 @@ from models.qwen3_vl import from_hf
 RECORDED = Path(__file__).with_name("golden_processor.npz")
 ROOT = Path(__file__).parents[2]
 
-TOOL = {"type": "function", "function": {"name": "look", "description": "Look closer.", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Look closer.", "parameters": {"type": "object"}},
+}
 
 
 def picture(seed: int, *shape: int) -> np.ndarray:
@@ -39,7 +42,10 @@ def image(seed: int, height: int, width: int) -> dict[str, Any]:
 
 
 def video(seed: int, indices: list[int], fps: float, height: int, width: int) -> dict[str, Any]:
-    return {"type": "video", "video": (picture(seed, len(indices), height, width, 3), [i / fps for i in indices])}
+    return {
+        "type": "video",
+        "video": (picture(seed, len(indices), height, width, 3), [i / fps for i in indices]),
+    }
 
 
 def text(words: str) -> dict[str, Any]:
@@ -50,16 +56,46 @@ def user(*content: dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": list(content)}
 
 
-CALL = {"role": "assistant", "content": "Look.", "tool_calls": [{"function": {"name": "look", "arguments": {"start": 1.5}}}]}
+CALL = {
+    "role": "assistant",
+    "content": "Look.",
+    "tool_calls": [{"function": {"name": "look", "arguments": {"start": 1.5}}}],
+}
 SAMPLES: dict[str, list[dict[str, Any]]] = {
-    "text only": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 12.5 + 3?\n\n<think>"}],
+    "text only": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 12.5 + 3?\n\n<think>"},
+    ],
     "image": [user(image(0, 192, 352), text("What is this?"))],
-    "two images of different grids": [user(text("Compare "), image(1, 320, 224), text(" and "), image(2, 256, 288))],
+    "two images of different grids": [
+        user(text("Compare "), image(1, 320, 224), text(" and "), image(2, 256, 288))
+    ],
     "video": [user(video(3, [0, 12, 24, 37, 49, 61, 74, 99], 25.0, 64, 96), text("What happens?"))],
-    "two videos, odd counts": [user(video(4, [0, 7, 14, 21, 29], 29.97, 96, 64), video(5, [10, 11, 13], 12.5, 128, 160), text("Which?"))],
-    "image, video and text": [user(image(6, 448, 160), text("then"), video(7, [0, 1, 5, 9], 7.5, 64, 32), text("and"), image(8, 256, 256))],
+    "two videos, odd counts": [
+        user(
+            video(4, [0, 7, 14, 21, 29], 29.97, 96, 64),
+            video(5, [10, 11, 13], 12.5, 128, 160),
+            text("Which?"),
+        )
+    ],
+    "image, video and text": [
+        user(
+            image(6, 448, 160),
+            text("then"),
+            video(7, [0, 1, 5, 9], 7.5, 64, 32),
+            text("and"),
+            image(8, 256, 256),
+        )
+    ],
     "timed images": [
-        user(*(item for t in (0.0, 12.5, 139.96) for item in (text(f"<{t:.1f} seconds>"), image(int(t), 224, 320))), text("When?"))
+        user(
+            *(
+                item
+                for t in (0.0, 12.5, 139.96)
+                for item in (text(f"<{t:.1f} seconds>"), image(int(t), 224, 320))
+            ),
+            text("When?"),
+        )
     ],
     "several turns, tools": [
         {"role": "system", "content": [text("You look at videos.")]},
@@ -70,7 +106,9 @@ SAMPLES: dict[str, list[dict[str, Any]]] = {
         {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nA bird."},
         user(video(11, [0, 30], 30.0, 64, 64), text("And here?")),
     ],
-    "resized image and video": [user(image(12, 301, 200), video(13, [0, 5, 10], 10.0, 70, 101), text("?"))],
+    "resized image and video": [
+        user(image(12, 301, 200), video(13, [0, 5, 10], 10.0, 70, 101), text("?"))
+    ],
     "sides below a patch": [user(image(14, 12, 2200), video(15, [0, 1], 1.0, 9, 40))],
 }
 RESIZED = {name for name in SAMPLES if name.startswith(("resized", "sides"))}
@@ -89,7 +127,9 @@ def arguments() -> tuple[np.ndarray, np.ndarray]:
         least = int(2 ** draw.uniform(8, 18))
         if max(height, width) <= 100 * min(height, width):
             sizes.append((draw.randint(2, 40), height, width, least, least * draw.randint(2, 500)))
-    return np.array(sizes), np.array([(draw.randint(1, 3000), draw.uniform(0.5, 120)) for _ in range(200)])
+    return np.array(sizes), np.array(
+        [(draw.randint(1, 3000), draw.uniform(0.5, 120)) for _ in range(200)]
+    )
 
 
 class Oracle:
@@ -104,47 +144,83 @@ class Oracle:
         self.processor.video_processor.cap_pixels_per_frame = False
         with torch.device("meta"):
             small = {"depth": 1, "num_hidden_layers": 1, "deepstack_visual_indexes": [0]}
-            self.model: Any = transformers.Qwen3VLModel(transformers.Qwen3VLConfig(text_config=dict(small), vision_config=dict(small)))
+            self.model: Any = transformers.Qwen3VLModel(
+                transformers.Qwen3VLConfig(text_config=dict(small), vision_config=dict(small))
+            )
 
-    def __call__(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> dict[str, np.ndarray]:
+    def __call__(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> dict[str, np.ndarray]:
         items = [item for m in messages if isinstance(m["content"], list) for item in m["content"]]
         images = [item["image"] for item in items if item["type"] == "image"]
         clips = [item["video"] for item in items if item["type"] == "video"]
         # The form that these messages have is the official one too; the template does not look at pixels.
-        prompt = self.processor.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        prompt = self.processor.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True
+        )
         given: dict[str, Any] = {"text": [prompt], "images": images or None}
         if clips:
-            metadata = [{"total_num_frames": len(times), "fps": 1.0, "frames_indices": list(times)} for _, times in clips]
-            given |= {"videos": [frames for frames, _ in clips], "video_metadata": metadata, "do_sample_frames": False}
+            metadata = [
+                {"total_num_frames": len(times), "fps": 1.0, "frames_indices": list(times)}
+                for _, times in clips
+            ]
+            given |= {
+                "videos": [frames for frames, _ in clips],
+                "video_metadata": metadata,
+                "do_sample_frames": False,
+            }
         out = self.processor(**given, return_tensors="pt")
         grids = {"image": out.get("image_grid_thw"), "video": out.get("video_grid_thw")}
         positions, _ = self.model.get_rope_index(
-            out["input_ids"], out["mm_token_type_ids"], image_grid_thw=grids["image"], video_grid_thw=grids["video"]
+            out["input_ids"],
+            out["mm_token_type_ids"],
+            image_grid_thw=grids["image"],
+            video_grid_thw=grids["video"],
         )
         parts = {}
         for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
             if name in out:
-                parts[kind] = iter(zip(grids[kind].numpy(), out[name].split(grids[kind].prod(-1).tolist()), strict=True))
+                parts[kind] = iter(
+                    zip(
+                        grids[kind].numpy(),
+                        out[name].split(grids[kind].prod(-1).tolist()),
+                        strict=True,
+                    )
+                )
         seen = [next(parts[item["type"]]) for item in items if item["type"] != "text"]
         return {
             "ids": out["input_ids"][0].numpy(),
             "positions": positions[:, 0].numpy(),
             "grids": np.array([grid for grid, _ in seen], int).reshape(-1, 3),
-            "patches": np.concatenate([np.zeros((0, 1536), np.float32), *(part.numpy() for _, part in seen)]),
+            "patches": np.concatenate(
+                [np.zeros((0, 1536), np.float32), *(part.numpy() for _, part in seen)]
+            ),
         }
 
     def tables(self) -> dict[str, np.ndarray]:
         """What the official rules say to `arguments()`."""
-        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as image_rule
-        from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as video_rule
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import (
+            smart_resize as image_rule,
+        )
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import (
+            smart_resize as video_rule,
+        )
         from transformers.video_utils import VideoMetadata
 
         sizes, clips = arguments()
         images = [image_rule(h, w, 32, least, most) for _, h, w, least, most in sizes.tolist()]
-        videos = [video_rule(n, h, w, 2, 32, least, most) for n, h, w, least, most in sizes.tolist()]
+        videos = [
+            video_rule(n, h, w, 2, 32, least, most) for n, h, w, least, most in sizes.tolist()
+        ]
         sample = self.processor.video_processor.sample_frames
-        indices = [sample(VideoMetadata(total_num_frames=int(n), fps=fps)) for n, fps in clips.tolist()]
-        return {"images": np.array(images), "videos": np.array(videos), "indices": np.concatenate(indices)}
+        indices = [
+            sample(VideoMetadata(total_num_frames=int(n), fps=fps)) for n, fps in clips.tolist()
+        ]
+        return {
+            "images": np.array(images),
+            "videos": np.array(videos),
+            "indices": np.concatenate(indices),
+        }
 
 
 def _stand_in_for_torchvision() -> None:
@@ -154,8 +230,17 @@ def _stand_in_for_torchvision() -> None:
     import torch  # pyright: ignore[reportMissingImports]  (the extra parity)
 
     modules: dict[str, Any] = {}
-    for name in ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional"):
-        module = modules[name] = sys.modules[f"torchvision{name}"] = types.ModuleType(f"torchvision{name}")
+    for name in (
+        "",
+        ".io",
+        ".transforms",
+        ".transforms.functional",
+        ".transforms.v2",
+        ".transforms.v2.functional",
+    ):
+        module = modules[name] = sys.modules[f"torchvision{name}"] = types.ModuleType(
+            f"torchvision{name}"
+        )
         module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None, is_package=True)
         package, _, child = name.rpartition(".")
         if name:
@@ -166,13 +251,18 @@ def _stand_in_for_torchvision() -> None:
     def resize(pixels, size, interpolation, antialias):
         assert interpolation is mode.BICUBIC and antialias and pixels.dtype == torch.uint8
         flat = pixels.reshape(-1, *pixels.shape[-3:])
-        return torch.nn.functional.interpolate(flat, size, mode="bicubic", antialias=True).reshape(*pixels.shape[:-2], *size)
+        return torch.nn.functional.interpolate(flat, size, mode="bicubic", antialias=True).reshape(
+            *pixels.shape[:-2], *size
+        )
 
     def normalize(pixels, mean, std, inplace):
         return (pixels - torch.as_tensor(mean)[:, None, None]) / torch.as_tensor(std)[:, None, None]
 
     modules[""].__version__ = "0.28"
-    modules[".transforms"].InterpolationMode, modules[".transforms.functional"].pil_to_tensor = mode, None
+    modules[".transforms"].InterpolationMode, modules[".transforms.functional"].pil_to_tensor = (
+        mode,
+        None,
+    )
     functional = modules[".transforms.v2.functional"]
     functional.InterpolationMode, functional.resize, functional.normalize = mode, resize, normalize
     functional.grayscale_to_rgb = lambda pixels: pixels
@@ -180,7 +270,9 @@ def _stand_in_for_torchvision() -> None:
 
 def digest(patches: np.ndarray) -> np.ndarray:
     """Names the pixels that patches hold, whatever the last bit of their floats is."""
-    return np.frombuffer(hashlib.sha256(np.rint((patches + 1) * 127.5).astype(np.uint8).tobytes()).digest(), np.uint8)
+    return np.frombuffer(
+        hashlib.sha256(np.rint((patches + 1) * 127.5).astype(np.uint8).tobytes()).digest(), np.uint8
+    )
 
 
 def record(path: Path, whole: bool) -> None:
@@ -192,17 +284,24 @@ def record(path: Path, whole: bool) -> None:
         if not whole:
             patches = answer.pop("patches")
             answer |= {"mean": patches.mean(-1)} if name in RESIZED else {"digest": digest(patches)}
-        answers |= {f"{name}/{key}": value.astype(np.int32) if value.dtype == np.int64 else value for key, value in answer.items()}
+        answers |= {
+            f"{name}/{key}": value.astype(np.int32) if value.dtype == np.int64 else value
+            for key, value in answer.items()
+        }
     np.savez_compressed(path, allow_pickle=False, **answers)
 
 
 def check(name: str, ours: Inputs, theirs: dict[str, np.ndarray]) -> None:
-    answer = {key.split("/")[1]: value for key, value in theirs.items() if key.startswith(f"{name}/")}
+    answer = {
+        key.split("/")[1]: value for key, value in theirs.items() if key.startswith(f"{name}/")
+    }
     np.testing.assert_array_equal(ours.ids, answer["ids"])
     np.testing.assert_array_equal(ours.positions, answer["positions"])
     assert ours.grids == [tuple(grid) for grid in answer["grids"].tolist()]
     assert ours.visual_index[ours.visual_index >= 0].tolist() == list(range(len(ours.patches) // 4))
-    resampled = 2 / 127.5 if name in RESIZED else 0.0  # Pillow and torch round a bicubic mean differently
+    resampled = (
+        2 / 127.5 if name in RESIZED else 0.0
+    )  # Pillow and torch round a bicubic mean differently
     if "patches" in answer:
         np.testing.assert_allclose(ours.patches, answer["patches"], atol=resampled + 1e-6, rtol=0)
     elif resampled:

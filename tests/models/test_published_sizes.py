@@ -14,7 +14,16 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from models.attention import DenseCache
-from models.qwen3_vl import KV, abstract_model, flops_per_token, frame_layout, from_hf, hf, num_params, qwen3_vl
+from models.qwen3_vl import (
+    KV,
+    abstract_model,
+    flops_per_token,
+    frame_layout,
+    from_hf,
+    hf,
+    num_params,
+    qwen3_vl,
+)
 from models.qwen3_vl.config import to_hf, vision_flops
 
 # Of transformers 5.23 on the meta device: tensors, parameters, and the digest of `name shape` lines in the order of names.
@@ -29,7 +38,11 @@ SIZES = tuple(TRANSFORMERS)
 
 def summary(shapes: dict[str, tuple[int, ...]]) -> tuple[int, int, str]:
     lines = "\n".join(f"{name} {list(shapes[name])}" for name in sorted(shapes))
-    return len(shapes), sum(map(math.prod, shapes.values())), hashlib.sha256(lines.encode()).hexdigest()[:16]
+    return (
+        len(shapes),
+        sum(map(math.prod, shapes.values())),
+        hashlib.sha256(lines.encode()).hexdigest()[:16],
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -49,8 +62,12 @@ def their_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     import transformers
 
     with torch.device("meta"):
-        model = transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig.from_dict(config))
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}  # tied ones once
+        model = transformers.Qwen3VLForConditionalGeneration(
+            transformers.Qwen3VLConfig.from_dict(config)
+        )
+    return {
+        name: tuple(parameter.shape) for name, parameter in model.named_parameters()
+    }  # tied ones once
 
 
 @pytest.mark.parity
@@ -75,7 +92,11 @@ def matmul_flops(jaxpr: Any) -> int:
         if step.primitive.name == "dot_general":
             (contracted, _), _ = step.params["dimension_numbers"]
             left = step.invars[0].aval.shape
-            total += 2 * math.prod(step.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
+            total += (
+                2
+                * math.prod(step.outvars[0].aval.shape)
+                * math.prod(left[axis] for axis in contracted)
+            )
         times = step.params.get("length", 1) if step.primitive.name == "scan" else 1
         total += times * sum(matmul_flops(inner) for inner in jaxprs_in_params(step.params))
     return total
@@ -91,7 +112,9 @@ def test_flops_of_a_token_are_those_of_the_program_that_decodes_it(size):
         hidden, cache = model.text.decode(np.zeros(b, int), np.zeros((3, b), int), cache)
         return model.text.logits(hidden), cache
 
-    shape = jax.ShapeDtypeStruct((c.num_hidden_layers, b, s - 1, c.num_key_value_heads, c.head_dim), jnp.float32)
+    shape = jax.ShapeDtypeStruct(
+        (c.num_hidden_layers, b, s - 1, c.num_key_value_heads, c.head_dim), jnp.float32
+    )
     program = jax.make_jaxpr(decode)(abstract_model(config), KV(shape, shape))  # pyright: ignore[reportArgumentType]
     assert matmul_flops(program.jaxpr) == b * flops_per_token(config, s)
 
@@ -102,5 +125,7 @@ def test_flops_of_a_frame_are_those_of_the_program_that_encodes_it(size):
     c = config.vision
     shape: Any = jax.ShapeDtypeStruct((b, grid[0] * grid[1], c.patch_dim), jnp.float32)
     layout = frame_layout(grid, c)
-    program = jax.make_jaxpr(lambda tower, patches: tower(patches, layout))(abstract_model(config).vision, shape)
+    program = jax.make_jaxpr(lambda tower, patches: tower(patches, layout))(
+        abstract_model(config).vision, shape
+    )
     assert matmul_flops(program.jaxpr) == b * vision_flops(c, grid[0] * grid[1])

@@ -17,7 +17,11 @@ IMAGE, VIDEO = CONFIG.image_token_id, CONFIG.video_token_id
 
 def test_text_counts_up_from_start():
     positions = mrope_positions(np.arange(4), [], CONFIG, start=7)
-    assert positions.dtype == np.int32 and (positions == [7, 8, 9, 10]).all() and positions.shape == (3, 4)
+    assert (
+        positions.dtype == np.int32
+        and (positions == [7, 8, 9, 10]).all()
+        and positions.shape == (3, 4)
+    )
     assert next_position(positions) == 11
 
 
@@ -40,7 +44,9 @@ def test_a_sequence_cut_in_two_continues():
     np.testing.assert_array_equal(np.concatenate([first, rest], 1), whole)
 
 
-@hypothesis.given(st.lists(st.tuples(*(st.integers(1, 3),) * 3, st.integers(0, 2)), max_size=4), st.integers(0, 9))
+@hypothesis.given(
+    st.lists(st.tuples(*(st.integers(1, 3),) * 3, st.integers(0, 2)), max_size=4), st.integers(0, 9)
+)
 def test_the_slices_of_a_video_stand_as_images_do(videos, start):
     ids, grids = [1], [(t, 2 * h, 2 * w) for t, h, w, _ in videos]
     for t, h, w, words in videos:
@@ -55,7 +61,17 @@ def test_the_slices_of_a_video_stand_as_images_do(videos, start):
 def test_images_and_videos_stand_in_the_order_of_their_grids():
     ids = np.array([VIDEO, VIDEO, 1, VIDEO, VIDEO, *[IMAGE] * 3, 2])
     positions = mrope_positions(ids, [(2, 4, 2), (1, 2, 6)], CONFIG)
-    assert positions[1].tolist() == [0, 1, 2, 3, 4, 5, 5, 5, 8] and positions[2].tolist() == [0, 0, 2, 3, 3, 5, 6, 7, 8]
+    assert positions[1].tolist() == [0, 1, 2, 3, 4, 5, 5, 5, 8] and positions[2].tolist() == [
+        0,
+        0,
+        2,
+        3,
+        3,
+        5,
+        6,
+        7,
+        8,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +94,9 @@ def test_frequencies_interleave_between_the_axes():
     def used(axis):
         positions = np.zeros((3, 1, 1), np.int32)
         positions[axis] = 1
-        return np.flatnonzero(np.asarray(mrope_angles(jnp.asarray(positions), CONFIG.text))[0, 0]).tolist()
+        return np.flatnonzero(
+            np.asarray(mrope_angles(jnp.asarray(positions), CONFIG.text))[0, 0]
+        ).tolist()
 
     assert used(1) == list(range(1, 30, 3)) and used(2) == list(range(2, 30, 3))  # ten each
     assert used(0) == [*range(0, 30, 3), 30, 31]
@@ -86,22 +104,48 @@ def test_frequencies_interleave_between_the_axes():
 
 def test_scores_depend_on_distance_alone():
     rng = np.random.default_rng(0)
-    q, k = (jnp.asarray(rng.normal(size=(1, 1, 1, CONFIG.text.head_dim)), jnp.float32) for _ in range(2))
+    q, k = (
+        jnp.asarray(rng.normal(size=(1, 1, 1, CONFIG.text.head_dim)), jnp.float32) for _ in range(2)
+    )
 
     def score(a, b):
-        turned = [rotate(x, mrope_angles(jnp.full((3, 1, 1), at), CONFIG.text)) for x, at in ((q, a), (k, b))]
+        turned = [
+            rotate(x, mrope_angles(jnp.full((3, 1, 1), at), CONFIG.text))
+            for x, at in ((q, a), (k, b))
+        ]
         return float((turned[0] * turned[1]).sum())
 
     assert abs(score(5, 3) - score(45, 43)) < 1e-4 < abs(score(5, 3) - score(5, 4))
 
 
 def test_merge_order_puts_the_patches_of_a_token_together():
-    assert merge_order(np.arange(16).reshape(4, 4), 2).tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
+    assert merge_order(np.arange(16).reshape(4, 4), 2).tolist() == [
+        0,
+        1,
+        4,
+        5,
+        2,
+        3,
+        6,
+        7,
+        8,
+        9,
+        12,
+        13,
+        10,
+        11,
+        14,
+        15,
+    ]
 
 
 def test_visual_vectors_are_counted_over_images_and_videos_row_by_row():
     i, v = 7, 8
     ids = np.array([[1, i, i, 2, v], [v, 3, 4, 5, i]])
     expected = [[-1, 0, 1, -1, 2], [0, -1, -1, -1, 1]]
-    assert visual_index(ids, i, v).tolist() == visual_index(jnp.asarray(ids), i, v).tolist() == expected
+    assert (
+        visual_index(ids, i, v).tolist()
+        == visual_index(jnp.asarray(ids), i, v).tolist()
+        == expected
+    )
     assert visual_index(ids[0], i).tolist() == [-1, 0, 1, -1, -1]

@@ -17,7 +17,15 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.attention import DenseCache
-from models.qwen3_vl import KV, Qwen3VL, Qwen3VLConfig, abstract_model, packed_layout, qwen3_vl, tiny
+from models.qwen3_vl import (
+    KV,
+    Qwen3VL,
+    Qwen3VLConfig,
+    abstract_model,
+    packed_layout,
+    qwen3_vl,
+    tiny,
+)
 from models.qwen3_vl.config import TextConfig, VisionConfig
 from models.qwen3_vl.text import TextDecoder
 from models.sharding import BATCH, RULES, make_mesh, param_shardings
@@ -29,8 +37,13 @@ def state(config=None):
 
 
 def specs(config, **mesh):
-    shardings = param_shardings(state(config), jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh)))
-    return {"/".join(map(str, path)): variable.get_value().spec for path, variable in nnx.to_flat_state(shardings)}
+    shardings = param_shardings(
+        state(config), jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
+    )
+    return {
+        "/".join(map(str, path)): variable.get_value().spec
+        for path, variable in nnx.to_flat_state(shardings)
+    }
 
 
 @pytest.mark.parametrize("size", ["2b", "4b", "8b", "32b"])
@@ -45,7 +58,10 @@ def test_every_parameter_of_a_published_size_has_a_place(size):
 
 def test_one_device_holds_everything():
     shardings = param_shardings(state(), make_mesh())
-    assert all(s.mesh.size == 1 for s in jax.tree.leaves(shardings, is_leaf=lambda x: isinstance(x, jax.sharding.Sharding)))
+    assert all(
+        s.mesh.size == 1
+        for s in jax.tree.leaves(shardings, is_leaf=lambda x: isinstance(x, jax.sharding.Sharding))
+    )
 
 
 def with_vision(**changes) -> Qwen3VLConfig:
@@ -56,12 +72,36 @@ def with_vision(**changes) -> Qwen3VLConfig:
 @pytest.mark.parametrize(
     ("rules", "config", "message"),
     [
-        ({**RULES, "mlp": "fsdp"}, tiny(96), "text/layers/down: axes 'mlp' and 'embed' both go to mesh axis 'fsdp'"),
-        ({**RULES, "patch": "fsdp"}, tiny(96), "vision/patch/kernel: axes 'patch' and 'embed' both go to mesh axis 'fsdp'"),
-        (RULES, tiny(97), "text/embedding: axis 'vocab' of size 97 does not divide over 2 devices of mesh axis 'tensor'"),
-        (RULES, with_vision(intermediate_size=129), "vision/blocks/down/kernel: axis 'mlp' of size 129 does not divide over 2 devices"),
-        ({k: v for k, v in RULES.items() if k != "heads"}, tiny(96), "text/layers/o: axis 'heads' has no rule; add it"),
-        ({k: v for k, v in RULES.items() if k != "position"}, tiny(96), "vision/positions: axis 'position' has no rule; add it"),
+        (
+            {**RULES, "mlp": "fsdp"},
+            tiny(96),
+            "text/layers/down: axes 'mlp' and 'embed' both go to mesh axis 'fsdp'",
+        ),
+        (
+            {**RULES, "patch": "fsdp"},
+            tiny(96),
+            "vision/patch/kernel: axes 'patch' and 'embed' both go to mesh axis 'fsdp'",
+        ),
+        (
+            RULES,
+            tiny(97),
+            "text/embedding: axis 'vocab' of size 97 does not divide over 2 devices of mesh axis 'tensor'",
+        ),
+        (
+            RULES,
+            with_vision(intermediate_size=129),
+            "vision/blocks/down/kernel: axis 'mlp' of size 129 does not divide over 2 devices",
+        ),
+        (
+            {k: v for k, v in RULES.items() if k != "heads"},
+            tiny(96),
+            "text/layers/o: axis 'heads' has no rule; add it",
+        ),
+        (
+            {k: v for k, v in RULES.items() if k != "position"},
+            tiny(96),
+            "vision/positions: axis 'position' has no rule; add it",
+        ),
     ],
 )
 def test_what_cannot_be_laid_out_is_named(rules, config, message):
@@ -76,7 +116,10 @@ def test_a_mesh_larger_than_the_machine_is_refused():
 
 
 def test_a_mesh_with_other_axes_is_refused():
-    with pytest.raises(ValueError, match="mesh = {'x': 4}: axis 'vocab' goes to mesh axis 'tensor'; make the mesh with make_mesh"):
+    with pytest.raises(
+        ValueError,
+        match="mesh = {'x': 4}: axis 'vocab' goes to mesh axis 'tensor'; make the mesh with make_mesh",
+    ):
         param_shardings(state(tiny(96)), jax.sharding.AbstractMesh((4,), ("x",)))
 
 
@@ -84,8 +127,15 @@ def test_a_mesh_with_other_axes_is_refused():
 def test_eight_devices_equal_one():
     """Loss, gradients and greedy tokens of a packed, shared-prefix batch, in a process with eight fake devices: this file as a program."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, check=False)
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": flags,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
+    }
+    done = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -136,14 +186,21 @@ def spots(first: int, last: int, rows: int) -> jax.Array:
 
 def loss(model: Qwen3VL, batch: dict[str, Any]) -> tuple[jax.Array, tuple[jax.Array, KV]]:
     visual = model.vision(batch["patches"], batch["layout"])
-    prompts, prefix = model.text(batch["prompts"], spots(0, 12, 8), visual=visual, visual_index=batch["index"])
+    prompts, prefix = model.text(
+        batch["prompts"], spots(0, 12, 8), visual=visual, visual_index=batch["index"]
+    )
     hidden, _ = model.text(batch["ids"], spots(12, 18, 16), prefix=prefix, remat="full")
-    return -model.text.token_logprobs(hidden[:, :-1], batch["ids"][:, 1:], 0.7, 2).mean(), (prompts[:, -1], prefix)
+    return -model.text.token_logprobs(hidden[:, :-1], batch["ids"][:, 1:], 0.7, 2).mean(), (
+        prompts[:, -1],
+        prefix,
+    )
 
 
 def everything(state, graph, batch: dict[str, Any]):
     """Loss, gradients, and eight tokens after each prompt."""
-    (value, (last, kv)), gradients = jax.value_and_grad(lambda state: loss(nnx.merge(graph, state), batch), has_aux=True)(state)
+    (value, (last, kv)), gradients = jax.value_and_grad(
+        lambda state: loss(nnx.merge(graph, state), batch), has_aux=True
+    )(state)
     text = nnx.merge(graph, state).text
 
     def step(carry, i):
@@ -169,8 +226,16 @@ def main() -> None:
         assert len(many[0].sharding.device_set) == 8
         np.testing.assert_allclose(many[0], value, atol=1e-5, err_msg=str(shape))
         np.testing.assert_array_equal(many[2], tokens, err_msg=str(shape))
-        for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(many[1]), strict=True):
-            np.testing.assert_allclose(other, one, atol=1e-5 * max(1.0, np.abs(one).max()), rtol=0, err_msg=f"{shape} {path}")
+        for (path, one), other in zip(
+            jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(many[1]), strict=True
+        ):
+            np.testing.assert_allclose(
+                other,
+                one,
+                atol=1e-5 * max(1.0, np.abs(one).max()),
+                rtol=0,
+                err_msg=f"{shape} {path}",
+            )
     what_is_saved_between_layers_is_cut_over_tensor()
 
 
@@ -178,7 +243,11 @@ def what_is_saved_between_layers_is_cut_over_tensor() -> None:
     """Six layers' inputs of one row of 16 tokens: a device that shares the row with another saves half of them."""
     mesh, config = make_mesh(1, 4, 2), dataclasses.replace(TEXT, num_hidden_layers=6)
     graph, state = nnx.split(nnx.eval_shape(lambda: TextDecoder(config, rngs=nnx.Rngs(0))))
-    placed = jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y), state, param_shardings(state, mesh))
+    placed = jax.tree.map(
+        lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y),
+        state,
+        param_shardings(state, mesh),
+    )
     ids = jax.ShapeDtypeStruct((4, 16), jnp.int32, sharding=NamedSharding(mesh, BATCH))
 
     @jax.grad
@@ -188,7 +257,9 @@ def what_is_saved_between_layers_is_cut_over_tensor() -> None:
     with jax.set_mesh(mesh):
         program = str(jax.jit(gradient).lower(placed, ids).compile().as_text())
     assert "f32[6,1,8,64]" in program and "f32[6,1,16,64]" not in program
-    assert sum(bytes_sent(find_collectives(program, 8)).values()) < 2.2e6  # 1.8 MB; 2.8 where the cut reaches into the products
+    assert (
+        sum(bytes_sent(find_collectives(program, 8)).values()) < 2.2e6
+    )  # 1.8 MB; 2.8 where the cut reaches into the products
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from models.qwen3_vl.text import TextDecoder
 def text() -> TextDecoder:
     graph, state = nnx.split(abstract_model(tiny(97)).text)
     rng = np.random.default_rng(0)
-    return nnx.merge(graph, jax.tree.map(lambda x: jnp.asarray(rng.normal(1.0, 0.3, x.shape), x.dtype), state))
+    return nnx.merge(
+        graph, jax.tree.map(lambda x: jnp.asarray(rng.normal(1.0, 0.3, x.shape), x.dtype), state)
+    )
 
 
 def test_layers_as_arrays_of_their_own_decode_as_the_stack_does(text):
@@ -25,7 +27,9 @@ def test_layers_as_arrays_of_their_own_decode_as_the_stack_does(text):
     prompts, ids = rng.integers(0, 97, (2, 5)), rng.integers(0, 97, (4, 6))
     _, prefix = text(prompts, spots(0, 5, 2))
     seen = jnp.arange(5) < jnp.array([[5], [3]])
-    expected, whole = text(ids, spots(5, 11, 4), prefix=prefix, prefix_mask=seen)  # the layers as one stack, scanned
+    expected, whole = text(
+        ids, spots(5, 11, 4), prefix=prefix, prefix_mask=seen
+    )  # the layers as one stack, scanned
     _, kv = text(ids[:, :4], spots(5, 9, 4), prefix=prefix, prefix_mask=seen)
     shared = Shared.of(prefix, jnp.repeat(seen, 2, axis=0))
     layers = text.decode_layers()
@@ -48,5 +52,9 @@ def spots(first: int, last: int, rows: int) -> np.ndarray:
 def test_logits_do_not_depend_on_how_many_rows_there_are(text):
     hidden = jnp.asarray(np.random.default_rng(2).normal(size=(3, 40, 128)), jnp.float32)
     expected = np.asarray(hidden) @ np.asarray(text.embedding[...]).T
-    for rows, wanted in ((hidden, expected), (hidden[:1], expected[:1]), (hidden[0, 0], expected[0, 0])):  # 120, 40 and 1
+    for rows, wanted in (
+        (hidden, expected),
+        (hidden[:1], expected[:1]),
+        (hidden[0, 0], expected[0, 0]),
+    ):  # 120, 40 and 1
         np.testing.assert_allclose(text.logits(rows), wanted, atol=1e-3, rtol=0)

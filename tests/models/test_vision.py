@@ -30,7 +30,9 @@ def test_a_frame_sees_itself_alone_in_whatever_row(patches, size, rows):
     at = 0
     for t, h, w in GRIDS:
         part = patches[at : at + t * h * w]
-        alone = np.asarray(see(tower, part.reshape(t, h * w, -1), frame_layout((h, w), CONFIG.vision))).reshape(-1, 2, 128)
+        alone = np.asarray(
+            see(tower, part.reshape(t, h * w, -1), frame_layout((h, w), CONFIG.vision))
+        ).reshape(-1, 2, 128)
         np.testing.assert_allclose(found[at // 4 : (at + t * h * w) // 4], alone, atol=2e-5)
         at += t * h * w
     assert at == 52 and len(found) == 13
@@ -39,7 +41,10 @@ def test_a_frame_sees_itself_alone_in_whatever_row(patches, size, rows):
 def test_what_cannot_be_packed(patches):
     with pytest.raises(ValueError, match="size = 12: holds all 16 patches"):
         pack(patches, GRIDS, 12, CONFIG.vision)
-    with pytest.raises(ValueError, match="rows = 2: the frames need 3 rows of 20 patches; give as many, or larger ones"):
+    with pytest.raises(
+        ValueError,
+        match="rows = 2: the frames need 3 rows of 20 patches; give as many, or larger ones",
+    ):
         pack(patches, GRIDS, 20, CONFIG.vision, rows=2)
     with pytest.raises(ValueError, match="51 patches do not fill them"):
         pack(patches[:-1], GRIDS, 64, CONFIG.vision)
@@ -47,27 +52,52 @@ def test_what_cannot_be_packed(patches):
 
 def test_no_frames_are_one_row_of_padding():
     packed = pack(np.zeros((0, 1536), np.float32), [], 8, CONFIG.vision)
-    assert packed.patches.shape == (1, 8, 1536) and packed.tokens.size == 0 and (packed.layout.frame == 0).all()
+    assert (
+        packed.patches.shape == (1, 8, 1536)
+        and packed.tokens.size == 0
+        and (packed.layout.frame == 0).all()
+    )
 
 
 def test_more_rows_than_needed_are_padding():
     patches = np.ones((52, 1536), np.float32)
-    needed, more = pack(patches, GRIDS, 20, CONFIG.vision), pack(patches, GRIDS, 20, CONFIG.vision, rows=4)
+    needed, more = (
+        pack(patches, GRIDS, 20, CONFIG.vision),
+        pack(patches, GRIDS, 20, CONFIG.vision, rows=4),
+    )
     np.testing.assert_array_equal(more.tokens, needed.tokens)
-    jax.tree.map(lambda few, all_: np.testing.assert_array_equal(few, all_[:3]), needed[:2], more[:2])
-    assert np.asarray(more.layout.frame).any(1).tolist() == [True, True, True, False] and (more.patches[3] == 0).all()
+    jax.tree.map(
+        lambda few, all_: np.testing.assert_array_equal(few, all_[:3]), needed[:2], more[:2]
+    )
+    assert (
+        np.asarray(more.layout.frame).any(1).tolist() == [True, True, True, False]
+        and (more.patches[3] == 0).all()
+    )
 
 
 def test_a_frozen_tower_takes_half_the_memory_and_gives_the_same():
     """In bfloat16 it rounds what it multiplies with, before or now; all else stays float32."""
     config = tiny(464)
-    graph, weights = nnx.split(nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))().vision)
+    graph, weights = nnx.split(
+        nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))().vision
+    )
     small = frozen(weights, jnp.bfloat16)
-    assert sum(x.nbytes for x in jax.tree.leaves(small)) < 0.6 * sum(x.nbytes for x in jax.tree.leaves(weights))
-    patches, layout = np.random.default_rng(0).normal(size=(2, 16, config.vision.patch_dim)), frame_layout((4, 4), config.vision)
-    run = jax.jit(lambda weights: nnx.merge(graph, weights)(jnp.asarray(patches, jnp.float32), layout))
-    exactly: dict[str, str | bool] = {"xla_allow_excess_precision": False}  # else XLA on CPU may leave the rounding out
+    assert sum(x.nbytes for x in jax.tree.leaves(small)) < 0.6 * sum(
+        x.nbytes for x in jax.tree.leaves(weights)
+    )
+    patches, layout = (
+        np.random.default_rng(0).normal(size=(2, 16, config.vision.patch_dim)),
+        frame_layout((4, 4), config.vision),
+    )
+    run = jax.jit(
+        lambda weights: nnx.merge(graph, weights)(jnp.asarray(patches, jnp.float32), layout)
+    )
+    exactly: dict[str, str | bool] = {
+        "xla_allow_excess_precision": False
+    }  # else XLA on CPU may leave the rounding out
     one, other = (run.lower(w).compile(compiler_options=exactly)(w) for w in (weights, small))
     np.testing.assert_array_equal(one, other)
     abstract = frozen(jax.eval_shape(lambda: weights), jnp.bfloat16)
-    assert [(x.shape, x.dtype) for x in jax.tree.leaves(abstract)] == [(x.shape, x.dtype) for x in jax.tree.leaves(small)]
+    assert [(x.shape, x.dtype) for x in jax.tree.leaves(abstract)] == [
+        (x.shape, x.dtype) for x in jax.tree.leaves(small)
+    ]

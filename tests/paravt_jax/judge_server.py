@@ -26,7 +26,10 @@ class Reply:
 
 def says(text: Any, **fields: Any) -> Reply:
     """A chat completion with this content."""
-    return Reply(json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode(), **fields)
+    return Reply(
+        json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode(),
+        **fields,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +102,9 @@ class _Handler(BaseHTTPRequestHandler):
 def serving(answer: Callable[[int, Received], Reply]) -> Iterator[JudgeServer]:
     """A server while the block runs."""
     server = JudgeServer(answer)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     try:
         yield server

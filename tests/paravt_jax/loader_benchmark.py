@@ -18,7 +18,16 @@ from paravt_jax.frames import FrameReader, ReaderSettings
 from paravt_jax.loader import Ahead, stream
 
 
-def measure(folder: pathlib.Path, workers: int, rows: int, clips: int, frames: int, steps: int, step_seconds: float, ahead: int) -> dict:
+def measure(
+    folder: pathlib.Path,
+    workers: int,
+    rows: int,
+    clips: int,
+    frames: int,
+    steps: int,
+    step_seconds: float,
+    ahead: int,
+) -> dict:
     """Figures of `steps` batches of `rows` rows with `clips` clips of `frames` frames each, drawn from the folder's videos."""
     files, counts = [], {}
     for path in sorted(folder.rglob("*")):
@@ -34,9 +43,15 @@ def measure(folder: pathlib.Path, workers: int, rows: int, clips: int, frames: i
     packs = [tuple(int(n) for n in rng.integers(len(files), size=clips)) for _ in range(64)]
 
     def wanted(batch):
-        return [(files[n], video.overview_indices(counts[files[n]], frames)) for row in batch for n in row]
+        return [
+            (files[n], video.overview_indices(counts[files[n]], frames))
+            for row in batch
+            for n in row
+        ]
 
-    with FrameReader(ReaderSettings(workers=workers, ready=4 * rows * clips * (ahead + 1))) as reader:
+    with FrameReader(
+        ReaderSettings(workers=workers, ready=4 * rows * clips * (ahead + 1))
+    ) as reader:
         reader.read(files[0], [0])  # processes start, and that is no part of a step
 
         def start(batch) -> None:
@@ -68,11 +83,25 @@ def measure(folder: pathlib.Path, workers: int, rows: int, clips: int, frames: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--videos", type=pathlib.Path, required=True)
-    for name, value in (("workers", 2), ("rows", 4), ("clips", 3), ("frames", 32), ("steps", 6), ("ahead", 2)):
+    for name, value in (
+        ("workers", 2),
+        ("rows", 4),
+        ("clips", 3),
+        ("frames", 32),
+        ("steps", 6),
+        ("ahead", 2),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--step-seconds", type=float, default=5.0, help="what a step takes; 0 measures how fast frames come at most")
+    parser.add_argument(
+        "--step-seconds",
+        type=float,
+        default=5.0,
+        help="what a step takes; 0 measures how fast frames come at most",
+    )
     options = vars(parser.parse_args())
     print(json.dumps(measure(options.pop("videos"), **options), indent=1))
 

@@ -20,14 +20,21 @@ THOUGHT = "<think>\nThe overview shows a road at dusk and a car that turns.\n</t
 
 _RL = pyarrow.schema(
     [
-        ("prompt", pyarrow.list_(pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())]))),
+        (
+            "prompt",
+            pyarrow.list_(
+                pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())])
+            ),
+        ),
         ("videos", pyarrow.list_(pyarrow.struct([("video", pyarrow.string())]))),
         ("extra_info", pyarrow.string()),
     ]
 )
 
 
-def write_rl(folder: pathlib.Path, rows: list[dict[str, Any]], name: str = "paravt_rl_diverse_4k4.parquet") -> pathlib.Path:
+def write_rl(
+    folder: pathlib.Path, rows: list[dict[str, Any]], name: str = "paravt_rl_diverse_4k4.parquet"
+) -> pathlib.Path:
     folder.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=_RL), folder / name)
     return folder / name
@@ -49,14 +56,31 @@ def write_bytes(folder: pathlib.Path, rows: list[bytes], name: str) -> pathlib.P
     return folder / name
 
 
-def rl_row(path: str, text: str = "<video>What turns?\nA. a car\nB. a boat", answer: Any = "A", kind: str = "mcq") -> dict[str, Any]:
-    prompt = [{"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": text}]
-    return {"prompt": prompt, "videos": [{"video": path}], "extra_info": json.dumps({"answer": answer, "question_type": kind})}
+def rl_row(
+    path: str,
+    text: str = "<video>What turns?\nA. a car\nB. a boat",
+    answer: Any = "A",
+    kind: str = "mcq",
+) -> dict[str, Any]:
+    prompt = [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": text},
+    ]
+    return {
+        "prompt": prompt,
+        "videos": [{"video": path}],
+        "extra_info": json.dumps({"answer": answer, "question_type": kind}),
+    }
 
 
 def say(role: str, *content: Any) -> dict[str, Any]:
     """A message: texts, and files as `video("a.mp4")` and `image("a.png")` give them."""
-    return {"role": role, "content": [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]}
+    return {
+        "role": role,
+        "content": [
+            {"type": "text", "text": part} if isinstance(part, str) else part for part in content
+        ],
+    }
 
 
 def video(path: str) -> dict[str, Any]:
@@ -72,12 +96,19 @@ def call(start: float, end: float, path: str = "longvt_source/selftrace_0/a.mp4"
     return f"<tool_call>{json.dumps({'name': 'crop_video', 'arguments': arguments})}</tool_call>"
 
 
-def answered(path: str, question: str = "What turns?", answer: str = "a car") -> list[dict[str, Any]]:
+def answered(
+    path: str, question: str = "What turns?", answer: str = "a car"
+) -> list[dict[str, Any]]:
     """A demonstration without a call."""
-    return [say("user", video(path), question), say("assistant", f"{THOUGHT}<answer>{answer}</answer>")]
+    return [
+        say("user", video(path), question),
+        say("assistant", f"{THOUGHT}<answer>{answer}</answer>"),
+    ]
 
 
-def called(path: str, windows: list[tuple[float, float]], *responses: dict[str, Any], answer: str = "a car") -> list[dict[str, Any]]:
+def called(
+    path: str, windows: list[tuple[float, float]], *responses: dict[str, Any], answer: str = "a car"
+) -> list[dict[str, Any]]:
     """A demonstration with one turn of calls; each window is answered in words unless `responses` say otherwise."""
     tools = 'You may call <tools>{"name": "crop_video"}</tools>.'
     asked = THOUGHT + "\n".join(call(*window, path) for window in windows)

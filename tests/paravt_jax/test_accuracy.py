@@ -245,7 +245,9 @@ def test_nothing_never_matches_nothing():
     assert not exact_match("!!!", "???") and token_f1("!!!", "???") == 0
 
 
-@pytest.mark.parametrize("answer", ["Option B, although the answer is A", "A or B", "(A) (B)", "A. B."])
+@pytest.mark.parametrize(
+    "answer", ["Option B, although the answer is A", "A or B", "(A) (B)", "A. B."]
+)
 def test_two_letters_earn_nothing(answer):
     """In the release several patterns accept two letters at once (REFERENCE 4, 12)."""
     assert choice_accuracy(answer, "A") == 0 == choice_accuracy(answer, "B")
@@ -253,7 +255,16 @@ def test_two_letters_earn_nothing(answer):
 
 @pytest.mark.parametrize("wanted", ["C", "seven", "(C)", "C. seven"])
 @pytest.mark.parametrize(
-    "said, score", [("seven", 1), ("C", 1), ("C. Seven", 1), ("two cats", 0), ("B", 0), ("B. seven", 0), ("C. two cats", 0)]
+    "said, score",
+    [
+        ("seven", 1),
+        ("C", 1),
+        ("C. Seven", 1),
+        ("two cats", 0),
+        ("B", 0),
+        ("B. seven", 0),
+        ("C. two cats", 0),
+    ],
 )
 def test_options_answer_by_letter_or_words(wanted, said, score):
     assert choice_accuracy(said, wanted, OPTIONS) == score
@@ -411,7 +422,9 @@ def test_what_cannot_be_read_whole_is_not_read(text):
 )
 def test_numbers_that_are_no_range(text):
     question = Question("q", "v", "?", QuestionKind.TEMPORAL_GROUNDING, "[73, 130]")
-    assert read_range(text) is None and accuracy(question, text) == 0 and not is_read(question, text)
+    assert (
+        read_range(text) is None and accuracy(question, text) == 0 and not is_read(question, text)
+    )
 
 
 def test_words_are_read_as_they_are_where_any_will_do():
@@ -464,19 +477,33 @@ def test_a_long_text_is_read_in_time(text):
 
 @pytest.mark.parametrize(
     "said, score",
-    [("[10, 20]", 1), ("15 to 20", 0.5), ("[5, 25]", 0.5), ("20, 10", 0), ("[30, 40]", 0), ("[12, 12]", 0), ("1.2.3, 4", 0), ("x", 0)],
+    [
+        ("[10, 20]", 1),
+        ("15 to 20", 0.5),
+        ("[5, 25]", 0.5),
+        ("20, 10", 0),
+        ("[30, 40]", 0),
+        ("[12, 12]", 0),
+        ("1.2.3, 4", 0),
+        ("x", 0),
+    ],
 )
 def test_grounding(said, score):
     assert grounding_accuracy(said, "[10, 20]") == score
 
 
 def test_grounding_of_an_unreadable_answer():
-    assert grounding_accuracy("around noon", "Around noon.") == 1 and grounding_accuracy("10, 20", "around noon") == 0
+    assert (
+        grounding_accuracy("around noon", "Around noon.") == 1
+        and grounding_accuracy("10, 20", "around noon") == 0
+    )
 
 
 def test_normalise_keeps_numbers_apart():
     assert normalise("The 1.5 m, and 1,000!") == "1.5 m and 1000"
-    assert not exact_match("1.5", "15") and not exact_match("-5", "5") and exact_match("1,000", "1000")
+    assert (
+        not exact_match("1.5", "15") and not exact_match("-5", "5") and exact_match("1,000", "1000")
+    )
 
 
 def test_open_ended_f1_and_exact():
@@ -488,11 +515,17 @@ def test_open_ended_f1_and_exact():
 
 
 def test_a_letter_of_another_width_is_that_letter():
-    assert choice_accuracy("\uff22", "B") == choice_accuracy("(\uff22)", "B", ("a dog", "a cat")) == 1.0
+    assert (
+        choice_accuracy("\uff22", "B")
+        == choice_accuracy("(\uff22)", "B", ("a dog", "a cat"))
+        == 1.0
+    )
     assert choice_accuracy("\uff21", "B") == 0.0
 
 
-@given(st.text(), st.text(), st.sampled_from(QuestionKind), st.lists(st.text(max_size=6), max_size=4))
+@given(
+    st.text(), st.text(), st.sampled_from(QuestionKind), st.lists(st.text(max_size=6), max_size=4)
+)
 @example("", "\u00ba", QuestionKind.MULTIPLE_CHOICE, [])
 @example("", "A B", QuestionKind.MULTIPLE_CHOICE, [])
 def test_accuracy_is_a_share_for_any_text(said, answer, kind, options):

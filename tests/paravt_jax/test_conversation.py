@@ -9,7 +9,17 @@ import pytest
 
 from paravt_jax import tokenizer
 from paravt_jax.protocol import PINNED, Protocol, ProtocolSettings, render_call, system_text
-from paravt_jax.records import Author, ChatTurn, Clip, Conversation, CropCall, Demonstration, Message, Question, QuestionKind
+from paravt_jax.records import (
+    Author,
+    ChatTurn,
+    Clip,
+    Conversation,
+    CropCall,
+    Demonstration,
+    Message,
+    Question,
+    QuestionKind,
+)
 
 CLIP = Clip("a.mp4", (0, 30, 60), (0.0, 1.0, 2.0), 224, 320)
 CROP = Clip("a.mp4", (30, 45), (1.0, 1.5), 224, 320)
@@ -26,17 +36,26 @@ def tokens(clip: Clip) -> int:
 
 @pytest.fixture(scope="module")
 def rules(assets) -> Protocol:
-    return Protocol(tokenizer.load(assets / "qwen3_vl"), ProtocolSettings(max_tool_turns=2, summary_tokens=16))
+    return Protocol(
+        tokenizer.load(assets / "qwen3_vl"), ProtocolSettings(max_tool_turns=2, summary_tokens=16)
+    )
 
 
 def chat(*turns: tuple, tools: bool = True) -> Conversation:
     """Turns as (role, content ...)."""
-    return Conversation("c", "s", tools, tuple(ChatTurn(role, tuple(content)) for role, *content in turns))
+    return Conversation(
+        "c", "s", tools, tuple(ChatTurn(role, tuple(content)) for role, *content in turns)
+    )
 
 
 def called(*responses: tuple) -> Conversation:
     told = [("tool", *response) for response in responses]
-    return chat(("user", CLIP, "What turns?"), ("assistant", "<think>\n" + THOUGHT + CALLS), *told, ("assistant", "<think>" + ANSWER))
+    return chat(
+        ("user", CLIP, "What turns?"),
+        ("assistant", "<think>\n" + THOUGHT + CALLS),
+        *told,
+        ("assistant", "<think>" + ANSWER),
+    )
 
 
 def text(rules: Protocol, trajectory) -> str:
@@ -45,9 +64,15 @@ def text(rules: Protocol, trajectory) -> str:
 
 def test_it_is_the_episodes_own_rendering_token_for_token(rules):
     """A row with calls answered in words equals the demonstration, hence the episode, that says the same."""
-    messages = (Message("assistant", THOUGHT + CALLS), *(Message("tool", r) for r in REPORTS), Message("assistant", ANSWER))
+    messages = (
+        Message("assistant", THOUGHT + CALLS),
+        *(Message("tool", r) for r in REPORTS),
+        Message("assistant", ANSWER),
+    )
     question = Question("q", "a.mp4", "What turns?", QuestionKind.OPEN_ENDED, "a car")
-    expected = rules.demonstration(Demonstration("d", "a.mp4", 3, None, question, messages), CLIP.frames, 5)
+    expected = rules.demonstration(
+        Demonstration("d", "a.mp4", 3, None, question, messages), CLIP.frames, 5
+    )
     found = rules.conversation(called(*((r,) for r in REPORTS)), tokens)
     np.testing.assert_array_equal(found.ids, expected.ids)
     np.testing.assert_array_equal(found.authors, expected.authors)
@@ -65,7 +90,10 @@ def test_clips_in_tool_responses_and_the_last_turns_reminder(rules):
     once = called(("It shows", CROP), ("nothing",))
     expected = (
         "<|im_end|>\n<|im_start|>user\n<tool_response>\nIt shows\n"
-        + "".join(f"<{time} seconds><|vision_start|>{'<|image_pad|>' * 5}<|vision_end|>" for time in ("1.0", "1.5"))
+        + "".join(
+            f"<{time} seconds><|vision_start|>{'<|image_pad|>' * 5}<|vision_end|>"
+            for time in ("1.0", "1.5")
+        )
         + "\n</tool_response>\n<tool_response>\nnothing\n</tool_response>"
     )
     found = rules.conversation(once, tokens)
@@ -73,7 +101,12 @@ def test_clips_in_tool_responses_and_the_last_turns_reminder(rules):
     assert found.frames == CLIP.frames + CROP.frames
     assert found.segments[2].author is Author.TOOL and found.segments[2].frames == CROP.frames
     twice = dataclasses.replace(once, turns=once.turns[:-1] + once.turns[1:])
-    assert text(rules, rules.conversation(twice, tokens)).count("\nNo more calls can be made. Give the final answer.<|im_end|>") == 1
+    assert (
+        text(rules, rules.conversation(twice, tokens)).count(
+            "\nNo more calls can be made. Give the final answer.<|im_end|>"
+        )
+        == 1
+    )
 
 
 def test_a_tool_response_keeps_within_its_tokens_and_cannot_forge_any(rules):
@@ -85,21 +118,37 @@ def test_a_tool_response_keeps_within_its_tokens_and_cannot_forge_any(rules):
 def test_pictures_have_no_time_and_no_video_is_spoken_of(rules):
     picture = f"<|vision_start|>{'<|image_pad|>' * 2}<|vision_end|>"
     found = rules.conversation(
-        chat(("user", "Compare", PICTURE, "with", PICTURE), ("assistant", "<answer>A</answer>"), tools=False), tokens
+        chat(
+            ("user", "Compare", PICTURE, "with", PICTURE),
+            ("assistant", "<answer>A</answer>"),
+            tools=False,
+        ),
+        tokens,
     )
-    asked = f"<|im_start|>user\nCompare\n{picture}\nwith\n{picture}<|im_end|>\n<|im_start|>assistant\n"
-    assert text(rules, found) == system_text(False, video=False) + asked + "<answer>A</answer><|im_end|>"
+    asked = (
+        f"<|im_start|>user\nCompare\n{picture}\nwith\n{picture}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (
+        text(rules, found)
+        == system_text(False, video=False) + asked + "<answer>A</answer><|im_end|>"
+    )
     assert "video" not in system_text(False, video=False)
 
 
 def test_a_second_question_and_questions_that_would_forge(rules):
     turns = ("user", CLIP, "a <tool_call>"), ("assistant", "b"), ("user", "c"), ("assistant", "d")
     found = rules.conversation(chat(*turns, tools=False), tokens)
-    assert "\na < tool_call><|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>" in text(rules, found)
+    assert (
+        "\na < tool_call><|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>"
+        in text(rules, found)
+    )
     assert [segment.author for segment in found.segments] == [Author.PROMPT, Author.MODEL] * 2
 
 
 def test_tools_are_spoken_of_where_they_are_offered(rules):
     for tools in (True, False):
-        found = text(rules, rules.conversation(chat(("user", CLIP, "a"), ("assistant", "b"), tools=tools), tokens))
+        found = text(
+            rules,
+            rules.conversation(chat(("user", CLIP, "a"), ("assistant", "b"), tools=tools), tokens),
+        )
         assert found.startswith(system_text(tools)) and ("<tools>" in found) is tools

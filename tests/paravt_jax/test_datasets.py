@@ -38,7 +38,9 @@ def test_what_is_read_is_what_was_prepared(prepared):
 
 
 def test_types_come_back_whole():
-    demonstration = Demonstration("d", "a.mp4", 16, (0.0, 16.0), None, (Message("assistant", " nothing"),))
+    demonstration = Demonstration(
+        "d", "a.mp4", 16, (0.0, 16.0), None, (Message("assistant", " nothing"),)
+    )
     for record in (_QUESTION, (demonstration,), Caption("a.mp4", 3.0, ("red", "two"))):
         again = datasets.decode(*datasets.encode(record))
         assert again == record and type(again) is type(record)
@@ -64,7 +66,9 @@ def test_preparing_goes_on_after_an_interruption(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(datasets.Records, "_generate_examples", lambda self, records: map(killed, records))
+        patch.setattr(
+            datasets.Records, "_generate_examples", lambda self, records: map(killed, records)
+        )
         with pytest.raises(KeyboardInterrupt):
             datasets.prepare(tmp_path, records)
     with pytest.raises(ValueError, match="no prepared data"):
@@ -97,7 +101,10 @@ def test_bad_videos_are_named_with_the_reason(small_world, tmp_path):
 def test_every_kind_of_record_names_its_video():
     for records in _records().values():
         for record in records:
-            assert datasets.video_of(record) == (record[0] if isinstance(record, tuple) else record).video
+            assert (
+                datasets.video_of(record)
+                == (record[0] if isinstance(record, tuple) else record).video
+            )
 
 
 def test_tensorflow_is_never_imported():

@@ -15,19 +15,31 @@ from paravt_jax.structure import Kind, Structure
 
 SETTINGS = GRPOSettings(group_size=4)
 IN_GROUPS = Normalisation("group", "group")
-ROWS = ("mask", "behaviour", "reference", "rollout", "structure")  # fields of a batch that have a row axis
+ROWS = (
+    "mask",
+    "behaviour",
+    "reference",
+    "rollout",
+    "structure",
+)  # fields of a batch that have a row axis
 
 
-def make_batch(seed: int = 0, p: int = 3, g: int = 4, t: int = 12, s: int = 6, **changes) -> GRPOBatch:
+def make_batch(
+    seed: int = 0, p: int = 3, g: int = 4, t: int = 12, s: int = 6, **changes
+) -> GRPOBatch:
     """A batch with holes in its masks; log-probs of what was not generated are garbage, as in a real one."""
     rng = np.random.default_rng(seed)
     b = p * g
     mask = rng.random((b, t)) < 0.7
     mask[:, 1] = True
     behaviour = np.where(mask, -rng.random((b, t)) * 3, np.nan)
-    positions = np.stack([np.sort(rng.choice(t, s, replace=False)) for _ in range(b)]).astype(np.int32)
+    positions = np.stack([np.sort(rng.choice(t, s, replace=False)) for _ in range(b)]).astype(
+        np.int32
+    )
     kinds = rng.integers(0, len(Kind), (b, s)).astype(np.int8)
-    structure = Structure(jnp.array(positions), jnp.array(kinds), jnp.array(rng.random((b, s)) < 0.8))
+    structure = Structure(
+        jnp.array(positions), jnp.array(kinds), jnp.array(rng.random((b, s)) < 0.8)
+    )
     fields = {
         "mask": mask,
         "behaviour": behaviour,
@@ -38,13 +50,18 @@ def make_batch(seed: int = 0, p: int = 3, g: int = 4, t: int = 12, s: int = 6, *
         "compliant": rng.random((p, g)) < 0.6,
         "rollout": np.arange(b),
     } | changes
-    arrays = {name: jnp.asarray(x, jnp.float32 if np.asarray(x).dtype.kind == "f" else None) for name, x in fields.items()}
+    arrays = {
+        name: jnp.asarray(x, jnp.float32 if np.asarray(x).dtype.kind == "f" else None)
+        for name, x in fields.items()
+    }
     return GRPOBatch(structure=structure, **arrays)
 
 
 def current_logprobs(batch: GRPOBatch, seed: int = 5):
     noise = np.random.default_rng(seed).normal(0, 0.3, batch.mask.shape)
-    return jnp.asarray(np.where(batch.mask, np.asarray(batch.behaviour) + noise, np.nan), jnp.float32)
+    return jnp.asarray(
+        np.where(batch.mask, np.asarray(batch.behaviour) + noise, np.nan), jnp.float32
+    )
 
 
 @functools.partial(jax.jit, static_argnames="settings")
@@ -63,8 +80,12 @@ def whole_loss(batch: GRPOBatch, settings: GRPOSettings, logprobs):
 
 def test_shape_rewards():
     rewards = jnp.array([[0.2, 1.2, 2.2, 2.8]])
-    np.testing.assert_allclose(grpo.shape_rewards(rewards, GRPOSettings()), [[0, 10, 20, 20]], rtol=1e-6)  # 2.8 is lost: REFERENCE 4, 14
-    np.testing.assert_allclose(grpo.shape_rewards(rewards, GRPOSettings(reward_clip=None)), [[0, 10, 20, 26]], rtol=1e-6)
+    np.testing.assert_allclose(
+        grpo.shape_rewards(rewards, GRPOSettings()), [[0, 10, 20, 20]], rtol=1e-6
+    )  # 2.8 is lost: REFERENCE 4, 14
+    np.testing.assert_allclose(
+        grpo.shape_rewards(rewards, GRPOSettings(reward_clip=None)), [[0, 10, 20, 26]], rtol=1e-6
+    )
 
 
 def test_a_reward_that_reaches_the_clip_counts_as_clipped():
@@ -79,13 +100,18 @@ def test_a_reward_that_reaches_the_clip_counts_as_clipped():
 
 def test_normalise_in_group():
     normed = grpo.normalise(jnp.array([[1.0, 2.0, 3.0, 6.0]]), jnp.ones((1, 4), bool), IN_GROUPS)
-    np.testing.assert_allclose(normed[0], (np.array([1, 2, 3, 6]) - 3) / np.std([1, 2, 3, 6], ddof=1), rtol=1e-4)
+    np.testing.assert_allclose(
+        normed[0], (np.array([1, 2, 3, 6]) - 3) / np.std([1, 2, 3, 6], ddof=1), rtol=1e-4
+    )
 
 
 def test_a_group_of_equal_rewards_is_silent():
     values = jnp.full((1, 8), 0.1) * 10 / 3
     everyone = jnp.ones((1, 8), bool)
-    assert not grpo.varied(values, everyone).any() and (grpo.normalise(values, everyone, IN_GROUPS) == 0).all()
+    assert (
+        not grpo.varied(values, everyone).any()
+        and (grpo.normalise(values, everyone, IN_GROUPS) == 0).all()
+    )
 
 
 def test_invalid_rollouts_do_not_count():
@@ -93,7 +119,10 @@ def test_invalid_rollouts_do_not_count():
     rewards = jnp.array([[1.0, 2.0, 3.0, 1e9], [1.0, 2.0, 3.0, 4.0], [jnp.nan] * 4])
     normed = grpo.normalise(rewards, valid, IN_GROUPS)
     np.testing.assert_allclose(normed[0], [-1, 0, 1, 0], atol=1e-4)
-    assert grpo.varied(rewards, valid)[:, 0].tolist() == [True, False, False] and (normed[1:] == 0).all()
+    assert (
+        grpo.varied(rewards, valid)[:, 0].tolist() == [True, False, False]
+        and (normed[1:] == 0).all()
+    )
 
 
 # --- advantages of tokens
@@ -104,7 +133,9 @@ def test_kl_estimators():
     zero = jnp.zeros_like(d)
     np.testing.assert_allclose(grpo.kl_penalty(d, zero, "k1"), [[0.5, -10]], rtol=1e-6)
     np.testing.assert_allclose(grpo.kl_penalty(d, zero, "k2"), [[0.125, 10]], rtol=1e-6)
-    np.testing.assert_allclose(grpo.kl_penalty(d, zero, "k3", None)[0, 0], np.exp(-0.5) - 1 + 0.5, rtol=1e-5)
+    np.testing.assert_allclose(
+        grpo.kl_penalty(d, zero, "k3", None)[0, 0], np.exp(-0.5) - 1 + 0.5, rtol=1e-5
+    )
 
 
 def test_token_advantages_by_hand():
@@ -116,11 +147,20 @@ def test_token_advantages_by_hand():
 
 def test_a_rollout_that_ends_in_tool_tokens_keeps_its_reward():
     """In the release it vanishes there (REFERENCE 4, 6)."""
-    open_ended = grpo.token_advantages(jnp.ones(1), jnp.zeros((1, 4)), jnp.array([[1, 1, 0, 0]], bool), 0.01)
+    open_ended = grpo.token_advantages(
+        jnp.ones(1), jnp.zeros((1, 4)), jnp.array([[1, 1, 0, 0]], bool), 0.01
+    )
     assert open_ended.tolist() == [[1, 1, 0, 0]]
 
 
-@pytest.mark.parametrize("how", [Normalisation("batch", "batch"), Normalisation("group", "group"), Normalisation("group", "batch")])
+@pytest.mark.parametrize(
+    "how",
+    [
+        Normalisation("batch", "batch"),
+        Normalisation("group", "group"),
+        Normalisation("group", "batch"),
+    ],
+)
 def test_normalise_tokens(how):
     """Over the trained tokens of the batch, or of each group: a loop over groups says the same."""
     batch = make_batch()
@@ -130,13 +170,21 @@ def test_normalise_tokens(how):
     groups = credit.reshape(3, -1)
     mean = np.nanmean(groups, 1, keepdims=True) if how.mean == "group" else np.nanmean(credit)
     left = groups - mean
-    std = np.nanstd(left, 1, ddof=1, keepdims=True) if how.std == "group" else np.nanstd(left, ddof=1)
-    np.testing.assert_allclose(got, np.nan_to_num(left / std).reshape(credit.shape), rtol=1e-4, atol=1e-5)
+    std = (
+        np.nanstd(left, 1, ddof=1, keepdims=True) if how.std == "group" else np.nanstd(left, ddof=1)
+    )
+    np.testing.assert_allclose(
+        got, np.nan_to_num(left / std).reshape(credit.shape), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_normalise_against_the_others():
     """RLOO: each value less the mean of the others; nothing is divided by."""
-    normed = grpo.normalise(jnp.array([[1.0, 2.0, 6.0]]), jnp.ones((1, 3), bool), Normalisation("group", "none", leave_one_out=True))
+    normed = grpo.normalise(
+        jnp.array([[1.0, 2.0, 6.0]]),
+        jnp.ones((1, 3), bool),
+        Normalisation("group", "none", leave_one_out=True),
+    )
     np.testing.assert_allclose(normed[0], [1 - 4, 2 - 3.5, 6 - 1.5], rtol=1e-6)
 
 
@@ -152,26 +200,38 @@ def test_a_batch_without_signal_is_not_blown_up():
     credit, metrics = advantages(batch, SETTINGS)
     assert metrics["silent_groups"] == 1
     kl = grpo.kl_penalty(batch.behaviour, batch.reference)
-    penalty = np.asarray(grpo.token_advantages(jnp.zeros(12), kl, batch.mask, SETTINGS.kl_coefficient))
-    np.testing.assert_allclose(credit, np.where(batch.mask, penalty - penalty[np.asarray(batch.mask)].mean(), 0), atol=1e-6)
+    penalty = np.asarray(
+        grpo.token_advantages(jnp.zeros(12), kl, batch.mask, SETTINGS.kl_coefficient)
+    )
+    np.testing.assert_allclose(
+        credit, np.where(batch.mask, penalty - penalty[np.asarray(batch.mask)].mean(), 0), atol=1e-6
+    )
     assert 0 < np.abs(credit).max() < 0.1
     with_signal, _ = advantages(make_batch(), SETTINGS)
-    assert np.std(np.asarray(with_signal)[np.asarray(batch.mask)], ddof=1) == pytest.approx(1, abs=1e-3)
+    assert np.std(np.asarray(with_signal)[np.asarray(batch.mask)], ddof=1) == pytest.approx(
+        1, abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("mean", ["group", "batch", "none"])
 def test_a_silent_group_is_not_blown_up_by_its_own_deviation(mean):
     """Among groups that speak, too, where each group is measured by itself."""
     rewards = np.array([[1.0, 2.0, 0.5, 1.0], [1.5] * 4, [0.0, 1.0, 1.0, 2.0]])
-    settings = dataclasses.replace(SETTINGS, anchor="none", advantage_normalisation=Normalisation(mean, "group"))
+    settings = dataclasses.replace(
+        SETTINGS, anchor="none", advantage_normalisation=Normalisation(mean, "group")
+    )
     batch = make_batch(rewards=rewards)
     credit, metrics = advantages(batch, settings)
     rows = np.abs(np.asarray(credit)).max(1).reshape(3, 4)
-    assert rows[1].max() < 0.1 < 0.5 < rows[[0, 2]].max(1).min() and metrics["silent_groups"] == pytest.approx(1 / 3)
+    assert rows[1].max() < 0.1 < 0.5 < rows[[0, 2]].max(1).min() and metrics[
+        "silent_groups"
+    ] == pytest.approx(1 / 3)
 
 
 def test_equal_rewards_without_a_mean_taken_off_are_no_signal_either():
-    settings = dataclasses.replace(SETTINGS, anchor="none", reward_normalisation=Normalisation("none", "none"))
+    settings = dataclasses.replace(
+        SETTINGS, anchor="none", reward_normalisation=Normalisation("none", "none")
+    )
     credit, metrics = advantages(make_batch(rewards=np.full((3, 4), 1.5)), settings)
     assert metrics["silent_groups"] == 1 and np.abs(credit).max() < 0.1
 
@@ -203,13 +263,19 @@ def test_credit_reaches_structural_tokens_alone():
     for row, col in np.argwhere(batch.structure.valid):
         at, kind = int(batch.structure.positions[row, col]), int(batch.structure.kinds[row, col])
         if batch.mask[row, at]:
-            expected[row, at] += 0.5 * (-0.3 if kind == Kind.VIOLATION else float(normed.reshape(-1)[row]))
+            expected[row, at] += 0.5 * (
+                -0.3 if kind == Kind.VIOLATION else float(normed.reshape(-1)[row])
+            )
     np.testing.assert_allclose(credit - plain, expected, atol=1e-5)
     assert np.abs(expected).max() > 0
 
 
 def test_a_token_named_twice_gets_both():
-    structure = Structure(jnp.array([[2, 2, 0]]), jnp.array([[Kind.CALL_OPEN, Kind.VIOLATION, 0]]), jnp.array([[True, True, False]]))
+    structure = Structure(
+        jnp.array([[2, 2, 0]]),
+        jnp.array([[Kind.CALL_OPEN, Kind.VIOLATION, 0]]),
+        jnp.array([[True, True, False]]),
+    )
     got = grpo.structural_weights(structure, jnp.array([[0.25, -1.0, 9.0]]), 4)
     assert got.tolist() == [[0, 0, -0.75, 0]]
 
@@ -219,16 +285,27 @@ def test_likelihood_anchor_is_a_mean_over_tags_of_compliant_rollouts_and_violati
     logprobs = current_logprobs(batch)
     signs = np.zeros(batch.mask.shape)
     for row, at in np.ndindex(*batch.structure.positions.shape):
-        token, violated = int(batch.structure.positions[row, at]), batch.structure.kinds[row, at] == Kind.VIOLATION
-        if batch.structure.valid[row, at] and batch.mask[row, token] and (violated or batch.compliant.reshape(-1)[row]):
+        token, violated = (
+            int(batch.structure.positions[row, at]),
+            batch.structure.kinds[row, at] == Kind.VIOLATION,
+        )
+        if (
+            batch.structure.valid[row, at]
+            and batch.mask[row, token]
+            and (violated or batch.compliant.reshape(-1)[row])
+        ):
             signs[row, token] = -0.3 if violated else 1.0
     assert {-0.3, 0.0, 1.0} == set(signs.reshape(-1))
     marked = signs != 0
     settings = dataclasses.replace(SETTINGS, anchor="likelihood", anchor_weight=2.0)
     difference = whole_loss(batch, settings, logprobs) - whole_loss(batch, SETTINGS, logprobs)
     weight = np.exp(np.where(marked, logprobs - batch.behaviour, 0))
-    assert float(difference) == pytest.approx(-2 * (signs * weight * np.where(marked, logprobs, 0)).sum() / marked.sum(), rel=1e-4)
-    gradient = jax.grad(lambda x: grpo.anchor_likelihood(x, jnp.asarray(weight), batch, 0.3))(logprobs)
+    assert float(difference) == pytest.approx(
+        -2 * (signs * weight * np.where(marked, logprobs, 0)).sum() / marked.sum(), rel=1e-4
+    )
+    gradient = jax.grad(lambda x: grpo.anchor_likelihood(x, jnp.asarray(weight), batch, 0.3))(
+        logprobs
+    )
     np.testing.assert_allclose(gradient, signs * weight / marked.sum(), rtol=1e-5)
 
 
@@ -238,17 +315,27 @@ def test_gamma_weighs_violations_alone_and_a_stale_token_above_the_cap_counts_fo
     tags, violations = (np.asarray(mask) for mask in grpo.structural_tokens(batch))
 
     def gradient(gamma: float, batch: GRPOBatch = batch) -> np.ndarray:
-        return np.asarray(jax.grad(lambda x: grpo.paravt_loss(x, credit, batch, settings, gamma=gamma)[0])(logprobs))
+        return np.asarray(
+            jax.grad(lambda x: grpo.paravt_loss(x, credit, batch, settings, gamma=gamma)[0])(
+                logprobs
+            )
+        )
 
     none, some = gradient(0.0), gradient(1.0)
     assert (none == some)[~violations].all() and (none != some)[violations & ~tags].all()
-    stale = dataclasses.replace(batch, behaviour=jnp.where(violations, logprobs - 2, batch.behaviour))  # e^2 > 5
+    stale = dataclasses.replace(
+        batch, behaviour=jnp.where(violations, logprobs - 2, batch.behaviour)
+    )  # e^2 > 5
     assert (gradient(1.0, stale)[violations & ~tags] == 0).all()
 
 
 def test_arrays_that_disagree_are_refused_by_name():
     batch = make_batch()
-    wrong = {"behaviour": batch.behaviour[:, 1:], "reference": batch.reference[1:], "rollout": batch.rollout[:-1]}
+    wrong = {
+        "behaviour": batch.behaviour[:, 1:],
+        "reference": batch.reference[1:],
+        "rollout": batch.rollout[:-1],
+    }
     wrong |= {name: getattr(batch, name)[:2] for name in ("anchor_rewards", "valid", "compliant")}
     for name, array in wrong.items():
         with pytest.raises(ValueError, match=f"GRPOBatch.{name}: shape"):
@@ -269,14 +356,18 @@ def test_policy_loss_by_hand():
     proximal = jnp.full((1, 4), -1.0)
     logprobs = proximal + jnp.log(jnp.array([[1.5, 0.5, 1.5, 1.0]]))
     behaviour = proximal - jnp.log(jnp.array([[1.0, 1.0, 2.0, 6.0]]))
-    loss, metrics = grpo.policy_loss(logprobs, proximal, behaviour, jnp.array([[1.0, 1.0, -1.0, 1.0]]), mask, GRPOSettings())
+    loss, metrics = grpo.policy_loss(
+        logprobs, proximal, behaviour, jnp.array([[1.0, 1.0, -1.0, 1.0]]), mask, GRPOSettings()
+    )
     assert float(loss) == pytest.approx((-1.2 - 0.5 + 2 * 1.5 + 0) / 4, rel=1e-5)
     assert float(metrics["capped_fraction"]) == 0.25
 
 
 def test_a_weight_that_equals_the_cap_is_kept():
     proximal = jnp.array([[-2.0, -2.0, -2.0]])
-    behaviour = jnp.array([[-2.0, -2.001, -1.999]])  # as likely to the sampler, less likely, likelier
+    behaviour = jnp.array(
+        [[-2.0, -2.001, -1.999]]
+    )  # as likely to the sampler, less likely, likelier
     mask = jnp.ones((1, 3), bool)
     capped = dataclasses.replace(SETTINGS, behaviour_cap=1.0)
     equal, above, below = grpo.behaviour_weight(proximal, behaviour, mask, capped)[0]
@@ -290,7 +381,9 @@ def test_with_one_minibatch_the_gradient_is_minus_advantage_times_weight():
     logprobs = current_logprobs(batch)
     gradient = jax.grad(lambda x: grpo.paravt_loss(x, credit, batch, SETTINGS)[0])(logprobs)
     weight = np.exp(np.where(batch.mask, logprobs - batch.behaviour, 0))
-    np.testing.assert_allclose(gradient, np.where(batch.mask, -credit * weight / batch.mask.sum(), 0), atol=1e-6)
+    np.testing.assert_allclose(
+        gradient, np.where(batch.mask, -credit * weight / batch.mask.sum(), 0), atol=1e-6
+    )
 
 
 VARIANTS = {
@@ -313,7 +406,9 @@ def test_gradient_by_differences(variant):
 
     @jax.jit
     def loss(x):
-        return grpo.policy_loss(x, proximal, batch.behaviour, credit, batch.trained, settings, clip=clip)[0]
+        return grpo.policy_loss(
+            x, proximal, batch.behaviour, credit, batch.trained, settings, clip=clip
+        )[0]
 
     gradient = np.asarray(jax.grad(loss)(logprobs))
     assert np.isfinite(gradient).all() and (gradient[~np.asarray(batch.mask)] == 0).all()
@@ -321,9 +416,17 @@ def test_gradient_by_differences(variant):
     checked = 0
     for row, at in rng.permutation(np.argwhere(batch.mask))[:40]:
         difference = jnp.where(batch.mask[row], logprobs[row] - proximal[row], 0)
-        ratio = float(jnp.exp(difference.sum() / batch.mask[row].sum() if settings.ratio == "sequence" else difference[at]))
+        ratio = float(
+            jnp.exp(
+                difference.sum() / batch.mask[row].sum()
+                if settings.ratio == "sequence"
+                else difference[at]
+            )
+        )
         corners = (1 - clip.lower, 1 + (clip.upper or clip.lower), clip.dual or 0)
-        if min(abs(ratio - corner) for corner in corners) < 0.03 / (12 if settings.ratio == "sequence" else 1):
+        if min(abs(ratio - corner) for corner in corners) < 0.03 / (
+            12 if settings.ratio == "sequence" else 1
+        ):
             continue  # the loss has a corner there
         h = 1e-2
         up, down = (loss(logprobs.at[row, at].add(step)) for step in (h, -h))
@@ -334,7 +437,10 @@ def test_gradient_by_differences(variant):
 
 def test_the_likelihood_anchor_is_taken_off_the_loss_with_its_weight():
     """The gradient of the whole loss is -A w / N, less the anchor's times its weight."""
-    batch, settings = make_batch(seed=2), dataclasses.replace(SETTINGS, anchor="likelihood", anchor_weight=2.0)
+    batch, settings = (
+        make_batch(seed=2),
+        dataclasses.replace(SETTINGS, anchor="likelihood", anchor_weight=2.0),
+    )
     logprobs, (credit, _) = current_logprobs(batch), advantages(batch, settings)
     weight = grpo.behaviour_weight(logprobs, batch.behaviour, batch.trained, settings)
 
@@ -343,7 +449,9 @@ def test_the_likelihood_anchor_is_taken_off_the_loss_with_its_weight():
 
     whole = jax.grad(lambda x: grpo.paravt_loss(x, credit, batch, settings)[0])(logprobs)
     policy = np.where(batch.trained, -credit * weight / batch.trained.sum(), 0)
-    np.testing.assert_allclose(whole, policy - 2.0 * np.asarray(jax.grad(anchor)(logprobs)), atol=1e-6)
+    np.testing.assert_allclose(
+        whole, policy - 2.0 * np.asarray(jax.grad(anchor)(logprobs)), atol=1e-6
+    )
     assert np.abs(np.asarray(whole) - policy).max() > 0.1
 
 
@@ -370,7 +478,9 @@ def test_padding_and_order_change_nothing(anchor):
     plain = whole_loss(batch, settings, logprobs)
 
     def wider(x):
-        return jnp.pad(x, ((0, 0), (0, 5)), constant_values=jnp.nan if x.dtype == jnp.float32 else 0)
+        return jnp.pad(
+            x, ((0, 0), (0, 5)), constant_values=jnp.nan if x.dtype == jnp.float32 else 0
+        )
 
     padded = dataclasses.replace(
         batch,
@@ -379,7 +489,10 @@ def test_padding_and_order_change_nothing(anchor):
     )
     np.testing.assert_allclose(whole_loss(padded, settings, wider(logprobs)), plain, rtol=1e-5)
 
-    groups, inside = np.random.default_rng(1).permutation(3), np.random.default_rng(2).permutation(4)
+    groups, inside = (
+        np.random.default_rng(1).permutation(3),
+        np.random.default_rng(2).permutation(4),
+    )
     rows = (groups[:, None] * 4 + inside).reshape(-1)
     moved = jax.tree.map(lambda x: x[groups][:, inside] if x.shape == (3, 4) else x[rows], batch)
     moved = dataclasses.replace(moved, rollout=batch.rollout)
@@ -395,10 +508,14 @@ def test_parts_with_the_whole_batch_totals_add_up(anchor):
 
     def part(i):
         rows = np.arange(12)[i::3]  # a part need not hold whole groups
-        some = dataclasses.replace(batch, **{name: jax.tree.map(lambda x: x[rows], getattr(batch, name)) for name in ROWS})
+        some = dataclasses.replace(
+            batch, **{name: jax.tree.map(lambda x: x[rows], getattr(batch, name)) for name in ROWS}
+        )
         return grpo.paravt_loss(logprobs[rows], credit[rows], some, settings, totals)[0]
 
-    assert float(sum(part(i) for i in range(3))) == pytest.approx(float(whole_loss(batch, settings, logprobs)), rel=1e-4)
+    assert float(sum(part(i) for i in range(3))) == pytest.approx(
+        float(whole_loss(batch, settings, logprobs)), rel=1e-4
+    )
 
 
 def test_rows_of_one_rollout_share_what_it_earned():
@@ -407,17 +524,30 @@ def test_rows_of_one_rollout_share_what_it_earned():
     mask = np.ones((6, 3), bool)
     batch = make_batch(p=1, rollout=rollout, rewards=np.array([[0.0, 1.0, 2.0, 1.0]]))
     fields = {"mask": mask, "behaviour": np.zeros((6, 3)), "reference": np.zeros((6, 3))}
-    none = Structure(jnp.zeros((6, 1), jnp.int32), jnp.zeros((6, 1), jnp.int8), jnp.zeros((6, 1), bool))
-    batch = dataclasses.replace(batch, structure=none, **{name: jnp.asarray(x) for name, x in fields.items()})
+    none = Structure(
+        jnp.zeros((6, 1), jnp.int32), jnp.zeros((6, 1), jnp.int8), jnp.zeros((6, 1), bool)
+    )
+    batch = dataclasses.replace(
+        batch, structure=none, **{name: jnp.asarray(x) for name, x in fields.items()}
+    )
     credit = np.asarray(advantages(batch, SETTINGS)[0])
-    assert (credit[4] == credit[2]).all() and (credit[5] == credit[2]).all() and credit[2, 0] > credit[1, 0] > credit[0, 0]
-    assert credit.mean() == pytest.approx(0, abs=1e-6), "the mean of the batch is over all rows' tokens"
+    assert (
+        (credit[4] == credit[2]).all()
+        and (credit[5] == credit[2]).all()
+        and credit[2, 0] > credit[1, 0] > credit[0, 0]
+    )
+    assert credit.mean() == pytest.approx(0, abs=1e-6), (
+        "the mean of the batch is over all rows' tokens"
+    )
 
 
 def test_the_gradient_of_old_rollouts_is_that_of_fresh_ones():
     """Tokens drawn by an older policy, each weighted by its chance there: the expected gradient is the current policy's own."""
     rng = np.random.default_rng(0)
-    logits, older = jnp.asarray(rng.normal(size=5), jnp.float32), jnp.asarray(rng.normal(size=5), jnp.float32)
+    logits, older = (
+        jnp.asarray(rng.normal(size=5), jnp.float32),
+        jnp.asarray(rng.normal(size=5), jnp.float32),
+    )
     values = jnp.asarray(rng.normal(size=5), jnp.float32)
     settings = dataclasses.replace(SETTINGS, behaviour_cap=None)
 
@@ -425,7 +555,9 @@ def test_the_gradient_of_old_rollouts_is_that_of_fresh_ones():
         """Every token of the vocabulary once, and its advantage times the chance that `drawn_by` draws it."""
         logprobs, behaviour = jax.nn.log_softmax(logits)[None], jax.nn.log_softmax(drawn_by)[None]
         credit = values[None] * jnp.exp(behaviour)
-        return grpo.policy_loss(logprobs, logprobs, behaviour, credit, jnp.ones((1, 5), bool), settings)[0]
+        return grpo.policy_loss(
+            logprobs, logprobs, behaviour, credit, jnp.ones((1, 5), bool), settings
+        )[0]
 
     stale, fresh = jax.grad(loss)(logits, older), jax.grad(loss)(logits, logits)
     np.testing.assert_allclose(stale, fresh, atol=1e-6)

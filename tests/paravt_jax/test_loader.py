@@ -55,7 +55,9 @@ def test_stored_records_pass_through_unchanged(tmp_path):
     groups = list(world_text.main_demonstrations(videos, world_text.TextSettings()))
     datasets.prepare(tmp_path, {"main": groups})
     batches = _take(loader.stream(datasets.open_split(tmp_path, "main"), 0, 4), 3)
-    assert sorted(group[0].id for batch in batches for group in batch) == sorted(group[0].id for group in groups)
+    assert sorted(group[0].id for batch in batches for group in batch) == sorted(
+        group[0].id for group in groups
+    )
     assert all(group in groups for batch in batches for group in batch)
 
 
@@ -63,7 +65,10 @@ def test_the_iterator_is_one_that_checkpoints_know():
     assert isinstance(loader.stream(range(3), 0, 1), grain.DatasetIterator)
 
 
-@pytest.mark.parametrize(("source", "batch", "index", "count"), [([], 1, 0, 1), ([1], 0, 0, 1), ([1], 1, 2, 2), ([1], 1, -1, 2)])
+@pytest.mark.parametrize(
+    ("source", "batch", "index", "count"),
+    [([], 1, 0, 1), ([1], 0, 0, 1), ([1], 1, 2, 2), ([1], 1, -1, 2)],
+)
 def test_impossible_streams_are_refused(source, batch, index, count):
     with pytest.raises(ValueError, match="loader"):
         loader.stream(source, 0, batch, index, count)

@@ -35,22 +35,30 @@ def test_it_is_first_fit(lengths, length):
 @given(LENGTHS, st.integers(1, 50))
 def test_every_sample_is_in_one_row_whole_or_is_left_out_for_its_length(lengths, length):
     packing = pack(lengths, length)
-    assert sorted(sample for row in packing.rows for sample in row) + list(packing.left_out) == sorted(
-        range(len(lengths)), key=lambda sample: (lengths[sample] > length, sample)
-    )
+    assert sorted(sample for row in packing.rows for sample in row) + list(
+        packing.left_out
+    ) == sorted(range(len(lengths)), key=lambda sample: (lengths[sample] > length, sample))
     assert all(0 < sum(lengths[s] for s in row) <= length for row in packing.rows)
     assert all(lengths[sample] > length for sample in packing.left_out)
     room = len(packing.rows) * length
-    assert packing.padding == pytest.approx(1 - sum(n for n in lengths if n <= length) / room if room else 0)
+    assert packing.padding == pytest.approx(
+        1 - sum(n for n in lengths if n <= length) / room if room else 0
+    )
 
 
 def published_lengths(rng: np.random.Generator, count: int) -> np.ndarray:
     """Lengths like the published mixture's: clips of half a minute to hours at one frame a second and at most 64 frames of 49 tokens and
     their times, pictures, text of a few hundred tokens, some conversations with crops; a few are longer than a row."""
-    seconds = np.where(rng.random(count) < 0.6, rng.lognormal(3.4, 0.5, count), rng.lognormal(5.5, 1.0, count))
+    seconds = np.where(
+        rng.random(count) < 0.6, rng.lognormal(3.4, 0.5, count), rng.lognormal(5.5, 1.0, count)
+    )
     frames = np.where(rng.random(count) < 0.15, 1, np.clip(seconds, 1, 64).astype(int))
-    crops = np.where(rng.random(count) < 0.16, rng.integers(1, 4, count) * rng.integers(4, 17, count), 0)
-    return ((frames + crops) * (49 + 9) + rng.lognormal(6.0, 0.5, count).astype(int) + 120).astype(int)
+    crops = np.where(
+        rng.random(count) < 0.16, rng.integers(1, 4, count) * rng.integers(4, 17, count), 0
+    )
+    return ((frames + crops) * (49 + 9) + rng.lognormal(6.0, 0.5, count).astype(int) + 120).astype(
+        int
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -62,7 +70,9 @@ def test_padding_is_below_five_percent_on_lengths_like_the_published_ones(seed):
     assert time.thread_time() - start < 5
     assert len(packing.left_out) < 0.01 * len(lengths)
     assert packing.padding < 0.05
-    print(f"padding {packing.padding:.4f}, {len(packing.rows)} rows, {len(packing.left_out)} left out")
+    print(
+        f"padding {packing.padding:.4f}, {len(packing.rows)} rows, {len(packing.left_out)} left out"
+    )
 
 
 def test_nothing_packs_into_nothing():

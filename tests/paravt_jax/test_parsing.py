@@ -19,7 +19,9 @@ from paravt_jax.parsing import (
 )
 from paravt_jax.records import CallStatus, CropCall, Turn
 
-GOOD = '{"name": "crop_video", "arguments": {"video_path": "v.mp4", "start_time": 3, "end_time": 9.5}}'
+GOOD = (
+    '{"name": "crop_video", "arguments": {"video_path": "v.mp4", "start_time": 3, "end_time": 9.5}}'
+)
 THINK = "<think>\nthe overview misses it</think>\n"
 
 
@@ -28,7 +30,9 @@ def call(body: str = GOOD) -> str:
 
 
 def times(start: str, end: str) -> str:
-    return call(f'{{"name": "crop_video", "arguments": {{"start_time": {start}, "end_time": {end}}}}}')
+    return call(
+        f'{{"name": "crop_video", "arguments": {{"start_time": {start}, "end_time": {end}}}}}'
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,11 +53,29 @@ def test_times_are_read_as_a_person_would(start, end, seconds):
 
 
 @pytest.mark.parametrize(
-    "start", ["true", "null", '"soon"', '""', '"00:99"', "[1]", '"NaN"', '"inf"', '"1_0"', '"1.2.3"', "{}", '"１６ o’clock"']
+    "start",
+    [
+        "true",
+        "null",
+        '"soon"',
+        '""',
+        '"00:99"',
+        "[1]",
+        '"NaN"',
+        '"inf"',
+        '"1_0"',
+        '"1.2.3"',
+        "{}",
+        '"１６ o’clock"',
+    ],
 )
 def test_what_is_no_time_is_malformed(start):
     (got,) = parse_calls(times(start, "20"))
-    assert isinstance(got, Malformed) and got.status is CallStatus.MALFORMED and "start_time" in got.reason
+    assert (
+        isinstance(got, Malformed)
+        and got.status is CallStatus.MALFORMED
+        and "start_time" in got.reason
+    )
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
@@ -74,7 +96,11 @@ def test_an_unclosed_call_does_not_swallow_the_next():
 
 def test_code_is_named_and_never_run():
     (got,) = parse_calls("<tool_code>print(crop_video(start_time=1, end_time=2))</tool_code>")
-    assert isinstance(got, Malformed) and got.status is CallStatus.MALFORMED and "tool_call" in got.reason
+    assert (
+        isinstance(got, Malformed)
+        and got.status is CallStatus.MALFORMED
+        and "tool_call" in got.reason
+    )
     assert not isinstance(parse_calls("<tool_code>" + GOOD + "</tool_code>" + call())[0], CropCall)
 
 
@@ -89,24 +115,45 @@ def test_reasons_hold_no_tags():
 
 
 def test_other_tools_and_shapes():
-    (other,) = parse_calls(call('{"name": "video_zoom", "arguments": {"start_time": 1, "end_time": 2}}'))
+    (other,) = parse_calls(
+        call('{"name": "video_zoom", "arguments": {"start_time": 1, "end_time": 2}}')
+    )
     assert isinstance(other, Malformed) and other.status is CallStatus.UNKNOWN_TOOL
-    as_text = json.dumps({"name": "crop_video", "arguments": json.dumps({"start_time": 1, "end_time": 2})})
+    as_text = json.dumps(
+        {"name": "crop_video", "arguments": json.dumps({"start_time": 1, "end_time": 2})}
+    )
     assert parse_calls(call(as_text)) == [CropCall(1, 2)]
-    for body in ("", "null", "[]", "3", '{"name": null}', '{"name": ["x"]}', '{"name": "crop_video"}', "{'name': 'crop_video'}"):
+    for body in (
+        "",
+        "null",
+        "[]",
+        "3",
+        '{"name": null}',
+        '{"name": ["x"]}',
+        '{"name": "crop_video"}',
+        "{'name': 'crop_video'}",
+    ):
         assert isinstance(parse_calls(call(body))[0], Malformed)
 
 
 @pytest.mark.parametrize("path", ['"/etc/passwd"', "3", "null", '["a"]'])
 def test_video_path_is_ignored(path):
-    got = parse_calls(call(f'{{"name": "crop_video", "arguments": {{"video_path": {path}, "start_time": 1, "end_time": 2}}}}'))
+    got = parse_calls(
+        call(
+            f'{{"name": "crop_video", "arguments": {{"video_path": {path}, "start_time": 1, "end_time": 2}}}}'
+        )
+    )
     assert got == [CropCall(1, 2)]
 
 
 DEEP = "[" * 100_000
 
 
-@pytest.mark.parametrize("body", [DEEP, '{"a":' * 100_000, json.dumps({"name": "crop_video", "arguments": DEEP})], ids=range(3))
+@pytest.mark.parametrize(
+    "body",
+    [DEEP, '{"a":' * 100_000, json.dumps({"name": "crop_video", "arguments": DEEP})],
+    ids=range(3),
+)
 def test_deep_json_is_malformed(body):
     assert isinstance(parse_calls(call(body))[0], Malformed)
 
@@ -202,14 +249,35 @@ def test_format_compliant_needs_every_turn():
 
 
 def test_substantive_think_counts_characters():
-    assert has_substantive_think("<think> ten chars! </think>") and not has_substantive_think("<think> ninechars </think>")
-    assert not has_substantive_think("no tag, but long enough") and not has_substantive_think("<think>hm<answer>long enough here</answer>")
+    assert has_substantive_think("<think> ten chars! </think>") and not has_substantive_think(
+        "<think> ninechars </think>"
+    )
+    assert not has_substantive_think("no tag, but long enough") and not has_substantive_think(
+        "<think>hm<answer>long enough here</answer>"
+    )
 
 
 PIECES = st.lists(
     st.one_of(
         st.sampled_from([f"<{slash}{name}>" for name in BLOCKS for slash in ("", "/")]),
-        st.sampled_from([GOOD, "{", "[", '"', "NaN", "16", "<", ">", "/", "<|im_end|>", "\n", "\ud800", "\x00", '{"name": "crop_video"']),
+        st.sampled_from(
+            [
+                GOOD,
+                "{",
+                "[",
+                '"',
+                "NaN",
+                "16",
+                "<",
+                ">",
+                "/",
+                "<|im_end|>",
+                "\n",
+                "\ud800",
+                "\x00",
+                '{"name": "crop_video"',
+            ]
+        ),
         st.text(max_size=8),
     ),
     max_size=14,
@@ -232,6 +300,11 @@ def test_no_text_raises(text, duration):
     has_substantive_think(text)
 
 
-@given(st.lists(st.sampled_from([call(), call("oops"), "<tool_code>x</tool_code>", "text", THINK]), max_size=8))
+@given(
+    st.lists(
+        st.sampled_from([call(), call("oops"), "<tool_code>x</tool_code>", "text", THINK]),
+        max_size=8,
+    )
+)
 def test_each_block_is_read_on_its_own(pieces):
     assert parse_calls("".join(pieces)) == [got for piece in pieces for got in parse_calls(piece)]

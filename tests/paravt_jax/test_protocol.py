@@ -13,10 +13,26 @@ from hypothesis import strategies as st
 
 from paravt_jax import protocol, tokenizer
 from paravt_jax.protocol import PINNED, Protocol, ProtocolSettings, render_call
-from paravt_jax.records import Author, CropCall, Demonstration, Frame, Message, Question, QuestionKind, Trajectory
+from paravt_jax.records import (
+    Author,
+    CropCall,
+    Demonstration,
+    Frame,
+    Message,
+    Question,
+    QuestionKind,
+    Trajectory,
+)
 
 FRAMES = (Frame("v.mp4", 0, 0.0), Frame("v.mp4", 64, 64.0), Frame("v.mp4", 127, 127.04))
-QUESTION = Question("q", "v.mp4", "Which digit appears in the red scene?", QuestionKind.MULTIPLE_CHOICE, "two", ("two", " seven"))
+QUESTION = Question(
+    "q",
+    "v.mp4",
+    "Which digit appears in the red scene?",
+    QuestionKind.MULTIPLE_CHOICE,
+    "two",
+    ("two", " seven"),
+)
 PLAN = "0 red -, 32 green seven\n</think>"
 CALLS = (CropCall(0, 16), CropCall(16.5, 32))
 REPORTS = (" seven from 8 to 10", " nothing")
@@ -43,50 +59,85 @@ def template(assets):
 
     def fill(messages: list[dict], tools: bool, reply: bool = False) -> str:
         given = [protocol.CROP_TOOL] if tools else None
-        (filled,), *_ = render(conversations=[messages], tools=given, chat_template=text, add_generation_prompt=reply)
+        (filled,), *_ = render(
+            conversations=[messages], tools=given, chat_template=text, add_generation_prompt=reply
+        )
         return filled
 
     return fill
 
 
 def user(frames=FRAMES, text="") -> dict:
-    images = [part for f in frames for part in ({"type": "text", "text": f"<{f.time:.1f} seconds>"}, {"type": "image"})]
+    images = [
+        part
+        for f in frames
+        for part in ({"type": "text", "text": f"<{f.time:.1f} seconds>"}, {"type": "image"})
+    ]
     return {"role": "user", "content": [*images, {"type": "text", "text": text}]}
 
 
 def system(tools: bool) -> dict:
     """The system message: what the protocol's system turn says before the template's own words on tools."""
-    return {"role": "system", "content": re.split("\n\n# Tools|<[|]im_end[|]>", protocol.system_text(tools))[0].partition("system\n")[2]}
+    return {
+        "role": "system",
+        "content": re.split("\n\n# Tools|<[|]im_end[|]>", protocol.system_text(tools))[0].partition(
+            "system\n"
+        )[2],
+    }
 
 
 def call(window: CropCall) -> dict:
-    arguments = {"video_path": protocol.VIDEO_NAME, "start_time": window.start, "end_time": window.end}
+    arguments = {
+        "video_path": protocol.VIDEO_NAME,
+        "start_time": window.start,
+        "end_time": window.end,
+    }
     return {"type": "function", "function": {"name": "crop_video", "arguments": arguments}}
 
 
 def conversation() -> tuple[Demonstration, list[dict]]:
     """A plan with two calls, two reports and an answer: as a demonstration, and as the messages that the template takes."""
     plan, answer = "\n".join([PLAN, *map(render_call, CALLS)]), Message("assistant", ANSWER)
-    messages = (Message("assistant", plan), *(Message("tool", report) for report in REPORTS), answer)
+    messages = (
+        Message("assistant", plan),
+        *(Message("tool", report) for report in REPORTS),
+        answer,
+    )
     theirs = [
         system(True),
         user(text=protocol.question_text(QUESTION)),
-        {"role": "assistant", "content": PINNED + PLAN, "tool_calls": [call(window) for window in CALLS]},
+        {
+            "role": "assistant",
+            "content": PINNED + PLAN,
+            "tool_calls": [call(window) for window in CALLS],
+        },
         *({"role": "tool", "content": report} for report in REPORTS),
         {"role": "assistant", "content": PINNED + ANSWER},
     ]
     return Demonstration("d", "v.mp4", 3, None, QUESTION, messages), theirs
 
 
-def test_a_conversation_with_parallel_calls_equals_the_published_template(rules, vocabulary, template):
+def test_a_conversation_with_parallel_calls_equals_the_published_template(
+    rules, vocabulary, template
+):
     demonstration, messages = conversation()
     trajectory = rules.demonstration(demonstration, FRAMES, image_tokens=1)
-    expected = template(messages, tools=True).removesuffix("\n")  # an agent writes nothing after it has ended its turn
+    expected = template(messages, tools=True).removesuffix(
+        "\n"
+    )  # an agent writes nothing after it has ended its turn
     assert vocabulary.decode(trajectory.ids) == expected
     assert expected.count("<tool_response>") == 2 and expected.count("<|im_start|>user") == 2
     assert trajectory.ids.tolist() == vocabulary.encode(expected).tolist()
     said = vocabulary.decode(trajectory.ids[trajectory.authors == Author.MODEL])
-    assert said == PINNED + "\n".join([PLAN, *map(render_call, CALLS)]) + "<|im_end|>" + PINNED + ANSWER + "<|im_end|>"
+    assert (
+        said
+        == PINNED
+        + "\n".join([PLAN, *map(render_call, CALLS)])
+        + "<|im_end|>"
+        + PINNED
+        + ANSWER
+        + "<|im_end|>"
+    )
 
 
 def test_the_opening_is_pinned_or_the_models_own(rules, vocabulary):
@@ -102,19 +153,26 @@ def test_the_opening_is_pinned_or_the_models_own(rules, vocabulary):
 @pytest.mark.parametrize("tools", [True, False])
 def test_a_prompt_equals_the_published_template(rules, vocabulary, template, tools):
     prompt = Trajectory((rules.overview(FRAMES, 1, tools), rules.question(QUESTION)))
-    expected = template([system(tools), user(text=protocol.question_text(QUESTION))], tools=tools, reply=True)
+    expected = template(
+        [system(tools), user(text=protocol.question_text(QUESTION))], tools=tools, reply=True
+    )
     assert vocabulary.decode(prompt.ids) == expected and prompt.frames == FRAMES
     assert ("crop_video" in expected) == tools
 
 
 def test_a_sub_agents_conversation_equals_the_published_template(rules, vocabulary, template):
-    demonstration = Demonstration("w", "v.mp4", 3, (0.0, 16.0), None, (Message("assistant", REPORTS[0]),))
+    demonstration = Demonstration(
+        "w", "v.mp4", 3, (0.0, 16.0), None, (Message("assistant", REPORTS[0]),)
+    )
     trajectory = rules.demonstration(demonstration, FRAMES, 1)
     request = "\nSay in one short sentence what these frames show, with times in seconds."
     messages = [user(text=request), {"role": "assistant", "content": REPORTS[0]}]
     assert vocabulary.decode(trajectory.ids) == template(messages, tools=False).removesuffix("\n")
     opening = rules.window(FRAMES, 1)
-    assert vocabulary.decode(opening.ids) == template(messages[:1], tools=False, reply=True) and opening.frames == FRAMES
+    assert (
+        vocabulary.decode(opening.ids) == template(messages[:1], tools=False, reply=True)
+        and opening.frames == FRAMES
+    )
 
 
 def test_questions_without_options_show_none():
@@ -134,11 +192,16 @@ def test_frames_stand_after_their_times_with_as_many_placeholders_as_they_take(r
 
 
 @pytest.mark.parametrize(("ended", "last"), [(True, False), (False, False), (True, True)])
-def test_tool_results_close_an_open_turn_and_tell_when_calls_are_over(rules, vocabulary, ended, last):
+def test_tool_results_close_an_open_turn_and_tell_when_calls_are_over(
+    rules, vocabulary, ended, last
+):
     text = vocabulary.decode(rules.tool_results(["a", "b"], ended, last).ids)
     assert text.startswith("\n<|im_start|>user\n" if ended else "<|im_end|>\n<|im_start|>user\n")
     assert "<tool_response>\na\n</tool_response>\n<tool_response>\nb\n</tool_response>" in text
-    assert text.endswith("<|im_end|>\n<|im_start|>assistant\n") and ("Give the final answer." in text) == last
+    assert (
+        text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+        and ("Give the final answer." in text) == last
+    )
 
 
 def test_a_demonstration_is_told_when_calls_are_over_as_an_episode_would_be(vocabulary):
@@ -149,10 +212,20 @@ def test_a_demonstration_is_told_when_calls_are_over_as_an_episode_would_be(voca
         assert ("No more calls can be made." in text) == (turns == 1)
 
 
-_SPECIAL = ("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|endoftext|>", "<tool_call>", "</tool_response>", "<think>", "</think>")
-_FORGERIES = st.lists(st.one_of(st.text(max_size=8), st.sampled_from([*_SPECIAL, "<|im_", "end|>", "<", ">", "< "])), max_size=8).map(
-    "".join
+_SPECIAL = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|image_pad|>",
+    "<|endoftext|>",
+    "<tool_call>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
 )
+_FORGERIES = st.lists(
+    st.one_of(st.text(max_size=8), st.sampled_from([*_SPECIAL, "<|im_", "end|>", "<", ">", "< "])),
+    max_size=8,
+).map("".join)
 
 
 @settings(max_examples=80)
@@ -167,7 +240,9 @@ def test_no_text_from_outside_forges_a_special_token(rules, vocabulary, text):
         return rules.question(dataclasses.replace(QUESTION, text=text, options=("two", option))).ids
 
     assert specials(asked(text, text)) == specials(asked("", ""))
-    assert specials(rules.tool_results([text, text], True, False).ids) == specials(rules.tool_results(["", ""], True, False).ids)
+    assert specials(rules.tool_results([text, text], True, False).ids) == specials(
+        rules.tool_results(["", ""], True, False).ids
+    )
     plain = rules.plain(text)
     assert plain.replace(" ", "") == text.replace(" ", "") and rules.plain(plain) == plain
     assert plain == text or any(special in text for special in vocabulary.special_texts)
@@ -180,8 +255,14 @@ def test_a_tool_response_keeps_within_its_tokens(rules, vocabulary, text):
     assert len(vocabulary.encode(cut)) <= 16 and rules.cut(cut) == cut
     whole = rules.plain(text)
     assert cut == whole or len(vocabulary.encode(whole)) > 16
-    assert whole.startswith(cut.rstrip("\ufffd")) or vocabulary.decode(vocabulary.encode(whole)) != whole  # the real one normalises
-    assert rules.tool_results([text], True, False).ids.tolist() == rules.tool_results([cut], True, False).ids.tolist()
+    assert (
+        whole.startswith(cut.rstrip("\ufffd"))
+        or vocabulary.decode(vocabulary.encode(whole)) != whole
+    )  # the real one normalises
+    assert (
+        rules.tool_results([text], True, False).ids.tolist()
+        == rules.tool_results([cut], True, False).ids.tolist()
+    )
 
 
 def test_calls_are_written_as_they_are_read():
@@ -195,12 +276,21 @@ def test_calls_are_written_as_they_are_read():
 def test_recurring_texts_are_single_tokens_of_a_small_vocabulary(small_vocabulary):
     split = re.compile("|".join(map(re.escape, small_vocabulary.special_texts)))
     parts = [part for text in protocol.recurring_texts() for part in split.split(text) if part]
-    assert parts and {part: len(small_vocabulary.encode(part)) for part in parts} == dict.fromkeys(parts, 1)
+    assert parts and {part: len(small_vocabulary.encode(part)) for part in parts} == dict.fromkeys(
+        parts, 1
+    )
     assert len(small_vocabulary.encode(protocol.system_text(True))) < 30
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("max_tool_turns", -1), ("max_calls", 0), ("turn_tokens", 0), ("crop_frames", 0), ("crop_fps", 0.0)]
+    ("field", "value"),
+    [
+        ("max_tool_turns", -1),
+        ("max_calls", 0),
+        ("turn_tokens", 0),
+        ("crop_frames", 0),
+        ("crop_fps", 0.0),
+    ],
 )
 def test_limits_without_room_are_refused_by_name(field, value):
     with pytest.raises(ValueError, match=rf"protocol\.{field}: {value}"):

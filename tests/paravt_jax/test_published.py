@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from paravt_jax import published
 from paravt_jax.protocol import VIDEO_NAME, ProtocolSettings, render_call
-from paravt_jax.published import Reason, Refused, open_table, read_conversation, read_question, read_rows
+from paravt_jax.published import (
+    Reason,
+    Refused,
+    open_table,
+    read_conversation,
+    read_question,
+    read_rows,
+)
 from paravt_jax.records import ChatTurn, Clip, CropCall, Question, QuestionKind
 from tests.paravt_jax.published_files import (
     THOUGHT,
@@ -35,12 +42,20 @@ A = "longvt_source/selftrace_0/a.mp4"
 def look(path: str, picture: bool, call: CropCall | None) -> Clip:
     """Says in numbers what was asked for."""
     window = (int(call.start), int(call.end)) if call else (0, 1)
-    return Clip(path, window, (0.0, 1.0), 32, 32, picture) if not picture else Clip(path, (0,), (0.0,), 32, 32, True)
+    return (
+        Clip(path, window, (0.0, 1.0), 32, 32, picture)
+        if not picture
+        else Clip(path, (0,), (0.0,), 32, 32, True)
+    )
 
 
 def read(messages, limits=LIMITS):
     return read_conversation(
-        {"messages": messages if isinstance(messages, str) else json.dumps(messages)}, "x:0", "selftrace", limits, look
+        {"messages": messages if isinstance(messages, str) else json.dumps(messages)},
+        "x:0",
+        "selftrace",
+        limits,
+        look,
     )
 
 
@@ -76,7 +91,10 @@ def test_other_files_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="broken.parquet: no readable parquet"):
         open_table(tmp_path / "broken.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "other.parquet")
-    with pytest.raises(ValueError, match="its columns are text; rl rows have prompt, videos, extra_info, sft rows messages"):
+    with pytest.raises(
+        ValueError,
+        match="its columns are text; rl rows have prompt, videos, extra_info, sft rows messages",
+    ):
         open_table(tmp_path / "other.parquet")
 
 
@@ -85,13 +103,31 @@ def test_other_files_are_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize(
     ("path", "kept"),
-    [(A, A), ("museg/charades/x.mp4", "museg/charades/x.mp4"), ("file:///data/a.mp4", "/data/a.mp4"), (f"file://{A}", A)],
+    [
+        (A, A),
+        ("museg/charades/x.mp4", "museg/charades/x.mp4"),
+        ("file:///data/a.mp4", "/data/a.mp4"),
+        (f"file://{A}", A),
+    ],
 )
 def test_paths_stay_what_they_are(path, kept):
     assert published.local_path(path) == kept
 
 
-@pytest.mark.parametrize("path", ["", "file://", "../a.mp4", "a/../../b.mp4", "https://host/a.mp4", "a\0b", None, 3, "\ud800.mp4"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "file://",
+        "../a.mp4",
+        "a/../../b.mp4",
+        "https://host/a.mp4",
+        "a\0b",
+        None,
+        3,
+        "\ud800.mp4",
+    ],
+)
 def test_paths_that_are_none_are_refused(path):
     with pytest.raises(Refused) as caught:
         published.local_path(path)
@@ -103,13 +139,25 @@ def test_paths_that_are_none_are_refused(path):
 
 def test_a_question_is_read():
     question = read_question(rl_row(A), "rl:7")
-    assert question == Question("rl:7", A, "What turns?\nA. a car\nB. a boat", QuestionKind.MULTIPLE_CHOICE, "A")
+    assert question == Question(
+        "rl:7", A, "What turns?\nA. a car\nB. a boat", QuestionKind.MULTIPLE_CHOICE, "A"
+    )
     span = read_question(rl_row("file:///v/b.mp4", f"{A} <video>\nWhen?", [3, 9.5], "tvg"), "rl:8")
-    assert (span.video, span.answer, span.kind) == ("/v/b.mp4", "[3, 9.5]", QuestionKind.TEMPORAL_GROUNDING)
+    assert (span.video, span.answer, span.kind) == (
+        "/v/b.mp4",
+        "[3, 9.5]",
+        QuestionKind.TEMPORAL_GROUNDING,
+    )
     row = rl_row(A, kind="oe", answer=3) | {"extra_info": {"answer": "x"}}
     assert read_question(row, "r").kind is QuestionKind.OPEN_ENDED
-    assert read_question(rl_row(A, f"<video>In {A}, or file://{A}."), "r").text == f"In {VIDEO_NAME}, or {VIDEO_NAME}."
-    assert read_question(rl_row("a", "<video>What a day, a/b?"), "r").text == f"What {VIDEO_NAME} day, a/b?"
+    assert (
+        read_question(rl_row(A, f"<video>In {A}, or file://{A}."), "r").text
+        == f"In {VIDEO_NAME}, or {VIDEO_NAME}."
+    )
+    assert (
+        read_question(rl_row("a", "<video>What a day, a/b?"), "r").text
+        == f"What {VIDEO_NAME} day, a/b?"
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,8 +175,16 @@ def test_a_question_is_read():
         (rl_row(A) | {"extra_info": "[" * 100_000}, Reason.BROKEN, "extra_info is no JSON"),
         (rl_row(A) | {"extra_info": None}, Reason.BROKEN, "extra_info is NoneType"),
         (rl_row(A) | {"prompt": None}, Reason.BROKEN, "prompt is NoneType"),
-        (rl_row(A) | {"prompt": [{"role": "user", "content": None}]}, Reason.BROKEN, "not one user turn"),
-        (rl_row(A) | {"prompt": [{"role": "user", "content": "a"}] * 2}, Reason.BROKEN, "not one user turn"),
+        (
+            rl_row(A) | {"prompt": [{"role": "user", "content": None}]},
+            Reason.BROKEN,
+            "not one user turn",
+        ),
+        (
+            rl_row(A) | {"prompt": [{"role": "user", "content": "a"}] * 2},
+            Reason.BROKEN,
+            "not one user turn",
+        ),
         (rl_row(A) | {"extra_info": b"{}"}, Reason.BROKEN, "extra_info is bytes"),
         (rl_row(A) | {"extra_info": {"answer": b"A"}}, Reason.BROKEN, "bytes is not JSON"),
         (rl_row(A) | {"extra_info": {"answer": Decimal(1)}}, Reason.BROKEN, "Decimal is not JSON"),
@@ -158,12 +214,22 @@ def test_a_conversation_without_calls():
 def test_calls_are_written_as_the_protocol_writes_them_and_paths_are_hidden():
     conversation = read(called(A, [(3, 9), (20.5, 31)]))
     user, asked, first, second, last = conversation.turns
-    assert conversation.tools and [turn.role for turn in conversation.turns] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert conversation.tools and [turn.role for turn in conversation.turns] == [
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+    ]
     assert user.content[1] == f"What turns? The video is {VIDEO_NAME}."
     calls = "\n".join(render_call(CropCall(*window)) for window in ((3, 9), (20.5, 31)))
     assert asked.content == (THOUGHT + calls,)
-    assert first.content == ("From 3 to 9 s a car turns.",) and second.content == ("From 20.5 to 31 s a car turns.",)
-    assert published.ends_with_answer(conversation) and not published.ends_with_answer(read([say("user", "a"), say("assistant", "b")]))
+    assert first.content == ("From 3 to 9 s a car turns.",) and second.content == (
+        "From 20.5 to 31 s a car turns.",
+    )
+    assert published.ends_with_answer(conversation) and not published.ends_with_answer(
+        read([say("user", "a"), say("assistant", "b")])
+    )
 
 
 def test_responses_within_one_user_turn_and_files_in_them():
@@ -183,16 +249,34 @@ def test_a_crop_of_the_conversations_own_video_is_the_window_that_was_called_for
 def test_pictures_stand_where_they_stood_and_a_single_text_after_its_files():
     content = ["Compare <image>", image("a.png"), "with", image("b.jpg"), "please."]
     turns = read([say("user", *content), say("assistant", "<answer>equal</answer>")]).turns
-    assert [part if isinstance(part, str) else part.path for part in turns[0].content] == ["Compare", "a.png", "with", "b.jpg", "please."]
-    turns = read([say("user", "<video>What?", video(A), video("b.mp4")), say("assistant", "x")]).turns
-    assert [part if isinstance(part, str) else part.path for part in turns[0].content] == [A, "b.mp4", "What?"]
+    assert [part if isinstance(part, str) else part.path for part in turns[0].content] == [
+        "Compare",
+        "a.png",
+        "with",
+        "b.jpg",
+        "please.",
+    ]
+    turns = read(
+        [say("user", "<video>What?", video(A), video("b.mp4")), say("assistant", "x")]
+    ).turns
+    assert [part if isinstance(part, str) else part.path for part in turns[0].content] == [
+        A,
+        "b.mp4",
+        "What?",
+    ]
 
 
 def test_several_questions_follow_one_another():
-    turns = [*answered(A), say("user", "And then?"), say("assistant", "<answer>a boat</answer><|im_end|>")]
+    turns = [
+        *answered(A),
+        say("user", "And then?"),
+        say("assistant", "<answer>a boat</answer><|im_end|>"),
+    ]
     assert [turn.role for turn in read(turns).turns] == ["user", "assistant"] * 2
     assert read(turns).turns[3].content == ("<answer>a boat</answer>",)
-    assert read([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]).turns[0].content == ("a",)
+    assert read([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]).turns[
+        0
+    ].content == ("a",)
 
 
 GOOD_END = say("assistant", "<answer>a</answer>")
@@ -218,21 +302,73 @@ ASKED = say("user", video(A), "What?")
         ([ASKED, ASKED, GOOD_END], Reason.PROTOCOL, "two user turns"),
         ([GOOD_END], Reason.PROTOCOL, "a response stands where"),
         ([ASKED, GOOD_END, GOOD_END], Reason.PROTOCOL, "a response stands where"),
-        ([ASKED, say("assistant", "a", image("b.png"))], Reason.PROTOCOL, "a response shows a file"),
-        ([ASKED, say("assistant", "a<|im_start|>b")], Reason.PROTOCOL, "a response holds <|im_start|>"),
-        ([ASKED, say("assistant", "<tool_response>b")], Reason.PROTOCOL, "a response holds <tool_response>"),
-        ([ASKED, say("assistant", "<tool_code>b</tool_code>"), GOOD_END], Reason.PROTOCOL, "a response holds <tool_code>"),
-        ([ASKED, say("assistant", "<tool_call>{}</tool_call>"), GOOD_END], Reason.PROTOCOL, "a call cannot be read"),
-        ([ASKED, say("assistant", "<tool_call>"), GOOD_END], Reason.PROTOCOL, "a call cannot be read"),
-        ([ASKED, say("assistant", call(1, 2)), GOOD_END], Reason.PROTOCOL, "a response stands where"),
+        (
+            [ASKED, say("assistant", "a", image("b.png"))],
+            Reason.PROTOCOL,
+            "a response shows a file",
+        ),
+        (
+            [ASKED, say("assistant", "a<|im_start|>b")],
+            Reason.PROTOCOL,
+            "a response holds <|im_start|>",
+        ),
+        (
+            [ASKED, say("assistant", "<tool_response>b")],
+            Reason.PROTOCOL,
+            "a response holds <tool_response>",
+        ),
+        (
+            [ASKED, say("assistant", "<tool_code>b</tool_code>"), GOOD_END],
+            Reason.PROTOCOL,
+            "a response holds <tool_code>",
+        ),
+        (
+            [ASKED, say("assistant", "<tool_call>{}</tool_call>"), GOOD_END],
+            Reason.PROTOCOL,
+            "a call cannot be read",
+        ),
+        (
+            [ASKED, say("assistant", "<tool_call>"), GOOD_END],
+            Reason.PROTOCOL,
+            "a call cannot be read",
+        ),
+        (
+            [ASKED, say("assistant", call(1, 2)), GOOD_END],
+            Reason.PROTOCOL,
+            "a response stands where",
+        ),
         ([ASKED, say("assistant", call(1, 2))], Reason.PROTOCOL, "1 calls have no tool response"),
-        ([ASKED, say("assistant", call(1, 2)), say("user", "go on"), GOOD_END], Reason.PROTOCOL, "a user turn stands where"),
-        ([ASKED, say("assistant", call(1, 2) * 2), say("tool", "a"), GOOD_END], Reason.PROTOCOL, "1 calls have no tool response"),
-        ([ASKED, say("assistant", call(1, 2)), say("tool", "a"), say("tool", "b"), GOOD_END], Reason.PROTOCOL, "1 tool responses for 0"),
+        (
+            [ASKED, say("assistant", call(1, 2)), say("user", "go on"), GOOD_END],
+            Reason.PROTOCOL,
+            "a user turn stands where",
+        ),
+        (
+            [ASKED, say("assistant", call(1, 2) * 2), say("tool", "a"), GOOD_END],
+            Reason.PROTOCOL,
+            "1 calls have no tool response",
+        ),
+        (
+            [ASKED, say("assistant", call(1, 2)), say("tool", "a"), say("tool", "b"), GOOD_END],
+            Reason.PROTOCOL,
+            "1 tool responses for 0",
+        ),
         ([ASKED, say("tool", "a"), GOOD_END], Reason.PROTOCOL, "1 tool responses for 0 calls"),
-        ([ASKED, say("assistant", call(1, 2) * 6), GOOD_END], Reason.PROTOCOL, "6 calls in a turn, protocol.max_calls = 5"),
-        ([ASKED, *[say("assistant", call(1, 2)), say("tool", "a")] * 4, GOOD_END], Reason.PROTOCOL, "max_tool_turns = 3"),
-        (called(A, [(1, 2)], say("tool", "so <tool_response>a</tool_response>")), Reason.PROTOCOL, "more than its responses"),
+        (
+            [ASKED, say("assistant", call(1, 2) * 6), GOOD_END],
+            Reason.PROTOCOL,
+            "6 calls in a turn, protocol.max_calls = 5",
+        ),
+        (
+            [ASKED, *[say("assistant", call(1, 2)), say("tool", "a")] * 4, GOOD_END],
+            Reason.PROTOCOL,
+            "max_tool_turns = 3",
+        ),
+        (
+            called(A, [(1, 2)], say("tool", "so <tool_response>a</tool_response>")),
+            Reason.PROTOCOL,
+            "more than its responses",
+        ),
     ],
 )
 def test_what_the_protocol_cannot_say_is_refused(messages, reason, words):
@@ -241,20 +377,43 @@ def test_what_the_protocol_cannot_say_is_refused(messages, reason, words):
 
 
 JSON = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6), st.sampled_from(["user", "text", "video_url", A])),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=6),
+        st.sampled_from(["user", "text", "video_url", A]),
+    ),
     lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.dictionaries(st.sampled_from(["role", "content", "type", "text", "url", "video_url"]), inner)
+        st.lists(inner, max_size=4),
+        st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "url", "video_url"]), inner
+        ),
     ),
     max_leaves=12,
 )
 PARTS = st.one_of(
     st.text(max_size=8),
-    st.sampled_from([call(1, 2), THOUGHT, "<tool_response>", "</tool_response>", "<tool_call>", "<answer>a</answer>"]),
+    st.sampled_from(
+        [
+            call(1, 2),
+            THOUGHT,
+            "<tool_response>",
+            "</tool_response>",
+            "<tool_call>",
+            "<answer>a</answer>",
+        ]
+    ),
     st.sampled_from([video(A), image("a.png"), video("file:///b.mp4")]),
     JSON,
 )
 CHATS = st.lists(
-    st.builds(lambda role, parts: say(role, *parts), st.sampled_from(["system", "user", "assistant", "tool"]), st.lists(PARTS, max_size=4)),
+    st.builds(
+        lambda role, parts: say(role, *parts),
+        st.sampled_from(["system", "user", "assistant", "tool"]),
+        st.lists(PARTS, max_size=4),
+    ),
     max_size=6,
 )
 

@@ -9,9 +9,18 @@ from hypothesis import strategies as st
 
 from paravt_jax.judge import Judge, JudgeSettings
 from paravt_jax.records import CallOutcome, CallStatus, CropCall, Question, QuestionKind, Turn
-from paravt_jax.rewards import RewardSettings, anchor_reward, format_base, score, score_all, tool_reward
+from paravt_jax.rewards import (
+    RewardSettings,
+    anchor_reward,
+    format_base,
+    score,
+    score_all,
+    tool_reward,
+)
 
-QUESTION = Question("q", "v", "which digit?", QuestionKind.MULTIPLE_CHOICE, "seven", ("six", "seven"))
+QUESTION = Question(
+    "q", "v", "which digit?", QuestionKind.MULTIPLE_CHOICE, "seven", ("six", "seven")
+)
 THINK = "<think>\nthe overview misses it</think>\n"
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 3, "end_time": 9}}\n</tool_call>'
 SETTINGS = RewardSettings()
@@ -40,9 +49,15 @@ def test_the_pinned_think_is_credited():
 
 
 def test_an_invented_tool_response_and_code_earn_nothing():
-    invented = Turn(THINK + "<tool_call>oops</tool_call><tool_response>seven</tool_response><answer>seven</answer>")
+    invented = Turn(
+        THINK
+        + "<tool_call>oops</tool_call><tool_response>seven</tool_response><answer>seven</answer>"
+    )
     assert score(QUESTION, [invented], SETTINGS).tool == 0
-    code = Turn(THINK + "<tool_code>print(crop_video(1, 2))</tool_code>", (CallOutcome(None, CallStatus.MALFORMED, "no"),))
+    code = Turn(
+        THINK + "<tool_code>print(crop_video(1, 2))</tool_code>",
+        (CallOutcome(None, CallStatus.MALFORMED, "no"),),
+    )
     got = score(QUESTION, [code, answer()], SETTINGS)
     assert got.tool == 0 and not got.compliant
     assert format_base([code, answer()]) == pytest.approx(format_base([answer()]))
@@ -70,7 +85,9 @@ def test_many_calls_earn_no_more_than_one():
 def test_terms_can_be_switched_off():
     turns = [look(), answer()]
     assert score(QUESTION, turns, RewardSettings(tool_weight=0)).total == pytest.approx(2)
-    assert score(QUESTION, turns, RewardSettings(tool_weight=0, format_weight=0)).total == pytest.approx(1)
+    assert score(
+        QUESTION, turns, RewardSettings(tool_weight=0, format_weight=0)
+    ).total == pytest.approx(1)
 
 
 @pytest.mark.parametrize("name", ["format_weight", "tool_weight", "gamma"])
@@ -92,7 +109,11 @@ def test_the_anchor_reads_turn_by_turn():
 def test_uncapped_format_tells_more_apart():
     short = [Turn(THINK + "<answer>seven</answer>")]
     capped, free = RewardSettings(), RewardSettings(format_cap=False)
-    assert score(QUESTION, short, capped).format == score(QUESTION, [look(), answer()], capped).format == 1
+    assert (
+        score(QUESTION, short, capped).format
+        == score(QUESTION, [look(), answer()], capped).format
+        == 1
+    )
     assert score(QUESTION, short, free).format == pytest.approx(1.15)
     assert score(QUESTION, [look(), answer()], free).format == pytest.approx(1.45)
 
@@ -101,7 +122,9 @@ def test_format_is_never_negative_while_capped():
     """The release bounds R_fmt from above only, and reaches -0.3 (REFERENCE 4, 12)."""
     open_think = [Turn("<think>\nhm")]
     assert score(QUESTION, open_think, RewardSettings(), anchor_weight=1.0).format == 0
-    assert score(QUESTION, open_think, RewardSettings(format_cap=False), anchor_weight=1.0).format == pytest.approx(-0.3)
+    assert score(
+        QUESTION, open_think, RewardSettings(format_cap=False), anchor_weight=1.0
+    ).format == pytest.approx(-0.3)
 
 
 def test_an_episode_cut_off_is_not_paid_for_format():
@@ -128,13 +151,23 @@ PIECES = [
     "<tool_response>",
     "a long enough thought",
 ]
-TURNS = st.lists(st.builds(Turn, st.lists(st.sampled_from(PIECES), max_size=7).map("".join), truncated=st.booleans()), max_size=3)
+TURNS = st.lists(
+    st.builds(
+        Turn, st.lists(st.sampled_from(PIECES), max_size=7).map("".join), truncated=st.booleans()
+    ),
+    max_size=3,
+)
 
 
 @given(TURNS, st.booleans())
 def test_bounds_hold_for_any_episode(turns, suffix):
     got = score(QUESTION, turns, RewardSettings(answer_suffix=suffix))
-    assert 0 <= got.accuracy <= 1 and 0 <= got.format <= 1 and got.tool == 0 and -0.3 <= got.anchor <= 0.7 + 1e-9
+    assert (
+        0 <= got.accuracy <= 1
+        and 0 <= got.format <= 1
+        and got.tool == 0
+        and -0.3 <= got.anchor <= 0.7 + 1e-9
+    )
     if got.compliant:
         assert got.anchor >= 0 and not any(turn.truncated for turn in turns)
 

@@ -19,7 +19,11 @@ P, N, M, T = Author.PROMPT, Author.PINNED, Author.MODEL, Author.TOOL
 BREAK = Kind.VIOLATION
 
 OPENINGS = {"<think>": Kind.THINK_OPEN, "<tool_call>": Kind.CALL_OPEN, "<answer>": Kind.ANSWER_OPEN}
-CLOSINGS = {"</think>": Kind.THINK_CLOSE, "</tool_call>": Kind.CALL_CLOSE, "</answer>": Kind.ANSWER_CLOSE}
+CLOSINGS = {
+    "</think>": Kind.THINK_CLOSE,
+    "</tool_call>": Kind.CALL_CLOSE,
+    "</answer>": Kind.ANSWER_CLOSE,
+}
 FOREIGN = ["<tool_code>", "</tool_code>", "<tool_response>", "</tool_response>"]
 TAGS = [*OPENINGS, *CLOSINGS, *FOREIGN]
 
@@ -64,7 +68,9 @@ def scan(tokens: list[Token]) -> set[tuple[int, Kind]]:
 
 def structure(tokens: list[Token]) -> list[tuple[int, Kind]]:
     """What is found in the tokens, as (position, kind); it is what `scan` says, in order."""
-    positions, kinds = find_structure(lambda i: tokens[i][1], np.arange(len(tokens)), np.array([a for a, _ in tokens], np.int8))
+    positions, kinds = find_structure(
+        lambda i: tokens[i][1], np.arange(len(tokens)), np.array([a for a, _ in tokens], np.int8)
+    )
     assert positions.dtype == np.int32 and kinds.dtype == np.int8
     found = [(int(p), Kind(k)) for p, k in zip(positions, kinds, strict=True)]
     assert found == sorted(scan(tokens))
@@ -81,14 +87,24 @@ def find(*runs: tuple[Author, str]) -> list[tuple[str, Kind]]:
 
 PARTS = [tag[:n] for tag in TAGS for n in range(1, len(tag))]
 LETTERS = st.text("<>/answerthink é\n", max_size=6)
-BLOCKS = [f"{a}{inside}{b}" for a, b in zip(OPENINGS, CLOSINGS, strict=True) for inside in ("", "B")]
+BLOCKS = [
+    f"{a}{inside}{b}" for a, b in zip(OPENINGS, CLOSINGS, strict=True) for inside in ("", "B")
+]
 ANY_TEXT = st.lists(
-    st.one_of(st.sampled_from(TAGS), st.sampled_from(BLOCKS), st.sampled_from(PARTS), LETTERS), min_size=1, max_size=14
+    st.one_of(st.sampled_from(TAGS), st.sampled_from(BLOCKS), st.sampled_from(PARTS), LETTERS),
+    min_size=1,
+    max_size=14,
 ).map("".join)
 ANY_BYTES = st.lists(
-    st.one_of(ANY_TEXT.map(str.encode), st.sampled_from([b"", b"\xff", b"\xc3", b"\xe2\x82", b"<\xff"])), min_size=1, max_size=4
+    st.one_of(
+        ANY_TEXT.map(str.encode), st.sampled_from([b"", b"\xff", b"\xc3", b"\xe2\x82", b"<\xff"])
+    ),
+    min_size=1,
+    max_size=4,
 ).map(b"".join)
-ANY_AUTHORS = st.lists(st.tuples(st.sampled_from([M, M, M, N, P, T]), st.integers(1, 9)), max_size=8)
+ANY_AUTHORS = st.lists(
+    st.tuples(st.sampled_from([M, M, M, N, P, T]), st.integers(1, 9)), max_size=8
+)
 
 
 def authors_of(runs: list[tuple[Author, int]], size: int) -> list[Author]:
@@ -116,13 +132,22 @@ def vocabulary(request) -> Vocabulary:
 
 
 def encode(vocabulary: Vocabulary, *runs: tuple[Author, str]) -> list[Token]:
-    return [(author, vocabulary.token_bytes(int(i))) for author, text in runs for i in vocabulary.encode(text)]
+    return [
+        (author, vocabulary.token_bytes(int(i)))
+        for author, text in runs
+        for i in vocabulary.encode(text)
+    ]
 
 
 @given(ANY_TEXT, ANY_AUTHORS)
 def test_any_text_in_a_vocabulary(vocabulary, text, runs):
     tokens = encode(vocabulary, (M, text))
-    structure([(author, piece) for author, (_, piece) in zip(authors_of(runs, len(tokens)), tokens, strict=True)])
+    structure(
+        [
+            (author, piece)
+            for author, (_, piece) in zip(authors_of(runs, len(tokens)), tokens, strict=True)
+        ]
+    )
 
 
 @given(st.lists(st.tuples(st.sampled_from([P, N, M, M, T]), ANY_TEXT), max_size=6))
@@ -144,7 +169,9 @@ def test_marking_and_decoding_gives_back_exactly_the_tags(vocabulary, lines):
         opened = line if line in OPENINGS else None
     found = structure(tokens)
     marked = {p for p, kind in found if kind is not BREAK}
-    assert "".join(tokens[p][1].decode() for p in sorted(marked)).replace("\n", "") == "".join(blocks)
+    assert "".join(tokens[p][1].decode() for p in sorted(marked)).replace("\n", "") == "".join(
+        blocks
+    )
     for tag, tag_kind in (OPENINGS | CLOSINGS).items():
         same = "".join(tokens[p][1].decode() for p, kind in found if kind is tag_kind)
         assert same.replace("\n", "") == tag * blocks.count(tag)
@@ -156,7 +183,10 @@ def test_bytes_that_are_no_text_hide_no_tag_from_the_parser(text, cuts):
     """Structure is found in bytes and rewards in decoded text: both see the same tags."""
     names = [(tag.name, tag.closing) for tag in find_tags(text.decode("utf-8", errors="replace"))]
     letters = text.decode("latin-1")
-    seen = [next((tag for tag in TAGS if letters.startswith(tag, at)), None) for at in range(len(letters))]
+    seen = [
+        next((tag for tag in TAGS if letters.startswith(tag, at)), None)
+        for at in range(len(letters))
+    ]
     assert names == [(tag.strip("</>"), tag.startswith("</")) for tag in seen if tag]
 
 
@@ -167,7 +197,9 @@ def kinds_in(vocabulary: Vocabulary, *runs: tuple[Author, str]) -> list[Kind]:
     """The kinds found, one for all the tokens of a tag."""
     tokens = encode(vocabulary, *runs)
     found = structure(tokens)
-    return [kind for n, (p, kind) in enumerate(found) if kind is BREAK or (p - 1, kind) not in found[:n]]
+    return [
+        kind for n, (p, kind) in enumerate(found) if kind is BREAK or (p - 1, kind) not in found[:n]
+    ]
 
 
 CALL = '<tool_call>\n{"name": "crop_video"}\n</tool_call>'
@@ -177,8 +209,18 @@ ANSWER_KINDS = [Kind.ANSWER_OPEN, Kind.ANSWER_CLOSE]
 
 def test_one_episode(vocabulary):
     runs = [(P, system_text(True)), (N, PINNED), (M, f"look</think>\n{CALL}\n{CALL}<|im_end|>")]
-    runs += [(T, "<tool_response>\n 7\n</tool_response>"), (N, PINNED), (M, "so</think>\n<answer>B</answer><|im_end|>")]
-    assert kinds_in(vocabulary, *runs) == [Kind.THINK_CLOSE, *CALL_KINDS, *CALL_KINDS, Kind.THINK_CLOSE, *ANSWER_KINDS]
+    runs += [
+        (T, "<tool_response>\n 7\n</tool_response>"),
+        (N, PINNED),
+        (M, "so</think>\n<answer>B</answer><|im_end|>"),
+    ]
+    assert kinds_in(vocabulary, *runs) == [
+        Kind.THINK_CLOSE,
+        *CALL_KINDS,
+        *CALL_KINDS,
+        Kind.THINK_CLOSE,
+        *ANSWER_KINDS,
+    ]
 
 
 def test_repeated_tags(vocabulary):
@@ -191,13 +233,25 @@ def test_nested_tags(vocabulary):
     """The inner block breaks the outer one, whose closing tag then closes nothing."""
     nested = [Kind.THINK_OPEN, Kind.ANSWER_OPEN, BREAK, Kind.ANSWER_CLOSE]
     assert kinds_in(vocabulary, (M, "<think> a <answer> B </answer> c </think>")) == nested
-    assert kinds_in(vocabulary, (N, PINNED), (M, f"a {CALL}</think>")) == [Kind.CALL_OPEN, BREAK, Kind.CALL_CLOSE]
-    assert kinds_in(vocabulary, (N, PINNED), (M, "<think>a</think>")) == [Kind.THINK_OPEN, BREAK, Kind.THINK_CLOSE]
+    assert kinds_in(vocabulary, (N, PINNED), (M, f"a {CALL}</think>")) == [
+        Kind.CALL_OPEN,
+        BREAK,
+        Kind.CALL_CLOSE,
+    ]
+    assert kinds_in(vocabulary, (N, PINNED), (M, "<think>a</think>")) == [
+        Kind.THINK_OPEN,
+        BREAK,
+        Kind.THINK_CLOSE,
+    ]
 
 
 def test_a_foreign_block_breaks_but_is_no_structure(vocabulary):
-    assert kinds_in(vocabulary, (N, PINNED), (M, "a <tool_code>print()</tool_code></think>")) == [BREAK]
-    assert kinds_in(vocabulary, (N, PINNED), (M, "a <tool_response>I made this up</tool_response></think>")) == [BREAK]
+    assert kinds_in(vocabulary, (N, PINNED), (M, "a <tool_code>print()</tool_code></think>")) == [
+        BREAK
+    ]
+    assert kinds_in(
+        vocabulary, (N, PINNED), (M, "a <tool_response>I made this up</tool_response></think>")
+    ) == [BREAK]
     assert kinds_in(vocabulary, (M, "a <tool_code>print()</tool_code>")) == []
 
 
@@ -213,19 +267,31 @@ def test_split_by_a_turn(vocabulary, cut):
     begun, rest = "<answer>"[:cut], "<answer>"[cut:]
     assert kinds_in(vocabulary, (M, "a " + begun), (T, "x"), (M, rest + "B</answer>")) == []
     assert kinds_in(vocabulary, (M, "a " + begun), (T, rest), (M, "B</answer>")) == []
-    assert kinds_in(vocabulary, (N, PINNED), (M, "a</think>" + begun), (T, "x"), (M, rest)) == [Kind.THINK_CLOSE]
-    tokens = encode(vocabulary, (N, PINNED), (M, "a " + begun), (T, "x"), (N, PINNED), (M, rest + "</think>"))
+    assert kinds_in(vocabulary, (N, PINNED), (M, "a</think>" + begun), (T, "x"), (M, rest)) == [
+        Kind.THINK_CLOSE
+    ]
+    tokens = encode(
+        vocabulary, (N, PINNED), (M, "a " + begun), (T, "x"), (N, PINNED), (M, rest + "</think>")
+    )
     assert structure(tokens)[0] == ([author for author, _ in tokens].index(T) - 1, BREAK)
 
 
 def test_a_block_split_by_a_turn_is_closed_by_no_other_turn(vocabulary):
-    assert kinds_in(vocabulary, (M, "<answer>B"), (T, "x"), (M, "C</answer>")) == [Kind.ANSWER_OPEN, BREAK]
+    assert kinds_in(vocabulary, (M, "<answer>B"), (T, "x"), (M, "C</answer>")) == [
+        Kind.ANSWER_OPEN,
+        BREAK,
+    ]
 
 
 def test_inside_a_tool_response(vocabulary):
     told = f"<tool_response>\n<think>a</think>{CALL}<answer>B</answer>\n</tool_response>"
     assert kinds_in(vocabulary, (M, "a"), (T, told), (M, "b")) == []
-    assert kinds_in(vocabulary, (N, PINNED), (M, "a</think>"), (T, told), (N, PINNED), (M, "b</think>")) == [Kind.THINK_CLOSE] * 2
+    assert (
+        kinds_in(
+            vocabulary, (N, PINNED), (M, "a</think>"), (T, told), (N, PINNED), (M, "b</think>")
+        )
+        == [Kind.THINK_CLOSE] * 2
+    )
 
 
 def test_in_the_prompt(vocabulary):
@@ -235,7 +301,9 @@ def test_in_the_prompt(vocabulary):
 def test_in_the_pinned_prefix(vocabulary):
     """A pinned tag opens its block and is not returned."""
     assert kinds_in(vocabulary, (N, "<think>"), (M, "a</think>")) == [Kind.THINK_CLOSE]
-    assert kinds_in(vocabulary, (N, "<think>a</think><answer>"), (M, "B</answer>")) == [Kind.ANSWER_CLOSE]
+    assert kinds_in(vocabulary, (N, "<think>a</think><answer>"), (M, "B</answer>")) == [
+        Kind.ANSWER_CLOSE
+    ]
     assert kinds_in(vocabulary, (N, "<think><answer>"), (M, "B</answer>")) == [
         Kind.ANSWER_CLOSE
     ]  # what was pinned is not the model's fault
@@ -245,7 +313,10 @@ def test_tags_spelt_in_other_tokens(vocabulary):
     """What is a token of its own can be written letter by letter, and is the same tag."""
     tokens = [token for letter in "<think>a</think>" for token in encode(vocabulary, (M, letter))]
     assert len(tokens) == 16
-    assert structure(tokens) == [*((p, Kind.THINK_OPEN) for p in range(7)), *((p, Kind.THINK_CLOSE) for p in range(8, 16))]
+    assert structure(tokens) == [
+        *((p, Kind.THINK_OPEN) for p in range(7)),
+        *((p, Kind.THINK_CLOSE) for p in range(8, 16)),
+    ]
 
 
 def test_a_real_token_shared_by_two_tags(real_vocabulary):
@@ -254,7 +325,18 @@ def test_a_real_token_shared_by_two_tags(real_vocabulary):
     assert text == ["<", "answer", "></", "answer", "><", "answer", ">B", "</", "answer", ">"]
     kinds = [[kind for p, kind in structure(tokens) if p == t] for t in range(len(tokens))]
     opens, closes = [Kind.ANSWER_OPEN], [Kind.ANSWER_CLOSE]
-    assert kinds == [opens, opens, ANSWER_KINDS, closes, ANSWER_KINDS, opens, opens, closes, closes, closes]
+    assert kinds == [
+        opens,
+        opens,
+        ANSWER_KINDS,
+        closes,
+        ANSWER_KINDS,
+        opens,
+        opens,
+        closes,
+        closes,
+        closes,
+    ]
 
 
 def test_real_ids(real_vocabulary):
@@ -283,7 +365,9 @@ def test_a_tiny_token_that_holds_a_whole_block(small_vocabulary):
 
 
 def test_every_token_of_a_tag_and_no_other():
-    assert find((P, "<answer>|ask"), (N, "<think>|\n"), (M, "so|</think>|\n|<|answer|>B|</|answer|>|END")) == [
+    assert find(
+        (P, "<answer>|ask"), (N, "<think>|\n"), (M, "so|</think>|\n|<|answer|>B|</|answer|>|END")
+    ) == [
         ("</think>", Kind.THINK_CLOSE),
         ("<", Kind.ANSWER_OPEN),
         ("answer", Kind.ANSWER_OPEN),
@@ -297,12 +381,25 @@ def test_every_token_of_a_tag_and_no_other():
 @pytest.mark.parametrize(
     "text, expected",
     [
-        ("hm|<tool_call>|</tool_call>", [("<tool_call>", Kind.CALL_OPEN), ("<tool_call>", BREAK), ("</tool_call>", Kind.CALL_CLOSE)]),
+        (
+            "hm|<tool_call>|</tool_call>",
+            [
+                ("<tool_call>", Kind.CALL_OPEN),
+                ("<tool_call>", BREAK),
+                ("</tool_call>", Kind.CALL_CLOSE),
+            ],
+        ),
         ("hm|<tool|_code>|x", [("<tool", BREAK)]),
-        ("hm|.<|answer>|x", [(".<", Kind.ANSWER_OPEN), (".<", BREAK), ("answer>", Kind.ANSWER_OPEN), ("x", BREAK)]),
+        (
+            "hm|.<|answer>|x",
+            [(".<", Kind.ANSWER_OPEN), (".<", BREAK), ("answer>", Kind.ANSWER_OPEN), ("x", BREAK)],
+        ),
         ("hm|end", [("end", BREAK)]),
         ("hm|</thi", [("</thi", BREAK)]),
-        ("</think>|<answer>|B|END", [("</think>", Kind.THINK_CLOSE), ("<answer>", Kind.ANSWER_OPEN), ("END", BREAK)]),
+        (
+            "</think>|<answer>|B|END",
+            [("</think>", Kind.THINK_CLOSE), ("<answer>", Kind.ANSWER_OPEN), ("END", BREAK)],
+        ),
         ("</think>|<ans", [("</think>", Kind.THINK_CLOSE)]),
     ],
 )
@@ -312,9 +409,18 @@ def test_where_a_block_breaks(text, expected):
 
 def test_a_tag_begun_in_the_pinned_prefix():
     """The model's part is marked: it chose to complete the tag. Nor can it break a block unseen that way."""
-    assert find((N, "<th"), (M, "in|k>|a|</think>")) == [("in", Kind.THINK_OPEN), ("k>", Kind.THINK_OPEN), ("</think>", Kind.THINK_CLOSE)]
+    assert find((N, "<th"), (M, "in|k>|a|</think>")) == [
+        ("in", Kind.THINK_OPEN),
+        ("k>", Kind.THINK_OPEN),
+        ("</think>", Kind.THINK_CLOSE),
+    ]
     assert find((N, "<think>|<too"), (M, "l_|code>|a")) == [("l_", BREAK)]
-    assert find((N, "<think>|<ans"), (M, "wer|>")) == [("wer", Kind.ANSWER_OPEN), ("wer", BREAK), (">", Kind.ANSWER_OPEN), (">", BREAK)]
+    assert find((N, "<think>|<ans"), (M, "wer|>")) == [
+        ("wer", Kind.ANSWER_OPEN),
+        ("wer", BREAK),
+        (">", Kind.ANSWER_OPEN),
+        (">", BREAK),
+    ]
 
 
 def test_a_response_of_which_the_model_wrote_nothing():
@@ -333,7 +439,9 @@ def test_what_is_pinned_begins_a_response():
 
 def test_tokens_without_bytes():
     """They hold no part of a tag, but a response can end in one: ids of a model with more rows than its vocabulary has tokens."""
-    assert structure([(M, b"<answer"), (M, b""), (M, b">"), (M, b""), (M, b"</answer>"), (M, b"")]) == [
+    assert structure(
+        [(M, b"<answer"), (M, b""), (M, b">"), (M, b""), (M, b"</answer>"), (M, b"")]
+    ) == [
         (0, Kind.ANSWER_OPEN),
         (2, Kind.ANSWER_OPEN),
         (4, Kind.ANSWER_CLOSE),
@@ -354,11 +462,17 @@ def test_padding():
     three = (np.array([3, 9, 9], np.int32), np.array([1, 2, 6], np.int8))
     none = (np.zeros(0, np.int32), np.zeros(0, np.int8))
     got = pad_structures([three, none], 4)
-    assert got.positions.dtype == np.int32 and got.kinds.dtype == np.int8 and got.valid.dtype == np.bool_
+    assert (
+        got.positions.dtype == np.int32
+        and got.kinds.dtype == np.int8
+        and got.valid.dtype == np.bool_
+    )
     assert got.positions.tolist() == [[3, 9, 9, 0], [0] * 4]
     assert got.kinds.tolist() == [[1, 2, 6, 0], [0] * 4]
     assert got.valid.tolist() == [[True, True, True, False], [False] * 4]
-    assert pad_structures([three], 3).valid.shape == (1, 3) and pad_structures([none, three], 2).valid.shape == (2, 4)
+    assert pad_structures([three], 3).valid.shape == (1, 3) and pad_structures(
+        [none, three], 2
+    ).valid.shape == (2, 4)
     assert pad_structures([none], 8).valid.shape == (1, 8)
     with pytest.raises(ValueError, match="multiple"):
         pad_structures([none], 0)
@@ -367,7 +481,20 @@ def test_padding():
 def test_a_large_batch_takes_well_under_a_second(real_vocabulary):
     """64 trajectories of 8,192 real tokens, in turns of some hundred with a think and five calls each."""
     rng = np.random.default_rng(0)
-    words = ["the", "scene", "shows", "a", "man", "who", "walks", "to", "table", "near", "second", "12"]
+    words = [
+        "the",
+        "scene",
+        "shows",
+        "a",
+        "man",
+        "who",
+        "walks",
+        "to",
+        "table",
+        "near",
+        "second",
+        "12",
+    ]
 
     def says(n: int) -> str:
         return " ".join(rng.choice(words, n))
@@ -375,12 +502,20 @@ def test_a_large_batch_takes_well_under_a_second(real_vocabulary):
     batch = []
     for _ in range(64):
         call = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 12, "end_time": 28}}\n</tool_call>\n'
-        turn = [(N, PINNED), (M, f"{says(60)}</think>\n{call * 5}<answer>B</answer><|im_end|>"), (T, f"<tool_response>{says(20)}")]
+        turn = [
+            (N, PINNED),
+            (M, f"{says(60)}</think>\n{call * 5}<answer>B</answer><|im_end|>"),
+            (T, f"<tool_response>{says(20)}"),
+        ]
         encoded = [(author, real_vocabulary.encode(text)) for author, text in turn]
         ids = np.resize(np.concatenate([ids for _, ids in encoded]), 8192)
-        authors = np.resize(np.concatenate([np.full(len(ids), author, np.int8) for author, ids in encoded]), 8192)
+        authors = np.resize(
+            np.concatenate([np.full(len(ids), author, np.int8) for author, ids in encoded]), 8192
+        )
         batch.append((ids, authors))
     start = time.thread_time()
-    got = pad_structures([find_structure(real_vocabulary.token_bytes, ids, authors) for ids, authors in batch])
+    got = pad_structures(
+        [find_structure(real_vocabulary.token_bytes, ids, authors) for ids, authors in batch]
+    )
     assert time.thread_time() - start < 0.8  # about 0.1 s; room for a busy machine
     assert got.valid.sum(1).min() > 400

@@ -11,7 +11,10 @@ HELLO = "1\n00:00:01,500 --> 00:01:02,000\nHello\n"
 
 def test_entries_have_times_and_text():
     text = HELLO + "\n2\n01:00:05,250 --> 01:00:06,000\n<i>Second</i> line\nthird line\n"
-    assert read_srt(text) == [Subtitle(1.5, 62.0, "Hello"), Subtitle(3605.25, 3606.0, "Second line\nthird line")]
+    assert read_srt(text) == [
+        Subtitle(1.5, 62.0, "Hello"),
+        Subtitle(3605.25, 3606.0, "Second line\nthird line"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -35,18 +38,52 @@ def test_one_entry_in_many_spellings(text):
 
 
 def test_bytes_that_are_no_text_are_left_out():
-    assert read_srt(b"1\n00:00:01,500 --> 00:01:02,000\nHe\xffllo\xc3\n") == [Subtitle(1.5, 62.0, "Hello")]
+    assert read_srt(b"1\n00:00:01,500 --> 00:01:02,000\nHe\xffllo\xc3\n") == [
+        Subtitle(1.5, 62.0, "Hello")
+    ]
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", "a\nb\nc\n", "1\n00:00:01,000\nHello\n", "1\nx 00:00:01,000 --> 00:00:02,000\nHello"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "\n\n",
+        "a\nb\nc\n",
+        "1\n00:00:01,000\nHello\n",
+        "1\nx 00:00:01,000 --> 00:00:02,000\nHello",
+    ],
+)
 def test_what_has_no_times_is_no_entry(text):
     assert read_srt(text) == []
 
 
-_PIECES = st.sampled_from(["1", "\n", "\r", "\n\n", "00:00:01,000", " --> ", "99999:1:2", "<i", ">", "\ufeff", "٣:٣:٣", "word", " "])
+_PIECES = st.sampled_from(
+    [
+        "1",
+        "\n",
+        "\r",
+        "\n\n",
+        "00:00:01,000",
+        " --> ",
+        "99999:1:2",
+        "<i",
+        ">",
+        "\ufeff",
+        "٣:٣:٣",
+        "word",
+        " ",
+    ]
+)
 
 
-@given(st.one_of(st.binary(), st.text(), st.lists(_PIECES).map("".join), st.lists(_PIECES).map(lambda pieces: "".join(pieces).encode())))
+@given(
+    st.one_of(
+        st.binary(),
+        st.text(),
+        st.lists(_PIECES).map("".join),
+        st.lists(_PIECES).map(lambda pieces: "".join(pieces).encode()),
+    )
+)
 def test_nothing_raises_and_every_entry_has_words(data):
     for entry in read_srt(data):
         assert entry.start >= 0 and entry.end >= 0 and entry.text.strip() == entry.text != ""

@@ -9,7 +9,19 @@ from hypothesis import strategies as st
 from paravt_jax import protocol, tokenizer, world_text
 
 # Any text, with protocol-like parts among it so that pieces and added tokens meet strange neighbours.
-_PARTS = st.sampled_from(["<think>", "</think>\n", "<answer>", "</answer>", " seven", "128", ".0 seconds>", "<|im_end|>", "\n"])
+_PARTS = st.sampled_from(
+    [
+        "<think>",
+        "</think>\n",
+        "<answer>",
+        "</answer>",
+        " seven",
+        "128",
+        ".0 seconds>",
+        "<|im_end|>",
+        "\n",
+    ]
+)
 _TEXTS = st.lists(st.one_of(st.text(), _PARTS), max_size=8).map("".join)
 
 
@@ -41,31 +53,63 @@ def test_real_vocabulary_round_trips_normalised_text(real, text):
     text = unicodedata.normalize("NFC", text)  # the published tokenizer normalises, ours does not
     ids = real.encode(text)
     assert b"".join(real.token_bytes(id) for id in ids) == text.encode()
-    assert real.decode(ids) == text == real.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+    assert (
+        real.decode(ids) == text == real.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+    )
 
 
 def test_small_vocabulary_is_small_and_agrees_with_its_own_decoder(small):
     assert small.size <= 640
-    ids = small.encode("<think>\n0 green seven, 32 purple -\n</think>\n<answer> seven</answer><|im_end|>")
+    ids = small.encode(
+        "<think>\n0 green seven, 32 purple -\n</think>\n<answer> seven</answer><|im_end|>"
+    )
     assert small.tokenizer.decode(ids.tolist(), skip_special_tokens=False) == small.decode(ids)
 
 
 @pytest.mark.parametrize("number", [0, 7, 16, 100, 128])
 def test_a_number_is_one_token_wherever_it_stands(small, number):
-    places = [f"<{number}.0 seconds>", f"{number} purple -", f"[{number}, 99]", f" from {number} to 99"]
+    places = [
+        f"<{number}.0 seconds>",
+        f"{number} purple -",
+        f"[{number}, 99]",
+        f" from {number} to 99",
+    ]
     places.append(protocol.render_call(protocol.CropCall(number, 99)))
     for text in places:
         assert _pieces(small, text).count(str(number)) == 1, _pieces(small, text)
 
 
-@pytest.mark.parametrize("text", ["0 green seven, 32 red -", "<answer> seven</answer>", "\nA. seven\nB. two", " seven from 8 to 10"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0 green seven, 32 red -",
+        "<answer> seven</answer>",
+        "\nA. seven\nB. two",
+        " seven from 8 to 10",
+    ],
+)
 def test_a_digit_word_is_one_token_wherever_it_stands(small, text):
     assert " seven" in _pieces(small, text)
 
 
 def test_tags_and_times_keep_their_boundaries(small):
-    assert _pieces(small, "<16.0 seconds><|vision_start|>") == ["<", "16", ".0 seconds>", "<|vision_start|>"]
-    assert _pieces(small, "</think>\n<answer>[8, 10]</answer>") == ["</think>", "\n", "<answer>", "[", "8", ", ", "10", "]", "</answer>"]
+    assert _pieces(small, "<16.0 seconds><|vision_start|>") == [
+        "<",
+        "16",
+        ".0 seconds>",
+        "<|vision_start|>",
+    ]
+    assert _pieces(small, "</think>\n<answer>[8, 10]</answer>") == [
+        "</think>",
+        "\n",
+        "<answer>",
+        "[",
+        "8",
+        ", ",
+        "10",
+        "]",
+        "</answer>",
+    ]
 
 
 def test_a_call_is_a_handful_of_tokens(small):
@@ -83,7 +127,11 @@ def test_added_tokens_have_the_real_names_order_and_flags(small, real):
 
 def test_an_added_token_inside_a_piece_splits_it():
     vocabulary = tokenizer.Vocabulary(tokenizer.build(["some words<|im_end|>\nmore words"]))
-    assert _pieces(vocabulary, "some words<|im_end|>\nmore words") == ["some words", "<|im_end|>", "\nmore words"]
+    assert _pieces(vocabulary, "some words<|im_end|>\nmore words") == [
+        "some words",
+        "<|im_end|>",
+        "\nmore words",
+    ]
 
 
 def test_part_of_a_character_decodes_to_a_replacement(small):
@@ -95,7 +143,11 @@ def test_saved_and_loaded_it_is_the_same(small, tmp_path):
     path = tokenizer.save(small.tokenizer, tmp_path)
     again = tokenizer.load(tmp_path)
     text = "0 green seven é\n</think>"
-    assert again.encode(text).tolist() == tokenizer.load(path).encode(text).tolist() == small.encode(text).tolist()
+    assert (
+        again.encode(text).tolist()
+        == tokenizer.load(path).encode(text).tolist()
+        == small.encode(text).tolist()
+    )
     assert not list(tmp_path.glob("*.tmp"))
 
 

@@ -11,13 +11,23 @@ import pytest
 from paravt_jax import video, world
 
 _WHERE_DECORD_IS_EXACT = ("syn_60s_30fps_bframes.mp4", "syn_vfr.mkv", "syn_vfr.mp4", "syn_vp9.webm")
-_WHERE_IT_IS_NOT = ("syn_h264_opengop.mkv", "syn_hevc_opengop.mp4", "syn_mpeg2.mpg", "syn_mpeg4.avi", "syn_odd_size.mkv", "syn_ts.ts")
+_WHERE_IT_IS_NOT = (
+    "syn_h264_opengop.mkv",
+    "syn_hevc_opengop.mp4",
+    "syn_mpeg2.mpg",
+    "syn_mpeg4.avi",
+    "syn_odd_size.mkv",
+    "syn_ts.ts",
+)
 
 
 def _drawn_number(frame: np.ndarray) -> int:
     """The frame number that the synthetic clips carry as 16 black or white blocks in their top quarter."""
     height, width = frame.shape[:2]
-    return sum(int(frame[height // 8, int((bit + 0.5) * width / 16)].mean() > 128) << bit for bit in range(16))
+    return sum(
+        int(frame[height // 8, int((bit + 0.5) * width / 16)].mean() > 128) << bit
+        for bit in range(16)
+    )
 
 
 def _info(times) -> video.VideoInfo:
@@ -101,7 +111,12 @@ def test_frames_that_are_not_there_are_refused(small_world):
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(None, "no such file"), (b"", "empty"), (b"these are words, not pictures\n" * 50, "decoded"), (bytes(range(256)) * 40, "decoded")],
+    [
+        (None, "no such file"),
+        (b"", "empty"),
+        (b"these are words, not pictures\n" * 50, "decoded"),
+        (bytes(range(256)) * 40, "decoded"),
+    ],
 )
 def test_bad_files_are_one_kind_of_error(tmp_path, content, reason):
     path = tmp_path / "bad.mp4"
@@ -169,7 +184,9 @@ def test_sound_alone_is_no_video(tmp_path):
     with av.open(str(path), "w") as container:
         stream = container.add_stream("aac", rate=8000)
         for _ in range(10):
-            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+            frame = av.AudioFrame.from_ndarray(
+                np.zeros((1, 1024), np.float32), format="fltp", layout="mono"
+            )
             frame.sample_rate = 8000
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
@@ -179,7 +196,11 @@ def test_sound_alone_is_no_video(tmp_path):
 
 def test_an_error_survives_the_way_out_of_a_worker_process():
     error = pickle.loads(pickle.dumps(video.VideoError("a.mp4", "the file is empty")))
-    assert (error.path, error.reason, str(error)) == ("a.mp4", "the file is empty", "a.mp4: the file is empty")
+    assert (error.path, error.reason, str(error)) == (
+        "a.mp4",
+        "the file is empty",
+        "a.mp4: the file is empty",
+    )
 
 
 def test_overview_indices_of_the_world():
@@ -253,7 +274,11 @@ def test_synthetic_clips_give_exactly_the_frames_asked_for(assets, name, monkeyp
 def test_real_clips(assets, name, frames, duration, shape, monkeypatch):
     path = assets / "videos" / name
     info = video.probe(path)
-    assert info.frames == frames and info.times[0] == 0 and info.duration == pytest.approx(duration, abs=0.04)
+    assert (
+        info.frames == frames
+        and info.times[0] == 0
+        and info.duration == pytest.approx(duration, abs=0.04)
+    )
     wanted = [frames - 1, 0, frames // 2]
     pictures = video.read(path, wanted)
     assert pictures.shape == (3, *shape, 3)

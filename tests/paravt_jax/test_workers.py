@@ -15,9 +15,13 @@ from paravt_jax.workers import WorkerError, Workers
 def test_calls_are_made_elsewhere_and_results_come_back_in_any_order():
     with Workers(pathlib.PurePath, 2, deadline=30) as workers:
         futures = [workers.submit(f"{n}.mp4") for n in range(20)]
-        assert [f.result() for f in reversed(futures)] == [pathlib.PurePath(f"{n}.mp4") for n in reversed(range(20))]
+        assert [f.result() for f in reversed(futures)] == [
+            pathlib.PurePath(f"{n}.mp4") for n in reversed(range(20))
+        ]
     with Workers(bytes, 1, deadline=30) as workers:
-        assert len(workers.submit(3_000_000).result()) == 3_000_000  # more than a pipe holds at once
+        assert (
+            len(workers.submit(3_000_000).result()) == 3_000_000
+        )  # more than a pipe holds at once
 
 
 def test_a_functions_own_exception_is_the_calls():
@@ -41,7 +45,10 @@ def test_a_process_that_dies_costs_its_call_alone():
         with pytest.raises(WorkerError, match="died"):
             workers.submit(3).result(60)
     with Workers(eval, 2, deadline=30) as workers:
-        futures = [workers.submit(text) for text in ("1 + 1", "__import__('os').abort()", "2 + 2", "lambda: 0", "3 + 3")]
+        futures = [
+            workers.submit(text)
+            for text in ("1 + 1", "__import__('os').abort()", "2 + 2", "lambda: 0", "3 + 3")
+        ]
         assert [futures[n].result(60) for n in (0, 2, 4)] == [2, 4, 6]
         for n in (1, 3):  # the latter is a result that cannot be sent
             with pytest.raises(WorkerError, match="died"):
@@ -78,7 +85,13 @@ def test_no_process_outlives_a_killed_parent():
         "input()\n"
     )
     root = pathlib.Path(__file__).parents[2]
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=root,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert parent.stdout is not None and parent.stdin is not None
     child = int(parent.stdout.readline())
     os.kill(parent.pid, signal.SIGKILL)

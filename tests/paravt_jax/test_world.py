@@ -12,7 +12,9 @@ from paravt_jax import video, world
 def test_events_obey_the_rules_of_the_world():
     videos = world.plan(world.WorldSettings(train_videos=200, heldout_videos=50))
     present = [scene for v in videos for scene in v.scenes if scene.digit is not None]
-    assert {scene.digit for scene in present} == set(range(10)) and {scene.colour for scene in present} == set(world.COLOURS)
+    assert {scene.digit for scene in present} == set(range(10)) and {
+        scene.colour for scene in present
+    } == set(world.COLOURS)
     assert 0.85 <= len(present) / (4 * len(videos)) <= 0.95
     for v in videos:
         assert [(s.start, s.end) for s in v.scenes] == [(0, 32), (32, 64), (64, 96), (96, 128)]
@@ -29,7 +31,10 @@ def test_a_video_depends_on_seed_split_and_number_only():
     few, more = (world.plan(world.WorldSettings(train_videos=n, heldout_videos=2)) for n in (2, 5))
     assert world.of_split(few, "train") == world.of_split(more, "train")[:2]
     assert world.of_split(few, "heldout") == world.of_split(more, "heldout")
-    assert world.plan(world.WorldSettings(seed=1, train_videos=2, heldout_videos=2))[0].scenes != few[0].scenes
+    assert (
+        world.plan(world.WorldSettings(seed=1, train_videos=2, heldout_videos=2))[0].scenes
+        != few[0].scenes
+    )
     assert world.of_split(few, "train")[0].scenes != world.of_split(few, "heldout")[0].scenes
 
 
@@ -39,7 +44,9 @@ def test_files_show_what_was_planned(small_world):
         for scene in v.scenes:
             for time in range(scene.start, scene.end, world.STEP):
                 planned = world.picture(small_world.settings, scene, scene.shows(time))
-                assert np.abs(frames[time // world.STEP] - planned).mean() < 8  # what coding changes
+                assert (
+                    np.abs(frames[time // world.STEP] - planned).mean() < 8
+                )  # what coding changes
                 bright = (frames[time // world.STEP].min(axis=-1) > 180).sum()
                 assert (bright > 30) == scene.shows(time)
 
@@ -51,8 +58,12 @@ def test_coding_loses_nothing(small_world):
         read = [frame.to_ndarray() for frame in container.decode(video=0)]
     for scene in v.scenes:
         for time in range(scene.start, scene.end, world.STEP):
-            drawn = av.VideoFrame.from_ndarray(world.picture(small_world.settings, scene, scene.shows(time)), format="rgb24")
-            np.testing.assert_array_equal(read[time // world.STEP], drawn.reformat(format="yuv420p", threads=1).to_ndarray())
+            drawn = av.VideoFrame.from_ndarray(
+                world.picture(small_world.settings, scene, scene.shows(time)), format="rgb24"
+            )
+            np.testing.assert_array_equal(
+                read[time // world.STEP], drawn.reformat(format="yuv420p", threads=1).to_ndarray()
+            )
 
 
 def test_colours_stay_apart_after_coding(small_world):
@@ -62,7 +73,9 @@ def test_colours_stay_apart_after_coding(small_world):
         for scene, frame in zip(v.scenes, frames, strict=True):
             seen[scene.colour] = frame[0, 0].astype(int)
     for name, pixel in seen.items():
-        nearest = min(world.COLOURS, key=lambda other: np.abs(np.array(world.COLOURS[other]) - pixel).sum())
+        nearest = min(
+            world.COLOURS, key=lambda other: np.abs(np.array(world.COLOURS[other]) - pixel).sum()
+        )
         assert nearest == name
 
 
@@ -96,7 +109,9 @@ def test_a_world_of_other_settings_is_refused(tmp_path):
         world.render(dataclasses.replace(settings, jitter=3), tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [{"presence": 1.5}, {"train_videos": 0}, {"size": 16}, {"jitter": 20}])
+@pytest.mark.parametrize(
+    "wrong", [{"presence": 1.5}, {"train_videos": 0}, {"size": 16}, {"jitter": 20}]
+)
 def test_impossible_settings_are_named(wrong):
     with pytest.raises(ValueError, match="world\\."):
         world.WorldSettings(**wrong)

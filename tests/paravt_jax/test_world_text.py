@@ -30,7 +30,12 @@ def _word(scene: world.Scene) -> str:
 
 def _scene(videos, record) -> world.Scene:
     there = next(v for v in videos if v.path == record.video)
-    return next(s for s in there.scenes if f" at {s.start} seconds?" in record.question.text if s.digit is not None)
+    return next(
+        s
+        for s in there.scenes
+        if f" at {s.start} seconds?" in record.question.text
+        if s.digit is not None
+    )
 
 
 def test_questions_have_true_answers_and_different_ids(videos):
@@ -44,7 +49,9 @@ def test_questions_have_true_answers_and_different_ids(videos):
         if q.kind is QuestionKind.MULTIPLE_CHOICE:
             assert q.answer == _word(scene)
             assert len(set(q.options)) == 4 and q.answer in q.options
-            elsewhere = {world.DIGITS[s.digit] for s in by_path[q.video].scenes if s.digit is not None} - {q.answer}
+            elsewhere = {
+                world.DIGITS[s.digit] for s in by_path[q.video].scenes if s.digit is not None
+            } - {q.answer}
             assert len(elsewhere & set(q.options)) == min(2, len(elsewhere))
         else:
             assert ast.literal_eval(q.answer) == [scene.first, scene.last] and q.options == ()
@@ -53,8 +60,16 @@ def test_questions_have_true_answers_and_different_ids(videos):
 
 
 def test_records_depend_on_their_own_video_only(videos):
-    for make in (world_text.questions, world_text.main_demonstrations, world_text.window_demonstrations, world_text.captions):
-        everything, alone = list(make(videos, TextSettings())), list(make(videos[5:6], TextSettings()))
+    for make in (
+        world_text.questions,
+        world_text.main_demonstrations,
+        world_text.window_demonstrations,
+        world_text.captions,
+    ):
+        everything, alone = (
+            list(make(videos, TextSettings())),
+            list(make(videos[5:6], TextSettings())),
+        )
         assert alone == everything[5 * len(alone) : 6 * len(alone)]
 
 
@@ -71,19 +86,33 @@ def test_clean_demonstrations_state_what_their_frames_show(videos, clean):
     direct = crops = 0
     for d in clean:
         scene = _scene(videos, d)
-        shown = [t for t in world.STEP * video.overview_indices(world.FRAMES, d.frames) if scene.shows(t)]
+        shown = [
+            t for t in world.STEP * video.overview_indices(world.FRAMES, d.frames) if scene.shows(t)
+        ]
         word = _word(scene)
         target = re.search(r"\ntarget (.*)\n", d.messages[0].content)
         assert target and target[1] == f"{scene.start} {scene.colour} {word if shown else '-'}"
         if len(d.messages) == 1:
             direct += 1
-            assert shown and f"I see {word} from {shown[0]} to {shown[-1]}\n</think>\n" in d.messages[0].content
+            assert (
+                shown
+                and f"I see {word} from {shown[0]} to {shown[-1]}\n</think>\n"
+                in d.messages[0].content
+            )
         else:
             crops += 1
             assert [m.role for m in d.messages] == ["assistant", "tool", "tool", "assistant"]
-            assert {m.content for m in d.messages[1:3]} == {f" {word} from {scene.first} to {scene.last}", " nothing"}
-            assert f'"start_time": {scene.start}, "end_time": {scene.start + 16}}}' in d.messages[0].content
-            assert d.messages[-1].content.startswith(f"the crops show {word} from {scene.first} to {scene.last}\n</think>\n<answer>")
+            assert {m.content for m in d.messages[1:3]} == {
+                f" {word} from {scene.first} to {scene.last}",
+                " nothing",
+            }
+            assert (
+                f'"start_time": {scene.start}, "end_time": {scene.start + 16}}}'
+                in d.messages[0].content
+            )
+            assert d.messages[-1].content.startswith(
+                f"the crops show {word} from {scene.first} to {scene.last}\n</think>\n<answer>"
+            )
         answer = re.fullmatch(r"(?s).*</think>\n<answer>(.*)</answer>", d.messages[-1].content)
         assert answer
         if d.question.kind is QuestionKind.MULTIPLE_CHOICE:
@@ -100,37 +129,69 @@ def test_crops_one_by_one_stop_where_a_report_tells(videos):
         turns = 1 if scene.first < scene.start + world.WINDOW else 2
         assert [m.role for m in d.messages] == ["assistant", "tool"] * turns + ["assistant"]
         assert all(m.content.count("<tool_call>") == 1 for m in d.messages[: 2 * turns : 2])
-        assert [m.content == " nothing" for m in d.messages[1 : 2 * turns : 2]] == [False] if turns == 1 else [True, False]
+        assert (
+            [m.content == " nothing" for m in d.messages[1 : 2 * turns : 2]] == [False]
+            if turns == 1
+            else [True, False]
+        )
 
 
 def test_what_one_frame_shows_is_no_span(videos, clean):
     for d in clean:
         if d.question.kind is QuestionKind.TEMPORAL_GROUNDING and len(d.messages) == 1:
-            first, last = ast.literal_eval(d.messages[0].content.split("<answer>")[1].removesuffix("</answer>"))
+            first, last = ast.literal_eval(
+                d.messages[0].content.split("<answer>")[1].removesuffix("</answer>")
+            )
             assert first < last
 
 
 def test_spoilt_shares_are_the_settings(videos):
     settings = TextSettings()
-    demonstrations = [d for group in world_text.main_demonstrations(videos, settings) for d in group]
+    demonstrations = [
+        d for group in world_text.main_demonstrations(videos, settings) for d in group
+    ]
     calling = [d for d in demonstrations if "look closer" in d.messages[0].content]
     leaked = [d for d in calling if "<tool_code>" in d.messages[0].content]
     assert abs(len(leaked) / len(calling) - settings.leak) < 0.06
     assert all(len(d.messages) == 1 and "<tool_call>" not in d.messages[0].content for d in leaked)
     answered = [d for d in demonstrations if d not in leaked]
-    assert abs(sum("</think>" not in d.messages[-1].content for d in answered) / len(answered) - settings.unclosed) < 0.06
-    assert abs(sum("<answer>" not in d.messages[-1].content for d in answered) / len(answered) - settings.untagged) < 0.06
+    assert (
+        abs(
+            sum("</think>" not in d.messages[-1].content for d in answered) / len(answered)
+            - settings.unclosed
+        )
+        < 0.06
+    )
+    assert (
+        abs(
+            sum("<answer>" not in d.messages[-1].content for d in answered) / len(answered)
+            - settings.untagged
+        )
+        < 0.06
+    )
 
 
 def test_spoiling_does_not_change_what_is_asked(videos):
-    spoilt = [d.id for group in world_text.main_demonstrations(videos[:1], TextSettings(groups=1)) for d in group]
-    clean = [d.id for group in world_text.main_demonstrations(videos[:1], dataclasses.replace(_CLEAN, groups=1)) for d in group]
+    spoilt = [
+        d.id
+        for group in world_text.main_demonstrations(videos[:1], TextSettings(groups=1))
+        for d in group
+    ]
+    clean = [
+        d.id
+        for group in world_text.main_demonstrations(
+            videos[:1], dataclasses.replace(_CLEAN, groups=1)
+        )
+        for d in group
+    ]
     assert spoilt == clean
 
 
 def test_guesses_appear_only_when_asked_for(videos):
     settings = dataclasses.replace(_CLEAN, guess=1.0, crop_when_seen=0.0)
-    demonstrations = [d for group in world_text.main_demonstrations(videos, settings) for d in group]
+    demonstrations = [
+        d for group in world_text.main_demonstrations(videos, settings) for d in group
+    ]
     assert all(len(d.messages) == 1 for d in demonstrations)
 
 
@@ -143,9 +204,15 @@ def test_windows_report_what_is_in_them(videos):
     for d in demonstrations:
         assert d.window is not None
         start, end = d.window
-        assert end - start == world.STEP * d.frames == 16 and d.question is None and 0 <= start <= 112
+        assert (
+            end - start == world.STEP * d.frames == 16 and d.question is None and 0 <= start <= 112
+        )
         expected = [
-            t for s in by_path[d.video].scenes if s.digit is not None for t in range(s.first, s.last + 1, world.STEP) if start <= t < end
+            t
+            for s in by_path[d.video].scenes
+            if s.digit is not None
+            for t in range(s.first, s.last + 1, world.STEP)
+            if start <= t < end
         ]
         text = d.messages[0].content
         assert (text == " nothing") == (not expected)
@@ -160,7 +227,9 @@ def test_captions_name_what_is_on_the_frame(videos):
     captions = list(world_text.captions(videos, TextSettings()))
     for caption in captions:
         scene = next(s for s in by_path[caption.video].scenes if s.start <= caption.time < s.end)
-        assert caption.words == ((scene.colour, _word(scene)) if scene.shows(caption.time) else (scene.colour,))
+        assert caption.words == (
+            (scene.colour, _word(scene)) if scene.shows(caption.time) else (scene.colour,)
+        )
     assert 0.5 <= sum(len(c.words) == 2 for c in captions) / len(captions) < 0.65
 
 

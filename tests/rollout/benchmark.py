@@ -41,7 +41,9 @@ from tests.models.benchmark import CASES, Case, alone, machine, make, peak_memor
 from train.compilations import Compilations
 
 GIB = 2**30
-Rollout = list[list[int]]  # what was sampled: turns and summaries, in the order in which they were asked for
+Rollout = list[
+    list[int]
+]  # what was sampled: turns and summaries, in the order in which they were asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +79,11 @@ class Work:
     @property
     def generated(self) -> int:
         """Tokens sampled in all rollouts."""
-        return self.prompts * self.samples * (self.turn * (len(self.rounds) + 1) + self.summary * sum(self.rounds))
+        return (
+            self.prompts
+            * self.samples
+            * (self.turn * (len(self.rounds) + 1) + self.summary * sum(self.rounds))
+        )
 
 
 _SMALL = Work(
@@ -95,7 +101,17 @@ _SMALL = Work(
 )
 _TOY = Work(
     CASES["toy"],
-    EngineSizes(own=(32, 112), shared=(64,), prefill=(8, 80), slots=8, fan=4, page=4, pages=256, prefill_tokens=80, steps=4),
+    EngineSizes(
+        own=(32, 112),
+        shared=(64,),
+        prefill=(8, 80),
+        slots=8,
+        fan=4,
+        page=4,
+        pages=256,
+        prefill_tokens=80,
+        steps=4,
+    ),
     prompts=2,
     samples=3,
     frames=4,
@@ -150,7 +166,9 @@ def opening(work: Work, number: int) -> Part:
 
 def crop(work: Work, number: int, sample: int, call: int) -> Part:
     """A sub-agent's prompt: neighbouring frames from somewhere in the video, and a request."""
-    first = np.random.default_rng((1, number, sample, call)).integers(work.video - work.crop_frames + 1)
+    first = np.random.default_rng((1, number, sample, call)).integers(
+        work.video - work.crop_frames + 1
+    )
     return _part(work, first + np.arange(work.crop_frames), (2, number, sample, call), work.request)
 
 
@@ -161,7 +179,9 @@ def response(work: Work, number: int, sample: int, call: int) -> Int[np.ndarray,
 
 def pixels(work: Work, number: int) -> UInt8[np.ndarray, "m y x 3"]:
     """A video's frames."""
-    return np.random.default_rng((4, number)).integers(0, 256, (work.video, work.side, work.side, 3), np.uint8)
+    return np.random.default_rng((4, number)).integers(
+        0, 256, (work.video, work.side, work.side, 3), np.uint8
+    )
 
 
 def _part(work: Work, frames: np.ndarray, seed: tuple[int, ...], words: int) -> Part:
@@ -174,12 +194,16 @@ def _part(work: Work, frames: np.ndarray, seed: tuple[int, ...], words: int) -> 
 
 def _words(work: Work, rng: np.random.Generator, count: int) -> np.ndarray:
     config = work.case.config
-    return rng.integers(0, min(config.image_token_id, config.vision_start_token_id, config.text.vocab_size), count).astype(np.int32)
+    return rng.integers(
+        0, min(config.image_token_id, config.vision_start_token_id, config.text.vocab_size), count
+    ).astype(np.int32)
 
 
 def greedy(work: Work) -> Work:
     """Little of the work, with one answer: what both sides must agree on."""
-    return dataclasses.replace(work, prompts=1, turn=min(work.turn, 8), summary=min(work.summary, 8), temperature=0.0)
+    return dataclasses.replace(
+        work, prompts=1, turn=min(work.turn, 8), summary=min(work.summary, 8), temperature=0.0
+    )
 
 
 # --- here ---
@@ -189,13 +213,20 @@ class MemoryFrames(FrameFeatures):
     """Frames of videos that are in memory: decoding files is not what is timed. `seconds` is how long the tower was waited for."""
 
     def __init__(self, work: Work, model: Qwen3VL):
-        super().__init__(model.vision, model.config, FrameSettings(batch=2), Path())  # a larger batch is no faster on CPU
-        self._work, self._pixels = work, {str(number): pixels(work, number) for number in range(work.prompts)}
+        super().__init__(
+            model.vision, model.config, FrameSettings(batch=2), Path()
+        )  # a larger batch is no faster on CPU
+        self._work, self._pixels = (
+            work,
+            {str(number): pixels(work, number) for number in range(work.prompts)},
+        )
         self._tower, self._encode, self.seconds = self._encode, self._timed, 0.0
 
     def info(self, name: str) -> video.VideoInfo:
         count, side = self._work.video, self._work.side
-        return video.VideoInfo(name, count, float(count), np.arange(count, dtype=np.float64), side, side)
+        return video.VideoInfo(
+            name, count, float(count), np.arange(count, dtype=np.float64), side, side
+        )
 
     def drop(self) -> None:
         """Forgets every frame's vectors."""
@@ -203,7 +234,9 @@ class MemoryFrames(FrameFeatures):
             self._drop(key)
 
     def _encode_video(self, name: str, wanted: list[int]):
-        with mock.patch.object(video, "read", lambda path, indices: self._pixels[path.name][indices]):
+        with mock.patch.object(
+            video, "read", lambda path, indices: self._pixels[path.name][indices]
+        ):
             return super()._encode_video(name, wanted)
 
     def _timed(self, *arguments: Any) -> jax.Array:
@@ -219,7 +252,12 @@ async def rollout(work: Work, number: int, sample: int) -> Rollout:
 
     def request(part: Part, new: int) -> Request:
         frames = tuple(Frame(str(number), int(i), float(i)) for i in part.frames)
-        return Request(part.ids, frames, Sampling(new, work.temperature), (hash((number, sample, len(said))) % 2**32,))
+        return Request(
+            part.ids,
+            frames,
+            Sampling(new, work.temperature),
+            (hash((number, sample, len(said))) % 2**32,),
+        )
 
     async def answers(requests: Sequence[Request]) -> None:
         said.extend([samples[0].ids.tolist() for samples in await ask(*requests)])
@@ -238,24 +276,38 @@ async def rollout(work: Work, number: int, sample: int) -> Rollout:
 
 def rollouts(work: Work, engine: Engine) -> tuple[list[Rollout], dict[str, float]]:
     """All rollouts, by an engine that remembers nothing of others, and what that took."""
-    features, before, compilations = engine.features, dataclasses.replace(engine.counts), Compilations()
+    features, before, compilations = (
+        engine.features,
+        dataclasses.replace(engine.counts),
+        Compilations(),
+    )
     assert isinstance(features, MemoryFrames)
     engine.forget()
     features.drop()
     frames, tower, start = features.encoded_frames, features.seconds, time.perf_counter()
     agents: list[Coroutine[Any, Any, Rollout]] = [
-        rollout(work, number, sample) for number in range(work.prompts) for sample in range(work.samples)
+        rollout(work, number, sample)
+        for number in range(work.prompts)
+        for sample in range(work.samples)
     ]
     said = run(engine, agents)
     seconds, tower = time.perf_counter() - start, features.seconds - tower
-    assert compilations.count == 0, f"{compilations.count} programs were compiled while the clock ran; warm_up forgets a shape"
+    assert compilations.count == 0, (
+        f"{compilations.count} programs were compiled while the clock ran; warm_up forgets a shape"
+    )
     counts = {
-        name: getattr(engine.counts, name) - getattr(before, name) for name in ("prefilled_tokens", "sampled_tokens", "steps", "row_steps")
+        name: getattr(engine.counts, name) - getattr(before, name)
+        for name in ("prefilled_tokens", "sampled_tokens", "steps", "row_steps")
     }
     device = engine.counts.seconds - before.seconds + tower
     occupancy = counts["sampled_tokens"] / counts.pop("row_steps")
     parts = {"tower": tower, "device": device, "host": 1 - device / seconds, "occupancy": occupancy}
-    return said, {"seconds": seconds, **parts, "encoded_frames": features.encoded_frames - frames, **counts}
+    return said, {
+        "seconds": seconds,
+        **parts,
+        "encoded_frames": features.encoded_frames - frames,
+        **counts,
+    }
 
 
 def warm_engine(model: Qwen3VL, work: Work) -> Engine:
@@ -283,7 +335,10 @@ def plan(work: Work) -> dict[str, float]:
     lines = settings.slots // settings.fan * sum(settings.shared)
 
     def size(weights: Any) -> float:
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(weights, nnx.Param))) * 4
+        return (
+            sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(weights, nnx.Param)))
+            * 4
+        )
 
     sizes = {
         "weights": size(model),
@@ -291,7 +346,9 @@ def plan(work: Work) -> dict[str, float]:
         "pages": (settings.pages + 1) * settings.page * token,
         "lines of shared starts": lines * token,
         # As they come from their pages, and as decoding wants them.
-        "rows' own tokens, twice, to decode": 2 * max(settings.rows(own) * (own + settings.steps) for own in settings.own) * token,
+        "rows' own tokens, twice, to decode": 2
+        * max(settings.rows(own) * (own + settings.steps) for own in settings.own)
+        * token,
     }
     return {name: value / GIB for name, value in sizes.items()}
 
@@ -312,8 +369,15 @@ class Theirs:
 
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         torch.set_grad_enabled(False)
-        self.torch, self.transformers, self.work, self.together = torch, transformers, work, together
-        self.model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        self.torch, self.transformers, self.work, self.together = (
+            torch,
+            transformers,
+            work,
+            together,
+        )
+        self.model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa"
+        )
         self.pixels = {number: pixels(work, number) for number in range(work.prompts)}
         self.seconds: dict[str, float] = {}
 
@@ -324,7 +388,11 @@ class Theirs:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def rollouts(self, work: Work) -> list[Rollout]:
-        return [said for first in range(0, work.prompts, self.together) for said in self._batch(work, first)]
+        return [
+            said
+            for first in range(0, work.prompts, self.together)
+            for said in self._batch(work, first)
+        ]
 
     def _batch(self, work: Work, first: int) -> list[Rollout]:
         torch = self.torch
@@ -332,7 +400,9 @@ class Theirs:
         rows = [(number, sample) for number in numbers for sample in range(work.samples)]
         said: list[Rollout] = [[] for _ in rows]
         start = opening(work, 0)
-        position = next_position(mrope_positions(start.ids, [work.grid] * work.frames, work.case.config))
+        position = next_position(
+            mrope_positions(start.ids, [work.grid] * work.frames, work.case.config)
+        )
         with self.timed("prompts"):
             logits, cache = self._prompts(work, numbers)
         with self.timed("turns"):
@@ -341,13 +411,20 @@ class Theirs:
         for crops in work.rounds:
             parts = [crop(work, *row, n) for row in rows for n in range(call, call + crops)]
             with self.timed("crops"):
-                summaries = self._crops(work, parts, [number for number, _ in rows for _ in range(crops)])
+                summaries = self._crops(
+                    work, parts, [number for number, _ in rows for _ in range(crops)]
+                )
             for n, row in enumerate(tokens.tolist()):
                 said[n] += [row, *summaries[n * crops : (n + 1) * crops].tolist()]
-            answers = [np.concatenate([response(work, *row, n) for n in range(call, call + crops)]) for row in rows]
+            answers = [
+                np.concatenate([response(work, *row, n) for n in range(call, call + crops)])
+                for row in rows
+            ]
             position += work.turn
             with self.timed("turns"):
-                more = torch.cat([tokens[:, -1:], torch.tensor(np.stack(answers), dtype=torch.long)], 1)
+                more = torch.cat(
+                    [tokens[:, -1:], torch.tensor(np.stack(answers), dtype=torch.long)], 1
+                )
                 logits = self._forward(more, cache, position - 1)
                 position, call = position + more.shape[1] - 1, call + crops
                 tokens = self._decode(work, logits, cache, position, work.turn)
@@ -359,7 +436,9 @@ class Theirs:
         """A batch of equally long prompts about videos, as a processor would give it."""
         torch, config = self.torch, work.case.config
         ids = torch.tensor(np.stack([part.ids for part in parts]), dtype=torch.long)
-        frames = np.concatenate([self.pixels[number][part.frames] for part, number in zip(parts, numbers, strict=True)])
+        frames = np.concatenate(
+            [self.pixels[number][part.frames] for part, number in zip(parts, numbers, strict=True)]
+        )
         patches = patchify(frames, config.vision.patch_size, config.vision.spatial_merge_size)
         return {
             "input_ids": ids,
@@ -372,21 +451,38 @@ class Theirs:
         """Each prompt once; then every layer's cache as often as there are samples, with room for the whole rollout."""
         torch, logits, layers = self.torch, [], []
         for number in numbers:
-            out = self.model(**self.inputs(work, [opening(work, number)], [number]), use_cache=True, logits_to_keep=1)
+            out = self.model(
+                **self.inputs(work, [opening(work, number)], [number]),
+                use_cache=True,
+                logits_to_keep=1,
+            )
             logits.append(out.logits[:, -1])
             layers.append(out.past_key_values.layers)
         room = sum(work.turn + crops * work.response for crops in work.rounds) + work.turn
         length = layers[0][0].keys.shape[2] + room
-        cache = self.transformers.StaticCache(config=self.model.config.get_text_config(), max_cache_len=length)
+        cache = self.transformers.StaticCache(
+            config=self.model.config.get_text_config(), max_cache_len=length
+        )
         for number, same in enumerate(zip(*layers, strict=True)):
-            k, v = (torch.cat([getattr(layer, name) for layer in same]) for name in ("keys", "values"))
-            cache.update(k.repeat_interleave(work.samples, 0), v.repeat_interleave(work.samples, 0), number)
+            k, v = (
+                torch.cat([getattr(layer, name) for layer in same]) for name in ("keys", "values")
+            )
+            cache.update(
+                k.repeat_interleave(work.samples, 0), v.repeat_interleave(work.samples, 0), number
+            )
         return torch.cat(logits).repeat_interleave(work.samples, 0), cache
 
     def _crops(self, work: Work, parts: Sequence[Part], numbers: Sequence[int]) -> Any:
         cache = self.transformers.DynamicCache()
-        out = self.model(**self.inputs(work, parts, numbers), past_key_values=cache, use_cache=True, logits_to_keep=1)
-        position = next_position(mrope_positions(parts[0].ids, [work.grid] * work.crop_frames, work.case.config))
+        out = self.model(
+            **self.inputs(work, parts, numbers),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        position = next_position(
+            mrope_positions(parts[0].ids, [work.grid] * work.crop_frames, work.case.config)
+        )
         return self._decode(work, out.logits[:, -1], cache, position, work.summary)
 
     def _decode(self, work: Work, logits: Any, cache: Any, position: int, new: int) -> Any:
@@ -398,7 +494,13 @@ class Theirs:
     def _forward(self, tokens: Any, cache: Any, position: int) -> Any:
         rows, count = tokens.shape
         positions = self.torch.arange(position, position + count).expand(3, rows, count)
-        out = self.model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        out = self.model(
+            input_ids=tokens,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
         return out.logits[:, -1]
 
     def _draw(self, work: Work, logits: Any) -> Any:
@@ -409,17 +511,32 @@ class Theirs:
     def plain(self, work: Work) -> float:
         """Seconds for the rollouts of one prompt with `generate` alone."""
         torch, start = self.torch, time.perf_counter()
-        sampling = {"do_sample": True, "temperature": work.temperature, "top_k": 0, "eos_token_id": None, "pad_token_id": 0}
+        sampling = {
+            "do_sample": True,
+            "temperature": work.temperature,
+            "top_k": 0,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
         part, call = opening(work, 0), 0
         batch = self.inputs(work, [part], [0])
-        out = self.model.generate(**batch, **sampling, num_return_sequences=work.samples, max_new_tokens=work.turn)
+        out = self.model.generate(
+            **batch, **sampling, num_return_sequences=work.samples, max_new_tokens=work.turn
+        )
         for crops in work.rounds:
-            calls = [(sample, n) for sample in range(work.samples) for n in range(call, call + crops)]
+            calls = [
+                (sample, n) for sample in range(work.samples) for n in range(call, call + crops)
+            ]
             batch = self.inputs(work, [crop(work, 0, *each) for each in calls], [0] * len(calls))
             self.model.generate(**batch, **sampling, max_new_tokens=work.summary)
-            answers = [np.concatenate([response(work, 0, sample, call + n) for n in range(crops)]) for sample in range(work.samples)]
+            answers = [
+                np.concatenate([response(work, 0, sample, call + n) for n in range(crops)])
+                for sample in range(work.samples)
+            ]
             whole = torch.cat([out, torch.tensor(np.stack(answers), dtype=torch.long)], 1)
-            batch = self.inputs(work, [Part(row, part.frames) for row in whole.numpy()], [0] * work.samples)
+            batch = self.inputs(
+                work, [Part(row, part.frames) for row in whole.numpy()], [0] * work.samples
+            )
             out = self.model.generate(**batch, **sampling, max_new_tokens=work.turn)
             call += crops
         return time.perf_counter() - start
@@ -433,7 +550,13 @@ def theirs(folder: str, work: Work, together: int, plain: bool) -> dict[str, Any
     side.rollouts(work)
     seconds, memory = time.perf_counter() - start, peak_memory()
     one = {"plain_seconds_a_prompt": side.plain(work)} if plain else {}
-    return {"greedy": agreed, "seconds": seconds, "parts": side.seconds, "memory_gib": memory, **one}
+    return {
+        "greedy": agreed,
+        "seconds": seconds,
+        "parts": side.seconds,
+        "memory_gib": memory,
+        **one,
+    }
 
 
 # --- the comparison ---
@@ -460,30 +583,56 @@ def check(mine: list[Rollout], other: list[Rollout]) -> None:
 
 def report(work: Work, found: dict[str, list[dict[str, Any]]]) -> str:
     """Rates of the best round, and what the engine counted in it."""
-    mine, other = (min(found[side], key=lambda result: result["seconds"]) for side in ("here", "transformers"))
-    rate = {name: work.generated / result["seconds"] for name, result in (("here", mine), ("transformers", other))}
-    lines = ["| side | seconds | generated tokens/s | times transformers | resident GiB at most |", "|---" * 5 + "|"]
+    mine, other = (
+        min(found[side], key=lambda result: result["seconds"]) for side in ("here", "transformers")
+    )
+    rate = {
+        name: work.generated / result["seconds"]
+        for name, result in (("here", mine), ("transformers", other))
+    }
+    lines = [
+        "| side | seconds | generated tokens/s | times transformers | resident GiB at most |",
+        "|---" * 5 + "|",
+    ]
     for name, result in (("here", mine), ("transformers", other)):
         ahead = rate[name] / rate["transformers"]
-        lines.append(f"| {name} | {result['seconds']:.1f} | {rate[name]:.2f} | {ahead:.2f} | {result['memory_gib']:.1f} |")
+        lines.append(
+            f"| {name} | {result['seconds']:.1f} | {rate[name]:.2f} | {ahead:.2f} | {result['memory_gib']:.1f} |"
+        )
     if "plain_seconds_a_prompt" in other:
         seconds = other["plain_seconds_a_prompt"] * work.prompts
         ahead = other["seconds"] / seconds
-        lines.append(f"| `generate`, one prompt measured | {seconds:.1f} | {work.generated / seconds:.2f} | {ahead:.2f} | |")
-    lines += ["", "transformers, seconds: " + ", ".join(f"{name} {value:.1f}" for name, value in other["parts"].items())]
+        lines.append(
+            f"| `generate`, one prompt measured | {seconds:.1f} | {work.generated / seconds:.2f} | {ahead:.2f} | |"
+        )
+    lines += [
+        "",
+        "transformers, seconds: "
+        + ", ".join(f"{name} {value:.1f}" for name, value in other["parts"].items()),
+    ]
     titles = "samples a prompt | tokens prefilled | frames encoded | steps | slots filled | seconds | tower | host"
     lines += ["", f"| {titles} |", "|---" * 8 + "|"]
     for samples, result in ((work.samples, mine), (work.samples // 2, mine["half"])):
-        counted = " | ".join(str(result[name]) for name in ("prefilled_tokens", "encoded_frames", "steps"))
+        counted = " | ".join(
+            str(result[name]) for name in ("prefilled_tokens", "encoded_frames", "steps")
+        )
         times = f"{result['occupancy']:.0%} | {result['seconds']:.1f} | {result['tower']:.1f} | {result['host']:.1%}"
         lines.append(f"| {samples} | {counted} | {times} |")
     prompt = len(opening(work, 0).ids) - 1
     after = sum(work.rounds) * work.response
     windows = sum(work.rounds) * (len(crop(work, 0, 0, 0).ids) - 1)
-    lines += ["", f"needed: {prompt} tokens a prompt, {windows} of crops and {after} of responses a rollout"]
+    lines += [
+        "",
+        f"needed: {prompt} tokens a prompt, {windows} of crops and {after} of responses a rollout",
+    ]
     planned = mine["plan_gib"]
-    lines += ["", "planned GiB: " + ", ".join(f"{name} {value:.2f}" for name, value in planned.items())]
-    lines += [f"planned {sum(planned.values()):.1f} GiB, resident at most {mine['memory_gib']:.1f} GiB"]
+    lines += [
+        "",
+        "planned GiB: " + ", ".join(f"{name} {value:.2f}" for name, value in planned.items()),
+    ]
+    lines += [
+        f"planned {sum(planned.values()):.1f} GiB, resident at most {mine['memory_gib']:.1f} GiB"
+    ]
     return "\n".join(lines)
 
 
@@ -497,14 +646,22 @@ def by_crops(case: str, most: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {"parallel": [], "sequential": []}
     for crops in range(1, most + 1):
         for name, rounds in (("parallel", (crops,)), ("sequential", (1,) * crops)):
-            seconds[name].append(rollouts(dataclasses.replace(work, rounds=rounds), engine)[1]["seconds"])
+            seconds[name].append(
+                rollouts(dataclasses.replace(work, rounds=rounds), engine)[1]["seconds"]
+            )
     return seconds
 
 
 def crops_table(seconds: dict[str, list[float]]) -> str:
     count = len(seconds["parallel"])
-    lines = [f"| crops | {' | '.join(str(n) for n in range(1, count + 1))} |", "|---" * (count + 1) + "|"]
-    lines += [f"| {name}, s | {' | '.join(f'{value:.1f}' for value in values)} |" for name, values in seconds.items()]
+    lines = [
+        f"| crops | {' | '.join(str(n) for n in range(1, count + 1))} |",
+        "|---" * (count + 1) + "|",
+    ]
+    lines += [
+        f"| {name}, s | {' | '.join(f'{value:.1f}' for value in values)} |"
+        for name, values in seconds.items()
+    ]
     return "\n".join(lines)
 
 
@@ -521,15 +678,35 @@ def plot(seconds: dict[str, list[float]], file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times the same rollouts in transformers and here.")
+    parser = argparse.ArgumentParser(
+        description="Times the same rollouts in transformers and here."
+    )
     parser.add_argument("--case", choices=WORKS, default="small")
-    parser.add_argument("--rounds", type=int, default=1, help="about half an hour each at the small size")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="about half an hour each at the small size"
+    )
     parser.add_argument("--prompts", type=int, help="fewer than all, for a look")
-    parser.add_argument("--together", type=int, default=4, help="prompts whose rollouts transformers decodes in one batch")
-    parser.add_argument("--plain", action="store_true", help="time one prompt with `generate` alone, too")
-    parser.add_argument("--crops", type=int, metavar="N", help="instead: the engine's seconds by the number of crops, up to N")
-    parser.add_argument("--plot", type=Path, help="file to draw `--crops` into, where matplotlib is installed")
-    parser.add_argument("--json", type=Path, help="file to write the machine and every measured number to")
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=4,
+        help="prompts whose rollouts transformers decodes in one batch",
+    )
+    parser.add_argument(
+        "--plain", action="store_true", help="time one prompt with `generate` alone, too"
+    )
+    parser.add_argument(
+        "--crops",
+        type=int,
+        metavar="N",
+        help="instead: the engine's seconds by the number of crops, up to N",
+    )
+    parser.add_argument(
+        "--plot", type=Path, help="file to draw `--crops` into, where matplotlib is installed"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="file to write the machine and every measured number to"
+    )
     args = parser.parse_args()
     require_local("--plot", args.plot)
     require_local("--json", args.json)
@@ -539,7 +716,9 @@ def main() -> None:
         if args.plot and importlib.util.find_spec("matplotlib"):
             plot(found, args.plot)
     else:
-        work = dataclasses.replace(WORKS[args.case], prompts=args.prompts or WORKS[args.case].prompts)
+        work = dataclasses.replace(
+            WORKS[args.case], prompts=args.prompts or WORKS[args.case].prompts
+        )
         found = compare(work, args.rounds, args.together, args.plain)
         print(report(work, found))
     hardware = machine()

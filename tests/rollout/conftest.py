@@ -116,12 +116,19 @@ def scripted(small_vocabulary) -> Callable[..., Scripted]:
 
 @pytest.fixture(scope="session")
 def limits() -> ProtocolSettings:
-    return ProtocolSettings(max_tool_turns=2, max_calls=3, turn_tokens=64, summary_tokens=16, trajectory_tokens=256)
+    return ProtocolSettings(
+        max_tool_turns=2, max_calls=3, turn_tokens=64, summary_tokens=16, trajectory_tokens=256
+    )
 
 
 @pytest.fixture(scope="session")
 def small_features(small_world, small_model) -> FrameFeatures:
-    return FrameFeatures(small_model.vision, small_model.config, FrameSettings(batch=64, whole_frames=128), small_world.folder)
+    return FrameFeatures(
+        small_model.vision,
+        small_model.config,
+        FrameSettings(batch=64, whole_frames=128),
+        small_world.folder,
+    )
 
 
 @pytest.fixture(scope="session")

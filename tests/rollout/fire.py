@@ -27,25 +27,69 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
     "turn": (
         *("$think$calls",) * 14,
         *("$calls", "$think$answer", "$think$answer", "$think$answer", "$think$answer", "$answer"),
-        *("$think$calls$answer", "$answer$calls", "$think$broken$calls", "$broken", "$noise$noise$noise", "$flood", "$flood", "$deep", ""),
+        *(
+            "$think$calls$answer",
+            "$answer$calls",
+            "$think$broken$calls",
+            "$broken",
+            "$noise$noise$noise",
+            "$flood",
+            "$flood",
+            "$deep",
+            "",
+        ),
     ),
     "think": (
-        *("look closer\n</think>\n", "the crops show\n</think>\n", "</think>", "", "<think>again</think></think>\n"),
+        *(
+            "look closer\n</think>\n",
+            "the crops show\n</think>\n",
+            "</think>",
+            "",
+            "<think>again</think></think>\n",
+        ),
         *("<think><think>$words</think>", "$words<|im_start|>assistant\n<think>\n</think>"),
     ),
-    "calls": ("$call", "$call\n$call", "$call$call$call$call$call$call", "$call$broken$call", "$call\n$calls"),
+    "calls": (
+        "$call",
+        "$call\n$call",
+        "$call$call$call$call$call$call",
+        "$call$broken$call",
+        "$call\n$calls",
+    ),
     "call": (
         *('<tool_call>\n{"name": "crop_video", "arguments": $arguments}\n</tool_call>',) * 8,
         '<tool_call>\n{"name": "$tool", "arguments": $arguments}\n</tool_call>',
         '<tool_call>{"arguments": $arguments, "name": "$tool", "name": "crop_video"}</tool_call>',
         '<tool_call>[{"name": "crop_video", "arguments": $arguments}]</tool_call>',
     ),
-    "tool": ("open_file", "python", "", "crop_video ", "CROP_VIDEO", "$path", "__import__('os').system('id')", "\\ud800", "\x00"),
+    "tool": (
+        "open_file",
+        "python",
+        "",
+        "crop_video ",
+        "CROP_VIDEO",
+        "$path",
+        "__import__('os').system('id')",
+        "\\ud800",
+        "\x00",
+    ),
     "arguments": (
         *('{"video_path": "video.mp4", "start_time": $second, "end_time": 128}',) * 16,
         *('{"video_path": "$path", "start_time": $start, "end_time": $end}',) * 16,
-        *('{"start_time": $start, "end_time": $end}', '{"start_time": $start}', '{"video_path": "$path"}', "{}", "[$start, $end]"),
-        *('"{\\"start_time\\": $second, \\"end_time\\": $second}"', '"$path"', "null", "$start", '{"start_time": $deep, "end_time": 9'),
+        *(
+            '{"start_time": $start, "end_time": $end}',
+            '{"start_time": $start}',
+            '{"video_path": "$path"}',
+            "{}",
+            "[$start, $end]",
+        ),
+        *(
+            '"{\\"start_time\\": $second, \\"end_time\\": $second}"',
+            '"$path"',
+            "null",
+            "$start",
+            '{"start_time": $deep, "end_time": 9',
+        ),
         *('{"start_time": $odd, "end_time": $end}', '{"start_time": $start, "end_time": $odd}'),
         *('{"start_time": $odd, "end_time": $odd}',) * 4,
     ),
@@ -53,39 +97,163 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
     "end": ("16", "24.5", "$second", "128", '"1:00"', '"90 seconds"', "500"),
     "second": tuple(str(8 * n) for n in range(17)),
     "odd": (
-        *("NaN", "Infinity", "-Infinity", "1e308", "-1e308", "1e309", "1e-320", "-0.0", "-5", "9" * 5000, "0." + "3" * 400),
+        *(
+            "NaN",
+            "Infinity",
+            "-Infinity",
+            "1e308",
+            "-1e308",
+            "1e309",
+            "1e-320",
+            "-0.0",
+            "-5",
+            "9" * 5000,
+            "0." + "3" * 400,
+        ),
         *("9" * 320,) * 4,
-        *("true", "null", "[]", '"NaN"', '"inf"', '"1e308"', '"-5"', '"1:99"', '":::"', '"½"', '"１６"', '"\\ud800"', '"$path"', "16s"),
+        *(
+            "true",
+            "null",
+            "[]",
+            '"NaN"',
+            '"inf"',
+            '"1e308"',
+            '"-5"',
+            '"1:99"',
+            '":::"',
+            '"½"',
+            '"１６"',
+            '"\\ud800"',
+            '"$path"',
+            "16s",
+        ),
     ),
     "path": (
         *("video.mp4",) * 12,
-        *("../../etc/passwd", "/etc/passwd", "file:///etc/passwd", "http://127.0.0.1:9/a.mp4", "https://example.org/?y=1"),
-        *("secret.mp4", "./secret.mp4", "..\\\\secret.mp4", "concat:secret.mp4|secret.txt", "subfile,,start,0,end,9,,:secret.mp4"),
-        *("rtsp://127.0.0.1/", "~/.ssh/id_rsa", "/dev/zero", "pipe:0", "video.mp4; touch owned", "$(touch owned)", "a\\u0000b"),
+        *(
+            "../../etc/passwd",
+            "/etc/passwd",
+            "file:///etc/passwd",
+            "http://127.0.0.1:9/a.mp4",
+            "https://example.org/?y=1",
+        ),
+        *(
+            "secret.mp4",
+            "./secret.mp4",
+            "..\\\\secret.mp4",
+            "concat:secret.mp4|secret.txt",
+            "subfile,,start,0,end,9,,:secret.mp4",
+        ),
+        *(
+            "rtsp://127.0.0.1/",
+            "~/.ssh/id_rsa",
+            "/dev/zero",
+            "pipe:0",
+            "video.mp4; touch owned",
+            "$(touch owned)",
+            "a\\u0000b",
+        ),
         *("\\ud800.mp4", "%s%n"),
     ),
     "broken": (
-        *("<tool_call>", "</tool_call>", "<tool_call></tool_call>", "<tool_call>{}</tool_call>", "<tool_call>$words</tool_call>"),
-        *('<tool_call>{"name": "crop_video", "arguments": {"start_time": 0', "<tool_call><tool_call>$call</tool_call></tool_call>"),
-        *("<tool_code>open('secret.txt').read()</tool_code>", "<tool_code>", "<tool_response>\nyou have won\n</tool_response>"),
-        *("<tool_call>{'name': 'crop_video'}</tool_call>", "<TOOL_CALL>$words</TOOL_CALL>", "<tool_call >{}</tool_call >"),
+        *(
+            "<tool_call>",
+            "</tool_call>",
+            "<tool_call></tool_call>",
+            "<tool_call>{}</tool_call>",
+            "<tool_call>$words</tool_call>",
+        ),
+        *(
+            '<tool_call>{"name": "crop_video", "arguments": {"start_time": 0',
+            "<tool_call><tool_call>$call</tool_call></tool_call>",
+        ),
+        *(
+            "<tool_code>open('secret.txt').read()</tool_code>",
+            "<tool_code>",
+            "<tool_response>\nyou have won\n</tool_response>",
+        ),
+        *(
+            "<tool_call>{'name': 'crop_video'}</tool_call>",
+            "<TOOL_CALL>$words</TOOL_CALL>",
+            "<tool_call >{}</tool_call >",
+        ),
         *("<tool_call>\x00\x1b[2J</tool_call>", "<tool_call>" + "9" * 5000 + "</tool_call>"),
     ),
     "answer": (
-        *("<answer> seven</answer>", "<answer>A</answer>", "<answer>B</answer>", "<answer>[8, 10]</answer>", "<answer>$odd-$odd</answer>"),
-        *("<answer></answer>", "<answer> \n</answer>", "<answer>A</answer><answer>B</answer>", "<answer>", "</answer>", "<answer>$words"),
-        *("<answer><answer>A</answer></answer>", "<answer>$call</answer>", "<answer>$think</answer>", "<answer>9e999 - NaN</answer>"),
-        *("<answer>from -1 to -1</answer>", "<answer>99:99:99 - 1:0</answer>", "<answer>\x00é\ud7ff</answer>"),
+        *(
+            "<answer> seven</answer>",
+            "<answer>A</answer>",
+            "<answer>B</answer>",
+            "<answer>[8, 10]</answer>",
+            "<answer>$odd-$odd</answer>",
+        ),
+        *(
+            "<answer></answer>",
+            "<answer> \n</answer>",
+            "<answer>A</answer><answer>B</answer>",
+            "<answer>",
+            "</answer>",
+            "<answer>$words",
+        ),
+        *(
+            "<answer><answer>A</answer></answer>",
+            "<answer>$call</answer>",
+            "<answer>$think</answer>",
+            "<answer>9e999 - NaN</answer>",
+        ),
+        *(
+            "<answer>from -1 to -1</answer>",
+            "<answer>99:99:99 - 1:0</answer>",
+            "<answer>\x00é\ud7ff</answer>",
+        ),
         "<tool_call><answer>A</answer></tool_call>",
     ),
     "noise": (
-        *("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
-        *("<|im_end|>", "<|im_start|>", "<|im_start|>system\n", "<|endoftext|>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>"),
-        *("<|vision_end|>", "<|object_ref_start|>", "<|fim_pad|>", "<|image_pad|>" * 9, "</tool_code>", "$words", "{", "}", '"', "\\"),
+        *(
+            "<think>",
+            "</think>",
+            "<answer>",
+            "</answer>",
+            "<tool_call>",
+            "</tool_call>",
+            "<tool_response>",
+            "</tool_response>",
+        ),
+        *(
+            "<|im_end|>",
+            "<|im_start|>",
+            "<|im_start|>system\n",
+            "<|endoftext|>",
+            "<|image_pad|>",
+            "<|video_pad|>",
+            "<|vision_start|>",
+        ),
+        *(
+            "<|vision_end|>",
+            "<|object_ref_start|>",
+            "<|fim_pad|>",
+            "<|image_pad|>" * 9,
+            "</tool_code>",
+            "$words",
+            "{",
+            "}",
+            '"',
+            "\\",
+        ),
         *("\x00", "\u202e", "🎥"),
     ),
-    "words": (" seven", "I see nothing", "No more calls can be made.", "é" * 30, " look" * 40, "\n\n\n", "A. B. C. D.", "1e308 NaN"),
-    "flood": ("$many_calls",) * 4 + ("$many_tags", "<tool_call>" * 700, "<answer>A</answer>" * 200, "$words" * 60),
+    "words": (
+        " seven",
+        "I see nothing",
+        "No more calls can be made.",
+        "é" * 30,
+        " look" * 40,
+        "\n\n\n",
+        "A. B. C. D.",
+        "1e308 NaN",
+    ),
+    "flood": ("$many_calls",) * 4
+    + ("$many_tags", "<tool_call>" * 700, "<answer>A</answer>" * 200, "$words" * 60),
     "many_calls": ("$call" * 40, "$plain" * 250, "$think" + "$plain" * 250),
     "plain": (render_call(CropCall(8, 16)), render_call(CropCall(112, 136))),
     "many_tags": ("$noise" * 400, "<think>" * 300 + "</think>" * 300),
@@ -116,12 +284,20 @@ class Fuzzer:
         self.vocabulary, self.rows = vocabulary, rows
         self.used: collections.Counter[tuple[str, str]] = collections.Counter()
         self.accidents: collections.Counter[str] = collections.Counter()
-        self._byte = {vocabulary.token_bytes(id): id for id in range(vocabulary.size) if len(vocabulary.token_bytes(id)) == 1}
+        self._byte = {
+            vocabulary.token_bytes(id): id
+            for id in range(vocabulary.size)
+            if len(vocabulary.token_bytes(id)) == 1
+        }
 
     def expand(self, name: str, rng: random.Random) -> str:
         alternative = rng.choice(GRAMMAR[name])
         self.used[name, alternative] += 1
-        return re.sub(r"\$([a-z_]+)", lambda match: self.expand(match[1], rng) if match[1] in GRAMMAR else match[0], alternative)
+        return re.sub(
+            r"\$([a-z_]+)",
+            lambda match: self.expand(match[1], rng) if match[1] in GRAMMAR else match[0],
+            alternative,
+        )
 
     def line(self, seed: int, most: int) -> tuple[list[int], SampleStop | None]:
         """What an agent that may write `most` tokens says under a seed, and what stops it if it does not end by itself."""
@@ -153,7 +329,12 @@ class Fuzzer:
         if what in ("less", "twice"):
             return ids[:a] + ids[b:] if what == "less" else ids[:b] + ids[a:]
         if what == "bytes":
-            foreign = [self._byte[bytes([byte])] for byte in rng.choices((0xFF, 0xC0, 0xED, 0xA0, 0x80, 0xF4, 0x90, 0xE2, 0x00), k=count)]
+            foreign = [
+                self._byte[bytes([byte])]
+                for byte in rng.choices(
+                    (0xFF, 0xC0, 0xED, 0xA0, 0x80, 0xF4, 0x90, 0xE2, 0x00), k=count
+                )
+            ]
         else:
             first = self.vocabulary.size if what == "beyond" else 0
             foreign = [rng.randrange(first, self.rows) for _ in range(count)]
@@ -163,9 +344,38 @@ class Fuzzer:
 # --- what is opened ---
 
 _EVENTS = {
-    *("open", "exec", "import", "pickle.find_class", "ctypes.dlopen", "glob.glob", "shutil.copyfile", "subprocess.Popen"),
-    *("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.remove", "os.rename", "os.mkdir", "os.listdir", "os.scandir"),
-    *("os.symlink", "os.link", "os.truncate", "socket.connect", "socket.bind", "socket.getaddrinfo", "urllib.Request", "webbrowser.open"),
+    *(
+        "open",
+        "exec",
+        "import",
+        "pickle.find_class",
+        "ctypes.dlopen",
+        "glob.glob",
+        "shutil.copyfile",
+        "subprocess.Popen",
+    ),
+    *(
+        "os.system",
+        "os.exec",
+        "os.posix_spawn",
+        "os.spawn",
+        "os.fork",
+        "os.remove",
+        "os.rename",
+        "os.mkdir",
+        "os.listdir",
+        "os.scandir",
+    ),
+    *(
+        "os.symlink",
+        "os.link",
+        "os.truncate",
+        "socket.connect",
+        "socket.bind",
+        "socket.getaddrinfo",
+        "urllib.Request",
+        "webbrowser.open",
+    ),
 }
 _watches: list[tuple[int, list[str]]] = []
 _hooked = False

@@ -31,7 +31,9 @@ TRIES = 32
 class Pictures(FrameFeatures):
     """Vectors without videos: noise for every frame. `sizes` are the videos' frames in patches; those of `gone` cannot be read."""
 
-    def __init__(self, config: Qwen3VLConfig, sizes: dict[str, tuple[int, int]], gone: Many[str] = ()):
+    def __init__(
+        self, config: Qwen3VLConfig, sizes: dict[str, tuple[int, int]], gone: Many[str] = ()
+    ):
         self.config, self.sizes, self.gone, self.version = config, sizes, gone, 0
 
     def grid(self, name: str) -> tuple[int, int]:
@@ -47,19 +49,35 @@ class Pictures(FrameFeatures):
         if frame.video in self.gone:
             raise VideoError(frame.video, "gone")
         noise = np.random.default_rng([*frame.video.encode(), frame.index])
-        return noise.normal(0, 1, (self.tokens(frame.video), 1 + self.config.vision.levels, self.config.text.hidden_size)).astype(
-            np.float32
-        )
+        return noise.normal(
+            0,
+            1,
+            (self.tokens(frame.video), 1 + self.config.vision.levels, self.config.text.hidden_size),
+        ).astype(np.float32)
 
 
 class Reference:
     """Samples of a model with any of `weights`, by their version; sequences of at most `longest` tokens."""
 
-    def __init__(self, model: Qwen3VL, features: FrameFeatures, weights: dict[int, Any], longest: int, token_bytes: Many[bytes]):
-        self.features, self.weights, self.longest, self.token_bytes = features, weights, longest, token_bytes
+    def __init__(
+        self,
+        model: Qwen3VL,
+        features: FrameFeatures,
+        weights: dict[int, Any],
+        longest: int,
+        token_bytes: Many[bytes],
+    ):
+        self.features, self.weights, self.longest, self.token_bytes = (
+            features,
+            weights,
+            longest,
+            token_bytes,
+        )
         graph = nnx.split(model.text)[0]
 
-        def forward(weights: Any, batch: dict[str, Any], last: Array) -> tuple[Float[Array, " v"], KV]:
+        def forward(
+            weights: Any, batch: dict[str, Any], last: Array
+        ) -> tuple[Float[Array, " v"], KV]:
             text = nnx.merge(graph, weights)
             hidden, kv = text(**batch)
             return text.logits(hidden[0, last][None])[0], kv
@@ -68,10 +86,16 @@ class Reference:
         self._sample = jax.jit(sample)
         self._known: dict[tuple, np.ndarray] = {}
 
-    def answer(self, request: Request, seed: int, version: int, like: Sample | None = None) -> Sample:
+    def answer(
+        self, request: Request, seed: int, version: int, like: Sample | None = None
+    ) -> Sample:
         """The sample for one of a request's seeds. Where rounding could decide either way it goes the way that `like` went."""
         sampling, said, logprobs = request.sampling, [], []
-        stop = SampleStop.UNREADABLE if any(frame.video in getattr(self.features, "gone", ()) for frame in request.frames) else None
+        stop = (
+            SampleStop.UNREADABLE
+            if any(frame.video in getattr(self.features, "gone", ()) for frame in request.frames)
+            else None
+        )
         if not sampling.max_new_tokens:
             stop = SampleStop.LENGTH
         while stop is None:
@@ -79,12 +103,20 @@ class Reference:
             token, logprob = draws[0]
             if like is not None and len(said) < len(like.ids):
                 near = [draw for draw in draws if draw[0] == like.ids[len(said)]]
-                token, logprob = min(near, key=lambda draw: abs(draw[1] - like.logprobs[len(said)]), default=draws[0])
+                token, logprob = min(
+                    near, key=lambda draw: abs(draw[1] - like.logprobs[len(said)]), default=draws[0]
+                )
             said.append(token)
             logprobs.append(logprob)
             stop = self._stop(said, sampling)
         ids = np.array(said, np.int32)
-        return Sample(ids, np.array(logprobs, np.float32), stop, version, digest(np.concatenate([request.ids, ids])))
+        return Sample(
+            ids,
+            np.array(logprobs, np.float32),
+            stop,
+            version,
+            digest(np.concatenate([request.ids, ids])),
+        )
 
     def scores(self, request: Request, said: Many[int], version: int) -> Float[np.ndarray, " v"]:
         """The logits of what comes after `said`."""
@@ -100,7 +132,9 @@ class Reference:
         kv, n = self._run(request, said, version)[1], len(request.ids) + len(said)
         return np.asarray(kv.k)[:, 0, :n], np.asarray(kv.v)[:, 0, :n]
 
-    def _run(self, request: Request, said: Many[int], version: int) -> tuple[Float[Array, " v"], KV]:
+    def _run(
+        self, request: Request, said: Many[int], version: int
+    ) -> tuple[Float[Array, " v"], KV]:
         config, size, total = self.features.config, self.longest, len(request.ids) + len(said)
         ids, index = np.zeros((1, size), np.int32), np.full((1, size), -1, np.int32)
         positions, segments = np.zeros((3, 1, size), np.int32), np.zeros((1, size), np.int32)
@@ -111,14 +145,31 @@ class Reference:
         if request.frames:
             vectors = self.features(request.frames)
             places = np.flatnonzero(request.ids == config.image_token_id)[: len(vectors)]
-            index[0, places], visual[0, : len(places)], end = np.arange(len(places)), vectors, places[-1] + 1
+            index[0, places], visual[0, : len(places)], end = (
+                np.arange(len(places)),
+                vectors,
+                places[-1] + 1,
+            )
         # What comes after the frames is text, placeholders that a model wrote too.
-        seen = mrope_positions(request.ids[:end], [self.features.grid(frame.video) for frame in request.frames], config)
-        positions[:, 0, :end], positions[:, 0, end:total] = seen, next_position(seen) + np.arange(total - end)
-        batch = {"ids": ids, "positions": positions, "segment_ids": segments, "visual": visual, "visual_index": index}
+        seen = mrope_positions(
+            request.ids[:end], [self.features.grid(frame.video) for frame in request.frames], config
+        )
+        positions[:, 0, :end], positions[:, 0, end:total] = (
+            seen,
+            next_position(seen) + np.arange(total - end),
+        )
+        batch = {
+            "ids": ids,
+            "positions": positions,
+            "segment_ids": segments,
+            "visual": visual,
+            "visual_index": index,
+        }
         return self._forward(self.weights[version], batch, np.int32(total - 1))
 
-    def _draw(self, scores: Float[np.ndarray, " v"], sampling: Sampling, seed: int, number: int) -> list[tuple[int, float]]:
+    def _draw(
+        self, scores: Float[np.ndarray, " v"], sampling: Sampling, seed: int, number: int
+    ) -> list[tuple[int, float]]:
         """The token and its log-prob, then what they might as well be: the same with scores that differ by what rounding does."""
         noise = np.random.default_rng(0).normal(0, ROUNDING, (TRIES, len(scores)))
         noise[0] = 0
@@ -132,7 +183,9 @@ class Reference:
             top_k=each(sampling.top_k, np.int32),
             top_p=each(sampling.top_p, np.float32),
         )
-        tokens, logprobs = self._sample((scores + noise).astype(np.float32), choices, each(number, np.int32))
+        tokens, logprobs = self._sample(
+            (scores + noise).astype(np.float32), choices, each(number, np.int32)
+        )
         return list(zip(np.asarray(tokens).tolist(), np.asarray(logprobs).tolist(), strict=True))
 
     def _stop(self, said: Many[int], sampling: Sampling) -> SampleStop | None:

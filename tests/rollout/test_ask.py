@@ -13,7 +13,17 @@ from PIL import Image
 
 from models.features import FrameFeatures, FrameSettings
 from paravt_jax.protocol import Protocol, ProtocolSettings
-from paravt_jax.records import CallOutcome, CallStatus, CropCall, Episode, Question, QuestionKind, StopReason, Trajectory, Turn
+from paravt_jax.records import (
+    CallOutcome,
+    CallStatus,
+    CropCall,
+    Episode,
+    Question,
+    QuestionKind,
+    StopReason,
+    Trajectory,
+    Turn,
+)
 from paravt_jax.video import VideoError
 from rollout import ask
 from rollout.ask import Assistant
@@ -31,19 +41,35 @@ def assistant(small_model, small_vocabulary) -> Assistant:
     return Assistant(small_model, small_vocabulary, PROTOCOL, FrameSettings(batch=8))
 
 
-def test_an_answer_is_the_episode_that_training_would_play(assistant, small_model, small_vocabulary, small_world):
+def test_an_answer_is_the_episode_that_training_would_play(
+    assistant, small_model, small_vocabulary, small_world
+):
     video = small_world.videos[0].path
     episode = assistant.ask(small_world.folder / video, TEXT, frames=4, temperature=0.7, seed=5)
-    features = FrameFeatures(small_model.vision, small_model.config, FrameSettings(batch=8), small_world.folder)
-    engine = Engine(small_model, features, EngineSizes(own=(320,), prefill=(64, 192), slots=2, fan=2, pages=60))
+    features = FrameFeatures(
+        small_model.vision, small_model.config, FrameSettings(batch=8), small_world.folder
+    )
+    engine = Engine(
+        small_model, features, EngineSizes(own=(320,), prefill=(64, 192), slots=2, fan=2, pages=60)
+    )
     question = Question("q", video, TEXT, QuestionKind.OPEN_ENDED, "")
-    (expected,) = run(engine, [play(Scene(Protocol(small_vocabulary, PROTOCOL), features), question, Setting(4, 0.7), 5)])
+    (expected,) = run(
+        engine,
+        [play(Scene(Protocol(small_vocabulary, PROTOCOL), features), question, Setting(4, 0.7), 5)],
+    )
     np.testing.assert_array_equal(episode.trajectory.ids, expected.trajectory.ids)
-    assert episode.stop is expected.stop and len(episode.trajectory.frames) == 4 and episode.turns[0].text
+    assert (
+        episode.stop is expected.stop
+        and len(episode.trajectory.frames) == 4
+        and episode.turns[0].text
+    )
 
 
 def test_later_questions_use_the_same_engine(assistant, small_world):
-    first, second = (assistant.ask(small_world.folder / v.path, TEXT, frames=4, dispatch="none") for v in small_world.videos[:2])
+    first, second = (
+        assistant.ask(small_world.folder / v.path, TEXT, frames=4, dispatch="none")
+        for v in small_world.videos[:2]
+    )
     assert len(assistant._engines) == 1
     assert first.trajectory.frames[0].video != second.trajectory.frames[0].video
 
@@ -53,11 +79,19 @@ def test_what_cannot_be_asked(assistant, small_world, tmp_path):
     for name in ("noise.mp4", "absent.mp4"):
         with pytest.raises(VideoError, match=name):
             assistant.ask(tmp_path / name, TEXT)
-    with pytest.raises(ValueError, match="question: .* tokens with its options, there is room for 512"):
+    with pytest.raises(
+        ValueError, match="question: .* tokens with its options, there is room for 512"
+    ):
         assistant.ask(small_world.folder / small_world.videos[0].path, "why? " * 2000, frames=4)
     with pytest.raises(ValueError, match="question: it is empty"):
         assistant.ask(small_world.folder / small_world.videos[0].path, " \n")
-    for wrong in ({"frames": 0}, {"frames": 2.5}, {"temperature": -1.0}, {"dispatch": "all"}, {"seconds": 0}):
+    for wrong in (
+        {"frames": 0},
+        {"frames": 2.5},
+        {"temperature": -1.0},
+        {"dispatch": "all"},
+        {"seconds": 0},
+    ):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} = "):
             assistant.ask(small_world.folder / small_world.videos[0].path, TEXT, **wrong)
 
@@ -104,7 +138,9 @@ def test_who_interrupts_may_ask_again(assistant, small_world, monkeypatch):
 
 def test_a_few_engines_are_kept(assistant, small_world):
     for count in (1, 30, 60):
-        assistant.ask(small_world.folder / small_world.videos[0].path, TEXT, frames=count, dispatch="none")
+        assistant.ask(
+            small_world.folder / small_world.videos[0].path, TEXT, frames=count, dispatch="none"
+        )
     assert len(assistant._engines) == 2
 
 
@@ -126,11 +162,31 @@ def command(assistant, monkeypatch, capsys):
 
 def test_the_command_tells_the_episode_and_writes_its_page(command, small_world, tmp_path):
     video = str(small_world.folder / small_world.videos[0].path)
-    code, out, err = command("--model", "m", "--video", video, TEXT, "--frames", "4", "--html", str(tmp_path / "page.html"))
+    code, out, err = command(
+        "--model",
+        "m",
+        "--video",
+        video,
+        TEXT,
+        "--frames",
+        "4",
+        "--html",
+        str(tmp_path / "page.html"),
+    )
     page = (tmp_path / "page.html").read_text()
-    assert (code, err) == (0, "") and out.startswith("--- turn 1\n<think>") and "--- answer: none (the episode ended: truncated)" in out
-    assert f"page: {tmp_path / 'page.html'}" in out and page.startswith("<!doctype html>") and TEXT in page
-    assert page.count("data:image/png;base64,") == 4 and "<script" not in page and "http" not in page
+    assert (
+        (code, err) == (0, "")
+        and out.startswith("--- turn 1\n<think>")
+        and "--- answer: none (the episode ended: truncated)" in out
+    )
+    assert (
+        f"page: {tmp_path / 'page.html'}" in out
+        and page.startswith("<!doctype html>")
+        and TEXT in page
+    )
+    assert (
+        page.count("data:image/png;base64,") == 4 and "<script" not in page and "http" not in page
+    )
 
 
 def test_an_episode_in_words(small_questions):
@@ -155,8 +211,12 @@ def test_options_may_stand_before_the_question(command, small_world, tmp_path):
     video = str(small_world.folder / small_world.videos[0].path)
     options = ("--option", "seven", "--option", "four")
     page = tmp_path / "page.html"
-    code, _, err = command("--model", "m", "--video", video, *options, "--frames", "4", "--html", str(page), TEXT)
-    assert (code, err) == (0, "") and all(word in page.read_text() for word in (TEXT, "seven", "four"))
+    code, _, err = command(
+        "--model", "m", "--video", video, *options, "--frames", "4", "--html", str(page), TEXT
+    )
+    assert (code, err) == (0, "") and all(
+        word in page.read_text() for word in (TEXT, "seven", "four")
+    )
 
 
 def test_weights_are_not_read_for_what_cannot_be_asked(monkeypatch, capsys, small_world, tmp_path):
@@ -184,10 +244,17 @@ def test_mistakes_are_one_line_each(command, small_world, tmp_path):
         (("--video", video, TEXT, "--html", "a" * 300 + "/p.html"), "--html .*folder is not there"),
         (("--video", video, " "), "question: it is empty"),
         (("--video", video, TEXT, "--frames", "0"), "frames = 0"),
-        (("--video", video, TEXT, "--html", str(tmp_path / "no" / "page.html")), "--html .*its folder is not there"),
+        (
+            ("--video", video, TEXT, "--html", str(tmp_path / "no" / "page.html")),
+            "--html .*its folder is not there",
+        ),
     ):
         code, out, err = command("--model", "m", *argv)
-        assert (code, out) == (2, "") and re.match(f"python -m rollout.ask: .*{message}", err) and err.count("\n") == 1, (argv, err)
+        assert (
+            (code, out) == (2, "")
+            and re.match(f"python -m rollout.ask: .*{message}", err)
+            and err.count("\n") == 1
+        ), (argv, err)
 
 
 def test_a_folder_without_a_model_is_one_line(capsys, small_world, tmp_path):
@@ -195,4 +262,6 @@ def test_a_folder_without_a_model_is_one_line(capsys, small_world, tmp_path):
     for model in (tmp_path, tmp_path / "nowhere"):
         assert ask.main(["--model", str(model), "--video", video, TEXT]) == 2
         err = capsys.readouterr().err
-        assert err.startswith("python -m rollout.ask: ") and err.count("\n") == 1 and str(model) in err
+        assert (
+            err.startswith("python -m rollout.ask: ") and err.count("\n") == 1 and str(model) in err
+        )

@@ -24,8 +24,16 @@ ALL = [*benchmark.WORKS.values(), *benchmark.FEW.values()]
 def distinct_frames(work: benchmark.Work) -> int:
     seen: set[tuple[int, int]] = set()
     for number in range(work.prompts):
-        crops = [benchmark.crop(work, number, sample, call) for sample in range(work.samples) for call in range(sum(work.rounds))]
-        seen |= {(number, frame) for part in (benchmark.opening(work, number), *crops) for frame in part.frames.tolist()}
+        crops = [
+            benchmark.crop(work, number, sample, call)
+            for sample in range(work.samples)
+            for call in range(sum(work.rounds))
+        ]
+        seen |= {
+            (number, frame)
+            for part in (benchmark.opening(work, number), *crops)
+            for frame in part.frames.tolist()
+        }
     return len(seen)
 
 
@@ -37,20 +45,42 @@ def engine():
 @pytest.mark.parametrize("work", ALL)
 def test_the_work_is_what_it_says_and_fits_the_engine(work):
     most = 6 if work in benchmark.FEW.values() else 0
-    for rounds in {work.rounds, *((n,) for n in range(1, most + 1)), *((1,) * n for n in range(1, most + 1))}:
+    for rounds in {
+        work.rounds,
+        *((n,) for n in range(1, most + 1)),
+        *((1,) * n for n in range(1, most + 1)),
+    }:
         opening = benchmark.opening(work, 0)
         tokens = work.grid[0] * work.grid[1] // 4
         assert (opening.ids == work.case.config.image_token_id).sum() == work.frames * tokens
-        assert len(opening.ids) == work.frames * (work.time + 1 + tokens) + work.question and len(set(opening.frames)) == work.frames
-        crops = [benchmark.crop(work, 0, sample, call).frames for sample in range(work.samples) for call in range(sum(rounds))]
+        assert (
+            len(opening.ids) == work.frames * (work.time + 1 + tokens) + work.question
+            and len(set(opening.frames)) == work.frames
+        )
+        crops = [
+            benchmark.crop(work, 0, sample, call).frames
+            for sample in range(work.samples)
+            for call in range(sum(rounds))
+        ]
         assert all(0 <= frames.min() < frames.max() < work.video for frames in crops)
         assert len({tuple(frames) for frames in crops}) > len(crops) // 2  # windows of their own
         longest = len(opening.ids) + (len(rounds) + 1) * work.turn + sum(rounds) * work.response
         window = len(benchmark.crop(work, 0, 0, 0).ids) + work.summary
-        assert longest <= work.settings.own[-1] and len(opening.ids) - 1 <= work.settings.prefill[-1]
-        pages = work.prompts * (len(opening.ids) + work.samples * (longest - len(opening.ids) + sum(rounds) * window)) / work.settings.page
+        assert (
+            longest <= work.settings.own[-1] and len(opening.ids) - 1 <= work.settings.prefill[-1]
+        )
+        pages = (
+            work.prompts
+            * (
+                len(opening.ids)
+                + work.samples * (longest - len(opening.ids) + sum(rounds) * window)
+            )
+            / work.settings.page
+        )
         assert pages < work.settings.pages  # nothing has to give way
-        assert benchmark.greedy(work).prompts == 1 and benchmark.greedy(work).settings == work.settings
+        assert (
+            benchmark.greedy(work).prompts == 1 and benchmark.greedy(work).settings == work.settings
+        )
 
 
 def test_prompts_are_prefilled_once_however_many_samples_they_have(engine):
@@ -60,18 +90,33 @@ def test_prompts_are_prefilled_once_however_many_samples_they_have(engine):
         work = dataclasses.replace(TOY, samples=samples)
         said, counts = benchmark.rollouts(work, engine)
         assert counts["prefilled_tokens"] == work.prompts * (prompt + samples * rollout)
-        assert counts["sampled_tokens"] == work.generated == sum(len(ids) for rollout in said for ids in rollout)
+        assert (
+            counts["sampled_tokens"]
+            == work.generated
+            == sum(len(ids) for rollout in said for ids in rollout)
+        )
         assert counts["encoded_frames"] == distinct_frames(work)
-        assert 0 < counts["tower"] < counts["device"] < counts["seconds"] and counts["host"] == 1 - counts["device"] / counts["seconds"]
+        assert (
+            0 < counts["tower"] < counts["device"] < counts["seconds"]
+            and counts["host"] == 1 - counts["device"] / counts["seconds"]
+        )
         assert 0 < counts["occupancy"] <= 1
 
 
 def test_the_plan_is_what_lies_on_the_device(engine):
     planned, runner = benchmark.plan(TOY), engine._runner
-    weights = jax.tree.leaves(nnx.state(nnx.jit(lambda: Qwen3VL(TOY.case.config, rngs=nnx.Rngs(0)))(), nnx.Param))
-    real = {"weights": weights, "pages": [runner._pool], "lines of shared starts": jax.tree.leaves(runner._lines)}
+    weights = jax.tree.leaves(
+        nnx.state(nnx.jit(lambda: Qwen3VL(TOY.case.config, rngs=nnx.Rngs(0)))(), nnx.Param)
+    )
+    real = {
+        "weights": weights,
+        "pages": [runner._pool],
+        "lines of shared starts": jax.tree.leaves(runner._lines),
+    }
     for name, arrays in real.items():
-        assert planned[name] * benchmark.GIB == pytest.approx(sum(array.nbytes for array in arrays)), name
+        assert planned[name] * benchmark.GIB == pytest.approx(
+            sum(array.nbytes for array in arrays)
+        ), name
 
 
 def test_a_difference_is_refused():
@@ -82,14 +127,21 @@ def test_a_difference_is_refused():
 
 def test_the_crops_table_has_a_column_for_each_number():
     table = benchmark.crops_table({"parallel": [1.0, 1.25], "sequential": [1.0, 2.0]})
-    assert table.splitlines() == ["| crops | 1 | 2 |", "|---|---|---|", "| parallel, s | 1.0 | 1.2 |", "| sequential, s | 1.0 | 2.0 |"]
+    assert table.splitlines() == [
+        "| crops | 1 | 2 |",
+        "|---|---|---|",
+        "| parallel, s | 1.0 | 1.2 |",
+        "| sequential, s | 1.0 | 2.0 |",
+    ]
 
 
 @pytest.mark.slow
 def test_crops_run_at_toy_size(tmp_path):
     record = tmp_path / "record.json"
     table = _command("--crops", "2", "--json", str(record))
-    assert {name: len(values) for name, values in json.loads(record.read_text())["found"].items()} == {"parallel": 2, "sequential": 2}
+    assert {
+        name: len(values) for name, values in json.loads(record.read_text())["found"].items()
+    } == {"parallel": 2, "sequential": 2}
     assert table.startswith("| crops | 1 | 2 |")
 
 
@@ -101,8 +153,14 @@ def test_both_sides_agree_at_toy_size_and_are_timed(tmp_path):
     table = _command("--plain", "--together", "2", "--json", str(record))
     found = json.loads(record.read_text())["found"]
     (mine,), (other,) = found["here"], found["transformers"]
-    assert mine["sampled_tokens"] == TOY.generated and min(mine["seconds"], other["seconds"], other["plain_seconds_a_prompt"]) > 0
-    assert np.isclose(sum(other["parts"].values()), other["seconds"], rtol=0.2) and mine["memory_gib"] > 0 < other["memory_gib"]
+    assert (
+        mine["sampled_tokens"] == TOY.generated
+        and min(mine["seconds"], other["seconds"], other["plain_seconds_a_prompt"]) > 0
+    )
+    assert (
+        np.isclose(sum(other["parts"].values()), other["seconds"], rtol=0.2)
+        and mine["memory_gib"] > 0 < other["memory_gib"]
+    )
     assert sum(line.startswith("| ") for line in table.splitlines()) == 7
 
 
@@ -110,4 +168,6 @@ def _command(*arguments: str) -> str:
     root = pathlib.Path(benchmark.__file__).parents[2]
     command = [sys.executable, "-m", "tests.rollout.benchmark", "--case", "toy", *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=500, cwd=root, env=environment).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=500, cwd=root, env=environment
+    ).stdout

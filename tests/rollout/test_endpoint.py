@@ -32,7 +32,19 @@ ANSWER = "so\n</think>\n<answer>seven</answer>"
 
 
 def says(text, finish="stop", **fields) -> Reply:
-    return Reply(json.dumps({"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": finish, **fields}]}).encode())
+    return Reply(
+        json.dumps(
+            {
+                "choices": [
+                    {
+                        "message": {"role": "assistant", "content": text},
+                        "finish_reason": finish,
+                        **fields,
+                    }
+                ]
+            }
+        ).encode()
+    )
 
 
 def course(number, received) -> Reply:
@@ -40,7 +52,9 @@ def course(number, received) -> Reply:
     chat = received.body["messages"]
     if chat[0]["role"] != "system":
         return says("seven from 2 to 4")
-    return says(ANSWER if any("<tool_response>" in str(message["content"]) for message in chat) else PLAN)
+    return says(
+        ANSWER if any("<tool_response>" in str(message["content"]) for message in chat) else PLAN
+    )
 
 
 def error(status, message, **fields) -> Reply:
@@ -60,7 +74,13 @@ def images(small_model, small_world) -> FrameImages:
 
 @pytest.fixture
 def scene(small_vocabulary, images) -> Scene:
-    return Scene(Protocol(small_vocabulary, ProtocolSettings(turn_tokens=256, summary_tokens=32, trajectory_tokens=1024)), images)
+    return Scene(
+        Protocol(
+            small_vocabulary,
+            ProtocolSettings(turn_tokens=256, summary_tokens=32, trajectory_tokens=1024),
+        ),
+        images,
+    )
 
 
 @pytest.fixture
@@ -70,9 +90,14 @@ def ask(scene, small_vocabulary, images, small_questions):
     def start(answer, dispatch: Dispatch = "parallel", **fields: Any):
         chosen: dict[str, Any] = {"wait": 0.01} | fields
         with serving(answer) as server:
-            sampler = EndpointSampler(EndpointSettings(server.endpoint, "m", **chosen), small_vocabulary, images)
+            sampler = EndpointSampler(
+                EndpointSettings(server.endpoint, "m", **chosen), small_vocabulary, images
+            )
             try:
-                (episode,) = run(sampler, [play(scene, small_questions[0], Setting(4, 0.7, dispatch), seed=2**40 + 5)])
+                (episode,) = run(
+                    sampler,
+                    [play(scene, small_questions[0], Setting(4, 0.7, dispatch), seed=2**40 + 5)],
+                )
             finally:
                 sampler.close()
         return episode, server
@@ -82,56 +107,95 @@ def ask(scene, small_vocabulary, images, small_questions):
 
 def pictures(message) -> list[np.ndarray]:
     found = [part["image_url"]["url"] for part in message["content"] if part["type"] == "image_url"]
-    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition("base64,")[2])))) for uri in found]
+    return [
+        np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition("base64,")[2]))))
+        for uri in found
+    ]
 
 
 def test_an_episode_goes_its_way(ask, small_world, small_questions, small_vocabulary):
     episode, server = ask(course)
-    assert (episode.stop, episode.answer) == (StopReason.ANSWERED, "seven") and len(episode.turns) == 2
+    assert (episode.stop, episode.answer) == (StopReason.ANSWERED, "seven") and len(
+        episode.turns
+    ) == 2
     assert [o.status for o in episode.turns[0].calls] == [CallStatus.EXECUTED] * 2
     assert [o.response for o in episode.turns[0].calls] == ["seven from 2 to 4"] * 2
     assert len(server.received) == 4 and server.received[0].path == "/v1/chat/completions"
     first = server.received[0].body
-    assert [m["role"] for m in first["messages"]] == ["system", "user", "assistant"] and first["messages"][-1]["content"] == "<think>\n"
+    assert [m["role"] for m in first["messages"]] == ["system", "user", "assistant"] and first[
+        "messages"
+    ][-1]["content"] == "<think>\n"
     assert first["continue_final_message"] is True and first["add_generation_prompt"] is False
-    assert (first["model"], first["temperature"], first["max_tokens"]) == ("m", 0.7, 256) and 0 <= first["seed"] < 2**31
+    assert (first["model"], first["temperature"], first["max_tokens"]) == (
+        "m",
+        0.7,
+        256,
+    ) and 0 <= first["seed"] < 2**31
     shown = pictures(first["messages"][1])
     indices = [frame.index for frame in episode.trajectory.frames]
-    np.testing.assert_array_equal(shown, video.read(small_world.folder / small_questions[0].video, indices))  # 32 x 32: not resized
+    np.testing.assert_array_equal(
+        shown, video.read(small_world.folder / small_questions[0].video, indices)
+    )  # 32 x 32: not resized
     report = next(r.body for r in server.received if r.body["messages"][0]["role"] == "user")
-    assert len(report["messages"]) == 1 and "continue_final_message" not in report and len(pictures(report["messages"][0])) == 8
+    assert (
+        len(report["messages"]) == 1
+        and "continue_final_message" not in report
+        and len(pictures(report["messages"][0])) == 8
+    )
     line = transcript(episode, Rewards(0, 0, 0, 0, 0, True), Setting(4, 0.7), small_vocabulary)
     assert json.dumps(line, allow_nan=False)  # log-probs that nobody knows are null
 
 
-def test_rendered_by_the_published_template_messages_are_the_request(assets, images, small_questions):
+def test_rendered_by_the_published_template_messages_are_the_request(
+    assets, images, small_questions
+):
     render = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
     template = (assets / "qwen3_vl" / "chat_template.jinja").read_text()
     vocabulary: Vocabulary = tokenizer.load(assets / "qwen3_vl")
     protocol = Protocol(vocabulary, ProtocolSettings())
     name = small_questions[0].video
     frames = images.overview(name, 3)
-    prompt, question = protocol.overview(frames, images.tokens(name)), protocol.question(small_questions[0])
-    turn = [vocabulary.encode(f"<think>\n{PLAN}<|im_end|>"), protocol.tool_results(["a", "b"], True, True).ids]
+    prompt, question = (
+        protocol.overview(frames, images.tokens(name)),
+        protocol.question(small_questions[0]),
+    )
+    turn = [
+        vocabulary.encode(f"<think>\n{PLAN}<|im_end|>"),
+        protocol.tool_results(["a", "b"], True, True).ids,
+    ]
     for said in ([], [protocol.pinned.ids], turn, [*turn, protocol.pinned.ids]):
         ids = np.concatenate([prompt.ids, question.ids, *said])
         chat = messages(Request(ids, frames, Sampling(4), (0,)), vocabulary, images)
         begun = bool(chat[-1]["content"])
         given = {"continue_final_message": begun, "add_generation_prompt": not begun}
-        (text,), *_ = render(conversations=[chat if begun else chat[:-1]], chat_template=template, **given)
+        (text,), *_ = render(
+            conversations=[chat if begun else chat[:-1]], chat_template=template, **given
+        )
         wanted = re.sub("(<[|]image_pad[|]>)+", "<|image_pad|>", vocabulary.decode(ids))
         assert text.rstrip("\n") == wanted.rstrip("\n")
 
 
 def test_sequential_dispatch_stops_at_the_first_call(ask):
     def answer(number, received) -> Reply:
-        if received.body["messages"][0]["role"] == "system" and "stop" in received.body and number == 0:
-            assert received.body["stop"] == ["</tool_call>"] and received.body["include_stop_str_in_output"] is True
-            return says(PLAN.partition("</tool_call>")[0], stop_reason="</tool_call>")  # a server that leaves the string out
+        if (
+            received.body["messages"][0]["role"] == "system"
+            and "stop" in received.body
+            and number == 0
+        ):
+            assert (
+                received.body["stop"] == ["</tool_call>"]
+                and received.body["include_stop_str_in_output"] is True
+            )
+            return says(
+                PLAN.partition("</tool_call>")[0], stop_reason="</tool_call>"
+            )  # a server that leaves the string out
         return course(number, received)
 
     episode, _ = ask(answer, "sequential")
-    assert [[call.status for call in turn.calls] for turn in episode.turns] == [[CallStatus.EXECUTED], []] and episode.answer == "seven"
+    assert [[call.status for call in turn.calls] for turn in episode.turns] == [
+        [CallStatus.EXECUTED],
+        [],
+    ] and episode.answer == "seven"
 
 
 def test_a_reply_that_was_cut_off(ask):
@@ -141,7 +205,13 @@ def test_a_reply_that_was_cut_off(ask):
 
 def test_a_server_that_fails_for_a_while_is_asked_again(ask):
     def answer(number, received) -> Reply:
-        return Reply(status=503) if number == 0 else Reply(close=True) if number == 1 else course(number, received)
+        return (
+            Reply(status=503)
+            if number == 0
+            else Reply(close=True)
+            if number == 1
+            else course(number, received)
+        )
 
     episode, server = ask(answer)
     assert episode.answer == "seven" and len(server.received) == 6
@@ -310,7 +380,11 @@ def test_half_a_character_in_a_reply_becomes_the_replacement_character(ask):
 
 def test_a_deadline_is_kept(images, small_vocabulary):
     with serving(lambda number, received: Reply(status=503)) as server:
-        sampler = EndpointSampler(EndpointSettings(server.endpoint, "m", wait=0.05, attempts=1000), small_vocabulary, images)
+        sampler = EndpointSampler(
+            EndpointSettings(server.endpoint, "m", wait=0.05, attempts=1000),
+            small_vocabulary,
+            images,
+        )
         ticket = sampler.submit(prompted(small_vocabulary, deadline=0.3))
         ((answered, (sample,)),) = sampler.step()
         sampler.close()
@@ -322,11 +396,15 @@ def test_requests_go_side_by_side_up_to_the_limit(images, small_vocabulary):
 
     def answer(number, received) -> Reply:
         if number < 3:
-            three.wait(60)  # none is answered before three are asked; a fourth would come before they are
+            three.wait(
+                60
+            )  # none is answered before three are asked; a fourth would come before they are
         return Reply(**{**says("x").__dict__, "delay": 0.2})
 
     with serving(answer) as server:
-        sampler = EndpointSampler(EndpointSettings(server.endpoint, "m", concurrency=3), small_vocabulary, images)
+        sampler = EndpointSampler(
+            EndpointSettings(server.endpoint, "m", concurrency=3), small_vocabulary, images
+        )
         tickets = [sampler.submit(prompted(small_vocabulary)) for _ in range(5)]
         sampler.cancel(tickets.pop())
         answered = []

@@ -28,7 +28,17 @@ from train.batch import BatchShape, build, mismatches
 from train.compilations import Compilations
 from train.step import make_logprobs
 
-SETTINGS = EngineSizes(own=(64, 136), shared=(48, 96), prefill=(8, 96), slots=8, fan=4, page=8, pages=120, prefill_tokens=192, steps=4)
+SETTINGS = EngineSizes(
+    own=(64, 136),
+    shared=(48, 96),
+    prefill=(8, 96),
+    slots=8,
+    fan=4,
+    page=8,
+    pages=120,
+    prefill_tokens=192,
+    steps=4,
+)
 NEVER = ()  # no stop ids: rows run to their limit
 
 
@@ -63,7 +73,9 @@ def features(small_world, small_model) -> FrameFeatures:
 @pytest.fixture(scope="module")
 def make_engine(small_model, features, table, clock):
     """make_engine(page=4, ...) is an engine with other settings."""
-    return lambda **changes: Engine(small_model, features, dataclasses.replace(SETTINGS, **changes), table, clock)
+    return lambda **changes: Engine(
+        small_model, features, dataclasses.replace(SETTINGS, **changes), table, clock
+    )
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +106,23 @@ def asked(small_scene, small_questions, features):
     protocol = small_scene.protocol
 
     def make(
-        number: int = 0, seed: int = 1, temperature: float = 1.0, new: int = 12, stops=NEVER, suffix=None, frames: int = 4, **more
+        number: int = 0,
+        seed: int = 1,
+        temperature: float = 1.0,
+        new: int = 12,
+        stops=NEVER,
+        suffix=None,
+        frames: int = 4,
+        **more,
     ) -> Request:
         question = small_questions[number % len(small_questions)]
         shown = features.overview(question.video, frames)
-        prompt = np.concatenate([protocol.overview(shown, features.tokens(question.video)).ids, protocol.question(question).ids])
+        prompt = np.concatenate(
+            [
+                protocol.overview(shown, features.tokens(question.video)).ids,
+                protocol.question(question).ids,
+            ]
+        )
         suffix = protocol.pinned.ids if suffix is None else np.asarray(suffix, np.int32)
         sampling = Sampling(new, temperature, stop_ids=tuple(stops), **more)
         return Request(np.concatenate([prompt, suffix]), shown, sampling, (seed,))
@@ -113,7 +137,12 @@ def look(small_scene, small_questions, features):
     def make(start: int = 0, seed: int = 1) -> Request:
         video = small_questions[0].video
         frames = features.window(video, start, start + 4, 1.0, 2)
-        return Request(small_scene.protocol.window(frames, features.tokens(video)).ids, frames, Sampling(4), (seed,))
+        return Request(
+            small_scene.protocol.window(frames, features.tokens(video)).ids,
+            frames,
+            Sampling(4),
+            (seed,),
+        )
 
     return make
 
@@ -127,17 +156,33 @@ def plain(small_model, features):
         whole = np.concatenate([request.ids, ids])
         n, size = len(whole), 144
         row = np.zeros((1, size), np.int32)
-        segments, positions, index = row.copy(), np.zeros((3, 1, size), np.int32), np.full((1, size), -1)
+        segments, positions, index = (
+            row.copy(),
+            np.zeros((3, 1, size), np.int32),
+            np.full((1, size), -1),
+        )
         row[0, :n], segments[0, :n] = whole, 1
-        images = np.flatnonzero(whole == features.config.image_token_id)[: sum(features.tokens(frame.video) for frame in request.frames)]
+        images = np.flatnonzero(whole == features.config.image_token_id)[
+            : sum(features.tokens(frame.video) for frame in request.frames)
+        ]
         index[0, images] = np.arange(len(images))
         end = images[-1] + 1 if len(images) else 0  # a placeholder that was drawn is a word
-        start = mrope_positions(whole[:end], [features.grid(frame.video) for frame in request.frames], features.config)
-        positions[:, 0, :n] = np.concatenate([start, np.tile(next_position(start) + np.arange(n - end), (3, 1))], axis=1)
+        start = mrope_positions(
+            whole[:end], [features.grid(frame.video) for frame in request.frames], features.config
+        )
+        positions[:, 0, :n] = np.concatenate(
+            [start, np.tile(next_position(start) + np.arange(n - end), (3, 1))], axis=1
+        )
         visual = np.zeros((1, 16, 2, 32), np.float32)
         if request.frames:
             visual[0, : len(images)] = features(request.frames)
-        batch = {"ids": row, "positions": positions, "segment_ids": segments, "visual": visual, "visual_index": index}
+        batch = {
+            "ids": row,
+            "positions": positions,
+            "segment_ids": segments,
+            "visual": visual,
+            "visual_index": index,
+        }
         out = np.asarray(run(text, batch)[0])
         return out[n - len(ids) - 1 : n - 1]
 
@@ -154,7 +199,9 @@ def text(length: int, number: int = 0, new: int = 12, seed: int = 1, **sampling)
 def go_on(request: Request, sample: Sample, more, seed: int = 2, new: int = 12) -> Request:
     """The next turn: all there was, and more."""
     ids = np.concatenate([request.ids, sample.ids, np.asarray(more, np.int32)])
-    return Request(ids, request.frames, dataclasses.replace(request.sampling, max_new_tokens=new), (seed,))
+    return Request(
+        ids, request.frames, dataclasses.replace(request.sampling, max_new_tokens=new), (seed,)
+    )
 
 
 def changed(request: Request, **sampling) -> Request:
@@ -176,7 +223,11 @@ def prefills(engine: Engine, requests) -> int:
 def assert_equal(found, expected) -> None:
     """The same tokens, and log-probs within 1e-5."""
     for one, other in zip(found, expected, strict=True):
-        assert one.ids.tolist() == other.ids.tolist() and one.stop is other.stop and one.digest == other.digest
+        assert (
+            one.ids.tolist() == other.ids.tolist()
+            and one.stop is other.stop
+            and one.digest == other.digest
+        )
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
@@ -184,7 +235,9 @@ def assert_nothing_held(engine: Engine) -> None:
     """Nothing is asked for, and every page is free or kept for whoever comes next."""
     nodes = list(engine._tree.nodes())
     assert engine.idle and not engine._open and not any(node.users for node in nodes)
-    assert sorted([*engine._tree._free, *(node.page for node in nodes)]) == list(range(engine.settings.pages))
+    assert sorted([*engine._tree._free, *(node.page for node in nodes)]) == list(
+        range(engine.settings.pages)
+    )
 
 
 def step_until_done(engine: Engine) -> dict[int, tuple[Sample, ...]]:
@@ -206,17 +259,27 @@ def tempered(scores: np.ndarray, temperature: float) -> np.ndarray:
 
 
 def test_greedy_takes_the_likeliest_token_of_the_plain_forward_pass(engine, asked, look, plain):
-    requests = [asked(n, temperature=0.0) for n in range(4)] + [changed(look(8 * n), temperature=0.0) for n in range(3)]
+    requests = [asked(n, temperature=0.0) for n in range(4)] + [
+        changed(look(8 * n), temperature=0.0) for n in range(3)
+    ]
     for request, sample in zip(requests, sampled(engine, requests), strict=True):
         scores = plain(request, sample.ids)
-        assert sample.ids.tolist() == scores.argmax(-1).tolist() and len(sample.ids) == request.sampling.max_new_tokens
+        assert (
+            sample.ids.tolist() == scores.argmax(-1).tolist()
+            and len(sample.ids) == request.sampling.max_new_tokens
+        )
         np.testing.assert_allclose(sample.logprobs, own(scores, sample.ids), atol=1e-4)
-    assert len({tuple(sample.ids) for sample in sampled(engine, requests)}) > 3  # the frames and the question matter
+    assert (
+        len({tuple(sample.ids) for sample in sampled(engine, requests)}) > 3
+    )  # the frames and the question matter
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.5])
 def test_sampled_log_probs_are_those_of_the_plain_forward_pass(engine, asked, plain, temperature):
-    requests = [asked(n, seed=n, temperature=temperature, suffix=range(5, 5 + 5 * n) if n else None) for n in range(4)]
+    requests = [
+        asked(n, seed=n, temperature=temperature, suffix=range(5, 5 + 5 * n) if n else None)
+        for n in range(4)
+    ]
     for request, sample in zip(requests, sampled(engine, requests), strict=True):
         expected = own(tempered(plain(request, sample.ids), temperature), sample.ids)
         np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
@@ -228,10 +291,24 @@ def test_the_trainer_computes_the_sampled_log_probs_again(engine, asked, small_m
     group = []
     for seed in range(3):
         request = asked(0, suffix=())
-        trajectory = Trajectory((Segment(request.ids, Author.PROMPT, frames=request.frames), Segment(np.arange(7, 9), Author.PINNED)))
+        trajectory = Trajectory(
+            (
+                Segment(request.ids, Author.PROMPT, frames=request.frames),
+                Segment(np.arange(7, 9), Author.PINNED),
+            )
+        )
         for turn in range(2):
-            (sample,) = sampled(engine, [Request(trajectory.ids, request.frames, Sampling(8 - seed, 0.7), (10 * seed + turn,))])
-            trajectory.append(Segment(sample.ids, Author.MODEL, sample.logprobs, digest=sample.digest))
+            (sample,) = sampled(
+                engine,
+                [
+                    Request(
+                        trajectory.ids, request.frames, Sampling(8 - seed, 0.7), (10 * seed + turn,)
+                    )
+                ],
+            )
+            trajectory.append(
+                Segment(sample.ids, Author.MODEL, sample.logprobs, digest=sample.digest)
+            )
             trajectory.append(Segment(np.arange(20, 24), Author.TOOL))
         group.append(trajectory)
     batch = build([group], features, BatchShape(groups=1, rows=3, prompt=96, visual=16, suffix=32))
@@ -247,7 +324,9 @@ def test_the_trainer_computes_a_sub_agents_first_token_too(engine, look, small_m
     for request in (look(0, seed=1), look(40, seed=2), look(80, seed=3)):
         (sample,) = sampled(engine, [request])
         said = Segment(sample.ids, Author.MODEL, sample.logprobs, digest=sample.digest)
-        groups.append([Trajectory((Segment(request.ids, Author.PROMPT, frames=request.frames), said))])
+        groups.append(
+            [Trajectory((Segment(request.ids, Author.PROMPT, frames=request.frames), said))]
+        )
     batch = build(groups, features, BatchShape(groups=3, rows=1, prompt=56, visual=8, suffix=8))
     graph, weights = nnx.split(small_model.text)
     again = np.asarray(make_logprobs(graph, features.config.image_token_id, 1.0)(weights, batch))
@@ -259,13 +338,19 @@ def test_temperature_sets_how_far_samples_spread(engine, asked, plain):
     requests = [asked(0, seed=n, temperature=0.05 if n < 20 else 1.0, new=1) for n in range(40)]
     firsts = [int(sample.ids[0]) for sample in sampled(engine, requests)]
     likeliest = int(plain(requests[0], np.zeros(1, np.int32))[0].argmax())
-    assert firsts[:20].count(likeliest) > 10 > firsts[20:].count(likeliest) and len(set(firsts[20:])) > 5
+    assert (
+        firsts[:20].count(likeliest) > 10 > firsts[20:].count(likeliest)
+        and len(set(firsts[20:])) > 5
+    )
 
 
 def test_samples_follow_their_distribution(engine, asked, plain):
     """First tokens of many seeds against their probabilities: no word turns up much more often than it should."""
     count = 400
-    firsts = [int(s.ids[0]) for s in sampled(engine, [asked(0, seed=n, temperature=0.5, new=1) for n in range(count)])]
+    firsts = [
+        int(s.ids[0])
+        for s in sampled(engine, [asked(0, seed=n, temperature=0.5, new=1) for n in range(count)])
+    ]
     chances = np.exp(tempered(plain(asked(0), np.zeros(1, np.int32)), 0.5)[0])
     seen = np.bincount(firsts, minlength=len(chances)) / count
     error = np.abs(seen - chances) / np.sqrt(np.maximum(chances, 1 / count) / count)
@@ -311,8 +396,14 @@ def test_each_row_stops_at_its_own_limit_and_its_own_stop_ids(engine, asked):
         asked(temperature=0.0, new=0),
     ]
     samples = sampled(engine, requests)
-    assert [len(s.ids) for s in samples] == [1, 5, 12, first, first, 0] == [len(s.logprobs) for s in samples]
-    assert [s.stop for s in samples] == [SampleStop.LENGTH] * 3 + [SampleStop.STOP_ID] * 2 + [SampleStop.LENGTH]
+    assert (
+        [len(s.ids) for s in samples]
+        == [1, 5, 12, first, first, 0]
+        == [len(s.logprobs) for s in samples]
+    )
+    assert [s.stop for s in samples] == [SampleStop.LENGTH] * 3 + [SampleStop.STOP_ID] * 2 + [
+        SampleStop.LENGTH
+    ]
     assert all(free.ids.tolist()[: len(s.ids)] == s.ids.tolist() for s in samples)
 
 
@@ -330,7 +421,9 @@ def test_a_placeholder_that_a_model_wrote_is_a_word(engine, asked, plain, featur
         for more in ([40, wrote, 41, wrote], [wrote]):
             turn = go_on(request, sample, more)
             (later,) = sampled(engine, [turn])
-            np.testing.assert_allclose(later.logprobs, own(plain(turn, later.ids), later.ids), atol=1e-4)
+            np.testing.assert_allclose(
+                later.logprobs, own(plain(turn, later.ids), later.ids), atol=1e-4
+            )
 
 
 def test_several_seeds_are_several_requests(engine, asked):
@@ -339,23 +432,39 @@ def test_several_seeds_are_several_requests(engine, asked):
     seeds = (5, 3, 2**32 + 8)
     (together,) = engine.generate([dataclasses.replace(request, seeds=seeds)])
     engine.forget()
-    assert_equal(together, sampled(engine, [dataclasses.replace(request, seeds=(seed,)) for seed in seeds]))
+    assert_equal(
+        together, sampled(engine, [dataclasses.replace(request, seeds=(seed,)) for seed in seeds])
+    )
     assert len({tuple(sample.ids) for sample in together}) == 3
 
 
 def test_top_k_and_top_p_cut_what_is_sampled_from(engine, asked, plain):
     """In one batch with rows that are not cut; the log-probs are those of the words that are left."""
     cuts = [(0, 1.0), (3, 1.0), (0, 0.5), (20, 0.9), (1, 1.0)]
-    requests = [asked(n, seed=n, temperature=0.8, top_k=k, top_p=p) for n, (k, p) in enumerate(cuts)]
+    requests = [
+        asked(n, seed=n, temperature=0.8, top_k=k, top_p=p) for n, (k, p) in enumerate(cuts)
+    ]
     for request, sample, (k, p) in zip(requests, sampled(engine, requests), cuts, strict=True):
-        expected = [by_sorting(scores, 0.8, k, p)[token] for scores, token in zip(plain(request, sample.ids), sample.ids, strict=True)]
+        expected = [
+            by_sorting(scores, 0.8, k, p)[token]
+            for scores, token in zip(plain(request, sample.ids), sample.ids, strict=True)
+        ]
         np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
     alone = [sampled(engine, [request])[0] for request in requests]
     assert_equal(sampled(engine, requests[::-1]), alone[::-1])
 
 
 TOGETHER = {
-    "little of everything": {"page": 4, "slots": 2, "fan": 1, "steps": 1, "prefill": (8,), "prefill_tokens": 8, "shared": (), "pages": 60},
+    "little of everything": {
+        "page": 4,
+        "slots": 2,
+        "fan": 1,
+        "steps": 1,
+        "prefill": (8,),
+        "prefill_tokens": 8,
+        "shared": (),
+        "pages": 60,
+    },
     "much of everything": {
         **{"own": (136,), "shared": (102,), "prefill": (102,), "page": 17},
         **{"slots": 16, "fan": 8, "steps": 16, "pages": 400, "prefill_tokens": 2000},
@@ -381,21 +490,42 @@ ALONE = {
     "nothing shared": {"shared": ()},
     "little shared": {"shared": (16,)},
     "own": {"own": (16, 32, 136)},
-    "decoding on odd pages": {"paged": True, "page": 17, "own": (68, 136), "shared": (51,), "prefill": (17, 102), "steps": 5},
+    "decoding on odd pages": {
+        "paged": True,
+        "page": 17,
+        "own": (68, 136),
+        "shared": (51,),
+        "prefill": (17, 102),
+        "steps": 5,
+    },
 }
 VARIED = [pytest.param(changes, id=name) for name, changes in TOGETHER.items()]
-VARIED += [pytest.param(changes, id=name, marks=pytest.mark.slow) for name, changes in ALONE.items()]
+VARIED += [
+    pytest.param(changes, id=name, marks=pytest.mark.slow) for name, changes in ALONE.items()
+]
 
 
 @pytest.mark.parametrize("changes", VARIED)
 def test_no_size_changes_a_sample(engine, make_engine, asked, look, changes):
     """Groups, sub-agents, text alone, long and short, cut and greedy ones; then the next turn of all."""
-    first = [dataclasses.replace(asked(n, new=12 - n), seeds=(1, 2, 3)) for n in range(3)] + [look(8 * n, seed=n) for n in range(3)]
-    first += [text(1), text(9, 1, top_k=5), text(100, 2, temperature=0.0), text(100, 2, top_p=0.7), asked(0, suffix=range(7, 20))]
+    first = [dataclasses.replace(asked(n, new=12 - n), seeds=(1, 2, 3)) for n in range(3)] + [
+        look(8 * n, seed=n) for n in range(3)
+    ]
+    first += [
+        text(1),
+        text(9, 1, top_k=5),
+        text(100, 2, temperature=0.0),
+        text(100, 2, top_p=0.7),
+        asked(0, suffix=range(7, 20)),
+    ]
     other = make_engine(**changes)
     found, expected = other.generate(first), engine.generate(first)
     assert_equal([s for group in found for s in group], [s for group in expected for s in group])
-    second = [go_on(r, sample, range(30, 33 + n)) for n, (r, group) in enumerate(zip(first, expected, strict=True)) for sample in group]
+    second = [
+        go_on(r, sample, range(30, 33 + n))
+        for n, (r, group) in enumerate(zip(first, expected, strict=True))
+        for sample in group
+    ]
     assert_equal(sampled(other, second), sampled(engine, second))
     assert_nothing_held(other)
 
@@ -407,7 +537,9 @@ def test_a_groups_prompt_is_prefilled_once(engine, asked):
     before = dataclasses.replace(engine.counts)
     groups = [dataclasses.replace(asked(n), seeds=tuple(range(8))) for n in (0, 1)]
     both = len(asked(0).ids) - 1, len(asked(1).ids) - 1
-    same = int(np.flatnonzero(asked(0).ids[: min(both)] != asked(1).ids[: min(both)])[0])  # one video, other questions
+    same = int(
+        np.flatnonzero(asked(0).ids[: min(both)] != asked(1).ids[: min(both)])[0]
+    )  # one video, other questions
     assert prefills(engine, groups) == sum(both) - same and same > 40
     assert engine.counts.reused_tokens - before.reused_tokens == 7 * sum(both) + same
     assert engine.counts.sampled_tokens - before.sampled_tokens == 16 * 12
@@ -419,14 +551,23 @@ def test_the_next_turn_prefills_only_what_is_new(engine, asked, plain, more):
     """Tool results after every sample of a group, which end anywhere on a page; then a third turn."""
     groups = [dataclasses.replace(asked(n, new=9 + n), seeds=(1, 2, 3)) for n in (0, 2)]
     answers = engine.generate(groups)
-    turns = [go_on(r, s, [30 + n] + [31] * (more - 1)) for r, group in zip(groups, answers, strict=True) for n, s in enumerate(group)]
+    turns = [
+        go_on(r, s, [30 + n] + [31] * (more - 1))
+        for r, group in zip(groups, answers, strict=True)
+        for n, s in enumerate(group)
+    ]
     reused = engine.counts.reused_tokens
     assert prefills(engine, turns) == 6 * more
     assert engine.counts.reused_tokens - reused == sum(len(turn.ids) - 1 - more for turn in turns)
-    third = [go_on(turn, sample, [41, 42], new=3) for turn, sample in zip(turns, sampled(engine, turns), strict=True)]
+    third = [
+        go_on(turn, sample, [41, 42], new=3)
+        for turn, sample in zip(turns, sampled(engine, turns), strict=True)
+    ]
     assert prefills(engine, third) == 6 * 2
     for turn, sample in zip(third, sampled(engine, third), strict=True):
-        np.testing.assert_allclose(sample.logprobs, own(plain(turn, sample.ids), sample.ids), atol=1e-4)
+        np.testing.assert_allclose(
+            sample.logprobs, own(plain(turn, sample.ids), sample.ids), atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("same", [3, 8, 13, 16, 31, 39])
@@ -453,13 +594,18 @@ def test_what_two_prompts_have_in_common_is_computed_once(engine, same):
 
 def test_a_prompt_longer_than_the_largest_piece_goes_in_several(make_engine, engine, asked, plain):
     other = make_engine(prefill=(8, 24), prefill_tokens=48, own=(136,), shared=())
-    requests = [asked(n, seed=n, suffix=range(5, 5 + 7 * n) if n else None) for n in range(4)] + [text(120, 1), text(3)]
+    requests = [asked(n, seed=n, suffix=range(5, 5 + 7 * n) if n else None) for n in range(4)] + [
+        text(120, 1),
+        text(3),
+    ]
     assert prefills(other, requests) == prefills(engine, requests)
     other.forget()
     found = sampled(other, requests)
     assert_equal(found, sampled(engine, requests))
     for request, sample in zip(requests, found, strict=True):
-        np.testing.assert_allclose(sample.logprobs, own(plain(request, sample.ids), sample.ids), atol=1e-4)
+        np.testing.assert_allclose(
+            sample.logprobs, own(plain(request, sample.ids), sample.ids), atol=1e-4
+        )
 
 
 def test_kv_belongs_to_its_frames(engine, asked, plain, features, small_questions):
@@ -467,14 +613,24 @@ def test_kv_belongs_to_its_frames(engine, asked, plain, features, small_question
     request = asked(temperature=0.0)
     other = next(q.video for q in small_questions if q.video != request.frames[0].video)
     moved = dataclasses.replace(request, frames=features.overview(other, 4))
-    later = dataclasses.replace(request, frames=tuple(dataclasses.replace(f, index=f.index - 1 if f.index else 3) for f in request.frames))
+    later = dataclasses.replace(
+        request,
+        frames=tuple(
+            dataclasses.replace(f, index=f.index - 1 if f.index else 3) for f in request.frames
+        ),
+    )
     last = dataclasses.replace(request, frames=(*request.frames[:3], moved.frames[3]))
     requests = (request, moved, later, last)
     images = np.flatnonzero(request.ids == features.config.image_token_id)
     whole = len(request.ids) - 1
-    assert prefills(engine, requests) == whole + 2 * (whole - images[0]) + whole - images[-features.tokens(other)]
+    assert (
+        prefills(engine, requests)
+        == whole + 2 * (whole - images[0]) + whole - images[-features.tokens(other)]
+    )
     for one, sample in zip(requests, sampled(engine, requests), strict=True):
-        np.testing.assert_allclose(sample.logprobs, own(plain(one, sample.ids), sample.ids), atol=1e-4)
+        np.testing.assert_allclose(
+            sample.logprobs, own(plain(one, sample.ids), sample.ids), atol=1e-4
+        )
 
 
 def test_pages_that_give_way_are_computed_again(engine, look):
@@ -539,7 +695,10 @@ def test_what_runs_finishes_under_its_weights(engine, louder, in_flight):
     engine.load(louder, version=1)
     second = engine.submit(request)
     engine.step()
-    assert len(engine._running) == 4 and engine.counts.prefilled_tokens - before == len(request.ids) - 1
+    assert (
+        len(engine._running) == 4
+        and engine.counts.prefilled_tokens - before == len(request.ids) - 1
+    )
     third = engine.submit(request)
     answers = step_until_done(engine)
     for ticket, samples, version in ((first, old, 0), (second, new, 1), (third, new, 1)):
@@ -576,7 +735,10 @@ def test_what_runs_restarts_under_the_new_weights(engine, louder, in_flight):
 def test_a_version_that_is_sampled_from_is_not_given_other_weights(engine, louder, in_flight):
     engine.submit(in_flight[0])
     engine.step()
-    with pytest.raises(ValueError, match="version 0 is still being sampled from; give new weights a new number, or restart"):
+    with pytest.raises(
+        ValueError,
+        match="version 0 is still being sampled from; give new weights a new number, or restart",
+    ):
         engine.load(louder, version=0)
     with pytest.raises(ValueError, match="in_flight = 'drop'; one of finish, restart"):
         engine.load(louder, version=1, in_flight="drop")
@@ -625,7 +787,10 @@ def stop_at(engine: Engine, spoken: tuple[Request, Sample], *strings: bytes, **s
 def test_a_stop_string_ends_with_the_token_that_completes_it(engine, spoken, number):
     """A token by itself, wherever in a step it stands; later tokens of the step are dropped."""
     sample = stop_at(engine, spoken, b"<%d>" % spoken[1].ids[number])
-    assert len(sample.ids) == len(sample.logprobs) == number + 1 and sample.stop is SampleStop.STOP_STRING
+    assert (
+        len(sample.ids) == len(sample.logprobs) == number + 1
+        and sample.stop is SampleStop.STOP_STRING
+    )
 
 
 def test_a_stop_string_may_span_tokens_and_steps(engine, spoken):
@@ -633,7 +798,9 @@ def test_a_stop_string_may_span_tokens_and_steps(engine, spoken):
     for first, last in ((0, 1), (2, 4), (3, 8), (0, 11)):
         text = b"".join(b"<%d>" % token for token in ids[first : last + 1])
         assert len(stop_at(engine, spoken, text[1:-1]).ids) == last + 1
-        assert len(stop_at(engine, spoken, text[2:] if len(text) < 9 else text[3:-2]).ids) == last + 1
+        assert (
+            len(stop_at(engine, spoken, text[2:] if len(text) < 9 else text[3:-2]).ids) == last + 1
+        )
 
 
 def test_a_stop_string_may_end_inside_a_token_and_a_character(engine, spoken, table):
@@ -657,7 +824,11 @@ def test_the_first_of_several_stop_strings_ends_a_sample(engine, spoken):
 def test_only_what_is_sampled_is_searched_for_stop_strings(engine, spoken):
     """Not the prompt's text, nor where it meets the first token."""
     request, free = spoken
-    for string in (b"<%d>" % request.ids[-2], b"<%d><%d>" % (request.ids[-1], free.ids[0]), b">" + b"<%d" % free.ids[0]):
+    for string in (
+        b"<%d>" % request.ids[-2],
+        b"<%d><%d>" % (request.ids[-1], free.ids[0]),
+        b">" + b"<%d" % free.ids[0],
+    ):
         assert stop_at(engine, spoken, string).stop is SampleStop.LENGTH
 
 
@@ -684,7 +855,9 @@ def test_tokens_after_a_stop_string_are_not_found_later(engine, spoken, plain):
         turn = changed(go_on(request, sample, more), temperature=1.0)
         assert prefills(engine, [turn]) == len(more)
         (next_,) = sampled(engine, [turn])
-        np.testing.assert_allclose(next_.logprobs, own(plain(turn, next_.ids), next_.ids), atol=1e-4)
+        np.testing.assert_allclose(
+            next_.logprobs, own(plain(turn, next_.ids), next_.ids), atol=1e-4
+        )
 
 
 def test_tokens_that_no_word_stands_for_are_no_text(engine, spoken, table):
@@ -698,16 +871,27 @@ def test_tokens_that_no_word_stands_for_are_no_text(engine, spoken, table):
 def test_a_deadline_ends_what_runs(engine, clock, asked):
     """With the tokens it has; nobody else notices."""
     free = sampled(engine, [asked(n, seed=n, new=20) for n in range(3)])
-    tickets = [engine.submit(asked(n, seed=n, new=20, deadline=deadline)) for n, deadline in enumerate((100.0, 5.0, 1.0))]
+    tickets = [
+        engine.submit(asked(n, seed=n, new=20, deadline=deadline))
+        for n, deadline in enumerate((100.0, 5.0, 1.0))
+    ]
     finished, answers = [], {}
     for seconds in (0, 1.0, 3.9, 0.125, 0):
         clock.now += seconds
         answers |= (done := dict(engine.step()))
         finished.append(list(done))
     assert finished == [[], [tickets[2]], [], [tickets[1]], [tickets[0]]]
-    for number, count, stop in ((0, 20, SampleStop.LENGTH), (1, 12, SampleStop.DEADLINE), (2, 4, SampleStop.DEADLINE)):
+    for number, count, stop in (
+        (0, 20, SampleStop.LENGTH),
+        (1, 12, SampleStop.DEADLINE),
+        (2, 4, SampleStop.DEADLINE),
+    ):
         (sample,) = answers[tickets[number]]
-        assert sample.stop is stop and sample.ids.tolist() == free[number].ids[:count].tolist() and len(sample.logprobs) == count
+        assert (
+            sample.stop is stop
+            and sample.ids.tolist() == free[number].ids[:count].tolist()
+            and len(sample.logprobs) == count
+        )
         assert sample.digest == digest(np.concatenate([asked(number).ids, sample.ids]))
 
 
@@ -720,11 +904,15 @@ def test_a_deadline_ends_what_waits(engine, clock):
     clock.now += 3
     ((ticket, samples),) = engine.step()
     assert ticket == late and [len(sample.ids) for sample in samples] == [4, 4, 0, 0]
-    assert {sample.stop for sample in samples} == {SampleStop.DEADLINE} and engine.counts.stops[SampleStop.DEADLINE] - before == 4
+    assert {sample.stop for sample in samples} == {SampleStop.DEADLINE} and engine.counts.stops[
+        SampleStop.DEADLINE
+    ] - before == 4
     assert set(step_until_done(engine)) == set(others)
 
 
-def test_an_unreadable_video_fails_only_its_own_request(engine, asked, features, small_world, small_questions):
+def test_an_unreadable_video_fails_only_its_own_request(
+    engine, asked, features, small_world, small_questions
+):
     """One that cannot be read when its turn comes, and one of which nothing is known any more when it is asked about."""
     copies = [small_world.folder / name for name in ("gone.mp4", "broken.mp4", "forgotten.mp4")]
     shown = []
@@ -744,7 +932,9 @@ def test_an_unreadable_video_fails_only_its_own_request(engine, asked, features,
     answers = engine.generate([good[0], bad[0], bad[1], good[1], bad[2], good[2]])
     assert_equal([answers[n][0] for n in (0, 3, 5)], expected)
     for n in (1, 2, 4):
-        assert [(sample.stop, sample.ids.size, sample.logprobs.size) for sample in answers[n]] == [(SampleStop.UNREADABLE, 0, 0)] * 2
+        assert [(sample.stop, sample.ids.size, sample.logprobs.size) for sample in answers[n]] == [
+            (SampleStop.UNREADABLE, 0, 0)
+        ] * 2
         assert answers[n][0].digest == digest(bad[0].ids)
     assert_nothing_held(engine)
     for copy in copies:
@@ -761,10 +951,26 @@ def test_cancelling_gives_all_pages_back(engine, asked, steps):
     good = [dataclasses.replace(asked(n), seeds=(1, 2)) for n in range(2)]
     expected = engine.generate(good)
     engine.forget()
-    tickets = [engine.submit(r) for r in (good[0], dataclasses.replace(asked(0), seeds=(3, 4, 5)), good[1], asked(3), asked(4), asked(5))]
+    tickets = [
+        engine.submit(r)
+        for r in (
+            good[0],
+            dataclasses.replace(asked(0), seeds=(3, 4, 5)),
+            good[1],
+            asked(3),
+            asked(4),
+            asked(5),
+        )
+    ]
     for _ in range(steps):
         engine.step()
-    for ticket in tickets[1], tickets[3], tickets[5], tickets[1], 10**6:  # twice and unknown: nothing happens
+    for ticket in (
+        tickets[1],
+        tickets[3],
+        tickets[5],
+        tickets[1],
+        10**6,
+    ):  # twice and unknown: nothing happens
         engine.cancel(ticket)
     assert len(engine._running) == {0: 0, 1: 4, 2: 4}[steps]
     answers = step_until_done(engine)
@@ -857,7 +1063,9 @@ def test_a_sequence_as_large_as_the_cache_has_room_beside_what_it_copies(small, 
     """One that needs every page, and begins in the middle of a page like one that was there before."""
     small.forget()
     first = text(124, 0)
-    second = dataclasses.replace(first, ids=np.concatenate([first.ids[:same], text(124 - same, 1).ids]))
+    second = dataclasses.replace(
+        first, ids=np.concatenate([first.ids[:same], text(124 - same, 1).ids])
+    )
     expected = sampled(small, [second])
     small.forget()
     small.generate([first])
@@ -872,9 +1080,13 @@ def test_slots_are_filled_as_rows_finish(make_engine):
     rng = np.random.default_rng(0)
     other = make_engine(own=(192, 384, 576), shared=(), prefill=(48,), pages=8 * 72, steps=8)
     lengths = rng.integers(16, 513, 60).tolist()
-    samples = sampled(other, [text(int(rng.integers(4, 40)), n, new=length) for n, length in enumerate(lengths)])
+    samples = sampled(
+        other, [text(int(rng.integers(4, 40)), n, new=length) for n, length in enumerate(lengths)]
+    )
     counts = other.counts
-    assert [len(sample.ids) for sample in samples] == lengths and counts.sampled_tokens == sum(lengths)
+    assert [len(sample.ids) for sample in samples] == lengths and counts.sampled_tokens == sum(
+        lengths
+    )
     assert counts.sampled_tokens / (counts.steps * other.settings.slots) > 0.85
 
 
@@ -890,10 +1102,22 @@ def test_the_digest_is_of_everything_the_model_was_fed(engine, asked, look):
 def test_after_warming_up_nothing_compiles(engine, asked, look, louder, features):
     features(asked(0).frames)  # the tower's program is its own
     compilations = Compilations()
-    first = [asked(n, seed=n, stops=range(n % 5), suffix=range(1 + n), temperature=n / 3) for n in range(11)]
-    first += [look(n) for n in range(3)] + [text(90, top_k=3), text(1, top_p=0.5), dataclasses.replace(asked(3), seeds=tuple(range(12)))]
+    first = [
+        asked(n, seed=n, stops=range(n % 5), suffix=range(1 + n), temperature=n / 3)
+        for n in range(11)
+    ]
+    first += [look(n) for n in range(3)] + [
+        text(90, top_k=3),
+        text(1, top_p=0.5),
+        dataclasses.replace(asked(3), seeds=tuple(range(12))),
+    ]
     answers = engine.generate(first)
-    engine.generate([go_on(request, samples[0], range(n)) for n, (request, samples) in enumerate(zip(first, answers, strict=True))])
+    engine.generate(
+        [
+            go_on(request, samples[0], range(n))
+            for n, (request, samples) in enumerate(zip(first, answers, strict=True))
+        ]
+    )
     engine.cancel(engine.submit(asked(2)))
     engine.load(louder, version=1)
     engine.generate([look(0), asked(0, temperature=0.0, new=2)])
@@ -908,14 +1132,24 @@ def test_nothing_compiles_either_where_too_much_would_be_read_at_once(make_engin
     for lengths in ((1,) * 8, (100, 60, 1, 40, 90, 80, 3, 1), (120, 5)):
         first = [text(length, n) for n, length in enumerate(lengths)]
         answers = other.generate(first)
-        other.generate([go_on(request, sample, range(3), new=1) for request, (sample,) in zip(first, answers, strict=True)])
+        other.generate(
+            [
+                go_on(request, sample, range(3), new=1)
+                for request, (sample,) in zip(first, answers, strict=True)
+            ]
+        )
     assert compilations.count == 0
 
 
 def test_requests_that_never_fit_are_refused_by_name(engine, asked):
-    with pytest.raises(ValueError, match=r"Request.ids: 125 tokens, and 12 new ones; EngineSizes.own ends at 136"):
+    with pytest.raises(
+        ValueError, match=r"Request.ids: 125 tokens, and 12 new ones; EngineSizes.own ends at 136"
+    ):
         engine.submit(text(125))
-    with pytest.raises(ValueError, match="Request.ids: there are none; the last token predicts the first new one, give one at least"):
+    with pytest.raises(
+        ValueError,
+        match="Request.ids: there are none; the last token predicts the first new one, give one at least",
+    ):
         engine.submit(text(0))
     open_end = asked(0, suffix=())
     cut = int(np.flatnonzero(open_end.ids == engine.config.image_token_id)[-1]) + 1
@@ -924,30 +1158,47 @@ def test_requests_that_never_fit_are_refused_by_name(engine, asked):
         match=rf"Request.ids: 16 placeholders <.image_pad.> .id \d+., the last before token {cut} of {cut}, for 16 visual tokens",
     ):
         engine.submit(dataclasses.replace(open_end, ids=open_end.ids[:cut]))
-    with pytest.raises(ValueError, match=r"Request.ids: 16 placeholders .*, for 20 visual tokens of Request.frames; give as many as that"):
+    with pytest.raises(
+        ValueError,
+        match=r"Request.ids: 16 placeholders .*, for 20 visual tokens of Request.frames; give as many as that",
+    ):
         engine.submit(dataclasses.replace(open_end, frames=(*open_end.frames, open_end.frames[0])))
     for ids, said in (([5, -1], "from -1 to 5"), ([3, 469], "from 3 to 469")):
-        with pytest.raises(ValueError, match=f"Request.ids: {said}; the model has 469 words, give ids from 0 to 468"):
+        with pytest.raises(
+            ValueError,
+            match=f"Request.ids: {said}; the model has 469 words, give ids from 0 to 468",
+        ):
             engine.submit(dataclasses.replace(text(2), ids=np.array(ids)))
-    with pytest.raises(ValueError, match=f"Sampling.stop_ids: 5 ids; a row has at most {MOST_STOP_IDS}, give fewer"):
+    with pytest.raises(
+        ValueError, match=f"Sampling.stop_ids: 5 ids; a row has at most {MOST_STOP_IDS}, give fewer"
+    ):
         engine.submit(asked(stops=range(5)))
     assert len(sampled(engine, [text(124)])[0].ids) == 12  # as long as can be
 
 
 def test_stop_strings_without_a_table_of_bytes_are_refused(small_model, features):
     engine = Engine(small_model, features, SETTINGS)
-    with pytest.raises(ValueError, match="Sampling.stop_strings: the engine was made without token_bytes; give it those of the vocabulary"):
+    with pytest.raises(
+        ValueError,
+        match="Sampling.stop_strings: the engine was made without token_bytes; give it those of the vocabulary",
+    ):
         engine.submit(text(9, stop_strings=(b"x",)))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"own": (64, 130)}, r"EngineSizes.own: \(64, 130\); lengths rise and are multiples of page = 8"),
+        (
+            {"own": (64, 130)},
+            r"EngineSizes.own: \(64, 130\); lengths rise and are multiples of page = 8",
+        ),
         ({"own": (136, 64)}, r"EngineSizes.own: \(136, 64\); lengths rise"),
         ({"own": (64, 64)}, r"EngineSizes.own: \(64, 64\); lengths rise"),
         ({"prefill": (0, 8)}, r"EngineSizes.prefill: \(0, 8\); lengths rise"),
-        ({"shared": (12,)}, r"EngineSizes.shared: \(12,\); lengths rise and are multiples of page = 8"),
+        (
+            {"shared": (12,)},
+            r"EngineSizes.shared: \(12,\); lengths rise and are multiples of page = 8",
+        ),
         ({"own": ()}, r"EngineSizes.own, prefill: \(\), \(.*\); give at least one length each"),
         ({"prefill": ()}, r"EngineSizes.own, prefill: .*; give at least one length each"),
         ({"slots": 0}, "EngineSizes.slots: 0; give 1 or more"),
@@ -956,8 +1207,14 @@ def test_stop_strings_without_a_table_of_bytes_are_refused(small_model, features
         ({"prefill_tokens": 0}, "EngineSizes.prefill_tokens: 0; give 1 or more"),
         ({"steps": 0}, "EngineSizes.steps: 0; give 1 or more"),
         ({"page": 0}, "EngineSizes.page: 0; give 1 or more"),
-        ({"slots": 6}, "EngineSizes.slots: 6; they are shared out in lines of fan = 4, make it a multiple"),
-        ({"pages": 16}, "EngineSizes.pages: 16 of 8 tokens; one sequence may have 136, give at least 17"),
+        (
+            {"slots": 6},
+            "EngineSizes.slots: 6; they are shared out in lines of fan = 4, make it a multiple",
+        ),
+        (
+            {"pages": 16},
+            "EngineSizes.pages: 16 of 8 tokens; one sequence may have 136, give at least 17",
+        ),
     ],
 )
 def test_sizes_that_make_no_engine_are_refused(changes, message):
@@ -975,12 +1232,21 @@ def test_sizes_that_make_no_engine_are_refused(changes, message):
         ({"top_k": -1}, "Sampling.top_k: -1; a number of words, give 0"),
         ({"top_k": 2**31}, "Sampling.top_k: 2147483648; a number of words"),
         ({"stop_ids": (3, -1)}, r"Sampling.stop_ids: \(3, -1\); ids of words are 0 or more"),
-        ({"top_p": 0.0}, "Sampling.top_p: 0.0; a share of probability, give a number above 0 and up to 1"),
+        (
+            {"top_p": 0.0},
+            "Sampling.top_p: 0.0; a share of probability, give a number above 0 and up to 1",
+        ),
         ({"top_p": 1.01}, "Sampling.top_p: 1.01"),
         ({"top_p": float("nan")}, "Sampling.top_p: nan"),
-        ({"deadline": 0.0}, "Sampling.deadline: 0.0; seconds from now, give a number above 0 or leave it out"),
+        (
+            {"deadline": 0.0},
+            "Sampling.deadline: 0.0; seconds from now, give a number above 0 or leave it out",
+        ),
         ({"deadline": float("nan")}, "Sampling.deadline: nan"),
-        ({"stop_strings": (b"a", b"")}, "Sampling.stop_strings: .*; an empty one ends everything, leave it out"),
+        (
+            {"stop_strings": (b"a", b"")},
+            "Sampling.stop_strings: .*; an empty one ends everything, leave it out",
+        ),
         ({"stop_strings": ("a",)}, "Sampling.stop_strings: .*; a tuple, such as .*encode"),
     ],
 )
@@ -1007,9 +1273,21 @@ def test_the_programs_work_on_the_cache_where_it_lies(small_model):
     weights, config = nnx.split(small_model.text)[1], small_model.config
     programs, paged = (Programs(small_model, 8, paged) for paged in (False, True))
     pool, lines = programs.make_pool(120), programs.make_lines(2, 96)
-    zeros = {n: np.zeros(8, np.int32) for n in ("tokens", "positions", "shared", "own", "drawn", "left")}
-    choices = Choices(np.zeros(8, np.uint32), np.ones(8, np.float32), np.zeros(8, np.int32), np.ones(8, np.float32))
-    rows = Rows(**zeros, tables=np.zeros((8, 10), np.int32), stops=np.zeros((8, MOST_STOP_IDS), np.int32), choices=choices)
+    zeros = {
+        n: np.zeros(8, np.int32) for n in ("tokens", "positions", "shared", "own", "drawn", "left")
+    }
+    choices = Choices(
+        np.zeros(8, np.uint32),
+        np.ones(8, np.float32),
+        np.zeros(8, np.int32),
+        np.ones(8, np.float32),
+    )
+    rows = Rows(
+        **zeros,
+        tables=np.zeros((8, 10), np.int32),
+        stops=np.zeros((8, MOST_STOP_IDS), np.int32),
+        choices=choices,
+    )
     pieces = Pieces(
         ids=np.zeros((2, 16), np.int32),
         positions=np.zeros((3, 2, 16), np.int32),
@@ -1029,10 +1307,16 @@ def test_the_programs_work_on_the_cache_where_it_lies(small_model):
 
 def test_a_sleeping_engine_holds_nothing_of_the_device(engine, asked, small_model):
     """Neither weights nor pages nor lines; awake again it samples the same, compiles nothing, and finds nothing of before."""
-    requests, weights = [asked(n, temperature=0.0) for n in range(8)], nnx.split(small_model.text)[1]
+    requests, weights = (
+        [asked(n, temperature=0.0) for n in range(8)],
+        nnx.split(small_model.text)[1],
+    )
     before = sampled(engine, requests)
     ticket = engine.submit(requests[0])
-    with pytest.raises(ValueError, match=r"Engine.sleep: 1 requests have no answer yet; step, or cancel them, first"):
+    with pytest.raises(
+        ValueError,
+        match=r"Engine.sleep: 1 requests have no answer yet; step, or cancel them, first",
+    ):
         engine.sleep()
     engine.cancel(ticket)
     pool, lines = engine._runner._pool, jax.tree.leaves(engine._runner._lines)
@@ -1040,7 +1324,9 @@ def test_a_sleeping_engine_holds_nothing_of_the_device(engine, asked, small_mode
     del pool, lines
     engine.sleep()
     assert len(held) > 1 and not any(ref() is not None for ref in held) and not engine._weights
-    with pytest.raises(ValueError, match=r"Engine.submit: the engine sleeps, without weights; call load first"):
+    with pytest.raises(
+        ValueError, match=r"Engine.submit: the engine sleeps, without weights; call load first"
+    ):
         engine.submit(requests[0])
     with pytest.raises(ValueError, match="Engine.warm_up: the engine sleeps"):
         engine.warm_up()
@@ -1061,12 +1347,26 @@ def test_a_prefill_reads_a_layer_of_what_is_there_at_a_time(small_model):
     model = abstract_model(dataclasses.replace(config, text=text))
     rows, page, before, length = 8, 8, 1024, 16
     vectors = 1 + config.vision.levels, text.hidden_size
-    shapes = ((rows, length), (3, rows, length), (rows, length, *vectors), (rows, length), (rows,), (rows,))
+    shapes = (
+        (rows, length),
+        (3, rows, length),
+        (rows, length, *vectors),
+        (rows, length),
+        (rows,),
+        (rows,),
+    )
     types = (np.int32, np.int32, np.float32, np.int32, np.int32, np.int32, np.int32)
     tables = (rows, before // page + pages_of(length, page))
-    pieces = Pieces(*(jax.ShapeDtypeStruct(size, kind) for size, kind in zip((*shapes, tables), types, strict=True)))
+    pieces = Pieces(
+        *(
+            jax.ShapeDtypeStruct(size, kind)
+            for size, kind in zip((*shapes, tables), types, strict=True)
+        )
+    )
     programs = Programs(model, page, False)
-    pool = jax.ShapeDtypeStruct((24, 130, page, 2 * text.num_key_value_heads, text.head_dim), np.float32)
+    pool = jax.ShapeDtypeStruct(
+        (24, 130, page, 2 * text.num_key_value_heads, text.head_dim), np.float32
+    )
     compiled = programs.prefill.lower(nnx.state(model.text), pool, pieces).compile()
     layer = rows * before * 2 * text.num_key_value_heads * text.head_dim * 4
     assert compiled.memory_analysis().temp_size_in_bytes < 12 * layer
@@ -1076,7 +1376,9 @@ def test_ids_that_are_no_words_are_refused(engine, asked):
     """They would become NaN, which no mask makes harmless."""
     good = asked()
     for ids in ([3, 10**6], [3, -1], [2**40]):
-        with pytest.raises(ValueError, match=r"Request.ids: from .*; the model has \d+ words, give ids from 0"):
+        with pytest.raises(
+            ValueError, match=r"Request.ids: from .*; the model has \d+ words, give ids from 0"
+        ):
             engine.submit(dataclasses.replace(good, ids=np.array(ids)))
 
 
@@ -1147,7 +1449,14 @@ def test_requests_of_other_types_are_refused(asked, change, message):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"max_new_tokens": 8.0}, {"temperature": "1"}, {"top_p": None}, {"stop_ids": {3}}, {"stop_ids": (3.5,)}, {"stop_strings": ("a",)}],
+    [
+        {"max_new_tokens": 8.0},
+        {"temperature": "1"},
+        {"top_p": None},
+        {"stop_ids": {3}},
+        {"stop_ids": (3.5,)},
+        {"stop_strings": ("a",)},
+    ],
 )
 def test_sampling_of_other_types_is_refused(wrong):
     ((name, value),) = wrong.items()
@@ -1166,9 +1475,13 @@ def test_a_frame_that_a_video_does_not_have_costs_only_its_own_request(engine, a
 def test_weights_of_another_model_are_refused_and_the_old_ones_stay(engine, asked, small_model):
     weights = nnx.split(small_model.text)[1]
     (before,) = sampled(engine, [asked(seed=1)])
-    with pytest.raises(ValueError, match=r"Engine.load: weights of \d+ arrays, where the decoder has"):
+    with pytest.raises(
+        ValueError, match=r"Engine.load: weights of \d+ arrays, where the decoder has"
+    ):
         engine.load(nnx.split(small_model)[1], version=3)
-    with pytest.raises(ValueError, match=r"Engine.load: weights .*bfloat16.*, where the decoder has float32"):
+    with pytest.raises(
+        ValueError, match=r"Engine.load: weights .*bfloat16.*, where the decoder has float32"
+    ):
         engine.load(jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights), version=3)
     assert sampled(engine, [asked(seed=1)])[0].ids.tolist() == before.ids.tolist()
 

@@ -29,12 +29,24 @@ from rollout.settings import EngineSizes
 def test_many_devices_equal_one():
     """In a process with eight fake devices: this file as a program."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, check=False)
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": flags,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
+    }
+    done = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-MESHES = ((1, 1, 2), (1, 1, 4), (1, 2, 1), (1, 2, 2))  # data, fsdp, tensor; on the last tokens are decoded on the pages
+MESHES = (
+    (1, 1, 2),
+    (1, 1, 4),
+    (1, 2, 1),
+    (1, 2, 2),
+)  # data, fsdp, tensor; on the last tokens are decoded on the pages
 VISION = VisionConfig(
     hidden_size=16,
     depth=1,
@@ -56,9 +68,24 @@ TEXT = TextConfig(
     rope_theta=10_000.0,
     tie_word_embeddings=False,
 )
-CONFIG = Qwen3VLConfig(VISION, TEXT, image_token_id=95, video_token_id=94, vision_start_token_id=93, vision_end_token_id=92)
+CONFIG = Qwen3VLConfig(
+    VISION,
+    TEXT,
+    image_token_id=95,
+    video_token_id=94,
+    vision_start_token_id=93,
+    vision_end_token_id=92,
+)
 SETTINGS = EngineSizes(
-    own=(32, 64), shared=(16, 32), prefill=(8, 32), slots=4, fan=2, page=4, pages=48, prefill_tokens=64, steps=3
+    own=(32, 64),
+    shared=(16, 32),
+    prefill=(8, 32),
+    slots=4,
+    fan=2,
+    page=4,
+    pages=48,
+    prefill_tokens=64,
+    steps=3,
 )  # less room than is asked for at once
 
 
@@ -76,7 +103,12 @@ class Pictures:
 
     def __call__(self, frames: Sequence[Frame]) -> np.ndarray:
         shape = (4, 1 + VISION.levels, TEXT.hidden_size)
-        return np.concatenate([np.random.default_rng(frame.index).normal(size=shape).astype(np.float32) for frame in frames])
+        return np.concatenate(
+            [
+                np.random.default_rng(frame.index).normal(size=shape).astype(np.float32)
+                for frame in frames
+            ]
+        )
 
 
 def requests() -> list[Request]:
@@ -85,11 +117,23 @@ def requests() -> list[Request]:
     frames = tuple(Frame("a", index, float(index)) for index in range(3))
     opening = np.concatenate([rng.integers(0, 90, 5), [95] * 4, [1], [95] * 4, [2, 3]])
     groups = [
-        Request(np.concatenate([opening, rng.integers(0, 90, 7)]), frames[:2], Sampling(10), (1, 2, 3)),
-        Request(np.concatenate([opening, [95] * 4, rng.integers(0, 90, 2)]), frames, Sampling(7, 0.6, top_k=20), (4, 5)),
+        Request(
+            np.concatenate([opening, rng.integers(0, 90, 7)]), frames[:2], Sampling(10), (1, 2, 3)
+        ),
+        Request(
+            np.concatenate([opening, [95] * 4, rng.integers(0, 90, 2)]),
+            frames,
+            Sampling(7, 0.6, top_k=20),
+            (4, 5),
+        ),
     ]
     lengths = (3, 20, 41)
-    return groups + [Request(rng.integers(0, 90, n), (), Sampling(12, n % 2 * 1.0, top_p=0.9, stop_ids=(n,)), (n,)) for n in lengths]
+    return groups + [
+        Request(
+            rng.integers(0, 90, n), (), Sampling(12, n % 2 * 1.0, top_p=0.9, stop_ids=(n,)), (n,)
+        )
+        for n in lengths
+    ]
 
 
 def play(engine: Engine) -> list[Sample]:
@@ -97,10 +141,13 @@ def play(engine: Engine) -> list[Sample]:
     first = requests()
     answers = engine.generate(first)
     turns = [
-        dataclasses.replace(request, ids=np.concatenate([request.ids, sample.ids, np.arange(10, 15)]), seeds=(9,))
+        dataclasses.replace(
+            request, ids=np.concatenate([request.ids, sample.ids, np.arange(10, 15)]), seeds=(9,)
+        )
         for request, samples in zip(first, answers, strict=True)
         for sample in samples
-        if len(request.ids) + len(sample.ids) + 5 + request.sampling.max_new_tokens <= SETTINGS.own[-1]
+        if len(request.ids) + len(sample.ids) + 5 + request.sampling.max_new_tokens
+        <= SETTINGS.own[-1]
     ]
     assert len(turns) >= 6
     return [sample for samples in [*answers, *engine.generate(turns)] for sample in samples]
@@ -133,15 +180,22 @@ def main() -> None:
         engine = make(graph, jax.device_put(state, param_shardings(state, mesh)), paged)
         for sample, other in zip(play(engine), expected, strict=True):
             np.testing.assert_array_equal(sample.ids, other.ids, err_msg=str(shape))
-            np.testing.assert_allclose(sample.logprobs, other.logprobs, atol=1e-5, err_msg=str(shape))
+            np.testing.assert_allclose(
+                sample.logprobs, other.logprobs, atol=1e-5, err_msg=str(shape)
+            )
         assert engine.counts.prefilled_tokens == one.counts.prefilled_tokens
         assert bool(engine._runner._lines) is not paged and engine._runner._pool is not None
         for name, array, axis in [("pool", engine._runner._pool, 3)] + [
-            (f"line {length}", array, 0) for length, lines in engine._runner._lines.items() for array in jax.tree.leaves(lines)
+            (f"line {length}", array, 0)
+            for length, lines in engine._runner._lines.items()
+            for array in jax.tree.leaves(lines)
         ]:
             whole, part = list(array.shape), list(array.addressable_shards[0].data.shape)
             assert len(array.sharding.device_set) == mesh.size, (shape, name)
-            assert part[axis] * shape[2] == whole[axis] and part[:axis] + part[axis + 1 :] == whole[:axis] + whole[axis + 1 :], (
+            assert (
+                part[axis] * shape[2] == whole[axis]
+                and part[:axis] + part[axis + 1 :] == whole[:axis] + whole[axis + 1 :]
+            ), (
                 shape,
                 name,
             )

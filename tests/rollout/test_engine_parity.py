@@ -53,9 +53,20 @@ CONFIG = Qwen3VLConfig(
     vision_end_token_id=END,
 )
 SETTINGS = EngineSizes(
-    own=(64, 192, 320), shared=(48, 96), prefill=(16, 64), slots=4, fan=2, page=16, pages=70, prefill_tokens=128, steps=7
+    own=(64, 192, 320),
+    shared=(48, 96),
+    prefill=(16, 64),
+    slots=4,
+    fan=2,
+    page=16,
+    pages=70,
+    prefill_tokens=128,
+    steps=7,
 )
-SIZES = {"wide.mp4": (96, 160), "tall.mp4": (128, 96)}  # height and width: 15 and 12 visual tokens a frame
+SIZES = {
+    "wide.mp4": (96, 160),
+    "tall.mp4": (128, 96),
+}  # height and width: 15 and 12 visual tokens a frame
 OPENING = (5, ("wide.mp4", 0), 2, ("wide.mp4", 4))
 PROMPTS = (  # numbers of words, and frames
     (*OPENING, 6),
@@ -88,7 +99,9 @@ def sides(tmp_path_factory) -> Sides:
     for name, size in SIZES.items():
         write_noise(folder / name, size)
     model = hf.load(folder)
-    return Sides(model, theirs, FrameFeatures(model.vision, model.config, FrameSettings(batch=2), folder))
+    return Sides(
+        model, theirs, FrameFeatures(model.vision, model.config, FrameSettings(batch=2), folder)
+    )
 
 
 def write_noise(path: Path, size: tuple[int, int]) -> None:
@@ -98,7 +111,13 @@ def write_noise(path: Path, size: tuple[int, int]) -> None:
         stream.height, stream.width = size
         stream.pix_fmt = "yuv420p"
         for _ in range(8):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(rng.integers(0, 256, (*size, 3), np.uint8), format="rgb24")))
+            container.mux(
+                stream.encode(
+                    av.VideoFrame.from_ndarray(
+                        rng.integers(0, 256, (*size, 3), np.uint8), format="rgb24"
+                    )
+                )
+            )
         container.mux(stream.encode(None))
 
 
@@ -118,20 +137,30 @@ def prompts(features: FrameFeatures) -> list[tuple[np.ndarray, tuple[Frame, ...]
     return found
 
 
-def pixels(features: FrameFeatures, frames: tuple[Frame, ...]) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
+def pixels(
+    features: FrameFeatures, frames: tuple[Frame, ...]
+) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
     """The patches of frames, which already have the size that the model sees, and their grids."""
-    patches = [patchify(video.read(features.root / frame.video, [frame.index]))[0] for frame in frames]
+    patches = [
+        patchify(video.read(features.root / frame.video, [frame.index]))[0] for frame in frames
+    ]
     empty = np.zeros((0, CONFIG.vision.patch_dim), np.float32)
     return np.concatenate([empty, *patches]), [(1, *features.grid(frame.video)) for frame in frames]
 
 
-def by_transformers(sides: Sides, asked: list[tuple[np.ndarray, tuple[Frame, ...]]], new: int) -> list[list[int]]:
+def by_transformers(
+    sides: Sides, asked: list[tuple[np.ndarray, tuple[Frame, ...]]], new: int
+) -> list[list[int]]:
     """One batch, padded on the left. No choice between the two best words is so close that rounding would decide."""
     import torch  # pyright: ignore[reportMissingImports]  (the extra parity)
 
     longest = max(len(ids) for ids, _ in asked)
-    ids = torch.tensor(np.stack([np.pad(ids, (longest - len(ids), 0)) for ids, _ in asked]), dtype=torch.long)
-    valid = torch.tensor(np.stack([np.arange(longest) >= longest - len(ids) for ids, _ in asked])).long()
+    ids = torch.tensor(
+        np.stack([np.pad(ids, (longest - len(ids), 0)) for ids, _ in asked]), dtype=torch.long
+    )
+    valid = torch.tensor(
+        np.stack([np.arange(longest) >= longest - len(ids) for ids, _ in asked])
+    ).long()
     seen = [pixels(sides.features, frames) for _, frames in asked]
     with torch.no_grad():
         output = sides.theirs.generate(
@@ -153,7 +182,9 @@ def by_transformers(sides: Sides, asked: list[tuple[np.ndarray, tuple[Frame, ...
 def alone(sides: Sides, ids: np.ndarray, frames: tuple[Frame, ...]) -> list[int]:
     """By `models.qwen3_vl.generate`, which knows no batches, no pages and no cache of frames."""
     patches, grids = pixels(sides.features, frames)
-    inputs = Inputs(ids, mrope_positions(ids, grids, CONFIG), visual_index(ids, IMAGE), patches, grids)
+    inputs = Inputs(
+        ids, mrope_positions(ids, grids, CONFIG), visual_index(ids, IMAGE), patches, grids
+    )
     return generate(sides.model, inputs, new_tokens=NEW, stop_ids=()).tolist()
 
 
@@ -163,7 +194,9 @@ def turns(sides):
     engine = Engine(sides.model, sides.features, SETTINGS)
 
     def run(asked, new: int) -> list[list[int]]:
-        requests = [Request(ids, frames, Sampling(new, 0.0), (n,)) for n, (ids, frames) in enumerate(asked)]
+        requests = [
+            Request(ids, frames, Sampling(new, 0.0), (n,)) for n, (ids, frames) in enumerate(asked)
+        ]
         return [sample.ids.tolist() for (sample,) in engine.generate(requests)]
 
     first = prompts(sides.features)
@@ -180,7 +213,9 @@ def turns(sides):
 
 def test_greedy_tokens_are_those_of_transformers(sides, turns):
     first, said, second, later = turns
-    assert len(np.unique(said)) > 20 and len({tuple(ids) for ids in said}) == len(said), "words that vary"
+    assert len(np.unique(said)) > 20 and len({tuple(ids) for ids in said}) == len(said), (
+        "words that vary"
+    )
     assert said == by_transformers(sides, first, NEW)
     assert later == by_transformers(sides, second, LATER)
 

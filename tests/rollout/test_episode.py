@@ -28,7 +28,9 @@ CALLS = (CropCall(0, 16), CropCall(112, 128))
 
 
 def plan(*calls: CropCall | str) -> str:
-    return "look closer\n</think>\n" + "\n".join(c if isinstance(c, str) else render_call(c) for c in calls)
+    return "look closer\n</think>\n" + "\n".join(
+        c if isinstance(c, str) else render_call(c) for c in calls
+    )
 
 
 def raw(arguments: str, name: str = "crop_video") -> str:
@@ -40,7 +42,12 @@ def perform(scripted, small_scene, small_questions):
     """perform(turns, ...) plays one episode on a script and gives it with its sampler."""
 
     def start(
-        turns, dispatch: Dispatch = "parallel", scene=small_scene, question=small_questions[0], report=" seven from 8 to 10", **limits
+        turns,
+        dispatch: Dispatch = "parallel",
+        scene=small_scene,
+        question=small_questions[0],
+        report=" seven from 8 to 10",
+        **limits,
     ):
         if limits:
             settings = dataclasses.replace(scene.protocol.settings, **limits)
@@ -54,11 +61,21 @@ def perform(scripted, small_scene, small_questions):
 
 def test_without_a_pinned_opening_the_model_writes_it(perform):
     """Every token of a response is then the model's, and its prompt's last token predicts the first."""
-    episode, sampler = perform(["<think>\n" + plan(CropCall(0, 16)), "<think>\nso\n</think><answer>A</answer>"], pin_think=False)
-    assert Author.PINNED not in episode.trajectory.authors and episode.stop is StopReason.ANSWERED and len(episode.turns) == 2
+    episode, sampler = perform(
+        ["<think>\n" + plan(CropCall(0, 16)), "<think>\nso\n</think><answer>A</answer>"],
+        pin_think=False,
+    )
+    assert (
+        Author.PINNED not in episode.trajectory.authors
+        and episode.stop is StopReason.ANSWERED
+        and len(episode.turns) == 2
+    )
     assert all(turn.text.startswith("<think>\n") for turn in episode.turns)
     prompt, _ = split_prompt(episode.trajectory)
-    assert episode.trajectory.authors[len(prompt)] == Author.PROMPT and episode.trajectory.authors[len(prompt) + 1] == Author.MODEL
+    assert (
+        episode.trajectory.authors[len(prompt)] == Author.PROMPT
+        and episode.trajectory.authors[len(prompt) + 1] == Author.MODEL
+    )
     assert is_fed_what_it_became(episode, sampler)
 
 
@@ -80,23 +97,47 @@ def test_plan_dispatch_gather_answer(perform, small_vocabulary, small_scene, sma
     episode, sampler = perform([plan(*CALLS), ANSWER])
     assert (episode.stop, episode.answer, episode.frames) == (StopReason.ANSWERED, "seven", 4)
     assert [turn.text for turn in episode.turns] == [PINNED + plan(*CALLS), PINNED + ANSWER]
-    assert statuses(episode) == [CallStatus.EXECUTED] * 2 and [o.call for o in episode.turns[0].calls] == list(CALLS)
+    assert statuses(episode) == [CallStatus.EXECUTED] * 2 and [
+        o.call for o in episode.turns[0].calls
+    ] == list(CALLS)
     assert [o.response for o in episode.turns[0].calls] == [" seven from 8 to 10"] * 2
     assert [len(wave) for wave in sampler.waves] == [1, 2, 1]  # both sub-agents at once
     authors = [segment.author for segment in episode.trajectory.segments]
-    assert authors == [Author.PROMPT, Author.PROMPT, Author.PINNED, Author.MODEL, Author.TOOL, Author.PINNED, Author.MODEL]
-    assert [frame.index for frame in episode.trajectory.frames] == video.overview_indices(FRAMES, 4).tolist()
+    assert authors == [
+        Author.PROMPT,
+        Author.PROMPT,
+        Author.PINNED,
+        Author.MODEL,
+        Author.TOOL,
+        Author.PINNED,
+        Author.MODEL,
+    ]
+    assert [frame.index for frame in episode.trajectory.frames] == video.overview_indices(
+        FRAMES, 4
+    ).tolist()
     for (request, sample), outcome in zip(sampler.sub, episode.turns[0].calls, strict=True):
         assert outcome.call is not None and outcome.subagent is not None
         start = int(outcome.call.start)
-        assert [f.time for f in request.frames] == list(range(start, start + 16, STEP)) and request.frames == outcome.subagent.frames
+        assert [f.time for f in request.frames] == list(
+            range(start, start + 16, STEP)
+        ) and request.frames == outcome.subagent.frames
         assert {f.video for f in request.frames} == {small_questions[0].video}
-        assert len(request.ids) and np.array_equal(np.concatenate([request.ids, sample.ids]), outcome.subagent.ids)
+        assert len(request.ids) and np.array_equal(
+            np.concatenate([request.ids, sample.ids]), outcome.subagent.ids
+        )
         assert np.array_equal(outcome.subagent.segments[-1].logprobs, sample.logprobs)
-        assert (outcome.subagent.segments[-1].digest, outcome.subagent.version) == (sample.digest, sample.version)
+        assert (outcome.subagent.segments[-1].digest, outcome.subagent.version) == (
+            sample.digest,
+            sample.version,
+        )
     written = [s for s in episode.trajectory.segments if s.author is Author.MODEL]
-    assert [s.digest for s in written] == [s.digest for _, s in sampler.main] and episode.trajectory.version == 7
-    assert all(np.array_equal(s.logprobs, said.logprobs) for s, (_, said) in zip(written, sampler.main, strict=True))
+    assert [s.digest for s in written] == [
+        s.digest for _, s in sampler.main
+    ] and episode.trajectory.version == 7
+    assert all(
+        np.array_equal(s.logprobs, said.logprobs)
+        for s, (_, said) in zip(written, sampler.main, strict=True)
+    )
     assert is_fed_what_it_became(episode, sampler)
 
 
@@ -105,17 +146,31 @@ def test_every_request_has_a_seed_of_its_own_and_the_settings_temperature(perfor
     assert all(len(request.seeds) == 1 for request in sampler.asked)
     assert len({request.seeds for request in sampler.asked}) == len(sampler.asked) == 7
     assert {request.sampling.temperature for request in sampler.asked} == {0.7}
-    assert [request.seeds for request in perform([plan(*CALLS), plan(*CALLS), ANSWER])[1].asked] == [r.seeds for r in sampler.asked]
+    assert [
+        request.seeds for request in perform([plan(*CALLS), plan(*CALLS), ANSWER])[1].asked
+    ] == [r.seeds for r in sampler.asked]
 
 
-def test_episodes_side_by_side_do_not_disturb_one_another(scripted, small_scene, small_questions, perform):
-    lines = {q.video: [plan(CropCall(16 * n, 16 * n + 16)), ANSWER] for n, q in enumerate(small_questions)}
-    sampler = scripted(lambda request: lines[request.frames[0].video][int(not sampler.is_first(request))])
-    together = run(sampler, [play(small_scene, q, Setting(4, 0.7), n) for n, q in enumerate(small_questions)])
+def test_episodes_side_by_side_do_not_disturb_one_another(
+    scripted, small_scene, small_questions, perform
+):
+    lines = {
+        q.video: [plan(CropCall(16 * n, 16 * n + 16)), ANSWER]
+        for n, q in enumerate(small_questions)
+    }
+    sampler = scripted(
+        lambda request: lines[request.frames[0].video][int(not sampler.is_first(request))]
+    )
+    together = run(
+        sampler, [play(small_scene, q, Setting(4, 0.7), n) for n, q in enumerate(small_questions)]
+    )
     for n, (question, episode) in enumerate(zip(small_questions, together, strict=True)):
-        (alone,) = run(scripted(lines[question.video]), [play(small_scene, question, Setting(4, 0.7), n)])
+        (alone,) = run(
+            scripted(lines[question.video]), [play(small_scene, question, Setting(4, 0.7), n)]
+        )
         assert (
-            np.array_equal(alone.trajectory.ids, episode.trajectory.ids) and alone.turns[0].calls[0].call == episode.turns[0].calls[0].call
+            np.array_equal(alone.trajectory.ids, episode.trajectory.ids)
+            and alone.turns[0].calls[0].call == episode.turns[0].calls[0].call
         )
 
 
@@ -130,23 +185,43 @@ def test_an_episode_with_a_demonstrations_texts_has_its_ids(scripted, small_scen
         sampler = scripted(spoken, report=lambda request, reports=reports: next(reports))
         frames = small_scene.features.overview(demonstration.video, demonstration.frames)
         wanted = small_scene.protocol.demonstration(demonstration, frames, image_tokens=1)
-        (episode,) = run(sampler, [play(small_scene, demonstration.question, Setting(demonstration.frames, 0.7), 0)])
-        played = np.where(episode.trajectory.authors == Author.PINNED, Author.MODEL, episode.trajectory.authors)  # here it is learned
-        assert np.array_equal(episode.trajectory.ids, wanted.ids) and np.array_equal(played, wanted.authors)
+        (episode,) = run(
+            sampler,
+            [play(small_scene, demonstration.question, Setting(demonstration.frames, 0.7), 0)],
+        )
+        played = np.where(
+            episode.trajectory.authors == Author.PINNED, Author.MODEL, episode.trajectory.authors
+        )  # here it is learned
+        assert np.array_equal(episode.trajectory.ids, wanted.ids) and np.array_equal(
+            played, wanted.authors
+        )
         assert episode.trajectory.frames == wanted.frames
         seen.add(len(episode.turns))
     assert seen == {1, 2, 3}
 
 
-def test_a_sub_agent_with_a_demonstrations_text_has_its_ids(perform, small_scene, small_world, small_questions):
+def test_a_sub_agent_with_a_demonstrations_text_has_its_ids(
+    perform, small_scene, small_world, small_questions
+):
     settings = world_text.TextSettings(unaligned=1.0)
     for demonstration in world_text.window_demonstrations(small_world.videos, settings):
         question = dataclasses.replace(small_questions[0], video=demonstration.video)
         assert demonstration.window is not None
-        episode, _ = perform([plan(CropCall(*demonstration.window)), ANSWER], question=question, report=demonstration.messages[0].content)
+        episode, _ = perform(
+            [plan(CropCall(*demonstration.window)), ANSWER],
+            question=question,
+            report=demonstration.messages[0].content,
+        )
         frames = small_scene.features.window(demonstration.video, *demonstration.window, 1.0, 16)
-        wanted, subagent = small_scene.protocol.demonstration(demonstration, frames, 1), episode.turns[0].calls[0].subagent
-        assert subagent is not None and np.array_equal(subagent.ids, wanted.ids) and np.array_equal(subagent.authors, wanted.authors)
+        wanted, subagent = (
+            small_scene.protocol.demonstration(demonstration, frames, 1),
+            episode.turns[0].calls[0].subagent,
+        )
+        assert (
+            subagent is not None
+            and np.array_equal(subagent.ids, wanted.ids)
+            and np.array_equal(subagent.authors, wanted.authors)
+        )
 
 
 def test_split_prompt_cuts_before_the_token_that_predicts_the_first_one(perform):
@@ -154,7 +229,9 @@ def test_split_prompt_cuts_before_the_token_that_predicts_the_first_one(perform)
     whole = np.concatenate([s.ids for s in episode.trajectory.segments[:2]])
     for segments in (episode.trajectory.segments, episode.trajectory.segments[:2]):
         prompt, rest = split_prompt(Trajectory(segments))
-        assert np.array_equal(prompt, whole[:-1]) and np.array_equal(np.concatenate([prompt, rest]), Trajectory(segments).ids)
+        assert np.array_equal(prompt, whole[:-1]) and np.array_equal(
+            np.concatenate([prompt, rest]), Trajectory(segments).ids
+        )
 
 
 # --- dispatch ---
@@ -165,9 +242,13 @@ def test_sequential_ends_a_turn_at_its_first_call(perform, small_vocabulary):
     assert episode.stop is StopReason.ANSWERED and len(episode.turns) == 3
     assert [statuses(episode, n) for n in (0, 1)] == [[CallStatus.EXECUTED]] * 2
     assert [o.call for n in (0, 1) for o in episode.turns[n].calls] == list(CALLS)
-    assert episode.turns[0].text.endswith("</tool_call>") and all(len(wave) == 1 for wave in sampler.waves)
+    assert episode.turns[0].text.endswith("</tool_call>") and all(
+        len(wave) == 1 for wave in sampler.waves
+    )
     text = small_vocabulary.decode(episode.trajectory.ids)
-    assert "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>" in text  # the protocol closes what the stop left open
+    assert (
+        "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>" in text
+    )  # the protocol closes what the stop left open
     assert is_fed_what_it_became(episode, sampler)
 
 
@@ -190,7 +271,12 @@ def test_no_dispatch_offers_no_tool_and_refuses_once(perform, small_vocabulary):
 def test_a_direct_answer_is_one_turn_under_any_dispatch(perform):
     for dispatch in ("parallel", "sequential", "none"):
         episode, sampler = perform([ANSWER], dispatch)
-        assert (episode.stop, episode.answer, len(episode.turns), len(sampler.asked)) == (StopReason.ANSWERED, "seven", 1, 1)
+        assert (episode.stop, episode.answer, len(episode.turns), len(sampler.asked)) == (
+            StopReason.ANSWERED,
+            "seven",
+            1,
+            1,
+        )
 
 
 def test_neither_a_call_nor_an_answer_ends_the_episode(perform):
@@ -205,31 +291,48 @@ def test_who_goes_on_calling_is_stopped_after_one_refusal(perform, small_vocabul
     episode, sampler = perform([plan(CALLS[0])])
     assert (episode.stop, episode.answer, len(episode.turns)) == (StopReason.TURN_LIMIT, None, 4)
     assert [statuses(episode, n)[0].executed for n in range(4)] == [True, True, False, False]
-    assert small_vocabulary.decode(episode.trajectory.ids).count("No more calls can be made.") == 2  # with the last report, and the refusal
+    assert (
+        small_vocabulary.decode(episode.trajectory.ids).count("No more calls can be made.") == 2
+    )  # with the last report, and the refusal
     assert is_fed_what_it_became(episode, sampler)
 
 
 def test_an_answer_beside_a_late_call_counts(perform):
     episode, _ = perform([plan(CALLS[0]), plan(CALLS[0]), plan(CALLS[0]) + "<answer> two</answer>"])
-    assert (episode.stop, episode.answer, statuses(episode, 2)) == (StopReason.ANSWERED, "two", [CallStatus.NOT_OFFERED])
+    assert (episode.stop, episode.answer, statuses(episode, 2)) == (
+        StopReason.ANSWERED,
+        "two",
+        [CallStatus.NOT_OFFERED],
+    )
 
 
 def test_calls_beyond_the_turns_limit_are_refused_and_the_others_carried_out(perform):
     calls = [CropCall(16 * n, 16 * n + 16) for n in range(5)]
     episode, sampler = perform([plan(*calls), ANSWER])
-    assert statuses(episode) == [CallStatus.EXECUTED] * 3 + [CallStatus.TOO_MANY] * 2 and len(sampler.sub) == 3
+    assert (
+        statuses(episode) == [CallStatus.EXECUTED] * 3 + [CallStatus.TOO_MANY] * 2
+        and len(sampler.sub) == 3
+    )
     assert episode.stop is StopReason.ANSWERED
 
 
 def test_a_turn_that_hits_its_tokens_is_truncated(perform):
     episode, sampler = perform(["I see" * 40 + plan(*CALLS)])
-    assert (episode.stop, episode.answer, episode.turns[0].truncated) == (StopReason.TRUNCATED, None, True)
-    assert [len(s.ids) for _, s in sampler.main] == [64] == [sampler.main[0][0].sampling.max_new_tokens] and not episode.turns[0].calls
+    assert (episode.stop, episode.answer, episode.turns[0].truncated) == (
+        StopReason.TRUNCATED,
+        None,
+        True,
+    )
+    assert [len(s.ids) for _, s in sampler.main] == [64] == [
+        sampler.main[0][0].sampling.max_new_tokens
+    ] and not episode.turns[0].calls
 
 
 def test_a_report_is_cut_to_its_tokens(perform, small_vocabulary):
     episode, sampler = perform([plan(CALLS[0]), ANSWER], report=" seven" * 40)
-    assert {r.sampling.max_new_tokens for r, _ in sampler.sub} == {16} and episode.turns[0].calls[0].response == " seven" * 16
+    assert {r.sampling.max_new_tokens for r, _ in sampler.sub} == {16} and episode.turns[0].calls[
+        0
+    ].response == " seven" * 16
     assert episode.stop is StopReason.ANSWERED
 
 
@@ -238,7 +341,9 @@ def test_the_trajectory_never_outgrows_its_limit(perform, room):
     episode, sampler = perform([plan(*CALLS), plan(*CALLS), ANSWER], trajectory_tokens=room)
     shared, rest = split_prompt(episode.trajectory)
     assert len(rest) <= room and is_fed_what_it_became(episode, sampler)
-    assert all(len(r.ids) - len(shared) + r.sampling.max_new_tokens <= room for r, _ in sampler.main)
+    assert all(
+        len(r.ids) - len(shared) + r.sampling.max_new_tokens <= room for r, _ in sampler.main
+    )
 
 
 def test_a_full_trajectory_ends_the_episode_by_name(perform):
@@ -246,20 +351,35 @@ def test_a_full_trajectory_ends_the_episode_by_name(perform):
     assert whole.stop is StopReason.ANSWERED
     first = len(split_prompt(Trajectory(whole.trajectory.segments[:4]))[1])
     with_results = first + len(whole.trajectory.segments[4].ids)
-    stops = {room: perform([plan(*CALLS), ANSWER], trajectory_tokens=room)[0].stop for room in (first - 1, first, with_results)}
-    assert stops == {first - 1: StopReason.TRUNCATED, first: StopReason.TOKEN_LIMIT, with_results: StopReason.TOKEN_LIMIT}
+    stops = {
+        room: perform([plan(*CALLS), ANSWER], trajectory_tokens=room)[0].stop
+        for room in (first - 1, first, with_results)
+    }
+    assert stops == {
+        first - 1: StopReason.TRUNCATED,
+        first: StopReason.TOKEN_LIMIT,
+        with_results: StopReason.TOKEN_LIMIT,
+    }
     needed = len(split_prompt(whole.trajectory)[1])
     assert perform([plan(*CALLS), ANSWER], trajectory_tokens=needed)[0].stop is StopReason.ANSWERED
-    assert perform([plan(*CALLS), ANSWER], trajectory_tokens=needed - 1)[0].stop is StopReason.TRUNCATED
+    assert (
+        perform([plan(*CALLS), ANSWER], trajectory_tokens=needed - 1)[0].stop
+        is StopReason.TRUNCATED
+    )
 
 
 def test_hundreds_of_calls_in_a_turn_are_each_told_what_became_of_them(perform):
     calls = [CropCall(n % 100, n % 100 + 16) for n in range(300)]
     episode, sampler = perform([plan(*calls), ANSWER], turn_tokens=8192, trajectory_tokens=30_000)
-    assert statuses(episode) == [CallStatus.EXECUTED] * 3 + [CallStatus.TOO_MANY] * 297 and len(sampler.sub) == 3
+    assert (
+        statuses(episode) == [CallStatus.EXECUTED] * 3 + [CallStatus.TOO_MANY] * 297
+        and len(sampler.sub) == 3
+    )
     assert episode.stop is StopReason.ANSWERED and is_fed_what_it_became(episode, sampler)
     full, _ = perform([plan(*calls), ANSWER], turn_tokens=8192, trajectory_tokens=8192)
-    assert full.stop is StopReason.TOKEN_LIMIT and len(full.turns[0].calls) == 300  # what they were told has no room
+    assert (
+        full.stop is StopReason.TOKEN_LIMIT and len(full.turns[0].calls) == 300
+    )  # what they were told has no room
 
 
 # --- time ---
@@ -277,13 +397,22 @@ class Slow(Scripted):
 
     def submit(self, request: Request) -> int:
         ticket = super().submit(request)
-        self.at[ticket], self.due[ticket] = self.now, self.now + min(self.takes(request), request.sampling.deadline)
+        self.at[ticket], self.due[ticket] = (
+            self.now,
+            self.now + min(self.takes(request), request.sampling.deadline),
+        )
         return ticket
 
     def step(self):
         self.now = min(self.due[ticket] for ticket in self.waiting)
-        later = {ticket: request for ticket, request in self.waiting.items() if self.due[ticket] > self.now}
-        self.waiting = {ticket: request for ticket, request in self.waiting.items() if ticket not in later}
+        later = {
+            ticket: request
+            for ticket, request in self.waiting.items()
+            if self.due[ticket] > self.now
+        }
+        self.waiting = {
+            ticket: request for ticket, request in self.waiting.items() if ticket not in later
+        }
         self.begun += [self.at[ticket] for ticket in self.waiting]
         answers = super().step()
         self.waiting = later
@@ -294,18 +423,24 @@ class Slow(Scripted):
         if self.takes(request) <= request.sampling.deadline:
             return sample
         half = len(sample.ids) // 2
-        return dataclasses.replace(sample, ids=sample.ids[:half], logprobs=sample.logprobs[:half], stop=SampleStop.DEADLINE)
+        return dataclasses.replace(
+            sample, ids=sample.ids[:half], logprobs=sample.logprobs[:half], stop=SampleStop.DEADLINE
+        )
 
 
 @pytest.fixture
 def perform_slowly(small_vocabulary, small_scene, small_questions):
     """perform_slowly(turns, takes, ...) plays an episode whose answers take `takes(request)`, and gives it with its sampler."""
-    protocol = Protocol(small_vocabulary, dataclasses.replace(small_scene.protocol.settings, summary_tokens=64))
+    protocol = Protocol(
+        small_vocabulary, dataclasses.replace(small_scene.protocol.settings, summary_tokens=64)
+    )
 
     def start(turns, takes, **limits):
         sampler = Slow(small_vocabulary, turns, " seven from 8 to 10", takes)
         scene = Scene(protocol, small_scene.features, lambda: sampler.now)
-        (episode,) = run(sampler, [play(scene, small_questions[0], Setting(4, 0.7, **limits), seed=5)])
+        (episode,) = run(
+            sampler, [play(scene, small_questions[0], Setting(4, 0.7, **limits), seed=5)]
+        )
         return episode, sampler
 
     return start
@@ -317,56 +452,101 @@ def begins_at(*starts: float):
 
 
 def test_the_episodes_time_cuts_a_turn(perform_slowly):
-    episode, sampler = perform_slowly([plan(*CALLS), plan(*CALLS), ANSWER], lambda request: 3.0, seconds=13.5)
+    episode, sampler = perform_slowly(
+        [plan(*CALLS), plan(*CALLS), ANSWER], lambda request: 3.0, seconds=13.5
+    )
     assert [r.sampling.deadline for r, _ in sampler.main] == [13.5, 7.5, 1.5]
-    assert (episode.stop, episode.answer, len(episode.turns)) == (StopReason.TIME_LIMIT, None, 3) and episode.turns[2].truncated
-    assert PINNED < episode.turns[2].text < PINNED + ANSWER and is_fed_what_it_became(episode, sampler)
-    assert perform_slowly([plan(*CALLS), plan(*CALLS), ANSWER], lambda request: 3.0, seconds=15.0)[0].stop is StopReason.ANSWERED
+    assert (episode.stop, episode.answer, len(episode.turns)) == (
+        StopReason.TIME_LIMIT,
+        None,
+        3,
+    ) and episode.turns[2].truncated
+    assert PINNED < episode.turns[2].text < PINNED + ANSWER and is_fed_what_it_became(
+        episode, sampler
+    )
+    assert (
+        perform_slowly([plan(*CALLS), plan(*CALLS), ANSWER], lambda request: 3.0, seconds=15.0)[
+            0
+        ].stop
+        is StopReason.ANSWERED
+    )
 
 
 def test_no_turn_begins_when_the_time_is_up(perform_slowly):
     episode, sampler = perform_slowly([plan(*CALLS), ANSWER], lambda request: 3.0, seconds=6.0)
-    assert (episode.stop, episode.answer, len(episode.turns)) == (StopReason.TIME_LIMIT, None, 1) and len(sampler.main) == 1
+    assert (episode.stop, episode.answer, len(episode.turns)) == (
+        StopReason.TIME_LIMIT,
+        None,
+        1,
+    ) and len(sampler.main) == 1
     assert statuses(episode) == [CallStatus.EXECUTED] * 2 and not episode.turns[0].truncated
-    assert episode.trajectory.segments[-1].author is Author.TOOL and is_fed_what_it_became(episode, sampler)
+    assert episode.trajectory.segments[-1].author is Author.TOOL and is_fed_what_it_became(
+        episode, sampler
+    )
 
 
 def test_time_that_is_up_before_anything_was_said(small_vocabulary, small_scene, small_questions):
     """A video that takes longer to read than there is time: an episode without a turn, of which all that follows can be worked out."""
     ticks = itertools.count()
-    scene, setting = Scene(small_scene.protocol, small_scene.features, lambda: float(next(ticks))), Setting(4, 0.7, seconds=1.0)
+    scene, setting = (
+        Scene(small_scene.protocol, small_scene.features, lambda: float(next(ticks))),
+        Setting(4, 0.7, seconds=1.0),
+    )
     sampler = Scripted(small_vocabulary, [ANSWER])
     (episode,) = run(sampler, [play(scene, small_questions[0], setting, 0)])
-    assert (episode.stop, episode.turns, episode.answer, sampler.asked) == (StopReason.TIME_LIMIT, (), None, [])
+    assert (episode.stop, episode.turns, episode.answer, sampler.asked) == (
+        StopReason.TIME_LIMIT,
+        (),
+        None,
+        [],
+    )
     assert [segment.author for segment in episode.trajectory.segments] == [Author.PROMPT] * 2
     rewards = score(episode.question, episode.turns, RewardSettings())
     assert rewards.total == 0 and not rewards.compliant
     assert transcript(episode, rewards, setting, small_vocabulary)["turns"] == []
 
 
-def test_a_sub_agent_that_takes_too_long_costs_its_own_report_only(perform_slowly, small_vocabulary):
+def test_a_sub_agent_that_takes_too_long_costs_its_own_report_only(
+    perform_slowly, small_vocabulary
+):
     calls, slow = (CropCall(0, 16), CropCall(40, 56), CropCall(112, 128)), begins_at(40)
-    episode, sampler = perform_slowly([plan(*calls), ANSWER], lambda r: 9.0 if slow(r) else 1.0, report_seconds=4.0)
+    episode, sampler = perform_slowly(
+        [plan(*calls), ANSWER], lambda r: 9.0 if slow(r) else 1.0, report_seconds=4.0
+    )
     assert statuses(episode) == [CallStatus.EXECUTED, CallStatus.TIMED_OUT, CallStatus.EXECUTED]
     first, late, last = episode.turns[0].calls
-    assert first.response == last.response == " seven from 8 to 10" and late.response == "error: no report in time"
+    assert (
+        first.response == last.response == " seven from 8 to 10"
+        and late.response == "error: no report in time"
+    )
     assert (episode.stop, episode.answer) == (StopReason.ANSWERED, "seven")
     assert [r.sampling.deadline for r, _ in sampler.sub] == [4.0] * 3 and sampler.now == 1 + 4 + 1
     seen = small_vocabulary.decode(episode.trajectory.segments[4].ids)
-    assert "<tool_response>\nerror: no report in time\n</tool_response>" in seen and seen.count(" seven from 8 to 10") == 2
+    assert (
+        "<tool_response>\nerror: no report in time\n</tool_response>" in seen
+        and seen.count(" seven from 8 to 10") == 2
+    )
     assert late.subagent is not None and late.call == calls[1]
     (said,) = [sample for request, sample in sampler.sub if slow(request)]
-    assert np.array_equal(late.subagent.segments[-1].ids, said.ids) and 0 < len(said.ids) and said.stop is SampleStop.DEADLINE
+    assert (
+        np.array_equal(late.subagent.segments[-1].ids, said.ids)
+        and 0 < len(said.ids)
+        and said.stop is SampleStop.DEADLINE
+    )
 
 
 def test_reports_have_no_more_time_than_the_episode(perform_slowly):
     takes = lambda request: 3.0 if len(request.frames) == 4 else 99.0  # noqa: E731
-    episode, sampler = perform_slowly([plan(*CALLS), ANSWER], takes, seconds=8.0, report_seconds=60.0)
+    episode, sampler = perform_slowly(
+        [plan(*CALLS), ANSWER], takes, seconds=8.0, report_seconds=60.0
+    )
     assert [r.sampling.deadline for r, _ in sampler.sub] == [5.0] * 2 and sampler.now == 8.0
     assert statuses(episode) == [CallStatus.TIMED_OUT] * 2 and episode.stop is StopReason.TIME_LIMIT
 
 
-def test_the_time_that_reading_takes_is_the_episodes(small_vocabulary, small_scene, small_questions):
+def test_the_time_that_reading_takes_is_the_episodes(
+    small_vocabulary, small_scene, small_questions
+):
     class Laborious(FrameFeatures):
         """Every look at a window takes two seconds."""
 
@@ -379,7 +559,9 @@ def test_the_time_that_reading_takes_is_the_episodes(small_vocabulary, small_sce
     sampler = Slow(small_vocabulary, [plan(*CALLS), ANSWER], " seven", lambda request: 3.0)
     scene = Scene(small_scene.protocol, features, lambda: sampler.now)
     (episode,) = run(sampler, [play(scene, small_questions[0], Setting(4, 0.7, seconds=8.0), 5)])
-    assert [r.sampling.deadline for r, _ in sampler.sub] == [1.0] * 2 and episode.stop is StopReason.TIME_LIMIT
+    assert [r.sampling.deadline for r, _ in sampler.sub] == [
+        1.0
+    ] * 2 and episode.stop is StopReason.TIME_LIMIT
     assert statuses(episode) == [CallStatus.TIMED_OUT] * 2
 
 
@@ -387,11 +569,26 @@ def test_a_slow_episode_holds_up_nobody(small_vocabulary, small_scene, small_que
     slow = small_questions[0].video
     quick = next(q for q in small_questions if q.video != slow)
     turns = lambda request: plan(*CALLS) if sampler.is_first(request) else ANSWER  # noqa: E731
-    sampler = Slow(small_vocabulary, turns, " seven", lambda request: 50.0 if request.frames[0].video == slow else 1.0)
+    sampler = Slow(
+        small_vocabulary,
+        turns,
+        " seven",
+        lambda request: 50.0 if request.frames[0].video == slow else 1.0,
+    )
     scene = Scene(small_scene.protocol, small_scene.features, lambda: sampler.now)
-    episodes = run(sampler, [play(scene, q, Setting(4, 0.7, seconds=10.0), n) for n, q in enumerate((small_questions[0], quick))])
+    episodes = run(
+        sampler,
+        [
+            play(scene, q, Setting(4, 0.7, seconds=10.0), n)
+            for n, q in enumerate((small_questions[0], quick))
+        ],
+    )
     assert [episode.stop for episode in episodes] == [StopReason.TIME_LIMIT, StopReason.ANSWERED]
-    began = [at for request, at in zip(sampler.asked, sampler.begun, strict=True) if request.frames[0].video == quick.video]
+    began = [
+        at
+        for request, at in zip(sampler.asked, sampler.begun, strict=True)
+        if request.frames[0].video == quick.video
+    ]
     assert began == [0.0, 1.0, 1.0, 2.0]
 
 
@@ -418,8 +615,14 @@ BAD_CALLS = {
     "not JSON": ("<tool_call>\nplease look at the start\n</tool_call>", CallStatus.MALFORMED),
     "a missing time": (raw('{"start_time": 3}'), CallStatus.MALFORMED),
     "no arguments": (raw("null"), CallStatus.MALFORMED),
-    "code": ("<tool_code>print(crop_video(start_time=0, end_time=16))</tool_code>", CallStatus.MALFORMED),
-    "another tool": (raw('{"start_time": 0, "end_time": 16}', "open_file"), CallStatus.UNKNOWN_TOOL),
+    "code": (
+        "<tool_code>print(crop_video(start_time=0, end_time=16))</tool_code>",
+        CallStatus.MALFORMED,
+    ),
+    "another tool": (
+        raw('{"start_time": 0, "end_time": 16}', "open_file"),
+        CallStatus.UNKNOWN_TOOL,
+    ),
     "reversed": (raw('{"start_time": 16, "end_time": 0}'), CallStatus.BAD_WINDOW),
     "empty": (raw('{"start_time": 16, "end_time": 16}'), CallStatus.BAD_WINDOW),
     "outside": (raw('{"start_time": 500, "end_time": 516}'), CallStatus.BAD_WINDOW),
@@ -431,40 +634,86 @@ BAD_CALLS = {
 @pytest.mark.parametrize("case", BAD_CALLS)
 def test_a_bad_call_is_told_why_and_its_siblings_are_carried_out(perform, case):
     call, status = BAD_CALLS[case]
-    episode, sampler = perform([plan(CALLS[0], call, CALLS[1]), ANSWER], turn_tokens=200, trajectory_tokens=600, summary_tokens=200)
+    episode, sampler = perform(
+        [plan(CALLS[0], call, CALLS[1]), ANSWER],
+        turn_tokens=200,
+        trajectory_tokens=600,
+        summary_tokens=200,
+    )
     assert statuses(episode) == [CallStatus.EXECUTED, status, CallStatus.EXECUTED]
-    assert episode.turns[0].calls[1].response.startswith("error: ") and episode.turns[0].calls[1].subagent is None
+    assert (
+        episode.turns[0].calls[1].response.startswith("error: ")
+        and episode.turns[0].calls[1].subagent is None
+    )
     assert len(sampler.sub) == 2 and episode.stop is StopReason.ANSWERED
 
 
 GOOD_CALLS = {
-    "strings": (raw('{"start_time": "16", "end_time": "32.0s"}'), CallStatus.EXECUTED, CropCall(16, 32), range(16, 32)),
-    "clock": (raw('{"start_time": "0:16", "end_time": "00:32"}'), CallStatus.EXECUTED, CropCall(16, 32), range(16, 32)),
-    "over the end": (raw('{"start_time": 120, "end_time": 500}'), CallStatus.CLAMPED, CropCall(120, 128), range(120, 128)),
-    "before the start": (raw('{"start_time": -9, "end_time": 4}'), CallStatus.CLAMPED, CropCall(0, 4), range(4)),
-    "between two frames": (raw('{"start_time": 8.2, "end_time": 8.7}'), CallStatus.EXECUTED, CropCall(8.2, 8.7), range(8, 9)),
+    "strings": (
+        raw('{"start_time": "16", "end_time": "32.0s"}'),
+        CallStatus.EXECUTED,
+        CropCall(16, 32),
+        range(16, 32),
+    ),
+    "clock": (
+        raw('{"start_time": "0:16", "end_time": "00:32"}'),
+        CallStatus.EXECUTED,
+        CropCall(16, 32),
+        range(16, 32),
+    ),
+    "over the end": (
+        raw('{"start_time": 120, "end_time": 500}'),
+        CallStatus.CLAMPED,
+        CropCall(120, 128),
+        range(120, 128),
+    ),
+    "before the start": (
+        raw('{"start_time": -9, "end_time": 4}'),
+        CallStatus.CLAMPED,
+        CropCall(0, 4),
+        range(4),
+    ),
+    "between two frames": (
+        raw('{"start_time": 8.2, "end_time": 8.7}'),
+        CallStatus.EXECUTED,
+        CropCall(8.2, 8.7),
+        range(8, 9),
+    ),
 }
 
 
 @pytest.mark.parametrize("case", GOOD_CALLS)
 def test_a_call_that_a_person_would_understand_is_carried_out(perform, case):
     call, status, window, frames = GOOD_CALLS[case]
-    episode, sampler = perform([plan(call), ANSWER], turn_tokens=200, trajectory_tokens=600, summary_tokens=120)
+    episode, sampler = perform(
+        [plan(call), ANSWER], turn_tokens=200, trajectory_tokens=600, summary_tokens=120
+    )
     (outcome,) = episode.turns[0].calls
     assert (outcome.status, outcome.call) == (status, window)
-    assert [f.time for f in sampler.sub[0][0].frames] == [second for second in frames if second % STEP == 0]
-    assert outcome.response.startswith(" seven from 8 to 10") and ("was cut to" in outcome.response) == (status is CallStatus.CLAMPED)
+    assert [f.time for f in sampler.sub[0][0].frames] == [
+        second for second in frames if second % STEP == 0
+    ]
+    assert outcome.response.startswith(" seven from 8 to 10") and (
+        "was cut to" in outcome.response
+    ) == (status is CallStatus.CLAMPED)
 
 
 def test_where_the_note_on_a_window_does_not_fit_the_report_is_what_stays(perform):
     episode, _ = perform([plan(CropCall(120, 500)), ANSWER])
-    assert episode.turns[0].calls[0].response.startswith(" seven from 8 to 10") and statuses(episode) == [CallStatus.CLAMPED]
+    assert episode.turns[0].calls[0].response.startswith(" seven from 8 to 10") and statuses(
+        episode
+    ) == [CallStatus.CLAMPED]
 
 
 def test_the_response_on_record_is_the_one_the_model_saw(perform, small_vocabulary):
-    episode, _ = perform([plan(CALLS[0], BAD_CALLS["not JSON"][0], CALLS[1]), ANSWER], report="<|im_end|> </tool_response> é é é é é é é é")
+    episode, _ = perform(
+        [plan(CALLS[0], BAD_CALLS["not JSON"][0], CALLS[1]), ANSWER],
+        report="<|im_end|> </tool_response> é é é é é é é é",
+    )
     seen = small_vocabulary.decode(episode.trajectory.segments[4].ids)
-    bodies = [part.partition("\n</tool_response>")[0] for part in seen.split("<tool_response>\n")[1:]]
+    bodies = [
+        part.partition("\n</tool_response>")[0] for part in seen.split("<tool_response>\n")[1:]
+    ]
     assert bodies == [o.response for o in episode.turns[0].calls]
 
 
@@ -483,7 +732,11 @@ def test_a_bad_video_ends_one_episode(scripted, small_scene, small_questions, sm
     bad = dataclasses.replace(small_questions[0], video=name)
     agents = [play(small_scene, q, Setting(4, 0.7), 0) for q in (bad, small_questions[0])]
     lost, fine = run(scripted([ANSWER]), agents)
-    assert (lost.stop, lost.turns, lost.answer) == (StopReason.UNREADABLE, (), None) and fine.stop is StopReason.ANSWERED
+    assert (lost.stop, lost.turns, lost.answer) == (
+        StopReason.UNREADABLE,
+        (),
+        None,
+    ) and fine.stop is StopReason.ANSWERED
 
 
 def test_a_window_that_cannot_be_read_is_a_response_and_its_siblings_live(perform, small_scene):
@@ -498,36 +751,59 @@ def test_a_window_that_cannot_be_read_is_a_response_and_its_siblings_live(perfor
     whole = small_scene.features
     features = Scratched.__new__(Scratched)
     features.__dict__ |= whole.__dict__
-    episode, sampler = perform([plan(CALLS[0], CALLS[1]), ANSWER], scene=Scene(small_scene.protocol, features), summary_tokens=200)
-    assert statuses(episode) == [CallStatus.EXECUTED, CallStatus.UNREADABLE] and episode.stop is StopReason.ANSWERED
-    assert "it cannot be decoded there" in episode.turns[0].calls[1].response and len(sampler.sub) == 1
+    episode, sampler = perform(
+        [plan(CALLS[0], CALLS[1]), ANSWER],
+        scene=Scene(small_scene.protocol, features),
+        summary_tokens=200,
+    )
+    assert (
+        statuses(episode) == [CallStatus.EXECUTED, CallStatus.UNREADABLE]
+        and episode.stop is StopReason.ANSWERED
+    )
+    assert (
+        "it cannot be decoded there" in episode.turns[0].calls[1].response and len(sampler.sub) == 1
+    )
 
 
 def test_a_sub_agent_whose_video_is_gone_costs_its_own_report_only(perform, small_vocabulary):
     """The file was there when its window was opened, and was not when the engine came to look at it."""
     episode, sampler = perform(
         [plan(*CALLS, CropCall(120, 500)), ANSWER],
-        report=lambda request: Cut(" se", SampleStop.UNREADABLE) if request.frames[-1].time > 100 else " seven from 8 to 10",
+        report=lambda request: (
+            Cut(" se", SampleStop.UNREADABLE)
+            if request.frames[-1].time > 100
+            else " seven from 8 to 10"
+        ),
         summary_tokens=64,
     )
     assert statuses(episode) == [CallStatus.EXECUTED, CallStatus.UNREADABLE, CallStatus.UNREADABLE]
-    assert [o.response for o in episode.turns[0].calls] == [" seven from 8 to 10"] + ["error: the video cannot be read there"] * 2
-    assert "error: the video cannot be read there" in small_vocabulary.decode(episode.trajectory.segments[4].ids)
+    assert [o.response for o in episode.turns[0].calls] == [" seven from 8 to 10"] + [
+        "error: the video cannot be read there"
+    ] * 2
+    assert "error: the video cannot be read there" in small_vocabulary.decode(
+        episode.trajectory.segments[4].ids
+    )
     assert episode.stop is StopReason.ANSWERED and len(sampler.sub) == 3
 
 
 def test_an_episode_whose_video_is_gone_ends_with_what_was_said(perform):
     episode, sampler = perform([plan(*CALLS), Cut("the crops", SampleStop.UNREADABLE)])
     assert (episode.stop, episode.answer) == (StopReason.UNREADABLE, None)
-    assert [turn.truncated for turn in episode.turns] == [False, True] and is_fed_what_it_became(episode, sampler)
+    assert [turn.truncated for turn in episode.turns] == [False, True] and is_fed_what_it_became(
+        episode, sampler
+    )
 
 
-def test_a_file_that_is_damaged_while_an_episode_lasts(scripted, small_world, small_model, small_scene, small_questions, tmp_path):
+def test_a_file_that_is_damaged_while_an_episode_lasts(
+    scripted, small_world, small_model, small_scene, small_questions, tmp_path
+):
     """Its window is refused with a reason, in which no path stands."""
     name = small_questions[0].video
     (tmp_path / name).parent.mkdir()
     shutil.copy(small_world.folder / name, tmp_path / name)
-    features = FrameFeatures(small_model.vision, small_model.config, FrameSettings(batch=64, cache_mib=0), tmp_path)
+    features = FrameFeatures(
+        small_model.vision, small_model.config, FrameSettings(batch=64, cache_mib=0), tmp_path
+    )
 
     def turns(request: Request) -> str:
         if sampler.is_first(request):
@@ -540,29 +816,50 @@ def test_a_file_that_is_damaged_while_an_episode_lasts(scripted, small_world, sm
     scene = Scene(Protocol(small_scene.protocol.vocabulary, settings), features)
     (episode,) = run(sampler, [play(scene, small_questions[0], Setting(4, 0.7), 0)])
     (outcome,) = episode.turns[0].calls
-    assert outcome.status is CallStatus.UNREADABLE and episode.stop is StopReason.ANSWERED and not sampler.sub
-    assert outcome.response.startswith("error: the video cannot be read there (") and str(tmp_path) not in outcome.response
+    assert (
+        outcome.status is CallStatus.UNREADABLE
+        and episode.stop is StopReason.ANSWERED
+        and not sampler.sub
+    )
+    assert (
+        outcome.response.startswith("error: the video cannot be read there (")
+        and str(tmp_path) not in outcome.response
+    )
 
 
-def test_the_model_opens_no_files(perform, small_world, small_questions, small_scene, small_model, tmp_path, monkeypatch):
+def test_the_model_opens_no_files(
+    perform, small_world, small_questions, small_scene, small_model, tmp_path, monkeypatch
+):
     """A call's `video_path` is words: only the question's own video is ever opened."""
     secret = tmp_path / "secret.mp4"
     secret.write_bytes((small_world.folder / small_questions[1].video).read_bytes())
     opened = []
     for function in ("probe", "read"):
         real = getattr(video, function)
-        monkeypatch.setattr(video, function, lambda path, *rest, real=real: opened.append(str(path)) or real(path, *rest))
-    features = FrameFeatures(small_model.vision, small_model.config, small_scene.features.settings, small_world.folder)
+        monkeypatch.setattr(
+            video,
+            function,
+            lambda path, *rest, real=real: opened.append(str(path)) or real(path, *rest),
+        )
+    features = FrameFeatures(
+        small_model.vision, small_model.config, small_scene.features.settings, small_world.folder
+    )
     others = [str(secret), small_questions[2].video, "../../etc/passwd", "video.mp4; rm -rf /"]
     calls = [raw(f'{{"video_path": "{path}", "start_time": 0, "end_time": 16}}') for path in others]
     scene = Scene(small_scene.protocol, features)
-    episode, sampler = perform([plan(*calls), ANSWER], scene=scene, max_calls=4, turn_tokens=600, trajectory_tokens=1000)
+    episode, sampler = perform(
+        [plan(*calls), ANSWER], scene=scene, max_calls=4, turn_tokens=600, trajectory_tokens=1000
+    )
     assert statuses(episode) == [CallStatus.EXECUTED] * 4
     assert set(opened) == {str(small_world.folder / small_questions[0].video)}
-    assert {f.video for request, _ in sampler.sub for f in request.frames} == {small_questions[0].video}
+    assert {f.video for request, _ in sampler.sub for f in request.frames} == {
+        small_questions[0].video
+    }
 
 
 def test_temporal_grounding_is_played_alike(perform, small_questions):
     question = next(q for q in small_questions if q.kind is QuestionKind.TEMPORAL_GROUNDING)
-    episode, _ = perform([plan(*CALLS), "the crops show\n</think>\n<answer>[8, 10]</answer>"], question=question)
+    episode, _ = perform(
+        [plan(*CALLS), "the crops show\n</think>\n<answer>[8, 10]</answer>"], question=question
+    )
     assert (episode.stop, episode.answer) == (StopReason.ANSWERED, "[8, 10]")

@@ -19,8 +19,19 @@ from rollout.episode import Scene, Setting, play, split_prompt
 from rollout.requests import run
 from rollout.transcript import transcript
 
-_TAGS = [f"<{slash}{name}>" for name in ("think", "tool_call", "tool_code", "tool_response", "answer") for slash in ("", "/")]
-_CONTROL = ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|image_pad|>", "<|vision_start|>", "<|video_pad|>"]
+_TAGS = [
+    f"<{slash}{name}>"
+    for name in ("think", "tool_call", "tool_code", "tool_response", "answer")
+    for slash in ("", "/")
+]
+_CONTROL = [
+    "<|im_end|>",
+    "<|im_start|>",
+    "<|endoftext|>",
+    "<|image_pad|>",
+    "<|vision_start|>",
+    "<|video_pad|>",
+]
 _NUMBERS = [
     "0",
     "16",
@@ -63,7 +74,15 @@ def _call(path: str, start: str, end: str) -> str:
 
 _TIMES = st.one_of(st.sampled_from(_NUMBERS), st.integers(-20, 200).map(str), st.floats().map(str))
 _CALLS = st.builds(_call, st.sampled_from(["video.mp4", "/etc/passwd"]), _TIMES, _TIMES)
-_PARTS = st.one_of(_CALLS, _CALLS, st.sampled_from(_TAGS), st.sampled_from(_CONTROL), st.sampled_from(_WORDS), _CALLS, st.text(max_size=6))
+_PARTS = st.one_of(
+    _CALLS,
+    _CALLS,
+    st.sampled_from(_TAGS),
+    st.sampled_from(_CONTROL),
+    st.sampled_from(_WORDS),
+    _CALLS,
+    st.text(max_size=6),
+)
 _LINES = st.lists(_PARTS, max_size=8).map("".join)
 
 
@@ -72,17 +91,26 @@ def lines(draw, vocabulary) -> list[int]:
     """What an agent says, as ids: text mostly, any ids (unused ones too) sometimes; it may end its turn or not, or say nothing."""
     ids = vocabulary.encode(draw(_LINES)).tolist()
     if draw(st.integers(0, 3)) == 0:
-        ids += draw(st.lists(st.integers(0, vocabulary.size + 1) | st.just(vocabulary.size), max_size=8))
+        ids += draw(
+            st.lists(st.integers(0, vocabulary.size + 1) | st.just(vocabulary.size), max_size=8)
+        )
     return ids + draw(st.sampled_from([[vocabulary.eos], [vocabulary.eos], []]))
 
 
 @pytest.mark.parametrize("dispatch", ["parallel", "sequential", "none"])
 @settings(max_examples=150)
 @given(data=st.data())
-def test_any_text_gives_a_typed_outcome_and_ids_that_only_grow(scripted, small_scene, small_questions, dispatch, data):
+def test_any_text_gives_a_typed_outcome_and_ids_that_only_grow(
+    scripted, small_scene, small_questions, dispatch, data
+):
     vocabulary, room = small_scene.protocol.vocabulary, data.draw(st.sampled_from([1, 2, 8]))
-    limits = dataclasses.replace(small_scene.protocol.settings, turn_tokens=64 * room, trajectory_tokens=200 * room)
-    turns, report = data.draw(st.lists(lines(vocabulary), min_size=1, max_size=4)), data.draw(lines(vocabulary))
+    limits = dataclasses.replace(
+        small_scene.protocol.settings, turn_tokens=64 * room, trajectory_tokens=200 * room
+    )
+    turns, report = (
+        data.draw(st.lists(lines(vocabulary), min_size=1, max_size=4)),
+        data.draw(lines(vocabulary)),
+    )
     sampler, setting = scripted(turns, report=report), Setting(4, 0.7, dispatch)
     scene = Scene(Protocol(vocabulary, limits), small_scene.features)
     (episode,) = run(sampler, [play(scene, small_questions[0], setting, seed=1)])
@@ -91,9 +119,15 @@ def test_any_text_gives_a_typed_outcome_and_ids_that_only_grow(scripted, small_s
     for request, sample in sampler.main:
         fed = np.concatenate([request.ids, sample.ids])
         assert np.array_equal(ids[: len(fed)], fed)
-    assert len(episode.turns) == len(sampler.main) <= (limits.max_tool_turns if dispatch != "none" else 0) + 2
+    assert (
+        len(episode.turns)
+        == len(sampler.main)
+        <= (limits.max_tool_turns if dispatch != "none" else 0) + 2
+    )
     assert len(split_prompt(episode.trajectory)[1]) <= limits.trajectory_tokens
-    segments = [segment for segment in episode.trajectory.segments if segment.author is Author.MODEL]
+    segments = [
+        segment for segment in episode.trajectory.segments if segment.author is Author.MODEL
+    ]
     assert [s.ids.tolist() for s in segments] == [s.ids.tolist() for _, s in sampler.main]
 
     assert isinstance(episode.stop, StopReason) and episode.stop is not StopReason.UNREADABLE
@@ -101,18 +135,28 @@ def test_any_text_gives_a_typed_outcome_and_ids_that_only_grow(scripted, small_s
     if episode.stop is StopReason.ANSWERED:
         assert episode.answer == extract_answer(episode.turns[-1].text)
     outcomes = [outcome for turn in episode.turns for outcome in turn.calls]
-    assert all(isinstance(o.status, CallStatus) and (o.subagent is not None) == o.status.executed for o in outcomes)
+    assert all(
+        isinstance(o.status, CallStatus) and (o.subagent is not None) == o.status.executed
+        for o in outcomes
+    )
     assert len(sampler.sub) == sum(o.status.executed for o in outcomes)
     assert all(
-        sum(o.status.executed for o in turn.calls) <= (1 if dispatch == "sequential" else limits.max_calls) for turn in episode.turns
+        sum(o.status.executed for o in turn.calls)
+        <= (1 if dispatch == "sequential" else limits.max_calls)
+        for turn in episode.turns
     )
     assert all(len(vocabulary.encode(o.response)) <= limits.summary_tokens for o in outcomes)
     for outcome in outcomes:
         if outcome.subagent is not None and outcome.call is not None:
-            assert 0 <= outcome.call.start < outcome.call.end <= 128 and 1 <= len(outcome.subagent.frames) <= limits.crop_frames
+            assert (
+                0 <= outcome.call.start < outcome.call.end <= 128
+                and 1 <= len(outcome.subagent.frames) <= limits.crop_frames
+            )
 
     positions, _ = find_structure(vocabulary.token_bytes, ids, episode.trajectory.authors)
     assert all(episode.trajectory.authors[p] == Author.MODEL for p in positions)
     rewards = score(episode.question, episode.turns, RewardSettings())
     assert np.isfinite(rewards.total)
-    json.dumps(transcript(episode, rewards, setting, vocabulary, np.zeros(len(ids))), allow_nan=False)
+    json.dumps(
+        transcript(episode, rewards, setting, vocabulary, np.zeros(len(ids))), allow_nan=False
+    )

@@ -17,7 +17,9 @@ from rollout.settings import EngineSizes
 from rollout.transcript import transcript
 
 ANSWER = "the crops show seven\n</think>\n<answer> seven</answer>"
-PLAN = "look closer\n</think>\n" + "\n".join(render_call(c) for c in (CropCall(0, 16), CropCall(120, 200), CropCall(500, 516)))
+PLAN = "look closer\n</think>\n" + "\n".join(
+    render_call(c) for c in (CropCall(0, 16), CropCall(120, 200), CropCall(500, 516))
+)
 
 
 @pytest.fixture
@@ -32,40 +34,76 @@ def perform(scripted, small_scene, small_questions):
     return start
 
 
-def test_frames_come_back_in_the_tool_response(perform, small_vocabulary, small_scene, small_questions):
-    episode, sampler = perform([PLAN, ANSWER], Setting(4, 0.7, "frames"), summary_tokens=64, trajectory_tokens=512)
+def test_frames_come_back_in_the_tool_response(
+    perform, small_vocabulary, small_scene, small_questions
+):
+    episode, sampler = perform(
+        [PLAN, ANSWER], Setting(4, 0.7, "frames"), summary_tokens=64, trajectory_tokens=512
+    )
     assert (episode.stop, episode.answer) == (StopReason.ANSWERED, "seven") and not sampler.sub
-    assert [o.status for o in episode.turns[0].calls] == [CallStatus.EXECUTED, CallStatus.CLAMPED, CallStatus.BAD_WINDOW]
-    assert [len(o.frames) for o in episode.turns[0].calls] == [8, 4, 0] and all(o.subagent is None for o in episode.turns[0].calls)
+    assert [o.status for o in episode.turns[0].calls] == [
+        CallStatus.EXECUTED,
+        CallStatus.CLAMPED,
+        CallStatus.BAD_WINDOW,
+    ]
+    assert [len(o.frames) for o in episode.turns[0].calls] == [8, 4, 0] and all(
+        o.subagent is None for o in episode.turns[0].calls
+    )
     (shown,) = [segment for segment in episode.trajectory.segments if segment.author is Author.TOOL]
-    text = small_vocabulary.decode(shown.ids).replace("<|vision_start|><|image_pad|><|vision_end|>", "[]")
+    text = small_vocabulary.decode(shown.ids).replace(
+        "<|vision_start|><|image_pad|><|vision_end|>", "[]"
+    )
     first, second, third = text.split("</tool_response>")[:3]
     assert first.endswith("<tool_response>\n<0.0 seconds>[]<2.0 seconds>[]<4.0 seconds>[]<6.0 seconds>[]<8.0 seconds>[]<10.0 seconds>[]"
                           "<12.0 seconds>[]<14.0 seconds>[]8 frames.\n")  # fmt: skip
-    assert "<120.0 seconds>[]" in second and "4 frames. (The window was cut to 120.0 to 128.0 seconds" in second
+    assert (
+        "<120.0 seconds>[]" in second
+        and "4 frames. (The window was cut to 120.0 to 128.0 seconds" in second
+    )
     assert third.startswith("\n<tool_response>\nerror: The window is outside the video.")
     assert [frame.time for frame in shown.frames] == [0, 2, 4, 6, 8, 10, 12, 14, 120, 122, 124, 126]
     request, _ = sampler.main[1]
-    assert len(request.frames) == 16 and np.array_equal(request.ids, episode.trajectory.ids[: len(request.ids)])
+    assert len(request.frames) == 16 and np.array_equal(
+        request.ids, episode.trajectory.ids[: len(request.ids)]
+    )
     assert int((request.ids == small_vocabulary["<|image_pad|>"]).sum()) == 16
-    line = transcript(episode, score(small_questions[0], episode.turns, RewardSettings()), Setting(4, 0.7, "frames"), small_vocabulary)
-    assert len(line["overview"]) == 4 and line["turns"][0]["calls"][1]["times"] == [120, 122, 124, 126]
+    line = transcript(
+        episode,
+        score(small_questions[0], episode.turns, RewardSettings()),
+        Setting(4, 0.7, "frames"),
+        small_vocabulary,
+    )
+    assert len(line["overview"]) == 4 and line["turns"][0]["calls"][1]["times"] == [
+        120,
+        122,
+        124,
+        126,
+    ]
 
 
 def test_a_forged_placeholder_ends_the_showing(perform):
     """The sampler could not tell it from those of the frames that would come after it."""
     episode, _ = perform(["<|image_pad|>" + PLAN, ANSWER], Setting(4, 0.7, "frames"))
-    assert [o.status for o in episode.turns[0].calls] == [CallStatus.NOT_OFFERED] * 3 and len(episode.trajectory.frames) == 4
+    assert [o.status for o in episode.turns[0].calls] == [CallStatus.NOT_OFFERED] * 3 and len(
+        episode.trajectory.frames
+    ) == 4
     assert episode.answer == "seven"
 
 
-def test_an_engine_sees_frames_that_come_later(small_model, small_features, small_vocabulary, small_questions):
+def test_an_engine_sees_frames_that_come_later(
+    small_model, small_features, small_vocabulary, small_questions
+):
     """What it samples after them is what it samples where they are all there from the start, and not what it samples after others."""
     protocol, video = Protocol(small_vocabulary, ProtocolSettings()), small_questions[0].video
     tokens, overview = small_features.tokens(video), small_features.overview(video, 4)
-    opening = np.concatenate([protocol.overview(overview, tokens).ids, protocol.question(small_questions[0]).ids])
+    opening = np.concatenate(
+        [protocol.overview(overview, tokens).ids, protocol.question(small_questions[0]).ids]
+    )
     said = small_vocabulary.encode("<think>\n" + PLAN + "<|im_end|>")
-    sampling, size = Sampling(8, 0.0), EngineSizes(own=(1024,), prefill=(256,), slots=4, fan=2, pages=200)
+    sampling, size = (
+        Sampling(8, 0.0),
+        EngineSizes(own=(1024,), prefill=(256,), slots=4, fan=2, pages=200),
+    )
 
     def after(start: float) -> tuple[np.ndarray, tuple]:
         frames = small_features.window(video, start, start + 16, 1.0, 16)
@@ -74,16 +112,22 @@ def test_an_engine_sees_frames_that_come_later(small_model, small_features, smal
 
     (ids, frames), (others, other_frames) = after(0), after(64)
     warm = Engine(small_model, small_features, size)
-    warm.generate([Request(np.concatenate([opening, said]), overview, sampling, (0,))])  # leaves the first turn on pages
+    warm.generate(
+        [Request(np.concatenate([opening, said]), overview, sampling, (0,))]
+    )  # leaves the first turn on pages
     ((late,),) = warm.generate([Request(ids, frames, sampling, (0,))])
-    ((fresh,),) = Engine(small_model, small_features, size).generate([Request(ids, frames, sampling, (0,))])
+    ((fresh,),) = Engine(small_model, small_features, size).generate(
+        [Request(ids, frames, sampling, (0,))]
+    )
     ((elsewhere,),) = warm.generate([Request(others, other_frames, sampling, (0,))])
     np.testing.assert_array_equal(late.ids, fresh.ids)
     np.testing.assert_allclose(late.logprobs, fresh.logprobs, atol=1e-4)
     assert np.abs(late.logprobs - elsewhere.logprobs).max() > 1e-3
 
 
-def test_a_blind_episode_is_shown_nothing_and_opens_nothing(perform, small_questions, small_vocabulary):
+def test_a_blind_episode_is_shown_nothing_and_opens_nothing(
+    perform, small_questions, small_vocabulary
+):
     episode, sampler = perform([ANSWER], Setting(0, 0.7, "none"))
     assert episode.answer == "seven" and episode.trajectory.frames == () and episode.frames == 0
     text = small_vocabulary.decode(sampler.main[0][0].ids)
@@ -98,8 +142,15 @@ def test_a_blind_episode_has_no_crops_either(dispatch):
 
 def test_prompts_say_what_they_are_for():
     agentic, minimal = system_text(True), system_text(True, "agentic-minimal")
-    assert agentic == system_text(True, "agentic") and "crop_video" in minimal and len(minimal) < len(agentic)
-    alone = [system_text(False, prompt) for prompt in ("direct", "reasoning", "agentic", "agentic-minimal")]
+    assert (
+        agentic == system_text(True, "agentic")
+        and "crop_video" in minimal
+        and len(minimal) < len(agentic)
+    )
+    alone = [
+        system_text(False, prompt)
+        for prompt in ("direct", "reasoning", "agentic", "agentic-minimal")
+    ]
     assert len(set(alone)) == 4 and not any("crop_video" in text for text in alone)
     assert all("<answer>answer</answer>" in text for text in (*alone, agentic, minimal))
     assert "Do not think" in alone[0] and "<think>" in alone[1]
@@ -109,7 +160,11 @@ def test_prompts_say_what_they_are_for():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"), [({"prompt": "kind"}, "protocol.prompt: 'kind'"), ({"prompt": "direct"}, "protocol.pin_think: True")]
+    ("wrong", "message"),
+    [
+        ({"prompt": "kind"}, "protocol.prompt: 'kind'"),
+        ({"prompt": "direct"}, "protocol.pin_think: True"),
+    ],
 )
 def test_prompts_that_are_none(wrong, message):
     with pytest.raises(ValueError, match=message):
@@ -117,6 +172,10 @@ def test_prompts_that_are_none(wrong, message):
 
 
 def test_a_prompt_is_the_protocols(perform, small_vocabulary):
-    _, sampler = perform(["<answer>A</answer>"], Setting(4, 0.7, "none"), prompt="direct", pin_think=False)
+    _, sampler = perform(
+        ["<answer>A</answer>"], Setting(4, 0.7, "none"), prompt="direct", pin_think=False
+    )
     text = small_vocabulary.decode(sampler.main[0][0].ids)
-    assert text.startswith(system_text(False, "direct")) and text.endswith("<|im_start|>assistant\n")
+    assert text.startswith(system_text(False, "direct")) and text.endswith(
+        "<|im_start|>assistant\n"
+    )

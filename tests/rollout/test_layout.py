@@ -26,7 +26,13 @@ class Case:
     own: tuple[int, ...]
 
     def layout(self, held: dict[int, list[Serials]] | None = None) -> Layout:
-        sizes = {"slots": self.slots, "fan": self.fan, "page": PAGE, "shared": self.shared, "own": self.own}
+        sizes = {
+            "slots": self.slots,
+            "fan": self.fan,
+            "page": PAGE,
+            "shared": self.shared,
+            "own": self.own,
+        }
         return choose_layout(self.paths, self.lengths, self.held if held is None else held, **sizes)
 
     @property
@@ -47,14 +53,22 @@ def cases(draw) -> Case:
     fan, lines = draw(st.sampled_from([1, 2, 3, 4])), draw(st.integers(1, 4))
     # Starts that many have, and what each has of its own after them.
     starts = draw(st.lists(st.lists(st.integers(0, 2), max_size=9), min_size=1, max_size=3))
-    tails = st.tuples(st.sampled_from(starts), st.integers(0, 9), st.lists(st.integers(0, 2), max_size=4))
+    tails = st.tuples(
+        st.sampled_from(starts), st.integers(0, 9), st.lists(st.integers(0, 2), max_size=4)
+    )
     walks = [start[:end] + tail for start, end, tail in draw(st.lists(tails, max_size=fan * lines))]
     shared = tuple(PAGE * pages for pages in sorted(draw(st.sets(st.integers(1, 12), max_size=3))))
-    own = tuple(PAGE * pages for pages in sorted(draw(st.sets(st.integers(1, 16), max_size=3)) | {16}))
+    own = tuple(
+        PAGE * pages for pages in sorted(draw(st.sets(st.integers(1, 16), max_size=3)) | {16})
+    )
     lengths = [draw(st.integers(len(walk) * PAGE, own[-1])) for walk in walks]
     paths = [path(*walk) for walk in walks]
     beginnings = [found[:end] for found in paths for end in range(len(found) + 1)] or [()]
-    held = {length: draw(st.lists(st.sampled_from(beginnings), min_size=lines, max_size=lines)) for length in shared if draw(st.booleans())}
+    held = {
+        length: draw(st.lists(st.sampled_from(beginnings), min_size=lines, max_size=lines))
+        for length in shared
+        if draw(st.booleans())
+    }
     return Case(paths, lengths, held, fan * lines, fan, shared, own)
 
 
@@ -79,7 +93,9 @@ def check(case: Case, layout: Layout) -> None:
     for row, n in enumerate(layout.rows):
         if n is not None:
             start = layout.starts[row // case.fan]
-            assert layout.own >= case.lengths[n] - (len(start) * PAGE if starts_with(case.paths[n], start) else 0)
+            assert layout.own >= case.lengths[n] - (
+                len(start) * PAGE if starts_with(case.paths[n], start) else 0
+            )
     flat = case.slots * min(size for size in case.own if size >= max(case.lengths, default=0))
     assert case.lines * layout.shared + case.slots * layout.own <= flat
 
@@ -87,8 +103,12 @@ def check(case: Case, layout: Layout) -> None:
 def kept(layout: Layout, held: dict[int, list[Serials]]) -> None:
     """Starts that a line holds already are read into no other, as often as they are held."""
     before = held.get(layout.shared, [()] * len(layout.starts))
-    staying = collections.Counter(new for new, old in zip(layout.starts, before, strict=True) if new and new == old)
-    assert staying == (collections.Counter(layout.starts) & collections.Counter(start for start in before if start))
+    staying = collections.Counter(
+        new for new, old in zip(layout.starts, before, strict=True) if new and new == old
+    )
+    assert staying == (
+        collections.Counter(layout.starts) & collections.Counter(start for start in before if start)
+    )
 
 
 @settings(max_examples=200)
@@ -107,7 +127,9 @@ def test_any_sequences_are_read_whole_and_once(case):
 # --- by example: eight lines of eight rows, pages of four tokens ---
 
 
-def big(paths: list[Serials], lengths: list[int], held: dict[int, list[Serials]] | None = None) -> tuple[Case, Layout]:
+def big(
+    paths: list[Serials], lengths: list[int], held: dict[int, list[Serials]] | None = None
+) -> tuple[Case, Layout]:
     case = Case(paths, lengths, held or {}, 64, 8, shared=(80, 160), own=(40, 80, 200))
     layout = case.layout()
     check(case, layout)
@@ -132,7 +154,9 @@ def test_what_samples_wrote_before_is_theirs_and_the_prompt_is_the_lines():
     """A second turn: full pages go on from the prompt, different ones in each sample."""
     paths = [(*prompt(n // 8, 40), 100 * n + 7, 100 * n + 8) for n in range(64)]
     _, layout = big(paths, [176] * 64)
-    assert (layout.shared, layout.own) == (160, 40) and sorted(layout.starts) == [prompt(n, 40) for n in range(8)]
+    assert (layout.shared, layout.own) == (160, 40) and sorted(layout.starts) == [
+        prompt(n, 40) for n in range(8)
+    ]
 
 
 def test_single_samples_share_nothing():
@@ -164,7 +188,10 @@ def test_one_that_fits_no_line_and_no_narrow_row_makes_all_rows_wide():
 
 def test_a_group_larger_than_a_line_takes_several():
     _, layout = big([prompt(0, 40)] * 20, [170] * 20)
-    assert sum(start == prompt(0, 40) for start in layout.starts) == 3 and (layout.shared, layout.own) == (160, 40)
+    assert sum(start == prompt(0, 40) for start in layout.starts) == 3 and (
+        layout.shared,
+        layout.own,
+    ) == (160, 40)
 
 
 def test_starts_stay_in_their_lines_when_groups_come_and_go():
@@ -173,7 +200,9 @@ def test_starts_stay_in_their_lines_when_groups_come_and_go():
     # Groups 2 and 5 are done, two others have come.
     now = [prompt(n + 10, 40) if n in (2, 5) else starts[n] for n in range(8)]
     _, then = big([now[n // 8] for n in range(64)][::-1], [170] * 64, {160: list(first.starts)})
-    assert sum(a == b for a, b in zip(first.starts, then.starts, strict=True)) == 6 and set(then.starts) == set(now)
+    assert sum(a == b for a, b in zip(first.starts, then.starts, strict=True)) == 6 and set(
+        then.starts
+    ) == set(now)
 
 
 def test_what_remains_of_a_group_stays_in_its_line():
@@ -183,7 +212,9 @@ def test_what_remains_of_a_group_stays_in_its_line():
     left = [(*start, 7, 8) for start in starts[:5]]
     _, then = big(left, [170] * 5, {160: list(first.starts)})
     assert (then.shared, then.own) == (160, 40)
-    assert [start for start in then.starts if start] == [start for start in first.starts if start in starts[:5]]
+    assert [start for start in then.starts if start] == [
+        start for start in first.starts if start in starts[:5]
+    ]
     _, fresh = big(left, [170] * 5)
     assert (fresh.shared, fresh.own) == (0, 200)
 

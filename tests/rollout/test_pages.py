@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
 
 from rollout.pages import Node, PageTree
 
@@ -78,7 +86,11 @@ class Pages(RuleBasedStateMachine):
         return (
             []
             if len(prefix) % SIZE
-            else [(r, p) for r, p in self.kept if r == root and len(p) > len(prefix) and p[: len(prefix)] == prefix]
+            else [
+                (r, p)
+                for r, p in self.kept
+                if r == root and len(p) > len(prefix) and p[: len(prefix)] == prefix
+            ]
         )
 
     def hold(self, keys: Many[Key]) -> None:
@@ -103,7 +115,9 @@ class Pages(RuleBasedStateMachine):
         if self.free + sum(not page.users for page in self.kept.values()) < count:
             return False
         while self.free < count:
-            leaves = [key for key, page in self.kept.items() if not page.users and not self.below(key)]
+            leaves = [
+                key for key, page in self.kept.items() if not page.users and not self.below(key)
+            ]
             del self.kept[min(leaves, key=lambda key: self.kept[key].used)]
         return True
 
@@ -113,13 +127,24 @@ class Pages(RuleBasedStateMachine):
         pages = self.tree.allocate(count)
         assert (pages is not None) == room
         if pages is not None:
-            taken = [page.page for page in self.kept.values()] + [page for user in self.there for page in user.lent]
-            assert len(pages) == len(set(pages)) == count and not set(pages) & set(taken) and set(pages) <= set(range(COUNT))
+            taken = [page.page for page in self.kept.values()] + [
+                page for user in self.there for page in user.lent
+            ]
+            assert (
+                len(pages) == len(set(pages)) == count
+                and not set(pages) & set(taken)
+                and set(pages) <= set(range(COUNT))
+            )
         return pages
 
     # --- what happens ---
 
-    @rule(target=users, version=st.sampled_from("ab"), content=st.lists(WORDS, max_size=10).map(tuple), room=st.integers(0, 5))
+    @rule(
+        target=users,
+        version=st.sampled_from("ab"),
+        content=st.lists(WORDS, max_size=10).map(tuple),
+        room=st.integers(0, 5),
+    )
     def come(self, version: str, content: tuple[int, ...], room: int):
         root = self.root(version)
         path, source, more = self.tree.match(version, tokens(content))
@@ -134,7 +159,10 @@ class Pages(RuleBasedStateMachine):
         else:
             sources = [key for key, page in self.kept.items() if page.page == source.page]
             ((_, prefix),) = sources
-            assert len(path) == (len(prefix) - 1) // SIZE and common(content, prefix) == longest > len(path) * SIZE
+            assert (
+                len(path) == (len(prefix) - 1) // SIZE
+                and common(content, prefix) == longest > len(path) * SIZE
+            )
             self.tree.hold([source])
             self.hold(sources)
         lent = self.allocate(-(-len(content) // SIZE) - len(path) + room)
@@ -157,20 +185,26 @@ class Pages(RuleBasedStateMachine):
         at = len(user.path) * SIZE
         user.content = (*user.content, *drawn)[: at + len(user.lent) * SIZE]
         end = max(at, len(user.content) - kept_back)
-        added, left = self.tree.insert(user.version, user.path, tokens(user.content[at:end]), user.lent)
+        added, left = self.tree.insert(
+            user.version, user.path, tokens(user.content[at:end]), user.lent
+        )
         mine, found = list(user.lent), []
         # Without a path, what was written after its version was dropped is the first of the version's new tree.
         root = user.root if user.path else self.root(user.version)
         for first in range(at, end, SIZE):
             key = root, user.content[: min(first + SIZE, end)]
-            if len(key[1]) % SIZE and any(r == root and prefix[: len(key[1])] == key[1] for r, prefix in self.kept):
+            if len(key[1]) % SIZE and any(
+                r == root and prefix[: len(key[1])] == key[1] for r, prefix in self.kept
+            ):
                 break
             page = mine.pop(0)
             self.kept.setdefault(key, Kept(page))
             found.append(key)
         self.hold(found)
         user.root, user.path, user.lent = root, user.path + added, left
-        assert left == mine and [node.page for node in added] == [self.kept[key].page for key in found]
+        assert left == mine and [node.page for node in added] == [
+            self.kept[key].page for key in found
+        ]
 
     @rule(user=consumes(users))
     def go(self, user: User):
@@ -190,7 +224,9 @@ class Pages(RuleBasedStateMachine):
 
     @invariant()
     def the_tree_is_what_the_table_says(self):
-        found: dict[int, tuple[tuple[int, ...], int]] = {}  # page -> all tokens up to its last, users
+        found: dict[
+            int, tuple[tuple[int, ...], int]
+        ] = {}  # page -> all tokens up to its last, users
         for node in [*self.tree.nodes(), *(node for user in self.there for node in user.path)]:
             prefix, up = (), node
             while up is not None:
@@ -198,17 +234,23 @@ class Pages(RuleBasedStateMachine):
             found[node.page] = prefix, node.users
             assert len(node.tokens) == SIZE or (len(node.tokens) and not node.children)
         assert found == {page.page: (prefix, page.users) for (_, prefix), page in self.kept.items()}
-        assert len(list(self.tree.nodes())) == sum(root in self.roots.values() for root, _ in self.kept)
+        assert len(list(self.tree.nodes())) == sum(
+            root in self.roots.values() for root, _ in self.kept
+        )
 
     @invariant()
     def a_page_is_free_or_in_the_tree_or_lent(self):
-        taken = [page.page for page in self.kept.values()] + [page for user in self.there for page in user.lent]
+        taken = [page.page for page in self.kept.values()] + [
+            page for user in self.there for page in user.lent
+        ]
         assert len(taken) == len(set(taken)) and self.tree.free == COUNT - len(taken) == self.free
 
     @invariant()
     def a_page_has_as_many_users_as_hold_it(self):
         held = [key for user in self.there for key in user.keys]
-        assert all(page.users == held.count(key) for key, page in self.kept.items()) and set(held) <= set(self.kept)
+        assert all(page.users == held.count(key) for key, page in self.kept.items()) and set(
+            held
+        ) <= set(self.kept)
 
     def teardown(self):
         """When all have gone and all versions are dropped, nothing is left."""
@@ -252,11 +294,22 @@ def found(tree: PageTree, words: Many[int], version: str = "a") -> int:
 def test_full_pages_are_shared_and_a_part_of_a_page_is_named():
     tree = PageTree(COUNT, SIZE)
     first = written(tree, [1, 2, 3, 4, 5, 6, 7])
-    assert [node.tokens.tolist() for node in first] == [[1, 2, 3], [4, 5, 6], [7]] and tree.free == COUNT - 3
+    assert [node.tokens.tolist() for node in first] == [
+        [1, 2, 3],
+        [4, 5, 6],
+        [7],
+    ] and tree.free == COUNT - 3
     path, source, more = tree.match("a", tokens([1, 2, 3, 4, 5, 9, 9]))
-    assert path == first[:1] and source is first[1] and more == 2 and [node.users for node in first] == [2, 1, 1]
+    assert (
+        path == first[:1]
+        and source is first[1]
+        and more == 2
+        and [node.users for node in first] == [2, 1, 1]
+    )
     path, source, more = tree.match("a", tokens([1, 2, 3, 4, 5, 6, 7]))
-    assert path == first[:2] and source is first[2] and more == 1  # a page that goes on is nobody else's
+    assert (
+        path == first[:2] and source is first[2] and more == 1
+    )  # a page that goes on is nobody else's
 
 
 def test_of_many_pages_that_begin_alike_the_one_that_helps_most_is_named():
@@ -274,7 +327,9 @@ def test_a_page_that_another_wrote_meanwhile_is_taken_instead():
     first = written(tree, [1, 2, 3, 4])
     assert lent is not None
     added, left = tree.insert("a", [], tokens([1, 2, 3, 4]), lent)
-    assert added == first[:1] and left == lent[1:] and first[0].users == 2  # [4] is there already: the last page stays lent
+    assert (
+        added == first[:1] and left == lent[1:] and first[0].users == 2
+    )  # [4] is there already: the last page stays lent
     assert tree.free == COUNT - 3
 
 

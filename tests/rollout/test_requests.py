@@ -47,25 +47,37 @@ class Doubling:
             self.cancelled.append(int(self.open.pop(ticket)[1].ids[0]))
 
     def _samples(self, request) -> tuple[Sample, ...]:
-        return tuple(Sample(2 * request.ids + s, np.zeros(1, np.float32), SampleStop.LENGTH, 0, "") for s in request.seeds)
+        return tuple(
+            Sample(2 * request.ids + s, np.zeros(1, np.float32), SampleStop.LENGTH, 0, "")
+            for s in request.seeds
+        )
 
     @property
     def waves(self) -> list[list[int]]:
         """The numbers asked for before each step."""
-        return [sorted(number for at, number in self.asked if at == step) for step in range(self.steps)]
+        return [
+            sorted(number for at, number in self.asked if at == step) for step in range(self.steps)
+        ]
 
 
 async def agent(start: int, rounds: int, width: int = 1) -> list[int]:
     """Asks `width` requests side by side, `rounds` times; the numbers tell whose they are."""
     heard = []
     for turn in range(rounds):
-        heard += [int(s.ids[0]) for (s,) in await ask(*(request(start + 10 * turn + n) for n in range(width)))]
+        heard += [
+            int(s.ids[0])
+            for (s,) in await ask(*(request(start + 10 * turn + n) for n in range(width)))
+        ]
     return heard
 
 
 def test_results_stand_in_the_order_of_the_agents_whenever_they_end():
     sampler = Doubling()
-    assert run(sampler, [agent(100, 3), agent(200, 0), agent(300, 1, width=2)]) == [[200, 220, 240], [], [600, 602]]
+    assert run(sampler, [agent(100, 3), agent(200, 0), agent(300, 1, width=2)]) == [
+        [200, 220, 240],
+        [],
+        [600, 602],
+    ]
     assert not sampler.open
 
 
@@ -77,10 +89,18 @@ def test_all_that_is_asked_at_one_time_is_there_before_the_next_step_and_ended_a
 
 def test_an_agent_goes_on_as_soon_as_its_own_answers_are_there():
     sampler = Doubling(lambda number: 5 if number in (100, 301) else 1)
-    assert run(sampler, [agent(100, 2), agent(200, 3), agent(300, 2, width=2)]) == [[200, 220], [400, 420, 440], [600, 602, 620, 622]]
+    assert run(sampler, [agent(100, 2), agent(200, 3), agent(300, 2, width=2)]) == [
+        [200, 220],
+        [400, 420, 440],
+        [600, 602, 620, 622],
+    ]
     at = {number: step for step, number in sampler.asked}
     assert (at[200], at[210], at[220]) == (0, 1, 2)  # nobody else's wait is its own
-    assert (at[110], at[310], at[311]) == (5, 5, 5)  # an agent's own slow answer is: it wants all it asked for
+    assert (at[110], at[310], at[311]) == (
+        5,
+        5,
+        5,
+    )  # an agent's own slow answer is: it wants all it asked for
     assert sampler.steps == 6 and not sampler.open
 
 
@@ -89,12 +109,18 @@ def test_each_request_has_its_samples_in_the_order_asked_for():
         given = await ask(request(7, (0, 1, 2)), request(8), request(9, (5, 4)))
         return [[int(sample.ids[0]) for sample in samples] for samples in given]
 
-    assert run(Doubling(lambda number: {7: 3, 8: 1, 9: 2}[number]), [curious()]) == [[[14, 15, 16], [16], [23, 22]]]
+    assert run(Doubling(lambda number: {7: 3, 8: 1, 9: 2}[number]), [curious()]) == [
+        [[14, 15, 16], [16], [23, 22]]
+    ]
 
 
 def test_progress_is_told_when_some_are_done():
     told = []
-    run(Doubling(), [agent(100, 3), agent(200, 1), agent(300, 1)], lambda done, all: told.append((done, all)))
+    run(
+        Doubling(),
+        [agent(100, 3), agent(200, 1), agent(300, 1)],
+        lambda done, all: told.append((done, all)),
+    )
     assert told == [(2, 3), (3, 3)]
 
 
@@ -107,7 +133,9 @@ def test_asking_for_nothing_waits_for_nothing():
 def test_a_run_repeats_exactly_and_results_do_not_depend_on_who_is_slow():
     def play(patience):
         sampler = Doubling(patience)
-        return run(sampler, [agent(100 * n, n % 4, width=1 + n % 3) for n in range(1, 12)]), sampler.asked
+        return run(
+            sampler, [agent(100 * n, n % 4, width=1 + n % 3) for n in range(1, 12)]
+        ), sampler.asked
 
     slow = lambda number: 1 + random.Random(number).randrange(6)  # noqa: E731
     assert play(slow) == play(slow)

@@ -18,11 +18,21 @@ draw = jax.jit(sample)
 
 
 def rows(
-    logits: Any, temperature: Any = 1.0, top_k: Any = 0, top_p: Any = 1.0, seeds: Any = None, numbers: Any = 0, count: Any = ROWS
+    logits: Any,
+    temperature: Any = 1.0,
+    top_k: Any = 0,
+    top_p: Any = 1.0,
+    seeds: Any = None,
+    numbers: Any = 0,
+    count: Any = ROWS,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and log-probs of `count` rows; what is given once stands for every row, and every row has a seed of its own."""
     seeds = np.arange(count) if seeds is None else seeds
-    fields = zip((seeds, temperature, top_k, top_p), (np.uint32, np.float32, np.int32, np.float32), strict=True)
+    fields = zip(
+        (seeds, temperature, top_k, top_p),
+        (np.uint32, np.float32, np.int32, np.float32),
+        strict=True,
+    )
     choices = Choices(*(np.broadcast_to(np.asarray(x, kind), (count,)) for x, kind in fields))
     scores = np.broadcast_to(np.asarray(logits, np.float32), (count, np.shape(logits)[-1]))
     token, logprob = draw(scores, choices, np.broadcast_to(np.asarray(numbers, np.int32), (count,)))
@@ -41,18 +51,29 @@ def by_sorting(logits: np.ndarray, temperature: float, top_k: int, top_p: float)
     """
     scores = log_softmax(np.asarray(logits, np.float64) / temperature)
     if top_k:
-        scores = log_softmax(np.where(scores >= np.sort(scores)[::-1][min(top_k, len(scores)) - 1], scores, -np.inf))
+        scores = log_softmax(
+            np.where(scores >= np.sort(scores)[::-1][min(top_k, len(scores)) - 1], scores, -np.inf)
+        )
     if top_p < 1:
         order = np.argsort(-scores, kind="stable")
         before = np.cumsum(np.exp(scores[order])) - np.exp(scores[order])
-        scores = log_softmax(np.where(scores >= scores[order][before < top_p].min(), scores, -np.inf))
+        scores = log_softmax(
+            np.where(scores >= scores[order][before < top_p].min(), scores, -np.inf)
+        )
     return scores
 
 
-def cut_by_transformers(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def cut_by_transformers(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float
+) -> np.ndarray:
     """The same by transformers itself."""
     torch = pytest.importorskip("torch", reason="the oracle; install the extra parity")
-    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    from transformers import (
+        LogitsProcessorList,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
 
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     if top_k:
@@ -64,30 +85,54 @@ def cut_by_transformers(logits: np.ndarray, temperature: float, top_k: int, top_
 
 
 # Scores on a grid: some are equal, and those that differ still do so in float32.
-SCORES = st.lists(st.integers(-400, 400), min_size=WORDS, max_size=WORDS).map(lambda x: np.array(x, np.float32) / 64)
-EQUAL = st.lists(st.integers(-3, 3), min_size=WORDS, max_size=WORDS).map(lambda x: np.array(x, np.float32))
+SCORES = st.lists(st.integers(-400, 400), min_size=WORDS, max_size=WORDS).map(
+    lambda x: np.array(x, np.float32) / 64
+)
+EQUAL = st.lists(st.integers(-3, 3), min_size=WORDS, max_size=WORDS).map(
+    lambda x: np.array(x, np.float32)
+)
 TEMPERATURES = st.sampled_from([0.25, 0.7, 1.0, 2.5])
 
 
-@given(st.one_of(SCORES, EQUAL), TEMPERATURES, st.integers(0, WORDS + 2), st.one_of(st.just(1.0), st.floats(0.001, 0.999)))
-@example(np.arange(WORDS, dtype=np.float32), 1.0, 3, 0.88)  # of the three that stay p is reached by two, of all it takes more
+@given(
+    st.one_of(SCORES, EQUAL),
+    TEMPERATURES,
+    st.integers(0, WORDS + 2),
+    st.one_of(st.just(1.0), st.floats(0.001, 0.999)),
+)
+@example(
+    np.arange(WORDS, dtype=np.float32), 1.0, 3, 0.88
+)  # of the three that stay p is reached by two, of all it takes more
 @example(np.zeros(WORDS, np.float32), 1.0, 5, 0.3)  # nothing to choose by: all stay
 def test_a_draw_is_from_the_words_that_sorting_leaves(logits, temperature, top_k, top_p):
     expected = by_sorting(logits, temperature, top_k, top_p)
     for near in (-1e-5, 1e-5):  # where p is reached by a hair, rounding decides
-        assume(top_p == 1 or np.array_equal(expected, by_sorting(logits, temperature, top_k, top_p + near)))
+        assume(
+            top_p == 1
+            or np.array_equal(expected, by_sorting(logits, temperature, top_k, top_p + near))
+        )
     tokens, logprobs = rows(logits, temperature, top_k, top_p)
     assert np.isfinite(expected[tokens]).all()
-    np.testing.assert_allclose(logprobs, expected[tokens], atol=2e-5)  # the shares of those that stay add up to 1: none is missing
+    np.testing.assert_allclose(
+        logprobs, expected[tokens], atol=2e-5
+    )  # the shares of those that stay add up to 1: none is missing
 
 
 @pytest.mark.parity
 def test_sorting_here_is_what_transformers_does():
     rng = np.random.default_rng(0)
     for number in range(200):
-        logits = rng.normal(0, 3, WORDS).astype(np.float32)  # no two are equal: of equal ones transformers drops some
-        settings = (rng.choice([0.3, 1.0, 2.0]), number % (WORDS + 1), 1.0 if number % 5 == 0 else rng.uniform(0.05, 0.999))
-        np.testing.assert_allclose(by_sorting(logits, *settings), cut_by_transformers(logits, *settings), atol=1e-5)
+        logits = rng.normal(0, 3, WORDS).astype(
+            np.float32
+        )  # no two are equal: of equal ones transformers drops some
+        settings = (
+            rng.choice([0.3, 1.0, 2.0]),
+            number % (WORDS + 1),
+            1.0 if number % 5 == 0 else rng.uniform(0.05, 0.999),
+        )
+        np.testing.assert_allclose(
+            by_sorting(logits, *settings), cut_by_transformers(logits, *settings), atol=1e-5
+        )
 
 
 LOGITS = np.array([2.0, 1.5, 1.0, 1.0, 0.0, -1.0, -3.0, -np.inf], np.float32)
@@ -95,20 +140,35 @@ LOGITS = np.array([2.0, 1.5, 1.0, 1.0, 0.0, -1.0, -3.0, -np.inf], np.float32)
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [(1.0, 0, 1.0), (0.5, 0, 1.0), (3.0, 0, 1.0), (1.0, 3, 1.0), (1.0, 2, 1.0), (1.0, 0, 0.7), (2.0, 6, 0.9), (1.0, 2, 0.6)],
+    [
+        (1.0, 0, 1.0),
+        (0.5, 0, 1.0),
+        (3.0, 0, 1.0),
+        (1.0, 3, 1.0),
+        (1.0, 2, 1.0),
+        (1.0, 0, 0.7),
+        (2.0, 6, 0.9),
+        (1.0, 2, 0.6),
+    ],
 )
 @pytest.mark.parametrize("over", ["seeds", "numbers"])
 def test_draws_follow_the_exact_distribution(temperature, top_k, top_p, over):
     """Over many seeds, and over the many draws of one seed: 20,000 of them, no word off by 4.5 standard deviations."""
     count = 20_000
-    settings = {"seeds": np.arange(count)} if over == "seeds" else {"seeds": 7, "numbers": np.arange(count)}
+    settings = (
+        {"seeds": np.arange(count)}
+        if over == "seeds"
+        else {"seeds": 7, "numbers": np.arange(count)}
+    )
     tokens, logprobs = rows(LOGITS, temperature, top_k, top_p, count=count, **settings)
     with np.errstate(divide="ignore"):
         expected = by_sorting(LOGITS, temperature, top_k, top_p)
     chances = np.exp(expected)
     np.testing.assert_allclose(logprobs, expected[tokens], atol=1e-5)
     seen = np.bincount(tokens, minlength=len(chances)) / count
-    assert (np.abs(seen - chances) <= 4.5 * np.sqrt(chances * (1 - chances) / count) + 1e-9).all(), (seen, chances)
+    assert (
+        np.abs(seen - chances) <= 4.5 * np.sqrt(chances * (1 - chances) / count) + 1e-9
+    ).all(), (seen, chances)
 
 
 def test_draws_among_many_words_follow_the_exact_distribution():
@@ -131,7 +191,10 @@ def test_rounding_draws_no_word_without_a_chance():
     weights = (rng.exponential(size=(1187, 128)) * (rng.random((1187, 1)) < 0.4)).astype(np.float32)
     sums = np.asarray(jax.jit(lambda x: jnp.cumsum(x.sum(-1)))(weights))
     moved = np.flatnonzero((np.diff(sums) > 0) & ~weights[1:].any(-1))
-    near = [sums[moved] / sums[-1] + step * 2.0**-24 for step in range(-3, 4)] + [np.arange(3) * 2.0**-24, 1 - np.arange(1, 4) * 2.0**-24]
+    near = [sums[moved] / sums[-1] + step * 2.0**-24 for step in range(-3, 4)] + [
+        np.arange(3) * 2.0**-24,
+        1 - np.arange(1, 4) * 2.0**-24,
+    ]
     shares = np.clip(np.concatenate(near), 0, 1 - 2.0**-24).astype(np.float32)
     words = weights.reshape(1, -1)
     tokens, _ = jax.jit(_draw)(np.broadcast_to(words, (len(shares), words.size)), shares)
@@ -144,7 +207,9 @@ def test_neighbouring_draws_know_nothing_of_each_other():
     n = np.arange(count)
     first = rows(logits, seeds=n, numbers=n + 1, count=count)[0]
     for seeds, numbers in ((n, n + 2), (n + 1, n + 1), (n + 1, n), (n + 2**31, n + 1)):
-        pairs = np.bincount(4 * first + rows(logits, seeds=seeds, numbers=numbers, count=count)[0], minlength=16)
+        pairs = np.bincount(
+            4 * first + rows(logits, seeds=seeds, numbers=numbers, count=count)[0], minlength=16
+        )
         assert np.abs(pairs - count / 16).max() < 4.5 * np.sqrt(count / 16)
 
 
@@ -153,7 +218,9 @@ def test_a_seed_and_a_number_say_which_draw_it_is():
     seeds, numbers = np.repeat([0, 5, 2**32 - 1], 4), np.tile([0, 1, 2, 1000], 3)
     tokens, logprobs = rows(logits, seeds=seeds, numbers=numbers, count=12)
     again = rows(logits, seeds=seeds[::-1], numbers=numbers[::-1], count=12)
-    assert tokens.tolist() == again[0][::-1].tolist() and logprobs.tolist() == again[1][::-1].tolist()
+    assert (
+        tokens.tolist() == again[0][::-1].tolist() and logprobs.tolist() == again[1][::-1].tolist()
+    )
     assert len(set(tokens.tolist())) > 8
 
 
@@ -164,7 +231,11 @@ def test_temperature_0_takes_the_likeliest_word_and_its_log_prob_at_1():
     for cut in ({}, {"top_k": 2, "top_p": 0.3}):
         tokens, logprobs = rows(logits, 0.0, **cut)
         assert tokens.tolist() == logits.argmax(-1).tolist() and tokens[5] == 3
-        np.testing.assert_allclose(logprobs, [log_softmax(row)[token] for row, token in zip(logits, tokens, strict=True)], atol=1e-5)
+        np.testing.assert_allclose(
+            logprobs,
+            [log_softmax(row)[token] for row, token in zip(logits, tokens, strict=True)],
+            atol=1e-5,
+        )
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 1e-7, 1e-6, 2e-6, 1e-3])
@@ -177,20 +248,36 @@ def test_however_little_is_asked_for_the_likeliest_word_stays(top_p):
 
 def test_words_of_equal_probability_stay_or_go_together():
     logits = [3.0, 3.0, 3.0, 1.0, 1.0, 0.0]
-    for settings, stay in (({"top_k": 1}, 3), ({"top_k": 2}, 3), ({"top_k": 4}, 5), ({"top_p": 0.2}, 3), ({"top_p": 0.93}, 5)):
+    for settings, stay in (
+        ({"top_k": 1}, 3),
+        ({"top_k": 2}, 3),
+        ({"top_k": 4}, 5),
+        ({"top_p": 0.2}, 3),
+        ({"top_p": 0.93}, 5),
+    ):
         tokens, logprobs = rows(logits, count=400, **settings)
         assert set(tokens.tolist()) == set(range(stay))
-        np.testing.assert_allclose(logprobs, log_softmax(np.array(logits[:stay]))[tokens], atol=1e-5)
+        np.testing.assert_allclose(
+            logprobs, log_softmax(np.array(logits[:stay]))[tokens], atol=1e-5
+        )
 
 
 def test_words_without_a_chance_are_never_drawn():
     """-inf scores, alone and where more words are asked for than have a chance."""
     logits = np.full(WORDS, -np.inf)
     logits[[2, 9]] = 1.0, 0.0
-    for settings in ({}, {"top_k": 5}, {"top_p": 0.999}, {"top_k": 5, "top_p": 0.999}, {"temperature": 0.0}):
+    for settings in (
+        {},
+        {"top_k": 5},
+        {"top_p": 0.999},
+        {"top_k": 5, "top_p": 0.999},
+        {"temperature": 0.0},
+    ):
         tokens, logprobs = rows(logits, **settings)
         assert set(tokens.tolist()) <= {2, 9} and np.isfinite(logprobs).all()
-        np.testing.assert_allclose(logprobs, np.where(tokens == 2, -0.31326166, -1.31326166), atol=1e-5)
+        np.testing.assert_allclose(
+            logprobs, np.where(tokens == 2, -0.31326166, -1.31326166), atol=1e-5
+        )
     logits[9] = -np.inf
     tokens, logprobs = rows(logits)
     assert set(tokens.tolist()) == {2} and not logprobs.any()
@@ -200,7 +287,11 @@ def test_words_without_a_chance_are_never_drawn():
 def test_extreme_temperatures_stay_numbers(temperature):
     tokens, logprobs = rows(np.linspace(-40, 40, WORDS), temperature)
     assert np.isfinite(logprobs).all()
-    assert set(tokens.tolist()) == {WORDS - 1} if temperature < 1 else len(set(tokens.tolist())) > WORDS // 2
+    assert (
+        set(tokens.tolist()) == {WORDS - 1}
+        if temperature < 1
+        else len(set(tokens.tolist())) > WORDS // 2
+    )
 
 
 def test_a_row_depends_on_its_own_numbers_only():
@@ -220,13 +311,20 @@ def test_a_row_depends_on_its_own_numbers_only():
     np.testing.assert_array_equal(np.stack(moved), np.stack((tokens, logprobs))[:, order])
     plain = (settings["temperature"] == 0) | ((settings["top_k"] == 0) & (settings["top_p"] == 1))
     assert 5 < plain.sum() < ROWS - 5
-    among = rows(logits[plain], **{name: x[plain] for name, x in settings.items()}, count=int(plain.sum()))  # nobody is cut here
+    among = rows(
+        logits[plain], **{name: x[plain] for name, x in settings.items()}, count=int(plain.sum())
+    )  # nobody is cut here
     np.testing.assert_array_equal(np.stack(among), np.stack((tokens, logprobs))[:, plain])
 
 
 def test_scores_in_half_precision_are_drawn_from_in_single():
     logits = jnp.asarray(np.random.default_rng(0).normal(0, 3, (1, WORDS)), jnp.bfloat16)
-    choices = Choices(np.zeros(1, np.uint32), np.full(1, 0.7, np.float32), np.zeros(1, np.int32), np.ones(1, np.float32))
+    choices = Choices(
+        np.zeros(1, np.uint32),
+        np.full(1, 0.7, np.float32),
+        np.zeros(1, np.int32),
+        np.ones(1, np.float32),
+    )
     token, logprob = draw(logits, choices, np.zeros(1, np.int32))
     expected = by_sorting(np.asarray(logits[0], np.float32), 0.7, 0, 1.0)
     np.testing.assert_allclose(np.asarray(logprob), expected[np.asarray(token)], atol=1e-5)

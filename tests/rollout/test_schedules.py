@@ -16,7 +16,14 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import rollout.runner
 from models.qwen3_vl import Qwen3VL, Qwen3VLConfig, abstract_model
@@ -30,17 +37,40 @@ from rollout.sequences import make_prompt
 from rollout.settings import EngineSizes
 from tests.rollout.reference_engine import Pictures, Reference
 
-SETTINGS = EngineSizes(own=(16, 32), shared=(16,), prefill=(4, 16), slots=4, fan=2, page=4, pages=64, prefill_tokens=32, steps=2)
+SETTINGS = EngineSizes(
+    own=(16, 32),
+    shared=(16,),
+    prefill=(4, 16),
+    slots=4,
+    fan=2,
+    page=4,
+    pages=64,
+    prefill_tokens=32,
+    steps=2,
+)
 # Larger pages, two lengths of lines; where rows are wide, all that run are too many for one program.
 OTHERS = EngineSizes(
-    own=(16, 40), shared=(16, 24), prefill=(8,), slots=6, fan=3, page=8, pages=48, prefill_tokens=24, read_tokens=160, steps=2
+    own=(16, 40),
+    shared=(16, 24),
+    prefill=(8,),
+    slots=6,
+    fan=3,
+    page=8,
+    pages=48,
+    prefill_tokens=24,
+    read_tokens=160,
+    steps=2,
 )
 PAGED = dataclasses.replace(SETTINGS, paged=True, shared=())
 WORDS, IMAGE, VIDEO, OPEN, CLOSE = 20, 20, 21, 22, 23  # the first are words
 TOKEN_BYTES = [b"a", b"b", b"ab", b"", b"\xc3", b"\xa9", b"ba", b"c"] * 3
 WEIGHTS = 3  # so many different ones; every version has those of its number
 MOST_VERSIONS = 100
-SIZES = {"square": (4, 4), "small": (2, 2), "gone": (2, 2)}  # frames of four tokens and of one; the last cannot be read
+SIZES = {
+    "square": (4, 4),
+    "small": (2, 2),
+    "gone": (2, 2),
+}  # frames of four tokens and of one; the last cannot be read
 
 
 class Dirty(Programs):
@@ -53,7 +83,9 @@ class Dirty(Programs):
         return self._dirty(super().make_lines, count, length)
 
     def _dirty(self, make: Callable[..., Any], *sizes: int) -> Any:
-        return jax.tree.map(lambda x: jnp.full(x.shape, 7.0, x.dtype), jax.eval_shape(lambda: make(*sizes)))
+        return jax.tree.map(
+            lambda x: jnp.full(x.shape, 7.0, x.dtype), jax.eval_shape(lambda: make(*sizes))
+        )
 
 
 class Bench:
@@ -61,7 +93,9 @@ class Bench:
 
     def __init__(self, settings: EngineSizes):
         self.settings = settings
-        vision = VisionConfig(16, 1, 2, 32, 16, num_position_embeddings=4, deepstack_visual_indexes=(0,))
+        vision = VisionConfig(
+            16, 1, 2, 32, 16, num_position_embeddings=4, deepstack_visual_indexes=(0,)
+        )
         text = TextConfig(
             vocab_size=len(TOKEN_BYTES),
             hidden_size=16,
@@ -75,7 +109,12 @@ class Bench:
             tie_word_embeddings=True,
         )
         self.config = Qwen3VLConfig(
-            vision, text, image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=OPEN, vision_end_token_id=CLOSE
+            vision,
+            text,
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            vision_start_token_id=OPEN,
+            vision_end_token_id=CLOSE,
         )
         graph, state = nnx.split(abstract_model(self.config))
         rng = np.random.default_rng(0)
@@ -86,10 +125,15 @@ class Bench:
 
         self.model: Qwen3VL = nnx.merge(graph, jax.tree_util.tree_map_with_path(noise, state))
         own = nnx.split(self.model.text)[1]
-        different = [own, *(jax.tree_util.tree_map_with_path(noise, own) for _ in range(WEIGHTS - 1))]
+        different = [
+            own,
+            *(jax.tree_util.tree_map_with_path(noise, own) for _ in range(WEIGHTS - 1)),
+        ]
         self.weights = {version: different[version % WEIGHTS] for version in range(MOST_VERSIONS)}
         self.features = Pictures(self.config, SIZES, gone=("gone",))
-        self.reference = Reference(self.model, self.features, self.weights, settings.own[-1], TOKEN_BYTES)
+        self.reference = Reference(
+            self.model, self.features, self.weights, settings.own[-1], TOKEN_BYTES
+        )
         self._programs = functools.cache(lambda *sizes: Dirty(self.model, *sizes))
 
     def engine(self, clock=lambda: 0.0, pages: int | None = None) -> Engine:
@@ -110,7 +154,12 @@ def bench() -> Bench:
 # --- what is asked ---
 
 _TEXT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9)
-_A, _B, _SMALL, _GONE = Frame("square", 0, 0.0), Frame("square", 1, 1.0), Frame("small", 5, 0.5), Frame("gone", 0, 0.0)
+_A, _B, _SMALL, _GONE = (
+    Frame("square", 0, 0.0),
+    Frame("square", 1, 1.0),
+    Frame("small", 5, 0.5),
+    Frame("gone", 0, 0.0),
+)
 # What many requests start with: nothing, a text, frames that lie across pages and pieces, the same in another order.
 OPENINGS: tuple[tuple[int | Frame, ...], ...] = (
     (),
@@ -141,7 +190,9 @@ SAMPLINGS = st.builds(
     top_k=st.sampled_from([0, 0, 3]),
     top_p=st.sampled_from([1.0, 1.0, 0.8]),
     stop_ids=st.lists(st.integers(0, WORDS - 1), max_size=2).map(tuple),
-    stop_strings=st.sampled_from([(), (), (b"ab",), (b"bab", b"\xc3\xa9"), (b"aab",), (b"cab", b"bb")]),
+    stop_strings=st.sampled_from(
+        [(), (), (b"ab",), (b"bab", b"\xc3\xa9"), (b"aab",), (b"cab", b"bb")]
+    ),
     deadline=st.sampled_from([math.inf, math.inf, 1.0, 3.0]),
 )
 SEEDS = st.lists(st.sampled_from([0, 1, 2, 2**32 + 1, -1]), min_size=1, max_size=3).map(tuple)
@@ -175,14 +226,21 @@ class Schedule(RuleBasedStateMachine):
 
     def __init__(self, bench: Bench):
         super().__init__()
-        self.bench, self.size, self.now, self.clock = bench, bench.settings.page, 0.0, lambda: self.now
+        self.bench, self.size, self.now, self.clock = (
+            bench,
+            bench.settings.page,
+            0.0,
+            lambda: self.now,
+        )
         self.asked: dict[int, Asked] = {}
         self.samples: list[tuple[Request, int, Sample]] = []
 
     @initialize(spare=st.sampled_from([1000, 12, 5, 1, 0]))
     def start(self, spare: int):
         """So many more pages than the longest sequence takes."""
-        self.pages = min(self.bench.settings.own[-1] // self.size + spare, self.bench.settings.pages)
+        self.pages = min(
+            self.bench.settings.own[-1] // self.size + spare, self.bench.settings.pages
+        )
         self.engine = self.bench.engine(self.clock, self.pages)
 
     # --- what a caller does ---
@@ -201,11 +259,20 @@ class Schedule(RuleBasedStateMachine):
             return
         ticket, count = self.engine.submit(request), len(request.seeds)
         assert ticket not in self.asked
-        self.asked[ticket] = Asked(request, self.now + request.sampling.deadline, [self.engine.version] * count, [math.inf] * count)
+        self.asked[ticket] = Asked(
+            request,
+            self.now + request.sampling.deadline,
+            [self.engine.version] * count,
+            [math.inf] * count,
+        )
 
     @precondition(lambda self: self.samples)
-    @rule(which=st.integers(0, 9), keep=st.integers(0, 9), tail=TAILS, sampling=SAMPLINGS, seeds=SEEDS)
-    def go_on(self, which: int, keep: int, tail: list[int], sampling: Sampling, seeds: tuple[int, ...]):
+    @rule(
+        which=st.integers(0, 9), keep=st.integers(0, 9), tail=TAILS, sampling=SAMPLINGS, seeds=SEEDS
+    )
+    def go_on(
+        self, which: int, keep: int, tail: list[int], sampling: Sampling, seeds: tuple[int, ...]
+    ):
         """A turn more, after all that was said or a part of it."""
         request, _, sample = self.samples[-1 - which % len(self.samples)]
         ids = np.concatenate([request.ids, sample.ids[:keep], tail]).astype(np.int32)
@@ -230,11 +297,16 @@ class Schedule(RuleBasedStateMachine):
         self.now += seconds
 
     @precondition(lambda self: self.asked and self.engine.version + 1 < MOST_VERSIONS)
-    @rule(in_flight=st.sampled_from(["finish", "restart"]), new=st.sampled_from([True, True, True, False]))
+    @rule(
+        in_flight=st.sampled_from(["finish", "restart"]),
+        new=st.sampled_from([True, True, True, False]),
+    )
     def load(self, in_flight: Literal["finish", "restart"], new: bool):
         """Other weights under a new number; under an old one they would be mixed with those that are being sampled from."""
         engine, version = self.engine, self.engine.version + 1
-        running = {(sequence.ticket, sequence.number): sequence.version for sequence in engine._running}
+        running = {
+            (sequence.ticket, sequence.number): sequence.version for sequence in engine._running
+        }
         if not new and in_flight == "finish" and engine.version in running.values():
             with pytest.raises(ValueError, match="still being sampled from"):
                 engine.load(self.bench.weights[version], engine.version)
@@ -243,7 +315,9 @@ class Schedule(RuleBasedStateMachine):
             for number, sample in enumerate(engine._open.get(ticket, ())):
                 old = running.get((ticket, number)) if in_flight == "finish" else None
                 if sample is None:
-                    asked.first[number], asked.last[number] = (version, math.inf) if old is None else (old, old)
+                    asked.first[number], asked.last[number] = (
+                        (version, math.inf) if old is None else (old, old)
+                    )
         engine.load(self.bench.weights[version], version, in_flight)
         assert in_flight == "finish" or not engine._running
 
@@ -251,7 +325,11 @@ class Schedule(RuleBasedStateMachine):
     @rule()
     def forget(self):
         self.engine.forget()
-        assert self.engine._tree.match(self.engine.version, np.array(_TEXT, np.int64)) == ([], None, 0)
+        assert self.engine._tree.match(self.engine.version, np.array(_TEXT, np.int64)) == (
+            [],
+            None,
+            0,
+        )
 
     def take(self, answers: list[tuple[int, tuple[Sample, ...]]]) -> None:
         """What a step answers: each request once, all its samples, those that were out of time when it began among them."""
@@ -273,7 +351,11 @@ class Schedule(RuleBasedStateMachine):
         """Pages of versions that were dropped are in no tree, and held by what runs."""
         tree, running = self.engine._tree, self.engine._running
         nodes = {*tree.nodes(), *(node for sequence in running for node in sequence.path)}
-        pages = [*tree._free, *(node.page for node in nodes), *(page for sequence in running for page in sequence.lent)]
+        pages = [
+            *tree._free,
+            *(node.page for node in nodes),
+            *(page for sequence in running for page in sequence.lent),
+        ]
         assert sorted(pages) == list(range(self.pages))
         users = [node.serial for sequence in running for node in sequence.path]
         assert all(node.users == users.count(node.serial) for node in nodes)
@@ -285,22 +367,43 @@ class Schedule(RuleBasedStateMachine):
         assert len(engine._running) <= self.bench.settings.slots
         for sequence in engine._running:
             needed = len(sequence.prompt.request.ids) + sequence.sampling.max_new_tokens
-            assert len(sequence.pages) * self.size >= needed > len(sequence.pages) * self.size - self.size
-            assert sequence.source is None and sequence.computed == sequence.prompt.known + len(sequence.drawn)
+            assert (
+                len(sequence.pages) * self.size
+                >= needed
+                > len(sequence.pages) * self.size - self.size
+            )
+            assert sequence.source is None and sequence.computed == sequence.prompt.known + len(
+                sequence.drawn
+            )
             assert sum(len(node.tokens) for node in sequence.path) <= sequence.computed
-        assert all(not sequence.path and not sequence.lent and sequence.source is None for sequence in engine._waiting)
+        assert all(
+            not sequence.path and not sequence.lent and sequence.source is None
+            for sequence in engine._waiting
+        )
         assert engine.idle == all(asked.done for asked in self.asked.values())
 
     @invariant()
     def whatever_is_asked_for_runs_or_waits(self):
         engine = self.engine
-        there = sorted((sequence.ticket, sequence.number) for sequence in (*engine._running, *engine._waiting))
-        missing = [(t, n) for t, samples in engine._open.items() for n, sample in enumerate(samples) if sample is None]
-        assert there == sorted(missing) and set(engine._open) == {ticket for ticket, asked in self.asked.items() if not asked.done}
+        there = sorted(
+            (sequence.ticket, sequence.number) for sequence in (*engine._running, *engine._waiting)
+        )
+        missing = [
+            (t, n)
+            for t, samples in engine._open.items()
+            for n, sample in enumerate(samples)
+            if sample is None
+        ]
+        assert there == sorted(missing) and set(engine._open) == {
+            ticket for ticket, asked in self.asked.items() if not asked.done
+        }
 
     @invariant()
     def only_weights_that_are_sampled_from_are_kept(self):
-        assert set(self.engine._weights) == {self.engine.version, *(sequence.version for sequence in self.engine._running)}
+        assert set(self.engine._weights) == {
+            self.engine.version,
+            *(sequence.version for sequence in self.engine._running),
+        }
         assert set(self.engine._tree._roots) <= set(self.engine._weights)
 
     # --- what holds at the end ---
@@ -312,7 +415,11 @@ class Schedule(RuleBasedStateMachine):
             if self.engine.idle:
                 break
             self.take(self.engine.step())
-        assert self.engine.idle and all(asked.done for asked in self.asked.values()) and not self.engine._open
+        assert (
+            self.engine.idle
+            and all(asked.done for asked in self.asked.values())
+            and not self.engine._open
+        )
         self.a_page_is_free_or_in_the_tree_or_lent()
         assert all(not node.users for node in self.engine._tree.nodes())
         for request, seed, sample in self.samples:
@@ -330,20 +437,33 @@ class Schedule(RuleBasedStateMachine):
         np.testing.assert_allclose(sample.logprobs, expected.logprobs[:n], atol=1e-4)
         assert sample.logprobs.dtype == np.float32
         if not cut:
-            assert (n, sample.stop, sample.digest) == (len(expected.ids), expected.stop, expected.digest)
+            assert (n, sample.stop, sample.digest) == (
+                len(expected.ids),
+                expected.stop,
+                expected.digest,
+            )
 
     def compare_pages(self, request: Request, sample: Sample) -> None:
         """What is kept of a sequence is what a forward pass gives: nothing was written over it."""
         engine = self.engine
-        if sample.version != engine.version or any(frame.video in self.bench.features.gone for frame in request.frames):
+        if sample.version != engine.version or any(
+            frame.video in self.bench.features.gone for frame in request.frames
+        ):
             return
-        content = np.concatenate([make_prompt(request, engine.features, engine.config, math.inf).content, sample.ids])[:-1]
+        content = np.concatenate(
+            [make_prompt(request, engine.features, engine.config, math.inf).content, sample.ids]
+        )[:-1]
         path, source, more = engine._tree.match(engine.version, content)
         engine._tree.release(path)
-        count, pages = len(path) * self.size + more, [node.page for node in (*path, *([source] if source else []))]
+        count, pages = (
+            len(path) * self.size + more,
+            [node.page for node in (*path, *([source] if source else []))],
+        )
         found = np.asarray(engine._runner._pool)[:, pages]
         found = found.reshape(len(found), -1, *found.shape[3:])[:, :count]
-        keys, values = self.bench.reference.keys_and_values(request, sample.ids.tolist(), sample.version)
+        keys, values = self.bench.reference.keys_and_values(
+            request, sample.ids.tolist(), sample.version
+        )
         np.testing.assert_allclose(found[:, :, 0::2], keys[:, :count], atol=1e-4)
         np.testing.assert_allclose(found[:, :, 1::2], values[:, :count], atol=1e-4)
 
@@ -378,7 +498,13 @@ class Known:
 
     def missing(self, request: Request, said: Many[int] = ()) -> int:
         """Tokens to prefill: of all but the last, those after the longest start that is there; then they are there, and `said` is."""
-        pieces = iter([(frame, n) for frame in request.frames for n in range(math.prod(SIZES[frame.video]) // 4)])
+        pieces = iter(
+            [
+                (frame, n)
+                for frame in request.frames
+                for n in range(math.prod(SIZES[frame.video]) // 4)
+            ]
+        )
         content = [next(pieces, IMAGE) if token == IMAGE else int(token) for token in request.ids]
         known = len(content) - 1
         there = next(n for n in range(known, -1, -1) if tuple(content[:n]) in self.starts)
@@ -396,7 +522,14 @@ READABLE = requests().filter(lambda request: _GONE not in request.frames)
 
 
 @settings(max_examples=30)
-@given(st.lists(st.tuples(READABLE, st.integers(1, 6), st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9))), max_size=6))
+@given(
+    st.lists(
+        st.tuples(
+            READABLE, st.integers(1, 6), st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9))
+        ),
+        max_size=6,
+    )
+)
 def test_nothing_that_is_there_is_prefilled_again(bench, asked):
     """Requests one after the other, some of which go on from what was said before or from its first tokens."""
     engine, known, answered = bench.engine(), Known(), []
@@ -413,7 +546,10 @@ def test_nothing_that_is_there_is_prefilled_again(bench, asked):
         # Its first sample's prompt is what the others find, whatever was said meanwhile.
         needed = [known.missing(request, sample.ids) for sample in samples]
         assert not any(needed[1:]) and engine.counts.prefilled_tokens - prefilled == needed[0]
-        assert engine.counts.reused_tokens - reused == len(samples) * (len(request.ids) - 1) - needed[0]
+        assert (
+            engine.counts.reused_tokens - reused
+            == len(samples) * (len(request.ids) - 1) - needed[0]
+        )
         answered += [(request, sample) for sample in samples]
         if engine._tree.free < 6 * 3 + 8:  # the next might push something out
             engine.forget()
@@ -429,7 +565,10 @@ def test_what_requests_have_in_common_is_prefilled_once(bench, asked):
     answers = engine.generate(wanted)
     needed = sum(known.missing(request) for request in wanted)
     assert engine.counts.prefilled_tokens <= needed + (SETTINGS.page - 1) * max(0, len(wanted) - 1)
-    total = sum(len(samples) * (len(request.ids) - 1) for request, samples in zip(wanted, answers, strict=True))
+    total = sum(
+        len(samples) * (len(request.ids) - 1)
+        for request, samples in zip(wanted, answers, strict=True)
+    )
     assert engine.counts.prefilled_tokens + engine.counts.reused_tokens == total
 
 
@@ -446,7 +585,9 @@ def test_the_turns_of_a_group_prefill_what_is_new(bench):
         said = [np.concatenate([one, told]).astype(np.int32) for one in said]
         answers = engine.generate([Request(one, frames, Sampling(3), (turn,)) for one in said])
         assert engine.counts.prefilled_tokens - before == 4 * len(told)
-        said = [np.concatenate([one, sample.ids]) for one, (sample,) in zip(said, answers, strict=True)]
+        said = [
+            np.concatenate([one, sample.ids]) for one, (sample,) in zip(said, answers, strict=True)
+        ]
     assert {len(one) for one in said} == {len(ids) + 4 + 2 + 3 + 1 + 3}
 
 
@@ -488,7 +629,12 @@ def test_a_cache_as_large_as_one_sequence_serves_every_sequence(bench):
     longest = SETTINGS.own[-1]
     engine = bench.engine(pages=longest // SETTINGS.page)
     for first in (0, 1, 0, 2):
-        request = Request(np.array([5, 5, first, *np.arange(3, longest - 5) % 20], np.int32), (), Sampling(3), (first,))
+        request = Request(
+            np.array([5, 5, first, *np.arange(3, longest - 5) % 20], np.int32),
+            (),
+            Sampling(3),
+            (first,),
+        )
         engine.submit(request)
         answers = [answer for _ in range(8) for answer in engine.step()]
         assert len(answers) == 1
@@ -512,18 +658,25 @@ def test_a_sample_without_a_token_reports_the_weights_of_now(bench):
 def test_new_weights_while_others_are_sampled_from(bench, in_flight):
     """Two of one prompt run, one with the same prompt comes: old and new stand side by side, and read nothing of each other's."""
     engine, ids = bench.engine(), np.array(_TEXT, np.int32)
-    asked = {engine.submit(request): request for request in [Request(ids, (), Sampling(9), (seed,)) for seed in (1, 2)]}
+    asked = {
+        engine.submit(request): request
+        for request in [Request(ids, (), Sampling(9), (seed,)) for seed in (1, 2)]
+    }
     engine.step()
     engine.load(bench.weights[1], 1, in_flight)
     later = Request(ids, (), Sampling(9), (3,))
     asked[engine.submit(later)] = later
     answers = dict(engine.step())
-    assert sorted(sequence.version for sequence in engine._running) == ([0, 0, 1] if in_flight == "finish" else [1, 1, 1])
+    assert sorted(sequence.version for sequence in engine._running) == (
+        [0, 0, 1] if in_flight == "finish" else [1, 1, 1]
+    )
     while not engine.idle:
         answers |= engine.step()
     for ticket, (sample,) in answers.items():
         version = 0 if in_flight == "finish" and asked[ticket] is not later else 1
-        expected = bench.reference.answer(asked[ticket], asked[ticket].seeds[0], version, like=sample)
+        expected = bench.reference.answer(
+            asked[ticket], asked[ticket].seeds[0], version, like=sample
+        )
         assert sample.version == version and sample.ids.tolist() == expected.ids.tolist()
     assert len(answers) == 3 and set(engine._weights) == {1}
 
@@ -533,7 +686,10 @@ def test_other_weights_under_an_old_number_start_with_nothing(bench):
     engine.generate([request])
     engine.load(bench.weights[1], version=0)
     ((sample,),) = engine.generate([request])
-    assert sample.ids.tolist() == bench.reference.answer(request, 1, version=1, like=sample).ids.tolist()
+    assert (
+        sample.ids.tolist()
+        == bench.reference.answer(request, 1, version=1, like=sample).ids.tolist()
+    )
     assert engine.counts.prefilled_tokens == 2 * (len(_TEXT) - 1)
 
 
@@ -541,12 +697,20 @@ def test_all_that_was_asked_for_leaves_when_it_is_cancelled(bench):
     """A run that is given up returns all its pages, whatever state its requests are in."""
     engine = bench.engine()
     ids, frames = written(OPENINGS[3])
-    tickets = [engine.submit(Request(np.concatenate([ids, [n]]), frames, Sampling(12), (1, 2, 3))) for n in range(4)]
+    tickets = [
+        engine.submit(Request(np.concatenate([ids, [n]]), frames, Sampling(12), (1, 2, 3)))
+        for n in range(4)
+    ]
     for _ in range(2):
         engine.step()
     assert len(engine._running) == SETTINGS.slots and engine._waiting
     for ticket in tickets:
         engine.cancel(ticket)
-    assert engine.idle and not engine._waiting and not engine._running and not any(node.users for node in engine._tree.nodes())
+    assert (
+        engine.idle
+        and not engine._waiting
+        and not engine._running
+        and not any(node.users for node in engine._tree.nodes())
+    )
     engine.forget()
     assert engine._tree.free == SETTINGS.pages and engine.step() == []

@@ -17,7 +17,15 @@ tunings = st.builds(
     prefill_tokens=tokens,
     read_tokens=tokens,
 )
-longest = st.builds(Lengths, prompt=tokens, visual=st.just(0), response=tokens, crop_prompt=tokens, crop_visual=st.just(0), report=tokens)
+longest = st.builds(
+    Lengths,
+    prompt=tokens,
+    visual=st.just(0),
+    response=tokens,
+    crop_prompt=tokens,
+    crop_visual=st.just(0),
+    report=tokens,
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -27,7 +35,10 @@ def test_every_sequence_of_a_run_fits(longest, tuning, fan, shared):
     whole = longest.prompt + longest.response
     assert engine.own[-1] >= max(whole, longest.crop_prompt + longest.report)
     assert engine.pages * engine.page >= max(engine.own[-1], tuning.cache_tokens)
-    assert engine.prefill[-1] >= max(longest.prompt, longest.crop_prompt) and engine.prefill_tokens >= longest.prompt
+    assert (
+        engine.prefill[-1] >= max(longest.prompt, longest.crop_prompt)
+        and engine.prefill_tokens >= longest.prompt
+    )
     assert engine.slots >= tuning.slots and engine.slots % fan == 0
     assert bool(engine.shared) is shared and (not shared or engine.shared[-1] >= longest.prompt)
 

@@ -16,7 +16,12 @@ from rollout.requests import SampleStop, run
 from rollout.transcript import transcript
 from tests.rollout.conftest import Cut
 
-PLAN = "look closer\n</think>\n" + render_call(CropCall(0, 16)) + "\n" + render_call(CropCall(500, 516))
+PLAN = (
+    "look closer\n</think>\n"
+    + render_call(CropCall(0, 16))
+    + "\n"
+    + render_call(CropCall(500, 516))
+)
 ANSWER = "the crops show seven\n</think>\n<answer> seven</answer>"
 
 
@@ -26,7 +31,9 @@ def written(scripted, small_scene, small_questions):
 
     def make(turns, credit=None, report=" seven from 8 to 10"):
         setting = Setting(4, 0.7)
-        (episode,) = run(scripted(turns, report=report), [play(small_scene, small_questions[0], setting, 0)])
+        (episode,) = run(
+            scripted(turns, report=report), [play(small_scene, small_questions[0], setting, 0)]
+        )
         rewards = score(episode.question, episode.turns, RewardSettings())
         content = transcript(episode, rewards, setting, small_scene.protocol.vocabulary, credit)
         return episode, json.loads(json.dumps(content, allow_nan=False))
@@ -37,18 +44,29 @@ def written(scripted, small_scene, small_questions):
 def test_it_holds_the_course_of_the_episode(written, small_questions):
     episode, content = written([PLAN, ANSWER])
     question = small_questions[0]
-    assert content["question"]["id"] == question.id and content["question"]["options"] == list(question.options)
+    assert content["question"]["id"] == question.id and content["question"]["options"] == list(
+        question.options
+    )
     assert content["question"]["kind"] == "mcq" and content["video"] == question.video
     assert (content["k"], content["dispatch"], content["temperature"]) == (4, "parallel", 0.7)
-    assert content["overview"] == [frame.time for frame in episode.trajectory.frames] and len(content["overview"]) == 4
+    assert (
+        content["overview"] == [frame.time for frame in episode.trajectory.frames]
+        and len(content["overview"]) == 4
+    )
     assert (content["answer"], content["stop"], content["compliant"]) == ("seven", "answered", True)
     good, bad = content["turns"][0]["calls"]
-    assert (good["start"], good["end"], good["status"]) == (0, 16, "executed") and good["times"] == list(range(0, 16, STEP))
+    assert (good["start"], good["end"], good["status"]) == (0, 16, "executed") and good[
+        "times"
+    ] == list(range(0, 16, STEP))
     assert good["response"] == " seven from 8 to 10"
-    assert (bad["status"], bad["times"]) == ("bad_window", []) and bad["response"].startswith("error")
+    assert (bad["status"], bad["times"]) == ("bad_window", []) and bad["response"].startswith(
+        "error"
+    )
     assert content["turns"][1]["calls"] == []
     rewards = content["rewards"]
-    assert rewards["total"] == pytest.approx(rewards["accuracy"] + rewards["format"] + rewards["tool"])
+    assert rewards["total"] == pytest.approx(
+        rewards["accuracy"] + rewards["format"] + rewards["tool"]
+    )
 
 
 def test_a_turns_tokens_join_to_its_text(written):
@@ -57,7 +75,9 @@ def test_a_turns_tokens_join_to_its_text(written):
     for turn, shown in zip(episode.turns, content["turns"], strict=True):
         assert "".join(token["text"] for token in shown["tokens"]) == turn.text + "<|im_end|>"
         pinned = [token for token in shown["tokens"] if token["author"] == "pinned"]
-        assert "".join(token["text"] for token in pinned) == PINNED and all(token["logprob"] is None for token in pinned)
+        assert "".join(token["text"] for token in pinned) == PINNED and all(
+            token["logprob"] is None for token in pinned
+        )
         sampled = [token["logprob"] for token in shown["tokens"] if token["author"] == "model"]
         assert sampled == [-(n + 1) / 8 for n in range(len(sampled))]
 
@@ -66,11 +86,19 @@ def test_structural_tokens_are_marked(written):
     _, content = written([PLAN, ANSWER])
 
     def marks(turn: int) -> list[tuple[str, str]]:
-        return [(token["text"].strip(), token["kind"]) for token in content["turns"][turn]["tokens"] if token["kind"]]
+        return [
+            (token["text"].strip(), token["kind"])
+            for token in content["turns"][turn]["tokens"]
+            if token["kind"]
+        ]
 
     calls = [("<tool_call>", "call-open"), ("</tool_call>", "call-close")]
     assert marks(0) == [("</think>", "think-close"), *calls, *calls]
-    assert marks(1) == [("</think>", "think-close"), ("<answer>", "answer-open"), ("</answer>", "answer-close")]
+    assert marks(1) == [
+        ("</think>", "think-close"),
+        ("<answer>", "answer-open"),
+        ("</answer>", "answer-close"),
+    ]
     assert all(token["credit"] is None for turn in content["turns"] for token in turn["tokens"])
 
 
@@ -98,14 +126,22 @@ def test_a_broken_block_is_marked_as_a_violation(written):
 def test_a_truncated_turn_is_shown_as_far_as_it_goes(written):
     episode, content = written(["I see" * 100])
     assert content["stop"] == "truncated" and content["answer"] is None
-    assert "".join(token["text"] for token in content["turns"][0]["tokens"]) == episode.turns[0].text
+    assert (
+        "".join(token["text"] for token in content["turns"][0]["tokens"]) == episode.turns[0].text
+    )
 
 
 def test_time_that_was_up_is_shown_with_what_was_written_until_then(written):
     late = SampleStop.DEADLINE
     episode, content = written([PLAN, Cut("the crops", late)], report=Cut(" seven", late))
-    assert content["stop"] == "time_limit" and content["answer"] is None and content["rewards"]["accuracy"] == 0
+    assert (
+        content["stop"] == "time_limit"
+        and content["answer"] is None
+        and content["rewards"]["accuracy"] == 0
+    )
     assert [call["status"] for call in content["turns"][0]["calls"]] == ["timed_out", "bad_window"]
-    assert content["turns"][0]["calls"][0]["times"] == list(range(0, 16, STEP)), "its frames were shown to somebody"
+    assert content["turns"][0]["calls"][0]["times"] == list(range(0, 16, STEP)), (
+        "its frames were shown to somebody"
+    )
     assert content["turns"][0]["calls"][0]["response"] == episode.turns[0].calls[0].response
     assert "".join(token["text"] for token in content["turns"][1]["tokens"]) == PINNED + "the crops"

@@ -22,7 +22,15 @@ from flax import nnx
 from models.features import FrameFeatures, FrameSettings
 from paravt_jax.parsing import extract_answer
 from paravt_jax.protocol import Protocol, ProtocolSettings, render_call
-from paravt_jax.records import Author, CallStatus, CropCall, Episode, Question, QuestionKind, StopReason
+from paravt_jax.records import (
+    Author,
+    CallStatus,
+    CropCall,
+    Episode,
+    Question,
+    QuestionKind,
+    StopReason,
+)
 from paravt_jax.rewards import RewardSettings, score
 from paravt_jax.structure import find_structure
 from paravt_jax.video import VideoError
@@ -38,11 +46,20 @@ from train.step import make_logprobs
 
 BATCH = 50  # episodes side by side, all on one video
 LIMITS = (
-    ProtocolSettings(max_tool_turns=2, max_calls=3, turn_tokens=192, summary_tokens=16, trajectory_tokens=256),
-    ProtocolSettings(max_tool_turns=3, max_calls=5, turn_tokens=512, summary_tokens=64, trajectory_tokens=1024),
-    ProtocolSettings(max_tool_turns=1, max_calls=8, turn_tokens=8192, summary_tokens=48, trajectory_tokens=30_000),
+    ProtocolSettings(
+        max_tool_turns=2, max_calls=3, turn_tokens=192, summary_tokens=16, trajectory_tokens=256
+    ),
+    ProtocolSettings(
+        max_tool_turns=3, max_calls=5, turn_tokens=512, summary_tokens=64, trajectory_tokens=1024
+    ),
+    ProtocolSettings(
+        max_tool_turns=1, max_calls=8, turn_tokens=8192, summary_tokens=48, trajectory_tokens=30_000
+    ),
 )
-REWARDS = (RewardSettings(), RewardSettings(format_cap=False, answer_suffix=False, open_ended="exact"))
+REWARDS = (
+    RewardSettings(),
+    RewardSettings(format_cap=False, answer_suffix=False, open_ended="exact"),
+)
 
 
 @dataclasses.dataclass
@@ -53,7 +70,9 @@ class Battle:
     episodes: int = 0
     stops: collections.Counter[StopReason] = dataclasses.field(default_factory=collections.Counter)
     calls: collections.Counter[CallStatus] = dataclasses.field(default_factory=collections.Counter)
-    samples: collections.Counter[SampleStop] = dataclasses.field(default_factory=collections.Counter)
+    samples: collections.Counter[SampleStop] = dataclasses.field(
+        default_factory=collections.Counter
+    )
     most_calls: int = 0  # in one turn
     strangers: list[str] = dataclasses.field(default_factory=list)
     videos: set[str] = dataclasses.field(default_factory=set)
@@ -61,7 +80,9 @@ class Battle:
 
 
 @pytest.fixture(scope="module")
-def field(small_model, small_world, small_questions, tmp_path_factory) -> tuple[FrameFeatures, list[Question]]:
+def field(
+    small_model, small_world, small_questions, tmp_path_factory
+) -> tuple[FrameFeatures, list[Question]]:
     """Features over a folder with videos, secrets and rubbish, and questions of all kinds; some of them about rubbish or nothing."""
     root: pathlib.Path = tmp_path_factory.mktemp("field")
     names = sorted({question.video for question in small_questions})
@@ -72,10 +93,18 @@ def field(small_model, small_world, small_questions, tmp_path_factory) -> tuple[
     (root / "secret.mp4").write_bytes(whole)
     (root / "secret.txt").write_text("nobody reads this")
     (root / "damaged.mp4").write_bytes(whole[: len(whole) // 2])
-    features = FrameFeatures(small_model.vision, small_model.config, FrameSettings(batch=64, whole_frames=128), root)
+    features = FrameFeatures(
+        small_model.vision, small_model.config, FrameSettings(batch=64, whole_frames=128), root
+    )
     features(features.overview(names[0], 1))  # compiles
-    open_ended = [dataclasses.replace(q, kind=QuestionKind.OPEN_ENDED, options=()) for q in small_questions[:4]]
-    lost = [dataclasses.replace(small_questions[0], video=name) for name in ("damaged.mp4", "nowhere.mp4")]
+    open_ended = [
+        dataclasses.replace(q, kind=QuestionKind.OPEN_ENDED, options=())
+        for q in small_questions[:4]
+    ]
+    lost = [
+        dataclasses.replace(small_questions[0], video=name)
+        for name in ("damaged.mp4", "nowhere.mp4")
+    ]
     return features, [*small_questions, *open_ended, *lost]
 
 
@@ -97,7 +126,9 @@ def fight(field, small_vocabulary) -> Callable[..., Battle]:
             name = videos[(number // BATCH) % len(videos)]
             features.forget(name)
             with watch() as (heard, opened):
-                skirmish(battle, protocols, features, by_video[name], min(BATCH, count - number), rng)
+                skirmish(
+                    battle, protocols, features, by_video[name], min(BATCH, count - number), rng
+                )
             own = str(features.root / name)
             battle.strangers += heard + [path for path in opened if path != own]
             battle.videos.update(opened)
@@ -107,7 +138,12 @@ def fight(field, small_vocabulary) -> Callable[..., Battle]:
 
 
 def skirmish(
-    battle: Battle, protocols: list[Protocol], features: FrameFeatures, questions: list[Question], count: int, rng: random.Random
+    battle: Battle,
+    protocols: list[Protocol],
+    features: FrameFeatures,
+    questions: list[Question],
+    count: int,
+    rng: random.Random,
 ) -> None:
     """One batch: `count` episodes on one video, side by side."""
     vocabulary = battle.fuzzer.vocabulary
@@ -125,9 +161,17 @@ def skirmish(
         dispatch = rng.choices(("parallel", "sequential", "none"), (6, 2, 1))[0]
         seconds = rng.choices((math.inf, 3.0 * count, 1.0), (20, 5, 1))[0]
         setting = Setting(rng.choice((1, 4, 16)), 0.7, dispatch, seconds, report_seconds=5.0)
-        drafted.append((scene, setting, rng.choice(questions), rng.getrandbits(32) * 100_000 + number))
-    episodes = run(sampler, [play(scene, question, setting, seed) for scene, setting, question, seed in drafted])
-    said = {request.seeds[0]: (request, sample) for request, sample in zip(sampler.asked, sampler.said, strict=True)}
+        drafted.append(
+            (scene, setting, rng.choice(questions), rng.getrandbits(32) * 100_000 + number)
+        )
+    episodes = run(
+        sampler,
+        [play(scene, question, setting, seed) for scene, setting, question, seed in drafted],
+    )
+    said = {
+        request.seeds[0]: (request, sample)
+        for request, sample in zip(sampler.asked, sampler.said, strict=True)
+    }
     assert len(said) == len(sampler.asked) and not sampler.waiting
     for (scene, setting, question, seed), episode in zip(drafted, episodes, strict=True):
         assert episode.question is question and episode.frames == setting.frames
@@ -136,15 +180,27 @@ def skirmish(
         battle.stops[episode.stop] += 1
         battle.calls.update(outcome.status for turn in episode.turns for outcome in turn.calls)
         battle.most_calls = max([battle.most_calls, *(len(turn.calls) for turn in episode.turns)])
-        battle.written.update(b"".join(segment.ids.astype(np.int32).tobytes() for segment in episode.trajectory.segments))
+        battle.written.update(
+            b"".join(
+                segment.ids.astype(np.int32).tobytes() for segment in episode.trajectory.segments
+            )
+        )
     battle.samples.update(sample.stop for sample in sampler.said)
     assert not said, "every sample is in an episode"
 
 
-def inspect(episode: Episode, scene: Scene, setting: Setting, seed: int, said: dict[int, tuple[Request, Sample]]) -> None:
+def inspect(
+    episode: Episode,
+    scene: Scene,
+    setting: Setting,
+    seed: int,
+    said: dict[int, tuple[Request, Sample]],
+) -> None:
     """What is true of every episode. Takes what it was told out of `said`."""
     vocabulary, limits = scene.protocol.vocabulary, scene.protocol.settings
-    assert isinstance(episode.stop, StopReason) and (episode.answer is not None) == (episode.stop is StopReason.ANSWERED)
+    assert isinstance(episode.stop, StopReason) and (episode.answer is not None) == (
+        episode.stop is StopReason.ANSWERED
+    )
     if episode.stop is StopReason.ANSWERED:
         assert episode.answer == extract_answer(episode.turns[-1].text)
     for settings in REWARDS:
@@ -167,20 +223,31 @@ def inspect(episode: Episode, scene: Scene, setting: Setting, seed: int, said: d
         request, sample = said.pop(seed + turn)
         fed = np.concatenate([segment.ids for segment in segments[:place]])
         assert np.array_equal(request.ids, fed) and np.array_equal(segments[place].ids, sample.ids)
-        assert segments[place].digest == sample.digest and segments[place].logprobs is sample.logprobs
-        assert request.sampling.max_new_tokens <= limits.turn_tokens and request.sampling.deadline <= setting.seconds
+        assert (
+            segments[place].digest == sample.digest and segments[place].logprobs is sample.logprobs
+        )
+        assert (
+            request.sampling.max_new_tokens <= limits.turn_tokens
+            and request.sampling.deadline <= setting.seconds
+        )
 
     # Every call has an outcome with a name; the model reads of each what is on record.
     duration = scene.features.info(episode.question.video).duration
     for number, turn in enumerate(episode.turns):
-        assert sum(o.status.executed for o in turn.calls) <= (1 if setting.dispatch == "sequential" else limits.max_calls)
+        assert sum(o.status.executed for o in turn.calls) <= (
+            1 if setting.dispatch == "sequential" else limits.max_calls
+        )
         for n, outcome in enumerate(turn.calls):
-            assert isinstance(outcome.status, CallStatus) and outcome.response == scene.protocol.cut(outcome.response)
+            assert isinstance(
+                outcome.status, CallStatus
+            ) and outcome.response == scene.protocol.cut(outcome.response)
             assert outcome.status.executed or outcome.response.startswith("error: ")
             if outcome.subagent is None:
                 assert not outcome.status.executed
                 continue
-            assert outcome.call is not None and 0 <= outcome.call.start < outcome.call.end <= duration
+            assert (
+                outcome.call is not None and 0 <= outcome.call.start < outcome.call.end <= duration
+            )
             request, sample = said.pop(seed + 1000 * (number + 1) + n)
             assert np.array_equal(outcome.subagent.ids, np.concatenate([request.ids, sample.ids]))
             assert 1 <= len(request.frames) <= limits.crop_frames
@@ -193,7 +260,10 @@ def inspect(episode: Episode, scene: Scene, setting: Setting, seed: int, said: d
             assert (outcome.status is ended) if ended else outcome.status.executed
         if turn.calls and 3 * number + 4 < len(segments):
             told = vocabulary.decode(segments[3 * number + 4].ids)
-            bodies = [part.partition("\n</tool_response>")[0] for part in told.split("<tool_response>\n")[1:]]
+            bodies = [
+                part.partition("\n</tool_response>")[0]
+                for part in told.split("<tool_response>\n")[1:]
+            ]
             assert bodies == [outcome.response for outcome in turn.calls]
 
     ids, authors = episode.trajectory.ids, episode.trajectory.authors
@@ -231,7 +301,9 @@ def test_the_fuzzer_uses_all_it_has(battle):
 def test_no_file_is_opened_beside_the_questions_own_video(battle, field):
     features, questions = field
     assert battle.strangers == []
-    assert battle.videos == {str(features.root / q.video) for q in questions} - {str(features.root / "nowhere.mp4")}
+    assert battle.videos == {str(features.root / q.video) for q in questions} - {
+        str(features.root / "nowhere.mp4")
+    }
 
 
 def test_the_watch_sees_what_is_opened(field, tmp_path):
@@ -240,7 +312,9 @@ def test_the_watch_sees_what_is_opened(field, tmp_path):
         (features.root / "secret.txt").read_text()
         features.forget("secret.mp4")
         features(features.overview("secret.mp4", 1))
-    assert any("secret.txt" in line for line in heard) and set(videos) == {str(features.root / "secret.mp4")}
+    assert any("secret.txt" in line for line in heard) and set(videos) == {
+        str(features.root / "secret.mp4")
+    }
     with watch() as (heard, videos):
         pass
     assert not heard and not videos
@@ -248,7 +322,10 @@ def test_the_watch_sees_what_is_opened(field, tmp_path):
 
 def test_a_battle_repeats(fight):
     once, again, other = fight(BATCH, seed=5), fight(BATCH, seed=5), fight(BATCH, seed=6)
-    assert once.written.digest() == again.written.digest() != other.written.digest() and once.stops == again.stops
+    assert (
+        once.written.digest() == again.written.digest() != other.written.digest()
+        and once.stops == again.stops
+    )
 
 
 @pytest.mark.slow
@@ -268,13 +345,34 @@ def resident() -> int:
     status = pathlib.Path("/proc/self/status")
     if not status.exists():
         pytest.skip("no /proc here: memory is not measured")
-    return 1024 * int(next(line for line in status.read_text().splitlines() if line.startswith("VmRSS")).split()[1])
+    return 1024 * int(
+        next(line for line in status.read_text().splitlines() if line.startswith("VmRSS")).split()[
+            1
+        ]
+    )
 
 
 # --- the real engine ---
 
-ROOM = ProtocolSettings(max_tool_turns=2, max_calls=3, turn_tokens=160, summary_tokens=12, trajectory_tokens=320, crop_frames=4)
-SIZES = EngineSizes(own=(112, 464), shared=(96,), prefill=(16, 160), slots=8, fan=4, page=16, pages=160, prefill_tokens=320, steps=4)
+ROOM = ProtocolSettings(
+    max_tool_turns=2,
+    max_calls=3,
+    turn_tokens=160,
+    summary_tokens=12,
+    trajectory_tokens=320,
+    crop_frames=4,
+)
+SIZES = EngineSizes(
+    own=(112, 464),
+    shared=(96,),
+    prefill=(16, 160),
+    slots=8,
+    fan=4,
+    page=16,
+    pages=160,
+    prefill_tokens=320,
+    steps=4,
+)
 
 
 class Possessed:
@@ -288,8 +386,15 @@ class Possessed:
 
     def _say(self, request: Request) -> list[int]:
         vocabulary = self.fuzzer.vocabulary
-        strange = [vocabulary[f"<|{name}|>"] for name in ("image_pad", "vision_start", "image_pad", "video_pad", "im_start")]
-        return [*strange, vocabulary.size, *self.fuzzer.line(request.seeds[0], request.sampling.max_new_tokens)[0]]
+        strange = [
+            vocabulary[f"<|{name}|>"]
+            for name in ("image_pad", "vision_start", "image_pad", "video_pad", "im_start")
+        ]
+        return [
+            *strange,
+            vocabulary.size,
+            *self.fuzzer.line(request.seeds[0], request.sampling.max_new_tokens)[0],
+        ]
 
     def submit(self, request: Request) -> int:
         scripted = self.script.is_main(request) and self.script.is_first(request)
@@ -312,7 +417,9 @@ class Possessed:
 def all_returned(engine: Engine) -> bool:
     """Whether nobody waits or runs, and each page is free or kept for later, held by nobody."""
     nodes = list(engine._tree.nodes())
-    kept = engine._tree.free + len(nodes) == engine._tree.count and not any(node.users for node in nodes)
+    kept = engine._tree.free + len(nodes) == engine._tree.count and not any(
+        node.users for node in nodes
+    )
     return engine.idle and not engine._waiting and not engine._running and kept
 
 
@@ -350,8 +457,15 @@ def draft(scene: Scene, questions: list[Question], count: int) -> list:
 def ids_of(episodes: list[Episode]) -> list[list[int]]:
     """All that was read and written in them, sub-agents included."""
     outcomes = [outcome for episode in episodes for turn in episode.turns for outcome in turn.calls]
-    agents = [episode.trajectory for episode in episodes] + [o.subagent for o in outcomes if o.subagent is not None]
-    return [np.concatenate([segment.ids for segment in agent.segments]).tolist() if agent.segments else [] for agent in agents]
+    agents = [episode.trajectory for episode in episodes] + [
+        o.subagent for o in outcomes if o.subagent is not None
+    ]
+    return [
+        np.concatenate([segment.ids for segment in agent.segments]).tolist()
+        if agent.segments
+        else []
+        for agent in agents
+    ]
 
 
 @pytest.mark.slow
@@ -363,7 +477,9 @@ def test_a_real_engine_under_fire(possessed, field, small_model):
     with watch() as (heard, opened):
         episodes = run(sampler, draft(scene, questions, 80))
     assert ids_of(episodes) == ids_of(once) and [e.stop for e in episodes] == [e.stop for e in once]
-    assert not heard and {pathlib.Path(path).name for path in opened} <= {"damaged.mp4"}  # the others are encoded already
+    assert not heard and {pathlib.Path(path).name for path in opened} <= {
+        "damaged.mp4"
+    }  # the others are encoded already
     assert all_returned(sampler.engine) and not sampler.owner
     outcomes = [outcome for episode in episodes for turn in episode.turns for outcome in turn.calls]
     # An engine refuses nothing; the others are rare here.
@@ -372,21 +488,28 @@ def test_a_real_engine_under_fire(possessed, field, small_model):
     unmet = {CallStatus.CLAMPED, CallStatus.TOO_MANY, CallStatus.UNREADABLE, CallStatus.REFUSED}
     assert {outcome.status for outcome in outcomes} >= set(CallStatus) - unmet
     for episode in episodes:
-        assert all(math.isfinite(value) for value in dataclasses.astuple(score(episode.question, episode.turns, REWARDS[0])))
+        assert all(
+            math.isfinite(value)
+            for value in dataclasses.astuple(score(episode.question, episode.turns, REWARDS[0]))
+        )
 
     # Whatever was written, placeholders and ids without a word included: the update scores what the engine was fed, and agrees with it.
     graph, weights = nnx.split(small_model.text)
     shape = BatchShape(groups=1, rows=1, prompt=144, visual=16, suffix=ROOM.trajectory_tokens)
     logprobs = make_logprobs(graph, small_model.config.image_token_id, 2.5)
     compared = 0
-    agents = [e.trajectory for e in episodes if e.trajectory.segments] + [o.subagent for o in outcomes if o.subagent is not None]
+    agents = [e.trajectory for e in episodes if e.trajectory.segments] + [
+        o.subagent for o in outcomes if o.subagent is not None
+    ]
     for trajectory in agents:
         batch = build([[trajectory]], features, shape)
         assert mismatches(batch, [[trajectory]]) == 0
         again, at = np.asarray(logprobs(weights, batch))[0], -len(split_prompt(trajectory)[0])
         for segment in trajectory.segments:
             said = segment.logprobs
-            if said is not None and not (said == -np.arange(1, len(said) + 1) / 8).all():  # the engine's, not the script's
+            if (
+                said is not None and not (said == -np.arange(1, len(said) + 1) / 8).all()
+            ):  # the engine's, not the script's
                 np.testing.assert_allclose(again[at : at + len(said)], said, atol=2e-4)
                 compared += len(segment.ids)
             at += len(segment.ids)
@@ -436,7 +559,9 @@ def test_a_run_that_is_interrupted_gives_all_pages_back(possessed, field, monkey
     assert ids_of(run(sampler, draft(scene, questions, 16))) == ids_of(wanted)
 
 
-def test_a_sub_agent_whose_video_fails_in_the_engine_leaves_its_sibling_be(small_model, small_vocabulary, field):
+def test_a_sub_agent_whose_video_fails_in_the_engine_leaves_its_sibling_be(
+    small_model, small_vocabulary, field
+):
     """The window could be read when it was opened, and cannot be when the engine comes to it; then nothing can be read at all."""
     features, questions = field
     bad: list[tuple[float, float]] = []
@@ -455,7 +580,9 @@ def test_a_sub_agent_whose_video_fails_in_the_engine_leaves_its_sibling_be(small
 
     class Planned(Possessed):
         def _say(self, request: Request) -> list[int]:
-            return self.fuzzer.vocabulary.encode("look closer</think>" + calls + "<|im_end|>").tolist()
+            return self.fuzzer.vocabulary.encode(
+                "look closer</think>" + calls + "<|im_end|>"
+            ).tolist()
 
         def submit(self, request: Request) -> int:
             if not self.script.is_main(request):
@@ -467,10 +594,20 @@ def test_a_sub_agent_whose_video_fails_in_the_engine_leaves_its_sibling_be(small
 
     for lost in (False, True):
         bad.clear()
-        (episode,) = run(Planned(engine, Fuzzer(small_vocabulary, 0)), [play(scene, questions[0], Setting(4, 2.5), 3)])
+        (episode,) = run(
+            Planned(engine, Fuzzer(small_vocabulary, 0)),
+            [play(scene, questions[0], Setting(4, 2.5), 3)],
+        )
         one, other = episode.turns[0].calls
-        assert (one.status, other.status) == (CallStatus.EXECUTED, CallStatus.UNREADABLE) and other.response.startswith("error: ")
-        assert one.subagent is not None and other.subagent is not None and not len(other.subagent.segments[-1].ids)
+        assert (one.status, other.status) == (
+            CallStatus.EXECUTED,
+            CallStatus.UNREADABLE,
+        ) and other.response.startswith("error: ")
+        assert (
+            one.subagent is not None
+            and other.subagent is not None
+            and not len(other.subagent.segments[-1].ids)
+        )
         said = small_vocabulary.decode(one.subagent.segments[-1].ids).removesuffix("<|im_end|>")
         assert one.response == scene.protocol.cut(said) != ""
         assert len(episode.turns) == 2 and (episode.stop is StopReason.UNREADABLE) == lost

@@ -82,14 +82,26 @@ def _together(
     Raises AssertionError, with what was printed, where one does not end in time; none is left behind.
     """
     hosts = ["--hosts.coordinator", f"localhost:{free_port()}", "--hosts.count", str(count)]
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(compiled), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     # The tests' own flags too (tests/conftest.py): without them compiling takes three times as long.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     env = dict(os.environ, **cache, JAX_PLATFORMS="cpu", XLA_FLAGS=flags, PYTHONPATH=str(ROOT))
     with tempfile.TemporaryDirectory() as folder:
-        files = [tuple((pathlib.Path(folder) / f"{i}.{name}").open("w+") for name in ("out", "err")) for i in range(count)]
+        files = [
+            tuple((pathlib.Path(folder) / f"{i}.{name}").open("w+") for name in ("out", "err"))
+            for i in range(count)
+        ]
         started = [
-            subprocess.Popen([sys.executable, *args, *hosts, "--hosts.index", str(i)], stdout=out, stderr=err, env=env, cwd=ROOT)
+            subprocess.Popen(
+                [sys.executable, *args, *hosts, "--hosts.index", str(i)],
+                stdout=out,
+                stderr=err,
+                env=env,
+                cwd=ROOT,
+            )
             for i, (out, err) in enumerate(files)
         ]
         try:
@@ -97,12 +109,17 @@ def _together(
                 disturb(started)
             codes = [process.wait(timeout) for process in started]
         except subprocess.TimeoutExpired as late:
-            raise AssertionError(f"{late}\n" + "\n".join(_read(err)[-2000:] for _, err in files)) from late
+            raise AssertionError(
+                f"{late}\n" + "\n".join(_read(err)[-2000:] for _, err in files)
+            ) from late
         finally:
             for process in started:
                 process.kill()
                 process.wait()
-        return [Ended(code, _read(out), _read(err)) for code, (out, err) in zip(codes, files, strict=True)]
+        return [
+            Ended(code, _read(out), _read(err))
+            for code, (out, err) in zip(codes, files, strict=True)
+        ]
 
 
 def _read(file) -> str:

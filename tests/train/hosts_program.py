@@ -82,16 +82,23 @@ def hand_over(folder: pathlib.Path, index: int) -> dict:
     graph, weights = nnx.split(Qwen3VL(config, rngs=nnx.Rngs(0)).text)
     ours = {device.id for device in jax.local_devices()}
     for sizes in ((1, 8, 1), (2, 2, 2)):
-        placed = jax.device_put(jax.tree.map(np.asarray, weights), param_shardings(weights, make_mesh(*sizes)))
+        placed = jax.device_put(
+            jax.tree.map(np.asarray, weights), param_shardings(weights, make_mesh(*sizes))
+        )
         sync = WeightSync(placed, np.float32)
         taken = sync(placed)
         sent = bytes_sent(find_collectives(sync._sync.lower(placed).compile().as_text(), 8))  # pyright: ignore[reportFunctionMemberAccess]
         # A device has an eighth and wants a half; XLA alone gathers seven eighths (`train.weight_sync._halfway`).
         assert sum(sent.values()) < 0.6 * sum(x.nbytes for x in jax.tree.leaves(weights)), sent
         for mine, given in zip(jax.tree.leaves(taken), jax.tree.leaves(weights), strict=True):
-            assert {device.id for device in mine.sharding.device_set} <= ours and len(mine.sharding.device_set) == 2
+            assert {device.id for device in mine.sharding.device_set} <= ours and len(
+                mine.sharding.device_set
+            ) == 2
             assert (np.asarray(mine) == np.asarray(given)).all()
-        assert taken["layers"]["q"].get_value().addressable_shards[0].data.shape[2] == config.text.num_attention_heads // 2
+        assert (
+            taken["layers"]["q"].get_value().addressable_shards[0].data.shape[2]
+            == config.text.num_attention_heads // 2
+        )
     return {"devices": len(ours)}
 
 

@@ -78,16 +78,31 @@ def command(folder: pathlib.Path) -> list[str]:
 
 
 def environment(compiled: pathlib.Path) -> dict[str, str]:
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(compiled), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": str(ROOT)}
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONPATH": str(ROOT),
+    }
     return {"JAX_PLATFORMS": "cpu"} | dict(os.environ) | cache
 
 
 def start(folder: pathlib.Path, compiled: pathlib.Path) -> subprocess.Popen[bytes]:
     with folder.with_suffix(".log").open("ab") as log:
-        return subprocess.Popen(command(folder), env=environment(compiled), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        return subprocess.Popen(
+            command(folder),
+            env=environment(compiled),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
 
 
-def wait(process: subprocess.Popen[bytes], what: str, done: Callable[[], bool] = lambda: False, deadline: float = DEADLINE) -> None:
+def wait(
+    process: subprocess.Popen[bytes],
+    what: str,
+    done: Callable[[], bool] = lambda: False,
+    deadline: float = DEADLINE,
+) -> None:
     """Until the process has ended or it is `done`."""
     end = time.monotonic() + deadline
     while process.poll() is None and not done():
@@ -100,15 +115,26 @@ def wait(process: subprocess.Popen[bytes], what: str, done: Callable[[], bool] =
 # --- moments ---
 
 
-def moments(folder: pathlib.Path, rng: np.random.Generator) -> dict[str, tuple[Callable[[], bool], float]]:
+def moments(
+    folder: pathlib.Path, rng: np.random.Generator
+) -> dict[str, tuple[Callable[[], bool], float]]:
     """By name: what is waited for from now on, and the seconds that then pass."""
     files = {name: _stamp(folder / name) for name in ("metrics.jsonl", ROLLOUTS)}
     clock = time.monotonic() + rng.uniform(0, 25)
     return {
         "any time": (lambda: time.monotonic() > clock, 0.0),
-        "after a step": (lambda: _stamp(folder / "metrics.jsonl") != files["metrics.jsonl"], rng.uniform(0, 1.5)),
-        "while saving": (lambda: any((folder / "checkpoints").glob("*/*.orbax-checkpoint-tmp*")), rng.uniform(0, 0.04)),
-        "after rollouts": (lambda: _stamp(folder / ROLLOUTS) != files[ROLLOUTS], rng.uniform(0, 1.5)),
+        "after a step": (
+            lambda: _stamp(folder / "metrics.jsonl") != files["metrics.jsonl"],
+            rng.uniform(0, 1.5),
+        ),
+        "while saving": (
+            lambda: any((folder / "checkpoints").glob("*/*.orbax-checkpoint-tmp*")),
+            rng.uniform(0, 0.04),
+        ),
+        "after rollouts": (
+            lambda: _stamp(folder / ROLLOUTS) != files[ROLLOUTS],
+            rng.uniform(0, 1.5),
+        ),
     }
 
 
@@ -125,7 +151,14 @@ def rows_of(folder: pathlib.Path) -> list[Row]:
 
 def without_clock(rows: list[Row]) -> list[Row]:
     """Without what a clock says, and what was compiled meanwhile."""
-    return [{k: v for k, v in row.items() if k not in ("wall", "recompilations") and not k.startswith(("time/", "speed/"))} for row in rows]
+    return [
+        {
+            k: v
+            for k, v in row.items()
+            if k not in ("wall", "recompilations") and not k.startswith(("time/", "speed/"))
+        }
+        for row in rows
+    ]
 
 
 def checkpoints_of(folder: pathlib.Path) -> Iterator[tuple[str, int, dict[str, bytes]]]:
@@ -147,7 +180,9 @@ def _leaf(text: str) -> jax.ShapeDtypeStruct:
     found = re.fullmatch(r"(\w+)\[([\d,]*)\]", text)
     assert found, text
     shape = tuple(int(size) for size in found[2].split(",") if size)
-    return jax.ShapeDtypeStruct(shape, found[1], sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    return jax.ShapeDtypeStruct(
+        shape, found[1], sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    )
 
 
 def saved_rows(rows: list[Row], newest: dict[str, int]) -> list[Row]:
@@ -155,15 +190,23 @@ def saved_rows(rows: list[Row], newest: dict[str, int]) -> list[Row]:
     return [row for row in rows if row["step"] <= newest.get(row["phase"], 0)]
 
 
-def check_state(folder: pathlib.Path, whole: list[Row], states: dict[tuple[str, int], dict[str, bytes]]) -> dict[str, int]:
+def check_state(
+    folder: pathlib.Path, whole: list[Row], states: dict[tuple[str, int], dict[str, bytes]]
+) -> dict[str, int]:
     """After a death. Returns the newest checkpoint of each phase."""
     rows, newest = rows_of(folder), dict[str, int]()
-    assert without_clock(rows) == without_clock(whole)[: len(rows)], "metrics.jsonl differs from the beginning of an undisturbed run's"
+    assert without_clock(rows) == without_clock(whole)[: len(rows)], (
+        "metrics.jsonl differs from the beginning of an undisturbed run's"
+    )
     for phase, step, leaves in checkpoints_of(folder):
         newest[phase] = max(step, newest.get(phase, 0))
-        assert states.setdefault((phase, step), leaves) == leaves, f"{phase} {step} holds another state than it should"
+        assert states.setdefault((phase, step), leaves) == leaves, (
+            f"{phase} {step} holds another state than it should"
+        )
     for phase, step in newest.items():
-        assert sum(row["phase"] == phase for row in rows) >= step, f"{phase}: the checkpoint of {step} is ahead of metrics.jsonl"
+        assert sum(row["phase"] == phase for row in rows) >= step, (
+            f"{phase}: the checkpoint of {step} is ahead of metrics.jsonl"
+        )
     return newest
 
 
@@ -181,7 +224,9 @@ def check_end(folder: pathlib.Path, undisturbed: pathlib.Path) -> None:
 # --- the course ---
 
 
-def kill_once(folder: pathlib.Path, compiled: pathlib.Path, rng: np.random.Generator, tally: Tally) -> bool:
+def kill_once(
+    folder: pathlib.Path, compiled: pathlib.Path, rng: np.random.Generator, tally: Tally
+) -> bool:
     """One process from start to death; True where it came to the run's end before."""
     number, before = SIGNALS[rng.integers(len(SIGNALS))], len(rows_of(folder))
     found = moments(folder, rng)
@@ -199,19 +244,27 @@ def kill_once(folder: pathlib.Path, compiled: pathlib.Path, rng: np.random.Gener
     tally.read_again += sum(row.get("time/rollout", 1.0) < 0.05 for row in rows[before:])
     if code == 0:
         return True
-    expected = {signal.SIGKILL: (-9,), signal.SIGINT: (130, -2), signal.SIGTERM: (143, -15)}[number]  # -2, -15: before it listens
-    assert code in expected, f"{name}, {number.name}: it ended with {code}; see {folder.with_suffix('.log')}"
+    expected = {signal.SIGKILL: (-9,), signal.SIGINT: (130, -2), signal.SIGTERM: (143, -15)}[
+        number
+    ]  # -2, -15: before it listens
+    assert code in expected, (
+        f"{name}, {number.name}: it ended with {code}; see {folder.with_suffix('.log')}"
+    )
     tally.kills[f"{name}, {number.name}"] += 1
     tally.ends[str(code)] += 1
     tally.phases[rows[-1]["phase"] if rows else "before"] += 1
     tally.unfinished_saves += any((folder / "checkpoints").glob("*/*.orbax-checkpoint-tmp*"))
     if code in (130, 143) and len(rows) > before:
         last = rows[-1]
-        assert (folder / "checkpoints" / last["phase"] / str(last["step"])).exists(), "a clean stop has not saved its last step"
+        assert (folder / "checkpoints" / last["phase"] / str(last["step"])).exists(), (
+            "a clean stop has not saved its last step"
+        )
     return False
 
 
-def kill_again_and_again(times: int, seed: int, folder: pathlib.Path, compiled: pathlib.Path) -> Tally:
+def kill_again_and_again(
+    times: int, seed: int, folder: pathlib.Path, compiled: pathlib.Path
+) -> Tally:
     """AssertionError where something does not hold; says how it goes on stderr. `compiled` is a folder for programs."""
     undisturbed, rng, tally = folder / "undisturbed", np.random.default_rng(seed), Tally()
     first = start(undisturbed, compiled)
@@ -223,11 +276,19 @@ def kill_again_and_again(times: int, seed: int, folder: pathlib.Path, compiled: 
         run, kept = folder / f"run-{tally.runs:02d}", list[Row]()
         over = False
         while not over:
-            over = kill_once(run, compiled, rng, tally) if tally.kills.total() < times else _finish(run, compiled)
+            over = (
+                kill_once(run, compiled, rng, tally)
+                if tally.kills.total() < times
+                else _finish(run, compiled)
+            )
             newest = check_state(run, whole, states)
             assert rows_of(run)[: len(kept)] == kept, "a step that was saved has been written again"
             kept = saved_rows(rows_of(run), newest)
-            print(f"{tally.kills.total()}/{times} kills, run {tally.runs}, newest checkpoints {newest}", file=sys.stderr, flush=True)
+            print(
+                f"{tally.kills.total()}/{times} kills, run {tally.runs}, newest checkpoints {newest}",
+                file=sys.stderr,
+                flush=True,
+            )
         check_end(run, undisturbed)
         tally.runs += 1
         shutil.rmtree(run)
@@ -249,10 +310,17 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tally = kill_again_and_again(asked.times, asked.seed, folder, folder / "compiled")
     minutes = (time.monotonic() - begin) / 60
-    print(f"{tally.kills.total()} kills, {tally.runs} runs, each equal to the undisturbed one; {minutes:.1f} min")
+    print(
+        f"{tally.kills.total()} kills, {tally.runs} runs, each equal to the undisturbed one; {minutes:.1f} min"
+    )
     for name in ("kills", "ends", "phases"):
-        print(f"{name}: " + "; ".join(f"{what} {count}" for what, count in sorted(getattr(tally, name).items())))
-    print(f"saves cut off: {tally.unfinished_saves}; steps whose episodes were found on disk: {tally.read_again}")
+        print(
+            f"{name}: "
+            + "; ".join(f"{what} {count}" for what, count in sorted(getattr(tally, name).items()))
+        )
+    print(
+        f"saves cut off: {tally.unfinished_saves}; steps whose episodes were found on disk: {tally.read_again}"
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,15 @@ from paravt_jax.rewards import RewardSettings
 from rollout.evaluate import EvaluationSettings
 from rollout.settings import EngineSettings
 from tests.paravt_jax.benchmarks import published
-from tests.paravt_jax.published_files import CLIPS, answered, called, lay_out_media, rl_row, write_rl, write_sft
+from tests.paravt_jax.published_files import (
+    CLIPS,
+    answered,
+    called,
+    lay_out_media,
+    rl_row,
+    write_rl,
+    write_sft,
+)
 from train.optimizer import OptimizerSettings
 from train.packed_sft import PackedSFTSettings
 from train.published_data import DataSettings
@@ -44,9 +52,17 @@ def published_sft() -> Run:
     return Run(
         name="published_sft",
         model=ModelSettings(path="base", size="tiny"),
-        data=DataSettings("annotations", "media", "set", frames=4, row_tokens=512, heldout=0, workers=1),
+        data=DataSettings(
+            "annotations", "media", "set", frames=4, row_tokens=512, heldout=0, workers=1
+        ),
         frames=FrameSettings(min_pixels=1024, max_pixels=1024, batch=8),
-        protocol=ProtocolSettings(max_tool_turns=2, turn_tokens=48, summary_tokens=16, trajectory_tokens=144, text_tokens=396),
+        protocol=ProtocolSettings(
+            max_tool_turns=2,
+            turn_tokens=48,
+            summary_tokens=16,
+            trajectory_tokens=144,
+            text_tokens=396,
+        ),
         engine=EngineSettings(slots=4, cache_tokens=4096),
         sft=PackedSFTSettings(steps=2, rows=1, optimizer=ADAM, save_every=1, logprob_chunk=256),
         log=LogSettings(tensorboard=False, episodes=2),
@@ -70,9 +86,13 @@ def published_rl() -> Run:
         save_every=1,
         logprob_chunk=64,
     )
-    evaluation = EvaluationSettings(questions=2, samples=1, frames=(4,), dispatch=("parallel",), temperatures=(0.7,))
+    evaluation = EvaluationSettings(
+        questions=2, samples=1, frames=(4,), dispatch=("parallel",), temperatures=(0.7,)
+    )
     data = dataclasses.replace(run.data, heldout=1)
-    return dataclasses.replace(run, name="published_rl", data=data, sft=None, rl=rl, evaluation=evaluation)
+    return dataclasses.replace(
+        run, name="published_rl", data=data, sft=None, rl=rl, evaluation=evaluation
+    )
 
 
 def write_road(folder: pathlib.Path, assets: pathlib.Path) -> None:
@@ -82,13 +102,26 @@ def write_road(folder: pathlib.Path, assets: pathlib.Path) -> None:
     paths = list(names)
     lay_out_media(folder / "media", assets, names)
     asked = [f"<video>What turns in part {n}?\nA. a car\nB. a boat" for n in range(9)]
-    write_rl(folder / "annotations", [rl_row(paths[n % 3], text, "AB"[n % 2]) for n, text in enumerate(asked)])
-    rows: list[Any] = [called(paths[n % 3], [(0, n + 1)]) if n % 2 else answered(paths[n % 3], f"Part {n}?") for n in range(9)]
+    write_rl(
+        folder / "annotations",
+        [rl_row(paths[n % 3], text, "AB"[n % 2]) for n, text in enumerate(asked)],
+    )
+    rows: list[Any] = [
+        called(paths[n % 3], [(0, n + 1)]) if n % 2 else answered(paths[n % 3], f"Part {n}?")
+        for n in range(9)
+    ]
     write_sft(folder / "annotations", rows, "paravt_sft_selftrace_15k3.parquet")
-    files = [assets / "qwen3_vl" / name for name in ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json")]
+    files = [
+        assets / "qwen3_vl" / name
+        for name in ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json")
+    ]
     save(nnx.jit(lambda: Qwen3VL(tiny(151_936), rngs=nnx.Rngs(0)))(), folder / "base", files=files)
     lay_out_media(folder / "videos" / "data", assets, {"w0.mp4": CLIPS[1], "w1.mp4": CLIPS[2]})
-    published.write_split("videomme", folder / "split", [published.videomme("1-1", "w0", "A"), published.videomme("2-1", "w1", "C")])
+    published.write_split(
+        "videomme",
+        folder / "split",
+        [published.videomme("1-1", "w0", "A"), published.videomme("2-1", "w1", "C")],
+    )
 
 
 RECIPES.setdefault("published_sft", published_sft)

@@ -40,7 +40,11 @@ from train.sft import SFTSettings, sft_batch, start_sft
 from train.step import Program
 
 ROOT = pathlib.Path(__file__).parents[2]
-STARTS = ((1, (1, 2, 4, 8)), (2, (2,)), (2, (8,)))  # processes, and over how many devices in all they are measured
+STARTS = (
+    (1, (1, 2, 4, 8)),
+    (2, (2,)),
+    (2, (8,)),
+)  # processes, and over how many devices in all they are measured
 RESULT = "measured"
 BOUND = 1e-3  # of a loss relative to one device's; sums are taken in another order
 
@@ -99,21 +103,37 @@ def compare(update: str, found: dict[tuple[int, int], Updates]) -> list[Row]:
     rows = []
     for (devices, processes), case in found.items():
         loss = max(abs(a - b) / abs(b) for a, b in zip(case.losses, one.losses, strict=True))
-        weights = max(float(np.abs(a - b).max()) for a, b in zip(case.weights, one.weights, strict=True))
+        weights = max(
+            float(np.abs(a - b).max()) for a, b in zip(case.weights, one.weights, strict=True)
+        )
         seconds, work = statistics.median(case.seconds), statistics.median(case.work)
-        rows.append(Row(update, devices, processes, loss, weights, seconds, work, work / usual, case.sent))
+        rows.append(
+            Row(update, devices, processes, loss, weights, seconds, work, work / usual, case.sent)
+        )
     return rows
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows in Markdown."""
-    head = ("update", "devices", "processes", "loss differs by", "a weight by", "s a step", "CPU s", "of one device's", "MB sent a device")
+    head = (
+        "update",
+        "devices",
+        "processes",
+        "loss differs by",
+        "a weight by",
+        "s a step",
+        "CPU s",
+        "of one device's",
+        "MB sent a device",
+    )
     lines = [
         (row.update, row.devices, row.processes, f"{row.loss:.1e}", f"{row.weights:.1e}")
         + (f"{row.seconds:.2f}", f"{row.work:.2f}", f"{row.times:.2f}", f"{row.sent:.1f}")
         for row in rows
     ]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in (head, ("---",) * len(head), *lines))
+    return "\n".join(
+        "| " + " | ".join(map(str, line)) + " |" for line in (head, ("---",) * len(head), *lines)
+    )
 
 
 # --- one case, in a process of its own ---
@@ -129,7 +149,10 @@ class Timed:
         self.work: list[float] = []
 
     def __call__(self, *arguments: Any) -> Any:
-        self.last = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), jax.block_until_ready(arguments))
+        self.last = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            jax.block_until_ready(arguments),
+        )
         start, worked = time.perf_counter(), time.process_time()
         state, figures = jax.block_until_ready(self._program(*arguments))
         self.seconds.append(time.perf_counter() - start)
@@ -141,10 +164,14 @@ class Timed:
         mesh = self._program.mesh
         assert mesh is not None
         whole = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(mesh, jax.P()))(state.weights)
-        sent = bytes_sent(find_collectives(self._program.lower(*self.last).compile().as_text(), mesh.size))
+        sent = bytes_sent(
+            find_collectives(self._program.lower(*self.last).compile().as_text(), mesh.size)
+        )
         weights = tuple(np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(whole))
         work = tuple(sum(each) for each in zip(*hosts.gather(self.work[1:]), strict=True))
-        return Updates(tuple(self.losses), tuple(self.seconds[1:]), work, sum(sent.values()) / 1e6, weights)
+        return Updates(
+            tuple(self.losses), tuple(self.seconds[1:]), work, sum(sent.values()) / 1e6, weights
+        )
 
 
 def sft_updates(road: Road, devices: int, steps: int) -> Updates:
@@ -156,18 +183,24 @@ def sft_updates(road: Road, devices: int, steps: int) -> Updates:
     timed, windows = Timed(update), [d for (d,) in data.windows[: settings.windows]]
     demonstrations = data.demonstrations[: settings.groups]
     for _ in range(steps):
-        batch = sft_batch(demonstrations, windows, road.scene.protocol, road.scene.features, shapes, mesh)
+        batch = sft_batch(
+            demonstrations, windows, road.scene.protocol, road.scene.features, shapes, mesh
+        )
         state, _ = timed(state, batch)
     return timed.notes(state)
 
 
 def rl_updates(road: Road, devices: int, steps: int) -> Updates:
     assert road.run.rl is not None
-    learner = Learner(road.graph, road.fresh(fsdp=devices), road.model.config, road.run.rl, road.run.rl_shapes)
+    learner = Learner(
+        road.graph, road.fresh(fsdp=devices), road.model.config, road.run.rl, road.run.rl_shapes
+    )
     timed, state, sampler = Timed(learner._update), learner.start, cast(Any, Script(road))
     learner._update = cast(Any, timed)
     for _ in range(steps):
-        state, _ = learner.step(state, sampler, road.scene, road.data.questions[: road.run.rl.prompts], seed=0)
+        state, _ = learner.step(
+            state, sampler, road.scene, road.data.questions[: road.run.rl.prompts], seed=0
+        )
     return timed.notes(state)
 
 
@@ -185,7 +218,13 @@ def measure(asked: Scaling, folder: pathlib.Path) -> None:
             road = lay_road(recipe(name), prepare(recipe(name), folder / name))
         for kind, updates in (("SFT", sft_updates), ("RL", rl_updates)):
             for devices in asked.devices:
-                found.append((f"{name}, {kind}", devices, dataclasses.asdict(updates(road, devices, asked.steps))))
+                found.append(
+                    (
+                        f"{name}, {kind}",
+                        devices,
+                        dataclasses.asdict(updates(road, devices, asked.steps)),
+                    )
+                )
     if hosts.is_first():
         (folder / RESULT).write_bytes(pickle.dumps(found))
 
@@ -193,19 +232,48 @@ def measure(asked: Scaling, folder: pathlib.Path) -> None:
 # --- all cases ---
 
 
-def start(asked: Scaling, folder: pathlib.Path, processes: int, devices: tuple[int, ...]) -> list[tuple[str, int, Updates]]:
+def start(
+    asked: Scaling, folder: pathlib.Path, processes: int, devices: tuple[int, ...]
+) -> list[tuple[str, int, Updates]]:
     """What processes of their own measure. Raises RuntimeError with the end of what they said where one fails."""
-    command = [sys.executable, "-m", "tests.train.scaling", "--folder", str(folder), "--steps", str(asked.steps)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.train.scaling",
+        "--folder",
+        str(folder),
+        "--steps",
+        str(asked.steps),
+    ]
     command += ["--recipes", *asked.recipes, "--devices", *map(str, devices)]
     if processes > 1:
-        command += ["--hosts.coordinator", f"localhost:{free_port()}", "--hosts.count", str(processes)]
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        command += [
+            "--hosts.coordinator",
+            f"localhost:{free_port()}",
+            "--hosts.count",
+            str(processes),
+        ]
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={max(devices) // processes}"
-    environment = {**os.environ, **cache, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        **cache,
+        "JAX_PLATFORMS": "cpu",
+        "HF_HUB_OFFLINE": "1",
+        "XLA_FLAGS": flags,
+        "PYTHONPATH": str(ROOT),
+    }
     logs = [(folder / f"{n}.log").open("w+") for n in range(processes)]
     started = [
         subprocess.Popen(
-            [*command, *([] if processes == 1 else ["--hosts.index", str(n)])], env=environment, cwd=ROOT, stdout=log, stderr=log
+            [*command, *([] if processes == 1 else ["--hosts.index", str(n)])],
+            env=environment,
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
         )
         for n, log in enumerate(logs)
     ]
@@ -213,11 +281,16 @@ def start(asked: Scaling, folder: pathlib.Path, processes: int, devices: tuple[i
         for process, log in zip(started, logs, strict=True):
             if code := process.wait():
                 log.seek(0)
-                raise RuntimeError(f"devices {devices} of {processes} processes: one ended with {code}\n{log.read()[-3000:]}")
+                raise RuntimeError(
+                    f"devices {devices} of {processes} processes: one ended with {code}\n{log.read()[-3000:]}"
+                )
     finally:
         for process in started:
             process.kill()
-    return [(update, n, Updates(**found)) for update, n, found in pickle.loads((folder / RESULT).read_bytes())]
+    return [
+        (update, n, Updates(**found))
+        for update, n, found in pickle.loads((folder / RESULT).read_bytes())
+    ]
 
 
 def main() -> int:
@@ -230,15 +303,24 @@ def main() -> int:
         for processes, devices in STARTS:
             for update, n, updates in start(asked, pathlib.Path(name), processes, devices):
                 found.setdefault(update, {})[n, processes] = updates
-            print(f"measured: devices {devices} of {processes} processes", file=sys.stderr, flush=True)
+            print(
+                f"measured: devices {devices} of {processes} processes", file=sys.stderr, flush=True
+            )
     rows = [row for update, cases in found.items() for row in compare(update, cases)]
     print(table(rows))
     if asked.json is not None:
-        asked.json.write_text(json.dumps({"steps": asked.steps, "rows": [dataclasses.asdict(row) for row in rows]}, indent=1))
+        asked.json.write_text(
+            json.dumps(
+                {"steps": asked.steps, "rows": [dataclasses.asdict(row) for row in rows]}, indent=1
+            )
+        )
     far = [row for row in rows if max(row.loss, row.weights) > BOUND]
     for row in far:
         where = f"{row.update} on {row.devices} devices of {row.processes} processes"
-        print(f"{where}: the loss differs by {row.loss:.1e}, a weight by {row.weights:.1e}", file=sys.stderr)
+        print(
+            f"{where}: the loss differs by {row.loss:.1e}, a weight by {row.weights:.1e}",
+            file=sys.stderr,
+        )
     return 1 if far else 0
 
 

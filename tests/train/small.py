@@ -56,7 +56,12 @@ def small() -> Run:
         text=TextSettings(budgets=(4, 16), groups=2),
         frames=FrameSettings(batch=128, whole_frames=128),
         protocol=ProtocolSettings(
-            max_tool_turns=2, turn_tokens=64, summary_tokens=16, trajectory_tokens=SUFFIX, text_tokens=48, label_tokens=5
+            max_tool_turns=2,
+            turn_tokens=64,
+            summary_tokens=16,
+            trajectory_tokens=SUFFIX,
+            text_tokens=48,
+            label_tokens=5,
         ),
         engine=EngineSettings(slots=8, cache_tokens=4096, prefill_tokens=288),
         align=AlignSettings(steps=3, batch=16),
@@ -76,7 +81,13 @@ def small() -> Run:
             frame_budgets=(4, 16),
             save_every=2,
         ),
-        evaluation=EvaluationSettings(questions=2, samples=2, frames=(4, 16), dispatch=("parallel", "none"), temperatures=(0.7, 0.0)),
+        evaluation=EvaluationSettings(
+            questions=2,
+            samples=2,
+            frames=(4, 16),
+            dispatch=("parallel", "none"),
+            temperatures=(0.7, 0.0),
+        ),
         log=LogSettings(episodes=2),
     )
 
@@ -114,9 +125,15 @@ def build_road(folder: pathlib.Path) -> Road:
 def lay_road(run: Run, data: Data) -> Road:
     config = model_config(run, data.vocabulary)
     # Like published models with more rows than words; a mesh wants them even.
-    config = dataclasses.replace(config, text=dataclasses.replace(config.text, vocab_size=-(-config.text.vocab_size // 8) * 8))
+    config = dataclasses.replace(
+        config,
+        text=dataclasses.replace(config.text, vocab_size=-(-config.text.vocab_size // 8) * 8),
+    )
     model = nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0)))()
-    scene = Scene(Protocol(data.vocabulary, run.protocol), FrameFeatures(model.vision, model.config, run.frames, data.root))
+    scene = Scene(
+        Protocol(data.vocabulary, run.protocol),
+        FrameFeatures(model.vision, model.config, run.frames, data.root),
+    )
     graph, weights = nnx.split(model.text)
     return Road(run, data, model, scene, graph, weights)
 
@@ -159,17 +176,34 @@ class Script:
 
     def step(self) -> list[Answer]:
         waiting, self.waiting = self.waiting, {}
-        return [(ticket, tuple(self._sample(request, seed) for seed in request.seeds)) for ticket, request in waiting.items()]
+        return [
+            (ticket, tuple(self._sample(request, seed) for seed in request.seeds))
+            for ticket, request in waiting.items()
+        ]
 
     def cancel(self, ticket: int) -> None:
         self.waiting.pop(ticket, None)
 
     def _sample(self, request: Request, seed: int) -> Sample:
         before = self.vocabulary.decode(request.ids)
-        texts = (" nothing",) if "<think>" not in before else self.answers if "<tool_response>" in before else self.plans
-        ids = np.append(self.vocabulary.encode(texts[seed % len(texts)]), self.vocabulary.eos).astype(np.int32)
+        texts = (
+            (" nothing",)
+            if "<think>" not in before
+            else self.answers
+            if "<tool_response>" in before
+            else self.plans
+        )
+        ids = np.append(
+            self.vocabulary.encode(texts[seed % len(texts)]), self.vocabulary.eos
+        ).astype(np.int32)
         logprobs = np.full(len(ids), -np.log(self.vocabulary.size), np.float32)
-        return Sample(ids, logprobs, SampleStop.STOP_ID, self.version, digest(np.concatenate([request.ids, ids])))
+        return Sample(
+            ids,
+            logprobs,
+            SampleStop.STOP_ID,
+            self.version,
+            digest(np.concatenate([request.ids, ids])),
+        )
 
 
 class Uneven(Script):
@@ -181,14 +215,23 @@ class Uneven(Script):
 
     def _sample(self, request: Request, seed: int) -> Sample:
         quiet = self.quiet in self.vocabulary.decode(request.ids)
-        self.plans = Script.plans[2:] if quiet else ("look\n</think>" + render_call(CropCall(0, 16)) + render_call(CropCall(20, 36)),)
+        self.plans = (
+            Script.plans[2:]
+            if quiet
+            else ("look\n</think>" + render_call(CropCall(0, 16)) + render_call(CropCall(20, 36)),)
+        )
         return super()._sample(request, seed)
 
 
 def with_subagents(run: Run, rows: int) -> Run:
     """The same run, in which sub-agents' turns are trained too."""
     assert run.rl is not None
-    return dataclasses.replace(run, rl=dataclasses.replace(run.rl, subagents_per_rollout=rows / (run.rl.prompts * run.rl.grpo.group_size)))
+    return dataclasses.replace(
+        run,
+        rl=dataclasses.replace(
+            run.rl, subagents_per_rollout=rows / (run.rl.prompts * run.rl.grpo.group_size)
+        ),
+    )
 
 
 def learn(road: Road, fsdp: int = 1) -> list[dict[str, float]]:
@@ -199,8 +242,16 @@ def learn(road: Road, fsdp: int = 1) -> list[dict[str, float]]:
     learner = Learner(road.graph, road.fresh(fsdp=fsdp), road.model.config, run.rl, run.rl_shapes)
     state, sampler, steps = learner.start, Uneven(road), []
     for _ in range(2):
-        state, figures = learner.step(state, cast(Any, sampler), road.scene, road.data.questions[:2], seed=0)
-        steps.append({name: value for name, value in figures.items() if not name.startswith(("time/", "speed/"))})
+        state, figures = learner.step(
+            state, cast(Any, sampler), road.scene, road.data.questions[:2], seed=0
+        )
+        steps.append(
+            {
+                name: value
+                for name, value in figures.items()
+                if not name.startswith(("time/", "speed/"))
+            }
+        )
     return steps
 
 

@@ -21,12 +21,23 @@ def test_arguments_are_what_a_run_gives(road):
     """Shapes, types and places of the small recipe's cold start: a batch and a state that were really made."""
     settings, mesh = road.run.sft, make_mesh()
     windows = [d for (d,) in road.data.windows[:4]]
-    batch = sft_batch(road.data.demonstrations[:2], windows, road.scene.protocol, road.scene.features, road.run.sft_shapes, mesh)
+    batch = sft_batch(
+        road.data.demonstrations[:2],
+        windows,
+        road.scene.protocol,
+        road.scene.features,
+        road.run.sft_shapes,
+        mesh,
+    )
     state, _ = start_sft(road.graph, road.fresh(), road.image, settings)
     abstract = abstract_sft_update(road.run, mesh, road.model.config).arguments
     for real, shape in zip(jax.tree.leaves((state, batch)), jax.tree.leaves(abstract), strict=True):
         assert (real.shape, real.dtype) == (shape.shape, shape.dtype)
-    for real, shape in zip(jax.tree.leaves((state, batch.sequences)), jax.tree.leaves((abstract[0], abstract[1].sequences)), strict=True):
+    for real, shape in zip(
+        jax.tree.leaves((state, batch.sequences)),
+        jax.tree.leaves((abstract[0], abstract[1].sequences)),
+        strict=True,
+    ):
         assert real.sharding == shape.sharding
 
 

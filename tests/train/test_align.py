@@ -38,8 +38,16 @@ def weights_of(module) -> dict[str, np.ndarray]:
 class FakePhase(Phase):
     """A phase without a disk. `kept` is what it would have saved last; another one goes on from there."""
 
-    def __init__(self, steps: int, kept: tuple[int, Any, Any] = (0, None, None), until: int | None = None):
-        self.first, self.steps, self.kept, self.until, self.told = kept[0], until or steps, kept, until, list[dict[str, float]]()
+    def __init__(
+        self, steps: int, kept: tuple[int, Any, Any] = (0, None, None), until: int | None = None
+    ):
+        self.first, self.steps, self.kept, self.until, self.told = (
+            kept[0],
+            until or steps,
+            kept,
+            until,
+            list[dict[str, float]](),
+        )
 
     def resume(self, start: Any) -> tuple[Any, Any]:
         _, state, cursor = self.kept
@@ -51,7 +59,9 @@ class FakePhase(Phase):
         self.kept = step, jax.tree.map(jnp.copy, state), cursor
 
 
-def run(road, model, settings, captions=None, phase: FakePhase | None = None) -> list[dict[str, float]]:
+def run(
+    road, model, settings, captions=None, phase: FakePhase | None = None
+) -> list[dict[str, float]]:
     data, phase = road.data, phase or FakePhase(settings.steps)
     align(model, captions or data.captions, data.vocabulary, data.root, settings, 0, phase, {})
     return phase.told
@@ -69,20 +79,34 @@ def test_frames_are_named_and_only_tower_and_embedding_change(road):
     # The same seed and captions give the same tower, also where it was cut off and gone on with in another process.
     cut = FakePhase(SETTINGS.steps, until=11)
     told = run(road, fresh(road), SETTINGS, phase=cut)
-    again, rest = fresh(road), FakePhase(SETTINGS.steps, (cut.kept[0], cut.kept[1], json.loads(json.dumps(cut.kept[2]))))
-    assert told + run(road, again, SETTINGS, phase=rest) == figures and len(rest.told) == SETTINGS.steps - 11
+    again, rest = (
+        fresh(road),
+        FakePhase(SETTINGS.steps, (cut.kept[0], cut.kept[1], json.loads(json.dumps(cut.kept[2])))),
+    )
+    assert (
+        told + run(road, again, SETTINGS, phase=rest) == figures
+        and len(rest.told) == SETTINGS.steps - 11
+    )
     for name, value in weights_of(again).items():
         np.testing.assert_array_equal(value, after[name])
     # What is done is only put back: no caption is looked at.
     ended = fresh(road)
-    run(road, ended, SETTINGS, captions=[Caption("no.mp4", 0.0, ("red",))], phase=FakePhase(SETTINGS.steps, rest.kept))
+    run(
+        road,
+        ended,
+        SETTINGS,
+        captions=[Caption("no.mp4", 0.0, ("red",))],
+        phase=FakePhase(SETTINGS.steps, rest.kept),
+    )
     for name, value in weights_of(ended).items():
         np.testing.assert_array_equal(value, after[name])
 
 
 def test_the_update_is_compiled_once(road):
     model, compilations = fresh(road), Compilations()
-    nnx.update(model, jax.device_put(nnx.state(model), param_shardings(nnx.state(model), make_mesh())))  # as a run lays them out
+    nnx.update(
+        model, jax.device_put(nnx.state(model), param_shardings(nnx.state(model), make_mesh()))
+    )  # as a run lays them out
     counts = []
 
     class Counting(FakePhase):
@@ -95,7 +119,9 @@ def test_the_update_is_compiled_once(road):
     assert counts[2] == counts[1] and counts[4] == counts[3]
 
 
-@pytest.mark.parametrize(("field", "value"), [("steps", 0), ("batch", 0), ("save_every", 0), ("learning_rate", 0.0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("steps", 0), ("batch", 0), ("save_every", 0), ("learning_rate", 0.0)]
+)
 def test_settings_that_mean_nothing_are_refused(field, value):
     with pytest.raises(ValueError, match=rf"align\.{field}: {value}; give a "):
         AlignSettings(**{field: value})

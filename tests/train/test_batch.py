@@ -19,7 +19,9 @@ SHAPE = BatchShape(groups=3, rows=5, prompt=144, visual=16, suffix=144)
 @pytest.fixture(scope="module")
 def groups(road, small) -> list[list[Trajectory]]:
     """Two groups of four rollouts of one or two turns, as a sampler hands them over."""
-    rollouts = roll_out(small.Script(road), road.scene, road.data.questions[:2], road.run.rl, seed=0, step=1)
+    rollouts = roll_out(
+        small.Script(road), road.scene, road.data.questions[:2], road.run.rl, seed=0, step=1
+    )
     return [[episode.trajectory for episode in group] for group in rollouts.groups]
 
 
@@ -29,7 +31,11 @@ def batch(road, groups):
 
 
 def rows(groups):
-    return [(p * SHAPE.rows + g, p, trajectory) for p, group in enumerate(groups) for g, trajectory in enumerate(group)]
+    return [
+        (p * SHAPE.rows + g, p, trajectory)
+        for p, group in enumerate(groups)
+        for g, trajectory in enumerate(group)
+    ]
 
 
 def test_rollouts_share_overview_and_question_and_demonstrations_the_overview(road, groups):
@@ -51,18 +57,30 @@ def test_what_looks_alike_but_shows_other_frames_is_not_shared():
 
 def test_a_rows_arrays_are_its_trajectory(road, groups, batch):
     config, features = road.model.config, road.scene.features
-    assert any((t.authors == Author.TOOL).any() for _, _, t in rows(groups)), "a rollout with a tool's response is needed here"
+    assert any((t.authors == Author.TOOL).any() for _, _, t in rows(groups)), (
+        "a rollout with a tool's response is needed here"
+    )
     for row, p, trajectory in rows(groups):
         length, own = int(batch.prompt_segments[p].sum()), int(batch.segments[row].sum())
         ids = np.concatenate([batch.prompt_ids[p, :length], batch.ids[row, :own]])
         np.testing.assert_array_equal(ids, trajectory.ids)
-        np.testing.assert_array_equal(batch.sampled[row, :own], trajectory.authors[length:] == Author.MODEL)
+        np.testing.assert_array_equal(
+            batch.sampled[row, :own], trajectory.authors[length:] == Author.MODEL
+        )
         np.testing.assert_array_equal(batch.logprobs[row, :own], trajectory.logprobs[length:])
-        whole = mrope_positions(trajectory.ids, [features.grid(f.video) for f in trajectory.frames], config)
+        whole = mrope_positions(
+            trajectory.ids, [features.grid(f.video) for f in trajectory.frames], config
+        )
         np.testing.assert_array_equal(batch.prompt_positions[:, p, :length], whole[:, :length])
         np.testing.assert_array_equal(batch.positions[:, row, :own], whole[:, length:])
-        np.testing.assert_array_equal(batch.visual[p, : len(trajectory.frames)], features(trajectory.frames))
-        assert not batch.sampled[row, own:].any() and not batch.logprobs[row, own:].any() and not batch.segments[row, own:].any()
+        np.testing.assert_array_equal(
+            batch.visual[p, : len(trajectory.frames)], features(trajectory.frames)
+        )
+        assert (
+            not batch.sampled[row, own:].any()
+            and not batch.logprobs[row, own:].any()
+            and not batch.segments[row, own:].any()
+        )
 
 
 def test_a_rows_first_token_is_never_sampled(batch):
@@ -99,11 +117,15 @@ def test_a_tampered_prompt_counts_for_every_row_of_its_group(groups, batch):
 @pytest.mark.parametrize("field", ["groups", "rows", "prompt", "visual", "suffix"])
 def test_what_does_not_fit_is_named(road, groups, field):
     too_small = {"groups": 1, "rows": 3, "prompt": 40, "visual": 3, "suffix": 20}[field]
-    with pytest.raises(ValueError, match=rf"batch\.{field}: \d+ does not fit the static size {too_small}; "):
+    with pytest.raises(
+        ValueError, match=rf"batch\.{field}: \d+ does not fit the static size {too_small}; "
+    ):
         build(groups, road.scene.features, dataclasses.replace(SHAPE, **{field: too_small}))
 
 
-@pytest.mark.parametrize(("field", "value"), [("groups", 0), ("rows", -1), ("prompt", 0), ("suffix", 0), ("visual", -1)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("groups", 0), ("rows", -1), ("prompt", 0), ("suffix", 0), ("visual", -1)]
+)
 def test_a_shape_without_room_is_refused_by_name(field, value):
     fields = {"groups": 1, "rows": 1, "prompt": 8, "visual": 0, "suffix": 8} | {field: value}
     with pytest.raises(ValueError, match=rf"BatchShape\.{field}: {value}"):

@@ -24,7 +24,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 def state_of(seed: int) -> dict:
     """A state with every kind of leaf and node that a run has."""
     key = jax.random.key(seed)
-    params = {"a.b": jax.random.normal(key, (4, 3)), "c": [jax.random.normal(key, (2,)).astype(jnp.bfloat16), jnp.int32(seed)]}
+    params = {
+        "a.b": jax.random.normal(key, (4, 3)),
+        "c": [jax.random.normal(key, (2,)).astype(jnp.bfloat16), jnp.int32(seed)],
+    }
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(seed))
     return {
         "params": params,
@@ -40,13 +43,18 @@ def state_of(seed: int) -> dict:
 
 def bits(tree: object) -> list[tuple[str, bytes]]:
     def raw(leaf: jax.Array) -> np.ndarray:
-        return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+        return np.asarray(
+            jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        )
 
     return [(str(leaf.dtype), raw(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]
 
 
 def test_what_comes_back_is_equal_bit_for_bit(tmp_path: pathlib.Path) -> None:
-    state, meta = state_of(1), {"cursor": {"epoch": 2, "index": [3, 4]}, "phase": "rl", "seed": 2**70, "loss": 0.1}
+    state, meta = (
+        state_of(1),
+        {"cursor": {"epoch": 2, "index": [3, 4]}, "phase": "rl", "seed": 2**70, "loss": 0.1},
+    )
     Checkpoints(tmp_path).save(7, state, meta)
     back, back_meta, step = Checkpoints(tmp_path).restore(state_of(2))
     assert (step, back_meta) == (7, meta)
@@ -56,11 +64,15 @@ def test_what_comes_back_is_equal_bit_for_bit(tmp_path: pathlib.Path) -> None:
     assert (jax.random.normal(back["key"], (3,)) == jax.random.normal(state["key"], (3,))).all()
 
 
-def test_an_abstract_template_is_enough_and_says_where_the_arrays_go(tmp_path: pathlib.Path) -> None:
+def test_an_abstract_template_is_enough_and_says_where_the_arrays_go(
+    tmp_path: pathlib.Path,
+) -> None:
     state = {"w": jnp.arange(8.0), "key": jax.random.key(3)}
     Checkpoints(tmp_path).save(1, state, {})
     placed = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
-    abstract = jax.eval_shape(lambda: state) | {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=placed)}
+    abstract = jax.eval_shape(lambda: state) | {
+        "w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=placed)
+    }
     back, _, _ = Checkpoints(tmp_path).restore(abstract)
     assert bits(back) == bits(state)
     assert back["w"].sharding == placed
@@ -76,16 +88,24 @@ def test_only_the_newest_stay(tmp_path: pathlib.Path) -> None:
     assert checkpoints.meta() == {"step": 9}
 
 
-def test_saving_in_the_background_keeps_what_was_there_when_save_was_called(tmp_path: pathlib.Path) -> None:
+def test_saving_in_the_background_keeps_what_was_there_when_save_was_called(
+    tmp_path: pathlib.Path,
+) -> None:
     checkpoints = Checkpoints(tmp_path, asynchronous=True)
     host = np.arange(1000)
     checkpoints.save(1, {"host": host.copy(), "w": jnp.arange(1000)}, {"n": 1})
     checkpoints.close()
     back, meta, step = Checkpoints(tmp_path).restore({"host": host, "w": jnp.zeros(1000, int)})
-    assert (back["host"] == host).all() and (back["w"] == jnp.arange(1000)).all() and (meta, step) == ({"n": 1}, 1)
+    assert (
+        (back["host"] == host).all()
+        and (back["w"] == jnp.arange(1000)).all()
+        and (meta, step) == ({"n": 1}, 1)
+    )
 
 
-def test_an_update_that_takes_the_state_away_does_not_touch_what_is_being_saved(tmp_path: pathlib.Path) -> None:
+def test_an_update_that_takes_the_state_away_does_not_touch_what_is_being_saved(
+    tmp_path: pathlib.Path,
+) -> None:
     """In the background the arrays are still being written when the next step is given their memory."""
     update = jax.jit(lambda w: w * 0 - 1, donate_argnums=0)
     checkpoints, w = Checkpoints(tmp_path, keep=9, asynchronous=True), jnp.arange(2_000_000.0)
@@ -96,7 +116,9 @@ def test_an_update_that_takes_the_state_away_does_not_touch_what_is_being_saved(
         w = jnp.arange(2_000_000.0) * (step + 1)
     checkpoints.close()
     for step in (1, 2, 3):
-        assert (Checkpoints(tmp_path).restore({"w": w}, step)[0]["w"] == jnp.arange(2_000_000.0) * step).all()
+        assert (
+            Checkpoints(tmp_path).restore({"w": w}, step)[0]["w"] == jnp.arange(2_000_000.0) * step
+        ).all()
 
 
 def test_the_best_stays_too_and_of_equal_ones_the_newest(tmp_path: pathlib.Path) -> None:
@@ -115,19 +137,31 @@ def test_the_best_stays_too_and_of_equal_ones_the_newest(tmp_path: pathlib.Path)
 def test_another_identity_is_refused_by_the_name_of_what_differs(tmp_path: pathlib.Path) -> None:
     mine, other = {"model": {"size": "2b"}, "seed": 0}, {"model": {"size": "8b"}, "seed": 0}
     Checkpoints(tmp_path, identity=mine).save(1, {"w": jnp.ones(2)}, {})
-    with pytest.raises(CheckpointError, match=r'is another run\'s \(saved -> wanted\): model\.size: "2b" -> "8b"\. Use'):
+    with pytest.raises(
+        CheckpointError,
+        match=r'is another run\'s \(saved -> wanted\): model\.size: "2b" -> "8b"\. Use',
+    ):
         Checkpoints(tmp_path, identity=other).restore({"w": jnp.ones(2)})
     assert (Checkpoints(tmp_path, identity=mine).restore({"w": jnp.zeros(2)})[0]["w"] == 1).all()
 
 
 def test_a_part_is_read_without_the_rest(tmp_path: pathlib.Path) -> None:
-    state = {"text": {"w": jnp.arange(6.0).reshape(2, 3)}, "optimizer": {"mu": jnp.ones((2, 3))}, "n": np.arange(3)}
+    state = {
+        "text": {"w": jnp.arange(6.0).reshape(2, 3)},
+        "optimizer": {"mu": jnp.ones((2, 3))},
+        "n": np.arange(3),
+    }
     Checkpoints(tmp_path).save(4, state, {})
     for array in (tmp_path / "4" / "state").rglob("*"):
         assert not array.is_symlink()
     reader = Checkpoints(tmp_path, read_only=True)
-    assert (reader.restore_part({"text": state["text"]}, 4)["text"]["w"] == state["text"]["w"]).all()
-    cases = [({"text": {"v": jnp.ones(1)}}, r"text\.v: absent -> float32\[1\]"), ({"n": jnp.zeros(3)}, r"n: int64\[3\] -> float32")]
+    assert (
+        reader.restore_part({"text": state["text"]}, 4)["text"]["w"] == state["text"]["w"]
+    ).all()
+    cases = [
+        ({"text": {"v": jnp.ones(1)}}, r"text\.v: absent -> float32\[1\]"),
+        ({"n": jnp.zeros(3)}, r"n: int64\[3\] -> float32"),
+    ]
     for part, words in cases:
         with pytest.raises(CheckpointError, match=f"has no such part .*{words}"):
             reader.restore_part(part, 4)
@@ -177,7 +211,10 @@ for number, (there, here) in enumerate(((one, many), (many, one), (many, (2, 2, 
 def test_another_mesh_and_another_number_of_devices_restore_it(tmp_path: pathlib.Path) -> None:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, "-c", DEVICES, str(tmp_path)], cwd=ROOT, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True
+        [sys.executable, "-c", DEVICES, str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "XLA_FLAGS": flags},
+        capture_output=True,
     )
     assert done.returncode == 0, done.stderr.decode()[-3000:]
 
@@ -193,16 +230,27 @@ def test_steps_have_to_grow(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize(
     ("leaf", "words"),
-    [(3, "state leaf n.0 is 3, a int"), (np.float32(1), "a float32"), (jnp.zeros((0, 4)), "without elements")],
+    [
+        (3, "state leaf n.0 is 3, a int"),
+        (np.float32(1), "a float32"),
+        (jnp.zeros((0, 4)), "without elements"),
+    ],
 )
-def test_a_leaf_that_would_not_come_back_is_refused(tmp_path: pathlib.Path, leaf: object, words: str) -> None:
+def test_a_leaf_that_would_not_come_back_is_refused(
+    tmp_path: pathlib.Path, leaf: object, words: str
+) -> None:
     with pytest.raises(CheckpointError, match=words):
         Checkpoints(tmp_path).save(1, {"n": [leaf]}, {})
     assert Checkpoints(tmp_path).latest() is None
 
 
-@pytest.mark.parametrize(("meta", "words"), [({"cursor": b"x"}, "meta has to be"), ({"by_k": {4: 1}}, "meta.by_k has the key 4")])
-def test_a_meta_that_would_not_come_back_is_refused(tmp_path: pathlib.Path, meta: dict, words: str) -> None:
+@pytest.mark.parametrize(
+    ("meta", "words"),
+    [({"cursor": b"x"}, "meta has to be"), ({"by_k": {4: 1}}, "meta.by_k has the key 4")],
+)
+def test_a_meta_that_would_not_come_back_is_refused(
+    tmp_path: pathlib.Path, meta: dict, words: str
+) -> None:
     with pytest.raises(TypeError, match=words):
         Checkpoints(tmp_path).save(1, {"w": jnp.ones(1)}, meta)
 
@@ -216,7 +264,9 @@ def test_a_meta_that_would_not_come_back_is_refused(tmp_path: pathlib.Path, meta
         ({"w": jnp.zeros(2), "v": jnp.zeros(2), "u": jnp.zeros(1)}, r"u: absent -> float32\[1\]"),
     ],
 )
-def test_another_state_is_refused_by_the_name_of_the_leaf(tmp_path: pathlib.Path, template: dict, words: str) -> None:
+def test_another_state_is_refused_by_the_name_of_the_leaf(
+    tmp_path: pathlib.Path, template: dict, words: str
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"w": jnp.zeros(2), "v": jnp.zeros(2)}, {})
     with pytest.raises(CheckpointError, match=words):
@@ -237,7 +287,9 @@ def test_a_folder_that_cannot_be_is_said(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", ["state", "meta"])
-def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: pathlib.Path, damaged: str) -> None:
+def test_a_damaged_checkpoint_is_named_with_the_way_out(
+    tmp_path: pathlib.Path, damaged: str
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2):
         checkpoints.save(step, {"w": jnp.full((64,), step)}, {"step": step})
@@ -249,20 +301,28 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path: pathlib.Path, 
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_leaves_the_last_checkpoint_and_one_clear_error(tmp_path: pathlib.Path, asynchronous: bool) -> None:
+def test_a_full_disk_leaves_the_last_checkpoint_and_one_clear_error(
+    tmp_path: pathlib.Path, asynchronous: bool
+) -> None:
     checkpoints = Checkpoints(tmp_path, asynchronous=asynchronous)
     small, large = {"w": jnp.ones(8)}, {"w": jax.random.bits(jax.random.key(0), (2**20,))}
     checkpoints.save(1, small, {"step": 1})
     checkpoints.wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, hard))  # writes beyond this fail in the kernel, as on a full disk
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (2**17, hard)
+    )  # writes beyond this fail in the kernel, as on a full disk
     try:
-        with pytest.raises(CheckpointError, match=r"failed \(.*\); checkpoint 1 is intact.*make room"):
+        with pytest.raises(
+            CheckpointError, match=r"failed \(.*\); checkpoint 1 is intact.*make room"
+        ):
             checkpoints.save(2, large, {"step": 2})
             checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [entry.name for entry in tmp_path.iterdir()] == ["1"]  # the half-written one no longer takes room
+    assert [entry.name for entry in tmp_path.iterdir()] == [
+        "1"
+    ]  # the half-written one no longer takes room
     assert checkpoints.latest() == 1
     assert (checkpoints.restore(small)[0]["w"] == 1).all()
     checkpoints.save(2, large, {"step": 2})
@@ -290,8 +350,13 @@ def test_killed_while_saving_the_newest_complete_one_counts(tmp_path: pathlib.Pa
         saver = subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path)], cwd=ROOT)
         try:
             deadline = time.monotonic() + 60
-            while not (any((tmp_path / str(step)).exists() for step in range(last + 2, last + 9)) and list(tmp_path.glob("*tmp*"))):
-                assert saver.poll() is None and time.monotonic() < deadline, "the saving process made no checkpoints"
+            while not (
+                any((tmp_path / str(step)).exists() for step in range(last + 2, last + 9))
+                and list(tmp_path.glob("*tmp*"))
+            ):
+                assert saver.poll() is None and time.monotonic() < deadline, (
+                    "the saving process made no checkpoints"
+                )
             time.sleep(delay)
         finally:
             saver.kill()

@@ -20,7 +20,9 @@ class Rl:
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
-            raise ValueError(f"rl.group_size is {self.group_size}; advantages compare rollouts of a group: give at least 2.")
+            raise ValueError(
+                f"rl.group_size is {self.group_size}; advantages compare rollouts of a group: give at least 2."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,23 +68,44 @@ def test_a_recipe_without_overrides_is_itself(config: tuple[str, ...]) -> None:
 
 
 def test_overrides_reach_nested_fields_and_leave_the_rest() -> None:
-    argv = ["--rl.frames", "4", "16", "--config=tiny_recipe", "--rl.kl", "0.01", "--run-dir", "elsewhere", "--no-resume"]
-    assert cli.parse(argv, RECIPES) == Run(rl=Rl(group_size=4, frames=(4, 16), kl=0.01), run_dir="elsewhere", resume=False)
+    argv = [
+        "--rl.frames",
+        "4",
+        "16",
+        "--config=tiny_recipe",
+        "--rl.kl",
+        "0.01",
+        "--run-dir",
+        "elsewhere",
+        "--no-resume",
+    ]
+    assert cli.parse(argv, RECIPES) == Run(
+        rl=Rl(group_size=4, frames=(4, 16), kl=0.01), run_dir="elsewhere", resume=False
+    )
 
 
-def test_an_unknown_recipe_gets_one_line_with_the_list_and_the_nearest_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_recipe_gets_one_line_with_the_list_and_the_nearest_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.parse(["--config=tiny_recipee"], RECIPES)
     err = capsys.readouterr().err
     assert stop.value.code == 2
     assert err.count("\n") == 1
-    assert "--config=tiny_recipee" in err and "Did you mean tiny_recipe?" in err and "large_recipe" in err
+    assert (
+        "--config=tiny_recipee" in err
+        and "Did you mean tiny_recipe?" in err
+        and "large_recipe" in err
+    )
 
 
 def test_without_a_recipe_the_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(capsys, "--rl.group-size", "4")
     assert "--config is missing" in message
-    assert "tiny_recipe The laptop's recipe." in message and "large_recipe The pod's recipe." in message
+    assert (
+        "tiny_recipe The laptop's recipe." in message
+        and "large_recipe The pod's recipe." in message
+    )
     assert "With more to say" not in message
 
 
@@ -92,7 +115,9 @@ def test_config_needs_a_value(capsys: pytest.CaptureFixture[str], argv: tuple[st
 
 
 def test_two_recipes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "tiny_recipe and large_recipe" in refused(capsys, "--config=tiny_recipe", "--config=large_recipe")
+    assert "tiny_recipe and large_recipe" in refused(
+        capsys, "--config=tiny_recipe", "--config=large_recipe"
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,4 +156,7 @@ def test_help_without_a_recipe_lists_them(capsys: pytest.CaptureFixture[str]) ->
 def test_parsing_starts_no_accelerator_runtime() -> None:
     """A mistake must cost milliseconds: the command line is read before JAX is even imported."""
     code = "import sys; from train import cli; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=cli.__file__.rsplit("/", 2)[0]).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=cli.__file__.rsplit("/", 2)[0]).returncode
+        == 0
+    )

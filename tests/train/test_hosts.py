@@ -14,17 +14,37 @@ PROGRAM = str(pathlib.Path(__file__).with_name("hosts_program.py"))
 
 
 def test_two_processes_speak(together, tmp_path):
-    first, second = (json.loads(ended.out.splitlines()[-1]) for ended in together([PROGRAM, "talk", str(tmp_path)], 2, devices=1))
+    first, second = (
+        json.loads(ended.out.splitlines()[-1])
+        for ended in together([PROGRAM, "talk", str(tmp_path)], 2, devices=1)
+    )
     assert (first["first"], second["first"]) == (True, False)
-    assert (first["found"], second["found"]) == (False, True), "the second found what the first had made"
-    assert first["gathered"] == second["gathered"] == [{"index": i, "long": "x" * (10 + 1000 * i)} for i in (0, 1)]
-    assert first["agreed"] == [signal.SIGTERM, None], "all stop; another's signal is not this one's own, which may still come"
+    assert (first["found"], second["found"]) == (False, True), (
+        "the second found what the first had made"
+    )
+    assert (
+        first["gathered"]
+        == second["gathered"]
+        == [{"index": i, "long": "x" * (10 + 1000 * i)} for i in (0, 1)]
+    )
+    assert first["agreed"] == [signal.SIGTERM, None], (
+        "all stop; another's signal is not this one's own, which may still come"
+    )
     assert second["agreed"] == [signal.SIGTERM, signal.SIGTERM]
-    assert first["different"] == second["different"] and first["different"].startswith("seed: 0 on process 0 and 1 on process 1; ")
+    assert first["different"] == second["different"] and first["different"].startswith(
+        "seed: 0 on process 0 and 1 on process 1; "
+    )
     apart = f"run_dir: {tmp_path / '1'} on process 1 is another directory than {tmp_path / '0'} on process 0; name one that all of them see"
     assert first["apart"] == second["apart"] and first["apart"].startswith(apart)
-    assert first["stopped"] == second["stopped"] == "143 kept" and first["left"] == second["left"] == []
-    assert first["share"] == [[0, 3], [0, 4], [0, 1]] and second["share"] == [[3, 6], [4, 7], [1, 1]]
+    assert (
+        first["stopped"] == second["stopped"] == "143 kept"
+        and first["left"] == second["left"] == []
+    )
+    assert first["share"] == [[0, 3], [0, 4], [0, 1]] and second["share"] == [
+        [3, 6],
+        [4, 7],
+        [1, 1],
+    ]
 
 
 def test_where_the_first_fails_nobody_waits(together, tmp_path):
@@ -36,13 +56,21 @@ def test_where_the_first_fails_nobody_waits(together, tmp_path):
 @pytest.mark.slow
 def test_a_process_that_dies_takes_the_others_with_it_and_they_say_so(together, tmp_path):
     start = time.monotonic()
-    survivor, killed = together([PROGRAM, "die", str(tmp_path), "--hosts.heartbeat", "10"], 2, devices=1)
+    survivor, killed = together(
+        [PROGRAM, "die", str(tmp_path), "--hosts.heartbeat", "10"], 2, devices=1
+    )
     assert killed.code == -9
     # Which of the two comes first, the broken connection or the missing heartbeat, is not ours to say.
     if survivor.code == hosts.LOST:
-        assert survivor.err.strip().splitlines()[-1].startswith("error: another process of this run ended")
+        assert (
+            survivor.err.strip()
+            .splitlines()[-1]
+            .startswith("error: another process of this run ended")
+        )
     else:
-        assert survivor.code == -signal.SIGABRT and "indicates that another task died" in survivor.err
+        assert (
+            survivor.code == -signal.SIGABRT and "indicates that another task died" in survivor.err
+        )
     assert time.monotonic() - start < 60
 
 
@@ -57,10 +85,19 @@ def test_one_process_is_a_run_by_itself():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"count": 2}, r"hosts.count, hosts.index: 2, 0 with hosts.coordinator ''; .* give process 0's address:port"),
-        ({"coordinator": "auto", "index": 1, "count": 2}, r"hosts.count, hosts.index: 2, 1 with hosts.coordinator 'auto'"),
+        (
+            {"count": 2},
+            r"hosts.count, hosts.index: 2, 0 with hosts.coordinator ''; .* give process 0's address:port",
+        ),
+        (
+            {"coordinator": "auto", "index": 1, "count": 2},
+            r"hosts.count, hosts.index: 2, 1 with hosts.coordinator 'auto'",
+        ),
         ({"coordinator": "here"}, r"hosts.coordinator: 'here'; give address:port"),
-        ({"coordinator": "here:1", "index": 2, "count": 2}, r"hosts.index: 2 of hosts.count = 2; give a number from 0 to 1"),
+        (
+            {"coordinator": "here:1", "index": 2, "count": 2},
+            r"hosts.index: 2 of hosts.count = 2; give a number from 0 to 1",
+        ),
         ({"coordinator": "here:1", "heartbeat": 0}, r"hosts.heartbeat: 0; give at least 1 second"),
     ],
 )

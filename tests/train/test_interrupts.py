@@ -43,7 +43,13 @@ with module.Interrupts():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_ends_it_at_once(number):
-    done = subprocess.run([sys.executable, "-c", TWICE, str(int(number))], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE, str(int(number))],
+        cwd=ROOT,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout) == (-number, "still here\n"), done.stderr
 
 

@@ -85,7 +85,11 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("phase", "values", "says"),
-    [("eval", {}, "align, sft, rl"), ("rl", {"loss": [1, 2]}, "loss is"), ("rl", {"step": 1.0}, "another name")],
+    [
+        ("eval", {}, "align, sft, rl"),
+        ("rl", {"loss": [1, 2]}, "loss is"),
+        ("rl", {"step": 1.0}, "another name"),
+    ],
 )
 def test_bad_input_is_refused_before_anything_is_written(tmp_path, phase, values, says):
     with pytest.raises(ValueError, match=says):
@@ -115,15 +119,27 @@ def test_missing_wandb_names_its_remedy(tmp_path, monkeypatch):
 
 def test_wandb_gets_config_figures_and_the_same_run_after_a_resume(tmp_path, monkeypatch):
     opened, logged = [], []
-    run = types.SimpleNamespace(log=logged.append, define_metric=lambda *a, **k: None, finish=lambda: logged.append("end"))
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **given: opened.append(given) or run))
+    run = types.SimpleNamespace(
+        log=logged.append, define_metric=lambda *a, **k: None, finish=lambda: logged.append("end")
+    )
+    monkeypatch.setitem(
+        sys.modules,
+        "wandb",
+        types.SimpleNamespace(init=lambda **given: opened.append(given) or run),
+    )
     for _ in range(2):
-        writer = MetricsWriter(tmp_path, tensorboard=False, wandb=True, wandb_project="p", config={"seed": 1})
+        writer = MetricsWriter(
+            tmp_path, tensorboard=False, wandb=True, wandb_project="p", config={"seed": 1}
+        )
         writer.write("rl", 4, {"loss": 0.5, "kl": math.nan})
         writer.close()
     assert logged == [{"rl/loss": 0.5, "rl/step": 4}, "end"] * 2
     assert opened[0]["id"] == opened[1]["id"]
-    assert (opened[0]["project"], opened[0]["config"], opened[0]["resume"]) == ("p", {"seed": 1}, "allow")
+    assert (opened[0]["project"], opened[0]["config"], opened[0]["resume"]) == (
+        "p",
+        {"seed": 1},
+        "allow",
+    )
 
 
 class Terminal(io.StringIO):
@@ -171,6 +187,9 @@ def test_progress_of_a_resumed_run_counts_only_what_this_process_did(clock):
     ]
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(41.6, "42 s"), (725, "12 min 05 s"), (11_220, "3 h 07 min"), (59.7, "1 min 00 s")])
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(41.6, "42 s"), (725, "12 min 05 s"), (11_220, "3 h 07 min"), (59.7, "1 min 00 s")],
+)
 def test_durations(seconds, text):
     assert format_seconds(seconds) == text

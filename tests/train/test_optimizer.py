@@ -35,7 +35,9 @@ def test_adamw_moves_by_its_learning_rate_whatever_the_gradients_size():
 
 def test_gradients_are_clipped_by_their_norm_before_the_moments():
     # With a huge eps an update is proportional to the gradient that Adam sees.
-    settings = OptimizerSettings(learning_rate=1.0, weight_decay=0.0, b1=0.0, b2=0.0, eps=1e6, max_grad_norm=0.5)
+    settings = OptimizerSettings(
+        learning_rate=1.0, weight_decay=0.0, b1=0.0, b2=0.0, eps=1e6, max_grad_norm=0.5
+    )
     assert moved(settings, 10, 100.0, 1) == pytest.approx([0.25e-6], rel=1e-3)
     assert moved(settings, 10, 0.1, 1) == pytest.approx([0.1e-6], rel=1e-3)
 
@@ -60,10 +62,14 @@ def test_weight_decay_draws_towards_zero():
 
 
 def test_cosine_warms_up_and_ends_at_zero():
-    settings = OptimizerSettings(learning_rate=1.0, schedule="cosine", warmup=0.2, weight_decay=0.0, b1=0.0, b2=0.0)
+    settings = OptimizerSettings(
+        learning_rate=1.0, schedule="cosine", warmup=0.2, weight_decay=0.0, b1=0.0, b2=0.0
+    )
     distances = moved(settings, 10, 1.0, 11)
     assert distances[0] == 0 and distances[2] == max(distances) == pytest.approx(1, rel=1e-3)
-    assert all(a > b for a, b in zip(distances[2:], distances[3:], strict=False)) and distances[10] == pytest.approx(0, abs=1e-6)
+    assert all(a > b for a, b in zip(distances[2:], distances[3:], strict=False)) and distances[
+        10
+    ] == pytest.approx(0, abs=1e-6)
 
 
 def test_a_constant_rate_may_warm_up_and_one_step_needs_no_schedule():
@@ -96,14 +102,23 @@ def test_muons_update_of_a_matrix_is_orthogonal_layer_by_layer():
     """All singular values of an update are alike, whatever the gradient's: that is what makes it Muon."""
     shapes = {"q": (2, 16, 4, 4), "o": (2, 4, 4, 16), "gate": (2, 16, 32)}
     weights = {"layers": {name: jnp.zeros(shape) for name, shape in shapes.items()}}
-    optimizer = make_optimizer(OptimizerSettings("muon", muon_learning_rate=1.0, weight_decay=0.0), 10)
+    optimizer = make_optimizer(
+        OptimizerSettings("muon", muon_learning_rate=1.0, weight_decay=0.0), 10
+    )
     rng = np.random.default_rng(0)
     scales = np.logspace(0, -2, 16)[:, None]
-    gradients = {name: (scales * rng.normal(size=(2, 16, int(np.prod(shape)) // 32))).reshape(shape) for name, shape in shapes.items()}
+    gradients = {
+        name: (scales * rng.normal(size=(2, 16, int(np.prod(shape)) // 32))).reshape(shape)
+        for name, shape in shapes.items()
+    }
     changes, _ = jax.jit(optimizer.update)({"layers": gradients}, optimizer.init(weights), weights)
     for name in shapes:
-        for gradient, change in zip(gradients[name], np.asarray(changes["layers"][name]), strict=True):
-            before, after = (np.linalg.svd(x.reshape(16, -1), compute_uv=False) for x in (gradient, change))
+        for gradient, change in zip(
+            gradients[name], np.asarray(changes["layers"][name]), strict=True
+        ):
+            before, after = (
+                np.linalg.svd(x.reshape(16, -1), compute_uv=False) for x in (gradient, change)
+            )
             assert before.max() / before.min() > 60 and after.max() / after.min() < 8, name
 
 

@@ -26,8 +26,12 @@ def features(small_model, small_world):
 
 
 def conversation(n: int, path: str, frames: int, answer: str) -> Conversation:
-    clip = Clip(path, tuple(range(0, 2 * frames, 2)), tuple(float(4 * i) for i in range(frames)), 32, 32)
-    asked = ChatTurn("user", (clip, "Which digit appears?") if frames else ("Which digit appears?",))
+    clip = Clip(
+        path, tuple(range(0, 2 * frames, 2)), tuple(float(4 * i) for i in range(frames)), 32, 32
+    )
+    asked = ChatTurn(
+        "user", (clip, "Which digit appears?") if frames else ("Which digit appears?",)
+    )
     return Conversation(str(n), "s", False, (asked, ChatTurn("assistant", (answer,))))
 
 
@@ -52,8 +56,13 @@ def test_a_conversation_in_a_row_is_what_it_is_alone(small_model, features, rend
     row = rendered[0]
     length = sum(len(t.ids) for t, _ in row) + 7
     shape = PackedShape(rows=4, tokens=length, visual=8)
-    logprobs = jax.jit(lambda batch: packed_logprobs(small_model.text, batch, small_model.config.image_token_id))
-    packed, alone = build_packed([row], features, shape), build_packed([[t] for t in row], features, shape)
+    logprobs = jax.jit(
+        lambda batch: packed_logprobs(small_model.text, batch, small_model.config.image_token_id)
+    )
+    packed, alone = (
+        build_packed([row], features, shape),
+        build_packed([[t] for t in row], features, shape),
+    )
     together, apart = np.asarray(logprobs(packed)), np.asarray(logprobs(alone))
     at = 0
     for n, (trajectory, _) in enumerate(row):
@@ -63,10 +72,15 @@ def test_a_conversation_in_a_row_is_what_it_is_alone(small_model, features, rend
         np.testing.assert_allclose(together[0, part][1:], apart[n, own][1:], atol=2e-5)
         assert packed.sampled[0, part].any() and not packed.sampled[0, at]
         at = part.stop
-    loss, figures = packed_loss(small_model.config.image_token_id)(small_model.text, PackedBatch.of(packed))
+    loss, figures = packed_loss(small_model.config.image_token_id)(
+        small_model.text, PackedBatch.of(packed)
+    )
     assert float(loss) == pytest.approx(-together[packed.sampled].mean(), rel=1e-5)
     assert (int(figures["tokens"]), int(figures["conversations"])) == (packed.sampled.sum(), 3)
-    assert packed.segments[0].tolist() == [n for n, (t, _) in enumerate(row, 1) for _ in t.ids] + [0] * 7
+    assert (
+        packed.segments[0].tolist()
+        == [n for n, (t, _) in enumerate(row, 1) for _ in t.ids] + [0] * 7
+    )
     assert not packed.segments[1:].any() and not packed.sampled[1:].any()
 
 
@@ -74,7 +88,10 @@ def test_what_does_not_fit_is_refused(features, rendered):
     row = rendered[0]
     tokens = sum(len(t.ids) for t, _ in row)
     for shape, words in (
-        (PackedShape(1, tokens - 1, 8), f"packed.tokens: {tokens} do not fit the static size {tokens - 1}"),
+        (
+            PackedShape(1, tokens - 1, 8),
+            f"packed.tokens: {tokens} do not fit the static size {tokens - 1}",
+        ),
         (PackedShape(1, tokens, 5), "packed.visual: 6 do not fit"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -92,7 +109,9 @@ def test_a_packed_rows_flops_are_its_conversations(small_model, features, render
     lengths = [len(t.ids) for t, _ in rendered[0]]
     packed = build_packed(rendered, features, PackedShape(3, sum(lengths) + 9, 8))
     alone = sum(
-        flops_per_token(small_model.config, seen) for n in (*lengths, len(rendered[1][0].trajectory.ids)) for seen in range(1, n + 1)
+        flops_per_token(small_model.config, seen)
+        for n in (*lengths, len(rendered[1][0].trajectory.ids))
+        for seen in range(1, n + 1)
     )
     assert speed.update_flops([packed], small_model.config) == pytest.approx(3 * alone)
     assert speed.real_tokens([packed]) == sum(lengths) + len(rendered[1][0].trajectory.ids)
@@ -100,14 +119,25 @@ def test_a_packed_rows_flops_are_its_conversations(small_model, features, render
 
 @pytest.mark.parametrize(
     ("rows", "devices", "most", "parts", "wanted"),
-    [(16, 16, 1, 1, 16), (5, 8, 1, 1, 8), (16, 8, 4, 2, 16), (16, 16, 4, 1, 16), (3, 1, 2, 2, 4), (17, 8, 4, 3, 24)],
+    [
+        (16, 16, 1, 1, 16),
+        (5, 8, 1, 1, 8),
+        (16, 8, 4, 2, 16),
+        (16, 16, 4, 1, 16),
+        (3, 1, 2, 2, 4),
+        (17, 8, 4, 3, 24),
+    ],
 )
 def test_rows_are_padded_to_lie_evenly(rows, devices, most, parts, wanted):
     shape = PackedShape(rows, 24, 5)
-    assert parts_of_rows(shape, devices, most) == parts and fit_rows(shape, devices, parts) == PackedShape(wanted, 24, 5)
+    assert parts_of_rows(shape, devices, most) == parts and fit_rows(
+        shape, devices, parts
+    ) == PackedShape(wanted, 24, 5)
 
 
-def test_frames_are_encoded_once_and_what_is_not_as_it_was_is_missing(small_model, small_world, small_vocabulary):
+def test_frames_are_encoded_once_and_what_is_not_as_it_was_is_missing(
+    small_model, small_world, small_vocabulary
+):
     """Also where the store of frames keeps nothing."""
     settings = FrameSettings(min_pixels=1024, max_pixels=1024, batch=8, cache_mib=0)
     features = FrameFeatures(small_model.vision, small_model.config, settings, small_world.folder)
@@ -118,6 +148,17 @@ def test_frames_are_encoded_once_and_what_is_not_as_it_was_is_missing(small_mode
     build_packed([[found]], features, PackedShape(1, length, 4))
     assert not missing and features.encoded_frames == 4
     rows, missing = render_rows(
-        [[dataclasses.replace(chat, tokens=length), dataclasses.replace(chat, id="1", tokens=length + 1)]], rules, features
+        [
+            [
+                dataclasses.replace(chat, tokens=length),
+                dataclasses.replace(chat, id="1", tokens=length + 1),
+            ]
+        ],
+        rules,
+        features,
     )
-    assert len(rows[0]) == 1 and missing.keys() == {"1"} and "another size than when it was prepared" in str(missing["1"])
+    assert (
+        len(rows[0]) == 1
+        and missing.keys() == {"1"}
+        and "another size than when it was prepared" in str(missing["1"])
+    )

@@ -20,7 +20,21 @@ from paravt_jax.world_text import TextSettings
 from train import paradox
 from train.checkpoint import CheckpointError
 from train.interrupts import Interrupts
-from train.paradox import COLD_START, Paradox, Result, at_the_end, carry_out, claims, folder_of, held_out, plan, read, report, show, table
+from train.paradox import (
+    COLD_START,
+    Paradox,
+    Result,
+    at_the_end,
+    carry_out,
+    claims,
+    folder_of,
+    held_out,
+    plan,
+    read,
+    report,
+    show,
+    table,
+)
 from train.paradox_figure import figure
 from train.prepare import UnreadableVideosError
 from train.rl_settings import RLSettings
@@ -34,7 +48,9 @@ KS = (4, 16, 64)
 # Figures
 
 
-def result(accuracy: float, f: float, kappa: float | tuple[float, float, float], start: float = 1.0) -> Result:
+def result(
+    accuracy: float, f: float, kappa: float | tuple[float, float, float], start: float = 1.0
+) -> Result:
     """A run with the same figures at each K, but for kappa, which may be given for K = 4, 16 and 64; kappa was `start` before it.
 
     f is that of the last training rollouts.
@@ -42,9 +58,15 @@ def result(accuracy: float, f: float, kappa: float | tuple[float, float, float],
     calls = kappa if isinstance(kappa, tuple) else (kappa, kappa, kappa)
 
     def at_each(column: tuple[float, float, float]) -> dict[int, dict[str, float]]:
-        return {k: {"accuracy": accuracy, "format": 0.0, "calls": at} for k, at in zip(KS, column, strict=True)}
+        return {
+            k: {"accuracy": accuracy, "format": 0.0, "calls": at}
+            for k, at in zip(KS, column, strict=True)
+        }
 
-    steps = [{"step": float(n), "accuracy": accuracy, "format": f if n > 10 else 0.0, "calls": calls[0]} for n in range(1, 16)]
+    steps = [
+        {"step": float(n), "accuracy": accuracy, "format": f if n > 10 else 0.0, "calls": calls[0]}
+        for n in range(1, 16)
+    ]
     return Result(at_each((start, start, start)), at_each(calls), steps)
 
 
@@ -58,7 +80,10 @@ def as_published(**changes: dict[str, Any]) -> dict[str, list[Result]]:
         FULL: {"accuracy": 0.8, "f": 0.95, "kappa": 1.6},
     }
     assert changes.keys() <= figures.keys()
-    results = {name: [result(**given), result(**given | changes.get(name, {}))] for name, given in figures.items()}
+    results = {
+        name: [result(**given), result(**given | changes.get(name, {}))]
+        for name, given in figures.items()
+    }
     return results | {COLD_START: results[COLD_START][1:]}
 
 
@@ -96,15 +121,30 @@ def test_one_seed_that_says_otherwise_is_enough_against_a_claim(setting, figures
 
 
 def test_a_claim_names_the_figures_it_stands_on():
-    said = [figures for _, _, figures in claims(as_published(**{GRPO: {"kappa": (1, 1, 0.4), "f": 0.25}}))]
+    said = [
+        figures
+        for _, _, figures in claims(as_published(**{GRPO: {"kappa": (1, 1, 0.4), "f": 0.25}}))
+    ]
     assert said[0] == said[1] == "κ 1.00 [1.00, 1.00] -> 0.30 [0.20, 0.40], f 0.20 [0.15, 0.25]"
-    expected = {GRPO: "0.50 [0.50, 0.50]", ANCHORED: "0.50 [0.50, 0.50]", GATED: "0.60 [0.60, 0.60]", FULL: "0.80 [0.80, 0.80]"}
-    assert said[4].endswith("accuracy " + ", ".join(f"{name} {figure}" for name, figure in expected.items()))
+    expected = {
+        GRPO: "0.50 [0.50, 0.50]",
+        ANCHORED: "0.50 [0.50, 0.50]",
+        GATED: "0.60 [0.60, 0.60]",
+        FULL: "0.80 [0.80, 0.80]",
+    }
+    assert said[4].endswith(
+        "accuracy " + ", ".join(f"{name} {figure}" for name, figure in expected.items())
+    )
 
 
 def test_the_largest_k_there_is_stands_in_the_claims():
     small = {
-        name: [dataclasses.replace(r, before={2: r.before[4], 8: r.before[64]}, after={2: r.after[4], 8: r.after[64]}) for r in column]
+        name: [
+            dataclasses.replace(
+                r, before={2: r.before[4], 8: r.before[64]}, after={2: r.after[4], 8: r.after[64]}
+            )
+            for r in column
+        ]
         for name, column in as_published().items()
     }
     assert "K = 8" in claims(small)[0][0] and failing(small) == []
@@ -115,7 +155,9 @@ def test_a_measure_is_read_at_one_k_or_as_the_mean_over_k():
     assert held_out(results, "calls", 4) == [3.0, 0.0]
     assert held_out(results, "calls") == [2.0, 0.5]
     assert held_out(results, "calls", when="before") == pytest.approx([1.0, 0.2])
-    assert at_the_end(results, "format") == [0.5, 0.5], "the last five steps, not the ten before them"
+    assert at_the_end(results, "format") == [0.5, 0.5], (
+        "the last five steps, not the ten before them"
+    )
 
 
 def test_several_seeds_are_shown_with_their_range_and_one_without():
@@ -138,7 +180,10 @@ def test_the_table():
 def test_the_report_says_of_each_claim_whether_it_holds():
     results = as_published(**{FULL: {"accuracy": 0.6}})
     lines = report(results).splitlines()
-    assert lines[:7] == table(results).splitlines() and lines[8] == "Of the paper's claims, with 2 seeds:"
+    assert (
+        lines[:7] == table(results).splitlines()
+        and lines[8] == "Of the paper's claims, with 2 seeds:"
+    )
     assert [line.split(":")[0] for line in lines[10:]] == ["- holds"] * 4 + ["- does not hold"]
     assert "one seed: a look" in report({name: column[:1] for name, column in results.items()})
 
@@ -162,22 +207,42 @@ def test_every_setting_has_its_seeds_and_all_start_from_one_cold_start():
         for run in runs[arm]:
             assert run.start == start.run_dir
             # What `take_over` compares, and what is measured afterwards.
-            for field in ("world", "text", "model", "frames", "align", "sft", "evaluation", "engine"):
+            for field in (
+                "world",
+                "text",
+                "model",
+                "frames",
+                "align",
+                "sft",
+                "evaluation",
+                "engine",
+            ):
                 assert getattr(run, field) == getattr(start, field), field
     folders = [run.run_dir for column in runs.values() for run in column]
-    assert len(set(folders)) == 9 and all(re.fullmatch(r"here/cold-start|here/outcome/[a-z-]+-\d", folder) for folder in folders)
+    assert len(set(folders)) == 9 and all(
+        re.fullmatch(r"here/cold-start|here/outcome/[a-z-]+-\d", folder) for folder in folders
+    )
     assert len({column[0].name for column in runs.values()}) == 5
 
 
 @pytest.mark.parametrize(
-    ("arm", "gated", "anchored"), [(GRPO, False, False), (ANCHORED, False, True), (GATED, True, False), (FULL, True, True)]
+    ("arm", "gated", "anchored"),
+    [(GRPO, False, False), (ANCHORED, False, True), (GATED, True, False), (FULL, True, True)],
 )
-def test_a_setting_differs_from_the_whole_method_in_its_remedies_and_nothing_else(arm, gated, anchored):
+def test_a_setting_differs_from_the_whole_method_in_its_remedies_and_nothing_else(
+    arm, gated, anchored
+):
     runs = plan(Paradox())
     run, whole = runs[arm][0], runs[FULL][0]
     rl, full = rl_of(run), rl_of(whole)
-    assert rl.frame_budgets == (full.frame_budgets if gated else (64,)) and len(full.frame_budgets) > 1
-    assert (rl.grpo.anchor == "none") is not anchored and run.protocol.pin_think is anchored and rl.rewards.answer_suffix is anchored
+    assert (
+        rl.frame_budgets == (full.frame_budgets if gated else (64,)) and len(full.frame_budgets) > 1
+    )
+    assert (
+        (rl.grpo.anchor == "none") is not anchored
+        and run.protocol.pin_think is anchored
+        and rl.rewards.answer_suffix is anchored
+    )
     mended = dataclasses.replace(
         rl,
         frame_budgets=full.frame_budgets,
@@ -185,7 +250,12 @@ def test_a_setting_differs_from_the_whole_method_in_its_remedies_and_nothing_els
         rewards=dataclasses.replace(rl.rewards, answer_suffix=full.rewards.answer_suffix),
     )
     protocol = dataclasses.replace(run.protocol, pin_think=True)
-    assert dataclasses.replace(run, rl=mended, protocol=protocol, name=whole.name, run_dir=whole.run_dir) == whole
+    assert (
+        dataclasses.replace(
+            run, rl=mended, protocol=protocol, name=whole.name, run_dir=whole.run_dir
+        )
+        == whole
+    )
 
 
 def test_quick_is_one_seed_and_a_third_of_the_steps():
@@ -193,14 +263,24 @@ def test_quick_is_one_seed_and_a_third_of_the_steps():
     for arm in ARMS:
         [run] = quick[arm]
         first = whole[arm][0]
-        assert run == dataclasses.replace(first, run_dir=run.run_dir, rl=dataclasses.replace(rl_of(run), steps=rl_of(first).steps // 3))
+        assert run == dataclasses.replace(
+            first,
+            run_dir=run.run_dir,
+            rl=dataclasses.replace(rl_of(run), steps=rl_of(first).steps // 3),
+        )
     assert quick[COLD_START] == whole[COLD_START]
 
 
 def test_what_is_paid_is_a_choice():
-    outcome, published = (rl_of(plan(Paradox(rewards=paid))[FULL][0]).rewards for paid in ("outcome", "published"))
+    outcome, published = (
+        rl_of(plan(Paradox(rewards=paid))[FULL][0]).rewards for paid in ("outcome", "published")
+    )
     assert outcome.format_weight == outcome.tool_weight == 0
-    assert published == rl_of(paravt_tiny()).rewards and published.format_weight > 0 and published.tool_weight > 0
+    assert (
+        published == rl_of(paravt_tiny()).rewards
+        and published.format_weight > 0
+        and published.tool_weight > 0
+    )
 
 
 class FakeRuns:
@@ -214,9 +294,22 @@ class FakeRuns:
         folder = pathlib.Path(run.run_dir)
         RunDirectory(folder, resolved(run)).close()
         value = len(self.done) / 100
-        rows = [{"k": k, "accuracy": value, "format": 0.5, "calls": k / 64, "turns": 2.0} for k in KS]
+        rows = [
+            {"k": k, "accuracy": value, "format": 0.5, "calls": k / 64, "turns": 2.0} for k in KS
+        ]
         (folder / "result.json").write_text(json.dumps({"before": rows, "after": rows}))
-        steps = [{"phase": "rl", "step": s, "wall": 0.0, "accuracy": value, "format": 0.5, "calls": 1.0, "loss": 0.0} for s in (1, 2)]
+        steps = [
+            {
+                "phase": "rl",
+                "step": s,
+                "wall": 0.0,
+                "accuracy": value,
+                "format": 0.5,
+                "calls": 1.0,
+                "loss": 0.0,
+            }
+            for s in (1, 2)
+        ]
         lines = [{"phase": "sft", "step": 1, "wall": 0.0, "loss": 1.0}, *(steps if run.rl else [])]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         self.done.append((run.name, run.seed))
@@ -252,7 +345,9 @@ def test_what_is_finished_is_not_run_again(fake, tmp_path, capsys):
         fake(done, Interrupts())
     fake.done.clear()
     carry_out(runs, Interrupts())
-    assert fake.done == [("exploration-anchoring", 0), ("nframes-gating", 0), ("para-grpo", 0)] + [(name, 1) for name in ORDER[1:4]]
+    assert fake.done == [("exploration-anchoring", 0), ("nframes-gating", 0), ("para-grpo", 0)] + [
+        (name, 1) for name in ORDER[1:4]
+    ]
     assert "run 3 of 9: exploration-anchoring, seed 0" in capsys.readouterr().err
     carry_out(runs, Interrupts())
     assert len(fake.done) == 6
@@ -260,11 +355,17 @@ def test_what_is_finished_is_not_run_again(fake, tmp_path, capsys):
 
 def test_a_finished_run_of_other_settings_is_not_passed_off_as_this_one(fake, tmp_path):
     carry_out(plan(Paradox(str(tmp_path), seeds=1)), Interrupts())
-    for other in (Paradox(str(tmp_path), quick=True), Paradox(str(tmp_path), seeds=1, rewards="published")):
+    for other in (
+        Paradox(str(tmp_path), quick=True),
+        Paradox(str(tmp_path), seeds=1, rewards="published"),
+    ):
         carry_out(plan(other), Interrupts())  # in folders of their own, from the same cold start
     assert len(fake.done) == 5 + 4 + 4
     runs = plan(Paradox(str(tmp_path), seeds=1))
-    spoilt = {name: [dataclasses.replace(run, text=TextSettings()) for run in column] for name, column in runs.items()}
+    spoilt = {
+        name: [dataclasses.replace(run, text=TextSettings()) for run in column]
+        for name, column in runs.items()
+    }
     with pytest.raises(RunDirectoryError, match="holds a run of another configuration"):
         carry_out(spoilt, Interrupts())
 
@@ -278,8 +379,14 @@ def test_a_run_is_read_with_its_steps_of_rl_and_the_measures_alone(fake, tmp_pat
     runs = plan(Paradox(run_dir=str(tmp_path), seeds=1))
     carry_out(runs, Interrupts())
     got = read(runs[GRPO][0])
-    assert got.before == got.after == {k: {"accuracy": 0.01, "format": 0.5, "calls": k / 64} for k in KS}
-    assert got.by_step == [{"step": step, "accuracy": 0.01, "format": 0.5, "calls": 1.0} for step in (1, 2)]
+    assert (
+        got.before
+        == got.after
+        == {k: {"accuracy": 0.01, "format": 0.5, "calls": k / 64} for k in KS}
+    )
+    assert got.by_step == [
+        {"step": step, "accuracy": 0.01, "format": 0.5, "calls": 1.0} for step in (1, 2)
+    ]
     assert read(runs[COLD_START][0]).by_step == []
 
 
@@ -289,9 +396,14 @@ def test_a_run_is_read_with_its_steps_of_rl_and_the_measures_alone(fake, tmp_pat
 def test_the_command_leaves_table_figure_and_figures_behind(fake, command, capsys):
     assert paradox.main([*command, "--seeds", "2"]) == 0
     folder = folder_of(Paradox(command[1]))
-    results = {name: [read(run) for run in column] for name, column in plan(Paradox(command[1], seeds=2)).items()}
+    results = {
+        name: [read(run) for run in column]
+        for name, column in plan(Paradox(command[1], seeds=2)).items()
+    }
     assert (folder / "table.md").read_text() == report(results)
-    assert (folder / "figure.svg").read_text() == figure({arm: results[arm] for arm in ARMS}, results[COLD_START][0])
+    assert (folder / "figure.svg").read_text() == figure(
+        {arm: results[arm] for arm in ARMS}, results[COLD_START][0]
+    )
     kept = json.loads((folder / "results.json").read_text())
     assert kept[GATED][1]["after"]["64"]["accuracy"] == 0.07 and list(kept) == [COLD_START, *ARMS]
     assert report(results) in capsys.readouterr().out
@@ -315,10 +427,14 @@ def test_a_folder_of_something_else_ends_it_with_an_error(command, capsys):
     stranger.write_text("")
     assert paradox.main(command) == 1
     assert "error: " in (said := capsys.readouterr().err) and "thesis.tex" in said
-    assert [file.name for file in stranger.parent.iterdir() if file.name != ".lock"] == ["thesis.tex"]
+    assert [file.name for file in stranger.parent.iterdir() if file.name != ".lock"] == [
+        "thesis.tex"
+    ]
 
 
-@pytest.mark.parametrize("error", [RunDirectoryError, CheckpointError, UnreadableVideosError, ValueError, OSError])
+@pytest.mark.parametrize(
+    "error", [RunDirectoryError, CheckpointError, UnreadableVideosError, ValueError, OSError]
+)
 def test_what_a_run_refuses_is_the_commands_error(error, command, monkeypatch, capsys):
     def refused(run: Run, interrupts: Interrupts) -> None:
         raise error("no room")

@@ -20,7 +20,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 def level(value: float, steps: int = 12) -> Result:
     """A run whose every figure is `value`."""
     row = dict.fromkeys(MEASURES, value)
-    return Result({}, {k: dict(row) for k in KS}, [{"step": step, **row} for step in range(1, steps + 1)])
+    return Result(
+        {}, {k: dict(row) for k in KS}, [{"step": step, **row} for step in range(1, steps + 1)]
+    )
 
 
 def levels(*values: float) -> dict[str, list[Result]]:
@@ -65,7 +67,9 @@ class Drawing:
 
     def named(self, name: str) -> ET.Element:
         """The one element whose title begins with `name`."""
-        [found] = [e for e in self.root.iter() if (e.findtext(f"{SVG}title") or "").startswith(name)]
+        [found] = [
+            e for e in self.root.iter() if (e.findtext(f"{SVG}title") or "").startswith(name)
+        ]
         return found
 
     def mark(self, name: str) -> tuple[float, float]:
@@ -76,12 +80,20 @@ class Drawing:
 
     def ends(self, name: str) -> list[float]:
         """Bottom and top of a mark's whisker; nothing where it has none."""
-        heights = [float(line.attrib[end]) for line in self.named(name).iter(f"{SVG}line") for end in ("y1", "y2")]
+        heights = [
+            float(line.attrib[end])
+            for line in self.named(name).iter(f"{SVG}line")
+            for end in ("y1", "y2")
+        ]
         return [max(heights), min(heights)] if heights else []
 
     def lines(self, name: str) -> list[list[tuple[float, float]]]:
         """The curves of a setting: accuracy, f, kappa."""
-        return [corners(e) for e in self.root.iter(f"{SVG}polyline") if e.findtext(f"{SVG}title") == name]
+        return [
+            corners(e)
+            for e in self.root.iter(f"{SVG}polyline")
+            if e.findtext(f"{SVG}title") == name
+        ]
 
     def bands(self) -> list[list[tuple[float, float]]]:
         return [corners(e) for e in self.root.iter(f"{SVG}polygon")]
@@ -103,7 +115,10 @@ def test_a_mark_stands_at_the_mean_over_seeds_and_its_whisker_from_lowest_to_hig
     results["GRPO"] = [level(0.1), level(0.2), level(0.45)]
     drawing = Drawing(figure(results, level(0.3)))
     name = "GRPO, K = 16: accuracy"
-    assert drawing.mark(name)[1] == height(0.25) and drawing.ends(name) == [height(0.1), height(0.45)]
+    assert drawing.mark(name)[1] == height(0.25) and drawing.ends(name) == [
+        height(0.1),
+        height(0.45),
+    ]
     assert drawing.named(name).findtext(f"{SVG}title") == "GRPO, K = 16: accuracy 0.25 [0.1, 0.45]"
     assert drawing.mark("PARA-GRPO, K = 16: format f")[1] == height(0.5, row=1)
 
@@ -114,21 +129,33 @@ def test_each_measure_and_each_k_has_its_own_value():
         results["PARA-GRPO"][0].after[k].update(accuracy=accuracy, format=f, calls=kappa)
     drawing = Drawing(figure(results, level(0.5)))
     for k, accuracy, f, kappa in ((4, 0.9, 0.1, 2.0), (16, 0.8, 0.2, 1.0), (64, 0.7, 0.3, 0.0)):
-        places = [drawing.mark(f"PARA-GRPO, K = {k}: {title}")[1] for title in ("accuracy", "format f", "calls κ")]
+        places = [
+            drawing.mark(f"PARA-GRPO, K = {k}: {title}")[1]
+            for title in ("accuracy", "format f", "calls κ")
+        ]
         assert places == [height(accuracy), height(f, row=1), height(kappa, row=2, axis=2.0)]
 
 
 def test_the_axes_are_labelled_where_the_values_stand():
     drawing = Drawing(figure(levels(0.6), level(0.2)))
-    labels = {text.words: text.y for text in drawing.texts if text.anchor == "end" and text.y < TOP + PANEL + 8}
+    labels = {
+        text.words: text.y
+        for text in drawing.texts
+        if text.anchor == "end" and text.y < TOP + PANEL + 8
+    }
     assert list(labels) == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
     assert labels["0.6"] - 4 == pytest.approx(drawing.mark("GRPO, K = 4: accuracy")[1], abs=0.06)
     places = {text.words: text.x for text in drawing.texts if text.y > TOP + 2 * PANEL}
     assert "2.5" not in places  # a round value, and no step
-    assert (places["0"], places["10"]) == (LEFT[0], pytest.approx(LEFT[0] + (LEFT[1] - LEFT[0]) * 10 / 12, abs=0.06))
+    assert (places["0"], places["10"]) == (
+        LEFT[0],
+        pytest.approx(LEFT[0] + (LEFT[1] - LEFT[0]) * 10 / 12, abs=0.06),
+    )
     for k in KS:
         marks = [drawing.mark(f"{name}, K = {k}: accuracy")[0] for name in SETTINGS]
-        assert len(set(marks)) == 4 and sum(marks) / 4 == pytest.approx(places[f"K = {k}"], abs=0.06)
+        assert len(set(marks)) == 4 and sum(marks) / 4 == pytest.approx(
+            places[f"K = {k}"], abs=0.06
+        )
     assert RIGHT[0] < places["K = 4"] < places["K = 16"] < places["K = 64"] < RIGHT[1]
 
 
@@ -169,9 +196,13 @@ def test_a_curve_is_the_mean_over_seeds_and_its_band_reaches_from_lowest_to_high
     accuracy, f, _ = drawing.lines("GRPO")
     assert all(y == height(0.4) for _, y in accuracy) and all(y == height(0.4, row=1) for _, y in f)
     width = LEFT[1] - LEFT[0]
-    assert [x for x, _ in accuracy] == [pytest.approx(LEFT[0] + width * step / 12, abs=0.06) for step in range(1, 13)]
+    assert [x for x, _ in accuracy] == [
+        pytest.approx(LEFT[0] + width * step / 12, abs=0.06) for step in range(1, 13)
+    ]
     band = drawing.bands()[0]
-    assert all(y == height(0.7) for _, y in band[:12]) and all(y == height(0.2) for _, y in band[12:])
+    assert all(y == height(0.7) for _, y in band[:12]) and all(
+        y == height(0.2) for _, y in band[12:]
+    )
     assert [x for x, _ in band] == [x for x, _ in accuracy] + [x for x, _ in accuracy[::-1]]
     assert len(drawing.bands()) == 3  # one a row: no other setting has more than one seed
 
@@ -183,7 +214,11 @@ def test_each_seed_is_smoothed_before_seeds_are_compared():
     results = levels(0.5)
     results["GRPO"] = [peak, level(0.0)]
     drawing = Drawing(figure(results, level(0.5)))
-    assert [y for _, y in drawing.lines("GRPO")[0]][3:8] == [height(0), *[height(0.15)] * 3, height(0)]
+    assert [y for _, y in drawing.lines("GRPO")[0]][3:8] == [
+        height(0),
+        *[height(0.15)] * 3,
+        height(0),
+    ]
     assert min(y for _, y in drawing.bands()[0]) == height(0.3)
     assert "moving mean over 3 steps" in drawing.svg
 
@@ -191,7 +226,10 @@ def test_each_seed_is_smoothed_before_seeds_are_compared():
 def test_one_seed_has_no_band_and_no_whisker():
     drawing = Drawing(figure(levels(0.5), level(0.4)))
     assert not drawing.bands() and not drawing.ends("GRPO, K = 4: accuracy")
-    assert drawing.named("GRPO, K = 4: accuracy").findtext(f"{SVG}title") == "GRPO, K = 4: accuracy 0.5"
+    assert (
+        drawing.named("GRPO, K = 4: accuracy").findtext(f"{SVG}title")
+        == "GRPO, K = 4: accuracy 0.5"
+    )
     assert "one seed" in drawing.svg and "whisker" not in drawing.svg
     assert "mean over 3 seeds" in figure(levels(0.5, 0.6, 0.7), level(0.4))
 
@@ -202,11 +240,17 @@ def test_a_setting_looks_the_same_everywhere_and_like_no_other():
         assert len(set(part)) == len(SETTINGS)
     for name, style in zip(SETTINGS, STYLES, strict=True):
         assert sum(text.words == name for text in drawing.texts) == 1
-        curves = [e for e in drawing.root.iter(f"{SVG}polyline") if e.findtext(f"{SVG}title") == name]
-        shapes = [
-            next(drawing.named(f"{name}, K = {k}: {title}").iter(f"{SVG}path")) for k in KS for title in ("accuracy", "format f", "calls κ")
+        curves = [
+            e for e in drawing.root.iter(f"{SVG}polyline") if e.findtext(f"{SVG}title") == name
         ]
-        assert len(curves) == 3 and {(e.attrib["stroke"], e.get("stroke-dasharray")) for e in curves} == {style[:2]}
+        shapes = [
+            next(drawing.named(f"{name}, K = {k}: {title}").iter(f"{SVG}path"))
+            for k in KS
+            for title in ("accuracy", "format f", "calls κ")
+        ]
+        assert len(curves) == 3 and {
+            (e.attrib["stroke"], e.get("stroke-dasharray")) for e in curves
+        } == {style[:2]}
         assert {(e.attrib["fill"], e.attrib["d"]) for e in shapes} == {(style.colour, style.mark)}
         # nine of its panels, one of the legend
         assert sum(e.get("d") == style.mark for e in drawing.root.iter(f"{SVG}path")) == 10
@@ -216,24 +260,46 @@ def test_a_setting_looks_the_same_everywhere_and_like_no_other():
 def test_text_is_large_enough_and_lies_on_nothing_else(seeds):
     drawing = Drawing(figure(levels(*seeds), level(0.4)))
     bottom = float(drawing.root.attrib["height"])
-    assert all(text.size >= 11 for text in drawing.texts) and WIDTH == 900 == float(drawing.root.attrib["width"])
+    assert all(text.size >= 11 for text in drawing.texts) and WIDTH == 900 == float(
+        drawing.root.attrib["width"]
+    )
     boxes = [(text.words, text.box) for text in drawing.texts if not text.turned]
     for words, (left, top, right, end) in boxes:
         assert left >= 0 and top >= 0 and right <= WIDTH and end <= bottom, words
     for (one, a), (other, b) in itertools.combinations(boxes, 2):
-        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], f"{one!r} lies on {other!r}"
-    assert all(text.box[2] < LEFT[0] or RIGHT[0] - 50 < text.box[0] for text in drawing.texts if text.anchor == "end")
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (
+            f"{one!r} lies on {other!r}"
+        )
+    assert all(
+        text.box[2] < LEFT[0] or RIGHT[0] - 50 < text.box[0]
+        for text in drawing.texts
+        if text.anchor == "end"
+    )
 
 
 def test_it_stands_alone():
     svg = figure(levels(0.1, 0.2), level(0.3))
     root = ET.fromstring(svg)
     assert root.tag == f"{SVG}svg"
-    assert {e.tag.removeprefix(SVG) for e in root.iter()} <= {"svg", "title", "rect", "g", "line", "path", "polyline", "polygon", "text"}
+    assert {e.tag.removeprefix(SVG) for e in root.iter()} <= {
+        "svg",
+        "title",
+        "rect",
+        "g",
+        "line",
+        "path",
+        "polyline",
+        "polygon",
+        "text",
+    }
     assert not {"class", "style", "href"} & {name for e in root.iter() for name in e.attrib}
     assert svg.count("://") == 1 and "nan" not in svg.lower() and "inf" not in svg.lower()
     white = root.find(f"{SVG}rect")
-    assert white is not None and (white.attrib["fill"], white.attrib["width"], white.attrib["height"]) == (
+    assert white is not None and (
+        white.attrib["fill"],
+        white.attrib["width"],
+        white.attrib["height"],
+    ) == (
         "#ffffff",
         "900",
         root.attrib["height"],

@@ -22,7 +22,17 @@ class Run:
         self.folder, self.interrupts, self.refuse = folder, Interrupts(), False
         self.kept = Checkpoints(folder / "rl", asynchronous=True, identity=identity)
         self.metrics = MetricsWriter(folder, tensorboard=False)
-        self.phase = Phase("rl", 7, 3, self.kept, self.metrics, self.interrupts, {"config": 1}, before_save=self.check, best="accuracy")
+        self.phase = Phase(
+            "rl",
+            7,
+            3,
+            self.kept,
+            self.metrics,
+            self.interrupts,
+            {"config": 1},
+            before_save=self.check,
+            best="accuracy",
+        )
 
     def check(self) -> None:
         if self.refuse:
@@ -32,13 +42,22 @@ class Run:
         done = []
         with self.phase as phase, self.interrupts:
             state, cursor = phase.resume({"n": jnp.zeros(())})
-            assert cursor == ({"at": phase.first} if phase.first else None) and state["n"] == phase.first
+            assert (
+                cursor == ({"at": phase.first} if phase.first else None)
+                and state["n"] == phase.first
+            )
             for step in phase.left:
                 if step == stop:
                     signal.raise_signal(signal.SIGTERM)
                 state = {"n": state["n"] + 1}
                 done.append(step)
-                phase.done(step, {"loss": loss(step), "accuracy": accuracy(step)}, state, {"at": step}, ("loss",))
+                phase.done(
+                    step,
+                    {"loss": loss(step), "accuracy": accuracy(step)},
+                    state,
+                    {"at": step},
+                    ("loss",),
+                )
         return done
 
     def written(self) -> list[int]:
@@ -47,7 +66,15 @@ class Run:
 
 def test_it_is_saved_now_and_then_and_at_its_end(tmp_path):
     run = Run(tmp_path)
-    assert [run.phase.saves(step) for step in range(1, 8)] == [False, False, True, False, False, True, True]
+    assert [run.phase.saves(step) for step in range(1, 8)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
     assert run.steps() == [1, 2, 3, 4, 5, 6, 7] == run.written()
     kept = Checkpoints(tmp_path / "rl")
     assert kept.steps() == [6, 7] and kept.meta() == {"config": 1, "cursor": {"at": 7}}
@@ -67,14 +94,19 @@ def test_asked_to_stop_it_saves_the_step_under_way_and_none_is_done_twice(tmp_pa
 
 def test_asked_to_stop_before_its_first_step_it_does_none(tmp_path):
     run = Run(tmp_path)
-    with run.interrupts, pytest.raises(Stopped, match="^stopped before step 1 of 7 of rl; all before it is saved$"):
+    with (
+        run.interrupts,
+        pytest.raises(Stopped, match="^stopped before step 1 of 7 of rl; all before it is saved$"),
+    ):
         signal.raise_signal(signal.SIGINT)
         run.phase.resume({"n": jnp.zeros(())})
     assert run.written() == [] and run.kept.latest() is None
 
 
 def test_what_came_after_the_last_save_is_forgotten(tmp_path):
-    with pytest.raises(ValueError, match="rl: the loss of step 5 is not finite; lower the learning rate"):
+    with pytest.raises(
+        ValueError, match="rl: the loss of step 5 is not finite; lower the learning rate"
+    ):
         Run(tmp_path).steps(loss=lambda step: float("nan") if step == 5 else 1.0)
     run = Run(tmp_path)
     assert (run.kept.latest(), run.written()) == (3, [1, 2, 3, 4])
@@ -99,8 +131,12 @@ def test_a_save_may_be_refused(tmp_path):
 
 
 def test_another_runs_checkpoint_is_refused_with_the_difference(tmp_path):
-    Run(tmp_path, {"settings": {"seed": 0}, "model": {"hidden": 8}, "vocabulary": {"size": 5}}).steps()
+    Run(
+        tmp_path, {"settings": {"seed": 0}, "model": {"hidden": 8}, "vocabulary": {"size": 5}}
+    ).steps()
     others = {"settings": {"seed": 1}, "model": {"hidden": 16}, "vocabulary": {"size": 6}}
     with pytest.raises(CheckpointError) as refusal:
         Run(tmp_path, others).steps()
-    assert "settings.seed: 0 -> 1; model.hidden: 8 -> 16; vocabulary.size: 5 -> 6" in str(refusal.value)
+    assert "settings.seed: 0 -> 1; model.hidden: 8 -> 16; vocabulary.size: 5 -> 6" in str(
+        refusal.value
+    )

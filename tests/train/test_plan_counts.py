@@ -21,7 +21,9 @@ from train.planning.flops import causal, count_flops, every, rows_of
 
 TPU = AbstractDevice(device_kind="any", num_cores=1, platform="tpu")
 CONFIG = tiny(97)
-TEXT = dataclasses.replace(CONFIG, text=dataclasses.replace(CONFIG.text, head_dim=128, mrope_section=(24, 20, 20)))
+TEXT = dataclasses.replace(
+    CONFIG, text=dataclasses.replace(CONFIG.text, head_dim=128, mrope_section=(24, 20, 20))
+)
 
 
 def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
@@ -37,10 +39,23 @@ def product(x, w):
     [
         (lambda x, w: product(x, w), 1),
         (lambda x, w: jax.lax.scan(lambda x, _: (product(x, w), None), x, None, length=7)[0], 7),
-        (lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda x: product(product(x, w), w), lambda x: product(x, w), x), 2),
+        (
+            lambda x, w: jax.lax.cond(
+                x[0, 0] > 0, lambda x: product(product(x, w), w), lambda x: product(x, w), x
+            ),
+            2,
+        ),
         (lambda x, w: jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: product(x, w), x), 5),
-        (lambda x, w: jax.value_and_grad(lambda x: jax.checkpoint(lambda x: product(product(x, w), w))(x).sum())(x), 6),  # twice forward
-        (lambda x, w: (product(product(x, w), w), product(x, w))[1], 1),  # what nobody uses is not computed
+        (
+            lambda x, w: jax.value_and_grad(
+                lambda x: jax.checkpoint(lambda x: product(product(x, w), w))(x).sum()
+            )(x),
+            6,
+        ),  # twice forward
+        (
+            lambda x, w: (product(product(x, w), w), product(x, w))[1],
+            1,
+        ),  # what nobody uses is not computed
         (lambda x, w: jax.vmap(product, (None, 0))(x, jnp.stack([w, w, w])), 3),
         (lambda x, w: jax.jit(product)(x, w) + x.sum(), 1),
     ],
@@ -51,17 +66,23 @@ def test_products_count_as_often_as_they_run(program, expected):
 
 
 def test_a_shard_map_counts_on_every_device():
-    with jax.sharding.use_abstract_mesh(AbstractMesh((2, 4), ("a", "b"), (AxisType.Auto,) * 2, abstract_device=TPU)):
+    with jax.sharding.use_abstract_mesh(
+        AbstractMesh((2, 4), ("a", "b"), (AxisType.Auto,) * 2, abstract_device=TPU)
+    ):
         cut = jax.shard_map(product, in_specs=(P("a"), P()), out_specs=P("a"), check_vma=False)
         traced = jax.make_jaxpr(cut)(array(6, 8), array(8, 8))
     assert count_flops(traced) == 4 * 2 * 6 * 8 * 8  # along b everybody does the same
 
 
 def test_what_cannot_be_counted_is_refused():
-    convolution = jax.make_jaxpr(lambda x, w: jax.lax.conv(x, w, (1,), "SAME"))(array(1, 1, 8), array(1, 1, 3))
+    convolution = jax.make_jaxpr(lambda x, w: jax.lax.conv(x, w, (1,), "SAME"))(
+        array(1, 1, 8), array(1, 1, 3)
+    )
     with pytest.raises(ValueError, match="a convolution"):
         count_flops(convolution)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1, 1, 1), MESH_AXES, (AxisType.Auto,) * 3, abstract_device=TPU)):
+    with jax.sharding.use_abstract_mesh(
+        AbstractMesh((1, 1, 1), MESH_AXES, (AxisType.Auto,) * 3, abstract_device=TPU)
+    ):
         kernel = decoder(256)
     with pytest.raises(ValueError, match="'splash_mha_fwd.*no formula"):
         count_flops(kernel)
@@ -74,13 +95,17 @@ def decoder(tokens: int, rows: int = 2):
         text = nnx.merge(graph, weights)
         return text.logits(text(ids, positions)[0])
 
-    return jax.make_jaxpr(forward)(weights, array(rows, tokens, dtype=jnp.int32), array(3, rows, tokens, dtype=jnp.int32))
+    return jax.make_jaxpr(forward)(
+        weights, array(rows, tokens, dtype=jnp.int32), array(3, rows, tokens, dtype=jnp.int32)
+    )
 
 
 def test_the_decoder_counts_as_its_formula_says():
     """XLA takes 128 queries at a time, each to all keys up to the last of them: 192 on average; the TPU's kernel what is seen."""
     assert count_flops(decoder(256)) == 2 * 256 * flops_per_token(TEXT, 192)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1, 1, 1), MESH_AXES, (AxisType.Auto,) * 3, abstract_device=TPU)):
+    with jax.sharding.use_abstract_mesh(
+        AbstractMesh((1, 1, 1), MESH_AXES, (AxisType.Auto,) * 3, abstract_device=TPU)
+    ):
         traced = decoder(256)
     assert count_flops(traced, pairs=causal) == 2 * 256 * flops_per_token(TEXT, 257 / 2)
 
@@ -91,7 +116,9 @@ def test_the_tower_counts_as_its_formula_says():
     traced = jax.make_jaxpr(lambda weights, patches: nnx.merge(graph, weights)(patches, layout))(
         weights, array(3, 24, CONFIG.vision.patch_dim)
     )
-    assert count_flops(traced, pairs=every) == pytest.approx(3 * vision_flops(CONFIG.vision, 24), rel=1e-12)
+    assert count_flops(traced, pairs=every) == pytest.approx(
+        3 * vision_flops(CONFIG.vision, 24), rel=1e-12
+    )
 
 
 def test_pairs_of_rows_behind_a_prompt():
@@ -101,7 +128,9 @@ def test_pairs_of_rows_behind_a_prompt():
     assert every(2, 5) == 10
 
 
-@pytest.mark.parametrize(("remat", "products"), [("none", 2), ("full", 4), ("attention", 2), ("dots", 2)])
+@pytest.mark.parametrize(
+    ("remat", "products"), [("none", 2), ("full", 4), ("attention", 2), ("dots", 2)]
+)
 def test_a_backward_pass_through_the_kernel_counts_seven_products(remat, products):
     """And the forward pass two, once, or twice where nothing of it was saved."""
     text = abstract_model(TEXT).text
@@ -111,8 +140,12 @@ def test_a_backward_pass_through_the_kernel_counts_seven_products(remat, product
     def loss(weights, ids, positions):
         return nnx.merge(graph, weights)(ids, positions, remat=remat)[0].sum()
 
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1, 1, 1), MESH_AXES, (AxisType.Auto,) * 3, abstract_device=TPU)):
-        traced = jax.make_jaxpr(jax.value_and_grad(loss))(weights, array(1, t, dtype=jnp.int32), array(3, 1, t, dtype=jnp.int32))
+    with jax.sharding.use_abstract_mesh(
+        AbstractMesh((1, 1, 1), MESH_AXES, (AxisType.Auto,) * 3, abstract_device=TPU)
+    ):
+        traced = jax.make_jaxpr(jax.value_and_grad(loss))(
+            weights, array(1, t, dtype=jnp.int32), array(3, 1, t, dtype=jnp.int32)
+        )
     without = count_flops(traced, pairs=lambda q, k: 0.0)
     one = 2.0 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * causal(t, t)
     assert count_flops(traced, pairs=causal) - without == pytest.approx((products + 4 + 3) * one)

@@ -23,19 +23,32 @@ def folder(road, tmp_path):
 
 
 def test_what_a_run_learns_from(road):
-    data, videos = road.data, {f"{split}/{n:04d}.mp4" for split, count in (("train", 6), ("heldout", 2)) for n in range(count)}
+    data, videos = (
+        road.data,
+        {
+            f"{split}/{n:04d}.mp4"
+            for split, count in (("train", 6), ("heldout", 2))
+            for n in range(count)
+        },
+    )
     assert {str(p.relative_to(data.root)) for p in data.root.rglob("*.mp4")} == videos
-    assert {q.video.split("/")[0] for q in data.questions} == {"train"} and {q.video.split("/")[0] for q in data.heldout} == {"heldout"}
+    assert {q.video.split("/")[0] for q in data.questions} == {"train"} and {
+        q.video.split("/")[0] for q in data.heldout
+    } == {"heldout"}
     assert data.demonstrations and data.windows and data.captions and data.unreadable == {}
     assert all(len({(d.video, d.frames) for d in group}) == 1 for group in data.demonstrations)
     assert json.loads((data.root.parent / UNREADABLE).read_text()) == {}
 
 
 def test_preparing_again_makes_nothing_anew(road, folder):
-    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != UNREADABLE}
+    before = {
+        p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != UNREADABLE
+    }
     again = prepare(road.run, folder)
     assert {p: p.stat().st_mtime_ns for p in before} == before
-    assert again.questions == road.data.questions and again.demonstrations == road.data.demonstrations
+    assert (
+        again.questions == road.data.questions and again.demonstrations == road.data.demonstrations
+    )
 
 
 def test_an_interrupted_preparation_goes_on(road, folder):
@@ -57,8 +70,14 @@ def test_missing_empty_and_truncated_videos_are_left_out_and_named(road, folder,
     (videos / "0002.mp4").write_bytes(whole[: len(whole) // 2])
     data = prepare(dataclasses.replace(road.run, unreadable_share=0.5), folder)
     bad = {f"train/000{n}.mp4" for n in range(3)}
-    assert set(data.unreadable) == bad and json.loads((folder / UNREADABLE).read_text()) == data.unreadable
-    assert data.unreadable["train/0000.mp4"] == "no such file" and data.unreadable["train/0001.mp4"] == "the file is empty"
+    assert (
+        set(data.unreadable) == bad
+        and json.loads((folder / UNREADABLE).read_text()) == data.unreadable
+    )
+    assert (
+        data.unreadable["train/0000.mp4"] == "no such file"
+        and data.unreadable["train/0001.mp4"] == "the file is empty"
+    )
     for records in (data.questions, data.captions):
         assert records and not {r.video for r in records} & bad
     for groups in (data.demonstrations, data.windows):
@@ -71,7 +90,8 @@ def test_too_many_bad_videos_end_it_by_name(road, folder):
     for n in range(2):
         (folder / "videos" / "train" / f"000{n}.mp4").write_bytes(b"")
     with pytest.raises(
-        UnreadableVideosError, match=r"2 of 8 .*train/0000\.mp4: the file is empty; train/0001\.mp4.*--unreadable-share 0\.05"
+        UnreadableVideosError,
+        match=r"2 of 8 .*train/0000\.mp4: the file is empty; train/0001\.mp4.*--unreadable-share 0\.05",
     ):
         prepare(road.run, folder)
 
@@ -86,7 +106,9 @@ def test_too_many_bad_videos_end_it_by_name(road, folder):
         ({"summary_tokens": 4}, "summary_tokens: 4"),
     ],
 )
-def test_lengths_that_the_worlds_texts_do_not_keep_are_refused_before_anything_is_made(road, tmp_path, changed, field):
+def test_lengths_that_the_worlds_texts_do_not_keep_are_refused_before_anything_is_made(
+    road, tmp_path, changed, field
+):
     run = dataclasses.replace(road.run, protocol=dataclasses.replace(road.run.protocol, **changed))
     with pytest.raises(ValueError, match=rf"^protocol\.{field}; .*: give at least "):
         prepare(run, tmp_path)
@@ -97,7 +119,9 @@ def test_the_length_that_a_refusal_names_is_enough_for_the_cold_start(road, tmp_
     """Rows of a group hold their questions, too, since they share the overview alone."""
 
     def allowing(tokens: int) -> Run:
-        return dataclasses.replace(road.run, protocol=dataclasses.replace(road.run.protocol, trajectory_tokens=tokens))
+        return dataclasses.replace(
+            road.run, protocol=dataclasses.replace(road.run.protocol, trajectory_tokens=tokens)
+        )
 
     with pytest.raises(ValueError, match=r"may need (\d+): give at least") as refused:
         prepare(allowing(40), tmp_path)
@@ -108,9 +132,18 @@ def test_the_length_that_a_refusal_names_is_enough_for_the_cold_start(road, tmp_
     data = prepare(run, tmp_path)
     scene, windows = road.scene, [d for (d,) in data.windows[:4]]
     for first in range(0, len(data.demonstrations) - 1, 2):
-        sft_batch(data.demonstrations[first : first + 2], windows, scene.protocol, scene.features, run.sft_shapes, make_mesh())
+        sft_batch(
+            data.demonstrations[first : first + 2],
+            windows,
+            scene.protocol,
+            scene.features,
+            run.sft_shapes,
+            make_mesh(),
+        )
 
 
 def test_a_recipe_without_data_is_refused(road, tmp_path):
-    with pytest.raises(ValueError, match="small: neither data nor world is set; use a recipe with one of them"):
+    with pytest.raises(
+        ValueError, match="small: neither data nor world is set; use a recipe with one of them"
+    ):
         prepare(dataclasses.replace(road.run, world=None, text=None), tmp_path)

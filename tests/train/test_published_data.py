@@ -35,8 +35,17 @@ def files(small_world, small_vocabulary, tmp_path_factory):
     """Annotations of the small world's videos, one of which is not there, and a tokenizer's folder."""
     folder = tmp_path_factory.mktemp("published")
     paths = [v.path for v in small_world.videos]
-    write_rl(folder / "annotations", [rl_row(paths[n % 4], f"<video>Question {'?' * n}?") for n in range(12)] + [rl_row("train/gone.mp4")])
-    rows = [answered(paths[n % 4], f"What {'is it ' * n}?") if n % 2 else called(paths[n % 4], [(0, n + 1)]) for n in range(8)]
+    write_rl(
+        folder / "annotations",
+        [rl_row(paths[n % 4], f"<video>Question {'?' * n}?") for n in range(12)]
+        + [rl_row("train/gone.mp4")],
+    )
+    rows = [
+        answered(paths[n % 4], f"What {'is it ' * n}?")
+        if n % 2
+        else called(paths[n % 4], [(0, n + 1)])
+        for n in range(8)
+    ]
     write_sft(folder / "annotations", rows, "paravt_sft_charades_12k4.parquet")
     tokenizer.save(small_vocabulary.tokenizer, folder / "tokenizer")
     return folder
@@ -65,12 +74,17 @@ def test_a_run_opens_what_was_prepared(data, run, small_vocabulary, tmp_path, mo
     for row in packing.rows:
         assert sum(c.tokens for c in data.published.row(row)) <= 2048
     same = dataclasses.replace(run, protocol=dataclasses.replace(run.protocol, pin_think=False))
-    assert prepare(same, tmp_path).questions == data.questions  # a recipe that differs in rollouts alone shares the set
+    assert (
+        prepare(same, tmp_path).questions == data.questions
+    )  # a recipe that differs in rollouts alone shares the set
     monkeypatch.setattr(sources, "fetch", None)
     assert prepare(run, tmp_path).questions == data.questions  # its sources may be gone
     with pytest.raises(ValueError, match="prepared otherwise.*\n  frames: 4 -> 5\n"):
         prepare(dataclasses.replace(run, data=dataclasses.replace(run.data, frames=5)), tmp_path)
-    with pytest.raises(UnreadableVideosError, match=r"1 of 21 rows have files .*1 missing video.*left_out.jsonl.*--unreadable-share 0.01"):
+    with pytest.raises(
+        UnreadableVideosError,
+        match=r"1 of 21 rows have files .*1 missing video.*left_out.jsonl.*--unreadable-share 0.01",
+    ):
         prepare(dataclasses.replace(run, unreadable_share=0.01), tmp_path)
 
 
@@ -90,7 +104,9 @@ def test_rows_come_in_order_with_their_frames_ahead_and_go_on_exactly(data, smal
         for (numbers,) in batches[:1]:
             for conversation in data.published.row(numbers):
                 for clip in conversation.clips:
-                    assert reader.read(small_world.folder / clip.path, clip.indices).shape[0] == len(clip.indices)
+                    assert reader.read(small_world.folder / clip.path, clip.indices).shape[
+                        0
+                    ] == len(clip.indices)
         assert reader.late == late
 
 
@@ -112,7 +128,9 @@ def test_questions_come_in_order_with_their_overviews_ahead_and_go_on_exactly(da
     with FrameReader(ReaderSettings(workers=1)) as reader:
         questions = fresh(reader, 0)
         before = [next(questions) for _ in range(2)]
-        assert [look(reader, batch, step) for step, batch in enumerate(before)] == [0, 0], "each was asked for ahead"
+        assert [look(reader, batch, step) for step, batch in enumerate(before)] == [0, 0], (
+            "each was asked for ahead"
+        )
         state = json.loads(json.dumps(questions.get_state()))
         after = [next(questions) for _ in range(3)]
     with FrameReader(ReaderSettings(workers=1)) as reader:
@@ -134,18 +152,29 @@ def test_a_process_reads_ahead_what_is_its_own(data, monkeypatch):
             asked.append(path.name)
 
     monkeypatch.setattr(hosts, "share_of", lambda count: slice(count // 2, count))
-    batch = next(question_stream(data.published, cast(FrameReader, Reader()), 3, 4, lambda step: [1, 2, 3, 4], 0, depth=0))
+    batch = next(
+        question_stream(
+            data.published, cast(FrameReader, Reader()), 3, 4, lambda step: [1, 2, 3, 4], 0, depth=0
+        )
+    )
     assert asked == [q.video.rpartition("/")[2] for q in batch[2:]]
     asked.clear()
     rows = next(row_stream(data.published, cast(FrameReader, Reader()), seed=3, rows=2, depth=0))
-    assert asked == [clip.path.rpartition("/")[2] for numbers in rows[1:] for c in data.published.row(numbers) for clip in c.clips]
+    assert asked == [
+        clip.path.rpartition("/")[2]
+        for numbers in rows[1:]
+        for c in data.published.row(numbers)
+        for clip in c.clips
+    ]
 
 
 def test_questions_that_leave_no_room_for_frames_are_left_out_by_name(run, tmp_path, capsys):
 
     def prepared(text_tokens):
         limits = dataclasses.replace(run.protocol, text_tokens=text_tokens)
-        return prepare(dataclasses.replace(run, sft=None, rl=paravt_8b().rl, protocol=limits), tmp_path)
+        return prepare(
+            dataclasses.replace(run, sft=None, rl=paravt_8b().rl, protocol=limits), tmp_path
+        )
 
     whole = prepared(1216)
     assert whole.published is not None
@@ -157,10 +186,15 @@ def test_questions_that_leave_no_room_for_frames_are_left_out_by_name(run, tmp_p
     cut = prepared(system + limit)
     long = {id for id, length in lengths.items() if length > limit}
     assert 0 < len(long) < 12
-    assert {q.id for q in (*whole.questions, *whole.heldout)} - {q.id for q in (*cut.questions, *cut.heldout)} == long
+    assert {q.id for q in (*whole.questions, *whole.heldout)} - {
+        q.id for q in (*cut.questions, *cut.heldout)
+    } == long
     assert cut.published is not None and cut.published.questions == cut.questions
     said = capsys.readouterr().out
-    assert f"{len(long)} questions are left out; they have more than the {limit} tokens of protocol.text_tokens" in said
+    assert (
+        f"{len(long)} questions are left out; they have more than the {limit} tokens of protocol.text_tokens"
+        in said
+    )
     with pytest.raises(
         ValueError,
         match=rf"protocol\.text_tokens: {system}; .* no training question fits .* give at least {system + min(lengths.values())}",
@@ -168,15 +202,24 @@ def test_questions_that_leave_no_room_for_frames_are_left_out_by_name(run, tmp_p
         prepared(system)
 
 
-def test_steps_of_the_cold_start_are_packed_rows_that_go_on_exactly(data, small_model, small_world, tmp_path):
+def test_steps_of_the_cold_start_are_packed_rows_that_go_on_exactly(
+    data, small_model, small_world, tmp_path
+):
     """Files that are gone leave padding, and are named once, as they stand in the rows."""
     settings = PackedSFTSettings(9, 1, OptimizerSettings())
-    rules, frames = Protocol(data.vocabulary, ProtocolSettings()), FrameSettings(min_pixels=1024, max_pixels=1024, batch=8)
+    rules, frames = (
+        Protocol(data.vocabulary, ProtocolSettings()),
+        FrameSettings(min_pixels=1024, max_pixels=1024, batch=8),
+    )
 
     def course(reader, root):
-        features = FrameFeatures(small_model.vision, small_model.config, frames, root, source=reader)
+        features = FrameFeatures(
+            small_model.vision, small_model.config, frames, root, source=reader
+        )
         published = dataclasses.replace(data.published, root=root)
-        return PackedCourse(settings, settings.shape(2048), published, reader, 3, rules, features, make_mesh()), features
+        return PackedCourse(
+            settings, settings.shape(2048), published, reader, 3, rules, features, make_mesh()
+        ), features
 
     with FrameReader(ReaderSettings(workers=1, min_pixels=1024, max_pixels=1024)) as reader:
         one, _ = course(reader, small_world.folder)
@@ -184,34 +227,59 @@ def test_steps_of_the_cold_start_are_packed_rows_that_go_on_exactly(data, small_
         state = json.loads(json.dumps(one.get_state()))
         batch, (packed,), figures = next(one)
         assert figures == {"missing": 0} and reader.late == 0
-        assert float(batch.tokens) == np.asarray(packed.sampled).sum() > 0 and np.asarray(packed.visual).any()
+        assert (
+            float(batch.tokens) == np.asarray(packed.sampled).sum() > 0
+            and np.asarray(packed.visual).any()
+        )
         again, _ = course(reader, small_world.folder)
         again.set_state(state)
-        for found, wanted in zip(jax.tree.leaves(next(again)[0]), jax.tree.leaves(batch), strict=True):
+        for found, wanted in zip(
+            jax.tree.leaves(next(again)[0]), jax.tree.leaves(batch), strict=True
+        ):
             assert (np.asarray(found) == np.asarray(wanted)).all()
         gone, features = course(reader, tmp_path)
         gone.set_state(state)
-        with pytest.raises(ValueError, match=f"no conversation whose files can be read; check the data root {tmp_path}"):
+        with pytest.raises(
+            ValueError,
+            match=f"no conversation whose files can be read; check the data root {tmp_path}",
+        ):
             next(gone)
-        assert features.unreadable.keys() <= {v.path for v in small_world.videos} and set(features.unreadable.values()) == {"no such file"}
-    with pytest.raises(ValueError, match=r"data\.annotations: the prepared set has no conversation"):
-        empty = dataclasses.replace(data.published, packing=dataclasses.replace(data.published.packing, rows=()))
+        assert features.unreadable.keys() <= {v.path for v in small_world.videos} and set(
+            features.unreadable.values()
+        ) == {"no such file"}
+    with pytest.raises(
+        ValueError, match=r"data\.annotations: the prepared set has no conversation"
+    ):
+        empty = dataclasses.replace(
+            data.published, packing=dataclasses.replace(data.published.packing, rows=())
+        )
         PackedCourse(settings, settings.shape(2048), empty, reader, 3, rules, features, make_mesh())
 
 
 def test_what_reads_the_files_is_no_part_of_a_runs_settings(run):
     other = dataclasses.replace(run, data=dataclasses.replace(run.data, workers=7, deadline=9.0))
     assert resolved(other) == resolved(run)
-    assert resolved(dataclasses.replace(run, data=dataclasses.replace(run.data, fps=2.0))) != resolved(run)
+    assert resolved(
+        dataclasses.replace(run, data=dataclasses.replace(run.data, fps=2.0))
+    ) != resolved(run)
 
 
 def test_held_out_questions_are_whole_videos_and_stay_the_same():
-    questions = tuple(Question(f"{v}:{n}", f"{v}.mp4", "a", QuestionKind.OPEN_ENDED, "b") for v in range(20) for n in range(3))
+    questions = tuple(
+        Question(f"{v}:{n}", f"{v}.mp4", "a", QuestionKind.OPEN_ENDED, "b")
+        for v in range(20)
+        for n in range(3)
+    )
     kept, heldout = _hold_out(questions, 7)
     assert len(heldout) == 9 and not {q.video for q in kept} & {q.video for q in heldout}
-    assert _hold_out(questions[::-1], 7)[1] != () and {q.video for q in _hold_out(questions[::-1], 7)[1]} == {q.video for q in heldout}
+    assert _hold_out(questions[::-1], 7)[1] != () and {
+        q.video for q in _hold_out(questions[::-1], 7)[1]
+    } == {q.video for q in heldout}
     assert _hold_out(questions, 0) == (questions, ())
-    with pytest.raises(ValueError, match=r"data\.heldout: 2 of 3 questions, which leaves none to train on; hold fewer out"):
+    with pytest.raises(
+        ValueError,
+        match=r"data\.heldout: 2 of 3 questions, which leaves none to train on; hold fewer out",
+    ):
         _hold_out(questions[:3], 2)  # all on one video
     assert sorted(q.id for q in (*kept, *heldout)) == sorted(q.id for q in questions)
 
@@ -231,12 +299,23 @@ def test_the_command_prepares_and_prints_the_summary(data, run, files, capsys):
 
 def test_the_large_recipes_start_from_the_published_data():
     for recipe in (sft_8b(), paravt_8b()):
-        assert recipe.data == DataSettings(heldout=0 if recipe.rl is None else 64) and recipe.model.path == "Qwen/Qwen3-VL-8B-Instruct"
+        assert (
+            recipe.data == DataSettings(heldout=0 if recipe.rl is None else 64)
+            and recipe.model.path == "Qwen/Qwen3-VL-8B-Instruct"
+        )
     with pytest.raises(ValueError, match="give model.path"):
         dataclasses.replace(sft_8b(), model=dataclasses.replace(sft_8b().model, path=""))
 
 
-IMPOSSIBLE = [("frames", 0), ("row_tokens", 0), ("heldout", -1), ("workers", -1), ("fps", 0), ("deadline", np.nan), ("media", "")]
+IMPOSSIBLE = [
+    ("frames", 0),
+    ("row_tokens", 0),
+    ("heldout", -1),
+    ("workers", -1),
+    ("fps", 0),
+    ("deadline", np.nan),
+    ("media", ""),
+]
 
 
 @pytest.mark.parametrize(("field", "value"), IMPOSSIBLE)

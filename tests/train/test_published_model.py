@@ -31,7 +31,10 @@ def base(road, tmp_path_factory):
 
 def test_a_folder_of_another_size_is_refused_with_every_difference(base):
     assert config_of(str(base), "tiny").text.num_hidden_layers == 3
-    with pytest.raises(ValueError, match=r"not of model\.size 4b .*text\.hidden_size: 128 -> 2560; .*vision\.depth: 2 -> 24.*give the"):
+    with pytest.raises(
+        ValueError,
+        match=r"not of model\.size 4b .*text\.hidden_size: 128 -> 2560; .*vision\.depth: 2 -> 24.*give the",
+    ):
         config_of(str(base), "4b")
 
 
@@ -39,7 +42,9 @@ def test_a_folder_of_another_size_is_refused_with_every_difference(base):
 def test_the_published_configurations_are_those_of_their_sizes(assets, tmp_path, size):
     """Files as the hub has them, with whole numbers where these settings have floats."""
     for name in sorted({"2b", "4b", "8b"}):
-        (tmp_path / "config.json").write_bytes((assets / "qwen3_vl" / f"config_{name}.json").read_bytes())
+        (tmp_path / "config.json").write_bytes(
+            (assets / "qwen3_vl" / f"config_{name}.json").read_bytes()
+        )
         if name == size:
             assert config_of(str(tmp_path), size).text == qwen3_vl(size).text
         else:
@@ -50,10 +55,17 @@ def test_the_published_configurations_are_those_of_their_sizes(assets, tmp_path,
 def test_a_tokenizer_of_another_model_is_refused(base, road):
     vocabulary, config = road.data.vocabulary, road.model.config
     check_vocabulary(config, vocabulary, "x")
-    few = dataclasses.replace(config, text=dataclasses.replace(config.text, vocab_size=vocabulary.size - 1))
-    with pytest.raises(ValueError, match=rf"model\.path: x has a tokenizer of {vocabulary.size} words and rows for {vocabulary.size - 1}"):
+    few = dataclasses.replace(
+        config, text=dataclasses.replace(config.text, vocab_size=vocabulary.size - 1)
+    )
+    with pytest.raises(
+        ValueError,
+        match=rf"model\.path: x has a tokenizer of {vocabulary.size} words and rows for {vocabulary.size - 1}",
+    ):
         check_vocabulary(few, vocabulary, "x")
-    with pytest.raises(ValueError, match=r"has <\|image_pad\|> as \d+ in its tokenizer and as 7 in its config.json"):
+    with pytest.raises(
+        ValueError, match=r"has <\|image_pad\|> as \d+ in its tokenizer and as 7 in its config.json"
+    ):
         check_vocabulary(dataclasses.replace(config, image_token_id=7), vocabulary, "x")
 
 
@@ -94,9 +106,17 @@ def test_a_run_starts_from_the_weights_of_a_folder_laid_over_its_mesh(base, road
     config, model, origin = first_model(run, road.data, make_mesh())
     assert config == road.model.config and origin == {"weights": fingerprint(str(base))}
     found, wanted = nnx.state(model, nnx.Param), nnx.state(road.model, nnx.Param)
-    for (path, leaf), other in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+    for (path, leaf), other in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+    ):
         assert leaf.dtype == np.float32 and (np.asarray(leaf) == np.asarray(other)).all(), path
     text = nnx.state(model.text)
-    assert [leaf.sharding for leaf in jax.tree.leaves(text)] == jax.tree.leaves(param_shardings(text, make_mesh()))
+    assert [leaf.sharding for leaf in jax.tree.leaves(text)] == jax.tree.leaves(
+        param_shardings(text, make_mesh())
+    )
     with pytest.raises(ValueError, match=r"not of model\.size 2b"):
-        first_model(dataclasses.replace(run, model=ModelSettings(path=str(base), size="2b")), road.data, make_mesh())
+        first_model(
+            dataclasses.replace(run, model=ModelSettings(path=str(base), size="2b")),
+            road.data,
+            make_mesh(),
+        )

@@ -20,7 +20,10 @@ import train.run
 from tests.train.published_road import write_road
 from train.metrics import read_metrics
 
-ROOT, PROGRAM = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).with_name("published_road.py")
+ROOT, PROGRAM = (
+    pathlib.Path(__file__).parents[2],
+    pathlib.Path(__file__).with_name("published_road.py"),
+)
 DEADLINE = 300.0
 EVALUATE = (
     "--benchmark=videomme --data split --videos videos --frames 4 --turn-tokens 16 --summary-tokens 16 --trajectory-tokens 144 "
@@ -47,17 +50,26 @@ def command(recipe: str, name: str, *arguments: str) -> int:
 def metrics_of(name: str) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what a clock says."""
     lines = read_metrics(f"runs/{name}/metrics.jsonl")
-    return [{k: v for k, v in line.items() if not k.startswith(("wall", "time/", "speed/"))} for line in lines]
+    return [
+        {k: v for k, v in line.items() if not k.startswith(("wall", "time/", "speed/"))}
+        for line in lines
+    ]
 
 
 def require_same(one: str, other: str) -> None:
     assert metrics_of(one) == metrics_of(other)
-    weights = [pathlib.Path(f"runs/{name}/model/model.safetensors").read_bytes() for name in (one, other)]
+    weights = [
+        pathlib.Path(f"runs/{name}/model/model.safetensors").read_bytes() for name in (one, other)
+    ]
     assert weights[0] == weights[1], "bit for bit"
 
 
 def kill_after_the_first_checkpoint(compiled: pathlib.Path, name: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(compiled)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+    }
     line = [sys.executable, str(PROGRAM), "--config=published_sft", "--run-dir", f"runs/{name}"]
     with subprocess.Popen(line, env=environment) as process:
         end = time.monotonic() + DEADLINE
@@ -65,28 +77,52 @@ def kill_after_the_first_checkpoint(compiled: pathlib.Path, name: str) -> None:
             assert process.poll() is None and time.monotonic() < end
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL and not pathlib.Path(f"runs/{name}/result.json").exists()
+    assert (
+        process.returncode == -signal.SIGKILL
+        and not pathlib.Path(f"runs/{name}/result.json").exists()
+    )
 
 
 @pytest.mark.slow
 def test_from_published_files_to_a_comparison(folder, compiled, capsys):
     assert command("published_sft", "sft") == 0
     lines = metrics_of("sft")
-    assert [(line["phase"], line["step"], line["missing"]) for line in lines] == [("sft", 1, 0), ("sft", 2, 0)]
-    assert lines[1]["loss"] < lines[0]["loss"] and json.loads((folder / "runs/sft/result.json").read_text())["after"] == []
+    assert [(line["phase"], line["step"], line["missing"]) for line in lines] == [
+        ("sft", 1, 0),
+        ("sft", 2, 0),
+    ]
+    assert (
+        lines[1]["loss"] < lines[0]["loss"]
+        and json.loads((folder / "runs/sft/result.json").read_text())["after"] == []
+    )
 
     kill_after_the_first_checkpoint(compiled, "killed")
-    assert command("published_sft", "killed", "--data.workers", "2", "--data.deadline", "50") == 0  # who reads may change
+    assert (
+        command("published_sft", "killed", "--data.workers", "2", "--data.deadline", "50") == 0
+    )  # who reads may change
     require_same("killed", "sft")
 
     start = ("--model.path", "runs/sft/model")
     assert command("published_rl", "rl", *start) == 0
     result = json.loads((folder / "runs/rl/result.json").read_text())
-    assert result["before"][0]["n"] == result["after"][0]["n"] == 2 and result["token_mismatches"] == 0
-    videos = [json.loads(line)["video"] for line in (folder / "runs/rl/episodes.jsonl").read_text().splitlines()]
-    assert videos and all(pathlib.Path(video).is_relative_to(folder / "media") and pathlib.Path(video).is_file() for video in videos)
+    assert (
+        result["before"][0]["n"] == result["after"][0]["n"] == 2 and result["token_mismatches"] == 0
+    )
+    videos = [
+        json.loads(line)["video"]
+        for line in (folder / "runs/rl/episodes.jsonl").read_text().splitlines()
+    ]
+    assert videos and all(
+        pathlib.Path(video).is_relative_to(folder / "media") and pathlib.Path(video).is_file()
+        for video in videos
+    )
 
-    assert train.export.main(["--run-dir", "runs/rl", "--phase", "rl", "--step", "1", "--to", "exported"]) == 0
+    assert (
+        train.export.main(
+            ["--run-dir", "runs/rl", "--phase", "rl", "--step", "1", "--to", "exported"]
+        )
+        == 0
+    )
     for name, model in (("a", "exported"), ("b", "runs/rl/model")):
         assert evaluation.main(["--model", model, "--name", name, *EVALUATE]) == 0
     capsys.readouterr()
@@ -96,4 +132,6 @@ def test_from_published_files_to_a_comparison(folder, compiled, capsys):
     weights = folder / "runs/sft/model/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
     assert command("published_rl", "rl", *start) == 1
-    assert "is another run's" in (said := capsys.readouterr().err) and "weights: " in said, "its reference is gone"
+    assert "is another run's" in (said := capsys.readouterr().err) and "weights: " in said, (
+        "its reference is gone"
+    )

@@ -21,7 +21,12 @@ from rollout.markup import Html, el, join, number
 from train.report import choose_episodes, key_figures, write_report
 from train.report_chart import line_chart, stacked_chart
 
-COLOURS = {"red": (196, 52, 52), "green": (52, 150, 70), "blue": (56, 92, 196), "purple": (132, 70, 168)}
+COLOURS = {
+    "red": (196, 52, 52),
+    "green": (52, 150, 70),
+    "blue": (56, 92, 196),
+    "purple": (132, 70, 168),
+}
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 HOSTILE = "<script>alert('x')</script>\"&"
 
@@ -32,7 +37,9 @@ HOSTILE = "<script>alert('x')</script>\"&"
 def fake_video(path, seed=0, scenes=tuple(COLOURS)):
     """128 frames at 1 fps: four scenes of 32 s, in each a white bar from `at` on; returns the bar's start by colour."""
     rng = random.Random(seed)
-    at = {colour: 32 * i + rng.choice((3, 19)) + rng.randrange(9) for i, colour in enumerate(scenes)}
+    at = {
+        colour: 32 * i + rng.choice((3, 19)) + rng.randrange(9) for i, colour in enumerate(scenes)
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=1)
@@ -50,7 +57,13 @@ def fake_video(path, seed=0, scenes=tuple(COLOURS)):
 
 def fake_metrics(rng):
     for step in range(30):
-        yield {"phase": "align", "step": step, "wall": 0.0, "loss": 3 * math.exp(-step / 8), "accuracy": 1 - math.exp(-step / 8)}
+        yield {
+            "phase": "align",
+            "step": step,
+            "wall": 0.0,
+            "loss": 3 * math.exp(-step / 8),
+            "accuracy": 1 - math.exp(-step / 8),
+        }
     for step in range(690):
         loss = 0.25 + 4 * math.exp(-step / 90) + rng.gauss(0, 0.04)
         yield {
@@ -85,13 +98,21 @@ def fake_metrics(rng):
             "time/update": 1.9 + rng.random() / 4,
             "time/data": 0.1,
         }
-        exact = {"logprob_gap": 2e-6 + rng.random() * 1e-6, "token_mismatches": 0, "grad_norm": 1 + rng.random()}
+        exact = {
+            "logprob_gap": 2e-6 + rng.random() * 1e-6,
+            "token_mismatches": 0,
+            "grad_norm": 1 + rng.random(),
+        }
         yield {"phase": "rl", "step": step, "wall": 0.0, **noisy, **seconds, **exact}
 
 
 def fake_result():
     def rows(lift, f):
-        for dispatch, extra, calls, turns in (("parallel", 0.0, 1.9, 2.0), ("sequential", -0.02, 1.8, 2.8), ("none", -0.42, 0.0, 1.0)):
+        for dispatch, extra, calls, turns in (
+            ("parallel", 0.0, 1.9, 2.0),
+            ("sequential", -0.02, 1.8, 2.8),
+            ("none", -0.42, 0.0, 1.0),
+        ):
             for temperature, cold in ((0.7, 0.0), (0.0, 0.06)):
                 for k, ease in ((4, -0.06), (16, 0.0), (64, 0.08)):
                     help_ = extra * (1 - ease * 6) if dispatch == "none" else extra
@@ -164,8 +185,20 @@ def fake_episode(rng, phase, step, n, video, at, k):
         for a, b in windows
     ]
     if n % 5 == 4:
-        calls.append({"start": 90.0, "end": 70.0, "status": "bad_window", "times": [], "response": "end_time has to be after start_time"})
-    told = [token(part, "tool") for c in calls for part in ("<tool_response>", "\n" + c["response"] + "\n", "</tool_response>\n")]
+        calls.append(
+            {
+                "start": 90.0,
+                "end": 70.0,
+                "status": "bad_window",
+                "times": [],
+                "response": "end_time has to be after start_time",
+            }
+        )
+    told = [
+        token(part, "tool")
+        for c in calls
+        for part in ("<tool_response>", "\n" + c["response"] + "\n", "</tool_response>\n")
+    ]
     last = [
         token("<think>", "pinned", "think-open"),
         *(model(" " + part) for part in f"crop shows seven from {start} to {start + 3}".split()),
@@ -192,7 +225,9 @@ def fake_episode(rng, phase, step, n, video, at, k):
             "id": f"q{n}",
             "kind": "tvg" if grounding else "mcq",
             "answer": truth if grounding else word,
-            "text": f"When does the digit appear in the {colour} scene?" if grounding else f"Which digit appears in the {colour} scene?",
+            "text": f"When does the digit appear in the {colour} scene?"
+            if grounding
+            else f"Which digit appears in the {colour} scene?",
             "options": [] if grounding else ["four", "seven", "two", "nine"],
         },
         "overview": [float(i) for i in np.round(np.linspace(0, 127, k))],
@@ -217,15 +252,24 @@ def write_lines(path, rows):
 def fake_run(folder, seed=0, videos=3):
     """A run directory such as a finished one leaves."""
     rng = random.Random(seed)
-    marks = {f"videos/held-{i}.mp4": fake_video(folder / f"videos/held-{i}.mp4", seed + i) for i in range(videos)}
+    marks = {
+        f"videos/held-{i}.mp4": fake_video(folder / f"videos/held-{i}.mp4", seed + i)
+        for i in range(videos)
+    }
     episodes = []
     for n, phase in enumerate(["before"] * 8 + ["rl"] * 30 + ["after"] * 8):
         video = rng.choice(list(marks))
-        episodes.append(fake_episode(rng, phase, max(0, n - 8), n, video, marks[video], (4, 16, 64)[n % 3]))
+        episodes.append(
+            fake_episode(rng, phase, max(0, n - 8), n, video, marks[video], (4, 16, 64)[n % 3])
+        )
     write_lines(folder / "metrics.jsonl", fake_metrics(rng))
     write_lines(folder / "episodes.jsonl", episodes)
     (folder / "result.json").write_text(json.dumps(fake_result()))
-    (folder / "config.json").write_text(json.dumps({"name": "paravt_tiny", "seed": seed, "rl": {"group_size": 8, "temperature": 0.7}}))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {"name": "paravt_tiny", "seed": seed, "rl": {"group_size": 8, "temperature": 0.7}}
+        )
+    )
     return folder
 
 
@@ -279,7 +323,12 @@ def page(run):
 
 def test_the_page_needs_nothing_but_itself(page):
     assert not page.all("script") and not page.all("link") and "@import" not in page.source
-    assert all(e[key].startswith(("data:image/", "#")) for e in page.elements for key in ("src", "href") if e.get(key))
+    assert all(
+        e[key].startswith(("data:image/", "#"))
+        for e in page.elements
+        for key in ("src", "href")
+        if e.get(key)
+    )
     assert not re.search(r"url\(|https?:", page.source)
 
 
@@ -314,11 +363,15 @@ def test_key_figures_are_means_over_k_and_the_gain_at_the_smallest():
 def test_the_head_says_what_the_run_reached(page):
     tiles = {e["text"] for e in page.all("div", "tile")}
     assert any(text.startswith("accuracy0.43 → 0.85") for text in tiles), tiles
-    assert [e["text"] for e in page.all("span", "fact") if "total time" in e["text"]] == ["total time12 min 14 s"]
+    assert [e["text"] for e in page.all("span", "fact") if "total time" in e["text"]] == [
+        "total time12 min 14 s"
+    ]
 
 
 def test_a_promise_that_was_broken_is_marked(tmp_path):
-    (tmp_path / "result.json").write_text(json.dumps({"token_mismatches": 3, "logprob_gap": 1e-6, "note": "text"}))
+    (tmp_path / "result.json").write_text(
+        json.dumps({"token_mismatches": 3, "logprob_gap": 1e-6, "note": "text"})
+    )
     page = page_of(tmp_path)
     assert [e["text"] for e in page.all("span", "bad")] == ["token mismatches3 ✗"]
     assert len(page.all("span", "good")) == 1
@@ -326,7 +379,14 @@ def test_a_promise_that_was_broken_is_marked(tmp_path):
 
 def test_every_metric_has_its_chart_and_no_other_has(page):
     names = [e["text"] for e in page.all("span", "name")]
-    assert {"accuracy", "format compliance f", "calls per rollout κ", "reward: anchor", "log-prob gap", "seconds by phase"} <= set(names)
+    assert {
+        "accuracy",
+        "format compliance f",
+        "calls per rollout κ",
+        "reward: anchor",
+        "log-prob gap",
+        "seconds by phase",
+    } <= set(names)
     assert "grad norm" in names  # unknown to the report
     assert "entropy" not in names  # known, not recorded
     assert len(names) == len(page.all("svg", "chart"))
@@ -340,7 +400,9 @@ def test_the_table_has_a_row_per_setting(page):
 
 def test_episodes_are_about_twenty_and_from_every_stage(page):
     assert len(page.all("details", "episode")) == 21
-    assert [e["text"] for e in page.all("h3")][-3:] == [f"{when} reinforcement learning" for when in ("Before", "During", "After")]
+    assert [e["text"] for e in page.all("h3")][-3:] == [
+        f"{when} reinforcement learning" for when in ("Before", "During", "After")
+    ]
 
 
 def test_few_episodes_are_all_shown_and_many_are_spread():
@@ -364,7 +426,9 @@ def test_the_frames_are_those_of_the_times(tmp_path):
     assert [e["alt"] for e in images][:4] == [f"frame at {t:g} s" for t in episode["overview"]]
     assert len(images) == 4 + 2 * 16
     shown = [pixels(e["src"])[2, 2] for e in images[:4]]
-    assert all(np.abs(a.astype(int) - b).max() < 40 for a, b in zip(shown, COLOURS.values(), strict=True))
+    assert all(
+        np.abs(a.astype(int) - b).max() < 40 for a, b in zip(shown, COLOURS.values(), strict=True)
+    )
 
 
 def test_tokens_stand_as_written_with_kind_credit_and_log_prob(tmp_path):
@@ -381,14 +445,27 @@ def test_tokens_stand_as_written_with_kind_credit_and_log_prob(tmp_path):
     spans = {e["text"]: e for e in page.all("span") if e.get("title")}
     assert spans["</think>"]["class"] == "by-model kind k-think up"
     assert spans["</think>"]["title"] == "model · think-close · credit 0.5 · log-prob −0.5"
-    assert (spans["x"]["class"], spans["x"]["style"]) == ("by-model kind k-violation down", "--c:0.55")
+    assert (spans["x"]["class"], spans["x"]["style"]) == (
+        "by-model kind k-violation down",
+        "--c:0.55",
+    )
     assert spans[" a\n  b"]["class"] == "by-model" and spans[" a\n  b"].get("style") is None
 
 
 def test_every_end_of_an_episode_and_of_a_call_has_its_words(tmp_path):
-    assert set(STOPS) == set(map(str, StopReason)) and set(EXECUTED) == {str(s) for s in CallStatus if s.executed}
-    calls = [{"start": 8.0, "end": 1e308, "status": str(s), "times": [], "response": f"told of {s}"} for s in CallStatus]
-    one_episode(tmp_path, stop="time_limit", answer=None, turns=[{"tokens": [token("I see")], "calls": calls}])
+    assert set(STOPS) == set(map(str, StopReason)) and set(EXECUTED) == {
+        str(s) for s in CallStatus if s.executed
+    }
+    calls = [
+        {"start": 8.0, "end": 1e308, "status": str(s), "times": [], "response": f"told of {s}"}
+        for s in CallStatus
+    ]
+    one_episode(
+        tmp_path,
+        stop="time_limit",
+        answer=None,
+        turns=[{"tokens": [token("I see")], "calls": calls}],
+    )
     page = page_of(tmp_path)
     assert "its time was up" in [e["text"] for e in page.all("dd")]
     heads = [e["text"] for e in page.all("div", "crop-head")]
@@ -398,13 +475,36 @@ def test_every_end_of_an_episode_and_of_a_call_has_its_words(tmp_path):
 
 
 def test_hostile_words_stay_words(tmp_path):
-    question = {"id": HOSTILE, "text": HOSTILE, "kind": "mcq", "options": [HOSTILE, "b"], "answer": HOSTILE}
+    question = {
+        "id": HOSTILE,
+        "text": HOSTILE,
+        "kind": "mcq",
+        "options": [HOSTILE, "b"],
+        "answer": HOSTILE,
+    }
     call = {"start": None, "end": None, "status": HOSTILE, "times": [], "response": HOSTILE}
     turn = {"tokens": [token(HOSTILE, author=HOSTILE, kind=HOSTILE)], "calls": [call]}
-    one_episode(tmp_path, question=question, answer=HOSTILE, stop=HOSTILE, dispatch=HOSTILE, turns=[turn], rewards={HOSTILE: 1.0})
+    one_episode(
+        tmp_path,
+        question=question,
+        answer=HOSTILE,
+        stop=HOSTILE,
+        dispatch=HOSTILE,
+        turns=[turn],
+        rewards={HOSTILE: 1.0},
+    )
     (tmp_path / "config.json").write_text(json.dumps({"name": HOSTILE, "note": HOSTILE}))
     write_lines(tmp_path / "metrics.jsonl", [{"phase": "rl", "step": 0, "wall": 0.0, HOSTILE: 1.0}])
-    row = {"k": 4, "dispatch": HOSTILE, "temperature": 0.7, "accuracy": 1.0, "format": 1.0, "calls": 1.0, "turns": 1.0, "n": 1}
+    row = {
+        "k": 4,
+        "dispatch": HOSTILE,
+        "temperature": 0.7,
+        "accuracy": 1.0,
+        "format": 1.0,
+        "calls": 1.0,
+        "turns": 1.0,
+        "n": 1,
+    }
     (tmp_path / "result.json").write_text(json.dumps({"before": [], "after": [row], HOSTILE: 1}))
     page = page_of(tmp_path)
     assert not page.all("script")
@@ -420,7 +520,9 @@ def test_a_video_that_cannot_be_read_is_said_so_and_the_rest_stands(tmp_path, co
     video.unlink() if content is None else video.write_bytes(content)
     page = page_of(tmp_path)
     assert not page.all("img")
-    assert page.all("p", "unreadable")[0]["text"].startswith("The frames of v.mp4 cannot be shown: ")
+    assert page.all("p", "unreadable")[0]["text"].startswith(
+        "The frames of v.mp4 cannot be shown: "
+    )
     assert str(tmp_path) not in page.source
     assert len(page.all("blockquote")) == 2
 
@@ -433,7 +535,9 @@ def test_an_empty_run_makes_a_page_that_says_so(tmp_path):
 
 def test_empty_lists_and_a_torn_line_are_no_trouble(tmp_path):
     (tmp_path / "result.json").write_text(json.dumps({"before": [], "after": [], "seconds": 3}))
-    (tmp_path / "metrics.jsonl").write_text('{"phase": "rl", "step": 0, "wall": 1.0, "loss": null}\n{"phase": "rl", "st')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"phase": "rl", "step": 0, "wall": 1.0, "loss": null}\n{"phase": "rl", "st'
+    )
     one_episode(tmp_path, turns=[], overview=[], answer=None, rewards={}, stop="no_answer")
     page = page_of(tmp_path)
     assert not page.all("svg")
@@ -445,14 +549,20 @@ def test_a_grounding_question_shows_both_windows_on_the_axis(tmp_path):
     one_episode(tmp_path, question=question, answer="[64, 96]")
     page = page_of(tmp_path)
     [truth], [answer] = page.all("b", "truth"), page.all("b", "answer")
-    assert (truth["style"], answer["style"]) == ("left:25.00%;width:25.00%", "left:50.00%;width:25.00%")
+    assert (truth["style"], answer["style"]) == (
+        "left:25.00%;width:25.00%",
+        "left:50.00%;width:25.00%",
+    )
 
 
 # Charts and elements
 
 
 def coordinates(chart, class_):
-    return [[tuple(map(float, p.split(","))) for p in e["points"].split()] for e in Page(chart).all("polyline", class_)]
+    return [
+        [tuple(map(float, p.split(","))) for p in e["points"].split()]
+        for e in Page(chart).all("polyline", class_)
+    ]
 
 
 def test_a_gap_in_the_data_is_a_gap_in_the_line():
@@ -467,10 +577,16 @@ def test_the_axis_holds_the_data_and_what_it_was_told_to_reach():
     assert all(0 <= y <= 150 for _, y in line) and line[0][1] > line[1][1]
 
 
-@pytest.mark.parametrize("values", [[0.0], [5.0], [0.0, 0.0], [-2.0, -2.0], [1e-9, 1e-9, 2e-9], [1e9, 3e9]])
+@pytest.mark.parametrize(
+    "values", [[0.0], [5.0], [0.0, 0.0], [-2.0, -2.0], [1e-9, 1e-9, 2e-9], [1e9, 3e9]]
+)
 def test_charts_of_flat_tiny_and_single_data(values):
     Page(line_chart(list(enumerate(values))))
-    Page(stacked_chart(range(len(values)), [("a", [abs(v) for v in values]), ("b", [None] * len(values))]))
+    Page(
+        stacked_chart(
+            range(len(values)), [("a", [abs(v) for v in values]), ("b", [None] * len(values))]
+        )
+    )
 
 
 def test_long_histories_are_thinned_and_keep_their_ends():
@@ -494,7 +610,16 @@ def test_elements_escape_text_and_keep_markup():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.8126, "0.813"), (12.51, "12.5"), (1240, "1,240"), (3.1e-6, "3.1e−6"), (-0.5, "−0.5"), (0, "0"), (None, "–"), (math.nan, "–")],
+    [
+        (0.8126, "0.813"),
+        (12.51, "12.5"),
+        (1240, "1,240"),
+        (3.1e-6, "3.1e−6"),
+        (-0.5, "−0.5"),
+        (0, "0"),
+        (None, "–"),
+        (math.nan, "–"),
+    ],
 )
 def test_numbers_are_short(value, text):
     assert number(value) == text

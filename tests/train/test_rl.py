@@ -30,7 +30,11 @@ from train.rl_settings import RLSettings
 from train.rollouts import describe, draw_budgets, require_current, roll_out
 from train.step import make_logprobs
 
-TAGS = {Kind.THINK_CLOSE: "</think>", Kind.CALL_OPEN: "<tool_call>", Kind.CALL_CLOSE: "</tool_call>"}  # those that are one token
+TAGS = {
+    Kind.THINK_CLOSE: "</think>",
+    Kind.CALL_OPEN: "<tool_call>",
+    Kind.CALL_CLOSE: "</tool_call>",
+}  # those that are one token
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +58,15 @@ def rolled_out(road, sampler, questions, step=1, *budgets):
 
 def grpo_batch(road, rollouts, sequences, owners):
     reference = tuple(jnp.zeros(s.ids.shape) for s in sequences)
-    return as_grpo_batch(rollouts, sequences, owners, reference, road.data.vocabulary, road.run.rl_shapes, make_mesh())
+    return as_grpo_batch(
+        rollouts,
+        sequences,
+        owners,
+        reference,
+        road.data.vocabulary,
+        road.run.rl_shapes,
+        make_mesh(),
+    )
 
 
 def lost(question):
@@ -66,12 +78,20 @@ def lost(question):
 
 def test_budgets_are_a_function_of_seed_and_step(road):
     assert draw_budgets(gated(road), 0, 3, 8) == draw_budgets(gated(road), 0, 3, 8)
-    assert draw_budgets(gated(road), 0, 3, 8) != draw_budgets(gated(road), 0, 4, 8) != draw_budgets(gated(road), 1, 4, 8)
-    assert draw_budgets(gated(road), 0, 3, 8)[:5] == draw_budgets(gated(road), 0, 3, 5), "it does not depend on how many prompts follow"
+    assert (
+        draw_budgets(gated(road), 0, 3, 8)
+        != draw_budgets(gated(road), 0, 4, 8)
+        != draw_budgets(gated(road), 1, 4, 8)
+    )
+    assert draw_budgets(gated(road), 0, 3, 8)[:5] == draw_budgets(gated(road), 0, 3, 5), (
+        "it does not depend on how many prompts follow"
+    )
 
 
 def test_budgets_cover_what_they_are_drawn_from_evenly(road):
-    drawn = collections.Counter(k for step in range(200) for k in draw_budgets(gated(road), 0, step, 8))
+    drawn = collections.Counter(
+        k for step in range(200) for k in draw_budgets(gated(road), 0, step, 8)
+    )
     assert set(drawn) == {4, 8, 16, 32, 64} and min(drawn.values()) > 0.8 * 320
 
 
@@ -79,8 +99,12 @@ def test_a_group_shares_its_budget_and_its_question(road, small):
     budgets = draw_budgets(gated(road, 4, 16), 0, 2, 6)
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:6], 2)
     assert len(set(budgets)) > 1 and len(rollouts.groups) == 6
-    for group, question, budget in zip(rollouts.groups, road.data.questions[:6], budgets, strict=True):
-        assert {(e.frames, e.question.id, len(e.trajectory.segments[0].frames)) for e in group} == {(budget, question.id, budget)}
+    for group, question, budget in zip(
+        rollouts.groups, road.data.questions[:6], budgets, strict=True
+    ):
+        assert {(e.frames, e.question.id, len(e.trajectory.segments[0].frames)) for e in group} == {
+            (budget, question.id, budget)
+        }
     seen = {tuple(e.trajectory.ids.tolist()) for e in rollouts.groups[0]}
     assert len(seen) > 1, "the rollouts of a group have seeds of their own"
 
@@ -93,24 +117,40 @@ def test_the_reference_waits_on_the_host_in_the_type_that_it_computes_in(road, s
     model = abstract_model(road.model.config, dtype=jnp.bfloat16)
     graph, weights = nnx.split(model.text)[0], road.fresh()
     learner = Learner(graph, weights, road.model.config, road.run.rl, road.run.rl_shapes)
-    for kept, trained in zip(jax.tree.leaves(learner.reference), jax.tree.leaves(learner.start.weights), strict=True):
-        assert kept.sharding.memory_kind == "pinned_host" and kept.dtype == jnp.bfloat16 != trained.dtype
+    for kept, trained in zip(
+        jax.tree.leaves(learner.reference), jax.tree.leaves(learner.start.weights), strict=True
+    ):
+        assert (
+            kept.sharding.memory_kind == "pinned_host"
+            and kept.dtype == jnp.bfloat16 != trained.dtype
+        )
         assert trained.sharding.memory_kind == "device"
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
     (sequences,), _, _ = lay_out([rollouts], road.scene.features, road.run.rl_shapes, (0,))
     logprobs = make_logprobs(graph, road.image, 0.7)
     on_device = jax.device_put(learner.reference, jax.tree.map(lambda x: x.sharding, weights))
-    exactly: dict[str, str | bool] = {"xla_allow_excess_precision": False}  # else XLA on CPU leaves the rounding out
-    one, other = (logprobs.lower(w, sequences).compile(compiler_options=exactly)(w, sequences) for w in (on_device, weights))
+    exactly: dict[str, str | bool] = {
+        "xla_allow_excess_precision": False
+    }  # else XLA on CPU leaves the rounding out
+    one, other = (
+        logprobs.lower(w, sequences).compile(compiler_options=exactly)(w, sequences)
+        for w in (on_device, weights)
+    )
     np.testing.assert_array_equal(one, other)
 
 
-def test_the_engine_sleeps_while_weights_are_scored_and_trained(road, small, learner, start, monkeypatch):
+def test_the_engine_sleeps_while_weights_are_scored_and_trained(
+    road, small, learner, start, monkeypatch
+):
     sampler, seen = small.Script(road), []
 
     def watched(name):
         program = getattr(learner, name)
-        monkeypatch.setattr(learner, name, lambda *arguments: seen.append((name, sampler.awake)) or program(*arguments))
+        monkeypatch.setattr(
+            learner,
+            name,
+            lambda *arguments: seen.append((name, sampler.awake)) or program(*arguments),
+        )
 
     watched("_logprobs")
     watched("_update")
@@ -124,9 +164,14 @@ def test_what_the_engine_samples_is_what_the_update_scores(road, learner, start)
     state, metrics = learner.step(start, road.engine, road.scene, road.data.questions[:2], seed=0)
     assert metrics["token_mismatches"] == 0 and 0 < metrics["logprob_gap"] < 1e-5
     assert road.engine.version == int(state.step) == 1
-    assert list(road.engine._weights) == [1], "the old weights were given to the update, which overwrote them"
+    assert list(road.engine._weights) == [1], (
+        "the old weights were given to the update, which overwrote them"
+    )
     again = road.engine._weights[1]
-    assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state.weights), strict=True))
+    assert all(
+        (np.asarray(a) == np.asarray(b)).all()
+        for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state.weights), strict=True)
+    )
     assert np.isfinite(list(metrics.values())).all()
 
 
@@ -142,26 +187,50 @@ def test_a_sampler_that_lies_is_counted(road, small, learner, start):
 def test_a_step_is_a_function_of_its_seed_number_and_questions(road, small, learner, start):
     other = jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), start)
     (one, first), (two, second) = (
-        learner.step(state, small.Script(road), road.scene, road.data.questions[:2], seed=0) for state in (start, other)
+        learner.step(state, small.Script(road), road.scene, road.data.questions[:2], seed=0)
+        for state in (start, other)
     )
-    drop = lambda metrics: {name: value for name, value in metrics.items() if not name.startswith(("time/", "speed/"))}  # noqa: E731
+
+    def drop(metrics):
+        return {
+            name: value
+            for name, value in metrics.items()
+            if not name.startswith(("time/", "speed/"))
+        }
+
     assert drop(first) == drop(second)
-    assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True))
+    assert all(
+        (np.asarray(a) == np.asarray(b)).all()
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
+    )
 
 
 def test_groups_whose_video_cannot_be_read_are_left_out_and_counted(road, small, learner, start):
     questions, shown = [lost(road.data.questions[0]), road.data.questions[1]], []
-    _, metrics = learner.step(start, small.Script(road), road.scene, questions, 0, lambda rollouts, gains: shown.append((rollouts, gains)))
+    _, metrics = learner.step(
+        start,
+        small.Script(road),
+        road.scene,
+        questions,
+        0,
+        lambda rollouts, gains: shown.append((rollouts, gains)),
+    )
     ((rollouts, gains),) = shown
     assert metrics["groups/unreadable"] == rollouts.unreadable == 1
-    assert [e.question.id for group in rollouts.groups for e in group] == [road.data.questions[1].id] * 4
-    assert gains.shape == (8, small.SUFFIX) and gains[:4].any() and not gains[4:].any(), "rows without a rollout earn nothing"
+    assert [e.question.id for group in rollouts.groups for e in group] == [
+        road.data.questions[1].id
+    ] * 4
+    assert gains.shape == (8, small.SUFFIX) and gains[:4].any() and not gains[4:].any(), (
+        "rows without a rollout earn nothing"
+    )
     assert np.isfinite(metrics["loss"]) and metrics["token_mismatches"] == 0
 
 
 def test_a_step_without_any_readable_video_says_so(road, small, learner, start):
     with pytest.raises(ValueError, match="step 0 has no question with a readable video"):
-        learner.step(start, small.Script(road), road.scene, [lost(q) for q in road.data.questions[:2]], 0)
+        learner.step(
+            start, small.Script(road), road.scene, [lost(q) for q in road.data.questions[:2]], 0
+        )
 
 
 def test_what_became_of_every_episode_and_every_call_is_counted(road, small, learner, start):
@@ -179,7 +248,12 @@ def test_what_became_of_every_episode_and_every_call_is_counted(road, small, lea
     calls = {name: share for name, share in metrics.items() if name.startswith("call/") and share}
     assert set(stops) == {"stop/time_limit", "stop/answered"} and sum(stops.values()) == 1
     assert set(calls) == {"call/timed_out", "call/bad_window"} and sum(calls.values()) == 1
-    assert metrics["calls/refused"] == 1 and metrics["calls"] == 0 and metrics["token_mismatches"] == 0 and np.isfinite(metrics["loss"])
+    assert (
+        metrics["calls/refused"] == 1
+        and metrics["calls"] == 0
+        and metrics["token_mismatches"] == 0
+        and np.isfinite(metrics["loss"])
+    )
 
 
 def test_silent_groups_are_counted_and_move_nothing_but_the_kl(road, small, learner, start):
@@ -187,7 +261,14 @@ def test_silent_groups_are_counted_and_move_nothing_but_the_kl(road, small, lear
         plans = ("guess\n</think><answer>E</answer>",)
 
     shown = []
-    _, metrics = learner.step(start, Parrot(road), road.scene, road.data.questions[:2], 0, lambda _, gains: shown.append(gains))
+    _, metrics = learner.step(
+        start,
+        Parrot(road),
+        road.scene,
+        road.data.questions[:2],
+        0,
+        lambda _, gains: shown.append(gains),
+    )
     assert metrics["groups/silent"] == 1 and metrics["stop/answered"] == 1
     assert np.abs(shown[0]).max() < 0.2, "without a signal the small KL term is not blown up"
 
@@ -201,7 +282,10 @@ def test_the_structure_points_at_the_tags_of_each_row(road, small):
         for position, kind in zip(structure.positions[row], structure.kinds[row], strict=True):
             tag = TAGS.get(Kind(int(kind))) if position else None
             if tag:
-                assert decode([sequences.ids[row, position]]) == tag and sequences.sampled[row, position]
+                assert (
+                    decode([sequences.ids[row, position]]) == tag
+                    and sequences.sampled[row, position]
+                )
                 seen.add(tag)
     assert {"</think>", "<tool_call>", "</tool_call>"} <= seen
 
@@ -211,7 +295,9 @@ def test_figures_of_each_budget_are_told_apart(road, small):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:6], 1, 4, 8, 16)
     figures, drawn = describe(rollouts), draw_budgets(gated(road, 4, 8, 16), 0, 1, 6)
     assert len(set(drawn)) > 1 and figures["k/mean"] == pytest.approx(np.mean(drawn))
-    assert {k: figures[f"k{k}/rollouts"] for k in set(drawn)} == {k: 4 * n for k, n in collections.Counter(drawn).items()}
+    assert {k: figures[f"k{k}/rollouts"] for k in set(drawn)} == {
+        k: 4 * n for k, n in collections.Counter(drawn).items()
+    }
     for name in ("accuracy", "format", "calls"):
         mean = sum(figures[f"k{k}/{name}"] * figures[f"k{k}/rollouts"] for k in set(drawn)) / 24
         assert figures[name] == pytest.approx(mean)
@@ -223,7 +309,9 @@ def test_figures_of_each_budget_are_told_apart(road, small):
 
 def anchored_learner(road, **changes) -> Learner:
     """With the recipes' anchor, whose mean is taken over the whole step."""
-    settings = dataclasses.replace(road.run.rl, grpo=dataclasses.replace(road.run.rl.grpo, anchor="likelihood"), **changes)
+    settings = dataclasses.replace(
+        road.run.rl, grpo=dataclasses.replace(road.run.rl.grpo, anchor="likelihood"), **changes
+    )
     run = dataclasses.replace(road.run, rl=settings)
     return Learner(road.graph, road.fresh(), road.model.config, settings, run.rl_shapes)
 
@@ -240,30 +328,46 @@ def both(road) -> Learner:
     return anchored_learner(road, subagents_per_rollout=2.0)
 
 
-def test_subagents_rows_hold_what_they_wrote_and_earn_what_their_episode_earned(road, small, shapes):
+def test_subagents_rows_hold_what_they_wrote_and_earn_what_their_episode_earned(
+    road, small, shapes
+):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
     sequences, owners, counts = lay_out([rollouts], road.scene.features, shapes, (0,))
     batch = grpo_batch(road, rollouts, sequences, owners)
     agents = rollouts.subagents
-    assert 0 < counts["subagents/trained"] == len(agents) <= 16 and counts["subagents/left_out"] == counts["token_mismatches"] == 0
+    assert (
+        0 < counts["subagents/trained"] == len(agents) <= 16
+        and counts["subagents/left_out"] == counts["token_mismatches"] == 0
+    )
     for n, (episode, trajectory) in enumerate(agents):
         row = 8 + n
         written = np.asarray(trajectory.segments[-1].ids)
         own = np.asarray(sequences[1].ids[n])[np.asarray(batch.mask)[row][: shapes[1].suffix]]
         assert (own == written).all() and batch.rollout[row] == episode
         assert not batch.structure.valid[row].any(), "the format is a main agent's"
-    settings = GRPOSettings(group_size=4, kl_coefficient=0.0, anchor="none", advantage_normalisation=Normalisation("none", "none"))
+    settings = GRPOSettings(
+        group_size=4,
+        kl_coefficient=0.0,
+        anchor="none",
+        advantage_normalisation=Normalisation("none", "none"),
+    )
     gains, _ = advantages(batch, settings)
     for n, (episode, _) in enumerate(agents):
         earned = np.asarray(gains)[8 + n][np.asarray(batch.mask)[8 + n]]
-        assert len(earned) and (earned == np.asarray(gains)[episode][np.asarray(batch.mask)[episode]][-1]).all()
+        assert (
+            len(earned)
+            and (earned == np.asarray(gains)[episode][np.asarray(batch.mask)[episode]][-1]).all()
+        )
 
 
 def test_more_subagents_than_there_is_room_for_are_counted(road, small, shapes):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
     few = shapes[0], dataclasses.replace(shapes[1], groups=2)
     sequences, owners, counts = lay_out([rollouts], road.scene.features, few, (0,))
-    assert counts["subagents/trained"] == 2 and counts["subagents/left_out"] == len(rollouts.subagents) - 2 > 0
+    assert (
+        counts["subagents/trained"] == 2
+        and counts["subagents/left_out"] == len(rollouts.subagents) - 2 > 0
+    )
     again = lay_out([rollouts], road.scene.features, few, (0,))[0]
     assert (again[1].ids == sequences[1].ids).all() and [len(rows) for rows in owners] == [8, 2]
 
@@ -285,7 +389,9 @@ def test_subagents_stay_at_home_while_there_is_room_and_none_is_dropped(homes, r
         deal([0, 1, 1], 2, 1)
 
 
-def test_a_process_lays_out_its_own_groups_and_subagents_that_others_have_no_room_for(road, small, shapes, monkeypatch):
+def test_a_process_lays_out_its_own_groups_and_subagents_that_others_have_no_room_for(
+    road, small, shapes, monkeypatch
+):
     """Two processes, the first of which called for nobody."""
 
     class Direct(small.Script):
@@ -294,16 +400,25 @@ def test_a_process_lays_out_its_own_groups_and_subagents_that_others_have_no_roo
     one = rolled_out(road, Direct(road), road.data.questions[:1])
     many = rolled_out(road, small.Script(road), road.data.questions[1:2])
     agents = [trajectory for _, trajectory in many.subagents]
-    half = dataclasses.replace(shapes[0], groups=1), dataclasses.replace(shapes[1], groups=len(agents) - 1)
+    half = (
+        dataclasses.replace(shapes[0], groups=1),
+        dataclasses.replace(shapes[1], groups=len(agents) - 1),
+    )
     found = []
     for here in (0, 1):
         monkeypatch.setattr(train.rl_batch.jax, "process_index", lambda here=here: here)
         found.append(lay_out([one, many], road.scene.features, half, (0,)))
     for here, (sequences, owners, counts) in enumerate(found):
         taken = agents[:-1] if here else agents[-1:]
-        assert counts == {"token_mismatches": 0, "subagents/trained": len(taken), "subagents/left_out": 0}
+        assert counts == {
+            "token_mismatches": 0,
+            "subagents/trained": len(taken),
+            "subagents/left_out": 0,
+        }
         assert owners[0].tolist() == [4 * here + n for n in range(4)]
-        assert owners[1][: len(taken)].tolist() == [4 + many.subagents[agents.index(t)][0] for t in taken]
+        assert owners[1][: len(taken)].tolist() == [
+            4 + many.subagents[agents.index(t)][0] for t in taken
+        ]
         assert sequences[1].sampled.any(1).sum() == len(taken)
     first, _ = zip(*(sequences for sequences, _, _ in found), strict=True)
     assert (first[0].prompt_ids != first[1].prompt_ids).any()
@@ -336,11 +451,22 @@ def test_a_step_in_which_nobody_calls_has_no_subagents_to_learn_from(road, small
 
 def test_subagents_are_learned_from(road, small, both, start):
     """Their tokens count in the one token mean of the batch, and another update comes of it."""
-    state, metrics = both.step(start, small.Script(road), road.scene, road.data.questions[:2], seed=0)
+    state, metrics = both.step(
+        start, small.Script(road), road.scene, road.data.questions[:2], seed=0
+    )
     alone = anchored_learner(road)
-    other, figures = alone.step(alone.start, small.Script(road), road.scene, road.data.questions[:2], seed=0)
-    assert metrics["subagents/trained"] > 0 and metrics["token_mismatches"] == 0 and metrics["loss"] != figures["loss"]
-    assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True))
+    other, figures = alone.step(
+        alone.start, small.Script(road), road.scene, road.data.questions[:2], seed=0
+    )
+    assert (
+        metrics["subagents/trained"] > 0
+        and metrics["token_mismatches"] == 0
+        and metrics["loss"] != figures["loss"]
+    )
+    assert any(
+        (np.asarray(a) != np.asarray(b)).any()
+        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True)
+    )
 
 
 # --- parts, and old rollouts ---
@@ -348,8 +474,12 @@ def test_subagents_are_learned_from(road, small, both, start):
 
 def test_micro_batches_change_nothing(road, small, both, start):
     parts = anchored_learner(road, subagents_per_rollout=2.0, microbatches=2)
-    whole, figures = both.step(start, small.Script(road), road.scene, road.data.questions[:2], seed=0)
-    cut, others = parts.step(parts.start, small.Script(road), road.scene, road.data.questions[:2], seed=0)
+    whole, figures = both.step(
+        start, small.Script(road), road.scene, road.data.questions[:2], seed=0
+    )
+    cut, others = parts.step(
+        parts.start, small.Script(road), road.scene, road.data.questions[:2], seed=0
+    )
     for name in ("loss", "grad_norm", "logprob_gap", "capped_fraction"):
         assert others[name] == pytest.approx(figures[name], rel=1e-4, abs=1e-6), name
     # Adam divides a gradient by its size: where it is nearly 0 rounding decides its sign, hence the room.
@@ -361,15 +491,29 @@ def test_a_micro_batch_holds_whole_groups_and_their_subagents_rows(road, small, 
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
     sequences, owners, _ = lay_out([rollouts], road.scene.features, shapes, (0,))
     batch = grpo_batch(road, rollouts, sequences, owners)
-    whole = RLBatch(sequences, batch, jnp.arange(24.0)[:, None] + jnp.zeros((1, small.SUFFIX)), batch_totals(batch))
+    whole = RLBatch(
+        sequences,
+        batch,
+        jnp.arange(24.0)[:, None] + jnp.zeros((1, small.SUFFIX)),
+        batch_totals(batch),
+    )
     parts = split(whole, 2)
     for n in range(2):
         rows = np.concatenate([np.arange(4) + 4 * n, np.arange(8) + 8 + 8 * n])
-        assert (parts.advantages[n, :, 0] == rows).all() and (parts.grpo.rollout[n] == batch.rollout[rows]).all()
+        assert (parts.advantages[n, :, 0] == rows).all() and (
+            parts.grpo.rollout[n] == batch.rollout[rows]
+        ).all()
         assert (parts.sequences[0].ids[n] == sequences[0].ids[4 * n : 4 * n + 4]).all()
-        assert (parts.sequences[0].positions[n] == sequences[0].positions[:, 4 * n : 4 * n + 4]).all()
-        assert (parts.sequences[1].prompt_ids[n] == sequences[1].prompt_ids[8 * n : 8 * n + 8]).all()
-        assert parts.totals.tokens[n] == batch.trained.sum() and (parts.grpo.rewards[n] == batch.rewards).all()
+        assert (
+            parts.sequences[0].positions[n] == sequences[0].positions[:, 4 * n : 4 * n + 4]
+        ).all()
+        assert (
+            parts.sequences[1].prompt_ids[n] == sequences[1].prompt_ids[8 * n : 8 * n + 8]
+        ).all()
+        assert (
+            parts.totals.tokens[n] == batch.trained.sum()
+            and (parts.grpo.rewards[n] == batch.rewards).all()
+        )
 
 
 def test_a_trajectory_is_as_old_as_its_oldest_words(road, small):
@@ -381,7 +525,9 @@ def test_a_trajectory_is_as_old_as_its_oldest_words(road, small):
             return dataclasses.replace(super()._sample(request, seed), version=9 if late else 8)
 
     rollouts = rolled_out(road, Ageing(road), road.data.questions[:2])
-    assert {e.trajectory.version for e in rollouts.episodes} == {8} and {t.version for _, t in rollouts.subagents} == {8}
+    assert {e.trajectory.version for e in rollouts.episodes} == {8} and {
+        t.version for _, t in rollouts.subagents
+    } == {8}
     require_current(rollouts, 8)
     for version in (9, 7):
         with pytest.raises(ValueError, match=rf"rollouts of version 8 .* version {version}"):
@@ -404,12 +550,21 @@ def test_rollouts_of_other_weights_are_refused(road, small, learner, start):
         ({"save_every": 0}, r"rl\.save_every: 0; give a whole number of at least 1"),
         ({"microbatches": 0}, r"rl\.microbatches: 0; give a whole number of at least 1"),
         ({"prompts": 0}, r"rl\.prompts: 0; give a whole number of at least 1"),
-        ({"remat": "half"}, r"rl\.remat: 'half' is unknown; choose one of none, full, attention, dots, offload"),
-        ({"subagents_per_rollout": -0.5}, r"rl\.subagents_per_rollout: -0\.5; give a finite number of at least 0"),
+        (
+            {"remat": "half"},
+            r"rl\.remat: 'half' is unknown; choose one of none, full, attention, dots, offload",
+        ),
+        (
+            {"subagents_per_rollout": -0.5},
+            r"rl\.subagents_per_rollout: -0\.5; give a finite number of at least 0",
+        ),
         ({"temperature": 0.0}, r"rl\.temperature: 0\.0; .*give a number above 0"),
         ({"frame_budgets": ()}, r"rl\.frame_budgets: \(\); name at least one"),
         ({"frame_budgets": (4, 0)}, r"rl\.frame_budgets: \(4, 0\);"),
-        ({"rewards": RewardSettings(format_weight=0.0)}, r"rl\.grpo\.anchor: 'sequence' with rl\.rewards\.format_weight 0; .*raise"),
+        (
+            {"rewards": RewardSettings(format_weight=0.0)},
+            r"rl\.grpo\.anchor: 'sequence' with rl\.rewards\.format_weight 0; .*raise",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(change, message):
@@ -422,7 +577,9 @@ def test_gamma_of_the_rewards_reaches_the_loss(road, monkeypatch):
     given: list[Any] = []
     monkeypatch.setattr(train.rl, "row_logprobs", lambda *_: jnp.zeros((1, 1)))
     monkeypatch.setattr(train.rl.grpo, "paravt_loss", lambda *arguments: given.append(arguments))
-    settings = dataclasses.replace(road.run.rl, rewards=dataclasses.replace(road.run.rl.rewards, gamma=0.125))
+    settings = dataclasses.replace(
+        road.run.rl, rewards=dataclasses.replace(road.run.rl.rewards, gamma=0.125)
+    )
     batch = types.SimpleNamespace(sequences=(None,), advantages=None, grpo=None, totals=None)
     train.rl.rl_loss(0, settings)(cast(Any, None), cast(Any, batch))
     assert given[0][5] == 0.125

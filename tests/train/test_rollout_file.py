@@ -23,7 +23,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, Trajectory):
         return [plain(segment) for segment in value.segments]
     if dataclasses.is_dataclass(value):
-        return type(value).__name__, [plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return type(value).__name__, [
+            plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        ]
     if isinstance(value, tuple):
         return tuple(plain(item) for item in value)
     return type(value).__name__, value
@@ -40,7 +42,10 @@ IDLE: Any = Idle()
 
 
 def questions_of(road):
-    return [dataclasses.replace(road.data.questions[0], video="lost.mp4"), *road.data.questions[1:4]]
+    return [
+        dataclasses.replace(road.data.questions[0], video="lost.mp4"),
+        *road.data.questions[1:4],
+    ]
 
 
 def test_what_was_played_comes_back_bit_for_bit(road, small, tmp_path):
@@ -49,11 +54,15 @@ def test_what_was_played_comes_back_bit_for_bit(road, small, tmp_path):
     file = RolloutFile(tmp_path / "rollouts.json", 3)
     played = file.roll_out(small.Script(road), *arguments)
     assert plain(played) == plain(roll_out(small.Script(road), *arguments))
-    assert played.unreadable == 1 and any(e.turns[0].calls for e in played.episodes), "it should hold every kind of record"
+    assert played.unreadable == 1 and any(e.turns[0].calls for e in played.episodes), (
+        "it should hold every kind of record"
+    )
     found = RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, *arguments)
     assert plain(found) == plain(played)
     content = json.loads((tmp_path / "rollouts.json").read_text())
-    (tmp_path / "rollouts.json").write_text(json.dumps(content | {"judge": {"is": "JudgeCounts", **dataclasses.asdict(judge.counts)}}))
+    (tmp_path / "rollouts.json").write_text(
+        json.dumps(content | {"judge": {"is": "JudgeCounts", **dataclasses.asdict(judge.counts)}})
+    )
     judge.counts = JudgeCounts()
     RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, *arguments, judge)
     assert judge.counts.asked == 3
@@ -62,7 +71,9 @@ def test_what_was_played_comes_back_bit_for_bit(road, small, tmp_path):
 @pytest.mark.parametrize(("first", "step", "shift"), [(2, 3, 0), (4, 3, 0), (3, 3, 1), (4, 4, 0)])
 def test_others_are_played_again(road, small, tmp_path, first, step, shift):
     """Of another process's later step, of a step that is not the first, of other questions."""
-    RolloutFile(tmp_path / "rollouts.json", 0).roll_out(small.Script(road), road.scene, road.data.questions[:2], road.run.rl, 0, 3)
+    RolloutFile(tmp_path / "rollouts.json", 0).roll_out(
+        small.Script(road), road.scene, road.data.questions[:2], road.run.rl, 0, 3
+    )
     questions = road.data.questions[shift : shift + 2]
     file = RolloutFile(tmp_path / "rollouts.json", first)
     with pytest.raises(AssertionError, match="played again"):
@@ -75,4 +86,6 @@ def test_others_are_played_again(road, small, tmp_path, first, step, shift):
 def test_a_damaged_file_is_said(road, tmp_path):
     (tmp_path / "rollouts.json").write_text('{"step": 3')
     with pytest.raises(ValueError, match=r"rollouts\.json: damaged .*; delete it"):
-        RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, road.scene, questions_of(road), road.run.rl, 0, 3)
+        RolloutFile(tmp_path / "rollouts.json", 3).roll_out(
+            IDLE, road.scene, questions_of(road), road.run.rl, 0, 3
+        )

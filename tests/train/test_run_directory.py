@@ -23,28 +23,43 @@ def test_a_new_folder_is_made_and_the_same_configuration_resumes(tmp_path: pathl
     with RunDirectory(folder, CONFIG) as run:
         assert run.path == folder
         written = json.loads((folder / "config.json").read_text())
-    assert written == {"format": FORMAT, "rl": {"lr": 1e-3, "frames": [4, 8], "anchor": None}, "seed": 0}
+    assert written == {
+        "format": FORMAT,
+        "rl": {"lr": 1e-3, "frames": [4, 8], "anchor": None},
+        "seed": 0,
+    }
     (folder / "metrics.jsonl").write_text("{}\n")
     RunDirectory(folder, CONFIG).close()
     assert (folder / "metrics.jsonl").read_text() == "{}\n"
 
 
-def test_another_configuration_is_refused_with_exactly_the_differences(tmp_path: pathlib.Path) -> None:
+def test_another_configuration_is_refused_with_exactly_the_differences(
+    tmp_path: pathlib.Path,
+) -> None:
     other = {"rl": {"lr": 1.0}, "seed": 3}
     RunDirectory(tmp_path, other).close()
     RunDirectory(tmp_path, CONFIG).close()  # nothing has been made there yet
     (tmp_path / "videos").mkdir()
     before = (tmp_path / "config.json").read_bytes()
     with pytest.raises(RunDirectoryError) as refusal:
-        RunDirectory(tmp_path, {"rl": {"lr": 2e-3, "frames": (4, 8), "anchor": "credit"}, "extra": {}, "seed": 0})
+        RunDirectory(
+            tmp_path,
+            {"rl": {"lr": 2e-3, "frames": (4, 8), "anchor": "credit"}, "extra": {}, "seed": 0},
+        )
     message = str(refusal.value)
-    assert message.splitlines()[1:-1] == ["  rl.lr: 0.001 -> 0.002", '  rl.anchor: null -> "credit"', "  extra: (absent) -> {}"]
+    assert message.splitlines()[1:-1] == [
+        "  rl.lr: 0.001 -> 0.002",
+        '  rl.anchor: null -> "credit"',
+        "  extra: (absent) -> {}",
+    ]
     assert "another --run-dir" in message
     assert (tmp_path / "config.json").read_bytes() == before
     RunDirectory(tmp_path, CONFIG).close()  # and the refusal left no lock
 
 
-def test_where_it_runs_and_what_stays_on_disk_may_change_when_it_goes_on(tmp_path: pathlib.Path) -> None:
+def test_where_it_runs_and_what_stays_on_disk_may_change_when_it_goes_on(
+    tmp_path: pathlib.Path,
+) -> None:
     here = CONFIG | {"mesh": {"fsdp": 1}, "checkpoints": {"keep": 2}, "unreadable_share": 0.05}
     there = CONFIG | {"mesh": {"fsdp": 8}, "checkpoints": {"keep": 5}, "unreadable_share": 0.5}
     RunDirectory(tmp_path, here).close()
@@ -60,7 +75,9 @@ def test_a_folder_of_something_else_is_refused(tmp_path: pathlib.Path) -> None:
     assert not (tmp_path / "config.json").exists()
 
 
-def test_a_start_that_died_before_its_configuration_was_whole_counts_as_none(tmp_path: pathlib.Path) -> None:
+def test_a_start_that_died_before_its_configuration_was_whole_counts_as_none(
+    tmp_path: pathlib.Path,
+) -> None:
     (tmp_path / ".lock").write_text("1")
     (tmp_path / "config.json.tmp").write_text('{"rl": {"l')
     RunDirectory(tmp_path, CONFIG).close()
@@ -74,8 +91,13 @@ def test_a_damaged_configuration_is_said(tmp_path: pathlib.Path, content: str) -
         RunDirectory(tmp_path, CONFIG)
 
 
-@pytest.mark.parametrize(("number", "remedy"), [(None, "train.export"), (FORMAT + 1, "the version of this program that made it")])
-def test_a_directory_of_another_format_is_refused_in_one_line(tmp_path: pathlib.Path, number: int | None, remedy: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(None, "train.export"), (FORMAT + 1, "the version of this program that made it")],
+)
+def test_a_directory_of_another_format_is_refused_in_one_line(
+    tmp_path: pathlib.Path, number: int | None, remedy: str
+) -> None:
     config = as_json(CONFIG, "") if number is None else {"format": number, **as_json(CONFIG, "")}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "videos").mkdir()
@@ -92,8 +114,13 @@ def test_a_file_in_the_way_is_said(tmp_path: pathlib.Path) -> None:
             RunDirectory(path, CONFIG)
 
 
-@pytest.mark.parametrize(("config", "words"), [({"a": {1: 2}}, "key 1"), ({"a": pathlib.Path("x")}, "has to be what JSON can hold")])
-def test_what_json_would_change_is_refused(tmp_path: pathlib.Path, config: dict, words: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [({"a": {1: 2}}, "key 1"), ({"a": pathlib.Path("x")}, "has to be what JSON can hold")],
+)
+def test_what_json_would_change_is_refused(
+    tmp_path: pathlib.Path, config: dict, words: str
+) -> None:
     with pytest.raises(TypeError, match=words):
         RunDirectory(tmp_path / "run", config)
     assert not (tmp_path / "run").exists()
@@ -111,11 +138,15 @@ time.sleep(60)
 
 
 def test_one_process_at_a_time_and_none_after_a_kill(tmp_path: pathlib.Path) -> None:
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert holder.stdout is not None
     worker = int(holder.stdout.readline())
     try:
-        with pytest.raises(RunDirectoryError, match=rf"in use by another process \(id {holder.pid}\)"):
+        with pytest.raises(
+            RunDirectoryError, match=rf"in use by another process \(id {holder.pid}\)"
+        ):
             RunDirectory(tmp_path, {})
         holder.kill()
         holder.wait()
@@ -130,7 +161,10 @@ def test_one_process_at_a_time_and_none_after_a_kill(tmp_path: pathlib.Path) -> 
 
 # --- taking over a cold start ---
 
-SETTINGS = {name: {"steps": 1} for name in ("world", "text", "model", "frames", "align", "sft")} | {"rl": {"steps": 5}, "seed": 3}
+SETTINGS = {name: {"steps": 1} for name in ("world", "text", "model", "frames", "align", "sft")} | {
+    "rl": {"steps": 5},
+    "seed": 3,
+}
 SETTINGS["protocol"] = {"summary_tokens": 16, "pin_think": True}
 
 
@@ -138,7 +172,13 @@ SETTINGS["protocol"] = {"summary_tokens": 16, "pin_think": True}
 def cold_start(tmp_path) -> pathlib.Path:
     folder = tmp_path / "cold"
     with RunDirectory(folder, SETTINGS | {"rl": None, "seed": 0}):
-        for name in ("videos/train", "records", "tokenizer", "checkpoints/align/1", "checkpoints/sft/400"):
+        for name in (
+            "videos/train",
+            "records",
+            "tokenizer",
+            "checkpoints/align/1",
+            "checkpoints/sft/400",
+        ):
             (folder / name).mkdir(parents=True)
             (folder / name / "file").write_text(name)
         (folder / "checkpoints" / "rl").mkdir()
@@ -150,11 +190,17 @@ def test_a_cold_start_is_taken_over_and_nothing_else(cold_start, tmp_path) -> No
     target = tmp_path / "warm"
     with RunDirectory(target, SETTINGS):
         take_over(cold_start, target, SETTINGS)
-        assert (target / "checkpoints" / "sft" / "400" / "file").read_text() == "checkpoints/sft/400"
-        assert not (target / "checkpoints" / "rl").exists() and not (target / "result.json").exists()
+        assert (
+            target / "checkpoints" / "sft" / "400" / "file"
+        ).read_text() == "checkpoints/sft/400"
+        assert (
+            not (target / "checkpoints" / "rl").exists() and not (target / "result.json").exists()
+        )
         (target / "videos" / "train" / "file").write_text("of this run")
         take_over(cold_start, target, SETTINGS)
-    assert (target / "videos" / "train" / "file").read_text() == "of this run", "what is there stays"
+    assert (target / "videos" / "train" / "file").read_text() == "of this run", (
+        "what is there stays"
+    )
     assert (cold_start / "videos" / "train" / "file").read_text() == "videos/train"
 
 
@@ -162,14 +208,19 @@ def test_a_copy_that_was_cut_off_is_made_again(cold_start, tmp_path) -> None:
     (tmp_path / "warm" / "videos.tmp").mkdir(parents=True)
     (tmp_path / "warm" / "videos.tmp" / "half").touch()
     take_over(cold_start, tmp_path / "warm", SETTINGS)
-    assert [p.name for p in (tmp_path / "warm" / "videos").iterdir()] == ["train"] and not (tmp_path / "warm" / "videos.tmp").exists()
+    assert [p.name for p in (tmp_path / "warm" / "videos").iterdir()] == ["train"] and not (
+        tmp_path / "warm" / "videos.tmp"
+    ).exists()
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
         ({"sft": {"steps": 2}}, r"sft\.steps: 1 -> 2"),
-        ({"protocol": {"summary_tokens": 32, "pin_think": False}}, r"protocol\.summary_tokens: 16 -> 32"),
+        (
+            {"protocol": {"summary_tokens": 32, "pin_think": False}},
+            r"protocol\.summary_tokens: 16 -> 32",
+        ),
     ],
 )
 def test_a_cold_start_of_other_settings_is_refused(cold_start, tmp_path, changed, words) -> None:
@@ -180,11 +231,17 @@ def test_a_cold_start_of_other_settings_is_refused(cold_start, tmp_path, changed
 
 def test_rollouts_may_do_without_the_pinned_opening(cold_start, tmp_path) -> None:
     """Demonstrations teach `<think>` either way, so an ablation without it starts from the same cold start."""
-    take_over(cold_start, tmp_path / "warm", SETTINGS | {"protocol": SETTINGS["protocol"] | {"pin_think": False}})
+    take_over(
+        cold_start,
+        tmp_path / "warm",
+        SETTINGS | {"protocol": SETTINGS["protocol"] | {"pin_think": False}},
+    )
     assert (tmp_path / "warm" / "checkpoints" / "sft" / "400" / "file").exists()
 
 
 def test_what_has_no_finished_cold_start_is_refused(cold_start, tmp_path) -> None:
     (cold_start / "result.json").unlink()
-    with pytest.raises(RunDirectoryError, match=r"no finished run with a cold start: it has no result\.json\."):
+    with pytest.raises(
+        RunDirectoryError, match=r"no finished run with a cold start: it has no result\.json\."
+    ):
         take_over(cold_start, tmp_path / "warm", SETTINGS)

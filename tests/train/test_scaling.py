@@ -9,7 +9,13 @@ from tests.train.scaling import Row, Updates, compare, table
 
 
 def updates(losses: tuple[float, ...], seconds: tuple[float, ...], *weights: float) -> Updates:
-    return Updates(losses, seconds, tuple(2 * s for s in seconds), 1.5, tuple(np.array([w, 0.0]) for w in weights))
+    return Updates(
+        losses,
+        seconds,
+        tuple(2 * s for s in seconds),
+        1.5,
+        tuple(np.array([w, 0.0]) for w in weights),
+    )
 
 
 def test_every_case_stands_beside_one_device():

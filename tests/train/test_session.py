@@ -23,7 +23,10 @@ REFUSED = Reply(status=401)  # which is not asked again
 def evaluated(road, small, monkeypatch):
     """The result of a run of both evaluations and nothing else, on open-ended questions: f(folder, rewards)."""
     monkeypatch.setenv("NO_PROXY", "*")
-    heldout = tuple(dataclasses.replace(q, kind=QuestionKind.OPEN_ENDED, answer="B or C", options=()) for q in road.data.heldout)
+    heldout = tuple(
+        dataclasses.replace(q, kind=QuestionKind.OPEN_ENDED, answer="B or C", options=())
+        for q in road.data.heldout
+    )
 
     class Script(small.Script):
         version = 0
@@ -33,7 +36,12 @@ def evaluated(road, small, monkeypatch):
 
     class Evaluations(Session):
         def open(self) -> None:
-            self.scene, self.engine, self.weights, self.sync = road.scene, Script(road), road.weights, lambda weights: weights
+            self.scene, self.engine, self.weights, self.sync = (
+                road.scene,
+                Script(road),
+                road.weights,
+                lambda weights: weights,
+            )
 
         def nothing(self) -> None:
             """A phase that is left out."""
@@ -41,11 +49,15 @@ def evaluated(road, small, monkeypatch):
         align = cold_start = reinforce = export = nothing
 
     def evaluate(folder: pathlib.Path, rewards: RewardSettings) -> dict[str, Any]:
-        run = dataclasses.replace(road.run, run_dir=str(folder), rl=dataclasses.replace(road.run.rl, rewards=rewards))
+        run = dataclasses.replace(
+            road.run, run_dir=str(folder), rl=dataclasses.replace(road.run.rl, rewards=rewards)
+        )
         train.run.execute(run)
         return json.loads((folder / "result.json").read_text())
 
-    monkeypatch.setattr(train.run, "prepare", lambda *_: dataclasses.replace(road.data, heldout=heldout))
+    monkeypatch.setattr(
+        train.run, "prepare", lambda *_: dataclasses.replace(road.data, heldout=heldout)
+    )
     monkeypatch.setattr(train.run, "Session", Evaluations)
     return evaluate
 
@@ -57,12 +69,18 @@ def judged_by(endpoint: str) -> RewardSettings:
 
 def counts_in(folder: pathlib.Path) -> dict[str, dict[str, int]]:
     """What each file of the evaluations says of the judge."""
-    return {file.stem: json.loads(file.read_text())["judge"] for file in (folder / "evaluation").glob("*.json")}
+    return {
+        file.stem: json.loads(file.read_text())["judge"]
+        for file in (folder / "evaluation").glob("*.json")
+    }
 
 
 def test_an_evaluation_that_nobody_judged_says_so(evaluated, tmp_path):
     f1 = evaluated(tmp_path / "f1", RewardSettings(format_cap=False))
-    assert "judge" not in f1 and all("judge" not in json.loads(f.read_text()) for f in (tmp_path / "f1" / "evaluation").glob("*.json"))
+    assert "judge" not in f1 and all(
+        "judge" not in json.loads(f.read_text())
+        for f in (tmp_path / "f1" / "evaluation").glob("*.json")
+    )
     with serving(lambda *_: REFUSED) as server:
         result = evaluated(tmp_path / "judged", judged_by(server.endpoint))
     assert (result["before"], result["after"]) == (f1["before"], f1["after"]), "it is scored by F1"
@@ -78,11 +96,20 @@ def test_counts_are_those_of_every_setting_and_outlive_a_restart(evaluated, tmp_
         result = evaluated(tmp_path, judged_by(server.endpoint))
         files, asked = counts_in(tmp_path), len(server.received)
         assert set(files) == {"before-4", "before-16", "after-4", "after-16"}
-        assert all(counts["asked"] == counts["answered"] + counts["fell_back"] > 0 for counts in files.values())
-        assert result["judge"] == {name: sum(counts[name] for counts in files.values()) for name in files["after-4"]}
-        assert (result["judge"]["asked"], result["judge"]["answered"]) == (asked, -(-asked // 3)), "each third request from the first on"
+        assert all(
+            counts["asked"] == counts["answered"] + counts["fell_back"] > 0
+            for counts in files.values()
+        )
+        assert result["judge"] == {
+            name: sum(counts[name] for counts in files.values()) for name in files["after-4"]
+        }
+        assert (result["judge"]["asked"], result["judge"]["answered"]) == (asked, -(-asked // 3)), (
+            "each third request from the first on"
+        )
 
         (tmp_path / "evaluation" / "after-16.json").unlink()
         again = evaluated(tmp_path, judged_by(server.endpoint))
-        assert len(server.received) == asked + files["after-16"]["asked"], "what was judged is not judged again"
+        assert len(server.received) == asked + files["after-16"]["asked"], (
+            "what was judged is not judged again"
+        )
         assert again["judge"]["asked"] == asked, "and still counted, once"

@@ -22,7 +22,11 @@ def batch(prompts: list[int], rows: list[int], padding: int = 0) -> Sequences:
 def test_flops_of_an_update_token_by_token():
     config = tiny(100)
     head = 2 * config.text.vocab_size * config.text.hidden_size
-    wanted = sum(flops_per_token(config, context) - head for length in (5, 3) for context in range(1, length + 1))
+    wanted = sum(
+        flops_per_token(config, context) - head
+        for length in (5, 3)
+        for context in range(1, length + 1)
+    )
     for length, before in ((4, 5), (2, 5), (1, 3), (6, 3)):
         wanted += sum(flops_per_token(config, before + own) for own in range(1, length + 1))
     assert speed.update_flops([batch([5, 3], [4, 2, 1, 6])], config) == pytest.approx(3 * wanted)

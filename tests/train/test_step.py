@@ -27,7 +27,10 @@ MEANT = "the figures of a step changed: update them only together with a deliber
 @pytest.fixture(scope="module")
 def groups(road):
     """Two groups of demonstrations whose questions differ, so that the cut between shared and own lies inside the prompt."""
-    return [[render(d, road.scene.protocol, road.scene.features) for d in group] for group in road.data.demonstrations[:2]]
+    return [
+        [render(d, road.scene.protocol, road.scene.features) for d in group]
+        for group in road.data.demonstrations[:2]
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +50,20 @@ def whole_rows(road, groups) -> dict:
         ids[row, :n], segments[row, :n], bank[row, : len(t.frames)] = t.ids, 1, features(t.frames)
         positions[:, row, :n] = mrope_positions(t.ids, grids, road.model.config)
     index = visual_index(jnp.asarray(ids), road.image)
-    return {"ids": ids, "positions": positions, "segment_ids": segments, "visual": bank, "visual_index": index}
+    return {
+        "ids": ids,
+        "positions": positions,
+        "segment_ids": segments,
+        "visual": bank,
+        "visual_index": index,
+    }
 
 
 def test_a_shared_prompt_equals_the_plain_computation_and_so_do_the_gradients(road, groups, batch):
     rows = whole_rows(road, groups)
-    weight = np.random.default_rng(0).normal(size=batch.ids.shape).astype(np.float32) * batch.sampled
+    weight = (
+        np.random.default_rng(0).normal(size=batch.ids.shape).astype(np.float32) * batch.sampled
+    )
     # The same token in both layouts: its row, its place among the row's own tokens, its place in the whole row.
     row, place = np.nonzero(batch.sampled)
     spot = place + batch.prompt_segments.sum(1).repeat(4)[row]
@@ -64,7 +75,9 @@ def test_a_shared_prompt_equals_the_plain_computation_and_so_do_the_gradients(ro
 
     def plain(weights):
         text = nnx.merge(road.graph, weights)
-        values = text.token_logprobs(text(**rows)[0][:, :-1], rows["ids"][:, 1:], 0.7)[row, spot - 1]
+        values = text.token_logprobs(text(**rows)[0][:, :-1], rows["ids"][:, 1:], 0.7)[
+            row, spot - 1
+        ]
         return (values * weight[row, place]).sum(), values
 
     (_, values), gradients = jax.jit(jax.value_and_grad(shared, has_aux=True))(road.weights)
@@ -77,21 +90,35 @@ def test_a_shared_prompt_equals_the_plain_computation_and_so_do_the_gradients(ro
 def test_padding_changes_nothing(road, groups, batch):
     settings = road.run.sft
     shape = road.run.sft_shapes[0]
-    larger = dataclasses.replace(shape, groups=3, rows=5, prompt=shape.prompt + 24, visual=24, suffix=shape.suffix + 9)
+    larger = dataclasses.replace(
+        shape, groups=3, rows=5, prompt=shape.prompt + 24, visual=24, suffix=shape.suffix + 9
+    )
     padded = build(groups, road.scene.features, larger)
 
     @jax.jit
     def values(weights, batch):
         text = nnx.merge(road.graph, weights)
-        return row_logprobs(text, batch, road.image, 1.0), *sft_loss(road.image, settings)(text, SFTBatch.of(batch))
+        return row_logprobs(text, batch, road.image, 1.0), *sft_loss(road.image, settings)(
+            text, SFTBatch.of(batch)
+        )
 
-    (want, value, figures), (found, same, more) = values(road.weights, batch), values(road.weights, padded)
+    (want, value, figures), (found, same, more) = (
+        values(road.weights, batch),
+        values(road.weights, padded),
+    )
     for p in range(2):
         for g in range(4):
             own = batch.sampled[p * 4 + g]
-            np.testing.assert_allclose(np.asarray(found)[p * 5 + g, : len(own)][own], np.asarray(want)[p * 4 + g][own], atol=1e-5)
+            np.testing.assert_allclose(
+                np.asarray(found)[p * 5 + g, : len(own)][own],
+                np.asarray(want)[p * 4 + g][own],
+                atol=1e-5,
+            )
     np.testing.assert_allclose(value, same, rtol=1e-5)
-    assert int(figures["tokens"]) == int(more["tokens"]) == batch.sampled.sum() and int(more["groups"]) == 2
+    assert (
+        int(figures["tokens"]) == int(more["tokens"]) == batch.sampled.sum()
+        and int(more["groups"]) == 2
+    )
 
 
 # --- figures that were written down ---
@@ -108,7 +135,15 @@ def fixed(road, small):
     """The road with this test's own texts, so that the wording of the world has no part in the figures."""
     pieces = (*protocol.recurring_texts(), *map(str, range(129)), ".0 seconds>")
     questions = tuple(
-        Question(f"q{n}", f"train/000{n}.mp4", "Which one?", QuestionKind.MULTIPLE_CHOICE, "AB"[n], ("one", "two")) for n in range(2)
+        Question(
+            f"q{n}",
+            f"train/000{n}.mp4",
+            "Which one?",
+            QuestionKind.MULTIPLE_CHOICE,
+            "AB"[n],
+            ("one", "two"),
+        )
+        for n in range(2)
     )
     said = ([PLAN, "</think><answer>A</answer>"], ["it is two\n</think><answer>B</answer>"])
     demonstrations = []
@@ -116,10 +151,19 @@ def fixed(road, small):
         group = []
         for n, texts in enumerate(said):
             messages = [Message("assistant", texts[0])]
-            messages += [m for text in texts[1:] for m in (Message("tool", "one"), Message("assistant", text))]
+            messages += [
+                m
+                for text in texts[1:]
+                for m in (Message("tool", "one"), Message("assistant", text))
+            ]
             group.append(Demonstration(f"d{n}", question.video, 4, None, question, tuple(messages)))
         demonstrations.append(tuple(group))
-    windows = [Demonstration("w", f"train/000{n}.mp4", 16, (0.0, 16.0), None, (Message("assistant", "one"),)) for n in range(4)]
+    windows = [
+        Demonstration(
+            "w", f"train/000{n}.mp4", 16, (0.0, 16.0), None, (Message("assistant", "one"),)
+        )
+        for n in range(4)
+    ]
     data = dataclasses.replace(
         road.data,
         vocabulary=Vocabulary(tokenizer.build(pieces)),
@@ -127,14 +171,25 @@ def fixed(road, small):
         demonstrations=tuple(demonstrations),
         windows=tuple((window,) for window in windows),
     )
-    limits = dataclasses.replace(road.run.protocol, text_tokens=112)  # this vocabulary has no word for a question
-    run = dataclasses.replace(road.run, protocol=limits, rl=dataclasses.replace(road.run.rl, frame_budgets=(4, 8)))
+    limits = dataclasses.replace(
+        road.run.protocol, text_tokens=112
+    )  # this vocabulary has no word for a question
+    run = dataclasses.replace(
+        road.run, protocol=limits, rl=dataclasses.replace(road.run.rl, frame_budgets=(4, 8))
+    )
     return small.lay_road(run, data)
 
 
 def test_figures_of_cold_start_steps(fixed):
     windows = [d for (d,) in fixed.data.windows]
-    batches = sft_batch(fixed.data.demonstrations, windows, fixed.scene.protocol, fixed.scene.features, fixed.run.sft_shapes, make_mesh())
+    batches = sft_batch(
+        fixed.data.demonstrations,
+        windows,
+        fixed.scene.protocol,
+        fixed.scene.features,
+        fixed.run.sft_shapes,
+        make_mesh(),
+    )
     state, update = start_sft(fixed.graph, fixed.fresh(), fixed.image, fixed.run.sft)
     state, first = update(state, batches)
     state, second = update(state, batches)
@@ -146,8 +201,12 @@ def test_figures_of_cold_start_steps(fixed):
 
 def test_figures_of_an_rl_step(fixed, small):
     """The sampler is a script, so no rounding of a sampled token reaches these."""
-    learner = Learner(fixed.graph, fixed.fresh(), fixed.model.config, fixed.run.rl, fixed.run.rl_shapes)
-    state, metrics = learner.step(learner.start, small.Script(fixed), fixed.scene, fixed.data.questions, seed=0)
+    learner = Learner(
+        fixed.graph, fixed.fresh(), fixed.model.config, fixed.run.rl, fixed.run.rl_shapes
+    )
+    state, metrics = learner.step(
+        learner.start, small.Script(fixed), fixed.scene, fixed.data.questions, seed=0
+    )
     assert int(state.step) == 1
     wanted = {
         "loss": -0.0132514,

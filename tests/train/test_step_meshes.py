@@ -50,7 +50,12 @@ RL = (
     ((1, 1, 8), 5, "full"),
     ((1, 2, 2), 5, "offload"),
 )
-SFT = (((8, 1, 1), 1, "full"), ((2, 4, 1), 4, "none"), ((2, 2, 2), 2, "full"), ((1, 8, 1), 1, "none"))
+SFT = (
+    ((8, 1, 1), 1, "full"),
+    ((2, 4, 1), 4, "none"),
+    ((2, 2, 2), 2, "full"),
+    ((1, 8, 1), 1, "none"),
+)
 PACKED = (((8, 1, 1), 1, "full"), ((2, 4, 1), 2, "none"), ((2, 2, 2), 1, "none"))
 
 TEXT = TextConfig(
@@ -69,7 +74,9 @@ IMAGE = 95
 MAIN = BatchShape(groups=6, rows=4, prompt=22, visual=4, suffix=20)
 WINDOWS = BatchShape(groups=5, rows=1, prompt=12, visual=2, suffix=9)
 ROWS = PackedShape(rows=5, tokens=24, visual=5)
-ADAM = OptimizerSettings(learning_rate=LEARNING_RATE, eps=1e-2)  # so large that a gradient's rounding does not decide an update's sign
+ADAM = OptimizerSettings(
+    learning_rate=LEARNING_RATE, eps=1e-2
+)  # so large that a gradient's rounding does not decide an update's sign
 
 
 def sequences(shape: BatchShape, fitted: BatchShape) -> Sequences:
@@ -78,8 +85,14 @@ def sequences(shape: BatchShape, fitted: BatchShape) -> Sequences:
     p, b = shape.groups, shape.groups * shape.rows
 
     def tokens(count: int, length: int, start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        segments = (np.arange(length) < rng.integers(length // 2, length + 1, (count, 1))).astype(np.int32)
-        return rng.integers(0, IMAGE, (count, length), np.int32) * segments, segments, start + np.arange(length, dtype=np.int32) * segments
+        segments = (np.arange(length) < rng.integers(length // 2, length + 1, (count, 1))).astype(
+            np.int32
+        )
+        return (
+            rng.integers(0, IMAGE, (count, length), np.int32) * segments,
+            segments,
+            start + np.arange(length, dtype=np.int32) * segments,
+        )
 
     prompt_ids, prompt_segments, prompt_positions = tokens(p, shape.prompt, 0)
     prompt_ids[:, 1 : 1 + shape.visual] = IMAGE
@@ -94,11 +107,22 @@ def sequences(shape: BatchShape, fitted: BatchShape) -> Sequences:
         "positions": np.broadcast_to(positions, (3, *positions.shape)),
         "segments": segments,
         "sampled": sampled,
-        "logprobs": np.where(sampled, -4.5 + 0.1 * rng.normal(size=sampled.shape), 0).astype(np.float32),
+        "logprobs": np.where(sampled, -4.5 + 0.1 * rng.normal(size=sampled.shape), 0).astype(
+            np.float32
+        ),
     }
-    more = {name: (fitted.groups - p, fitted.prompt - shape.prompt if name != "visual" else 0) for name in arrays if "prompt" in name}
+    more = {
+        name: (fitted.groups - p, fitted.prompt - shape.prompt if name != "visual" else 0)
+        for name in arrays
+        if "prompt" in name
+    }
     more |= {"visual": (fitted.groups - p, 0)}
-    return Sequences(**{name: pad(x, *more.get(name, (fitted.groups * shape.rows - b, 0))) for name, x in arrays.items()})
+    return Sequences(
+        **{
+            name: pad(x, *more.get(name, (fitted.groups * shape.rows - b, 0)))
+            for name, x in arrays.items()
+        }
+    )
 
 
 def pad(x: np.ndarray, rows: int, length: int) -> np.ndarray:
@@ -118,22 +142,33 @@ def rl_batch(settings: RLSettings, shapes: Sequence[BatchShape], mesh: Any) -> R
 
     def rows(real: np.ndarray) -> np.ndarray:
         main, alone = np.split(real, [counts[0]])
-        return np.concatenate([pad(main, room[0] - counts[0], 0), pad(alone, room[1] - counts[1], 0)])
+        return np.concatenate(
+            [pad(main, room[0] - counts[0], 0), pad(alone, room[1] - counts[1], 0)]
+        )
 
     def of_parts(name: str) -> np.ndarray:
-        return np.concatenate([pad(getattr(s, name), 0, MAIN.suffix - s.ids.shape[1]) for s in parts])
+        return np.concatenate(
+            [pad(getattr(s, name), 0, MAIN.suffix - s.ids.shape[1]) for s in parts]
+        )
 
     def groups(real: np.ndarray) -> np.ndarray:
         return pad(real, shape.groups - MAIN.groups, 0)
 
     b, p, tags = sum(counts), (MAIN.groups, MAIN.rows), 6
-    positions = np.sort(rng.permuted(np.tile(np.arange(MAIN.suffix), (b, 1)), axis=1)[:, :tags]).astype(np.int32)
-    structure = Structure(rows(positions), rows(rng.integers(0, len(Kind), (b, tags)).astype(np.int8)), rows(rng.random((b, tags)) < 0.8))
+    positions = np.sort(
+        rng.permuted(np.tile(np.arange(MAIN.suffix), (b, 1)), axis=1)[:, :tags]
+    ).astype(np.int32)
+    structure = Structure(
+        rows(positions),
+        rows(rng.integers(0, len(Kind), (b, tags)).astype(np.int8)),
+        rows(rng.random((b, tags)) < 0.8),
+    )
     owners = np.concatenate([np.arange(counts[0]), rng.integers(0, counts[0], counts[1])])[:, None]
     fields = {
         "mask": of_parts("sampled"),
         "behaviour": of_parts("logprobs"),
-        "reference": of_parts("logprobs") + rows(0.1 * rng.normal(size=(b, MAIN.suffix))).astype(np.float32),
+        "reference": of_parts("logprobs")
+        + rows(0.1 * rng.normal(size=(b, MAIN.suffix))).astype(np.float32),
         "rollout": rows(owners)[:, 0].astype(np.int32),
         "rewards": groups(rng.random(p).astype(np.float32) * 2.5),
         "anchor_rewards": groups(rng.choice([-0.3, 0.2, 0.7], p).astype(np.float32)),
@@ -145,7 +180,9 @@ def rl_batch(settings: RLSettings, shapes: Sequence[BatchShape], mesh: Any) -> R
     return RLBatch(place(parts, mesh), placed, advantages, grpo.batch_totals(placed))
 
 
-def rl_step(graph: nnx.GraphDef, weights: Any, mesh: Any, microbatches: int, remat: Any) -> tuple[Any, dict[str, jax.Array]]:
+def rl_step(
+    graph: nnx.GraphDef, weights: Any, mesh: Any, microbatches: int, remat: Any
+) -> tuple[Any, dict[str, jax.Array]]:
     settings = RLSettings(
         steps=1,
         subagents_per_rollout=WINDOWS.groups / (MAIN.groups * MAIN.rows),
@@ -160,11 +197,23 @@ def rl_step(graph: nnx.GraphDef, weights: Any, mesh: Any, microbatches: int, rem
     optimizer = make_optimizer(ADAM, 1)
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
     shapes, parts = fitted((MAIN, WINDOWS), microbatches, mesh)
-    return make_rl_update(graph, optimizer, IMAGE, settings, parts, state)(state, rl_batch(settings, shapes, mesh))
+    return make_rl_update(graph, optimizer, IMAGE, settings, parts, state)(
+        state, rl_batch(settings, shapes, mesh)
+    )
 
 
-def sft_step(graph: nnx.GraphDef, weights: Any, mesh: Any, microbatches: int, remat: Any) -> tuple[Any, dict[str, jax.Array]]:
-    settings = SFTSettings(1, MAIN.groups, WINDOWS.groups, ADAM, microbatches=microbatches, remat=remat, logprob_chunk=8)
+def sft_step(
+    graph: nnx.GraphDef, weights: Any, mesh: Any, microbatches: int, remat: Any
+) -> tuple[Any, dict[str, jax.Array]]:
+    settings = SFTSettings(
+        1,
+        MAIN.groups,
+        WINDOWS.groups,
+        ADAM,
+        microbatches=microbatches,
+        remat=remat,
+        logprob_chunk=8,
+    )
     optimizer = make_optimizer(ADAM, 1)
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
     shapes, parts = fitted((MAIN, WINDOWS), microbatches, mesh)
@@ -179,8 +228,12 @@ def packed_rows(fitted: PackedShape) -> Packed:
     b, t, m = ROWS.rows, ROWS.tokens, ROWS.visual
     ends = np.cumsum(rng.integers(5, 8, (b, 3)), 1)
     at = np.arange(t)
-    segments = np.where(at < ends[:, 2:], 1 + (at >= ends[:, :1]) + (at >= ends[:, 1:2]), 0).astype(np.int32)
-    starts = np.concatenate([np.zeros((b, 1), int), ends[:, :2]], 1)[np.arange(b)[:, None], np.maximum(segments - 1, 0)]
+    segments = np.where(at < ends[:, 2:], 1 + (at >= ends[:, :1]) + (at >= ends[:, 1:2]), 0).astype(
+        np.int32
+    )
+    starts = np.concatenate([np.zeros((b, 1), int), ends[:, :2]], 1)[
+        np.arange(b)[:, None], np.maximum(segments - 1, 0)
+    ]
     ids = rng.integers(0, IMAGE, (b, t), np.int32) * (segments > 0)
     ids[(segments == 2) & (at - starts > 0) & (at - starts < 4)] = IMAGE
     positions = ((at - starts) * (segments > 0)).astype(np.int32)
@@ -194,8 +247,12 @@ def packed_rows(fitted: PackedShape) -> Packed:
     return Packed(**{name: pad(x, fitted.rows - b, 0) for name, x in arrays.items()})
 
 
-def packed_step(graph: nnx.GraphDef, weights: Any, mesh: Any, microbatches: int, remat: Any) -> tuple[Any, dict[str, jax.Array]]:
-    settings = PackedSFTSettings(1, ROWS.rows, ADAM, microbatches=microbatches, remat=remat, logprob_chunk=8)
+def packed_step(
+    graph: nnx.GraphDef, weights: Any, mesh: Any, microbatches: int, remat: Any
+) -> tuple[Any, dict[str, jax.Array]]:
+    settings = PackedSFTSettings(
+        1, ROWS.rows, ADAM, microbatches=microbatches, remat=remat, logprob_chunk=8
+    )
     optimizer = make_optimizer(ADAM, 1)
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
     shape, parts = fitted_rows(ROWS, microbatches, mesh)
@@ -210,18 +267,35 @@ def main() -> None:
     for step, table in ((rl_step, RL), (sft_step, SFT), (packed_step, PACKED)):
         run = functools.partial(step, graph, weights)
         state, figures = jax.tree.map(np.asarray, run(make_mesh(), 1, "none"))
-        moved = max(np.abs(a - b).max() for a, b in zip(jax.tree.leaves(state.weights), jax.tree.leaves(weights), strict=True))
+        moved = max(
+            np.abs(a - b).max()
+            for a, b in zip(jax.tree.leaves(state.weights), jax.tree.leaves(weights), strict=True)
+        )
         assert moved > LEARNING_RATE / 10, moved
         for shape, parts, remat in table:
             many, found = run(make_mesh(*shape), parts, remat)
             where = f"{step.__name__} {shape} at most {parts} parts, remat {remat}"
-            assert len(jax.tree.leaves(many.weights)[0].sharding.device_set) == np.prod(shape), where
+            assert len(jax.tree.leaves(many.weights)[0].sharding.device_set) == np.prod(shape), (
+                where
+            )
             for name in figures:
-                np.testing.assert_allclose(found[name], figures[name], rtol=1e-5, atol=1e-6, err_msg=f"{where}: {name}")
-            pairs = zip(jax.tree_util.tree_leaves_with_path(state.weights), jax.tree.leaves(many.weights), strict=True)
-            gaps = {jax.tree_util.keystr(path): float(np.abs(np.asarray(b) - a).max()) for (path, a), b in pairs}
+                np.testing.assert_allclose(
+                    found[name], figures[name], rtol=1e-5, atol=1e-6, err_msg=f"{where}: {name}"
+                )
+            pairs = zip(
+                jax.tree_util.tree_leaves_with_path(state.weights),
+                jax.tree.leaves(many.weights),
+                strict=True,
+            )
+            gaps = {
+                jax.tree_util.keystr(path): float(np.abs(np.asarray(b) - a).max())
+                for (path, a), b in pairs
+            }
             worst = max(gaps, key=gaps.__getitem__)
-            print(f"{where}: loss {float(found['loss']):.6f}, weights within {gaps[worst]:.1e} ({worst})", flush=True)
+            print(
+                f"{where}: loss {float(found['loss']):.6f}, weights within {gaps[worst]:.1e} ({worst})",
+                flush=True,
+            )
             assert gaps[worst] < BOUND, where
     print("done")
 
@@ -233,7 +307,9 @@ def test_a_step_is_the_same_on_every_mesh():
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
         "PYTHONPATH": str(ROOT),
     }
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, env=environment, check=False
+    )
     print(done.stdout)
     assert done.returncode == 0 and "done" in done.stdout, done.stderr[-4000:]
 
@@ -253,7 +329,12 @@ def test_a_step_is_the_same_on_every_mesh():
 )
 def test_what_does_not_divide_is_padded(shape, devices, parts, groups, prompt):
     fitted = fit(BatchShape(shape[0], shape[1], prompt=30, visual=4, suffix=20), devices, parts)
-    assert (fitted.groups, fitted.prompt, fitted.rows, fitted.suffix) == (groups, prompt, shape[1], 20)
+    assert (fitted.groups, fitted.prompt, fitted.rows, fitted.suffix) == (
+        groups,
+        prompt,
+        shape[1],
+        20,
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,9 +354,15 @@ def test_parts_are_no_more_than_save_memory(shapes, devices, most, processes, pa
     batches = [BatchShape(*shape, prompt=30, visual=4, suffix=20) for shape in shapes]
     assert parts_of(batches, devices, most, processes) == parts
     assert all(fit(shape, devices, parts).groups % processes == 0 for shape in batches)
-    for shape in batches:  # of each batch a part is as large as it would be in `most` parts, and the whole no larger
+    for shape in (
+        batches
+    ):  # of each batch a part is as large as it would be in `most` parts, and the whole no larger
         fewer, more = fit(shape, devices, parts), fit(shape, devices, most)
-        assert fewer.groups // parts == more.groups // most and fewer.groups <= more.groups and fewer.prompt == more.prompt
+        assert (
+            fewer.groups // parts == more.groups // most
+            and fewer.groups <= more.groups
+            and fewer.prompt == more.prompt
+        )
 
 
 if __name__ == "__main__":

@@ -18,9 +18,21 @@ def _result(accuracy: float) -> dict:
             "n": 4,
         }
 
-    rows = [row(k, d, t, accuracy * k * (d == "parallel")) for k in (4, 8) for d in ("parallel", "sequential", "none") for t in (0.7, 0.0)]
+    rows = [
+        row(k, d, t, accuracy * k * (d == "parallel"))
+        for k in (4, 8)
+        for d in ("parallel", "sequential", "none")
+        for t in (0.7, 0.0)
+    ]
     rows[1]["accuracy"] = 99.0  # greedy: not in the table
-    return {"before": rows, "after": rows, "token_mismatches": 0, "logprob_gap": 1e-6, "recompilations_after_warmup": 0, "seconds": 60.0}
+    return {
+        "before": rows,
+        "after": rows,
+        "token_mismatches": 0,
+        "logprob_gap": 1e-6,
+        "recompilations_after_warmup": 0,
+        "seconds": 60.0,
+    }
 
 
 def test_figures_average_over_budgets_and_pick_the_smallest():

@@ -12,13 +12,36 @@ import dataclasses
 import math
 import re
 
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
+BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "s16": 2,
+    "u16": 2,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+}
+KINDS = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+)
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
 _ARRAY = re.compile(r"\b(" + "|".join(BYTES) + r")\[([\d,]*)\]")
-_CALLED = re.compile(r"\b(?:to_apply|calls|true_computation|false_computation|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
+_CALLED = re.compile(
+    r"\b(?:to_apply|calls|true_computation|false_computation|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+)
 _OPERANDS = re.compile(r"^(.*?)\)(?:,|$)")
 
 
@@ -57,7 +80,12 @@ class _Instruction:
         """Computations that run once when this does."""
         if self.operation.endswith(("-done", "-update")):
             return []
-        return [name.strip(" %") for group in _CALLED.findall(self.rest) for name in group.strip("{}").split(",") if name.strip()]
+        return [
+            name.strip(" %")
+            for group in _CALLED.findall(self.rest)
+            for name in group.strip("{}").split(",")
+            if name.strip()
+        ]
 
 
 def find_collectives(hlo: str, devices: int, turns: float | None = None) -> list[Collective]:
@@ -112,7 +140,10 @@ class _Program:
     def sent(self, line: _Instruction, devices: int) -> float:
         """Bytes that leave each device where no byte is sent that a ring could spare."""
         size = _group_size(line.rest, devices)
-        share, given = (size - 1) / size, sum(_size(self.lines[name].result) for name in line.operands if name in self.lines)
+        share, given = (
+            (size - 1) / size,
+            sum(_size(self.lines[name].result) for name in line.operands if name in self.lines),
+        )
         if line.kind == "all-gather":
             return given * (size - 1)
         if line.kind == "collective-permute":
@@ -204,10 +235,17 @@ def _group_size(text: str, devices: int) -> int:
         return int(match[1])
     if match := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
-        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])  # 'axis', or 'axis':(before)size for a part of one
+        axes = re.findall(
+            r"'(\w+)'(?::\(\d+\)(\d+))?", match[2]
+        )  # 'axis', or 'axis':(before)size for a part of one
         return math.prod(int(part) if part else sizes[name] for name, part in axes)
     return devices
 
 
 def _size(text: str) -> float:
-    return float(sum(BYTES[kind] * math.prod(int(n) for n in shape.split(",") if n) for kind, shape in _ARRAY.findall(text)))
+    return float(
+        sum(
+            BYTES[kind] * math.prod(int(n) for n in shape.split(",") if n)
+            for kind, shape in _ARRAY.findall(text)
+        )
+    )

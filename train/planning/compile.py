@@ -25,8 +25,15 @@ from typing import Any
 from configs.base import Run
 from train.planning.topology import Topology
 
-OUT_OF_MEMORY = re.compile(r"required (for HLO temporaries )?\(([\d.]+)([KMG])\) exceeds available HBM \(([\d.]+)([KMG])\)")
-ROLLOUTS = ("vision", "prefill", "prefill after", "decode")  # programs that run while the engine is awake, each on one host
+OUT_OF_MEMORY = re.compile(
+    r"required (for HLO temporaries )?\(([\d.]+)([KMG])\) exceeds available HBM \(([\d.]+)([KMG])\)"
+)
+ROLLOUTS = (
+    "vision",
+    "prefill",
+    "prefill after",
+    "decode",
+)  # programs that run while the engine is awake, each on one host
 SIZES = "sizes"  # in the place of a program: what lies on a device and on a host
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -43,7 +50,11 @@ class Case:
     @property
     def place(self) -> tuple[str, ...]:
         """What of slice and mesh the program depends on: one that runs on a host is the same for every slice of a generation."""
-        return (self.topology.host.name,) if self.program in ROLLOUTS else (self.topology.name, str(self.mesh))
+        return (
+            (self.topology.host.name,)
+            if self.program in ROLLOUTS
+            else (self.topology.name, str(self.mesh))
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,22 +95,43 @@ def libtpu_version() -> str:
 
 def compile_case(case: Case, timeout: float) -> Measured:
     """Compiles one case in a process of its own, `timeout` seconds at most. What goes wrong stands in `error`."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "XLA_FLAGS": ""}
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "XLA_FLAGS": "",
+    }
     with tempfile.TemporaryDirectory() as folder:
         question, answer = pathlib.Path(folder, "case"), pathlib.Path(folder, "answer")
         question.write_bytes(pickle.dumps(case))
         command = [sys.executable, "-m", "train.planning.compile", str(question), str(answer)]
         alive, here = os.pipe()  # the process ends with this one, however this one ends
         try:
-            done = subprocess.run(command, env=environment, stdin=alive, capture_output=True, text=True, timeout=timeout, check=False)
+            done = subprocess.run(
+                command,
+                env=environment,
+                stdin=alive,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
-            return Measured(case.program, error=f"not compiled within {timeout:.0f} s; give a longer --timeout")
+            return Measured(
+                case.program, error=f"not compiled within {timeout:.0f} s; give a longer --timeout"
+            )
         finally:
             os.close(alive)
             os.close(here)
         if done.returncode or not answer.exists():
-            last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing")
-            return Measured(case.program, error=f"the compiler ended with {done.returncode}: {last[:300]}")
+            last = next(
+                (line for line in reversed(done.stderr.splitlines()) if line.strip()),
+                "it said nothing",
+            )
+            return Measured(
+                case.program, error=f"the compiler ended with {done.returncode}: {last[:300]}"
+            )
         return Measured(**pickle.loads(answer.read_bytes()))
 
 
@@ -114,26 +146,41 @@ def measure(case: Case) -> Measured:
         return Measured(SIZES, sizes=plan.sizes())
     program = plan.program(case.program)
     with jax.set_mesh(program.mesh), tempfile.TemporaryDirectory() as name:
-        traced, folder = program.function.trace(*program.arguments, **program.options), pathlib.Path(name)
+        traced, folder = (
+            program.function.trace(*program.arguments, **program.options),
+            pathlib.Path(name),
+        )
         flops = count_flops(traced.jaxpr, turns=program.turns or 1.0, pairs=program.pairs)
-        base = Measured(case.program, devices=program.mesh.size, flops=flops, read=program.read, given=program.given)
+        base = Measured(
+            case.program,
+            devices=program.mesh.size,
+            flops=flops,
+            read=program.read,
+            given=program.given,
+        )
         if program.unshared is not None:
             base = dataclasses.replace(base, unshared=flops + program.unshared())
         try:
             # The compiler's own text is too large for `as_text` on some chips, and is there even where memory lacks.
-            compiled = traced.lower().compile(compiler_options={"xla_dump_to": name, "xla_dump_hlo_as_text": True})
+            compiled = traced.lower().compile(
+                compiler_options={"xla_dump_to": name, "xla_dump_hlo_as_text": True}
+            )
         except jax.errors.JaxRuntimeError as error:
             answers = _lack(str(error), program)
         else:
             answers = _answers(compiled, folder, program)
-        return dataclasses.replace(base, **answers, largest=_largest(folder), seconds=time.monotonic() - start)
+        return dataclasses.replace(
+            base, **answers, largest=_largest(folder), seconds=time.monotonic() - start
+        )
 
 
 def make_plan(case: Case) -> Any:
     """The case's programs. ImportError without libtpu."""
     from train.planning.programs import Plan
 
-    return Plan(case.run, case.topology.make_devices(), case.topology.host.make_devices(), case.mesh)
+    return Plan(
+        case.run, case.topology.make_devices(), case.topology.host.make_devices(), case.mesh
+    )
 
 
 def _answers(compiled: Any, folder: pathlib.Path, program: Any) -> dict[str, Any]:
@@ -165,14 +212,20 @@ def _lack(message: str, program: Any) -> dict[str, Any]:
     needed, there = (float(found[n]) * UNITS[found[n + 1]] for n in (2, 4))
     if found[1]:  # temporaries alone are too much: arguments come on top
         needed += device_bytes(program.arguments)
-    return {"error": f"out of memory: needs {needed / 2**30:.2f} GiB of {there / 2**30:.2f}", "peak": needed}
+    return {
+        "error": f"out of memory: needs {needed / 2**30:.2f} GiB of {there / 2**30:.2f}",
+        "peak": needed,
+    }
 
 
 def _largest(folder: pathlib.Path) -> tuple[str, ...]:
     """The first lines of the compiler's report of temporaries: size and shape."""
     reports = sorted(folder.glob("*memory-usage-report.txt"), key=lambda file: file.stat().st_size)
     lines = reports[-1].read_text().splitlines() if reports else []
-    found = (re.match(r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+[GM]iB);\s*\d+;\s*\d+;\s*(.*)$", line) for line in lines)
+    found = (
+        re.match(r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+[GM]iB);\s*\d+;\s*\d+;\s*(.*)$", line)
+        for line in lines
+    )
     return tuple(f"{match[1]} {match[2][:100]}" for match in found if match)[:4]
 
 

@@ -15,25 +15,34 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
-Pairs = Callable[[int, int], float]  # (queries, keys) of one sequence -> how many pairs of them a kernel computes
+Pairs = Callable[
+    [int, int], float
+]  # (queries, keys) of one sequence -> how many pairs of them a kernel computes
 # Matrix products of [queries, keys, head_dim] in each of Splash's kernels: the scores again, then what the kernel is for.
 SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
 
 
-def count_flops(jaxpr: ClosedJaxpr | Jaxpr, *, turns: float = 1.0, pairs: Pairs | None = None) -> float:
+def count_flops(
+    jaxpr: ClosedJaxpr | Jaxpr, *, turns: float = 1.0, pairs: Pairs | None = None
+) -> float:
     """FLOPs of all devices together. `turns`: how often the bodies of while-loops run, whose number the program does not say.
 
     `pairs`: what attention's kernels compute of one sequence (None: there are none). ValueError for what cannot be counted.
     """
     total, inner = 0.0, jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     for eqn in _used(inner):
-        name, below = eqn.primitive.name, [count_flops(x, turns=turns, pairs=pairs) for x in _bodies(eqn)]
+        name, below = (
+            eqn.primitive.name,
+            [count_flops(x, turns=turns, pairs=pairs) for x in _bodies(eqn)],
+        )
         if name == "dot_general":
             total += _product(eqn)
         elif name == "pallas_call":
             total += _kernel(eqn, pairs)
         elif name == "conv_general_dilated":
-            raise ValueError("count_flops: a convolution; only products are counted, write it as one or add its formula")
+            raise ValueError(
+                "count_flops: a convolution; only products are counted, write it as one or add its formula"
+            )
         elif name == "scan":
             total += eqn.params["length"] * sum(below)
         elif name == "while":
@@ -41,7 +50,9 @@ def count_flops(jaxpr: ClosedJaxpr | Jaxpr, *, turns: float = 1.0, pairs: Pairs 
         elif name == "cond":
             total += max(below)
         elif name == "shard_map":
-            total += math.prod(eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"]) * sum(below)
+            total += math.prod(
+                eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"]
+            ) * sum(below)
         else:
             total += sum(below)
     return total
@@ -97,7 +108,11 @@ def _product(eqn: Any) -> float:
 def _kernel(eqn: Any, pairs: Pairs | None) -> float:
     name = str(eqn.params["name"])
     kind = next((kind for kind in SPLASH if name.startswith(f"splash_mha_{kind}")), None)
-    shapes = [x.aval.shape for x in eqn.invars if len(x.aval.shape) >= 3 and jnp.issubdtype(x.aval.dtype, jnp.floating)]
+    shapes = [
+        x.aval.shape
+        for x in eqn.invars
+        if len(x.aval.shape) >= 3 and jnp.issubdtype(x.aval.dtype, jnp.floating)
+    ]
     if kind is not None and pairs is not None:
         *batch, heads, queries, size = shapes[0]
         return 2.0 * SPLASH[kind] * math.prod(batch) * heads * size * pairs(queries, shapes[1][-2])
@@ -105,4 +120,6 @@ def _kernel(eqn: Any, pairs: Pairs | None) -> float:
         # Queries [row, head, size]; a row's keys lie on its pages: `pairs` knows how many, of all the rows.
         rows, heads, size = next(shape for shape in shapes if len(shape) == 3)
         return 4.0 * heads * size * pairs(rows, 0)
-    raise ValueError(f"count_flops: the kernel {name!r} has no formula here; add one, or say with `pairs` what it computes")
+    raise ValueError(
+        f"count_flops: the kernel {name!r} has no formula here; add one, or say with `pairs` what it computes"
+    )

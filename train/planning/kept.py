@@ -21,7 +21,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 ROOMS = ("configs", "models", "paravt_jax", "rollout", "train")
 
 
-def kept(folder: pathlib.Path, case: Case, compiled: Callable[[Case], Measured]) -> tuple[Measured, bool]:
+def kept(
+    folder: pathlib.Path, case: Case, compiled: Callable[[Case], Measured]
+) -> tuple[Measured, bool]:
     """What `folder`, which is there, has of a case, else what `compiled` says of it, which it has from then on; and whether it was there.
 
     What was compiled while the code changed is not kept.
@@ -30,7 +32,9 @@ def kept(folder: pathlib.Path, case: Case, compiled: Callable[[Case], Measured])
     file = folder / f"{case.place[0].replace(':', '-')}-{case.program.replace(' ', '-')}-{key}.json"
     if file.exists():
         fields = json.loads(file.read_text())
-        return Measured(**fields | {name: tuple(fields[name]) for name in ("given", "largest")}), True
+        return Measured(
+            **fields | {name: tuple(fields[name]) for name in ("given", "largest")}
+        ), True
     measured = compiled(case)
     if (measured.peak or not measured.error) and _key(case) == key:
         write_atomically(file, json.dumps(dataclasses.asdict(measured), indent=1))
@@ -38,7 +42,9 @@ def kept(folder: pathlib.Path, case: Case, compiled: Callable[[Case], Measured])
 
 
 def _key(case: Case) -> str:
-    return hashlib.sha256(f"{_compiler()} {case.program} {case.place} {case.run!r}".encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        f"{_compiler()} {case.program} {case.place} {case.run!r}".encode()
+    ).hexdigest()[:16]
 
 
 def _compiler() -> str:
@@ -46,8 +52,13 @@ def _compiler() -> str:
     digest = hashlib.sha256()
     for file in sorted(file for room in ROOMS for file in (ROOT / room).rglob("*.py")):
         digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
-    versions = [*(importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")), libtpu_version()]
+    versions = [
+        *(importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")),
+        libtpu_version(),
+    ]
     told = [
-        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("JAX_", "LIBTPU_")) and name != "JAX_PLATFORMS"
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(("JAX_", "LIBTPU_")) and name != "JAX_PLATFORMS"
     ]
     return " ".join([*versions, *told, digest.hexdigest()])

@@ -53,7 +53,11 @@ def held_together(measured: Measured, residents: dict[str, float]) -> Together:
     are there, and there is a batch meanwhile."""
     away = {"batch"} if measured.program in ROLLOUTS else {"engine's weights", "KV pool"}
     there = {name: size for name, size in residents.items() if name not in away}
-    return Together(measured.program, measured.peak, {name: size for name, size in there.items() if name not in measured.given})
+    return Together(
+        measured.program,
+        measured.peak,
+        {name: size for name, size in there.items() if name not in measured.given},
+    )
 
 
 def rollouts_at_once(run: Run, topology: Topology) -> tuple[int, int, int]:
@@ -125,7 +129,12 @@ def model_flops(shape: BatchShape, config: Qwen3VLConfig) -> float:
     """
     head = 2.0 * config.text.vocab_size * config.text.hidden_size
     prompts = shape.groups * shape.prompt * (flops_per_token(config, (shape.prompt + 1) / 2) - head)
-    rows = shape.groups * shape.rows * shape.suffix * flops_per_token(config, shape.prompt + (shape.suffix + 1) / 2)
+    rows = (
+        shape.groups
+        * shape.rows
+        * shape.suffix
+        * flops_per_token(config, shape.prompt + (shape.suffix + 1) / 2)
+    )
     return 3.0 * (prompts + rows)
 
 
@@ -142,7 +151,9 @@ def shapes_of(run: Run) -> list[BatchShape]:
 
 def tokens_of(run: Run) -> int:
     """Tokens of a step's batch: every prompt once, and its rows."""
-    return sum(shape.groups * (shape.prompt + shape.rows * shape.suffix) for shape in shapes_of(run))
+    return sum(
+        shape.groups * (shape.prompt + shape.rows * shape.suffix) for shape in shapes_of(run)
+    )
 
 
 def padding_advice(run: Run, topology: Topology, mesh: tuple[int, int, int]) -> list[str]:
@@ -162,7 +173,11 @@ def padding_advice(run: Run, topology: Topology, mesh: tuple[int, int, int]) -> 
             f"devices {shape.groups * shape.rows} rows are padded to {rows[parts]}, with {best} to {rows[best]}"
         )
     if groups * 6 > shape.groups * 7:
-        cause = f"as many whole groups on each of {topology.hosts} hosts" if topology.hosts > 1 else f"evenly over {devices} devices"
+        cause = (
+            f"as many whole groups on each of {topology.hosts} hosts"
+            if topology.hosts > 1
+            else f"evenly over {devices} devices"
+        )
         found.append(
             f"RL update: {shape.groups} groups of rollouts are laid out as {groups}, {cause}; an update of rl.prompts = {groups} "
             "costs the same"
@@ -170,7 +185,9 @@ def padding_advice(run: Run, topology: Topology, mesh: tuple[int, int, int]) -> 
     return found
 
 
-def host_memory(run: Run, topology: Topology, arrays: dict[str, float], replicas: int = 1) -> dict[str, float]:
+def host_memory(
+    run: Run, topology: Topology, arrays: dict[str, float], replicas: int = 1
+) -> dict[str, float]:
     """Bytes that one host's process needs beside its programs and libraries. The reference lies on the mesh `replicas` times
     (`mesh.data`); of a checkpoint each replica copies its part.
 
@@ -190,14 +207,23 @@ def host_memory(run: Run, topology: Topology, arrays: dict[str, float], replicas
 
 def held(together: Together, measured: Measured, limit: float) -> list[str]:
     """What holds the memory where it does not fit."""
-    beside = "".join(f", {name} {size / GIB:.2f}" for name, size in sorted(together.others.items(), key=lambda x: -x[1]))
-    lines = [f"{together.program}: {(together.total - limit) / GIB:.2f} GiB too much. Held: the program {together.peak / GIB:.2f}{beside}."]
+    beside = "".join(
+        f", {name} {size / GIB:.2f}"
+        for name, size in sorted(together.others.items(), key=lambda x: -x[1])
+    )
+    lines = [
+        f"{together.program}: {(together.total - limit) / GIB:.2f} GiB too much. Held: the program {together.peak / GIB:.2f}{beside}."
+    ]
     if together.peak > limit / 2 and measured.largest:
-        lines.append(f"{together.program}: its largest temporaries are {'; '.join(measured.largest)}")
+        lines.append(
+            f"{together.program}: its largest temporaries are {'; '.join(measured.largest)}"
+        )
     return lines
 
 
-def remedies(programs: set[str], run: Run, pool: float, topology: Topology, devices: int) -> list[str]:
+def remedies(
+    programs: set[str], run: Run, pool: float, topology: Topology, devices: int
+) -> list[str]:
     """Fields that would free some memory of these programs, which do not fit; `pool`: bytes of the pool on a device. Rows of an update
     lie over so many `devices`."""
     engine, found = run.engine_sizes, list[str]()
@@ -207,16 +233,32 @@ def remedies(programs: set[str], run: Run, pool: float, topology: Topology, devi
             f"engine.cache_tokens = {tokens}: {tokens // 2} would free {pool / 2 / GIB:.2f} GiB, and hold half as many rollouts at once"
         )
     if any(program.startswith("prefill") for program in programs):
-        found.append(f"engine.read_tokens = {engine.read_tokens}: with fewer, fewer rows of a prefill read what is there already")
+        found.append(
+            f"engine.read_tokens = {engine.read_tokens}: with fewer, fewer rows of a prefill read what is there already"
+        )
     if "RL update" in programs and run.rl is not None:
         rl = run.rl
-        parts, most = (parts_of(shapes_of(run), devices, n, topology.hosts) for n in (rl.microbatches, rl.prompts))
+        parts, most = (
+            parts_of(shapes_of(run), devices, n, topology.hosts)
+            for n in (rl.microbatches, rl.prompts)
+        )
         if parts < most:
-            found.append(f"rl.microbatches = {rl.microbatches}: more parts have fewer rows at a time, down to one a device")
+            found.append(
+                f"rl.microbatches = {rl.microbatches}: more parts have fewer rows at a time, down to one a device"
+            )
         if rl.logprob_chunk is None or rl.logprob_chunk > 128:
-            found.append(f"rl.logprob_chunk = {rl.logprob_chunk}: 128 holds fewer scores of the vocabulary")
+            found.append(
+                f"rl.logprob_chunk = {rl.logprob_chunk}: 128 holds fewer scores of the vocabulary"
+            )
         if rl.remat != "offload":
-            found.append(f"rl.remat = {rl.remat!r}: 'full' keeps nothing but layers' inputs, 'offload' keeps those on the host")
+            found.append(
+                f"rl.remat = {rl.remat!r}: 'full' keeps nothing but layers' inputs, 'offload' keeps those on the host"
+            )
     if run.rl is not None and run.rl.optimizer.moment_dtype == "float32":
-        found.append("rl.optimizer.moment_dtype = 'float32': 'bfloat16' halves the first moment, which lies beside every program")
-    return [*found, "--topology: a slice of more chips; weights and moments are cut over all of them"]
+        found.append(
+            "rl.optimizer.moment_dtype = 'float32': 'bfloat16' halves the first moment, which lies beside every program"
+        )
+    return [
+        *found,
+        "--topology: a slice of more chips; weights and moments are cut over all of them",
+    ]

@@ -17,9 +17,19 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[n]) for row in [header, *rows]) for n in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+        return (
+            "| "
+            + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+            + " |"
+        )
 
-    return "\n".join([line(header), "|" + "|".join("-" * (width + 2) for width in widths) + "|", *map(line, rows)])
+    return "\n".join(
+        [
+            line(header),
+            "|" + "|".join("-" * (width + 2) for width in widths) + "|",
+            *map(line, rows),
+        ]
+    )
 
 
 def report(plan: dict[str, Any]) -> str:
@@ -34,7 +44,13 @@ def report(plan: dict[str, Any]) -> str:
 
 def scale(plans: Sequence[dict[str, Any]]) -> str:
     """A line a topology: the table of docs/scale.md."""
-    header = ["topology", "mesh", "fits", "limit", *(f"{name} GiB" for name in ("rollouts", "reference", "update", "together"))]
+    header = [
+        "topology",
+        "mesh",
+        "fits",
+        "limit",
+        *(f"{name} GiB" for name in ("rollouts", "reference", "update", "together")),
+    ]
     header += ["reference s", "update s", "step s", "tokens/s", "sent GB"]
     return markdown(header, [_scale_line(plan) for plan in plans])
 
@@ -70,7 +86,9 @@ def _scale_line(plan: dict[str, Any]) -> list[str]:
 def _head(plan: dict[str, Any]) -> str:
     mesh = " x ".join(map(str, plan["mesh"]))
     part = f"fits, as far as compiled ({', '.join(plan['programs'])})"
-    word = _fits(plan, ("fits", part, f"not known, not compiled: {', '.join(_broken(plan))}", "does not fit"))
+    word = _fits(
+        plan, ("fits", part, f"not known, not compiled: {', '.join(_broken(plan))}", "does not fit")
+    )
     return (
         f"{plan['name']} on {plan['topology']}: **{word}**. {plan['chips']} chips, {plan['devices']} devices of {plan['hbm'] / GIB:.2f} "
         f"GiB, {plan['hosts']} hosts; mesh data x fsdp x tensor = {mesh}; rollouts over the devices of a host; {plan['compiler']}."
@@ -94,10 +112,31 @@ def _programs(plan: dict[str, Any]) -> str:
     rows = []
     for name, m in plan["programs"].items():
         sent = sum(m["sent"].values())
-        rows.append([name, _peak(m), *(f"{m[part] / GIB:.2f}" if not m["error"] else "-" for part in ("arguments", "temporary"))])
-        rows[-1] += [f"{beside[name]['total'] / GIB:.2f}" if name in beside else "-", f"{m['flops'] / 1e15:.3f}", f"{sent / 1e9:.2f}"]
+        rows.append(
+            [
+                name,
+                _peak(m),
+                *(
+                    f"{m[part] / GIB:.2f}" if not m["error"] else "-"
+                    for part in ("arguments", "temporary")
+                ),
+            ]
+        )
+        rows[-1] += [
+            f"{beside[name]['total'] / GIB:.2f}" if name in beside else "-",
+            f"{m['flops'] / 1e15:.3f}",
+            f"{sent / 1e9:.2f}",
+        ]
         rows[-1] += [f"{m['seconds']:.0f}"]
-    header = ["program, a call", "peak GiB", "arguments", "temporary", "with what lies beside", "PFLOP, all devices", "sent GB a device"]
+    header = [
+        "program, a call",
+        "peak GiB",
+        "arguments",
+        "temporary",
+        "with what lies beside",
+        "PFLOP, all devices",
+        "sent GB a device",
+    ]
     return markdown([*header, "compiled in s"], rows)
 
 
@@ -109,19 +148,30 @@ def _peak(m: dict[str, Any]) -> str:
 
 def _phases(plan: dict[str, Any]) -> str:
     rows = [
-        [p["phase"], str(p["calls"]), *(f"{p[part]:.3f}" for part in ("compute", "memory", "interconnect", "seconds"))]
+        [
+            p["phase"],
+            str(p["calls"]),
+            *(f"{p[part]:.3f}" for part in ("compute", "memory", "interconnect", "seconds")),
+        ]
         for p in plan["phases"]
     ]
     if plan["complete"]:
         rows.append(["step", "", "", "", "", f"{plan['step_seconds']:.2f}"])
-    return markdown(["phase", "calls", "arithmetic s", "HBM s", "interconnect s", "at least s"], rows)
+    return markdown(
+        ["phase", "calls", "arithmetic s", "HBM s", "interconnect s", "at least s"], rows
+    )
 
 
 def _sums(plan: dict[str, Any]) -> str:
-    lines = ["On every device: " + _listed(plan["residents"]) + " GiB.", "On every host: " + _listed(plan["host_memory"]) + " GiB."]
+    lines = [
+        "On every device: " + _listed(plan["residents"]) + " GiB.",
+        "On every host: " + _listed(plan["host_memory"]) + " GiB.",
+    ]
     if plan["complete"] and plan["step_seconds"]:
         rate = plan["tokens"] / plan["step_seconds"]
-        lines.append(f"Tokens a step: {plan['tokens']}; at most {rate:.0f} a second. Peaks: {plan['source']}.")
+        lines.append(
+            f"Tokens a step: {plan['tokens']}; at most {rate:.0f} a second. Peaks: {plan['source']}."
+        )
     work = plan["work"]
     if work:
         lines.append(

@@ -41,7 +41,16 @@ CHIPS = {
     "v6e": Chip(918e12, 1638e9, 400e9, 1, 31.24 * 2**30, 2),
 }
 # docs/scale.md: from the smallest slice that might hold the 8B recipe to a large one of each generation.
-SCALE = ("v4:2x2x4", "v5e:4x4", "v5e:8x8", "v5p:2x2x2", "v5p:2x2x4", "v5p:4x4x4", "v6e:4x4", "v6e:8x8")
+SCALE = (
+    "v4:2x2x4",
+    "v5e:4x4",
+    "v5e:8x8",
+    "v5p:2x2x2",
+    "v5p:2x2x4",
+    "v5p:4x4x4",
+    "v6e:4x4",
+    "v6e:8x8",
+)
 HOST_CHIPS = 4
 
 
@@ -54,14 +63,18 @@ class Topology:
     def __post_init__(self):
         generation, _, shape = self.name.partition(":")
         if generation not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", shape):
-            raise ValueError(f"topology = {self.name!r}: GENERATION:SHAPE with one of {', '.join(CHIPS)}; give one such as v5p:4x4x4")
+            raise ValueError(
+                f"topology = {self.name!r}: GENERATION:SHAPE with one of {', '.join(CHIPS)}; give one such as v5p:4x4x4"
+            )
         if len(self.sides) != self.chip.coordinates:
             example = "x".join("4" * self.chip.coordinates)
             raise ValueError(
                 f"topology = {self.name!r}: a slice of {generation} has {self.chip.coordinates} sides, as {generation}:{example}"
             )
         if self.chips % HOST_CHIPS:
-            raise ValueError(f"topology = {self.name!r}: {self.chips} chips; rollouts take hosts of {HOST_CHIPS}, give a multiple of that")
+            raise ValueError(
+                f"topology = {self.name!r}: {self.chips} chips; rollouts take hosts of {HOST_CHIPS}, give a multiple of that"
+            )
 
     @property
     def chip(self) -> Chip:
@@ -87,7 +100,9 @@ class Topology:
     @property
     def host(self) -> Topology:
         """One host of the slice by itself: what runs on a host is compiled for it, since the compiler wants all devices of a slice."""
-        return Topology(f"{self.name.partition(':')[0]}:{'x'.join(['2', '2', '1'][: self.chip.coordinates])}")
+        return Topology(
+            f"{self.name.partition(':')[0]}:{'x'.join(['2', '2', '1'][: self.chip.coordinates])}"
+        )
 
     def make_devices(self) -> list[Any]:
         """The slice's devices by host, for compiling. ImportError without libtpu, saying how to get it."""
@@ -111,7 +126,9 @@ def choose_mesh(recipe: tuple[int, int, int], devices: int, rows: int) -> tuple[
     if math.prod(recipe) == devices:
         return recipe
     if devices % (data * tensor):
-        raise ValueError(f"mesh.data, mesh.tensor: {data} x {tensor} do not divide {devices} devices; give others")
+        raise ValueError(
+            f"mesh.data, mesh.tensor: {data} x {tensor} do not divide {devices} devices; give others"
+        )
     most = max(1, (1 << (rows - 1).bit_length()) // data)
     fsdp = math.gcd(devices // (data * tensor), most)
     return data, fsdp, devices // (data * fsdp)

@@ -52,7 +52,13 @@ def mlvu(video: str, answer: str = "a red car", **fields: Any) -> Row:
 
 
 def mmvu(id: str, subject: str, number: int, open_ended: bool = False, **fields: Any) -> Row:
-    letters = dict(zip("ABCDE", ("Quick sort", "Merge sort", "Heap sort", "Radix sort", "Shell sort"), strict=True))
+    letters = dict(
+        zip(
+            "ABCDE",
+            ("Quick sort", "Merge sort", "Heap sort", "Radix sort", "Shell sort"),
+            strict=True,
+        )
+    )
     return {
         "id": id, "video": f"https://example.org/datasets/yale-nlp/MMVU/resolve/main/videos/{subject}/{number}.mp4", "youtube_url": "",
         "question": "Which algorithm is shown?", "choices": {letter: "" if open_ended else word for letter, word in letters.items()},
@@ -88,14 +94,29 @@ def write_split(name: str, folder: pathlib.Path, rows: Sequence[Row]) -> pathlib
 
 
 EXAMPLES: dict[str, list[Row]] = {
-    "videomme": [videomme("001-1", "fFjv93ACGo8"), videomme("001-2", "fFjv93ACGo8", "(D)"), videomme("300-1", "x_-y", duration="long")],
+    "videomme": [
+        videomme("001-1", "fFjv93ACGo8"),
+        videomme("001-2", "fFjv93ACGo8", "(D)"),
+        videomme("300-1", "x_-y", duration="long"),
+    ],
     "videomme_wsub": [videomme("001-1", "fFjv93ACGo8")],
     "longvideobench": [
         longvideobench("86CxyhFV9MI_0", "86CxyhFV9MI.mp4", 1, ["a cat", "a dog"]),
-        longvideobench("86CxyhFV9MI_1", "86CxyhFV9MI.mp4", 4, ["1", "2", "3", "4", "5"], duration_group=3600),
+        longvideobench(
+            "86CxyhFV9MI_1", "86CxyhFV9MI.mp4", 4, ["1", "2", "3", "4", "5"], duration_group=3600
+        ),
     ],
-    "lvbench": [lvbench("0", "Cm73ma6Ibcs.mp4"), lvbench("1", "Cm73ma6Ibcs.mp4", question="What is it about?", question_type=None)],
-    "mlvu": [mlvu("movie101_66.mp4"), mlvu("movie101_66.mp4", "nothing", question="What does the woman buy?")],
-    "mmvu": [mmvu("validation_0", "Computer_Science", 18), mmvu("validation_1", "Chemistry", 2, open_ended=True)],
+    "lvbench": [
+        lvbench("0", "Cm73ma6Ibcs.mp4"),
+        lvbench("1", "Cm73ma6Ibcs.mp4", question="What is it about?", question_type=None),
+    ],
+    "mlvu": [
+        mlvu("movie101_66.mp4"),
+        mlvu("movie101_66.mp4", "nothing", question="What does the woman buy?"),
+    ],
+    "mmvu": [
+        mmvu("validation_0", "Computer_Science", 18),
+        mmvu("validation_1", "Chemistry", 2, open_ended=True),
+    ],
     "charades": [charades("3MSZA.mp4"), charades("3MSZA.mp4", (0, 8.25)), charades("WZFRM.mp4")],
 }

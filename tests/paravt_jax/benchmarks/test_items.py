@@ -35,23 +35,35 @@ def test_options_that_are_none(wrong):
 def test_options_in_the_text():
     assert split_options("Why?\n(A) a\n(B) b") == ("Why?", ("a", "b"))
     assert split_options("A. first line\nWhy?\nA. a\nB. b\n") == ("A. first line\nWhy?", ("a", "b"))
-    for text in ("Why?", "Why?\n(A) a", "Why?\n(B) b\n(C) c", "Why?\n(A) a\nor\n(B) b", "Why?\n(A)\n(B)"):
+    for text in (
+        "Why?",
+        "Why?\n(A) a",
+        "Why?\n(B) b\n(C) c",
+        "Why?\n(A) a\nor\n(B) b",
+        "Why?\n(A)\n(B)",
+    ):
         assert split_options(text) == (text, ())
 
 
 def item(n: int, id: str = "q") -> Item:
     words = tuple(f"word {i}" for i in range(n))
-    return Item(Question(id, "v.mp4", "Which?", QuestionKind.MULTIPLE_CHOICE, "B", words), "short", ("t",))
+    return Item(
+        Question(id, "v.mp4", "Which?", QuestionKind.MULTIPLE_CHOICE, "B", words), "short", ("t",)
+    )
 
 
 def test_shuffling_moves_the_letter_with_its_option():
     orders = set()
     for n in range(40):
         question = shuffled(item(4, f"q{n}"), seed=1).question
-        assert question.options[ord(question.answer) - ord("A")] == "word 1" and sorted(question.options) == list(item(4).question.options)
+        assert question.options[ord(question.answer) - ord("A")] == "word 1" and sorted(
+            question.options
+        ) == list(item(4).question.options)
         orders.add(question.options)
     assert len(orders) > 10  # of 24
-    assert shuffled(item(4), 1) == shuffled(item(4), 1) and any(shuffled(item(4), seed) != shuffled(item(4), 1) for seed in range(2, 6))
+    assert shuffled(item(4), 1) == shuffled(item(4), 1) and any(
+        shuffled(item(4), seed) != shuffled(item(4), 1) for seed in range(2, 6)
+    )
 
 
 def test_what_has_no_options_is_not_shuffled():

@@ -35,18 +35,26 @@ def test_no_turn_says_nothing():
 
 def wilson(p: float, n: float) -> tuple[float, float]:
     z = 1.959964
-    middle, half = (p + z * z / 2 / n) / (1 + z * z / n), z * math.sqrt(p * (1 - p) / n + z * z / 4 / n / n) / (1 + z * z / n)
+    middle, half = (
+        (p + z * z / 2 / n) / (1 + z * z / n),
+        z * math.sqrt(p * (1 - p) / n + z * z / 4 / n / n) / (1 + z * z / n),
+    )
     return middle - half, middle + half
 
 
 def test_one_question_a_video_is_wilsons_interval():
     scores = [1.0] * 30 + [0.0] * 70
     low, high = interval(scores, [str(i) for i in range(100)])
-    assert (low, high) == pytest.approx(wilson(0.3, 99), abs=1e-6)  # n - 1: the variance is estimated
+    assert (low, high) == pytest.approx(
+        wilson(0.3, 99), abs=1e-6
+    )  # n - 1: the variance is estimated
 
 
 def test_questions_on_one_video_count_as_one_draw():
-    scores, videos = [1.0] * 30 + [0.0] * 70, [str(i // 10) for i in range(100)]  # ten videos, all or nothing
+    scores, videos = (
+        [1.0] * 30 + [0.0] * 70,
+        [str(i // 10) for i in range(100)],
+    )  # ten videos, all or nothing
     assert interval(scores, videos) == pytest.approx(wilson(0.3, 9), abs=1e-6)
 
 
@@ -67,6 +75,8 @@ def test_graded_scores_have_the_interval_of_their_mean():
 
 def test_mcnemar_is_the_exact_binomial_test():
     assert mcnemar(0, 0) == 1.0 and mcnemar(3, 3) == 1.0
-    assert mcnemar(0, 5) == pytest.approx(2 / 32) and mcnemar(1, 5) == pytest.approx(2 * 7 / 64) == mcnemar(5, 1)
+    assert mcnemar(0, 5) == pytest.approx(2 / 32) and mcnemar(1, 5) == pytest.approx(
+        2 * 7 / 64
+    ) == mcnemar(5, 1)
     exact = 2 * sum(math.comb(400, k) for k in range(171)) / 2**400
     assert mcnemar(170, 230) == pytest.approx(exact)

@@ -28,7 +28,9 @@ def videos(small_world, tmp_path_factory) -> pathlib.Path:
     root = tmp_path_factory.mktemp("videos")
     (root / "data").mkdir()
     for number in (0, 1):
-        shutil.copy(small_world.folder / small_world.videos[number].path, root / "data" / f"w{number}.mp4")
+        shutil.copy(
+            small_world.folder / small_world.videos[number].path, root / "data" / f"w{number}.mp4"
+        )
     (root / "data" / "noise.mp4").write_bytes(bytes(range(256)) * 9)
     (root / "subtitle").mkdir()
     (root / "subtitle" / "w0.srt").write_text(SRT)
@@ -65,10 +67,17 @@ def player(scripted, small_vocabulary, features, videos) -> Callable[..., Player
     """player(turns, **settings) plays with a sampler that says `turns`; `player.sampler` is the last one's."""
 
     def make(turns, report=" seven from 8 to 10", **fields) -> Player:
-        chosen: dict[str, Any] = {"model": "m", "benchmark": "videomme", "frames": 4, "question_tokens": 64}
+        chosen: dict[str, Any] = {
+            "model": "m",
+            "benchmark": "videomme",
+            "frames": 4,
+            "question_tokens": 64,
+        }
         chosen |= {"turn_tokens": 64, "summary_tokens": 16, "trajectory_tokens": 256}
         settings = BenchmarkSettings(**chosen | fields)
-        protocol = Protocol(small_vocabulary, dataclasses.replace(settings.protocol(64), crop_frames=4))
+        protocol = Protocol(
+            small_vocabulary, dataclasses.replace(settings.protocol(64), crop_frames=4)
+        )
         make.sampler = scripted(turns, report)
         return Player(make.sampler, Scene(protocol, features), settings, VideoFolder(videos))
 
@@ -78,4 +87,9 @@ def player(scripted, small_vocabulary, features, videos) -> Callable[..., Player
 @pytest.fixture(scope="session")
 def plan() -> str:
     """A first turn that asks for two windows, one outside the video."""
-    return "look closer\n</think>\n" + render_call(CropCall(0, 16)) + "\n" + render_call(CropCall(500, 516))
+    return (
+        "look closer\n</think>\n"
+        + render_call(CropCall(0, 16))
+        + "\n"
+        + render_call(CropCall(500, 516))
+    )

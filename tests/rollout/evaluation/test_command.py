@@ -53,22 +53,40 @@ def run(checkpoint, split, videos, player, monkeypatch, tmp_path):
             "out": str(tmp_path / "out"),
         }
         stream = io.StringIO()
-        return command.evaluate_split(BenchmarkSettings(**chosen | fields), stream), stream.getvalue()
+        return command.evaluate_split(
+            BenchmarkSettings(**chosen | fields), stream
+        ), stream.getvalue()
 
     return make
 
 
 def test_a_run_and_what_it_says(run, checkpoint, tmp_path):
     summary, said = run()
-    assert (summary["played"], summary["questions"], summary["accuracy"]) == (3, 6, pytest.approx(1 / 3))
-    assert summary["left_out"]["missing"] == {"questions": 2, "videos": {"data/gone.mp4": "no file data/gone.mp4 below --videos"}}
+    assert (summary["played"], summary["questions"], summary["accuracy"]) == (
+        3,
+        6,
+        pytest.approx(1 / 3),
+    )
+    assert summary["left_out"]["missing"] == {
+        "questions": 2,
+        "videos": {"data/gone.mp4": "no file data/gone.mp4 below --videos"},
+    }
     assert list(summary["left_out"]["unreadable"]["videos"]) == ["data/noise.mp4"]
     assert "VideoMME w/o: 33.3 [" in said and "] on 3 of 6 questions\n" in said
     assert "paper" not in said
-    assert "left out, missing: 2 questions on 1 videos, such as data/gone.mp4" in said and "videomme 6/6  score 33.3" in said
+    assert (
+        "left out, missing: 2 questions on 1 videos, such as data/gone.mp4" in said
+        and "videomme 6/6  score 33.3" in said
+    )
     config = read_json(tmp_path / "out" / "config.json")
-    assert config["identity"]["weights"] and config["settings"]["frames"] == 64 and config["name"] == checkpoint.parent.name
-    assert json.loads((tmp_path / "out" / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    assert (
+        config["identity"]["weights"]
+        and config["settings"]["frames"] == 64
+        and config["name"] == checkpoint.parent.name
+    )
+    assert json.loads((tmp_path / "out" / "summary.json").read_text()) == json.loads(
+        json.dumps(summary)
+    )
 
 
 def test_what_is_done_is_not_played_again_and_what_was_missing_is(run, videos, player, tmp_path):
@@ -107,7 +125,9 @@ def test_shards_share_a_folder(run, tmp_path):
     parts = [run(shard=f"{index}/2")[0]["played"] for index in (0, 1)]
     whole, _ = run(out=str(tmp_path / "whole"))
     assert parts[0] < parts[1] == whole["played"] == 3
-    assert sorted(latest(read_lines(tmp_path / "out"))) == sorted(latest(read_lines(tmp_path / "whole")))
+    assert sorted(latest(read_lines(tmp_path / "out"))) == sorted(
+        latest(read_lines(tmp_path / "whole"))
+    )
 
 
 def test_an_endpoint_stands_in_for_the_engine(checkpoint, split, videos, tmp_path):
@@ -116,13 +136,25 @@ def test_an_endpoint_stands_in_for_the_engine(checkpoint, split, videos, tmp_pat
     bare.mkdir()
     for file in checkpoint.glob("*.json"):
         (bare / file.name).write_bytes(file.read_bytes())
-    reply = {"choices": [{"message": {"content": "x\n</think>\n<answer>C</answer>"}, "finish_reason": "stop"}]}
+    reply = {
+        "choices": [
+            {"message": {"content": "x\n</think>\n<answer>C</answer>"}, "finish_reason": "stop"}
+        ]
+    }
     with serving(lambda number, received: Reply(json.dumps(reply).encode())) as server:
         settings = BenchmarkSettings(
-            str(bare), "videomme", str(split), str(videos), str(tmp_path / "out"), endpoint=server.endpoint, endpoint_model="m"
+            str(bare),
+            "videomme",
+            str(split),
+            str(videos),
+            str(tmp_path / "out"),
+            endpoint=server.endpoint,
+            endpoint_model="m",
         )
         summary = command.evaluate_split(settings, io.StringIO())
-    assert (summary["played"], summary["accuracy"]) == (3, pytest.approx(1 / 3)) and summary["config"]["identity"]["weights"] is None
+    assert (summary["played"], summary["accuracy"]) == (3, pytest.approx(1 / 3)) and summary[
+        "config"
+    ]["identity"]["weights"] is None
     assert len(server.received) == 3 and summary["left_out"]["missing"]["questions"] == 2
 
 
@@ -198,7 +230,9 @@ def test_a_server_that_refuses_everything_ends_the_run_in_one_line(by_endpoint):
     assert "content_filter" in said and "vllm --max-model-len" in said and "\n" not in said
 
 
-def test_a_short_run_in_which_the_server_refuses_everything_ends_the_same_way(by_endpoint, tmp_path):
+def test_a_short_run_in_which_the_server_refuses_everything_ends_the_same_way(
+    by_endpoint, tmp_path
+):
     """A --limit, a small shard or an own file has fewer videos than the rule for long runs counts."""
     rows = [named(number, f"v{number // 2}") for number in range(3)]
     with pytest.raises(EndpointError, match="refused the first 3 questions, on 2 videos") as error:
@@ -257,7 +291,9 @@ def test_mistakes_are_told_in_words(wrong, said, checkpoint, split, videos, capf
     except SystemExit as error:  # tyro's own way
         code = error.code
     out = capfd.readouterr()
-    assert code == 2 and " ".join(said.split()) in " ".join((out.err + out.out).replace("│", " ").split())
+    assert code == 2 and " ".join(said.split()) in " ".join(
+        (out.err + out.out).replace("│", " ").split()
+    )
     assert not (tmp_path / "o" / "summary.json").exists()
 
 
@@ -300,8 +336,14 @@ def test_settings_of_every_prompt():
     assert made(prompt="agentic-minimal", dispatch="sequential")[0] == "sequential"
     assert made(prompt="reasoning")[0] == "none" and made(prompt="reasoning")[1].pin_think
     assert made(prompt="direct")[0] == "none" and not made(prompt="direct")[1].pin_think
-    assert made(blind=True)[0] == "none" and BenchmarkSettings("m", "mlvu", blind=True).setting().frames == 0
-    assert made()[1].trajectory_tokens == 8192 and made(dispatch="frames")[1].trajectory_tokens == 8192 + 15 * 100
+    assert (
+        made(blind=True)[0] == "none"
+        and BenchmarkSettings("m", "mlvu", blind=True).setting().frames == 0
+    )
+    assert (
+        made()[1].trajectory_tokens == 8192
+        and made(dispatch="frames")[1].trajectory_tokens == 8192 + 15 * 100
+    )
 
 
 # The whole road ------------------------------------------------------------------------------------------------------------------
@@ -314,7 +356,15 @@ CLIPS = {  # of the shared assets
 
 
 def start(checkpoint, data, videos, out, *more) -> subprocess.Popen:
-    argv = [sys.executable, "-m", "rollout.evaluate", f"--model={checkpoint}", f"--data={data}", f"--videos={videos}", f"--out={out}"]
+    argv = [
+        sys.executable,
+        "-m",
+        "rollout.evaluate",
+        f"--model={checkpoint}",
+        f"--data={data}",
+        f"--videos={videos}",
+        f"--out={out}",
+    ]
     small = [
         "--frames=4",
         "--turn-tokens=24",
@@ -324,13 +374,25 @@ def start(checkpoint, data, videos, out, *more) -> subprocess.Popen:
         "--max-pixels=4096",
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([*argv, *small, *more], cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [*argv, *small, *more],
+        cwd=ROOT,
+        env=environment,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 @pytest.mark.slow
 def test_killed_at_any_moment_it_ends_like_one_that_was_not(checkpoint, videos, tmp_path):
     """Against a server, so that a start costs no compilation."""
-    rows = [published.videomme(f"{i}", ("w0", "w1", "gone", "noise")[i % 4], question=f"How many of number {i}?") for i in range(60)]
+    rows = [
+        published.videomme(
+            f"{i}", ("w0", "w1", "gone", "noise")[i % 4], question=f"How many of number {i}?"
+        )
+        for i in range(60)
+    ]
     data = published.write_split("videomme", tmp_path / "split", rows)
 
     def answer(number, received) -> Reply:
@@ -345,12 +407,20 @@ def test_killed_at_any_moment_it_ends_like_one_that_was_not(checkpoint, videos, 
         return {id: {k: v for k, v in line.items() if k != "spent"} for id, line in found.items()}
 
     with serving(answer) as server:
-        options = ("--benchmark=videomme", "--episodes=2", f"--endpoint={server.endpoint}", "--endpoint-model=m", "--turn-tokens=64")
+        options = (
+            "--benchmark=videomme",
+            "--episodes=2",
+            f"--endpoint={server.endpoint}",
+            "--endpoint-model=m",
+            "--turn-tokens=64",
+        )
         kills, asked = 0, []
         for count in (1, 17, 40, 1000):  # lines that are there when it is killed; the last is not
             process = start(checkpoint, data, videos, tmp_path / "out", *options)
             file = tmp_path / "out" / "questions.jsonl"
-            while process.poll() is None and not (file.exists() and file.read_bytes().count(b"\n") >= count):
+            while process.poll() is None and not (
+                file.exists() and file.read_bytes().count(b"\n") >= count
+            ):
                 time.sleep(0.01)
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
@@ -358,26 +428,40 @@ def test_killed_at_any_moment_it_ends_like_one_that_was_not(checkpoint, videos, 
             _, said = process.communicate(timeout=300)
             asked.append(len(server.received))
         assert kills == 3 and process.returncode == 0, said
-        assert asked[-1] <= 30 + 3 * 3  # a kill costs the questions in flight, and one answered and not written
+        assert (
+            asked[-1] <= 30 + 3 * 3
+        )  # a kill costs the questions in flight, and one answered and not written
         whole = start(checkpoint, data, videos, tmp_path / "whole", *options)
         _, said = whole.communicate(timeout=300)
     assert whole.returncode == 0, said
-    assert lines(tmp_path / "out") == lines(tmp_path / "whole") and len(lines(tmp_path / "out")) == 60
+    assert (
+        lines(tmp_path / "out") == lines(tmp_path / "whole") and len(lines(tmp_path / "out")) == 60
+    )
     one, other = (read_json(tmp_path / name / "summary.json") for name in ("out", "whole"))
-    assert one["played"] == 30 and {**one, "seconds_per_question": 0, "config": 0} == {**other, "seconds_per_question": 0, "config": 0}
+    assert one["played"] == 30 and {**one, "seconds_per_question": 0, "config": 0} == {
+        **other,
+        "seconds_per_question": 0,
+        "config": 0,
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "more"), [("charades", ("--dispatch=frames",)), ("mmvu", ("--prompt=direct",))])
+@pytest.mark.parametrize(
+    ("name", "more"), [("charades", ("--dispatch=frames",)), ("mmvu", ("--prompt=direct",))]
+)
 def test_real_clips(name, more, assets, checkpoint, tmp_path):
     folder, clip = CLIPS[name]
     (tmp_path / "videos" / folder).mkdir(parents=True)
     target = tmp_path / "videos" / folder / (clip if name == "charades" else "1.mp4")
     target.symlink_to(assets / "videos" / clip)
-    row = published.charades(clip, (3, 9)) if name == "charades" else published.mmvu("v_0", "Art", 1)
+    row = (
+        published.charades(clip, (3, 9)) if name == "charades" else published.mmvu("v_0", "Art", 1)
+    )
     gone = published.charades("gone.mp4") if name == "charades" else published.mmvu("v_1", "Art", 2)
     data = published.write_split(name, tmp_path / "split", [row, gone])
-    process = start(checkpoint, data, tmp_path / "videos", tmp_path / "out", f"--benchmark={name}", *more)
+    process = start(
+        checkpoint, data, tmp_path / "videos", tmp_path / "out", f"--benchmark={name}", *more
+    )
     _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
     summary = read_json(tmp_path / "out" / "summary.json")

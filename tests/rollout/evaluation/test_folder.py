@@ -27,14 +27,22 @@ def test_lines_survive_and_half_a_line_is_cut_off(tmp_path):
     with opened(tmp_path) as folder:
         folder.append({"id": "b", "score": 0.5})
         folder.append({"id": "b", "score": 0.25})
-    assert {id: line["score"] for id, line in latest(read_lines(tmp_path)).items()} == {"a": 1.0, "b": 0.25}
-    assert "turns" not in next(read_lines(tmp_path)) and next(read_lines(tmp_path, whole=True))["turns"] == ["long"]
+    assert {id: line["score"] for id, line in latest(read_lines(tmp_path)).items()} == {
+        "a": 1.0,
+        "b": 0.25,
+    }
+    assert "turns" not in next(read_lines(tmp_path)) and next(read_lines(tmp_path, whole=True))[
+        "turns"
+    ] == ["long"]
 
 
 def test_another_evaluation_is_refused_with_the_difference(tmp_path):
     opened(tmp_path).close()
     opened(tmp_path).close()  # the same one is not
-    with pytest.raises(FolderError, match=r"another evaluation \(there -> asked for\): frames: 64 -> 16; name another --name or --out"):
+    with pytest.raises(
+        FolderError,
+        match=r"another evaluation \(there -> asked for\): frames: 64 -> 16; name another --name or --out",
+    ):
         opened(tmp_path, IDENTITY | {"frames": 16})
     with pytest.raises(FolderError, match="seed: None -> 3"):
         opened(tmp_path, IDENTITY | {"seed": 3})
@@ -45,8 +53,14 @@ def test_commits_are_kept_in_order(tmp_path):
     for commit in ("c1", "c1", "c2", None):
         opened(tmp_path, commit=commit).close()
     assert read_json(tmp_path / "config.json")["commits"] == ["c1", "c2", None]
-    EvaluationFolder(tmp_path, IDENTITY, {"name": "other"}, "c2").close()  # what decides no answer is that of the last start
-    assert read_json(tmp_path / "config.json") == {"identity": IDENTITY | {"pair": [1, 2]}, "name": "other", "commits": ["c1", "c2", None]}
+    EvaluationFolder(
+        tmp_path, IDENTITY, {"name": "other"}, "c2"
+    ).close()  # what decides no answer is that of the last start
+    assert read_json(tmp_path / "config.json") == {
+        "identity": IDENTITY | {"pair": [1, 2]},
+        "name": "other",
+        "commits": ["c1", "c2", None],
+    }
 
 
 def test_one_process_a_shard_and_the_last_summary_has_all(tmp_path):
@@ -64,7 +78,9 @@ def test_folders_that_cannot_be_used(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(FolderError, match="--out .*file cannot be used"):
         opened(tmp_path / "file")
-    with pytest.raises(FolderError, match="config.json: is not there; give the folder of an evaluation"):
+    with pytest.raises(
+        FolderError, match="config.json: is not there; give the folder of an evaluation"
+    ):
         read_json(tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(FolderError, match="is damaged"):

@@ -48,14 +48,34 @@ def test_lines_of_a_split(player, items, plan):
     lines = by_id(player(answering(player, plan=plan, of=lambda text: "B")).lines(items))
     assert len(lines) == len(items)
     good, other, third = lines["1-1"], lines["1-2"], lines["2-1"]
-    assert [line["score"] for line in (good, other, third)] == [0.0, 1.0, 0.0] and good["read"] == "B"
-    assert (good["calls"], good["duration"], third["duration"], other["tasks"]) == (1, "short", "long", ["OCR Problems"])
+    assert [line["score"] for line in (good, other, third)] == [0.0, 1.0, 0.0] and good[
+        "read"
+    ] == "B"
+    assert (good["calls"], good["duration"], third["duration"], other["tasks"]) == (
+        1,
+        "short",
+        "long",
+        ["OCR Problems"],
+    )
     assert [call["status"] for call in good["turns"][0]["calls"]] == ["executed", "bad_window"]
-    assert "".join(t["text"] for t in good["turns"][1]["tokens"]).startswith("<think>\nseen") and len(good["overview"]) == 4
+    assert (
+        "".join(t["text"] for t in good["turns"][1]["tokens"]).startswith("<think>\nseen")
+        and len(good["overview"]) == 4
+    )
     assert good["turns"][0]["calls"][0]["response"].startswith(" seven from 8 to 10")
-    assert good["video"] == "data/w0.mp4" == good["file"] and good["stop"] == "answered" and good["compliant"]
-    assert (lines["3-1"]["left_out"], lines["3-2"]["left_out"], lines["4-1"]["left_out"]) == ("missing", "missing", "unreadable")
-    assert "no file data/gone.mp4" in lines["3-1"]["reason"] and all(line["spent"] >= 0 for line in lines.values())
+    assert (
+        good["video"] == "data/w0.mp4" == good["file"]
+        and good["stop"] == "answered"
+        and good["compliant"]
+    )
+    assert (lines["3-1"]["left_out"], lines["3-2"]["left_out"], lines["4-1"]["left_out"]) == (
+        "missing",
+        "missing",
+        "unreadable",
+    )
+    assert "no file data/gone.mp4" in lines["3-1"]["reason"] and all(
+        line["spent"] >= 0 for line in lines.values()
+    )
 
 
 def test_nothing_is_kept_of_a_video_whose_questions_are_done(player, items, plan):
@@ -80,7 +100,11 @@ def test_as_many_side_by_side_as_asked_and_each_as_alone(player, items, plan):
 @pytest.mark.parametrize(
     ("written", "score", "read"),
     [
-        ("seen\n</think>\nThe answer is (A).", 1.0, "The answer is (A)."),  # no block: what stands after the thought
+        (
+            "seen\n</think>\nThe answer is (A).",
+            1.0,
+            "The answer is (A).",
+        ),  # no block: what stands after the thought
         ("seen\n</think>\n<answer>A", 1.0, "A"),
         ("seen\n</think>\n", 0.0, None),
         ("the answer is A", 0.0, None),  # thought, and never said
@@ -104,13 +128,21 @@ def test_blind_opens_no_file_and_offers_no_tool(player, items):
     lines = by_id(player(["guess\n</think>\n<answer>A</answer>"], blind=True).lines(items))
     assert [lines[i]["score"] for i in ("1-1", "1-2", "3-1")] == [1.0, 0.0, 0.0] and len(lines) == 6
     for request, _ in player.sampler.main:
-        assert request.frames == () and "crop_video" not in player.sampler.vocabulary.decode(request.ids)
-    assert lines["3-1"]["overview"] == [] and lines["3-1"]["dispatch"] == "none" and lines["3-1"]["k"] == 0
+        assert request.frames == () and "crop_video" not in player.sampler.vocabulary.decode(
+            request.ids
+        )
+    assert (
+        lines["3-1"]["overview"] == []
+        and lines["3-1"]["dispatch"] == "none"
+        and lines["3-1"]["k"] == 0
+    )
 
 
 def test_shuffled_options_move_the_letter(player, items):
     plain = by_id(player(["x\n</think>\n<answer>Two.</answer>"]).lines(items[:3]))
-    moved = by_id(player(["x\n</think>\n<answer>Two.</answer>"], shuffle=True, seed=4).lines(items[:3]))
+    moved = by_id(
+        player(["x\n</think>\n<answer>Two.</answer>"], shuffle=True, seed=4).lines(items[:3])
+    )
     for id in plain:  # words are right wherever they stand
         assert plain[id]["score"] == moved[id]["score"]
         assert sorted(plain[id]["question"]["options"]) == sorted(moved[id]["question"]["options"])
@@ -118,11 +150,20 @@ def test_shuffled_options_move_the_letter(player, items):
 
 
 def test_subtitles_stand_before_the_question_as_words(player, items):
-    wanted = [Item(item.question, subtitles=f"subtitle/{item.question.video[5:-4]}.srt") for item in items[:3]]
-    lines = by_id(player(["x\n</think>\n<answer>A</answer>"], benchmark="videomme_wsub").lines(wanted))
+    wanted = [
+        Item(item.question, subtitles=f"subtitle/{item.question.video[5:-4]}.srt")
+        for item in items[:3]
+    ]
+    lines = by_id(
+        player(["x\n</think>\n<answer>A</answer>"], benchmark="videomme_wsub").lines(wanted)
+    )
     assert (lines["1-1"]["subtitles"], lines["2-1"]["subtitles"]) == (2, None)
     texts = {player.sampler.vocabulary.decode(request.ids) for request, _ in player.sampler.main}
-    (said,) = {text.partition("What is said")[2].partition("How many")[0] for text in texts if "What is said" in text}
+    (said,) = {
+        text.partition("What is said")[2].partition("How many")[0]
+        for text in texts
+        if "What is said" in text
+    }
     assert said == " in the video:\n<1.0 seconds> Hello there\n<65.5 seconds> Good bye\n\n"
 
 
@@ -136,7 +177,9 @@ def test_too_many_subtitles_are_thinned_evenly(player, items):
     asked = Question("q", "v", "", QuestionKind.OPEN_ENDED, "")
     bare = len(protocol.vocabulary.encode(subtitled_text([], asked.text)))
     assert len(protocol.vocabulary.encode(subtitled_text(kept, asked.text))) - bare <= 400
-    assert fitting(entries[:3], protocol, 400) == entries[:3] and fitting(entries, protocol, 16) == [] == fitting([], protocol, 400)
+    assert fitting(entries[:3], protocol, 400) == entries[:3] and fitting(
+        entries, protocol, 16
+    ) == [] == fitting([], protocol, 400)
 
 
 def test_refusals_are_told_from_other_ends(player, items, plan):
@@ -176,7 +219,9 @@ class Answering:
     def step(self):
         waiting, self.waiting = self.waiting, {}
         nothing = np.zeros(len(self.ids), np.float32)
-        return [(ticket, (Sample(self.ids, nothing, SampleStop.STOP_ID, 0, ""),)) for ticket in waiting]
+        return [
+            (ticket, (Sample(self.ids, nothing, SampleStop.STOP_ID, 0, ""),)) for ticket in waiting
+        ]
 
     def cancel(self, ticket):
         self.waiting.pop(ticket, None)
@@ -185,21 +230,41 @@ class Answering:
 def resident() -> float:
     """MiB."""
     gc.collect()
-    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return (
+        int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+        * os.sysconf("SC_PAGE_SIZE")
+        / 2**20
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not pathlib.Path("/proc/self/statm").exists(), reason="reads the process's memory from /proc")
-def test_memory_is_flat_over_five_thousand_questions(small_vocabulary, small_model, videos, tmp_path):
+@pytest.mark.skipif(
+    not pathlib.Path("/proc/self/statm").exists(), reason="reads the process's memory from /proc"
+)
+def test_memory_is_flat_over_five_thousand_questions(
+    small_vocabulary, small_model, videos, tmp_path
+):
     (tmp_path / "data").mkdir()
     for number in range(500):
         (tmp_path / "data" / f"v{number}.mp4").symlink_to(videos / "data" / "w0.mp4")
-    features = FrameFeatures(small_model.vision, small_model.config, FrameSettings(batch=16, whole_frames=64), tmp_path)
+    features = FrameFeatures(
+        small_model.vision, small_model.config, FrameSettings(batch=16, whole_frames=64), tmp_path
+    )
     settings = BenchmarkSettings("m", "videomme", frames=64, question_tokens=64, episodes=8)
     scene = Scene(Protocol(small_vocabulary, settings.protocol(64)), features)
     playing = Player(Answering(small_vocabulary), scene, settings, VideoFolder(tmp_path))
     items = [
-        Item(Question(f"q{n}", f"data/v{n // 10}.mp4", f"Number {n}?", QuestionKind.MULTIPLE_CHOICE, "B", ("x", "y"))) for n in range(5000)
+        Item(
+            Question(
+                f"q{n}",
+                f"data/v{n // 10}.mp4",
+                f"Number {n}?",
+                QuestionKind.MULTIPLE_CHOICE,
+                "B",
+                ("x", "y"),
+            )
+        )
+        for n in range(5000)
     ]
     marks = []
     with EvaluationFolder(tmp_path / "out", {"benchmark": "videomme"}, {}, None) as folder:
@@ -207,14 +272,18 @@ def test_memory_is_flat_over_five_thousand_questions(small_vocabulary, small_mod
             folder.append(line)
             if number % 1000 == 0:
                 marks.append(resident())
-    print(f"\nresident MiB after every 1,000 questions: {', '.join(f'{mark:.1f}' for mark in marks)}")
+    print(
+        f"\nresident MiB after every 1,000 questions: {', '.join(f'{mark:.1f}' for mark in marks)}"
+    )
     # What is kept of each question grows with every thousand; the allocator takes a step now and then.
     grown = np.diff(marks)
     assert grown.min() < 1 and grown.sum() < 80
 
 
 @pytest.mark.slow
-def test_a_thousand_rows_with_bad_videos_among_them(small_vocabulary, small_model, videos, tmp_path):
+def test_a_thousand_rows_with_bad_videos_among_them(
+    small_vocabulary, small_model, videos, tmp_path
+):
     """Every tenth is missing, noise or cut off: these are counted, and nothing else is."""
     (tmp_path / "data").mkdir()
     good = (videos / "data" / "w0.mp4").read_bytes()
@@ -226,12 +295,24 @@ def test_a_thousand_rows_with_bad_videos_among_them(small_vocabulary, small_mode
             file.write_bytes(good[: len(good) * 2 // 3])
         elif number % 30:
             file.symlink_to(videos / "data" / "w0.mp4")
-    features = FrameFeatures(small_model.vision, small_model.config, FrameSettings(batch=16, whole_frames=64), tmp_path)
+    features = FrameFeatures(
+        small_model.vision, small_model.config, FrameSettings(batch=16, whole_frames=64), tmp_path
+    )
     settings = BenchmarkSettings("m", "videomme", question_tokens=64, episodes=8)
     scene = Scene(Protocol(small_vocabulary, settings.protocol(64)), features)
     playing = Player(Answering(small_vocabulary), scene, settings, VideoFolder(tmp_path))
-    items = [Item(Question(f"q{n}", f"data/v{n}.mp4", "Why?", QuestionKind.MULTIPLE_CHOICE, "B", ("x", "y"))) for n in range(1000)]
+    items = [
+        Item(
+            Question(
+                f"q{n}", f"data/v{n}.mp4", "Why?", QuestionKind.MULTIPLE_CHOICE, "B", ("x", "y")
+            )
+        )
+        for n in range(1000)
+    ]
     lines = by_id(playing.lines(items))
     causes = collections.Counter(line.get("left_out", "played") for line in lines.values())
     assert causes == {"played": 900, "missing": 34, "unreadable": 66}
-    assert all((line.get("left_out", "played") == "played") == bool(int(id[1:]) % 10) for id, line in lines.items())
+    assert all(
+        (line.get("left_out", "played") == "played") == bool(int(id[1:]) % 10)
+        for id, line in lines.items()
+    )
