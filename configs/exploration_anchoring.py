@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from configs.base import Run, change
 from configs.paravt_8b import paravt_8b
 from configs.paravt_tiny import paravt_tiny
+from train.settings import Run, change
 
 
 def without_gating(run: Run, name: str) -> Run:

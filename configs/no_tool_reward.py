@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from configs.base import Run, change
 from configs.paravt_8b import paravt_8b
 from configs.paravt_tiny import paravt_tiny
+from train.settings import Run, change
 
 
 def _without_tool_reward(run: Run, name: str) -> Run:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from configs.base import Run, change
 from configs.exploration_anchoring import without_gating
 from configs.nframes_gating import without_anchoring
 from configs.paravt_tiny import paravt_tiny
-from paravt_jax.rewards import RewardSettings
-from paravt_jax.world_text import TextSettings
+from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.world.text import TextSettings
 from rollout.evaluate import EvaluationSettings
+from train.settings import Run, change
 
 
 def paradox_tiny() -> Run:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from configs.base import MeshSettings, ModelSettings, Run
-from paravt_jax.grpo import GRPOSettings
-from paravt_jax.rewards import RewardSettings
+from paravt_jax.method.grpo import GRPOSettings
+from paravt_jax.method.rewards import RewardSettings
+from rollout.engine.settings import EngineSettings
 from rollout.evaluate import EvaluationSettings
-from rollout.settings import EngineSettings
-from train.optimizer import OptimizerSettings
+from train.learn.optimizer import OptimizerSettings
+from train.learn.rl_settings import RLSettings
 from train.published_data import DataSettings
-from train.rl_settings import RLSettings
+from train.settings import MeshSettings, ModelSettings, Run
 
 ENGINE = EngineSettings(page=64, cache_tokens=143_360, read_tokens=131_072, steps=32)
 

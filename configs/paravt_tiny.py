@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from configs.base import Run
 from models.features import FrameSettings
-from paravt_jax.grpo import GRPOSettings
-from paravt_jax.protocol import ProtocolSettings
-from paravt_jax.rewards import RewardSettings
-from paravt_jax.world import WorldSettings
-from paravt_jax.world_text import TextSettings
-from train.align import AlignSettings
-from train.optimizer import OptimizerSettings
-from train.rl_settings import RLSettings
-from train.sft import SFTSettings
+from paravt_jax.method.grpo import GRPOSettings
+from paravt_jax.method.protocol import ProtocolSettings
+from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.world.text import TextSettings
+from paravt_jax.world.videos import WorldSettings
+from train.learn.align import AlignSettings
+from train.learn.optimizer import OptimizerSettings
+from train.learn.rl_settings import RLSettings
+from train.learn.sft import SFTSettings
+from train.settings import Run
 
 
 def paravt_tiny() -> Run:

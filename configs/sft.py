@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from configs.base import MeshSettings, ModelSettings, Run
 from configs.paravt_8b import ENGINE
 from configs.paravt_tiny import paravt_tiny
-from train.optimizer import OptimizerSettings
-from train.packed_sft import PackedSFTSettings
+from train.learn.optimizer import OptimizerSettings
+from train.learn.packed_sft import PackedSFTSettings
 from train.published_data import DataSettings
+from train.settings import MeshSettings, ModelSettings, Run
 
 
 def sft_8b() -> Run:

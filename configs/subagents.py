@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from configs.base import Run, change
 from configs.paravt_tiny import paravt_tiny
+from train.settings import Run, change
 
 
 def subagents_tiny() -> Run:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from configs.base import Run
 from configs.exploration_anchoring import without_gating
 from configs.nframes_gating import without_anchoring
 from configs.paravt_8b import paravt_8b
 from configs.paravt_tiny import paravt_tiny
+from train.settings import Run
 
 
 def vanilla_grpo_8b() -> Run:

@@ -23,9 +23,9 @@ from jaxtyping import Float
 from models.processor import patchify, resize, smart_resize
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from models.qwen3_vl.vision import VisionTower, frame_layout
-from paravt_jax import video
-from paravt_jax.frames import FrameSource
-from paravt_jax.records import Frame
+from paravt_jax.data import video
+from paravt_jax.data.frames import FrameSource
+from paravt_jax.method.records import Frame
 
 _INFOS = 1024  # videos whose frames' times are kept: 8 bytes a frame, some 100 kB for five minutes
 

@@ -24,11 +24,11 @@ from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from models.qwen3_vl.model import Inputs
 from models.qwen3_vl.rope import mrope_positions, visual_index
 from models.weights.folder import local_folder
-from paravt_jax.sizes import image_size, video_size
-from paravt_jax.sizes import (
+from paravt_jax.data.sizes import image_size, video_size
+from paravt_jax.data.sizes import (
     smart_resize as smart_resize,
 )  # part of this module's face: sizes of pictures are a processor's
-from paravt_jax.video import on_white, resize
+from paravt_jax.data.video import on_white, resize
 
 _TOKENS = {
     "image": "<|image_pad|>",
@@ -329,7 +329,7 @@ def _clip(video: Any) -> tuple[UInt8[np.ndarray, "t h w 3"], Sequence[float]]:
     """A video's frames and times, if they are what they should be."""
     if not isinstance(video, (tuple, list)) or len(video) != 2:
         raise ValueError(
-            f"video: {_describe(video)}; give (frames, times in seconds), decoded by paravt_jax.video or any other reader"
+            f"video: {_describe(video)}; give (frames, times in seconds), decoded by paravt_jax.data.video or any other reader"
         )
     frames, times = video
     if (

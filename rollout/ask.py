@@ -25,21 +25,21 @@ from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.hf import load
 from models.qwen3_vl.model import Qwen3VL
 from models.weights.folder import local_folder
-from paravt_jax import tokenizer
-from paravt_jax.local_path import require_local
-from paravt_jax.protocol import Protocol, ProtocolSettings
-from paravt_jax.records import Episode, Question, QuestionKind, StopReason
-from paravt_jax.rewards import RewardSettings, score
-from paravt_jax.tokenizer import Vocabulary
-from paravt_jax.video import VideoError, probe
-from rollout.engine import Engine
-from rollout.episode import Dispatch, Scene, Setting, play
-from rollout.episode_card import episode_card
-from rollout.markup import el, page
-from rollout.requests import run
-from rollout.settings import EngineSizes
-from rollout.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
-from rollout.transcript import transcript
+from paravt_jax.data.local_path import require_local
+from paravt_jax.data.video import VideoError, probe
+from paravt_jax.method import tokenizer
+from paravt_jax.method.protocol import Protocol, ProtocolSettings
+from paravt_jax.method.records import Episode, Question, QuestionKind, StopReason
+from paravt_jax.method.rewards import RewardSettings, score
+from paravt_jax.method.tokenizer import Vocabulary
+from rollout.agent.episode import Dispatch, Scene, Setting, play
+from rollout.agent.transcript import transcript
+from rollout.engine.engine import Engine
+from rollout.engine.requests import run
+from rollout.engine.settings import EngineSizes
+from rollout.engine.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
+from rollout.report.episode_card import episode_card
+from rollout.report.markup import el, page
 
 _QUESTION_TOKENS = 512  # room for the question and its options
 _ENGINES = 2  # kept at once: each holds the keys and values of its prompts on the device
@@ -48,7 +48,8 @@ _ENGINES = 2  # kept at once: each holds the keys and values of its prompts on t
 class Assistant:
     """A model that answers questions about video files. Encoded frames and the programs of the last sizes are kept for later questions.
 
-    `vocabulary` is the model's own (`paravt_jax.tokenizer.load`); `protocol` bounds turns, calls and tokens, `frames` the frames' size.
+    `vocabulary` is the model's own (`paravt_jax.method.tokenizer.load`); `protocol` bounds
+    turns, calls and tokens, `frames` the frames' size.
     """
 
     def __init__(

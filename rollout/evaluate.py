@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from paravt_jax.judge import Judge
-from paravt_jax.records import Episode, Question, StopReason
-from paravt_jax.rewards import Rewards, RewardSettings, score_all
-from rollout.episode import Dispatch, Scene, Setting, play
-from rollout.requests import Sampler, run
+from paravt_jax.method.records import Episode, Question, StopReason
+from paravt_jax.method.rewards import Rewards, RewardSettings, score_all
+from paravt_jax.remote.judge import Judge
+from rollout.agent.episode import Dispatch, Scene, Setting, play
+from rollout.engine.requests import Sampler, run
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,10 @@ from flax import nnx  # noqa: E402
 
 from models.qwen3_vl import Qwen3VL, Qwen3VLConfig, abstract_model  # noqa: E402
 from models.qwen3_vl.config import TextConfig, VisionConfig  # noqa: E402
-from paravt_jax import protocol, tokenizer, world, world_text  # noqa: E402
-from paravt_jax.tokenizer import Vocabulary  # noqa: E402
+from paravt_jax.method import protocol, tokenizer
+from paravt_jax.method.tokenizer import Vocabulary  # noqa: E402
+from paravt_jax.world import text as world_text
+from paravt_jax.world import videos as world
 
 # The first example of a property compiles, so its time says nothing about the property.
 hypothesis.settings.register_profile("paravt", deadline=None, print_blob=True)

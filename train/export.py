@@ -22,14 +22,14 @@ from models.features import FrameSettings
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig, from_hf
 from models.qwen3_vl.hf import save
 from models.qwen3_vl.model import Qwen3VL, abstract_model
-from paravt_jax import tokenizer
-from paravt_jax.local_path import require_local
-from train.checkpoint import CheckpointError, Checkpoints
-from train.run_directory import READABLE, RunDirectoryError, read_config
+from paravt_jax.data.local_path import require_local
+from paravt_jax.method import tokenizer
+from train.durable.checkpoint import CheckpointError, Checkpoints
+from train.durable.run_directory import READABLE, RunDirectoryError, read_config
 
 _FRAMES = 768  # of a video, as many as `models.processor.video_frame_indices` takes at most
 _TEMPLATE = """\
-{%- if tools %}{{ raise_exception('this template writes no tools: paravt_jax.protocol does, for rollout.ask') }}{% endif %}
+{%- if tools %}{{ raise_exception('this template writes no tools: paravt_jax.method.protocol does, for rollout.ask') }}{% endif %}
 {%- for message in messages %}
 {{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\\n' }}
 {%- if message.role == 'tool' %}{{ '<tool_response>\\n' }}{% endif %}

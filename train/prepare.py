@@ -15,19 +15,22 @@ from collections.abc import Callable
 from typing import Any
 
 from configs import RECIPES
-from configs.base import Run
-from paravt_jax import datasets, protocol, tokenizer, world, world_text
-from paravt_jax.atomic import write_atomically
-from paravt_jax.preparation import LEFT_OUT, PLAN
-from paravt_jax.published import Reason
-from paravt_jax.records import Caption, Demonstration, Question
-from paravt_jax.tokenizer import Vocabulary
-from rollout.sizing import REQUEST_TOKENS, overview_tokens
-from train import hosts
+from paravt_jax.data import datasets
+from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.preparation import LEFT_OUT, PLAN
+from paravt_jax.data.published import Reason
+from paravt_jax.method import protocol, tokenizer
+from paravt_jax.method.records import Caption, Demonstration, Question
+from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.world import text as world_text
+from paravt_jax.world import videos as world
+from rollout.engine.sizing import REQUEST_TOKENS, overview_tokens
 from train.cli import parse
-from train.metrics import Progress
+from train.durable import hosts
+from train.durable.metrics import Progress
 from train.published_data import DataSettings, PublishedData, open_published, prepare_published
 from train.published_model import copy_tokenizer
+from train.settings import Run
 from train.world_lengths import world_pieces, world_vocabulary
 
 UNREADABLE = "unreadable_videos.json"

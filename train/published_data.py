@@ -21,17 +21,17 @@ import numpy as np
 from models.features import FrameSettings
 from models.qwen3_vl.config import VisionConfig
 from models.weights.folder import local_folder
-from paravt_jax import preparation, sources
-from paravt_jax.atomic import write_atomically
-from paravt_jax.frames import FrameReader, ReaderSettings
-from paravt_jax.loader import Ahead, stream
-from paravt_jax.local_path import require_local
-from paravt_jax.packing import Packing, pack
-from paravt_jax.protocol import ProtocolSettings
-from paravt_jax.records import Conversation, Question
-from paravt_jax.row_reading import Reading
-from train import hosts
-from train.metrics import Progress
+from paravt_jax.data import preparation, sources
+from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.frames import FrameReader, ReaderSettings
+from paravt_jax.data.loader import Ahead, stream
+from paravt_jax.data.local_path import require_local
+from paravt_jax.data.packing import Packing, pack
+from paravt_jax.data.row_reading import Reading
+from paravt_jax.method.protocol import ProtocolSettings
+from paravt_jax.method.records import Conversation, Question
+from train.durable import hosts
+from train.durable.metrics import Progress
 
 _SOURCES = "sources.json"  # where a set's files came from, as they were named
 

@@ -16,12 +16,12 @@ from jax.experimental import multihost_utils
 
 from models.qwen3_vl.config import Qwen3VLConfig, from_hf, qwen3_vl, tiny
 from models.weights.folder import CONFIG, local_folder, read_companions, weights_files
-from paravt_jax import tokenizer
-from paravt_jax.atomic import write_atomically
-from paravt_jax.tokenizer import Vocabulary
+from paravt_jax.data.atomic import write_atomically
+from paravt_jax.method import tokenizer
+from paravt_jax.method.tokenizer import Vocabulary
 from rollout.evaluation.origin import weights_hash
-from train import hosts
-from train.run_directory import differences
+from train.durable import hosts
+from train.durable.run_directory import differences
 
 
 def config_of(path: str, size: str) -> Qwen3VLConfig:

@@ -16,21 +16,21 @@ import time
 from typing import Any
 
 from configs import RECIPES
-from configs.base import Run
 from models.sharding import make_mesh
-from paravt_jax.atomic import write_atomically
-from train import hosts
-from train.allocator import reuse_freed_memory
-from train.checkpoint import CheckpointError
+from paravt_jax.data.atomic import write_atomically
 from train.cli import parse
-from train.interrupts import Interrupts, Stopped
-from train.metrics import MetricsWriter, SilentMetrics, format_seconds, read_metrics
-from train.placement import require_even
+from train.durable import hosts
+from train.durable.allocator import reuse_freed_memory
+from train.durable.checkpoint import CheckpointError
+from train.durable.interrupts import Interrupts, Stopped
+from train.durable.metrics import MetricsWriter, SilentMetrics, format_seconds, read_metrics
+from train.durable.run_directory import RunDirectory, RunDirectoryError, as_json, take_over
+from train.learn.placement import require_even
 from train.prepare import UnreadableVideosError, prepare
 from train.published_model import config_of, require_weights
-from train.report import write_report
-from train.run_directory import RunDirectory, RunDirectoryError, as_json, take_over
+from train.report.page import write_report
 from train.session import Session
+from train.settings import Run
 
 
 def resolved(run: Run) -> dict[str, Any]:
@@ -45,7 +45,8 @@ def resolved(run: Run) -> dict[str, Any]:
 def execute(run: Run, interrupts: Interrupts | None = None) -> pathlib.Path:
     """Run every phase that is not done yet; returns the report's path. Raises Stopped where `interrupts` heard a signal.
 
-    Raises what `train.prepare.prepare`, `RunDirectory`, `train.phase.Phase` and, for more devices than there are, `make_mesh` raise.
+    Raises what `train.prepare.prepare`, `RunDirectory`, `train.durable.phase.Phase` and, for
+    more devices than there are, `make_mesh` raise.
     """
     settings, interrupts, log = resolved(run), interrupts or Interrupts(), run.log
     folder = pathlib.Path(run.run_dir or f"runs/{run.name}").absolute()

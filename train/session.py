@@ -23,47 +23,47 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from configs.base import Run
 from models.features import FrameFeatures
 from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl, tiny, to_hf
 from models.qwen3_vl.hf import load
 from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.vision import frozen
 from models.sharding import make_mesh, param_shardings
-from paravt_jax import video
-from paravt_jax.atomic import write_atomically
-from paravt_jax.frames import FrameReader
-from paravt_jax.judge import Judge
-from paravt_jax.loader import Ahead, stream
-from paravt_jax.protocol import Protocol
-from paravt_jax.records import Question
-from paravt_jax.rewards import RewardSettings
-from paravt_jax.tokenizer import Vocabulary
-from rollout.engine import Engine
-from rollout.episode import Scene, Setting
+from paravt_jax.data import video
+from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.frames import FrameReader
+from paravt_jax.data.loader import Ahead, stream
+from paravt_jax.method.protocol import Protocol
+from paravt_jax.method.records import Question
+from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.remote.judge import Judge
+from rollout.agent.episode import Scene, Setting
+from rollout.agent.transcript import transcript
+from rollout.engine.engine import Engine
 from rollout.evaluate import play_and_score, summarise
-from rollout.transcript import transcript
-from train import hosts
-from train.align import align
-from train.checkpoint import Checkpoints
-from train.compilations import Compilations
+from train.durable import hosts
+from train.durable.checkpoint import Checkpoints
+from train.durable.compilations import Compilations
+from train.durable.interrupts import Interrupts
+from train.durable.metrics import MetricsWriter, Progress
+from train.durable.phase import Phase
+from train.durable.rollout_file import RolloutFile, forget_others, rollout_file_name
+from train.durable.run_directory import cold_start_identity, identity
 from train.export import write_model
-from train.interrupts import Interrupts
-from train.metrics import MetricsWriter, Progress
-from train.packed_sft import PackedCourse, PackedSFTSettings
-from train.phase import Phase
+from train.learn.align import align
+from train.learn.packed_sft import PackedCourse, PackedSFTSettings
+from train.learn.rl import Learner
+from train.learn.rl_settings import RLSettings
+from train.learn.rollouts import Rollouts, draw_budgets
+from train.learn.sft import Course, SFTSettings
+from train.learn.speed import speeds
+from train.learn.step import TrainState
+from train.learn.weight_sync import WeightSync
 from train.prepare import Data, note_unreadable
 from train.published_data import open_reader, question_stream
 from train.published_model import check_vocabulary, config_of, fingerprint, on_host
-from train.rl import Learner
-from train.rl_settings import RLSettings
-from train.rollout_file import RolloutFile, forget_others, rollout_file_name
-from train.rollouts import Rollouts, draw_budgets
-from train.run_directory import cold_start_identity, identity
-from train.sft import Course, SFTSettings
-from train.speed import speeds
-from train.step import TrainState
-from train.weight_sync import WeightSync
+from train.settings import Run
 
 WARM_UP = 3  # steps after the start of a process in which programs may still be compiled
 

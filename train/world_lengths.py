@@ -6,13 +6,15 @@ import functools
 from typing import NamedTuple
 
 from models.weights.folder import local_folder
-from paravt_jax import tokenizer, world, world_text
-from paravt_jax.protocol import Protocol, ProtocolSettings, recurring_texts
-from paravt_jax.records import Author, Trajectory
-from paravt_jax.tokenizer import Vocabulary
-from paravt_jax.world import WorldSettings
-from paravt_jax.world_text import TextSettings
-from train.batch import shared_prompt
+from paravt_jax.method import tokenizer
+from paravt_jax.method.protocol import Protocol, ProtocolSettings, recurring_texts
+from paravt_jax.method.records import Author, Trajectory
+from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.world import text as world_text
+from paravt_jax.world import videos as world
+from paravt_jax.world.text import TextSettings
+from paravt_jax.world.videos import WorldSettings
+from train.learn.batch import shared_prompt
 
 
 class WorldLengths(NamedTuple):

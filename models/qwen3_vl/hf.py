@@ -30,7 +30,7 @@ from models.qwen3_vl.model import Qwen3VL, abstract_model
 from models.sharding import param_shardings
 from models.weights import folder as hf_folder
 from models.weights import tensor_file
-from paravt_jax import tokenizer
+from paravt_jax.method import tokenizer
 
 _TIED_HEAD = "lm_head.weight"  # some files repeat the tied embedding under this name
 _EMBEDDING = "model.language_model.embed_tokens.weight"

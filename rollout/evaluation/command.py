@@ -23,28 +23,28 @@ from models.qwen3_vl.config import Qwen3VLConfig, from_hf
 from models.qwen3_vl.hf import load as load_model
 from models.sharding import make_mesh
 from models.weights.folder import local_folder, weights_files
-from paravt_jax import tokenizer
-from paravt_jax.benchmarks import BENCHMARKS, Item, VideoFolder, load
-from paravt_jax.protocol import Protocol
-from paravt_jax.tokenizer import Vocabulary
-from paravt_jax.video import VideoError
-from rollout.endpoint import (
+from paravt_jax.data.video import VideoError
+from paravt_jax.method import tokenizer
+from paravt_jax.method.protocol import Protocol
+from paravt_jax.method.tokenizer import Vocabulary
+from rollout.agent.endpoint import (
     REFUSAL_REMEDY,
     EndpointError,
     EndpointSampler,
     EndpointSettings,
     FrameImages,
 )
-from rollout.engine import Engine
-from rollout.episode import Scene
+from rollout.agent.episode import Scene
+from rollout.engine.engine import Engine
+from rollout.engine.requests import Sampler
+from rollout.engine.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
+from rollout.evaluation.benchmarks import BENCHMARKS, Item, VideoFolder, load
 from rollout.evaluation.compare import compare, comparison_text, table
 from rollout.evaluation.folder import EvaluationFolder, FolderError, Line, latest, read_lines
 from rollout.evaluation.origin import commit, questions_hash, versions, weights_hash
 from rollout.evaluation.play import Player
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.summary import rows_of, summarise
-from rollout.requests import Sampler
-from rollout.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
 
 _LAST = 99_999.9  # seconds; a later frame's time would have one more digit than there is room for
 _REFUSED_VIDEOS = 5  # the run ends when a server refused questions on so many and answered none

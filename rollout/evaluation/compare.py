@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from paravt_jax.benchmarks import BENCHMARKS
-from paravt_jax.benchmarks.scoring import interval, mcnemar
-from paravt_jax.benchmarks.splits import PAPER_ROWS
+from rollout.evaluation.benchmarks import BENCHMARKS
+from rollout.evaluation.benchmarks.scoring import interval, mcnemar
+from rollout.evaluation.benchmarks.splits import PAPER_ROWS
 from rollout.evaluation.folder import FolderError, Line, latest, read_json, read_lines
 from rollout.evaluation.summary import not_played, rows_of
 

@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from paravt_jax.atomic import write_atomically
+from paravt_jax.data.atomic import write_atomically
 
 Line = dict[str, Any]
 

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterable
 from typing import Any
 
-from paravt_jax.benchmarks import Item
+from rollout.evaluation.benchmarks import Item
 
 _PIECE = 1 << 22  # bytes read at once
 

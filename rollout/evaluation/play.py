@@ -13,21 +13,21 @@ import time
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
-from paravt_jax.accuracy import accuracy, is_read
-from paravt_jax.benchmarks import Item, VideoFolder, shuffled
-from paravt_jax.benchmarks.scoring import said
-from paravt_jax.judge import Judge
-from paravt_jax.protocol import Protocol, subtitle_line, subtitled_text
-from paravt_jax.records import CallStatus, Episode, Question, StopReason
-from paravt_jax.rewards import RewardSettings, score
-from paravt_jax.subtitles import Subtitle, read_srt
-from paravt_jax.video import VideoError
-from rollout.episode import Scene, play
+from paravt_jax.data.video import VideoError
+from paravt_jax.method.accuracy import accuracy, is_read
+from paravt_jax.method.protocol import Protocol, subtitle_line, subtitled_text
+from paravt_jax.method.records import CallStatus, Episode, Question, StopReason
+from paravt_jax.method.rewards import RewardSettings, score
+from paravt_jax.method.subtitles import Subtitle, read_srt
+from paravt_jax.remote.judge import Judge
+from rollout.agent.episode import Scene, play
+from rollout.agent.transcript import transcript
+from rollout.engine.requests import Sampler, as_done
 from rollout.evaluate import executed_calls, seed_of
+from rollout.evaluation.benchmarks import Item, VideoFolder, shuffled
+from rollout.evaluation.benchmarks.scoring import said
 from rollout.evaluation.folder import Line
 from rollout.evaluation.settings import BenchmarkSettings
-from rollout.requests import Sampler, as_done
-from rollout.transcript import transcript
 
 
 @dataclasses.dataclass(frozen=True)

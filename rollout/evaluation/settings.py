@@ -10,13 +10,13 @@ import re
 from typing import Any, Literal
 
 from models.features import FrameSettings
-from paravt_jax.benchmarks import BENCHMARKS
-from paravt_jax.judge import JudgeSettings
-from paravt_jax.local_path import require_local
-from paravt_jax.protocol import Prompt, ProtocolSettings
-from paravt_jax.rewards import RewardSettings
-from rollout.endpoint import check_endpoint
-from rollout.episode import Dispatch, Setting
+from paravt_jax.data.local_path import require_local
+from paravt_jax.method.protocol import Prompt, ProtocolSettings
+from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.remote.judge import JudgeSettings
+from rollout.agent.endpoint import check_endpoint
+from rollout.agent.episode import Dispatch, Setting
+from rollout.evaluation.benchmarks import BENCHMARKS
 
 BenchmarkName = Literal[
     "videomme", "videomme_wsub", "longvideobench", "lvbench", "mlvu", "mmvu", "charades"

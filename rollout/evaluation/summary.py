@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from paravt_jax.benchmarks import BENCHMARKS
-from paravt_jax.benchmarks.scoring import interval
-from paravt_jax.records import QuestionKind
+from paravt_jax.method.records import QuestionKind
+from rollout.evaluation.benchmarks import BENCHMARKS
+from rollout.evaluation.benchmarks.scoring import interval
 from rollout.evaluation.folder import Line, latest
 
 RECALL = (0.3, 0.5, 0.7)  # of grounding: the share of answers that overlap at least so much

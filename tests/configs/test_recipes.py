@@ -20,22 +20,29 @@ import pytest
 from flax import nnx
 
 from configs import RECIPES
-from configs.base import LogSettings, ModelSettings, Run
 from models.features import FrameSettings
 from models.qwen3_vl import abstract_model, num_params, qwen3_vl
 from models.sharding import make_mesh, param_shardings
-from paravt_jax import protocol, tokenizer, world, world_text
-from paravt_jax.grpo import Anchor
-from paravt_jax.protocol import Protocol
-from paravt_jax.tokenizer import Vocabulary
-from paravt_jax.world_text import TextSettings
+from paravt_jax.method import protocol, tokenizer
+from paravt_jax.method.grpo import Anchor
+from paravt_jax.method.protocol import Protocol
+from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.world import text as world_text
+from paravt_jax.world import videos as world
+from paravt_jax.world.text import TextSettings
 from rollout.ask import AskSettings
+from rollout.engine.sizing import crop_tokens, overview_tokens
 from rollout.evaluation.settings import BenchmarkSettings
-from rollout.sizing import crop_tokens, overview_tokens
-from train.abstract import Abstract, abstract_reference, abstract_rl_update, abstract_sft_update
-from train.checkpoint import CheckpointSettings
 from train.cli import parse
+from train.durable.checkpoint import CheckpointSettings
 from train.export import Export
+from train.plan.abstract import (
+    Abstract,
+    abstract_reference,
+    abstract_rl_update,
+    abstract_sft_update,
+)
+from train.settings import LogSettings, ModelSettings, Run
 
 ROOT = pathlib.Path(__file__).parents[2]
 LARGE = [name for name, recipe in RECIPES.items() if recipe().model.size != "tiny"]

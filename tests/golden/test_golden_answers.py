@@ -13,9 +13,15 @@ from typing import Any
 
 import pytest
 
-from paravt_jax.accuracy import accuracy, choice_accuracy, grounding_accuracy, normalise, token_f1
-from paravt_jax.parsing import extract_answer
-from paravt_jax.records import Question, QuestionKind
+from paravt_jax.method.accuracy import (
+    accuracy,
+    choice_accuracy,
+    grounding_accuracy,
+    normalise,
+    token_f1,
+)
+from paravt_jax.method.parsing import extract_answer
+from paravt_jax.method.records import Question, QuestionKind
 from tests.golden.conftest import Excuse, check_examples
 from tests.golden.test_golden_readings import first_pair, named, names, standing
 

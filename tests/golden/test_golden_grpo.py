@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from models.qwen3_vl.text import TextDecoder
-from paravt_jax import grpo
-from paravt_jax.grpo import GRPOBatch, GRPOSettings, Normalisation, Totals
-from paravt_jax.structure import Structure
+from paravt_jax.method import grpo
+from paravt_jax.method.grpo import GRPOBatch, GRPOSettings, Normalisation, Totals
+from paravt_jax.method.structure import Structure
 
 Config = dict[str, Any]
 Arrays = dict[str, np.ndarray]

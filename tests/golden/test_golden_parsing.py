@@ -10,8 +10,8 @@ import math
 import re
 from typing import Any
 
-from paravt_jax.parsing import Malformed, parse_calls, read_seconds
-from paravt_jax.records import CropCall
+from paravt_jax.method.parsing import Malformed, parse_calls, read_seconds
+from paravt_jax.method.records import CropCall
 from tests.golden.conftest import Excuse, check_examples
 
 GOOD = '{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}'

@@ -12,9 +12,9 @@ import re
 import numpy as np
 import pytest
 
-from paravt_jax.accuracy import chosen_option, grounding_accuracy, read_range
-from paravt_jax.parsing import read_seconds
-from paravt_jax.subtitles import read_srt
+from paravt_jax.method.accuracy import chosen_option, grounding_accuracy, read_range
+from paravt_jax.method.parsing import read_seconds
+from paravt_jax.method.subtitles import read_srt
 from tests.golden.conftest import Excuse, check_examples
 from tests.golden.test_golden_parsing import floats, response
 

@@ -11,9 +11,16 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from paravt_jax.parsing import has_substantive_think, parse_calls
-from paravt_jax.records import CallOutcome, CallStatus, CropCall, Question, QuestionKind, Turn
-from paravt_jax.rewards import Rewards, RewardSettings, score
+from paravt_jax.method.parsing import has_substantive_think, parse_calls
+from paravt_jax.method.records import (
+    CallOutcome,
+    CallStatus,
+    CropCall,
+    Question,
+    QuestionKind,
+    Turn,
+)
+from paravt_jax.method.rewards import Rewards, RewardSettings, score
 from tests.golden.conftest import Excuse, check_examples
 from tests.golden.test_golden_answers import (
     ACCURACIES,

@@ -41,8 +41,8 @@ from models.qwen3_vl import (
 )
 from models.qwen3_vl.config import to_hf, vision_flops
 from models.qwen3_vl.rope import visual_index
-from paravt_jax.local_path import require_local
-from train.allocator import reuse_freed_memory
+from paravt_jax.data.local_path import require_local
+from train.durable.allocator import reuse_freed_memory
 
 JOBS = {"prefill": 3, "decode": 3, "train": 2}  # calls for the clock
 LEARNING_RATE, DECAY = 1e-5, 0.01

@@ -15,11 +15,11 @@ from PIL import Image
 from models.features import FrameFeatures, FrameSettings, frame_tokens
 from models.processor import patchify
 from models.qwen3_vl import frame_layout
-from paravt_jax import video
-from paravt_jax.records import Frame
-from paravt_jax.video import VideoError
-from paravt_jax.world import FRAMES, STEP
-from train.compilations import Compilations
+from paravt_jax.data import video
+from paravt_jax.data.video import VideoError
+from paravt_jax.method.records import Frame
+from paravt_jax.world.videos import FRAMES, STEP
+from train.durable.compilations import Compilations
 
 
 @pytest.fixture

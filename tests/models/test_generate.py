@@ -12,7 +12,7 @@ from flax import nnx
 
 from models.qwen3_vl import Inputs, Qwen3VL, frame_layout, generate, mrope_positions
 from models.qwen3_vl.rope import visual_index
-from train.compilations import Compilations
+from train.durable.compilations import Compilations
 
 IMAGE, VIDEO = (1, 2, 4), (3, 4, 2)
 LARGE = (1, 24, 24)  # two of them take two rows of the tower

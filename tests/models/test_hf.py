@@ -28,7 +28,7 @@ from models.qwen3_vl.config import to_hf
 from models.sharding import make_mesh
 from models.weights import folder as hf_folder
 from models.weights import tensor_file
-from paravt_jax import tokenizer
+from paravt_jax.method import tokenizer
 
 
 @pytest.fixture(scope="module")

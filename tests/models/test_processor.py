@@ -23,8 +23,8 @@ from models.processor import (
     video_size,
 )
 from models.qwen3_vl import from_hf
-from paravt_jax import protocol, tokenizer
-from paravt_jax.records import Frame, Question, QuestionKind
+from paravt_jax.method import protocol, tokenizer
+from paravt_jax.method.records import Frame, Question, QuestionKind
 
 LIMITS = (4096, 65_536)
 

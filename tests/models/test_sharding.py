@@ -29,7 +29,7 @@ from models.qwen3_vl import (
 from models.qwen3_vl.config import TextConfig, VisionConfig
 from models.qwen3_vl.text import TextDecoder
 from models.sharding import BATCH, RULES, make_mesh, param_shardings
-from train.planning.collectives import bytes_sent, find_collectives
+from train.plan.collectives import bytes_sent, find_collectives
 
 
 def state(config=None):

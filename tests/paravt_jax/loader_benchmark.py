@@ -13,9 +13,9 @@ import time
 
 import numpy as np
 
-from paravt_jax import video
-from paravt_jax.frames import FrameReader, ReaderSettings
-from paravt_jax.loader import Ahead, stream
+from paravt_jax.data import video
+from paravt_jax.data.frames import FrameReader, ReaderSettings
+from paravt_jax.data.loader import Ahead, stream
 
 
 def measure(

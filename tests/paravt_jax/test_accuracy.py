@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from paravt_jax.accuracy import (
+from paravt_jax.method.accuracy import (
     accuracy,
     choice_accuracy,
     chosen_option,
@@ -17,7 +17,7 @@ from paravt_jax.accuracy import (
     read_range,
     token_f1,
 )
-from paravt_jax.records import Question, QuestionKind
+from paravt_jax.method.records import Question, QuestionKind
 
 OPTIONS = ("A. a red dog", "B. two cats", "C. seven", "D. the sea")
 

@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from paravt_jax import tokenizer
-from paravt_jax.protocol import PINNED, Protocol, ProtocolSettings, render_call, system_text
-from paravt_jax.records import (
+from paravt_jax.method import tokenizer
+from paravt_jax.method.protocol import PINNED, Protocol, ProtocolSettings, render_call, system_text
+from paravt_jax.method.records import (
     Author,
     ChatTurn,
     Clip,

@@ -5,8 +5,10 @@ import sys
 
 import pytest
 
-from paravt_jax import datasets, world, world_text
-from paravt_jax.records import Caption, Demonstration, Message, Question, QuestionKind
+from paravt_jax.data import datasets
+from paravt_jax.method.records import Caption, Demonstration, Message, Question, QuestionKind
+from paravt_jax.world import text as world_text
+from paravt_jax.world import videos as world
 
 _QUESTION = Question("q", "a.mp4", 'Où?\n"é" <|im_end|>', QuestionKind.OPEN_ENDED, "là", ())
 

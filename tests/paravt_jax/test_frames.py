@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paravt_jax import frames, video
-from paravt_jax.frames import FrameReader, ReaderSettings
-from paravt_jax.sizes import smart_resize
+from paravt_jax.data import frames, video
+from paravt_jax.data.frames import FrameReader, ReaderSettings
+from paravt_jax.data.sizes import smart_resize
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paravt_jax import grpo
-from paravt_jax.grpo import Anchor, Clip, GRPOBatch, GRPOSettings, Normalisation
-from paravt_jax.structure import Kind, Structure
+from paravt_jax.method import grpo
+from paravt_jax.method.grpo import Anchor, Clip, GRPOBatch, GRPOSettings, Normalisation
+from paravt_jax.method.structure import Kind, Structure
 
 SETTINGS = GRPOSettings(group_size=4)
 IN_GROUPS = Normalisation("group", "group")

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paravt_jax.accuracy import token_f1
-from paravt_jax.judge import (
+from paravt_jax.method.accuracy import token_f1
+from paravt_jax.method.records import Question, QuestionKind
+from paravt_jax.remote.judge import (
     Judge,
     JudgeCounts,
     JudgeSettings,
@@ -24,7 +25,6 @@ from paravt_jax.judge import (
     read_score,
     request,
 )
-from paravt_jax.records import Question, QuestionKind
 from tests.paravt_jax.judge_server import Reply, says, serving
 
 KEY = "sk-of-a-test-0123456789"

@@ -6,7 +6,9 @@ import json
 import grain
 import pytest
 
-from paravt_jax import datasets, loader, world, world_text
+from paravt_jax.data import datasets, loader
+from paravt_jax.world import text as world_text
+from paravt_jax.world import videos as world
 
 
 def _take(stream, count):

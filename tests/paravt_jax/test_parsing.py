@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paravt_jax.parsing import (
+from paravt_jax.method.parsing import (
     BLOCKS,
     Malformed,
     extract_answer,
@@ -17,7 +17,7 @@ from paravt_jax.parsing import (
     tags_balanced,
     turn_is_well_formed,
 )
-from paravt_jax.records import CallStatus, CropCall, Turn
+from paravt_jax.method.records import CallStatus, CropCall, Turn
 
 GOOD = (
     '{"name": "crop_video", "arguments": {"video_path": "v.mp4", "start_time": 3, "end_time": 9.5}}'

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paravt_jax import preparation, tokenizer
-from paravt_jax.preparation import LEFT_OUT, SUMMARY, find_tables, open_prepared, prepare
-from paravt_jax.protocol import Protocol, ProtocolSettings
-from paravt_jax.row_reading import Reading
+from paravt_jax.data import preparation
+from paravt_jax.data.preparation import LEFT_OUT, SUMMARY, find_tables, open_prepared, prepare
+from paravt_jax.data.row_reading import Reading
+from paravt_jax.method import tokenizer
+from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from tests.paravt_jax.published_files import (
     CLIPS,
     answered,

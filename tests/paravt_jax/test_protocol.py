@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paravt_jax import protocol, tokenizer
-from paravt_jax.protocol import PINNED, Protocol, ProtocolSettings, render_call
-from paravt_jax.records import (
+from paravt_jax.method import protocol, tokenizer
+from paravt_jax.method.protocol import PINNED, Protocol, ProtocolSettings, render_call
+from paravt_jax.method.records import (
     Author,
     CropCall,
     Demonstration,

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paravt_jax import published
-from paravt_jax.protocol import VIDEO_NAME, ProtocolSettings, render_call
-from paravt_jax.published import (
+from paravt_jax.data import published
+from paravt_jax.data.published import (
     Reason,
     Refused,
     open_table,
@@ -20,7 +19,8 @@ from paravt_jax.published import (
     read_question,
     read_rows,
 )
-from paravt_jax.records import ChatTurn, Clip, CropCall, Question, QuestionKind
+from paravt_jax.method.protocol import VIDEO_NAME, ProtocolSettings, render_call
+from paravt_jax.method.records import ChatTurn, Clip, CropCall, Question, QuestionKind
 from tests.paravt_jax.published_files import (
     THOUGHT,
     answered,

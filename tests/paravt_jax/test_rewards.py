@@ -7,9 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paravt_jax.judge import Judge, JudgeSettings
-from paravt_jax.records import CallOutcome, CallStatus, CropCall, Question, QuestionKind, Turn
-from paravt_jax.rewards import (
+from paravt_jax.method.records import (
+    CallOutcome,
+    CallStatus,
+    CropCall,
+    Question,
+    QuestionKind,
+    Turn,
+)
+from paravt_jax.method.rewards import (
     RewardSettings,
     anchor_reward,
     format_base,
@@ -17,6 +23,7 @@ from paravt_jax.rewards import (
     score_all,
     tool_reward,
 )
+from paravt_jax.remote.judge import Judge, JudgeSettings
 
 QUESTION = Question(
     "q", "v", "which digit?", QuestionKind.MULTIPLE_CHOICE, "seven", ("six", "seven")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paravt_jax.servers import check_address, retry_after
+from paravt_jax.remote.servers import check_address, retry_after
 
 SECRET = "sk-17-secret"
 DATE = "Wed, 21 Oct 2026 07:28:00 GMT"

@@ -7,7 +7,7 @@ import zipfile
 import fsspec
 import pytest
 
-from paravt_jax import sources
+from paravt_jax.data import sources
 
 
 @pytest.fixture

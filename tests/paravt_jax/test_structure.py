@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paravt_jax import tokenizer
-from paravt_jax.parsing import find_tags
-from paravt_jax.protocol import PINNED, system_text
-from paravt_jax.records import Author
-from paravt_jax.structure import Kind, find_structure, pad_structures
-from paravt_jax.tokenizer import Vocabulary
+from paravt_jax.method import tokenizer
+from paravt_jax.method.parsing import find_tags
+from paravt_jax.method.protocol import PINNED, system_text
+from paravt_jax.method.records import Author
+from paravt_jax.method.structure import Kind, find_structure, pad_structures
+from paravt_jax.method.tokenizer import Vocabulary
 
 P, N, M, T = Author.PROMPT, Author.PINNED, Author.MODEL, Author.TOOL
 BREAK = Kind.VIOLATION

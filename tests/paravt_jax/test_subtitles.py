@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paravt_jax.subtitles import Subtitle, read_srt
+from paravt_jax.method.subtitles import Subtitle, read_srt
 
 HELLO = "1\n00:00:01,500 --> 00:01:02,000\nHello\n"
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paravt_jax import protocol, tokenizer, world_text
+from paravt_jax.method import protocol, tokenizer
+from paravt_jax.world import text as world_text
 
 # Any text, with protocol-like parts among it so that pieces and added tokens meet strange neighbours.
 _PARTS = st.sampled_from(

@@ -8,7 +8,8 @@ import av
 import numpy as np
 import pytest
 
-from paravt_jax import video, world
+from paravt_jax.data import video
+from paravt_jax.world import videos as world
 
 _WHERE_DECORD_IS_EXACT = ("syn_60s_30fps_bframes.mp4", "syn_vfr.mkv", "syn_vfr.mp4", "syn_vp9.webm")
 _WHERE_IT_IS_NOT = (

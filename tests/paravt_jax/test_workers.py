@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from paravt_jax.workers import WorkerError, Workers
+from paravt_jax.data.workers import WorkerError, Workers
 
 
 def test_calls_are_made_elsewhere_and_results_come_back_in_any_order():
@@ -78,7 +78,7 @@ def test_closing_ends_what_runs_and_cancels_what_waits():
 
 def test_no_process_outlives_a_killed_parent():
     code = (
-        "from paravt_jax.workers import Workers\n"
+        "from paravt_jax.data.workers import Workers\n"
         "import os\n"
         "workers = Workers(eval, 1, 60)\n"
         "print(workers.submit('__import__(\"os\").getpid()').result(), flush=True)\n"

@@ -6,7 +6,8 @@ import av
 import numpy as np
 import pytest
 
-from paravt_jax import video, world
+from paravt_jax.data import video
+from paravt_jax.world import videos as world
 
 
 def test_events_obey_the_rules_of_the_world():

@@ -6,9 +6,11 @@ import re
 
 import pytest
 
-from paravt_jax import video, world, world_text
-from paravt_jax.records import QuestionKind
-from paravt_jax.world_text import TextSettings
+from paravt_jax.data import video
+from paravt_jax.method.records import QuestionKind
+from paravt_jax.world import text as world_text
+from paravt_jax.world import videos as world
+from paravt_jax.world.text import TextSettings
 
 _CLEAN = TextSettings(leak=0, unclosed=0, untagged=0, one_by_one=0)
 

@@ -31,14 +31,14 @@ from models.features import FrameFeatures, FrameSettings
 from models.processor import patchify
 from models.qwen3_vl import Qwen3VL, abstract_model, hf, mrope_positions
 from models.qwen3_vl.rope import next_position
-from paravt_jax import video
-from paravt_jax.local_path import require_local
-from paravt_jax.records import Frame
-from rollout.engine import Engine
-from rollout.requests import Request, Sampling, ask, run
-from rollout.settings import EngineSizes
+from paravt_jax.data import video
+from paravt_jax.data.local_path import require_local
+from paravt_jax.method.records import Frame
+from rollout.engine.engine import Engine
+from rollout.engine.requests import Request, Sampling, ask, run
+from rollout.engine.settings import EngineSizes
 from tests.models.benchmark import CASES, Case, alone, machine, make, peak_memory
-from train.compilations import Compilations
+from train.durable.compilations import Compilations
 
 GIB = 2**30
 Rollout = list[

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from models.features import FrameFeatures, FrameSettings
-from paravt_jax import world_text
-from paravt_jax.protocol import Protocol, ProtocolSettings
-from paravt_jax.records import Question, QuestionKind, digest
-from paravt_jax.tokenizer import Vocabulary
-from rollout.episode import Scene
-from rollout.requests import Answer, Request, Sample, SampleStop
+from paravt_jax.method.protocol import Protocol, ProtocolSettings
+from paravt_jax.method.records import Question, QuestionKind, digest
+from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.world import text as world_text
+from rollout.agent.episode import Scene
+from rollout.engine.requests import Answer, Request, Sample, SampleStop
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 import av
 import pytest
 
-from paravt_jax import video
-from paravt_jax.protocol import render_call
-from paravt_jax.records import CropCall
-from paravt_jax.tokenizer import Vocabulary
-from rollout.requests import SampleStop
+from paravt_jax.data import video
+from paravt_jax.method.protocol import render_call
+from paravt_jax.method.records import CropCall
+from paravt_jax.method.tokenizer import Vocabulary
+from rollout.engine.requests import SampleStop
 
 # `$name` is replaced by one of that name's alternatives. What stands twice is meant to come twice as often.
 GRAMMAR: dict[str, tuple[str, ...]] = {

@@ -1,6 +1,7 @@
 """A slow sampler to hold the real one against: one sequence at a time, nothing kept, a whole forward pass for every token.
 
-Owns what a sample should be. Shares with the engine the model's forward pass, the positions and `rollout.sampling`, which have tests of
+Owns what a sample should be. Shares with the engine the model's forward pass, the positions and
+`rollout.engine.sampling`, which have tests of
 their own, and nothing of its schedule, its cache or its programs. Refuses to decide what rounding decides: see `Reference.answer`.
 """
 
@@ -19,10 +20,10 @@ from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.rope import mrope_positions, next_position
 from models.qwen3_vl.text import KV
-from paravt_jax.records import Frame, digest
-from paravt_jax.video import VideoError
-from rollout.requests import Request, Sample, SampleStop, Sampling
-from rollout.sampling import Choices, sample
+from paravt_jax.data.video import VideoError
+from paravt_jax.method.records import Frame, digest
+from rollout.engine.requests import Request, Sample, SampleStop, Sampling
+from rollout.engine.sampling import Choices, sample
 
 ROUNDING = 3e-5  # by how much scores may differ from one way of computing them to another
 TRIES = 32

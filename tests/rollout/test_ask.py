@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 from models.features import FrameFeatures, FrameSettings
-from paravt_jax.protocol import Protocol, ProtocolSettings
-from paravt_jax.records import (
+from paravt_jax.data.video import VideoError
+from paravt_jax.method.protocol import Protocol, ProtocolSettings
+from paravt_jax.method.records import (
     CallOutcome,
     CallStatus,
     CropCall,
@@ -24,13 +25,12 @@ from paravt_jax.records import (
     Trajectory,
     Turn,
 )
-from paravt_jax.video import VideoError
 from rollout import ask
+from rollout.agent.episode import Scene, Setting, play
 from rollout.ask import Assistant
-from rollout.engine import Engine
-from rollout.episode import Scene, Setting, play
-from rollout.requests import run
-from rollout.settings import EngineSizes
+from rollout.engine.engine import Engine
+from rollout.engine.requests import run
+from rollout.engine.settings import EngineSizes
 
 PROTOCOL = ProtocolSettings(max_calls=2, turn_tokens=8, summary_tokens=4, trajectory_tokens=40)
 TEXT = "What number is shown in the scene that starts at 8 s?"

@@ -16,15 +16,22 @@ import pytest
 from PIL import Image
 
 from models.features import FrameSettings
-from paravt_jax import tokenizer, video
-from paravt_jax.protocol import Protocol, ProtocolSettings, render_call
-from paravt_jax.records import CallStatus, CropCall, StopReason
-from paravt_jax.rewards import Rewards
-from paravt_jax.tokenizer import Vocabulary
-from rollout.endpoint import EndpointError, EndpointSampler, EndpointSettings, FrameImages, messages
-from rollout.episode import Dispatch, Scene, Setting, play
-from rollout.requests import Request, SampleStop, Sampling, run
-from rollout.transcript import transcript
+from paravt_jax.data import video
+from paravt_jax.method import tokenizer
+from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
+from paravt_jax.method.records import CallStatus, CropCall, StopReason
+from paravt_jax.method.rewards import Rewards
+from paravt_jax.method.tokenizer import Vocabulary
+from rollout.agent.endpoint import (
+    EndpointError,
+    EndpointSampler,
+    EndpointSettings,
+    FrameImages,
+    messages,
+)
+from rollout.agent.episode import Dispatch, Scene, Setting, play
+from rollout.agent.transcript import transcript
+from rollout.engine.requests import Request, SampleStop, Sampling, run
 from tests.paravt_jax.judge_server import Reply, serving
 
 PLAN = "look\n</think>\n" + render_call(CropCall(0, 16)) + "\n" + render_call(CropCall(96, 112))

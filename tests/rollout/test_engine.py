@@ -17,16 +17,16 @@ from flax import nnx
 from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.rope import mrope_positions, next_position
-from paravt_jax.records import Author, Segment, Trajectory, digest
-from rollout.engine import Engine
-from rollout.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
-from rollout.requests import Request, Sample, SampleStop, Sampling
-from rollout.sampling import Choices
-from rollout.settings import EngineSizes
+from paravt_jax.method.records import Author, Segment, Trajectory, digest
+from rollout.engine.engine import Engine
+from rollout.engine.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
+from rollout.engine.requests import Request, Sample, SampleStop, Sampling
+from rollout.engine.sampling import Choices
+from rollout.engine.settings import EngineSizes
 from tests.rollout.test_sampling import by_sorting
-from train.batch import BatchShape, build, mismatches
-from train.compilations import Compilations
-from train.step import make_logprobs
+from train.durable.compilations import Compilations
+from train.learn.batch import BatchShape, build, mismatches
+from train.learn.step import make_logprobs
 
 SETTINGS = EngineSizes(
     own=(64, 136),

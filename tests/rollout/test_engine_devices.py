@@ -19,10 +19,10 @@ from flax import nnx
 from models.qwen3_vl import Qwen3VL, Qwen3VLConfig, abstract_model
 from models.qwen3_vl.config import TextConfig, VisionConfig
 from models.sharding import make_mesh, param_shardings
-from paravt_jax.records import Frame
-from rollout.engine import Engine
-from rollout.requests import Request, Sample, Sampling
-from rollout.settings import EngineSizes
+from paravt_jax.method.records import Frame
+from rollout.engine.engine import Engine
+from rollout.engine.requests import Request, Sample, Sampling
+from rollout.engine.settings import EngineSizes
 
 
 @pytest.mark.slow

@@ -15,11 +15,11 @@ from models.qwen3_vl import Inputs, Qwen3VL, Qwen3VLConfig, hf, mrope_positions
 from models.qwen3_vl.config import TextConfig, VisionConfig, to_hf
 from models.qwen3_vl.generate import generate
 from models.qwen3_vl.rope import visual_index
-from paravt_jax import video
-from paravt_jax.records import Frame
-from rollout.engine import Engine
-from rollout.requests import Request, Sampling
-from rollout.settings import EngineSizes
+from paravt_jax.data import video
+from paravt_jax.method.records import Frame
+from rollout.engine.engine import Engine
+from rollout.engine.requests import Request, Sampling
+from rollout.engine.settings import EngineSizes
 from tests.models.parity import END, IMAGE, START, VIDEO, Case, write_model
 
 pytestmark = pytest.mark.parity

@@ -12,15 +12,23 @@ import pytest
 from PIL import Image
 
 from models.features import FrameFeatures, FrameSettings
-from paravt_jax import video, world_text
-from paravt_jax.protocol import PINNED, Protocol, render_call
-from paravt_jax.records import Author, CallStatus, CropCall, QuestionKind, StopReason, Trajectory
-from paravt_jax.rewards import RewardSettings, score
-from paravt_jax.video import VideoError
-from paravt_jax.world import FRAMES, STEP
-from rollout.episode import Dispatch, Scene, Setting, play, split_prompt
-from rollout.requests import Request, SampleStop, run
-from rollout.transcript import transcript
+from paravt_jax.data import video
+from paravt_jax.data.video import VideoError
+from paravt_jax.method.protocol import PINNED, Protocol, render_call
+from paravt_jax.method.records import (
+    Author,
+    CallStatus,
+    CropCall,
+    QuestionKind,
+    StopReason,
+    Trajectory,
+)
+from paravt_jax.method.rewards import RewardSettings, score
+from paravt_jax.world import text as world_text
+from paravt_jax.world.videos import FRAMES, STEP
+from rollout.agent.episode import Dispatch, Scene, Setting, play, split_prompt
+from rollout.agent.transcript import transcript
+from rollout.engine.requests import Request, SampleStop, run
 from tests.rollout.conftest import Cut, Scripted
 
 ANSWER = "the crops show seven\n</think>\n<answer> seven</answer>"

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paravt_jax.parsing import extract_answer
-from paravt_jax.protocol import Protocol
-from paravt_jax.records import Author, CallStatus, StopReason
-from paravt_jax.rewards import RewardSettings, score
-from paravt_jax.structure import find_structure
-from rollout.episode import Scene, Setting, play, split_prompt
-from rollout.requests import run
-from rollout.transcript import transcript
+from paravt_jax.method.parsing import extract_answer
+from paravt_jax.method.protocol import Protocol
+from paravt_jax.method.records import Author, CallStatus, StopReason
+from paravt_jax.method.rewards import RewardSettings, score
+from paravt_jax.method.structure import find_structure
+from rollout.agent.episode import Scene, Setting, play, split_prompt
+from rollout.agent.transcript import transcript
+from rollout.engine.requests import run
 
 _TAGS = [
     f"<{slash}{name}>"

@@ -7,14 +7,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from paravt_jax.protocol import Protocol, ProtocolSettings, render_call, system_text
-from paravt_jax.records import Author, CallStatus, CropCall, StopReason
-from paravt_jax.rewards import RewardSettings, score
-from rollout.engine import Engine
-from rollout.episode import Scene, Setting, play
-from rollout.requests import Request, Sampling, run
-from rollout.settings import EngineSizes
-from rollout.transcript import transcript
+from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call, system_text
+from paravt_jax.method.records import Author, CallStatus, CropCall, StopReason
+from paravt_jax.method.rewards import RewardSettings, score
+from rollout.agent.episode import Scene, Setting, play
+from rollout.agent.transcript import transcript
+from rollout.engine.engine import Engine
+from rollout.engine.requests import Request, Sampling, run
+from rollout.engine.settings import EngineSizes
 
 ANSWER = "the crops show seven\n</think>\n<answer> seven</answer>"
 PLAN = "look closer\n</think>\n" + "\n".join(

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from paravt_jax.protocol import render_call
-from paravt_jax.records import (
+from paravt_jax.method.protocol import render_call
+from paravt_jax.method.records import (
     CallOutcome,
     CallStatus,
     CropCall,
@@ -18,8 +18,8 @@ from paravt_jax.records import (
     Trajectory,
     Turn,
 )
-from paravt_jax.rewards import Rewards, RewardSettings
-from rollout.episode import Setting
+from paravt_jax.method.rewards import Rewards, RewardSettings
+from rollout.agent.episode import Setting
 from rollout.evaluate import EvaluationSettings, executed_calls, play_and_score, seed_of, summarise
 
 PLAN = (

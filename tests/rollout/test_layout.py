@@ -8,7 +8,7 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.layout import Layout, Serials, choose_layout
+from rollout.engine.layout import Layout, Serials, choose_layout
 
 PAGE = 4
 

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rollout.pages import Node, PageTree
+from rollout.engine.pages import Node, PageTree
 
 SIZE, COUNT = 3, 10
 WORDS = st.integers(0, 1)  # so few that many sequences start alike

@@ -10,7 +10,7 @@ import random
 import numpy as np
 import pytest
 
-from rollout.requests import Request, Sample, SampleStop, Sampling, ask, run
+from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask, run
 
 
 def request(number: int, seeds: tuple[int, ...] = (0,)) -> Request:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from rollout.sampling import Choices, _draw, sample
+from rollout.engine.sampling import Choices, _draw, sample
 
 ROWS, WORDS = 64, 12
 draw = jax.jit(sample)

@@ -25,16 +25,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-import rollout.runner
+import rollout.engine.runner
 from models.qwen3_vl import Qwen3VL, Qwen3VLConfig, abstract_model
 from models.qwen3_vl.config import TextConfig, VisionConfig
-from paravt_jax.records import Frame
-from rollout.engine import Engine
-from rollout.pages import PageTree
-from rollout.programs import Lines, Pool, Programs
-from rollout.requests import Request, Sample, SampleStop, Sampling
-from rollout.sequences import make_prompt
-from rollout.settings import EngineSizes
+from paravt_jax.method.records import Frame
+from rollout.engine.engine import Engine
+from rollout.engine.pages import PageTree
+from rollout.engine.programs import Lines, Pool, Programs
+from rollout.engine.requests import Request, Sample, SampleStop, Sampling
+from rollout.engine.sequences import make_prompt
+from rollout.engine.settings import EngineSizes
 from tests.rollout.reference_engine import Pictures, Reference
 
 SETTINGS = EngineSizes(
@@ -139,7 +139,9 @@ class Bench:
     def engine(self, clock=lambda: 0.0, pages: int | None = None) -> Engine:
         """An engine that has nothing yet, and only so many of its pages."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rollout.runner, "Programs", lambda model, *sizes: self._programs(*sizes))
+            patch.setattr(
+                rollout.engine.runner, "Programs", lambda model, *sizes: self._programs(*sizes)
+            )
             engine = Engine(self.model, self.features, self.settings, TOKEN_BYTES, clock)
         if pages is not None:
             engine._tree = PageTree(pages, self.settings.page)

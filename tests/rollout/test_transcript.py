@@ -7,13 +7,13 @@ import json
 import numpy as np
 import pytest
 
-from paravt_jax.protocol import PINNED, render_call
-from paravt_jax.records import CropCall
-from paravt_jax.rewards import RewardSettings, score
-from paravt_jax.world import STEP
-from rollout.episode import Setting, play, split_prompt
-from rollout.requests import SampleStop, run
-from rollout.transcript import transcript
+from paravt_jax.method.protocol import PINNED, render_call
+from paravt_jax.method.records import CropCall
+from paravt_jax.method.rewards import RewardSettings, score
+from paravt_jax.world.videos import STEP
+from rollout.agent.episode import Setting, play, split_prompt
+from rollout.agent.transcript import transcript
+from rollout.engine.requests import SampleStop, run
 from tests.rollout.conftest import Cut
 
 PLAN = (

@@ -20,9 +20,10 @@ import pytest
 from flax import nnx
 
 from models.features import FrameFeatures, FrameSettings
-from paravt_jax.parsing import extract_answer
-from paravt_jax.protocol import Protocol, ProtocolSettings, render_call
-from paravt_jax.records import (
+from paravt_jax.data.video import VideoError
+from paravt_jax.method.parsing import extract_answer
+from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
+from paravt_jax.method.records import (
     Author,
     CallStatus,
     CropCall,
@@ -31,18 +32,17 @@ from paravt_jax.records import (
     QuestionKind,
     StopReason,
 )
-from paravt_jax.rewards import RewardSettings, score
-from paravt_jax.structure import find_structure
-from paravt_jax.video import VideoError
-from rollout.engine import Engine
-from rollout.episode import Scene, Setting, play, split_prompt
-from rollout.requests import Answer, Request, Sample, SampleStop, run
-from rollout.settings import EngineSizes
-from rollout.transcript import transcript
+from paravt_jax.method.rewards import RewardSettings, score
+from paravt_jax.method.structure import find_structure
+from rollout.agent.episode import Scene, Setting, play, split_prompt
+from rollout.agent.transcript import transcript
+from rollout.engine.engine import Engine
+from rollout.engine.requests import Answer, Request, Sample, SampleStop, run
+from rollout.engine.settings import EngineSizes
 from tests.rollout.conftest import Cut, Scripted
 from tests.rollout.fire import GRAMMAR, Fuzzer, watch
-from train.batch import BatchShape, build, mismatches
-from train.step import make_logprobs
+from train.learn.batch import BatchShape, build, mismatches
+from train.learn.step import make_logprobs
 
 BATCH = 50  # episodes side by side, all on one video
 LIMITS = (

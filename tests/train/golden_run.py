@@ -30,16 +30,17 @@ from safetensors.numpy import load_file
 
 import train.run
 from configs import RECIPES
-from configs.base import LogSettings, Run
-from paravt_jax import tokenizer, video
-from paravt_jax.protocol import render_call
-from paravt_jax.records import CropCall, digest
-from paravt_jax.tokenizer import Vocabulary
-from paravt_jax.world import WorldSettings
-from paravt_jax.world_text import TextSettings
+from paravt_jax.data import video
+from paravt_jax.method import tokenizer
+from paravt_jax.method.protocol import render_call
+from paravt_jax.method.records import CropCall, digest
+from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.world.text import TextSettings
+from paravt_jax.world.videos import WorldSettings
+from rollout.engine.requests import Answer, Request, Sample, SampleStop
 from rollout.evaluate import EvaluationSettings
-from rollout.requests import Answer, Request, Sample, SampleStop
-from train.metrics import read_metrics
+from train.durable.metrics import read_metrics
+from train.settings import LogSettings, Run
 
 RECORD = pathlib.Path(__file__).with_name("golden_run.json")
 

@@ -17,10 +17,10 @@ from flax import nnx
 
 from models.qwen3_vl import Qwen3VL, tiny
 from models.sharding import make_mesh, param_shardings
-from train import hosts
-from train.interrupts import Interrupts, Stopped
-from train.planning.collectives import bytes_sent, find_collectives
-from train.weight_sync import WeightSync
+from train.durable import hosts
+from train.durable.interrupts import Interrupts, Stopped
+from train.learn.weight_sync import WeightSync
+from train.plan.collectives import bytes_sent, find_collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def hand_over(folder: pathlib.Path, index: int) -> dict:
         sync = WeightSync(placed, np.float32)
         taken = sync(placed)
         sent = bytes_sent(find_collectives(sync._sync.lower(placed).compile().as_text(), 8))  # pyright: ignore[reportFunctionMemberAccess]
-        # A device has an eighth and wants a half; XLA alone gathers seven eighths (`train.weight_sync._halfway`).
+        # A device has an eighth and wants a half; XLA alone gathers seven eighths (`train.learn.weight_sync._halfway`).
         assert sum(sent.values()) < 0.6 * sum(x.nbytes for x in jax.tree.leaves(weights)), sent
         for mine, given in zip(jax.tree.leaves(taken), jax.tree.leaves(weights), strict=True):
             assert {device.id for device in mine.sharding.device_set} <= ours and len(

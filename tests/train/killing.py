@@ -26,10 +26,10 @@ import jax
 import numpy as np
 import tyro
 
-from paravt_jax.local_path import require_local
-from train.checkpoint import Checkpoints
-from train.metrics import PHASES, read_metrics
-from train.rollout_file import rollout_file_name
+from paravt_jax.data.local_path import require_local
+from train.durable.checkpoint import Checkpoints
+from train.durable.metrics import PHASES, read_metrics
+from train.durable.rollout_file import rollout_file_name
 
 ROOT, PROGRAM = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).with_name("small.py")
 ROLLOUTS = rollout_file_name()

@@ -16,16 +16,15 @@ from flax import nnx
 import train.prepare
 import train.run
 from configs import RECIPES
-from configs.base import LogSettings, ModelSettings, Run
 from models.features import FrameSettings
 from models.qwen3_vl.config import tiny
 from models.qwen3_vl.hf import save
 from models.qwen3_vl.model import Qwen3VL
-from paravt_jax.grpo import GRPOSettings
-from paravt_jax.protocol import ProtocolSettings
-from paravt_jax.rewards import RewardSettings
+from paravt_jax.method.grpo import GRPOSettings
+from paravt_jax.method.protocol import ProtocolSettings
+from paravt_jax.method.rewards import RewardSettings
+from rollout.engine.settings import EngineSettings
 from rollout.evaluate import EvaluationSettings
-from rollout.settings import EngineSettings
 from tests.paravt_jax.benchmarks import published
 from tests.paravt_jax.published_files import (
     CLIPS,
@@ -36,10 +35,11 @@ from tests.paravt_jax.published_files import (
     write_rl,
     write_sft,
 )
-from train.optimizer import OptimizerSettings
-from train.packed_sft import PackedSFTSettings
+from train.learn.optimizer import OptimizerSettings
+from train.learn.packed_sft import PackedSFTSettings
+from train.learn.rl_settings import RLSettings
 from train.published_data import DataSettings
-from train.rl_settings import RLSettings
+from train.settings import LogSettings, ModelSettings, Run
 
 ADAM = OptimizerSettings(learning_rate=1e-3)
 

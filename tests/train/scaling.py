@@ -25,19 +25,19 @@ import numpy as np
 import tyro
 
 from configs import RECIPES
-from configs.base import Run
 from models.sharding import make_mesh
-from paravt_jax.local_path import require_local
-from paravt_jax.world import WorldSettings
+from paravt_jax.data.local_path import require_local
+from paravt_jax.world.videos import WorldSettings
 from tests.train.conftest import free_port
 from tests.train.small import Road, Script, lay_road, small
-from train import hosts
-from train.placement import fitted
-from train.planning.collectives import bytes_sent, find_collectives
+from train.durable import hosts
+from train.learn.placement import fitted
+from train.learn.rl import Learner
+from train.learn.sft import SFTSettings, sft_batch, start_sft
+from train.learn.step import Program
+from train.plan.collectives import bytes_sent, find_collectives
 from train.prepare import prepare
-from train.rl import Learner
-from train.sft import SFTSettings, sft_batch, start_sft
-from train.step import Program
+from train.settings import Run
 
 ROOT = pathlib.Path(__file__).parents[2]
 STARTS = (

@@ -17,29 +17,29 @@ import numpy as np
 from flax import nnx
 
 from configs import RECIPES
-from configs.base import LogSettings, Run
 from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.model import Qwen3VL
 from models.sharding import make_mesh, param_shardings
-from paravt_jax.grpo import GRPOSettings
-from paravt_jax.protocol import Protocol, ProtocolSettings, render_call
-from paravt_jax.records import CropCall, digest
-from paravt_jax.rewards import RewardSettings
-from paravt_jax.world import WorldSettings
-from paravt_jax.world_text import TextSettings
-from rollout.engine import Engine
-from rollout.episode import Scene
+from paravt_jax.method.grpo import GRPOSettings
+from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
+from paravt_jax.method.records import CropCall, digest
+from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.world.text import TextSettings
+from paravt_jax.world.videos import WorldSettings
+from rollout.agent.episode import Scene
+from rollout.engine.engine import Engine
+from rollout.engine.requests import Answer, Request, Sample, SampleStop
+from rollout.engine.settings import EngineSettings
 from rollout.evaluate import EvaluationSettings
-from rollout.requests import Answer, Request, Sample, SampleStop
-from rollout.settings import EngineSettings
-from train.align import AlignSettings
-from train.optimizer import OptimizerSettings
+from train.learn.align import AlignSettings
+from train.learn.optimizer import OptimizerSettings
+from train.learn.rl import Learner
+from train.learn.rl_settings import RLSettings
+from train.learn.sft import SFTSettings
 from train.prepare import Data, prepare
-from train.rl import Learner
-from train.rl_settings import RLSettings
 from train.run import main
 from train.session import model_config
-from train.sft import SFTSettings
+from train.settings import LogSettings, Run
 
 SUFFIX = 144
 

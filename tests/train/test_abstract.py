@@ -8,8 +8,8 @@ import pytest
 from configs import RECIPES
 from models.sharding import make_mesh
 from tests.models.program import FOR_TPU, run
-from train.abstract import abstract_sft_update
-from train.sft import sft_batch, start_sft
+from train.learn.sft import sft_batch, start_sft
+from train.plan.abstract import abstract_sft_update
 
 
 def test_a_recipe_without_the_phase_is_refused():
@@ -53,7 +53,7 @@ def test_an_update_compiles_for_tpu():
         from configs import RECIPES
         from models.qwen3_vl import qwen3_vl
         from models.sharding import make_mesh
-        from train.abstract import abstract_rl_update
+        from train.plan.abstract import abstract_rl_update
 
         devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
         run, config = RECIPES["paravt_8b"](), qwen3_vl("8b")

@@ -14,10 +14,10 @@ from flax import nnx
 
 from models.qwen3_vl.model import Qwen3VL
 from models.sharding import make_mesh, param_shardings
-from paravt_jax.records import Caption
-from train.align import AlignSettings, align
-from train.compilations import Compilations
-from train.phase import Phase
+from paravt_jax.method.records import Caption
+from train.durable.compilations import Compilations
+from train.durable.phase import Phase
+from train.learn.align import AlignSettings, align
 
 SETTINGS = AlignSettings(steps=30, batch=32)
 

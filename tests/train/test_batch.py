@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from models.qwen3_vl.rope import mrope_positions
-from paravt_jax.records import Author, Frame, Segment, Trajectory
-from train.batch import BatchShape, build, mismatches, shared_segments
-from train.rollouts import roll_out
-from train.sft import render
+from paravt_jax.method.records import Author, Frame, Segment, Trajectory
+from train.learn.batch import BatchShape, build, mismatches, shared_segments
+from train.learn.rollouts import roll_out
+from train.learn.sft import render
 
 SHAPE = BatchShape(groups=3, rows=5, prompt=144, visual=16, suffix=144)
 

@@ -16,7 +16,7 @@ import optax
 import pytest
 from flax import nnx
 
-from train.checkpoint import CheckpointError, Checkpoints
+from train.durable.checkpoint import CheckpointError, Checkpoints
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -183,9 +183,9 @@ from flax import nnx
 from models.qwen3_vl.config import tiny
 from models.qwen3_vl.model import abstract_model
 from models.sharding import make_mesh, param_shardings
-from train.checkpoint import Checkpoints
-from train.optimizer import OptimizerSettings, make_optimizer
-from train.step import init_state
+from train.durable.checkpoint import Checkpoints
+from train.learn.optimizer import OptimizerSettings, make_optimizer
+from train.learn.step import init_state
 
 abstract = nnx.state(abstract_model(tiny(96)).text)
 
@@ -332,7 +332,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_one_clear_error(
 
 SAVER = """
 import sys, jax.numpy as jnp
-from train.checkpoint import Checkpoints
+from train.durable.checkpoint import Checkpoints
 checkpoints = Checkpoints(sys.argv[1])
 step = checkpoints.latest() or 0
 while True:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train.compilations import Compilations
+from train.durable.compilations import Compilations
 
 
 def test_every_new_shape_is_counted_and_nothing_else():

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from train import hosts
-from train.hosts import HostSettings
+from train.durable import hosts
+from train.durable.hosts import HostSettings
 
 PROGRAM = str(pathlib.Path(__file__).with_name("hosts_program.py"))
 

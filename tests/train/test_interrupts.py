@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from train.interrupts import Interrupts, Stopped
+from train.durable.interrupts import Interrupts, Stopped
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -31,7 +31,7 @@ def test_the_first_signal_stops_at_the_next_check_with_a_code_of_its_own(number,
 
 
 TWICE = """
-import os, signal, sys, train.interrupts as module
+import os, signal, sys, train.durable.interrupts as module
 module._SAME = 0.0
 with module.Interrupts():
     os.kill(os.getpid(), int(sys.argv[1]))

@@ -12,8 +12,8 @@ import types
 import pytest
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]  (made at run time)
 
-from train import metrics
-from train.metrics import MetricsWriter, Progress, format_seconds, read_jsonl, read_metrics
+from train.durable import metrics
+from train.durable.metrics import MetricsWriter, Progress, format_seconds, read_jsonl, read_metrics
 
 
 def steps(folder):

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from models.qwen3_vl import abstract_model, tiny
-from train.optimizer import OptimizerSettings, make_optimizer
+from train.learn.optimizer import OptimizerSettings, make_optimizer
 
 
 def moved(settings: OptimizerSettings, steps: int, gradient: float, updates: int) -> list[float]:

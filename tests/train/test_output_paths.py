@@ -11,8 +11,10 @@ from rollout import ask
 from rollout.evaluation import command as evaluate
 from tests.train.killing import Killing
 from tests.train.scaling import Scaling
-from train import export, paradox, plan, prepare, run
+from train import export, prepare, run
 from train.cli import parse
+from train.plan import command as plan
+from train.studies import paradox
 
 ADDRESS = "gs://bucket/a"
 TINY, LARGE = "--config=paravt_tiny", "--config=paravt_8b"

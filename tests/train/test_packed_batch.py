@@ -10,13 +10,13 @@ import pytest
 
 from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl import flops_per_token
-from paravt_jax.protocol import Protocol, ProtocolSettings
-from paravt_jax.records import ChatTurn, Clip, Conversation
-from train import speed
-from train.optimizer import OptimizerSettings
-from train.packed_batch import PackedShape, build_packed, render_rows
-from train.packed_sft import PackedBatch, PackedSFTSettings, packed_logprobs, packed_loss
-from train.placement import fit_rows, parts_of_rows
+from paravt_jax.method.protocol import Protocol, ProtocolSettings
+from paravt_jax.method.records import ChatTurn, Clip, Conversation
+from train.learn import speed
+from train.learn.optimizer import OptimizerSettings
+from train.learn.packed_batch import PackedShape, build_packed, render_rows
+from train.learn.packed_sft import PackedBatch, PackedSFTSettings, packed_logprobs, packed_loss
+from train.learn.placement import fit_rows, parts_of_rows
 
 
 @pytest.fixture(scope="module")

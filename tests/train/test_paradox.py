@@ -13,14 +13,18 @@ from typing import Any
 import jax
 import pytest
 
-from configs.base import Run
 from configs.paradox import ARMS
 from configs.paravt_tiny import paravt_tiny
-from paravt_jax.world_text import TextSettings
-from train import paradox
-from train.checkpoint import CheckpointError
-from train.interrupts import Interrupts
-from train.paradox import (
+from paravt_jax.world.text import TextSettings
+from train.durable.checkpoint import CheckpointError
+from train.durable.interrupts import Interrupts
+from train.durable.run_directory import RunDirectory, RunDirectoryError
+from train.learn.rl_settings import RLSettings
+from train.prepare import UnreadableVideosError
+from train.run import resolved
+from train.settings import Run
+from train.studies import paradox
+from train.studies.paradox import (
     COLD_START,
     Paradox,
     Result,
@@ -35,11 +39,7 @@ from train.paradox import (
     show,
     table,
 )
-from train.paradox_figure import figure
-from train.prepare import UnreadableVideosError
-from train.rl_settings import RLSettings
-from train.run import resolved
-from train.run_directory import RunDirectory, RunDirectoryError
+from train.studies.paradox_figure import figure
 
 GRPO, ANCHORED, GATED, FULL = ARMS
 KS = (4, 16, 64)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from train.paradox import MEASURES, Result
-from train.paradox_figure import LEFT, PANEL, RIGHT, STYLES, TOP, WIDTH, figure
+from train.studies.paradox import MEASURES, Result
+from train.studies.paradox_figure import LEFT, PANEL, RIGHT, STYLES, TOP, WIDTH, figure
 
 SETTINGS = ("GRPO", "+ exploration anchoring", "+ nFrames gating", "PARA-GRPO")
 KS = (4, 16, 64)

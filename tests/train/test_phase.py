@@ -9,10 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from train.checkpoint import CheckpointError, Checkpoints
-from train.interrupts import Interrupts, Stopped
-from train.metrics import MetricsWriter, read_metrics
-from train.phase import Phase
+from train.durable.checkpoint import CheckpointError, Checkpoints
+from train.durable.interrupts import Interrupts, Stopped
+from train.durable.metrics import MetricsWriter, read_metrics
+from train.durable.phase import Phase
 
 
 class Run:

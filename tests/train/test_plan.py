@@ -22,14 +22,14 @@ from flax import nnx
 from configs import RECIPES
 from models.qwen3_vl.config import flops_per_token, qwen3_vl
 from models.qwen3_vl.model import abstract_model
-from rollout import runner
+from rollout.engine import runner
 from tests.train.small import small
-from train import plan
-from train.batch import BatchShape
-from train.planning import kept, step
-from train.planning.compile import ROLLOUTS, SIZES, Case, Measured, _lack, compile_case
-from train.planning.programs import Plan, planned_config, program_names
-from train.planning.topology import CHIPS, SCALE, Topology, choose_mesh
+from train.learn.batch import BatchShape
+from train.plan import command as plan
+from train.plan import kept, step
+from train.plan.compile import ROLLOUTS, SIZES, Case, Measured, _lack, compile_case
+from train.plan.programs import Plan, planned_config, program_names
+from train.plan.topology import CHIPS, SCALE, Topology, choose_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
 GIB = 2.0**30
@@ -578,13 +578,13 @@ LIBTPU = pytest.mark.skipif(
 def test_a_compiler_ends_with_its_plan(number, tmp_path):
     """A plan that dies leaves no process behind; the compiler here is one that sleeps."""
     sleeping = (
-        "import os, pathlib, time; from train.planning import compile; "
+        "import os, pathlib, time; from train.plan import compile; "
         f"compile.measure = lambda case: (pathlib.Path('{tmp_path}/new').write_text(str(os.getpid())), "
         f"os.replace('{tmp_path}/new', '{tmp_path}/child'), time.sleep(300)); compile.main('$3', '$4')"
     )
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{sleeping}"\n')
     (tmp_path / "python").chmod(0o700)
-    code = f"import sys; from train.planning import compile; sys.executable = '{tmp_path}/python'; compile.compile_case(None, 600)"
+    code = f"import sys; from train.plan import compile; sys.executable = '{tmp_path}/python'; compile.compile_case(None, 600)"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     while not (tmp_path / "child").exists():
         assert parent.poll() is None

@@ -16,8 +16,8 @@ from models.qwen3_vl.config import flops_per_token, vision_flops
 from models.qwen3_vl.vision import frame_layout
 from models.sharding import MESH_AXES
 from tests.models.program import run
-from train.planning.collectives import bytes_sent, find_collectives
-from train.planning.flops import causal, count_flops, every, rows_of
+from train.plan.collectives import bytes_sent, find_collectives
+from train.plan.flops import causal, count_flops, every, rows_of
 
 TPU = AbstractDevice(device_kind="any", num_cores=1, platform="tpu")
 CONFIG = tiny(97)
@@ -239,7 +239,7 @@ def test_collectives_of_compiled_programs():
         import jax, jax.numpy as jnp
         from jax import P
         from jax.sharding import AxisType
-        from train.planning.collectives import bytes_sent, find_collectives
+        from train.plan.collectives import bytes_sent, find_collectives
 
         mesh = jax.make_mesh((2, 4), ("a", "b"), (AxisType.Auto,) * 2)
         def layers(x, ws):

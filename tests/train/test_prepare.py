@@ -9,10 +9,10 @@ import shutil
 
 import pytest
 
-from configs.base import Run
 from models.sharding import make_mesh
+from train.learn.sft import sft_batch
 from train.prepare import UNREADABLE, UnreadableVideosError, prepare
-from train.sft import sft_batch
+from train.settings import Run
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from train import hosts
-from train.metrics import read_metrics
+from train.durable import hosts
+from train.durable.metrics import read_metrics
 
 PROGRAM = pathlib.Path(__file__).with_name("small.py")
 LONG = 900.0  # seconds: two processes of four devices compile everything, on two cores

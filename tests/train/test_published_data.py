@@ -15,16 +15,17 @@ from configs.paravt_8b import paravt_8b
 from configs.sft import sft_8b
 from models.features import FrameFeatures, FrameSettings
 from models.sharding import make_mesh
-from paravt_jax import sources, tokenizer, video
-from paravt_jax.frames import FrameReader, ReaderSettings
-from paravt_jax.preparation import LEFT_OUT
-from paravt_jax.protocol import Protocol, ProtocolSettings
-from paravt_jax.records import Question, QuestionKind
-from rollout.sizing import overview_tokens
+from paravt_jax.data import sources, video
+from paravt_jax.data.frames import FrameReader, ReaderSettings
+from paravt_jax.data.preparation import LEFT_OUT
+from paravt_jax.method import tokenizer
+from paravt_jax.method.protocol import Protocol, ProtocolSettings
+from paravt_jax.method.records import Question, QuestionKind
+from rollout.engine.sizing import overview_tokens
 from tests.paravt_jax.published_files import answered, called, rl_row, write_rl, write_sft
-from train import hosts
-from train.optimizer import OptimizerSettings
-from train.packed_sft import PackedCourse, PackedSFTSettings
+from train.durable import hosts
+from train.learn.optimizer import OptimizerSettings
+from train.learn.packed_sft import PackedCourse, PackedSFTSettings
 from train.prepare import UnreadableVideosError, main, prepare
 from train.published_data import DataSettings, _hold_out, question_stream, row_stream
 from train.run import resolved

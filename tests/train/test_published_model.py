@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.base import ModelSettings
 from models.features import FrameSettings
 from models.qwen3_vl.config import qwen3_vl
 from models.sharding import make_mesh, param_shardings
-from paravt_jax import tokenizer
+from paravt_jax.method import tokenizer
 from train.export import write_model
 from train.published_model import check_vocabulary, config_of, copy_tokenizer, fingerprint
 from train.session import first_model
+from train.settings import ModelSettings
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import train.export
 import train.prepare
 import train.run
 from tests.train.published_road import write_road
-from train.metrics import read_metrics
+from train.durable.metrics import read_metrics
 
 ROOT, PROGRAM = (
     pathlib.Path(__file__).parents[2],

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paravt_jax.records import CallStatus, StopReason
-from rollout.episode_card import EXECUTED, STOPS
-from rollout.markup import Html, el, join, number
-from train.report import choose_episodes, key_figures, write_report
-from train.report_chart import line_chart, stacked_chart
+from paravt_jax.method.records import CallStatus, StopReason
+from rollout.report.episode_card import EXECUTED, STOPS
+from rollout.report.markup import Html, el, join, number
+from train.report.chart import line_chart, stacked_chart
+from train.report.page import choose_episodes, key_figures, write_report
 
 COLOURS = {
     "red": (196, 52, 52),

@@ -13,22 +13,22 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import train.rl
-import train.rl_batch
+import train.learn.rl
+import train.learn.rl_batch
 from models.features import FrameFeatures
 from models.qwen3_vl.model import abstract_model
 from models.sharding import make_mesh
-from paravt_jax.grpo import GRPOSettings, Normalisation, advantages, batch_totals
-from paravt_jax.rewards import RewardSettings
-from paravt_jax.structure import Kind
-from paravt_jax.video import VideoError
-from rollout.requests import Sample, SampleStop
-from train.batch import BatchShape
-from train.rl import Learner
-from train.rl_batch import RLBatch, as_grpo_batch, deal, lay_out, split
-from train.rl_settings import RLSettings
-from train.rollouts import describe, draw_budgets, require_current, roll_out
-from train.step import make_logprobs
+from paravt_jax.data.video import VideoError
+from paravt_jax.method.grpo import GRPOSettings, Normalisation, advantages, batch_totals
+from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.method.structure import Kind
+from rollout.engine.requests import Sample, SampleStop
+from train.learn.batch import BatchShape
+from train.learn.rl import Learner
+from train.learn.rl_batch import RLBatch, as_grpo_batch, deal, lay_out, split
+from train.learn.rl_settings import RLSettings
+from train.learn.rollouts import describe, draw_budgets, require_current, roll_out
+from train.learn.step import make_logprobs
 
 TAGS = {
     Kind.THINK_CLOSE: "</think>",
@@ -406,7 +406,7 @@ def test_a_process_lays_out_its_own_groups_and_subagents_that_others_have_no_roo
     )
     found = []
     for here in (0, 1):
-        monkeypatch.setattr(train.rl_batch.jax, "process_index", lambda here=here: here)
+        monkeypatch.setattr(train.learn.rl_batch.jax, "process_index", lambda here=here: here)
         found.append(lay_out([one, many], road.scene.features, half, (0,)))
     for here, (sequences, owners, counts) in enumerate(found):
         taken = agents[:-1] if here else agents[-1:]
@@ -575,11 +575,13 @@ def test_settings_that_contradict_each_other_are_refused(change, message):
 def test_gamma_of_the_rewards_reaches_the_loss(road, monkeypatch):
     """`no_penalty` is the full recipe with another gamma, and nothing else."""
     given: list[Any] = []
-    monkeypatch.setattr(train.rl, "row_logprobs", lambda *_: jnp.zeros((1, 1)))
-    monkeypatch.setattr(train.rl.grpo, "paravt_loss", lambda *arguments: given.append(arguments))
+    monkeypatch.setattr(train.learn.rl, "row_logprobs", lambda *_: jnp.zeros((1, 1)))
+    monkeypatch.setattr(
+        train.learn.rl.grpo, "paravt_loss", lambda *arguments: given.append(arguments)
+    )
     settings = dataclasses.replace(
         road.run.rl, rewards=dataclasses.replace(road.run.rl.rewards, gamma=0.125)
     )
     batch = types.SimpleNamespace(sequences=(None,), advantages=None, grpo=None, totals=None)
-    train.rl.rl_loss(0, settings)(cast(Any, None), cast(Any, batch))
+    train.learn.rl.rl_loss(0, settings)(cast(Any, None), cast(Any, batch))
     assert given[0][5] == 0.125

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paravt_jax.judge import JudgeCounts
-from paravt_jax.records import Trajectory
-from train.rollout_file import RolloutFile
-from train.rollouts import roll_out
+from paravt_jax.method.records import Trajectory
+from paravt_jax.remote.judge import JudgeCounts
+from train.durable.rollout_file import RolloutFile
+from train.learn.rollouts import roll_out
 
 
 def plain(value: Any) -> Any:

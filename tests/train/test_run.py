@@ -22,11 +22,12 @@ import train.export
 import train.run
 from models.processor import Processor
 from models.qwen3_vl import load
-from paravt_jax import protocol, tokenizer, world_text
+from paravt_jax.method import protocol, tokenizer
+from paravt_jax.world import text as world_text
 from rollout.ask import Assistant
 from tests.train.killing import kill_again_and_again
-from train.checkpoint import Checkpoints
-from train.metrics import read_metrics
+from train.durable.checkpoint import Checkpoints
+from train.durable.metrics import read_metrics
 
 ROOT, PROGRAM = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).with_name("small.py")
 

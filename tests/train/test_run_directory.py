@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from train.run_directory import FORMAT, RunDirectory, RunDirectoryError, as_json, take_over
+from train.durable.run_directory import FORMAT, RunDirectory, RunDirectoryError, as_json, take_over
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = {"rl": {"lr": 1e-3, "frames": (4, 8), "anchor": None}, "seed": 0}
@@ -128,7 +128,7 @@ def test_what_json_would_change_is_refused(
 
 HOLDER = """
 import os, sys, time
-from train.run_directory import RunDirectory
+from train.durable.run_directory import RunDirectory
 run = RunDirectory(sys.argv[1], {})
 worker = os.fork()  # as a data worker would be
 if worker:

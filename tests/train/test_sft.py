@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from models.sharding import make_mesh
-from paravt_jax.protocol import PINNED
-from paravt_jax.records import Author
-from train.placement import place
-from train.sft import SFTBatch, render, sft_batch, start_sft
+from paravt_jax.method.protocol import PINNED
+from paravt_jax.method.records import Author
+from train.learn.placement import place
+from train.learn.sft import SFTBatch, render, sft_batch, start_sft
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from models.qwen3_vl import flops_per_token, tiny
-from train import speed
-from train.batch import Sequences
+from train.learn import speed
+from train.learn.batch import Sequences
 
 
 def batch(prompts: list[int], rows: list[int], padding: int = 0) -> Sequences:

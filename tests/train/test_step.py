@@ -12,14 +12,14 @@ from flax import nnx
 
 from models.qwen3_vl.rope import mrope_positions, visual_index
 from models.sharding import make_mesh
-from paravt_jax import protocol, tokenizer
-from paravt_jax.protocol import render_call
-from paravt_jax.records import CropCall, Demonstration, Message, Question, QuestionKind
-from paravt_jax.tokenizer import Vocabulary
-from train.batch import build
-from train.rl import Learner
-from train.sft import SFTBatch, render, sft_batch, sft_loss, start_sft
-from train.step import row_logprobs
+from paravt_jax.method import protocol, tokenizer
+from paravt_jax.method.protocol import render_call
+from paravt_jax.method.records import CropCall, Demonstration, Message, Question, QuestionKind
+from paravt_jax.method.tokenizer import Vocabulary
+from train.learn.batch import build
+from train.learn.rl import Learner
+from train.learn.sft import SFTBatch, render, sft_batch, sft_loss, start_sft
+from train.learn.step import row_logprobs
 
 MEANT = "the figures of a step changed: update them only together with a deliberate change of loss, optimiser, model, protocol or videos"
 

@@ -21,20 +21,20 @@ from flax import nnx
 from models.qwen3_vl.config import TextConfig
 from models.qwen3_vl.text import TextDecoder
 from models.sharding import make_mesh, param_shardings
-from paravt_jax import grpo
-from paravt_jax.grpo import GRPOBatch, GRPOSettings
-from paravt_jax.rewards import RewardSettings
-from paravt_jax.structure import Kind, Structure
-from train.batch import BatchShape, Sequences
-from train.optimizer import OptimizerSettings, make_optimizer
-from train.packed_batch import Packed, PackedShape
-from train.packed_sft import PackedBatch, PackedSFTSettings, make_packed_update
-from train.placement import fit, fitted, fitted_rows, parts_of, place
-from train.rl import make_rl_update
-from train.rl_batch import RLBatch
-from train.rl_settings import RLSettings
-from train.sft import SFTBatch, SFTSettings, make_sft_update
-from train.step import init_state
+from paravt_jax.method import grpo
+from paravt_jax.method.grpo import GRPOBatch, GRPOSettings
+from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.method.structure import Kind, Structure
+from train.learn.batch import BatchShape, Sequences
+from train.learn.optimizer import OptimizerSettings, make_optimizer
+from train.learn.packed_batch import Packed, PackedShape
+from train.learn.packed_sft import PackedBatch, PackedSFTSettings, make_packed_update
+from train.learn.placement import fit, fitted, fitted_rows, parts_of, place
+from train.learn.rl import make_rl_update
+from train.learn.rl_batch import RLBatch
+from train.learn.rl_settings import RLSettings
+from train.learn.sft import SFTBatch, SFTSettings, make_sft_update
+from train.learn.step import init_state
 
 ROOT = pathlib.Path(__file__).parents[2]
 BOUND = 1e-6  # of a weight after one step whose size is up to LEARNING_RATE, and relative of loss and gradient norm: 1e-5

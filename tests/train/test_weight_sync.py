@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from models.qwen3_vl import Qwen3VLConfig, abstract_model, qwen3_vl, tiny
-from train.weight_sync import sampler_devices
+from train.learn.weight_sync import sampler_devices
 
 PROGRAM = str(pathlib.Path(__file__).with_name("hosts_program.py"))
 

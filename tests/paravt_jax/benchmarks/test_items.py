@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paravt_jax.benchmarks import BrokenRow, Item, VideoFolder, shuffled
-from paravt_jax.benchmarks.items import plain_options, split_options
-from paravt_jax.records import Question, QuestionKind
+from paravt_jax.method.records import Question, QuestionKind
+from rollout.evaluation.benchmarks import BrokenRow, Item, VideoFolder, shuffled
+from rollout.evaluation.benchmarks.items import plain_options, split_options
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from paravt_jax.benchmarks.scoring import interval, mcnemar, said
-from paravt_jax.records import Turn
+from paravt_jax.method.records import Turn
+from rollout.evaluation.benchmarks.scoring import interval, mcnemar, said
 
 
 @pytest.mark.parametrize(

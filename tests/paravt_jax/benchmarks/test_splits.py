@@ -8,9 +8,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from paravt_jax.accuracy import accuracy
-from paravt_jax.benchmarks import BENCHMARKS, load
-from paravt_jax.records import Question, QuestionKind
+from paravt_jax.method.accuracy import accuracy
+from paravt_jax.method.records import Question, QuestionKind
+from rollout.evaluation.benchmarks import BENCHMARKS, load
 from tests.paravt_jax.benchmarks import published
 
 MCQ, TVG, OE = (

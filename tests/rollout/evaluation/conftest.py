@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from models.features import FrameFeatures, FrameSettings
-from paravt_jax.benchmarks import Item, VideoFolder, load
-from paravt_jax.protocol import Protocol, render_call
-from paravt_jax.records import CropCall
-from rollout.episode import Scene
+from paravt_jax.method.protocol import Protocol, render_call
+from paravt_jax.method.records import CropCall
+from rollout.agent.episode import Scene
+from rollout.evaluation.benchmarks import Item, VideoFolder, load
 from rollout.evaluation.play import Player
 from rollout.evaluation.settings import BenchmarkSettings
 from tests.paravt_jax.benchmarks import published

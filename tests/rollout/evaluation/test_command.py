@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from models.qwen3_vl import save
-from paravt_jax.tokenizer import save as save_vocabulary
-from rollout.endpoint import EndpointError
+from paravt_jax.method.tokenizer import save as save_vocabulary
+from rollout.agent.endpoint import EndpointError
 from rollout.evaluation import command
 from rollout.evaluation.folder import latest, read_json, read_lines
 from rollout.evaluation.settings import BenchmarkSettings

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from models.features import FrameFeatures, FrameSettings
-from paravt_jax.benchmarks import Item, VideoFolder
-from paravt_jax.protocol import Protocol, subtitled_text
-from paravt_jax.records import Question, QuestionKind
-from paravt_jax.subtitles import Subtitle
-from rollout.episode import Scene
+from paravt_jax.method.protocol import Protocol, subtitled_text
+from paravt_jax.method.records import Question, QuestionKind
+from paravt_jax.method.subtitles import Subtitle
+from rollout.agent.episode import Scene
+from rollout.engine.requests import Sample, SampleStop
+from rollout.evaluation.benchmarks import Item, VideoFolder
 from rollout.evaluation.folder import EvaluationFolder
 from rollout.evaluation.play import Player, fitting
 from rollout.evaluation.settings import BenchmarkSettings
-from rollout.requests import Sample, SampleStop
 from tests.rollout.conftest import Cut
 
 ANSWER = "seen\n</think>\n<answer>B</answer>"

@@ -1,0 +1,486 @@
+"""The one protocol: every prompt, tool schema, time, placeholder and turn of every agent is written here and nowhere else.
+
+Demonstrations, rollouts and evaluation all render through `Protocol`. Chat markup is Qwen3-VL's (a test holds it
+against the published template). Pieces are encoded one by one and appended: nothing that was encoded is encoded again.
+Invariant: text that is not the protocol's own (questions, summaries) cannot forge a special token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+import numpy as np
+from jaxtyping import Int32
+
+from paravt_jax.method.parsing import Malformed, parse_calls
+from paravt_jax.method.records import (
+    Author,
+    ChatTurn,
+    Clip,
+    Conversation,
+    CropCall,
+    Demonstration,
+    Frame,
+    Question,
+    QuestionKind,
+    Segment,
+    Trajectory,
+)
+from paravt_jax.method.subtitles import Subtitle
+from paravt_jax.method.tokenizer import Vocabulary
+
+Prompt = Literal["direct", "reasoning", "agentic", "agentic-minimal"]
+
+PINNED = "<think>\n"
+VIDEO_NAME = "video.mp4"  # the model never sees a path; what it writes here is text
+
+CROP_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "crop_video",
+        "description": "Look closer at one window of the video. Several calls in one turn are looked at side by side.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "video_path": {"type": "string", "description": "Name of the video."},
+                "start_time": {"type": "number", "description": "Start of the window in seconds."},
+                "end_time": {"type": "number", "description": "End of the window in seconds."},
+            },
+            "required": ["video_path", "start_time", "end_time"],
+        },
+    },
+}
+
+_TASK = "You answer a question about a video. You see a few frames of it, each after its time.\n"
+_PLAN = "Where they do not show enough, call crop_video on every window that matters; each window comes back as a short report.\n"
+_FORM = "Think first, then call the tool or give the final answer as <answer>answer</answer>; a span of time is [start, end] in seconds."
+_ANSWER = (
+    "give the final answer as <answer>answer</answer>; a span of time is [start, end] in seconds."
+)
+_ALONE: dict[str, str] = {  # prompts that know no tool
+    "direct": f"{_TASK}Do not think aloud: {_ANSWER}",
+    "reasoning": f"{_TASK}Think first, between <think> and </think>, then {_ANSWER}",
+    "agentic": f"{_TASK}{_FORM}",
+    "agentic-minimal": _ANSWER.capitalize(),
+}
+_TOOLS_HEAD = (
+    "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+)
+_TOOLS_TAIL = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
+    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+)
+_BAD_CALLS = (
+    "<tool_code></tool_code>",
+    "<tool_call>",
+    "<tool_call></tool_call>",
+    "<tool_call>{}</tool_call>",
+)  # what goes wrong most
+_SUMMARY_REQUEST = "\nSay in one short sentence what these frames show, with times in seconds."
+_ANSWER_NOW = "\nNo more calls can be made. Give the final answer."
+_TO_ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class ProtocolSettings:
+    """Limits of an episode (REFERENCE 1, 3 and 5). Lengths are in tokens.
+
+    Questions that do not fit into `text_tokens` are left out. The cold start teaches `<think>` whether
+    it is pinned or not. The prompt `agentic-minimal` says little more than the tool's schema; with
+    `direct` the model does not think, so that nothing is pinned.
+    """
+
+    max_tool_turns: int = 3
+    """Turns of a main agent in which it may call tools."""
+    max_calls: int = 5
+    """Calls per turn that are carried out."""
+    turn_tokens: int = 2048
+    """Tokens of one turn of a main agent."""
+    summary_tokens: int = 512
+    """Tokens of a sub-agent's report, and of a tool response."""
+    trajectory_tokens: int = 8192
+    """Tokens of everything after the prompt: responses and tool results."""
+    text_tokens: int = 1216
+    """Tokens of a main agent's prompt beside its frames: system turn and question."""
+    label_tokens: int = 12
+    """Tokens of a frame's timestamp and vision marks; 12 hold 99,999.9 seconds in Qwen's tokenizer."""
+    pin_think: bool = True
+    """Start every response of a main agent with `<think>` (paper, constrained generation)."""
+    crop_fps: float = 1.0
+    """Frames per second that a sub-agent sees of its window."""
+    crop_frames: int = 16
+    """Frames that a sub-agent sees at most."""
+    prompt: Prompt = "agentic"
+    """The system turn; demonstrations teach `agentic`, and `reasoning` and `direct` know no tool."""
+
+    def __post_init__(self):
+        if self.prompt not in get_args(Prompt):
+            raise ValueError(
+                f"protocol.prompt: {self.prompt!r}; choose one of {', '.join(get_args(Prompt))}"
+            )
+        if self.prompt == "direct" and self.pin_think:
+            raise ValueError(
+                "protocol.pin_think: True with protocol.prompt 'direct', which does not think; set it to False"
+            )
+        if self.max_tool_turns < 0:
+            raise ValueError(f"protocol.max_tool_turns: {self.max_tool_turns}; give 0 or more")
+        for name in (
+            "max_calls",
+            "turn_tokens",
+            "summary_tokens",
+            "trajectory_tokens",
+            "text_tokens",
+            "label_tokens",
+            "crop_frames",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"protocol.{name}: {getattr(self, name)}; give a whole number of at least 1"
+                )
+        if not 0 < self.crop_fps < math.inf:
+            raise ValueError(
+                f"protocol.crop_fps: {self.crop_fps}; give frames a second, a finite number above 0"
+            )
+
+    def showing_frames(self, crop_tokens: int) -> ProtocolSettings:
+        """The same limits where crops are shown in the trajectory itself (dispatch `frames`), which then
+        has room for all of them. `crop_tokens`: tokens of one crop's frames."""
+        shown = self.max_tool_turns * self.max_calls * crop_tokens
+        return dataclasses.replace(self, trajectory_tokens=self.trajectory_tokens + shown)
+
+
+def render_call(call: CropCall) -> str:
+    """A `crop_video` call as the model is taught to write it."""
+    arguments = {
+        "video_path": VIDEO_NAME,
+        "start_time": _number(call.start),
+        "end_time": _number(call.end),
+    }
+    return (
+        f"<tool_call>\n{json.dumps({'name': 'crop_video', 'arguments': arguments})}\n</tool_call>"
+    )
+
+
+def system_text(tools: bool, prompt: Prompt = "agentic", video: bool = True) -> str:
+    """The system turn, with the tool's schema where tools are offered; without `video`, of pictures or text alone, it speaks of none.
+    ValueError for tools with a prompt that knows none."""
+    if not video:
+        return f"<|im_start|>system\n{_FORM}<|im_end|>\n"
+    if not tools:
+        return f"<|im_start|>system\n{_ALONE[prompt]}<|im_end|>\n"
+    if prompt in ("direct", "reasoning"):
+        raise ValueError(f"protocol.prompt: {prompt!r} knows no tool; use it with dispatch 'none'")
+    opening = f"{_TASK}{_PLAN}{_FORM}" if prompt == "agentic" else _ALONE[prompt]
+    return f"<|im_start|>system\n{opening}{_TOOLS_HEAD}{json.dumps(CROP_TOOL)}{_TOOLS_TAIL}<|im_end|>\n"
+
+
+def question_text(question: Question) -> str:
+    """The question as the user puts it: options as "A. ...", one a line."""
+    options = "".join(
+        f"\n{chr(ord('A') + i)}. {option.strip()}" for i, option in enumerate(question.options)
+    )
+    return "\n" + question.text + (options if question.kind is QuestionKind.MULTIPLE_CHOICE else "")
+
+
+def subtitled_text(entries: Sequence[Subtitle], text: str) -> str:
+    """A question's text with what is said in the video before it, each line after its time, as frames have theirs."""
+    lines = "".join(f"{subtitle_line(entry)}\n" for entry in entries)
+    return f"What is said in the video:\n{lines}\n{text}" if lines else text
+
+
+def subtitle_line(entry: Subtitle) -> str:
+    """One line of subtitles: "<12.5 seconds> words"."""
+    return f"<{entry.start:.1f} seconds> {' '.join(entry.text.split())}"
+
+
+def recurring_texts() -> tuple[str, ...]:
+    """The protocol's fixed lines, numbers of a call cut out, and the commonest errors: single pieces of a small vocabulary."""
+    texts = [
+        system_text(True),
+        system_text(False),
+        _SUMMARY_REQUEST,
+        _ANSWER_NOW,
+        _TO_ASSISTANT,
+        "<|im_start|>user\n",
+        render_call(CropCall(0, 1)),
+    ]
+    texts += [
+        f"error: {call.reason}"
+        for text in _BAD_CALLS
+        for call in parse_calls(text)
+        if isinstance(call, Malformed)
+    ]
+    lines = [line for text in texts for line in re.findall(r"[^\n]*\n+|[^\n]+", text)]
+    return tuple(
+        dict.fromkeys(part for line in lines for part in re.split(r"(?<=_time\": )\d+", line))
+    )
+
+
+class Protocol:
+    """Renders prompts, tool results and demonstrations into segments of token ids.
+
+    `image_tokens(frame)` tells how many visual tokens a frame takes after the vision tower's merge.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, settings: ProtocolSettings):
+        self.vocabulary = vocabulary
+        self.settings = settings
+        self._special = re.compile(
+            "|".join(re.escape(t) for t in sorted(vocabulary.special_texts, key=len, reverse=True))
+        )
+
+    def overview(
+        self, frames: Sequence[Frame], image_tokens: int | Sequence[int], tools: bool = True
+    ) -> Segment:
+        """The opening of a main agent's prompt: system turn and timed overview frames. Shared by all questions on the video."""
+        return Segment(
+            self._timed_images(
+                system_text(tools, self.settings.prompt) + "<|im_start|>user\n",
+                frames,
+                image_tokens,
+            ),
+            Author.PROMPT,
+            frames=tuple(frames),
+        )
+
+    def question(self, question: Question) -> Segment:
+        """The rest of a main agent's prompt."""
+        return Segment(
+            self._concat(self.plain(question_text(question)), _TO_ASSISTANT), Author.PROMPT
+        )
+
+    def window(self, frames: Sequence[Frame], image_tokens: int | Sequence[int]) -> Segment:
+        """A sub-agent's whole prompt: timed frames of one window and the request for a summary."""
+        opening = self._timed_images("<|im_start|>user\n", frames, image_tokens)
+        return Segment(
+            np.concatenate([opening, self._encode(_SUMMARY_REQUEST + _TO_ASSISTANT)]),
+            Author.PROMPT,
+            frames=tuple(frames),
+        )
+
+    @functools.cached_property
+    def pinned(self) -> Segment:
+        """The `<think>` every response of a main agent is started with; nothing where it is the model's to write."""
+        return Segment(self._encode(PINNED if self.settings.pin_think else ""), Author.PINNED)
+
+    def tool_results(
+        self,
+        responses: Sequence[str],
+        ended: bool,
+        last: bool,
+        shown: Sequence[Sequence[Frame]] = (),
+        image_tokens: int = 0,
+    ) -> Segment:
+        """The user turn that brings a turn's tool responses back.
+
+        `ended`: whether the response before it closed its turn itself; `last`: whether no further calls will be accepted.
+        `shown`: frames that stand before each response, of `image_tokens` each; none at all where sub-agents looked.
+        """
+        close = "" if ended else "<|im_end|>"
+        if any(shown):
+            parts = [self._encode(f"{close}\n<|im_start|>user")]
+            for text, frames in zip(responses, shown, strict=True):
+                images = self._timed_images("\n<tool_response>\n", frames, image_tokens)
+                parts += [images, self._encode(f"{self.cut(text)}\n</tool_response>")]
+            parts.append(self._encode(f"{_ANSWER_NOW if last else ''}{_TO_ASSISTANT}"))
+            return Segment(
+                np.concatenate(parts),
+                Author.TOOL,
+                frames=tuple(frame for frames in shown for frame in frames),
+            )
+        bodies = "\n".join(
+            f"<tool_response>\n{self.cut(text)}\n</tool_response>" for text in responses
+        )
+        text = f"{close}\n<|im_start|>user\n{bodies}{_ANSWER_NOW if last else ''}{_TO_ASSISTANT}"
+        return Segment(self._encode(text), Author.TOOL)
+
+    def cut(self, text: str) -> str:
+        """A tool response as the model reads it: plain, and within its limit of tokens."""
+        text, limit = self.plain(text), self.settings.summary_tokens
+        ids = self.vocabulary.encode(text)
+        if len(ids) <= limit:
+            return text
+        text = self.vocabulary.decode(ids[:limit])
+        while (
+            len(self.vocabulary.encode(text)) > limit
+        ):  # half a character became a replacement, of more tokens
+            text = text[:-1]
+        return text
+
+    def plain(self, text: str) -> str:
+        """Text from outside the protocol: special tokens in it are broken by a space, so that they are only words."""
+        return self._special.sub(lambda match: match[0][0] + " " + match[0][1:], text)
+
+    def demonstration(
+        self,
+        demonstration: Demonstration,
+        frames: Sequence[Frame],
+        image_tokens: int | Sequence[int],
+    ) -> Trajectory:
+        """A demonstration as the trajectory an agent would have produced; its log-probs are 0, for nobody sampled it.
+
+        Tool messages that stand together become one user turn, as in an episode.
+        """
+        main = demonstration.question is not None
+        trajectory = Trajectory(
+            (self.overview(frames, image_tokens),) if main else (self.window(frames, image_tokens),)
+        )
+        if demonstration.question is not None:
+            trajectory.append(self.question(demonstration.question))
+        results: list[str] = []
+        turns = 0
+        for message in demonstration.messages:
+            if message.role == "tool":
+                results.append(message.content)
+                continue
+            if results:
+                trajectory.append(
+                    self.tool_results(
+                        results, ended=True, last=turns >= self.settings.max_tool_turns
+                    )
+                )
+                results = []
+            # Whoever is to do without the pinned opening has to have learned it here.
+            ids = self._concat(*((PINNED,) if main else ()), message.content + "<|im_end|>")
+            trajectory.append(Segment(ids, Author.MODEL, np.zeros(len(ids), np.float32)))
+            turns += 1
+        return trajectory
+
+    def conversation(
+        self, conversation: Conversation, image_tokens: Callable[[Clip], int]
+    ) -> Trajectory:
+        """A published demonstration as the trajectory of an agent that does likewise; its log-probs are 0, for nobody sampled it.
+
+        `image_tokens(clip)` tells how many visual tokens a frame of the clip takes. Turns are as `published.read_conversation` leaves them.
+        """
+        opening = (
+            system_text(
+                conversation.tools, video=any(not clip.still for clip in conversation.clips)
+            )
+            + "<|im_start|>user\n"
+        )
+        trajectory, rounds = Trajectory(), 0
+        for role, group in itertools.groupby(conversation.turns, key=lambda turn: turn.role):
+            turns = list(group)
+            if role == "assistant":
+                trajectory.append(self._response(str(turns[0].content[0])))
+            elif role == "tool":
+                rounds += 1
+                trajectory.append(
+                    self._results(turns, image_tokens, last=rounds >= self.settings.max_tool_turns)
+                )
+            else:
+                pieces = [
+                    self._encode(opening),
+                    *self._shown(turns[0].content, self.plain, image_tokens),
+                    self._encode(_TO_ASSISTANT),
+                ]
+                frames = tuple(frame for clip in turns[0].clips for frame in clip.frames)
+                trajectory.append(Segment(np.concatenate(pieces), Author.PROMPT, frames=frames))
+                opening = "\n<|im_start|>user\n"
+        return trajectory
+
+    def _response(self, text: str) -> Segment:
+        """A response of a published demonstration; one that thinks opens as the pinned ones do."""
+        tag = PINNED.strip()
+        thinks = text.startswith(tag)
+        ids = self._concat(
+            *((PINNED,) if thinks else ()), text.removeprefix(tag).lstrip() + "<|im_end|>"
+        )
+        return Segment(ids, Author.MODEL, np.zeros(len(ids), np.float32))
+
+    def _results(
+        self, turns: Sequence[ChatTurn], image_tokens: Callable[[Clip], int], last: bool
+    ) -> Segment:
+        """Tool responses of a published demonstration: as in an episode, but that some show clips."""
+        if not any(turn.clips for turn in turns):
+            return self.tool_results(
+                ["\n".join(str(part) for part in turn.content) for turn in turns],
+                ended=True,
+                last=last,
+            )
+        pieces = [self._encode("\n<|im_start|>user\n")]
+        for number, turn in enumerate(turns):
+            shown = self._shown(turn.content, self.cut, image_tokens)
+            pieces += [
+                self._encode("\n" * (number > 0) + "<tool_response>\n"),
+                *shown,
+                self._encode("\n</tool_response>"),
+            ]
+        pieces.append(self._encode((_ANSWER_NOW if last else "") + _TO_ASSISTANT))
+        frames = tuple(frame for turn in turns for clip in turn.clips for frame in clip.frames)
+        return Segment(np.concatenate(pieces), Author.TOOL, frames=frames)
+
+    def _shown(
+        self,
+        content: Sequence[str | Clip],
+        clean: Callable[[str], str],
+        image_tokens: Callable[[Clip], int],
+    ) -> list[Int32[np.ndarray, " n"]]:
+        """The pieces of a turn's texts and clips, a line end where the one follows the other."""
+        pieces: list[np.ndarray] = []
+        for before, part in zip((None, *content), content, strict=False):
+            if isinstance(part, Clip):
+                pieces += [self._encode("\n")] * isinstance(before, str) + self._images(
+                    part.frames, image_tokens(part), not part.still
+                )
+            else:
+                pieces.append(self._encode(clean("\n" * (before is not None) + part)))
+        return pieces
+
+    def label_tokens(self, time: float) -> int:
+        """Tokens of a frame's timestamp, `time` in seconds, and of its vision marks."""
+        return len(self._time(_timestamp(time))) + 2
+
+    def _timed_images(
+        self, opening: str, frames: Sequence[Frame], image_tokens: int | Sequence[int]
+    ) -> np.ndarray:
+        return np.concatenate([self._encode(opening), *self._images(frames, image_tokens)])
+
+    def _images(
+        self, frames: Sequence[Frame], image_tokens: int | Sequence[int], timed: bool = True
+    ) -> list[Int32[np.ndarray, " n"]]:
+        counts = (
+            [image_tokens] * len(frames) if isinstance(image_tokens, int) else list(image_tokens)
+        )
+        if len(counts) != len(frames):
+            raise ValueError(
+                f"image_tokens: {len(counts)} counts for {len(frames)} frames; give one a frame"
+            )
+        special = self.vocabulary
+        parts: list[np.ndarray] = []
+        for frame, count in zip(frames, counts, strict=True):
+            image = [
+                special["<|vision_start|>"],
+                *[special["<|image_pad|>"]] * count,
+                special["<|vision_end|>"],
+            ]
+            parts += [self._time(_timestamp(frame.time))] * timed + [np.array(image, np.int32)]
+        return parts
+
+    def _concat(self, *texts: str) -> np.ndarray:
+        return np.concatenate([self._encode(text) for text in texts])
+
+    @functools.lru_cache(maxsize=65_536)  # noqa: B019  one protocol lives as long as the run
+    def _time(self, text: str) -> np.ndarray:
+        return self._encode(text)
+
+    def _encode(self, text: str) -> np.ndarray:
+        return np.asarray(self.vocabulary.encode(text), np.int32)
+
+
+def _timestamp(time: float) -> str:
+    return f"<{time:.1f} seconds>"
+
+
+def _number(value: float) -> float | int:
+    return int(value) if float(value).is_integer() else value

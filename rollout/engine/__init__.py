@@ -1,0 +1,1 @@
+"""The sampler: requests in, tokens and their log-probs out."""

@@ -1,0 +1,69 @@
+"""What an episode said in answer to a benchmark's question, and statistics of scores.
+
+Owns the reading of answers that stand in no block: benchmarks are also played by models that were never taught the format, and what such
+a model says after its thought is its answer (training is stricter: there it earns nothing). Invariant: what stands in a thought that was
+never closed, in a call, or in a turn that was cut off is no answer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from paravt_jax.method.parsing import TAG_PATTERN, extract_answer, first_think, parse_calls
+from paravt_jax.method.records import Turn
+
+_Z = 1.959964  # of 95 %
+
+
+def said(turns: Sequence[Turn]) -> str | None:
+    """The last turn's answer: its answer block, else what stands after its thought; None where there is neither."""
+    if not turns or turns[-1].truncated:
+        return None
+    text = turns[-1].text
+    if (block := extract_answer(text)) is not None:
+        return block
+    rest = first_think(text)[1] if "<think>" in text else text
+    if rest is None or parse_calls(text):
+        return None
+    return re.sub(TAG_PATTERN, "", rest).strip() or None
+
+
+def interval(scores: Sequence[float], clusters: Sequence[str]) -> tuple[float, float]:
+    """A 95 % interval of the mean of scores in [0, 1], questions on one video (`clusters`) counting as one draw.
+
+    Wilson's interval at the effective number of questions: p (1 - p) over the cluster-robust variance of the mean, at least the number of
+    clusters where all scores are equal, so that it never has length 0.
+    """
+    values, n = np.asarray(scores, np.float64), len(scores)
+    mean = float(values.mean())
+    sums: dict[str, float] = {}
+    for value, cluster in zip(values.tolist(), clusters, strict=True):
+        sums[cluster] = sums.get(cluster, 0.0) + value - mean
+    count = len(sums)
+    variance = (
+        sum(s * s for s in sums.values()) / n**2 * (count / (count - 1) if count > 1 else 1.0)
+    )
+    spread = mean * (1 - mean)
+    effective = spread / variance if variance > 1e-12 and spread > 1e-12 else float(count)
+    middle = (mean + _Z**2 / (2 * effective)) / (1 + _Z**2 / effective)
+    half = (
+        _Z / (1 + _Z**2 / effective) * math.sqrt(spread / effective + (_Z / (2 * effective)) ** 2)
+    )
+    return max(0.0, min(mean, middle - half)), min(1.0, max(mean, middle + half))
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """The two-sided p-value of McNemar's exact test: of the questions that one of two runs alone got right, how many which."""
+    n, k = only_first + only_second, min(only_first, only_second)
+    if not n:
+        return 1.0
+    log_half = n * math.log(0.5)
+    tail = sum(
+        math.exp(math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) + log_half)
+        for i in range(k + 1)
+    )
+    return min(1.0, 2 * tail)

@@ -1,0 +1,1 @@
+"""Learning: batches, SFT, PARA-GRPO, the jitted update, and weights into the engine."""
