@@ -1,0 +1,224 @@
+"""How much there is to read: `python -m benchmarks.codebase [--against COMMIT]` prints a table of this checkout.
+
+The walk is what the RL learner reaches by imports, so what one has to read to understand a
+training step. Imports anywhere in a file count, and so does a module's name in a string. A code
+line is a line that is neither blank nor a comment nor part of a docstring, laid out at 100 columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+import tokenize
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+PACKAGES = ("paravt_jax", "models", "rollout", "train", "configs")
+LEARNERS = ("train.learn.rl", "train.rl")  # where the RL learner is, and where it was once
+COLUMNS = 100
+FAMILY = re.compile(r"qwen", re.IGNORECASE)
+
+_LAYOUT_TOKENS = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+class Module(NamedTuple):
+    """One source file: its text, its code lines, and the modules of this project that it imports."""
+
+    file: pathlib.Path
+    text: str
+    lines: int
+    imports: frozenset[str]
+
+
+def read_modules(root: pathlib.Path) -> dict[str, Module]:
+    """All modules of `PACKAGES` below `root` by dotted name, in the layout that they have there."""
+    files = {
+        _module_name(file.relative_to(root)): file
+        for package in PACKAGES
+        for file in sorted((root / package).rglob("*.py"))
+    }
+    modules = {}
+    for name, file in files.items():
+        text = file.read_text(encoding="utf-8")
+        modules[name] = Module(file, text, code_lines(text), _imports(name, text, files))
+    return modules
+
+
+def code_lines(text: str) -> int:
+    """Lines of Python source that hold code."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _LAYOUT_TOKENS:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - set(_docstring_lines(ast.parse(text))))
+
+
+def walk(modules: Mapping[str, Module], start: str) -> dict[str, Module]:
+    """What `start` reaches by imports, itself included; a package's `__init__` runs before its modules."""
+    reached: dict[str, Module] = {}
+    ahead = [start]
+    while ahead:
+        name = ahead.pop()
+        if name in reached:
+            continue
+        reached[name] = modules[name]
+        ahead += [package for package in _packages(name) if package in modules]
+        ahead += modules[name].imports
+    return reached
+
+
+def find_cycles(modules: Mapping[str, Module]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others."""
+    reach = {name: _reachable(modules, name) for name in modules}
+    groups = {
+        tuple(sorted(other for other in reach[name] if name in reach[other]))
+        for name in modules
+        if name in reach[name]
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+def name_a_family(modules: Mapping[str, Module]) -> list[str]:
+    """Modules outside `models/qwen3_vl` in which a model family is named."""
+    return [
+        name
+        for name, module in modules.items()
+        if not name.startswith("models.qwen3_vl") and FAMILY.search(module.text)
+    ]
+
+
+def _module_name(file: pathlib.Path) -> str:
+    parts = file.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _packages(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _imports(name: str, text: str, known: Mapping[str, pathlib.Path]) -> frozenset[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = _absolute(node, name, known)
+            for alias in node.names:
+                submodule = f"{module}.{alias.name}"
+                found.add(submodule if submodule in known else module)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "." in node.value:
+            found.add(node.value)
+    return frozenset(found & known.keys()) - {name}
+
+
+def _absolute(node: ast.ImportFrom, name: str, known: Mapping[str, pathlib.Path]) -> str:
+    """The module that `node` imports from, in the module `name`."""
+    if not node.level:
+        return node.module or ""
+    parts = name.split(".")
+    if known[name].name == "__init__.py":
+        parts.append("__init__")
+    return ".".join(parts[: -node.level] + ([node.module] if node.module else []))
+
+
+def _docstring_lines(tree: ast.Module) -> Iterator[int]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for statement in node.body:
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                if isinstance(statement.value.value, str):  # also those below a dataclass's fields
+                    yield from range(statement.lineno, (statement.end_lineno or 0) + 1)
+
+
+def _reachable(modules: Mapping[str, Module], start: str) -> set[str]:
+    """What `start` imports, directly or through others; itself only if a cycle leads back."""
+    reached: set[str] = set()
+    ahead = list(modules[start].imports)
+    while ahead:
+        name = ahead.pop()
+        if name not in reached:
+            reached.add(name)
+            ahead += modules[name].imports
+    return reached
+
+
+def _laid_out(root: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """A copy of the sources and tests of `root` in `folder`, laid out at `COLUMNS` columns."""
+    for name in (*PACKAGES, "tests", "benchmarks", "examples"):
+        if (root / name).exists():
+            shutil.copytree(
+                root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
+    layout = ["ruff", "format", "--quiet", "--isolated", f"--line-length={COLUMNS}", str(folder)]
+    subprocess.run(layout, check=True)
+    return folder
+
+
+def measure(root: pathlib.Path) -> dict[str, float]:
+    """The figures of the checkout at `root`, by their names."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = _laid_out(root, pathlib.Path(folder))
+        modules = read_modules(copy)
+        reached = walk(modules, next(name for name in LEARNERS if name in modules))
+        tests = [code_lines(file.read_text("utf-8")) for file in (copy / "tests").rglob("*.py")]
+        longest = max(module.lines for module in modules.values())
+    return {
+        "the walk: code lines": sum(module.lines for module in reached.values()),
+        "the walk: files": len(reached),
+        "sources: code lines": sum(module.lines for module in modules.values()),
+        "sources: files": len(modules),
+        "sources: code lines of the longest file": longest,
+        "tests: code lines": sum(tests),
+        "tests: files": len(tests),
+        "import cycles": len(find_cycles(modules)),
+        "files outside its package that name a model family": len(name_a_family(modules)),
+    }
+
+
+def measure_commit(root: pathlib.Path, commit: str) -> dict[str, float]:
+    """`measure` of another commit of the repository at `root`."""
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(
+            ["git", "-C", str(root), "archive", commit], check=True, capture_output=True
+        )
+        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+        return measure(pathlib.Path(folder))
+
+
+def main() -> None:
+    """Print the table in Markdown; with `--walk` the walk file by file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.codebase", description=__doc__)
+    parser.add_argument("--against", metavar="COMMIT", help="commit to compare with")
+    parser.add_argument("--walk", action="store_true", help="print the walk file by file")
+    options = parser.parse_args()
+    root = pathlib.Path(__file__).parents[1]
+    if options.walk:
+        modules = read_modules(root)
+        for name, module in sorted(walk(modules, LEARNERS[0]).items()):
+            print(f"{module.lines:6d}  {name}")
+    columns = {"this checkout": measure(root)}
+    if options.against:
+        columns = {options.against: measure_commit(root, options.against), **columns}
+    print(f"| | {' | '.join(columns)} |")
+    print("|---" * (len(columns) + 1) + "|")
+    for name in columns["this checkout"]:
+        print(f"| {name} | {' | '.join(f'{column[name]:,}' for column in columns.values())} |")
+
+
+if __name__ == "__main__":
+    main()
