@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+from benchmarks.codebase import find_cycles, read_modules, walk
+
 ROOT = pathlib.Path(__file__).parents[1]
 ROOMS = ("paravt_jax", "models", "rollout", "train", "configs")
 MAY_IMPORT = {
@@ -20,6 +22,17 @@ MAY_IMPORT = {
     "train": {"paravt_jax", "models", "rollout"},
     "configs": {"paravt_jax", "models", "rollout", "train"},
 }
+# What one has to read to understand a training step; see `benchmarks.codebase`.
+MOST_LINES, MOST_FILES = 7000, 60
+# Packages off the main path. Commands bring them in; nothing else imports them.
+SIDE_PATHS = (
+    "paravt_jax.remote",
+    "rollout.evaluation",
+    "rollout.report",
+    "train.plan",
+    "train.report",
+    "train.studies",
+)
 SOURCES = [file for room in ROOMS for file in sorted((ROOT / room).rglob("*.py"))]
 
 
@@ -97,3 +110,33 @@ def test_files_are_readable(file: pathlib.Path) -> None:
     assert not re.search(r"utils?|helpers?|misc|common", file.stem), (
         f"{name(file)}: a module is named after what it owns"
     )
+
+
+def test_the_walk_is_short() -> None:
+    reached = walk(read_modules(ROOT), "train.learn.rl")
+    lines = sum(module.lines for module in reached.values())
+    print(f"the walk: {lines} code lines in {len(reached)} files")
+    assert lines <= MOST_LINES, (
+        f"train.learn.rl reaches {lines} code lines: move what is aside away"
+    )
+    assert len(reached) <= MOST_FILES, f"train.learn.rl reaches {len(reached)} files"
+
+
+def test_no_modules_import_each_other() -> None:
+    assert find_cycles(read_modules(ROOT)) == []
+
+
+@pytest.mark.parametrize("package", SIDE_PATHS)
+def test_side_paths_are_brought_in_by_commands_alone(package: str) -> None:
+    modules = read_modules(ROOT)
+    inside = {name for name in modules if f"{name}.".startswith(f"{package}.")}
+    assert inside
+    outside = {name: module for name, module in modules.items() if name not in inside}
+    importers = {
+        name
+        for name, module in outside.items()
+        if module.imports & inside
+        and not name.startswith(SIDE_PATHS)
+        and not is_command(module.file)
+    }
+    assert not importers, f"{package} is imported by {sorted(importers)}"
