@@ -192,7 +192,7 @@ def make_run(folder: pathlib.Path) -> Figures:
     def engine(*_: Any) -> ScriptedEngine:
         return ScriptedEngine(tokenizer.load(folder / "tokenizer"))
 
-    with mock.patch("train.session.Engine", engine):
+    with mock.patch("train.phases.actor.Engine", engine):
         train.run.execute(recipe(folder))
     return {**_frames(folder), **_metrics(folder), **_weights(folder)}
 

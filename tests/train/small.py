@@ -36,9 +36,9 @@ from train.learn.optimizer import OptimizerSettings
 from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
+from train.phases.model import model_config
 from train.prepare import Data, prepare
 from train.run import main
-from train.session import model_config
 from train.settings import LogSettings, Run
 
 SUFFIX = 144

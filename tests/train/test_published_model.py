@@ -16,8 +16,8 @@ from models.qwen3_vl.config import qwen3_vl
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.method import tokenizer
 from train.export import write_model
+from train.phases.model import first_model
 from train.published_model import check_vocabulary, config_of, copy_tokenizer, fingerprint
-from train.session import first_model
 from train.settings import ModelSettings
 
 
@@ -103,8 +103,8 @@ def test_a_runs_model_knows_its_stop_ids(small_model, small_vocabulary, tmp_path
 
 def test_a_run_starts_from_the_weights_of_a_folder_laid_over_its_mesh(base, road):
     run = dataclasses.replace(road.run, model=ModelSettings(path=str(base)), align=None)
-    config, model, origin = first_model(run, road.data, make_mesh())
-    assert config == road.model.config and origin == {"weights": fingerprint(str(base))}
+    model, origin = first_model(run, road.data, make_mesh())
+    assert model.config == road.model.config and origin["weights"] == fingerprint(str(base))
     found, wanted = nnx.state(model, nnx.Param), nnx.state(road.model, nnx.Param)
     for (path, leaf), other in zip(
         jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True

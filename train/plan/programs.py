@@ -28,6 +28,7 @@ from rollout.engine.sampling import Choices
 from train.learn.batch import Sequences
 from train.learn.sft import SFTSettings
 from train.learn.weight_sync import host_mesh, make_sync, sampler_devices
+from train.phases.model import model_config
 from train.plan.abstract import (
     Abstract,
     abstract_reference,
@@ -35,7 +36,6 @@ from train.plan.abstract import (
     abstract_sft_update,
 )
 from train.plan.flops import Pairs, causal, count_flops, every, rows_of
-from train.session import model_config
 from train.settings import Run
 from train.world_lengths import world_vocabulary
 

@@ -14,7 +14,7 @@ from paravt_jax.method.records import QuestionKind
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.remote.judge import JudgeSettings
 from tests.paravt_jax.judge_server import Reply, says, serving
-from train.session import Session
+from train.phases.actor import Actor
 
 REFUSED = Reply(status=401)  # which is not asked again
 
@@ -34,19 +34,12 @@ def evaluated(road, small, monkeypatch):
         def forget(self) -> None:
             """It keeps nothing."""
 
-    class Evaluations(Session):
-        def open(self) -> None:
-            self.scene, self.engine, self.weights, self.sync = (
-                road.scene,
-                Script(road),
-                road.weights,
-                lambda weights: weights,
-            )
+    def scripted(run, model, scene, judge, weights) -> Actor:
+        sync: Any = lambda weights: weights  # noqa: E731
+        return Actor(Script(road), sync, road.scene, judge)
 
-        def nothing(self) -> None:
-            """A phase that is left out."""
-
-        align = cold_start = reinforce = export = nothing
+    def left_out(*arguments: Any) -> None:
+        """A phase that does nothing."""
 
     def evaluate(folder: pathlib.Path, rewards: RewardSettings) -> dict[str, Any]:
         run = dataclasses.replace(
@@ -58,7 +51,9 @@ def evaluated(road, small, monkeypatch):
     monkeypatch.setattr(
         train.run, "prepare", lambda *_: dataclasses.replace(road.data, heldout=heldout)
     )
-    monkeypatch.setattr(train.run, "Session", Evaluations)
+    monkeypatch.setattr(train.run, "open_actor", scripted)
+    for phase in ("align", "cold_start", "reinforce", "export"):
+        monkeypatch.setattr(train.run, phase, left_out)
     return evaluate
 
 

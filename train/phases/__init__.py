@@ -1,0 +1,1 @@
+"""The phases of a run, one function each, in the order in which `train.run.execute` calls them."""

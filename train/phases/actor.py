@@ -1,0 +1,61 @@
+"""What reads frames and plays episodes, opened once the vision tower is frozen."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from flax import nnx
+
+from models.features import FrameFeatures
+from models.qwen3_vl.model import Qwen3VL
+from paravt_jax.data import video
+from paravt_jax.data.frames import FrameReader
+from paravt_jax.method.protocol import Protocol
+from paravt_jax.remote.judge import Judge
+from rollout.agent.episode import Scene
+from rollout.engine.engine import Engine
+from train.learn.weight_sync import WeightSync
+from train.phases.model import drop_weights
+from train.prepare import Data
+from train.settings import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Actor:
+    """What plays episodes: the engine, how weights reach it, what agents see, and who judges."""
+
+    engine: Engine
+    sync: WeightSync
+    scene: Scene
+    judge: Judge | None
+
+    def wake(self, weights: Any, version: int) -> None:
+        """Brings `weights` to the engine under the number `version`."""
+        # What it has goes first: new weights beside old ones may be too much.
+        self.engine.sleep()
+        self.engine.load(jax.block_until_ready(self.sync(weights)), version)
+
+
+def open_scene(run: Run, data: Data, model: Qwen3VL, reader: FrameReader | None) -> Scene:
+    """The protocol and the frames' features; `reader` reads the frames of published videos."""
+    features = FrameFeatures(
+        model.vision, model.config, run.frames, data.root, source=reader or video
+    )
+    return Scene(Protocol(data.vocabulary, run.protocol), features)
+
+
+def open_actor(
+    run: Run, model: Qwen3VL, scene: Scene, judge: Judge | None, weights: Any
+) -> Actor | None:
+    """An actor that sleeps until `wake`; None for a run that plays no episodes. `weights` show
+    where the trained ones lie."""
+    if not run.plays_episodes:
+        return None
+    sync = WeightSync(weights, model.text.dtype)
+    nnx.update(model.text, sync(weights))
+    engine = Engine(model, scene.features, run.engine_sizes)
+    engine.sleep()
+    drop_weights(model)
+    return Actor(engine, sync, scene, judge)

@@ -1,0 +1,33 @@
+"""The first phase: a fresh vision tower learns to see."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from models.qwen3_vl.model import Qwen3VL
+from train.learn import align as learner
+from train.phases.context import Context
+
+
+def align(context: Context, model: Qwen3VL) -> None:
+    """Trains the vision tower of `model` in place, or takes it from where it was left."""
+    settings, data = context.run.align, context.data
+    if settings is None:
+        return
+    # Small enough to lie whole on every device of every process, and to be aligned there.
+    whole = NamedSharding(context.mesh, PartitionSpec())
+    nnx.update(model, jax.device_put(nnx.state(model), whole))
+    unreadable: dict[str, str] = {}
+    with context.open_phase("align", settings, unreadable) as phase:
+        learner.align(
+            model,
+            data.captions,
+            data.vocabulary,
+            data.root,
+            settings,
+            context.run.seed,
+            phase,
+            unreadable,
+        )

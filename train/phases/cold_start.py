@@ -1,0 +1,51 @@
+"""The cold start: supervised steps on demonstrations."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from paravt_jax.data.frames import FrameReader
+from rollout.agent.episode import Scene
+from train.learn.packed_sft import PackedCourse
+from train.learn.sft import Course, SFTSettings
+from train.learn.speed import speeds
+from train.phases.context import Context, as_saved, resume
+from train.phases.model import Parts
+
+
+def cold_start(
+    context: Context, parts: Parts, scene: Scene, reader: FrameReader | None, weights: Any
+) -> Any:
+    """The weights after the last step of SFT. Those given are donated."""
+    settings = context.run.sft
+    if settings is None:
+        return weights
+    config = parts.model.config
+    course = _course(context, scene, reader)
+    state, update = course.start(parts.graph, weights)
+    with context.open_phase("sft", settings, scene.features.unreadable) as phase:
+        state, cursor = resume(phase, state, parts.tower)
+        if cursor is not None:
+            course.set_state(cursor)
+        for step in phase.left:
+            clock = time.perf_counter()
+            batch, arrays, counts = next(course)
+            state, figures = update(state, batch)
+            figures = {name: float(value) for name, value in figures.items()} | counts
+            seconds = time.perf_counter() - clock
+            figures["time/step"] = seconds
+            figures |= speeds(arrays, config, seconds, context.mesh.size)
+            kept = as_saved(state, parts.tower)
+            phase.done(step, figures, kept, course.get_state(), ("loss",))
+    return state.weights
+
+
+def _course(context: Context, scene: Scene, reader: FrameReader | None) -> Course | PackedCourse:
+    """The batches of the cold start."""
+    run, data = context.run, context.data
+    settings, rest = run.sft, (run.seed, scene.protocol, scene.features, context.mesh)
+    if isinstance(settings, SFTSettings):
+        return Course(settings, run.sft_shapes, data.demonstrations, data.windows, *rest)
+    assert settings is not None and data.published is not None and reader is not None
+    return PackedCourse(settings, run.packed_shape, data.published, reader, *rest)

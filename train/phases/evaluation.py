@@ -1,0 +1,108 @@
+"""Evaluation before and after RL: episodes on held-out questions under every setting."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from paravt_jax.data.atomic import write_atomically
+from paravt_jax.method.protocol import Protocol
+from paravt_jax.method.records import Question
+from paravt_jax.method.rewards import RewardSettings
+from rollout.agent.episode import Setting
+from rollout.agent.transcript import transcript
+from rollout.evaluate import play_and_score, summarise
+from train.durable import hosts
+from train.durable.metrics import Progress
+from train.phases.actor import Actor
+from train.phases.context import Context
+
+
+def evaluate(
+    context: Context, actor: Actor | None, weights: Any, name: str
+) -> list[dict[str, Any]]:
+    """Rows of every setting on held-out questions, [] where the run plays no episodes.
+
+    `name` says when: `before` or `after` RL. The settings of one K stand in one file, written when
+    they are done. Where a judge was asked, the file also holds what became of its answers
+    (`JudgeCounts`), summed over these settings.
+    """
+    settings = context.run.evaluation
+    questions = context.data.heldout[: settings.questions]
+    # Without held-out questions, `rollout.evaluate` plays the paper's splits.
+    if actor is None or (not questions and context.data.published is not None):
+        return []
+    rows = []
+    files = [context.folder / "evaluation" / f"{name}-{k}.json" for k in settings.frames]
+    if not hosts.from_first(lambda: all(file.exists() for file in files)):
+        actor.wake(weights, actor.engine.version + 1)
+    with Progress(f"evaluate {name} RL", len(settings.settings()), unit="setting") as progress:
+        for k, file in zip(settings.frames, files, strict=True):
+            if not hosts.from_first(file.exists):
+                content = _evaluate_budget(context, actor, questions, name, k, progress, len(rows))
+                with hosts.one_after_another():
+                    if hosts.is_first():
+                        file.parent.mkdir(exist_ok=True)
+                        write_atomically(file, json.dumps(content))
+            rows += json.loads(file.read_text())["rows"]
+    actor.engine.sleep()  # what comes next trains or writes
+    return rows
+
+
+def _evaluate_budget(
+    context: Context,
+    actor: Actor,
+    questions: Sequence[Question],
+    name: str,
+    k: int,
+    progress: Progress,
+    done: int,
+) -> dict[str, Any]:
+    """Rows and episodes of all settings with `k` frames; `done` settings came before them."""
+    actor.engine.forget()
+    content: dict[str, Any] = {"rows": [], "episodes": []}
+    if actor.judge is not None:
+        content["judge"] = collections.Counter()
+    for setting in [s for s in context.run.evaluation.settings() if s.frames == k]:
+        context.interrupts.check(
+            f"stopped while evaluating {name} RL; K = {k} begins again, those before it are kept"
+        )
+        row, lines = _play(context, actor, questions, name, setting)
+        content["rows"].append(row)
+        content["episodes"] += lines
+        if actor.judge is not None:
+            for counts in hosts.gather(dataclasses.asdict(actor.judge.counts)):
+                content["judge"].update(counts)
+        progress.update(done + len(content["rows"]))
+        context.tick()
+    return content
+
+
+def _play(
+    context: Context, actor: Actor, questions: Sequence[Question], name: str, setting: Setting
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The row of one setting, and the transcripts that the report shows."""
+    run, vocabulary = context.run, context.data.vocabulary
+    headline = setting.temperature > 0 and setting.dispatch == "parallel"
+    protocol = Protocol(vocabulary, run.limits(setting.dispatch))
+    played = play_and_score(
+        actor.engine,
+        dataclasses.replace(actor.scene, protocol=protocol),
+        questions[hosts.share_of(len(questions))],
+        setting,
+        run.rl.rewards if run.rl else RewardSettings(),
+        run.seed,
+        run.evaluation.samples if headline else 1,
+        judge=actor.judge,
+        anchor_weight=run.rl.grpo.sequence_anchor if run.rl else 0.0,
+    )
+    scored = [episode for part in hosts.gather(played) for episode in part]
+    shown = scored[: run.log.episodes] if setting.dispatch == "parallel" else []
+    lines = [
+        {"phase": name, "step": 0, **transcript(episode, reward, setting, vocabulary)}
+        for episode, reward in shown
+    ]
+    return dataclasses.asdict(summarise(setting, scored)), lines

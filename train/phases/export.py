@@ -1,0 +1,26 @@
+"""The trained model as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from train.durable import hosts
+from train.export import write_model
+from train.phases.context import Context
+from train.phases.model import Parts
+
+
+def export(context: Context, parts: Parts, weights: Any) -> None:
+    """Writes the folder `model`, for transformers and `models.qwen3_vl.load`, where there is none."""
+    folder = context.folder / "model"
+    if hosts.from_first(folder.exists):
+        return
+    # All processes save: what is cut over them is gathered.
+    whole = NamedSharding(context.mesh, PartitionSpec())
+    nnx.update(parts.model.text, weights)
+    nnx.update(parts.model.vision, jax.device_put(parts.tower, whole))
+    write_model(parts.model, context.folder / "tokenizer", context.run.frames, folder)

@@ -1,0 +1,115 @@
+"""Reinforcement learning: PARA-GRPO from the weights of the cold start."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+
+from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.frames import FrameReader
+from paravt_jax.data.loader import Ahead, stream
+from paravt_jax.method.records import Question
+from rollout.agent.episode import Setting
+from rollout.agent.transcript import transcript
+from train.durable import hosts
+from train.durable.compilations import Compilations
+from train.durable.rollout_file import RolloutFile, forget_others, rollout_file_name
+from train.learn.rl import Learner
+from train.learn.rl_settings import RLSettings
+from train.learn.rollouts import Rollouts, draw_budgets
+from train.phases.actor import Actor
+from train.phases.context import Context, as_saved, resume
+from train.phases.model import Parts
+from train.published_data import question_stream
+
+WARM_UP = 3  # steps after the start of a process in which programs may still be compiled
+_SHOWN = ("accuracy", "format", "calls", "reward/total")
+
+
+def reinforce(
+    context: Context, parts: Parts, actor: Actor | None, reader: FrameReader | None, weights: Any
+) -> Any:
+    """The weights after the last step of RL. Those given stay as the reference, and are donated."""
+    run, folder = context.run, context.folder
+    settings = run.rl
+    if settings is None:
+        return weights
+    assert actor is not None, "a run with RL plays episodes"
+    engine, scene = actor.engine, actor.scene
+    compilations = Compilations()
+    learner = Learner(
+        parts.graph,
+        weights,
+        parts.model.config,
+        settings,
+        run.rl_shapes,
+        actor.judge,
+        actor.sync,
+    )
+    with context.open_phase("rl", settings, scene.features.unreadable) as phase:
+        questions = _questions(context, settings, reader, phase.first)
+        state, cursor = resume(phase, learner.start, parts.tower)
+        if cursor is not None:
+            questions.set_state(cursor["questions"])
+        if phase.left:
+            actor.wake(state.weights, phase.first)
+            engine.warm_up()
+        if hosts.is_first():
+            forget_others(folder, jax.process_count())
+        name = rollout_file_name(jax.process_index(), jax.process_count())
+        rollouts = RolloutFile(folder / name, phase.first)
+        for step in phase.left:
+            compiled = compilations.count
+            look = _transcriber(context, settings, step) if phase.saves(step) else None
+            state, figures = learner.step(
+                state, engine, scene, next(questions), run.seed, look, rollouts.roll_out
+            )
+            late = compilations.count - compiled if step > phase.first + WARM_UP else 0
+            figures["recompilations"] = float(late)
+            cursor = {"questions": questions.get_state()}
+            phase.done(step, figures, as_saved(state, parts.tower), cursor, _SHOWN)
+    rollouts.remove()
+    engine.sleep()
+    return state.weights
+
+
+def _questions(
+    context: Context, settings: RLSettings, reader: FrameReader | None, first: int
+) -> grain.DatasetIterator[tuple[Question, ...]] | Ahead[tuple[Question, ...]]:
+    """The questions of each step; published videos' overviews are read one step ahead."""
+    data, prompts = context.data, settings.prompts
+    seed = context.run.seed
+    if data.published is None or reader is None:
+        return stream(data.questions, seed + 2, prompts)
+    budgets = functools.partial(draw_budgets, settings, seed, prompts=prompts)
+    return question_stream(data.published, reader, seed + 2, prompts, budgets, first)
+
+
+def _transcriber(
+    context: Context, settings: RLSettings, step: int
+) -> Callable[[Rollouts, np.ndarray], None]:
+    """Writes down one episode of each of the first process's groups, for the report."""
+    rows = settings.grpo.group_size
+
+    def write(rollouts: Rollouts, advantages: np.ndarray) -> None:
+        if not hosts.is_first():
+            return
+        lines = []
+        for p, (group, rewards) in enumerate(zip(rollouts.groups, rollouts.rewards, strict=True)):
+            setting = Setting(group[0].frames, settings.temperature)
+            shown = transcript(
+                group[0], rewards[0], setting, context.data.vocabulary, advantages[p * rows]
+            )
+            lines.append({"phase": "rl", "step": step} | shown)
+        folder = context.folder / "evaluation"
+        folder.mkdir(exist_ok=True)
+        content = json.dumps({"rows": [], "episodes": lines})
+        write_atomically(folder / f"rl-{step:06d}.json", content)
+
+    return write

@@ -1,0 +1,70 @@
+"""The last phase: the result, the episodes of all phases in one file, and the report."""
+
+from __future__ import annotations
+
+import collections
+import json
+import pathlib
+from typing import Any
+
+from paravt_jax.data.atomic import write_atomically
+from train.durable import hosts
+from train.durable.metrics import read_metrics
+from train.phases.context import Context
+from train.report.page import write_report
+
+Rows = list[dict[str, Any]]
+
+
+def report(context: Context, before: Rows, after: Rows, seconds: float) -> pathlib.Path:
+    """Writes result.json, episodes.jsonl and report.html; returns the last one's path.
+
+    `before` and `after` are the rows of both evaluations; `seconds` is what the run took.
+    """
+    folder = context.folder
+    with hosts.one_after_another():
+        if hosts.is_first():
+            result = {"name": context.run.name, "seed": context.run.seed}
+            result |= {"before": before, "after": after}
+            result |= _counts(folder) | _judged(folder) | {"seconds": seconds}
+            write_atomically(folder / "result.json", json.dumps(result, indent=1))
+            _collect_episodes(folder, context.data.root)
+            write_report(folder)
+    return folder / "report.html"
+
+
+def _counts(folder: pathlib.Path) -> dict[str, Any]:
+    """What has to be zero, or small, over the whole of RL."""
+    steps = [line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "rl"]
+    gaps = [line["logprob_gap"] for line in steps]
+    return {
+        "token_mismatches": int(sum(line["token_mismatches"] for line in steps)),
+        "logprob_gap": max(gaps, default=0.0),
+        "recompilations_after_warmup": int(sum(line["recompilations"] for line in steps)),
+    }
+
+
+def _judged(folder: pathlib.Path) -> dict[str, dict[str, int]]:
+    """What became of the judge's answers over both evaluations; {} where a run has no judge."""
+    contents = [json.loads(file.read_text()) for file in (folder / "evaluation").glob("*.json")]
+    counts = [content["judge"] for content in contents if "judge" in content]
+    total: collections.Counter[str] = collections.Counter()
+    for count in counts:
+        total.update(count)
+    return {"judge": dict(total)} if counts else {}
+
+
+def _collect_episodes(folder: pathlib.Path, root: pathlib.Path) -> None:
+    """episodes.jsonl: the transcripts of all phases, in order.
+
+    Videos of a world are named from `folder`, others by their whole path.
+    """
+    videos = root.relative_to(folder) if root.is_relative_to(folder) else root
+    order = ("before", "rl", "after")
+    files = sorted(
+        (folder / "evaluation").glob("*.json"),
+        key=lambda f: (order.index(f.stem.split("-")[0]), int(f.stem.split("-")[1])),
+    )
+    episodes = [episode for file in files for episode in json.loads(file.read_text())["episodes"]]
+    lines = [json.dumps({**e, "video": str(videos / e["video"])}) + "\n" for e in episodes]
+    write_atomically(folder / "episodes.jsonl", "".join(lines))
