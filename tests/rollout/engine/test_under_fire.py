@@ -40,7 +40,7 @@ from rollout.engine.engine import Engine
 from rollout.engine.requests import Answer, Request, Sample, SampleStop, run
 from rollout.engine.settings import EngineSizes
 from tests.rollout.conftest import Cut, Scripted
-from tests.rollout.fire import GRAMMAR, Fuzzer, watch
+from tests.rollout.engine.fire import GRAMMAR, Fuzzer, watch
 from train.learn.batch import BatchShape, build, mismatches
 from train.learn.step import make_logprobs
 

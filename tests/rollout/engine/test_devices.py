@@ -33,7 +33,7 @@ def test_many_devices_equal_one():
         **os.environ,
         "XLA_FLAGS": flags,
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
+        "PYTHONPATH": str(pathlib.Path(__file__).parents[3]),
     }
     done = subprocess.run(
         [sys.executable, __file__], capture_output=True, text=True, env=environment, check=False

@@ -23,7 +23,7 @@ from rollout.engine.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling
 from rollout.engine.sampling import Choices
 from rollout.engine.settings import EngineSizes
-from tests.rollout.test_sampling import by_sorting
+from tests.rollout.engine.test_sampling import by_sorting
 from train.durable.compilations import Compilations
 from train.learn.batch import BatchShape, build, mismatches
 from train.learn.step import make_logprobs

@@ -35,7 +35,7 @@ from rollout.engine.programs import Lines, Pool, Programs
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling
 from rollout.engine.sequences import make_prompt
 from rollout.engine.settings import EngineSizes
-from tests.rollout.reference_engine import Pictures, Reference
+from tests.rollout.engine.reference import Pictures, Reference
 
 SETTINGS = EngineSizes(
     own=(16, 32),
