@@ -34,6 +34,12 @@ from paravt_jax.world import videos as world
 
 # The first example of a property compiles, so its time says nothing about the property.
 hypothesis.settings.register_profile("paravt", deadline=None, print_blob=True)
+# For benchmarks.mutants, which asks whether an example fails and not for the smallest one.
+hypothesis.settings.register_profile(
+    "unshrunk",
+    hypothesis.settings.get_profile("paravt"),
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate),
+)
 hypothesis.settings.load_profile("paravt")
 
 

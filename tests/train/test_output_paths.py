@@ -6,11 +6,11 @@ import pathlib
 
 import pytest
 
+from benchmarks.killing import Killing
+from benchmarks.scaling import Scaling
 from configs import RECIPES
 from rollout import ask
 from rollout.evaluation import command as evaluate
-from tests.train.killing import Killing
-from tests.train.scaling import Scaling
 from train import export, prepare, run
 from train.cli import parse
 from train.plan import command as plan

@@ -20,12 +20,12 @@ from flax import nnx
 
 import train.export
 import train.run
+from benchmarks.killing import kill_again_and_again
 from models.processor import Processor
 from models.qwen3_vl import load
 from paravt_jax.method import protocol, tokenizer
 from paravt_jax.world import text as world_text
 from rollout.ask import Assistant
-from tests.train.killing import kill_again_and_again
 from train.durable.checkpoint import Checkpoints
 from train.durable.metrics import read_metrics
 

@@ -1,6 +1,6 @@
 """The same model in transformers and here, on the same cores, in turn: prefill with frames, decoding, one training step.
 
-`python tests/models/benchmark.py`, with the extra parity, prints the table of docs/speed.md; `--json FILE` keeps every number. Each
+`python -m benchmarks.model`, with the extra parity, prints the table of docs/speed.md; `--json FILE` keeps every number. Each
 round starts one process a side, which loads the same random weights, measures its library's own matmul rate, and runs every
 job once to warm up and then for the clock. Refuses to report where the two sides compute different things.
 """

@@ -1,8 +1,7 @@
-"""A slow sampler to hold the real one against: one sequence at a time, nothing kept, a whole forward pass for every token.
+"""A slow sampler to compare the engine with: one sequence at a time, no cache, a whole forward pass for every token.
 
-Owns what a sample should be. Shares with the engine the model's forward pass, the positions and
-`rollout.engine.sampling`, which have tests of
-their own, and nothing of its schedule, its cache or its programs. Refuses to decide what rounding decides: see `Reference.answer`.
+It shares with the engine the model's forward pass, the positions and `rollout.engine.sampling`, which have tests of their own, and
+nothing of its schedule, its cache or its programs. Where rounding decides, it follows the engine: see `Reference.answer`.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from models.qwen3_vl.rope import mrope_positions, next_position
 from models.qwen3_vl.text import KV
 from paravt_jax.data.video import VideoError
 from paravt_jax.method.records import Frame, digest
+from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling
 from rollout.engine.sampling import Choices, sample
 
@@ -55,6 +55,15 @@ class Pictures(FrameFeatures):
             1,
             (self.tokens(frame.video), 1 + self.config.vision.levels, self.config.text.hidden_size),
         ).astype(np.float32)
+
+
+def assert_nothing_held(engine: Engine) -> None:
+    """Nothing is asked for, waits or runs, and every page is free or kept for later requests."""
+    nodes = list(engine._tree.nodes())
+    assert engine.idle and not (engine._open or engine._waiting or engine._running)
+    assert not any(node.users for node in nodes)
+    pages = [*engine._tree._free, *(node.page for node in nodes)]
+    assert sorted(pages) == list(range(engine._tree.count))
 
 
 class Reference:

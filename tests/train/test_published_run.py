@@ -1,4 +1,4 @@
-"""From files as they are published to a comparison of two evaluations, by the commands that a user gives (`published_road.py`)."""
+"""From published files to a comparison of two evaluations, by the commands that a user gives."""
 
 from __future__ import annotations
 
@@ -17,13 +17,10 @@ import rollout.evaluation.command as evaluation
 import train.export
 import train.prepare
 import train.run
-from tests.train.published_road import write_road
+from benchmarks.published_run import write_files
 from train.durable.metrics import read_metrics
 
-ROOT, PROGRAM = (
-    pathlib.Path(__file__).parents[2],
-    pathlib.Path(__file__).with_name("published_road.py"),
-)
+ROOT = pathlib.Path(__file__).parents[2]
 DEADLINE = 300.0
 EVALUATE = (
     "--benchmark=videomme --data split --videos videos --frames 4 --turn-tokens 16 --summary-tokens 16 --trajectory-tokens 144 "
@@ -35,7 +32,7 @@ EVALUATE = (
 def folder(assets, tmp_path_factory, request) -> pathlib.Path:
     """The working directory of a user who has downloaded and prepared everything."""
     folder = tmp_path_factory.mktemp("road")
-    write_road(folder, assets)
+    write_files(folder, assets)
     before = pathlib.Path.cwd()
     request.addfinalizer(lambda: os.chdir(before))
     os.chdir(folder)
@@ -70,7 +67,10 @@ def kill_after_the_first_checkpoint(compiled: pathlib.Path, name: str) -> None:
         "PYTHONPATH": str(ROOT),
         "JAX_COMPILATION_CACHE_DIR": str(compiled),
     }
-    line = [sys.executable, str(PROGRAM), "--config=published_sft", "--run-dir", f"runs/{name}"]
+    line = [
+        *(sys.executable, "-m", "benchmarks.published_run"),
+        *("--config=published_sft", "--run-dir", f"runs/{name}"),
+    ]
     with subprocess.Popen(line, env=environment) as process:
         end = time.monotonic() + DEADLINE
         while not pathlib.Path(f"runs/{name}/checkpoints/sft/1").exists():

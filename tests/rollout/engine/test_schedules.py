@@ -35,7 +35,7 @@ from rollout.engine.programs import Lines, Pool, Programs
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling
 from rollout.engine.sequences import make_prompt
 from rollout.engine.settings import EngineSizes
-from tests.rollout.reference_engine import Pictures, Reference
+from tests.rollout.engine.reference import Pictures, Reference
 
 SETTINGS = EngineSizes(
     own=(16, 32),
@@ -574,25 +574,6 @@ def test_what_requests_have_in_common_is_prefilled_once(bench, asked):
     assert engine.counts.prefilled_tokens + engine.counts.reused_tokens == total
 
 
-def test_the_turns_of_a_group_prefill_what_is_new(bench):
-    """Four samples of a prompt with frames, then what each was told, twice: prefilling grows with prompts and turns."""
-    engine = bench.engine()
-    ids, frames = written(OPENINGS[2])
-    (samples,) = engine.generate([Request(ids, frames, Sampling(4), (1, 2, 3, 4))])
-    assert engine.counts.prefilled_tokens == len(ids) - 1
-    said = [np.concatenate([ids, sample.ids]) for sample in samples]
-    assert len({tuple(sample.ids) for sample in samples}) == 4
-    for turn, told in enumerate(([6, 7], [9])):
-        before = engine.counts.prefilled_tokens
-        said = [np.concatenate([one, told]).astype(np.int32) for one in said]
-        answers = engine.generate([Request(one, frames, Sampling(3), (turn,)) for one in said])
-        assert engine.counts.prefilled_tokens - before == 4 * len(told)
-        said = [
-            np.concatenate([one, sample.ids]) for one, (sample,) in zip(said, answers, strict=True)
-        ]
-    assert {len(one) for one in said} == {len(ids) + 4 + 2 + 3 + 1 + 3}
-
-
 def test_a_full_cache_keeps_what_was_used_last(bench):
     """Ten pages: the prompt that is asked for all the time stays, those in between go."""
     engine = bench.engine(pages=10)
@@ -626,24 +607,6 @@ def test_a_request_that_waits_for_pages_costs_no_others_their_pages(bench):
 # --- by example, what schedules seldom meet ---
 
 
-def test_a_cache_as_large_as_one_sequence_serves_every_sequence(bench):
-    """The page that a start could be copied from is one of those that are needed."""
-    longest = SETTINGS.own[-1]
-    engine = bench.engine(pages=longest // SETTINGS.page)
-    for first in (0, 1, 0, 2):
-        request = Request(
-            np.array([5, 5, first, *np.arange(3, longest - 5) % 20], np.int32),
-            (),
-            Sampling(3),
-            (first,),
-        )
-        engine.submit(request)
-        answers = [answer for _ in range(8) for answer in engine.step()]
-        assert len(answers) == 1
-        expected = bench.reference.answer(request, first, 0, like=answers[0][1][0])
-        assert answers[0][1][0].ids.tolist() == expected.ids.tolist()
-
-
 def test_a_sample_without_a_token_reports_the_weights_of_now(bench):
     engine, now = bench.engine(lambda: now[0]), [0.0]
     engine.load(bench.weights[7], version=7)
@@ -656,33 +619,6 @@ def test_a_sample_without_a_token_reports_the_weights_of_now(bench):
     assert (none.stop, sample.stop, len(sample.ids)) == (SampleStop.LENGTH, SampleStop.DEADLINE, 0)
 
 
-@pytest.mark.parametrize("in_flight", ["finish", "restart"])
-def test_new_weights_while_others_are_sampled_from(bench, in_flight):
-    """Two of one prompt run, one with the same prompt comes: old and new stand side by side, and read nothing of each other's."""
-    engine, ids = bench.engine(), np.array(_TEXT, np.int32)
-    asked = {
-        engine.submit(request): request
-        for request in [Request(ids, (), Sampling(9), (seed,)) for seed in (1, 2)]
-    }
-    engine.step()
-    engine.load(bench.weights[1], 1, in_flight)
-    later = Request(ids, (), Sampling(9), (3,))
-    asked[engine.submit(later)] = later
-    answers = dict(engine.step())
-    assert sorted(sequence.version for sequence in engine._running) == (
-        [0, 0, 1] if in_flight == "finish" else [1, 1, 1]
-    )
-    while not engine.idle:
-        answers |= engine.step()
-    for ticket, (sample,) in answers.items():
-        version = 0 if in_flight == "finish" and asked[ticket] is not later else 1
-        expected = bench.reference.answer(
-            asked[ticket], asked[ticket].seeds[0], version, like=sample
-        )
-        assert sample.version == version and sample.ids.tolist() == expected.ids.tolist()
-    assert len(answers) == 3 and set(engine._weights) == {1}
-
-
 def test_other_weights_under_an_old_number_start_with_nothing(bench):
     engine, request = bench.engine(), Request(np.array(_TEXT, np.int32), (), Sampling(6), (1,))
     engine.generate([request])
@@ -693,26 +629,3 @@ def test_other_weights_under_an_old_number_start_with_nothing(bench):
         == bench.reference.answer(request, 1, version=1, like=sample).ids.tolist()
     )
     assert engine.counts.prefilled_tokens == 2 * (len(_TEXT) - 1)
-
-
-def test_all_that_was_asked_for_leaves_when_it_is_cancelled(bench):
-    """A run that is given up returns all its pages, whatever state its requests are in."""
-    engine = bench.engine()
-    ids, frames = written(OPENINGS[3])
-    tickets = [
-        engine.submit(Request(np.concatenate([ids, [n]]), frames, Sampling(12), (1, 2, 3)))
-        for n in range(4)
-    ]
-    for _ in range(2):
-        engine.step()
-    assert len(engine._running) == SETTINGS.slots and engine._waiting
-    for ticket in tickets:
-        engine.cancel(ticket)
-    assert (
-        engine.idle
-        and not engine._waiting
-        and not engine._running
-        and not any(node.users for node in engine._tree.nodes())
-    )
-    engine.forget()
-    assert engine._tree.free == SETTINGS.pages and engine.step() == []

@@ -1,4 +1,4 @@
-"""What devices and processes change of an update, and what they cost: `python -m tests.train.scaling --json FILE`.
+"""What devices and processes change of an update, and what they cost: `python -m benchmarks.scaling --json FILE`.
 
 SFT and RL updates of the recipes `small` and `paravt_tiny` (over eight videos), from the same weights and data, on 1, 2, 4 and 8 fake
 devices of one process, and on 2 and 8 of two. All devices share the machine's cores, and a step is the same arithmetic on all of
@@ -39,7 +39,7 @@ from train.plan.collectives import bytes_sent, find_collectives
 from train.prepare import prepare
 from train.settings import Run
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[1]
 STARTS = (
     (1, (1, 2, 4, 8)),
     (2, (2,)),
@@ -239,7 +239,7 @@ def start(
     command = [
         sys.executable,
         "-m",
-        "tests.train.scaling",
+        "benchmarks.scaling",
         "--folder",
         str(folder),
         "--steps",
@@ -294,7 +294,7 @@ def start(
 
 
 def main() -> int:
-    asked = tyro.cli(Scaling, prog="python -m tests.train.scaling")
+    asked = tyro.cli(Scaling, prog="python -m benchmarks.scaling")
     if asked.folder is not None:
         measure(asked, asked.folder)
         return 0

@@ -1,6 +1,6 @@
 """The golden run: three steps per phase, whose figures and weights are kept in golden_run.json.
 
-`python -m tests.train.golden_run` makes the run and compares it with the record. With `--write` it
+`python -m benchmarks.golden_run` makes the run and compares it with the record. With `--write` it
 writes the record anew.
 
 The run is driven as users drive one: a recipe through `train.run.execute`, figures from
@@ -68,7 +68,7 @@ MOST_LINES = 40
 
 ADVICE = """\
 A refactoring, a speed-up or another layout of files and batches changes none of these figures: mend
-the code. Write the record anew (python -m tests.train.golden_run --write) only in a commit whose
+the code. Write the record anew (python -m benchmarks.golden_run --write) only in a commit whose
 purpose is to change the method, a default, the model's initialisation, the random draws or the
 small world, and give the reason in its message. Where a metric or a weight is renamed on purpose,
 rename it in the record by hand; its figures stay."""
@@ -297,7 +297,7 @@ def compare(expected: Figures, found: Figures) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.train.golden_run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.golden_run", description=__doc__)
     parser.add_argument("--write", action="store_true", help="write the record anew")
     asked = parser.parse_args()
     if platform.machine() not in PROCESSORS:

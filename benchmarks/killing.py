@@ -1,4 +1,4 @@
-"""A small run killed at random moments, again and again: `python -m tests.train.killing --times 100`.
+"""A small run killed at random moments, again and again: `python -m benchmarks.killing --times 100`.
 
 Owns the moments, the signals and what is checked: after every death all checkpoints can be read, metrics.jsonl has each step once and
 none is lost that was saved; a clean stop has saved its last step; and a run that has come to its end, however often it died on the way,
@@ -31,7 +31,8 @@ from train.durable.checkpoint import Checkpoints
 from train.durable.metrics import PHASES, read_metrics
 from train.durable.rollout_file import rollout_file_name
 
-ROOT, PROGRAM = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).with_name("small.py")
+ROOT = pathlib.Path(__file__).parents[1]
+PROGRAM = ROOT / "tests" / "train" / "small.py"
 ROLLOUTS = rollout_file_name()
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 DEADLINE = 900.0  # seconds after which a process that was to die or to end is stuck
@@ -303,7 +304,7 @@ def _finish(folder: pathlib.Path, compiled: pathlib.Path) -> bool:
 
 
 def main() -> None:
-    asked = tyro.cli(Killing, prog="python -m tests.train.killing")
+    asked = tyro.cli(Killing, prog="python -m benchmarks.killing")
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(asked.folder or temporary).absolute()

@@ -7,7 +7,7 @@ import platform
 
 import pytest
 
-from tests.train import golden_run
+from benchmarks import golden_run
 
 POSITIONS = "model.visual.pos_embed.weight"
 EXPECTED = {

@@ -1,7 +1,7 @@
-"""The published road at a size of seconds: two steps of SFT and two of PARA-GRPO on files in the published schema, with the real tokenizer.
+"""Two steps of SFT and two of PARA-GRPO on files in the published schema, with the real tokenizer.
 
 As a program it is `train.run` with two more recipes, `published_sft` and `published_rl`, and with `prepare` before them `train.prepare`:
-`python -m tests.train.published_road [prepare] --config=published_sft --model.path FOLDER ...`; `write` makes what they read.
+`python -m benchmarks.published_run [prepare] --config=published_sft --model.path FOLDER ...`; `write` makes what they read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ADAM = OptimizerSettings(learning_rate=1e-3)
 def published_sft() -> Run:
     """Two steps on packed rows, one token a frame.
 
-    Command: python -m tests.train.published_road --config=published_sft
+    Command: python -m benchmarks.published_run --config=published_sft
     """
     return Run(
         name="published_sft",
@@ -72,7 +72,7 @@ def published_sft() -> Run:
 def published_rl() -> Run:
     """Two steps of PARA-GRPO, and an evaluation before and after.
 
-    Command: python -m tests.train.published_road --config=published_rl
+    Command: python -m benchmarks.published_run --config=published_rl
     """
     run = published_sft()
     assert run.data is not None
@@ -95,7 +95,7 @@ def published_rl() -> Run:
     )
 
 
-def write_road(folder: pathlib.Path, assets: pathlib.Path) -> None:
+def write_files(folder: pathlib.Path, assets: pathlib.Path) -> None:
     """In `folder`: `annotations` and `media` as they are published, with clips of the assets; `base`, a small Qwen3-VL with the real
     tokenizer; `split` and `videos`, a sample of Video-MME."""
     names = {f"longvt_source/selftrace_0/{n}.mp4": clip for n, clip in enumerate(CLIPS[1:])}
@@ -129,7 +129,7 @@ RECIPES.setdefault("published_rl", published_rl)
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["write"]:
-        write_road(pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3]))
+        write_files(pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3]))
     elif sys.argv[1:2] == ["prepare"]:
         raise SystemExit(train.prepare.main(sys.argv[2:]))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import math
@@ -194,19 +195,43 @@ def test_a_request_that_the_sampler_refuses_ends_all():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"max_new_tokens": -1}, "max_new_tokens: -1"),
-        ({"temperature": -0.1}, "temperature: -0.1"),
-        ({"temperature": math.nan}, "temperature: nan"),
-        ({"temperature": math.inf}, "temperature: inf"),
-        ({"top_k": -1}, "top_k: -1"),
-        ({"top_p": 0.0}, "top_p: 0.0"),
-        ({"top_p": 1.5}, "top_p: 1.5"),
-        ({"deadline": 0.0}, "deadline: 0.0"),
-        ({"deadline": math.nan}, "deadline: nan"),
-        ({"stop_strings": (b"",)}, "stop_strings"),
-        ({"stop_strings": ("</answer>",)}, "stop_strings"),
+        ({"max_new_tokens": -1}, "-1; a number of tokens, give 0 or more"),
+        ({"max_new_tokens": 8.0}, "8.0; a "),
+        ({"temperature": -0.1}, "-0.1; give 0 .* or a number above it"),
+        ({"temperature": math.nan}, "nan"),
+        ({"temperature": math.inf}, "inf"),
+        ({"temperature": "1"}, "'1'; a "),
+        ({"top_k": -1}, "-1; a number of words, give 0"),
+        ({"top_k": 2**31}, "2147483648; a number of words.*below 2"),
+        ({"top_p": 0.0}, "0.0; a share of probability, give a number above 0 and up to 1"),
+        ({"top_p": 1.01}, "1.01"),
+        ({"top_p": math.nan}, "nan"),
+        ({"top_p": None}, "None; a "),
+        ({"deadline": 0.0}, "0.0; seconds from now, give a number above 0 or leave it out"),
+        ({"deadline": math.nan}, "nan"),
+        ({"stop_ids": (3, -1)}, r"\(3, -1\); ids of words are 0 or more"),
+        ({"stop_ids": (2**31,)}, ".*below 2"),
+        ({"stop_ids": {3}}, r"\{3\}; a "),
+        ({"stop_ids": (3.5,)}, r"\(3.5,\); a "),
+        ({"stop_strings": (b"a", b"")}, ".*; an empty one ends everything, leave it out"),
+        ({"stop_strings": ("a",)}, ".*; a tuple, such as .*encode"),
     ],
 )
 def test_sampling_that_means_nothing_is_refused_by_name(wrong, message):
-    with pytest.raises(ValueError, match=rf"Sampling\.{message}"):
+    with pytest.raises(ValueError, match=f"Sampling.{next(iter(wrong))}: {message}"):
         Sampling(**({"max_new_tokens": 4} | wrong))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": np.ones((1, 3), int)}, r"Request.ids: shape \(1, 3\) of int64"),
+        ({"ids": np.array([1.5, 2.0])}, r"Request.ids: shape \(2,\) of float64"),
+        ({"seeds": 3}, "Request.seeds: 3; a tuple of whole numbers"),
+        ({"seeds": (None,)}, r"Request.seeds: \(None,\)"),
+        ({"frames": (3,)}, r"Request.frames: \(3,\); a tuple of frames"),
+    ],
+)
+def test_requests_of_other_types_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(request(1), **change)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks import engine as benchmark
 from models.qwen3_vl import Qwen3VL
-from tests.rollout import benchmark
 
 TOY = benchmark.WORKS["toy"]
 ALL = [*benchmark.WORKS.values(), *benchmark.FEW.values()]
@@ -165,8 +165,8 @@ def test_both_sides_agree_at_toy_size_and_are_timed(tmp_path):
 
 
 def _command(*arguments: str) -> str:
-    root = pathlib.Path(benchmark.__file__).parents[2]
-    command = [sys.executable, "-m", "tests.rollout.benchmark", "--case", "toy", *arguments]
+    root = pathlib.Path(benchmark.__file__).parents[1]
+    command = [sys.executable, "-m", "benchmarks.engine", "--case", "toy", *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     return subprocess.run(
         command, capture_output=True, text=True, check=True, timeout=500, cwd=root, env=environment

@@ -1,4 +1,4 @@
-"""How fast frames come: `python -m tests.paravt_jax.loader_benchmark --videos FOLDER --workers 2 --step-seconds 5`.
+"""How fast frames come: `python -m benchmarks.loader --videos FOLDER --workers 2 --step-seconds 5`.
 
 Plays a training loop: batches of packed rows in the loader's order, their frames read ahead by `FrameReader`, a step that only waits.
 Prints frames a second, how long a step had to wait for its frames, and whether the loader keeps up with the stated step time.

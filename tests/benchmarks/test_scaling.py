@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.train.scaling import Row, Updates, compare, table
+from benchmarks.scaling import Row, Updates, compare, table
 
 
 def updates(losses: tuple[float, ...], seconds: tuple[float, ...], *weights: float) -> Updates:

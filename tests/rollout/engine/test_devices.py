@@ -7,7 +7,6 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sample, Sampling
 from rollout.engine.settings import EngineSizes
+from tests.rollout.engine.reference import Pictures
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_many_devices_equal_one():
         **os.environ,
         "XLA_FLAGS": flags,
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
+        "PYTHONPATH": str(pathlib.Path(__file__).parents[3]),
     }
     done = subprocess.run(
         [sys.executable, __file__], capture_output=True, text=True, env=environment, check=False
@@ -87,28 +87,6 @@ SETTINGS = EngineSizes(
     prefill_tokens=64,
     steps=3,
 )  # less room than is asked for at once
-
-
-class Pictures:
-    """Frames as the engine asks for them: four tokens each, noise for vectors."""
-
-    def grid(self, name: str) -> tuple[int, int]:
-        return 4, 4
-
-    def tokens(self, name: str) -> int:
-        return 4
-
-    def key(self, frame: Frame) -> tuple:
-        return frame.video, frame.index
-
-    def __call__(self, frames: Sequence[Frame]) -> np.ndarray:
-        shape = (4, 1 + VISION.levels, TEXT.hidden_size)
-        return np.concatenate(
-            [
-                np.random.default_rng(frame.index).normal(size=shape).astype(np.float32)
-                for frame in frames
-            ]
-        )
 
 
 def requests() -> list[Request]:
@@ -165,7 +143,7 @@ def noise() -> Any:
 
 
 def make(graph: nnx.GraphDef[Qwen3VL], state: nnx.State, paged: bool = False) -> Engine:
-    pictures: Any = Pictures()
+    pictures = Pictures(CONFIG, {"a": (4, 4)})
     return Engine(nnx.merge(graph, state), pictures, dataclasses.replace(SETTINGS, paged=paged))
 
 

@@ -1,6 +1,6 @@
 """A step's rollouts in transformers and here, on the same cores: prompts of many frames, crops, a second turn.
 
-`python -m tests.rollout.benchmark`, with the extra parity, prints the tables of docs/speed.md; `--crops` what a rollout costs by the
+`python -m benchmarks.engine`, with the extra parity, prints the tables of docs/speed.md; `--crops` what a rollout costs by the
 number of its crops; `--json FILE` keeps every number. Owns the work: lengths are fixed and nothing stops early, so that both
 sides do the same. Each side runs in a process of its own and loads the same random weights. Refuses to report where their
 greedy tokens differ, or where something was compiled while the clock ran.
@@ -27,6 +27,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int, UInt8
 
+from benchmarks.model import CASES, Case, alone, machine, make, peak_memory
 from models.features import FrameFeatures, FrameSettings
 from models.processor import patchify
 from models.qwen3_vl import Qwen3VL, abstract_model, hf, mrope_positions
@@ -37,7 +38,6 @@ from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sampling, ask, run
 from rollout.engine.settings import EngineSizes
-from tests.models.benchmark import CASES, Case, alone, machine, make, peak_memory
 from train.durable.compilations import Compilations
 
 GIB = 2**30

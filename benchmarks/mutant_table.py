@@ -1,0 +1,443 @@
+"""The deliberate faults of `benchmarks.mutants`: what is changed where, and which tests should notice."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One fault. `old` occurs once in `file` and becomes `new`; `tests` are pytest arguments."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    equivalent: str = ""
+    """Why no test can notice, for a fault that changes nothing one can observe."""
+
+
+_METHOD, _ENGINE = "paravt_jax/method", "rollout/engine"
+_GRPO = ("tests/paravt_jax/test_grpo.py",)
+_STRUCTURE = ("tests/paravt_jax/test_structure.py",)
+_REWARDS = ("tests/paravt_jax/test_rewards.py",)
+_PACKING = ("tests/paravt_jax/test_packing.py",)
+_PACKED = ("tests/train/test_packed_batch.py",)
+_PAGES = ("tests/rollout/engine/test_pages.py",)
+_SAMPLING = ("tests/rollout/engine/test_sampling.py",)
+_LAYOUT = ("tests/rollout/engine/test_layout.py",)
+_SCHEDULE = ("tests/rollout/engine/test_engine.py", "tests/rollout/engine/test_schedules.py")
+_BATCH = ("tests/train/test_batch.py",)
+_STEP = ("tests/train/test_step.py", "tests/train/test_rl.py")
+_CHECKPOINT = ("tests/train/test_checkpoint.py",)
+_EPISODE = ("tests/rollout/test_episode.py", "tests/rollout/engine/test_under_fire.py")
+
+_TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
+    (f"{_METHOD}/grpo/advantages.py", _GRPO): {
+        "reward_bias_added": (
+            "(rewards - settings.reward_bias) *",
+            "(rewards + settings.reward_bias) *",
+        ),
+        "reward_clip_above_only": (
+            "jnp.clip(shaped, -settings.reward_clip, settings.reward_clip)",
+            "jnp.minimum(shaped, settings.reward_clip)",
+        ),
+        "group_and_batch_swapped": ('return 1 if level == "group"', 'return 1 if level == "batch"'),
+        "leave_one_out_divides_by_all": (
+            "(total - values) / jnp.maximum(n - 1, 1)",
+            "(total - values) / jnp.maximum(n, 1)",
+        ),
+        "equal_values_leave_rounding": (
+            "mask & varied(x, mask, how.mean), x - mean",
+            "mask, x - mean",
+        ),
+        "std_biased": (
+            "jnp.maximum(mask.sum(axis, keepdims=True) - 1, 1)",
+            "jnp.maximum(mask.sum(axis, keepdims=True), 1)",
+        ),
+        "epsilon_is_a_floor": ("centred / (std + epsilon)", "centred / jnp.maximum(std, epsilon)"),
+        "k2_not_halved": ("lambda: d**2 / 2,", "lambda: d**2,"),
+        "k3_of_the_inverse": ("lambda: jnp.exp(-d) - 1 + d}", "lambda: jnp.exp(d) - 1 - d}"),
+        "kl_clamp_removed": (
+            "return kl if clamp is None else jnp.clip(kl, -clamp, clamp)",
+            "return kl",
+        ),
+        "kl_rewarded": ("jnp.where(mask, -coefficient * kl", "jnp.where(mask, coefficient * kl"),
+        "kl_summed_backwards": (
+            "jnp.flip(jnp.cumsum(jnp.flip(penalties, 1), axis=1), 1)",
+            "jnp.cumsum(penalties, axis=1)",
+        ),
+        "token_groups_by_member": ("(batch.rollout // size)", "(batch.rollout % size)"),
+        "silent_tokens_blown_up": (
+            "varied(rewards, batch.valid, how.std),",
+            "jnp.ones_like(varied(rewards, batch.valid, how.std)),",
+        ),
+        "invalid_tokens_normalised": (
+            "mask, (groups, size) = batch.trained,",
+            "mask, (groups, size) = batch.mask,",
+        ),
+        "credit_over_the_batch": (
+            'batch.anchor_rewards, batch.valid, Normalisation("group", "group")',
+            'batch.anchor_rewards, batch.valid, Normalisation("batch", "batch")',
+        ),
+    },
+    (f"{_METHOD}/grpo/anchor.py", _GRPO): {
+        "violations_rewarded": (
+            "masked_mean(weighed, tags, total) - gamma *",
+            "masked_mean(weighed, tags, total) + gamma *",
+        ),
+        "tags_of_any_rollout": ("marked(is_tag & compliant)", "marked(is_tag)"),
+        "credit_for_violations": (
+            "batch.of_rows(credit)[:, None], -gamma)",
+            "batch.of_rows(credit)[:, None], gamma)",
+        ),
+        "credit_unweighted": ("batch.structure, weight * values,", "batch.structure, values,"),
+        "padding_is_structure": ("jnp.where(structure.valid, values, 0.0)", "values"),
+        "last_value_of_a_token_counts": (
+            ".at[rows, structure.positions].add(",
+            ".at[rows, structure.positions].set(",
+        ),
+        "answer_close_is_no_tag": (
+            "structure.kinds != Kind.VIOLATION",
+            "structure.kinds < Kind.ANSWER_CLOSE",
+        ),
+    },
+    (f"{_METHOD}/grpo/loss.py", _GRPO): {
+        "lower_clip_wider": ("ratio, 1 - clip.lower,", "ratio, 1 - 2 * clip.lower,"),
+        "loss_optimistic": (
+            "jnp.maximum(-advantages * ratio, -advantages * clipped)",
+            "jnp.minimum(-advantages * ratio, -advantages * clipped)",
+        ),
+        "dual_clip_from_below": (
+            "loss = jnp.minimum(loss, clip.dual",
+            "loss = jnp.maximum(loss, clip.dual",
+        ),
+        "cap_excludes_itself": ("kept = weight <= (", "kept = weight < ("),
+        "capped_tokens_count_once": (
+            "jnp.where(kept, weight, 0.0))",
+            "jnp.where(kept, weight, 1.0))",
+        ),
+        "gradient_through_the_weight": (
+            "return jax.lax.stop_gradient(jnp.where(kept, weight, 0.0))",
+            "return jnp.where(kept, weight, 0.0)",
+        ),
+        "gradient_through_the_proximal": (
+            "proximal = jax.lax.stop_gradient(proximal)",
+            "proximal = proximal + 0.0",
+        ),
+        "sequence_mean_over_padding": (
+            "x.sum(1, keepdims=True) / jnp.maximum(mask.sum(1, keepdims=True), 1)",
+            "x.sum(1, keepdims=True) / x.shape[1]",
+        ),
+        "likelihood_repelled": (
+            "loss - settings.anchor_weight * likelihood",
+            "loss + settings.anchor_weight * likelihood",
+        ),
+        "invalid_rows_in_the_loss": (
+            "batch.behaviour, advantages, batch.trained, settings",
+            "batch.behaviour, advantages, batch.mask, settings",
+        ),
+        "parts_divide_by_their_own_tokens": (
+            "masked_mean(loss * weight, mask, tokens), metrics",
+            "masked_mean(loss * weight, mask), metrics",
+        ),
+    },
+    (f"{_METHOD}/grpo/settings.py", _GRPO): {
+        "cap_slightly_higher": (
+            "behaviour_cap: float | None = 5.0",
+            "behaviour_cap: float | None = 5.05",
+        ),
+    },
+    (f"{_METHOD}/grpo/batch.py", _GRPO): {
+        "invalid_rollouts_trained": (
+            "return self.mask & self.of_rows(self.valid)[:, None]",
+            "return self.mask",
+        ),
+        "rows_of_other_rollouts": (
+            "values.reshape(-1)[self.rollout]",
+            "values.T.reshape(-1)[self.rollout]",
+        ),
+        "masked_nan_spreads": ("jnp.where(mask, x, 0.0).sum()", "(x * mask).sum()"),
+    },
+    (f"{_METHOD}/structure.py", _STRUCTURE): {
+        "any_closing_tag_closes": (
+            "if name == opened:",
+            "if opened is not None and name in _KINDS:",
+        ),
+        "unclosed_block_is_fine": ("yield len(text), len(text) + 1, Kind.VIOLATION", "return"),
+        "nested_block_is_fine": ("yield match.start(), match.end(), Kind.VIOLATION", "pass"),
+        "pinned_tokens_marked": ("low = np.maximum(low, pinned)", "low = np.maximum(low, 0)"),
+        "violation_on_the_whole_tag": (
+            "np.where(kinds == Kind.VIOLATION, np.minimum(high, low + 1), high)",
+            "high",
+        ),
+        "violation_on_the_first_token": (
+            "[len(piece) for piece in pieces]), end - 1",
+            "[len(piece) for piece in pieces]), first",
+        ),
+        "one_pinned_token_at_most": ('re.compile(b"%c*(%c+)"', 're.compile(b"%c?(%c+)"'),
+        "marks_not_unique": ("np.unique(np.concatenate(marks))", "np.sort(np.concatenate(marks))"),
+        "structure_cut_to_whole_multiples": (
+            "max(1, -(-longest // multiple))",
+            "max(1, longest // multiple)",
+        ),
+        "violations_are_padding": (
+            "= positions, kinds, True",
+            "= positions, kinds, kinds != Kind.VIOLATION",
+        ),
+    },
+    (f"{_METHOD}/rewards.py", _REWARDS): {
+        "think_worth_less": ("0.4 * _closes_think(turn.text)", "0.3 * _closes_think(turn.text)"),
+        "open_think_rewarded": (
+            "- gamma * _leaves_think_open(turn.text)",
+            "+ gamma * _leaves_think_open(turn.text)",
+        ),
+        "cut_off_turn_keeps_its_anchor": ("return min(mean, 0.0) if any(", "return mean if any("),
+        "calls_wanted_last": (
+            "_thinks_then_answers(turn.text) if last else",
+            "_thinks_then_answers(turn.text) if not last else",
+        ),
+        "cut_off_turn_keeps_its_format": (
+            "if not turns or any(turn.truncated for turn in turns):",
+            "if not turns:",
+        ),
+        "answer_of_the_first_turn": (
+            "(extract_answer(texts[-1]) is not None)",
+            "(extract_answer(texts[0]) is not None)",
+        ),
+        "balance_alone_is_paid": (
+            "return base + 0.1 * all(map(tags_balanced, texts)) if base > 0 else 0.0",
+            "return base + 0.1 * all(map(tags_balanced, texts))",
+        ),
+        "every_call_has_to_run": (
+            "if any(o.status.executed for o in outcomes)",
+            "if all(o.status.executed for o in outcomes)",
+        ),
+        "tool_bonus_for_wrong_answers": ("+ 0.5 * right, 1.0)", "+ 0.5, 1.0)"),
+        "format_below_zero": ("min(max(whole, 0.0), 1.0)", "min(whole, 1.0)"),
+        "format_weight_ignored": ("settings.format_weight * form", "form"),
+        "cut_off_answer_counts": (
+            "if turns and not turns[-1].truncated else None",
+            "if turns else None",
+        ),
+    },
+    ("paravt_jax/data/packing.py", _PACKING): {
+        "sample_as_long_as_a_row_left_out": ("if tokens > length:", "if tokens >= length:"),
+        "exact_fit_passed_over": (
+            "node += self._most[node] < tokens",
+            "node += self._most[node] <= tokens",
+        ),
+        "tree_forgets_its_right_side": (
+            "max(self._most[2 * node], self._most[2 * node + 1])",
+            "self._most[2 * node]",
+        ),
+    },
+    ("train/learn/packed_batch.py", _PACKED): {
+        "conversations_see_one_another": ("= trajectory.ids, segment", "= trajectory.ids, 1"),
+        "later_frames_overwrite": ("seen += len(vectors)", "seen = len(vectors)"),
+        "tool_tokens_trained": (
+            "batch.sampled[r, part] = trajectory.authors == Author.MODEL",
+            "batch.sampled[r, part] = trajectory.authors != Author.PROMPT",
+        ),
+    },
+    (f"{_ENGINE}/pages.py", _PAGES): {
+        "users_not_counted": ("node.users += 1", "node.users = 1"),
+        "starts_older_than_their_ends": ("for node in reversed(path):", "for node in list(path):"),
+        "youngest_evicted": ("next(iter(self._idle))", "next(reversed(self._idle))"),
+        "nothing_evicted": (
+            "if len(self._free) + len(self._idle) < count:",
+            "if len(self._free) < count:",
+        ),
+        "inserted_pages_not_held": ("self.hold([known])", "self.hold([])"),
+        "duplicate_page_lost": (
+            "self._free.append(page)\n            self.hold",
+            "pass\n            self.hold",
+        ),
+        "held_pages_evictable": ("self._idle.pop(node, None)", "pass"),
+        "last_full_page_not_matched": (
+            "while at + self.size <= len(tokens)",
+            "while at + self.size < len(tokens)",
+        ),
+        "dropped_pages_stay": ("if self._of_dropped(node):", "if node.page < 0:"),
+        "part_page_added_beside_a_longer_one": (
+            "_common(child.tokens, part) == len(part)",
+            "_common(child.tokens, part) > len(part)",
+        ),
+    },
+    (f"{_ENGINE}/sampling.py", _SAMPLING): {
+        "top_k_alone_ignored": (
+            "((choices.top_k > 0) | (choices.top_p < 1))",
+            "(choices.top_p < 1)",
+        ),
+        "every_draw_the_same": (
+            "jax.random.fold_in(jax.random.key(seed), number)",
+            "jax.random.key(seed)",
+        ),
+        "rounding_draws_impossible_words": (
+            "jnp.where(sums > 0, jnp.cumsum(sums, -1), 0)",
+            "jnp.cumsum(sums, -1)",
+        ),
+        "zero_share_draws_the_first_word": ("ends > target[:, None]", "ends >= target[:, None]"),
+        "top_k_keeps_one_more": ("stay.sum(-1) >= wanted", "stay.sum(-1) > wanted"),
+        "top_p_loses_a_percent": ("choices.top_p - 1e-6", "choices.top_p - 1e-2"),
+        "logprob_not_normalised": ("- jnp.log(total)", "- jnp.log(jnp.ones_like(total))"),
+        "greedy_at_its_temperature": (
+            "jnp.where(greedy, jnp.argmax(scores, -1), token), lambda: token",
+            "token, lambda: token",
+        ),
+    },
+    (f"{_ENGINE}/layout.py", _LAYOUT): {
+        "line_takes_one_more": ("len(members) < fan:", "len(members) <= fan:"),
+        "held_lines_forgotten": ("line < len(held) and held[line] == start", "line < 0"),
+    },
+    (f"{_ENGINE}/sequences.py", _SCHEDULE): {
+        "frames_look_alike": (
+            "content[visual] = -1 - np.concatenate(pieces)",
+            "content[visual] = -1",
+        ),
+    },
+    (f"{_ENGINE}/engine.py", _SCHEDULE): {
+        "last_page_missing": (
+            "whole = -(-(len(prompt.content) + sequence.sampling.max_new_tokens) // size)",
+            "whole = (len(prompt.content) + sequence.sampling.max_new_tokens) // size",
+        ),
+        "last_prompt_token_matched": (
+            "self.version, prompt.content[: prompt.known]",
+            "self.version, prompt.content",
+        ),
+        "part_pages_not_reused": (
+            "len(sequence.path) * self.settings.page + common",
+            "len(sequence.path) * self.settings.page",
+        ),
+        "common_prefix_computed_twice": ("if start in starts or full or", "if full or"),
+        "one_token_too_many_published": (
+            "sequence.computed = sequence.prompt.known + len(sequence.drawn)",
+            "sequence.computed = sequence.prompt.known + len(sequence.drawn) + 1",
+        ),
+        "logprobs_after_a_stop_string_kept": (
+            "del sequence.drawn[end:], sequence.logprobs[end:]",
+            "del sequence.drawn[end:]",
+        ),
+        "stop_string_within_one_token": ("max(0, new - len(string) + 1)", "new"),
+        "deadline_one_look_late": (
+            "if now >= sequence.prompt.until",
+            "if now > sequence.prompt.until",
+        ),
+        "forgotten_sequences_published": ("if not sequence.forgotten:", "if sequence.prompt:"),
+        "old_keys_under_new_weights": (
+            "self.forget()\n        self._weights[version]",
+            "self._weights[version]",
+        ),
+        "restarted_in_reverse": (
+            "for sequence in reversed(self._running[:]):",
+            "for sequence in self._running[:]:",
+        ),
+        "frames_of_the_page_before": ('side="right"', 'side="left"'),
+        "lent_pages_lost": ("self._tree.give_back(sequence.lent)", "pass"),
+        "copied_page_still_held": (
+            "self._tree.release([sequence.source])\n                sequence.source = None",
+            "sequence.source = None",
+        ),
+    },
+    (f"{_ENGINE}/runner.py", _SCHEDULE): {
+        "positions_stand_still": (
+            "sequence.prompt.positions[0, -1] + len(sequence.drawn)",
+            "sequence.prompt.positions[0, -1]",
+        ),
+        "limit_counted_anew_each_step": (
+            "sampling.max_new_tokens - len(sequence.drawn),",
+            "sampling.max_new_tokens,",
+        ),
+        "one_seed_for_all_samples": ("seeds[sequence.number] % 2**32", "seeds[0] % 2**32"),
+        "line_read_twice": ("sequence.computed - pages * size", "sequence.computed"),
+    },
+    (f"{_ENGINE}/programs.py", _SCHEDULE): {
+        "one_unwritten_token_attended": (
+            "jnp.arange(before) < pieces.before[:, None]",
+            "jnp.arange(before) <= pieces.before[:, None]",
+        ),
+        "written_one_slot_late": (
+            "slots = first[:, None] + step",
+            "slots = first[:, None] + step + 1",
+        ),
+        "keys_and_values_swapped": (
+            "KV(found[..., 0::2, :], found[..., 1::2, :])",
+            "KV(found[..., 1::2, :], found[..., 0::2, :])",
+        ),
+        "draws_of_a_step_the_same": ("rows.drawn + counts)", "rows.drawn)"),
+        "one_token_over_the_limit": ("(counts < rows.left)", "(counts <= rows.left)"),
+    },
+    ("train/learn/batch.py", _BATCH): {
+        "tool_tokens_scored": (
+            "trajectory.authors[length:] == Author.MODEL",
+            "trajectory.authors[length:] != Author.PROMPT",
+        ),
+        "rows_one_position_late": (
+            "next_position(positions) + np.arange(len(own))",
+            "next_position(positions) + 1 + np.arange(len(own))",
+        ),
+        "other_frames_shared": ("or s.frames != column[0].frames", "or False"),
+        "pinned_tokens_shared": ("s.author is not Author.PROMPT", "s.author is Author.MODEL"),
+    },
+    ("train/learn/step.py", _STEP): {
+        "a_token_predicts_itself": ("hidden[:, :-1], x.ids[:, 1:]", "hidden[:, 1:], x.ids[:, 1:]"),
+        "logprobs_one_to_the_left": (
+            "jnp.pad(logprobs, ((0, 0), (1, 0)))",
+            "jnp.pad(logprobs, ((0, 0), (0, 1)))",
+        ),
+        "prompt_padding_attended": ("prefix_mask=segments > 0", "prefix_mask=segments >= 0"),
+        "only_the_last_part_counts": (
+            "lambda a, b: a + b.astype(a.dtype)",
+            "lambda a, b: b.astype(a.dtype)",
+        ),
+        "steps_not_counted": ("state.step + 1", "state.step"),
+        "trainer_ignores_the_temperature": (
+            "x.ids[:, 1:], temperature, chunk",
+            "x.ids[:, 1:], 1.0, chunk",
+        ),
+        "grad_norm_of_the_changes": ("optax.global_norm(grads)", "optax.global_norm(changes)"),
+    },
+    ("train/durable/checkpoint.py", _CHECKPOINT): {
+        "a_step_saved_twice": (
+            "latest is not None and step <= latest",
+            "latest is not None and step < latest",
+        ),
+        "another_runs_checkpoint_read": (
+            'differences(record.get("identity", {}), self._identity)',
+            "[]",
+        ),
+        "another_state_read": ('_changed_leaves(record["leaves"], described)', "[]"),
+        "new_leaves_not_noticed": ("for name in (saved | wanted)", "for name in saved"),
+        "empty_leaves_saved": ("if leaf.size == 0:", "if leaf.size < 0:"),
+    },
+    ("rollout/agent/episode.py", _EPISODE): {
+        "turns_share_a_seed": ("seed + len(turns), room", "seed, room"),
+        "sub_agents_continue_the_turns_seeds": (
+            "seed + 1000 * (len(turns) + 1)",
+            "seed + len(turns) + 1",
+        ),
+        "one_call_more_carried_out": ("if number >= limit:", "if number > limit:"),
+        "one_tool_turn_more": (
+            "offered = len(turns) < tool_turns",
+            "offered = len(turns) <= tool_turns",
+        ),
+        "turns_outgrow_the_trajectory": (
+            "min(limits.trajectory_tokens - _suffix_length(trajectory), limits.turn_tokens)",
+            "limits.turn_tokens",
+        ),
+        "prompt_cut_one_token_late": (
+            "return ids[: length - 1], ids[length - 1 :]",
+            "return ids[:length], ids[length:]",
+        ),
+    },
+}
+
+_EQUIVALENT: dict[str, str] = {}
+"""By name, why no test can notice."""
+
+MUTANTS: tuple[Mutant, ...] = tuple(
+    Mutant(name, file, old, new, tests, _EQUIVALENT.get(name, ""))
+    for (file, tests), faults in _TABLE.items()
+    for name, (old, new) in faults.items()
+)

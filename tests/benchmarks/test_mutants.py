@@ -1,0 +1,100 @@
+"""Every deliberate fault can still be made, and the command tells a noticed fault from one that was not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import shlex
+
+import pytest
+
+from benchmarks import mutants
+from benchmarks.mutant_table import MUTANTS, Mutant
+
+PARTS = (
+    *("advantages", "anchor", "loss", "batch", "structure", "rewards", "packing", "engine"),
+    *("pages", "sampling", "step", "checkpoint", "episode"),
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_is_applicable(mutant: Mutant) -> None:
+    text = (mutants.ROOT / mutant.file).read_text(encoding="utf-8")
+    changed = mutants.mutate(text, mutant)
+    assert changed != text
+    compile(changed, mutant.file, "exec")
+    for test in mutant.tests:
+        assert (mutants.ROOT / test).is_file(), f"{mutant.name}: there is no {test}"
+
+
+def test_there_are_mutants_of_every_part_and_their_names_differ() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 60
+    assert {pathlib.Path(mutant.file).stem for mutant in MUTANTS} >= set(PARTS)
+
+
+@pytest.mark.parametrize("old", ["absent", "twice"])
+def test_a_text_that_is_not_there_once_is_refused(old: str) -> None:
+    with pytest.raises(
+        mutants.NotApplicable, match=f"mutant m: its old text is {'02'[old == 'twice']} times"
+    ):
+        mutants.mutate("twice twice", Mutant("m", "a.py", old, "new", ()))
+
+
+@pytest.fixture
+def small_checkout(tmp_path, monkeypatch) -> pathlib.Path:
+    """A stand-in for the checkout with one source file and its test."""
+    root = tmp_path / "checkout"
+    root.mkdir()
+    (root / "double.py").write_text("def double(x):\n    return 2 * x\n")
+    (root / "test_double.py").write_text(
+        "from double import double\n\n\ndef test_double():\n    assert double(3) == 6\n"
+    )
+    (root / "conftest.py").write_text(
+        "import hypothesis\n\nhypothesis.settings.register_profile('unshrunk')\n"
+    )
+    monkeypatch.setattr(mutants, "ROOT", root)
+    monkeypatch.setattr(
+        mutants,
+        "copy_checkout",
+        lambda folder: [
+            folder.mkdir(),
+            *((folder / file.name).write_bytes(file.read_bytes()) for file in root.iterdir()),
+        ],
+    )
+    return root
+
+
+def test_results_are_kept_and_a_survivor_fails_the_command(
+    small_checkout, tmp_path, monkeypatch, capsys
+) -> None:
+    out = tmp_path / "out.json"
+    killed = Mutant("killed", "double.py", "2 * x", "3 * x", ("test_double.py",))
+    survivor = dataclasses.replace(killed, name="survivor", new="x + 3")
+    monkeypatch.setattr(mutants, "MUTANTS", (killed, survivor))
+    command = shlex.split(f"--out {out} --jobs 1")
+    assert mutants.main([*command, "--only", "killed"]) == 0
+    assert mutants.main(command) == 1
+    results = json.loads(out.read_text())
+    assert {name: result["outcome"] for name, result in results.items()} == {
+        "unchanged: test_double.py": "passed",
+        "killed": "killed",
+        "survivor": "survived",
+    }
+    assert "test_double" in results["killed"]["by"]
+    told = capsys.readouterr().out
+    assert told.count("s  killed\n") == 1, "what is in the file is not run again"
+    assert "survived: survivor (double.py)" in told and "1 of 2 killed" in told
+    assert "return 2 * x" in (small_checkout / "double.py").read_text()
+    monkeypatch.setattr(mutants, "MUTANTS", (dataclasses.replace(survivor, equivalent="why"),))
+    assert mutants.main(command) == 0
+
+
+def test_tests_that_fail_without_a_fault_are_an_error(
+    small_checkout, tmp_path, monkeypatch
+) -> None:
+    (small_checkout / "double.py").write_text("def double(x):\n    return 2 * x + 1\n")
+    wrong = Mutant("wrong", "double.py", "2 * x", "3 * x", ("test_double.py",))
+    monkeypatch.setattr(mutants, "MUTANTS", (wrong,))
+    with pytest.raises(RuntimeError, match="tests fail on the unchanged code: FAILED test_double"):
+        mutants.main(["--out", str(tmp_path / "out.json"), "--jobs", "1"])
