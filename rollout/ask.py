@@ -29,7 +29,14 @@ from paravt_jax.data.local_path import require_local
 from paravt_jax.data.video import VideoError, probe
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
-from paravt_jax.method.records import Episode, Question, QuestionKind, StopReason
+from paravt_jax.method.records import (
+    CallOutcome,
+    Episode,
+    Question,
+    QuestionKind,
+    StopReason,
+    ToolCall,
+)
 from paravt_jax.method.rewards import RewardSettings, score
 from paravt_jax.method.tokenizer import Vocabulary
 from rollout.agent.episode import Dispatch, Scene, Setting, play
@@ -90,6 +97,7 @@ class Assistant:
         question: str,
         *,
         options: tuple[str, ...] = (),
+        subtitles: str | os.PathLike = "",
         frames: int = 64,
         dispatch: Dispatch = "parallel",
         temperature: float = 0.0,
@@ -98,6 +106,7 @@ class Assistant:
     ) -> Episode:
         """The episode on `question`: `episode.answer` is its answer, None without one (`stop` says why), `turns` what was written and seen.
 
+        `subtitles`: a SubRip file, for a protocol whose tools search in it.
         `frames` is the overview budget K; `dispatch="none"` offers no tool. A temperature of 0 is greedy, and `seed` then means nothing.
         `seconds` is the time it has, compilation included where these sizes are new.
         Raises VideoError for a file that cannot be read, ValueError for an empty question and one of more tokens than there is room for.
@@ -105,7 +114,7 @@ class Assistant:
         setting = Setting(frames, temperature, dispatch, seconds)
         kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
         _check_words(question)
-        asked = Question("asked", str(video), question, kind, "", tuple(options))
+        asked = Question("asked", str(video), question, kind, "", tuple(options), str(subtitles))
         length = len(self._scene.protocol.question(asked).ids)
         if length > _QUESTION_TOKENS:
             raise ValueError(
@@ -171,6 +180,8 @@ class AskSettings:
     """What is asked about it."""
     option: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """An answer to choose from; give one after the other, each with a --option of its own."""
+    subtitles: str = ""
+    """A SubRip file (.srt) of what is said, which the model may search."""
     frames: int = 64
     """The overview budget K."""
     dispatch: Dispatch = "parallel"
@@ -199,13 +210,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise FileNotFoundError(
                 f"--video {asked.video}: no such file; give the path of a video"
             )
+        if asked.subtitles and not os.path.isfile(asked.subtitles):
+            raise FileNotFoundError(
+                f"--subtitles {asked.subtitles}: no such file; give the path of a .srt file, or leave it out"
+            )
         _check_words(asked.question)
         probe(asked.video)  # before weights are read, which takes minutes
-        assistant = Assistant.load(asked.model, dtype=asked.dtype, param_dtype=asked.dtype)
+        tools = ("crop_video", "search_subtitles") if asked.subtitles else ("crop_video",)
+        assistant = Assistant.load(
+            asked.model, ProtocolSettings(tools=tools), dtype=asked.dtype, param_dtype=asked.dtype
+        )
         episode = assistant.ask(
-            Path(asked.video).absolute(), asked.question, options=asked.option, frames=setting.frames, dispatch=setting.dispatch,
-            temperature=setting.temperature, seed=asked.seed,
-        )  # fmt: skip
+            Path(asked.video).absolute(),
+            asked.question,
+            options=asked.option,
+            subtitles=Path(asked.subtitles).absolute() if asked.subtitles else "",
+            frames=setting.frames,
+            dispatch=setting.dispatch,
+            temperature=setting.temperature,
+            seed=asked.seed,
+        )
     except (FileNotFoundError, ValueError, VideoError) as error:
         print(f"python -m rollout.ask: {error}", file=sys.stderr)
         return 2
@@ -221,18 +245,23 @@ def told(episode: Episode) -> Iterator[str]:
     for number, turn in enumerate(episode.turns, 1):
         yield f"--- turn {number}"
         yield turn.text.strip()
-        for crop, outcome in enumerate(turn.calls, 1):
-            window = (
-                f"{outcome.call.start:g} to {outcome.call.end:g} s"
-                if outcome.call
-                else "no window that could be read"
-            )
-            yield f"    crop {crop}, {window} ({outcome.status.replace('_', ' ')}): {outcome.response.strip()}"
+        for count, outcome in enumerate(turn.calls, 1):
+            status = outcome.status.replace("_", " ")
+            yield f"    {_asked(count, outcome)} ({status}): {outcome.response.strip()}"
     yield f"--- answer: {'none' if episode.answer is None else episode.answer}" + (
         ""
         if episode.stop is StopReason.ANSWERED
         else f" (the episode ended: {episode.stop.replace('_', ' ')})"
     )
+
+
+def _asked(count: int, outcome: CallOutcome) -> str:
+    call = outcome.call
+    if call is None:
+        return f"crop {count}, no window that could be read"
+    if isinstance(call, ToolCall):
+        return f"{call.tool} {count}, {', '.join(map(str, call.arguments.values()))}"
+    return f"crop {count}, {call.start:g} to {call.end:g} s"
 
 
 if __name__ == "__main__":

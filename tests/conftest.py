@@ -29,6 +29,7 @@ from models.qwen3_vl import Qwen3VL, Qwen3VLConfig, abstract_model  # noqa: E402
 from models.qwen3_vl.config import TextConfig, VisionConfig  # noqa: E402
 from paravt_jax.method import protocol, tokenizer
 from paravt_jax.method.tokenizer import Vocabulary  # noqa: E402
+from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
 
@@ -83,7 +84,9 @@ def small_world(tmp_path_factory) -> SmallWorld:
 @pytest.fixture(scope="session")
 def small_vocabulary() -> Vocabulary:
     """The vocabulary that the small world's texts are made of."""
-    return Vocabulary(tokenizer.build((*world_text.PIECES, *protocol.recurring_texts())))
+    return Vocabulary(
+        tokenizer.build((*world_text.PIECES, *protocol.recurring_texts((CropVideo(),))))
+    )
 
 
 @pytest.fixture(scope="session")

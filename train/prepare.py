@@ -191,7 +191,7 @@ def _require_room(run: Run) -> None:
     or written for that."""
     limits, texts = run.protocol, run.world_lengths
     _require_bounds(run, texts.label, texts.request)
-    rules = protocol.Protocol(world_vocabulary(run.model.path), limits)
+    rules = protocol.Protocol(world_vocabulary(limits, run.model.path), limits)
     needed = {
         "text_tokens": (
             overview_tokens(rules, 0, 0, 0.0) + texts.question,
@@ -224,7 +224,7 @@ def _open(run: Run, folder: pathlib.Path, root: pathlib.Path) -> Data:
     if run.model.path:
         copy_tokenizer(run.model.path, tokenizer_folder)
     elif not (tokenizer_folder / tokenizer.FILE).exists():
-        tokenizer.save(tokenizer.build(world_pieces()), tokenizer_folder)
+        tokenizer.save(tokenizer.build(world_pieces(run.protocol)), tokenizer_folder)
     names = ("questions", "heldout", "demonstrations", "windows", "captions")
     stored = {name: tuple(datasets.open_split(folder / "records", name)) for name in names}
     paths = tuple(

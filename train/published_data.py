@@ -171,7 +171,15 @@ def open_published(settings: DataSettings, seed: int) -> PublishedData:
 
 def _deciding(limits: ProtocolSettings) -> ProtocolSettings:
     """The limits that demonstrations are read by; those of rollouts alone are as ever, so that recipes share a set."""
-    names = ("max_tool_turns", "max_calls", "summary_tokens", "crop_fps", "crop_frames")
+    names = (
+        "max_tool_turns",
+        "max_calls",
+        "summary_tokens",
+        "crop_fps",
+        "crop_frames",
+        "max_num_frames",
+        "tools",
+    )
     return ProtocolSettings(**{name: getattr(limits, name) for name in names})
 
 

@@ -36,16 +36,16 @@ class WorldLengths(NamedTuple):
     """A sub-agent's prompt without its frames."""
 
 
-def world_pieces() -> tuple[str, ...]:
+def world_pieces(limits: ProtocolSettings) -> tuple[str, ...]:
     """What is one token in the vocabulary that a world is given."""
-    return (*world_text.PIECES, *recurring_texts())
+    return (*world_text.PIECES, *recurring_texts(limits.make_tools()))
 
 
-def world_vocabulary(model_path: str = "") -> Vocabulary:
+def world_vocabulary(limits: ProtocolSettings, model_path: str = "") -> Vocabulary:
     """The vocabulary of published weights, or the one that is made for a world."""
     if model_path:
         return tokenizer.load(local_folder(model_path, weights=False))
-    return Vocabulary(tokenizer.build(world_pieces()))
+    return Vocabulary(tokenizer.build(world_pieces(limits)))
 
 
 @functools.cache
@@ -56,7 +56,7 @@ def world_lengths(
 
     Takes some seconds for a thousand videos. Frames stand in the prompt, so nothing is rendered with them.
     """
-    rules = Protocol(world_vocabulary(model_path), limits)
+    rules = Protocol(world_vocabulary(limits, model_path), limits)
     videos = world.plan(settings)
     train = world.of_split(videos, "train")
     answer = turn = row = report = 0

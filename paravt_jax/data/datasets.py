@@ -136,10 +136,15 @@ def open_split(folder: str | os.PathLike, name: str) -> Split:
 def encode(record: Record) -> tuple[str, str]:
     """The kind of a record and its JSON text."""
     if isinstance(record, tuple):
-        return "demonstrations", json.dumps(
-            [dataclasses.asdict(demonstration) for demonstration in record]
-        )
-    return type(record).__name__.lower(), json.dumps(dataclasses.asdict(record))
+        return "demonstrations", json.dumps([_as_dict(demonstration) for demonstration in record])
+    return type(record).__name__.lower(), json.dumps(_as_dict(record))
+
+
+def _as_dict(record: Question | Demonstration | Caption | Conversation) -> dict[str, Any]:
+    """The fields of a record, without `subtitles` where a question has none: few have."""
+    return dataclasses.asdict(
+        record, dict_factory=lambda fields: {k: v for k, v in fields if k != "subtitles" or v}
+    )
 
 
 def decode(kind: str, text: str) -> Record:

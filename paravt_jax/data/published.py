@@ -20,9 +20,18 @@ import pyarrow
 import pyarrow.parquet
 
 from paravt_jax.method.accuracy import read_range
-from paravt_jax.method.parsing import Malformed, block_spans, extract_answer, find_tags, parse_calls
+from paravt_jax.method.parsing import block_spans, extract_answer, find_tags, parse_calls
 from paravt_jax.method.protocol import VIDEO_NAME, ProtocolSettings, render_call
-from paravt_jax.method.records import ChatTurn, Clip, Conversation, CropCall, Question, QuestionKind
+from paravt_jax.method.records import (
+    ChatTurn,
+    Clip,
+    Conversation,
+    CropCall,
+    FailedCall,
+    Question,
+    QuestionKind,
+)
+from paravt_jax.method.tools.crop_video import CropVideo
 
 RL_COLUMNS, SFT_COLUMNS = ("prompt", "videos", "extra_info"), ("messages",)
 _NAME = re.compile(r"paravt_(?:sft|rl)_(.+?)(?:_\d+k\d*)?")
@@ -291,9 +300,9 @@ def _response(parts: Sequence[Part], limits: ProtocolSettings) -> tuple[str, lis
         raise Refused(Reason.NO_ANSWER, "a response is empty")
     if foreign := _FOREIGN.search(text):
         raise Refused(Reason.PROTOCOL, f"a response holds {foreign[0]}")
-    calls = parse_calls(text)
+    calls = parse_calls(text, (CropVideo(),))
     for call in calls:
-        if isinstance(call, Malformed):
+        if isinstance(call, FailedCall):
             raise Refused(Reason.PROTOCOL, f"a call cannot be read: {call.reason}")
     if len(calls) > limits.max_calls:
         raise Refused(

@@ -23,9 +23,9 @@ from paravt_jax.data.published import (
 )
 from paravt_jax.data.sizes import smart_resize
 from paravt_jax.method import tokenizer
-from paravt_jax.method.parsing import resolve_window
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
-from paravt_jax.method.records import Clip, Conversation, CropCall, Question
+from paravt_jax.method.records import Clip, Conversation, CropCall, FailedCall, Question
+from paravt_jax.method.tools.crop_video import resolve_window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,12 +176,12 @@ class Looker:
         return video.overview_indices(info.frames, min(self.reading.frames, wanted))
 
     def _window(self, info: video.VideoInfo, call: CropCall) -> np.ndarray:
-        window, status, complaint = resolve_window(call, info.duration)
-        if not status.executed:
+        found = resolve_window(call, info.duration)
+        if isinstance(found, FailedCall):
             raise Refused(
-                Reason.PROTOCOL, f"a call of {call.start:g} to {call.end:g} s: {complaint}"
+                Reason.PROTOCOL, f"a call of {call.start:g} to {call.end:g} s: {found.reason}"
             )
-        limits = self.reading.limits
+        window, limits = found.window, self.reading.limits
         return video.window_indices(
             info, window.start, window.end, limits.crop_fps, limits.crop_frames
         )

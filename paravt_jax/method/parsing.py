@@ -1,40 +1,27 @@
 """Reads what the model wrote: tool calls, answers, and whether a turn keeps the format.
 
-Owns the grammar of tags and the shape of a `crop_video` call. Refuses to guess: what cannot be read becomes a `Malformed`
-value with a sentence the model can act on. Invariant: no text whatever makes a function here raise, each block is read on its
-own, and nothing the model wrote is executed or opened (`video_path` is ignored, `<tool_code>` is only recognised).
+The arguments of a call are its tool's to read. A call that cannot be read becomes a `FailedCall` with a sentence
+that the model can act on. No text makes a function here raise, each block is read on its own, and nothing that the model
+wrote is executed or opened.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from paravt_jax.method.records import CallStatus, CropCall, Turn
+from paravt_jax.method.records import Call, CallStatus, FailedCall, Turn
+from paravt_jax.method.tools.tool import Tool
 
-TOOL_NAME = "crop_video"
 BLOCKS = ("think", "tool_call", "tool_code", "tool_response", "answer")
 TAG_PATTERN = "<(/?)(" + "|".join(BLOCKS) + ")>"
 MIN_THINK = 10  # characters of a substantive think (REFERENCE 3)
 
 _TAG = re.compile(TAG_PATTERN)
 _END_TOKENS = re.compile(r"<\|im_end\|>|<\|endoftext\|>")
-_PLAIN_NUMBER = re.compile(
-    r"([+-]?[0-9]+(?:\.[0-9]*)?|[+-]?\.[0-9]+)\s*(?:s|secs?|seconds?)?", re.IGNORECASE
-)
-_CLOCK = re.compile(r"(?:([0-9]+):)?([0-9]+):([0-5]?[0-9](?:\.[0-9]+)?)")
-_FORM = '{"name": "crop_video", "arguments": {"start_time": 12, "end_time": 28}}'
-
-
-@dataclasses.dataclass(frozen=True)
-class Malformed:
-    """A call that cannot be run: why, as a sentence for the model, and how it is counted."""
-
-    reason: str
-    status: CallStatus = CallStatus.MALFORMED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,43 +39,68 @@ def find_tags(text: str) -> list[Tag]:
     return [Tag(m.group(2), bool(m.group(1)), m.start(), m.end()) for m in _TAG.finditer(text)]
 
 
-def read_seconds(value: object) -> float | None:
-    """Seconds from a JSON value: a number, or text as "16", "16.5s", "16 seconds", "00:16", "1:00:05". None where it is none of these.
+def call_text(name: str, arguments: Mapping[str, Any]) -> str:
+    """The JSON of a call, which stands between `<tool_call>` and `</tool_call>`."""
+    return json.dumps({"name": name, "arguments": arguments})
 
-    The result may be infinite where the number is too large for a float; the caller refuses it.
+
+def find_calls(text: str) -> list[tuple[Tag, str | None]]:
+    """The calls of one response, in order: the opening tag, and the text up to `</tool_call>`.
+
+    The text is None where another call opens first, where nothing closes it, and for a `<tool_code>`.
     """
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int | float):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf
-    if not isinstance(value, str):
-        return None
-    text = value.strip()
-    if number := _PLAIN_NUMBER.fullmatch(text):
-        return float(number.group(1))
-    if clock := _CLOCK.fullmatch(text):
-        hours, minutes, seconds = clock.groups()
-        return float(hours or 0) * 3600 + float(minutes) * 60 + float(seconds)
-    return None
+    calls: list[tuple[Tag, str | None]] = []
+    opened: Tag | None = None
+    for tag in find_tags(text):
+        if tag.name == "tool_call" and tag.closing:
+            if opened is not None:
+                calls.append((opened, text[opened.end : tag.start]))
+            opened = None
+        elif not tag.closing and tag.name in ("tool_call", "tool_code"):
+            if opened is not None:
+                calls.append((opened, None))
+            opened = tag if tag.name == "tool_call" else None
+            if opened is None:
+                calls.append((tag, None))
+    if opened is not None:
+        calls.append((opened, None))
+    return calls
 
 
-def _read_call(body: str) -> CropCall | Malformed:
-    """One call from the text between its tags."""
+def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call | FailedCall]:
+    """Every call of one response, in order, each read on its own: a malformed one does not void the others.
+
+    `tools` are those that are offered, at least one. Code in a `<tool_code>` is never run.
+    """
+    form = call_text(tools[0].name, tools[0].example)
+    calls: list[Call | FailedCall] = []
+    for tag, body in find_calls(text):
+        if tag.name == "tool_code":
+            why = "Code is not run. Write the call between tool_call tags"
+            calls.append(FailedCall(f"{why} as {form}."))
+        elif body is None:
+            why = "The tool call was not closed. Write it between tool_call tags"
+            calls.append(FailedCall(f"{why} as {form}."))
+        else:
+            calls.append(_read_call(body, tools, form))
+    return calls
+
+
+def _read_call(body: str, tools: Sequence[Tool], form: str) -> Call | FailedCall:
+    """One call from the text between its tags; `form` is how the first tool is called."""
     try:
         call = json.loads(body, strict=False)
     except RecursionError:
-        return Malformed(f"The tool call is nested too deeply. Write it as {_FORM}.")
+        return FailedCall(f"The tool call is nested too deeply. Write it as {form}.")
     except ValueError:  # not JSON, or an integer with more digits than Python converts
-        return Malformed(f"The tool call is not valid JSON. Write it as {_FORM}.")
+        return FailedCall(f"The tool call is not valid JSON. Write it as {form}.")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return Malformed(f"The tool call names no tool. Write it as {_FORM}.")
-    if call["name"] != TOOL_NAME:
-        return Malformed(
-            f"There is no such tool. The only tool is {TOOL_NAME}.", CallStatus.UNKNOWN_TOOL
-        )
+        return FailedCall(f"The tool call names no tool. Write it as {form}.")
+    tool = next((tool for tool in tools if tool.name == call["name"]), None)
+    if tool is None:
+        names = ", ".join(tool.name for tool in tools)
+        known = f"The only tool is {names}" if len(tools) == 1 else f"The tools are {names}"
+        return FailedCall(f"There is no such tool. {known}.", CallStatus.UNKNOWN_TOOL)
     arguments = call.get("arguments")
     if isinstance(arguments, str):  # some chat formats write the arguments as JSON text
         try:
@@ -96,81 +108,9 @@ def _read_call(body: str) -> CropCall | Malformed:
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
-        return Malformed(f"The arguments of the tool call are missing. Write it as {_FORM}.")
-    times = []
-    for field in ("start_time", "end_time"):
-        if field not in arguments:
-            return Malformed(f"{field} is missing. Give start_time and end_time in seconds.")
-        seconds = read_seconds(arguments[field])
-        if seconds is None:
-            return Malformed(f"{field} is not a time. Give start_time and end_time in seconds.")
-        if not math.isfinite(seconds):
-            return Malformed(
-                f"{field} is not a finite number. Give start_time and end_time in seconds.",
-                CallStatus.BAD_WINDOW,
-            )
-        times.append(seconds)
-    return CropCall(*times)
-
-
-def parse_calls(text: str) -> list[CropCall | Malformed]:
-    """Every tool call of one response, in order, each read on its own: a malformed one does not void the others.
-
-    A `<tool_call>` ends at its `</tool_call>`; where another opens first, or none closes, it is malformed. Each `<tool_code>`
-    is a `Malformed` that names the right form: code is never run.
-    """
-    calls: list[CropCall | Malformed] = []
-    opened: Tag | None = None
-    unclosed = Malformed(
-        f"The tool call was not closed. Write it between tool_call tags as {_FORM}."
-    )
-    for tag in find_tags(text):
-        if tag.name == "tool_call" and tag.closing:
-            if opened is not None:
-                calls.append(_read_call(text[opened.end : tag.start]))
-            opened = None
-        elif not tag.closing and tag.name in ("tool_call", "tool_code"):
-            if opened is not None:
-                calls.append(unclosed)
-            opened = tag if tag.name == "tool_call" else None
-            if tag.name == "tool_code":
-                calls.append(
-                    Malformed(f"Code is not run. Write the call between tool_call tags as {_FORM}.")
-                )
-    if opened is not None:
-        calls.append(unclosed)
-    return calls
-
-
-def resolve_window(call: CropCall, duration: float) -> tuple[CropCall, CallStatus, str]:
-    """The window to show of a video of `duration` seconds, what becomes of the call, and a sentence for the model ("" if as asked).
-
-    A window that reaches over an end is cut to [0, duration] (CLAMPED); reversed, empty, outside or not finite: BAD_WINDOW.
-    """
-
-    def refuse(why: str) -> tuple[CropCall, CallStatus, str]:
-        return (
-            call,
-            CallStatus.BAD_WINDOW,
-            f"{why} The video runs from 0 to {duration:.1f} seconds.",
-        )
-
-    if not (math.isfinite(call.start) and math.isfinite(call.end)):
-        return refuse("The window is not finite.")
-    if call.start > call.end:
-        return refuse("The window is reversed: start_time is after end_time.")
-    if call.start == call.end:
-        return refuse("The window is empty: start_time equals end_time.")
-    if call.start >= duration or call.end <= 0:
-        return refuse("The window is outside the video.")
-    window = CropCall(max(call.start, 0.0), min(call.end, duration))
-    if window == call:
-        return window, CallStatus.EXECUTED, ""
-    return (
-        window,
-        CallStatus.CLAMPED,
-        f"The window was cut to {window.start:.1f} to {window.end:.1f} seconds, where the video is.",
-    )
+        form = call_text(tool.name, tool.example)
+        return FailedCall(f"The arguments of the tool call are missing. Write it as {form}.")
+    return tool.parse(arguments)
 
 
 def block_spans(tags: Sequence[Tag], name: str) -> list[tuple[Tag, Tag]]:
@@ -235,10 +175,11 @@ def _strictly_paired(tags: Sequence[Tag]) -> bool:
     )
 
 
-def turn_is_well_formed(text: str, final: bool) -> bool:
+def turn_is_well_formed(turn: Turn, final: bool) -> bool:
     """Whether a response keeps the format: one closed `<think>` first, then, if `final`, one non-empty answer block that ends the
     response, else at least one call, all of them readable. No `<tool_code>`, no `<tool_response>`, no tag more or less.
     """
+    text = turn.text
     tags = find_tags(text)
     names = [tag.name for tag in tags]
     if (
@@ -255,15 +196,15 @@ def turn_is_well_formed(text: str, final: bool) -> bool:
             and not tail.strip()
         )
     return (
-        len(names) > 2
-        and set(names[2:]) == {"tool_call"}
-        and all(isinstance(call, CropCall) for call in parse_calls(text))
+        set(names[2:]) == {"tool_call"}
+        and bool(turn.calls)
+        and all(outcome.call is not None for outcome in turn.calls)
     )
 
 
 def format_compliant(turns: Sequence[Turn]) -> bool:
     """The f of one episode: every turn is finished and well formed, and the last one ends in an answer block."""
     return bool(turns) and all(
-        not turn.truncated and turn_is_well_formed(turn.text, final=i == len(turns) - 1)
+        not turn.truncated and turn_is_well_formed(turn, final=i == len(turns) - 1)
         for i, turn in enumerate(turns)
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
 import math
@@ -19,7 +20,7 @@ from typing import Literal, get_args
 import numpy as np
 from jaxtyping import Int32
 
-from paravt_jax.method.parsing import Malformed, parse_calls
+from paravt_jax.method.parsing import call_text, parse_calls
 from paravt_jax.method.records import (
     Author,
     ChatTurn,
@@ -27,39 +28,25 @@ from paravt_jax.method.records import (
     Conversation,
     CropCall,
     Demonstration,
+    FailedCall,
     Frame,
     Question,
     QuestionKind,
     Segment,
     Trajectory,
 )
-from paravt_jax.method.subtitles import Subtitle
+from paravt_jax.method.subtitles import Subtitle, subtitle_line
 from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.method.tools.crop_video import CropVideo
+from paravt_jax.method.tools.search_subtitles import SearchSubtitles
+from paravt_jax.method.tools.tool import Tool
 
 Prompt = Literal["direct", "reasoning", "agentic", "agentic-minimal"]
 
 PINNED = "<think>\n"
 VIDEO_NAME = "video.mp4"  # the model never sees a path; what it writes here is text
 
-CROP_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "crop_video",
-        "description": "Look closer at one window of the video. Several calls in one turn are looked at side by side.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "video_path": {"type": "string", "description": "Name of the video."},
-                "start_time": {"type": "number", "description": "Start of the window in seconds."},
-                "end_time": {"type": "number", "description": "End of the window in seconds."},
-            },
-            "required": ["video_path", "start_time", "end_time"],
-        },
-    },
-}
-
 _TASK = "You answer a question about a video. You see a few frames of it, each after its time.\n"
-_PLAN = "Where they do not show enough, call crop_video on every window that matters; each window comes back as a short report.\n"
 _FORM = "Think first, then call the tool or give the final answer as <answer>answer</answer>; a span of time is [start, end] in seconds."
 _ANSWER = (
     "give the final answer as <answer>answer</answer>; a span of time is [start, end] in seconds."
@@ -72,7 +59,7 @@ _ALONE: dict[str, str] = {  # prompts that know no tool
 }
 _TOOLS_HEAD = (
     "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
 )
 _TOOLS_TAIL = (
     "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
@@ -119,6 +106,10 @@ class ProtocolSettings:
     """Frames per second that a sub-agent sees of its window."""
     crop_frames: int = 16
     """Frames that a sub-agent sees at most."""
+    max_num_frames: int = 0
+    """Frames that a call of crop_video may ask for at most (num_frames); 0 leaves this argument out of the schema."""
+    tools: tuple[str, ...] = ("crop_video",)
+    """Tools of a main agent: crop_video, search_subtitles, or MODULE:CLASS of your own (docs/tools.md)."""
     prompt: Prompt = "agentic"
     """The system turn; demonstrations teach `agentic`, and `reasoning` and `direct` know no tool."""
 
@@ -131,8 +122,9 @@ class ProtocolSettings:
             raise ValueError(
                 "protocol.pin_think: True with protocol.prompt 'direct', which does not think; set it to False"
             )
-        if self.max_tool_turns < 0:
-            raise ValueError(f"protocol.max_tool_turns: {self.max_tool_turns}; give 0 or more")
+        for name in ("max_tool_turns", "max_num_frames"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"protocol.{name}: {getattr(self, name)}; give 0 or more")
         for name in (
             "max_calls",
             "turn_tokens",
@@ -150,12 +142,53 @@ class ProtocolSettings:
             raise ValueError(
                 f"protocol.crop_fps: {self.crop_fps}; give frames a second, a finite number above 0"
             )
+        self.make_tools()  # refuses names that are unknown
+
+    def make_tools(self) -> tuple[Tool, ...]:
+        """The tools that are named. ValueError for a name without a tool, for none and for one named twice."""
+        if not self.tools:
+            raise ValueError(
+                "protocol.tools: empty; name at least one (dispatch 'none' offers no tool)"
+            )
+        own = {tool.name: tool for tool in (CropVideo(self.max_num_frames), SearchSubtitles())}
+        tools = tuple(own[name] if name in own else _load_tool(name) for name in self.tools)
+        names = [tool.name for tool in tools]
+        if len(set(names)) < len(names):
+            raise ValueError(f"protocol.tools: {', '.join(names)}; give each tool once")
+        if self.max_num_frames and CropVideo.name not in names:
+            raise ValueError(
+                f"protocol.max_num_frames: {self.max_num_frames} without crop_video; "
+                "add crop_video to protocol.tools, or give 0"
+            )
+        return tools
+
+    @property
+    def most_crop_frames(self) -> int:
+        """Frames of the longest sub-agent's prompt."""
+        return max(self.crop_frames, self.max_num_frames)
 
     def showing_frames(self, crop_tokens: int) -> ProtocolSettings:
         """The same limits where crops are shown in the trajectory itself (dispatch `frames`), which then
         has room for all of them. `crop_tokens`: tokens of one crop's frames."""
         shown = self.max_tool_turns * self.max_calls * crop_tokens
         return dataclasses.replace(self, trajectory_tokens=self.trajectory_tokens + shown)
+
+
+def _load_tool(name: str) -> Tool:
+    """The tool that "MODULE:CLASS" names."""
+    module, _, kind = name.partition(":")
+    try:
+        tool = getattr(importlib.import_module(module), kind)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"protocol.tools: {name!r} is no tool ({error}); "
+            "give crop_video, search_subtitles, or MODULE:CLASS of your own"
+        ) from error
+    if not (isinstance(tool, type) and issubclass(tool, Tool)):
+        raise ValueError(
+            f"protocol.tools: {name!r} is no tool; give a class derived from {Tool.__module__}.Tool"
+        )
+    return tool()
 
 
 def render_call(call: CropCall) -> str:
@@ -165,13 +198,11 @@ def render_call(call: CropCall) -> str:
         "start_time": _number(call.start),
         "end_time": _number(call.end),
     }
-    return (
-        f"<tool_call>\n{json.dumps({'name': 'crop_video', 'arguments': arguments})}\n</tool_call>"
-    )
+    return f"<tool_call>\n{call_text(call.tool, arguments)}\n</tool_call>"
 
 
-def system_text(tools: bool, prompt: Prompt = "agentic", video: bool = True) -> str:
-    """The system turn, with the tool's schema where tools are offered; without `video`, of pictures or text alone, it speaks of none.
+def system_text(tools: Sequence[Tool], prompt: Prompt = "agentic", video: bool = True) -> str:
+    """The system turn, with the schemas of the tools that are offered; without `video`, of pictures or text alone, it speaks of none.
     ValueError for tools with a prompt that knows none."""
     if not video:
         return f"<|im_start|>system\n{_FORM}<|im_end|>\n"
@@ -179,8 +210,10 @@ def system_text(tools: bool, prompt: Prompt = "agentic", video: bool = True) -> 
         return f"<|im_start|>system\n{_ALONE[prompt]}<|im_end|>\n"
     if prompt in ("direct", "reasoning"):
         raise ValueError(f"protocol.prompt: {prompt!r} knows no tool; use it with dispatch 'none'")
-    opening = f"{_TASK}{_PLAN}{_FORM}" if prompt == "agentic" else _ALONE[prompt]
-    return f"<|im_start|>system\n{opening}{_TOOLS_HEAD}{json.dumps(CROP_TOOL)}{_TOOLS_TAIL}<|im_end|>\n"
+    hints = "".join(f"{tool.hint}\n" for tool in tools)
+    opening = f"{_TASK}{hints}{_FORM}" if prompt == "agentic" else _ALONE[prompt]
+    schemas = "".join(f"\n{json.dumps(tool.schema)}" for tool in tools)
+    return f"<|im_start|>system\n{opening}{_TOOLS_HEAD}{schemas}{_TOOLS_TAIL}<|im_end|>\n"
 
 
 def question_text(question: Question) -> str:
@@ -197,16 +230,11 @@ def subtitled_text(entries: Sequence[Subtitle], text: str) -> str:
     return f"What is said in the video:\n{lines}\n{text}" if lines else text
 
 
-def subtitle_line(entry: Subtitle) -> str:
-    """One line of subtitles: "<12.5 seconds> words"."""
-    return f"<{entry.start:.1f} seconds> {' '.join(entry.text.split())}"
-
-
-def recurring_texts() -> tuple[str, ...]:
+def recurring_texts(tools: Sequence[Tool]) -> tuple[str, ...]:
     """The protocol's fixed lines, numbers of a call cut out, and the commonest errors: single pieces of a small vocabulary."""
     texts = [
-        system_text(True),
-        system_text(False),
+        system_text(tools),
+        system_text(()),
         _SUMMARY_REQUEST,
         _ANSWER_NOW,
         _TO_ASSISTANT,
@@ -216,8 +244,8 @@ def recurring_texts() -> tuple[str, ...]:
     texts += [
         f"error: {call.reason}"
         for text in _BAD_CALLS
-        for call in parse_calls(text)
-        if isinstance(call, Malformed)
+        for call in parse_calls(text, tools)
+        if isinstance(call, FailedCall)
     ]
     lines = [line for text in texts for line in re.findall(r"[^\n]*\n+|[^\n]+", text)]
     return tuple(
@@ -234,6 +262,7 @@ class Protocol:
     def __init__(self, vocabulary: Vocabulary, settings: ProtocolSettings):
         self.vocabulary = vocabulary
         self.settings = settings
+        self.tools = {tool.name: tool for tool in settings.make_tools()}
         self._special = re.compile(
             "|".join(re.escape(t) for t in sorted(vocabulary.special_texts, key=len, reverse=True))
         )
@@ -244,7 +273,8 @@ class Protocol:
         """The opening of a main agent's prompt: system turn and timed overview frames. Shared by all questions on the video."""
         return Segment(
             self._timed_images(
-                system_text(tools, self.settings.prompt) + "<|im_start|>user\n",
+                system_text([*self.tools.values()] if tools else (), self.settings.prompt)
+                + "<|im_start|>user\n",
                 frames,
                 image_tokens,
             ),
@@ -364,7 +394,8 @@ class Protocol:
         """
         opening = (
             system_text(
-                conversation.tools, video=any(not clip.still for clip in conversation.clips)
+                [*self.tools.values()] if conversation.tools else (),
+                video=any(not clip.still for clip in conversation.clips),
             )
             + "<|im_start|>user\n"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,7 +24,10 @@ class QuestionKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One question about one video. `video` is a path relative to the data root; `answer` is text, "[a, b]" in seconds for grounding."""
+    """One question about one video. `video` is a path relative to the data root; `answer` is text, "[a, b]" in seconds for grounding.
+
+    `subtitles`: the path of a SubRip file (.srt) like `video`; empty where there is none.
+    """
 
     id: str
     video: str
@@ -31,6 +35,7 @@ class Question:
     kind: QuestionKind
     answer: str
     options: tuple[str, ...] = ()
+    subtitles: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +227,7 @@ class CallStatus(enum.StrEnum):
     BAD_WINDOW = "bad_window"  # reversed, empty, outside the video, not finite
     TOO_MANY = "too_many"  # beyond the turn's limit of calls
     NOT_OFFERED = "not_offered"  # tools are off, or no turn with tools is left
-    UNREADABLE = "unreadable"  # the video could not be decoded there
+    UNREADABLE = "unreadable"  # the video cannot be decoded there, or has no subtitles
     TIMED_OUT = "timed_out"  # the sub-agent had not ended in time
     REFUSED = "refused"  # a server would not answer the sub-agent's request
 
@@ -233,10 +238,31 @@ class CallStatus(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class CropCall:
-    """A parsed `crop_video` call, window in seconds."""
+    """A parsed `crop_video` call, window in seconds. `frames`: the number of frames that it asks for, if any."""
 
     start: float
     end: float
+    frames: int | None = None
+    tool: ClassVar[str] = "crop_video"
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """A parsed call of any other tool: its name, and its arguments as JSON values."""
+
+    tool: str
+    arguments: dict[str, Any]
+
+
+Call = CropCall | ToolCall
+
+
+@dataclasses.dataclass(frozen=True)
+class FailedCall:
+    """A call that is not carried out: why, as a sentence for the model, and how it is counted."""
+
+    reason: str
+    status: CallStatus = CallStatus.MALFORMED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +272,7 @@ class CallOutcome:
     `frames`: those that the main agent itself was shown, where no sub-agent looks for it.
     """
 
-    call: CropCall | None
+    call: Call | None
     status: CallStatus
     response: str
     subagent: Trajectory | None = None
@@ -255,7 +281,10 @@ class CallOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """One response of the main agent: its whole text (pinned opening included), its calls, and whether it ran into the token limit."""
+    """One response of the main agent: its whole text (pinned opening included), and whether it ran into the token limit.
+
+    `calls`: the outcome of each call in the text, in order; none of a turn that was cut off.
+    """
 
     text: str
     calls: tuple[CallOutcome, ...] = ()

@@ -1,7 +1,7 @@
 """What an episode earned: R = R_acc + format_weight * R_fmt + tool_weight * R_tool (REFERENCE 3).
 
 Owns the reward of one episode, in plain Python. It reads whole turns, the pinned `<think>` included, and what really became
-of each call (`Turn.calls`), so a `<tool_response>` that the model invents and a `<tool_code>` earn nothing. Refuses
+of each call of any tool (`Turn.calls`), so a `<tool_response>` that the model invents and a `<tool_code>` earn nothing. Refuses
 batches and groups: those are `paravt_jax.method.grpo`. Invariant: R_acc and R_tool lie in [0, 1], so does R_fmt while it is capped,
 and one turn scores as the published arithmetic does; several turns are scored one by one and averaged, because read as one
 text the first turn's closed think would speak for all.
@@ -17,13 +17,13 @@ from typing import Literal
 from paravt_jax.method.accuracy import accuracy
 from paravt_jax.method.parsing import (
     extract_answer,
+    find_calls,
     first_think,
     format_compliant,
     has_substantive_think,
-    parse_calls,
     tags_balanced,
 )
-from paravt_jax.method.records import CallStatus, CropCall, Question, Turn
+from paravt_jax.method.records import CallStatus, Question, Turn
 from paravt_jax.remote.judge import Judge, JudgeSettings
 
 
@@ -97,17 +97,24 @@ def _thinks_then_answers(text: str) -> bool:
     return _closes_think(text) and extract_answer(first_think(text)[1] or "") is not None
 
 
-def _thinks_then_calls(text: str) -> bool:
+def _thinks_then_calls(turn: Turn) -> bool:
     """Whether a readable call follows a substantive, closed think, and none comes before it."""
-    return (
-        _closes_think(text)
-        and _has_call(first_think(text)[1] or "")
-        and not _has_call(text.partition("<think>")[0])
-    )
+    text = turn.text
+    if not _closes_think(text):
+        return False
+    opening = text.index("<think>")
+    closing = text.index("</think>", opening)
+    starts = [
+        tag.start
+        for (tag, _), outcome in zip(find_calls(text), turn.calls, strict=True)
+        if outcome.call is not None
+    ]
+    return any(start > closing for start in starts) and not any(start < opening for start in starts)
 
 
-def _has_call(text: str) -> bool:
-    return any(isinstance(call, CropCall) for call in parse_calls(text))
+def _has_call(turn: Turn) -> bool:
+    """Whether a call of it could be read."""
+    return any(outcome.call is not None for outcome in turn.calls)
 
 
 def _mean(values: Sequence[bool | float]) -> float:
@@ -122,7 +129,7 @@ def anchor_reward(turns: Sequence[Turn], gamma: float = 0.3) -> float:
     """
 
     def one(turn: Turn, last: bool) -> float:
-        flows = _thinks_then_answers(turn.text) if last else _thinks_then_calls(turn.text)
+        flows = _thinks_then_answers(turn.text) if last else _thinks_then_calls(turn)
         return 0.4 * _closes_think(turn.text) + 0.3 * flows - gamma * _leaves_think_open(turn.text)
 
     mean = _mean([one(turn, i == len(turns) - 1) for i, turn in enumerate(turns)])
@@ -139,7 +146,7 @@ def format_base(turns: Sequence[Turn], answer_suffix: bool = True) -> float:
     texts = [turn.text for turn in turns]
     answer = (0.5 if answer_suffix else 0.3) * (extract_answer(texts[-1]) is not None)
     think = (0.2 if answer_suffix else 0.3) * _mean([has_substantive_think(text) for text in texts])
-    order = 0.3 * _mean([_thinks_then_calls(text) for text in texts if _has_call(text)])
+    order = 0.3 * _mean([_thinks_then_calls(turn) for turn in turns if _has_call(turn)])
     base = think + answer + order
     return base + 0.1 * all(map(tags_balanced, texts)) if base > 0 else 0.0
 

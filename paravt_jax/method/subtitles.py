@@ -25,6 +25,11 @@ class Subtitle:
     text: str
 
 
+def subtitle_line(entry: Subtitle) -> str:
+    """One line of subtitles, as an agent reads it: "<12.5 seconds> words"."""
+    return f"<{entry.start:.1f} seconds> {' '.join(entry.text.split())}"
+
+
 def read_srt(data: bytes | str) -> list[Subtitle]:
     """The entries of a SubRip file. Bytes are read as UTF-8, and what is none is left out; entries without words are left out too."""
     text = data.decode("utf-8", errors="ignore") if isinstance(data, bytes) else data

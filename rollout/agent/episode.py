@@ -1,7 +1,7 @@
 """One episode, as the paper tells it: plan, dispatch, gather, answer.
 
 Owns the course of a main agent and its sub-agents. Failures are values: a call that cannot be carried out becomes a typed
-`CallOutcome` whose response the model reads. Refuses to open anything but the question's own video.
+`CallOutcome` whose response the model reads. Nothing is opened but the question's own video and its subtitles.
 """
 
 from __future__ import annotations
@@ -9,27 +9,30 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import numpy as np
 
 from models.features import FrameFeatures
 from paravt_jax.data.video import VideoError
-from paravt_jax.method.parsing import Malformed, extract_answer, parse_calls, resolve_window
+from paravt_jax.method.parsing import extract_answer, parse_calls
 from paravt_jax.method.protocol import VIDEO_NAME, Protocol
 from paravt_jax.method.records import (
     Author,
+    Call,
     CallOutcome,
     CallStatus,
-    CropCall,
     Episode,
+    FailedCall,
     Question,
     Segment,
     StopReason,
     Trajectory,
     Turn,
 )
+from paravt_jax.method.subtitles import Subtitle, read_srt
+from paravt_jax.method.tools.tool import Look
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask
 
 Dispatch = Literal["parallel", "sequential", "none", "frames"]
@@ -95,6 +98,28 @@ class Scene:
     clock: Callable[[], float] = time.monotonic
 
 
+@dataclasses.dataclass(frozen=True)
+class QuestionVideo:
+    """The video of `question`, as its tools see it. Raises VideoError where a file cannot be read."""
+
+    question: Question
+    features: FrameFeatures
+
+    @property
+    def duration(self) -> float:
+        return self.features.info(self.question.video).duration
+
+    @property
+    def subtitles(self) -> Sequence[Subtitle]:
+        path = self.question.subtitles
+        if not path:
+            return ()
+        try:
+            return read_srt((self.features.root / path).read_bytes())
+        except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+            raise VideoError(self.question.video, "its subtitles cannot be read") from error
+
+
 async def play(scene: Scene, question: Question, setting: Setting, seed: int) -> Episode:
     """Play one episode on `question`; `seed` decides every token in it."""
     protocol, limits = scene.protocol, scene.protocol.settings
@@ -142,7 +167,7 @@ async def play(scene: Scene, question: Question, setting: Setting, seed: int) ->
         if (cut := _CUT.get(sample.stop)) is not None:
             turns.append(Turn(text, truncated=True))
             return _episode(question, setting, trajectory, turns, cut, sample.reason)
-        calls = parse_calls(text)
+        calls = parse_calls(text, [*protocol.tools.values()])
         if not calls:
             turns.append(Turn(text))
             stop = StopReason.NO_ANSWER if extract_answer(text) is None else StopReason.ANSWERED
@@ -197,12 +222,13 @@ async def _respond(
 async def _dispatch(
     scene: Scene,
     question: Question,
-    calls: list[CropCall | Malformed],
+    calls: list[Call | FailedCall],
     setting: Setting,
     seed: int,
     until: float,
 ) -> list[CallOutcome]:
-    """Carry out a turn's calls: every good window goes to its own sub-agent, all of them side by side, `until` the episode's time is up.
+    """Carry out a turn's calls: every window to look at goes to its own sub-agent, all of them side by
+    side, `until` the episode's time is up.
 
     One that fails, is refused or takes too long costs its own report only.
     """
@@ -245,13 +271,14 @@ async def _dispatch(
 def _open(
     scene: Scene,
     question: Question,
-    call: CropCall | Malformed,
+    call: Call | FailedCall,
     number: int,
     limit: int,
     dispatch: Dispatch,
 ) -> CallOutcome:
-    """One call up to its sub-agent's prompt (or the frames themselves), or the reason why there is none."""
-    if isinstance(call, Malformed):
+    """One call: what its tool answers at once, the prompt of its sub-agent (or the frames themselves),
+    or why there is neither."""
+    if isinstance(call, FailedCall):
         return CallOutcome(None, call.status, f"error: {call.reason}")
     if number >= limit:
         return CallOutcome(
@@ -259,19 +286,13 @@ def _open(
             CallStatus.TOO_MANY,
             f"error: at most {limit} calls a turn are carried out; call again in the next turn",
         )
-    features, settings = scene.features, scene.protocol.settings
     try:
-        window, status, reason = resolve_window(call, features.info(question.video).duration)
-        if not status.executed:
-            return CallOutcome(call, status, f"error: {reason}")
-        frames = features.window(
-            question.video, window.start, window.end, settings.crop_fps, settings.crop_frames
-        )
-        features(frames)
-        note = f" ({reason})" if status is CallStatus.CLAMPED else ""
-        if dispatch == "frames":
-            return CallOutcome(window, status, f"{len(frames)} frames.{note}", frames=frames)
-        prompt = scene.protocol.window(frames, features.tokens(question.video))
+        result = scene.protocol.tools[call.tool].run(call, QuestionVideo(question, scene.features))
+        if isinstance(result, FailedCall):
+            return CallOutcome(call, result.status, f"error: {result.reason}")
+        if isinstance(result, str):
+            return CallOutcome(call, CallStatus.EXECUTED, result)
+        return _show(scene, question, result, dispatch)
     except VideoError as error:
         reason = error.reason.replace(
             error.path, VIDEO_NAME
@@ -279,6 +300,21 @@ def _open(
         return CallOutcome(
             call, CallStatus.UNREADABLE, f"error: the video cannot be read there ({reason})"
         )
+
+
+def _show(scene: Scene, question: Question, look: Look, dispatch: Dispatch) -> CallOutcome:
+    """The prompt of the sub-agent that is to look, or with dispatch `frames` what the main agent is shown."""
+    features, settings, window = scene.features, scene.protocol.settings, look.window
+    fps, most = settings.crop_fps, settings.crop_frames
+    if window.frames is not None:  # so many, evenly spread
+        fps, most = window.frames / (window.end - window.start), window.frames
+    frames = features.window(question.video, window.start, window.end, fps, most)
+    features(frames)
+    status = CallStatus.CLAMPED if look.note else CallStatus.EXECUTED
+    note = f" ({look.note})" if look.note else ""
+    if dispatch == "frames":
+        return CallOutcome(window, status, f"{len(frames)} frames.{note}", frames=frames)
+    prompt = scene.protocol.window(frames, features.tokens(question.video))
     return CallOutcome(window, status, note, Trajectory((prompt,)))
 
 
@@ -292,10 +328,10 @@ def _forges_frames(scene: Scene, trajectory: Trajectory) -> bool:
     )
 
 
-def _refuse(calls: list[CropCall | Malformed]) -> list[CallOutcome]:
+def _refuse(calls: list[Call | FailedCall]) -> list[CallOutcome]:
     reason = "error: no call is possible now"
     return [
-        CallOutcome(None if isinstance(call, Malformed) else call, CallStatus.NOT_OFFERED, reason)
+        CallOutcome(None if isinstance(call, FailedCall) else call, CallStatus.NOT_OFFERED, reason)
         for call in calls
     ]
 

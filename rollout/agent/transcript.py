@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from paravt_jax.method.records import Author, CallOutcome, Episode, Segment
+from paravt_jax.method.records import Author, CallOutcome, CropCall, Episode, Segment, ToolCall
 from paravt_jax.method.rewards import Rewards
 from paravt_jax.method.structure import Kind, find_structure
 from paravt_jax.method.tokenizer import Vocabulary
@@ -103,10 +103,13 @@ def _number(value: float) -> float | None:
 
 
 def _call(outcome: CallOutcome) -> dict[str, Any]:
+    """A call of crop_video has the times of its window; a call of another tool has its name and arguments."""
     call, seen = outcome.call, outcome.subagent
+    window = call if isinstance(call, CropCall) else None
     return {
-        "start": call.start if call else None,
-        "end": call.end if call else None,
+        **({"tool": call.tool, "arguments": call.arguments} if isinstance(call, ToolCall) else {}),
+        "start": window.start if window else None,
+        "end": window.end if window else None,
         "status": str(outcome.status),
         "times": [frame.time for frame in (seen.frames if seen else outcome.frames)],
         "response": outcome.response,

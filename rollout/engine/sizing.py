@@ -49,8 +49,8 @@ def lengths(limits: ProtocolSettings, frame_tokens: int, frames: int) -> Lengths
         prompt=round_up(frames * labelled + limits.text_tokens, _STEP),
         visual=frames * frame_tokens,
         response=limits.trajectory_tokens,
-        crop_prompt=round_up(limits.crop_frames * labelled + REQUEST_TOKENS, _STEP),
-        crop_visual=limits.crop_frames * frame_tokens,
+        crop_prompt=round_up(limits.most_crop_frames * labelled + REQUEST_TOKENS, _STEP),
+        crop_visual=limits.most_crop_frames * frame_tokens,
         report=limits.summary_tokens + 1,
     )
 
@@ -129,7 +129,7 @@ def overview_tokens(
 
 def crop_tokens(protocol: Protocol, frame_tokens: int, last: float) -> int:
     """Tokens of a sub-agent's prompt."""
-    return len(protocol.window(_frames(protocol.settings.crop_frames, last), frame_tokens).ids)
+    return len(protocol.window(_frames(protocol.settings.most_crop_frames, last), frame_tokens).ids)
 
 
 def _frames(count: int, last: float) -> Sequence[Frame]:

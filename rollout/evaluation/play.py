@@ -15,10 +15,10 @@ from typing import Any
 
 from paravt_jax.data.video import VideoError
 from paravt_jax.method.accuracy import accuracy, is_read
-from paravt_jax.method.protocol import Protocol, subtitle_line, subtitled_text
+from paravt_jax.method.protocol import Protocol, subtitled_text
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason
 from paravt_jax.method.rewards import RewardSettings, score
-from paravt_jax.method.subtitles import Subtitle, read_srt
+from paravt_jax.method.subtitles import Subtitle, read_srt, subtitle_line
 from paravt_jax.remote.judge import Judge
 from rollout.agent.episode import Scene, play
 from rollout.agent.transcript import transcript
@@ -118,9 +118,8 @@ class Player:
             self._scene.protocol,
             self._settings.subtitle_tokens,
         )
-        return dataclasses.replace(
-            item.question, text=subtitled_text(entries, item.question.text)
-        ), len(entries)
+        text = subtitled_text(entries, item.question.text)
+        return dataclasses.replace(item.question, text=text, subtitles=path), len(entries)
 
     def _line(self, item: Item, outcome: Played | Left) -> Line:
         about: Line = {

@@ -65,6 +65,10 @@ class BenchmarkSettings:
     """How calls are carried out; parallel, or none with a prompt that knows no tool."""
     prompt: Prompt = "agentic"
     """The system turn, in this project's own words: agentic-minimal for Charades-STA, else agentic."""
+    max_num_frames: int = 0
+    """Frames that a call of crop_video may ask for at most (num_frames); 0 leaves this argument out."""
+    tools: tuple[str, ...] = ("crop_video",)
+    """Tools of the main agent: crop_video, search_subtitles, or MODULE:CLASS of your own (docs/tools.md)."""
     temperature: float = 0.0
     """0 is greedy."""
     seed: int = 0
@@ -177,6 +181,8 @@ class BenchmarkSettings:
             trajectory_tokens=self.trajectory_tokens,
             pin_think=self.pin_think and self.prompt != "direct",
             prompt=self.prompt,
+            max_num_frames=self.max_num_frames,
+            tools=self.tools,
         )
         return limits.showing_frames(crop) if self.setting().dispatch == "frames" else limits
 

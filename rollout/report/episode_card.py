@@ -85,11 +85,15 @@ def episode_card(run_dir: pathlib.Path, episode: dict[str, Any], open_: bool) ->
 
 def _head(episode: dict[str, Any], turns: int, calls: int) -> Html:
     accuracy = episode.get("rewards", {}).get("accuracy")
+    others = any(
+        "tool" in call for turn in episode.get("turns", []) for call in turn.get("calls", [])
+    )
+    noun = "call" if others else "crop"
     facts = [
         f"K = {episode.get('k', '?')}",
         str(episode.get("dispatch", "")),
         _plural(turns, "turn"),
-        _plural(calls, "crop"),
+        _plural(calls, noun),
     ]
     if episode.get("temperature") is not None:
         facts.append(f"temperature {number(episode['temperature'])}")
@@ -199,19 +203,27 @@ def _word(text: str) -> str:
 def _crop(path: pathlib.Path, n: int, call: dict[str, Any]) -> Html:
     status = str(call.get("status", ""))
     done = status in EXECUTED
-    window = (
-        "no window that could be read"
-        if call.get("start") is None
-        else f"{_time(call['start'])} – {_time(call['end'])} s"
-    )
+    name = str(call.get("tool", "crop")).replace("_", " ").capitalize()
+    if "tool" in call:
+        asked = ", ".join(map(str, call["arguments"].values()))
+    elif call.get("start") is None:
+        asked = "no window that could be read"
+    else:
+        asked = f"{_time(call['start'])} – {_time(call['end'])} s"
     outcome = el("span", status.replace("_", " "), class_="good" if done else "bad")
     return el(
         "div",
-        el("div", el("b", f"Crop {n}"), el("span", window), outcome, class_="crop-head"),
+        el("div", el("b", f"{name} {n}"), el("span", asked), outcome, class_="crop-head"),
         _frames(path, call.get("times", [])) if call.get("times") else "",
-        el("blockquote", call.get("response", "")),
+        el("blockquote", _response(call)),
         class_="crop" if done else "crop refused",
     )
+
+
+def _response(call: dict[str, Any]) -> Any:
+    """A report as it stands; the answer of another tool line by line."""
+    response = call.get("response", "")
+    return [el("div", line) for line in response.split("\n")] if "tool" in call else response
 
 
 def _time(seconds: float | None) -> str:

@@ -27,6 +27,7 @@ from paravt_jax.method import protocol, tokenizer
 from paravt_jax.method.grpo import Anchor
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
 from paravt_jax.world.text import TextSettings
@@ -245,7 +246,9 @@ def test_the_8b_recipes_bounds_hold_with_the_real_tokenizer():
 
 def test_the_bounds_of_the_small_world_are_those_of_its_vocabulary():
     run = RECIPES["paravt_tiny"]()
-    vocabulary = Vocabulary(tokenizer.build((*world_text.PIECES, *protocol.recurring_texts())))
+    vocabulary = Vocabulary(
+        tokenizer.build((*world_text.PIECES, *protocol.recurring_texts((CropVideo(),))))
+    )
     rules, longest = Protocol(vocabulary, run.protocol), run.lengths(64)
     assert (
         overview_tokens(rules, 64, 1, world.SECONDS) + 15

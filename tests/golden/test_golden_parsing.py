@@ -10,15 +10,16 @@ import math
 import re
 from typing import Any
 
-from paravt_jax.method.parsing import Malformed, parse_calls, read_seconds
-from paravt_jax.method.records import CropCall
+from paravt_jax.method.records import Call, CropCall, FailedCall
+from paravt_jax.method.tools.crop_video import read_seconds
 from tests.golden.conftest import Excuse, check_examples
+from tests.turns import read_calls
 
 GOOD = '{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}'
 OTHER = '{"name": "zoom", "arguments": {"start_time": 1, "end_time": 2}}'
 
 
-def crops(calls: list[CropCall | Malformed]) -> list[CropCall]:
+def crops(calls: list[Call | FailedCall]) -> list[CropCall]:
     return [call for call in calls if isinstance(call, CropCall)]
 
 
@@ -79,11 +80,11 @@ def read_whole(text: str) -> list[Any] | None:
     )
 
 
-def each_alone(record: dict, calls: list[CropCall | Malformed]) -> bool:
+def each_alone(record: dict, calls: list[Call | FailedCall]) -> bool:
     return crops(calls) == alone(record["text"])
 
 
-def never_code(text: str, calls: list[CropCall | Malformed]) -> bool:
+def never_code(text: str, calls: list[Call | FailedCall]) -> bool:
     """Code is never a call: each block of it is one malformed call, and what stands in JSON is read."""
     return crops(calls) == alone(text) and len(calls) - len(crops(calls)) >= text.count(
         "<tool_code>"
@@ -145,7 +146,7 @@ TURNS = {
             r["expected"]["tools_called"]
             and r["text"].rfind("<tool_call>") > r["text"].rfind("</tool_call>")
         ),
-        lambda r, calls: each_alone(r, calls) and isinstance(calls[-1], Malformed),
+        lambda r, calls: each_alone(r, calls) and isinstance(calls[-1], FailedCall),
         turn(f"<tool_call>{GOOD}</tool_call><tool_call>{GOOD}", CALL, CALL),
         PLAIN,
         TWO,
@@ -187,8 +188,8 @@ def decoded(record: dict) -> list[dict]:
     ]
 
 
-def read_turn(record: dict) -> list[CropCall | Malformed]:
-    return parse_calls(record["text"])
+def read_turn(record: dict) -> list[Call | FailedCall]:
+    return read_calls(record["text"])
 
 
 def test_tool_parser(records, hold):
@@ -229,7 +230,7 @@ def values(text: str) -> int:
     )
 
 
-def alone_here(record: dict, calls: list[CropCall | Malformed]) -> bool:
+def alone_here(record: dict, calls: list[Call | FailedCall]) -> bool:
     return crops(calls) == alone(record["input"])
 
 
@@ -281,8 +282,8 @@ RESPONSES = {
 }
 
 
-def read_response(record: dict) -> list[CropCall | Malformed]:
-    return parse_calls(record["input"])
+def read_response(record: dict) -> list[Call | FailedCall]:
+    return read_calls(record["input"])
 
 
 def test_parse_tool_calls(records, hold):

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from paravt_jax.method.accuracy import chosen_option, grounding_accuracy, read_range
-from paravt_jax.method.parsing import read_seconds
 from paravt_jax.method.subtitles import read_srt
+from paravt_jax.method.tools.crop_video import read_seconds
 from tests.golden.conftest import Excuse, check_examples
 from tests.golden.test_golden_parsing import floats, response
 

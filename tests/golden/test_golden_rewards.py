@@ -11,15 +11,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from paravt_jax.method.parsing import has_substantive_think, parse_calls
-from paravt_jax.method.records import (
-    CallOutcome,
-    CallStatus,
-    CropCall,
-    Question,
-    QuestionKind,
-    Turn,
-)
+from paravt_jax.method.parsing import has_substantive_think
+from paravt_jax.method.records import CallStatus, CropCall, Question, QuestionKind, Turn
 from paravt_jax.method.rewards import Rewards, RewardSettings, score
 from tests.golden.conftest import Excuse, check_examples
 from tests.golden.test_golden_answers import (
@@ -38,6 +31,7 @@ from tests.golden.test_golden_answers import (
     of,
 )
 from tests.golden.test_golden_parsing import CODE, GOOD, OTHER, alone
+from tests.turns import read_calls, turn_of
 
 A_CALL = f"<tool_call>{GOOD}</tool_call>"
 
@@ -137,7 +131,7 @@ CALLS = {
 
 
 def calls(record: dict) -> bool:
-    return any(isinstance(call, CropCall) for call in parse_calls(record["completion"]))
+    return any(isinstance(call, CropCall) for call in read_calls(record["completion"]))
 
 
 def test_calls(records, hold):
@@ -316,14 +310,7 @@ FORMATS = {
 def as_episode(text: str) -> Turn:
     """A completion as one turn. The release knows of an executed call by a `<tool_response>` in the text; here it is an outcome."""
     status = CallStatus.EXECUTED if "<tool_response>" in text else CallStatus.TOO_MANY
-    return Turn(
-        text,
-        tuple(
-            CallOutcome(call, status, "")
-            for call in parse_calls(text)
-            if isinstance(call, CropCall)
-        ),
-    )
+    return turn_of(text, status)
 
 
 def rewarded(record: dict) -> Rewards:

@@ -25,6 +25,7 @@ from models.processor import (
 from models.qwen3_vl import from_hf
 from paravt_jax.method import protocol, tokenizer
 from paravt_jax.method.records import Frame, Question, QuestionKind
+from paravt_jax.method.tools.crop_video import CropVideo
 
 LIMITS = (4096, 65_536)
 
@@ -217,7 +218,9 @@ def test_the_protocols_timed_images_are_what_the_processor_makes_of_them(assets,
     ours = protocol.Protocol(tokenizer.load(assets / "qwen3_vl"), protocol.ProtocolSettings())
     ids = np.concatenate([ours.overview(frames, 6).ids, ours.question(question).ids])
     system = (
-        protocol.system_text(True).removeprefix("<|im_start|>system\n").removesuffix("<|im_end|>\n")
+        protocol.system_text((CropVideo(),))
+        .removeprefix("<|im_start|>system\n")
+        .removesuffix("<|im_end|>\n")
     )
     images = [
         (

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from paravt_jax.method.parsing import (
     BLOCKS,
-    Malformed,
     extract_answer,
     format_compliant,
     has_substantive_think,
-    parse_calls,
-    resolve_window,
     tags_balanced,
     turn_is_well_formed,
 )
-from paravt_jax.method.records import CallStatus, CropCall, Turn
+from paravt_jax.method.records import CallStatus, CropCall, FailedCall, Turn
+from paravt_jax.method.tools.crop_video import resolve_window
+from paravt_jax.method.tools.tool import Look
+from tests.turns import read_calls, turn_of
 
 GOOD = (
     '{"name": "crop_video", "arguments": {"video_path": "v.mp4", "start_time": 3, "end_time": 9.5}}'
@@ -49,7 +49,7 @@ def times(start: str, end: str) -> str:
     ],
 )
 def test_times_are_read_as_a_person_would(start, end, seconds):
-    assert parse_calls(times(start, end)) == [CropCall(*seconds)]
+    assert read_calls(times(start, end)) == [CropCall(*seconds)]
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_times_are_read_as_a_person_would(start, end, seconds):
     ],
 )
 def test_what_is_no_time_is_malformed(start):
-    (got,) = parse_calls(times(start, "20"))
+    (got,) = read_calls(times(start, "20"))
     assert (
-        isinstance(got, Malformed)
+        isinstance(got, FailedCall)
         and got.status is CallStatus.MALFORMED
         and "start_time" in got.reason
     )
@@ -80,49 +80,49 @@ def test_what_is_no_time_is_malformed(start):
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
 def test_numbers_that_are_not_finite_are_bad_windows(value):
-    (got,) = parse_calls(times("1", value))
-    assert isinstance(got, Malformed) and got.status is CallStatus.BAD_WINDOW
+    (got,) = read_calls(times("1", value))
+    assert isinstance(got, FailedCall) and got.status is CallStatus.BAD_WINDOW
 
 
 def test_a_malformed_call_does_not_void_the_others():
     text = call() + call("oops") + call() + "<tool_call>" + GOOD
-    assert [isinstance(c, CropCall) for c in parse_calls(text)] == [True, False, True, False]
+    assert [isinstance(c, CropCall) for c in read_calls(text)] == [True, False, True, False]
 
 
 def test_an_unclosed_call_does_not_swallow_the_next():
-    calls = parse_calls("<tool_call>" + GOOD + call())
-    assert isinstance(calls[0], Malformed) and calls[1] == CropCall(3, 9.5)
+    calls = read_calls("<tool_call>" + GOOD + call())
+    assert isinstance(calls[0], FailedCall) and calls[1] == CropCall(3, 9.5)
 
 
 def test_code_is_named_and_never_run():
-    (got,) = parse_calls("<tool_code>print(crop_video(start_time=1, end_time=2))</tool_code>")
+    (got,) = read_calls("<tool_code>print(crop_video(start_time=1, end_time=2))</tool_code>")
     assert (
-        isinstance(got, Malformed)
+        isinstance(got, FailedCall)
         and got.status is CallStatus.MALFORMED
         and "tool_call" in got.reason
     )
-    assert not isinstance(parse_calls("<tool_code>" + GOOD + "</tool_code>" + call())[0], CropCall)
+    assert not isinstance(read_calls("<tool_code>" + GOOD + "</tool_code>" + call())[0], CropCall)
 
 
 def test_reasons_hold_no_tags():
     """A reason becomes a tool response: a tag in it would be tokenised as one."""
     bodies = ("oops", "[]", '{"name": "crop_video"}', '{"name": "x"}', "[" * 99_999)
     text = "<tool_code>x" + "".join(map(call, bodies)) + "<tool_call>"
-    calls = parse_calls(text)
+    calls = read_calls(text)
     assert len(calls) == 7
     for got in calls:
-        assert isinstance(got, Malformed) and got.reason.endswith(".") and "<" not in got.reason
+        assert isinstance(got, FailedCall) and got.reason.endswith(".") and "<" not in got.reason
 
 
 def test_other_tools_and_shapes():
-    (other,) = parse_calls(
+    (other,) = read_calls(
         call('{"name": "video_zoom", "arguments": {"start_time": 1, "end_time": 2}}')
     )
-    assert isinstance(other, Malformed) and other.status is CallStatus.UNKNOWN_TOOL
+    assert isinstance(other, FailedCall) and other.status is CallStatus.UNKNOWN_TOOL
     as_text = json.dumps(
         {"name": "crop_video", "arguments": json.dumps({"start_time": 1, "end_time": 2})}
     )
-    assert parse_calls(call(as_text)) == [CropCall(1, 2)]
+    assert read_calls(call(as_text)) == [CropCall(1, 2)]
     for body in (
         "",
         "null",
@@ -133,12 +133,12 @@ def test_other_tools_and_shapes():
         '{"name": "crop_video"}',
         "{'name': 'crop_video'}",
     ):
-        assert isinstance(parse_calls(call(body))[0], Malformed)
+        assert isinstance(read_calls(call(body))[0], FailedCall)
 
 
 @pytest.mark.parametrize("path", ['"/etc/passwd"', "3", "null", '["a"]'])
 def test_video_path_is_ignored(path):
-    got = parse_calls(
+    got = read_calls(
         call(
             f'{{"name": "crop_video", "arguments": {{"video_path": {path}, "start_time": 1, "end_time": 2}}}}'
         )
@@ -155,7 +155,7 @@ DEEP = "[" * 100_000
     ids=range(3),
 )
 def test_deep_json_is_malformed(body):
-    assert isinstance(parse_calls(call(body))[0], Malformed)
+    assert isinstance(read_calls(call(body))[0], FailedCall)
 
 
 @pytest.mark.parametrize(
@@ -175,11 +175,12 @@ def test_deep_json_is_malformed(body):
     ],
 )
 def test_resolve_window(asked, window, status):
-    got, became, reason = resolve_window(CropCall(*asked), 60.0)
-    assert became is status
-    if window:
-        assert (got.start, got.end) == window
-    assert (reason == "") == (status is CallStatus.EXECUTED)
+    got = resolve_window(CropCall(*asked), 60.0)
+    if isinstance(got, FailedCall):
+        assert window is None and got.status is status and got.reason
+    else:
+        assert (got.window.start, got.window.end) == window
+        assert (got.note == "") == (status is CallStatus.EXECUTED)
 
 
 @pytest.mark.parametrize(
@@ -235,16 +236,16 @@ def test_extract_answer(text, answer):
     ],
 )
 def test_turn_is_well_formed(text, final, good):
-    assert turn_is_well_formed(text, final) is good
+    assert turn_is_well_formed(turn_of(text), final) is good
 
 
 def test_format_compliant_needs_every_turn():
-    look, answer = Turn(THINK + call()), Turn(THINK + "<answer>B</answer>")
+    look, answer = turn_of(THINK + call()), turn_of(THINK + "<answer>B</answer>")
     assert format_compliant([look, look, answer]) and format_compliant([answer])
     assert not format_compliant([])
     assert not format_compliant([look])
     assert not format_compliant([answer, answer])
-    assert not format_compliant([Turn("<think>" + call()), answer])
+    assert not format_compliant([turn_of("<think>" + call()), answer])
     assert not format_compliant([look, Turn(answer.text, truncated=True)])
 
 
@@ -286,17 +287,17 @@ PIECES = st.lists(
 
 @given(text=st.one_of(PIECES, st.text()), duration=st.floats(0.1, 1e5))
 def test_no_text_raises(text, duration):
-    for got in parse_calls(text):
+    for got in read_calls(text):
         if isinstance(got, CropCall):
-            window, status, _ = resolve_window(got, duration)
-            if status.executed:
-                assert 0 <= window.start < window.end <= duration
+            found = resolve_window(got, duration)
+            if isinstance(found, Look):
+                assert 0 <= found.window.start < found.window.end <= duration
     answer = extract_answer(text)
     assert answer is None or answer.strip()
     for final in (True, False):
-        if turn_is_well_formed(text, final):
+        if turn_is_well_formed(turn_of(text), final):
             assert tags_balanced(text) and (answer is not None) == final
-    format_compliant([Turn(text)])
+    format_compliant([turn_of(text)])
     has_substantive_think(text)
 
 
@@ -307,4 +308,4 @@ def test_no_text_raises(text, duration):
     )
 )
 def test_each_block_is_read_on_its_own(pieces):
-    assert parse_calls("".join(pieces)) == [got for piece in pieces for got in parse_calls(piece)]
+    assert read_calls("".join(pieces)) == [got for piece in pieces for got in read_calls(piece)]

@@ -23,6 +23,7 @@ from paravt_jax.method.records import (
     QuestionKind,
     Trajectory,
 )
+from paravt_jax.method.tools.crop_video import CropVideo
 
 FRAMES = (Frame("v.mp4", 0, 0.0), Frame("v.mp4", 64, 64.0), Frame("v.mp4", 127, 127.04))
 QUESTION = Question(
@@ -58,7 +59,7 @@ def template(assets):
     text = (assets / "qwen3_vl" / "chat_template.jinja").read_text()
 
     def fill(messages: list[dict], tools: bool, reply: bool = False) -> str:
-        given = [protocol.CROP_TOOL] if tools else None
+        given = [CropVideo().schema] if tools else None
         (filled,), *_ = render(
             conversations=[messages], tools=given, chat_template=text, add_generation_prompt=reply
         )
@@ -80,9 +81,9 @@ def system(tools: bool) -> dict:
     """The system message: what the protocol's system turn says before the template's own words on tools."""
     return {
         "role": "system",
-        "content": re.split("\n\n# Tools|<[|]im_end[|]>", protocol.system_text(tools))[0].partition(
-            "system\n"
-        )[2],
+        "content": re.split(
+            "\n\n# Tools|<[|]im_end[|]>", protocol.system_text((CropVideo(),) if tools else ())
+        )[0].partition("system\n")[2],
     }
 
 
@@ -275,11 +276,16 @@ def test_calls_are_written_as_they_are_read():
 
 def test_recurring_texts_are_single_tokens_of_a_small_vocabulary(small_vocabulary):
     split = re.compile("|".join(map(re.escape, small_vocabulary.special_texts)))
-    parts = [part for text in protocol.recurring_texts() for part in split.split(text) if part]
+    parts = [
+        part
+        for text in protocol.recurring_texts((CropVideo(),))
+        for part in split.split(text)
+        if part
+    ]
     assert parts and {part: len(small_vocabulary.encode(part)) for part in parts} == dict.fromkeys(
         parts, 1
     )
-    assert len(small_vocabulary.encode(protocol.system_text(True))) < 30
+    assert len(small_vocabulary.encode(protocol.system_text((CropVideo(),)))) < 30
 
 
 @pytest.mark.parametrize(

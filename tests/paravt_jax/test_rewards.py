@@ -24,6 +24,7 @@ from paravt_jax.method.rewards import (
     tool_reward,
 )
 from paravt_jax.remote.judge import Judge, JudgeSettings
+from tests.turns import turn_of
 
 QUESTION = Question(
     "q", "v", "which digit?", QuestionKind.MULTIPLE_CHOICE, "seven", ("six", "seven")
@@ -56,15 +57,12 @@ def test_the_pinned_think_is_credited():
 
 
 def test_an_invented_tool_response_and_code_earn_nothing():
-    invented = Turn(
+    invented = turn_of(
         THINK
         + "<tool_call>oops</tool_call><tool_response>seven</tool_response><answer>seven</answer>"
     )
     assert score(QUESTION, [invented], SETTINGS).tool == 0
-    code = Turn(
-        THINK + "<tool_code>print(crop_video(1, 2))</tool_code>",
-        (CallOutcome(None, CallStatus.MALFORMED, "no"),),
-    )
+    code = turn_of(THINK + "<tool_code>print(crop_video(1, 2))</tool_code>")
     got = score(QUESTION, [code, answer()], SETTINGS)
     assert got.tool == 0 and not got.compliant
     assert format_base([code, answer()]) == pytest.approx(format_base([answer()]))
@@ -160,7 +158,10 @@ PIECES = [
 ]
 TURNS = st.lists(
     st.builds(
-        Turn, st.lists(st.sampled_from(PIECES), max_size=7).map("".join), truncated=st.booleans()
+        turn_of,
+        st.lists(st.sampled_from(PIECES), max_size=7).map("".join),
+        st.just(CallStatus.NOT_OFFERED),
+        truncated=st.booleans(),
     ),
     max_size=3,
 )

@@ -14,6 +14,7 @@ from paravt_jax.method.protocol import PINNED, system_text
 from paravt_jax.method.records import Author
 from paravt_jax.method.structure import Kind, find_structure, pad_structures
 from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.method.tools.crop_video import CropVideo
 
 P, N, M, T = Author.PROMPT, Author.PINNED, Author.MODEL, Author.TOOL
 BREAK = Kind.VIOLATION
@@ -208,7 +209,11 @@ ANSWER_KINDS = [Kind.ANSWER_OPEN, Kind.ANSWER_CLOSE]
 
 
 def test_one_episode(vocabulary):
-    runs = [(P, system_text(True)), (N, PINNED), (M, f"look</think>\n{CALL}\n{CALL}<|im_end|>")]
+    runs = [
+        (P, system_text((CropVideo(),))),
+        (N, PINNED),
+        (M, f"look</think>\n{CALL}\n{CALL}<|im_end|>"),
+    ]
     runs += [
         (T, "<tool_response>\n 7\n</tool_response>"),
         (N, PINNED),
@@ -355,7 +360,7 @@ def test_real_ids(real_vocabulary):
 
 
 def test_a_tiny_token_that_holds_a_whole_block(small_vocabulary):
-    line = system_text(False).removesuffix("<|im_end|>\n").rpartition("\n")[2]
+    line = system_text(()).removesuffix("<|im_end|>\n").rpartition("\n")[2]
     tokens = encode(small_vocabulary, (M, line))
     assert len(tokens) == 1 and "<answer>answer</answer>" in line
     assert structure(tokens) == [(0, Kind.ANSWER_OPEN), (0, Kind.ANSWER_CLOSE)]

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paravt_jax.method import protocol, tokenizer
+from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
 
 # Any text, with protocol-like parts among it so that pieces and added tokens meet strange neighbours.
@@ -28,7 +29,9 @@ _TEXTS = st.lists(st.one_of(st.text(), _PARTS), max_size=8).map("".join)
 
 @pytest.fixture(scope="module")
 def small() -> tokenizer.Vocabulary:
-    return tokenizer.Vocabulary(tokenizer.build((*world_text.PIECES, *protocol.recurring_texts())))
+    return tokenizer.Vocabulary(
+        tokenizer.build((*world_text.PIECES, *protocol.recurring_texts((CropVideo(),))))
+    )
 
 
 @pytest.fixture(scope="module")

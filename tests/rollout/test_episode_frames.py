@@ -10,6 +10,7 @@ import pytest
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call, system_text
 from paravt_jax.method.records import Author, CallStatus, CropCall, StopReason
 from paravt_jax.method.rewards import RewardSettings, score
+from paravt_jax.method.tools.crop_video import CropVideo
 from rollout.agent.episode import Scene, Setting, play
 from rollout.agent.transcript import transcript
 from rollout.engine.engine import Engine
@@ -141,22 +142,21 @@ def test_a_blind_episode_has_no_crops_either(dispatch):
 
 
 def test_prompts_say_what_they_are_for():
-    agentic, minimal = system_text(True), system_text(True, "agentic-minimal")
+    agentic, minimal = system_text((CropVideo(),)), system_text((CropVideo(),), "agentic-minimal")
     assert (
-        agentic == system_text(True, "agentic")
+        agentic == system_text((CropVideo(),), "agentic")
         and "crop_video" in minimal
         and len(minimal) < len(agentic)
     )
     alone = [
-        system_text(False, prompt)
-        for prompt in ("direct", "reasoning", "agentic", "agentic-minimal")
+        system_text((), prompt) for prompt in ("direct", "reasoning", "agentic", "agentic-minimal")
     ]
     assert len(set(alone)) == 4 and not any("crop_video" in text for text in alone)
     assert all("<answer>answer</answer>" in text for text in (*alone, agentic, minimal))
     assert "Do not think" in alone[0] and "<think>" in alone[1]
     for prompt in ("direct", "reasoning"):
         with pytest.raises(ValueError, match=f"protocol.prompt: '{prompt}' knows no tool"):
-            system_text(True, prompt)
+            system_text((CropVideo(),), prompt)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +176,4 @@ def test_a_prompt_is_the_protocols(perform, small_vocabulary):
         ["<answer>A</answer>"], Setting(4, 0.7, "none"), prompt="direct", pin_think=False
     )
     text = small_vocabulary.decode(sampler.main[0][0].ids)
-    assert text.startswith(system_text(False, "direct")) and text.endswith(
-        "<|im_start|>assistant\n"
-    )
+    assert text.startswith(system_text((), "direct")) and text.endswith("<|im_start|>assistant\n")

@@ -24,6 +24,7 @@ from benchmarks.killing import kill_again_and_again
 from models.processor import Processor
 from models.qwen3_vl import load
 from paravt_jax.method import protocol, tokenizer
+from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
 from rollout.ask import Assistant
 from train.durable.checkpoint import Checkpoints
@@ -302,7 +303,7 @@ def test_checkpoints_of_another_vocabulary_are_refused_with_the_difference(
     finished, tmp_path, capsys
 ):
     shutil.copytree(finished, tmp_path / "run")
-    pieces = (*world_text.PIECES, *protocol.recurring_texts(), "another")
+    pieces = (*world_text.PIECES, *protocol.recurring_texts((CropVideo(),)), "another")
     tokenizer.save(tokenizer.build(pieces), tmp_path / "run" / "tokenizer")
     size = tokenizer.load(finished / "tokenizer").size
     assert command(tmp_path / "run") == 1

@@ -16,6 +16,7 @@ from paravt_jax.method import protocol, tokenizer
 from paravt_jax.method.protocol import render_call
 from paravt_jax.method.records import CropCall, Demonstration, Message, Question, QuestionKind
 from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.method.tools.crop_video import CropVideo
 from train.learn.batch import build
 from train.learn.rl import Learner
 from train.learn.sft import SFTBatch, render, sft_batch, sft_loss, start_sft
@@ -133,7 +134,7 @@ def figures_of(metrics, names) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def fixed(road, small):
     """The road with this test's own texts, so that the wording of the world has no part in the figures."""
-    pieces = (*protocol.recurring_texts(), *map(str, range(129)), ".0 seconds>")
+    pieces = (*protocol.recurring_texts((CropVideo(),)), *map(str, range(129)), ".0 seconds>")
     questions = tuple(
         Question(
             f"q{n}",

@@ -29,6 +29,7 @@ from paravt_jax.method.records import (
     QuestionKind,
     Segment,
     StopReason,
+    ToolCall,
     Trajectory,
     Turn,
 )
@@ -50,6 +51,7 @@ _RECORDS = {
         Turn,
         CallOutcome,
         CropCall,
+        ToolCall,
         Rewards,
         JudgeCounts,
     )
@@ -140,6 +142,8 @@ def _pack(value: Any) -> Any:
         }
     if isinstance(value, tuple):
         return [_pack(item) for item in value]
+    if isinstance(value, dict):  # a call's arguments: JSON, whose lists stay lists
+        return {"is": kind, "text": json.dumps(value)}
     if value is None or isinstance(value, str | int | float):
         return value
     raise TypeError(
@@ -155,6 +159,8 @@ def _unpack(value: Any) -> Any:
     kind = value["is"]
     if kind in _ENUMS:
         return _ENUMS[kind](value["value"])
+    if kind == "dict":
+        return json.loads(value["text"])
     if kind == "array":
         return (
             np.frombuffer(base64.b64decode(value["bytes"]), np.dtype(value["type"]))

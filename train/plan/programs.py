@@ -371,7 +371,7 @@ def planned_config(run: Run) -> Qwen3VLConfig:
     """The model's sizes; the laptop model's vocabulary is made here, as the run would make it."""
     if run.model.size != "tiny":
         return qwen3_vl(run.model.size)
-    return model_config(run, world_vocabulary())
+    return model_config(run, world_vocabulary(run.protocol))
 
 
 def laid_out(tree: Any, shardings: Any) -> Any:

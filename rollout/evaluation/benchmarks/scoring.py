@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paravt_jax.method.parsing import TAG_PATTERN, extract_answer, first_think, parse_calls
+from paravt_jax.method.parsing import TAG_PATTERN, extract_answer, find_calls, first_think
 from paravt_jax.method.records import Turn
 
 _Z = 1.959964  # of 95 %
@@ -27,7 +27,7 @@ def said(turns: Sequence[Turn]) -> str | None:
     if (block := extract_answer(text)) is not None:
         return block
     rest = first_think(text)[1] if "<think>" in text else text
-    if rest is None or parse_calls(text):
+    if rest is None or find_calls(text):
         return None
     return re.sub(TAG_PATTERN, "", rest).strip() or None
 

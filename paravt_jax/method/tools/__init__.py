@@ -1,0 +1,1 @@
+"""The tools a main agent may call, one per file."""

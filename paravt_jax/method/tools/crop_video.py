@@ -1,0 +1,121 @@
+"""`crop_video`: a sub-agent looks closer at one window of the video and reports."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from paravt_jax.method.records import CallStatus, CropCall, FailedCall
+from paravt_jax.method.tools.tool import Look, Tool, Video
+
+_PLAIN_NUMBER = re.compile(
+    r"([+-]?[0-9]+(?:\.[0-9]*)?|[+-]?\.[0-9]+)\s*(?:s|secs?|seconds?)?", re.IGNORECASE
+)
+_CLOCK = re.compile(r"(?:([0-9]+):)?([0-9]+):([0-5]?[0-9](?:\.[0-9]+)?)")
+
+
+class CropVideo(Tool):
+    """`max_num_frames`: the most frames that a call may ask for; 0 offers no such argument."""
+
+    name = "crop_video"
+    description = "Look closer at one window of the video. Several calls in one turn are looked at side by side."
+    required = ("video_path", "start_time", "end_time")
+    example = {"start_time": 12, "end_time": 28}
+    hint = "Where they do not show enough, call crop_video on every window that matters; each window comes back as a short report."
+
+    def __init__(self, max_num_frames: int = 0):
+        self.max_num_frames = max_num_frames
+        parameters: dict[str, Any] = {
+            "video_path": {"type": "string", "description": "Name of the video."},
+            "start_time": {"type": "number", "description": "Start of the window in seconds."},
+            "end_time": {"type": "number", "description": "End of the window in seconds."},
+        }
+        if max_num_frames:
+            parameters["num_frames"] = {
+                "type": "integer",
+                "description": "Frames to look at, spread evenly over the window.",
+                "minimum": 1,
+                "maximum": max_num_frames,
+            }
+        self.parameters = parameters
+
+    def parse(self, arguments: Mapping[str, Any]) -> CropCall | FailedCall:
+        """`video_path` is ignored: an agent sees the question's own video."""
+        times = []
+        for field in ("start_time", "end_time"):
+            if field not in arguments:
+                return FailedCall(f"{field} is missing. Give start_time and end_time in seconds.")
+            seconds = read_seconds(arguments[field])
+            if seconds is None:
+                return FailedCall(
+                    f"{field} is not a time. Give start_time and end_time in seconds."
+                )
+            if not math.isfinite(seconds):
+                return FailedCall(
+                    f"{field} is not a finite number. Give start_time and end_time in seconds.",
+                    CallStatus.BAD_WINDOW,
+                )
+            times.append(seconds)
+        frames = arguments.get("num_frames") if self.max_num_frames else None
+        if frames is None:
+            return CropCall(*times)
+        if isinstance(frames, bool) or not isinstance(frames, int) or frames < 1:
+            return FailedCall(
+                f"num_frames is not a whole number from 1 to {self.max_num_frames}. Correct it, or leave it out."
+            )
+        return CropCall(*times, frames=frames)
+
+    def run(self, call: CropCall, video: Video) -> Look | FailedCall:
+        """A window that reaches over an end of the video is cut, and so is a number of frames above the most."""
+        found = resolve_window(call, video.duration)
+        if isinstance(found, FailedCall) or (call.frames or 0) <= self.max_num_frames:
+            return found
+        window = CropCall(found.window.start, found.window.end, self.max_num_frames)
+        note = f"At most {self.max_num_frames} frames of a window are shown."
+        return Look(window, f"{found.note} {note}".strip())
+
+
+def resolve_window(call: CropCall, duration: float) -> Look | FailedCall:
+    """The part of a call's window that lies in a video of `duration` seconds.
+
+    BAD_WINDOW for a window that is reversed, empty, outside the video or not finite.
+    """
+    if not (math.isfinite(call.start) and math.isfinite(call.end)):
+        why = "The window is not finite."
+    elif call.start > call.end:
+        why = "The window is reversed: start_time is after end_time."
+    elif call.start == call.end:
+        why = "The window is empty: start_time equals end_time."
+    elif call.start >= duration or call.end <= 0:
+        why = "The window is outside the video."
+    else:
+        window = CropCall(max(call.start, 0.0), min(call.end, duration), call.frames)
+        cut = f"The window was cut to {window.start:.1f} to {window.end:.1f} seconds, where the video is."
+        return Look(window, "" if window == call else cut)
+    reason = f"{why} The video runs from 0 to {duration:.1f} seconds."
+    return FailedCall(reason, CallStatus.BAD_WINDOW)
+
+
+def read_seconds(value: object) -> float | None:
+    """Seconds from a JSON value: a number, or text as "16", "16.5s", "16 seconds", "00:16", "1:00:05". None where it is none of these.
+
+    The result may be infinite where the number is too large for a float; the caller refuses it.
+    """
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    if not isinstance(value, str):
+        return None
+    text = value.strip()
+    if number := _PLAIN_NUMBER.fullmatch(text):
+        return float(number.group(1))
+    if clock := _CLOCK.fullmatch(text):
+        hours, minutes, seconds = clock.groups()
+        return float(hours or 0) * 3600 + float(minutes) * 60 + float(seconds)
+    return None

@@ -1,0 +1,56 @@
+"""`search_subtitles`: the entries of the video's subtitles that match the main agent's words best."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paravt_jax.method.records import CallStatus, FailedCall, ToolCall
+from paravt_jax.method.subtitles import Subtitle, subtitle_line
+from paravt_jax.method.tools.tool import Tool, Video
+
+ENTRIES = 8  # of one response, at most
+
+
+class SearchSubtitles(Tool):
+    """Off by default; the setting is `protocol.tools`."""
+
+    name = "search_subtitles"
+    description = f"Search what is said in the video. Returns up to {ENTRIES} subtitles that match best, each after its time."
+    parameters = {"query": {"type": "string", "description": "Words that may be said."}}
+    required = ("query",)
+    example = {"query": "the recipe for bread"}
+    hint = (
+        "Where it matters what is said and when, call search_subtitles with words that may be said."
+    )
+
+    def parse(self, arguments: Mapping[str, Any]) -> ToolCall | FailedCall:
+        query = arguments.get("query")
+        if not isinstance(query, str) or not _words(query):
+            return FailedCall("query holds no words. Give words that may be said in the video.")
+        return ToolCall(self.name, {"query": query.strip()})
+
+    def run(self, call: ToolCall, video: Video) -> str | FailedCall:
+        entries = video.subtitles
+        if not entries:
+            return FailedCall("This video has no subtitles.", CallStatus.UNREADABLE)
+        found = best_entries(entries, call.arguments["query"])
+        return "\n".join(map(subtitle_line, found)) or "No subtitle holds any of these words."
+
+
+def best_entries(entries: Sequence[Subtitle], query: str) -> list[Subtitle]:
+    """The entries that match best, best first, and the earlier one first where two match equally.
+
+    Each word of the query that an entry holds counts one over the number of entries that hold it.
+    """
+    texts, wanted = [_words(entry.text) for entry in entries], _words(query)
+    holding = collections.Counter(word for words in texts for word in words)
+    scores = [sum(1 / holding[word] for word in sorted(words & wanted)) for words in texts]
+    ranked = sorted(range(len(entries)), key=lambda n: -scores[n])
+    return [entries[n] for n in ranked[:ENTRIES] if scores[n] > 0]
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text.casefold()))
