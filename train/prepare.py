@@ -22,12 +22,12 @@ from paravt_jax.data.published import Reason
 from paravt_jax.method import protocol, tokenizer
 from paravt_jax.method.records import Caption, Demonstration, Question
 from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.progress import Progress
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
 from rollout.engine.sizing import REQUEST_TOKENS, overview_tokens
 from train.cli import parse
 from train.durable import hosts
-from train.durable.metrics import Progress
 from train.published_data import DataSettings, PublishedData, open_published, prepare_published
 from train.published_model import copy_tokenizer
 from train.settings import Run
@@ -71,12 +71,10 @@ def prepare(run: Run, folder: pathlib.Path, check: Callable[[], None] = lambda: 
     if not datasets.is_prepared(folder / "records"):
         _require_room(run)
     root = folder / "videos"
-    with Progress(
-        "render videos", run.world.train_videos + run.world.heldout_videos, unit="video"
-    ) as progress:
+    with Progress("render videos", "video", shown=hosts.is_first()) as progress:
 
-        def tell(done: int, _: int) -> None:
-            progress.update(done)
+        def tell(done: int, total: int) -> None:
+            progress.update(done, total)
             check()
 
         videos = world.render(run.world, root, tell)
@@ -232,8 +230,8 @@ def _open(run: Run, folder: pathlib.Path, root: pathlib.Path) -> Data:
             datasets.video_of(record) for records in stored.values() for record in records
         )
     )
-    with Progress("check videos", len(paths), unit="video") as progress:
-        unreadable = datasets.check_videos(paths, root, lambda done, _: progress.update(done))
+    with Progress("check videos", "video", shown=hosts.is_first()) as progress:
+        unreadable = datasets.check_videos(paths, root, progress.update)
     splits: dict[str, Any] = {
         name: tuple(r for r in records if datasets.video_of(r) not in unreadable)
         for name, records in stored.items()

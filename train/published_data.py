@@ -30,8 +30,8 @@ from paravt_jax.data.packing import Packing, pack
 from paravt_jax.data.row_reading import Reading
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.records import Conversation, Question
+from paravt_jax.progress import Progress
 from train.durable import hosts
-from train.durable.metrics import Progress
 
 _SOURCES = "sources.json"  # where a set's files came from, as they were named
 
@@ -137,12 +137,18 @@ def prepare_published(
     tables = preparation.find_tables(
         sources.fetch(settings.annotations, folder / "annotations", ["*.parquet"])
     )
-    root = sources.media_root(settings.media, folder, _teller("unpack media", "archive", check))
+    with Progress("unpack media", "archive", shown=hosts.is_first()) as progress:
+        root = sources.media_root(settings.media, folder, _telling(progress, check))
     reading = dataclasses.replace(reading, root=str(root.resolve()))
-    tell = _teller("prepare rows", "row", check)
-    summary = preparation.prepare(
-        tables, folder, reading, workers=settings.processes, deadline=settings.deadline, tell=tell
-    )
+    with Progress("prepare rows", "row", shown=hosts.is_first()) as progress:
+        summary = preparation.prepare(
+            tables,
+            folder,
+            reading,
+            workers=settings.processes,
+            deadline=settings.deadline,
+            tell=_telling(progress, check),
+        )
     write_atomically(known, asked)
     return summary
 
@@ -247,16 +253,9 @@ def _hold_out(
     return tuple(question for question in questions if question.video in kept), tuple(heldout)
 
 
-def _teller(title: str, unit: str, check: Callable[[], None]) -> Callable[[int, int], None]:
-    """Shows progress from the first thing that is done on."""
-    shown: list[Progress] = []
-
+def _telling(progress: Progress, check: Callable[[], None]) -> Callable[[int, int], None]:
     def tell(done: int, total: int) -> None:
-        if not shown:
-            shown.append(Progress(title, total, unit=unit))
-        shown[0].update(done)
-        if done == total:
-            shown[0].close()
+        progress.update(done, total)
         check()
 
     return tell

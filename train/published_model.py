@@ -17,11 +17,11 @@ from jax.experimental import multihost_utils
 from models.qwen3_vl.config import Qwen3VLConfig, from_hf, qwen3_vl, tiny
 from models.weights.folder import CONFIG, local_folder, read_companions, weights_files
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.stored_settings import require_same
 from paravt_jax.method import tokenizer
 from paravt_jax.method.tokenizer import Vocabulary
 from rollout.evaluation.origin import weights_hash
 from train.durable import hosts
-from train.durable.run_directory import differences
 
 
 def config_of(path: str, size: str) -> Qwen3VLConfig:
@@ -32,11 +32,12 @@ def config_of(path: str, size: str) -> Qwen3VLConfig:
         {name: dataclasses.asdict(getattr(c, name)) for name in ("text", "vision")}
         for c in (found, sizes)
     )
-    if lines := differences(there, wanted):
-        raise ValueError(
-            f"model.path: {path} is not of model.size {size} (there -> {size}): {'; '.join(lines)}; give the size of these weights, or "
-            "the weights of this size"
-        )
+    require_same(
+        f"model.path: {path} is not of model.size {size}",
+        there,
+        wanted,
+        "Give the size of these weights, or the weights of this size.",
+    )
     return found
 
 

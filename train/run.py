@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from configs import RECIPES
 from models.sharding import make_mesh
+from paravt_jax.data.stored_settings import as_json
 from paravt_jax.remote.judge import Judge
 from train.cli import parse
 from train.durable import hosts
@@ -26,7 +27,7 @@ from train.durable.checkpoint import CheckpointError
 from train.durable.clock import Clock
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import MetricsWriter, SilentMetrics, format_seconds
-from train.durable.run_directory import RunDirectory, RunDirectoryError, as_json, take_over
+from train.durable.run_directory import RunDirectory, RunDirectoryError, take_over
 from train.learn.placement import require_even
 from train.phases.actor import open_actor, open_scene
 from train.phases.align import align

@@ -23,6 +23,7 @@ from paravt_jax.data import datasets
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.published import Refused, Table, open_table, read_rows
 from paravt_jax.data.row_reading import Kept, LeftOut, Reading, read_row
+from paravt_jax.data.stored_settings import require_same
 from paravt_jax.data.workers import WorkerError, Workers
 from paravt_jax.method.records import Conversation, Question
 
@@ -126,9 +127,8 @@ def known_summary(folder: pathlib.Path, reading: Reading) -> dict[str, Any] | No
     if not (folder / PLAN).exists():
         return None
     plan = _plan([], reading)
-    _require_same(
-        folder, {name: value for name, value in plan.items() if name not in ("files", "root")}
-    )
+    del plan["files"], plan["root"]
+    _require_same(folder, plan)
     return json.loads((folder / SUMMARY).read_text())
 
 
@@ -167,19 +167,14 @@ def _plan(tables: Sequence[Table], reading: Reading) -> dict[str, Any]:
 
 
 def _require_same(folder: pathlib.Path, plan: dict[str, Any]) -> None:
+    """Raises ValueError where a field of `plan` is another in the plan that is stored."""
     found = json.loads((folder / PLAN).read_text())
-    differences = [
-        f"{name}: {found.get(name)} -> {plan[name]}"
-        for name in plan
-        if found.get(name) != plan[name]
-    ]
-    if differences:
-        raise ValueError(
-            f"{folder} holds a set prepared otherwise (there -> asked for):\n  "
-            + "\n  ".join(differences)
-            + "\nName another folder, "
-            "delete this one, or ask for what it holds."
-        )
+    require_same(
+        f"{folder} holds a set prepared otherwise",
+        {name: value for name, value in found.items() if name in plan},
+        plan,
+        "Name another folder, delete this one, or ask for what it holds.",
+    )
 
 
 def _chunks(

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.stored_settings import require_same
 
 SECONDS, STEP, SCENE, WINDOW = (
     128,
@@ -214,17 +215,12 @@ def _claim(settings: WorldSettings, folder: pathlib.Path) -> None:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         return write_atomically(path, json.dumps(mine))
-    stored = json.loads(path.read_text())
-    other = {
-        name: (stored.get(name), value) for name, value in mine.items() if stored.get(name) != value
-    }
-    if other:
-        differing = ", ".join(
-            f"{name} is {there} there and {here} here" for name, (there, here) in other.items()
-        )
-        raise ValueError(
-            f"world: {folder} holds a world of other settings ({differing}); choose another folder or remove it"
-        )
+    require_same(
+        f"world: {folder} holds a world of other settings",
+        json.loads(path.read_text()),
+        mine,
+        "Choose another folder, or remove it.",
+    )
 
 
 def _finished(folder: pathlib.Path) -> bool:

@@ -10,9 +10,7 @@ import argparse
 import dataclasses
 import json
 import pathlib
-import shutil
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
@@ -27,6 +25,7 @@ from paravt_jax.data.video import VideoError
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.progress import Progress
 from rollout.agent.endpoint import (
     REFUSAL_REMEDY,
     EndpointError,
@@ -159,7 +158,7 @@ def _play(
     refused: list[Line] = []
     for line in player.lines(items):
         folder.append(line)
-        progress.update(line)
+        progress.add(line)
         if "left_out" not in line:
             unproven_endpoint = ""
         elif line["left_out"] == "refused":
@@ -241,55 +240,30 @@ def _engine(
     )
 
 
-class _Progress:
-    """One line: how many are done, the score so far, calls, seconds a question, time left."""
+class _Progress(Progress):
+    """How many questions are done, with the score so far, calls per question and those left out."""
 
     def __init__(self, title: str, total: int, stream: TextIO):
-        self._title, self._total, self._stream = title, total, stream
-        self._started = self._shown = time.monotonic()
-        self._done = self._played = self._calls = 0
+        super().__init__(title, "question", every=10.0, stream=stream)
+        self._total = total
+        self._left_out = self._played = self._calls = 0
         self._score = 0.0
 
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._stream.isatty() and self._done:
-            print(file=self._stream)
-
-    def update(self, line: Line) -> None:
-        self._done += 1
-        if "left_out" not in line:
-            self._played, self._score, self._calls = (
-                self._played + 1,
-                self._score + line["score"],
-                self._calls + line["calls"],
-            )
-        now, tty = time.monotonic(), self._stream.isatty()
-        if tty or self._done == self._total or now - self._shown > 10:
-            self._shown = now
-            text = self._line((now - self._started) / self._done)
-            self._stream.write(
-                f"\r\x1b[2K{text[: shutil.get_terminal_size().columns - 1]}" if tty else f"{text}\n"
-            )
-            self._stream.flush()
-
-    def _line(self, pace: float) -> str:
-        parts = [f"{self._title} {self._done}/{self._total}"]
+    def add(self, line: Line) -> None:
+        """Counts a question that is done."""
+        figures: dict[str, float] = {}
+        if "left_out" in line:
+            self._left_out += 1
+        else:
+            self._played += 1
+            self._score += line["score"]
+            self._calls += line["calls"]
         if self._played:
-            parts += [
-                f"score {100 * self._score / self._played:.1f}",
-                f"calls {self._calls / self._played:.2f}",
-            ]
-        if left_out := self._done - self._played:
-            parts.append(f"left out {left_out}")
-        return "  ".join(
-            [
-                *parts,
-                f"{pace:.2f} s/question",
-                f"{pace * (self._total - self._done) / 60:.0f} min left",
-            ]
-        )
+            figures["score"] = 100 * self._score / self._played
+            figures["calls"] = self._calls / self._played
+        if self._left_out:
+            figures["left out"] = self._left_out
+        self.update(self._left_out + self._played, self._total, figures)
 
 
 def _report(summary: Line, out: pathlib.Path) -> Iterator[str]:

@@ -6,7 +6,6 @@ same shard. Invariant: a line is whole or was never written, whenever the proces
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import pathlib
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.stored_settings import lock, require_same
 
 Line = dict[str, Any]
 
@@ -37,20 +37,18 @@ class EvaluationFolder:
         name = "questions.jsonl" if shard[1] == 1 else f"questions-{shard[0]}-of-{shard[1]}.jsonl"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = lock(self.path / f".{name}.lock")
             self._lines = (self.path / name).open("a+b")
+        except BlockingIOError as error:
+            raise FolderError(
+                f"--out {self.path}: {name} is {error}; wait for it, or name another folder"
+            ) from error
         except OSError as error:
             raise FolderError(
                 f"--out {self.path} cannot be used: {error}; name a folder that can be written"
             ) from error
         try:
-            fcntl.flock(self._lines, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lines.close()
-            raise FolderError(
-                f"--out {self.path}: another process writes {name}; wait for it, or name another folder"
-            ) from error
-        try:
-            self._claim(json.loads(json.dumps(identity)), details, commit)
+            self._claim(identity, details, commit)
             self._mend()
         except BaseException:
             self.close()
@@ -58,6 +56,7 @@ class EvaluationFolder:
 
     def close(self) -> None:
         self._lines.close()
+        self._lock.close()
 
     def __enter__(self) -> EvaluationFolder:
         return self
@@ -73,32 +72,27 @@ class EvaluationFolder:
 
     def summarise(self, make: Callable[[Line, Iterator[Line]], Line]) -> Line:
         """Writes summary.json from the lines of all shards, alone with them: who is last has all."""
-        with (self.path / ".lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with lock(self.path / ".lock", wait=True):
             summary = make(read_json(self.path / "config.json"), read_lines(self.path))
             write_atomically(self.path / "summary.json", _as_text(summary))
         return summary
 
     def _claim(self, identity: Line, details: Line, commit: str | None) -> None:
         file = self.path / "config.json"
-        with (self.path / ".lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with lock(self.path / ".lock", wait=True):
             if not file.exists():
                 write_atomically(
                     file, _as_text({"identity": identity, **details, "commits": [commit]})
                 )
                 return
             there = read_json(file)
-            found = there.get("identity", {})
-            if differences := [
-                f"{k}: {found.get(k)!r} -> {identity.get(k)!r}"
-                for k in found | identity
-                if found.get(k) != identity.get(k)
-            ]:
-                raise FolderError(
-                    f"--out {self.path} holds another evaluation (there -> asked for): {'; '.join(differences)}; name another --name "
-                    "or --out, or ask for what it holds"
-                )
+            require_same(
+                f"--out {self.path} holds another evaluation",
+                there.get("identity", {}),
+                identity,
+                "Name another --name or --out, or ask for what it holds.",
+                FolderError,
+            )
             commits = there["commits"] + [commit] * (commit not in there["commits"])
             write_atomically(file, _as_text(there | details | {"commits": commits}))
 

@@ -206,7 +206,7 @@ def test_a_finished_set_is_only_opened_and_another_is_refused(prepared, files, m
     assert run(files, prepared, reading_of(files)) == json.loads((prepared / SUMMARY).read_text())
     with pytest.raises(
         ValueError,
-        match=r"holds a set prepared otherwise \(there -> asked for\):\n  frames: 64 -> 32\nName another folder",
+        match=r"holds a set prepared otherwise \(stored -> wanted\):\n  frames: 64 -> 32\nName another folder",
     ):
         run(files, prepared, reading_of(files, frames=32))
 

@@ -106,7 +106,7 @@ def test_rendering_goes_on_where_it_was_interrupted(tmp_path):
 def test_a_world_of_other_settings_is_refused(tmp_path):
     settings = world.WorldSettings(train_videos=1, heldout_videos=1)
     world.render(settings, tmp_path)
-    with pytest.raises(ValueError, match="jitter is 4 there and 3 here"):
+    with pytest.raises(ValueError, match="\n  jitter: 4 -> 3\n"):
         world.render(dataclasses.replace(settings, jitter=3), tmp_path)
 
 

@@ -139,7 +139,7 @@ def test_another_identity_is_refused_by_the_name_of_what_differs(tmp_path: pathl
     Checkpoints(tmp_path, identity=mine).save(1, {"w": jnp.ones(2)}, {})
     with pytest.raises(
         CheckpointError,
-        match=r'is another run\'s \(saved -> wanted\): model\.size: "2b" -> "8b"\. Use',
+        match=r'is another run\'s \(stored -> wanted\):\n  model\.size: "2b" -> "8b"\nUse',
     ):
         Checkpoints(tmp_path, identity=other).restore({"w": jnp.ones(2)})
     assert (Checkpoints(tmp_path, identity=mine).restore({"w": jnp.zeros(2)})[0]["w"] == 1).all()
@@ -159,11 +159,11 @@ def test_a_part_is_read_without_the_rest(tmp_path: pathlib.Path) -> None:
         reader.restore_part({"text": state["text"]}, 4)["text"]["w"] == state["text"]["w"]
     ).all()
     cases = [
-        ({"text": {"v": jnp.ones(1)}}, r"text\.v: absent -> float32\[1\]"),
-        ({"n": jnp.zeros(3)}, r"n: int64\[3\] -> float32"),
+        ({"text": {"v": jnp.ones(1)}}, r'text\.v: \(absent\) -> "float32\[1\]"'),
+        ({"n": jnp.zeros(3)}, r'n: "int64\[3\]" -> "float32'),
     ]
     for part, words in cases:
-        with pytest.raises(CheckpointError, match=f"has no such part .*{words}"):
+        with pytest.raises(CheckpointError, match=f"has no such part .*\n  {words}"):
             reader.restore_part(part, 4)
     with pytest.raises(CheckpointError, match="holds no checkpoint 3; there is 4"):
         reader.restore({"w": jnp.ones(1)}, 3)
@@ -258,10 +258,16 @@ def test_a_meta_that_would_not_come_back_is_refused(
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ({"w": jnp.zeros(3), "v": jnp.zeros(2)}, r"w: float32\[2\] -> float32\[3\]"),
-        ({"w": jnp.zeros(2, jnp.bfloat16), "v": jnp.zeros(2)}, r"w: float32\[2\] -> bfloat16\[2\]"),
-        ({"w": jnp.zeros(2)}, r"v: float32\[2\] -> absent"),
-        ({"w": jnp.zeros(2), "v": jnp.zeros(2), "u": jnp.zeros(1)}, r"u: absent -> float32\[1\]"),
+        ({"w": jnp.zeros(3), "v": jnp.zeros(2)}, r'w: "float32\[2\]" -> "float32\[3\]"'),
+        (
+            {"w": jnp.zeros(2, jnp.bfloat16), "v": jnp.zeros(2)},
+            r'w: "float32\[2\]" -> "bfloat16\[2\]"',
+        ),
+        ({"w": jnp.zeros(2)}, r'v: "float32\[2\]" -> \(absent\)'),
+        (
+            {"w": jnp.zeros(2), "v": jnp.zeros(2), "u": jnp.zeros(1)},
+            r'u: \(absent\) -> "float32\[1\]"',
+        ),
     ],
 )
 def test_another_state_is_refused_by_the_name_of_the_leaf(
@@ -298,6 +304,13 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(
             file.write_bytes(b"")
     with pytest.raises(CheckpointError, match="delete it to go on from checkpoint 1"):
         Checkpoints(tmp_path).restore({"w": jnp.zeros(64, int)})
+
+
+def test_a_damaged_score_is_said_with_the_way_out(tmp_path: pathlib.Path) -> None:
+    Checkpoints(tmp_path).save(1, {"w": jnp.ones(2)}, {}, 0.5)
+    (tmp_path / "1" / "metrics" / "metrics").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="score of a checkpoint .* delete the checkpoint"):
+        Checkpoints(tmp_path)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import struct
@@ -12,8 +11,7 @@ import types
 import pytest
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]  (made at run time)
 
-from train.durable import metrics
-from train.durable.metrics import MetricsWriter, Progress, format_seconds, read_jsonl, read_metrics
+from train.durable.metrics import MetricsWriter, format_seconds, read_jsonl, read_metrics
 
 
 def steps(folder):
@@ -140,51 +138,6 @@ def test_wandb_gets_config_figures_and_the_same_run_after_a_resume(tmp_path, mon
         {"seed": 1},
         "allow",
     )
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
-    return now
-
-
-def run_ten(stream, clock, **options):
-    with Progress("cold start", 10, stream=stream, **options) as progress:
-        for done in range(1, 11):
-            clock[0] += 2.0
-            progress.update(done, {"loss": 1 / done})
-    return stream.getvalue()
-
-
-def test_progress_in_a_log_is_a_plain_line_now_and_then_and_at_the_end(clock):
-    lines = run_ten(io.StringIO(), clock, every=5.0).splitlines()
-    assert lines[0] == "cold start  10 %  1/10  loss 1"
-    assert lines[1] == "cold start  40 %  4/10  2.0 s/step  12 s left  loss 0.25"
-    assert lines[-1] == "cold start 100 %  10/10  2.0 s/step  loss 0.1"
-    assert [line.split()[4] for line in lines] == ["1/10", "4/10", "7/10", "10/10"]
-
-
-def test_progress_on_a_terminal_overwrites_one_line(clock):
-    text = run_ten(Terminal(), clock)
-    assert text.count("\n") == 1 and text.endswith("\n") and text.count("\r") == 10
-
-
-def test_progress_of_a_resumed_run_counts_only_what_this_process_did(clock):
-    stream = io.StringIO()
-    progress = Progress("rl", 100, done=50, stream=stream)
-    for seconds, done in ((90.0, 51), (10.0, 52), (12.0, 53)):  # the first of a process compiles
-        clock[0] += seconds
-        progress.update(done)
-    assert stream.getvalue().splitlines()[1:] == [
-        "rl  52 %  52/100  10.0 s/step  8 min 00 s left",
-        "rl  53 %  53/100  11.0 s/step  8 min 37 s left",
-    ]
 
 
 @pytest.mark.parametrize(

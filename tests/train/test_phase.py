@@ -137,6 +137,6 @@ def test_another_runs_checkpoint_is_refused_with_the_difference(tmp_path):
     others = {"settings": {"seed": 1}, "model": {"hidden": 16}, "vocabulary": {"size": 6}}
     with pytest.raises(CheckpointError) as refusal:
         Run(tmp_path, others).steps()
-    assert "settings.seed: 0 -> 1; model.hidden: 8 -> 16; vocabulary.size: 5 -> 6" in str(
+    assert "\n  settings.seed: 0 -> 1\n  model.hidden: 8 -> 16\n  vocabulary.size: 5 -> 6\n" in str(
         refusal.value
     )

@@ -33,7 +33,7 @@ def test_a_folder_of_another_size_is_refused_with_every_difference(base):
     assert config_of(str(base), "tiny").text.num_hidden_layers == 3
     with pytest.raises(
         ValueError,
-        match=r"not of model\.size 4b .*text\.hidden_size: 128 -> 2560; .*vision\.depth: 2 -> 24.*give the",
+        match=r"(?s)not of model\.size 4b .*text\.hidden_size: 128 -> 2560\n.*vision\.depth: 2 -> 24.*Give the",
     ):
         config_of(str(base), "4b")
 

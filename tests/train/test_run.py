@@ -308,9 +308,10 @@ def test_checkpoints_of_another_vocabulary_are_refused_with_the_difference(
     size = tokenizer.load(finished / "tokenizer").size
     assert command(tmp_path / "run") == 1
     said = capsys.readouterr().err
-    assert "checkpoints/align/3 is another run's (saved -> wanted): " in said
+    assert "checkpoints/align/3 is another run's (stored -> wanted):\n" in said
     assert (
-        f"vocabulary.size: {size} -> {size + 1}; vocabulary.digest: " in said and "; model." in said
+        f"\n  vocabulary.size: {size} -> {size + 1}\n  vocabulary.digest: " in said
+        and "\n  model." in said
     )
 
 

@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from train.durable.run_directory import FORMAT, RunDirectory, RunDirectoryError, as_json, take_over
+from paravt_jax.data.stored_settings import as_json
+from train.durable.run_directory import FORMAT, RunDirectory, RunDirectoryError, take_over
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = {"rl": {"lr": 1e-3, "frames": (4, 8), "anchor": None}, "seed": 0}
@@ -224,7 +225,9 @@ def test_a_copy_that_was_cut_off_is_made_again(cold_start, tmp_path) -> None:
     ],
 )
 def test_a_cold_start_of_other_settings_is_refused(cold_start, tmp_path, changed, words) -> None:
-    with pytest.raises(RunDirectoryError, match=rf"cold start of other settings .*\n  {words}$"):
+    with pytest.raises(
+        RunDirectoryError, match=rf"cold start of other settings .*\n  {words}\nName another"
+    ):
         take_over(cold_start, tmp_path / "warm", SETTINGS | changed)
     assert not (tmp_path / "warm").exists()
 

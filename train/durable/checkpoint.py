@@ -9,25 +9,23 @@ left unfinished is ignored and removed by the next one.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
-import math
 import pathlib
 import shutil
-from collections.abc import Sequence
 from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
+from orbax.checkpoint import checkpoint_managers as policies
 
+from paravt_jax.data.stored_settings import as_json, require_same
 from train.durable import hosts
-from train.durable.run_directory import as_json, differences
 
 T = TypeVar("T")
 
-_STATE, _META = "state", "meta"
+_STATE, _META, _SCORE = "state", "meta", "score"
 
 Best = Literal["accuracy", "format", "reward/total", "none"]
 
@@ -80,9 +78,16 @@ class Checkpoints:
             )
         self.folder = pathlib.Path(folder).absolute()
         self._identity = as_json(identity or {}, "identity")
-        self._retention = _Retention(keep, {})
         self._options = ocp.CheckpointManagerOptions(
-            preservation_policy=self._retention,
+            preservation_policy=policies.AnyPreservationPolicy(
+                [
+                    policies.LatestN(keep),
+                    policies.BestN(
+                        get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False
+                    ),
+                ]
+            ),
+            best_fn=_score,
             enable_async_checkpointing=asynchronous,
             read_only=read_only,
             create=not read_only,
@@ -112,14 +117,12 @@ class Checkpoints:
             "leaves": described,
             "meta": as_json(meta, "meta"),
             "identity": self._identity,
-            "score": score,
         }
-        self._retention.scores[step] = -math.inf if score is None else score
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(leaves), meta=ocp.args.JsonSave(record)
         )
         try:
-            self._manager.save(step, args=items)
+            self._manager.save(step, args=items, metrics=None if score is None else {_SCORE: score})
         except Exception as error:
             self._recover(error)
 
@@ -135,7 +138,8 @@ class Checkpoints:
 
     def best(self) -> int | None:
         """The step of the checkpoint with the highest score, None where none has one."""
-        return self._retention.best(self.steps())
+        self.wait()
+        return self._manager.best_step()
 
     def meta(self, step: int | None = None) -> dict[str, Any]:
         """The `meta` alone of a checkpoint, the latest without a `step`: for a caller that needs it to build a template."""
@@ -152,14 +156,11 @@ class Checkpoints:
         """
         step = self._existing(step)
         record, wanted = self._record(step), _named_leaves(template)
-        self._refuse_another(
-            step, differences(record.get("identity", {}), self._identity), "is another run's"
-        )
+        folder = self.folder / str(step)
+        self._require_same(f"{folder} is another run's", record["identity"], self._identity)
         described = {name: _describe(leaf) for name, leaf in wanted.items()}
-        self._refuse_another(
-            step,
-            _changed_leaves(record["leaves"], described),
-            "holds another state than this run's",
+        self._require_same(
+            f"{folder} holds another state than this run's", record["leaves"], described
         )
         placed = {name: _placed(leaf) for name, leaf in wanted.items()}
         try:
@@ -177,11 +178,8 @@ class Checkpoints:
         saved = {
             name: text for name, text in self._record(step)["leaves"].items() if name in wanted
         }
-        self._refuse_another(
-            step,
-            _changed_leaves(saved, {name: _describe(leaf) for name, leaf in wanted.items()}),
-            "has no such part",
-        )
+        described = {name: _describe(leaf) for name, leaf in wanted.items()}
+        self._require_same(f"{self.folder / str(step)} has no such part", saved, described)
         placed = {name: _placed(leaf) for name, leaf in wanted.items()}
         where = {
             name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in placed.items()
@@ -194,15 +192,9 @@ class Checkpoints:
             raise self._unreadable(step, error) from error
         return jax.tree.unflatten(jax.tree.structure(template), [restored[name] for name in wanted])
 
-    def _refuse_another(self, step: int, lines: list[str], what: str, most: int = 5) -> None:
-        if lines:
-            shown = "; ".join(
-                lines[:most] + [f"and {len(lines) - most} more"] * (len(lines) > most)
-            )
-            raise CheckpointError(
-                f"{self.folder / str(step)} {what} (saved -> wanted): {shown}. "
-                "Use the code and settings that wrote it, or another run directory."
-            )
+    def _require_same(self, what: str, stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+        remedy = "Use the code and settings that wrote it, or another run directory."
+        require_same(what, stored, wanted, remedy, CheckpointError)
 
     def wait(self) -> None:
         """Returns when nothing is being written. Raises CheckpointError if the writing in the background failed."""
@@ -230,10 +222,11 @@ class Checkpoints:
             raise CheckpointError(
                 f"the checkpoint folder {self.folder} cannot be used: {error}."
             ) from error
-        self._retention.scores.clear()
-        self._retention.scores.update(
-            {step: _score(self.folder / str(step)) for step in manager.all_steps()}
-        )
+        except ValueError as error:
+            raise CheckpointError(
+                f"the score of a checkpoint in {self.folder} cannot be read (STEP/metrics/metrics: "
+                f"{error}): delete the checkpoint whose file is damaged."
+            ) from error
         return manager
 
     def _clear_unfinished(self) -> None:
@@ -290,29 +283,8 @@ class Checkpoints:
         return CheckpointError(f"{folder} cannot be read ({_cause(error)}): {remedy}.")
 
 
-@dataclasses.dataclass
-class _Retention:
-    """Orbax's preservation policy: the newest `keep` and the best. `scores` has every checkpoint's, minus infinity where it has none."""
-
-    keep: int
-    scores: dict[int, float]
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        steps = [checkpoint.step for checkpoint in checkpoints]
-        return [step in steps[-self.keep :] or step == self.best(steps) for step in steps]
-
-    def best(self, steps: Sequence[int]) -> int | None:
-        scored = [step for step in steps if self.scores.get(step, -math.inf) > -math.inf]
-        return max(scored, key=lambda step: (self.scores[step], step), default=None)
-
-
-def _score(folder: pathlib.Path) -> float:
-    """The score that a checkpoint was saved with; one that cannot be read is no candidate, and `restore` says what is wrong with it."""
-    try:
-        score = json.loads((folder / _META / "metadata").read_text(encoding="utf-8"))["score"]
-    except (OSError, ValueError, KeyError):
-        score = None
-    return -math.inf if score is None else score
+def _score(metrics: dict[str, float]) -> float:
+    return metrics[_SCORE]
 
 
 def _named_leaves(tree: PyTree) -> dict[str, Any]:
@@ -347,13 +319,6 @@ def _describe(leaf: Any) -> str:
     )
 
 
-def _changed_leaves(saved: dict[str, str], wanted: dict[str, str]) -> list[str]:
-    names = [name for name in (saved | wanted) if saved.get(name) != wanted.get(name)]
-    return [
-        f"{name}: {saved.get(name, 'absent')} -> {wanted.get(name, 'absent')}" for name in names
-    ]
-
-
 def _placed(leaf: Any) -> Any:
     """The leaf as orbax wants it: NumPy as it is, everything else abstract and with a sharding."""
     if isinstance(leaf, np.ndarray):
@@ -370,7 +335,9 @@ def _cause(error: Exception) -> str:
 
 def _is_news(record: logging.LogRecord) -> bool:
     """False for a traceback that orbax logs in each of its threads, the same error is raised here, once; and for what its caller asked."""
-    asked = str(record.msg).startswith("Given directory is read only")
+    asked = str(record.msg).startswith(
+        ("Given directory is read only", "Requested `tracked_metric`")
+    )
     return not ("orbax" in record.pathname and (record.exc_info or asked))
 
 

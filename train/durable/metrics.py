@@ -1,4 +1,4 @@
-"""Where a run's figures go: metrics.jsonl first, TensorBoard beside it, Weights & Biases when asked, and a line on the terminal.
+"""Where a run's figures go: metrics.jsonl first, TensorBoard beside it, Weights & Biases when asked.
 
 Owns the history of one run directory; refuses phases it does not know and values that are not numbers. Invariant: metrics.jsonl
 holds one continuous history - phases in order, each step once - however often the run was killed and resumed, because a
@@ -7,22 +7,19 @@ resumed run truncates it to the step of its checkpoint before it writes again. I
 
 from __future__ import annotations
 
-import collections
 import json
 import math
 import os
 import pathlib
 import shutil
-import sys
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any
 
 import tensorboardX
 
 from paravt_jax.data.atomic import write_atomically
-from train.durable import hosts
 
 PHASES = ("align", "sft", "rl")
 
@@ -209,77 +206,6 @@ def _open_wandb(run_dir: pathlib.Path, project: str, config: Mapping[str, Any]) 
     for phase in PHASES:
         run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
     return run
-
-
-class Progress:
-    """One line about a long piece of work: share done, rate, time left and the figures that matter.
-
-    On a terminal the line overwrites itself; elsewhere (a log file) a plain line appears every `every` seconds and at the end.
-    `done` counts units finished before this process started, so that a resumed run shows an honest rate.
-    """
-
-    def __init__(
-        self,
-        title: str,
-        total: int,
-        done: int = 0,
-        unit: str = "step",
-        every: float = 5.0,
-        stream: TextIO | None = None,
-    ):
-        self._title, self._total, self._unit, self._every = title, total, unit, every
-        self._stream = sys.stderr if stream is None else stream
-        self._tty = self._stream.isatty()
-        self._shown = -math.inf
-        self._done = done
-        # The rate is that of the last updates, and the first one only starts the clock: its step compiled.
-        self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=20)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def update(self, done: int, figures: Mapping[str, float] | None = None) -> None:
-        """Says that `done` units of the total are finished; `figures` are shown in their order. Of a run's processes, the first says it."""
-        if not hosts.is_first():
-            return
-        now = time.monotonic()
-        self._done = done
-        self._recent.append((now, done))
-        finished = done >= self._total
-        if self._tty or finished or now - self._shown >= self._every:
-            self._shown = now
-            line = self._line(figures or {})
-            if self._tty:
-                width = shutil.get_terminal_size().columns
-                self._stream.write(f"\r\x1b[2K{line[: width - 1]}")
-            else:
-                self._stream.write(line + "\n")
-            self._stream.flush()
-
-    def close(self) -> None:
-        """Ends the line on a terminal, so that what is printed next starts on its own."""
-        if self._tty and math.isfinite(self._shown):
-            self._stream.write("\n")
-            self._stream.flush()
-
-    def _line(self, figures: Mapping[str, float]) -> str:
-        (then, before), (now, done) = self._recent[0], self._recent[-1]
-        rate = (done - before) / (now - then) if now > then else 0.0
-        parts = [
-            f"{self._title} {100 * done / max(self._total, 1):3.0f} %",
-            f"{done}/{self._total}",
-        ]
-        if rate > 0:
-            parts.append(
-                f"{rate:.1f} {self._unit}s/s" if rate >= 1 else f"{1 / rate:.1f} s/{self._unit}"
-            )
-            if done < self._total:
-                parts.append(f"{format_seconds((self._total - done) / rate)} left")
-        parts += [f"{name} {value:.3g}" for name, value in figures.items()]
-        return "  ".join(parts)
 
 
 def format_seconds(seconds: float) -> str:

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 from jaxtyping import PyTree
 
+from paravt_jax.progress import Progress
 from train.durable import hosts
 from train.durable.checkpoint import Checkpoints
 from train.durable.interrupts import Interrupts, Stopped
-from train.durable.metrics import MetricsWriter, Progress, read_metrics
+from train.durable.metrics import MetricsWriter, read_metrics
 
 T = TypeVar("T")
 
@@ -49,7 +50,7 @@ class Phase:
         )  # what the first sees: a shared disk may show it to others later
         self._checkpoints, self._metrics, self._interrupts = checkpoints, metrics, interrupts
         self._meta, self._tick, self._before_save = dict(meta), tick, before_save
-        self._progress = Progress(_TITLES[name], steps, self.first)
+        self._progress = Progress(_TITLES[name], shown=hosts.is_first())
 
     def __enter__(self) -> Phase:
         return self
@@ -99,7 +100,7 @@ class Phase:
         """
         self._require_finite(step, figures)
         self._metrics.write(self.name, step, figures)
-        self._progress.update(step, {name: figures[name] for name in shown})
+        self._progress.update(step, self.steps, {name: figures[name] for name in shown})
         self._tick()
         number = self._interrupts.agree()
         if number is not None or self.saves(step):

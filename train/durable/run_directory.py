@@ -6,18 +6,17 @@ not a run's, and a second process. Invariant: whoever holds a RunDirectory is al
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import pathlib
 import shutil
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.stored_settings import as_json, lock, require_same
 
 _LOCK, _CONFIG, _UNFINISHED = ".lock", "config.json", "config.json.tmp"
-_ABSENT = "(absent)"
 
 FORMAT = 2
 """Version of what a run keeps on disk. Raise it when this code could not go on with older runs."""
@@ -45,12 +44,16 @@ class RunDirectory:
         wanted = as_json(config, "the run's configuration")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(self.path)
+            self._lock = lock(self.path / _LOCK)
             try:
                 self._claim(wanted)
             except BaseException:
                 self.close()
                 raise
+        except BlockingIOError as error:
+            raise RunDirectoryError(
+                f"--run-dir {self.path} is {error}: wait for it, stop it, or name another --run-dir."
+            ) from error
         except OSError as error:
             raise RunDirectoryError(
                 f"--run-dir {self.path} cannot be used: {error}. Name a folder that can be written."
@@ -87,12 +90,13 @@ class RunDirectory:
         if refused:  # a start that was refused is no run
             _write(file, wanted)
             return
-        if lines := differences(identity(found), identity(wanted)):
-            raise RunDirectoryError(
-                f"--run-dir {self.path} holds a run of another configuration (there -> asked for):\n  "
-                + "\n  ".join(lines)
-                + "\nName another --run-dir, delete this one, or ask for what it holds."
-            )
+        require_same(
+            f"--run-dir {self.path} holds a run of another configuration",
+            identity(found),
+            identity(wanted),
+            "Name another --run-dir, delete this one, or ask for what it holds.",
+            RunDirectoryError,
+        )
         if found != wanted:
             _write(file, wanted)
 
@@ -167,11 +171,13 @@ def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str
         )
     found = read_config(source, "--start", (FORMAT,))
     wanted = as_json(config, "the run's configuration")
-    if lines := differences(cold_start_identity(found), cold_start_identity(wanted)):
-        raise RunDirectoryError(
-            f"--start {source} holds a cold start of other settings (there -> asked for):\n  "
-            + "\n  ".join(lines)
-        )
+    require_same(
+        f"--start {source} holds a cold start of other settings",
+        cold_start_identity(found),
+        cold_start_identity(wanted),
+        "Name another --start, or ask for what it holds.",
+        RunDirectoryError,
+    )
     for name in _COLD_START:
         if not (target / name).exists():
             unfinished = target / f"{name}.tmp"
@@ -186,69 +192,3 @@ def cold_start_identity(config: dict[str, Any]) -> dict[str, Any]:
         name: value for name, value in config["protocol"].items() if name not in _OF_ROLLOUTS
     }
     return {name: config[name] for name in _DECIDE} | {"protocol": protocol}
-
-
-def as_json(value: Any, name: str) -> Any:
-    """`value` as JSON brings it back (tuples are lists). Raises TypeError naming `name` for what would come back different."""
-    _check_keys(value, name)
-    try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{name} has to be what JSON can hold (numbers, text, None, lists, dicts): {error}."
-        ) from error
-
-
-def _check_keys(value: Any, name: str) -> None:
-    """json.dumps writes a number as a key without a word, and text comes back."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise TypeError(
-                    f"{name} has the key {key!r}: keys have to be text, JSON would bring this one back as '{key}'."
-                )
-            _check_keys(item, f"{name}.{key}")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            _check_keys(item, f"{name}[{index}]")
-
-
-def _lock(folder: pathlib.Path) -> TextIO:
-    """Takes the folder's lock: a kernel lock on an open file, which no killed process leaves behind."""
-    stream = (folder / _LOCK).open("a+", encoding="utf-8")
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        stream.seek(0)
-        holder = stream.read().strip() or "unknown"
-        stream.close()
-        raise RunDirectoryError(
-            f"--run-dir {folder} is in use by another process (id {holder}): wait for it, stop it, or name another --run-dir."
-        ) from error
-    # A forked worker inherits the open file and would hold the lock beyond the death of its parent.
-    os.register_at_fork(after_in_child=stream.close)
-    stream.truncate(0)
-    stream.write(str(os.getpid()))
-    stream.flush()
-    return stream
-
-
-def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """One line for every field whose value differs, by its dotted name."""
-    old, new = _flat(found), _flat(wanted)
-    return [
-        f"{name}: {old.get(name, _ABSENT)} -> {new.get(name, _ABSENT)}"
-        for name in (old | new)
-        if old.get(name) != new.get(name)
-    ]
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, str]:
-    """Leaves as JSON text, which also makes a NaN equal to itself; a list is one value."""
-    if not isinstance(value, dict) or not value:
-        return {prefix: json.dumps(value)}
-    return {
-        name: text
-        for key, item in value.items()
-        for name, text in _flat(item, f"{prefix}.{key}" if prefix else key).items()
-    }

@@ -12,11 +12,11 @@ from paravt_jax.data.atomic import write_atomically
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Question
 from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.progress import Progress
 from rollout.agent.episode import Setting
 from rollout.agent.transcript import transcript
 from rollout.evaluate import play_and_score, summarise
 from train.durable import hosts
-from train.durable.metrics import Progress
 from train.phases.actor import Actor
 from train.phases.context import Context
 
@@ -39,7 +39,7 @@ def evaluate(
     files = [context.folder / "evaluation" / f"{name}-{k}.json" for k in settings.frames]
     if not hosts.from_first(lambda: all(file.exists() for file in files)):
         actor.wake(weights, actor.engine.version + 1)
-    with Progress(f"evaluate {name} RL", len(settings.settings()), unit="setting") as progress:
+    with Progress(f"evaluate {name} RL", "setting", shown=hosts.is_first()) as progress:
         for k, file in zip(settings.frames, files, strict=True):
             if not hosts.from_first(file.exists):
                 content = _evaluate_budget(context, actor, questions, name, k, progress, len(rows))
@@ -66,7 +66,8 @@ def _evaluate_budget(
     content: dict[str, Any] = {"rows": [], "episodes": []}
     if actor.judge is not None:
         content["judge"] = collections.Counter()
-    for setting in [s for s in context.run.evaluation.settings() if s.frames == k]:
+    settings = context.run.evaluation.settings()
+    for setting in [s for s in settings if s.frames == k]:
         context.interrupts.check(
             f"stopped while evaluating {name} RL; K = {k} begins again, those before it are kept"
         )
@@ -76,7 +77,7 @@ def _evaluate_budget(
         if actor.judge is not None:
             for counts in hosts.gather(dataclasses.asdict(actor.judge.counts)):
                 content["judge"].update(counts)
-        progress.update(done + len(content["rows"]))
+        progress.update(done + len(content["rows"]), len(settings))
         context.tick()
     return content
 

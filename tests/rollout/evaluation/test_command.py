@@ -76,7 +76,8 @@ def test_a_run_and_what_it_says(run, checkpoint, tmp_path):
     assert "paper" not in said
     assert (
         "left out, missing: 2 questions on 1 videos, such as data/gone.mp4" in said
-        and "videomme 6/6  score 33.3" in said
+        and "videomme: 100% 6/6 " in said
+        and "score=33.3" in said
     )
     config = read_json(tmp_path / "out" / "config.json")
     assert (

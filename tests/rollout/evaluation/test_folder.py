@@ -41,10 +41,10 @@ def test_another_evaluation_is_refused_with_the_difference(tmp_path):
     opened(tmp_path).close()  # the same one is not
     with pytest.raises(
         FolderError,
-        match=r"another evaluation \(there -> asked for\): frames: 64 -> 16; name another --name or --out",
+        match=r"another evaluation \(stored -> wanted\):\n  frames: 64 -> 16\nName another --name or",
     ):
         opened(tmp_path, IDENTITY | {"frames": 16})
-    with pytest.raises(FolderError, match="seed: None -> 3"):
+    with pytest.raises(FolderError, match=r"seed: \(absent\) -> 3"):
         opened(tmp_path, IDENTITY | {"seed": 3})
     opened(tmp_path).close()  # a refusal leaves no lock
 
@@ -66,7 +66,9 @@ def test_commits_are_kept_in_order(tmp_path):
 def test_one_process_a_shard_and_the_last_summary_has_all(tmp_path):
     make = lambda config, lines: {"ids": [line["id"] for line in lines], "name": config["name"]}  # noqa: E731
     with opened(tmp_path, shard=(0, 2)) as first, opened(tmp_path, shard=(1, 2)) as second:
-        with pytest.raises(FolderError, match="another process writes questions-0-of-2.jsonl"):
+        with pytest.raises(
+            FolderError, match="questions-0-of-2.jsonl is in use by another process"
+        ):
             opened(tmp_path, shard=(0, 2))
         first.append({"id": "a"})
         second.append({"id": "b"})
