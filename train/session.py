@@ -41,7 +41,8 @@ from paravt_jax.remote.judge import Judge
 from rollout.agent.episode import Scene, Setting
 from rollout.agent.transcript import transcript
 from rollout.engine.engine import Engine
-from rollout.evaluate import play_and_score, summarise
+from rollout.evaluation.play import Played, Scoring, play_and_score
+from rollout.evaluation.summary import row
 from train.durable import hosts
 from train.durable.checkpoint import Checkpoints
 from train.durable.compilations import Compilations
@@ -303,24 +304,17 @@ class Session:
         scene = dataclasses.replace(
             self.scene, protocol=Protocol(self.data.vocabulary, self.run.limits(setting.dispatch))
         )
-        played = play_and_score(
-            self.engine,
-            scene,
-            mine,
-            setting,
-            self.rewards,
-            seed,
-            samples,
-            judge=self.judge,
-            anchor_weight=anchor,
-        )
-        scored = [episode for part in hosts.gather(played) for episode in part]
-        shown = scored[: self.run.log.episodes] if setting.dispatch == "parallel" else []
+        scoring = Scoring(self.rewards, self.judge, anchor)
+        outcomes = play_and_score(self.engine, scene, mine, setting, scoring, seed, samples)
+        own = [outcome for _, outcome in outcomes if isinstance(outcome, Played)]
+        played = [one for part in hosts.gather(own) for one in part]
+        shown = played[: self.run.log.episodes] if setting.dispatch == "parallel" else []
+        vocabulary = self.data.vocabulary
         lines = [
-            {"phase": name, "step": 0, **transcript(episode, reward, setting, self.data.vocabulary)}
-            for episode, reward in shown
+            {"phase": name, "step": 0} | transcript(one.episode, one.rewards, setting, vocabulary)
+            for one in shown
         ]
-        return dataclasses.asdict(summarise(setting, scored)), lines
+        return row(setting, played), lines
 
     def reinforce(self) -> None:
         """PARA-GRPO to its last step, from the weights of the cold start, which stay as the reference."""

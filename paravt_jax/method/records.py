@@ -12,6 +12,8 @@ import hashlib
 
 import numpy as np
 
+from paravt_jax.method.subtitles import Subtitle
+
 
 class QuestionKind(enum.StrEnum):
     """How a question is answered and scored (REFERENCE 3)."""
@@ -23,7 +25,11 @@ class QuestionKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One question about one video. `video` is a path relative to the data root; `answer` is text, "[a, b]" in seconds for grounding."""
+    """One question about one video.
+
+    `video` is a path relative to the data root; `answer` is text, "[a, b]" in seconds for
+    grounding; `subtitles` are those of the video, none where there are none.
+    """
 
     id: str
     video: str
@@ -31,6 +37,7 @@ class Question:
     kind: QuestionKind
     answer: str
     options: tuple[str, ...] = ()
+    subtitles: tuple[Subtitle, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,7 @@ import pathlib
 import pytest
 
 from configs import RECIPES
-from rollout import ask
-from rollout.evaluation import command as evaluate
+from rollout import ask, evaluate
 from tests.train.killing import Killing
 from tests.train.scaling import Scaling
 from train import export, prepare, run
