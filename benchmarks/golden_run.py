@@ -38,7 +38,7 @@ from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
 from rollout.engine.requests import Answer, Request, Sample, SampleStop
-from rollout.evaluate import EvaluationSettings
+from rollout.evaluation.play import EvaluationSettings
 from train.durable.metrics import read_metrics
 from train.settings import LogSettings, Run
 

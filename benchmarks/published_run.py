@@ -24,7 +24,7 @@ from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.rewards import RewardSettings
 from rollout.engine.settings import EngineSettings
-from rollout.evaluate import EvaluationSettings
+from rollout.evaluation.play import EvaluationSettings
 from tests.paravt_jax.benchmarks import published
 from tests.paravt_jax.published_files import (
     CLIPS,

@@ -10,7 +10,7 @@ from configs.nframes_gating import without_anchoring
 from configs.paravt_tiny import paravt_tiny
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.world.text import TextSettings
-from rollout.evaluate import EvaluationSettings
+from rollout.evaluation.play import EvaluationSettings
 from train.settings import Run, change
 
 

@@ -38,6 +38,7 @@ from paravt_jax.method.records import (
     ToolCall,
 )
 from paravt_jax.method.rewards import RewardSettings, score
+from paravt_jax.method.subtitles import Subtitle, read_srt
 from paravt_jax.method.tokenizer import Vocabulary
 from rollout.agent.episode import Dispatch, Scene, Setting, play
 from rollout.agent.transcript import transcript
@@ -97,7 +98,7 @@ class Assistant:
         question: str,
         *,
         options: tuple[str, ...] = (),
-        subtitles: str | os.PathLike = "",
+        subtitles: Sequence[Subtitle] = (),
         frames: int = 64,
         dispatch: Dispatch = "parallel",
         temperature: float = 0.0,
@@ -106,7 +107,7 @@ class Assistant:
     ) -> Episode:
         """The episode on `question`: `episode.answer` is its answer, None without one (`stop` says why), `turns` what was written and seen.
 
-        `subtitles`: a SubRip file, for a protocol whose tools search in it.
+        `subtitles`: what is said (`paravt_jax.method.subtitles.read_srt`), for a protocol whose tools search in it.
         `frames` is the overview budget K; `dispatch="none"` offers no tool. A temperature of 0 is greedy, and `seed` then means nothing.
         `seconds` is the time it has, compilation included where these sizes are new.
         Raises VideoError for a file that cannot be read, ValueError for an empty question and one of more tokens than there is room for.
@@ -114,7 +115,7 @@ class Assistant:
         setting = Setting(frames, temperature, dispatch, seconds)
         kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
         _check_words(question)
-        asked = Question("asked", str(video), question, kind, "", tuple(options), str(subtitles))
+        asked = Question("asked", str(video), question, kind, "", tuple(options), tuple(subtitles))
         length = len(self._scene.protocol.question(asked).ids)
         if length > _QUESTION_TOKENS:
             raise ValueError(
@@ -224,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             Path(asked.video).absolute(),
             asked.question,
             options=asked.option,
-            subtitles=Path(asked.subtitles).absolute() if asked.subtitles else "",
+            subtitles=read_srt(Path(asked.subtitles).read_bytes()) if asked.subtitles else (),
             frames=setting.frames,
             dispatch=setting.dispatch,
             temperature=setting.temperature,

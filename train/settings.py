@@ -15,7 +15,7 @@ from paravt_jax.world.videos import WorldSettings
 from rollout.agent.episode import Dispatch
 from rollout.engine.settings import EngineSettings, EngineSizes
 from rollout.engine.sizing import Lengths, engine_sizes, lengths
-from rollout.evaluate import EvaluationSettings
+from rollout.evaluation.play import EvaluationSettings
 from train.durable.checkpoint import CheckpointSettings
 from train.durable.hosts import HostSettings
 from train.learn.align import AlignSettings

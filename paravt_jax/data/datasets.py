@@ -32,6 +32,7 @@ from paravt_jax.method.records import (
     Question,
     QuestionKind,
 )
+from paravt_jax.method.subtitles import Subtitle
 
 Group = tuple[
     Demonstration, ...
@@ -178,9 +179,9 @@ def video_of(record: Question | Group | Caption) -> str:
 
 
 def _question(stored: dict) -> Question:
-    return Question(
-        **{**stored, "kind": QuestionKind(stored["kind"]), "options": tuple(stored["options"])}
-    )
+    subtitles = tuple(Subtitle(**entry) for entry in stored.get("subtitles", ()))
+    fields = {"kind": QuestionKind(stored["kind"]), "options": tuple(stored["options"])}
+    return Question(**{**stored, **fields, "subtitles": subtitles})
 
 
 def _demonstration(stored: dict) -> Demonstration:

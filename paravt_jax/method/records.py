@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from paravt_jax.method.subtitles import Subtitle
+
 
 class QuestionKind(enum.StrEnum):
     """How a question is answered and scored (REFERENCE 3)."""
@@ -24,9 +26,10 @@ class QuestionKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One question about one video. `video` is a path relative to the data root; `answer` is text, "[a, b]" in seconds for grounding.
+    """One question about one video.
 
-    `subtitles`: the path of a SubRip file (.srt) like `video`; empty where there is none.
+    `video` is a path relative to the data root; `answer` is text, "[a, b]" in seconds for
+    grounding; `subtitles` are those of the video, none where there are none.
     """
 
     id: str
@@ -35,7 +38,7 @@ class Question:
     kind: QuestionKind
     answer: str
     options: tuple[str, ...] = ()
-    subtitles: str = ""
+    subtitles: tuple[Subtitle, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -172,14 +172,17 @@ def score_all(
     settings: RewardSettings,
     judge: Judge | None = None,
     anchor_weight: float = 0.5,
+    answers: Sequence[str | None] | None = None,
 ) -> list[Rewards]:
     """What each of several episodes earned; a judge is asked about all of them at once. An episode
     without turns earns 0.
 
     `anchor_weight` is the weight of R_anchor inside R_fmt (`GRPOSettings.sequence_anchor`); 0.5 is
-    the release's.
+    the release's. `answers` are the episodes' answers where they are not those of `final_answer`.
     """
-    items = [(question, final_answer(turns)) for question, turns in played]
+    if answers is None:
+        answers = [final_answer(turns) for _, turns in played]
+    items = [(question, answer) for (question, _), answer in zip(played, answers, strict=True)]
     if settings.judge is None:
         if judge is not None:
             raise ValueError(

@@ -1,7 +1,7 @@
 """One episode, as the paper tells it: plan, dispatch, gather, answer.
 
 Owns the course of a main agent and its sub-agents. Failures are values: a call that cannot be carried out becomes a typed
-`CallOutcome` whose response the model reads. Nothing is opened but the question's own video and its subtitles.
+`CallOutcome` whose response the model reads. Nothing is opened but the question's own video.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paravt_jax.method.records import (
     Trajectory,
     Turn,
 )
-from paravt_jax.method.subtitles import Subtitle, read_srt
+from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.method.tools.tool import Look
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask
 
@@ -111,13 +111,7 @@ class QuestionVideo:
 
     @property
     def subtitles(self) -> Sequence[Subtitle]:
-        path = self.question.subtitles
-        if not path:
-            return ()
-        try:
-            return read_srt((self.features.root / path).read_bytes())
-        except (OSError, ValueError) as error:  # ValueError: a name with a NUL
-            raise VideoError(self.question.video, "its subtitles cannot be read") from error
+        return self.question.subtitles
 
 
 async def play(scene: Scene, question: Question, setting: Setting, seed: int) -> Episode:

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from rollout.evaluation.benchmarks import BENCHMARKS
-from rollout.evaluation.benchmarks.scoring import interval, mcnemar
-from rollout.evaluation.benchmarks.splits import PAPER_ROWS
+from rollout.evaluation.benchmarks import BENCHMARKS, title_of
 from rollout.evaluation.folder import FolderError, Line, latest, read_json, read_lines
-from rollout.evaluation.summary import not_played, rows_of
+from rollout.evaluation.statistics import interval, mcnemar
+from rollout.evaluation.summary import not_played, rows_of, score_of
 
 RIGHT = 0.5  # a score from which on a question counts as right
 # Counts of a summary that a note names, in words.
@@ -94,7 +93,7 @@ def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, 
     """A comparison as people read it."""
     (low, high), p = found["interval"], found["mcnemar_p"]
     lines = [
-        f"{BENCHMARKS[found['benchmark']].title}: {found['questions']} questions that both played ({found['not_shared']} that one did)",
+        f"{title_of(found['benchmark'])}: {found['questions']} questions that both played ({found['not_shared']} that one did)",
         f"  A {first}: {100 * found['scores'][0]:.1f}",
         f"  B {second}: {100 * found['scores'][1]:.1f}",
         f"  B - A: {100 * found['difference']:+.1f}, 95 % interval [{100 * low:+.1f}, {100 * high:+.1f}] (by video)",
@@ -137,15 +136,18 @@ def table(folders: Sequence[pathlib.Path]) -> str:
         row[benchmark] = summary
     if not rows:
         raise FolderError("--table: names no evaluation; give the folders of one or more")
-    titles = [benchmark.title for benchmark in BENCHMARKS.values()]
-    body = [
-        _row(f"{name} (paper)", [f"{b.paper[i]:.1f}" for b in BENCHMARKS.values()])
-        for i, name in enumerate(PAPER_ROWS)
-    ]
+    published = {name: benchmark.paper for name, benchmark in BENCHMARKS.items() if benchmark.paper}
+    played = (name for _, cells in rows for name in cells)
+    columns = list(dict.fromkeys([*published, *played]))
+    titles = [title_of(name) for name in columns]
+    body = []
+    for model in dict.fromkeys(model for paper in published.values() for model in paper):
+        numbers = [published.get(name, {}).get(model) for name in columns]
+        body.append(_row(f"{model} (paper)", ["-" if n is None else f"{n:.1f}" for n in numbers]))
     for label, cells in rows:
-        body.append(_row(label, [_cell(cells.get(name)) for name in BENCHMARKS]))
+        body.append(_row(label, [_cell(cells.get(name)) for name in columns]))
         body.append(
-            _row(f"{label}: calls a question", [_calls(cells.get(name)) for name in BENCHMARKS])
+            _row(f"{label}: calls per question", [_calls(cells.get(name)) for name in columns])
         )
     return "\n".join(
         [_row("per cent", titles), _row("---", ["---:"] * len(titles)), *body, "", *_notes(rows)]
@@ -156,12 +158,8 @@ def _row(label: str, cells: Iterable[str]) -> str:
     return f"| {label} | " + " | ".join(cells) + " |"
 
 
-def _score(summary: Line) -> float | None:
-    return summary.get("miou", summary.get("accuracy"))
-
-
 def _cell(summary: Line | None) -> str:
-    if summary is None or (score := _score(summary)) is None:
+    if summary is None or (score := score_of(summary)) is None:
         return "-"
     low, high = summary["interval"]
     part = "*" if not_played(summary) else ""
@@ -169,11 +167,7 @@ def _cell(summary: Line | None) -> str:
 
 
 def _calls(summary: Line | None) -> str:
-    return (
-        "-"
-        if summary is None or "calls_per_question" not in summary
-        else f"{summary['calls_per_question']:.2f}"
-    )
+    return "-" if summary is None or "calls" not in summary else f"{summary['calls']:.2f}"
 
 
 def _notes(rows: Sequence[tuple[str, dict[str, Line]]]) -> list[str]:
@@ -200,7 +194,7 @@ def _notes(rows: Sequence[tuple[str, dict[str, Line]]]) -> list[str]:
 def _counts(summary: Line) -> str:
     """How many rows a score is about, what became of the others, and what was not read."""
     causes = not_played(summary)
-    text = f"{summary['played']} of {rows_of(summary)} questions"
+    text = f"{summary['n']} of {rows_of(summary)} questions"
     if causes:
         named = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in causes.items())
         text += f" (\\* left out: {named})"

@@ -5,6 +5,7 @@ Owns fingerprints. Invariant: equal bytes have equal fingerprints, wherever they
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -42,11 +43,10 @@ def questions_hash(items: Iterable[Item]) -> str:
     total = hashlib.blake2b(digest_size=16)
     for item in items:
         q = item.question
-        total.update(
-            json.dumps(
-                [q.id, q.video, q.text, str(q.kind), q.answer, q.options, item.subtitles]
-            ).encode()
-        )
+        fields = [q.id, q.video, q.text, str(q.kind), q.answer, q.options, item.subtitles]
+        if q.subtitles:
+            fields.append([dataclasses.astuple(entry) for entry in q.subtitles])
+        total.update(json.dumps(fields).encode())
     return total.hexdigest()
 
 

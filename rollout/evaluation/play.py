@@ -1,176 +1,201 @@
-"""Plays the questions of a split, scores what is said, and hands out one line a question as it is done.
+"""Plays questions under one setting and scores the episodes, with the episode code of training.
 
-Failures are values. Where a video is missing or unreadable, where a question is too long, and where
-a server refuses it, the question is left out with a reason and the run goes on. Invariant:
-a line depends on its question, the settings and the weights, not on what else is played.
+An evaluation during a run and `python -m rollout.evaluate` both go through `play_and_score`. An
+episode depends on its question, the setting, the seed and the weights, not on what else is played,
+so several processes can share the questions. Failures are values: a question whose video cannot be
+read, or that a server refuses, comes back as `LeftOut`.
 """
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import dataclasses
-import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from paravt_jax.data.video import VideoError
-from paravt_jax.method.accuracy import accuracy, is_read
-from paravt_jax.method.protocol import Protocol, subtitled_text
-from paravt_jax.method.records import CallStatus, Episode, Question, StopReason
-from paravt_jax.method.rewards import RewardSettings, score
-from paravt_jax.method.subtitles import Subtitle, read_srt, subtitle_line
+from paravt_jax.method.accuracy import is_read
+from paravt_jax.method.parsing import TAG_PATTERN, extract_answer, find_calls, first_think
+from paravt_jax.method.records import CallStatus, Episode, Question, StopReason, Turn
+from paravt_jax.method.rewards import Rewards, RewardSettings, final_answer, score_all
 from paravt_jax.remote.judge import Judge
-from rollout.agent.episode import Scene, play
-from rollout.agent.transcript import transcript
+from rollout.agent.episode import Dispatch, Scene, Setting, play
+from rollout.agent.scoring import executed_calls, seed_of
 from rollout.engine.requests import Sampler, as_done
-from rollout.evaluate import executed_calls, seed_of
-from rollout.evaluation.benchmarks import Item, VideoFolder, shuffled
-from rollout.evaluation.benchmarks.scoring import said
-from rollout.evaluation.folder import Line
-from rollout.evaluation.settings import BenchmarkSettings
 
 
 @dataclasses.dataclass(frozen=True)
-class Left:
-    """A question that is not played, and why: `missing` (no such file), `unreadable`, `too_long`,
-    `refused` (by the server that samples)."""
+class EvaluationSettings:
+    """Every combination of overview budget, dispatch and temperature is played on the first `questions` held-out questions.
 
-    cause: str
-    reason: str
+    A temperature above 0 and parallel dispatch are the headline: those are played `samples` times a question.
+    """
+
+    questions: int = 64
+    """Held-out questions that are asked, at most."""
+    samples: int = 2
+    """Episodes per question at temperatures above 0 with parallel dispatch; RL's group size side by side."""
+    frames: tuple[int, ...] = (4, 16, 64)
+    """Overview budgets K."""
+    dispatch: tuple[Dispatch, ...] = ("parallel", "sequential", "none")
+    """How calls are carried out."""
+    temperatures: tuple[float, ...] = (0.7, 0.0)
+    """Sampling temperatures; 0 is greedy."""
+
+    def __post_init__(self):
+        if min(self.questions, self.samples) < 1:
+            raise ValueError(
+                f"evaluation.questions, samples: {self.questions}, {self.samples}; both need at least 1"
+            )
+        self.settings()  # refuses a K or a temperature that no episode can be played with
+
+    def settings(self) -> tuple[Setting, ...]:
+        return tuple(
+            Setting(k, t, d) for k in self.frames for d in self.dispatch for t in self.temperatures
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """How answers are read and scored.
+
+    `rewards`, `judge` and `anchor_weight` are those of `score_all`. With `blocks_only`, as in
+    training, an answer counts only in its answer block; without it, `said` reads the answer.
+    """
+
+    rewards: RewardSettings = RewardSettings()
+    judge: Judge | None = None
+    anchor_weight: float = 0.5
+    blocks_only: bool = True
+
+    def read(self, turns: Sequence[Turn]) -> str | None:
+        """The answer that is scored; None where there is none."""
+        return final_answer(turns) if self.blocks_only else said(turns)
 
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-    """A question as it was asked, the episode on it, and how many of its video's subtitles stood before it (None: it has none)."""
+    """An episode, what it earned, and what was read as its answer."""
+
+    episode: Episode
+    rewards: Rewards
+    read: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """A question that is not scored.
+
+    `cause`: `missing` (no such file), `unreadable`, `too_long`, or `refused` (by the server that
+    samples); `reason` says more in words.
+    """
 
     question: Question
-    episode: Episode
-    subtitles: int | None
+    cause: str
+    reason: str
 
 
-class Player:
-    """Plays items with a sampler."""
+def play_and_score(
+    sampler: Sampler,
+    scene: Scene,
+    questions: Iterable[Question | LeftOut],
+    setting: Setting,
+    scoring: Scoring,
+    seed: int,
+    samples: int = 1,
+    side_by_side: int | None = None,
+) -> Iterator[tuple[int, Played | LeftOut]]:
+    """Plays every question `samples` times under `setting` and scores the episodes.
 
-    def __init__(
-        self, sampler: Sampler, scene: Scene, settings: BenchmarkSettings, videos: VideoFolder
-    ):
-        self._sampler, self._scene, self._settings, self._videos = sampler, scene, settings, videos
-        self._setting = settings.setting()
-        self._rewards = settings.rewards()
-        self._judge = Judge(self._rewards.judge) if self._rewards.judge else None
-
-    def lines(self, items: Sequence[Item]) -> Iterator[Line]:
-        """One line a question, in the order in which they are done. `spent` is the time since the line before it, in seconds."""
-        left = collections.Counter(item.question.video for item in items)
-        clock = time.monotonic()
-        for batch in as_done(self._sampler, self._agents(items), self._settings.episodes):
-            for number, outcome in batch:
-                item = items[number]
-                line = self._line(item, outcome)
-                now = time.monotonic()
-                yield line | {"spent": round(now - clock, 3)}
-                clock = now
-                left[item.question.video] -= 1
-                if not left[
-                    item.question.video
-                ]:  # else what is known of thousands of videos adds up
-                    self._scene.features.forget(
-                        self._videos.find(item.question.video) or item.question.video
-                    )
-
-    def _agents(self, items: Iterable[Item]) -> Iterator[Coroutine[Any, Any, Played | Left]]:
-        return (self._play(item) for item in items)
-
-    async def _play(self, item: Item) -> Played | Left:
-        settings, features = self._settings, self._scene.features
-        question, subtitles = self._asked(item)
-        room = settings.question_tokens + (settings.subtitle_tokens if subtitles is not None else 0)
-        length = len(self._scene.protocol.question(question).ids)
-        if length > room:
-            return Left("too_long", f"the question has {length} tokens, there is room for {room}")
-        if not settings.blind:
-            path = self._videos.find(item.question.video)
-            if path is None:
-                return Left("missing", f"no file {item.question.video} below --videos")
-            question = dataclasses.replace(question, video=path)
-            try:
-                features.tokens(path)
-            except VideoError as error:
-                return Left("unreadable", error.reason)
-        seed = seed_of(settings.seed, item.question.id, 0)
-        episode = await play(self._scene, question, self._setting, seed)
-        if episode.stop is StopReason.UNREADABLE:
-            return Left(
-                "unreadable", features.unreadable.get(question.video, "it cannot be read any more")
-            )
-        if episode.stop is StopReason.REFUSED:
-            return Left("refused", episode.reason)
-        return Played(question, episode, subtitles)
-
-    def _asked(self, item: Item) -> tuple[Question, int | None]:
-        """The question as it is put: shuffled, with subtitles; and how many lines of these."""
-        item = shuffled(item, self._settings.seed) if self._settings.shuffle else item
-        path = self._videos.find(item.subtitles) if item.subtitles else None
-        if path is None:
-            return item.question, None
-        entries = fitting(
-            read_srt((self._videos.root / path).read_bytes()),
-            self._scene.protocol,
-            self._settings.subtitle_tokens,
-        )
-        text = subtitled_text(entries, item.question.text)
-        return dataclasses.replace(item.question, text=text, subtitles=path), len(entries)
-
-    def _line(self, item: Item, outcome: Played | Left) -> Line:
-        about: Line = {
-            "id": item.question.id,
-            "video": item.question.video,
-            "duration": item.duration,
-            "tasks": list(item.tasks),
-        }
-        if isinstance(outcome, Left):
-            return about | {"left_out": outcome.cause, "reason": outcome.reason}
-        question, episode = outcome.question, outcome.episode
-        read = said(episode.turns)
-        rewards = score(question, episode.turns, RewardSettings())
-        line = transcript(episode, rewards, self._setting, self._scene.protocol.vocabulary)
-        return about | line | {
-            "video": item.question.video,
-            "file": question.video,
-            "kind": str(question.kind),
-            "score": self._score(question, read),
-            "read": read,
-            "unread": read is not None and not is_read(question, read),
-            "calls": executed_calls(episode),
-            "refused_reports": sum(
-                outcome.status is CallStatus.REFUSED for turn in episode.turns for outcome in turn.calls
-            ),
-            "subtitles": outcome.subtitles,
-        }  # fmt: skip
-
-    def _score(self, question: Question, read: str | None) -> float:
-        if self._judge:
-            return self._judge.scores([(question, read)])[0]
-        return accuracy(question, read, "exact" if self._settings.open_ended == "exact" else "f1")
+    Yields (number, outcome); sample s of question q has the number q * samples + s. With
+    `side_by_side`, that many episodes are played at once, questions are taken when there is room
+    for them, and outcomes come as they are done. Without it, all are played at once and come in
+    order, and a judge is asked about all of them together. A question that is already `LeftOut`
+    is passed on.
+    """
+    agents = (
+        _play(scene, question, setting, seed, sample)
+        for question in questions
+        for sample in range(samples)
+    )
+    waiting: list[tuple[int, Episode | LeftOut]] = []
+    with contextlib.closing(as_done(sampler, agents, side_by_side or sys.maxsize)) as finished:
+        for batch in finished:
+            waiting += batch
+            if side_by_side is not None:
+                yield from _score(waiting, scoring)
+                waiting = []
+    yield from _score(sorted(waiting, key=lambda done: done[0]), scoring)
 
 
-def fitting(entries: Sequence[Subtitle], protocol: Protocol, tokens: int) -> list[Subtitle]:
-    """As many entries as fit into so many tokens, evenly spread over all of them where they do not all fit."""
-    sizes = [
-        len(protocol.vocabulary.encode(protocol.plain(subtitle_line(entry)))) + 2
-        for entry in entries
-    ]
-    count = len(entries)
-    while count and sum(sizes[i] for i in _spread(len(entries), count)) > tokens - _HEAD:
-        count = min(
-            count - 1,
-            int(count * (tokens - _HEAD) / sum(sizes[i] for i in _spread(len(entries), count))),
-        )
-    return [entries[i] for i in _spread(len(entries), count)]
+async def _play(
+    scene: Scene, question: Question | LeftOut, setting: Setting, seed: int, sample: int
+) -> Episode | LeftOut:
+    if isinstance(question, LeftOut):
+        return question
+    if setting.frames:  # a blind episode opens no file
+        try:
+            scene.features.tokens(question.video)
+        except VideoError as error:
+            return LeftOut(question, "unreadable", error.reason)
+    episode = await play(scene, question, setting, seed_of(seed, question.id, sample))
+    if episode.stop is StopReason.UNREADABLE:
+        reason = scene.features.unreadable.get(question.video, "it cannot be read any more")
+        return LeftOut(question, "unreadable", reason)
+    if episode.stop is StopReason.REFUSED:
+        return LeftOut(question, "refused", episode.reason)
+    return episode
 
 
-_HEAD = 16  # tokens of the line above the subtitles
+def _score(
+    done: Sequence[tuple[int, Episode | LeftOut]], scoring: Scoring
+) -> Iterator[tuple[int, Played | LeftOut]]:
+    episodes = [outcome for _, outcome in done if isinstance(outcome, Episode)]
+    answers = [scoring.read(episode.turns) for episode in episodes]
+    earned = score_all(
+        [(episode.question, episode.turns) for episode in episodes],
+        scoring.rewards,
+        scoring.judge,
+        scoring.anchor_weight,
+        answers,
+    )
+    scored = map(Played, episodes, earned, answers)
+    for number, outcome in done:
+        yield number, next(scored) if isinstance(outcome, Episode) else outcome
 
 
-def _spread(total: int, count: int) -> list[int]:
-    return [i * total // count for i in range(count)]
+def measures(played: Played) -> dict[str, Any]:
+    """What the figures of a summary are made of (`rollout.evaluation.summary.figures`)."""
+    episode, rewards, read = played.episode, played.rewards, played.read
+    statuses = [outcome.status for turn in episode.turns for outcome in turn.calls]
+    return {
+        "video": episode.question.video,
+        "kind": str(episode.question.kind),
+        "score": rewards.accuracy,
+        "read": read,
+        "unread": read is not None and not is_read(episode.question, read),
+        "compliant": rewards.compliant,
+        "calls": executed_calls(episode),
+        "turn_count": len(episode.turns),
+        "refused_reports": statuses.count(CallStatus.REFUSED),
+        "stop": str(episode.stop),
+    }
+
+
+def said(turns: Sequence[Turn]) -> str | None:
+    """The last turn's answer block, else what follows its thought; None where there is neither.
+
+    Benchmarks are also played by models that were never taught the block. What stands in a thought
+    that was never closed, in a call, or in a turn that was cut off is no answer.
+    """
+    if not turns or turns[-1].truncated:
+        return None
+    text = turns[-1].text
+    if (block := extract_answer(text)) is not None:
+        return block
+    rest = first_think(text)[1] if "<think>" in text else text
+    if rest is None or find_calls(text):
+        return None
+    return re.sub(TAG_PATTERN, "", rest).strip() or None

@@ -18,13 +18,11 @@ from rollout.agent.endpoint import check_endpoint
 from rollout.agent.episode import Dispatch, Setting
 from rollout.evaluation.benchmarks import BENCHMARKS
 
-BenchmarkName = Literal[
-    "videomme", "videomme_wsub", "longvideobench", "lvbench", "mlvu", "mmvu", "charades"
-]
-assert BenchmarkName.__args__ == tuple(BENCHMARKS)  # type: ignore[attr-defined]
+OWN = "own questions"  # where the name of a benchmark stands for others
 
 _NOT_IDENTITY = (
     "model",
+    "questions",
     "data",
     "videos",
     "out",
@@ -45,14 +43,22 @@ class BenchmarkSettings:
 
     model: str
     """Folder or hub id of a Qwen3-VL: its weights, and the tokenizer (with `endpoint`, only the tokenizer and config.json)."""
-    benchmark: BenchmarkName
-    """The split."""
+    benchmark: str = ""
+    """The split, by the name of its entry in `rollout.evaluation.benchmarks`."""
     data: str = ""
     """The split's published files: a folder, one file or a hub id; where it is published, if empty."""
     videos: str = ""
-    """The folder that the split's archives were unpacked into; `data`, if empty."""
+    """The folder that the split's archives were unpacked into, or that of your own videos.
+
+    If empty, `data`, or the folder of `questions`.
+    """
+    questions: str = ""
+    """A file of your own questions (.jsonl or .csv) instead of a split; docs/evaluation.md has its columns."""
     out: str = ""
-    """Where lines and summary go; evaluations/NAME/BENCHMARK, if empty. The same command goes on from what is there."""
+    """Where lines and summary go; the same command goes on from what is there.
+
+    If empty, evaluations/NAME/BENCHMARK, or evaluations/NAME/ and the name of the questions' file.
+    """
     name: str = ""
     """The row in tables; the name of the model's folder, or of the run that `model` lies in, if empty."""
     limit: int | None = None
@@ -136,7 +142,19 @@ class BenchmarkSettings:
             raise ValueError(
                 f"--dispatch {self.dispatch}: a blind run sees no crops either; leave --dispatch out"
             )
-        if self.shuffle and BENCHMARKS[self.benchmark].grounding:
+        if self.benchmark and self.questions:
+            raise ValueError(
+                f"--benchmark {self.benchmark}, --questions {self.questions}: only one of them is played; give one"
+            )
+        if self.benchmark and self.benchmark not in BENCHMARKS:
+            raise ValueError(
+                f"--benchmark {self.benchmark}: no such split; give one of {', '.join(BENCHMARKS)}"
+            )
+        if self.data and not self.benchmark:
+            raise ValueError(
+                f"--data {self.data}: holds the files of a split; give --benchmark too, or leave it out"
+            )
+        if self.shuffle and self.benchmark and BENCHMARKS[self.benchmark].score == "miou":
             raise ValueError(f"--shuffle: {self.benchmark} has no options; leave it out")
         if bool(self.endpoint) != bool(self.endpoint_model):
             raise ValueError(
@@ -195,5 +213,8 @@ class BenchmarkSettings:
 
     def identity(self) -> dict[str, Any]:
         """The fields that decide an answer."""
-        fields = dataclasses.asdict(self) | {"dispatch": self.setting().dispatch}
+        fields = dataclasses.asdict(self) | {
+            "benchmark": self.benchmark or OWN,
+            "dispatch": self.setting().dispatch,
+        }
         return {field: value for field, value in fields.items() if field not in _NOT_IDENTITY}

@@ -1,47 +1,50 @@
-"""The numbers of an evaluation, from its lines.
+"""The figures of an evaluation: of a run's episodes (`row`), and of a split's lines (`summarise`).
 
-Owns what is counted and over which questions: means are over those that were played; those left out are counted and named. Invariant: the
-same lines give the same summary, in whatever order they were written.
+Both are made by `figures`, under the same names. Means are over the episodes that were played;
+those left out are counted and named. The same lines give the same summary in any order.
 """
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from paravt_jax.method.records import QuestionKind
-from rollout.evaluation.benchmarks import BENCHMARKS
-from rollout.evaluation.benchmarks.scoring import interval
+from rollout.agent.episode import Setting
 from rollout.evaluation.folder import Line, latest
+from rollout.evaluation.play import Played, measures
+from rollout.evaluation.statistics import interval
+
+Score = Literal[
+    "accuracy", "miou"
+]  # what a split's mean score is called; miou has recalls beside it
 
 RECALL = (0.3, 0.5, 0.7)  # of grounding: the share of answers that overlap at least so much
 NAMED = 1000  # videos that are left out are named up to so many
 
 
 def summarise(
-    config: Line, lines: Iterator[Line], questions: int, broken: Mapping[str, str]
+    config: Line,
+    lines: Iterator[Line],
+    questions: int,
+    broken: Mapping[str, str],
+    score: Score = "accuracy",
 ) -> Line:
-    """summary.json: `questions` is the number that the split has, `broken` its rows that are none."""
+    """summary.json: `questions` is the number that the split has, `broken` its rows that are none.
+
+    `score` names the mean score. Open-ended answers have figures of their own, `open_ended`: their
+    F1 and the share of letters that are right have no common mean.
+    """
     found = sorted(latest(lines).values(), key=lambda line: line["id"])
     played = [line for line in found if "left_out" not in line]
-    identity = config["identity"]
-    numbers = figures(played, BENCHMARKS[identity["benchmark"]].grounding) if played else {}
     return {
-        "benchmark": identity["benchmark"],
+        "benchmark": config["identity"]["benchmark"],
         "questions": questions,
-        "played": len(played),
-        **numbers,
-        **(
-            {
-                "by_duration": _by(played, lambda line: [line["duration"]]),
-                "by_task": _by(played, lambda line: line["tasks"]),
-            }
-            if played
-            else {}
-        ),
+        "n": len(played),
+        **(_split_figures(played, score) if played else {}),
         "left_out": _left_out([line for line in found if "left_out" in line]),
         "broken_rows": dict(broken),
         "config": config,
@@ -58,61 +61,78 @@ def not_played(summary: Line) -> dict[str, int]:
     causes = {cause: found["questions"] for cause, found in summary["left_out"].items()}
     if summary["broken_rows"]:
         causes["broken"] = len(summary["broken_rows"])
-    if rest := rows_of(summary) - summary["played"] - sum(causes.values()):
+    if rest := rows_of(summary) - summary["n"] - sum(causes.values()):
         causes["not_asked"] = rest
     return causes
 
 
-def figures(played: Sequence[Line], grounding: bool) -> dict[str, Any]:
-    """The figures of lines that were played: `accuracy` (or `miou`) with its interval, calls, time.
+def score_of(summary: Line) -> float | None:
+    """A split's score; None where none of its closed questions was played."""
+    return summary.get("miou", summary.get("accuracy"))
 
-    Open-ended answers have figures of their own, `open_ended`: their F1 and the share of letters
-    that are right have no common mean.
+
+def row(setting: Setting, played: Sequence[Played]) -> Line:
+    """The row of a run's evaluation: the setting, and the figures of its episodes.
+
+    ValueError where there are none.
     """
+    if not played:
+        raise ValueError(
+            "evaluation.questions: not one question has a readable video; check the data root"
+        )
+    about = {"k": setting.frames, "dispatch": setting.dispatch, "temperature": setting.temperature}
+    return about | figures([measures(one) for one in played])
+
+
+def figures(lines: Sequence[Line]) -> dict[str, Any]:
+    """The figures of episodes, from their `measures`.
+
+    accuracy: mean score (right or wrong, the IoU of grounding, the F1 of open-ended answers), and
+    its interval. format: share of episodes whose every turn parses and that end in an answer block
+    (the paper's f is a mean reward instead). calls: executed calls per episode, kappa. turns: those
+    of the main agent. n: episodes.
+    """
+    calls = [line["calls"] for line in lines]
+    return {
+        "accuracy": float(np.mean([line["score"] for line in lines])),
+        "interval": _interval(lines),
+        "format": float(np.mean([line["compliant"] for line in lines])),
+        "calls": float(np.mean(calls)),
+        "turns": float(np.mean([line["turn_count"] for line in lines])),
+        "n": len(lines),
+        "share_with_calls": float(np.mean([count > 0 for count in calls])),
+        "refused_reports": sum(line["refused_reports"] for line in lines),
+        "without_answer": sum(line["read"] is None for line in lines),
+        "unread": sum(line["unread"] for line in lines),
+        "stops": dict(sorted(collections.Counter(line["stop"] for line in lines).items())),
+    }
+
+
+def _split_figures(played: Sequence[Line], score: Score) -> dict[str, Any]:
+    """`figures` of a split, whose score is that of its closed questions, and what belongs to it alone."""
+    found = figures(played)
+    del found["accuracy"], found["interval"]
     open_ended = [line for line in played if line["kind"] == QuestionKind.OPEN_ENDED]
     closed = [line for line in played if line["kind"] != QuestionKind.OPEN_ENDED]
-    return {
-        **(_scores(closed, grounding) if closed else {}),
-        **({"open_ended": _group(open_ended)} if open_ended else {}),
-        **_course(played),
-    }
-
-
-def _scores(played: Sequence[Line], grounding: bool) -> dict[str, Any]:
-    scores = [line["score"] for line in played]
-    main = "miou" if grounding else "accuracy"
-    recall = (
-        {f"r@{bound}": float(np.mean([score >= bound for score in scores])) for bound in RECALL}
-        if grounding
-        else {}
-    )
-    return {
-        main: float(np.mean(scores)),
-        **recall,
-        "interval": list(interval(scores, [line["video"] for line in played])),
+    if closed:
+        scores = [line["score"] for line in closed]
+        found |= {score: float(np.mean(scores)), "interval": _interval(closed)}
+        if score == "miou":
+            found |= {f"r@{bound}": float(np.mean(np.array(scores) >= bound)) for bound in RECALL}
+    if open_ended:
+        found["open_ended"] = _group(open_ended)
+    if subtitled := [line for line in played if line["subtitles"] is not None]:
+        found["with_subtitles"] = len(subtitled)
+    return found | {
         "interval_kind": "95 %, Wilson at the effective number of questions (cluster-robust by video)",
-    }
-
-
-def _course(played: Sequence[Line]) -> dict[str, Any]:
-    """How the questions went, whatever the answers were worth."""
-    calls = [line["calls"] for line in played]
-    subtitles = [line["subtitles"] for line in played]
-    return {
-        "calls_per_question": float(np.mean(calls)),
-        "share_with_calls": float(np.mean([count > 0 for count in calls])),
-        "format": float(np.mean([line["compliant"] for line in played])),
-        "refused_reports": sum(line.get("refused_reports", 0) for line in played),
-        "without_answer": sum(line["read"] is None for line in played),
-        "unread": sum(line.get("unread", False) for line in played),
-        "stops": dict(sorted(collections.Counter(line["stop"] for line in played).items())),
         "seconds_per_question": float(np.mean([line["spent"] for line in played])),
-        **(
-            {"with_subtitles": sum(count is not None for count in subtitles)}
-            if any(count is not None for count in subtitles)
-            else {}
-        ),
+        "by_duration": _by(played, lambda line: [line["duration"]]),
+        "by_task": _by(played, lambda line: line["tasks"]),
     }
+
+
+def _interval(lines: Sequence[Line]) -> list[float]:
+    return list(interval([line["score"] for line in lines], [line["video"] for line in lines]))
 
 
 def _by(played: Sequence[Line], groups: Any) -> dict[str, Any]:
@@ -126,11 +146,10 @@ def _by(played: Sequence[Line], groups: Any) -> dict[str, Any]:
 
 
 def _group(lines: Sequence[Line]) -> dict[str, Any]:
-    scores = [line["score"] for line in lines]
     return {
-        "score": float(np.mean(scores)),
+        "score": float(np.mean([line["score"] for line in lines])),
         "n": len(lines),
-        "interval": list(interval(scores, [line["video"] for line in lines])),
+        "interval": _interval(lines),
         "calls": float(np.mean([line["calls"] for line in lines])),
     }
 

@@ -30,7 +30,7 @@ from rollout.agent.episode import Scene
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Answer, Request, Sample, SampleStop
 from rollout.engine.settings import EngineSettings
-from rollout.evaluate import EvaluationSettings
+from rollout.evaluation.play import EvaluationSettings
 from train.learn.align import AlignSettings
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl import Learner

@@ -9,8 +9,7 @@ import pytest
 from benchmarks.killing import Killing
 from benchmarks.scaling import Scaling
 from configs import RECIPES
-from rollout import ask
-from rollout.evaluation import command as evaluate
+from rollout import ask, evaluate
 from train import export, prepare, run
 from train.cli import parse
 from train.plan import command as plan

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import rollout.evaluation.command as evaluation
+import rollout.evaluate as evaluation
 import train.export
 import train.prepare
 import train.run

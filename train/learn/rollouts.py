@@ -15,8 +15,8 @@ from paravt_jax.method.records import CallStatus, Episode, Question, StopReason,
 from paravt_jax.method.rewards import Rewards, score_all
 from paravt_jax.remote.judge import Judge
 from rollout.agent.episode import Scene, Setting, play
+from rollout.agent.scoring import executed_calls, seed_of
 from rollout.engine.requests import Sampler, run
-from rollout.evaluate import executed_calls, seed_of
 from train.durable import hosts
 from train.learn.rl_settings import RLSettings
 

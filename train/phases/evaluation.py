@@ -15,7 +15,8 @@ from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.progress import Progress
 from rollout.agent.episode import Setting
 from rollout.agent.transcript import transcript
-from rollout.evaluate import play_and_score, summarise
+from rollout.evaluation.play import Played, Scoring, play_and_score
+from rollout.evaluation.summary import row
 from train.durable import hosts
 from train.phases.actor import Actor
 from train.phases.context import Context
@@ -89,21 +90,25 @@ def _play(
     run, vocabulary = context.run, context.data.vocabulary
     headline = setting.temperature > 0 and setting.dispatch == "parallel"
     protocol = Protocol(vocabulary, run.limits(setting.dispatch))
-    played = play_and_score(
+    scoring = Scoring(
+        run.rl.rewards if run.rl else RewardSettings(),
+        actor.judge,
+        run.rl.grpo.sequence_anchor if run.rl else 0.0,
+    )
+    outcomes = play_and_score(
         actor.engine,
         dataclasses.replace(actor.scene, protocol=protocol),
         questions[hosts.share_of(len(questions))],
         setting,
-        run.rl.rewards if run.rl else RewardSettings(),
+        scoring,
         run.seed,
         run.evaluation.samples if headline else 1,
-        judge=actor.judge,
-        anchor_weight=run.rl.grpo.sequence_anchor if run.rl else 0.0,
     )
-    scored = [episode for part in hosts.gather(played) for episode in part]
-    shown = scored[: run.log.episodes] if setting.dispatch == "parallel" else []
+    own = [outcome for _, outcome in outcomes if isinstance(outcome, Played)]
+    played = [one for part in hosts.gather(own) for one in part]
+    shown = played[: run.log.episodes] if setting.dispatch == "parallel" else []
     lines = [
-        {"phase": name, "step": 0, **transcript(episode, reward, setting, vocabulary)}
-        for episode, reward in shown
+        {"phase": name, "step": 0} | transcript(one.episode, one.rewards, setting, vocabulary)
+        for one in shown
     ]
-    return dataclasses.asdict(summarise(setting, scored)), lines
+    return row(setting, played), lines

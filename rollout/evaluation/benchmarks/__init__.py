@@ -1,7 +1,8 @@
-"""The paper's seven splits: questions in, from their published files."""
+"""Published splits: questions in, from their published files. One file per benchmark."""
 
+from rollout.evaluation.benchmarks.benchmark import Benchmark
 from rollout.evaluation.benchmarks.items import BrokenRow, Item, shuffled
-from rollout.evaluation.benchmarks.splits import BENCHMARKS, Benchmark, Loaded, load
+from rollout.evaluation.benchmarks.splits import BENCHMARKS, Loaded, load, title_of
 from rollout.evaluation.benchmarks.videos import VideoFolder
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "VideoFolder",
     "load",
     "shuffled",
+    "title_of",
 ]

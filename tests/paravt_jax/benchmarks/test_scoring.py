@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from paravt_jax.method.records import Turn
-from rollout.evaluation.benchmarks.scoring import interval, mcnemar, said
+from rollout.evaluation.play import said
+from rollout.evaluation.statistics import interval, mcnemar
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from paravt_jax.method.protocol import Protocol, render_call
 from paravt_jax.method.records import CropCall
 from rollout.agent.episode import Scene
 from rollout.evaluation.benchmarks import Item, VideoFolder, load
-from rollout.evaluation.play import Player
 from rollout.evaluation.settings import BenchmarkSettings
+from rollout.evaluation.split import Player
 from tests.paravt_jax.benchmarks import published
 
 SRT = "1\n00:00:01,000 --> 00:00:02,000\nHello <i>there</i>\n\n2\n00:01:05,500 --> 00:01:07,000\nGood\nbye\n"

@@ -16,9 +16,10 @@ import pytest
 
 from models.qwen3_vl import save
 from paravt_jax.method.tokenizer import save as save_vocabulary
+from rollout import evaluate as command
 from rollout.agent.endpoint import EndpointError
-from rollout.evaluation import command
-from rollout.evaluation.folder import latest, read_json, read_lines
+from rollout.evaluation import run as evaluation
+from rollout.evaluation.folder import FolderError, latest, read_json, read_lines
 from rollout.evaluation.settings import BenchmarkSettings
 from tests.paravt_jax.benchmarks import published
 from tests.paravt_jax.judge_server import Reply, serving
@@ -41,10 +42,10 @@ def run(checkpoint, split, videos, player, monkeypatch, tmp_path):
     """run(**settings) is the command with a sampler that follows a script; it returns the summary and what was printed."""
 
     def make(said=ANSWER, **fields):
-        def scripted_player(settings, folder, where):
+        def scripted_player(settings, folder, where, subtitled):
             return player([said], blind=settings.blind)
 
-        monkeypatch.setattr(command, "_player", scripted_player)
+        monkeypatch.setattr(evaluation, "_player", scripted_player)
         chosen: dict[str, Any] = {
             "model": str(checkpoint),
             "benchmark": "videomme",
@@ -53,8 +54,8 @@ def run(checkpoint, split, videos, player, monkeypatch, tmp_path):
             "out": str(tmp_path / "out"),
         }
         stream = io.StringIO()
-        return command.evaluate_split(
-            BenchmarkSettings(**chosen | fields), stream
+        return evaluation.evaluate(
+            BenchmarkSettings(**chosen | fields), stream=stream
         ), stream.getvalue()
 
     return make
@@ -62,7 +63,7 @@ def run(checkpoint, split, videos, player, monkeypatch, tmp_path):
 
 def test_a_run_and_what_it_says(run, checkpoint, tmp_path):
     summary, said = run()
-    assert (summary["played"], summary["questions"], summary["accuracy"]) == (
+    assert (summary["n"], summary["questions"], summary["accuracy"]) == (
         3,
         6,
         pytest.approx(1 / 3),
@@ -92,14 +93,14 @@ def test_a_run_and_what_it_says(run, checkpoint, tmp_path):
 
 def test_what_is_done_is_not_played_again_and_what_was_missing_is(run, videos, player, tmp_path):
     first, _ = run(limit=1)
-    assert (first["played"], first["questions"], first["config"]["settings"]["limit"]) == (1, 6, 1)
+    assert (first["n"], first["questions"], first["config"]["settings"]["limit"]) == (1, 6, 1)
     lines = (tmp_path / "out" / "questions.jsonl").read_bytes()
     (tmp_path / "out" / "questions.jsonl").write_bytes(lines + lines[:50])  # killed while writing
     second, said = run()
-    assert second["played"] == 3 and "videomme 5/5" in said
+    assert second["n"] == 3 and "videomme 5/5" in said
     assert (tmp_path / "out" / "questions.jsonl").read_bytes().startswith(lines + b"{")
     third, said = run()
-    assert third["played"] == 3 and "videomme 3/3" in said  # those left out are tried again
+    assert third["n"] == 3 and "videomme 3/3" in said  # those left out are tried again
     again, _ = run(out=str(tmp_path / "other"))
     for summary in (third, again):
         del summary["seconds_per_question"], summary["config"]
@@ -108,7 +109,7 @@ def test_what_is_done_is_not_played_again_and_what_was_missing_is(run, videos, p
 
 def test_another_model_or_setting_needs_another_folder(run, checkpoint, tmp_path):
     run(limit=1)
-    with pytest.raises(command.FolderError, match="frames: 64 -> 8"):
+    with pytest.raises(FolderError, match="frames: 64 -> 8"):
         run(limit=1, frames=8)
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -118,14 +119,14 @@ def test_another_model_or_setting_needs_another_folder(run, checkpoint, tmp_path
     weights = bytearray((copy / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (copy / "model.safetensors").write_bytes(weights)
-    with pytest.raises(command.FolderError, match="weights: "):
+    with pytest.raises(FolderError, match="weights: "):
         run(limit=1, model=str(copy))
 
 
 def test_shards_share_a_folder(run, tmp_path):
-    parts = [run(shard=f"{index}/2")[0]["played"] for index in (0, 1)]
+    parts = [run(shard=f"{index}/2")[0]["n"] for index in (0, 1)]
     whole, _ = run(out=str(tmp_path / "whole"))
-    assert parts[0] < parts[1] == whole["played"] == 3
+    assert parts[0] < parts[1] == whole["n"] == 3
     assert sorted(latest(read_lines(tmp_path / "out"))) == sorted(
         latest(read_lines(tmp_path / "whole"))
     )
@@ -152,10 +153,10 @@ def test_an_endpoint_stands_in_for_the_engine(checkpoint, split, videos, tmp_pat
             endpoint=server.endpoint,
             endpoint_model="m",
         )
-        summary = command.evaluate_split(settings, io.StringIO())
-    assert (summary["played"], summary["accuracy"]) == (3, pytest.approx(1 / 3)) and summary[
-        "config"
-    ]["identity"]["weights"] is None
+        summary = evaluation.evaluate(settings, stream=io.StringIO())
+    assert (summary["n"], summary["accuracy"]) == (3, pytest.approx(1 / 3)) and summary["config"][
+        "identity"
+    ]["weights"] is None
     assert len(server.received) == 3 and summary["left_out"]["missing"]["questions"] == 2
 
 
@@ -193,7 +194,7 @@ def by_endpoint(checkpoint, videos, tmp_path):
                 endpoint=server.endpoint,
                 endpoint_model="m",
             )
-            summary = command.evaluate_split(settings, stream)
+            summary = evaluation.evaluate(settings, stream=stream)
         return summary, stream.getvalue(), len(server.received)
 
     return make
@@ -206,12 +207,12 @@ def named(number, video="w0"):
 def test_a_refused_question_costs_that_question(by_endpoint):
     rows = [named(number) for number in range(4)]
     summary, said, _ = by_endpoint(filtered("number 0", "number 2"), rows)
-    assert (summary["played"], summary["accuracy"]) == (2, 1.0)
+    assert (summary["n"], summary["accuracy"]) == (2, 1.0)
     reason = "status 400 (content_filter)"
     assert summary["left_out"]["refused"] == {"questions": 2, "videos": {"data/w0.mp4": reason}}
     assert f"left out, refused: 2 questions on 1 videos, such as data/w0.mp4: {reason}" in said
     again, _, asked = by_endpoint(filtered(), rows)
-    assert again["played"] == 4 and asked == 2  # those that were refused are asked again
+    assert again["n"] == 4 and asked == 2  # those that were refused are asked again
 
 
 def test_broken_rows_are_rows_of_the_split(by_endpoint):
@@ -219,7 +220,7 @@ def test_broken_rows_are_rows_of_the_split(by_endpoint):
     rows = [named(number) for number in range(5)]
     rows = [row | {"answer": ""} if number > 1 else row for number, row in enumerate(rows)]
     summary, said, _ = by_endpoint(filtered(), rows)
-    assert (summary["played"], summary["accuracy"], len(summary["broken_rows"])) == (2, 1.0, 3)
+    assert (summary["n"], summary["accuracy"], len(summary["broken_rows"])) == (2, 1.0, 3)
     assert "on 2 of 5 questions" in said and "broken rows: 3" in said
 
 
@@ -241,7 +242,7 @@ def test_a_short_run_in_which_the_server_refuses_everything_ends_the_same_way(
     assert "content_filter" in str(error.value)
     assert not (tmp_path / "out" / "summary.json").exists()
     summary, _, asked = by_endpoint(filtered(), rows)
-    assert summary["played"] == asked == 3  # with the set-up mended, they are asked again
+    assert summary["n"] == asked == 3  # with the set-up mended, they are asked again
 
 
 def test_a_run_that_was_answered_before_is_not_ended_by_refusals(by_endpoint):
@@ -249,7 +250,7 @@ def test_a_run_that_was_answered_before_is_not_ended_by_refusals(by_endpoint):
     rows = [named(number, f"v{number}") for number in range(8)]
     by_endpoint(filtered(*(f"number {number}" for number in range(1, 8))), rows)
     summary, _, asked = by_endpoint(filtered("number"), rows)
-    assert (summary["played"], summary["left_out"]["refused"]["questions"], asked) == (1, 7, 7)
+    assert (summary["n"], summary["left_out"]["refused"]["questions"], asked) == (1, 7, 7)
 
 
 REFUSED = [
@@ -439,7 +440,7 @@ def test_killed_at_any_moment_it_ends_like_one_that_was_not(checkpoint, videos, 
         lines(tmp_path / "out") == lines(tmp_path / "whole") and len(lines(tmp_path / "out")) == 60
     )
     one, other = (read_json(tmp_path / name / "summary.json") for name in ("out", "whole"))
-    assert one["played"] == 30 and {**one, "seconds_per_question": 0, "config": 0} == {
+    assert one["n"] == 30 and {**one, "seconds_per_question": 0, "config": 0} == {
         **other,
         "seconds_per_question": 0,
         "config": 0,
@@ -466,6 +467,6 @@ def test_real_clips(name, more, assets, checkpoint, tmp_path):
     _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
     summary = read_json(tmp_path / "out" / "summary.json")
-    assert (summary["played"], summary["left_out"]["missing"]["questions"]) == (1, 1)
+    assert (summary["n"], summary["left_out"]["missing"]["questions"]) == (1, 1)
     (line,) = [line for line in read_lines(tmp_path / "out", whole=True) if "left_out" not in line]
     assert len(line["overview"]) == 4 and line["turns"] and 0 <= line["score"] <= 1

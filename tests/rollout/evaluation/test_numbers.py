@@ -13,8 +13,8 @@ from rollout.evaluation.summary import summarise
 
 def line(id, score, video="v", **fields):
     return {
-        "id": id, "video": video, "score": score, "read": "B", "calls": 1, "stop": "answered", "compliant": True, "spent": 2.0,
-        "kind": "mcq",
+        "id": id, "video": video, "score": score, "read": "B", "unread": False, "calls": 1, "turn_count": 2,
+        "refused_reports": 0, "stop": "answered", "compliant": True, "spent": 2.0, "kind": "mcq",
         "duration": "short", "tasks": ["t"], "subtitles": None, **fields,
     }  # fmt: skip
 
@@ -56,12 +56,12 @@ def test_a_summary_is_made_of_its_lines():
         line("b2", 0.5, "v3", read=None, compliant=False, stop="no_answer", tasks=[], spent=5.0),
     ]
     found = summarise(config(), iter(lines), 9, {"row 7": "answer is missing"})
-    assert (found["accuracy"], found["played"], found["questions"]) == (0.5, 3, 9)
+    assert (found["accuracy"], found["n"], found["questions"]) == (0.5, 3, 9)
     low, high = found["interval"]
     assert 0 < low < 0.5 < high < 1
-    assert found["calls_per_question"] == pytest.approx(4 / 3) and found[
-        "share_with_calls"
-    ] == pytest.approx(2 / 3)
+    assert found["calls"] == pytest.approx(4 / 3) and found["share_with_calls"] == pytest.approx(
+        2 / 3
+    )
     assert (found["seconds_per_question"], found["without_answer"], found["format"]) == (
         3.0,
         1,
@@ -88,7 +88,7 @@ def test_a_summary_is_made_of_its_lines():
 
 def test_grounding_has_overlap_and_recall():
     lines = [line("a", 0.3), line("b", 0.69), line("c", 0.7), line("d", 0.1)]
-    found = summarise(config("charades"), iter(lines), 4, {})
+    found = summarise(config("charades"), iter(lines), 4, {}, "miou")
     assert found["miou"] == pytest.approx(0.4475) and "accuracy" not in found
     assert (found["r@0.3"], found["r@0.5"], found["r@0.7"]) == (0.75, 0.5, 0.25)
 
@@ -97,7 +97,7 @@ def test_open_ended_answers_have_a_score_of_their_own():
     """The paper's column of MMVU is multiple choice; F1 is another number."""
     lines = [line("a", 1.0), line("b", 0.0), line("c", 0.4, kind="oe"), line("d", 0.2, kind="oe")]
     found = summarise(config("mmvu"), iter(lines), 4, {})
-    assert (found["played"], found["accuracy"]) == (4, 0.5)
+    assert (found["n"], found["accuracy"]) == (4, 0.5)
     opened = found["open_ended"]
     assert (opened["n"], opened["score"]) == (2, pytest.approx(0.3))
     assert opened["interval"][0] < 0.3 < opened["interval"][1]
@@ -119,7 +119,7 @@ def test_answers_that_were_not_read_and_reports_that_were_refused_are_counted():
 def test_nothing_played_is_a_summary_too():
     found = summarise(config(), iter([left("a", "gone")]), 4, {})
     assert (
-        found["played"] == 0
+        found["n"] == 0
         and "accuracy" not in found
         and found["left_out"]["missing"]["questions"] == 1
     )
@@ -129,7 +129,9 @@ def folder(path, lines, **fields):
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config(**fields)))
     (path / "questions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    (path / "summary.json").write_text(json.dumps(summarise(config(**fields), iter(lines), 6, {})))
+    score = "miou" if fields.get("benchmark") == "charades" else "accuracy"
+    summary = summarise(config(**fields), iter(lines), 6, {}, score)
+    (path / "summary.json").write_text(json.dumps(summary))
     return path
 
 
@@ -220,7 +222,7 @@ def test_a_table_stands_beside_the_papers_rows(tmp_path):
         and cells[0][2] == "-"
         and cells[0][7].startswith("30.0* [")
     )
-    assert cells[1][0] == "| mine: calls a question" and cells[1][1] == "1.00"
+    assert cells[1][0] == "| mine: calls per question" and cells[1][1] == "1.00"
     assert cells[2][0] == "| mine" and cells[2][1].startswith(
         "100.0* ["
     )  # a split that is there twice opens another row

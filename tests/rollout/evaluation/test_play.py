@@ -1,318 +1,214 @@
-"""A question's way from its file to its score, and what becomes of those that cannot be played."""
+"""A row's numbers are those of its episodes."""
 
 from __future__ import annotations
 
-import collections
-import gc
+import dataclasses
 import json
-import os
-import pathlib
 
 import numpy as np
 import pytest
 
-from models.features import FrameFeatures, FrameSettings
-from paravt_jax.method.protocol import Protocol, subtitled_text
-from paravt_jax.method.records import Question, QuestionKind
-from paravt_jax.method.subtitles import Subtitle
-from rollout.agent.episode import Scene
-from rollout.engine.requests import Sample, SampleStop
-from rollout.evaluation.benchmarks import Item, VideoFolder
-from rollout.evaluation.folder import EvaluationFolder
-from rollout.evaluation.play import Player, fitting
-from rollout.evaluation.settings import BenchmarkSettings
-from tests.rollout.conftest import Cut
+from paravt_jax.method.protocol import render_call
+from paravt_jax.method.records import (
+    CallOutcome,
+    CallStatus,
+    CropCall,
+    Episode,
+    QuestionKind,
+    StopReason,
+    Trajectory,
+    Turn,
+)
+from paravt_jax.method.rewards import Rewards
+from rollout.agent.episode import Setting
+from rollout.agent.scoring import executed_calls, seed_of
+from rollout.evaluation.play import (
+    EvaluationSettings,
+    LeftOut,
+    Played,
+    Scoring,
+    play_and_score,
+)
+from rollout.evaluation.summary import row
 
-ANSWER = "seen\n</think>\n<answer>B</answer>"
-
-
-def by_id(lines):
-    found = {line["id"]: line for line in lines}
-    json.dumps(found, allow_nan=False)
-    return found
-
-
-def answering(player, **answers):
-    """A script that plans first and then gives each question its answer."""
-
-    def turns(request):
-        sampler, text = player.sampler, player.sampler.vocabulary.decode(request.ids)
-        if "crop_video" in text and sampler.is_first(request):
-            return answers["plan"]
-        return f"seen\n</think>\n<answer>{answers['of'](text)}</answer>"
-
-    return turns
+PLAN = (
+    "look closer\n</think>\n"
+    + render_call(CropCall(0, 16))
+    + "\n"
+    + render_call(CropCall(500, 516))
+)
 
 
-def test_lines_of_a_split(player, items, plan):
-    lines = by_id(player(answering(player, plan=plan, of=lambda text: "B")).lines(items))
-    assert len(lines) == len(items)
-    good, other, third = lines["1-1"], lines["1-2"], lines["2-1"]
-    assert [line["score"] for line in (good, other, third)] == [0.0, 1.0, 0.0] and good[
-        "read"
-    ] == "B"
-    assert (good["calls"], good["duration"], third["duration"], other["tasks"]) == (
-        1,
-        "short",
-        "long",
-        ["OCR Problems"],
+def evaluate(sampler, scene, questions, setting, seed=0, samples=1):
+    """The row, and the outcomes that it sums up."""
+    done = play_and_score(sampler, scene, questions, setting, Scoring(), seed, samples)
+    outcomes = [outcome for _, outcome in done]
+    return row(setting, [one for one in outcomes if isinstance(one, Played)]), outcomes
+
+
+@pytest.fixture
+def oracle(scripted, small_questions, small_vocabulary):
+    """oracle(wrong) is a sampler that calls twice, once outside the video, and then answers right, except on the questions in `wrong`."""
+
+    def make(wrong=()):
+        def turns(request) -> str:
+            text = small_vocabulary.decode(request.ids)
+            if sampler.is_first(request):
+                return PLAN
+            question = next(
+                q for q in small_questions if q.video == request.frames[0].video and q.text in text
+            )
+            answer = "no idea" if question.id in wrong else question.answer
+            return f"the crops show\n</think>\n<answer> {answer}</answer>"
+
+        sampler = scripted(turns)
+        return sampler
+
+    return make
+
+
+def test_a_row_is_the_mean_of_its_episodes(small_questions):
+    def episode(*turns: tuple[CallStatus, ...]) -> Episode:
+        played = tuple(
+            Turn("", tuple(CallOutcome(CropCall(0, 1), status, "") for status in statuses))
+            for statuses in turns
+        )
+        return Episode(small_questions[0], 16, Trajectory(), played, StopReason.ANSWERED, None)
+
+    done, cut, bad, many = (
+        CallStatus.EXECUTED,
+        CallStatus.CLAMPED,
+        CallStatus.BAD_WINDOW,
+        CallStatus.TOO_MANY,
     )
-    assert [call["status"] for call in good["turns"][0]["calls"]] == ["executed", "bad_window"]
-    assert (
-        "".join(t["text"] for t in good["turns"][1]["tokens"]).startswith("<think>\nseen")
-        and len(good["overview"]) == 4
+    episodes = [
+        episode((done, cut, bad), ()),
+        episode((done,), (many, done), ()),
+        episode(()),
+        episode((CallStatus.UNREADABLE,), ()),
+    ]
+    earned = [
+        Rewards(acc, 0, 0, 0, 0, fine)
+        for acc, fine in ((1.0, True), (0.5, True), (0.0, False), (0.0, True))
+    ]
+    assert [executed_calls(e) for e in episodes] == [2, 2, 0, 0]
+    found = row(
+        Setting(16, 0.7, "sequential"),
+        [Played(e, r, "A") for e, r in zip(episodes, earned, strict=True)],
     )
-    assert good["turns"][0]["calls"][0]["response"].startswith(" seven from 8 to 10")
-    assert (
-        good["video"] == "data/w0.mp4" == good["file"]
-        and good["stop"] == "answered"
-        and good["compliant"]
-    )
-    assert (lines["3-1"]["left_out"], lines["3-2"]["left_out"], lines["4-1"]["left_out"]) == (
-        "missing",
-        "missing",
-        "unreadable",
-    )
-    assert "no file data/gone.mp4" in lines["3-1"]["reason"] and all(
-        line["spent"] >= 0 for line in lines.values()
-    )
+    low, high = found.pop("interval")
+    assert 0 <= low < 0.375 < high <= 1
+    assert found == {
+        **{"k": 16, "dispatch": "sequential", "temperature": 0.7, "n": 4},
+        **{"accuracy": 0.375, "format": 0.75, "calls": 1.0, "turns": 2.0},
+        **{"share_with_calls": 0.5, "stops": {"answered": 4}},
+        **{"refused_reports": 0, "without_answer": 0, "unread": 0},
+    }
 
 
-def test_nothing_is_kept_of_a_video_whose_questions_are_done(player, items, plan):
-    playing = player(answering(player, plan=plan, of=lambda text: "B"), episodes=1)
-    features, held = playing._scene.features, []
-    for line in playing.lines(items):
-        held.append((line["id"], len(features._infos), bool(features._store)))
-    assert ("1-1", 1, True) in held and held[-1][1:] == (0, False)
-
-
-def test_as_many_side_by_side_as_asked_and_each_as_alone(player, items, plan):
-    script = answering(player, plan=plan, of=lambda text: "C" if "Count" in text else "A")
-    many = by_id(player(script, episodes=4).lines(items))
-    assert max(len(wave) for wave in player.sampler.waves) == 3
-    one = by_id(player(script, episodes=1).lines(items[::-1]))
-    assert max(len(wave) for wave in player.sampler.waves) == 1
-    for line in (*many.values(), *one.values()):
-        del line["spent"]
-    assert many == one
+def test_the_row_of_played_questions(oracle, small_scene, small_questions):
+    wrong = {small_questions[0].id}
+    found, outcomes = evaluate(oracle(wrong), small_scene, small_questions, Setting(4, 0.7))
+    count = len(small_questions)
+    assert (found["n"], found["k"], found["dispatch"], found["temperature"]) == (
+        count, 4, "parallel", 0.7,
+    )  # fmt: skip
+    assert found["accuracy"] == pytest.approx((count - 1) / count)
+    assert (found["format"], found["calls"], found["turns"]) == (1.0, 1.0, 2.0)
+    assert [one.episode.question for one in outcomes] == small_questions
+    assert [one.rewards.accuracy for one in outcomes] == [
+        float(q.id not in wrong) for q in small_questions
+    ]
+    json.dumps(found)
+    assert {q.kind for q in small_questions} == {
+        QuestionKind.MULTIPLE_CHOICE,
+        QuestionKind.TEMPORAL_GROUNDING,
+    }
 
 
 @pytest.mark.parametrize(
-    ("written", "score", "read"),
-    [
-        (
-            "seen\n</think>\nThe answer is (A).",
-            1.0,
-            "The answer is (A).",
-        ),  # no block: what stands after the thought
-        ("seen\n</think>\n<answer>A", 1.0, "A"),
-        ("seen\n</think>\n", 0.0, None),
-        ("the answer is A", 0.0, None),  # thought, and never said
-        ("seen\n</think>\n<answer>A</answer> or B", 1.0, "A"),
-    ],
+    ("dispatch", "calls", "turns"),
+    [("parallel", 1.0, 2.0), ("sequential", 1.0, 2.0), ("none", 0.0, 2.0)],
 )
-def test_answers_of_models_that_do_not_know_the_format(player, items, written, score, read):
-    (line,) = player([written]).lines(items[:1])
-    assert (line["score"], line["read"]) == (score, read)
+def test_every_dispatch_is_played_by_its_own_rules(
+    oracle, small_scene, small_questions, dispatch, calls, turns
+):
+    found, _ = evaluate(oracle(), small_scene, small_questions[:2], Setting(4, 0.7, dispatch))
+    shown = (found["dispatch"], found["accuracy"], found["calls"], found["turns"])
+    assert shown == (dispatch, 1.0, calls, turns)
 
 
-def test_an_answer_that_names_no_option_is_counted_as_unread(player, items):
-    for said, unread in (("B", False), ("one of them", True), ("A or B", True)):
-        (line,) = player([f"x\n</think>\n<answer>{said}</answer>"]).lines(items[:1])
-        assert (line["read"], line["unread"], line["score"]) == (said, unread, 0.0)
-    (line,) = player(["x\n</think>\n"]).lines(items[:1])
-    assert (line["read"], line["unread"]) == (None, False)
-
-
-def test_blind_opens_no_file_and_offers_no_tool(player, items):
-    lines = by_id(player(["guess\n</think>\n<answer>A</answer>"], blind=True).lines(items))
-    assert [lines[i]["score"] for i in ("1-1", "1-2", "3-1")] == [1.0, 0.0, 0.0] and len(lines) == 6
-    for request, _ in player.sampler.main:
-        assert request.frames == () and "crop_video" not in player.sampler.vocabulary.decode(
-            request.ids
-        )
-    assert (
-        lines["3-1"]["overview"] == []
-        and lines["3-1"]["dispatch"] == "none"
-        and lines["3-1"]["k"] == 0
-    )
-
-
-def test_shuffled_options_move_the_letter(player, items):
-    plain = by_id(player(["x\n</think>\n<answer>Two.</answer>"]).lines(items[:3]))
-    moved = by_id(
-        player(["x\n</think>\n<answer>Two.</answer>"], shuffle=True, seed=4).lines(items[:3])
-    )
-    for id in plain:  # words are right wherever they stand
-        assert plain[id]["score"] == moved[id]["score"]
-        assert sorted(plain[id]["question"]["options"]) == sorted(moved[id]["question"]["options"])
-    assert any(plain[id]["question"]["options"] != moved[id]["question"]["options"] for id in plain)
-
-
-def test_subtitles_stand_before_the_question_as_words(player, items):
-    wanted = [
-        Item(item.question, subtitles=f"subtitle/{item.question.video[5:-4]}.srt")
-        for item in items[:3]
-    ]
-    lines = by_id(
-        player(["x\n</think>\n<answer>A</answer>"], benchmark="videomme_wsub").lines(wanted)
-    )
-    assert (lines["1-1"]["subtitles"], lines["2-1"]["subtitles"]) == (2, None)
-    texts = {player.sampler.vocabulary.decode(request.ids) for request, _ in player.sampler.main}
-    (said,) = {
-        text.partition("What is said")[2].partition("How many")[0]
-        for text in texts
-        if "What is said" in text
-    }
-    assert said == " in the video:\n<1.0 seconds> Hello there\n<65.5 seconds> Good bye\n\n"
-
-
-def test_too_many_subtitles_are_thinned_evenly(player, items):
-    protocol = player([""])._scene.protocol
-    entries = [Subtitle(float(i), i + 1.0, "words " * (1 + i % 3)) for i in range(200)]
-    kept = fitting(entries, protocol, 400)
-    assert 5 < len(kept) < 200 and kept[0] == entries[0] and kept[-1].start > 150
-    gaps = {round(b.start - a.start) for a, b in zip(kept, kept[1:], strict=False)}
-    assert max(gaps) - min(gaps) <= 1
-    asked = Question("q", "v", "", QuestionKind.OPEN_ENDED, "")
-    bare = len(protocol.vocabulary.encode(subtitled_text([], asked.text)))
-    assert len(protocol.vocabulary.encode(subtitled_text(kept, asked.text))) - bare <= 400
-    assert fitting(entries[:3], protocol, 400) == entries[:3] and fitting(
-        entries, protocol, 16
-    ) == [] == fitting([], protocol, 400)
-
-
-def test_refusals_are_told_from_other_ends(player, items, plan):
-    """The main agent's leaves its question out; a sub-agent's is counted beside the score."""
-    (line,) = player([Cut("", SampleStop.REFUSED, "status 400")]).lines(items[:1])
-    assert (line["left_out"], line["reason"]) == ("refused", "status 400")
-    report = Cut("", SampleStop.REFUSED)
-    (line,) = player([plan, "seen\n</think>\n<answer>A</answer>"], report).lines(items[:1])
-    assert (line["score"], line["calls"], line["refused_reports"]) == (1.0, 0, 1)
-
-
-def test_a_question_that_is_too_long_is_left_out(player, items):
-    question = Question("q", "data/w0.mp4", "why? " * 100, QuestionKind.OPEN_ENDED, "because")
-    (line,) = player([""]).lines([Item(question)])
-    assert line["left_out"] == "too_long" and "there is room for 64" in line["reason"]
-
-
-def test_open_ended_answers(player, items):
-    question = Question("q", "data/w0.mp4", "What?", QuestionKind.OPEN_ENDED, "merge sort")
-    said = ["x\n</think>\n<answer>heap sort</answer>"]
-    assert next(player(said).lines([Item(question)]))["score"] == 0.5
-    assert next(player(said, open_ended="exact").lines([Item(question)]))["score"] == 0.0
-
-
-class Answering:
-    """A sampler that keeps nothing: every main agent answers at once."""
-
-    def __init__(self, vocabulary):
-        self.ids = vocabulary.encode(ANSWER + "<|im_end|>")
-        self.waiting, self.count = {}, 0
-
-    def submit(self, request):
-        self.count += 1
-        self.waiting[self.count] = request
-        return self.count
-
-    def step(self):
-        waiting, self.waiting = self.waiting, {}
-        nothing = np.zeros(len(self.ids), np.float32)
+def test_samples_of_a_question_have_seeds_of_their_own_that_repeat(
+    oracle, small_scene, small_questions
+):
+    def seeds(questions, seed=3) -> list[int]:
+        sampler = oracle()
+        found, _ = evaluate(sampler, small_scene, questions, Setting(4, 0.7), seed, samples=2)
+        assert found["n"] == 2 * len(questions)
         return [
-            (ticket, (Sample(self.ids, nothing, SampleStop.STOP_ID, 0, ""),)) for ticket in waiting
+            seed
+            for request, _ in sampler.main
+            if sampler.is_first(request)
+            for seed in request.seeds
         ]
 
-    def cancel(self, ticket):
-        self.waiting.pop(ticket, None)
+    first = seeds(small_questions[:3])
+    assert len(set(first)) == 6 and seeds(small_questions[:3]) == first
+    assert (
+        seeds(small_questions[2:3]) == first[4:]
+    )  # a question's seeds do not depend on the others
+    assert not set(seeds(small_questions[:3], seed=4)) & set(first)
 
 
-def resident() -> float:
-    """MiB."""
-    gc.collect()
-    return (
-        int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-        * os.sysconf("SC_PAGE_SIZE")
-        / 2**20
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not pathlib.Path("/proc/self/statm").exists(), reason="reads the process's memory from /proc"
-)
-def test_memory_is_flat_over_five_thousand_questions(
-    small_vocabulary, small_model, videos, tmp_path
+def test_unreadable_videos_are_left_out_and_all_of_them_is_an_error(
+    oracle, small_scene, small_questions
 ):
-    (tmp_path / "data").mkdir()
-    for number in range(500):
-        (tmp_path / "data" / f"v{number}.mp4").symlink_to(videos / "data" / "w0.mp4")
-    features = FrameFeatures(
-        small_model.vision, small_model.config, FrameSettings(batch=16, whole_frames=64), tmp_path
-    )
-    settings = BenchmarkSettings("m", "videomme", frames=64, question_tokens=64, episodes=8)
-    scene = Scene(Protocol(small_vocabulary, settings.protocol(64)), features)
-    playing = Player(Answering(small_vocabulary), scene, settings, VideoFolder(tmp_path))
-    items = [
-        Item(
-            Question(
-                f"q{n}",
-                f"data/v{n // 10}.mp4",
-                f"Number {n}?",
-                QuestionKind.MULTIPLE_CHOICE,
-                "B",
-                ("x", "y"),
-            )
-        )
-        for n in range(5000)
-    ]
-    marks = []
-    with EvaluationFolder(tmp_path / "out", {"benchmark": "videomme"}, {}, None) as folder:
-        for number, line in enumerate(playing.lines(items), 1):
-            folder.append(line)
-            if number % 1000 == 0:
-                marks.append(resident())
-    print(
-        f"\nresident MiB after every 1,000 questions: {', '.join(f'{mark:.1f}' for mark in marks)}"
-    )
-    # What is kept of each question grows with every thousand; the allocator takes a step now and then.
-    grown = np.diff(marks)
-    assert grown.min() < 1 and grown.sum() < 80
+    missing = dataclasses.replace(small_questions[1], video="nowhere.mp4")
+    asked = [small_questions[0], missing, small_questions[2]]
+    found, outcomes = evaluate(oracle(), small_scene, asked, Setting(4, 0.7))
+    assert found["n"] == 2 and found["accuracy"] == 1.0
+    left = outcomes[1]
+    assert isinstance(left, LeftOut) and (left.question, left.cause) == (missing, "unreadable")
+    with pytest.raises(
+        ValueError, match="evaluation.questions: not one question has a readable video"
+    ):
+        evaluate(oracle(), small_scene, [missing], Setting(4, 0.7))
 
 
-@pytest.mark.slow
-def test_a_thousand_rows_with_bad_videos_among_them(
-    small_vocabulary, small_model, videos, tmp_path
-):
-    """Every tenth is missing, noise or cut off: these are counted, and nothing else is."""
-    (tmp_path / "data").mkdir()
-    good = (videos / "data" / "w0.mp4").read_bytes()
-    for number in range(1000):
-        file = tmp_path / "data" / f"v{number}.mp4"
-        if number % 30 == 10:
-            file.write_bytes(bytes(range(256)) * 9)
-        elif number % 30 == 20:
-            file.write_bytes(good[: len(good) * 2 // 3])
-        elif number % 30:
-            file.symlink_to(videos / "data" / "w0.mp4")
-    features = FrameFeatures(
-        small_model.vision, small_model.config, FrameSettings(batch=16, whole_frames=64), tmp_path
-    )
-    settings = BenchmarkSettings("m", "videomme", question_tokens=64, episodes=8)
-    scene = Scene(Protocol(small_vocabulary, settings.protocol(64)), features)
-    playing = Player(Answering(small_vocabulary), scene, settings, VideoFolder(tmp_path))
-    items = [
-        Item(
-            Question(
-                f"q{n}", f"data/v{n}.mp4", "Why?", QuestionKind.MULTIPLE_CHOICE, "B", ("x", "y")
-            )
-        )
-        for n in range(1000)
+def test_outcomes_as_they_are_done_are_those_in_order(oracle, small_scene, small_questions):
+    arguments = (small_scene, small_questions, Setting(4, 0.7), Scoring(), 3, 2)
+    in_order = list(play_and_score(oracle(), *arguments))
+    assert [number for number, _ in in_order] == list(range(2 * len(small_questions)))
+    sampler = oracle()
+    few = dict(play_and_score(sampler, *arguments, side_by_side=2))
+    assert max(len(wave) for wave in sampler.waves) == 2 < len(in_order)
+    for number, one in in_order:
+        assert (few[number].rewards, few[number].read) == (one.rewards, one.read)
+        assert few[number].episode.trajectory.ids.tolist() == one.episode.trajectory.ids.tolist()
+
+
+def test_seeds_tell_their_parts_apart():
+    parts = [
+        (0, name, n)
+        for name in ("heldout/0001:red:mcq", "heldout/0001:red:tvg", "heldout/0010:red:mcq")
+        for n in range(3)
     ]
-    lines = by_id(playing.lines(items))
-    causes = collections.Counter(line.get("left_out", "played") for line in lines.values())
-    assert causes == {"played": 900, "missing": 34, "unreadable": 66}
-    assert all(
-        (line.get("left_out", "played") == "played") == bool(int(id[1:]) % 10)
-        for id, line in lines.items()
+    seeds = [seed_of(*p) for p in parts]
+    assert seeds == [seed_of(*p) for p in parts] and len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**32 and isinstance(seed, int) for seed in seeds)
+    assert (
+        len({seed_of(0, step, n, g) for step in range(10) for n in range(8) for g in range(8)})
+        == 640
     )
+
+
+def test_settings_are_every_combination_once():
+    settings = EvaluationSettings(
+        frames=(4, 16), dispatch=("parallel", "none"), temperatures=(0.7, 0.0)
+    ).settings()
+    assert len(settings) == len(set(settings)) == 8
+    assert {s.frames for s in settings} == {4, 16} and {s.temperature for s in settings} == {
+        0.7,
+        0.0,
+    }
+    assert np.all([s.dispatch in ("parallel", "none") for s in settings])

@@ -1,29 +1,26 @@
-"""`python -m rollout.evaluate`: a model on a split, two runs compared, many in one table.
+"""A model on a split or on your own questions, with everything on disk: `evaluate`.
 
-Owns the command line, what is loaded for it, and what is said while it runs. Every mistake of the user's is one line and exit code 2,
-before anything heavy is loaded where that is possible. Ctrl-C and kill -9 lose the questions in flight; the same command goes on.
+Loads what is needed, goes on from what a folder holds, and says how it goes. Ctrl-C and kill -9
+lose the questions in flight; the same call goes on.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TextIO
-
-import tyro
 
 from models.features import FrameFeatures, frame_tokens
 from models.qwen3_vl.config import Qwen3VLConfig, from_hf
 from models.qwen3_vl.hf import load as load_model
 from models.sharding import make_mesh
 from models.weights.folder import local_folder, weights_files
-from paravt_jax.data.video import VideoError
+from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol
+from paravt_jax.method.records import Question
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.progress import Progress
 from rollout.agent.endpoint import (
@@ -37,82 +34,43 @@ from rollout.agent.episode import Scene
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Sampler
 from rollout.engine.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
-from rollout.evaluation.benchmarks import BENCHMARKS, Item, VideoFolder, load
-from rollout.evaluation.compare import compare, comparison_text, table
-from rollout.evaluation.folder import EvaluationFolder, FolderError, Line, latest, read_lines
+from rollout.evaluation.benchmarks import (
+    BENCHMARKS,
+    Item,
+    Loaded,
+    VideoFolder,
+    load,
+    title_of,
+)
+from rollout.evaluation.folder import EvaluationFolder, Line, latest, read_lines
 from rollout.evaluation.origin import commit, questions_hash, versions, weights_hash
-from rollout.evaluation.play import Player
-from rollout.evaluation.settings import BenchmarkSettings
-from rollout.evaluation.summary import rows_of, summarise
+from rollout.evaluation.settings import OWN, BenchmarkSettings
+from rollout.evaluation.split import Player
+from rollout.evaluation.summary import rows_of, score_of, summarise
 
 _LAST = 99_999.9  # seconds; a later frame's time would have one more digit than there is room for
 _REFUSED_VIDEOS = 5  # the run ends when a server refused questions on so many and answered none
-_PROG = "python -m rollout.evaluate"
-_MODES = f"Of finished runs: {_PROG} --compare A B [--json], question by question; {_PROG} --table RUN ..., beside the paper's rows."
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if {"--compare", "--table"} & set(argv):
-            return _look(argv)
-        settings = tyro.cli(
-            BenchmarkSettings, args=argv, prog=_PROG, description=f"{__doc__}\n{_MODES}"
-        )
-        return 0 if evaluate_split(settings)["played"] else 1
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on with the next question", file=sys.stderr)
-        return 130
-    except (FileNotFoundError, FolderError, EndpointError, ValueError, VideoError) as error:
-        print(f"{_PROG}: {error}", file=sys.stderr)
-        return 2
-
-
-def _look(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog=_PROG)
-    parser.add_argument(
-        "--compare",
-        nargs=2,
-        type=pathlib.Path,
-        metavar=("A", "B"),
-        help="two runs of one split, question by question",
-    )
-    parser.add_argument(
-        "--table", nargs="+", type=pathlib.Path, metavar="RUN", help="runs beside the paper's rows"
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="with --compare: as JSON, with the ids of all questions that differ",
-    )
-    asked = parser.parse_args(argv)
-    if asked.compare:
-        first, second = asked.compare
-        found = compare(first, second)
-        print(json.dumps(found, indent=1) if asked.json else comparison_text(first, second, found))
-    if asked.table:
-        finished = [run for run in asked.table if (run / "summary.json").exists()]
-        for run in asked.table:
-            if run not in finished:
-                why = "it is not finished; the command that began it goes on"
-                if not (run / "config.json").exists():
-                    why = (
-                        "no evaluation lies there; give folders such as evaluations/NAME/BENCHMARK"
-                    )
-                print(f"{run}: left out, {why}", file=sys.stderr)
-        print(table(finished))
-    return 0
-
-
-def evaluate_split(settings: BenchmarkSettings, stream: TextIO | None = None) -> Line:
+def evaluate(
+    settings: BenchmarkSettings,
+    questions: Sequence[Question] | None = None,
+    stream: TextIO | None = None,
+) -> Line:
     """Plays what is not played yet and returns the summary, which is also in the folder.
 
-    FileNotFoundError, FolderError or ValueError, in one line, where the run cannot start.
+    `questions` are played where `settings` names neither a benchmark nor a file; their videos lie
+    below `settings.videos`. FileNotFoundError, FolderError or ValueError, in one line, where the
+    run cannot start.
     """
     out_stream = stream or sys.stderr
-    loaded = load(settings.benchmark, settings.data)
+    if not (settings.benchmark or settings.questions or questions):
+        raise ValueError(
+            "--benchmark, --questions: there is nothing to play; give the name of a split "
+            f"({', '.join(BENCHMARKS)}), or a file of questions"
+        )
     videos = VideoFolder(_videos(settings))
+    loaded = _load(settings, questions, videos.root)
     model = local_folder(settings.model, weights=not settings.endpoint)
     name = settings.name or _name(settings.model)
     if not settings.endpoint:
@@ -120,9 +78,8 @@ def evaluate_split(settings: BenchmarkSettings, stream: TextIO | None = None) ->
     weights = None if settings.endpoint else weights_hash(model)
     identity = settings.identity() | {"weights": weights, "questions": questions_hash(loaded.items)}
     details = {"name": name, "settings": dataclasses.asdict(settings), "versions": versions()}
-    out = pathlib.Path(
-        settings.out or f"evaluations/{name.replace('/', '--')}/{settings.benchmark}"
-    )
+    split = settings.benchmark or pathlib.Path(settings.questions or OWN).stem
+    out = pathlib.Path(settings.out or f"evaluations/{name.replace('/', '--')}/{split}")
     index, count = settings.part()
     with EvaluationFolder(out, identity, details, commit(), (index, count)) as folder:
         done = {id for id, line in latest(read_lines(out)).items() if "left_out" not in line}
@@ -132,14 +89,33 @@ def evaluate_split(settings: BenchmarkSettings, stream: TextIO | None = None) ->
             if item.question.id not in done
         ]
         if items:
-            player = _player(settings, model, videos)
-            with _Progress(settings.benchmark, len(items), out_stream) as progress:
+            subtitled = any(item.subtitles or item.question.subtitles for item in items)
+            player = _player(settings, model, videos, subtitled)
+            with _Progress(split, len(items), out_stream) as progress:
                 _play(player, items, folder, progress, settings.endpoint if not done else "")
+        score = BENCHMARKS[settings.benchmark].score if settings.benchmark else "accuracy"
         summary = folder.summarise(
-            lambda config, lines: summarise(config, lines, len(loaded.items), loaded.broken)
+            lambda config, lines: summarise(config, lines, len(loaded.items), loaded.broken, score)
         )
     print("\n".join(_report(summary, out)), file=out_stream)
     return summary
+
+
+def _load(
+    settings: BenchmarkSettings, questions: Sequence[Question] | None, videos: pathlib.Path
+) -> Loaded:
+    """What is asked: a split's items, the questions of a file, or `questions`."""
+    if (settings.benchmark or settings.questions) and questions is not None:
+        raise ValueError(
+            f"--benchmark {settings.benchmark!r}, --questions {settings.questions!r}: questions "
+            "are given beside them; leave both empty, or give no questions"
+        )
+    if settings.benchmark:
+        return load(settings.benchmark, settings.data)
+    if questions is None:
+        questions = read_questions(settings.questions, videos)
+    require_unique_ids(questions)
+    return Loaded(tuple(Item(question) for question in questions), {})
 
 
 def _play(
@@ -184,31 +160,32 @@ def _name(model: str) -> str:
 def _videos(settings: BenchmarkSettings) -> str:
     if settings.videos:
         return settings.videos
+    if settings.questions:
+        return str(pathlib.Path(settings.questions).parent)
     if pathlib.Path(settings.data).is_dir() and settings.data:
         return settings.data
     raise ValueError(
-        "--videos is missing: the folder that the archives of the split were unpacked into"
+        "--videos is missing: give the folder of the videos (for a split, the one that its archives were unpacked into)"
     )
 
 
-def _player(settings: BenchmarkSettings, folder: pathlib.Path, videos: VideoFolder) -> Player:
+def _player(
+    settings: BenchmarkSettings, folder: pathlib.Path, videos: VideoFolder, subtitled: bool
+) -> Player:
     config, vocabulary = from_hf(folder / "config.json"), tokenizer.load(folder)
-    protocol, overview, crop = _protocol(
-        settings, vocabulary, frame_tokens(settings.pixels(), config.vision)
-    )
+    frame = frame_tokens(settings.pixels(), config.vision)
+    protocol, overview, crop = _protocol(settings, vocabulary, frame, subtitled)
     features, sampler = _engine(settings, folder, config, videos, protocol, overview, crop)
     return Player(sampler, Scene(protocol, features), settings, videos)
 
 
 def _protocol(
-    settings: BenchmarkSettings, vocabulary: Vocabulary, frame: int
+    settings: BenchmarkSettings, vocabulary: Vocabulary, frame: int, subtitled: bool
 ) -> tuple[Protocol, int, int]:
     """The protocol, and how many tokens a prompt (with its question) and a window may have."""
     crop = crop_tokens(Protocol(vocabulary, settings.protocol(0)), frame, _LAST)
     protocol, setting = Protocol(vocabulary, settings.protocol(crop)), settings.setting()
-    room = settings.question_tokens + (
-        settings.subtitle_tokens if settings.benchmark == "videomme_wsub" else 0
-    )
+    room = settings.question_tokens + (settings.subtitle_tokens if subtitled else 0)
     overview = (
         overview_tokens(protocol, setting.frames, frame, _LAST, setting.dispatch != "none") + room
     )
@@ -231,13 +208,10 @@ def _engine(
     mesh = make_mesh(1, 1, settings.tensor) if settings.tensor > 1 else None
     model = load_model(folder, config, mesh=mesh, dtype=settings.dtype, param_dtype=settings.dtype)
     features = FrameFeatures(model.vision, config, settings.pixels(), videos.root)
-    return features, Engine(
-        model,
-        features,
-        sizes_for_single_episodes(
-            protocol, overview, crop, settings.episodes, settings.cache_tokens
-        ),
+    sizes = sizes_for_single_episodes(
+        protocol, overview, crop, settings.episodes, settings.cache_tokens
     )
+    return features, Engine(model, features, sizes)
 
 
 class _Progress(Progress):
@@ -268,27 +242,24 @@ class _Progress(Progress):
 
 def _report(summary: Line, out: pathlib.Path) -> Iterator[str]:
     """The summary as people read it."""
-    benchmark = BENCHMARKS[summary["benchmark"]]
-    rows = rows_of(summary)
-    grounding = benchmark.grounding
-    value = summary.get("miou" if grounding else "accuracy")
-    if not summary["played"]:
-        yield f"{benchmark.title}: not one of {rows} questions was played"
+    title, rows, value = title_of(summary["benchmark"]), rows_of(summary), score_of(summary)
+    if not summary["n"]:
+        yield f"{title}: not one of {rows} questions was played"
     elif value is not None:
         low, high = summary["interval"]
         opened = summary.get("open_ended", {}).get("n", 0)
-        counted = summary["played"] - opened
+        counted = summary["n"] - opened
         score = f"{100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-        yield f"{benchmark.title}: {score} on {counted} of {rows} questions"
+        yield f"{title}: {score} on {counted} of {rows} questions"
     if found := summary.get("open_ended"):
         low, high = found["interval"]
         score = f"{100 * found['score']:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-        yield f"{benchmark.title}, open-ended by itself: {score} on {found['n']} questions"
-    if summary["played"]:
+        yield f"{title}, open-ended by itself: {score} on {found['n']} questions"
+    if summary["n"]:
         if summary["refused_reports"]:
             yield f"  {summary['refused_reports']} sub-agents' requests were refused"
         yield (
-            f"  {summary['calls_per_question']:.2f} calls a question, {100 * summary['share_with_calls']:.0f} % with calls, "
+            f"  {summary['calls']:.2f} calls a question, {100 * summary['share_with_calls']:.0f} % with calls, "
             f"{summary['without_answer']} without an answer, "
             f"{summary['unread']} whose answer names no option or span, {summary['seconds_per_question']:.2f} s a question"
         )

@@ -1,35 +1,13 @@
-"""What an episode said in answer to a benchmark's question, and statistics of scores.
-
-Owns the reading of answers that stand in no block: benchmarks are also played by models that were never taught the format, and what such
-a model says after its thought is its answer (training is stricter: there it earns nothing). Invariant: what stands in a thought that was
-never closed, in a call, or in a turn that was cut off is no answer.
-"""
+"""Statistics of scores: the interval of a mean, and a test of two runs on the same questions."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 
 import numpy as np
 
-from paravt_jax.method.parsing import TAG_PATTERN, extract_answer, find_calls, first_think
-from paravt_jax.method.records import Turn
-
 _Z = 1.959964  # of 95 %
-
-
-def said(turns: Sequence[Turn]) -> str | None:
-    """The last turn's answer: its answer block, else what stands after its thought; None where there is neither."""
-    if not turns or turns[-1].truncated:
-        return None
-    text = turns[-1].text
-    if (block := extract_answer(text)) is not None:
-        return block
-    rest = first_think(text)[1] if "<think>" in text else text
-    if rest is None or find_calls(text):
-        return None
-    return re.sub(TAG_PATTERN, "", rest).strip() or None
 
 
 def interval(scores: Sequence[float], clusters: Sequence[str]) -> tuple[float, float]:

@@ -1,0 +1,38 @@
+"""Charades-STA, temporal grounding: `lmms-lab/charades_sta`."""
+
+from __future__ import annotations
+
+from paravt_jax.method.records import Question, QuestionKind
+from rollout.evaluation.benchmarks.benchmark import Benchmark
+from rollout.evaluation.benchmarks.items import (
+    Item,
+    path_of,
+    span_answer,
+    text_of,
+)
+from rollout.evaluation.benchmarks.tables import Row
+
+
+def _read(row: Row) -> Item:
+    video, caption, span = (
+        text_of(row, "video"),
+        text_of(row, "caption"),
+        span_answer(row, "timestamp"),
+    )
+    text = f"When does this happen in the video: {caption.rstrip('.')}?"
+    path = path_of(f"Charades_v1_480/{video}")
+    return Item(
+        Question(f"{video}/{span}/{caption}", path, text, QuestionKind.TEMPORAL_GROUNDING, span)
+    )
+
+
+CHARADES = Benchmark(
+    name="charades",
+    title="Charades-STA mIoU",
+    source="lmms-lab/charades_sta",
+    patterns=("*test-*.parquet",),
+    fields=("video", "caption", "timestamp"),
+    read=_read,
+    score="miou",
+    paper={"ParaVT-8B": 50.1, "Qwen3-VL-8B": 49.3, "LongVT-RFT-7B": 23.4},
+)

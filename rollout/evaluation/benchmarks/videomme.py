@@ -1,0 +1,66 @@
+"""Video-MME, without and with subtitles: `lmms-lab/Video-MME`, one table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rollout.evaluation.benchmarks.benchmark import Benchmark
+from rollout.evaluation.benchmarks.items import (
+    Item,
+    choice,
+    letter_answer,
+    optional,
+    path_of,
+    plain_options,
+    text_of,
+)
+from rollout.evaluation.benchmarks.tables import Row
+
+_FILES = ("videomme/test-*.parquet", "*test-*.parquet")
+_FIELDS = (
+    "videoID",
+    "question_id",
+    "question",
+    "options",
+    "answer",
+    "duration",
+    "task_type",
+)
+
+
+def _read(row: Row) -> Item:
+    video = text_of(row, "videoID")
+    options = plain_options(row.get("options"))
+    id = optional(row, "question_id") or f"{video}/{text_of(row, 'question')}"
+    question = choice(
+        id, f"data/{video}.mp4", text_of(row, "question"), options, letter_answer(row, options)
+    )
+    tasks = tuple(filter(None, (optional(row, "task_type"),)))
+    return Item(question, optional(row, "duration"), tasks)
+
+
+def _read_with_subtitles(row: Row) -> Item:
+    return dataclasses.replace(
+        _read(row), subtitles=path_of(f"subtitle/{text_of(row, 'videoID')}.srt")
+    )
+
+
+VIDEOMME = Benchmark(
+    name="videomme",
+    title="VideoMME w/o",
+    source="lmms-lab/Video-MME",
+    patterns=_FILES,
+    fields=_FIELDS,
+    read=_read,
+    paper={"ParaVT-8B": 62.1, "Qwen3-VL-8B": 59.9, "LongVT-RFT-7B": 59.5},
+)
+
+VIDEOMME_WITH_SUBTITLES = Benchmark(
+    name="videomme_wsub",
+    title="VideoMME w/ sub",
+    source="lmms-lab/Video-MME",
+    patterns=_FILES,
+    fields=_FIELDS,
+    read=_read_with_subtitles,
+    paper={"ParaVT-8B": 69.4, "Qwen3-VL-8B": 68.4, "LongVT-RFT-7B": 66.0},
+)
