@@ -79,12 +79,14 @@ def whole_loss(batch: GRPOBatch, settings: GRPOSettings, logprobs):
 
 
 def test_shape_rewards():
-    rewards = jnp.array([[0.2, 1.2, 2.2, 2.8]])
+    rewards = jnp.array([[-2.8, 0.2, 1.2, 2.2, 2.8]])
     np.testing.assert_allclose(
-        grpo.shape_rewards(rewards, GRPOSettings()), [[0, 10, 20, 20]], rtol=1e-6
+        grpo.shape_rewards(rewards, GRPOSettings()), [[-20, 0, 10, 20, 20]], rtol=1e-6
     )  # 2.8 is lost: REFERENCE 4, 14
     np.testing.assert_allclose(
-        grpo.shape_rewards(rewards, GRPOSettings(reward_clip=None)), [[0, 10, 20, 26]], rtol=1e-6
+        grpo.shape_rewards(rewards, GRPOSettings(reward_clip=None)),
+        [[-30, 0, 10, 20, 26]],
+        rtol=1e-6,
     )
 
 
@@ -103,6 +105,11 @@ def test_normalise_in_group():
     np.testing.assert_allclose(
         normed[0], (np.array([1, 2, 3, 6]) - 3) / np.std([1, 2, 3, 6], ddof=1), rtol=1e-4
     )
+
+
+def test_epsilon_is_added_to_the_deviation():
+    normed = grpo.normalise(jnp.array([[1.0, 3.0]]), jnp.ones((1, 2), bool), IN_GROUPS, epsilon=0.5)
+    np.testing.assert_allclose(normed[0], np.array([-1, 1]) / (np.sqrt(2) + 0.5), rtol=1e-6)
 
 
 def test_a_group_of_equal_rewards_is_silent():
@@ -570,6 +577,17 @@ def test_invalid_rows_are_not_trained_on():
     batch = make_batch(valid=valid)
     gradient = jax.grad(lambda x: whole_loss(batch, SETTINGS, x))(current_logprobs(batch))
     assert (gradient[6] == 0).all() and (gradient[5] != 0).any()
+
+
+def test_tokens_of_invalid_rows_move_no_mean():
+    valid = np.ones((3, 4), bool)
+    valid[1, 2] = False
+    batch = make_batch(valid=valid)
+    without = dataclasses.replace(batch, mask=batch.mask.at[6].set(False))
+    assert batch.mask[6].any()
+    np.testing.assert_allclose(
+        advantages(batch, SETTINGS)[0], advantages(without, SETTINGS)[0], rtol=1e-6
+    )
 
 
 def test_batches_of_one_shape_compile_once():
