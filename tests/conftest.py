@@ -47,16 +47,11 @@ hypothesis.settings.load_profile("paravt")
 @pytest.fixture(scope="session")
 def assets() -> pathlib.Path:
     """The folder of shared tokenizers, configs and videos; the test is skipped where it is not."""
-    return _folder("PARAVT_TEST_ASSETS")
+    return named_folder("PARAVT_TEST_ASSETS")
 
 
-@pytest.fixture(scope="session")
-def golden() -> pathlib.Path:
-    """The folder of recorded reference values; the test is skipped where it is not."""
-    return _folder("PARAVT_TEST_GOLDEN")
-
-
-def _folder(variable: str) -> pathlib.Path:
+def named_folder(variable: str) -> pathlib.Path:
+    """The folder that an environment variable names; the test is skipped where it is not set."""
     value = os.environ.get(variable)
     if not value:
         pytest.skip(f"{variable} is not set: it names the folder this test reads")

@@ -1,6 +1,7 @@
-"""The golden tables: inputs and outputs of the reference functions (golden/README.md beside them), from the folder `golden` names.
+"""The golden tables: inputs and what they should give. Every test reads them from two folders, one after the other.
 
-Any tables of the same shape can be run: nothing here or in the tests knows ids or counts. Every record goes through one judge,
+`records` beside this file is committed. PARAVT_TEST_GOLDEN, where it is set, names a folder with tables of the same shape: inputs and
+outputs of the reference functions. Nothing here or in the tests knows ids or counts. Every record goes through one judge,
 `hold`: it agrees with the reference, or a table of `Excuse`s says why not and what is true here instead; else it fails by its id.
 """
 
@@ -15,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.conftest import named_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,14 @@ def check_examples(ours: Callable[[dict], Any], excuses: Mapping[str, Excuse]) -
         assert excuse.applies(excuse.example) and not excuse.applies(excuse.innocent), name
         assert excuse.holds(excuse.example, ours(excuse.example)), name
         assert not excuse.holds(excuse.example, excuse.wrong), name
+
+
+@pytest.fixture(params=["records", "PARAVT_TEST_GOLDEN"])
+def golden(request) -> Path:
+    """The folder of golden tables: the committed one, then the one that the environment names."""
+    if request.param == "records":
+        return Path(__file__).with_name("records")
+    return named_folder(request.param)
 
 
 @pytest.fixture

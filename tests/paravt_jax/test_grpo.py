@@ -79,12 +79,14 @@ def whole_loss(batch: GRPOBatch, settings: GRPOSettings, logprobs):
 
 
 def test_shape_rewards():
-    rewards = jnp.array([[0.2, 1.2, 2.2, 2.8]])
+    rewards = jnp.array([[-2.8, 0.2, 1.2, 2.2, 2.8]])
     np.testing.assert_allclose(
-        grpo.shape_rewards(rewards, GRPOSettings()), [[0, 10, 20, 20]], rtol=1e-6
+        grpo.shape_rewards(rewards, GRPOSettings()), [[-20, 0, 10, 20, 20]], rtol=1e-6
     )  # 2.8 is lost: REFERENCE 4, 14
     np.testing.assert_allclose(
-        grpo.shape_rewards(rewards, GRPOSettings(reward_clip=None)), [[0, 10, 20, 26]], rtol=1e-6
+        grpo.shape_rewards(rewards, GRPOSettings(reward_clip=None)),
+        [[-30, 0, 10, 20, 26]],
+        rtol=1e-6,
     )
 
 
@@ -103,6 +105,11 @@ def test_normalise_in_group():
     np.testing.assert_allclose(
         normed[0], (np.array([1, 2, 3, 6]) - 3) / np.std([1, 2, 3, 6], ddof=1), rtol=1e-4
     )
+
+
+def test_epsilon_is_added_to_the_deviation():
+    normed = grpo.normalise(jnp.array([[1.0, 3.0]]), jnp.ones((1, 2), bool), IN_GROUPS, epsilon=0.5)
+    np.testing.assert_allclose(normed[0], np.array([-1, 1]) / (np.sqrt(2) + 0.5), rtol=1e-6)
 
 
 def test_a_group_of_equal_rewards_is_silent():
@@ -374,6 +381,53 @@ def test_a_weight_that_equals_the_cap_is_kept():
     assert equal == 1 and above == 0 and 0.99 < below < 1
 
 
+def test_a_token_five_times_as_likely_is_kept_and_a_little_more_is_not():
+    proximal = jnp.log(jnp.array([[4.999, 5.02]]) / 100)
+    behaviour = jnp.log(jnp.full((1, 2), 1 / 100))
+    weight = grpo.behaviour_weight(proximal, behaviour, jnp.ones((1, 2), bool), GRPOSettings())
+    np.testing.assert_allclose(weight, [[4.999, 0]], rtol=1e-4)
+
+
+def clipped_loss(ratios, advantage, clip, mask=None, **changes):
+    """The loss of one row whose tokens are `ratios` times as likely as under the proximal policy."""
+    proximal = jnp.full((1, len(ratios)), -3.0)
+    mask = jnp.ones(proximal.shape, bool) if mask is None else jnp.array([mask])
+    logprobs = proximal + jnp.log(jnp.array([ratios]))
+    advantages = jnp.full(proximal.shape, advantage)
+    settings = dataclasses.replace(GRPOSettings(), **changes)
+    return float(
+        grpo.policy_loss(logprobs, proximal, proximal, advantages, mask, settings, clip=clip)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "clip", "expected"),
+    [
+        (0.5, -1.0, Clip(), 0.8),  # no gain from making a bad token less likely still
+        (0.5, 1.0, Clip(), -0.5),
+        (3.0, 1.0, Clip(upper=0.28), -1.28),
+        (3.0, -1.0, Clip(), 3.0),
+        (3.0, -1.0, Clip(dual=1.5), 1.5),
+        (1.0, -1.0, Clip(dual=1.5), 1.0),
+    ],
+)
+def test_each_bound_of_the_ratio_by_hand(ratio, advantage, clip, expected):
+    assert clipped_loss([ratio], advantage, clip) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_ratio_of_a_sequence_is_the_mean_over_its_own_tokens():
+    loss = clipped_loss(
+        [2.0, 1.0, 1.0, 1.0], 1.0, Clip(0.9, 9.0), mask=[True, True, False, False], ratio="sequence"
+    )
+    assert loss == pytest.approx(-np.sqrt(2), rel=1e-5)
+
+
+def test_garbage_outside_a_mask_reaches_neither_a_sum_nor_its_gradient():
+    x, mask = jnp.array([1.0, jnp.nan, jnp.inf]), jnp.array([True, False, False])
+    value, gradient = jax.value_and_grad(grpo.masked_sum)(x, mask)
+    assert value == 1 and gradient.tolist() == [1, 0, 0]
+
+
 def test_with_one_minibatch_the_gradient_is_minus_advantage_times_weight():
     """REFERENCE 3, step 4: -A w grad logp / N."""
     batch = make_batch()
@@ -570,6 +624,30 @@ def test_invalid_rows_are_not_trained_on():
     batch = make_batch(valid=valid)
     gradient = jax.grad(lambda x: whole_loss(batch, SETTINGS, x))(current_logprobs(batch))
     assert (gradient[6] == 0).all() and (gradient[5] != 0).any()
+
+
+def test_tokens_of_invalid_rows_move_no_mean():
+    valid = np.ones((3, 4), bool)
+    valid[1, 2] = False
+    batch = make_batch(valid=valid)
+    without = dataclasses.replace(batch, mask=batch.mask.at[6].set(False))
+    assert batch.mask[6].any()
+    np.testing.assert_allclose(
+        advantages(batch, SETTINGS)[0], advantages(without, SETTINGS)[0], rtol=1e-6
+    )
+
+
+def test_tokens_of_invalid_rows_are_in_no_metric_of_the_loss():
+    valid = np.ones((3, 4), bool)
+    valid[1, 2] = False
+    batch = make_batch(valid=valid)
+    without = dataclasses.replace(batch, mask=batch.mask.at[6].set(False))
+    logprobs, credit = current_logprobs(batch), jnp.ones(batch.mask.shape)
+    loss, metrics = grpo.paravt_loss(logprobs, credit, batch, SETTINGS)
+    expected, wanted = grpo.paravt_loss(logprobs, credit, without, SETTINGS)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    for name, value in wanted.items():
+        assert float(metrics[name]) == pytest.approx(float(value), rel=1e-6), name
 
 
 def test_batches_of_one_shape_compile_once():

@@ -135,9 +135,14 @@ def test_format_is_never_negative_while_capped():
 def test_an_episode_cut_off_is_not_paid_for_format():
     got = score(QUESTION, [look(), answer(truncated=True)], SETTINGS)
     assert got.format == 0 and got.anchor == 0 and not got.compliant
+    assert got.accuracy == 0, "nobody knows how a turn that was cut off would have ended"
     got = score(QUESTION, [look(), Turn("<think>\non and on and on", truncated=True)], SETTINGS)
     assert got.format == 0 and got.anchor <= 0
     assert anchor_reward([Turn("<think>\non and on", truncated=True)]) == pytest.approx(-0.3)
+
+
+def test_balanced_tags_alone_earn_nothing():
+    assert format_base([Turn("seven")]) == 0
 
 
 def test_an_answer_counts_in_the_last_turn_only():

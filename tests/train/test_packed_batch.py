@@ -11,10 +11,17 @@ import pytest
 from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl import flops_per_token
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
-from paravt_jax.method.records import ChatTurn, Clip, Conversation
+from paravt_jax.method.records import (
+    Author,
+    ChatTurn,
+    Clip,
+    Conversation,
+    Segment,
+    Trajectory,
+)
 from train.learn import speed
 from train.learn.optimizer import OptimizerSettings
-from train.learn.packed_batch import PackedShape, build_packed, render_rows
+from train.learn.packed_batch import PackedShape, Rendered, build_packed, render_rows
 from train.learn.packed_sft import PackedBatch, PackedSFTSettings, packed_logprobs, packed_loss
 from train.learn.placement import fit_rows, parts_of_rows
 
@@ -82,6 +89,28 @@ def test_a_conversation_in_a_row_is_what_it_is_alone(small_model, features, rend
         == [n for n, (t, _) in enumerate(row, 1) for _ in t.ids] + [0] * 7
     )
     assert not packed.segments[1:].any() and not packed.sampled[1:].any()
+
+
+def test_frames_stand_one_after_another_and_a_tools_words_have_no_loss(features, small_world):
+    """Three conversations with frames, each with tokens by every author."""
+    image = features.config.image_token_id
+    row = []
+    for number, video in enumerate(small_world.videos[:3], 1):
+        frames = features.overview(video.path, number)
+        prompt = np.array([3, *[image] * sum(features.tokens(f.video) for f in frames), 4])
+        segments = (
+            Segment(prompt, Author.PROMPT, frames=frames),
+            Segment(np.array([5]), Author.PINNED),
+            Segment(np.array([6, 7]), Author.MODEL, np.zeros(2, np.float32)),
+            Segment(np.array([8]), Author.TOOL),
+        )
+        row.append(Rendered(Trajectory(segments), features(frames)))
+    tokens = sum(len(trajectory.ids) for trajectory, _ in row)
+    batch = build_packed([row], features, PackedShape(rows=1, tokens=tokens, visual=8))
+    vectors = np.concatenate([vectors for _, vectors in row])
+    np.testing.assert_array_equal(batch.visual[0, : len(vectors)], vectors)
+    assert not batch.visual[0, len(vectors) :].any()
+    assert batch.ids[batch.sampled].tolist() == [6, 7] * 3
 
 
 def test_what_does_not_fit_is_refused(features, rendered):

@@ -699,6 +699,8 @@ def test_what_runs_restarts_under_the_new_weights(engine, louder, in_flight):
     engine.step()
     engine.load(louder, version=1, in_flight="restart")
     assert set(engine._weights) == {1} and not engine._running
+    waiting = [sequence.ticket for sequence in engine._waiting]
+    assert waiting == sorted(2 * tickets), "those that ran are first again, in their order"
     answers = step_until_done(engine)
     for ticket in tickets:
         assert_equal(answers[ticket], new)

@@ -574,6 +574,25 @@ def test_what_requests_have_in_common_is_prefilled_once(bench, asked):
     assert engine.counts.prefilled_tokens + engine.counts.reused_tokens == total
 
 
+def test_frames_that_are_on_pages_already_are_not_encoded_again(bench, monkeypatch):
+    """A frame ends just where what is known does: in a next turn, and in a prompt with another second frame."""
+    engine = bench.engine()
+    ids, frames = written(OPENINGS[2])
+    engine.generate([Request(ids, frames, Sampling(4), (1,))])
+    encoded: list[Frame] = []
+    encode = Pictures.__call__
+
+    def watched(self, frames):
+        encoded.extend(frames)
+        return encode(self, frames)
+
+    monkeypatch.setattr(Pictures, "__call__", watched)
+    engine.generate([Request(np.append(ids, [1, 2]).astype(np.int32), frames, Sampling(4), (2,))])
+    assert encoded == []
+    engine.generate([Request(*written(OPENINGS[3]), Sampling(4), (3,))])
+    assert encoded == [_B]
+
+
 def test_a_full_cache_keeps_what_was_used_last(bench):
     """Ten pages: the prompt that is asked for all the time stays, those in between go."""
     engine = bench.engine(pages=10)

@@ -460,7 +460,6 @@ def ids_of(episodes: list[Episode]) -> list[list[int]]:
     ]
 
 
-@pytest.mark.slow
 def test_a_real_engine_under_fire(possessed, field, small_model):
     features, questions = field
     sampler, scene = possessed()
