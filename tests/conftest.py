@@ -27,11 +27,12 @@ from flax import nnx  # noqa: E402
 
 from models.qwen3_vl import Qwen3VL, Qwen3VLConfig, abstract_model  # noqa: E402
 from models.qwen3_vl.config import TextConfig, VisionConfig  # noqa: E402
-from paravt_jax.method import protocol, tokenizer
+from paravt_jax.method import protocol
 from paravt_jax.method.tokenizer import Vocabulary  # noqa: E402
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
+from paravt_jax.world.vocabulary import build_tokenizer
 
 # The first example of a property compiles, so its time says nothing about the property.
 hypothesis.settings.register_profile("paravt", deadline=None, print_blob=True)
@@ -80,7 +81,7 @@ def small_world(tmp_path_factory) -> SmallWorld:
 def small_vocabulary() -> Vocabulary:
     """The vocabulary that the small world's texts are made of."""
     return Vocabulary(
-        tokenizer.build((*world_text.PIECES, *protocol.recurring_texts((CropVideo(),))))
+        build_tokenizer((*world_text.PIECES, *protocol.recurring_texts((CropVideo(),))))
     )
 
 

@@ -25,6 +25,7 @@ from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.progress import Progress
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
+from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 from rollout.engine.sizing import REQUEST_TOKENS, overview_tokens
 from train.cli import parse
 from train.durable import hosts
@@ -222,7 +223,7 @@ def _open(run: Run, folder: pathlib.Path, root: pathlib.Path) -> Data:
     if run.model.path:
         copy_tokenizer(run.model.path, tokenizer_folder)
     elif not (tokenizer_folder / tokenizer.FILE).exists():
-        tokenizer.save(tokenizer.build(world_pieces(run.protocol)), tokenizer_folder)
+        save_tokenizer(build_tokenizer(world_pieces(run.protocol)), tokenizer_folder)
     names = ("questions", "heldout", "demonstrations", "windows", "captions")
     stored = {name: tuple(datasets.open_split(folder / "records", name)) for name in names}
     paths = tuple(

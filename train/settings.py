@@ -13,11 +13,11 @@ from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
 from rollout.agent.episode import Dispatch
-from rollout.engine.settings import EngineSettings, EngineSizes
-from rollout.engine.sizing import Lengths, engine_sizes, lengths
+from rollout.engine.settings import EngineSettings, EngineSizes, Lengths
+from rollout.engine.sizing import engine_sizes, lengths
 from rollout.evaluation.play import EvaluationSettings
 from train.durable.checkpoint import CheckpointSettings
-from train.durable.hosts import HostSettings
+from train.durable.cluster import HostSettings
 from train.learn.align import AlignSettings
 from train.learn.batch import BatchShape
 from train.learn.optimizer import require_counts

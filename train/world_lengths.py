@@ -14,6 +14,7 @@ from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
+from paravt_jax.world.vocabulary import build_tokenizer
 from train.learn.batch import shared_prompt
 
 
@@ -45,7 +46,7 @@ def world_vocabulary(limits: ProtocolSettings, model_path: str = "") -> Vocabula
     """The vocabulary of published weights, or the one that is made for a world."""
     if model_path:
         return tokenizer.load(local_folder(model_path, weights=False))
-    return Vocabulary(tokenizer.build(world_pieces(limits)))
+    return Vocabulary(build_tokenizer(world_pieces(limits)))
 
 
 @functools.cache

@@ -104,3 +104,21 @@ class EngineSizes:
     def piece(self, missing: int) -> int:
         """The length to prefill so many tokens in, in one piece or, where they are too many, in several."""
         return next((length for length in self.prefill if length >= missing), self.prefill[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """The longest sequences of a run, in tokens. Derived from settings, never set by hand."""
+
+    prompt: int
+    """A main agent's prompt: system turn, labelled frames, question."""
+    visual: int
+    """Visual tokens in that prompt."""
+    response: int
+    """Everything after the prompt: responses and tool results."""
+    crop_prompt: int
+    """A sub-agent's prompt."""
+    crop_visual: int
+    """Visual tokens in a sub-agent's prompt."""
+    report: int
+    """A sub-agent's report, and the prompt's last token, which stands in the same row."""

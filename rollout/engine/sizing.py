@@ -7,35 +7,16 @@ the sizes of the engine's compiled programs follow from these.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Frame
-from rollout.engine.settings import EngineSettings, EngineSizes
+from rollout.engine.settings import EngineSettings, EngineSizes, Lengths
 
 BUCKET = 256  # single questions are rounded up to it, so that videos of one size share programs
 _STEP = 16  # lengths of a run are multiples of it
 REQUEST_TOKENS = 32  # a sub-agent's prompt without its frames: 24 with Qwen's tokenizer
 _SHORTEST_READ = 1024  # tokens; programs for shorter reads would save little
-
-
-@dataclasses.dataclass(frozen=True)
-class Lengths:
-    """The longest sequences of a run, in tokens. Derived from settings, never set by hand."""
-
-    prompt: int
-    """A main agent's prompt: system turn, labelled frames, question."""
-    visual: int
-    """Visual tokens in that prompt."""
-    response: int
-    """Everything after the prompt: responses and tool results."""
-    crop_prompt: int
-    """A sub-agent's prompt."""
-    crop_visual: int
-    """Visual tokens in a sub-agent's prompt."""
-    report: int
-    """A sub-agent's report, and the prompt's last token, which stands in the same row."""
 
 
 def lengths(limits: ProtocolSettings, frame_tokens: int, frames: int) -> Lengths:

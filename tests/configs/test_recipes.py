@@ -31,6 +31,7 @@ from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
 from paravt_jax.world.text import TextSettings
+from paravt_jax.world.vocabulary import build_tokenizer
 from rollout.ask import AskSettings
 from rollout.engine.sizing import crop_tokens, overview_tokens
 from rollout.evaluation.settings import BenchmarkSettings
@@ -247,7 +248,7 @@ def test_the_8b_recipes_bounds_hold_with_the_real_tokenizer():
 def test_the_bounds_of_the_small_world_are_those_of_its_vocabulary():
     run = RECIPES["paravt_tiny"]()
     vocabulary = Vocabulary(
-        tokenizer.build((*world_text.PIECES, *protocol.recurring_texts((CropVideo(),))))
+        build_tokenizer((*world_text.PIECES, *protocol.recurring_texts((CropVideo(),))))
     )
     rules, longest = Protocol(vocabulary, run.protocol), run.lengths(64)
     assert (

@@ -28,7 +28,7 @@ from models.qwen3_vl.config import to_hf
 from models.sharding import make_mesh
 from models.weights import folder as hf_folder
 from models.weights import tensor_file
-from paravt_jax.method import tokenizer
+from paravt_jax.world.vocabulary import save_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -421,7 +421,7 @@ COMPANIONS = {
 
 
 def test_stop_ids_are_those_of_the_tokenizer_beside_the_weights(model, small_vocabulary, tmp_path):
-    file = tokenizer.save(small_vocabulary.tokenizer, tmp_path)
+    file = save_tokenizer(small_vocabulary.tokenizer, tmp_path)
     hf.save(model, tmp_path / "with", files=[file])
     stop, pad = (small_vocabulary[token] for token in ("<|im_end|>", "<|endoftext|>"))
     generation = json.loads((tmp_path / "with" / "generation_config.json").read_text())
@@ -458,7 +458,7 @@ def test_generate_of_transformers_ends_at_the_stop_id(small_model, small_vocabul
 
     graph, state = nnx.split(small_model)
     model = nnx.merge(graph, jax.tree.map(jnp.copy, state))
-    files = [tokenizer.save(small_vocabulary.tokenizer, tmp_path)]
+    files = [save_tokenizer(small_vocabulary.tokenizer, tmp_path)]
     stop, pad, new = small_vocabulary.eos, small_vocabulary.pad, 12
     prompts = torch.tensor(np.random.default_rng(0).integers(0, pad, (2, 6)))
 

@@ -21,6 +21,7 @@ from paravt_jax.data.preparation import LEFT_OUT, SUMMARY, find_tables, open_pre
 from paravt_jax.data.row_reading import Reading
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
+from paravt_jax.world.vocabulary import save_tokenizer
 from tests.paravt_jax.published_files import (
     CLIPS,
     answered,
@@ -85,7 +86,7 @@ def files(assets, small_vocabulary, tmp_path_factory):
     (media / CUT).write_bytes(whole[: len(whole) // 2])
     Image.fromarray(np.zeros((60, 90, 3), np.uint8)).save(media / PICTURE)
     write_files(folder / "annotations", media)
-    tokenizer.save(small_vocabulary.tokenizer, folder)
+    save_tokenizer(small_vocabulary.tokenizer, folder)
     return folder
 
 
@@ -245,7 +246,7 @@ def test_an_interrupted_preparation_goes_on(prepared, files, tmp_path, monkeypat
 
 
 def test_nothing_usable_is_an_error_that_says_why(small_vocabulary, tmp_path):
-    tokenizer.save(small_vocabulary.tokenizer, tmp_path)
+    save_tokenizer(small_vocabulary.tokenizer, tmp_path)
     write_rl(tmp_path / "annotations", [rl_row(GONE)] * 2)
     (tmp_path / "media").mkdir()
     with pytest.raises(
@@ -259,7 +260,7 @@ def test_nothing_usable_is_an_error_that_says_why(small_vocabulary, tmp_path):
 
 def test_what_cannot_be_read_is_counted_and_the_rest_kept(small_world, small_vocabulary, tmp_path):
     """An unknown codec, a name that is too long, and a row that is no text, beside good rows."""
-    tokenizer.save(small_vocabulary.tokenizer, tmp_path)
+    save_tokenizer(small_vocabulary.tokenizer, tmp_path)
     media = tmp_path / "media"
     media.mkdir()
     shutil.copyfile(small_world.folder / small_world.videos[0].path, media / "good.mp4")
@@ -321,7 +322,7 @@ def test_a_thousand_rows_with_a_tenth_of_the_videos_bad(
         rows[n % 4].append(
             rl_row(path) if n % 4 == 0 else called(path, [(0, 2)]) if n % 4 == 1 else answered(path)
         )
-    tokenizer.save(small_vocabulary.tokenizer, tmp_path)
+    save_tokenizer(small_vocabulary.tokenizer, tmp_path)
     write_rl(tmp_path / "annotations", rows[0])
     for n, name in ((1, "selftrace_15k3"), (2, "charades_12k4"), (3, "tvg_6k3")):
         write_sft(tmp_path / "annotations", rows[n], f"paravt_sft_{name}.parquet")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from paravt_jax.method import protocol, tokenizer
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
+from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 
 # Any text, with protocol-like parts among it so that pieces and added tokens meet strange neighbours.
 _PARTS = st.sampled_from(
@@ -30,7 +31,7 @@ _TEXTS = st.lists(st.one_of(st.text(), _PARTS), max_size=8).map("".join)
 @pytest.fixture(scope="module")
 def small() -> tokenizer.Vocabulary:
     return tokenizer.Vocabulary(
-        tokenizer.build((*world_text.PIECES, *protocol.recurring_texts((CropVideo(),))))
+        build_tokenizer((*world_text.PIECES, *protocol.recurring_texts((CropVideo(),))))
     )
 
 
@@ -130,7 +131,7 @@ def test_added_tokens_have_the_real_names_order_and_flags(small, real):
 
 
 def test_an_added_token_inside_a_piece_splits_it():
-    vocabulary = tokenizer.Vocabulary(tokenizer.build(["some words<|im_end|>\nmore words"]))
+    vocabulary = tokenizer.Vocabulary(build_tokenizer(["some words<|im_end|>\nmore words"]))
     assert _pieces(vocabulary, "some words<|im_end|>\nmore words") == [
         "some words",
         "<|im_end|>",
@@ -144,7 +145,7 @@ def test_part_of_a_character_decodes_to_a_replacement(small):
 
 
 def test_saved_and_loaded_it_is_the_same(small, tmp_path):
-    path = tokenizer.save(small.tokenizer, tmp_path)
+    path = save_tokenizer(small.tokenizer, tmp_path)
     again = tokenizer.load(tmp_path)
     text = "0 green seven é\n</think>"
     assert (

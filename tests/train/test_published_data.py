@@ -18,9 +18,9 @@ from models.sharding import make_mesh
 from paravt_jax.data import sources, video
 from paravt_jax.data.frames import FrameReader, ReaderSettings
 from paravt_jax.data.preparation import LEFT_OUT
-from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind
+from paravt_jax.world.vocabulary import save_tokenizer
 from rollout.engine.sizing import overview_tokens
 from tests.paravt_jax.published_files import answered, called, rl_row, write_rl, write_sft
 from train.durable import hosts
@@ -48,7 +48,7 @@ def files(small_world, small_vocabulary, tmp_path_factory):
         for n in range(8)
     ]
     write_sft(folder / "annotations", rows, "paravt_sft_charades_12k4.parquet")
-    tokenizer.save(small_vocabulary.tokenizer, folder / "tokenizer")
+    save_tokenizer(small_vocabulary.tokenizer, folder / "tokenizer")
     return folder
 
 

@@ -15,6 +15,7 @@ from models.features import FrameSettings
 from models.qwen3_vl.config import qwen3_vl
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.method import tokenizer
+from paravt_jax.world.vocabulary import save_tokenizer
 from train.export import write_model
 from train.phases.model import first_model
 from train.published_model import check_vocabulary, config_of, copy_tokenizer, fingerprint
@@ -91,7 +92,7 @@ def test_a_tokenizer_is_copied_once_and_without_the_model(base, tmp_path):
 
 def test_a_runs_model_knows_its_stop_ids(small_model, small_vocabulary, tmp_path):
     """A run's `model/` and what train.export writes both come from `write_model`."""
-    tokenizer.save(small_vocabulary.tokenizer, tmp_path / "tokenizer")
+    save_tokenizer(small_vocabulary.tokenizer, tmp_path / "tokenizer")
     write_model(small_model, tmp_path / "tokenizer", FrameSettings(), tmp_path / "model")
     stop, pad = small_vocabulary.eos, small_vocabulary.pad
     written = json.loads((tmp_path / "model" / "generation_config.json").read_text())

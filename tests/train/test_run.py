@@ -26,6 +26,7 @@ from models.qwen3_vl import load
 from paravt_jax.method import protocol, tokenizer
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
+from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 from rollout.ask import Assistant
 from train.durable.checkpoint import Checkpoints
 from train.durable.metrics import read_metrics
@@ -230,7 +231,7 @@ def test_what_cannot_be_exported_is_said_in_a_line(finished, tmp_path, capsys):
     (tmp_path / "there").mkdir()
     shutil.copytree(finished / "checkpoints" / "sft", tmp_path / "odd" / "checkpoints" / "sft")
     (tmp_path / "odd" / "config.json").write_text("{}")
-    tokenizer.save(tokenizer.build(("another",)), tmp_path / "odd" / "tokenizer")
+    save_tokenizer(build_tokenizer(("another",)), tmp_path / "odd" / "tokenizer")
     new = str(tmp_path / "new")
     cases = [
         (
@@ -304,7 +305,7 @@ def test_checkpoints_of_another_vocabulary_are_refused_with_the_difference(
 ):
     shutil.copytree(finished, tmp_path / "run")
     pieces = (*world_text.PIECES, *protocol.recurring_texts((CropVideo(),)), "another")
-    tokenizer.save(tokenizer.build(pieces), tmp_path / "run" / "tokenizer")
+    save_tokenizer(build_tokenizer(pieces), tmp_path / "run" / "tokenizer")
     size = tokenizer.load(finished / "tokenizer").size
     assert command(tmp_path / "run") == 1
     said = capsys.readouterr().err

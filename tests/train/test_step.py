@@ -12,11 +12,12 @@ from flax import nnx
 
 from models.qwen3_vl.rope import mrope_positions, visual_index
 from models.sharding import make_mesh
-from paravt_jax.method import protocol, tokenizer
+from paravt_jax.method import protocol
 from paravt_jax.method.protocol import render_call
 from paravt_jax.method.records import CropCall, Demonstration, Message, Question, QuestionKind
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
+from paravt_jax.world.vocabulary import build_tokenizer
 from train.learn.batch import build
 from train.learn.rl import Learner
 from train.learn.sft import SFTBatch, render, sft_batch, sft_loss, start_sft
@@ -167,7 +168,7 @@ def fixed(road, small):
     ]
     data = dataclasses.replace(
         road.data,
-        vocabulary=Vocabulary(tokenizer.build(pieces)),
+        vocabulary=Vocabulary(build_tokenizer(pieces)),
         questions=questions,
         demonstrations=tuple(demonstrations),
         windows=tuple((window,) for window in windows),

@@ -9,7 +9,7 @@ from models.qwen3_vl import remat
 from models.qwen3_vl.remat import Remat
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.rewards import RewardSettings
-from rollout.engine.sizing import Lengths
+from rollout.engine.settings import Lengths
 from train.learn.batch import BatchShape
 from train.learn.optimizer import OptimizerSettings, require_counts
 

@@ -27,7 +27,8 @@ from paravt_jax.data.video import VideoError
 from paravt_jax.method.grpo import masked_mean
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Demonstration, Trajectory
-from rollout.engine.sizing import Lengths, round_up
+from rollout.engine.settings import Lengths
+from rollout.engine.sizing import round_up
 from train.durable import hosts
 from train.learn.batch import BatchShape, Sequences, build
 from train.learn.optimizer import OptimizerSettings, make_optimizer, require_counts

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.engine.settings import EngineSettings
-from rollout.engine.sizing import Lengths, engine_sizes
+from rollout.engine.settings import EngineSettings, Lengths
+from rollout.engine.sizing import engine_sizes
 
 tokens = st.integers(1, 40_000)
 tunings = st.builds(
