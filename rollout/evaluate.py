@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import Episode, Question, StopReason
 from paravt_jax.method.rewards import Rewards, RewardSettings, score_all
-from paravt_jax.remote.judge import Judge
 from rollout.agent.episode import Dispatch, Scene, Setting, play
 from rollout.engine.requests import Sampler, run
 

@@ -37,7 +37,7 @@ from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Question
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.tokenizer import Vocabulary
-from paravt_jax.remote.judge import Judge
+from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.episode import Scene, Setting
 from rollout.agent.transcript import transcript
 from rollout.engine.engine import Engine
@@ -105,7 +105,7 @@ class Session:
         self.protocol = Protocol(data.vocabulary, run.protocol)
         self.compilations = Compilations()
         self.rewards = run.rl.rewards if run.rl else RewardSettings()
-        self.judge = Judge(self.rewards.judge) if self.rewards.judge else None
+        self.judge = RemoteJudge(self.rewards.judge) if self.rewards.judge else None
 
     def phase(self, name: str, steps: int, save_every: int, unreadable: dict[str, str]) -> Phase:
         """A phase with its checkpoints; those of a cold start may be another run's with the same settings for it (`Run.start`)."""

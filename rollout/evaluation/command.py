@@ -27,11 +27,11 @@ from paravt_jax.data.video import VideoError
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.remote.client import ClientSettings
 from rollout.agent.endpoint import (
     REFUSAL_REMEDY,
     EndpointError,
     EndpointSampler,
-    EndpointSettings,
     FrameImages,
 )
 from rollout.agent.episode import Scene
@@ -227,8 +227,9 @@ def _engine(
 ) -> tuple[FrameFeatures, Sampler]:
     if settings.endpoint:
         images = FrameImages(config, settings.pixels(), videos.root)
-        address = EndpointSettings(settings.endpoint, settings.endpoint_model, settings.concurrency)
-        return images, EndpointSampler(address, protocol.vocabulary, images)
+        server = ClientSettings(settings.endpoint, concurrency=settings.concurrency)
+        vocabulary = protocol.vocabulary
+        return images, EndpointSampler(server, settings.endpoint_model, vocabulary, images)
     mesh = make_mesh(1, 1, settings.tensor) if settings.tensor > 1 else None
     model = load_model(folder, config, mesh=mesh, dtype=settings.dtype, param_dtype=settings.dtype)
     features = FrameFeatures(model.vision, config, settings.pixels(), videos.root)

@@ -19,7 +19,7 @@ from paravt_jax.method.protocol import Protocol, subtitle_line, subtitled_text
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason
 from paravt_jax.method.rewards import RewardSettings, score
 from paravt_jax.method.subtitles import Subtitle, read_srt
-from paravt_jax.remote.judge import Judge
+from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.episode import Scene, play
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import Sampler, as_done
@@ -57,7 +57,7 @@ class Player:
         self._sampler, self._scene, self._settings, self._videos = sampler, scene, settings, videos
         self._setting = settings.setting()
         self._rewards = settings.rewards()
-        self._judge = Judge(self._rewards.judge) if self._rewards.judge else None
+        self._judge = RemoteJudge(self._rewards.judge) if self._rewards.judge else None
 
     def lines(self, items: Sequence[Item]) -> Iterator[Line]:
         """One line a question, in the order in which they are done. `spent` is the time since the line before it, in seconds."""
