@@ -24,8 +24,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models.features import FrameFeatures
-from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl, tiny, to_hf
+from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl, tiny
 from models.qwen3_vl.hf import load
+from models.qwen3_vl.hf_config import to_hf
 from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.vision import frozen
 from models.sharding import make_mesh, param_shardings
@@ -389,7 +390,7 @@ class Session:
         return question_stream(self.data.published, self.reader, seed + 2, prompts, budgets, first)
 
     def export(self) -> None:
-        """The trained model in the Hugging Face layout, for transformers and `models.qwen3_vl.load`, in the folder `model`."""
+        """The trained model in the Hugging Face layout, for transformers and `models.qwen3_vl.hf.load`, in the folder `model`."""
         folder = self.folder / "model"
         if not hosts.from_first(
             folder.exists

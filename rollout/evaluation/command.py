@@ -19,8 +19,9 @@ from typing import TextIO
 import tyro
 
 from models.features import FrameFeatures, frame_tokens
-from models.qwen3_vl.config import Qwen3VLConfig, from_hf
+from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.hf import load as load_model
+from models.qwen3_vl.hf_config import from_hf
 from models.sharding import make_mesh
 from models.weights.folder import local_folder, weights_files
 from paravt_jax.data.video import VideoError

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.qwen3_vl import Qwen3VL
+from models.qwen3_vl.model import Qwen3VL
 from tests.rollout import benchmark
 
 TOY = benchmark.WORKS["toy"]

@@ -21,7 +21,7 @@ from flax import nnx
 import train.export
 import train.run
 from models.processor import Processor
-from models.qwen3_vl import load
+from models.qwen3_vl.hf import load
 from paravt_jax.method import protocol, tokenizer
 from paravt_jax.world import text as world_text
 from rollout.ask import Assistant

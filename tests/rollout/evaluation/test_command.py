@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from models.qwen3_vl import save
+from models.qwen3_vl.hf import save
 from paravt_jax.method.tokenizer import save as save_vocabulary
 from rollout.agent.endpoint import EndpointError
 from rollout.evaluation import command
