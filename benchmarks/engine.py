@@ -29,9 +29,10 @@ from jaxtyping import Int, UInt8
 
 from benchmarks.model import CASES, Case, alone, machine, make, peak_memory
 from models.features import FrameFeatures, FrameSettings
-from models.processor import patchify
-from models.qwen3_vl import Qwen3VL, abstract_model, hf, mrope_positions
-from models.qwen3_vl.rope import next_position
+from models.patches import patchify
+from models.qwen3_vl import hf
+from models.qwen3_vl.model import Qwen3VL, abstract_model
+from models.qwen3_vl.rope import mrope_positions, next_position
 from paravt_jax.data import video
 from paravt_jax.data.local_path import require_local
 from paravt_jax.method.records import Frame

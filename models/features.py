@@ -14,17 +14,18 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Float
+from jaxtyping import Float, Int64, UInt8
 
-from models.processor import patchify, resize, smart_resize
+from models.patches import patchify
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from models.qwen3_vl.vision import VisionTower, frame_layout
 from paravt_jax.data import video
-from paravt_jax.data.frames import FrameSource
+from paravt_jax.data.sizes import smart_resize
 from paravt_jax.method.records import Frame
 
 _INFOS = 1024  # videos whose frames' times are kept: 8 bytes a frame, some 100 kB for five minutes
@@ -55,6 +56,16 @@ class FrameSettings:
             raise ValueError(
                 f"frames.max_pixels: {self.max_pixels}; give at least frames.min_pixels = {self.min_pixels}"
             )
+
+
+class FrameSource(Protocol):
+    """Lists and reads videos: `paravt_jax.data.video` itself, or a `FrameReader`."""
+
+    def probe(self, path: str | os.PathLike) -> video.VideoInfo: ...
+
+    def read(
+        self, path: str | os.PathLike, indices: Sequence[int] | Int64[np.ndarray, " m"]
+    ) -> UInt8[np.ndarray, "m h w 3"]: ...
 
 
 def frame_tokens(settings: FrameSettings, vision: VisionConfig) -> int:
@@ -209,7 +220,9 @@ class FrameFeatures:
         indices = list(range(count)) if count <= self.settings.whole_frames else wanted
         size = (grid[0] * self.config.vision.patch_size, grid[1] * self.config.vision.patch_size)
         try:
-            pixels = [resize(frame, size) for frame in self.source.read(self.root / name, indices)]
+            pixels = [
+                video.resize(frame, size) for frame in self.source.read(self.root / name, indices)
+            ]
         except IndexError as error:
             raise video.VideoError(
                 self.root / name, f"it had {count} frames and has changed since"

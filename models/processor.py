@@ -1,8 +1,9 @@
-"""What stands before the model, in NumPy: chat messages with images and videos to token ids, positions and patches.
+"""Chat messages with images and videos to `Inputs`: token ids, positions and patches, in NumPy.
 
-Owns the size a picture is shown at, the resize, the order of patches that the vision tower reads, the frames a video is seen by
-and the text that stands for it. Refuses to decode videos: they come as frames and times. Invariant: `Processor` equals
-the processor of transformers (5.10 or later) token for token; the patches of a still depend on it alone, so they may be cached.
+The processor chooses the size of a picture, the frames of a video and the text that stands for
+them. It does not decode videos: they come as frames and times. It equals the processor of
+transformers (5.10 or later) token for token, and the patches of a still depend on the still alone,
+so they may be cached.
 """
 
 from __future__ import annotations
@@ -20,14 +21,12 @@ import numpy as np
 from jaxtyping import Float, Int, Real, UInt8
 from PIL import Image, ImageOps
 
+from models.patches import patchify
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from models.qwen3_vl.model import Inputs
 from models.qwen3_vl.rope import mrope_positions, visual_index
 from models.weights.folder import local_folder
 from paravt_jax.data.sizes import image_size, video_size
-from paravt_jax.data.sizes import (
-    smart_resize as smart_resize,
-)  # part of this module's face: sizes of pictures are a processor's
 from paravt_jax.data.video import on_white, resize
 
 _TOKENS = {
@@ -36,46 +35,6 @@ _TOKENS = {
     "vision_start": "<|vision_start|>",
     "vision_end": "<|vision_end|>",
 }
-
-
-def patchify(
-    frames: UInt8[np.ndarray, "t h w 3"],
-    patch: int = 16,
-    merge: int = 2,
-    temporal: int = 2,
-    video: bool = False,
-) -> Float[np.ndarray, "m p c"]:
-    """Patches of m slices as the tower reads them: values in [-1, 1] (mean and deviation .5), merge order, c = (channel, time, y, x).
-
-    A still is a slice of its own, repeated `temporal` times. Of a `video`, `temporal` neighbours share a slice, and the last frame
-    fills up the last one. ValueError where a side is no multiple of patch * merge.
-    """
-    t, h, w, channels = frames.shape
-    if h % (patch * merge) or w % (patch * merge):
-        raise ValueError(
-            f"frame size = {h} x {w}: both sides are multiples of {patch * merge}; resize to smart_resize's answer first"
-        )
-    if video:
-        frames = np.concatenate([frames, np.repeat(frames[-1:], -t % temporal, axis=0)])
-    values = frames.astype(np.float32) / np.float32(127.5) - np.float32(1.0)
-    blocks = values.reshape(
-        -1,
-        temporal if video else 1,
-        h // patch // merge,
-        merge,
-        patch,
-        w // patch // merge,
-        merge,
-        patch,
-        channels,
-    )
-    blocks = blocks.transpose(
-        0, 2, 5, 3, 6, 8, 1, 4, 7
-    )  # slice, block row, block column, row, column, channel, time, y, x
-    blocks = np.repeat(blocks, 1 if video else temporal, axis=6)
-    return blocks.reshape(
-        len(blocks), (h // patch) * (w // patch), channels * temporal * patch * patch
-    )
 
 
 def video_frame_indices(

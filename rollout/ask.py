@@ -83,7 +83,7 @@ class Assistant:
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
     ) -> Assistant:
-        """From a folder or a hub id with weights and tokenizer; the last three, and what it raises, as `models.qwen3_vl.load`."""
+        """From a folder or a hub id with weights and tokenizer; the last three, and what it raises, as `models.qwen3_vl.hf.load`."""
         folder = local_folder(source)
         return cls(
             load(folder, mesh=mesh, dtype=dtype, param_dtype=param_dtype),

@@ -25,8 +25,12 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from flax import nnx  # noqa: E402
 
-from models.qwen3_vl import Qwen3VL, Qwen3VLConfig, abstract_model  # noqa: E402
-from models.qwen3_vl.config import TextConfig, VisionConfig  # noqa: E402
+from models.qwen3_vl.config import (  # noqa: E402
+    Qwen3VLConfig,  # noqa: E402
+    TextConfig,
+    VisionConfig,
+)
+from models.qwen3_vl.model import Qwen3VL, abstract_model  # noqa: E402
 from paravt_jax.method import protocol
 from paravt_jax.method.tokenizer import Vocabulary  # noqa: E402
 from paravt_jax.method.tools.crop_video import CropVideo

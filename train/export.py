@@ -1,6 +1,6 @@
 """Any kept checkpoint as a Hugging Face folder: `python -m train.export --run-dir runs/X --phase rl --step 40 --to FOLDER`.
 
-Owns what stands beside the weights, so that `models.qwen3_vl.load`, `models.processor.Processor.load` and transformers open the folder.
+Owns what stands beside the weights, so that `models.qwen3_vl.hf.load`, `models.processor.Processor.load` and transformers open the folder.
 Refuses, in one line, what is no run, a step that is not kept, another vocabulary and a folder that exists. Reads the run only, which may
 go on meanwhile; the optimiser is not read.
 """
@@ -19,8 +19,9 @@ import tyro
 from flax import nnx
 
 from models.features import FrameSettings
-from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig, from_hf
+from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from models.qwen3_vl.hf import save
+from models.qwen3_vl.hf_config import from_hf
 from models.qwen3_vl.model import Qwen3VL, abstract_model
 from paravt_jax.data.local_path import require_local
 from paravt_jax.method import tokenizer

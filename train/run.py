@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from configs import RECIPES
 from models.sharding import make_mesh
 from paravt_jax.data.stored_settings import as_json
-from paravt_jax.remote.judge import Judge
+from paravt_jax.remote.judge import RemoteJudge
 from train.cli import parse
 from train.durable import cluster, hosts
 from train.durable.allocator import reuse_freed_memory
@@ -87,7 +87,7 @@ def execute(run: Run, interrupts: Interrupts | None = None) -> pathlib.Path:
             interrupts=interrupts,
             tick=clock.save,
         )
-        judge = Judge(run.rl.rewards.judge) if run.rl and run.rl.rewards.judge else None
+        judge = RemoteJudge(run.rl.rewards.judge) if run.rl and run.rl.rewards.judge else None
         align(context, model)
         parts, weights = take_apart(model, mesh)
         reader = None

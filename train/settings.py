@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any, Literal
 
 from models.features import FrameSettings, frame_tokens
-from models.processor import smart_resize
 from models.qwen3_vl.config import VisionConfig, qwen3_vl, tiny
 from paravt_jax.data.local_path import require_local
+from paravt_jax.data.sizes import smart_resize
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings

@@ -25,7 +25,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from models.qwen3_vl.config import Qwen3VLConfig, from_hf, to_hf
+from models.qwen3_vl.config import Qwen3VLConfig
+from models.qwen3_vl.hf_config import from_hf, to_hf
 from models.qwen3_vl.model import Qwen3VL, abstract_model
 from models.sharding import param_shardings
 from models.weights import folder as hf_folder

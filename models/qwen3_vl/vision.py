@@ -57,7 +57,7 @@ def packed_layout(
     for t, h, w in grids:
         if min(t, h, w) < 1 or h % merge or w % merge:
             raise ValueError(
-                f"grid = {(t, h, w)}: sides are multiples of {merge} patches; resize with models.processor.smart_resize first"
+                f"grid = {(t, h, w)}: sides are multiples of {merge} patches; resize with paravt_jax.data.sizes.smart_resize first"
             )
     if filled > size or size % merge**2:
         raise ValueError(
@@ -246,7 +246,7 @@ class VisionTower(nnx.Module):
         """Features of patches that stand as `layout` says, q = p / merge^2 visual tokens a row.
 
         Index 0 of the third axis holds the merged features, 1 + i the DeepStack level i (levels = 1 + number of taps). Patches as
-        `models.processor.patchify` makes them. ValueError where layout and patches disagree.
+        `models.patches.patchify` makes them. ValueError where layout and patches disagree.
         """
         if layout.row.shape[1] != patches.shape[1] or layout.row.shape[0] not in (
             1,

@@ -14,7 +14,6 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Protocol
 
 import numpy as np
 from jaxtyping import Int64, UInt8
@@ -22,16 +21,6 @@ from jaxtyping import Int64, UInt8
 from paravt_jax.data import video
 from paravt_jax.data.sizes import smart_resize
 from paravt_jax.data.workers import WorkerError, Workers
-
-
-class FrameSource(Protocol):
-    """What lists and reads videos: `paravt_jax.data.video` itself, or a `FrameReader`."""
-
-    def probe(self, path: str | os.PathLike) -> video.VideoInfo: ...
-
-    def read(
-        self, path: str | os.PathLike, indices: Sequence[int] | Int64[np.ndarray, " m"]
-    ) -> UInt8[np.ndarray, "m h w 3"]: ...
 
 
 @dataclasses.dataclass(frozen=True)

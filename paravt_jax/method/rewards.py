@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from paravt_jax.method.accuracy import accuracy
+from paravt_jax.method.judge import Judge, JudgeSettings
 from paravt_jax.method.parsing import (
     extract_answer,
     find_calls,
@@ -24,7 +25,6 @@ from paravt_jax.method.parsing import (
     tags_balanced,
 )
 from paravt_jax.method.records import CallStatus, Question, Turn
-from paravt_jax.remote.judge import Judge, JudgeSettings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +194,7 @@ def score_all(
         ]
     elif judge is None:
         raise ValueError(
-            "score_all: judge is missing; RewardSettings.judge names one, make it with Judge(settings.judge)"
+            "score_all: judge is missing; RewardSettings.judge names one, make it with RemoteJudge(settings.judge)"
         )
     else:
         right = judge.scores(items)

@@ -17,10 +17,10 @@ from typing import Any
 
 from paravt_jax.data.video import VideoError
 from paravt_jax.method.accuracy import is_read
+from paravt_jax.method.judge import Judge
 from paravt_jax.method.parsing import TAG_PATTERN, extract_answer, find_calls, first_think
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason, Turn
 from paravt_jax.method.rewards import Rewards, RewardSettings, final_answer, score_all
-from paravt_jax.remote.judge import Judge
 from rollout.agent.episode import Dispatch, Scene, Setting, play
 from rollout.agent.scoring import executed_calls, seed_of
 from rollout.engine.requests import Sampler, as_done

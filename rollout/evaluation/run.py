@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from models.features import FrameFeatures, frame_tokens
-from models.qwen3_vl.config import Qwen3VLConfig, from_hf
+from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.hf import load as load_model
+from models.qwen3_vl.hf_config import from_hf
 from models.sharding import make_mesh
 from models.weights.folder import local_folder, weights_files
 from paravt_jax.data.question_files import read_questions, require_unique_ids
@@ -23,11 +24,11 @@ from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Question
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.progress import Progress
+from paravt_jax.remote.client import ClientSettings
 from rollout.agent.endpoint import (
     REFUSAL_REMEDY,
     EndpointError,
     EndpointSampler,
-    EndpointSettings,
     FrameImages,
 )
 from rollout.agent.episode import Scene
@@ -203,8 +204,9 @@ def _engine(
 ) -> tuple[FrameFeatures, Sampler]:
     if settings.endpoint:
         images = FrameImages(config, settings.pixels(), videos.root)
-        address = EndpointSettings(settings.endpoint, settings.endpoint_model, settings.concurrency)
-        return images, EndpointSampler(address, protocol.vocabulary, images)
+        server = ClientSettings(settings.endpoint, concurrency=settings.concurrency)
+        vocabulary = protocol.vocabulary
+        return images, EndpointSampler(server, settings.endpoint_model, vocabulary, images)
     mesh = make_mesh(1, 1, settings.tensor) if settings.tensor > 1 else None
     model = load_model(folder, config, mesh=mesh, dtype=settings.dtype, param_dtype=settings.dtype)
     features = FrameFeatures(model.vision, config, settings.pixels(), videos.root)

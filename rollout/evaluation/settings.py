@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from models.features import FrameSettings
 from paravt_jax.data.local_path import require_local
+from paravt_jax.method.address import check_address
+from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.protocol import Prompt, ProtocolSettings
 from paravt_jax.method.rewards import RewardSettings
-from paravt_jax.remote.judge import JudgeSettings
-from rollout.agent.endpoint import check_endpoint
 from rollout.agent.episode import Dispatch, Setting
 from rollout.evaluation.benchmarks import BENCHMARKS
 
@@ -161,7 +161,7 @@ class BenchmarkSettings:
                 "--endpoint, --endpoint-model: an address and the model's name there belong together; give both or neither"
             )
         if self.endpoint:
-            check_endpoint(self.endpoint)
+            check_address("--endpoint", self.endpoint, "the environment variable OPENAI_API_KEY")
         if (self.open_ended == "judge") != bool(self.judge and self.judge_model):
             raise ValueError(
                 "--open-ended judge, --judge, --judge-model: belong together; give all three or none"

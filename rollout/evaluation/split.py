@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from paravt_jax.method.protocol import Protocol, subtitle_line, subtitled_text
 from paravt_jax.method.records import Question
 from paravt_jax.method.subtitles import Subtitle, read_srt
-from paravt_jax.remote.judge import Judge
+from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.episode import Scene
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import Sampler
@@ -33,7 +33,7 @@ class Player:
         self._sampler, self._scene, self._settings, self._videos = sampler, scene, settings, videos
         self._setting = settings.setting()
         rewards = settings.rewards()
-        judge = Judge(rewards.judge) if rewards.judge else None
+        judge = RemoteJudge(rewards.judge) if rewards.judge else None
         self._scoring = Scoring(rewards, judge, blocks_only=False)
 
     def lines(self, items: Sequence[Item]) -> Iterator[Line]:

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from benchmarks import engine as benchmark
-from models.qwen3_vl import Qwen3VL
+from models.qwen3_vl.model import Qwen3VL
 
 TOY = benchmark.WORKS["toy"]
 ALL = [*benchmark.WORKS.values(), *benchmark.FEW.values()]

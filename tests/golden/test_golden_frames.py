@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from models.processor import smart_resize
+from paravt_jax.data.sizes import smart_resize
 from paravt_jax.data.video import VideoInfo, overview_indices, window_indices
 from tests.golden.conftest import Excuse, check_examples
 

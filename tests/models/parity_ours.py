@@ -18,18 +18,18 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from models.attention import DenseCache, attend
-from models.qwen3_vl import (
-    KV,
-    Qwen3VL,
-    Qwen3VLConfig,
-    hf,
+from models.qwen3_vl import hf
+from models.qwen3_vl.config import Qwen3VLConfig
+from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.rope import (
+    mrope_angles,
     mrope_positions,
     next_position,
-    packed_layout,
+    vision_angles,
+    visual_index,
 )
-from models.qwen3_vl.rope import mrope_angles, vision_angles, visual_index
-from models.qwen3_vl.text import DecoderLayer
-from models.qwen3_vl.vision import VisionBlock
+from models.qwen3_vl.text import KV, DecoderLayer
+from models.qwen3_vl.vision import VisionBlock, packed_layout
 from tests.models.parity import IMAGE, NEW_TOKENS, VIDEO, Results, Sample, is_text
 
 Outputs = tuple[jax.Array, KV, jax.Array | None]

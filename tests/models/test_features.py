@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from models.features import FrameFeatures, FrameSettings, frame_tokens
-from models.processor import patchify
-from models.qwen3_vl import frame_layout
+from models.patches import patchify
+from models.qwen3_vl.vision import frame_layout
 from paravt_jax.data import video
 from paravt_jax.data.video import VideoError
 from paravt_jax.method.records import Frame

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.qwen3_vl import Inputs, Qwen3VL, frame_layout, generate, mrope_positions
-from models.qwen3_vl.rope import visual_index
+from models.qwen3_vl.generate import generate
+from models.qwen3_vl.model import Inputs, Qwen3VL
+from models.qwen3_vl.rope import mrope_positions, visual_index
+from models.qwen3_vl.vision import frame_layout
 from train.durable.compilations import Compilations
 
 IMAGE, VIDEO = (1, 2, 4), (3, 4, 2)

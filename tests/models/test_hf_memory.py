@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from models.qwen3_vl import Qwen3VLConfig, TextConfig, VisionConfig, hf, tiny
-from models.qwen3_vl.config import to_hf
+from models.qwen3_vl import hf
+from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig, tiny
+from models.qwen3_vl.hf_config import to_hf
 from models.weights import folder as hf_folder
 
 pytestmark = pytest.mark.slow
@@ -84,7 +85,7 @@ def large(tmp_path_factory):
 LOAD = """
     import json, pathlib, sys
     import jax, jax.numpy as jnp, numpy as np
-    from models.qwen3_vl import load
+    from models.qwen3_vl.hf import load
     from models.sharding import make_mesh
     folder, fsdp, tensor = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     mesh = make_mesh(fsdp=fsdp, tensor=tensor) if fsdp * tensor > 1 else None
@@ -189,7 +190,8 @@ def test_two_processes_read_their_own_and_write_what_they_read(tmp_path):
 
 
 FAILING = """
-    from models.qwen3_vl import hf, tiny
+    from models.qwen3_vl import hf
+    from models.qwen3_vl.config import tiny
     from models.sharding import make_mesh
     from models.weights import tensor_file
     target, found = pathlib.Path(target), {}

@@ -13,7 +13,9 @@ from flax import nnx
 from jax.ad_checkpoint import print_saved_residuals
 
 from models.attention import DenseCache
-from models.qwen3_vl import Qwen3VL, abstract_model, frame_layout, packed_layout, tiny
+from models.qwen3_vl.config import tiny
+from models.qwen3_vl.model import Qwen3VL, abstract_model
+from models.qwen3_vl.vision import frame_layout, packed_layout
 
 CONFIG = tiny(97)
 # bfloat16 rounds by up to 2^-9 = 0.2 %. Some ten roundings in each of the five layers add up as sqrt(50) of them, 1.4 %, and scores are

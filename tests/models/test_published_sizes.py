@@ -14,17 +14,13 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from models.attention import DenseCache
-from models.qwen3_vl import (
-    KV,
-    abstract_model,
-    flops_per_token,
-    frame_layout,
-    from_hf,
-    hf,
-    num_params,
-    qwen3_vl,
-)
-from models.qwen3_vl.config import to_hf, vision_flops
+from models.qwen3_vl import hf
+from models.qwen3_vl.config import qwen3_vl
+from models.qwen3_vl.flops import flops_per_token, vision_flops
+from models.qwen3_vl.hf_config import from_hf, to_hf
+from models.qwen3_vl.model import abstract_model, num_params
+from models.qwen3_vl.text import KV
+from models.qwen3_vl.vision import frame_layout
 
 # Of transformers 5.23 on the meta device: tensors, parameters, and the digest of `name shape` lines in the order of names.
 TRANSFORMERS = {

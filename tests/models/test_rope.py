@@ -8,8 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models.qwen3_vl import mrope_positions, next_position, tiny
-from models.qwen3_vl.rope import merge_order, mrope_angles, rotate, visual_index
+from models.qwen3_vl.config import tiny
+from models.qwen3_vl.rope import (
+    merge_order,
+    mrope_angles,
+    mrope_positions,
+    next_position,
+    rotate,
+    visual_index,
+)
 
 CONFIG = tiny(300)
 IMAGE, VIDEO = CONFIG.image_token_id, CONFIG.video_token_id

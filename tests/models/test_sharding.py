@@ -17,17 +17,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.attention import DenseCache
-from models.qwen3_vl import (
-    KV,
-    Qwen3VL,
-    Qwen3VLConfig,
-    abstract_model,
-    packed_layout,
-    qwen3_vl,
-    tiny,
-)
-from models.qwen3_vl.config import TextConfig, VisionConfig
-from models.qwen3_vl.text import TextDecoder
+from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig, qwen3_vl, tiny
+from models.qwen3_vl.model import Qwen3VL, abstract_model
+from models.qwen3_vl.text import KV, TextDecoder
+from models.qwen3_vl.vision import packed_layout
 from models.sharding import BATCH, RULES, make_mesh, param_shardings
 from train.plan.collectives import bytes_sent, find_collectives
 

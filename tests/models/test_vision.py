@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.qwen3_vl import Qwen3VL, frame_layout, pack, tiny
-from models.qwen3_vl.vision import frozen
+from models.qwen3_vl.config import tiny
+from models.qwen3_vl.model import Qwen3VL
+from models.qwen3_vl.vision import frame_layout, frozen, pack
 
 CONFIG = tiny(97)
 GRIDS = [(1, 2, 4), (3, 4, 2), (1, 4, 4), (1, 2, 2)]  # 8, 3 x 8, 16 and 4 patches

@@ -1,12 +1,12 @@
 """What an episode earns: the numbers of REFERENCE 3, and what must never be paid (REFERENCE 4, points 3 and 12; TOY)."""
 
 import dataclasses
-from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.records import (
     CallOutcome,
     CallStatus,
@@ -23,7 +23,6 @@ from paravt_jax.method.rewards import (
     score_all,
     tool_reward,
 )
-from paravt_jax.remote.judge import Judge, JudgeSettings
 from tests.turns import turn_of
 
 QUESTION = Question(
@@ -199,7 +198,10 @@ def test_a_judge_is_asked_where_the_settings_name_it_and_nowhere_else():
         def scores(self, items):
             return [0.5 for _ in items]
 
-    judge = cast(Judge, Half())
+        def metrics(self):
+            return {}
+
+    judge = Half()
     with pytest.raises(ValueError, match="score_all: a judge is given"):
         score_all([(QUESTION, [answer()])], SETTINGS, judge)
     named = RewardSettings(open_ended="judge", judge=JudgeSettings("http://localhost:1/v1", "m"))

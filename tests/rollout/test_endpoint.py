@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
-import email.utils
 import io
 import json
 import re
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -22,10 +20,10 @@ from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import CallStatus, CropCall, StopReason
 from paravt_jax.method.rewards import Rewards
 from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.remote.client import ClientSettings
 from rollout.agent.endpoint import (
     EndpointError,
     EndpointSampler,
-    EndpointSettings,
     FrameImages,
     messages,
 )
@@ -98,7 +96,7 @@ def ask(scene, small_vocabulary, images, small_questions):
         chosen: dict[str, Any] = {"wait": 0.01} | fields
         with serving(answer) as server:
             sampler = EndpointSampler(
-                EndpointSettings(server.endpoint, "m", **chosen), small_vocabulary, images
+                ClientSettings(server.endpoint, **chosen), "m", small_vocabulary, images
             )
             try:
                 (episode,) = run(
@@ -210,20 +208,6 @@ def test_a_reply_that_was_cut_off(ask):
     assert episode.stop is StopReason.TRUNCATED and episode.turns[0].truncated
 
 
-def test_a_server_that_fails_for_a_while_is_asked_again(ask):
-    def answer(number, received) -> Reply:
-        return (
-            Reply(status=503)
-            if number == 0
-            else Reply(close=True)
-            if number == 1
-            else course(number, received)
-        )
-
-    episode, server = ask(answer)
-    assert episode.answer == "seven" and len(server.received) == 6
-
-
 @pytest.mark.parametrize(
     ("reply", "message", "asked"),
     [
@@ -303,49 +287,6 @@ def test_a_servers_message_does_not_show_the_key(ask, monkeypatch):
     assert "sk-17" not in str(raised.value)
 
 
-@pytest.mark.parametrize("status", [429, 503])
-@pytest.mark.parametrize("dated", [False, True])
-def test_a_busy_server_is_left_alone_for_as_long_as_it_asks(ask, status, dated):
-    def answer(number, received) -> Reply:
-        if number:
-            return course(number, received)
-        until = email.utils.formatdate(time.time() + 2, usegmt=True)
-        return Reply(status=status, headers=(("Retry-After", until if dated else "0.4"),))
-
-    episode, server = ask(answer)
-    assert episode.answer == "seven"
-    # Dates have no parts of a second.
-    assert server.times[1] - server.times[0] >= (0.9 if dated else 0.4)
-
-
-def test_a_wait_is_no_longer_than_a_request_may_take(ask):
-    def answer(number, received) -> Reply:
-        busy = Reply(status=429, headers=(("Retry-After", "99999"),))
-        return busy if number == 0 else course(number, received)
-
-    episode, _ = ask(answer, timeout=0.5)
-    assert episode.answer == "seven"
-
-
-def test_a_busy_server_does_not_hold_a_request_beyond_its_deadline(images, small_vocabulary):
-    busy = Reply(status=429, headers=(("Retry-After", "99999"),))
-    with serving(lambda number, received: busy) as server:
-        sampler = EndpointSampler(EndpointSettings(server.endpoint, "m"), small_vocabulary, images)
-        sampler.submit(prompted(small_vocabulary, deadline=0.3))
-        ((_, (sample,)),) = sampler.step()
-        sampler.close()
-    assert sample.stop is SampleStop.DEADLINE and len(server.received) == 1
-
-
-def test_a_reply_that_is_no_chat_completion_is_asked_for_again(ask):
-    broken = (Reply(b"<html>Bad gateway</html>"), Reply(says(PLAN).body[:-9]), Reply(b"[]"))
-
-    def answer(number, received) -> Reply:
-        return broken[number] if number < 3 else course(number, received)
-
-    assert ask(answer)[0].answer == "seven"
-
-
 def test_a_reply_ends_with_its_first_end_of_turn(ask):
     """A second one would be an empty message without a role in the next request."""
 
@@ -388,7 +329,8 @@ def test_half_a_character_in_a_reply_becomes_the_replacement_character(ask):
 def test_a_deadline_is_kept(images, small_vocabulary):
     with serving(lambda number, received: Reply(status=503)) as server:
         sampler = EndpointSampler(
-            EndpointSettings(server.endpoint, "m", wait=0.05, attempts=1000),
+            ClientSettings(server.endpoint, wait=0.05, attempts=1000),
+            "m",
             small_vocabulary,
             images,
         )
@@ -410,7 +352,7 @@ def test_requests_go_side_by_side_up_to_the_limit(images, small_vocabulary):
 
     with serving(answer) as server:
         sampler = EndpointSampler(
-            EndpointSettings(server.endpoint, "m", concurrency=3), small_vocabulary, images
+            ClientSettings(server.endpoint, concurrency=3), "m", small_vocabulary, images
         )
         tickets = [sampler.submit(prompted(small_vocabulary)) for _ in range(5)]
         sampler.cancel(tickets.pop())
@@ -419,22 +361,3 @@ def test_requests_go_side_by_side_up_to_the_limit(images, small_vocabulary):
             answered += [ticket for ticket, _ in sampler.step()]
         sampler.close()
     assert sorted(answered) == tickets and server.most == 3
-
-
-def test_the_key_goes_with_the_request(ask, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "secret-1")
-    _, server = ask(course)
-    assert {r.headers["Authorization"] for r in server.received} == {"Bearer secret-1"}
-
-
-@pytest.mark.parametrize("address", ["localhost:8000", "http://localhost:8000/v1/chat/completions"])
-def test_addresses_that_are_none(address):
-    with pytest.raises(ValueError, match="--endpoint: .* an address such as"):
-        EndpointSettings(address, "m")
-
-
-@pytest.mark.parametrize("address", ["http://user:sk-17@host/v1", "http://host/v1?api_key=sk-17"])
-def test_an_address_with_a_secret_is_no_endpoint(address):
-    with pytest.raises(ValueError, match="--endpoint: .*OPENAI_API_KEY") as error:
-        EndpointSettings(address, "m")
-    assert "sk-17" not in str(error.value)

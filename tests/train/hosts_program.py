@@ -15,7 +15,8 @@ import numpy as np
 import tyro
 from flax import nnx
 
-from models.qwen3_vl import Qwen3VL, tiny
+from models.qwen3_vl.config import tiny
+from models.qwen3_vl.model import Qwen3VL
 from models.sharding import make_mesh, param_shardings
 from train.durable import cluster, hosts
 from train.durable.interrupts import Interrupts, Stopped

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import train.run
+from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.records import QuestionKind
 from paravt_jax.method.rewards import RewardSettings
-from paravt_jax.remote.judge import JudgeSettings
 from tests.paravt_jax.judge_server import Reply, says, serving
 from train.phases.actor import Actor
 

@@ -11,7 +11,8 @@ import optax
 import pytest
 from flax import nnx
 
-from models.qwen3_vl import abstract_model, tiny
+from models.qwen3_vl.config import tiny
+from models.qwen3_vl.model import abstract_model
 from train.learn.optimizer import OptimizerSettings, make_optimizer
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from models.features import FrameFeatures, FrameSettings
-from models.qwen3_vl import flops_per_token
+from models.qwen3_vl.flops import flops_per_token
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import (
     Author,

@@ -20,7 +20,8 @@ import pytest
 from flax import nnx
 
 from configs import RECIPES
-from models.qwen3_vl.config import flops_per_token, qwen3_vl
+from models.qwen3_vl.config import qwen3_vl
+from models.qwen3_vl.flops import flops_per_token
 from models.qwen3_vl.model import abstract_model
 from rollout.engine import runner
 from tests.train.small import small

@@ -34,7 +34,7 @@ from paravt_jax.method.records import (
     Turn,
 )
 from paravt_jax.method.rewards import Rewards
-from paravt_jax.remote.judge import Judge, JudgeCounts
+from paravt_jax.remote.judge import JudgeCounts, RemoteJudge
 from rollout.agent.episode import Scene
 from rollout.engine.requests import Sampler
 from train.learn.rl_settings import RLSettings
@@ -85,7 +85,7 @@ class RolloutFile:
         settings: RLSettings,
         seed: int,
         step: int,
-        judge: Judge | None = None,
+        judge: RemoteJudge | None = None,
     ) -> Rollouts:
         """As `train.learn.rollouts.roll_out`, whose episodes are written down; or those that were, where they are this step's.
 

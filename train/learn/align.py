@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from models.processor import patchify
+from models.patches import patchify
 from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.vision import PatchLayout, frame_layout
 from paravt_jax.data import video

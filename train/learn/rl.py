@@ -22,8 +22,8 @@ from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.text import TextDecoder
 from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, Metrics, Totals
+from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import Question
-from paravt_jax.remote.judge import Judge
 from rollout.agent.episode import Scene
 from rollout.engine.engine import Engine
 from train.durable import hosts
@@ -192,7 +192,7 @@ class Learner:
         )
         metrics |= speeds(placed, self.config, float(spans["update"]), self.mesh.size)
         if self.judge is not None:
-            asked = hosts.gather(self.judge.counts.metrics())
+            asked = hosts.gather(self.judge.metrics())
             metrics |= {name: sum(part[name] for part in asked) for name in asked[0]}
         return state, metrics
 

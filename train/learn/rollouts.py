@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason, Trajectory
 from paravt_jax.method.rewards import Rewards, score_all
-from paravt_jax.remote.judge import Judge
 from rollout.agent.episode import Scene, Setting, play
 from rollout.agent.scoring import executed_calls, seed_of
 from rollout.engine.requests import Sampler, run

@@ -17,7 +17,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.experimental.pallas import tpu as pltpu
 
-from models.qwen3_vl.config import Qwen3VLConfig, flops_per_token
+from models.qwen3_vl.config import Qwen3VLConfig
+from models.qwen3_vl.flops import flops_per_token
 from train.learn.batch import Sequences
 from train.learn.packed_batch import Packed
 

@@ -13,7 +13,7 @@ from models.qwen3_vl.model import Qwen3VL
 from paravt_jax.data import video
 from paravt_jax.data.frames import FrameReader
 from paravt_jax.method.protocol import Protocol
-from paravt_jax.remote.judge import Judge
+from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.episode import Scene
 from rollout.engine.engine import Engine
 from train.learn.weight_sync import WeightSync
@@ -29,7 +29,7 @@ class Actor:
     engine: Engine
     sync: WeightSync
     scene: Scene
-    judge: Judge | None
+    judge: RemoteJudge | None
 
     def wake(self, weights: Any, version: int) -> None:
         """Brings `weights` to the engine under the number `version`."""
@@ -47,7 +47,7 @@ def open_scene(run: Run, data: Data, model: Qwen3VL, reader: FrameReader | None)
 
 
 def open_actor(
-    run: Run, model: Qwen3VL, scene: Scene, judge: Judge | None, weights: Any
+    run: Run, model: Qwen3VL, scene: Scene, judge: RemoteJudge | None, weights: Any
 ) -> Actor | None:
     """An actor that sleeps until `wake`; None for a run that plays no episodes. `weights` show
     where the trained ones lie."""

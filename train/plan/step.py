@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from models.qwen3_vl.config import Qwen3VLConfig, flops_per_token
+from models.qwen3_vl.config import Qwen3VLConfig
+from models.qwen3_vl.flops import flops_per_token
 from train.learn.batch import BatchShape
 from train.learn.packed_sft import PackedSFTSettings
 from train.learn.placement import fit, parts_of

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models.qwen3_vl import Qwen3VL, Qwen3VLConfig, abstract_model
-from models.qwen3_vl.config import TextConfig, VisionConfig
+from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig
+from models.qwen3_vl.model import Qwen3VL, abstract_model
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from models.features import FrameFeatures, FrameSettings
-from models.processor import patchify
-from models.qwen3_vl import Inputs, Qwen3VL, Qwen3VLConfig, hf, mrope_positions
-from models.qwen3_vl.config import TextConfig, VisionConfig, to_hf
+from models.patches import patchify
+from models.qwen3_vl import hf
+from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig
 from models.qwen3_vl.generate import generate
-from models.qwen3_vl.rope import visual_index
+from models.qwen3_vl.hf_config import to_hf
+from models.qwen3_vl.model import Inputs, Qwen3VL
+from models.qwen3_vl.rope import mrope_positions, visual_index
 from paravt_jax.data import video
 from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine

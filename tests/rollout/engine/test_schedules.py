@@ -26,8 +26,8 @@ from hypothesis.stateful import (
 )
 
 import rollout.engine.runner
-from models.qwen3_vl import Qwen3VL, Qwen3VLConfig, abstract_model
-from models.qwen3_vl.config import TextConfig, VisionConfig
+from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig
+from models.qwen3_vl.model import Qwen3VL, abstract_model
 from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine
 from rollout.engine.pages import PageTree

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from models.qwen3_vl import save
+from models.qwen3_vl.hf import save
 from paravt_jax.world.vocabulary import save_tokenizer as save_vocabulary
 from rollout import evaluate as command
 from rollout.agent.endpoint import EndpointError

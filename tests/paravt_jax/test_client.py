@@ -1,0 +1,455 @@
+"""The client of OpenAI-compatible servers against a real one on this machine, which answers, errs, stalls, hangs up and talks nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import email.utils
+import json
+import logging
+import math
+import socket
+import threading
+import time
+from concurrent.futures import wait
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paravt_jax.method.address import check_address
+from paravt_jax.remote.client import (
+    Choice,
+    Client,
+    ClientSettings,
+    Failure,
+    UnusableReply,
+    retry_after,
+)
+from tests.paravt_jax.judge_server import Reply, says, serving
+
+SECRET = "sk-17-secret"
+DATE = "Wed, 21 Oct 2026 07:28:00 GMT"
+STALL = 60.0  # seconds: longer than any pause of a busy machine
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch):
+    """A key, and no proxy between the test and its server."""
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    monkeypatch.setenv("NO_PROXY", "*")
+
+
+def quick(address: str = "http://127.0.0.1:9/v1", **fields) -> ClientSettings:
+    values: dict[str, Any] = {"timeout": 20.0, "wait": 0.001, "attempts": 3, **fields}
+    return ClientSettings(address, **values)
+
+
+def text(choice: Choice) -> str:
+    """Reads a completion; "no" is none."""
+    if choice.text == "no":
+        raise UnusableReply("it says no")
+    return choice.text
+
+
+@dataclasses.dataclass
+class Asked:
+    """What became of one request: its answer or failure, the failed attempts, and when the server was asked."""
+
+    found: str | Failure
+    failures: list[Failure]
+    times: list[float]
+
+    @property
+    def kinds(self) -> list[str]:
+        return [failure.kind for failure in self.failures]
+
+
+def ask(replies: list[Reply], deadline: float | None = None, **fields) -> Asked:
+    """Asks a server that gives these replies in turn, the last one for good."""
+    with serving(lambda n, _: replies[min(n, len(replies) - 1)]) as server:
+        failures: list[Failure] = []
+        client = Client(quick(server.endpoint, **fields))
+        future = client.ask({"model": "m"}, text, deadline, failures)
+        asked = Asked(future.result(STALL), failures, server.times)
+        client.close()
+        return asked
+
+
+def failed(replies: list[Reply], **fields) -> Failure:
+    """The failure of a request that gets these replies."""
+    found = ask(replies, **fields).found
+    assert isinstance(found, Failure)
+    return found
+
+
+# What is sent.
+
+
+def test_the_request_is_one_that_any_compatible_server_takes():
+    with serving(lambda *_: says("1")) as server:
+        client = Client(quick(server.endpoint + "/"))
+        assert client.ask({"model": "m", "messages": []}, text).result(STALL) == "1"
+        (received,) = server.received
+    assert received.path == "/v1/chat/completions"
+    assert received.headers["Authorization"] == f"Bearer {SECRET}"
+    assert received.headers["Content-Type"] == "application/json"
+    assert received.headers["Accept-Encoding"] == "identity"
+    assert received.body == {"model": "m", "messages": []}
+
+
+@pytest.mark.parametrize("variable, value", [("OPENAI_API_KEY", None), ("", SECRET)])
+def test_a_server_without_keys_gets_none(monkeypatch, variable, value):
+    if value is None:
+        monkeypatch.delenv("OPENAI_API_KEY")
+    with serving(lambda *_: says("1")) as server:
+        client = Client(quick(server.endpoint, key_variable=variable))
+        assert client.ask({}, text).result(STALL) == "1" and client.key() is None
+        assert "Authorization" not in server.received[0].headers
+
+
+def test_the_key_is_read_anew_and_without_its_line_feed(monkeypatch):
+    with serving(lambda *_: says("1")) as server:
+        client = Client(quick(server.endpoint))
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-second\n")
+        client.ask({}, text).result(STALL)
+        assert server.received[0].headers["Authorization"] == "Bearer sk-second"
+
+
+def test_a_redirect_is_not_followed():
+    with (
+        serving(lambda *_: says("1")) as other,
+        serving(lambda *_: Reply(status=307, headers=(("Location", other.endpoint),))) as server,
+    ):
+        found = Client(quick(server.endpoint)).ask({}, text).result(STALL)
+        assert isinstance(found, Failure) and found.status == 307
+        assert len(server.received) == 1 and not other.received
+
+
+# What comes back.
+
+
+def test_a_completion_has_its_text_and_why_it_ended():
+    choice = {"message": {"content": "a b"}, "finish_reason": "stop", "stop_reason": "b"}
+    with serving(lambda *_: Reply(json.dumps({"choices": [choice]}).encode())) as server:
+        found = Client(quick(server.endpoint)).ask({}, lambda choice: choice).result(STALL)
+    assert found == Choice("a b", "stop", "b")
+
+
+NONSENSE = {
+    "html": Reply(b"<html>It works!</html>"),
+    "nothing": Reply(b""),
+    "no JSON": Reply(b'{"choices": ['),
+    "no UTF-8": Reply(b"\xff\xfe\xfa"),
+    "deep": Reply(b"[" * 60_000),
+    "a list": Reply(b"[]"),
+    "no choices": Reply(b'{"choices": []}'),
+    "a text as choice": Reply(b'{"choices": ["1"]}'),
+    "no message": Reply(b'{"choices": [{"text": "1"}]}'),
+    "huge": Reply(says("1").body + b" " * 5_000_000),
+    "not what was asked for": says("no"),
+}
+
+
+@pytest.mark.parametrize("reply", NONSENSE.values(), ids=NONSENSE.keys())
+def test_a_broken_reply_is_asked_for_again(reply):
+    assert ask([reply, says("1")]).found == "1"
+    asked = ask([reply])
+    assert asked.kinds == ["nonsense"] * 3 and asked.found == asked.failures[-1]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.binary()
+    | st.recursive(
+        st.none() | st.text() | st.integers(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)
+    )
+)
+def test_any_body_fails_as_a_value(body):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    assert failed([Reply(content)], attempts=1).kind == "nonsense"
+
+
+def test_an_error_of_the_reader_is_raised():
+    def broken(choice):
+        raise KeyError("ours")
+
+    with serving(lambda *_: says("1")) as server:
+        future = Client(quick(server.endpoint)).ask({}, broken)
+        with pytest.raises(KeyError, match="ours"):
+            future.result(STALL)
+        assert len(server.received) == 1
+
+
+# How it fails.
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 529])
+def test_a_status_that_may_pass_is_asked_again(status):
+    assert ask([Reply(status=status), says("1")]).found == "1"
+    asked = ask([Reply(status=status)])
+    assert [failure.status for failure in asked.failures] == [status] * 3
+    assert asked.found == asked.failures[-1]
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
+def test_a_status_that_will_not_pass_is_not(status):
+    asked = ask([Reply(status=status)])
+    assert len(asked.times) == 1 and asked.failures == [asked.found]
+    assert isinstance(asked.found, Failure)
+    assert (asked.found.kind, asked.found.status) == ("http_errors", status)
+    assert asked.found.what == f"status {status}"
+
+
+def test_a_closed_connection_is_asked_again():
+    asked = ask([Reply(close=True), says("0")])
+    assert (asked.found, asked.kinds) == ("0", ["unreachable"])
+
+
+def test_nobody_there():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        address = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+        failures: list[Failure] = []
+        Client(quick(address)).ask({}, text, failures=failures).result(STALL)
+    assert [failure.kind for failure in failures] == ["unreachable"] * 3
+    assert failures[0].what == "the connection failed (ConnectError)"
+
+
+@pytest.mark.parametrize(
+    "stall",
+    [Reply(delay=STALL), says("1" + " " * 1000, drip=STALL / 1000)],
+    ids=["silent", "drop by drop"],
+)
+def test_a_stalled_request_is_given_up_and_asked_again(stall):
+    start = time.monotonic()
+    asked = ask([stall, says("1")], timeout=0.5, attempts=9)
+    assert time.monotonic() - start < STALL
+    # Once, unless this machine is as slow as a stalled server.
+    assert asked.found == "1" and asked.failures and set(asked.kinds) == {"timed_out"}
+
+
+def test_a_name_that_is_never_found_times_out(monkeypatch):
+    found = threading.Event()
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *_, **__: found.wait(STALL) and []
+    )  # it cannot be cancelled
+    try:
+        future = Client(quick("http://judge.example/v1", timeout=0.1)).ask({}, text)
+        failure = future.result(STALL)
+    finally:
+        found.set()
+    assert isinstance(failure, Failure) and failure.kind == "timed_out"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Reply(delay=STALL),
+        Reply(status=503),
+        Reply(status=429, headers=(("Retry-After", "99999"),)),
+    ],
+    ids=["stalled", "failing", "busy"],
+)
+def test_a_deadline_ends_all_attempts(reply):
+    start = time.monotonic()
+    asked = ask([reply], deadline=0.3, wait=0.05, attempts=1000)
+    assert 0.3 <= time.monotonic() - start < STALL
+    assert asked.found == Failure("deadline", "no answer within 0.3 s", again=False)
+
+
+def test_a_deadline_that_never_comes_is_none():
+    assert ask([says("1")], deadline=math.inf).found == "1"
+
+
+def test_a_cancelled_request_frees_its_place():
+    with serving(lambda n, _: says("1") if n else Reply(delay=STALL)) as server:
+        client = Client(quick(server.endpoint, concurrency=1))
+        first = client.ask({}, text)
+        while not server.received:
+            time.sleep(0.001)
+        start = time.monotonic()
+        assert first.cancel()
+        assert client.ask({}, text).result(STALL) == "1"
+        assert time.monotonic() - start < STALL / 2
+
+
+# How long it waits.
+
+
+def test_waits_double_up_to_their_limit():
+    times = ask([Reply(status=500)], attempts=9, wait=0.05, wait_limit=0.15).times
+    assert len(times) == 9
+    waits = [b - a for a, b in zip(times, times[1:], strict=False)]
+    assert all(wait >= least for wait, least in zip(waits, [0.05, 0.1, *6 * [0.15]], strict=True))
+    assert waits[-1] < 6.4  # what it would have doubled to
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("asked, least", [("0.3", 0.3), ("1000", 0.4), ("0", 0.0)])
+def test_the_server_may_ask_for_time_within_bounds(status, asked, least):
+    busy = Reply(status=status, headers=(("Retry-After", asked),))
+    times = ask([busy, says("1")], wait_limit=0.4).times
+    assert least <= times[1] - times[0] < STALL
+
+
+def test_the_server_may_ask_for_time_until_a_date():
+    until = email.utils.formatdate(time.time() + 2, usegmt=True)
+    times = ask([Reply(status=503, headers=(("Retry-After", until),)), says("1")]).times
+    assert 0.9 <= times[1] - times[0] < STALL  # dates have no parts of a second
+
+
+# Many at once.
+
+
+def test_requests_go_side_by_side_up_to_the_limit():
+    six = threading.Barrier(6)
+
+    def answer(*_):
+        # None is answered before six are asked; a seventh would come before they are.
+        six.wait(STALL)
+        return says("1", delay=0.2)
+
+    with serving(answer) as server:
+        client = Client(quick(server.endpoint, concurrency=6))
+        futures = [client.ask({}, text) for _ in range(12)]
+        assert not wait(futures, STALL).not_done
+        assert server.most == 6
+
+
+def test_it_works_where_an_event_loop_runs_already():
+    async def cell(client):
+        return client.ask({}, text).result(STALL)
+
+    with serving(lambda *_: says("0.5")) as server:
+        assert asyncio.run(cell(Client(quick(server.endpoint)))) == "0.5"
+
+
+# The key, and what is refused.
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (Reply(b"", 404), ""),
+        (Reply(b'{"error": {"message": "no such plan"}}', 403), " (no such plan)"),
+        (Reply(b'{"error": "bad key"}', 401), " (bad key)"),
+        (Reply(b'{"detail": "no model m"}', 404), " (no model m)"),
+        (Reply(b'{"message": "out of\\n memory\\u001b[2J"}', 500), " (out of memory [2J)"),
+        (Reply(b"<html><h1>Log in</h1></html>"), " (Log in)"),
+        (Reply(b'{"error": "\\ud800' + b"x" * 9999 + b'"}', 400), f" ({'x' * 300})"),
+        (Reply(f"Incorrect key: {SECRET}".encode(), 401), " (Incorrect key: [the key])"),
+        (Reply(f'{{"error": "no account for {SECRET}"}}'.encode(), 401), " (no account for [the key])"),
+        (Reply(b"a" * 292 + b" " + SECRET.encode(), 400), f" ({'a' * 292} [the ke)"),
+    ],
+)  # fmt: skip
+def test_a_servers_own_message_is_kept_on_one_line_and_without_the_key(reply, said):
+    assert failed([reply]).said == said
+
+
+def test_the_key_is_seen_nowhere(caplog, capfd):
+    caplog.set_level(logging.DEBUG)
+    quoting = Reply(f"Incorrect key: {SECRET}".encode(), 401, (("WWW-Authenticate", "Bearer"),))
+    replies = [Reply(status=500), says(SECRET), Reply(close=True), quoting]
+    with serving(lambda n, _: replies[n]) as server:
+        client, failures = Client(quick(server.endpoint, attempts=4)), list[Failure]()
+
+        def refuse(choice):
+            raise UnusableReply("not this")
+
+        client.ask({}, refuse, failures=failures).result(STALL)
+        assert [received.headers["Authorization"] for received in server.received] == [
+            f"Bearer {SECRET}"
+        ] * 4
+    shown = [caplog.text, *capfd.readouterr(), repr(vars(client)), repr(failures)]
+    assert len(failures) == 4 and not any(SECRET in text for text in shown)
+
+
+@pytest.mark.parametrize(
+    "key", [f"{SECRET} {SECRET}", f"{SECRET}\n{SECRET}", f"{SECRET}é", f"{SECRET}\x7f"]
+)
+def test_a_key_that_no_header_carries_is_refused_unseen(monkeypatch, key):
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(ValueError, match="OPENAI_API_KEY") as error:
+        Client(quick())
+    assert SECRET not in str(error.value) and SECRET not in repr(error.value)
+
+
+def test_a_proxy_that_cannot_be_used_shows_before_the_first_request(monkeypatch):
+    monkeypatch.delenv("NO_PROXY")
+    monkeypatch.setenv("HTTP_PROXY", "nonsense://127.0.0.1:1")
+    with pytest.raises(ValueError, match="nonsense"):
+        Client(quick())
+
+
+def test_settings_name_no_address_with_a_secret():
+    with pytest.raises(ValueError, match="ClientSettings.address: .*OPENAI_API_KEY") as error:
+        quick(f"http://host/v1?api_key={SECRET}")
+    assert SECRET not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        f"http://user:{SECRET}@host/v1",
+        f"http://{SECRET}@host/v1",
+        f"http://host/v1?api_key={SECRET}",
+        f"http://host/v1#{SECRET}",
+        f"user:{SECRET}@host/v1",  # without a scheme it has no user, and is shown by a parser's error
+        f"http://user:{SECRET}/x@host:99/v1",
+        f"http:/user:{SECRET}@host/v1",
+    ],
+)
+def test_an_address_with_a_secret_is_refused_without_showing_it(address):
+    with pytest.raises(ValueError, match="--endpoint: .*put the key in MY_KEY") as error:
+        check_address("--endpoint", address, "MY_KEY")
+    assert SECRET not in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "localhost:8000",
+        "http://",
+        "ftp://host/v1",
+        "http://host:port/v1",
+        f"http://{'a' * 70}.org/v1",
+        "http://host/v1/chat/completions/",
+    ],
+)
+def test_an_address_that_cannot_be_asked_is_refused_with_an_example(address):
+    with pytest.raises(ValueError, match="--endpoint: .*such as http://localhost:8000/v1"):
+        check_address("--endpoint", address, "MY_KEY")
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        (None, 0),
+        ("3", 3),
+        ("0.25", 0.25),
+        ("-1", 0),
+        ("nan", 0),
+        ("inf", 0),
+        ("9" * 400, 0),
+        (DATE, 0),  # not without the server's own date
+        ("soon", 0),
+    ],
+)
+def test_retry_after_in_seconds(header, seconds):
+    assert retry_after(header) == seconds
+
+
+@pytest.mark.parametrize(
+    ("date", "seconds"),
+    [
+        ("Wed, 21 Oct 2026 07:27:48 GMT", 12),
+        ("Wed, 21 Oct 2026 09:27:48 +0200", 12),
+        ("Wed, 21 Oct 2026 07:28:01 GMT", 0),
+        ("today", 0),
+    ],
+)
+def test_retry_after_as_a_date_counts_from_the_servers_own_date(date, seconds):
+    assert retry_after(DATE, date) == seconds
