@@ -21,7 +21,7 @@ from models.sharding import make_mesh
 from paravt_jax.data.stored_settings import as_json
 from paravt_jax.remote.judge import Judge
 from train.cli import parse
-from train.durable import hosts
+from train.durable import cluster, hosts
 from train.durable.allocator import reuse_freed_memory
 from train.durable.checkpoint import CheckpointError
 from train.durable.clock import Clock
@@ -124,7 +124,7 @@ def _claim(
             stack.enter_context(RunDirectory(folder, settings))
             if run.start:
                 take_over(run.start, folder, settings)
-    hosts.require_shared(folder)
+    cluster.require_shared(folder)
 
 
 def _prepare(run: Run, folder: pathlib.Path, interrupts: Interrupts) -> Data:
@@ -149,8 +149,8 @@ def main(argv: list[str] | None = None) -> int:
     reuse_freed_memory()
     start = time.monotonic()
     try:
-        hosts.connect(run.hosts)
-        with Interrupts() as interrupts, hosts.ending_with_the_others():
+        cluster.connect(run.hosts)
+        with Interrupts() as interrupts, cluster.ending_with_the_others():
             report = execute(run, interrupts)
     except Stopped as stop:
         print(f"\n{stop}; the same command goes on from there", file=sys.stderr)

@@ -18,7 +18,7 @@ from rollout.engine.settings import EngineSettings, EngineSizes
 from rollout.engine.sizing import Lengths, engine_sizes, lengths
 from rollout.evaluate import EvaluationSettings
 from train.durable.checkpoint import CheckpointSettings
-from train.durable.hosts import HostSettings
+from train.durable.cluster import HostSettings
 from train.learn.align import AlignSettings
 from train.learn.batch import BatchShape
 from train.learn.optimizer import require_counts

@@ -17,7 +17,7 @@ from flax import nnx
 
 from models.qwen3_vl import Qwen3VL, tiny
 from models.sharding import make_mesh, param_shardings
-from train.durable import hosts
+from train.durable import cluster, hosts
 from train.durable.interrupts import Interrupts, Stopped
 from train.learn.weight_sync import WeightSync
 from train.plan.collectives import bytes_sent, find_collectives
@@ -29,7 +29,7 @@ class Program:
 
     task: tyro.conf.Positional[str]
     folder: tyro.conf.Positional[pathlib.Path]
-    hosts: hosts.HostSettings = hosts.HostSettings()
+    hosts: cluster.HostSettings = cluster.HostSettings()
 
 
 def talk(folder: pathlib.Path, index: int) -> dict:
@@ -48,11 +48,11 @@ def talk(folder: pathlib.Path, index: int) -> dict:
         if index == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         agreed = [interrupts.agree(), interrupts.asked()]
-    hosts.require_shared(folder)
+    cluster.require_shared(folder)
     alone = folder / str(index)  # where both made one, as if each had a disk of its own
     alone.mkdir()
     try:
-        hosts.require_shared(alone)
+        cluster.require_shared(alone)
         apart = ""
     except ValueError as error:
         apart = str(error)
@@ -121,7 +121,7 @@ def die(folder: pathlib.Path, index: int) -> dict:
     hosts.gather(index)
     if index == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with hosts.ending_with_the_others():
+    with cluster.ending_with_the_others():
         for _ in range(10):
             hosts.gather(index)
     return {}
@@ -129,6 +129,6 @@ def die(folder: pathlib.Path, index: int) -> dict:
 
 if __name__ == "__main__":
     program = tyro.cli(Program, args=sys.argv[1:])
-    hosts.connect(program.hosts)
+    cluster.connect(program.hosts)
     tasks = {"talk": talk, "hand-over": hand_over, "fail": fail, "die": die, "learn": learn}
     print(json.dumps(tasks[program.task](program.folder, program.hosts.index)))

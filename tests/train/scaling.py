@@ -30,7 +30,7 @@ from paravt_jax.data.local_path import require_local
 from paravt_jax.world.videos import WorldSettings
 from tests.train.conftest import free_port
 from tests.train.small import Road, Script, lay_road, small
-from train.durable import hosts
+from train.durable import cluster, hosts
 from train.learn.placement import fitted
 from train.learn.rl import Learner
 from train.learn.sft import SFTSettings, sft_batch, start_sft
@@ -61,7 +61,7 @@ class Scaling:
     """Set by the command itself for the processes that it starts."""
     folder: pathlib.Path | None = None
     """Likewise."""
-    hosts: hosts.HostSettings = hosts.HostSettings()
+    hosts: cluster.HostSettings = cluster.HostSettings()
 
     def __post_init__(self):
         require_local("json", self.json)
@@ -211,7 +211,7 @@ def recipe(name: str) -> Run:
 
 def measure(asked: Scaling, folder: pathlib.Path) -> None:
     """The updates on some devices, as the first process writes them down."""
-    hosts.connect(asked.hosts)
+    cluster.connect(asked.hosts)
     found = []
     for name in asked.recipes:
         with hosts.one_after_another():

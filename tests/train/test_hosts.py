@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from train.durable import hosts
-from train.durable.hosts import HostSettings
+from train.durable import cluster, hosts
+from train.durable.cluster import HostSettings
 
 PROGRAM = str(pathlib.Path(__file__).with_name("hosts_program.py"))
 
@@ -61,7 +61,7 @@ def test_a_process_that_dies_takes_the_others_with_it_and_they_say_so(together, 
     )
     assert killed.code == -9
     # Which of the two comes first, the broken connection or the missing heartbeat, is not ours to say.
-    if survivor.code == hosts.LOST:
+    if survivor.code == cluster.LOST:
         assert (
             survivor.err.strip()
             .splitlines()[-1]

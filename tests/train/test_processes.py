@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from train.durable import hosts
+from train.durable import cluster
 from train.durable.metrics import read_metrics
 
 PROGRAM = pathlib.Path(__file__).with_name("small.py")
@@ -140,7 +140,7 @@ def test_a_killed_process_ends_the_others_and_the_same_command_goes_on(together,
         [*again, "--hosts.heartbeat", "10"], 2, devices=4, timeout=LONG, disturb=kill
     )
     assert time.monotonic() - killed[0] < 60
-    assert second.code == -signal.SIGKILL and first.code in (hosts.LOST, -signal.SIGABRT)
+    assert second.code == -signal.SIGKILL and first.code in (cluster.LOST, -signal.SIGABRT)
     assert "another process of this run ended" in first.err or "another task died" in first.err
     for ended in together(again, 2, devices=4, timeout=LONG):
         assert ended.code == 0, ended.err[-3000:]
