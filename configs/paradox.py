@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
 
-from configs.exploration_anchoring import without_gating
-from configs.nframes_gating import without_anchoring
+from configs.ablations import UNANCHORED, UNGATED
 from configs.paravt_tiny import paravt_tiny
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.world.text import TextSettings
@@ -22,28 +21,19 @@ def paradox_tiny() -> Run:
     (docs/paradox.md says what happens with them).
     Measured: f 1.00, kappa 1.07 in training, accuracy 0.92 over K; three seeds.
     """
-    run = paravt_tiny()
-    assert run.rl is not None
     text = TextSettings(multiple_choice=1.0, leak=0.6, unclosed=0.7, untagged=0.25)
     evaluation = EvaluationSettings(
         questions=64, samples=2, frames=(4, 16, 64), dispatch=("parallel",), temperatures=(0.7,)
     )
     rewards = RewardSettings(format_weight=0.0, tool_weight=0.0, format_cap=False)
-    run = dataclasses.replace(run, text=text, evaluation=evaluation)
-    return change(run, "paradox_tiny", steps=30, rewards=rewards)
+    changes = {"text": text, "evaluation": evaluation, "rl.steps": 30, "rl.rewards": rewards}
+    return change(paravt_tiny(), "paradox_tiny", changes)
 
 
-def _vanilla(run: Run, name: str) -> Run:
-    return without_gating(without_anchoring(run, ""), name)
-
-
-def _full(run: Run, name: str) -> Run:
-    return dataclasses.replace(run, name=name)
-
-
-ARMS: dict[str, Callable[[Run, str], Run]] = {
-    "GRPO": _vanilla,
-    "+ exploration anchoring": without_gating,
-    "+ nFrames gating": without_anchoring,
-    "PARA-GRPO": _full,
+# The paper's columns -> what each changes, as in `configs.ablations`.
+ARMS: dict[str, Mapping[str, Any]] = {
+    "GRPO": UNGATED | UNANCHORED,
+    "+ exploration anchoring": UNGATED,
+    "+ nFrames gating": UNANCHORED,
+    "PARA-GRPO": {},
 }

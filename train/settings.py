@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from models.features import FrameSettings, frame_tokens
@@ -216,10 +217,15 @@ class Run:
             )
 
 
-def change(run: Run, name: str, protocol: dict[str, Any] | None = None, **rl: Any) -> Run:
-    """`run` under another name with other fields of its protocol and of its RL settings: how an ablation is said."""
-    assert run.rl is not None, f"{run.name} has no RL to change"
-    limits = dataclasses.replace(run.protocol, **(protocol or {}))
-    return dataclasses.replace(
-        run, name=name, protocol=limits, rl=dataclasses.replace(run.rl, **rl)
-    )
+def change(run: Run, name: str, fields: Mapping[str, Any]) -> Run:
+    """`run` under another name, with other values of dotted fields such as `rl.grpo.anchor`."""
+    for path, value in fields.items():
+        run = _replaced(run, path.split("."), value)
+    return dataclasses.replace(run, name=name)
+
+
+def _replaced(settings: Any, path: Sequence[str], value: Any) -> Any:
+    field, *rest = path
+    if rest:
+        value = _replaced(getattr(settings, field), rest, value)
+    return dataclasses.replace(settings, **{field: value})

@@ -1,4 +1,4 @@
-"""Several processes that are one run: how they find each other, and how they end when one is lost."""
+"""How the processes of a run find each other, and how they end when one is lost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The folder of one run: its configuration, and the right to write into it.
 
-Owns `config.json` and the lock. Refuses a folder of another configuration (naming every field that differs), a folder that is
+Owns `config.json` and the lock. Refuses a folder of another configuration (naming the fields that differ), a folder that is
 not a run's, and a second process. Invariant: whoever holds a RunDirectory is alone in it, and `config.json` is complete.
 """
 
@@ -35,7 +35,7 @@ class RunDirectory:
     written anew, as is all of it where nothing has been made yet. The lock dies with the process, however it dies. In a run over several
     hosts one process takes it.
 
-    Raises RunDirectoryError if another process holds the folder, if it holds another configuration (every differing field is
+    Raises RunDirectoryError if another process holds the folder, if it holds another configuration (differing fields are
     listed), if it holds files of something else, or if it cannot be written; TypeError if `config` is not JSON.
     """
 

@@ -30,7 +30,7 @@ from train.durable.metrics import format_seconds, read_metrics
 from train.durable.run_directory import RunDirectory, RunDirectoryError
 from train.prepare import UnreadableVideosError
 from train.run import execute, resolved
-from train.settings import Run
+from train.settings import Run, change
 from train.studies.paradox_figure import figure
 
 COLD_START = "cold start"
@@ -90,10 +90,10 @@ def plan(command: Paradox) -> dict[str, list[Run]]:
         run, name="cold_start", rl=None, run_dir=str(folder.parent / "cold-start")
     )
     runs: dict[str, list[Run]] = {COLD_START: [start]}
-    for arm, change in ARMS.items():
+    for arm, changes in ARMS.items():
         for seed in range(1 if command.quick else command.seeds):
             slug = "-".join(arm.lower().replace("+", "").split())
-            changed = change(run, slug)
+            changed = change(run, slug, changes)
             place = folder / f"{slug}-{seed}"
             runs.setdefault(arm, []).append(
                 dataclasses.replace(changed, seed=seed, start=start.run_dir, run_dir=str(place))

@@ -97,10 +97,10 @@ def test_what_is_done_is_not_played_again_and_what_was_missing_is(run, videos, p
     lines = (tmp_path / "out" / "questions.jsonl").read_bytes()
     (tmp_path / "out" / "questions.jsonl").write_bytes(lines + lines[:50])  # killed while writing
     second, said = run()
-    assert second["n"] == 3 and "videomme 5/5" in said
+    assert second["n"] == 3 and "videomme: 100% 5/5" in said
     assert (tmp_path / "out" / "questions.jsonl").read_bytes().startswith(lines + b"{")
     third, said = run()
-    assert third["n"] == 3 and "videomme 3/3" in said  # those left out are tried again
+    assert third["n"] == 3 and "videomme: 100% 3/3" in said  # those left out are tried again
     again, _ = run(out=str(tmp_path / "other"))
     for summary in (third, again):
         del summary["seconds_per_question"], summary["config"]
