@@ -158,7 +158,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "values.reshape(-1)[self.rollout]",
             "values.T.reshape(-1)[self.rollout]",
         ),
-        "masked_nan_spreads": ("jnp.where(mask, x, 0.0).sum()", "(x * mask).sum()"),
+        "masked_nan_spreads": ("jnp.where(mask, x, 0.0).sum()", "(x * mask.astype(x.dtype)).sum()"),
     },
     (f"{_METHOD}/structure.py", _STRUCTURE): {
         "any_closing_tag_closes": (
