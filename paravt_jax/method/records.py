@@ -24,9 +24,10 @@ class QuestionKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One question about one video. `video` is a path relative to the data root; `answer` is text, "[a, b]" in seconds for grounding.
+    """One question about one video.
 
-    `subtitles`: the path of a SubRip file (.srt) like `video`; empty where there is none.
+    `video` is a path relative to the data root, and so is `subtitles`, a SubRip file (.srt); it is
+    empty where there is none. `answer` is text, "[a, b]" in seconds for grounding.
     """
 
     id: str
@@ -238,7 +239,7 @@ class CallStatus(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class CropCall:
-    """A parsed `crop_video` call, window in seconds. `frames`: the number of frames that it asks for, if any."""
+    """A parsed `crop_video` call, window in seconds. `frames`: how many it asks for, if it does."""
 
     start: float
     end: float
@@ -281,9 +282,10 @@ class CallOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """One response of the main agent: its whole text (pinned opening included), and whether it ran into the token limit.
+    """One response of the main agent: its whole text (pinned opening included), and whether it ran
+    into the token limit.
 
-    `calls`: the outcome of each call in the text, in order; none of a turn that was cut off.
+    `calls`: the outcome of each call in the text, in order; empty where the text was cut off.
     """
 
     text: str

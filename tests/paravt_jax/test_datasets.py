@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -46,6 +47,9 @@ def test_types_come_back_whole():
     for record in (_QUESTION, (demonstration,), Caption("a.mp4", 3.0, ("red", "two"))):
         again = datasets.decode(*datasets.encode(record))
         assert again == record and type(again) is type(record)
+    with_words = dataclasses.replace(_QUESTION, subtitles="a.srt")
+    assert datasets.decode(*datasets.encode(with_words)) == with_words
+    assert "subtitles" not in datasets.encode(_QUESTION)[1], "sets prepared before stay valid"
     question = datasets.decode(*datasets.encode(_QUESTION))
     assert isinstance(question, Question) and isinstance(question.kind, QuestionKind)
 

@@ -68,7 +68,7 @@ def srt(tmp_path) -> pathlib.Path:
 
 @pytest.fixture
 def perform(scripted, small_scene, small_questions):
-    """perform(turns, subtitles, ...) plays one episode on a script; gives it, its sampler and its scene."""
+    """perform(turns, subtitles, ...) plays an episode; gives it, its sampler and its scene."""
 
     def start(turns, subtitles="", dispatch="parallel", report=" seven from 8 to 10", **limits):
         fields = {"tools": BOTH, "turn_tokens": 256, "trajectory_tokens": 1024} | limits

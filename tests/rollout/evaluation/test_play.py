@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from models.features import FrameFeatures, FrameSettings
+from paravt_jax.method.parsing import call_text
 from paravt_jax.method.protocol import Protocol, subtitled_text
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.subtitles import Subtitle
@@ -165,6 +166,17 @@ def test_subtitles_stand_before_the_question_as_words(player, items):
         if "What is said" in text
     }
     assert said == " in the video:\n<1.0 seconds> Hello there\n<65.5 seconds> Good bye\n\n"
+
+
+def test_the_subtitles_of_a_split_can_be_searched(player, items):
+    wanted = [Item(items[0].question, subtitles="subtitle/w0.srt")]
+    call = call_text("search_subtitles", {"query": "Good morning"})
+    turns = [f"x\n</think>\n<tool_call>{call}</tool_call>", "x\n</think>\n<answer>A</answer>"]
+    chosen = {"benchmark": "videomme_wsub", "tools": ("crop_video", "search_subtitles")}
+    lengths = {"turn_tokens": 128, "summary_tokens": 64, "trajectory_tokens": 512}
+    (line,) = player(turns, **chosen, **lengths).lines(wanted)
+    (outcome,) = line["turns"][0]["calls"]
+    assert (outcome["response"], line["calls"]) == ("<65.5 seconds> Good bye", 1)
 
 
 def test_too_many_subtitles_are_thinned_evenly(player, items):
