@@ -213,7 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if asked.subtitles and not os.path.isfile(asked.subtitles):
             raise FileNotFoundError(
-                f"--subtitles {asked.subtitles}: no such file; give the path of a .srt file, or leave it out"
+                f"--subtitles {asked.subtitles}: no such file; "
+                "give the path of a .srt file, or leave it out"
             )
         _check_words(asked.question)
         probe(asked.video)  # before weights are read, which takes minutes

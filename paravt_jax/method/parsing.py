@@ -1,8 +1,8 @@
 """Reads what the model wrote: tool calls, answers, and whether a turn keeps the format.
 
-The arguments of a call are its tool's to read. A call that cannot be read becomes a `FailedCall` with a sentence
-that the model can act on. No text makes a function here raise, each block is read on its own, and nothing that the model
-wrote is executed or opened.
+The tool that is called reads the arguments. A call that cannot be read becomes a `FailedCall` with
+a sentence that the model can act on. No text makes a function here raise, each block is read on its
+own, and nothing that the model wrote is executed or opened.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def call_text(name: str, arguments: Mapping[str, Any]) -> str:
 def find_calls(text: str) -> list[tuple[Tag, str | None]]:
     """The calls of one response, in order: the opening tag, and the text up to `</tool_call>`.
 
-    The text is None where another call opens first, where nothing closes it, and for a `<tool_code>`.
+    The text is None where another call opens first, where nothing closes it, and for `<tool_code>`.
     """
     calls: list[tuple[Tag, str | None]] = []
     opened: Tag | None = None
@@ -68,7 +68,8 @@ def find_calls(text: str) -> list[tuple[Tag, str | None]]:
 
 
 def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call | FailedCall]:
-    """Every call of one response, in order, each read on its own: a malformed one does not void the others.
+    """Every call of one response, in order. Each is read on its own: one that is malformed does not
+    void the others.
 
     `tools` are those that are offered, at least one. Code in a `<tool_code>` is never run.
     """

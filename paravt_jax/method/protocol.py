@@ -107,9 +107,9 @@ class ProtocolSettings:
     crop_frames: int = 16
     """Frames that a sub-agent sees at most."""
     max_num_frames: int = 0
-    """Frames that a call of crop_video may ask for at most (num_frames); 0 leaves this argument out of the schema."""
+    """Most frames that a call of crop_video may ask for (num_frames); 0 offers no such argument."""
     tools: tuple[str, ...] = ("crop_video",)
-    """Tools of a main agent: crop_video, search_subtitles, or MODULE:CLASS of your own (docs/tools.md)."""
+    """Tools of a main agent: crop_video, search_subtitles, or MODULE:CLASS (docs/tools.md)."""
     prompt: Prompt = "agentic"
     """The system turn; demonstrations teach `agentic`, and `reasoning` and `direct` know no tool."""
 
@@ -145,7 +145,7 @@ class ProtocolSettings:
         self.make_tools()  # refuses names that are unknown
 
     def make_tools(self) -> tuple[Tool, ...]:
-        """The tools that are named. ValueError for a name without a tool, for none and for one named twice."""
+        """The tools that are named. ValueError for an unknown name, one given twice, or none."""
         if not self.tools:
             raise ValueError(
                 "protocol.tools: empty; name at least one (dispatch 'none' offers no tool)"
@@ -202,8 +202,8 @@ def render_call(call: CropCall) -> str:
 
 
 def system_text(tools: Sequence[Tool], prompt: Prompt = "agentic", video: bool = True) -> str:
-    """The system turn, with the schemas of the tools that are offered; without `video`, of pictures or text alone, it speaks of none.
-    ValueError for tools with a prompt that knows none."""
+    """The system turn, with the schemas of the tools that are offered. Without `video` (pictures or
+    text alone) it mentions no video. ValueError for tools with a prompt that knows none."""
     if not video:
         return f"<|im_start|>system\n{_FORM}<|im_end|>\n"
     if not tools:

@@ -241,7 +241,7 @@ class CallStatus(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class CropCall:
-    """A parsed `crop_video` call, window in seconds. `frames`: the number of frames that it asks for, if any."""
+    """A parsed `crop_video` call, window in seconds. `frames`: how many it asks for, if it does."""
 
     start: float
     end: float
@@ -284,9 +284,10 @@ class CallOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """One response of the main agent: its whole text (pinned opening included), and whether it ran into the token limit.
+    """One response of the main agent: its whole text (pinned opening included), and whether it ran
+    into the token limit.
 
-    `calls`: the outcome of each call in the text, in order; none of a turn that was cut off.
+    `calls`: the outcome of each call in the text, in order; empty where the text was cut off.
     """
 
     text: str

@@ -1,7 +1,7 @@
 """What an episode earned: R = R_acc + format_weight * R_fmt + tool_weight * R_tool (REFERENCE 3).
 
 Owns the reward of one episode, in plain Python. It reads whole turns, the pinned `<think>` included, and what really became
-of each call of any tool (`Turn.calls`), so a `<tool_response>` that the model invents and a `<tool_code>` earn nothing. Refuses
+of each call (`Turn.calls`), so a `<tool_response>` that the model invents and a `<tool_code>` earn nothing. Refuses
 batches and groups: those are `paravt_jax.method.grpo`. Invariant: R_acc and R_tool lie in [0, 1], so does R_fmt while it is capped,
 and one turn scores as the published arithmetic does; several turns are scored one by one and averaged, because read as one
 text the first turn's closed think would speak for all.

@@ -1,7 +1,7 @@
 """One episode, as the paper tells it: plan, dispatch, gather, answer.
 
-Owns the course of a main agent and its sub-agents. Failures are values: a call that cannot be carried out becomes a typed
-`CallOutcome` whose response the model reads. Nothing is opened but the question's own video.
+Failures are values: a call that cannot be carried out becomes a typed `CallOutcome` whose response
+the model reads. Nothing is opened but the question's own video.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Scene:
 
 @dataclasses.dataclass(frozen=True)
 class QuestionVideo:
-    """The video of `question`, as its tools see it. Raises VideoError where a file cannot be read."""
+    """The video of `question`, as tools see it. VideoError where a file cannot be read."""
 
     question: Question
     features: FrameFeatures
@@ -221,8 +221,8 @@ async def _dispatch(
     seed: int,
     until: float,
 ) -> list[CallOutcome]:
-    """Carry out a turn's calls: every window to look at goes to its own sub-agent, all of them side by
-    side, `until` the episode's time is up.
+    """Carry out a turn's calls: every window to look at goes to its own sub-agent, all of them side
+    by side, `until` the episode's time is up.
 
     One that fails, is refused or takes too long costs its own report only.
     """
@@ -270,7 +270,7 @@ def _open(
     limit: int,
     dispatch: Dispatch,
 ) -> CallOutcome:
-    """One call: what its tool answers at once, the prompt of its sub-agent (or the frames themselves),
+    """One call: what its tool answers at once, its sub-agent's prompt (or the frames themselves),
     or why there is neither."""
     if isinstance(call, FailedCall):
         return CallOutcome(None, call.status, f"error: {call.reason}")
@@ -297,7 +297,7 @@ def _open(
 
 
 def _show(scene: Scene, question: Question, look: Look, dispatch: Dispatch) -> CallOutcome:
-    """The prompt of the sub-agent that is to look, or with dispatch `frames` what the main agent is shown."""
+    """The prompt of the sub-agent that looks; with dispatch `frames`, the frames themselves."""
     features, settings, window = scene.features, scene.protocol.settings, look.window
     fps, most = settings.crop_fps, settings.crop_frames
     if window.frames is not None:  # so many, evenly spread

@@ -103,7 +103,7 @@ def _number(value: float) -> float | None:
 
 
 def _call(outcome: CallOutcome) -> dict[str, Any]:
-    """A call of crop_video has the times of its window; a call of another tool has its name and arguments."""
+    """A call of crop_video has its window's times; others have the tool's name and arguments."""
     call, seen = outcome.call, outcome.subagent
     window = call if isinstance(call, CropCall) else None
     return {

@@ -72,9 +72,9 @@ class BenchmarkSettings:
     prompt: Prompt = "agentic"
     """The system turn, in this project's own words: agentic-minimal for Charades-STA, else agentic."""
     max_num_frames: int = 0
-    """Frames that a call of crop_video may ask for at most (num_frames); 0 leaves this argument out."""
+    """Most frames that a call of crop_video may ask for (num_frames); 0 offers no such argument."""
     tools: tuple[str, ...] = ("crop_video",)
-    """Tools of the main agent: crop_video, search_subtitles, or MODULE:CLASS of your own (docs/tools.md)."""
+    """Tools of the main agent: crop_video, search_subtitles, or MODULE:CLASS (docs/tools.md)."""
     temperature: float = 0.0
     """0 is greedy."""
     seed: int = 0

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 
 from paravt_jax.data import datasets
 from paravt_jax.method.records import Caption, Demonstration, Message, Question, QuestionKind
+from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
 
@@ -46,6 +48,9 @@ def test_types_come_back_whole():
     for record in (_QUESTION, (demonstration,), Caption("a.mp4", 3.0, ("red", "two"))):
         again = datasets.decode(*datasets.encode(record))
         assert again == record and type(again) is type(record)
+    with_words = dataclasses.replace(_QUESTION, subtitles=(Subtitle(0, 1, "a"),))
+    assert datasets.decode(*datasets.encode(with_words)) == with_words
+    assert "subtitles" not in datasets.encode(_QUESTION)[1], "sets prepared before stay valid"
     question = datasets.decode(*datasets.encode(_QUESTION))
     assert isinstance(question, Question) and isinstance(question.kind, QuestionKind)
 

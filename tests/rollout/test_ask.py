@@ -150,7 +150,7 @@ def test_a_few_engines_are_kept(assistant, small_world):
 @pytest.fixture
 def command(assistant, monkeypatch, capsys):
     """command(*argv) runs it with the module's assistant; gives the exit code, and what was said on both streams."""
-    monkeypatch.setattr(ask.Assistant, "load", lambda source, **fields: assistant)
+    monkeypatch.setattr(ask.Assistant, "load", lambda source, protocol, **fields: assistant)
 
     def start(*argv):
         code = ask.main(argv)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paravt_jax.method.parsing import extract_answer
 from paravt_jax.method.protocol import Protocol
-from paravt_jax.method.records import Author, CallStatus, StopReason
+from paravt_jax.method.records import Author, CallStatus, CropCall, StopReason
 from paravt_jax.method.rewards import RewardSettings, score
 from paravt_jax.method.structure import find_structure
 from rollout.agent.episode import Scene, Setting, play, split_prompt
@@ -147,7 +147,7 @@ def test_any_text_gives_a_typed_outcome_and_ids_that_only_grow(
     )
     assert all(len(vocabulary.encode(o.response)) <= limits.summary_tokens for o in outcomes)
     for outcome in outcomes:
-        if outcome.subagent is not None and outcome.call is not None:
+        if outcome.subagent is not None and isinstance(outcome.call, CropCall):
             assert (
                 0 <= outcome.call.start < outcome.call.end <= 128
                 and 1 <= len(outcome.subagent.frames) <= limits.crop_frames

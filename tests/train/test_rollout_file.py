@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paravt_jax.method.records import Trajectory
+from paravt_jax.method.parsing import call_text
+from paravt_jax.method.protocol import Protocol
+from paravt_jax.method.records import ToolCall, Trajectory
 from paravt_jax.remote.judge import JudgeCounts
+from tests.rollout.conftest import Scripted
 from train.durable.rollout_file import RolloutFile
 from train.learn.rollouts import roll_out
 
@@ -66,6 +69,27 @@ def test_what_was_played_comes_back_bit_for_bit(road, small, tmp_path):
     judge.counts = JudgeCounts()
     RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, *arguments, judge)
     assert judge.counts.asked == 3
+
+
+def test_calls_of_every_tool_come_back(road, small, tmp_path):
+    settings = dataclasses.replace(
+        road.run.protocol,
+        tools=("crop_video", "search_subtitles"),
+        turn_tokens=128,
+        trajectory_tokens=512,
+    )
+    scene = dataclasses.replace(
+        road.scene, protocol=Protocol(road.scene.protocol.vocabulary, settings)
+    )
+    written = call_text("search_subtitles", {"query": "bread"})
+    line = f"look closer\n</think><tool_call>{written}</tool_call>"
+    arguments = (scene, road.data.questions[:1], road.run.rl, 0, 3)
+    script = Scripted(scene.protocol.vocabulary, [line])
+    played = RolloutFile(tmp_path / "rollouts.json", 3).roll_out(script, *arguments)
+    (outcome,) = played.episodes[0].turns[0].calls
+    assert outcome.call == ToolCall("search_subtitles", {"query": "bread"})
+    found = RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, *arguments)
+    assert plain(found) == plain(played)
 
 
 @pytest.mark.parametrize(("first", "step", "shift"), [(2, 3, 0), (4, 3, 0), (3, 3, 1), (4, 4, 0)])

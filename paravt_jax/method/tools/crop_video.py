@@ -20,10 +20,16 @@ class CropVideo(Tool):
     """`max_num_frames`: the most frames that a call may ask for; 0 offers no such argument."""
 
     name = "crop_video"
-    description = "Look closer at one window of the video. Several calls in one turn are looked at side by side."
+    description = (
+        "Look closer at one window of the video. "
+        "Several calls in one turn are looked at side by side."
+    )
     required = ("video_path", "start_time", "end_time")
     example = {"start_time": 12, "end_time": 28}
-    hint = "Where they do not show enough, call crop_video on every window that matters; each window comes back as a short report."
+    hint = (
+        "Where they do not show enough, call crop_video on every window that matters; "
+        "each window comes back as a short report."
+    )
 
     def __init__(self, max_num_frames: int = 0):
         self.max_num_frames = max_num_frames
@@ -63,12 +69,13 @@ class CropVideo(Tool):
             return CropCall(*times)
         if isinstance(frames, bool) or not isinstance(frames, int) or frames < 1:
             return FailedCall(
-                f"num_frames is not a whole number from 1 to {self.max_num_frames}. Correct it, or leave it out."
+                f"num_frames is not a whole number from 1 to {self.max_num_frames}. "
+                "Correct it, or leave it out."
             )
         return CropCall(*times, frames=frames)
 
     def run(self, call: CropCall, video: Video) -> Look | FailedCall:
-        """A window that reaches over an end of the video is cut, and so is a number of frames above the most."""
+        """Cuts a window that reaches over an end of the video, and too large a number of frames."""
         found = resolve_window(call, video.duration)
         if isinstance(found, FailedCall) or (call.frames or 0) <= self.max_num_frames:
             return found
@@ -92,16 +99,20 @@ def resolve_window(call: CropCall, duration: float) -> Look | FailedCall:
         why = "The window is outside the video."
     else:
         window = CropCall(max(call.start, 0.0), min(call.end, duration), call.frames)
-        cut = f"The window was cut to {window.start:.1f} to {window.end:.1f} seconds, where the video is."
+        cut = (
+            f"The window was cut to {window.start:.1f} to {window.end:.1f} seconds, "
+            "where the video is."
+        )
         return Look(window, "" if window == call else cut)
     reason = f"{why} The video runs from 0 to {duration:.1f} seconds."
     return FailedCall(reason, CallStatus.BAD_WINDOW)
 
 
 def read_seconds(value: object) -> float | None:
-    """Seconds from a JSON value: a number, or text as "16", "16.5s", "16 seconds", "00:16", "1:00:05". None where it is none of these.
+    """Seconds from a JSON value: a number, or text as "16", "16.5s", "16 seconds", "1:00:05".
 
-    The result may be infinite where the number is too large for a float; the caller refuses it.
+    None where it is none of these. The result is infinite where the number is too large for a float;
+    the caller refuses it.
     """
     if isinstance(value, bool):
         return None

@@ -1,4 +1,4 @@
-"""`search_subtitles`: the entries of the video's subtitles that match the main agent's words best."""
+"""`search_subtitles`: the entries of the video's subtitles that match a query best."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ class SearchSubtitles(Tool):
     """Off by default; the setting is `protocol.tools`."""
 
     name = "search_subtitles"
-    description = f"Search what is said in the video. Returns up to {ENTRIES} subtitles that match best, each after its time."
+    description = (
+        "Search what is said in the video. "
+        f"Returns up to {ENTRIES} subtitles that match best, each after its time."
+    )
     parameters = {"query": {"type": "string", "description": "Words that may be said."}}
     required = ("query",)
     example = {"query": "the recipe for bread"}

@@ -1,7 +1,7 @@
 """`Tool`: what the model reads about a tool, how its calls are read, and what a call does.
 
-A tool opens no file and samples nothing. The episode gives it what is known about the question's video,
-and carries out what it asks for.
+A tool opens no file and samples nothing. The episode gives it what is known about the question's
+video, and carries out what it asks for.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Tool(abc.ABC):
 
     @abc.abstractmethod
     def parse(self, arguments: Mapping[str, Any]) -> Call | FailedCall:
-        """Reads a call's arguments, which may be any JSON. Other than `run` it does not know the video.
+        """Reads a call's arguments, which may hold any JSON. The video is not known yet.
 
         Tools other than crop_video return a `ToolCall` with their own name.
         """

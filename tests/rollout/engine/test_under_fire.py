@@ -246,9 +246,8 @@ def inspect(
             if outcome.subagent is None:
                 assert not outcome.status.executed
                 continue
-            assert (
-                outcome.call is not None and 0 <= outcome.call.start < outcome.call.end <= duration
-            )
+            assert isinstance(outcome.call, CropCall)
+            assert 0 <= outcome.call.start < outcome.call.end <= duration
             request, sample = said.pop(seed + 1000 * (number + 1) + n)
             assert np.array_equal(outcome.subagent.ids, np.concatenate([request.ids, sample.ids]))
             assert 1 <= len(request.frames) <= limits.crop_frames
