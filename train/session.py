@@ -362,7 +362,14 @@ class Session:
                 look = self._transcriber(step) if phase.saves(step) else None
                 asked = next(questions)
                 state, figures = learner.step(
-                    state, self.engine, self.scene, asked, self.run.seed, look, rollouts.roll_out
+                    state,
+                    self.engine,
+                    self.scene,
+                    asked,
+                    self.run.seed,
+                    look,
+                    rollouts.roll_out,
+                    lambda batches, span: speeds(batches, self.config, span, self.mesh.size),
                 )
                 figures["recompilations"] = float(
                     self.compilations.count - compiled if step > phase.first + WARM_UP else 0
