@@ -118,6 +118,8 @@ def test_metrics_are_one_history(finished, small):
         "reward/tool",
         "length/response",
         "time/rollout",
+        "speed/tokens",
+        "speed/mfu",
         "groups/silent",
         "kl_reference",
         "grad_norm",

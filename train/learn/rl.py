@@ -27,13 +27,12 @@ from paravt_jax.method.records import Question
 from rollout.agent.episode import Scene
 from rollout.engine.engine import Engine
 from train.durable import hosts
-from train.learn.batch import BatchShape
+from train.learn.batch import BatchShape, Sequences
 from train.learn.optimizer import make_optimizer
 from train.learn.placement import fitted, own, place
 from train.learn.rl_batch import RLBatch, as_grpo_batch, lay_out, split, stack_rows
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import Rollouts, describe, join, require_current, roll_out
-from train.learn.speed import speeds
 from train.learn.step import (
     Loss,
     Program,
@@ -105,7 +104,7 @@ class Learner:
         judge: Judge | None = None,
         sync: WeightSync | None = None,
     ):
-        self.settings, self.config, self.judge = settings, config, judge
+        self.settings, self.judge = settings, judge
         dtype = nnx.merge(graph, weights).dtype
         self.sync = sync or WeightSync(weights, dtype)
         optimizer = make_optimizer(settings.optimizer, settings.steps)
@@ -139,13 +138,15 @@ class Learner:
         seed: int,
         on_rollouts: Callable[..., None] | None = None,
         play: Callable[..., Rollouts] = roll_out,
+        measure: Callable[[Sequence[Sequences], float], dict[str, float]] | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """One step of PARA-GRPO: rollouts under the engine's weights, one update, and the new weights into the engine.
 
         From the last rollout to the new weights the engine sleeps. `on_rollouts(rollouts, advantages)`
-        may look at the episodes; `play` is what makes them. Returns the state and the step's metrics;
-        times in seconds. Raises ValueError where no question's video can be read, and for rollouts of
-        other weights than the current ones.
+        may look at the episodes; `play` is what makes them. `measure(batches, seconds)` adds metrics,
+        from what the update was computed on and how long it took. Returns the state and the step's
+        metrics; times in seconds. Raises ValueError where no question's video can be read, and for
+        rollouts of other weights than the current ones.
         """
         settings, number, clock = self.settings, int(state.step), [time.perf_counter()]
         mine = play(engine, scene, questions, settings, seed, number, self.judge)
@@ -190,7 +191,8 @@ class Learner:
             | counts
             | {f"time/{name}": float(span) for name, span in spans.items()}
         )
-        metrics |= speeds(placed, self.config, float(spans["update"]), self.mesh.size)
+        if measure is not None:
+            metrics |= measure(placed, float(spans["update"]))
         if self.judge is not None:
             asked = hosts.gather(self.judge.metrics())
             metrics |= {name: sum(part[name] for part in asked) for name in asked[0]}

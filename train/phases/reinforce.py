@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grain
@@ -20,9 +20,11 @@ from rollout.agent.transcript import transcript
 from train.durable import hosts
 from train.durable.compilations import Compilations
 from train.durable.rollout_file import RolloutFile, forget_others, rollout_file_name
+from train.learn.batch import Sequences
 from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import Rollouts, draw_budgets
+from train.learn.speed import speeds
 from train.phases.actor import Actor
 from train.phases.context import Context, as_saved, resume
 from train.phases.model import Parts
@@ -64,11 +66,22 @@ def reinforce(
             forget_others(folder, jax.process_count())
         name = rollout_file_name(jax.process_index(), jax.process_count())
         rollouts = RolloutFile(folder / name, phase.first)
+
+        def measure(batches: Sequence[Sequences], seconds: float) -> dict[str, float]:
+            return speeds(batches, parts.model.config, seconds, context.mesh.size)
+
         for step in phase.left:
             compiled = compilations.count
             look = _transcriber(context, settings, step) if phase.saves(step) else None
             state, figures = learner.step(
-                state, engine, scene, next(questions), run.seed, look, rollouts.roll_out
+                state,
+                engine,
+                scene,
+                next(questions),
+                run.seed,
+                look,
+                rollouts.roll_out,
+                measure,
             )
             late = compilations.count - compiled if step > phase.first + WARM_UP else 0
             figures["recompilations"] = float(late)
