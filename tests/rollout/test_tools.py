@@ -24,7 +24,7 @@ from paravt_jax.method.rewards import RewardSettings, score
 from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.method.tools.search_subtitles import ENTRIES, SearchSubtitles, best_entries
-from rollout.agent.episode import Scene, Setting, play
+from rollout.agent.episode import Dispatch, Scene, Setting, play
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import run
 from rollout.engine.sizing import lengths
@@ -70,7 +70,13 @@ def srt(tmp_path) -> pathlib.Path:
 def perform(scripted, small_scene, small_questions):
     """perform(turns, subtitles, ...) plays an episode; gives it, its sampler and its scene."""
 
-    def start(turns, subtitles="", dispatch="parallel", report=" seven from 8 to 10", **limits):
+    def start(
+        turns,
+        subtitles="",
+        dispatch: Dispatch = "parallel",
+        report=" seven from 8 to 10",
+        **limits,
+    ):
         fields = {"tools": BOTH, "turn_tokens": 256, "trajectory_tokens": 1024} | limits
         settings = dataclasses.replace(small_scene.protocol.settings, **fields)
         scene = Scene(Protocol(small_scene.protocol.vocabulary, settings), small_scene.features)
