@@ -111,8 +111,8 @@ def resolve_window(call: CropCall, duration: float) -> Look | FailedCall:
 def read_seconds(value: object) -> float | None:
     """Seconds from a JSON value: a number, or text as "16", "16.5s", "16 seconds", "1:00:05".
 
-    None where it is none of these. The result is infinite where the number is too large for a float;
-    the caller refuses it.
+    None where it is none of these. A number that is too large for a float becomes infinite, which
+    the caller refuses.
     """
     if isinstance(value, bool):
         return None
