@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import io
 import statistics
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
+from matplotlib.typing import RcKeyType
 
 from train.report.chart import smooth
 
@@ -25,22 +25,25 @@ if TYPE_CHECKING:
 ROWS = {"accuracy": "accuracy", "format": "format f", "calls": "calls κ"}
 INK, QUIET, GRID, START = "#222222", "#555555", "#e4e4e4", "#8a8a8a"
 BETWEEN, HALF = 0.18, 0.4  # of a K: from mark to mark, and half the width of the cold start's line
-LOOK = {
+LOOK: dict[RcKeyType, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": QUIET,
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.labelcolor": INK,
-    "axes.labelsize": "large",
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlecolor": INK,
+    "axes.titlesize": "medium",
     "axes.titleweight": "bold",
+    "font.sans-serif": ["DejaVu Sans", "Helvetica", "Arial"],  # the first comes with matplotlib
     "grid.color": GRID,
     "lines.linewidth": 2,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "paradox",  # ids that are the same each time
+    "text.color": INK,
     "xtick.color": QUIET,
+    "xtick.major.pad": 8,  # below the marks that stand at 0
     "xtick.major.size": 0,
     "ytick.color": QUIET,
     "ytick.major.size": 0,
@@ -108,12 +111,12 @@ def draw(results: dict[str, list[Result]], start: Result) -> Figure:
 
 def _by_step(axes: Axes, results: dict[str, list[Result]], measure: str, span: int) -> None:
     """Mean and range over seeds of each seed's moving mean."""
+    steps = [line["step"] for line in next(iter(results.values()))[0].by_step]
     for (name, column), style in zip(results.items(), STYLES, strict=False):
         seeds = [
             smooth([(line["step"], line[measure]) for line in result.by_step], span)
             for result in column
         ]
-        steps = [step for step, _ in seeds[0]]
         values = [[value for _, value in points] for points in zip(*seeds, strict=True)]
         axes.plot(
             steps,
@@ -127,8 +130,8 @@ def _by_step(axes: Axes, results: dict[str, list[Result]], measure: str, span: i
         if len(column) > 1:
             low, high = [min(at) for at in values], [max(at) for at in values]
             axes.fill_between(steps, low, high, color=style.color, alpha=0.15, linewidth=0)
-    axes.set_xlim(left=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(0, steps[-1])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 5, 10]))
 
 
 def _by_k(axes: Axes, results: dict[str, list[Result]], start: Result, measure: str) -> None:
