@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 
 from rollout.report.templates import number
 
-WIDTH, HEIGHT = 320, 150
-LEFT, RIGHT, TOP, BOTTOM = 40, 312, 8, 130  # the edges of the axes
+LEFT, RIGHT, TOP, BOTTOM = 40, 312, 8, 130  # the edges of the axes, in a drawing of 320 by 150
 POINTS = 300  # more than that is not to be seen at this width
 BARS = 60
 
@@ -23,8 +22,9 @@ Scale = Callable[[float], float]
 
 @dataclasses.dataclass
 class Chart:
-    """What the template draws, in units of a drawing of WIDTH by HEIGHT."""
+    """What the template draws."""
 
+    left, right, top, bottom = LEFT, RIGHT, TOP, BOTTOM
     grid: list[tuple[float, float]]
     """Height and value of each line of the grid."""
     steps: list[tuple[float, str, str]]
