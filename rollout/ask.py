@@ -46,8 +46,7 @@ from rollout.engine.engine import Engine
 from rollout.engine.requests import run
 from rollout.engine.settings import EngineSizes
 from rollout.engine.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
-from rollout.report.episode_card import episode_card
-from rollout.report.markup import el, page
+from rollout.report.episode_card import episode_page
 
 _QUESTION_TOKENS = 512  # room for the question and its options
 _ENGINES = 2  # kept at once: each holds the keys and values of its prompts on the device
@@ -141,7 +140,7 @@ class Assistant:
             self._scene.protocol.vocabulary,
         )
         del line["rewards"]  # nobody knows the right answer
-        return page(episode.question.text, el("main", episode_card(Path(), line, open_=True)))
+        return episode_page(Path(), line)
 
     def _engine(self, video: str, frames: int) -> Engine:
         protocol, features = self._scene.protocol, self._scene.features

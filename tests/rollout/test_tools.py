@@ -29,7 +29,7 @@ from rollout.agent.scoring import executed_calls
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import run
 from rollout.engine.sizing import lengths
-from rollout.report.episode_card import episode_card
+from rollout.report.episode_card import episode_page
 
 BOTH = ("crop_video", "search_subtitles")
 ANSWER = "the crops show seven\n</think>\n<answer> seven</answer>"
@@ -116,7 +116,7 @@ def test_a_crop_and_a_search_run_in_one_turn_from_sampling_to_page(perform, srt)
         "response": found.response,
     }
     assert "tool" not in line["turns"][0]["calls"][0]
-    card = str(episode_card(scene.features.root, line, open_=True))
+    card = episode_page(scene.features.root, line)
     for words in (
         "Crop 1",
         "Search subtitles 2",

@@ -13,11 +13,12 @@ import re
 import av
 import numpy as np
 import pytest
+from jinja2 import UndefinedError
 from PIL import Image
 
 from paravt_jax.method.records import CallStatus, StopReason
 from rollout.report.episode_card import EXECUTED, STOPS
-from rollout.report.markup import Html, el, join, number
+from rollout.report.templates import environment, number
 from train.report.chart import line_chart, stacked_chart
 from train.report.page import choose_episodes, key_figures, write_report
 
@@ -295,8 +296,10 @@ class Page(html.parser.HTMLParser):
         assert self.open.pop()["tag"] == tag
 
     def handle_data(self, data):
-        for element in self.open:
-            element["text"] += data
+        """White space between elements is the template's, but for what stands in a <pre>."""
+        if data.strip() or any(element["tag"] == "pre" for element in self.open):
+            for element in self.open:
+                element["text"] += data
 
     def all(self, tag=None, class_=None):
         named = [e for e in self.elements if tag in (None, e["tag"])]
@@ -555,25 +558,26 @@ def test_a_grounding_question_shows_both_windows_on_the_axis(tmp_path):
     )
 
 
-# Charts and elements
+# Charts and numbers
 
 
-def coordinates(chart, class_):
+def curves(chart, class_):
+    """The corners of each curve of a class."""
     return [
-        [tuple(map(float, p.split(","))) for p in e["points"].split()]
-        for e in Page(chart).all("polyline", class_)
+        [tuple(map(float, pair.split(","))) for pair in corners.split()]
+        for name, corners in chart.curves
+        if name == class_
     ]
 
 
 def test_a_gap_in_the_data_is_a_gap_in_the_line():
-    chart = line_chart([(0, 1.0), (1, 2.0), (2, None), (3, 2.0), (4, 3.0)])
-    assert [len(line) for line in coordinates(chart, "smooth")] == [2, 2]
+    chart = line_chart([(0, 1.0), (1, 2.0), (2, None), (3, 2.0), (4, 3.0), (5, None), (6, 1.0)])
+    assert [len(line) for line in curves(chart, "smooth")] == [2, 2] and len(chart.dots) == 1
 
 
 def test_the_axis_holds_the_data_and_what_it_was_told_to_reach():
-    texts = [e["text"] for e in Page(line_chart([(0, 0.2), (1, 0.4)], 0, 1)).all("text")]
-    assert texts[0] == "0" and "1" in texts[:-3]
-    [line] = coordinates(line_chart([(0, -5.0), (10, 120.0)], 0, 1), "smooth")
+    assert [value for _, value in line_chart([(0, 0.2), (1, 0.4)], 0, 1).grid] == [0, 0.5, 1]
+    [line] = curves(line_chart([(0, -5.0), (10, 120.0)], 0, 1), "smooth")
     assert all(0 <= y <= 150 for _, y in line) and line[0][1] > line[1][1]
 
 
@@ -581,31 +585,41 @@ def test_the_axis_holds_the_data_and_what_it_was_told_to_reach():
     "values", [[0.0], [5.0], [0.0, 0.0], [-2.0, -2.0], [1e-9, 1e-9, 2e-9], [1e9, 3e9]]
 )
 def test_charts_of_flat_tiny_and_single_data(values):
-    Page(line_chart(list(enumerate(values))))
-    Page(
-        stacked_chart(
-            range(len(values)), [("a", [abs(v) for v in values]), ("b", [None] * len(values))]
-        )
-    )
+    line = line_chart(list(enumerate(values)))
+    layers = [("a", [abs(v) for v in values]), ("b", [None] * len(values))]
+    for chart in (line, stacked_chart(range(len(values)), layers)):
+        assert len(chart.grid) > 1 and all(math.isfinite(y) for y, _ in chart.grid)
+    assert len(line.dots) == (len(values) == 1)
 
 
 def test_long_histories_are_thinned_and_keep_their_ends():
     chart = line_chart([(i, float(i)) for i in range(5000)])
-    [line] = coordinates(chart, "raw")
+    [line] = curves(chart, "raw")
     assert len(line) == 300 and (line[0][0], line[-1][0]) == (40.0, 312.0)
+    assert len(chart.hovers) == 60 and chart.hovers[-1][1].startswith("step 4999: ")
 
 
 def test_stacked_bars_stand_on_each_other():
-    page = Page(stacked_chart([0], [("a", [1.0]), ("b", [2.0])]))
-    a, b = (next(e for e in page.all("rect", name)) for name in ("s0", "s1"))
-    assert float(b["y"]) + float(b["height"]) == pytest.approx(float(a["y"]), abs=0.05)
-    assert float(b["height"]) == pytest.approx(2 * float(a["height"]), abs=0.05)
+    a, b = stacked_chart([0], [("a", [1.0]), ("b", [2.0])]).bars
+    (_, top, height, _), (_, upper, higher, _) = a, b
+    assert upper + higher == pytest.approx(top) and higher == pytest.approx(2 * height)
 
 
-def test_elements_escape_text_and_keep_markup():
-    made = el("p", "<b>", Html("<i></i>"), ["&"], class_='"x"', hidden=False, open=True)
-    assert made == '<p class="&quot;x&quot;" open>&lt;b&gt;<i></i>&amp;</p>'
-    assert isinstance(join("<"), Html) and join("<") == "&lt;"
+def test_a_chart_is_drawn_with_its_values_in_words(page):
+    line, stacked = (
+        next(f["text"] for f in page.all("figure") if f["text"].startswith(title))
+        for title in ("log-prob gap", "seconds by phase")
+    )
+    assert "step 47: " in line
+    assert re.search(
+        r"step 0: rollout \d\d\.\d, reference 0\.5, update 2\.?\d*, data 0\.1", stacked
+    )
+    assert {e["class"] for e in page.all("rect")} == {"s0", "s1", "s2", "s3", "hover"}
+
+
+def test_a_name_without_a_value_is_an_error_of_the_page():
+    with pytest.raises(UndefinedError, match="answer"):
+        environment().from_string("{{ answer }}").render()
 
 
 @pytest.mark.parametrize(

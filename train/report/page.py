@@ -8,6 +8,7 @@ Invariant: no script and no address on the page, so that it opens anywhere, offl
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -16,9 +17,9 @@ from typing import Any
 
 from paravt_jax.data.atomic import write_atomically
 from rollout.report.episode_card import episode_card
-from rollout.report.markup import Html, el, number, page
+from rollout.report.templates import environment, number
 from train.durable.metrics import format_seconds, read_jsonl, read_metrics
-from train.report.chart import line_chart, stacked_chart
+from train.report.chart import Chart, line_chart, stacked_chart
 
 Row = dict[str, Any]
 EPISODES = 21
@@ -77,15 +78,24 @@ STACKED = ("time/rollout", "time/reference", "time/update", "time/data")
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> pathlib.Path:
-    """Writes `run_dir`/report.html and returns its path; missing files leave their part of the page out, with a word about it."""
+    """Writes `run_dir`/report.html and returns its path.
+
+    A missing file leaves its part of the page out, with a word about it.
+    """
     root = pathlib.Path(run_dir).resolve()
     config, result = _read_json(root / "config.json"), _read_json(root / "result.json")
     metrics, episodes = read_metrics(root / "metrics.jsonl"), read_jsonl(root / "episodes.jsonl")
-    name = str(config.get("name") or config.get("recipe") or root.name)
-    main = el(
-        "main", _curves(metrics), _table(result), _episodes(root, episodes), _configuration(config)
+    template = environment(pathlib.Path(__file__).parent).get_template("report.html.jinja")
+    text = template.render(
+        name=str(config.get("name") or config.get("recipe") or root.name),
+        temperature=_sampling_temperature(result),
+        figures=key_figures(result),
+        facts=_facts(result),
+        phases=_phases(metrics),
+        table=_table(result),
+        stages=_stages(root, episodes),
+        config=json.dumps(config, indent=2, ensure_ascii=False, default=str) if config else "",
     )
-    text = page(f"{name} · ParaVT in JAX", _head(name, result), main)
     write_atomically(root / "report.html", text)
     return root / "report.html"
 
@@ -95,37 +105,6 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 # The head
-
-
-def _head(name: str, result: dict[str, Any]) -> Html:
-    links = [
-        el("a", text, href=f"#{text.lower()}")
-        for text in ("Curves", "Evaluation", "Episodes", "Configuration")
-    ]
-    temperature = _sampling_temperature(result)
-    held = (
-        ""
-        if temperature is None
-        else f" Figures are of held-out questions, sampled at temperature {number(temperature)}."
-    )
-    lead = (
-        "A main agent sees a few frames of a video and asks for crops; sub-agents with the same weights look at them side by side; "
-        "reinforcement learning credits the whole episode." + held
-    )
-    tiles = [_tile(*figure) for figure in key_figures(result)]
-    quiet = el(
-        "p",
-        "No result.json yet: the run has not finished, and there is nothing to compare.",
-        class_="quiet",
-    )
-    return el(
-        "header",
-        el("nav", el("span", "ParaVT in JAX"), links),
-        el("h1", name),
-        el("p", lead, class_="lede"),
-        el("div", tiles, class_="tiles") if tiles else quiet,
-        _checks(result),
-    )
 
 
 def key_figures(result: dict[str, Any]) -> list[tuple[str, str, float | None, float | None]]:
@@ -172,48 +151,23 @@ def key_figures(result: dict[str, Any]) -> list[tuple[str, str, float | None, fl
     ]
 
 
-def _tile(title: str, note: str, before: float | None, after: float | None) -> Html:
-    def show(value: float | None) -> str:
-        return "–" if value is None else f"{value:.2f}".replace("-", "−")
-
-    value = el(
-        "div",
-        el("span", show(before), class_="was"),
-        el("span", " → ", class_="arrow"),
-        el("strong", show(after)),
-        class_="value",
-    )
-    return el("div", el("h2", title), value, el("p", note), class_="tile")
-
-
-def _checks(result: dict[str, Any]) -> Html:
-    """What has to hold in every run, marked by whether it did; then the run's other plain figures."""
+def _facts(result: dict[str, Any]) -> list[tuple[str, str, bool | None]]:
+    """(title, value, whether what has to hold in every run holds); None for other figures."""
     rules: dict[str, tuple[str, Callable[[float], bool]]] = {
         "token_mismatches": ("token mismatches", lambda value: value == 0),
         "logprob_gap": ("mean log-prob gap", lambda value: value < GAP_BOUND),
         "recompilations_after_warmup": ("compilations after warm-up", lambda value: value == 0),
     }
-    marks = []
+    facts: list[tuple[str, str, bool | None]] = []
     if result.get("seconds") is not None:
-        marks.append(
-            el("span", "total time", el("b", format_seconds(result["seconds"])), class_="fact")
-        )
+        facts.append(("total time", format_seconds(result["seconds"]), None))
     for key, (title, holds) in rules.items():
         if (value := result.get(key)) is not None:
-            good = holds(value)
-            marks.append(
-                el(
-                    "span",
-                    title,
-                    el("b", number(value), " ✓" if good else " ✗"),
-                    class_=f"fact {'good' if good else 'bad'}",
-                )
-            )
-    known = {*rules, "seconds"}
+            facts.append((title, number(value), holds(value)))
     for key, value in result.items():
-        if key not in known and isinstance(value, int | float):
-            marks.append(el("span", key.replace("_", " "), el("b", number(value)), class_="fact"))
-    return el("div", marks, class_="facts-row") if marks else Html("")
+        if key not in {*rules, "seconds"} and isinstance(value, int | float):
+            facts.append((key.replace("_", " "), number(value), None))
+    return facts
 
 
 def _rows(result: dict[str, Any]) -> list[Row]:
@@ -227,28 +181,18 @@ def _sampling_temperature(result: dict[str, Any]) -> float | None:
 # The curves
 
 
-def _curves(metrics: list[Row]) -> Html:
-    parts = []
+def _phases(metrics: list[Row]) -> list[tuple[str, list[Row]]]:
+    """(title, charts) of each phase that recorded anything."""
+    phases = []
     for phase, title, curves in PHASE_CURVES:
-        lines = [row for row in metrics if row["phase"] == phase]
-        if charts := _charts(lines, curves):
-            parts += [el("h3", title), el("div", charts, class_="charts")]
-    quiet = el("p", "No metrics yet.", class_="quiet")
-    note = el(
-        "p",
-        "Faint: as measured. Strong: moving average. Point at a chart for its values.",
-        class_="quiet",
-    )
-    return el("section", el("h2", "Curves"), [note, *parts] if parts else quiet, id="curves")
+        if charts := _charts([row for row in metrics if row["phase"] == phase], curves):
+            phases.append((title, charts))
+    return phases
 
 
-def _charts(lines: list[Row], curves: Sequence[Curve]) -> list[Html]:
+def _charts(lines: list[Row], curves: Sequence[Curve]) -> list[Row]:
     """The known curves that the run has, then seconds by phase, then whatever else it recorded."""
     steps = [row["step"] for row in lines]
-
-    def values(key: str) -> list[float | None]:
-        return [row.get(key) for row in lines]
-
     keys = {
         key
         for row in lines
@@ -257,139 +201,51 @@ def _charts(lines: list[Row], curves: Sequence[Curve]) -> list[Html]:
     }
     known = [curve for curve in curves if curve.key in keys]
     times = [key for key in STACKED if key in keys]
-    named = {curve.key for curve in known} | set(times)
-    stacked = (
-        times + sorted(key for key in keys - named if key.startswith("time/")) if times else []
-    )
-    rest = [Curve(key, key.replace("_", " ")) for key in sorted(keys - named - set(stacked))]
+    rest = keys - {curve.key for curve in known} - set(times)
+    if times:
+        more = sorted(key for key in rest if key.startswith("time/"))
+        times, rest = times + more, rest - set(more)
 
-    def figure(curve: Curve) -> Html:
+    def values(key: str) -> list[float | None]:
+        return [row.get(key) for row in lines]
+
+    def figure(curve: Curve) -> Row:
         history = values(curve.key)
-        return _figure(
-            curve.title,
-            curve.note,
-            history,
-            line_chart(list(zip(steps, history, strict=True)), curve.low, curve.high),
-        )
+        chart = line_chart(list(zip(steps, history, strict=True)), curve.low, curve.high)
+        return _figure(curve.title, curve.note, history, chart)
 
     charts = [figure(curve) for curve in known]
-    if stacked:
-        totals = [sum(row.get(key) or 0.0 for key in stacked) for row in lines]
-        chart = stacked_chart(steps, [(key.removeprefix("time/"), values(key)) for key in stacked])
+    if times:
+        totals = [sum(row.get(key) or 0.0 for key in times) for row in lines]
+        chart = stacked_chart(steps, [(key.removeprefix("time/"), values(key)) for key in times])
         charts.append(_figure("seconds by phase", "of each step", totals, chart))
-    return charts + [figure(curve) for curve in rest]
+    return charts + [figure(Curve(key, key.replace("_", " "))) for key in sorted(rest)]
 
 
-def _figure(title: str, note: str, values: Sequence[float | None], chart: Html) -> Html:
+def _figure(title: str, note: str, values: Sequence[float | None], chart: Chart) -> Row:
+    """A chart with its caption: the means of the first and of the last tenth."""
     known = [value for value in values if value is not None]
     tenth = max(1, len(known) // 10)
     first, last = (sum(part) / len(part) for part in (known[:tenth], known[-tenth:]))
-    span = el(
-        "span",
-        f"{number(first)} → ",
-        el("b", number(last)),
-        class_="span",
-        title="mean of the first and of the last tenth",
-    )
-    return el(
-        "figure", el("figcaption", el("span", title, class_="name"), span, el("small", note)), chart
-    )
+    return {"title": title, "note": note, "first": first, "last": last, "chart": chart}
 
 
 # The table
 
 
-def _table(result: dict[str, Any]) -> Html:
+def _table(result: dict[str, Any]) -> list[tuple[str, float, list[Row]]]:
+    """(dispatch, temperature, rows) of each group of the table; a row has K, before and after."""
     order = {"parallel": 0, "sequential": 1, "none": 2}
-    pairs: dict[tuple[float, str, int], dict[str, Row]] = {}
+    pairs: dict[tuple[float, str, int], Row] = {}
     for side in ("before", "after"):
         for row in result.get(side, []):
-            pairs.setdefault((row["temperature"], row["dispatch"], row["k"]), {})[side] = row
-    if not pairs:
-        return el(
-            "section",
-            el("h2", "Evaluation"),
-            el("p", "No evaluation yet.", class_="quiet"),
-            id="evaluation",
-        )
-    body, group = [], None
-    for key in sorted(pairs, key=lambda key: (-key[0], order.get(key[1], 3), key[2])):
-        temperature, dispatch, k = key
-        if group != (temperature, dispatch):
-            group = (temperature, dispatch)
-            sampling = "greedy" if temperature == 0 else f"temperature {number(temperature)}"
-            words = {
-                "none": "no crops",
-                "parallel": "crops in parallel",
-                "sequential": "one crop a turn",
-            }.get(dispatch, dispatch)
-            body.append(
-                el(
-                    "tr",
-                    el("th", words, el("span", sampling), colspan=6, scope="rowgroup"),
-                    class_="group",
-                )
-            )
-        before, after = pairs[key].get("before", {}), pairs[key].get("after", {})
-        cells = [
-            el("td", _change(before.get(name), after.get(name)))
-            for name in ("format", "calls", "turns")
-        ]
-        was, now = before.get("accuracy"), after.get("accuracy")
-        count = el("td", number(after.get("n", before.get("n"))), class_="n")
-        body.append(
-            el(
-                "tr",
-                el("th", str(k), scope="row"),
-                el("td", _change(was, now), _dumbbell(was, now)),
-                cells,
-                count,
-            )
-        )
-    head = el(
-        "tr", [el("th", title, scope="col") for title in ("K", "accuracy", "f", "κ", "turns", "n")]
-    )
-    note = (
-        "Held-out questions, before → after reinforcement learning. K: overview frames; f: share of well-formed rollouts; "
-        "κ: calls per rollout; turns: of the main agent; n: rollouts."
-    )
-    return el(
-        "section",
-        el("h2", "Evaluation"),
-        el("p", note, class_="quiet"),
-        el("div", el("table", el("thead", head), el("tbody", body)), class_="scroll"),
-        id="evaluation",
-    )
-
-
-def _change(before: float | None, after: float | None) -> Html:
-    def show(value: float | None) -> str:
-        return "–" if value is None else f"{value:.2f}"
-
-    return el(
-        "span",
-        el("span", show(before), class_="was"),
-        el("span", " → ", class_="arrow"),
-        el("b", show(after)),
-        class_="change",
-    )
-
-
-def _dumbbell(before: float | None, after: float | None) -> Html:
-    """Both accuracies as dots on a line from 0 to 1."""
-    ends = (("was", before), ("now", after))
-    dots = [
-        el("i", class_=name, style=f"left:{100 * value:.1f}%")
-        for name, value in ends
-        if value is not None
+            key = (row["temperature"], row["dispatch"], row["k"])
+            pairs.setdefault(key, {"k": row["k"], "before": {}, "after": {}})[side] = row
+    keys = sorted(pairs, key=lambda key: (-key[0], order.get(key[1], 3), key[2]))
+    return [
+        (dispatch, temperature, [pairs[key] for key in group])
+        for (temperature, dispatch), group in itertools.groupby(keys, lambda key: key[:2])
     ]
-    reach = ""
-    if before is not None and after is not None:
-        reach = el(
-            "u",
-            style=f"left:{100 * min(before, after):.1f}%;width:{100 * abs(after - before):.1f}%",
-        )
-    return el("span", reach, dots, class_="dumbbell")
 
 
 # The episodes
@@ -410,50 +266,9 @@ def choose_episodes(episodes: list[Row], count: int = EPISODES) -> dict[str, lis
     return {stage: chosen[stage] for stage in stages}
 
 
-def _episodes(root: pathlib.Path, episodes: list[Row]) -> Html:
-    parts = []
-    for stage, rows in choose_episodes(episodes).items():
-        cards = [episode_card(root, row, i < OPEN_PER_PHASE) for i, row in enumerate(rows)]
-        parts += [el("h3", STAGES[stage]), *cards]
-    quiet = el("p", "No episodes recorded yet.", class_="quiet")
-    return el(
-        "section", el("h2", "Episodes"), [_legend(), *parts] if parts else quiet, id="episodes"
-    )
-
-
-def _legend() -> Html:
-    def sample(text: str, class_: str, meaning: str, credit: float | None = None) -> Html:
-        return el(
-            "span",
-            el("code", text, class_=class_, style=None if credit is None else f"--c:{credit}"),
-            f" {meaning}",
-        )
-
-    return el(
-        "div",
-        sample("<think>", "by-pinned", "pinned, not trained"),
-        sample("plain", "by-model", "written by the model"),
-        sample("told", "by-tool", "told by a tool"),
-        sample("</think>", "kind k-think", "think"),
-        sample("<tool_call>", "kind k-call", "call"),
-        sample("<answer>", "kind k-answer", "answer"),
-        sample("seven", "kind k-violation", "where a block was broken"),
-        sample("credit", "up", "raised", 0.45),
-        sample(
-            "credit",
-            "down",
-            "lowered (shade: how much, against the episode's strongest; without the anchor where that is a term of its own)",
-            0.45,
-        ),
-        class_="key",
-    )
-
-
-def _configuration(config: dict[str, Any]) -> Html:
-    if not config:
-        return Html("")
-    text = json.dumps(config, indent=2, ensure_ascii=False, default=str)
-    body = el(
-        "details", el("summary", "The resolved configuration"), el("pre", text, class_="config")
-    )
-    return el("section", el("h2", "Configuration"), body, id="configuration")
+def _stages(root: pathlib.Path, episodes: list[Row]) -> list[tuple[str, list[Row]]]:
+    """(title, cards) of each stage; its first cards are unfolded."""
+    return [
+        (STAGES[stage], [episode_card(root, row, i < OPEN_PER_PHASE) for i, row in enumerate(rows)])
+        for stage, rows in choose_episodes(episodes).items()
+    ]

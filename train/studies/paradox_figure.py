@@ -1,286 +1,176 @@
-"""The figure of `train.studies.paradox`: accuracy, f and kappa, by step and after training, with intervals over seeds.
+"""The figure of `train.studies.paradox`: accuracy, f and kappa, by step and after training.
 
-Owns the drawing: one SVG that stands alone in a page of Markdown, so colours are attributes on white and nothing is fetched. Computes
-nothing but means and ranges over seeds and a moving mean over steps, and says so in its caption. Invariant: every setting has a
-colour, a dash and a mark of its own, the same in all six panels.
+It shows means and ranges over seeds and a moving mean over steps, and its caption says so. A
+setting has the same colour, dash and mark in all six panels.
 """
 
 from __future__ import annotations
 
+import io
 import statistics
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollout.report.markup import Html, el, number
-from train.report.chart import Scale, corners, scale, smooth, ticks
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+from matplotlib.typing import RcKeyType
+
+from train.report.chart import smooth
 
 if TYPE_CHECKING:
     from train.studies.paradox import Result
 
-WIDTH = 900
-LEFT, RIGHT = (66, 478), (528, 884)  # the two columns, from edge to edge of their axes
-TOP, PANEL, GAP = 86, 150, 22  # of the three rows
+ROWS = {"accuracy": "accuracy", "format": "format f", "calls": "calls κ"}
 INK, QUIET, GRID, START = "#222222", "#555555", "#e4e4e4", "#8a8a8a"
-BETWEEN, HALF = (
-    21,
-    46,
-)  # of a K in the right column: from mark to mark, and half the width of the cold start's line
-PARTS = 5  # of an axis
-SMALL, CAPITAL = 6.8, 10.4  # width of a letter at 14 px, about: nobody can measure text here
-
-ROWS = (
-    ("accuracy", "accuracy", 1.0),
-    ("format", "format f", 1.0),
-    ("calls", "calls κ", None),
-)  # measure, name, where its axis ends
+BETWEEN, HALF = 0.18, 0.4  # of a K: from mark to mark, and half the width of the cold start's line
+LOOK: dict[RcKeyType, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": QUIET,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.labelcolor": INK,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": INK,
+    "axes.titlesize": "medium",
+    "axes.titleweight": "bold",
+    "font.sans-serif": ["DejaVu Sans", "Helvetica", "Arial"],  # the first comes with matplotlib
+    "grid.color": GRID,
+    "lines.linewidth": 2,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "paradox",  # ids that are the same each time
+    "text.color": INK,
+    "xtick.color": QUIET,
+    "xtick.major.pad": 8,  # below the marks that stand at 0
+    "xtick.major.size": 0,
+    "ytick.color": QUIET,
+    "ytick.major.size": 0,
+}
 
 
 class Style(NamedTuple):
-    """How a setting looks: Okabe and Ito's colours, which colour-blind people can tell apart, and more than colour."""
+    """How a setting looks: Okabe and Ito's colours, which colour-blind people can tell apart."""
 
-    colour: str
-    dash: str | None
-    mark: str
+    color: str
+    linestyle: str
+    marker: str
 
 
 STYLES = (
-    Style("#0072b2", "2 3", "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z"),
-    Style("#e69f00", "8 3", "M-4.5 -4.5h9v9h-9z"),
-    Style("#009e73", "9 3 2 3", "M0 -6l5.5 10h-11z"),
-    Style("#d55e00", None, "M0 -6.5l6.5 6.5l-6.5 6.5l-6.5 -6.5z"),
+    Style("#0072b2", ":", "o"),
+    Style("#e69f00", "--", "s"),
+    Style("#009e73", "-.", "^"),
+    Style("#d55e00", "-", "D"),
 )
 
 
-class Curve(NamedTuple):
-    """One measure of a setting over steps."""
-
-    steps: list[float]
-    mean: list[float]
-    low: list[float]
-    high: list[float]
-
-
 def figure(results: dict[str, list[Result]], start: Result) -> str:
-    """Three rows (accuracy, f, kappa) of two columns: training rollouts by step, and held-out questions by K with the cold start's.
+    """The figure as SVG; the same results give the same bytes. See `draw`."""
+    with matplotlib.rc_context(LOOK):
+        file = io.BytesIO()
+        title = "Accuracy, format and calls of each setting, by step and after training"
+        draw(results, start).savefig(file, format="svg", metadata={"Date": None, "Title": title})
+    return file.getvalue().decode()
 
-    `results` holds a setting's runs, one a seed, all of the same steps and K. Raises ValueError for more settings than have a style.
+
+def draw(results: dict[str, list[Result]], start: Result) -> Figure:
+    """Three rows of two columns: training rollouts by step, and held-out questions by K.
+
+    `results` holds a setting's runs, one per seed, all of the same steps and K; `start` is the cold
+    start. Raises ValueError for more settings than have a style.
     """
     if len(results) > len(STYLES):
         raise ValueError(
-            f"results: {len(results)} settings; only {len(STYLES)} can be told apart, add to train.studies.paradox_figure.STYLES"
+            f"results: {len(results)} settings; only {len(STYLES)} can be told apart, "
+            "add to train.studies.paradox_figure.STYLES"
         )
-    styles = dict(zip(results, STYLES, strict=False))
     runs = [result for column in results.values() for result in column]
-    last = runs[0].by_step[-1]["step"]
     span = max(1, len(runs[0].by_step) // 12)
-    x, bottom = scale(0, last, *LEFT), TOP + len(ROWS) * (PANEL + GAP) - GAP
-    body = [
-        _legend(styles),
-        _title(LEFT, "training rollouts, by step"),
-        _title(RIGHT, "held-out questions, after training"),
-    ]
-    for row, (measure, name, limit) in enumerate(ROWS):
-        top = TOP + row * (PANEL + GAP)
-        curves = {setting: _curve(column, measure, span) for setting, column in results.items()}
-        held_out = [at[measure] for result in (*runs, start) for at in result.after.values()]
-        axis = ticks(
-            0.0,
-            limit or max(*held_out, *(value for curve in curves.values() for value in curve.high)),
-            PARTS,
-        )
-        y = scale(axis[0], axis[-1], top + PANEL, top)
-        middle = top + PANEL / 2
-        body.append(
-            _text(name, 18, middle, size=14, colour=INK, transform=f"rotate(-90 18 {middle})")
-        )
-        body += [_axes(column, axis, y) for column in (LEFT, RIGHT)]
-        body += _by_step(curves, x, y, styles)
-        body += _by_k(results, start, measure, name, y, styles)
-    body += [
-        _text(number(step), x(step), bottom + 18)
-        for step in ticks(0, last, PARTS)
-        if step <= last and step == round(step)
-    ]
-    body += [_text(f"K = {k}", place, bottom + 18) for k, place in _places(start).items()]
+    drawing = Figure(figsize=(9.4, 7.4), layout="constrained")
+    panels = drawing.subplots(len(ROWS), 2, sharex="col", sharey="row")
+    for (measure, name), (by_step, by_k) in zip(ROWS.items(), panels, strict=True):
+        _by_step(by_step, results, measure, span)
+        _by_k(by_k, results, start, measure)
+        by_step.set_ylabel(name)
+        by_step.set_ylim(0, None if measure == "calls" else 1)
+        by_k.tick_params(labelleft=True)
+    left, right = panels[0]
+    left.set_title("training rollouts, by step")
+    right.set_title("held-out questions, after training")
+    keys = [Line2D([], [], **style._asdict()) for style in STYLES[: len(results)]]
+    keys.append(Line2D([], [], color=START))
+    drawing.legend(
+        keys, [*results, "cold start"], loc="outside upper center", ncols=5, frameon=False
+    )
     caption = _caption(max(len(column) for column in results.values()), 2 * span + 1)
-    body += [_text(line, LEFT[0], bottom + 46 + 18 * i, "start") for i, line in enumerate(caption)]
-    return _page(body, height=bottom + 46 + 18 * len(caption))
+    drawing.supxlabel(caption, x=0.02, ha="left", color=QUIET, fontsize="medium")
+    return drawing
 
 
-def _page(body: list[Html], height: int) -> Html:
-    title = el("title", "Accuracy, format and calls of each setting, by step and after training")
-    white = el("rect", width=WIDTH, height=height, fill="#ffffff")
-    look = {
-        "viewBox": f"0 0 {WIDTH} {height}",
-        "width": WIDTH,
-        "height": height,
-        "font_family": "Helvetica, Arial, sans-serif",
-    }
-    return el("svg", title, white, body, xmlns="http://www.w3.org/2000/svg", role="img", **look)
+def _by_step(axes: Axes, results: dict[str, list[Result]], measure: str, span: int) -> None:
+    """Mean and range over seeds of each seed's moving mean."""
+    steps = [line["step"] for line in next(iter(results.values()))[0].by_step]
+    for (name, column), style in zip(results.items(), STYLES, strict=False):
+        seeds = [
+            smooth([(line["step"], line[measure]) for line in result.by_step], span)
+            for result in column
+        ]
+        values = [[value for _, value in points] for points in zip(*seeds, strict=True)]
+        axes.plot(
+            steps,
+            [statistics.mean(at) for at in values],
+            color=style.color,
+            linestyle=style.linestyle,
+            label=name,
+            clip_on=False,
+            zorder=3,
+        )
+        if len(column) > 1:
+            low, high = [min(at) for at in values], [max(at) for at in values]
+            axes.fill_between(steps, low, high, color=style.color, alpha=0.15, linewidth=0)
+    axes.set_xlim(0, steps[-1])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 5, 10]))
 
 
-def _caption(seeds: int, window: int) -> list[str]:
+def _by_k(axes: Axes, results: dict[str, list[Result]], start: Result, measure: str) -> None:
+    """For each K the cold start's line, and over it a mark per setting, side by side."""
+    ks = sorted(start.after)
+    for place, k in enumerate(ks):
+        value = start.after[k][measure]
+        axes.plot([place - HALF, place + HALF], [value] * 2, color=START, clip_on=False)
+    for i, ((name, column), style) in enumerate(zip(results.items(), STYLES, strict=False)):
+        values = [[result.after[k][measure] for result in column] for k in ks]
+        means = [statistics.mean(at) for at in values]
+        below = [mean - min(at) for mean, at in zip(means, values, strict=True)]
+        above = [max(at) - mean for mean, at in zip(means, values, strict=True)]
+        axes.errorbar(
+            [place + (i - (len(results) - 1) / 2) * BETWEEN for place in range(len(ks))],
+            means,
+            yerr=(below, above) if len(column) > 1 else None,
+            fmt=style.marker,
+            color=style.color,
+            markeredgecolor="white",
+            markersize=9,
+            capsize=4,
+            label=name,
+            clip_on=False,
+            zorder=3,
+        )
+    axes.set_xticks(range(len(ks)), [f"K = {k}" for k in ks])
+
+
+def _caption(seeds: int, window: int) -> str:
     left = f"moving mean over {window} steps"
     if seeds > 1:
         left = f"mean over {seeds} seeds of a {left}, shaded from lowest to highest"
         right = f"mark, mean over {seeds} seeds; whisker, lowest to highest"
     else:
         left, right = f"one seed, {left}", "one seed"
-    return [
-        f"Left: {left}.",
-        f"Right: {right}; grey, the cold start that all settings share.",
-        "f: share of rollouts that keep the format. κ: calls carried out per rollout.",
-        "K: frames of the overview; on the left, those that each setting trains with.",
-    ]
-
-
-def _by_step(curves: dict[str, Curve], x: Scale, y: Scale, styles: dict[str, Style]) -> list[Html]:
-    """All bands, then all lines: no line may lie under another setting's band."""
-    bands = [
-        _band(curve, x, y, styles[name].colour)
-        for name, curve in curves.items()
-        if curve.low != curve.high
-    ]
-    return bands + [_line(name, curve, x, y, styles[name]) for name, curve in curves.items()]
-
-
-def _by_k(
-    results: dict[str, list[Result]],
-    start: Result,
-    measure: str,
-    title: str,
-    y: Scale,
-    styles: dict[str, Style],
-) -> list[Html]:
-    """For each K the cold start's line, and over it a mark a setting, side by side."""
-    parts = []
-    for k, middle in _places(start).items():
-        parts.append(
-            _cold_start(f"cold start, K = {k}: {title}", start.after[k][measure], middle, y)
-        )
-        for i, (name, column) in enumerate(results.items()):
-            place = middle + (i - (len(results) - 1) / 2) * BETWEEN
-            parts.append(
-                _mark(
-                    f"{name}, K = {k}: {title}",
-                    [result.after[k][measure] for result in column],
-                    place,
-                    y,
-                    styles[name],
-                )
-            )
-    return parts
-
-
-def _places(start: Result) -> dict[int, float]:
-    """The middle of each K in the right column."""
-    share = (RIGHT[1] - RIGHT[0]) / len(start.after)
-    return {k: RIGHT[0] + share * (i + 0.5) for i, k in enumerate(sorted(start.after))}
-
-
-def _curve(column: Sequence[Result], measure: str, span: int) -> Curve:
-    """Mean and range over seeds of each seed's moving mean."""
-    seeds = [
-        smooth([(line["step"], line[measure]) for line in result.by_step], span)
-        for result in column
-    ]
-    at = [[value for _, value in points] for points in zip(*seeds, strict=True)]
-    return Curve(
-        [step for step, _ in seeds[0]],
-        [statistics.mean(v) for v in at],
-        [min(v) for v in at],
-        [max(v) for v in at],
+    return (
+        f"Left: {left}.\n"
+        f"Right: {right}; grey, the cold start that all settings share.\n"
+        "f: share of rollouts that keep the format. κ: calls carried out per rollout.\n"
+        "K: frames of the overview; on the left, those that each setting trains with."
     )
-
-
-def _legend(styles: dict[str, Style]) -> Html:
-    """Line, mark and name of every setting, and the cold start's line, in the middle above all."""
-    names = [*styles, "cold start"]
-    symbol, gap = 42, 22
-    widths = [
-        symbol + sum(CAPITAL if letter.isupper() else SMALL for letter in name) for name in names
-    ]
-    left = (WIDTH - sum(widths) - gap * (len(names) - 1)) / 2
-    parts = []
-    for name, width in zip(names, widths, strict=True):
-        colour, dash, mark = styles.get(name, Style(START, None, ""))
-        parts.append(_stroke(left, left + symbol - 8, 30.0, 30.0, colour, 2.5, dash))
-        if mark:
-            parts.append(_shape(mark, left + symbol / 2 - 4, 30, colour))
-        parts.append(_text(name, left + symbol, 35, "start", 14, INK))
-        left += width + gap
-    return el("g", parts)
-
-
-def _title(column: tuple[int, int], text: str) -> Html:
-    return _text(text, sum(column) / 2, TOP - 14, size=14, colour=INK, font_weight="bold")
-
-
-def _axes(column: tuple[int, int], axis: list[float], y: Scale) -> Html:
-    parts = [_stroke(*column, y(value), y(value), GRID, 1) for value in axis[1:]]
-    parts += [_text(number(value), column[0] - 7, y(value) + 4, "end") for value in axis]
-    parts.append(_stroke(*column, y(axis[0]), y(axis[0]), QUIET, 1))
-    parts.append(_stroke(column[0], column[0], y(axis[0]), y(axis[-1]), QUIET, 1))
-    return el("g", parts)
-
-
-def _band(curve: Curve, x: Scale, y: Scale, colour: str) -> Html:
-    there = [(x(step), y(value)) for step, value in zip(curve.steps, curve.high, strict=True)]
-    back = [(x(step), y(value)) for step, value in zip(curve.steps, curve.low, strict=True)]
-    return el("polygon", points=corners(there + back[::-1]), fill=colour, fill_opacity=0.15)
-
-
-def _line(name: str, curve: Curve, x: Scale, y: Scale, style: Style) -> Html:
-    points = corners(
-        [(x(step), y(value)) for step, value in zip(curve.steps, curve.mean, strict=True)]
-    )
-    look = {
-        "fill": "none",
-        "stroke": style.colour,
-        "stroke_width": 2.5,
-        "stroke_dasharray": style.dash,
-        "stroke_linejoin": "round",
-    }
-    return el("polyline", el("title", name), points=points, **look)
-
-
-def _cold_start(name: str, value: float, middle: float, y: Scale) -> Html:
-    line = _stroke(middle - HALF, middle + HALF, y(value), y(value), START, 2.5)
-    return el("g", el("title", f"{name} {number(value)}"), line)
-
-
-def _mark(name: str, values: Sequence[float], x: float, y: Scale, style: Style) -> Html:
-    """The mean over seeds, with a whisker from lowest to highest where there are several."""
-    mean, low, high = statistics.mean(values), min(values), max(values)
-    shape, title = _shape(style.mark, x, y(mean), style.colour), f"{name} {number(mean)}"
-    if len(values) == 1:
-        return el("g", el("title", title), shape)
-    whisker = [_stroke(x, x, y(low), y(high), style.colour, 2)]
-    whisker += [_stroke(x - 4, x + 4, y(end), y(end), style.colour, 2) for end in (low, high)]
-    return el("g", el("title", f"{title} [{number(low)}, {number(high)}]"), whisker, shape)
-
-
-def _shape(mark: str, x: float, y: float, colour: str) -> Html:
-    return el(
-        "path", d=mark, transform=f"translate({x:.1f} {y:.1f})", fill=colour, stroke="#ffffff"
-    )
-
-
-def _stroke(
-    x1: float, x2: float, y1: float, y2: float, colour: str, width: float, dash: str | None = None
-) -> Html:
-    return el(
-        "line", x1=x1, x2=x2, y1=y1, y2=y2, stroke=colour, stroke_width=width, stroke_dasharray=dash
-    )
-
-
-def _text(
-    text: str,
-    x: float,
-    y: float,
-    anchor: str = "middle",
-    size: int = 13,
-    colour: str = QUIET,
-    **more: str,
-) -> Html:
-    return el("text", text, x=x, y=y, text_anchor=anchor, font_size=size, fill=colour, **more)
