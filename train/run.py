@@ -13,11 +13,13 @@ import json
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from configs import RECIPES
 from models.sharding import make_mesh
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.method.records import Question
 from train.cli import parse
 from train.durable import hosts
 from train.durable.allocator import reuse_freed_memory
@@ -42,8 +44,12 @@ def resolved(run: Run) -> dict[str, Any]:
     return as_json(settings, "the run's settings")
 
 
-def execute(run: Run, interrupts: Interrupts | None = None) -> pathlib.Path:
+def execute(
+    run: Run, interrupts: Interrupts | None = None, questions: Sequence[Question] | None = None
+) -> pathlib.Path:
     """Run every phase that is not done yet; returns the report's path. Raises Stopped where `interrupts` heard a signal.
+
+    `questions` are asked instead of a file's or of published ones; see `train.prepare.prepare`.
 
     Raises what `train.prepare.prepare`, `RunDirectory`, `train.durable.phase.Phase` and, for
     more devices than there are, `make_mesh` raise.
@@ -71,6 +77,7 @@ def execute(run: Run, interrupts: Interrupts | None = None) -> pathlib.Path:
                 run,
                 folder,
                 (lambda: interrupts.check_alone(kept)) if hosts.is_first() else lambda: None,
+                questions,
             )
         if data.published is not None:
             hosts.require_same(
