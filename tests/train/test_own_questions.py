@@ -62,7 +62,12 @@ def recipe(small, base) -> Run:
 
 @pytest.fixture(scope="module")
 def questions(small_world) -> list[Question]:
-    return list(world_text.questions(small_world.videos, world_text.TextSettings()))
+    """The small world's questions, with letters for answers."""
+    found = world_text.questions(small_world.videos, world_text.TextSettings())
+    return [
+        dataclasses.replace(q, answer="ABCDEFGH"[q.options.index(q.answer)]) if q.options else q
+        for q in found
+    ]
 
 
 @pytest.fixture

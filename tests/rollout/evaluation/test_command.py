@@ -55,9 +55,8 @@ def run(checkpoint, split, videos, player, monkeypatch, tmp_path):
             "out": str(tmp_path / "out"),
         }
         stream = io.StringIO()
-        return evaluation.evaluate(
-            BenchmarkSettings(**chosen | fields), stream=stream
-        ), stream.getvalue()
+        settings = BenchmarkSettings(**chosen | fields)
+        return evaluation.evaluate(settings, given, stream), stream.getvalue()
 
     return make
 
