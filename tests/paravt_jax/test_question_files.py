@@ -1,4 +1,4 @@
-"""Files of your own questions: the example of the docs, as JSONL and as CSV, and what is refused."""
+"""Files of your own questions: the example of the docs in both forms, and what is refused."""
 
 from __future__ import annotations
 

@@ -78,8 +78,9 @@ def at_home(small_world, tmp_path, monkeypatch) -> pathlib.Path:
     return tmp_path
 
 
-def data_of(run: Run, **fields: object) -> Run:
-    return dataclasses.replace(run, data=DataSettings(media="videos", workers=1, **fields))  # type: ignore[arg-type]
+def data_of(run: Run, questions: str = "", heldout: int = 64) -> Run:
+    data = DataSettings(media="videos", questions=questions, heldout=heldout, workers=1)
+    return dataclasses.replace(run, data=data)
 
 
 def test_questions_of_a_file_are_dealt_by_video(recipe, questions, at_home):
