@@ -1,4 +1,6 @@
-"""`python -m rollout.evaluate`: a model on a split or on your own questions; runs compared; a table of many.
+"""`python -m rollout.evaluate`: a model on a split or on your own questions.
+
+Also two finished runs compared, and a table of many.
 
 Every mistake of the user's is one line and exit code 2, before anything heavy is loaded where that
 is possible.

@@ -11,14 +11,15 @@ import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from configs import RECIPES
-from paravt_jax.data import datasets
+from paravt_jax.data import datasets, video
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.preparation import LEFT_OUT, PLAN
 from paravt_jax.data.published import Reason
+from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.method import protocol, tokenizer
 from paravt_jax.method.records import Caption, Demonstration, Question
 from paravt_jax.method.tokenizer import Vocabulary
@@ -29,7 +30,13 @@ from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 from rollout.engine.sizing import REQUEST_TOKENS, overview_tokens
 from train.cli import parse
 from train.durable import hosts
-from train.published_data import DataSettings, PublishedData, open_published, prepare_published
+from train.published_data import (
+    DataSettings,
+    PublishedData,
+    open_published,
+    open_questions,
+    prepare_published,
+)
 from train.published_model import copy_tokenizer
 from train.settings import Run
 from train.world_lengths import world_pieces, world_vocabulary
@@ -57,12 +64,20 @@ class Data:
     published: PublishedData | None = None  # what is not here of it: packed conversations
 
 
-def prepare(run: Run, folder: pathlib.Path, check: Callable[[], None] = lambda: None) -> Data:
+def prepare(
+    run: Run,
+    folder: pathlib.Path,
+    check: Callable[[], None] = lambda: None,
+    questions: Sequence[Question] | None = None,
+) -> Data:
     """The data of `run`, made in `folder` where it is not there yet. `check` is called for every video and may raise to stop.
 
-    Published data is made in `run.data.folder`, where other runs find it. Raises ValueError for a recipe without any data,
+    `questions` are your own, on videos below `run.data.media`. Published data is made in
+    `run.data.folder`, where other runs find it. Raises ValueError for a recipe without any data,
     UnreadableVideosError where more videos than allowed cannot be read.
     """
+    if questions is not None or (run.data is not None and run.data.questions):
+        return _own_questions(run, folder, check, questions)
     if run.data is not None:
         return _published(run, run.data, folder, check)
     if run.world is None or run.text is None:
@@ -133,6 +148,61 @@ def _published(
     )
 
 
+def _own_questions(
+    run: Run,
+    folder: pathlib.Path,
+    check: Callable[[], None],
+    questions: Sequence[Question] | None,
+) -> Data:
+    """Your own questions, given or read from `run.data.questions`. Videos that cannot be read are
+    left out by name."""
+    settings = run.data
+    if settings is None:
+        raise ValueError(
+            f"{run.name}: data is not set; your own questions need data.media, the folder of their videos"
+        )
+    if run.sft is not None:
+        raise ValueError(
+            f"sft: {type(run.sft).__name__}; your own questions have no demonstrations: set sft to None"
+        )
+    root = pathlib.Path(settings.media)
+    if not root.is_dir():
+        raise ValueError(
+            f"data.media: {root}; no such folder: give the one that holds the videos of your questions"
+        )
+    if questions is None:
+        questions = read_questions(settings.questions, root)
+    require_unique_ids(questions)
+    paths, seconds, unreadable = {q.video for q in questions}, 0.0, dict[str, str]()
+    with Progress("check videos", len(paths), unit="video") as progress:
+        for done, path in enumerate(sorted(paths), 1):
+            check()
+            try:
+                seconds = max(seconds, video.probe(root / path).duration)
+            except video.VideoError as error:
+                unreadable[path] = error.reason
+            progress.update(done)
+    copy_tokenizer(run.model.path, folder / "tokenizer")
+    vocabulary = tokenizer.load(folder / "tokenizer")
+    readable = [question for question in questions if question.video not in unreadable]
+    own = open_questions(settings, readable, seconds)
+    own = _with_room(run, own, protocol.Protocol(vocabulary, run.protocol))
+    data = Data(
+        root=own.root,
+        vocabulary=vocabulary,
+        questions=own.questions,
+        heldout=own.heldout,
+        demonstrations=(),
+        windows=(),
+        captions=(),
+        videos=len(paths),
+        unreadable={},
+        published=own,
+    )
+    note_unreadable(run, folder, data, unreadable)
+    return data
+
+
 def _with_room(run: Run, data: PublishedData, rules: protocol.Protocol) -> PublishedData:
     """`data` without the questions that are too long for a prompt; these are named. ValueError where
     none is left, to train on or to evaluate with."""
@@ -150,7 +220,7 @@ def _with_room(run: Run, data: PublishedData, rules: protocol.Protocol) -> Publi
     )
     if run.rl is not None and not data.questions:
         raise ValueError(
-            f"data.annotations: {run.data.annotations if run.data else ''} has no question to train on; prepare rl rows"
+            "data: it has no question to train on; give rl rows in data.annotations, or questions on videos that can be read"
         )
     for what, before, after in (
         ("training", data.questions, kept),
@@ -214,6 +284,10 @@ def prepare_dataset(run: Run, check: Callable[[], None] = lambda: None) -> dict[
     if run.data is None:
         raise ValueError(
             f"{run.name}: renders its own world while it runs; name a recipe with published data, such as sft_8b"
+        )
+    if run.data.questions:
+        raise ValueError(
+            f"data.questions: {run.data.questions}; your own questions need no preparation: give them to train.run"
         )
     return prepare_published(run.data, run.protocol, run.frames, run.vision, run.model.path, check)
 

@@ -44,6 +44,8 @@ class DataSettings:
     """Tables of rows."""
     media: str = "ParaVT/ParaVT-Source"
     """A local folder is taken as the root of the sentinel paths; archives are unpacked into FOLDER/media."""
+    questions: str = ""
+    """A file of your own questions (.jsonl or .csv) on the videos in `media`, instead of `annotations`; docs/data.md."""
     folder: str = "data/paravt"
     """Where the prepared set is, or is to be."""
     frames: int = 64
@@ -172,6 +174,26 @@ def open_published(settings: DataSettings, seed: int) -> PublishedData:
         packing,
         prepared.summary,
         prepared.digest,
+    )
+
+
+def open_questions(
+    settings: DataSettings, questions: Sequence[Question], seconds: float
+) -> PublishedData:
+    """Your own questions, dealt to training and evaluation; there are no conversations.
+
+    Videos lie below `settings.media`; `seconds` is the longest one's duration.
+    """
+    kept, heldout = _hold_out(tuple(questions), settings.heldout)
+    text = json.dumps([dataclasses.asdict(question) for question in questions])
+    return PublishedData(
+        root=pathlib.Path(settings.media),
+        questions=kept,
+        heldout=heldout,
+        conversations=(),
+        packing=pack([], settings.row_tokens),
+        summary={"seconds": {"most": seconds}},
+        digest=hashlib.sha256(text.encode()).hexdigest(),
     )
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -19,6 +20,7 @@ from jax.sharding import Mesh
 from configs import RECIPES
 from models.sharding import make_mesh
 from paravt_jax.data.stored_settings import as_json
+from paravt_jax.method.records import Question
 from paravt_jax.remote.judge import RemoteJudge
 from train.cli import parse
 from train.durable import cluster, hosts
@@ -53,8 +55,12 @@ def resolved(run: Run) -> dict[str, Any]:
     return as_json(settings, "the run's settings")
 
 
-def execute(run: Run, interrupts: Interrupts | None = None) -> pathlib.Path:
+def execute(
+    run: Run, interrupts: Interrupts | None = None, questions: Sequence[Question] | None = None
+) -> pathlib.Path:
     """Runs every phase that is not done yet; returns the report's path.
+
+    `questions` are asked instead of a file's or of published ones; see `train.prepare.prepare`.
 
     What a phase leaves on disk is written atomically and decides what follows, so a run that is
     killed and started again ends like one that was not. Phases donate the weights they are given.
@@ -67,7 +73,7 @@ def execute(run: Run, interrupts: Interrupts | None = None) -> pathlib.Path:
     mesh = _check(run, settings)
     with contextlib.ExitStack() as stack:
         _claim(run, folder, settings, stack)
-        data = _prepare(run, folder, interrupts)
+        data = _prepare(run, folder, interrupts, questions)
         clock = stack.enter_context(Clock(folder / "seconds.json"))
         if hosts.is_first():
             metrics = MetricsWriter(folder, log.tensorboard, log.wandb, log.wandb_project, settings)
@@ -127,7 +133,12 @@ def _claim(
     cluster.require_shared(folder)
 
 
-def _prepare(run: Run, folder: pathlib.Path, interrupts: Interrupts) -> Data:
+def _prepare(
+    run: Run,
+    folder: pathlib.Path,
+    interrupts: Interrupts,
+    questions: Sequence[Question] | None,
+) -> Data:
     """The first process works, and stops for all; the others find what it made, and stop with it
     at the next step."""
 
@@ -136,7 +147,7 @@ def _prepare(run: Run, folder: pathlib.Path, interrupts: Interrupts) -> Data:
             interrupts.check_alone("stopped while preparing the data; finished videos are kept")
 
     with hosts.one_after_another(alike=Stopped):
-        data = prepare(run, folder, check)
+        data = prepare(run, folder, check, questions)
     if data.published is not None:
         where = run.data.folder if run.data else ""
         hosts.require_same(f"data.folder: {where}, the prepared set", data.published.digest)

@@ -179,7 +179,7 @@ def _answer(row: dict[str, Any], kind: QuestionKind, options: tuple[str, ...]) -
     if kind is QuestionKind.TEMPORAL_GROUNDING:
         return _span(row.get("answer", ""))
     answer = _text(row, "answer")
-    if kind is QuestionKind.MULTIPLE_CHOICE and answer not in _LETTERS[: len(options)]:
+    if kind is QuestionKind.MULTIPLE_CHOICE and answer not in tuple(_LETTERS[: len(options)]):
         rule = f"the letter of the right option: give one from A to {_LETTERS[len(options) - 1]}"
         raise _BadRow("answer", answer, rule)
     return answer

@@ -1,4 +1,4 @@
-"""What the learner and every evaluation need around an episode: its seed, and its executed calls."""
+"""An episode's seed and its executed calls, for the learner and every evaluation."""
 
 from __future__ import annotations
 

@@ -166,7 +166,8 @@ def _videos(settings: BenchmarkSettings) -> str:
     if pathlib.Path(settings.data).is_dir() and settings.data:
         return settings.data
     raise ValueError(
-        "--videos is missing: give the folder of the videos (for a split, the one that its archives were unpacked into)"
+        "--videos is missing: give the folder of the videos (for a split, the one that its "
+        "archives were unpacked into)"
     )
 
 
@@ -261,9 +262,9 @@ def _report(summary: Line, out: pathlib.Path) -> Iterator[str]:
         if summary["refused_reports"]:
             yield f"  {summary['refused_reports']} sub-agents' requests were refused"
         yield (
-            f"  {summary['calls']:.2f} calls a question, {100 * summary['share_with_calls']:.0f} % with calls, "
+            f"  {summary['calls']:.2f} calls per question, {100 * summary['share_with_calls']:.0f} % with calls, "
             f"{summary['without_answer']} without an answer, "
-            f"{summary['unread']} whose answer names no option or span, {summary['seconds_per_question']:.2f} s a question"
+            f"{summary['unread']} whose answer names no option or span, {summary['seconds_per_question']:.2f} s per question"
         )
     for cause, found in summary["left_out"].items():
         video, reason = next(iter(found["videos"].items()))

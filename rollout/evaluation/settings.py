@@ -52,8 +52,6 @@ class BenchmarkSettings:
 
     If empty, `data`, or the folder of `questions`.
     """
-    questions: str = ""
-    """A file of your own questions (.jsonl or .csv) instead of a split; docs/evaluation.md has its columns."""
     out: str = ""
     """Where lines and summary go; the same command goes on from what is there.
 
@@ -61,6 +59,8 @@ class BenchmarkSettings:
     """
     name: str = ""
     """The row in tables; the name of the model's folder, or of the run that `model` lies in, if empty."""
+    questions: str = ""
+    """A file of your own questions (.jsonl or .csv) instead of a split; docs/evaluation.md has its columns."""
     limit: int | None = None
     """Only the first so many questions of the split; without it, the same command goes on with the others."""
     shard: str = "0/1"

@@ -109,7 +109,7 @@ def figures(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def _split_figures(played: Sequence[Line], score: Score) -> dict[str, Any]:
-    """`figures` of a split, whose score is that of its closed questions, and what belongs to it alone."""
+    """`figures` of a split, with the score of its closed questions and what only a split has."""
     found = figures(played)
     del found["accuracy"], found["interval"]
     open_ended = [line for line in played if line["kind"] == QuestionKind.OPEN_ENDED]

@@ -77,6 +77,12 @@ def test_the_result_has_a_row_for_every_setting(finished, small):
                 "calls",
                 "turns",
                 "n",
+                "interval",
+                "share_with_calls",
+                "refused_reports",
+                "without_answer",
+                "unread",
+                "stops",
             }
             often = row["dispatch"] == "parallel" and row["temperature"] > 0
             assert row["n"] == settings.questions * (settings.samples if often else 1)

@@ -153,7 +153,10 @@ def shuffled(item: Item, seed: int) -> Item:
         hashlib.blake2b(f"{seed}\0{question.id}".encode(), digest_size=8).digest(), "little"
     )
     order = np.random.default_rng(drawn).permutation(len(question.options)).tolist()
-    answer = _letter(order.index(ord(question.answer) - ord("A")))
+    letters = [_letter(i) for i in range(len(order))]
+    answer = question.answer  # of your own questions it may be an option's words, which stay right
+    if answer in letters:
+        answer = letters[order.index(letters.index(answer))]
     return dataclasses.replace(
         item,
         question=dataclasses.replace(

@@ -1,4 +1,4 @@
-"""LongVideoBench's validation questions: `longvideobench/LongVideoBench`, a table or lvb_val.json."""
+"""LongVideoBench: `longvideobench/LongVideoBench`, its validation table or lvb_val.json."""
 
 from __future__ import annotations
 

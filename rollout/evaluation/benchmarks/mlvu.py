@@ -1,4 +1,4 @@
-"""MLVU's multiple-choice questions: `sy1998/MLVU_dev`, a table, or the set's own files, one per task."""
+"""MLVU, multiple choice: `sy1998/MLVU_dev`, a table, or the set's own files, one per task."""
 
 from __future__ import annotations
 

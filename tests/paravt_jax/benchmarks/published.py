@@ -1,4 +1,4 @@
-"""The seven splits as their publishers lay them out: file names, columns and types; the rows are made up."""
+"""The splits as their publishers lay them out: file names, columns and types; the rows are made up."""
 
 from __future__ import annotations
 
@@ -71,7 +71,17 @@ def charades(video: str, span: Sequence[float] = (24.3, 30.4), **fields: Any) ->
     return {"video": video, "caption": "person turn a light on.", "timestamp": list(span), **fields}
 
 
+def cgbench(qid: int, video: str, answer: str = "B", **fields: Any) -> Row:
+    choices = ["Blue.", "Red.", "Green.", "White.", "Black.", "Yellow."]
+    return {
+        "qid": qid, "video_uid": video, "question": "What colour is the car that leaves?", "choices": choices,
+        "answer": choices["ABCDEF".index(answer)], "right_answer": answer, "clue_intervals": [[61, 75]],
+        "domain": "Life Record", "sub_category": "Entity Perception", "duration": 1320.5, **fields,
+    }  # fmt: skip
+
+
 FILES = {
+    "cgbench": "cgbench_mini.json",
     "videomme": "videomme/test-00000-of-00001.parquet",
     "videomme_wsub": "videomme/test-00000-of-00001.parquet",
     "longvideobench": "validation-00000-of-00001.parquet",
@@ -94,6 +104,7 @@ def write_split(name: str, folder: pathlib.Path, rows: Sequence[Row]) -> pathlib
 
 
 EXAMPLES: dict[str, list[Row]] = {
+    "cgbench": [cgbench(4012, "Hj8-2"), cgbench(4013, "Hj8-2", "F"), cgbench(7, "k_1")],
     "videomme": [
         videomme("001-1", "fFjv93ACGo8"),
         videomme("001-2", "fFjv93ACGo8", "(D)"),

@@ -31,8 +31,9 @@ def read(name, tmp_path, rows=None):
     )
 
 
-def test_all_seven_splits_are_there():
-    assert list(BENCHMARKS) == [
+def test_the_papers_seven_splits_are_there_with_its_numbers():
+    published = [b for b in BENCHMARKS.values() if b.paper]
+    assert [b.name for b in published] == [
         "videomme",
         "videomme_wsub",
         "longvideobench",
@@ -41,7 +42,28 @@ def test_all_seven_splits_are_there():
         "mmvu",
         "charades",
     ]
-    assert [b.paper[0] for b in BENCHMARKS.values()] == [62.1, 69.4, 60.4, 39.8, 65.0, 68.6, 50.1]
+    assert [b.paper["ParaVT-8B"] for b in published] == [62.1, 69.4, 60.4, 39.8, 65.0, 68.6, 50.1]
+
+
+def test_cgbench_is_its_mini_split_unless_a_file_is_named(tmp_path):
+    first, second, third = read("cgbench", tmp_path).items
+    assert first.question == Question(
+        "4012",
+        "cg_videos_720p/Hj8-2.mp4",
+        "What colour is the car that leaves?",
+        MCQ,
+        "B",
+        ("Blue.", "Red.", "Green.", "White.", "Black.", "Yellow."),
+    )
+    assert (first.tasks, second.question.answer, third.question.id) == (
+        ("Entity Perception",),
+        "F",
+        "7",
+    )
+    full = tmp_path / "cgbench" / "cgbench.json"
+    full.write_text(json.dumps([published.cgbench(n, "k_1") for n in range(9)]))
+    assert len(load("cgbench", str(full.parent)).items) == 3
+    assert len(load("cgbench", str(full)).items) == 9
 
 
 def test_videomme(tmp_path):
@@ -196,6 +218,8 @@ BROKEN = [
     ("mmvu", {"question_type": "essay"}, "question_type 'essay'"),
     ("mmvu", {"video": "https://example.org/18.mp4"}, "no address of videos"),
     ("charades", {"timestamp": [30.0, 24.0]}, "no span"),
+    ("cgbench", {"right_answer": "G"}, "right_answer 'G' is no letter"),
+    ("cgbench", {"choices": None}, "options are missing"),
     ("charades", {"timestamp": [1.0]}, "no span"),
 ]
 

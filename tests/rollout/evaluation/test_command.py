@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from models.qwen3_vl.hf import save
+from paravt_jax.data.question_files import read_questions
 from paravt_jax.world.vocabulary import save_tokenizer as save_vocabulary
 from rollout import evaluate as command
 from rollout.agent.endpoint import EndpointError
@@ -41,7 +42,7 @@ def checkpoint(small_model, small_vocabulary, tmp_path_factory) -> pathlib.Path:
 def run(checkpoint, split, videos, player, monkeypatch, tmp_path):
     """run(**settings) is the command with a sampler that follows a script; it returns the summary and what was printed."""
 
-    def make(said=ANSWER, **fields):
+    def make(said=ANSWER, given=None, **fields):
         def scripted_player(settings, folder, where, subtitled):
             return player([said], blind=settings.blind)
 
@@ -54,9 +55,8 @@ def run(checkpoint, split, videos, player, monkeypatch, tmp_path):
             "out": str(tmp_path / "out"),
         }
         stream = io.StringIO()
-        return evaluation.evaluate(
-            BenchmarkSettings(**chosen | fields), stream=stream
-        ), stream.getvalue()
+        settings = BenchmarkSettings(**chosen | fields)
+        return evaluation.evaluate(settings, given, stream), stream.getvalue()
 
     return make
 
@@ -253,6 +253,54 @@ def test_a_run_that_was_answered_before_is_not_ended_by_refusals(by_endpoint):
     assert (summary["n"], summary["left_out"]["refused"]["questions"], asked) == (1, 7, 7)
 
 
+def own_rows() -> list[dict[str, Any]]:
+    """Questions on the split's videos: the first has subtitles, the third a video that is noise."""
+    choice = {"question": "How many apples?", "options": ["one", "two"]}
+    return [
+        {
+            **choice,
+            "id": "a",
+            "video": "data/w0.mp4",
+            "answer": "B",
+            "subtitles": "subtitle/w0.srt",
+        },
+        {**choice, "id": "b", "video": "data/w1.mp4", "answer": "A"},
+        {**choice, "id": "c", "video": "data/noise.mp4", "answer": "A"},
+        {**choice, "id": "d", "video": "data/gone.mp4", "answer": "A"},
+        {"id": "e", "video": "data/w1.mp4", "question": "What is it?", "answer": "B"},
+    ]
+
+
+def test_own_questions_from_a_file_and_from_python(run, videos, tmp_path):
+    file = tmp_path / "my.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in own_rows()))
+    own = {"benchmark": "", "data": "", "questions": str(file)}
+    summary, said = run(**own)
+    assert (summary["benchmark"], summary["questions"], summary["n"]) == ("own questions", 5, 3)
+    assert (summary["accuracy"], summary["with_subtitles"]) == (0.5, 1)
+    assert summary["open_ended"]["score"] == 1.0
+    assert summary["left_out"]["missing"]["questions"] == 1
+    assert list(summary["left_out"]["unreadable"]["videos"]) == ["data/noise.mp4"]
+    assert "own questions: 50.0 [" in said and "my 5/5" in said
+    given, _ = run(
+        **own | {"questions": ""},
+        given=read_questions(file, videos),
+        out=str(tmp_path / "python"),
+    )
+    for found in (summary, given):
+        del found["seconds_per_question"], found["config"]
+    assert given == summary
+
+
+def test_a_bad_row_of_own_questions_ends_the_command_in_words(run, checkpoint, tmp_path, capsys):
+    file = tmp_path / "my.jsonl"
+    file.write_text(json.dumps(own_rows()[1] | {"answer": "C"}) + "\n")
+    argv = ["--model", str(checkpoint), "--questions", str(file)]
+    assert command.main(argv) == 2
+    said = capsys.readouterr().err
+    assert f"{file}, line 1: answer: 'C'; the letter of the right option" in said
+
+
 REFUSED = [
     (["--videos", "nowhere"], "--videos nowhere: no such folder"),
     (["--data", "nowhere/at/all"], "no such file or folder, and no hub id"),
@@ -267,7 +315,9 @@ REFUSED = [
     (["--benchmark", "charades", "--shuffle"], "charades has no options"),
     (["--temperature", "-1"], "temperature = -1"),
     (["--episodes", "0"], "--episodes 0"),
-    (["--benchmark", "videomm"], "videomm"),
+    (["--benchmark", "videomm"], "--benchmark videomm: no such split; give one of videomme"),
+    (["--questions", "my.jsonl"], "--benchmark videomme, --questions my.jsonl: only one"),
+    (["--benchmark", ""], "holds the files of a split; give --benchmark too"),
 ]
 
 

@@ -1,0 +1,143 @@
+"""Training on your own questions: from Python and from a file, as docs/data.md says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+
+import pytest
+from flax import nnx
+
+from configs import RECIPES
+from models.qwen3_vl.hf import save
+from models.qwen3_vl.model import Qwen3VL
+from paravt_jax.method import tokenizer
+from paravt_jax.method.records import Question, QuestionKind
+from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.world import text as world_text
+from train.prepare import prepare, prepare_dataset
+from train.published_data import DataSettings
+from train.session import model_config
+from train.settings import ModelSettings, Run
+from train.world_lengths import world_pieces
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs" / "data.md"
+
+
+@pytest.fixture(scope="module")
+def base(small, tmp_path_factory) -> pathlib.Path:
+    """A small Qwen3-VL with its tokenizer, as a folder that `model.path` takes."""
+    folder = tmp_path_factory.mktemp("base")
+    vocabulary = Vocabulary(tokenizer.build(world_pieces()))
+    tokenizer.save(vocabulary.tokenizer, folder / "tokenizer")
+    config = model_config(small.small(), vocabulary)
+    files = sorted((folder / "tokenizer").iterdir())
+    save(nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0)))(), folder / "model", files=files)
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def recipe(small, base) -> Run:
+    """RL from the base model in seconds, without data yet."""
+    run = small.small()
+    assert run.rl is not None
+    return dataclasses.replace(
+        run,
+        name="own",
+        model=ModelSettings(path=str(base), size="tiny"),
+        data=DataSettings(),
+        world=None,
+        text=None,
+        align=None,
+        sft=None,
+        rl=dataclasses.replace(run.rl, steps=2, frame_budgets=(4,)),
+        evaluation=dataclasses.replace(
+            run.evaluation, questions=1, frames=(4,), dispatch=("parallel",), temperatures=(0.7,)
+        ),
+        log=dataclasses.replace(run.log, tensorboard=False),
+    )
+
+
+@pytest.fixture(scope="module")
+def questions(small_world) -> list[Question]:
+    """The small world's questions, with letters for answers."""
+    found = world_text.questions(small_world.videos, world_text.TextSettings())
+    return [
+        dataclasses.replace(q, answer="ABCDEFGH"[q.options.index(q.answer)]) if q.options else q
+        for q in found
+    ]
+
+
+@pytest.fixture
+def at_home(small_world, tmp_path, monkeypatch) -> pathlib.Path:
+    """A working directory with the folder `videos`."""
+    (tmp_path / "videos").symlink_to(small_world.folder)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def data_of(run: Run, questions: str = "", heldout: int = 64) -> Run:
+    data = DataSettings(media="videos", questions=questions, heldout=heldout, workers=1)
+    return dataclasses.replace(run, data=data)
+
+
+def test_questions_of_a_file_are_dealt_by_video(recipe, questions, at_home):
+    rows = [
+        {"id": q.id, "video": q.video, "question": q.text, "kind": str(q.kind), "answer": q.answer}
+        | ({"options": list(q.options)} if q.options else {})
+        for q in questions
+    ]
+    (at_home / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = data_of(recipe, questions="my.jsonl", heldout=2)
+    data = prepare(run, at_home / "run")
+    assert {*data.questions, *data.heldout} == {*questions}
+    assert len(data.heldout) >= 2
+    assert {q.video for q in data.questions}.isdisjoint(q.video for q in data.heldout)
+    given = prepare(data_of(recipe, heldout=2), at_home / "other", questions=questions)
+    assert (given.questions, given.heldout) == (data.questions, data.heldout)
+    with pytest.raises(ValueError, match="data.questions: my.jsonl; .* need no preparation"):
+        prepare_dataset(run)
+
+
+def test_a_video_that_cannot_be_read_is_left_out_by_name(recipe, questions, at_home, capsys):
+    lost = dataclasses.replace(questions[0], id="lost", video="gone.mp4")
+    run = dataclasses.replace(data_of(recipe, heldout=0), unreadable_share=0.5)
+    data = prepare(run, at_home / "run", questions=[*questions, lost])
+    assert set(data.questions) == set(questions) and list(data.unreadable) == ["gone.mp4"]
+    assert "gone.mp4" in capsys.readouterr().out
+
+
+def test_what_cannot_be_trained_on_is_refused_in_words(recipe, questions, at_home, small):
+    def refused(run: Run, asked: list[Question]) -> str:
+        with pytest.raises(ValueError, match=": ") as error:
+            prepare(run, at_home / "run", questions=asked)
+        return str(error.value)
+
+    nowhere = dataclasses.replace(recipe, data=DataSettings(media="nowhere"))
+    assert refused(nowhere, questions).startswith("data.media: nowhere; no such folder")
+    assert "id 'twice'" in refused(
+        data_of(recipe),
+        [Question("twice", "a.mp4", "What?", QuestionKind.OPEN_ENDED, "that")] * 2,
+    )
+    assert "data.heldout: 64" in refused(data_of(recipe), questions)
+    assert refused(small.small(), questions).startswith("small: data is not set")
+
+
+@pytest.mark.slow
+def test_the_example_of_the_docs_trains(recipe, questions, at_home, monkeypatch):
+    """The block of docs/data.md, with a small recipe in place of paravt_8b."""
+    monkeypatch.setitem(RECIPES, "paravt_8b", lambda: recipe)
+    section = DOCS.read_text(encoding="utf-8").partition("## Your own questions")[2]
+    found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert found is not None
+    exec(found[1], {"questions": questions})
+    result = json.loads((at_home / "runs/mine/result.json").read_text())
+    assert result["before"][0]["n"] == result["after"][0]["n"] == 2
+    assert result["token_mismatches"] == 0
+    asked = {
+        json.loads(line)["question"]["id"]
+        for line in (at_home / "runs/mine/episodes.jsonl").read_text().splitlines()
+    }
+    assert asked and asked <= {q.id for q in questions}
