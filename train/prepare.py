@@ -17,43 +17,25 @@ from typing import Any
 from configs import RECIPES
 from paravt_jax.data import datasets
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.preparation import LEFT_OUT, PLAN
+from paravt_jax.data.preparation import LEFT_OUT, PLAN, open_prepared
 from paravt_jax.data.published import Reason
-from paravt_jax.method import protocol, tokenizer
-from paravt_jax.method.records import Caption, Demonstration, Question
-from paravt_jax.method.tokenizer import Vocabulary
-from paravt_jax.world import text as world_text
-from paravt_jax.world import videos as world
-from rollout.engine.sizing import REQUEST_TOKENS, overview_tokens
+from paravt_jax.method import tokenizer
+from paravt_jax.method.protocol import Protocol
+from rollout.engine.sizing import overview_tokens
 from train.cli import parse
+from train.data import Data
 from train.durable import hosts
 from train.durable.metrics import Progress
-from train.published_data import DataSettings, PublishedData, open_published, prepare_published
+from train.published_data import DataSettings, hold_out, prepare_published
 from train.published_model import copy_tokenizer
 from train.settings import Run
-from train.world_lengths import world_pieces, world_vocabulary
+from train.world_data import prepare_world, require_bounds, world_pieces
 
 UNREADABLE = "unreadable_videos.json"
 
 
 class UnreadableVideosError(Exception):
     """More videos than allowed cannot be read; names them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """What a run learns from. Videos' paths are relative to `root`; groups of demonstrations share video and overview."""
-
-    root: pathlib.Path
-    vocabulary: Vocabulary
-    questions: tuple[Question, ...]
-    heldout: tuple[Question, ...]
-    demonstrations: tuple[tuple[Demonstration, ...], ...]
-    windows: tuple[tuple[Demonstration, ...], ...]
-    captions: tuple[Caption, ...]
-    videos: int  # in all, unreadable ones included
-    unreadable: dict[str, str]
-    published: PublishedData | None = None  # what is not here of it: packed conversations
 
 
 def prepare(run: Run, folder: pathlib.Path, check: Callable[[], None] = lambda: None) -> Data:
@@ -68,31 +50,8 @@ def prepare(run: Run, folder: pathlib.Path, check: Callable[[], None] = lambda: 
         raise ValueError(
             f"{run.name}: neither data nor world is set; use a recipe with one of them"
         )
-    if not datasets.is_prepared(folder / "records"):
-        _require_room(run)
-    root = folder / "videos"
-    with Progress(
-        "render videos", run.world.train_videos + run.world.heldout_videos, unit="video"
-    ) as progress:
-
-        def tell(done: int, _: int) -> None:
-            progress.update(done)
-            check()
-
-        videos = world.render(run.world, root, tell)
-    train, heldout = world.of_split(videos, "train"), world.of_split(videos, "heldout")
-    if not datasets.is_prepared(folder / "records"):
-        datasets.prepare(
-            folder / "records",
-            {
-                "questions": tuple(world_text.questions(train, run.text)),
-                "heldout": tuple(world_text.questions(heldout, run.text)),
-                "demonstrations": tuple(world_text.main_demonstrations(train, run.text)),
-                "windows": tuple((d,) for d in world_text.window_demonstrations(train, run.text)),
-                "captions": tuple(world_text.captions(train, run.text)),
-            },
-        )
-    return _open(run, folder, root)
+    prepare_world(run, folder, check)
+    return _open_world(run, folder)
 
 
 def _published(
@@ -114,31 +73,30 @@ def _published(
             f"--unreadable-share {run.unreadable_share:g}."
         )
     copy_tokenizer(run.model.path, folder / "tokenizer")
-    vocabulary = tokenizer.load(folder / "tokenizer")
-    data = open_published(settings, run.seed)
-    if run.rl is not None or data.heldout:
-        data = _with_room(run, data, protocol.Protocol(vocabulary, run.protocol))
-    return Data(
-        root=data.root,
-        vocabulary=vocabulary,
-        questions=data.questions,
-        heldout=data.heldout,
-        demonstrations=(),
-        windows=(),
+    prepared, noted = open_prepared(pathlib.Path(settings.folder)), folder / UNREADABLE
+    questions, heldout = hold_out(tuple(prepared.questions), settings.heldout)
+    data = Data(
+        root=prepared.root,
+        vocabulary=tokenizer.load(folder / "tokenizer"),
+        questions=questions,
+        heldout=heldout,
+        conversations=prepared.conversations,
+        lengths=prepared.lengths,
         captions=(),
         videos=summary["kept"],
-        unreadable=json.loads((folder / UNREADABLE).read_text())
-        if (folder / UNREADABLE).exists()
-        else {},
-        published=data,
+        unreadable=json.loads(noted.read_text()) if noted.exists() else {},
+        digest=prepared.digest,
     )
+    if run.rl is not None or data.heldout:
+        data = _with_room(run, data, summary["seconds"].get("most", 0.0))
+    return data
 
 
-def _with_room(run: Run, data: PublishedData, rules: protocol.Protocol) -> PublishedData:
-    """`data` without the questions that are too long for a prompt; these are named. ValueError where
-    none is left, to train on or to evaluate with."""
-    last = data.summary["seconds"].get("most", 0.0)
-    _require_bounds(run, rules.label_tokens(last), len(rules.window((), 0).ids))
+def _with_room(run: Run, data: Data, last: float) -> Data:
+    """`data` without the questions that are too long for a prompt; these are named. `last`: the
+    latest time of a frame, in seconds. ValueError where none is left, to train on or to evaluate with."""
+    rules = Protocol(data.vocabulary, run.protocol)
+    require_bounds(run, rules.label_tokens(last), len(rules.window((), 0).ids))
     system = overview_tokens(rules, 0, 0, 0.0)
     room = run.protocol.text_tokens - system
     lengths = {
@@ -172,44 +130,6 @@ def _with_room(run: Run, data: PublishedData, rules: protocol.Protocol) -> Publi
     return dataclasses.replace(data, questions=kept, heldout=heldout)
 
 
-def _require_bounds(run: Run, label: int, request: int) -> None:
-    """Raises ValueError where a frame's label or a sub-agent's request is longer than it is planned."""
-    if label > run.protocol.label_tokens:
-        raise ValueError(
-            f"protocol.label_tokens: {run.protocol.label_tokens}; a frame's timestamp and marks take {label} tokens in "
-            "this tokenizer: give at least as many"
-        )
-    if request > REQUEST_TOKENS:
-        raise ValueError(
-            f"model.path: {run.model.path}; its tokenizer makes {request} tokens of a sub-agent's request, and there is "
-            f"room for {REQUEST_TOKENS}: take the tokenizer of Qwen3-VL"
-        )
-
-
-def _require_room(run: Run) -> None:
-    """Raises ValueError where a text of the world is longer than the protocol allows. Nothing is drawn
-    or written for that."""
-    limits, texts = run.protocol, run.world_lengths
-    _require_bounds(run, texts.label, texts.request)
-    rules = protocol.Protocol(world_vocabulary(run.model.path), limits)
-    needed = {
-        "text_tokens": (
-            overview_tokens(rules, 0, 0, 0.0) + texts.question,
-            "the system turn and a question",
-        )
-    }
-    if run.sft is not None:
-        needed["trajectory_tokens"] = texts.answer, "a demonstration"
-        needed["turn_tokens"] = texts.turn, "a turn of a demonstration"
-        needed["summary_tokens"] = texts.report, "a sub-agent's report"
-    for name, (tokens, what) in needed.items():
-        limit = getattr(limits, name)
-        if tokens > limit:
-            raise ValueError(
-                f"protocol.{name}: {limit}; {what} may need {tokens}: give at least as many"
-            )
-
-
 def prepare_dataset(run: Run, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """The summary of the published data as `run` reads it, prepared where it is not yet. ValueError for a recipe that uses none."""
     if run.data is None:
@@ -219,13 +139,13 @@ def prepare_dataset(run: Run, check: Callable[[], None] = lambda: None) -> dict[
     return prepare_published(run.data, run.protocol, run.frames, run.vision, run.model.path, check)
 
 
-def _open(run: Run, folder: pathlib.Path, root: pathlib.Path) -> Data:
-    tokenizer_folder = folder / "tokenizer"
+def _open_world(run: Run, folder: pathlib.Path) -> Data:
+    root, tokenizer_folder = folder / "videos", folder / "tokenizer"
     if run.model.path:
         copy_tokenizer(run.model.path, tokenizer_folder)
     elif not (tokenizer_folder / tokenizer.FILE).exists():
         tokenizer.save(tokenizer.build(world_pieces()), tokenizer_folder)
-    names = ("questions", "heldout", "demonstrations", "windows", "captions")
+    names = ("questions", "heldout", "conversations", "captions")
     stored = {name: tuple(datasets.open_split(folder / "records", name)) for name in names}
     paths = tuple(
         dict.fromkeys(
@@ -241,6 +161,7 @@ def _open(run: Run, folder: pathlib.Path, root: pathlib.Path) -> Data:
     data = Data(
         root=root,
         vocabulary=tokenizer.load(tokenizer_folder),
+        lengths=tuple(conversation.tokens for conversation in splits["conversations"]),
         videos=len(paths),
         unreadable={},
         **splits,

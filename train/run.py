@@ -72,10 +72,10 @@ def execute(run: Run, interrupts: Interrupts | None = None) -> pathlib.Path:
                 folder,
                 (lambda: interrupts.check_alone(kept)) if hosts.is_first() else lambda: None,
             )
-        if data.published is not None:
+        if data.digest:
             hosts.require_same(
                 f"data.folder: {run.data.folder if run.data else ''}, the prepared set",
-                data.published.digest,
+                data.digest,
             )
         clock = stack.enter_context(_Clock(folder / "seconds.json"))
         if hosts.is_first():

@@ -32,7 +32,7 @@ from models.sharding import make_mesh, param_shardings
 from paravt_jax.data import video
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.frames import FrameReader
-from paravt_jax.data.loader import Ahead, stream
+from paravt_jax.data.loader import Ahead
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Question
 from paravt_jax.method.rewards import RewardSettings
@@ -42,6 +42,7 @@ from rollout.agent.episode import Scene, Setting
 from rollout.agent.transcript import transcript
 from rollout.engine.engine import Engine
 from rollout.evaluate import play_and_score, summarise
+from train.data import Data, question_stream
 from train.durable import hosts
 from train.durable.checkpoint import Checkpoints
 from train.durable.compilations import Compilations
@@ -52,16 +53,15 @@ from train.durable.rollout_file import RolloutFile, forget_others, rollout_file_
 from train.durable.run_directory import cold_start_identity, identity
 from train.export import write_model
 from train.learn.align import align
-from train.learn.packed_sft import PackedCourse, PackedSFTSettings
 from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import Rollouts, draw_budgets
-from train.learn.sft import Course, SFTSettings
+from train.learn.sft import Course
 from train.learn.speed import speeds
 from train.learn.step import TrainState
 from train.learn.weight_sync import WeightSync
-from train.prepare import Data, note_unreadable
-from train.published_data import open_reader, question_stream
+from train.prepare import note_unreadable
+from train.published_data import open_reader
 from train.published_model import check_vocabulary, config_of, fingerprint, on_host
 from train.settings import Run
 
@@ -209,7 +209,15 @@ class Session:
         settings = self.run.sft
         if settings is None:
             return
-        course = self._course(settings)
+        course = Course(
+            settings,
+            self.data,
+            self.reader,
+            self.run.seed,
+            self.protocol,
+            self.features,
+            self.mesh,
+        )
         state, update = course.start(self.graph, self.weights)
         with self.phase(
             "sft", settings.steps, settings.save_every, self.features.unreadable
@@ -232,18 +240,6 @@ class Session:
                 phase.done(step, figures, self.as_saved(state), course.get_state(), ("loss",))
         self.weights = state.weights
 
-    def _course(self, settings: SFTSettings | PackedSFTSettings) -> Course | PackedCourse:
-        """The batches of the cold start."""
-        data, seed, rest = self.data, self.run.seed, (self.protocol, self.features, self.mesh)
-        if isinstance(settings, SFTSettings):
-            return Course(
-                settings, self.run.sft_shapes, data.demonstrations, data.windows, seed, *rest
-            )
-        assert data.published is not None and self.reader is not None, "Run sees to it"
-        return PackedCourse(
-            settings, self.run.packed_shape, data.published, self.reader, seed, *rest
-        )
-
     def _wake(self, version: int) -> None:
         """The weights as they are now into the engine. What it has goes first: new weights beside old ones may be too much."""
         self.engine.sleep()
@@ -256,9 +252,7 @@ class Session:
         """
         settings, rows = self.run.evaluation, []
         questions = self.data.heldout[: settings.questions]
-        if (
-            not questions and self.data.published is not None
-        ):  # none held out: `rollout.evaluate` plays the paper's splits
+        if not questions:  # none held out: `rollout.evaluate` plays the paper's splits
             return []
         files = [self.folder / "evaluation" / f"{name}-{k}.json" for k in settings.frames]
         if not hosts.from_first(lambda: all(file.exists() for file in files)):
@@ -383,10 +377,8 @@ class Session:
     ) -> grain.DatasetIterator[tuple[Question, ...]] | Ahead[tuple[Question, ...]]:
         """What is asked in each step; of published videos, the overviews of the next one are read meanwhile."""
         seed, prompts = self.run.seed, settings.prompts
-        if self.data.published is None or self.reader is None:
-            return stream(self.data.questions, seed + 2, prompts)
         budgets = functools.partial(draw_budgets, settings, seed, prompts=prompts)
-        return question_stream(self.data.published, self.reader, seed + 2, prompts, budgets, first)
+        return question_stream(self.data, self.reader, seed + 2, prompts, budgets, first)
 
     def export(self) -> None:
         """The trained model in the Hugging Face layout, for transformers and `models.qwen3_vl.load`, in the folder `model`."""
@@ -438,7 +430,7 @@ def _all_of(parts: Sequence[dict[str, str]]) -> dict[str, str]:
 def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VLConfig, Qwen3VL, dict[str, Any]]:
     """The model that a run begins with, and what tells its beginning from another's by content: the weights, the published rows."""
     dtype, path = jnp.dtype(run.model.dtype), run.model.path
-    origin = {} if data.published is None else {"data": data.published.digest}
+    origin = {"data": data.digest} if data.digest else {}
     if not path:
         config = model_config(run, data.vocabulary)
         return config, Qwen3VL(config, rngs=nnx.Rngs(run.seed), dtype=dtype), origin

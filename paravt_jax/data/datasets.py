@@ -1,4 +1,4 @@
-"""Questions, demonstrations and captions on disk, as a tensorflow-datasets builder without TensorFlow.
+"""Questions, conversations and captions on disk, as a tensorflow-datasets builder without TensorFlow.
 
 Owns the stored form of the records and the check of their videos. A split holds records of one kind; videos are stored as
 paths under a data root and nested things as JSON text. Refuses to open a video for anything but the check.
@@ -22,22 +22,11 @@ import tensorflow_datasets as tfds
 
 from paravt_jax.data import video
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.method.records import (
-    Caption,
-    ChatTurn,
-    Clip,
-    Conversation,
-    Demonstration,
-    Message,
-    Question,
-    QuestionKind,
-)
+from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
+from paravt_jax.method.records import Caption, Question, QuestionKind
 
-Group = tuple[
-    Demonstration, ...
-]  # demonstrations of one video, frame budget and window: their prompts begin alike
-Record = Question | Group | Caption | Conversation
-_AnyRecord = TypeVar("_AnyRecord", Question, Group, Caption, Conversation)
+Record = Question | Caption | Conversation
+_AnyRecord = TypeVar("_AnyRecord", Question, Caption, Conversation)
 
 _FINGERPRINT = "fingerprint.json"
 
@@ -57,7 +46,7 @@ class Records(tfds.core.GeneratorBasedBuilder):
         )
         return tfds.core.DatasetInfo(
             builder=self,
-            description="Questions, demonstrations and captions about videos.",
+            description="Questions, conversations and captions about videos.",
             features=features,
             disable_shuffling=True,
         )
@@ -135,10 +124,6 @@ def open_split(folder: str | os.PathLike, name: str) -> Split:
 
 def encode(record: Record) -> tuple[str, str]:
     """The kind of a record and its JSON text."""
-    if isinstance(record, tuple):
-        return "demonstrations", json.dumps(
-            [dataclasses.asdict(demonstration) for demonstration in record]
-        )
     return type(record).__name__.lower(), json.dumps(dataclasses.asdict(record))
 
 
@@ -167,25 +152,14 @@ def check_videos(
     return bad
 
 
-def video_of(record: Question | Group | Caption) -> str:
-    """The path of the video that a record is about; a group's demonstrations share theirs."""
-    return record[0].video if isinstance(record, tuple) else record.video
+def video_of(record: Record) -> str:
+    """The path of the video that a record is about; of a conversation, the first it shows."""
+    return record.clips[0].path if isinstance(record, Conversation) else record.video
 
 
 def _question(stored: dict) -> Question:
     return Question(
         **{**stored, "kind": QuestionKind(stored["kind"]), "options": tuple(stored["options"])}
-    )
-
-
-def _demonstration(stored: dict) -> Demonstration:
-    return Demonstration(
-        id=stored["id"],
-        video=stored["video"],
-        frames=stored["frames"],
-        window=None if stored["window"] is None else tuple(stored["window"]),
-        question=None if stored["question"] is None else _question(stored["question"]),
-        messages=tuple(Message(**message) for message in stored["messages"]),
     )
 
 
@@ -202,7 +176,6 @@ def _part(stored: str | dict) -> str | Clip:
 
 _DECODERS: dict[str, Callable[[Any], Record]] = {
     "question": _question,
-    "demonstrations": lambda stored: tuple(_demonstration(one) for one in stored),
     "conversation": _conversation,
     "caption": lambda stored: Caption(stored["video"], stored["time"], tuple(stored["words"])),
 }

@@ -95,7 +95,7 @@ def recipe(folder: pathlib.Path) -> Run:
         world=WorldSettings(train_videos=4, heldout_videos=2),
         text=TextSettings(budgets=budgets, groups=2),
         align=dataclasses.replace(align, steps=3, batch=16),
-        sft=dataclasses.replace(sft, steps=3, groups=2, windows=6),
+        sft=dataclasses.replace(sft, steps=3, rows=2),
         rl=dataclasses.replace(
             rl,
             steps=3,
