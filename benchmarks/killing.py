@@ -68,7 +68,7 @@ class Tally:
 # What makes a start and a step short: dying is the point, and a smaller run dies as well.
 SHORT = """
 --log.no-tensorboard --checkpoints.keep 3 --align.save-every 2
---sft.groups 1 --sft.windows 1 --rl.prompts 1 --rl.grpo.group-size 2
+--sft.rows 1 --rl.prompts 1 --rl.grpo.group-size 2
 --protocol.turn-tokens 40 --protocol.summary-tokens 8 --engine.slots 4
 --evaluation.questions 1 --evaluation.samples 1 --evaluation.dispatch parallel --evaluation.temperatures 0.7
 """.split()

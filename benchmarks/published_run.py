@@ -36,8 +36,8 @@ from tests.paravt_jax.published_files import (
     write_sft,
 )
 from train.learn.optimizer import OptimizerSettings
-from train.learn.packed_sft import PackedSFTSettings
 from train.learn.rl_settings import RLSettings
+from train.learn.sft import SFTSettings
 from train.published_data import DataSettings
 from train.settings import LogSettings, ModelSettings, Run
 
@@ -52,9 +52,7 @@ def published_sft() -> Run:
     return Run(
         name="published_sft",
         model=ModelSettings(path="base", size="tiny"),
-        data=DataSettings(
-            "annotations", "media", "set", frames=4, row_tokens=512, heldout=0, workers=1
-        ),
+        data=DataSettings("annotations", "media", "set", frames=4, heldout=0, workers=1),
         frames=FrameSettings(min_pixels=1024, max_pixels=1024, batch=8),
         protocol=ProtocolSettings(
             max_tool_turns=2,
@@ -64,7 +62,9 @@ def published_sft() -> Run:
             text_tokens=396,
         ),
         engine=EngineSettings(slots=4, cache_tokens=4096),
-        sft=PackedSFTSettings(steps=2, rows=1, optimizer=ADAM, save_every=1, logprob_chunk=256),
+        sft=SFTSettings(
+            steps=2, rows=1, optimizer=ADAM, row_tokens=512, save_every=1, logprob_chunk=256
+        ),
         log=LogSettings(tensorboard=False, episodes=2),
     )
 

@@ -31,9 +31,8 @@ from paravt_jax.world.videos import WorldSettings
 from tests.train.conftest import free_port
 from tests.train.small import Road, Script, lay_road, small
 from train.durable import cluster, hosts
-from train.learn.placement import fitted
 from train.learn.rl import Learner
-from train.learn.sft import SFTSettings, sft_batch, start_sft
+from train.learn.sft import Course
 from train.learn.step import Program
 from train.plan.collectives import bytes_sent, find_collectives
 from train.prepare import prepare
@@ -176,16 +175,12 @@ class Timed:
 
 def sft_updates(road: Road, devices: int, steps: int) -> Updates:
     settings, data = road.run.sft, road.data
-    assert isinstance(settings, SFTSettings)
+    assert settings is not None
     mesh = make_mesh(1, devices, 1)
-    shapes, parts = fitted(road.run.sft_shapes, settings.microbatches, mesh)
-    state, update = start_sft(road.graph, road.fresh(fsdp=devices), road.image, settings, parts)
-    timed, windows = Timed(update), [d for (d,) in data.windows[: settings.windows]]
-    demonstrations = data.demonstrations[: settings.groups]
+    course = Course(settings, data, None, 0, road.scene.protocol, road.scene.features, mesh)
+    state, update = course.start(road.graph, road.fresh(fsdp=devices))
+    timed, (batch, _, _) = Timed(update), next(course)
     for _ in range(steps):
-        batch = sft_batch(
-            demonstrations, windows, road.scene.protocol, road.scene.features, shapes, mesh
-        )
         state, _ = timed(state, batch)
     return timed.notes(state)
 

@@ -7,7 +7,7 @@ import dataclasses
 from configs.paravt_8b import ENGINE
 from configs.paravt_tiny import paravt_tiny
 from train.learn.optimizer import OptimizerSettings
-from train.learn.packed_sft import PackedSFTSettings
+from train.learn.sft import SFTSettings
 from train.published_data import DataSettings
 from train.settings import MeshSettings, ModelSettings, Run
 
@@ -26,7 +26,7 @@ def sft_8b() -> Run:
         data=DataSettings(heldout=0),
         mesh=MeshSettings(fsdp=16),
         engine=ENGINE,
-        sft=PackedSFTSettings(
+        sft=SFTSettings(
             steps=500,
             rows=16,
             optimizer=OptimizerSettings(learning_rate=2e-5, schedule="cosine", warmup=0.05),

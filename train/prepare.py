@@ -8,6 +8,7 @@ preparation goes on, a finished one is only opened. As a command it prepares pub
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import pathlib
 import sys
@@ -17,51 +18,28 @@ from typing import Any
 from configs import RECIPES
 from paravt_jax.data import datasets, video
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.preparation import LEFT_OUT, PLAN
+from paravt_jax.data.preparation import LEFT_OUT, PLAN, open_prepared
 from paravt_jax.data.published import Reason
 from paravt_jax.data.question_files import read_questions, require_unique_ids
-from paravt_jax.method import protocol, tokenizer
-from paravt_jax.method.records import Caption, Demonstration, Question
-from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.method import tokenizer
+from paravt_jax.method.protocol import Protocol
+from paravt_jax.method.records import Question
 from paravt_jax.progress import Progress
-from paravt_jax.world import text as world_text
-from paravt_jax.world import videos as world
 from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
-from rollout.engine.sizing import REQUEST_TOKENS, overview_tokens
+from rollout.engine.sizing import overview_tokens
 from train.cli import parse
+from train.data import Data
 from train.durable import hosts
-from train.published_data import (
-    DataSettings,
-    PublishedData,
-    open_published,
-    open_questions,
-    prepare_published,
-)
+from train.published_data import DataSettings, hold_out, prepare_published
 from train.published_model import copy_tokenizer
 from train.settings import Run
-from train.world_lengths import world_pieces, world_vocabulary
+from train.world_data import prepare_world, require_bounds, world_pieces
 
 UNREADABLE = "unreadable_videos.json"
 
 
 class UnreadableVideosError(Exception):
     """More videos than allowed cannot be read; names them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """What a run learns from. Videos' paths are relative to `root`; groups of demonstrations share video and overview."""
-
-    root: pathlib.Path
-    vocabulary: Vocabulary
-    questions: tuple[Question, ...]
-    heldout: tuple[Question, ...]
-    demonstrations: tuple[tuple[Demonstration, ...], ...]
-    windows: tuple[tuple[Demonstration, ...], ...]
-    captions: tuple[Caption, ...]
-    videos: int  # in all, unreadable ones included
-    unreadable: dict[str, str]
-    published: PublishedData | None = None  # what is not here of it: packed conversations
 
 
 def prepare(
@@ -84,29 +62,8 @@ def prepare(
         raise ValueError(
             f"{run.name}: neither data nor world is set; use a recipe with one of them"
         )
-    if not datasets.is_prepared(folder / "records"):
-        _require_room(run)
-    root = folder / "videos"
-    with Progress("render videos", "video", shown=hosts.is_first()) as progress:
-
-        def tell(done: int, total: int) -> None:
-            progress.update(done, total)
-            check()
-
-        videos = world.render(run.world, root, tell)
-    train, heldout = world.of_split(videos, "train"), world.of_split(videos, "heldout")
-    if not datasets.is_prepared(folder / "records"):
-        datasets.prepare(
-            folder / "records",
-            {
-                "questions": tuple(world_text.questions(train, run.text)),
-                "heldout": tuple(world_text.questions(heldout, run.text)),
-                "demonstrations": tuple(world_text.main_demonstrations(train, run.text)),
-                "windows": tuple((d,) for d in world_text.window_demonstrations(train, run.text)),
-                "captions": tuple(world_text.captions(train, run.text)),
-            },
-        )
-    return _open(run, folder, root)
+    prepare_world(run, folder, check)
+    return _open_world(run, folder)
 
 
 def _published(
@@ -128,24 +85,23 @@ def _published(
             f"--unreadable-share {run.unreadable_share:g}."
         )
     copy_tokenizer(run.model.path, folder / "tokenizer")
-    vocabulary = tokenizer.load(folder / "tokenizer")
-    data = open_published(settings, run.seed)
-    if run.rl is not None or data.heldout:
-        data = _with_room(run, data, protocol.Protocol(vocabulary, run.protocol))
-    return Data(
-        root=data.root,
-        vocabulary=vocabulary,
-        questions=data.questions,
-        heldout=data.heldout,
-        demonstrations=(),
-        windows=(),
+    prepared, noted = open_prepared(pathlib.Path(settings.folder)), folder / UNREADABLE
+    questions, heldout = hold_out(tuple(prepared.questions), settings.heldout)
+    data = Data(
+        root=prepared.root,
+        vocabulary=tokenizer.load(folder / "tokenizer"),
+        questions=questions,
+        heldout=heldout,
+        conversations=prepared.conversations,
+        lengths=prepared.lengths,
         captions=(),
         videos=summary["kept"],
-        unreadable=json.loads((folder / UNREADABLE).read_text())
-        if (folder / UNREADABLE).exists()
-        else {},
-        published=data,
+        unreadable=json.loads(noted.read_text()) if noted.exists() else {},
+        digest=prepared.digest,
     )
+    if run.rl is not None or data.heldout:
+        data = _with_room(run, data, summary["seconds"].get("most", 0.0))
+    return data
 
 
 def _own_questions(
@@ -173,41 +129,42 @@ def _own_questions(
     if questions is None:
         questions = read_questions(settings.questions, root)
     require_unique_ids(questions)
-    paths, seconds, unreadable = {q.video for q in questions}, 0.0, dict[str, str]()
-    with Progress("check videos", len(paths), unit="video") as progress:
-        for done, path in enumerate(sorted(paths), 1):
+    paths = sorted({question.video for question in questions})
+    longest, unreadable = 0.0, dict[str, str]()
+    with Progress("check videos", "video", shown=hosts.is_first()) as progress:
+        for done, path in enumerate(paths, 1):
             check()
             try:
-                seconds = max(seconds, video.probe(root / path).duration)
+                longest = max(longest, video.probe(root / path).duration)
             except video.VideoError as error:
                 unreadable[path] = error.reason
-            progress.update(done)
+            progress.update(done, len(paths))
+    readable = tuple(question for question in questions if question.video not in unreadable)
+    kept, heldout = hold_out(readable, settings.heldout)
+    text = json.dumps([dataclasses.asdict(question) for question in readable])
     copy_tokenizer(run.model.path, folder / "tokenizer")
-    vocabulary = tokenizer.load(folder / "tokenizer")
-    readable = [question for question in questions if question.video not in unreadable]
-    own = open_questions(settings, readable, seconds)
-    own = _with_room(run, own, protocol.Protocol(vocabulary, run.protocol))
     data = Data(
-        root=own.root,
-        vocabulary=vocabulary,
-        questions=own.questions,
-        heldout=own.heldout,
-        demonstrations=(),
-        windows=(),
+        root=root,
+        vocabulary=tokenizer.load(folder / "tokenizer"),
+        questions=kept,
+        heldout=heldout,
+        conversations=(),
+        lengths=(),
         captions=(),
         videos=len(paths),
         unreadable={},
-        published=own,
+        digest=hashlib.sha256(text.encode()).hexdigest(),
     )
+    data = _with_room(run, data, longest)
     note_unreadable(run, folder, data, unreadable)
     return data
 
 
-def _with_room(run: Run, data: PublishedData, rules: protocol.Protocol) -> PublishedData:
-    """`data` without the questions that are too long for a prompt; these are named. ValueError where
-    none is left, to train on or to evaluate with."""
-    last = data.summary["seconds"].get("most", 0.0)
-    _require_bounds(run, rules.label_tokens(last), len(rules.window((), 0).ids))
+def _with_room(run: Run, data: Data, last: float) -> Data:
+    """`data` without the questions that are too long for a prompt; these are named. `last`: the
+    latest time of a frame, in seconds. ValueError where none is left, to train on or to evaluate with."""
+    rules = Protocol(data.vocabulary, run.protocol)
+    require_bounds(run, rules.label_tokens(last), len(rules.window((), 0).ids))
     system = overview_tokens(rules, 0, 0, 0.0)
     room = run.protocol.text_tokens - system
     lengths = {
@@ -241,44 +198,6 @@ def _with_room(run: Run, data: PublishedData, rules: protocol.Protocol) -> Publi
     return dataclasses.replace(data, questions=kept, heldout=heldout)
 
 
-def _require_bounds(run: Run, label: int, request: int) -> None:
-    """Raises ValueError where a frame's label or a sub-agent's request is longer than it is planned."""
-    if label > run.protocol.label_tokens:
-        raise ValueError(
-            f"protocol.label_tokens: {run.protocol.label_tokens}; a frame's timestamp and marks take {label} tokens in "
-            "this tokenizer: give at least as many"
-        )
-    if request > REQUEST_TOKENS:
-        raise ValueError(
-            f"model.path: {run.model.path}; its tokenizer makes {request} tokens of a sub-agent's request, and there is "
-            f"room for {REQUEST_TOKENS}: take the tokenizer of Qwen3-VL"
-        )
-
-
-def _require_room(run: Run) -> None:
-    """Raises ValueError where a text of the world is longer than the protocol allows. Nothing is drawn
-    or written for that."""
-    limits, texts = run.protocol, run.world_lengths
-    _require_bounds(run, texts.label, texts.request)
-    rules = protocol.Protocol(world_vocabulary(limits, run.model.path), limits)
-    needed = {
-        "text_tokens": (
-            overview_tokens(rules, 0, 0, 0.0) + texts.question,
-            "the system turn and a question",
-        )
-    }
-    if run.sft is not None:
-        needed["trajectory_tokens"] = texts.answer, "a demonstration"
-        needed["turn_tokens"] = texts.turn, "a turn of a demonstration"
-        needed["summary_tokens"] = texts.report, "a sub-agent's report"
-    for name, (tokens, what) in needed.items():
-        limit = getattr(limits, name)
-        if tokens > limit:
-            raise ValueError(
-                f"protocol.{name}: {limit}; {what} may need {tokens}: give at least as many"
-            )
-
-
 def prepare_dataset(run: Run, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """The summary of the published data as `run` reads it, prepared where it is not yet. ValueError for a recipe that uses none."""
     if run.data is None:
@@ -292,13 +211,13 @@ def prepare_dataset(run: Run, check: Callable[[], None] = lambda: None) -> dict[
     return prepare_published(run.data, run.protocol, run.frames, run.vision, run.model.path, check)
 
 
-def _open(run: Run, folder: pathlib.Path, root: pathlib.Path) -> Data:
-    tokenizer_folder = folder / "tokenizer"
+def _open_world(run: Run, folder: pathlib.Path) -> Data:
+    root, tokenizer_folder = folder / "videos", folder / "tokenizer"
     if run.model.path:
         copy_tokenizer(run.model.path, tokenizer_folder)
     elif not (tokenizer_folder / tokenizer.FILE).exists():
         save_tokenizer(build_tokenizer(world_pieces(run.protocol)), tokenizer_folder)
-    names = ("questions", "heldout", "demonstrations", "windows", "captions")
+    names = ("questions", "heldout", "conversations", "captions")
     stored = {name: tuple(datasets.open_split(folder / "records", name)) for name in names}
     paths = tuple(
         dict.fromkeys(
@@ -314,6 +233,7 @@ def _open(run: Run, folder: pathlib.Path, root: pathlib.Path) -> Data:
     data = Data(
         root=root,
         vocabulary=tokenizer.load(tokenizer_folder),
+        lengths=tuple(conversation.tokens for conversation in splits["conversations"]),
         videos=len(paths),
         unreadable={},
         **splits,

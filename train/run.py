@@ -23,6 +23,7 @@ from paravt_jax.data.stored_settings import as_json
 from paravt_jax.method.records import Question
 from paravt_jax.remote.judge import RemoteJudge
 from train.cli import parse
+from train.data import Data
 from train.durable import cluster, hosts
 from train.durable.allocator import reuse_freed_memory
 from train.durable.checkpoint import CheckpointError
@@ -40,7 +41,7 @@ from train.phases.export import export
 from train.phases.model import first_model, take_apart
 from train.phases.reinforce import reinforce
 from train.phases.report import report
-from train.prepare import Data, UnreadableVideosError, prepare
+from train.prepare import UnreadableVideosError, prepare
 from train.published_data import open_reader
 from train.published_model import config_of, require_weights
 from train.settings import Run
@@ -148,9 +149,9 @@ def _prepare(
 
     with hosts.one_after_another(alike=Stopped):
         data = prepare(run, folder, check, questions)
-    if data.published is not None:
+    if data.digest:
         where = run.data.folder if run.data else ""
-        hosts.require_same(f"data.folder: {where}, the prepared set", data.published.digest)
+        hosts.require_same(f"data.folder: {where}, the prepared set", data.digest)
     return data
 
 

@@ -22,12 +22,9 @@ from train.durable.cluster import HostSettings
 from train.learn.align import AlignSettings
 from train.learn.batch import BatchShape
 from train.learn.optimizer import require_counts
-from train.learn.packed_batch import PackedShape
-from train.learn.packed_sft import PackedSFTSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
 from train.published_data import DataSettings
-from train.world_lengths import WorldLengths, world_lengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +99,7 @@ class Run:
     text: TextSettings | None = None
     """What is asked and shown in a world."""
     align: AlignSettings | None = None
-    sft: SFTSettings | PackedSFTSettings | None = None
+    sft: SFTSettings | None = None
     rl: RLSettings | None = None
     evaluation: EvaluationSettings = EvaluationSettings()
     log: LogSettings = LogSettings()
@@ -149,29 +146,6 @@ class Run:
         return self.rl.shapes(self.lengths(max(self.rl.frame_budgets)))
 
     @property
-    def sft_shapes(self) -> tuple[BatchShape, BatchShape]:
-        """Shapes of an SFT step's batches in a world; see `SFTSettings.shapes`."""
-        assert isinstance(self.sft, SFTSettings), f"{self.name} has no SFT on a world"
-        assert self.text is not None, "it stands beside every world"
-        return self.sft.shapes(
-            self.lengths(max(self.text.budgets)), self.world_lengths, self.text.demonstrations
-        )
-
-    @property
-    def world_lengths(self) -> WorldLengths:
-        """Lengths of the world's questions and demonstrations; the first call takes some seconds."""
-        assert self.world is not None and self.text is not None, f"{self.name} has no world"
-        return world_lengths(self.world, self.text, self.protocol, self.model.path)
-
-    @property
-    def packed_shape(self) -> PackedShape:
-        """Shape of an SFT step's batch of published data."""
-        assert isinstance(self.sft, PackedSFTSettings) and self.data is not None, (
-            f"{self.name} has no SFT on published data"
-        )
-        return self.sft.shape(self.data.row_tokens)
-
-    @property
     def engine_sizes(self) -> EngineSizes:
         """The engine's sizes: the widest prompts are those of RL or of the evaluation."""
         budgets, fan = self.evaluation.frames, self.evaluation.samples
@@ -194,13 +168,6 @@ class Run:
             raise ValueError(
                 f"start: {self.start} with published data; the weights that another run has trained are a folder like the published "
                 f"ones: leave start empty, and give --model.path {self.start}/model"
-            )
-        if self.sft is not None and isinstance(self.sft, PackedSFTSettings) != (
-            self.data is not None
-        ):
-            raise ValueError(
-                f"sft: {type(self.sft).__name__} with data = {self.data}; published data is trained on in packed rows "
-                "(PackedSFTSettings), a world's in groups (SFTSettings)"
             )
         if (self.text is None) != (self.world is None):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Questions, demonstrations and captions on disk, as a tensorflow-datasets builder without TensorFlow.
+"""Questions, conversations and captions on disk, as a tensorflow-datasets builder without TensorFlow.
 
 Owns the stored form of the records and the check of their videos. A split holds records of one kind; videos are stored as
 paths under a data root and nested things as JSON text. Refuses to open a video for anything but the check.
@@ -22,23 +22,12 @@ import tensorflow_datasets as tfds
 
 from paravt_jax.data import video
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.method.records import (
-    Caption,
-    ChatTurn,
-    Clip,
-    Conversation,
-    Demonstration,
-    Message,
-    Question,
-    QuestionKind,
-)
+from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
+from paravt_jax.method.records import Caption, Question, QuestionKind
 from paravt_jax.method.subtitles import Subtitle
 
-Group = tuple[
-    Demonstration, ...
-]  # demonstrations of one video, frame budget and window: their prompts begin alike
-Record = Question | Group | Caption | Conversation
-_AnyRecord = TypeVar("_AnyRecord", Question, Group, Caption, Conversation)
+Record = Question | Caption | Conversation
+_AnyRecord = TypeVar("_AnyRecord", Question, Caption, Conversation)
 
 _FINGERPRINT = "fingerprint.json"
 
@@ -58,7 +47,7 @@ class Records(tfds.core.GeneratorBasedBuilder):
         )
         return tfds.core.DatasetInfo(
             builder=self,
-            description="Questions, demonstrations and captions about videos.",
+            description="Questions, conversations and captions about videos.",
             features=features,
             disable_shuffling=True,
         )
@@ -136,12 +125,10 @@ def open_split(folder: str | os.PathLike, name: str) -> Split:
 
 def encode(record: Record) -> tuple[str, str]:
     """The kind of a record and its JSON text."""
-    if isinstance(record, tuple):
-        return "demonstrations", json.dumps([_as_dict(demonstration) for demonstration in record])
     return type(record).__name__.lower(), json.dumps(_as_dict(record))
 
 
-def _as_dict(record: Question | Demonstration | Caption | Conversation) -> dict[str, Any]:
+def _as_dict(record: Record) -> dict[str, Any]:
     """The fields of a record, without `subtitles` where a question has none: few have."""
     return dataclasses.asdict(
         record, dict_factory=lambda fields: {k: v for k, v in fields if k != "subtitles" or v}
@@ -173,26 +160,15 @@ def check_videos(
     return bad
 
 
-def video_of(record: Question | Group | Caption) -> str:
-    """The path of the video that a record is about; a group's demonstrations share theirs."""
-    return record[0].video if isinstance(record, tuple) else record.video
+def video_of(record: Record) -> str:
+    """The path of the video that a record is about; of a conversation, the first it shows."""
+    return record.clips[0].path if isinstance(record, Conversation) else record.video
 
 
 def _question(stored: dict) -> Question:
     subtitles = tuple(Subtitle(**entry) for entry in stored.get("subtitles", ()))
     fields = {"kind": QuestionKind(stored["kind"]), "options": tuple(stored["options"])}
     return Question(**{**stored, **fields, "subtitles": subtitles})
-
-
-def _demonstration(stored: dict) -> Demonstration:
-    return Demonstration(
-        id=stored["id"],
-        video=stored["video"],
-        frames=stored["frames"],
-        window=None if stored["window"] is None else tuple(stored["window"]),
-        question=None if stored["question"] is None else _question(stored["question"]),
-        messages=tuple(Message(**message) for message in stored["messages"]),
-    )
 
 
 def _conversation(stored: dict) -> Conversation:
@@ -208,7 +184,6 @@ def _part(stored: str | dict) -> str | Clip:
 
 _DECODERS: dict[str, Callable[[Any], Record]] = {
     "question": _question,
-    "demonstrations": lambda stored: tuple(_demonstration(one) for one in stored),
     "conversation": _conversation,
     "caption": lambda stored: Caption(stored["video"], stored["time"], tuple(stored["words"])),
 }

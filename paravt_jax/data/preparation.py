@@ -25,7 +25,8 @@ from paravt_jax.data.published import Refused, Table, open_table, read_rows
 from paravt_jax.data.row_reading import Kept, LeftOut, Reading, read_row
 from paravt_jax.data.stored_settings import require_same
 from paravt_jax.data.workers import WorkerError, Workers
-from paravt_jax.method.records import Conversation, Question
+from paravt_jax.method.conversations import Conversation
+from paravt_jax.method.records import Question
 
 SUMMARY, LEFT_OUT, LENGTHS, PLAN, _WORK = (
     "summary.json",

@@ -20,17 +20,10 @@ import pyarrow
 import pyarrow.parquet
 
 from paravt_jax.method.accuracy import read_range
+from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.parsing import block_spans, extract_answer, find_tags, parse_calls
-from paravt_jax.method.protocol import VIDEO_NAME, ProtocolSettings, render_call
-from paravt_jax.method.records import (
-    ChatTurn,
-    Clip,
-    Conversation,
-    CropCall,
-    FailedCall,
-    Question,
-    QuestionKind,
-)
+from paravt_jax.method.protocol import PINNED, VIDEO_NAME, ProtocolSettings, render_call
+from paravt_jax.method.records import CropCall, FailedCall, Question, QuestionKind
 from paravt_jax.method.tools.crop_video import CropVideo
 
 RL_COLUMNS, SFT_COLUMNS = ("prompt", "videos", "extra_info"), ("messages",)
@@ -54,7 +47,6 @@ class Reason(enum.StrEnum):
     MISSING = "missing video"
     UNREADABLE = "unreadable video"
     SLOW = "too slow"
-    TOO_LONG = "too long"
 
 
 class Refused(Exception):
@@ -313,6 +305,9 @@ def _response(parts: Sequence[Part], limits: ProtocolSettings) -> tuple[str, lis
     spans = block_spans(find_tags(text), "tool_call")
     for (opening, closing), call in reversed(list(zip(spans, read, strict=True))):
         text = text[: opening.start] + render_call(call) + text[closing.end :]
+    tag = PINNED.strip()
+    if text.startswith(tag):  # it opens as a pinned one does
+        text = PINNED + text.removeprefix(tag).lstrip()
     return text, read
 
 

@@ -23,15 +23,16 @@ from paravt_jax.data.published import (
 )
 from paravt_jax.data.sizes import smart_resize
 from paravt_jax.method import tokenizer
+from paravt_jax.method.conversations import Clip, Conversation, render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
-from paravt_jax.method.records import Clip, Conversation, CropCall, FailedCall, Question
+from paravt_jax.method.records import CropCall, FailedCall, Question
 from paravt_jax.method.tools.crop_video import resolve_window
 
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
     """How rows are read, all that decides what comes out: the root of relative paths, the folder of the tokenizer, the frames of a video
-    (at most `frames`, `fps` a second), the tokens that fit into a row of a batch, a frame's limits in pixels and its merged patch.
+    (at most `frames`, `fps` a second), a frame's limits in pixels and its merged patch.
     """
 
     root: str
@@ -39,7 +40,6 @@ class Reading:
     limits: ProtocolSettings
     frames: int = 64
     fps: float = 1.0
-    longest: int = 8192
     min_pixels: int = 784
     max_pixels: int = 50_176
     factor: int = 32
@@ -117,10 +117,8 @@ def _question(row: dict, id: str, source: str, looker: Looker) -> tuple[Kept, Qu
 def _conversation(row: dict, id: str, source: str, looker: Looker) -> tuple[Kept, Conversation]:
     reading = looker.reading
     conversation = read_conversation(row, id, source, reading.limits, looker)
-    trajectory = _protocol(reading).conversation(conversation, reading.tokens)
+    trajectory = render(conversation, _protocol(reading), reading.tokens)
     tokens = len(trajectory.ids)
-    if tokens > reading.longest:
-        raise Refused(Reason.TOO_LONG, f"{tokens} tokens, a row of a batch has {reading.longest}")
     responses = [str(turn.content[0]) for turn in conversation.turns if turn.role == "assistant"]
     kept = Kept(
         id,

@@ -1,6 +1,6 @@
 """The one protocol: every prompt, tool schema, time, placeholder and turn of every agent is written here and nowhere else.
 
-Demonstrations, rollouts and evaluation all render through `Protocol`. Chat markup is Qwen3-VL's (a test holds it
+Conversations to learn from, rollouts and evaluation all render through `Protocol`. Chat markup is Qwen3-VL's (a test holds it
 against the published template). Pieces are encoded one by one and appended: nothing that was encoded is encoded again.
 Invariant: text that is not the protocol's own (questions, summaries) cannot forge a special token.
 """
@@ -10,11 +10,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -23,17 +22,12 @@ from jaxtyping import Int32
 from paravt_jax.method.parsing import call_text, parse_calls
 from paravt_jax.method.records import (
     Author,
-    ChatTurn,
-    Clip,
-    Conversation,
     CropCall,
-    Demonstration,
     FailedCall,
     Frame,
     Question,
     QuestionKind,
     Segment,
-    Trajectory,
 )
 from paravt_jax.method.subtitles import Subtitle, subtitle_line
 from paravt_jax.method.tokenizer import Vocabulary
@@ -73,8 +67,8 @@ _BAD_CALLS = (
     "<tool_call>{}</tool_call>",
 )  # what goes wrong most
 _SUMMARY_REQUEST = "\nSay in one short sentence what these frames show, with times in seconds."
-_ANSWER_NOW = "\nNo more calls can be made. Give the final answer."
-_TO_ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
+ANSWER_NOW = "\nNo more calls can be made. Give the final answer."
+TO_ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,8 +230,8 @@ def recurring_texts(tools: Sequence[Tool]) -> tuple[str, ...]:
         system_text(tools),
         system_text(()),
         _SUMMARY_REQUEST,
-        _ANSWER_NOW,
-        _TO_ASSISTANT,
+        ANSWER_NOW,
+        TO_ASSISTANT,
         "<|im_start|>user\n",
         render_call(CropCall(0, 1)),
     ]
@@ -254,7 +248,7 @@ def recurring_texts(tools: Sequence[Tool]) -> tuple[str, ...]:
 
 
 class Protocol:
-    """Renders prompts, tool results and demonstrations into segments of token ids.
+    """Renders prompts and tool results into segments of token ids.
 
     `image_tokens(frame)` tells how many visual tokens a frame takes after the vision tower's merge.
     """
@@ -285,14 +279,14 @@ class Protocol:
     def question(self, question: Question) -> Segment:
         """The rest of a main agent's prompt."""
         return Segment(
-            self._concat(self.plain(question_text(question)), _TO_ASSISTANT), Author.PROMPT
+            self._concat(self.plain(question_text(question)), TO_ASSISTANT), Author.PROMPT
         )
 
     def window(self, frames: Sequence[Frame], image_tokens: int | Sequence[int]) -> Segment:
         """A sub-agent's whole prompt: timed frames of one window and the request for a summary."""
         opening = self._timed_images("<|im_start|>user\n", frames, image_tokens)
         return Segment(
-            np.concatenate([opening, self._encode(_SUMMARY_REQUEST + _TO_ASSISTANT)]),
+            np.concatenate([opening, self.encode(_SUMMARY_REQUEST + TO_ASSISTANT)]),
             Author.PROMPT,
             frames=tuple(frames),
         )
@@ -300,7 +294,7 @@ class Protocol:
     @functools.cached_property
     def pinned(self) -> Segment:
         """The `<think>` every response of a main agent is started with; nothing where it is the model's to write."""
-        return Segment(self._encode(PINNED if self.settings.pin_think else ""), Author.PINNED)
+        return Segment(self.encode(PINNED if self.settings.pin_think else ""), Author.PINNED)
 
     def tool_results(
         self,
@@ -317,11 +311,11 @@ class Protocol:
         """
         close = "" if ended else "<|im_end|>"
         if any(shown):
-            parts = [self._encode(f"{close}\n<|im_start|>user")]
+            parts = [self.encode(f"{close}\n<|im_start|>user")]
             for text, frames in zip(responses, shown, strict=True):
                 images = self._timed_images("\n<tool_response>\n", frames, image_tokens)
-                parts += [images, self._encode(f"{self.cut(text)}\n</tool_response>")]
-            parts.append(self._encode(f"{_ANSWER_NOW if last else ''}{_TO_ASSISTANT}"))
+                parts += [images, self.encode(f"{self.cut(text)}\n</tool_response>")]
+            parts.append(self.encode(f"{ANSWER_NOW if last else ''}{TO_ASSISTANT}"))
             return Segment(
                 np.concatenate(parts),
                 Author.TOOL,
@@ -330,8 +324,8 @@ class Protocol:
         bodies = "\n".join(
             f"<tool_response>\n{self.cut(text)}\n</tool_response>" for text in responses
         )
-        text = f"{close}\n<|im_start|>user\n{bodies}{_ANSWER_NOW if last else ''}{_TO_ASSISTANT}"
-        return Segment(self._encode(text), Author.TOOL)
+        text = f"{close}\n<|im_start|>user\n{bodies}{ANSWER_NOW if last else ''}{TO_ASSISTANT}"
+        return Segment(self.encode(text), Author.TOOL)
 
     def cut(self, text: str) -> str:
         """A tool response as the model reads it: plain, and within its limit of tokens."""
@@ -350,124 +344,6 @@ class Protocol:
         """Text from outside the protocol: special tokens in it are broken by a space, so that they are only words."""
         return self._special.sub(lambda match: match[0][0] + " " + match[0][1:], text)
 
-    def demonstration(
-        self,
-        demonstration: Demonstration,
-        frames: Sequence[Frame],
-        image_tokens: int | Sequence[int],
-    ) -> Trajectory:
-        """A demonstration as the trajectory an agent would have produced; its log-probs are 0, for nobody sampled it.
-
-        Tool messages that stand together become one user turn, as in an episode.
-        """
-        main = demonstration.question is not None
-        trajectory = Trajectory(
-            (self.overview(frames, image_tokens),) if main else (self.window(frames, image_tokens),)
-        )
-        if demonstration.question is not None:
-            trajectory.append(self.question(demonstration.question))
-        results: list[str] = []
-        turns = 0
-        for message in demonstration.messages:
-            if message.role == "tool":
-                results.append(message.content)
-                continue
-            if results:
-                trajectory.append(
-                    self.tool_results(
-                        results, ended=True, last=turns >= self.settings.max_tool_turns
-                    )
-                )
-                results = []
-            # Whoever is to do without the pinned opening has to have learned it here.
-            ids = self._concat(*((PINNED,) if main else ()), message.content + "<|im_end|>")
-            trajectory.append(Segment(ids, Author.MODEL, np.zeros(len(ids), np.float32)))
-            turns += 1
-        return trajectory
-
-    def conversation(
-        self, conversation: Conversation, image_tokens: Callable[[Clip], int]
-    ) -> Trajectory:
-        """A published demonstration as the trajectory of an agent that does likewise; its log-probs are 0, for nobody sampled it.
-
-        `image_tokens(clip)` tells how many visual tokens a frame of the clip takes. Turns are as `published.read_conversation` leaves them.
-        """
-        opening = (
-            system_text(
-                [*self.tools.values()] if conversation.tools else (),
-                video=any(not clip.still for clip in conversation.clips),
-            )
-            + "<|im_start|>user\n"
-        )
-        trajectory, rounds = Trajectory(), 0
-        for role, group in itertools.groupby(conversation.turns, key=lambda turn: turn.role):
-            turns = list(group)
-            if role == "assistant":
-                trajectory.append(self._response(str(turns[0].content[0])))
-            elif role == "tool":
-                rounds += 1
-                trajectory.append(
-                    self._results(turns, image_tokens, last=rounds >= self.settings.max_tool_turns)
-                )
-            else:
-                pieces = [
-                    self._encode(opening),
-                    *self._shown(turns[0].content, self.plain, image_tokens),
-                    self._encode(_TO_ASSISTANT),
-                ]
-                frames = tuple(frame for clip in turns[0].clips for frame in clip.frames)
-                trajectory.append(Segment(np.concatenate(pieces), Author.PROMPT, frames=frames))
-                opening = "\n<|im_start|>user\n"
-        return trajectory
-
-    def _response(self, text: str) -> Segment:
-        """A response of a published demonstration; one that thinks opens as the pinned ones do."""
-        tag = PINNED.strip()
-        thinks = text.startswith(tag)
-        ids = self._concat(
-            *((PINNED,) if thinks else ()), text.removeprefix(tag).lstrip() + "<|im_end|>"
-        )
-        return Segment(ids, Author.MODEL, np.zeros(len(ids), np.float32))
-
-    def _results(
-        self, turns: Sequence[ChatTurn], image_tokens: Callable[[Clip], int], last: bool
-    ) -> Segment:
-        """Tool responses of a published demonstration: as in an episode, but that some show clips."""
-        if not any(turn.clips for turn in turns):
-            return self.tool_results(
-                ["\n".join(str(part) for part in turn.content) for turn in turns],
-                ended=True,
-                last=last,
-            )
-        pieces = [self._encode("\n<|im_start|>user\n")]
-        for number, turn in enumerate(turns):
-            shown = self._shown(turn.content, self.cut, image_tokens)
-            pieces += [
-                self._encode("\n" * (number > 0) + "<tool_response>\n"),
-                *shown,
-                self._encode("\n</tool_response>"),
-            ]
-        pieces.append(self._encode((_ANSWER_NOW if last else "") + _TO_ASSISTANT))
-        frames = tuple(frame for turn in turns for clip in turn.clips for frame in clip.frames)
-        return Segment(np.concatenate(pieces), Author.TOOL, frames=frames)
-
-    def _shown(
-        self,
-        content: Sequence[str | Clip],
-        clean: Callable[[str], str],
-        image_tokens: Callable[[Clip], int],
-    ) -> list[Int32[np.ndarray, " n"]]:
-        """The pieces of a turn's texts and clips, a line end where the one follows the other."""
-        pieces: list[np.ndarray] = []
-        for before, part in zip((None, *content), content, strict=False):
-            if isinstance(part, Clip):
-                pieces += [self._encode("\n")] * isinstance(before, str) + self._images(
-                    part.frames, image_tokens(part), not part.still
-                )
-            else:
-                pieces.append(self._encode(clean("\n" * (before is not None) + part)))
-        return pieces
-
     def label_tokens(self, time: float) -> int:
         """Tokens of a frame's timestamp, `time` in seconds, and of its vision marks."""
         return len(self._time(_timestamp(time))) + 2
@@ -475,11 +351,12 @@ class Protocol:
     def _timed_images(
         self, opening: str, frames: Sequence[Frame], image_tokens: int | Sequence[int]
     ) -> np.ndarray:
-        return np.concatenate([self._encode(opening), *self._images(frames, image_tokens)])
+        return np.concatenate([self.encode(opening), *self.images(frames, image_tokens)])
 
-    def _images(
+    def images(
         self, frames: Sequence[Frame], image_tokens: int | Sequence[int], timed: bool = True
     ) -> list[Int32[np.ndarray, " n"]]:
+        """The placeholders of frames, each after its time where `timed`."""
         counts = (
             [image_tokens] * len(frames) if isinstance(image_tokens, int) else list(image_tokens)
         )
@@ -499,13 +376,14 @@ class Protocol:
         return parts
 
     def _concat(self, *texts: str) -> np.ndarray:
-        return np.concatenate([self._encode(text) for text in texts])
+        return np.concatenate([self.encode(text) for text in texts])
 
     @functools.lru_cache(maxsize=65_536)  # noqa: B019  one protocol lives as long as the run
     def _time(self, text: str) -> np.ndarray:
-        return self._encode(text)
+        return self.encode(text)
 
-    def _encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of a text, int32[n]; special tokens in it are taken as such."""
         return np.asarray(self.vocabulary.encode(text), np.int32)
 
 

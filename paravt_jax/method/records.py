@@ -1,4 +1,4 @@
-"""The records that travel between the rooms: questions, demonstrations, trajectories, episodes.
+"""The records that travel between the rooms: questions, trajectories, episodes.
 
 Owns the shape of the data and nothing else. Invariant: a `Trajectory` only grows, and its token ids are the one truth of
 what the model saw and wrote; text is decoded from them, never the other way round.
@@ -42,88 +42,12 @@ class Question:
 
 
 @dataclasses.dataclass(frozen=True)
-class Message:
-    """One turn of a demonstration: role `assistant` (trained on), or `tool` (one tool response, not trained on)."""
-
-    role: str
-    content: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Demonstration:
-    """A conversation to imitate.
-
-    A main agent's (`window` is None) starts with `frames` overview frames of the whole video and `question`; a sub-agent's
-    starts with the frames of `window` (seconds) and the protocol's request for a summary, and its `question` is None.
-    """
-
-    id: str
-    video: str
-    frames: int
-    window: tuple[float, float] | None
-    question: Question | None
-    messages: tuple[Message, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Caption:
     """What one frame shows, in words: the video, the time in seconds and the words."""
 
     video: str
     time: float
     words: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Clip:
-    """What a conversation shows of one file: frames by number with their times in seconds, and the file's own height and width in pixels.
-
-    `still`: a picture, which has one frame and no time. `path` is relative to the data root, or absolute.
-    """
-
-    path: str
-    indices: tuple[int, ...]
-    times: tuple[float, ...]
-    height: int
-    width: int
-    still: bool = False
-
-    @property
-    def frames(self) -> tuple[Frame, ...]:
-        return tuple(
-            Frame(self.path, index, time)
-            for index, time in zip(self.indices, self.times, strict=True)
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class ChatTurn:
-    """One turn of a conversation: role `user`, `assistant` (trained on), or `tool` (one tool response); its texts and clips in order."""
-
-    role: str
-    content: tuple[str | Clip, ...]
-
-    @property
-    def clips(self) -> tuple[Clip, ...]:
-        return tuple(part for part in self.content if isinstance(part, Clip))
-
-
-@dataclasses.dataclass(frozen=True)
-class Conversation:
-    """A published demonstration: turns with texts, videos and pictures. `tools`: whether `crop_video` is offered in it.
-
-    `source` is the split it comes from; `tokens` its length as the protocol writes it, 0 where nobody has counted.
-    """
-
-    id: str
-    source: str
-    tools: bool
-    turns: tuple[ChatTurn, ...]
-    tokens: int = 0
-
-    @property
-    def clips(self) -> tuple[Clip, ...]:
-        return tuple(clip for turn in self.turns for clip in turn.clips)
 
 
 class Author(enum.IntEnum):

@@ -1,7 +1,7 @@
-"""What is asked and said about the small world: questions, demonstrations, captions, and the vocabulary's pieces for them.
+"""What is asked and said about the small world: questions, conversations, captions, and the vocabulary's pieces for them.
 
-Owns the wording and its imperfections; what is in the videos is `world`'s, and how a conversation is rendered the protocol's.
-Invariant: a demonstration states only what its own frames show (unless `guess` says otherwise), with one leading space before
+Owns the wording and its imperfections; what is in the videos is `videos`'s, and how a conversation is rendered `conversations`'s.
+Invariant: a conversation states only what its own frames show (unless `guess` says otherwise), with one leading space before
 every digit word and colour, so that a word is the same token wherever it stands.
 """
 
@@ -14,14 +14,9 @@ import numpy as np
 
 from paravt_jax.data import video
 from paravt_jax.method import protocol
-from paravt_jax.method.records import (
-    Caption,
-    CropCall,
-    Demonstration,
-    Message,
-    Question,
-    QuestionKind,
-)
+from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
+from paravt_jax.method.protocol import PINNED, ProtocolSettings
+from paravt_jax.method.records import Caption, CropCall, Question, QuestionKind
 from paravt_jax.world.videos import (
     COLOURS,
     DIGITS,
@@ -58,19 +53,19 @@ class TextSettings:
     """How much is asked and shown, and how spoilt the demonstrations are."""
 
     seed: int = 0
-    """Decides questions and demonstrations."""
+    """Decides questions and conversations."""
     questions: int = 2
     """Questions per video, about different scenes."""
     multiple_choice: float = 0.6
     """Share of multiple choice; the rest is temporal grounding."""
-    groups: int = 3
-    """Groups of demonstrations per training video, each with its own frame budget."""
+    groups: int = 2
+    """Frame budgets per training video, each for its own main agents' conversations."""
     demonstrations: int = 4
-    """Demonstrations per group, about different questions."""
+    """Main agents' conversations per video and frame budget, about different questions."""
     budgets: tuple[int, ...] = (4, 8, 16, 32, 64)
-    """Numbers of overview frames in demonstrations."""
-    windows: int = 6
-    """Demonstrations of sub-agents per training video."""
+    """Numbers of overview frames in conversations."""
+    windows: int = 16
+    """Sub-agents' conversations per training video."""
     telling: float = 0.75
     """Probability that a sub-agent's window shows a digit; in the others there is nothing to report."""
     unaligned: float = 0.1
@@ -132,36 +127,41 @@ def questions(videos: Sequence[WorldVideo], settings: TextSettings) -> Iterator[
             yield _question(video_, int(scene), kind, rng)
 
 
-def main_demonstrations(
+def main_conversations(
     videos: Sequence[WorldVideo], settings: TextSettings
-) -> Iterator[tuple[Demonstration, ...]]:
-    """Groups of main agents' demonstrations. One group shares its video and overview frames, and with them its prompt's beginning."""
+) -> Iterator[Conversation]:
+    """Main agents' conversations: overview and question, calls, reports, answer."""
     for video_, rng in _each(videos, settings, stream=1):
         pairs = [(scene, kind) for scene in _asked(video_) for kind in _ASK]
         for frames in rng.permutation(settings.budgets)[: settings.groups]:
             chosen = rng.permutation(len(pairs))[: settings.demonstrations]
             asked = [_question(video_, pairs[n][0], pairs[n][1], rng) for n in chosen]
-            yield tuple(
-                _main(video_, question, pairs[n][0], int(frames), settings, rng)
-                for question, n in zip(asked, chosen, strict=True)
-            )
+            for question, n in zip(asked, chosen, strict=True):
+                yield _main(video_, question, pairs[n][0], int(frames), settings, rng)
 
 
-def window_demonstrations(
-    videos: Sequence[WorldVideo], settings: TextSettings
-) -> Iterator[Demonstration]:
-    """Sub-agents' demonstrations: a window's frames and what they show."""
+def window_conversations(
+    videos: Sequence[WorldVideo], settings: TextSettings, limits: ProtocolSettings
+) -> Iterator[Conversation]:
+    """Sub-agents' conversations: a window's frames, chosen as in an episode, and what they show."""
     for video_, rng in _each(videos, settings, stream=2):
         telling = {video_.scenes[n].first // WINDOW * WINDOW for n in _asked(video_)}
         empty = sorted(set(range(0, SECONDS, WINDOW)) - telling)
+        times = np.arange(0.0, SECONDS, STEP)
+        info = video.VideoInfo(video_.path, FRAMES, float(SECONDS), times, video_.size, video_.size)
         for n in range(settings.windows):
             start = int(rng.choice(sorted(telling) if rng.random() < settings.telling else empty))
             if rng.random() < settings.unaligned:
                 start = STEP * int(rng.integers((SECONDS - WINDOW) // STEP + 1))
-            window = (float(start), float(start + WINDOW))
-            message = Message("assistant", _summary(video_, start))
-            yield Demonstration(
-                f"{video_.id}/{n}:{start}", video_.path, WINDOW // STEP, window, None, (message,)
+            indices = video.window_indices(
+                info, start, start + WINDOW, limits.crop_fps, limits.crop_frames
+            )
+            turns = (
+                ChatTurn("user", (_clip(video_, indices),)),
+                ChatTurn("assistant", (_summary(video_, start),)),
+            )
+            yield Conversation(
+                f"{video_.id}/{n}:{start}", video_.split, False, turns, subagent=True
             )
 
 
@@ -223,20 +223,33 @@ def _main(
     frames: int,
     settings: TextSettings,
     rng: np.random.Generator,
-) -> Demonstration:
+) -> Conversation:
     there = video_.scenes[scene]
-    shown = STEP * video.overview_indices(FRAMES, frames)
+    indices = video.overview_indices(FRAMES, frames)
+    shown = STEP * indices
     seen = [int(t) for t in shown if there.shows(t)]
     # One frame is enough to name a digit, but not to say how long it stays.
     answerable = len(seen) >= (2 if question.kind is QuestionKind.TEMPORAL_GROUNDING else 1)
     crops = rng.random() < (settings.crop_when_seen if answerable else 1 - settings.guess)
     opening = _timeline(video_, shown, there)
     if crops:
-        messages = _by_crops(video_, question, there, opening, settings, rng)
+        turns = _by_crops(video_, question, there, opening, settings, rng)
     else:
         first, last = (seen[0], seen[-1]) if answerable else (there.first, there.last)
-        messages = (_conclusion(question, there, f"{opening}\nI see", first, last, settings, rng),)
-    return Demonstration(f"{question.id}/{frames}", video_.path, frames, None, question, messages)
+        turns = (_conclusion(question, there, f"{opening}\nI see", first, last, settings, rng),)
+    text = protocol.question_text(question).removeprefix("\n")
+    asked = ChatTurn("user", (_clip(video_, indices), text))
+    return Conversation(f"{question.id}/{frames}", video_.split, True, (asked, *turns))
+
+
+def _clip(video_: WorldVideo, indices: np.ndarray) -> Clip:
+    times = tuple((float(STEP) * indices).tolist())
+    return Clip(video_.path, tuple(indices.tolist()), times, video_.size, video_.size)
+
+
+def _says(text: str) -> ChatTurn:
+    """A main agent's turn."""
+    return ChatTurn("assistant", (PINNED + text,))
 
 
 def _timeline(video_: WorldVideo, shown: np.ndarray, target: Scene) -> str:
@@ -255,7 +268,7 @@ def _by_crops(
     opening: str,
     settings: TextSettings,
     rng: np.random.Generator,
-) -> tuple[Message, ...]:
+) -> tuple[ChatTurn, ...]:
     """Calls for both halves of the scene in one turn, or one after the other until a report tells; the reports, and the answer.
 
     A leaked call is in nobody's syntax, so it ends the conversation.
@@ -266,18 +279,18 @@ def _by_crops(
             f"<tool_code>print(crop_video(start_time={s}, end_time={s + WINDOW}))</tool_code>"
             for s in starts
         )
-        return (Message("assistant", f"{opening}\nlook closer\n{_close(settings, rng)}{calls}"),)
-    turns = [[s] for s in starts] if rng.random() < settings.one_by_one else [list(starts)]
-    messages: list[Message] = []
-    for turn in turns:
-        calls = "\n".join(protocol.render_call(CropCall(s, s + WINDOW)) for s in turn)
-        think = f"{opening if not messages else ''}\nlook closer\n{_close(settings, rng)}"
-        messages.append(Message("assistant", think + calls))
-        messages += [Message("tool", _summary(video_, s)) for s in turn]
-        if there.first in range(turn[0], turn[-1] + WINDOW):
+        return (_says(f"{opening}\nlook closer\n{_close(settings, rng)}{calls}"),)
+    crops = [[s] for s in starts] if rng.random() < settings.one_by_one else [list(starts)]
+    turns: list[ChatTurn] = []
+    for crop in crops:
+        calls = "\n".join(protocol.render_call(CropCall(s, s + WINDOW)) for s in crop)
+        think = f"{opening if not turns else ''}\nlook closer\n{_close(settings, rng)}"
+        turns.append(_says(think + calls))
+        turns += [ChatTurn("tool", (_summary(video_, s),)) for s in crop]
+        if there.first in range(crop[0], crop[-1] + WINDOW):
             break
     return (
-        *messages,
+        *turns,
         _conclusion(question, there, "the crops show", there.first, there.last, settings, rng),
     )
 
@@ -290,14 +303,12 @@ def _conclusion(
     last: int,
     settings: TextSettings,
     rng: np.random.Generator,
-) -> Message:
+) -> ChatTurn:
     answer = (
         f" {_digit(there)}" if question.kind is QuestionKind.MULTIPLE_CHOICE else _span(first, last)
     )
     think = f"{opening} {_digit(there)} from {first} to {last}\n{_close(settings, rng)}"
-    return Message(
-        "assistant", think + (answer if rng.random() < settings.untagged else answer.join(_TAGS))
-    )
+    return _says(think + (answer if rng.random() < settings.untagged else answer.join(_TAGS)))
 
 
 def _close(settings: TextSettings, rng: np.random.Generator) -> str:

@@ -111,11 +111,13 @@ class Scene:
 
 @dataclasses.dataclass(frozen=True)
 class WorldVideo:
-    """One video: its path under the world's folder and its scenes, in order."""
+    """One video: its path under the world's folder, its width and height in pixels, and its scenes,
+    in order."""
 
     id: str
     split: str
     path: str
+    size: int
     scenes: tuple[Scene, ...]
 
 
@@ -150,7 +152,7 @@ def _video(settings: WorldSettings, split: str, number: int) -> WorldVideo:
             )
         scenes.append(scene)
     name = f"{split}/{number:04d}"
-    return WorldVideo(name, split, name + ".mp4", tuple(scenes))
+    return WorldVideo(name, split, name + ".mp4", settings.size, tuple(scenes))
 
 
 def picture(

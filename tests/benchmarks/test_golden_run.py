@@ -27,7 +27,7 @@ EXPECTED = {
     reason="videos are read with other colours on this processor: see golden_run.PROCESSORS",
 )
 def test_a_run_gives_the_figures_and_weights_on_record(tmp_path):
-    lines = golden_run.compare(golden_run.read_record(), golden_run.make_run(tmp_path / "run"))
+    lines = golden_run.compare(golden_run.read_record(), golden_run.make_runs(tmp_path))
     if lines:
         told = "\n".join(["the run differs from golden_run.json:", *lines, golden_run.ADVICE])
         pytest.fail(told, pytrace=False)

@@ -92,16 +92,6 @@ def test_a_wrong_field_or_value_is_named(arguments, words, capsys):
         ("paravt_tiny", {"unreadable_share": 1.0}, r"unreadable_share: 1\.0; "),
         ("paravt_tiny", {"model": ModelSettings(size="8b")}, r"align: set for model\.size 8b"),
         (
-            "paravt_tiny",
-            {"align": None, "sft": RECIPES["sft_8b"]().sft},
-            r"sft: PackedSFTSettings with data = None; .*\(SFTSettings\)",
-        ),
-        (
-            "sft_8b",
-            {"sft": RECIPES["sft_tiny"]().sft},
-            r"sft: SFTSettings with data = DataSettings",
-        ),
-        (
             "paravt_8b",
             {"start": "runs/sft_8b"},
             r"start: runs/sft_8b with published data; .* --model\.path runs/sft_8b/model",
@@ -211,15 +201,6 @@ def test_frames_that_an_evaluation_shows_have_room_beside_the_response():
     assert run.engine_sizes.own[-1] >= RECIPES["paravt_8b"]().engine_sizes.own[-1] + shown
     assert run.rl_shapes == RECIPES["paravt_8b"]().rl_shapes, (
         "rollouts that are learned from show none"
-    )
-
-
-def test_packed_rows_are_as_long_as_the_data_is_packed():
-    run = parse(["--config=sft_8b", "--data.row-tokens", "4096"], RECIPES)
-    assert (run.packed_shape.rows, run.packed_shape.tokens, run.packed_shape.visual) == (
-        16,
-        4096,
-        4096,
     )
 
 

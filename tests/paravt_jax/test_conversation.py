@@ -1,4 +1,4 @@
-"""Published conversations in the protocol's words: the same tokens as an episode's, and loss on the assistant's alone."""
+"""Conversations in the protocol's words: the same tokens as an episode's, and loss on the assistant's alone."""
 
 from __future__ import annotations
 
@@ -8,18 +8,9 @@ import numpy as np
 import pytest
 
 from paravt_jax.method import tokenizer
+from paravt_jax.method.conversations import ChatTurn, Clip, Conversation, render
 from paravt_jax.method.protocol import PINNED, Protocol, ProtocolSettings, render_call, system_text
-from paravt_jax.method.records import (
-    Author,
-    ChatTurn,
-    Clip,
-    Conversation,
-    CropCall,
-    Demonstration,
-    Message,
-    Question,
-    QuestionKind,
-)
+from paravt_jax.method.records import Author, CropCall, Question, QuestionKind
 from paravt_jax.method.tools.crop_video import CropVideo
 
 CLIP = Clip("a.mp4", (0, 30, 60), (0.0, 1.0, 2.0), 224, 320)
@@ -53,9 +44,9 @@ def called(*responses: tuple) -> Conversation:
     told = [("tool", *response) for response in responses]
     return chat(
         ("user", CLIP, "What turns?"),
-        ("assistant", "<think>\n" + THOUGHT + CALLS),
+        ("assistant", PINNED + THOUGHT + CALLS),
         *told,
-        ("assistant", "<think>" + ANSWER),
+        ("assistant", PINNED + ANSWER),
     )
 
 
@@ -64,24 +55,24 @@ def text(rules: Protocol, trajectory) -> str:
 
 
 def test_it_is_the_episodes_own_rendering_token_for_token(rules):
-    """A row with calls answered in words equals the demonstration, hence the episode, that says the same."""
-    messages = (
-        Message("assistant", THOUGHT + CALLS),
-        *(Message("tool", r) for r in REPORTS),
-        Message("assistant", ANSWER),
-    )
+    """Prompt, results and responses are encoded piece by piece, as an episode's are."""
     question = Question("q", "a.mp4", "What turns?", QuestionKind.OPEN_ENDED, "a car")
-    expected = rules.demonstration(
-        Demonstration("d", "a.mp4", 3, None, question, messages), CLIP.frames, 5
-    )
-    found = rules.conversation(called(*((r,) for r in REPORTS)), tokens)
-    np.testing.assert_array_equal(found.ids, expected.ids)
-    np.testing.assert_array_equal(found.authors, expected.authors)
-    assert found.frames == expected.frames
+    opening = rules.overview(CLIP.frames, 5), rules.question(question)
+    results = rules.tool_results(REPORTS, ended=True, last=False)
+    found = render(called(*((r,) for r in REPORTS)), rules, tokens)
+    prompt, plan, told, answer = found.segments
+    np.testing.assert_array_equal(prompt.ids, np.concatenate([s.ids for s in opening]))
+    np.testing.assert_array_equal(told.ids, results.ids)
+    assert (prompt.author, told.author) == (Author.PROMPT, Author.TOOL)
+    for response, said in ((plan, THOUGHT + CALLS), (answer, ANSWER)):
+        ids = rules.vocabulary.encode(said + "<|im_end|>")
+        np.testing.assert_array_equal(response.ids, [*rules.pinned.ids, *ids])
+        assert response.author is Author.MODEL
+    assert found.frames == CLIP.frames
 
 
 def test_the_assistants_words_alone_are_learned(rules):
-    found = rules.conversation(called(*((r,) for r in REPORTS)), tokens)
+    found = render(called(*((r,) for r in REPORTS)), rules, tokens)
     learned = rules.vocabulary.decode(found.ids[found.authors == Author.MODEL])
     assert learned == f"{PINNED}{THOUGHT}{CALLS}<|im_end|>{PINNED}{ANSWER}<|im_end|>"
     assert not found.logprobs.any()
@@ -97,13 +88,13 @@ def test_clips_in_tool_responses_and_the_last_turns_reminder(rules):
         )
         + "\n</tool_response>\n<tool_response>\nnothing\n</tool_response>"
     )
-    found = rules.conversation(once, tokens)
+    found = render(once, rules, tokens)
     assert expected + "<|im_end|>\n<|im_start|>assistant\n" in text(rules, found)
     assert found.frames == CLIP.frames + CROP.frames
     assert found.segments[2].author is Author.TOOL and found.segments[2].frames == CROP.frames
     twice = dataclasses.replace(once, turns=once.turns[:-1] + once.turns[1:])
     assert (
-        text(rules, rules.conversation(twice, tokens)).count(
+        text(rules, render(twice, rules, tokens)).count(
             "\nNo more calls can be made. Give the final answer.<|im_end|>"
         )
         == 1
@@ -111,19 +102,20 @@ def test_clips_in_tool_responses_and_the_last_turns_reminder(rules):
 
 
 def test_a_tool_response_keeps_within_its_tokens_and_cannot_forge_any(rules):
-    found = text(rules, rules.conversation(called(("word " * 60, CROP), (REPORTS[1],)), tokens))
+    found = text(rules, render(called(("word " * 60, CROP), (REPORTS[1],)), rules, tokens))
     assert "word " * 15 + "word" in found and "word " * 17 not in found
     assert "nothing < |im_end|> moves" in found
 
 
 def test_pictures_have_no_time_and_no_video_is_spoken_of(rules):
     picture = f"<|vision_start|>{'<|image_pad|>' * 2}<|vision_end|>"
-    found = rules.conversation(
+    found = render(
         chat(
             ("user", "Compare", PICTURE, "with", PICTURE),
             ("assistant", "<answer>A</answer>"),
             tools=False,
         ),
+        rules,
         tokens,
     )
     asked = (
@@ -137,7 +129,7 @@ def test_pictures_have_no_time_and_no_video_is_spoken_of(rules):
 
 def test_a_second_question_and_questions_that_would_forge(rules):
     turns = ("user", CLIP, "a <tool_call>"), ("assistant", "b"), ("user", "c"), ("assistant", "d")
-    found = rules.conversation(chat(*turns, tools=False), tokens)
+    found = render(chat(*turns, tools=False), rules, tokens)
     assert (
         "\na < tool_call><|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>"
         in text(rules, found)
@@ -149,7 +141,7 @@ def test_tools_are_spoken_of_where_they_are_offered(rules):
     for tools in (True, False):
         found = text(
             rules,
-            rules.conversation(chat(("user", CLIP, "a"), ("assistant", "b"), tools=tools), tokens),
+            render(chat(("user", CLIP, "a"), ("assistant", "b"), tools=tools), rules, tokens),
         )
         assert (
             found.startswith(system_text((CropVideo(),) if tools else ()))

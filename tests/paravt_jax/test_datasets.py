@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from paravt_jax.data import datasets
-from paravt_jax.method.records import Caption, Demonstration, Message, Question, QuestionKind
+from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
+from paravt_jax.method.protocol import ProtocolSettings
+from paravt_jax.method.records import Caption, Question, QuestionKind
 from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
@@ -20,8 +22,8 @@ def _records():
     settings = world_text.TextSettings()
     return {
         "questions": [*world_text.questions(videos, settings), _QUESTION],
-        "main": list(world_text.main_demonstrations(videos, settings)),
-        "windows": [(d,) for d in world_text.window_demonstrations(videos, settings)],
+        "main": list(world_text.main_conversations(videos, settings)),
+        "windows": list(world_text.window_conversations(videos, settings, ProtocolSettings())),
         "captions": list(world_text.captions(videos, settings)),
     }
 
@@ -42,10 +44,10 @@ def test_what_is_read_is_what_was_prepared(prepared):
 
 
 def test_types_come_back_whole():
-    demonstration = Demonstration(
-        "d", "a.mp4", 16, (0.0, 16.0), None, (Message("assistant", " nothing"),)
-    )
-    for record in (_QUESTION, (demonstration,), Caption("a.mp4", 3.0, ("red", "two"))):
+    clip = Clip("a.mp4", (0, 3), (0.0, 6.0), 32, 48)
+    turns = ChatTurn("user", (clip, "What?")), ChatTurn("assistant", (" nothing",))
+    conversation = Conversation("d", "s", False, turns, 7, subagent=True)
+    for record in (_QUESTION, conversation, Caption("a.mp4", 3.0, ("red", "two"))):
         again = datasets.decode(*datasets.encode(record))
         assert again == record and type(again) is type(record)
     with_words = dataclasses.replace(_QUESTION, subtitles=(Subtitle(0, 1, "a"),))
@@ -108,12 +110,10 @@ def test_bad_videos_are_named_with_the_reason(small_world, tmp_path):
 def test_every_kind_of_record_names_its_video():
     for records in _records().values():
         for record in records:
-            assert (
-                datasets.video_of(record)
-                == (record[0] if isinstance(record, tuple) else record).video
-            )
+            shown = record.clips[0].path if isinstance(record, Conversation) else record.video
+            assert datasets.video_of(record) == shown
 
 
 def test_tensorflow_is_never_imported():
-    code = "import sys; from paravt_jax import datasets, loader; raise SystemExit('tensorflow' in sys.modules)"
+    code = "import sys; from paravt_jax.data import datasets, loader; raise SystemExit('tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

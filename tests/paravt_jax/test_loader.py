@@ -54,13 +54,13 @@ def test_batches_may_be_larger_than_the_source():
 
 def test_stored_records_pass_through_unchanged(tmp_path):
     videos = world.plan(world.WorldSettings(train_videos=3, heldout_videos=1))
-    groups = list(world_text.main_demonstrations(videos, world_text.TextSettings()))
-    datasets.prepare(tmp_path, {"main": groups})
+    settings = world_text.TextSettings(groups=1)
+    conversations = list(world_text.main_conversations(videos, settings))
+    datasets.prepare(tmp_path, {"main": conversations})
     batches = _take(loader.stream(datasets.open_split(tmp_path, "main"), 0, 4), 3)
-    assert sorted(group[0].id for batch in batches for group in batch) == sorted(
-        group[0].id for group in groups
-    )
-    assert all(group in groups for batch in batches for group in batch)
+    found = [conversation for batch in batches for conversation in batch]
+    assert sorted(c.id for c in found) == sorted(c.id for c in conversations)
+    assert all(conversation in conversations for conversation in found)
 
 
 def test_the_iterator_is_one_that_checkpoints_know():

@@ -20,6 +20,7 @@ from paravt_jax.data import preparation
 from paravt_jax.data.preparation import LEFT_OUT, SUMMARY, find_tables, open_prepared, prepare
 from paravt_jax.data.row_reading import Reading
 from paravt_jax.method import tokenizer
+from paravt_jax.method.conversations import render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.world.vocabulary import save_tokenizer
 from tests.paravt_jax.published_files import (
@@ -67,10 +68,9 @@ def write_files(folder: pathlib.Path, media: pathlib.Path) -> None:
     )
     crop = called(PERSON, [(3, 9)], say("tool", "It shows", video(PERSON)))
     outside = called(PERSON, [(300, 309)], say("tool", "It shows", video(PERSON)))
-    long = answered(CAR, "word " * 9000)
     write_sft(
         folder,
-        [called(PERSON, [(3, 9), (20, 31)]), crop, outside, long],
+        [called(PERSON, [(3, 9), (20, 31)]), crop, outside],
         "paravt_sft_selftrace_15k3.parquet",
     )
 
@@ -111,7 +111,7 @@ def prepared(files, tmp_path_factory):
     told: list[tuple[int, int]] = []
     run(files, folder, reading_of(files), lambda *step: told.append(step))
     assert {path: path.read_bytes() for path in before} == before
-    assert told[-1] == (14, 14) and [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[-1] == (13, 13) and [done for done, _ in told] == sorted(done for done, _ in told)
     return folder
 
 
@@ -158,7 +158,7 @@ def test_conversations_are_stored_with_the_frames_they_show(prepared, files):
         False,
     )
     rules, reading = Protocol(tokenizer.load(files), ProtocolSettings()), reading_of(files)
-    lengths = [len(rules.conversation(c, reading.tokens).ids) for c in found.conversations]
+    lengths = [len(render(c, rules, reading.tokens).ids) for c in found.conversations]
     assert lengths == list(found.lengths) == [c.tokens for c in found.conversations]
 
 
@@ -177,7 +177,6 @@ def test_what_is_left_out_is_named_with_its_reason(prepared):
             "not in the protocol",
             "a call of 300 to 309 s: The window is outside the video.",
         ),
-        "paravt_sft_selftrace_15k3:3": ("too long", "tokens, a row of a batch has 8192"),
     }
     assert left.keys() == expected.keys()
     for id, (reason, words) in expected.items():
@@ -186,12 +185,12 @@ def test_what_is_left_out_is_named_with_its_reason(prepared):
 
 def test_the_summary_counts(prepared):
     summary = json.loads((prepared / SUMMARY).read_text())
-    assert (summary["rows"], summary["kept"], summary["left_out"]) == (14, 7, 7)
+    assert (summary["rows"], summary["kept"], summary["left_out"]) == (13, 7, 6)
     assert summary["kinds"] == {"conversation": 4, "mcq": 1, "tvg": 1, "oe": 1}
-    assert summary["reasons"]["missing video"] == 2 and sum(summary["reasons"].values()) == 7
+    assert summary["reasons"]["missing video"] == 2 and sum(summary["reasons"].values()) == 6
     assert summary["sources"]["selftrace"] == {
         "kept": 2,
-        "left_out": {"not in the protocol": 1, "too long": 1},
+        "left_out": {"not in the protocol": 1},
     }
     assert summary["tokens_in_all"] == sum(open_prepared(prepared).lengths)
     assert (summary["with_calls"], summary["without_think"], summary["without_answer_tags"]) == (

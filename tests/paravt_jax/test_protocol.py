@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paravt_jax.method import protocol, tokenizer
+from paravt_jax.method.conversations import ChatTurn, Clip, Conversation, render
 from paravt_jax.method.protocol import PINNED, Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import (
     Author,
     CropCall,
-    Demonstration,
     Frame,
-    Message,
     Question,
     QuestionKind,
     Trajectory,
@@ -96,13 +95,17 @@ def call(window: CropCall) -> dict:
     return {"type": "function", "function": {"name": "crop_video", "arguments": arguments}}
 
 
-def conversation() -> tuple[Demonstration, list[dict]]:
-    """A plan with two calls, two reports and an answer: as a demonstration, and as the messages that the template takes."""
-    plan, answer = "\n".join([PLAN, *map(render_call, CALLS)]), Message("assistant", ANSWER)
-    messages = (
-        Message("assistant", plan),
-        *(Message("tool", report) for report in REPORTS),
-        answer,
+CLIP = Clip("v.mp4", (0, 1, 2), (0.0, 64.0, 127.0), 32, 32)
+
+
+def conversation() -> tuple[Conversation, list[dict]]:
+    """A plan with two calls, two reports and an answer: as a conversation, and as the messages that the template takes."""
+    plan = "\n".join([PLAN, *map(render_call, CALLS)])
+    turns = (
+        ChatTurn("user", (CLIP, protocol.question_text(QUESTION).removeprefix("\n"))),
+        ChatTurn("assistant", (PINNED + plan,)),
+        *(ChatTurn("tool", (report,)) for report in REPORTS),
+        ChatTurn("assistant", (PINNED + ANSWER,)),
     )
     theirs = [
         system(True),
@@ -115,14 +118,14 @@ def conversation() -> tuple[Demonstration, list[dict]]:
         *({"role": "tool", "content": report} for report in REPORTS),
         {"role": "assistant", "content": PINNED + ANSWER},
     ]
-    return Demonstration("d", "v.mp4", 3, None, QUESTION, messages), theirs
+    return Conversation("d", "s", True, turns), theirs
 
 
 def test_a_conversation_with_parallel_calls_equals_the_published_template(
     rules, vocabulary, template
 ):
     demonstration, messages = conversation()
-    trajectory = rules.demonstration(demonstration, FRAMES, image_tokens=1)
+    trajectory = render(demonstration, rules, lambda _: 1)
     expected = template(messages, tools=True).removesuffix(
         "\n"
     )  # an agent writes nothing after it has ended its turn
@@ -147,7 +150,7 @@ def test_the_opening_is_pinned_or_the_models_own(rules, vocabulary):
     assert vocabulary.decode(rules.pinned.ids) == PINNED and rules.pinned.author is Author.PINNED
     assert len(free.pinned.ids) == 0 and free.pinned.ids.dtype == np.int32
     demonstration, _ = conversation()
-    taught, same = (p.demonstration(demonstration, FRAMES, image_tokens=1) for p in (rules, free))
+    taught, same = (render(demonstration, p, lambda _: 1) for p in (rules, free))
     assert (taught.ids == same.ids).all() and (taught.authors == same.authors).all()
 
 
@@ -162,10 +165,9 @@ def test_a_prompt_equals_the_published_template(rules, vocabulary, template, too
 
 
 def test_a_sub_agents_conversation_equals_the_published_template(rules, vocabulary, template):
-    demonstration = Demonstration(
-        "w", "v.mp4", 3, (0.0, 16.0), None, (Message("assistant", REPORTS[0]),)
-    )
-    trajectory = rules.demonstration(demonstration, FRAMES, 1)
+    turns = ChatTurn("user", (CLIP,)), ChatTurn("assistant", (REPORTS[0],))
+    report = Conversation("w", "s", False, turns, subagent=True)
+    trajectory = render(report, rules, lambda _: 1)
     request = "\nSay in one short sentence what these frames show, with times in seconds."
     messages = [user(text=request), {"role": "assistant", "content": REPORTS[0]}]
     assert vocabulary.decode(trajectory.ids) == template(messages, tools=False).removesuffix("\n")
@@ -209,7 +211,7 @@ def test_a_demonstration_is_told_when_calls_are_over_as_an_episode_would_be(voca
     demonstration, _ = conversation()
     for turns in (1, 2):
         rules = Protocol(vocabulary, ProtocolSettings(max_tool_turns=turns))
-        text = vocabulary.decode(rules.demonstration(demonstration, FRAMES, 1).ids)
+        text = vocabulary.decode(render(demonstration, rules, lambda _: 1).ids)
         assert ("No more calls can be made." in text) == (turns == 1)
 
 

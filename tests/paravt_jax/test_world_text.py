@@ -7,6 +7,8 @@ import re
 import pytest
 
 from paravt_jax.data import video
+from paravt_jax.method.conversations import Conversation
+from paravt_jax.method.protocol import PINNED, ProtocolSettings
 from paravt_jax.method.records import QuestionKind
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
@@ -20,9 +22,36 @@ def videos():
     return world.plan(world.WorldSettings(train_videos=120, heldout_videos=10))
 
 
+def _mains(videos, settings: TextSettings) -> list[Conversation]:
+    return list(world_text.main_conversations(videos, settings))
+
+
+def _windows(videos, settings: TextSettings) -> list[Conversation]:
+    return list(world_text.window_conversations(videos, settings, ProtocolSettings()))
+
+
+def _said(conversation: Conversation) -> list[str]:
+    """The texts after the first turn, a main agent's without the opening that it learns."""
+    texts = [str(turn.content[0]) for turn in conversation.turns[1:]]
+    roles = [turn.role for turn in conversation.turns[1:]]
+    if not conversation.subagent:
+        assert all(
+            t.startswith(PINNED) == (r == "assistant") for t, r in zip(texts, roles, strict=True)
+        )
+    return [text.removeprefix(PINNED) for text in texts]
+
+
+def _roles(conversation: Conversation) -> list[str]:
+    return [turn.role for turn in conversation.turns[1:]]
+
+
+def _kind(conversation: Conversation) -> QuestionKind:
+    return QuestionKind(conversation.id.split("/")[1].rpartition(":")[2])
+
+
 @pytest.fixture(scope="module")
 def clean(videos):
-    return [d for group in world_text.main_demonstrations(videos, _CLEAN) for d in group]
+    return _mains(videos, _CLEAN)
 
 
 def _word(scene: world.Scene) -> str:
@@ -31,13 +60,9 @@ def _word(scene: world.Scene) -> str:
 
 
 def _scene(videos, record) -> world.Scene:
-    there = next(v for v in videos if v.path == record.video)
-    return next(
-        s
-        for s in there.scenes
-        if f" at {s.start} seconds?" in record.question.text
-        if s.digit is not None
-    )
+    clip, text = record.turns[0].content
+    there = next(v for v in videos if v.path == clip.path)
+    return next(s for s in there.scenes if f" at {s.start} seconds?" in text if s.digit is not None)
 
 
 def test_questions_have_true_answers_and_different_ids(videos):
@@ -64,8 +89,8 @@ def test_questions_have_true_answers_and_different_ids(videos):
 def test_records_depend_on_their_own_video_only(videos):
     for make in (
         world_text.questions,
-        world_text.main_demonstrations,
-        world_text.window_demonstrations,
+        _mains,
+        _windows,
         world_text.captions,
     ):
         everything, alone = (
@@ -75,64 +100,79 @@ def test_records_depend_on_their_own_video_only(videos):
         assert alone == everything[5 * len(alone) : 6 * len(alone)]
 
 
-def test_groups_share_video_and_budget_and_differ_in_question(videos):
-    groups = list(world_text.main_demonstrations(videos, TextSettings()))
-    assert {group[0].frames for group in groups} == {4, 8, 16, 32, 64}
-    for group in groups:
-        assert len({(d.video, d.frames) for d in group}) == 1
-        assert len({d.id for d in group}) == len(group) == 4
-    assert len({d.id for group in groups for d in group}) == 4 * len(groups)
+def test_conversations_of_a_budget_differ_in_their_question(videos):
+    conversations = _mains(videos, TextSettings())
+    budgets = {len(c.clips[0].indices) for c in conversations}
+    assert budgets == {4, 8, 16, 32, 64}
+    assert len({c.id for c in conversations}) == len(conversations) == 8 * len(videos)
+    for n in range(0, len(conversations), 4):
+        group = conversations[n : n + 4]
+        assert len({c.clips for c in group}) == 1 and len({c.turns[0] for c in group}) == 4
+
+
+def test_clips_are_what_the_files_show(small_world):
+    """Frames, times and sizes are written without opening a file, and are those that it has."""
+    limits = ProtocolSettings()
+    for conversation in (
+        *_mains(small_world.videos, TextSettings()),
+        *_windows(small_world.videos, TextSettings()),
+    ):
+        (clip,) = conversation.clips
+        info = video.probe(small_world.folder / clip.path)
+        start = int(conversation.id.rpartition(":")[2]) if conversation.subagent else 0
+        indices = (
+            video.window_indices(
+                info, start, start + world.WINDOW, limits.crop_fps, limits.crop_frames
+            )
+            if conversation.subagent
+            else video.overview_indices(info.frames, len(clip.indices))
+        )
+        assert clip.indices == tuple(indices) and clip.times == tuple(info.times[indices])
+        assert (clip.height, clip.width) == (info.height, info.width) and not clip.still
 
 
 def test_clean_demonstrations_state_what_their_frames_show(videos, clean):
     direct = crops = 0
     for d in clean:
         scene = _scene(videos, d)
-        shown = [
-            t for t in world.STEP * video.overview_indices(world.FRAMES, d.frames) if scene.shows(t)
-        ]
+        shown = [int(t) for t in d.clips[0].times if scene.shows(t)]
         word = _word(scene)
-        target = re.search(r"\ntarget (.*)\n", d.messages[0].content)
+        target = re.search(r"\ntarget (.*)\n", _said(d)[0])
         assert target and target[1] == f"{scene.start} {scene.colour} {word if shown else '-'}"
-        if len(d.messages) == 1:
+        if len(_said(d)) == 1:
             direct += 1
             assert (
-                shown
-                and f"I see {word} from {shown[0]} to {shown[-1]}\n</think>\n"
-                in d.messages[0].content
+                shown and f"I see {word} from {shown[0]} to {shown[-1]}\n</think>\n" in _said(d)[0]
             )
         else:
             crops += 1
-            assert [m.role for m in d.messages] == ["assistant", "tool", "tool", "assistant"]
-            assert {m.content for m in d.messages[1:3]} == {
+            assert _roles(d) == ["assistant", "tool", "tool", "assistant"]
+            assert set(_said(d)[1:3]) == {
                 f" {word} from {scene.first} to {scene.last}",
                 " nothing",
             }
-            assert (
-                f'"start_time": {scene.start}, "end_time": {scene.start + 16}}}'
-                in d.messages[0].content
-            )
-            assert d.messages[-1].content.startswith(
+            assert f'"start_time": {scene.start}, "end_time": {scene.start + 16}}}' in _said(d)[0]
+            assert _said(d)[-1].startswith(
                 f"the crops show {word} from {scene.first} to {scene.last}\n</think>\n<answer>"
             )
-        answer = re.fullmatch(r"(?s).*</think>\n<answer>(.*)</answer>", d.messages[-1].content)
+        answer = re.fullmatch(r"(?s).*</think>\n<answer>(.*)</answer>", _said(d)[-1])
         assert answer
-        if d.question.kind is QuestionKind.MULTIPLE_CHOICE:
-            assert answer[1] == f" {d.question.answer}"
-        elif len(d.messages) > 1:
-            assert answer[1] == d.question.answer
+        if _kind(d) is QuestionKind.MULTIPLE_CHOICE:
+            assert answer[1] == f" {word}"
+        elif len(_said(d)) > 1:
+            assert ast.literal_eval(answer[1]) == [scene.first, scene.last]
     assert min(direct, crops) > 100
 
 
 def test_crops_one_by_one_stop_where_a_report_tells(videos):
     settings = dataclasses.replace(_CLEAN, one_by_one=1, crop_when_seen=1)
-    for d in (d for group in world_text.main_demonstrations(videos, settings) for d in group):
+    for d in _mains(videos, settings):
         scene = _scene(videos, d)
         turns = 1 if scene.first < scene.start + world.WINDOW else 2
-        assert [m.role for m in d.messages] == ["assistant", "tool"] * turns + ["assistant"]
-        assert all(m.content.count("<tool_call>") == 1 for m in d.messages[: 2 * turns : 2])
+        assert _roles(d) == ["assistant", "tool"] * turns + ["assistant"]
+        assert all(text.count("<tool_call>") == 1 for text in _said(d)[: 2 * turns : 2])
         assert (
-            [m.content == " nothing" for m in d.messages[1 : 2 * turns : 2]] == [False]
+            [text == " nothing" for text in _said(d)[1 : 2 * turns : 2]] == [False]
             if turns == 1
             else [True, False]
         )
@@ -140,33 +180,31 @@ def test_crops_one_by_one_stop_where_a_report_tells(videos):
 
 def test_what_one_frame_shows_is_no_span(videos, clean):
     for d in clean:
-        if d.question.kind is QuestionKind.TEMPORAL_GROUNDING and len(d.messages) == 1:
+        if _kind(d) is QuestionKind.TEMPORAL_GROUNDING and len(_said(d)) == 1:
             first, last = ast.literal_eval(
-                d.messages[0].content.split("<answer>")[1].removesuffix("</answer>")
+                _said(d)[0].split("<answer>")[1].removesuffix("</answer>")
             )
             assert first < last
 
 
 def test_spoilt_shares_are_the_settings(videos):
     settings = TextSettings()
-    demonstrations = [
-        d for group in world_text.main_demonstrations(videos, settings) for d in group
-    ]
-    calling = [d for d in demonstrations if "look closer" in d.messages[0].content]
-    leaked = [d for d in calling if "<tool_code>" in d.messages[0].content]
+    demonstrations = _mains(videos, settings)
+    calling = [d for d in demonstrations if "look closer" in _said(d)[0]]
+    leaked = [d for d in calling if "<tool_code>" in _said(d)[0]]
     assert abs(len(leaked) / len(calling) - settings.leak) < 0.06
-    assert all(len(d.messages) == 1 and "<tool_call>" not in d.messages[0].content for d in leaked)
+    assert all(len(_said(d)) == 1 and "<tool_call>" not in _said(d)[0] for d in leaked)
     answered = [d for d in demonstrations if d not in leaked]
     assert (
         abs(
-            sum("</think>" not in d.messages[-1].content for d in answered) / len(answered)
+            sum("</think>" not in _said(d)[-1] for d in answered) / len(answered)
             - settings.unclosed
         )
         < 0.06
     )
     assert (
         abs(
-            sum("<answer>" not in d.messages[-1].content for d in answered) / len(answered)
+            sum("<answer>" not in _said(d)[-1] for d in answered) / len(answered)
             - settings.untagged
         )
         < 0.06
@@ -174,53 +212,40 @@ def test_spoilt_shares_are_the_settings(videos):
 
 
 def test_spoiling_does_not_change_what_is_asked(videos):
-    spoilt = [
-        d.id
-        for group in world_text.main_demonstrations(videos[:1], TextSettings(groups=1))
-        for d in group
-    ]
-    clean = [
-        d.id
-        for group in world_text.main_demonstrations(
-            videos[:1], dataclasses.replace(_CLEAN, groups=1)
-        )
-        for d in group
-    ]
+    spoilt = [c.turns[0] for c in _mains(videos[:1], TextSettings(groups=1))]
+    clean = [c.turns[0] for c in _mains(videos[:1], dataclasses.replace(_CLEAN, groups=1))]
     assert spoilt == clean
 
 
 def test_guesses_appear_only_when_asked_for(videos):
     settings = dataclasses.replace(_CLEAN, guess=1.0, crop_when_seen=0.0)
-    demonstrations = [
-        d for group in world_text.main_demonstrations(videos, settings) for d in group
-    ]
-    assert all(len(d.messages) == 1 for d in demonstrations)
+    demonstrations = _mains(videos, settings)
+    assert all(len(_said(d)) == 1 for d in demonstrations)
 
 
 def test_windows_report_what_is_in_them(videos):
     by_path = {v.path: v for v in videos}
-    demonstrations = list(world_text.window_demonstrations(videos, TextSettings()))
+    demonstrations = _windows(videos, TextSettings())
     assert len({d.id for d in demonstrations}) == len(demonstrations)
-    aligned = [d for d in demonstrations if d.window and d.window[0] % world.WINDOW == 0]
+    aligned = [d for d in demonstrations if d.clips[0].times[0] % world.WINDOW == 0]
     assert 0.8 < len(aligned) / len(demonstrations) < 1
     for d in demonstrations:
-        assert d.window is not None
-        start, end = d.window
-        assert (
-            end - start == world.STEP * d.frames == 16 and d.question is None and 0 <= start <= 112
-        )
+        (clip,) = d.clips
+        start, end = clip.times[0], clip.times[-1] + world.STEP
+        assert d.subagent and end - start == world.STEP * len(clip.times) == 16
+        assert 0 <= start <= 112
         expected = [
             t
-            for s in by_path[d.video].scenes
+            for s in by_path[d.clips[0].path].scenes
             if s.digit is not None
             for t in range(s.first, s.last + 1, world.STEP)
             if start <= t < end
         ]
-        text = d.messages[0].content
+        text = _said(d)[0]
         assert (text == " nothing") == (not expected)
         if expected:
             assert text.endswith(f" to {expected[-1]}") and f" from {expected[0]} to " in text
-    silent = sum(" nothing" == d.messages[0].content for d in aligned)
+    silent = sum(" nothing" == _said(d)[0] for d in aligned)
     assert 0.15 < silent / len(aligned) < 0.35
 
 

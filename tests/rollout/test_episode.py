@@ -14,18 +14,20 @@ from PIL import Image
 from models.features import FrameFeatures, FrameSettings
 from paravt_jax.data import video
 from paravt_jax.data.video import VideoError
+from paravt_jax.method.conversations import render
 from paravt_jax.method.protocol import PINNED, Protocol, render_call
 from paravt_jax.method.records import (
     Author,
     CallStatus,
     CropCall,
+    Question,
     QuestionKind,
     StopReason,
     Trajectory,
 )
 from paravt_jax.method.rewards import RewardSettings, score
 from paravt_jax.world import text as world_text
-from paravt_jax.world.videos import FRAMES, STEP
+from paravt_jax.world.videos import FRAMES, STEP, WINDOW
 from rollout.agent.episode import Dispatch, Scene, Setting, play, split_prompt
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import Request, SampleStop, run
@@ -184,25 +186,27 @@ def test_episodes_side_by_side_do_not_disturb_one_another(
 
 def test_an_episode_with_a_demonstrations_texts_has_its_ids(scripted, small_scene, small_world):
     """What is learned from and what is played are written alike: ids, authors and frames."""
-    groups = world_text.main_demonstrations(small_world.videos, world_text.TextSettings(leak=0.0))
+    settings = world_text.TextSettings(leak=0.0, groups=3)
     seen = set()
-    for demonstration in itertools.chain.from_iterable(groups):
-        assert demonstration.question is not None
-        spoken = [m.content for m in demonstration.messages if m.role == "assistant"]
-        reports = iter([m.content for m in demonstration.messages if m.role == "tool"])
+    for conversation in world_text.main_conversations(small_world.videos, settings):
+        (clip,) = conversation.clips
+        asked = str(conversation.turns[0].content[1])  # with its options, if any
+        question = Question(conversation.id, clip.path, asked, QuestionKind.OPEN_ENDED, "")
+        spoken = [
+            str(turn.content[0]).removeprefix(PINNED)
+            for turn in conversation.turns
+            if turn.role == "assistant"
+        ]
+        reports = iter([t.content[0] for t in conversation.turns if t.role == "tool"])
         sampler = scripted(spoken, report=lambda request, reports=reports: next(reports))
-        frames = small_scene.features.overview(demonstration.video, demonstration.frames)
-        wanted = small_scene.protocol.demonstration(demonstration, frames, image_tokens=1)
-        (episode,) = run(
-            sampler,
-            [play(small_scene, demonstration.question, Setting(demonstration.frames, 0.7), 0)],
-        )
+        wanted = render(conversation, small_scene.protocol, lambda _: 1)
+        setting = Setting(len(clip.indices), 0.7)
+        (episode,) = run(sampler, [play(small_scene, question, setting, 0)])
         played = np.where(
             episode.trajectory.authors == Author.PINNED, Author.MODEL, episode.trajectory.authors
         )  # here it is learned
-        assert np.array_equal(episode.trajectory.ids, wanted.ids) and np.array_equal(
-            played, wanted.authors
-        )
+        assert np.array_equal(episode.trajectory.ids, wanted.ids)
+        assert np.array_equal(played, wanted.authors)
         assert episode.trajectory.frames == wanted.frames
         seen.add(len(episode.turns))
     assert seen == {1, 2, 3}
@@ -211,25 +215,19 @@ def test_an_episode_with_a_demonstrations_texts_has_its_ids(scripted, small_scen
 def test_a_sub_agent_with_a_demonstrations_text_has_its_ids(
     perform, small_scene, small_world, small_questions
 ):
-    settings = world_text.TextSettings(unaligned=1.0)
-    for demonstration in world_text.window_demonstrations(small_world.videos, settings):
-        question = dataclasses.replace(small_questions[0], video=demonstration.video)
-        assert demonstration.window is not None
+    settings, limits = world_text.TextSettings(unaligned=1.0), small_scene.protocol.settings
+    for conversation in world_text.window_conversations(small_world.videos, settings, limits):
+        (clip,), report = conversation.clips, conversation.turns[1].content[0]
+        question = dataclasses.replace(small_questions[0], video=clip.path)
+        start = int(conversation.id.rpartition(":")[2])
         episode, _ = perform(
-            [plan(CropCall(*demonstration.window)), ANSWER],
-            question=question,
-            report=demonstration.messages[0].content,
+            [plan(CropCall(start, start + WINDOW)), ANSWER], question=question, report=report
         )
-        frames = small_scene.features.window(demonstration.video, *demonstration.window, 1.0, 16)
-        wanted, subagent = (
-            small_scene.protocol.demonstration(demonstration, frames, 1),
-            episode.turns[0].calls[0].subagent,
-        )
-        assert (
-            subagent is not None
-            and np.array_equal(subagent.ids, wanted.ids)
-            and np.array_equal(subagent.authors, wanted.authors)
-        )
+        wanted = render(conversation, small_scene.protocol, lambda _: 1)
+        subagent = episode.turns[0].calls[0].subagent
+        assert subagent is not None and subagent.frames == wanted.frames
+        assert np.array_equal(subagent.ids, wanted.ids)
+        assert np.array_equal(subagent.authors, wanted.authors)
 
 
 def test_split_prompt_cuts_before_the_token_that_predicts_the_first_one(perform):

@@ -67,8 +67,8 @@ def small() -> Run:
         align=AlignSettings(steps=3, batch=16),
         sft=SFTSettings(
             steps=4,
-            groups=2,
-            windows=4,
+            rows=2,
+            row_tokens=320,
             optimizer=adam,
             save_every=2,
         ),

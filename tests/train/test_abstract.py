@@ -8,7 +8,7 @@ import pytest
 from configs import RECIPES
 from models.sharding import make_mesh
 from tests.models.program import FOR_TPU, run
-from train.learn.sft import sft_batch, start_sft
+from train.learn.sft import Course
 from train.plan.abstract import abstract_sft_update
 
 
@@ -20,22 +20,15 @@ def test_a_recipe_without_the_phase_is_refused():
 def test_arguments_are_what_a_run_gives(road):
     """Shapes, types and places of the small recipe's cold start: a batch and a state that were really made."""
     settings, mesh = road.run.sft, make_mesh()
-    windows = [d for (d,) in road.data.windows[:4]]
-    batch = sft_batch(
-        road.data.demonstrations[:2],
-        windows,
-        road.scene.protocol,
-        road.scene.features,
-        road.run.sft_shapes,
-        mesh,
-    )
-    state, _ = start_sft(road.graph, road.fresh(), road.image, settings)
+    course = Course(settings, road.data, None, 0, road.scene.protocol, road.scene.features, mesh)
+    state, _ = course.start(road.graph, road.fresh())
+    batch, _, _ = next(course)
     abstract = abstract_sft_update(road.run, mesh, road.model.config).arguments
     for real, shape in zip(jax.tree.leaves((state, batch)), jax.tree.leaves(abstract), strict=True):
         assert (real.shape, real.dtype) == (shape.shape, shape.dtype)
     for real, shape in zip(
-        jax.tree.leaves((state, batch.sequences)),
-        jax.tree.leaves((abstract[0], abstract[1].sequences)),
+        jax.tree.leaves((state, batch.packed)),
+        jax.tree.leaves((abstract[0], abstract[1].packed)),
         strict=True,
     ):
         assert real.sharding == shape.sharding

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from models.qwen3_vl.rope import mrope_positions
-from paravt_jax.method.records import Author, Frame, Segment, Trajectory
-from train.learn.batch import BatchShape, build, mismatches, shared_segments
+from paravt_jax.method.records import Author, Trajectory
+from train.learn.batch import BatchShape, build, mismatches
 from train.learn.rollouts import roll_out
-from train.learn.sft import render
 
 SHAPE = BatchShape(groups=3, rows=5, prompt=144, visual=16, suffix=144)
 
@@ -38,21 +37,11 @@ def rows(groups):
     ]
 
 
-def test_rollouts_share_overview_and_question_and_demonstrations_the_overview(road, groups):
-    assert shared_segments(groups[0]) == groups[0][0].segments[:2]
-    asked = next(g for g in road.data.demonstrations if len({d.question.text for d in g}) > 1)
-    rendered = [render(d, road.scene.protocol, road.scene.features) for d in asked]
-    (overview,) = shared_segments(rendered)
-    assert overview is rendered[0].segments[0] and overview.frames
-
-
-def test_what_looks_alike_but_shows_other_frames_is_not_shared():
-    def one(index: int, author: Author = Author.PROMPT) -> Trajectory:
-        return Trajectory((Segment(np.arange(3), author, frames=(Frame("a.mp4", index, 0.0),)),))
-
-    assert len(shared_segments([one(0), one(0)])) == 1
-    assert shared_segments([one(0), one(1)]) == ()
-    assert shared_segments([one(0, Author.PINNED), one(0, Author.PINNED)]) == ()
+def test_rollouts_share_overview_and_question(groups, batch):
+    for p, group in enumerate(groups):
+        prompt = np.concatenate([segment.ids for segment in group[0].segments[:2]])[:-1]
+        np.testing.assert_array_equal(batch.prompt_ids[p, : len(prompt)], prompt)
+        assert batch.prompt_segments[p].sum() == len(prompt)
 
 
 def test_a_rows_arrays_are_its_trajectory(road, groups, batch):

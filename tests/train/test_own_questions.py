@@ -13,15 +13,16 @@ from flax import nnx
 from configs import RECIPES
 from models.qwen3_vl.hf import save
 from models.qwen3_vl.model import Qwen3VL
-from paravt_jax.method import tokenizer
+from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world import text as world_text
+from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
+from train.phases.model import model_config
 from train.prepare import prepare, prepare_dataset
 from train.published_data import DataSettings
-from train.session import model_config
 from train.settings import ModelSettings, Run
-from train.world_lengths import world_pieces
+from train.world_data import world_pieces
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs" / "data.md"
 
@@ -30,8 +31,8 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs" / "data.md"
 def base(small, tmp_path_factory) -> pathlib.Path:
     """A small Qwen3-VL with its tokenizer, as a folder that `model.path` takes."""
     folder = tmp_path_factory.mktemp("base")
-    vocabulary = Vocabulary(tokenizer.build(world_pieces()))
-    tokenizer.save(vocabulary.tokenizer, folder / "tokenizer")
+    vocabulary = Vocabulary(build_tokenizer(world_pieces(ProtocolSettings())))
+    save_tokenizer(vocabulary.tokenizer, folder / "tokenizer")
     config = model_config(small.small(), vocabulary)
     files = sorted((folder / "tokenizer").iterdir())
     save(nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0)))(), folder / "model", files=files)

@@ -10,20 +10,20 @@ import pytest
 
 from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.flops import flops_per_token
+from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
-from paravt_jax.method.records import (
-    Author,
-    ChatTurn,
-    Clip,
-    Conversation,
-    Segment,
-    Trajectory,
-)
+from paravt_jax.method.records import Author, Segment, Trajectory
 from train.learn import speed
 from train.learn.optimizer import OptimizerSettings
-from train.learn.packed_batch import PackedShape, Rendered, build_packed, render_rows
-from train.learn.packed_sft import PackedBatch, PackedSFTSettings, packed_logprobs, packed_loss
-from train.learn.placement import fit_rows, parts_of_rows
+from train.learn.packed_batch import (
+    PackedShape,
+    Rendered,
+    build_packed,
+    fit_rows,
+    parts_of_rows,
+    render_rows,
+)
+from train.learn.sft import SFTBatch, SFTSettings, packed_logprobs, sft_loss
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,8 @@ def test_a_conversation_in_a_row_is_what_it_is_alone(small_model, features, rend
         np.testing.assert_allclose(together[0, part][1:], apart[n, own][1:], atol=2e-5)
         assert packed.sampled[0, part].any() and not packed.sampled[0, at]
         at = part.stop
-    loss, figures = packed_loss(small_model.config.image_token_id)(
-        small_model.text, PackedBatch.of(packed)
+    loss, figures = sft_loss(small_model.config.image_token_id)(
+        small_model.text, SFTBatch.of(packed)
     )
     assert float(loss) == pytest.approx(-together[packed.sampled].mean(), rel=1e-5)
     assert (int(figures["tokens"]), int(figures["conversations"])) == (packed.sampled.sum(), 3)
@@ -128,9 +128,9 @@ def test_what_does_not_fit_is_refused(features, rendered):
     with pytest.raises(ValueError, match="packed.rows: 2"):
         build_packed([row, row], features, PackedShape(1, tokens, 8))
     with pytest.raises(ValueError, match="PackedShape.rows: 0"):
-        PackedShape(0)
+        PackedShape(0, 1, 1)
     with pytest.raises(ValueError, match=r"sft\.rows: 0; give a whole number of at least 1"):
-        PackedSFTSettings(1, 0, OptimizerSettings())
+        SFTSettings(1, 0, OptimizerSettings())
 
 
 def test_a_packed_rows_flops_are_its_conversations(small_model, features, rendered):

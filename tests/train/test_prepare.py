@@ -9,8 +9,7 @@ import shutil
 
 import pytest
 
-from models.sharding import make_mesh
-from train.learn.sft import sft_batch
+from paravt_jax.method.conversations import render
 from train.prepare import UNREADABLE, UnreadableVideosError, prepare
 from train.settings import Run
 
@@ -35,8 +34,11 @@ def test_what_a_run_learns_from(road):
     assert {q.video.split("/")[0] for q in data.questions} == {"train"} and {
         q.video.split("/")[0] for q in data.heldout
     } == {"heldout"}
-    assert data.demonstrations and data.windows and data.captions and data.unreadable == {}
-    assert all(len({(d.video, d.frames) for d in group}) == 1 for group in data.demonstrations)
+    assert data.captions and data.unreadable == {}
+    assert {c.subagent for c in data.conversations} == {True, False}
+    assert data.lengths == tuple(
+        len(render(c, road.scene.protocol, lambda clip: 1).ids) for c in data.conversations
+    )
     assert json.loads((data.root.parent / UNREADABLE).read_text()) == {}
 
 
@@ -46,9 +48,8 @@ def test_preparing_again_makes_nothing_anew(road, folder):
     }
     again = prepare(road.run, folder)
     assert {p: p.stat().st_mtime_ns for p in before} == before
-    assert (
-        again.questions == road.data.questions and again.demonstrations == road.data.demonstrations
-    )
+    assert again.questions == road.data.questions
+    assert again.conversations == road.data.conversations
 
 
 def test_an_interrupted_preparation_goes_on(road, folder):
@@ -80,8 +81,8 @@ def test_missing_empty_and_truncated_videos_are_left_out_and_named(road, folder,
     )
     for records in (data.questions, data.captions):
         assert records and not {r.video for r in records} & bad
-    for groups in (data.demonstrations, data.windows):
-        assert groups and not {d.video for group in groups for d in group} & bad
+    assert data.conversations
+    assert not {clip.path for c in data.conversations for clip in c.clips} & bad
     assert data.heldout == road.data.heldout
     assert "3 videos cannot be read" in capsys.readouterr().out
 
@@ -115,9 +116,7 @@ def test_lengths_that_the_worlds_texts_do_not_keep_are_refused_before_anything_i
     assert not list(tmp_path.iterdir())
 
 
-def test_the_length_that_a_refusal_names_is_enough_for_the_cold_start(road, tmp_path):
-    """Rows of a group hold their questions, too, since they share the overview alone."""
-
+def test_the_length_that_a_refusal_names_is_enough(road, tmp_path):
     def allowing(tokens: int) -> Run:
         return dataclasses.replace(
             road.run, protocol=dataclasses.replace(road.run.protocol, trajectory_tokens=tokens)
@@ -128,18 +127,7 @@ def test_the_length_that_a_refusal_names_is_enough_for_the_cold_start(road, tmp_
     least = int(re.findall(r"may need (\d+)", str(refused.value))[0])
     with pytest.raises(ValueError):
         prepare(allowing(least - 1), tmp_path)
-    run = allowing(least)
-    data = prepare(run, tmp_path)
-    scene, windows = road.scene, [d for (d,) in data.windows[:4]]
-    for first in range(0, len(data.demonstrations) - 1, 2):
-        sft_batch(
-            data.demonstrations[first : first + 2],
-            windows,
-            scene.protocol,
-            scene.features,
-            run.sft_shapes,
-            make_mesh(),
-        )
+    assert prepare(allowing(least), tmp_path).conversations == road.data.conversations
 
 
 def test_a_recipe_without_data_is_refused(road, tmp_path):

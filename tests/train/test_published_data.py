@@ -23,11 +23,12 @@ from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.world.vocabulary import save_tokenizer
 from rollout.engine.sizing import overview_tokens
 from tests.paravt_jax.published_files import answered, called, rl_row, write_rl, write_sft
+from train.data import pack_rows, question_stream, row_stream
 from train.durable import hosts
 from train.learn.optimizer import OptimizerSettings
-from train.learn.packed_sft import PackedCourse, PackedSFTSettings
+from train.learn.sft import Course, SFTSettings
 from train.prepare import UnreadableVideosError, main, prepare
-from train.published_data import DataSettings, _hold_out, question_stream, row_stream
+from train.published_data import DataSettings, hold_out
 from train.run import resolved
 
 
@@ -55,7 +56,7 @@ def files(small_world, small_vocabulary, tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(files, small_world):
     folders = str(files / "annotations"), str(small_world.folder), str(files / "set")
-    data, recipe = DataSettings(*folders, frames=4, row_tokens=2048, heldout=3, workers=1), sft_8b()
+    data, recipe = DataSettings(*folders, frames=4, heldout=3, workers=1), sft_8b()
     model = dataclasses.replace(recipe.model, path=str(files / "tokenizer"))
     return dataclasses.replace(recipe, data=data, model=model, unreadable_share=0.2)
 
@@ -66,14 +67,13 @@ def data(run, tmp_path_factory):
 
 
 def test_a_run_opens_what_was_prepared(data, run, small_vocabulary, tmp_path, monkeypatch):
-    assert data.vocabulary.size == small_vocabulary.size and data.published is not None
+    assert data.vocabulary.size == small_vocabulary.size
     assert len(data.questions) + len(data.heldout) == 12 and len(data.heldout) >= 3
     assert not {q.video for q in data.questions} & {q.video for q in data.heldout}
-    packing = data.published.packing
+    packing = pack_rows(data, 2048, seed=0)
     assert sorted(n for row in packing.rows for n in row) == list(range(8)) and not packing.left_out
-    assert data.published.summary["reasons"] == {"missing video": 1}
     for row in packing.rows:
-        assert sum(c.tokens for c in data.published.row(row)) <= 2048
+        assert sum(c.tokens for c in data.row(row)) <= 2048
     same = dataclasses.replace(run, protocol=dataclasses.replace(run.protocol, pin_think=False))
     assert (
         prepare(same, tmp_path).questions == data.questions
@@ -91,7 +91,7 @@ def test_a_run_opens_what_was_prepared(data, run, small_vocabulary, tmp_path, mo
 
 def test_rows_come_in_order_with_their_frames_ahead_and_go_on_exactly(data, small_world):
     def fresh(reader):
-        return row_stream(data.published, reader, seed=3, rows=1)
+        return row_stream(data, pack_rows(data, 2048, seed=0), reader, seed=3, rows=1)
 
     with FrameReader(ReaderSettings(workers=1)) as reader:
         rows = fresh(reader)
@@ -103,7 +103,7 @@ def test_rows_come_in_order_with_their_frames_ahead_and_go_on_exactly(data, smal
         assert list(itertools.islice(again, 4)) == expected
         late = reader.late
         for (numbers,) in batches[:1]:
-            for conversation in data.published.row(numbers):
+            for conversation in data.row(numbers):
                 for clip in conversation.clips:
                     assert reader.read(small_world.folder / clip.path, clip.indices).shape[
                         0
@@ -124,7 +124,7 @@ def test_questions_come_in_order_with_their_overviews_ahead_and_go_on_exactly(da
         return reader.late - late
 
     def fresh(reader, first):
-        return question_stream(data.published, reader, 3, 2, ks.__getitem__, first)
+        return question_stream(data, reader, 3, 2, ks.__getitem__, first)
 
     with FrameReader(ReaderSettings(workers=1)) as reader:
         questions = fresh(reader, 0)
@@ -155,16 +155,17 @@ def test_a_process_reads_ahead_what_is_its_own(data, monkeypatch):
     monkeypatch.setattr(hosts, "share_of", lambda count: slice(count // 2, count))
     batch = next(
         question_stream(
-            data.published, cast(FrameReader, Reader()), 3, 4, lambda step: [1, 2, 3, 4], 0, depth=0
+            data, cast(FrameReader, Reader()), 3, 4, lambda step: [1, 2, 3, 4], 0, depth=0
         )
     )
     assert asked == [q.video.rpartition("/")[2] for q in batch[2:]]
     asked.clear()
-    rows = next(row_stream(data.published, cast(FrameReader, Reader()), seed=3, rows=2, depth=0))
+    packing, reader = pack_rows(data, 2048, seed=0), cast(FrameReader, Reader())
+    rows = next(row_stream(data, packing, reader, seed=3, rows=2, depth=0))
     assert asked == [
         clip.path.rpartition("/")[2]
         for numbers in rows[1:]
-        for c in data.published.row(numbers)
+        for c in data.row(numbers)
         for clip in c.clips
     ]
 
@@ -178,7 +179,6 @@ def test_questions_that_leave_no_room_for_frames_are_left_out_by_name(run, tmp_p
         )
 
     whole = prepared(1216)
-    assert whole.published is not None
     assert "left out" not in capsys.readouterr().out
     rules = Protocol(whole.vocabulary, run.protocol)
     lengths = {q.id: len(rules.question(q).ids) for q in (*whole.questions, *whole.heldout)}
@@ -190,7 +190,6 @@ def test_questions_that_leave_no_room_for_frames_are_left_out_by_name(run, tmp_p
     assert {q.id for q in (*whole.questions, *whole.heldout)} - {
         q.id for q in (*cut.questions, *cut.heldout)
     } == long
-    assert cut.published is not None and cut.published.questions == cut.questions
     said = capsys.readouterr().out
     assert (
         f"{len(long)} questions are left out; they have more than the {limit} tokens of protocol.text_tokens"
@@ -207,7 +206,7 @@ def test_steps_of_the_cold_start_are_packed_rows_that_go_on_exactly(
     data, small_model, small_world, tmp_path
 ):
     """Files that are gone leave padding, and are named once, as they stand in the rows."""
-    settings = PackedSFTSettings(9, 1, OptimizerSettings())
+    settings = SFTSettings(9, 1, OptimizerSettings(), row_tokens=2048)
     rules, frames = (
         Protocol(data.vocabulary, ProtocolSettings()),
         FrameSettings(min_pixels=1024, max_pixels=1024, batch=8),
@@ -217,10 +216,8 @@ def test_steps_of_the_cold_start_are_packed_rows_that_go_on_exactly(
         features = FrameFeatures(
             small_model.vision, small_model.config, frames, root, source=reader
         )
-        published = dataclasses.replace(data.published, root=root)
-        return PackedCourse(
-            settings, settings.shape(2048), published, reader, 3, rules, features, make_mesh()
-        ), features
+        there = dataclasses.replace(data, root=root)
+        return Course(settings, there, reader, 3, rules, features, make_mesh()), features
 
     with FrameReader(ReaderSettings(workers=1, min_pixels=1024, max_pixels=1024)) as reader:
         one, _ = course(reader, small_world.folder)
@@ -248,13 +245,20 @@ def test_steps_of_the_cold_start_are_packed_rows_that_go_on_exactly(
         assert features.unreadable.keys() <= {v.path for v in small_world.videos} and set(
             features.unreadable.values()
         ) == {"no such file"}
-    with pytest.raises(
-        ValueError, match=r"data\.annotations: the prepared set has no conversation"
-    ):
-        empty = dataclasses.replace(
-            data.published, packing=dataclasses.replace(data.published.packing, rows=())
-        )
-        PackedCourse(settings, settings.shape(2048), empty, reader, 3, rules, features, make_mesh())
+
+
+def test_conversations_longer_than_a_row_are_left_out_by_name(data, capsys):
+    middle = sorted(data.lengths)[4]
+    packing = pack_rows(data, middle, seed=0)
+    long = [n for n, tokens in enumerate(data.lengths) if tokens > middle]
+    assert list(packing.left_out) == long and 0 < len(long) < 8
+    said = capsys.readouterr().out
+    assert (
+        f"{len(long)} conversations are left out; they have more than the {middle} tokens" in said
+    )
+    assert f"{data.conversations[long[0]].id} ({data.lengths[long[0]]})" in said
+    with pytest.raises(ValueError, match=r"sft\.row_tokens: 7; none of 8 conversations fits"):
+        pack_rows(data, 7, seed=0)
 
 
 def test_what_reads_the_files_is_no_part_of_a_runs_settings(run):
@@ -271,23 +275,23 @@ def test_held_out_questions_are_whole_videos_and_stay_the_same():
         for v in range(20)
         for n in range(3)
     )
-    kept, heldout = _hold_out(questions, 7)
+    kept, heldout = hold_out(questions, 7)
     assert len(heldout) == 9 and not {q.video for q in kept} & {q.video for q in heldout}
-    assert _hold_out(questions[::-1], 7)[1] != () and {
-        q.video for q in _hold_out(questions[::-1], 7)[1]
+    assert hold_out(questions[::-1], 7)[1] != () and {
+        q.video for q in hold_out(questions[::-1], 7)[1]
     } == {q.video for q in heldout}
-    assert _hold_out(questions, 0) == (questions, ())
+    assert hold_out(questions, 0) == (questions, ())
     with pytest.raises(
         ValueError,
         match=r"data\.heldout: 2 of 3 questions, which leaves none to train on; hold fewer out",
     ):
-        _hold_out(questions[:3], 2)  # all on one video
+        hold_out(questions[:3], 2)  # all on one video
     assert sorted(q.id for q in (*kept, *heldout)) == sorted(q.id for q in questions)
 
 
 def test_the_command_prepares_and_prints_the_summary(data, run, files, capsys):
     arguments = ["--config=sft_8b", "--model.path", run.model.path, "--data.workers", "1"]
-    for field in ("annotations", "media", "folder", "frames", "row_tokens"):
+    for field in ("annotations", "media", "folder", "frames"):
         arguments += [f"--data.{field.replace('_', '-')}", str(getattr(run.data, field))]
     assert main(arguments) == 0
     out = capsys.readouterr().out
@@ -310,7 +314,6 @@ def test_the_large_recipes_start_from_the_published_data():
 
 IMPOSSIBLE = [
     ("frames", 0),
-    ("row_tokens", 0),
     ("heldout", -1),
     ("workers", -1),
     ("fps", 0),

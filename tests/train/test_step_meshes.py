@@ -27,9 +27,8 @@ from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.structure import Kind, Structure
 from train.learn.batch import BatchShape, Sequences
 from train.learn.optimizer import OptimizerSettings, make_optimizer
-from train.learn.packed_batch import Packed, PackedShape
-from train.learn.packed_sft import PackedBatch, PackedSFTSettings, make_packed_update
-from train.learn.placement import fit, fitted, fitted_rows, parts_of, place
+from train.learn.packed_batch import Packed, PackedShape, fitted_rows
+from train.learn.placement import fit, fitted, parts_of, place
 from train.learn.rl import make_rl_update
 from train.learn.rl_batch import RLBatch
 from train.learn.rl_settings import RLSettings
@@ -50,13 +49,7 @@ RL = (
     ((1, 1, 8), 5, "full"),
     ((1, 2, 2), 5, "offload"),
 )
-SFT = (
-    ((8, 1, 1), 1, "full"),
-    ((2, 4, 1), 4, "none"),
-    ((2, 2, 2), 2, "full"),
-    ((1, 8, 1), 1, "none"),
-)
-PACKED = (((8, 1, 1), 1, "full"), ((2, 4, 1), 2, "none"), ((2, 2, 2), 1, "none"))
+SFT = (((8, 1, 1), 1, "full"), ((2, 4, 1), 2, "none"), ((2, 2, 2), 1, "none"))
 
 TEXT = TextConfig(
     vocab_size=96,
@@ -202,26 +195,6 @@ def rl_step(
     )
 
 
-def sft_step(
-    graph: nnx.GraphDef, weights: Any, mesh: Any, microbatches: int, remat: Any
-) -> tuple[Any, dict[str, jax.Array]]:
-    settings = SFTSettings(
-        1,
-        MAIN.groups,
-        WINDOWS.groups,
-        ADAM,
-        microbatches=microbatches,
-        remat=remat,
-        logprob_chunk=8,
-    )
-    optimizer = make_optimizer(ADAM, 1)
-    state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
-    shapes, parts = fitted((MAIN, WINDOWS), microbatches, mesh)
-    pairs = zip((MAIN, WINDOWS), shapes, strict=True)
-    batch = SFTBatch.of(*(place(sequences(*pair), mesh) for pair in pairs))
-    return make_sft_update(graph, optimizer, IMAGE, settings, parts, state)(state, batch)
-
-
 def packed_rows(fitted: PackedShape) -> Packed:
     """Random conversations, three a row, with padding; the second one has frames; rows beyond ROWS are padding."""
     rng = np.random.default_rng(2)
@@ -247,24 +220,24 @@ def packed_rows(fitted: PackedShape) -> Packed:
     return Packed(**{name: pad(x, fitted.rows - b, 0) for name, x in arrays.items()})
 
 
-def packed_step(
+def sft_step(
     graph: nnx.GraphDef, weights: Any, mesh: Any, microbatches: int, remat: Any
 ) -> tuple[Any, dict[str, jax.Array]]:
-    settings = PackedSFTSettings(
+    settings = SFTSettings(
         1, ROWS.rows, ADAM, microbatches=microbatches, remat=remat, logprob_chunk=8
     )
     optimizer = make_optimizer(ADAM, 1)
     state = init_state(jax.device_put(weights, param_shardings(weights, mesh)), optimizer)
     shape, parts = fitted_rows(ROWS, microbatches, mesh)
-    batch = PackedBatch.of(place(packed_rows(shape), mesh))
-    return make_packed_update(graph, optimizer, IMAGE, settings, parts, state)(state, batch)
+    batch = SFTBatch.of(place(packed_rows(shape), mesh))
+    return make_sft_update(graph, optimizer, IMAGE, settings, parts, state)(state, batch)
 
 
 def main() -> None:
     text = nnx.jit(lambda: TextDecoder(TEXT, rngs=nnx.Rngs(0)))()
     graph, weights = nnx.split(text)
     weights = jax.tree.map(np.asarray, weights)
-    for step, table in ((rl_step, RL), (sft_step, SFT), (packed_step, PACKED)):
+    for step, table in ((rl_step, RL), (sft_step, SFT)):
         run = functools.partial(step, graph, weights)
         state, figures = jax.tree.map(np.asarray, run(make_mesh(), 1, "none"))
         moved = max(

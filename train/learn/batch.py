@@ -7,6 +7,7 @@ trajectories' ids; `mismatches` counts, from the arrays, the rows that are not w
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -53,31 +54,16 @@ class Sequences:
     logprobs: Float[np.ndarray, "b t"]  # the sampler's, 0 elsewhere
 
 
-def shared_segments(group: Sequence[Trajectory]) -> tuple[Segment, ...]:
-    """The prompt segments that open every trajectory of a group alike."""
-    shared = []
-    for column in zip(*(t.segments for t in group), strict=False):
-        if any(
-            s.author is not Author.PROMPT
-            or not np.array_equal(s.ids, column[0].ids)
-            or s.frames != column[0].frames
-            for s in column
-        ):
-            break
-        shared.append(column[0])
-    return tuple(shared)
-
-
-def shared_prompt(group: Sequence[Trajectory]) -> np.ndarray:
-    """Ids of the prompt that a group shares, but for the last one: it predicts each row's first token
-    and stands with it."""
-    return np.concatenate([segment.ids for segment in shared_segments(group)])[:-1]
+def prompt_segments(trajectory: Trajectory) -> tuple[Segment, ...]:
+    """What an agent is given before its first response."""
+    return tuple(itertools.takewhile(lambda s: s.author is Author.PROMPT, trajectory.segments))
 
 
 def build(
     groups: Sequence[Sequence[Trajectory]], features: FrameFeatures, shape: BatchShape
 ) -> Sequences:
-    """Arrays of `groups`; missing groups and rows are padding. Raises ValueError where a trajectory does not fit the shape."""
+    """Arrays of `groups`, each of one prompt; missing groups and rows are padding. Raises ValueError
+    where a trajectory does not fit the shape."""
     config = features.config
     levels = 1 + config.vision.levels
     rows = shape.groups * shape.rows
@@ -95,8 +81,9 @@ def build(
     _check(len(groups), shape.groups, "groups")
     for p, group in enumerate(groups):
         _check(len(group), shape.rows, "rows")
-        shared = shared_segments(group)
-        prompt = shared_prompt(group)
+        shared = prompt_segments(group[0])
+        # The prompt's last token predicts each row's first one, so it stands with the row.
+        prompt = np.concatenate([segment.ids for segment in shared])[:-1]
         frames = [frame for s in shared for frame in s.frames]
         length = len(prompt)
         _check(length, shape.prompt, "prompt")
@@ -145,8 +132,8 @@ def _check(length: int, limit: int, field: str) -> None:
 
 # Shapes follow from settings that are checked before a run begins, so none of this is expected.
 _REMEDIES = {
-    "groups": "raise rl.prompts or sft.groups",
-    "rows": "raise rl.grpo.group_size or text.demonstrations",
+    "groups": "raise rl.prompts",
+    "rows": "raise rl.grpo.group_size",
     "prompt": "raise protocol.text_tokens or protocol.label_tokens",
     "visual": "lower frames.max_pixels, or raise the largest frame budget",
     "suffix": "raise protocol.trajectory_tokens (of a sub-agent, protocol.summary_tokens)",

@@ -1,7 +1,7 @@
 """Packed rows into arrays: several conversations in a row, none of which sees another.
 
-Owns the layout of a packed row: conversations one after the other, each a segment with positions of its own, padding on the right. Refuses
-what does not fit. Invariant: a conversation's ids, positions and frames are in a row what they are alone.
+Conversations stand one after the other, each a segment with positions of its own, with padding on
+the right. A conversation's ids, positions and frames are in a row what they are alone.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
 from models.features import FrameFeatures
 from models.qwen3_vl.rope import mrope_positions
+from models.sharding import row_devices
 from paravt_jax.data.video import VideoError
+from paravt_jax.method.conversations import Conversation, render
 from paravt_jax.method.protocol import Protocol
-from paravt_jax.method.records import Author, Conversation, Trajectory
+from paravt_jax.method.records import Author, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +30,8 @@ class PackedShape:
     """Rows of a batch, and the tokens and visual tokens that one holds."""
 
     rows: int
-    tokens: int = 8192
-    visual: int = 8192
+    tokens: int
+    visual: int
 
     def __post_init__(self):
         for name in ("rows", "tokens", "visual"):
@@ -56,6 +60,29 @@ class Rendered(NamedTuple):
     vectors: Float[np.ndarray, "m c d"] | None
 
 
+def parts_of_rows(shape: PackedShape, devices: int, most: int) -> int:
+    """Number of micro-batches, at most `most` and at most as many as give each device a row."""
+    return min(most, -(-shape.rows // devices))
+
+
+def fit_rows(shape: PackedShape, devices: int, microbatches: int = 1) -> PackedShape:
+    """The shape with padding rows, so that each micro-batch lies evenly over `devices` devices."""
+    each = devices * microbatches
+    return dataclasses.replace(shape, rows=-(-shape.rows // each) * each)
+
+
+def fitted_rows(shape: PackedShape, most: int, mesh: Mesh | None) -> tuple[PackedShape, int]:
+    """`shape` with the padding that the mesh wants, and the number of micro-batches, at most `most`."""
+    devices = 1 if mesh is None else row_devices(mesh)
+    parts = parts_of_rows(shape, devices, most)
+    return fit_rows(shape, devices, parts), parts
+
+
+def own_rows(shape: PackedShape) -> PackedShape:
+    """This process's part of packed rows that lie evenly over the devices."""
+    return dataclasses.replace(shape, rows=shape.rows // jax.process_count())
+
+
 def render_rows(
     rows: Sequence[Sequence[Conversation]], protocol: Protocol, features: FrameFeatures
 ) -> tuple[list[list[Rendered]], dict[str, VideoError]]:
@@ -68,9 +95,7 @@ def render_rows(
         found = []
         for conversation in row:
             try:
-                trajectory = protocol.conversation(
-                    conversation, lambda clip: features.tokens(clip.path)
-                )
+                trajectory = render(conversation, protocol, lambda clip: features.tokens(clip.path))
                 if conversation.tokens not in (0, len(trajectory.ids)):
                     raise VideoError(
                         conversation.clips[0].path,
@@ -121,5 +146,5 @@ def build_packed(
 def _check(length: int, limit: int, field: str) -> None:
     if length > limit:
         raise ValueError(
-            f"packed.{field}: {length} do not fit the static size {limit}; raise data.row_tokens or sft.rows"
+            f"packed.{field}: {length} do not fit the static size {limit}; raise sft.row_tokens or sft.rows"
         )

@@ -21,11 +21,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from models.sharding import ROWS, constrain, current_mesh, row_devices
-from train.learn.batch import BatchShape, Sequences
-from train.learn.packed_batch import Packed, PackedShape
+from train.learn.batch import BatchShape
 
 T = TypeVar("T")
-R = TypeVar("R", Sequences, Packed)
 
 # The axis of rows, and of prompts, in each array of a batch; arrays that stand in neither are whole on every device.
 BY_ROW = MappingProxyType(
@@ -77,24 +75,6 @@ def _groups(shape: BatchShape, devices: int, parts: int) -> int:
     return groups
 
 
-def parts_of_rows(shape: PackedShape, devices: int, most: int) -> int:
-    """In how many micro-batches packed rows are computed: at most as many as give each device a row."""
-    return min(most, -(-shape.rows // devices))
-
-
-def fitted_rows(shape: PackedShape, most: int, mesh: Mesh | None) -> tuple[PackedShape, int]:
-    """`shape` with the padding that the mesh wants, and the number of micro-batches, at most `most`."""
-    devices = 1 if mesh is None else row_devices(mesh)
-    parts = parts_of_rows(shape, devices, most)
-    return fit_rows(shape, devices, parts), parts
-
-
-def fit_rows(shape: PackedShape, devices: int, microbatches: int = 1) -> PackedShape:
-    """The shape with so many rows more that each micro-batch lies evenly over `devices` devices."""
-    each = devices * microbatches
-    return dataclasses.replace(shape, rows=-(-shape.rows // each) * each)
-
-
 def require_even(mesh: Mesh) -> None:
     """Raises ValueError, on every process alike, for a mesh whose rows do not fall to the processes in equal parts."""
     each = collections.Counter(device.process_index for device in mesh.devices.flat)
@@ -120,11 +100,6 @@ def own(shape: BatchShape) -> BatchShape:
     return dataclasses.replace(shape, groups=shape.groups // processes)
 
 
-def own_rows(shape: PackedShape) -> PackedShape:
-    """This process's part of packed rows that lie evenly over the devices."""
-    return dataclasses.replace(shape, rows=shape.rows // jax.process_count())
-
-
 def pieces(prompts: int, rows: int, length: int) -> int:
     """In how many pieces a prompt of `length` tokens is computed on the mesh that is set: one a device, where prompts are fewer."""
     mesh = current_mesh()
@@ -134,7 +109,7 @@ def pieces(prompts: int, rows: int, length: int) -> int:
 
 
 def shardings(batch: T, mesh: Mesh, processes: int = 1) -> T:
-    """Where each array of a batch (a tree of `Sequences`, `RLBatch`, `PackedBatch`, ...; real or abstract) lies. Of fewer prompts than
+    """Where each array of a batch (a tree of `Sequences`, `RLBatch`, `SFTBatch`, ...; real or abstract) lies. Of fewer prompts than
     devices each is whole on its neighbours, but for its visual vectors, which are cut in their width. `batch` is the whole, or what one of
     `processes` has of it."""
     return jax.tree_util.tree_map_with_path(
@@ -154,10 +129,9 @@ def place(batch: T, mesh: Mesh) -> T:
     return jax.tree.map(put, batch, shardings(batch, mesh, jax.process_count()))
 
 
-def cut(rows: R, parts: int) -> R:
+def cut(rows: T, parts: int) -> T:
     """`parts` micro-batches of whole groups, or of packed rows: every array gets them as its first axis. For jitted programs."""
     mesh = current_mesh()
-    few = mesh is not None and len(rows.visual) // parts % row_devices(mesh) > 0
 
     def one(path: tuple, leaf: Array) -> Array:
         name = _name(path)
@@ -165,9 +139,11 @@ def cut(rows: R, parts: int) -> R:
         x = jnp.moveaxis(
             leaf.reshape(*leaf.shape[:axis], parts, -1, *leaf.shape[axis + 1 :]), axis, 0
         )
+        prompts = leaf.shape[axis] // parts
+        few = name in BY_PROMPT and mesh is not None and prompts % row_devices(mesh) > 0
         if few and name == "visual":
             return constrain(x, *[None] * (x.ndim - 1), ROWS)
-        return x if few and name in BY_PROMPT else constrain(x, *[None] * (axis + 1), ROWS)
+        return x if few else constrain(x, *[None] * (axis + 1), ROWS)
 
     return jax.tree_util.tree_map_with_path(one, rows)
 

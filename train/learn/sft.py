@@ -1,17 +1,15 @@
-"""The cold start: supervised steps on demonstrations of main agents and sub-agents.
+"""The cold start: supervised steps on conversations packed into rows.
 
-Owns the loss and the settings of SFT. A step takes groups of demonstrations that share their overview (computed once) and
-windows of sub-agents, and averages over the tokens that each would have written. Which demonstrations, in which order,
-is the loader's; when to save, the run's. Published demonstrations are `train.learn.packed_sft`'s.
+The loss is one mean over all tokens with loss of a step, wherever its rows lie. A conversation has
+the log-probs in a row that it has alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx, struct
@@ -21,37 +19,41 @@ from jaxtyping import Array, Float
 from models.features import FrameFeatures
 from models.qwen3_vl import remat
 from models.qwen3_vl.remat import Remat
+from models.qwen3_vl.rope import visual_index
 from models.qwen3_vl.text import TextDecoder
-from paravt_jax.data.loader import stream
-from paravt_jax.data.video import VideoError
+from paravt_jax.data.frames import FrameReader
 from paravt_jax.method.grpo import masked_mean
 from paravt_jax.method.protocol import Protocol
-from paravt_jax.method.records import Demonstration, Trajectory
-from rollout.engine.settings import Lengths
-from rollout.engine.sizing import round_up
+from train.data import Data, pack_rows, row_stream
 from train.durable import hosts
-from train.learn.batch import BatchShape, Sequences, build
 from train.learn.optimizer import OptimizerSettings, make_optimizer, require_counts
-from train.learn.placement import cut, fitted, own, place
-from train.learn.step import Loss, Program, TrainState, init_state, make_update, row_logprobs
-from train.world_lengths import WorldLengths
+from train.learn.packed_batch import (
+    Packed,
+    PackedShape,
+    build_packed,
+    fitted_rows,
+    own_rows,
+    render_rows,
+)
+from train.learn.placement import cut, place
+from train.learn.step import Loss, Program, TrainState, init_state, make_update
 
 
 @dataclasses.dataclass(frozen=True)
 class SFTSettings:
-    """Supervised steps on demonstrations of the small world."""
+    """Updates on packed rows of conversations, and how often to save."""
 
     steps: int
     """Updates."""
-    groups: int
-    """Groups of main agents' demonstrations per step; a group shares its video and overview."""
-    windows: int
-    """Sub-agents' demonstrations per step."""
+    rows: int
+    """Packed rows per step."""
     optimizer: OptimizerSettings
+    row_tokens: int = 8192
+    """Length of a packed row; a longer conversation is left out."""
     save_every: int = 100
     """Steps between checkpoints."""
     microbatches: int = 1
-    """Upper bound on gradient-accumulation steps; fewer where they would only add padding."""
+    """Upper bound on gradient-accumulation steps; fewer where a device would get less than a row."""
     remat: Remat = "none"
     """Activation checkpointing: what of each layer is kept for the backward pass (models.qwen3_vl.remat)."""
     logprob_chunk: int | None = None
@@ -61,67 +63,67 @@ class SFTSettings:
         require_counts(
             "sft",
             steps=self.steps,
-            groups=self.groups,
-            windows=self.windows,
+            rows=self.rows,
+            row_tokens=self.row_tokens,
             save_every=self.save_every,
             microbatches=self.microbatches,
         )
         remat.check("sft.remat", self.remat)
 
-    def shapes(
-        self, longest: Lengths, texts: WorldLengths, rows: int
-    ) -> tuple[BatchShape, BatchShape]:
-        """Shapes of a step's batches, main agents' and sub-agents'. `longest`: lengths of the run's
-        sequences; `texts`: those of the demonstrations; `rows`: demonstrations in a group."""
-        main = BatchShape(
-            self.groups, rows, longest.prompt, longest.visual, round_up(texts.row, 16)
-        )
-        windows = BatchShape(
-            self.windows, 1, longest.crop_prompt, longest.crop_visual, texts.report + 1
-        )
-        return main, windows
+    @property
+    def shape(self) -> PackedShape:
+        """The shape of a step's batch; all tokens of a row may be visual."""
+        return PackedShape(self.rows, self.row_tokens, self.row_tokens)
 
 
 @struct.dataclass
 class SFTBatch:
-    """What an update reads: the batches of main agents and of sub-agents, and how many tokens each of them trains on in the whole step."""
+    """What an update reads: packed rows, and how many tokens the whole step trains on."""
 
-    sequences: tuple[Sequences, ...]
-    tokens: Float[Array, " n"]
+    packed: Packed
+    tokens: Float[Array, ""]
 
     @classmethod
-    def of(cls, *sequences: Sequences) -> SFTBatch:
-        return cls(sequences, jnp.stack([s.sampled.sum().astype(jnp.float32) for s in sequences]))
+    def of(cls, packed: Packed) -> SFTBatch:
+        return cls(packed, jnp.asarray(packed.sampled.sum(), jnp.float32))
 
 
 def split(batch: SFTBatch, parts: int) -> SFTBatch:
-    """The batch in `parts` micro-batches of whole groups: every array gets them as its first axis."""
-    return SFTBatch(
-        tuple(cut(s, parts) for s in batch.sequences),
-        jnp.broadcast_to(batch.tokens, (parts, *batch.tokens.shape)),
+    """The batch in `parts` micro-batches of whole rows: every array gets them as its first axis."""
+    return SFTBatch(cut(batch.packed, parts), jnp.broadcast_to(batch.tokens, (parts,)))
+
+
+def packed_logprobs(
+    text: TextDecoder,
+    batch: Packed,
+    image_token_id: int,
+    remat: Remat = "none",
+    chunk: int | None = None,
+) -> Float[Array, "b t"]:
+    """Log-prob of each token given those of its conversation before it; of no meaning for a
+    conversation's first, which nobody sampled."""
+    x = jax.tree.map(jnp.asarray, batch)
+    index = visual_index(x.ids, image_token_id)
+    hidden, _ = text(
+        x.ids, x.positions, segment_ids=x.segments, visual=x.visual, visual_index=index, remat=remat
     )
+    return jnp.pad(text.token_logprobs(hidden[:, :-1], x.ids[:, 1:], 1.0, chunk), ((0, 0), (1, 0)))
 
 
-def sft_loss(image_token_id: int, settings: SFTSettings) -> Loss:
-    """Mean negative log-likelihood of the sampled tokens of each of the batches, averaged over these: a sub-agent's few words weigh as
-    much as a main agent's many. Also the number of tokens and of groups."""
+def sft_loss(image_token_id: int, remat: Remat = "none", chunk: int | None = None) -> Loss:
+    """Mean negative log-likelihood of the whole step's tokens with loss, of an `SFTBatch` or of its
+    micro-batches; also the number of these tokens and of conversations."""
 
     def loss(
         text: TextDecoder, batch: SFTBatch
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        total, tokens = jnp.zeros(()), jnp.zeros(())
-        for sequences, whole in zip(batch.sequences, batch.tokens, strict=True):
-            logprobs = row_logprobs(
-                text, sequences, image_token_id, 1.0, settings.remat, settings.logprob_chunk
-            )
-            total -= masked_mean(logprobs, jnp.asarray(sequences.sampled), whole) / len(
-                batch.sequences
-            )
-            tokens += sequences.sampled.sum()
-        groups = sum(
-            (s.prompt_segments.any(1).sum() for s in batch.sequences), jnp.zeros((), jnp.int32)
-        )
-        return total, {"tokens": tokens, "groups": groups}
+        sampled = jnp.asarray(batch.packed.sampled)
+        logprobs = packed_logprobs(text, batch.packed, image_token_id, remat, chunk)
+        figures = {
+            "tokens": sampled.sum(),
+            "conversations": jnp.asarray(batch.packed.segments).max(1).sum(),
+        }
+        return -masked_mean(logprobs, sampled, batch.tokens), figures
 
     return loss
 
@@ -129,7 +131,7 @@ def sft_loss(image_token_id: int, settings: SFTSettings) -> Loss:
 def start_sft(
     graph: nnx.GraphDef, weights: Any, image_token_id: int, settings: SFTSettings, parts: int = 1
 ) -> tuple[TrainState, Program]:
-    """The state before the first step, and the jitted update `f(state, SFTBatch) -> (state, metrics)`."""
+    """The state before the first step, and the jitted update, as `make_sft_update` returns it."""
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = init_state(weights, optimizer)
     return state, make_sft_update(graph, optimizer, image_token_id, settings, parts, state)
@@ -145,90 +147,62 @@ def make_sft_update(
 ) -> Program:
     """The update of the cold start in `parts` micro-batches, `f(state, SFTBatch) -> (state, metrics)`."""
     cut = (lambda batch: split(batch, parts)) if parts > 1 else None
-    return make_update(graph, optimizer, sft_loss(image_token_id, settings), state, cut)
-
-
-def render(demonstration: Demonstration, protocol: Protocol, features: FrameFeatures) -> Trajectory:
-    """A demonstration with the frames it speaks of, as the protocol writes it."""
-    if demonstration.window is None:
-        frames = features.overview(demonstration.video, demonstration.frames)
-    else:
-        settings = protocol.settings
-        frames = features.window(
-            demonstration.video, *demonstration.window, settings.crop_fps, settings.crop_frames
-        )
-    return protocol.demonstration(demonstration, frames, features.tokens(demonstration.video))
-
-
-def sft_batch(
-    groups: Sequence[Sequence[Demonstration]],
-    windows: Sequence[Demonstration],
-    protocol: Protocol,
-    features: FrameFeatures,
-    shapes: Sequence[BatchShape],
-    mesh: Mesh,
-) -> SFTBatch:
-    """The arrays of one step on the mesh: groups of main agents' demonstrations, and sub-agents' one by one. Unreadable ones become
-    padding. `groups`, `windows` and `shapes` are the whole step's; a process renders and lays out its share of them."""
-    mine = (
-        groups[hosts.share_of(len(groups))],
-        [(d,) for d in windows[hosts.share_of(len(windows))]],
-    )
-    built = (
-        build(_readable(rows, protocol, features), features, own(shape))
-        for rows, shape in zip(mine, shapes, strict=True)
-    )
-    return SFTBatch.of(*(place(sequences, mesh) for sequences in built))
+    loss = sft_loss(image_token_id, settings.remat, settings.logprob_chunk)
+    return make_update(graph, optimizer, loss, state, cut)
 
 
 class Course:
-    """The steps of a cold start: endless batches of demonstrations, as an update takes them, in an order that goes on exactly."""
+    """The steps of a cold start: endless batches of packed rows, in an order that goes on exactly.
+
+    `reader`, where given, reads the frames of the next steps meanwhile. Files that cannot be read
+    leave padding and are added to `features.unreadable`. Raises ValueError where there is no
+    conversation to train on.
+    """
 
     def __init__(
         self,
         settings: SFTSettings,
-        shapes: Sequence[BatchShape],
-        demonstrations: Sequence[Sequence[Demonstration]],
-        windows: Sequence[Sequence[Demonstration]],
+        data: Data,
+        reader: FrameReader | None,
         seed: int,
         protocol: Protocol,
         features: FrameFeatures,
         mesh: Mesh,
     ):
-        self._settings, self._image = settings, features.config.image_token_id
-        self._main = stream(demonstrations, seed, settings.groups)
-        self._windows = stream(windows, seed + 1, settings.windows)
-        padded, self._parts = fitted(shapes, settings.microbatches, mesh)
-        self._lay_out = functools.partial(
-            sft_batch, protocol=protocol, features=features, shapes=padded, mesh=mesh
-        )
+        self._settings, self._data, self._mesh = settings, data, mesh
+        self._protocol, self._features = protocol, features
+        packing = pack_rows(data, settings.row_tokens, seed)
+        self._rows = row_stream(data, packing, reader, seed, settings.rows)
+        self._shape, self._parts = fitted_rows(settings.shape, settings.microbatches, mesh)
 
     def start(self, graph: nnx.GraphDef, weights: Any) -> tuple[TrainState, Program]:
         """As `start_sft`."""
-        return start_sft(graph, weights, self._image, self._settings, self._parts)
+        image = self._features.config.image_token_id
+        return start_sft(graph, weights, image, self._settings, self._parts)
 
-    def __next__(self) -> tuple[SFTBatch, tuple[Sequences, ...], dict[str, float]]:
-        """What the update takes, the arrays whose tokens count, and figures."""
-        batch = self._lay_out(next(self._main), [d for (d,) in next(self._windows)])
-        return batch, batch.sequences, {}
+    def __next__(self) -> tuple[SFTBatch, tuple[Packed, ...], dict[str, float]]:
+        """What the update takes, the arrays whose tokens count, and how many conversations are
+        missing for a file that could not be read. A process renders and lays out its share of a
+        step's rows."""
+        rows = next(self._rows)
+        mine = [self._data.row(numbers) for numbers in rows[hosts.share_of(len(rows))]]
+        rendered, missing = render_rows(mine, self._protocol, self._features)
+        for error in missing.values():
+            path = error.path.removeprefix(f"{self._features.root}/")
+            self._features.unreadable[path] = error.reason
+        own = build_packed(rendered, self._features, own_rows(self._shape))
+        counts = hosts.gather((len(missing), int(own.sampled.sum())))
+        if not any(tokens for _, tokens in counts):
+            raise ValueError(
+                "sft: a step has no conversation whose files can be read; check the data root "
+                f"{self._data.root}"
+            )
+        packed: Packed = place(own, self._mesh)
+        figures = {"missing": float(sum(count for count, _ in counts))}
+        return SFTBatch.of(packed), (packed,), figures
 
     def get_state(self) -> dict[str, Any]:
-        return {"main": self._main.get_state(), "windows": self._windows.get_state()}
+        return self._rows.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self._main.set_state(state["main"])
-        self._windows.set_state(state["windows"])
-
-
-def _readable(
-    groups: Sequence[Sequence[Demonstration]], protocol: Protocol, features: FrameFeatures
-) -> list[list[Trajectory]]:
-    rendered = []
-    for group in groups:
-        try:
-            trajectories = [render(demonstration, protocol, features) for demonstration in group]
-            features(trajectories[0].frames)
-        except VideoError:
-            continue  # damage inside a file that opened; `groups` in the metrics falls short of the recipe's
-        rendered.append(trajectories)
-    return rendered
+        self._rows.set_state(state)

@@ -20,7 +20,6 @@ from jax.experimental.pallas import tpu as pltpu
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.flops import flops_per_token
 from train.learn.batch import Sequences
-from train.learn.packed_batch import Packed
 
 # Dense bfloat16 FLOP/s as NVIDIA's data sheets give them; jax knows those of TPUs.
 _GPUS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
@@ -50,7 +49,8 @@ def _measured_flops() -> float:
     return 2 * _SIZE**3 / min(spans) / jax.local_device_count()
 
 
-Batches = Sequence[Sequences | Packed]
+Batches = Sequence[Any]
+"""`Sequences`, or packed rows, whose `segments` count a row's conversations from 1."""
 
 
 def real_tokens(batches: Batches) -> int:
@@ -74,9 +74,9 @@ def update_flops(batches: Batches, config: Qwen3VLConfig) -> float:
     return 3 * float(total)
 
 
-def _prompts_and_rows(batch: Sequences | Packed) -> tuple[np.ndarray, np.ndarray]:
+def _prompts_and_rows(batch: Any) -> tuple[np.ndarray, np.ndarray]:
     """Lengths in tokens, of all processes' where the batch is on a mesh. A packed conversation is a row without a prompt."""
-    if not isinstance(batch, Packed):
+    if isinstance(batch, Sequences):
         return _whole((batch.prompt_segments > 0).sum(1)), _whole((batch.segments > 0).sum(1))
     segments = _whole(batch.segments)
     lengths = [np.unique(row[row > 0], return_counts=True)[1] for row in segments]

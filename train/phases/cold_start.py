@@ -7,8 +7,7 @@ from typing import Any
 
 from paravt_jax.data.frames import FrameReader
 from rollout.agent.episode import Scene
-from train.learn.packed_sft import PackedCourse
-from train.learn.sft import Course, SFTSettings
+from train.learn.sft import Course
 from train.learn.speed import speeds
 from train.phases.context import Context, as_saved, resume
 from train.phases.model import Parts
@@ -22,7 +21,15 @@ def cold_start(
     if settings is None:
         return weights
     config = parts.model.config
-    course = _course(context, scene, reader)
+    course = Course(
+        settings,
+        context.data,
+        reader,
+        context.run.seed,
+        scene.protocol,
+        scene.features,
+        context.mesh,
+    )
     state, update = course.start(parts.graph, weights)
     with context.open_phase("sft", settings, scene.features.unreadable) as phase:
         state, cursor = resume(phase, state, parts.tower)
@@ -39,13 +46,3 @@ def cold_start(
             kept = as_saved(state, parts.tower)
             phase.done(step, figures, kept, course.get_state(), ("loss",))
     return state.weights
-
-
-def _course(context: Context, scene: Scene, reader: FrameReader | None) -> Course | PackedCourse:
-    """The batches of the cold start."""
-    run, data = context.run, context.data
-    settings, rest = run.sft, (run.seed, scene.protocol, scene.features, context.mesh)
-    if isinstance(settings, SFTSettings):
-        return Course(settings, run.sft_shapes, data.demonstrations, data.windows, *rest)
-    assert settings is not None and data.published is not None and reader is not None
-    return PackedCourse(settings, run.packed_shape, data.published, reader, *rest)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from train.data import Data
 from train.durable import hosts
 from train.durable.checkpoint import Checkpoints
 from train.durable.interrupts import Interrupts
@@ -17,11 +18,10 @@ from train.durable.metrics import MetricsWriter
 from train.durable.phase import Phase
 from train.durable.run_directory import cold_start_identity, identity
 from train.learn.align import AlignSettings
-from train.learn.packed_sft import PackedSFTSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
 from train.learn.step import TrainState
-from train.prepare import Data, note_unreadable
+from train.prepare import note_unreadable
 from train.settings import Run
 
 
@@ -47,7 +47,7 @@ class Context:
     def open_phase(
         self,
         name: str,
-        settings: AlignSettings | SFTSettings | PackedSFTSettings | RLSettings,
+        settings: AlignSettings | SFTSettings | RLSettings,
         unreadable: dict[str, str],
     ) -> Phase:
         """The phase `name` with its checkpoints.

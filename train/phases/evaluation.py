@@ -34,7 +34,7 @@ def evaluate(
     settings = context.run.evaluation
     questions = context.data.heldout[: settings.questions]
     # Without held-out questions, `rollout.evaluate` plays the paper's splits.
-    if actor is None or (not questions and context.data.published is not None):
+    if actor is None or not questions:
         return []
     rows = []
     files = [context.folder / "evaluation" / f"{name}-{k}.json" for k in settings.frames]

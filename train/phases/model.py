@@ -46,8 +46,8 @@ def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VL, dict[str, An
     else:
         config = model_config(run, data.vocabulary)
     origin = {"vocabulary": vocabulary, "model": to_hf(config)}
-    if data.published is not None:
-        origin["data"] = data.published.digest
+    if data.digest:
+        origin["data"] = data.digest
     if not path:
         return Qwen3VL(config, rngs=nnx.Rngs(run.seed), dtype=dtype), origin
     model = load(path, config, mesh=mesh, dtype=dtype)

@@ -13,10 +13,11 @@ import numpy as np
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.frames import FrameReader
-from paravt_jax.data.loader import Ahead, stream
+from paravt_jax.data.loader import Ahead
 from paravt_jax.method.records import Question
 from rollout.agent.episode import Setting
 from rollout.agent.transcript import transcript
+from train.data import question_stream
 from train.durable import hosts
 from train.durable.compilations import Compilations
 from train.durable.rollout_file import RolloutFile, forget_others, rollout_file_name
@@ -28,7 +29,6 @@ from train.learn.speed import speeds
 from train.phases.actor import Actor
 from train.phases.context import Context, as_saved, resume
 from train.phases.model import Parts
-from train.published_data import question_stream
 
 WARM_UP = 3  # steps after the start of a process in which programs may still be compiled
 _SHOWN = ("accuracy", "format", "calls", "reward/total")
@@ -98,10 +98,8 @@ def _questions(
     """The questions of each step; published videos' overviews are read one step ahead."""
     data, prompts = context.data, settings.prompts
     seed = context.run.seed
-    if data.published is None or reader is None:
-        return stream(data.questions, seed + 2, prompts)
     budgets = functools.partial(draw_budgets, settings, seed, prompts=prompts)
-    return question_stream(data.published, reader, seed + 2, prompts, budgets, first)
+    return question_stream(data, reader, seed + 2, prompts, budgets, first)
 
 
 def _transcriber(

@@ -22,9 +22,8 @@ from paravt_jax.method.grpo import GRPOBatch, Totals
 from paravt_jax.method.structure import Structure
 from train.learn.batch import BatchShape, Sequences
 from train.learn.optimizer import make_optimizer
-from train.learn.packed_batch import Packed, PackedShape
-from train.learn.packed_sft import PackedBatch, PackedSFTSettings, make_packed_update
-from train.learn.placement import fitted, fitted_rows, shardings
+from train.learn.packed_batch import Packed, PackedShape, fitted_rows
+from train.learn.placement import fitted, shardings
 from train.learn.rl import make_rl_update
 from train.learn.rl_batch import RLBatch
 from train.learn.sft import SFTBatch, make_sft_update
@@ -57,23 +56,13 @@ def abstract_rl_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None
 
 
 def abstract_sft_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
-    """The cold start's update of a recipe: arguments are the state (donated) and an `SFTBatch` or a `PackedBatch`."""
+    """The cold start's update of a recipe: arguments are the state (donated) and an `SFTBatch`."""
     settings = _phase(run, "sft", run.sft)
     config, graph, weights = _model(run, mesh, config)
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = _state(weights, optimizer)
-    if isinstance(settings, PackedSFTSettings):
-        shape, parts = fitted_rows(run.packed_shape, settings.microbatches, mesh)
-        batch = _placed(PackedBatch(_packed(shape, config), _shape((), jnp.float32)), mesh)
-        return Abstract(
-            make_packed_update(graph, optimizer, config.image_token_id, settings, parts, state),
-            (state, batch),
-        )
-    shapes, parts = fitted(run.sft_shapes, settings.microbatches, mesh)
-    batch = SFTBatch(
-        tuple(_sequences(shape, config) for shape in shapes), _shape((2,), jnp.float32)
-    )
-    batch = _placed(batch, mesh)
+    shape, parts = fitted_rows(settings.shape, settings.microbatches, mesh)
+    batch = _placed(SFTBatch(_packed(shape, config), _shape((), jnp.float32)), mesh)
     return Abstract(
         make_sft_update(graph, optimizer, config.image_token_id, settings, parts, state),
         (state, batch),

@@ -26,7 +26,6 @@ from paravt_jax.data.sizes import smart_resize
 from rollout.engine.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
 from rollout.engine.sampling import Choices
 from train.learn.batch import Sequences
-from train.learn.sft import SFTSettings
 from train.learn.weight_sync import host_mesh, make_sync, sampler_devices
 from train.phases.model import model_config
 from train.plan.abstract import (
@@ -37,7 +36,7 @@ from train.plan.abstract import (
 )
 from train.plan.flops import Pairs, causal, count_flops, every, rows_of
 from train.settings import Run
-from train.world_lengths import world_vocabulary
+from train.world_data import world_vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,13 +127,8 @@ class Plan:
         return abstract_sft_update(self.run, self.mesh, self.config).arguments
 
     def _sft(self) -> Program:
-        sft = self.run.sft
-        assert sft is not None
-        pairs = rows_of(
-            self.run.sft_shapes[0].suffix
-            if isinstance(sft, SFTSettings)
-            else self.run.packed_shape.tokens
-        )
+        assert self.run.sft is not None
+        pairs = rows_of(self.run.sft.row_tokens)
         return self._training(
             "SFT update",
             abstract_sft_update(self.run, self.mesh, self.config),

@@ -11,7 +11,6 @@ import dataclasses
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.flops import flops_per_token
 from train.learn.batch import BatchShape
-from train.learn.packed_sft import PackedSFTSettings
 from train.learn.placement import fit, parts_of
 from train.plan.compile import ROLLOUTS, Measured
 from train.plan.programs import mean_context
@@ -144,10 +143,10 @@ def shapes_of(run: Run) -> list[BatchShape]:
     prompt of one token and the rest."""
     if run.rl is not None:
         return [*run.rl_shapes]
-    if isinstance(run.sft, PackedSFTSettings):
-        shape = run.packed_shape
-        return [BatchShape(shape.rows, 1, 1, shape.visual, shape.tokens - 1)]
-    return [] if run.sft is None else [*run.sft_shapes]
+    if run.sft is None:
+        return []
+    shape = run.sft.shape
+    return [BatchShape(shape.rows, 1, 1, shape.visual, shape.tokens - 1)]
 
 
 def tokens_of(run: Run) -> int:
