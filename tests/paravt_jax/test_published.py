@@ -19,8 +19,9 @@ from paravt_jax.data.published import (
     read_question,
     read_rows,
 )
+from paravt_jax.method.conversations import ChatTurn, Clip
 from paravt_jax.method.protocol import VIDEO_NAME, ProtocolSettings, render_call
-from paravt_jax.method.records import ChatTurn, Clip, CropCall, Question, QuestionKind
+from paravt_jax.method.records import CropCall, Question, QuestionKind
 from tests.paravt_jax.published_files import (
     THOUGHT,
     answered,
