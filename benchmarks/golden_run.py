@@ -72,8 +72,9 @@ MOST_LINES = 40
 ADVICE = """\
 A refactoring, a speed-up or another layout of files and batches changes none of these figures: mend
 the code. Write the record anew (python -m benchmarks.golden_run --write) only in a commit whose
-purpose is to change the method, a default, the model's initialisation, the random draws or the
-small world, and give the reason in its message. Where a metric or a weight is renamed on purpose,
+purpose is to change the method, a default, the model's initialisation, the random draws, the
+small world or what a step of the cold start trains on, and give the reason in its message. A change
+of the cold start leaves the figures of align and RL as they are. Where a metric or a weight is renamed on purpose,
 rename it in the record by hand; its figures stay."""
 
 Figures = dict[str, float]

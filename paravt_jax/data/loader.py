@@ -1,7 +1,7 @@
 """The order in which records are seen: shuffled, dealt to processes, repeated, batched - and exactly resumable.
 
 Owns the order, and how far it is looked ahead: records come from `datasets` (or any sequence) and leave unchanged, so one stream serves
-questions, groups of demonstrations, packed rows and captions. Refuses to hold frames or tokens.
+questions, packed rows and captions. Refuses to hold frames or tokens.
 Invariant: seed, shard and state decide what comes next; over all processes a pass shows every record once.
 """
 

@@ -1,1 +1,1 @@
-"""The small world of the embedded run: its videos, its words, its demonstrations."""
+"""The small world of the embedded run: its videos, its words, its conversations."""

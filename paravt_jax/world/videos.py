@@ -1,6 +1,6 @@
 """A small world of videos to learn on: coloured scenes in which a digit shows up for a few seconds.
 
-Owns what is in each video and its mp4 file. Says nothing about it in words: questions and demonstrations are `world_text`'s.
+Owns what is in each video and its mp4 file. Says nothing about it in words: questions and conversations are `text`'s.
 Invariant: the settings alone decide every frame that is drawn and, on one machine, that is read back (the halved colour planes change it by
 a few grey levels, the coding by none); video n does not depend on how many others there are. The encoder promises no identical bytes.
 """

@@ -57,7 +57,7 @@ def test_stored_records_pass_through_unchanged(tmp_path):
     settings = world_text.TextSettings(groups=1)
     conversations = list(world_text.main_conversations(videos, settings))
     datasets.prepare(tmp_path, {"main": conversations})
-    batches = _take(loader.stream(datasets.open_split(tmp_path, "main"), 0, 4), 3)
+    batches = _take(loader.stream(datasets.open_split(tmp_path, "main"), 0, 4), 4)
     found = [conversation for batch in batches for conversation in batch]
     assert sorted(c.id for c in found) == sorted(c.id for c in conversations)
     assert all(conversation in conversations for conversation in found)

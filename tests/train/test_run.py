@@ -232,7 +232,7 @@ def test_runs_of_an_older_format_are_exported_and_of_a_newer_one_refused_in_a_li
             ["--run-dir", str(tmp_path / "run"), "--to", str(to)]
         ) == code and to.exists() is (code == 0)
     said = capsys.readouterr().err
-    assert "has format 3" in said and said.count("\n") == 1
+    assert "has format 4" in said and said.count("\n") == 1
 
 
 def test_what_cannot_be_exported_is_said_in_a_line(finished, tmp_path, capsys):

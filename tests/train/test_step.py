@@ -184,9 +184,9 @@ def test_figures_of_cold_start_steps(fixed):
     state, first = update(state, batches)
     state, second = update(state, batches)
     assert int(state.step) == 2
-    wanted = {"loss": 6.00748, "grad_norm": 6.49874, "tokens": 156, "conversations": 8}
+    wanted = {"loss": 6.08554, "grad_norm": 4.91452, "tokens": 156, "conversations": 8}
     assert figures_of(first, wanted) == pytest.approx(wanted, rel=1e-3), MEANT
-    assert float(second["loss"]) == pytest.approx(5.43673, rel=1e-3), MEANT
+    assert float(second["loss"]) == pytest.approx(5.58258, rel=1e-3), MEANT
 
 
 def test_figures_of_an_rl_step(fixed, small):

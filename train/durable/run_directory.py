@@ -18,9 +18,9 @@ from paravt_jax.data.stored_settings import as_json, lock, require_same
 
 _LOCK, _CONFIG, _UNFINISHED = ".lock", "config.json", "config.json.tmp"
 
-FORMAT = 2
+FORMAT = 3
 """Version of what a run keeps on disk. Raise it when this code could not go on with older runs."""
-READABLE = (1, 2)
+READABLE = (1, 2, 3)
 """Formats whose checkpoints can be exported. Runs from before the number existed have format 1."""
 
 
