@@ -12,13 +12,14 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-ROOMS = ("paravt_jax", "models", "rollout", "train", "configs")
+ROOMS = ("paravt_jax", "models", "rollout", "train", "configs", "examples")
 MAY_IMPORT = {
     "paravt_jax": set(),
     "models": {"paravt_jax"},
     "rollout": {"paravt_jax", "models"},
     "train": {"paravt_jax", "models", "rollout"},
     "configs": {"paravt_jax", "models", "rollout", "train"},
+    "examples": {"paravt_jax", "models", "rollout", "train", "configs"},
 }
 SOURCES = [file for room in ROOMS for file in sorted((ROOT / room).rglob("*.py"))]
 
