@@ -3,13 +3,13 @@
     python -m examples.grpo_in_one_page        # under three minutes on two CPU cores
 
 A main agent sees a few overview frames of a video and a question. In one turn it may call
-`crop_video` several times. Each call goes to a sub-agent: the same weights, a fresh context, and the
-frames of one window. The reports come back together, and the main agent answers. Several episodes
-are played on each question. An episode earns a reward for a right answer, for its format and for
-its calls. Its advantage is that reward compared with the other episodes on the same question. The
-update makes tokens with a positive advantage more likely. An extra term anchors the format: it acts
-on the tokens that open and close `<think>`, `<tool_call>` and `<answer>`. The number of overview
-frames is drawn for each question, so the model meets questions that need a closer look.
+`crop_video` several times. Each call goes to a sub-agent: the same weights, a fresh context, and
+the frames of one window. The reports come back together, and the main agent answers. Several
+episodes are played on each question. An episode earns a reward for a right answer, for its format
+and for its calls. Its advantage is that reward compared with the other episodes on the same
+question. The update makes tokens with a positive advantage more likely. An extra term anchors the
+format: it acts on the tokens that open and close `<think>`, `<tool_call>` and `<answer>`. The
+number of overview frames is drawn for each question, so some questions need a closer look.
 """
 
 from __future__ import annotations
