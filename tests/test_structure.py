@@ -14,13 +14,14 @@ import pytest
 from benchmarks.codebase import find_cycles, read_modules, walk
 
 ROOT = pathlib.Path(__file__).parents[1]
-ROOMS = ("paravt_jax", "models", "rollout", "train", "configs")
+ROOMS = ("paravt_jax", "models", "rollout", "train", "configs", "examples")
 MAY_IMPORT = {
     "paravt_jax": set(),
     "models": {"paravt_jax"},
     "rollout": {"paravt_jax", "models"},
     "train": {"paravt_jax", "models", "rollout"},
     "configs": {"paravt_jax", "models", "rollout", "train"},
+    "examples": {"paravt_jax", "models", "rollout", "train", "configs"},
 }  # benchmarks import what they like, and only tests import them
 # What one has to read to understand a training step; see `benchmarks.codebase`.
 MOST_LINES, MOST_FILES = 7000, 60

@@ -1,0 +1,1 @@
+"""Programs to read: each uses the library as one's own code would."""

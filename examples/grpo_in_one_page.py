@@ -1,0 +1,206 @@
+"""PARA-GRPO in one page: a video model learns to look at several moments of a video at once.
+
+    python -m examples.grpo_in_one_page        # under three minutes on two CPU cores
+
+A main agent sees a few overview frames of a video and a question. In one turn it may call
+`crop_video` several times. Each call goes to a sub-agent: the same weights, a fresh context, and
+the frames of one window. The reports come back together, and the main agent answers. Several
+episodes are played on each question. An episode earns a reward for a right answer, for its format
+and for its calls. Its advantage is that reward compared with the other episodes on the same
+question. The update makes tokens with a positive advantage more likely. An extra term anchors the
+format: it acts on the tokens that open and close `<think>`, `<tool_call>` and `<answer>`. The
+number of overview frames is drawn for each question, so some questions need a closer look.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.features import FrameFeatures, FrameSettings
+from models.qwen3_vl.config import Qwen3VLConfig, tiny
+from models.qwen3_vl.model import Qwen3VL
+from models.sharding import make_mesh, param_shardings
+from paravt_jax.data.loader import stream
+from paravt_jax.data.video import VideoInfo
+from paravt_jax.method import grpo
+from paravt_jax.method.conversations import render
+from paravt_jax.method.protocol import Protocol, ProtocolSettings
+from paravt_jax.method.records import Episode
+from paravt_jax.method.rewards import RewardSettings, score_all
+from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.world import text, videos
+from rollout.agent.episode import Scene, Setting, play
+from rollout.agent.scoring import seed_of
+from rollout.engine.engine import Engine
+from rollout.engine.requests import run
+from rollout.engine.settings import EngineSettings
+from rollout.engine.sizing import engine_sizes, lengths
+from train.data import Data
+from train.learn.batch import BatchShape
+from train.learn.optimizer import OptimizerSettings, make_optimizer
+from train.learn.placement import place
+from train.learn.rl_batch import RLBatch, as_grpo_batch, lay_out
+from train.learn.rollouts import Rollouts, describe
+from train.learn.sft import Course, SFTSettings
+from train.learn.step import init_state, make_logprobs, make_update, row_logprobs
+from train.world_data import world_vocabulary
+
+# Videos of four coloured scenes, 32 seconds each. A digit appears in a scene for 2 to 4 seconds.
+WORLD = videos.WorldSettings(train_videos=600, digit_width=20, digit_height=28, jitter=0)
+FRAMES = FrameSettings(batch=64, whole_frames=64)  # a video is encoded when it is first met
+BUDGETS = (4, 8)  # numbers of overview frames, in demonstrations and in episodes
+TEXT = text.TextSettings(
+    multiple_choice=1.0,
+    budgets=BUDGETS,
+    groups=len(BUDGETS),
+    guess=0.5,  # half of the demonstrations answer without having seen the digit
+    crop_when_seen=0.3,
+    unclosed=0.2,  # one turn in five never closes its <think>
+    leak=0.0,
+    one_by_one=0.0,
+    untagged=0.0,
+)
+LIMITS = ProtocolSettings(  # tokens, where nothing else is said
+    max_tool_turns=1,
+    turn_tokens=64,
+    summary_tokens=16,
+    trajectory_tokens=128,
+    text_tokens=48,
+    label_tokens=5,
+    crop_frames=8,
+)
+COLD_START = OptimizerSettings("muon", 3e-3, schedule="cosine", weight_decay=0.0)
+PROMPTS, GROUP, TEMPERATURE = 8, 8, 0.7  # questions per step, episodes per question
+GRPO = grpo.GRPOSettings(group_size=GROUP, anchor="likelihood", reward_clip=None)
+REWARDS = RewardSettings(format_cap=False)
+ADAM = OptimizerSettings(learning_rate=6e-4, weight_decay=0.0)
+
+
+class DrawnVideos:
+    """The world's videos, drawn when they are read: a source of frames without files."""
+
+    def __init__(self, drawn: tuple[videos.WorldVideo, ...]):
+        self.scenes = {video.path: video.scenes for video in drawn}
+
+    def probe(self, path: Path) -> VideoInfo:
+        times = np.arange(0.0, videos.SECONDS, videos.STEP)
+        return VideoInfo(str(path), len(times), times[-1], times, WORLD.size, WORLD.size)
+
+    def read(self, path: Path, indices: list[int]) -> np.ndarray:
+        times = [videos.STEP * index for index in indices]
+        scenes = [self.scenes[str(path)][time // videos.SCENE] for time in times]
+        shown = [scene.shows(time) for scene, time in zip(scenes, times, strict=True)]
+        return np.stack([videos.picture(WORLD, *x) for x in zip(scenes, shown, strict=True)])
+
+
+def small_config(vocabulary: Vocabulary) -> Qwen3VLConfig:
+    """Qwen3-VL with three narrow layers, one visual token per frame, and this vocabulary."""
+    sizes, narrow = tiny(vocabulary.size), {"hidden_size": 64, "intermediate_size": 128}
+    vision = dataclasses.replace(sizes.vision, out_hidden_size=64)
+    decoder = dataclasses.replace(sizes.text, **narrow, head_dim=32, mrope_section=(6, 5, 5))
+    names = ("image_pad", "video_pad", "vision_start", "vision_end")
+    return Qwen3VLConfig(vision, decoder, *(vocabulary[f"<|{name}|>"] for name in names))
+
+
+def show(episode: Episode) -> None:
+    """Print an episode as it was played."""
+    question = episode.question
+    print(f"\n{question.text} {question.options}, {episode.frames} overview frames")
+    for turn in episode.turns:
+        print(turn.text, *(f"(sub-agent){call.response}" for call in turn.calls), sep="\n")
+    print(f"(right answer) {question.answer}\n")
+
+
+def main(cold_start_steps: int = 400, steps: int = 25, seed: int = 0) -> list[dict[str, float]]:
+    """Run it all. Returns the figures that it prints after each step."""
+    # The world: videos, questions, and demonstrations that show what an agent can say.
+    drawn = videos.of_split(videos.plan(WORLD), "train")
+    questions = tuple(text.questions(drawn, TEXT))
+    told = list(text.window_conversations(drawn, TEXT, LIMITS))
+    for conversation in text.main_conversations(drawn, TEXT):
+        if "Which digit" in str(conversation.turns[0].content[-1]):  # else it asks when
+            told.append(conversation)
+
+    # The model. Its vision tower stays random: the few pictures of this world differ enough.
+    vocabulary = world_vocabulary(LIMITS)
+    config, mesh = small_config(vocabulary), make_mesh(1, 1, 1)
+    model = Qwen3VL(config, rngs=nnx.Rngs(seed))
+    graph, weights = nnx.split(model.text)
+    weights = jax.device_put(weights, param_shardings(weights, mesh))
+    features = FrameFeatures(model.vision, config, FRAMES, Path(), source=DrawnVideos(drawn))
+    scene = Scene(Protocol(vocabulary, LIMITS), features)
+    longest = lengths(LIMITS, frame_tokens=1, frames=max(BUDGETS))
+
+    # The cold start: supervised steps on the demonstrations.
+    tokens = tuple(len(render(one, scene.protocol, lambda clip: 1).ids) for one in told)
+    data = Data(Path(), vocabulary, questions, (), told, tokens, (), len(drawn), {})
+    sft = SFTSettings(cold_start_steps, rows=8, optimizer=COLD_START, row_tokens=320)
+    course = Course(sft, data, None, seed, scene.protocol, features, mesh)
+    state, update = course.start(graph, weights)
+    for step in range(1, cold_start_steps + 1):
+        state, metrics = update(state, next(course)[0])
+        if step % 50 == 0:
+            print(f"cold start {step}: loss {metrics['loss']:.2f}", flush=True)
+
+    # What GRPO needs: the engine that samples, the reference weights, and three jitted programs.
+    def loss(decoder, batch):
+        logprobs = row_logprobs(decoder, batch.sequences[0], config.image_token_id, TEMPERATURE)
+        settings = batch.advantages, batch.grpo, GRPO, batch.totals, REWARDS.gamma
+        return grpo.paravt_loss(logprobs, *settings)
+
+    nnx.update(model.text, state.weights)
+    sizes = engine_sizes(longest, EngineSettings(cache_tokens=16_384), fan=GROUP)
+    engine = Engine(model, features, sizes)
+    reference = jax.tree.map(jnp.copy, state.weights)
+    optimizer = make_optimizer(ADAM, steps)
+    state = init_state(state.weights, optimizer)
+    update = make_update(graph, optimizer, loss, state)
+    logprobs = make_logprobs(graph, config.image_token_id, TEMPERATURE, mesh=mesh)
+    advantages = jax.jit(lambda batch: grpo.advantages(batch, GRPO, REWARDS.gamma))
+    shapes = [BatchShape(PROMPTS, GROUP, longest.prompt, longest.visual, longest.response)]
+
+    history, asked = [], stream(questions, seed, PROMPTS)
+    for step in range(steps):
+        # Questions, and the overview budget of each.
+        budgets = np.random.default_rng([seed, step]).choice(BUDGETS, PROMPTS).tolist()
+        chosen = [x for x in zip(next(asked), budgets, strict=True) for _ in range(GROUP)]
+        # Episodes: agents are coroutines that await the engine, which decodes them side by side.
+        agents = [
+            play(scene, question, Setting(budget, TEMPERATURE), seed_of(seed, step, number))
+            for number, (question, budget) in enumerate(chosen)
+        ]
+        episodes = run(engine, agents)
+        # Rewards: for the answer, for the format, for the calls.
+        played = [(episode.question, episode.turns) for episode in episodes]
+        rewards = score_all(played, REWARDS, anchor_weight=GRPO.sequence_anchor)
+        # The batch: what was sampled, token by token, and its log-probs under the reference.
+        groups = [slice(n * GROUP, (n + 1) * GROUP) for n in range(PROMPTS)]
+        rollouts = Rollouts(
+            tuple(tuple(episodes[group]) for group in groups),
+            tuple(tuple(rewards[group]) for group in groups),
+        )
+        rows, owners, _ = lay_out([rollouts], features, shapes, (seed, step))
+        rows = place(rows, mesh)
+        kept = tuple(logprobs(reference, x) for x in rows)
+        batch = as_grpo_batch(rollouts, rows, owners, kept, vocabulary, shapes, mesh)
+        # Advantages of every token, one update, and the new weights into the engine.
+        advantage, _ = advantages(batch)
+        state, metrics = update(state, RLBatch(rows, batch, advantage, grpo.batch_totals(batch)))
+        engine.load(state.weights, version=step + 1)
+
+        history.append(describe(rollouts) | {name: float(x) for name, x in metrics.items()})
+        shown = ("accuracy", "format", "calls", "reward/total", "grad_norm")
+        print(f"step {step:2}", *(f"{name} {history[-1][name]:.2f}" for name in shown), sep="  ")
+        if step in (0, steps - 1):
+            show(episodes[0])
+    return history
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The one page that a reader starts with: it runs, it learns, and it stays one page."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+
+import numpy as np
+import pytest
+
+from examples import grpo_in_one_page
+
+MOST_LINES = 200
+
+
+def test_it_stays_one_page() -> None:
+    lines = pathlib.Path(grpo_in_one_page.__file__).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= MOST_LINES
+    assert max(map(len, lines)) <= 100
+
+
+def test_a_few_steps_print_finite_figures(capsys) -> None:
+    history = grpo_in_one_page.main(cold_start_steps=2, steps=2)
+    printed = capsys.readouterr().out
+    assert len(history) == 2
+    for step, figures in enumerate(history):
+        assert all(math.isfinite(value) for value in figures.values())
+        assert figures["grad_norm"] > 0
+        assert f"step {step:2}  accuracy {figures['accuracy']:.2f}" in printed
+
+
+@pytest.mark.slow
+def test_accuracy_and_calls_rise() -> None:
+    history = grpo_in_one_page.main()
+    first, last = history[:5], history[-5:]
+
+    def rise(name: str) -> float:
+        return float(np.mean([x[name] for x in last]) - np.mean([x[name] for x in first]))
+
+    assert rise("accuracy") >= 0.2
+    assert rise("calls") >= 0.5
