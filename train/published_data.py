@@ -38,8 +38,6 @@ class DataSettings:
     """Tables of rows."""
     media: str = "ParaVT/ParaVT-Source"
     """A local folder is taken as the root of the sentinel paths; archives are unpacked into FOLDER/media."""
-    questions: str = ""
-    """A file of your own questions (.jsonl or .csv) on the videos in `media`, instead of `annotations`; docs/data.md."""
     folder: str = "data/paravt"
     """Where the prepared set is, or is to be."""
     frames: int = 64
@@ -52,6 +50,8 @@ class DataSettings:
     """Processes that prepare, and that read frames; 0: one a core."""
     deadline: float = 60.0
     """Seconds that a row, or the frames of a file, may take."""
+    questions: str = ""
+    """A file of your own questions (.jsonl or .csv) on videos in `media`, not `annotations`."""
 
     def __post_init__(self):
         for name, least in (("frames", 1), ("heldout", 0), ("workers", 0)):

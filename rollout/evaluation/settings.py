@@ -48,19 +48,13 @@ class BenchmarkSettings:
     data: str = ""
     """The split's published files: a folder, one file or a hub id; where it is published, if empty."""
     videos: str = ""
-    """The folder that the split's archives were unpacked into, or that of your own videos.
-
-    If empty, `data`, or the folder of `questions`.
-    """
+    """The folder of the videos; `data`, or the folder that `questions` lies in, if empty."""
     out: str = ""
-    """Where lines and summary go; the same command goes on from what is there.
-
-    If empty, evaluations/NAME/BENCHMARK, or evaluations/NAME/ and the name of the questions' file.
-    """
+    """Where lines and summary go, and what the same command goes on from; evaluations/NAME/BENCHMARK, if empty."""
     name: str = ""
     """The row in tables; the name of the model's folder, or of the run that `model` lies in, if empty."""
     questions: str = ""
-    """A file of your own questions (.jsonl or .csv) instead of a split; docs/evaluation.md has its columns."""
+    """A file of your own questions (.jsonl or .csv, docs/evaluation.md) instead of a split."""
     limit: int | None = None
     """Only the first so many questions of the split; without it, the same command goes on with the others."""
     shard: str = "0/1"

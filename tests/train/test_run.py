@@ -328,7 +328,7 @@ def test_checkpoints_of_another_vocabulary_are_refused_with_the_difference(
 def test_a_run_that_is_asked_to_stop_says_how_to_go_on(
     small, tmp_path, monkeypatch, capsys, number, code
 ):
-    def prepare(run, folder, check):
+    def prepare(run, folder, check, questions):
         signal.raise_signal(number)
         check()
         pytest.fail("it went on")

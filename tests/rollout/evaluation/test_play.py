@@ -40,10 +40,12 @@ PLAN = (
 
 
 def evaluate(sampler, scene, questions, setting, seed=0, samples=1):
-    """The row, and the outcomes that it sums up."""
+    """The row, the episodes that it sums up, and the questions that are left out."""
     done = play_and_score(sampler, scene, questions, setting, Scoring(), seed, samples)
     outcomes = [outcome for _, outcome in done]
-    return row(setting, [one for one in outcomes if isinstance(one, Played)]), outcomes
+    played = [one for one in outcomes if isinstance(one, Played)]
+    left_out = [one for one in outcomes if isinstance(one, LeftOut)]
+    return row(setting, played), played, left_out
 
 
 @pytest.fixture
@@ -108,15 +110,15 @@ def test_a_row_is_the_mean_of_its_episodes(small_questions):
 
 def test_the_row_of_played_questions(oracle, small_scene, small_questions):
     wrong = {small_questions[0].id}
-    found, outcomes = evaluate(oracle(wrong), small_scene, small_questions, Setting(4, 0.7))
+    found, played, _ = evaluate(oracle(wrong), small_scene, small_questions, Setting(4, 0.7))
     count = len(small_questions)
     assert (found["n"], found["k"], found["dispatch"], found["temperature"]) == (
         count, 4, "parallel", 0.7,
     )  # fmt: skip
     assert found["accuracy"] == pytest.approx((count - 1) / count)
     assert (found["format"], found["calls"], found["turns"]) == (1.0, 1.0, 2.0)
-    assert [one.episode.question for one in outcomes] == small_questions
-    assert [one.rewards.accuracy for one in outcomes] == [
+    assert [one.episode.question for one in played] == small_questions
+    assert [one.rewards.accuracy for one in played] == [
         float(q.id not in wrong) for q in small_questions
     ]
     json.dumps(found)
@@ -133,7 +135,7 @@ def test_the_row_of_played_questions(oracle, small_scene, small_questions):
 def test_every_dispatch_is_played_by_its_own_rules(
     oracle, small_scene, small_questions, dispatch, calls, turns
 ):
-    found, _ = evaluate(oracle(), small_scene, small_questions[:2], Setting(4, 0.7, dispatch))
+    found, _, _ = evaluate(oracle(), small_scene, small_questions[:2], Setting(4, 0.7, dispatch))
     shown = (found["dispatch"], found["accuracy"], found["calls"], found["turns"])
     assert shown == (dispatch, 1.0, calls, turns)
 
@@ -143,7 +145,7 @@ def test_samples_of_a_question_have_seeds_of_their_own_that_repeat(
 ):
     def seeds(questions, seed=3) -> list[int]:
         sampler = oracle()
-        found, _ = evaluate(sampler, small_scene, questions, Setting(4, 0.7), seed, samples=2)
+        found, _, _ = evaluate(sampler, small_scene, questions, Setting(4, 0.7), seed, samples=2)
         assert found["n"] == 2 * len(questions)
         return [
             seed
@@ -165,10 +167,9 @@ def test_unreadable_videos_are_left_out_and_all_of_them_is_an_error(
 ):
     missing = dataclasses.replace(small_questions[1], video="nowhere.mp4")
     asked = [small_questions[0], missing, small_questions[2]]
-    found, outcomes = evaluate(oracle(), small_scene, asked, Setting(4, 0.7))
+    found, _, (left,) = evaluate(oracle(), small_scene, asked, Setting(4, 0.7))
     assert found["n"] == 2 and found["accuracy"] == 1.0
-    left = outcomes[1]
-    assert isinstance(left, LeftOut) and (left.question, left.cause) == (missing, "unreadable")
+    assert (left.question, left.cause) == (missing, "unreadable")
     with pytest.raises(
         ValueError, match="evaluation.questions: not one question has a readable video"
     ):
@@ -183,8 +184,10 @@ def test_outcomes_as_they_are_done_are_those_in_order(oracle, small_scene, small
     few = dict(play_and_score(sampler, *arguments, side_by_side=2))
     assert max(len(wave) for wave in sampler.waves) == 2 < len(in_order)
     for number, one in in_order:
-        assert (few[number].rewards, few[number].read) == (one.rewards, one.read)
-        assert few[number].episode.trajectory.ids.tolist() == one.episode.trajectory.ids.tolist()
+        other = few[number]
+        assert isinstance(one, Played) and isinstance(other, Played)
+        assert (other.rewards, other.read) == (one.rewards, one.read)
+        assert other.episode.trajectory.ids.tolist() == one.episode.trajectory.ids.tolist()
 
 
 def test_seeds_tell_their_parts_apart():
