@@ -16,7 +16,8 @@ def check_address(field: str, address: str, key_place: str) -> None:
     if any(mark in address for mark in "@?#"):
         raise ValueError(
             f"{field}: the address, not shown here, has a user, a query or a fragment, which may "
-            f"be secret, and settings are written down; leave them out and put the key in {key_place}"
+            "be secret, and settings are written down; leave them out and put the key in "
+            f"{key_place}"
         )
     try:
         url = httpx2.URL(address)

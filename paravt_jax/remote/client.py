@@ -97,7 +97,7 @@ class Client:
         self._places = asyncio.Semaphore(settings.concurrency)
         connections = settings.concurrency
         limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=connections)
-        # No timeout here: httpx times each read, `_request` the request as a whole.
+        # No timeout here: httpx times each read, `_attempt` the request as a whole.
         self._http = httpx2.AsyncClient(limits=limits, timeout=None)
         self.key()
 
@@ -151,55 +151,33 @@ class Client:
         deadline: float | None,
         failures: list[Failure],
     ) -> Answer | Failure:
+        settings = self._settings
+        pause, left = settings.wait, settings.attempts
         async with self._places:
             try:
                 async with asyncio.timeout(deadline):
-                    return await self._attempts(content, key, read, failures)
+                    while True:
+                        found = await self._attempt(content, key, read)
+                        if not isinstance(found, Failure):
+                            return found
+                        failures.append(found)
+                        left -= 1
+                        if not found.again or not left:
+                            return found
+                        await asyncio.sleep(min(max(pause, found.wait), settings.wait_limit))
+                        pause *= 2
             except TimeoutError:
                 return Failure("deadline", f"no answer within {deadline} s", again=False)
-
-    async def _attempts(
-        self,
-        content: bytes,
-        key: str | None,
-        read: Callable[[Choice], Answer],
-        failures: list[Failure],
-    ) -> Answer | Failure:
-        settings = self._settings
-        pause, left = settings.wait, settings.attempts
-        while True:
-            found = await self._attempt(content, key, read)
-            if not isinstance(found, Failure):
-                return found
-            failures.append(found)
-            left -= 1
-            if not found.again or not left:
-                return found
-            await asyncio.sleep(min(max(pause, found.wait), settings.wait_limit))
-            pause *= 2
 
     async def _attempt(
         self, content: bytes, key: str | None, read: Callable[[Choice], Answer]
     ) -> Answer | Failure:
-        reply = await self._request(content, key)
-        if isinstance(reply, Failure):
-            return reply
-        try:
-            choice = _choice(reply)
-            if choice is None:
-                raise UnusableReply("the reply is not a complete chat completion")
-            return read(choice)
-        except UnusableReply as error:
-            return Failure("nonsense", str(error), _said(reply, key))
-
-    async def _request(self, content: bytes, key: str | None) -> bytes | Failure:
-        """The body of a successful reply. Redirects are not followed: the key goes to the address alone."""
-        headers = {"Content-Type": "application/json"}
+        """One request. Redirects are not followed: the key goes to the address alone."""
         # Compressed, a small body could become a huge one.
-        headers["Accept-Encoding"] = "identity"
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        timeout, body = self._settings.timeout, bytearray()
+        timeout, body = self._settings.timeout, b""
         try:
             async with (
                 asyncio.timeout(timeout),
@@ -208,7 +186,7 @@ class Client:
                 async for piece in response.aiter_raw():
                     body += piece
                     if len(body) > _BODY_LIMIT:
-                        break
+                        return Failure("nonsense", f"the reply is longer than {_BODY_LIMIT} bytes")
         except TimeoutError:
             return Failure("timed_out", f"no reply within timeout = {timeout} s")
         except httpx2.HTTPError as error:  # its text may quote what was sent
@@ -216,12 +194,17 @@ class Client:
         if not response.is_success:
             status = response.status_code
             again = status in (408, 429) or status >= 500
-            wait = retry_after(response.headers.get("Retry-After"), response.headers.get("Date"))
-            said = _said(bytes(body), key)
-            return Failure("http_errors", f"status {status}", said, status, again, wait)
-        if len(body) > _BODY_LIMIT:
-            return Failure("nonsense", f"the reply is longer than {_BODY_LIMIT >> 20} MiB")
-        return bytes(body)
+            pause = retry_after(response.headers.get("Retry-After"), response.headers.get("Date"))
+            said = _said(body, key)
+            return Failure("http_errors", f"status {status}", said, status, again, pause)
+        choice = _choice(body)
+        if choice is None:
+            what = "the reply is not a complete chat completion"
+            return Failure("nonsense", what, _said(body, key))
+        try:
+            return read(choice)
+        except UnusableReply as error:
+            return Failure("nonsense", str(error), _said(body, key))
 
 
 @functools.cache
