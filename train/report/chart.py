@@ -59,10 +59,11 @@ def line_chart(
     for run in _runs(points):
         if len(run) == 1:
             chart.dots += [(x(step), y(value)) for step, value in run]
-            continue
-        if span > 1:
+        elif span == 1:  # too few to be smoothed
+            chart.curves.append(("smooth", _corners(run, x, y)))
+        else:
             chart.curves.append(("raw", _corners(run, x, y)))
-        chart.curves.append(("smooth", _corners(smooth(run, span), x, y)))
+            chart.curves.append(("smooth", _corners(smooth(run, span), x, y)))
     for i, (step, value) in enumerate(columns):
         chart.hovers.append((LEFT + i * chart.column, f"step {step:.0f}: {number(value)}"))
     return chart
