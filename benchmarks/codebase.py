@@ -179,7 +179,7 @@ def measure(root: pathlib.Path) -> dict[str, float]:
         longest = max(module.lines for module in modules.values())
     return {
         "the walk: code lines": sum(module.lines for module in reached.values()),
-        "the walk: files": len(reached),
+        "the walk: files with code": sum(module.lines > 0 for module in reached.values()),
         "sources: code lines": sum(module.lines for module in modules.values()),
         "sources: files": len(modules),
         "sources: code lines of the longest file": longest,

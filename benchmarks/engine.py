@@ -34,6 +34,7 @@ from models.qwen3_vl import hf
 from models.qwen3_vl.model import Qwen3VL, abstract_model
 from models.qwen3_vl.rope import mrope_positions, next_position
 from paravt_jax.data import video
+from paravt_jax.data.frames import VideoInfo, overview_indices
 from paravt_jax.data.local_path import require_local
 from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine
@@ -162,7 +163,7 @@ class Part(NamedTuple):
 
 def opening(work: Work, number: int) -> Part:
     """The prompt of a group: frames of the whole video, and a question."""
-    return _part(work, video.overview_indices(work.video, work.frames), (0, number), work.question)
+    return _part(work, overview_indices(work.video, work.frames), (0, number), work.question)
 
 
 def crop(work: Work, number: int, sample: int, call: int) -> Part:
@@ -215,7 +216,7 @@ class MemoryFrames(FrameFeatures):
 
     def __init__(self, work: Work, model: Qwen3VL):
         super().__init__(
-            model.vision, model.config, FrameSettings(batch=2), Path()
+            model.vision, model.config, FrameSettings(batch=2), Path(), source=video
         )  # a larger batch is no faster on CPU
         self._work, self._pixels = (
             work,
@@ -223,11 +224,9 @@ class MemoryFrames(FrameFeatures):
         )
         self._tower, self._encode, self.seconds = self._encode, self._timed, 0.0
 
-    def info(self, name: str) -> video.VideoInfo:
+    def info(self, name: str) -> VideoInfo:
         count, side = self._work.video, self._work.side
-        return video.VideoInfo(
-            name, count, float(count), np.arange(count, dtype=np.float64), side, side
-        )
+        return VideoInfo(name, count, float(count), np.arange(count, dtype=np.float64), side, side)
 
     def drop(self) -> None:
         """Forgets every frame's vectors."""

@@ -14,7 +14,8 @@ import time
 import numpy as np
 
 from paravt_jax.data import video
-from paravt_jax.data.frames import FrameReader, ReaderSettings
+from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
+from paravt_jax.data.frames import VideoError, overview_indices
 from paravt_jax.data.loader import Ahead, stream
 
 
@@ -34,7 +35,7 @@ def measure(
         try:
             counts[path] = video.probe(path).frames
             video.read(path, [0, counts[path] - 1])
-        except video.VideoError:
+        except VideoError:
             continue
         files.append(path)
     if not files:
@@ -44,9 +45,7 @@ def measure(
 
     def wanted(batch):
         return [
-            (files[n], video.overview_indices(counts[files[n]], frames))
-            for row in batch
-            for n in row
+            (files[n], overview_indices(counts[files[n]], frames)) for row in batch for n in row
         ]
 
     with FrameReader(

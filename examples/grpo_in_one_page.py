@@ -26,8 +26,8 @@ from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.config import Qwen3VLConfig, tiny
 from models.qwen3_vl.model import Qwen3VL
 from models.sharding import make_mesh, param_shardings
+from paravt_jax.data.frames import VideoInfo
 from paravt_jax.data.loader import stream
-from paravt_jax.data.video import VideoInfo
 from paravt_jax.method import grpo
 from paravt_jax.method.conversations import render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings

@@ -14,17 +14,23 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Float
 
 from models.patches import patchify
 from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from models.qwen3_vl.vision import VisionTower, frame_layout
-from paravt_jax.data import video
+from paravt_jax.data.frames import (
+    FrameSource,
+    VideoError,
+    VideoInfo,
+    overview_indices,
+    resize,
+    window_indices,
+)
 from paravt_jax.data.sizes import smart_resize
 from paravt_jax.method.records import Frame
 
@@ -58,16 +64,6 @@ class FrameSettings:
             )
 
 
-class FrameSource(Protocol):
-    """Lists and reads videos: `paravt_jax.data.video` itself, or a `FrameReader`."""
-
-    def probe(self, path: str | os.PathLike) -> video.VideoInfo: ...
-
-    def read(
-        self, path: str | os.PathLike, indices: Sequence[int] | Int64[np.ndarray, " m"]
-    ) -> UInt8[np.ndarray, "m h w 3"]: ...
-
-
 def frame_tokens(settings: FrameSettings, vision: VisionConfig) -> int:
     """Visual tokens of one frame, at most. A frame that would need more (it is very wide) is not shown."""
     factor = vision.patch_size * vision.spatial_merge_size
@@ -86,8 +82,8 @@ class FrameFeatures:
         config: Qwen3VLConfig,
         settings: FrameSettings,
         root: Path,
+        source: FrameSource,
         version: int = 0,
-        source: FrameSource = video,
     ):
         self.config, self.settings, self.root, self.version, self.source = (
             config,
@@ -107,13 +103,13 @@ class FrameFeatures:
         )  # frames in the store, by video
         self._bytes = 0
         self._contents: dict[str, tuple[int, int]] = {}
-        self._infos: collections.OrderedDict[
-            str, tuple[tuple[int, int] | None, video.VideoInfo]
-        ] = collections.OrderedDict()
+        self._infos: collections.OrderedDict[str, tuple[tuple[int, int] | None, VideoInfo]] = (
+            collections.OrderedDict()
+        )
         self.unreadable: dict[str, str] = {}  # videos that opened and could not be decoded, and why
         self.encoded_frames = 0
 
-    def info(self, name: str) -> video.VideoInfo:
+    def info(self, name: str) -> VideoInfo:
         """Length and timestamps of a video, by its path relative to the root."""
         content = self._content(name)
         known = self._infos.get(name)
@@ -142,13 +138,13 @@ class FrameFeatures:
 
     def overview(self, name: str, count: int) -> tuple[Frame, ...]:
         """`count` frames spread over the whole video."""
-        return self._frames(name, video.overview_indices(self.info(name).frames, count))
+        return self._frames(name, overview_indices(self.info(name).frames, count))
 
     def window(
         self, name: str, start: float, end: float, fps: float, limit: int
     ) -> tuple[Frame, ...]:
         """At most `limit` frames at `fps` of the window [start, end], in seconds."""
-        return self._frames(name, video.window_indices(self.info(name), start, end, fps, limit))
+        return self._frames(name, window_indices(self.info(name), start, end, fps, limit))
 
     def grid(self, name: str) -> tuple[int, int]:
         """The (height, width) of a video's frames in patches, after resizing.
@@ -161,10 +157,10 @@ class FrameFeatures:
             limits = self.settings.min_pixels, self.settings.max_pixels
             height, width = smart_resize(info.height, info.width, *limits, factor)
         except ValueError as error:  # its frames are too long and thin to be shown
-            raise video.VideoError(self.root / name, str(error)) from error
+            raise VideoError(self.root / name, str(error)) from error
         most = frame_tokens(self.settings, self.config.vision)
         if height * width > most * factor**2:
-            raise video.VideoError(
+            raise VideoError(
                 self.root / name,
                 f"its frames of {info.width} x {info.height} pixels are too long and thin: {height * width // factor**2} "
                 f"visual tokens, and frames.max_pixels = {self.settings.max_pixels} allows {most}",
@@ -199,7 +195,7 @@ class FrameFeatures:
         for name, wanted in missing.items():
             try:
                 fresh |= self._encode_video(name, list(wanted))
-            except video.VideoError as error:
+            except VideoError as error:
                 self.unreadable[name] = error.reason
                 raise
         for key in keys:
@@ -213,18 +209,16 @@ class FrameFeatures:
         """Read and encode frames of one video. Batches never mix videos: a frame's vectors do not depend on what else was asked for."""
         grid, count = self.grid(name), self.info(name).frames
         if not 0 <= min(wanted) <= max(wanted) < count:
-            raise video.VideoError(
+            raise VideoError(
                 self.root / name,
                 f"it has {count} frames, {min(wanted)} to {max(wanted)} were asked for",
             )
         indices = list(range(count)) if count <= self.settings.whole_frames else wanted
         size = (grid[0] * self.config.vision.patch_size, grid[1] * self.config.vision.patch_size)
         try:
-            pixels = [
-                video.resize(frame, size) for frame in self.source.read(self.root / name, indices)
-            ]
+            pixels = [resize(frame, size) for frame in self.source.read(self.root / name, indices)]
         except IndexError as error:
-            raise video.VideoError(
+            raise VideoError(
                 self.root / name, f"it had {count} frames and has changed since"
             ) from error
         self.encoded_frames += len(indices)

@@ -26,8 +26,9 @@ from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from models.qwen3_vl.model import Inputs
 from models.qwen3_vl.rope import mrope_positions, visual_index
 from models.weights.folder import local_folder
+from paravt_jax.data.frames import resize
 from paravt_jax.data.sizes import image_size, video_size
-from paravt_jax.data.video import on_white, resize
+from paravt_jax.data.video import on_white
 
 _TOKENS = {
     "image": "<|image_pad|>",

@@ -25,8 +25,10 @@ from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.hf import load
 from models.qwen3_vl.model import Qwen3VL
 from models.weights.folder import local_folder
+from paravt_jax.data import video
+from paravt_jax.data.frames import VideoError
 from paravt_jax.data.local_path import require_local
-from paravt_jax.data.video import VideoError, probe
+from paravt_jax.data.video import probe
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import (
@@ -67,7 +69,9 @@ class Assistant:
         frames: FrameSettings | None = None,
     ):
         self._model = model
-        features = FrameFeatures(model.vision, model.config, frames or FrameSettings(), Path())
+        features = FrameFeatures(
+            model.vision, model.config, frames or FrameSettings(), Path(), source=video
+        )
         self._scene = Scene(Protocol(vocabulary, protocol or ProtocolSettings()), features)
         self._engines: collections.OrderedDict[EngineSizes, Engine] = collections.OrderedDict()
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from paravt_jax.data.video import VideoError
+from paravt_jax.data.frames import VideoError
 from rollout.agent.endpoint import EndpointError
 from rollout.evaluation.benchmarks import BENCHMARKS
 from rollout.evaluation.compare import compare, comparison_text, table

@@ -11,7 +11,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from paravt_jax.data.frames import FrameReader
+from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.loader import Ahead, stream
 from paravt_jax.data.packing import Packing, pack
 from paravt_jax.method.conversations import Conversation

@@ -18,6 +18,7 @@ from typing import Any
 from configs import RECIPES
 from paravt_jax.data import datasets, video
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.frames import VideoError
 from paravt_jax.data.preparation import LEFT_OUT, PLAN, open_prepared
 from paravt_jax.data.published import Reason
 from paravt_jax.data.question_files import read_questions, require_unique_ids
@@ -136,7 +137,7 @@ def _own_questions(
             check()
             try:
                 longest = max(longest, video.probe(root / path).duration)
-            except video.VideoError as error:
+            except VideoError as error:
                 unreadable[path] = error.reason
             progress.update(done, len(paths))
     readable = tuple(question for question in questions if question.video not in unreadable)

@@ -19,7 +19,7 @@ from models.qwen3_vl.config import VisionConfig
 from models.weights.folder import local_folder
 from paravt_jax.data import preparation, sources
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.frames import FrameReader, ReaderSettings
+from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.local_path import require_local
 from paravt_jax.data.row_reading import Reading
 from paravt_jax.method.protocol import ProtocolSettings

@@ -22,6 +22,7 @@ import tensorflow_datasets as tfds
 
 from paravt_jax.data import video
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.frames import VideoError
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.records import Caption, Question, QuestionKind
 from paravt_jax.method.subtitles import Subtitle
@@ -153,7 +154,7 @@ def check_videos(
     for n, path in enumerate(paths):
         try:
             video.probe(pathlib.Path(root) / path)
-        except video.VideoError as error:
+        except VideoError as error:
             bad[path] = error.reason
         if progress is not None:
             progress(n + 1, len(paths))

@@ -1,187 +1,96 @@
-"""Frames read ahead of need: other processes open, decode and shrink them while the accelerator computes.
-
-Owns what is on its way and what has come. Refuses to wait for ever: a file that takes longer than its deadline, or that takes its process
-with it, is a `VideoError` like any other bad file. Invariant: pixels are those of `video.read` and `resize`, whether they were asked for
-ahead or not.
-"""
+"""Frames of a video: which of them to look at, at which size, and what reads them."""
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
 import os
-import threading
-from collections.abc import Sequence
-from concurrent.futures import Future
+import pathlib
+from typing import Protocol
 
 import numpy as np
-from jaxtyping import Int64, UInt8
-
-from paravt_jax.data import video
-from paravt_jax.data.sizes import smart_resize
-from paravt_jax.data.workers import WorkerError, Workers
+from jaxtyping import Float64, Int64, UInt8
+from PIL import Image
 
 
-@dataclasses.dataclass(frozen=True)
-class ReaderSettings:
-    """Processes that read, the seconds a file may take, the files that are kept ready (64 frames of 224 x 224 are 9.2 MiB), and a frame's
-    limits in pixels and merged patch.
-    """
+class VideoError(Exception):
+    """A video that cannot be read: missing, empty, truncated, without a video stream, or not decodable."""
 
-    workers: int = 8
-    deadline: float = 60.0
-    ready: int = 256
-    min_pixels: int = 784
-    max_pixels: int = 50_176
-    factor: int = 32
+    def __init__(self, path: str | os.PathLike, reason: str):
+        super().__init__(f"{path}: {reason}")
+        self.path, self.reason = str(path), reason
 
-    def __post_init__(self):
-        for name in ("workers", "ready"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"reader.{name}: {getattr(self, name)}; give a whole number of at least 1"
-                )
-        if not self.deadline > 0:
-            raise ValueError(f"reader.deadline: {self.deadline}; give seconds, more than 0")
+    def __reduce__(self):
+        return VideoError, (self.path, self.reason)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Task:
-    """A file, and its frames by number, or how many of its overview."""
+class VideoInfo:
+    """What is in a file: `times` are timestamps in seconds from the first frame, `duration` ends with the last. Sizes in pixels."""
 
     path: str
-    wanted: tuple[int, ...] | int
-    settings: ReaderSettings
+    frames: int
+    duration: float
+    times: Float64[np.ndarray, " frames"]
+    width: int
+    height: int
 
 
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    info: video.VideoInfo
-    indices: tuple[int, ...]
-    frames: np.ndarray
+def resize(frame: UInt8[np.ndarray, "h w 3"], size: tuple[int, int]) -> UInt8[np.ndarray, "y x 3"]:
+    """The frame at (height, width) pixels, bicubic; the frame itself where it already has that size."""
+    if frame.shape[:2] == tuple(size):
+        return frame
+    return np.asarray(Image.fromarray(frame).resize((size[1], size[0]), Image.Resampling.BICUBIC))
 
 
-class FrameReader:
-    """Reads frames in other processes, at the size they are shown at. `ahead` asks for them; `read` and `probe` wait for what was asked.
+def overview_indices(frames: int, k: int) -> Int64[np.ndarray, " m"]:
+    """`k` uniform frame numbers from first to last, as qwen_vl_utils rounds them (float32 linspace, half to even); all once if fewer."""
+    if k < 1 or frames < 1:
+        raise ValueError(f"overview: {k} of {frames} frames; both need at least 1")
+    if frames <= k:
+        return np.arange(frames)
+    if k == 1:
+        return np.zeros(1, np.int64)
+    end, i = np.float64(frames - 1), np.arange(k, dtype=np.float64)
+    step = np.float64(np.float32(end) / np.float32(k - 1))
+    # Products of float32 numbers are exact in float64, so rounding to float32 at the end is the fused multiply-add of torch.linspace.
+    points = np.where(i < k // 2, step * i, end - step * (k - 1 - i))
+    return np.round(points.astype(np.float32)).astype(np.int64)
 
-    Use it in a `with` block, or `close` it.
+
+def window_indices(
+    info: VideoInfo, start: float, end: float, fps: float = 1.0, limit: int = 16
+) -> Int64[np.ndarray, " m"]:
+    """Frames of the window from `start` up to but not including `end` (seconds), one every 1/fps, or `limit` uniform ones if that is fewer.
+
+    Each wanted time takes the nearest frame of the window, none twice. A window between two frames gets the one on show when it starts.
     """
-
-    def __init__(self, settings: ReaderSettings):
-        self.settings = settings
-        self._workers: Workers[_Task, _Found] = Workers(_read, settings.workers, settings.deadline)
-        self._asked: collections.OrderedDict[str, list[Future[_Found]]] = collections.OrderedDict()
-        self._lock = threading.Lock()
-        self.frames = 0  # that were read
-        self.late = 0  # reads that nobody had asked for ahead
-
-    def ahead(
-        self, path: str | os.PathLike, wanted: Sequence[int] | Int64[np.ndarray, " m"] | int
-    ) -> None:
-        """Begins to read frames of a file by number, or that many of its overview; at once, and without a word on whether it can."""
-        wanted = wanted if isinstance(wanted, int) else tuple(int(n) for n in wanted)
-        with self._lock:
-            self._ask(str(path), wanted)
-
-    def probe(self, path: str | os.PathLike) -> video.VideoInfo:
-        """As `video.probe`. Raises VideoError."""
-        with self._lock:
-            futures = list(self._asked.get(str(path), ()))
-        for future in futures:
-            with contextlib.suppress(
-                IndexError
-            ):  # who asks for frames that are not there is told so by `read`
-                return _result(str(path), future).info
-        return _result(str(path), self._late(str(path), ())).info
-
-    def read(
-        self, path: str | os.PathLike, indices: Sequence[int] | Int64[np.ndarray, " m"]
-    ) -> UInt8[np.ndarray, "m h w 3"]:
-        """As `video.read`, but at the size that frames are shown at. What was asked for ahead is given once, then forgotten."""
-        wanted = [int(n) for n in indices]
-        with self._lock:
-            futures = self._asked.pop(str(path), [])
-        for future in list(futures):
-            try:
-                found = _result(str(path), future)
-            except (
-                IndexError
-            ):  # somebody's frames are not there; a late reading says whether these are
-                futures.remove(future)
-                continue
-            if set(wanted) <= set(found.indices):
-                futures.remove(future)
-                with self._lock:
-                    if futures:  # what others want of the same file
-                        self._asked[str(path)] = futures + self._asked.get(str(path), [])
-                return self._take(found, wanted)
-        return self._take(_result(str(path), self._late(str(path), tuple(wanted))), wanted)
-
-    def forget(self) -> None:
-        """Drops all that was asked for: what was to come next has changed."""
-        with self._lock:
-            for futures in self._asked.values():
-                for future in futures:
-                    future.cancel()
-            self._asked.clear()
-
-    def close(self) -> None:
-        self.forget()
-        self._workers.close()
-
-    def __enter__(self) -> FrameReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _ask(self, path: str, wanted: tuple[int, ...] | int) -> Future[_Found]:
-        future = self._workers.submit(_Task(path, wanted, self.settings))
-        self._asked.setdefault(path, []).append(future)
-        while (
-            sum(map(len, self._asked.values())) > self.settings.ready
-        ):  # nobody came for the oldest
-            self._asked.popitem(last=False)
-        return future
-
-    def _late(self, path: str, wanted: tuple[int, ...]) -> Future[_Found]:
-        self.late += 1
-        return self._workers.submit(_Task(path, wanted, self.settings))
-
-    def _take(self, found: _Found, wanted: Sequence[int]) -> np.ndarray:
-        self.frames += len(wanted)
-        if list(found.indices) == list(wanted):
-            return found.frames
-        return found.frames[[found.indices.index(n) for n in wanted]]
-
-
-def _result(path: str, future: Future[_Found]) -> _Found:
-    try:
-        return future.result()
-    except WorkerError as error:
-        raise video.VideoError(path, str(error)) from error
-
-
-def _read(task: _Task) -> _Found:
-    """A worker's whole job. No frames are read where none are wanted."""
-    info = video.probe(task.path)
-    wanted = task.wanted
-    indices = (
-        tuple(video.overview_indices(info.frames, wanted).tolist())
-        if isinstance(wanted, int)
-        else wanted
+    if not start < end or fps <= 0 or limit < 1:
+        raise ValueError(
+            f"window: [{start}, {end}], {fps} fps, at most {limit} frames; give start < end, fps > 0 and limit >= 1"
+        )
+    tolerance = 1e-6  # seconds, for timestamps such as 0.333333 of a third
+    inside = np.flatnonzero((info.times >= start - tolerance) & (info.times < end - tolerance))
+    if not inside.size:
+        return np.array(
+            [max(int(np.searchsorted(info.times, start + tolerance, side="right")) - 1, 0)]
+        )
+    start = max(start, 0.0)
+    span = min(end, info.duration) - start
+    count = min(limit, max(1, int(np.ceil(span * fps - tolerance))))
+    wanted = start + np.arange(count) * (
+        1 / fps if span * fps <= limit + tolerance else span / limit
     )
-    if not indices:
-        return _Found(info, (), np.zeros((0, 0, 0, 3), np.uint8))
-    settings = task.settings
-    try:
-        limits = settings.min_pixels, settings.max_pixels
-        size = smart_resize(info.height, info.width, *limits, settings.factor)
-    except ValueError as error:  # its frames are too long and thin to be shown
-        raise video.VideoError(task.path, str(error)) from error
-    return _Found(
-        info,
-        indices,
-        np.stack([video.resize(frame, size) for frame in video.read(task.path, indices)]),
+    times = info.times[inside]
+    after = np.searchsorted(times, wanted).clip(max=len(times) - 1)
+    before = np.maximum(after - 1, 0)
+    return np.unique(
+        inside[np.where(wanted - times[before] <= np.abs(times[after] - wanted), before, after)]
     )
+
+
+class FrameSource(Protocol):
+    """Lists and reads videos: `paravt_jax.data.video` itself, or a `FrameReader`."""
+
+    def probe(self, path: pathlib.Path) -> VideoInfo: ...
+
+    def read(self, path: pathlib.Path, indices: list[int]) -> UInt8[np.ndarray, "m h w 3"]: ...

@@ -14,6 +14,7 @@ import pathlib
 import numpy as np
 
 from paravt_jax.data import video
+from paravt_jax.data.frames import VideoError, VideoInfo, overview_indices, window_indices
 from paravt_jax.data.published import (
     Reason,
     Refused,
@@ -103,7 +104,7 @@ def read_row(
         return _question(row, id, source, looker) if rl else _conversation(row, id, source, looker)
     except Refused as refused:
         return LeftOut(id, source, refused.reason, refused.detail)
-    except video.VideoError as error:
+    except VideoError as error:
         missing = error.reason == "no such file"
         return LeftOut(id, source, Reason.MISSING if missing else Reason.UNREADABLE, str(error))
 
@@ -169,26 +170,24 @@ class Looker:
             raise Refused(Reason.UNREADABLE, f"{path}: {error}") from error
         return clip
 
-    def _overview(self, info: video.VideoInfo) -> np.ndarray:
+    def _overview(self, info: VideoInfo) -> np.ndarray:
         wanted = max(1, math.ceil(info.duration * self.reading.fps - 1e-6))
-        return video.overview_indices(info.frames, min(self.reading.frames, wanted))
+        return overview_indices(info.frames, min(self.reading.frames, wanted))
 
-    def _window(self, info: video.VideoInfo, call: CropCall) -> np.ndarray:
+    def _window(self, info: VideoInfo, call: CropCall) -> np.ndarray:
         found = resolve_window(call, info.duration)
         if isinstance(found, FailedCall):
             raise Refused(
                 Reason.PROTOCOL, f"a call of {call.start:g} to {call.end:g} s: {found.reason}"
             )
         window, limits = found.window, self.reading.limits
-        return video.window_indices(
-            info, window.start, window.end, limits.crop_fps, limits.crop_frames
-        )
+        return window_indices(info, window.start, window.end, limits.crop_fps, limits.crop_frames)
 
 
 @functools.lru_cache(
     maxsize=8
 )  # one row may name a file several times, and neighbouring rows the same one
-def _probe(file: str) -> video.VideoInfo:
+def _probe(file: str) -> VideoInfo:
     return video.probe(file)
 
 

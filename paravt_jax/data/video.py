@@ -1,10 +1,10 @@
-"""Frames out of video files: what a file holds, which frames to look at, and their pixels.
+"""Video files: the frames that a file holds, and their pixels.
 
-Owns the choice of decoder. decord reads what it reads exactly (8-bit H.264 and VP9 with closed GOPs in mp4, mkv and webm); PyAV
-reads everything else, whatever decord cannot open, and all files where decord is not installed. Refuses to cache and to keep
-readers: each call opens its file and closes it, since a decord reader that crosses threads or a fork hangs.
-A picture is a video of one frame. Invariant: frame i is the i-th in order of presentation, whichever decoder reads it, and its time
-counts from the first frame's.
+decord reads what it reads exactly (8-bit H.264 and VP9 with closed GOPs in mp4, mkv and webm). PyAV
+reads everything else, whatever decord cannot open, and all files where decord is not installed. Each
+call opens its file and closes it, since a decord reader that crosses threads or a fork hangs. A
+picture is a video of one frame. Frame i is the i-th in order of presentation, whichever decoder reads
+it, and its time counts from the first frame's.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import av
 import av.error
 import numpy as np
 from av.container import InputContainer
-from jaxtyping import Float64, Int64, UInt8
+from jaxtyping import Int64, UInt8
 from PIL import Image, ImageOps
+
+from paravt_jax.data.frames import VideoError, VideoInfo
 
 try:
     import decord
@@ -41,29 +43,6 @@ _Result = TypeVar("_Result")
 
 if decord is not None:
     decord.logging.set_level(decord.logging.QUIET)  # bad files are reported as VideoError
-
-
-class VideoError(Exception):
-    """A video that cannot be read: missing, empty, truncated, without a video stream, or not decodable."""
-
-    def __init__(self, path: str | os.PathLike, reason: str):
-        super().__init__(f"{path}: {reason}")
-        self.path, self.reason = str(path), reason
-
-    def __reduce__(self):
-        return VideoError, (self.path, self.reason)
-
-
-@dataclasses.dataclass(frozen=True)
-class VideoInfo:
-    """What is in a file: `times` are timestamps in seconds from the first frame, `duration` ends with the last. Sizes in pixels."""
-
-    path: str
-    frames: int
-    duration: float
-    times: Float64[np.ndarray, " frames"]
-    width: int
-    height: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,65 +93,12 @@ def is_picture(path: str | os.PathLike) -> bool:
     return pathlib.PurePath(path).suffix.lower() in _PICTURES
 
 
-def resize(frame: UInt8[np.ndarray, "h w 3"], size: tuple[int, int]) -> UInt8[np.ndarray, "y x 3"]:
-    """The frame at (height, width) pixels, bicubic; the frame itself where it already has that size."""
-    if frame.shape[:2] == tuple(size):
-        return frame
-    return np.asarray(Image.fromarray(frame).resize((size[1], size[0]), Image.Resampling.BICUBIC))
-
-
 def on_white(image: Image.Image) -> UInt8[np.ndarray, "h w 3"]:
     """The pixels (RGB) of a picture; what is transparent stands on white."""
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return np.asarray(image.convert("RGB"))
-
-
-def overview_indices(frames: int, k: int) -> Int64[np.ndarray, " m"]:
-    """`k` uniform frame numbers from first to last, as qwen_vl_utils rounds them (float32 linspace, half to even); all once if fewer."""
-    if k < 1 or frames < 1:
-        raise ValueError(f"overview: {k} of {frames} frames; both need at least 1")
-    if frames <= k:
-        return np.arange(frames)
-    if k == 1:
-        return np.zeros(1, np.int64)
-    end, i = np.float64(frames - 1), np.arange(k, dtype=np.float64)
-    step = np.float64(np.float32(end) / np.float32(k - 1))
-    # Products of float32 numbers are exact in float64, so rounding to float32 at the end is the fused multiply-add of torch.linspace.
-    points = np.where(i < k // 2, step * i, end - step * (k - 1 - i))
-    return np.round(points.astype(np.float32)).astype(np.int64)
-
-
-def window_indices(
-    info: VideoInfo, start: float, end: float, fps: float = 1.0, limit: int = 16
-) -> Int64[np.ndarray, " m"]:
-    """Frames of the window from `start` up to but not including `end` (seconds), one every 1/fps, or `limit` uniform ones if that is fewer.
-
-    Each wanted time takes the nearest frame of the window, none twice. A window between two frames gets the one on show when it starts.
-    """
-    if not start < end or fps <= 0 or limit < 1:
-        raise ValueError(
-            f"window: [{start}, {end}], {fps} fps, at most {limit} frames; give start < end, fps > 0 and limit >= 1"
-        )
-    tolerance = 1e-6  # seconds, for timestamps such as 0.333333 of a third
-    inside = np.flatnonzero((info.times >= start - tolerance) & (info.times < end - tolerance))
-    if not inside.size:
-        return np.array(
-            [max(int(np.searchsorted(info.times, start + tolerance, side="right")) - 1, 0)]
-        )
-    start = max(start, 0.0)
-    span = min(end, info.duration) - start
-    count = min(limit, max(1, int(np.ceil(span * fps - tolerance))))
-    wanted = start + np.arange(count) * (
-        1 / fps if span * fps <= limit + tolerance else span / limit
-    )
-    times = info.times[inside]
-    after = np.searchsorted(times, wanted).clip(max=len(times) - 1)
-    before = np.maximum(after - 1, 0)
-    return np.unique(
-        inside[np.where(wanted - times[before] <= np.abs(times[after] - wanted), before, after)]
-    )
 
 
 def _picture(path: str | os.PathLike) -> UInt8[np.ndarray, "h w 3"]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from paravt_jax.data import video
+from paravt_jax.data.frames import VideoInfo, overview_indices, window_indices
 from paravt_jax.method import protocol
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.protocol import PINNED, ProtocolSettings
@@ -148,12 +148,12 @@ def window_conversations(
         telling = {video_.scenes[n].first // WINDOW * WINDOW for n in _asked(video_)}
         empty = sorted(set(range(0, SECONDS, WINDOW)) - telling)
         times = np.arange(0.0, SECONDS, STEP)
-        info = video.VideoInfo(video_.path, FRAMES, float(SECONDS), times, video_.size, video_.size)
+        info = VideoInfo(video_.path, FRAMES, float(SECONDS), times, video_.size, video_.size)
         for n in range(settings.windows):
             start = int(rng.choice(sorted(telling) if rng.random() < settings.telling else empty))
             if rng.random() < settings.unaligned:
                 start = STEP * int(rng.integers((SECONDS - WINDOW) // STEP + 1))
-            indices = video.window_indices(
+            indices = window_indices(
                 info, start, start + WINDOW, limits.crop_fps, limits.crop_frames
             )
             turns = (
@@ -225,7 +225,7 @@ def _main(
     rng: np.random.Generator,
 ) -> Conversation:
     there = video_.scenes[scene]
-    indices = video.overview_indices(FRAMES, frames)
+    indices = overview_indices(FRAMES, frames)
     shown = STEP * indices
     seen = [int(t) for t in shown if there.shows(t)]
     # One frame is enough to name a digit, but not to say how long it stays.

@@ -25,7 +25,7 @@ from PIL import Image
 
 from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.config import Qwen3VLConfig
-from paravt_jax.data.video import VideoError
+from paravt_jax.data.frames import FrameSource, VideoError
 from paravt_jax.method.records import Frame, digest
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.remote.client import Choice, Client, ClientSettings, Failure, UnusableReply
@@ -59,8 +59,10 @@ class EndpointError(RuntimeError):
 class FrameImages(FrameFeatures):
     """Frames as pictures instead of vectors, read, sized and kept as `FrameFeatures` does it."""
 
-    def __init__(self, config: Qwen3VLConfig, settings: FrameSettings, root: Path):
-        super().__init__(None, config, settings, root)
+    def __init__(
+        self, config: Qwen3VLConfig, settings: FrameSettings, root: Path, source: FrameSource
+    ):
+        super().__init__(None, config, settings, root, source)
 
     def image(self, frame: Frame) -> UInt8[np.ndarray, "h w 3"]:
         """One frame's pixels. VideoError where it cannot be read."""

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from models.features import FrameFeatures
-from paravt_jax.data.video import VideoError
+from paravt_jax.data.frames import VideoError
 from paravt_jax.method.parsing import extract_answer, parse_calls
 from paravt_jax.method.protocol import VIDEO_NAME, Protocol
 from paravt_jax.method.records import (

@@ -25,7 +25,7 @@ from jaxtyping import Float
 
 from models.features import FrameFeatures
 from models.qwen3_vl.model import Qwen3VL
-from paravt_jax.data.video import VideoError
+from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import digest
 from rollout.engine.pages import PageTree
 from rollout.engine.programs import MOST_STOP_IDS, difference

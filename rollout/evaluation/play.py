@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from paravt_jax.data.video import VideoError
+from paravt_jax.data.frames import VideoError
 from paravt_jax.method.accuracy import is_read
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.parsing import TAG_PATTERN, extract_answer, find_calls, first_think

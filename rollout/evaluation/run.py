@@ -18,6 +18,7 @@ from models.qwen3_vl.hf import load as load_model
 from models.qwen3_vl.hf_config import from_hf
 from models.sharding import make_mesh
 from models.weights.folder import local_folder, weights_files
+from paravt_jax.data import video
 from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol
@@ -204,13 +205,13 @@ def _engine(
     crop: int,
 ) -> tuple[FrameFeatures, Sampler]:
     if settings.endpoint:
-        images = FrameImages(config, settings.pixels(), videos.root)
+        images = FrameImages(config, settings.pixels(), videos.root, source=video)
         server = ClientSettings(settings.endpoint, concurrency=settings.concurrency)
         vocabulary = protocol.vocabulary
         return images, EndpointSampler(server, settings.endpoint_model, vocabulary, images)
     mesh = make_mesh(1, 1, settings.tensor) if settings.tensor > 1 else None
     model = load_model(folder, config, mesh=mesh, dtype=settings.dtype, param_dtype=settings.dtype)
-    features = FrameFeatures(model.vision, config, settings.pixels(), videos.root)
+    features = FrameFeatures(model.vision, config, settings.pixels(), videos.root, source=video)
     sizes = sizes_for_single_episodes(
         protocol, overview, crop, settings.episodes, settings.cache_tokens
     )

@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image
 
 from paravt_jax.data import video
+from paravt_jax.data.frames import VideoError, VideoInfo
 from rollout.report.templates import environment, number, plural, seconds
 
 THUMB = 160  # pixels of the longer side at most; the page holds hundreds of frames
@@ -180,7 +181,7 @@ def _window(text: str | None) -> tuple[float, float] | None:
 def _duration(path: pathlib.Path, overview: Sequence[float]) -> float:
     try:
         return max(_probe(path).duration, 1.0)
-    except video.VideoError:
+    except VideoError:
         return max([*overview, 1.0])
 
 
@@ -193,12 +194,12 @@ def _frames(path: pathlib.Path, times: Sequence[float]) -> dict[str, Any]:
         known = _probe(path).times
         indices = tuple(int(np.abs(known - time).argmin()) for time in times)
         return frames | {"pictures": _pictures(path, indices)}
-    except video.VideoError as error:
+    except VideoError as error:
         return frames | {"unreadable": error.reason.replace(str(path), path.name)}
 
 
 @functools.lru_cache(maxsize=64)
-def _probe(path: pathlib.Path) -> video.VideoInfo:
+def _probe(path: pathlib.Path) -> VideoInfo:
     return video.probe(path)
 
 

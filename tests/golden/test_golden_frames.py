@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from paravt_jax.data.frames import VideoInfo, overview_indices, window_indices
 from paravt_jax.data.sizes import smart_resize
-from paravt_jax.data.video import VideoInfo, overview_indices, window_indices
 from tests.golden.conftest import Excuse, check_examples
 
 FACTOR = 32  # patch size 16 x merge size 2: the grid of the models here

@@ -16,7 +16,7 @@ from models.features import FrameFeatures, FrameSettings, frame_tokens
 from models.patches import patchify
 from models.qwen3_vl.vision import frame_layout
 from paravt_jax.data import video
-from paravt_jax.data.video import VideoError
+from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import Frame
 from paravt_jax.world.videos import FRAMES, STEP
 from train.durable.compilations import Compilations
@@ -30,7 +30,12 @@ def make(small_world, small_model):
         root: pathlib.Path = small_world.folder, version: int = 0, **settings
     ) -> FrameFeatures:
         return FrameFeatures(
-            small_model.vision, small_model.config, FrameSettings(**settings), root, version
+            small_model.vision,
+            small_model.config,
+            FrameSettings(**settings),
+            root,
+            source=video,
+            version=version,
         )
 
     return build

@@ -15,8 +15,8 @@ from PIL import Image
 from models.patches import patchify
 from models.processor import Processor, slice_times, video_frame_indices
 from models.qwen3_vl.hf_config import from_hf
+from paravt_jax.data.frames import resize
 from paravt_jax.data.sizes import image_size, smart_resize, video_size
-from paravt_jax.data.video import resize
 from paravt_jax.method import protocol, tokenizer
 from paravt_jax.method.records import Frame, Question, QuestionKind
 from paravt_jax.method.tools.crop_video import CropVideo

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paravt_jax.data import video
+from paravt_jax.data.frames import VideoError, VideoInfo, overview_indices, window_indices
 from paravt_jax.world import videos as world
 
 _WHERE_DECORD_IS_EXACT = ("syn_60s_30fps_bframes.mp4", "syn_vfr.mkv", "syn_vfr.mp4", "syn_vp9.webm")
@@ -31,9 +32,9 @@ def _drawn_number(frame: np.ndarray) -> int:
     )
 
 
-def _info(times) -> video.VideoInfo:
+def _info(times) -> VideoInfo:
     times = np.asarray(times, np.float64)
-    return video.VideoInfo("a.mp4", len(times), float(times[-1] + 1), times, 32, 32)
+    return VideoInfo("a.mp4", len(times), float(times[-1] + 1), times, 32, 32)
 
 
 def _make(
@@ -124,7 +125,7 @@ def test_bad_files_are_one_kind_of_error(tmp_path, content, reason):
     if content is not None:
         path.write_bytes(content)
     for use in (video.probe, lambda p: video.read(p, [0])):
-        with pytest.raises(video.VideoError, match=reason) as caught:
+        with pytest.raises(VideoError, match=reason) as caught:
             use(path)
         assert caught.value.path == str(path) and str(path) in str(caught.value)
 
@@ -141,7 +142,7 @@ def test_a_codec_that_is_unknown_here_is_named_with_the_remedy(tmp_path, name, c
     path = _make(tmp_path / name, frames=10, codec=codec)
     path.write_bytes(path.read_bytes().replace(mark, b"z" * len(mark)))
     for use in (video.probe, lambda p: video.read(p, [0])):
-        with pytest.raises(video.VideoError, match="codec of its video is unknown here; .*H.264"):
+        with pytest.raises(VideoError, match="codec of its video is unknown here; .*H.264"):
             use(path)
 
 
@@ -153,19 +154,19 @@ def test_frames_of_several_sizes_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "both.ts"
     path.write_bytes(large.read_bytes() + small.read_bytes())
     assert video.read(path, [0, 1]).shape == (2, 64, 64, 3)
-    with pytest.raises(video.VideoError, match="frames have several sizes; encode it again"):
+    with pytest.raises(VideoError, match="frames have several sizes; encode it again"):
         video.read(path, [0, 15])
 
 
 @pytest.mark.parametrize("name", ["a" * 300 + ".mp4", "a" * 300 + ".png", "a/" * 3000 + "a.mp4"])
 def test_a_name_that_the_system_refuses_is_one_kind_of_error(tmp_path, name):
     for use in (video.probe, lambda p: video.read(p, [0])):
-        with pytest.raises(video.VideoError, match="opened .File name too long.; check the path"):
+        with pytest.raises(VideoError, match="opened .File name too long.; check the path"):
             use(tmp_path / name)
 
 
 def test_a_folder_is_no_video(tmp_path):
-    with pytest.raises(video.VideoError, match="no such file"):
+    with pytest.raises(VideoError, match="no such file"):
         video.probe(tmp_path)
 
 
@@ -176,7 +177,7 @@ def test_truncated_files_are_refused(tmp_path, name, share):
     assert video.probe(path).frames == 100
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * share)])
-    with pytest.raises(video.VideoError):
+    with pytest.raises(VideoError):
         video.probe(path)
 
 
@@ -191,12 +192,12 @@ def test_sound_alone_is_no_video(tmp_path):
             frame.sample_rate = 8000
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
-    with pytest.raises(video.VideoError, match="no video stream"):
+    with pytest.raises(VideoError, match="no video stream"):
         video.probe(path)
 
 
 def test_an_error_survives_the_way_out_of_a_worker_process():
-    error = pickle.loads(pickle.dumps(video.VideoError("a.mp4", "the file is empty")))
+    error = pickle.loads(pickle.dumps(VideoError("a.mp4", "the file is empty")))
     assert (error.path, error.reason, str(error)) == (
         "a.mp4",
         "the file is empty",
@@ -205,12 +206,12 @@ def test_an_error_survives_the_way_out_of_a_worker_process():
 
 
 def test_overview_indices_of_the_world():
-    assert video.overview_indices(128, 4).tolist() == [0, 42, 85, 127]
-    assert video.overview_indices(3, 8).tolist() == [0, 1, 2]
-    assert video.overview_indices(10, 1).tolist() == [0]
-    assert video.overview_indices(10, 10).tolist() == list(range(10))
+    assert overview_indices(128, 4).tolist() == [0, 42, 85, 127]
+    assert overview_indices(3, 8).tolist() == [0, 1, 2]
+    assert overview_indices(10, 1).tolist() == [0]
+    assert overview_indices(10, 10).tolist() == list(range(10))
     with pytest.raises(ValueError, match="overview"):
-        video.overview_indices(0, 4)
+        overview_indices(0, 4)
 
 
 @pytest.mark.parametrize(
@@ -229,22 +230,22 @@ def test_overview_indices_of_the_world():
     ],
 )
 def test_window_indices_at_one_frame_a_second(window, expected):
-    assert video.window_indices(_info(range(128)), *window).tolist() == expected
+    assert window_indices(_info(range(128)), *window).tolist() == expected
 
 
 def test_window_indices_follow_timestamps_not_the_average_rate():
     info = _info([0.0, 0.1, 0.2, 0.3, 5.0, 6.0, 7.0, 7.5, 30.0])
-    assert video.window_indices(info, 0, 8).tolist() == [0, 3, 4, 5, 6]
-    assert video.window_indices(info, 10, 20).tolist() == [7]
+    assert window_indices(info, 0, 8).tolist() == [0, 3, 4, 5, 6]
+    assert window_indices(info, 10, 20).tolist() == [7]
     fast = _info(np.arange(3000) / 30)
-    assert video.window_indices(fast, 10, 20, fps=2, limit=16).size == 16
-    assert video.window_indices(fast, 10, 14).tolist() == [300, 330, 360, 390]
+    assert window_indices(fast, 10, 20, fps=2, limit=16).size == 16
+    assert window_indices(fast, 10, 14).tolist() == [300, 330, 360, 390]
 
 
 @pytest.mark.parametrize("window", [(5, 5), (6, 5), (float("nan"), 5)])
 def test_impossible_windows_are_refused(window):
     with pytest.raises(ValueError, match="window"):
-        video.window_indices(_info(range(10)), *window)
+        window_indices(_info(range(10)), *window)
 
 
 @pytest.mark.parametrize("name", _WHERE_DECORD_IS_EXACT + _WHERE_IT_IS_NOT)
@@ -289,12 +290,12 @@ def test_real_clips(assets, name, frames, duration, shape, monkeypatch):
 
 def test_damage_in_the_middle_is_found_when_it_is_read(assets):
     path = assets / "videos/corrupted.mp4"
-    with pytest.raises(video.VideoError, match="decoded"):
+    with pytest.raises(VideoError, match="decoded"):
         video.read(path, range(video.probe(path).frames))
 
 
 def test_a_clip_of_sound_is_refused(assets):
-    with pytest.raises(video.VideoError, match="no video stream"):
+    with pytest.raises(VideoError, match="no video stream"):
         video.probe(assets / "videos/synthetic/audio_only.mp4")
 
 

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from paravt_jax.data import video
+from paravt_jax.data.frames import overview_indices, window_indices
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.protocol import PINNED, ProtocolSettings
 from paravt_jax.method.records import QuestionKind
@@ -121,11 +122,9 @@ def test_clips_are_what_the_files_show(small_world):
         info = video.probe(small_world.folder / clip.path)
         start = int(conversation.id.rpartition(":")[2]) if conversation.subagent else 0
         indices = (
-            video.window_indices(
-                info, start, start + world.WINDOW, limits.crop_fps, limits.crop_frames
-            )
+            window_indices(info, start, start + world.WINDOW, limits.crop_fps, limits.crop_frames)
             if conversation.subagent
-            else video.overview_indices(info.frames, len(clip.indices))
+            else overview_indices(info.frames, len(clip.indices))
         )
         assert clip.indices == tuple(indices) and clip.times == tuple(info.times[indices])
         assert (clip.height, clip.width) == (info.height, info.width) and not clip.still

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from models.features import FrameFeatures, FrameSettings
+from paravt_jax.data import video
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind, digest
 from paravt_jax.method.tokenizer import Vocabulary
@@ -128,6 +129,7 @@ def small_features(small_world, small_model) -> FrameFeatures:
         small_model.config,
         FrameSettings(batch=64, whole_frames=128),
         small_world.folder,
+        source=video,
     )
 
 

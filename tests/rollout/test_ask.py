@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from models.features import FrameFeatures, FrameSettings
-from paravt_jax.data.video import VideoError
+from paravt_jax.data.frames import VideoError
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import (
     CallOutcome,
@@ -47,7 +47,11 @@ def test_an_answer_is_the_episode_that_training_would_play(
     video = small_world.videos[0].path
     episode = assistant.ask(small_world.folder / video, TEXT, frames=4, temperature=0.7, seed=5)
     features = FrameFeatures(
-        small_model.vision, small_model.config, FrameSettings(batch=8), small_world.folder
+        small_model.vision,
+        small_model.config,
+        FrameSettings(batch=8),
+        small_world.folder,
+        source=video,
     )
     engine = Engine(
         small_model, features, EngineSizes(own=(320,), prefill=(64, 192), slots=2, fan=2, pages=60)

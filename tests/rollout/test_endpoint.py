@@ -74,7 +74,7 @@ def prompted(vocabulary, **fields) -> Request:
 
 @pytest.fixture(scope="module")
 def images(small_model, small_world) -> FrameImages:
-    return FrameImages(small_model.config, FrameSettings(), small_world.folder)
+    return FrameImages(small_model.config, FrameSettings(), small_world.folder, source=video)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from PIL import Image
 
 from models.features import FrameFeatures, FrameSettings
 from paravt_jax.data import video
-from paravt_jax.data.video import VideoError
+from paravt_jax.data.frames import VideoError, overview_indices
 from paravt_jax.method.conversations import render
 from paravt_jax.method.protocol import PINNED, Protocol, render_call
 from paravt_jax.method.records import (
@@ -122,7 +122,7 @@ def test_plan_dispatch_gather_answer(perform, small_vocabulary, small_scene, sma
         Author.PINNED,
         Author.MODEL,
     ]
-    assert [frame.index for frame in episode.trajectory.frames] == video.overview_indices(
+    assert [frame.index for frame in episode.trajectory.frames] == overview_indices(
         FRAMES, 4
     ).tolist()
     for (request, sample), outcome in zip(sampler.sub, episode.turns[0].calls, strict=True):
@@ -808,7 +808,11 @@ def test_a_file_that_is_damaged_while_an_episode_lasts(
     (tmp_path / name).parent.mkdir()
     shutil.copy(small_world.folder / name, tmp_path / name)
     features = FrameFeatures(
-        small_model.vision, small_model.config, FrameSettings(batch=64, cache_mib=0), tmp_path
+        small_model.vision,
+        small_model.config,
+        FrameSettings(batch=64, cache_mib=0),
+        tmp_path,
+        source=video,
     )
 
     def turns(request: Request) -> str:
@@ -848,7 +852,11 @@ def test_the_model_opens_no_files(
             lambda path, *rest, real=real: opened.append(str(path)) or real(path, *rest),
         )
     features = FrameFeatures(
-        small_model.vision, small_model.config, small_scene.features.settings, small_world.folder
+        small_model.vision,
+        small_model.config,
+        small_scene.features.settings,
+        small_world.folder,
+        source=video,
     )
     others = [str(secret), small_questions[2].video, "../../etc/passwd", "video.mp4; rm -rf /"]
     calls = [raw(f'{{"video_path": "{path}", "start_time": 0, "end_time": 16}}') for path in others]

@@ -20,6 +20,7 @@ from configs import RECIPES
 from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.model import Qwen3VL
 from models.sharding import make_mesh, param_shardings
+from paravt_jax.data import video
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import CropCall, digest
@@ -132,7 +133,7 @@ def lay_road(run: Run, data: Data) -> Road:
     model = nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0)))()
     scene = Scene(
         Protocol(data.vocabulary, run.protocol),
-        FrameFeatures(model.vision, model.config, run.frames, data.root),
+        FrameFeatures(model.vision, model.config, run.frames, data.root, source=video),
     )
     graph, weights = nnx.split(model.text)
     return Road(run, data, model, scene, graph, weights)

@@ -10,6 +10,7 @@ import pytest
 
 from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.flops import flops_per_token
+from paravt_jax.data import video
 from paravt_jax.method.conversations import ChatTurn, Clip, Conversation
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Author, Segment, Trajectory
@@ -29,7 +30,9 @@ from train.learn.sft import SFTBatch, SFTSettings, packed_logprobs, sft_loss
 @pytest.fixture(scope="module")
 def features(small_model, small_world):
     settings = FrameSettings(min_pixels=1024, max_pixels=1024, batch=8)
-    return FrameFeatures(small_model.vision, small_model.config, settings, small_world.folder)
+    return FrameFeatures(
+        small_model.vision, small_model.config, settings, small_world.folder, source=video
+    )
 
 
 def conversation(n: int, path: str, frames: int, answer: str) -> Conversation:
@@ -95,8 +98,8 @@ def test_frames_stand_one_after_another_and_a_tools_words_have_no_loss(features,
     """Three conversations with frames, each with tokens by every author."""
     image = features.config.image_token_id
     row = []
-    for number, video in enumerate(small_world.videos[:3], 1):
-        frames = features.overview(video.path, number)
+    for number, shown in enumerate(small_world.videos[:3], 1):
+        frames = features.overview(shown.path, number)
         prompt = np.array([3, *[image] * sum(features.tokens(f.video) for f in frames), 4])
         segments = (
             Segment(prompt, Author.PROMPT, frames=frames),
@@ -169,7 +172,9 @@ def test_frames_are_encoded_once_and_what_is_not_as_it_was_is_missing(
 ):
     """Also where the store of frames keeps nothing."""
     settings = FrameSettings(min_pixels=1024, max_pixels=1024, batch=8, cache_mib=0)
-    features = FrameFeatures(small_model.vision, small_model.config, settings, small_world.folder)
+    features = FrameFeatures(
+        small_model.vision, small_model.config, settings, small_world.folder, source=video
+    )
     chat = conversation(0, small_world.videos[0].path, 4, "two")
     rules = Protocol(small_vocabulary, ProtocolSettings())
     ((found,),), missing = render_rows([[chat]], rules, features)

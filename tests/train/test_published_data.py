@@ -15,8 +15,9 @@ from configs.paravt_8b import paravt_8b
 from configs.sft import sft_8b
 from models.features import FrameFeatures, FrameSettings
 from models.sharding import make_mesh
-from paravt_jax.data import sources, video
-from paravt_jax.data.frames import FrameReader, ReaderSettings
+from paravt_jax.data import sources
+from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
+from paravt_jax.data.frames import overview_indices
 from paravt_jax.data.preparation import LEFT_OUT
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind
@@ -120,7 +121,7 @@ def test_questions_come_in_order_with_their_overviews_ahead_and_go_on_exactly(da
         for question, k in zip(batch, ks[step], strict=True):
             path = small_world.folder / question.video
             info = reader.probe(path)
-            assert len(reader.read(path, video.overview_indices(info.frames, k))) == k
+            assert len(reader.read(path, overview_indices(info.frames, k))) == k
         return reader.late - late
 
     def fresh(reader, first):

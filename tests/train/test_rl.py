@@ -18,7 +18,7 @@ import train.learn.rl_batch
 from models.features import FrameFeatures
 from models.qwen3_vl.model import abstract_model
 from models.sharding import make_mesh
-from paravt_jax.data.video import VideoError
+from paravt_jax.data.frames import VideoError
 from paravt_jax.method.grpo import GRPOSettings, Normalisation, advantages, batch_totals
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.structure import Kind

@@ -11,6 +11,7 @@ import pytest
 
 from models.features import FrameFeatures
 from models.sharding import make_mesh
+from paravt_jax.data import video
 from paravt_jax.method.protocol import PINNED
 from train.data import pack_rows
 from train.learn.sft import Course, SFTBatch, start_sft
@@ -77,7 +78,9 @@ def test_files_that_are_gone_leave_padding_and_are_named(road, tmp_path):
         there.parent.mkdir(parents=True, exist_ok=True)
         if str(file.relative_to(road.data.root)) != lost:
             there.symlink_to(file)
-    features = FrameFeatures(road.model.vision, road.model.config, road.run.frames, tmp_path)
+    features = FrameFeatures(
+        road.model.vision, road.model.config, road.run.frames, tmp_path, source=video
+    )
     whole, steps = course(road), course(road, features)
     missing = tokens = fewer = 0.0
     while not missing:

@@ -23,6 +23,7 @@ from models.patches import patchify
 from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.vision import PatchLayout, frame_layout
 from paravt_jax.data import video
+from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import Caption
 from paravt_jax.method.tokenizer import Vocabulary
 from train.durable.phase import Phase
@@ -150,7 +151,7 @@ def _load(
             pixels.append(
                 video.read(root / name, np.searchsorted(info.times, [c.time for c in group]))
             )
-        except video.VideoError as error:
+        except VideoError as error:
             unreadable[name] = error.reason  # damage inside a file that opened
             continue
         words += [_word_ids(c, vocabulary) for c in group]

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from models.features import FrameFeatures
 from models.qwen3_vl.rope import mrope_positions
 from models.sharding import row_devices
-from paravt_jax.data.video import VideoError
+from paravt_jax.data.frames import VideoError
 from paravt_jax.method.conversations import Conversation, render
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Author, Trajectory

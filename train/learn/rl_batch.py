@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from models.features import FrameFeatures
 from models.sharding import ROWS, constrain
-from paravt_jax.data.video import VideoError
+from paravt_jax.data.frames import VideoError
 from paravt_jax.method.grpo import GRPOBatch, Totals
 from paravt_jax.method.records import Trajectory
 from paravt_jax.method.structure import find_structure, pad_structures

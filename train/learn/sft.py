@@ -21,7 +21,7 @@ from models.qwen3_vl import remat
 from models.qwen3_vl.remat import Remat
 from models.qwen3_vl.rope import visual_index
 from models.qwen3_vl.text import TextDecoder
-from paravt_jax.data.frames import FrameReader
+from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.method.grpo import masked_mean
 from paravt_jax.method.protocol import Protocol
 from train.data import Data, pack_rows, row_stream

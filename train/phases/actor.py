@@ -11,7 +11,7 @@ from flax import nnx
 from models.features import FrameFeatures
 from models.qwen3_vl.model import Qwen3VL
 from paravt_jax.data import video
-from paravt_jax.data.frames import FrameReader
+from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.episode import Scene

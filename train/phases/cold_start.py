@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from paravt_jax.data.frames import FrameReader
+from paravt_jax.data.frame_reader import FrameReader
 from rollout.agent.episode import Scene
 from train.learn.sft import Course
 from train.learn.speed import speeds

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.frames import FrameReader
+from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.loader import Ahead
 from paravt_jax.method.records import Question
 from rollout.agent.episode import Setting

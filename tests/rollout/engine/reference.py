@@ -19,7 +19,7 @@ from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.rope import mrope_positions, next_position
 from models.qwen3_vl.text import KV
-from paravt_jax.data.video import VideoError
+from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import Frame, digest
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling

@@ -17,6 +17,7 @@ from flax import nnx
 from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.rope import mrope_positions, next_position
+from paravt_jax.data import video
 from paravt_jax.method.records import Author, Segment, Trajectory, digest
 from rollout.engine.engine import Engine
 from rollout.engine.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
@@ -68,7 +69,9 @@ def table(small_model) -> list[bytes]:
 def features(small_world, small_model) -> FrameFeatures:
     """Frames of four tokens, so that pages and pieces end in the middle of one."""
     settings = FrameSettings(min_pixels=4096, batch=64, whole_frames=128)
-    return FrameFeatures(small_model.vision, small_model.config, settings, small_world.folder)
+    return FrameFeatures(
+        small_model.vision, small_model.config, settings, small_world.folder, source=video
+    )
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,9 @@ def sides(tmp_path_factory) -> Sides:
         write_noise(folder / name, size)
     model = hf.load(folder)
     return Sides(
-        model, theirs, FrameFeatures(model.vision, model.config, FrameSettings(batch=2), folder)
+        model,
+        theirs,
+        FrameFeatures(model.vision, model.config, FrameSettings(batch=2), folder, source=video),
     )
 
 

@@ -20,7 +20,8 @@ import pytest
 from flax import nnx
 
 from models.features import FrameFeatures, FrameSettings
-from paravt_jax.data.video import VideoError
+from paravt_jax.data import video
+from paravt_jax.data.frames import VideoError
 from paravt_jax.method.parsing import extract_answer
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import (
@@ -95,7 +96,11 @@ def field(
     (root / "secret.txt").write_text("nobody reads this")
     (root / "damaged.mp4").write_bytes(whole[: len(whole) // 2])
     features = FrameFeatures(
-        small_model.vision, small_model.config, FrameSettings(batch=64, whole_frames=128), root
+        small_model.vision,
+        small_model.config,
+        FrameSettings(batch=64, whole_frames=128),
+        root,
+        source=video,
     )
     features(features.overview(names[0], 1))  # compiles
     open_ended = [

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from models.features import FrameFeatures, FrameSettings
+from paravt_jax.data import video
 from paravt_jax.method.protocol import Protocol, render_call
 from paravt_jax.method.records import CropCall
 from rollout.agent.episode import Scene
@@ -59,7 +60,9 @@ def items(split) -> tuple[Item, ...]:
 
 @pytest.fixture(scope="session")
 def features(small_model, videos) -> FrameFeatures:
-    return FrameFeatures(small_model.vision, small_model.config, FrameSettings(batch=16), videos)
+    return FrameFeatures(
+        small_model.vision, small_model.config, FrameSettings(batch=16), videos, source=video
+    )
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from models.features import FrameFeatures, FrameSettings
+from paravt_jax.data import video
 from paravt_jax.method.protocol import Protocol, subtitled_text
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.subtitles import Subtitle
@@ -248,7 +249,11 @@ def test_memory_is_flat_over_five_thousand_questions(
     for number in range(500):
         (tmp_path / "data" / f"v{number}.mp4").symlink_to(videos / "data" / "w0.mp4")
     features = FrameFeatures(
-        small_model.vision, small_model.config, FrameSettings(batch=16, whole_frames=64), tmp_path
+        small_model.vision,
+        small_model.config,
+        FrameSettings(batch=16, whole_frames=64),
+        tmp_path,
+        source=video,
     )
     settings = BenchmarkSettings("m", "videomme", frames=64, question_tokens=64, episodes=8)
     scene = Scene(Protocol(small_vocabulary, settings.protocol(64)), features)
@@ -296,7 +301,11 @@ def test_a_thousand_rows_with_bad_videos_among_them(
         elif number % 30:
             file.symlink_to(videos / "data" / "w0.mp4")
     features = FrameFeatures(
-        small_model.vision, small_model.config, FrameSettings(batch=16, whole_frames=64), tmp_path
+        small_model.vision,
+        small_model.config,
+        FrameSettings(batch=16, whole_frames=64),
+        tmp_path,
+        source=video,
     )
     settings = BenchmarkSettings("m", "videomme", question_tokens=64, episodes=8)
     scene = Scene(Protocol(small_vocabulary, settings.protocol(64)), features)

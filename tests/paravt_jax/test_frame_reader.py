@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paravt_jax.data import frames, video
-from paravt_jax.data.frames import FrameReader, ReaderSettings
+from paravt_jax.data import frame_reader as frames
+from paravt_jax.data import video
+from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
+from paravt_jax.data.frames import VideoError, overview_indices, resize
 from paravt_jax.data.sizes import smart_resize
 
 
@@ -26,7 +28,7 @@ def clip(small_world):
 def plainly(path, indices):
     info = video.probe(path)
     size = smart_resize(info.height, info.width, 784, 50_176, 32)
-    return np.stack([video.resize(frame, size) for frame in video.read(path, indices)])
+    return np.stack([resize(frame, size) for frame in video.read(path, indices)])
 
 
 def test_frames_are_those_of_video_read_and_resize(reader, clip):
@@ -44,7 +46,7 @@ def test_an_overview_and_a_probe_come_from_one_reading(reader, clip):
     late, info, expected = reader.late, reader.probe(clip), video.probe(clip)
     assert (info.frames, info.duration) == (expected.frames, expected.duration)
     np.testing.assert_array_equal(info.times, expected.times)
-    indices = video.overview_indices(info.frames, 4)
+    indices = overview_indices(info.frames, 4)
     np.testing.assert_array_equal(reader.read(clip, indices), plainly(clip, indices))
     assert reader.late == late
 
@@ -79,9 +81,9 @@ def test_a_bad_file_is_an_error_when_it_is_read_and_not_before(reader, clip, tmp
         (tmp_path / ("a" * 300), "File name too long"),
     ):
         reader.ahead(path, [0])
-        with pytest.raises(video.VideoError, match=words):
+        with pytest.raises(VideoError, match=words):
             reader.read(path, [0])
-        with pytest.raises(video.VideoError, match=words):
+        with pytest.raises(VideoError, match=words):
             reader.probe(path)
     reader.ahead(clip, [10**6])
     assert reader.probe(clip).frames < 10**6
@@ -91,7 +93,7 @@ def test_a_bad_file_is_an_error_when_it_is_read_and_not_before(reader, clip, tmp
 
 def test_a_shape_that_cannot_be_shown_is_a_bad_file(reader, tmp_path):
     Image.new("RGB", (900, 3)).save(tmp_path / "thin.png")
-    with pytest.raises(video.VideoError, match="longer side is at most 200 times the shorter"):
+    with pytest.raises(VideoError, match="longer side is at most 200 times the shorter"):
         reader.read(tmp_path / "thin.png", [0])
 
 
@@ -108,10 +110,10 @@ def test_a_file_beyond_its_deadline_is_a_bad_one(clip, tmp_path, monkeypatch):
         shutil.copyfile(clip, tmp_path / name)
     monkeypatch.setattr(frames, "_read", read_but_hang)  # it reaches the process by its name
     with FrameReader(ReaderSettings(workers=1, deadline=5)) as reader:
-        with pytest.raises(video.VideoError, match="longer than 5 s"):
+        with pytest.raises(VideoError, match="longer than 5 s"):
             reader.read(tmp_path / "hangs.mp4", [0])
         assert len(reader.read(tmp_path / "good.mp4", [0])) == 1
-        with pytest.raises(video.VideoError, match="no such file"):
+        with pytest.raises(VideoError, match="no such file"):
             reader.read(tmp_path / "gone.mp4", [0])
 
 
