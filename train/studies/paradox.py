@@ -31,7 +31,7 @@ from train.durable.run_directory import RunDirectory, RunDirectoryError
 from train.prepare import UnreadableVideosError
 from train.run import execute, resolved
 from train.settings import Run, change
-from train.studies.paradox_figure import figure
+from train.studies.paradox_figure import Result, figure
 
 COLD_START = "cold start"
 MEASURES = {"accuracy": "accuracy", "format": "f", "calls": "κ"}
@@ -54,15 +54,6 @@ class Paradox:
         if self.seeds < 1:
             raise ValueError(f"seeds: {self.seeds}; give at least 1")
         require_local("run_dir", self.run_dir)
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """One run: figures of the held-out questions by K before and after it, and of the training rollouts by step."""
-
-    before: dict[int, dict[str, float]]
-    after: dict[int, dict[str, float]]
-    by_step: list[dict[str, float]]
 
 
 def base(command: Paradox) -> Run:

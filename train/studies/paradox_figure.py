@@ -6,9 +6,10 @@ setting has the same colour, dash and mark in all six panels.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import statistics
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -18,9 +19,6 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.typing import RcKeyType
 
 from train.report.chart import smooth
-
-if TYPE_CHECKING:
-    from train.studies.paradox import Result
 
 ROWS = {"accuracy": "accuracy", "format": "format f", "calls": "calls κ"}
 INK, QUIET, GRID, START = "#222222", "#555555", "#e4e4e4", "#8a8a8a"
@@ -48,6 +46,15 @@ LOOK: dict[RcKeyType, Any] = {
     "ytick.color": QUIET,
     "ytick.major.size": 0,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One run: figures of the held-out questions by K before and after it, and of the training rollouts by step."""
+
+    before: dict[int, dict[str, float]]
+    after: dict[int, dict[str, float]]
+    by_step: list[dict[str, float]]
 
 
 class Style(NamedTuple):
