@@ -39,8 +39,8 @@ def paravt_tiny() -> Run:
         align=AlignSettings(steps=300),
         sft=SFTSettings(
             steps=400,
-            rows=10,
-            row_tokens=608,
+            rows=11,
+            row_tokens=544,
             optimizer=OptimizerSettings(
                 "muon", 3e-3, 0.02, "cosine", warmup=0.02, weight_decay=0.0, b2=0.95
             ),
