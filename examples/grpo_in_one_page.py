@@ -15,6 +15,7 @@ number of overview frames is drawn for each question, so some questions need a c
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -76,7 +77,7 @@ COLD_START = OptimizerSettings("muon", 3e-3, schedule="cosine", weight_decay=0.0
 PROMPTS, GROUP, TEMPERATURE = 8, 8, 0.7  # questions per step, episodes per question
 GRPO = grpo.GRPOSettings(group_size=GROUP, anchor="likelihood", reward_clip=None)
 REWARDS = RewardSettings(format_cap=False)
-ADAM = OptimizerSettings(learning_rate=6e-4, weight_decay=0.0)
+ADAM = OptimizerSettings(learning_rate=4e-4, weight_decay=0.0)
 
 
 class DrawnVideos:
@@ -85,11 +86,11 @@ class DrawnVideos:
     def __init__(self, drawn: tuple[videos.WorldVideo, ...]):
         self.scenes = {video.path: video.scenes for video in drawn}
 
-    def probe(self, path: Path) -> VideoInfo:
+    def probe(self, path: object) -> VideoInfo:
         times = np.arange(0.0, videos.SECONDS, videos.STEP)
         return VideoInfo(str(path), len(times), times[-1], times, WORLD.size, WORLD.size)
 
-    def read(self, path: Path, indices: list[int]) -> np.ndarray:
+    def read(self, path: object, indices: Iterable[int]) -> np.ndarray:
         times = [videos.STEP * index for index in indices]
         scenes = [self.scenes[str(path)][time // videos.SCENE] for time in times]
         shown = [scene.shows(time) for scene, time in zip(scenes, times, strict=True)]
@@ -114,7 +115,7 @@ def show(episode: Episode) -> None:
     print(f"(right answer) {question.answer}\n")
 
 
-def main(cold_start_steps: int = 400, steps: int = 25, seed: int = 0) -> list[dict[str, float]]:
+def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[dict[str, float]]:
     """Run it all. Returns the figures that it prints after each step."""
     # The world: videos, questions, and demonstrations that show what an agent can say.
     drawn = videos.of_split(videos.plan(WORLD), "train")
@@ -160,7 +161,6 @@ def main(cold_start_steps: int = 400, steps: int = 25, seed: int = 0) -> list[di
     logprobs = make_logprobs(graph, config.image_token_id, TEMPERATURE, mesh=mesh)
     advantages = jax.jit(lambda batch: grpo.advantages(batch, GRPO, REWARDS.gamma))
     shapes = [BatchShape(PROMPTS, GROUP, longest.prompt, longest.visual, longest.response)]
-
     history, asked = [], stream(questions, seed, PROMPTS)
     for step in range(steps):
         # Questions, and the overview budget of each.
@@ -176,9 +176,10 @@ def main(cold_start_steps: int = 400, steps: int = 25, seed: int = 0) -> list[di
         told = [(episode.question, episode.turns) for episode in episodes]
         rewards = score_all(told, REWARDS, anchor_weight=GRPO.sequence_anchor)
         # The batch: what was sampled, token by token, and its log-probs under the reference.
-        groups = [slice(n * GROUP, (n + 1) * GROUP) for n in range(PROMPTS)]
-        played = (tuple(tuple(x[group]) for group in groups) for x in (episodes, rewards))
-        rollouts = Rollouts(*played)
+        starts = range(0, len(episodes), GROUP)
+        groups = tuple(tuple(episodes[start : start + GROUP]) for start in starts)
+        earned = tuple(tuple(rewards[start : start + GROUP]) for start in starts)
+        rollouts = Rollouts(groups, earned)
         rows, owners, _ = lay_out([rollouts], features, shapes, (seed, step))
         rows = place(rows, mesh)
         kept = tuple(logprobs(reference, x) for x in rows)
@@ -187,7 +188,6 @@ def main(cold_start_steps: int = 400, steps: int = 25, seed: int = 0) -> list[di
         advantage, _ = advantages(batch)
         state, metrics = update(state, RLBatch(rows, batch, advantage, grpo.batch_totals(batch)))
         engine.load(state.weights, version=step + 1)
-
         history.append(describe(rollouts) | {name: float(x) for name, x in metrics.items()})
         shown = ("accuracy", "format", "calls", "reward/total", "grad_norm")
         print(f"step {step:2}", *(f"{name} {history[-1][name]:.2f}" for name in shown), sep="  ")
