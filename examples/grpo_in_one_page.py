@@ -66,20 +66,14 @@ TEXT = text.TextSettings(
     one_by_one=0.0,
     untagged=0.0,
 )
-LIMITS = ProtocolSettings(  # tokens, where nothing else is said
-    max_tool_turns=1,
-    turn_tokens=64,
-    summary_tokens=16,
-    trajectory_tokens=128,
-    text_tokens=48,
-    label_tokens=5,
-    crop_frames=8,
-)
+LENGTHS = {"turn_tokens": 64, "summary_tokens": 16, "trajectory_tokens": 128}
+PROMPT = {"text_tokens": 48, "label_tokens": 5, "crop_frames": 8}
+LIMITS = ProtocolSettings(max_tool_turns=1, **LENGTHS, **PROMPT)
 COLD_START = OptimizerSettings("muon", 3e-3, schedule="cosine", weight_decay=0.0)
 PROMPTS, GROUP, TEMPERATURE = 8, 8, 0.7  # questions per step, episodes per question
 GRPO = grpo.GRPOSettings(group_size=GROUP, anchor="likelihood", reward_clip=None)
 REWARDS = RewardSettings(format_cap=False)
-ADAM = OptimizerSettings(learning_rate=6e-4, weight_decay=0.0)
+ADAM = OptimizerSettings(learning_rate=4e-4, weight_decay=0.0)
 
 
 class DrawnVideos:
@@ -117,14 +111,14 @@ def show(episode: Episode) -> None:
     print(f"(right answer) {question.answer}\n")
 
 
-def main(cold_start_steps: int = 400, steps: int = 25, seed: int = 0) -> list[dict[str, float]]:
+def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[dict[str, float]]:
     """Run it all. Returns the figures that it prints after each step."""
     # The world: videos, questions, and demonstrations that show what an agent can say.
     drawn = videos.of_split(videos.plan(WORLD), "train")
     questions = tuple(text.questions(drawn, TEXT))
     told = list(text.window_conversations(drawn, TEXT, LIMITS))
     for conversation in text.main_conversations(drawn, TEXT):
-        if "Which digit" in str(conversation.turns[0].content[-1]):  # else it asks when
+        if "Which digit" in str(conversation.turns[0].content[-1]):  # the others ask when
             told.append(conversation)
 
     # The model. Its vision tower stays random: the few pictures of this world differ enough.
@@ -164,7 +158,6 @@ def main(cold_start_steps: int = 400, steps: int = 25, seed: int = 0) -> list[di
     logprobs = make_logprobs(graph, config.image_token_id, TEMPERATURE, mesh=mesh)
     advantages = jax.jit(lambda batch: grpo.advantages(batch, GRPO, REWARDS.gamma))
     shapes = [BatchShape(PROMPTS, GROUP, longest.prompt, longest.visual, longest.response)]
-
     history, asked = [], stream(questions, seed, PROMPTS)
     for step in range(steps):
         # Questions, and the overview budget of each.
@@ -180,11 +173,10 @@ def main(cold_start_steps: int = 400, steps: int = 25, seed: int = 0) -> list[di
         played = [(episode.question, episode.turns) for episode in episodes]
         rewards = score_all(played, REWARDS, anchor_weight=GRPO.sequence_anchor)
         # The batch: what was sampled, token by token, and its log-probs under the reference.
-        groups = [slice(n * GROUP, (n + 1) * GROUP) for n in range(PROMPTS)]
-        rollouts = Rollouts(
-            tuple(tuple(episodes[group]) for group in groups),
-            tuple(tuple(rewards[group]) for group in groups),
-        )
+        starts = range(0, len(episodes), GROUP)
+        groups = tuple(tuple(episodes[start : start + GROUP]) for start in starts)
+        earned = tuple(tuple(rewards[start : start + GROUP]) for start in starts)
+        rollouts = Rollouts(groups, earned)
         rows, owners, _ = lay_out([rollouts], features, shapes, (seed, step))
         rows = place(rows, mesh)
         kept = tuple(logprobs(reference, x) for x in rows)
@@ -193,7 +185,6 @@ def main(cold_start_steps: int = 400, steps: int = 25, seed: int = 0) -> list[di
         advantage, _ = advantages(batch)
         state, metrics = update(state, RLBatch(rows, batch, advantage, grpo.batch_totals(batch)))
         engine.load(state.weights, version=step + 1)
-
         history.append(describe(rollouts) | {name: float(x) for name, x in metrics.items()})
         shown = ("accuracy", "format", "calls", "reward/total", "grad_norm")
         print(f"step {step:2}", *(f"{name} {history[-1][name]:.2f}" for name in shown), sep="  ")
