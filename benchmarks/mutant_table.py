@@ -377,8 +377,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "next_position(positions) + np.arange(len(own))",
             "next_position(positions) + 1 + np.arange(len(own))",
         ),
-        "other_frames_shared": ("or s.frames != column[0].frames", "or False"),
-        "pinned_tokens_shared": ("s.author is not Author.PROMPT", "s.author is Author.MODEL"),
+        "pinned_tokens_shared": ("s.author is Author.PROMPT", "s.author is not Author.MODEL"),
     },
     ("train/learn/step.py", _STEP): {
         "a_token_predicts_itself": ("hidden[:, :-1], x.ids[:, 1:]", "hidden[:, 1:], x.ids[:, 1:]"),
@@ -404,12 +403,14 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "latest is not None and step < latest",
         ),
         "another_runs_checkpoint_read": (
-            'differences(record.get("identity", {}), self._identity)',
-            "[]",
+            'record["identity"], self._identity)',
+            "self._identity, self._identity)",
         ),
-        "another_state_read": ('_changed_leaves(record["leaves"], described)', "[]"),
-        "new_leaves_not_noticed": ("for name in (saved | wanted)", "for name in saved"),
+        "another_state_read": ('record["leaves"], described\n', "described, described\n"),
         "empty_leaves_saved": ("if leaf.size == 0:", "if leaf.size < 0:"),
+    },
+    ("paravt_jax/data/stored_settings.py", _CHECKPOINT): {
+        "new_leaves_not_noticed": ("for name in old | new", "for name in old"),
     },
     ("rollout/agent/episode.py", _EPISODE): {
         "turns_share_a_seed": ("seed + len(turns), room", "seed, room"),

@@ -66,9 +66,10 @@ TEXT = text.TextSettings(
     one_by_one=0.0,
     untagged=0.0,
 )
-LENGTHS = {"turn_tokens": 64, "summary_tokens": 16, "trajectory_tokens": 128}
-PROMPT = {"text_tokens": 48, "label_tokens": 5, "crop_frames": 8}
-LIMITS = ProtocolSettings(max_tool_turns=1, **LENGTHS, **PROMPT)
+LENGTHS = ProtocolSettings(turn_tokens=64, summary_tokens=16, trajectory_tokens=128)
+LIMITS = dataclasses.replace(
+    LENGTHS, text_tokens=48, label_tokens=5, crop_frames=8, max_tool_turns=1
+)
 COLD_START = OptimizerSettings("muon", 3e-3, schedule="cosine", weight_decay=0.0)
 PROMPTS, GROUP, TEMPERATURE = 8, 8, 0.7  # questions per step, episodes per question
 GRPO = grpo.GRPOSettings(group_size=GROUP, anchor="likelihood", reward_clip=None)

@@ -281,7 +281,7 @@ def test_own_questions_from_a_file_and_from_python(run, videos, tmp_path):
     assert summary["open_ended"]["score"] == 1.0
     assert summary["left_out"]["missing"]["questions"] == 1
     assert list(summary["left_out"]["unreadable"]["videos"]) == ["data/noise.mp4"]
-    assert "own questions: 50.0 [" in said and "my 5/5" in said
+    assert "own questions: 50.0 [" in said and "my: 100% 5/5" in said
     given, _ = run(
         **own | {"questions": ""},
         given=read_questions(file, videos),
