@@ -15,7 +15,7 @@ from train.phases.model import Parts
 
 
 def export(context: Context, parts: Parts, weights: Any) -> None:
-    """Writes the folder `model`, for transformers and `models.qwen3_vl.load`, where there is none."""
+    """Writes the folder `model`, for transformers and `models.qwen3_vl.hf.load`, where there is none."""
     folder = context.folder / "model"
     if hosts.from_first(folder.exists):
         return
