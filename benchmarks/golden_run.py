@@ -40,7 +40,7 @@ from paravt_jax.method.records import CropCall, digest
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
-from rollout.engine.requests import Answer, Request, Sample, SampleStop
+from rollout.engine.requests import Completion, Request, Sample, SampleStop
 from rollout.evaluation.play import EvaluationSettings
 from train.durable.metrics import read_metrics
 from train.settings import LogSettings, Run
@@ -161,7 +161,7 @@ class ScriptedEngine:
     def cancel(self, ticket: int) -> None:
         self._waiting.pop(ticket, None)
 
-    def step(self) -> list[Answer]:
+    def step(self) -> list[Completion]:
         waiting, self._waiting = self._waiting, {}
         return [(ticket, self._samples(request)) for ticket, request in waiting.items()]
 

@@ -32,8 +32,8 @@ from tests.train.conftest import free_port
 from tests.train.small import Road, Script, lay_road, small
 from train.durable import cluster, hosts
 from train.learn.rl import Learner
-from train.learn.sft import Course
-from train.learn.step import Program
+from train.learn.sft import SFTBatches
+from train.learn.step import MeshProgram
 from train.plan.collectives import bytes_sent, find_collectives
 from train.prepare import prepare
 from train.settings import Run
@@ -141,7 +141,7 @@ def table(rows: Sequence[Row]) -> str:
 class Timed:
     """A program that takes notes: seconds and losses of every call, and what it was called with."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: MeshProgram):
         self._program = program
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -177,7 +177,7 @@ def sft_updates(road: Road, devices: int, steps: int) -> Updates:
     settings, data = road.run.sft, road.data
     assert settings is not None
     mesh = make_mesh(1, devices, 1)
-    course = Course(settings, data, None, 0, road.scene.protocol, road.scene.features, mesh)
+    course = SFTBatches(settings, data, None, 0, road.scene.protocol, road.scene.features, mesh)
     state, update = course.start(road.graph, road.fresh(fsdp=devices))
     timed, (batch, _, _) = Timed(update), next(course)
     for _ in range(steps):

@@ -47,7 +47,7 @@ from train.learn.optimizer import OptimizerSettings, make_optimizer
 from train.learn.placement import place
 from train.learn.rl_batch import RLBatch, as_grpo_batch, lay_out
 from train.learn.rollouts import Rollouts, describe
-from train.learn.sft import Course, SFTSettings
+from train.learn.sft import SFTBatches, SFTSettings
 from train.learn.step import init_state, make_logprobs, make_update, row_logprobs
 from train.world_data import world_vocabulary
 
@@ -136,7 +136,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     tokens = tuple(len(render(one, scene.protocol, lambda clip: 1).ids) for one in told)
     data = Data(Path(), vocabulary, questions, (), told, tokens, (), len(drawn), {})
     sft = SFTSettings(cold_start_steps, rows=8, optimizer=COLD_START, row_tokens=320)
-    course = Course(sft, data, None, seed, scene.protocol, features, mesh)
+    course = SFTBatches(sft, data, None, seed, scene.protocol, features, mesh)
     state, update = course.start(graph, weights)
     for step in range(1, cold_start_steps + 1):
         state, metrics = update(state, next(course)[0])

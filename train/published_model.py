@@ -21,7 +21,7 @@ from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_settings import require_same
 from paravt_jax.method import tokenizer
 from paravt_jax.method.tokenizer import Vocabulary
-from rollout.evaluation.origin import weights_hash
+from rollout.evaluation.provenance import weights_hash
 from train.durable import hosts
 
 

@@ -75,7 +75,7 @@ def packed_layout(
     return PatchLayout(*layout[:, None])
 
 
-class Packed(NamedTuple):
+class PackedPatches(NamedTuple):
     """Patches dealt into rows, their layout, and where each visual token then stands among the rows' tokens, [b, q] made flat."""
 
     patches: Float[np.ndarray, "b p c"]
@@ -102,7 +102,7 @@ def pack(
     size: int,
     config: VisionConfig,
     rows: int | None = None,
-) -> Packed:
+) -> PackedPatches:
     """Deals the frames of images and videos into rows of `size` patches, in order, each frame whole.
 
     `patches` and `grids` as `Inputs` has them; `rows`: how many rows there are in the end (None: as many as the frames need).
@@ -126,7 +126,7 @@ def pack(
     filled = np.zeros((len(dealt) * size, patches.shape[1]), patches.dtype)
     filled[slot] = patches
     merged = config.spatial_merge_size**2
-    return Packed(filled.reshape(len(dealt), size, -1), layout, slot[::merged] // merged)
+    return PackedPatches(filled.reshape(len(dealt), size, -1), layout, slot[::merged] // merged)
 
 
 class VisionBlock(nnx.Module):

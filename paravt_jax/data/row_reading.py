@@ -97,11 +97,13 @@ def read_row(
     A row that is kept comes with its record.
     """
     rl, id, source, row = task
-    looker = Looker(reading)
+    checker = VideoChecker(reading)
     try:
         if isinstance(row, Refused):
             raise row
-        return _question(row, id, source, looker) if rl else _conversation(row, id, source, looker)
+        return (
+            _question(row, id, source, checker) if rl else _conversation(row, id, source, checker)
+        )
     except Refused as refused:
         return LeftOut(id, source, refused.reason, refused.detail)
     except VideoError as error:
@@ -109,15 +111,17 @@ def read_row(
         return LeftOut(id, source, Reason.MISSING if missing else Reason.UNREADABLE, str(error))
 
 
-def _question(row: dict, id: str, source: str, looker: Looker) -> tuple[Kept, Question]:
+def _question(row: dict, id: str, source: str, checker: VideoChecker) -> tuple[Kept, Question]:
     question = read_question(row, id)
-    looker(question.video, False, None)
-    return Kept(id, source, question.kind.value, tuple(looker.seconds)), question
+    checker(question.video, False, None)
+    return Kept(id, source, question.kind.value, tuple(checker.seconds)), question
 
 
-def _conversation(row: dict, id: str, source: str, looker: Looker) -> tuple[Kept, Conversation]:
-    reading = looker.reading
-    conversation = read_conversation(row, id, source, reading.limits, looker)
+def _conversation(
+    row: dict, id: str, source: str, checker: VideoChecker
+) -> tuple[Kept, Conversation]:
+    reading = checker.reading
+    conversation = read_conversation(row, id, source, reading.limits, checker)
     trajectory = render(conversation, _protocol(reading), reading.tokens)
     tokens = len(trajectory.ids)
     responses = [str(turn.content[0]) for turn in conversation.turns if turn.role == "assistant"]
@@ -125,7 +129,7 @@ def _conversation(row: dict, id: str, source: str, looker: Looker) -> tuple[Kept
         id,
         source,
         "conversation",
-        tuple(looker.seconds),
+        tuple(checker.seconds),
         tokens,
         frames=len(trajectory.frames),
         calls=sum(turn.role == "tool" for turn in conversation.turns),
@@ -135,7 +139,7 @@ def _conversation(row: dict, id: str, source: str, looker: Looker) -> tuple[Kept
     return kept, dataclasses.replace(conversation, tokens=tokens)
 
 
-class Looker:
+class VideoChecker:
     """Opens the files of one row. `seconds`: the durations of the videos it was shown, each once."""
 
     def __init__(self, reading: Reading):

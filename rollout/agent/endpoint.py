@@ -29,7 +29,7 @@ from paravt_jax.data.frames import FrameSource, VideoError
 from paravt_jax.method.records import Frame, digest
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.remote.client import Choice, Client, ClientSettings, Failure, UnusableReply
-from rollout.engine.requests import Answer, Request, Sample, SampleStop, Sampling
+from rollout.engine.requests import Completion, Request, Sample, SampleStop, Sampling
 
 # With these statuses a server refuses one request for its content; it may answer the next one.
 _REFUSALS = (400, 413, 422, 451)
@@ -85,7 +85,7 @@ class EndpointSampler:
         self._client = Client(settings)
         self._tickets = itertools.count()
         self._asked: dict[int, tuple[Request, list[Future[_Completion | Failure]]]] = {}
-        self._done: list[Answer] = []
+        self._done: list[Completion] = []
 
     def close(self) -> None:
         self._client.close()
@@ -111,7 +111,7 @@ class EndpointSampler:
         self._asked[ticket] = request, futures
         return ticket
 
-    def step(self) -> list[Answer]:
+    def step(self) -> list[Completion]:
         """Waits until a reply is there, and returns the requests that are answered.
 
         Raises EndpointError where the server cannot be used.

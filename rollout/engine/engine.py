@@ -14,8 +14,7 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -29,9 +28,9 @@ from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import digest
 from rollout.engine.pages import PageTree
 from rollout.engine.programs import MOST_STOP_IDS, difference
-from rollout.engine.requests import Answer, Request, Sample, SampleStop
+from rollout.engine.requests import Completion, Request, Sample, SampleStop
 from rollout.engine.runner import ModelRunner
-from rollout.engine.sequences import Sequence, make_prompt
+from rollout.engine.sequences import EngineSequence, make_prompt
 from rollout.engine.settings import EngineSizes
 
 InFlight = Literal["finish", "restart"]
@@ -67,7 +66,7 @@ class Engine:
         model: Qwen3VL,
         features: FrameFeatures,
         settings: EngineSizes,
-        token_bytes: Many[bytes] | None = None,
+        token_bytes: Sequence[bytes] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.settings, self.features, self.config = settings, features, model.config
@@ -77,9 +76,9 @@ class Engine:
         self._tree = PageTree(settings.pages, settings.page)
         self._tickets = itertools.count()
         self._open: dict[int, list[Sample | None]] = {}  # by ticket
-        self._kept: list[Answer] = []  # finished while somebody else was waited for
-        self._waiting: collections.deque[Sequence] = collections.deque()
-        self._running: list[Sequence] = []
+        self._kept: list[Completion] = []  # finished while somebody else was waited for
+        self._waiting: collections.deque[EngineSequence] = collections.deque()
+        self._running: list[EngineSequence] = []
         self._weights: dict[int, Any] = {}
         weights = nnx.split(model.text)[1]
         self._known = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
@@ -105,10 +104,12 @@ class Engine:
             self.counts.stops[SampleStop.UNREADABLE] += len(request.seeds)
             return ticket
         self._open[ticket] = [None] * len(request.seeds)
-        self._waiting += [Sequence(ticket, number, prompt) for number in range(len(request.seeds))]
+        self._waiting += [
+            EngineSequence(ticket, number, prompt) for number in range(len(request.seeds))
+        ]
         return ticket
 
-    def step(self) -> list[Answer]:
+    def step(self) -> list[Completion]:
         """Admits, prefills, and decodes up to `settings.steps` tokens for all that run. Returns the requests that this finished."""
         self._expire()
         self._admit()
@@ -175,7 +176,7 @@ class Engine:
             for sequence in reversed(self._running[:]):
                 self._leave(sequence)
                 self._waiting.appendleft(
-                    Sequence(sequence.ticket, sequence.number, sequence.prompt)
+                    EngineSequence(sequence.ticket, sequence.number, sequence.prompt)
                 )
         if version in {sequence.version for sequence in self._running}:
             raise ValueError(
@@ -257,7 +258,7 @@ class Engine:
             sequence for sequence in self._waiting if now < sequence.prompt.until
         )
 
-    def _finish(self, sequence: Sequence, stop: SampleStop) -> None:
+    def _finish(self, sequence: EngineSequence, stop: SampleStop) -> None:
         samples = self._open[sequence.ticket]
         ids, logprobs = np.array(sequence.drawn, np.int32), np.array(sequence.logprobs, np.float32)
         running = sequence in self._running
@@ -269,7 +270,7 @@ class Engine:
 
     # --- pages ---
 
-    def _match(self, sequence: Sequence) -> None:
+    def _match(self, sequence: EngineSequence) -> None:
         """Holds the pages that are there already."""
         prompt = sequence.prompt
         sequence.version = self.version
@@ -280,7 +281,7 @@ class Engine:
             self._tree.hold([sequence.source])
         sequence.computed = len(sequence.path) * self.settings.page + common
 
-    def _take_pages(self, sequence: Sequence) -> bool:
+    def _take_pages(self, sequence: EngineSequence) -> bool:
         """All the other pages that the sequence can need; False where there are not enough now."""
         prompt, size = sequence.prompt, self.settings.page
         whole = -(-(len(prompt.content) + sequence.sampling.max_new_tokens) // size)
@@ -294,12 +295,12 @@ class Engine:
         sequence.lent = lent or []
         return lent is not None
 
-    def _return_pages(self, sequence: Sequence) -> None:
+    def _return_pages(self, sequence: EngineSequence) -> None:
         self._tree.release([*sequence.path, *([sequence.source] if sequence.source else [])])
         self._tree.give_back(sequence.lent)
         sequence.path, sequence.lent, sequence.source = [], [], None
 
-    def _publish(self, sequence: Sequence) -> None:
+    def _publish(self, sequence: EngineSequence) -> None:
         """Lets others find what the sequence has computed."""
         prompt, at = sequence.prompt, len(sequence.path) * self.settings.page
         content = np.concatenate([prompt.content, np.array(sequence.drawn, np.int64)])[
@@ -310,7 +311,7 @@ class Engine:
         )
         sequence.path = sequence.path + added
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: EngineSequence) -> None:
         """Out of its slot; what it computed stays for others as long as there is room, unless it was to be forgotten."""
         self._running.remove(sequence)
         if sequence.path and len(sequence.path[-1].tokens) < self.settings.page:
@@ -334,7 +335,7 @@ class Engine:
 
     def _admit(self) -> None:
         """Moves what waits into free slots, in turn, and prefills it, several sequences at once."""
-        batch: list[Sequence] = []
+        batch: list[EngineSequence] = []
         try:
             while self._next_batch(batch):
                 self._prefill(batch)
@@ -348,7 +349,7 @@ class Engine:
             self._waiting.extendleft(reversed(batch))
             raise
 
-    def _prefill(self, batch: list[Sequence]) -> None:
+    def _prefill(self, batch: list[EngineSequence]) -> None:
         if pairs := [(s.source.page, s.lent[0]) for s in batch if s.source is not None]:
             self._runner.copy(pairs)
         for sequence in batch:
@@ -360,9 +361,9 @@ class Engine:
         for sequence in batch:
             self._publish(sequence)
 
-    def _next_batch(self, batch: list[Sequence]) -> bool:
+    def _next_batch(self, batch: list[EngineSequence]) -> bool:
         """Finds the next sequences to prefill together, with their pages. One that begins like another waits until that is computed."""
-        passed: list[Sequence] = []
+        passed: list[EngineSequence] = []
         starts: set[tuple] = set()
         length = before = 0
         try:
@@ -415,7 +416,7 @@ class Engine:
             self._waiting.extendleft(reversed(passed))
         return bool(batch)
 
-    def _visual(self, sequence: Sequence) -> Float[np.ndarray, "m c d"]:
+    def _visual(self, sequence: EngineSequence) -> Float[np.ndarray, "m c d"]:
         """The visual vectors of the tokens that are not computed yet. Raises VideoError."""
         request = sequence.prompt.request
         before = int(sequence.prompt.visual[: sequence.computed].sum())
@@ -435,7 +436,7 @@ class Engine:
         ):
             self._take(sequence, *drawn)
 
-    def _take(self, sequence: Sequence, ids: list[int], logprobs: list[float]) -> None:
+    def _take(self, sequence: EngineSequence, ids: list[int], logprobs: list[float]) -> None:
         """Adds what was drawn, up to the end of a stop string, and finishes the sample where it has ended."""
         before = len(sequence.drawn)
         sequence.drawn += ids
@@ -452,7 +453,7 @@ class Engine:
         elif len(sequence.drawn) == sequence.sampling.max_new_tokens:
             self._finish(sequence, SampleStop.LENGTH)
 
-    def _stop_string(self, sequence: Sequence, before: int) -> int | None:
+    def _stop_string(self, sequence: EngineSequence, before: int) -> int | None:
         """How many tokens there are up to the one that completes the first stop string; None where there is none."""
         strings, table = sequence.sampling.stop_strings, self._token_bytes
         if not strings or table is None:

@@ -149,7 +149,7 @@ class Sample:
     reason: str = ""
 
 
-Answer = tuple[int, tuple[Sample, ...]]  # the request's ticket, and a sample for every seed
+Completion = tuple[int, tuple[Sample, ...]]  # the request's ticket, and a sample for every seed
 
 
 class Sampler(Protocol):
@@ -159,7 +159,7 @@ class Sampler(Protocol):
         """Takes a request in and returns its ticket."""
         ...
 
-    def step(self) -> list[Answer]:
+    def step(self) -> list[Completion]:
         """Works for a while; returns what was finished. Every request is, after finitely many steps."""
         ...
 

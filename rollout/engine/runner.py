@@ -7,7 +7,7 @@ which sequences, with which pages, is `engine`'s. Invariant: arrays have the sha
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from rollout.engine.layout import Layout, Serials, choose_layout
 from rollout.engine.pages import Node
 from rollout.engine.programs import MOST_STOP_IDS, Lines, Pieces, Pool, Programs, Rows, pages_of
 from rollout.engine.sampling import Choices
-from rollout.engine.sequences import Sequence
+from rollout.engine.sequences import EngineSequence
 from rollout.engine.settings import EngineSizes
 
 
@@ -69,7 +69,7 @@ class ModelRunner:
                     [], Layout((None,) * rows, ((),) * (rows // settings.fan), shared, own), weights
                 )
 
-    def copy(self, pairs: Many[tuple[int, int]]) -> None:
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies pages, from the first of each pair to the second."""
         for first in range(0, len(pairs), self.settings.slots):
             both = np.full((2, self.settings.slots), self.settings.pages, np.int32)
@@ -77,7 +77,7 @@ class ModelRunner:
             both[:, : len(part)] = part.T
             self._pool = self._programs.copy(self._pool, *both)
 
-    def prefill(self, batch: Many[Sequence], weights: Any) -> int:
+    def prefill(self, batch: Sequence[EngineSequence], weights: Any) -> int:
         """Computes what is known of the sequences and not computed yet; returns how many tokens that were."""
         total = 0
         while todo := [sequence for sequence in batch if sequence.missing]:
@@ -101,7 +101,7 @@ class ModelRunner:
         return total
 
     def decode(
-        self, sequences: Many[Sequence], weights: Any
+        self, sequences: Sequence[EngineSequence], weights: Any
     ) -> list[tuple[list[int], list[float]]]:
         """Ids and log-probs of up to `settings.steps` tokens for each sequence, at most `settings.slots` of them."""
         found: list[tuple[list[int], list[float]]] = [([], [])] * len(sequences)
@@ -141,7 +141,7 @@ class ModelRunner:
         """Rows of a program that reads so much of each sequence; on their pages it costs no memory."""
         return self.settings.slots if self._paged else self.settings.rows(width)
 
-    def _layout(self, sequences: Many[Sequence], rows: int | None = None) -> Layout:
+    def _layout(self, sequences: Sequence[EngineSequence], rows: int | None = None) -> Layout:
         """For all slots; or for fewer rows, in which nothing is shared."""
         settings, size = self.settings, self.settings.page
         return choose_layout(
@@ -158,7 +158,7 @@ class ModelRunner:
             own=settings.own,
         )
 
-    def _pieces(self, todo: Many[Sequence], length: int, before: int) -> Pieces:
+    def _pieces(self, todo: Sequence[EngineSequence], length: int, before: int) -> Pieces:
         """The next `length` tokens of each sequence, after at most `before`."""
         rows, size, text = (
             self.settings.prefill_rows(length, before),
@@ -196,7 +196,7 @@ class ModelRunner:
             _fill(pieces.tables[row], sequence.pages)
         return pieces
 
-    def _read_line(self, length: int, line: int, path: Many[Node]) -> None:
+    def _read_line(self, length: int, line: int, path: Sequence[Node]) -> None:
         """Reads the pages of a start into a line."""
         count = self.settings.slots // self.settings.fan
         if length not in self._lines:
@@ -211,7 +211,7 @@ class ModelRunner:
         self._in_lines[length][line] = tuple(node.serial for node in path)
 
     def _run(
-        self, sequences: Many[Sequence], layout: Layout, weights: Any
+        self, sequences: Sequence[EngineSequence], layout: Layout, weights: Any
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids and log-probs of every row's new tokens, and how many of them there are."""
         settings, size, slots = self.settings, self.settings.page, len(layout.rows)
@@ -271,6 +271,6 @@ class ModelRunner:
         return ids, logprobs, counts
 
 
-def _fill(table: np.ndarray, pages: Many[int]) -> None:
+def _fill(table: np.ndarray, pages: Sequence[int]) -> None:
     count = min(len(table), len(pages))
     table[:count] = pages[:count]

@@ -39,7 +39,7 @@ class Prompt:
         return len(self.request.ids) - 1
 
 
-class Sequence:
+class EngineSequence:
     """One sample on its way. Its pages are those of `path`, then `lent`; `computed` tokens are on them."""
 
     def __init__(self, ticket: int, number: int, prompt: Prompt):

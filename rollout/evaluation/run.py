@@ -45,7 +45,7 @@ from rollout.evaluation.benchmarks import (
     title_of,
 )
 from rollout.evaluation.folder import EvaluationFolder, Line, latest, read_lines
-from rollout.evaluation.origin import commit, questions_hash, versions, weights_hash
+from rollout.evaluation.provenance import commit, questions_hash, versions, weights_hash
 from rollout.evaluation.settings import OWN, BenchmarkSettings
 from rollout.evaluation.split import Player
 from rollout.evaluation.summary import rows_of, score_of, summarise

@@ -16,7 +16,7 @@ from paravt_jax.method.records import Question, QuestionKind, digest
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world import text as world_text
 from rollout.agent.episode import Scene
-from rollout.engine.requests import Answer, Request, Sample, SampleStop
+from rollout.engine.requests import Completion, Request, Sample, SampleStop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Scripted:
         self.waiting[ticket] = request
         return ticket
 
-    def step(self) -> list[Answer]:
+    def step(self) -> list[Completion]:
         waiting, self.waiting = self.waiting, {}
         samples = [self._answer(request) for request in waiting.values()]
         self.waves.append(list(waiting.values()))

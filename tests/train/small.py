@@ -29,7 +29,7 @@ from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
 from rollout.agent.episode import Scene
 from rollout.engine.engine import Engine
-from rollout.engine.requests import Answer, Request, Sample, SampleStop
+from rollout.engine.requests import Completion, Request, Sample, SampleStop
 from rollout.engine.settings import EngineSettings
 from rollout.evaluation.play import EvaluationSettings
 from train.learn.align import AlignSettings
@@ -175,7 +175,7 @@ class Script:
         self.waiting[ticket] = request
         return ticket
 
-    def step(self) -> list[Answer]:
+    def step(self) -> list[Completion]:
         waiting, self.waiting = self.waiting, {}
         return [
             (ticket, tuple(self._sample(request, seed) for seed in request.seeds))

@@ -8,7 +8,7 @@ import pytest
 from configs import RECIPES
 from models.sharding import make_mesh
 from tests.models.program import FOR_TPU, run
-from train.learn.sft import Course
+from train.learn.sft import SFTBatches
 from train.plan.abstract import abstract_sft_update
 
 
@@ -20,7 +20,9 @@ def test_a_recipe_without_the_phase_is_refused():
 def test_arguments_are_what_a_run_gives(road):
     """Shapes, types and places of the small recipe's cold start: a batch and a state that were really made."""
     settings, mesh = road.run.sft, make_mesh()
-    course = Course(settings, road.data, None, 0, road.scene.protocol, road.scene.features, mesh)
+    course = SFTBatches(
+        settings, road.data, None, 0, road.scene.protocol, road.scene.features, mesh
+    )
     state, _ = course.start(road.graph, road.fresh())
     batch, _, _ = next(course)
     abstract = abstract_sft_update(road.run, mesh, road.model.config).arguments

@@ -26,8 +26,8 @@ from models.qwen3_vl.model import abstract_model
 from rollout.engine import runner
 from tests.train.small import small
 from train.learn.batch import BatchShape
+from train.plan import cache, step
 from train.plan import command as plan
-from train.plan import kept, step
 from train.plan.compile import ROLLOUTS, SIZES, Case, Measured, _lack, compile_case
 from train.plan.programs import Plan, planned_config, program_names
 from train.plan.topology import CHIPS, SCALE, Topology, choose_mesh
@@ -397,7 +397,7 @@ def test_programs_of_a_host_are_compiled_once_a_generation(command):
 
 
 def test_a_plan_that_was_stopped_goes_on(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(kept, "_compiler", lambda: "one")
+    monkeypatch.setattr(cache, "_compiler", lambda: "one")
     keep = ("--topology=v5p:2x2x4", "--keep", str(tmp_path / "kept"))
     late = {"reference": "not compiled within 5 s"}
     _, first, asked = command(
@@ -420,7 +420,7 @@ def test_a_plan_that_was_stopped_goes_on(command, tmp_path, monkeypatch):
     )  # compiled for a host already
     for changed in (("--rl.microbatches", "2"), ("--rl.remat", "none")):
         assert len(command(*keep, *changed)[2]) == 1 + len(program_names(RUN))
-    monkeypatch.setattr(kept, "_compiler", lambda: "other code")
+    monkeypatch.setattr(cache, "_compiler", lambda: "other code")
     assert len(command(*keep)[2]) == 1 + len(program_names(RUN))
 
 

@@ -27,7 +27,7 @@ from tests.paravt_jax.published_files import answered, called, rl_row, write_rl,
 from train.data import pack_rows, question_stream, row_stream
 from train.durable import hosts
 from train.learn.optimizer import OptimizerSettings
-from train.learn.sft import Course, SFTSettings
+from train.learn.sft import SFTBatches, SFTSettings
 from train.prepare import UnreadableVideosError, main, prepare
 from train.published_data import DataSettings, hold_out
 from train.run import resolved
@@ -218,7 +218,7 @@ def test_steps_of_the_cold_start_are_packed_rows_that_go_on_exactly(
             small_model.vision, small_model.config, frames, root, source=reader
         )
         there = dataclasses.replace(data, root=root)
-        return Course(settings, there, reader, 3, rules, features, make_mesh()), features
+        return SFTBatches(settings, there, reader, 3, rules, features, make_mesh()), features
 
     with FrameReader(ReaderSettings(workers=1, min_pixels=1024, max_pixels=1024)) as reader:
         one, _ = course(reader, small_world.folder)

@@ -14,11 +14,11 @@ from models.sharding import make_mesh
 from paravt_jax.data import video
 from paravt_jax.method.protocol import PINNED
 from train.data import pack_rows
-from train.learn.sft import Course, SFTBatch, start_sft
+from train.learn.sft import SFTBatch, SFTBatches, start_sft
 
 
-def course(road, features=None) -> Course:
-    return Course(
+def course(road, features=None) -> SFTBatches:
+    return SFTBatches(
         road.run.sft,
         road.data,
         None,

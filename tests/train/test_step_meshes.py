@@ -27,7 +27,7 @@ from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.structure import Kind, Structure
 from train.learn.batch import BatchShape, Sequences
 from train.learn.optimizer import OptimizerSettings, make_optimizer
-from train.learn.packed_batch import Packed, PackedShape, fitted_rows
+from train.learn.packed_batch import PackedRows, PackedShape, fitted_rows
 from train.learn.placement import fit, fitted, parts_of, place
 from train.learn.rl import make_rl_update
 from train.learn.rl_batch import RLBatch
@@ -195,7 +195,7 @@ def rl_step(
     )
 
 
-def packed_rows(fitted: PackedShape) -> Packed:
+def packed_rows(fitted: PackedShape) -> PackedRows:
     """Random conversations, three a row, with padding; the second one has frames; rows beyond ROWS are padding."""
     rng = np.random.default_rng(2)
     b, t, m = ROWS.rows, ROWS.tokens, ROWS.visual
@@ -217,7 +217,7 @@ def packed_rows(fitted: PackedShape) -> Packed:
         "sampled": (at > starts) & (segments > 0) & (ids != IMAGE) & (rng.random((b, t)) < 0.7),
         "visual": rng.normal(size=(b, m, 3, TEXT.hidden_size)).astype(np.float32),
     }
-    return Packed(**{name: pad(x, fitted.rows - b, 0) for name, x in arrays.items()})
+    return PackedRows(**{name: pad(x, fitted.rows - b, 0) for name, x in arrays.items()})
 
 
 def sft_step(

@@ -42,7 +42,7 @@ class PackedShape:
 
 
 @struct.dataclass
-class Packed:
+class PackedRows:
     """Packed rows. Segments count a row's conversations from 1, 0 is padding; `sampled` tokens are those with loss."""
 
     ids: Int[np.ndarray, "b t"]
@@ -112,10 +112,10 @@ def render_rows(
 
 def build_packed(
     rows: Sequence[Sequence[Rendered]], features: FrameFeatures, shape: PackedShape
-) -> Packed:
+) -> PackedRows:
     """Arrays of `rows`; missing rows are padding. Raises ValueError for what does not fit the shape."""
     config = features.config
-    batch = Packed(
+    batch = PackedRows(
         ids=np.zeros((shape.rows, shape.tokens), np.int32),
         positions=np.zeros((3, shape.rows, shape.tokens), np.int32),
         segments=np.zeros((shape.rows, shape.tokens), np.int32),

@@ -35,7 +35,7 @@ from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import Rollouts, describe, join, require_current, roll_out
 from train.learn.step import (
     Loss,
-    Program,
+    MeshProgram,
     TrainState,
     init_state,
     make_logprobs,
@@ -80,7 +80,7 @@ def make_rl_update(
     settings: RLSettings,
     parts: int,
     state: TrainState,
-) -> Program:
+) -> MeshProgram:
     """The update of PARA-GRPO in `parts` micro-batches, `f(state, RLBatch) -> (state, metrics)`."""
     cut = (lambda batch: split(batch, parts)) if parts > 1 else None
     return make_update(graph, optimizer, rl_loss(image_token_id, settings), state, cut)
@@ -124,7 +124,9 @@ class Learner:
         self._logprobs = make_logprobs(
             graph, config.image_token_id, settings.temperature, settings.logprob_chunk, mesh, parts
         )
-        self._advantages = Program(jax.jit(lambda batch: _advantages(batch, settings)), self.mesh)
+        self._advantages = MeshProgram(
+            jax.jit(lambda batch: _advantages(batch, settings)), self.mesh
+        )
         self._update = make_rl_update(
             graph, optimizer, config.image_token_id, settings, parts, self.start
         )

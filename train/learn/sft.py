@@ -28,7 +28,7 @@ from train.data import Data, pack_rows, row_stream
 from train.durable import hosts
 from train.learn.optimizer import OptimizerSettings, make_optimizer, require_counts
 from train.learn.packed_batch import (
-    Packed,
+    PackedRows,
     PackedShape,
     build_packed,
     fitted_rows,
@@ -36,7 +36,7 @@ from train.learn.packed_batch import (
     render_rows,
 )
 from train.learn.placement import cut, place
-from train.learn.step import Loss, Program, TrainState, init_state, make_update
+from train.learn.step import Loss, MeshProgram, TrainState, init_state, make_update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +80,11 @@ class SFTSettings:
 class SFTBatch:
     """What an update reads: packed rows, and how many tokens the whole step trains on."""
 
-    packed: Packed
+    packed: PackedRows
     tokens: Float[Array, ""]
 
     @classmethod
-    def of(cls, packed: Packed) -> SFTBatch:
+    def of(cls, packed: PackedRows) -> SFTBatch:
         return cls(packed, jnp.asarray(packed.sampled.sum(), jnp.float32))
 
 
@@ -95,7 +95,7 @@ def split(batch: SFTBatch, parts: int) -> SFTBatch:
 
 def packed_logprobs(
     text: TextDecoder,
-    batch: Packed,
+    batch: PackedRows,
     image_token_id: int,
     remat: Remat = "none",
     chunk: int | None = None,
@@ -130,7 +130,7 @@ def sft_loss(image_token_id: int, remat: Remat = "none", chunk: int | None = Non
 
 def start_sft(
     graph: nnx.GraphDef, weights: Any, image_token_id: int, settings: SFTSettings, parts: int = 1
-) -> tuple[TrainState, Program]:
+) -> tuple[TrainState, MeshProgram]:
     """The state before the first step, and the jitted update, as `make_sft_update` returns it."""
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = init_state(weights, optimizer)
@@ -144,14 +144,14 @@ def make_sft_update(
     settings: SFTSettings,
     parts: int,
     state: TrainState,
-) -> Program:
+) -> MeshProgram:
     """The update of the cold start in `parts` micro-batches, `f(state, SFTBatch) -> (state, metrics)`."""
     cut = (lambda batch: split(batch, parts)) if parts > 1 else None
     loss = sft_loss(image_token_id, settings.remat, settings.logprob_chunk)
     return make_update(graph, optimizer, loss, state, cut)
 
 
-class Course:
+class SFTBatches:
     """The steps of a cold start: endless batches of packed rows, in an order that goes on exactly.
 
     `reader`, where given, reads the frames of the next steps meanwhile. Files that cannot be read
@@ -175,12 +175,12 @@ class Course:
         self._rows = row_stream(data, packing, reader, seed, settings.rows)
         self._shape, self._parts = fitted_rows(settings.shape, settings.microbatches, mesh)
 
-    def start(self, graph: nnx.GraphDef, weights: Any) -> tuple[TrainState, Program]:
+    def start(self, graph: nnx.GraphDef, weights: Any) -> tuple[TrainState, MeshProgram]:
         """As `start_sft`."""
         image = self._features.config.image_token_id
         return start_sft(graph, weights, image, self._settings, self._parts)
 
-    def __next__(self) -> tuple[SFTBatch, tuple[Packed, ...], dict[str, float]]:
+    def __next__(self) -> tuple[SFTBatch, tuple[PackedRows, ...], dict[str, float]]:
         """What the update takes, the arrays whose tokens count, and how many conversations are
         missing for a file that could not be read. A process renders and lays out its share of a
         step's rows."""
@@ -197,7 +197,7 @@ class Course:
                 "sft: a step has no conversation whose files can be read; check the data root "
                 f"{self._data.root}"
             )
-        packed: Packed = place(own, self._mesh)
+        packed: PackedRows = place(own, self._mesh)
         figures = {"missing": float(sum(count for count, _ in counts))}
         return SFTBatch.of(packed), (packed,), figures
 

@@ -37,7 +37,7 @@ class TrainState:
 Loss = Callable[[TextDecoder, Any], tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]
 
 
-class Program(NamedTuple):
+class MeshProgram(NamedTuple):
     """A jitted function that runs, and is lowered, with its mesh set."""
 
     jitted: Any
@@ -130,7 +130,7 @@ def make_logprobs(
     chunk: int | None = None,
     mesh: Mesh | None = None,
     parts: int = 1,
-) -> Program:
+) -> MeshProgram:
     """The jitted log-probs of a batch under given weights, in `parts` micro-batches: `f(weights, batch) -> float32[b, t]`."""
 
     def reference_logprobs(weights: Any, batch: Sequences) -> jax.Array:
@@ -145,7 +145,7 @@ def make_logprobs(
             else jax.lax.map(of_part, cut(batch, parts)).reshape(batch.ids.shape)
         )
 
-    return Program(jax.jit(reference_logprobs), mesh)
+    return MeshProgram(jax.jit(reference_logprobs), mesh)
 
 
 def make_update(
@@ -154,7 +154,7 @@ def make_update(
     loss: Loss,
     state: TrainState,
     split: Callable[[Any], Any] | None = None,
-) -> Program:
+) -> MeshProgram:
     """The jitted, donated update `f(state, batch) -> (state, metrics)`: metrics are the loss's, `loss` and `grad_norm`.
 
     `state` (real or abstract) shows how the state lies on the mesh; what comes out lies the same way, so that nothing is compiled twice.
@@ -190,6 +190,6 @@ def make_update(
         return TrainState(weights, optimizer_state, state.step + 1), metrics
 
     places = state_shardings(state)
-    return Program(
+    return MeshProgram(
         jax.jit(update, donate_argnums=0, out_shardings=(places, None)), mesh_of(state.weights)
     )

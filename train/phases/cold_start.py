@@ -7,7 +7,7 @@ from typing import Any
 
 from paravt_jax.data.frame_reader import FrameReader
 from rollout.agent.episode import Scene
-from train.learn.sft import Course
+from train.learn.sft import SFTBatches
 from train.learn.speed import speeds
 from train.phases.context import Context, as_saved, resume
 from train.phases.model import Parts
@@ -21,7 +21,7 @@ def cold_start(
     if settings is None:
         return weights
     config = parts.model.config
-    course = Course(
+    course = SFTBatches(
         settings,
         context.data,
         reader,

@@ -22,12 +22,12 @@ from paravt_jax.method.grpo import GRPOBatch, Totals
 from paravt_jax.method.structure import Structure
 from train.learn.batch import BatchShape, Sequences
 from train.learn.optimizer import make_optimizer
-from train.learn.packed_batch import Packed, PackedShape, fitted_rows
+from train.learn.packed_batch import PackedRows, PackedShape, fitted_rows
 from train.learn.placement import fitted, shardings
 from train.learn.rl import make_rl_update
 from train.learn.rl_batch import RLBatch
 from train.learn.sft import SFTBatch, make_sft_update
-from train.learn.step import Program, TrainState, make_logprobs, state_shardings
+from train.learn.step import MeshProgram, TrainState, make_logprobs, state_shardings
 from train.settings import Run
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ T = TypeVar("T")
 class Abstract(NamedTuple):
     """A program and the abstract arguments of one call: `program.lower(*arguments).compile()`."""
 
-    program: Program
+    program: MeshProgram
     arguments: tuple[Any, ...]
 
 
@@ -131,7 +131,7 @@ def _sequences(shape: BatchShape, config: Qwen3VLConfig) -> Sequences:
     return Sequences(**fields)
 
 
-def _packed(shape: PackedShape, config: Qwen3VLConfig) -> Packed:
+def _packed(shape: PackedShape, config: Qwen3VLConfig) -> PackedRows:
     row = functools.partial(_shape, (shape.rows, shape.tokens))
     visual = _shape(
         (shape.rows, shape.visual, 1 + config.vision.levels, config.text.hidden_size), jnp.float32
@@ -140,7 +140,7 @@ def _packed(shape: PackedShape, config: Qwen3VLConfig) -> Packed:
         "sampled": row(jnp.bool_),
         "visual": visual,
     }
-    return Packed(positions=_shape((3, shape.rows, shape.tokens), jnp.int32), **fields)
+    return PackedRows(positions=_shape((3, shape.rows, shape.tokens), jnp.int32), **fields)
 
 
 def _rl_batch(shapes: Sequence[BatchShape], config: Qwen3VLConfig) -> RLBatch:

@@ -25,8 +25,8 @@ from configs import RECIPES
 from paravt_jax.data.local_path import require_local
 from train.cli import EXIT_USAGE, parse
 from train.plan import step
+from train.plan.cache import cached
 from train.plan.compile import ROLLOUTS, SIZES, Case, Measured, compile_case, libtpu_version
-from train.plan.kept import kept
 from train.plan.programs import planned_config, program_names
 from train.plan.table import report, scale
 from train.plan.topology import INSTALL, SCALE, SOURCE, Topology, choose_mesh
@@ -172,7 +172,7 @@ def _compile_aloud(keep: pathlib.Path | None, case: Case, timeout: float) -> Mea
     def compiled(case: Case) -> Measured:
         return compile_case(case, timeout)
 
-    measured, before = (compiled(case), False) if keep is None else kept(keep, case, compiled)
+    measured, before = (compiled(case), False) if keep is None else cached(keep, case, compiled)
     said = measured.error or f"{measured.seconds:.0f} s"
     print(
         f"{case.topology.name}, {case.program}: {said}{', compiled before' if before else ''}",

@@ -40,7 +40,7 @@ from train.world_data import world_vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class PlannedProgram:
     """A jitted function and abstract arguments, laid over `mesh`.
 
     `given`: the residents among its arguments. `read`: bytes of HBM that a device has to read for a call. `turns`: trips of its
@@ -85,9 +85,9 @@ class Plan:
                 "KV pool": self._pool(),
             }
 
-    def program(self, name: str) -> Program:
+    def program(self, name: str) -> PlannedProgram:
         """One of `program_names`."""
-        builders: dict[str, Callable[[], Program]] = {
+        builders: dict[str, Callable[[], PlannedProgram]] = {
             "vision": self._vision,
             "prefill": functools.partial(self._prefill, "prefill"),
             "prefill after": functools.partial(self._prefill, "prefill after"),
@@ -126,7 +126,7 @@ class Plan:
             return abstract_rl_update(self.run, self.mesh, self.config).arguments
         return abstract_sft_update(self.run, self.mesh, self.config).arguments
 
-    def _sft(self) -> Program:
+    def _sft(self) -> PlannedProgram:
         assert self.run.sft is not None
         pairs = rows_of(self.run.sft.row_tokens)
         return self._training(
@@ -136,14 +136,14 @@ class Plan:
             ("weights", "moments", "batch"),
         )
 
-    def _update(self) -> Program:
+    def _update(self) -> PlannedProgram:
         update = abstract_rl_update(self.run, self.mesh, self.config)
         program = self._training(
             "RL update", update, self._pairs(), ("weights", "moments", "batch")
         )
         return dataclasses.replace(program, unshared=self._unshared)
 
-    def _reference(self) -> Program:
+    def _reference(self) -> PlannedProgram:
         return self._training(
             "reference",
             abstract_reference(self.run, self.mesh, self.config),
@@ -185,8 +185,8 @@ class Plan:
 
     def _training(
         self, name: str, abstract: Abstract, pairs: Pairs, given: tuple[str, ...]
-    ) -> Program:
-        return Program(
+    ) -> PlannedProgram:
+        return PlannedProgram(
             name,
             abstract.program.jitted,
             abstract.arguments,
@@ -223,7 +223,7 @@ class Plan:
         place = NamedSharding(self.host, PartitionSpec(None, None, None, "tensor"))
         return jax.ShapeDtypeStruct(shape, self.model.text.dtype, sharding=place)
 
-    def _decode(self) -> Program:
+    def _decode(self) -> PlannedProgram:
         engine = self.run.engine_sizes
         b, width = engine.slots, engine.own[-1]
         tables = shape(jnp.int32, b, width // engine.page + pages_of(engine.steps, engine.page))
@@ -237,7 +237,7 @@ class Plan:
         rows = Rows(
             **integers, tables=tables, stops=shape(jnp.int32, b, MOST_STOP_IDS), choices=choices
         )
-        return Program(
+        return PlannedProgram(
             "decode",
             self._engine().decode.__wrapped__,
             (self.residents["engine's weights"], self.residents["KV pool"], None, rows),
@@ -268,7 +268,7 @@ class Plan:
             length, before = max(both, key=lambda pair: engine.prefill_rows(*pair) * pair[1])
         return engine.prefill_rows(length, before), length, before
 
-    def _prefill(self, name: str) -> Program:
+    def _prefill(self, name: str) -> PlannedProgram:
         (rows, length, before), size = self.prefill_shape(name), self.run.engine_sizes.page
         visual = shape(
             jnp.float32, rows, length, 1 + self.config.vision.levels, self.config.text.hidden_size
@@ -283,7 +283,7 @@ class Plan:
             shape(jnp.int32, rows, before // size + pages_of(length, size)),
         )
         pieces = Pieces(ids, positions, visual, index, counts, counts, tables)
-        return Program(
+        return PlannedProgram(
             name,
             self._engine().prefill.__wrapped__,
             (self.residents["engine's weights"], self.residents["KV pool"], pieces),
@@ -295,9 +295,9 @@ class Plan:
             pairs=rows_of(length) if before else causal,
         )
 
-    def _sync(self) -> Program:
+    def _sync(self) -> PlannedProgram:
         sync = make_sync(self.weights, self.hosts, self.model.text.dtype)
-        return Program(
+        return PlannedProgram(
             "weight sync",
             sync,
             (self.weights,),
@@ -330,7 +330,7 @@ class Plan:
         )
         return height // vision.patch_size, width // vision.patch_size
 
-    def _vision(self) -> Program:
+    def _vision(self) -> PlannedProgram:
         graph, weights = self._tower()
         grid = self.grid()
         encode = jax.jit(
@@ -340,7 +340,7 @@ class Plan:
             jnp.float32, self.run.frames.batch, grid[0] * grid[1], self.config.vision.patch_dim
         )
         layout = frame_layout(grid, self.config.vision)
-        return Program(
+        return PlannedProgram(
             "vision",
             encode,
             (weights, patches, layout),

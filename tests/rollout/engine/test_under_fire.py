@@ -38,7 +38,7 @@ from paravt_jax.method.structure import find_structure
 from rollout.agent.episode import Scene, Setting, play, split_prompt
 from rollout.agent.transcript import transcript
 from rollout.engine.engine import Engine
-from rollout.engine.requests import Answer, Request, Sample, SampleStop, run
+from rollout.engine.requests import Completion, Request, Sample, SampleStop, run
 from rollout.engine.settings import EngineSizes
 from tests.rollout.conftest import Cut, Scripted
 from tests.rollout.engine.fire import GRAMMAR, Fuzzer, watch
@@ -407,7 +407,7 @@ class Possessed:
         self.owner[scripted, (self.script if scripted else self.engine).submit(request)] = ticket
         return ticket
 
-    def step(self) -> list[Answer]:
+    def step(self) -> list[Completion]:
         answers = [((True, ticket), samples) for ticket, samples in self.script.step()]
         answers += [((False, ticket), samples) for ticket, samples in self.engine.step()]
         return [(self.owner.pop(key), samples) for key, samples in answers]

@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 ROOMS = ("configs", "models", "paravt_jax", "rollout", "train")
 
 
-def kept(
+def cached(
     folder: pathlib.Path, case: Case, compiled: Callable[[Case], Measured]
 ) -> tuple[Measured, bool]:
     """What `folder`, which is there, has of a case, else what `compiled` says of it, which it has from then on; and whether it was there.
