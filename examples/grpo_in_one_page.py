@@ -51,9 +51,9 @@ from train.learn.sft import SFTBatches, SFTSettings
 from train.learn.step import init_state, make_logprobs, make_update, row_logprobs
 from train.world_data import world_vocabulary
 
-# Videos of four coloured scenes, 32 seconds each. A digit appears in a scene for 2 to 4 seconds.
+# Videos of 128 seconds, in four coloured scenes. A digit appears in a scene for 2 to 4 seconds.
 WORLD = videos.WorldSettings(train_videos=600, digit_width=20, digit_height=28, jitter=0)
-FRAMES = FrameSettings(batch=64, whole_frames=64)  # a video is encoded when it is first met
+FRAMES = FrameSettings(batch=64, whole_frames=64)  # a video of 64 frames is encoded whole
 BUDGETS = (4, 8)  # numbers of overview frames, in demonstrations and in episodes
 TEXT = text.TextSettings(
     multiple_choice=1.0,
@@ -136,10 +136,10 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     tokens = tuple(len(render(one, scene.protocol, lambda clip: 1).ids) for one in told)
     data = Data(Path(), vocabulary, questions, (), told, tokens, (), len(drawn), {})
     sft = SFTSettings(cold_start_steps, rows=8, optimizer=COLD_START, row_tokens=320)
-    course = SFTBatches(sft, data, None, seed, scene.protocol, features, mesh)
-    state, update = course.start(graph, weights)
+    batches = SFTBatches(sft, data, None, seed, scene.protocol, features, mesh)
+    state, update = batches.start(graph, weights)
     for step in range(1, cold_start_steps + 1):
-        state, metrics = update(state, next(course)[0])
+        state, metrics = update(state, next(batches)[0])
         if step % 50 == 0:
             print(f"cold start {step}: loss {metrics['loss']:.2f}", flush=True)
 

@@ -122,10 +122,14 @@ def _own_questions(
         raise ValueError(
             f"sft: {type(run.sft).__name__}; your own questions have no demonstrations: set sft to None"
         )
-    root = pathlib.Path(settings.media)
+    root = pathlib.Path(settings.media).resolve()
     if not root.is_dir():
         raise ValueError(
             f"data.media: {root}; no such folder: give the one that holds the videos of your questions"
+        )
+    if questions is not None and settings.questions:
+        raise ValueError(
+            f"data.questions: {settings.questions}, and questions were given from Python as well; give one of them"
         )
     if questions is None:
         questions = read_questions(settings.questions, root)

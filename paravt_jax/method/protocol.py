@@ -173,7 +173,7 @@ def _load_tool(name: str) -> Tool:
     module, _, kind = name.partition(":")
     try:
         tool = getattr(importlib.import_module(module), kind)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
         raise ValueError(
             f"protocol.tools: {name!r} is no tool ({error}); "
             "give crop_video, search_subtitles, or MODULE:CLASS of your own"
@@ -182,7 +182,13 @@ def _load_tool(name: str) -> Tool:
         raise ValueError(
             f"protocol.tools: {name!r} is no tool; give a class derived from {Tool.__module__}.Tool"
         )
-    return tool()
+    try:
+        return tool()
+    except TypeError as error:  # abstract methods are missing, or it wants arguments
+        raise ValueError(
+            f"protocol.tools: {name!r} cannot be made ({error}); "
+            "give it parse and run, and no arguments to be made with"
+        ) from error
 
 
 def render_call(call: CropCall) -> str:

@@ -23,6 +23,7 @@ from paravt_jax.method.records import (
     Call,
     CallOutcome,
     CallStatus,
+    CropCall,
     Episode,
     FailedCall,
     Question,
@@ -32,6 +33,7 @@ from paravt_jax.method.records import (
     Turn,
 )
 from paravt_jax.method.subtitles import Subtitle
+from paravt_jax.method.tools.crop_video import resolve_window
 from paravt_jax.method.tools.tool import Look
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask
 
@@ -286,7 +288,7 @@ def _open(
             return CallOutcome(call, result.status, f"error: {result.reason}")
         if isinstance(result, str):
             return CallOutcome(call, CallStatus.EXECUTED, result)
-        return _show(scene, question, result, dispatch)
+        return _show(scene, question, call, result, dispatch)
     except VideoError as error:
         reason = error.reason.replace(
             error.path, VIDEO_NAME
@@ -296,20 +298,30 @@ def _open(
         )
 
 
-def _show(scene: Scene, question: Question, look: Look, dispatch: Dispatch) -> CallOutcome:
+def _show(
+    scene: Scene, question: Question, call: Call, look: Look, dispatch: Dispatch
+) -> CallOutcome:
     """The prompt of the sub-agent that looks; with dispatch `frames`, the frames themselves."""
-    features, settings, window = scene.features, scene.protocol.settings, look.window
+    features, settings = scene.features, scene.protocol.settings
+    found = resolve_window(look.window, features.info(question.video).duration)
+    if isinstance(found, FailedCall):  # a tool's window, which need not be in the video
+        return CallOutcome(call, found.status, f"error: {found.reason}")
+    window = found.window
+    # What was looked at stands in the place of a crop; a call of another tool stays as it is.
+    shown = window if isinstance(call, CropCall) else call
     fps, most = settings.crop_fps, settings.crop_frames
-    if window.frames is not None:  # so many, evenly spread
-        fps, most = window.frames / (window.end - window.start), window.frames
+    if window.frames is not None:  # as many, evenly spread
+        most = min(window.frames, settings.most_crop_frames)
+        fps = most / (window.end - window.start)
     frames = features.window(question.video, window.start, window.end, fps, most)
     features(frames)
-    status = CallStatus.CLAMPED if look.note else CallStatus.EXECUTED
-    note = f" ({look.note})" if look.note else ""
+    reason = look.note or found.note
+    status = CallStatus.CLAMPED if reason else CallStatus.EXECUTED
+    note = f" ({reason})" if reason else ""
     if dispatch == "frames":
-        return CallOutcome(window, status, f"{len(frames)} frames.{note}", frames=frames)
+        return CallOutcome(shown, status, f"{len(frames)} frames.{note}", frames=frames)
     prompt = scene.protocol.window(frames, features.tokens(question.video))
-    return CallOutcome(window, status, note, Trajectory((prompt,)))
+    return CallOutcome(shown, status, note, Trajectory((prompt,)))
 
 
 def _forges_frames(scene: Scene, trajectory: Trajectory) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from paravt_jax.method.rewards import RewardSettings, score
 from paravt_jax.method.subtitles import Subtitle, read_srt
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.method.tools.search_subtitles import ENTRIES, SearchSubtitles, best_entries
+from paravt_jax.method.tools.tool import Look, Tool
 from rollout.agent.episode import Dispatch, Scene, Setting, play
 from rollout.agent.scoring import executed_calls
 from rollout.agent.transcript import transcript
@@ -306,3 +308,40 @@ def test_engine_and_batches_have_room_for_the_most_frames():
 def test_a_number_of_frames_without_crops_is_refused():
     with pytest.raises(ValueError, match=r"protocol.max_num_frames: 8 without crop_video; add"):
         ProtocolSettings(max_num_frames=8, tools=(SearchSubtitles.name,))
+
+
+class Looks(Tool):
+    """A tool of somebody's own that has a sub-agent look at a window, whatever it is asked."""
+
+    name = "looks"
+    description = "Looks at a window."
+    parameters = {"window": {"type": "array", "description": "Start, end and frames."}}
+    required = ("window",)
+    example = {"window": [0, 16, 4]}
+    hint = "Call looks."
+
+    def parse(self, arguments):
+        return ToolCall(self.name, {"window": arguments["window"]})
+
+    def run(self, call, video):
+        start, end, frames = call.arguments["window"]
+        return Look(CropCall(start, end, frames))
+
+
+def test_a_tools_window_is_held_to_the_video_and_to_the_frames_there_is_room_for(perform):
+    windows = [[8, 0, 4], [0, 16, 500], [0, 16, 4]]
+    calls = [tool_call("looks", {"window": window}) for window in windows]
+    names = ("crop_video", f"{__name__}:Looks")
+    sys.modules[__name__].Looks = Looks
+    episode, _, scene = perform([plan(*calls), ANSWER], tools=names, max_calls=3)
+    reversed_, many, few = episode.turns[0].calls
+    assert reversed_.status is CallStatus.BAD_WINDOW
+    assert many.status is few.status is CallStatus.EXECUTED
+    assert many.call == ToolCall("looks", {"window": [0, 16, 500]})
+    most = scene.protocol.settings.most_crop_frames
+    assert [len(outcome.subagent.frames) for outcome in (many, few)] == [min(most, 8), 4]
+
+
+def test_a_tool_that_cannot_be_made_is_refused():
+    with pytest.raises(ValueError, match="protocol.tools: .*Tool' cannot be made"):
+        ProtocolSettings(tools=("paravt_jax.method.tools.tool:Tool",))

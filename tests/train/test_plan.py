@@ -609,7 +609,8 @@ def test_a_compiler_ends_with_its_plan(number, tmp_path):
 def test_an_interrupt_stops_the_whole_plan(tmp_path):
     """What waits is not begun, and nobody waits for what runs; the compiler here sleeps."""
     code = (
-        "import importlib.util, os, pathlib, sys, time; from train import plan; importlib.util.find_spec = lambda name: object()\n"
+        "import importlib.util, os, pathlib, sys, time; from train.plan import command as plan\n"
+        "importlib.util.find_spec = lambda name: object()\n"
         f"plan.compile_case = lambda case, timeout: (pathlib.Path('{tmp_path}', case.program).touch(), time.sleep(300))\n"
         "code = plan.main(['--config=paravt_8b', '--topology=v5e:4x4']); sys.stderr.flush(); os._exit(code)"
     )

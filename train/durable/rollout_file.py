@@ -34,6 +34,7 @@ from paravt_jax.method.records import (
     Turn,
 )
 from paravt_jax.method.rewards import Rewards
+from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.remote.judge import JudgeCounts, RemoteJudge
 from rollout.agent.episode import Scene
 from rollout.engine.requests import Sampler
@@ -52,6 +53,7 @@ _RECORDS = {
         CallOutcome,
         CropCall,
         ToolCall,
+        Subtitle,
         Rewards,
         JudgeCounts,
     )

@@ -69,6 +69,10 @@ class SFTSettings:
             microbatches=self.microbatches,
         )
         remat.check("sft.remat", self.remat)
+        if self.logprob_chunk is not None and self.logprob_chunk < 1:
+            raise ValueError(
+                f"sft.logprob_chunk: {self.logprob_chunk}; give a whole number of at least 1, or None for all at once"
+            )
 
     @property
     def shape(self) -> PackedShape:
