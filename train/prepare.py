@@ -125,7 +125,7 @@ def _own_questions(
     root = pathlib.Path(settings.media).resolve()
     if not root.is_dir():
         raise ValueError(
-            f"data.media: {root}; no such folder: give the one that holds the videos of your questions"
+            f"data.media: {settings.media}; no such folder: give the one that holds the videos of your questions"
         )
     if questions is not None and settings.questions:
         raise ValueError(

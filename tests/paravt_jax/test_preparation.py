@@ -281,7 +281,7 @@ def test_what_cannot_be_read_is_counted_and_the_rest_kept(small_world, small_voc
 
 PROGRAM = """
 import sys, pathlib
-from paravt_jax import preparation
+from paravt_jax.data import preparation
 from tests.paravt_jax.test_preparation import reading_of, run
 files, out = map(pathlib.Path, sys.argv[1:])
 run(files, out, reading_of(files), lambda done, total: print(done, flush=True))

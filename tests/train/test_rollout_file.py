@@ -13,6 +13,7 @@ import pytest
 from paravt_jax.method.parsing import call_text
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import ToolCall, Trajectory
+from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.remote.judge import JudgeCounts
 from tests.rollout.conftest import Scripted
 from train.durable.rollout_file import RolloutFile
@@ -83,7 +84,9 @@ def test_calls_of_every_tool_come_back(road, small, tmp_path):
     )
     written = call_text("search_subtitles", {"query": "bread"})
     line = f"look closer\n</think><tool_call>{written}</tool_call>"
-    arguments = (scene, road.data.questions[:1], road.run.rl, 0, 3)
+    spoken = (Subtitle(1.0, 2.0, "The bread rises"),)
+    questions = (dataclasses.replace(road.data.questions[0], subtitles=spoken),)
+    arguments = (scene, questions, road.run.rl, 0, 3)
     script = Scripted(scene.protocol.vocabulary, [line])
     played = RolloutFile(tmp_path / "rollouts.json", 3).roll_out(script, *arguments)
     (outcome,) = played.episodes[0].turns[0].calls
