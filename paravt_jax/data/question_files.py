@@ -86,7 +86,17 @@ def require_unique_ids(questions: Sequence[Question]) -> None:
 
 def _csv_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
     reader = csv.DictReader(io.StringIO(text, newline=""))
-    for row in reader:
+    while True:
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:  # such as a cell that is too long; what follows is unknown
+            yield (
+                reader.line_num + 1,
+                _BadRow("row", "", f"it cannot be read as CSV ({error}): mend it"),
+            )
+            return
         if None in row or None in row.values():
             rule = f"the header has {len(reader.fieldnames or ())} columns: quote cells with commas"
             yield reader.line_num, _BadRow("row", ",".join(map(str, row.values())), rule)

@@ -107,6 +107,13 @@ def test_cells_that_a_csv_row_lacks_are_refused(tmp_path):
         read_questions(tmp_path / "my.csv", tmp_path)
 
 
+def test_a_cell_that_is_too_long_is_refused_with_its_line(tmp_path):
+    file = tmp_path / "my.csv"
+    file.write_text("video,question,answer\na.mp4," + "why " * 50_000 + ",B\n")
+    with pytest.raises(ValueError, match=r"my\.csv.*line 2.*cannot be read as CSV"):
+        read_questions(file, tmp_path)
+
+
 def test_files_that_hold_no_questions(tmp_path):
     with pytest.raises(FileNotFoundError, match="no such file"):
         read_questions(tmp_path / "my.csv", tmp_path)

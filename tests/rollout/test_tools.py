@@ -6,7 +6,6 @@ import dataclasses
 import json
 import pathlib
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -332,7 +331,6 @@ def test_a_tools_window_is_held_to_the_video_and_to_the_frames_there_is_room_for
     windows = [[8, 0, 4], [0, 16, 500], [0, 16, 4]]
     calls = [tool_call("looks", {"window": window}) for window in windows]
     names = ("crop_video", f"{__name__}:Looks")
-    sys.modules[__name__].Looks = Looks
     episode, _, scene = perform([plan(*calls), ANSWER], tools=names, max_calls=3)
     reversed_, many, few = episode.turns[0].calls
     assert reversed_.status is CallStatus.BAD_WINDOW
