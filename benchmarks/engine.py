@@ -92,9 +92,9 @@ _SMALL = Work(
     CASES["small"],
     # Own: the first turn, the second, a sub-agent, a whole rollout. Prefill: what follows a turn, a sub-agent's prompt, a prompt.
     EngineSizes(
-        own=(64, 192, 448, 3392),
-        shared=(3184,),
-        prefill=(64, 432, 3200),
+        row_lengths=(64, 192, 448, 3392),
+        prefix_lengths=(3184,),
+        prefill_lengths=(64, 432, 3200),
         pages=6400,
         prefill_tokens=512,
         read_tokens=64 * 448,
@@ -104,11 +104,11 @@ _SMALL = Work(
 _TOY = Work(
     CASES["toy"],
     EngineSizes(
-        own=(32, 112),
-        shared=(64,),
-        prefill=(8, 80),
+        row_lengths=(32, 112),
+        prefix_lengths=(64,),
+        prefill_lengths=(8, 80),
         slots=8,
-        fan=4,
+        rows_per_prefix=4,
         page=4,
         pages=256,
         prefill_tokens=80,
@@ -134,11 +134,11 @@ FEW = {
         _SMALL,
         settings=dataclasses.replace(
             _SMALL.settings,
-            own=(64, 448, 1280),
-            shared=(832,),
-            prefill=(64, 192, 432, 848),
+            row_lengths=(64, 448, 1280),
+            prefix_lengths=(832,),
+            prefill_lengths=(64, 192, 432, 848),
             slots=24,
-            fan=4,
+            rows_per_prefix=4,
             pages=2048,
             read_tokens=24 * 448,
         ),
@@ -332,7 +332,7 @@ def plan(work: Work) -> dict[str, float]:
     """The memory that the sizes ask for, in GiB: what stays, and what the largest program of decoding works on while it runs."""
     text, settings, model = work.case.config.text, work.settings, abstract_model(work.case.config)
     token = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 4
-    lines = settings.slots // settings.fan * sum(settings.shared)
+    lines = settings.slots // settings.rows_per_prefix * sum(settings.prefix_lengths)
 
     def size(weights: Any) -> float:
         return (
@@ -347,7 +347,7 @@ def plan(work: Work) -> dict[str, float]:
         "lines of shared starts": lines * token,
         # As they come from their pages, and as decoding wants them.
         "rows' own tokens, twice, to decode": 2
-        * max(settings.rows(own) * (own + settings.steps) for own in settings.own)
+        * max(settings.rows(own) * (own + settings.steps) for own in settings.row_lengths)
         * token,
     }
     return {name: value / GIB for name, value in sizes.items()}

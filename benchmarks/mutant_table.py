@@ -288,7 +288,10 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
     },
     (f"{_ENGINE}/layout.py", _LAYOUT): {
-        "line_takes_one_more": ("len(members) < fan:", "len(members) <= fan:"),
+        "line_takes_one_more": (
+            "len(members) < rows_per_prefix:",
+            "len(members) <= rows_per_prefix:",
+        ),
         "held_lines_forgotten": ("line < len(held) and held[line] == start", "line < 0"),
     },
     (f"{_ENGINE}/sequences.py", _SCHEDULE): {

@@ -177,7 +177,9 @@ def sft_updates(road: Road, devices: int, steps: int) -> Updates:
     settings, data = road.run.sft, road.data
     assert settings is not None
     mesh = make_mesh(1, devices, 1)
-    course = SFTBatches(settings, data, None, 0, road.scene.protocol, road.scene.features, mesh)
+    course = SFTBatches(
+        settings, data, None, 0, road.environment.protocol, road.environment.features, mesh
+    )
     state, update = course.start(road.graph, road.fresh(fsdp=devices))
     timed, (batch, _, _) = Timed(update), next(course)
     for _ in range(steps):
@@ -194,7 +196,7 @@ def rl_updates(road: Road, devices: int, steps: int) -> Updates:
     learner._update = cast(Any, timed)
     for _ in range(steps):
         state, _ = learner.step(
-            state, sampler, road.scene, road.data.questions[: road.run.rl.prompts], seed=0
+            state, sampler, road.environment, road.data.questions[: road.run.rl.prompts], seed=0
         )
     return timed.notes(state)
 

@@ -35,7 +35,7 @@ from paravt_jax.method.records import Episode
 from paravt_jax.method.rewards import RewardSettings, score_all
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world import text, videos
-from rollout.agent.episode import Scene, Setting, play
+from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.agent.scoring import seed_of
 from rollout.engine.engine import Engine
 from rollout.engine.requests import run
@@ -129,14 +129,14 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     graph, weights = nnx.split(model.text)
     weights = jax.device_put(weights, param_shardings(weights, mesh))
     features = FrameFeatures(model.vision, config, FRAMES, Path(), source=DrawnVideos(drawn))
-    scene = Scene(Protocol(vocabulary, LIMITS), features)
+    environment = Environment(Protocol(vocabulary, LIMITS), features)
     longest = lengths(LIMITS, frame_tokens=1, frames=max(BUDGETS))
 
     # The cold start: supervised steps on the demonstrations.
-    tokens = tuple(len(render(one, scene.protocol, lambda clip: 1).ids) for one in told)
+    tokens = tuple(len(render(one, environment.protocol, lambda clip: 1).ids) for one in told)
     data = Data(Path(), vocabulary, questions, (), told, tokens, (), len(drawn), {})
     sft = SFTSettings(cold_start_steps, rows=8, optimizer=COLD_START, row_tokens=320)
-    batches = SFTBatches(sft, data, None, seed, scene.protocol, features, mesh)
+    batches = SFTBatches(sft, data, None, seed, environment.protocol, features, mesh)
     state, update = batches.start(graph, weights)
     for step in range(1, cold_start_steps + 1):
         state, metrics = update(state, next(batches)[0])
@@ -150,7 +150,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
         return grpo.paravt_loss(logprobs, *settings)
 
     nnx.update(model.text, state.weights)
-    sizes = engine_sizes(longest, EngineSettings(cache_tokens=16_384), fan=GROUP)
+    sizes = engine_sizes(longest, EngineSettings(cache_tokens=16_384), rows_per_prefix=GROUP)
     engine = Engine(model, features, sizes)
     reference = jax.tree.map(jnp.copy, state.weights)
     optimizer = make_optimizer(ADAM, steps)
@@ -166,7 +166,12 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
         chosen = [x for x in zip(next(asked), budgets, strict=True) for _ in range(GROUP)]
         # Episodes: agents are coroutines that await the engine, which decodes them side by side.
         agents = [
-            play(scene, question, Setting(budget, TEMPERATURE), seed_of(seed, step, number))
+            play(
+                environment,
+                question,
+                EpisodeSettings(budget, TEMPERATURE),
+                seed_of(seed, step, number),
+            )
             for number, (question, budget) in enumerate(chosen)
         ]
         episodes = run(engine, agents)

@@ -42,7 +42,7 @@ from paravt_jax.method.records import (
 from paravt_jax.method.rewards import RewardSettings, score
 from paravt_jax.method.subtitles import Subtitle, read_srt
 from paravt_jax.method.tokenizer import Vocabulary
-from rollout.agent.episode import Dispatch, Scene, Setting, play
+from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
 from rollout.agent.transcript import transcript
 from rollout.engine.engine import Engine
 from rollout.engine.requests import run
@@ -72,7 +72,7 @@ class Assistant:
         features = FrameFeatures(
             model.vision, model.config, frames or FrameSettings(), Path(), source=video
         )
-        self._scene = Scene(Protocol(vocabulary, protocol or ProtocolSettings()), features)
+        self._scene = Environment(Protocol(vocabulary, protocol or ProtocolSettings()), features)
         self._engines: collections.OrderedDict[EngineSizes, Engine] = collections.OrderedDict()
 
     @classmethod
@@ -115,7 +115,7 @@ class Assistant:
         `seconds` is the time it has, compilation included where these sizes are new.
         Raises VideoError for a file that cannot be read, ValueError for an empty question and one of more tokens than there is room for.
         """
-        setting = Setting(frames, temperature, dispatch, seconds)
+        setting = EpisodeSettings(frames, temperature, dispatch, seconds)
         kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
         _check_words(question)
         asked = Question("asked", str(video), question, kind, "", tuple(options), tuple(subtitles))
@@ -135,7 +135,7 @@ class Assistant:
             )
         return episode
 
-    def page(self, episode: Episode, setting: Setting) -> str:
+    def page(self, episode: Episode, setting: EpisodeSettings) -> str:
         """The episode as a page that needs nothing but itself: frames, every token that was written, crops and what was said of them."""
         line = transcript(
             episode,
@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code. A mistake of the user's is one line and code 2."""
     asked = tyro.cli(AskSettings, args=argv, prog="python -m rollout.ask", description=__doc__)
     try:
-        setting = Setting(asked.frames, asked.temperature, asked.dispatch)
+        setting = EpisodeSettings(asked.frames, asked.temperature, asked.dispatch)
         require_local("--html", asked.html)
         if asked.html and not os.path.isdir(Path(asked.html).absolute().parent):
             raise FileNotFoundError(

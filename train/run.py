@@ -32,7 +32,7 @@ from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import MetricsWriter, SilentMetrics, format_seconds
 from train.durable.run_directory import RunDirectory, RunDirectoryError, take_over
 from train.learn.placement import require_even
-from train.phases.actor import open_actor, open_scene
+from train.phases.actor import open_actor, open_environment
 from train.phases.align import align
 from train.phases.cold_start import cold_start
 from train.phases.context import Context
@@ -101,9 +101,9 @@ def execute(
         if run.data is not None:
             reader = open_reader(run.data, run.frames, model.config.vision)
             stack.enter_context(contextlib.closing(reader))
-        scene = open_scene(run, data, model, reader)
-        actor = open_actor(run, model, scene, judge, weights)
-        weights = cold_start(context, parts, scene, reader, weights)
+        environment = open_environment(run, data, model, reader)
+        actor = open_actor(run, model, environment, judge, weights)
+        weights = cold_start(context, parts, environment, reader, weights)
         before = evaluate(context, actor, weights, "before")
         weights = reinforce(context, parts, actor, reader, weights)
         after = evaluate(context, actor, weights, "after")

@@ -148,11 +148,11 @@ class Run:
     @property
     def engine_sizes(self) -> EngineSizes:
         """The engine's sizes: the widest prompts are those of RL or of the evaluation."""
-        budgets, fan = self.evaluation.frames, self.evaluation.samples
+        budgets, rows_per_prefix = self.evaluation.frames, self.evaluation.samples
         if self.rl is not None:
-            budgets, fan = budgets + self.rl.frame_budgets, self.rl.grpo.group_size
+            budgets, rows_per_prefix = budgets + self.rl.frame_budgets, self.rl.grpo.group_size
         dispatch = "frames" if "frames" in self.evaluation.dispatch else "parallel"
-        return engine_sizes(self.lengths(max(budgets), dispatch), self.engine, fan)
+        return engine_sizes(self.lengths(max(budgets), dispatch), self.engine, rows_per_prefix)
 
     def __post_init__(self):
         for name in ("run_dir", "start"):

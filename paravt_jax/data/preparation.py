@@ -22,7 +22,7 @@ from typing import Any
 from paravt_jax.data import datasets
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.published import Refused, Table, open_table, read_rows
-from paravt_jax.data.row_reading import Kept, LeftOut, Reading, read_row
+from paravt_jax.data.row_reading import Kept, LeftOutRow, Reading, read_row
 from paravt_jax.data.stored_settings import require_same
 from paravt_jax.data.workers import WorkerError, Workers
 from paravt_jax.method.conversations import Conversation
@@ -223,8 +223,8 @@ def _finish(file: pathlib.Path, futures: Sequence[tuple[str, str, Any]]) -> int:
         try:
             outcome = future.result()
         except WorkerError as error:
-            outcome = LeftOut.by_worker(id, source, error)
-        if isinstance(outcome, LeftOut):
+            outcome = LeftOutRow.by_worker(id, source, error)
+        if isinstance(outcome, LeftOutRow):
             lines.append({"left_out": dataclasses.asdict(outcome)})
         else:
             kind, text = datasets.encode(outcome[1])
@@ -248,10 +248,10 @@ class _Outcomes:
             if "kept" in line:
                 yield Kept(**line["kept"])
 
-    def left_out(self) -> Iterator[LeftOut]:
+    def left_out(self) -> Iterator[LeftOutRow]:
         for line in self.lines():
             if "left_out" in line:
-                yield LeftOut(**line["left_out"])
+                yield LeftOutRow(**line["left_out"])
 
     def records(self, split: str) -> Sequence[Any]:
         return _Records(self._files, split.removesuffix("s"))

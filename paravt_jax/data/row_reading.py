@@ -1,7 +1,7 @@
 """One row of the published files as a worker process reads it: the record, and what the summary wants to know of it.
 
 Owns which frames of a file a demonstration shows and the check that files can be decoded. Light to import, for many processes do.
-Invariant: a row comes back as `Kept` or as `LeftOut`, whatever is in it and in its files.
+Invariant: a row comes back as `Kept` or as `LeftOutRow`, whatever is in it and in its files.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Kept:
 
 
 @dataclasses.dataclass(frozen=True)
-class LeftOut:
+class LeftOutRow:
     """A row that is not, and why."""
 
     id: str
@@ -81,7 +81,7 @@ class LeftOut:
     detail: str
 
     @classmethod
-    def by_worker(cls, id: str, source: str, error: Exception) -> LeftOut:
+    def by_worker(cls, id: str, source: str, error: Exception) -> LeftOutRow:
         """A row that no worker could finish."""
         return cls(
             id, source, Reason.SLOW if "longer" in str(error) else Reason.UNREADABLE, str(error)
@@ -91,7 +91,7 @@ class LeftOut:
 def read_row(
     reading: Reading,
     task: tuple[bool, str, str, dict | Refused],
-) -> tuple[Kept, Question | Conversation] | LeftOut:
+) -> tuple[Kept, Question | Conversation] | LeftOutRow:
     """What becomes of a row: (whether of an rl file, its id, its source, its columns).
 
     A row that is kept comes with its record.
@@ -105,10 +105,10 @@ def read_row(
             _question(row, id, source, checker) if rl else _conversation(row, id, source, checker)
         )
     except Refused as refused:
-        return LeftOut(id, source, refused.reason, refused.detail)
+        return LeftOutRow(id, source, refused.reason, refused.detail)
     except VideoError as error:
         missing = error.reason == "no such file"
-        return LeftOut(id, source, Reason.MISSING if missing else Reason.UNREADABLE, str(error))
+        return LeftOutRow(id, source, Reason.MISSING if missing else Reason.UNREADABLE, str(error))
 
 
 def _question(row: dict, id: str, source: str, checker: VideoChecker) -> tuple[Kept, Question]:

@@ -56,7 +56,7 @@ _NO_REPORT = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
+class EpisodeSettings:
     """How an episode is played: `frames` is the overview budget K, 0 for an episode that is blind; `dispatch` how calls are carried out.
 
     `parallel`: all calls of a turn at once; `sequential`: a turn ends at its first call; `none`: no tool is offered; `frames`: the main
@@ -92,7 +92,7 @@ class Setting:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scene:
+class Environment:
     """What every episode shares: the protocol, the frames, and the clock that its limits go by (seconds)."""
 
     protocol: Protocol
@@ -116,19 +116,21 @@ class QuestionVideo:
         return self.question.subtitles
 
 
-async def play(scene: Scene, question: Question, setting: Setting, seed: int) -> Episode:
+async def play(
+    environment: Environment, question: Question, setting: EpisodeSettings, seed: int
+) -> Episode:
     """Play one episode on `question`; `seed` decides every token in it."""
-    protocol, limits = scene.protocol, scene.protocol.settings
+    protocol, limits = environment.protocol, environment.protocol.settings
     tools = setting.dispatch != "none"
-    until = scene.clock() + setting.seconds
+    until = environment.clock() + setting.seconds
     try:
         overview, tokens = (), 0
         if setting.frames:  # a blind episode opens no file
             overview, tokens = (
-                scene.features.overview(question.video, setting.frames),
-                scene.features.tokens(question.video),
+                environment.features.overview(question.video, setting.frames),
+                environment.features.tokens(question.video),
             )
-            scene.features(
+            environment.features(
                 overview
             )  # unreadable now is better than unreadable in the middle of a batch
         prompt = protocol.overview(overview, tokens, tools)
@@ -139,14 +141,14 @@ async def play(scene: Scene, question: Question, setting: Setting, seed: int) ->
     turns: list[Turn] = []
 
     while True:
-        left = until - scene.clock()
+        left = until - environment.clock()
         if left <= 0:
             return _episode(question, setting, trajectory, turns, StopReason.TIME_LIMIT)
         if limits.pin_think:
             trajectory.append(protocol.pinned)
         room = min(limits.trajectory_tokens - _suffix_length(trajectory), limits.turn_tokens)
         sample = await _respond(
-            scene, trajectory, setting, seed + len(turns), room, left
+            environment, trajectory, setting, seed + len(turns), room, left
         )  # plan, or gather and answer
         trajectory.append(
             Segment(
@@ -170,10 +172,12 @@ async def play(scene: Scene, question: Question, setting: Setting, seed: int) ->
             return _episode(question, setting, trajectory, turns, stop)
 
         offered = len(turns) < tool_turns and not (
-            setting.dispatch == "frames" and _forges_frames(scene, trajectory)
+            setting.dispatch == "frames" and _forges_frames(environment, trajectory)
         )
         outcomes = (
-            await _dispatch(scene, question, calls, setting, seed + 1000 * (len(turns) + 1), until)
+            await _dispatch(
+                environment, question, calls, setting, seed + 1000 * (len(turns) + 1), until
+            )
             if offered
             else _refuse(calls)
         )
@@ -197,9 +201,14 @@ async def play(scene: Scene, question: Question, setting: Setting, seed: int) ->
 
 
 async def _respond(
-    scene: Scene, trajectory: Trajectory, setting: Setting, seed: int, tokens: int, seconds: float
+    environment: Environment,
+    trajectory: Trajectory,
+    setting: EpisodeSettings,
+    seed: int,
+    tokens: int,
+    seconds: float,
 ) -> Sample:
-    vocabulary = scene.protocol.vocabulary
+    vocabulary = environment.protocol.vocabulary
     stops = (
         (vocabulary.eos, vocabulary["</tool_call>"])
         if setting.dispatch == "sequential"
@@ -216,10 +225,10 @@ async def _respond(
 
 
 async def _dispatch(
-    scene: Scene,
+    environment: Environment,
     question: Question,
     calls: list[Call | FailedCall],
-    setting: Setting,
+    setting: EpisodeSettings,
     seed: int,
     until: float,
 ) -> list[CallOutcome]:
@@ -228,17 +237,20 @@ async def _dispatch(
 
     One that fails, is refused or takes too long costs its own report only.
     """
-    limit = 1 if setting.dispatch == "sequential" else scene.protocol.settings.max_calls
+    limit = 1 if setting.dispatch == "sequential" else environment.protocol.settings.max_calls
     outcomes = [
-        _open(scene, question, call, number, limit, setting.dispatch)
+        _open(environment, question, call, number, limit, setting.dispatch)
         for number, call in enumerate(calls)
     ]
     ready = [
         (number, outcome) for number, outcome in enumerate(outcomes) if outcome.subagent is not None
     ]
-    tokens, vocabulary = scene.protocol.settings.summary_tokens, scene.protocol.vocabulary
+    tokens, vocabulary = (
+        environment.protocol.settings.summary_tokens,
+        environment.protocol.vocabulary,
+    )
     # A request has some time at least; that the episode has none left is for its next turn to see.
-    seconds = max(min(until - scene.clock(), setting.report_seconds), 1e-6)
+    seconds = max(min(until - environment.clock(), setting.report_seconds), 1e-6)
     sampling = Sampling(tokens, setting.temperature, stop_ids=(vocabulary.eos,), deadline=seconds)
     requests = [
         _request(o.subagent, sampling, seed + n) for n, o in ready if o.subagent is not None
@@ -265,7 +277,7 @@ async def _dispatch(
 
 
 def _open(
-    scene: Scene,
+    environment: Environment,
     question: Question,
     call: Call | FailedCall,
     number: int,
@@ -283,12 +295,14 @@ def _open(
             f"error: at most {limit} calls a turn are carried out; call again in the next turn",
         )
     try:
-        result = scene.protocol.tools[call.tool].run(call, QuestionVideo(question, scene.features))
+        result = environment.protocol.tools[call.tool].run(
+            call, QuestionVideo(question, environment.features)
+        )
         if isinstance(result, FailedCall):
             return CallOutcome(call, result.status, f"error: {result.reason}")
         if isinstance(result, str):
             return CallOutcome(call, CallStatus.EXECUTED, result)
-        return _show(scene, question, call, result, dispatch)
+        return _show(environment, question, call, result, dispatch)
     except VideoError as error:
         reason = error.reason.replace(
             error.path, VIDEO_NAME
@@ -299,10 +313,10 @@ def _open(
 
 
 def _show(
-    scene: Scene, question: Question, call: Call, look: Look, dispatch: Dispatch
+    environment: Environment, question: Question, call: Call, look: Look, dispatch: Dispatch
 ) -> CallOutcome:
     """The prompt of the sub-agent that looks; with dispatch `frames`, the frames themselves."""
-    features, settings = scene.features, scene.protocol.settings
+    features, settings = environment.features, environment.protocol.settings
     found = resolve_window(look.window, features.info(question.video).duration)
     if isinstance(found, FailedCall):  # a tool's window, which need not be in the video
         return CallOutcome(call, found.status, f"error: {found.reason}")
@@ -320,13 +334,13 @@ def _show(
     note = f" ({reason})" if reason else ""
     if dispatch == "frames":
         return CallOutcome(shown, status, f"{len(frames)} frames.{note}", frames=frames)
-    prompt = scene.protocol.window(frames, features.tokens(question.video))
+    prompt = environment.protocol.window(frames, features.tokens(question.video))
     return CallOutcome(shown, status, note, Trajectory((prompt,)))
 
 
-def _forges_frames(scene: Scene, trajectory: Trajectory) -> bool:
+def _forges_frames(environment: Environment, trajectory: Trajectory) -> bool:
     """Whether the model wrote a frame's placeholder, which a sampler could not tell from those of the frames that come after it."""
-    placeholder = scene.protocol.vocabulary["<|image_pad|>"]
+    placeholder = environment.protocol.vocabulary["<|image_pad|>"]
     return any(
         placeholder in segment.ids
         for segment in trajectory.segments
@@ -363,7 +377,7 @@ def _suffix_length(trajectory: Trajectory) -> int:
 
 def _episode(
     question: Question,
-    setting: Setting,
+    setting: EpisodeSettings,
     trajectory: Trajectory,
     turns: list[Turn],
     stop: StopReason,

@@ -15,13 +15,13 @@ from paravt_jax.method.records import Author, CallOutcome, CropCall, Episode, Se
 from paravt_jax.method.rewards import Rewards
 from paravt_jax.method.structure import Kind, find_structure
 from paravt_jax.method.tokenizer import Vocabulary
-from rollout.agent.episode import Setting, split_prompt
+from rollout.agent.episode import EpisodeSettings, split_prompt
 
 
 def transcript(
     episode: Episode,
     rewards: Rewards,
-    setting: Setting,
+    setting: EpisodeSettings,
     vocabulary: Vocabulary,
     credit: Float[np.ndarray, " t"] | None = None,
 ) -> dict[str, Any]:

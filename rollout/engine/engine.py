@@ -222,7 +222,7 @@ class Engine:
 
     def _check(self, request: Request) -> None:
         self._awake("submit")
-        sampling, longest = request.sampling, self.settings.own[-1]
+        sampling, longest = request.sampling, self.settings.row_lengths[-1]
         if not len(request.ids):
             raise ValueError(
                 "Request.ids: there are none; the last token predicts the first new one, give one at least"
@@ -234,7 +234,8 @@ class Engine:
             )
         if len(request.ids) + sampling.max_new_tokens > longest:
             raise ValueError(
-                f"Request.ids: {len(request.ids)} tokens, and {sampling.max_new_tokens} new ones; EngineSizes.own ends at {longest}, "
+                f"Request.ids: {len(request.ids)} tokens, and {sampling.max_new_tokens} new ones; "
+                f"EngineSizes.row_lengths ends at {longest}, "
                 "make it longer, or lower the protocol's limits or the frames"
             )
         if len(sampling.stop_ids) > MOST_STOP_IDS:

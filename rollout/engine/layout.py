@@ -32,7 +32,7 @@ def choose_layout(
     held: dict[int, list[Serials]],
     *,
     slots: int,
-    fan: int,
+    rows_per_prefix: int,
     page: int,
     shared: Sequence[int],
     own: Sequence[int],
@@ -41,11 +41,13 @@ def choose_layout(
 
     `held`: for each length of lines, the starts that they hold now.
     """
-    lines = slots // fan
+    lines = slots // rows_per_prefix
     choices = []
     for length in (0, *shared):
         groups = (
-            _groups([path[: length // page] for path in paths], fan, held.get(length, []))[:lines]
+            _groups(
+                [path[: length // page] for path in paths], rows_per_prefix, held.get(length, [])
+            )[:lines]
             if length
             else []
         )
@@ -59,14 +61,14 @@ def choose_layout(
         len(paths),
         held.get(length, []),
         Layout((None,) * slots, ((),) * lines, length, width),
-        fan,
+        rows_per_prefix,
     )
 
 
 def _groups(
-    paths: Sequence[Serials], fan: int, held: Sequence[Serials]
+    paths: Sequence[Serials], rows_per_prefix: int, held: Sequence[Serials]
 ) -> list[tuple[Serials, list[int]]]:
-    """Up to `fan` sequences that share a start, and that start; those that save most first.
+    """Up to `rows_per_prefix` sequences that share a start, and that start; those that save most first.
 
     One that shares with nobody counts where a line holds its start already: it is what remains of a group.
     """
@@ -76,7 +78,7 @@ def _groups(
             start, members = groups[-1]
             common = start[: len(os.path.commonprefix([start, paths[n]]))]
             # A start that would lose more than half is better off alone.
-            if common and 2 * len(common) > len(start) and len(members) < fan:
+            if common and 2 * len(common) > len(start) and len(members) < rows_per_prefix:
                 groups[-1] = common, [*members, n]
                 continue
         groups.append((paths[n], [n]))
@@ -102,7 +104,7 @@ def _place(
     count: int,
     held: Sequence[Serials],
     empty: Layout,
-    fan: int,
+    rows_per_prefix: int,
 ) -> Layout:
     """Groups into lines, into the one that holds their start where there is one; the rest where there is room."""
     rows, starts = list(empty.rows), list(empty.starts)
@@ -114,10 +116,16 @@ def _place(
             homeless.append((start, members))
         else:
             free.remove(line)
-            starts[line], rows[line * fan : line * fan + len(members)] = start, members
+            starts[line], rows[line * rows_per_prefix : line * rows_per_prefix + len(members)] = (
+                start,
+                members,
+            )
     for start, members in homeless:
         line = free.pop()
-        starts[line], rows[line * fan : line * fan + len(members)] = start, members
+        starts[line], rows[line * rows_per_prefix : line * rows_per_prefix + len(members)] = (
+            start,
+            members,
+        )
     placed = {n for n in rows if n is not None}
     vacant = iter([row for row, n in enumerate(rows) if n is None])
     for n in range(count):

@@ -69,7 +69,7 @@ class Drawn(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """The shared starts of rows, read from their pages: one array a layer, a line for every `fan` rows."""
+    """The shared starts of rows, read from their pages: one array a layer, a line for every `rows_per_prefix` rows."""
 
     k: tuple[Float[Array, "kp h u"], ...]
     v: tuple[Float[Array, "kp u h"], ...]

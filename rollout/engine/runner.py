@@ -52,21 +52,25 @@ class ModelRunner:
     def warm_up(self, weights: Any) -> None:
         """Compiles every program, on rows that stand for nobody."""
         settings = self.settings
-        for length in settings.prefill:
-            for before in (0, *settings.own):
+        for length in settings.prefill_lengths:
+            for before in (0, *settings.row_lengths):
                 self._pool = self._programs.prefill(
                     weights, self._pool, self._pieces([], length, before)
                 )
         self.copy([(settings.pages, settings.pages)])
-        for own in settings.own:
+        for own in settings.row_lengths:
             rows = self._rows(own)
             for shared in (
-                (0, *settings.shared) if rows == settings.slots and not self._paged else (0,)
+                (0, *settings.prefix_lengths)
+                if rows == settings.slots and not self._paged
+                else (0,)
             ):
                 if shared:
                     self._read_line(shared, 0, [])
                 self._run(
-                    [], Layout((None,) * rows, ((),) * (rows // settings.fan), shared, own), weights
+                    [],
+                    Layout((None,) * rows, ((),) * (rows // settings.rows_per_prefix), shared, own),
+                    weights,
                 )
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -120,10 +124,10 @@ class ModelRunner:
                     start
                     and self._in_lines.get(layout.shared, [()] * len(layout.starts))[line] != start
                 ):
-                    first = line * self.settings.fan
+                    first = line * self.settings.rows_per_prefix
                     leader = next(
                         part[n]
-                        for n in layout.rows[first : first + self.settings.fan]
+                        for n in layout.rows[first : first + self.settings.rows_per_prefix]
                         if n is not None
                     )
                     self._read_line(layout.shared, line, leader.path[: len(start)])
@@ -152,10 +156,10 @@ class ModelRunner:
             [sequence.computed for sequence in sequences],
             self._in_lines,
             slots=rows or settings.slots,
-            fan=settings.fan,
+            rows_per_prefix=settings.rows_per_prefix,
             page=size,
-            shared=() if rows or self._paged else settings.shared,
-            own=settings.own,
+            shared=() if rows or self._paged else settings.prefix_lengths,
+            own=settings.row_lengths,
         )
 
     def _pieces(self, todo: Sequence[EngineSequence], length: int, before: int) -> Pieces:
@@ -198,7 +202,7 @@ class ModelRunner:
 
     def _read_line(self, length: int, line: int, path: Sequence[Node]) -> None:
         """Reads the pages of a start into a line."""
-        count = self.settings.slots // self.settings.fan
+        count = self.settings.slots // self.settings.rows_per_prefix
         if length not in self._lines:
             self._lines[length] = self._programs.make_lines(count, length)
             self._in_lines[length] = [()] * count
@@ -239,7 +243,7 @@ class ModelRunner:
                 continue
             sequence, start = (
                 sequences[n],
-                layout.starts[row // settings.fan] if layout.shared else (),
+                layout.starts[row // settings.rows_per_prefix] if layout.shared else (),
             )
             in_line = (
                 bool(start) and tuple(node.serial for node in sequence.path[: len(start)]) == start

@@ -36,33 +36,45 @@ class EngineSettings:
 
 @dataclasses.dataclass(frozen=True)
 class EngineSizes:
-    """All sizes of an engine. Lengths are in tokens, rise, and are multiples of `page`.
+    """All sizes of an engine. Lengths are in tokens, ascending, and multiples of `page`."""
 
-    `own`: what a sequence may read by itself; the last is the longest sequence there is. `shared`: prompts
-    that up to `fan` sequences read in one copy, where there are any. `prefill`: what is prefilled of a
-    sequence in one call; `prefill_tokens`: of all sequences in that call. `read_tokens`: what all rows of a
-    program read by themselves; where `slots` rows would read more, there are fewer. `steps`: tokens decoded
-    per call, between scheduling decisions. `paged`: decoding reads pages where they lie, and nothing is
-    shared (None: on a TPU); elsewhere the pages of a row are copied into arrays once per call.
-    """
-
-    own: tuple[int, ...]
-    prefill: tuple[int, ...]
-    shared: tuple[int, ...] = ()
+    row_lengths: tuple[int, ...]
+    """Of what a sequence reads by itself, shared prefixes excluded; the last bounds a sequence."""
+    prefill_lengths: tuple[int, ...]
+    """Of what is prefilled of a sequence in one call."""
+    prefix_lengths: tuple[int, ...] = ()
+    """Of prompts that several rows read in one copy. Empty: nothing is shared."""
     slots: int = 64
-    fan: int = 8
+    """Sequences that are decoded side by side."""
+    rows_per_prefix: int = 8
+    """Rows that read one copy of a prompt, at most."""
     page: int = 16
+    """Tokens per page of the KV cache."""
     pages: int = 4096
+    """Pages in the cache."""
     prefill_tokens: int = 4096
+    """Tokens of all sequences that are prefilled in one call."""
     read_tokens: int = 65_536
+    """Unshared tokens that all rows of a program read together; longer sequences get fewer rows."""
     steps: int = 16
+    """Tokens decoded per call, between scheduling decisions."""
     paged: bool | None = None
+    """Decoding reads pages where they lie, and nothing is shared. None: on a TPU. Elsewhere the
+    pages of a row are copied into arrays once per call."""
 
     def __post_init__(self):
-        for name in ("slots", "fan", "page", "pages", "prefill_tokens", "read_tokens", "steps"):
+        for name in (
+            "slots",
+            "rows_per_prefix",
+            "page",
+            "pages",
+            "prefill_tokens",
+            "read_tokens",
+            "steps",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"EngineSizes.{name}: {getattr(self, name)}; give 1 or more")
-        for name in ("own", "prefill", "shared"):
+        for name in ("row_lengths", "prefill_lengths", "prefix_lengths"):
             lengths = getattr(self, name)
             if list(lengths) != sorted(set(lengths)) or any(
                 length < 1 or length % self.page for length in lengths
@@ -70,28 +82,29 @@ class EngineSizes:
                 raise ValueError(
                     f"EngineSizes.{name}: {lengths}; lengths rise and are multiples of page = {self.page}, change them"
                 )
-        if not self.own or not self.prefill:
+        if not self.row_lengths or not self.prefill_lengths:
             raise ValueError(
-                f"EngineSizes.own, prefill: {self.own}, {self.prefill}; give at least one length each"
+                f"EngineSizes.row_lengths, prefill_lengths: {self.row_lengths}, {self.prefill_lengths}; give at least one length each"
             )
-        if self.shared and self.rows(self.own[0]) < self.slots:
+        if self.prefix_lengths and self.rows(self.row_lengths[0]) < self.slots:
             raise ValueError(
-                f"EngineSizes.read_tokens: {self.read_tokens}; with shared prompts all slots = {self.slots} rows read own[0] = "
-                f"{self.own[0]} tokens at once, make it {self.slots * self.own[0]} or more"
+                f"EngineSizes.read_tokens: {self.read_tokens}; with shared prompts all slots = {self.slots} rows read row_lengths[0] = "
+                f"{self.row_lengths[0]} tokens at once, make it {self.slots * self.row_lengths[0]} or more"
             )
-        if self.slots % self.fan:
+        if self.slots % self.rows_per_prefix:
             raise ValueError(
-                f"EngineSizes.slots: {self.slots}; they are shared out in lines of fan = {self.fan}, make it a multiple"
+                f"EngineSizes.slots: {self.slots}; make it a multiple of rows_per_prefix = "
+                f"{self.rows_per_prefix}"
             )
-        if self.pages * self.page < self.own[-1]:
+        if self.pages * self.page < self.row_lengths[-1]:
             raise ValueError(
-                f"EngineSizes.pages: {self.pages} of {self.page} tokens; one sequence may have {self.own[-1]}, "
-                f"give at least {self.own[-1] // self.page}"
+                f"EngineSizes.pages: {self.pages} of {self.page} tokens; one sequence may have {self.row_lengths[-1]}, "
+                f"give at least {self.row_lengths[-1] // self.page}"
             )
 
     def width(self, tokens: int) -> int:
         """The length in which so many tokens are read; 0 for none."""
-        return next(length for length in (0, *self.own) if length >= tokens)
+        return next(length for length in (0, *self.row_lengths) if length >= tokens)
 
     def rows(self, width: int) -> int:
         """Rows of a program in each of which so many tokens are read."""
@@ -103,7 +116,10 @@ class EngineSizes:
 
     def piece(self, missing: int) -> int:
         """The length to prefill so many tokens in, in one piece or, where they are too many, in several."""
-        return next((length for length in self.prefill if length >= missing), self.prefill[-1])
+        return next(
+            (length for length in self.prefill_lengths if length >= missing),
+            self.prefill_lengths[-1],
+        )
 
 
 @dataclasses.dataclass(frozen=True)

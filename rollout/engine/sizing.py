@@ -37,11 +37,11 @@ def lengths(limits: ProtocolSettings, frame_tokens: int, frames: int) -> Lengths
 
 
 def engine_sizes(
-    longest: Lengths, settings: EngineSettings, fan: int, shared: bool = True
+    longest: Lengths, settings: EngineSettings, rows_per_prefix: int, shared: bool = True
 ) -> EngineSizes:
     """An engine in which every sequence of these lengths fits.
 
-    `fan` is the number of rollouts of one prompt; they read it in one copy where `shared`.
+    `rows_per_prefix` is the number of rollouts of one prompt; they read it in one copy where `shared`.
     """
     page = settings.page
     prompt, crop = round_up(longest.prompt, page), round_up(longest.crop_prompt, page)
@@ -50,14 +50,14 @@ def engine_sizes(
     row = max(longest.response + page, crop + longest.report)
     own = _sizes(min(row, _SHORTEST_READ), whole, page)
     half = round_up(prompt // 2, page)
-    slots = round_up(settings.slots, fan)
+    slots = round_up(settings.slots, rows_per_prefix)
     return EngineSizes(
-        own=own,
-        shared=((half, prompt) if half >= _SHORTEST_READ else (prompt,)) if shared else (),
+        row_lengths=own,
+        prefix_lengths=((half, prompt) if half >= _SHORTEST_READ else (prompt,)) if shared else (),
         # A turn's tool results are much shorter than a crop, so they get a size of their own.
-        prefill=tuple(sorted({min(2 * page, crop), crop, prompt})),
+        prefill_lengths=tuple(sorted({min(2 * page, crop), crop, prompt})),
         slots=slots,
-        fan=fan,
+        rows_per_prefix=rows_per_prefix,
         page=page,
         pages=-(-max(whole, settings.cache_tokens) // page),
         prefill_tokens=max(prompt, settings.prefill_tokens),
@@ -89,7 +89,7 @@ def sizes_for_single_episodes(
     settings = EngineSettings(
         slots=episodes * limits.max_calls, page=64, cache_tokens=cache_tokens or episodes * episode
     )
-    return engine_sizes(longest, settings, fan=limits.max_calls, shared=False)
+    return engine_sizes(longest, settings, rows_per_prefix=limits.max_calls, shared=False)
 
 
 def _sizes(first: int, last: int, page: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from paravt_jax.method.judge import Judge
 from paravt_jax.method.parsing import TAG_PATTERN, extract_answer, find_calls, first_think
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason, Turn
 from paravt_jax.method.rewards import Rewards, RewardSettings, final_answer, score_all
-from rollout.agent.episode import Dispatch, Scene, Setting, play
+from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
 from rollout.agent.scoring import executed_calls, seed_of
 from rollout.engine.requests import Sampler, as_done
 
@@ -51,9 +51,12 @@ class EvaluationSettings:
             )
         self.settings()  # refuses a K or a temperature that no episode can be played with
 
-    def settings(self) -> tuple[Setting, ...]:
+    def settings(self) -> tuple[EpisodeSettings, ...]:
         return tuple(
-            Setting(k, t, d) for k in self.frames for d in self.dispatch for t in self.temperatures
+            EpisodeSettings(k, t, d)
+            for k in self.frames
+            for d in self.dispatch
+            for t in self.temperatures
         )
 
 
@@ -99,9 +102,9 @@ class LeftOut:
 
 def play_and_score(
     sampler: Sampler,
-    scene: Scene,
+    environment: Environment,
     questions: Iterable[Question | LeftOut],
-    setting: Setting,
+    setting: EpisodeSettings,
     scoring: Scoring,
     seed: int,
     samples: int = 1,
@@ -116,7 +119,7 @@ def play_and_score(
     is passed on.
     """
     agents = (
-        _play(scene, question, setting, seed, sample)
+        _play(environment, question, setting, seed, sample)
         for question in questions
         for sample in range(samples)
     )
@@ -131,18 +134,22 @@ def play_and_score(
 
 
 async def _play(
-    scene: Scene, question: Question | LeftOut, setting: Setting, seed: int, sample: int
+    environment: Environment,
+    question: Question | LeftOut,
+    setting: EpisodeSettings,
+    seed: int,
+    sample: int,
 ) -> Episode | LeftOut:
     if isinstance(question, LeftOut):
         return question
     if setting.frames:  # a blind episode opens no file
         try:
-            scene.features.tokens(question.video)
+            environment.features.tokens(question.video)
         except VideoError as error:
             return LeftOut(question, "unreadable", error.reason)
-    episode = await play(scene, question, setting, seed_of(seed, question.id, sample))
+    episode = await play(environment, question, setting, seed_of(seed, question.id, sample))
     if episode.stop is StopReason.UNREADABLE:
-        reason = scene.features.unreadable.get(question.video, "it cannot be read any more")
+        reason = environment.features.unreadable.get(question.video, "it cannot be read any more")
         return LeftOut(question, "unreadable", reason)
     if episode.stop is StopReason.REFUSED:
         return LeftOut(question, "refused", episode.reason)

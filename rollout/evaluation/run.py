@@ -32,7 +32,7 @@ from rollout.agent.endpoint import (
     EndpointSampler,
     FrameImages,
 )
-from rollout.agent.episode import Scene
+from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Sampler
 from rollout.engine.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
@@ -179,7 +179,7 @@ def _player(
     frame = frame_tokens(settings.pixels(), config.vision)
     protocol, overview, crop = _protocol(settings, vocabulary, frame, subtitled)
     features, sampler = _engine(settings, folder, config, videos, protocol, overview, crop)
-    return Player(sampler, Scene(protocol, features), settings, videos)
+    return Player(sampler, Environment(protocol, features), settings, videos)
 
 
 def _protocol(

@@ -15,7 +15,7 @@ from paravt_jax.method.address import check_address
 from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.protocol import Prompt, ProtocolSettings
 from paravt_jax.method.rewards import RewardSettings
-from rollout.agent.episode import Dispatch, Setting
+from rollout.agent.episode import Dispatch, EpisodeSettings
 from rollout.evaluation.benchmarks import BENCHMARKS
 
 OWN = "own questions"  # where the name of a benchmark stands for others
@@ -175,9 +175,9 @@ class BenchmarkSettings:
             )
         return int(found[1]), int(found[2])
 
-    def setting(self) -> Setting:
+    def setting(self) -> EpisodeSettings:
         tools = self.prompt in ("agentic", "agentic-minimal") and not self.blind
-        return Setting(
+        return EpisodeSettings(
             0 if self.blind else self.frames,
             self.temperature,
             self.dispatch or ("parallel" if tools else "none"),

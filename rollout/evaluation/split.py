@@ -15,7 +15,7 @@ from paravt_jax.method.protocol import Protocol, subtitle_line, subtitled_text
 from paravt_jax.method.records import Question
 from paravt_jax.method.subtitles import Subtitle, read_srt
 from paravt_jax.remote.judge import RemoteJudge
-from rollout.agent.episode import Scene
+from rollout.agent.episode import Environment
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import Sampler
 from rollout.evaluation.benchmarks import Item, VideoFolder, shuffled
@@ -28,9 +28,18 @@ class Player:
     """Plays items with a sampler."""
 
     def __init__(
-        self, sampler: Sampler, scene: Scene, settings: BenchmarkSettings, videos: VideoFolder
+        self,
+        sampler: Sampler,
+        environment: Environment,
+        settings: BenchmarkSettings,
+        videos: VideoFolder,
     ):
-        self._sampler, self._scene, self._settings, self._videos = sampler, scene, settings, videos
+        self._sampler, self._scene, self._settings, self._videos = (
+            sampler,
+            environment,
+            settings,
+            videos,
+        )
         self._setting = settings.setting()
         rewards = settings.rewards()
         judge = RemoteJudge(rewards.judge) if rewards.judge else None

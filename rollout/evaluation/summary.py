@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from paravt_jax.method.records import QuestionKind
-from rollout.agent.episode import Setting
+from rollout.agent.episode import EpisodeSettings
 from rollout.evaluation.folder import Line, latest
 from rollout.evaluation.play import Played, measures
 from rollout.evaluation.statistics import interval
@@ -71,7 +71,7 @@ def score_of(summary: Line) -> float | None:
     return summary.get("miou", summary.get("accuracy"))
 
 
-def row(setting: Setting, played: Sequence[Played]) -> Line:
+def row(setting: EpisodeSettings, played: Sequence[Played]) -> Line:
     """The row of a run's evaluation: the setting, and the figures of its episodes.
 
     ValueError where there are none.

@@ -67,7 +67,8 @@ def test_the_work_is_what_it_says_and_fits_the_engine(work):
         longest = len(opening.ids) + (len(rounds) + 1) * work.turn + sum(rounds) * work.response
         window = len(benchmark.crop(work, 0, 0, 0).ids) + work.summary
         assert (
-            longest <= work.settings.own[-1] and len(opening.ids) - 1 <= work.settings.prefill[-1]
+            longest <= work.settings.row_lengths[-1]
+            and len(opening.ids) - 1 <= work.settings.prefill_lengths[-1]
         )
         pages = (
             work.prompts

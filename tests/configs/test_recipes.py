@@ -184,7 +184,7 @@ def test_any_single_override_works_alone(recipe, override):
         main.visual == frames * run.frame_tokens
         and main.prompt >= main.visual + frames * run.protocol.label_tokens
     )
-    assert engine.own[-1] >= main.prompt + main.suffix and engine.slots % main.rows == 0
+    assert engine.row_lengths[-1] >= main.prompt + main.suffix and engine.slots % main.rows == 0
     for shape in subagents:
         assert (
             shape.suffix > run.protocol.summary_tokens
@@ -198,7 +198,10 @@ def test_frames_that_an_evaluation_shows_have_room_beside_the_response():
     shown = run.protocol.max_tool_turns * run.protocol.max_calls * crop
     assert run.limits("frames").trajectory_tokens >= run.protocol.trajectory_tokens + shown
     assert run.limits("parallel") == run.protocol == run.limits("sequential")
-    assert run.engine_sizes.own[-1] >= RECIPES["paravt_8b"]().engine_sizes.own[-1] + shown
+    assert (
+        run.engine_sizes.row_lengths[-1]
+        >= RECIPES["paravt_8b"]().engine_sizes.row_lengths[-1] + shown
+    )
     assert run.rl_shapes == RECIPES["paravt_8b"]().rl_shapes, (
         "rollouts that are learned from show none"
     )
@@ -377,12 +380,12 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
     frame = run.frames.max_pixels // (32 * 32)
     visual = max(settings.frame_budgets) * frame
     assert visual <= shape.visual < shape.prompt
-    assert engine.own[-1] >= shape.prompt + run.protocol.trajectory_tokens
+    assert engine.row_lengths[-1] >= shape.prompt + run.protocol.trajectory_tokens
     assert any(
         run.protocol.crop_frames * frame + run.protocol.summary_tokens < length
-        for length in engine.own[:-1]
+        for length in engine.row_lengths[:-1]
     )
-    assert shape.prompt in engine.shared
+    assert shape.prompt in engine.prefix_lengths
 
 
 @pytest.mark.parametrize("name", [name for name in LARGE if RECIPES[name]().sft])

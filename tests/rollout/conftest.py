@@ -15,7 +15,7 @@ from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind, digest
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world import text as world_text
-from rollout.agent.episode import Scene
+from rollout.agent.episode import Environment
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
 
 
@@ -134,8 +134,8 @@ def small_features(small_world, small_model) -> FrameFeatures:
 
 
 @pytest.fixture(scope="session")
-def small_scene(small_vocabulary, limits, small_features) -> Scene:
-    return Scene(Protocol(small_vocabulary, limits), small_features)
+def small_scene(small_vocabulary, limits, small_features) -> Environment:
+    return Environment(Protocol(small_vocabulary, limits), small_features)
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ from paravt_jax.method.records import (
     Turn,
 )
 from rollout import ask
-from rollout.agent.episode import Scene, Setting, play
+from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.ask import Assistant
 from rollout.engine.engine import Engine
 from rollout.engine.requests import run
@@ -54,12 +54,23 @@ def test_an_answer_is_the_episode_that_training_would_play(
         source=video,
     )
     engine = Engine(
-        small_model, features, EngineSizes(own=(320,), prefill=(64, 192), slots=2, fan=2, pages=60)
+        small_model,
+        features,
+        EngineSizes(
+            row_lengths=(320,), prefill_lengths=(64, 192), slots=2, rows_per_prefix=2, pages=60
+        ),
     )
     question = Question("q", video, TEXT, QuestionKind.OPEN_ENDED, "")
     (expected,) = run(
         engine,
-        [play(Scene(Protocol(small_vocabulary, PROTOCOL), features), question, Setting(4, 0.7), 5)],
+        [
+            play(
+                Environment(Protocol(small_vocabulary, PROTOCOL), features),
+                question,
+                EpisodeSettings(4, 0.7),
+                5,
+            )
+        ],
     )
     np.testing.assert_array_equal(episode.trajectory.ids, expected.trajectory.ids)
     assert (

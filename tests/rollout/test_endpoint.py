@@ -27,7 +27,7 @@ from rollout.agent.endpoint import (
     FrameImages,
     messages,
 )
-from rollout.agent.episode import Dispatch, Scene, Setting, play
+from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import Request, SampleStop, Sampling, run
 from tests.paravt_jax.judge_server import Reply, serving
@@ -78,8 +78,8 @@ def images(small_model, small_world) -> FrameImages:
 
 
 @pytest.fixture
-def scene(small_vocabulary, images) -> Scene:
-    return Scene(
+def environment(small_vocabulary, images) -> Environment:
+    return Environment(
         Protocol(
             small_vocabulary,
             ProtocolSettings(turn_tokens=256, summary_tokens=32, trajectory_tokens=1024),
@@ -89,7 +89,7 @@ def scene(small_vocabulary, images) -> Scene:
 
 
 @pytest.fixture
-def ask(scene, small_vocabulary, images, small_questions):
+def ask(environment, small_vocabulary, images, small_questions):
     """ask(answer, ...) plays an episode against a server that replies with `answer`; it gives the episode and the server."""
 
     def start(answer, dispatch: Dispatch = "parallel", **fields: Any):
@@ -101,7 +101,14 @@ def ask(scene, small_vocabulary, images, small_questions):
             try:
                 (episode,) = run(
                     sampler,
-                    [play(scene, small_questions[0], Setting(4, 0.7, dispatch), seed=2**40 + 5)],
+                    [
+                        play(
+                            environment,
+                            small_questions[0],
+                            EpisodeSettings(4, 0.7, dispatch),
+                            seed=2**40 + 5,
+                        )
+                    ],
                 )
             finally:
                 sampler.close()
@@ -147,7 +154,9 @@ def test_an_episode_goes_its_way(ask, small_world, small_questions, small_vocabu
         and "continue_final_message" not in report
         and len(pictures(report["messages"][0])) == 8
     )
-    line = transcript(episode, Rewards(0, 0, 0, 0, 0, True), Setting(4, 0.7), small_vocabulary)
+    line = transcript(
+        episode, Rewards(0, 0, 0, 0, 0, True), EpisodeSettings(4, 0.7), small_vocabulary
+    )
     assert json.dumps(line, allow_nan=False)  # log-probs that nobody knows are null
 
 

@@ -28,7 +28,7 @@ from paravt_jax.method.records import (
 from paravt_jax.method.rewards import RewardSettings, score
 from paravt_jax.world import text as world_text
 from paravt_jax.world.videos import FRAMES, STEP, WINDOW
-from rollout.agent.episode import Dispatch, Scene, Setting, play, split_prompt
+from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play, split_prompt
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import Request, SampleStop, run
 from tests.rollout.conftest import Cut, Scripted
@@ -54,16 +54,20 @@ def perform(scripted, small_scene, small_questions):
     def start(
         turns,
         dispatch: Dispatch = "parallel",
-        scene=small_scene,
+        environment=small_scene,
         question=small_questions[0],
         report=" seven from 8 to 10",
         **limits,
     ):
         if limits:
-            settings = dataclasses.replace(scene.protocol.settings, **limits)
-            scene = Scene(Protocol(scene.protocol.vocabulary, settings), scene.features)
+            settings = dataclasses.replace(environment.protocol.settings, **limits)
+            environment = Environment(
+                Protocol(environment.protocol.vocabulary, settings), environment.features
+            )
         sampler = scripted(turns, report=report)
-        (episode,) = run(sampler, [play(scene, question, Setting(4, 0.7, dispatch), seed=5)])
+        (episode,) = run(
+            sampler, [play(environment, question, EpisodeSettings(4, 0.7, dispatch), seed=5)]
+        )
         return episode, sampler
 
     return start
@@ -172,11 +176,13 @@ def test_episodes_side_by_side_do_not_disturb_one_another(
         lambda request: lines[request.frames[0].video][int(not sampler.is_first(request))]
     )
     together = run(
-        sampler, [play(small_scene, q, Setting(4, 0.7), n) for n, q in enumerate(small_questions)]
+        sampler,
+        [play(small_scene, q, EpisodeSettings(4, 0.7), n) for n, q in enumerate(small_questions)],
     )
     for n, (question, episode) in enumerate(zip(small_questions, together, strict=True)):
         (alone,) = run(
-            scripted(lines[question.video]), [play(small_scene, question, Setting(4, 0.7), n)]
+            scripted(lines[question.video]),
+            [play(small_scene, question, EpisodeSettings(4, 0.7), n)],
         )
         assert (
             np.array_equal(alone.trajectory.ids, episode.trajectory.ids)
@@ -200,7 +206,7 @@ def test_an_episode_with_a_demonstrations_texts_has_its_ids(scripted, small_scen
         reports = iter([t.content[0] for t in conversation.turns if t.role == "tool"])
         sampler = scripted(spoken, report=lambda request, reports=reports: next(reports))
         wanted = render(conversation, small_scene.protocol, lambda _: 1)
-        setting = Setting(len(clip.indices), 0.7)
+        setting = EpisodeSettings(len(clip.indices), 0.7)
         (episode,) = run(sampler, [play(small_scene, question, setting, 0)])
         played = np.where(
             episode.trajectory.authors == Author.PINNED, Author.MODEL, episode.trajectory.authors
@@ -443,9 +449,10 @@ def perform_slowly(small_vocabulary, small_scene, small_questions):
 
     def start(turns, takes, **limits):
         sampler = Slow(small_vocabulary, turns, " seven from 8 to 10", takes)
-        scene = Scene(protocol, small_scene.features, lambda: sampler.now)
+        environment = Environment(protocol, small_scene.features, lambda: sampler.now)
         (episode,) = run(
-            sampler, [play(scene, small_questions[0], Setting(4, 0.7, **limits), seed=5)]
+            sampler,
+            [play(environment, small_questions[0], EpisodeSettings(4, 0.7, **limits), seed=5)],
         )
         return episode, sampler
 
@@ -494,12 +501,12 @@ def test_no_turn_begins_when_the_time_is_up(perform_slowly):
 def test_time_that_is_up_before_anything_was_said(small_vocabulary, small_scene, small_questions):
     """A video that takes longer to read than there is time: an episode without a turn, of which all that follows can be worked out."""
     ticks = itertools.count()
-    scene, setting = (
-        Scene(small_scene.protocol, small_scene.features, lambda: float(next(ticks))),
-        Setting(4, 0.7, seconds=1.0),
+    environment, setting = (
+        Environment(small_scene.protocol, small_scene.features, lambda: float(next(ticks))),
+        EpisodeSettings(4, 0.7, seconds=1.0),
     )
     sampler = Scripted(small_vocabulary, [ANSWER])
-    (episode,) = run(sampler, [play(scene, small_questions[0], setting, 0)])
+    (episode,) = run(sampler, [play(environment, small_questions[0], setting, 0)])
     assert (episode.stop, episode.turns, episode.answer, sampler.asked) == (
         StopReason.TIME_LIMIT,
         (),
@@ -563,8 +570,10 @@ def test_the_time_that_reading_takes_is_the_episodes(
     features = Laborious.__new__(Laborious)
     features.__dict__ |= small_scene.features.__dict__
     sampler = Slow(small_vocabulary, [plan(*CALLS), ANSWER], " seven", lambda request: 3.0)
-    scene = Scene(small_scene.protocol, features, lambda: sampler.now)
-    (episode,) = run(sampler, [play(scene, small_questions[0], Setting(4, 0.7, seconds=8.0), 5)])
+    environment = Environment(small_scene.protocol, features, lambda: sampler.now)
+    (episode,) = run(
+        sampler, [play(environment, small_questions[0], EpisodeSettings(4, 0.7, seconds=8.0), 5)]
+    )
     assert [r.sampling.deadline for r, _ in sampler.sub] == [
         1.0
     ] * 2 and episode.stop is StopReason.TIME_LIMIT
@@ -581,11 +590,11 @@ def test_a_slow_episode_holds_up_nobody(small_vocabulary, small_scene, small_que
         " seven",
         lambda request: 50.0 if request.frames[0].video == slow else 1.0,
     )
-    scene = Scene(small_scene.protocol, small_scene.features, lambda: sampler.now)
+    environment = Environment(small_scene.protocol, small_scene.features, lambda: sampler.now)
     episodes = run(
         sampler,
         [
-            play(scene, q, Setting(4, 0.7, seconds=10.0), n)
+            play(environment, q, EpisodeSettings(4, 0.7, seconds=10.0), n)
             for n, q in enumerate((small_questions[0], quick))
         ],
     )
@@ -612,7 +621,7 @@ def test_a_slow_episode_holds_up_nobody(small_vocabulary, small_scene, small_que
 )
 def test_settings_that_mean_nothing_are_refused_by_name(wrong, message):
     with pytest.raises(ValueError, match=message):
-        Setting(**({"frames": 4, "temperature": 0.7} | wrong))
+        EpisodeSettings(**({"frames": 4, "temperature": 0.7} | wrong))
 
 
 # --- calls that go wrong ---
@@ -736,7 +745,7 @@ def test_a_bad_video_ends_one_episode(scripted, small_scene, small_questions, sm
     (small_world.folder / "foreign.mp4").write_bytes(whole.replace(b"avc1", b"zzzz"))
     Image.new("RGB", (900, 3)).save(small_world.folder / "thin.png")
     bad = dataclasses.replace(small_questions[0], video=name)
-    agents = [play(small_scene, q, Setting(4, 0.7), 0) for q in (bad, small_questions[0])]
+    agents = [play(small_scene, q, EpisodeSettings(4, 0.7), 0) for q in (bad, small_questions[0])]
     lost, fine = run(scripted([ANSWER]), agents)
     assert (lost.stop, lost.turns, lost.answer) == (
         StopReason.UNREADABLE,
@@ -759,7 +768,7 @@ def test_a_window_that_cannot_be_read_is_a_response_and_its_siblings_live(perfor
     features.__dict__ |= whole.__dict__
     episode, sampler = perform(
         [plan(CALLS[0], CALLS[1]), ANSWER],
-        scene=Scene(small_scene.protocol, features),
+        environment=Environment(small_scene.protocol, features),
         summary_tokens=200,
     )
     assert (
@@ -823,8 +832,8 @@ def test_a_file_that_is_damaged_while_an_episode_lasts(
 
     sampler = scripted(turns)
     settings = dataclasses.replace(small_scene.protocol.settings, summary_tokens=1024)
-    scene = Scene(Protocol(small_scene.protocol.vocabulary, settings), features)
-    (episode,) = run(sampler, [play(scene, small_questions[0], Setting(4, 0.7), 0)])
+    environment = Environment(Protocol(small_scene.protocol.vocabulary, settings), features)
+    (episode,) = run(sampler, [play(environment, small_questions[0], EpisodeSettings(4, 0.7), 0)])
     (outcome,) = episode.turns[0].calls
     assert (
         outcome.status is CallStatus.UNREADABLE
@@ -860,9 +869,13 @@ def test_the_model_opens_no_files(
     )
     others = [str(secret), small_questions[2].video, "../../etc/passwd", "video.mp4; rm -rf /"]
     calls = [raw(f'{{"video_path": "{path}", "start_time": 0, "end_time": 16}}') for path in others]
-    scene = Scene(small_scene.protocol, features)
+    environment = Environment(small_scene.protocol, features)
     episode, sampler = perform(
-        [plan(*calls), ANSWER], scene=scene, max_calls=4, turn_tokens=600, trajectory_tokens=1000
+        [plan(*calls), ANSWER],
+        environment=environment,
+        max_calls=4,
+        turn_tokens=600,
+        trajectory_tokens=1000,
     )
     assert statuses(episode) == [CallStatus.EXECUTED] * 4
     assert set(opened) == {str(small_world.folder / small_questions[0].video)}

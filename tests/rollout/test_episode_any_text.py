@@ -15,7 +15,7 @@ from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Author, CallStatus, CropCall, StopReason
 from paravt_jax.method.rewards import RewardSettings, score
 from paravt_jax.method.structure import find_structure
-from rollout.agent.episode import Scene, Setting, play, split_prompt
+from rollout.agent.episode import Environment, EpisodeSettings, play, split_prompt
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import run
 
@@ -111,9 +111,9 @@ def test_any_text_gives_a_typed_outcome_and_ids_that_only_grow(
         data.draw(st.lists(lines(vocabulary), min_size=1, max_size=4)),
         data.draw(lines(vocabulary)),
     )
-    sampler, setting = scripted(turns, report=report), Setting(4, 0.7, dispatch)
-    scene = Scene(Protocol(vocabulary, limits), small_scene.features)
-    (episode,) = run(sampler, [play(scene, small_questions[0], setting, seed=1)])
+    sampler, setting = scripted(turns, report=report), EpisodeSettings(4, 0.7, dispatch)
+    environment = Environment(Protocol(vocabulary, limits), small_scene.features)
+    (episode,) = run(sampler, [play(environment, small_questions[0], setting, seed=1)])
 
     ids = episode.trajectory.ids
     for request, sample in sampler.main:

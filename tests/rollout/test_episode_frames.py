@@ -11,7 +11,7 @@ from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call, 
 from paravt_jax.method.records import Author, CallStatus, CropCall, StopReason
 from paravt_jax.method.rewards import RewardSettings, score
 from paravt_jax.method.tools.crop_video import CropVideo
-from rollout.agent.episode import Scene, Setting, play
+from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.agent.transcript import transcript
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sampling, run
@@ -28,8 +28,10 @@ def perform(scripted, small_scene, small_questions):
     def start(turns, setting, **limits):
         settings = dataclasses.replace(small_scene.protocol.settings, **limits)
         sampler = scripted(turns)
-        scene = Scene(Protocol(small_scene.protocol.vocabulary, settings), small_scene.features)
-        (episode,) = run(sampler, [play(scene, small_questions[0], setting, seed=5)])
+        environment = Environment(
+            Protocol(small_scene.protocol.vocabulary, settings), small_scene.features
+        )
+        (episode,) = run(sampler, [play(environment, small_questions[0], setting, seed=5)])
         return episode, sampler
 
     return start
@@ -39,7 +41,7 @@ def test_frames_come_back_in_the_tool_response(
     perform, small_vocabulary, small_scene, small_questions
 ):
     episode, sampler = perform(
-        [PLAN, ANSWER], Setting(4, 0.7, "frames"), summary_tokens=64, trajectory_tokens=512
+        [PLAN, ANSWER], EpisodeSettings(4, 0.7, "frames"), summary_tokens=64, trajectory_tokens=512
     )
     assert (episode.stop, episode.answer) == (StopReason.ANSWERED, "seven") and not sampler.sub
     assert [o.status for o in episode.turns[0].calls] == [
@@ -71,7 +73,7 @@ def test_frames_come_back_in_the_tool_response(
     line = transcript(
         episode,
         score(small_questions[0], episode.turns, RewardSettings()),
-        Setting(4, 0.7, "frames"),
+        EpisodeSettings(4, 0.7, "frames"),
         small_vocabulary,
     )
     assert len(line["overview"]) == 4 and line["turns"][0]["calls"][1]["times"] == [
@@ -84,7 +86,7 @@ def test_frames_come_back_in_the_tool_response(
 
 def test_a_forged_placeholder_ends_the_showing(perform):
     """The sampler could not tell it from those of the frames that would come after it."""
-    episode, _ = perform(["<|image_pad|>" + PLAN, ANSWER], Setting(4, 0.7, "frames"))
+    episode, _ = perform(["<|image_pad|>" + PLAN, ANSWER], EpisodeSettings(4, 0.7, "frames"))
     assert [o.status for o in episode.turns[0].calls] == [CallStatus.NOT_OFFERED] * 3 and len(
         episode.trajectory.frames
     ) == 4
@@ -103,7 +105,9 @@ def test_an_engine_sees_frames_that_come_later(
     said = small_vocabulary.encode("<think>\n" + PLAN + "<|im_end|>")
     sampling, size = (
         Sampling(8, 0.0),
-        EngineSizes(own=(1024,), prefill=(256,), slots=4, fan=2, pages=200),
+        EngineSizes(
+            row_lengths=(1024,), prefill_lengths=(256,), slots=4, rows_per_prefix=2, pages=200
+        ),
     )
 
     def after(start: float) -> tuple[np.ndarray, tuple]:
@@ -129,7 +133,7 @@ def test_an_engine_sees_frames_that_come_later(
 def test_a_blind_episode_is_shown_nothing_and_opens_nothing(
     perform, small_questions, small_vocabulary
 ):
-    episode, sampler = perform([ANSWER], Setting(0, 0.7, "none"))
+    episode, sampler = perform([ANSWER], EpisodeSettings(0, 0.7, "none"))
     assert episode.answer == "seven" and episode.trajectory.frames == () and episode.frames == 0
     text = small_vocabulary.decode(sampler.main[0][0].ids)
     assert "<|vision_start|>" not in text and small_questions[0].text in text
@@ -138,7 +142,7 @@ def test_a_blind_episode_is_shown_nothing_and_opens_nothing(
 @pytest.mark.parametrize("dispatch", ["parallel", "sequential", "frames"])
 def test_a_blind_episode_has_no_crops_either(dispatch):
     with pytest.raises(ValueError, match="frames = 0: .*0 is a blind run, with dispatch 'none'"):
-        Setting(0, 0.7, dispatch)
+        EpisodeSettings(0, 0.7, dispatch)
 
 
 def test_prompts_say_what_they_are_for():
@@ -173,7 +177,7 @@ def test_prompts_that_are_none(wrong, message):
 
 def test_a_prompt_is_the_protocols(perform, small_vocabulary):
     _, sampler = perform(
-        ["<answer>A</answer>"], Setting(4, 0.7, "none"), prompt="direct", pin_think=False
+        ["<answer>A</answer>"], EpisodeSettings(4, 0.7, "none"), prompt="direct", pin_think=False
     )
     text = small_vocabulary.decode(sampler.main[0][0].ids)
     assert text.startswith(system_text((), "direct")) and text.endswith("<|im_start|>assistant\n")

@@ -11,7 +11,7 @@ from paravt_jax.method.protocol import PINNED, render_call
 from paravt_jax.method.records import CropCall
 from paravt_jax.method.rewards import RewardSettings, score
 from paravt_jax.world.videos import STEP
-from rollout.agent.episode import Setting, play, split_prompt
+from rollout.agent.episode import EpisodeSettings, play, split_prompt
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import SampleStop, run
 from tests.rollout.conftest import Cut
@@ -30,7 +30,7 @@ def written(scripted, small_scene, small_questions):
     """written(turns) plays them and gives the episode and its transcript, as read back from JSON."""
 
     def make(turns, credit=None, report=" seven from 8 to 10"):
-        setting = Setting(4, 0.7)
+        setting = EpisodeSettings(4, 0.7)
         (episode,) = run(
             scripted(turns, report=report), [play(small_scene, small_questions[0], setting, 0)]
         )

@@ -27,7 +27,7 @@ from paravt_jax.method.records import CropCall, digest
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
-from rollout.agent.episode import Scene
+from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
 from rollout.engine.settings import EngineSettings
@@ -100,13 +100,13 @@ class Road:
     run: Run
     data: Data
     model: Qwen3VL
-    scene: Scene
+    environment: Environment
     graph: nnx.GraphDef
     weights: Any
 
     @functools.cached_property
     def engine(self) -> Engine:
-        return Engine(self.model, self.scene.features, self.run.engine_sizes)
+        return Engine(self.model, self.environment.features, self.run.engine_sizes)
 
     @property
     def image(self) -> int:
@@ -131,12 +131,12 @@ def lay_road(run: Run, data: Data) -> Road:
         text=dataclasses.replace(config.text, vocab_size=-(-config.text.vocab_size // 8) * 8),
     )
     model = nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0)))()
-    scene = Scene(
+    environment = Environment(
         Protocol(data.vocabulary, run.protocol),
         FrameFeatures(model.vision, model.config, run.frames, data.root, source=video),
     )
     graph, weights = nnx.split(model.text)
-    return Road(run, data, model, scene, graph, weights)
+    return Road(run, data, model, environment, graph, weights)
 
 
 class Script:
@@ -244,7 +244,7 @@ def learn(road: Road, fsdp: int = 1) -> list[dict[str, float]]:
     state, sampler, steps = learner.start, Uneven(road), []
     for _ in range(2):
         state, figures = learner.step(
-            state, cast(Any, sampler), road.scene, road.data.questions[:2], seed=0
+            state, cast(Any, sampler), road.environment, road.data.questions[:2], seed=0
         )
         steps.append(
             {

@@ -21,7 +21,7 @@ def test_arguments_are_what_a_run_gives(road):
     """Shapes, types and places of the small recipe's cold start: a batch and a state that were really made."""
     settings, mesh = road.run.sft, make_mesh()
     course = SFTBatches(
-        settings, road.data, None, 0, road.scene.protocol, road.scene.features, mesh
+        settings, road.data, None, 0, road.environment.protocol, road.environment.features, mesh
     )
     state, _ = course.start(road.graph, road.fresh())
     batch, _, _ = next(course)

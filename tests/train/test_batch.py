@@ -19,14 +19,14 @@ SHAPE = BatchShape(groups=3, rows=5, prompt=144, visual=16, suffix=144)
 def groups(road, small) -> list[list[Trajectory]]:
     """Two groups of four rollouts of one or two turns, as a sampler hands them over."""
     rollouts = roll_out(
-        small.Script(road), road.scene, road.data.questions[:2], road.run.rl, seed=0, step=1
+        small.Script(road), road.environment, road.data.questions[:2], road.run.rl, seed=0, step=1
     )
     return [[episode.trajectory for episode in group] for group in rollouts.groups]
 
 
 @pytest.fixture(scope="module")
 def batch(road, groups):
-    return build(groups, road.scene.features, SHAPE)
+    return build(groups, road.environment.features, SHAPE)
 
 
 def rows(groups):
@@ -45,7 +45,7 @@ def test_rollouts_share_overview_and_question(groups, batch):
 
 
 def test_a_rows_arrays_are_its_trajectory(road, groups, batch):
-    config, features = road.model.config, road.scene.features
+    config, features = road.model.config, road.environment.features
     assert any((t.authors == Author.TOOL).any() for _, _, t in rows(groups)), (
         "a rollout with a tool's response is needed here"
     )
@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_named(road, groups, field):
     with pytest.raises(
         ValueError, match=rf"batch\.{field}: \d+ does not fit the static size {too_small}; "
     ):
-        build(groups, road.scene.features, dataclasses.replace(SHAPE, **{field: too_small}))
+        build(groups, road.environment.features, dataclasses.replace(SHAPE, **{field: too_small}))
 
 
 @pytest.mark.parametrize(

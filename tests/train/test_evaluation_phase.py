@@ -34,9 +34,9 @@ def evaluated(road, small, monkeypatch):
         def forget(self) -> None:
             """It keeps nothing."""
 
-    def scripted(run, model, scene, judge, weights) -> Actor:
+    def scripted(run, model, environment, judge, weights) -> Actor:
         sync: Any = lambda weights: weights  # noqa: E731
-        return Actor(Script(road), sync, road.scene, judge)
+        return Actor(Script(road), sync, road.environment, judge)
 
     def left_out(*arguments: Any) -> None:
         """A phase that does nothing."""

@@ -654,5 +654,5 @@ def test_the_8b_decodes_on_v5p_without_a_copy_of_its_pool():
     pool = 36 * (RUN.engine_sizes.pages + 1) * 64 * 2 * 2 * 128 * 2
     assert not found.error and found.alias >= pool and found.temporary < pool / 3
     assert found.flops == pytest.approx(
-        32 * 64 * flops_per_token(qwen3_vl("8b"), RUN.engine_sizes.own[-1] - 4096)
+        32 * 64 * flops_per_token(qwen3_vl("8b"), RUN.engine_sizes.row_lengths[-1] - 4096)
     )

@@ -37,7 +37,7 @@ def test_what_a_run_learns_from(road):
     assert data.captions and data.unreadable == {}
     assert {c.subagent for c in data.conversations} == {True, False}
     assert data.lengths == tuple(
-        len(render(c, road.scene.protocol, lambda clip: 1).ids) for c in data.conversations
+        len(render(c, road.environment.protocol, lambda clip: 1).ids) for c in data.conversations
     )
     assert json.loads((data.root.parent / UNREADABLE).read_text()) == {}
 

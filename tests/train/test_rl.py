@@ -53,7 +53,9 @@ def gated(road, *budgets: int) -> RLSettings:
 
 
 def rolled_out(road, sampler, questions, step=1, *budgets):
-    return roll_out(sampler, road.scene, questions, gated(road, *(budgets or (4, 16))), 0, step)
+    return roll_out(
+        sampler, road.environment, questions, gated(road, *(budgets or (4, 16))), 0, step
+    )
 
 
 def grpo_batch(road, rollouts, sequences, owners):
@@ -126,7 +128,7 @@ def test_the_reference_waits_on_the_host_in_the_type_that_it_computes_in(road, s
         )
         assert trained.sharding.memory_kind == "device"
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
-    (sequences,), _, _ = lay_out([rollouts], road.scene.features, road.run.rl_shapes, (0,))
+    (sequences,), _, _ = lay_out([rollouts], road.environment.features, road.run.rl_shapes, (0,))
     logprobs = make_logprobs(graph, road.image, 0.7)
     on_device = jax.device_put(learner.reference, jax.tree.map(lambda x: x.sharding, weights))
     exactly: dict[str, str | bool] = {
@@ -154,14 +156,16 @@ def test_the_engine_sleeps_while_weights_are_scored_and_trained(
 
     watched("_logprobs")
     watched("_update")
-    learner.step(start, sampler, road.scene, road.data.questions[:2], seed=0)
+    learner.step(start, sampler, road.environment, road.data.questions[:2], seed=0)
     assert seen == [("_logprobs", False), ("_update", False)] and sampler.awake
 
 
 def test_what_the_engine_samples_is_what_the_update_scores(road, learner, start):
     """The real sampler: no token differs, and its log-probs are the update's within float32."""
     road.engine.load(start.weights, 0)
-    state, metrics = learner.step(start, road.engine, road.scene, road.data.questions[:2], seed=0)
+    state, metrics = learner.step(
+        start, road.engine, road.environment, road.data.questions[:2], seed=0
+    )
     assert metrics["token_mismatches"] == 0 and 0 < metrics["logprob_gap"] < 1e-5
     assert road.engine.version == int(state.step) == 1
     assert list(road.engine._weights) == [1], (
@@ -180,14 +184,14 @@ def test_a_sampler_that_lies_is_counted(road, small, learner, start):
         def _sample(self, request, seed) -> Sample:
             return dataclasses.replace(super()._sample(request, seed), digest="of something else")
 
-    _, metrics = learner.step(start, Liar(road), road.scene, road.data.questions[:2], seed=0)
+    _, metrics = learner.step(start, Liar(road), road.environment, road.data.questions[:2], seed=0)
     assert metrics["token_mismatches"] == 8
 
 
 def test_a_step_is_a_function_of_its_seed_number_and_questions(road, small, learner, start):
     other = jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), start)
     (one, first), (two, second) = (
-        learner.step(state, small.Script(road), road.scene, road.data.questions[:2], seed=0)
+        learner.step(state, small.Script(road), road.environment, road.data.questions[:2], seed=0)
         for state in (start, other)
     )
 
@@ -206,7 +210,7 @@ def test_groups_whose_video_cannot_be_read_are_left_out_and_counted(road, small,
     _, metrics = learner.step(
         start,
         small.Script(road),
-        road.scene,
+        road.environment,
         questions,
         0,
         lambda rollouts, gains: shown.append((rollouts, gains)),
@@ -225,7 +229,11 @@ def test_groups_whose_video_cannot_be_read_are_left_out_and_counted(road, small,
 def test_a_step_without_any_readable_video_says_so(road, small, learner, start):
     with pytest.raises(ValueError, match="step 0 has no question with a readable video"):
         learner.step(
-            start, small.Script(road), road.scene, [lost(q) for q in road.data.questions[:2]], 0
+            start,
+            small.Script(road),
+            road.environment,
+            [lost(q) for q in road.data.questions[:2]],
+            0,
         )
 
 
@@ -239,7 +247,7 @@ def test_what_became_of_every_episode_and_every_call_is_counted(road, small, lea
             late = "<think>" not in text or "<tool_response>" in text
             return dataclasses.replace(sample, stop=SampleStop.DEADLINE) if late else sample
 
-    _, metrics = learner.step(start, Late(road), road.scene, road.data.questions[:2], seed=0)
+    _, metrics = learner.step(start, Late(road), road.environment, road.data.questions[:2], seed=0)
     stops = {name: share for name, share in metrics.items() if name.startswith("stop/") and share}
     calls = {name: share for name, share in metrics.items() if name.startswith("call/") and share}
     assert set(stops) == {"stop/time_limit", "stop/answered"} and sum(stops.values()) == 1
@@ -260,7 +268,7 @@ def test_silent_groups_are_counted_and_move_nothing_but_the_kl(road, small, lear
     _, metrics = learner.step(
         start,
         Parrot(road),
-        road.scene,
+        road.environment,
         road.data.questions[:2],
         0,
         lambda _, gains: shown.append(gains),
@@ -271,7 +279,9 @@ def test_silent_groups_are_counted_and_move_nothing_but_the_kl(road, small, lear
 
 def test_the_structure_points_at_the_tags_of_each_row(road, small):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
-    (sequences,), owners, _ = lay_out([rollouts], road.scene.features, road.run.rl_shapes, (0,))
+    (sequences,), owners, _ = lay_out(
+        [rollouts], road.environment.features, road.run.rl_shapes, (0,)
+    )
     structure = grpo_batch(road, rollouts, (sequences,), owners).structure
     decode, seen = road.data.vocabulary.decode, set()
     for row in range(8):
@@ -328,7 +338,7 @@ def test_subagents_rows_hold_what_they_wrote_and_earn_what_their_episode_earned(
     road, small, shapes
 ):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
-    sequences, owners, counts = lay_out([rollouts], road.scene.features, shapes, (0,))
+    sequences, owners, counts = lay_out([rollouts], road.environment.features, shapes, (0,))
     batch = grpo_batch(road, rollouts, sequences, owners)
     agents = rollouts.subagents
     assert (
@@ -359,12 +369,12 @@ def test_subagents_rows_hold_what_they_wrote_and_earn_what_their_episode_earned(
 def test_more_subagents_than_there_is_room_for_are_counted(road, small, shapes):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
     few = shapes[0], dataclasses.replace(shapes[1], groups=2)
-    sequences, owners, counts = lay_out([rollouts], road.scene.features, few, (0,))
+    sequences, owners, counts = lay_out([rollouts], road.environment.features, few, (0,))
     assert (
         counts["subagents/trained"] == 2
         and counts["subagents/left_out"] == len(rollouts.subagents) - 2 > 0
     )
-    again = lay_out([rollouts], road.scene.features, few, (0,))[0]
+    again = lay_out([rollouts], road.environment.features, few, (0,))[0]
     assert (again[1].ids == sequences[1].ids).all() and [len(rows) for rows in owners] == [8, 2]
 
 
@@ -403,7 +413,7 @@ def test_a_process_lays_out_its_own_groups_and_subagents_that_others_have_no_roo
     found = []
     for here in (0, 1):
         monkeypatch.setattr(train.learn.rl_batch.jax, "process_index", lambda here=here: here)
-        found.append(lay_out([one, many], road.scene.features, half, (0,)))
+        found.append(lay_out([one, many], road.environment.features, half, (0,)))
     for here, (sequences, owners, counts) in enumerate(found):
         taken = agents[:-1] if here else agents[-1:]
         assert counts == {
@@ -430,7 +440,7 @@ def test_a_subagent_whose_frames_cannot_be_read_here_is_counted(road, small, sha
         return read(features, frames)
 
     monkeypatch.setattr(FrameFeatures, "__call__", call)
-    (_, below), _, counts = lay_out([rollouts], road.scene.features, shapes, (0,))
+    (_, below), _, counts = lay_out([rollouts], road.environment.features, shapes, (0,))
     others = [trajectory for _, trajectory in rollouts.subagents if trajectory.frames != gone]
     assert counts["subagents/left_out"] == len(rollouts.subagents) - len(others) > 0
     assert counts["subagents/trained"] == len(others) == below.sampled.any(1).sum()
@@ -440,7 +450,7 @@ def test_a_step_in_which_nobody_calls_has_no_subagents_to_learn_from(road, small
     class Direct(small.Script):
         plans = ("guess\n</think><answer>B</answer>", "guess\n</think><answer>A</answer>")
 
-    _, metrics = both.step(start, Direct(road), road.scene, road.data.questions[:2], seed=0)
+    _, metrics = both.step(start, Direct(road), road.environment, road.data.questions[:2], seed=0)
     assert metrics["subagents/trained"] == metrics["subagents/left_out"] == metrics["calls"] == 0
     assert np.isfinite(list(metrics.values())).all() and metrics["grad_norm"] > 0
 
@@ -448,11 +458,11 @@ def test_a_step_in_which_nobody_calls_has_no_subagents_to_learn_from(road, small
 def test_subagents_are_learned_from(road, small, both, start):
     """Their tokens count in the one token mean of the batch, and another update comes of it."""
     state, metrics = both.step(
-        start, small.Script(road), road.scene, road.data.questions[:2], seed=0
+        start, small.Script(road), road.environment, road.data.questions[:2], seed=0
     )
     alone = anchored_learner(road)
     other, figures = alone.step(
-        alone.start, small.Script(road), road.scene, road.data.questions[:2], seed=0
+        alone.start, small.Script(road), road.environment, road.data.questions[:2], seed=0
     )
     assert (
         metrics["subagents/trained"] > 0
@@ -471,10 +481,10 @@ def test_subagents_are_learned_from(road, small, both, start):
 def test_micro_batches_change_nothing(road, small, both, start):
     parts = anchored_learner(road, subagents_per_rollout=2.0, microbatches=2)
     whole, figures = both.step(
-        start, small.Script(road), road.scene, road.data.questions[:2], seed=0
+        start, small.Script(road), road.environment, road.data.questions[:2], seed=0
     )
     cut, others = parts.step(
-        parts.start, small.Script(road), road.scene, road.data.questions[:2], seed=0
+        parts.start, small.Script(road), road.environment, road.data.questions[:2], seed=0
     )
     for name in ("loss", "grad_norm", "logprob_gap", "capped_fraction"):
         assert others[name] == pytest.approx(figures[name], rel=1e-4, abs=1e-6), name
@@ -485,7 +495,7 @@ def test_micro_batches_change_nothing(road, small, both, start):
 
 def test_a_micro_batch_holds_whole_groups_and_their_subagents_rows(road, small, shapes):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
-    sequences, owners, _ = lay_out([rollouts], road.scene.features, shapes, (0,))
+    sequences, owners, _ = lay_out([rollouts], road.environment.features, shapes, (0,))
     batch = grpo_batch(road, rollouts, sequences, owners)
     whole = RLBatch(
         sequences,
@@ -532,9 +542,11 @@ def test_a_trajectory_is_as_old_as_its_oldest_words(road, small):
 
 def test_rollouts_of_other_weights_are_refused(road, small, learner, start):
     """The second step is played by an engine that still has the weights before the first."""
-    state, _ = learner.step(start, small.Script(road), road.scene, road.data.questions[:2], seed=0)
+    state, _ = learner.step(
+        start, small.Script(road), road.environment, road.data.questions[:2], seed=0
+    )
     with pytest.raises(ValueError, match=r"rollouts of version 0 .* version 1"):
-        learner.step(state, small.Script(road), road.scene, road.data.questions[:2], seed=0)
+        learner.step(state, small.Script(road), road.environment, road.data.questions[:2], seed=0)
 
 
 # --- settings ---

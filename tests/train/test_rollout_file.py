@@ -53,7 +53,7 @@ def questions_of(road):
 
 
 def test_what_was_played_comes_back_bit_for_bit(road, small, tmp_path):
-    arguments = (road.scene, questions_of(road), road.run.rl, 0, 3)
+    arguments = (road.environment, questions_of(road), road.run.rl, 0, 3)
     judge: Any = SimpleNamespace(counts=JudgeCounts(asked=3, answered=3))
     file = RolloutFile(tmp_path / "rollouts.json", 3)
     played = file.roll_out(small.Script(road), *arguments)
@@ -79,15 +79,15 @@ def test_calls_of_every_tool_come_back(road, small, tmp_path):
         turn_tokens=128,
         trajectory_tokens=512,
     )
-    scene = dataclasses.replace(
-        road.scene, protocol=Protocol(road.scene.protocol.vocabulary, settings)
+    environment = dataclasses.replace(
+        road.environment, protocol=Protocol(road.environment.protocol.vocabulary, settings)
     )
     written = call_text("search_subtitles", {"query": "bread"})
     line = f"look closer\n</think><tool_call>{written}</tool_call>"
     spoken = (Subtitle(1.0, 2.0, "The bread rises"),)
     questions = (dataclasses.replace(road.data.questions[0], subtitles=spoken),)
-    arguments = (scene, questions, road.run.rl, 0, 3)
-    script = Scripted(scene.protocol.vocabulary, [line])
+    arguments = (environment, questions, road.run.rl, 0, 3)
+    script = Scripted(environment.protocol.vocabulary, [line])
     played = RolloutFile(tmp_path / "rollouts.json", 3).roll_out(script, *arguments)
     (outcome,) = played.episodes[0].turns[0].calls
     assert outcome.call == ToolCall("search_subtitles", {"query": "bread"})
@@ -99,12 +99,12 @@ def test_calls_of_every_tool_come_back(road, small, tmp_path):
 def test_others_are_played_again(road, small, tmp_path, first, step, shift):
     """Of another process's later step, of a step that is not the first, of other questions."""
     RolloutFile(tmp_path / "rollouts.json", 0).roll_out(
-        small.Script(road), road.scene, road.data.questions[:2], road.run.rl, 0, 3
+        small.Script(road), road.environment, road.data.questions[:2], road.run.rl, 0, 3
     )
     questions = road.data.questions[shift : shift + 2]
     file = RolloutFile(tmp_path / "rollouts.json", first)
     with pytest.raises(AssertionError, match="played again"):
-        file.roll_out(IDLE, road.scene, questions, road.run.rl, 0, step)
+        file.roll_out(IDLE, road.environment, questions, road.run.rl, 0, step)
     file.remove()
     file.remove()
     assert not list(tmp_path.iterdir())
@@ -114,5 +114,5 @@ def test_a_damaged_file_is_said(road, tmp_path):
     (tmp_path / "rollouts.json").write_text('{"step": 3')
     with pytest.raises(ValueError, match=r"rollouts\.json: damaged .*; delete it"):
         RolloutFile(tmp_path / "rollouts.json", 3).roll_out(
-            IDLE, road.scene, questions_of(road), road.run.rl, 0, 3
+            IDLE, road.environment, questions_of(road), road.run.rl, 0, 3
         )

@@ -23,8 +23,8 @@ def course(road, features=None) -> SFTBatches:
         road.data,
         None,
         road.run.seed,
-        road.scene.protocol,
-        features or road.scene.features,
+        road.environment.protocol,
+        features or road.environment.features,
         make_mesh(),
     )
 

@@ -36,19 +36,19 @@ SHAPE = BatchShape(groups=2, rows=4, prompt=144, visual=16, suffix=144)
 def groups(road, small):
     """Two groups of rollouts."""
     rollouts = roll_out(
-        small.Script(road), road.scene, road.data.questions[:2], road.run.rl, seed=0, step=1
+        small.Script(road), road.environment, road.data.questions[:2], road.run.rl, seed=0, step=1
     )
     return [[episode.trajectory for episode in group] for group in rollouts.groups]
 
 
 @pytest.fixture(scope="module")
 def batch(road, groups):
-    return build(groups, road.scene.features, SHAPE)
+    return build(groups, road.environment.features, SHAPE)
 
 
 def whole_rows(road, groups) -> dict:
     """Every trajectory as a row of its own, prompt and frames and all: what a batch would be if nothing were shared."""
-    trajectories, features = [t for group in groups for t in group], road.scene.features
+    trajectories, features = [t for group in groups for t in group], road.environment.features
     length, visual = max(len(t.ids) for t in trajectories), SHAPE.visual
     ids, segments = np.zeros((2, len(trajectories), length), np.int32)
     positions = np.zeros((3, len(trajectories), length), np.int32)
@@ -99,7 +99,7 @@ def test_padding_changes_nothing(road, groups, batch):
     larger = dataclasses.replace(
         SHAPE, groups=3, rows=5, prompt=SHAPE.prompt + 24, visual=24, suffix=SHAPE.suffix + 9
     )
-    padded = build(groups, road.scene.features, larger)
+    padded = build(groups, road.environment.features, larger)
 
     @jax.jit
     def values(weights, batch):
@@ -175,8 +175,8 @@ def fixed(road, small):
 
 def test_figures_of_cold_start_steps(fixed):
     """Four main agents' conversations and four sub-agents', in two rows."""
-    chats, features = fixed.data.conversations, fixed.scene.features
-    rows, missing = render_rows([chats[::2], chats[1::2]], fixed.scene.protocol, features)
+    chats, features = fixed.data.conversations, fixed.environment.features
+    rows, missing = render_rows([chats[::2], chats[1::2]], fixed.environment.protocol, features)
     assert not missing
     tokens = max(sum(len(t.ids) for t, _ in row) for row in rows)
     batches = SFTBatch.of(build_packed(rows, features, PackedShape(2, tokens, tokens)))
@@ -195,7 +195,7 @@ def test_figures_of_an_rl_step(fixed, small):
         fixed.graph, fixed.fresh(), fixed.model.config, fixed.run.rl, fixed.run.rl_shapes
     )
     state, metrics = learner.step(
-        learner.start, small.Script(fixed), fixed.scene, fixed.data.questions, seed=0
+        learner.start, small.Script(fixed), fixed.environment, fixed.data.questions, seed=0
     )
     assert int(state.step) == 1
     wanted = {

@@ -36,7 +36,7 @@ from paravt_jax.method.records import (
 from paravt_jax.method.rewards import Rewards
 from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.remote.judge import JudgeCounts, RemoteJudge
-from rollout.agent.episode import Scene
+from rollout.agent.episode import Environment
 from rollout.engine.requests import Sampler
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import Rollouts, roll_out
@@ -82,7 +82,7 @@ class RolloutFile:
     def roll_out(
         self,
         engine: Sampler,
-        scene: Scene,
+        environment: Environment,
         questions: Sequence[Question],
         settings: RLSettings,
         seed: int,
@@ -99,7 +99,7 @@ class RolloutFile:
             if judge is not None:
                 judge.counts = _unpack(found["judge"])
             return _unpack(found["rollouts"])
-        rollouts = roll_out(engine, scene, questions, settings, seed, step, judge)
+        rollouts = roll_out(engine, environment, questions, settings, seed, step, judge)
         content = {
             "step": step,
             "questions": asked,

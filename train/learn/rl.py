@@ -24,7 +24,7 @@ from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, Metrics, Totals
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import Question
-from rollout.agent.episode import Scene
+from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
 from train.durable import hosts
 from train.learn.batch import BatchShape, Sequences
@@ -135,7 +135,7 @@ class Learner:
         self,
         state: TrainState,
         engine: Engine,
-        scene: Scene,
+        environment: Environment,
         questions: Sequence[Question],
         seed: int,
         on_rollouts: Callable[..., None] | None = None,
@@ -151,7 +151,7 @@ class Learner:
         rollouts of other weights than the current ones.
         """
         settings, number, clock = self.settings, int(state.step), [time.perf_counter()]
-        mine = play(engine, scene, questions, settings, seed, number, self.judge)
+        mine = play(engine, environment, questions, settings, seed, number, self.judge)
         engine.sleep()
         parts = hosts.gather(mine)
         rollouts = join(parts)
@@ -162,7 +162,7 @@ class Learner:
         require_current(rollouts, number)
         clock.append(time.perf_counter())
         sequences, owners, counts = lay_out(
-            parts, scene.features, self._shapes, (seed, number, 0x5A)
+            parts, environment.features, self._shapes, (seed, number, 0x5A)
         )
         everywhere = hosts.gather(counts)
         counts = {name: sum(part[name] for part in everywhere) for name in counts}
@@ -173,7 +173,13 @@ class Learner:
         del held_to
         clock.append(time.perf_counter())
         batch = as_grpo_batch(
-            mine, placed, owners, reference, scene.protocol.vocabulary, self._shapes, self.mesh
+            mine,
+            placed,
+            owners,
+            reference,
+            environment.protocol.vocabulary,
+            self._shapes,
+            self.mesh,
         )
         advantages, totals, figures = self._advantages(batch)
         if on_rollouts:

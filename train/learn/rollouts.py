@@ -14,7 +14,7 @@ import numpy as np
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason, Trajectory
 from paravt_jax.method.rewards import Rewards, score_all
-from rollout.agent.episode import Scene, Setting, play
+from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.agent.scoring import executed_calls, seed_of
 from rollout.engine.requests import Sampler, run
 from train.durable import hosts
@@ -56,7 +56,7 @@ def draw_budgets(settings: RLSettings, seed: int, step: int, prompts: int) -> li
 
 def roll_out(
     engine: Sampler,
-    scene: Scene,
+    environment: Environment,
     questions: Sequence[Question],
     settings: RLSettings,
     seed: int,
@@ -67,7 +67,12 @@ def roll_out(
     budgets, size = draw_budgets(settings, seed, step, len(questions)), settings.grpo.group_size
     mine = [*enumerate(zip(questions, budgets, strict=True))][hosts.share_of(len(questions))]
     agents = [
-        play(scene, question, Setting(budget, settings.temperature), seed_of(seed, step, n, g))
+        play(
+            environment,
+            question,
+            EpisodeSettings(budget, settings.temperature),
+            seed_of(seed, step, n, g),
+        )
         for n, (question, budget) in mine
         for g in range(size)
     ]

@@ -14,7 +14,7 @@ from paravt_jax.data import video
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.remote.judge import RemoteJudge
-from rollout.agent.episode import Scene
+from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
 from train.learn.weight_sync import WeightSync
 from train.phases.model import drop_weights
@@ -28,7 +28,7 @@ class Actor:
 
     engine: Engine
     sync: WeightSync
-    scene: Scene
+    environment: Environment
     judge: RemoteJudge | None
 
     def wake(self, weights: Any, version: int) -> None:
@@ -38,16 +38,18 @@ class Actor:
         self.engine.load(jax.block_until_ready(self.sync(weights)), version)
 
 
-def open_scene(run: Run, data: Data, model: Qwen3VL, reader: FrameReader | None) -> Scene:
+def open_environment(
+    run: Run, data: Data, model: Qwen3VL, reader: FrameReader | None
+) -> Environment:
     """The protocol and the frames' features; `reader` reads the frames of published videos."""
     features = FrameFeatures(
         model.vision, model.config, run.frames, data.root, source=reader or video
     )
-    return Scene(Protocol(data.vocabulary, run.protocol), features)
+    return Environment(Protocol(data.vocabulary, run.protocol), features)
 
 
 def open_actor(
-    run: Run, model: Qwen3VL, scene: Scene, judge: RemoteJudge | None, weights: Any
+    run: Run, model: Qwen3VL, environment: Environment, judge: RemoteJudge | None, weights: Any
 ) -> Actor | None:
     """An actor that sleeps until `wake`; None for a run that plays no episodes. `weights` show
     where the trained ones lie."""
@@ -55,7 +57,7 @@ def open_actor(
         return None
     sync = WeightSync(weights, model.text.dtype)
     nnx.update(model.text, sync(weights))
-    engine = Engine(model, scene.features, run.engine_sizes)
+    engine = Engine(model, environment.features, run.engine_sizes)
     engine.sleep()
     drop_weights(model)
-    return Actor(engine, sync, scene, judge)
+    return Actor(engine, sync, environment, judge)

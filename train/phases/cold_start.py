@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from paravt_jax.data.frame_reader import FrameReader
-from rollout.agent.episode import Scene
+from rollout.agent.episode import Environment
 from train.learn.sft import SFTBatches
 from train.learn.speed import speeds
 from train.phases.context import Context, as_saved, resume
@@ -14,7 +14,11 @@ from train.phases.model import Parts
 
 
 def cold_start(
-    context: Context, parts: Parts, scene: Scene, reader: FrameReader | None, weights: Any
+    context: Context,
+    parts: Parts,
+    environment: Environment,
+    reader: FrameReader | None,
+    weights: Any,
 ) -> Any:
     """The weights after the last step of SFT. Those given are donated."""
     settings = context.run.sft
@@ -26,12 +30,12 @@ def cold_start(
         context.data,
         reader,
         context.run.seed,
-        scene.protocol,
-        scene.features,
+        environment.protocol,
+        environment.features,
         context.mesh,
     )
     state, update = course.start(parts.graph, weights)
-    with context.open_phase("sft", settings, scene.features.unreadable) as phase:
+    with context.open_phase("sft", settings, environment.features.unreadable) as phase:
         state, cursor = resume(phase, state, parts.tower)
         if cursor is not None:
             course.set_state(cursor)

@@ -13,7 +13,7 @@ from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Question
 from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.progress import Progress
-from rollout.agent.episode import Setting
+from rollout.agent.episode import EpisodeSettings
 from rollout.agent.transcript import transcript
 from rollout.evaluation.play import Played, Scoring, play_and_score
 from rollout.evaluation.summary import row
@@ -84,7 +84,11 @@ def _evaluate_budget(
 
 
 def _play(
-    context: Context, actor: Actor, questions: Sequence[Question], name: str, setting: Setting
+    context: Context,
+    actor: Actor,
+    questions: Sequence[Question],
+    name: str,
+    setting: EpisodeSettings,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The row of one setting, and the transcripts that the report shows."""
     run, vocabulary = context.run, context.data.vocabulary
@@ -97,7 +101,7 @@ def _play(
     )
     outcomes = play_and_score(
         actor.engine,
-        dataclasses.replace(actor.scene, protocol=protocol),
+        dataclasses.replace(actor.environment, protocol=protocol),
         questions[hosts.share_of(len(questions))],
         setting,
         scoring,

@@ -15,7 +15,7 @@ from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.loader import Ahead
 from paravt_jax.method.records import Question
-from rollout.agent.episode import Setting
+from rollout.agent.episode import EpisodeSettings
 from rollout.agent.transcript import transcript
 from train.data import question_stream
 from train.durable import hosts
@@ -43,7 +43,7 @@ def reinforce(
     if settings is None:
         return weights
     assert actor is not None, "a run with RL plays episodes"
-    engine, scene = actor.engine, actor.scene
+    engine, environment = actor.engine, actor.environment
     compilations = Compilations()
     learner = Learner(
         parts.graph,
@@ -54,7 +54,7 @@ def reinforce(
         actor.judge,
         actor.sync,
     )
-    with context.open_phase("rl", settings, scene.features.unreadable) as phase:
+    with context.open_phase("rl", settings, environment.features.unreadable) as phase:
         questions = _questions(context, settings, reader, phase.first)
         state, cursor = resume(phase, learner.start, parts.tower)
         if cursor is not None:
@@ -76,7 +76,7 @@ def reinforce(
             state, figures = learner.step(
                 state,
                 engine,
-                scene,
+                environment,
                 next(questions),
                 run.seed,
                 look,
@@ -113,7 +113,7 @@ def _transcriber(
             return
         lines = []
         for p, (group, rewards) in enumerate(zip(rollouts.groups, rollouts.rewards, strict=True)):
-            setting = Setting(group[0].frames, settings.temperature)
+            setting = EpisodeSettings(group[0].frames, settings.temperature)
             shown = transcript(
                 group[0], rewards[0], setting, context.data.vocabulary, advantages[p * rows]
             )

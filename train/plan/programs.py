@@ -225,7 +225,7 @@ class Plan:
 
     def _decode(self) -> PlannedProgram:
         engine = self.run.engine_sizes
-        b, width = engine.slots, engine.own[-1]
+        b, width = engine.slots, engine.row_lengths[-1]
         tables = shape(jnp.int32, b, width // engine.page + pages_of(engine.steps, engine.page))
         integers = {
             name: shape(jnp.int32, b)
@@ -262,9 +262,13 @@ class Plan:
         """(rows, length, before) of a program of prefill: the longest pieces of new prompts, or those after most that is there already."""
         engine = self.run.engine_sizes
         if name == "prefill":
-            length, before = engine.prefill[-1], 0
+            length, before = engine.prefill_lengths[-1], 0
         else:
-            both = [(length, before) for length in engine.prefill for before in engine.own]
+            both = [
+                (length, before)
+                for length in engine.prefill_lengths
+                for before in engine.row_lengths
+            ]
             length, before = max(both, key=lambda pair: engine.prefill_rows(*pair) * pair[1])
         return engine.prefill_rows(length, before), length, before
 
@@ -381,7 +385,7 @@ def shape(dtype: Any, *sizes: int) -> Any:
 
 def mean_context(run: Run) -> float:
     """Tokens that a new one sees on average, if rollouts are as long as they may be."""
-    return run.engine_sizes.own[-1] - run.protocol.trajectory_tokens / 2
+    return run.engine_sizes.row_lengths[-1] - run.protocol.trajectory_tokens / 2
 
 
 def total_bytes(tree: Any) -> float:

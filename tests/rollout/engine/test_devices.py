@@ -77,11 +77,11 @@ CONFIG = Qwen3VLConfig(
     vision_end_token_id=92,
 )
 SETTINGS = EngineSizes(
-    own=(32, 64),
-    shared=(16, 32),
-    prefill=(8, 32),
+    row_lengths=(32, 64),
+    prefix_lengths=(16, 32),
+    prefill_lengths=(8, 32),
     slots=4,
-    fan=2,
+    rows_per_prefix=2,
     page=4,
     pages=48,
     prefill_tokens=64,
@@ -125,7 +125,7 @@ def play(engine: Engine) -> list[Sample]:
         for request, samples in zip(first, answers, strict=True)
         for sample in samples
         if len(request.ids) + len(sample.ids) + 5 + request.sampling.max_new_tokens
-        <= SETTINGS.own[-1]
+        <= SETTINGS.row_lengths[-1]
     ]
     assert len(turns) >= 6
     return [sample for samples in [*answers, *engine.generate(turns)] for sample in samples]

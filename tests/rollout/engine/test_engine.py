@@ -31,11 +31,11 @@ from train.learn.batch import BatchShape, build, mismatches
 from train.learn.step import make_logprobs
 
 SETTINGS = EngineSizes(
-    own=(64, 136),
-    shared=(48, 96),
-    prefill=(8, 96),
+    row_lengths=(64, 136),
+    prefix_lengths=(48, 96),
+    prefill_lengths=(8, 96),
     slots=8,
-    fan=4,
+    rows_per_prefix=4,
     page=8,
     pages=120,
     prefill_tokens=192,
@@ -443,44 +443,49 @@ TOGETHER = {
     "little of everything": {
         "page": 4,
         "slots": 2,
-        "fan": 1,
+        "rows_per_prefix": 1,
         "steps": 1,
-        "prefill": (8,),
+        "prefill_lengths": (8,),
         "prefill_tokens": 8,
-        "shared": (),
+        "prefix_lengths": (),
         "pages": 60,
     },
     "much of everything": {
-        **{"own": (136,), "shared": (102,), "prefill": (102,), "page": 17},
-        **{"slots": 16, "fan": 8, "steps": 16, "pages": 400, "prefill_tokens": 2000},
+        **{"row_lengths": (136,), "prefix_lengths": (102,), "prefill_lengths": (102,), "page": 17},
+        **{"slots": 16, "rows_per_prefix": 8, "steps": 16, "pages": 400, "prefill_tokens": 2000},
     },
     "decoding on the pages": {"paged": True},
 }
 ALONE = {
     "page": {"page": 2},
-    "odd page": {"page": 17, "own": (68, 136), "shared": (51, 102), "prefill": (17, 51, 102)},
-    "slots": {"slots": 3, "fan": 3},
-    "fan": {"fan": 1},
-    "wide fan": {"fan": 8},
+    "odd page": {
+        "page": 17,
+        "row_lengths": (68, 136),
+        "prefix_lengths": (51, 102),
+        "prefill_lengths": (17, 51, 102),
+    },
+    "slots": {"slots": 3, "rows_per_prefix": 3},
+    "rows_per_prefix": {"rows_per_prefix": 1},
+    "many rows per prefix": {"rows_per_prefix": 8},
     "steps": {"steps": 1},
     "many steps": {"steps": 16},
     "few pages": {"pages": 17},
     "many pages": {"pages": 1000},
-    "one small piece": {"prefill": (8,)},
-    "one large piece": {"prefill": (136,)},
+    "one small piece": {"prefill_lengths": (8,)},
+    "one large piece": {"prefill_lengths": (136,)},
     "prefill_tokens": {"prefill_tokens": 1},
     "many prefill_tokens": {"prefill_tokens": 5000},
-    "read_tokens": {"read_tokens": 1, "shared": ()},
+    "read_tokens": {"read_tokens": 1, "prefix_lengths": ()},
     "some read_tokens": {"read_tokens": 600},
-    "nothing shared": {"shared": ()},
-    "little shared": {"shared": (16,)},
-    "own": {"own": (16, 32, 136)},
+    "nothing shared": {"prefix_lengths": ()},
+    "little shared": {"prefix_lengths": (16,)},
+    "short rows": {"row_lengths": (16, 32, 136)},
     "decoding on odd pages": {
         "paged": True,
         "page": 17,
-        "own": (68, 136),
-        "shared": (51,),
-        "prefill": (17, 102),
+        "row_lengths": (68, 136),
+        "prefix_lengths": (51,),
+        "prefill_lengths": (17, 102),
         "steps": 5,
     },
 }
@@ -963,7 +968,7 @@ def test_generate_keeps_the_answers_to_others(engine, asked, monkeypatch):
     (expected,) = sampled(engine, [asked(0, new=3)])
     ticket = engine.submit(asked(0, new=3))
     engine.generate([asked(1)])
-    with pytest.raises(ValueError, match="EngineSizes.own ends at"):
+    with pytest.raises(ValueError, match="EngineSizes.row_lengths ends at"):
         engine.generate([asked(2), asked(new=100)])
     assert list(engine._open) == [] and not engine._waiting and not engine.idle
     ((answered, samples),) = engine.step()
@@ -1104,7 +1109,8 @@ def test_nothing_compiles_either_where_too_much_would_be_read_at_once(make_engin
 
 def test_requests_that_never_fit_are_refused_by_name(engine, asked):
     with pytest.raises(
-        ValueError, match=r"Request.ids: 125 tokens, and 12 new ones; EngineSizes.own ends at 136"
+        ValueError,
+        match=r"Request.ids: 125 tokens, and 12 new ones; EngineSizes.row_lengths ends at 136",
     ):
         engine.submit(text(125))
     with pytest.raises(
@@ -1154,27 +1160,33 @@ def test_stop_strings_without_a_table_of_bytes_are_refused(small_model, features
     ("changes", "message"),
     [
         (
-            {"own": (64, 130)},
-            r"EngineSizes.own: \(64, 130\); lengths rise and are multiples of page = 8",
+            {"row_lengths": (64, 130)},
+            r"EngineSizes.row_lengths: \(64, 130\); lengths rise and are multiples of page = 8",
         ),
-        ({"own": (136, 64)}, r"EngineSizes.own: \(136, 64\); lengths rise"),
-        ({"own": (64, 64)}, r"EngineSizes.own: \(64, 64\); lengths rise"),
-        ({"prefill": (0, 8)}, r"EngineSizes.prefill: \(0, 8\); lengths rise"),
+        ({"row_lengths": (136, 64)}, r"EngineSizes.row_lengths: \(136, 64\); lengths rise"),
+        ({"row_lengths": (64, 64)}, r"EngineSizes.row_lengths: \(64, 64\); lengths rise"),
+        ({"prefill_lengths": (0, 8)}, r"EngineSizes.prefill_lengths: \(0, 8\); lengths rise"),
         (
-            {"shared": (12,)},
-            r"EngineSizes.shared: \(12,\); lengths rise and are multiples of page = 8",
+            {"prefix_lengths": (12,)},
+            r"EngineSizes.prefix_lengths: \(12,\); lengths rise and are multiples of page = 8",
         ),
-        ({"own": ()}, r"EngineSizes.own, prefill: \(\), \(.*\); give at least one length each"),
-        ({"prefill": ()}, r"EngineSizes.own, prefill: .*; give at least one length each"),
+        (
+            {"row_lengths": ()},
+            r"EngineSizes.row_lengths, prefill_lengths: \(\), \(.*\); give at least one length each",
+        ),
+        (
+            {"prefill_lengths": ()},
+            r"EngineSizes.row_lengths, prefill_lengths: .*; give at least one length each",
+        ),
         ({"slots": 0}, "EngineSizes.slots: 0; give 1 or more"),
-        ({"fan": 0}, "EngineSizes.fan: 0; give 1 or more"),
+        ({"rows_per_prefix": 0}, "EngineSizes.rows_per_prefix: 0; give 1 or more"),
         ({"pages": -1}, "EngineSizes.pages: -1; give 1 or more"),
         ({"prefill_tokens": 0}, "EngineSizes.prefill_tokens: 0; give 1 or more"),
         ({"steps": 0}, "EngineSizes.steps: 0; give 1 or more"),
         ({"page": 0}, "EngineSizes.page: 0; give 1 or more"),
         (
             {"slots": 6},
-            "EngineSizes.slots: 6; they are shared out in lines of fan = 4, make it a multiple",
+            "EngineSizes.slots: 6; make it a multiple of rows_per_prefix = 4",
         ),
         (
             {"pages": 16},
@@ -1318,7 +1330,7 @@ def test_what_broken_weights_left_does_not_spread(engine, asked, small_model):
 
 def test_one_that_waits_for_its_leader_costs_nobody_a_page(small_model, small_features, asked):
     """Two samples of one prompt: the second needs few pages once the first is there, and only those are taken."""
-    settings = dataclasses.replace(SETTINGS, pages=24, slots=4, fan=2)
+    settings = dataclasses.replace(SETTINGS, pages=24, slots=4, rows_per_prefix=2)
     engine = Engine(small_model, small_features, settings)
     kept = Request(np.arange(1, 25, dtype=np.int32), (), Sampling(1), (0,))
     sampled(engine, [kept])

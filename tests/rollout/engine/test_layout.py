@@ -21,14 +21,14 @@ class Case:
     lengths: list[int]
     held: dict[int, list[Serials]]
     slots: int
-    fan: int
+    rows_per_prefix: int
     shared: tuple[int, ...]
     own: tuple[int, ...]
 
     def layout(self, held: dict[int, list[Serials]] | None = None) -> Layout:
         sizes = {
             "slots": self.slots,
-            "fan": self.fan,
+            "rows_per_prefix": self.rows_per_prefix,
             "page": PAGE,
             "shared": self.shared,
             "own": self.own,
@@ -37,7 +37,7 @@ class Case:
 
     @property
     def lines(self) -> int:
-        return self.slots // self.fan
+        return self.slots // self.rows_per_prefix
 
 
 def path(*turns: int) -> Serials:
@@ -50,13 +50,16 @@ def path(*turns: int) -> Serials:
 
 @st.composite
 def cases(draw) -> Case:
-    fan, lines = draw(st.sampled_from([1, 2, 3, 4])), draw(st.integers(1, 4))
+    rows_per_prefix, lines = draw(st.sampled_from([1, 2, 3, 4])), draw(st.integers(1, 4))
     # Starts that many have, and what each has of its own after them.
     starts = draw(st.lists(st.lists(st.integers(0, 2), max_size=9), min_size=1, max_size=3))
     tails = st.tuples(
         st.sampled_from(starts), st.integers(0, 9), st.lists(st.integers(0, 2), max_size=4)
     )
-    walks = [start[:end] + tail for start, end, tail in draw(st.lists(tails, max_size=fan * lines))]
+    walks = [
+        start[:end] + tail
+        for start, end, tail in draw(st.lists(tails, max_size=rows_per_prefix * lines))
+    ]
     shared = tuple(PAGE * pages for pages in sorted(draw(st.sets(st.integers(1, 12), max_size=3))))
     own = tuple(
         PAGE * pages for pages in sorted(draw(st.sets(st.integers(1, 16), max_size=3)) | {16})
@@ -69,7 +72,7 @@ def cases(draw) -> Case:
         for length in shared
         if draw(st.booleans())
     }
-    return Case(paths, lengths, held, fan * lines, fan, shared, own)
+    return Case(paths, lengths, held, rows_per_prefix * lines, rows_per_prefix, shared, own)
 
 
 def starts_with(path: Serials, start: Serials) -> bool:
@@ -87,12 +90,16 @@ def check(case: Case, layout: Layout) -> None:
     for line, start in enumerate(layout.starts):
         assert len(start) * PAGE <= layout.shared
         # A line's start is that of some of its rows, or nothing is won by it.
-        members = [n for n in layout.rows[line * case.fan : (line + 1) * case.fan] if n is not None]
+        members = [
+            n
+            for n in layout.rows[line * case.rows_per_prefix : (line + 1) * case.rows_per_prefix]
+            if n is not None
+        ]
         assert not start or any(starts_with(case.paths[n], start) for n in members)
     # What is not in the row's line is among what the row reads by itself.
     for row, n in enumerate(layout.rows):
         if n is not None:
-            start = layout.starts[row // case.fan]
+            start = layout.starts[row // case.rows_per_prefix]
             assert layout.own >= case.lengths[n] - (
                 len(start) * PAGE if starts_with(case.paths[n], start) else 0
             )

@@ -55,11 +55,11 @@ CONFIG = Qwen3VLConfig(
     vision_end_token_id=END,
 )
 SETTINGS = EngineSizes(
-    own=(64, 192, 320),
-    shared=(48, 96),
-    prefill=(16, 64),
+    row_lengths=(64, 192, 320),
+    prefix_lengths=(48, 96),
+    prefill_lengths=(16, 64),
     slots=4,
-    fan=2,
+    rows_per_prefix=2,
     page=16,
     pages=70,
     prefill_tokens=128,

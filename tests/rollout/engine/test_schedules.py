@@ -38,11 +38,11 @@ from rollout.engine.settings import EngineSizes
 from tests.rollout.engine.reference import Pictures, Reference
 
 SETTINGS = EngineSizes(
-    own=(16, 32),
-    shared=(16,),
-    prefill=(4, 16),
+    row_lengths=(16, 32),
+    prefix_lengths=(16,),
+    prefill_lengths=(4, 16),
     slots=4,
-    fan=2,
+    rows_per_prefix=2,
     page=4,
     pages=64,
     prefill_tokens=32,
@@ -50,18 +50,18 @@ SETTINGS = EngineSizes(
 )
 # Larger pages, two lengths of lines; where rows are wide, all that run are too many for one program.
 OTHERS = EngineSizes(
-    own=(16, 40),
-    shared=(16, 24),
-    prefill=(8,),
+    row_lengths=(16, 40),
+    prefix_lengths=(16, 24),
+    prefill_lengths=(8,),
     slots=6,
-    fan=3,
+    rows_per_prefix=3,
     page=8,
     pages=48,
     prefill_tokens=24,
     read_tokens=160,
     steps=2,
 )
-PAGED = dataclasses.replace(SETTINGS, paged=True, shared=())
+PAGED = dataclasses.replace(SETTINGS, paged=True, prefix_lengths=())
 WORDS, IMAGE, VIDEO, OPEN, CLOSE = 20, 20, 21, 22, 23  # the first are words
 TOKEN_BYTES = [b"a", b"b", b"ab", b"", b"\xc3", b"\xa9", b"ba", b"c"] * 3
 WEIGHTS = 3  # so many different ones; every version has those of its number
@@ -132,7 +132,7 @@ class Bench:
         self.weights = {version: different[version % WEIGHTS] for version in range(MOST_VERSIONS)}
         self.features = Pictures(self.config, SIZES, gone=("gone",))
         self.reference = Reference(
-            self.model, self.features, self.weights, settings.own[-1], TOKEN_BYTES
+            self.model, self.features, self.weights, settings.row_lengths[-1], TOKEN_BYTES
         )
         self._programs = functools.cache(lambda *sizes: Dirty(self.model, *sizes))
 
@@ -241,7 +241,7 @@ class Schedule(RuleBasedStateMachine):
     def start(self, spare: int):
         """So many more pages than the longest sequence takes."""
         self.pages = min(
-            self.bench.settings.own[-1] // self.size + spare, self.bench.settings.pages
+            self.bench.settings.row_lengths[-1] // self.size + spare, self.bench.settings.pages
         )
         self.engine = self.bench.engine(self.clock, self.pages)
 
@@ -255,8 +255,8 @@ class Schedule(RuleBasedStateMachine):
             self.step()
 
     def ask(self, request: Request) -> None:
-        if len(request.ids) + request.sampling.max_new_tokens > self.bench.settings.own[-1]:
-            with pytest.raises(ValueError, match="EngineSizes.own"):
+        if len(request.ids) + request.sampling.max_new_tokens > self.bench.settings.row_lengths[-1]:
+            with pytest.raises(ValueError, match="EngineSizes.row_lengths"):
                 self.engine.submit(request)
             return
         ticket, count = self.engine.submit(request), len(request.seeds)
@@ -541,7 +541,7 @@ def test_nothing_that_is_there_is_prefilled_again(bench, asked):
             ids = np.concatenate([before.ids, sample.ids[: after[1]], request.ids[:2]])
             request = dataclasses.replace(request, ids=ids.astype(np.int32), frames=before.frames)
         request = plainly(request, new)
-        if len(request.ids) + new > SETTINGS.own[-1]:
+        if len(request.ids) + new > SETTINGS.row_lengths[-1]:
             continue
         prefilled, reused = engine.counts.prefilled_tokens, engine.counts.reused_tokens
         (samples,) = engine.generate([request])

@@ -30,22 +30,26 @@ longest = st.builds(
 
 @settings(max_examples=300, deadline=None)
 @given(longest, tunings, st.integers(1, 16), st.booleans())
-def test_every_sequence_of_a_run_fits(longest, tuning, fan, shared):
-    engine = engine_sizes(longest, tuning, fan, shared)  # refuses what contradicts itself
+def test_every_sequence_of_a_run_fits(longest, tuning, rows_per_prefix, shared):
+    engine = engine_sizes(
+        longest, tuning, rows_per_prefix, shared
+    )  # refuses what contradicts itself
     whole = longest.prompt + longest.response
-    assert engine.own[-1] >= max(whole, longest.crop_prompt + longest.report)
-    assert engine.pages * engine.page >= max(engine.own[-1], tuning.cache_tokens)
+    assert engine.row_lengths[-1] >= max(whole, longest.crop_prompt + longest.report)
+    assert engine.pages * engine.page >= max(engine.row_lengths[-1], tuning.cache_tokens)
     assert (
-        engine.prefill[-1] >= max(longest.prompt, longest.crop_prompt)
+        engine.prefill_lengths[-1] >= max(longest.prompt, longest.crop_prompt)
         and engine.prefill_tokens >= longest.prompt
     )
-    assert engine.slots >= tuning.slots and engine.slots % fan == 0
-    assert bool(engine.shared) is shared and (not shared or engine.shared[-1] >= longest.prompt)
+    assert engine.slots >= tuning.slots and engine.slots % rows_per_prefix == 0
+    assert bool(engine.prefix_lengths) is shared and (
+        not shared or engine.prefix_lengths[-1] >= longest.prompt
+    )
 
 
 @settings(max_examples=300, deadline=None)
 @given(longest, tunings, st.integers(1025, 80_000))
 def test_a_long_sequence_reads_at_most_about_twice_its_length(longest, tuning, length):
     engine = engine_sizes(longest, tuning, 8)
-    if length <= engine.own[-1]:
+    if length <= engine.row_lengths[-1]:
         assert engine.width(length) <= 2 * (length + tuning.page)

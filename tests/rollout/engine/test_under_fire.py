@@ -35,7 +35,7 @@ from paravt_jax.method.records import (
 )
 from paravt_jax.method.rewards import RewardSettings, score
 from paravt_jax.method.structure import find_structure
-from rollout.agent.episode import Scene, Setting, play, split_prompt
+from rollout.agent.episode import Environment, EpisodeSettings, play, split_prompt
 from rollout.agent.transcript import transcript
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Completion, Request, Sample, SampleStop, run
@@ -160,28 +160,35 @@ def skirmish(
 
     sampler = Scripted(vocabulary, say, say)
     ticks = itertools.count()
-    scenes = [Scene(protocol, features, clock=lambda: float(next(ticks))) for protocol in protocols]
+    scenes = [
+        Environment(protocol, features, clock=lambda: float(next(ticks))) for protocol in protocols
+    ]
     drafted = []
     for number in range(count):
-        scene = rng.choices(scenes, (5, 3, 2))[0]
+        environment = rng.choices(scenes, (5, 3, 2))[0]
         dispatch = rng.choices(("parallel", "sequential", "none"), (6, 2, 1))[0]
         seconds = rng.choices((math.inf, 3.0 * count, 1.0), (20, 5, 1))[0]
-        setting = Setting(rng.choice((1, 4, 16)), 0.7, dispatch, seconds, report_seconds=5.0)
+        setting = EpisodeSettings(
+            rng.choice((1, 4, 16)), 0.7, dispatch, seconds, report_seconds=5.0
+        )
         drafted.append(
-            (scene, setting, rng.choice(questions), rng.getrandbits(32) * 100_000 + number)
+            (environment, setting, rng.choice(questions), rng.getrandbits(32) * 100_000 + number)
         )
     episodes = run(
         sampler,
-        [play(scene, question, setting, seed) for scene, setting, question, seed in drafted],
+        [
+            play(environment, question, setting, seed)
+            for environment, setting, question, seed in drafted
+        ],
     )
     said = {
         request.seeds[0]: (request, sample)
         for request, sample in zip(sampler.asked, sampler.said, strict=True)
     }
     assert len(said) == len(sampler.asked) and not sampler.waiting
-    for (scene, setting, question, seed), episode in zip(drafted, episodes, strict=True):
+    for (environment, setting, question, seed), episode in zip(drafted, episodes, strict=True):
         assert episode.question is question and episode.frames == setting.frames
-        inspect(episode, scene, setting, seed, said)
+        inspect(episode, environment, setting, seed, said)
         battle.episodes += 1
         battle.stops[episode.stop] += 1
         battle.calls.update(outcome.status for turn in episode.turns for outcome in turn.calls)
@@ -197,13 +204,13 @@ def skirmish(
 
 def inspect(
     episode: Episode,
-    scene: Scene,
-    setting: Setting,
+    environment: Environment,
+    setting: EpisodeSettings,
     seed: int,
     said: dict[int, tuple[Request, Sample]],
 ) -> None:
     """What is true of every episode. Takes what it was told out of `said`."""
-    vocabulary, limits = scene.protocol.vocabulary, scene.protocol.settings
+    vocabulary, limits = environment.protocol.vocabulary, environment.protocol.settings
     assert isinstance(episode.stop, StopReason) and (episode.answer is not None) == (
         episode.stop is StopReason.ANSWERED
     )
@@ -238,7 +245,7 @@ def inspect(
         )
 
     # Every call has an outcome with a name; the model reads of each what is on record.
-    duration = scene.features.info(episode.question.video).duration
+    duration = environment.features.info(episode.question.video).duration
     for number, turn in enumerate(episode.turns):
         assert sum(o.status.executed for o in turn.calls) <= (
             1 if setting.dispatch == "sequential" else limits.max_calls
@@ -246,7 +253,7 @@ def inspect(
         for n, outcome in enumerate(turn.calls):
             assert isinstance(
                 outcome.status, CallStatus
-            ) and outcome.response == scene.protocol.cut(outcome.response)
+            ) and outcome.response == environment.protocol.cut(outcome.response)
             assert outcome.status.executed or outcome.response.startswith("error: ")
             if outcome.subagent is None:
                 assert not outcome.status.executed
@@ -368,11 +375,11 @@ ROOM = ProtocolSettings(
     crop_frames=4,
 )
 SIZES = EngineSizes(
-    own=(112, 464),
-    shared=(96,),
-    prefill=(16, 160),
+    row_lengths=(112, 464),
+    prefix_lengths=(96,),
+    prefill_lengths=(16, 160),
     slots=8,
-    fan=4,
+    rows_per_prefix=4,
     page=16,
     pages=160,
     prefill_tokens=320,
@@ -420,33 +427,35 @@ class Possessed:
 
 
 @pytest.fixture(scope="module")
-def possessed(small_model, small_vocabulary, field) -> Callable[[], tuple[Possessed, Scene]]:
+def possessed(small_model, small_vocabulary, field) -> Callable[[], tuple[Possessed, Environment]]:
     """possessed() makes a fuzzed engine that nothing was asked of, and a scene with its clock, which ticks whenever it is looked at."""
     engine = Engine(small_model, field[0], SIZES)
 
-    def make() -> tuple[Possessed, Scene]:
+    def make() -> tuple[Possessed, Environment]:
         ticks = itertools.count()
         engine._clock = clock = lambda: float(next(ticks))
         engine.forget()
         fuzzer = Fuzzer(small_vocabulary, small_model.config.text.vocab_size)
-        return Possessed(engine, fuzzer), Scene(Protocol(small_vocabulary, ROOM), field[0], clock)
+        return Possessed(engine, fuzzer), Environment(
+            Protocol(small_vocabulary, ROOM), field[0], clock
+        )
 
     return make
 
 
-def draft(scene: Scene, questions: list[Question], count: int) -> list:
+def draft(environment: Environment, questions: list[Question], count: int) -> list:
     """Episodes at a temperature at which a model without training says anything at all."""
     rng = random.Random(3)
     agents = []
     for number in range(count):
-        setting = Setting(
+        setting = EpisodeSettings(
             rng.choice((1, 4)),
             2.5,
             rng.choices(("parallel", "sequential", "none"), (6, 1, 1))[0],
             seconds=rng.choices((math.inf, 2.0 * count), (4, 1))[0],
             report_seconds=rng.choice((math.inf, 6.0)),
         )
-        agents.append(play(scene, rng.choice(questions), setting, 10_000 * number))
+        agents.append(play(environment, rng.choice(questions), setting, 10_000 * number))
     return agents
 
 
@@ -466,11 +475,11 @@ def ids_of(episodes: list[Episode]) -> list[list[int]]:
 
 def test_a_real_engine_under_fire(possessed, field, small_model):
     features, questions = field
-    sampler, scene = possessed()
-    once = run(sampler, draft(scene, questions, 80))  # compiles
-    sampler, scene = possessed()
+    sampler, environment = possessed()
+    once = run(sampler, draft(environment, questions, 80))  # compiles
+    sampler, environment = possessed()
     with watch() as (heard, opened):
-        episodes = run(sampler, draft(scene, questions, 80))
+        episodes = run(sampler, draft(environment, questions, 80))
     assert ids_of(episodes) == ids_of(once) and [e.stop for e in episodes] == [e.stop for e in once]
     assert not heard and {pathlib.Path(path).name for path in opened} <= {
         "damaged.mp4"
@@ -520,8 +529,8 @@ class Interrupted(Exception):
 def test_a_run_that_is_interrupted_gives_all_pages_back(possessed, field, monkeypatch, inside):
     """While frames are encoded, or while an agent runs (test_engine.py interrupts the device's work). The engine is as good as new."""
     features, questions = field
-    sampler, scene = possessed()
-    wanted = run(sampler, draft(scene, questions, 16))
+    sampler, environment = possessed()
+    wanted = run(sampler, draft(environment, questions, 16))
     calls = itertools.count(1)
     after = [math.inf]
 
@@ -537,20 +546,20 @@ def test_a_run_that_is_interrupted_gives_all_pages_back(possessed, field, monkey
         monkeypatch.setattr(FrameFeatures, "__call__", interrupting(FrameFeatures.__call__))
     else:
         monkeypatch.setattr(Protocol, "tool_results", interrupting(Protocol.tool_results))
-    sampler, scene = possessed()
-    run(sampler, draft(scene, questions, 16))
+    sampler, environment = possessed()
+    run(sampler, draft(environment, questions, 16))
     total = next(calls) - 1
     assert total >= 4
     for share in (0.0, 0.5, 0.95):
-        sampler, scene = possessed()
+        sampler, environment = possessed()
         after[0] = next(calls) + int(share * total)
         with pytest.raises(Interrupted):
-            run(sampler, draft(scene, questions, 16))
+            run(sampler, draft(environment, questions, 16))
         assert_nothing_held(sampler.engine)
         assert not sampler.owner
     after[0] = math.inf
-    sampler, scene = possessed()
-    assert ids_of(run(sampler, draft(scene, questions, 16))) == ids_of(wanted)
+    sampler, environment = possessed()
+    assert ids_of(run(sampler, draft(environment, questions, 16))) == ids_of(wanted)
 
 
 def test_a_sub_agent_whose_video_fails_in_the_engine_leaves_its_sibling_be(
@@ -569,7 +578,7 @@ def test_a_sub_agent_whose_video_fails_in_the_engine_leaves_its_sibling_be(
     failing = Failing.__new__(Failing)
     failing.__dict__ |= features.__dict__
     engine = Engine(small_model, failing, SIZES)
-    scene = Scene(Protocol(small_vocabulary, ROOM), failing)
+    environment = Environment(Protocol(small_vocabulary, ROOM), failing)
     calls = render_call(CropCall(0, 16)) + render_call(CropCall(112, 128))
 
     class Planned(Possessed):
@@ -590,7 +599,7 @@ def test_a_sub_agent_whose_video_fails_in_the_engine_leaves_its_sibling_be(
         bad.clear()
         (episode,) = run(
             Planned(engine, Fuzzer(small_vocabulary, 0)),
-            [play(scene, questions[0], Setting(4, 2.5), 3)],
+            [play(environment, questions[0], EpisodeSettings(4, 2.5), 3)],
         )
         one, other = episode.turns[0].calls
         assert (one.status, other.status) == (
@@ -603,6 +612,6 @@ def test_a_sub_agent_whose_video_fails_in_the_engine_leaves_its_sibling_be(
             and not len(other.subagent.segments[-1].ids)
         )
         said = small_vocabulary.decode(one.subagent.segments[-1].ids).removesuffix("<|im_end|>")
-        assert one.response == scene.protocol.cut(said) != ""
+        assert one.response == environment.protocol.cut(said) != ""
         assert len(episode.turns) == 2 and (episode.stop is StopReason.UNREADABLE) == lost
         assert_nothing_held(engine)

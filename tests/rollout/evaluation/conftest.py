@@ -14,7 +14,7 @@ from models.features import FrameFeatures, FrameSettings
 from paravt_jax.data import video
 from paravt_jax.method.protocol import Protocol, render_call
 from paravt_jax.method.records import CropCall
-from rollout.agent.episode import Scene
+from rollout.agent.episode import Environment
 from rollout.evaluation.benchmarks import Item, VideoFolder, load
 from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.split import Player
@@ -82,7 +82,7 @@ def player(scripted, small_vocabulary, features, videos) -> Callable[..., Player
             small_vocabulary, dataclasses.replace(settings.protocol(64), crop_frames=4)
         )
         make.sampler = scripted(turns, report)
-        return Player(make.sampler, Scene(protocol, features), settings, VideoFolder(videos))
+        return Player(make.sampler, Environment(protocol, features), settings, VideoFolder(videos))
 
     return make
 

@@ -20,7 +20,7 @@ from paravt_jax.method.records import (
     Turn,
 )
 from paravt_jax.method.rewards import Rewards
-from rollout.agent.episode import Setting
+from rollout.agent.episode import EpisodeSettings
 from rollout.agent.scoring import executed_calls, seed_of
 from rollout.evaluation.play import (
     EvaluationSettings,
@@ -39,9 +39,9 @@ PLAN = (
 )
 
 
-def evaluate(sampler, scene, questions, setting, seed=0, samples=1):
+def evaluate(sampler, environment, questions, setting, seed=0, samples=1):
     """The row, the episodes that it sums up, and the questions that are left out."""
-    done = play_and_score(sampler, scene, questions, setting, Scoring(), seed, samples)
+    done = play_and_score(sampler, environment, questions, setting, Scoring(), seed, samples)
     outcomes = [outcome for _, outcome in done]
     played = [one for one in outcomes if isinstance(one, Played)]
     left_out = [one for one in outcomes if isinstance(one, LeftOut)]
@@ -95,7 +95,7 @@ def test_a_row_is_the_mean_of_its_episodes(small_questions):
     ]
     assert [executed_calls(e) for e in episodes] == [2, 2, 0, 0]
     found = row(
-        Setting(16, 0.7, "sequential"),
+        EpisodeSettings(16, 0.7, "sequential"),
         [Played(e, r, "A") for e, r in zip(episodes, earned, strict=True)],
     )
     low, high = found.pop("interval")
@@ -110,7 +110,9 @@ def test_a_row_is_the_mean_of_its_episodes(small_questions):
 
 def test_the_row_of_played_questions(oracle, small_scene, small_questions):
     wrong = {small_questions[0].id}
-    found, played, _ = evaluate(oracle(wrong), small_scene, small_questions, Setting(4, 0.7))
+    found, played, _ = evaluate(
+        oracle(wrong), small_scene, small_questions, EpisodeSettings(4, 0.7)
+    )
     count = len(small_questions)
     assert (found["n"], found["k"], found["dispatch"], found["temperature"]) == (
         count, 4, "parallel", 0.7,
@@ -135,7 +137,9 @@ def test_the_row_of_played_questions(oracle, small_scene, small_questions):
 def test_every_dispatch_is_played_by_its_own_rules(
     oracle, small_scene, small_questions, dispatch, calls, turns
 ):
-    found, _, _ = evaluate(oracle(), small_scene, small_questions[:2], Setting(4, 0.7, dispatch))
+    found, _, _ = evaluate(
+        oracle(), small_scene, small_questions[:2], EpisodeSettings(4, 0.7, dispatch)
+    )
     shown = (found["dispatch"], found["accuracy"], found["calls"], found["turns"])
     assert shown == (dispatch, 1.0, calls, turns)
 
@@ -145,7 +149,9 @@ def test_samples_of_a_question_have_seeds_of_their_own_that_repeat(
 ):
     def seeds(questions, seed=3) -> list[int]:
         sampler = oracle()
-        found, _, _ = evaluate(sampler, small_scene, questions, Setting(4, 0.7), seed, samples=2)
+        found, _, _ = evaluate(
+            sampler, small_scene, questions, EpisodeSettings(4, 0.7), seed, samples=2
+        )
         assert found["n"] == 2 * len(questions)
         return [
             seed
@@ -167,17 +173,17 @@ def test_unreadable_videos_are_left_out_and_all_of_them_is_an_error(
 ):
     missing = dataclasses.replace(small_questions[1], video="nowhere.mp4")
     asked = [small_questions[0], missing, small_questions[2]]
-    found, _, (left,) = evaluate(oracle(), small_scene, asked, Setting(4, 0.7))
+    found, _, (left,) = evaluate(oracle(), small_scene, asked, EpisodeSettings(4, 0.7))
     assert found["n"] == 2 and found["accuracy"] == 1.0
     assert (left.question, left.cause) == (missing, "unreadable")
     with pytest.raises(
         ValueError, match="evaluation.questions: not one question has a readable video"
     ):
-        evaluate(oracle(), small_scene, [missing], Setting(4, 0.7))
+        evaluate(oracle(), small_scene, [missing], EpisodeSettings(4, 0.7))
 
 
 def test_outcomes_as_they_are_done_are_those_in_order(oracle, small_scene, small_questions):
-    arguments = (small_scene, small_questions, Setting(4, 0.7), Scoring(), 3, 2)
+    arguments = (small_scene, small_questions, EpisodeSettings(4, 0.7), Scoring(), 3, 2)
     in_order = list(play_and_score(oracle(), *arguments))
     assert [number for number, _ in in_order] == list(range(2 * len(small_questions)))
     sampler = oracle()

@@ -16,7 +16,7 @@ from paravt_jax.data import video
 from paravt_jax.method.protocol import Protocol, subtitled_text
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.subtitles import Subtitle
-from rollout.agent.episode import Scene
+from rollout.agent.episode import Environment
 from rollout.engine.requests import Sample, SampleStop
 from rollout.evaluation.benchmarks import Item, VideoFolder
 from rollout.evaluation.folder import EvaluationFolder
@@ -256,8 +256,8 @@ def test_memory_is_flat_over_five_thousand_questions(
         source=video,
     )
     settings = BenchmarkSettings("m", "videomme", frames=64, question_tokens=64, episodes=8)
-    scene = Scene(Protocol(small_vocabulary, settings.protocol(64)), features)
-    playing = Player(Answering(small_vocabulary), scene, settings, VideoFolder(tmp_path))
+    environment = Environment(Protocol(small_vocabulary, settings.protocol(64)), features)
+    playing = Player(Answering(small_vocabulary), environment, settings, VideoFolder(tmp_path))
     items = [
         Item(
             Question(
@@ -308,8 +308,8 @@ def test_a_thousand_rows_with_bad_videos_among_them(
         source=video,
     )
     settings = BenchmarkSettings("m", "videomme", question_tokens=64, episodes=8)
-    scene = Scene(Protocol(small_vocabulary, settings.protocol(64)), features)
-    playing = Player(Answering(small_vocabulary), scene, settings, VideoFolder(tmp_path))
+    environment = Environment(Protocol(small_vocabulary, settings.protocol(64)), features)
+    playing = Player(Answering(small_vocabulary), environment, settings, VideoFolder(tmp_path))
     items = [
         Item(
             Question(
