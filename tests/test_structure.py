@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from benchmarks.codebase import find_cycles, read_modules, walk
+from benchmarks.codebase import Module, find_cycles, read_modules, walk
 
 ROOT = pathlib.Path(__file__).parents[1]
 ROOMS = ("paravt_jax", "models", "rollout", "train", "configs", "examples")
@@ -120,8 +120,14 @@ def test_files_are_readable(file: pathlib.Path) -> None:
     )
 
 
-def test_the_walk_is_short() -> None:
-    reached = walk(read_modules(ROOT), "train.learn.rl")
+@pytest.fixture(scope="module")
+def modules() -> dict[str, Module]:
+    """Every module of this checkout, by name."""
+    return read_modules(ROOT)
+
+
+def test_the_walk_is_short(modules) -> None:
+    reached = walk(modules, "train.learn.rl")
     lines = sum(module.lines for module in reached.values())
     files = sum(module.lines > 0 for module in reached.values())
     print(f"the walk: {lines} code lines in {files} files")
@@ -131,18 +137,16 @@ def test_the_walk_is_short() -> None:
     assert files <= MOST_FILES, f"train.learn.rl reaches {files} files with code"
 
 
-def test_no_modules_import_each_other() -> None:
-    assert find_cycles(read_modules(ROOT)) == []
+def test_no_modules_import_each_other(modules) -> None:
+    assert find_cycles(modules) == []
 
 
-def test_the_main_path_imports_no_side_path() -> None:
-    modules = read_modules(ROOT)
+def test_the_main_path_imports_no_side_path(modules) -> None:
     assert all(any(name.startswith(side) for name in modules) for side in SIDE_PATHS)
     assert not [name for name in walk(modules, "train.learn.rl") if name.startswith(SIDE_PATHS)]
 
 
-def test_plan_and_studies_are_brought_in_by_their_commands_alone() -> None:
-    modules = read_modules(ROOT)
+def test_plan_and_studies_are_brought_in_by_their_commands_alone(modules) -> None:
     for package in ("train.plan", "train.studies"):
         importers = [
             name

@@ -34,13 +34,11 @@ from train.durable import hosts
 from train.published_data import DataSettings, hold_out, prepare_published
 from train.published_model import copy_tokenizer
 from train.settings import Run
+from train.unreadable import UNREADABLE, UnreadableVideosError, note_unreadable
 from train.world_data import prepare_world, require_bounds, world_pieces
 
-UNREADABLE = "unreadable_videos.json"
-
-
-class UnreadableVideosError(Exception):
-    """More videos than allowed cannot be read; names them."""
+CHECKED = "questions.json"
+"""In a run's folder: the digest of your own questions, and what the check of their videos found."""
 
 
 def prepare(
@@ -134,19 +132,23 @@ def _own_questions(
     if questions is None:
         questions = read_questions(settings.questions, root)
     require_unique_ids(questions)
+    text = json.dumps([dataclasses.asdict(question) for question in questions])
+    digest = hashlib.sha256(f"{root}\n{text}".encode()).hexdigest()
     paths = sorted({question.video for question in questions})
-    longest, unreadable = 0.0, dict[str, str]()
-    with Progress("check videos", "video", shown=hosts.is_first()) as progress:
-        for done, path in enumerate(paths, 1):
-            check()
-            try:
-                longest = max(longest, video.probe(root / path).duration)
-            except VideoError as error:
-                unreadable[path] = error.reason
-            progress.update(done, len(paths))
+    file = folder / CHECKED
+    if file.exists():  # by an earlier start, or by the first process of this run
+        checked = json.loads(file.read_text())
+        if checked["digest"] != digest:
+            where = settings.questions or "given from Python"
+            raise ValueError(
+                f"data.questions: {where}; {folder} was begun with other questions; put those "
+                "back, or name another --run-dir"
+            )
+    else:
+        checked = {"digest": digest, **_check_videos(root, paths, check)}
+    unreadable = checked["unreadable"]
     readable = tuple(question for question in questions if question.video not in unreadable)
     kept, heldout = hold_out(readable, settings.heldout)
-    text = json.dumps([dataclasses.asdict(question) for question in readable])
     copy_tokenizer(run.model.path, folder / "tokenizer")
     data = Data(
         root=root,
@@ -158,11 +160,29 @@ def _own_questions(
         captions=(),
         videos=len(paths),
         unreadable={},
-        digest=hashlib.sha256(text.encode()).hexdigest(),
+        digest=digest,
     )
-    data = _with_room(run, data, longest)
+    data = _with_room(run, data, checked["longest"])
     note_unreadable(run, folder, data, unreadable)
+    if hosts.is_first():
+        write_atomically(file, json.dumps(checked, indent=1))
     return data
+
+
+def _check_videos(
+    root: pathlib.Path, paths: Sequence[str], check: Callable[[], None]
+) -> dict[str, Any]:
+    """Which videos cannot be read, by path with the reason, and the seconds of the longest."""
+    longest, unreadable = 0.0, dict[str, str]()
+    with Progress("check videos", "video", shown=hosts.is_first()) as progress:
+        for done, path in enumerate(paths, 1):
+            check()
+            try:
+                longest = max(longest, video.probe(root / path).duration)
+            except VideoError as error:
+                unreadable[path] = error.reason
+            progress.update(done, len(paths))
+    return {"longest": longest, "unreadable": unreadable}
 
 
 def _with_room(run: Run, data: Data, last: float) -> Data:
@@ -245,27 +265,6 @@ def _open_world(run: Run, folder: pathlib.Path) -> Data:
     )
     note_unreadable(run, folder, data, unreadable)
     return data
-
-
-def note_unreadable(run: Run, folder: pathlib.Path, data: Data, more: dict[str, str]) -> None:
-    """Writes down, by name, the videos that cannot be read, those met while decoding (`more`) among them.
-
-    Raises UnreadableVideosError where they are more than the allowed share.
-    """
-    known = len(data.unreadable)
-    data.unreadable.update(more)
-    if hosts.is_first():
-        write_atomically(folder / UNREADABLE, json.dumps(data.unreadable, indent=1))
-    named = "; ".join(f"{path}: {reason}" for path, reason in sorted(data.unreadable.items())[:20])
-    if len(data.unreadable) > known and hosts.is_first():
-        print(
-            f"{len(data.unreadable)} videos cannot be read and are left out, see {folder / UNREADABLE}: {named}"
-        )
-    if len(data.unreadable) > run.unreadable_share * data.videos:
-        raise UnreadableVideosError(
-            f"{len(data.unreadable)} of {data.videos} videos cannot be read: {named}. Put them back (a rendered world: delete {data.root} "
-            f"and it is drawn again), or allow a larger share than --unreadable-share {run.unreadable_share:g}."
-        )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -41,10 +41,11 @@ from train.phases.export import export
 from train.phases.model import first_model, take_apart
 from train.phases.reinforce import reinforce
 from train.phases.report import report
-from train.prepare import UnreadableVideosError, prepare
+from train.prepare import prepare
 from train.published_data import open_reader
 from train.published_model import config_of, require_weights
 from train.settings import Run
+from train.unreadable import UnreadableVideosError
 
 
 def resolved(run: Run) -> dict[str, Any]:
@@ -72,6 +73,7 @@ def execute(
     settings, interrupts, log = resolved(run), interrupts or Interrupts(), run.log
     folder = pathlib.Path(run.run_dir or f"runs/{run.name}").absolute()
     mesh = _check(run, settings)
+    judge = RemoteJudge(run.rl.rewards.judge) if run.rl and run.rl.rewards.judge else None
     with contextlib.ExitStack() as stack:
         _claim(run, folder, settings, stack)
         data = _prepare(run, folder, interrupts, questions)
@@ -94,7 +96,6 @@ def execute(
             interrupts=interrupts,
             tick=clock.save,
         )
-        judge = RemoteJudge(run.rl.rewards.judge) if run.rl and run.rl.rewards.judge else None
         align(context, model)
         parts, weights = take_apart(model, mesh)
         reader = None
@@ -150,8 +151,7 @@ def _prepare(
     with hosts.one_after_another(alike=Stopped):
         data = prepare(run, folder, check, questions)
     if data.digest:
-        where = run.data.folder if run.data else ""
-        hosts.require_same(f"data.folder: {where}, the prepared set", data.digest)
+        hosts.require_same("data: the digest of what is learned from", data.digest)
     return data
 
 

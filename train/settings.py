@@ -11,6 +11,7 @@ from models.qwen3_vl.config import VisionConfig, qwen3_vl, tiny
 from paravt_jax.data.local_path import require_local
 from paravt_jax.data.sizes import smart_resize
 from paravt_jax.method.protocol import ProtocolSettings
+from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
 from rollout.agent.episode import Dispatch
@@ -172,6 +173,11 @@ class Run:
         if (self.text is None) != (self.world is None):
             raise ValueError(
                 f"text: {self.text} with world = {self.world}; they describe one small world: give both or neither"
+            )
+        if self.sft is not None and CropVideo.name not in self.protocol.tools:
+            raise ValueError(
+                f"protocol.tools: {self.protocol.tools}; the demonstrations of sft call crop_video: "
+                "name it too, or set sft to None in a recipe of your own"
             )
         if not 0 <= self.unreadable_share < 1:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import httpx2
+import urllib.parse
 
 _RULE = "give an address such as http://localhost:8000/v1"
 
@@ -20,11 +20,13 @@ def check_address(field: str, address: str, key_place: str) -> None:
             f"{key_place}"
         )
     try:
-        url = httpx2.URL(address)
-        url.host.encode("idna")  # the lookup of the name does this too, but only later
-    except (httpx2.InvalidURL, UnicodeError):
+        url = urllib.parse.urlsplit(address)
+        host = url.hostname or ""
+        host.encode("idna")  # the lookup of the name does this too, but only later
+        _ = url.port
+    except ValueError:  # UnicodeError is one
         raise ValueError(f"{field}: it cannot be read as an address; {_RULE}") from None
-    if url.scheme not in ("http", "https") or not url.host:
+    if url.scheme not in ("http", "https") or not host:
         raise ValueError(f"{field}: {address!r} is no http or https address; {_RULE}")
     if url.path.rstrip("/").endswith("/chat/completions"):
         raise ValueError(

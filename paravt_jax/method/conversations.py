@@ -58,7 +58,7 @@ class ChatTurn:
 class Conversation:
     """A demonstration: turns with texts, videos and pictures.
 
-    `source` is the split it comes from. `tools` says whether `crop_video` is offered in it. A
+    `source` is the split it comes from. `tools` says whether tools are offered in it. A
     sub-agent's (`subagent`) is one clip, the window it looks at, and its report. `tokens` is its
     length as `render` writes it, 0 where it was not counted.
     """

@@ -256,7 +256,8 @@ def recurring_texts(tools: Sequence[Tool]) -> tuple[str, ...]:
 class Protocol:
     """Renders prompts and tool results into segments of token ids.
 
-    `image_tokens(frame)` tells how many visual tokens a frame takes after the vision tower's merge.
+    Where frames are shown, `image_tokens` is the number of visual tokens of each after the vision
+    tower's merge: one number for all, or one per frame.
     """
 
     def __init__(self, vocabulary: Vocabulary, settings: ProtocolSettings):

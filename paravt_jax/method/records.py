@@ -148,7 +148,7 @@ class CallStatus(enum.StrEnum):
     """What became of one tool call."""
 
     EXECUTED = "executed"
-    CLAMPED = "clamped"  # executed after the window was cut to the video
+    CLAMPED = "clamped"  # executed, with its window or its number of frames cut to what there is
     MALFORMED = "malformed"  # not JSON, or not of the tool's shape
     UNKNOWN_TOOL = "unknown_tool"
     BAD_WINDOW = "bad_window"  # reversed, empty, outside the video, not finite

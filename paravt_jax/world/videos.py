@@ -202,15 +202,6 @@ def render(
     return videos
 
 
-def read_manifest(folder: str | os.PathLike) -> tuple[WorldVideo, ...]:
-    """The videos of a rendered world."""
-    stored = json.loads((pathlib.Path(folder) / MANIFEST).read_text())
-    return tuple(
-        WorldVideo(**{**video, "scenes": tuple(Scene(**s) for s in video["scenes"])})
-        for video in stored["videos"]
-    )
-
-
 def _claim(settings: WorldSettings, folder: pathlib.Path) -> None:
     """Writes the settings before any video, so that half a world is not finished with other settings."""
     path, mine = folder / "settings.json", dataclasses.asdict(settings)

@@ -32,13 +32,14 @@ from rollout.engine.engine import Engine
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
 from rollout.engine.settings import EngineSettings
 from rollout.evaluation.play import EvaluationSettings
+from train.data import Data
 from train.learn.align import AlignSettings
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl import Learner
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
 from train.phases.model import model_config
-from train.prepare import Data, prepare
+from train.prepare import prepare
 from train.run import main
 from train.settings import LogSettings, Run
 

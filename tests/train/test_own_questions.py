@@ -110,6 +110,16 @@ def test_a_video_that_cannot_be_read_is_left_out_by_name(recipe, questions, at_h
     assert "gone.mp4" in capsys.readouterr().out
 
 
+def test_a_run_goes_on_with_the_questions_it_began_with(recipe, questions, at_home):
+    run = data_of(recipe, heldout=0)
+    first = prepare(run, at_home / "run", questions=questions)
+    again = prepare(run, at_home / "run", questions=questions)
+    assert (again.questions, again.digest) == (first.questions, first.digest)
+    edited = [dataclasses.replace(questions[0], text="What else?"), *questions[1:]]
+    with pytest.raises(ValueError, match="data.questions: given from Python; .*run was begun with"):
+        prepare(run, at_home / "run", questions=edited)
+
+
 def test_what_cannot_be_trained_on_is_refused_in_words(recipe, questions, at_home, small):
     def refused(run: Run, asked: list[Question]) -> str:
         with pytest.raises(ValueError, match=": ") as error:

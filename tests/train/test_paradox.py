@@ -20,7 +20,6 @@ from train.durable.checkpoint import CheckpointError
 from train.durable.interrupts import Interrupts
 from train.durable.run_directory import RunDirectory, RunDirectoryError
 from train.learn.rl_settings import RLSettings
-from train.prepare import UnreadableVideosError
 from train.run import resolved
 from train.settings import Run
 from train.studies import paradox
@@ -40,6 +39,7 @@ from train.studies.paradox import (
     table,
 )
 from train.studies.paradox_figure import figure
+from train.unreadable import UnreadableVideosError
 
 GRPO, ANCHORED, GATED, FULL = ARMS
 KS = (4, 16, 64)

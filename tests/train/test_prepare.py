@@ -10,8 +10,9 @@ import shutil
 import pytest
 
 from paravt_jax.method.conversations import render
-from train.prepare import UNREADABLE, UnreadableVideosError, prepare
+from train.prepare import prepare
 from train.settings import Run
+from train.unreadable import UNREADABLE, UnreadableVideosError
 
 
 @pytest.fixture

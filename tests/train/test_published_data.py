@@ -28,9 +28,10 @@ from train.data import pack_rows, question_stream, row_stream
 from train.durable import hosts
 from train.learn.optimizer import OptimizerSettings
 from train.learn.sft import SFTBatches, SFTSettings
-from train.prepare import UnreadableVideosError, main, prepare
+from train.prepare import main, prepare
 from train.published_data import DataSettings, hold_out
 from train.run import resolved
+from train.unreadable import UnreadableVideosError
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from paravt_jax.method.protocol import Protocol
 from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
+from train.data import Data
 from train.learn.weight_sync import WeightSync
 from train.phases.model import drop_weights
-from train.prepare import Data
 from train.settings import Run
 
 

@@ -21,8 +21,8 @@ from train.learn.align import AlignSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
 from train.learn.step import TrainState
-from train.prepare import note_unreadable
 from train.settings import Run
+from train.unreadable import note_unreadable
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.vision import frozen
 from models.sharding import param_shardings
 from paravt_jax.method.tokenizer import Vocabulary
-from train.prepare import Data
+from train.data import Data
 from train.published_model import check_vocabulary, config_of, fingerprint, on_host
 from train.settings import Run
 

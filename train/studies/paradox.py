@@ -28,10 +28,10 @@ from train.durable.checkpoint import CheckpointError
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import format_seconds, read_metrics
 from train.durable.run_directory import RunDirectory, RunDirectoryError
-from train.prepare import UnreadableVideosError
 from train.run import execute, resolved
 from train.settings import Run, change
 from train.studies.paradox_figure import Result, figure
+from train.unreadable import UnreadableVideosError
 
 COLD_START = "cold start"
 MEASURES = {"accuracy": "accuracy", "format": "f", "calls": "κ"}
