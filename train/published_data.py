@@ -116,7 +116,7 @@ def prepare_published(
         root = sources.media_root(settings.media, folder, _telling(progress, check))
     reading = dataclasses.replace(reading, root=str(root.resolve()))
     with Progress("prepare rows", "row", shown=hosts.is_first()) as progress:
-        summary = preparation.prepare(
+        summary = preparation.prepare_rows(
             tables,
             folder,
             reading,

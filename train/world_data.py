@@ -58,7 +58,7 @@ def prepare_world(run: Run, folder: pathlib.Path, check: Callable[[], None]) -> 
 
         world.render(run.world, folder / "videos", tell)
     if missing:
-        datasets.prepare(folder / "records", splits)
+        datasets.write_splits(folder / "records", splits)
 
 
 def world_records(run: Run) -> Splits:

@@ -20,7 +20,7 @@ from models.qwen3_vl.config import VisionConfig
 from models.qwen3_vl.model import Inputs, Qwen3VL
 from models.qwen3_vl.rope import next_position
 from models.qwen3_vl.text import KV, TextDecoder
-from models.qwen3_vl.vision import PackedPatches, PatchLayout, deal_rows, pack
+from models.qwen3_vl.vision import PackedPatches, PatchLayout, deal_rows, pack_patches
 
 _LEAST_ROW = 256  # visual tokens: smaller frames share a row
 
@@ -75,7 +75,7 @@ def _pack_inputs(inputs: Inputs, config: VisionConfig) -> PackedPatches:
     """Rows that the largest frame fits into, both their size and their number rounded up to powers of two."""
     cell = config.spatial_merge_size**2
     size = cell * max(_LEAST_ROW, _power_of_two(max(h * w for _, h, w in inputs.grids) // cell))
-    return pack(
+    return pack_patches(
         inputs.patches,
         inputs.grids,
         size,

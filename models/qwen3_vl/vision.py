@@ -96,7 +96,7 @@ def deal_rows(grids: Sequence[tuple[int, int, int]], size: int) -> list[list[tup
     return rows
 
 
-def pack(
+def pack_patches(
     patches: Float[np.ndarray, "n c"],
     grids: Sequence[tuple[int, int, int]],
     size: int,

@@ -62,7 +62,7 @@ class Records(tfds.core.GeneratorBasedBuilder):
             yield n, {"kind": kind, "record": text}
 
 
-def prepare(folder: str | os.PathLike, splits: Mapping[str, Sequence[Record]]) -> None:
+def write_splits(folder: str | os.PathLike, splits: Mapping[str, Sequence[Record]]) -> None:
     """Writes the splits under the folder, or leaves them where the very same ones are there already.
 
     An interrupted call leaves nothing that is taken for whole. Raises ValueError for an empty split.
@@ -107,7 +107,7 @@ class Split(Sequence[_AnyRecord]):
 
 
 def is_prepared(folder: str | os.PathLike) -> bool:
-    """Whether `prepare` has finished here: a folder alone says nothing, it is there from the first byte on."""
+    """Whether `write_splits` has finished here: a folder alone says nothing, it is there from the first byte on."""
     return (pathlib.Path(folder) / _FINGERPRINT).exists()
 
 

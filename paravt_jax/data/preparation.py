@@ -58,7 +58,7 @@ def find_tables(folder: pathlib.Path) -> list[Table]:
     return [open_table(path) for path in files]
 
 
-def prepare(
+def prepare_rows(
     tables: Sequence[Table],
     folder: pathlib.Path,
     reading: Reading,
@@ -103,7 +103,7 @@ def prepare(
         raise ValueError(
             f"{folder}: none of {total} rows can be used; {folder / LEFT_OUT} says why, the commonest: {_commonest(summary)}"
         )
-    datasets.prepare(folder / "records", splits)
+    datasets.write_splits(folder / "records", splits)
     write_atomically(folder / PLAN, json.dumps(plan, indent=1) + "\n")
     for old in folder.glob(_WORK + "*"):
         shutil.rmtree(old)
@@ -112,7 +112,7 @@ def prepare(
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A set that `prepare` has finished: its records, the lengths of its conversations in tokens, the root of relative paths, and a
+    """A set that `prepare_rows` has finished: its records, the lengths of its conversations in tokens, the root of relative paths, and a
     fingerprint of all that but the root."""
 
     root: pathlib.Path

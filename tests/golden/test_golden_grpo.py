@@ -332,8 +332,8 @@ def loss_reason(config: Config, arrays: Arrays) -> str | None:
     return None
 
 
-def clip_of(config: Config) -> grpo.Clip:
-    return grpo.Clip(config["eps_clip"], config["eps_clip_higher"], config["c_clip"])
+def clip_of(config: Config) -> grpo.ClipBounds:
+    return grpo.ClipBounds(config["eps_clip"], config["eps_clip_higher"], config["c_clip"])
 
 
 def our_loss(config: Config, arrays: Arrays) -> tuple[jax.Array, dict[str, jax.Array], np.ndarray]:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from models.qwen3_vl.config import tiny
 from models.qwen3_vl.model import Qwen3VL
-from models.qwen3_vl.vision import frame_layout, frozen, pack
+from models.qwen3_vl.vision import frame_layout, frozen, pack_patches
 
 CONFIG = tiny(97)
 GRIDS = [(1, 2, 4), (3, 4, 2), (1, 4, 4), (1, 2, 2)]  # 8, 3 x 8, 16 and 4 patches
@@ -25,7 +25,7 @@ def patches() -> np.ndarray:
 def test_a_frame_sees_itself_alone_in_whatever_row(patches, size, rows):
     tower = Qwen3VL(CONFIG, rngs=nnx.Rngs(0)).vision
     see = nnx.jit(lambda tower, patches, layout: tower(patches, layout))
-    packed = pack(patches, GRIDS, size, CONFIG.vision)
+    packed = pack_patches(patches, GRIDS, size, CONFIG.vision)
     assert packed.patches.shape == (rows, size, 1536)
     found = np.asarray(see(tower, packed.patches, packed.layout)).reshape(-1, 2, 128)[packed.tokens]
     at = 0
@@ -41,18 +41,18 @@ def test_a_frame_sees_itself_alone_in_whatever_row(patches, size, rows):
 
 def test_what_cannot_be_packed(patches):
     with pytest.raises(ValueError, match="size = 12: holds all 16 patches"):
-        pack(patches, GRIDS, 12, CONFIG.vision)
+        pack_patches(patches, GRIDS, 12, CONFIG.vision)
     with pytest.raises(
         ValueError,
         match="rows = 2: the frames need 3 rows of 20 patches; give as many, or larger ones",
     ):
-        pack(patches, GRIDS, 20, CONFIG.vision, rows=2)
+        pack_patches(patches, GRIDS, 20, CONFIG.vision, rows=2)
     with pytest.raises(ValueError, match="51 patches do not fill them"):
-        pack(patches[:-1], GRIDS, 64, CONFIG.vision)
+        pack_patches(patches[:-1], GRIDS, 64, CONFIG.vision)
 
 
 def test_no_frames_are_one_row_of_padding():
-    packed = pack(np.zeros((0, 1536), np.float32), [], 8, CONFIG.vision)
+    packed = pack_patches(np.zeros((0, 1536), np.float32), [], 8, CONFIG.vision)
     assert (
         packed.patches.shape == (1, 8, 1536)
         and packed.tokens.size == 0
@@ -63,8 +63,8 @@ def test_no_frames_are_one_row_of_padding():
 def test_more_rows_than_needed_are_padding():
     patches = np.ones((52, 1536), np.float32)
     needed, more = (
-        pack(patches, GRIDS, 20, CONFIG.vision),
-        pack(patches, GRIDS, 20, CONFIG.vision, rows=4),
+        pack_patches(patches, GRIDS, 20, CONFIG.vision),
+        pack_patches(patches, GRIDS, 20, CONFIG.vision, rows=4),
     )
     np.testing.assert_array_equal(more.tokens, needed.tokens)
     jax.tree.map(

@@ -31,7 +31,7 @@ def _records():
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    datasets.prepare(folder, _records())
+    datasets.write_splits(folder, _records())
     return folder
 
 
@@ -59,12 +59,12 @@ def test_types_come_back_whole():
 
 def test_preparing_twice_writes_once_and_other_records_replace_it(tmp_path):
     records = _records()
-    datasets.prepare(tmp_path, {"questions": records["questions"]})
+    datasets.write_splits(tmp_path, {"questions": records["questions"]})
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.array_record*")}
     assert files
-    datasets.prepare(tmp_path, {"questions": records["questions"]})
+    datasets.write_splits(tmp_path, {"questions": records["questions"]})
     assert {path: path.stat().st_mtime_ns for path in files} == files
-    datasets.prepare(tmp_path, {"questions": records["questions"][:3]})
+    datasets.write_splits(tmp_path, {"questions": records["questions"][:3]})
     assert list(datasets.open_split(tmp_path, "questions")) == records["questions"][:3]
 
 
@@ -79,10 +79,10 @@ def test_preparing_goes_on_after_an_interruption(tmp_path, monkeypatch):
             datasets.Records, "_generate_examples", lambda self, records: map(killed, records)
         )
         with pytest.raises(KeyboardInterrupt):
-            datasets.prepare(tmp_path, records)
+            datasets.write_splits(tmp_path, records)
     with pytest.raises(ValueError, match="no prepared data"):
         datasets.open_split(tmp_path, "questions")
-    datasets.prepare(tmp_path, records)
+    datasets.write_splits(tmp_path, records)
     assert list(datasets.open_split(tmp_path, "questions")) == records["questions"]
 
 
@@ -90,7 +90,7 @@ def test_unknown_and_empty_splits_are_named(prepared, tmp_path):
     with pytest.raises(ValueError, match="'train'.*captions, main, questions, windows"):
         datasets.open_split(prepared, "train")
     with pytest.raises(ValueError, match="heldout"):
-        datasets.prepare(tmp_path, {"heldout": []})
+        datasets.write_splits(tmp_path, {"heldout": []})
 
 
 def test_bad_videos_are_named_with_the_reason(small_world, tmp_path):

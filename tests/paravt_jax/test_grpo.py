@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paravt_jax.method import grpo
-from paravt_jax.method.grpo import Anchor, Clip, GRPOBatch, GRPOSettings, Normalisation
+from paravt_jax.method.grpo import Anchor, ClipBounds, GRPOBatch, GRPOSettings, Normalisation
 from paravt_jax.method.structure import Kind, Structure
 
 SETTINGS = GRPOSettings(group_size=4)
@@ -403,12 +403,12 @@ def clipped_loss(ratios, advantage, clip, mask=None, **changes):
 @pytest.mark.parametrize(
     ("ratio", "advantage", "clip", "expected"),
     [
-        (0.5, -1.0, Clip(), 0.8),  # no gain from making a bad token less likely still
-        (0.5, 1.0, Clip(), -0.5),
-        (3.0, 1.0, Clip(upper=0.28), -1.28),
-        (3.0, -1.0, Clip(), 3.0),
-        (3.0, -1.0, Clip(dual=1.5), 1.5),
-        (1.0, -1.0, Clip(dual=1.5), 1.0),
+        (0.5, -1.0, ClipBounds(), 0.8),  # no gain from making a bad token less likely still
+        (0.5, 1.0, ClipBounds(), -0.5),
+        (3.0, 1.0, ClipBounds(upper=0.28), -1.28),
+        (3.0, -1.0, ClipBounds(), 3.0),
+        (3.0, -1.0, ClipBounds(dual=1.5), 1.5),
+        (1.0, -1.0, ClipBounds(dual=1.5), 1.0),
     ],
 )
 def test_each_bound_of_the_ratio_by_hand(ratio, advantage, clip, expected):
@@ -417,7 +417,11 @@ def test_each_bound_of_the_ratio_by_hand(ratio, advantage, clip, expected):
 
 def test_the_ratio_of_a_sequence_is_the_mean_over_its_own_tokens():
     loss = clipped_loss(
-        [2.0, 1.0, 1.0, 1.0], 1.0, Clip(0.9, 9.0), mask=[True, True, False, False], ratio="sequence"
+        [2.0, 1.0, 1.0, 1.0],
+        1.0,
+        ClipBounds(0.9, 9.0),
+        mask=[True, True, False, False],
+        ratio="sequence",
     )
     assert loss == pytest.approx(-np.sqrt(2), rel=1e-5)
 
@@ -441,10 +445,10 @@ def test_with_one_minibatch_the_gradient_is_minus_advantage_times_weight():
 
 
 VARIANTS = {
-    "published": ("token", Clip()),
-    "upper clip": ("token", Clip(upper=0.28)),
-    "dual clip": ("token", Clip(dual=1.5)),
-    "GSPO": ("sequence", Clip(0.05)),
+    "published": ("token", ClipBounds()),
+    "upper clip": ("token", ClipBounds(upper=0.28)),
+    "dual clip": ("token", ClipBounds(dual=1.5)),
+    "GSPO": ("sequence", ClipBounds(0.05)),
 }
 
 

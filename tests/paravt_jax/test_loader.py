@@ -47,7 +47,7 @@ def test_stored_records_pass_through_unchanged(tmp_path):
     videos = world.plan(world.WorldSettings(train_videos=3, heldout_videos=1))
     settings = world_text.TextSettings(groups=1)
     conversations = list(world_text.main_conversations(videos, settings))
-    datasets.prepare(tmp_path, {"main": conversations})
+    datasets.write_splits(tmp_path, {"main": conversations})
     batches = _take(loader.stream(datasets.open_split(tmp_path, "main"), 0, 4), 4)
     found = [conversation for batch in batches for conversation in batch]
     assert sorted(c.id for c in found) == sorted(c.id for c in conversations)

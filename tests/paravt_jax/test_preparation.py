@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from paravt_jax.data import preparation
-from paravt_jax.data.preparation import LEFT_OUT, SUMMARY, find_tables, open_prepared, prepare
+from paravt_jax.data.preparation import LEFT_OUT, SUMMARY, find_tables, open_prepared, prepare_rows
 from paravt_jax.data.row_reading import Reading
 from paravt_jax.method import tokenizer
 from paravt_jax.method.conversations import render
@@ -99,7 +99,7 @@ def reading_of(files: pathlib.Path, **changes) -> Reading:
 
 
 def run(files: pathlib.Path, folder: pathlib.Path, reading: Reading, tell=lambda done, total: None):
-    return prepare(
+    return prepare_rows(
         find_tables(files / "annotations"), folder, reading, workers=2, deadline=120, tell=tell
     )
 
@@ -357,7 +357,7 @@ def test_a_row_that_takes_too_long_is_left_out_alone(files, tmp_path):
         (tmp_path / "annotations" / "paravt_sft_videor1_50k.parquet").unlink()
         (tmp_path / "annotations" / "paravt_sft_selftrace_15k3.parquet").unlink()
         start = time.monotonic()
-        prepare(
+        prepare_rows(
             find_tables(tmp_path / "annotations"),
             tmp_path / "out",
             reading_of(files),

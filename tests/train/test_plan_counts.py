@@ -18,7 +18,7 @@ from models.qwen3_vl.vision import frame_layout
 from models.sharding import MESH_AXES
 from tests.models.program import run
 from train.plan.collectives import bytes_sent, find_collectives
-from train.plan.flops import causal, count_flops, every, rows_of
+from train.plan.flops import causal, count_flops, every, pairs_of_rows
 
 TPU = AbstractDevice(device_kind="any", num_cores=1, platform="tpu")
 CONFIG = tiny(97)
@@ -124,8 +124,8 @@ def test_the_tower_counts_as_its_formula_says():
 
 def test_pairs_of_rows_behind_a_prompt():
     """Two rows of three tokens behind four that both see; the prompt itself, which is longer than a row."""
-    assert rows_of(3)(6, 10) == 2 * (3 * 4 + (1 + 2 + 3))
-    assert rows_of(3)(4, 4) == causal(4, 4) == 10
+    assert pairs_of_rows(3)(6, 10) == 2 * (3 * 4 + (1 + 2 + 3))
+    assert pairs_of_rows(3)(4, 4) == causal(4, 4) == 10
     assert every(2, 5) == 10
 
 

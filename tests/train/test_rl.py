@@ -25,7 +25,7 @@ from paravt_jax.method.structure import Kind
 from rollout.engine.requests import Sample, SampleStop
 from train.learn.batch import BatchShape
 from train.learn.rl import Learner
-from train.learn.rl_batch import RLBatch, as_grpo_batch, deal, lay_out, split
+from train.learn.rl_batch import RLBatch, as_grpo_batch, deal, lay_out, split_rl_batch
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import describe, draw_budgets, require_current, roll_out
 from train.learn.step import make_logprobs
@@ -503,7 +503,7 @@ def test_a_micro_batch_holds_whole_groups_and_their_subagents_rows(road, small, 
         jnp.arange(24.0)[:, None] + jnp.zeros((1, small.SUFFIX)),
         batch_totals(batch),
     )
-    parts = split(whole, 2)
+    parts = split_rl_batch(whole, 2)
     for n in range(2):
         rows = np.concatenate([np.arange(4) + 4 * n, np.arange(8) + 8 + 8 * n])
         assert (parts.advantages[n, :, 0] == rows).all() and (

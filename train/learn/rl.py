@@ -30,7 +30,7 @@ from train.durable import hosts
 from train.learn.batch import BatchShape, Sequences
 from train.learn.optimizer import make_optimizer
 from train.learn.placement import fitted, own, place
-from train.learn.rl_batch import RLBatch, as_grpo_batch, lay_out, split, stack_rows
+from train.learn.rl_batch import RLBatch, as_grpo_batch, lay_out, split_rl_batch, stack_rows
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import Rollouts, describe, join, require_current, roll_out
 from train.learn.step import (
@@ -82,7 +82,7 @@ def make_rl_update(
     state: TrainState,
 ) -> MeshProgram:
     """The update of PARA-GRPO in `parts` micro-batches, `f(state, RLBatch) -> (state, metrics)`."""
-    cut = (lambda batch: split(batch, parts)) if parts > 1 else None
+    cut = (lambda batch: split_rl_batch(batch, parts)) if parts > 1 else None
     return make_update(graph, optimizer, rl_loss(image_token_id, settings), state, cut)
 
 

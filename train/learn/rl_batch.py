@@ -174,7 +174,7 @@ def stack_rows(parts: Sequence[Any]) -> Any:
     return jnp.concatenate([jnp.pad(x, more) for x, more in zip(parts, missing, strict=True)])
 
 
-def split(batch: RLBatch, parts: int) -> RLBatch:
+def split_rl_batch(batch: RLBatch, parts: int) -> RLBatch:
     """The batch in `parts` micro-batches of whole groups: every array gets them as its first axis."""
     counts = [len(s.ids) for s in batch.sequences]
     starts = np.cumsum([0, *counts[:-1]])

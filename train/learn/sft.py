@@ -92,7 +92,7 @@ class SFTBatch:
         return cls(packed, jnp.asarray(packed.sampled.sum(), jnp.float32))
 
 
-def split(batch: SFTBatch, parts: int) -> SFTBatch:
+def split_sft_batch(batch: SFTBatch, parts: int) -> SFTBatch:
     """The batch in `parts` micro-batches of whole rows: every array gets them as its first axis."""
     return SFTBatch(cut(batch.packed, parts), jnp.broadcast_to(batch.tokens, (parts,)))
 
@@ -150,7 +150,7 @@ def make_sft_update(
     state: TrainState,
 ) -> MeshProgram:
     """The update of the cold start in `parts` micro-batches, `f(state, SFTBatch) -> (state, metrics)`."""
-    cut = (lambda batch: split(batch, parts)) if parts > 1 else None
+    cut = (lambda batch: split_sft_batch(batch, parts)) if parts > 1 else None
     loss = sft_loss(image_token_id, settings.remat, settings.logprob_chunk)
     return make_update(graph, optimizer, loss, state, cut)
 

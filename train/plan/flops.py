@@ -63,7 +63,7 @@ def causal(queries: int, keys: int) -> float:
     return queries * (keys - queries) + queries * (queries + 1) / 2
 
 
-def rows_of(length: int) -> Pairs:
+def pairs_of_rows(length: int) -> Pairs:
     """Pairs where `queries` are rows of `length` tokens, one after the other, behind keys that all of them see."""
 
     def pairs(queries: int, keys: int) -> float:

@@ -34,7 +34,7 @@ from train.plan.abstract import (
     abstract_rl_update,
     abstract_sft_update,
 )
-from train.plan.flops import Pairs, causal, count_flops, every, rows_of
+from train.plan.flops import Pairs, causal, count_flops, every, pairs_of_rows
 from train.settings import Run
 from train.world_data import world_vocabulary
 
@@ -128,7 +128,7 @@ class Plan:
 
     def _sft(self) -> PlannedProgram:
         assert self.run.sft is not None
-        pairs = rows_of(self.run.sft.row_tokens)
+        pairs = pairs_of_rows(self.run.sft.row_tokens)
         return self._training(
             "SFT update",
             abstract_sft_update(self.run, self.mesh, self.config),
@@ -181,7 +181,7 @@ class Plan:
 
     def _pairs(self) -> Pairs:
         assert self.run.rl is not None
-        return rows_of(self.run.rl_shapes[0].suffix)
+        return pairs_of_rows(self.run.rl_shapes[0].suffix)
 
     def _training(
         self, name: str, abstract: Abstract, pairs: Pairs, given: tuple[str, ...]
@@ -296,7 +296,7 @@ class Plan:
             + device_bytes(pieces)
             + rows * before * self._token_bytes(),
             given=("engine's weights", "KV pool"),
-            pairs=rows_of(length) if before else causal,
+            pairs=pairs_of_rows(length) if before else causal,
         )
 
     def _sync(self) -> PlannedProgram:

@@ -22,7 +22,7 @@ from paravt_jax.method.grpo.anchor import (
 )
 from paravt_jax.method.grpo.batch import GRPOBatch, Metrics, Totals, masked_mean, masked_sum
 from paravt_jax.method.grpo.loss import (
-    Clip,
+    ClipBounds,
     batch_totals,
     behaviour_weight,
     paravt_loss,
@@ -32,7 +32,7 @@ from paravt_jax.method.grpo.settings import Anchor, GRPOSettings, Normalisation
 
 __all__ = [
     "Anchor",
-    "Clip",
+    "ClipBounds",
     "GRPOBatch",
     "GRPOSettings",
     "Metrics",

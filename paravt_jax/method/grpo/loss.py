@@ -14,7 +14,7 @@ from paravt_jax.method.grpo.settings import GRPOSettings
 
 
 @dataclasses.dataclass(frozen=True)
-class Clip:
+class ClipBounds:
     """Bounds of the policy ratio: [1 - lower, 1 + (upper or lower)]. `dual` bounds what a token of
     negative advantage costs to dual * |A|, however large its ratio; None for no such bound.
 
@@ -35,7 +35,7 @@ def policy_loss(
     mask: Bool[Array, "b t"],
     settings: GRPOSettings,
     tokens: Float[Array, ""] | None = None,
-    clip: Clip = Clip(),
+    clip: ClipBounds = ClipBounds(),
 ) -> tuple[Float[Array, ""], Metrics]:
     """Decoupled PPO (REFERENCE 3, step 4): the clipped loss against the proximal policy, weighted by
     how much likelier that policy found the token than the sampler did.
