@@ -77,7 +77,7 @@ class Failure:
     kind: Literal["timed_out", "unreachable", "http_errors", "nonsense", "deadline"]
     what: str
     """What happened, on one line and without the key."""
-    said: str = ""
+    server_message: str = ""
     """The server's own message in brackets, on one line and without the key."""
     status: int = 0
     """The HTTP status, for `http_errors`."""
@@ -195,16 +195,16 @@ class Client:
             status = response.status_code
             again = status in (408, 429) or status >= 500
             pause = retry_after(response.headers.get("Retry-After"), response.headers.get("Date"))
-            said = _said(body, key)
-            return Failure("http_errors", f"status {status}", said, status, again, pause)
+            message = _server_message(body, key)
+            return Failure("http_errors", f"status {status}", message, status, again, pause)
         choice = _choice(body)
         if choice is None:
             what = "the reply is not a complete chat completion"
-            return Failure("nonsense", what, _said(body, key))
+            return Failure("nonsense", what, _server_message(body, key))
         try:
             return read(choice)
         except UnusableReply as error:
-            return Failure("nonsense", str(error), _said(body, key))
+            return Failure("nonsense", str(error), _server_message(body, key))
 
 
 @functools.cache
@@ -225,7 +225,7 @@ def _choice(body: bytes) -> Choice | None:
         return None
 
 
-def _said(body: bytes, key: str | None) -> str:
+def _server_message(body: bytes, key: str | None) -> str:
     """The server's own message in brackets, without the key; "" where there is none."""
     message = _message(body)
     if key:

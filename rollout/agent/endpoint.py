@@ -144,7 +144,7 @@ class EndpointSampler:
             return self._sample(request, *found)
         if found.kind == "deadline":
             return self._sample(request, "", SampleStop.DEADLINE)
-        what = found.what + found.said
+        what = found.what + found.server_message
         if found.status in _REFUSALS:
             return self._sample(request, "", SampleStop.REFUSED, what)
         remedy = _REMEDIES.get(found.status, _REMEDIES[found.kind])

@@ -345,7 +345,7 @@ def test_it_works_where_an_event_loop_runs_already():
     ],
 )  # fmt: skip
 def test_a_servers_own_message_is_kept_on_one_line_and_without_the_key(reply, said):
-    assert failed([reply]).said == said
+    assert failed([reply]).server_message == said
 
 
 def test_the_key_is_seen_nowhere(caplog, capfd):

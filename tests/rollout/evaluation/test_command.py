@@ -43,7 +43,7 @@ def run(checkpoint, split, videos, player, monkeypatch, tmp_path):
     """run(**settings) is the command with a sampler that follows a script; it returns the summary and what was printed."""
 
     def make(said=ANSWER, given=None, **fields):
-        def scripted_player(settings, folder, where, subtitled):
+        def scripted_player(settings, folder, where, subtitled, stack):
             return player([said], blind=settings.blind)
 
         monkeypatch.setattr(evaluation, "_player", scripted_player)
