@@ -24,9 +24,9 @@ from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Question
+from paravt_jax.method.server import ServerSettings
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.progress import Progress
-from paravt_jax.remote.client import ClientSettings
 from rollout.agent.endpoint import (
     REFUSAL_REMEDY,
     EndpointError,
@@ -214,7 +214,7 @@ def _engine(
 ) -> tuple[FrameFeatures, Sampler]:
     if settings.endpoint:
         images = FrameImages(config, settings.pixels(), videos.root, source=video)
-        server = ClientSettings(settings.endpoint, concurrency=settings.concurrency)
+        server = ServerSettings(settings.endpoint, concurrency=settings.concurrency)
         vocabulary = protocol.vocabulary
         sampler = EndpointSampler(server, settings.endpoint_model, vocabulary, images)
         return images, stack.enter_context(contextlib.closing(sampler))

@@ -49,7 +49,7 @@ def summarise(
 
 
 def read_summary(folder: pathlib.Path) -> Line:
-    """summary.json of an evaluation. FolderError where there is none or an older version wrote it."""
+    """An evaluation's summary.json. FolderError without one, and for one of an older version."""
     file = folder / "summary.json"
     summary = read_json(file)
     keys = ("benchmark", "questions", "n", "left_out", "broken_rows", "config")
