@@ -5,14 +5,16 @@ this checkout, and the tests that should notice run there until one fails. A mut
 failing test or by running into its time limit, and `survived` otherwise. The tests run on the
 unchanged copy first, because a test that always fails kills nothing.
 
-Results are added to the file given by `--out` one by one. A later call with the same file runs only
-what is missing there. The exit status is 0 if every mutant that has no `equivalent` reason is killed.
+Results are added to the file given by `--out` one by one, each with a hash of the tests, the
+source and the fault. A later call with the same file runs what is missing there or has another
+hash. The exit status is 0 if every mutant that has no `equivalent` reason is killed.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import hashlib
 import json
 import os
 import pathlib
@@ -38,6 +40,8 @@ PYTEST = (
 )
 
 Result = dict[str, Any]
+Task = Mutant | tuple[str, ...]
+"""A mutant, or tests to run on the unchanged code."""
 
 
 class NotApplicable(ValueError):
@@ -53,6 +57,21 @@ def mutate(text: str, mutant: Mutant) -> str:
             "adapt it in benchmarks/mutant_table.py"
         )
     return text.replace(mutant.old, mutant.new)
+
+
+def name_of(task: Task) -> str:
+    return task.name if isinstance(task, Mutant) else CLEAN + " ".join(task)
+
+
+def hash_of(task: Task) -> str:
+    """A hash of what decides a task's result: the texts of its tests, source files and fault."""
+    if isinstance(task, Mutant):
+        files, fault = [*task.tests, task.file], [task.old, task.new]
+    else:
+        mutated = {mutant.file for mutant in MUTANTS if mutant.tests == task}
+        files, fault = [*task, *sorted(mutated)], []
+    texts = [(ROOT / file).read_text(encoding="utf-8") for file in files]
+    return hashlib.blake2b(json.dumps(texts + fault).encode(), digest_size=8).hexdigest()
 
 
 def copy_checkout(folder: pathlib.Path) -> None:
@@ -116,22 +135,27 @@ def run_mutant(mutant: Mutant, folder: pathlib.Path, cache: pathlib.Path) -> Res
 
 
 def run_all(mutants: Sequence[Mutant], out: pathlib.Path, jobs: int) -> dict[str, Result]:
-    """Runs what is not in `out` yet, in `jobs` copies side by side, and returns the results by name.
+    """Runs what is missing in `out`, or has another hash there, in `jobs` copies side by side.
 
-    Raises RuntimeError if tests fail on the unchanged code.
+    Returns the results by name. Raises RuntimeError if tests fail on the unchanged code.
     """
     results: dict[str, Result] = json.loads(out.read_text()) if out.exists() else {}
     lock = threading.Lock()
 
-    def record(name: str, result: Result) -> None:
+    def record(task: Task, result: Result) -> None:
+        name = name_of(task)
         with lock:
-            results[name] = result
+            results[name] = result | {"hash": hashes[name]}
             out.write_text(json.dumps(results, indent=1) + "\n")
         print(f"{result['outcome']:>8}  {result['seconds']:6.1f} s  {name}", flush=True)
 
-    missing = [mutant for mutant in mutants if mutant.name not in results]
-    suites = dict.fromkeys(mutant.tests for mutant in missing)
-    clean = [tests for tests in suites if CLEAN + " ".join(tests) not in results]
+    def is_missing(task: Task) -> bool:
+        return results.get(name_of(task), {}).get("hash") != hashes[name_of(task)]
+
+    tasks = (*mutants, *dict.fromkeys(mutant.tests for mutant in mutants))
+    hashes = {name_of(task): hash_of(task) for task in tasks}  # before sources can be edited
+    missing = [mutant for mutant in mutants if is_missing(mutant)]
+    clean = [tests for tests in dict.fromkeys(m.tests for m in missing) if is_missing(tests)]
     with tempfile.TemporaryDirectory() as name:
         copies: queue.Queue[pathlib.Path] = queue.Queue()
         cache = pathlib.Path(name) / "compiled"
@@ -140,22 +164,22 @@ def run_all(mutants: Sequence[Mutant], out: pathlib.Path, jobs: int) -> dict[str
             copy_checkout(folder)
             copies.put(folder)
 
-        def in_a_copy(task: Mutant | tuple[str, ...]) -> None:
+        def in_a_copy(task: Task) -> None:
             folder = copies.get()
             try:
                 if isinstance(task, Mutant):
-                    record(task.name, run_mutant(task, folder, cache))
+                    record(task, run_mutant(task, folder, cache))
                     return
                 result = run_tests(folder, task, cache)
                 if result["outcome"] != "survived":
                     raise RuntimeError(f"tests fail on the unchanged code: {result['by']}")
-                record(CLEAN + " ".join(task), result | {"outcome": "passed"})
+                record(task, result | {"outcome": "passed"})
             finally:
                 copies.put(folder)
 
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-            for tasks in (clean, missing):
-                list(pool.map(in_a_copy, tasks))
+            for ready in (clean, missing):
+                list(pool.map(in_a_copy, ready))
     return results
 
 

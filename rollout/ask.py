@@ -185,7 +185,7 @@ class AskSettings:
     option: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """An answer to choose from; give one after the other, each with a --option of its own."""
     subtitles: str = ""
-    """A SubRip file (.srt) of what is said, which the model may search."""
+    """A SubRip file (.srt) of what is said, which the model may search (docs/tools.md)."""
     frames: int = 64
     """The overview budget K."""
     dispatch: Dispatch = "parallel"
@@ -214,14 +214,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise FileNotFoundError(
                 f"--video {asked.video}: no such file; give the path of a video"
             )
-        if asked.subtitles and not os.path.isfile(asked.subtitles):
-            raise FileNotFoundError(
-                f"--subtitles {asked.subtitles}: no such file; "
-                "give the path of a .srt file, or leave it out"
-            )
+        subtitles = _read_subtitles(asked.subtitles, asked.dispatch) if asked.subtitles else ()
         _check_words(asked.question)
         probe(asked.video)  # before weights are read, which takes minutes
-        tools = ("crop_video", "search_subtitles") if asked.subtitles else ("crop_video",)
+        tools = ("crop_video", "search_subtitles") if subtitles else ("crop_video",)
         assistant = Assistant.load(
             asked.model, ProtocolSettings(tools=tools), dtype=asked.dtype, param_dtype=asked.dtype
         )
@@ -229,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             Path(asked.video).absolute(),
             asked.question,
             options=asked.option,
-            subtitles=read_srt(Path(asked.subtitles).read_bytes()) if asked.subtitles else (),
+            subtitles=subtitles,
             frames=setting.frames,
             dispatch=setting.dispatch,
             temperature=setting.temperature,
@@ -243,6 +239,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         Path(asked.html).write_text(assistant.page(episode, setting), encoding="utf-8")
         print(f"page: {asked.html}")
     return 0
+
+
+def _read_subtitles(file: str, dispatch: Dispatch) -> tuple[Subtitle, ...]:
+    """The entries of `file`. FileNotFoundError or ValueError where there is nothing to search."""
+    if not os.path.isfile(file):
+        raise FileNotFoundError(
+            f"--subtitles {file}: no such file; give the path of a .srt file, or leave it out"
+        )
+    if dispatch == "none":
+        raise ValueError(
+            f"--subtitles {file}: no tool searches them with --dispatch none; leave out either"
+        )
+    entries = tuple(read_srt(Path(file).read_bytes()))
+    if not entries:
+        raise ValueError(
+            f"--subtitles {file}: it has no entries; give a .srt file, or leave it out"
+        )
+    return entries
 
 
 def told(episode: Episode) -> Iterator[str]:

@@ -50,6 +50,7 @@ def read_questions(
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"questions: {path}; it is no UTF-8 ({error}): save it as such") from error
+    subtitles: dict[str, tuple[Subtitle, ...]] = {}  # path -> its entries, which questions share
     questions: list[Question] = []
     bad: list[str] = []
     lines: dict[str, int] = {}  # id -> its line
@@ -57,7 +58,7 @@ def read_questions(
         try:
             if isinstance(row, _BadRow):
                 raise row
-            question = _question(row, line, root)
+            question = _question(row, line, root, subtitles)
             if question.id in lines:
                 raise _BadRow("id", question.id, f"line {lines[question.id]} has it: change one")
         except _BadRow as error:
@@ -122,7 +123,12 @@ def _jsonl_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
             yield line, _BadRow("row", written.strip(), rule)
 
 
-def _question(row: dict[str, Any], line: int, root: pathlib.Path) -> Question:
+def _question(
+    row: dict[str, Any],
+    line: int,
+    root: pathlib.Path,
+    subtitles: dict[str, tuple[Subtitle, ...]],
+) -> Question:
     for name in row:
         if name not in COLUMNS:
             rule = f"the columns are {', '.join(COLUMNS)}: rename it, or leave it out"
@@ -136,7 +142,7 @@ def _question(row: dict[str, Any], line: int, root: pathlib.Path) -> Question:
         kind=kind,
         answer=_answer(row, kind, options),
         options=options,
-        subtitles=_subtitles(row, root) if "subtitles" in row else (),
+        subtitles=_subtitles(row, root, subtitles) if "subtitles" in row else (),
     )
 
 
@@ -208,8 +214,13 @@ def _span(value: Any) -> str:
     return f"[{good[0]:g}, {good[1]:g}]"
 
 
-def _subtitles(row: dict[str, Any], root: pathlib.Path) -> tuple[Subtitle, ...]:
+def _subtitles(
+    row: dict[str, Any], root: pathlib.Path, known: dict[str, tuple[Subtitle, ...]]
+) -> tuple[Subtitle, ...]:
+    """The entries of a row's file, read into `known` where they are not there yet."""
     path = _path(row, "subtitles")
+    if path in known:
+        return known[path]
     if not path.endswith(".srt"):
         raise _BadRow("subtitles", path, "a SubRip file (.srt): convert it, or leave it out")
     try:
@@ -219,4 +230,5 @@ def _subtitles(row: dict[str, Any], root: pathlib.Path) -> tuple[Subtitle, ...]:
         raise _BadRow("subtitles", path, rule) from None
     if not entries:
         raise _BadRow("subtitles", path, "it has no entries: mend it, or leave it out")
-    return tuple(entries)
+    known[path] = tuple(entries)
+    return known[path]

@@ -213,11 +213,10 @@ def score(
     question: Question,
     turns: Sequence[Turn],
     settings: RewardSettings,
-    judge: Judge | None = None,
     anchor_weight: float = 0.5,
 ) -> Rewards:
-    """What one episode earned; arguments as of `score_all`."""
-    return score_all([(question, turns)], settings, judge, anchor_weight)[0]
+    """What one episode earned without a judge; arguments as of `score_all`."""
+    return score_all([(question, turns)], settings, anchor_weight=anchor_weight)[0]
 
 
 def _add_up(

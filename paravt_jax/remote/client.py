@@ -23,37 +23,13 @@ from typing import Any, Literal, TypeVar
 
 import httpx2
 
-from paravt_jax.method.address import check_address
+from paravt_jax.method.server import ServerSettings
 
 _BODY_LIMIT = 4 << 20  # bytes of a reply
 _SHOWN = 300  # characters of a server's own message
 _TAG = re.compile("<[^<>]*>")
 
 Answer = TypeVar("Answer")
-
-
-@dataclasses.dataclass(frozen=True)
-class ClientSettings:
-    """Which server is asked, and how patiently. Times are in seconds."""
-
-    address: str
-    """Up to and without /chat/completions: "http://localhost:8000/v1"."""
-    key_variable: str = "OPENAI_API_KEY"
-    """Environment variable that holds the key. Empty: no key is sent."""
-    timeout: float = 600.0
-    """For one request, from connecting to the last byte."""
-    attempts: int = 5
-    """Requests per answer, the first included."""
-    wait: float = 1.0
-    """Before the second attempt; it doubles with each further one."""
-    wait_limit: float = 600.0
-    """The longest wait between two attempts, also where the server asks for more (Retry-After)."""
-    concurrency: int = 16
-    """Answers requested at once; one that waits for its next attempt keeps its place."""
-
-    def __post_init__(self):
-        key_place = f"the environment variable {self.key_variable}"
-        check_address("ClientSettings.address", self.address, key_place)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +53,7 @@ class Failure:
     kind: Literal["timed_out", "unreachable", "http_errors", "nonsense", "deadline"]
     what: str
     """What happened, on one line and without the key."""
-    said: str = ""
+    server_message: str = ""
     """The server's own message in brackets, on one line and without the key."""
     status: int = 0
     """The HTTP status, for `http_errors`."""
@@ -90,10 +66,10 @@ class Failure:
 class Client:
     """Asks one server for chat completions."""
 
-    def __init__(self, settings: ClientSettings):
+    def __init__(self, settings: ServerSettings):
         """Raises ValueError for a key or a proxy in the environment that cannot be used."""
         self._settings = settings
-        self._url = settings.address.rstrip("/") + "/chat/completions"
+        self._url = settings.endpoint.rstrip("/") + "/chat/completions"
         self._places = asyncio.Semaphore(settings.concurrency)
         connections = settings.concurrency
         limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=connections)
@@ -195,16 +171,16 @@ class Client:
             status = response.status_code
             again = status in (408, 429) or status >= 500
             pause = retry_after(response.headers.get("Retry-After"), response.headers.get("Date"))
-            said = _said(body, key)
-            return Failure("http_errors", f"status {status}", said, status, again, pause)
+            message = _server_message(body, key)
+            return Failure("http_errors", f"status {status}", message, status, again, pause)
         choice = _choice(body)
         if choice is None:
             what = "the reply is not a complete chat completion"
-            return Failure("nonsense", what, _said(body, key))
+            return Failure("nonsense", what, _server_message(body, key))
         try:
             return read(choice)
         except UnusableReply as error:
-            return Failure("nonsense", str(error), _said(body, key))
+            return Failure("nonsense", str(error), _server_message(body, key))
 
 
 @functools.cache
@@ -225,7 +201,7 @@ def _choice(body: bytes) -> Choice | None:
         return None
 
 
-def _said(body: bytes, key: str | None) -> str:
+def _server_message(body: bytes, key: str | None) -> str:
     """The server's own message in brackets, without the key; "" where there is none."""
     message = _message(body)
     if key:

@@ -18,7 +18,7 @@ from typing import Any
 from paravt_jax.method.accuracy import accuracy, exact_match
 from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.records import Question, QuestionKind
-from paravt_jax.remote.client import Choice, Client, ClientSettings, Failure, UnusableReply
+from paravt_jax.remote.client import Choice, Client, Failure, UnusableReply
 
 _log = logging.getLogger(__name__)
 
@@ -127,21 +127,10 @@ class RemoteJudge:
         self.settings = settings
         self.counts = JudgeCounts()
         self._told: set[str] = set()
-        self._client = Client(
-            ClientSettings(
-                settings.endpoint,
-                key_variable=settings.key_variable,
-                timeout=settings.timeout,
-                attempts=settings.attempts,
-                wait=settings.wait,
-                wait_limit=settings.wait_limit,
-                concurrency=settings.concurrency,
-            )
-        )
+        self._client = Client(settings)
         if settings.key_variable and not self._client.key():
             _log.warning(
-                "judge: %s is not set, so %s is asked without a key; set it, or "
-                "JudgeSettings.key_variable to '' where no key is needed",
+                "judge: %s is not set, so %s is asked without a key; set it if one is needed",
                 settings.key_variable,
                 settings.endpoint,
             )
@@ -192,7 +181,7 @@ class RemoteJudge:
         if cause not in self._told:
             self._told.add(cause)
             _log.warning(
-                "judge %s: %s; F1 scores instead. Remedy (JudgeSettings): %s",
+                "judge %s: %s; F1 scores instead. Remedy (rl.rewards.judge, --judge, --judge-model): %s",
                 self.settings.endpoint,
                 what,
                 remedy,

@@ -27,8 +27,9 @@ from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.config import Qwen3VLConfig
 from paravt_jax.data.frames import FrameSource, VideoError
 from paravt_jax.method.records import Frame, digest
+from paravt_jax.method.server import ServerSettings
 from paravt_jax.method.tokenizer import Vocabulary
-from paravt_jax.remote.client import Choice, Client, ClientSettings, Failure, UnusableReply
+from paravt_jax.remote.client import Choice, Client, Failure, UnusableReply
 from rollout.engine.requests import Completion, Request, Sample, SampleStop, Sampling
 
 # With these statuses a server refuses one request for its content; it may answer the next one.
@@ -78,7 +79,7 @@ class EndpointSampler:
     """Implements `rollout.engine.requests.Sampler` over HTTP. For one thread at a time."""
 
     def __init__(
-        self, settings: ClientSettings, model: str, vocabulary: Vocabulary, images: FrameImages
+        self, settings: ServerSettings, model: str, vocabulary: Vocabulary, images: FrameImages
     ):
         self._settings, self._model = settings, model
         self._vocabulary, self._images = vocabulary, images
@@ -144,11 +145,11 @@ class EndpointSampler:
             return self._sample(request, *found)
         if found.kind == "deadline":
             return self._sample(request, "", SampleStop.DEADLINE)
-        what = found.what + found.said
+        what = found.what + found.server_message
         if found.status in _REFUSALS:
             return self._sample(request, "", SampleStop.REFUSED, what)
         remedy = _REMEDIES.get(found.status, _REMEDIES[found.kind])
-        raise EndpointError(f"--endpoint {self._settings.address}: {what}; {remedy}")
+        raise EndpointError(f"--endpoint {self._settings.endpoint}: {what}; {remedy}")
 
     def _read(self, choice: Choice) -> _Completion:
         """What became of a request by a successful reply."""
@@ -159,7 +160,7 @@ class EndpointSampler:
             return "", SampleStop.REFUSED, "finish_reason 'content_filter'"
         if not isinstance(text, str) or reason not in ("stop", "length"):
             raise EndpointError(
-                f"--endpoint {self._settings.address}: the reply has no text "
+                f"--endpoint {self._settings.endpoint}: the reply has no text "
                 f"(finish_reason {reason!r}); serve the model without a parser of tool calls or "
                 "reasoning, which takes them out of it"
             )

@@ -16,7 +16,7 @@ import numpy as np
 from rollout.evaluation.benchmarks import BENCHMARKS, title_of
 from rollout.evaluation.folder import FolderError, Line, latest, read_json, read_lines
 from rollout.evaluation.statistics import interval, mcnemar
-from rollout.evaluation.summary import not_played, rows_of, score_of
+from rollout.evaluation.summary import not_played, read_summary, rows_of, score_of
 
 RIGHT = 0.5  # a score from which on a question counts as right
 # Counts of a summary that a note names, in words.
@@ -126,7 +126,7 @@ def table(folders: Sequence[pathlib.Path]) -> str:
     """
     rows: list[tuple[str, dict[str, Line]]] = []
     for folder in folders:
-        summary = read_json(folder / "summary.json")
+        summary = read_summary(folder)
         name, benchmark = summary["config"].get("name", folder.name), summary["benchmark"]
         row = next(
             (cells for label, cells in rows if label == name and benchmark not in cells), None

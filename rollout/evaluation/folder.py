@@ -108,22 +108,19 @@ class EvaluationFolder:
         self._lines.seek(0, os.SEEK_END)
 
 
-def read_lines(folder: pathlib.Path, whole: bool = False) -> Iterator[Line]:
-    """The lines of all shards, in the order in which they were written; without `whole`, without the turns, which are the most of it."""
+def read_lines(folder: pathlib.Path) -> Iterator[Line]:
+    """The lines of all shards, in the order in which they were written.
+
+    Left out are the question, the times of the overview and the turns, which are most of a line.
+    """
     for file in sorted(folder.glob("questions*.jsonl")):
         with file.open("rb") as stream:
             for text in stream:
                 if text.endswith(b"\n"):
                     line = json.loads(text)
-                    yield (
-                        line
-                        if whole
-                        else {
-                            key: value
-                            for key, value in line.items()
-                            if key not in ("turns", "overview", "question")
-                        }
-                    )
+                    for key in ("turns", "overview", "question"):
+                        line.pop(key, None)
+                    yield line
 
 
 def latest(lines: Iterator[Line]) -> dict[str, Line]:

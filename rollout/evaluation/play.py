@@ -65,7 +65,7 @@ class Scoring:
     """How answers are read and scored.
 
     `rewards`, `judge` and `anchor_weight` are those of `score_all`. With `blocks_only`, as in
-    training, an answer counts only in its answer block; without it, `said` reads the answer.
+    training, an answer counts only in its answer block; without it, `final_text` reads the answer.
     """
 
     rewards: RewardSettings = RewardSettings()
@@ -75,7 +75,7 @@ class Scoring:
 
     def read(self, turns: Sequence[Turn]) -> str | None:
         """The answer that is scored; None where there is none."""
-        return final_answer(turns) if self.blocks_only else said(turns)
+        return final_answer(turns) if self.blocks_only else final_text(turns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +191,7 @@ def measures(played: Played) -> dict[str, Any]:
     }
 
 
-def said(turns: Sequence[Turn]) -> str | None:
+def final_text(turns: Sequence[Turn]) -> str | None:
     """The last turn's answer block, else what follows its thought; None where there is neither.
 
     Benchmarks are also played by models that were never taught the block. What stands in a thought

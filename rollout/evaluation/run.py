@@ -6,6 +6,7 @@ lose the questions in flight; the same call goes on.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import sys
@@ -23,9 +24,9 @@ from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Question
+from paravt_jax.method.server import ServerSettings
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.progress import Progress
-from paravt_jax.remote.client import ClientSettings
 from rollout.agent.endpoint import (
     REFUSAL_REMEDY,
     EndpointError,
@@ -92,8 +93,9 @@ def evaluate(
         ]
         if items:
             subtitled = any(item.subtitles or item.question.subtitles for item in items)
-            player = _player(settings, model, videos, subtitled)
-            with _Progress(split, len(items), out_stream) as progress:
+            with contextlib.ExitStack() as stack:
+                player = _player(settings, model, videos, subtitled, stack)
+                progress = stack.enter_context(_Progress(split, len(items), out_stream))
                 _play(player, items, folder, progress, settings.endpoint if not done else "")
         score = BENCHMARKS[settings.benchmark].score if settings.benchmark else "accuracy"
         summary = folder.summarise(
@@ -173,12 +175,17 @@ def _videos(settings: BenchmarkSettings) -> str:
 
 
 def _player(
-    settings: BenchmarkSettings, folder: pathlib.Path, videos: VideoFolder, subtitled: bool
+    settings: BenchmarkSettings,
+    folder: pathlib.Path,
+    videos: VideoFolder,
+    subtitled: bool,
+    stack: contextlib.ExitStack,
 ) -> Player:
+    """What plays the questions; `stack` closes its connections."""
     config, vocabulary = from_hf(folder / "config.json"), tokenizer.load(folder)
     frame = frame_tokens(settings.pixels(), config.vision)
     protocol, overview, crop = _protocol(settings, vocabulary, frame, subtitled)
-    features, sampler = _engine(settings, folder, config, videos, protocol, overview, crop)
+    features, sampler = _engine(settings, folder, config, videos, protocol, overview, crop, stack)
     return Player(sampler, Environment(protocol, features), settings, videos)
 
 
@@ -203,12 +210,14 @@ def _engine(
     protocol: Protocol,
     overview: int,
     crop: int,
+    stack: contextlib.ExitStack,
 ) -> tuple[FrameFeatures, Sampler]:
     if settings.endpoint:
         images = FrameImages(config, settings.pixels(), videos.root, source=video)
-        server = ClientSettings(settings.endpoint, concurrency=settings.concurrency)
+        server = ServerSettings(settings.endpoint, concurrency=settings.concurrency)
         vocabulary = protocol.vocabulary
-        return images, EndpointSampler(server, settings.endpoint_model, vocabulary, images)
+        sampler = EndpointSampler(server, settings.endpoint_model, vocabulary, images)
+        return images, stack.enter_context(contextlib.closing(sampler))
     mesh = make_mesh(1, 1, settings.tensor) if settings.tensor > 1 else None
     model = load_model(folder, config, mesh=mesh, dtype=settings.dtype, param_dtype=settings.dtype)
     features = FrameFeatures(model.vision, config, settings.pixels(), videos.root, source=video)

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from models.features import FrameSettings
 from paravt_jax.data.local_path import require_local
-from paravt_jax.method.address import check_address
 from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.protocol import Prompt, ProtocolSettings
 from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.method.server import check_address
 from rollout.agent.episode import Dispatch, EpisodeSettings
 from rollout.evaluation.benchmarks import BENCHMARKS
 
@@ -90,7 +90,7 @@ class BenchmarkSettings:
     question_tokens: int = 512
     """Room for a question and its options; longer ones are left out and said."""
     subtitle_tokens: int = 8192
-    """Room for what is said; of longer subtitles, lines evenly spread over the video."""
+    """Room for subtitles in the prompt; of longer ones, lines evenly spread over the video."""
     pin_think: bool = True
     """Every response is started with <think>, as in training; never with the prompt direct."""
     min_pixels: int = 784
@@ -154,9 +154,10 @@ class BenchmarkSettings:
             raise ValueError(
                 "--endpoint, --endpoint-model: an address and the model's name there belong together; give both or neither"
             )
-        if self.endpoint:
-            check_address("--endpoint", self.endpoint, "the environment variable OPENAI_API_KEY")
-        if (self.open_ended == "judge") != bool(self.judge and self.judge_model):
+        for field, address in (("--endpoint", self.endpoint), ("--judge", self.judge)):
+            if address:
+                check_address(field, address, "the environment variable OPENAI_API_KEY")
+        if (self.open_ended == "judge") != bool(self.judge and self.judge_model.strip()):
             raise ValueError(
                 "--open-ended judge, --judge, --judge-model: belong together; give all three or none"
             )
@@ -202,7 +203,11 @@ class BenchmarkSettings:
         return FrameSettings(min_pixels=self.min_pixels, max_pixels=self.max_pixels)
 
     def rewards(self) -> RewardSettings:
-        judge = JudgeSettings(self.judge, self.judge_model) if self.open_ended == "judge" else None
+        judge = (
+            JudgeSettings(self.judge, model=self.judge_model)
+            if self.open_ended == "judge"
+            else None
+        )
         return RewardSettings(open_ended=self.open_ended, judge=judge)
 
     def identity(self) -> dict[str, Any]:

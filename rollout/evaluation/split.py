@@ -79,7 +79,7 @@ class Player:
                 self._scene.features.forget(self._videos.find(video) or video)
 
     def _put(self, item: Item) -> tuple[Question, int | None]:
-        """The question as it is put: shuffled, with subtitles; and the number of their lines.
+        """The question as it is put, shuffled and with subtitles, and their number of lines.
 
         None where the video has no subtitles.
         """

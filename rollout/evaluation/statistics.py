@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
+
+Score = Literal["accuracy", "miou"]
+"""What a split's mean score is called; `miou` has recalls beside it."""
 
 _Z = 1.959964  # of 95 %
 

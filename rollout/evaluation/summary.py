@@ -7,20 +7,17 @@ those left out are counted and named. The same lines give the same summary in an
 from __future__ import annotations
 
 import collections
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from paravt_jax.method.records import QuestionKind
 from rollout.agent.episode import EpisodeSettings
-from rollout.evaluation.folder import Line, latest
+from rollout.evaluation.folder import FolderError, Line, latest, read_json
 from rollout.evaluation.play import Played, measures
-from rollout.evaluation.statistics import interval
-
-Score = Literal[
-    "accuracy", "miou"
-]  # what a split's mean score is called; miou has recalls beside it
+from rollout.evaluation.statistics import Score, interval
 
 RECALL = (0.3, 0.5, 0.7)  # of grounding: the share of answers that overlap at least so much
 NAMED = 1000  # videos that are left out are named up to so many
@@ -49,6 +46,19 @@ def summarise(
         "broken_rows": dict(broken),
         "config": config,
     }
+
+
+def read_summary(folder: pathlib.Path) -> Line:
+    """An evaluation's summary.json. FolderError without one, and for one of an older version."""
+    file = folder / "summary.json"
+    summary = read_json(file)
+    keys = ("benchmark", "questions", "n", "left_out", "broken_rows", "config")
+    if missing := [key for key in keys if key not in summary]:
+        raise FolderError(
+            f"{file}: it lacks {', '.join(missing)}, so an older version of this code wrote it; "
+            "play the questions again with the same command and another --out"
+        )
+    return summary
 
 
 def rows_of(summary: Line) -> int:

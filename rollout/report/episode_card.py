@@ -21,6 +21,7 @@ from PIL import Image
 
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError, VideoInfo
+from paravt_jax.method.accuracy import chosen_option
 from rollout.report.templates import environment, number, plural, seconds
 
 THUMB = 160  # pixels of the longer side at most; the page holds hundreds of frames
@@ -85,20 +86,12 @@ def _facts(episode: dict[str, Any], turns: int, calls: list[dict[str, Any]]) -> 
 
 def _options(question: dict[str, Any], answer: str | None) -> list[dict[str, Any]]:
     """Each option, and whether it is the right one and the one that was chosen."""
+    options = question["options"]
+    right, chosen = (chosen_option(text or "", options) for text in (question["answer"], answer))
     return [
-        {
-            "text": option,
-            "right": _same(option, question["answer"]),
-            "chosen": answer is not None and _same(option, answer),
-        }
-        for option in question["options"]
+        {"text": option, "right": letter == right, "chosen": letter == chosen}
+        for letter, option in ((chr(ord("A") + i), option) for i, option in enumerate(options))
     ]
-
-
-def _same(option: str, answer: str) -> bool:
-    """An answer may be an option's words or its letter ("B" of "B. seven")."""
-    option, answer = option.strip().casefold(), answer.strip().casefold()
-    return option == answer or re.split(r"[.):]\s", option)[0] == answer
 
 
 def _token(token: dict[str, Any], strongest: float) -> dict[str, Any]:

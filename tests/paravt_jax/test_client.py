@@ -18,11 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paravt_jax.method.address import check_address
+from paravt_jax.method.server import ServerSettings, check_address
 from paravt_jax.remote.client import (
     Choice,
     Client,
-    ClientSettings,
     Failure,
     UnusableReply,
     retry_after,
@@ -41,9 +40,9 @@ def surroundings(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "*")
 
 
-def quick(address: str = "http://127.0.0.1:9/v1", **fields) -> ClientSettings:
+def quick(address: str = "http://127.0.0.1:9/v1", **fields) -> ServerSettings:
     values: dict[str, Any] = {"timeout": 20.0, "wait": 0.001, "attempts": 3, **fields}
-    return ClientSettings(address, **values)
+    return ServerSettings(address, **values)
 
 
 def text(choice: Choice) -> str:
@@ -345,7 +344,7 @@ def test_it_works_where_an_event_loop_runs_already():
     ],
 )  # fmt: skip
 def test_a_servers_own_message_is_kept_on_one_line_and_without_the_key(reply, said):
-    assert failed([reply]).said == said
+    assert failed([reply]).server_message == said
 
 
 def test_the_key_is_seen_nowhere(caplog, capfd):
@@ -384,7 +383,9 @@ def test_a_proxy_that_cannot_be_used_shows_before_the_first_request(monkeypatch)
 
 
 def test_settings_name_no_address_with_a_secret():
-    with pytest.raises(ValueError, match="ClientSettings.address: .*OPENAI_API_KEY") as error:
+    with pytest.raises(
+        ValueError, match="ServerSettings.endpoint: .*ServerSettings.key_variable names"
+    ) as error:
         quick(f"http://host/v1?api_key={SECRET}")
     assert SECRET not in str(error.value)
 

@@ -39,7 +39,7 @@ def surroundings(monkeypatch):
 
 def quick(endpoint: str = "http://127.0.0.1:9/v1", **fields) -> JudgeSettings:
     values: dict[str, Any] = {"timeout": 20.0, "wait": 0.001, **fields}
-    return JudgeSettings(endpoint, "judge-1", **values)
+    return JudgeSettings(endpoint, model="judge-1", **values)
 
 
 def play(replies: list[Reply], **fields) -> tuple[float, JudgeCounts]:
@@ -371,7 +371,7 @@ def test_an_error_of_ours_is_raised_and_not_waited_for(monkeypatch):
 )
 def test_settings_that_cannot_work_are_refused(field, value):
     with pytest.raises(
-        ValueError, match=rf"JudgeSettings\.{field}: .*give|JudgeSettings\.{field}: .*leave"
+        ValueError, match=rf"rl\.rewards\.judge\.{field}: .*(?:give|leave)"
     ) as error:
         dataclasses.replace(quick(), **{field: value})
     assert KEY not in str(error.value)

@@ -55,6 +55,12 @@ def test_the_example_of_the_docs(name, rows, tmp_path):
     assert colour.subtitles == (Subtitle(1.0, 2.5, "Hello"),) and goal.subtitles == ()
 
 
+def test_questions_on_one_video_share_its_subtitles(rows, tmp_path):
+    file = write(tmp_path, [rows[2] | {"id": id} for id in "ab"])
+    first, second = read_questions(file, tmp_path)
+    assert first.subtitles is second.subtitles and first.subtitles
+
+
 def test_a_row_without_an_id_goes_by_its_line(rows, tmp_path):
     bare = [{name: value for name, value in row.items() if name != "id"} for row in rows]
     assert [q.id for q in read_questions(write(tmp_path, bare), tmp_path)] == ["1", "2", "3"]

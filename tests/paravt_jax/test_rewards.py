@@ -204,7 +204,9 @@ def test_a_judge_is_asked_where_the_settings_name_it_and_nowhere_else():
     judge = Half()
     with pytest.raises(ValueError, match="score_all: a judge is given"):
         score_all([(QUESTION, [answer()])], SETTINGS, judge)
-    named = RewardSettings(open_ended="judge", judge=JudgeSettings("http://localhost:1/v1", "m"))
+    named = RewardSettings(
+        open_ended="judge", judge=JudgeSettings("http://localhost:1/v1", model="m")
+    )
     with pytest.raises(ValueError, match="score_all: judge is missing"):
         score_all([(QUESTION, [answer()])], named)
     (got,) = score_all([(QUESTION, [answer()])], named, judge)

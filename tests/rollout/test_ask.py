@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from models.features import FrameFeatures, FrameSettings
+from paravt_jax.data import video as decoder
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import (
@@ -44,14 +45,14 @@ def assistant(small_model, small_vocabulary) -> Assistant:
 def test_an_answer_is_the_episode_that_training_would_play(
     assistant, small_model, small_vocabulary, small_world
 ):
-    video = small_world.videos[0].path
-    episode = assistant.ask(small_world.folder / video, TEXT, frames=4, temperature=0.7, seed=5)
+    path = small_world.videos[0].path
+    episode = assistant.ask(small_world.folder / path, TEXT, frames=4, temperature=0.7, seed=5)
     features = FrameFeatures(
         small_model.vision,
         small_model.config,
         FrameSettings(batch=8),
         small_world.folder,
-        source=video,
+        source=decoder,
     )
     engine = Engine(
         small_model,
@@ -60,7 +61,7 @@ def test_an_answer_is_the_episode_that_training_would_play(
             row_lengths=(320,), prefill_lengths=(64, 192), slots=2, rows_per_prefix=2, pages=60
         ),
     )
-    question = Question("q", video, TEXT, QuestionKind.OPEN_ENDED, "")
+    question = Question("q", path, TEXT, QuestionKind.OPEN_ENDED, "")
     (expected,) = run(
         engine,
         [
@@ -250,6 +251,8 @@ def test_mistakes_are_one_line_each(command, small_world, tmp_path):
     (tmp_path / "noise.mp4").write_bytes(bytes(range(256)) * 9)
     (tmp_path / "foreign.mp4").write_bytes(Path(video).read_bytes().replace(b"avc1", b"zzzz"))
     Image.new("RGB", (900, 3)).save(tmp_path / "thin.png")
+    (tmp_path / "notes.srt").write_text("no times")
+    (tmp_path / "talk.srt").write_text("00:01 --> 00:02\nhello\n")
     for argv, message in (
         (("--video", str(tmp_path / "none.mp4"), TEXT), "--video .*none.mp4: no such file"),
         (("--video", str(tmp_path / "noise.mp4"), TEXT), "noise.mp4: it cannot be decoded"),
@@ -259,6 +262,18 @@ def test_mistakes_are_one_line_each(command, small_world, tmp_path):
         (("--video", video, TEXT, "--html", "a" * 300 + "/p.html"), "--html .*folder is not there"),
         (("--video", video, " "), "question: it is empty"),
         (("--video", video, TEXT, "--frames", "0"), "frames = 0"),
+        (
+            ("--video", video, TEXT, "--subtitles", str(tmp_path / "no.srt")),
+            "--subtitles .*no such file",
+        ),
+        (
+            ("--video", video, TEXT, "--subtitles", str(tmp_path / "notes.srt")),
+            "--subtitles .*it has no entries",
+        ),
+        (
+            ("--video", video, TEXT, "--subtitles", str(tmp_path / "talk.srt"), "--dispatch=none"),
+            "--subtitles .*no tool searches them",
+        ),
         (
             ("--video", video, TEXT, "--html", str(tmp_path / "no" / "page.html")),
             "--html .*its folder is not there",

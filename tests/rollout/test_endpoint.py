@@ -19,8 +19,8 @@ from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol, ProtocolSettings, render_call
 from paravt_jax.method.records import CallStatus, CropCall, StopReason
 from paravt_jax.method.rewards import Rewards
+from paravt_jax.method.server import ServerSettings
 from paravt_jax.method.tokenizer import Vocabulary
-from paravt_jax.remote.client import ClientSettings
 from rollout.agent.endpoint import (
     EndpointError,
     EndpointSampler,
@@ -96,7 +96,7 @@ def ask(environment, small_vocabulary, images, small_questions):
         chosen: dict[str, Any] = {"wait": 0.01} | fields
         with serving(answer) as server:
             sampler = EndpointSampler(
-                ClientSettings(server.endpoint, **chosen), "m", small_vocabulary, images
+                ServerSettings(server.endpoint, **chosen), "m", small_vocabulary, images
             )
             try:
                 (episode,) = run(
@@ -338,7 +338,7 @@ def test_half_a_character_in_a_reply_becomes_the_replacement_character(ask):
 def test_a_deadline_is_kept(images, small_vocabulary):
     with serving(lambda number, received: Reply(status=503)) as server:
         sampler = EndpointSampler(
-            ClientSettings(server.endpoint, wait=0.05, attempts=1000),
+            ServerSettings(server.endpoint, wait=0.05, attempts=1000),
             "m",
             small_vocabulary,
             images,
@@ -361,7 +361,7 @@ def test_requests_go_side_by_side_up_to_the_limit(images, small_vocabulary):
 
     with serving(answer) as server:
         sampler = EndpointSampler(
-            ClientSettings(server.endpoint, concurrency=3), "m", small_vocabulary, images
+            ServerSettings(server.endpoint, concurrency=3), "m", small_vocabulary, images
         )
         tickets = [sampler.submit(prompted(small_vocabulary)) for _ in range(5)]
         sampler.cancel(tickets.pop())

@@ -58,7 +58,7 @@ def evaluated(road, small, monkeypatch):
 
 
 def judged_by(endpoint: str) -> RewardSettings:
-    judge = JudgeSettings(endpoint, "judge-1", key_variable="", attempts=1)
+    judge = JudgeSettings(endpoint, model="judge-1", key_variable="", attempts=1)
     return RewardSettings(format_cap=False, open_ended="judge", judge=judge)
 
 

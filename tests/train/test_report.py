@@ -477,6 +477,16 @@ def test_every_end_of_an_episode_and_of_a_call_has_its_words(tmp_path):
     assert len(page.all("div", "refused")) == sum(not status.executed for status in CallStatus)
 
 
+@pytest.mark.parametrize(
+    ("truth", "answer"), [("seven", "two"), ("B", "C"), ("B", "It is (C)."), ("B", "C. two")]
+)
+def test_options_are_marked_by_their_words_or_letters(truth, answer, tmp_path):
+    question = {"id": "q", "text": "Which?", "kind": "mcq", "options": ["four", "seven", "two"]}
+    one_episode(tmp_path, question=question | {"answer": truth}, answer=answer)
+    options = page_of(tmp_path).all("li", "option")
+    assert [each["text"].split() for each in options] == [["four"], ["seven", "○"], ["two", "✗"]]
+
+
 def test_hostile_words_stay_words(tmp_path):
     question = {
         "id": HOSTILE,

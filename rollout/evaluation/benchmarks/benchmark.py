@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from rollout.evaluation.benchmarks.items import Item
 from rollout.evaluation.benchmarks.tables import Row
-from rollout.evaluation.summary import Score
+from rollout.evaluation.statistics import Score
 
 
 def _as_they_are(rows: list[Row]) -> list[Row]:

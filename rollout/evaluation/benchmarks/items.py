@@ -107,12 +107,12 @@ def letter_answer(row: Mapping[str, Any], options: Sequence[str], field: str = "
     return found[1].upper()
 
 
-def word_answer(row: Mapping[str, Any], options: Sequence[str], field: str = "answer") -> str:
+def word_answer(row: Mapping[str, Any], options: Sequence[str]) -> str:
     """The letter of the option that the answer's words are."""
-    wanted = text_of(row, field)
+    wanted = text_of(row, "answer")
     places = [i for i, option in enumerate(options) if option == wanted]
     if len(places) != 1:
-        raise BrokenRow(f"{field} {wanted!r} is {'no option' if not places else 'several options'}")
+        raise BrokenRow(f"answer {wanted!r} is {'no option' if not places else 'several options'}")
     return _letter(places[0])
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paravt_jax.method.records import Turn
-from rollout.evaluation.play import said
+from rollout.evaluation.play import final_text
 from rollout.evaluation.statistics import interval, mcnemar
 
 
@@ -26,12 +26,12 @@ from rollout.evaluation.statistics import interval, mcnemar
     ],
 )
 def test_what_is_said(text, answer):
-    assert said([Turn("<think>\nfirst\n</think>\n<answer>A</answer>"), Turn(text)]) == answer
-    assert said([Turn(text, truncated=True)]) is None
+    assert final_text([Turn("<think>\nfirst\n</think>\n<answer>A</answer>"), Turn(text)]) == answer
+    assert final_text([Turn(text, truncated=True)]) is None
 
 
 def test_no_turn_says_nothing():
-    assert said([]) is None
+    assert final_text([]) is None
 
 
 def wilson(p: float, n: float) -> tuple[float, float]:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def run(checkpoint, split, videos, player, monkeypatch, tmp_path):
     """run(**settings) is the command with a sampler that follows a script; it returns the summary and what was printed."""
 
     def make(said=ANSWER, given=None, **fields):
-        def scripted_player(settings, folder, where, subtitled):
+        def scripted_player(settings, folder, where, subtitled, stack):
             return player([said], blind=settings.blind)
 
         monkeypatch.setattr(evaluation, "_player", scripted_player)
@@ -312,6 +313,10 @@ REFUSED = [
     (["--shard", "2/2"], "--shard 2/2"),
     (["--endpoint", "http://localhost:1/v1"], "--endpoint, --endpoint-model"),
     (["--open-ended", "judge"], "belong together"),
+    (
+        ["--open-ended", "judge", "--judge-model", "m", "--judge", "http://h/v1?key=1"],
+        "--judge: the address, not shown here",
+    ),
     (["--benchmark", "charades", "--shuffle"], "charades has no options"),
     (["--temperature", "-1"], "temperature = -1"),
     (["--episodes", "0"], "--episodes 0"),
@@ -436,6 +441,12 @@ def start(checkpoint, data, videos, out, *more) -> subprocess.Popen:
     )
 
 
+def whole_lines(folder: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """The lines of a folder with their transcripts."""
+    with (folder / "questions.jsonl").open() as file:
+        yield from map(json.loads, file)
+
+
 @pytest.mark.slow
 def test_killed_at_any_moment_it_ends_like_one_that_was_not(checkpoint, videos, tmp_path):
     """Against a server, so that a start costs no compilation."""
@@ -455,7 +466,7 @@ def test_killed_at_any_moment_it_ends_like_one_that_was_not(checkpoint, videos, 
         return Reply(json.dumps(reply).encode(), delay=0.1)
 
     def lines(out) -> dict[str, dict]:
-        found = latest(read_lines(out, whole=True))
+        found = latest(whole_lines(out))
         return {id: {k: v for k, v in line.items() if k != "spent"} for id, line in found.items()}
 
     with serving(answer) as server:
@@ -518,5 +529,5 @@ def test_real_clips(name, more, assets, checkpoint, tmp_path):
     assert process.returncode == 0, said
     summary = read_json(tmp_path / "out" / "summary.json")
     assert (summary["n"], summary["left_out"]["missing"]["questions"]) == (1, 1)
-    (line,) = [line for line in read_lines(tmp_path / "out", whole=True) if "left_out" not in line]
+    (line,) = [line for line in whole_lines(tmp_path / "out") if "left_out" not in line]
     assert len(line["overview"]) == 4 and line["turns"] and 0 <= line["score"] <= 1

@@ -31,9 +31,7 @@ def test_lines_survive_and_half_a_line_is_cut_off(tmp_path):
         "a": 1.0,
         "b": 0.25,
     }
-    assert "turns" not in next(read_lines(tmp_path)) and next(read_lines(tmp_path, whole=True))[
-        "turns"
-    ] == ["long"]
+    assert "turns" not in next(read_lines(tmp_path)) and b'"turns": ["long"]' in file.read_bytes()
 
 
 def test_another_evaluation_is_refused_with_the_difference(tmp_path):

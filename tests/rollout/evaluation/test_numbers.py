@@ -250,6 +250,15 @@ def test_a_table_marks_rows_that_were_left_out_and_says_why(tmp_path):
     ) in text
 
 
+def test_a_table_names_a_summary_of_an_older_version(tmp_path):
+    file = folder(tmp_path / "a", [line("a", 1.0)]) / "summary.json"
+    summary = json.loads(file.read_text())
+    summary["played"] = summary.pop("n")
+    file.write_text(json.dumps(summary))
+    with pytest.raises(FolderError, match=r"a/summary\.json: it lacks n, .*older version.*--out"):
+        table([tmp_path / "a"])
+
+
 def test_a_table_without_a_gap_has_no_mark(tmp_path):
     text = table([folder(tmp_path / "a", [line(str(n), 1.0) for n in range(6)])])
     assert "| mine | 100.0 [" in text and "6 of 6 questions, K = 64" in text

@@ -168,6 +168,24 @@ def test_subtitles_stand_before_the_question_as_words(player, items):
     assert said == " in the video:\n<1.0 seconds> Hello there\n<65.5 seconds> Good bye\n\n"
 
 
+def test_a_search_finds_subtitles_for_which_the_prompt_has_no_room(player, items):
+    search = (
+        '<tool_call>\n{"name": "search_subtitles", "arguments": {"query": "bye"}}\n</tool_call>'
+    )
+    turns = ["look\n</think>\n" + search, "seen\n</think>\n<answer>A</answer>"]
+    playing = player(
+        turns,
+        tools=("crop_video", "search_subtitles"),
+        subtitle_tokens=48,
+        turn_tokens=256,
+        summary_tokens=64,
+        trajectory_tokens=1024,
+    )
+    (line,) = playing.lines([Item(items[0].question, subtitles="subtitle/w0.srt")])
+    assert line["subtitles"] == 1  # "Hello there" alone stands in the prompt
+    assert line["turns"][0]["calls"][0]["response"] == "<65.5 seconds> Good bye"
+
+
 def test_too_many_subtitles_are_thinned_evenly(player, items):
     protocol = player([""])._scene.protocol
     entries = [Subtitle(float(i), i + 1.0, "words " * (1 + i % 3)) for i in range(200)]
