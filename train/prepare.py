@@ -95,7 +95,6 @@ def _published(
         heldout=heldout,
         conversations=prepared.conversations,
         lengths=prepared.lengths,
-        captions=(),
         videos=summary["kept"],
         unreadable=json.loads(noted.read_text()) if noted.exists() else {},
         digest=prepared.digest,
@@ -153,11 +152,7 @@ def _own_questions(
         vocabulary=tokenizer.load(folder / "tokenizer"),
         questions=kept,
         heldout=heldout,
-        conversations=(),
-        lengths=(),
-        captions=(),
         videos=len(paths),
-        unreadable={},
         digest=hashlib.sha256(text.encode()).hexdigest(),
     )
     data = _with_room(run, data, longest)
@@ -240,7 +235,6 @@ def _open_world(run: Run, folder: pathlib.Path) -> Data:
         vocabulary=tokenizer.load(tokenizer_folder),
         lengths=tuple(conversation.tokens for conversation in splits["conversations"]),
         videos=len(paths),
-        unreadable={},
         **splits,
     )
     note_unreadable(run, folder, data, unreadable)
