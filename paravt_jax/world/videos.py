@@ -187,7 +187,7 @@ class DrawnVideos:
     def probe(self, path: pathlib.Path) -> VideoInfo:
         times = np.arange(0.0, SECONDS, STEP)
         return VideoInfo(
-            str(path), FRAMES, times[-1], times, self._settings.size, self._settings.size
+            str(path), FRAMES, float(SECONDS), times, self._settings.size, self._settings.size
         )
 
     def read(self, path: pathlib.Path, indices: list[int]) -> UInt8[np.ndarray, "m h w 3"]:
