@@ -4,12 +4,12 @@
 
 A main agent sees a few overview frames of a video and a question. In one turn it may call
 `crop_video` several times. Each call goes to a sub-agent: the same weights, a fresh context, and
-the frames of one window. The reports come back together, and the main agent answers. Several
-episodes are played on each question. An episode earns a reward for a right answer, for its format
-and for its calls. Its advantage is that reward compared with the other episodes on the same
-question. The update makes tokens with a positive advantage more likely. An extra term anchors the
-format: it acts on the tokens that open and close `<think>`, `<tool_call>` and `<answer>`. The
-number of overview frames is drawn for each question, so some questions need a closer look.
+the frames of one window. The reports come back together, and the main agent answers. A group of
+episodes is played on each question. Each earns a reward for a right answer, for its format and for
+its calls. Its advantage is that reward compared with the rest of its group. The update makes tokens
+with a positive advantage more likely. An extra term anchors the format: it acts on the tokens that
+open and close `<think>`, `<tool_call>` and `<answer>`. The number of overview frames is drawn for
+each question, so some questions need a closer look.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.config import Qwen3VLConfig, tiny
 from models.qwen3_vl.model import Qwen3VL
 from models.sharding import make_mesh, param_shardings
-from paravt_jax.data.frames import VideoInfo
 from paravt_jax.data.loader import stream
 from paravt_jax.method import grpo
 from paravt_jax.method.conversations import render
@@ -58,7 +57,7 @@ BUDGETS = (4, 8)  # numbers of overview frames, in demonstrations and in episode
 TEXT = text.TextSettings(
     multiple_choice=1.0,
     budgets=BUDGETS,
-    groups=len(BUDGETS),
+    groups=len(BUDGETS),  # every video is demonstrated with each budget
     guess=0.5,  # half of the demonstrations answer without having seen the digit
     crop_when_seen=0.3,
     unclosed=0.2,  # one turn in five never closes its <think>
@@ -75,23 +74,6 @@ PROMPTS, GROUP, TEMPERATURE = 8, 8, 0.7  # questions per step, episodes per ques
 GRPO = grpo.GRPOSettings(group_size=GROUP, anchor="likelihood", reward_clip=None)
 REWARDS = RewardSettings(format_cap=False)
 ADAM = OptimizerSettings(learning_rate=4e-4, weight_decay=0.0)
-
-
-class DrawnVideos:
-    """The world's videos, drawn when they are read: a source of frames without files."""
-
-    def __init__(self, drawn: tuple[videos.WorldVideo, ...]):
-        self.scenes = {video.path: video.scenes for video in drawn}
-
-    def probe(self, path: Path) -> VideoInfo:
-        times = np.arange(0.0, videos.SECONDS, videos.STEP)
-        return VideoInfo(str(path), len(times), times[-1], times, WORLD.size, WORLD.size)
-
-    def read(self, path: Path, indices: list[int]) -> np.ndarray:
-        times = [videos.STEP * index for index in indices]
-        scenes = [self.scenes[str(path)][time // videos.SCENE] for time in times]
-        shown = [scene.shows(time) for scene, time in zip(scenes, times, strict=True)]
-        return np.stack([videos.picture(WORLD, *x) for x in zip(scenes, shown, strict=True)])
 
 
 def small_config(vocabulary: Vocabulary) -> Qwen3VLConfig:
@@ -115,12 +97,12 @@ def show(episode: Episode) -> None:
 def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[dict[str, float]]:
     """Run it all. Returns the figures that it prints after each step."""
     # The world: videos, questions, and demonstrations that show what an agent can say.
-    drawn = videos.of_split(videos.plan(WORLD), "train")
-    questions = tuple(text.questions(drawn, TEXT))
-    told = list(text.window_conversations(drawn, TEXT, LIMITS))
-    for conversation in text.main_conversations(drawn, TEXT):
+    train_videos = videos.of_split(videos.plan(WORLD), "train")
+    questions = tuple(text.questions(train_videos, TEXT))
+    demonstrations = list(text.window_conversations(train_videos, TEXT, LIMITS))
+    for conversation in text.main_conversations(train_videos, TEXT):
         if "Which digit" in str(conversation.turns[0].content[-1]):  # the others ask when
-            told.append(conversation)
+            demonstrations.append(conversation)
 
     # The model. Its vision tower stays random: the few pictures of this world differ enough.
     vocabulary = world_vocabulary(LIMITS)
@@ -128,26 +110,40 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     model = Qwen3VL(config, rngs=nnx.Rngs(seed))
     graph, weights = nnx.split(model.text)
     weights = jax.device_put(weights, param_shardings(weights, mesh))
-    features = FrameFeatures(model.vision, config, FRAMES, Path(), source=DrawnVideos(drawn))
+    frame_source = videos.DrawnVideos(WORLD, train_videos)  # draws the frames that are asked for
+    features = FrameFeatures(model.vision, config, FRAMES, Path(), source=frame_source)
     environment = Environment(Protocol(vocabulary, LIMITS), features)
     longest = lengths(LIMITS, frame_tokens=1, frames=max(BUDGETS))
 
     # The cold start: supervised steps on the demonstrations.
-    tokens = tuple(len(render(one, environment.protocol, lambda clip: 1).ids) for one in told)
-    data = Data(Path(), vocabulary, questions, (), told, tokens, (), len(drawn), {})
+    rendered = [render(each, environment.protocol, lambda clip: 1) for each in demonstrations]
+    token_counts = tuple(len(trajectory.ids) for trajectory in rendered)
+    data = Data(
+        root=Path(), vocabulary=vocabulary, conversations=demonstrations, lengths=token_counts
+    )
     sft = SFTSettings(cold_start_steps, rows=8, optimizer=COLD_START, row_tokens=320)
-    batches = SFTBatches(sft, data, None, seed, environment.protocol, features, mesh)
+    batches = SFTBatches(
+        sft,
+        data,
+        reader=None,  # frames are drawn, so nothing is read ahead
+        seed=seed,
+        protocol=environment.protocol,
+        features=features,
+        mesh=mesh,
+    )
     state, update = batches.start(graph, weights)
     for step in range(1, cold_start_steps + 1):
-        state, metrics = update(state, next(batches)[0])
+        batch, _, _ = next(batches)
+        state, metrics = update(state, batch)
         if step % 50 == 0:
             print(f"cold start {step}: loss {metrics['loss']:.2f}", flush=True)
 
     # What GRPO needs: the engine that samples, the reference weights, and three jitted programs.
     def loss(decoder, batch):
         logprobs = row_logprobs(decoder, batch.sequences[0], config.image_token_id, TEMPERATURE)
-        settings = batch.advantages, batch.grpo, GRPO, batch.totals, REWARDS.gamma
-        return grpo.paravt_loss(logprobs, *settings)
+        return grpo.paravt_loss(
+            logprobs, batch.advantages, batch.grpo, GRPO, totals=batch.totals, gamma=REWARDS.gamma
+        )
 
     nnx.update(model.text, state.weights)
     sizes = engine_sizes(longest, EngineSettings(cache_tokens=16_384), rows_per_prefix=GROUP)
@@ -159,21 +155,17 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     logprobs = make_logprobs(graph, config.image_token_id, TEMPERATURE, mesh=mesh)
     advantages = jax.jit(lambda batch: grpo.advantages(batch, GRPO, REWARDS.gamma))
     shapes = [BatchShape(PROMPTS, GROUP, longest.prompt, longest.visual, longest.response)]
-    history, asked = [], stream(questions, seed, PROMPTS)
+    history, question_batches = [], stream(questions, seed, PROMPTS)
     for step in range(steps):
         # Questions, and the overview budget of each.
         budgets = np.random.default_rng([seed, step]).choice(BUDGETS, PROMPTS).tolist()
-        chosen = [x for x in zip(next(asked), budgets, strict=True) for _ in range(GROUP)]
         # Episodes: agents are coroutines that await the engine, which decodes them side by side.
-        agents = [
-            play(
-                environment,
-                question,
-                EpisodeSettings(budget, TEMPERATURE),
-                seed_of(seed, step, number),
-            )
-            for number, (question, budget) in enumerate(chosen)
-        ]
+        agents = []
+        for question, budget in zip(next(question_batches), budgets, strict=True):
+            settings = EpisodeSettings(budget, TEMPERATURE)
+            for _ in range(GROUP):
+                episode_seed = seed_of(seed, step, len(agents))
+                agents.append(play(environment, question, settings, episode_seed))
         episodes = run(engine, agents)
         # Rewards: for the answer, for the format, for the calls.
         played = [(episode.question, episode.turns) for episode in episodes]
@@ -181,19 +173,20 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
         # The batch: what was sampled, token by token, and its log-probs under the reference.
         starts = range(0, len(episodes), GROUP)
         groups = tuple(tuple(episodes[start : start + GROUP]) for start in starts)
-        earned = tuple(tuple(rewards[start : start + GROUP]) for start in starts)
-        rollouts = Rollouts(groups, earned)
+        group_rewards = tuple(tuple(rewards[start : start + GROUP]) for start in starts)
+        rollouts = Rollouts(groups, group_rewards)
         rows, owners, _ = lay_out([rollouts], features, shapes, (seed, step))
         rows = place(rows, mesh)
-        kept = tuple(logprobs(reference, x) for x in rows)
-        batch = as_grpo_batch(rollouts, rows, owners, kept, vocabulary, shapes, mesh)
+        reference_logprobs = tuple(logprobs(reference, part) for part in rows)
+        batch = as_grpo_batch(rollouts, rows, owners, reference_logprobs, vocabulary, shapes, mesh)
         # Advantages of every token, one update, and the new weights into the engine.
-        advantage, _ = advantages(batch)
-        state, metrics = update(state, RLBatch(rows, batch, advantage, grpo.batch_totals(batch)))
+        token_advantages, _ = advantages(batch)
+        rl_batch = RLBatch(rows, batch, token_advantages, grpo.batch_totals(batch))
+        state, metrics = update(state, rl_batch)
         engine.load(state.weights, version=step + 1)
-        history.append(describe(rollouts) | {name: float(x) for name, x in metrics.items()})
-        shown = ("accuracy", "format", "calls", "reward/total", "grad_norm")
-        print(f"step {step:2}", *(f"{name} {history[-1][name]:.2f}" for name in shown), sep="  ")
+        history.append(describe(rollouts) | {name: float(value) for name, value in metrics.items()})
+        names = ("accuracy", "format", "calls", "reward/total", "grad_norm")
+        print(f"step {step:2}", *(f"{name} {history[-1][name]:.2f}" for name in names), sep="  ")
         if step in (0, steps - 1):
             show(episodes[0])
     return history

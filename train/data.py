@@ -26,15 +26,15 @@ class Data:
 
     root: pathlib.Path
     vocabulary: Vocabulary
-    questions: tuple[Question, ...]
-    heldout: tuple[Question, ...]
-    conversations: Sequence[Conversation]
-    lengths: tuple[int, ...]
+    questions: tuple[Question, ...] = ()
+    heldout: tuple[Question, ...] = ()
+    conversations: Sequence[Conversation] = ()
+    lengths: tuple[int, ...] = ()
     """Of the conversations, in tokens."""
-    captions: tuple[Caption, ...]
-    videos: int
+    captions: tuple[Caption, ...] = ()
+    videos: int = 0
     """In all, unreadable ones included; of published data, rows."""
-    unreadable: dict[str, str]
+    unreadable: dict[str, str] = dataclasses.field(default_factory=dict)
     """Why a video cannot be read, by path."""
     digest: str = ""
     """A fingerprint of published data: a run goes on with the same rows or not at all. Empty for a

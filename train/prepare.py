@@ -93,7 +93,6 @@ def _published(
         heldout=heldout,
         conversations=prepared.conversations,
         lengths=prepared.lengths,
-        captions=(),
         videos=summary["kept"],
         unreadable=json.loads(noted.read_text()) if noted.exists() else {},
         digest=prepared.digest,
@@ -155,11 +154,7 @@ def _own_questions(
         vocabulary=tokenizer.load(folder / "tokenizer"),
         questions=kept,
         heldout=heldout,
-        conversations=(),
-        lengths=(),
-        captions=(),
         videos=len(paths),
-        unreadable={},
         digest=digest,
     )
     data = _with_room(run, data, checked["longest"])
@@ -260,7 +255,6 @@ def _open_world(run: Run, folder: pathlib.Path) -> Data:
         vocabulary=tokenizer.load(tokenizer_folder),
         lengths=tuple(conversation.tokens for conversation in splits["conversations"]),
         videos=len(paths),
-        unreadable={},
         **splits,
     )
     note_unreadable(run, folder, data, unreadable)

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.frames import VideoInfo
 from paravt_jax.data.stored_settings import require_same
 
 SECONDS, STEP, SCENE, WINDOW = (
@@ -171,6 +172,30 @@ def picture(
         ]
         box[glyph[np.ix_(rows, columns)]] = 255
     return image
+
+
+class DrawnVideos:
+    """Draws frames when they are read: a `FrameSource` of the world's videos without mp4 files.
+
+    Paths are `WorldVideo.path`, so the root of the features that read from it is `Path()`.
+    """
+
+    def __init__(self, settings: WorldSettings, videos: Sequence[WorldVideo]):
+        self._settings = settings
+        self._scenes = {video.path: video.scenes for video in videos}
+
+    def probe(self, path: pathlib.Path) -> VideoInfo:
+        times = np.arange(0.0, SECONDS, STEP)
+        return VideoInfo(
+            str(path), FRAMES, float(SECONDS), times, self._settings.size, self._settings.size
+        )
+
+    def read(self, path: pathlib.Path, indices: list[int]) -> UInt8[np.ndarray, "m h w 3"]:
+        frames = []
+        for time in (STEP * index for index in indices):
+            scene = self._scenes[str(path)][time // SCENE]
+            frames.append(picture(self._settings, scene, scene.shows(time)))
+        return np.stack(frames)
 
 
 def render(

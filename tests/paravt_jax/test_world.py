@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import av
 import numpy as np
@@ -119,3 +120,20 @@ def test_a_world_of_other_settings_is_refused(tmp_path):
 def test_impossible_settings_are_named(wrong):
     with pytest.raises(ValueError, match="world\\."):
         world.WorldSettings(**wrong)
+
+
+def test_videos_drawn_on_demand_are_those_of_the_files(small_world):
+    v = small_world.videos[0]
+    drawn, stored = world.DrawnVideos(small_world.settings, small_world.videos), video
+    info, of_file = drawn.probe(Path(v.path)), stored.probe(small_world.folder / v.path)
+    assert (info.frames, info.duration, info.width, info.height) == (
+        of_file.frames,
+        of_file.duration,
+        of_file.width,
+        of_file.height,
+    )
+    np.testing.assert_array_equal(info.times, of_file.times)
+    indices = list(range(world.FRAMES))
+    here = drawn.read(Path(v.path), indices).astype(int)
+    there = stored.read(small_world.folder / v.path, indices).astype(int)
+    assert np.abs(here - there).mean(axis=(1, 2, 3)).max() < 8  # what halved colour planes change

@@ -138,12 +138,12 @@ def test_what_cannot_be_trained_on_is_refused_in_words(recipe, questions, at_hom
 
 @pytest.mark.slow
 def test_the_example_of_the_docs_trains(recipe, questions, at_home, monkeypatch):
-    """The block of docs/data.md, with a small recipe in place of paravt_8b."""
+    """The second block of docs/data.md, with a small recipe in place of paravt_8b and questions of
+    the small world."""
     monkeypatch.setitem(RECIPES, "paravt_8b", lambda: recipe)
     section = DOCS.read_text(encoding="utf-8").partition("## Your own questions")[2]
-    found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
-    assert found is not None
-    exec(found[1], {"questions": questions})
+    _, training = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    exec(training, {"questions": questions})
     result = json.loads((at_home / "runs/mine/result.json").read_text())
     assert result["before"][0]["n"] == result["after"][0]["n"] == 2
     assert result["token_mismatches"] == 0
