@@ -177,11 +177,11 @@ def sft_updates(road: Road, devices: int, steps: int) -> Updates:
     settings, data = road.run.sft, road.data
     assert settings is not None
     mesh = make_mesh(1, devices, 1)
-    course = SFTBatches(
+    batches = SFTBatches(
         settings, data, None, 0, road.environment.protocol, road.environment.features, mesh
     )
-    state, update = course.start(road.graph, road.fresh(fsdp=devices))
-    timed, (batch, _, _) = Timed(update), next(course)
+    state, update = batches.start(road.graph, road.fresh(fsdp=devices))
+    timed, (batch, _, _) = Timed(update), next(batches)
     for _ in range(steps):
         state, _ = timed(state, batch)
     return timed.notes(state)

@@ -72,7 +72,9 @@ class Assistant:
         features = FrameFeatures(
             model.vision, model.config, frames or FrameSettings(), Path(), source=video
         )
-        self._scene = Environment(Protocol(vocabulary, protocol or ProtocolSettings()), features)
+        self._environment = Environment(
+            Protocol(vocabulary, protocol or ProtocolSettings()), features
+        )
         self._engines: collections.OrderedDict[EngineSizes, Engine] = collections.OrderedDict()
 
     @classmethod
@@ -119,19 +121,21 @@ class Assistant:
         kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
         _check_words(question)
         asked = Question("asked", str(video), question, kind, "", tuple(options), tuple(subtitles))
-        length = len(self._scene.protocol.question(asked).ids)
+        length = len(self._environment.protocol.question(asked).ids)
         if length > _QUESTION_TOKENS:
             raise ValueError(
                 f"question: {length} tokens with its options, there is room for {_QUESTION_TOKENS}; ask in fewer words"
             )
         sampler = self._engine(
-            asked.video, min(frames, self._scene.features.info(asked.video).frames)
+            asked.video, min(frames, self._environment.features.info(asked.video).frames)
         )
-        (episode,) = run(sampler, [play(self._scene, asked, setting, seed)])
+        (episode,) = run(sampler, [play(self._environment, asked, setting, seed)])
         if episode.stop is StopReason.UNREADABLE:
             raise VideoError(
                 asked.video,
-                self._scene.features.unreadable.get(asked.video, "it cannot be read any more"),
+                self._environment.features.unreadable.get(
+                    asked.video, "it cannot be read any more"
+                ),
             )
         return episode
 
@@ -141,13 +145,13 @@ class Assistant:
             episode,
             score(episode.question, episode.turns, RewardSettings()),
             setting,
-            self._scene.protocol.vocabulary,
+            self._environment.protocol.vocabulary,
         )
         del line["rewards"]  # nobody knows the right answer
         return episode_page(Path(), line)
 
     def _engine(self, video: str, frames: int) -> Engine:
-        protocol, features = self._scene.protocol, self._scene.features
+        protocol, features = self._environment.protocol, self._environment.features
         last, tokens = (
             features.info(video).duration,
             features.tokens(video),

@@ -37,7 +37,7 @@ class Data:
     unreadable: dict[str, str] = dataclasses.field(default_factory=dict)
     """Why a video cannot be read, by path."""
     digest: str = ""
-    """A fingerprint of published data: a run goes on with the same rows or not at all. Empty for a
+    """A fingerprint of published data or of your own questions: a run goes on with the same rows or not at all. Empty for a
     world, which its settings decide."""
 
     def row(self, numbers: Sequence[int]) -> tuple[Conversation, ...]:

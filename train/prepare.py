@@ -37,7 +37,7 @@ from train.settings import Run
 from train.unreadable import UNREADABLE, UnreadableVideosError, note_unreadable
 from train.world_data import prepare_world, require_bounds, world_pieces
 
-CHECKED = "questions.json"
+CHECKED = "checked_questions.json"
 """In a run's folder: the digest of your own questions, and what the check of their videos found."""
 
 
@@ -131,8 +131,10 @@ def _own_questions(
     if questions is None:
         questions = read_questions(settings.questions, root)
     require_unique_ids(questions)
-    text = json.dumps([dataclasses.asdict(question) for question in questions])
-    digest = hashlib.sha256(f"{root}\n{text}".encode()).hexdigest()
+    found = hashlib.sha256()
+    for question in questions:
+        found.update(json.dumps(dataclasses.asdict(question)).encode())
+    digest = found.hexdigest()
     paths = sorted({question.video for question in questions})
     file = folder / CHECKED
     if file.exists():  # by an earlier start, or by the first process of this run

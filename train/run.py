@@ -73,8 +73,10 @@ def execute(
     settings, interrupts, log = resolved(run), interrupts or Interrupts(), run.log
     folder = pathlib.Path(run.run_dir or f"runs/{run.name}").absolute()
     mesh = _check(run, settings)
-    judge = RemoteJudge(run.rl.rewards.judge) if run.rl and run.rl.rewards.judge else None
     with contextlib.ExitStack() as stack:
+        judge = None
+        if run.rl is not None and run.rl.rewards.judge is not None:
+            judge = stack.enter_context(contextlib.closing(RemoteJudge(run.rl.rewards.judge)))
         _claim(run, folder, settings, stack)
         data = _prepare(run, folder, interrupts, questions)
         clock = stack.enter_context(Clock(folder / "seconds.json"))
@@ -150,8 +152,8 @@ def _prepare(
 
     with hosts.one_after_another(alike=Stopped):
         data = prepare(run, folder, check, questions)
-    if data.digest:
-        hosts.require_same("data: the digest of what is learned from", data.digest)
+    if run.data is not None:
+        hosts.require_same(f"data.folder: {run.data.folder}, the prepared set", data.digest)
     return data
 
 

@@ -73,7 +73,7 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class LeftOutRow:
-    """A row that is not, and why."""
+    """A row that is left out, and why."""
 
     id: str
     source: str

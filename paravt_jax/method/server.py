@@ -1,4 +1,8 @@
-"""Settings of a client of an OpenAI-compatible server; the client is `paravt_jax.remote.client`."""
+"""Settings of a client of an OpenAI-compatible server.
+
+They stand beside the rewards, whose settings hold a judge's; the client is
+`paravt_jax.remote.client`.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,8 @@ def check_address(field: str, address: str, key_place: str) -> None:
             "be secret, and settings are written down; leave them out and put the key in "
             f"{key_place}"
         )
+    if any(mark.isspace() or not mark.isprintable() for mark in address):
+        raise ValueError(f"{field}: {address!r} has spaces or control characters; {_RULE}")
     try:
         url = urllib.parse.urlsplit(address)
         host = url.hostname or ""
@@ -43,7 +49,7 @@ class ServerSettings:
     """Which server is asked, and how patiently. Times are in seconds."""
 
     name: ClassVar[str] = "ServerSettings"
-    """What errors call these settings."""
+    """Their name in error messages."""
     endpoint: str
     """Address of an OpenAI-compatible API without /chat/completions: "http://localhost:8000/v1"."""
     key_variable: str = "OPENAI_API_KEY"

@@ -42,7 +42,7 @@ _REMEDIES: dict[int | str, str] = {
     403: "check the key in key_variable, and what it is for",
     404: "check endpoint and model",
     429: "lower concurrency",
-    "timed_out": "raise it, or lower concurrency",
+    "timed_out": "raise timeout, or lower concurrency",
     "unreachable": "check endpoint, and that its server runs",
     "http_errors": "check endpoint, and look into its server's log",
     "nonsense": "check that endpoint is an OpenAI-compatible API, and that model answers without thinking aloud",
@@ -135,6 +135,10 @@ class RemoteJudge:
                 settings.endpoint,
             )
 
+    def close(self) -> None:
+        """Closes the connections, without waiting for that."""
+        self._client.close()
+
     def scores(self, items: Sequence[tuple[Question, str | None]]) -> list[float]:
         """R_acc of each answer, in order, after at most `time_limit` seconds.
 
@@ -173,7 +177,7 @@ class RemoteJudge:
                 self._tell(outcome.what, outcome.what, remedy)
         if late:
             what = f"{len(late)} answers had no score after time_limit = {settings.time_limit} s"
-            self._tell("late", what, "raise it, or concurrency")
+            self._tell("late", what, "raise time_limit, or concurrency")
         return [None if isinstance(outcome, Failure) else outcome for outcome in found]
 
     def _tell(self, cause: str, what: str, remedy: str) -> None:
@@ -181,7 +185,7 @@ class RemoteJudge:
         if cause not in self._told:
             self._told.add(cause)
             _log.warning(
-                "judge %s: %s; F1 scores instead. Remedy (rl.rewards.judge, --judge, --judge-model): %s",
+                "judge %s: %s; F1 scores instead. Remedy: %s",
                 self.settings.endpoint,
                 what,
                 remedy,

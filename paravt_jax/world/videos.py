@@ -177,7 +177,7 @@ def picture(
 class DrawnVideos:
     """Draws frames when they are read: a `FrameSource` of the world's videos without mp4 files.
 
-    Paths are `WorldVideo.path`, so the root of the features that read from it is `Path()`.
+    Paths are `WorldVideo.path`: give `FrameFeatures` the root `Path()`.
     """
 
     def __init__(self, settings: WorldSettings, videos: Sequence[WorldVideo]):

@@ -39,11 +39,12 @@ class EngineSizes:
     """All sizes of an engine. Lengths are in tokens, ascending, and multiples of `page`."""
 
     row_lengths: tuple[int, ...]
-    """Of what a sequence reads by itself, shared prefixes excluded; the last bounds a sequence."""
+    """Sizes of what a row reads by itself, without a shared prefix. The largest also bounds a whole
+    sequence."""
     prefill_lengths: tuple[int, ...]
-    """Of what is prefilled of a sequence in one call."""
+    """Sizes of what is prefilled of one sequence in one call."""
     prefix_lengths: tuple[int, ...] = ()
-    """Of prompts that several rows read in one copy. Empty: nothing is shared."""
+    """Sizes of a prefix that several rows read in one copy. Empty: nothing is shared."""
     slots: int = 64
     """Sequences that are decoded side by side."""
     rows_per_prefix: int = 8

@@ -111,7 +111,7 @@ class EvaluationFolder:
 def read_lines(folder: pathlib.Path) -> Iterator[Line]:
     """The lines of all shards, in the order in which they were written.
 
-    Left out are the question, the times of the overview and the turns, which are most of a line.
+    Without question, times of the overview and turns, which are most of a line.
     """
     for file in sorted(folder.glob("questions*.jsonl")):
         with file.open("rb") as stream:

@@ -49,9 +49,9 @@ class EvaluationSettings:
             raise ValueError(
                 f"evaluation.questions, samples: {self.questions}, {self.samples}; both need at least 1"
             )
-        self.settings()  # refuses a K or a temperature that no episode can be played with
+        self.episode_settings()  # refuses a K or a temperature that no episode can be played with
 
-    def settings(self) -> tuple[EpisodeSettings, ...]:
+    def episode_settings(self) -> tuple[EpisodeSettings, ...]:
         return tuple(
             EpisodeSettings(k, t, d)
             for k in self.frames

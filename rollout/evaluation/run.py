@@ -27,6 +27,7 @@ from paravt_jax.method.records import Question
 from paravt_jax.method.server import ServerSettings
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.progress import Progress
+from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.endpoint import (
     REFUSAL_REMEDY,
     EndpointError,
@@ -182,11 +183,17 @@ def _player(
     stack: contextlib.ExitStack,
 ) -> Player:
     """What plays the questions; `stack` closes its connections."""
+    rewards = settings.rewards()
+    judge = (
+        stack.enter_context(contextlib.closing(RemoteJudge(rewards.judge)))
+        if rewards.judge
+        else None
+    )
     config, vocabulary = from_hf(folder / "config.json"), tokenizer.load(folder)
     frame = frame_tokens(settings.pixels(), config.vision)
     protocol, overview, crop = _protocol(settings, vocabulary, frame, subtitled)
     features, sampler = _engine(settings, folder, config, videos, protocol, overview, crop, stack)
-    return Player(sampler, Environment(protocol, features), settings, videos)
+    return Player(sampler, Environment(protocol, features), settings, videos, judge)
 
 
 def _protocol(
@@ -194,7 +201,7 @@ def _protocol(
 ) -> tuple[Protocol, int, int]:
     """The protocol, and how many tokens a prompt (with its question) and a window may have."""
     crop = crop_tokens(Protocol(vocabulary, settings.protocol(0)), frame, _LAST)
-    protocol, setting = Protocol(vocabulary, settings.protocol(crop)), settings.setting()
+    protocol, setting = Protocol(vocabulary, settings.protocol(crop)), settings.episode_settings()
     room = settings.question_tokens + (settings.subtitle_tokens if subtitled else 0)
     overview = (
         overview_tokens(protocol, setting.frames, frame, _LAST, setting.dispatch != "none") + room

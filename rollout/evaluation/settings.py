@@ -163,7 +163,7 @@ class BenchmarkSettings:
             )
         require_local("--out", self.out)
         self.part()
-        self.setting()  # these refuse what they cannot be played with
+        self.episode_settings()  # these refuse what they cannot be played with
         self.protocol(0)
         self.rewards()
 
@@ -176,7 +176,7 @@ class BenchmarkSettings:
             )
         return int(found[1]), int(found[2])
 
-    def setting(self) -> EpisodeSettings:
+    def episode_settings(self) -> EpisodeSettings:
         tools = self.prompt in ("agentic", "agentic-minimal") and not self.blind
         return EpisodeSettings(
             0 if self.blind else self.frames,
@@ -197,7 +197,9 @@ class BenchmarkSettings:
             max_num_frames=self.max_num_frames,
             tools=self.tools,
         )
-        return limits.showing_frames(crop) if self.setting().dispatch == "frames" else limits
+        return (
+            limits.showing_frames(crop) if self.episode_settings().dispatch == "frames" else limits
+        )
 
     def pixels(self) -> FrameSettings:
         return FrameSettings(min_pixels=self.min_pixels, max_pixels=self.max_pixels)
@@ -214,6 +216,6 @@ class BenchmarkSettings:
         """The fields that decide an answer."""
         fields = dataclasses.asdict(self) | {
             "benchmark": self.benchmark or OWN,
-            "dispatch": self.setting().dispatch,
+            "dispatch": self.episode_settings().dispatch,
         }
         return {field: value for field, value in fields.items() if field not in _NOT_IDENTITY}

@@ -11,10 +11,10 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 
+from paravt_jax.method.judge import Judge
 from paravt_jax.method.protocol import Protocol, subtitle_line, subtitled_text
 from paravt_jax.method.records import Question
 from paravt_jax.method.subtitles import Subtitle, read_srt
-from paravt_jax.remote.judge import RemoteJudge
 from rollout.agent.episode import Environment
 from rollout.agent.transcript import transcript
 from rollout.engine.requests import Sampler
@@ -33,17 +33,14 @@ class Player:
         environment: Environment,
         settings: BenchmarkSettings,
         videos: VideoFolder,
+        judge: Judge | None = None,
     ):
-        self._sampler, self._scene, self._settings, self._videos = (
-            sampler,
-            environment,
-            settings,
-            videos,
-        )
-        self._setting = settings.setting()
-        rewards = settings.rewards()
-        judge = RemoteJudge(rewards.judge) if rewards.judge else None
-        self._scoring = Scoring(rewards, judge, blocks_only=False)
+        self._sampler = sampler
+        self._environment = environment
+        self._settings = settings
+        self._videos = videos
+        self._setting = settings.episode_settings()
+        self._scoring = Scoring(settings.rewards(), judge, blocks_only=False)
 
     def lines(self, items: Sequence[Item]) -> Iterator[Line]:
         """One line per question, in the order in which they are done.
@@ -61,7 +58,7 @@ class Player:
         clock = time.monotonic()
         for number, outcome in play_and_score(
             self._sampler,
-            self._scene,
+            self._environment,
             questions(),
             self._setting,
             self._scoring,
@@ -76,12 +73,12 @@ class Player:
             video = item.question.video
             left[video] -= 1
             if not left[video]:  # else what is known of thousands of videos adds up
-                self._scene.features.forget(self._videos.find(video) or video)
+                self._environment.features.forget(self._videos.find(video) or video)
 
     def _put(self, item: Item) -> tuple[Question, int | None]:
-        """The question as it is put, shuffled and with subtitles, and their number of lines.
+        """The question as asked, and how many subtitle lines its prompt shows.
 
-        None where the video has no subtitles.
+        The number is None where the video has no subtitles.
         """
         item = shuffled(item, self._settings.seed) if self._settings.shuffle else item
         entries: Sequence[Subtitle] = item.question.subtitles
@@ -90,7 +87,7 @@ class Player:
             entries = read_srt((self._videos.root / path).read_bytes())
         elif not entries:
             return item.question, None
-        shown = fitting(entries, self._scene.protocol, self._settings.subtitle_tokens)
+        shown = fitting(entries, self._environment.protocol, self._settings.subtitle_tokens)
         text = subtitled_text(shown, item.question.text)
         question = dataclasses.replace(item.question, text=text, subtitles=tuple(entries))
         return question, len(shown)
@@ -99,7 +96,7 @@ class Player:
         """`question` with the path of its video's file, or the reason why it cannot be asked."""
         settings = self._settings
         room = settings.question_tokens + (settings.subtitle_tokens if subtitled else 0)
-        length = len(self._scene.protocol.question(question).ids)
+        length = len(self._environment.protocol.question(question).ids)
         if length > room:
             reason = f"the question has {length} tokens, there is room for {room}"
             return LeftOut(question, "too_long", reason)
@@ -120,7 +117,7 @@ class Player:
         }
         if isinstance(outcome, LeftOut):
             return about | {"left_out": outcome.cause, "reason": outcome.reason}
-        episode, vocabulary = outcome.episode, self._scene.protocol.vocabulary
+        episode, vocabulary = outcome.episode, self._environment.protocol.vocabulary
         line = transcript(episode, outcome.rewards, self._setting, vocabulary)
         more = {"video": video, "file": episode.question.video, "subtitles": subtitles}
         return about | line | measures(outcome) | more

@@ -213,7 +213,7 @@ def test_a_judge_may_come_to_its_senses():
         (Reply(status=429), "http_errors", "status 429; F1 scores instead.*lower concurrency"),
         (Reply(status=500), "http_errors", "status 500; F1 scores instead.*its server's log"),
         (Reply(close=True), "unreachable", "connection failed .*; F1 .*check endpoint"),
-        (Reply(delay=STALL), "timed_out", "no reply within timeout = 0.5 s; F1 .*raise it"),
+        (Reply(delay=STALL), "timed_out", "no reply within timeout = 0.5 s; F1 .*raise timeout"),
         (says("yes"), "nonsense", "the reply is none of 0, 0.5, 1; F1 .*thinking aloud"),
     ],
 )

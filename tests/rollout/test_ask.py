@@ -115,7 +115,7 @@ def test_what_cannot_be_asked(assistant, small_world, tmp_path):
 def test_another_file_under_the_same_name_is_looked_at_anew(assistant, small_world, tmp_path):
     def seen() -> np.ndarray:
         assistant.ask(tmp_path / "clip.mp4", TEXT, frames=4, dispatch="none")
-        features = assistant._scene.features
+        features = assistant._environment.features
         return features(features.overview(str(tmp_path / "clip.mp4"), 4))
 
     first, second = (small_world.folder / v.path for v in small_world.videos[:2])

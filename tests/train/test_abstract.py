@@ -20,11 +20,11 @@ def test_a_recipe_without_the_phase_is_refused():
 def test_arguments_are_what_a_run_gives(road):
     """Shapes, types and places of the small recipe's cold start: a batch and a state that were really made."""
     settings, mesh = road.run.sft, make_mesh()
-    course = SFTBatches(
+    batches = SFTBatches(
         settings, road.data, None, 0, road.environment.protocol, road.environment.features, mesh
     )
-    state, _ = course.start(road.graph, road.fresh())
-    batch, _, _ = next(course)
+    state, _ = batches.start(road.graph, road.fresh())
+    batch, _, _ = next(batches)
     abstract = abstract_sft_update(road.run, mesh, road.model.config).arguments
     for real, shape in zip(jax.tree.leaves((state, batch)), jax.tree.leaves(abstract), strict=True):
         assert (real.shape, real.dtype) == (shape.shape, shape.dtype)

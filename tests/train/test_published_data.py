@@ -214,7 +214,7 @@ def test_steps_of_the_cold_start_are_packed_rows_that_go_on_exactly(
         FrameSettings(min_pixels=1024, max_pixels=1024, batch=8),
     )
 
-    def course(reader, root):
+    def batches(reader, root):
         features = FrameFeatures(
             small_model.vision, small_model.config, frames, root, source=reader
         )
@@ -222,7 +222,7 @@ def test_steps_of_the_cold_start_are_packed_rows_that_go_on_exactly(
         return SFTBatches(settings, there, reader, 3, rules, features, make_mesh()), features
 
     with FrameReader(ReaderSettings(workers=1, min_pixels=1024, max_pixels=1024)) as reader:
-        one, _ = course(reader, small_world.folder)
+        one, _ = batches(reader, small_world.folder)
         next(one)
         state = json.loads(json.dumps(one.get_state()))
         batch, (packed,), figures = next(one)
@@ -231,13 +231,13 @@ def test_steps_of_the_cold_start_are_packed_rows_that_go_on_exactly(
             float(batch.tokens) == np.asarray(packed.sampled).sum() > 0
             and np.asarray(packed.visual).any()
         )
-        again, _ = course(reader, small_world.folder)
+        again, _ = batches(reader, small_world.folder)
         again.set_state(state)
         for found, wanted in zip(
             jax.tree.leaves(next(again)[0]), jax.tree.leaves(batch), strict=True
         ):
             assert (np.asarray(found) == np.asarray(wanted)).all()
-        gone, features = course(reader, tmp_path)
+        gone, features = batches(reader, tmp_path)
         gone.set_state(state)
         with pytest.raises(
             ValueError,

@@ -17,7 +17,7 @@ from train.data import pack_rows
 from train.learn.sft import SFTBatch, SFTBatches, start_sft
 
 
-def course(road, features=None) -> SFTBatches:
+def batches(road, features=None) -> SFTBatches:
     return SFTBatches(
         road.run.sft,
         road.data,
@@ -31,7 +31,7 @@ def course(road, features=None) -> SFTBatches:
 
 @pytest.fixture(scope="module")
 def batch(road) -> SFTBatch:
-    return next(course(road))[0]
+    return next(batches(road))[0]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def update(road):
 
 def test_a_step_trains_on_what_agents_would_write(road):
     """Every row holds its conversations' responses, main agents' with the opening, in order."""
-    steps, packing = course(road), pack_rows(road.data, road.run.sft.row_tokens, road.run.seed)
+    steps, packing = batches(road), pack_rows(road.data, road.run.sft.row_tokens, road.run.seed)
     said = {
         "".join(
             f"{turn.content[0]}<|im_end|>"
@@ -81,7 +81,7 @@ def test_files_that_are_gone_leave_padding_and_are_named(road, tmp_path):
     features = FrameFeatures(
         road.model.vision, road.model.config, road.run.frames, tmp_path, source=video
     )
-    whole, steps = course(road), course(road, features)
+    whole, steps = batches(road), batches(road, features)
     missing = tokens = fewer = 0.0
     while not missing:
         tokens, (found, _, figures) = float(next(whole)[0].tokens), next(steps)
@@ -90,10 +90,10 @@ def test_files_that_are_gone_leave_padding_and_are_named(road, tmp_path):
 
 
 def test_the_order_goes_on_exactly(road):
-    steps = course(road)
+    steps = batches(road)
     next(steps)
     state = json.loads(json.dumps(steps.get_state()))
-    wanted, again = next(steps)[0], course(road)
+    wanted, again = next(steps)[0], batches(road)
     again.set_state(state)
     for found, expected in zip(
         jax.tree.leaves(next(again)[0]), jax.tree.leaves(wanted), strict=True

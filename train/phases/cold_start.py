@@ -25,7 +25,7 @@ def cold_start(
     if settings is None:
         return weights
     config = parts.model.config
-    course = SFTBatches(
+    batches = SFTBatches(
         settings,
         context.data,
         reader,
@@ -34,19 +34,19 @@ def cold_start(
         environment.features,
         context.mesh,
     )
-    state, update = course.start(parts.graph, weights)
+    state, update = batches.start(parts.graph, weights)
     with context.open_phase("sft", settings, environment.features.unreadable) as phase:
         state, cursor = resume(phase, state, parts.tower)
         if cursor is not None:
-            course.set_state(cursor)
+            batches.set_state(cursor)
         for step in phase.left:
             clock = time.perf_counter()
-            batch, arrays, counts = next(course)
+            batch, arrays, counts = next(batches)
             state, figures = update(state, batch)
             figures = {name: float(value) for name, value in figures.items()} | counts
             seconds = time.perf_counter() - clock
             figures["time/step"] = seconds
             figures |= speeds(arrays, config, seconds, context.mesh.size)
             kept = as_saved(state, parts.tower)
-            phase.done(step, figures, kept, course.get_state(), ("loss",))
+            phase.done(step, figures, kept, batches.get_state(), ("loss",))
     return state.weights

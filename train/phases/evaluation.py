@@ -67,7 +67,7 @@ def _evaluate_budget(
     content: dict[str, Any] = {"rows": [], "episodes": []}
     if actor.judge is not None:
         content["judge"] = collections.Counter()
-    settings = context.run.evaluation.settings()
+    settings = context.run.evaluation.episode_settings()
     for setting in [s for s in settings if s.frames == k]:
         context.interrupts.check(
             f"stopped while evaluating {name} RL; K = {k} begins again, those before it are kept"

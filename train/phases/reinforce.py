@@ -65,29 +65,29 @@ def reinforce(
         if hosts.is_first():
             forget_others(folder, jax.process_count())
         name = rollout_file_name(jax.process_index(), jax.process_count())
-        rollouts = RolloutFile(folder / name, phase.first)
+        rollout_file = RolloutFile(folder / name, phase.first)
 
         def measure(batches: Sequence[Sequences], seconds: float) -> dict[str, float]:
             return speeds(batches, parts.model.config, seconds, context.mesh.size)
 
         for step in phase.left:
             compiled = compilations.count
-            look = _transcriber(context, settings, step) if phase.saves(step) else None
+            transcribe = _transcriber(context, settings, step) if phase.saves(step) else None
             state, figures = learner.step(
                 state,
                 engine,
                 environment,
                 next(questions),
                 run.seed,
-                look,
-                rollouts.roll_out,
+                transcribe,
+                rollout_file.roll_out,
                 measure,
             )
             late = compilations.count - compiled if step > phase.first + WARM_UP else 0
             figures["recompilations"] = float(late)
             cursor = {"questions": questions.get_state()}
             phase.done(step, figures, as_saved(state, parts.tower), cursor, _SHOWN)
-    rollouts.remove()
+    rollout_file.remove()
     engine.sleep()
     return state.weights
 

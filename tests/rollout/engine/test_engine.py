@@ -583,7 +583,9 @@ def test_what_two_prompts_have_in_common_is_computed_once(engine, same):
 
 
 def test_a_prompt_longer_than_the_largest_piece_goes_in_several(make_engine, engine, asked, plain):
-    other = make_engine(prefill=(8, 24), prefill_tokens=48, own=(136,), shared=())
+    other = make_engine(
+        prefill_lengths=(8, 24), prefill_tokens=48, row_lengths=(136,), prefix_lengths=()
+    )
     requests = [asked(n, seed=n, suffix=range(5, 5 + 7 * n) if n else None) for n in range(4)] + [
         text(120, 1),
         text(3),
@@ -1050,7 +1052,9 @@ def test_a_sequence_as_large_as_the_cache_has_room_beside_what_it_copies(small, 
 def test_slots_are_filled_as_rows_finish(make_engine):
     """Over 85 % of the rows of all steps are somebody's token, on a long queue of lengths from 16 to 512."""
     rng = np.random.default_rng(0)
-    other = make_engine(own=(192, 384, 576), shared=(), prefill=(48,), pages=8 * 72, steps=8)
+    other = make_engine(
+        row_lengths=(192, 384, 576), prefix_lengths=(), prefill_lengths=(48,), pages=8 * 72, steps=8
+    )
     lengths = rng.integers(16, 513, 60).tolist()
     samples = sampled(
         other, [text(int(rng.integers(4, 40)), n, new=length) for n, length in enumerate(lengths)]
@@ -1092,7 +1096,7 @@ def test_after_warming_up_nothing_compiles(engine, asked, look, louder, features
 
 def test_nothing_compiles_either_where_too_much_would_be_read_at_once(make_engine):
     """Programs with fewer rows than slots, for the long and the short: four rows of 64 tokens, two of 136."""
-    other = make_engine(prefill=(96,), shared=(), read_tokens=300)
+    other = make_engine(prefill_lengths=(96,), prefix_lengths=(), read_tokens=300)
     other.warm_up()
     compilations = Compilations()
     for lengths in ((1,) * 8, (100, 60, 1, 40, 90, 80, 3, 1), (120, 5)):

@@ -387,7 +387,7 @@ def test_a_secret_in_the_endpoints_address_is_written_nowhere(
 def test_settings_of_every_prompt():
     def made(**fields):
         settings = BenchmarkSettings("m", "mlvu", **fields)
-        return settings.setting().dispatch, settings.protocol(100)
+        return settings.episode_settings().dispatch, settings.protocol(100)
 
     assert made()[0] == "parallel" and made()[1].prompt == "agentic" and made()[1].pin_think
     assert made(prompt="agentic-minimal", dispatch="sequential")[0] == "sequential"
@@ -395,7 +395,7 @@ def test_settings_of_every_prompt():
     assert made(prompt="direct")[0] == "none" and not made(prompt="direct")[1].pin_think
     assert (
         made(blind=True)[0] == "none"
-        and BenchmarkSettings("m", "mlvu", blind=True).setting().frames == 0
+        and BenchmarkSettings("m", "mlvu", blind=True).episode_settings().frames == 0
     )
     assert (
         made()[1].trajectory_tokens == 8192

@@ -214,7 +214,7 @@ def test_seeds_tell_their_parts_apart():
 def test_settings_are_every_combination_once():
     settings = EvaluationSettings(
         frames=(4, 16), dispatch=("parallel", "none"), temperatures=(0.7, 0.0)
-    ).settings()
+    ).episode_settings()
     assert len(settings) == len(set(settings)) == 8
     assert {s.frames for s in settings} == {4, 16} and {s.temperature for s in settings} == {
         0.7,

@@ -81,7 +81,7 @@ def test_lines_of_a_split(player, items, plan):
 
 def test_nothing_is_kept_of_a_video_whose_questions_are_done(player, items, plan):
     playing = player(answering(player, plan=plan, of=lambda text: "B"), episodes=1)
-    features, held = playing._scene.features, []
+    features, held = playing._environment.features, []
     for line in playing.lines(items):
         held.append((line["id"], len(features._infos), bool(features._store)))
     assert ("1-1", 1, True) in held and held[-1][1:] == (0, False)
@@ -187,7 +187,7 @@ def test_a_search_finds_subtitles_for_which_the_prompt_has_no_room(player, items
 
 
 def test_too_many_subtitles_are_thinned_evenly(player, items):
-    protocol = player([""])._scene.protocol
+    protocol = player([""])._environment.protocol
     entries = [Subtitle(float(i), i + 1.0, "words " * (1 + i % 3)) for i in range(200)]
     kept = fitting(entries, protocol, 400)
     assert 5 < len(kept) < 200 and kept[0] == entries[0] and kept[-1].start > 150
