@@ -19,19 +19,13 @@ def test_it_stays_one_page() -> None:
     assert max(map(len, lines)) <= 100
 
 
-def test_a_few_steps_print_finite_figures(capsys) -> None:
-    history = grpo_in_one_page.main(cold_start_steps=2, steps=2)
+@pytest.mark.slow
+def test_accuracy_and_calls_rise(capsys) -> None:
+    history = grpo_in_one_page.main()
     printed = capsys.readouterr().out
-    assert len(history) == 2
     for step, figures in enumerate(history):
         assert all(math.isfinite(value) for value in figures.values())
-        assert figures["grad_norm"] > 0
         assert f"step {step:2}  accuracy {figures['accuracy']:.2f}" in printed
-
-
-@pytest.mark.slow
-def test_accuracy_and_calls_rise() -> None:
-    history = grpo_in_one_page.main()
     first, last = history[:5], history[-5:]
 
     def rise(name: str) -> float:

@@ -446,6 +446,7 @@ def test_a_subagent_whose_frames_cannot_be_read_here_is_counted(road, small, sha
     assert counts["subagents/trained"] == len(others) == below.sampled.any(1).sum()
 
 
+@pytest.mark.slow
 def test_a_step_in_which_nobody_calls_has_no_subagents_to_learn_from(road, small, both, start):
     class Direct(small.Script):
         plans = ("guess\n</think><answer>B</answer>", "guess\n</think><answer>A</answer>")
