@@ -90,7 +90,8 @@ class Work:
 
 _SMALL = Work(
     CASES["small"],
-    # Own: the first turn, the second, a sub-agent, a whole rollout. Prefill: what follows a turn, a sub-agent's prompt, a prompt.
+    # Rows: the first turn, the second, a sub-agent, a whole rollout. Prefill: what follows a turn,
+    # a sub-agent's prompt, a prompt.
     EngineSizes(
         row_lengths=(64, 192, 448, 3392),
         prefix_lengths=(3184,),

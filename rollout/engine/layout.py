@@ -17,13 +17,14 @@ Serials = tuple[int, ...]  # of the full pages that a sequence starts with
 class Layout(NamedTuple):
     """`rows`: which sequence each row decodes, None for nobody. `starts`: the pages of each line's start, none where nothing is shared.
 
-    `shared` and `own`: the lengths, in tokens, of a line and of a row; 0 where no line has a start.
+    `prefix_length` and `row_length`: tokens of a line and of a row; the former is 0 where no line
+    has a start.
     """
 
     rows: tuple[int | None, ...]
     starts: tuple[Serials, ...]
-    shared: int
-    own: int
+    prefix_length: int
+    row_length: int
 
 
 def choose_layout(
@@ -34,8 +35,8 @@ def choose_layout(
     slots: int,
     rows_per_prefix: int,
     page: int,
-    shared: Sequence[int],
-    own: Sequence[int],
+    prefix_lengths: Sequence[int],
+    row_lengths: Sequence[int],
 ) -> Layout:
     """The layout that reads least for sequences of `lengths` tokens that start with the pages in `paths`, at most `slots` of them.
 
@@ -43,7 +44,7 @@ def choose_layout(
     """
     lines = slots // rows_per_prefix
     choices = []
-    for length in (0, *shared):
+    for length in (0, *prefix_lengths):
         groups = (
             _groups(
                 [path[: length // page] for path in paths], rows_per_prefix, held.get(length, [])
@@ -53,7 +54,7 @@ def choose_layout(
         )
         saved = {n: len(start) * page for start, members in groups for n in members}
         need = max((tokens - saved.get(n, 0) for n, tokens in enumerate(lengths)), default=0)
-        width = next(size for size in own if size >= need)
+        width = next(size for size in row_lengths if size >= need)
         choices.append((lines * length + slots * width, length, width, groups))
     _, length, width, groups = min(choices, key=lambda choice: choice[:2])
     return _place(

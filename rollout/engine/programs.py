@@ -44,14 +44,14 @@ class Pieces(NamedTuple):
 class Rows(NamedTuple):
     """What is decoded, a row a sequence: its last token and where that stands, what it has on its pages, and how it goes on.
 
-    A row sees the first `shared` tokens of its line, then `own` tokens on the pages of its table; the table goes on with the
+    A row sees the first `prefix_tokens` tokens of its line, then `own_tokens` tokens on the pages of its table; the table goes on with the
     pages that the new tokens take. `drawn` tokens were sampled before; `left` may still be, 0 in an empty row.
     """
 
     tokens: Int[Any, " b"]
     positions: Int[Any, " b"]
-    shared: Int[Any, " b"]
-    own: Int[Any, " b"]
+    prefix_tokens: Int[Any, " b"]
+    own_tokens: Int[Any, " b"]
     tables: Int[Any, "b m"]
     drawn: Int[Any, " b"]
     left: Int[Any, " b"]
@@ -218,12 +218,12 @@ class Programs:
         text: TextDecoder = nnx.merge(self._graph, weights)
         layers = text.decode_layers()
         if self._paged:
-            cache = PagedCache(pool, rows.tables, rows.own)
+            cache = PagedCache(pool, rows.tables, rows.own_tokens)
         else:
             kv = self._read(pool, rows.tables[:, : width // self.page])
-            cache = DenseCache.prefilled(kv, jnp.arange(width) < rows.own[:, None], steps)
+            cache = DenseCache.prefilled(kv, jnp.arange(width) < rows.own_tokens[:, None], steps)
             if lines is not None:
-                seen = jnp.arange(lines.k[0].shape[-1]) < rows.shared[:, None]
+                seen = jnp.arange(lines.k[0].shape[-1]) < rows.prefix_tokens[:, None]
                 cache = cache._replace(shared=Shared(*lines, seen))
 
         def cond(state):
@@ -256,7 +256,9 @@ class Programs:
         drawn = Drawn(ids, logprobs, counts, step)
         if isinstance(cache, PagedCache):
             return cache.pages, drawn
-        return self._write(pool, KV(*cache.since(width)), rows.tables, rows.own, counts), drawn
+        return self._write(
+            pool, KV(*cache.since(width)), rows.tables, rows.own_tokens, counts
+        ), drawn
 
 
 @functools.cache  # memory is taken anew after every sleep, and nothing compiles twice

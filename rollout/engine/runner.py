@@ -58,18 +58,23 @@ class ModelRunner:
                     weights, self._pool, self._pieces([], length, before)
                 )
         self.copy([(settings.pages, settings.pages)])
-        for own in settings.row_lengths:
-            rows = self._rows(own)
-            for shared in (
+        for row_length in settings.row_lengths:
+            rows = self._rows(row_length)
+            for prefix_length in (
                 (0, *settings.prefix_lengths)
                 if rows == settings.slots and not self._paged
                 else (0,)
             ):
-                if shared:
-                    self._read_line(shared, 0, [])
+                if prefix_length:
+                    self._read_line(prefix_length, 0, [])
                 self._run(
                     [],
-                    Layout((None,) * rows, ((),) * (rows // settings.rows_per_prefix), shared, own),
+                    Layout(
+                        (None,) * rows,
+                        ((),) * (rows // settings.rows_per_prefix),
+                        prefix_length,
+                        row_length,
+                    ),
                     weights,
                 )
 
@@ -114,7 +119,7 @@ class ModelRunner:
             layout = self._layout([sequences[n] for n in rest])
             together = len(rest)
             if (
-                self._rows(layout.own) < self.settings.slots
+                self._rows(layout.row_length) < self.settings.slots
             ):  # too much to read: the longest by themselves
                 together = self._rows(self.settings.width(max(1, sequences[rest[0]].computed)))
                 layout = self._layout([sequences[n] for n in rest[:together]], together)
@@ -122,7 +127,8 @@ class ModelRunner:
             for line, start in enumerate(layout.starts):
                 if (
                     start
-                    and self._in_lines.get(layout.shared, [()] * len(layout.starts))[line] != start
+                    and self._in_lines.get(layout.prefix_length, [()] * len(layout.starts))[line]
+                    != start
                 ):
                     first = line * self.settings.rows_per_prefix
                     leader = next(
@@ -130,7 +136,7 @@ class ModelRunner:
                         for n in layout.rows[first : first + self.settings.rows_per_prefix]
                         if n is not None
                     )
-                    self._read_line(layout.shared, line, leader.path[: len(start)])
+                    self._read_line(layout.prefix_length, line, leader.path[: len(start)])
             ids, logprobs, counts = self._run(part, layout, weights)
             for row, n in enumerate(layout.rows):
                 if n is not None:
@@ -158,8 +164,8 @@ class ModelRunner:
             slots=rows or settings.slots,
             rows_per_prefix=settings.rows_per_prefix,
             page=size,
-            shared=() if rows or self._paged else settings.prefix_lengths,
-            own=settings.row_lengths,
+            prefix_lengths=() if rows or self._paged else settings.prefix_lengths,
+            row_lengths=settings.row_lengths,
         )
 
     def _pieces(self, todo: Sequence[EngineSequence], length: int, before: int) -> Pieces:
@@ -221,7 +227,7 @@ class ModelRunner:
         settings, size, slots = self.settings, self.settings.page, len(layout.rows)
         integers = {
             name: np.zeros(slots, np.int32)
-            for name in ("tokens", "positions", "shared", "own", "drawn", "left")
+            for name in ("tokens", "positions", "prefix_tokens", "own_tokens", "drawn", "left")
         }
         choices = Choices(
             np.zeros(slots, np.uint32),
@@ -230,7 +236,9 @@ class ModelRunner:
             np.ones(slots, np.float32),
         )
         tables = np.full(
-            (slots, layout.own // size + pages_of(settings.steps, size)), settings.pages, np.int32
+            (slots, layout.row_length // size + pages_of(settings.steps, size)),
+            settings.pages,
+            np.int32,
         )
         rows = Rows(
             **integers,
@@ -243,7 +251,7 @@ class ModelRunner:
                 continue
             sequence, start = (
                 sequences[n],
-                layout.starts[row // settings.rows_per_prefix] if layout.shared else (),
+                layout.starts[row // settings.rows_per_prefix] if layout.prefix_length else (),
             )
             in_line = (
                 bool(start) and tuple(node.serial for node in sequence.path[: len(start)]) == start
@@ -252,7 +260,10 @@ class ModelRunner:
             ids, sampling = sequence.prompt.request.ids, sequence.sampling
             rows.tokens[row] = sequence.drawn[-1] if sequence.drawn else ids[-1]
             rows.positions[row] = sequence.prompt.positions[0, -1] + len(sequence.drawn)
-            rows.shared[row], rows.own[row] = pages * size, sequence.computed - pages * size
+            rows.prefix_tokens[row], rows.own_tokens[row] = (
+                pages * size,
+                sequence.computed - pages * size,
+            )
             _fill(rows.tables[row], sequence.pages[pages:])
             rows.drawn[row], rows.left[row] = (
                 len(sequence.drawn),
@@ -265,9 +276,12 @@ class ModelRunner:
                 sampling.top_k,
                 sampling.top_p,
             )
-        lines, before = self._lines[layout.shared] if layout.shared else None, time.perf_counter()
+        lines, before = (
+            self._lines[layout.prefix_length] if layout.prefix_length else None,
+            time.perf_counter(),
+        )
         self._pool, drawn = self._programs.decode(
-            weights, self._pool, lines, rows, steps=settings.steps, width=layout.own
+            weights, self._pool, lines, rows, steps=settings.steps, width=layout.row_length
         )
         ids, logprobs, counts, steps = (np.asarray(x) for x in drawn)
         self.seconds += time.perf_counter() - before

@@ -37,23 +37,25 @@ def lengths(limits: ProtocolSettings, frame_tokens: int, frames: int) -> Lengths
 
 
 def engine_sizes(
-    longest: Lengths, settings: EngineSettings, rows_per_prefix: int, shared: bool = True
+    longest: Lengths, settings: EngineSettings, rows_per_prefix: int, share_prompts: bool = True
 ) -> EngineSizes:
     """An engine in which every sequence of these lengths fits.
 
-    `rows_per_prefix` is the number of rollouts of one prompt; they read it in one copy where `shared`.
+    `rows_per_prefix` is the number of rollouts of one prompt; they read it in one copy where `share_prompts`.
     """
     page = settings.page
     prompt, crop = round_up(longest.prompt, page), round_up(longest.crop_prompt, page)
     whole = round_up(max(prompt + longest.response, crop + longest.report), page)
     # Where a prompt is shared, a row reads by itself what follows, and the prompt's last, partial page.
     row = max(longest.response + page, crop + longest.report)
-    own = _sizes(min(row, _SHORTEST_READ), whole, page)
+    row_lengths = _sizes(min(row, _SHORTEST_READ), whole, page)
     half = round_up(prompt // 2, page)
     slots = round_up(settings.slots, rows_per_prefix)
     return EngineSizes(
-        row_lengths=own,
-        prefix_lengths=((half, prompt) if half >= _SHORTEST_READ else (prompt,)) if shared else (),
+        row_lengths=row_lengths,
+        prefix_lengths=((half, prompt) if half >= _SHORTEST_READ else (prompt,))
+        if share_prompts
+        else (),
         # A turn's tool results are much shorter than a crop, so they get a size of their own.
         prefill_lengths=tuple(sorted({min(2 * page, crop), crop, prompt})),
         slots=slots,
@@ -61,7 +63,7 @@ def engine_sizes(
         page=page,
         pages=-(-max(whole, settings.cache_tokens) // page),
         prefill_tokens=max(prompt, settings.prefill_tokens),
-        read_tokens=max(slots * own[0], settings.read_tokens),
+        read_tokens=max(slots * row_lengths[0], settings.read_tokens),
         steps=settings.steps,
         paged=settings.paged,
     )
@@ -89,7 +91,7 @@ def sizes_for_single_episodes(
     settings = EngineSettings(
         slots=episodes * limits.max_calls, page=64, cache_tokens=cache_tokens or episodes * episode
     )
-    return engine_sizes(longest, settings, rows_per_prefix=limits.max_calls, shared=False)
+    return engine_sizes(longest, settings, rows_per_prefix=limits.max_calls, share_prompts=False)
 
 
 def _sizes(first: int, last: int, page: int) -> tuple[int, ...]:

@@ -134,7 +134,7 @@ def small_features(small_world, small_model) -> FrameFeatures:
 
 
 @pytest.fixture(scope="session")
-def small_scene(small_vocabulary, limits, small_features) -> Environment:
+def small_environment(small_vocabulary, limits, small_features) -> Environment:
     return Environment(Protocol(small_vocabulary, limits), small_features)
 
 

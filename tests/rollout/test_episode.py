@@ -48,13 +48,13 @@ def raw(arguments: str, name: str = "crop_video") -> str:
 
 
 @pytest.fixture
-def perform(scripted, small_scene, small_questions):
+def perform(scripted, small_environment, small_questions):
     """perform(turns, ...) plays one episode on a script and gives it with its sampler."""
 
     def start(
         turns,
         dispatch: Dispatch = "parallel",
-        environment=small_scene,
+        environment=small_environment,
         question=small_questions[0],
         report=" seven from 8 to 10",
         **limits,
@@ -107,7 +107,7 @@ def is_fed_what_it_became(episode, sampler) -> bool:
 # --- the course of an episode ---
 
 
-def test_plan_dispatch_gather_answer(perform, small_vocabulary, small_scene, small_questions):
+def test_plan_dispatch_gather_answer(perform, small_vocabulary, small_environment, small_questions):
     episode, sampler = perform([plan(*CALLS), ANSWER])
     assert (episode.stop, episode.answer, episode.frames) == (StopReason.ANSWERED, "seven", 4)
     assert [turn.text for turn in episode.turns] == [PINNED + plan(*CALLS), PINNED + ANSWER]
@@ -166,7 +166,7 @@ def test_every_request_has_a_seed_of_its_own_and_the_settings_temperature(perfor
 
 
 def test_episodes_side_by_side_do_not_disturb_one_another(
-    scripted, small_scene, small_questions, perform
+    scripted, small_environment, small_questions, perform
 ):
     lines = {
         q.video: [plan(CropCall(16 * n, 16 * n + 16)), ANSWER]
@@ -177,12 +177,15 @@ def test_episodes_side_by_side_do_not_disturb_one_another(
     )
     together = run(
         sampler,
-        [play(small_scene, q, EpisodeSettings(4, 0.7), n) for n, q in enumerate(small_questions)],
+        [
+            play(small_environment, q, EpisodeSettings(4, 0.7), n)
+            for n, q in enumerate(small_questions)
+        ],
     )
     for n, (question, episode) in enumerate(zip(small_questions, together, strict=True)):
         (alone,) = run(
             scripted(lines[question.video]),
-            [play(small_scene, question, EpisodeSettings(4, 0.7), n)],
+            [play(small_environment, question, EpisodeSettings(4, 0.7), n)],
         )
         assert (
             np.array_equal(alone.trajectory.ids, episode.trajectory.ids)
@@ -190,7 +193,9 @@ def test_episodes_side_by_side_do_not_disturb_one_another(
         )
 
 
-def test_an_episode_with_a_demonstrations_texts_has_its_ids(scripted, small_scene, small_world):
+def test_an_episode_with_a_demonstrations_texts_has_its_ids(
+    scripted, small_environment, small_world
+):
     """What is learned from and what is played are written alike: ids, authors and frames."""
     settings = world_text.TextSettings(leak=0.0, groups=3)
     seen = set()
@@ -205,9 +210,9 @@ def test_an_episode_with_a_demonstrations_texts_has_its_ids(scripted, small_scen
         ]
         reports = iter([t.content[0] for t in conversation.turns if t.role == "tool"])
         sampler = scripted(spoken, report=lambda request, reports=reports: next(reports))
-        wanted = render(conversation, small_scene.protocol, lambda _: 1)
+        wanted = render(conversation, small_environment.protocol, lambda _: 1)
         setting = EpisodeSettings(len(clip.indices), 0.7)
-        (episode,) = run(sampler, [play(small_scene, question, setting, 0)])
+        (episode,) = run(sampler, [play(small_environment, question, setting, 0)])
         played = np.where(
             episode.trajectory.authors == Author.PINNED, Author.MODEL, episode.trajectory.authors
         )  # here it is learned
@@ -219,9 +224,9 @@ def test_an_episode_with_a_demonstrations_texts_has_its_ids(scripted, small_scen
 
 
 def test_a_sub_agent_with_a_demonstrations_text_has_its_ids(
-    perform, small_scene, small_world, small_questions
+    perform, small_environment, small_world, small_questions
 ):
-    settings, limits = world_text.TextSettings(unaligned=1.0), small_scene.protocol.settings
+    settings, limits = world_text.TextSettings(unaligned=1.0), small_environment.protocol.settings
     for conversation in world_text.window_conversations(small_world.videos, settings, limits):
         (clip,), report = conversation.clips, conversation.turns[1].content[0]
         question = dataclasses.replace(small_questions[0], video=clip.path)
@@ -229,7 +234,7 @@ def test_a_sub_agent_with_a_demonstrations_text_has_its_ids(
         episode, _ = perform(
             [plan(CropCall(start, start + WINDOW)), ANSWER], question=question, report=report
         )
-        wanted = render(conversation, small_scene.protocol, lambda _: 1)
+        wanted = render(conversation, small_environment.protocol, lambda _: 1)
         subagent = episode.turns[0].calls[0].subagent
         assert subagent is not None and subagent.frames == wanted.frames
         assert np.array_equal(subagent.ids, wanted.ids)
@@ -441,15 +446,16 @@ class Slow(Scripted):
 
 
 @pytest.fixture
-def perform_slowly(small_vocabulary, small_scene, small_questions):
+def perform_slowly(small_vocabulary, small_environment, small_questions):
     """perform_slowly(turns, takes, ...) plays an episode whose answers take `takes(request)`, and gives it with its sampler."""
     protocol = Protocol(
-        small_vocabulary, dataclasses.replace(small_scene.protocol.settings, summary_tokens=64)
+        small_vocabulary,
+        dataclasses.replace(small_environment.protocol.settings, summary_tokens=64),
     )
 
     def start(turns, takes, **limits):
         sampler = Slow(small_vocabulary, turns, " seven from 8 to 10", takes)
-        environment = Environment(protocol, small_scene.features, lambda: sampler.now)
+        environment = Environment(protocol, small_environment.features, lambda: sampler.now)
         (episode,) = run(
             sampler,
             [play(environment, small_questions[0], EpisodeSettings(4, 0.7, **limits), seed=5)],
@@ -498,11 +504,15 @@ def test_no_turn_begins_when_the_time_is_up(perform_slowly):
     )
 
 
-def test_time_that_is_up_before_anything_was_said(small_vocabulary, small_scene, small_questions):
+def test_time_that_is_up_before_anything_was_said(
+    small_vocabulary, small_environment, small_questions
+):
     """A video that takes longer to read than there is time: an episode without a turn, of which all that follows can be worked out."""
     ticks = itertools.count()
     environment, setting = (
-        Environment(small_scene.protocol, small_scene.features, lambda: float(next(ticks))),
+        Environment(
+            small_environment.protocol, small_environment.features, lambda: float(next(ticks))
+        ),
         EpisodeSettings(4, 0.7, seconds=1.0),
     )
     sampler = Scripted(small_vocabulary, [ANSWER])
@@ -558,7 +568,7 @@ def test_reports_have_no_more_time_than_the_episode(perform_slowly):
 
 
 def test_the_time_that_reading_takes_is_the_episodes(
-    small_vocabulary, small_scene, small_questions
+    small_vocabulary, small_environment, small_questions
 ):
     class Laborious(FrameFeatures):
         """Every look at a window takes two seconds."""
@@ -568,9 +578,9 @@ def test_the_time_that_reading_takes_is_the_episodes(
             return super().__call__(frames)
 
     features = Laborious.__new__(Laborious)
-    features.__dict__ |= small_scene.features.__dict__
+    features.__dict__ |= small_environment.features.__dict__
     sampler = Slow(small_vocabulary, [plan(*CALLS), ANSWER], " seven", lambda request: 3.0)
-    environment = Environment(small_scene.protocol, features, lambda: sampler.now)
+    environment = Environment(small_environment.protocol, features, lambda: sampler.now)
     (episode,) = run(
         sampler, [play(environment, small_questions[0], EpisodeSettings(4, 0.7, seconds=8.0), 5)]
     )
@@ -580,7 +590,7 @@ def test_the_time_that_reading_takes_is_the_episodes(
     assert statuses(episode) == [CallStatus.TIMED_OUT] * 2
 
 
-def test_a_slow_episode_holds_up_nobody(small_vocabulary, small_scene, small_questions):
+def test_a_slow_episode_holds_up_nobody(small_vocabulary, small_environment, small_questions):
     slow = small_questions[0].video
     quick = next(q for q in small_questions if q.video != slow)
     turns = lambda request: plan(*CALLS) if sampler.is_first(request) else ANSWER  # noqa: E731
@@ -590,7 +600,9 @@ def test_a_slow_episode_holds_up_nobody(small_vocabulary, small_scene, small_que
         " seven",
         lambda request: 50.0 if request.frames[0].video == slow else 1.0,
     )
-    environment = Environment(small_scene.protocol, small_scene.features, lambda: sampler.now)
+    environment = Environment(
+        small_environment.protocol, small_environment.features, lambda: sampler.now
+    )
     episodes = run(
         sampler,
         [
@@ -739,13 +751,17 @@ UNREADABLE = ("nowhere.mp4", "foreign.mp4", "thin.png", "a" * 300 + ".mp4", "a\0
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_a_bad_video_ends_one_episode(scripted, small_scene, small_questions, small_world, name):
+def test_a_bad_video_ends_one_episode(
+    scripted, small_environment, small_questions, small_world, name
+):
     """The file is gone, has a codec or a shape that cannot be shown, or a name that no file has."""
     whole = (small_world.folder / small_questions[0].video).read_bytes()
     (small_world.folder / "foreign.mp4").write_bytes(whole.replace(b"avc1", b"zzzz"))
     Image.new("RGB", (900, 3)).save(small_world.folder / "thin.png")
     bad = dataclasses.replace(small_questions[0], video=name)
-    agents = [play(small_scene, q, EpisodeSettings(4, 0.7), 0) for q in (bad, small_questions[0])]
+    agents = [
+        play(small_environment, q, EpisodeSettings(4, 0.7), 0) for q in (bad, small_questions[0])
+    ]
     lost, fine = run(scripted([ANSWER]), agents)
     assert (lost.stop, lost.turns, lost.answer) == (
         StopReason.UNREADABLE,
@@ -754,7 +770,9 @@ def test_a_bad_video_ends_one_episode(scripted, small_scene, small_questions, sm
     ) and fine.stop is StopReason.ANSWERED
 
 
-def test_a_window_that_cannot_be_read_is_a_response_and_its_siblings_live(perform, small_scene):
+def test_a_window_that_cannot_be_read_is_a_response_and_its_siblings_live(
+    perform, small_environment
+):
     class Scratched(FrameFeatures):
         """Features of a file that is damaged from second 100 to second 125."""
 
@@ -763,12 +781,12 @@ def test_a_window_that_cannot_be_read_is_a_response_and_its_siblings_live(perfor
                 raise VideoError(frames[0].video, "it cannot be decoded there")
             return super().__call__(frames)
 
-    whole = small_scene.features
+    whole = small_environment.features
     features = Scratched.__new__(Scratched)
     features.__dict__ |= whole.__dict__
     episode, sampler = perform(
         [plan(CALLS[0], CALLS[1]), ANSWER],
-        environment=Environment(small_scene.protocol, features),
+        environment=Environment(small_environment.protocol, features),
         summary_tokens=200,
     )
     assert (
@@ -810,7 +828,7 @@ def test_an_episode_whose_video_is_gone_ends_with_what_was_said(perform):
 
 
 def test_a_file_that_is_damaged_while_an_episode_lasts(
-    scripted, small_world, small_model, small_scene, small_questions, tmp_path
+    scripted, small_world, small_model, small_environment, small_questions, tmp_path
 ):
     """Its window is refused with a reason, in which no path stands."""
     name = small_questions[0].video
@@ -831,8 +849,8 @@ def test_a_file_that_is_damaged_while_an_episode_lasts(
         return ANSWER
 
     sampler = scripted(turns)
-    settings = dataclasses.replace(small_scene.protocol.settings, summary_tokens=1024)
-    environment = Environment(Protocol(small_scene.protocol.vocabulary, settings), features)
+    settings = dataclasses.replace(small_environment.protocol.settings, summary_tokens=1024)
+    environment = Environment(Protocol(small_environment.protocol.vocabulary, settings), features)
     (episode,) = run(sampler, [play(environment, small_questions[0], EpisodeSettings(4, 0.7), 0)])
     (outcome,) = episode.turns[0].calls
     assert (
@@ -847,7 +865,7 @@ def test_a_file_that_is_damaged_while_an_episode_lasts(
 
 
 def test_the_model_opens_no_files(
-    perform, small_world, small_questions, small_scene, small_model, tmp_path, monkeypatch
+    perform, small_world, small_questions, small_environment, small_model, tmp_path, monkeypatch
 ):
     """A call's `video_path` is words: only the question's own video is ever opened."""
     secret = tmp_path / "secret.mp4"
@@ -863,13 +881,13 @@ def test_the_model_opens_no_files(
     features = FrameFeatures(
         small_model.vision,
         small_model.config,
-        small_scene.features.settings,
+        small_environment.features.settings,
         small_world.folder,
         source=video,
     )
     others = [str(secret), small_questions[2].video, "../../etc/passwd", "video.mp4; rm -rf /"]
     calls = [raw(f'{{"video_path": "{path}", "start_time": 0, "end_time": 16}}') for path in others]
-    environment = Environment(small_scene.protocol, features)
+    environment = Environment(small_environment.protocol, features)
     episode, sampler = perform(
         [plan(*calls), ANSWER],
         environment=environment,

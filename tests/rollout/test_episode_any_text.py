@@ -101,18 +101,18 @@ def lines(draw, vocabulary) -> list[int]:
 @settings(max_examples=150)
 @given(data=st.data())
 def test_any_text_gives_a_typed_outcome_and_ids_that_only_grow(
-    scripted, small_scene, small_questions, dispatch, data
+    scripted, small_environment, small_questions, dispatch, data
 ):
-    vocabulary, room = small_scene.protocol.vocabulary, data.draw(st.sampled_from([1, 2, 8]))
+    vocabulary, room = small_environment.protocol.vocabulary, data.draw(st.sampled_from([1, 2, 8]))
     limits = dataclasses.replace(
-        small_scene.protocol.settings, turn_tokens=64 * room, trajectory_tokens=200 * room
+        small_environment.protocol.settings, turn_tokens=64 * room, trajectory_tokens=200 * room
     )
     turns, report = (
         data.draw(st.lists(lines(vocabulary), min_size=1, max_size=4)),
         data.draw(lines(vocabulary)),
     )
     sampler, setting = scripted(turns, report=report), EpisodeSettings(4, 0.7, dispatch)
-    environment = Environment(Protocol(vocabulary, limits), small_scene.features)
+    environment = Environment(Protocol(vocabulary, limits), small_environment.features)
     (episode,) = run(sampler, [play(environment, small_questions[0], setting, seed=1)])
 
     ids = episode.trajectory.ids

@@ -24,12 +24,12 @@ PLAN = "look closer\n</think>\n" + "\n".join(
 
 
 @pytest.fixture
-def perform(scripted, small_scene, small_questions):
+def perform(scripted, small_environment, small_questions):
     def start(turns, setting, **limits):
-        settings = dataclasses.replace(small_scene.protocol.settings, **limits)
+        settings = dataclasses.replace(small_environment.protocol.settings, **limits)
         sampler = scripted(turns)
         environment = Environment(
-            Protocol(small_scene.protocol.vocabulary, settings), small_scene.features
+            Protocol(small_environment.protocol.vocabulary, settings), small_environment.features
         )
         (episode,) = run(sampler, [play(environment, small_questions[0], setting, seed=5)])
         return episode, sampler
@@ -38,7 +38,7 @@ def perform(scripted, small_scene, small_questions):
 
 
 def test_frames_come_back_in_the_tool_response(
-    perform, small_vocabulary, small_scene, small_questions
+    perform, small_vocabulary, small_environment, small_questions
 ):
     episode, sampler = perform(
         [PLAN, ANSWER], EpisodeSettings(4, 0.7, "frames"), summary_tokens=64, trajectory_tokens=512

@@ -66,16 +66,16 @@ def srt() -> tuple[Subtitle, ...]:
 
 
 @pytest.fixture
-def perform(scripted, small_scene, small_questions):
+def perform(scripted, small_environment, small_questions):
     """perform(turns, subtitles, ...) plays an episode; gives it, its sampler and its scene."""
 
     def start(
         turns, subtitles=(), dispatch: Dispatch = "parallel", report=" seven from 8 to 10", **limits
     ):
         fields = {"tools": BOTH, "turn_tokens": 256, "trajectory_tokens": 1024} | limits
-        settings = dataclasses.replace(small_scene.protocol.settings, **fields)
+        settings = dataclasses.replace(small_environment.protocol.settings, **fields)
         environment = Environment(
-            Protocol(small_scene.protocol.vocabulary, settings), small_scene.features
+            Protocol(small_environment.protocol.vocabulary, settings), small_environment.features
         )
         question = dataclasses.replace(small_questions[0], subtitles=subtitles)
         sampler = scripted(turns, report=report)

@@ -26,16 +26,19 @@ ANSWER = "the crops show seven\n</think>\n<answer> seven</answer>"
 
 
 @pytest.fixture
-def written(scripted, small_scene, small_questions):
+def written(scripted, small_environment, small_questions):
     """written(turns) plays them and gives the episode and its transcript, as read back from JSON."""
 
     def make(turns, credit=None, report=" seven from 8 to 10"):
         setting = EpisodeSettings(4, 0.7)
         (episode,) = run(
-            scripted(turns, report=report), [play(small_scene, small_questions[0], setting, 0)]
+            scripted(turns, report=report),
+            [play(small_environment, small_questions[0], setting, 0)],
         )
         rewards = score(episode.question, episode.turns, RewardSettings())
-        content = transcript(episode, rewards, setting, small_scene.protocol.vocabulary, credit)
+        content = transcript(
+            episode, rewards, setting, small_environment.protocol.vocabulary, credit
+        )
         return episode, json.loads(json.dumps(content, allow_nan=False))
 
     return make

@@ -229,7 +229,7 @@ class Plan:
         tables = shape(jnp.int32, b, width // engine.page + pages_of(engine.steps, engine.page))
         integers = {
             name: shape(jnp.int32, b)
-            for name in ("tokens", "positions", "shared", "own", "drawn", "left")
+            for name in ("tokens", "positions", "prefix_tokens", "own_tokens", "drawn", "left")
         }
         choices = Choices(
             shape(jnp.uint32, b), shape(jnp.float32, b), shape(jnp.int32, b), shape(jnp.float32, b)

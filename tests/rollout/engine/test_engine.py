@@ -105,9 +105,9 @@ def clean(request):
 
 
 @pytest.fixture(scope="module")
-def asked(small_scene, small_questions, features):
+def asked(small_environment, small_questions, features):
     """asked(n, ...) is the opening request of question n, K = 4."""
-    protocol = small_scene.protocol
+    protocol = small_environment.protocol
 
     def make(
         number: int = 0,
@@ -135,14 +135,14 @@ def asked(small_scene, small_questions, features):
 
 
 @pytest.fixture(scope="module")
-def look(small_scene, small_questions, features):
+def look(small_environment, small_questions, features):
     """look(start) is a sub-agent's request for eight seconds of a video: a shorter shape."""
 
     def make(start: int = 0, seed: int = 1) -> Request:
         video = small_questions[0].video
         frames = features.window(video, start, start + 4, 1.0, 2)
         return Request(
-            small_scene.protocol.window(frames, features.tokens(video)).ids,
+            small_environment.protocol.window(frames, features.tokens(video)).ids,
             frames,
             Sampling(4),
             (seed,),
@@ -1222,7 +1222,8 @@ def test_the_programs_work_on_the_cache_where_it_lies(small_model):
     programs, paged = (Programs(small_model, 8, paged) for paged in (False, True))
     pool, lines = programs.make_pool(120), programs.make_lines(2, 96)
     zeros = {
-        n: np.zeros(8, np.int32) for n in ("tokens", "positions", "shared", "own", "drawn", "left")
+        n: np.zeros(8, np.int32)
+        for n in ("tokens", "positions", "prefix_tokens", "own_tokens", "drawn", "left")
     }
     choices = Choices(
         np.zeros(8, np.uint32),

@@ -22,16 +22,16 @@ class Case:
     held: dict[int, list[Serials]]
     slots: int
     rows_per_prefix: int
-    shared: tuple[int, ...]
-    own: tuple[int, ...]
+    prefix_lengths: tuple[int, ...]
+    row_lengths: tuple[int, ...]
 
     def layout(self, held: dict[int, list[Serials]] | None = None) -> Layout:
         sizes = {
             "slots": self.slots,
             "rows_per_prefix": self.rows_per_prefix,
             "page": PAGE,
-            "shared": self.shared,
-            "own": self.own,
+            "prefix_lengths": self.prefix_lengths,
+            "row_lengths": self.row_lengths,
         }
         return choose_layout(self.paths, self.lengths, self.held if held is None else held, **sizes)
 
@@ -85,10 +85,12 @@ def check(case: Case, layout: Layout) -> None:
     assert len(layout.rows) == case.slots and len(layout.starts) == case.lines
     assert sorted(n for n in layout.rows if n is not None) == list(range(len(case.paths)))
     # Shapes are those that were compiled.
-    assert layout.shared in (0, *case.shared) and layout.own in case.own
-    assert bool(layout.shared) == any(layout.starts)
+    assert (
+        layout.prefix_length in (0, *case.prefix_lengths) and layout.row_length in case.row_lengths
+    )
+    assert bool(layout.prefix_length) == any(layout.starts)
     for line, start in enumerate(layout.starts):
-        assert len(start) * PAGE <= layout.shared
+        assert len(start) * PAGE <= layout.prefix_length
         # A line's start is that of some of its rows, or nothing is won by it.
         members = [
             n
@@ -100,16 +102,18 @@ def check(case: Case, layout: Layout) -> None:
     for row, n in enumerate(layout.rows):
         if n is not None:
             start = layout.starts[row // case.rows_per_prefix]
-            assert layout.own >= case.lengths[n] - (
+            assert layout.row_length >= case.lengths[n] - (
                 len(start) * PAGE if starts_with(case.paths[n], start) else 0
             )
-    flat = case.slots * min(size for size in case.own if size >= max(case.lengths, default=0))
-    assert case.lines * layout.shared + case.slots * layout.own <= flat
+    flat = case.slots * min(
+        size for size in case.row_lengths if size >= max(case.lengths, default=0)
+    )
+    assert case.lines * layout.prefix_length + case.slots * layout.row_length <= flat
 
 
 def kept(layout: Layout, held: dict[int, list[Serials]]) -> None:
     """Starts that a line holds already are read into no other, as often as they are held."""
-    before = held.get(layout.shared, [()] * len(layout.starts))
+    before = held.get(layout.prefix_length, [()] * len(layout.starts))
     staying = collections.Counter(
         new for new, old in zip(layout.starts, before, strict=True) if new and new == old
     )
@@ -125,7 +129,7 @@ def test_any_sequences_are_read_whole_and_once(case):
     layout = case.layout()
     check(case, layout)
     kept(layout, case.held)
-    then = case.held | {layout.shared: list(layout.starts)}
+    then = case.held | {layout.prefix_length: list(layout.starts)}
     again = case.layout(then)
     check(case, again)
     kept(again, then)
@@ -137,7 +141,9 @@ def test_any_sequences_are_read_whole_and_once(case):
 def big(
     paths: list[Serials], lengths: list[int], held: dict[int, list[Serials]] | None = None
 ) -> tuple[Case, Layout]:
-    case = Case(paths, lengths, held or {}, 64, 8, shared=(80, 160), own=(40, 80, 200))
+    case = Case(
+        paths, lengths, held or {}, 64, 8, prefix_lengths=(80, 160), row_lengths=(40, 80, 200)
+    )
     layout = case.layout()
     check(case, layout)
     kept(layout, case.held)
@@ -152,7 +158,9 @@ def test_eight_samples_of_eight_long_prompts_read_each_prompt_once():
     starts = [prompt(n, 40) for n in range(8)]
     order = [(17 * i) % 64 for i in range(64)]  # in no order
     case, layout = big([starts[n % 8] for n in order], [160 + n % 40 for n in order])
-    assert (layout.shared, layout.own) == (160, 40) and set(layout.starts) == set(starts)
+    assert (layout.prefix_length, layout.row_length) == (160, 40) and set(layout.starts) == set(
+        starts
+    )
     for row, n in enumerate(layout.rows):
         assert n is not None and case.paths[n] == layout.starts[row // 8]
 
@@ -161,27 +169,27 @@ def test_what_samples_wrote_before_is_theirs_and_the_prompt_is_the_lines():
     """A second turn: full pages go on from the prompt, different ones in each sample."""
     paths = [(*prompt(n // 8, 40), 100 * n + 7, 100 * n + 8) for n in range(64)]
     _, layout = big(paths, [176] * 64)
-    assert (layout.shared, layout.own) == (160, 40) and sorted(layout.starts) == [
+    assert (layout.prefix_length, layout.row_length) == (160, 40) and sorted(layout.starts) == [
         prompt(n, 40) for n in range(8)
     ]
 
 
 def test_single_samples_share_nothing():
     _, layout = big([prompt(n, 30) for n in range(64)], [130] * 64)
-    assert (layout.shared, layout.own) == (0, 200) and not any(layout.starts)
+    assert (layout.prefix_length, layout.row_length) == (0, 200) and not any(layout.starts)
 
 
 def test_a_short_common_start_is_not_worth_a_line():
     """A system prompt that all have: copies of it would cost lines and make no row narrower."""
     _, layout = big([(*prompt(0, 2), *prompt(n + 1, 28)) for n in range(64)], [130] * 64)
-    assert (layout.shared, layout.own) == (0, 200)
+    assert (layout.prefix_length, layout.row_length) == (0, 200)
 
 
 def test_groups_and_their_sub_agents():
     """Four groups of eight, and 32 sub-agents with frames of their own: they take the rows that no group needs."""
     mains, subs = [prompt(n // 8, 40) for n in range(32)], [prompt(100 + n, 8) for n in range(32)]
     case, layout = big([*mains, *subs], [190] * 32 + [38] * 32)
-    assert (layout.shared, layout.own) == (160, 40)
+    assert (layout.prefix_length, layout.row_length) == (160, 40)
     assert sorted(start for start in layout.starts if start) == [prompt(n, 40) for n in range(4)]
     for row, n in enumerate(layout.rows):
         assert n is not None and (n < 32) == bool(layout.starts[row // 8])
@@ -190,14 +198,14 @@ def test_groups_and_their_sub_agents():
 def test_one_that_fits_no_line_and_no_narrow_row_makes_all_rows_wide():
     """Then lines are read for nothing: everything flat costs less."""
     _, layout = big([*(prompt(n // 7, 40) for n in range(56)), prompt(100, 30)], [190] * 56 + [130])
-    assert (layout.shared, layout.own) == (0, 200)
+    assert (layout.prefix_length, layout.row_length) == (0, 200)
 
 
 def test_a_group_larger_than_a_line_takes_several():
     _, layout = big([prompt(0, 40)] * 20, [170] * 20)
     assert sum(start == prompt(0, 40) for start in layout.starts) == 3 and (
-        layout.shared,
-        layout.own,
+        layout.prefix_length,
+        layout.row_length,
     ) == (160, 40)
 
 
@@ -218,12 +226,12 @@ def test_what_remains_of_a_group_stays_in_its_line():
     _, first = big([starts[n // 8] for n in range(64)], [150] * 64)
     left = [(*start, 7, 8) for start in starts[:5]]
     _, then = big(left, [170] * 5, {160: list(first.starts)})
-    assert (then.shared, then.own) == (160, 40)
+    assert (then.prefix_length, then.row_length) == (160, 40)
     assert [start for start in then.starts if start] == [
         start for start in first.starts if start in starts[:5]
     ]
     _, fresh = big(left, [170] * 5)
-    assert (fresh.shared, fresh.own) == (0, 200)
+    assert (fresh.prefix_length, fresh.row_length) == (0, 200)
 
 
 def test_nobody_at_all():

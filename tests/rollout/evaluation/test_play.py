@@ -108,10 +108,10 @@ def test_a_row_is_the_mean_of_its_episodes(small_questions):
     }
 
 
-def test_the_row_of_played_questions(oracle, small_scene, small_questions):
+def test_the_row_of_played_questions(oracle, small_environment, small_questions):
     wrong = {small_questions[0].id}
     found, played, _ = evaluate(
-        oracle(wrong), small_scene, small_questions, EpisodeSettings(4, 0.7)
+        oracle(wrong), small_environment, small_questions, EpisodeSettings(4, 0.7)
     )
     count = len(small_questions)
     assert (found["n"], found["k"], found["dispatch"], found["temperature"]) == (
@@ -135,22 +135,22 @@ def test_the_row_of_played_questions(oracle, small_scene, small_questions):
     [("parallel", 1.0, 2.0), ("sequential", 1.0, 2.0), ("none", 0.0, 2.0)],
 )
 def test_every_dispatch_is_played_by_its_own_rules(
-    oracle, small_scene, small_questions, dispatch, calls, turns
+    oracle, small_environment, small_questions, dispatch, calls, turns
 ):
     found, _, _ = evaluate(
-        oracle(), small_scene, small_questions[:2], EpisodeSettings(4, 0.7, dispatch)
+        oracle(), small_environment, small_questions[:2], EpisodeSettings(4, 0.7, dispatch)
     )
     shown = (found["dispatch"], found["accuracy"], found["calls"], found["turns"])
     assert shown == (dispatch, 1.0, calls, turns)
 
 
 def test_samples_of_a_question_have_seeds_of_their_own_that_repeat(
-    oracle, small_scene, small_questions
+    oracle, small_environment, small_questions
 ):
     def seeds(questions, seed=3) -> list[int]:
         sampler = oracle()
         found, _, _ = evaluate(
-            sampler, small_scene, questions, EpisodeSettings(4, 0.7), seed, samples=2
+            sampler, small_environment, questions, EpisodeSettings(4, 0.7), seed, samples=2
         )
         assert found["n"] == 2 * len(questions)
         return [
@@ -169,21 +169,21 @@ def test_samples_of_a_question_have_seeds_of_their_own_that_repeat(
 
 
 def test_unreadable_videos_are_left_out_and_all_of_them_is_an_error(
-    oracle, small_scene, small_questions
+    oracle, small_environment, small_questions
 ):
     missing = dataclasses.replace(small_questions[1], video="nowhere.mp4")
     asked = [small_questions[0], missing, small_questions[2]]
-    found, _, (left,) = evaluate(oracle(), small_scene, asked, EpisodeSettings(4, 0.7))
+    found, _, (left,) = evaluate(oracle(), small_environment, asked, EpisodeSettings(4, 0.7))
     assert found["n"] == 2 and found["accuracy"] == 1.0
     assert (left.question, left.cause) == (missing, "unreadable")
     with pytest.raises(
         ValueError, match="evaluation.questions: not one question has a readable video"
     ):
-        evaluate(oracle(), small_scene, [missing], EpisodeSettings(4, 0.7))
+        evaluate(oracle(), small_environment, [missing], EpisodeSettings(4, 0.7))
 
 
-def test_outcomes_as_they_are_done_are_those_in_order(oracle, small_scene, small_questions):
-    arguments = (small_scene, small_questions, EpisodeSettings(4, 0.7), Scoring(), 3, 2)
+def test_outcomes_as_they_are_done_are_those_in_order(oracle, small_environment, small_questions):
+    arguments = (small_environment, small_questions, EpisodeSettings(4, 0.7), Scoring(), 3, 2)
     in_order = list(play_and_score(oracle(), *arguments))
     assert [number for number, _ in in_order] == list(range(2 * len(small_questions)))
     sampler = oracle()
