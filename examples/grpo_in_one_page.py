@@ -65,9 +65,14 @@ TEXT = text.TextSettings(
     one_by_one=0.0,
     untagged=0.0,
 )
-LENGTHS = ProtocolSettings(turn_tokens=64, summary_tokens=16, trajectory_tokens=128)
-LIMITS = dataclasses.replace(
-    LENGTHS, text_tokens=48, label_tokens=5, crop_frames=8, max_tool_turns=1
+LIMITS = ProtocolSettings(
+    turn_tokens=64,
+    summary_tokens=16,  # of a sub-agent's report
+    trajectory_tokens=128,
+    text_tokens=48,
+    label_tokens=5,
+    crop_frames=8,
+    max_tool_turns=1,
 )
 COLD_START = OptimizerSettings("muon", 3e-3, schedule="cosine", weight_decay=0.0)
 PROMPTS, GROUP, TEMPERATURE = 8, 8, 0.7  # questions per step, episodes per question
@@ -111,16 +116,15 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     graph, weights = nnx.split(model.text)
     weights = jax.device_put(weights, param_shardings(weights, mesh))
     frame_source = videos.DrawnVideos(WORLD, train_videos)  # draws the frames that are asked for
-    features = FrameFeatures(model.vision, config, FRAMES, Path(), source=frame_source)
+    root = Path()  # videos are drawn, so there are no files
+    features = FrameFeatures(model.vision, config, FRAMES, root, source=frame_source)
     environment = Environment(Protocol(vocabulary, LIMITS), features)
     longest = lengths(LIMITS, frame_tokens=1, frames=max(BUDGETS))
 
     # The cold start: supervised steps on the demonstrations.
     rendered = [render(each, environment.protocol, lambda clip: 1) for each in demonstrations]
     token_counts = tuple(len(trajectory.ids) for trajectory in rendered)
-    data = Data(
-        root=Path(), vocabulary=vocabulary, conversations=demonstrations, lengths=token_counts
-    )
+    data = Data(root, vocabulary, conversations=demonstrations, lengths=token_counts)
     sft = SFTSettings(cold_start_steps, rows=8, optimizer=COLD_START, row_tokens=320)
     batches = SFTBatches(
         sft,
@@ -138,7 +142,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
         if step % 50 == 0:
             print(f"cold start {step}: loss {metrics['loss']:.2f}", flush=True)
 
-    # What GRPO needs: the engine that samples, the reference weights, and three jitted programs.
+    # What GRPO needs: an engine, reference weights; jitted `update`, `logprobs`, `advantages`.
     def loss(decoder, batch):
         logprobs = row_logprobs(decoder, batch.sequences[0], config.image_token_id, TEMPERATURE)
         return grpo.paravt_loss(
@@ -148,7 +152,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     nnx.update(model.text, state.weights)
     sizes = engine_sizes(longest, EngineSettings(cache_tokens=16_384), rows_per_prefix=GROUP)
     engine = Engine(model, features, sizes)
-    reference = jax.tree.map(jnp.copy, state.weights)
+    reference = jax.tree.map(jnp.copy, state.weights)  # a copy: updates overwrite their input
     optimizer = make_optimizer(ADAM, steps)
     state = init_state(state.weights, optimizer)
     update = make_update(graph, optimizer, loss, state)

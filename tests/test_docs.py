@@ -144,9 +144,11 @@ def test_the_readme_runs_as_it_stands(run_page, workspace):
 
 def test_own_questions_reach_training_as_docs_data_says(run_page):
     names, started = run_page("docs/data.md")
-    ((run, questions),) = started
-    assert questions == names["questions"] and {q.video for q in questions} > {"match.mp4"}
-    assert run.run_dir == "runs/mine" and run.data.media == "videos"
+    (large, questions), (laptop, same) = started
+    assert same == questions == names["questions"] and {q.video for q in questions} > {"match.mp4"}
+    assert large.run_dir == "runs/mine" and large.model.size == "8b"
+    assert laptop.model.path == "runs/paravt_tiny/model" and laptop.model.size == "tiny"
+    assert large.data.media == laptop.data.media == "videos"
 
 
 def test_own_questions_and_an_entry_of_a_benchmark_work_as_docs_evaluation_says(

@@ -144,7 +144,7 @@ def test_the_example_of_the_docs_trains(recipe, questions, at_home, monkeypatch)
     the small world."""
     monkeypatch.setitem(RECIPES, "paravt_8b", lambda: recipe)
     section = DOCS.read_text(encoding="utf-8").partition("## Your own questions")[2]
-    _, training = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    _, training, _ = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     exec(training, {"questions": questions})
     result = json.loads((at_home / "runs/mine/result.json").read_text())
     assert result["before"][0]["n"] == result["after"][0]["n"] == 2
