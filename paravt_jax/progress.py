@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Self, TextIO
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -33,7 +33,7 @@ class Progress:
         self._shown = shown
         self._bar: _Bar | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -15,24 +15,38 @@ os.environ.setdefault(
     "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 )
 
-import dataclasses  # noqa: E402
-import pathlib  # noqa: E402
+# A rank that is promoted silently is an error: the code says where an axis is added.
+os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
-import hypothesis  # noqa: E402
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-from flax import nnx  # noqa: E402
+from jaxtyping import install_import_hook
 
-from models.qwen3_vl.config import (  # noqa: E402
-    Qwen3VLConfig,  # noqa: E402
+import tests.typechecker  # noqa: F401 (the hook finds it by name)
+
+# Annotations are checked in every call of the test run. The hook has to be there before the first
+# import of a checked package.
+install_import_hook(
+    ["paravt_jax", "models", "rollout", "train", "configs", "benchmarks", "examples"],
+    "tests.typechecker.check",
+)
+
+import dataclasses
+import pathlib
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.qwen3_vl.config import (
+    Qwen3VLConfig,
     TextConfig,
     VisionConfig,
 )
-from models.qwen3_vl.model import Qwen3VL, abstract_model  # noqa: E402
+from models.qwen3_vl.model import Qwen3VL, abstract_model
 from paravt_jax.method import protocol
-from paravt_jax.method.tokenizer import Vocabulary  # noqa: E402
+from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world

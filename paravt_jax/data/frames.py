@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float64, Int64, UInt8
@@ -88,6 +88,7 @@ def window_indices(
     )
 
 
+@runtime_checkable
 class FrameSource(Protocol):
     """Lists and reads videos: `paravt_jax.data.video` itself, or a `FrameReader`."""
 

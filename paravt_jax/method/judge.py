@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 from paravt_jax.method.records import Question
 from paravt_jax.method.server import ServerSettings
 
 
+@runtime_checkable
 class Judge(Protocol):
     """Scores answers to open-ended questions."""
 

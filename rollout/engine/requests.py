@@ -13,7 +13,7 @@ import enum
 import math
 import sys
 from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -152,6 +152,7 @@ class Sample:
 Completion = tuple[int, tuple[Sample, ...]]  # the request's ticket, and a sample for every seed
 
 
+@runtime_checkable
 class Sampler(Protocol):
     """Anything that answers requests: the engine, or a script in a test."""
 

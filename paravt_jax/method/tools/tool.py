@@ -9,12 +9,13 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from paravt_jax.method.records import Call, CropCall, FailedCall
 from paravt_jax.method.subtitles import Subtitle
 
 
+@runtime_checkable
 class Video(Protocol):
     """The question's video as a tool sees it. Each value is read when it is asked for."""
 
