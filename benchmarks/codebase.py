@@ -1,8 +1,13 @@
-"""How much there is to read: `python -m benchmarks.codebase [--against COMMIT]` prints a table of this checkout.
+"""How much code there is, and how it reads: `python -m benchmarks.codebase [--against COMMIT]`.
 
-The walk is what the RL learner reaches by imports, so what one has to read to understand a
-training step. Imports anywhere in a file count, and so does a module's name in a string. A code
-line is a line that is neither blank nor a comment nor part of a docstring, laid out at 100 columns.
+Prints a table of figures for this checkout, beside those of another commit if one is named.
+
+A code line is a line that is not blank, not a comment and not part of a docstring. "The walk" is
+every file that the RL learner reaches by imports: what one reads to understand a training step.
+Imports anywhere in a file count, and so does a module's name in a string. Counts of code lines are
+taken after formatting at 100 columns, so that two layouts can be compared. The figures on how the
+code reads are taken from the files as committed, without tests; characters do not include
+indentation.
 """
 
 from __future__ import annotations
@@ -57,17 +62,60 @@ def read_modules(root: pathlib.Path) -> dict[str, Module]:
     return modules
 
 
-def code_lines(text: str) -> int:
-    """Lines of Python source that hold code."""
-    lines: set[int] = set()
+class LineNumbers(NamedTuple):
+    """The numbers (from 1) of a file's code lines, of its comment lines and of its docstrings' lines."""
+
+    code: set[int]
+    comments: set[int]
+    docstrings: set[int]
+
+
+def sort_lines(text: str) -> LineNumbers:
+    """Sort the lines of Python source by what they hold. A line with code and a comment is code."""
+    code: set[int] = set()
+    comments: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            comments.add(token.start[0])
         if token.type not in _LAYOUT_TOKENS:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - set(_docstring_lines(ast.parse(text))))
+            code.update(range(token.start[0], token.end[0] + 1))
+    docstrings = set(_docstring_lines(ast.parse(text)))
+    return LineNumbers(code - docstrings, comments - code, docstrings)
+
+
+def code_lines(text: str) -> int:
+    """Number of code lines of Python source."""
+    return len(sort_lines(text).code)
+
+
+def reading(root: pathlib.Path) -> dict[str, str]:
+    """Figures on how the sources below `root` read, tests left out."""
+    lines = filled = comments = docstrings = 0
+    lengths: list[int] = []
+    widths: list[int] = []
+    for package in (*PACKAGES, "benchmarks", "examples"):
+        for file in sorted((root / package).rglob("*.py")):
+            text = file.read_text(encoding="utf-8")
+            numbers = sort_lines(text)
+            rows = text.splitlines()
+            lines += len(rows)
+            filled += sum(bool(row.strip()) for row in rows)
+            comments += len(numbers.comments)
+            docstrings += len(numbers.docstrings)
+            widths += [len(rows[number - 1]) for number in numbers.code]
+            lengths += [len(rows[number - 1].strip()) for number in numbers.code]
+    wide = sum(width > COLUMNS for width in widths)
+    return {
+        "lines, tests left out": f"{lines:,}",
+        "characters per code line": f"{sum(lengths) / len(lengths):.1f}",
+        f"code lines beyond {COLUMNS} columns": f"{wide / len(widths):.1%}",
+        "comment lines per 100 lines of code": f"{100 * comments / len(widths):.1f}",
+        "docstring lines, of lines that are not blank": f"{docstrings / filled:.1%}",
+    }
 
 
 def walk(modules: Mapping[str, Module], start: str) -> dict[str, Module]:
-    """What `start` reaches by imports, itself included; a package's `__init__` runs before its modules."""
+    """All modules that `start` reaches by imports, with itself and the packages around them."""
     reached: dict[str, Module] = {}
     ahead = [start]
     while ahead:
@@ -169,7 +217,7 @@ def _laid_out(root: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def measure(root: pathlib.Path) -> dict[str, float]:
+def measure(root: pathlib.Path) -> dict[str, str]:
     """The figures of the checkout at `root`, by their names."""
     with tempfile.TemporaryDirectory() as folder:
         copy = _laid_out(root, pathlib.Path(folder))
@@ -177,7 +225,7 @@ def measure(root: pathlib.Path) -> dict[str, float]:
         reached = walk(modules, next(name for name in LEARNERS if name in modules))
         tests = [code_lines(file.read_text("utf-8")) for file in (copy / "tests").rglob("*.py")]
         longest = max(module.lines for module in modules.values())
-    return {
+    counts = {
         "the walk: code lines": sum(module.lines for module in reached.values()),
         "the walk: files with code": sum(module.lines > 0 for module in reached.values()),
         "sources: code lines": sum(module.lines for module in modules.values()),
@@ -188,9 +236,10 @@ def measure(root: pathlib.Path) -> dict[str, float]:
         "import cycles": len(find_cycles(modules)),
         "files outside its package that name a model family": len(name_a_family(modules)),
     }
+    return {name: f"{count:,}" for name, count in counts.items()} | reading(root)
 
 
-def measure_commit(root: pathlib.Path, commit: str) -> dict[str, float]:
+def measure_commit(root: pathlib.Path, commit: str) -> dict[str, str]:
     """`measure` of another commit of the repository at `root`."""
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(
@@ -217,7 +266,7 @@ def main() -> None:
     print(f"| | {' | '.join(columns)} |")
     print("|---" * (len(columns) + 1) + "|")
     for name in columns["this checkout"]:
-        print(f"| {name} | {' | '.join(f'{column[name]:,}' for column in columns.values())} |")
+        print(f"| {name} | {' | '.join(column[name] for column in columns.values())} |")
 
 
 if __name__ == "__main__":
