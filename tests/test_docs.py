@@ -131,12 +131,20 @@ def run_page(workspace, monkeypatch) -> Callable[[str], tuple[dict[str, Any], li
     return execute
 
 
-def test_the_readme_runs_as_it_stands(run_page, workspace):
-    names, started = run_page("README.md")
+def test_the_readme_asks_about_a_video(run_page):
+    names, _ = run_page("README.md")
     assert names["episode"].question.text == names["question"]
+
+
+def test_model_and_engine_are_used_as_docs_model_says(run_page, workspace):
+    names, _ = run_page("docs/model.md")
+    assert (workspace / "exported/model.safetensors").is_file()
     assert names["first"].version == 0 and len(names["others"]) == 3
     assert len(names["request"].frames) == 4
-    assert (workspace / "exported/model.safetensors").is_file()
+
+
+def test_a_recipe_of_your_own_is_made_as_docs_training_says(run_page):
+    names, started = run_page("docs/training.md")
     ((run, _),) = started
     assert isinstance(run, Run) and run.name == "mine"
     assert run.rl is not None and run.rl.rewards.judge == names["judge"]
