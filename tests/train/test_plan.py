@@ -28,7 +28,14 @@ from tests.train.small import small
 from train.learn.batch import BatchShape
 from train.plan import cache, step
 from train.plan import command as plan
-from train.plan.compile import ROLLOUTS, SIZES, Case, Measured, _lack, compile_case
+from train.plan.compile import (
+    ROLLOUTS,
+    SIZES,
+    Case,
+    Measured,
+    compile_case,
+    memory_shortage,
+)
 from train.plan.programs import Plan, planned_config, program_names
 from train.plan.topology import CHIPS, SCALE, Topology, choose_mesh
 
@@ -256,14 +263,15 @@ def test_what_a_host_holds():
     ],
 )
 def test_a_lack_of_memory_is_an_answer(message, expected):
-    @dataclasses.dataclass
-    class Given:
-        arguments: Any
+    arguments = (jax.ShapeDtypeStruct((1024,), jnp.float32),)
+    found = memory_shortage(message, arguments)
+    assert found["peak"] == pytest.approx(expected)
+    assert found["error"].startswith("out of memory")
 
-    found = _lack(message, Given((jax.ShapeDtypeStruct((1024,), jnp.float32),)))
-    assert found["peak"] == pytest.approx(expected) and found["error"].startswith("out of memory")
+
+def test_another_error_of_the_compiler_is_raised():
     with pytest.raises(RuntimeError, match="E1001"):
-        _lack("E1001: a tile is too large", Given(()))
+        memory_shortage("E1001: a tile is too large", ())
 
 
 def fake(peaks: dict[str, float], errors: dict[str, str] | None = None):
@@ -397,7 +405,7 @@ def test_programs_of_a_host_are_compiled_once_a_generation(command):
 
 
 def test_a_plan_that_was_stopped_goes_on(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "_compiler", lambda: "one")
+    monkeypatch.setattr(cache, "compiler_fingerprint", lambda: "one")
     keep = ("--topology=v5p:2x2x4", "--keep", str(tmp_path / "kept"))
     late = {"reference": "not compiled within 5 s"}
     _, first, asked = command(
@@ -420,7 +428,7 @@ def test_a_plan_that_was_stopped_goes_on(command, tmp_path, monkeypatch):
     )  # compiled for a host already
     for changed in (("--rl.microbatches", "2"), ("--rl.remat", "none")):
         assert len(command(*keep, *changed)[2]) == 1 + len(program_names(RUN))
-    monkeypatch.setattr(cache, "_compiler", lambda: "other code")
+    monkeypatch.setattr(cache, "compiler_fingerprint", lambda: "other code")
     assert len(command(*keep)[2]) == 1 + len(program_names(RUN))
 
 

@@ -63,7 +63,7 @@ def product(x, w):
 )
 def test_products_count_as_often_as_they_run(program, expected):
     traced = jax.make_jaxpr(program)(array(6, 8), array(8, 8))
-    assert count_flops(traced, turns=5) == expected * 2 * 6 * 8 * 8
+    assert count_flops(traced, trip_count=5) == expected * 2 * 6 * 8 * 8
 
 
 def test_a_shard_map_counts_on_every_device():
@@ -230,7 +230,7 @@ def test_a_loop_that_nobody_can_count_is_refused(old, new):
     assert unknown != HLO
     with pytest.raises(ValueError, match="how often the loop body, .*, runs is not known"):
         find_collectives(unknown, 8)
-    assert bytes_sent(find_collectives(unknown, 8, turns=3))["all-gather"] == 3 * 3 * 16
+    assert bytes_sent(find_collectives(unknown, 8, trip_count=3))["all-gather"] == 3 * 3 * 16
 
 
 def test_collectives_of_compiled_programs():

@@ -46,7 +46,7 @@ class CheckpointSettings:
     keep: int = 2
     """Number of newest checkpoints to keep."""
     best: Best = "accuracy"
-    """Metric, averaged between checkpoints, that picks the best RL checkpoint to keep; or `none`."""
+    """Metric, averaged between checkpoints, that picks the best RL checkpoint to keep; or none."""
 
     def __post_init__(self):
         if self.keep < 1:
@@ -277,7 +277,8 @@ class Checkpoints:
         free = shutil.disk_usage(self.folder).free / 2**20
         raise CheckpointError(
             f"saving a checkpoint in {self.folder} failed ({_cause(error)}); {kept}. "
-            f"{free:.0f} MiB are free there: make room if the disk is full, then start the same command again."
+            f"{free:.0f} MiB are free there: make room if the disk is full, then start the same "
+            "command again."
         ) from error
 
     def _existing(self, step: int | None) -> int:

@@ -15,7 +15,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, SupportsFloat
 
 import tensorboardX
 
@@ -90,7 +90,7 @@ class MetricsWriter:
             # Drop an incomplete last line now. The next line would otherwise be appended to it.
             self._rewrite(read_jsonl(self.path))
 
-    def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
+    def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> None:
         """Records the metrics of one step.
 
         Args:
@@ -185,7 +185,7 @@ class SilentMetrics(MetricsWriter):
     def __init__(self, run_dir: str | os.PathLike[str]):
         self.path = pathlib.Path(run_dir) / "metrics.jsonl"
 
-    def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
+    def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> None:
         pass
 
     def truncate(self, phase: str, step: int) -> None:
@@ -201,7 +201,7 @@ def _phase_index(phase: str) -> int:
     return PHASES.index(phase)
 
 
-def _number(key: str, value: Any) -> float | None:
+def _number(key: str, value: SupportsFloat) -> float | None:
     """`value` as a float, None if it is not finite: JSON has no NaN or infinity."""
     try:
         number = float(value)
