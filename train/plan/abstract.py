@@ -5,12 +5,11 @@ Shapes, types and shardings are those that a run gives the same programs. Nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -58,7 +57,7 @@ def abstract_rl_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = _state(weights, optimizer)
     shapes, parts = fitted(run.rl_shapes, settings.microbatches, mesh)
-    batch = _placed(lambda: _rl_batch(shapes, config), mesh)
+    batch = _placed(_rl_batch(shapes, config), mesh)
     program = make_rl_update(graph, optimizer, config.image_token_id, settings, parts, state)
     return Abstract(program, (state, batch))
 
@@ -70,7 +69,7 @@ def abstract_sft_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = Non
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = _state(weights, optimizer)
     shape, parts = fitted_rows(settings.shape, settings.microbatches, mesh)
-    batch = _placed(lambda: SFTBatch(_packed(shape, config), jnp.zeros(())), mesh)
+    batch = _placed(SFTBatch(_packed(shape, config), _shape((), jnp.float32)), mesh)
     program = make_sft_update(graph, optimizer, config.image_token_id, settings, parts, state)
     return Abstract(program, (state, batch))
 
@@ -88,8 +87,7 @@ def abstract_reference(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None
     )
     # The reference is stored in the type of the activations, to save memory.
     reference = jax.tree.map(lambda x: x.update(dtype=jnp.dtype(run.model.dtype)), weights)
-    sequences = _placed(lambda: _sequences(shapes[0], config), mesh)
-    return Abstract(program, (reference, sequences))
+    return Abstract(program, (reference, _placed(_sequences(shapes[0], config), mesh)))
 
 
 def _phase(run: Run, name: str, settings: T | None) -> T:
@@ -108,56 +106,52 @@ def _model(
 
 
 def _state(weights: Any, optimizer: Any) -> TrainState:
-    moments = jax.eval_shape(optimizer.init, weights)
-    state = TrainState(weights, moments, jnp.zeros((), jnp.int32))
+    state = TrainState(weights, jax.eval_shape(optimizer.init, weights), _shape((), jnp.int32))
     return jax.tree.map(_place, state, state_shardings(state))
+
+
+def _shape(shape: tuple[int, ...], dtype: Any) -> Any:
+    """An abstract array."""
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _place(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _placed(make: Callable[[], Any], mesh: Mesh) -> Any:
-    """The batch that `make` returns, as abstract arrays on the mesh."""
-    # Under eval_shape jnp arrays are tracers and allocate nothing.
-    batch = jax.eval_shape(make)
+def _placed(batch: Any, mesh: Mesh) -> Any:
     return jax.tree.map(_place, batch, shardings(batch, mesh))
 
 
-def _host(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """A NumPy array of zeros without memory: a single zero, repeated by strides of 0."""
-    return np.broadcast_to(np.zeros((), dtype), shape)
-
-
-def _visual(rows: int, tokens: int, config: Qwen3VLConfig) -> np.ndarray:
+def _visual(rows: int, tokens: int, config: Qwen3VLConfig) -> Any:
     """Features of visual tokens: the tower's output, and one level per deepstack layer."""
     levels = 1 + config.vision.levels
-    return _host((rows, tokens, levels, config.text.hidden_size), np.float32)
+    return _shape((rows, tokens, levels, config.text.hidden_size), jnp.float32)
 
 
 def _sequences(shape: BatchShape, config: Qwen3VLConfig) -> Sequences:
     prompts = (shape.groups, shape.prompt)
     rows = (shape.groups * shape.rows, shape.suffix)
     return Sequences(
-        prompt_ids=_host(prompts, np.int32),
-        prompt_positions=_host((3, *prompts), np.int32),
-        prompt_segments=_host(prompts, np.int32),
+        prompt_ids=_shape(prompts, jnp.int32),
+        prompt_positions=_shape((3, *prompts), jnp.int32),
+        prompt_segments=_shape(prompts, jnp.int32),
         visual=_visual(shape.groups, shape.visual, config),
-        ids=_host(rows, np.int32),
-        positions=_host((3, *rows), np.int32),
-        segments=_host(rows, np.int32),
-        sampled=_host(rows, np.bool_),
-        logprobs=_host(rows, np.float32),
+        ids=_shape(rows, jnp.int32),
+        positions=_shape((3, *rows), jnp.int32),
+        segments=_shape(rows, jnp.int32),
+        sampled=_shape(rows, jnp.bool_),
+        logprobs=_shape(rows, jnp.float32),
     )
 
 
 def _packed(shape: PackedShape, config: Qwen3VLConfig) -> PackedRows:
     rows = (shape.rows, shape.tokens)
     return PackedRows(
-        ids=_host(rows, np.int32),
-        positions=_host((3, *rows), np.int32),
-        segments=_host(rows, np.int32),
-        sampled=_host(rows, np.bool_),
+        ids=_shape(rows, jnp.int32),
+        positions=_shape((3, *rows), jnp.int32),
+        segments=_shape(rows, jnp.int32),
+        sampled=_shape(rows, jnp.bool_),
         visual=_visual(shape.rows, shape.visual, config),
     )
 
@@ -172,21 +166,21 @@ def _rl_batch(shapes: Sequence[BatchShape], config: Qwen3VLConfig) -> RLBatch:
     # A token may be structural in two ways: a call that breaks an open think is a violation too.
     per_structural_token = (total_rows, 2 * length)
     structure = Structure(
-        jnp.zeros(per_structural_token, jnp.int32),
-        jnp.zeros(per_structural_token, jnp.int8),
-        jnp.zeros(per_structural_token, jnp.bool_),
+        _shape(per_structural_token, jnp.int32),
+        _shape(per_structural_token, jnp.int8),
+        _shape(per_structural_token, jnp.bool_),
     )
     rollouts = GRPOBatch(
-        mask=jnp.zeros(per_token, jnp.bool_),
-        behaviour=jnp.zeros(per_token, jnp.float32),
-        reference=jnp.zeros(per_token, jnp.float32),
-        rollout=jnp.zeros((total_rows,), jnp.int32),
+        mask=_shape(per_token, jnp.bool_),
+        behaviour=_shape(per_token, jnp.float32),
+        reference=_shape(per_token, jnp.float32),
+        rollout=_shape((total_rows,), jnp.int32),
         structure=structure,
-        rewards=jnp.zeros(per_rollout, jnp.float32),
-        anchor_rewards=jnp.zeros(per_rollout, jnp.float32),
-        valid=jnp.zeros(per_rollout, jnp.bool_),
-        compliant=jnp.zeros(per_rollout, jnp.bool_),
+        rewards=_shape(per_rollout, jnp.float32),
+        anchor_rewards=_shape(per_rollout, jnp.float32),
+        valid=_shape(per_rollout, jnp.bool_),
+        compliant=_shape(per_rollout, jnp.bool_),
     )
     sequences = tuple(_sequences(shape, config) for shape in shapes)
-    totals = Totals(jnp.zeros(()), jnp.zeros(()))
-    return RLBatch(sequences, rollouts, jnp.zeros(per_token, jnp.float32), totals)
+    totals = Totals(_shape((), jnp.float32), _shape((), jnp.float32))
+    return RLBatch(sequences, rollouts, _shape(per_token, jnp.float32), totals)
