@@ -235,5 +235,5 @@ def test_the_pinned_opening_of_rollouts_may_differ(cold_start, tmp_path) -> None
 
 def test_a_run_without_a_finished_cold_start_is_refused(cold_start, tmp_path) -> None:
     (cold_start / "result.json").unlink()
-    with pytest.raises(RunDirectoryError, match=r"--start .*cold: .*result\.json missing"):
+    with pytest.raises(RunDirectoryError, match=r"--start .*: result\.json missing"):
         take_over(cold_start, tmp_path / "warm", SETTINGS)
