@@ -157,7 +157,7 @@ def test_the_slowest_of_arithmetic_memory_and_interconnect_is_the_limit():
 
 
 def test_calls_of_a_step():
-    """The fullest of four hosts has two of seven prompts: 2 x 64 frames by 16, 8192 tokens by 32."""
+    """The fullest of four hosts has two of seven prompts: 2 x 64 frames, 16 at a time."""
     calls = step.calls_of(RUN, V5E, 1)
     assert calls == {
         "vision": 8,
@@ -199,7 +199,7 @@ def test_decoding_reads_the_weights_and_the_cache():
 
 
 def test_model_flops_of_an_update():
-    """Counted per token: a prompt's tokens have no logits, and a row's tokens see the prompt too."""
+    """Counted per token: a prompt's tokens have no logits, a row's tokens see the prompt too."""
     config = qwen3_vl("2b")
     shape = BatchShape(groups=2, rows=3, prompt=4, visual=0, suffix=5)
     head = 2 * config.text.vocab_size * config.text.hidden_size

@@ -191,9 +191,11 @@ HLO = """
   %one = s32[]{:T(128)} constant(1)
   %next = s32[]{:T(128)} add(%here, %one), metadata={op_name="jit(f)/while/body/add"}
   %x = f32[4]{0:T(128)} get-tuple-element(%old), index=1
-  %start = (f32[4]{0:T(128)}, f32[16]{0:T(128)}, u32[]{:S(2)}) all-gather-start(%x), replica_groups=[2,4]<=[8], dimensions={0}
+  %start = (f32[4]{0:T(128)}, f32[16]{0:T(128)}, u32[]{:S(2)}) all-gather-start(%x), \
+replica_groups=[2,4]<=[8], dimensions={0}
   %done = f32[16]{0:T(128)} all-gather-done(%start)
-  %part = f32[16]{0} all-gather(%x), replica_groups=[2,4]<=[8], backend_config={"async_collective_fusion_config":{"flag_start":"2"}}
+  %part = f32[16]{0} all-gather(%x), replica_groups=[2,4]<=[8], \
+backend_config={"async_collective_fusion_config":{"flag_start":"2"}}
   ROOT %out = (s32[], f32[4]) tuple(%next, %x)
 }
 
@@ -210,8 +212,8 @@ ENTRY %main (a: f32[4]) -> f32[4] {
 
 
 def test_collectives_of_a_written_program():
-    """Seven iterations (from 2 to 9) of an all-gather of 16 bytes among four devices, a part of which
-    is written twice; an all-reduce between two; a permutation."""
+    """Seven iterations (from 2 to 9) of an all-gather of 16 bytes among four devices, with a part
+    written twice; an all-reduce between two devices; a permutation."""
     found = bytes_sent(find_collectives(HLO, 8))
     assert found == {"all-gather": 7 * 3 * 16, "all-reduce": 2 * 16 / 2, "collective-permute": 16}
 
