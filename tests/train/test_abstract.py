@@ -41,8 +41,8 @@ def test_arguments_equal_those_of_a_run(road):
 def test_an_update_compiles_for_tpu():
     """Four layers on eight chips, each prompt in four pieces.
 
-    Attention runs in kernels, forward and backward, without whole score matrices. Layers' inputs are
-    offloaded to the host.
+    Attention runs in kernels, forward and backward, without whole score matrices. The inputs of
+    layers are offloaded to the host.
     """
     pytest.importorskip("libtpu", reason="the TPU's compiler: pip install -e '.[tpu]'")
     printed = run(
