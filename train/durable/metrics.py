@@ -51,8 +51,8 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Reads a metrics.jsonl: one dict per step, in order.
 
-    Each has `phase`, `step`, `wall` (Unix seconds) and the step's metrics; None stands for a value
-    that was not finite.
+    Each has `phase`, `step`, `wall` (Unix seconds) and the step's metrics. Values that were not
+    finite are None.
     """
     return read_jsonl(path)
 

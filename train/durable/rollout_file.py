@@ -55,7 +55,7 @@ _RECORD_TYPES = (
     Rewards,
     JudgeCounts,
 )
-# By the name that stands in the file.
+# By the name that "is" has in the file.
 _RECORDS = {kind.__name__: kind for kind in _RECORD_TYPES}
 _ENUMS = {kind.__name__: kind for kind in (Author, CallStatus, QuestionKind, StopReason)}
 

@@ -72,10 +72,7 @@ def plan(
         for name, count in calls.items()
         if name in measured and not measured[name].error
     ]
-    arrays = {
-        name: sizes[f"all {name}"] for name in ("batch", "state", "reference", "pieces", "tower")
-    }
-    arrays["offloaded"] = max(m.offloaded for m in measured.values()) * topology.devices
+    host_memory = step.host_memory(run, topology, _all_arrays(topology, sizes, measured), mesh[0])
     return {
         "name": run.name,
         "compiler": f"libtpu {libtpu_version()}",
@@ -90,7 +87,7 @@ def plan(
         "programs": {name: dataclasses.asdict(m) for name, m in measured.items()},
         "residents": residents,
         "together": [dataclasses.asdict(held) | {"total": held.total} for held in together],
-        "host_memory": step.host_memory(run, topology, arrays, mesh[0]),
+        "host_memory": host_memory,
         "phases": [dataclasses.asdict(phase) | {"seconds": phase.seconds} for phase in phases],
         "step_seconds": sum(phase.seconds for phase in phases),
         "tokens": step.tokens_of(run),
@@ -98,6 +95,16 @@ def plan(
         "source": SOURCE,
         "advice": _advice(run, topology, mesh, measured, together, residents),
     }
+
+
+def _all_arrays(
+    topology: Topology, sizes: dict[str, float], measured: dict[str, Measured]
+) -> dict[str, float]:
+    """Bytes over all devices of what ends up in the memory of hosts."""
+    names = ("batch", "state", "reference", "pieces", "tower")
+    arrays = {name: sizes[f"all {name}"] for name in names}
+    arrays["offloaded"] = max(m.offloaded for m in measured.values()) * topology.devices
+    return arrays
 
 
 def _advice(
