@@ -1,8 +1,13 @@
-"""A small run killed at random moments, again and again: `python -m benchmarks.killing --times 100`.
+"""`python -m benchmarks.killing`: kills a small run at random moments; nothing may be lost.
 
-Owns the moments, the signals and what is checked: after every death all checkpoints can be read, metrics.jsonl has each step once and
-none is lost that was saved; a clean stop has saved its last step; and a run that has come to its end, however often it died on the way,
-equals one that nobody disturbed, bit for bit. Programs are compiled once, by that one, and read from a folder by all others.
+An undisturbed run goes first; every other run is killed again and again until it ends. Checked are:
+
+1. After each death all checkpoints can be read, and each equals the undisturbed run's of that step.
+2. metrics.jsonl has each step once, and none is lost or written again that a checkpoint covers.
+3. After a clean stop (SIGINT, SIGTERM) the last step is saved.
+4. The finished run equals the undisturbed one bit for bit: results, metrics, weights, episodes.
+
+The undisturbed run compiles all programs; the others read them from a folder.
 """
 
 from __future__ import annotations
@@ -35,18 +40,21 @@ ROOT = pathlib.Path(__file__).parents[1]
 PROGRAM = ROOT / "tests" / "train" / "small.py"
 ROLLOUTS = rollout_file_name()
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
-DEADLINE = 900.0  # seconds after which a process that was to die or to end is stuck
+# Seconds after which a process that should have ended counts as stuck.
+DEADLINE = 900.0
 Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Killing:
-    """Kill a small run at random moments and compare what it comes to with an undisturbed one."""
+    """Kill a small run at random moments and compare it with an undisturbed one."""
 
     times: int = 100
+    """Number of kills."""
     seed: int = 0
+    """Seed of the random moments and signals."""
     folder: str = ""
-    """Where the runs stay; a temporary folder if empty."""
+    """Folder for the runs; a temporary one if empty."""
 
     def __post_init__(self):
         require_local("folder", self.folder)
@@ -54,23 +62,28 @@ class Killing:
 
 @dataclasses.dataclass
 class Tally:
-    """What happened so far."""
+    """Counts of what has happened so far."""
 
     kills: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """By moment and signal."""
     ends: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """By exit code."""
     phases: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """By the phase of the last recorded step."""
     runs: int = 0
     unfinished_saves: int = 0
+    """Kills that interrupted a save."""
     read_again: int = 0
-    """Steps whose episodes were found on disk."""
+    """Steps whose episodes were read from disk instead of played again."""
 
 
-# What makes a start and a step short: dying is the point, and a smaller run dies as well.
+# Settings that make starts and steps short.
 SHORT = """
 --log.no-tensorboard --checkpoints.keep 3 --align.save-every 2
 --sft.rows 1 --rl.prompts 1 --rl.grpo.group-size 2
 --protocol.turn-tokens 40 --protocol.summary-tokens 8 --engine.slots 4
---evaluation.questions 1 --evaluation.samples 1 --evaluation.dispatch parallel --evaluation.temperatures 0.7
+--evaluation.questions 1 --evaluation.samples 1 --evaluation.dispatch parallel
+--evaluation.temperatures 0.7
 """.split()
 
 
@@ -104,7 +117,7 @@ def wait(
     done: Callable[[], bool] = lambda: False,
     deadline: float = DEADLINE,
 ) -> None:
-    """Until the process has ended or it is `done`."""
+    """Waits until the process ends or `done` returns True."""
     end = time.monotonic() + deadline
     while process.poll() is None and not done():
         if time.monotonic() > end:
@@ -119,7 +132,10 @@ def wait(
 def moments(
     folder: pathlib.Path, rng: np.random.Generator
 ) -> dict[str, tuple[Callable[[], bool], float]]:
-    """By name: what is waited for from now on, and the seconds that then pass."""
+    """Moments to kill a run at, by name.
+
+    Each is a condition to wait for, from now on, and the seconds to wait after it.
+    """
     files = {name: _stamp(folder / name) for name in ("metrics.jsonl", ROLLOUTS)}
     clock = time.monotonic() + rng.uniform(0, 25)
     return {
@@ -143,7 +159,7 @@ def _stamp(file: pathlib.Path) -> int:
     return file.stat().st_mtime_ns if file.exists() else 0
 
 
-# --- what has to hold ---
+# --- checks ---
 
 
 def rows_of(folder: pathlib.Path) -> list[Row]:
@@ -151,19 +167,17 @@ def rows_of(folder: pathlib.Path) -> list[Row]:
 
 
 def without_clock(rows: list[Row]) -> list[Row]:
-    """Without what a clock says, and what was compiled meanwhile."""
-    return [
-        {
-            k: v
-            for k, v in row.items()
-            if k not in ("wall", "recompilations") and not k.startswith(("time/", "speed/"))
-        }
-        for row in rows
-    ]
+    """The rows without times, and without compilations, which depend on restarts."""
+
+    def kept(name: str) -> bool:
+        measured = name in ("wall", "recompilations") or name.startswith(("time/", "speed/"))
+        return not measured
+
+    return [{name: row[name] for name in row if kept(name)} for row in rows]
 
 
 def checkpoints_of(folder: pathlib.Path) -> Iterator[tuple[str, int, dict[str, bytes]]]:
-    """Every checkpoint: phase, step and all of its leaves."""
+    """Reads every checkpoint: (phase, step, bytes of each leaf by name)."""
     for phase in PHASES:
         if not (folder / "checkpoints" / phase).exists():
             continue
@@ -177,116 +191,148 @@ def checkpoints_of(folder: pathlib.Path) -> Iterator[tuple[str, int, dict[str, b
 
 
 def _leaf(text: str) -> jax.ShapeDtypeStruct:
-    """What "float32[2,3]" describes."""
+    """The abstract array that "float32[2,3]" describes."""
     found = re.fullmatch(r"(\w+)\[([\d,]*)\]", text)
     assert found, text
     shape = tuple(int(size) for size in found[2].split(",") if size)
-    return jax.ShapeDtypeStruct(
-        shape, found[1], sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    )
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(shape, found[1], sharding=place)
 
 
 def saved_rows(rows: list[Row], newest: dict[str, int]) -> list[Row]:
-    """The rows that a checkpoint covers: no later process may write them again, not even the same."""
+    """The rows up to the newest checkpoints. No later process may write them again."""
     return [row for row in rows if row["step"] <= newest.get(row["phase"], 0)]
 
 
 def check_state(
     folder: pathlib.Path, whole: list[Row], states: dict[tuple[str, int], dict[str, bytes]]
 ) -> dict[str, int]:
-    """After a death. Returns the newest checkpoint of each phase."""
-    rows, newest = rows_of(folder), dict[str, int]()
+    """Checks a run's files after a process has died.
+
+    Args:
+        folder: the run.
+        whole: metrics of the undisturbed run.
+        states: leaves of each checkpoint by (phase, step), of the undisturbed run and of those
+            checked before. Checkpoints of new steps are added.
+
+    Returns:
+        The newest checkpoint's step of each phase.
+    """
+    rows = rows_of(folder)
+    newest: dict[str, int] = {}
     assert without_clock(rows) == without_clock(whole)[: len(rows)], (
-        "metrics.jsonl differs from the beginning of an undisturbed run's"
+        "metrics.jsonl differs from the beginning of the undisturbed run's"
     )
     for phase, step, leaves in checkpoints_of(folder):
         newest[phase] = max(step, newest.get(phase, 0))
-        assert states.setdefault((phase, step), leaves) == leaves, (
-            f"{phase} {step} holds another state than it should"
-        )
+        expected = states.setdefault((phase, step), leaves)
+        assert expected == leaves, f"the state of {phase} {step} differs"
     for phase, step in newest.items():
-        assert sum(row["phase"] == phase for row in rows) >= step, (
-            f"{phase}: the checkpoint of {step} is ahead of metrics.jsonl"
-        )
+        recorded = sum(row["phase"] == phase for row in rows)
+        assert recorded >= step, f"{phase}: checkpoint {step} is ahead of metrics.jsonl"
     return newest
 
 
 def check_end(folder: pathlib.Path, undisturbed: pathlib.Path) -> None:
+    """Checks that a finished run equals the undisturbed one."""
     results = [json.loads((place / "result.json").read_text()) for place in (folder, undisturbed)]
     for result in results:
         del result["seconds"], result["recompilations_after_warmup"]
-    assert results[0] == results[1], "another result"
-    assert without_clock(rows_of(folder)) == without_clock(rows_of(undisturbed)), "other metrics"
+    assert results[0] == results[1], "result.json differs"
+    assert without_clock(rows_of(folder)) == without_clock(rows_of(undisturbed)), (
+        "metrics.jsonl differs"
+    )
     for name in ("model/model.safetensors", "episodes.jsonl"):
-        assert (folder / name).read_bytes() == (undisturbed / name).read_bytes(), f"another {name}"
+        same = (folder / name).read_bytes() == (undisturbed / name).read_bytes()
+        assert same, f"{name} differs"
     assert not (folder / ROLLOUTS).exists()
 
 
-# --- the course ---
+# --- killing ---
+
+# Exit codes by signal. The negative ones of SIGINT and SIGTERM: the run did not listen yet.
+EXIT_CODES = {signal.SIGKILL: (-9,), signal.SIGINT: (130, -2), signal.SIGTERM: (143, -15)}
 
 
 def kill_once(
     folder: pathlib.Path, compiled: pathlib.Path, rng: np.random.Generator, tally: Tally
 ) -> bool:
-    """One process from start to death; True where it came to the run's end before."""
-    number, before = SIGNALS[rng.integers(len(SIGNALS))], len(rows_of(folder))
-    found = moments(folder, rng)
-    name = sorted(found)[rng.integers(len(found))]
+    """Starts a process of the run and kills it; True if the run ended before the kill."""
+    number = SIGNALS[rng.integers(len(SIGNALS))]
+    steps_before = len(rows_of(folder))
+    possible = moments(folder, rng)
+    name = sorted(possible)[rng.integers(len(possible))]
+    reached, delay = possible[name]
     process = start(folder, compiled)
     try:
-        wait(process, name, found[name][0])
+        wait(process, name, reached)
         if process.poll() is None:
-            time.sleep(found[name][1])
+            time.sleep(delay)
             process.send_signal(number)
             wait(process, f"{name}, after {number.name}")
     finally:
         process.kill()
-    code, rows = process.wait(), rows_of(folder)
-    tally.read_again += sum(row.get("time/rollout", 1.0) < 0.05 for row in rows[before:])
+    code = process.wait()
+    rows = rows_of(folder)
+    # A rollout that takes no time was read from disk.
+    tally.read_again += sum(row.get("time/rollout", 1.0) < 0.05 for row in rows[steps_before:])
     if code == 0:
         return True
-    expected = {signal.SIGKILL: (-9,), signal.SIGINT: (130, -2), signal.SIGTERM: (143, -15)}[
-        number
-    ]  # -2, -15: before it listens
-    assert code in expected, (
+    assert code in EXIT_CODES[number], (
         f"{name}, {number.name}: it ended with {code}; see {folder.with_suffix('.log')}"
     )
     tally.kills[f"{name}, {number.name}"] += 1
     tally.ends[str(code)] += 1
     tally.phases[rows[-1]["phase"] if rows else "before"] += 1
     tally.unfinished_saves += any((folder / "checkpoints").glob("*/*.orbax-checkpoint-tmp*"))
-    if code in (130, 143) and len(rows) > before:
+    stopped_cleanly = code in (130, 143)
+    if stopped_cleanly and len(rows) > steps_before:
         last = rows[-1]
-        assert (folder / "checkpoints" / last["phase"] / str(last["step"])).exists(), (
-            "a clean stop has not saved its last step"
-        )
+        saved = folder / "checkpoints" / last["phase"] / str(last["step"])
+        assert saved.exists(), "a clean stop has not saved its last step"
     return False
 
 
 def kill_again_and_again(
     times: int, seed: int, folder: pathlib.Path, compiled: pathlib.Path
 ) -> Tally:
-    """AssertionError where something does not hold; says how it goes on stderr. `compiled` is a folder for programs."""
-    undisturbed, rng, tally = folder / "undisturbed", np.random.default_rng(seed), Tally()
+    """Kills runs until `times` kills have happened; prints its progress on stderr.
+
+    Args:
+        times: number of kills.
+        seed: of the random moments and signals.
+        folder: for the runs.
+        compiled: for compiled programs.
+
+    Raises:
+        AssertionError: a check failed.
+    """
+    undisturbed = folder / "undisturbed"
+    rng = np.random.default_rng(seed)
+    tally = Tally()
     first = start(undisturbed, compiled)
-    wait(first, "the undisturbed run", deadline=5 * DEADLINE)  # it compiles
+    # It compiles everything, so it takes longer.
+    wait(first, "the undisturbed run", deadline=5 * DEADLINE)
     assert first.wait() == 0, f"the undisturbed run failed: see {undisturbed.with_suffix('.log')}"
     whole = rows_of(undisturbed)
     states = {(phase, step): leaves for phase, step, leaves in checkpoints_of(undisturbed)}
     while tally.kills.total() < times:
-        run, kept = folder / f"run-{tally.runs:02d}", list[Row]()
-        over = False
-        while not over:
-            over = (
-                kill_once(run, compiled, rng, tally)
-                if tally.kills.total() < times
-                else _finish(run, compiled)
-            )
+        run = folder / f"run-{tally.runs:02d}"
+        saved: list[Row] = []
+        ended = False
+        while not ended:
+            if tally.kills.total() < times:
+                ended = kill_once(run, compiled, rng, tally)
+            else:
+                finish(run, compiled)
+                ended = True
             newest = check_state(run, whole, states)
-            assert rows_of(run)[: len(kept)] == kept, "a step that was saved has been written again"
-            kept = saved_rows(rows_of(run), newest)
+            # Compared with their times: a step that ran again would have others.
+            assert rows_of(run)[: len(saved)] == saved, "a saved step was written again"
+            saved = saved_rows(rows_of(run), newest)
             print(
-                f"{tally.kills.total()}/{times} kills, run {tally.runs}, newest checkpoints {newest}",
+                f"{tally.kills.total()}/{times} kills, run {tally.runs}, "
+                f"newest checkpoints {newest}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -296,11 +342,11 @@ def kill_again_and_again(
     return tally
 
 
-def _finish(folder: pathlib.Path, compiled: pathlib.Path) -> bool:
+def finish(folder: pathlib.Path, compiled: pathlib.Path) -> None:
+    """Runs to the end without a kill."""
     process = start(folder, compiled)
     wait(process, "the end")
     assert process.wait() == 0, f"it failed; see {folder.with_suffix('.log')}"
-    return True
 
 
 def main() -> None:
@@ -312,15 +358,15 @@ def main() -> None:
         tally = kill_again_and_again(asked.times, asked.seed, folder, folder / "compiled")
     minutes = (time.monotonic() - begin) / 60
     print(
-        f"{tally.kills.total()} kills, {tally.runs} runs, each equal to the undisturbed one; {minutes:.1f} min"
+        f"{tally.kills.total()} kills, {tally.runs} runs, each equal to the undisturbed one; "
+        f"{minutes:.1f} min"
     )
     for name in ("kills", "ends", "phases"):
-        print(
-            f"{name}: "
-            + "; ".join(f"{what} {count}" for what, count in sorted(getattr(tally, name).items()))
-        )
+        counts = sorted(getattr(tally, name).items())
+        print(f"{name}: " + "; ".join(f"{what} {count}" for what, count in counts))
     print(
-        f"saves cut off: {tally.unfinished_saves}; steps whose episodes were found on disk: {tally.read_again}"
+        f"interrupted saves: {tally.unfinished_saves}; "
+        f"steps whose episodes were read from disk: {tally.read_again}"
     )
 
 

@@ -409,7 +409,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             'record["identity"], self._identity)',
             "self._identity, self._identity)",
         ),
-        "another_state_read": ('record["leaves"], described\n', "described, described\n"),
+        "another_state_read": ('record["leaves"], described)', "described, described)"),
         "empty_leaves_saved": ("if leaf.size == 0:", "if leaf.size < 0:"),
     },
     ("paravt_jax/data/stored_settings.py", _CHECKPOINT): {

@@ -1,8 +1,11 @@
-"""What devices and processes change of an update, and what they cost: `python -m benchmarks.scaling --json FILE`.
+"""What more devices and processes change in an update: `python -m benchmarks.scaling --json FILE`
 
-SFT and RL updates of the recipes `small` and `paravt_tiny` (over eight videos), from the same weights and data, on 1, 2, 4 and 8 fake
-devices of one process, and on 2 and 8 of two. All devices share the machine's cores, and a step is the same arithmetic on all of
-them: what its processors work more than for one device is overhead, and nothing here is a speed.
+Runs SFT and RL updates of the recipes `small` and `paravt_tiny` (on eight videos) with the same
+weights and data on 1, 2, 4 and 8 fake devices of one process, and on 2 and 8 of two processes. It
+compares losses and weights with those of one device.
+
+It measures overhead, not speed: all fake devices share the machine's cores, so ideally the CPU time
+of a step does not depend on their number.
 """
 
 from __future__ import annotations
@@ -39,27 +42,32 @@ from train.prepare import prepare
 from train.settings import Run
 
 ROOT = pathlib.Path(__file__).parents[1]
+# (number of processes, total numbers of devices to measure with them)
 STARTS = (
     (1, (1, 2, 4, 8)),
     (2, (2,)),
     (2, (8,)),
-)  # processes, and over how many devices in all they are measured
+)
+# File in the shared folder that the first process writes.
 RESULT = "measured"
-BOUND = 1e-3  # of a loss relative to one device's; sums are taken in another order
+# Bound on the difference of losses (relative) and weights; sums are taken in another order.
+BOUND = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """What is measured, and where its figures go."""
+    """Measure what devices and processes change in an update."""
 
     steps: int = 4
-    """Updates of each kind; the first compiles and is not timed."""
+    """Number of updates of each kind; the first one compiles and is not timed."""
     recipes: tuple[str, ...] = ("small", "paravt_tiny")
+    """Names of the recipes."""
     json: pathlib.Path | None = None
+    """File for the figures."""
     devices: tuple[int, ...] = ()
-    """Set by the command itself for the processes that it starts."""
+    """Set only by the command itself, for the processes that it starts."""
     folder: pathlib.Path | None = None
-    """Likewise."""
+    """Set only by the command itself, for the processes that it starts."""
     hosts: cluster.HostSettings = cluster.HostSettings()
 
     def __post_init__(self):
@@ -69,136 +77,174 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class Updates:
-    """A few updates in one case: losses; seconds, and seconds of processors in all processes together, of all but the first; megabytes
-    that a device sends in one; and the last weights."""
+    """A few updates on some devices."""
 
     losses: tuple[float, ...]
     seconds: tuple[float, ...]
-    work: tuple[float, ...]
+    """Wall time of each update but the first."""
+    cpu_seconds: tuple[float, ...]
+    """CPU time of each update but the first, summed over processes."""
     sent: float
+    """Megabytes that a device sends in an update."""
     weights: tuple[np.ndarray, ...]
+    """After the last update."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A case beside one device: the largest relative difference of a loss, the largest difference of a weight, and what a step takes:
-    seconds, seconds of processors, and how many times those of one device."""
+    """A case compared with one device."""
 
     update: str
     devices: int
     processes: int
     loss: float
+    """Largest relative difference of a loss."""
     weights: float
+    """Largest difference of a weight."""
     seconds: float
-    work: float
-    times: float
+    """Median wall time of an update."""
+    cpu_seconds: float
+    """Median CPU time of an update."""
+    cpu_ratio: float
+    """CPU time relative to one device."""
     sent: float
+    """Megabytes that a device sends in an update."""
 
 
 def compare(update: str, found: dict[tuple[int, int], Updates]) -> list[Row]:
-    """Every case of an update beside that of one device and one process, which has to be there."""
+    """Compares every case of an update with the case of one device and one process.
+
+    Args:
+        update: its name.
+        found: results by (devices, processes); (1, 1) must be among them.
+    """
     one = found[1, 1]
-    usual = statistics.median(one.work)
+    one_cpu_seconds = statistics.median(one.cpu_seconds)
     rows = []
     for (devices, processes), case in found.items():
-        loss = max(abs(a - b) / abs(b) for a, b in zip(case.losses, one.losses, strict=True))
-        weights = max(
-            float(np.abs(a - b).max()) for a, b in zip(case.weights, one.weights, strict=True)
+        losses = zip(case.losses, one.losses, strict=True)
+        weights = zip(case.weights, one.weights, strict=True)
+        cpu_seconds = statistics.median(case.cpu_seconds)
+        row = Row(
+            update=update,
+            devices=devices,
+            processes=processes,
+            loss=max(abs(a - b) / abs(b) for a, b in losses),
+            weights=max(float(np.abs(a - b).max()) for a, b in weights),
+            seconds=statistics.median(case.seconds),
+            cpu_seconds=cpu_seconds,
+            cpu_ratio=cpu_seconds / one_cpu_seconds,
+            sent=case.sent,
         )
-        seconds, work = statistics.median(case.seconds), statistics.median(case.work)
-        rows.append(
-            Row(update, devices, processes, loss, weights, seconds, work, work / usual, case.sent)
-        )
+        rows.append(row)
     return rows
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows in Markdown."""
-    head = (
+    """The rows as a Markdown table."""
+    header = (
         "update",
         "devices",
         "processes",
         "loss differs by",
         "a weight by",
-        "s a step",
+        "s per step",
         "CPU s",
         "of one device's",
-        "MB sent a device",
+        "MB sent per device",
     )
-    lines = [
-        (row.update, row.devices, row.processes, f"{row.loss:.1e}", f"{row.weights:.1e}")
-        + (f"{row.seconds:.2f}", f"{row.work:.2f}", f"{row.times:.2f}", f"{row.sent:.1f}")
-        for row in rows
-    ]
-    return "\n".join(
-        "| " + " | ".join(map(str, line)) + " |" for line in (head, ("---",) * len(head), *lines)
-    )
+    lines = [header, ("---",) * len(header)]
+    for row in rows:
+        line = (
+            row.update,
+            str(row.devices),
+            str(row.processes),
+            f"{row.loss:.1e}",
+            f"{row.weights:.1e}",
+            f"{row.seconds:.2f}",
+            f"{row.cpu_seconds:.2f}",
+            f"{row.cpu_ratio:.2f}",
+            f"{row.sent:.1f}",
+        )
+        lines.append(line)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 # --- one case, in a process of its own ---
 
 
 class Timed:
-    """A program that takes notes: seconds and losses of every call, and what it was called with."""
+    """Wraps an update's program and records time, loss and argument shapes of every call."""
 
     def __init__(self, program: MeshProgram):
         self._program = program
         self.losses: list[float] = []
         self.seconds: list[float] = []
-        self.work: list[float] = []
+        self.cpu_seconds: list[float] = []
 
     def __call__(self, *arguments: Any) -> Any:
-        self.last = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            jax.block_until_ready(arguments),
+        jax.block_until_ready(arguments)
+        # Keep shapes only: the program donates its arguments.
+        self.shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arguments
         )
-        start, worked = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
+        cpu_start = time.process_time()
         state, figures = jax.block_until_ready(self._program(*arguments))
         self.seconds.append(time.perf_counter() - start)
-        self.work.append(time.process_time() - worked)
+        self.cpu_seconds.append(time.process_time() - cpu_start)
         self.losses.append(float(figures["loss"]))
         return state, figures
 
-    def notes(self, state: Any) -> Updates:
+    def updates(self, state: Any) -> Updates:
+        """What was recorded, with the weights of `state`. All processes call it together."""
         mesh = self._program.mesh
         assert mesh is not None
-        whole = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(mesh, jax.P()))(state.weights)
-        sent = bytes_sent(
-            find_collectives(self._program.lower(*self.last).compile().as_text(), mesh.size)
-        )
-        weights = tuple(np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(whole))
-        work = tuple(sum(each) for each in zip(*hosts.gather(self.work[1:]), strict=True))
+        compiled = self._program.lower(*self.shapes).compile()
+        sent = bytes_sent(find_collectives(compiled.as_text(), mesh.size))
+        # An array over several processes cannot be read; replicated, each process has all of it.
+        replicated = jax.NamedSharding(mesh, jax.P())
+        weights = jax.jit(lambda x: x, out_shardings=replicated)(state.weights)
+        per_process = hosts.gather(self.cpu_seconds[1:])
         return Updates(
-            tuple(self.losses), tuple(self.seconds[1:]), work, sum(sent.values()) / 1e6, weights
+            losses=tuple(self.losses),
+            seconds=tuple(self.seconds[1:]),
+            cpu_seconds=tuple(sum(each) for each in zip(*per_process, strict=True)),
+            sent=sum(sent.values()) / 1e6,
+            weights=tuple(np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(weights)),
         )
 
 
 def sft_updates(road: Road, devices: int, steps: int) -> Updates:
-    settings, data = road.run.sft, road.data
+    settings = road.run.sft
     assert settings is not None
+    environment = road.environment
     mesh = make_mesh(1, devices, 1)
     batches = SFTBatches(
-        settings, data, None, 0, road.environment.protocol, road.environment.features, mesh
+        settings, road.data, None, 0, environment.protocol, environment.features, mesh
     )
     state, update = batches.start(road.graph, road.fresh(fsdp=devices))
-    timed, (batch, _, _) = Timed(update), next(batches)
+    timed = Timed(update)
+    batch, _, _ = next(batches)
     for _ in range(steps):
         state, _ = timed(state, batch)
-    return timed.notes(state)
+    return timed.updates(state)
 
 
 def rl_updates(road: Road, devices: int, steps: int) -> Updates:
-    assert road.run.rl is not None
+    settings = road.run.rl
+    assert settings is not None
     learner = Learner(
-        road.graph, road.fresh(fsdp=devices), road.model.config, road.run.rl, road.run.rl_shapes
+        road.graph, road.fresh(fsdp=devices), road.model.config, settings, road.run.rl_shapes
     )
-    timed, state, sampler = Timed(learner._update), learner.start, cast(Any, Script(road))
+    timed = Timed(learner._update)
     learner._update = cast(Any, timed)
+    sampler = cast(Any, Script(road))
+    state = learner.start
+    questions = road.data.questions[: settings.prompts]
     for _ in range(steps):
-        state, _ = learner.step(
-            state, sampler, road.environment, road.data.questions[: road.run.rl.prompts], seed=0
-        )
-    return timed.notes(state)
+        state, _ = learner.step(state, sampler, road.environment, questions, seed=0)
+    return timed.updates(state)
 
 
 def recipe(name: str) -> Run:
@@ -207,7 +253,7 @@ def recipe(name: str) -> Run:
 
 
 def measure(asked: Scaling, folder: pathlib.Path) -> None:
-    """The updates on some devices, as the first process writes them down."""
+    """Measures the updates in this process; the first process writes the results."""
     cluster.connect(asked.hosts)
     found = []
     for name in asked.recipes:
@@ -215,13 +261,8 @@ def measure(asked: Scaling, folder: pathlib.Path) -> None:
             road = lay_road(recipe(name), prepare(recipe(name), folder / name))
         for kind, updates in (("SFT", sft_updates), ("RL", rl_updates)):
             for devices in asked.devices:
-                found.append(
-                    (
-                        f"{name}, {kind}",
-                        devices,
-                        dataclasses.asdict(updates(road, devices, asked.steps)),
-                    )
-                )
+                result = updates(road, devices, asked.steps)
+                found.append((f"{name}, {kind}", devices, dataclasses.asdict(result)))
     if hosts.is_first():
         (folder / RESULT).write_bytes(pickle.dumps(found))
 
@@ -232,90 +273,85 @@ def measure(asked: Scaling, folder: pathlib.Path) -> None:
 def start(
     asked: Scaling, folder: pathlib.Path, processes: int, devices: tuple[int, ...]
 ) -> list[tuple[str, int, Updates]]:
-    """What processes of their own measure. Raises RuntimeError with the end of what they said where one fails."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.scaling",
-        "--folder",
-        str(folder),
-        "--steps",
-        str(asked.steps),
-    ]
+    """Measures in new processes, which share `folder`.
+
+    Args:
+        asked: the command's settings.
+        folder: for data, compiled programs and logs.
+        processes: number of processes.
+        devices: total numbers of devices to measure.
+
+    Returns:
+        (update, devices, result) of each case.
+
+    Raises:
+        RuntimeError: a process failed; the message has the end of its log.
+    """
+    command = [sys.executable, "-m", "benchmarks.scaling"]
+    command += ["--folder", str(folder), "--steps", str(asked.steps)]
     command += ["--recipes", *asked.recipes, "--devices", *map(str, devices)]
     if processes > 1:
-        command += [
-            "--hosts.coordinator",
-            f"localhost:{free_port()}",
-            "--hosts.count",
-            str(processes),
-        ]
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={max(devices) // processes}"
+        coordinator = f"localhost:{free_port()}"
+        command += ["--hosts.coordinator", coordinator, "--hosts.count", str(processes)]
+    fake_devices = f"--xla_force_host_platform_device_count={max(devices) // processes}"
     environment = {
         **os.environ,
-        **cache,
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PLATFORMS": "cpu",
         "HF_HUB_OFFLINE": "1",
-        "XLA_FLAGS": flags,
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {fake_devices}",
         "PYTHONPATH": str(ROOT),
     }
     logs = [(folder / f"{n}.log").open("w+") for n in range(processes)]
-    started = [
-        subprocess.Popen(
-            [*command, *([] if processes == 1 else ["--hosts.index", str(n)])],
-            env=environment,
-            cwd=ROOT,
-            stdout=log,
-            stderr=log,
-        )
-        for n, log in enumerate(logs)
-    ]
+    started = []
     try:
+        for n, log in enumerate(logs):
+            index = ["--hosts.index", str(n)] if processes > 1 else []
+            process = subprocess.Popen(
+                [*command, *index], env=environment, cwd=ROOT, stdout=log, stderr=log
+            )
+            started.append(process)
         for process, log in zip(started, logs, strict=True):
-            if code := process.wait():
+            code = process.wait()
+            if code:
                 log.seek(0)
                 raise RuntimeError(
-                    f"devices {devices} of {processes} processes: one ended with {code}\n{log.read()[-3000:]}"
+                    f"devices {devices} of {processes} processes: one ended with {code}\n"
+                    f"{log.read()[-3000:]}"
                 )
     finally:
         for process in started:
             process.kill()
-    return [
-        (update, n, Updates(**found))
-        for update, n, found in pickle.loads((folder / RESULT).read_bytes())
-    ]
+    found = pickle.loads((folder / RESULT).read_bytes())
+    return [(update, count, Updates(**fields)) for update, count, fields in found]
 
 
 def main() -> int:
+    """Prints the table; 1 if a loss or weight differs by more than `BOUND`."""
     asked = tyro.cli(Scaling, prog="python -m benchmarks.scaling")
     if asked.folder is not None:
         measure(asked, asked.folder)
         return 0
+    # By update, then by (devices, processes).
     found: dict[str, dict[tuple[int, int], Updates]] = {}
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as folder:
         for processes, devices in STARTS:
-            for update, n, updates in start(asked, pathlib.Path(name), processes, devices):
-                found.setdefault(update, {})[n, processes] = updates
+            for update, count, result in start(asked, pathlib.Path(folder), processes, devices):
+                found.setdefault(update, {})[count, processes] = result
             print(
                 f"measured: devices {devices} of {processes} processes", file=sys.stderr, flush=True
             )
     rows = [row for update, cases in found.items() for row in compare(update, cases)]
     print(table(rows))
     if asked.json is not None:
-        asked.json.write_text(
-            json.dumps(
-                {"steps": asked.steps, "rows": [dataclasses.asdict(row) for row in rows]}, indent=1
-            )
-        )
+        figures = {"steps": asked.steps, "rows": [dataclasses.asdict(row) for row in rows]}
+        asked.json.write_text(json.dumps(figures, indent=1))
     far = [row for row in rows if max(row.loss, row.weights) > BOUND]
     for row in far:
-        where = f"{row.update} on {row.devices} devices of {row.processes} processes"
         print(
-            f"{where}: the loss differs by {row.loss:.1e}, a weight by {row.weights:.1e}",
+            f"{row.update} on {row.devices} devices of {row.processes} processes: the loss differs "
+            f"by {row.loss:.1e}, a weight by {row.weights:.1e}",
             file=sys.stderr,
         )
     return 1 if far else 0

@@ -1,4 +1,7 @@
-"""What each of two processes does in test_hosts.py: `python tests/train/hosts_program.py TASK FOLDER --hosts.coordinator ...`."""
+"""The tasks of the two processes in test_hosts.py and test_processes.py.
+
+`python tests/train/hosts_program.py TASK FOLDER --hosts.coordinator ...`
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from train.plan.collectives import bytes_sent, find_collectives
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The task of this process, and a folder that all of them see."""
+    """The task of this process, and a folder that all of them share."""
 
     task: tyro.conf.Positional[str]
     folder: tyro.conf.Positional[pathlib.Path]
@@ -50,7 +53,8 @@ def talk(folder: pathlib.Path, index: int) -> dict:
             os.kill(os.getpid(), signal.SIGTERM)
         agreed = [interrupts.agree(), interrupts.asked()]
     cluster.require_shared(folder)
-    alone = folder / str(index)  # where both made one, as if each had a disk of its own
+    # Folders of different names, as if each process had its own disk.
+    alone = folder / str(index)
     alone.mkdir()
     try:
         cluster.require_shared(alone)
@@ -78,33 +82,33 @@ def talk(folder: pathlib.Path, index: int) -> dict:
 
 
 def hand_over(folder: pathlib.Path, index: int) -> dict:
-    """Weights on meshes over all devices, and what this process's sampler gets of them."""
+    """Syncs weights from meshes over all devices to this process's sampler, and counts traffic."""
     config = tiny(464)
     graph, weights = nnx.split(Qwen3VL(config, rngs=nnx.Rngs(0)).text)
     ours = {device.id for device in jax.local_devices()}
     for sizes in ((1, 8, 1), (2, 2, 2)):
-        placed = jax.device_put(
-            jax.tree.map(np.asarray, weights), param_shardings(weights, make_mesh(*sizes))
-        )
+        shardings = param_shardings(weights, make_mesh(*sizes))
+        placed = jax.device_put(jax.tree.map(np.asarray, weights), shardings)
         sync = WeightSync(placed, np.float32)
         taken = sync(placed)
-        sent = bytes_sent(find_collectives(sync._sync.lower(placed).compile().as_text(), 8))  # pyright: ignore[reportFunctionMemberAccess]
-        # A device has an eighth and wants a half; XLA alone gathers seven eighths (`train.learn.weight_sync._halfway`).
+        program = sync._sync.lower(placed).compile()  # pyright: ignore[reportFunctionMemberAccess]
+        sent = bytes_sent(find_collectives(program.as_text(), 8))
+        # A device has an eighth of the weights and needs half of them. Left alone, XLA gathers
+        # seven eighths (`train.learn.weight_sync._halfway`).
         assert sum(sent.values()) < 0.6 * sum(x.nbytes for x in jax.tree.leaves(weights)), sent
         for mine, given in zip(jax.tree.leaves(taken), jax.tree.leaves(weights), strict=True):
-            assert {device.id for device in mine.sharding.device_set} <= ours and len(
-                mine.sharding.device_set
-            ) == 2
+            devices = {device.id for device in mine.sharding.device_set}
+            assert devices <= ours
+            assert len(devices) == 2
             assert (np.asarray(mine) == np.asarray(given)).all()
-        assert (
-            taken["layers"]["q"].get_value().addressable_shards[0].data.shape[2]
-            == config.text.num_attention_heads // 2
-        )
+        shard = taken["layers"]["q"].get_value().addressable_shards[0].data
+        assert shard.shape[2] == config.text.num_attention_heads // 2
     return {"devices": len(ours)}
 
 
 def learn(folder: pathlib.Path, index: int) -> dict:
-    import small  # with all of a run; the other tasks start sooner without it
+    # Imports all of a run; without it the other tasks start sooner.
+    import small
 
     with hosts.one_after_another():
         road = small.build_road(folder)

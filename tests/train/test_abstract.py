@@ -1,4 +1,4 @@
-"""A recipe's programs with shapes for arrays: they lie as a run's would, and the compiler for TPU takes them."""
+"""A recipe's programs with abstract arguments: equal to a run's, and they compile for TPU."""
 
 from __future__ import annotations
 
@@ -13,33 +13,37 @@ from train.plan.abstract import abstract_sft_update
 
 
 def test_a_recipe_without_the_phase_is_refused():
-    with pytest.raises(ValueError, match="paravt_8b.sft: None; give a recipe with this phase"):
+    with pytest.raises(ValueError, match="paravt_8b.sft: None"):
         abstract_sft_update(RECIPES["paravt_8b"](), make_mesh())
 
 
-def test_arguments_are_what_a_run_gives(road):
-    """Shapes, types and places of the small recipe's cold start: a batch and a state that were really made."""
-    settings, mesh = road.run.sft, make_mesh()
+def test_arguments_equal_those_of_a_run(road):
+    """Shapes, types and shardings of a real batch and state of the small recipe's cold start."""
+    mesh = make_mesh()
+    environment = road.environment
     batches = SFTBatches(
-        settings, road.data, None, 0, road.environment.protocol, road.environment.features, mesh
+        road.run.sft, road.data, None, 0, environment.protocol, environment.features, mesh
     )
     state, _ = batches.start(road.graph, road.fresh())
     batch, _, _ = next(batches)
-    abstract = abstract_sft_update(road.run, mesh, road.model.config).arguments
-    for real, shape in zip(jax.tree.leaves((state, batch)), jax.tree.leaves(abstract), strict=True):
-        assert (real.shape, real.dtype) == (shape.shape, shape.dtype)
-    for real, shape in zip(
-        jax.tree.leaves((state, batch.packed)),
-        jax.tree.leaves((abstract[0], abstract[1].packed)),
-        strict=True,
-    ):
-        assert real.sharding == shape.sharding
+    arguments = abstract_sft_update(road.run, mesh, road.model.config).arguments
+    leaves = zip(jax.tree.leaves((state, batch)), jax.tree.leaves(arguments), strict=True)
+    for real, abstract in leaves:
+        assert (real.shape, real.dtype) == (abstract.shape, abstract.dtype)
+    abstract_state, abstract_batch = arguments
+    real_placed = jax.tree.leaves((state, batch.packed))
+    abstract_placed = jax.tree.leaves((abstract_state, abstract_batch.packed))
+    for real, abstract in zip(real_placed, abstract_placed, strict=True):
+        assert real.sharding == abstract.sharding
 
 
 @pytest.mark.slow
 def test_an_update_compiles_for_tpu():
-    """Four layers on eight chips, prompts in four pieces each: attention is the kernel's, forward and back, no scores are whole, and
-    layers' inputs wait in the host's memory."""
+    """Four layers on eight chips, each prompt in four pieces.
+
+    Attention runs in kernels, forward and backward, without whole score matrices. The inputs of
+    layers are offloaded to the host.
+    """
     pytest.importorskip("libtpu", reason="the TPU's compiler: pip install -e '.[tpu]'")
     printed = run(
         """
@@ -55,17 +59,24 @@ def test_an_update_compiles_for_tpu():
         sizes = dict(num_hidden_layers=4, vocab_size=4096, hidden_size=1024, intermediate_size=2048)
         sizes |= dict(num_attention_heads=8, num_key_value_heads=4)
         vision = dataclasses.replace(config.vision, out_hidden_size=1024)
-        config = dataclasses.replace(config, vision=vision, text=dataclasses.replace(config.text, **sizes))
+        text = dataclasses.replace(config.text, **sizes)
+        config = dataclasses.replace(config, vision=vision, text=text)
         grpo = dataclasses.replace(run.rl.grpo, group_size=4)
         limits = dataclasses.replace(run.protocol, trajectory_tokens=2048, text_tokens=1756)
-        rl = dataclasses.replace(run.rl, prompts=3, grpo=grpo, microbatches=2, frame_budgets=(4,), remat="offload")
+        changes = dict(prompts=3, microbatches=2, frame_budgets=(4,), remat="offload")
+        rl = dataclasses.replace(run.rl, grpo=grpo, **changes)
         run = dataclasses.replace(run, protocol=limits, rl=rl)
         program, arguments = abstract_rl_update(run, make_mesh(2, 4, 1, devices=devices), config)
         compiled = program.lower(*arguments).compile()
-        memory, text = compiled.memory_analysis(), compiled.as_text()
-        kernels, temporary, host = text.count("tpu_custom_call"), memory.temp_size_in_bytes, memory.host_temp_size_in_bytes
+        memory = compiled.memory_analysis()
+        hlo = compiled.as_text()
+        kernels = hlo.count("tpu_custom_call")
+        temporary = memory.temp_size_in_bytes
+        host = memory.host_temp_size_in_bytes
         print(kernels, "kernels", temporary / 2**20, "MiB, of the host", host / 2**20)
-        assert kernels >= 6 and "all-to-all" in text and host > 0
+        assert kernels >= 6
+        assert "all-to-all" in hlo
+        assert host > 0
         # Scores of one row: [heads, suffix, suffix + prompt] in float32 would be 256 MiB.
         assert temporary < 4 * 8 * 2048 * 4048, temporary
         assert memory.alias_size_in_bytes > 0.9 * memory.output_size_in_bytes

@@ -1,4 +1,4 @@
-"""Checkpoints: bit for bit, whole or not at all, and clear about what is wrong."""
+"""Checkpoints: exact, complete or absent, with clear errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def state_of(seed: int) -> dict:
-    """A state with every kind of leaf and node that a run has."""
+    """A state with every kind of leaf and node that occurs in a run."""
     key = jax.random.key(seed)
     params = {
         "a.b": jax.random.normal(key, (4, 3)),
@@ -42,19 +42,18 @@ def state_of(seed: int) -> dict:
 
 
 def bits(tree: object) -> list[tuple[str, bytes]]:
+    """Type and bytes of every leaf."""
+
     def raw(leaf: jax.Array) -> np.ndarray:
-        return np.asarray(
-            jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        )
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
     return [(str(leaf.dtype), raw(leaf).tobytes()) for leaf in jax.tree.leaves(tree)]
 
 
-def test_what_comes_back_is_equal_bit_for_bit(tmp_path: pathlib.Path) -> None:
-    state, meta = (
-        state_of(1),
-        {"cursor": {"epoch": 2, "index": [3, 4]}, "phase": "rl", "seed": 2**70, "loss": 0.1},
-    )
+def test_a_restored_state_is_equal_bit_for_bit(tmp_path: pathlib.Path) -> None:
+    state = state_of(1)
+    meta = {"cursor": {"epoch": 2, "index": [3, 4]}, "phase": "rl", "seed": 2**70, "loss": 0.1}
     Checkpoints(tmp_path).save(7, state, meta)
     back, back_meta, step = Checkpoints(tmp_path).restore(state_of(2))
     assert (step, back_meta) == (7, meta)
@@ -64,7 +63,7 @@ def test_what_comes_back_is_equal_bit_for_bit(tmp_path: pathlib.Path) -> None:
     assert (jax.random.normal(back["key"], (3,)) == jax.random.normal(state["key"], (3,))).all()
 
 
-def test_an_abstract_template_is_enough_and_says_where_the_arrays_go(
+def test_an_abstract_template_places_the_arrays(
     tmp_path: pathlib.Path,
 ) -> None:
     state = {"w": jnp.arange(8.0), "key": jax.random.key(3)}
@@ -78,7 +77,7 @@ def test_an_abstract_template_is_enough_and_says_where_the_arrays_go(
     assert back["w"].sharding == placed
 
 
-def test_only_the_newest_stay(tmp_path: pathlib.Path) -> None:
+def test_only_the_newest_are_kept(tmp_path: pathlib.Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     assert checkpoints.latest() is None
     for step in (1, 5, 9):
@@ -88,7 +87,7 @@ def test_only_the_newest_stay(tmp_path: pathlib.Path) -> None:
     assert checkpoints.meta() == {"step": 9}
 
 
-def test_saving_in_the_background_keeps_what_was_there_when_save_was_called(
+def test_saving_in_the_background_writes_the_state_at_the_time_of_the_call(
     tmp_path: pathlib.Path,
 ) -> None:
     checkpoints = Checkpoints(tmp_path, asynchronous=True)
@@ -96,19 +95,18 @@ def test_saving_in_the_background_keeps_what_was_there_when_save_was_called(
     checkpoints.save(1, {"host": host.copy(), "w": jnp.arange(1000)}, {"n": 1})
     checkpoints.close()
     back, meta, step = Checkpoints(tmp_path).restore({"host": host, "w": jnp.zeros(1000, int)})
-    assert (
-        (back["host"] == host).all()
-        and (back["w"] == jnp.arange(1000)).all()
-        and (meta, step) == ({"n": 1}, 1)
-    )
+    assert (back["host"] == host).all()
+    assert (back["w"] == jnp.arange(1000)).all()
+    assert (meta, step) == ({"n": 1}, 1)
 
 
-def test_an_update_that_takes_the_state_away_does_not_touch_what_is_being_saved(
+def test_an_update_that_donates_the_state_does_not_change_what_is_being_saved(
     tmp_path: pathlib.Path,
 ) -> None:
-    """In the background the arrays are still being written when the next step is given their memory."""
+    """The arrays are still being written when the next step reuses their memory."""
     update = jax.jit(lambda w: w * 0 - 1, donate_argnums=0)
-    checkpoints, w = Checkpoints(tmp_path, keep=9, asynchronous=True), jnp.arange(2_000_000.0)
+    checkpoints = Checkpoints(tmp_path, keep=9, asynchronous=True)
+    w = jnp.arange(2_000_000.0)
     jax.block_until_ready(w)
     for step in (1, 2, 3):
         checkpoints.save(step, {"w": w}, {})
@@ -116,12 +114,11 @@ def test_an_update_that_takes_the_state_away_does_not_touch_what_is_being_saved(
         w = jnp.arange(2_000_000.0) * (step + 1)
     checkpoints.close()
     for step in (1, 2, 3):
-        assert (
-            Checkpoints(tmp_path).restore({"w": w}, step)[0]["w"] == jnp.arange(2_000_000.0) * step
-        ).all()
+        back, _, _ = Checkpoints(tmp_path).restore({"w": w}, step)
+        assert (back["w"] == jnp.arange(2_000_000.0) * step).all()
 
 
-def test_the_best_stays_too_and_of_equal_ones_the_newest(tmp_path: pathlib.Path) -> None:
+def test_the_best_is_kept_too_and_the_newest_of_equal_ones(tmp_path: pathlib.Path) -> None:
     def save(checkpoints: Checkpoints, step: int, score: float | None) -> list[int]:
         checkpoints.save(step, {"w": jnp.full((2,), step)}, {}, score)
         return checkpoints.steps()
@@ -129,18 +126,18 @@ def test_the_best_stays_too_and_of_equal_ones_the_newest(tmp_path: pathlib.Path)
     first = Checkpoints(tmp_path, keep=1)
     assert first.best() is None
     assert [save(first, 1, 0.5), save(first, 2, 0.7), save(first, 3, None)] == [[1], [2], [2, 3]]
-    again = Checkpoints(tmp_path, keep=1)  # which knows the scores of what is there
+    # A new process reads the scores from disk.
+    again = Checkpoints(tmp_path, keep=1)
     assert [save(again, 4, 0.1), save(again, 5, 0.7), save(again, 6, 0.3)] == [[2, 4], [5], [5, 6]]
-    assert again.best() == 5 and Checkpoints(tmp_path, read_only=True).best() == 5
+    assert again.best() == 5
+    assert Checkpoints(tmp_path, read_only=True).best() == 5
 
 
-def test_another_identity_is_refused_by_the_name_of_what_differs(tmp_path: pathlib.Path) -> None:
-    mine, other = {"model": {"size": "2b"}, "seed": 0}, {"model": {"size": "8b"}, "seed": 0}
+def test_another_identity_is_refused_with_the_fields_that_differ(tmp_path: pathlib.Path) -> None:
+    mine = {"model": {"size": "2b"}, "seed": 0}
+    other = {"model": {"size": "8b"}, "seed": 0}
     Checkpoints(tmp_path, identity=mine).save(1, {"w": jnp.ones(2)}, {})
-    with pytest.raises(
-        CheckpointError,
-        match=r'is another run\'s \(stored -> wanted\):\n  model\.size: "2b" -> "8b"\nUse',
-    ):
+    with pytest.raises(CheckpointError, match=r':\n  model\.size: "2b" -> "8b"\nUse'):
         Checkpoints(tmp_path, identity=other).restore({"w": jnp.ones(2)})
     assert (Checkpoints(tmp_path, identity=mine).restore({"w": jnp.zeros(2)})[0]["w"] == 1).all()
 
@@ -155,21 +152,20 @@ def test_a_part_is_read_without_the_rest(tmp_path: pathlib.Path) -> None:
     for array in (tmp_path / "4" / "state").rglob("*"):
         assert not array.is_symlink()
     reader = Checkpoints(tmp_path, read_only=True)
-    assert (
-        reader.restore_part({"text": state["text"]}, 4)["text"]["w"] == state["text"]["w"]
-    ).all()
+    part = reader.restore_part({"text": state["text"]}, 4)
+    assert (part["text"]["w"] == state["text"]["w"]).all()
     cases = [
         ({"text": {"v": jnp.ones(1)}}, r'text\.v: \(absent\) -> "float32\[1\]"'),
         ({"n": jnp.zeros(3)}, r'n: "int64\[3\]" -> "float32'),
     ]
     for part, words in cases:
-        with pytest.raises(CheckpointError, match=f"has no such part .*\n  {words}"):
+        with pytest.raises(CheckpointError, match=f"\n  {words}"):
             reader.restore_part(part, 4)
-    with pytest.raises(CheckpointError, match="holds no checkpoint 3; there is 4"):
+    with pytest.raises(CheckpointError, match="no checkpoint 3; .* 4"):
         reader.restore({"w": jnp.ones(1)}, 3)
 
 
-def test_a_reader_leaves_what_is_being_written(tmp_path: pathlib.Path) -> None:
+def test_a_reader_leaves_unfinished_saves_alone(tmp_path: pathlib.Path) -> None:
     Checkpoints(tmp_path).save(1, {"w": jnp.ones(2)}, {})
     (tmp_path / "2.orbax-checkpoint-tmp").mkdir()
     assert Checkpoints(tmp_path, read_only=True).steps() == [1]
@@ -192,23 +188,33 @@ abstract = nnx.state(abstract_model(tiny(96)).text)
 def state(seed, *mesh):
     rng = np.random.default_rng(seed)
     weights = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), abstract)
-    return init_state(jax.device_put(weights, param_shardings(abstract, make_mesh(*mesh))), make_optimizer(OptimizerSettings(), 5))
+    placed = jax.device_put(weights, param_shardings(abstract, make_mesh(*mesh)))
+    return init_state(placed, make_optimizer(OptimizerSettings(), 5))
+
+def parts(leaf):
+    return len({str(shard.index) for shard in leaf.addressable_shards})
 
 one, many = (1, 1, 1), (1, 4, 2)
-for number, (there, here) in enumerate(((one, many), (many, one), (many, (2, 2, 2)))):
-    saved, kept = state(1, *there), Checkpoints(f"{sys.argv[1]}/{number}", asynchronous=True)
-    kept.save(1, saved, {})
-    kept.close()
-    back, _, _ = Checkpoints(f"{sys.argv[1]}/{number}").restore(state(2, *here))
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), saved, back)
-    assert {leaf.sharding.mesh.size for leaf in jax.tree.leaves(back)} == {here[0] * here[1] * here[2]}, here
-    spread = max(len({str(shard.index) for shard in leaf.addressable_shards}) for leaf in jax.tree.leaves(back))
-    assert spread == here[1] * here[2], (here, spread)
+for number, (old, new) in enumerate(((one, many), (many, one), (many, (2, 2, 2)))):
+    folder = f"{sys.argv[1]}/{number}"
+    saved = state(1, *old)
+    checkpoints = Checkpoints(folder, asynchronous=True)
+    checkpoints.save(1, saved, {})
+    checkpoints.close()
+    back, _, _ = Checkpoints(folder).restore(state(2, *new))
+    leaves = jax.tree.leaves(back)
+    for a, b in zip(jax.tree.leaves(saved), leaves, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    data, fsdp, tensor = new
+    assert {leaf.sharding.mesh.size for leaf in leaves} == {data * fsdp * tensor}, new
+    assert max(map(parts, leaves)) == fsdp * tensor, new
 """
 
 
 @pytest.mark.slow
-def test_another_mesh_and_another_number_of_devices_restore_it(tmp_path: pathlib.Path) -> None:
+def test_a_checkpoint_is_restored_on_other_meshes_and_numbers_of_devices(
+    tmp_path: pathlib.Path,
+) -> None:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-c", DEVICES, str(tmp_path)],
@@ -219,11 +225,11 @@ def test_another_mesh_and_another_number_of_devices_restore_it(tmp_path: pathlib
     assert done.returncode == 0, done.stderr.decode()[-3000:]
 
 
-def test_steps_have_to_grow(tmp_path: pathlib.Path) -> None:
+def test_steps_must_grow(tmp_path: pathlib.Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(3, {"w": jnp.ones(2)}, {})
     for step in (2, 3):
-        with pytest.raises(CheckpointError, match=f"checkpoint {step} does not follow 3"):
+        with pytest.raises(CheckpointError, match=f"checkpoint {step} .* 3"):
             checkpoints.save(step, {"w": jnp.zeros(2)}, {})
     assert (checkpoints.restore({"w": jnp.zeros(2)})[0]["w"] == 1).all()
 
@@ -231,12 +237,12 @@ def test_steps_have_to_grow(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("leaf", "words"),
     [
-        (3, "state leaf n.0 is 3, a int"),
+        (3, "n.0 is 3, a int"),
         (np.float32(1), "a float32"),
-        (jnp.zeros((0, 4)), "without elements"),
+        (jnp.zeros((0, 4)), r"n.0 has shape \(0, 4\)"),
     ],
 )
-def test_a_leaf_that_would_not_come_back_is_refused(
+def test_a_leaf_that_cannot_be_restored_exactly_is_refused(
     tmp_path: pathlib.Path, leaf: object, words: str
 ) -> None:
     with pytest.raises(CheckpointError, match=words):
@@ -246,9 +252,9 @@ def test_a_leaf_that_would_not_come_back_is_refused(
 
 @pytest.mark.parametrize(
     ("meta", "words"),
-    [({"cursor": b"x"}, "meta has to be"), ({"by_k": {4: 1}}, "meta.by_k has the key 4")],
+    [({"cursor": b"x"}, "^meta "), ({"by_k": {4: 1}}, "^meta.by_k .* 4")],
 )
-def test_a_meta_that_would_not_come_back_is_refused(
+def test_a_meta_that_json_cannot_hold_is_refused(
     tmp_path: pathlib.Path, meta: dict, words: str
 ) -> None:
     with pytest.raises(TypeError, match=words):
@@ -270,7 +276,7 @@ def test_a_meta_that_would_not_come_back_is_refused(
         ),
     ],
 )
-def test_another_state_is_refused_by_the_name_of_the_leaf(
+def test_another_state_is_refused_with_the_leaves_that_differ(
     tmp_path: pathlib.Path, template: dict, words: str
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
@@ -279,21 +285,23 @@ def test_another_state_is_refused_by_the_name_of_the_leaf(
         checkpoints.restore(template)
 
 
-def test_restoring_from_nothing_is_said(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+def test_restoring_from_an_empty_folder_is_an_error(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         Checkpoints(tmp_path).restore({"w": jnp.zeros(2)})
 
 
-def test_a_folder_that_cannot_be_is_said(tmp_path: pathlib.Path) -> None:
+def test_a_folder_that_cannot_be_used_and_keeping_nothing_are_errors(
+    tmp_path: pathlib.Path,
+) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="cannot be used"):
+    with pytest.raises(CheckpointError, match="file cannot be used"):
         Checkpoints(tmp_path / "file")
-    with pytest.raises(CheckpointError, match="keep is 0"):
+    with pytest.raises(CheckpointError, match="keep = 0"):
         Checkpoints(tmp_path, keep=0)
 
 
 @pytest.mark.parametrize("damaged", ["state", "meta"])
-def test_a_damaged_checkpoint_is_named_with_the_way_out(
+def test_a_damaged_checkpoint_is_an_error_with_its_remedy(
     tmp_path: pathlib.Path, damaged: str
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
@@ -302,19 +310,19 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(
     for file in (tmp_path / "2" / damaged).rglob("*"):
         if file.is_file():
             file.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="delete it to go on from checkpoint 1"):
+    with pytest.raises(CheckpointError, match="2 cannot be read .* delete it .* checkpoint 1"):
         Checkpoints(tmp_path).restore({"w": jnp.zeros(64, int)})
 
 
-def test_a_damaged_score_is_said_with_the_way_out(tmp_path: pathlib.Path) -> None:
+def test_a_damaged_score_is_an_error_with_its_remedy(tmp_path: pathlib.Path) -> None:
     Checkpoints(tmp_path).save(1, {"w": jnp.ones(2)}, {}, 0.5)
     (tmp_path / "1" / "metrics" / "metrics").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="score of a checkpoint .* delete the checkpoint"):
+    with pytest.raises(CheckpointError, match="score .* delete the checkpoint"):
         Checkpoints(tmp_path)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_leaves_the_last_checkpoint_and_one_clear_error(
+def test_a_full_disk_keeps_the_last_checkpoint_and_is_a_clear_error(
     tmp_path: pathlib.Path, asynchronous: bool
 ) -> None:
     checkpoints = Checkpoints(tmp_path, asynchronous=asynchronous)
@@ -322,20 +330,16 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_one_clear_error(
     checkpoints.save(1, small, {"step": 1})
     checkpoints.wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (2**17, hard)
-    )  # writes beyond this fail in the kernel, as on a full disk
+    # Writes beyond this size fail in the kernel, as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, hard))
     try:
-        with pytest.raises(
-            CheckpointError, match=r"failed \(.*\); checkpoint 1 is intact.*make room"
-        ):
+        with pytest.raises(CheckpointError, match="checkpoint 1 is intact.*make room"):
             checkpoints.save(2, large, {"step": 2})
             checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [entry.name for entry in tmp_path.iterdir()] == [
-        "1"
-    ]  # the half-written one no longer takes room
+    # The half-written checkpoint takes no room any more.
+    assert [entry.name for entry in tmp_path.iterdir()] == ["1"]
     assert checkpoints.latest() == 1
     assert (checkpoints.restore(small)[0]["w"] == 1).all()
     checkpoints.save(2, large, {"step": 2})
@@ -355,29 +359,32 @@ while True:
 
 
 @pytest.mark.slow
-def test_killed_while_saving_the_newest_complete_one_counts(tmp_path: pathlib.Path) -> None:
+def test_a_kill_while_saving_leaves_the_newest_complete_checkpoint(tmp_path: pathlib.Path) -> None:
     template = {name: jnp.zeros((50_000,), int) for name in "abcdefgh"}
     unfinished = 0
     last = 0
-    for delay in (0.0, 0.005, 0.02):  # into the folder's making, into the arrays, towards the end
+    # While the folder is made, while arrays are written, towards the end.
+    for delay in (0.0, 0.005, 0.02):
         saver = subprocess.Popen([sys.executable, "-c", SAVER, str(tmp_path)], cwd=ROOT)
         try:
             deadline = time.monotonic() + 60
-            while not (
-                any((tmp_path / str(step)).exists() for step in range(last + 2, last + 9))
-                and list(tmp_path.glob("*tmp*"))
-            ):
-                assert saver.poll() is None and time.monotonic() < deadline, (
-                    "the saving process made no checkpoints"
-                )
+            while not (saved_after(tmp_path, last) and list(tmp_path.glob("*tmp*"))):
+                assert saver.poll() is None, "the saving process ended"
+                assert time.monotonic() < deadline, "the saving process made no checkpoints"
             time.sleep(delay)
         finally:
             saver.kill()
             saver.wait()
         unfinished += len(list(tmp_path.glob("*tmp*")))
         state, meta, step = Checkpoints(tmp_path).restore(template)
-        assert step > last and meta == {"step": step}
+        assert step > last
+        assert meta == {"step": step}
         assert all((leaf == step).all() for leaf in jax.tree.leaves(state))
         assert not list(tmp_path.glob("*tmp*"))
         last = step
-    assert unfinished, "no kill fell into a save: this test showed nothing"
+    assert unfinished, "no kill interrupted a save, so the test showed nothing"
+
+
+def saved_after(folder: pathlib.Path, last: int) -> bool:
+    """Whether a process that continued after `last` has completed at least its second save."""
+    return any((folder / str(step)).exists() for step in range(last + 2, last + 9))

@@ -1,4 +1,4 @@
-"""Stopping a run: at the next check when asked once, at once when asked twice."""
+"""Stopping a run: the first signal stops it at the next check, the second one at once."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_first_signal_stops_at_the_next_check_with_a_code_of_its_own(number, code, capfd):
+def test_the_first_signal_stops_at_the_next_check_with_its_own_exit_code(number, code, capfd):
     before = signal.getsignal(number)
     with Interrupts() as interrupts:
         interrupts.check("nothing yet")
         assert interrupts.asked() is None
         signal.raise_signal(number)
-        assert interrupts.asked() == number and "finished and kept first" in capfd.readouterr().err
-        signal.raise_signal(number)  # a launcher that signals the process and its group
-        with pytest.raises(Stopped, match="^all of it is kept$") as stop:
-            interrupts.check("all of it is kept")
-        assert stop.value.code == code and not isinstance(stop.value, Exception)
+        assert interrupts.asked() == number
+        assert "stopping after the current step" in capfd.readouterr().err
+        # Some launchers signal a process and then its group: that is still the first signal.
+        signal.raise_signal(number)
+        with pytest.raises(Stopped, match="^all is saved$") as stop:
+            interrupts.check("all is saved")
+        assert stop.value.code == code
+        assert not isinstance(stop.value, Exception)
     assert signal.getsignal(number) is before
 
 
 TWICE = """
 import os, signal, sys, train.durable.interrupts as module
-module._SAME = 0.0
+module.REPEAT_SECONDS = 0.0
 with module.Interrupts():
     os.kill(os.getpid(), int(sys.argv[1]))
     print("still here", flush=True)
@@ -42,7 +45,7 @@ with module.Interrupts():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_second_ends_it_at_once(number):
+def test_the_second_signal_ends_the_process_at_once(number):
     done = subprocess.run(
         [sys.executable, "-c", TWICE, str(int(number))],
         cwd=ROOT,
@@ -53,7 +56,7 @@ def test_the_second_ends_it_at_once(number):
     assert (done.returncode, done.stdout) == (-number, "still here\n"), done.stderr
 
 
-def test_the_handlers_come_back_after_an_error():
+def test_the_old_handlers_are_restored_after_an_error():
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(OSError), Interrupts():
         raise OSError

@@ -1,4 +1,4 @@
-"""FLOPs against what can be counted by hand and against the model's own formula; collectives against programs that are known."""
+"""FLOPs against hand counts and the model's formula; collectives against known programs."""
 
 from __future__ import annotations
 
@@ -31,61 +31,87 @@ def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def product(x, w):
+def once(x, w):
     return jnp.tanh(x @ w)
+
+
+def twice(x, w):
+    return once(once(x, w), w)
+
+
+def in_a_scan(x, w):
+    return jax.lax.scan(lambda x, _: (once(x, w), None), x, None, length=7)[0]
+
+
+def in_branches(x, w):
+    return jax.lax.cond(x[0, 0] > 0, lambda x: twice(x, w), lambda x: once(x, w), x)
+
+
+def in_a_while_loop(x, w):
+    return jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: once(x, w), x)
+
+
+def with_gradient_and_remat(x, w):
+    return jax.value_and_grad(lambda x: jax.checkpoint(twice)(x, w).sum())(x)
+
+
+def with_an_unused_result(x, w):
+    _ = twice(x, w)
+    return once(x, w)
+
+
+def mapped(x, w):
+    return jax.vmap(once, (None, 0))(x, jnp.stack([w, w, w]))
+
+
+def jitted(x, w):
+    return jax.jit(once)(x, w) + x.sum()
 
 
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        (lambda x, w: product(x, w), 1),
-        (lambda x, w: jax.lax.scan(lambda x, _: (product(x, w), None), x, None, length=7)[0], 7),
-        (
-            lambda x, w: jax.lax.cond(
-                x[0, 0] > 0, lambda x: product(product(x, w), w), lambda x: product(x, w), x
-            ),
-            2,
-        ),
-        (lambda x, w: jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: product(x, w), x), 5),
-        (
-            lambda x, w: jax.value_and_grad(
-                lambda x: jax.checkpoint(lambda x: product(product(x, w), w))(x).sum()
-            )(x),
-            6,
-        ),  # twice forward
-        (
-            lambda x, w: (product(product(x, w), w), product(x, w))[1],
-            1,
-        ),  # what nobody uses is not computed
-        (lambda x, w: jax.vmap(product, (None, 0))(x, jnp.stack([w, w, w])), 3),
-        (lambda x, w: jax.jit(product)(x, w) + x.sum(), 1),
+        (once, 1),
+        (in_a_scan, 7),
+        (in_branches, 2),
+        (in_a_while_loop, 5),
+        # Two products: forward, forward again, backward.
+        (with_gradient_and_remat, 6),
+        (with_an_unused_result, 1),
+        (mapped, 3),
+        (jitted, 1),
     ],
 )
 def test_products_count_as_often_as_they_run(program, expected):
     traced = jax.make_jaxpr(program)(array(6, 8), array(8, 8))
-    assert count_flops(traced, turns=5) == expected * 2 * 6 * 8 * 8
+    assert count_flops(traced, trip_count=5) == expected * 2 * 6 * 8 * 8
 
 
 def test_a_shard_map_counts_on_every_device():
-    with jax.sharding.use_abstract_mesh(
-        AbstractMesh((2, 4), ("a", "b"), (AxisType.Auto,) * 2, abstract_device=TPU)
-    ):
-        cut = jax.shard_map(product, in_specs=(P("a"), P()), out_specs=P("a"), check_vma=False)
-        traced = jax.make_jaxpr(cut)(array(6, 8), array(8, 8))
-    assert count_flops(traced) == 4 * 2 * 6 * 8 * 8  # along b everybody does the same
+    mesh = AbstractMesh((2, 4), ("a", "b"), (AxisType.Auto,) * 2, abstract_device=TPU)
+    with jax.sharding.use_abstract_mesh(mesh):
+        sharded = jax.shard_map(once, in_specs=(P("a"), P()), out_specs=P("a"), check_vma=False)
+        traced = jax.make_jaxpr(sharded)(array(6, 8), array(8, 8))
+    # Two halves along "a", each computed by all four devices along "b".
+    assert count_flops(traced) == 4 * 2 * 6 * 8 * 8
 
 
-def test_what_cannot_be_counted_is_refused():
-    convolution = jax.make_jaxpr(lambda x, w: jax.lax.conv(x, w, (1,), "SAME"))(
-        array(1, 1, 8), array(1, 1, 3)
-    )
-    with pytest.raises(ValueError, match="a convolution"):
+def on_tpu():
+    """Traces for a TPU, where attention is a kernel."""
+    mesh = AbstractMesh((1, 1, 1), MESH_AXES, (AxisType.Auto,) * 3, abstract_device=TPU)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def test_convolutions_and_unknown_kernels_are_refused():
+    def convolve(x, w):
+        return jax.lax.conv(x, w, (1,), "SAME")
+
+    convolution = jax.make_jaxpr(convolve)(array(1, 1, 8), array(1, 1, 3))
+    with pytest.raises(ValueError, match="convolution"):
         count_flops(convolution)
-    with jax.sharding.use_abstract_mesh(
-        AbstractMesh((1, 1, 1), MESH_AXES, (AxisType.Auto,) * 3, abstract_device=TPU)
-    ):
+    with on_tpu():
         kernel = decoder(256)
-    with pytest.raises(ValueError, match="'splash_mha_fwd.*no formula"):
+    with pytest.raises(ValueError, match="'splash_mha_fwd"):
         count_flops(kernel)
 
 
@@ -102,11 +128,10 @@ def decoder(tokens: int, rows: int = 2):
 
 
 def test_the_decoder_counts_as_its_formula_says():
-    """XLA takes 128 queries at a time, each to all keys up to the last of them: 192 on average; the TPU's kernel what is seen."""
+    # On CPU, 128 queries at a time attend to all keys up to the last of them: 192 on average.
     assert count_flops(decoder(256)) == 2 * 256 * flops_per_token(TEXT, 192)
-    with jax.sharding.use_abstract_mesh(
-        AbstractMesh((1, 1, 1), MESH_AXES, (AxisType.Auto,) * 3, abstract_device=TPU)
-    ):
+    # On TPU the kernel computes only what the causal mask shows.
+    with on_tpu():
         traced = decoder(256)
     assert count_flops(traced, pairs=causal) == 2 * 256 * flops_per_token(TEXT, 257 / 2)
 
@@ -117,14 +142,14 @@ def test_the_tower_counts_as_its_formula_says():
     traced = jax.make_jaxpr(lambda weights, patches: nnx.merge(graph, weights)(patches, layout))(
         weights, array(3, 24, CONFIG.vision.patch_dim)
     )
-    assert count_flops(traced, pairs=every) == pytest.approx(
-        3 * vision_flops(CONFIG.vision, 24), rel=1e-12
-    )
+    expected = 3 * vision_flops(CONFIG.vision, 24)
+    assert count_flops(traced, pairs=every) == pytest.approx(expected, rel=1e-12)
 
 
 def test_pairs_of_rows_behind_a_prompt():
-    """Two rows of three tokens behind four that both see; the prompt itself, which is longer than a row."""
+    # Two rows of three tokens behind a prompt of four, which both see.
     assert pairs_of_rows(3)(6, 10) == 2 * (3 * 4 + (1 + 2 + 3))
+    # The prompt itself, which is longer than a row.
     assert pairs_of_rows(3)(4, 4) == causal(4, 4) == 10
     assert every(2, 5) == 10
 
@@ -133,23 +158,22 @@ def test_pairs_of_rows_behind_a_prompt():
     ("remat", "products"), [("none", 2), ("full", 4), ("attention", 2), ("dots", 2)]
 )
 def test_a_backward_pass_through_the_kernel_counts_seven_products(remat, products):
-    """And the forward pass two, once, or twice where nothing of it was saved."""
+    """The forward pass counts two, or twice two if full remat repeats it."""
     text = abstract_model(TEXT).text
-    c, t = TEXT.text, 256
+    c = TEXT.text
+    t = 256
     graph, weights = nnx.split(text)
 
     def loss(weights, ids, positions):
         return nnx.merge(graph, weights)(ids, positions, remat=remat)[0].sum()
 
-    with jax.sharding.use_abstract_mesh(
-        AbstractMesh((1, 1, 1), MESH_AXES, (AxisType.Auto,) * 3, abstract_device=TPU)
-    ):
-        traced = jax.make_jaxpr(jax.value_and_grad(loss))(
-            weights, array(1, t, dtype=jnp.int32), array(3, 1, t, dtype=jnp.int32)
-        )
-    without = count_flops(traced, pairs=lambda q, k: 0.0)
+    ids = array(1, t, dtype=jnp.int32)
+    positions = array(3, 1, t, dtype=jnp.int32)
+    with on_tpu():
+        traced = jax.make_jaxpr(jax.value_and_grad(loss))(weights, ids, positions)
+    attention = count_flops(traced, pairs=causal) - count_flops(traced, pairs=lambda q, k: 0.0)
     one = 2.0 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * causal(t, t)
-    assert count_flops(traced, pairs=causal) - without == pytest.approx((products + 4 + 3) * one)
+    assert attention == pytest.approx((products + 4 + 3) * one)
 
 
 HLO = """
@@ -167,9 +191,11 @@ HLO = """
   %one = s32[]{:T(128)} constant(1)
   %next = s32[]{:T(128)} add(%here, %one), metadata={op_name="jit(f)/while/body/add"}
   %x = f32[4]{0:T(128)} get-tuple-element(%old), index=1
-  %start = (f32[4]{0:T(128)}, f32[16]{0:T(128)}, u32[]{:S(2)}) all-gather-start(%x), replica_groups=[2,4]<=[8], dimensions={0}
+  %start = (f32[4]{0:T(128)}, f32[16]{0:T(128)}, u32[]{:S(2)}) all-gather-start(%x), \
+replica_groups=[2,4]<=[8], dimensions={0}
   %done = f32[16]{0:T(128)} all-gather-done(%start)
-  %part = f32[16]{0} all-gather(%x), replica_groups=[2,4]<=[8], backend_config={"async_collective_fusion_config":{"flag_start":"2"}}
+  %part = f32[16]{0} all-gather(%x), replica_groups=[2,4]<=[8], \
+backend_config={"async_collective_fusion_config":{"flag_start":"2"}}
   ROOT %out = (s32[], f32[4]) tuple(%next, %x)
 }
 
@@ -185,8 +211,9 @@ ENTRY %main (a: f32[4]) -> f32[4] {
 """
 
 
-def test_collectives_of_a_program_that_was_written_down():
-    """Seven trips (from 2 to 9) of a gather among four, 16 bytes each, of which a part is written again; a sum between two; a shift."""
+def test_collectives_of_a_written_program():
+    """Seven iterations (from 2 to 9) of an all-gather of 16 bytes among four devices, with a part
+    written twice; an all-reduce between two devices; a permutation."""
     found = bytes_sent(find_collectives(HLO, 8))
     assert found == {"all-gather": 7 * 3 * 16, "all-reduce": 2 * 16 / 2, "collective-permute": 16}
 
@@ -195,22 +222,22 @@ def test_collectives_of_a_program_that_was_written_down():
     ("first", "step", "end", "trips"),
     [(0, 1, 9, 9), (0, 2, 8, 4), (2, 2, 9, 4), (3, 4, 16, 4), (9, 1, 9, 0), (12, 2, 9, 0)],
 )
-def test_a_loop_runs_as_often_as_its_counter_says(first, step, end, trips):
-    """XLA puts two turns of a ring into one trip of its loop, whose counter then grows by two."""
+def test_the_trip_count_follows_from_the_counter(first, step, end, trips):
+    """XLA writes two steps of a ring into one iteration, whose counter then grows by two."""
     hlo = HLO.replace("constant(2)", f"constant({first})")
     hlo = hlo.replace("constant(1)", f"constant({step})").replace("constant(9)", f"constant({end})")
     found = bytes_sent(find_collectives(hlo, 8))
     assert found["all-gather"] == trips * 3 * 16
 
 
-def test_a_counter_may_be_raised_in_several_steps():
+def test_a_counter_may_grow_by_several_additions():
     more = "  %more = s32[] add(%next, %one)\n  ROOT %out = (s32[], f32[4]) tuple(%more, %x)"
     hlo = HLO.replace("  ROOT %out = (s32[], f32[4]) tuple(%next, %x)", more)
     hlo = hlo.replace("add(%here, %one)", "add(%one, %here)")
     assert bytes_sent(find_collectives(hlo, 8))["all-gather"] == 4 * 3 * 16
 
 
-def test_a_start_that_is_not_known_counts_as_0():
+def test_an_unknown_start_counts_as_0():
     hlo = HLO.replace("%copy = s32[]{:T(128)} copy(%zero)", "%copy = s32[]{:T(128)} parameter(1)")
     assert bytes_sent(find_collectives(hlo, 8))["all-gather"] == 9 * 3 * 16
 
@@ -225,16 +252,16 @@ def test_a_start_that_is_not_known_counts_as_0():
         ("tuple(%next, %x)", "tuple(%count, %x)"),
     ],
 )
-def test_a_loop_that_nobody_can_count_is_refused(old, new):
+def test_a_loop_with_an_unknown_trip_count_is_refused(old, new):
     unknown = HLO.replace(old, new)
     assert unknown != HLO
-    with pytest.raises(ValueError, match="how often the loop body, .*, runs is not known"):
+    with pytest.raises(ValueError, match="loop body .*trip_count"):
         find_collectives(unknown, 8)
-    assert bytes_sent(find_collectives(unknown, 8, turns=3))["all-gather"] == 3 * 3 * 16
+    assert bytes_sent(find_collectives(unknown, 8, trip_count=3))["all-gather"] == 3 * 3 * 16
 
 
 def test_collectives_of_compiled_programs():
-    """Weights gathered a layer at a time in a scan, and every kind by name, on eight devices."""
+    """Weights gathered layer by layer in a scan, and every kind of collective, on eight devices."""
     run(
         """
         import jax, jax.numpy as jnp
@@ -243,24 +270,39 @@ def test_collectives_of_compiled_programs():
         from train.plan.collectives import bytes_sent, find_collectives
 
         mesh = jax.make_mesh((2, 4), ("a", "b"), (AxisType.Auto,) * 2)
-        def layers(x, ws):
-            return jax.lax.scan(lambda x, w: (jnp.tanh(x @ jax.lax.all_gather(w, "b", tiled=True)), None), x, ws)[0]
 
-        gathered = jax.jit(jax.shard_map(layers, mesh=mesh, in_specs=(P("a"), P(None, "b")), out_specs=P("a"), check_vma=False))
-        compiled = gathered.lower(jnp.ones((16, 64)), jnp.ones((5, 64, 64))).compile()
-        sent = bytes_sent(find_collectives(compiled.as_text(), 8))
+        def sent_by(function, in_specs, out_specs, *arguments):
+            mapped = jax.shard_map(
+                function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+            )
+            compiled = jax.jit(mapped).lower(*arguments).compile()
+            return bytes_sent(find_collectives(compiled.as_text(), 8))
+
+        def layers(x, ws):
+            def layer(x, w):
+                return jnp.tanh(x @ jax.lax.all_gather(w, "b", tiled=True)), None
+            return jax.lax.scan(layer, x, ws)[0]
+
+        specs = P("a"), P(None, "b")
+        sent = sent_by(layers, specs, P("a"), jnp.ones((16, 64)), jnp.ones((5, 64, 64)))
         assert sent == {"all-gather": 5 * 3 / 4 * 64 * 64 * 4}, sent
 
         def kinds(x):
             total = jax.lax.psum(x, "b")
             ring = jax.lax.ppermute(x, "a", [(0, 1), (1, 0)])
-            return total + ring, jax.lax.psum_scatter(x, "b", tiled=True), jax.lax.all_to_all(x, "b", 1, 0, tiled=True)
+            scattered = jax.lax.psum_scatter(x, "b", tiled=True)
+            swapped = jax.lax.all_to_all(x, "b", 1, 0, tiled=True)
+            return total + ring, scattered, swapped
 
         specs = P("a"), P(("a", "b")), P(("a", "b"))
-        mapped = jax.jit(jax.shard_map(kinds, mesh=mesh, in_specs=P("a"), out_specs=specs, check_vma=False))
-        sent = bytes_sent(find_collectives(mapped.lower(jnp.ones((16, 64))).compile().as_text(), 8))
+        sent = sent_by(kinds, P("a"), specs, jnp.ones((16, 64)))
         own = 8 * 64 * 4
-        expected = {"all-reduce": 2 * 3 / 4 * own, "collective-permute": own, "reduce-scatter": 3 / 4 * own, "all-to-all": 3 / 4 * own}
+        expected = {
+            "all-reduce": 2 * 3 / 4 * own,
+            "collective-permute": own,
+            "reduce-scatter": 3 / 4 * own,
+            "all-to-all": 3 / 4 * own,
+        }
         assert sent == expected, (sent, expected)
         print("done")
         """,

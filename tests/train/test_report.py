@@ -1,4 +1,4 @@
-"""The report: one page from whatever a run directory holds, with every word on it shown as text."""
+"""The report: one page from the files of a run, with all texts escaped."""
 
 from __future__ import annotations
 
@@ -32,15 +32,18 @@ WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 HOSTILE = "<script>alert('x')</script>\"&"
 
 
-# A believable run
+# --- a plausible run ---
 
 
 def fake_video(path, seed=0, scenes=tuple(COLOURS)):
-    """128 frames at 1 fps: four scenes of 32 s, in each a white bar from `at` on; returns the bar's start by colour."""
+    """Writes 128 frames at 1 fps: four scenes of 32 s, each with a white bar for four seconds.
+
+    Returns the bar's start by colour.
+    """
     rng = random.Random(seed)
-    at = {
-        colour: 32 * i + rng.choice((3, 19)) + rng.randrange(9) for i, colour in enumerate(scenes)
-    }
+    at = {}
+    for i, colour in enumerate(scenes):
+        at[colour] = 32 * i + rng.choice((3, 19)) + rng.randrange(9)
     path.parent.mkdir(parents=True, exist_ok=True)
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=1)
@@ -50,7 +53,8 @@ def fake_video(path, seed=0, scenes=tuple(COLOURS)):
             colour = scenes[i // 32]
             pixels = np.full((32, 32, 3), COLOURS[colour], np.uint8)
             if 0 <= i - at[colour] < 4:
-                pixels[6:26, 10:22], pixels[10:26, 10:18] = 255, COLOURS[colour]
+                pixels[6:26, 10:22] = 255
+                pixels[10:26, 10:18] = COLOURS[colour]
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
     return at
@@ -86,7 +90,6 @@ def fake_metrics(rng):
             "reward/tool": 0.4 + 0.5 * gain,
             "reward/total": 1.3 + 1.4 * gain,
             "length/response": 62 - 8 * gain,
-            "length/turns": 1.6 + 0.3 * gain,
             "groups/silent": 0.4 * gain,
             "k/mean": 25.0,
             "kl_reference": 0.2 * gain,
@@ -143,19 +146,24 @@ def token(text, author="model", kind=None, credit=None, logprob=None):
 
 
 def fake_episode(rng, phase, step, n, video, at, k):
-    """Two crops and an answer; cold starts break a block now and then; every third question asks for a time."""
+    """Two crops and an answer. Some before RL break a block; every third answer is a time."""
     colour = rng.choice(list(COLOURS))
-    start, scene = at[colour], 32 * list(COLOURS).index(colour)
-    good, grounding = phase != "before" or rng.random() < 0.4, n % 3 == 2
+    start = at[colour]
+    scene = 32 * list(COLOURS).index(colour)
+    good = phase != "before" or rng.random() < 0.4
+    grounding = n % 3 == 2
     credit = round(rng.gauss(0.6 if good else -0.5, 0.3), 3)
-    word, truth = WORDS[7], f"[{start:.1f}, {start + 3:.1f}]"
-    answer = (f"[{start + 0.5:.1f}, {start + 3:.1f}]" if grounding else word) if good else "four"
+    word = WORDS[7]
+    truth = f"[{start:.1f}, {start + 3:.1f}]"
+    right_answer = f"[{start + 0.5:.1f}, {start + 3:.1f}]" if grounding else word
+    answer = right_answer if good else "four"
 
     def model(text, kind=None, extra=0.0):
         return token(text, kind=kind, credit=round(credit + extra, 3), logprob=-rng.expovariate(6))
 
     def call(a):
-        inner = f'\n{{"name": "crop_video", "arguments": {{"video_path": "{video}", "start_time": {a}, "end_time": {a + 16}}}}}\n'
+        window = {"video_path": video, "start_time": a, "end_time": a + 16}
+        inner = "\n" + json.dumps({"name": "crop_video", "arguments": window}) + "\n"
         return [
             model("<tool_call>", "call-open", 0.2),
             *(model(part, extra=-credit) for part in re.findall(r"\W*\w+|\W+", inner)),
@@ -163,28 +171,28 @@ def fake_episode(rng, phase, step, n, video, at, k):
         ]
 
     think = f" red 0 one blue 64 two - look closer {colour} 0 seven"
-    opening = [token("<think>", "pinned", "think-open")]
-    words = [model(" " + part) for part in think.split()]
-    first = (
-        opening
-        + words
-        + ([model("</think>", "think-close", 0.4)] if good else [])
-        + [model("\n"), *call(scene), model("\n"), *call(scene + 16)]
-    )
+    first = [token("<think>", "pinned", "think-open")]
+    first += [model(" " + part) for part in think.split()]
+    if good:
+        first.append(model("</think>", "think-close", 0.4))
+    calls_begin = len(first)
+    first += [model("\n"), *call(scene), model("\n"), *call(scene + 16)]
     if not good:
-        first[len(opening) + len(words) + 1]["kind"] = "violation"
+        first[calls_begin + 1]["kind"] = "violation"
     first.append(model("<|im_end|>"))
-    windows = [(scene, scene + 16), (scene + 16, scene + 32)]
-    calls = [
-        {
-            "start": float(a),
-            "end": float(b),
-            "status": "executed",
-            "times": [float(t) for t in range(a, b)],
-            "response": f"digit seven from {start} to {start + 3}" if a <= start < b else "nothing",
-        }
-        for a, b in windows
-    ]
+    calls = []
+    for a in (scene, scene + 16):
+        b = a + 16
+        seen = f"digit seven from {start} to {start + 3}"
+        calls.append(
+            {
+                "start": float(a),
+                "end": float(b),
+                "status": "executed",
+                "times": [float(t) for t in range(a, b)],
+                "response": seen if a <= start < b else "nothing",
+            }
+        )
     if n % 5 == 4:
         calls.append(
             {
@@ -195,11 +203,10 @@ def fake_episode(rng, phase, step, n, video, at, k):
                 "response": "end_time has to be after start_time",
             }
         )
-    told = [
-        token(part, "tool")
-        for c in calls
-        for part in ("<tool_response>", "\n" + c["response"] + "\n", "</tool_response>\n")
-    ]
+    responses = []
+    for c in calls:
+        parts = ("<tool_response>", "\n" + c["response"] + "\n", "</tool_response>\n")
+        responses += [token(part, "tool") for part in parts]
     last = [
         token("<think>", "pinned", "think-open"),
         *(model(" " + part) for part in f"crop shows seven from {start} to {start + 3}".split()),
@@ -226,13 +233,11 @@ def fake_episode(rng, phase, step, n, video, at, k):
             "id": f"q{n}",
             "kind": "tvg" if grounding else "mcq",
             "answer": truth if grounding else word,
-            "text": f"When does the digit appear in the {colour} scene?"
-            if grounding
-            else f"Which digit appears in the {colour} scene?",
+            "text": f"{'When does the' if grounding else 'Which'} digit appear in {colour}?",
             "options": [] if grounding else ["four", "seven", "two", "nine"],
         },
         "overview": [float(i) for i in np.round(np.linspace(0, 127, k))],
-        "turns": [{"tokens": first, "calls": calls}, {"tokens": told + last, "calls": []}],
+        "turns": [{"tokens": first, "calls": calls}, {"tokens": responses + last, "calls": []}],
         "answer": answer,
         "stop": "answered",
         "compliant": good,
@@ -251,7 +256,7 @@ def write_lines(path, rows):
 
 
 def fake_run(folder, seed=0, videos=3):
-    """A run directory such as a finished one leaves."""
+    """A directory with the files of a finished run."""
     rng = random.Random(seed)
     marks = {
         f"videos/held-{i}.mp4": fake_video(folder / f"videos/held-{i}.mp4", seed + i)
@@ -266,19 +271,16 @@ def fake_run(folder, seed=0, videos=3):
     write_lines(folder / "metrics.jsonl", fake_metrics(rng))
     write_lines(folder / "episodes.jsonl", episodes)
     (folder / "result.json").write_text(json.dumps(fake_result()))
-    (folder / "config.json").write_text(
-        json.dumps(
-            {"name": "paravt_tiny", "seed": seed, "rl": {"group_size": 8, "temperature": 0.7}}
-        )
-    )
+    config = {"name": "paravt_tiny", "seed": seed, "rl": {"group_size": 8, "temperature": 0.7}}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-# Reading the page
+# --- reading the page ---
 
 
 class Page(html.parser.HTMLParser):
-    """The page as a browser takes it: its elements, their attributes and texts; refuses unbalanced markup."""
+    """The elements of a page with their attributes and texts; asserts that tags are balanced."""
 
     def __init__(self, source):
         super().__init__()
@@ -296,7 +298,7 @@ class Page(html.parser.HTMLParser):
         assert self.open.pop()["tag"] == tag
 
     def handle_data(self, data):
-        """White space between elements is the template's, but for what stands in a <pre>."""
+        """Ignores white space of the template; inside <pre> it belongs to the text."""
         if data.strip() or any(element["tag"] == "pre" for element in self.open):
             for element in self.open:
                 element["text"] += data
@@ -324,14 +326,13 @@ def page(run):
     return page_of(run)
 
 
-def test_the_page_needs_nothing_but_itself(page):
-    assert not page.all("script") and not page.all("link") and "@import" not in page.source
-    assert all(
-        e[key].startswith(("data:image/", "#"))
-        for e in page.elements
-        for key in ("src", "href")
-        if e.get(key)
-    )
+def test_the_page_loads_nothing(page):
+    assert not page.all("script")
+    assert not page.all("link")
+    assert "@import" not in page.source
+    for element in page.elements:
+        for target in (element.get("src"), element.get("href")):
+            assert not target or target.startswith(("data:image/", "#"))
     assert not re.search(r"url\(|https?:", page.source)
 
 
@@ -363,24 +364,22 @@ def test_key_figures_are_means_over_k_and_the_gain_at_the_smallest():
     assert key_figures({}) == []
 
 
-def test_the_head_says_what_the_run_reached(page):
+def test_the_head_shows_what_the_run_reached(page):
     tiles = {e["text"] for e in page.all("div", "tile")}
     assert any(text.startswith("accuracy0.43 → 0.85") for text in tiles), tiles
-    assert [e["text"] for e in page.all("span", "fact") if "total time" in e["text"]] == [
-        "total time12 min 14 s"
-    ]
+    facts = [e["text"] for e in page.all("span", "fact")]
+    assert "total time12 min 14 s" in facts
 
 
-def test_a_promise_that_was_broken_is_marked(tmp_path):
-    (tmp_path / "result.json").write_text(
-        json.dumps({"token_mismatches": 3, "logprob_gap": 1e-6, "note": "text"})
-    )
+def test_a_rule_that_is_not_met_is_marked(tmp_path):
+    result = {"token_mismatches": 3, "logprob_gap": 1e-6, "note": "text"}
+    (tmp_path / "result.json").write_text(json.dumps(result))
     page = page_of(tmp_path)
     assert [e["text"] for e in page.all("span", "bad")] == ["token mismatches3 ✗"]
     assert len(page.all("span", "good")) == 1
 
 
-def test_every_metric_has_its_chart_and_no_other_has(page):
+def test_exactly_the_recorded_metrics_have_charts(page):
     names = [e["text"] for e in page.all("span", "name")]
     assert {
         "accuracy",
@@ -390,8 +389,8 @@ def test_every_metric_has_its_chart_and_no_other_has(page):
         "log-prob gap",
         "seconds by phase",
     } <= set(names)
-    assert "grad norm" in names  # unknown to the report
-    assert "entropy" not in names  # known, not recorded
+    assert "grad norm" in names, "recorded, and without a curve of its own"
+    assert "turns per rollout" not in names, "not recorded"
     assert len(names) == len(page.all("svg", "chart"))
 
 
@@ -408,11 +407,12 @@ def test_episodes_are_about_twenty_and_from_every_stage(page):
     ]
 
 
-def test_few_episodes_are_all_shown_and_many_are_spread():
+def test_few_episodes_are_all_shown_and_many_are_sampled_evenly():
     rows = [{"phase": "rl", "step": i} for i in range(100)] + [{"phase": "after", "step": 0}]
     chosen = choose_episodes(rows, 11)
     assert [row["step"] for row in chosen["rl"]] == [0, 10, 20, 30, 40, 50, 60, 70, 80, 90]
-    assert chosen["after"] == [{"phase": "after", "step": 0}] and list(chosen) == ["rl", "after"]
+    assert chosen["after"] == [{"phase": "after", "step": 0}]
+    assert list(chosen) == ["rl", "after"]
     assert choose_episodes(rows[:2], 21) == {"rl": rows[:2]}
 
 
@@ -423,18 +423,17 @@ def one_episode(folder, **changes):
     return episode
 
 
-def test_the_frames_are_those_of_the_times(tmp_path):
+def test_frames_are_shown_for_the_right_times(tmp_path):
     episode = one_episode(tmp_path)
     images = page_of(tmp_path).all("img")
     assert [e["alt"] for e in images][:4] == [f"frame at {t:g} s" for t in episode["overview"]]
     assert len(images) == 4 + 2 * 16
     shown = [pixels(e["src"])[2, 2] for e in images[:4]]
-    assert all(
-        np.abs(a.astype(int) - b).max() < 40 for a, b in zip(shown, COLOURS.values(), strict=True)
-    )
+    for pixel, colour in zip(shown, COLOURS.values(), strict=True):
+        assert np.abs(pixel.astype(int) - colour).max() < 40
 
 
-def test_tokens_stand_as_written_with_kind_credit_and_log_prob(tmp_path):
+def test_tokens_are_shown_with_kind_credit_and_log_prob(tmp_path):
     tokens = [
         token("<think>", "pinned", "think-open"),
         token(" a\n  b", credit=0.0, logprob=-0.25),
@@ -448,27 +447,21 @@ def test_tokens_stand_as_written_with_kind_credit_and_log_prob(tmp_path):
     spans = {e["text"]: e for e in page.all("span") if e.get("title")}
     assert spans["</think>"]["class"] == "by-model kind k-think up"
     assert spans["</think>"]["title"] == "model · think-close · credit 0.5 · log-prob −0.5"
-    assert (spans["x"]["class"], spans["x"]["style"]) == (
-        "by-model kind k-violation down",
-        "--c:0.55",
-    )
-    assert spans[" a\n  b"]["class"] == "by-model" and spans[" a\n  b"].get("style") is None
+    assert spans["x"]["class"] == "by-model kind k-violation down"
+    assert spans["x"]["style"] == "--c:0.55"
+    assert spans[" a\n  b"]["class"] == "by-model"
+    assert spans[" a\n  b"].get("style") is None
 
 
-def test_every_end_of_an_episode_and_of_a_call_has_its_words(tmp_path):
-    assert set(STOPS) == set(map(str, StopReason)) and set(EXECUTED) == {
-        str(s) for s in CallStatus if s.executed
-    }
+def test_every_outcome_of_an_episode_and_of_a_call_is_described(tmp_path):
+    assert set(STOPS) == set(map(str, StopReason))
+    assert set(EXECUTED) == {str(s) for s in CallStatus if s.executed}
     calls = [
         {"start": 8.0, "end": 1e308, "status": str(s), "times": [], "response": f"told of {s}"}
         for s in CallStatus
     ]
-    one_episode(
-        tmp_path,
-        stop="time_limit",
-        answer=None,
-        turns=[{"tokens": [token("I see")], "calls": calls}],
-    )
+    turn = {"tokens": [token("I see")], "calls": calls}
+    one_episode(tmp_path, stop="time_limit", answer=None, turns=[turn])
     page = page_of(tmp_path)
     assert "its time was up" in [e["text"] for e in page.all("dd")]
     heads = [e["text"] for e in page.all("div", "crop-head")]
@@ -480,14 +473,14 @@ def test_every_end_of_an_episode_and_of_a_call_has_its_words(tmp_path):
 @pytest.mark.parametrize(
     ("truth", "answer"), [("seven", "two"), ("B", "C"), ("B", "It is (C)."), ("B", "C. two")]
 )
-def test_options_are_marked_by_their_words_or_letters(truth, answer, tmp_path):
+def test_options_are_marked_by_text_or_letter(truth, answer, tmp_path):
     question = {"id": "q", "text": "Which?", "kind": "mcq", "options": ["four", "seven", "two"]}
     one_episode(tmp_path, question=question | {"answer": truth}, answer=answer)
     options = page_of(tmp_path).all("li", "option")
     assert [each["text"].split() for each in options] == [["four"], ["seven", "○"], ["two", "✗"]]
 
 
-def test_hostile_words_stay_words(tmp_path):
+def test_hostile_texts_are_escaped(tmp_path):
     question = {
         "id": HOSTILE,
         "text": HOSTILE,
@@ -527,30 +520,27 @@ def test_hostile_words_stay_words(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no video at all"])
-def test_a_video_that_cannot_be_read_is_said_so_and_the_rest_stands(tmp_path, content):
+def test_an_unreadable_video_is_reported_on_an_otherwise_complete_page(tmp_path, content):
     one_episode(tmp_path)
     video = tmp_path / "videos/v.mp4"
     video.unlink() if content is None else video.write_bytes(content)
     page = page_of(tmp_path)
     assert not page.all("img")
-    assert page.all("p", "unreadable")[0]["text"].startswith(
-        "The frames of v.mp4 cannot be shown: "
-    )
+    assert "v.mp4" in page.all("p", "unreadable")[0]["text"]
     assert str(tmp_path) not in page.source
     assert len(page.all("blockquote")) == 2
 
 
-def test_an_empty_run_makes_a_page_that_says_so(tmp_path):
+def test_an_empty_run_has_a_page_with_a_note_in_each_part(tmp_path):
     page = page_of(tmp_path)
     assert [e["text"] for e in page.all("h2")] == ["Curves", "Evaluation", "Episodes"]
     assert len(page.all("p", "quiet")) == 4
 
 
-def test_empty_lists_and_a_torn_line_are_no_trouble(tmp_path):
+def test_empty_lists_and_an_incomplete_line_are_accepted(tmp_path):
     (tmp_path / "result.json").write_text(json.dumps({"before": [], "after": [], "seconds": 3}))
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"phase": "rl", "step": 0, "wall": 1.0, "loss": null}\n{"phase": "rl", "st'
-    )
+    line = '{"phase": "rl", "step": 0, "wall": 1.0, "loss": null}'
+    (tmp_path / "metrics.jsonl").write_text(line + '\n{"phase": "rl", "st')
     one_episode(tmp_path, turns=[], overview=[], answer=None, rewards={}, stop="no_answer")
     page = page_of(tmp_path)
     assert not page.all("svg")
@@ -561,18 +551,17 @@ def test_a_grounding_question_shows_both_windows_on_the_axis(tmp_path):
     question = {"id": "q", "text": "when?", "kind": "tvg", "options": [], "answer": "[32.0, 64.0]"}
     one_episode(tmp_path, question=question, answer="[64, 96]")
     page = page_of(tmp_path)
-    [truth], [answer] = page.all("b", "truth"), page.all("b", "answer")
-    assert (truth["style"], answer["style"]) == (
-        "left:25.00%;width:25.00%",
-        "left:50.00%;width:25.00%",
-    )
+    [truth] = page.all("b", "truth")
+    [answer] = page.all("b", "answer")
+    assert truth["style"] == "left:25.00%;width:25.00%"
+    assert answer["style"] == "left:50.00%;width:25.00%"
 
 
-# Charts and numbers
+# --- charts and numbers ---
 
 
 def curves(chart, class_):
-    """The corners of each curve of a class."""
+    """The points of each curve of a class."""
     return [
         [tuple(map(float, pair.split(","))) for pair in corners.split()]
         for name, corners in chart.curves
@@ -582,13 +571,15 @@ def curves(chart, class_):
 
 def test_a_gap_in_the_data_is_a_gap_in_the_line():
     chart = line_chart([(0, 1.0), (1, 2.0), (2, None), (3, 2.0), (4, 3.0), (5, None), (6, 1.0)])
-    assert [len(line) for line in curves(chart, "smooth")] == [2, 2] and len(chart.dots) == 1
+    assert [len(line) for line in curves(chart, "smooth")] == [2, 2]
+    assert len(chart.dots) == 1
 
 
-def test_the_axis_holds_the_data_and_what_it_was_told_to_reach():
+def test_the_axis_includes_the_data_and_the_given_bounds():
     assert [value for _, value in line_chart([(0, 0.2), (1, 0.4)], 0, 1).grid] == [0, 0.5, 1]
     [line] = curves(line_chart([(0, -5.0), (10, 120.0)], 0, 1), "smooth")
-    assert all(0 <= y <= 150 for _, y in line) and line[0][1] > line[1][1]
+    assert all(0 <= y <= 150 for _, y in line)
+    assert line[0][1] > line[1][1]
 
 
 @pytest.mark.parametrize(
@@ -598,36 +589,39 @@ def test_charts_of_flat_tiny_and_single_data(values):
     line = line_chart(list(enumerate(values)))
     layers = [("a", [abs(v) for v in values]), ("b", [None] * len(values))]
     for chart in (line, stacked_chart(range(len(values)), layers)):
-        assert len(chart.grid) > 1 and all(math.isfinite(y) for y, _ in chart.grid)
+        assert len(chart.grid) > 1
+        assert all(math.isfinite(y) for y, _ in chart.grid)
     assert len(line.dots) == (len(values) == 1)
 
 
 def test_long_histories_are_thinned_and_keep_their_ends():
     chart = line_chart([(i, float(i)) for i in range(5000)])
     [line] = curves(chart, "raw")
-    assert len(line) == 300 and (line[0][0], line[-1][0]) == (40.0, 312.0)
-    assert len(chart.hovers) == 60 and chart.hovers[-1][1].startswith("step 4999: ")
+    assert len(line) == 300
+    assert (line[0][0], line[-1][0]) == (40.0, 312.0)
+    assert len(chart.hovers) == 60
+    assert chart.hovers[-1][1].startswith("step 4999: ")
 
 
-def test_stacked_bars_stand_on_each_other():
-    a, b = stacked_chart([0], [("a", [1.0]), ("b", [2.0])]).bars
-    (_, top, height, _), (_, upper, higher, _) = a, b
-    assert upper + higher == pytest.approx(top) and higher == pytest.approx(2 * height)
+def test_stacked_bars_are_drawn_on_top_of_each_other():
+    lower, upper = stacked_chart([0], [("a", [1.0]), ("b", [2.0])]).bars
+    _, lower_top, lower_height, _ = lower
+    _, upper_top, upper_height, _ = upper
+    assert upper_top + upper_height == pytest.approx(lower_top)
+    assert upper_height == pytest.approx(2 * lower_height)
 
 
-def test_a_chart_is_drawn_with_its_values_in_words(page):
-    line, stacked = (
-        next(f["text"] for f in page.all("figure") if f["text"].startswith(title))
-        for title in ("log-prob gap", "seconds by phase")
-    )
-    assert "step 47: " in line
-    assert re.search(
-        r"step 0: rollout \d\d\.\d, reference 0\.5, update 2\.?\d*, data 0\.1", stacked
-    )
+def test_a_chart_shows_its_values_on_hover(page):
+    def figure(title):
+        return next(f["text"] for f in page.all("figure") if f["text"].startswith(title))
+
+    assert "step 47: " in figure("log-prob gap")
+    times = r"step 0: rollout \d\d\.\d, reference 0\.5, update 2\.?\d*, data 0\.1"
+    assert re.search(times, figure("seconds by phase"))
     assert {e["class"] for e in page.all("rect")} == {"s0", "s1", "s2", "s3", "hover"}
 
 
-def test_a_name_without_a_value_is_an_error_of_the_page():
+def test_an_undefined_name_in_a_template_is_an_error():
     with pytest.raises(UndefinedError, match="answer"):
         environment().from_string("{{ answer }}").render()
 

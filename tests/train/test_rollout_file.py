@@ -1,4 +1,4 @@
-"""Finished episodes on disk: they come back as they were, to the first step after a checkpoint and to no other."""
+"""Stored episodes: exact, and read only by the first step after a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,34 +15,40 @@ from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import ToolCall, Trajectory
 from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.remote.judge import JudgeCounts
+from rollout.engine.requests import Completion, Request
 from tests.rollout.conftest import Scripted
 from train.durable.rollout_file import RolloutFile
 from train.learn.rollouts import roll_out
 
 
 def plain(value: Any) -> Any:
-    """What `==` compares: records without identity, arrays with their type."""
+    """A value that `==` compares by content, types of arrays included."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, Trajectory):
         return [plain(segment) for segment in value.segments]
     if dataclasses.is_dataclass(value):
-        return type(value).__name__, [
-            plain(getattr(value, field.name)) for field in dataclasses.fields(value)
-        ]
+        fields = [field.name for field in dataclasses.fields(value)]
+        return type(value).__name__, [plain(getattr(value, name)) for name in fields]
     if isinstance(value, tuple):
         return tuple(plain(item) for item in value)
     return type(value).__name__, value
 
 
 class Idle:
-    """Nobody may be asked to sample."""
+    """A sampler that must not be used."""
 
-    def submit(self, request: Any) -> int:
+    def submit(self, request: Request) -> int:
+        raise AssertionError("played again")
+
+    def step(self) -> list[Completion]:
+        raise AssertionError("played again")
+
+    def cancel(self, ticket: int) -> None:
         raise AssertionError("played again")
 
 
-IDLE: Any = Idle()
+IDLE = Idle()
 
 
 def questions_of(road):
@@ -52,27 +58,25 @@ def questions_of(road):
     ]
 
 
-def test_what_was_played_comes_back_bit_for_bit(road, small, tmp_path):
+def test_stored_episodes_are_equal_bit_for_bit(road, small, tmp_path):
     arguments = (road.environment, questions_of(road), road.run.rl, 0, 3)
     judge: Any = SimpleNamespace(counts=JudgeCounts(asked=3, answered=3))
     file = RolloutFile(tmp_path / "rollouts.json", 3)
     played = file.roll_out(small.Script(road), *arguments)
     assert plain(played) == plain(roll_out(small.Script(road), *arguments))
-    assert played.unreadable == 1 and any(e.turns[0].calls for e in played.episodes), (
-        "it should hold every kind of record"
-    )
+    assert played.unreadable == 1
+    assert any(e.turns[0].calls for e in played.episodes), "every kind of record should occur"
     found = RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, *arguments)
     assert plain(found) == plain(played)
     content = json.loads((tmp_path / "rollouts.json").read_text())
-    (tmp_path / "rollouts.json").write_text(
-        json.dumps(content | {"judge": {"is": "JudgeCounts", **dataclasses.asdict(judge.counts)}})
-    )
+    content["judge"] = {"is": "JudgeCounts", **dataclasses.asdict(judge.counts)}
+    (tmp_path / "rollouts.json").write_text(json.dumps(content))
     judge.counts = JudgeCounts()
     RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, *arguments, judge)
     assert judge.counts.asked == 3
 
 
-def test_calls_of_every_tool_come_back(road, small, tmp_path):
+def test_calls_of_every_tool_are_stored(road, small, tmp_path):
     settings = dataclasses.replace(
         road.run.protocol,
         tools=("crop_video", "search_subtitles"),
@@ -96,8 +100,9 @@ def test_calls_of_every_tool_come_back(road, small, tmp_path):
 
 
 @pytest.mark.parametrize(("first", "step", "shift"), [(2, 3, 0), (4, 3, 0), (3, 3, 1), (4, 4, 0)])
-def test_others_are_played_again(road, small, tmp_path, first, step, shift):
-    """Of another process's later step, of a step that is not the first, of other questions."""
+def test_episodes_of_another_step_or_other_questions_are_played_again(
+    road, small, tmp_path, first, step, shift
+):
     RolloutFile(tmp_path / "rollouts.json", 0).roll_out(
         small.Script(road), road.environment, road.data.questions[:2], road.run.rl, 0, 3
     )
@@ -110,9 +115,9 @@ def test_others_are_played_again(road, small, tmp_path, first, step, shift):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_damaged_file_is_said(road, tmp_path):
+def test_a_damaged_file_is_an_error(road, tmp_path):
     (tmp_path / "rollouts.json").write_text('{"step": 3')
-    with pytest.raises(ValueError, match=r"rollouts\.json: damaged .*; delete it"):
+    with pytest.raises(ValueError, match=r"rollouts\.json: damaged"):
         RolloutFile(tmp_path / "rollouts.json", 3).roll_out(
             IDLE, road.environment, questions_of(road), road.run.rl, 0, 3
         )

@@ -1,1 +1,1 @@
-"""What lets a run end at any moment and go on: phases, checkpoints, run directories, hosts, metrics."""
+"""Interrupting and resuming a run: phases, checkpoints, run directories, hosts and metrics."""

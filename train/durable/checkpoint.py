@@ -1,9 +1,11 @@
-"""Checkpoints of a run: arrays by their path, a JSON `meta` beside them, both or neither on disk.
+"""Checkpoints of a run, built on orbax: arrays stored by path, and a JSON `meta` beside them.
 
-A thin layer over orbax. Owns the folder of numbered checkpoints and which of them stay. Refuses leaves that would not come back bit
-for bit (Python numbers belong in `meta`), steps that do not grow, and what another run, or a state of other leaves, has saved.
-Invariant: at any moment, killed or with a full disk, the folder's newest numbered checkpoint is complete; what a dead process
-left unfinished is ignored and removed by the next one.
+Orbax writes a checkpoint into a temporary folder and renames it when it is complete:
+
+    checkpoints/rl/40                           complete; the one a restart resumes from
+    checkpoints/rl/60.orbax-checkpoint-tmp-...  left by a killed save; the next process removes it
+
+So after a kill, or on a full disk, the newest numbered folder is always a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -25,43 +27,55 @@ from train.durable import hosts
 
 T = TypeVar("T")
 
-_STATE, _META, _SCORE = "state", "meta", "score"
+# Orbax stores each item in a folder of its own: STEP/state, STEP/meta, STEP/metrics (the score).
+_STATE = "state"
+_META = "meta"
+_SCORE = "score"
 
 Best = Literal["accuracy", "format", "reward/total", "none"]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message names it and says what to do."""
+    """A checkpoint could not be written or read."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSettings:
-    """Which checkpoints of a phase stay on disk."""
+    """Which checkpoints of a phase are kept on disk."""
 
     keep: int = 2
-    """The newest checkpoints that stay."""
+    """Number of newest checkpoints to keep."""
     best: Best = "accuracy"
-    """Figure, averaged since the last checkpoint, by which the best RL checkpoint is kept; or `none`."""
+    """Metric, averaged between checkpoints, that picks the best RL checkpoint to keep; or none."""
 
     def __post_init__(self):
         if self.keep < 1:
             raise ValueError(
-                f"checkpoints.keep: {self.keep}; the newest checkpoint has to stay, give 1 or more"
+                f"checkpoints.keep: {self.keep}; give 1 or more, the newest checkpoint is needed"
             )
-        if self.best not in (choices := get_args(Best)):
+        if self.best not in get_args(Best):
             raise ValueError(
-                f"checkpoints.best: {self.best!r} is unknown; give one of {', '.join(choices)}"
+                f"checkpoints.best: {self.best!r}; give one of {', '.join(get_args(Best))}"
             )
 
 
 class Checkpoints:
-    """The numbered checkpoints in `folder`, of which the newest `keep` stay, and the one that was saved with the highest score.
+    """The numbered checkpoints of one phase.
 
-    `identity` (what JSON can hold) says whose checkpoints they are: it is saved with each, and `restore` refuses another one's.
-    `asynchronous` returns from `save` once the arrays are copied to the host and writes in the background: for large states,
-    whose caller must `wait` before it exits. One process at a time may write (`RunDirectory` sees to that); in a run over
-    several hosts all of them call, with the same step and score, and orbax writes each host's shards. `read_only` leaves the folder
-    as it is, also what another process is just writing.
+    Only one process at a time may write (`RunDirectory` locks the run). In a multi-host run all
+    processes call the same methods with the same step and score; orbax writes each host's shards.
+
+    Args:
+        folder: holds one folder per checkpoint, named by its step.
+        keep: number of newest checkpoints to keep; the one with the highest score stays as well.
+        asynchronous: `save` returns once the arrays are copied to the host and writes them in the
+            background. Call `wait` or `close` before the process exits.
+        identity: settings that the checkpoints belong to, as JSON can hold them. They are stored
+            with each checkpoint, and `restore` compares them.
+        read_only: changes nothing in `folder`, not even what another process is writing there.
+
+    Raises:
+        CheckpointError: `keep` is below 1, the folder cannot be used, or a score is damaged.
     """
 
     def __init__(
@@ -74,19 +88,13 @@ class Checkpoints:
     ) -> None:
         if keep < 1:
             raise CheckpointError(
-                f"keep is {keep}: at least the newest checkpoint has to stay; give 1 or more."
+                f"keep = {keep}: give 1 or more, the newest checkpoint is needed."
             )
         self.folder = pathlib.Path(folder).absolute()
         self._identity = as_json(identity or {}, "identity")
+        best_one = policies.BestN(get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False)
         self._options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(
-                [
-                    policies.LatestN(keep),
-                    policies.BestN(
-                        get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False
-                    ),
-                ]
-            ),
+            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best_one]),
             best_fn=_score,
             enable_async_checkpointing=asynchronous,
             read_only=read_only,
@@ -98,70 +106,84 @@ class Checkpoints:
     def save(
         self, step: int, state: PyTree, meta: dict[str, Any], score: float | None = None
     ) -> None:
-        """Writes `state` (jax or NumPy arrays, typed keys included) and `meta` (what JSON can hold) as checkpoint `step`.
+        """Writes checkpoint `step`. If it fails, earlier checkpoints stay and a retry is possible.
 
-        `score` makes it a candidate for the best; of equal ones the newest is.
-        Raises CheckpointError if the step is not beyond the latest, if a leaf cannot be kept exactly, or if the disk refuses; the
-        checkpoints before it are then untouched, and saving may be tried again. TypeError if `meta` is not JSON.
+        Args:
+            step: number of the checkpoint, above that of the latest one.
+            state: tree of jax or NumPy arrays, typed random keys included.
+            meta: anything JSON can hold.
+            score: makes the checkpoint a candidate for the best; of equal scores the newest wins.
+
+        Raises:
+            CheckpointError: the step does not grow, a leaf would not come back bit for bit, or
+                writing failed.
+            TypeError: `meta` is not JSON.
         """
         latest = self.latest()
         if latest is not None and step <= latest:
             raise CheckpointError(
-                f"checkpoint {step} does not follow {latest}, the latest in {self.folder}: steps have to grow."
+                f"checkpoint {step} does not follow {latest}, the latest in {self.folder}: save a "
+                "higher step."
             )
         leaves = _named_leaves(state)
         for name, leaf in leaves.items():
             _check_leaf(name, leaf)
-        described = {name: _describe(leaf) for name, leaf in leaves.items()}
         record = {
-            "leaves": described,
+            "leaves": {name: _describe(leaf) for name, leaf in leaves.items()},
             "meta": as_json(meta, "meta"),
             "identity": self._identity,
         }
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(leaves), meta=ocp.args.JsonSave(record)
         )
+        metrics = None if score is None else {_SCORE: score}
         try:
-            self._manager.save(step, args=items, metrics=None if score is None else {_SCORE: score})
+            self._manager.save(step, args=items, metrics=metrics)
         except Exception as error:
             self._recover(error)
 
     def latest(self) -> int | None:
-        """The newest complete checkpoint's step, None where there is none."""
+        """Step of the newest complete checkpoint, or None."""
         self.wait()
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:
-        """The steps of all complete checkpoints, ascending."""
+        """Steps of all complete checkpoints, ascending."""
         self.wait()
         return sorted(self._manager.all_steps())
 
     def best(self) -> int | None:
-        """The step of the checkpoint with the highest score, None where none has one."""
+        """Step of the checkpoint with the highest score, or None if none has a score."""
         self.wait()
         return self._manager.best_step()
 
     def meta(self, step: int | None = None) -> dict[str, Any]:
-        """The `meta` alone of a checkpoint, the latest without a `step`: for a caller that needs it to build a template."""
+        """Reads only the `meta` of checkpoint `step`, by default the latest."""
         return self._record(self._existing(step))["meta"]
 
     def restore(self, template: T, step: int | None = None) -> tuple[T, dict[str, Any], int]:
-        """(state, meta, step) of the latest checkpoint, or of `step`.
+        """Reads a checkpoint onto this run's devices, whatever devices it was saved from.
 
-        `template` has the state's structure; its leaves are arrays or `jax.ShapeDtypeStruct`s, whose shape and dtype are checked
-        and whose sharding is used (without one: the first device), on whatever devices it was saved. A NumPy leaf comes back as NumPy.
+        Args:
+            template: tree with the structure of the saved state. Its leaves are arrays or
+                `jax.ShapeDtypeStruct`s: shape and dtype must match, and the array is placed by the
+                leaf's sharding (without one: on the first device). NumPy leaves stay NumPy.
+            step: the checkpoint to read, by default the latest.
 
-        Raises CheckpointError if there is no such checkpoint, if it cannot be read, if it was saved under another identity, or if a leaf
-        is missing, unknown or different.
+        Returns:
+            (state, meta, step).
+
+        Raises:
+            CheckpointError: there is no such checkpoint, it cannot be read, it has another identity
+                or its leaves differ from the template's.
         """
         step = self._existing(step)
-        record, wanted = self._record(step), _named_leaves(template)
+        record = self._record(step)
+        wanted = _named_leaves(template)
         folder = self.folder / str(step)
         self._require_same(f"{folder} is another run's", record["identity"], self._identity)
         described = {name: _describe(leaf) for name, leaf in wanted.items()}
-        self._require_same(
-            f"{folder} holds another state than this run's", record["leaves"], described
-        )
+        self._require_same(f"{folder} holds a state with other leaves", record["leaves"], described)
         placed = {name: _placed(leaf) for name, leaf in wanted.items()}
         try:
             restored = self._manager.restore(
@@ -173,18 +195,19 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(template), leaves), record["meta"], step
 
     def restore_part(self, template: T, step: int) -> T:
-        """The leaves of checkpoint `step` that `template` names, as `restore` places them; the others are not read. Raises as it does."""
+        """Reads only the leaves of checkpoint `step` that `template` names; see `restore`."""
         wanted = _named_leaves(template)
-        saved = {
-            name: text for name, text in self._record(step)["leaves"].items() if name in wanted
-        }
+        stored = self._record(step)["leaves"]
+        saved = {name: stored[name] for name in stored if name in wanted}
         described = {name: _describe(leaf) for name, leaf in wanted.items()}
-        self._require_same(f"{self.folder / str(step)} has no such part", saved, described)
+        self._require_same(f"{self.folder / str(step)} lacks requested leaves", saved, described)
         placed = {name: _placed(leaf) for name, leaf in wanted.items()}
-        where = {
+        shardings = {
             name: ocp.ArrayRestoreArgs(sharding=leaf.sharding) for name, leaf in placed.items()
         }
-        arguments = ocp.args.PyTreeRestore(item=placed, restore_args=where, partial_restore=True)
+        arguments = ocp.args.PyTreeRestore(
+            item=placed, restore_args=shardings, partial_restore=True
+        )
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
                 restored = reader.restore(self.folder / str(step) / _STATE, args=arguments)
@@ -197,14 +220,14 @@ class Checkpoints:
         require_same(what, stored, wanted, remedy, CheckpointError)
 
     def wait(self) -> None:
-        """Returns when nothing is being written. Raises CheckpointError if the writing in the background failed."""
+        """Waits for saving in the background. Raises CheckpointError if it failed."""
         try:
             self._manager.wait_until_finished()
         except Exception as error:
             self._recover(error)
 
     def close(self) -> None:
-        """Waits, and lets go of orbax's threads."""
+        """Waits, and ends orbax's threads."""
         self.wait()
         self._manager.close()
 
@@ -212,6 +235,8 @@ class Checkpoints:
         try:
             if not self._options.read_only:
                 self.folder.mkdir(parents=True, exist_ok=True)
+                # The first process cleans up before any process opens the manager below. Orbax
+                # would do it in a background thread, possibly after the next save has begun.
                 with hosts.one_after_another():
                     if hosts.is_first():
                         self._clear_unfinished()
@@ -230,56 +255,58 @@ class Checkpoints:
         return manager
 
     def _clear_unfinished(self) -> None:
-        """Until a save is complete its folder has another name. Orbax would clear them in the background, after it said that it is open."""
+        """Removes folders of saves that a dead process left incomplete."""
         for unfinished in self.folder.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(unfinished, ignore_errors=True)
 
     def _recover(self, error: Exception) -> NoReturn:
-        """After a failed save: gives its room on the disk back, forgets it, and says so."""
-        if jax.process_count() > 1:  # the others have to be asked for that, and they are elsewhere
+        """Removes what a failed save wrote, so that another can be tried, and raises the error."""
+        if jax.process_count() > 1:
+            # Reopening below is a collective call, and the other processes are not making it.
+            # A JaxRuntimeError may mean that one of them is gone: `cluster` reports that.
             if isinstance(error, jax.errors.JaxRuntimeError):
                 raise error
             raise CheckpointError(
-                f"saving a checkpoint in {self.folder} failed ({_cause(error)}); start all processes again."
+                f"saving a checkpoint in {self.folder} failed ({_cause(error)}); start all "
+                "processes again."
             ) from error
-        self._manager = (
-            self._open()
-        )  # the old one lists the failed step as saved: what is on disk is asked anew
+        # The old manager counts the failed step as saved. A new one lists what is on disk.
+        self._manager = self._open()
         latest = self._manager.latest_step()
         kept = f"checkpoint {latest} is intact" if latest is not None else "there is no earlier one"
         free = shutil.disk_usage(self.folder).free / 2**20
         raise CheckpointError(
             f"saving a checkpoint in {self.folder} failed ({_cause(error)}); {kept}. "
-            f"{free:.0f} MiB are free there: make room if the disk is full, then start the same command again."
+            f"{free:.0f} MiB are free there: make room if the disk is full, then start the same "
+            "command again."
         ) from error
 
     def _existing(self, step: int | None) -> int:
-        """`step`, or the latest one."""
+        """`step`, by default the latest; an error if there is no such checkpoint."""
         steps = self.steps()
         if not steps:
             raise CheckpointError(f"{self.folder} holds no complete checkpoint.")
         if step is not None and step not in steps:
             raise CheckpointError(
-                f"{self.folder} holds no checkpoint {step}; there is {', '.join(map(str, steps))}."
+                f"{self.folder} holds no checkpoint {step}; it holds {', '.join(map(str, steps))}."
             )
         return steps[-1] if step is None else step
 
     def _record(self, step: int) -> dict[str, Any]:
+        """What `save` stored as JSON: leaves, meta and identity."""
+        arguments = ocp.args.Composite(meta=ocp.args.JsonRestore())
         try:
-            return self._manager.restore(
-                step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
-            )[_META]
+            return self._manager.restore(step, args=arguments)[_META]
         except Exception as error:
             raise self._unreadable(step, error) from error
 
     def _unreadable(self, step: int, error: Exception) -> CheckpointError:
         folder = self.folder / str(step)
         older = [other for other in self._manager.all_steps() if other < step]
-        remedy = (
-            f"delete it to go on from checkpoint {max(older)}"
-            if older
-            else "delete it to start again"
-        )
+        if older:
+            remedy = f"delete it to go on from checkpoint {max(older)}"
+        else:
+            remedy = "delete it to start again"
         return CheckpointError(f"{folder} cannot be read ({_cause(error)}): {remedy}.")
 
 
@@ -288,39 +315,46 @@ def _score(metrics: dict[str, float]) -> float:
 
 
 def _named_leaves(tree: PyTree) -> dict[str, Any]:
-    """Leaves by path ("model.layers.0.kernel"): on disk nothing depends on the classes of the tree's nodes."""
+    """Leaves by path, such as "model.layers.0.kernel".
+
+    Paths do not depend on the Python classes of the tree's nodes, so a checkpoint survives a change
+    of those classes.
+    """
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name in leaves:
             raise CheckpointError(
-                f"two leaves of the state are called {name}: rename one, a checkpoint stores leaves by path."
+                f"two leaves of the state are called {name}: rename one, checkpoints store leaves "
+                "by path."
             )
         leaves[name] = leaf
     return leaves
 
 
 def _check_leaf(name: str, leaf: Any) -> None:
+    """Refuses leaves that would not come back bit for bit."""
     if not isinstance(leaf, jax.Array | np.ndarray):
         raise CheckpointError(
-            f"state leaf {name} is {leaf!r}, a {type(leaf).__name__}: arrays go into the state, other values into meta."
+            f"state leaf {name} is {leaf!r}, a {type(leaf).__name__}: store only arrays in the "
+            "state, and other values in meta."
         )
     if leaf.size == 0:
         raise CheckpointError(
-            f"state leaf {name} has shape {leaf.shape}, without elements, which orbax cannot store: leave it out."
+            f"state leaf {name} has shape {leaf.shape}, without elements, which orbax cannot "
+            "store: leave it out."
         )
 
 
 def _describe(leaf: Any) -> str:
-    return (
-        f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-        if hasattr(leaf, "dtype")
-        else type(leaf).__name__
-    )
+    """Type and shape as text: "float32[2,3]"."""
+    if not hasattr(leaf, "dtype"):
+        return type(leaf).__name__
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
 def _placed(leaf: Any) -> Any:
-    """The leaf as orbax wants it: NumPy as it is, everything else abstract and with a sharding."""
+    """The leaf as orbax expects it: NumPy unchanged, everything else abstract with a sharding."""
     if isinstance(leaf, np.ndarray):
         return leaf
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -328,17 +362,22 @@ def _placed(leaf: Any) -> Any:
 
 
 def _cause(error: Exception) -> str:
-    """The error in one line; tensorstore repeats paths at length and says what happened at the end."""
+    """The error on one line. Its end matters: tensorstore puts the cause after long paths."""
     line = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return line if len(line) <= 300 else f"{line[:100]} ... {line[-190:]}"
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """False for a traceback that orbax logs in each of its threads, the same error is raised here, once; and for what its caller asked."""
-    asked = str(record.msg).startswith(
+def _keep_log_record(record: logging.LogRecord) -> bool:
+    """Drops two kinds of orbax's log records.
+
+    One is a traceback from each of its threads; the same error is raised here once. The other are
+    warnings about options that this module sets on purpose.
+    """
+    expected = str(record.msg).startswith(
         ("Given directory is read only", "Requested `tracked_metric`")
     )
-    return not ("orbax" in record.pathname and (record.exc_info or asked))
+    from_orbax = "orbax" in record.pathname
+    return not (from_orbax and (record.exc_info or expected))
 
 
-logging.getLogger("absl").addFilter(_is_news)
+logging.getLogger("absl").addFilter(_keep_log_record)

@@ -1,4 +1,4 @@
-"""The seconds that a run has taken, over all its processes."""
+"""Total running time of a run, summed over all its processes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ from train.durable import hosts
 
 
 class Clock:
-    """Counts from what earlier processes left in `file`; a context manager that saves at its end."""
+    """Adds this process's seconds to those that earlier processes stored in `file`.
+
+    As a context manager it saves the total on exit.
+    """
 
     def __init__(self, file: pathlib.Path):
-        self._file, self._start = file, time.monotonic()
+        self._file = file
+        self._start = time.monotonic()
         self._earlier = json.loads(file.read_text()) if file.exists() else 0.0
 
     @property
     def total(self) -> float:
+        """Seconds of all processes so far, this one included."""
         return self._earlier + time.monotonic() - self._start
 
     def save(self) -> None:
+        """Stores the total. In a multi-host run only the first process writes."""
         if hosts.is_first():
             write_atomically(self._file, json.dumps(self.total))
 

@@ -1,4 +1,4 @@
-"""How the processes of a run find each other, and how they end when one is lost."""
+"""Connects the processes of a run, and ends them together when one is lost."""
 
 from __future__ import annotations
 
@@ -14,113 +14,134 @@ import jax
 
 from train.durable import hosts
 
-LOST = 70  # the exit code of a process that lost the others: the same command, started everywhere, goes on
+LOST = 70
+"""Exit code of a process that lost contact with the others. Restart all of them to resume."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HostSettings:
-    """How the processes of a run find each other. They share its directory, and decide nothing of what is computed."""
+    """How the processes of a run connect. They share one run directory; results do not change."""
 
     coordinator: str = ""
-    """Empty: this process is the whole run. `auto`: what the cluster says (a TPU pod, SLURM). Else process 0's address:port."""
+    """address:port of process 0. Empty: a run of one process. `auto`: ask the TPU pod or SLURM."""
     count: int = 1
-    """Processes in all, where an address is given."""
+    """Number of processes, when the coordinator is an address."""
     index: int = 0
-    """This one's number among them, from 0."""
+    """Index of this process, from 0, when the coordinator is an address."""
     heartbeat: int = 100
-    """Seconds without a sign of life after which a process counts as dead and the others end."""
+    """Seconds of silence after which a process counts as dead and the others exit."""
 
     def __post_init__(self):
+        host, _, port = self.coordinator.rpartition(":")
         if self.coordinator in ("", "auto"):
             if (self.count, self.index) != (1, 0):
                 raise ValueError(
-                    f"hosts.count, hosts.index: {self.count}, {self.index} with hosts.coordinator {self.coordinator!r}; they go with an "
-                    "address, give process 0's address:port"
+                    f"hosts.count, hosts.index: {self.count}, {self.index} with hosts.coordinator "
+                    f"{self.coordinator!r}: they need an address; give process 0's address:port"
                 )
-        elif (
-            not self.coordinator.rpartition(":")[0]
-            or not self.coordinator.rpartition(":")[2].isdigit()
-        ):
+        elif not host or not port.isdigit():
             raise ValueError(
-                f"hosts.coordinator: {self.coordinator!r}; give address:port of process 0, auto, or nothing"
+                f"hosts.coordinator: {self.coordinator!r}; give address:port of process 0, auto, "
+                "or leave it empty"
             )
         if not 0 <= self.index < self.count:
             raise ValueError(
-                f"hosts.index: {self.index} of hosts.count = {self.count}; give a number from 0 to {self.count - 1}"
+                f"hosts.index: {self.index} of hosts.count = {self.count}; give a number from 0 "
+                f"to {self.count - 1}"
             )
         if self.heartbeat < 1:
             raise ValueError(f"hosts.heartbeat: {self.heartbeat}; give at least 1 second")
 
 
 def connect(settings: HostSettings) -> None:
-    """Joins the other processes; returns when all are there. To be called before anything touches a device."""
+    """Connects to the other processes and returns when all of them are there.
+
+    Call it before anything touches a device: jax fixes its list of devices at first use.
+    """
     if not settings.coordinator:
         return
-    # On a CPU programs that do not wait for each other run at the same time, and collectives of two processes may meet crosswise.
+    # With asynchronous dispatch a CPU runs independent programs at the same time. Collectives of
+    # two programs could then start in a different order on each process and deadlock.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    named = settings.coordinator != "auto"
-    where = (settings.coordinator, settings.count, settings.index) if named else (None, None, None)
+    by_address = settings.coordinator != "auto"
+    # None lets jax detect the value from the cluster's environment.
+    address = settings.coordinator if by_address else None
+    count = settings.count if by_address else None
+    index = settings.index if by_address else None
     try:
         jax.distributed.initialize(
-            *where,
+            address,
+            count,
+            index,
             heartbeat_timeout_seconds=settings.heartbeat,
             shutdown_timeout_seconds=settings.heartbeat,
         )
     except ValueError as error:
-        if named:
+        if by_address:
             raise
         raise ValueError(
-            f"hosts.coordinator = auto: no cluster that jax knows was found ({error}); give ADDRESS:PORT, hosts.count and hosts.index"
+            f"hosts.coordinator = auto: jax found no cluster it supports ({error}); give "
+            "address:port, hosts.count and hosts.index"
         ) from error
 
 
 def require_shared(folder: pathlib.Path) -> None:
-    """Raises ValueError, on every process alike, where `folder`, which the first one has made, is not the same directory for all."""
+    """Raises ValueError on every process if `folder` is not the same directory for all of them.
+
+    The first process must have created `folder`.
+    """
     if jax.process_count() == 1:
         return
 
-    def make() -> str:
-        # A name that nobody has asked for yet: what a network disk keeps of earlier answers says nothing of it.
-        mark = folder / f".seen-by-all-{uuid.uuid4().hex}"
-        mark.touch()
-        return mark.name
+    def make_marker() -> str:
+        # A network disk may cache that a name does not exist. This name is new, so no process can
+        # have a cached answer for it.
+        marker = folder / f".seen-by-all-{uuid.uuid4().hex}"
+        marker.touch()
+        return marker.name
 
-    mark = folder / hosts.from_first(make)
-    seen = hosts.gather((mark.exists(), str(folder)))
+    marker = folder / hosts.from_first(make_marker)
+    answers = hosts.gather((marker.exists(), str(folder)))
     if hosts.is_first():
-        mark.unlink()
-    for number, (found, theirs) in enumerate(seen):
+        marker.unlink()
+    for index, (found, path) in enumerate(answers):
         if not found:
             raise ValueError(
-                f"run_dir: {theirs} on process {number} is another directory than {seen[0][1]} on process 0; name one that all of them "
-                "see, on a disk that the hosts share"
+                f"run_dir: {path} on process {index} is another directory than {answers[0][1]} on "
+                "process 0; name a directory on a disk that all hosts share"
             )
+
+
+# Errors of a program that this process caused itself. The other processes notice the broken
+# connection.
+_LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 
 
 @contextlib.contextmanager
 def ending_with_the_others() -> Iterator[None]:
-    """Ends this process with `LOST` and one line where a program fails because another process of the run is gone.
+    """Exits with code `LOST` and one line if a program fails because another process is gone.
 
-    At once, past `finally` and `atexit`: whoever waits for the others there waits forever. Where no connection breaks, jax's own
-    heartbeat ends the process (SIGABRT, and a message that says why) within `HostSettings.heartbeat` seconds.
+    If no connection breaks, jax's own heartbeat ends the process with SIGABRT and a message, after
+    `HostSettings.heartbeat` seconds.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1 or any(word in str(error) for word in _OWN):
+        local = any(word in str(error) for word in _LOCAL_ERRORS)
+        if jax.process_count() == 1 or local:
             raise
         print(
-            f"error: another process of this run ended, or cannot be reached ({_line(error)}); start all of them again",
+            "error: another process of this run ended or cannot be reached "
+            f"({_shortened(error)}); start all of them again",
             file=sys.stderr,
         )
         sys.stderr.flush()
+        # Skip `finally` blocks and atexit handlers: some of them wait for the other processes and
+        # would never return.
         os._exit(LOST)
 
 
-# What a program of this process's own fails with; the others learn of it by the broken connection.
-_OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
-
-
-def _line(error: Exception) -> str:
+def _shortened(error: Exception) -> str:
+    """The error on one line of at most 200 characters."""
     line = " ".join(str(error).split())
     return line if len(line) <= 200 else f"{line[:200]} ..."

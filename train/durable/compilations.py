@@ -1,4 +1,4 @@
-"""Counting what XLA compiles: after warm-up the count must stand still."""
+"""Counts XLA compilations, to check that nothing compiles again after warm-up."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from typing import Any
 
 import jax
 
-_EVENT = "/jax/core/compile/backend_compile_duration"
+_COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class Compilations:
-    """Counts compilations in this process from its making on."""
+    """Counts the compilations of this process from the moment it is created."""
 
     def __init__(self) -> None:
         self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._hear)
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _hear(self, event: str, duration_secs: float, **_: Any) -> None:
-        self.count += event == _EVENT
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == _COMPILED:
+            self.count += 1

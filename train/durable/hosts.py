@@ -1,13 +1,13 @@
 """Host-side communication between the processes of a run: small Python values, not device arrays.
 
-A run of one process goes through the same calls, which then cost nothing. Every process makes the same
-calls in the same order, and what they return is the same everywhere. `train.durable.cluster` is how the
-processes find each other.
+Every process makes the same calls in the same order and gets the same results. In a run of one
+process the same functions return at once. `train.durable.cluster` connects the processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
@@ -20,70 +20,92 @@ T = TypeVar("T")
 
 
 class HostsError(RuntimeError):
-    """Another process of the run could not go on."""
+    """Another process of the run failed."""
 
 
-_LEAST = 1 << 20  # bytes that are gathered at the least
+_SMALLEST_MESSAGE = 1 << 20  # bytes
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes what a run has once: figures, records, results."""
+    """Whether this process writes the files that a run has once: metrics, records, results."""
     return jax.process_index() == 0
 
 
 def gather(value: T) -> list[T]:
-    """Every process's value, in their order. What is gathered is pickled: trajectories and figures, never weights."""
+    """Collects `value` from every process, ordered by process index.
+
+    Values are pickled and copied through device memory: use it for trajectories and metrics, not
+    for weights.
+    """
     if jax.process_count() == 1:
         return [value]
     data = np.frombuffer(pickle.dumps(value), np.uint8)
     sizes = multihost_utils.process_allgather(np.array(len(data)))
-    padded = np.zeros(
-        max(_LEAST, 1 << int(sizes.max() - 1).bit_length()), np.uint8
-    )  # of few sizes: each is a program
+    # An all-gather needs one shape on all processes, and XLA compiles each shape once. Padding to a
+    # power of two, with a floor, keeps the number of compiled programs small.
+    padded_size = max(_SMALLEST_MESSAGE, 1 << int(sizes.max() - 1).bit_length())
+    padded = np.zeros(padded_size, np.uint8)
     padded[: len(data)] = data
-    everyone = multihost_utils.process_allgather(padded)
-    return [pickle.loads(row[:size].tobytes()) for row, size in zip(everyone, sizes, strict=True)]
+    messages = multihost_utils.process_allgather(padded)
+    return [
+        pickle.loads(message[:size].tobytes())
+        for message, size in zip(messages, sizes, strict=True)
+    ]
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """What the first process makes of it: for what lies in files that it alone writes. Where that fails, all fail."""
-    made, error = None, None
+    """Calls `make` on the first process only and returns its result on every process.
+
+    Use it for values read from files that only the first process writes.
+
+    Raises:
+        HostsError: on the other processes, if `make` fails on the first one. The first process
+            raises the exception itself.
+    """
+    made = None
+    error = None
     if is_first():
         try:
             made = make()
-        except Exception as raised:  # it travels as a value: the others wait for an answer
+        except Exception as raised:
+            # The failure is sent like a result: the others already wait in gather and would hang.
             error = raised
-    made, failure = gather((made, error and f"{type(error).__name__}: {error}"))[0]
+    made, failure = gather((made, _described(error)))[0]
     if error is not None:
         raise error
-    _require_none(failure)
+    _raise_failure(failure)
     return cast(T, made)
 
 
 def require_same(name: str, value: Any) -> None:
-    """Raises ValueError on every process where they were not started alike."""
+    """Raises ValueError on every process if `value` differs between processes."""
     values = gather(value)
-    for number, other in enumerate(values):
+    for index, other in enumerate(values):
         if other != values[0]:
             raise ValueError(
-                f"{name}: {values[0]!r} on process 0 and {other!r} on process {number}; start every process with the same command "
-                "(hosts.index apart) and the same code"
+                f"{name}: {values[0]!r} on process 0 and {other!r} on process {index}; start every "
+                "process with the same command (except for hosts.index) and the same code"
             )
 
 
 @contextlib.contextmanager
 def one_after_another(alike: type[BaseException] | None = None) -> Iterator[None]:
-    """The first process goes through the block alone, then the others do: what it writes to the shared directory they find there.
+    """Runs the block on the first process, then on all others, which find the files it wrote.
 
-    Where the first one fails, the others fail too, instead of waiting for it: with its own exception if that is an `alike`, which has to
-    survive pickling, else with HostsError.
+    If the block fails on the first process, it fails on every process.
+
+    Args:
+        alike: exception type that the other processes raise exactly as the first one did; it must
+            survive pickling. For every other exception they raise HostsError.
     """
     error: BaseException | None = None
     if not is_first():
+        # Wait here until the first process has left its block: gather returns only when every
+        # process has called it, and the first one calls it in `finally` below.
         failure = gather(None)[0]
         if isinstance(failure, BaseException):
             raise failure
-        _require_none(failure)
+        _raise_failure(failure)
     try:
         yield
     except BaseException as raised:
@@ -91,18 +113,28 @@ def one_after_another(alike: type[BaseException] | None = None) -> Iterator[None
         raise
     finally:
         if is_first():
-            same = alike is not None and isinstance(error, alike)
-            gather(error if same else error and f"{type(error).__name__}: {error}")
+            raised_alike = alike is not None and isinstance(error, alike)
+            gather(error if raised_alike else _described(error))
 
 
-def _require_none(failure: str | None) -> None:
+def _described(error: BaseException | None) -> str | None:
+    """An exception as text, because not every exception can be pickled."""
+    if error is None:
+        return None
+    return f"{type(error).__name__}: {error}"
+
+
+def _raise_failure(failure: str | None) -> None:
     if failure is not None:
         raise HostsError(f"process 0 failed first: {failure}")
 
 
 def share_of(count: int) -> slice:
-    """Which of `count` items are this process's: equal parts in the processes' order, the last ones less where it does not divide."""
-    each = -(-count // jax.process_count())
-    return slice(
-        min(jax.process_index() * each, count), min((jax.process_index() + 1) * each, count)
-    )
+    """This process's slice of `count` items: contiguous and equal, except that the last run short.
+
+    7 items over 2 processes give slice(0, 4) and slice(4, 7).
+    """
+    per_process = math.ceil(count / jax.process_count())
+    start = min(jax.process_index() * per_process, count)
+    end = min(start + per_process, count)
+    return slice(start, end)

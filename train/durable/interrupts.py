@@ -1,8 +1,9 @@
-"""Ctrl-C and SIGTERM (a preemption) end a run as soon as what is under way is finished and kept; the same command goes on.
+"""Stops a run cleanly on Ctrl-C or SIGTERM (preemption); the same command then resumes it.
 
-Owns the two signals while a run lasts, and the one place where a run, in however many processes, decides that it stops. The first
-signal only asks: an exception out of a signal handler could hit any line, one that holds a lock or a callback that loses it. A second
-one ends the process at once; what it leaves behind is what a kill leaves behind.
+The signal handler only sets a flag, and the training loop checks the flag between steps. Raising an
+exception from the handler would be unsafe: it could surface on any line, even one that holds a lock
+or runs a callback that swallows exceptions. A second signal ends the process at once. The files are
+then in the same state as after SIGKILL, from which a run also resumes.
 """
 
 from __future__ import annotations
@@ -15,20 +16,23 @@ from typing import Any
 
 from train.durable import hosts
 
-_ASKED = (
-    b"\nstopping: what is under way is finished and kept first; once more ends it without waiting\n"
-)
-_SAME = 1.0  # seconds in which a second signal is the first one once more: some launchers signal a process and its group
+_ASKED = b"\nstopping after the current step, which is saved; signal again to stop at once\n"
+# Some launchers signal a process and then its process group. A second signal within this many
+# seconds therefore counts as the first one.
+REPEAT_SECONDS = 1.0
 
 
 class Stopped(BaseException):
-    """The run was asked to stop, and its message says what is kept. No `Exception`: nobody may take it for an error on its way out.
+    """The run stopped on request; the message says what was saved.
 
-    `code` is the exit code by the custom of shells, 128 and the signal's number: 130 by a person (Ctrl-C), 143 by preemption (SIGTERM).
+    It derives from BaseException, so that no `except Exception` on the way out takes it for an
+    error. `code` is the exit code by shell convention, 128 + signal number: 130 for Ctrl-C, 143 for
+    SIGTERM.
     """
 
     def __init__(self, number: int, kept: str):
-        super().__init__(number, kept)  # both, so that it can be pickled for the other processes
+        # Pickling an exception restores it from these arguments; it is sent to other processes.
+        super().__init__(number, kept)
         self.code = 128 + number
 
     def __str__(self) -> str:
@@ -36,48 +40,66 @@ class Stopped(BaseException):
 
 
 class Interrupts:
-    """Hears both signals; a context manager that puts the old handlers back. Outside of one nobody ever asks to stop."""
+    """Context manager that records SIGINT and SIGTERM and restores the old handlers on exit.
+
+    Without entering it, no signal is recorded and every check passes.
+    """
 
     def __init__(self) -> None:
-        self._asked: tuple[int, float] | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        # Signal number and time of the first signal.
+        self._first_signal: tuple[int, float] | None = None
+        self._old_handlers: dict[signal.Signals, Any] = {}
 
     def asked(self) -> int | None:
-        """The signal by which this process was asked to stop."""
-        return self._asked and self._asked[0]
+        """The number of the signal that this process received, or None."""
+        if self._first_signal is None:
+            return None
+        return self._first_signal[0]
 
     def agree(self) -> int | None:
-        """The signal by which the run has to stop: the first that any of its processes heard. All of them call it at the same place, so
-        all stop there."""
-        # Another's signal is not made this one's own: its own may still come, and must not end it in the middle of a save.
-        return next((number for number in hosts.gather(self.asked()) if number is not None), None)
+        """The first signal that any process of the run received, or None.
+
+        All processes call it at the same place, so they all stop after the same step.
+        """
+        # Do not record another process's signal as received here. This process may still get its
+        # own, which would then count as the second one and kill it in the middle of a save.
+        for number in hosts.gather(self.asked()):
+            if number is not None:
+                return number
+        return None
 
     def check(self, kept: str) -> None:
-        """Raises Stopped if the run has to stop, which all processes ask at the same place; `kept` says what is on disk by now, and what
-        the next start does again."""
-        if (number := self.agree()) is not None:
+        """Raises Stopped on all processes if any of them received a signal.
+
+        Args:
+            kept: message of the exception: what is saved and what the next start repeats.
+        """
+        number = self.agree()
+        if number is not None:
             raise Stopped(number, kept)
 
     def check_alone(self, kept: str) -> None:
-        """`check` where this process works while the others wait for it."""
-        if (number := self.asked()) is not None:
+        """Like `check`, for a process that works while the others wait for it."""
+        number = self.asked()
+        if number is not None:
             raise Stopped(number, kept)
 
     def __enter__(self) -> Interrupts:
-        self._before = {
-            number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._old_handlers[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._asked is None:
-            self._asked = number, now
-            os.write(2, _ASKED)  # print may be what the signal interrupts
-        elif now - self._asked[1] > _SAME:
+        if self._first_signal is None:
+            self._first_signal = (number, now)
+            # os.write, because the signal may have interrupted a print, which is not reentrant.
+            os.write(2, _ASKED)
+        elif now - self._first_signal[1] > REPEAT_SECONDS:
+            # The default action ends the process with the exit status of the signal.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -1,8 +1,8 @@
-"""Where a run's figures go: metrics.jsonl first, TensorBoard beside it, Weights & Biases when asked.
+"""Records the metrics of a run: metrics.jsonl, TensorBoard, and Weights & Biases on request.
 
-Owns the history of one run directory; refuses phases it does not know and values that are not numbers. Invariant: metrics.jsonl
-holds one continuous history - phases in order, each step once - however often the run was killed and resumed, because a
-resumed run truncates it to the step of its checkpoint before it writes again. In a run of several processes, one writes.
+metrics.jsonl is the source of all other records. It holds each step once and the phases in order,
+however often a run is killed: a resumed run first removes the lines after its checkpoint. In a
+multi-host run only the first process writes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, SupportsFloat
 
 import tensorboardX
 
@@ -25,36 +25,50 @@ PHASES = ("align", "sft", "rl")
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, [] where there is no file. A torn last line (the writer was killed) is left out.
+    """Reads a JSON-lines file; returns [] if there is none.
 
-    Raises ValueError for a broken line elsewhere: no crash of the writer leaves one.
+    An incomplete last line is skipped: the writer was killed in the middle of it.
+
+    Raises:
+        ValueError: another line is not JSON. A killed writer cannot cause that.
     """
     path = pathlib.Path(path)
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")
+    # The last piece is empty if the file ends with a line feed; otherwise it is an incomplete line.
+    complete_lines = path.read_bytes().split(b"\n")[:-1]
     rows = []
-    for number, line in enumerate(
-        lines[:-1], 1
-    ):  # what follows the last line feed is nothing, or torn
+    for number, line in enumerate(complete_lines, 1):
         try:
             rows.append(json.loads(line))
         except ValueError as error:
             raise ValueError(
-                f"{path}, line {number}: not JSON ({error}); remove that line to go on"
+                f"{path}, line {number}: not JSON ({error}); remove this line to continue"
             ) from error
     return rows
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl in order: `phase`, `step`, `wall` (Unix seconds) and the values, None where one was not finite."""
+    """Reads a metrics.jsonl: one dict per step, in order.
+
+    Each has `phase`, `step`, `wall` (Unix seconds) and the step's metrics. Values that were not
+    finite are None.
+    """
     return read_jsonl(path)
 
 
 class MetricsWriter:
-    """Appends figures to `run_dir`: metrics.jsonl, TensorBoard events in tensorboard/PHASE, and W&B on request.
+    """Appends metrics to a run directory and to the configured trackers.
 
-    `config` is handed to W&B, which shows it beside the curves. Raises ModuleNotFoundError where `wandb` is asked for and not installed.
+    Args:
+        run_dir: receives metrics.jsonl and, per phase, TensorBoard events in tensorboard/PHASE.
+        tensorboard: whether to write TensorBoard events.
+        wandb: whether to send metrics to Weights & Biases.
+        wandb_project: project name there.
+        config: settings shown beside the curves there.
+
+    Raises:
+        ModuleNotFoundError: `wandb` is requested but not installed.
     """
 
     def __init__(
@@ -69,58 +83,74 @@ class MetricsWriter:
         self._dir.mkdir(parents=True, exist_ok=True)
         self.path = self._dir / "metrics.jsonl"
         self._tensorboard = tensorboard
-        self._events: dict[
-            str, tensorboardX.SummaryWriter
-        ] = {}  # by phase, opened at its first figure
+        # By phase; opened at the phase's first write.
+        self._events: dict[str, tensorboardX.SummaryWriter] = {}
         self._wandb = _open_wandb(self._dir, wandb_project, config or {}) if wandb else None
         if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
-            self._rewrite(
-                read_jsonl(self.path)
-            )  # appending to a torn line would spoil the next one too
+            # Drop an incomplete last line now. The next line would otherwise be appended to it.
+            self._rewrite(read_jsonl(self.path))
 
-    def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """Records `values` of one step. Keys are flat, with a slash between group and name ("reward/accuracy"); not finite becomes null."""
+    def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> None:
+        """Records the metrics of one step.
+
+        Args:
+            phase: one of `PHASES`.
+            step: step number within the phase.
+            values: flat names with a slash after the group, as in "reward/accuracy". Values that
+                are not finite are stored as null.
+        """
         _phase_index(phase)
         numbers = {key: _number(key, value) for key, value in values.items()}
-        line = {"phase": phase, "step": int(step), "wall": round(time.time(), 3)}
-        if clash := numbers.keys() & line.keys():
+        head = {"phase": phase, "step": int(step), "wall": round(time.time(), 3)}
+        clash = numbers.keys() & head.keys()
+        if clash:
             raise ValueError(
-                f"metrics: {sorted(clash)} is a name of the line itself; give the value another name"
+                f"metrics: {sorted(clash)} is reserved for the line itself; give the value another "
+                "name"
             )
+        row = head | numbers
+        # Opened before the line below is appended: opening replays metrics.jsonl into the events,
+        # so this step would be recorded twice.
         events = self._events_of(phase) if self._tensorboard else None
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line | numbers) + "\n")
+            file.write(json.dumps(row) + "\n")
             file.flush()
-            os.fsync(
-                file.fileno()
-            )  # a checkpoint may follow: power that fails must not leave it ahead of its figures
+            # A checkpoint of this step may follow. After a power failure the checkpoint must not be
+            # on disk without its metrics.
+            os.fsync(file.fileno())
         if events is not None:
-            _add(events, line | numbers)
+            _add_scalars(events, row)
             events.flush()
         if self._wandb is not None:
-            figures = {
+            finite = {
                 f"{phase}/{key}": value for key, value in numbers.items() if value is not None
             }
-            self._wandb.log(figures | {f"{phase}/step": int(step)})
+            self._wandb.log(finite | {f"{phase}/step": int(step)})
 
     def truncate(self, phase: str, step: int) -> None:
-        """Forgets what came after `step` of `phase`, later phases included (-1 forgets all of `phase`): call it when a run resumes.
+        """Removes everything after `step` of `phase`, later phases included, before a run resumes.
 
-        W&B keeps what it was sent; the repeated steps appear there twice.
+        W&B cannot forget; steps that run again appear there twice.
+
+        Args:
+            phase: the phase that resumes.
+            step: the last step to keep; -1 removes the whole phase.
         """
-        last = _phase_index(phase)
-        kept = [
-            row
-            for row in read_jsonl(self.path)
-            if _phase_index(row["phase"]) < last or (row["phase"] == phase and row["step"] <= step)
-        ]
+        index = _phase_index(phase)
+
+        def stays(row: dict[str, Any]) -> bool:
+            earlier_phase = _phase_index(row["phase"]) < index
+            return earlier_phase or (row["phase"] == phase and row["step"] <= step)
+
+        rows = [row for row in read_jsonl(self.path) if stays(row)]
         if self.path.exists():
-            self._rewrite(kept)
-        for name in PHASES[last:]:
-            if (events := self._events.pop(name, None)) is not None:
+            self._rewrite(rows)
+        for name in PHASES[index:]:
+            events = self._events.pop(name, None)
+            if events is not None:
                 events.close()
             shutil.rmtree(self._dir / "tensorboard" / name, ignore_errors=True)
-        if self._tensorboard and any(row["phase"] == phase for row in kept):
+        if self._tensorboard and any(row["phase"] == phase for row in rows):
             self._events_of(phase)
 
     def close(self) -> None:
@@ -132,14 +162,16 @@ class MetricsWriter:
             self._wandb.finish()
 
     def _events_of(self, phase: str) -> tensorboardX.SummaryWriter:
-        """The phase's event files, begun again from metrics.jsonl by each process: events of a killed one may be lost or too many."""
+        """The phase's TensorBoard writer, opened if needed."""
         if phase not in self._events:
             folder = self._dir / "tensorboard" / phase
+            # Rebuild the events from metrics.jsonl: a killed process may have lost some or written
+            # events of steps that run again.
             shutil.rmtree(folder, ignore_errors=True)
             self._events[phase] = tensorboardX.SummaryWriter(str(folder))
             for row in read_jsonl(self.path):
                 if row["phase"] == phase:
-                    _add(self._events[phase], row)
+                    _add_scalars(self._events[phase], row)
             self._events[phase].flush()
         return self._events[phase]
 
@@ -148,12 +180,12 @@ class MetricsWriter:
 
 
 class SilentMetrics(MetricsWriter):
-    """What the other processes of a run write: nothing."""
+    """Writes nothing: for the other processes of a multi-host run."""
 
     def __init__(self, run_dir: str | os.PathLike[str]):
         self.path = pathlib.Path(run_dir) / "metrics.jsonl"
 
-    def write(self, phase: str, step: int, values: Mapping[str, float]) -> None:
+    def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> None:
         pass
 
     def truncate(self, phase: str, step: int) -> None:
@@ -165,21 +197,22 @@ class SilentMetrics(MetricsWriter):
 
 def _phase_index(phase: str) -> int:
     if phase not in PHASES:
-        raise ValueError(f"metrics: phase {phase!r}; a phase is one of {', '.join(PHASES)}")
+        raise ValueError(f"metrics: phase {phase!r}; give one of {', '.join(PHASES)}")
     return PHASES.index(phase)
 
 
-def _number(key: str, value: Any) -> float | None:
+def _number(key: str, value: SupportsFloat) -> float | None:
+    """`value` as a float, None if it is not finite: JSON has no NaN or infinity."""
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"metrics: {key} is {value!r}; one number per name is needed (reduce arrays first)"
+            f"metrics: {key} is {value!r}; give one number per name (reduce arrays first)"
         ) from error
     return number if math.isfinite(number) else None
 
 
-def _add(events: tensorboardX.SummaryWriter, row: Mapping[str, Any]) -> None:
+def _add_scalars(events: tensorboardX.SummaryWriter, row: Mapping[str, Any]) -> None:
     for key, value in row.items():
         if key not in ("phase", "step", "wall") and value is not None:
             events.add_scalar(key, value, row["step"], walltime=row["wall"])
@@ -190,32 +223,32 @@ def _open_wandb(run_dir: pathlib.Path, project: str, config: Mapping[str, Any]) 
         import wandb  # pyright: ignore[reportMissingImports]  (an extra)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "wandb: asked for and not installed; `pip install 'paravt-jax[wandb]'`, or leave W&B off"
+            "wandb: requested but not installed; `pip install 'paravt-jax[wandb]'`, or turn W&B off"
         ) from error
-    identity = run_dir / "wandb-id"  # kept, so that a resumed run goes on in the same W&B run
-    if not identity.exists():
-        identity.write_text(uuid.uuid4().hex[:12])
+    # The id is stored, so that a resumed run continues the same W&B run.
+    id_file = run_dir / "wandb-id"
+    if not id_file.exists():
+        id_file.write_text(uuid.uuid4().hex[:12])
     run = wandb.init(
         project=project,
         name=run_dir.name,
         dir=str(run_dir),
         config=dict(config),
-        id=identity.read_text(),
+        id=id_file.read_text(),
         resume="allow",
     )
+    # Every phase counts its own steps, so each needs its own x-axis.
     for phase in PHASES:
         run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
     return run
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people: "42 s", "12 min 05 s", "3 h 07 min"."""
+    """Formats a duration: "42 s", "12 min 05 s", "3 h 07 min"."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
     minutes, rest = divmod(whole, 60)
-    return (
-        f"{minutes} min {rest:02d} s"
-        if minutes < 60
-        else f"{minutes // 60} h {minutes % 60:02d} min"
-    )
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

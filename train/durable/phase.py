@@ -1,8 +1,12 @@
-"""One phase of training from the step it was left at to its last: what is written down of a step, when it is saved, when it stops.
+"""One phase of training, from the step it resumes at to its last: recording, saving, stopping.
 
-Owns the order in which a step leaves its traces. Figures come first, then the checkpoint where one is due, so none is ahead of
-metrics.jsonl; a phase that goes on forgets the figures beyond its checkpoint. Saving is decided here and stopping in
-`train.durable.interrupts`, each in one place. Invariant: a step is in metrics.jsonl once, and after a clean stop none is done again.
+The order in which a step is written matters:
+
+    metrics.jsonl (fsync)  ->  checkpoint, if one is due  ->  stop, if requested
+
+A kill between the first two leaves metrics without a checkpoint; the resumed phase removes them and
+repeats the step. The reverse order could leave a checkpoint without its metrics. As it is,
+metrics.jsonl holds each step once, and no step is repeated after a clean stop.
 """
 
 from __future__ import annotations
@@ -25,10 +29,20 @@ _TITLES = {"align": "align the vision tower", "sft": "cold start", "rl": "PARA-G
 
 
 class Phase:
-    """The phase `name` of `steps` steps, saved every `save_every` and at its end; a context manager that waits for what is being saved.
+    """A phase of training; a context manager that waits on exit until the last save is complete.
 
-    `tick` is called at each step, `before_save` ahead of each save, which it may refuse; `meta` stands in each checkpoint beside the
-    cursor. `best` names the figure, the larger the better, whose mean since the last regular save scores a checkpoint.
+    Args:
+        name: "align", "sft" or "rl".
+        steps: number of steps.
+        save_every: steps between checkpoints; the last step is always saved.
+        checkpoints: where the phase is saved and resumed from.
+        metrics: where its metrics are recorded.
+        interrupts: asked after every step whether to stop.
+        meta: stored in each checkpoint beside the data cursor.
+        tick: called after each step.
+        before_save: called before each save; an exception from it prevents the save.
+        best: metric, higher is better, whose mean since the last regular checkpoint becomes the
+            score of the next one.
     """
 
     def __init__(
@@ -44,12 +58,19 @@ class Phase:
         before_save: Callable[[], None] = lambda: None,
         best: str | None = None,
     ):
-        self.name, self.steps, self.save_every, self.best = name, steps, save_every, best
-        self.first = (
-            hosts.gather(checkpoints.latest())[0] or 0
-        )  # what the first sees: a shared disk may show it to others later
-        self._checkpoints, self._metrics, self._interrupts = checkpoints, metrics, interrupts
-        self._meta, self._tick, self._before_save = dict(meta), tick, before_save
+        self.name = name
+        self.steps = steps
+        self.save_every = save_every
+        self.best = best
+        # The first process decides for all: on a shared disk the others may see a new checkpoint
+        # later than it does.
+        self.first = hosts.gather(checkpoints.latest())[0] or 0
+        self._checkpoints = checkpoints
+        self._metrics = metrics
+        self._interrupts = interrupts
+        self._meta = dict(meta)
+        self._tick = tick
+        self._before_save = before_save
         self._progress = Progress(_TITLES[name], shown=hosts.is_first())
 
     def __enter__(self) -> Phase:
@@ -61,28 +82,34 @@ class Phase:
 
     @property
     def left(self) -> range:
-        """Numbers of the steps that are still to do."""
+        """The steps still to do, counted from 1."""
         return range(self.first + 1, self.steps + 1)
 
     def resume(self, start: T) -> tuple[T, Any]:
-        """The state after step `first` and the data cursor then: what was saved, or (`start`, None) where nothing was.
+        """Restores the newest checkpoint. Call it once, before the first step.
 
-        Call it once, before the first step. Raises CheckpointError for a checkpoint of another run, model or vocabulary, and Stopped where
-        there are steps to do and the run was asked to stop.
+        Returns:
+            The saved state and data cursor, or (`start`, None) if nothing was saved.
+
+        Raises:
+            CheckpointError: the checkpoint belongs to another run, model or vocabulary.
+            Stopped: the run was asked to stop and has steps left.
         """
-        state, cursor = start, None
+        state = start
+        cursor = None
         if self.first:
             state, meta, _ = self._checkpoints.restore(start)
             cursor = meta["cursor"]
         if self.left:
             self._metrics.truncate(self.name, self.first)
             self._interrupts.check(
-                f"stopped before step {self.first + 1} of {self.steps} of {self.name}; all before it is saved"
+                f"stopped before step {self.first + 1} of {self.steps} of {self.name}; "
+                "all before it is saved"
             )
         return state, cursor
 
     def saves(self, step: int) -> bool:
-        """Whether a checkpoint of `step` is due; a run that is asked to stop saves another one."""
+        """Whether `step` has a regular checkpoint. A run that is asked to stop saves one more."""
         return step % self.save_every == 0 or step == self.steps
 
     def done(
@@ -93,41 +120,57 @@ class Phase:
         cursor: Any,
         shown: tuple[str, ...],
     ) -> None:
-        """Keeps a step that is done: its figures, those `shown` on the terminal, and where due the state and the cursor.
+        """Records a finished step, and saves the state if a checkpoint is due.
 
-        Raises ValueError for a loss that is not a number, CheckpointError where the disk refuses, and Stopped, once all that is saved,
-        where the run was asked to stop.
+        Args:
+            step: number of the step, from 1.
+            figures: its metrics, with "loss".
+            state: weights and optimizer state after the step.
+            cursor: position in the data after the step, as JSON can hold it.
+            shown: names of the metrics to show on the terminal.
+
+        Raises:
+            ValueError: the loss or the gradient norm is not finite.
+            CheckpointError: the checkpoint could not be written.
+            Stopped: the run was asked to stop; everything is saved by then.
         """
         self._require_finite(step, figures)
         self._metrics.write(self.name, step, figures)
         self._progress.update(step, self.steps, {name: figures[name] for name in shown})
         self._tick()
-        number = self._interrupts.agree()
-        if number is not None or self.saves(step):
+        signal_number = self._interrupts.agree()
+        if signal_number is not None or self.saves(step):
             self._before_save()
             score = hosts.from_first(lambda: self._score(step))
             self._checkpoints.save(step, state, self._meta | {"cursor": cursor}, score)
-        if number is not None:
+        if signal_number is not None:
+            # Saving may still go on in the background. Wait, because the message says it is done.
             self._checkpoints.wait()
             raise Stopped(
-                number, f"stopped after step {step} of {self.steps} of {self.name}, which is saved"
+                signal_number,
+                f"stopped after step {step} of {self.steps} of {self.name}, which is saved",
             )
 
     def _score(self, step: int) -> float | None:
-        """Of a regular checkpoint: what a stop saved must not change which is the best."""
+        """Mean of the metric `best` since the last regular checkpoint; None for an irregular one.
+
+        Without that exception the best checkpoint would depend on when the run was interrupted.
+        """
         if self.best is None or not self.saves(step):
             return None
-        span = range((step - 1) // self.save_every * self.save_every + 1, step + 1)
-        values = [
-            row[self.best]
-            for row in read_metrics(self._metrics.path)
-            if row["phase"] == self.name and row["step"] in span
-        ]
+        previous_save = (step - 1) // self.save_every * self.save_every
+        values = []
+        # Read from disk: the steps may have run in an earlier process.
+        for row in read_metrics(self._metrics.path):
+            if row["phase"] == self.name and previous_save < row["step"] <= step:
+                values.append(row[self.best])
         return sum(values) / len(values)
 
     def _require_finite(self, step: int, figures: Mapping[str, float]) -> None:
-        """A loss that is not a number has spoilt the weights: better to end here than to save them."""
+        """Ends the run before it saves weights that a bad update has destroyed."""
+        # A sum is finite only if both terms are.
         if not math.isfinite(figures["loss"] + figures.get("grad_norm", 0.0)):
             raise ValueError(
-                f"{self.name}: the loss of step {step} is not finite; lower the learning rate in its settings, the last checkpoint is sound"
+                f"{self.name}: the loss of step {step} is not finite; lower the learning rate in "
+                "its settings (the last checkpoint is intact)"
             )

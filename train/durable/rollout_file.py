@@ -1,8 +1,8 @@
-"""The finished episodes of the step under way, on disk: a run that is killed before their update was saved does not play them again.
+"""Stores the finished episodes of the current step, so that a killed run need not play them again.
 
-Owns the file and its form, JSON with arrays as base64, so that reading one runs nothing. Invariant: what is read equals what was played,
-bit for bit, and only the first step after a checkpoint reads: those episodes were written by the very weights that were restored.
-Episodes are kept when the last of a step has ended; a step cut off before that plays all of its own again.
+The file is JSON with arrays in base64, so reading it executes no code (a pickle would). Episodes
+come back bit for bit. They are written once, when the last episode of the step has ended; a step
+that is killed earlier plays all of its episodes again.
 """
 
 from __future__ import annotations
@@ -41,43 +41,52 @@ from rollout.engine.requests import Sampler
 from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import Rollouts, roll_out
 
-_RECORDS = {
-    kind.__name__: kind
-    for kind in (
-        Rollouts,
-        Episode,
-        Question,
-        Segment,
-        Frame,
-        Turn,
-        CallOutcome,
-        CropCall,
-        ToolCall,
-        Subtitle,
-        Rewards,
-        JudgeCounts,
-    )
-}
+_RECORD_TYPES = (
+    Rollouts,
+    Episode,
+    Question,
+    Segment,
+    Frame,
+    Turn,
+    CallOutcome,
+    CropCall,
+    ToolCall,
+    Subtitle,
+    Rewards,
+    JudgeCounts,
+)
+# By the name that "is" has in the file.
+_RECORDS = {kind.__name__: kind for kind in _RECORD_TYPES}
 _ENUMS = {kind.__name__: kind for kind in (Author, CallStatus, QuestionKind, StopReason)}
 
 
 def rollout_file_name(process: int = 0, processes: int = 1) -> str:
-    """Each process of a run keeps its own share."""
+    """File name of one process's share of the episodes."""
     return f"rollouts-{process}-of-{processes}.json"
 
 
 def forget_others(folder: pathlib.Path, processes: int) -> None:
-    """Removes what runs of another number of processes have left: it may be of the same step, and of other weights, up to rounding."""
+    """Removes files left by a run with another number of processes.
+
+    They may have the number of the current step although the weights that played them differ: sums
+    over another number of devices round differently.
+    """
     for file in folder.glob("rollouts-*-of-*.json"):
         if not file.stem.endswith(f"-of-{processes}"):
             file.unlink()
 
 
 class RolloutFile:
-    """The episodes of one step in `path`. `first` is the number of updates behind the weights that a process starts from."""
+    """The stored episodes of one step.
+
+    Args:
+        path: the file.
+        first: number of updates in the checkpoint that this process started from.
+    """
 
     def __init__(self, path: pathlib.Path, first: int):
-        self._path, self._first = path, first
+        self._path = path
+        self._first = first
 
     def roll_out(
         self,
@@ -89,28 +98,33 @@ class RolloutFile:
         step: int,
         judge: RemoteJudge | None = None,
     ) -> Rollouts:
-        """As `train.learn.rollouts.roll_out`, whose episodes are written down; or those that were, where they are this step's.
+        """Returns the stored episodes of this step, or plays and stores them.
 
-        Raises ValueError for a file that cannot be read.
+        Takes the arguments of `train.learn.rollouts.roll_out`.
+
+        Raises:
+            ValueError: the file is damaged.
         """
-        asked = [question.id for question in questions]
-        found = self._read() if step == self._first else None
-        if found is not None and (found["step"], found["questions"]) == (step, asked):
+        question_ids = [question.id for question in questions]
+        # Only the first step after a checkpoint may read the file: its episodes were played with
+        # exactly the restored weights.
+        stored = self._read() if step == self._first else None
+        if stored is not None and (stored["step"], stored["questions"]) == (step, question_ids):
             if judge is not None:
-                judge.counts = _unpack(found["judge"])
-            return _unpack(found["rollouts"])
+                judge.counts = _unpack(stored["judge"])
+            return _unpack(stored["rollouts"])
         rollouts = roll_out(engine, environment, questions, settings, seed, step, judge)
         content = {
             "step": step,
-            "questions": asked,
-            "judge": _pack(judge and judge.counts),
+            "questions": question_ids,
+            "judge": None if judge is None else _pack(judge.counts),
             "rollouts": _pack(rollouts),
         }
         write_atomically(self._path, json.dumps(content))
         return rollouts
 
     def remove(self) -> None:
-        """Once the last step is saved."""
+        """Removes the file. Call it after the last step is saved."""
         self._path.unlink(missing_ok=True)
 
     def _read(self) -> dict[str, Any] | None:
@@ -120,12 +134,17 @@ class RolloutFile:
             return json.loads(self._path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(
-                f"{self._path}: damaged ({error}); delete it, and its step is played again"
+                f"{self._path}: damaged ({error}); delete it and the step's episodes are played "
+                "again"
             ) from error
 
 
 def _pack(value: Any) -> Any:
-    """`value` as JSON holds it. TypeError for what would not come back."""
+    """Encodes a value as JSON: tuples as lists; records, enums, arrays and dicts tagged by "is".
+
+    Raises:
+        TypeError: `_unpack` could not restore the value.
+    """
     kind = type(value).__name__
     if isinstance(value, enum.Enum):
         return {"is": kind, "value": value.value}
@@ -139,17 +158,18 @@ def _pack(value: Any) -> Any:
     if isinstance(value, Trajectory):
         return {"is": kind, "segments": _pack(value.segments)}
     if kind in _RECORDS:
-        return {"is": kind} | {
-            field.name: _pack(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
+        fields = [field.name for field in dataclasses.fields(value)]
+        return {"is": kind} | {name: _pack(getattr(value, name)) for name in fields}
     if isinstance(value, tuple):
         return [_pack(item) for item in value]
-    if isinstance(value, dict):  # a call's arguments: JSON, whose lists stay lists
+    if isinstance(value, dict):
+        # A tool call's arguments. They are kept as JSON text, so that their lists stay lists.
         return {"is": kind, "text": json.dumps(value)}
     if value is None or isinstance(value, str | int | float):
         return value
     raise TypeError(
-        f"rollouts: {value!r}, a {kind}, has no form on disk; name it in train.durable.rollout_file"
+        f"rollouts: {value!r} is a {kind}, which cannot be stored; add the type to "
+        "train.durable.rollout_file"
     )
 
 
@@ -164,12 +184,11 @@ def _unpack(value: Any) -> Any:
     if kind == "dict":
         return json.loads(value["text"])
     if kind == "array":
-        return (
-            np.frombuffer(base64.b64decode(value["bytes"]), np.dtype(value["type"]))
-            .reshape(value["shape"])
-            .copy()
-        )
+        data = base64.b64decode(value["bytes"])
+        array = np.frombuffer(data, np.dtype(value["type"])).reshape(value["shape"])
+        # frombuffer gives a read-only view of the bytes.
+        return array.copy()
     fields = {name: _unpack(item) for name, item in value.items() if name != "is"}
-    return (
-        Trajectory(fields["segments"]) if kind == Trajectory.__name__ else _RECORDS[kind](**fields)
-    )
+    if kind == Trajectory.__name__:
+        return Trajectory(fields["segments"])
+    return _RECORDS[kind](**fields)

@@ -1,8 +1,4 @@
-"""The folder of one run: its configuration, and the right to write into it.
-
-Owns `config.json` and the lock. Refuses a folder of another configuration (naming the fields that differ), a folder that is
-not a run's, and a second process. Invariant: whoever holds a RunDirectory is alone in it, and `config.json` is complete.
-"""
+"""The directory of one run: its stored configuration, and the lock on writing to it."""
 
 from __future__ import annotations
 
@@ -16,27 +12,36 @@ from typing import Any
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_settings import as_json, lock, require_same
 
-_LOCK, _CONFIG, _UNFINISHED = ".lock", "config.json", "config.json.tmp"
+_LOCK = ".lock"
+_CONFIG = "config.json"
+# Left by a process that was killed while it wrote config.json.
+_UNFINISHED = "config.json.tmp"
 
 FORMAT = 3
-"""Version of what a run keeps on disk. Raise it when this code could not go on with older runs."""
+"""Version of a run's files. Raise it when this code cannot resume older runs."""
 READABLE = (1, 2, 3)
-"""Formats whose checkpoints can be exported. Runs from before the number existed have format 1."""
+"""Formats whose checkpoints can be exported. The first runs stored no number; they are format 1."""
 
 
 class RunDirectoryError(RuntimeError):
-    """The folder cannot be this run's; the message says why and what to do."""
+    """The folder cannot be used for this run."""
 
 
 class RunDirectory:
-    """`path`, made if need be, locked for this process until `close`, and known to belong to `config`.
+    """Creates or reopens a run's directory and locks it until `close`.
 
-    `config` is what JSON can hold: dicts with text keys, lists, numbers, text, None; its MAY_CHANGE may have become others, and are then
-    written anew, as is all of it where nothing has been made yet. The lock dies with the process, however it dies. In a run over several
-    hosts one process takes it.
+    A new directory gets config.json; an existing one must hold the same configuration. Settings in
+    `MAY_CHANGE` may differ and are written again. The lock is a kernel lock and ends with the
+    process, however it dies. In a multi-host run only the first process takes it.
 
-    Raises RunDirectoryError if another process holds the folder, if it holds another configuration (differing fields are
-    listed), if it holds files of something else, or if it cannot be written; TypeError if `config` is not JSON.
+    Args:
+        path: the directory; it is created if needed.
+        config: the run's settings, as JSON can hold them.
+
+    Raises:
+        RunDirectoryError: another process has the lock, the configuration differs (the message
+            lists the fields), the folder holds other files, or it cannot be written.
+        TypeError: `config` is not JSON.
     """
 
     def __init__(self, path: str | pathlib.Path, config: dict[str, Any]) -> None:
@@ -52,15 +57,16 @@ class RunDirectory:
                 raise
         except BlockingIOError as error:
             raise RunDirectoryError(
-                f"--run-dir {self.path} is {error}: wait for it, stop it, or name another --run-dir."
+                f"--run-dir {self.path} is {error}: wait for it, stop it, or give "
+                "another --run-dir."
             ) from error
         except OSError as error:
             raise RunDirectoryError(
-                f"--run-dir {self.path} cannot be used: {error}. Name a folder that can be written."
+                f"--run-dir {self.path} cannot be used: {error}. Give a writable folder."
             ) from error
 
     def close(self) -> None:
-        """Gives the folder free for another process."""
+        """Releases the lock."""
         self._lock.close()
 
     def __enter__(self) -> RunDirectory:
@@ -70,31 +76,33 @@ class RunDirectory:
         self.close()
 
     def _claim(self, wanted: dict[str, Any]) -> None:
-        """Compares with the configuration that is there, or writes it."""
+        """Compares `wanted` with the stored configuration, or stores it."""
         file = self.path / _CONFIG
+        others = sorted(
+            entry.name
+            for entry in self.path.iterdir()
+            if entry.name not in (_LOCK, _CONFIG, _UNFINISHED)
+        )
         if not file.exists():
-            strangers = sorted(
-                entry.name
-                for entry in self.path.iterdir()
-                if entry.name not in (_LOCK, _UNFINISHED)
-            )
-            if strangers:
+            if others:
                 raise RunDirectoryError(
-                    f"--run-dir {self.path} is not a run's folder: it has no {_CONFIG} and holds {', '.join(strangers[:5])}. "
-                    "Name a new or an empty folder."
+                    f"--run-dir {self.path} is not a run's folder: it has no {_CONFIG} and holds "
+                    f"{', '.join(others[:5])}. Give a new or empty folder."
                 )
             _write(file, wanted)
             return
-        refused = all(entry.name in (_CONFIG, _LOCK, _UNFINISHED) for entry in self.path.iterdir())
-        found = read_config(self.path, "--run-dir", READABLE if refused else (FORMAT,))
-        if refused:  # a start that was refused is no run
+        # Without other files, an earlier start wrote config.json and failed before it did any work.
+        # Its configuration may be replaced, whatever its format.
+        nothing_made = not others
+        found = read_config(self.path, "--run-dir", READABLE if nothing_made else (FORMAT,))
+        if nothing_made:
             _write(file, wanted)
             return
         require_same(
             f"--run-dir {self.path} holds a run of another configuration",
             identity(found),
             identity(wanted),
-            "Name another --run-dir, delete this one, or ask for what it holds.",
+            "Name another --run-dir, delete this one, or use its settings.",
             RunDirectoryError,
         )
         if found != wanted:
@@ -106,47 +114,58 @@ def _write(file: pathlib.Path, config: dict[str, Any]) -> None:
 
 
 def read_config(folder: pathlib.Path, flag: str, formats: Sequence[int]) -> dict[str, Any]:
-    """The configuration of the run in `folder`, which the user named with `flag`.
+    """Reads the configuration of the run in `folder`.
 
-    Raises RunDirectoryError, in one line, where it is damaged or where the run's format is not one of
-    `formats`.
+    Args:
+        folder: a run's directory.
+        flag: the command-line flag that named it, for error messages.
+        formats: accepted values of its format number.
+
+    Raises:
+        RunDirectoryError: the file is damaged or has another format. The message is one line.
     """
     file = folder / _CONFIG
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RunDirectoryError(
-            f"{file} is damaged ({error}): put it back, or name another {flag}."
+            f"{file} is damaged ({error}): restore it, or give another {flag}."
         ) from error
     number = config.pop("format", 1) if isinstance(config, dict) else None
     if not isinstance(number, int):
         raise RunDirectoryError(
-            f"{file} is damaged (it holds no settings): put it back, or name another {flag}."
+            f"{file} is damaged (it holds no settings): restore it, or give another {flag}."
         )
     if number not in formats:
-        remedy = f"name another {flag}, or export its model with python -m train.export --run-dir {folder} --to FOLDER"
-        if number not in READABLE:
+        if number in READABLE:
+            remedy = (
+                f"give another {flag}, or export its model with python -m train.export "
+                f"--run-dir {folder} --to FOLDER"
+            )
+        else:
             remedy = "use the version of this program that made it"
         raise RunDirectoryError(
-            f"{flag} {folder} has format {number}; this version reads format {max(formats)}: {remedy}."
+            f"{flag} {folder} has format {number}; this version reads format {max(formats)}: "
+            f"{remedy}."
         )
     return config
 
 
-# Settings that may be others when a run goes on: whether it does, on which devices, and what stays on disk; not what is computed.
+# Settings that may change when a run resumes. They decide whether it continues, on which devices,
+# and what stays on disk, but not what is computed.
 MAY_CHANGE = ("unreadable_share", "mesh", "checkpoints")
 
 
 def identity(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a configuration that makes a run the one it is."""
+    """The settings that must stay the same when a run resumes."""
     return {name: value for name, value in config.items() if name not in MAY_CHANGE}
 
 
-# What a cold start leaves behind, and the settings that decide it.
-_COLD_START = ("videos", "records", "tokenizer", "checkpoints/align", "checkpoints/sft")
-_DECIDE = ("world", "text", "model", "frames", "align", "sft", "protocol")
-# Fields of the protocol that bound or open rollouts; demonstrations are the same whatever they are.
-_OF_ROLLOUTS = (
+# Files of a cold start, and the settings that determine them.
+_COLD_START_FILES = ("videos", "records", "tokenizer", "checkpoints/align", "checkpoints/sft")
+_COLD_START_SETTINGS = ("world", "text", "model", "frames", "align", "sft", "protocol")
+# Fields of `protocol` that affect rollouts only; demonstrations do not depend on them.
+_ROLLOUT_FIELDS = (
     "pin_think",
     "max_calls",
     "turn_tokens",
@@ -157,17 +176,23 @@ _OF_ROLLOUTS = (
 
 
 def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str, Any]) -> None:
-    """Copies the data and the cold start of the run in `source` to the run in `target`; what is there already stays.
+    """Copies the data and the cold start of another run, so that this one begins with RL.
 
-    Raises RunDirectoryError where `source` has no finished cold start, or one of other settings than `config` asks for.
+    Args:
+        source: directory of the finished run to copy from.
+        target: this run's directory; files that are already there stay.
+        config: this run's settings.
+
+    Raises:
+        RunDirectoryError: `source` has no finished cold start, or one with other settings.
     """
     source = pathlib.Path(source).absolute()
-    missing = [
-        name for name in (_CONFIG, "result.json", *_COLD_START) if not (source / name).exists()
-    ]
+    required = (_CONFIG, "result.json", *_COLD_START_FILES)
+    missing = [name for name in required if not (source / name).exists()]
     if missing:
         raise RunDirectoryError(
-            f"--start {source} is no finished run with a cold start: it has no {', '.join(missing)}."
+            f"--start {source} is not a finished run with a cold start: {', '.join(missing)} "
+            "missing."
         )
     found = read_config(source, "--start", (FORMAT,))
     wanted = as_json(config, "the run's configuration")
@@ -175,11 +200,13 @@ def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str
         f"--start {source} holds a cold start of other settings",
         cold_start_identity(found),
         cold_start_identity(wanted),
-        "Name another --start, or ask for what it holds.",
+        "Name another --start, or use its settings.",
         RunDirectoryError,
     )
-    for name in _COLD_START:
+    for name in _COLD_START_FILES:
         if not (target / name).exists():
+            # Copy beside the target and rename: a name that exists is a complete copy, even if this
+            # process is killed halfway through.
             unfinished = target / f"{name}.tmp"
             shutil.rmtree(unfinished, ignore_errors=True)
             shutil.copytree(source / name, unfinished)
@@ -187,8 +214,8 @@ def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str
 
 
 def cold_start_identity(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a configuration that decides a cold start, which other runs may take over."""
+    """The settings that determine a cold start; runs that agree on them can share one."""
     protocol = {
-        name: value for name, value in config["protocol"].items() if name not in _OF_ROLLOUTS
+        name: value for name, value in config["protocol"].items() if name not in _ROLLOUT_FIELDS
     }
-    return {name: config[name] for name in _DECIDE} | {"protocol": protocol}
+    return {name: config[name] for name in _COLD_START_SETTINGS} | {"protocol": protocol}

@@ -1,1 +1,1 @@
-"""What a run needs on a TPU slice: memory, FLOPs, traffic and time, compiled without the slice. Run `python -m train.plan`."""
+"""What a run needs on a TPU slice: memory, FLOPs, traffic and time, without having the slice."""

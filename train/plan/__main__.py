@@ -9,4 +9,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # what a stopped plan was still compiling ends with this process
+    # A stopped plan may still be compiling in worker threads. A normal exit would wait for them.
+    os._exit(code)

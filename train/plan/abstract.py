@@ -1,12 +1,10 @@
-"""The programs of training with shapes in the place of arrays: what a plan compiles for machines that are not at hand.
+"""A recipe's training programs with abstract arguments, for compiling without the devices.
 
-Owns how a recipe becomes the arguments of its jitted programs, each with its place on the mesh; nothing is allocated. Refuses a recipe
-without the phase that is asked for. Invariant: shapes, types and places are those that a run would give the same programs.
+Shapes, types and shardings are those that a run gives the same programs. Nothing is allocated.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,49 +32,60 @@ T = TypeVar("T")
 
 
 class Abstract(NamedTuple):
-    """A program and the abstract arguments of one call: `program.lower(*arguments).compile()`."""
+    """A program and its abstract arguments: `program.lower(*arguments).compile()`."""
 
     program: MeshProgram
     arguments: tuple[Any, ...]
 
 
 def abstract_rl_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
-    """PARA-GRPO's update of a recipe: arguments are the state (donated) and an `RLBatch`. `config`: another model than the published one
-    of the recipe's size."""
+    """The PARA-GRPO update of a recipe.
+
+    Args:
+        run: a recipe with RL.
+        mesh: the mesh to shard over; its devices may be descriptions.
+        config: model to use instead of the published one of the recipe's size.
+
+    Returns:
+        The program; its arguments are the state (donated) and an `RLBatch`.
+
+    Raises:
+        ValueError: the recipe has no RL.
+    """
     settings = _phase(run, "rl", run.rl)
     config, graph, weights = _model(run, mesh, config)
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = _state(weights, optimizer)
     shapes, parts = fitted(run.rl_shapes, settings.microbatches, mesh)
     batch = _placed(_rl_batch(shapes, config), mesh)
-    return Abstract(
-        make_rl_update(graph, optimizer, config.image_token_id, settings, parts, state),
-        (state, batch),
-    )
+    program = make_rl_update(graph, optimizer, config.image_token_id, settings, parts, state)
+    return Abstract(program, (state, batch))
 
 
 def abstract_sft_update(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
-    """The cold start's update of a recipe: arguments are the state (donated) and an `SFTBatch`."""
+    """The SFT update of a recipe; see `abstract_rl_update`. The batch is an `SFTBatch`."""
     settings = _phase(run, "sft", run.sft)
     config, graph, weights = _model(run, mesh, config)
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = _state(weights, optimizer)
     shape, parts = fitted_rows(settings.shape, settings.microbatches, mesh)
     batch = _placed(SFTBatch(_packed(shape, config), _shape((), jnp.float32)), mesh)
-    return Abstract(
-        make_sft_update(graph, optimizer, config.image_token_id, settings, parts, state),
-        (state, batch),
-    )
+    program = make_sft_update(graph, optimizer, config.image_token_id, settings, parts, state)
+    return Abstract(program, (state, batch))
 
 
 def abstract_reference(run: Run, mesh: Mesh, config: Qwen3VLConfig | None = None) -> Abstract:
-    """The reference log-probs of the main agents' batch of an RL recipe: arguments are the reference's weights and `Sequences`."""
+    """The reference log-probs of the main agents' batch; see `abstract_rl_update`.
+
+    The arguments are the reference's weights and `Sequences`.
+    """
     settings = _phase(run, "rl", run.rl)
     config, graph, weights = _model(run, mesh, config)
     shapes, parts = fitted(run.rl_shapes, settings.microbatches, mesh)
     program = make_logprobs(
         graph, config.image_token_id, settings.temperature, settings.logprob_chunk, mesh, parts
     )
+    # The reference is stored in the type of the activations, to save memory.
     reference = jax.tree.map(lambda x: x.update(dtype=jnp.dtype(run.model.dtype)), weights)
     return Abstract(program, (reference, _placed(_sequences(shapes[0], config), mesh)))
 
@@ -90,6 +99,7 @@ def _phase(run: Run, name: str, settings: T | None) -> T:
 def _model(
     run: Run, mesh: Mesh, config: Qwen3VLConfig | None
 ) -> tuple[Qwen3VLConfig, nnx.GraphDef, Any]:
+    """(config, graph, weights) of the text model, sharded over the mesh."""
     config = qwen3_vl(run.model.size) if config is None else config
     graph, weights = nnx.split(abstract_model(config, dtype=jnp.dtype(run.model.dtype)).text)
     return config, graph, jax.tree.map(_place, weights, param_shardings(weights, mesh))
@@ -101,7 +111,7 @@ def _state(weights: Any, optimizer: Any) -> TrainState:
 
 
 def _shape(shape: tuple[int, ...], dtype: Any) -> Any:
-    """A shape in the place of an array."""
+    """An abstract array."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -113,60 +123,64 @@ def _placed(batch: Any, mesh: Mesh) -> Any:
     return jax.tree.map(_place, batch, shardings(batch, mesh))
 
 
+def _visual(rows: int, tokens: int, config: Qwen3VLConfig) -> Any:
+    """Features of visual tokens: the tower's output, and one level per deepstack layer."""
+    levels = 1 + config.vision.levels
+    return _shape((rows, tokens, levels, config.text.hidden_size), jnp.float32)
+
+
 def _sequences(shape: BatchShape, config: Qwen3VLConfig) -> Sequences:
-    p, b, s, t = shape.groups, shape.groups * shape.rows, shape.prompt, shape.suffix
-    fields = {
-        "prompt_ids": _shape((p, s), jnp.int32),
-        "prompt_positions": _shape((3, p, s), jnp.int32),
-        "prompt_segments": _shape((p, s), jnp.int32),
-        "visual": _shape(
-            (p, shape.visual, 1 + config.vision.levels, config.text.hidden_size), jnp.float32
-        ),
-        "ids": _shape((b, t), jnp.int32),
-        "positions": _shape((3, b, t), jnp.int32),
-        "segments": _shape((b, t), jnp.int32),
-        "sampled": _shape((b, t), jnp.bool_),
-        "logprobs": _shape((b, t), jnp.float32),
-    }
-    return Sequences(**fields)
+    prompts = (shape.groups, shape.prompt)
+    rows = (shape.groups * shape.rows, shape.suffix)
+    return Sequences(
+        prompt_ids=_shape(prompts, jnp.int32),
+        prompt_positions=_shape((3, *prompts), jnp.int32),
+        prompt_segments=_shape(prompts, jnp.int32),
+        visual=_visual(shape.groups, shape.visual, config),
+        ids=_shape(rows, jnp.int32),
+        positions=_shape((3, *rows), jnp.int32),
+        segments=_shape(rows, jnp.int32),
+        sampled=_shape(rows, jnp.bool_),
+        logprobs=_shape(rows, jnp.float32),
+    )
 
 
 def _packed(shape: PackedShape, config: Qwen3VLConfig) -> PackedRows:
-    row = functools.partial(_shape, (shape.rows, shape.tokens))
-    visual = _shape(
-        (shape.rows, shape.visual, 1 + config.vision.levels, config.text.hidden_size), jnp.float32
+    rows = (shape.rows, shape.tokens)
+    return PackedRows(
+        ids=_shape(rows, jnp.int32),
+        positions=_shape((3, *rows), jnp.int32),
+        segments=_shape(rows, jnp.int32),
+        sampled=_shape(rows, jnp.bool_),
+        visual=_visual(shape.rows, shape.visual, config),
     )
-    fields = {name: row(jnp.int32) for name in ("ids", "segments")} | {
-        "sampled": row(jnp.bool_),
-        "visual": visual,
-    }
-    return PackedRows(positions=_shape((3, shape.rows, shape.tokens), jnp.int32), **fields)
 
 
 def _rl_batch(shapes: Sequence[BatchShape], config: Qwen3VLConfig) -> RLBatch:
-    p, g, t = shapes[0].groups, shapes[0].rows, max(shape.suffix for shape in shapes)
-    n = 2 * t
-    b = sum(s.groups * s.rows for s in shapes)
-    row, group, yes = (
-        functools.partial(_shape, (b, t)),
-        functools.partial(_shape, (p, g)),
-        jnp.bool_,
+    # Rows of main agents and of sub-agents follow each other in one batch, padded to the longer of
+    # their lengths. Rewards exist per group of main agents.
+    total_rows = sum(shape.groups * shape.rows for shape in shapes)
+    length = max(shape.suffix for shape in shapes)
+    per_token = (total_rows, length)
+    per_rollout = (shapes[0].groups, shapes[0].rows)
+    # A token may be structural in two ways: a call that breaks an open think is a violation too.
+    per_structural_token = (total_rows, 2 * length)
+    structure = Structure(
+        _shape(per_structural_token, jnp.int32),
+        _shape(per_structural_token, jnp.int8),
+        _shape(per_structural_token, jnp.bool_),
     )
-    rollouts: dict[str, Any] = {
-        "mask": row(yes),
-        "behaviour": row(jnp.float32),
-        "reference": row(jnp.float32),
-        "rollout": _shape((b,), jnp.int32),
-        "structure": Structure(
-            _shape((b, n), jnp.int32), _shape((b, n), jnp.int8), _shape((b, n), yes)
-        ),
-        "rewards": group(jnp.float32),
-        "anchor_rewards": group(jnp.float32),
-        "valid": group(yes),
-        "compliant": group(yes),
-    }
-    totals: Any = Totals(_shape((), jnp.float32), _shape((), jnp.float32))
-    advantages: Any = row(jnp.float32)
-    return RLBatch(
-        tuple(_sequences(s, config) for s in shapes), GRPOBatch(**rollouts), advantages, totals
+    rollouts = GRPOBatch(
+        mask=_shape(per_token, jnp.bool_),
+        behaviour=_shape(per_token, jnp.float32),
+        reference=_shape(per_token, jnp.float32),
+        rollout=_shape((total_rows,), jnp.int32),
+        structure=structure,
+        rewards=_shape(per_rollout, jnp.float32),
+        anchor_rewards=_shape(per_rollout, jnp.float32),
+        valid=_shape(per_rollout, jnp.bool_),
+        compliant=_shape(per_rollout, jnp.bool_),
     )
+    sequences = tuple(_sequences(shape, config) for shape in shapes)
+    totals = Totals(_shape((), jnp.float32), _shape((), jnp.float32))
+    return RLBatch(sequences, rollouts, _shape(per_token, jnp.float32), totals)

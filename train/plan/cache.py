@@ -1,7 +1,7 @@
-"""What was compiled before, in a folder, so that a plan that was stopped goes on where it was.
+"""Stores compiled results in a folder, so that an interrupted plan can be resumed.
 
-Owns the folder: a JSON file a program. Reads nothing that other code, another compiler or other settings made. Invariant: a program that
-took too long, or whose compiler died, is not kept.
+Each program has a JSON file whose name includes a hash of everything the result depends on: source
+code, compiler versions, settings. Programs that timed out or crashed the compiler are not stored.
 """
 
 from __future__ import annotations
@@ -24,41 +24,49 @@ ROOMS = ("configs", "models", "paravt_jax", "rollout", "train")
 def cached(
     folder: pathlib.Path, case: Case, compiled: Callable[[Case], Measured]
 ) -> tuple[Measured, bool]:
-    """What `folder`, which is there, has of a case, else what `compiled` says of it, which it has from then on; and whether it was there.
+    """Returns a case's result from `folder`, or calls `compiled` and stores what it returns.
 
-    What was compiled while the code changed is not kept.
+    Args:
+        folder: an existing folder.
+        case: the program to look up.
+        compiled: compiles a case.
+
+    Returns:
+        The result, and whether it came from `folder`.
     """
     key = _key(case)
-    file = folder / f"{case.place[0].replace(':', '-')}-{case.program.replace(' ', '-')}-{key}.json"
+    slice_name = case.place[0].replace(":", "-")
+    program = case.program.replace(" ", "-")
+    file = folder / f"{slice_name}-{program}-{key}.json"
     if file.exists():
         fields = json.loads(file.read_text())
-        return Measured(
-            **fields | {name: tuple(fields[name]) for name in ("given", "largest")}
-        ), True
+        # JSON has turned these tuples into lists.
+        tuples = {name: tuple(fields[name]) for name in ("given", "largest")}
+        return Measured(**fields | tuples), True
     measured = compiled(case)
-    if (measured.peak or not measured.error) and _key(case) == key:
+    # Running out of memory is a result (it has a peak); a timeout or a crash is not.
+    is_result = measured.peak > 0 or not measured.error
+    # The key changes if a source file was edited while the program compiled.
+    if is_result and _key(case) == key:
         write_atomically(file, json.dumps(dataclasses.asdict(measured), indent=1))
     return measured, False
 
 
 def _key(case: Case) -> str:
-    return hashlib.sha256(
-        f"{_compiler()} {case.program} {case.place} {case.run!r}".encode()
-    ).hexdigest()[:16]
+    text = f"{compiler_fingerprint()} {case.program} {case.place} {case.run!r}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _compiler() -> str:
-    """The versions of what compiles, what the environment tells it, and a digest of what is compiled."""
+def compiler_fingerprint() -> str:
+    """Compiler versions, compiler environment variables and a digest of this project's sources."""
+    files = [file for room in ROOMS for file in (ROOT / room).rglob("*.py")]
     digest = hashlib.sha256()
-    for file in sorted(file for room in ROOMS for file in (ROOT / room).rglob("*.py")):
+    for file in sorted(files):
         digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
-    versions = [
-        *(importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")),
-        libtpu_version(),
-    ]
-    told = [
+    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")]
+    variables = [
         f"{name}={value}"
         for name, value in sorted(os.environ.items())
         if name.startswith(("JAX_", "LIBTPU_")) and name != "JAX_PLATFORMS"
     ]
-    return " ".join([*versions, *told, digest.hexdigest()])
+    return " ".join([*versions, libtpu_version(), *variables, digest.hexdigest()])

@@ -1,9 +1,14 @@
-"""What a compiled program sends between devices: its collectives, with how often each of them runs.
+"""Counts the collectives of a compiled program, and the bytes that each device sends, from its HLO.
 
-Owns the reading of optimised HLO as text. A loop's trips come from the compiler's own note, else
-from the constants that its counter starts at, grows by and is compared with: XLA writes two turns
-of a ring into one trip, and counts by two. Refuses a loop that has collectives and neither, unless
-the caller says how often it runs. Invariant: an asynchronous collective counts once, at its start.
+It reads the text of optimised HLO, where a collective inside a loop is written once but runs once
+per iteration. The trip count of a loop comes from the compiler's own note or, without one, from the
+loop counter's constants:
+
+    %condition   counter < limit                  limit: a constant
+    %body        counter + step                   step: the sum of the constants it adds
+    %while       the counter's initial value      a constant, else taken as 0
+
+The step may be 2: XLA writes two steps of a ring collective into one iteration.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import dataclasses
 import math
 import re
 
+# Bytes per element of each HLO type.
 BYTES = {
     "pred": 1,
     "s8": 1,
@@ -36,26 +42,37 @@ KINDS = (
     "collective-permute",
 )
 
+# "ENTRY %main (a: f32[4]) -> f32[4] {"
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
+# "  ROOT %sum = f32[4]{0} add(%a, %b), metadata={...}"
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
+# "f32[2,3]", also inside a tuple type
 _ARRAY = re.compile(r"\b(" + "|".join(BYTES) + r")\[([\d,]*)\]")
+# "to_apply=%add", "branch_computations={%one, %two}"
 _CALLED = re.compile(
-    r"\b(?:to_apply|calls|true_computation|false_computation|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+    r"\b(?:to_apply|calls|true_computation|false_computation|branch_computations)="
+    r"(\{[^}]*\}|%?[\w.\-]+)"
 )
+# Everything up to the parenthesis that closes the operands.
 _OPERANDS = re.compile(r"^(.*?)\)(?:,|$)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a program: so many bytes are `sent` by each device every time, `times` in all."""
+    """One collective of a program."""
 
     kind: str
+    """One of `KINDS`."""
     sent: float
+    """Bytes that each device sends per execution."""
     times: float
+    """Number of executions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Instruction:
+    """One line of HLO: `name = result operation(rest`."""
+
     name: str
     result: str
     operation: str
@@ -69,95 +86,124 @@ class _Instruction:
 
     @property
     def kind(self) -> str | None:
-        """The collective that this is, or starts. One that is fused with products is written again in each of them, but for its start with
-        the flags that say which part is done there."""
+        """The kind of collective that this instruction is or starts, or None."""
+        # A collective fused with matrix products is written again in each of them. The copies have
+        # flags for the part they execute; only the one without flags is counted.
         if '"async_collective_fusion_config":{"flag' in self.rest:
             return None
-        return next((kind for kind in KINDS if self.operation in (kind, f"{kind}-start")), None)
+        # An asynchronous collective is a pair, -start and -done; it counts at its start.
+        for kind in KINDS:
+            if self.operation in (kind, f"{kind}-start"):
+                return kind
+        return None
 
     @property
     def called(self) -> list[str]:
-        """Computations that run once when this does."""
+        """Names of the computations that this instruction executes once."""
+        # Calls are counted at -start; -update and -done repeat the name.
         if self.operation.endswith(("-done", "-update")):
             return []
-        return [
-            name.strip(" %")
-            for group in _CALLED.findall(self.rest)
-            for name in group.strip("{}").split(",")
-            if name.strip()
-        ]
+        names = []
+        for group in _CALLED.findall(self.rest):
+            names += [name.strip(" %") for name in group.strip("{}").split(",")]
+        return [name for name in names if name]
 
 
-def find_collectives(hlo: str, devices: int, turns: float | None = None) -> list[Collective]:
-    """The collectives of an optimised HLO module for so many devices.
+def find_collectives(hlo: str, devices: int, trip_count: float | None = None) -> list[Collective]:
+    """Finds the collectives of a compiled program.
 
-    `turns`: trips of the loops whose number the program does not say. ValueError where there are such with collectives, and it is None.
+    Args:
+        hlo: text of the optimised HLO module.
+        devices: number of devices it was compiled for.
+        trip_count: iterations of loops whose number the program does not state.
+
+    Raises:
+        ValueError: such a loop contains collectives, and `trip_count` is None.
     """
-    program = _Program(hlo)
+    module = _Module(hlo)
     found: list[Collective] = []
 
-    def walk(name: str, times: float) -> None:
-        for line in program.computations.get(name, ()):
+    def walk(computation: str, times: float) -> None:
+        for line in module.computations.get(computation, ()):
             if line.kind:
-                found.append(Collective(line.kind, program.sent(line, devices), times))
+                found.append(Collective(line.kind, module.bytes_sent(line, devices), times))
             for called in line.called:
                 walk(called, times)
             if line.operation == "while":
                 body = re.search(r"body=%?([\w.\-]+)", line.rest)
                 assert body is not None, line.rest
-                trips = program.trips(line)
-                trips = turns if trips is None else trips
-                if trips is None and program.communicates(body[1]):
-                    raise ValueError(
-                        f"find_collectives: how often the loop {body[1]}, which has collectives, runs is not known; give `turns`"
-                    )
-                walk(body[1], times * (1 if trips is None else trips))
+                trips = module.trip_count(line)
+                if trips is None:
+                    trips = trip_count
+                if trips is None:
+                    if module.communicates(body[1]):
+                        raise ValueError(
+                            f"find_collectives: the loop {body[1]} has collectives and an unknown "
+                            "number of iterations; give `trip_count`"
+                        )
+                    trips = 1
+                walk(body[1], times * trips)
 
-    walk(program.entry, 1.0)
+    walk(module.entry, 1.0)
     return found
 
 
 def bytes_sent(collectives: list[Collective]) -> dict[str, float]:
-    """Bytes that each device sends, by kind."""
-    kinds = dict.fromkeys(c.kind for c in collectives)
-    return {kind: sum(c.sent * c.times for c in collectives if c.kind == kind) for kind in kinds}
+    """Bytes that each device sends, by kind of collective."""
+    sent: dict[str, float] = {}
+    for collective in collectives:
+        total = sent.get(collective.kind, 0)
+        sent[collective.kind] = total + collective.sent * collective.times
+    return sent
 
 
-class _Program:
-    """The computations of a module, by name, and its instructions, whose names are the module's own."""
+class _Module:
+    """The computations of an HLO module by name. Instruction names are unique in the module."""
 
     def __init__(self, hlo: str):
         self.computations: dict[str, list[_Instruction]] = {}
-        self.entry, lines = "", []
+        self.entry = ""
+        current: list[_Instruction] = []
         for text in hlo.splitlines():
-            if header := _COMPUTATION.match(text):
-                lines = self.computations[header[2]] = []
-                self.entry = header[2] if header[1] else self.entry
-            elif match := _INSTRUCTION.match(text):
-                lines.append(_Instruction(match[2], match[3], match[4], match[5], bool(match[1])))
-        self.lines = {line.name: line for part in self.computations.values() for line in part}
+            header = _COMPUTATION.match(text)
+            if header:
+                current = []
+                self.computations[header[2]] = current
+                if header[1]:
+                    self.entry = header[2]
+                continue
+            instruction = _INSTRUCTION.match(text)
+            if instruction:
+                root, name, result, operation, rest = instruction.groups()
+                current.append(_Instruction(name, result, operation, rest, bool(root)))
+        self.instructions = {
+            line.name: line for computation in self.computations.values() for line in computation
+        }
 
-    def sent(self, line: _Instruction, devices: int) -> float:
-        """Bytes that leave each device where no byte is sent that a ring could spare."""
-        size = _group_size(line.rest, devices)
-        share, given = (
-            (size - 1) / size,
-            sum(_size(self.lines[name].result) for name in line.operands if name in self.lines),
-        )
+    def bytes_sent(self, line: _Instruction, devices: int) -> float:
+        """Bytes that each device sends in one execution of a collective, by the ring algorithm.
+
+        With n devices and an operand of B bytes per device:
+
+            all-gather                   (n - 1) B         passes n - 1 shards on
+            reduce-scatter, all-to-all   (n - 1) / n B     keeps one of n parts
+            all-reduce                   2 (n - 1) / n B   reduce-scatter, then all-gather
+            collective-permute           B
+        """
+        n = _group_size(line.rest, devices)
+        operands = [self.instructions[name] for name in line.operands if name in self.instructions]
+        given = sum(_bytes(operand.result) for operand in operands)
         if line.kind == "all-gather":
-            return given * (size - 1)
+            return given * (n - 1)
         if line.kind == "collective-permute":
             return given
+        share = (n - 1) / n
         return given * share * (2 if line.kind == "all-reduce" else 1)
 
-    def trips(self, loop: _Instruction) -> int | None:
-        """How often a loop's body runs, or None where the program does not say.
-
-        The counter is element `index` of the loop's state. It starts at `first` (0 where that is no
-        constant: too many trips rather than too few), grows by `step`, and the loop goes on while
-        it is below `end`.
-        """
-        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
+    def trip_count(self, loop: _Instruction) -> int | None:
+        """Number of iterations of a loop, or None if the program does not state it."""
+        known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest)
+        if known:
             return int(known[1])
         condition = re.search(r"condition=%?([\w.\-]+)", loop.rest)
         body = re.search(r"body=%?([\w.\-]+)", loop.rest)
@@ -166,86 +212,102 @@ class _Program:
             return None
         if root.operation != "compare" or "direction=LT" not in root.rest:
             return None
-        counter, limit = (self.lines[name] for name in root.operands)
-        index = self._element(counter)
+        counter, limit = (self.instructions[name] for name in root.operands)
+        # The loop's state is a tuple; `index` is the position of the counter in it.
+        index = self._tuple_index(counter)
         if index is None:
             return None
-        end, step = self._constant(limit), self._step(body[1], index)
+        end = self._constant(limit)
+        step = self._step(body[1], index)
         if end is None or step is None or step < 1:
             return None
-        state, first = self.lines.get(loop.operands[0]), None
-        if state is not None and state.operation == "tuple":
-            first = self._constant(self.lines[state.operands[index]])
-        return max(0, math.ceil((end - (first or 0)) / step))
+        # An unknown start counts as 0: rather too many iterations than too few.
+        start = self._initial_value(loop, index) or 0
+        return max(0, math.ceil((end - start) / step))
+
+    def _initial_value(self, loop: _Instruction, index: int) -> int | None:
+        """Element `index` of the loop's initial state, if it is a constant."""
+        state = self.instructions.get(loop.operands[0])
+        if state is None or state.operation != "tuple":
+            return None
+        return self._constant(self.instructions[state.operands[index]])
 
     def _step(self, body: str, index: int) -> int | None:
-        """By how much a trip raises element `index` of the state: the constants that it adds."""
+        """The constant that one iteration adds to element `index` of the state, or None."""
         state = self._root(body)
         if state is None or state.operation != "tuple":
             return None
+        # Follow the additions back from the new value to the old one.
         total = 0
-        line = self._source(self.lines[state.operands[index]])
+        line = self._without_copies(self.instructions[state.operands[index]])
         while line.operation == "add":
-            one, other = (self._source(self.lines[name]) for name in line.operands)
+            one, other = (self._without_copies(self.instructions[name]) for name in line.operands)
             if self._constant(one) is not None:
                 one, other = other, one
             constant = self._constant(other)
             if constant is None:
                 return None
-            line, total = one, total + constant
-        return total if self._element(line) == index else None
+            line = one
+            total += constant
+        return total if self._tuple_index(line) == index else None
 
-    def _root(self, name: str) -> _Instruction | None:
-        return next((line for line in self.computations.get(name, ()) if line.root), None)
+    def _root(self, computation: str) -> _Instruction | None:
+        for line in self.computations.get(computation, ()):
+            if line.root:
+                return line
+        return None
 
-    def communicates(self, name: str) -> bool:
-        """Whether a computation, or one that it calls, has a collective."""
-        for line in self.computations.get(name, ()):
+    def communicates(self, computation: str) -> bool:
+        """Whether a computation, or one that it calls, contains a collective."""
+        for line in self.computations.get(computation, ()):
             inner = [*line.called, *re.findall(r"\bbody=%?([\w.\-]+)", line.rest)]
             if line.kind or any(self.communicates(called) for called in inner):
                 return True
         return False
 
-    def _element(self, line: _Instruction) -> int | None:
-        """Which element of the state a line takes out of its computation's parameter."""
+    def _tuple_index(self, line: _Instruction) -> int | None:
+        """Which element of its computation's parameter an instruction takes, or None."""
         if line.operation != "get-tuple-element":
             return None
-        if self.lines[line.operands[0]].operation != "parameter":
+        if self.instructions[line.operands[0]].operation != "parameter":
             return None
         match = re.search(r"\bindex=(\d+)", line.rest)
         return int(match[1]) if match else None
 
-    def _source(self, line: _Instruction) -> _Instruction:
-        """What a line is a copy of."""
+    def _without_copies(self, line: _Instruction) -> _Instruction:
+        """The instruction whose result a chain of copies passes on."""
         while line.operation == "copy":
-            line = self.lines[line.operands[0]]
+            line = self.instructions[line.operands[0]]
         return line
 
     def _constant(self, line: _Instruction) -> int | None:
-        line = self._source(line)
+        line = self._without_copies(line)
         match = re.match(r"(-?\d+)\)", line.rest) if line.operation == "constant" else None
         return int(match[1]) if match else None
 
 
 def _group_size(text: str, devices: int) -> int:
-    """Devices that take part together. Groups are written as lists, as [groups, size]<=..., or as axes of a mesh."""
-    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
-        return len(match[1].split(","))
-    if match := re.search(r"replica_groups=\[\d+,(\d+)\]", text):
-        return int(match[1])
-    if match := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
-        axes = re.findall(
-            r"'(\w+)'(?::\(\d+\)(\d+))?", match[2]
-        )  # 'axis', or 'axis':(before)size for a part of one
+    """Number of devices in each group of a collective. HLO writes the groups in three ways."""
+    # replica_groups={{0,1},{2,3}}
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", text)
+    if listed:
+        return len(listed[1].split(","))
+    # replica_groups=[groups,size]<=[devices]
+    counted = re.search(r"replica_groups=\[\d+,(\d+)\]", text)
+    if counted:
+        return int(counted[1])
+    # replica_groups=mesh['x'=2,'y'=4] {'y':(1)2}: the named axes, or (before)size for part of one
+    by_axes = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text)
+    if by_axes:
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", by_axes[1])}
+        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", by_axes[2])
         return math.prod(int(part) if part else sizes[name] for name, part in axes)
     return devices
 
 
-def _size(text: str) -> float:
-    return float(
-        sum(
-            BYTES[kind] * math.prod(int(n) for n in shape.split(",") if n)
-            for kind, shape in _ARRAY.findall(text)
-        )
-    )
+def _bytes(result: str) -> float:
+    """Bytes of an array type, or of all arrays in a tuple type."""
+    total = 0
+    for element, shape in _ARRAY.findall(result):
+        total += BYTES[element] * math.prod(int(size) for size in shape.split(",") if size)
+    return float(total)

@@ -1,7 +1,8 @@
-"""The command: `python -m train.plan --config=NAME --topology=v5p:4x4x4 [--field value ...]`.
+"""`python -m train.plan --config=NAME --topology=v5p:4x4x4 [--field value ...]`
 
-Owns the order of a plan: what a run would execute on a TPU slice is compiled for it, on a machine that has none, and added up: fits or
-not, memory, FLOPs, traffic, lower limits on time. Nothing runs. A mistake in the settings, or no compiler, ends it in one line.
+Compiles the programs of a training step for a TPU slice, on a machine without one, and reports
+whether they fit, their memory, FLOPs and traffic, and a lower limit on the time of a step. Nothing
+is executed.
 """
 
 from __future__ import annotations
@@ -33,38 +34,45 @@ from train.plan.topology import INSTALL, SCALE, SOURCE, Topology, choose_mesh
 from train.settings import Run
 
 Compile = Callable[[Case, float], Measured]
+MeshSizes = tuple[int, int, int]
 
 
 def plan(
-    run: Run, topology: Topology, mesh: tuple[int, int, int], measured: dict[str, Measured]
+    run: Run, topology: Topology, mesh: MeshSizes, measured: dict[str, Measured]
 ) -> dict[str, Any]:
-    """Everything that is said about a run on a slice, from what its programs need; `measured` has them by name, and `SIZES`."""
+    """Combines the measurements of all programs into the plan for one slice.
+
+    Args:
+        run: the recipe.
+        topology: the slice.
+        mesh: sizes of (data, fsdp, tensor).
+        measured: by program name, with `SIZES` among them.
+
+    Returns:
+        Every figure of the report, as JSON can hold it.
+    """
     measured = dict(measured)
     sizes = measured.pop(SIZES).sizes
     if "decode" in measured:
-        measured["decode"] = dataclasses.replace(
-            measured["decode"], read=step.decode_read(run, topology, sizes)
-        )
+        # The program itself is compiled once per generation. What it reads depends on the slice,
+        # because more hosts have fewer rollouts each.
+        read = step.decode_read(run, topology, sizes)
+        measured["decode"] = dataclasses.replace(measured["decode"], read=read)
     residents = {
         name: size
         for name, size in sizes.items()
         if not name.startswith("all ") and name != "prefill rows"
     }
-    beside = [step.held_together(m, residents) for m in measured.values() if m.peak]
-    hbm, complete = topology.chip.hbm, all(not m.error for m in measured.values())
+    together = [step.held_together(m, residents) for m in measured.values() if m.peak]
+    too_large = [held for held in together if held.total > topology.chip.hbm]
+    no_errors = all(not m.error for m in measured.values())
     calls = step.calls_of(run, topology, int(sizes["prefill rows"]))
     phases = [
         step.limit(measured[name], count, topology)
         for name, count in calls.items()
         if name in measured and not measured[name].error
     ]
-    complete = complete and set(calls) <= set(measured)
-    arrays = {
-        name: sizes[f"all {name}"] for name in ("batch", "state", "reference", "pieces", "tower")
-    }
-    arrays["offloaded"] = max(m.offloaded for m in measured.values()) * topology.devices
-    pool = residents.get("KV pool", 0.0)
-    lacking = [together for together in beside if together.total > hbm]
+    host_memory = step.host_memory(run, topology, _all_arrays(topology, sizes, measured), mesh[0])
     return {
         "name": run.name,
         "compiler": f"libtpu {libtpu_version()}",
@@ -73,64 +81,69 @@ def plan(
         "chips": topology.chips,
         "devices": topology.devices,
         "hosts": topology.hosts,
-        "hbm": hbm,
-        "fits": not lacking and all(not m.error for m in measured.values()),
-        "complete": complete,
+        "hbm": topology.chip.hbm,
+        "fits": not too_large and no_errors,
+        "complete": no_errors and set(calls) <= set(measured),
         "programs": {name: dataclasses.asdict(m) for name, m in measured.items()},
         "residents": residents,
-        "together": [
-            dataclasses.asdict(together) | {"total": together.total} for together in beside
-        ],
-        "host_memory": step.host_memory(run, topology, arrays, mesh[0]),
+        "together": [dataclasses.asdict(held) | {"total": held.total} for held in together],
+        "host_memory": host_memory,
         "phases": [dataclasses.asdict(phase) | {"seconds": phase.seconds} for phase in phases],
         "step_seconds": sum(phase.seconds for phase in phases),
         "tokens": step.tokens_of(run),
         "work": _work(run, measured),
         "source": SOURCE,
-        "advice": [
-            *step.padding_advice(run, topology, mesh),
-            *(f"{m.program}: {m.error}" for m in measured.values() if m.error and not m.peak),
-            *(
-                line
-                for together in lacking
-                for line in step.held(together, measured[together.program], hbm)
-            ),
-            *(
-                step.remedies(
-                    {together.program for together in lacking},
-                    run,
-                    pool,
-                    topology,
-                    mesh[0] * mesh[1],
-                )
-                if lacking
-                else []
-            ),
-            *step.pages_advice(
-                run, topology, _free(beside, hbm), pool / (run.engine_sizes.pages + 1)
-            ),
-        ],
+        "advice": _advice(run, topology, mesh, measured, together, residents),
     }
 
 
-def _free(beside: list[step.Together], hbm: float) -> float:
-    """Bytes of a device that are free in every program of the rollouts; none where these were not measured."""
-    return hbm - max(
-        (together.total for together in beside if together.program in ROLLOUTS), default=hbm
-    )
+def _all_arrays(
+    topology: Topology, sizes: dict[str, float], measured: dict[str, Measured]
+) -> dict[str, float]:
+    """Bytes over all devices of what ends up in the memory of hosts."""
+    names = ("batch", "state", "reference", "pieces", "tower")
+    arrays = {name: sizes[f"all {name}"] for name in names}
+    arrays["offloaded"] = max(m.offloaded for m in measured.values()) * topology.devices
+    return arrays
+
+
+def _advice(
+    run: Run,
+    topology: Topology,
+    mesh: MeshSizes,
+    measured: dict[str, Measured],
+    together: list[step.Together],
+    residents: dict[str, float],
+) -> list[str]:
+    """What failed, what does not fit, and which settings would help."""
+    hbm = topology.chip.hbm
+    pool = residents.get("KV pool", 0.0)
+    too_large = [held for held in together if held.total > hbm]
+    advice = step.padding_advice(run, topology, mesh)
+    advice += [f"{m.program}: {m.error}" for m in measured.values() if m.error and not m.peak]
+    for held in too_large:
+        advice += step.held(held, measured[held.program], hbm)
+    if too_large:
+        programs = {held.program for held in too_large}
+        advice += step.remedies(programs, run, pool, topology, devices=mesh[0] * mesh[1])
+    # Without measured rollouts nothing is known to be free.
+    used = max((held.total for held in together if held.program in ROLLOUTS), default=hbm)
+    page = pool / (run.engine_sizes.pages + 1)
+    return advice + step.pages_advice(run, topology, hbm - used, page)
 
 
 def _work(run: Run, measured: dict[str, Measured]) -> dict[str, float]:
-    """What an update is worth, what its program does, and what sharing prompts saves; nothing where it was not counted."""
+    """FLOPs of an update: by formula, by its program, and saved by sharing prompts."""
     update = measured.get("RL update")
     if run.rl is None or update is None or not update.flops:
         return {}
     config = planned_config(run)
     model = sum(step.model_flops(shape, config) for shape in step.shapes_of(run))
-    again = model * 4 / 3  # the forward pass twice, the backward pass, which is twice as much, once
     return {
         "model": model,
-        "full remat": again,
+        # Forward once and backward (twice the forward) make 3 parts; full remat repeats the
+        # forward pass, which makes 4.
+        "full remat": model * 4 / 3,
         "done": update.flops,
         "apart": update.unshared,
         "saved": update.unshared - update.flops,
@@ -140,62 +153,82 @@ def _work(run: Run, measured: dict[str, Measured]) -> dict[str, float]:
 def measure_all(
     run: Run,
     topologies: Sequence[Topology],
-    meshes: Sequence[tuple[int, int, int]],
+    meshes: Sequence[MeshSizes],
     only: Sequence[str],
     timeout: float,
     jobs: int,
     compiled: Compile,
 ) -> list[dict[str, Measured]]:
-    """Every program of the run on every slice, `jobs` at a time. What runs on one host is compiled once for a generation."""
+    """Compiles the programs of a run for every slice.
+
+    Args:
+        run: the recipe.
+        topologies: the slices.
+        meshes: one mesh per slice.
+        only: names of the programs to compile; all if empty.
+        timeout: seconds per program.
+        jobs: number of programs compiled at a time.
+        compiled: compiles a case within a number of seconds.
+
+    Returns:
+        One dict per slice, by program name, `SIZES` included.
+    """
     names = [SIZES, *(only or program_names(run))]
     cases = [
         [Case(run, topology, mesh, name) for name in names]
         for topology, mesh in zip(topologies, meshes, strict=True)
     ]
     pool = ThreadPoolExecutor(jobs)
+    started = {}
     try:
-        started = {
-            key: pool.submit(compiled, case, timeout)
-            for key, case in {
-                (case.program, case.place): case for line in cases for case in line
-            }.items()
-        }
+        for cases_of_slice in cases:
+            for case in cases_of_slice:
+                # Programs of one host are equal on all slices of a generation: compile them once.
+                key = (case.program, case.place)
+                if key not in started:
+                    started[key] = pool.submit(compiled, case, timeout)
         return [
-            {case.program: started[case.program, case.place].result() for case in line}
-            for line in cases
+            {case.program: started[case.program, case.place].result() for case in cases_of_slice}
+            for cases_of_slice in cases
         ]
     finally:
+        # After an interrupt, drop what has not started and do not wait for what runs.
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _compile_aloud(keep: pathlib.Path | None, case: Case, timeout: float) -> Measured:
+def _compile_and_print(keep: pathlib.Path | None, case: Case, timeout: float) -> Measured:
     def compiled(case: Case) -> Measured:
         return compile_case(case, timeout)
 
-    measured, before = (compiled(case), False) if keep is None else cached(keep, case, compiled)
-    said = measured.error or f"{measured.seconds:.0f} s"
-    print(
-        f"{case.topology.name}, {case.program}: {said}{', compiled before' if before else ''}",
-        file=sys.stderr,
-    )
+    if keep is None:
+        measured = compiled(case)
+        was_cached = False
+    else:
+        measured, was_cached = cached(keep, case, compiled)
+    result = measured.error or f"{measured.seconds:.0f} s"
+    note = ", compiled before" if was_cached else ""
+    print(f"{case.topology.name}, {case.program}: {result}{note}", file=sys.stderr)
     return measured
 
 
 def rows_in(run: Run) -> int:
-    """Rows of an update's largest batch."""
+    """Number of rows in an update's largest batch."""
     return max((shape.groups * shape.rows for shape in step.shapes_of(run)), default=1)
 
 
-def _mesh(run: Run, topology: Topology, given: bool) -> tuple[int, int, int]:
-    recipe = run.mesh.data, run.mesh.fsdp, run.mesh.tensor
+def _mesh(run: Run, topology: Topology, given: bool) -> MeshSizes:
+    """The mesh for a slice. A mesh `given` on the command line must match the slice exactly."""
+    recipe = (run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     if given and math.prod(recipe) != topology.devices:
         raise ValueError(
-            f"mesh: {recipe} (data, fsdp, tensor); their product has to be the {topology.devices} devices of {topology.name}"
+            f"mesh: {recipe} (data, fsdp, tensor): the product must equal the {topology.devices} "
+            f"devices of {topology.name}; change --mesh"
         )
     return choose_mesh(recipe, topology.devices, rows_in(run))
 
 
-def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def _parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The plan's own options, and the rest of `argv`, which belongs to the recipe."""
     parser = argparse.ArgumentParser(
         prog="python -m train.plan",
         description=__doc__,
@@ -206,103 +239,118 @@ def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--topology", default="", help=f"a slice such as v5p:4x4x4, or all: {', '.join(SCALE)}"
     )
-    parser.add_argument("--json", type=pathlib.Path, help="a file for every figure")
+    parser.add_argument("--json", type=pathlib.Path, help="write every figure to this file")
     parser.add_argument(
         "--keep",
         type=pathlib.Path,
-        help="a folder that keeps what was compiled: the same command goes on from there",
+        help="store compiled results in this folder, so that the same command can resume",
     )
     parser.add_argument(
         "--only",
         default="",
-        help="programs by the names of the table, with commas between; the default is all of the run's",
+        help="comma-separated names of the programs to compile, as in the table; default: all",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=1800.0,
-        help="seconds for one program; the default is %(default)s",
+        help="seconds allowed for each program; default: %(default)s",
     )
     parser.add_argument(
         "--jobs",
         type=int,
         default=1,
-        help="programs compiled at a time, each with up to 3 GB of memory; the default is 1",
+        help="programs to compile at a time, each with up to 3 GB of memory; default: 1",
     )
     if {"-h", "--help"} & set(argv):
+        # The options of the recipe follow: its parser prints them and exits.
         print(parser.format_help())
     return parser.parse_known_args(argv)
 
 
-def _make_folder(folder: pathlib.Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
+def _topologies(name: str) -> list[Topology]:
+    if not name:
         raise ValueError(
-            f"--keep {folder}: {error.strerror}; name a folder that can be written"
-        ) from error
+            f"--topology is missing: give a slice such as v5p:4x4x4, or all for {', '.join(SCALE)}"
+        )
+    return [Topology(slice_name) for slice_name in (SCALE if name == "all" else (name,))]
+
+
+def _only(names: str, run: Run) -> list[str]:
+    only = [name.strip() for name in names.split(",") if name.strip()]
+    unknown = set(only) - set(program_names(run))
+    if unknown:
+        raise ValueError(
+            f"--only: {', '.join(sorted(unknown))}: unknown; {run.name} has the programs "
+            f"{', '.join(program_names(run))}"
+        )
+    return only
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for options that cannot work, and makes the folder for --keep."""
+    if arguments.jobs < 1 or not arguments.timeout > 0:
+        raise ValueError(
+            f"--jobs {arguments.jobs}, --timeout {arguments.timeout:g}: give one or more jobs, "
+            "and more than 0 seconds"
+        )
+    require_local("--keep", arguments.keep)
+    require_local("--json", arguments.json)
+    if arguments.keep:
+        try:
+            arguments.keep.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=arguments.keep).close()
+        except OSError as error:
+            raise ValueError(
+                f"--keep {arguments.keep}: {error.strerror}; name a writable folder"
+            ) from error
+    if arguments.json:
+        folder = arguments.json.absolute().parent
+        if arguments.json.is_dir() or not os.access(folder, os.W_OK):
+            raise ValueError(f"--json {arguments.json}: not writable; name another file")
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(f"libtpu, the TPU's compiler, is not installed: {INSTALL}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command's exit code: 0 where all that was asked for fits, 1 where something does not or is not known, 2 for a mistake."""
-    arguments, rest = _arguments(sys.argv[1:] if argv is None else argv)
+    """Runs the command and returns its exit code.
+
+    0: everything that was asked for fits. 1: something does not fit or is not known. 2: an invalid
+    option. 130: interrupted.
+    """
+    arguments, rest = _parse_arguments(sys.argv[1:] if argv is None else argv)
     run = parse(rest, RECIPES, prog="python -m train.plan")
+    mesh_given = any(word.startswith("--mesh.") for word in rest)
     try:
-        if not arguments.topology:
-            raise ValueError(
-                f"--topology is missing: give a slice such as v5p:4x4x4, or all for {', '.join(SCALE)}"
-            )
-        topologies = [
-            Topology(name)
-            for name in (SCALE if arguments.topology == "all" else (arguments.topology,))
-        ]
-        meshes = [
-            _mesh(run, topology, any(word.startswith("--mesh.") for word in rest))
-            for topology in topologies
-        ]
-        only = [name.strip() for name in arguments.only.split(",") if name.strip()]
-        if unknown := set(only) - set(program_names(run)):
-            raise ValueError(
-                f"--only: {', '.join(sorted(unknown))}; {run.name} has the programs {', '.join(program_names(run))}"
-            )
-        if arguments.jobs < 1 or not arguments.timeout > 0:
-            raise ValueError(
-                f"--jobs {arguments.jobs}, --timeout {arguments.timeout:g}; give one or more, and seconds above 0"
-            )
-        require_local("--keep", arguments.keep)
-        require_local("--json", arguments.json)
-        if arguments.keep:
-            _make_folder(arguments.keep)
-        if arguments.json and (
-            arguments.json.is_dir() or not os.access(arguments.json.absolute().parent, os.W_OK)
-        ):
-            raise ValueError(
-                f"--json {arguments.json}: no file can be written there; name another one"
-            )
-        if importlib.util.find_spec("libtpu") is None:
-            raise ValueError(f"libtpu, the TPU's compiler, is not installed: {INSTALL}")
+        topologies = _topologies(arguments.topology)
+        meshes = [_mesh(run, topology, mesh_given) for topology in topologies]
+        only = _only(arguments.only, run)
+        _check_arguments(arguments)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
-    compiled = functools.partial(_compile_aloud, arguments.keep)
+    compiled = functools.partial(_compile_and_print, arguments.keep)
     try:
         measured = measure_all(
             run, topologies, meshes, only, arguments.timeout, arguments.jobs, compiled
         )
     except KeyboardInterrupt:
-        print(
-            f"stopped{', the same command goes on' if arguments.keep else '; with --keep it could go on'}",
-            file=sys.stderr,
-        )
+        remedy = "run the same command to resume" if arguments.keep else "with --keep it can resume"
+        print(f"stopped; {remedy}", file=sys.stderr)
         return 128 + signal.SIGINT
-    if broken := next((found[SIZES].error for found in measured if found[SIZES].error), ""):
-        print(f"error: {broken}", file=sys.stderr)
-        return EXIT_USAGE
-    plans = [plan(run, *line) for line in zip(topologies, meshes, measured, strict=True)]
-    print(
-        "\n\n".join([report(found) for found in plans] + ([scale(plans)] if len(plans) > 1 else []))
-    )
+    for of_slice in measured:
+        # Without sizes nothing can be added up; the settings are usually the cause.
+        if of_slice[SIZES].error:
+            print(f"error: {of_slice[SIZES].error}", file=sys.stderr)
+            return EXIT_USAGE
+    plans = [
+        plan(run, topology, mesh, of_slice)
+        for topology, mesh, of_slice in zip(topologies, meshes, measured, strict=True)
+    ]
+    pages = [report(of_slice) for of_slice in plans]
+    if len(plans) > 1:
+        pages.append(scale(plans))
+    print("\n\n".join(pages))
     if arguments.json:
         arguments.json.write_text(json.dumps(plans, indent=1))
-    return 0 if all(found["fits"] for found in plans) else 1
+    return 0 if all(of_slice["fits"] for of_slice in plans) else 1

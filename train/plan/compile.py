@@ -1,10 +1,9 @@
-"""One program through the TPU's compiler, in a process of its own: memory, FLOPs, traffic; or what did not fit.
+"""Compiles one program with the TPU's compiler, in a separate process, and reads what it needs.
 
-Owns the process and the reading of the compiler's answers. Running out of memory is an answer, not an error: it says how much is
-missing and what holds the memory. Refuses to go on without libtpu. Invariant: a compiler that aborts, or takes too long, ends one case
-and not the plan.
+The compiler may abort or never finish; in its own process that costs one program and not the plan.
+Running out of memory is a result, not an error: it tells how much is missing and what takes it.
 
-As a program: `python -m train.plan.compile CASE RESULT`, two files; the plan starts it.
+`python -m train.plan.compile CASE RESULT` is the command of that process; both are pickle files.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from train.plan.topology import Topology
 from train.settings import Run
 
 OUT_OF_MEMORY = re.compile(
-    r"required (for HLO temporaries )?\(([\d.]+)([KMG])\) exceeds available HBM \(([\d.]+)([KMG])\)"
+    r"required (for HLO temporaries )?\(([\d.]+)([KMG])\) "
+    r"exceeds available HBM \(([\d.]+)([KMG])\)"
 )
-ROLLOUTS = (
-    "vision",
-    "prefill",
-    "prefill after",
-    "decode",
-)  # programs that run while the engine is awake, each on one host
-SIZES = "sizes"  # in the place of a program: what lies on a device and on a host
+# A line of the memory report: cumulative size and share; size; two counts; shape and origin.
+_REPORT_LINE = re.compile(r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+[GM]iB);\s*\d+;\s*\d+;\s*(.*)$")
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+# Programs that run while the engine is awake, each on the devices of one host.
+ROLLOUTS = ("vision", "prefill", "prefill after", "decode")
+# In place of a program: the sizes of everything that stays on devices and hosts.
+SIZES = "sizes"
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One program of a run on a slice, under a mesh (data, fsdp, tensor)."""
+    """One program of a run, to be compiled for a slice and a mesh (data, fsdp, tensor)."""
 
     run: Run
     topology: Topology
@@ -49,44 +48,52 @@ class Case:
 
     @property
     def place(self) -> tuple[str, ...]:
-        """What of slice and mesh the program depends on: one that runs on a host is the same for every slice of a generation."""
-        return (
-            (self.topology.host.name,)
-            if self.program in ROLLOUTS
-            else (self.topology.name, str(self.mesh))
-        )
+        """What the program depends on, of slice and mesh.
+
+        A program of one host is the same for all slices of a generation.
+        """
+        if self.program in ROLLOUTS:
+            return (self.topology.host.name,)
+        return (self.topology.name, str(self.mesh))
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What the compiler says of a call. Bytes are of one device, FLOPs of all together, `sent` by each device and kind of collective.
-
-    Without `error` the program compiled. Where it ran out of memory, `peak` is what it needs. `read`: bytes of HBM that have to be read;
-    `largest`: what takes most of the temporary memory. `offloaded`: bytes that a device has in its host's memory meanwhile. `unshared`:
-    FLOPs if every row computed its prompt.
-    """
+    """What the compiler reports about one call of a program. Bytes are per device."""
 
     program: str
     error: str = ""
+    """Empty if the program compiled."""
     seconds: float = 0.0
+    """Time to compile."""
     devices: int = 0
     arguments: float = 0.0
     temporary: float = 0.0
     output: float = 0.0
     alias: float = 0.0
+    """Bytes of the output that reuse memory of the arguments."""
     peak: float = 0.0
+    """Bytes needed in HBM, also if they exceed what is available."""
     offloaded: float = 0.0
+    """Bytes kept in the host's memory while the program runs."""
     flops: float = 0.0
+    """FLOPs of all devices together."""
     unshared: float = 0.0
+    """The same if every row computed its prompt instead of sharing it with its group."""
     read: float = 0.0
+    """Bytes of HBM that must be read."""
     sent: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Bytes sent to other devices, by kind of collective."""
     given: tuple[str, ...] = ()
+    """Residents of the device that are among the program's arguments."""
     largest: tuple[str, ...] = ()
+    """The largest temporaries, as the compiler describes them."""
     sizes: dict[str, float] = dataclasses.field(default_factory=dict)
+    """For `SIZES` alone: bytes by name (`train.plan.programs.Plan.sizes`)."""
 
 
 def libtpu_version() -> str:
-    """Of the compiler that is installed; another one may need other memory."""
+    """Version of the installed TPU compiler. Memory needs differ between versions."""
     try:
         return importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:
@@ -94,7 +101,15 @@ def libtpu_version() -> str:
 
 
 def compile_case(case: Case, timeout: float) -> Measured:
-    """Compiles one case in a process of its own, `timeout` seconds at most. What goes wrong stands in `error`."""
+    """Compiles a case in a separate process.
+
+    Args:
+        case: the program.
+        timeout: seconds after which the process is killed.
+
+    Returns:
+        The result; its `error` tells of a timeout or a crash.
+    """
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -103,15 +118,18 @@ def compile_case(case: Case, timeout: float) -> Measured:
         "XLA_FLAGS": "",
     }
     with tempfile.TemporaryDirectory() as folder:
-        question, answer = pathlib.Path(folder, "case"), pathlib.Path(folder, "answer")
-        question.write_bytes(pickle.dumps(case))
-        command = [sys.executable, "-m", "train.plan.compile", str(question), str(answer)]
-        alive, here = os.pipe()  # the process ends with this one, however this one ends
+        case_file = pathlib.Path(folder, "case")
+        result_file = pathlib.Path(folder, "result")
+        case_file.write_bytes(pickle.dumps(case))
+        command = [sys.executable, "-m", "train.plan.compile", str(case_file), str(result_file)]
+        # The child reads from this pipe and exits when it closes. The kernel closes it when this
+        # process ends, even by SIGKILL, so no compiler is left behind.
+        read_end, write_end = os.pipe()
         try:
             done = subprocess.run(
                 command,
                 env=environment,
-                stdin=alive,
+                stdin=read_end,
                 capture_output=True,
                 text=True,
                 timeout=timeout,
@@ -122,121 +140,142 @@ def compile_case(case: Case, timeout: float) -> Measured:
                 case.program, error=f"not compiled within {timeout:.0f} s; give a longer --timeout"
             )
         finally:
-            os.close(alive)
-            os.close(here)
-        if done.returncode or not answer.exists():
-            last = next(
-                (line for line in reversed(done.stderr.splitlines()) if line.strip()),
-                "it said nothing",
-            )
+            os.close(read_end)
+            os.close(write_end)
+        if done.returncode or not result_file.exists():
+            output = [line for line in done.stderr.splitlines() if line.strip()]
+            last = output[-1][:300] if output else "it printed nothing"
             return Measured(
-                case.program, error=f"the compiler ended with {done.returncode}: {last[:300]}"
+                case.program, error=f"the compiler ended with {done.returncode}: {last}"
             )
-        return Measured(**pickle.loads(answer.read_bytes()))
+        return Measured(**pickle.loads(result_file.read_bytes()))
 
 
 def measure(case: Case) -> Measured:
-    """Compiles a case here. Raises what the compiler raises, but for a lack of memory."""
+    """Compiles a case in this process. Compiler errors are raised, except for lack of memory."""
     import jax
 
     from train.plan.flops import count_flops
 
-    plan, start = make_plan(case), time.monotonic()
+    plan = make_plan(case)
+    start = time.monotonic()
     if case.program == SIZES:
         return Measured(SIZES, sizes=plan.sizes())
     program = plan.program(case.program)
-    with jax.set_mesh(program.mesh), tempfile.TemporaryDirectory() as name:
-        traced, folder = (
-            program.function.trace(*program.arguments, **program.options),
-            pathlib.Path(name),
-        )
-        flops = count_flops(traced.jaxpr, turns=program.turns or 1.0, pairs=program.pairs)
+    with jax.set_mesh(program.mesh), tempfile.TemporaryDirectory() as dump_folder:
+        traced = program.function.trace(*program.arguments, **program.options)
+        flops = count_flops(traced.jaxpr, trip_count=program.trip_count or 1.0, pairs=program.pairs)
+        unshared = 0.0 if program.unshared is None else flops + program.unshared()
         base = Measured(
             case.program,
             devices=program.mesh.size,
             flops=flops,
+            unshared=unshared,
             read=program.read,
             given=program.given,
         )
-        if program.unshared is not None:
-            base = dataclasses.replace(base, unshared=flops + program.unshared())
+        # Reports are dumped to files: on some chips the HLO is too large for `as_text`, and if
+        # memory runs out there is no compiled program to ask.
+        options = {"xla_dump_to": dump_folder, "xla_dump_hlo_as_text": True}
         try:
-            # The compiler's own text is too large for `as_text` on some chips, and is there even where memory lacks.
-            compiled = traced.lower().compile(
-                compiler_options={"xla_dump_to": name, "xla_dump_hlo_as_text": True}
-            )
+            compiled = traced.lower().compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
-            answers = _lack(str(error), program)
+            found = memory_shortage(str(error), program.arguments)
         else:
-            answers = _answers(compiled, folder, program)
-        return dataclasses.replace(
-            base, **answers, largest=_largest(folder), seconds=time.monotonic() - start
-        )
+            found = _statistics(compiled, pathlib.Path(dump_folder), program)
+        largest = _largest(pathlib.Path(dump_folder))
+        return dataclasses.replace(base, **found, largest=largest, seconds=time.monotonic() - start)
 
 
 def make_plan(case: Case) -> Any:
-    """The case's programs. ImportError without libtpu."""
+    """The programs of the case's run on its slice. ImportError without libtpu."""
     from train.plan.programs import Plan
 
-    return Plan(
-        case.run, case.topology.make_devices(), case.topology.host.make_devices(), case.mesh
-    )
+    devices = case.topology.make_devices()
+    host_devices = case.topology.host.make_devices()
+    return Plan(case.run, devices, host_devices, case.mesh)
 
 
-def _answers(compiled: Any, folder: pathlib.Path, program: Any) -> dict[str, Any]:
+def _statistics(compiled: Any, dump_folder: pathlib.Path, program: Any) -> dict[str, Any]:
+    """Memory and traffic of a compiled program, as fields of `Measured`."""
     from train.plan.collectives import bytes_sent, find_collectives
 
     memory = compiled.memory_analysis()
-    modules = [file for file in folder.glob("*.after_optimizations.txt")]
+    arguments = memory.argument_size_in_bytes
+    temporary = memory.temp_size_in_bytes
+    output = memory.output_size_in_bytes
+    alias = memory.alias_size_in_bytes
+    # The dump has a file per module; small ones are helpers of the compiler.
+    modules = dump_folder.glob("*.after_optimizations.txt")
     hlo = max(modules, key=lambda file: file.stat().st_size).read_text()
-    arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    output, alias = memory.output_size_in_bytes, memory.alias_size_in_bytes
+    collectives = find_collectives(hlo, program.mesh.size, program.trip_count)
     return {
         "arguments": arguments,
         "temporary": temporary,
         "output": output,
         "alias": alias,
+        # Donated arguments and the outputs that replace them are in both sums.
         "peak": arguments + temporary + output - alias,
         "offloaded": memory.host_temp_size_in_bytes,
-        "sent": bytes_sent(find_collectives(hlo, program.mesh.size, program.turns)),
+        "sent": bytes_sent(collectives),
     }
 
 
-def _lack(message: str, program: Any) -> dict[str, Any]:
-    """What a lack of memory says; any other error is raised again."""
+def memory_shortage(message: str, arguments: Any) -> dict[str, Any]:
+    """Reads the compiler's message that memory does not suffice.
+
+    Args:
+        message: text of the compiler's error.
+        arguments: the program's arguments.
+
+    Returns:
+        The fields `error` and `peak` of `Measured`.
+
+    Raises:
+        RuntimeError: the message is about something else.
+    """
     from train.plan.programs import device_bytes
 
     found = OUT_OF_MEMORY.search(message)
     if found is None:
         raise RuntimeError(message)
-    needed, there = (float(found[n]) * UNITS[found[n + 1]] for n in (2, 4))
-    if found[1]:  # temporaries alone are too much: arguments come on top
-        needed += device_bytes(program.arguments)
+    only_temporaries, needed, needed_unit, available, available_unit = found.groups()
+    peak = float(needed) * UNITS[needed_unit]
+    available_bytes = float(available) * UNITS[available_unit]
+    # This message counts temporaries alone, and the arguments take memory as well.
+    if only_temporaries:
+        peak += device_bytes(arguments)
     return {
-        "error": f"out of memory: needs {needed / 2**30:.2f} GiB of {there / 2**30:.2f}",
-        "peak": needed,
+        "error": f"out of memory: needs {peak / 2**30:.2f} GiB of {available_bytes / 2**30:.2f}",
+        "peak": peak,
     }
 
 
-def _largest(folder: pathlib.Path) -> tuple[str, ...]:
-    """The first lines of the compiler's report of temporaries: size and shape."""
-    reports = sorted(folder.glob("*memory-usage-report.txt"), key=lambda file: file.stat().st_size)
-    lines = reports[-1].read_text().splitlines() if reports else []
-    found = (
-        re.match(r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+[GM]iB);\s*\d+;\s*\d+;\s*(.*)$", line)
-        for line in lines
-    )
-    return tuple(f"{match[1]} {match[2][:100]}" for match in found if match)[:4]
+def _largest(dump_folder: pathlib.Path) -> tuple[str, ...]:
+    """The largest temporaries, with size and shape, from the compiler's memory report."""
+    reports = list(dump_folder.glob("*memory-usage-report.txt"))
+    if not reports:
+        return ()
+    report = max(sorted(reports), key=lambda file: file.stat().st_size)
+    found = []
+    for line in report.read_text().splitlines():
+        match = _REPORT_LINE.match(line)
+        if match:
+            found.append(f"{match[1]} {match[2][:100]}")
+    return tuple(found[:4])
 
 
-def main(question: str, answer: str) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    case = pickle.loads(pathlib.Path(question).read_bytes())
-    pathlib.Path(answer).write_bytes(pickle.dumps(dataclasses.asdict(measure(case))))
+def main(case_file: str, result_file: str) -> None:
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    case = pickle.loads(pathlib.Path(case_file).read_bytes())
+    measured = dataclasses.asdict(measure(case))
+    pathlib.Path(result_file).write_bytes(pickle.dumps(measured))
 
 
-def _end_with_parent() -> None:
-    sys.stdin.read()  # until the plan closes its end of the pipe
+def _exit_with_parent() -> None:
+    # Returns when the parent's end of the pipe closes. A blocked compiler does not notice a flag,
+    # so the whole process exits.
+    sys.stdin.read()
     os._exit(1)
 
 

@@ -1,9 +1,8 @@
-"""FLOPs of a traced program: matrix products, counted as often as they run.
+"""Counts the FLOPs of a traced program: its matrix products, as often as they run.
 
-Owns the walk: a scan's body counts once a turn, a shard_map's once a device, of a branch the dearest counts, what nobody uses does not.
-What a Pallas kernel does cannot be read from its code (it skips what its mask leaves out), so attention's kernels are added by formula.
-Refuses kernels without one, and convolutions. Invariant: element-wise work counts for nothing, so that the figure can be held against a
-peak of matrix units.
+Element-wise work is left out, so the count can be compared with the peak of the matrix units. The
+work of a Pallas attention kernel cannot be read from its code, because it skips blocks that are
+masked out. Attention kernels are therefore counted by formula.
 """
 
 from __future__ import annotations
@@ -15,82 +14,109 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
-Pairs = Callable[
-    [int, int], float
-]  # (queries, keys) of one sequence -> how many pairs of them a kernel computes
-# Matrix products of [queries, keys, head_dim] in each of Splash's kernels: the scores again, then what the kernel is for.
+Pairs = Callable[[int, int], float]
+"""(queries, keys) of one sequence -> query-key pairs that an attention kernel computes."""
+
+# Matrix products per query-key pair in each of Splash's kernels. Forward: the scores q k, and the
+# weighted values. Backward: both kernels compute the scores again. dkv adds dv, dp and dk; dq adds
+# dp and dq.
 SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
 
 
 def count_flops(
-    jaxpr: ClosedJaxpr | Jaxpr, *, turns: float = 1.0, pairs: Pairs | None = None
+    jaxpr: ClosedJaxpr | Jaxpr, *, trip_count: float = 1.0, pairs: Pairs | None = None
 ) -> float:
-    """FLOPs of all devices together. `turns`: how often the bodies of while-loops run, whose number the program does not say.
+    """Counts the FLOPs of all devices together.
 
-    `pairs`: what attention's kernels compute of one sequence (None: there are none). ValueError for what cannot be counted.
+    Args:
+        jaxpr: the traced program.
+        trip_count: iterations of while-loops, whose number a program does not state.
+        pairs: query-key pairs of one sequence that attention kernels compute; None if the program
+            has no such kernels.
+
+    Raises:
+        ValueError: the program has a convolution, or a kernel without a formula.
     """
-    total, inner = 0.0, jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
-    for eqn in _used(inner):
-        name, below = (
-            eqn.primitive.name,
-            [count_flops(x, turns=turns, pairs=pairs) for x in _bodies(eqn)],
-        )
+    total = 0.0
+    for eqn in _used_equations(jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr):
+        name = eqn.primitive.name
+        inner = [count_flops(x, trip_count=trip_count, pairs=pairs) for x in _inner_programs(eqn)]
         if name == "dot_general":
-            total += _product(eqn)
+            total += _matrix_product(eqn)
         elif name == "pallas_call":
-            total += _kernel(eqn, pairs)
+            total += _attention_kernel(eqn, pairs)
         elif name == "conv_general_dilated":
             raise ValueError(
-                "count_flops: a convolution; only products are counted, write it as one or add its formula"
+                "count_flops: a convolution; write it as a matrix product or add its formula"
             )
         elif name == "scan":
-            total += eqn.params["length"] * sum(below)
+            total += eqn.params["length"] * sum(inner)
         elif name == "while":
-            total += turns * sum(below)
+            total += trip_count * sum(inner)
         elif name == "cond":
-            total += max(below)
+            # Either branch may run; count the more expensive one.
+            total += max(inner)
         elif name == "shard_map":
-            total += math.prod(
-                eqn.params["mesh"].shape[axis] for axis in eqn.params["newly_manual_axes"]
-            ) * sum(below)
+            # The body is the program of one device. Axes that an outer shard_map has already split
+            # are counted there.
+            mesh_shape = eqn.params["mesh"].shape
+            devices = math.prod(mesh_shape[axis] for axis in eqn.params["newly_manual_axes"])
+            total += devices * sum(inner)
         else:
-            total += sum(below)
+            total += sum(inner)
     return total
 
 
 def causal(queries: int, keys: int) -> float:
-    """Pairs where each query sees itself and what is before; the queries are the last of the keys."""
-    return queries * (keys - queries) + queries * (queries + 1) / 2
+    """Pairs of causal attention, where the queries are the last of the keys."""
+    before = keys - queries
+    return queries * before + queries * (queries + 1) / 2
 
 
 def pairs_of_rows(length: int) -> Pairs:
-    """Pairs where `queries` are rows of `length` tokens, one after the other, behind keys that all of them see."""
+    """Pairs of packed rows that share a prefix.
+
+    The queries are rows of `length` tokens, one after another. Each row sees the whole prefix and
+    its own tokens causally, but not the other rows:
+
+        keys     prefix | row 0 | row 1
+        row 0      all  |  tri  |   -
+        row 1      all  |   -   |  tri
+    """
 
     def pairs(queries: int, keys: int) -> float:
-        # Tiles may add some keys and queries; a sequence of less than a row's length is a prompt, and its own.
-        row = length if queries >= length and keys > queries else queries
-        return queries * (keys - queries) + queries * (row + 1) / 2
+        prefix = keys - queries
+        # Fewer queries than a row, or no prefix: this is the prompt itself, one causal sequence.
+        # (Tiling may pad queries and keys, hence >= and not equality.)
+        row = length if queries >= length and prefix > 0 else queries
+        return queries * prefix + queries * (row + 1) / 2
 
     return pairs
 
 
 def every(queries: int, keys: int) -> float:
-    """All pairs: nothing is masked."""
+    """All pairs, for attention without a mask."""
     return float(queries * keys)
 
 
-def _used(jaxpr: Jaxpr) -> list[Any]:
-    """Equations whose results are used. jax keeps kernels that are not (where what they gave was saved), the compiler leaves them out."""
-    needed, found = {x for x in jaxpr.outvars if isinstance(x, Var)}, []
+def _used_equations(jaxpr: Jaxpr) -> list[Any]:
+    """The equations whose results are used.
+
+    A jaxpr may still contain forward kernels whose results were saved elsewhere; the compiler
+    removes them.
+    """
+    needed = {x for x in jaxpr.outvars if isinstance(x, Var)}
+    used = []
     for eqn in reversed(jaxpr.eqns):
         if not needed.isdisjoint(eqn.outvars):
             needed.update(x for x in eqn.invars if isinstance(x, Var))
-            found.append(eqn)
-    return found
+            used.append(eqn)
+    return used
 
 
-def _bodies(eqn: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
-    """The programs inside an equation. A kernel's own are left alone."""
+def _inner_programs(eqn: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
+    """The programs inside an equation: loop bodies, branches, called functions."""
+    # A kernel's body is the program of one block; it is counted by formula instead.
     if eqn.primitive.name == "pallas_call":
         return
     for value in eqn.params.values():
@@ -99,27 +125,32 @@ def _bodies(eqn: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
                 yield leaf
 
 
-def _product(eqn: Any) -> float:
+def _matrix_product(eqn: Any) -> float:
+    """2 x (result size) x (contracted size): a multiplication and an addition each."""
     (contracted, _), _ = eqn.params["dimension_numbers"]
     depth = math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
     return 2.0 * math.prod(eqn.outvars[0].aval.shape) * depth
 
 
-def _kernel(eqn: Any, pairs: Pairs | None) -> float:
+def _attention_kernel(eqn: Any, pairs: Pairs | None) -> float:
+    """2 x (products per pair) x heads x head_dim x pairs, over the batch."""
     name = str(eqn.params["name"])
-    kind = next((kind for kind in SPLASH if name.startswith(f"splash_mha_{kind}")), None)
     shapes = [
         x.aval.shape
         for x in eqn.invars
         if len(x.aval.shape) >= 3 and jnp.issubdtype(x.aval.dtype, jnp.floating)
     ]
-    if kind is not None and pairs is not None:
-        *batch, heads, queries, size = shapes[0]
-        return 2.0 * SPLASH[kind] * math.prod(batch) * heads * size * pairs(queries, shapes[1][-2])
+    for kind, products in SPLASH.items():
+        if pairs is not None and name.startswith(f"splash_mha_{kind}"):
+            # Queries [..., heads, queries, head_dim], keys [..., heads, keys, head_dim].
+            *batch, heads, queries, head_dim = shapes[0]
+            keys = shapes[1][-2]
+            return 2.0 * products * math.prod(batch) * heads * head_dim * pairs(queries, keys)
     if "ragged_paged_attention" in name and pairs is not None:
-        # Queries [row, head, size]; a row's keys lie on its pages: `pairs` knows how many, of all the rows.
-        rows, heads, size = next(shape for shape in shapes if len(shape) == 3)
-        return 4.0 * heads * size * pairs(rows, 0)
+        # Queries [rows, heads, head_dim]. The keys are on pages, so the kernel's arguments do not
+        # show their number: `pairs` gives it for all rows together. Two products per pair.
+        rows, heads, head_dim = next(shape for shape in shapes if len(shape) == 3)
+        return 4.0 * heads * head_dim * pairs(rows, 0)
     raise ValueError(
-        f"count_flops: the kernel {name!r} has no formula here; add one, or say with `pairs` what it computes"
+        f"count_flops: the kernel {name!r} has no formula; add one here, or give `pairs`"
     )

@@ -1,13 +1,14 @@
-"""The programs of a step of training, with shapes in the place of arrays, for devices that need not be there.
+"""The programs of a training step with abstract arguments, for devices that need not exist.
 
-Owns which programs stand for a step and which of a device's residents each of them is given. They are the run's own: the jitted functions
-that `train` and `rollout` call. Refuses nothing: settings were checked when the run was made. Invariant: nothing is allocated.
+They are the jitted functions that a run itself calls, so a plan compiles what a run would execute.
+Nothing is allocated.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -41,52 +42,63 @@ from train.world_data import world_vocabulary
 
 @dataclasses.dataclass(frozen=True)
 class PlannedProgram:
-    """A jitted function and abstract arguments, laid over `mesh`.
-
-    `given`: the residents among its arguments. `read`: bytes of HBM that a device has to read for a call. `turns`: trips of its
-    while-loops that end on a condition of their own, None where it has none; `pairs`: what
-    attention's kernels compute in it. `unshared` gives the FLOPs that it would do more if every
-    row computed its prompt.
-    """
+    """A jitted function and its abstract arguments."""
 
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     mesh: Mesh
     read: float
+    """Bytes of HBM that a device must read in a call."""
     given: tuple[str, ...] = ()
+    """Residents of a device that are among the arguments."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    turns: float | None = None
+    """Static arguments."""
+    trip_count: float | None = None
+    """Iterations of while-loops that end on a condition; None if there are none."""
     pairs: Pairs | None = None
+    """Query-key pairs that its attention kernels compute."""
     unshared: Callable[[], float] | None = None
+    """Computes the additional FLOPs if every row computed its prompt."""
 
 
 class Plan:
-    """What a run would have on `devices`, host-major, and on those of one `host`. `mesh`: sizes of data, fsdp, tensor."""
+    """All programs of a run on a slice, and what stays on its devices between them.
+
+    Args:
+        run: the recipe.
+        devices: devices of the slice, ordered by host.
+        host: devices of one host.
+        mesh: sizes of (data, fsdp, tensor).
+    """
 
     def __init__(self, run: Run, devices: list[Any], host: list[Any], mesh: tuple[int, int, int]):
-        self.run, self.config = run, planned_config(run)
+        self.run = run
+        self.config = planned_config(run)
         self.mesh = make_mesh(*mesh, devices=devices)
         self.model = abstract_model(self.config, dtype=jnp.dtype(run.model.dtype))
         self.graph, weights = nnx.split(self.model.text)
         self.weights = laid_out(weights, param_shardings(weights, self.mesh))
-        each = sampler_devices(self.weights, len(host))
-        self.host, self.hosts, self.one = (
-            make_mesh(tensor=each, devices=host),
-            host_mesh(self.mesh, each),
-            make_mesh(devices=host),
-        )
+        # Rollouts run on the devices of one host, `sampler_size` devices per copy of the weights.
+        sampler_size = sampler_devices(self.weights, len(host))
+        self.host = make_mesh(tensor=sampler_size, devices=host)
+        self.hosts = host_mesh(self.mesh, sampler_size)
+        # One device, for the vision tower.
+        self.one = make_mesh(devices=host)
         state, batch = self._training_arguments()
-        self.residents = {"weights": self.weights, "moments": state.optimizer, "batch": batch}
-        self.residents |= {"vision tower": self._tower()[1]}
+        _, tower_weights = self._tower()
+        self.residents = {
+            "weights": self.weights,
+            "moments": state.optimizer,
+            "batch": batch,
+            "vision tower": tower_weights,
+        }
         if run.plays_episodes:
-            self.residents |= {
-                "engine's weights": self._engine_weights(self.host),
-                "KV pool": self._pool(),
-            }
+            self.residents["engine's weights"] = self._engine_weights(self.host)
+            self.residents["KV pool"] = self._pool()
 
     def program(self, name: str) -> PlannedProgram:
-        """One of `program_names`."""
+        """The program of this name, one of `program_names`."""
         builders: dict[str, Callable[[], PlannedProgram]] = {
             "vision": self._vision,
             "prefill": functools.partial(self._prefill, "prefill"),
@@ -100,24 +112,29 @@ class Plan:
         return builders[name]()
 
     def sizes(self) -> dict[str, float]:
-        """Bytes of every resident on a device, of one call's pieces of prefill, and over all devices of the batch and the state. What a run
-        that plays nothing does not have is 0."""
+        """Sizes of what stays on devices and hosts.
+
+        Returns:
+            Bytes per device of each resident, by its name. Bytes over all devices as "all state",
+            "all batch", "all pieces" (of one call of prefill), "all reference" and "all tower". The
+            number of "prefill rows". What the run does not have is 0.
+        """
         state, batch = self._training_arguments()
-        pieces = self._prefill("prefill").arguments[2] if self.run.plays_episodes else ()
         found = {name: float(device_bytes(tree)) for name, tree in self.residents.items()}
-        reference = (
-            ()
-            if self.run.rl is None
-            else abstract_reference(self.run, self.mesh, self.config).arguments[0]
-        )
+        pieces: Any = ()
+        reference: Any = ()
+        prefill_rows = 0
+        if self.run.plays_episodes:
+            pieces = self._prefill("prefill").arguments[2]
+            prefill_rows, _, _ = self.prefill_shape("prefill")
+        if self.run.rl is not None:
+            reference, _ = abstract_reference(self.run, self.mesh, self.config).arguments
         trees = {"state": state, "batch": batch, "pieces": pieces, "reference": reference}
-        found |= {f"all {name}": total_bytes(tree) for name, tree in trees.items()}
+        for name, tree in trees.items():
+            found[f"all {name}"] = total_bytes(tree)
         found["all tower"] = total_bytes(nnx.state(self.model.vision))
-        return found | {
-            "prefill rows": float(
-                self.prefill_shape("prefill")[0] if self.run.plays_episodes else 0
-            )
-        }
+        found["prefill rows"] = float(prefill_rows)
+        return found
 
     # --- training ---
 
@@ -128,70 +145,62 @@ class Plan:
 
     def _sft(self) -> PlannedProgram:
         assert self.run.sft is not None
+        update = abstract_sft_update(self.run, self.mesh, self.config)
         pairs = pairs_of_rows(self.run.sft.row_tokens)
-        return self._training(
-            "SFT update",
-            abstract_sft_update(self.run, self.mesh, self.config),
-            pairs,
-            ("weights", "moments", "batch"),
-        )
+        return self._training("SFT update", update, pairs, ("weights", "moments", "batch"))
 
     def _update(self) -> PlannedProgram:
         update = abstract_rl_update(self.run, self.mesh, self.config)
-        program = self._training(
-            "RL update", update, self._pairs(), ("weights", "moments", "batch")
-        )
+        given = ("weights", "moments", "batch")
+        program = self._training("RL update", update, self._pairs(), given)
         return dataclasses.replace(program, unshared=self._unshared)
 
     def _reference(self) -> PlannedProgram:
-        return self._training(
-            "reference",
-            abstract_reference(self.run, self.mesh, self.config),
-            self._pairs(),
-            ("batch",),
-        )
+        reference = abstract_reference(self.run, self.mesh, self.config)
+        return self._training("reference", reference, self._pairs(), ("batch",))
 
     def _unshared(self) -> float:
-        """FLOPs, forward and backward, of the prompts that an update would compute more if every row computed its own.
-
-        A prompt reaches its rows by keys and values alone, so those stand for all that is made of it.
-        """
+        """FLOPs, forward and backward, that sharing the prompts saves in an update."""
         assert self.run.rl is not None
         rl = self.run.rl
         weights, batch = abstract_reference(self.run, self.one, self.config).arguments
 
         def loss(weights: Any, x: Sequences) -> Any:
-            index = visual_index(jnp.asarray(x.prompt_ids), self.config.image_token_id)
-            given = {
-                "segment_ids": x.prompt_segments,
-                "visual": x.visual,
-                "visual_index": index,
-                "remat": rl.remat,
-            }
-            _, kv = nnx.merge(self.graph, weights)(
-                jnp.asarray(x.prompt_ids), jnp.asarray(x.prompt_positions), **given
+            text = nnx.merge(self.graph, weights)
+            prompt_ids = jnp.asarray(x.prompt_ids)
+            _, kv = text(
+                prompt_ids,
+                jnp.asarray(x.prompt_positions),
+                segment_ids=jnp.asarray(x.prompt_segments),
+                visual=jnp.asarray(x.visual),
+                visual_index=visual_index(prompt_ids, self.config.image_token_id),
+                remat=rl.remat,
             )
+            # Rows see a prompt only through its keys and values. Differentiating their sum keeps
+            # exactly the work that a prompt causes: the last layer's output and the head drop out.
             return kv.k.astype(jnp.float32).sum() + kv.v.astype(jnp.float32).sum()
 
         with jax.set_mesh(self.one):
-            prompts = count_flops(
-                jax.make_jaxpr(jax.value_and_grad(loss))(weights, batch), pairs=self._pairs()
-            )
+            traced = jax.make_jaxpr(jax.value_and_grad(loss))(weights, batch)
+        prompts = count_flops(traced, pairs=self._pairs())
+        # An update computes one copy of each prompt; without sharing it would be one per row.
         return prompts * (rl.grpo.group_size - 1)
 
     def _pairs(self) -> Pairs:
+        """Pairs of the main agents' rows behind their shared prompt."""
         assert self.run.rl is not None
         return pairs_of_rows(self.run.rl_shapes[0].suffix)
 
     def _training(
         self, name: str, abstract: Abstract, pairs: Pairs, given: tuple[str, ...]
     ) -> PlannedProgram:
+        read = device_bytes(abstract.arguments)
         return PlannedProgram(
             name,
             abstract.program.jitted,
             abstract.arguments,
             self.mesh,
-            device_bytes(abstract.arguments),
+            read,
             given,
             pairs=pairs,
         )
@@ -199,20 +208,24 @@ class Plan:
     # --- rollouts ---
 
     def _engine_weights(self, mesh: Mesh) -> Any:
+        """The weights as the engine receives them: in the type of the activations, on a host."""
         cast = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, self.model.text.dtype), self.weights
         )
         return laid_out(cast, param_shardings(self.weights, mesh))
 
     def _engine(self) -> Programs:
-        """The engine's programs for the weights that it is sent."""
+        """The engine's own programs."""
         text = nnx.merge(self.graph, self._engine_weights(self.host))
         model = abstract_model(self.config, dtype=self.model.text.dtype)
         model.text = text
         return Programs(model, self.run.engine_sizes.page, paged=True)
 
     def _pool(self) -> jax.ShapeDtypeStruct:
-        text, engine = self.config.text, self.run.engine_sizes
+        """The pages of keys and values, sharded by head like the attention that reads them."""
+        text = self.config.text
+        engine = self.run.engine_sizes
+        # [layer, page, token, key and value heads, head_dim], as in `Programs.make_pool`.
         shape = (
             text.num_hidden_layers,
             engine.pages + 1,
@@ -220,81 +233,86 @@ class Plan:
             2 * text.num_key_value_heads,
             text.head_dim,
         )
-        place = NamedSharding(self.host, PartitionSpec(None, None, None, "tensor"))
-        return jax.ShapeDtypeStruct(shape, self.model.text.dtype, sharding=place)
+        by_head = NamedSharding(self.host, PartitionSpec(None, None, None, "tensor"))
+        return jax.ShapeDtypeStruct(shape, self.model.text.dtype, sharding=by_head)
 
     def _decode(self) -> PlannedProgram:
         engine = self.run.engine_sizes
-        b, width = engine.slots, engine.row_lengths[-1]
-        tables = shape(jnp.int32, b, width // engine.page + pages_of(engine.steps, engine.page))
-        integers = {
-            name: shape(jnp.int32, b)
-            for name in ("tokens", "positions", "prefix_tokens", "own_tokens", "drawn", "left")
-        }
+        b = engine.slots
+        width = engine.row_lengths[-1]
+        # A row's table has the pages that it reads and those for the tokens of this call.
+        pages = width // engine.page + pages_of(engine.steps, engine.page)
+        per_row = ("tokens", "positions", "prefix_tokens", "own_tokens", "drawn", "left")
         choices = Choices(
-            shape(jnp.uint32, b), shape(jnp.float32, b), shape(jnp.int32, b), shape(jnp.float32, b)
+            seeds=shape(jnp.uint32, b),
+            temperatures=shape(jnp.float32, b),
+            top_k=shape(jnp.int32, b),
+            top_p=shape(jnp.float32, b),
         )
         rows = Rows(
-            **integers, tables=tables, stops=shape(jnp.int32, b, MOST_STOP_IDS), choices=choices
+            **{name: shape(jnp.int32, b) for name in per_row},
+            tables=shape(jnp.int32, b, pages),
+            stops=shape(jnp.int32, b, MOST_STOP_IDS),
+            choices=choices,
         )
+        weights = self.residents["engine's weights"]
         return PlannedProgram(
             "decode",
+            # The engine wraps its jitted functions to set the mesh; the plan sets it itself.
             self._engine().decode.__wrapped__,
-            (self.residents["engine's weights"], self.residents["KV pool"], None, rows),
+            (weights, self.residents["KV pool"], None, rows),
             self.host,
-            engine.steps
-            * device_bytes(
-                self.residents["engine's weights"]
-            ),  # what rows read depends on the slice: `step.decode_read`
+            # Weights only. What rows read depends on the slice: `step.decode_read` adds it.
+            engine.steps * device_bytes(weights),
             given=("engine's weights", "KV pool"),
             options={"steps": engine.steps, "width": width},
-            turns=engine.steps,
+            trip_count=engine.steps,
             pairs=lambda rows, _: rows * mean_context(self.run),
         )
 
     def _token_bytes(self) -> float:
-        """What one device holds of a token in the pool."""
-        return device_bytes(self.residents["KV pool"]) / (
-            (self.run.engine_sizes.pages + 1) * self.run.engine_sizes.page
-        )
+        """Bytes of one token in the pool, on one device."""
+        engine = self.run.engine_sizes
+        return device_bytes(self.residents["KV pool"]) / ((engine.pages + 1) * engine.page)
 
     def prefill_shape(self, name: str) -> tuple[int, int, int]:
-        """(rows, length, before) of a program of prefill: the longest pieces of new prompts, or those after most that is there already."""
+        """The largest call of a prefill program, as (rows, length, before).
+
+        "prefill" computes `length` tokens of new prompts. "prefill after" computes tokens behind
+        `before` cached ones; the largest call is the one that reads the most of them.
+        """
         engine = self.run.engine_sizes
-        if name == "prefill":
-            length, before = engine.prefill_lengths[-1], 0
-        else:
-            both = [
-                (length, before)
-                for length in engine.prefill_lengths
-                for before in engine.row_lengths
-            ]
-            length, before = max(both, key=lambda pair: engine.prefill_rows(*pair) * pair[1])
+        length = engine.prefill_lengths[-1]
+        before = 0
+        if name == "prefill after":
+            choices = itertools.product(engine.prefill_lengths, engine.row_lengths)
+            length, before = max(choices, key=lambda pair: engine.prefill_rows(*pair) * pair[1])
         return engine.prefill_rows(length, before), length, before
 
     def _prefill(self, name: str) -> PlannedProgram:
-        (rows, length, before), size = self.prefill_shape(name), self.run.engine_sizes.page
-        visual = shape(
-            jnp.float32, rows, length, 1 + self.config.vision.levels, self.config.text.hidden_size
+        rows, length, before = self.prefill_shape(name)
+        page = self.run.engine_sizes.page
+        pages = before // page + pages_of(length, page)
+        levels = 1 + self.config.vision.levels
+        ids = shape(jnp.int32, rows, length)
+        counts = shape(jnp.int32, rows)
+        pieces = Pieces(
+            ids=ids,
+            positions=shape(jnp.int32, 3, rows, length),
+            visual=shape(jnp.float32, rows, length, levels, self.config.text.hidden_size),
+            index=ids,
+            lengths=counts,
+            before=counts,
+            tables=shape(jnp.int32, rows, pages),
         )
-        ids, positions, index = (
-            shape(jnp.int32, rows, length),
-            shape(jnp.int32, 3, rows, length),
-            shape(jnp.int32, rows, length),
-        )
-        counts, tables = (
-            shape(jnp.int32, rows),
-            shape(jnp.int32, rows, before // size + pages_of(length, size)),
-        )
-        pieces = Pieces(ids, positions, visual, index, counts, counts, tables)
+        weights = self.residents["engine's weights"]
+        cached_bytes = rows * before * self._token_bytes()
         return PlannedProgram(
             name,
             self._engine().prefill.__wrapped__,
-            (self.residents["engine's weights"], self.residents["KV pool"], pieces),
+            (weights, self.residents["KV pool"], pieces),
             self.host,
-            device_bytes(self.residents["engine's weights"])
-            + device_bytes(pieces)
-            + rows * before * self._token_bytes(),
+            device_bytes(weights) + device_bytes(pieces) + cached_bytes,
             given=("engine's weights", "KV pool"),
             pairs=pairs_of_rows(length) if before else causal,
         )
@@ -313,17 +331,16 @@ class Plan:
     # --- vision ---
 
     def _tower(self) -> tuple[Any, Any]:
-        """The tower on one device of a host, as `models.features` runs it."""
+        """(graph, weights) of the vision tower on one device, as `models.features` runs it."""
         graph, weights = nnx.split(self.model.vision)
         weights = frozen(weights, self.model.vision.dtype)
         one = NamedSharding(self.one, PartitionSpec())
-        return graph, jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), weights
-        )
+        return graph, laid_out(weights, jax.tree.map(lambda _: one, weights))
 
     def grid(self) -> tuple[int, int]:
-        """The largest square frame, in patches."""
-        vision, frames = self.config.vision, self.run.frames
+        """Height and width of the largest square frame, in patches."""
+        vision = self.config.vision
+        frames = self.run.frames
         side = math.isqrt(frames.max_pixels)
         height, width = smart_resize(
             side,
@@ -340,9 +357,8 @@ class Plan:
         encode = jax.jit(
             lambda weights, patches, layout: nnx.merge(graph, weights)(patches, layout)
         )
-        patches = shape(
-            jnp.float32, self.run.frames.batch, grid[0] * grid[1], self.config.vision.patch_dim
-        )
+        frames = self.run.frames.batch
+        patches = shape(jnp.float32, frames, grid[0] * grid[1], self.config.vision.patch_dim)
         layout = frame_layout(grid, self.config.vision)
         return PlannedProgram(
             "vision",
@@ -356,50 +372,56 @@ class Plan:
 
 
 def program_names(run: Run) -> tuple[str, ...]:
-    """The run's programs, in the order of its phases and of a step."""
-    training = ("SFT update",) * (run.sft is not None) + ("reference", "RL update") * (
-        run.rl is not None
-    )
-    if not run.plays_episodes:
-        return ("vision", *training)
-    return ("vision", "prefill", "prefill after", "decode", *training, "weight sync")
+    """Names of the run's programs, in the order of its phases and of a step."""
+    names = ["vision"]
+    if run.plays_episodes:
+        names += ["prefill", "prefill after", "decode"]
+    if run.sft is not None:
+        names.append("SFT update")
+    if run.rl is not None:
+        names += ["reference", "RL update"]
+    if run.plays_episodes:
+        names.append("weight sync")
+    return tuple(names)
 
 
 def planned_config(run: Run) -> Qwen3VLConfig:
-    """The model's sizes; the laptop model's vocabulary is made here, as the run would make it."""
+    """The sizes of the run's model."""
     if run.model.size != "tiny":
         return qwen3_vl(run.model.size)
+    # The laptop model's vocabulary is built from the world's texts, here as in a run.
     return model_config(run, world_vocabulary(run.protocol))
 
 
 def laid_out(tree: Any, shardings: Any) -> Any:
-    """Shapes with a place for each of them."""
+    """`tree` as abstract arrays with the given shardings."""
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, shardings
     )
 
 
 def shape(dtype: Any, *sizes: int) -> Any:
+    """An abstract array."""
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def mean_context(run: Run) -> float:
-    """Tokens that a new one sees on average, if rollouts are as long as they may be."""
+    """Mean number of tokens that a new token attends to, for rollouts of the maximum length."""
+    # The context grows evenly, from the prompt to the longest row.
     return run.engine_sizes.row_lengths[-1] - run.protocol.trajectory_tokens / 2
 
 
 def total_bytes(tree: Any) -> float:
-    """What arrays, real or abstract, take without a mesh."""
+    """Bytes of all arrays in a tree, each counted once."""
     return float(sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)))
 
 
 def device_bytes(tree: Any) -> int:
-    """What one device holds of arrays, real or abstract; what has no place is whole."""
+    """Bytes of a tree on one device. An array without a sharding counts in full."""
 
     def one(x: Any) -> int:
-        place = getattr(x, "sharding", None)
-        return (
-            math.prod(x.shape if place is None else place.shard_shape(x.shape)) * x.dtype.itemsize
-        )
+        sharding = getattr(x, "sharding", None)
+        local_shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+        return math.prod(local_shape) * x.dtype.itemsize
 
     return sum(one(x) for x in jax.tree.leaves(tree))

@@ -1,7 +1,8 @@
-"""From single programs to a step of training: what lies on a device together, what a host holds, and how fast a step could be.
+"""From single programs to a training step: device memory, host memory, and a lower limit on time.
 
-Owns three sums and the counts of calls in a step. Times are lower limits: the largest of what arithmetic, memory and interconnect take at
-their peaks, with every rollout as long as it may be. Refuses nothing. Invariant: pure functions of what was measured and of the settings.
+All functions are pure: they combine what was measured per program with the run's settings. Times
+are lower limits. A phase takes at least as long as the slowest of arithmetic, HBM and interconnect
+at their peak rates, with every rollout at its maximum length.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ GIB = 2.0**30
 
 @dataclasses.dataclass(frozen=True)
 class Together:
-    """What a device holds while a program runs, in bytes: the program's own peak, and what else lies there."""
+    """Bytes on a device while a program runs."""
 
     program: str
     peak: float
+    """What the program itself needs, its arguments included."""
     others: dict[str, float]
+    """Residents that are on the device but not among the program's arguments."""
 
     @property
     def total(self) -> float:
@@ -35,7 +38,7 @@ class Together:
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """Least seconds of a phase of a step: of arithmetic, of memory, of the interconnect."""
+    """Least seconds that a phase of a step takes."""
 
     phase: str
     calls: int
@@ -48,54 +51,87 @@ class Limit:
         return max(self.compute, self.memory, self.interconnect)
 
 
+def _ceil_divide(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 def held_together(measured: Measured, residents: dict[str, float]) -> Together:
-    """Residents of the program's phase that it is not given lie beside it. The engine sleeps from the last rollout until the new weights
-    are there, and there is a batch meanwhile."""
-    away = {"batch"} if measured.program in ROLLOUTS else {"engine's weights", "KV pool"}
-    there = {name: size for name, size in residents.items() if name not in away}
-    return Together(
-        measured.program,
-        measured.peak,
-        {name: size for name, size in there.items() if name not in measured.given},
-    )
+    """What a device holds while a program runs.
+
+    Args:
+        measured: the program.
+        residents: bytes on a device of everything that stays there between programs, by name.
+    """
+    # The engine sleeps from the last rollout until it receives new weights: its weights and pages
+    # are freed. The batch exists only during that time.
+    if measured.program in ROLLOUTS:
+        absent = {"batch"}
+    else:
+        absent = {"engine's weights", "KV pool"}
+    others = {
+        name: size
+        for name, size in residents.items()
+        if name not in absent and name not in measured.given
+    }
+    return Together(measured.program, measured.peak, others)
 
 
 def rollouts_at_once(run: Run, topology: Topology) -> tuple[int, int, int]:
-    """Of the host that has most prompts: its rollouts of a step, how many of them have slots and pages at a time where all are as long as
-    they may be, and the pages that as many as have slots would take. A group's prompt is on its pages once."""
+    """Rollouts on the host with the most prompts, if all of them have the maximum length.
+
+    Returns:
+        (rollouts of a step, rollouts that run at once, pages for as many rollouts as there are
+        slots).
+    """
     engine = run.engine_sizes
     if run.rl is None:
         return engine.slots, engine.slots, engine.pages
     shape = run.rl_shapes[0]
-    prompts = -(-shape.groups // topology.hosts)
-    rows, own = prompts * shape.rows, -(-shape.suffix // engine.page) + 1
-    shared = prompts * -(-shape.prompt // engine.page)
-    most = min(rows, engine.slots)
-    return rows, max(1, min(most, (engine.pages - shared) // own)), shared + most * own
+    prompts = _ceil_divide(shape.groups, topology.hosts)
+    rollouts = prompts * shape.rows
+    # The pages of a prompt are shared by its group, except for the last one if it is partly filled:
+    # every rollout has a copy of that page, in addition to the pages of its own tokens.
+    shared_pages = prompts * _ceil_divide(shape.prompt, engine.page)
+    own_pages = _ceil_divide(shape.suffix, engine.page) + 1
+    in_slots = min(rollouts, engine.slots)
+    at_once = max(1, min(in_slots, (engine.pages - shared_pages) // own_pages))
+    return rollouts, at_once, shared_pages + in_slots * own_pages
 
 
 def pages_advice(run: Run, topology: Topology, free: float, page: float) -> list[str]:
-    """Where more pages would let more rollouts run at once, and `free` bytes of a device have room for these; `page`: bytes of one."""
+    """Suggests more pages if more rollouts could then run at once and the memory is free.
+
+    Args:
+        free: bytes of a device that no program of the rollouts needs.
+        page: bytes of one page on a device.
+    """
     engine = run.engine_sizes
-    rows, at_once, pages = rollouts_at_once(run, topology)
+    rollouts, at_once, pages = rollouts_at_once(run, topology)
     if pages <= engine.pages or (pages - engine.pages) * page > free:
         return []
     return [
-        f"decode: engine.cache_tokens = {engine.pages * engine.page}; of a host's {rows} rollouts, all as long as they may be, {at_once} "
-        f"run at once. {pages * engine.page} would hold {min(rows, engine.slots)}, and {free / GIB:.2f} GiB are free"
+        f"decode: engine.cache_tokens = {engine.pages * engine.page}: of a host's {rollouts} "
+        f"rollouts of the maximum length, {at_once} run at once. {pages * engine.page} would hold "
+        f"{min(rollouts, engine.slots)}, and {free / GIB:.2f} GiB are free"
     ]
 
 
 def calls_of(run: Run, topology: Topology, prefill_rows: int) -> dict[str, int]:
-    """How often each program runs in a step of RL, on the host that has most of it: prompts are shared out over hosts."""
+    """Calls of each program in a step, on the host with the most prompts.
+
+    Args:
+        prefill_rows: prompts in one call of prefill.
+    """
     if run.rl is None:
         return {"SFT update": 1}
-    engine, prompts = run.engine_sizes, -(-run.rl.prompts // topology.hosts)
-    rows, at_once, _ = rollouts_at_once(run, topology)
+    engine = run.engine_sizes
+    prompts = _ceil_divide(run.rl.prompts, topology.hosts)
+    rollouts, at_once, _ = rollouts_at_once(run, topology)
+    waves = _ceil_divide(rollouts, at_once)
     return {
-        "vision": -(-prompts * max(run.rl.frame_budgets) // run.frames.batch),
-        "prefill": -(-prompts // prefill_rows),
-        "decode": -(-rows // at_once) * -(-run.protocol.trajectory_tokens // engine.steps),
+        "vision": _ceil_divide(prompts * max(run.rl.frame_budgets), run.frames.batch),
+        "prefill": _ceil_divide(prompts, prefill_rows),
+        "decode": waves * _ceil_divide(run.protocol.trajectory_tokens, engine.steps),
         "reference": 1,
         "RL update": 1,
         "weight sync": 1,
@@ -103,16 +139,25 @@ def calls_of(run: Run, topology: Topology, prefill_rows: int) -> dict[str, int]:
 
 
 def decode_read(run: Run, topology: Topology, sizes: dict[str, float]) -> float:
-    """Bytes of HBM that a device reads in a call of decoding: for every token all weights, and what its host's rollouts have on pages."""
-    engine, rows = run.engine_sizes, rollouts_at_once(run, topology)[1]
-    token = sizes["KV pool"] / ((engine.pages + 1) * engine.page)
-    return engine.steps * (sizes["engine's weights"] + rows * mean_context(run) * token)
+    """Bytes of HBM that a device reads in one call of decoding.
+
+    A call decodes `engine.steps` tokens. Each of them reads all weights, and the pages of every
+    rollout that runs.
+
+    Args:
+        sizes: bytes on a device of "engine's weights" and "KV pool".
+    """
+    engine = run.engine_sizes
+    _, at_once, _ = rollouts_at_once(run, topology)
+    # The pool has one page more than the engine hands out (`Programs.make_pool`).
+    token_bytes = sizes["KV pool"] / ((engine.pages + 1) * engine.page)
+    return engine.steps * (sizes["engine's weights"] + at_once * mean_context(run) * token_bytes)
 
 
 def limit(measured: Measured, calls: int, topology: Topology) -> Limit:
     """Least seconds that `calls` of a program take."""
     chip = topology.chip
-    part = 1 / chip.devices  # of a chip's peaks that one device has
+    part = 1 / chip.devices  # the share of a chip that is one device
     return Limit(
         measured.program,
         calls,
@@ -123,24 +168,27 @@ def limit(measured: Measured, calls: int, topology: Topology) -> Limit:
 
 
 def model_flops(shape: BatchShape, config: Qwen3VLConfig) -> float:
-    """6 N D and attention of an update, prompts once: what a step is worth, without padding and without what is computed again.
+    """Model FLOPs of an update: 6 N D and attention, without padding and recomputation.
 
-    N are the weights that multiply: the head for rows alone.
+    N: the weights in matrix products. D: the tokens, each prompt counted once for its group. 6: a
+    multiplication and an addition (2), forward and backward (3, since backward costs two forwards).
     """
+    # Only rows go through the head; a prompt has no loss.
     head = 2.0 * config.text.vocab_size * config.text.hidden_size
-    prompts = shape.groups * shape.prompt * (flops_per_token(config, (shape.prompt + 1) / 2) - head)
-    rows = (
-        shape.groups
-        * shape.rows
-        * shape.suffix
-        * flops_per_token(config, shape.prompt + (shape.suffix + 1) / 2)
-    )
+    # Under the causal mask a prompt's token sees (prompt + 1) / 2 positions on average. A row's
+    # token sees the whole prompt and (suffix + 1) / 2 positions of its own row.
+    per_prompt_token = flops_per_token(config, (shape.prompt + 1) / 2) - head
+    per_row_token = flops_per_token(config, shape.prompt + (shape.suffix + 1) / 2)
+    prompts = shape.groups * shape.prompt * per_prompt_token
+    rows = shape.groups * shape.rows * shape.suffix * per_row_token
     return 3.0 * (prompts + rows)
 
 
 def shapes_of(run: Run) -> list[BatchShape]:
-    """What an update reads: main agents, and sub-agents where these are trained; of SFT where there is no RL. A packed row stands as a
-    prompt of one token and the rest."""
+    """Shapes of an update's batches: main agents, and sub-agents if they are trained.
+
+    Without RL it is the SFT batch, where a packed row counts as a prompt of one token and the rest.
+    """
     if run.rl is not None:
         return [*run.rl_shapes]
     if run.sft is None:
@@ -150,37 +198,45 @@ def shapes_of(run: Run) -> list[BatchShape]:
 
 
 def tokens_of(run: Run) -> int:
-    """Tokens of a step's batch: every prompt once, and its rows."""
+    """Tokens in a step's batch: each prompt once, and its rows."""
     return sum(
         shape.groups * (shape.prompt + shape.rows * shape.suffix) for shape in shapes_of(run)
     )
 
 
 def padding_advice(run: Run, topology: Topology, mesh: tuple[int, int, int]) -> list[str]:
-    """Where an update's rows are padded: how many micro-batches pad less, if that is more than an eighth; and what could be learnt from
-    instead of padding, if what is left is more than a sixth."""
+    """Suggests settings that replace padding rows of an update.
+
+    Fewer micro-batches are suggested if they avoid more than an eighth of padding, more prompts if
+    more than a sixth remains.
+    """
     if run.rl is None:
         return []
-    shape, devices = run.rl_shapes[0], mesh[0] * mesh[1]
+    shape = run.rl_shapes[0]
+    devices = mesh[0] * mesh[1]
+    wanted_rows = shape.groups * shape.rows
     parts = parts_of(shapes_of(run), devices, run.rl.microbatches, topology.hosts)
     rows = {n: fit(shape, devices, n).groups * shape.rows for n in range(1, parts + 1)}
+    # Every host needs the same number of whole groups.
     rows = {n: count for n, count in rows.items() if count // shape.rows % topology.hosts == 0}
-    best = max((n for n in rows if rows[n] == min(rows.values())), default=parts)
-    found, groups = [], rows[best] // shape.rows
-    if best != parts and rows[parts] * 8 > shape.groups * shape.rows * 9:
+    least = min(rows.values())
+    best = max(n for n in rows if rows[n] == least)
+    groups = rows[best] // shape.rows
+    found = []
+    if best != parts and rows[parts] * 8 > wanted_rows * 9:
         found.append(
-            f"RL update: rl.microbatches = {run.rl.microbatches}, so {parts} parts; over mesh.data x mesh.fsdp = {mesh[0]} x {mesh[1]} "
-            f"devices {shape.groups * shape.rows} rows are padded to {rows[parts]}, with {best} to {rows[best]}"
+            f"RL update: rl.microbatches = {run.rl.microbatches}: {wanted_rows} rows over "
+            f"mesh.data x mesh.fsdp = {mesh[0]} x {mesh[1]} devices in {parts} parts are padded to "
+            f"{rows[parts]}; with {best} to {rows[best]}"
         )
     if groups * 6 > shape.groups * 7:
-        cause = (
-            f"as many whole groups on each of {topology.hosts} hosts"
-            if topology.hosts > 1
-            else f"evenly over {devices} devices"
-        )
+        if topology.hosts > 1:
+            cause = f"to give each of {topology.hosts} hosts as many whole groups"
+        else:
+            cause = f"to divide evenly over {devices} devices"
         found.append(
-            f"RL update: {shape.groups} groups of rollouts are laid out as {groups}, {cause}; an update of rl.prompts = {groups} "
-            "costs the same"
+            f"RL update: {shape.groups} groups of rollouts are padded to {groups} {cause}; "
+            f"rl.prompts = {groups} would cost the same"
         )
     return found
 
@@ -188,11 +244,14 @@ def padding_advice(run: Run, topology: Topology, mesh: tuple[int, int, int]) -> 
 def host_memory(
     run: Run, topology: Topology, arrays: dict[str, float], replicas: int = 1
 ) -> dict[str, float]:
-    """Bytes that one host's process needs beside its programs and libraries. The reference lies on the mesh `replicas` times
-    (`mesh.data`); of a checkpoint each replica copies its part.
+    """Bytes that the process of one host needs, besides its programs and libraries.
 
-    `arrays`: bytes over all devices of `batch`, of the `state` that a checkpoint copies before it is written, of the `reference`, of the
-    `tower` as it is saved, and of one call's `pieces` of prefill; and what updates leave on hosts, `offloaded` (`rl.remat`, `sft.remat`).
+    Args:
+        arrays: bytes over all devices: of the `batch`, of the `state` that a checkpoint copies, of
+            the `reference`, of the `tower` as it is saved, of the `pieces` of one call of prefill,
+            and of what updates keep on hosts, `offloaded` (rl.remat, sft.remat).
+        replicas: copies of the reference on the mesh (mesh.data). A checkpoint needs no copies:
+            each replica saves a part of the state.
     """
     return {
         "store of frames' features (frames.cache_mib)": run.frames.cache_mib * 2.0**20,
@@ -205,16 +264,15 @@ def host_memory(
     }
 
 
-def held(together: Together, measured: Measured, limit: float) -> list[str]:
-    """What holds the memory where it does not fit."""
-    beside = "".join(
-        f", {name} {size / GIB:.2f}"
-        for name, size in sorted(together.others.items(), key=lambda x: -x[1])
-    )
+def held(together: Together, measured: Measured, available: float) -> list[str]:
+    """Says what takes the memory, for a program that does not fit into `available` bytes."""
+    largest_first = sorted(together.others.items(), key=lambda item: -item[1])
+    others = "".join(f", {name} {size / GIB:.2f}" for name, size in largest_first)
     lines = [
-        f"{together.program}: {(together.total - limit) / GIB:.2f} GiB too much. Held: the program {together.peak / GIB:.2f}{beside}."
+        f"{together.program}: {(together.total - available) / GIB:.2f} GiB too much. Held: the "
+        f"program {together.peak / GIB:.2f}{others}."
     ]
-    if together.peak > limit / 2 and measured.largest:
+    if together.peak > available / 2 and measured.largest:
         lines.append(
             f"{together.program}: its largest temporaries are {'; '.join(measured.largest)}"
         )
@@ -224,41 +282,56 @@ def held(together: Together, measured: Measured, limit: float) -> list[str]:
 def remedies(
     programs: set[str], run: Run, pool: float, topology: Topology, devices: int
 ) -> list[str]:
-    """Fields that would free some memory of these programs, which do not fit; `pool`: bytes of the pool on a device. Rows of an update
-    lie over so many `devices`."""
-    engine, found = run.engine_sizes, list[str]()
-    if programs & {*ROLLOUTS}:
+    """Suggests settings that free memory.
+
+    Args:
+        programs: the programs that do not fit.
+        pool: bytes of the KV pool on a device.
+        devices: devices that share the rows of an update.
+    """
+    engine = run.engine_sizes
+    found: list[str] = []
+    if not programs.isdisjoint(ROLLOUTS):
         tokens = engine.pages * engine.page
         found.append(
-            f"engine.cache_tokens = {tokens}: {tokens // 2} would free {pool / 2 / GIB:.2f} GiB, and hold half as many rollouts at once"
+            f"engine.cache_tokens = {tokens}: {tokens // 2} would free {pool / 2 / GIB:.2f} GiB, "
+            "and hold half as many rollouts at once"
         )
     if any(program.startswith("prefill") for program in programs):
         found.append(
-            f"engine.read_tokens = {engine.read_tokens}: with fewer, fewer rows of a prefill read what is there already"
+            f"engine.read_tokens = {engine.read_tokens}: with fewer, a call of prefill has fewer "
+            "rows that attend to cached tokens"
         )
     if "RL update" in programs and run.rl is not None:
-        rl = run.rl
-        parts, most = (
-            parts_of(shapes_of(run), devices, n, topology.hosts)
-            for n in (rl.microbatches, rl.prompts)
-        )
-        if parts < most:
-            found.append(
-                f"rl.microbatches = {rl.microbatches}: more parts have fewer rows at a time, down to one a device"
-            )
-        if rl.logprob_chunk is None or rl.logprob_chunk > 128:
-            found.append(
-                f"rl.logprob_chunk = {rl.logprob_chunk}: 128 holds fewer scores of the vocabulary"
-            )
-        if rl.remat != "offload":
-            found.append(
-                f"rl.remat = {rl.remat!r}: 'full' keeps nothing but layers' inputs, 'offload' keeps those on the host"
-            )
+        found += _update_remedies(run, topology, devices)
     if run.rl is not None and run.rl.optimizer.moment_dtype == "float32":
         found.append(
-            "rl.optimizer.moment_dtype = 'float32': 'bfloat16' halves the first moment, which lies beside every program"
+            "rl.optimizer.moment_dtype = 'float32': 'bfloat16' halves the first moment, which "
+            "stays on the device during every program"
         )
-    return [
-        *found,
-        "--topology: a slice of more chips; weights and moments are cut over all of them",
-    ]
+    found.append("--topology: a slice of more chips; weights and moments are sharded over all")
+    return found
+
+
+def _update_remedies(run: Run, topology: Topology, devices: int) -> list[str]:
+    rl = run.rl
+    assert rl is not None
+    found = []
+    shapes = shapes_of(run)
+    parts = parts_of(shapes, devices, rl.microbatches, topology.hosts)
+    most_parts = parts_of(shapes, devices, rl.prompts, topology.hosts)
+    if parts < most_parts:
+        found.append(
+            f"rl.microbatches = {rl.microbatches}: more micro-batches have fewer rows each, down "
+            "to one per device"
+        )
+    if rl.logprob_chunk is None or rl.logprob_chunk > 128:
+        found.append(
+            f"rl.logprob_chunk = {rl.logprob_chunk}: 128 holds the logits of fewer tokens at once"
+        )
+    if rl.remat != "offload":
+        found.append(
+            f"rl.remat = {rl.remat!r}: 'full' keeps only the inputs of layers, 'offload' keeps "
+            "them on the host"
+        )
+    return found

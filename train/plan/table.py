@@ -1,6 +1,7 @@
-"""A plan in words: tables in markdown for the terminal and for docs/scale.md, and the same as JSON.
+"""Formats a plan as Markdown, for the terminal and docs/scale.md.
 
-Owns how figures are written. Refuses nothing. Invariant: every figure in the tables stands in the JSON.
+A plan is the dict of `train.plan.command.plan`. It is also written as JSON, with every figure of
+these tables.
 """
 
 from __future__ import annotations
@@ -9,31 +10,25 @@ from collections.abc import Sequence
 from typing import Any
 
 GIB = 2.0**30
-AIM = 1.3  # an update's work is to be at most so many times what it is worth
+# The update's FLOPs should be at most this many times its model FLOPs.
+AIM = 1.3
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table, its columns as wide as they have to be."""
-    widths = [max(len(row[n]) for row in [header, *rows]) for n in range(len(header))]
+    """A table with aligned columns."""
+    lines = [header, *rows]
+    widths = [max(len(line[n]) for line in lines) for n in range(len(header))]
 
-    def line(cells: Sequence[str]) -> str:
-        return (
-            "| "
-            + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-            + " |"
-        )
+    def formatted(cells: Sequence[str]) -> str:
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        return f"| {' | '.join(padded)} |"
 
-    return "\n".join(
-        [
-            line(header),
-            "|" + "|".join("-" * (width + 2) for width in widths) + "|",
-            *map(line, rows),
-        ]
-    )
+    rule = "|".join("-" * (width + 2) for width in widths)
+    return "\n".join([formatted(header), f"|{rule}|", *map(formatted, rows)])
 
 
 def report(plan: dict[str, Any]) -> str:
-    """One topology's plan."""
+    """The plan for one slice."""
     parts = [_head(plan), "", _programs(plan), ""]
     if plan["phases"]:
         parts += [_phases(plan), ""]
@@ -43,29 +38,44 @@ def report(plan: dict[str, Any]) -> str:
 
 
 def scale(plans: Sequence[dict[str, Any]]) -> str:
-    """A line a topology: the table of docs/scale.md."""
-    header = [
+    """The table of docs/scale.md, with one line per slice."""
+    header = (
         "topology",
         "mesh",
         "fits",
         "limit",
-        *(f"{name} GiB" for name in ("rollouts", "reference", "update", "together")),
-    ]
-    header += ["reference s", "update s", "step s", "tokens/s", "sent GB"]
+        "rollouts GiB",
+        "reference GiB",
+        "update GiB",
+        "together GiB",
+        "reference s",
+        "update s",
+        "step s",
+        "tokens/s",
+        "sent GB",
+    )
     return markdown(header, [_scale_line(plan) for plan in plans])
 
 
 def _scale_line(plan: dict[str, Any]) -> list[str]:
-    programs, phases = plan["programs"], {phase["phase"]: phase for phase in plan["phases"]}
+    programs = plan["programs"]
+    phases = {phase["phase"]: phase for phase in plan["phases"]}
     update = "RL update" if "RL update" in programs else "SFT update"
 
     def peak(*names: str) -> str:
         found = [programs[name] for name in names if name in programs]
-        return _peak(max(found, key=lambda m: m["peak"])) if found else "-"
+        return _peak(max(found, key=lambda program: program["peak"])) if found else "-"
 
     def seconds(name: str) -> str:
         return f"{phases[name]['seconds']:.2f}" if name in phases else "-"
 
+    step_seconds = tokens_per_second = sent = "-"
+    if plan["complete"]:
+        step_seconds = f"{plan['step_seconds']:.1f}"
+        tokens_per_second = f"{plan['tokens'] / plan['step_seconds']:.0f}"
+    if update in programs:
+        sent = f"{sum(programs[update]['sent'].values()) / 1e9:.0f}"
+    together = max((held["total"] for held in plan["together"]), default=0.0)
     return [
         plan["topology"],
         " x ".join(map(str, plan["mesh"])),
@@ -74,120 +84,124 @@ def _scale_line(plan: dict[str, Any]) -> list[str]:
         peak("prefill", "prefill after", "decode"),
         peak("reference"),
         peak(update),
-        f"{max((t['total'] for t in plan['together']), default=0.0) / GIB:.1f}",
+        f"{together / GIB:.1f}",
         seconds("reference"),
         seconds(update),
-        f"{plan['step_seconds']:.1f}" if plan["complete"] else "-",
-        f"{plan['tokens'] / plan['step_seconds']:.0f}" if plan["complete"] else "-",
-        f"{sum(programs[update]['sent'].values()) / 1e9:.0f}" if update in programs else "-",
+        step_seconds,
+        tokens_per_second,
+        sent,
     ]
 
 
 def _head(plan: dict[str, Any]) -> str:
     mesh = " x ".join(map(str, plan["mesh"]))
-    part = f"fits, as far as compiled ({', '.join(plan['programs'])})"
-    word = _fits(
-        plan, ("fits", part, f"not known, not compiled: {', '.join(_broken(plan))}", "does not fit")
-    )
+    in_part = f"fits, as far as compiled ({', '.join(plan['programs'])})"
+    not_known = f"not known, not compiled: {', '.join(_failed(plan))}"
+    word = _fits(plan, ("fits", in_part, not_known, "does not fit"))
     return (
-        f"{plan['name']} on {plan['topology']}: **{word}**. {plan['chips']} chips, {plan['devices']} devices of {plan['hbm'] / GIB:.2f} "
-        f"GiB, {plan['hosts']} hosts; mesh data x fsdp x tensor = {mesh}; rollouts over the devices of a host; {plan['compiler']}."
+        f"{plan['name']} on {plan['topology']}: **{word}**. {plan['chips']} chips, "
+        f"{plan['devices']} devices of {plan['hbm'] / GIB:.2f} GiB, {plan['hosts']} hosts; "
+        f"mesh data x fsdp x tensor = {mesh}; rollouts over the devices of a host; "
+        f"{plan['compiler']}."
     )
 
 
-def _broken(plan: dict[str, Any]) -> list[str]:
-    """Programs that were not compiled, for another reason than memory."""
-    return [name for name, m in plan["programs"].items() if m["error"] and not m["peak"]]
+def _failed(plan: dict[str, Any]) -> list[str]:
+    """Programs that failed to compile for another reason than memory."""
+    programs = plan["programs"].items()
+    return [name for name, program in programs if program["error"] and not program["peak"]]
 
 
 def _fits(plan: dict[str, Any], words: tuple[str, str, str, str]) -> str:
-    """Of the words for: it fits; what was compiled does; a program was not compiled; it does not fit."""
-    if any(together["total"] > plan["hbm"] for together in plan["together"]):
-        return words[3]
-    return words[2] if _broken(plan) else words[0] if plan["complete"] else words[1]
+    """Chooses the word for: fits; fits as far as compiled; not known; does not fit."""
+    fits, in_part, not_known, does_not_fit = words
+    if any(held["total"] > plan["hbm"] for held in plan["together"]):
+        return does_not_fit
+    if _failed(plan):
+        return not_known
+    return fits if plan["complete"] else in_part
 
 
 def _programs(plan: dict[str, Any]) -> str:
-    beside = {t["program"]: t for t in plan["together"]}
+    together = {held["program"]: held["total"] for held in plan["together"]}
     rows = []
-    for name, m in plan["programs"].items():
-        sent = sum(m["sent"].values())
-        rows.append(
-            [
-                name,
-                _peak(m),
-                *(
-                    f"{m[part] / GIB:.2f}" if not m["error"] else "-"
-                    for part in ("arguments", "temporary")
-                ),
-            ]
-        )
-        rows[-1] += [
-            f"{beside[name]['total'] / GIB:.2f}" if name in beside else "-",
-            f"{m['flops'] / 1e15:.3f}",
-            f"{sent / 1e9:.2f}",
+    for name, program in plan["programs"].items():
+        arguments = temporary = "-"
+        if not program["error"]:
+            arguments = f"{program['arguments'] / GIB:.2f}"
+            temporary = f"{program['temporary'] / GIB:.2f}"
+        row = [
+            name,
+            _peak(program),
+            arguments,
+            temporary,
+            f"{together[name] / GIB:.2f}" if name in together else "-",
+            f"{program['flops'] / 1e15:.3f}",
+            f"{sum(program['sent'].values()) / 1e9:.2f}",
+            f"{program['seconds']:.0f}",
         ]
-        rows[-1] += [f"{m['seconds']:.0f}"]
-    header = [
-        "program, a call",
+        rows.append(row)
+    header = (
+        "program, per call",
         "peak GiB",
         "arguments",
         "temporary",
-        "with what lies beside",
+        "with residents",
         "PFLOP, all devices",
-        "sent GB a device",
-    ]
-    return markdown([*header, "compiled in s"], rows)
+        "sent GB per device",
+        "compiled in s",
+    )
+    return markdown(header, rows)
 
 
-def _peak(m: dict[str, Any]) -> str:
-    if m["error"] and not m["peak"]:
-        return f"? ({m['error']})"
-    return f"{m['peak'] / GIB:.2f}" + (" does not fit" if m["error"] else "")
+def _peak(program: dict[str, Any]) -> str:
+    if program["error"] and not program["peak"]:
+        return f"? ({program['error']})"
+    return f"{program['peak'] / GIB:.2f}" + (" does not fit" if program["error"] else "")
 
 
 def _phases(plan: dict[str, Any]) -> str:
-    rows = [
-        [
-            p["phase"],
-            str(p["calls"]),
-            *(f"{p[part]:.3f}" for part in ("compute", "memory", "interconnect", "seconds")),
-        ]
-        for p in plan["phases"]
-    ]
+    rows = []
+    for phase in plan["phases"]:
+        times = [phase[name] for name in ("compute", "memory", "interconnect", "seconds")]
+        rows.append([phase["phase"], str(phase["calls"]), *(f"{time:.3f}" for time in times)])
     if plan["complete"]:
         rows.append(["step", "", "", "", "", f"{plan['step_seconds']:.2f}"])
-    return markdown(
-        ["phase", "calls", "arithmetic s", "HBM s", "interconnect s", "at least s"], rows
-    )
+    header = ("phase", "calls", "arithmetic s", "HBM s", "interconnect s", "at least s")
+    return markdown(header, rows)
 
 
 def _sums(plan: dict[str, Any]) -> str:
     lines = [
-        "On every device: " + _listed(plan["residents"]) + " GiB.",
-        "On every host: " + _listed(plan["host_memory"]) + " GiB.",
+        f"On every device: {_sizes(plan['residents'])} GiB.",
+        f"On every host: {_sizes(plan['host_memory'])} GiB.",
     ]
     if plan["complete"] and plan["step_seconds"]:
         rate = plan["tokens"] / plan["step_seconds"]
         lines.append(
-            f"Tokens a step: {plan['tokens']}; at most {rate:.0f} a second. Peaks: {plan['source']}."
+            f"Tokens per step: {plan['tokens']}; at most {rate:.0f} per second. "
+            f"Peak rates: {plan['source']}."
         )
     work = plan["work"]
     if work:
         lines.append(
-            f"An update is worth {work['model'] / 1e15:.2f} PFLOP (6 N D and attention, prompts once), and {work['full remat'] / 1e15:.2f} "
-            f"where the forward pass is made again (8 N D and attention, full remat). The program does {work['done'] / 1e15:.2f}: "
-            f"{_ratio(work, 'model')} and {_ratio(work, 'full remat')}. Prompts once for their group save {work['saved'] / 1e15:.2f} PFLOP "
-            f"of {work['apart'] / 1e15:.2f}."
+            f"Model FLOPs of an update (6 N D and attention, prompts once): "
+            f"{work['model'] / 1e15:.2f} PFLOP; with a second forward pass (8 N D and attention, "
+            f"full remat): {work['full remat'] / 1e15:.2f}. The program computes "
+            f"{work['done'] / 1e15:.2f}: {_ratio(work, 'model')} and {_ratio(work, 'full remat')}. "
+            f"Sharing each group's prompt saves {work['saved'] / 1e15:.2f} PFLOP of "
+            f"{work['apart'] / 1e15:.2f}."
         )
     return "\n".join(f"- {line}" for line in lines)
 
 
 def _ratio(work: dict[str, float], name: str) -> str:
-    """How many times as much as that is done, and whether this is within the aim."""
+    """The program's FLOPs relative to `name`, and whether the ratio is within the aim."""
     times = work["done"] / work[name]
-    return f"{times:.2f} times the {'first' if name == 'model' else 'second'} ({'within' if times <= AIM else 'not within'} {AIM})"
+    which = "first" if name == "model" else "second"
+    within = "within" if times <= AIM else "not within"
+    return f"{times:.2f} times the {which} ({within} {AIM})"
 
 
-def _listed(sizes: dict[str, float]) -> str:
+def _sizes(sizes: dict[str, float]) -> str:
     return ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items())

@@ -1,7 +1,6 @@
-"""TPU slices by name: their chips' peaks, their devices without the hardware, and how a recipe's mesh is laid over them.
+"""TPU slices by name: peak rates of their chips, their devices, and the mesh for a recipe.
 
-Owns the one table of peaks. Refuses names that are no slice of a known generation. Invariant: devices are host-major, so that
-one order serves training over all of them and rollouts over a host's own.
+The devices exist only as descriptions, for which XLA can compile without the hardware.
 """
 
 from __future__ import annotations
@@ -17,30 +16,36 @@ INSTALL = "pip install -e '.[tpu]'"
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Peaks of one chip: bf16 FLOP/s, bytes/s of HBM, bytes/s that leave it over the interconnect; devices that JAX makes of it.
-
-    `hbm` are the bytes that the compiler lets a program use on one device, measured with libtpu 0.0.51: a little less than the chip has.
-    `coordinates`: the axes of a slice's name.
-    """
+    """Peak rates of one chip, and how JAX sees it."""
 
     flops: float
+    """FLOP/s in bfloat16."""
     hbm_rate: float
+    """Bytes/s between HBM and the compute units."""
     ici_rate: float
+    """Bytes/s that the chip sends over the interconnect."""
     devices: int
+    """JAX devices per chip."""
     hbm: float
+    """Bytes per device that the compiler lets a program use, measured with libtpu 0.0.51.
+
+    A little less than the chip has.
+    """
     coordinates: int
+    """Number of sides in the name of a slice: 3 for v5p:2x2x4."""
 
 
 SOURCE = "docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}"
-# Interconnect: half of the documented bidirectional bandwidth a chip; for v4 the pod's all-reduce bandwidth over its 4096 chips,
-# which for v5e and v6e is the same number as that half.
+# The documented interconnect bandwidth per chip counts both directions, so ici_rate is half of it.
+# For v4 only the all-reduce bandwidth of a whole pod is documented; divided by its 4096 chips it is
+# comparable, since for v5e and v6e the same division gives that half.
 CHIPS = {
     "v4": Chip(275e12, 1200e9, 1.1e15 / 4096, 2, 15.25 * 2**30, 3),
     "v5e": Chip(197e12, 819e9, 200e9, 1, 15.75 * 2**30, 2),
     "v5p": Chip(459e12, 2765e9, 600e9, 1, 95.73 * 2**30, 3),
     "v6e": Chip(918e12, 1638e9, 400e9, 1, 31.24 * 2**30, 2),
 }
-# docs/scale.md: from the smallest slice that might hold the 8B recipe to a large one of each generation.
+# The slices of docs/scale.md: per generation from the smallest that may hold the 8B recipe up.
 SCALE = (
     "v4:2x2x4",
     "v5e:4x4",
@@ -56,7 +61,11 @@ HOST_CHIPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A slice like v5p:4x4x4. ValueError for a generation without peaks, and for a shape that is not one of its slices."""
+    """A slice such as v5p:4x4x4.
+
+    Raises:
+        ValueError: the generation is not in `CHIPS`, or the shape is not one of its slices.
+    """
 
     name: str
 
@@ -64,16 +73,19 @@ class Topology:
         generation, _, shape = self.name.partition(":")
         if generation not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", shape):
             raise ValueError(
-                f"topology = {self.name!r}: GENERATION:SHAPE with one of {', '.join(CHIPS)}; give one such as v5p:4x4x4"
+                f"topology = {self.name!r}: not GENERATION:SHAPE with one of {', '.join(CHIPS)}; "
+                "give one such as v5p:4x4x4"
             )
         if len(self.sides) != self.chip.coordinates:
             example = "x".join("4" * self.chip.coordinates)
             raise ValueError(
-                f"topology = {self.name!r}: a slice of {generation} has {self.chip.coordinates} sides, as {generation}:{example}"
+                f"topology = {self.name!r}: a slice of {generation} has {self.chip.coordinates} "
+                f"sides; give one such as {generation}:{example}"
             )
         if self.chips % HOST_CHIPS:
             raise ValueError(
-                f"topology = {self.name!r}: {self.chips} chips; rollouts take hosts of {HOST_CHIPS}, give a multiple of that"
+                f"topology = {self.name!r}: {self.chips} chips; a host has {HOST_CHIPS}, give a "
+                "multiple of that"
             )
 
     @property
@@ -90,7 +102,7 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """Devices in JAX's sense: a chip of v4 is two."""
+        """Number of JAX devices. A v4 chip is two of them."""
         return self.chips * self.chip.devices
 
     @property
@@ -99,13 +111,24 @@ class Topology:
 
     @property
     def host(self) -> Topology:
-        """One host of the slice by itself: what runs on a host is compiled for it, since the compiler wants all devices of a slice."""
-        return Topology(
-            f"{self.name.partition(':')[0]}:{'x'.join(['2', '2', '1'][: self.chip.coordinates])}"
-        )
+        """The slice that is one host of this one.
+
+        Programs of a single host are compiled for it, because the compiler requires a program to
+        use all devices of a slice.
+        """
+        generation = self.name.partition(":")[0]
+        sides = ("2", "2", "1")[: self.chip.coordinates]
+        return Topology(f"{generation}:{'x'.join(sides)}")
 
     def make_devices(self) -> list[Any]:
-        """The slice's devices by host, for compiling. ImportError without libtpu, saying how to get it."""
+        """Devices to compile for, ordered by host.
+
+        With this order the same list serves training over all devices and rollouts over the
+        consecutive devices of one host.
+
+        Raises:
+            ImportError: libtpu is not installed.
+        """
         if importlib.util.find_spec("libtpu") is None:
             raise ImportError(f"libtpu, the TPU's compiler, is not installed: {INSTALL}")
         from jax.experimental import topologies
@@ -117,18 +140,28 @@ class Topology:
 
 
 def choose_mesh(recipe: tuple[int, int, int], devices: int, rows: int) -> tuple[int, int, int]:
-    """(data, fsdp, tensor) for so many devices: the recipe's where it has as many, else its `data` and `tensor` kept and `fsdp` fitted.
+    """Fits a recipe's mesh to a slice. A recipe that already has `devices` devices stays as it is.
 
-    A device should have a row of its own, of `rows` in a step: what is beyond the next power of two goes to `tensor`, which shares
-    rows. ValueError where the recipe's axes do not divide the devices.
+    Otherwise `data` is kept and `fsdp` grows until every device has a row of the batch. The rest of
+    the devices goes to `tensor`, where several devices share a row.
+
+    Args:
+        recipe: (data, fsdp, tensor).
+        devices: number of devices of the slice.
+        rows: rows in a batch, rounded up here to a power of two.
+
+    Raises:
+        ValueError: the recipe's `data` x `tensor` does not divide `devices`.
     """
     data, _, tensor = recipe
     if math.prod(recipe) == devices:
         return recipe
     if devices % (data * tensor):
         raise ValueError(
-            f"mesh.data, mesh.tensor: {data} x {tensor} do not divide {devices} devices; give others"
+            f"mesh.data, mesh.tensor: {data} x {tensor} do not divide {devices} devices; give "
+            "divisors"
         )
-    most = max(1, (1 << (rows - 1).bit_length()) // data)
+    padded_rows = 1 << (rows - 1).bit_length()
+    most = max(1, padded_rows // data)
     fsdp = math.gcd(devices // (data * tensor), most)
     return data, fsdp, devices // (data * fsdp)

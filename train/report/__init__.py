@@ -1,1 +1,1 @@
-"""The report of a run, one page."""
+"""The report of a run: one HTML page."""

@@ -1,19 +1,26 @@
-"""The values of a run's charts: a line over steps, and seconds by phase as stacked bars.
+"""Coordinates of a run's charts: lines over steps, and stacked bars of seconds per step.
 
-`chart.html.jinja` draws them as inline SVG with classes of report.css, so that a chart follows the
-page's light or dark theme. A missing value leaves a gap: it is never drawn as 0 or bridged.
+`chart.html.jinja` draws them as inline SVG. Its colours come from classes of report.css, so a chart
+follows the light or dark theme of the page. A missing value leaves a gap in the line.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
 from rollout.report.templates import number
 
-LEFT, RIGHT, TOP, BOTTOM = 40, 312, 8, 130  # the edges of the axes, in a drawing of 320 by 150
-POINTS = 300  # more than that is not to be seen at this width
+# Edges of the axes, in a drawing 320 wide and 150 high. As in SVG, y grows downwards.
+LEFT = 40
+RIGHT = 312
+TOP = 8
+BOTTOM = 130
+# A line has at most this many points: about one per pixel.
+POINTS = 300
+# At most this many bars, and columns that show their values on hover.
 BARS = 60
 
 Point = tuple[float, float | None]
@@ -22,23 +29,26 @@ Scale = Callable[[float], float]
 
 @dataclasses.dataclass
 class Chart:
-    """What the template draws."""
+    """Everything that the template draws, in its coordinates."""
 
-    left, right, top, bottom = LEFT, RIGHT, TOP, BOTTOM
+    left = LEFT
+    right = RIGHT
+    top = TOP
+    bottom = BOTTOM
     grid: list[tuple[float, float]]
-    """Height and value of each line of the grid."""
+    """(y, value) of each horizontal grid line."""
     steps: list[tuple[float, str, str]]
-    """Place, anchor and text of the labels below."""
+    """(x, text anchor, text) of the labels below the x-axis."""
     column: float
-    """Width of the columns below."""
+    """Width of a column."""
     hovers: list[tuple[float, str]] = dataclasses.field(default_factory=list)
-    """Left edge of each column, and its values in words."""
+    """(left edge, text shown on hover) of each column."""
     curves: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """Class and corners of each polyline."""
+    """(CSS class, points) of each polyline."""
     dots: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    """Values that have no neighbour to be joined to."""
+    """(x, y) of values between two gaps, which no line can show."""
     bars: list[tuple[float, float, float, int]] = dataclasses.field(default_factory=list)
-    """Left edge, top, height and layer."""
+    """(left edge, top, height, layer) of each bar."""
     legend: list[str] = dataclasses.field(default_factory=list)
     """Names of the layers."""
 
@@ -48,7 +58,10 @@ def line_chart(
 ) -> Chart:
     """A curve over steps: raw values faint, their moving average strong.
 
-    `low` and `high` widen the axis, which always holds the data.
+    Args:
+        points: (step, value); None leaves a gap. At least one value is not None.
+        low: value that the y-axis must include.
+        high: value that the y-axis must include.
     """
     points = _thin(points, POINTS)
     columns = _thin(points, BARS)
@@ -59,7 +72,8 @@ def line_chart(
     for run in _runs(points):
         if len(run) == 1:
             chart.dots += [(x(step), y(value)) for step, value in run]
-        elif span == 1:  # too few to be smoothed
+        elif span == 1:
+            # Too few points to smooth.
             chart.curves.append(("smooth", _corners(run, x, y)))
         else:
             chart.curves.append(("raw", _corners(run, x, y)))
@@ -72,7 +86,12 @@ def line_chart(
 def stacked_chart(
     steps: Sequence[float], series: Sequence[tuple[str, Sequence[float | None]]]
 ) -> Chart:
-    """Bars over steps, one layer per series, the first at the bottom; None counts for nothing."""
+    """Stacked bars over steps.
+
+    Args:
+        steps: one bar per step; long histories are thinned.
+        series: (name, values) of each layer, from the bottom up; None counts as 0.
+    """
     names = [name for name, _ in series]
     layers = [_thin(list(zip(steps, values, strict=True)), BARS) for _, values in series]
     columns = list(zip(*layers, strict=True))
@@ -80,78 +99,91 @@ def stacked_chart(
     chart, _, y = _axes(layers[0], columns, ticks(0.0, highest))
     chart.legend = names
     for i, column in enumerate(columns):
-        left, height = LEFT + i * chart.column, 0.0
+        left = LEFT + i * chart.column
+        height = 0.0
         for layer, (_, value) in enumerate(column):
             if value:
                 top = y(height + value)
                 chart.bars.append((left, top, y(height) - top, layer))
                 height += value
+        step = column[0][0]
         figures = [f"{name} {number(v)}" for name, (_, v) in zip(names, column, strict=True)]
-        chart.hovers.append((left, f"step {column[0][0]:.0f}: {', '.join(figures)}"))
+        chart.hovers.append((left, f"step {step:.0f}: {', '.join(figures)}"))
     return chart
 
 
 def _axes(
     points: Sequence[Point], columns: Sequence[object], axis: list[float]
 ) -> tuple[Chart, Scale, Scale]:
-    """A chart with nothing but axes, and where a step and a value lie."""
-    first, last = points[0][0], points[-1][0]
-    x, y = _scale(first, last, LEFT, RIGHT), _scale(axis[0], axis[-1], BOTTOM, TOP)
+    """A chart with axes only, and the functions from a step to x and from a value to y."""
+    first = points[0][0]
+    last = points[-1][0]
+    x = _scale(first, last, LEFT, RIGHT)
+    y = _scale(axis[0], axis[-1], BOTTOM, TOP)
     middle = (LEFT + RIGHT) / 2
     if first == last:
         steps = [(middle, "middle", f"step {first:.0f}")]
     else:
-        left, right = (LEFT, "start", f"{first:.0f}"), (RIGHT, "end", f"{last:.0f}")
-        steps = [left, (middle, "middle", "step"), right]
+        steps = [
+            (LEFT, "start", f"{first:.0f}"),
+            (middle, "middle", "step"),
+            (RIGHT, "end", f"{last:.0f}"),
+        ]
     grid = [(y(value), value) for value in axis]
     return Chart(grid, steps, (RIGHT - LEFT) / len(columns)), x, y
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Scale:
-    """Lays [low, high] over [start, end]; a range that is one value lies in the middle."""
-    return lambda value: (
-        start + (end - start) * ((value - low) / (high - low) if high > low else 0.5)
-    )
+    """Maps [low, high] linearly to [start, end], and an empty range to the middle."""
+
+    def scaled(value: float) -> float:
+        share = (value - low) / (high - low) if high > low else 0.5
+        return start + (end - start) * share
+
+    return scaled
 
 
 def _corners(run: Sequence[tuple[float, float]], x: Scale, y: Scale) -> str:
-    """What SVG calls `points`."""
+    """The `points` attribute of an SVG polyline."""
     return " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in run)
 
 
 def ticks(low: float, high: float, parts: int = 3) -> list[float]:
-    """Round values that enclose [low, high] and cut it into about `parts`, at most one more.
+    """Round values, evenly spaced, that enclose [low, high] in about `parts` intervals.
 
-    The axis starts at 0 where the data come near it.
+    The axis starts at 0 if the data come near it.
     """
     if 0 <= low < 0.4 * high:
         low = 0.0
     if high <= low:
-        low, high = (0.0, 1.0) if low == 0 else (low - abs(low) / 2, low + abs(low) / 2)
+        # A constant needs an axis around it.
+        margin = abs(low) / 2
+        low, high = (0.0, 1.0) if low == 0 else (low - margin, low + margin)
     rough = (high - low) / parts
     power = 10.0 ** math.floor(math.log10(rough))
+    # The tolerances keep rounding errors from adding an interval.
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
-    first, last = math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6)
+    first = math.floor(low / step + 1e-6)
+    last = math.ceil(high / step - 1e-6)
     return [i * step for i in range(first, last + 1)]
 
 
 def _thin(points: Sequence[Point], limit: int) -> list[Point]:
-    """At most `limit` points, each the mean of its share of neighbours, at the share's last step.
-
-    The ends keep their steps: the axis is labelled with them.
-    """
+    """Merges neighbours into at most `limit` means, each at the last step of its group."""
     if len(points) <= limit:
         return list(points)
     edges = [round(i * len(points) / limit) for i in range(limit + 1)]
     thin = []
-    for a, b in zip(edges, edges[1:], strict=False):
-        known = [value for _, value in points[a:b] if value is not None]
-        thin.append((points[b - 1][0], sum(known) / len(known) if known else None))
+    for start, end in itertools.pairwise(edges):
+        known = [value for _, value in points[start:end] if value is not None]
+        mean = sum(known) / len(known) if known else None
+        thin.append((points[end - 1][0], mean))
+    # The axis is labelled with the first and last step, so both have to stay.
     return [(points[0][0], thin[0][1]), *thin[1:]]
 
 
 def _runs(points: Sequence[Point]) -> list[list[tuple[float, float]]]:
-    """The points between gaps."""
+    """The stretches of points between gaps."""
     runs: list[list[tuple[float, float]]] = [[]]
     for step, value in points:
         if value is None:
@@ -162,7 +194,7 @@ def _runs(points: Sequence[Point]) -> list[list[tuple[float, float]]]:
 
 
 def smooth(run: Sequence[tuple[float, float]], span: int) -> list[tuple[float, float]]:
-    """The mean over `span` points to each side, or as many as there are."""
+    """Moving average over `span` points to each side, fewer at the ends."""
     out = []
     for i, (step, _) in enumerate(run):
         window = [value for _, value in run[max(0, i - span) : i + span + 1]]

@@ -1,8 +1,8 @@
-"""report.html: a finished (or running) run on one page that needs nothing but itself.
+"""Writes report.html: one page about a finished or running run.
 
-Owns the page and its order: key figures before and after, curves, the table, about twenty episodes. It reads what a run directory
-holds (config.json, metrics.jsonl, result.json, episodes.jsonl), each of which may be missing, and changes none of it.
-Invariant: no script and no address on the page, so that it opens anywhere, offline, for as long as browsers read HTML.
+It shows key figures before and after RL, curves, the evaluation table and about twenty episodes.
+The sources are config.json, metrics.jsonl, result.json and episodes.jsonl of the run; any of them
+may be missing. The page has no scripts and loads nothing, so it opens offline in any browser.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from train.report.chart import Chart, line_chart, stacked_chart
 
 Row = dict[str, Any]
 EPISODES = 21
-GAP_BOUND = 1e-3  # mean absolute log-prob gap in fp32: this project's own promise
+# Bound on the mean absolute difference between sampled and recomputed log-probs, in float32.
+GAP_BOUND = 1e-3
+# Episodes per stage that are unfolded when the page opens.
 OPEN_PER_PHASE = 2
 STAGES = {
     "before": "Before reinforcement learning",
@@ -34,18 +36,22 @@ STAGES = {
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """One chart: its metric, its title, what it means, and values its axis shall reach."""
+    """One chart of a metric."""
 
     key: str
+    """Name of the metric."""
     title: str
     note: str = ""
+    """What the metric means."""
     low: float | None = None
+    """Value that the y-axis must include."""
     high: float | None = None
+    """Value that the y-axis must include."""
 
 
 RL_CURVES = (
     Curve("accuracy", "accuracy", "of training rollouts", 0, 1),
-    Curve("format", "format compliance f", "every turn parses, the last answers", 0, 1),
+    Curve("format", "format compliance f", "every turn parses, the last one answers", 0, 1),
     Curve("calls", "calls per rollout κ", "", 0),
     Curve("reward/total", "reward: total"),
     Curve("reward/accuracy", "reward: accuracy", "", 0),
@@ -55,19 +61,19 @@ RL_CURVES = (
     Curve("length/response", "response length", "tokens", 0),
     Curve("length/turns", "turns per rollout", "", 0),
     Curve("k/mean", "overview budget K", "mean over prompts", 0),
-    Curve("groups/silent", "silent groups", "share without any signal", 0, 1),
+    Curve("groups/silent", "silent groups", "share of groups without a learning signal", 0, 1),
     Curve("loss", "loss"),
     Curve("kl_reference", "KL to the reference"),
-    Curve("logprob_gap", "log-prob gap", "mean; has to stay below 0.001", 0),
-    Curve("token_mismatches", "token mismatches", "has to stay 0", 0, 1),
+    Curve("logprob_gap", "log-prob gap", "mean; must stay below 0.001", 0),
+    Curve("token_mismatches", "token mismatches", "must stay 0", 0, 1),
 )
 SFT_CURVES = (
-    Curve("loss", "loss", "nats a token", 0),
-    Curve("time/step", "seconds a step", "", 0),
+    Curve("loss", "loss", "nats per token", 0),
+    Curve("time/step", "seconds per step", "", 0),
 )
 ALIGN_CURVES = (
     Curve("loss", "loss", "", 0),
-    Curve("accuracy", "accuracy", "words on the frames named right", 0, 1),
+    Curve("accuracy", "accuracy", "share of words in frames that are read correctly", 0, 1),
 )
 PHASE_CURVES = (
     ("rl", "Reinforcement learning", RL_CURVES),
@@ -80,11 +86,13 @@ STACKED = ("time/rollout", "time/reference", "time/update", "time/data")
 def write_report(run_dir: str | os.PathLike[str]) -> pathlib.Path:
     """Writes `run_dir`/report.html and returns its path.
 
-    A missing file leaves its part of the page out, with a word about it.
+    If a source file is missing, a note takes the place of its part of the page.
     """
     root = pathlib.Path(run_dir).resolve()
-    config, result = _read_json(root / "config.json"), _read_json(root / "result.json")
-    metrics, episodes = read_metrics(root / "metrics.jsonl"), read_jsonl(root / "episodes.jsonl")
+    config = _read_json(root / "config.json")
+    result = _read_json(root / "result.json")
+    metrics = read_metrics(root / "metrics.jsonl")
+    episodes = read_jsonl(root / "episodes.jsonl")
     template = environment(pathlib.Path(__file__).parent).get_template("report.html.jinja")
     text = template.render(
         name=str(config.get("name") or config.get("recipe") or root.name),
@@ -104,14 +112,18 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-# The head
+# --- the head ---
 
 
 def key_figures(result: dict[str, Any]) -> list[tuple[str, str, float | None, float | None]]:
-    """(title, note, before, after) of the four figures that say whether the run worked; none without evaluation.
+    """The four figures that tell whether RL worked, at the sampling temperature.
 
-    All at the sampling temperature (the highest evaluated). Accuracy and f are means over K with parallel dispatch; kappa and the gain by
-    tools - accuracy with parallel dispatch less accuracy with none - at the smallest K, where the overview shows least.
+    Accuracy and f are means over K with parallel dispatch. Calls and the gain by crops (accuracy
+    with parallel dispatch minus accuracy without tools) are taken at the smallest K, where the
+    overview shows least.
+
+    Returns:
+        (title, note, before, after) of each; nothing if the run has no evaluation.
     """
     temperature = _sampling_temperature(result)
     if temperature is None:
@@ -119,40 +131,48 @@ def key_figures(result: dict[str, Any]) -> list[tuple[str, str, float | None, fl
     smallest = min(row["k"] for row in _rows(result) if row["temperature"] == temperature)
 
     def mean(rows: Sequence[Row], key: str, dispatch: str, k: int | None = None) -> float | None:
-        found = [
-            row[key]
+        values = [
+            row.get(key)
             for row in rows
             if row["temperature"] == temperature
             and row["dispatch"] == dispatch
             and k in (None, row["k"])
-            and row.get(key) is not None
         ]
-        return sum(found) / len(found) if found else None
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known else None
 
-    def gain(rows: Sequence[Row]) -> float | None:
-        with_tools, without = (
-            mean(rows, "accuracy", dispatch, smallest) for dispatch in ("parallel", "none")
-        )
-        return None if with_tools is None or without is None else with_tools - without
+    def figures(rows: Sequence[Row]) -> list[float | None]:
+        with_crops = mean(rows, "accuracy", "parallel", smallest)
+        without = mean(rows, "accuracy", "none", smallest)
+        gain = None
+        if with_crops is not None and without is not None:
+            gain = with_crops - without
+        return [
+            mean(rows, "accuracy", "parallel"),
+            mean(rows, "format", "parallel"),
+            mean(rows, "calls", "parallel", smallest),
+            gain,
+        ]
 
-    measures: list[tuple[str, str, Callable[[Sequence[Row]], float | None]]] = [
-        ("accuracy", "mean over K", lambda rows: mean(rows, "accuracy", "parallel")),
-        ("format compliance f", "mean over K", lambda rows: mean(rows, "format", "parallel")),
-        (
-            "calls per rollout κ",
-            f"at K = {smallest}",
-            lambda rows: mean(rows, "calls", "parallel", smallest),
-        ),
-        ("gain by crops", f"accuracy at K = {smallest}, less that without crops", gain),
-    ]
+    labels = (
+        ("accuracy", "mean over K"),
+        ("format compliance f", "mean over K"),
+        ("calls per rollout κ", f"at K = {smallest}"),
+        ("gain by crops", f"accuracy at K = {smallest}, minus that without crops"),
+    )
+    before = figures(result.get("before", []))
+    after = figures(result.get("after", []))
     return [
-        (title, note, of(result.get("before", [])), of(result.get("after", [])))
-        for title, note, of in measures
+        (title, note, old, new)
+        for (title, note), old, new in zip(labels, before, after, strict=True)
     ]
 
 
 def _facts(result: dict[str, Any]) -> list[tuple[str, str, bool | None]]:
-    """(title, value, whether what has to hold in every run holds); None for other figures."""
+    """(title, value, verdict) of single figures.
+
+    The verdict says whether a rule that every run must meet is met; None for other figures.
+    """
     rules: dict[str, tuple[str, Callable[[float], bool]]] = {
         "token_mismatches": ("token mismatches", lambda value: value == 0),
         "logprob_gap": ("mean log-prob gap", lambda value: value < GAP_BOUND),
@@ -162,7 +182,8 @@ def _facts(result: dict[str, Any]) -> list[tuple[str, str, bool | None]]:
     if result.get("seconds") is not None:
         facts.append(("total time", format_seconds(result["seconds"]), None))
     for key, (title, holds) in rules.items():
-        if (value := result.get(key)) is not None:
+        value = result.get(key)
+        if value is not None:
             facts.append((title, number(value), holds(value)))
     for key, value in result.items():
         if key not in {*rules, "seconds"} and isinstance(value, int | float):
@@ -175,23 +196,25 @@ def _rows(result: dict[str, Any]) -> list[Row]:
 
 
 def _sampling_temperature(result: dict[str, Any]) -> float | None:
+    """The highest temperature of the evaluation: the one that RL samples with. 0 is greedy."""
     return max((row["temperature"] for row in _rows(result)), default=None)
 
 
-# The curves
+# --- the curves ---
 
 
 def _phases(metrics: list[Row]) -> list[tuple[str, list[Row]]]:
     """(title, charts) of each phase that recorded anything."""
     phases = []
     for phase, title, curves in PHASE_CURVES:
-        if charts := _charts([row for row in metrics if row["phase"] == phase], curves):
+        charts = _charts([row for row in metrics if row["phase"] == phase], curves)
+        if charts:
             phases.append((title, charts))
     return phases
 
 
 def _charts(lines: list[Row], curves: Sequence[Curve]) -> list[Row]:
-    """The known curves that the run has, then seconds by phase, then whatever else it recorded."""
+    """Charts of the known curves that were recorded, of seconds by phase, then of other metrics."""
     steps = [row["step"] for row in lines]
     keys = {
         key
@@ -203,8 +226,10 @@ def _charts(lines: list[Row], curves: Sequence[Curve]) -> list[Row]:
     times = [key for key in STACKED if key in keys]
     rest = keys - {curve.key for curve in known} - set(times)
     if times:
+        # Other times are stacked on top of the known ones.
         more = sorted(key for key in rest if key.startswith("time/"))
-        times, rest = times + more, rest - set(more)
+        times += more
+        rest -= set(more)
 
     def values(key: str) -> list[float | None]:
         return [row.get(key) for row in lines]
@@ -223,18 +248,23 @@ def _charts(lines: list[Row], curves: Sequence[Curve]) -> list[Row]:
 
 
 def _figure(title: str, note: str, values: Sequence[float | None], chart: Chart) -> Row:
-    """A chart with its caption: the means of the first and of the last tenth."""
+    """A chart with its caption, which shows the means of the first and the last tenth of values."""
     known = [value for value in values if value is not None]
     tenth = max(1, len(known) // 10)
-    first, last = (sum(part) / len(part) for part in (known[:tenth], known[-tenth:]))
-    return {"title": title, "note": note, "first": first, "last": last, "chart": chart}
+    return {
+        "title": title,
+        "note": note,
+        "first": sum(known[:tenth]) / tenth,
+        "last": sum(known[-tenth:]) / tenth,
+        "chart": chart,
+    }
 
 
-# The table
+# --- the table ---
 
 
 def _table(result: dict[str, Any]) -> list[tuple[str, float, list[Row]]]:
-    """(dispatch, temperature, rows) of each group of the table; a row has K, before and after."""
+    """(dispatch, temperature, rows) of each group of the table; a row has k, before and after."""
     order = {"parallel": 0, "sequential": 1, "none": 2}
     pairs: dict[tuple[float, str, int], Row] = {}
     for side in ("before", "after"):
@@ -248,17 +278,21 @@ def _table(result: dict[str, Any]) -> list[tuple[str, float, list[Row]]]:
     ]
 
 
-# The episodes
+# --- the episodes ---
 
 
 def choose_episodes(episodes: list[Row], count: int = EPISODES) -> dict[str, list[Row]]:
-    """At most `count` episodes by stage, each stage's share spread evenly over what was recorded, in order."""
+    """Chooses at most `count` episodes, by stage, spread evenly over those recorded.
+
+    Every stage gets an equal share. What a small stage cannot use goes to larger ones.
+    """
     stages = {stage: [row for row in episodes if row.get("phase") == stage] for stage in STAGES}
     stages = {stage: rows for stage, rows in stages.items() if rows}
-    chosen, left = {}, count
-    for i, stage in enumerate(
-        sorted(stages, key=lambda stage: len(stages[stage]))
-    ):  # small stages first: the others take what they leave
+    chosen = {}
+    left = count
+    # Small stages choose first, so that the number they leave is known to the larger ones.
+    smallest_first = sorted(stages, key=lambda stage: len(stages[stage]))
+    for i, stage in enumerate(smallest_first):
         rows = stages[stage]
         share = min(len(rows), left // (len(stages) - i))
         chosen[stage] = [rows[j * len(rows) // share] for j in range(share)]
