@@ -80,8 +80,8 @@ class PagedCache(NamedTuple):
 def supports(pages: Float[Array | jax.ShapeDtypeStruct, "l P u c h"], devices: int) -> bool:
     """Whether the kernel can take this pool, with kv heads over `devices` devices.
 
-    It needs bfloat16 or float32, heads of 128, and a number of kv heads per device that fills tiles:
-    1, 2, 4 or a multiple of 8 (in float32: 1, 2 or a multiple of 4).
+    It needs bfloat16 or float32, heads of 128, and a number of kv heads per device that fills
+    tiles: 1, 2, 4 or a multiple of 8 (in float32: 1, 2 or a multiple of 4).
     """
     c, h = pages.shape[3:]
     heads, rest = divmod(c // 2, devices)

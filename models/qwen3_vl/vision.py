@@ -300,7 +300,8 @@ class VisionTower(nnx.Module):
                 f"patches = {patches.shape}: the layout has {layout.row.shape} patches; make both "
                 "from the same grids"
             )
-        x = self.patch(patches.astype(self.dtype)) + self._positions(layout).astype(self.dtype)
+        patches = jnp.asarray(patches, self.dtype)
+        x = self.patch(patches) + self._positions(layout).astype(self.dtype)
         x, taps = self._run_blocks(x, layout)
         features = [self.merger(x)[None]]
         if self.deepstack is not None:
@@ -352,8 +353,8 @@ class VisionTower(nnx.Module):
 def frozen(weights: nnx.State, dtype: DTypeLike) -> nnx.State:
     """The weights of a tower that computes in `dtype` and is not trained.
 
-    Kernels are stored in `dtype`, to which the tower would round them anyway. All other weights keep
-    their type: norms and positions are used in float32. Weights may be abstract.
+    Kernels are stored in `dtype`, to which the tower would round them anyway. All other weights
+    keep their type: norms and positions are used in float32. Weights may be abstract.
     """
 
     def one(path: tuple, variable: nnx.Variable) -> Any:

@@ -23,7 +23,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from models.processor import Processor
-from models.qwen3_vl import hf
+from models.qwen3_vl import hf, hf_layout
 from models.qwen3_vl.config import tiny
 from models.qwen3_vl.hf_config import to_hf
 from models.qwen3_vl.model import Qwen3VL
@@ -86,7 +86,7 @@ def published(request, config, tmp_path):
     folder.mkdir()
     rng = np.random.default_rng(0)
     tensors = {}
-    for name, shape in hf.tensor_shapes(config).items():
+    for name, shape in hf_layout.tensor_shapes(config).items():
         bits = rng.integers(0, 256**dtype.itemsize, shape, unsigned)
         tensors[name] = (bits & ~unsigned.type(64 * 256 ** (dtype.itemsize - 1))).view(
             dtype
@@ -187,7 +187,7 @@ def test_a_slice_is_the_slice_of_the_whole(model, config, tmp_path):
     file = tmp_path / "model" / "model.safetensors"
     stored, values = tensor_file.read_header(file).tensors, leaves(model)
     rng = np.random.default_rng(0)
-    for path, tensor in hf._tensors(config).items():
+    for path, tensor in hf_layout.tensor_layouts(config).items():
         value = values[path][0] if tensor.stacked else values[path]
         whole = {
             "text/layers/o": 1,
@@ -207,7 +207,7 @@ def test_a_slice_is_the_slice_of_the_whole(model, config, tmp_path):
 
 def test_a_cut_through_heads_is_refused():
     with pytest.raises(ValueError, match="only the first of them may be divided"):
-        hf._flat((slice(None), slice(0, 2)), (4, 8))
+        hf_layout.matrix_slice((slice(None), slice(0, 2)), (4, 8))
 
 
 def test_what_load_is_asked_for_has_to_exist(model, tmp_path):
@@ -251,7 +251,7 @@ def test_every_wrong_tensor_is_in_one_error(model, tmp_path):
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError) as error:
         hf.load(tmp_path / "model")
-    missing = sorted(name for name in hf.tensor_shapes(model.config) if ".visual.blocks." in name)
+    missing = sorted(name for name in hf_layout.tensor_shapes(model.config) if ".visual.blocks." in name)
     assert f"24 missing: {', '.join(missing)}; 1 unknown" in str(error.value)
     assert "1 unknown: model.language_model.layers.7.extra;" in str(error.value)
     assert "1 misshaped: lm_head.weight (3, 2), not (64, 128);" in str(error.value)

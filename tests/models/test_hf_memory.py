@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from models.qwen3_vl import hf
+from models.qwen3_vl import hf, hf_layout
 from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig, tiny
 from models.qwen3_vl.hf_config import to_hf
 from models.weights import folder as hf_folder
@@ -52,7 +52,7 @@ LARGE = Qwen3VLConfig(
 def write_noise(folder, config, max_bytes):
     """A checkpoint in bfloat16 whose weights are random bits; the bytes of its weights, and those of the largest one."""
     tensors = {
-        name: (np.dtype(jnp.bfloat16), shape) for name, shape in hf.tensor_shapes(config).items()
+        name: (np.dtype(jnp.bfloat16), shape) for name, shape in hf_layout.tensor_shapes(config).items()
     }
     headers, companions = hf_folder.new_files({"config.json": to_hf(config)}, tensors, max_bytes)
     folder.mkdir()

@@ -14,7 +14,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from models.attention import DenseCache
-from models.qwen3_vl import hf
+from models.qwen3_vl import hf, hf_layout
 from models.qwen3_vl.config import qwen3_vl
 from models.qwen3_vl.flops import flops_per_token, vision_flops
 from models.qwen3_vl.hf_config import from_hf, to_hf
@@ -43,7 +43,7 @@ def summary(shapes: dict[str, tuple[int, ...]]) -> tuple[int, int, str]:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_names_shapes_and_counts_are_the_recorded_ones(size):
-    found = summary(hf.tensor_shapes(qwen3_vl(size)))
+    found = summary(hf_layout.tensor_shapes(qwen3_vl(size)))
     assert found == TRANSFORMERS[size]
     assert found[1] == num_params(qwen3_vl(size))
 
@@ -70,7 +70,7 @@ def their_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("size", SIZES)
 def test_names_and_shapes_equal_transformers(size):
     theirs = their_shapes(to_hf(qwen3_vl(size)))
-    assert hf.tensor_shapes(qwen3_vl(size)) == theirs
+    assert hf_layout.tensor_shapes(qwen3_vl(size)) == theirs
     assert summary(theirs) == TRANSFORMERS[size]
 
 
@@ -78,7 +78,7 @@ def test_names_and_shapes_equal_transformers(size):
 @pytest.mark.parametrize("size", ["2b", "4b", "8b"])
 def test_names_and_shapes_of_the_config_files_equal_transformers(assets, size):
     content = json.loads((assets / "qwen3_vl" / f"config_{size}.json").read_text())
-    assert hf.tensor_shapes(from_hf(content)) == their_shapes(content)
+    assert hf_layout.tensor_shapes(from_hf(content)) == their_shapes(content)
 
 
 def matmul_flops(jaxpr: Any) -> int:
