@@ -262,14 +262,17 @@ def _limits(kind: str, settings: Mapping[str, Any], vision: VisionConfig) -> tup
 
 def _separate(messages: Any) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
     """Messages without pixels, as the template wants them, and all image and video items."""
-    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
-    if not is_list or not all(isinstance(message, Mapping) for message in messages):
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise ValueError(
             f'messages: {_describe(messages)}; give a list of {{"role": ..., "content": ...}}'
         )
     bare: list[dict[str, Any]] = []
     visuals: list[Mapping[str, Any]] = []
     for message in messages:
+        if not isinstance(message, Mapping):
+            raise ValueError(
+                f'messages: a {_describe(message)} among them; give {{"role": ..., "content": ...}}'
+            )
         content = message.get("content")
         if not isinstance(content, (list, tuple)):
             bare.append({**message})

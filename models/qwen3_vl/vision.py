@@ -301,7 +301,7 @@ class VisionTower(nnx.Module):
                 "from the same grids"
             )
         patches = jnp.asarray(patches, self.dtype)
-        x = self.patch(patches) + self._positions(layout).astype(self.dtype)
+        x = self.patch(patches) + self.position_embeddings(layout).astype(self.dtype)
         x, taps = self._run_blocks(x, layout)
         features = [self.merger(x)[None]]
         if self.deepstack is not None:
@@ -333,7 +333,7 @@ class VisionTower(nnx.Module):
         (x, taps), _ = jax.lax.scan(body, (x, taps), (state, jnp.asarray(slots)))
         return x, taps[: c.levels]
 
-    def _positions(self, layout: PatchLayout) -> Float[Array, "b p d"]:
+    def position_embeddings(self, layout: PatchLayout) -> Float[Array, "b p d"]:
         """Position embeddings: the square table, stretched over each frame.
 
         The interpolation is bilinear with aligned corners.

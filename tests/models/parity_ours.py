@@ -126,7 +126,7 @@ def module_outputs(
     turned = vision_angles(layout.row, layout.column, model.config.vision)
     found |= {
         "patches": model.vision.patch(batch["patches"]),
-        "positions": model.vision._positions(layout),
+        "positions": model.vision.position_embeddings(layout),
         "vision turns": turns(turned),
     }
     found |= {f"level {level}": features[:, :, level] for level in range(features.shape[2])}

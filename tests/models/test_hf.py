@@ -251,7 +251,9 @@ def test_every_wrong_tensor_is_in_one_error(model, tmp_path):
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError) as error:
         hf.load(tmp_path / "model")
-    missing = sorted(name for name in hf_layout.tensor_shapes(model.config) if ".visual.blocks." in name)
+    missing = sorted(
+        name for name in hf_layout.tensor_shapes(model.config) if ".visual.blocks." in name
+    )
     assert f"24 missing: {', '.join(missing)}; 1 unknown" in str(error.value)
     assert "1 unknown: model.language_model.layers.7.extra;" in str(error.value)
     assert "1 misshaped: lm_head.weight (3, 2), not (64, 128);" in str(error.value)

@@ -52,7 +52,8 @@ LARGE = Qwen3VLConfig(
 def write_noise(folder, config, max_bytes):
     """A checkpoint in bfloat16 whose weights are random bits; the bytes of its weights, and those of the largest one."""
     tensors = {
-        name: (np.dtype(jnp.bfloat16), shape) for name, shape in hf_layout.tensor_shapes(config).items()
+        name: (np.dtype(jnp.bfloat16), shape)
+        for name, shape in hf_layout.tensor_shapes(config).items()
     }
     headers, companions = hf_folder.new_files({"config.json": to_hf(config)}, tensors, max_bytes)
     folder.mkdir()
