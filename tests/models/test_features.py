@@ -224,7 +224,7 @@ def test_nothing_compiles_for_another_number_of_frames(make, names):
 
 
 def test_frames_with_more_tokens_than_the_bound_are_refused(make, names, monkeypatch):
-    """A very wide frame keeps one patch of height, so it may need more tokens than its area says."""
+    """A very wide frame is at least one patch high, so it may exceed the tokens of its area."""
     features = make(max_pixels=50_176)
     info = features.info(names[0])
     monkeypatch.setattr(

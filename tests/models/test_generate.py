@@ -32,7 +32,7 @@ def model(small_model) -> Qwen3VL:
 
 
 def sample(model: Qwen3VL, *parts: int | tuple[int, int, int], seed: int = 2) -> Inputs:
-    """A sample of parts: a number of words, or the grid of an image or a video. Patches are noise."""
+    """A sample of parts: a number of words, or the grid of an image or video. Patches are noise."""
     rng = np.random.default_rng(seed)
     config = model.config
     ids = []
