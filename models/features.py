@@ -59,12 +59,12 @@ class FrameSettings:
         for name, least in (("min_pixels", 1), ("batch", 1), ("whole_frames", 0), ("cache_mib", 0)):
             if getattr(self, name) < least:
                 raise ValueError(
-                    f"frames.{name} = {getattr(self, name)}: too small; give at least {least}"
+                    f"frames.{name}: {getattr(self, name)}; give a whole number of at least {least}"
                 )
         if self.max_pixels < self.min_pixels:
             raise ValueError(
-                f"frames.max_pixels = {self.max_pixels}: too small; give at least "
-                f"frames.min_pixels = {self.min_pixels}"
+                f"frames.max_pixels: {self.max_pixels}; give at least frames.min_pixels = "
+                f"{self.min_pixels}"
             )
 
 

@@ -2,7 +2,7 @@
 
 A token sees earlier tokens of its segment, and the valid positions of a prefix that several rows
 may share. The kernel is Splash on TPU (`splash`) and cuDNN on GPU (`cudnn`). XLA (`xla`) runs
-everywhere else, and wherever a kernel's `supports` says no. Over several devices, kernels run
+everywhere else, and for arrays that a kernel does not support. Over several devices, kernels run
 inside `spread`. All kernels give valid tokens the same vectors; those of padding may differ.
 """
 
@@ -52,13 +52,13 @@ def attend(
 ) -> Float[Array, "b t n h"]:
     """Grouped-query attention; query head i uses kv head i // (n / k).
 
-    Two rows of one prompt, with a prefix of s = 3 positions and t = 4 tokens each, see:
+    With a prefix of s = 3 positions that two rows of t = 2 tokens share, the tokens see (#):
 
-                  prefix   own row
-        row 0, 0  1 1 1    1 . . .
-        row 0, 1  1 1 1    1 1 . .
-        row 1, 0  1 1 1    1 . . .
-        row 1, 1  1 1 1    1 1 . .
+                         prefix   row 0   row 1
+        row 0, token 0   # # #    # .     . .
+        row 0, token 1   # # #    # #     . .
+        row 1, token 0   # # #    . .     # .
+        row 1, token 1   # # #    . .     # #
 
     The outputs of padding are finite and mean nothing. If a mesh is set (`jax.set_mesh`), its
     platform decides the kernel. On TPU a mesh must be set if arrays lie on several devices.

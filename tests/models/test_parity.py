@@ -1,4 +1,4 @@
-"""Equality with transformers' Qwen3-VL: two recorded cases; all cases live if torch is installed."""
+"""Equality with transformers' Qwen3-VL: two recorded cases, and all cases live with torch."""
 
 from __future__ import annotations
 

@@ -123,6 +123,6 @@ def test_visual_tokens_are_numbered_over_images_and_videos_per_row():
     v = 8
     ids = np.array([[1, i, i, 2, v], [v, 3, 4, 5, i]])
     expected = [[-1, 0, 1, -1, 2], [0, -1, -1, -1, 1]]
-    for given in (ids, jnp.asarray(ids)):
-        assert visual_index(given, i, v).tolist() == expected
+    assert visual_index(ids, i, v).tolist() == expected
+    assert visual_index(jnp.asarray(ids), i, v).tolist() == expected
     assert visual_index(ids[0], i).tolist() == [-1, 0, 1, -1, -1]
