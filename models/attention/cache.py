@@ -42,15 +42,18 @@ class Shared(NamedTuple):
 class DenseCache(NamedTuple):
     """Keys and values of each row, with one column per token.
 
-    column    0    1    2    3    4    5   ...  s - 1
-    row 0    valid valid .   valid  ^
-    row 1    valid  .   valid valid ^           ^ = `column`, where every row's next token goes
+                0  1  2  3  4  5  ...  s - 1
+        row 0   #  #  .  #                      # valid, . a token that the row did not keep
+        row 1   #  .  #  #
+                            ^ `column`: where the next token of every row goes
 
     Keys are [k * b, h, s] and values [k * b, s, h], one array per layer. Entry j * b + i is kv head
-    j of row i. All of this is for XLA on CPU, which otherwise copies the whole cache for every
-    token: a product with two batch axes, or arrays in another layout than the product wants, cost
-    four copies, and a layer's slice of one big array costs one. Transposing keys to get positions
-    last would take up to seven times as long as the product.
+    j of row i. This layout is for XLA on CPU, which would otherwise copy the cache for every token:
+
+    - with two batch axes, or in another layout than the product wants, the whole cache four times;
+    - with all layers in one array, each layer's slice;
+    - with positions not last in keys, a transposition that takes up to seven times as long as the
+      product.
     """
 
     k: tuple[Float[Array, "kb h s"], ...]

@@ -43,7 +43,7 @@ def fits(
         return False
     devices = row_devices(mesh)
     prompts = len(k if prefix is None else prefix[0])
-    # A device holds exactly one piece: its number among the pieces is its number in the block.
+    # With pieces, every device holds exactly one.
     prompts_fit = prompts == devices if pieces > 1 else prompts % devices == 0
     rows_fit = q.shape[0] % devices == 0
     heads_fit = math.gcd(q.shape[2], k.shape[2]) % mesh.shape["tensor"] == 0
@@ -124,6 +124,7 @@ def _attend_in_pieces(
         # Heads do not divide: every device computes the whole prompt, and keeps its own piece.
         q, k, v = (_gather(x, blocks) for x in (q, k, v))
         out = kernel(q, k, v, segment_ids=segments, prefix=None, prefix_mask=None)
+        # This device's number among those of its prompt, which are consecutive.
         number = jax.lax.axis_index(ROWS) % pieces
         return jax.lax.dynamic_slice_in_dim(out, number * t, t, 1)
 
