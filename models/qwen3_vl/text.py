@@ -137,8 +137,8 @@ class DecoderLayer(nnx.Module):
 class TextDecoder(nnx.Module):
     """The decoder and its vocabulary head.
 
-    Activations are in `dtype`. Logits and log-probs are float32: in bfloat16, neighbouring
-    log-probs of a large vocabulary round to the same number.
+    Activations are in `dtype`. Logits and log-probs are float32: bfloat16 would round a logit of 20
+    to a multiple of 0.125.
     """
 
     def __init__(
