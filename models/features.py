@@ -48,8 +48,7 @@ class FrameSettings:
     max_pixels: int = 50_176
     """Larger frames are shrunk to this area, in pixels."""
     batch: int = 16
-    """Frames per call of the vision tower. A call with fewer frames costs the same, so choose about
-    the number of frames of a crop."""
+    """Frames per call of the vision tower, about as many as in a crop; fewer cost the same."""
     whole_frames: int = 0
     """Videos of at most this many frames are encoded whole on first use."""
     cache_mib: int = 4096
