@@ -13,19 +13,33 @@ def patchify(
     temporal: int = 2,
     video: bool = False,
 ) -> Float[np.ndarray, "m p c"]:
-    """Patches of m slices as the tower reads them: values in [-1, 1] (mean and deviation .5), merge order, c = (channel, time, y, x).
+    """Cuts frames into flattened patches with values in [-1, 1].
 
-    A still is a slice of its own, repeated `temporal` times. Of a `video`, `temporal` neighbours share a slice, and the last frame
-    fills up the last one. ValueError where a side is no multiple of patch * merge.
+    Args:
+        frames: RGB pixels.
+        patch: side of a patch, in pixels.
+        merge: visual tokens are made of merge x merge patches; a token's patches are neighbours.
+        temporal: frames per temporal slice.
+        video: whether neighbouring frames share a slice, the last one padded by repeating the last
+            frame. Otherwise every frame is a slice of its own, repeated `temporal` times.
+
+    Returns:
+        Patches [m slices, p patches, c], where c runs over (channel, time, y, x).
+
+    Raises:
+        ValueError: a side is no multiple of patch * merge.
     """
     t, h, w, channels = frames.shape
     if h % (patch * merge) or w % (patch * merge):
         raise ValueError(
-            f"frame size = {h} x {w}: both sides are multiples of {patch * merge}; resize to smart_resize's answer first"
+            f"frame size = {h} x {w}: both sides are multiples of {patch * merge}; resize frames "
+            "to the size that smart_resize gives"
         )
     if video:
         frames = np.concatenate([frames, np.repeat(frames[-1:], -t % temporal, axis=0)])
+    # Mean 0.5 and deviation 0.5 per channel.
     values = frames.astype(np.float32) / np.float32(127.5) - np.float32(1.0)
+    # Height splits into (block row, row in the block, y), and width likewise.
     blocks = values.reshape(
         -1,
         temporal if video else 1,
@@ -37,10 +51,8 @@ def patchify(
         patch,
         channels,
     )
-    blocks = blocks.transpose(
-        0, 2, 5, 3, 6, 8, 1, 4, 7
-    )  # slice, block row, block column, row, column, channel, time, y, x
+    # -> slice, block row, block column, row, column, channel, time, y, x
+    blocks = blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
     blocks = np.repeat(blocks, 1 if video else temporal, axis=6)
-    return blocks.reshape(
-        len(blocks), (h // patch) * (w // patch), channels * temporal * patch * patch
-    )
+    patches = (h // patch) * (w // patch)
+    return blocks.reshape(len(blocks), patches, channels * temporal * patch * patch)

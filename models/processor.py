@@ -1,9 +1,9 @@
 """Chat messages with images and videos to `Inputs`: token ids, positions and patches, in NumPy.
 
-The processor chooses the size of a picture, the frames of a video and the text that stands for
-them. It does not decode videos: they come as frames and times. It equals the processor of
-transformers (5.10 or later) token for token, and the patches of a still depend on the still alone,
-so they may be cached.
+The processor chooses the size of images and frames, and writes the text that stands for them. It
+does not decode videos: they come as frames and times. Its results equal those of transformers'
+processor (5.10 or later) token for token. The patches of an image depend on that image alone, so
+they can be cached.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, Real, UInt8
@@ -38,23 +38,42 @@ _TOKENS = {
 }
 
 
+class _Visual(NamedTuple):
+    """An image or a video as the model gets it."""
+
+    text: str
+    patches: Float[np.ndarray, "p c"]
+    grid: tuple[int, int, int]
+
+
 def video_frame_indices(
     frames: int, fps: float, sample_fps: float = 2.0, min_frames: int = 4, max_frames: int = 768
 ) -> Int[np.ndarray, " m"]:
-    """Which frames of a video of `frames` frames at `fps` a second the official processor looks at: `sample_fps` a second, evenly spread.
+    """The frames of a video that the official processor looks at: evenly spread, with both ends.
 
-    Both ends are in. At least `min_frames` where there are so many, at most `max_frames`. ValueError for a video without frames or rate.
+    Args:
+        frames: number of frames of the video.
+        fps: its frame rate.
+        sample_fps: frames to take per second.
+        min_frames: least number of frames to take, if the video has that many.
+        max_frames: most frames to take.
+
+    Raises:
+        ValueError: a video without frames or without a frame rate.
     """
     if frames < 1 or not 0 < fps < math.inf:
         raise ValueError(
-            f"video: {frames} frames at {fps} a second; both are above 0: check the decoder"
+            f"video: {frames} frames at {fps} per second; both are above 0: check the decoder"
         )
     count = min(max(int(frames / fps * sample_fps), min_frames), max_frames, frames)
     return np.linspace(0, frames - 1, count).round().astype(int)
 
 
 def slice_times(times: Sequence[float] | Real[np.ndarray, " t"], temporal: int = 2) -> list[float]:
-    """The time of each temporal slice in seconds: the mean of its first and last frame's, the last frame filling up the last slice."""
+    """The time of each temporal slice, in seconds: the mean of its first and last frame's time.
+
+    The last slice is padded by repeating the last frame.
+    """
     padded = [float(time) for time in times]
     padded += padded[-1:] * (-len(padded) % temporal)
     return [(padded[i] + padded[i + temporal - 1]) / 2 for i in range(0, len(padded), temporal)]
@@ -62,122 +81,124 @@ def slice_times(times: Sequence[float] | Real[np.ndarray, " t"], temporal: int =
 
 @dataclasses.dataclass(frozen=True)
 class Processor:
-    """Chat messages to `Inputs`, by the tokenizer and the chat template of a Hugging Face folder.
+    """Turns chat messages into `Inputs`, with the tokenizer and chat template of a model.
 
-    `image_limits`: least and most pixels of an image; `video_limits`: of all frames of a video together.
+    Args:
+        tokenizer: a transformers tokenizer with a chat template.
+        config: the model's sizes and special tokens.
+        image_limits: smallest and largest area of an image, in pixels.
+        video_limits: smallest and largest area of all frames of a video together, in pixels.
     """
 
-    tokenizer: Any  # a transformers tokenizer with a chat template
+    tokenizer: Any
     config: Qwen3VLConfig
     image_limits: tuple[int, int]
     video_limits: tuple[int, int]
 
     def __post_init__(self):
         for name, text in _TOKENS.items():
-            known, expected = (
-                self.tokenizer.convert_tokens_to_ids(text),
-                getattr(self.config, f"{name}_token_id"),
-            )
+            known = self.tokenizer.convert_tokens_to_ids(text)
+            expected = getattr(self.config, f"{name}_token_id")
             if known != expected:
                 raise ValueError(
-                    f"config.{name}_token_id = {expected}: {text} is {known} in the tokenizer; take both from one folder"
+                    f"config.{name}_token_id = {expected}: {text} is {known} in the tokenizer; "
+                    "take both from one folder"
                 )
 
     @classmethod
     def load(cls, source: str | os.PathLike, config: Qwen3VLConfig) -> Processor:
-        """From a local folder or a hub id: tokenizer, chat template, and the processor's settings as transformers 4.57 or 5.x writes them.
+        """Reads tokenizer, chat template and settings from a local folder or a hub id.
 
-        FileNotFoundError where settings are missing, ValueError where they do not fit `config` or ask for what is not computed.
+        The settings are those of transformers 4.57 or 5.x.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: the settings do not fit `config`, or ask for something unsupported.
         """
-        from transformers import (
-            AutoTokenizer,
-        )  # takes seconds to import, and most users of this module do without
+        # The import takes seconds, and most users of this module do not need it.
+        from transformers import AutoTokenizer
 
         folder = local_folder(source, weights=False)
         limits = {
             kind: _limits(kind, _settings(folder, kind), config.vision)
             for kind in ("image", "video")
         }
-        for name in (
-            "tokenizer.json",
-            "tokenizer_config.json",
-        ):  # without one, transformers makes up what stood in it
+        # If one of these is missing, transformers silently makes up its contents.
+        for name in ("tokenizer.json", "tokenizer_config.json"):
             if not (folder / name).is_file():
                 raise FileNotFoundError(
-                    f"{name}: not in {folder}; give the folder of a Qwen3-VL model with its tokenizer"
+                    f"{name}: not in {folder}; give the folder of a Qwen3-VL model with its "
+                    "tokenizer"
                 )
         return cls(AutoTokenizer.from_pretrained(folder), config, limits["image"], limits["video"])
 
     def __call__(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Iterable[Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> Inputs:
-        """The sample that `messages` in the Hugging Face chat form make; `tools` are schemas that the template offers to the model.
+        """Makes the sample of a conversation.
 
-        Content is a text or a list of {"type": "text", "text": str}, {"type": "image", "image": uint8 [h, w, 3], a PIL image or a path}
-        and {"type": "video", "video": (uint8 [n, h, w, 3], n times in seconds)}; `video_frame_indices` tells which frames to take.
-        Special tokens in texts are special, as in transformers. ValueError for what is none of these, and where the template leaves
-        an image or a video out.
+        Args:
+            messages: [{"role": ..., "content": ...}, ...], as in transformers. Content is a text,
+                or a list of
+                {"type": "text", "text": str},
+                {"type": "image", "image": uint8 [h, w, 3], a PIL image or a path} and
+                {"type": "video", "video": (uint8 [n, h, w, 3], n times in seconds)}.
+                `video_frame_indices` says which frames of a video to take. Special tokens in a text
+                become special tokens.
+            tools: schemas of tools that the template offers to the model.
+            add_generation_prompt: whether to end with the opening of the assistant's turn.
+
+        Raises:
+            ValueError: messages of another form, or images and videos in a turn for which the
+                template writes none.
         """
-        bare, visuals = _separate(messages)
-        seen = [
+        bare, items = _separate(messages)
+        visuals = [
             self._image(item["image"]) if item["type"] == "image" else self._video(item["video"])
-            for item in visuals
+            for item in items
         ]
         text = self.tokenizer.apply_chat_template(
             bare, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
         )
-        pieces = re.split(f"({re.escape(_TOKENS['image'])}|{re.escape(_TOKENS['video'])})", text)
-        if pieces[1::2] != [_TOKENS[item["type"]] for item in visuals]:
-            counts = f"{len(pieces) // 2} placeholders for {len(visuals)} images and videos"
+        # text, placeholder, text, placeholder, ..., text
+        parts = re.split(f"({re.escape(_TOKENS['image'])}|{re.escape(_TOKENS['video'])})", text)
+        if parts[1::2] != [_TOKENS[item["type"]] for item in items]:
             raise ValueError(
-                f"messages: {counts}; write no placeholders, and give images and videos to user and tool turns only"
+                f"messages: {len(parts) // 2} placeholders for {len(items)} images and videos; "
+                "write no placeholders, and give images and videos to user and tool turns only"
             )
-        pieces[1::2] = [text for text, _, _ in seen]
-        ids = np.asarray(self.tokenizer("".join(pieces))["input_ids"], np.int32)
-        grids = [grid for _, _, grid in seen]
-        patches = [
-            np.zeros((0, self.config.vision.patch_dim), np.float32),
-            *(patches for _, patches, _ in seen),
-        ]
+        parts[1::2] = [visual.text for visual in visuals]
+        ids = np.asarray(self.tokenizer("".join(parts))["input_ids"], np.int32)
+        grids = [visual.grid for visual in visuals]
+        # The empty array gives a sample without visuals the right shape.
+        empty = np.zeros((0, self.config.vision.patch_dim), np.float32)
+        patches = np.concatenate([empty, *(visual.patches for visual in visuals)])
         index = visual_index(ids, self.config.image_token_id, self.config.video_token_id)
-        return Inputs(
-            ids,
-            mrope_positions(ids, grids, self.config),
-            index.astype(np.int32),
-            np.concatenate(patches),
-            grids,
-        )
+        positions = mrope_positions(ids, grids, self.config)
+        return Inputs(ids, positions, index.astype(np.int32), patches, grids)
 
-    def _image(self, image: Any) -> tuple[str, np.ndarray, tuple[int, int, int]]:
-        """Text, patches and grid of an image."""
+    def _image(self, image: Any) -> _Visual:
         pixels = _pixels(image)
         height, width, _ = pixels.shape
         size = image_size(height, width, self.image_limits, self._factor)
         patches, grid = self._patches(resize(pixels, size)[None], video=False)
-        return _TOKENS["image"] * self._tokens(grid), patches, grid
+        return _Visual(_TOKENS["image"] * self._tokens(grid), patches, grid)
 
-    def _video(self, video: Any) -> tuple[str, np.ndarray, tuple[int, int, int]]:
-        """Text, patches and grid of a video; its slices stand in the text one after another, each after its time."""
+    def _video(self, video: Any) -> _Visual:
         frames, times = _clip(video)
         temporal = self.config.vision.temporal_patch_size
         count, height, width, _ = frames.shape
         size = video_size(count, height, width, self.video_limits, self._factor, temporal)
-        patches, grid = self._patches(
-            np.stack([resize(frame, size) for frame in frames]), video=True
-        )
-        shown = (
-            _TOKENS["vision_start"]
-            + _TOKENS["video"] * (self._tokens(grid) // grid[0])
-            + _TOKENS["vision_end"]
-        )
-        return (
-            "".join(f"<{time:.1f} seconds>{shown}" for time in slice_times(times, temporal)),
-            patches,
-            grid,
-        )
+        resized = np.stack([resize(frame, size) for frame in frames])
+        patches, grid = self._patches(resized, video=True)
+        # The text has one block of placeholders per temporal slice, after the slice's time.
+        placeholders = _TOKENS["video"] * (self._tokens(grid) // grid[0])
+        block = _TOKENS["vision_start"] + placeholders + _TOKENS["vision_end"]
+        text = "".join(f"<{time:.1f} seconds>{block}" for time in slice_times(times, temporal))
+        return _Visual(text, patches, grid)
 
     def _patches(
         self, frames: UInt8[np.ndarray, "t h w 3"], video: bool
@@ -188,97 +209,105 @@ class Processor:
         return patches.reshape(-1, c.patch_dim), grid
 
     def _tokens(self, grid: tuple[int, int, int]) -> int:
+        """Visual tokens of a grid."""
         return math.prod(grid) // self.config.vision.spatial_merge_size**2
 
     @property
     def _factor(self) -> int:
+        """Side of a visual token, in pixels."""
         return self.config.vision.patch_size * self.config.vision.spatial_merge_size
 
 
 def _settings(folder: Path, kind: str) -> dict[str, Any]:
-    """What the folder says of the image or the video processor: in the one file of transformers 5, or in a file of its own."""
-    joint, own = (
-        folder / "processor_config.json",
-        folder / f"{'video_' * (kind == 'video')}preprocessor_config.json",
-    )
-    if joint.is_file() and f"{kind}_processor" in (
-        content := json.loads(joint.read_text(encoding="utf-8"))
-    ):
-        return content[f"{kind}_processor"]
-    if not own.is_file():
+    """Settings of the "image" or "video" processor."""
+    # transformers 5 writes one file for both, 4.57 a file for each.
+    joint = folder / "processor_config.json"
+    prefix = "video_" if kind == "video" else ""
+    single = folder / f"{prefix}preprocessor_config.json"
+    if joint.is_file():
+        content = json.loads(joint.read_text(encoding="utf-8"))
+        if f"{kind}_processor" in content:
+            return content[f"{kind}_processor"]
+    if not single.is_file():
         raise FileNotFoundError(
-            f"{own.name}: not in {folder}, nor in a {joint.name} there; give the folder of a Qwen3-VL model"
+            f"{single.name}: not in {folder}, nor in a {joint.name} there; give the folder of a "
+            "Qwen3-VL model"
         )
-    return json.loads(own.read_text(encoding="utf-8"))
+    return json.loads(single.read_text(encoding="utf-8"))
 
 
 def _limits(kind: str, settings: Mapping[str, Any], vision: VisionConfig) -> tuple[int, int]:
-    """The limits in pixels that a processor's settings name, if for the rest it does what this module does."""
-    computed = {
+    """The area limits of a processor, in pixels. Its other settings must be the supported ones."""
+    supported = {
         "patch_size": vision.patch_size,
         "temporal_patch_size": vision.temporal_patch_size,
         "merge_size": vision.spatial_merge_size,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
     }
-    for name, value in (computed | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}).items():
+    for name, value in supported.items():
         if settings.get(name) != value:
             raise ValueError(
-                f"{kind} processor, {name} = {settings.get(name)}: {value} is computed here; give the folder of this model"
+                f"{kind} processor, {name} = {settings.get(name)}: only {value} is supported; give "
+                "the folder of this model"
             )
     size = settings.get("size") or {}
     if not {"shortest_edge", "longest_edge"} <= size.keys():
         raise ValueError(
-            f"{kind} processor, size = {size}: names shortest_edge and longest_edge, in pixels; write both"
+            f"{kind} processor, size = {size}: needs shortest_edge and longest_edge, in pixels; "
+            "write both"
         )
     return size["shortest_edge"], size["longest_edge"]
 
 
-def _separate(
-    messages: Sequence[Mapping[str, Any]],
-) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """The messages without pixels, as the template wants them, and the images and videos in their order."""
-    bare, visuals = [], []
-    if isinstance(messages, (str, Mapping)) or not all(
-        isinstance(message, Mapping) for message in messages
-    ):
+def _separate(messages: Any) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
+    """Messages without pixels, as the template wants them, and all image and video items."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
         raise ValueError(
             f'messages: {_describe(messages)}; give a list of {{"role": ..., "content": ...}}'
         )
+    bare: list[dict[str, Any]] = []
+    visuals: list[Mapping[str, Any]] = []
     for message in messages:
-        if isinstance(content := message.get("content"), (list, tuple)):
-            for item in content:
-                if not isinstance(item, Mapping):
-                    raise ValueError(
-                        f'messages: content holds a {_describe(item)}; give {{"type": "text", "text": ...}} and the like'
-                    )
-                if item.get("type") not in ("text", "image", "video") or item["type"] not in item:
-                    found = f"{sorted(item)} of type {item.get('type')!r}"
-                    raise ValueError(
-                        f"messages: an item has {found}; give a text, an image or a video under the type's own name"
-                    )
-            visuals += [item for item in content if item["type"] != "text"]
-            message = {
-                **message,
-                "content": [
-                    item if item["type"] == "text" else {"type": item["type"]} for item in content
-                ],
-            }
-        bare.append(message)
+        if not isinstance(message, Mapping):
+            raise ValueError(
+                f'messages: a {_describe(message)} among them; give {{"role": ..., "content": ...}}'
+            )
+        content = message.get("content")
+        if not isinstance(content, (list, tuple)):
+            bare.append({**message})
+            continue
+        for item in content:
+            _check_item(item)
+        visuals += [item for item in content if item["type"] != "text"]
+        bare_content = [
+            item if item["type"] == "text" else {"type": item["type"]} for item in content
+        ]
+        bare.append({**message, "content": bare_content})
     return bare, visuals
 
 
+def _check_item(item: Any) -> None:
+    if not isinstance(item, Mapping):
+        raise ValueError(
+            f"messages: content holds a {_describe(item)}; "
+            'give {"type": "text", "text": ...} and the like'
+        )
+    if item.get("type") not in ("text", "image", "video") or item["type"] not in item:
+        raise ValueError(
+            f"messages: an item has {sorted(item)} of type {item.get('type')!r}; give a text, an "
+            "image or a video under the type's own name"
+        )
+
+
 def _pixels(image: Any) -> UInt8[np.ndarray, "h w 3"]:
-    """An image as an array. A file is turned as it says; what is transparent stands on white."""
+    """An image as an array: rotated as its EXIF data says, on a white background."""
     if isinstance(image, (str, os.PathLike)):
         with Image.open(image) as file:
             return _pixels(ImageOps.exif_transpose(file))
     if isinstance(image, Image.Image):
         return on_white(image)
-    if (
-        not isinstance(image, np.ndarray)
-        or image.dtype != np.uint8
-        or image.ndim != 3
-        or image.shape[2] != 3
-    ):
+    if not _is_rgb(image, ndim=3):
         raise ValueError(
             f"image: {_describe(image)}; give uint8 [height, width, 3], a PIL image or a path"
         )
@@ -286,31 +315,33 @@ def _pixels(image: Any) -> UInt8[np.ndarray, "h w 3"]:
 
 
 def _clip(video: Any) -> tuple[UInt8[np.ndarray, "t h w 3"], Sequence[float]]:
-    """A video's frames and times, if they are what they should be."""
+    """The checked frames and times of a video."""
     if not isinstance(video, (tuple, list)) or len(video) != 2:
         raise ValueError(
-            f"video: {_describe(video)}; give (frames, times in seconds), decoded by paravt_jax.data.video or any other reader"
+            f"video: {_describe(video)}; give (frames, times in seconds), decoded by "
+            "paravt_jax.data.video or another reader"
         )
     frames, times = video
-    if (
-        not isinstance(frames, np.ndarray)
-        or frames.dtype != np.uint8
-        or frames.ndim != 4
-        or frames.shape[3] != 3
-    ):
+    if not _is_rgb(frames, ndim=4):
         raise ValueError(
             f"video: frames are {_describe(frames)}; give uint8 [frames, height, width, 3]"
         )
     if len(times) != len(frames) or not np.isfinite(times).all():
         raise ValueError(
-            f"video: {len(times)} times for {len(frames)} frames; give each frame its finite time in seconds"
+            f"video: {len(times)} times for {len(frames)} frames; give one finite time in seconds "
+            "per frame"
         )
     return frames, times
 
 
+def _is_rgb(pixels: Any, ndim: int) -> bool:
+    if not isinstance(pixels, np.ndarray) or pixels.ndim != ndim:
+        return False
+    return pixels.dtype == np.uint8 and pixels.shape[-1] == 3
+
+
 def _describe(value: Any) -> str:
-    return (
-        f"{value.dtype} {list(value.shape)}"
-        if isinstance(value, np.ndarray)
-        else type(value).__name__
-    )
+    """Type and, for arrays, shape, for error messages."""
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {list(value.shape)}"
+    return type(value).__name__

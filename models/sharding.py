@@ -1,8 +1,8 @@
-"""How parameters and activations are laid over a mesh: one table from logical axis names to mesh axes.
+"""The mesh, and how parameters and activations are sharded over it.
 
-Owns the mesh - `data` repeats weights, `fsdp` cuts them, `tensor` cuts heads, MLP and vocabulary -, the table and its application.
-Parameters carry their logical names as metadata `axes` (`models.qwen3_vl.layers`). Refuses two dimensions of one parameter on the same
-mesh axis, and dimensions that do not divide. Invariant: the mesh changes where numbers lie, never which they are; one device is the
+The mesh has three axes: `data` replicates weights, `fsdp` shards them, and `tensor` shards heads,
+the MLP and the vocabulary. Parameters carry logical axis names as the metadata `axes`
+(`models.qwen3_vl.layers`), and `RULES` maps each of those to a mesh axis. A single device is the
 mesh 1 x 1 x 1.
 """
 
@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
+# Logical axis -> mesh axis. None: whole on every device.
 RULES: Mapping[str, str | None] = MappingProxyType(
     {
         "embed": "fsdp",
@@ -27,8 +28,9 @@ RULES: Mapping[str, str | None] = MappingProxyType(
         "heads": "tensor",
         "kv_heads": "tensor",
         "mlp": "tensor",
-        # Short, or scanned over: whole on every device.
+        # A scan takes slices along `layer`, which have to be local.
         "layer": None,
+        # Short axes: sharding them would save little and cost communication.
         "head_dim": None,
         "norm": None,
         "patch": None,
@@ -36,21 +38,31 @@ RULES: Mapping[str, str | None] = MappingProxyType(
     }
 )
 
-BATCH = PartitionSpec(
-    ("data", "fsdp")
-)  # rows of a batch lie over every device that does not share a row's matmuls
-ROWS = BATCH[0]
+# Mesh axes that shard the rows of a batch. The devices of `tensor` share a row's matmuls.
+ROWS = ("data", "fsdp")
+BATCH = PartitionSpec(ROWS)
 
-Axes = str | tuple[str, ...] | None  # mesh axes that cut one dimension
+# Mesh axes that shard one dimension.
+Axes = str | tuple[str, ...] | None
 T = TypeVar("T")
 
 
 def make_mesh(
     data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """A mesh over the first data * fsdp * tensor devices, those of a process side by side, so that one order of devices serves
-    training and the rollouts of each host. ValueError where there are fewer. `devices`: a topology's, instead of this machine's.
+    """A mesh over the first data * fsdp * tensor devices.
+
+    Args:
+        data: number of replicas of the weights.
+        fsdp: number of shards of the weights and of the batch.
+        tensor: number of devices that share the heads, the MLP and the vocabulary.
+        devices: devices to choose from, for example those of a topology; None: all of this run.
+
+    Raises:
+        ValueError: there are fewer devices.
     """
+    # The devices of a process are neighbours, so that training and the rollouts of each host use
+    # one order of devices.
     found = sorted(
         jax.devices() if devices is None else devices,
         key=lambda device: (device.process_index, device.id),
@@ -58,28 +70,35 @@ def make_mesh(
     wanted = data * fsdp * tensor
     if min(data, fsdp, tensor) < 1 or wanted > len(found):
         raise ValueError(
-            f"mesh = {data} x {fsdp} x {tensor} (data, fsdp, tensor): it takes {wanted} devices, 1 or more an axis, and there are "
-            f"{len(found)}; choose sizes whose product is at most {len(found)}"
+            f"mesh = {data} x {fsdp} x {tensor} (data, fsdp, tensor): it needs {wanted} devices, "
+            f"at least 1 per axis, and there are {len(found)}; choose sizes whose product is at "
+            f"most {len(found)}"
         )
-    return Mesh(
-        np.array(found[:wanted]).reshape(data, fsdp, tensor), MESH_AXES, (AxisType.Auto,) * 3
-    )
+    grid = np.array(found[:wanted]).reshape(data, fsdp, tensor)
+    return Mesh(grid, MESH_AXES, (AxisType.Auto,) * 3)
 
 
 def row_devices(mesh: Mesh | AbstractMesh) -> int:
-    """Devices that rows of a batch lie over: data * fsdp."""
+    """Number of devices that the rows of a batch are sharded over: data * fsdp."""
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def current_mesh() -> AbstractMesh | None:
-    """The mesh that is set (`jax.set_mesh`); None where there is none, it is one device, or a shard_map has cut the arrays already."""
+    """The mesh set with `jax.set_mesh`, if there is anything to shard.
+
+    None without a mesh, on a single device, and inside a shard_map, where arrays are shards
+    already.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or mesh.size == 1 or mesh.are_all_axes_manual else mesh
 
 
 def constrain(x: T, *axes: Axes) -> T:
-    """Arrays laid over the mesh that is set, dimension by dimension; what these do not name is whole. Dimensions that do not divide are
-    left to the compiler, and where no mesh is set nothing happens."""
+    """Shards arrays over the current mesh, one entry of `axes` per leading dimension.
+
+    Dimensions without an entry are whole. The compiler decides about dimensions that do not divide.
+    Without a mesh nothing happens.
+    """
     mesh = current_mesh()
     return x if mesh is None else jax.tree.map(lambda leaf: _constrain(leaf, mesh, axes), x)
 
@@ -87,31 +106,32 @@ def constrain(x: T, *axes: Axes) -> T:
 def _constrain(x: jax.Array, mesh: AbstractMesh, axes: tuple[Axes, ...]) -> jax.Array:
     def place(size: int, names: Axes) -> Any:
         wanted = (names,) if isinstance(names, str) else names or ()
-        return (
-            names
-            if size % math.prod(mesh.shape[name] for name in wanted) == 0
-            else PartitionSpec.UNCONSTRAINED
-        )
+        devices = math.prod(mesh.shape[name] for name in wanted)
+        return names if size % devices == 0 else PartitionSpec.UNCONSTRAINED
 
-    whole = axes + (None,) * (x.ndim - len(axes))
-    return jax.lax.with_sharding_constraint(
-        x, PartitionSpec(*(place(*pair) for pair in zip(x.shape, whole, strict=True)))
-    )
+    all_axes = axes + (None,) * (x.ndim - len(axes))
+    places = [place(size, names) for size, names in zip(x.shape, all_axes, strict=True)]
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*places))
 
 
 def param_shardings(
     state: Any, mesh: Mesh | AbstractMesh, rules: Mapping[str, str | None] = RULES
 ) -> Any:
-    """A NamedSharding for every parameter of an nnx state (abstract or real), in a tree that `jax.device_put` and `jit` take.
+    """The sharding of every parameter of an nnx state, in a tree for `jax.device_put` and `jit`.
 
-    ValueError naming parameter and axis where a name has no rule, where two dimensions claim one mesh axis, or where a dimension
-    does not divide.
+    Args:
+        state: real or abstract parameters.
+        mesh: the mesh to shard them over.
+        rules: logical axis -> mesh axis.
+
+    Raises:
+        ValueError: a logical axis has no rule, two dimensions of a parameter have the same mesh
+            axis, or a dimension does not divide.
     """
 
     def one(path: tuple, variable: nnx.Variable) -> Any:
-        return variable.replace(
-            NamedSharding(mesh, _spec("/".join(map(str, path)), variable, mesh, rules))
-        )
+        name = "/".join(map(str, path))
+        return variable.replace(NamedSharding(mesh, _spec(name, variable, mesh, rules)))
 
     return nnx.map_state(one, state)
 
@@ -119,28 +139,32 @@ def param_shardings(
 def _spec(
     name: str, variable: nnx.Variable, mesh: Mesh | AbstractMesh, rules: Mapping[str, str | None]
 ) -> PartitionSpec:
-    axes, shape = variable.get_metadata("axes"), variable.shape
+    axes = variable.get_metadata("axes")
     taken: dict[str, str] = {}
-    for axis, size in zip(axes, shape, strict=True):
+    for axis, size in zip(axes, variable.shape, strict=True):
         if axis not in rules:
             raise ValueError(
-                f"{name}: axis {axis!r} has no rule; add it to models.sharding.RULES (None = whole on every device)"
+                f"{name}: axis {axis!r} has no rule; add it to models.sharding.RULES "
+                "(None = whole on every device)"
             )
         target = rules[axis]
         if target is None:
             continue
         if target in taken:
             raise ValueError(
-                f"{name}: axes {taken[target]!r} and {axis!r} both go to mesh axis {target!r}; give one of them another rule"
+                f"{name}: axes {taken[target]!r} and {axis!r} both go to mesh axis {target!r}; "
+                "give one of them another rule"
             )
         taken[target] = axis
         if target not in mesh.shape:
             raise ValueError(
-                f"mesh = {dict(mesh.shape)}: axis {axis!r} goes to mesh axis {target!r}; make the mesh with make_mesh"
+                f"mesh = {dict(mesh.shape)}: axis {axis!r} goes to mesh axis {target!r}, which is "
+                "missing; make the mesh with make_mesh"
             )
         if size % mesh.shape[target]:
             raise ValueError(
-                f"{name}: axis {axis!r} of size {size} does not divide over {mesh.shape[target]} devices of mesh axis {target!r}; "
-                f"make that axis {math.gcd(size, mesh.size)} long, or change the size"
+                f"{name}: axis {axis!r} of size {size} does not divide over "
+                f"{mesh.shape[target]} devices of mesh axis {target!r}; make that axis "
+                f"{math.gcd(size, mesh.size)} long, or change the size"
             )
     return PartitionSpec(*(rules[axis] for axis in axes))

@@ -1,9 +1,9 @@
-"""Attention: `attend` for sequences, and caches (`DenseCache`, `PagedCache`) for one new token a row.
+"""Attention: `attend` for sequences; `DenseCache` and `PagedCache` for one new token per row.
 
-Owns who may look at whom - earlier tokens of the same segment, and the valid positions of a prefix that several rows share - and
-which kernel does it: Splash on TPU (`splash`), cuDNN on GPU (`cudnn`), XLA anywhere else and for what a kernel's
-`supports` leaves out (`xla`); over several devices inside `spread`. Refuses a prefix without causality. Invariant: the kernel changes
-how fast tokens get their vectors, never which (padding apart).
+A token sees earlier tokens of its segment, and the valid positions of a prefix that several rows
+may share. The kernel is Splash on TPU (`splash`) and cuDNN on GPU (`cudnn`). XLA (`xla`) runs
+everywhere else, and for arrays that a kernel does not support. Over several devices, kernels run
+inside `spread`. All kernels give valid tokens the same vectors; those of padding may differ.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import functools
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from models.attention import cudnn, splash, spread, xla
@@ -41,37 +43,65 @@ def attend(
     v: Float[Array, "b t k h"],
     *,
     causal: bool = True,
-    segment_ids: Int[Array, "b t"] | None = None,
+    segment_ids: Int[Array | np.ndarray, "b t"] | None = None,
     prefix: tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]] | None = None,
-    prefix_mask: Bool[Array, "p s"] | None = None,
+    prefix_mask: Bool[Array | np.ndarray, "p s"] | None = None,
     pieces: int = 1,
     chunk: int = QUERY_CHUNK,
     implementation: Implementation | None = None,
 ) -> Float[Array, "b t n h"]:
-    """Grouped-query attention; query head n uses kv head n // (n / k).
+    """Grouped-query attention; query head i uses kv head i // (n / k).
 
-    Tokens see tokens of their own row with the same segment id (None: all), causally where asked. With a prefix (b = p * g), rows
-    r * g ... r * g + g - 1 also see every position of prefix row r where `prefix_mask` holds (all, if None); each of them is then one
-    segment, 0 = padding and anything else valid. What padding gets is finite and means nothing. XLA takes `chunk` queries at a time.
-    `pieces`: so many rows of the prefix that follow one another (without a prefix: of everything) are one sequence, to lie on as many
-    devices. `implementation` None: the fastest that runs where the computation will. A mesh that is set (`jax.set_mesh`) says where; the
-    kernel for TPU needs one as soon as arrays lie on several devices. A kernel that is named is taken unasked; off its device it is slow.
-    ValueError for a prefix with causal=False.
+    With a prefix of s = 3 positions that two rows of t = 2 tokens share, the tokens see (#):
+
+                         prefix   row 0   row 1
+        row 0, token 0   # # #    # .     . .
+        row 0, token 1   # # #    # #     . .
+        row 1, token 0   # # #    . .     # .
+        row 1, token 1   # # #    . .     # #
+
+    The outputs of padding are finite and mean nothing. If a mesh is set (`jax.set_mesh`), its
+    platform decides the kernel. On TPU a mesh must be set if arrays lie on several devices.
+
+    Args:
+        q: queries.
+        k: keys of the same rows.
+        v: values of the same rows.
+        causal: whether a token sees only itself and earlier tokens of its row.
+        segment_ids: a token sees tokens of the same segment; None: of its whole row. With a prefix
+            a row is one segment, where 0 is padding and any other number is valid.
+        prefix: keys and values of p prompts, not repeated. With g = b / p, rows
+            r * g ... r * g + g - 1 see prompt r.
+        prefix_mask: which prefix positions are valid; None: all.
+        pieces: number of consecutive rows that form one sequence, to lie on as many devices: rows
+            of the prefix, or of q, k and v without one.
+        chunk: queries that the XLA kernel takes at a time.
+        implementation: the kernel; None chooses the fastest that supports the case. A named kernel
+            also runs away from its device, slowly, for tests.
+
+    Raises:
+        ValueError: a prefix with causal=False.
     """
     if prefix is not None and not causal:
         raise ValueError(
-            "causal = False: a prefix comes before its rows; leave causal True, or put the prefix into the rows"
+            "causal = False: a prefix comes before its rows; leave causal True, or put the prefix "
+            "into the rows"
         )
-    if prefix is not None and segment_ids is not None:
-        segment_ids = (segment_ids != 0).astype(jnp.int32)
+    if segment_ids is not None:
+        segment_ids = jnp.asarray(segment_ids)
+        if prefix is not None:
+            segment_ids = (segment_ids != 0).astype(jnp.int32)
+    if prefix_mask is not None:
+        prefix_mask = jnp.asarray(prefix_mask)
     target = platform()
-    kernel = {
+    kernels = {
         "splash": functools.partial(splash.attend, interpret=target != "tpu"),
         "cudnn": functools.partial(
             cudnn.attend, implementation="cudnn" if target == "gpu" else "xla"
         ),
         "xla": functools.partial(xla.attend, chunk=chunk),
-    }[implementation or choose(target, q, k, prefix, pieces)]
+    }
+    kernel = kernels[implementation or choose(target, q, k, prefix, pieces)]
     run = spread.attend if spread.fits(q, k, prefix, pieces) else spread.join
     return run(
         functools.partial(kernel, causal=causal), q, k, v, segment_ids, prefix, prefix_mask, pieces
@@ -80,16 +110,16 @@ def attend(
 
 def choose(
     target: str,
-    q: Float[Array, "b t n h"],
-    k: Float[Array, "b t k h"],
-    prefix: tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]] | None = None,
+    q: Float[Array | jax.ShapeDtypeStruct, "b t n h"],
+    k: Float[Array | jax.ShapeDtypeStruct, "b t k h"],
+    prefix: spread.AnyPrefix | None = None,
     pieces: int = 1,
 ) -> Implementation:
-    """The kernel of the platform `target` where it can do the case, else XLA."""
-    if (
-        target == "tpu"
-        and splash.supports(q)
-        and (current_mesh() is None or spread.fits(q, k, prefix, pieces))
-    ):
+    """The kernel of the platform `target` if it supports these arrays, else XLA."""
+    # The compiler cannot shard the Splash kernel: over several devices it needs `spread`.
+    whole_or_spread = current_mesh() is None or spread.fits(q, k, prefix, pieces)
+    if target == "tpu" and splash.supports(q) and whole_or_spread:
         return "splash"
-    return "cudnn" if target == "gpu" and cudnn.supports(q, prefix) else "xla"
+    if target == "gpu" and cudnn.supports(q, prefix):
+        return "cudnn"
+    return "xla"

@@ -1,8 +1,8 @@
-"""Attention of one new token a row, to keys and values in flight: caches that a decode loop carries.
+"""A KV cache for decoding on any device: arrays per row, and prompts that several rows share.
 
-Owns how keys and values lie while tokens are decoded. `DenseCache` is for any device: arrays of a row each, and prompts that
-several rows read in one copy. (`paged.PagedCache` is for TPU: it reads pages where they lie.) Either has `attend`, which takes a
-token's query, key and value in one layer, and `advance`, after the last layer. Invariant: a row that does not advance keeps what it held.
+A cache (`DenseCache` here, `paged.PagedCache` for TPU) has two methods: `attend` takes one token
+per row through one layer and writes its key and value; `advance`, after the last layer, decides
+which rows keep the token. A row that does not advance keeps what it had.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ KV = tuple[Float[Array, "l b s k h"], Float[Array, "l b s k h"]]
 
 
 class Shared(NamedTuple):
-    """Keys and values that g = b / p rows read in one copy, one array a layer (as in `DenseCache`), and which of them each row sees."""
+    """Keys and values of p prompts. g = b / p rows read each of them in one copy.
+
+    One array per layer, laid out as in `DenseCache`. `valid` says which of the u columns each of
+    the b rows sees.
+    """
 
     k: tuple[Float[Array, "kp h u"], ...]
     v: tuple[Float[Array, "kp u h"], ...]
@@ -31,16 +35,25 @@ class Shared(NamedTuple):
         kv: tuple[Float[Array, "l p u k h"], Float[Array, "l p u k h"]],
         valid: Bool[Array, "b u"],
     ) -> Shared:
-        """What a forward pass left of p prompts."""
+        """From the keys and values of a forward pass over the prompts."""
         return cls(*_flat(kv), valid)
 
 
 class DenseCache(NamedTuple):
-    """A row's own keys and values, one array a layer, those it sees, and the column that every row's next token takes.
+    """Keys and values of each row, with one column per token.
 
-    Head j of row i is entry j * b + i. All of this is what XLA on CPU runs fast: a product with two batch axes, or arrays of another shape
-    than the products want, make it copy the whole cache for every token, four times; a layer's slice of one array is a copy, too;
-    and where keys do not have positions last, turning them around takes up to seven times as long as the product.
+                0  1  2  3  4  5  ...  s - 1
+        row 0   #  #  .  #                      # valid, . a token that the row did not keep
+        row 1   #  .  #  #
+                            ^ `column`: where the next token of every row goes
+
+    Keys are [k * b, h, s] and values [k * b, s, h], one array per layer. Entry j * b + i is kv head
+    j of row i. This layout is for XLA on CPU, which would otherwise copy the cache for every token:
+
+    - with two batch axes, or in another layout than the product wants, the whole cache four times;
+    - with all layers in one array, each layer's slice;
+    - with positions not last in keys, a transposition that takes up to seven times as long as the
+      product.
     """
 
     k: tuple[Float[Array, "kb h s"], ...]
@@ -49,37 +62,36 @@ class DenseCache(NamedTuple):
     column: Int[Array, ""]
     shared: Shared | None = None
 
-    stacked = False  # layers are told apart by Python numbers
+    # Each layer has its own arrays, so layers are numbered by Python ints and the decode loop over
+    # layers is unrolled. (An attribute of the class, not a field.)
+    stacked = False
 
     @classmethod
     def prefilled(cls, kv: KV, valid: Bool[Array, "b s"], room: int) -> DenseCache:
-        """What a forward pass left, with `room` columns more. What is not valid may be anything, and becomes 0: no weight mends a NaN."""
-        k, v = _flat(
-            (
-                jnp.where(valid[..., None, None], kv[0], 0),
-                jnp.where(valid[..., None, None], kv[1], 0),
-            )
-        )
+        """From the keys and values of a forward pass, with `room` free columns.
+
+        Invalid entries are zeroed: a NaN would survive a zero attention weight.
+        """
+        mask = valid[..., None, None]
+        k, v = _flat((jnp.where(mask, kv[0], 0), jnp.where(mask, kv[1], 0)))
         k = tuple(jnp.pad(x, ((0, 0), (0, 0), (0, room))) for x in k)
         v = tuple(jnp.pad(x, ((0, 0), (0, room), (0, 0))) for x in v)
         return cls(k, v, jnp.pad(valid, ((0, 0), (0, room))), jnp.int32(valid.shape[1]))
 
     def since(self, column: int) -> KV:
-        """Keys and values from a column on, as a forward pass leaves them."""
+        """Keys and values from `column` on, in the layout of a forward pass."""
         b = len(self.valid)
-        k = jnp.stack(
-            [
-                x[:, :, column:].reshape(-1, b, *x[:, :, column:].shape[1:]).transpose(1, 3, 0, 2)
-                for x in self.k
-            ]
-        )
-        v = jnp.stack(
-            [
-                x[:, column:].reshape(-1, b, *x[:, column:].shape[1:]).transpose(1, 2, 0, 3)
-                for x in self.v
-            ]
-        )
-        return k, v
+
+        # [k * b, h, s] and [k * b, s, h] -> [b, s, k, h]
+        def keys(x: Float[Array, "kb h s"]) -> Float[Array, "b u k h"]:
+            x = x[:, :, column:]
+            return x.reshape(-1, b, *x.shape[1:]).transpose(1, 3, 0, 2)
+
+        def values(x: Float[Array, "kb s h"]) -> Float[Array, "b u k h"]:
+            x = x[:, column:]
+            return x.reshape(-1, b, *x.shape[1:]).transpose(1, 2, 0, 3)
+
+        return jnp.stack([keys(x) for x in self.k]), jnp.stack([values(x) for x in self.v])
 
     def attend(
         self,
@@ -88,75 +100,87 @@ class DenseCache(NamedTuple):
         k: Float[Array, "b k h"],
         v: Float[Array, "b k h"],
     ) -> tuple[Float[Array, "b n h"], DenseCache]:
-        """What the token sees in this layer, itself included, and the cache with its key and value."""
+        """Attention of one token per row in one layer, and the cache with its key and value."""
         b, n, h = q.shape
         heads = k.shape[1]
-        own_k, own_v = self.k[layer], self.v[layer]
-        own_k = jax.lax.dynamic_update_slice(
-            own_k, k.swapaxes(0, 1).reshape(-1, h, 1).astype(own_k.dtype), (0, 0, self.column)
-        )
-        own_v = jax.lax.dynamic_update_slice(
-            own_v, v.swapaxes(0, 1).reshape(-1, 1, h).astype(own_v.dtype), (0, self.column, 0)
-        )
+        layer_k, layer_v = self._written(layer, k, v)
+        # [b, n, h] -> [k * b, r, h], in the order of the cache's entries.
         queries = (q * h**-0.5).reshape(b, heads, -1, h).swapaxes(0, 1).reshape(heads * b, -1, h)
-        seen = self.valid | (jnp.arange(own_k.shape[-1]) == self.column)
-        values, weights, top = _weigh(queries, own_k, own_v, seen)
+        columns = jnp.arange(layer_k.shape[-1])[None, :]
+        values, weights, top = _weigh(
+            queries, layer_k, layer_v, self.valid | (columns == self.column)
+        )
         if self.shared is not None:
-            # The rows of a prompt as more queries of the same keys: what decoding costs is what it reads.
             more_values, more_weights, more_top = _weigh(
                 queries, self.shared.k[layer], self.shared.v[layer], self.shared.valid
             )
+            # The two parts are relative to their own largest scores (see `xla._Partial`).
             largest = jnp.maximum(top, more_top)
-            x, y = jnp.exp(top - largest), jnp.exp(more_top - largest)
-            values, weights = (
-                values * x[..., None] + more_values * y[..., None],
-                weights * x + more_weights * y,
-            )
-        attended = (
-            (values / weights[..., None])
-            .astype(q.dtype)
-            .reshape(heads, b, -1, h)
-            .swapaxes(0, 1)
-            .reshape(b, n, h)
+            scale = jnp.exp(top - largest)
+            more_scale = jnp.exp(more_top - largest)
+            values = values * scale[..., None] + more_values * more_scale[..., None]
+            weights = weights * scale + more_weights * more_scale
+        attended = (values / weights[..., None]).astype(q.dtype)
+        attended = attended.reshape(heads, b, -1, h).swapaxes(0, 1).reshape(b, n, h)
+        cache = self._replace(
+            k=_with(self.k, layer, layer_k),
+            v=_with(self.v, layer, layer_v),
         )
-        return attended, self._replace(k=_with(self.k, layer, own_k), v=_with(self.v, layer, own_v))
+        return attended, cache
+
+    def _written(
+        self, layer: int, k: Float[Array, "b k h"], v: Float[Array, "b k h"]
+    ) -> tuple[Float[Array, "kb h s"], Float[Array, "kb s h"]]:
+        """A layer's keys and values with those of a token in the current column."""
+        h = k.shape[-1]
+        layer_k = self.k[layer]
+        layer_v = self.v[layer]
+        new_k = k.swapaxes(0, 1).reshape(-1, h, 1).astype(layer_k.dtype)
+        new_v = v.swapaxes(0, 1).reshape(-1, 1, h).astype(layer_v.dtype)
+        return (
+            jax.lax.dynamic_update_slice(layer_k, new_k, (0, 0, self.column)),
+            jax.lax.dynamic_update_slice(layer_v, new_v, (0, self.column, 0)),
+        )
 
     def advance(self, active: Bool[Array, " b"]) -> DenseCache:
-        """After a token's last layer: rows that are `active` keep it."""
-        return self._replace(
-            valid=self.valid.at[:, self.column].set(active), column=self.column + 1
-        )
+        """Moves on to the next column. Only `active` rows keep the token in the current one."""
+        valid = self.valid.at[:, self.column].set(active)
+        return self._replace(valid=valid, column=self.column + 1)
 
 
 def _weigh(
     q: Float[Array, "kb r h"],
-    k: Float[Array, "x h s"],
-    v: Float[Array, "x s h"],
+    k: Float[Array, "kp h s"],
+    v: Float[Array, "kp s h"],
     seen: Bool[Array, "b s"],
 ) -> tuple[Float[Array, "kb r h"], Float[Array, "kb r"], Float[Array, "kb r"]]:
-    """Weighted values, sum of weights and largest score of every query, float32. Where x is less than kb, rows share keys and values."""
+    """Weighted values, sum of weights and largest score of every query, float32.
+
+    Rows may share keys and values: then kp < kb.
+    """
     kb, r, h = q.shape
+    b, s = seen.shape
+    # Rows that share keys become more queries of the same keys, [kp, g * r, h]. Decoding is bound
+    # by reading the cache, and this reads shared keys once.
     folded = q.reshape(len(k), -1, h)
-    scores = jax.lax.dot_general(
-        folded, k, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
-    )
-    mask = jnp.broadcast_to(
-        seen[None, :, None], (kb // len(seen), len(seen), r, seen.shape[1])
-    ).reshape(scores.shape)
+    dimensions = (((2,), (1,)), ((0,), (0,)))
+    scores = jax.lax.dot_general(folded, k, dimensions, preferred_element_type=jnp.float32)
+    mask = jnp.broadcast_to(seen[None, :, None], (kb // b, b, r, s)).reshape(scores.shape)
     scores = jnp.where(mask, scores, MASKED)
     top = scores.max(-1)
     weights = jnp.exp(scores - top[..., None])
     values = jax.lax.dot_general(
-        weights.astype(v.dtype), v, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
+        weights.astype(v.dtype), v, dimensions, preferred_element_type=jnp.float32
     )
     return values.reshape(kb, r, h), weights.sum(-1).reshape(kb, r), top.reshape(kb, r)
 
 
 def _flat(kv: KV) -> tuple[tuple[Float[Array, "kb h s"], ...], tuple[Float[Array, "kb s h"], ...]]:
-    """One array a layer, heads before rows; positions last in keys."""
+    """[l, b, s, k, h] -> per layer, keys [k * b, h, s] and values [k * b, s, h]."""
     layers, b, s, k, h = kv[0].shape
-    keys, values = kv[0].transpose(0, 3, 1, 4, 2), kv[1].transpose(0, 3, 1, 2, 4)
-    return tuple(keys.reshape(layers, k * b, h, s)), tuple(values.reshape(layers, k * b, s, h))
+    keys = kv[0].transpose(0, 3, 1, 4, 2).reshape(layers, k * b, h, s)
+    values = kv[1].transpose(0, 3, 1, 2, 4).reshape(layers, k * b, s, h)
+    return tuple(keys), tuple(values)
 
 
 def _with(arrays: tuple[Array, ...], number: int, array: Array) -> tuple[Array, ...]:

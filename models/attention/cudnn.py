@@ -1,8 +1,7 @@
 """Attention on GPU: cuDNN's flash attention, through `jax.nn.dot_product_attention`.
 
-Owns the masks that the kernel needs. A shared prefix is repeated for every row, since the kernel knows no shared keys. Away from a GPU
-the same call runs in XLA, for tests. Refuses nothing: `supports` is asked first. Invariant: valid tokens get what
-`xla` gives them.
+The kernel has no shared keys, so a prefix is repeated for each of its rows. Away from a GPU the
+same call runs in XLA, for tests.
 """
 
 from __future__ import annotations
@@ -14,8 +13,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
-def supports(q: Float[Array, "b t n h"], prefix: tuple[Array, Array] | None) -> bool:
-    """Whether the kernel can do the case: 16 bits, heads of at most 128 in eights, and, for gradients under a mask, even lengths."""
+def supports(
+    q: Float[Array | jax.ShapeDtypeStruct, "b t n h"],
+    prefix: tuple[Array | jax.ShapeDtypeStruct, Array | jax.ShapeDtypeStruct] | None,
+) -> bool:
+    """Whether the kernel can take these arrays.
+
+    It needs a 16-bit type and heads of at most 128, a multiple of 8. Gradients under a mask also
+    need even lengths.
+    """
     t, h = q.shape[1], q.shape[3]
     even = t % 2 == 0 and (prefix is None or prefix[0].shape[1] % 2 == 0)
     return q.dtype in (jnp.bfloat16, jnp.float16) and h <= 128 and h % 8 == 0 and even
@@ -33,18 +39,16 @@ def attend(
     implementation: Literal["cudnn", "xla"],
 ) -> Float[Array, "b t n h"]:
     """`attention.attend` on this kernel."""
-    mask = None if segment_ids is None else segment_ids[:, :, None] == segment_ids[:, None]
+    mask = None
+    if segment_ids is not None:
+        mask = segment_ids[:, :, None] == segment_ids[:, None]
     if prefix is not None:
-        (b, t), (p, s) = q.shape[:2], prefix[0].shape[:2]
-        valid = jnp.ones((p, s), bool) if prefix_mask is None else prefix_mask
-        prefix_k, prefix_v, valid = (jnp.repeat(x, b // p, axis=0) for x in (*prefix, valid))
-        k, v = jnp.concatenate([prefix_k, k], axis=1), jnp.concatenate([prefix_v, v], axis=1)
-        # The kernel's own causal mask would start at the prefix.
-        own = jnp.tri(t, dtype=bool) & (True if mask is None else mask)
-        mask = jnp.concatenate(
-            [jnp.broadcast_to(valid[:, None], (b, t, s)), jnp.broadcast_to(own, (b, t, t))], axis=-1
-        )
+        mask = _prefix_mask(q, prefix, prefix_mask, mask)
+        # The mask is causal already. The kernel's own would count from the first prefix position.
         causal = False
+        group = len(q) // len(prefix[0])
+        k = jnp.concatenate([jnp.repeat(prefix[0], group, axis=0), k], axis=1)
+        v = jnp.concatenate([jnp.repeat(prefix[1], group, axis=0), v], axis=1)
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -53,3 +57,20 @@ def attend(
         is_causal=causal,
         implementation=implementation,
     )
+
+
+def _prefix_mask(
+    q: Float[Array, "b t n h"],
+    prefix: tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]],
+    prefix_mask: Bool[Array, "p s"] | None,
+    same_segment: Bool[Array, "b t t"] | None,
+) -> Bool[Array, "b t s_plus_t"]:
+    """Which of [prefix, own row] each query sees."""
+    b, t = q.shape[:2]
+    p, s = prefix[0].shape[:2]
+    valid = jnp.ones((p, s), bool) if prefix_mask is None else prefix_mask
+    valid = jnp.repeat(valid, b // p, axis=0)
+    own = jnp.broadcast_to(jnp.tri(t, dtype=bool)[None], (b, t, t))
+    if same_segment is not None:
+        own = own & same_segment
+    return jnp.concatenate([jnp.broadcast_to(valid[:, None], (b, t, s)), own], axis=-1)

@@ -1,9 +1,9 @@
-"""Attention of one new token a row, on TPU, to pages where they lie: the ragged paged kernel of `jax.experimental.pallas`.
+"""A paged KV cache for decoding on TPU, with Pallas' ragged paged attention kernel.
 
-Owns how a token goes onto its page and what the kernel is given, and how both lie on a mesh: kv heads over `tensor`, rows whole on every
-device. Anywhere else, and for what `supports` leaves out, the pages of every row are gathered and XLA attends to them: portable, and the
-measure of the kernel, but each token reads the pages twice. Refuses nothing. Invariant: the pool is written in place where the
-caller donates it, never copied; where a row's pages lie changes no result.
+The kernel reads pages in place. On other platforms, and for arrays that `supports` excludes, the
+pages of every row are gathered and XLA attends to them: portable, and the kernel's reference in
+tests, but every token reads the pages twice. On a mesh, kv heads are sharded over `tensor` and rows
+are whole on every device. The pool is updated in place if the caller donates it.
 """
 
 from __future__ import annotations
@@ -13,106 +13,112 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from models.attention.target import platform
 
-BLOCK = 512  # tokens that the kernel fetches at a time
-QUERIES = 8  # rows that it takes at a time; each is multiplied with the keys of all of them
+# Tokens that the kernel fetches at a time.
+BLOCK = 512
+# Rows that the kernel takes at a time. Each is multiplied with the keys of all of them.
+QUERIES = 8
 
-_POOL, _HEADS, _WHOLE = (
-    PartitionSpec(None, None, None, "tensor"),
-    PartitionSpec(None, "tensor"),
-    PartitionSpec(),
-)
+# The pool [layers, pages, tokens, kv heads, head_dim], heads [rows, heads, head_dim], and the rest.
+_POOL = PartitionSpec(None, None, None, "tensor")
+_HEADS = PartitionSpec(None, "tensor")
+_WHOLE = PartitionSpec()
 
 
 class PagedCache(NamedTuple):
-    """One pool of pages for all layers, the pages of each row in order, and how many tokens a row holds.
+    """One pool of pages for all layers, a page table per row, and each row's length in tokens.
 
-    On the third last axis of `pages` are the tokens of a page, on the next one key, value, key, value, ... of the kv heads. A row's next
-    token takes slot lengths % u of its page number lengths // u: that page has to be the row's own, and it is written whether the row
-    advances or not. What a table has after a row's pages is never read; numbers have to be those of pages nonetheless.
-    A row whose pages are full keeps them as they are.
+        pages    [l, P, u, c, h]   P pages of u tokens in each layer; c = 2 * kv heads, in the
+                                   order k0 v0 k1 v1 ...
+        tables   [b, m]            numbers of a row's pages, in order
+        lengths  [b]
+
+    A row's next token takes slot `length % u` of page `tables[row, length // u]`. That page must
+    belong to this row alone, since it is written even if the row does not advance. Entries of
+    `tables` after a row's pages are never used, but must be numbers of pages. If all pages of a row
+    are full, nothing is written.
     """
 
     pages: Float[Array, "l P u c h"]
     tables: Int[Array, "b m"]
     lengths: Int[Array, " b"]
 
-    stacked = True  # layers are told apart by traced numbers
+    # All layers are in one pool, so their numbers are traced and the decode loop over layers is a
+    # scan. (An attribute of the class, not a field.)
+    stacked = True
 
     def attend(
         self,
-        layer: Int[Array, ""],
+        layer: int | Int[Array, ""],
         q: Float[Array, "b n h"],
         k: Float[Array, "b k h"],
         v: Float[Array, "b k h"],
     ) -> tuple[Float[Array, "b n h"], PagedCache]:
-        """What the token sees in this layer, itself included, and the cache with its key and value."""
+        """Attention of one token per row in one layer, and the cache with its key and value."""
         mesh = jax.sharding.get_abstract_mesh()
-        cut = 1 if mesh.empty or mesh.are_all_axes_manual else mesh.shape["tensor"]
-        token = functools.partial(
-            _attend_token, kernel=platform() == "tpu" and supports(self.pages, cut)
-        )
-        if not (mesh.empty or mesh.are_all_axes_manual or k.shape[1] % cut):
+        on_mesh = not (mesh.empty or mesh.are_all_axes_manual)
+        devices = mesh.shape["tensor"] if on_mesh else 1
+        use_kernel = platform() == "tpu" and supports(self.pages, devices)
+        token = functools.partial(_attend_token, kernel=use_kernel)
+        if on_mesh and k.shape[1] % devices == 0:
             specs = (_POOL, _WHOLE, _WHOLE, _WHOLE, _HEADS, _HEADS, _HEADS)
             token = jax.shard_map(token, in_specs=specs, out_specs=(_HEADS, _POOL), check_vma=False)
         attended, pages = token(self.pages, self.tables, self.lengths, layer, q, k, v)
         return attended, self._replace(pages=pages)
 
-    def advance(self, active: Bool[Array, " b"]) -> PagedCache:
-        """After a token's last layer: rows that are `active` keep it, the others write over it next time."""
+    def advance(self, active: Bool[Array | np.ndarray, " b"]) -> PagedCache:
+        """Keeps the token in `active` rows. The next token overwrites it in the others."""
         return self._replace(lengths=self.lengths + active)
 
 
-def supports(pages: Float[Array, "l P u c h"], devices: int) -> bool:
-    """Whether the kernel can do the case: bfloat16 or float32, heads of 128, and a number of kv heads on each device that fills tiles.
+def supports(pages: Float[Array | jax.ShapeDtypeStruct, "l P u c h"], devices: int) -> bool:
+    """Whether the kernel can take this pool, with kv heads over `devices` devices.
 
-    That is 1, 2, 4 or a multiple of 8, in float32 of 4.
+    It needs bfloat16 or float32, heads of 128, and a number of kv heads per device that fills
+    tiles: 1, 2, 4 or a multiple of 8 (in float32: 1, 2 or a multiple of 4).
     """
     c, h = pages.shape[3:]
     heads, rest = divmod(c // 2, devices)
-    words = (
-        heads * pages.dtype.itemsize // 2
-    )  # keys and values of one token and number, in words of 32 bits
-    return (
-        pages.dtype in (jnp.bfloat16, jnp.float32)
-        and h == 128
-        and not rest
-        and (words in (1, 2, 4) or words % 8 == 0)
-    )
+    # 32-bit words of one token's keys and values at one place of head_dim: what a tile holds.
+    words = heads * pages.dtype.itemsize // 2
+    fills_tiles = words in (1, 2, 4) or words % 8 == 0
+    return pages.dtype in (jnp.bfloat16, jnp.float32) and h == 128 and not rest and fills_tiles
 
 
 def _attend_token(
     pages: Float[Array, "l P u c h"],
     tables: Int[Array, "b m"],
     lengths: Int[Array, " b"],
-    layer: Int[Array, ""],
+    layer: int | Int[Array, ""],
     q: Float[Array, "b n h"],
     k: Float[Array, "b k h"],
     v: Float[Array, "b k h"],
     *,
     kernel: bool,
 ) -> tuple[Float[Array, "b n h"], Float[Array, "l P u c h"]]:
-    """On one device: writes keys and values, then attends to them and all before."""
-    (b, m), (_, count, u, c, h) = tables.shape, pages.shape
-    own = tables.at[jnp.arange(b), lengths // u].get(
-        mode="fill", fill_value=count
-    )  # there is no page of that number
+    """On one device: writes keys and values, then attends to them and to all earlier ones."""
+    b, m = tables.shape
+    _, count, u, c, h = pages.shape
+    # A row without room looks beyond its table and gets the page number `count`. There is no such
+    # page, so its write is dropped.
+    page = tables.at[jnp.arange(b), lengths // u].get(mode="fill", fill_value=count)
     both = jnp.stack([k, v], axis=2).reshape(b, c, h).astype(pages.dtype)
-    pages = pages.at[layer, own, lengths % u].set(both, mode="drop")
-    # A layer's pages are a range of the pool's: a view with other numbers, where a slice would be a copy.
-    pool, numbers, seen = (
-        pages.reshape(-1, u, c, h),
-        tables + layer * count,
-        jnp.minimum(lengths + 1, m * u),
-    )
+    pages = pages.at[layer, page, lengths % u].set(both, mode="drop")
+    # A layer's pages are a range of the flattened pool. Shifted page numbers are free, where a
+    # slice of the pool would be a copy.
+    pool = pages.reshape(-1, u, c, h)
+    numbers = tables + layer * count
+    seen = jnp.minimum(lengths + 1, m * u)
     queries = q.astype(pages.dtype)
     if kernel:
-        ends = jnp.arange(b + 1, dtype=jnp.int32)  # a query a row
+        # Query offsets of the ragged batch: one query per row.
+        ends = jnp.arange(b + 1, dtype=jnp.int32)
         out = ragged_paged_attention(
             queries,
             pool,

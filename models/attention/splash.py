@@ -1,8 +1,8 @@
-"""Attention on TPU: the Splash kernel of `jax.experimental.pallas`, one sequence for every group of rows.
+"""Attention on TPU: the Splash kernel of `jax.experimental.pallas`.
 
-Owns how rows and their shared prefix become the kernel's sequences, its masks and tiles. The compiler cannot cut it: over several
-devices it runs inside `spread`. Away from a TPU the kernel is interpreted, for tests. Refuses nothing: `supports` is asked first.
-Invariant: valid tokens get what `xla` gives them; the prefix is never repeated.
+The rows of a prompt and their shared prefix form one sequence of the kernel, so the prefix is never
+repeated. The compiler cannot shard the kernel: over several devices it runs inside `spread`. Away
+from a TPU the kernel is interpreted, for tests.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from models.attention.target import SAVED
 
-LANES = 128  # tiles are a multiple of it
-BLOCK = 512  # largest tile, in positions
-PADDING = -1  # segment of the positions that fill the last tile
+# Tiles are a multiple of this, in positions.
+LANES = 128
+# Largest tile, in positions.
+BLOCK = 512
+# Segment of the positions that fill the last tile. No token has it, so no token sees them.
+PADDING = -1
 
 
-def supports(q: Float[Array, "b t n h"]) -> bool:
-    """Whether the kernel can do the case: bfloat16 or float32."""
+def supports(q: Float[Array | jax.ShapeDtypeStruct, "b t n h"]) -> bool:
+    """Whether the kernel can take these queries: bfloat16 or float32."""
     return q.dtype in (jnp.bfloat16, jnp.float32)
 
 
@@ -42,9 +45,9 @@ def attend(
 ) -> Float[Array, "b t n h"]:
     """`attention.attend` on this kernel."""
     segments = jnp.ones(q.shape[:2], jnp.int32) if segment_ids is None else segment_ids
-    prefix = (
-        (k[:, :0], v[:, :0]) if prefix is None else prefix
-    )  # none is one of no length, every row a group
+    if prefix is None:
+        # A prefix of length 0 for every row: each row is a group of its own.
+        prefix = (k[:, :0], v[:, :0])
     valid = jnp.ones(prefix[0].shape[:2], bool) if prefix_mask is None else prefix_mask
     return _attend_groups(
         q * q.shape[-1] ** -0.5, k, v, segments, *prefix, valid, causal=causal, interpret=interpret
@@ -67,21 +70,21 @@ def _attend_groups(
     b, t, n, h = q.shape
     p, s = valid.shape
     queries = b // p * t
-    tile_q, tile_k = _tile(queries), _tile(s + queries)
+    tile_q = _tile(queries)
+    tile_k = _tile(s + queries)
 
     def sequence(*parts: Array, tile: int, fill: int = 0) -> Array:
+        """Joins parts along positions, [p, sum of lengths, ...], and pads to whole tiles."""
         whole = jnp.concatenate([x.reshape(p, -1, *x.shape[2:]) for x in parts], axis=1)
-        return jnp.pad(
-            whole,
-            [(0, 0), (0, -whole.shape[1] % tile)] + [(0, 0)] * (whole.ndim - 2),
-            constant_values=fill,
-        )
+        padding = [(0, 0), (0, -whole.shape[1] % tile)] + [(0, 0)] * (whole.ndim - 2)
+        return jnp.pad(whole, padding, constant_values=fill)
 
+    # A valid prefix position gets segment 1, which is that of every valid token of the rows.
     ids = splash.SegmentIds(
         q=sequence(segments, tile=tile_q, fill=PADDING),
         kv=sequence(valid.astype(segments.dtype), segments, tile=tile_k, fill=PADDING),
     )
-    shape = ids.q.shape[1], ids.kv.shape[1]
+    shape = (ids.q.shape[1], ids.kv.shape[1])
     mask = masks.MultiHeadMask([_mask(shape, prefix=s, row=t, rows=b // p, causal=causal)] * n)
     tiles = splash.BlockSizes(
         block_q=tile_q,
@@ -99,28 +102,48 @@ def _attend_groups(
         sequence(prefix_k, k, tile=tile_k),
         sequence(prefix_v, v, tile=tile_k),
     ]
+    # The kernel wants heads before positions, and takes one sequence at a time.
     out: Any = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in heads), ids)
     return out.swapaxes(1, 2)[:, :queries].reshape(b, t, n, h)
 
 
 def _tile(length: int) -> int:
-    """The tile that cuts `length` into the fewest parts of at most BLOCK, and pads it least."""
-    count = -(-length // BLOCK)
-    return -(-length // (count * LANES)) * LANES
+    """The tile that cuts `length` into the fewest parts, with the least padding."""
+    parts = _ceil_div(length, BLOCK)
+    return _ceil_div(length, parts * LANES) * LANES
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return (a + b - 1) // b
 
 
 def _mask(shape: tuple[int, int], *, prefix: int, row: int, rows: int, causal: bool) -> masks.Mask:
     if not causal:
         return masks.FullMask(shape)
-    return masks.CausalMask(shape, offset=prefix) if rows == 1 else GroupMask(*shape, prefix, row)
+    if rows == 1:
+        return masks.CausalMask(shape, offset=prefix)
+    return GroupMask(*shape, prefix, row)
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupMask(masks.Mask):
-    """Who sees whom where rows of `row` tokens follow one another: all of the prefix, and causally their own row.
+    """The mask of a group: a query sees the whole prefix, and its own row causally.
 
-    Computed inside the kernel; tiles that nobody sees are skipped. A query's number holds its row and its place there, so
-    that the kernel need not divide.
+                 prefix   row 1    row 2
+        row 1    # # #    # . .    . . .
+                 # # #    # # .    . . .
+                 # # #    # # #    . . .
+        row 2    # # #    . . .    # . .
+                 # # #    . . .    # # .
+                 # # #    . . .    # # #
+
+    The kernel computes it tile by tile, and skips tiles without any visible key.
+
+    Args:
+        queries: length of the padded queries.
+        keys: length of the padded keys.
+        prefix: length of the prefix.
+        row: length of a row.
     """
 
     queries: int
@@ -134,6 +157,7 @@ class GroupMask(masks.Mask):
 
     @property
     def q_sequence(self) -> np.ndarray:
+        # (row << bits) | place in the row: the kernel gets both by shifts, without a division.
         row, place = np.divmod(np.arange(self.queries, dtype=np.int32), np.int32(self.row))
         return row << self._bits | place
 
@@ -142,9 +166,10 @@ class GroupMask(masks.Mask):
         return (self.row - 1).bit_length()
 
     def mask_function(self, q: Any, k: Any) -> Any:
-        """Whether query number q sees key position k (arrays that broadcast)."""
+        """Whether the query numbered q (see `q_sequence`) sees key position k."""
+        place = q & ((1 << self._bits) - 1)
         start = self.prefix + (q >> self._bits) * self.row
-        return (k < self.prefix) | ((k >= start) & (k <= start + (q & ((1 << self._bits) - 1))))
+        return (k < self.prefix) | ((k >= start) & (k <= start + place))
 
     def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
         return self.mask_function(self.q_sequence[idx[0], None], np.arange(self.keys)[idx[1]])

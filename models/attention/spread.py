@@ -1,9 +1,14 @@
-"""How attention lies on a mesh: each device gets whole sequences, and with `tensor` whole kv heads of them.
+"""Attention over a mesh: kernels run in a `shard_map`, since the compiler cannot shard them.
 
-Owns what devices exchange. A compiler cannot cut a kernel, so kernels run in a `shard_map`. Prompts that are fewer than devices lie in
-pieces, one a device: for its own attention the devices of a prompt swap pieces of all heads for all pieces of some heads, and back
-again; rows gather keys and values of the one prompt that they attend to, and of no other. Refuses nothing: `fits` is asked first.
-Invariant: the kernel sees the sequences that it would see on one device, and no prompt is computed twice (but where heads do not divide).
+Each device gets whole sequences, and with `tensor` whole kv heads of them. If there are fewer
+prompts than devices, a prompt is cut into pieces, one per device:
+
+    devices      0         1         2         3
+    pieces     A[0:t]    A[t:2t]   B[0:t]    B[t:2t]      (2 prompts, pieces = 2)
+
+In a prompt's own attention, its devices exchange pieces of all heads for the whole prompt of some
+heads, and back again afterwards. Rows that attend to a prompt gather its keys and values from its
+devices only. A kernel therefore sees the sequences that it would see on one device.
 """
 
 from __future__ import annotations
@@ -21,22 +26,28 @@ from models.sharding import BATCH, ROWS, current_mesh, row_devices
 
 Kernel = Callable[..., Float[Array, "b t n h"]]
 Prefix = tuple[Float[Array, "p s k h"], Float[Array, "p s k h"]]
+AnyPrefix = tuple[
+    Float[Array | jax.ShapeDtypeStruct, "p s k h"], Float[Array | jax.ShapeDtypeStruct, "p s k h"]
+]
 
 
 def fits(
-    q: Float[Array, "b t n h"], k: Float[Array, "b t k h"], prefix: Prefix | None, pieces: int
+    q: Float[Array | jax.ShapeDtypeStruct, "b t n h"],
+    k: Float[Array | jax.ShapeDtypeStruct, "b t k h"],
+    prefix: AnyPrefix | None,
+    pieces: int,
 ) -> bool:
-    """Whether a mesh is set that the arrays divide over: heads, rows, and prompts, whole or in a piece a device."""
+    """Whether a mesh is set over which heads, rows, and prompts (or their pieces) divide."""
     mesh = current_mesh()
     if mesh is None:
         return False
-    devices, prompts = row_devices(mesh), len(k if prefix is None else prefix[0])
-    whole = prompts == devices if pieces > 1 else prompts % devices == 0
-    return (
-        whole
-        and math.gcd(q.shape[0], devices) == devices
-        and math.gcd(q.shape[2], k.shape[2]) % mesh.shape["tensor"] == 0
-    )
+    devices = row_devices(mesh)
+    prompts = len(k if prefix is None else prefix[0])
+    # With pieces, every device holds exactly one.
+    prompts_fit = prompts == devices if pieces > 1 else prompts % devices == 0
+    rows_fit = q.shape[0] % devices == 0
+    heads_fit = math.gcd(q.shape[2], k.shape[2]) % mesh.shape["tensor"] == 0
+    return prompts_fit and rows_fit and heads_fit
 
 
 def attend(
@@ -49,20 +60,22 @@ def attend(
     prefix_mask: Bool[Array, "p s"] | None,
     pieces: int,
 ) -> Float[Array, "b t n h"]:
-    """`kernel(q, k, v, segment_ids=, prefix=, prefix_mask=)` on every device of the mesh that is set. `pieces` as in `attention.attend`."""
+    """Runs `kernel` on every device of the current mesh; `pieces` as in `attention.attend`."""
     mesh = current_mesh()
     assert mesh is not None
+    # blocks[i]: the row devices that hold the pieces of prompt i, in order.
     blocks = [[*range(first, first + pieces)] for first in range(0, row_devices(mesh), pieces)]
 
     def local(q, k, v, segments, prefix, mask):
         if pieces == 1:
             return kernel(q, k, v, segment_ids=segments, prefix=prefix, prefix_mask=mask)
         if prefix is None:
-            return _own(kernel, q, k, v, segments, blocks)
+            return _attend_in_pieces(kernel, q, k, v, segments, blocks)
         prefix, mask = jax.tree.map(lambda x: _gather(x, blocks), (prefix, mask))
         return kernel(q, k, v, segment_ids=segments, prefix=prefix, prefix_mask=mask)
 
-    arrays = q, k, v, segment_ids, prefix, prefix_mask
+    arrays = (q, k, v, segment_ids, prefix, prefix_mask)
+    # [rows, positions, heads, head_dim] and [rows, positions]
     heads = PartitionSpec(*BATCH, None, "tensor")
     specs = jax.tree.map(lambda x: heads if x.ndim == 4 else BATCH, arrays)
     return jax.shard_map(local, in_specs=specs, out_specs=heads, check_vma=False)(*arrays)
@@ -78,21 +91,21 @@ def join(
     prefix_mask: Bool[Array, "p s"] | None,
     pieces: int,
 ) -> Float[Array, "b t n h"]:
-    """The same without a mesh: pieces are put together."""
+    """Runs `kernel` without a mesh: the pieces of a sequence are joined."""
 
     def whole(arrays: Any) -> Any:
+        """[sequences * pieces, t, ...] -> [sequences, pieces * t, ...]"""
         return jax.tree.map(lambda x: x.reshape(len(x) // pieces, -1, *x.shape[2:]), arrays)
 
     if prefix is None:
-        (queries, k, v, segment_ids) = whole((q, k, v, segment_ids))
-        return kernel(
-            queries, k, v, segment_ids=segment_ids, prefix=None, prefix_mask=None
-        ).reshape(q.shape)
+        queries, k, v, segment_ids = whole((q, k, v, segment_ids))
+        out = kernel(queries, k, v, segment_ids=segment_ids, prefix=None, prefix_mask=None)
+        return out.reshape(q.shape)
     prefix, prefix_mask = whole((prefix, prefix_mask))
     return kernel(q, k, v, segment_ids=segment_ids, prefix=prefix, prefix_mask=prefix_mask)
 
 
-def _own(
+def _attend_in_pieces(
     kernel: Kernel,
     q: Float[Array, "1 t n h"],
     k: Float[Array, "1 t k h"],
@@ -100,28 +113,34 @@ def _own(
     segments: Int[Array, "1 t"] | None,
     blocks: list[list[int]],
 ) -> Float[Array, "1 t n h"]:
-    """A piece's attention to its whole prompt. Where heads cannot be shared out every device computes all of them."""
-    pieces, t, n, kv = len(blocks[0]), q.shape[1], q.shape[2], k.shape[2]
-    segments = None if segments is None else _gather(segments, blocks)
-    if n % pieces or (kv % pieces and pieces % kv):
-        out = kernel(
-            *(_gather(x, blocks) for x in (q, k, v)),
-            segment_ids=segments,
-            prefix=None,
-            prefix_mask=None,
-        )
-        return jax.lax.dynamic_slice_in_dim(out, jax.lax.axis_index(ROWS) % pieces * t, t, 1)
+    """Attention of this device's piece to its whole prompt."""
+    pieces = len(blocks[0])
+    t = q.shape[1]
+    heads = q.shape[2]
+    kv_heads = k.shape[2]
+    if segments is not None:
+        segments = _gather(segments, blocks)
+    if heads % pieces or (kv_heads % pieces and pieces % kv_heads):
+        # Heads do not divide: every device computes the whole prompt, and keeps its own piece.
+        q, k, v = (_gather(x, blocks) for x in (q, k, v))
+        out = kernel(q, k, v, segment_ids=segments, prefix=None, prefix_mask=None)
+        # This device's number among those of its prompt, which are consecutive.
+        number = jax.lax.axis_index(ROWS) % pieces
+        return jax.lax.dynamic_slice_in_dim(out, number * t, t, 1)
 
-    def swap(x: Array, cut: int, joined: int) -> Array:
-        return jax.lax.all_to_all(x, ROWS, cut, joined, axis_index_groups=blocks, tiled=True)
+    def exchange(x: Array, split: int, joined: int) -> Array:
+        return jax.lax.all_to_all(x, ROWS, split, joined, axis_index_groups=blocks, tiled=True)
 
-    k, v = (x if kv % pieces == 0 else jnp.repeat(x, pieces // kv, axis=2) for x in (k, v))
-    out = kernel(
-        *(swap(x, 2, 1) for x in (q, k, v)), segment_ids=segments, prefix=None, prefix_mask=None
-    )
-    return swap(out, 1, 2)
+    if kv_heads % pieces:
+        # Fewer kv heads than pieces: repeat each, so that every device gets the one it needs.
+        k = jnp.repeat(k, pieces // kv_heads, axis=2)
+        v = jnp.repeat(v, pieces // kv_heads, axis=2)
+    # [1, t, n, h] -> [1, pieces * t, n / pieces, h], and back.
+    q, k, v = (exchange(x, 2, 1) for x in (q, k, v))
+    out = kernel(q, k, v, segment_ids=segments, prefix=None, prefix_mask=None)
+    return exchange(out, 1, 2)
 
 
 def _gather(x: Array, blocks: list[list[int]]) -> Array:
-    """All pieces of a prompt, one after the other."""
+    """All pieces of this device's prompt, joined along positions."""
     return jax.lax.all_gather(x, ROWS, axis=1, axis_index_groups=blocks, tiled=True)

@@ -1,16 +1,19 @@
-"""What all kernels know: where what is traced will run, and the name of what a backward pass needs of attention."""
+"""Shared by all kernels: the platform to compile for, and the name of what attention saves."""
 
 from __future__ import annotations
 
 import jax
 
-SAVED = "attention"  # `jax.ad_checkpoint.checkpoint_name` of outputs and log-sum-exps: a policy that saves them computes no score again
+# `checkpoint_name` of outputs and log-sum-exps. A remat policy that saves this name spares the
+# backward pass the forward pass of attention.
+SAVED = "attention"
 
 
 def platform() -> str:
-    """Where what is traced now will run: "tpu", "gpu" or "cpu".
+    """The platform that the code being traced will run on: "tpu", "gpu" or "cpu".
 
-    That of the mesh in context, which may be a topology that this machine lacks; else of the default backend.
+    It is that of the current mesh, which may describe a machine other than this one (to compile
+    ahead of time). Without a mesh it is that of the default backend.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform

@@ -1,10 +1,14 @@
-"""Attention in plain XLA, for any device: sequences in chunks of queries.
+"""Attention in plain XLA, for any device, in chunks of queries.
 
-Owns the portable arithmetic. Softmax is in float32, and the backward pass computes the scores again
-from the log-sum-exp (as FlashAttention does): on CPU, saving and loading them costs several times
-what computing them does. Both passes hold the scores of one chunk at a time. Refuses nothing.
-Invariant: the result does not depend on the query chunk, and a shared prefix equals the same tokens
-in every row.
+The backward pass computes the scores again from the log-sum-exp, as FlashAttention does: on CPU,
+saving and loading scores takes several times as long as computing them. Both passes hold the scores
+of one chunk at a time. The result does not depend on the chunk size, and a shared prefix gives what
+the same tokens in every row would give.
+
+Softmax is in float32, as are all sums over keys: in bfloat16 they would lose small weights.
+
+Shapes: b rows, p prompts with g = b / p rows each; t positions of a row, c of a chunk, s keys; k kv
+heads, r query heads per kv head, h head_dim.
 """
 
 from __future__ import annotations
@@ -19,12 +23,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from models.attention.target import SAVED
 
-SPANS = 8  # loops over chunks that causal attention is compiled to
-MASKED = -1e30  # finite, so that a row without any key gives numbers and not NaN
+# Most loops over chunks that causal attention compiles to.
+SPANS = 8
+# Score of a masked key. Finite: with -inf, a row without any key would be NaN.
+MASKED = -1e30
 
 
 class _Keys(NamedTuple):
-    """What the queries look at, heads before positions: their own rows' keys and values, and a prefix that g = b / p rows share."""
+    """Keys and values, heads before positions: those of each row, and those of shared prompts."""
 
     k: Float[Array, "b k t h"]
     v: Float[Array, "b k t h"]
@@ -33,14 +39,18 @@ class _Keys(NamedTuple):
 
 
 class _Masks(NamedTuple):
-    """Where keys may be seen: equal segments (None: everywhere), valid prefix positions (None: all)."""
+    """Which keys are visible: those of equal segments, and valid prefix positions. None: all."""
 
     segments: Int[Array, "b t"] | None
     prefix: Bool[Array, "p s"] | None
 
 
 class _Partial(NamedTuple):
-    """Attention over some of the keys: sum of weighted values, sum of weights, and the score both are relative to."""
+    """Attention over some of the keys, not yet normalised.
+
+    `values` is the weighted sum of values, `weights` the sum of weights. Both are relative to
+    exp(top), the largest score, so that exp never overflows.
+    """
 
     values: Float[Array, "b k t r h"]
     weights: Float[Array, "b k t r"]
@@ -58,20 +68,17 @@ def attend(
     prefix_mask: Bool[Array, "p s"] | None,
     chunk: int,
 ) -> Float[Array, "b t n h"]:
-    """`attention.attend` in chunks of `chunk` queries.
-
-    A chunk looks at the prefix and at the keys up to the end of its loop.
-    """
+    """`attention.attend` in chunks of `chunk` queries."""
     b, t, n, h = q.shape
     kv = k.shape[2]
-    # Heads before positions, and a kv head's queries side by side: one plain matmul a (row, kv head).
+    # [b, t, n, h] -> [b, k, t, r, h]. Heads come before positions, and the queries of a kv head are
+    # neighbours, so that each (row, kv head) is one plain matmul.
     queries = (q * h**-0.5).reshape(b, t, kv, n // kv, h).transpose(0, 2, 1, 3, 4)
-    shared = (
-        (None, None)
-        if prefix is None
-        else (prefix[0].transpose(0, 2, 1, 3), prefix[1].transpose(0, 2, 1, 3))
-    )
-    keys = _Keys(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), *shared)
+    prefix_k = prefix_v = None
+    if prefix is not None:
+        prefix_k = prefix[0].transpose(0, 2, 1, 3)
+        prefix_v = prefix[1].transpose(0, 2, 1, 3)
+    keys = _Keys(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), prefix_k, prefix_v)
     out: Any = _attend(queries, keys, _Masks(segment_ids, prefix_mask), causal, chunk)
     return out.transpose(0, 2, 1, 3, 4).reshape(b, t, n, h)
 
@@ -85,6 +92,7 @@ def _attend(
 
 def _forward(q: Float[Array, "b k t r h"], keys: _Keys, masks: _Masks, causal: bool, chunk: int):
     def step(done, start, span: _Span):
+        out, logsumexp = done
         part = _cut(q, start, span.size)
         scores = _own_scores(part, keys.k[:, :, : span.end], masks.segments, causal, start)
         found = _weigh(scores, keys.v[:, :, : span.end])
@@ -92,11 +100,11 @@ def _forward(q: Float[Array, "b k t r h"], keys: _Keys, masks: _Masks, causal: b
             scores = _prefix_scores(_fold(part, keys.prefix_k), keys.prefix_k, masks.prefix)
             shared = _weigh(scores, keys.prefix_v)
             found = _merge(found, _Partial(*(_unfold(x, part) for x in shared)))
-        out = (found.values / found.weights[..., None]).astype(q.dtype)
-        logsumexp = found.top + jnp.log(found.weights)
-        return _put(done[0], out, start), _put(done[1], logsumexp, start)
+        chunk_out = (found.values / found.weights[..., None]).astype(q.dtype)
+        chunk_logsumexp = found.top + jnp.log(found.weights)
+        return _put(out, chunk_out, start), _put(logsumexp, chunk_logsumexp, start)
 
-    empty = jnp.zeros(q.shape, q.dtype), jnp.zeros(q.shape[:-1], jnp.float32)
+    empty = (jnp.zeros(q.shape, q.dtype), jnp.zeros(q.shape[:-1], jnp.float32))
     out, logsumexp = _over_chunks(step, empty, q.shape[2], causal, chunk)
     out = checkpoint_name(out, SAVED)
     return out, (q, keys, masks, out, checkpoint_name(logsumexp, SAVED))
@@ -104,14 +112,17 @@ def _forward(q: Float[Array, "b k t r h"], keys: _Keys, masks: _Masks, causal: b
 
 def _backward(causal: bool, chunk: int, saved, d_out: Float[Array, "b k t r h"]):
     q, keys, masks, out, logsumexp = saved
+    # The gradient of a score is weight * (d_out . v - delta), where delta = d_out . out.
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
 
     def step(done, start, span: _Span):
         d_q, d_keys = done
         parts = [_cut(x, start, span.size) for x in (q, logsumexp, d_out, delta)]
-        k, v = keys.k[:, :, : span.end], keys.v[:, :, : span.end]
+        k = keys.k[:, :, : span.end]
+        v = keys.v[:, :, : span.end]
         scores = _own_scores(parts[0], k, masks.segments, causal, start)
         d_part, d_k, d_v = _grads(parts[0], k, v, scores, *parts[1:])
+        # Keys are seen by several chunks, so their gradients add up.
         d_k = _put(d_keys.k, d_keys.k[:, :, : span.end] + d_k, 0)
         d_v = _put(d_keys.v, d_keys.v[:, :, : span.end] + d_v, 0)
         d_prefix = (None, None)
@@ -123,8 +134,9 @@ def _backward(causal: bool, chunk: int, saved, d_out: Float[Array, "b k t r h"])
             d_prefix = [d_keys.prefix_k + d_prefix[0], d_keys.prefix_v + d_prefix[1]]
         return _put(d_q, d_part.astype(q.dtype), start), _Keys(d_k, d_v, *d_prefix)
 
+    # Sums over chunks stay in float32 until the end.
     sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), keys)
-    empty = jnp.zeros(q.shape, q.dtype), sums
+    empty = (jnp.zeros(q.shape, q.dtype), sums)
     d_q, d_keys = _over_chunks(step, empty, q.shape[2], causal, chunk)
     return d_q, jax.tree.map(lambda d, x: d.astype(x.dtype), d_keys, keys), None
 
@@ -133,10 +145,7 @@ _attend.defvjp(_forward, _backward)
 
 
 class _Span(NamedTuple):
-    """`count` chunks of `size` queries from query `start` on.
-
-    None of them may see a key at `end` or later.
-    """
+    """One loop: `count` chunks of `size` queries from query `start`, seeing keys before `end`."""
 
     start: int
     count: int
@@ -145,32 +154,42 @@ class _Span(NamedTuple):
 
 
 def _spans(t: int, causal: bool, chunk: int) -> list[_Span]:
-    """The chunks of t queries, grouped into loops. A shorter last chunk stands alone.
+    """Groups the chunks of t queries into loops.
 
-    Every pass of a loop needs the same number of keys. With causality a chunk sees more keys than
-    the one before it, so the chunks are divided among at most `SPANS` loops: the program does not
-    grow with t, and the keys beyond the causal frontier cost about t^2 / (2 SPANS) scores.
+    Every pass of a loop takes the same number of keys, but a causal chunk sees more keys than the
+    one before it. With 6 chunks and 3 loops (# computed and needed, o computed and masked):
+
+        loop 0   # o
+                 # #
+        loop 1   # # # o
+                 # # # #
+        loop 2   # # # # # o
+                 # # # # # #
+
+    At most `SPANS` loops: the program does not grow with t, and the masked scores beyond the causal
+    frontier are about t^2 / (2 SPANS). A shorter last chunk gets a loop of its own.
     """
     whole, rest = divmod(t, chunk)
-    together = max(1, -(-whole // SPANS) if causal else whole)
+    loops = SPANS if causal else 1
+    chunks_per_loop = max(1, (whole + loops - 1) // loops)
     spans = []
-    for first in range(0, whole, together):
-        after = min(first + together, whole)
-        spans.append(_Span(first * chunk, after - first, chunk, after * chunk if causal else t))
+    for first in range(0, whole, chunks_per_loop):
+        after = min(first + chunks_per_loop, whole)
+        end = after * chunk if causal else t
+        spans.append(_Span(first * chunk, after - first, chunk, end))
     if rest:
         spans.append(_Span(whole * chunk, 1, rest, t))
     return spans
 
 
 def _over_chunks(step, done, t: int, causal: bool, chunk: int):
-    """`done = step(done, first query, span)` for every chunk.
-
-    A loop holds one chunk's scores at a time. XLA on CPU may hold those of all unrolled chunks.
-    """
+    """Runs `done = step(done, first query, span)` for every chunk."""
     for span in _spans(t, causal, chunk):
         if span.count == 1:
             done = step(done, span.start, span)
         else:
+            # A loop, since XLA on CPU may hold the scores of all chunks at once if they are
+            # unrolled.
             starts = span.start + span.size * jnp.arange(span.count)
             done = jax.lax.scan(_without_output(step, span), done, starts)[0]
     return done
@@ -204,13 +223,16 @@ def _own_scores(
     causal: bool,
     start: int | Int[Array, ""],
 ) -> Float[Array, "b k c r s"]:
-    """Scores of queries from position `start` on against their own row's first keys, -1e30 where these may not be seen."""
-    c, s = q.shape[2], k.shape[2]
+    """Scores of the queries from position `start` against the first s keys of their row."""
+    c = q.shape[2]
+    s = k.shape[2]
     scores = _scores(q, k)
     if causal:
-        earlier = start + jnp.arange(c)[:, None] >= jnp.arange(s)
-        scores = jnp.where(earlier[:, None], scores, MASKED)
+        # [c, s] -> [1, 1, c, 1, s]
+        earlier = start + jnp.arange(c)[:, None] >= jnp.arange(s)[None, :]
+        scores = jnp.where(earlier[None, None, :, None], scores, MASKED)
     if segments is not None:
+        # [b, c, s] -> [b, 1, c, 1, s]
         own = jax.lax.dynamic_slice_in_dim(segments, start, c, axis=1)
         same = own[:, :, None] == segments[:, None, :s]
         scores = jnp.where(same[:, None, :, None], scores, MASKED)
@@ -221,7 +243,9 @@ def _prefix_scores(
     q: Float[Array, "p k c r h"], k: Float[Array, "p k s h"], valid: Bool[Array, "p s"] | None
 ) -> Float[Array, "p k c r s"]:
     scores = _scores(q, k)
-    return scores if valid is None else jnp.where(valid[:, None, None, None], scores, MASKED)
+    if valid is None:
+        return scores
+    return jnp.where(valid[:, None, None, None], scores, MASKED)
 
 
 def _weigh(scores: Float[Array, "b k c r s"], v: Float[Array, "b k s h"]) -> _Partial:
@@ -233,13 +257,21 @@ def _weigh(scores: Float[Array, "b k c r s"], v: Float[Array, "b k s h"]) -> _Pa
 def _merge(a: _Partial, b: _Partial) -> _Partial:
     """Attention over the keys of both."""
     top = jnp.maximum(a.top, b.top)
-    x, y = jnp.exp(a.top - top), jnp.exp(b.top - top)
-    return _Partial(
-        a.values * x[..., None] + b.values * y[..., None], a.weights * x + b.weights * y, top
-    )
+    scale_a = jnp.exp(a.top - top)
+    scale_b = jnp.exp(b.top - top)
+    values = a.values * scale_a[..., None] + b.values * scale_b[..., None]
+    return _Partial(values, a.weights * scale_a + b.weights * scale_b, top)
 
 
-def _grads(q, k, v, scores, logsumexp, d_out, delta):
+def _grads(
+    q: Float[Array, "b k c r h"],
+    k: Float[Array, "b k s h"],
+    v: Float[Array, "b k s h"],
+    scores: Float[Array, "b k c r s"],
+    logsumexp: Float[Array, "b k c r"],
+    d_out: Float[Array, "b k c r h"],
+    delta: Float[Array, "b k c r"],
+) -> tuple[Float[Array, "b k c r h"], Float[Array, "b k s h"], Float[Array, "b k s h"]]:
     """Gradients of queries, keys and values through one set of scores, float32."""
     weights = jnp.exp(scores - logsumexp[..., None])
     d_v = _collect(weights.astype(d_out.dtype), d_out)
@@ -248,54 +280,50 @@ def _grads(q, k, v, scores, logsumexp, d_out, delta):
 
 
 def _fold(x: Array, prefix: Array) -> Array:
-    """[b k t ...] -> [p k g*t ...]: the g rows of a prompt become more queries of the same keys."""
+    """[b, k, t, ...] -> [p, k, g * t, ...]: a prompt's rows become more queries of its keys."""
     p = prefix.shape[0]
     b, k, t, *rest = x.shape
     return x.reshape(p, b // p, k, t, *rest).swapaxes(1, 2).reshape(p, k, b // p * t, *rest)
 
 
 def _unfold(x: Array, q: Array) -> Array:
-    """The way back from `_fold`, to q's rows and positions."""
-    p, k, rest = x.shape[0], x.shape[1], x.shape[3:]
-    return (
-        x.reshape(p, k, q.shape[0] // p, q.shape[2], *rest)
-        .swapaxes(1, 2)
-        .reshape(*q.shape[:3], *rest)
-    )
+    """Reverses `_fold`: [p, k, g * t, ...] -> [b, k, t, ...], with b and t of `q`."""
+    b, _, t = q.shape[:3]
+    p, k, _, *rest = x.shape
+    return x.reshape(p, k, b // p, t, *rest).swapaxes(1, 2).reshape(b, k, t, *rest)
 
 
-# One batch axis in every matmul: XLA on CPU runs more of them several times slower.
+# The matmuls below join rows and kv heads to one batch axis: with two, XLA on CPU takes several
+# times as long.
 
 
 def _scores(q: Float[Array, "b k c r h"], k: Float[Array, "b k s h"]) -> Float[Array, "b k c r s"]:
+    """Products of every query and key."""
     b, n, c, r, h = q.shape
-    return _matmul(q.reshape(b * n, c * r, h), k.reshape(b * n, -1, h), 2, 2).reshape(
-        b, n, c, r, -1
-    )
+    out = _matmul(q.reshape(b * n, c * r, h), k.reshape(b * n, -1, h), 2, 2)
+    return out.reshape(b, n, c, r, -1)
 
 
 def _apply(
     weights: Float[Array, "b k c r s"], v: Float[Array, "b k s h"]
 ) -> Float[Array, "b k c r h"]:
+    """The weighted sum of values, per query."""
     b, n, c, r, s = weights.shape
-    return _matmul(weights.reshape(b * n, c * r, s), v.reshape(b * n, s, -1), 2, 1).reshape(
-        b, n, c, r, -1
-    )
+    out = _matmul(weights.reshape(b * n, c * r, s), v.reshape(b * n, s, -1), 2, 1)
+    return out.reshape(b, n, c, r, -1)
 
 
 def _collect(
     weights: Float[Array, "b k c r s"], x: Float[Array, "b k c r h"]
 ) -> Float[Array, "b k s h"]:
-    """What each key gets from all queries."""
+    """The weighted sum over queries, per key."""
     b, n, c, r, s = weights.shape
-    return _matmul(weights.reshape(b * n, c * r, s), x.reshape(b * n, c * r, -1), 1, 1).reshape(
-        b, n, s, -1
-    )
+    out = _matmul(weights.reshape(b * n, c * r, s), x.reshape(b * n, c * r, -1), 1, 1)
+    return out.reshape(b, n, s, -1)
 
 
 def _matmul(
     a: Float[Array, "x i j"], b: Float[Array, "x u w"], contract_a: int, contract_b: int
 ) -> Float[Array, "x y z"]:
-    return jax.lax.dot_general(
-        a, b, (((contract_a,), (contract_b,)), ((0,), (0,))), preferred_element_type=jnp.float32
-    )
+    dimensions = (((contract_a,), (contract_b,)), ((0,), (0,)))
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)

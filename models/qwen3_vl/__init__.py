@@ -1,1 +1,1 @@
-"""Qwen3-VL: configuration, model, positions, generation, and weights in and out."""
+"""Qwen3-VL: configuration, model, positions, generation, and reading and writing of weights."""

@@ -1,7 +1,6 @@
-"""Sizes of Qwen3-VL: the published ones and the laptop one.
+"""Sizes of Qwen3-VL: the published models and a small one for laptops.
 
-A configuration that cannot be built is refused with a ValueError that names field, value, rule and
-remedy. Two equal configurations build the same parameters.
+Equal configurations build the same parameters. One that cannot be built raises a ValueError.
 """
 
 from __future__ import annotations
@@ -25,7 +24,11 @@ def _require_positive(name: str, config: VisionConfig | TextConfig) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
-    """The vision tower. Sizes in units of channels; `num_position_embeddings` counts the cells of a square position table."""
+    """The vision tower, with the field names of Hugging Face.
+
+    `num_position_embeddings` is the number of cells of a square position table, and
+    `deepstack_visual_indexes` lists the layers whose output feeds DeepStack.
+    """
 
     hidden_size: int
     depth: int
@@ -42,22 +45,23 @@ class VisionConfig:
 
     def __post_init__(self):
         _require_positive("vision", self)
-        cells, side, taps = (
-            self.num_position_embeddings,
-            math.isqrt(self.num_position_embeddings),
-            self.deepstack_visual_indexes,
-        )
+        cells = self.num_position_embeddings
+        side = math.isqrt(cells)
         _require(
             side * side == cells,
-            f"vision.num_position_embeddings = {cells}: the position table is square; use {side**2} or {(side + 1) ** 2}",
+            f"vision.num_position_embeddings = {cells}: the position table is square; "
+            f"use {side**2} or {(side + 1) ** 2}",
         )
         _require(
             self.hidden_size % (4 * self.num_heads) == 0,
-            f"vision.hidden_size = {self.hidden_size}: heads are multiples of 4 (2-D rotary); use a multiple of {4 * self.num_heads}",
+            f"vision.hidden_size = {self.hidden_size}: head_dim is a multiple of 4 (2-D rotary); "
+            f"use a multiple of {4 * self.num_heads}",
         )
+        taps = self.deepstack_visual_indexes
         _require(
             all(0 <= i < self.depth for i in taps) and list(taps) == sorted(set(taps)),
-            f"vision.deepstack_visual_indexes = {taps}: rising layers of the tower (depth {self.depth}); name each tap once",
+            f"vision.deepstack_visual_indexes = {taps}: layers of the tower (depth {self.depth}) "
+            "in rising order; name each once",
         )
 
     @property
@@ -71,15 +75,17 @@ class VisionConfig:
 
     @property
     def levels(self) -> int:
-        """DeepStack levels: feature maps handed to the first text layers beside the merged features."""
+        """Number of DeepStack levels: feature maps that the first text layers get in addition."""
         return len(self.deepstack_visual_indexes)
 
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """The decoder. `mrope_section` splits the `head_dim / 2` rotary frequencies between time, height and width.
+    """The text decoder, with the field names of Hugging Face.
 
-    `max_position_embeddings` is what the weights were trained for, in tokens; nothing is computed from it, but servers ask for it.
+    `mrope_section` divides the head_dim / 2 rotary frequencies among time, height and width.
+    `max_position_embeddings` is the trained context in tokens. The model does not use it, but
+    servers read it from config.json.
     """
 
     vocab_size: int
@@ -100,17 +106,19 @@ class TextConfig:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         _require(
             heads % kv_heads == 0,
-            f"text.num_attention_heads = {heads}: every kv head serves equally many; use a multiple of num_key_value_heads = {kv_heads}",
+            f"text.num_attention_heads = {heads}: every kv head serves equally many; "
+            f"use a multiple of num_key_value_heads = {kv_heads}",
         )
         _require(
             len(self.mrope_section) == 3 and 2 * sum(self.mrope_section) == self.head_dim,
-            f"text.mrope_section = {self.mrope_section}: three counts; make them add up to head_dim / 2 = {self.head_dim / 2:g}",
+            f"text.mrope_section = {self.mrope_section}: three counts; "
+            f"make them add up to head_dim / 2 = {self.head_dim / 2:g}",
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3VLConfig:
-    """Both towers and the ids of the special tokens that the model itself must know."""
+    """Both towers, and the ids of the special tokens that the model reads."""
 
     vision: VisionConfig
     text: TextConfig
@@ -123,15 +131,18 @@ class Qwen3VLConfig:
         vision, text = self.vision, self.text
         _require(
             vision.out_hidden_size == text.hidden_size,
-            f"vision.out_hidden_size = {vision.out_hidden_size}: visual vectors stand among embeddings; use {text.hidden_size}",
+            f"vision.out_hidden_size = {vision.out_hidden_size}: visual vectors replace token "
+            f"embeddings; use {text.hidden_size}",
         )
         _require(
             vision.levels <= text.num_hidden_layers,
-            f"vision.deepstack_visual_indexes: {vision.levels} levels need a text layer each; tap at most {text.num_hidden_layers}",
+            f"vision.deepstack_visual_indexes: {vision.levels} levels need a text layer each; "
+            f"name at most {text.num_hidden_layers} layers",
         )
 
 
-_PUBLISHED = {  # hidden, layers, heads, MLP, tied, large vision tower
+# hidden size, layers, heads, MLP size, tied embeddings, large vision tower
+_PUBLISHED = {
     "2b": (2048, 28, 16, 6144, True, False),
     "4b": (2560, 36, 32, 9728, True, False),
     "8b": (4096, 36, 32, 12288, False, True),
@@ -140,10 +151,11 @@ _PUBLISHED = {  # hidden, layers, heads, MLP, tied, large vision tower
 
 
 def qwen3_vl(size: str) -> Qwen3VLConfig:
-    """The published dense model of `size`: "2b", "4b", "8b" or "32b". ValueError for another."""
+    """The published dense model of `size`: "2b", "4b", "8b" or "32b". ValueError for others."""
     if size not in _PUBLISHED:
         raise ValueError(
-            f"size = {size!r}: one of {', '.join(_PUBLISHED)}; choose one of them or build a Qwen3VLConfig"
+            f"size = {size!r}: no published size; choose one of {', '.join(_PUBLISHED)}, or build "
+            "a Qwen3VLConfig"
         )
     hidden, layers, heads, mlp, tied, large = _PUBLISHED[size]
     vision = VisionConfig(
@@ -171,7 +183,11 @@ def qwen3_vl(size: str) -> Qwen3VLConfig:
 
 
 def tiny(vocab_size: int) -> Qwen3VLConfig:
-    """The laptop model, some 0.8 M parameters and embeddings: every part of the large one, one DeepStack level, 2x2 patches a frame."""
+    """The laptop model: about 0.8 M parameters plus embeddings.
+
+    It has every part of the published models, one DeepStack level and a position table of 2 x 2
+    patches.
+    """
     vision = VisionConfig(
         hidden_size=64,
         depth=2,

@@ -1,4 +1,4 @@
-"""Floating-point operations of Qwen3-VL's two towers, counting matrix products only."""
+"""Floating-point operations of Qwen3-VL's two towers. Only matrix products are counted."""
 
 from __future__ import annotations
 
@@ -6,21 +6,28 @@ from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 
 
 def flops_per_token(config: Qwen3VLConfig, context: float) -> float:
-    """Forward FLOPs of the decoder and its head for one token that attends to `context` positions; the backward pass takes twice that."""
+    """Forward FLOPs of the decoder and its head for one token that attends to `context` positions.
+
+    The backward pass takes twice as many.
+    """
     c = config.text
+    # Weights that a token is multiplied with, per layer: q and o, k and v, and the three of the
+    # MLP.
     heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
     layer = c.hidden_size * (heads + 3 * c.intermediate_size)
-    return 2.0 * (
-        c.num_hidden_layers * (layer + 2 * c.num_attention_heads * c.head_dim * context)
-        + c.vocab_size * c.hidden_size
-    )
+    # q k^T and the weighted sum of v, each head_dim products per query head and position.
+    attention = 2 * c.num_attention_heads * c.head_dim * context
+    # A multiplication and an addition per weight.
+    return 2.0 * (c.num_hidden_layers * (layer + attention) + c.vocab_size * c.hidden_size)
 
 
 def vision_flops(config: VisionConfig, patches: int) -> float:
-    """Forward FLOPs of the tower for one frame of `patches`."""
-    c, merge = config, config.spatial_merge_size**2
-    block = (
-        4 * c.hidden_size**2 + 2 * c.hidden_size * c.intermediate_size + 2 * patches * c.hidden_size
-    )
-    merger = c.hidden_size * (merge * c.hidden_size + c.out_hidden_size)  # a patch's share of one
-    return 2.0 * patches * (c.patch_dim * c.hidden_size + c.depth * block + (1 + c.levels) * merger)
+    """Forward FLOPs of the vision tower for one frame of `patches` patches."""
+    c = config
+    d = c.hidden_size
+    joined = c.spatial_merge_size**2
+    # Per patch. Attention is within the frame: q k^T and the sum of v, d products per patch each.
+    block = 4 * d**2 + 2 * d * c.intermediate_size + 2 * patches * d
+    # A merger joins several patches into one vector. This is one patch's share of that.
+    merger = d * (joined * d + c.out_hidden_size)
+    return 2.0 * patches * (c.patch_dim * d + c.depth * block + (1 + c.levels) * merger)

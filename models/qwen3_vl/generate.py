@@ -1,7 +1,7 @@
-"""Text from one prompt: the tower and the prompt in one compiled program, all new tokens in another.
+"""Text from one prompt: one compiled program for the tower and the prompt, one for all new tokens.
 
-Owns the buckets: prompts, patches and room for new tokens are padded to a few lengths, so that samples of about one size share their
-programs. Refuses batches: those are `rollout.engine`'s. Invariant: the tokens are those of the whole forward pass; padding changes none.
+Prompts, patches and the room for new tokens are padded to a few sizes, so that samples of similar
+size share their programs. The padding changes no token. For batches use `rollout.engine`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from models.qwen3_vl.rope import next_position
 from models.qwen3_vl.text import KV, TextDecoder
 from models.qwen3_vl.vision import PackedPatches, PatchLayout, deal_rows, pack_patches
 
-_LEAST_ROW = 256  # visual tokens: smaller frames share a row
+# Smallest row of the tower, in visual tokens. Smaller frames share one.
+_MIN_ROW = 256
 
 
 def generate(
@@ -35,56 +36,68 @@ def generate(
     seed: int = 0,
     bucket: int = 256,
 ) -> Int32[np.ndarray, " n"]:
-    """Up to `new_tokens` ids that follow the prompt; the last one is the stop id where one came up.
+    """Samples the tokens that follow a prompt.
 
-    A temperature of 0 takes the likeliest, and `seed` then means nothing. Lengths are padded to multiples of `bucket` tokens, patches to
-    powers of two; the first sample of a size compiles. ValueError for fewer than one token and for a temperature below 0.
+    The first sample of a size compiles.
+
+    Args:
+        model: the model.
+        inputs: the prompt, from `models.processor.Processor`.
+        new_tokens: most tokens to generate.
+        stop_ids: generation stops after one of these.
+        temperature: of sampling; 0 takes the likeliest token.
+        seed: of sampling; unused at temperature 0.
+        bucket: lengths are padded to multiples of this, in tokens.
+
+    Returns:
+        The new token ids, including the stop id if there was one.
+
+    Raises:
+        ValueError: `new_tokens` below 1 or a negative temperature.
     """
     if new_tokens < 1:
-        raise ValueError(
-            f"new_tokens = {new_tokens}: at least 1; give the most that the answer may have"
-        )
+        raise ValueError(f"new_tokens = {new_tokens}: at least 1; give the longest allowed answer")
     if not temperature >= 0:
         raise ValueError(f"temperature = {temperature}: 0 or above; use 0 for the likeliest tokens")
-    packed = _pack_inputs(inputs, model.config.vision) if len(inputs.patches) else None
-    # Where in the tower's rows each token finds its vector. At text the index is -1, and so is the entry that it takes.
-    index = (
-        inputs.visual_index if packed is None else np.append(packed.tokens, -1)[inputs.visual_index]
-    )
-    length, position = len(inputs.ids), next_position(inputs.positions)
-    room = ((0, 0), (0, -length % bucket))
-    ids, index = (
-        np.pad(x[None], room, constant_values=fill).astype(np.int32)
-        for x, fill in ((inputs.ids, 0), (index, -1))
-    )
-    positions = np.pad(inputs.positions, room)[:, None]
-    seen = None if packed is None else (packed.patches, packed.layout)
+    index = inputs.visual_index
+    seen = None
+    if len(inputs.patches):
+        packed = _pack_inputs(inputs, model.config.vision)
+        seen = (packed.patches, packed.layout)
+        # From the token's number in the sample to its place in the tower's rows. Text has index -1,
+        # which reads the appended -1.
+        index = np.append(packed.tokens, -1)[index]
+    length = len(inputs.ids)
+    padding = ((0, 0), (0, -length % bucket))
+    ids = np.pad(inputs.ids[None], padding).astype(np.int32)
+    index = np.pad(index[None], padding, constant_values=-1).astype(np.int32)
+    positions = np.pad(inputs.positions, padding)[:, None]
     logits, kv = _prefill(*nnx.split(model), ids, positions, index, seen, np.int32(length))
-    counts, stops = (
-        np.array([length, position, new_tokens], np.int32),
-        np.asarray(stop_ids, np.int32),
-    )
-    choice = stops, np.float32(temperature), jax.random.key(seed)
+    counts = np.array([length, next_position(inputs.positions), new_tokens], np.int32)
     found, count = _decode(
-        *nnx.split(model.text), logits, kv, counts, *choice, most=new_tokens + -new_tokens % bucket
+        *nnx.split(model.text),
+        logits,
+        kv,
+        counts,
+        np.asarray(stop_ids, np.int32),
+        np.float32(temperature),
+        jax.random.key(seed),
+        room=new_tokens + -new_tokens % bucket,
     )
     return np.asarray(found)[: int(count)]
 
 
 def _pack_inputs(inputs: Inputs, config: VisionConfig) -> PackedPatches:
-    """Rows that the largest frame fits into, both their size and their number rounded up to powers of two."""
-    cell = config.spatial_merge_size**2
-    size = cell * max(_LEAST_ROW, _power_of_two(max(h * w for _, h, w in inputs.grids) // cell))
-    return pack_patches(
-        inputs.patches,
-        inputs.grids,
-        size,
-        config,
-        _power_of_two(len(deal_rows(inputs.grids, size))),
-    )
+    """Packs the frames into rows; size and number of rows are rounded up to powers of two."""
+    merged = config.spatial_merge_size**2
+    largest = max(h * w for _, h, w in inputs.grids) // merged
+    size = merged * max(_MIN_ROW, _power_of_two(largest))
+    rows = _power_of_two(len(deal_rows(inputs.grids, size)))
+    return pack_patches(inputs.patches, inputs.grids, size, config, rows)
 
 
 def _power_of_two(least: int) -> int:
+    """The smallest power of two that is at least `least`."""
     return 1 << (least - 1).bit_length()
 
 
@@ -98,10 +111,14 @@ def _prefill(
     seen: tuple[Float[Array, "b p c"], PatchLayout] | None,
     length: Int[Array, ""],
 ) -> tuple[Float[Array, "1 v"], KV]:
-    """Scores of the first new token, and the prompt's keys and values. Padding stands on the right, where no token sees it."""
+    """Scores of the first new token, and the prompt's keys and values.
+
+    Padding is on the right, where no token of the prompt sees it.
+    """
     model = nnx.merge(graph, weights)
     visual = None
     if seen is not None:
+        # [b, q, levels, d] -> [1, b * q, levels, d]: one bank for the one sequence.
         features = model.vision(*seen)
         visual = features.reshape(1, -1, *features.shape[2:])
     hidden, kv = model.text(
@@ -110,7 +127,7 @@ def _prefill(
     return model.text.logits(hidden[:, length - 1]), kv
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "most"))
+@functools.partial(jax.jit, static_argnames=("graph", "room"))
 def _decode(
     graph: nnx.GraphDef[TextDecoder],
     weights: nnx.State,
@@ -121,16 +138,20 @@ def _decode(
     temperature: Float[Array, ""],
     key: jax.Array,
     *,
-    most: int,
-) -> tuple[Int[Array, " most"], Int[Array, ""]]:
-    """New ids, and how many of them there are. `counts`: the prompt's length, the position that follows it, and the limit of new tokens."""
+    room: int,
+) -> tuple[Int[Array, " room"], Int[Array, ""]]:
+    """New token ids and their number.
+
+    `counts` holds the prompt's length, the position after it, and the limit of new tokens.
+    """
     text = nnx.merge(graph, weights)
     length, position, limit = counts
     layers = text.decode_layers()
-    prompt = DenseCache.prefilled(kv, jnp.arange(kv.k.shape[2])[None] < length, most)
+    prompt = DenseCache.prefilled(kv, jnp.arange(kv.k.shape[2])[None] < length, room)
 
     def pick(logits, number):
-        # The largest of the scores with Gumbel noise is a draw from their softmax.
+        # The Gumbel-max trick: scores plus Gumbel noise have their maximum at a draw from the
+        # softmax.
         noise = jax.random.gumbel(jax.random.fold_in(key, number), logits.shape)
         return jnp.argmax(logits + temperature * noise)
 
@@ -140,14 +161,12 @@ def _decode(
 
     def body(state):
         count, ids, cache = state
-        at = count - 1
-        hidden, cache = text.decode(ids[at, None], jnp.full((3, 1), position + at), cache, layers)
-        return (
-            count + 1,
-            ids.at[count].set(pick(text.logits(hidden), count)),
-            cache.advance(jnp.ones(1, bool)),
-        )
+        last = count - 1
+        last_position = jnp.full((3, 1), position + last)
+        hidden, cache = text.decode(ids[last, None], last_position, cache, layers)
+        ids = ids.at[count].set(pick(text.logits(hidden), count))
+        return count + 1, ids, cache.advance(jnp.ones(1, bool))
 
-    ids = jnp.zeros(most, jnp.int32).at[0].set(pick(logits, 0))
+    ids = jnp.zeros(room, jnp.int32).at[0].set(pick(logits, 0))
     count, ids, _ = jax.lax.while_loop(cond, body, (jnp.int32(1), ids, prompt))
     return ids, count

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig
 
-# What this model computes, where a config.json might ask for something else.
-_COMPUTED = {
+# The only values this model supports, for fields of config.json that could have others.
+_SUPPORTED = {
     "text_config": {"hidden_act": "silu", "attention_bias": False},
     "vision_config": {"hidden_act": "gelu_pytorch_tanh"},
 }
@@ -23,9 +23,15 @@ Tower = TypeVar("Tower", VisionConfig, TextConfig)
 
 
 def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> Qwen3VLConfig:
-    """Reads a Hugging Face `config.json` (its content, or the path of the file), as written by transformers 4.57 or 5.x.
+    """Reads a Hugging Face `config.json` as written by transformers 4.57 or 5.x.
 
-    ValueError for another model type, for what this model does not compute, and for fields that are missing.
+    Args:
+        source: the content of the file, or its path.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is for another model, lacks a field, or sets one to a value that this
+            model does not support.
     """
     content: Mapping[str, Any]
     if isinstance(source, Mapping):
@@ -35,16 +41,20 @@ def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> Qwen3VLConfig:
     kind = content.get("model_type")
     _require(
         kind == "qwen3_vl",
-        f"model_type = {kind!r}: only qwen3_vl (dense) is built; give the config.json of such a model",
+        f"model_type = {kind!r}: only qwen3_vl (dense) is supported; "
+        "give the config.json of such a model",
     )
-    text, vision = content.get("text_config", {}), content.get("vision_config", {})
-    for name, computed in _COMPUTED.items():
-        for field, value in computed.items():
+    for name, supported in _SUPPORTED.items():
+        for field, value in supported.items():
             given = content.get(name, {}).get(field, value)
             _require(
                 given == value,
-                f"{name}.{field} = {given!r}: only {value!r} is computed; give a Qwen3-VL config.json",
+                f"{name}.{field} = {given!r}: only {value!r} is supported; "
+                "give a Qwen3-VL config.json",
             )
+    text = content.get("text_config", {})
+    vision = content.get("vision_config", {})
+    # transformers 5 writes `rope_parameters`, 4.57 writes `rope_theta` and `rope_scaling`.
     rope = text.get("rope_parameters") or {
         **(text.get("rope_scaling") or {}),
         "rope_theta": text.get("rope_theta", 5_000_000.0),
@@ -52,7 +62,7 @@ def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> Qwen3VLConfig:
     scaling = rope.get("rope_type", "default")
     _require(
         scaling == "default",
-        f"text_config.rope_type = {scaling!r}: only default is computed; remove the scaling",
+        f"text_config.rope_type = {scaling!r}: only default is supported; remove the scaling",
     )
     tied = content.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     text = {"mrope_section": (24, 20, 20), **text, **rope, "tie_word_embeddings": tied}
@@ -64,7 +74,7 @@ def from_hf(source: Mapping[str, Any] | str | os.PathLike) -> Qwen3VLConfig:
 
 
 def _read(kind: type[Tower], name: str, content: Mapping[str, Any]) -> Tower:
-    """A tower's configuration, from the entries of `content` that are its fields."""
+    """A tower's configuration from `content`. Entries that are no fields are ignored."""
     fields = dataclasses.fields(kind)
     missing = [
         field.name
@@ -77,13 +87,14 @@ def _read(kind: type[Tower], name: str, content: Mapping[str, Any]) -> Tower:
     )
     values: dict[str, Any] = {}
     for field in fields:
-        if field.name in content:
-            value = content[field.name]
-            if (
-                field.type == "float"
-            ):  # published files have whole numbers there, and a configuration is compared with others
-                value = float(value)
-            values[field.name] = tuple(value) if isinstance(value, list) else value
+        if field.name not in content:
+            continue
+        value = content[field.name]
+        # Published files have whole numbers in float fields. Convert them, since configurations are
+        # written out and compared with others.
+        if field.type == "float":
+            value = float(value)
+        values[field.name] = tuple(value) if isinstance(value, list) else value
     return kind(**values)
 
 
@@ -93,51 +104,48 @@ def _read_json(path: str | os.PathLike) -> Mapping[str, Any]:
             content = json.load(file)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{path}: does not exist; give the folder of a Qwen3-VL checkpoint, with its config.json"
+            f"{path}: does not exist; give the folder of a Qwen3-VL checkpoint with its config.json"
         ) from error
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}); fetch it again") from error
     _require(
         isinstance(content, dict),
-        f"{path}: holds a {type(content).__name__}, a configuration is an object; fetch it again",
+        f"{path}: contains a {type(content).__name__}, not a JSON object; fetch it again",
     )
     return content
 
 
 def to_hf(config: Qwen3VLConfig) -> dict[str, Any]:
-    """The `config.json` content that `from_hf` and transformers (4.57 and 5.x) read back as the same model."""
-    text, vision = dataclasses.asdict(config.text), dataclasses.asdict(config.vision)
-    tied, theta, vision_theta = (
-        text.pop("tie_word_embeddings"),
-        text["rope_theta"],
-        vision.pop("rope_theta"),
-    )
+    """The content of a `config.json` that describes `config`.
+
+    `from_hf` and transformers (4.57 and 5.x) read it back as the same model.
+    """
+    text = dataclasses.asdict(config.text)
+    vision = dataclasses.asdict(config.vision)
+    tied = text.pop("tie_word_embeddings")
     rope = {
         "rope_type": "default",
         "mrope_section": list(text.pop("mrope_section")),
         "mrope_interleaved": True,
     }
+    # `rope_theta` and `rope_scaling` are read by transformers 4.57, `rope_parameters` by 5.
     text |= {
         "model_type": "qwen3_vl_text",
         "rope_scaling": rope,
-        "rope_parameters": {**rope, "rope_theta": theta},
+        "rope_parameters": {**rope, "rope_theta": text["rope_theta"]},
     }
     vision |= {
         "model_type": "qwen3_vl",
         "deepstack_visual_indexes": list(config.vision.deepstack_visual_indexes),
+        "rope_parameters": {"rope_type": "axial", "rope_theta": vision.pop("rope_theta")},
     }
-    vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": vision_theta}
-    ids = {name: getattr(config, name) for name in _IDS}
-    top = {
+    return {
         "model_type": "qwen3_vl",
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "tie_word_embeddings": tied,
-    }
-    return {
-        **top,
-        **ids,
-        "text_config": text | _COMPUTED["text_config"],
-        "vision_config": vision | _COMPUTED["vision_config"],
+        **{name: getattr(config, name) for name in _IDS},
+        "text_config": text | _SUPPORTED["text_config"],
+        "vision_config": vision | _SUPPORTED["vision_config"],
     }
 
 

@@ -1,7 +1,8 @@
-"""What both towers are made of: parameters that know the names of their axes, and the two norms.
+"""Building blocks of both towers: parameters with named axes, products, norms, linear layers.
 
-Invariant: every parameter carries `axes`, one logical name a dimension, which `models.sharding` lays over a mesh. Parameters of
-stacked layers are made with a leading `layer` axis and used one slice at a time, inside a scan.
+Every parameter carries the metadata `axes`, one logical name per dimension, which `models.sharding`
+maps to mesh axes. The parameters of equal layers are created as one stack with a leading `layer`
+axis and used one slice at a time, inside a scan.
 """
 
 from __future__ import annotations
@@ -16,41 +17,53 @@ from jaxtyping import Array, Float
 def normal(
     rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float, dtype: DTypeLike
 ) -> nnx.Param:
-    """A parameter drawn from N(0, std^2)."""
-    return nnx.Param(
-        (jax.random.normal(rngs.params(), shape, jnp.float32) * std).astype(dtype),
-        axes=_checked(shape, axes),
-    )
+    """A parameter drawn from N(0, std^2).
+
+    It is drawn in float32 and then rounded, so that every `dtype` starts from the same numbers.
+    """
+    values = jax.random.normal(rngs.params(), shape, jnp.float32) * std
+    return nnx.Param(values.astype(dtype), axes=_checked(shape, axes))
 
 
 def constant(
     value: float, shape: tuple[int, ...], axes: tuple[str, ...], dtype: DTypeLike
 ) -> nnx.Param:
-    """A parameter that starts as `value` everywhere: norms' scales and biases."""
+    """A parameter filled with `value`, for the scales and biases of norms."""
     return nnx.Param(jnp.full(shape, value, dtype), axes=_checked(shape, axes))
 
 
 def _checked(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[str, ...]:
     if len(shape) != len(axes):
-        raise ValueError(f"axes = {axes}: one name a dimension of {shape}; add or remove names")
+        raise ValueError(f"axes = {axes}: one name per dimension of {shape}; add or remove names")
     return axes
 
 
 def product(x: Float[Array, "*n i"], weight: Float[Array, "i *o"]) -> Float[Array, "*n *o"]:
-    """x times a weight, in x's type. The rows form one axis: over more, XLA on CPU copies what a weight's gradient is made of."""
-    flat = jnp.tensordot(x.reshape(-1, x.shape[-1]), weight.astype(x.dtype), 1)
-    return flat.reshape(*x.shape[:-1], *weight.shape[1:])
+    """x times a weight, in x's type."""
+    # All rows as one axis: with several, XLA on CPU copies the operands of the weight's gradient.
+    rows = x.reshape(-1, x.shape[-1])
+    out = jnp.tensordot(rows, weight.astype(x.dtype), 1)
+    return out.reshape(*x.shape[:-1], *weight.shape[1:])
 
 
 def rms_norm(x: Float[Array, "*n d"], scale: nnx.Param, eps: float) -> Float[Array, "*n d"]:
-    """Root-mean-square norm over the last axis, statistics in float32. Rounds before it scales, as the published model does."""
+    """Root-mean-square norm over the last axis, with statistics in float32."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return scale[...].astype(x.dtype) * wide.astype(x.dtype)
+    # The published model rounds before it scales. The other order gives other bfloat16 numbers.
+    return _last_axis(scale[...].astype(x.dtype), x) * wide.astype(x.dtype)
+
+
+def _last_axis(vector: Float[Array, " d"], like: Float[Array, "*n d"]) -> Float[Array, "... d"]:
+    """[d] -> [1, ..., 1, d] with the rank of `like`."""
+    return jax.lax.broadcast_to_rank(vector, like.ndim)
 
 
 class LayerNorm(nnx.Module):
-    """Layer norm over the last axis with scale and bias, eps 1e-6, statistics in float32. `stack` leads with a layer axis."""
+    """Layer norm over the last axis with scale and bias, eps 1e-6, and statistics in float32.
+
+    `stack` is (layers,) for a stack of norms, or () for a single one.
+    """
 
     def __init__(self, size: int, *, stack: tuple[int, ...], param_dtype: DTypeLike):
         axes = ("layer",) * len(stack) + ("norm",)
@@ -61,13 +74,16 @@ class LayerNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
-        return (
-            wide * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
-        ).astype(x.dtype)
+        scale = _last_axis(self.scale[...].astype(jnp.float32), x)
+        bias = _last_axis(self.bias[...].astype(jnp.float32), x)
+        return (wide * scale + bias).astype(x.dtype)
 
 
 class Linear(nnx.Module):
-    """`x @ kernel + bias`, kernel [d_in, d_out], drawn with the variance 1 / d_in. `stack` leads with a layer axis."""
+    """`x @ kernel + bias`, with a kernel [d_in, d_out] drawn with variance 1 / d_in.
+
+    `stack` is (layers,) for a stack of linear layers, or () for a single one.
+    """
 
     def __init__(
         self,
@@ -79,8 +95,10 @@ class Linear(nnx.Module):
         param_dtype: DTypeLike,
     ):
         lead = ("layer",) * len(stack)
-        self.kernel = normal(rngs, (*stack, *shape), (*lead, *axes), shape[0] ** -0.5, param_dtype)
+        std = shape[0] ** -0.5
+        self.kernel = normal(rngs, (*stack, *shape), (*lead, *axes), std, param_dtype)
         self.bias = constant(0.0, (*stack, shape[1]), (*lead, axes[1]), param_dtype)
 
     def __call__(self, x: Float[Array, "*n i"]) -> Float[Array, "*n o"]:
-        return x @ self.kernel[...].astype(x.dtype) + self.bias[...].astype(x.dtype)
+        out = x @ self.kernel[...].astype(x.dtype)
+        return out + _last_axis(self.bias[...].astype(x.dtype), out)

@@ -1,6 +1,6 @@
-"""The model: one vision tower, one decoder, one set of weights for sampling and training; and the sample it reads.
+"""Qwen3-VL: a vision tower and a text decoder, one set of weights for sampling and training.
 
-Owns how the two are put together. Callers run the tower once a frame, keep its features, and hand them to the decoder as a bank.
+Callers run the tower once per frame, keep its features, and pass them to the decoder as a bank.
 """
 
 from __future__ import annotations
@@ -21,23 +21,30 @@ from models.qwen3_vl.vision import VisionTower
 
 
 class Inputs(NamedTuple):
-    """One sample, as `models.processor.Processor` makes it. `visual_index` counts the visual tokens, -1 where a token is text.
-
-    `grids` holds (time, height, width) in patches of each image and video, as they come in the text; `patches` stand in the same order.
-    """
+    """One sample for the model, as `models.processor.Processor` makes it."""
 
     ids: Int32[np.ndarray, " t"]
+    # time, height and width
     positions: Int32[np.ndarray, "3 t"]
+    # number of the token's visual vector, counted over the sample; -1 for text
     visual_index: Int32[np.ndarray, " t"]
+    # patches of all images and videos, in the order of the text
     patches: Float[np.ndarray, "p c"]
+    # (time, height, width) of each image and video, in patches
     grids: list[tuple[int, int, int]]
 
 
 class Qwen3VL(nnx.Module):
-    """Qwen3-VL (dense).
+    """The dense Qwen3-VL.
 
-    `dtype` is the type of activations, `param_dtype` that of stored weights; in float32 those of the 8B take 35 GB. On TPU and GPU, XLA
-    multiplies float32 in bf16 or TF32 passes unless under `jax.default_matmul_precision("highest")`; bounds of parity are CPU's.
+    On TPU and GPU, XLA multiplies float32 in bfloat16 or TF32 passes. Use
+    `jax.default_matmul_precision("highest")` there to compare with another implementation.
+
+    Args:
+        config: sizes of both towers.
+        rngs: source of the initial weights.
+        dtype: type of activations.
+        param_dtype: type of stored weights. In float32 the weights of the 8B model take 35 GB.
     """
 
     def __init__(
@@ -56,14 +63,13 @@ class Qwen3VL(nnx.Module):
 def abstract_model(
     config: Qwen3VLConfig, *, dtype: DTypeLike = jnp.float32, param_dtype: DTypeLike = jnp.float32
 ) -> Qwen3VL:
-    """The model with shapes in the place of weights: nothing is allocated."""
+    """The model with shapes and types in place of weights. Allocates nothing."""
     return nnx.eval_shape(
         lambda: Qwen3VL(config, rngs=nnx.Rngs(0), dtype=dtype, param_dtype=param_dtype)
     )
 
 
 def num_params(config: Qwen3VLConfig) -> int:
-    """Weights of both towers; tied embeddings count once."""
-    return sum(
-        math.prod(p.shape) for p in jax.tree.leaves(nnx.state(abstract_model(config), nnx.Param))
-    )
+    """Number of parameters of both towers; tied embeddings count once."""
+    parameters = nnx.state(abstract_model(config), nnx.Param)
+    return sum(math.prod(p.shape) for p in jax.tree.leaves(parameters))

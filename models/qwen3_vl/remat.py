@@ -1,6 +1,6 @@
-"""What the backward pass finds saved of each layer, and what it computes again.
+"""Activation checkpointing policies: what each layer keeps for the backward pass.
 
-Owns the policies' names. Refuses names that it does not know. Invariant: a policy changes memory and time, never numbers.
+A policy trades memory for time. It never changes a number.
 """
 
 from __future__ import annotations
@@ -13,16 +13,22 @@ import jax
 from models.attention import SAVED
 
 Remat = Literal["none", "full", "attention", "dots", "offload"]
-"""none: everything is saved. full: a layer's input. attention: that and what attention gave (cuDNN computes it again all the same).
-dots: both, and the matrix products with weights. offload: a layer's input, in the host's memory (on CPU that is the same memory)."""
+"""What is kept of each layer:
 
-LAYER_INPUT = (
-    "layer_in"  # at the entry of a checkpointed body: at its end, offloading it does nothing
-)
+none: everything.
+full: only its input; the layer is computed again.
+attention: its input and the output of attention (cuDNN computes that again nevertheless).
+dots: both, and the products with weights.
+offload: its input, in the host's memory. On CPU that is the same memory.
+"""
+
+# Name of a layer's input. It belongs at the entry of the checkpointed body: at the end of the body,
+# offloading has no effect.
+LAYER_INPUT = "layer_in"
 
 
 def rematerialise(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """The body of a scan over layers under a policy. ValueError for a policy that is unknown."""
+    """Applies a policy to the body of a scan over layers. ValueError for an unknown policy."""
     check("remat", remat)
     if remat == "none":
         return body
@@ -41,12 +47,12 @@ def rematerialise(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
             offload_dst="pinned_host",
         ),
     }[remat]
+    # Inside a scan the two computations cannot be merged anyway, and the barriers would cost time.
     return jax.checkpoint(body, prevent_cse=False, policy=policy)
 
 
 def check(field: str, remat: str) -> None:
-    """Raises ValueError for a policy that is unknown."""
+    """Raises ValueError for an unknown policy."""
     if remat not in get_args(Remat):
-        raise ValueError(
-            f"{field}: {remat!r} is unknown; choose one of {', '.join(get_args(Remat))}"
-        )
+        known = ", ".join(get_args(Remat))
+        raise ValueError(f"{field}: {remat!r} is unknown; choose one of {known}")

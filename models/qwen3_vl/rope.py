@@ -1,7 +1,8 @@
-"""Rotary positions: which position each token has, and how a position turns a head.
+"""Rotary position embeddings: the position of every token, and how a position rotates a head.
 
-Owns the three-axis positions of Qwen3-VL (time, height, width; interleaved MRoPE) and the two-axis ones of the vision tower.
-Angles are float32: at bfloat16 neighbouring positions fall together. Facts follow transformers' Qwen3-VL.
+The text decoder uses three-axis positions (time, height, width; interleaved M-RoPE), the vision
+tower two-axis ones (row, column). Angles are float32: in bfloat16, neighbouring positions would be
+equal. The positions follow transformers' Qwen3-VL.
 """
 
 from __future__ import annotations
@@ -27,94 +28,136 @@ def mrope_positions(
     config: Qwen3VLConfig,
     start: int = 0,
 ) -> Int[np.ndarray, "3 t"]:
-    """Positions (time, height, width) of a token sequence whose image and video placeholders stand for `grids`.
+    """Positions (time, height, width) of a sequence's tokens, equal to `get_rope_index`.
 
-    `grids` holds, in patches and in order, (height, width) of an image or (time, height, width) of an image or a video. Text counts
-    up on all three axes; a slice in time stands as an image does, text between: it starts at one time and spans its merged grid, and
-    what follows it goes on after the largest position. Equal to transformers' `get_rope_index`. ValueError where placeholders and
-    grids do not match.
+    Example: text a b, an image of 2 x 3 merged cells, then text c:
+
+        token    a  b  v  v  v  v  v  v  c
+        time     0  1  2  2  2  2  2  2  5
+        height   0  1  2  2  2  3  3  3  5
+        width    0  1  2  3  4  2  3  4  5
+
+    Text counts up on all three axes. Every temporal slice of an image or video keeps one time and
+    spans its grid. The token after it takes the largest position plus one.
+
+    Args:
+        ids: token ids, with image and video placeholders.
+        grids: what the placeholders stand for, in patches and in order: (height, width) of an
+            image, or (time, height, width) of an image or a video.
+        config: token ids of the placeholders, and the merge size.
+        start: position of the first token.
+
+    Raises:
+        ValueError: placeholders and grids do not match.
     """
-    ids, merge = np.asarray(ids), config.vision.spatial_merge_size
+    ids = np.asarray(ids)
+    merge = config.vision.spatial_merge_size
     slices = [grid[-2:] for grid in grids for _ in range(math.prod(grid[:-2]))]
     if any(side < merge or side % merge for grid in slices for side in grid):
         raise ValueError(
-            f"grids = {list(grids)}: height and width are multiples of {merge} patches; resize to smart_resize's answer first"
+            f"grids = {list(grids)}: height and width are multiples of {merge} patches; "
+            "resize frames to the size that smart_resize gives"
         )
     tokens = [h * w // merge**2 for h, w in slices]
     placeholders = np.flatnonzero((ids == config.image_token_id) | (ids == config.video_token_id))
     if len(placeholders) != sum(tokens):
-        counts = f"stand for {sum(tokens)} visual tokens, the sequence has {len(placeholders)}"
-        raise ValueError(f"grids = {list(grids)}: {counts}; give one grid an image or video")
+        raise ValueError(
+            f"grids = {list(grids)}: stand for {sum(tokens)} visual tokens, the sequence has "
+            f"{len(placeholders)}; give one grid per image or video"
+        )
     positions = np.empty((3, len(ids)), np.int32)
-    at, position, used = 0, start, 0
-    for (h, w), n in zip(slices, tokens, strict=True):
+    done = 0  # tokens that have their positions
+    used = 0  # placeholders among them
+    position = start
+    for (h, w), count in zip(slices, tokens, strict=True):
         first = placeholders[used]
-        if (ids[first : first + n] != ids[first]).any():
+        end = first + count
+        if (ids[first:end] != ids[first]).any():
             raise ValueError(
-                f"grids: the image at token {first} needs {n} placeholders in a row for grid {(h, w)}; write them together"
+                f"grids: the image at token {first} needs {count} consecutive placeholders for "
+                f"grid {(h, w)}; write them together"
             )
-        positions[:, at:first] = np.arange(position, position + first - at)
-        position += first - at
-        rows, columns = np.divmod(np.arange(n), w // merge)
-        positions[:, first : first + n] = position + np.stack([np.zeros_like(rows), rows, columns])
+        # The text before the slice.
+        positions[:, done:first] = np.arange(position, position + first - done)
+        position += first - done
+        rows, columns = np.divmod(np.arange(count), w // merge)
+        positions[:, first:end] = position + np.stack([np.zeros_like(rows), rows, columns])
         position += max(h, w) // merge
-        at, used = first + n, used + n
-    positions[:, at:] = np.arange(position, position + len(ids) - at)
+        done = end
+        used += count
+    positions[:, done:] = np.arange(position, position + len(ids) - done)
     return positions
 
 
 def visual_index(ids: Cells, *placeholders: int) -> Cells:
-    """Which visual vector of its row ([t] or [b, t]) each token takes, counted over the placeholder ids in order; -1 for text."""
+    """The visual vector of each token, numbered along the row; -1 where the token is text.
+
+    Args:
+        ids: token ids, [t] or [b, t].
+        placeholders: ids of the image and video placeholders.
+    """
     visual = functools.reduce(operator.or_, [ids == placeholder for placeholder in placeholders])
-    return visual.cumsum(-1) * visual - 1  # pyright: ignore[reportReturnType]  (NumPy's operators give Any)
+    # NumPy's operators are typed as Any.
+    return visual.cumsum(-1) * visual - 1  # pyright: ignore[reportReturnType]
 
 
 def next_position(positions: Int[np.ndarray, "3 t"]) -> int:
-    """The position of the text token that would follow: one more than the largest."""
+    """The position of the text token that would follow: the largest plus one."""
     return int(positions.max()) + 1 if positions.size else 0
 
 
-def mrope_angles(positions: Int[Array, "3 b t"], config: TextConfig) -> Float[Array, "b t j"]:
-    """Rotation angles of text heads, j = head_dim / 2, in radians.
-
-    Interleaved: frequencies go time, height, width, time, ... until a section is used up; the rest belongs to time.
-    """
+def mrope_angles(
+    positions: Int[Array | np.ndarray, "3 b t"], config: TextConfig
+) -> Float[Array, "b t j"]:
+    """Rotation angles of text heads in radians, one per frequency, j = head_dim / 2."""
     half = config.head_dim // 2
     j = np.arange(half)
+    # Interleaved: frequencies go to time, height, width, time, ... (0, 1, 2, 0, ...) until the
+    # section of height or width is used up. All others go to time.
     axis = np.zeros(half, np.int32)
     for number in (1, 2):
         axis[(j % 3 == number) & (j < 3 * config.mrope_section[number])] = number
-    frequency = (
-        1.0
-        / config.rope_theta
-        ** (np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim)
-    ).astype(np.float32)
+    axis = axis[None, None, :]
+    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
+    frequency = (1.0 / config.rope_theta**exponents).astype(np.float32)
     time, height, width = positions.astype(jnp.float32)[..., None]
-    return jnp.where(axis == 0, time, jnp.where(axis == 1, height, width)) * frequency
+    position = jnp.where(axis == 0, time, jnp.where(axis == 1, height, width))
+    return position * frequency[None, None, :]
 
 
 def vision_angles(
-    row: Int[Array, "b p"], column: Int[Array, "b p"], config: VisionConfig
+    row: Int[Array | np.ndarray, "b p"],
+    column: Int[Array | np.ndarray, "b p"],
+    config: VisionConfig,
 ) -> Float[Array, "b p j"]:
-    """Rotation angles of vision heads for patches at (row, column) of their frame, j = head_dim / 2: rows first, then columns."""
+    """Rotation angles of vision heads for patches at (row, column) of their frame.
+
+    j = head_dim / 2: first the angles of rows, then those of columns.
+    """
     quarter = config.head_dim // 4
-    frequency = (
-        1.0 / config.rope_theta ** (np.arange(quarter, dtype=np.float32) / quarter)
-    ).astype(np.float32)
-    return jnp.concatenate([at[..., None] * frequency for at in (row, column)], axis=-1)
+    exponents = np.arange(quarter, dtype=np.float32) / quarter
+    frequency = (1.0 / config.rope_theta**exponents).astype(np.float32)[None, None, :]
+    return jnp.concatenate([place[..., None] * frequency for place in (row, column)], axis=-1)
 
 
 def merge_order(cells: Cells, merge: int) -> Cells:
-    """Flattens [height, width, ...] so that the merge x merge patches of one visual token stand together."""
+    """Flattens [height, width, ...] so that the patches of a visual token are neighbours.
+
+    A visual token is made of merge x merge patches.
+    """
     h, w, *rest = cells.shape
     blocks = cells.reshape(h // merge, merge, w // merge, merge, *rest)
     return blocks.swapaxes(1, 2).reshape(h * w, *rest)
 
 
-def rotate(x: Float[Array, "b t n h"], angles: Float[Array, "b t j"]) -> Float[Array, "b t n h"]:
-    """Turns the halves of each head against each other by `angles` (j = h / 2); computed in float32, returned in x's type."""
-    cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+def rotate(x: Float[Array, "b t n h"], angles: Float[Array, "#b t j"]) -> Float[Array, "b t n h"]:
+    """Rotates the two halves of each head against each other by `angles`, j = h / 2.
+
+    Computed in float32, returned in x's type.
+    """
+    # [b, t, j] -> [b, t, 1, j]: all heads of a token rotate alike.
+    cos = jnp.cos(angles)[..., None, :]
+    sin = jnp.sin(angles)[..., None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    ).astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)

@@ -1,18 +1,18 @@
-"""The decoder: token ids, positions and visual vectors in; hidden states, keys and values out; and log-probs from hidden states.
+"""The text decoder: embeddings, transformer layers, DeepStack and the vocabulary head.
 
-Owns the embedding, the layers (one stack, scanned), DeepStack's entry into the first of them, one-token decoding and the
-vocabulary head. Refuses visual vectors without their index; shapes are static and checked while tracing. Invariant: however the
-tokens are cut - at once, suffixes over a shared prefix, packed, or one by one - they get the same hidden states.
+`TextDecoder.__call__` runs whole sequences and `TextDecoder.decode` one token per row, with the
+same weights and the same layer. A token gets the same hidden state however its sequence is fed: at
+once, as a suffix of a shared prefix, packed with other sequences, or token by token.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
@@ -27,48 +27,81 @@ from models.sharding import ROWS, constrain
 
 Cache = TypeVar("Cache", DenseCache, PagedCache)
 
-# For so few rows CPU spends more time on turning the head around than on the product: there the head comes first.
-_FEW_ROWS = 64
-_WORDS = (
-    "fsdp",
-    "tensor",
-)  # mesh axes that cut the vocabulary where log-probs of many tokens are computed
+# Up to this many rows, transposing the head costs more on CPU than the product itself.
+_SMALL_BATCH = 64
+# Mesh axes that shard the vocabulary while log-probs of many tokens are computed.
+_VOCAB_AXES = ("fsdp", "tensor")
 
 
 class KV(NamedTuple):
-    """Keys (rotated) and values of every layer."""
+    """Keys (already rotated) and values of every layer."""
 
     k: Float[Array, "l b s k h"]
     v: Float[Array, "l b s k h"]
 
 
+class VisualBank(NamedTuple):
+    """Visual vectors of a batch, and the vector that each of its tokens takes.
+
+    A sequence has one bank of m vectors, which all its pieces share: n = b / pieces banks. Level 0
+    of a vector replaces the token's embedding; level 1 + i is added after decoder layer i
+    (DeepStack).
+    """
+
+    vectors: Float[Array | np.ndarray, "n m c d"]
+    index: Int[Array | np.ndarray, "b t"]  # into the m vectors; -1 where the token is text
+
+    def embed(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        """Replaces the embeddings of visual tokens."""
+        return jnp.where(self.index[..., None] >= 0, self._at_tokens(0, x), x)
+
+    def add_level(self, x: Float[Array, "b t d"], level: Int[Array, ""]) -> Float[Array, "b t d"]:
+        """Adds a DeepStack level to the hidden states of visual tokens, if there is that level."""
+        levels = self.vectors.shape[2]
+        if levels == 1:
+            return x
+        # A branch, not a mask: layers after the last level pay nothing, and the stack stays one
+        # scan.
+        return jax.lax.cond(level < levels, lambda x: x + self._at_tokens(level, x), lambda x: x, x)
+
+    def _at_tokens(
+        self, level: int | Int[Array, ""], like: Float[Array, "b t d"]
+    ) -> Float[Array, "b t d"]:
+        """One level's vectors at their tokens, 0 at text, in the type and shape of `like`."""
+        bank = jax.lax.dynamic_index_in_dim(self.vectors, level, axis=2, keepdims=False)
+        bank = bank.astype(like.dtype)
+        # [b, t] -> [n, pieces * t, 1]: the pieces of a sequence read their common bank.
+        places = jnp.maximum(self.index, 0).reshape(len(bank), -1, 1)
+        vectors = jnp.take_along_axis(bank, places, axis=1).reshape(like.shape)
+        return jnp.where(self.index[..., None] >= 0, constrain(vectors, ROWS), 0)
+
+
 class DecoderLayer(nnx.Module):
-    """Pre-norm attention and gated MLP; made with a leading layer axis, used with one layer's slice of it."""
+    """Pre-norm attention and a gated MLP.
+
+    The parameters hold all layers, stacked along a leading axis. The methods work on a single
+    layer: the module merged with one slice of those parameters.
+    """
 
     def __init__(self, config: TextConfig, *, rngs: nnx.Rngs, param_dtype: DTypeLike):
-        c = config
-        n, d, f, q, k, h = (
-            c.num_hidden_layers,
-            c.hidden_size,
-            c.intermediate_size,
-            c.num_attention_heads,
-            c.num_key_value_heads,
-            c.head_dim,
-        )
+        layers = config.num_hidden_layers
+        d = config.hidden_size
+        f = config.intermediate_size
+        q = config.num_attention_heads
+        k = config.num_key_value_heads
+        h = config.head_dim
 
         def weight(shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int) -> nnx.Param:
-            return normal(rngs, (n, *shape), ("layer", *axes), fan_in**-0.5, param_dtype)
+            return normal(rngs, (layers, *shape), ("layer", *axes), fan_in**-0.5, param_dtype)
 
         def scale(size: int) -> nnx.Param:
-            return constant(1.0, (n, size), ("layer", "norm"), param_dtype)
+            return constant(1.0, (layers, size), ("layer", "norm"), param_dtype)
 
-        self.eps = c.rms_norm_eps
-        self.input_norm, self.post_norm, self.q_norm, self.k_norm = (
-            scale(d),
-            scale(d),
-            scale(h),
-            scale(h),
-        )
+        self.eps = config.rms_norm_eps
+        self.input_norm = scale(d)
+        self.post_norm = scale(d)
+        self.q_norm = scale(h)
+        self.k_norm = scale(h)
         self.q = weight((d, q, h), ("embed", "heads", "head_dim"), d)
         self.k = weight((d, k, h), ("embed", "kv_heads", "head_dim"), d)
         self.v = weight((d, k, h), ("embed", "kv_heads", "head_dim"), d)
@@ -80,29 +113,33 @@ class DecoderLayer(nnx.Module):
     def project(
         self, x: Float[Array, "b t d"], angles: Float[Array, "b t j"]
     ) -> tuple[Float[Array, "b t n h"], Float[Array, "b t k h"], Float[Array, "b t k h"]]:
-        """Queries, keys and values of x, heads normed and turned."""
+        """Queries, keys and values of x; queries and keys are normed per head and rotated."""
         y = rms_norm(x, self.input_norm, self.eps)
-        q, k, v = (product(y, w[...]) for w in (self.q, self.k, self.v))
-        return (
-            rotate(rms_norm(q, self.q_norm, self.eps), angles),
-            rotate(rms_norm(k, self.k_norm, self.eps), angles),
-            v,
-        )
+        q = product(y, self.q[...])
+        k = product(y, self.k[...])
+        v = product(y, self.v[...])
+        q = rotate(rms_norm(q, self.q_norm, self.eps), angles)
+        k = rotate(rms_norm(k, self.k_norm, self.eps), angles)
+        return q, k, v
 
     def finish(
         self, x: Float[Array, "b t d"], attended: Float[Array, "b t n h"]
     ) -> Float[Array, "b t d"]:
-        """The layer's output from its input and what its heads attended to."""
-        out = self.o[...]
-        x = x + product(attended.reshape(*x.shape[:-1], -1), out.reshape(-1, out.shape[-1]))
+        """The layer's output, given its input and the output of attention."""
+        # [n, h, d] -> [n * h, d]: the output projection takes all heads at once.
+        out = self.o[...].reshape(-1, x.shape[-1])
+        x = x + product(attended.reshape(*x.shape[:-1], -1), out)
         y = rms_norm(x, self.post_norm, self.eps)
-        return x + product(
-            jax.nn.silu(product(y, self.gate[...])) * product(y, self.up[...]), self.down[...]
-        )
+        gate = jax.nn.silu(product(y, self.gate[...]))
+        return x + product(gate * product(y, self.up[...]), self.down[...])
 
 
 class TextDecoder(nnx.Module):
-    """The decoder and its vocabulary head. Activations in `dtype`, logits and log-probs in float32."""
+    """The decoder and its vocabulary head.
+
+    Activations are in `dtype`. Logits and log-probs are float32: bfloat16 would round a logit of 20
+    to a multiple of 0.125.
+    """
 
     def __init__(
         self,
@@ -114,103 +151,131 @@ class TextDecoder(nnx.Module):
     ):
         self.config = config
         self.dtype = dtype
-        shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed")
+        shape = (config.vocab_size, config.hidden_size)
+        axes = ("vocab", "embed")
         self.embedding = normal(rngs, shape, axes, 0.02, param_dtype)
         self.layers = DecoderLayer(config, rngs=rngs, param_dtype=param_dtype)
         self.norm = constant(1.0, (config.hidden_size,), ("norm",), param_dtype)
-        self.head = (
-            None if config.tie_word_embeddings else normal(rngs, shape, axes, 0.02, param_dtype)
-        )
+        if config.tie_word_embeddings:
+            self.head = None
+        else:
+            self.head = normal(rngs, shape, axes, 0.02, param_dtype)
 
     def __call__(
         self,
-        ids: Int[Array, "b t"],
-        positions: Int[Array, "3 b t"],
+        ids: Int[Array | np.ndarray, "b t"],
+        positions: Int[Array | np.ndarray, "3 b t"],
         *,
-        segment_ids: Int[Array, "b t"] | None = None,
-        visual: Float[Array, "b m c d"] | None = None,
-        visual_index: Int[Array, "b t"] | None = None,
+        segment_ids: Int[Array | np.ndarray, "b t"] | None = None,
+        visual: Float[Array | np.ndarray, "n m c d"] | None = None,
+        visual_index: Int[Array | np.ndarray, "b t"] | None = None,
         prefix: KV | Callable[[Int[Array, ""]], KV] | None = None,
-        prefix_mask: Bool[Array, "p s"] | None = None,
+        prefix_mask: Bool[Array | np.ndarray, "p s"] | None = None,
         pieces: int = 1,
         remat: Remat = "none",
     ) -> tuple[Float[Array, "b t d"], KV]:
-        """Hidden states after the final norm, and the keys and values of these tokens.
+        """Runs the decoder over whole sequences.
 
-        Tokens attend causally within equal `segment_ids` (0 = padding; None = one segment). `visual` is each sequence's bank of m
-        visual vectors, c = 1 + DeepStack levels; `visual_index` points into it, -1 where a token is text. `prefix` holds
-        p = b / g prompts: rows r * g ... r * g + g - 1 also attend to row r of it where `prefix_mask` holds, and are one segment
-        each; it may be a function that reads the prompts of one layer, by its number, where all layers at once are too much. `pieces`: so
-        many rows of the prefix (without one: of these tokens) are one sequence. `remat` says what the backward pass finds saved
-        (`remat.Remat`). Over the mesh that is set, rows lie over data and fsdp, and what is saved of them over tensor too. ValueError
-        where `visual` and `visual_index` are not given together.
+        Over a mesh, rows are sharded over `data` and `fsdp`.
+
+        Args:
+            ids: token ids.
+            positions: time, height and width of every token (`rope.mrope_positions`).
+            segment_ids: tokens attend causally to tokens of the same segment; 0 is padding. None:
+                every row is one segment.
+            visual: banks of m visual vectors, one bank per sequence; c = 1 + DeepStack levels.
+            visual_index: the vector in the bank that each token takes, -1 for text.
+            prefix: keys and values of p prompts. With g = b / p, rows r * g ... r * g + g - 1 also
+                attend to prompt r, and each of them is one segment. It may be a function from a
+                layer's number to that layer's keys and values, so that only one layer is read at a
+                time.
+            prefix_mask: which prefix positions are valid; None: all.
+            pieces: number of consecutive rows that form one sequence: rows of the prefix, or of
+                `ids` without a prefix.
+            remat: what is kept for the backward pass.
+
+        Returns:
+            Hidden states after the final norm, and the keys and values of these tokens.
+
+        Raises:
+            ValueError: only one of `visual` and `visual_index` is given.
         """
         if (visual is None) != (visual_index is None):
             raise ValueError(
                 "visual, visual_index: given together or not at all; pass both, or neither for text"
             )
+        bank = None
+        if visual is not None and visual_index is not None:
+            bank = VisualBank(visual, visual_index)
         graph, state = nnx.split(self.layers)
         angles = mrope_angles(positions, self.config)
-        # What is saved between layers is cut over `tensor` too; within a layer its devices share a row's products, and have it whole.
-        # That is said at both ends: else the compiler takes the cut into the products, and sends several times as much.
+        # Hidden states kept between layers are sharded over `tensor` too. Inside a layer, the
+        # devices of `tensor` share a row's products and need the whole row. Both layouts are stated
+        # at both ends of a layer: otherwise the compiler shards the products like the kept states,
+        # and sends several times as much.
         between = (ROWS,) if remat == "none" else (ROWS, "tensor")
 
         def body(x, layer):
-            params, number, kept = layer
-            past = prefix(number) if callable(prefix) else kept
-            block, x = (
-                nnx.merge(graph, params),
-                checkpoint_name(constrain(x, *between), LAYER_INPUT),
-            )
+            params, number, layer_prefix = layer
+            past = prefix(number) if callable(prefix) else layer_prefix
+            block = nnx.merge(graph, params)
+            # The name marks what a policy keeps, so it goes on the sharded copy.
+            x = checkpoint_name(constrain(x, *between), LAYER_INPUT)
             x = constrain(x, ROWS)
             q, k, v = block.project(x, angles)
-            x = block.finish(
-                x,
-                attend(
-                    q,
-                    k,
-                    v,
-                    segment_ids=segment_ids,
-                    prefix=past,
-                    prefix_mask=prefix_mask,
-                    pieces=pieces,
-                ),
+            attended = attend(
+                q,
+                k,
+                v,
+                segment_ids=segment_ids,
+                prefix=past,
+                prefix_mask=prefix_mask,
+                pieces=pieces,
             )
-            if visual is not None and visual_index is not None and visual.shape[2] > 1:
-                # A branch, not a mask: layers after the last DeepStack level pay nothing, and the stack stays one scan.
-                spread = functools.partial(_spread, visual, visual_index, number + 1)
-                x = jax.lax.cond(
-                    number + 1 < visual.shape[2], lambda x: x + spread(x), lambda x: x, x
-                )
+            x = block.finish(x, attended)
+            if bank is not None:
+                x = bank.add_level(x, number + 1)
             return constrain(constrain(x, ROWS), *between), KV(k, v)
 
-        # From words whose vectors are cut to rows that are whole in one exchange; in one step the compiler would gather all rows.
-        x = constrain(constrain(self.embed(constrain(ids, "data")), "data", None, "fsdp"), ROWS)
-        if visual is not None and visual_index is not None:
-            x = jnp.where(visual_index[..., None] >= 0, _spread(visual, visual_index, 0, x), x)
+        x = self._embed_rows(ids)
+        if bank is not None:
+            x = bank.embed(x)
         layers = jnp.arange(self.config.num_hidden_layers)
+        # KV's arrays have a leading layer axis, so the scan hands each layer its own slice.
+        stacked_prefix = None if callable(prefix) else prefix
         x, kv = jax.lax.scan(
             rematerialise(body, remat),
             constrain(x, *between),
-            (state, layers, None if callable(prefix) else prefix),
+            (state, layers, stacked_prefix),
         )
         return rms_norm(x, self.norm, self.config.rms_norm_eps), kv
 
     def decode(
         self,
-        ids: Int[Array, " b"],
-        positions: Int[Array, "3 b"],
+        ids: Int[Array | np.ndarray, " b"],
+        positions: Int[Array | np.ndarray, "3 b"],
         cache: Cache,
         layers: Sequence[nnx.State] | None = None,
     ) -> tuple[Float[Array, "b d"], Cache]:
-        """One text token a row: the hidden state after the final norm, and the cache with the token in it, not yet advanced.
+        """Runs the decoder over one text token per row.
 
-        The cache is updated in place where the caller donates it. `layers`: what `decode_layers` gave, taken before a loop over tokens.
+        The cache is updated in place if the caller donates it.
+
+        Args:
+            ids: one token per row.
+            positions: its time, height and width.
+            cache: keys and values of the tokens before it.
+            layers: the result of `decode_layers`. Taken before a loop over tokens, it saves a copy
+                of the weights per token on CPU.
+
+        Returns:
+            The hidden state after the final norm, and the cache with the token written to it. The
+            caller decides which rows keep the token (`cache.advance`).
         """
         graph, state = nnx.split(self.layers)
         angles = mrope_angles(positions[..., None], self.config)
 
-        # The cache is carried, not scanned over: as a scan's output it would be copied whole for every token.
+        # The cache is the scan's carry. As its output it would be copied whole for every token.
         def body(carry, layer):
             x, cache = carry
             number, params = layer
@@ -219,9 +284,10 @@ class TextDecoder(nnx.Module):
             attended, cache = cache.attend(number, q[:, 0], k[:, 0], v[:, 0])
             return (block.finish(x, attended[:, None]), cache), None
 
-        carry = self.embed(ids)[:, None], cache
+        carry = (self.embed(ids)[:, None], cache)
         if cache.stacked:
-            carry, _ = jax.lax.scan(body, carry, (jnp.arange(self.config.num_hidden_layers), state))
+            numbers = jnp.arange(self.config.num_hidden_layers)
+            carry, _ = jax.lax.scan(body, carry, (numbers, state))
         else:
             for layer in enumerate(layers or self._unstacked(state)):
                 carry, _ = body(carry, layer)
@@ -229,7 +295,10 @@ class TextDecoder(nnx.Module):
         return rms_norm(x, self.norm, self.config.rms_norm_eps)[:, 0], cache
 
     def decode_layers(self) -> list[nnx.State] | None:
-        """Each layer's weights as arrays of their own on CPU, where they would be copied out of the stack at every token; else None."""
+        """Each layer's weights as separate arrays on CPU; None on other platforms.
+
+        On CPU, a slice of the stacked weights is a copy, which `decode` would make for every token.
+        """
         if platform() != "cpu":
             return None
         return self._unstacked(nnx.state(self.layers))
@@ -240,52 +309,68 @@ class TextDecoder(nnx.Module):
             for number in range(self.config.num_hidden_layers)
         ]
 
-    def embed(self, ids: Int[Array, "*n"]) -> Float[Array, "*n d"]:
+    def embed(self, ids: Int[Array | np.ndarray, "*n"]) -> Float[Array, "*n d"]:
         """Token embeddings."""
         return jnp.take(self.embedding[...], ids, axis=0).astype(self.dtype)
 
+    def _embed_rows(self, ids: Int[Array | np.ndarray, "b t"]) -> Float[Array, "b t d"]:
+        """Token embeddings, with rows sharded over the mesh."""
+        # The table is sharded over `fsdp` along d. First look up with that sharding, then swap it
+        # for rows in one exchange. Asked for rows at once, the compiler gathers all rows
+        # everywhere.
+        x = constrain(self.embed(constrain(ids, "data")), "data", None, "fsdp")
+        return constrain(x, ROWS)
+
     def logits(self, hidden: Float[Array, "*n d"]) -> Float[Array, "*n v"]:
-        """Scores of every word, float32."""
-        return _logits((self.embedding if self.head is None else self.head)[...], hidden)
+        """Vocabulary scores, float32."""
+        return _logits(self._head_weights(), hidden)
 
     def token_logprobs(
         self,
         hidden: Float[Array, "b t d"],
-        targets: Int[Array, "b t"],
+        targets: Int[Array | np.ndarray, "b t"],
         temperature: float,
         chunk: int | None = None,
     ) -> Float[Array, "b t"]:
-        """Log-prob of `targets` under softmax(logits / temperature), float32; hidden[b, t] is the state that predicts targets[b, t].
+        """Log-probs of `targets` under softmax(logits / temperature), float32.
 
-        `chunk` positions of every row at a time (None: all at once), computed again in the backward pass, so that
-        [tokens, vocab] is never whole.
+        Args:
+            hidden: hidden[b, t] is the state that predicts targets[b, t].
+            targets: token ids.
+            temperature: above 0.
+            chunk: positions of each row to compute at a time; None computes all at once. The
+                backward pass computes a chunk's logits again, so that [tokens, vocab] never exists
+                as a whole.
         """
         b, t = targets.shape
-        # Laid out here: inside the loop over chunks the head would move once a chunk.
-        head = constrain((self.embedding if self.head is None else self.head)[...], _WORDS)
+        # Sharded here, outside the loop: inside it, the head would move once per chunk.
+        head = constrain(self._head_weights(), _VOCAB_AXES)
         if chunk is None or chunk >= t:
             return _chunk_logprobs(head, hidden, targets, temperature)
-        rest = -t % chunk
-        hidden = (
-            jnp.pad(hidden, ((0, 0), (0, rest), (0, 0)))
-            .reshape(b, -1, chunk, hidden.shape[-1])
-            .swapaxes(0, 1)
-        )
-        targets = jnp.pad(targets, ((0, 0), (0, rest))).reshape(b, -1, chunk).swapaxes(0, 1)
-        one = jax.checkpoint(
+        padding = -t % chunk
+        hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
+        targets = jnp.pad(targets, ((0, 0), (0, padding)))
+        # [b, t, ...] -> [chunks, b, chunk, ...], since lax.map runs over the leading axis.
+        hidden = hidden.reshape(b, -1, chunk, hidden.shape[-1]).swapaxes(0, 1)
+        targets = targets.reshape(b, -1, chunk).swapaxes(0, 1)
+        one_chunk = jax.checkpoint(
             lambda x: _chunk_logprobs(head, x[0], x[1], temperature), prevent_cse=False
         )
-        return jax.lax.map(one, (hidden, targets)).swapaxes(0, 1).reshape(b, -1)[:, :t]
+        logprobs = jax.lax.map(one_chunk, (hidden, targets))
+        return logprobs.swapaxes(0, 1).reshape(b, -1)[:, :t]
+
+    def _head_weights(self) -> Float[Array, "v d"]:
+        return (self.embedding if self.head is None else self.head)[...]
 
 
 def _logits(head: Float[Array, "v d"], hidden: Float[Array, "*n d"]) -> Float[Array, "*n v"]:
     head = head.astype(hidden.dtype)
-    rows = hidden.reshape(-1, hidden.shape[-1])  # one axis, as in `product`
-    if len(rows) <= _FEW_ROWS and platform() == "cpu":
-        words = jnp.einsum("vd,nd->vn", head, rows, preferred_element_type=jnp.float32)
-        logits = jax.lax.optimization_barrier(
-            words
-        ).T  # without the barrier XLA turns the product around again
+    # One row axis, for the same reason as in `layers.product`.
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if len(rows) <= _SMALL_BATCH and platform() == "cpu":
+        scores = jnp.einsum("vd,nd->vn", head, rows, preferred_element_type=jnp.float32)
+        # Without the barrier XLA merges the transpose into the product, and transposes the head.
+        logits = jax.lax.optimization_barrier(scores).T
     else:
         logits = jnp.einsum("nd,vd->nv", rows, head, preferred_element_type=jnp.float32)
     return logits.reshape(*hidden.shape[:-1], -1)
@@ -294,28 +379,16 @@ def _logits(head: Float[Array, "v d"], hidden: Float[Array, "*n d"]) -> Float[Ar
 def _chunk_logprobs(
     head: Float[Array, "v d"],
     hidden: Float[Array, "b t d"],
-    targets: Int[Array, "b t"],
+    targets: Int[Array | np.ndarray, "b t"],
     temperature: float,
 ) -> Float[Array, "b t"]:
-    """Over a mesh each device has all rows of its part of the words: hidden states move, which are fewer than the head's weights."""
+    # Over a mesh, each device scores the rows of its `data` slice against its part of the
+    # vocabulary. That moves hidden states, which are smaller than the head's weights.
     hidden = constrain(constrain(hidden, ROWS), "data")
-    logits = constrain(_logits(head, hidden), "data", None, _WORDS) / temperature
-    # A masked sum, not a gather: its gradient needs no scatter, and a vocabulary that is cut over devices stays cut.
-    own = jnp.sum(
-        jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0.0), axis=-1
-    )
-    return own - jax.nn.logsumexp(logits, axis=-1)
-
-
-def _spread(
-    visual: Float[Array, "b m c d"],
-    index: Int[Array, "b t"],
-    level: int | Int[Array, ""],
-    like: Float[Array, "b t d"],
-) -> Float[Array, "b t d"]:
-    """One level's visual vectors at the tokens they stand for, 0 at text; in the type of `like`. A bank serves a sequence: one row, or
-    its pieces."""
-    bank = jax.lax.dynamic_index_in_dim(visual, level, axis=2, keepdims=False).astype(like.dtype)
-    places = jnp.maximum(index, 0).reshape(len(bank), -1, 1)
-    vectors = jnp.take_along_axis(bank, places, axis=1).reshape(like.shape)
-    return jnp.where(index[..., None] >= 0, constrain(vectors, ROWS), 0)
+    logits = constrain(_logits(head, hidden), "data", None, _VOCAB_AXES) / temperature
+    # A masked sum, not a gather: its gradient needs no scatter, and a sharded vocabulary stays
+    # sharded.
+    vocabulary = jnp.arange(logits.shape[-1])[None, None, :]
+    is_target = vocabulary == targets[..., None]
+    target_logit = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+    return target_logit - jax.nn.logsumexp(logits, axis=-1)

@@ -1,8 +1,7 @@
-"""The vision tower: patches in, merged visual vectors and their DeepStack levels out.
+"""The vision tower: patches in; merged visual vectors and their DeepStack levels out.
 
-Owns where patches stand (`PatchLayout`), patch embedding, the interpolated position table, the blocks and the mergers. Attention
-stays within a frame. Refuses grids that do not match the merge, the room or the patches. Invariant: a frame's features depend on that
-frame alone, so they may be cached, and frames of any sizes may share a row.
+Attention stays within a frame, so the features of a frame depend on that frame alone. They can be
+cached, and frames of any size can share a row (see `PatchLayout`).
 """
 
 from __future__ import annotations
@@ -27,10 +26,11 @@ from models.qwen3_vl.rope import merge_order, rotate, vision_angles
 
 
 class PatchLayout(NamedTuple):
-    """Where the patches of each row stand: row and column in their frame, the frame's height and width, all in patches.
+    """The place of every patch in its frame, and the size of that frame, in patches.
 
-    `frame` numbers the frames of a row from 1, 0 is padding; None: the row is one frame. A batch axis of 1 serves all rows. Only
-    the shape is static: any mix of frames that fills as many patches runs the same program.
+    `frame` numbers the frames of a row from 1, and 0 is padding. None: the row is one frame. A
+    batch axis of 1 serves all rows. Only the shapes are static, so all mixes of frames that fill
+    the same number of patches run the same program.
     """
 
     row: Int[Array, "b p"]
@@ -41,51 +41,72 @@ class PatchLayout(NamedTuple):
 
 
 def frame_layout(grid: tuple[int, int], config: VisionConfig) -> PatchLayout:
-    """Every row is one frame of `grid` = (height, width) patches. ValueError where a side is no multiple of the merge."""
+    """The layout of rows that are one frame each, of `grid` = (height, width) patches.
+
+    ValueError if a side is no multiple of the merge size.
+    """
     return packed_layout([(1, *grid)], grid[0] * grid[1], config)._replace(frame=None)
 
 
 def packed_layout(
     grids: Sequence[tuple[int, int, int]], size: int, config: VisionConfig
 ) -> PatchLayout:
-    """One row of `size` patches: frames of images and videos one after another, then padding.
+    """The layout of one row: the frames of images and videos, one after another, then padding.
 
-    `grids` holds (frames, height, width) of each, in units of patches; an image has one frame. The row's output holds their visual
-    tokens in the same order. ValueError where a side is no multiple of the merge, or where `size` is too small or no multiple of merge^2.
+    The row's visual tokens come in the same order.
+
+    Args:
+        grids: (frames, height, width) of each image and video, in patches. An image has one frame.
+        size: length of the row, in patches.
+        config: for the merge size.
+
+    Raises:
+        ValueError: a side is no multiple of the merge size, or `size` is too small or no multiple
+            of its square.
     """
-    merge, filled = config.spatial_merge_size, sum(t * h * w for t, h, w in grids)
+    merge = config.spatial_merge_size
+    filled = sum(t * h * w for t, h, w in grids)
     for t, h, w in grids:
         if min(t, h, w) < 1 or h % merge or w % merge:
             raise ValueError(
-                f"grid = {(t, h, w)}: sides are multiples of {merge} patches; resize with paravt_jax.data.sizes.smart_resize first"
+                f"grid = {(t, h, w)}: sides are multiples of {merge} patches; resize with "
+                "paravt_jax.data.sizes.smart_resize first"
             )
     if filled > size or size % merge**2:
         raise ValueError(
-            f"size = {size}: holds all {filled} patches and is a multiple of {merge**2}; choose a larger bucket"
+            f"size = {size}: holds all {filled} patches and is a multiple of {merge**2}; choose a "
+            "larger bucket"
         )
-    layout, at = np.zeros((5, size), np.int32), 0
-    layout[2:4] = 1  # padding is a frame of one patch
+    # The five fields of `PatchLayout`.
+    layout = np.zeros((5, size), np.int32)
+    # Padding counts as a frame of one patch, so that nothing divides by 0.
+    layout[2:4] = 1
     frames = [(h, w) for t, h, w in grids for _ in range(t)]
+    first = 0
     for number, (h, w) in enumerate(frames, 1):
-        rows, columns = (merge_order(a, merge) for a in np.indices((h, w)))
-        layout[:, at : at + h * w] = np.stack(
-            [rows, columns, *(np.full(h * w, value) for value in (h, w, number))]
-        )
-        at += h * w
+        rows, columns = (merge_order(index, merge) for index in np.indices((h, w)))
+        constants = [np.full(h * w, value) for value in (h, w, number)]
+        layout[:, first : first + h * w] = np.stack([rows, columns, *constants])
+        first += h * w
     return PatchLayout(*layout[:, None])
 
 
 class PackedPatches(NamedTuple):
-    """Patches dealt into rows, their layout, and where each visual token then stands among the rows' tokens, [b, q] made flat."""
+    """Patches packed into rows."""
 
     patches: Float[np.ndarray, "b p c"]
     layout: PatchLayout
+    # For each visual token, its number among the tower's outputs [b, q], flattened.
     tokens: Int[np.ndarray, " n"]
 
 
 def deal_rows(grids: Sequence[tuple[int, int, int]], size: int) -> list[list[tuple[int, int, int]]]:
-    """The frames of images and videos, each whole, in order, in as few rows of `size` patches as that takes; one row at least."""
-    rows, room = [[]], size
+    """Distributes frames over as few rows of `size` patches as possible, in order.
+
+    Frames stay whole. There is at least one row.
+    """
+    rows = [[]]
+    room = size
     for frame in [(1, h, w) for t, h, w in grids for _ in range(t)]:
         area = math.prod(frame)
         if area > room and rows[-1]:
@@ -103,37 +124,53 @@ def pack_patches(
     config: VisionConfig,
     rows: int | None = None,
 ) -> PackedPatches:
-    """Deals the frames of images and videos into rows of `size` patches, in order, each frame whole.
+    """Packs the frames of images and videos into rows of `size` patches.
 
-    `patches` and `grids` as `Inputs` has them; `rows`: how many rows there are in the end (None: as many as the frames need).
-    Attention costs each patch `size`: where frames are many, take about the largest. ValueError where a frame is larger than `size`,
-    where the frames need more than `rows`, or where patches and grids disagree.
+    Args:
+        patches: patches of all images and videos, as in `Inputs`.
+        grids: (frames, height, width) of each, in patches.
+        size: length of a row in patches. Attention costs `size` per patch, so with many frames the
+            size of the largest frame is best.
+        config: for the merge size.
+        rows: number of rows, the last ones padding; None: as few as the frames need.
+
+    Raises:
+        ValueError: a frame is larger than `size`, the frames need more than `rows` rows, or patches
+            and grids disagree.
     """
     if sum(map(math.prod, grids)) != len(patches):
         raise ValueError(
-            f"grids = {list(grids)}: {len(patches)} patches do not fill them; give both of the same sample"
+            f"grids = {list(grids)}: {len(patches)} patches do not fill them; give patches and "
+            "grids of the same sample"
         )
     dealt = deal_rows(grids, size)
     if rows is not None and len(dealt) > rows:
         raise ValueError(
-            f"rows = {rows}: the frames need {len(dealt)} rows of {size} patches; give as many, or larger ones"
+            f"rows = {rows}: the frames need {len(dealt)} rows of {size} patches; give more rows, "
+            "or larger ones"
         )
     dealt += [[]] * ((rows or 0) - len(dealt))
-    layout = jax.tree.map(
-        lambda *parts: np.concatenate(parts), *(packed_layout(row, size, config) for row in dealt)
-    )
-    slot = np.flatnonzero(layout.frame)
+    layouts = [packed_layout(row, size, config) for row in dealt]
+    layout = jax.tree.map(lambda *parts: np.concatenate(parts), *layouts)
+    slots = np.flatnonzero(layout.frame)
     filled = np.zeros((len(dealt) * size, patches.shape[1]), patches.dtype)
-    filled[slot] = patches
+    filled[slots] = patches
+    # merge^2 neighbouring patches become one visual token.
     merged = config.spatial_merge_size**2
-    return PackedPatches(filled.reshape(len(dealt), size, -1), layout, slot[::merged] // merged)
+    return PackedPatches(filled.reshape(len(dealt), size, -1), layout, slots[::merged] // merged)
 
 
 class VisionBlock(nnx.Module):
-    """Pre-norm attention and MLP; made with a leading layer axis, called with one layer's slice."""
+    """Pre-norm attention and MLP.
+
+    The parameters hold all layers, stacked along a leading axis. A call takes one layer: the module
+    merged with one slice of those parameters.
+    """
 
     def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs, param_dtype: DTypeLike):
-        d, f, stack = config.hidden_size, config.intermediate_size, (config.depth,)
+        d = config.hidden_size
+        f = config.intermediate_size
+        stack = (config.depth,)
         self.heads = config.num_heads
         self.norm1 = LayerNorm(d, stack=stack, param_dtype=param_dtype)
         self.norm2 = LayerNorm(d, stack=stack, param_dtype=param_dtype)
@@ -151,23 +188,30 @@ class VisionBlock(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "b p d"],
-        angles: Float[Array, "b p j"],
+        angles: Float[Array, "#b p j"],
         frame: Int[Array, "b p"] | None,
     ) -> Float[Array, "b p d"]:
         b, p, d = x.shape
-        q, k, v = jnp.moveaxis(
-            self.qkv(self.norm1(x)).reshape(b, p, 3, self.heads, d // self.heads), 2, 0
-        )
-        x = x + self.out(
-            attend(
-                rotate(q, angles), rotate(k, angles), v, causal=False, segment_ids=frame
-            ).reshape(b, p, d)
-        )
+        qkv = self.qkv(self.norm1(x)).reshape(b, p, 3, self.heads, d // self.heads)
+        q, k, v = jnp.moveaxis(qkv, 2, 0)
+        q = rotate(q, angles)
+        k = rotate(k, angles)
+        # Frames are segments, so a patch sees the patches of its own frame.
+        attended = attend(q, k, v, causal=False, segment_ids=frame)
+        x = x + self.out(attended.reshape(b, p, d))
         return x + self.down(jax.nn.gelu(self.up(self.norm2(x)), approximate=True))
 
 
 class PatchMerger(nnx.Module):
-    """Joins merge x merge patches into one vector of the text width. DeepStack mergers (`stack` of them) norm after joining."""
+    """Joins merge x merge patches into one vector of the decoder's width.
+
+    Args:
+        config: sizes of the tower.
+        stack: (mergers,) for a stack of mergers, () for a single one.
+        norm_after: whether the norm is over the joined vector (DeepStack) or over each patch.
+        rngs: source of the initial weights.
+        param_dtype: type of stored weights.
+    """
 
     def __init__(
         self,
@@ -199,13 +243,15 @@ class PatchMerger(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "b p d"]) -> Float[Array, "b q o"]:
+        # A token's patches are neighbours (`merge_order`): [b, p, d] -> [b, p / merge^2, merge^2 *
+        # d].
         joined = (x.shape[0], -1, self.joined)
         x = self.norm(x.reshape(joined)) if self.norm_after else self.norm(x).reshape(joined)
         return self.fc2(jax.nn.gelu(self.fc1(x), approximate=False))
 
 
 class VisionTower(nnx.Module):
-    """The whole tower (REFERENCE: frozen in the published recipe)."""
+    """The vision tower. The published recipe keeps it frozen."""
 
     def __init__(
         self,
@@ -217,20 +263,12 @@ class VisionTower(nnx.Module):
     ):
         self.config = config
         self.dtype = dtype
+        d = config.hidden_size
         self.patch = Linear(
-            (config.patch_dim, config.hidden_size),
-            ("patch", "embed"),
-            stack=(),
-            rngs=rngs,
-            param_dtype=param_dtype,
+            (config.patch_dim, d), ("patch", "embed"), stack=(), rngs=rngs, param_dtype=param_dtype
         )
-        self.positions = normal(
-            rngs,
-            (config.num_position_embeddings, config.hidden_size),
-            ("position", "embed"),
-            0.02,
-            param_dtype,
-        )
+        cells = config.num_position_embeddings
+        self.positions = normal(rngs, (cells, d), ("position", "embed"), 0.02, param_dtype)
         self.blocks = VisionBlock(config, rngs=rngs, param_dtype=param_dtype)
         self.merger = PatchMerger(
             config, stack=(), norm_after=False, rngs=rngs, param_dtype=param_dtype
@@ -241,24 +279,33 @@ class VisionTower(nnx.Module):
         self.deepstack = mergers if config.levels else None
 
     def __call__(
-        self, patches: Float[Array, "b p c"], layout: PatchLayout
+        self, patches: Float[Array | np.ndarray, "b p c"], layout: PatchLayout
     ) -> Float[Array, "b q levels d"]:
-        """Features of patches that stand as `layout` says, q = p / merge^2 visual tokens a row.
+        """Computes visual features, q = p / merge^2 visual tokens per row.
 
-        Index 0 of the third axis holds the merged features, 1 + i the DeepStack level i (levels = 1 + number of taps). Patches as
-        `models.patches.patchify` makes them. ValueError where layout and patches disagree.
+        Args:
+            patches: patches as `models.patches.patchify` makes them.
+            layout: their places.
+
+        Returns:
+            Features whose third axis has 1 + DeepStack levels: at 0 the merged features, at 1 + i
+            those of level i.
+
+        Raises:
+            ValueError: layout and patches do not have the same shape.
         """
-        if layout.row.shape[1] != patches.shape[1] or layout.row.shape[0] not in (
-            1,
-            patches.shape[0],
-        ):
+        rows, size = layout.row.shape
+        if size != patches.shape[1] or rows not in (1, patches.shape[0]):
             raise ValueError(
-                f"patches = {patches.shape}: the layout is one of {layout.row.shape} patches; make it of the same grids"
+                f"patches = {patches.shape}: the layout has {layout.row.shape} patches; make both "
+                "from the same grids"
             )
-        x = self.patch(patches.astype(self.dtype)) + self._positions(layout).astype(self.dtype)
+        patches = jnp.asarray(patches, self.dtype)
+        x = self.patch(patches) + self.position_embeddings(layout).astype(self.dtype)
         x, taps = self._run_blocks(x, layout)
         features = [self.merger(x)[None]]
         if self.deepstack is not None:
+            # One merger per tap: both are stacked along the first axis.
             graph, state = nnx.split(self.deepstack)
             features.append(jax.vmap(lambda s, tap: nnx.merge(graph, s)(tap))(state, taps))
         return jnp.moveaxis(jnp.concatenate(features), 0, 2)
@@ -266,11 +313,12 @@ class VisionTower(nnx.Module):
     def _run_blocks(
         self, x: Float[Array, "b p d"], layout: PatchLayout
     ) -> tuple[Float[Array, "b p d"], Float[Array, "levels b p d"]]:
-        """The hidden states after the last block, and after each tapped one."""
+        """The hidden states after the last block, and after each block that DeepStack taps."""
         c = self.config
         angles = vision_angles(layout.row, layout.column, c)
         frame = None if layout.frame is None else jnp.broadcast_to(layout.frame, x.shape[:2])
-        # Untapped layers write to one spare slot: the scan then keeps levels + 1 hidden states, not one a layer.
+        # Each tapped layer writes to its slot, and all others to one spare slot at the end. The
+        # scan then keeps levels + 1 hidden states instead of one per layer.
         slots = np.full(c.depth, c.levels)
         slots[list(c.deepstack_visual_indexes)] = np.arange(c.levels)
         graph, state = nnx.split(self.blocks)
@@ -285,43 +333,47 @@ class VisionTower(nnx.Module):
         (x, taps), _ = jax.lax.scan(body, (x, taps), (state, jnp.asarray(slots)))
         return x, taps[: c.levels]
 
-    def _positions(self, layout: PatchLayout) -> Float[Array, "b p d"]:
-        """The square position table, stretched over each frame (bilinear, corners aligned)."""
+    def position_embeddings(self, layout: PatchLayout) -> Float[Array, "b p d"]:
+        """Position embeddings: the square table, stretched over each frame.
+
+        The interpolation is bilinear with aligned corners.
+        """
         side = math.isqrt(self.config.num_position_embeddings)
         table = self.positions[...].astype(jnp.float32)
-        rows, columns = (
-            _between_cells(*line, side)
-            for line in ((layout.row, layout.height), (layout.column, layout.width))
-        )
+        rows = _neighbours(layout.row, layout.height, side)
+        columns = _neighbours(layout.column, layout.width, side)
         corners = [
-            (y * x)[..., None] * jnp.take(table, i * side + j, axis=0)
-            for i, y in rows
-            for j, x in columns
+            (row_weight * column_weight)[..., None] * jnp.take(table, row * side + column, axis=0)
+            for row, row_weight in rows
+            for column, column_weight in columns
         ]
         return functools.reduce(operator.add, corners)
 
 
 def frozen(weights: nnx.State, dtype: DTypeLike) -> nnx.State:
-    """A tower's weights for one that computes in `dtype` and learns nothing: what it multiplies with in that type, which it would
-    round to anyway. Norms and positions stay as they are. Weights may be abstract."""
+    """The weights of a tower that computes in `dtype` and is not trained.
+
+    Kernels are stored in `dtype`, to which the tower would round them anyway. All other weights
+    keep their type: norms and positions are used in float32. Weights may be abstract.
+    """
 
     def one(path: tuple, variable: nnx.Variable) -> Any:
         if path[-1] != "kernel":
             return variable
         value = variable.get_value()
-        return variable.replace(
-            value.update(dtype=dtype)
-            if isinstance(value, jax.ShapeDtypeStruct)
-            else value.astype(dtype)
-        )
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return variable.replace(value.update(dtype=dtype))
+        return variable.replace(value.astype(dtype))
 
     return nnx.map_state(one, weights)
 
 
-def _between_cells(
-    at: Int[Array, "b p"], length: Int[Array, "b p"], side: int
+def _neighbours(
+    place: Int[Array | np.ndarray, "b p"], length: Int[Array | np.ndarray, "b p"], side: int
 ) -> list[tuple[Int[Array, "b p"], Float[Array, "b p"]]]:
-    """The two cells of a line of `side` cells between which point `at` of `length` points falls, and how much each of them weighs."""
-    source = at * jnp.float32(side - 1) / jnp.maximum(length - 1, 1)
-    low = jnp.floor(source).astype(jnp.int32)
-    return [(low, 1.0 - (source - low)), (jnp.minimum(low + 1, side - 1), source - low)]
+    """The two of `side` table cells around each place of a frame's axis, and their weights."""
+    # Aligned corners: place 0 is cell 0, and place length - 1 is cell side - 1.
+    cell = place * jnp.float32(side - 1) / jnp.maximum(length - 1, 1)
+    low = jnp.floor(cell).astype(jnp.int32)
+    fraction = cell - low
+    return [(low, 1.0 - fraction), (jnp.minimum(low + 1, side - 1), fraction)]

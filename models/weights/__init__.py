@@ -1,1 +1,1 @@
-"""Weights on disk, of any model: folders in the Hugging Face layout (`folder`) and the safetensors format (`tensor_file`)."""
+"""Weights on disk, for any model: Hugging Face folders (`folder`), safetensors (`tensor_file`)."""

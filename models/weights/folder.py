@@ -1,8 +1,7 @@
-"""A folder in the Hugging Face layout: weights files and their index, and the config, tokenizer and processor files beside them.
+"""Folders in the Hugging Face layout: weights files with their index, config, tokenizer, processor.
 
-Owns where such a folder comes from (a path, the hub), which files it is made of, and how a new one appears. Knows names and shapes of
-tensors, nothing of the model. Refuses folders with files or tensors missing, all named in one error. Invariant: a folder that `appearing`
-made is whole, whenever the writer died.
+A folder comes from a path or the hub. This module reads and writes names, shapes and files of
+tensors. It does not depend on the model.
 """
 
 from __future__ import annotations
@@ -27,51 +26,71 @@ from huggingface_hub import errors
 
 from models.weights.tensor_file import Header, new_header, read_header
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
 _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_COMPANIONS = ("*.json", "*.jinja", "*.txt", "LICENSE*")  # config, tokenizer, template, processor
-_YOUNG = 60.0  # seconds in which a writer is sure to have locked the folder it made
+# Config, tokenizer, chat template, processor, licence.
+_COMPANIONS = ("*.json", "*.jinja", "*.txt", "LICENSE*")
+# Seconds after which a writer has certainly locked the folder it created.
+_LOCK_GRACE = 60.0
 
 Shape = tuple[int, ...]
 
 
 def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
-    """The folder `source`, or that of a hub id once fetched into the hub's cache, without `weights` where they are not needed.
+    """The folder of a checkpoint, downloaded into the hub's cache if `source` is a hub id.
 
-    FileNotFoundError where there is neither, and for a run's directory, whose model lies in a folder of its own.
+    Args:
+        source: a folder, or a hub id such as `Qwen/Qwen3-VL-8B-Instruct`.
+        weights: whether a download includes the weights.
+
+    Raises:
+        FileNotFoundError: there is no such folder or id, or `source` is a run's directory, whose
+            model is in the subfolder `model`.
     """
     folder = Path(source)
     if (folder / "model" / CONFIG).exists() and not any(folder.glob("*.safetensors")):
         raise FileNotFoundError(
-            f"{source}: holds no weights; the model lies in {folder / 'model'}, give that"
+            f"{source}: has no weights; the model is in {folder / 'model'}, give that folder"
         )
     if folder.is_dir():
         return folder
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source)):
         raise FileNotFoundError(
-            f"{source}: no such folder, and no hub id (owner/name); give the folder of a Qwen3-VL checkpoint"
+            f"{source}: no such folder, and no hub id (owner/name); give the folder of a Qwen3-VL "
+            "checkpoint"
         )
+    patterns = [*_COMPANIONS]
+    if weights:
+        patterns.append("*.safetensors")
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                str(source), allow_patterns=["*.safetensors"] * weights + [*_COMPANIONS]
-            )
-        )
+        return Path(huggingface_hub.snapshot_download(str(source), allow_patterns=patterns))
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
-            f"{source}: no such folder here, and the hub did not give it ({error}); check the id, the network and the token "
-            "(hf auth login), or fetch the repository elsewhere and give its folder"
+            f"{source}: no such folder, and the download from the hub failed ({error}); check the "
+            "id, the network and the token (hf auth login), or fetch the repository elsewhere and "
+            "give its folder"
         ) from error
 
 
 def read_headers(
     folder: Path, shapes: Mapping[str, Shape], optional: Mapping[str, Shape]
 ) -> dict[str, Header]:
-    """File name -> header of every weights file, which together hold each tensor of `shapes` once, perhaps those of `optional`, no others.
+    """Reads the headers of all weights files, and checks that they hold the expected tensors.
 
-    FileNotFoundError without weights; ValueError naming a damaged file, or every tensor that is missing, unknown, of another shape or
-    there twice.
+    Args:
+        folder: the folder of a checkpoint.
+        shapes: name -> shape of every tensor, each of which must occur once.
+        optional: name -> shape of tensors that may also occur.
+
+    Returns:
+        File name -> header.
+
+    Raises:
+        FileNotFoundError: there are no weights.
+        ValueError: a file is damaged; or the list of all tensors that are missing, unknown, of
+            another shape, or there twice.
     """
     headers = {name: read_header(folder / name) for name in weights_files(folder)}
     _check(folder, headers.values(), shapes, optional)
@@ -79,26 +98,30 @@ def read_headers(
 
 
 def weights_files(folder: Path) -> list[str]:
-    """Names of the files that hold a checkpoint's weights. FileNotFoundError where there are none."""
-    if (folder / _FILE).exists():  # before the index, as in transformers
+    """Names of a checkpoint's weights files. FileNotFoundError if there are none."""
+    # The single file goes before the index, as in transformers.
+    if (folder / _FILE).exists():
         return [_FILE]
     index = folder / _INDEX
     if not index.exists():
         raise FileNotFoundError(
-            f"{folder}: holds neither {_FILE} nor {_INDEX}; give the folder of a Qwen3-VL checkpoint"
+            f"{folder}: has neither {_FILE} nor {_INDEX}; give the folder of a Qwen3-VL checkpoint"
         )
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        strange = [name for name in names if Path(name).name != name]
+        not_plain = [name for name in names if Path(name).name != name]
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{index}: has no readable weight_map ({error!r}); fetch it again"
         ) from error
-    if strange:
+    # A path could lead out of the folder.
+    if not_plain:
         raise ValueError(
-            f"{index}: weight_map names {strange[0]!r}; weights lie beside their index: give plain file names"
+            f"{index}: weight_map names {not_plain[0]!r}; weights are in the folder of their "
+            "index: give plain file names"
         )
-    if missing := [name for name in names if not (folder / name).exists()]:
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
         raise FileNotFoundError(
             f"{folder}: lacks {', '.join(missing)}, named in {_INDEX}; fetch what is missing"
         )
@@ -112,39 +135,40 @@ def _check(
     optional: Mapping[str, Shape],
 ) -> None:
     stored = [(name, tensor.shape) for header in headers for name, tensor in header.tensors.items()]
-    found, counts = dict(stored), Counter(name for name, _ in stored)
+    found = dict(stored)
+    counts = Counter(name for name, _ in stored)
     wanted = {**shapes, **{name: shape for name, shape in optional.items() if name in found}}
+    common = sorted(wanted.keys() & found.keys())
     problems = {
         "missing": sorted(wanted.keys() - found.keys()),
         "unknown": sorted(found.keys() - wanted.keys()),
         "misshaped": [
-            f"{n} {found[n]}, not {wanted[n]}"
-            for n in sorted(wanted.keys() & found.keys())
-            if found[n] != wanted[n]
+            f"{name} {found[name]}, not {wanted[name]}"
+            for name in common
+            if found[name] != wanted[name]
         ],
         "twice": sorted(name for name, count in counts.items() if count > 1),
     }
-    if lines := [
+    lists = [
         f"{len(names)} {kind}: {', '.join(names)}" for kind, names in problems.items() if names
-    ]:
+    ]
+    if lists:
         raise ValueError(
-            f"{folder}: tensors differ from the configuration's; {'; '.join(lines)}; check config.json and the model's size"
+            f"{folder}: tensors differ from the configuration's; {'; '.join(lists)}; check "
+            "config.json and the model's size"
         )
 
 
 def read_companions(folder: Path) -> dict[str, bytes]:
-    """The contents of all that belongs to a checkpoint beside its weights: config, tokenizer, template, processor, index, licence."""
+    """File name -> content of everything beside the weights.
+
+    That is config, tokenizer, chat template, processor, index and licence.
+    """
+    # Indexes of weights that were not read, for example those of other formats, stay behind.
     used = set() if (folder / _FILE).exists() else {_INDEX}
-    unused = {
-        path.name for path in folder.glob("*.index.json")
-    } - used  # of other formats' weights, which stay behind
-    paths = {
-        path
-        for pattern in _COMPANIONS
-        for path in folder.glob(pattern)
-        if path.is_file() and path.name not in unused
-    }
-    return {path.name: path.read_bytes() for path in sorted(paths)}
+    unused = {path.name for path in folder.glob("*.index.json")} - used
+    paths = {path for pattern in _COMPANIONS for path in folder.glob(pattern) if path.is_file()}
+    return {path.name: path.read_bytes() for path in sorted(paths) if path.name not in unused}
 
 
 def new_files(
@@ -152,29 +176,36 @@ def new_files(
     tensors: Mapping[str, tuple[np.dtype, Shape]],
     max_bytes: int,
 ) -> tuple[dict[str, Header], dict[str, bytes]]:
-    """Headers of weights files that hold `tensors`, and contents of the configs and the index.
+    """Plans the files of a new checkpoint.
 
-    A file holds at most `max_bytes` of tensors, or one tensor. `configs`: config.json and others
-    like it, by name.
+    Args:
+        configs: file name -> content of config.json and similar files.
+        tensors: name -> (type, shape), in the order to write them.
+        max_bytes: size limit of a weights file, in bytes of tensors. A larger tensor gets a file of
+            its own.
+
+    Returns:
+        The headers of the weights files, and the contents of configs and index, by file name.
     """
     parts: list[dict[str, tuple[np.dtype, Shape]]] = []
-    room = total = 0
+    room = 0
+    total = 0
     for name, (dtype, shape) in tensors.items():
         size = math.prod(shape) * dtype.itemsize
         if not parts or size > room:
             parts.append({})
             room = max_bytes
         parts[-1][name] = (dtype, shape)
-        room, total = room - size, total + size
+        room -= size
+        total += size
     companions = {name: _json(content) for name, content in configs.items()}
-    names = (
-        [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
-        if len(parts) > 1
-        else [_FILE]
-    )
     if len(parts) > 1:
+        count = len(parts)
+        names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
         where = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
         companions[_INDEX] = _json({"metadata": {"total_size": total}, "weight_map": where})
+    else:
+        names = [_FILE]
     return {name: new_header(part) for name, part in zip(names, parts, strict=True)}, companions
 
 
@@ -184,26 +215,34 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def appearing(folder: Path) -> Iterator[Path]:
-    """A hidden folder to fill, which becomes `folder` when the block ends well and vanishes when it fails.
+    """A hidden folder to fill. It becomes `folder` if the block succeeds, and is deleted if not.
 
-    First removes what killed writers of the same folder left more than a minute ago; a living one keeps its lock, and its files. Where
-    the file system has no locks, nothing is removed.
+    So `folder` is always complete, even if the process is killed. A killed writer leaves its hidden
+    folder behind; the next writer of the same folder deletes those older than a minute. Live
+    writers hold a lock on theirs. On a file system without locks nothing is deleted.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    prefix, suffix = f".{folder.name}.", ".partial"
+    prefix = f".{folder.name}."
+    suffix = ".partial"
     for path in folder.parent.iterdir():
         middle = path.name[len(prefix) : -len(suffix)]
-        if path.name == f"{prefix}{middle}{suffix}" and "." not in middle and _abandoned(path):
-            shutil.rmtree(path, ignore_errors=True)  # another writer may be at it too
+        ours = path.name == f"{prefix}{middle}{suffix}" and "." not in middle
+        if ours and _abandoned(path):
+            # Another writer may be deleting the same folder.
+            shutil.rmtree(path, ignore_errors=True)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=prefix, suffix=suffix))
     lock = os.open(temporary, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # no locks here
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it when the process dies
+        # OSError: a file system without locks. The kernel releases the lock when the process dies.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield temporary
+        # mkdtemp makes folders that others cannot read.
         temporary.chmod(0o755)
+        # Contents first, then names: after a power failure, `folder` must not exist without its
+        # contents.
         for path in (*temporary.iterdir(), temporary):
-            _sync(path)  # a name must not survive a power failure that its content did not
+            _sync(path)
         os.replace(temporary, folder)
         _sync(folder.parent)
     except BaseException:
@@ -214,14 +253,15 @@ def appearing(folder: Path) -> Iterator[Path]:
 
 
 def _abandoned(path: Path) -> bool:
-    """Whether a writer's folder is a dead one's: not locked, and too old to be about to be. Not where that cannot be found out."""
+    """Whether the writer of a hidden folder is dead. False if that cannot be determined."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return time.time() - os.fstat(descriptor).st_mtime > _YOUNG
+        # A live writer may not have locked its new folder yet.
+        return time.time() - os.fstat(descriptor).st_mtime > _LOCK_GRACE
     except OSError:
         return False
     finally:

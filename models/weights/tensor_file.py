@@ -1,8 +1,12 @@
-"""The safetensors format: eight bytes of length, a JSON header, the tensors' bytes. Read by slices, written as a stream.
+"""The safetensors format: reads parts of a tensor, and writes a file as a stream.
 
-Owns the bytes of one file; knows nothing of the model. The official library hands over whole tensors and writes whole files from
-memory; here a slice costs its own bytes, and a file of any size is written from one tensor at a time. Refuses files that are not whole and
-types that weights do not have. Invariant: a file written with another file's header has that file's names, order and metadata.
+A file is eight bytes with the header's length (little-endian), a JSON header, and the tensors'
+bytes:
+
+    | length | {"name": {"dtype", "shape", "data_offsets"}, ...} | tensor | tensor | ... |
+
+The official library returns whole tensors, and writes whole files from memory. Here a slice costs
+its own bytes, and a file of any size is written from one tensor at a time.
 """
 
 from __future__ import annotations
@@ -20,12 +24,14 @@ from jaxtyping import Shaped
 
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_BLOCK = 1 << 20  # bytes mapped or converted at once
-_ALIGNMENT = 64  # what XLA asks of a host buffer that it may use as it is, without a copy
+# Bytes mapped or converted at once.
+_BLOCK = 1 << 20
+# XLA uses a host buffer in place only if it is aligned to this many bytes. It copies all others.
+_ALIGNMENT = 64
 
 
 class Tensor(NamedTuple):
-    """Where a tensor lies: `start` is its first byte in the file."""
+    """Type, shape and place of a tensor. `start` is the offset of its first byte in the file."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -37,14 +43,23 @@ class Tensor(NamedTuple):
 
 
 class Header(NamedTuple):
-    """`content` is all that stands before the tensors, byte for byte; `tensors` come in the order of their bytes."""
+    """Everything before the tensors.
+
+    `content` is the bytes, including the length. `tensors` are in the order of their bytes. A file
+    written with the header of another one has that file's names, order and metadata.
+    """
 
     content: bytes
     tensors: dict[str, Tensor]
 
 
 def read_header(file: Path) -> Header:
-    """What a safetensors file holds. FileNotFoundError; ValueError where it is none, is not whole, or holds a tensor of another type."""
+    """Reads the header of a safetensors file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is damaged or incomplete, or has a tensor of an unsupported type.
+    """
     with open(file, "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         content = stream.read(8)
@@ -75,7 +90,8 @@ def read_header(file: Path) -> Header:
 
 def _damaged(file: Path, problem: str) -> ValueError:
     return ValueError(
-        f"{file}: not a whole safetensors file of {', '.join(_DTYPES)} ({problem}); fetch or export it again"
+        f"{file}: not a whole safetensors file of {', '.join(_DTYPES)} ({problem}); fetch or "
+        "export it again"
     )
 
 
@@ -85,7 +101,8 @@ def _parse(file: Path, content: bytes) -> Header:
     for name, entry in entries.items():
         if entry["dtype"] not in _DTYPES:
             raise ValueError(
-                f"{file}: {name} is of type {entry['dtype']}; weights are {', '.join(_DTYPES)}: give a checkpoint that is not quantized"
+                f"{file}: {name} is of type {entry['dtype']}; weights are {', '.join(_DTYPES)}: "
+                "give a checkpoint that is not quantized"
             )
     starts = {name: len(content) + entry["data_offsets"][0] for name, entry in entries.items()}
     tensors = {
@@ -96,74 +113,97 @@ def _parse(file: Path, content: bytes) -> Header:
 
 
 def new_header(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> Header:
-    """The header of a file that will hold tensors of these types and shapes, in this order."""
+    """The header of a new file with tensors of these types and shapes, in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts, end = {}, 0
+    offsets: dict[str, int] = {}
+    end = 0
     for name, (dtype, shape) in tensors.items():
-        starts[name], end = end, end + math.prod(shape) * dtype.itemsize
+        offsets[name] = end
+        end += math.prod(shape) * dtype.itemsize
         entries[name] = {
             "dtype": _CODES[dtype],
             "shape": shape,
-            "data_offsets": [starts[name], end],
+            "data_offsets": [offsets[name], end],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the first tensor begins at a multiple of eight
+    # Padded with spaces, so that the first tensor starts at a multiple of eight.
+    text += b" " * (-len(text) % 8)
     content = len(text).to_bytes(8, "little") + text
-    return Header(
-        content,
-        {
-            name: Tensor(dtype, shape, len(content) + starts[name])
-            for name, (dtype, shape) in tensors.items()
-        },
-    )
+    placed = {
+        name: Tensor(dtype, shape, len(content) + offsets[name])
+        for name, (dtype, shape) in tensors.items()
+    }
+    return Header(content, placed)
 
 
 def read(
     file: Path, tensor: Tensor, rows: slice, columns: slice, *, transpose: bool
 ) -> Shaped[np.ndarray, "i j"]:
-    """A block of a tensor seen as the matrix [shape[0], the rest], in the file's type; [columns, rows] with `transpose`.
+    """Reads a block of a tensor, seen as the matrix [shape[0], product of the other sizes].
 
-    Only the pages that hold the block are read. The file is mapped a few rows at a time: what is mapped counts as memory.
+    Only the pages of the file that hold the block are read.
+
+    Args:
+        file: a safetensors file.
+        tensor: its entry in the file's header.
+        rows: rows of the matrix, with start and stop.
+        columns: columns of the matrix, with start and stop.
+        transpose: whether to return [columns, rows].
+
+    Returns:
+        The block in the file's type, in memory that XLA can use in place.
     """
-    bits = f"u{tensor.dtype.itemsize}"  # NumPy moves integers much faster than bfloat16
+    # Copied as integers, since NumPy moves them much faster than bfloat16.
+    bits = f"u{tensor.dtype.itemsize}"
     width = math.prod(tensor.shape[1:])
-    count = rows.stop - rows.start, columns.stop - columns.start
-    out = _aligned(count[::-1] if transpose else count, bits)
+    row_bytes = width * tensor.dtype.itemsize
+    shape = (rows.stop - rows.start, columns.stop - columns.start)
+    out = _aligned(shape[::-1] if transpose else shape, bits)
     by_rows = out.T if transpose else out
-    for row, stop in _blocks(rows, width * tensor.dtype.itemsize):
-        start = tensor.start + row * width * tensor.dtype.itemsize
+    # A few rows at a time: mapped pages count as memory of the process.
+    for row, stop in _blocks(rows, row_bytes):
+        start = tensor.start + row * row_bytes
         block = np.memmap(file, bits, "r", start, (stop - row, width))
         by_rows[row - rows.start : stop - rows.start] = block[:, columns]
     return out.view(tensor.dtype)
 
 
 def _aligned(shape: tuple[int, int], bits: str) -> np.ndarray:
-    """An empty array that XLA can use in place; it copies others, which would then be in memory twice."""
+    """An empty array that XLA uses in place. A copy would need the memory twice."""
     size = math.prod(shape) * np.dtype(bits).itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + size].view(bits).reshape(shape)
 
 
-def _blocks(rows: slice, width: int) -> Iterator[tuple[int, int]]:
-    """(First row, end) of blocks, given bytes a row. 32 rows at least: less than a cache line of a transposed row wastes the rest."""
-    step = max(32, _BLOCK // width)
+def _blocks(rows: slice, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """(First row, end) of blocks of about `_BLOCK` bytes."""
+    # At least 32 rows: in a transposed copy, fewer would fill only part of each cache line.
+    step = max(32, _BLOCK // row_bytes)
     return ((row, min(row + step, rows.stop)) for row in range(rows.start, rows.stop, step))
 
 
 def write(file: Path, header: Header, matrices: Iterable[Shaped[np.ndarray, "i j"]]) -> None:
-    """Writes a new file: the header, then its tensors, each as the matrix that `read` sees, rounded to the header's type."""
+    """Writes a new file: the header, then its tensors.
+
+    Args:
+        file: path of the new file.
+        header: the header.
+        matrices: one matrix per tensor of the header, in its order and as `read` sees it. They are
+            rounded to the header's types, and taken one at a time.
+    """
     with open(file, "xb") as stream:
         stream.write(header.content)
         for tensor, matrix in zip(header.tensors.values(), matrices, strict=True):
             bits = f"u{tensor.dtype.itemsize}"
             same = matrix.dtype == tensor.dtype
-            for row, stop in _blocks(
-                slice(0, len(matrix)), matrix.shape[1] * matrix.dtype.itemsize
-            ):
+            row_bytes = matrix.shape[1] * matrix.dtype.itemsize
+            for row, stop in _blocks(slice(0, len(matrix)), row_bytes):
                 block = matrix[row:stop]
-                block = (
-                    block.view(bits) if same else np.ascontiguousarray(block).astype(tensor.dtype)
-                )
+                if same:
+                    block = block.view(bits)
+                else:
+                    block = np.ascontiguousarray(block).astype(tensor.dtype)
                 stream.write(np.ascontiguousarray(block).view(np.uint8).data)
-            del matrix, block  # before the next one is made
+            # Freed before the generator makes the next matrix.
+            del matrix, block

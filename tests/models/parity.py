@@ -1,7 +1,8 @@
-"""What parity is measured on: small models and samples that vary all that varies, and what is compared.
+"""Cases for parity with transformers: small models and samples, and the results to compare.
 
-`CASES` are run live, by this model (`parity_ours`) and by transformers (`parity_theirs`); two of them also stand recorded in
-`parity_*.npz`. Weights and patches are float16 numbers, so that a file holds them whole. Invariant: nothing here imports torch.
+`CASES` run live in this model (`parity_ours`) and in transformers (`parity_theirs`). Two of them
+are also recorded in `parity_*.npz`. Weights and patches are float16 numbers, which keeps the files
+small and exact. This file must not import torch.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from safetensors.numpy import save_file
 IMAGE, VIDEO, START, END = 50, 51, 52, 53
 NEW_TOKENS = 64
 
-Part = (
-    int | tuple[int, int] | tuple[int, int, int]
-)  # text tokens, an image's (h, w), a video's (t, h, w); in patches
+# A number of text tokens, an image's (h, w), or a video's (t, h, w), in patches.
+Part = int | tuple[int, int] | tuple[int, int, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A `config.json` and the rows of a batch; the shorter rows are padded on one side.
+    """A `config.json` and the rows of a batch; shorter rows are padded on one side.
 
-    `seed` draws weights with which words vary and no choice between the two best (a gap of 1e-3) is left to rounding.
+    The `seed` of the weights is chosen such that generated tokens vary, and that the two likeliest
+    tokens never differ by less than 1e-3, which rounding could swap.
     """
 
     config: dict[str, Any]
@@ -37,26 +38,29 @@ class Case:
 
 
 class Sample(NamedTuple):
-    """A batch. `items` holds (row, token id, t, h, w) of images and videos as they come; `patches` has the images' before the videos'."""
+    """A batch."""
 
     ids: np.ndarray
     valid: np.ndarray
+    # (row, token id, t, h, w) of each image and video, in order
     items: np.ndarray
+    # those of all images, then those of all videos
     patches: np.ndarray
 
     def grids(self, token: int, row: int | None = None) -> list[tuple[int, int, int]]:
         """(t, h, w) of the images (token IMAGE) or videos (VIDEO) of all rows, or of one."""
         return [
             (int(t), int(h), int(w))
-            for at, kind, t, h, w in self.items
-            if kind == token and row in (None, at)
+            for item_row, kind, t, h, w in self.items
+            if kind == token and row in (None, item_row)
         ]
 
 
 class Results(NamedTuple):
-    """What a model makes of a sample, in transformers' names and layouts.
+    """The results of a model on a sample, in transformers' names and layouts.
 
-    `modules` holds what real tokens or patches give, one row each. A layer's own name stands for its input, in theirs alone.
+    `modules` holds the outputs of modules, one row per real token or patch. The name of a layer
+    itself is that of its input, which only transformers' results have.
     """
 
     positions: np.ndarray
@@ -67,23 +71,30 @@ class Results(NamedTuple):
 
 
 def is_text(module: str) -> bool:
-    """Whether rows of a module in `Results` are tokens, not patches."""
+    """Whether the rows of a module in `Results` are tokens (not patches)."""
     return module.startswith(("layer", "norm", "text"))
 
 
 def hf_config(
     text: Mapping[str, Any], vision: Mapping[str, Any], *, tied: bool = False
 ) -> dict[str, Any]:
-    """A small `config.json` of transformers 4.57 with these changes; `rope_parameters` makes it one of 5.x."""
+    """A small `config.json` of transformers 4.57 with these changes.
+
+    With `rope_parameters` it is one of 5.x.
+    """
     text = {
-        "model_type": "qwen3_vl_text", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "attention_bias": False, "max_position_embeddings": 4096, "rope_theta": 10_000.0, "rope_scaling": rope(4, 2, 2), **text,
+        "model_type": "qwen3_vl_text", "vocab_size": 64, "hidden_size": 32,
+        "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "attention_bias": False, "max_position_embeddings": 4096, "rope_theta": 10_000.0,
+        "rope_scaling": rope(4, 2, 2), **text,
     }  # fmt: skip
     vision = {
-        "model_type": "qwen3_vl", "depth": 2, "hidden_size": 16, "intermediate_size": 20, "num_heads": 2, "in_channels": 3, "patch_size": 2,
-        "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": text["hidden_size"], "num_position_embeddings": 9,
-        "hidden_act": "gelu_pytorch_tanh", "deepstack_visual_indexes": [0, 1], **vision,
+        "model_type": "qwen3_vl", "depth": 2, "hidden_size": 16, "intermediate_size": 20,
+        "num_heads": 2, "in_channels": 3, "patch_size": 2, "temporal_patch_size": 2,
+        "spatial_merge_size": 2, "out_hidden_size": text["hidden_size"],
+        "num_position_embeddings": 9, "hidden_act": "gelu_pytorch_tanh",
+        "deepstack_visual_indexes": [0, 1], **vision,
     }  # fmt: skip
     if "rope_parameters" in text:
         del text["rope_theta"], text["rope_scaling"]
@@ -214,14 +225,19 @@ CASES = {
     ),
 }
 
-RECORDED = {  # both padded on the left, so that one batch serves logits and sampling
+# Both are padded on the left, so that one batch serves for logits and for sampling.
+RECORDED = {
     "images, two rows, two levels": Path(__file__).with_name("parity_image.npz"),
     "video, tied, one level of the last layer": Path(__file__).with_name("parity_video.npz"),
 }
 
 
 def make_sample(case: Case) -> Sample:
-    """Random words and patches. Images stand between their marks; each slice of a video too, after some words for its time."""
+    """Random words and patches.
+
+    An image is between its start and end mark. So is each slice of a video, after two words in
+    place of its time.
+    """
     rng = np.random.default_rng(0)
     vision = case.config["vision_config"]
     rows, items, patches = [], [], {IMAGE: [], VIDEO: []}
@@ -231,28 +247,27 @@ def make_sample(case: Case) -> Sample:
             if isinstance(part, int):
                 row += rng.integers(0, IMAGE, part).tolist()
                 continue
-            token, (t, h, w) = (IMAGE, (1, *part)) if len(part) == 2 else (VIDEO, part)
+            is_image = len(part) == 2
+            token = IMAGE if is_image else VIDEO
+            t, h, w = (1, *part) if is_image else part
             items.append((number, token, t, h, w))
-            channels = (
-                vision["in_channels"] * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-            )
+            pixels = vision["temporal_patch_size"] * vision["patch_size"] ** 2
+            channels = vision["in_channels"] * pixels
             patches[token].append(rng.normal(size=(t * h * w, channels)))
             for _ in range(t):
                 time = rng.integers(0, IMAGE, 2).tolist() if token == VIDEO else []
                 row += [*time, START, *[token] * (h * w // vision["spatial_merge_size"] ** 2), END]
         rows.append(row)
     length = max(map(len, rows))
-    ids, valid = np.zeros((2, len(rows), length), np.int32)
+    ids = np.zeros((len(rows), length), np.int32)
+    valid = np.zeros((len(rows), length), bool)
     for number, row in enumerate(rows):
-        at = slice(length - len(row), length) if case.pad == "left" else slice(len(row))
-        ids[number, at], valid[number, at] = row, 1
+        first = length - len(row) if case.pad == "left" else 0
+        ids[number, first : first + len(row)] = row
+        valid[number, first : first + len(row)] = True
     seen = np.concatenate([*patches[IMAGE], *patches[VIDEO]]) if items else np.zeros((0, 0))
-    return Sample(
-        ids,
-        valid.astype(bool),
-        np.array(items, int).reshape(-1, 5),
-        seen.astype(np.float16).astype(np.float32),
-    )
+    in_float16 = seen.astype(np.float16).astype(np.float32)
+    return Sample(ids, valid, np.array(items, int).reshape(-1, 5), in_float16)
 
 
 def write_model(folder: Path, config: dict[str, Any], weights: Mapping[str, np.ndarray]) -> None:

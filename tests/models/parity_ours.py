@@ -1,6 +1,7 @@
-"""What this model makes of the cases of `parity`: of a whole batch, and each layer of what goes into it in transformers.
+"""This model's results on the cases of `parity`.
 
-Layers run inside a scan, where no hook reaches them; so they are called one by one, each on the recorded input of its twin.
+The whole model runs on a batch. Layers run inside a scan, where no hook reaches them, so each layer
+is also called alone, on the input that it has in transformers.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ Outputs = tuple[jax.Array, KV, jax.Array | None]
 
 
 def batch_of(sample: Sample, config: Qwen3VLConfig) -> dict[str, Any]:
-    """What our model takes: positions, segments, the layout of all patches in one padded row, and where each of them goes."""
-    positions, after = np.zeros((3, *sample.ids.shape), np.int32), []
+    """Inputs of our model. All patches are in one padded row; all rows share one visual bank."""
+    positions = np.zeros((3, *sample.ids.shape), np.int32)
+    after = []
     for row, valid in enumerate(sample.valid):
         grids = [tuple(map(int, grid)) for number, _, *grid in sample.items if number == row]
         positions[:, row, valid] = mrope_positions(sample.ids[row, valid], grids, config)
@@ -50,12 +52,12 @@ def batch_of(sample: Sample, config: Qwen3VLConfig) -> dict[str, Any]:
     }
     if not len(sample.items):
         return batch
-    cell = config.vision.spatial_merge_size**2
-    size = (len(sample.patches) // (4 * cell) + 1) * 4 * cell
+    merged = config.vision.spatial_merge_size**2
+    size = (len(sample.patches) // (4 * merged) + 1) * 4 * merged
     grids = sample.grids(IMAGE) + sample.grids(VIDEO)
-    images, videos = (
-        visual_index(sample.ids.ravel(), token) for token in (IMAGE, VIDEO)
-    )  # the bank is one for all rows, images first
+    # The bank has the images of all rows first, then the videos.
+    images = visual_index(sample.ids.ravel(), IMAGE)
+    videos = visual_index(sample.ids.ravel(), VIDEO)
     index = np.where(videos < 0, images, videos + images.max() + 1).reshape(sample.ids.shape)
     patches = np.pad(sample.patches, ((0, size - len(sample.patches)), (0, 0)))[None]
     return batch | {
@@ -66,8 +68,9 @@ def batch_of(sample: Sample, config: Qwen3VLConfig) -> dict[str, Any]:
 
 
 def forward(model: Qwen3VL, batch: dict[str, Any]) -> Outputs:
-    """Hidden states, keys and values, and the features of all patches. Every row sees the same bank of features."""
-    features, visual = None, None
+    """Hidden states, keys and values, and the features of all patches."""
+    features = None
+    visual = None
     if "patches" in batch:
         features = model.vision(batch["patches"], batch["layout"])
         visual = jnp.broadcast_to(features, (len(batch["ids"]), *features.shape[1:]))
@@ -83,8 +86,9 @@ def forward(model: Qwen3VL, batch: dict[str, Any]) -> Outputs:
 
 
 def loss(model: Qwen3VL, batch: dict[str, Any]) -> tuple[jax.Array, tuple[jax.Array, Outputs]]:
-    """Mean cross-entropy of every token that follows a token; the logits and what `forward` gave."""
-    hidden, *_ = outputs = forward(model, batch)
+    """Mean cross-entropy of tokens that follow a token; the logits; the results of `forward`."""
+    outputs = forward(model, batch)
+    hidden = outputs[0]
     both = (batch["segment_ids"][:, 1:] * batch["segment_ids"][:, :-1]).astype(jnp.float32)
     logprobs = model.text.token_logprobs(hidden[:, :-1], batch["ids"][:, 1:], 1.0)
     return -(logprobs * both).sum() / both.sum(), (model.text.logits(hidden), outputs)
@@ -101,9 +105,13 @@ def loss_and_gradients(
 def module_outputs(
     model: Qwen3VL, batch: dict[str, Any], outputs: Outputs, theirs: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """What the modules make, by names that `parity_theirs` uses too. The parts of a layer are those of what goes into it in transformers
-    (`theirs`, in our layout); keys, values, levels and the last norm are `outputs`, where all that came before was ours."""
-    segments, angles = batch["segment_ids"], mrope_angles(batch["positions"], model.config.text)
+    """Outputs of modules, with the names of `parity_theirs`.
+
+    Parts of layers are computed from the layers' inputs in transformers (`theirs`, in our layout).
+    Keys, values, levels and the last norm come from `outputs`, a pass through our whole model.
+    """
+    segments = batch["segment_ids"]
+    angles = mrope_angles(batch["positions"], model.config.text)
     hidden, kv, features = outputs
 
     def run(layer: DecoderLayer, x: jax.Array) -> jax.Array:
@@ -126,7 +134,7 @@ def module_outputs(
     turned = vision_angles(layout.row, layout.column, model.config.vision)
     found |= {
         "patches": model.vision.patch(batch["patches"]),
-        "positions": model.vision._positions(layout),
+        "positions": model.vision.position_embeddings(layout),
         "vision turns": turns(turned),
     }
     found |= {f"level {level}": features[:, :, level] for level in range(features.shape[2])}
@@ -148,21 +156,24 @@ def layer_parts(
     last: tuple[str, str],
     theirs: Mapping[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    """Of each layer its heads, its output, and what either half adds: what the whole adds where the `last` weights of the other are 0."""
+    """For each layer: its heads, its output, and what attention and MLP add to the hidden state.
+
+    Each half is measured on its own: the `last` weights of the other half are set to 0.
+    """
     graph, state = nnx.split(stack)
     numbers = range(len(jax.tree.leaves(state)[0]))
-    inputs, attended = (
-        jnp.stack([theirs[f"{name} {number}{part}"] for number in numbers])
-        for part in ("", " attention")
-    )
+    inputs = jnp.stack([theirs[f"{name} {number}"] for number in numbers])
+    attended = jnp.stack([theirs[f"{name} {number} attention"] for number in numbers])
 
     def parts(state: nnx.State, x: jax.Array, middle: jax.Array) -> dict[str, jax.Array]:
         def without(weights: str) -> Any:
-            rest = jax.tree.map(lambda leaf: leaf, state)  # a copy
+            # A copy of the tree.
+            rest = jax.tree.map(lambda leaf: leaf, state)
             rest[weights] = jax.tree.map(jnp.zeros_like, state[weights])
             return nnx.merge(graph, rest)
 
-        layer, (attention, mlp) = nnx.merge(graph, state), last
+        layer = nnx.merge(graph, state)
+        attention, mlp = last
         halves = {
             "attention": run(without(mlp), x) - x,
             "mlp": run(without(attention), middle) - middle,
@@ -178,7 +189,10 @@ def turns(angles: jax.Array) -> jax.Array:
 
 
 def layer_inputs(modules: Mapping[str, np.ndarray], batch: dict[str, Any]) -> dict[str, np.ndarray]:
-    """What goes into each layer and block and what its attention gives, from rows to [b, t, d] and [1, p, d]; 0 at padding."""
+    """Inputs of layers and blocks, and outputs of their attention, as [b, t, d] and [1, p, d].
+
+    Padding is 0.
+    """
     placed = {}
     for name in modules:
         if re.fullmatch(r"(layer|block) \d+( attention)?", name):
@@ -190,19 +204,16 @@ def layer_inputs(modules: Mapping[str, np.ndarray], batch: dict[str, Any]) -> di
 
 @nnx.jit
 def greedy(model: Qwen3VL, batch: dict[str, Any]) -> jax.Array:
-    """The NEW_TOKENS likeliest next tokens, one by one over a cache; rows padded on the left."""
+    """NEW_TOKENS greedy tokens, decoded one by one with a cache. Rows are padded on the left."""
     hidden, kv, _ = forward(model, batch)
     prompt = DenseCache.prefilled(kv, batch["segment_ids"] == 1, NEW_TOKENS)
 
     def step(carry, i):
         token, cache = carry
-        hidden, cache = model.text.decode(
-            token, jnp.broadcast_to(batch["next"] + i, (3, *token.shape)), cache
-        )
-        return (
-            jnp.argmax(model.text.logits(hidden), -1),
-            cache.advance(jnp.ones(token.shape, bool)),
-        ), token
+        positions = jnp.broadcast_to(batch["next"] + i, (3, *token.shape))
+        hidden, cache = model.text.decode(token, positions, cache)
+        cache = cache.advance(jnp.ones(token.shape, bool))
+        return (jnp.argmax(model.text.logits(hidden), -1), cache), token
 
     first = jnp.argmax(model.text.logits(hidden[:, -1]), -1)
     return jax.lax.scan(step, (first, prompt), jnp.arange(NEW_TOKENS))[1].T
@@ -211,8 +222,11 @@ def greedy(model: Qwen3VL, batch: dict[str, Any]) -> jax.Array:
 def results(
     folder: Path, sample: Sample, prompts: Sample, theirs: Mapping[str, np.ndarray]
 ) -> Results:
-    """The model in `folder` on `sample`, its layers on the inputs in `theirs` (modules); tokens after `prompts`, the same rows padded
-    on the left."""
+    """Results of the model in `folder`.
+
+    The model runs on `sample`, its layers on the inputs in `theirs`. Tokens are generated after
+    `prompts`, the same rows padded on the left.
+    """
     model = hf.load(folder)
     batch = batch_of(sample, model.config)
     (_, (logits, outputs)), gradients = loss_and_gradients(model, batch)
@@ -226,11 +240,12 @@ def results(
         }
     modules = {}
     for name, x in module_outputs(model, batch, outputs, layer_inputs(theirs, batch)).items():
-        rows = (
-            np.asarray(x)[sample.valid]
-            if is_text(name)
-            else x[0, : x.shape[1] * len(sample.patches) // batch["patches"].shape[1]]
-        )
+        if is_text(name):
+            rows = np.asarray(x)[sample.valid]
+        else:
+            # One row of patches or visual tokens, without the padding at its end.
+            real = x.shape[1] * len(sample.patches) // batch["patches"].shape[1]
+            rows = x[0, :real]
         modules[name] = np.asarray(rows.reshape(len(rows), -1))
     tokens = greedy(model, batch_of(prompts, model.config))
     return Results(batch["positions"], np.asarray(logits), np.asarray(tokens), modules, named)

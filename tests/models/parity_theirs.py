@@ -1,4 +1,4 @@
-"""What transformers makes of the cases of `parity`; needs torch and transformers 5.
+"""The results of transformers on the cases of `parity`. Needs torch and transformers 5.
 
 `python -m tests.models.parity_theirs` records `parity_*.npz` again.
 """
@@ -26,12 +26,16 @@ from tests.models.parity import (
     make_sample,
 )
 
-torch.set_num_threads(1)  # models this small lose more to threads than they gain
+# With models this small, threads cost more than they gain.
+torch.set_num_threads(1)
 
 
 def make_model(case: Case) -> Any:
-    """Weights large enough that every part shows in the logits and sampling does not stick to one word, norms' scales near 1 as trained
-    ones are; all of them float16 numbers."""
+    """A model with random weights, all of them float16 numbers.
+
+    They are large, so that every part shows in the logits and generated tokens vary. The scales of
+    norms are near 1, as in trained models.
+    """
     torch.manual_seed(case.seed)
     settings = transformers.Qwen3VLConfig.from_dict(case.config)
     settings._attn_implementation = "eager"
@@ -39,10 +43,8 @@ def make_model(case: Case) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = "norm" in name and name.endswith("weight")
-            parameter.normal_(
-                mean=float(scale),
-                std=0.3 if "language_model.layers" in name and not scale else 0.15,
-            )
+            is_matrix = "language_model.layers" in name and not scale
+            parameter.normal_(mean=float(scale), std=0.3 if is_matrix else 0.15)
             parameter.copy_(parameter.half().float())
     return model
 
@@ -53,7 +55,7 @@ def weights(model: Any) -> dict[str, np.ndarray]:
 
 
 def inputs_of(sample: Sample) -> dict[str, Any]:
-    """What their model takes."""
+    """Inputs of their model."""
     ids = torch.tensor(sample.ids, dtype=torch.long)
     inputs = {"input_ids": ids, "attention_mask": torch.tensor(sample.valid).long()}
     if not len(sample.items):
@@ -80,13 +82,16 @@ def positions_of(model: Any, sample: Sample) -> np.ndarray:
     if not len(sample.items):
         return np.broadcast_to((sample.valid.cumsum(-1) - 1) * sample.valid, (3, *sample.ids.shape))
     names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "attention_mask")
-    return model.model.get_rope_index(**{name: inputs[name] for name in names if name in inputs})[
-        0
-    ].numpy()
+    given = {name: inputs[name] for name in names if name in inputs}
+    positions, _ = model.model.get_rope_index(**given)
+    return positions.numpy()
 
 
 def watch(model: Any) -> dict[str, list[torch.Tensor]]:
-    """Fills, as the model runs, what goes into each layer and comes out of all modules: a list a module, images before videos."""
+    """Hooks that collect inputs of layers and outputs of modules while the model runs.
+
+    A module of the tower runs on images first, then on videos.
+    """
     found: dict[str, list[torch.Tensor]] = {}
     visual, text = model.model.visual, model.model.language_model
 
@@ -104,11 +109,10 @@ def watch(model: Any) -> dict[str, list[torch.Tensor]]:
             lambda _, __, output: note(name, output[0] if isinstance(output, tuple) else output)
         )
 
-    def turns(name: str, module: Any) -> None:  # cosines and sines, each for both halves of a head
+    def turns(name: str, module: Any) -> None:
+        # Cosines and sines, each repeated for both halves of a head.
         module.register_forward_hook(
-            lambda _, __, output: note(
-                name, torch.cat([half.chunk(2, -1)[0] for half in output], -1)
-            )
+            lambda _, __, output: note(name, torch.cat([x.chunk(2, -1)[0] for x in output], -1))
         )
 
     after("patches", visual.patch_embed)
@@ -138,20 +142,19 @@ def watch(model: Any) -> dict[str, list[torch.Tensor]]:
 
 
 def results(model: Any, sample: Sample, prompts: Sample) -> Results:
-    """Everything `parity_ours.results` finds, from transformers."""
+    """The results of transformers, as `parity_ours.results`."""
     inputs = inputs_of(prompts)
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "use_cache": True}
     with torch.no_grad():
-        tokens = model.generate(
-            **inputs, do_sample=False, max_new_tokens=NEW_TOKENS, use_cache=True
-        )[:, prompts.ids.shape[1] :]
-    inputs, positions, found = inputs_of(sample), positions_of(model, sample), watch(model)
-    output = model(
-        **inputs, position_ids=torch.tensor(positions), use_cache=True
-    )  # alone it would count a text row's padding too
+        tokens = model.generate(**inputs, **options)[:, prompts.ids.shape[1] :]
+    inputs = inputs_of(sample)
+    positions = positions_of(model, sample)
+    found = watch(model)
+    # Without position_ids, transformers would count the padding of text rows too.
+    output = model(**inputs, position_ids=torch.tensor(positions), use_cache=True)
     both = torch.tensor(sample.valid[:, 1:] & sample.valid[:, :-1])
-    torch.nn.functional.cross_entropy(
-        output.logits[:, :-1][both], inputs["input_ids"][:, 1:][both]
-    ).backward()
+    targets = inputs["input_ids"][:, 1:][both]
+    torch.nn.functional.cross_entropy(output.logits[:, :-1][both], targets).backward()
     for number, layer in enumerate(output.past_key_values.layers):
         found |= {
             f"layer {number} {name}": [x.detach().transpose(1, 2)]
@@ -171,15 +174,16 @@ def results(model: Any, sample: Sample, prompts: Sample) -> Results:
 
 
 def samples(case: Case) -> tuple[Sample, Sample]:
-    """The case's batch, and the same rows padded on the left: tokens can only be added on the right."""
+    """The case's batch, and the same rows padded on the left, for generation."""
     return make_sample(case), make_sample(dataclasses.replace(case, pad="left"))
 
 
 def record() -> None:
-    """Weights and patches as they are; of each gradient its norm, and as float16 the gradient over its norm."""
+    """Writes the files of RECORDED: weights, patches, and each gradient as norm and direction."""
     for name, file in RECORDED.items():
         case = CASES[name]
-        model, (sample, prompts) = make_model(case), samples(case)
+        model = make_model(case)
+        sample, prompts = samples(case)
         found = results(model, sample, prompts)
         norms = {name: np.linalg.norm(x) for name, x in found.gradients.items()}
         arrays = {f"sample {name}": x for name, x in sample._asdict().items()}

@@ -1,4 +1,4 @@
-"""Python programs in processes of their own, for tests that need other devices than this process has."""
+"""Runs Python programs in their own process, for tests that need other devices."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import subprocess
 import sys
 import textwrap
 
-# To compile for a TPU without one. Its compiler ends the process at flags that are for CPU alone.
+# Environment to compile for a TPU without having one. Flags for CPU would end the process.
 FOR_TPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "XLA_FLAGS": ""}
 
 
 def run(program: str, **environment: str) -> str:
-    """Runs a program that ends with printing "done"; what it printed."""
+    """Runs a program, which must print "done" at its end, and returns what it printed."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],

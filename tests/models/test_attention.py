@@ -1,4 +1,11 @@
-"""Every kernel against textbook attention, which of them is chosen, and the TPU kernel on a mesh and through the TPU's compiler."""
+"""Attention kernels against textbook attention, the choice of kernel, meshes, the TPU's compiler.
+
+What these tests guard:
+1. every kernel gives the numbers and gradients of textbook attention;
+2. query chunks change nothing, memory holds one chunk of scores, programs do not grow with length;
+3. decoding against a dense cache equals attention over whole rows;
+4. the right kernel is chosen, and devices give what one device gives.
+"""
 
 from __future__ import annotations
 
@@ -19,51 +26,58 @@ rng = np.random.default_rng(0)
 
 def textbook(q, k, v, prefix=None, *, causal=True, segment_ids=None, prefix_mask=None):
     """Softmax over all keys at once, heads and prefix repeated."""
-    (b, t, n, h), kv = q.shape, k.shape[2]
+    b, t, n, h = q.shape
+    kv = k.shape[2]
     segments = jnp.ones((b, t), int) if segment_ids is None else segment_ids
     if prefix is not None:
         segments = segments != 0
     seen = segments[:, :, None] == segments[:, None]
     if causal:
-        seen &= np.tri(t, dtype=bool)
+        seen &= np.tri(t, dtype=bool)[None]
     if prefix is not None:
         p, s = prefix[0].shape[:2]
+        group = b // p
+        k = jnp.concatenate([prefix[0].repeat(group, 0), k], 1)
+        v = jnp.concatenate([prefix[1].repeat(group, 0), v], 1)
         valid = np.ones((p, s), bool) if prefix_mask is None else prefix_mask
-        k, v = (
-            jnp.concatenate([x.repeat(b // p, 0), own], 1)
-            for x, own in zip(prefix, (k, v), strict=True)
-        )
-        seen = jnp.concatenate(
-            [jnp.broadcast_to(valid.repeat(b // p, 0)[:, None], (b, t, s)), seen], 2
-        )
-    k, v = k.repeat(n // kv, 2), v.repeat(n // kv, 2)
+        valid = jnp.broadcast_to(valid.repeat(group, 0)[:, None], (b, t, s))
+        seen = jnp.concatenate([valid, seen], 2)
+    k = k.repeat(n // kv, 2)
+    v = v.repeat(n // kv, 2)
     scores = jnp.where(seen[:, None], jnp.einsum("btnh,bsnh->bnts", q, k) * h**-0.5, -jnp.inf)
     return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), v)
 
 
 def case(b, t, n, kv, h, *, p=0, s=0, **options):
-    """Arrays (q, k, v, prefix) and the options of a case."""
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    """Arrays (q, k, v, prefix), and options of `attend`."""
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
     prefix = (draw(p, s, kv, h), draw(p, s, kv, h)) if p else None
     return (draw(b, t, n, h), draw(b, t, kv, h), draw(b, t, kv, h), prefix), options
 
 
 def ids(*rows):
-    return np.stack(
-        [np.repeat([segment for segment, _ in row], [length for _, length in row]) for row in rows]
-    ).astype(np.int32)
+    """Segment ids of rows, each given as (segment, length) pairs."""
+    return np.stack([np.repeat(*np.transpose(row)) for row in rows]).astype(np.int32)
 
 
-# Lengths are no multiple of a tile, and need more than one.
+# Every length needs more than one tile, and is no multiple of one.
 CASES = {
     "causal": case(2, 150, 4, 2, 64),
     "bidirectional": case(1, 134, 2, 2, 72, causal=False),
     "packed": case(1, 150, 4, 1, 128, segment_ids=ids([(3, 40), (1, 70), (2, 30), (0, 10)])),
-    "packed frames": case(1, 140, 2, 2, 72, causal=False, segment_ids=ids([(1, 60), (2, 60), (0, 20)])),
+    "packed frames": case(
+        1, 140, 2, 2, 72, causal=False, segment_ids=ids([(1, 60), (2, 60), (0, 20)])
+    ),
     "one row over a prefix": case(1, 20, 2, 2, 64, p=1, s=130),
     "groups over prefixes": case(
         6, 50, 4, 2, 128, p=2, s=90,
-        segment_ids=ids([(0, 9), (1, 41)], [(1, 50)], [(1, 12), (0, 38)], [(5, 20), (7, 20), (0, 10)], [(0, 49), (1, 1)], [(1, 50)]),
+        segment_ids=ids(
+            [(0, 9), (1, 41)], [(1, 50)], [(1, 12), (0, 38)],
+            [(5, 20), (7, 20), (0, 10)], [(0, 49), (1, 1)], [(1, 50)],
+        ),
         prefix_mask=np.arange(90) < np.array([[90], [31]]),
     ),
 }  # fmt: skip
@@ -89,25 +103,21 @@ def small_tiles(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_textbook(small_tiles, name, implementation):
     arrays, options = CASES[name]
-    valid = (
-        np.ones(arrays[0].shape[:2])
-        if "segment_ids" not in options
-        else options["segment_ids"] != 0
-    )
-    weight = rng.normal(size=arrays[0].shape) * valid[..., None, None]
+    valid = np.ones(arrays[0].shape[:2], bool)
+    if "segment_ids" in options:
+        valid = options["segment_ids"] != 0
+    valid = valid[..., None, None]
+    weight = rng.normal(size=arrays[0].shape) * valid
 
     def ours(q, k, v, prefix):
         return attend(q, k, v, prefix=prefix, implementation=implementation, **options)
 
-    found, expected = (
-        results(ours, arrays, weight),
-        results(functools.partial(textbook, **options), arrays, weight),
-    )
+    found = results(ours, arrays, weight)
+    expected = results(functools.partial(textbook, **options), arrays, weight)
     assert np.isfinite(found[0]).all()
-    found[0], expected[0] = (
-        found[0] * valid[..., None, None],
-        jnp.where(valid[..., None, None], expected[0], 0),
-    )
+    # The outputs of padding mean nothing.
+    found[0] = found[0] * valid
+    expected[0] = jnp.where(valid, expected[0], 0)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)
 
@@ -122,17 +132,16 @@ def test_bfloat16_stays_near_float32(small_tiles, implementation):
     def ours(q, k, v, prefix):
         return attend(q, k, v, prefix=prefix, implementation=implementation, **options)
 
-    exact = results(
-        functools.partial(textbook, **options),
-        jax.tree.map(lambda x: x.astype(jnp.float32), low),
-        weight,
-    )
+    def in_float32(x):
+        is_per_query = x.shape == valid.shape[:2] + x.shape[2:]
+        return np.asarray(x, np.float32) * (valid if is_per_query else 1)
+
+    rounded = jax.tree.map(lambda x: x.astype(jnp.float32), low)
+    exact = results(functools.partial(textbook, **options), rounded, weight)
     for a, b in zip(results(ours, low, weight), exact, strict=True):
         assert a.dtype == jnp.bfloat16
-        a, b = (
-            np.asarray(x, np.float32) * (valid if x.shape == valid.shape[:2] + x.shape[2:] else 1)
-            for x in (a, jnp.nan_to_num(b))
-        )
+        a = in_float32(a)
+        b = in_float32(jnp.nan_to_num(b))
         assert np.abs(a - b).mean() < 0.01 * np.abs(b).mean()
 
 
@@ -147,9 +156,9 @@ def test_under_scan_and_remat(small_tiles, implementation):
         return jax.lax.scan(body, q, jnp.array([0.5, 2.0]))[0]
 
     ours = functools.partial(attend, implementation=implementation)
-    for a, b in zip(
-        *(results(functools.partial(layers, f), (q,), 1.0) for f in (ours, textbook)), strict=True
-    ):
+    found = results(functools.partial(layers, ours), (q,), 1.0)
+    expected = results(functools.partial(layers, textbook), (q,), 1.0)
+    for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=5e-5, rtol=1e-4)
 
 
@@ -162,7 +171,7 @@ def test_under_scan_and_remat(small_tiles, implementation):
     ],
 )
 def test_query_chunks_change_nothing(arrays, options, chunk):
-    """In loops over chunks, in single chunks, and in one."""
+    """With loops over chunks, with single chunks, and with one chunk for all."""
     weight = rng.normal(size=arrays[0].shape) * (options["segment_ids"] != 0)[..., None, None]
 
     def ours(q, k, v, prefix):
@@ -170,13 +179,15 @@ def test_query_chunks_change_nothing(arrays, options, chunk):
 
     found = results(ours, arrays, weight)
     expected = results(functools.partial(textbook, **options), arrays, weight)
-    found[0], expected[0] = found[0][:, :27], expected[0][:, :27]
+    # The last two queries are padding.
+    found[0] = found[0][:, :27]
+    expected[0] = expected[0][:, :27]
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def whole_pass(options, backward):
-    """Attention in XLA, or its gradients with it."""
+    """Attention in XLA, forward only or with gradients."""
 
     def forward(q, k, v, prefix):
         return attend(q, k, v, prefix=prefix, implementation="xla", **options)
@@ -196,10 +207,10 @@ def whole_pass(options, backward):
     ],
 )
 def test_one_chunk_of_scores_is_held_at_a_time(arrays, options, backward):
-    """By the compiler's own account, where heads are so narrow that scores are nearly all there is.
+    """As the compiler reports it. Heads are narrow, so scores make up nearly all of the memory.
 
-    The forward pass holds scores and weights; the backward pass weights, their gradients and those
-    of the scores.
+    The forward pass holds scores and weights. The backward pass holds weights, their gradients and
+    the gradients of scores.
     """
     compiled = jax.jit(whole_pass(options, backward)).lower(*arrays).compile()
     b, t, n, _ = arrays[0].shape
@@ -212,11 +223,11 @@ def test_one_chunk_of_scores_is_held_at_a_time(arrays, options, backward):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_program_does_not_grow_with_the_length(causal, backward):
-    def lines(t: int) -> int:
+    def lines_of_code(t: int) -> int:
         arrays, options = case(1, t, 2, 1, 8, causal=causal)
         return len(jax.jit(whole_pass(options, backward)).lower(*arrays).as_text().splitlines())
 
-    assert lines(2048) == lines(16_384)
+    assert lines_of_code(2048) == lines_of_code(16_384)
 
 
 def test_few_chunks_are_compiled_without_a_loop():
@@ -225,23 +236,25 @@ def test_few_chunks_are_compiled_without_a_loop():
         assert "while" not in jax.jit(whole_pass(options, True)).lower(*arrays).as_text()
 
 
-NOISE = 9.0  # what nobody may see: seen, it would change everything
+# Value of entries that must stay invisible. If seen, it changes every result.
+NOISE = 9.0
 
 
 def dense_cache(k, v, valid, room, prefix=None, seen=None):
-    """The second of two layers; the first holds noise."""
-    noise = jnp.full((), NOISE)
+    """A cache of two layers: noise, then these keys and values."""
 
-    def two(x):
-        return noise * jnp.ones_like(x), x
+    def two_layers(x):
+        return jnp.stack([jnp.full_like(x, NOISE), x])
 
-    hidden = valid[:, :, None, None]
-    kv = jnp.stack(two(jnp.where(hidden, k, NOISE))), jnp.stack(two(jnp.where(hidden, v, NOISE)))
+    valid_kv = valid[:, :, None, None]
+    kv = (
+        two_layers(jnp.where(valid_kv, k, NOISE)),
+        two_layers(jnp.where(valid_kv, v, NOISE)),
+    )
     shared = None
     if prefix is not None:
-        shared = Shared.of(
-            (jnp.stack(two(prefix[0])), jnp.stack(two(prefix[1]))), jnp.asarray(seen)
-        )
+        shared_kv = (two_layers(prefix[0]), two_layers(prefix[1]))
+        shared = Shared.of(shared_kv, jnp.asarray(seen))
     return DenseCache.prefilled(kv, jnp.asarray(valid), room)._replace(shared=shared)
 
 
@@ -253,48 +266,51 @@ def one_token(cache, q, k, v, active):
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_one_token_against_a_dense_cache_equals_the_last_of_a_row(shared):
-    """Rows of one prompt may see different parts of it, and of their own tokens; one sees nothing but itself."""
+    """Rows see different parts of their prompt and of their own tokens; one sees only itself."""
     (q, k, v, prefix), _ = case(4, 7, 4, 2, 16, p=2, s=5)
     assert prefix is not None
     own = np.arange(6) >= np.array([[0], [2], [5], [6]])
     seen = np.arange(5) < np.array([[5], [3], [1], [0]])
-    given = {"prefix": tuple(x.repeat(2, 0) for x in prefix), "prefix_mask": seen} if shared else {}
+    given = {}
+    if shared:
+        given = {"prefix": tuple(x.repeat(2, 0) for x in prefix), "prefix_mask": seen}
     ids = np.concatenate([own, np.ones((4, 1), bool)], 1).astype(np.int32)
     expected = jax.jit(textbook)(q, k, v, segment_ids=ids, **given)[:, -1]
     cache = dense_cache(k[:, :6], v[:, :6], own, 3, *((prefix, seen) if shared else ()))
     found, after = one_token(cache, q[:, -1], k[:, -1], v[:, -1], np.ones(4, bool))
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    np.testing.assert_array_equal(
-        after.valid, np.concatenate([own, np.arange(3) < np.ones((4, 1))], 1)
-    )
-    assert (
-        int(after.column) == 7
-        and (after.since(0)[0][0, :, :6] == np.where(own[..., None, None], NOISE, 0)).all()
-    )
+    # The new token is valid, the two free columns are not.
+    free = np.arange(3) < np.ones((4, 1))
+    np.testing.assert_array_equal(after.valid, np.concatenate([own, free], 1))
+    assert int(after.column) == 7
+    # `prefilled` zeroed the invalid entries of the first layer too.
+    keys, _ = after.since(0)
+    assert (keys[0, :, :6] == np.where(own[..., None, None], NOISE, 0)).all()
 
 
-def test_rows_of_a_dense_cache_hold_the_tokens_they_advanced_with():
-    """Step after step, some rows pause: what stands in the column that they skipped is never seen, what they held before is."""
+def test_rows_of_a_dense_cache_keep_the_tokens_they_advanced_with():
+    """In every step some rows pause. A skipped column stays invisible, earlier tokens visible."""
     b, n, kv, h, start, steps = 3, 4, 2, 16, 2, 5
     (q, k, v, prefix), _ = case(b, start + steps, n, kv, h, p=1, s=4)
     assert prefix is not None
     seen = np.arange(4) < np.array([[4], [2], [0]])
-    active = np.array(
-        [[1, 1, 0], [0, 1, 0], [1, 1, 1], [0, 0, 1], [1, 1, 1]], bool
-    )  # a row each step
+    # One line per step, one entry per row.
+    active = np.array([[1, 1, 0], [0, 1, 0], [1, 1, 1], [0, 0, 1], [1, 1, 1]], bool)
     cache = dense_cache(k[:, :start], v[:, :start], np.ones((b, start), bool), steps, prefix, seen)
-    lines, held = (
-        tuple(x.repeat(b, 0) for x in prefix),
-        np.concatenate([np.ones((b, start), np.int32), active.T], 1),
-    )
+    repeated = tuple(x.repeat(b, 0) for x in prefix)
+    held = np.concatenate([np.ones((b, start), np.int32), active.T], 1)
     whole = jax.jit(textbook)
-    for step, going in enumerate(active):
+    for step, advancing in enumerate(active):
         column = start + step
-        # What a row that pauses is fed means nothing.
-        new_k, new_v = (jnp.where(going[:, None, None], x[:, column], NOISE) for x in (k, v))
-        found, cache = one_token(cache, q[:, column], new_k, new_v, going)
-        expected = whole(q, k, v, lines, segment_ids=held, prefix_mask=seen)[:, column]
-        np.testing.assert_allclose(found[going], expected[going], atol=1e-5, err_msg=str(step))
+        # A row that pauses is fed noise.
+        fed = advancing[:, None, None]
+        new_k = jnp.where(fed, k[:, column], NOISE)
+        new_v = jnp.where(fed, v[:, column], NOISE)
+        found, cache = one_token(cache, q[:, column], new_k, new_v, advancing)
+        expected = whole(q, k, v, repeated, segment_ids=held, prefix_mask=seen)[:, column]
+        np.testing.assert_allclose(
+            found[advancing], expected[advancing], atol=1e-5, err_msg=str(step)
+        )
         assert np.isfinite(found).all()
     np.testing.assert_array_equal(cache.valid, held == 1)
     for row in range(b):
@@ -304,8 +320,8 @@ def test_rows_of_a_dense_cache_hold_the_tokens_they_advanced_with():
 
 
 @pytest.mark.parametrize(("row", "rows", "prefix"), [(1, 5, 3), (4, 3, 0), (5, 4, 7), (8, 2, 1)])
-def test_mask_of_a_group(row, rows, prefix):
-    """Computed in tiles, as the kernel does, it is a column for the prefix and a triangle for each row."""
+def test_the_mask_of_a_group_is_the_prefix_and_a_triangle_per_row(row, rows, prefix):
+    """Computed tile by tile, as in the kernel."""
     total = row * rows
     mask = splash.GroupMask(total, prefix + total, prefix, row)
     expected = np.concatenate(
@@ -330,24 +346,25 @@ def mesh_of(platform, *shape):
         ("tpu", jnp.float32, 7, 72, None, "splash"),
         ("tpu", jnp.float16, 8, 64, None, "xla"),
         ("tpu", jnp.bfloat16, 8, 64, (2, 2, 2), "splash"),
-        ("tpu", jnp.bfloat16, 8, 64, (4, 2, 1), "xla"),  # eight devices do not share four groups
-        ("tpu", jnp.bfloat16, 8, 64, (1, 1, 4), "xla"),  # nor four devices two heads
+        # Four prompts do not divide over eight devices, nor two kv heads over four.
+        ("tpu", jnp.bfloat16, 8, 64, (4, 2, 1), "xla"),
+        ("tpu", jnp.bfloat16, 8, 64, (1, 1, 4), "xla"),
         ("gpu", jnp.bfloat16, 8, 64, None, "cudnn"),
         ("gpu", jnp.float32, 8, 64, None, "xla"),
         ("gpu", jnp.bfloat16, 8, 256, None, "xla"),
         ("gpu", jnp.bfloat16, 7, 64, None, "xla"),
     ],
 )
-def test_choice(platform, dtype, t, h, mesh, chosen):
+def test_the_kernel_fits_platform_type_lengths_and_mesh(platform, dtype, t, h, mesh, chosen):
     q, k, past = (
         jax.ShapeDtypeStruct(shape, dtype) for shape in ((8, t, 4, h), (8, t, 2, h), (4, 10, 2, h))
     )
     with jax.sharding.use_abstract_mesh(mesh_of(platform, *(mesh or (1, 1, 1)))):
-        assert choose(platform, q, k, (past, past)) == chosen  # pyright: ignore[reportArgumentType]
+        assert choose(platform, q, k, (past, past)) == chosen
 
 
 @pytest.mark.parametrize(("platform", "kernel"), [("tpu", True), ("cpu", False)])
-def test_the_mesh_says_where_it_will_run(platform, kernel):
+def test_the_platform_of_the_mesh_chooses_the_kernel(platform, kernel):
     x = jax.ShapeDtypeStruct((4, 128, 2, 64), jnp.bfloat16)
     with jax.sharding.use_abstract_mesh(mesh_of(platform, 1, 2, 2)):
         program = str(jax.make_jaxpr(attend)(x, x, x))
@@ -362,7 +379,7 @@ def test_a_prefix_without_causality_is_refused():
 
 @pytest.mark.slow
 def test_eight_devices_equal_one():
-    """The TPU kernel, interpreted, over groups with gradients; the same program where no mesh is set is the measure."""
+    """The interpreted TPU kernel over groups, with gradients, with and without a mesh."""
     run(
         """
         import jax, jax.numpy as jnp, numpy as np
@@ -374,19 +391,24 @@ def test_eight_devices_equal_one():
         splash.BLOCK = 128
         rng = np.random.default_rng(0)
         draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-        arrays = draw(16, 20, 4, 64), draw(16, 20, 2, 64), draw(16, 20, 2, 64), (draw(8, 120, 2, 64), draw(8, 120, 2, 64))
+        prefix = draw(8, 120, 2, 64), draw(8, 120, 2, 64)
+        arrays = draw(16, 20, 4, 64), draw(16, 20, 2, 64), draw(16, 20, 2, 64), prefix
         masks = rng.integers(0, 2, (16, 20)).astype(np.int32), rng.integers(0, 2, (8, 120)) > 0
 
         def loss(arrays, masks):
             q, k, v, prefix = arrays
-            out = attend(q, k, v, segment_ids=masks[0], prefix=prefix, prefix_mask=masks[1], implementation="splash")
+            out = attend(
+                q, k, v,
+                segment_ids=masks[0], prefix=prefix, prefix_mask=masks[1], implementation="splash",
+            )
             return ((out * masks[0][..., None, None]) ** 2).sum()
 
         one = jax.jit(jax.value_and_grad(loss))(arrays, masks)
         for shape in ((2, 2, 2), (1, 8, 1)):
             mesh = make_mesh(*shape)
             with jax.set_mesh(mesh):
-                many = jax.jit(jax.value_and_grad(loss))(*jax.device_put((arrays, masks), NamedSharding(mesh, BATCH)))
+                placed = jax.device_put((arrays, masks), NamedSharding(mesh, BATCH))
+                many = jax.jit(jax.value_and_grad(loss))(*placed)
             assert len(many[1][0].sharding.device_set) == 8
             for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
                 np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-4)
@@ -400,18 +422,18 @@ def test_eight_devices_equal_one():
     ("prompts", "pieces", "chosen"),
     [(4, 1, "xla"), (8, 2, "splash"), (8, 1, "splash"), (4, 2, "xla")],
 )
-def test_fewer_prompts_than_devices_lie_in_pieces(prompts, pieces, chosen):
+def test_prompts_that_are_fewer_than_devices_need_pieces(prompts, pieces, chosen):
     q, k, past = (
         jax.ShapeDtypeStruct(shape, jnp.bfloat16)
         for shape in ((8, 8, 4, 64), (8, 8, 2, 64), (prompts, 10, 2, 64))
     )
     with jax.sharding.use_abstract_mesh(mesh_of("tpu", 2, 4, 1)):
-        assert choose("tpu", q, k, (past, past), pieces) == chosen  # pyright: ignore[reportArgumentType]
+        assert choose("tpu", q, k, (past, past), pieces) == chosen
 
 
 @pytest.mark.slow
 def test_prompts_in_pieces_equal_whole_ones():
-    """Heads shared out, kv heads repeated for it, and heads that cannot be: all devices of a prompt then compute them. With gradients."""
+    """With gradients. Heads divide over the pieces, or kv heads are repeated, or neither works."""
     run(
         """
         import jax, jax.numpy as jnp, numpy as np
@@ -426,22 +448,35 @@ def test_prompts_in_pieces_equal_whole_ones():
             q, k, v, prompt_q, prompt_k, prompt_v = arrays
             prompts = attend(prompt_q, prompt_k, prompt_v, segment_ids=masks[1], pieces=pieces)
             mask = masks[1] > 0
-            rows = attend(q, k, v, segment_ids=masks[0], prefix=(prompt_k, prompt_v), prefix_mask=mask, pieces=pieces)
-            return ((rows * masks[0][..., None, None]) ** 2).sum() + ((prompts * mask[..., None, None]) ** 3).sum()
+            rows = attend(
+                q, k, v,
+                segment_ids=masks[0], prefix=(prompt_k, prompt_v), prefix_mask=mask, pieces=pieces,
+            )
+            rows = rows * masks[0][..., None, None]
+            prompts = prompts * mask[..., None, None]
+            return (rows**2).sum() + (prompts**3).sum()
 
         run = jax.jit(jax.value_and_grad(loss), static_argnums=2)
-        for p, pieces, n, kv, shape in ((4, 2, 4, 2, (2, 4, 1)), (2, 4, 4, 2, (1, 8, 1)), (1, 8, 4, 2, (2, 4, 1)), (2, 2, 4, 2, (2, 2, 2))):
-            arrays = draw(8, 6, n, 8), draw(8, 6, kv, 8), draw(8, 6, kv, 8), draw(p, 16, n, 8), draw(p, 16, kv, 8), draw(p, 16, kv, 8)
-            masks = rng.integers(0, 2, (8, 6)).astype(np.int32), (np.arange(16) < rng.integers(5, 17, (p, 1))).astype(np.int32)
+        cases = (  # prompts, pieces, mesh
+            (4, 2, (2, 4, 1)), (2, 4, (1, 8, 1)), (1, 8, (2, 4, 1)), (2, 2, (2, 2, 2)),
+        )
+        for p, pieces, shape in cases:
+            rows = draw(8, 6, 4, 8), draw(8, 6, 2, 8), draw(8, 6, 2, 8)
+            prompts = draw(p, 16, 4, 8), draw(p, 16, 2, 8), draw(p, 16, 2, 8)
+            arrays = *rows, *prompts
+            valid = np.arange(16) < rng.integers(5, 17, (p, 1))
+            masks = rng.integers(0, 2, (8, 6)).astype(np.int32), valid.astype(np.int32)
             value, gradients = run(arrays, masks, 1)
             cut = lambda x: x if len(x) == 8 else x.reshape(p * pieces, -1, *x.shape[2:])
             mesh = make_mesh(*shape)
             with jax.set_mesh(mesh):
-                placed = jax.device_put(jax.tree.map(cut, (arrays, masks)), NamedSharding(mesh, BATCH))
+                in_pieces = jax.tree.map(cut, (arrays, masks))
+                placed = jax.device_put(in_pieces, NamedSharding(mesh, BATCH))
                 text = run.lower(*placed, pieces).as_text()
                 found, parts = run(*placed, pieces)
             assert ("all_to_all" in text) == (pieces < 8), (p, shape)
-            np.testing.assert_allclose(found, value, rtol=1e-4)  # a sum of many terms of either sign
+            # A sum of many terms of both signs.
+            np.testing.assert_allclose(found, value, rtol=1e-4)
             for a, b in zip(gradients, parts, strict=True):
                 np.testing.assert_allclose(b, cut(a), atol=1e-5, rtol=1e-4, err_msg=str((p, shape)))
         print("done")
@@ -453,7 +488,7 @@ def test_prompts_in_pieces_equal_whole_ones():
 @pytest.mark.slow
 @pytest.mark.parametrize("prompts", [0, 4])
 def test_the_decoder_compiles_for_tpu_with_the_kernel(prompts):
-    """Forward and gradient on a topology that this machine lacks: three kernels, and no score matrix."""
+    """Forward and gradient for a TPU topology, compiled without a TPU: at least three kernels."""
     pytest.importorskip("libtpu")
     run(
         f"""
@@ -468,8 +503,9 @@ def test_the_decoder_compiles_for_tpu_with_the_kernel(prompts):
         devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
         mesh = Mesh(np.array(devices).reshape(1, 2, 2), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
         config = TextConfig(
-            vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=128, mrope_section=(24, 20, 20), rope_theta=10_000.0, tie_word_embeddings=True,
+            vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=128, mrope_section=(24, 20, 20),
+            rope_theta=10_000.0, tie_word_embeddings=True,
         )
         text = nnx.eval_shape(lambda: TextDecoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
         graph, state = nnx.split(text)
@@ -478,7 +514,8 @@ def test_the_decoder_compiles_for_tpu_with_the_kernel(prompts):
         b, t, p, s = 8, 640, {prompts}, 640
         batch = dict(ids=array(jnp.int32, b, t), segment_ids=array(jnp.int32, b, t))
         if p:
-            past = jax.ShapeDtypeStruct((2, p, s, 2, 128), jnp.bfloat16, sharding=NamedSharding(mesh, jax.P(None, *BATCH)))
+            prompts = NamedSharding(mesh, jax.P(None, *BATCH))
+            past = jax.ShapeDtypeStruct((2, p, s, 2, 128), jnp.bfloat16, sharding=prompts)
             batch |= dict(prefix=KV(past, past), prefix_mask=array(jnp.bool, p, s))
 
         def loss(state, batch):
@@ -486,11 +523,11 @@ def test_the_decoder_compiles_for_tpu_with_the_kernel(prompts):
             hidden, _ = nnx.merge(graph, state)(positions=positions, remat="full", **batch)
             return hidden.astype(jnp.float32).mean()
 
-        state = jax.tree.map(lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y), state, param_shardings(state, mesh))
+        place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        state = jax.tree.map(place, state, param_shardings(state, mesh))
         with jax.set_mesh(mesh):
             compiled = jax.jit(jax.value_and_grad(loss)).lower(state, batch).compile()
         program = compiled.as_text()
-        print(program.count("tpu_custom_call"), compiled.memory_analysis().temp_size_in_bytes / 2**20, "MiB")
         assert program.count("tpu_custom_call") >= 3
         print("done")
         """,

@@ -1,4 +1,4 @@
-"""Configurations read both generations of config.json and refuse what cannot be built."""
+"""Configurations: both generations of config.json, and errors for models that cannot be built."""
 
 from __future__ import annotations
 
@@ -14,38 +14,37 @@ from models.qwen3_vl.model import num_params
 
 
 @pytest.mark.parametrize("config", [tiny(300), *map(qwen3_vl, ("2b", "32b"))])
-def test_what_is_written_is_read_back_by_both_readers(config):
-    written = json.loads(json.dumps(to_hf(config)))
-    assert from_hf(written) == config
-    old, new = json.loads(json.dumps(written)), written
-    del old["text_config"]["rope_parameters"], old["vision_config"]["rope_parameters"]  # 4.57
-    del new["text_config"]["rope_scaling"], new["text_config"]["rope_theta"]  # 5.x
+def test_a_written_configuration_is_read_back_from_the_fields_of_either_generation(config):
+    written = json.dumps(to_hf(config))
+    assert from_hf(json.loads(written)) == config
+    # Fields that transformers 4.57 reads.
+    old = json.loads(written)
+    del old["text_config"]["rope_parameters"], old["vision_config"]["rope_parameters"]
+    # Fields that transformers 5 reads.
+    new = json.loads(written)
+    del new["text_config"]["rope_scaling"], new["text_config"]["rope_theta"]
     assert from_hf(old) == from_hf(new) == config
 
 
 def test_the_length_of_the_context_is_kept():
     config = tiny(300)
     assert to_hf(config)["text_config"]["max_position_embeddings"] == 262_144
-    long = dataclasses.replace(
-        config, text=dataclasses.replace(config.text, max_position_embeddings=1_000_000)
-    )
+    text = dataclasses.replace(config.text, max_position_embeddings=1_000_000)
+    long = dataclasses.replace(config, text=text)
     assert from_hf(to_hf(long)) == long
 
 
-def test_the_tiny_model_is_tiny_and_whole():
+def test_the_tiny_model_is_tiny_and_complete():
     config = tiny(300)
     assert num_params(config) < 1_100_000
-    assert (
-        config.vision.levels == 1
-        and config.text.tie_word_embeddings
-        and sum(config.text.mrope_section) == 32
-    )
+    assert config.vision.levels == 1 and config.text.tie_word_embeddings
+    assert sum(config.text.mrope_section) == 32
 
 
 def test_another_model_or_size_is_refused():
     with pytest.raises(ValueError, match="model_type = 'qwen2_vl'"):
         from_hf({"model_type": "qwen2_vl"})
-    with pytest.raises(ValueError, match="size = '7b': one of 2b, 4b, 8b, 32b"):
+    with pytest.raises(ValueError, match="size = '7b': .*2b, 4b, 8b, 32b"):
         qwen3_vl("7b")
 
 
@@ -56,23 +55,23 @@ def test_another_model_or_size_is_refused():
             "text_config",
             "rope_parameters",
             {"rope_type": "yarn", "rope_theta": 1e4},
-            "rope_type = 'yarn'.*remove the scaling",
+            "text_config.rope_type = 'yarn'",
         ),
         (
             "text_config",
             "attention_bias",
             True,
-            "text_config.attention_bias = True: only False is computed",
+            "text_config.attention_bias = True: .*False",
         ),
         (
             "vision_config",
             "hidden_act",
             "quick_gelu",
-            "vision_config.hidden_act = 'quick_gelu': only 'gelu_pytorch_tanh' is computed",
+            "vision_config.hidden_act = 'quick_gelu': .*'gelu_pytorch_tanh'",
         ),
     ],
 )
-def test_what_is_not_computed_is_refused(tower, field, value, message):
+def test_unsupported_values_are_refused(tower, field, value, message):
     content = to_hf(tiny(300))
     content[tower][field] = value
     with pytest.raises(ValueError, match=message):
@@ -83,10 +82,10 @@ def test_what_is_not_computed_is_refused(tower, field, value, message):
 def test_missing_fields_are_all_named(tower):
     content = to_hf(tiny(300))
     del content[tower]["hidden_size"], content[tower]["intermediate_size"]
-    with pytest.raises(ValueError, match=f"{tower}: has no hidden_size, intermediate_size; give"):
+    with pytest.raises(ValueError, match=f"{tower}: .*hidden_size, intermediate_size;"):
         from_hf(content)
     del content[tower]
-    with pytest.raises(ValueError, match=f"{tower}: has no .*hidden_size"):
+    with pytest.raises(ValueError, match=f"{tower}: .*hidden_size"):
         from_hf(content)
 
 
@@ -96,22 +95,22 @@ def test_rotary_parameters_without_a_theta_are_refused():
         content["text_config"]["rope_parameters"]["rope_theta"],
         content["text_config"]["rope_theta"],
     )
-    with pytest.raises(ValueError, match="text_config: has no rope_theta; give"):
+    with pytest.raises(ValueError, match="text_config: .*rope_theta"):
         from_hf(content)
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("size", ["2b", "4b", "8b"])
-def test_a_published_file_that_transformers_5_writes_again_reads_the_same(assets, size, tmp_path):
+def test_a_published_file_rewritten_by_transformers_5_reads_the_same(assets, size, tmp_path):
     pytest.importorskip("torch", reason="the extra parity brings the transformers that writes it")
     import transformers
 
     file = assets / "qwen3_vl" / f"config_{size}.json"
-    assert "rope_scaling" in json.loads(file.read_text())["text_config"]  # of 4.57
+    # The published file is of 4.57.
+    assert "rope_scaling" in json.loads(file.read_text())["text_config"]
     transformers.Qwen3VLConfig.from_pretrained(file).save_pretrained(tmp_path)
-    assert (
-        "rope_scaling" not in json.loads((tmp_path / "config.json").read_text())["text_config"]
-    )  # of 5.x
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_scaling" not in written["text_config"]
     assert from_hf(tmp_path / "config.json") == from_hf(file) == qwen3_vl(size)
 
 
@@ -145,12 +144,11 @@ def test_a_published_file_that_transformers_5_writes_again_reads_the_same(assets
         ),
     ],
 )
-def test_a_shape_that_cannot_be_built_is_named(tower, changes, message):
+def test_sizes_that_cannot_be_built_are_refused(tower, changes, message):
     config = tiny(300)
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(
-            config, **{tower: dataclasses.replace(getattr(config, tower), **changes)}
-        )
+        changed = dataclasses.replace(getattr(config, tower), **changes)
+        dataclasses.replace(config, **{tower: changed})
 
 
 def test_flops_are_twice_the_matmul_weights_and_attention():

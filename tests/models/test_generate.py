@@ -1,4 +1,4 @@
-"""Generated tokens are those of the whole forward pass; stops, seeds, and what is compiled."""
+"""Generated tokens equal those of whole forward passes; stop ids, seeds, and compilations."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from models.qwen3_vl.vision import frame_layout
 from train.durable.compilations import Compilations
 
 IMAGE, VIDEO = (1, 2, 4), (3, 4, 2)
-LARGE = (1, 24, 24)  # two of them take two rows of the tower
+# Two of them take two rows of the tower.
+LARGE = (1, 24, 24)
 NEW = 12
 
 
 @pytest.fixture(scope="module")
 def model(small_model) -> Qwen3VL:
-    """With a head of its own: tied to the embedding, noise says the same word again and again."""
+    """An untied model: with tied noise, the same word would come again and again."""
     untied = nnx.clone(small_model)
     noise = np.random.default_rng(1).normal(0, 0.2, small_model.text.embedding.shape)
     untied.text.head = nnx.data(nnx.Param(jnp.asarray(noise, jnp.float32)))
@@ -31,13 +32,16 @@ def model(small_model) -> Qwen3VL:
 
 
 def sample(model: Qwen3VL, *parts: int | tuple[int, int, int], seed: int = 2) -> Inputs:
-    """So many words, or the placeholders of an image (one slice) or a video (each slice after a word), with noise for patches."""
-    rng, config, ids = np.random.default_rng(seed), model.config, []
+    """A sample of parts: a number of words, or the grid of an image or video. Patches are noise."""
+    rng = np.random.default_rng(seed)
+    config = model.config
+    ids = []
     for part in parts:
         if isinstance(part, int):
             ids += rng.integers(0, 60, part).tolist()
         else:
             token = config.image_token_id if part[0] == 1 else config.video_token_id
+            # Every temporal slice comes after a word.
             for _ in range(part[0]):
                 ids += [int(rng.integers(0, 60)), *[token] * (part[1] * part[2] // 4)]
     grids = [part for part in parts if not isinstance(part, int)]
@@ -57,31 +61,29 @@ def last_logits(text, ids, positions, segments, visual, index, length) -> jax.Ar
 
 
 def greedy(model: Qwen3VL, inputs: Inputs, count: int) -> list[int]:
-    """Every frame through the tower alone, and the whole text again for every token."""
-    vectors, at = [], 0
+    """Runs every frame through the tower alone, and the whole text again for every token."""
+    vectors = []
+    start = 0
     see = nnx.jit(lambda tower, patches, layout: tower(patches, layout))
     for t, h, w in inputs.grids:
-        part = inputs.patches[at : at + t * h * w].reshape(t, h * w, -1)
+        part = inputs.patches[start : start + t * h * w].reshape(t, h * w, -1)
         found = see(model.vision, part, frame_layout((h, w), model.config.vision))
         vectors.append(found.reshape(1, -1, *found.shape[2:]))
-        at += t * h * w
+        start += t * h * w
     visual = jnp.concatenate(vectors, 1) if vectors else None
-    ids, width = inputs.ids.tolist(), len(inputs.ids) + count
+    ids = inputs.ids.tolist()
+    width = len(ids) + count
+    index = np.pad(inputs.visual_index, (0, count), constant_values=-1)[None]
     for _ in range(count):
-        rest = (0, width - len(ids))
-        whole = np.pad(np.array(ids), rest)[None]
-        positions = np.pad(
-            mrope_positions(np.array(ids), inputs.grids, model.config), ((0, 0), rest)
-        )[:, None]
-        segments = (np.arange(width) < len(ids)).astype(np.int32)[None]
-        index = np.pad(inputs.visual_index, (0, width - len(inputs.ids)), constant_values=-1)[None]
-        ids.append(
-            int(
-                last_logits(
-                    model.text, whole, positions, segments, visual, index, np.int32(len(ids))
-                ).argmax()
-            )
-        )
+        length = len(ids)
+        padding = (0, width - length)
+        whole = np.pad(np.array(ids), padding)[None]
+        positions = mrope_positions(np.array(ids), inputs.grids, model.config)
+        positions = np.pad(positions, ((0, 0), padding))[:, None]
+        segments = (np.arange(width) < length).astype(np.int32)[None]
+        batch = (whole, positions, segments, visual, index)
+        logits = last_logits(model.text, *batch, np.int32(length))
+        ids.append(int(logits.argmax()))
     return ids[len(inputs.ids) :]
 
 
@@ -90,11 +92,12 @@ def greedy(model: Qwen3VL, inputs: Inputs, count: int) -> list[int]:
     [(9,), (2, IMAGE, 1, VIDEO, 5), (1, LARGE, 2, LARGE, 3)],
     ids=["text", "image and video", "images of a row each"],
 )
-def test_the_tokens_are_those_of_the_whole_forward_pass(model, parts):
+def test_tokens_equal_those_of_whole_forward_passes(model, parts):
     inputs = sample(model, *parts)
     expected = greedy(model, inputs, NEW)
     assert len(set(expected)) > 3
-    for bucket in (16, 48):  # how much padding there is changes nothing
+    # The amount of padding changes nothing.
+    for bucket in (16, 48):
         found = generate(model, inputs, new_tokens=NEW, stop_ids=[], bucket=bucket)
         assert found.dtype == np.int32 and found.tolist() == expected
     if inputs.grids:
@@ -111,43 +114,33 @@ def test_it_ends_with_the_first_stop_id(model):
     assert run(new_tokens=NEW, stop_ids=[stop, 99_999]).tolist() == whole[: first + 1]
     assert run(new_tokens=NEW, stop_ids=[whole[0]]).tolist() == whole[:1]
     assert run(new_tokens=1, stop_ids=[]).tolist() == whole[:1]
-    assert (
-        run(new_tokens=16, stop_ids=[]).tolist()[:NEW] == whole
-        and len(run(new_tokens=16, stop_ids=[])) == 16
-    )
+    longer = run(new_tokens=16, stop_ids=[]).tolist()
+    assert len(longer) == 16 and longer[:NEW] == whole
 
 
 def test_a_temperature_draws_by_the_seed_from_the_softmax(model):
     inputs = sample(model, 9)
     run = functools.partial(generate, model, inputs, stop_ids=[], bucket=16)
-    assert (
-        run(new_tokens=NEW, temperature=1.0, seed=3).tolist()
-        == run(new_tokens=NEW, temperature=1.0, seed=3).tolist()
-    )
-    assert (
-        run(new_tokens=NEW, temperature=1.0, seed=3).tolist()
-        != run(new_tokens=NEW, temperature=1.0, seed=4).tolist()
-    )
+    draws = [run(new_tokens=NEW, temperature=1.0, seed=seed).tolist() for seed in (3, 3, 4)]
+    assert draws[0] == draws[1] != draws[2]
     assert run(new_tokens=NEW, temperature=1e-6, seed=3).tolist() == run(new_tokens=NEW).tolist()
     hidden, _ = model.text(inputs.ids[None], inputs.positions[:, None])
     expected = np.asarray(jax.nn.softmax(model.text.logits(hidden[0, -1]) / 2))
     drawn = [run(new_tokens=1, temperature=2.0, seed=seed)[0] for seed in range(400)]
     frequency = np.bincount(drawn, minlength=len(expected)) / 400
     top = expected.argmax()
-    assert (
-        abs(frequency[top] - expected[top]) < 4 * (expected[top] / 400) ** 0.5
-        and expected[top] < 0.9
-    )
+    assert expected[top] < 0.9
+    # Four standard deviations.
+    assert abs(frequency[top] - expected[top]) < 4 * (expected[top] / 400) ** 0.5
 
 
-def test_samples_of_about_one_size_share_their_programs(model):
+def test_samples_of_similar_size_share_their_programs(model):
     run = functools.partial(generate, nnx.clone(model), bucket=64)
     compiled = Compilations()
     run(sample(model, 4, IMAGE, 3), new_tokens=3, stop_ids=[0])
     assert compiled.count == 2
-    for number, parts in enumerate(
-        [(2, IMAGE, 1, VIDEO), (1, VIDEO, (1, 6, 6), 2), (44, (1, 4, 4), (1, 2, 2))], 4
-    ):
+    similar = [(2, IMAGE, 1, VIDEO), (1, VIDEO, (1, 6, 6), 2), (44, (1, 4, 4), (1, 2, 2))]
+    for number, parts in enumerate(similar, 4):
         run(
             sample(model, *parts, seed=number),
             new_tokens=number,
@@ -156,7 +149,8 @@ def test_samples_of_about_one_size_share_their_programs(model):
             seed=number,
         )
     assert compiled.count == 2
-    run(sample(model, 9), new_tokens=3, stop_ids=[0])  # text runs no tower
+    # A text needs another program, without the tower.
+    run(sample(model, 9), new_tokens=3, stop_ids=[0])
     assert compiled.count == 3
 
 
@@ -164,6 +158,6 @@ def test_samples_of_about_one_size_share_their_programs(model):
     ("options", "message"),
     [({"new_tokens": 0}, "new_tokens = 0"), ({"temperature": -1.0}, "temperature = -1.0")],
 )
-def test_what_cannot_be_generated(model, options, message):
+def test_impossible_requests_are_refused(model, options, message):
     with pytest.raises(ValueError, match=message):
         generate(model, sample(model, 3), **{"new_tokens": 2, "stop_ids": [], **options})

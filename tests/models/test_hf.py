@@ -1,4 +1,11 @@
-"""Weights travel out and back unchanged, whole or by slices; a wrong folder is named in one error; an export is whole or is not."""
+"""Loading and saving weights in the Hugging Face layout.
+
+What these tests guard:
+1. saved weights are loaded bit for bit, whole or by slices; untrained ones are saved byte for byte;
+2. a wrong folder gives one error that names everything wrong;
+3. a folder is complete or does not exist, even if a writer is killed;
+4. transformers reads and runs what is saved (marked parity).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +30,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from models.processor import Processor
-from models.qwen3_vl import hf
+from models.qwen3_vl import hf, hf_layout
 from models.qwen3_vl.config import tiny
 from models.qwen3_vl.hf_config import to_hf
 from models.qwen3_vl.model import Qwen3VL
@@ -62,7 +69,7 @@ def assert_equal(a, b):
         np.testing.assert_array_equal(a[name], b[name], err_msg=name)
 
 
-def test_there_and_back_is_bit_for_bit(model, config, tmp_path):
+def test_a_saved_model_is_loaded_bit_for_bit(model, config, tmp_path):
     hf.save(model, tmp_path / "model")
     again = hf.load(tmp_path / "model")
     assert again.config == config
@@ -75,8 +82,10 @@ def test_there_and_back_is_bit_for_bit(model, config, tmp_path):
 
 @pytest.fixture
 def published(request, config, tmp_path):
-    """A folder as the hub has them: bfloat16 (or the test's own type) in files of their own order, a tied head repeated, tokenizer and
-    template beside them."""
+    """A folder like those on the hub: a tied head repeated, tensors in another order, companions.
+
+    The weights are bfloat16, or the type that a test asks for.
+    """
     dtype = np.dtype(getattr(request, "param", jnp.bfloat16))
     unsigned = np.dtype(f"u{dtype.itemsize}")
     config = dataclasses.replace(
@@ -86,11 +95,11 @@ def published(request, config, tmp_path):
     folder.mkdir()
     rng = np.random.default_rng(0)
     tensors = {}
-    for name, shape in hf.tensor_shapes(config).items():
+    for name, shape in hf_layout.tensor_shapes(config).items():
+        # Any number below 2, including subnormal ones: one bit of the exponent is cleared.
         bits = rng.integers(0, 256**dtype.itemsize, shape, unsigned)
-        tensors[name] = (bits & ~unsigned.type(64 * 256 ** (dtype.itemsize - 1))).view(
-            dtype
-        )  # any number below 2, subnormal ones too
+        bits &= ~unsigned.type(64 * 256 ** (dtype.itemsize - 1))
+        tensors[name] = bits.view(dtype)
     tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"]
     names = sorted(tensors)
     parts = {"model-a.safetensors": names[::2], "model-b.safetensors": names[1::2]}
@@ -102,9 +111,8 @@ def published(request, config, tmp_path):
         )
     index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(
-        json.dumps(to_hf(config) | {"transformers_version": "4.57.0"})
-    )
+    content = to_hf(config) | {"transformers_version": "4.57.0"}
+    (folder / "config.json").write_text(json.dumps(content))
     for name in (
         "tokenizer.json",
         "generation_config.json",
@@ -128,7 +136,7 @@ def published(request, config, tmp_path):
     ],
     indirect=["published"],
 )
-def test_what_was_not_trained_comes_out_byte_for_byte(published, tmp_path, param_dtype):
+def test_untrained_weights_are_saved_byte_for_byte(published, tmp_path, param_dtype):
     model = hf.load(published, param_dtype=param_dtype)
     assert {v.dtype for v in leaves(model).values()} == {np.dtype(param_dtype)}
     model.text.norm.set_value(model.text.norm[...] + 1)
@@ -137,66 +145,60 @@ def test_what_was_not_trained_comes_out_byte_for_byte(published, tmp_path, param
     assert {path.name for path in (tmp_path / "ours").iterdir()} == names
     _, different, _ = filecmp.cmpfiles(published, tmp_path / "ours", names, shallow=False)
     assert len(different) == 1
-    theirs, ours = load_file(published / different[0]), load_file(tmp_path / "ours" / different[0])
-    assert [n for n in theirs if theirs[n].tobytes() != ours[n].tobytes()] == [
-        "model.language_model.norm.weight"
-    ]
+    theirs = load_file(published / different[0])
+    ours = load_file(tmp_path / "ours" / different[0])
+    changed = [name for name in theirs if theirs[name].tobytes() != ours[name].tobytes()]
+    assert changed == ["model.language_model.norm.weight"]
 
 
 @pytest.mark.parametrize("published", [jnp.float16, jnp.float32], indirect=True)
-def test_what_bfloat16_cannot_hold_comes_out_as_it_rounds(published, tmp_path):
+def test_weights_of_other_types_are_saved_as_bfloat16_rounds_them(published, tmp_path):
     hf.save(hf.load(published, param_dtype=jnp.bfloat16), tmp_path / "ours", like=published)
     for file in published.glob("*.safetensors"):
         theirs, ours = load_file(file), load_file(tmp_path / "ours" / file.name)
         for name, value in theirs.items():
             rounded = value.astype(jnp.bfloat16).astype(value.dtype)
-            normal = np.abs(value) >= jnp.finfo(jnp.bfloat16).tiny  # XLA may take others for 0
+            # XLA may treat subnormal numbers as 0.
+            normal = np.abs(value) >= jnp.finfo(jnp.bfloat16).tiny
             assert ours[name].dtype == value.dtype and (rounded != value).any()
             np.testing.assert_array_equal(ours[name][normal], rounded[normal], err_msg=name)
 
 
 def test_like_another_configuration_is_refused(published, model, tmp_path):
-    with pytest.raises(
-        ValueError,
-        match="like = .*published: its config.json differs from the model's in text; give the folder",
-    ):
+    with pytest.raises(ValueError, match="like = .*published: .* text;"):
         hf.save(model, tmp_path / "ours", like=published)
 
 
 def test_several_files_of_a_bounded_size(model, tmp_path):
     hf.save(model, tmp_path / "model", max_shard_bytes=400_000)
     files = sorted((tmp_path / "model").glob("*.safetensors"))
-    assert [file.name for file in files] == [
-        f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)
-    ]
-    assert len(files) > 4 and all(file.stat().st_size < 410_000 for file in files)
+    count = len(files)
+    names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    assert [file.name for file in files] == names
+    assert count > 4 and all(file.stat().st_size < 410_000 for file in files)
     assert_equal(hf.load(tmp_path / "model"), model)
 
 
-def test_a_mesh_lays_out_what_one_device_holds(model, tmp_path):
+def test_a_mesh_shards_the_same_weights(model, tmp_path):
     hf.save(model, tmp_path / "model")
     loaded = hf.load(tmp_path / "model", mesh=make_mesh())
     assert_equal(loaded, model)
-    assert loaded.text.layers.q[...].sharding.spec == jax.sharding.PartitionSpec(
-        None, "fsdp", "tensor", None
-    )
+    spec = loaded.text.layers.q[...].sharding.spec
+    assert spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor", None)
 
 
-def test_a_slice_is_the_slice_of_the_whole(model, config, tmp_path):
+def test_a_slice_read_equals_the_slice_of_the_whole(model, config, tmp_path):
     hf.save(model, tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
-    stored, values = tensor_file.read_header(file).tensors, leaves(model)
+    stored = tensor_file.read_header(file).tensors
+    values = leaves(model)
     rng = np.random.default_rng(0)
-    for path, tensor in hf._tensors(config).items():
+    # The axis inside a head, which is never cut.
+    head_dim = {"text/layers/o": 1, "text/layers/q": 2, "text/layers/k": 2, "text/layers/v": 2}
+    for path, tensor in hf_layout.tensor_layouts(config).items():
         value = values[path][0] if tensor.stacked else values[path]
-        whole = {
-            "text/layers/o": 1,
-            "text/layers/q": 2,
-            "text/layers/k": 2,
-            "text/layers/v": 2,
-        }.get(path)  # the axis inside a head
         cuts = [
-            (0, n) if axis == whole else sorted(rng.choice(n + 1, 2, replace=False))
+            (0, n) if axis == head_dim.get(path) else sorted(rng.choice(n + 1, 2, replace=False))
             for axis, n in enumerate(value.shape)
         ]
         index = tuple(slice(int(start), int(stop)) for start, stop in cuts)
@@ -206,32 +208,27 @@ def test_a_slice_is_the_slice_of_the_whole(model, config, tmp_path):
 
 
 def test_a_cut_through_heads_is_refused():
-    with pytest.raises(ValueError, match="only the first of them may be divided"):
-        hf._flat((slice(None), slice(0, 2)), (4, 8))
+    with pytest.raises(ValueError, match="sharding = .*only the first"):
+        hf_layout.matrix_slice((slice(None), slice(0, 2)), (4, 8))
 
 
-def test_what_load_is_asked_for_has_to_exist(model, tmp_path):
+def test_wrong_types_and_configurations_are_refused(model, tmp_path):
     hf.save(model, tmp_path / "model")
     for field in ("dtype", "param_dtype"):
         for wrong in ("bf16", "int8"):
-            with pytest.raises(
-                ValueError, match=f"{field} = '{wrong}': .* give float32 or bfloat16"
-            ):
+            with pytest.raises(ValueError, match=f"{field} = '{wrong}': .*bfloat16"):
                 hf.load(tmp_path / "model", **{field: wrong})  # pyright: ignore[reportArgumentType]
     config = tmp_path / "model" / "config.json"
-    for content, message in (
-        ("{bad", "config.json: not JSON"),
-        ("[]", "config.json: holds a list"),
-    ):
+    for content, message in (("{bad", "config.json: .*JSON"), ("[]", "config.json: .*list")):
         config.write_text(content)
         with pytest.raises(ValueError, match=message):
             hf.load(tmp_path / "model")
     config.unlink()
-    with pytest.raises(FileNotFoundError, match="config.json: does not exist; give the folder"):
+    with pytest.raises(FileNotFoundError, match="config.json: does not exist"):
         hf.load(tmp_path / "model")
 
 
-def test_every_wrong_tensor_is_in_one_error(model, tmp_path):
+def test_one_error_names_every_wrong_tensor(model, tmp_path):
     hf.save(model, tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
@@ -240,18 +237,16 @@ def test_every_wrong_tensor_is_in_one_error(model, tmp_path):
     tensors = {name: value for name, value in tensors.items() if ".visual.blocks." not in name}
     other = "model-b.safetensors"
     save_file(tensors, file.rename(file.with_name("model-a.safetensors")))
-    save_file(
-        {"model.language_model.norm.weight": tensors["model.language_model.norm.weight"]},
-        file.with_name(other),
-    )
-    index = {
-        "weight_map": {name: "model-a.safetensors" for name in tensors}
-        | {"model.language_model.norm.weight": other}
-    }
-    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    norm = "model.language_model.norm.weight"
+    save_file({norm: tensors[norm]}, file.with_name(other))
+    where = {name: "model-a.safetensors" for name in tensors} | {norm: other}
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": where}))
     with pytest.raises(ValueError) as error:
         hf.load(tmp_path / "model")
-    missing = sorted(name for name in hf.tensor_shapes(model.config) if ".visual.blocks." in name)
+    missing = sorted(
+        name for name in hf_layout.tensor_shapes(model.config) if ".visual.blocks." in name
+    )
     assert f"24 missing: {', '.join(missing)}; 1 unknown" in str(error.value)
     assert "1 unknown: model.language_model.layers.7.extra;" in str(error.value)
     assert "1 misshaped: lm_head.weight (3, 2), not (64, 128);" in str(error.value)
@@ -266,30 +261,25 @@ def test_a_tied_head_has_the_shape_of_the_embedding(published):
         if head in tensor_file.read_header(file).tensors
     )
     save_file(load_file(file) | {head: np.zeros((3, 2), np.float32)}, file)
-    with pytest.raises(
-        ValueError,
-        match=r"differ from the configuration's; 1 misshaped: lm_head.weight \(3, 2\), not \(64, 128\); check",
-    ):
+    with pytest.raises(ValueError, match=r"1 misshaped: lm_head.weight \(3, 2\), not \(64, 128\);"):
         hf.load(published)
 
 
-def test_a_folder_without_weights(tmp_path, config):
-    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):
+def test_a_folder_without_weights_is_refused(tmp_path, config):
+    with pytest.raises(FileNotFoundError, match="neither model.safetensors"):
         hf.load(tmp_path, config)
 
 
 def test_damaged_indexes_and_missing_files_are_named(published):
     (published / "model-b.safetensors").unlink()
-    with pytest.raises(
-        FileNotFoundError, match="lacks model-b.safetensors, named in model.safetensors.index.json"
-    ):
+    with pytest.raises(FileNotFoundError, match="model-b.safetensors, .*index.json"):
         hf.load(published)
     index = published / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "../elsewhere.safetensors"}}))
-    with pytest.raises(ValueError, match="names '../elsewhere.safetensors'; weights lie beside"):
+    with pytest.raises(ValueError, match="index.json: .*'../elsewhere.safetensors'"):
         hf.load(published)
     index.write_text("{")
-    with pytest.raises(ValueError, match="index.json: has no readable weight_map"):
+    with pytest.raises(ValueError, match="index.json: .*weight_map"):
         hf.load(published)
 
 
@@ -302,22 +292,15 @@ def test_a_hub_id_is_fetched(published, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert hf_folder.local_folder("Qwen/Qwen3-VL-2B-Instruct") == published
-    assert set(asked["Qwen/Qwen3-VL-2B-Instruct"]) == {
-        "*.safetensors",
-        "*.json",
-        "*.jinja",
-        "*.txt",
-        "LICENSE*",
-    }
+    patterns = {"*.safetensors", "*.json", "*.jinja", "*.txt", "LICENSE*"}
+    assert set(asked["Qwen/Qwen3-VL-2B-Instruct"]) == patterns
 
 
-def test_an_id_that_cannot_be_had_is_named():
-    with pytest.raises(
-        FileNotFoundError,
-        match="Qwen/no-such-model: no such folder here, and the hub did not give it .*; check the id",
-    ):
-        hf.load("Qwen/no-such-model")  # the tests are offline
-    with pytest.raises(FileNotFoundError, match="/no/such/folder: no such folder, and no hub id"):
+def test_an_unknown_folder_or_id_is_named():
+    # The tests are offline.
+    with pytest.raises(FileNotFoundError, match="Qwen/no-such-model: .*hub.*the id"):
+        hf.load("Qwen/no-such-model")
+    with pytest.raises(FileNotFoundError, match="/no/such/folder: .*no hub id"):
         hf.load("/no/such/folder")
 
 
@@ -332,7 +315,7 @@ def test_a_failed_save_leaves_nothing_and_an_existing_folder_stays(model, tmp_pa
             hf.save(model, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
     hf.save(model, tmp_path / "model")
-    with pytest.raises(FileExistsError, match="choose a new folder"):
+    with pytest.raises(FileExistsError, match="model: exists"):
         hf.save(model, tmp_path / "model")
 
 
@@ -345,18 +328,19 @@ KILLED = """
 """
 
 
-def grow_old(folder):
+def age(folder):
+    """Makes a folder 100 seconds old."""
     then = time.time() - 100
     os.utime(folder, (then, then))
 
 
-def test_a_file_system_without_locks_is_written_and_never_swept(tmp_path, monkeypatch):
+def test_without_file_locks_nothing_is_deleted(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
     left = tmp_path / ".model.abandoned.partial"
     left.mkdir()
-    grow_old(left)
+    age(left)
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", flock)
         with hf_folder.appearing(tmp_path / "model"):
@@ -366,8 +350,9 @@ def test_a_file_system_without_locks_is_written_and_never_swept(tmp_path, monkey
         assert not left.exists()
 
 
-def test_a_killed_export_is_none_and_is_swept_away(tmp_path):
-    target, other = tmp_path / "model", tmp_path / "model.v2"
+def test_a_killed_export_makes_no_folder_and_is_deleted_later(tmp_path):
+    target = tmp_path / "model"
+    other = tmp_path / "model.v2"
     for folder in (target, other):
         killed = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(KILLED), str(folder)], timeout=60
@@ -375,30 +360,27 @@ def test_a_killed_export_is_none_and_is_swept_away(tmp_path):
         assert killed.returncode == -signal.SIGKILL
     assert not target.exists()
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert len(left) == 2 and all(
-        name.startswith(".model.") and name.endswith(".partial") for name in left
-    )
+    assert len(left) == 2
+    assert all(name.startswith(".model.") and name.endswith(".partial") for name in left)
     with hf_folder.appearing(target):
-        assert len(list(tmp_path.iterdir())) == 3, (
-            "young ones stay: a writer may be about to lock its own"
-        )
+        # New folders stay: their writers may be about to lock them.
+        assert len(list(tmp_path.iterdir())) == 3
     target.rmdir()
     for name in left:
-        grow_old(tmp_path / name)
+        age(tmp_path / name)
     with hf_folder.appearing(target) as living:
-        grow_old(living)
-        assert len(list(tmp_path.iterdir())) == 2, (
-            "the dead one of this name is gone, that of the other stays"
-        )
+        age(living)
+        # The old folder of this name is gone, that of the other name stays.
+        assert len(list(tmp_path.iterdir())) == 2
         with pytest.raises(InterruptedError), hf_folder.appearing(target):
-            assert living.exists(), "a living writer keeps its files"
+            assert living.exists(), "a live writer keeps its files"
             raise InterruptedError
     assert sorted(path.name for path in tmp_path.iterdir())[1:] == ["model"]
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_an_export_says_its_type_and_its_context(config, tmp_path, dtype):
+def test_transformers_reads_type_and_context_of_an_export(config, tmp_path, dtype):
     torch = pytest.importorskip("torch", reason="the oracle; install the extra parity")
     import transformers
 
@@ -423,7 +405,7 @@ COMPANIONS = {
 }
 
 
-def test_stop_ids_are_those_of_the_tokenizer_beside_the_weights(model, small_vocabulary, tmp_path):
+def test_stop_ids_come_from_the_copied_tokenizer(model, small_vocabulary, tmp_path):
     file = save_tokenizer(small_vocabulary.tokenizer, tmp_path)
     hf.save(model, tmp_path / "with", files=[file])
     stop, pad = (small_vocabulary[token] for token in ("<|im_end|>", "<|endoftext|>"))
@@ -455,7 +437,7 @@ def test_the_published_tokenizer_gives_the_published_ids(model, assets, tmp_path
 
 @pytest.mark.parity
 def test_generate_of_transformers_ends_at_the_stop_id(small_model, small_vocabulary, tmp_path):
-    """Two rows of the embedding change places: the stop id comes fifth after one of two prompts."""
+    """Two rows of the embedding are swapped, so that the stop id comes fifth after one prompt."""
     torch = pytest.importorskip("torch", reason="the oracle; install the extra parity")
     import transformers
 
@@ -477,7 +459,8 @@ def test_generate_of_transformers_ends_at_the_stop_id(small_model, small_vocabul
     word = first[4]
     assert word not in {*first[:4], *second, *prompts.flatten().tolist()}
     assert stop not in {*first, *second}
-    rows, both = model.text.embedding[...], jnp.array([word, stop])
+    rows = model.text.embedding[...]
+    both = jnp.array([word, stop])
     model.text.embedding.set_value(rows.at[both].set(rows[both[::-1]]))
     assert generate("after") == [[*first[:4], stop, *[pad] * (new - 5)], second]
 
@@ -487,7 +470,8 @@ def test_a_trained_model_is_a_drop_in(tmp_path, assets):
     torch = pytest.importorskip("torch", reason="the oracle; install the extra parity")
     import transformers
 
-    small = tiny(151_936)  # the vocabulary of the real tokenizer
+    # The vocabulary of the real tokenizer.
+    small = tiny(151_936)
     text = dataclasses.replace(
         small.text,
         num_hidden_layers=2,
@@ -495,10 +479,10 @@ def test_a_trained_model_is_a_drop_in(tmp_path, assets):
         intermediate_size=48,
         tie_word_embeddings=False,
     )
-    config = dataclasses.replace(
-        small, text=text, vision=dataclasses.replace(small.vision, out_hidden_size=32)
-    )
-    source, target = tmp_path / "source", tmp_path / "target"
+    vision = dataclasses.replace(small.vision, out_hidden_size=32)
+    config = dataclasses.replace(small, text=text, vision=vision)
+    source = tmp_path / "source"
+    target = tmp_path / "target"
     torch.manual_seed(0)
     theirs = transformers.Qwen3VLForConditionalGeneration(
         transformers.Qwen3VLConfig.from_dict(to_hf(config))
@@ -507,9 +491,9 @@ def test_a_trained_model_is_a_drop_in(tmp_path, assets):
     for name in COMPANIONS - {"config.json"}:
         (source / name).write_bytes((assets / "qwen3_vl" / name).read_bytes())
     model = hf.load(source)
-    model.text.layers.q.set_value(
-        (model.text.layers.q[...] * 1.5).astype(jnp.bfloat16).astype(jnp.float32)
-    )  # some training
+    # In place of training.
+    trained = (model.text.layers.q[...] * 1.5).astype(jnp.bfloat16)
+    model.text.layers.q.set_value(trained.astype(jnp.float32))
     hf.save(model, target, like=source)
 
     # AutoProcessor needs torchvision: the files it reads are those of the source.
@@ -521,12 +505,8 @@ def test_a_trained_model_is_a_drop_in(tmp_path, assets):
         "type": "image",
         "image": np.random.default_rng(0).integers(0, 256, (256, 320, 3), np.uint8),
     }
-    messages = [
-        {
-            "role": "user",
-            "content": [image, {"type": "text", "text": "When does the red car stop?"}],
-        }
-    ]
+    question = {"type": "text", "text": "When does the red car stop?"}
+    messages = [{"role": "user", "content": [image, question]}]
     inputs = Processor.load(target, config)(messages)
     assert tokenizer.decode(inputs.ids[-12:]).endswith(
         "the red car stop?<|im_end|>\n<|im_start|>assistant\n"
@@ -540,11 +520,9 @@ def test_a_trained_model_is_a_drop_in(tmp_path, assets):
             "pixel_values": torch.tensor(inputs.patches),
             "image_grid_thw": torch.tensor(inputs.grids),
         }
-        kinds = (ids == config.image_token_id).int()
-        expected, blind = (
-            exported(input_ids=ids, mm_token_type_ids=kinds, **extra).logits[0].numpy()
-            for extra in (seen, {})
-        )
+        given = {"input_ids": ids, "mm_token_type_ids": (ids == config.image_token_id).int()}
+        expected = exported(**given, **seen).logits[0].numpy()
+        blind = exported(**given).logits[0].numpy()
     layout = packed_layout(inputs.grids, len(inputs.patches), config.vision)
     features = model.vision(jnp.asarray(inputs.patches[None]), layout)
     sample = jnp.asarray(inputs.ids[None]), jnp.asarray(inputs.positions[:, None])
@@ -555,12 +533,10 @@ def test_a_trained_model_is_a_drop_in(tmp_path, assets):
     np.testing.assert_allclose(model.text.logits(hidden)[0], expected, atol=2e-5)
 
 
-def test_a_runs_directory_says_where_its_model_lies(tmp_path):
+def test_the_error_for_a_runs_directory_names_its_model_folder(tmp_path):
     (tmp_path / "run" / "model").mkdir(parents=True)
     for folder in (tmp_path / "run", tmp_path / "run" / "model"):
         (folder / "config.json").write_text("{}")
-    with pytest.raises(
-        FileNotFoundError, match=r"run: holds no weights; the model lies in .*run/model, give that"
-    ):
+    with pytest.raises(FileNotFoundError, match="run: .*no weights.*run/model"):
         hf_folder.local_folder(tmp_path / "run")
     assert hf_folder.local_folder(tmp_path / "run" / "model") == tmp_path / "run" / "model"

@@ -1,7 +1,9 @@
-"""Equal to transformers' processor and `get_rope_index`: live where torch is installed, and by recorded answers everywhere.
+"""Equality with transformers' processor and `get_rope_index`.
 
-`python tests/models/test_processor_parity.py` (with torch and PARAVT_TEST_ASSETS) records the answers again. The oracle runs in a
-process of its own: it needs a stand-in for torchvision, which must be there before transformers is first imported.
+Answers are recorded, and computed live if torch is installed.
+`python tests/models/test_processor_parity.py` (with torch and PARAVT_TEST_ASSETS) records them
+again. The oracle runs in its own process: it needs a stand-in for torchvision, which must exist
+before transformers is first imported.
 """
 
 from __future__ import annotations
@@ -121,7 +123,7 @@ def tools(name: str) -> list[dict[str, Any]] | None:
 
 
 def arguments() -> tuple[np.ndarray, np.ndarray]:
-    """Sizes [frames, height, width, least and most pixels] and videos [frames, frames a second] to be asked about."""
+    """Sizes [frames, height, width, min and max pixels] and videos [frames, frames per second]."""
     draw = random.Random(0)
     sizes = []
     for _ in range(300):
@@ -129,9 +131,8 @@ def arguments() -> tuple[np.ndarray, np.ndarray]:
         least = int(2 ** draw.uniform(8, 18))
         if max(height, width) <= 100 * min(height, width):
             sizes.append((draw.randint(2, 40), height, width, least, least * draw.randint(2, 500)))
-    return np.array(sizes), np.array(
-        [(draw.randint(1, 3000), draw.uniform(0.5, 120)) for _ in range(200)]
-    )
+    videos = [(draw.randint(1, 3000), draw.uniform(0.5, 120)) for _ in range(200)]
+    return np.array(sizes), np.array(videos)
 
 
 class Oracle:
@@ -156,7 +157,7 @@ class Oracle:
         items = [item for m in messages if isinstance(m["content"], list) for item in m["content"]]
         images = [item["image"] for item in items if item["type"] == "image"]
         clips = [item["video"] for item in items if item["type"] == "video"]
-        # The form that these messages have is the official one too; the template does not look at pixels.
+        # These messages also have the official form; the template ignores pixels.
         prompt = self.processor.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=True
         )
@@ -182,13 +183,8 @@ class Oracle:
         parts = {}
         for kind, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
             if name in out:
-                parts[kind] = iter(
-                    zip(
-                        grids[kind].numpy(),
-                        out[name].split(grids[kind].prod(-1).tolist()),
-                        strict=True,
-                    )
-                )
+                patches = out[name].split(grids[kind].prod(-1).tolist())
+                parts[kind] = iter(zip(grids[kind].numpy(), patches, strict=True))
         seen = [next(parts[item["type"]]) for item in items if item["type"] != "text"]
         return {
             "ids": out["input_ids"][0].numpy(),
@@ -200,7 +196,7 @@ class Oracle:
         }
 
     def tables(self) -> dict[str, np.ndarray]:
-        """What the official rules say to `arguments()`."""
+        """The answers of the official rules to `arguments()`."""
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import (
             smart_resize as image_rule,
         )
@@ -226,7 +222,7 @@ class Oracle:
 
 
 def _stand_in_for_torchvision() -> None:
-    """What transformers uses of torchvision: the resize of uint8 pictures and the normalisation."""
+    """Replaces the parts of torchvision that transformers uses: resizing and normalisation."""
     import enum
 
     import torch  # pyright: ignore[reportMissingImports]  (the extra parity)
@@ -240,9 +236,9 @@ def _stand_in_for_torchvision() -> None:
         ".transforms.v2",
         ".transforms.v2.functional",
     ):
-        module = modules[name] = sys.modules[f"torchvision{name}"] = types.ModuleType(
-            f"torchvision{name}"
-        )
+        module = types.ModuleType(f"torchvision{name}")
+        modules[name] = module
+        sys.modules[module.__name__] = module
         module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None, is_package=True)
         package, _, child = name.rpartition(".")
         if name:
@@ -253,32 +249,30 @@ def _stand_in_for_torchvision() -> None:
     def resize(pixels, size, interpolation, antialias):
         assert interpolation is mode.BICUBIC and antialias and pixels.dtype == torch.uint8
         flat = pixels.reshape(-1, *pixels.shape[-3:])
-        return torch.nn.functional.interpolate(flat, size, mode="bicubic", antialias=True).reshape(
-            *pixels.shape[:-2], *size
-        )
+        out = torch.nn.functional.interpolate(flat, size, mode="bicubic", antialias=True)
+        return out.reshape(*pixels.shape[:-2], *size)
 
     def normalize(pixels, mean, std, inplace):
         return (pixels - torch.as_tensor(mean)[:, None, None]) / torch.as_tensor(std)[:, None, None]
 
     modules[""].__version__ = "0.28"
-    modules[".transforms"].InterpolationMode, modules[".transforms.functional"].pil_to_tensor = (
-        mode,
-        None,
-    )
+    modules[".transforms"].InterpolationMode = mode
+    modules[".transforms.functional"].pil_to_tensor = None
     functional = modules[".transforms.v2.functional"]
-    functional.InterpolationMode, functional.resize, functional.normalize = mode, resize, normalize
+    functional.InterpolationMode = mode
+    functional.resize = resize
+    functional.normalize = normalize
     functional.grayscale_to_rgb = lambda pixels: pixels
 
 
 def digest(patches: np.ndarray) -> np.ndarray:
-    """Names the pixels that patches hold, whatever the last bit of their floats is."""
-    return np.frombuffer(
-        hashlib.sha256(np.rint((patches + 1) * 127.5).astype(np.uint8).tobytes()).digest(), np.uint8
-    )
+    """A digest of the pixels in patches, regardless of the last bits of the floats."""
+    pixels = np.rint((patches + 1) * 127.5).astype(np.uint8)
+    return np.frombuffer(hashlib.sha256(pixels.tobytes()).digest(), np.uint8)
 
 
 def record(path: Path, whole: bool) -> None:
-    """Writes the oracle's answers; patches whole, or as digests and means a patch, which a small file can hold."""
+    """Writes the oracle's answers: patches whole, or (for a small file) as digests or means."""
     oracle = Oracle(Path(os.environ["PARAVT_TEST_ASSETS"]) / "qwen3_vl")
     answers = {f"table/{key}": value for key, value in oracle.tables().items()}
     for name, messages in SAMPLES.items():
@@ -301,9 +295,8 @@ def check(name: str, ours: Inputs, theirs: dict[str, np.ndarray]) -> None:
     np.testing.assert_array_equal(ours.positions, answer["positions"])
     assert ours.grids == [tuple(grid) for grid in answer["grids"].tolist()]
     assert ours.visual_index[ours.visual_index >= 0].tolist() == list(range(len(ours.patches) // 4))
-    resampled = (
-        2 / 127.5 if name in RESIZED else 0.0
-    )  # Pillow and torch round a bicubic mean differently
+    # Pillow and torch round the bicubic mean differently.
+    resampled = 2 / 127.5 if name in RESIZED else 0.0
     if "patches" in answer:
         np.testing.assert_allclose(ours.patches, answer["patches"], atol=resampled + 1e-6, rtol=0)
     elif resampled:
@@ -314,12 +307,10 @@ def check(name: str, ours: Inputs, theirs: dict[str, np.ndarray]) -> None:
 
 def check_tables(theirs: dict[str, np.ndarray]) -> None:
     sizes, clips = arguments()
-    assert [image_size(h, w, (least, most)) for _, h, w, least, most in sizes.tolist()] == [
-        tuple(s) for s in theirs["table/images"].tolist()
-    ]
-    assert [video_size(n, h, w, (least, most)) for n, h, w, least, most in sizes.tolist()] == [
-        tuple(s) for s in theirs["table/videos"].tolist()
-    ]
+    images = [image_size(h, w, (least, most)) for _, h, w, least, most in sizes.tolist()]
+    videos = [video_size(n, h, w, (least, most)) for n, h, w, least, most in sizes.tolist()]
+    np.testing.assert_array_equal(images, theirs["table/images"])
+    np.testing.assert_array_equal(videos, theirs["table/videos"])
     ours = np.concatenate([video_frame_indices(int(n), fps) for n, fps in clips.tolist()])
     np.testing.assert_array_equal(ours, theirs["table/indices"])
 

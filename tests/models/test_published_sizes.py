@@ -1,4 +1,4 @@
-"""The published sizes by shape alone: names, shapes and counts of their weights, and what a token costs. Nothing is allocated."""
+"""The published sizes, without allocating weights: names, shapes, counts, and FLOPs per token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from models.attention import DenseCache
-from models.qwen3_vl import hf
+from models.qwen3_vl import hf_layout
 from models.qwen3_vl.config import qwen3_vl
 from models.qwen3_vl.flops import flops_per_token, vision_flops
 from models.qwen3_vl.hf_config import from_hf, to_hf
@@ -22,7 +22,8 @@ from models.qwen3_vl.model import abstract_model, num_params
 from models.qwen3_vl.text import KV
 from models.qwen3_vl.vision import frame_layout
 
-# Of transformers 5.23 on the meta device: tensors, parameters, and the digest of `name shape` lines in the order of names.
+# From transformers 5.23 on the meta device: number of tensors and of parameters, and the digest of
+# the sorted lines `name shape`.
 TRANSFORMERS = {
     "2b": (625, 2_127_532_032, "ef1403e368249df3"),
     "4b": (713, 4_437_815_808, "19a1dcfe9dcddddb"),
@@ -43,7 +44,7 @@ def summary(shapes: dict[str, tuple[int, ...]]) -> tuple[int, int, str]:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_names_shapes_and_counts_are_the_recorded_ones(size):
-    found = summary(hf.tensor_shapes(qwen3_vl(size)))
+    found = summary(hf_layout.tensor_shapes(qwen3_vl(size)))
     assert found == TRANSFORMERS[size]
     assert found[1] == num_params(qwen3_vl(size))
 
@@ -61,16 +62,15 @@ def their_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         model = transformers.Qwen3VLForConditionalGeneration(
             transformers.Qwen3VLConfig.from_dict(config)
         )
-    return {
-        name: tuple(parameter.shape) for name, parameter in model.named_parameters()
-    }  # tied ones once
+    # Tied parameters come once.
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("size", SIZES)
 def test_names_and_shapes_equal_transformers(size):
     theirs = their_shapes(to_hf(qwen3_vl(size)))
-    assert hf.tensor_shapes(qwen3_vl(size)) == theirs
+    assert hf_layout.tensor_shapes(qwen3_vl(size)) == theirs
     assert summary(theirs) == TRANSFORMERS[size]
 
 
@@ -78,29 +78,27 @@ def test_names_and_shapes_equal_transformers(size):
 @pytest.mark.parametrize("size", ["2b", "4b", "8b"])
 def test_names_and_shapes_of_the_config_files_equal_transformers(assets, size):
     content = json.loads((assets / "qwen3_vl" / f"config_{size}.json").read_text())
-    assert hf.tensor_shapes(from_hf(content)) == their_shapes(content)
+    assert hf_layout.tensor_shapes(from_hf(content)) == their_shapes(content)
 
 
 def matmul_flops(jaxpr: Any) -> int:
-    """Of all matrix products in a program, those inside loops as often as they run."""
+    """FLOPs of all matrix products in a program; a product in a scan counts once per step."""
     total = 0
     for step in jaxpr.eqns:
         if step.primitive.name == "dot_general":
             (contracted, _), _ = step.params["dimension_numbers"]
             left = step.invars[0].aval.shape
-            total += (
-                2
-                * math.prod(step.outvars[0].aval.shape)
-                * math.prod(left[axis] for axis in contracted)
-            )
+            outputs = math.prod(step.outvars[0].aval.shape)
+            total += 2 * outputs * math.prod(left[axis] for axis in contracted)
         times = step.params.get("length", 1) if step.primitive.name == "scan" else 1
         total += times * sum(matmul_flops(inner) for inner in jaxprs_in_params(step.params))
     return total
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_flops_of_a_token_are_those_of_the_program_that_decodes_it(size):
-    config, b, s = qwen3_vl(size), 3, 500
+def test_flops_of_a_token_equal_those_of_the_decoding_program(size):
+    config = qwen3_vl(size)
+    b, s = 3, 500
     c = config.text
 
     def decode(model, kv):
@@ -116,8 +114,10 @@ def test_flops_of_a_token_are_those_of_the_program_that_decodes_it(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_flops_of_a_frame_are_those_of_the_program_that_encodes_it(size):
-    config, b, grid = qwen3_vl(size), 3, (6, 10)
+def test_flops_of_a_frame_equal_those_of_the_encoding_program(size):
+    config = qwen3_vl(size)
+    b = 3
+    grid = (6, 10)
     c = config.vision
     shape: Any = jax.ShapeDtypeStruct((b, grid[0] * grid[1], c.patch_dim), jnp.float32)
     layout = frame_layout(grid, c)

@@ -1,4 +1,4 @@
-"""Positions and angles: by hand where the numbers are small; parity with transformers stands in test_parity."""
+"""Positions and angles against small examples; test_parity compares them with transformers."""
 
 from __future__ import annotations
 
@@ -24,15 +24,11 @@ IMAGE, VIDEO = CONFIG.image_token_id, CONFIG.video_token_id
 
 def test_text_counts_up_from_start():
     positions = mrope_positions(np.arange(4), [], CONFIG, start=7)
-    assert (
-        positions.dtype == np.int32
-        and (positions == [7, 8, 9, 10]).all()
-        and positions.shape == (3, 4)
-    )
+    assert positions.dtype == np.int32 and positions.tolist() == [[7, 8, 9, 10]] * 3
     assert next_position(positions) == 11
 
 
-def test_images_span_their_merged_grid_and_text_goes_on_after_the_longer_side():
+def test_images_span_their_merged_grid_and_text_continues_after_the_longer_side():
     ids = np.array([1, 2, *[IMAGE] * 6, 3, IMAGE, 4])
     positions = mrope_positions(ids, [(4, 6), (2, 2)], CONFIG)
     assert positions.tolist() == [
@@ -54,8 +50,9 @@ def test_a_sequence_cut_in_two_continues():
 @hypothesis.given(
     st.lists(st.tuples(*(st.integers(1, 3),) * 3, st.integers(0, 2)), max_size=4), st.integers(0, 9)
 )
-def test_the_slices_of_a_video_stand_as_images_do(videos, start):
-    ids, grids = [1], [(t, 2 * h, 2 * w) for t, h, w, _ in videos]
+def test_the_slices_of_a_video_get_the_positions_of_images(videos, start):
+    grids = [(t, 2 * h, 2 * w) for t, h, w, _ in videos]
+    ids = [1]
     for t, h, w, words in videos:
         ids += ([5] * words + [VIDEO] * (h * w) + [6]) * t
     frames = [grid[1:] for grid in grids for _ in range(grid[0])]
@@ -65,34 +62,27 @@ def test_the_slices_of_a_video_stand_as_images_do(videos, start):
     assert (np.diff(expected.max(0)) <= 1).all() and expected.min() == start
 
 
-def test_images_and_videos_stand_in_the_order_of_their_grids():
+def test_grids_belong_to_images_and_videos_in_order():
     ids = np.array([VIDEO, VIDEO, 1, VIDEO, VIDEO, *[IMAGE] * 3, 2])
     positions = mrope_positions(ids, [(2, 4, 2), (1, 2, 6)], CONFIG)
-    assert positions[1].tolist() == [0, 1, 2, 3, 4, 5, 5, 5, 8] and positions[2].tolist() == [
-        0,
-        0,
-        2,
-        3,
-        3,
-        5,
-        6,
-        7,
-        8,
+    assert positions[1:].tolist() == [
+        [0, 1, 2, 3, 4, 5, 5, 5, 8],
+        [0, 0, 2, 3, 3, 5, 6, 7, 8],
     ]
 
 
 @pytest.mark.parametrize(
     ("ids", "grids", "message"),
     [
-        ([1, IMAGE, 2], [], "stand for 0 visual tokens, the sequence has 1"),
-        ([1, 2], [(2, 2)], "stand for 1 visual tokens, the sequence has 0"),
-        ([IMAGE, 1, IMAGE], [(2, 4)], "the image at token 0 needs 2 placeholders in a row"),
-        ([IMAGE, VIDEO], [(2, 4)], "the image at token 0 needs 2 placeholders in a row"),
-        ([VIDEO, 1, VIDEO], [(3, 2, 2)], "stand for 3 visual tokens, the sequence has 2"),
-        ([VIDEO, VIDEO], [(1, 2, 3)], "height and width are multiples of 2 patches"),
+        ([1, IMAGE, 2], [], r"grids = \[\]: .*0 visual tokens.* 1;"),
+        ([1, 2], [(2, 2)], r"grids = \[\(2, 2\)\]: .*1 visual tokens.* 0;"),
+        ([IMAGE, 1, IMAGE], [(2, 4)], "token 0 needs 2 .*placeholders"),
+        ([IMAGE, VIDEO], [(2, 4)], "token 0 needs 2 .*placeholders"),
+        ([VIDEO, 1, VIDEO], [(3, 2, 2)], "3 visual tokens.* 2;"),
+        ([VIDEO, VIDEO], [(1, 2, 3)], r"grids = \[\(1, 2, 3\)\]: .*multiples of 2"),
     ],
 )
-def test_placeholders_and_grids_that_differ_are_refused(ids, grids, message):
+def test_placeholders_that_do_not_match_the_grids_are_refused(ids, grids, message):
     with pytest.raises(ValueError, match=message):
         mrope_positions(np.array(ids), grids, CONFIG)
 
@@ -101,58 +91,38 @@ def test_frequencies_interleave_between_the_axes():
     def used(axis):
         positions = np.zeros((3, 1, 1), np.int32)
         positions[axis] = 1
-        return np.flatnonzero(
-            np.asarray(mrope_angles(jnp.asarray(positions), CONFIG.text))[0, 0]
-        ).tolist()
+        return np.flatnonzero(np.asarray(mrope_angles(positions, CONFIG.text))[0, 0]).tolist()
 
-    assert used(1) == list(range(1, 30, 3)) and used(2) == list(range(2, 30, 3))  # ten each
+    # Ten frequencies each for height and width.
+    assert used(1) == list(range(1, 30, 3)) and used(2) == list(range(2, 30, 3))
     assert used(0) == [*range(0, 30, 3), 30, 31]
 
 
 def test_scores_depend_on_distance_alone():
     rng = np.random.default_rng(0)
-    q, k = (
-        jnp.asarray(rng.normal(size=(1, 1, 1, CONFIG.text.head_dim)), jnp.float32) for _ in range(2)
-    )
+    size = (1, 1, 1, CONFIG.text.head_dim)
+    q = jnp.asarray(rng.normal(size=size), jnp.float32)
+    k = jnp.asarray(rng.normal(size=size), jnp.float32)
+
+    def rotated(x, position):
+        return rotate(x, mrope_angles(np.full((3, 1, 1), position), CONFIG.text))
 
     def score(a, b):
-        turned = [
-            rotate(x, mrope_angles(jnp.full((3, 1, 1), at), CONFIG.text))
-            for x, at in ((q, a), (k, b))
-        ]
-        return float((turned[0] * turned[1]).sum())
+        return float((rotated(q, a) * rotated(k, b)).sum())
 
     assert abs(score(5, 3) - score(45, 43)) < 1e-4 < abs(score(5, 3) - score(5, 4))
 
 
 def test_merge_order_puts_the_patches_of_a_token_together():
-    assert merge_order(np.arange(16).reshape(4, 4), 2).tolist() == [
-        0,
-        1,
-        4,
-        5,
-        2,
-        3,
-        6,
-        7,
-        8,
-        9,
-        12,
-        13,
-        10,
-        11,
-        14,
-        15,
-    ]
+    tokens = merge_order(np.arange(16).reshape(4, 4), 2).reshape(4, 4)
+    assert tokens.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
 
 
-def test_visual_vectors_are_counted_over_images_and_videos_row_by_row():
-    i, v = 7, 8
+def test_visual_tokens_are_numbered_over_images_and_videos_per_row():
+    i = 7
+    v = 8
     ids = np.array([[1, i, i, 2, v], [v, 3, 4, 5, i]])
     expected = [[-1, 0, 1, -1, 2], [0, -1, -1, -1, 1]]
-    assert (
-        visual_index(ids, i, v).tolist()
-        == visual_index(jnp.asarray(ids), i, v).tolist()
-        == expected
-    )
+    assert visual_index(ids, i, v).tolist() == expected
+    assert visual_index(jnp.asarray(ids), i, v).tolist() == expected
     assert visual_index(ids[0], i).tolist() == [-1, 0, 1, -1, -1]

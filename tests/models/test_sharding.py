@@ -1,4 +1,4 @@
-"""The mesh changes where numbers lie and never which they are; what cannot be laid out is named."""
+"""A mesh changes no number; errors for parameters that cannot be sharded."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ def state(config=None):
 
 
 def specs(config, **mesh):
-    shardings = param_shardings(
-        state(config), jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
-    )
+    abstract = jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh))
+    shardings = param_shardings(state(config), abstract)
     return {
         "/".join(map(str, path)): variable.get_value().spec
         for path, variable in nnx.to_flat_state(shardings)
@@ -40,7 +39,7 @@ def specs(config, **mesh):
 
 
 @pytest.mark.parametrize("size", ["2b", "4b", "8b", "32b"])
-def test_every_parameter_of_a_published_size_has_a_place(size):
+def test_every_parameter_of_a_published_size_has_a_sharding(size):
     found = specs(qwen3_vl(size), data=1, fsdp=16, tensor=4)
     assert found["text/layers/q"] == PartitionSpec(None, "fsdp", "tensor", None)
     assert found["text/embedding"] == PartitionSpec("tensor", "fsdp")
@@ -51,10 +50,8 @@ def test_every_parameter_of_a_published_size_has_a_place(size):
 
 def test_one_device_holds_everything():
     shardings = param_shardings(state(), make_mesh())
-    assert all(
-        s.mesh.size == 1
-        for s in jax.tree.leaves(shardings, is_leaf=lambda x: isinstance(x, jax.sharding.Sharding))
-    )
+    leaves = jax.tree.leaves(shardings, is_leaf=lambda x: isinstance(x, jax.sharding.Sharding))
+    assert all(sharding.mesh.size == 1 for sharding in leaves)
 
 
 def with_vision(**changes) -> Qwen3VLConfig:
@@ -68,36 +65,36 @@ def with_vision(**changes) -> Qwen3VLConfig:
         (
             {**RULES, "mlp": "fsdp"},
             tiny(96),
-            "text/layers/down: axes 'mlp' and 'embed' both go to mesh axis 'fsdp'",
+            "text/layers/down: axes 'mlp' and 'embed' .*'fsdp'",
         ),
         (
             {**RULES, "patch": "fsdp"},
             tiny(96),
-            "vision/patch/kernel: axes 'patch' and 'embed' both go to mesh axis 'fsdp'",
+            "vision/patch/kernel: axes 'patch' and 'embed' .*'fsdp'",
         ),
         (
             RULES,
             tiny(97),
-            "text/embedding: axis 'vocab' of size 97 does not divide over 2 devices of mesh axis 'tensor'",
+            "text/embedding: axis 'vocab' of size 97 .*2 devices .*'tensor'",
         ),
         (
             RULES,
             with_vision(intermediate_size=129),
-            "vision/blocks/down/kernel: axis 'mlp' of size 129 does not divide over 2 devices",
+            "vision/blocks/down/kernel: axis 'mlp' of size 129 .*2 devices",
         ),
         (
             {k: v for k, v in RULES.items() if k != "heads"},
             tiny(96),
-            "text/layers/o: axis 'heads' has no rule; add it",
+            "text/layers/o: axis 'heads' has no rule",
         ),
         (
             {k: v for k, v in RULES.items() if k != "position"},
             tiny(96),
-            "vision/positions: axis 'position' has no rule; add it",
+            "vision/positions: axis 'position' has no rule",
         ),
     ],
 )
-def test_what_cannot_be_laid_out_is_named(rules, config, message):
+def test_parameters_that_cannot_be_sharded_are_named(rules, config, message):
     mesh = jax.sharding.AbstractMesh((1, 2, 2), ("data", "fsdp", "tensor"))
     with pytest.raises(ValueError, match=message):
         param_shardings(state(config), mesh, rules)
@@ -109,16 +106,16 @@ def test_a_mesh_larger_than_the_machine_is_refused():
 
 
 def test_a_mesh_with_other_axes_is_refused():
-    with pytest.raises(
-        ValueError,
-        match="mesh = {'x': 4}: axis 'vocab' goes to mesh axis 'tensor'; make the mesh with make_mesh",
-    ):
+    with pytest.raises(ValueError, match="mesh = {'x': 4}: axis 'vocab' .*'tensor'"):
         param_shardings(state(tiny(96)), jax.sharding.AbstractMesh((4,), ("x",)))
 
 
 @pytest.mark.slow
 def test_eight_devices_equal_one():
-    """Loss, gradients and greedy tokens of a packed, shared-prefix batch, in a process with eight fake devices: this file as a program."""
+    """Loss, gradients and greedy tokens over shared prefixes, with eight fake devices.
+
+    Runs this file as a program, since the number of devices is fixed when JAX starts.
+    """
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     environment = {
         **os.environ,
@@ -132,7 +129,8 @@ def test_eight_devices_equal_one():
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 4, 2))  # data, fsdp, tensor
+# data, fsdp, tensor
+MESHES = ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 4, 2))
 VISION = VisionConfig(
     hidden_size=32,
     depth=2,
@@ -158,7 +156,10 @@ TEXT = TextConfig(
 
 
 def make_batch() -> dict[str, Any]:
-    """Eight prompts of 12 tokens with two visual tokens and 16 continuations of 6; each prompt has images and videos of its own sizes."""
+    """Eight prompts of 12 tokens, two of them visual, and 16 continuations of 6.
+
+    Prompts have images and videos of different sizes.
+    """
     rng = np.random.default_rng(0)
     grids = [[(1, 2, 4), (2, 2, 2)], [(1, 4, 4)], [(3, 2, 2)], [(1, 2, 2), (1, 2, 6)]] * 2
     layouts = [packed_layout(row, 16, VISION) for row in grids]
@@ -183,10 +184,8 @@ def loss(model: Qwen3VL, batch: dict[str, Any]) -> tuple[jax.Array, tuple[jax.Ar
         batch["prompts"], spots(0, 12, 8), visual=visual, visual_index=batch["index"]
     )
     hidden, _ = model.text(batch["ids"], spots(12, 18, 16), prefix=prefix, remat="full")
-    return -model.text.token_logprobs(hidden[:, :-1], batch["ids"][:, 1:], 0.7, 2).mean(), (
-        prompts[:, -1],
-        prefix,
-    )
+    logprobs = model.text.token_logprobs(hidden[:, :-1], batch["ids"][:, 1:], 0.7, 2)
+    return -logprobs.mean(), (prompts[:, -1], prefix)
 
 
 def everything(state, graph, batch: dict[str, Any]):
@@ -222,19 +221,15 @@ def main() -> None:
         for (path, one), other in zip(
             jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(many[1]), strict=True
         ):
-            np.testing.assert_allclose(
-                other,
-                one,
-                atol=1e-5 * max(1.0, np.abs(one).max()),
-                rtol=0,
-                err_msg=f"{shape} {path}",
-            )
-    what_is_saved_between_layers_is_cut_over_tensor()
+            bound = 1e-5 * max(1.0, np.abs(one).max())
+            np.testing.assert_allclose(other, one, atol=bound, rtol=0, err_msg=f"{shape} {path}")
+    check_that_saved_states_are_sharded_over_tensor()
 
 
-def what_is_saved_between_layers_is_cut_over_tensor() -> None:
-    """Six layers' inputs of one row of 16 tokens: a device that shares the row with another saves half of them."""
-    mesh, config = make_mesh(1, 4, 2), dataclasses.replace(TEXT, num_hidden_layers=6)
+def check_that_saved_states_are_sharded_over_tensor() -> None:
+    """Two devices share a row of 16 tokens: each saves half of its six layers' inputs."""
+    mesh = make_mesh(1, 4, 2)
+    config = dataclasses.replace(TEXT, num_hidden_layers=6)
     graph, state = nnx.split(nnx.eval_shape(lambda: TextDecoder(config, rngs=nnx.Rngs(0))))
     placed = jax.tree.map(
         lambda x, y: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=y),
@@ -250,9 +245,8 @@ def what_is_saved_between_layers_is_cut_over_tensor() -> None:
     with jax.set_mesh(mesh):
         program = str(jax.jit(gradient).lower(placed, ids).compile().as_text())
     assert "f32[6,1,8,64]" in program and "f32[6,1,16,64]" not in program
-    assert (
-        sum(bytes_sent(find_collectives(program, 8)).values()) < 2.2e6
-    )  # 1.8 MB; 2.8 where the cut reaches into the products
+    # 1.8 MB. It would be 2.8 MB if the products were sharded like the saved states.
+    assert sum(bytes_sent(find_collectives(program, 8)).values()) < 2.2e6
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The file format, checked against the official library; damage is named."""
+"""The safetensors format, compared with the official library; errors for damaged files."""
 
 from __future__ import annotations
 
@@ -25,41 +25,37 @@ def file(tmp_path):
     return tmp_path / "x.safetensors"
 
 
-def test_what_the_library_writes_is_read_and_written_again_byte_for_byte(file, tmp_path):
+def test_a_file_of_the_library_is_read_and_rewritten_byte_for_byte(file, tmp_path):
     header = tensor_file.read_header(file)
-    whole = {
-        name: tensor_file.read(
-            file,
-            tensor,
-            slice(0, tensor.shape[0]),
-            slice(0, int(np.prod(tensor.shape[1:]))),
-            transpose=False,
-        )
-        for name, tensor in header.tensors.items()
-    }
+    whole = {}
+    for name, tensor in header.tensors.items():
+        rows = slice(0, tensor.shape[0])
+        columns = slice(0, int(np.prod(tensor.shape[1:])))
+        whole[name] = tensor_file.read(file, tensor, rows, columns, transpose=False)
     for name, value in TENSORS.items():
         np.testing.assert_array_equal(whole[name].reshape(value.shape), value)
-    tensor_file.write(
-        tmp_path / "again", header, (whole[name].astype(np.float32) for name in header.tensors)
-    )
+    matrices = (whole[name].astype(np.float32) for name in header.tensors)
+    tensor_file.write(tmp_path / "again", header, matrices)
     assert (tmp_path / "again").read_bytes() == file.read_bytes()
 
 
-def test_what_we_write_the_library_reads(tmp_path):
+def test_a_new_file_is_read_by_the_library_and_has_its_header(tmp_path):
     header = tensor_file.new_header(
         {name: (value.dtype, value.shape) for name, value in TENSORS.items()}
     )
-    tensor_file.write(
-        tmp_path / "x", header, (value.reshape(len(value), -1) for value in TENSORS.values())
-    )
+    matrices = (value.reshape(len(value), -1) for value in TENSORS.values())
+    tensor_file.write(tmp_path / "x", header, matrices)
+    assert tensor_file.read_header(tmp_path / "x") == header
+    assert list(header.tensors) == list(TENSORS)
     found = load_file(tmp_path / "x")
     assert found.keys() == TENSORS.keys()
     for name, value in TENSORS.items():
         np.testing.assert_array_equal(found[name], value)
 
 
-def test_blocks_of_few_rows_are_put_together(file, tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_file, "_BLOCK", 1)  # 32 rows at once, the least: three blocks
+def test_a_tensor_is_joined_from_several_blocks(file, tmp_path, monkeypatch):
+    # Blocks of 32 rows, the minimum: three blocks.
+    monkeypatch.setattr(tensor_file, "_BLOCK", 1)
     tensor = tensor_file.read_header(file).tensors["b"]
     block = tensor_file.read(file, tensor, slice(3, 77), slice(1, 4), transpose=True)
     np.testing.assert_array_equal(block, TENSORS["b"][3:77, 1:4].T)
@@ -69,9 +65,9 @@ def test_blocks_of_few_rows_are_put_together(file, tmp_path, monkeypatch):
 
 
 def content(**changes):
-    text = json.dumps(
-        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes}
-    ).encode()
+    """A file with one tensor, with these changes to its header."""
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes
+    text = json.dumps({"a": entry}).encode()
     return len(text).to_bytes(8, "little") + text + bytes(8)
 
 
@@ -95,7 +91,7 @@ def test_damage_is_named(tmp_path, damaged, problem):
     file.write_bytes(damaged)
     with pytest.raises(
         ValueError,
-        match=rf"x.safetensors: not a whole .* file of F32, F16, BF16 \(.*{re.escape(problem)}.*; fetch or",
+        match=rf"x.safetensors: not a whole .*\(.*{re.escape(problem)}",
     ):
         tensor_file.read_header(file)
 
@@ -103,19 +99,5 @@ def test_damage_is_named(tmp_path, damaged, problem):
 def test_a_foreign_type_is_named_with_its_tensor(tmp_path):
     file = tmp_path / "x.safetensors"
     file.write_bytes(content(dtype="F8_E4M3", shape=[8]))
-    with pytest.raises(
-        ValueError,
-        match="x.safetensors: a is of type F8_E4M3; weights are F32, F16, BF16: give a checkpoint that is not",
-    ):
+    with pytest.raises(ValueError, match="x.safetensors: a .*F8_E4M3.* F32, F16, BF16"):
         tensor_file.read_header(file)
-
-
-def test_a_new_header_says_what_is_read_back(tmp_path):
-    header = tensor_file.new_header(
-        {name: (value.dtype, value.shape) for name, value in TENSORS.items()}
-    )
-    tensor_file.write(
-        tmp_path / "x", header, (value.reshape(len(value), -1) for value in TENSORS.values())
-    )
-    assert tensor_file.read_header(tmp_path / "x") == header
-    assert list(header.tensors) == list(TENSORS)

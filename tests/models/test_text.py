@@ -1,4 +1,4 @@
-"""The decoder's fast ways on CPU give what its plain ones give."""
+"""The decoder's fast paths on CPU give what its plain paths give."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from models.qwen3_vl.text import TextDecoder
 def text() -> TextDecoder:
     graph, state = nnx.split(abstract_model(tiny(97)).text)
     rng = np.random.default_rng(0)
-    return nnx.merge(
-        graph, jax.tree.map(lambda x: jnp.asarray(rng.normal(1.0, 0.3, x.shape), x.dtype), state)
-    )
+    noise = jax.tree.map(lambda x: jnp.asarray(rng.normal(1.0, 0.3, x.shape), x.dtype), state)
+    return nnx.merge(graph, noise)
 
 
-def test_layers_as_arrays_of_their_own_decode_as_the_stack_does(text):
+def test_decoding_with_unstacked_layers_equals_a_whole_pass(text):
     rng = np.random.default_rng(1)
-    prompts, ids = rng.integers(0, 97, (2, 5)), rng.integers(0, 97, (4, 6))
+    prompts = rng.integers(0, 97, (2, 5))
+    ids = rng.integers(0, 97, (4, 6))
     _, prefix = text(prompts, spots(0, 5, 2))
-    seen = jnp.arange(5) < jnp.array([[5], [3]])
-    expected, whole = text(
-        ids, spots(5, 11, 4), prefix=prefix, prefix_mask=seen
-    )  # the layers as one stack, scanned
+    seen = jnp.asarray(np.arange(5) < np.array([[5], [3]]))
+    # A scan over the stacked layers.
+    expected, whole = text(ids, spots(5, 11, 4), prefix=prefix, prefix_mask=seen)
     _, kv = text(ids[:, :4], spots(5, 9, 4), prefix=prefix, prefix_mask=seen)
     shared = Shared.of(prefix, jnp.repeat(seen, 2, axis=0))
     layers = text.decode_layers()
@@ -47,15 +46,17 @@ def test_layers_as_arrays_of_their_own_decode_as_the_stack_does(text):
 
 
 def spots(first: int, last: int, rows: int) -> np.ndarray:
+    """Text positions first ... last - 1 on all three axes."""
     return np.broadcast_to(np.arange(first, last), (3, rows, last - first))
 
 
 def test_logits_do_not_depend_on_how_many_rows_there_are(text):
     hidden = jnp.asarray(np.random.default_rng(2).normal(size=(3, 40, 128)), jnp.float32)
     expected = np.asarray(hidden) @ np.asarray(text.embedding[...]).T
+    # 120, 40 and 1 rows: the head comes first for up to 64.
     for rows, wanted in (
         (hidden, expected),
         (hidden[:1], expected[:1]),
         (hidden[0, 0], expected[0, 0]),
-    ):  # 120, 40 and 1
+    ):
         np.testing.assert_allclose(text.logits(rows), wanted, atol=1e-3, rtol=0)

@@ -1,4 +1,4 @@
-"""Frames dealt into rows: each sees itself alone, wherever it stands, and its tokens are found again."""
+"""Frames packed into rows: each sees only itself, and its tokens are found again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.vision import frame_layout, frozen, pack_patches
 
 CONFIG = tiny(97)
-GRIDS = [(1, 2, 4), (3, 4, 2), (1, 4, 4), (1, 2, 2)]  # 8, 3 x 8, 16 and 4 patches
+# 8, 3 x 8, 16 and 4 patches.
+GRIDS = [(1, 2, 4), (3, 4, 2), (1, 4, 4), (1, 2, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -22,30 +23,27 @@ def patches() -> np.ndarray:
 
 
 @pytest.mark.parametrize(("size", "rows"), [(16, 4), (20, 3), (52, 1), (64, 1)])
-def test_a_frame_sees_itself_alone_in_whatever_row(patches, size, rows):
+def test_a_packed_frame_sees_only_itself(patches, size, rows):
     tower = Qwen3VL(CONFIG, rngs=nnx.Rngs(0)).vision
     see = nnx.jit(lambda tower, patches, layout: tower(patches, layout))
     packed = pack_patches(patches, GRIDS, size, CONFIG.vision)
     assert packed.patches.shape == (rows, size, 1536)
     found = np.asarray(see(tower, packed.patches, packed.layout)).reshape(-1, 2, 128)[packed.tokens]
-    at = 0
+    start = 0
     for t, h, w in GRIDS:
-        part = patches[at : at + t * h * w]
-        alone = np.asarray(
-            see(tower, part.reshape(t, h * w, -1), frame_layout((h, w), CONFIG.vision))
-        ).reshape(-1, 2, 128)
-        np.testing.assert_allclose(found[at // 4 : (at + t * h * w) // 4], alone, atol=2e-5)
-        at += t * h * w
-    assert at == 52 and len(found) == 13
+        end = start + t * h * w
+        frames = patches[start:end].reshape(t, h * w, -1)
+        alone = see(tower, frames, frame_layout((h, w), CONFIG.vision))
+        alone = np.asarray(alone).reshape(-1, 2, 128)
+        np.testing.assert_allclose(found[start // 4 : end // 4], alone, atol=2e-5)
+        start = end
+    assert start == 52 and len(found) == 13
 
 
-def test_what_cannot_be_packed(patches):
-    with pytest.raises(ValueError, match="size = 12: holds all 16 patches"):
+def test_frames_that_do_not_fit_are_refused(patches):
+    with pytest.raises(ValueError, match="size = 12: .*16 patches"):
         pack_patches(patches, GRIDS, 12, CONFIG.vision)
-    with pytest.raises(
-        ValueError,
-        match="rows = 2: the frames need 3 rows of 20 patches; give as many, or larger ones",
-    ):
+    with pytest.raises(ValueError, match="rows = 2: .*3 rows of 20 patches"):
         pack_patches(patches, GRIDS, 20, CONFIG.vision, rows=2)
     with pytest.raises(ValueError, match="51 patches do not fill them"):
         pack_patches(patches[:-1], GRIDS, 64, CONFIG.vision)
@@ -53,49 +51,37 @@ def test_what_cannot_be_packed(patches):
 
 def test_no_frames_are_one_row_of_padding():
     packed = pack_patches(np.zeros((0, 1536), np.float32), [], 8, CONFIG.vision)
-    assert (
-        packed.patches.shape == (1, 8, 1536)
-        and packed.tokens.size == 0
-        and (packed.layout.frame == 0).all()
-    )
+    assert packed.patches.shape == (1, 8, 1536) and packed.tokens.size == 0
+    assert (packed.layout.frame == 0).all()
 
 
 def test_more_rows_than_needed_are_padding():
     patches = np.ones((52, 1536), np.float32)
-    needed, more = (
-        pack_patches(patches, GRIDS, 20, CONFIG.vision),
-        pack_patches(patches, GRIDS, 20, CONFIG.vision, rows=4),
-    )
+    needed = pack_patches(patches, GRIDS, 20, CONFIG.vision)
+    more = pack_patches(patches, GRIDS, 20, CONFIG.vision, rows=4)
     np.testing.assert_array_equal(more.tokens, needed.tokens)
-    jax.tree.map(
-        lambda few, all_: np.testing.assert_array_equal(few, all_[:3]), needed[:2], more[:2]
-    )
-    assert (
-        np.asarray(more.layout.frame).any(1).tolist() == [True, True, True, False]
-        and (more.patches[3] == 0).all()
-    )
+    first_three = jax.tree.map(lambda x: x[:3], more[:2])
+    jax.tree.map(np.testing.assert_array_equal, needed[:2], first_three)
+    assert more.layout.frame is not None and not np.any(more.layout.frame[3])
+    assert (more.patches[3] == 0).all()
 
 
 def test_a_frozen_tower_takes_half_the_memory_and_gives_the_same():
-    """In bfloat16 it rounds what it multiplies with, before or now; all else stays float32."""
+    """The tower rounds kernels to bfloat16 anyway; all other weights stay float32."""
     config = tiny(464)
-    graph, weights = nnx.split(
-        nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))().vision
-    )
+    tower = nnx.jit(lambda: Qwen3VL(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))().vision
+    graph, weights = nnx.split(tower)
     small = frozen(weights, jnp.bfloat16)
-    assert sum(x.nbytes for x in jax.tree.leaves(small)) < 0.6 * sum(
-        x.nbytes for x in jax.tree.leaves(weights)
-    )
-    patches, layout = (
-        np.random.default_rng(0).normal(size=(2, 16, config.vision.patch_dim)),
-        frame_layout((4, 4), config.vision),
-    )
-    run = jax.jit(
-        lambda weights: nnx.merge(graph, weights)(jnp.asarray(patches, jnp.float32), layout)
-    )
-    exactly: dict[str, str | bool] = {
-        "xla_allow_excess_precision": False
-    }  # else XLA on CPU may leave the rounding out
+
+    def size(state):
+        return sum(x.nbytes for x in jax.tree.leaves(state))
+
+    assert size(small) < 0.6 * size(weights)
+    patches = np.random.default_rng(0).normal(size=(2, 16, config.vision.patch_dim))
+    layout = frame_layout((4, 4), config.vision)
+    run = jax.jit(lambda w: nnx.merge(graph, w)(jnp.asarray(patches, jnp.float32), layout))
+    # Without this option XLA on CPU may leave out the rounding.
+    exactly: dict[str, str | bool] = {"xla_allow_excess_precision": False}
     one, other = (run.lower(w).compile(compiler_options=exactly)(w) for w in (weights, small))
     np.testing.assert_array_equal(one, other)
     abstract = frozen(jax.eval_shape(lambda: weights), jnp.bfloat16)
