@@ -105,14 +105,14 @@ def test_prompts_are_prefilled_once_however_many_samples_they_have(engine):
 
 
 def test_the_plan_is_what_lies_on_the_device(engine):
-    planned, runner = benchmark.plan(TOY), engine._runner
+    planned, runner = benchmark.plan(TOY), engine.runner
     weights = jax.tree.leaves(
         nnx.state(nnx.jit(lambda: Qwen3VL(TOY.case.config, rngs=nnx.Rngs(0)))(), nnx.Param)
     )
     real = {
         "weights": weights,
-        "pages": [runner._pool],
-        "lines of shared starts": jax.tree.leaves(runner._lines),
+        "pages": [runner.pool],
+        "lines of shared starts": jax.tree.leaves(runner.prefixes),
     }
     for name, arrays in real.items():
         assert planned[name] * benchmark.GIB == pytest.approx(

@@ -59,11 +59,11 @@ class Pictures(FrameFeatures):
 
 def assert_nothing_held(engine: Engine) -> None:
     """Nothing is asked for, waits or runs, and every page is free or kept for later requests."""
-    nodes = list(engine._tree.nodes())
-    assert engine.idle and not (engine._open or engine._waiting or engine._running)
+    nodes = list(engine.tree.nodes())
+    assert engine.idle and not (engine.unanswered or engine.waiting or engine.running)
     assert not any(node.users for node in nodes)
-    pages = [*engine._tree._free, *(node.page for node in nodes)]
-    assert sorted(pages) == list(range(engine._tree.count))
+    pages = [*engine.tree.free_pages, *(node.page for node in nodes)]
+    assert sorted(pages) == list(range(engine.tree.count))
 
 
 class Reference:

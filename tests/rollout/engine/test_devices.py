@@ -162,10 +162,10 @@ def main() -> None:
                 sample.logprobs, other.logprobs, atol=1e-5, err_msg=str(shape)
             )
         assert engine.counts.prefilled_tokens == one.counts.prefilled_tokens
-        assert bool(engine._runner._lines) is not paged and engine._runner._pool is not None
-        for name, array, axis in [("pool", engine._runner._pool, 3)] + [
+        assert bool(engine.runner.prefixes) is not paged and engine.runner.pool is not None
+        for name, array, axis in [("pool", engine.runner.pool, 3)] + [
             (f"line {length}", array, 0)
-            for length, lines in engine._runner._lines.items()
+            for length, lines in engine.runner.prefixes.items()
             for array in jax.tree.leaves(lines)
         ]:
             whole, part = list(array.shape), list(array.addressable_shards[0].data.shape)

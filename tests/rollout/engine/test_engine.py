@@ -97,7 +97,7 @@ def clean(request):
         yield
         return
     engine, model = request.getfixturevalue("engine"), request.getfixturevalue("small_model")
-    for ticket in list(engine._open):  # of a test that failed
+    for ticket in list(engine.unanswered):  # of a test that failed
         engine.cancel(ticket)
     engine.load(nnx.split(model.text)[1], version=0)
     yield
@@ -680,7 +680,7 @@ def test_what_runs_finishes_under_its_weights(engine, louder, in_flight):
     second = engine.submit(request)
     engine.step()
     assert (
-        len(engine._running) == 4
+        len(engine.running) == 4
         and engine.counts.prefilled_tokens - before == len(request.ids) - 1
     )
     third = engine.submit(request)
@@ -688,7 +688,7 @@ def test_what_runs_finishes_under_its_weights(engine, louder, in_flight):
     for ticket, samples, version in ((first, old, 0), (second, new, 1), (third, new, 1)):
         assert_equal(answers[ticket], samples)
         assert {sample.version for sample in answers[ticket]} == {version}
-    assert set(engine._weights) == {1}  # nobody keeps the old ones alive
+    assert set(engine.weights) == {1}  # nobody keeps the old ones alive
     assert prefills(engine, [request]) == 0
 
 
@@ -708,8 +708,8 @@ def test_what_runs_restarts_under_the_new_weights(engine, louder, in_flight):
     tickets = [engine.submit(request) for _ in range(6)]
     engine.step()
     engine.load(louder, version=1, in_flight="restart")
-    assert set(engine._weights) == {1} and not engine._running
-    waiting = [sequence.ticket for sequence in engine._waiting]
+    assert set(engine.weights) == {1} and not engine.running
+    waiting = [sequence.ticket for sequence in engine.waiting]
     assert waiting == sorted(2 * tickets), "those that ran are first again, in their order"
     answers = step_until_done(engine)
     for ticket in tickets:
@@ -949,7 +949,7 @@ def test_cancelling_gives_all_pages_back(engine, asked, steps):
         10**6,
     ):  # twice and unknown: nothing happens
         engine.cancel(ticket)
-    assert len(engine._running) == {0: 0, 1: 4, 2: 4}[steps]
+    assert len(engine.running) == {0: 0, 1: 4, 2: 4}[steps]
     answers = step_until_done(engine)
     assert set(answers) == {tickets[0], tickets[2], tickets[4]}
     for ticket, samples in zip((tickets[0], tickets[2]), expected, strict=True):
@@ -972,7 +972,7 @@ def test_generate_keeps_the_answers_to_others(engine, asked, monkeypatch):
     engine.generate([asked(1)])
     with pytest.raises(ValueError, match="EngineSizes.row_lengths ends at"):
         engine.generate([asked(2), asked(new=100)])
-    assert list(engine._open) == [] and not engine._waiting and not engine.idle
+    assert list(engine.unanswered) == [] and not engine.waiting and not engine.idle
     ((answered, samples),) = engine.step()
     assert answered == ticket and engine.idle
     assert_equal(samples, [expected])
@@ -996,7 +996,7 @@ def test_an_interrupt_gives_all_pages_back(engine, asked, monkeypatch, place):
     requests = [asked(n, seed=n) for n in range(10)]
     expected = sampled(engine, requests)
     engine.forget()
-    work, calls = getattr(engine._runner, place), itertools.count()
+    work, calls = getattr(engine.runner, place), itertools.count()
 
     def interrupted(*arguments):
         if next(calls) == 1:
@@ -1004,7 +1004,7 @@ def test_an_interrupt_gives_all_pages_back(engine, asked, monkeypatch, place):
         return work(*arguments)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine._runner, place, interrupted)
+        patch.setattr(engine.runner, place, interrupted)
         engine.generate(requests)
     assert_nothing_held(engine)
     assert_equal(sampled(engine, requests), expected)
@@ -1220,7 +1220,7 @@ def assert_in_place(program, kept, *arguments, **static) -> None:
 def test_the_programs_work_on_the_cache_where_it_lies(small_model):
     weights, config = nnx.split(small_model.text)[1], small_model.config
     programs, paged = (Programs(small_model, 8, paged) for paged in (False, True))
-    pool, lines = programs.make_pool(120), programs.make_lines(2, 96)
+    pool, lines = programs.make_pool(120), programs.make_prefixes(2, 96)
     zeros = {
         n: np.zeros(8, np.int32)
         for n in ("tokens", "positions", "prefix_tokens", "own_tokens", "drawn", "left")
@@ -1268,11 +1268,11 @@ def test_a_sleeping_engine_holds_nothing_of_the_device(engine, asked, small_mode
     ):
         engine.sleep()
     engine.cancel(ticket)
-    pool, lines = engine._runner._pool, jax.tree.leaves(engine._runner._lines)
+    pool, lines = engine.runner.pool, jax.tree.leaves(engine.runner.prefixes)
     held = [weakref.ref(x) for x in (pool, *lines)]
     del pool, lines
     engine.sleep()
-    assert len(held) > 1 and not any(ref() is not None for ref in held) and not engine._weights
+    assert len(held) > 1 and not any(ref() is not None for ref in held) and not engine.weights
     with pytest.raises(
         ValueError, match=r"Engine.submit: the engine sleeps, without weights; call load first"
     ):

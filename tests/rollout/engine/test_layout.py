@@ -82,14 +82,14 @@ def starts_with(path: Serials, start: Serials) -> bool:
 def check(case: Case, layout: Layout) -> None:
     """All that must hold of any layout."""
     # Every sequence in one row.
-    assert len(layout.rows) == case.slots and len(layout.starts) == case.lines
+    assert len(layout.rows) == case.slots and len(layout.prefixes) == case.lines
     assert sorted(n for n in layout.rows if n is not None) == list(range(len(case.paths)))
     # Shapes are those that were compiled.
     assert (
         layout.prefix_length in (0, *case.prefix_lengths) and layout.row_length in case.row_lengths
     )
-    assert bool(layout.prefix_length) == any(layout.starts)
-    for line, start in enumerate(layout.starts):
+    assert bool(layout.prefix_length) == any(layout.prefixes)
+    for line, start in enumerate(layout.prefixes):
         assert len(start) * PAGE <= layout.prefix_length
         # A line's start is that of some of its rows, or nothing is won by it.
         members = [
@@ -101,7 +101,7 @@ def check(case: Case, layout: Layout) -> None:
     # What is not in the row's line is among what the row reads by itself.
     for row, n in enumerate(layout.rows):
         if n is not None:
-            start = layout.starts[row // case.rows_per_prefix]
+            start = layout.prefixes[row // case.rows_per_prefix]
             assert layout.row_length >= case.lengths[n] - (
                 len(start) * PAGE if starts_with(case.paths[n], start) else 0
             )
@@ -113,12 +113,12 @@ def check(case: Case, layout: Layout) -> None:
 
 def kept(layout: Layout, held: dict[int, list[Serials]]) -> None:
     """Starts that a line holds already are read into no other, as often as they are held."""
-    before = held.get(layout.prefix_length, [()] * len(layout.starts))
+    before = held.get(layout.prefix_length, [()] * len(layout.prefixes))
     staying = collections.Counter(
-        new for new, old in zip(layout.starts, before, strict=True) if new and new == old
+        new for new, old in zip(layout.prefixes, before, strict=True) if new and new == old
     )
     assert staying == (
-        collections.Counter(layout.starts) & collections.Counter(start for start in before if start)
+        collections.Counter(layout.prefixes) & collections.Counter(start for start in before if start)
     )
 
 
@@ -129,7 +129,7 @@ def test_any_sequences_are_read_whole_and_once(case):
     layout = case.layout()
     check(case, layout)
     kept(layout, case.held)
-    then = case.held | {layout.prefix_length: list(layout.starts)}
+    then = case.held | {layout.prefix_length: list(layout.prefixes)}
     again = case.layout(then)
     check(case, again)
     kept(again, then)
@@ -158,25 +158,25 @@ def test_eight_samples_of_eight_long_prompts_read_each_prompt_once():
     starts = [prompt(n, 40) for n in range(8)]
     order = [(17 * i) % 64 for i in range(64)]  # in no order
     case, layout = big([starts[n % 8] for n in order], [160 + n % 40 for n in order])
-    assert (layout.prefix_length, layout.row_length) == (160, 40) and set(layout.starts) == set(
+    assert (layout.prefix_length, layout.row_length) == (160, 40) and set(layout.prefixes) == set(
         starts
     )
     for row, n in enumerate(layout.rows):
-        assert n is not None and case.paths[n] == layout.starts[row // 8]
+        assert n is not None and case.paths[n] == layout.prefixes[row // 8]
 
 
 def test_what_samples_wrote_before_is_theirs_and_the_prompt_is_the_lines():
     """A second turn: full pages go on from the prompt, different ones in each sample."""
     paths = [(*prompt(n // 8, 40), 100 * n + 7, 100 * n + 8) for n in range(64)]
     _, layout = big(paths, [176] * 64)
-    assert (layout.prefix_length, layout.row_length) == (160, 40) and sorted(layout.starts) == [
+    assert (layout.prefix_length, layout.row_length) == (160, 40) and sorted(layout.prefixes) == [
         prompt(n, 40) for n in range(8)
     ]
 
 
 def test_single_samples_share_nothing():
     _, layout = big([prompt(n, 30) for n in range(64)], [130] * 64)
-    assert (layout.prefix_length, layout.row_length) == (0, 200) and not any(layout.starts)
+    assert (layout.prefix_length, layout.row_length) == (0, 200) and not any(layout.prefixes)
 
 
 def test_a_short_common_start_is_not_worth_a_line():
@@ -190,9 +190,9 @@ def test_groups_and_their_sub_agents():
     mains, subs = [prompt(n // 8, 40) for n in range(32)], [prompt(100 + n, 8) for n in range(32)]
     case, layout = big([*mains, *subs], [190] * 32 + [38] * 32)
     assert (layout.prefix_length, layout.row_length) == (160, 40)
-    assert sorted(start for start in layout.starts if start) == [prompt(n, 40) for n in range(4)]
+    assert sorted(start for start in layout.prefixes if start) == [prompt(n, 40) for n in range(4)]
     for row, n in enumerate(layout.rows):
-        assert n is not None and (n < 32) == bool(layout.starts[row // 8])
+        assert n is not None and (n < 32) == bool(layout.prefixes[row // 8])
 
 
 def test_one_that_fits_no_line_and_no_narrow_row_makes_all_rows_wide():
@@ -203,7 +203,7 @@ def test_one_that_fits_no_line_and_no_narrow_row_makes_all_rows_wide():
 
 def test_a_group_larger_than_a_line_takes_several():
     _, layout = big([prompt(0, 40)] * 20, [170] * 20)
-    assert sum(start == prompt(0, 40) for start in layout.starts) == 3 and (
+    assert sum(start == prompt(0, 40) for start in layout.prefixes) == 3 and (
         layout.prefix_length,
         layout.row_length,
     ) == (160, 40)
@@ -214,9 +214,9 @@ def test_starts_stay_in_their_lines_when_groups_come_and_go():
     _, first = big([starts[n // 8] for n in range(64)], [170] * 64)
     # Groups 2 and 5 are done, two others have come.
     now = [prompt(n + 10, 40) if n in (2, 5) else starts[n] for n in range(8)]
-    _, then = big([now[n // 8] for n in range(64)][::-1], [170] * 64, {160: list(first.starts)})
-    assert sum(a == b for a, b in zip(first.starts, then.starts, strict=True)) == 6 and set(
-        then.starts
+    _, then = big([now[n // 8] for n in range(64)][::-1], [170] * 64, {160: list(first.prefixes)})
+    assert sum(a == b for a, b in zip(first.prefixes, then.prefixes, strict=True)) == 6 and set(
+        then.prefixes
     ) == set(now)
 
 
@@ -225,10 +225,10 @@ def test_what_remains_of_a_group_stays_in_its_line():
     starts = [prompt(n, 36) for n in range(8)]
     _, first = big([starts[n // 8] for n in range(64)], [150] * 64)
     left = [(*start, 7, 8) for start in starts[:5]]
-    _, then = big(left, [170] * 5, {160: list(first.starts)})
+    _, then = big(left, [170] * 5, {160: list(first.prefixes)})
     assert (then.prefix_length, then.row_length) == (160, 40)
-    assert [start for start in then.starts if start] == [
-        start for start in first.starts if start in starts[:5]
+    assert [start for start in then.prefixes if start] == [
+        start for start in first.prefixes if start in starts[:5]
     ]
     _, fresh = big(left, [170] * 5)
     assert (fresh.prefix_length, fresh.row_length) == (0, 200)

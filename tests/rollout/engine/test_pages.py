@@ -209,7 +209,7 @@ class Pages(RuleBasedStateMachine):
     @rule(user=consumes(users))
     def go(self, user: User):
         self.tree.release(user.path)
-        self.tree.give_back(user.lent)
+        self.tree.free(user.lent)
         self.there.remove(user)
         self.let_go(user.keys)
 
@@ -243,7 +243,7 @@ class Pages(RuleBasedStateMachine):
         taken = [page.page for page in self.kept.values()] + [
             page for user in self.there for page in user.lent
         ]
-        assert len(taken) == len(set(taken)) and self.tree.free == COUNT - len(taken) == self.free
+        assert len(taken) == len(set(taken)) and len(self.tree.free_pages) == COUNT - len(taken) == self.free
 
     @invariant()
     def a_page_has_as_many_users_as_hold_it(self):
@@ -259,7 +259,7 @@ class Pages(RuleBasedStateMachine):
         assert all(not node.users for node in self.tree.nodes())
         self.drop("a")
         self.drop("b")
-        assert self.tree.free == COUNT and not list(self.tree.nodes())
+        assert len(self.tree.free_pages) == COUNT and not list(self.tree.nodes())
 
 
 def test_any_course_of_sequences():
@@ -280,7 +280,7 @@ def written(tree: PageTree, words: Many[int], version: str = "a") -> list[Node]:
     lent = tree.allocate(-(-len(words) // SIZE) - len(path))
     assert lent is not None and (source is None or source.page not in lent)
     added, left = tree.insert(version, path, tokens(words[len(path) * SIZE :]), lent)
-    tree.give_back(left)
+    tree.free(left)
     return path + added
 
 
@@ -298,7 +298,7 @@ def test_full_pages_are_shared_and_a_part_of_a_page_is_named():
         [1, 2, 3],
         [4, 5, 6],
         [7],
-    ] and tree.free == COUNT - 3
+    ] and len(tree.free_pages) == COUNT - 3
     path, source, more = tree.match("a", tokens([1, 2, 3, 4, 5, 9, 9]))
     assert (
         path == first[:1]
@@ -330,7 +330,7 @@ def test_a_page_that_another_wrote_meanwhile_is_taken_instead():
     assert (
         added == first[:1] and left == lent[1:] and first[0].users == 2
     )  # [4] is there already: the last page stays lent
-    assert tree.free == COUNT - 3
+    assert len(tree.free_pages) == COUNT - 3
 
 
 def test_a_page_goes_on_after_it_was_taken_out():
@@ -356,13 +356,13 @@ def test_a_dropped_version_keeps_what_is_held_until_it_is_let_go():
     held, other = written(tree, [1, 2, 3, 4, 5, 6]), written(tree, [1, 2, 3, 7])
     tree.release(other)
     tree.drop("a")
-    assert tree.free == COUNT - 2 and not list(tree.nodes()) and found(tree, [1, 2, 3]) == 0
+    assert len(tree.free_pages) == COUNT - 2 and not list(tree.nodes()) and found(tree, [1, 2, 3]) == 0
     again = written(tree, [1, 2, 3])  # the same version, afterwards: a new tree
     assert again[0].page not in [node.page for node in held]
     added, _ = tree.insert("a", held, tokens([8]), tree.allocate(1) or [])
     assert found(tree, [1, 2, 3, 4, 5, 6, 8]) == 3
     tree.release(held + added)
-    assert tree.free == COUNT - 1 and [node.users for node in again] == [1]
+    assert len(tree.free_pages) == COUNT - 1 and [node.users for node in again] == [1]
 
 
 def test_what_is_held_stays_and_what_was_used_last_goes_last():
@@ -393,6 +393,6 @@ def test_a_request_for_too_many_pages_costs_nobody_anything():
     tree = PageTree(4, SIZE)
     held = written(tree, [1, 1, 1])
     tree.release(written(tree, [2, 2, 2, 2, 2]))
-    assert tree.allocate(4) is None and tree.free == 1 and found(tree, [2, 2, 2, 2, 2]) == 5
+    assert tree.allocate(4) is None and len(tree.free_pages) == 1 and found(tree, [2, 2, 2, 2, 2]) == 5
     tree.release(held)
     assert sorted(tree.allocate(4) or []) == [0, 1, 2, 3] and not list(tree.nodes())

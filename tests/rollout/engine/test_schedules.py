@@ -31,7 +31,7 @@ from models.qwen3_vl.model import Qwen3VL, abstract_model
 from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine
 from rollout.engine.pages import PageTree
-from rollout.engine.programs import Lines, Pool, Programs
+from rollout.engine.programs import Prefixes, Pool, Programs
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling
 from rollout.engine.sequences import make_prompt
 from rollout.engine.settings import EngineSizes
@@ -79,8 +79,8 @@ class Dirty(Programs):
     def make_pool(self, pages: int) -> Pool:
         return self._dirty(super().make_pool, pages)
 
-    def make_lines(self, count: int, length: int) -> Lines:
-        return self._dirty(super().make_lines, count, length)
+    def make_prefixes(self, count: int, length: int) -> Prefixes:
+        return self._dirty(super().make_prefixes, count, length)
 
     def _dirty(self, make: Callable[..., Any], *sizes: int) -> Any:
         return jax.tree.map(
@@ -144,7 +144,7 @@ class Bench:
             )
             engine = Engine(self.model, self.features, self.settings, TOKEN_BYTES, clock)
         if pages is not None:
-            engine._tree = PageTree(pages, self.settings.page)
+            engine.tree = PageTree(pages, self.settings.page)
         return engine
 
 
@@ -307,27 +307,27 @@ class Schedule(RuleBasedStateMachine):
         """Other weights under a new number; under an old one they would be mixed with those that are being sampled from."""
         engine, version = self.engine, self.engine.version + 1
         running = {
-            (sequence.ticket, sequence.number): sequence.version for sequence in engine._running
+            (sequence.ticket, sequence.sample): sequence.version for sequence in engine.running
         }
         if not new and in_flight == "finish" and engine.version in running.values():
             with pytest.raises(ValueError, match="still being sampled from"):
                 engine.load(self.bench.weights[version], engine.version)
             return
         for ticket, asked in self.asked.items():
-            for number, sample in enumerate(engine._open.get(ticket, ())):
+            for number, sample in enumerate(engine.unanswered.get(ticket, ())):
                 old = running.get((ticket, number)) if in_flight == "finish" else None
                 if sample is None:
                     asked.first[number], asked.last[number] = (
                         (version, math.inf) if old is None else (old, old)
                     )
         engine.load(self.bench.weights[version], version, in_flight)
-        assert in_flight == "finish" or not engine._running
+        assert in_flight == "finish" or not engine.running
 
     @precondition(lambda self: self.asked)
     @rule()
     def forget(self):
         self.engine.forget()
-        assert self.engine._tree.match(self.engine.version, np.array(_TEXT, np.int64)) == (
+        assert self.engine.tree.match(self.engine.version, np.array(_TEXT, np.int64)) == (
             [],
             None,
             0,
@@ -351,36 +351,36 @@ class Schedule(RuleBasedStateMachine):
     @invariant()
     def a_page_is_free_or_in_the_tree_or_lent(self):
         """Pages of versions that were dropped are in no tree, and held by what runs."""
-        tree, running = self.engine._tree, self.engine._running
-        nodes = {*tree.nodes(), *(node for sequence in running for node in sequence.path)}
+        tree, running = self.engine.tree, self.engine.running
+        nodes = {*tree.nodes(), *(node for sequence in running for node in sequence.shared_pages)}
         pages = [
-            *tree._free,
+            *tree.free_pages,
             *(node.page for node in nodes),
-            *(page for sequence in running for page in sequence.lent),
+            *(page for sequence in running for page in sequence.own_pages),
         ]
         assert sorted(pages) == list(range(self.pages))
-        users = [node.serial for sequence in running for node in sequence.path]
+        users = [node.serial for sequence in running for node in sequence.shared_pages]
         assert all(node.users == users.count(node.serial) for node in nodes)
-        assert set(tree._idle) == {node for node in nodes if not node.users}
+        assert set(tree.evictable) == {node for node in nodes if not node.users}
 
     @invariant()
     def what_runs_has_room_and_what_waits_has_nothing(self):
         engine = self.engine
-        assert len(engine._running) <= self.bench.settings.slots
-        for sequence in engine._running:
+        assert len(engine.running) <= self.bench.settings.slots
+        for sequence in engine.running:
             needed = len(sequence.prompt.request.ids) + sequence.sampling.max_new_tokens
             assert (
                 len(sequence.pages) * self.size
                 >= needed
                 > len(sequence.pages) * self.size - self.size
             )
-            assert sequence.source is None and sequence.computed == sequence.prompt.known + len(
+            assert sequence.copy_source is None and sequence.computed == sequence.prompt.prefill_length + len(
                 sequence.drawn
             )
-            assert sum(len(node.tokens) for node in sequence.path) <= sequence.computed
+            assert sum(len(node.tokens) for node in sequence.shared_pages) <= sequence.computed
         assert all(
-            not sequence.path and not sequence.lent and sequence.source is None
-            for sequence in engine._waiting
+            not sequence.shared_pages and not sequence.own_pages and sequence.copy_source is None
+            for sequence in engine.waiting
         )
         assert engine.idle == all(asked.done for asked in self.asked.values())
 
@@ -388,25 +388,25 @@ class Schedule(RuleBasedStateMachine):
     def whatever_is_asked_for_runs_or_waits(self):
         engine = self.engine
         there = sorted(
-            (sequence.ticket, sequence.number) for sequence in (*engine._running, *engine._waiting)
+            (sequence.ticket, sequence.sample) for sequence in (*engine.running, *engine.waiting)
         )
         missing = [
             (t, n)
-            for t, samples in engine._open.items()
+            for t, samples in engine.unanswered.items()
             for n, sample in enumerate(samples)
             if sample is None
         ]
-        assert there == sorted(missing) and set(engine._open) == {
+        assert there == sorted(missing) and set(engine.unanswered) == {
             ticket for ticket, asked in self.asked.items() if not asked.done
         }
 
     @invariant()
     def only_weights_that_are_sampled_from_are_kept(self):
-        assert set(self.engine._weights) == {
+        assert set(self.engine.weights) == {
             self.engine.version,
-            *(sequence.version for sequence in self.engine._running),
+            *(sequence.version for sequence in self.engine.running),
         }
-        assert set(self.engine._tree._roots) <= set(self.engine._weights)
+        assert set(self.engine.tree.roots) <= set(self.engine.weights)
 
     # --- what holds at the end ---
 
@@ -420,16 +420,16 @@ class Schedule(RuleBasedStateMachine):
         assert (
             self.engine.idle
             and all(asked.done for asked in self.asked.values())
-            and not self.engine._open
+            and not self.engine.unanswered
         )
         self.a_page_is_free_or_in_the_tree_or_lent()
-        assert all(not node.users for node in self.engine._tree.nodes())
+        assert all(not node.users for node in self.engine.tree.nodes())
         for request, seed, sample in self.samples:
             self.compare(request, seed, sample)
         for request, _, sample in self.samples:
             self.compare_pages(request, sample)
         self.engine.load(self.bench.weights[0], self.engine.version + 1)
-        assert self.engine._tree.free == self.pages
+        assert len(self.engine.tree.free_pages) == self.pages
 
     def compare(self, request: Request, seed: int, sample: Sample) -> None:
         expected = self.bench.reference.answer(request, seed, sample.version, like=sample)
@@ -455,13 +455,13 @@ class Schedule(RuleBasedStateMachine):
         content = np.concatenate(
             [make_prompt(request, engine.features, engine.config, math.inf).content, sample.ids]
         )[:-1]
-        path, source, more = engine._tree.match(engine.version, content)
-        engine._tree.release(path)
+        path, source, more = engine.tree.match(engine.version, content)
+        engine.tree.release(path)
         count, pages = (
             len(path) * self.size + more,
             [node.page for node in (*path, *([source] if source else []))],
         )
-        found = np.asarray(engine._runner._pool)[:, pages]
+        found = np.asarray(engine.runner.pool)[:, pages]
         found = found.reshape(len(found), -1, *found.shape[3:])[:, :count]
         keys, values = self.bench.reference.keys_and_values(
             request, sample.ids.tolist(), sample.version
@@ -553,7 +553,7 @@ def test_nothing_that_is_there_is_prefilled_again(bench, asked):
             == len(samples) * (len(request.ids) - 1) - needed[0]
         )
         answered += [(request, sample) for sample in samples]
-        if engine._tree.free < 6 * 3 + 8:  # the next might push something out
+        if len(engine.tree.free_pages) < 6 * 3 + 8:  # the next might push something out
             engine.forget()
             known = Known()
 
@@ -616,7 +616,7 @@ def test_a_request_that_waits_for_pages_costs_no_others_their_pages(bench):
     engine.step()
     waits = engine.submit(Request(np.array([8] * 18, np.int32), (), Sampling(14), (1,)))
     engine.step()
-    assert len(engine._waiting) == 1 and len(engine._running) == 1
+    assert len(engine.waiting) == 1 and len(engine.running) == 1
     engine.cancel(waits)
     before = engine.counts.prefilled_tokens
     engine.generate([kept])

@@ -433,7 +433,7 @@ def possessed(small_model, small_vocabulary, field) -> Callable[[], tuple[Posses
 
     def make() -> tuple[Possessed, Environment]:
         ticks = itertools.count()
-        engine._clock = clock = lambda: float(next(ticks))
+        engine.clock = clock = lambda: float(next(ticks))
         engine.forget()
         fuzzer = Fuzzer(small_vocabulary, small_model.config.text.vocab_size)
         return Possessed(engine, fuzzer), Environment(
