@@ -112,7 +112,7 @@ def test_the_plan_is_what_lies_on_the_device(engine):
     real = {
         "weights": weights,
         "pages": [runner.pool],
-        "lines of shared starts": jax.tree.leaves(runner.prefixes),
+        "copies of shared prefixes": jax.tree.leaves(runner.prefixes),
     }
     for name, arrays in real.items():
         assert planned[name] * benchmark.GIB == pytest.approx(
