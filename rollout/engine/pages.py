@@ -28,8 +28,8 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Int64
 
-# One number per token, of any number of tokens. Two numbers are equal only if the tokens are, or, for
-# a visual token, if the piece of the frame is.
+# One number per token, of any number of tokens. Two numbers are equal only if the tokens are, or,
+# for a visual token, if the piece of the frame is.
 Content = Int64[np.ndarray, " _"]
 
 

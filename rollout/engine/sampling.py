@@ -60,7 +60,7 @@ def sample(
     keys = jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))(
         choices.seeds, numbers
     )
-    token, total = _draw(jnp.exp(scores), jax.vmap(jax.random.uniform)(keys))
+    token, total = draw_at(jnp.exp(scores), jax.vmap(jax.random.uniform)(keys))
     token = jax.lax.cond(
         greedy.any(), lambda: jnp.where(greedy, jnp.argmax(scores, -1), token), lambda: token
     )
@@ -68,7 +68,7 @@ def sample(
     return token, score - jnp.log(total)
 
 
-def _draw(
+def draw_at(
     weights: Float[Array, "b v"], uniforms: Float[Array, " b"]
 ) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
     """Invert the cumulative distribution: the token where it passes `uniforms`, and the total.
