@@ -379,10 +379,8 @@ def test_the_watch_sees_what_is_opened(field, tmp_path):
 
 def test_a_battle_repeats(fight):
     once, again, other = fight(BATCH, seed=5), fight(BATCH, seed=5), fight(BATCH, seed=6)
-    assert (
-        once.written.digest() == again.written.digest() != other.written.digest()
-        and once.stops == again.stops
-    )
+    assert once.written.digest() == again.written.digest() != other.written.digest()
+    assert once.stops == again.stops
 
 
 @pytest.mark.slow
@@ -402,11 +400,9 @@ def resident() -> int:
     status = pathlib.Path("/proc/self/status")
     if not status.exists():
         pytest.skip("no /proc here: memory is not measured")
-    return 1024 * int(
-        next(line for line in status.read_text().splitlines() if line.startswith("VmRSS")).split()[
-            1
-        ]
-    )
+    lines = status.read_text().splitlines()
+    _, kilobytes, _ = next(line for line in lines if line.startswith("VmRSS")).split()
+    return 1024 * int(kilobytes)
 
 
 # --- the real engine ---
@@ -450,16 +446,14 @@ class Possessed:
             vocabulary[f"<|{name}|>"]
             for name in ("image_pad", "vision_start", "image_pad", "video_pad", "im_start")
         ]
-        return [
-            *strange,
-            vocabulary.size,
-            *self.fuzzer.line(request.seeds[0], request.sampling.max_new_tokens)[0],
-        ]
+        line, _ = self.fuzzer.line(request.seeds[0], request.sampling.max_new_tokens)
+        return [*strange, vocabulary.size, *line]
 
     def submit(self, request: Request) -> int:
         scripted = self.script.is_main(request) and self.script.is_first(request)
+        sampler = self.script if scripted else self.engine
         ticket = next(self.tickets)
-        self.owner[scripted, (self.script if scripted else self.engine).submit(request)] = ticket
+        self.owner[scripted, sampler.submit(request)] = ticket
         return ticket
 
     def step(self) -> list[Completion]:
@@ -499,12 +493,12 @@ def draft(environment: Environment, questions: list[Question], count: int) -> li
     rng = random.Random(3)
     agents = []
     for number in range(count):
+        frames = rng.choice((1, 4))
+        dispatch = rng.choices(("parallel", "sequential", "none"), (6, 1, 1))[0]
+        seconds = rng.choices((math.inf, 2.0 * count), (4, 1))[0]
+        report_seconds = rng.choice((math.inf, 6.0))
         setting = EpisodeSettings(
-            rng.choice((1, 4)),
-            2.5,
-            rng.choices(("parallel", "sequential", "none"), (6, 1, 1))[0],
-            seconds=rng.choices((math.inf, 2.0 * count), (4, 1))[0],
-            report_seconds=rng.choice((math.inf, 6.0)),
+            frames, 2.5, dispatch, seconds=seconds, report_seconds=report_seconds
         )
         agents.append(play(environment, rng.choice(questions), setting, 10_000 * number))
     return agents
@@ -512,16 +506,20 @@ def draft(environment: Environment, questions: list[Question], count: int) -> li
 
 def ids_of(episodes: list[Episode]) -> list[list[int]]:
     """All tokens of the episodes, those of sub-agents included."""
-    outcomes = [outcome for episode in episodes for turn in episode.turns for outcome in turn.calls]
-    agents = [episode.trajectory for episode in episodes] + [
-        o.subagent for o in outcomes if o.subagent is not None
+    everyone = [
+        *(episode.trajectory for episode in episodes),
+        *(outcome.subagent for outcome in outcomes_of(episodes) if outcome.subagent is not None),
     ]
-    return [
-        np.concatenate([segment.ids for segment in agent.segments]).tolist()
-        if agent.segments
-        else []
-        for agent in agents
-    ]
+    return [[int(id) for segment in agent.segments for id in segment.ids] for agent in everyone]
+
+
+def outcomes_of(episodes: list[Episode]) -> list[CallOutcome]:
+    return [outcome for episode in episodes for turn in episode.turns for outcome in turn.calls]
+
+
+def scripted(logprobs: np.ndarray) -> bool:
+    """Whether these are the log-probs that `Scripted` invents, not the engine's."""
+    return bool((logprobs == -np.arange(1, len(logprobs) + 1) / 8).all())
 
 
 def test_a_real_engine_under_fire(possessed, field, small_model):
@@ -531,23 +529,22 @@ def test_a_real_engine_under_fire(possessed, field, small_model):
     sampler, environment = possessed()
     with watch() as (heard, opened):
         episodes = run(sampler, draft(environment, questions, 80))
-    assert ids_of(episodes) == ids_of(once) and [e.stop for e in episodes] == [e.stop for e in once]
-    assert not heard and {pathlib.Path(path).name for path in opened} <= {
-        "damaged.mp4"
-    }  # the others are encoded already
+    assert ids_of(episodes) == ids_of(once)
+    assert [episode.stop for episode in episodes] == [episode.stop for episode in once]
+    assert not heard
+    # The readable videos are encoded already.
+    assert {pathlib.Path(path).name for path in opened} <= {"damaged.mp4"}
     assert_nothing_held(sampler.engine)
     assert not sampler.owner
-    outcomes = [outcome for episode in episodes for turn in episode.turns for outcome in turn.calls]
-    # An engine refuses nothing; the others are rare here.
-    unmet = {StopReason.TOKEN_LIMIT, StopReason.TURN_LIMIT, StopReason.REFUSED}
-    assert {episode.stop for episode in episodes} >= set(StopReason) - unmet
-    unmet = {CallStatus.CLAMPED, CallStatus.TOO_MANY, CallStatus.UNREADABLE, CallStatus.REFUSED}
-    assert {outcome.status for outcome in outcomes} >= set(CallStatus) - unmet
+    outcomes = outcomes_of(episodes)
+    # An engine refuses nothing. The other missing ones are rare here.
+    rare = {StopReason.TOKEN_LIMIT, StopReason.TURN_LIMIT, StopReason.REFUSED}
+    assert {episode.stop for episode in episodes} >= set(StopReason) - rare
+    rare = {CallStatus.CLAMPED, CallStatus.TOO_MANY, CallStatus.UNREADABLE, CallStatus.REFUSED}
+    assert {outcome.status for outcome in outcomes} >= set(CallStatus) - rare
     for episode in episodes:
-        assert all(
-            math.isfinite(value)
-            for value in dataclasses.astuple(score(episode.question, episode.turns, REWARDS[0]))
-        )
+        earned = score(episode.question, episode.turns, REWARDS[0])
+        assert all(math.isfinite(value) for value in dataclasses.astuple(earned))
 
     # The trainer scores what the engine was fed and agrees with it, whatever was written:
     # placeholders and ids beyond the vocabulary too.
@@ -555,21 +552,23 @@ def test_a_real_engine_under_fire(possessed, field, small_model):
     shape = BatchShape(groups=1, rows=1, prompt=144, visual=16, suffix=ROOM.trajectory_tokens)
     logprobs = make_logprobs(graph, small_model.config.image_token_id, 2.5)
     compared = 0
-    agents = [e.trajectory for e in episodes if e.trajectory.segments] + [
-        o.subagent for o in outcomes if o.subagent is not None
+    agents = [
+        *(episode.trajectory for episode in episodes if episode.trajectory.segments),
+        *(outcome.subagent for outcome in outcomes if outcome.subagent is not None),
     ]
     for trajectory in agents:
         batch = build([[trajectory]], features, shape)
         assert mismatches(batch, [[trajectory]]) == 0
-        again, at = np.asarray(logprobs(weights, batch))[0], -len(split_prompt(trajectory)[0])
+        again = np.asarray(logprobs(weights, batch))[0]
+        # A row of the batch begins after the prompt.
+        start = -len(split_prompt(trajectory)[0])
         for segment in trajectory.segments:
-            said = segment.logprobs
-            if (
-                said is not None and not (said == -np.arange(1, len(said) + 1) / 8).all()
-            ):  # the engine's, not the script's
-                np.testing.assert_allclose(again[at : at + len(said)], said, atol=2e-4)
-                compared += len(segment.ids)
-            at += len(segment.ids)
+            count = len(segment.ids)
+            if segment.logprobs is not None and not scripted(segment.logprobs):
+                part = again[start : start + count]
+                np.testing.assert_allclose(part, segment.logprobs, atol=2e-4)
+                compared += count
+            start += count
     assert compared > 500
 
 
@@ -636,15 +635,14 @@ def test_an_unreadable_window_fails_only_its_own_sub_agent(small_model, small_vo
 
     class Planned(Possessed):
         def _say(self, request: Request) -> list[int]:
-            return self.fuzzer.vocabulary.encode(
-                "look closer</think>" + calls + "<|im_end|>"
-            ).tolist()
+            text = "look closer</think>" + calls + "<|im_end|>"
+            return self.fuzzer.vocabulary.encode(text).tolist()
 
         def submit(self, request: Request) -> int:
             if not self.script.is_main(request):
                 bad.append((100.0, 121.0))  # the overview has a frame at the end
             elif not self.script.is_first(request) and lost:
-                engine.forget()  # so that the overview is looked at once more
+                engine.forget()  # so that the overview is encoded again
                 bad.append((0.0, 127.0))
             return super().submit(request)
 
@@ -655,16 +653,13 @@ def test_an_unreadable_window_fails_only_its_own_sub_agent(small_model, small_vo
             [play(environment, questions[0], EpisodeSettings(4, 2.5), 3)],
         )
         one, other = episode.turns[0].calls
-        assert (one.status, other.status) == (
-            CallStatus.EXECUTED,
-            CallStatus.UNREADABLE,
-        ) and other.response.startswith("error: ")
-        assert (
-            one.subagent is not None
-            and other.subagent is not None
-            and not len(other.subagent.segments[-1].ids)
-        )
+        assert one.status is CallStatus.EXECUTED
+        assert other.status is CallStatus.UNREADABLE
+        assert other.response.startswith("error: ")
+        assert one.subagent is not None and other.subagent is not None
+        assert not len(other.subagent.segments[-1].ids)
         said = small_vocabulary.decode(one.subagent.segments[-1].ids).removesuffix("<|im_end|>")
         assert one.response == environment.protocol.cut(said) != ""
-        assert len(episode.turns) == 2 and (episode.stop is StopReason.UNREADABLE) == lost
+        assert len(episode.turns) == 2
+        assert (episode.stop is StopReason.UNREADABLE) == lost
         assert_nothing_held(engine)
