@@ -48,8 +48,9 @@ class EngineSequence:
         [a b c d] [e f g h]    [i j k .] [. . . .] [. . . .]
         |<------ computed = 11 ------>|
 
-    Shared pages are in the tree, where other sequences find them too. Own pages belong to this
-    sequence alone: they are what is left to write, up to its longest possible response.
+    Shared pages are in the tree, where other sequences find them. After prefill that includes the
+    prompt's last page, even if it is partial. Own pages are left to write on, enough for the
+    longest possible response.
 
     Attributes:
         ticket: the request's number.
