@@ -14,10 +14,10 @@ A page's tokens are only valid together with all tokens before them, because key
 on the whole prefix. Its place in the tree says what those are. The root stands for a version of the
 weights, so new weights never find pages that old weights computed.
 
-Every page is in exactly one of three states: free, in the tree, or allocated to one sequence. A full
-page in the tree is never written again. A partial one may be: the sequence that published it goes on
-writing after its tokens, so others copy it instead of sharing it. Pages in the tree that no sequence
-holds stay there as a cache, until `allocate` evicts the least recently used of them.
+Every page is in exactly one of three states: free, in the tree, or allocated to one sequence. A
+full page in the tree is never written again. A partial one may be: the sequence that published it
+goes on writing after its tokens, so others copy it instead of sharing it. Pages in the tree that no
+sequence holds stay there as a cache, until `allocate` evicts the least recently used of them.
 """
 
 from __future__ import annotations
