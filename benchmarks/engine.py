@@ -1,9 +1,13 @@
-"""A step's rollouts in transformers and here, on the same cores: prompts of many frames, crops, a second turn.
+"""Times the rollouts of one training step in transformers and in this engine, on the same cores.
 
-`python -m benchmarks.engine`, with the extra parity, prints the tables of docs/speed.md; `--crops` what a rollout costs by the
-number of its crops; `--json FILE` keeps every number. Owns the work: lengths are fixed and nothing stops early, so that both
-sides do the same. Each side runs in a process of its own and loads the same random weights. Refuses to report where their
-greedy tokens differ, or where something was compiled while the clock ran.
+    python -m benchmarks.engine             the tables of docs/speed.md (needs the extra `parity`)
+    python -m benchmarks.engine --crops 6   seconds of a rollout by its number of crops
+    ... --json FILE                         writes every measured number
+
+Prompts have many frames, rollouts have crops and a second turn. Lengths are fixed and nothing stops
+early, so both sides do the same work. Each side runs in a process of its own and loads the same
+random weights. The benchmark fails if their greedy tokens differ, or if anything compiles while it
+is timed.
 """
 
 from __future__ import annotations
@@ -43,34 +47,51 @@ from rollout.engine.settings import EngineSizes
 from train.durable.compilations import Compilations
 
 GIB = 2**30
-Rollout = list[
-    list[int]
-]  # what was sampled: turns and summaries, in the order in which they were asked for
+# The sampled tokens of a rollout: turns and summaries, in the order in which they were requested.
+Rollout = list[list[int]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """`prompts` groups of `samples` rollouts. Lengths in tokens; frames are squares of `side` pixels.
+    """The rollouts of one step, as lengths in tokens.
 
-    A prompt is `frames` frames of a video that has `video` of them, each after its time, and a question. A rollout is a turn, crops of
-    `crop_frames` frames side by side, whose sub-agents answer with a summary each, and so on by `rounds`; then a last turn.
+    A prompt shows frames of a video, each after a label with its time, and then a question. A
+    rollout of it is a turn, crops side by side, a turn, ..., with a turn at the end:
+
+        prompt | turn | responses of the crops | turn
+                  crop | summary
+                  crop | summary
     """
 
     case: Case
+    """The model."""
     settings: EngineSizes
+    """The engine's sizes."""
     prompts: int = 8
+    """Groups."""
     samples: int = 8
+    """Rollouts per group."""
     frames: int = 64
+    """Frames that a prompt shows."""
     video: int = 256
+    """Frames of the video."""
     side: int = 192
+    """Pixels of a frame's side. Frames are squares."""
     time: int = 12
+    """The label of a frame."""
     question: int = 60
     turn: int = 64
+    """A turn of the main agent."""
     rounds: tuple[int, ...] = (2,)
+    """Crops after each turn but the last."""
     crop_frames: int = 8
+    """Frames of a crop."""
     request: int = 30
+    """A sub-agent's request, after its frames."""
     summary: int = 32
+    """A sub-agent's answer."""
     response: int = 30
+    """A crop's tool response to the main agent."""
     temperature: float = 0.7
 
     @property
@@ -81,17 +102,14 @@ class Work:
     @property
     def generated(self) -> int:
         """Tokens sampled in all rollouts."""
-        return (
-            self.prompts
-            * self.samples
-            * (self.turn * (len(self.rounds) + 1) + self.summary * sum(self.rounds))
-        )
+        rollout = self.turn * (len(self.rounds) + 1) + self.summary * sum(self.rounds)
+        return self.prompts * self.samples * rollout
 
 
 _SMALL = Work(
     CASES["small"],
-    # Rows: the first turn, the second, a sub-agent, a whole rollout. Prefill: what follows a turn,
-    # a sub-agent's prompt, a prompt.
+    # Rows: the first turn, the second, a sub-agent, a whole rollout.
+    # Prefill: what follows a turn, a sub-agent's prompt, a prompt.
     EngineSizes(
         row_lengths=(64, 192, 448, 3392),
         prefix_lengths=(3184,),
@@ -129,7 +147,7 @@ _TOY = Work(
     response=3,
 )
 WORKS = {"small": _SMALL, "toy": _TOY}
-# For `--crops`: one group, of whose rollouts every sub-agent has a slot.
+# For `--crops`: one group, with a slot for every sub-agent.
 FEW = {
     "small": dataclasses.replace(
         _SMALL,
@@ -152,11 +170,11 @@ FEW = {
 }
 
 
-# --- the work, the same for both sides ---
+# --- the work, which is the same for both sides ---
 
 
 class Part(NamedTuple):
-    """Ids, and the numbers of the frames that the placeholders in them stand for."""
+    """Token ids, and the numbers of the frames of their placeholders."""
 
     ids: Int[np.ndarray, " t"]
     frames: Int[np.ndarray, " f"]
@@ -164,11 +182,12 @@ class Part(NamedTuple):
 
 def opening(work: Work, number: int) -> Part:
     """The prompt of a group: frames of the whole video, and a question."""
-    return _part(work, overview_indices(work.video, work.frames), (0, number), work.question)
+    frames = overview_indices(work.video, work.frames)
+    return _part(work, frames, (0, number), work.question)
 
 
 def crop(work: Work, number: int, sample: int, call: int) -> Part:
-    """A sub-agent's prompt: neighbouring frames from somewhere in the video, and a request."""
+    """A sub-agent's prompt: consecutive frames from a random place, and a request."""
     first = np.random.default_rng((1, number, sample, call)).integers(
         work.video - work.crop_frames + 1
     )
@@ -176,68 +195,75 @@ def crop(work: Work, number: int, sample: int, call: int) -> Part:
 
 
 def response(work: Work, number: int, sample: int, call: int) -> Int[np.ndarray, " t"]:
-    """What a crop's tool answers."""
+    """The tool response of a crop."""
     return _words(work, np.random.default_rng((3, number, sample, call)), work.response)
 
 
 def pixels(work: Work, number: int) -> UInt8[np.ndarray, "m y x 3"]:
-    """A video's frames."""
-    return np.random.default_rng((4, number)).integers(
-        0, 256, (work.video, work.side, work.side, 3), np.uint8
-    )
+    """A video's frames: noise."""
+    shape = (work.video, work.side, work.side, 3)
+    return np.random.default_rng((4, number)).integers(0, 256, shape, np.uint8)
 
 
 def _part(work: Work, frames: np.ndarray, seed: tuple[int, ...], words: int) -> Part:
-    config, rng = work.case.config, np.random.default_rng(seed)
+    """Labelled frames, and then words."""
+    config = work.case.config
+    rng = np.random.default_rng(seed)
     tokens = math.prod(work.grid) // config.vision.spatial_merge_size**2
     image = [config.vision_start_token_id] + [config.image_token_id] * tokens
-    pieces = [piece for _ in frames for piece in (_words(work, rng, work.time), image)]
-    return Part(np.concatenate([*pieces, _words(work, rng, words)]).astype(np.int32), frames)
+    pieces: list[Any] = []
+    for _ in frames:
+        pieces += [_words(work, rng, work.time), image]
+    pieces.append(_words(work, rng, words))
+    return Part(np.concatenate(pieces).astype(np.int32), frames)
 
 
 def _words(work: Work, rng: np.random.Generator, count: int) -> np.ndarray:
+    """Random tokens without a special meaning."""
     config = work.case.config
-    return rng.integers(
-        0, min(config.image_token_id, config.vision_start_token_id, config.text.vocab_size), count
-    ).astype(np.int32)
+    special = min(config.image_token_id, config.vision_start_token_id)
+    return rng.integers(0, min(special, config.text.vocab_size), count).astype(np.int32)
 
 
 def greedy(work: Work) -> Work:
-    """Little of the work, with one answer: what both sides must agree on."""
-    return dataclasses.replace(
-        work, prompts=1, turn=min(work.turn, 8), summary=min(work.summary, 8), temperature=0.0
-    )
+    """A small part of the work, greedy: both sides must sample the same tokens."""
+    turn = min(work.turn, 8)
+    summary = min(work.summary, 8)
+    return dataclasses.replace(work, prompts=1, turn=turn, summary=summary, temperature=0.0)
 
 
-# --- here ---
+# --- this engine ---
 
 
 class MemoryFrames(FrameFeatures):
-    """Frames of videos that are in memory: decoding files is not what is timed. `seconds` is how long the tower was waited for."""
+    """Frames of videos in memory, because decoding files is not timed.
+
+    `seconds`: time spent waiting for the vision tower.
+    """
 
     def __init__(self, work: Work, model: Qwen3VL):
-        super().__init__(
-            model.vision, model.config, FrameSettings(batch=2), Path(), source=video
-        )  # a larger batch is no faster on CPU
-        self._work, self._pixels = (
-            work,
-            {str(number): pixels(work, number) for number in range(work.prompts)},
-        )
-        self._tower, self._encode, self.seconds = self._encode, self._timed, 0.0
+        settings = FrameSettings(batch=2)  # a larger batch is no faster on CPU
+        super().__init__(model.vision, model.config, settings, Path(), source=video)
+        self._work = work
+        self._pixels = {str(number): pixels(work, number) for number in range(work.prompts)}
+        self._tower = self._encode
+        self._encode = self._timed
+        self.seconds = 0.0
 
     def info(self, name: str) -> VideoInfo:
         count, side = self._work.video, self._work.side
         return VideoInfo(name, count, float(count), np.arange(count, dtype=np.float64), side, side)
 
     def drop(self) -> None:
-        """Forgets every frame's vectors."""
+        """Forget the vectors of all frames."""
         for key in [*self._store]:
             self._drop(key)
 
     def _encode_video(self, name: str, wanted: list[int]):
-        with mock.patch.object(
-            video, "read", lambda path, indices: self._pixels[path.name][indices]
-        ):
+        def read(path: Path, indices: list[int]) -> np.ndarray:
+            return self._pixels[path.name][indices]
+
+        with mock.patch.object(video, "read", read):
             return super()._encode_video(name, wanted)
 
     def _timed(self, *arguments: Any) -> jax.Array:
@@ -248,120 +274,138 @@ class MemoryFrames(FrameFeatures):
 
 
 async def rollout(work: Work, number: int, sample: int) -> Rollout:
-    """An agent of an episode."""
-    said: Rollout = []
+    """The agent of one rollout."""
+    sampled: Rollout = []
 
     def request(part: Part, new: int) -> Request:
         frames = tuple(Frame(str(number), int(i), float(i)) for i in part.frames)
-        return Request(
-            part.ids,
-            frames,
-            Sampling(new, work.temperature),
-            (hash((number, sample, len(said))) % 2**32,),
-        )
+        seed = hash((number, sample, len(sampled))) % 2**32
+        return Request(part.ids, frames, Sampling(new, work.temperature), (seed,))
 
-    async def answers(requests: Sequence[Request]) -> None:
-        said.extend([samples[0].ids.tolist() for samples in await ask(*requests)])
+    async def collect(requests: Sequence[Request]) -> None:
+        answers = await ask(*requests)
+        sampled.extend([samples[0].ids.tolist() for samples in answers])
 
-    context, call = opening(work, number), 0
+    context = opening(work, number)
+    call = 0
     for crops in work.rounds:
-        await answers([request(context, work.turn)])
-        ids = [context.ids, np.array(said[-1], np.int32)]
+        await collect([request(context, work.turn)])
+        ids = [context.ids, np.array(sampled[-1], np.int32)]
         calls = range(call, call + crops)
-        await answers([request(crop(work, number, sample, n), work.summary) for n in calls])
+        call += crops
+        await collect([request(crop(work, number, sample, n), work.summary) for n in calls])
         ids += [response(work, number, sample, n) for n in calls]
-        context, call = Part(np.concatenate(ids), context.frames), call + crops
-    await answers([request(context, work.turn)])
-    return said
+        context = Part(np.concatenate(ids), context.frames)
+    await collect([request(context, work.turn)])
+    return sampled
 
 
 def rollouts(work: Work, engine: Engine) -> tuple[list[Rollout], dict[str, float]]:
-    """All rollouts, by an engine that remembers nothing of others, and what that took."""
-    features, before, compilations = (
-        engine.features,
-        dataclasses.replace(engine.counts),
-        Compilations(),
-    )
+    """Run all rollouts with an empty cache.
+
+    Returns:
+        The rollouts, and what they took: seconds in total, in the tower and in device programs,
+        the host's share of the time, the share of rows that gave a token, and counts.
+    """
+    features = engine.features
     assert isinstance(features, MemoryFrames)
     engine.forget()
     features.drop()
-    frames, tower, start = features.encoded_frames, features.seconds, time.perf_counter()
+    before = dataclasses.replace(engine.counts)
+    frames_before = features.encoded_frames
+    tower_before = features.seconds
+    compilations = Compilations()
+    start = time.perf_counter()
     agents: list[Coroutine[Any, Any, Rollout]] = [
         rollout(work, number, sample)
         for number in range(work.prompts)
         for sample in range(work.samples)
     ]
-    said = run(engine, agents)
-    seconds, tower = time.perf_counter() - start, features.seconds - tower
+    results = run(engine, agents)
+    seconds = time.perf_counter() - start
+    tower = features.seconds - tower_before
     assert compilations.count == 0, (
-        f"{compilations.count} programs were compiled while the clock ran; warm_up forgets a shape"
+        f"{compilations.count} programs were compiled while the clock ran; warm_up misses a shape"
     )
-    counts = {
-        name: getattr(engine.counts, name) - getattr(before, name)
-        for name in ("prefilled_tokens", "sampled_tokens", "steps", "row_steps")
-    }
-    device = engine.counts.seconds - before.seconds + tower
-    occupancy = counts["sampled_tokens"] / counts.pop("row_steps")
-    parts = {"tower": tower, "device": device, "host": 1 - device / seconds, "occupancy": occupancy}
-    return said, {
+    after = engine.counts
+    device = after.seconds - before.seconds + tower
+    sampled_tokens = after.sampled_tokens - before.sampled_tokens
+    return results, {
         "seconds": seconds,
-        **parts,
-        "encoded_frames": features.encoded_frames - frames,
-        **counts,
+        "tower": tower,
+        "device": device,
+        "host": 1 - device / seconds,
+        "occupancy": sampled_tokens / (after.row_steps - before.row_steps),
+        "encoded_frames": features.encoded_frames - frames_before,
+        "prefilled_tokens": after.prefilled_tokens - before.prefilled_tokens,
+        "sampled_tokens": sampled_tokens,
+        "steps": after.steps - before.steps,
     }
 
 
 def warm_engine(model: Qwen3VL, work: Work) -> Engine:
-    """An engine that has met every shape."""
+    """An engine that has compiled every program."""
     engine = Engine(model, MemoryFrames(work, model), work.settings)
     engine.warm_up()
     engine.features((Frame("0", 0, 0.0),))
-    engine.step()  # counts the seconds until here
+    engine.step()  # copies the seconds of the warm-up into the counts
     return engine
 
 
 def ours(folder: str, work: Work) -> dict[str, Any]:
     engine = warm_engine(hf.load(folder), work)
-    agreed, _ = rollouts(greedy(work), engine)
+    greedy_rollouts, _ = rollouts(greedy(work), engine)
     _, whole = rollouts(work, engine)
     memory = peak_memory()
     _, half = rollouts(dataclasses.replace(work, samples=work.samples // 2), engine)
-    return {"greedy": agreed, **whole, "memory_gib": memory, "half": half, "plan_gib": plan(work)}
+    return {
+        "greedy": greedy_rollouts,
+        **whole,
+        "memory_gib": memory,
+        "half": half,
+        "plan_gib": plan(work),
+    }
 
 
 def plan(work: Work) -> dict[str, float]:
-    """The memory that the sizes ask for, in GiB: what stays, and what the largest program of decoding works on while it runs."""
-    text, settings, model = work.case.config.text, work.settings, abstract_model(work.case.config)
+    """The memory that the sizes ask for, in GiB.
+
+    That is what stays on the device, and what the largest decoding program needs while it runs.
+    """
+    text = work.case.config.text
+    settings = work.settings
+    model = abstract_model(work.case.config)
     token = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 4
-    lines = settings.slots // settings.rows_per_prefix * sum(settings.prefix_lengths)
-
-    def size(weights: Any) -> float:
-        return (
-            sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(weights, nnx.Param)))
-            * 4
-        )
-
+    blocks = settings.slots // settings.rows_per_prefix
+    row_tokens = max(
+        settings.rows(length) * (length + settings.steps) for length in settings.row_lengths
+    )
     sizes = {
-        "weights": size(model),
-        "layers' weights again, to decode": size(model.text.layers),
+        "weights": _weight_bytes(model),
+        "layers' weights again, to decode": _weight_bytes(model.text.layers),
         "pages": (settings.pages + 1) * settings.page * token,
-        "lines of shared starts": lines * token,
-        # As they come from their pages, and as decoding wants them.
-        "rows' own tokens, twice, to decode": 2
-        * max(settings.rows(own) * (own + settings.steps) for own in settings.row_lengths)
-        * token,
+        "copies of shared prefixes": blocks * sum(settings.prefix_lengths) * token,
+        # Once as gathered from the pages, and once in the layout that decoding needs.
+        "rows' own tokens, twice, to decode": 2 * row_tokens * token,
     }
     return {name: value / GIB for name, value in sizes.items()}
+
+
+def _weight_bytes(module: Any) -> int:
+    """Bytes of a module's weights in float32."""
+    leaves = jax.tree.leaves(nnx.state(module, nnx.Param))
+    return sum(math.prod(leaf.shape) for leaf in leaves) * 4
 
 
 # --- transformers ---
 
 
 class Theirs:
-    """The same rollouts as a user of transformers would write them who knows it well.
+    """The same rollouts, written with transformers by a user who knows it well.
 
-    A prompt's first pass is that of one row, whose cache is then repeated for its samples; all rollouts of `together` prompts are decoded
-    in one batch, without padding, since their lengths are equal; their crops are one batch, too; the second turn goes on from the caches.
+    Each prompt is prefilled once, and its cache repeated for its samples. All rollouts of
+    `together` prompts are decoded in one batch, without padding, because their lengths are equal.
+    Their crops are one batch too. The second turn continues from the caches of the first.
     """
 
     def __init__(self, folder: str, work: Work, together: int):
@@ -370,12 +414,10 @@ class Theirs:
 
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         torch.set_grad_enabled(False)
-        self.torch, self.transformers, self.work, self.together = (
-            torch,
-            transformers,
-            work,
-            together,
-        )
+        self.torch = torch
+        self.transformers = transformers
+        self.work = work
+        self.together = together
         self.model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="sdpa"
         )
@@ -389,53 +431,56 @@ class Theirs:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def rollouts(self, work: Work) -> list[Rollout]:
-        return [
-            said
-            for first in range(0, work.prompts, self.together)
-            for said in self._batch(work, first)
-        ]
+        results: list[Rollout] = []
+        for first in range(0, work.prompts, self.together):
+            results += self._batch(work, first)
+        return results
 
     def _batch(self, work: Work, first: int) -> list[Rollout]:
-        torch = self.torch
+        """The rollouts of `together` prompts: one row of the batch per rollout."""
         numbers = range(first, min(first + self.together, work.prompts))
         rows = [(number, sample) for number in numbers for sample in range(work.samples)]
-        said: list[Rollout] = [[] for _ in rows]
-        start = opening(work, 0)
-        position = next_position(
-            mrope_positions(start.ids, [work.grid] * work.frames, work.case.config)
-        )
+        results: list[Rollout] = [[] for _ in rows]
+        prompt = opening(work, 0)
+        position = self._next_position(prompt, work.frames)
         with self.timed("prompts"):
             logits, cache = self._prompts(work, numbers)
         with self.timed("turns"):
             tokens = self._decode(work, logits, cache, position, work.turn)
         call = 0
         for crops in work.rounds:
-            parts = [crop(work, *row, n) for row in rows for n in range(call, call + crops)]
+            calls = range(call, call + crops)
+            call += crops
             with self.timed("crops"):
-                summaries = self._crops(
-                    work, parts, [number for number, _ in rows for _ in range(crops)]
-                )
-            for n, row in enumerate(tokens.tolist()):
-                said[n] += [row, *summaries[n * crops : (n + 1) * crops].tolist()]
-            answers = [
-                np.concatenate([response(work, *row, n) for n in range(call, call + crops)])
-                for row in rows
-            ]
+                summaries = self._crops(work, rows, calls).tolist()
+            for n, turn in enumerate(tokens.tolist()):
+                results[n] += [turn, *summaries[n * crops : (n + 1) * crops]]
             position += work.turn
             with self.timed("turns"):
-                more = torch.cat(
-                    [tokens[:, -1:], torch.tensor(np.stack(answers), dtype=torch.long)], 1
-                )
-                logits = self._forward(more, cache, position - 1)
-                position, call = position + more.shape[1] - 1, call + crops
+                # The turn's last token has been sampled but not fed yet.
+                answers = self._responses(work, rows, calls)
+                new = self.torch.cat([tokens[:, -1:], answers], 1)
+                logits = self._forward(new, cache, position - 1)
+                position += new.shape[1] - 1
                 tokens = self._decode(work, logits, cache, position, work.turn)
-        for n, row in enumerate(tokens.tolist()):
-            said[n].append(row)
-        return said
+        for n, turn in enumerate(tokens.tolist()):
+            results[n].append(turn)
+        return results
+
+    def _next_position(self, part: Part, frames: int) -> int:
+        """The position of the first token after a prompt with `frames` frames."""
+        grids = [self.work.grid] * frames
+        return next_position(mrope_positions(part.ids, grids, self.work.case.config))
+
+    def _responses(self, work: Work, rows: Sequence[tuple[int, int]], calls: Sequence[int]) -> Any:
+        """The tool responses of each row's crops, one after the other."""
+        answers = [np.concatenate([response(work, *row, n) for n in calls]) for row in rows]
+        return self.torch.tensor(np.stack(answers), dtype=self.torch.long)
 
     def inputs(self, work: Work, parts: Sequence[Part], numbers: Sequence[int]) -> dict[str, Any]:
-        """A batch of equally long prompts about videos, as a processor would give it."""
-        torch, config = self.torch, work.case.config
+        """A batch of equally long prompts, as a processor would give it."""
+        torch = self.torch
+        config = work.case.config
         ids = torch.tensor(np.stack([part.ids for part in parts]), dtype=torch.long)
         frames = np.concatenate(
             [self.pixels[number][part.frames] for part, number in zip(parts, numbers, strict=True)]
@@ -449,8 +494,14 @@ class Theirs:
         }
 
     def _prompts(self, work: Work, numbers: Sequence[int]) -> tuple[Any, Any]:
-        """Each prompt once; then every layer's cache as often as there are samples, with room for the whole rollout."""
-        torch, logits, layers = self.torch, [], []
+        """Prefill each prompt once, and repeat its cache for its samples.
+
+        Returns:
+            The logits of every row's first token, and a cache with room for the whole rollout.
+        """
+        torch = self.torch
+        logits = []
+        layers = []
         for number in numbers:
             out = self.model(
                 **self.inputs(work, [opening(work, number)], [number]),
@@ -464,16 +515,20 @@ class Theirs:
         cache = self.transformers.StaticCache(
             config=self.model.config.get_text_config(), max_cache_len=length
         )
-        for number, same in enumerate(zip(*layers, strict=True)):
-            k, v = (
-                torch.cat([getattr(layer, name) for layer in same]) for name in ("keys", "values")
-            )
+        for number, of_prompts in enumerate(zip(*layers, strict=True)):
+            keys = torch.cat([layer.keys for layer in of_prompts])
+            values = torch.cat([layer.values for layer in of_prompts])
             cache.update(
-                k.repeat_interleave(work.samples, 0), v.repeat_interleave(work.samples, 0), number
+                keys.repeat_interleave(work.samples, 0),
+                values.repeat_interleave(work.samples, 0),
+                number,
             )
         return torch.cat(logits).repeat_interleave(work.samples, 0), cache
 
-    def _crops(self, work: Work, parts: Sequence[Part], numbers: Sequence[int]) -> Any:
+    def _crops(self, work: Work, rows: Sequence[tuple[int, int]], calls: Sequence[int]) -> Any:
+        """The summaries of all sub-agents, those of a row side by side."""
+        parts = [crop(work, *row, n) for row in rows for n in calls]
+        numbers = [number for number, _ in rows for _ in calls]
         cache = self.transformers.DynamicCache()
         out = self.model(
             **self.inputs(work, parts, numbers),
@@ -481,9 +536,7 @@ class Theirs:
             use_cache=True,
             logits_to_keep=1,
         )
-        position = next_position(
-            mrope_positions(parts[0].ids, [work.grid] * work.crop_frames, work.case.config)
-        )
+        position = self._next_position(parts[0], work.crop_frames)
         return self._decode(work, out.logits[:, -1], cache, position, work.summary)
 
     def _decode(self, work: Work, logits: Any, cache: Any, position: int, new: int) -> Any:
@@ -511,7 +564,7 @@ class Theirs:
 
     def plain(self, work: Work) -> float:
         """Seconds for the rollouts of one prompt with `generate` alone."""
-        torch, start = self.torch, time.perf_counter()
+        start = time.perf_counter()
         sampling = {
             "do_sample": True,
             "temperature": work.temperature,
@@ -519,52 +572,54 @@ class Theirs:
             "eos_token_id": None,
             "pad_token_id": 0,
         }
-        part, call = opening(work, 0), 0
-        batch = self.inputs(work, [part], [0])
+        rows = [(0, sample) for sample in range(work.samples)]
+        prompt = opening(work, 0)
         out = self.model.generate(
-            **batch, **sampling, num_return_sequences=work.samples, max_new_tokens=work.turn
+            **self.inputs(work, [prompt], [0]),
+            **sampling,
+            num_return_sequences=work.samples,
+            max_new_tokens=work.turn,
         )
+        call = 0
         for crops in work.rounds:
-            calls = [
-                (sample, n) for sample in range(work.samples) for n in range(call, call + crops)
-            ]
-            batch = self.inputs(work, [crop(work, 0, *each) for each in calls], [0] * len(calls))
-            self.model.generate(**batch, **sampling, max_new_tokens=work.summary)
-            answers = [
-                np.concatenate([response(work, 0, sample, call + n) for n in range(crops)])
-                for sample in range(work.samples)
-            ]
-            whole = torch.cat([out, torch.tensor(np.stack(answers), dtype=torch.long)], 1)
-            batch = self.inputs(
-                work, [Part(row, part.frames) for row in whole.numpy()], [0] * work.samples
-            )
-            out = self.model.generate(**batch, **sampling, max_new_tokens=work.turn)
+            calls = range(call, call + crops)
             call += crops
+            parts = [crop(work, *row, n) for row in rows for n in calls]
+            batch = self.inputs(work, parts, [0] * len(parts))
+            self.model.generate(**batch, **sampling, max_new_tokens=work.summary)
+            context = self.torch.cat([out, self._responses(work, rows, calls)], 1)
+            parts = [Part(ids, prompt.frames) for ids in context.numpy()]
+            batch = self.inputs(work, parts, [0] * work.samples)
+            out = self.model.generate(**batch, **sampling, max_new_tokens=work.turn)
         return time.perf_counter() - start
 
 
 def theirs(folder: str, work: Work, together: int, plain: bool) -> dict[str, Any]:
     side = Theirs(folder, work, together)
-    agreed = side.rollouts(greedy(work))
+    greedy_rollouts = side.rollouts(greedy(work))
     side.seconds.clear()
     start = time.perf_counter()
     side.rollouts(work)
-    seconds, memory = time.perf_counter() - start, peak_memory()
-    one = {"plain_seconds_a_prompt": side.plain(work)} if plain else {}
-    return {
-        "greedy": agreed,
-        "seconds": seconds,
+    found = {
+        "greedy": greedy_rollouts,
+        "seconds": time.perf_counter() - start,
         "parts": side.seconds,
-        "memory_gib": memory,
-        **one,
+        "memory_gib": peak_memory(),
     }
+    if plain:
+        found["plain_seconds_a_prompt"] = side.plain(work)
+    return found
 
 
 # --- the comparison ---
 
 
 def compare(work: Work, rounds: int, together: int, plain: bool) -> dict[str, list[dict[str, Any]]]:
-    """What either side said of every round. AssertionError where their greedy rollouts differ."""
+    """Measure both sides in turn, `rounds` times.
+
+    Raises:
+        AssertionError: their greedy rollouts differ.
+    """
     found: dict[str, list[dict[str, Any]]] = {"here": [], "transformers": []}
     with tempfile.TemporaryDirectory() as folder:
         alone(make, folder, work.case)
@@ -576,101 +631,114 @@ def compare(work: Work, rounds: int, together: int, plain: bool) -> dict[str, li
 
 
 def check(mine: list[Rollout], other: list[Rollout]) -> None:
-    """Both sides computed the same: AssertionError where a greedy token differs."""
+    """AssertionError if a greedy token differs."""
     assert len(mine) == len(other) > 0
     for number, (here, there) in enumerate(zip(mine, other, strict=True)):
         assert here == there, f"greedy rollout {number}: {here} here, {there} in transformers"
 
 
 def report(work: Work, found: dict[str, list[dict[str, Any]]]) -> str:
-    """Rates of the best round, and what the engine counted in it."""
-    mine, other = (
-        min(found[side], key=lambda result: result["seconds"]) for side in ("here", "transformers")
-    )
-    rate = {
-        name: work.generated / result["seconds"]
-        for name, result in (("here", mine), ("transformers", other))
-    }
+    """The tables, for the best round of each side."""
+    mine = min(found["here"], key=lambda result: result["seconds"])
+    other = min(found["transformers"], key=lambda result: result["seconds"])
+    planned = mine["plan_gib"]
+    parts = [f"{name} {value:.1f}" for name, value in other["parts"].items()]
+    memory = [f"{name} {value:.2f}" for name, value in planned.items()]
+    lines = [
+        *_rates(work, mine, other),
+        "",
+        "transformers, seconds: " + ", ".join(parts),
+        "",
+        *_counts(work, mine),
+        "",
+        _needed(work),
+        "",
+        "planned GiB: " + ", ".join(memory),
+        f"planned {sum(planned.values()):.1f} GiB, resident at most {mine['memory_gib']:.1f} GiB",
+    ]
+    return "\n".join(lines)
+
+
+def _rates(work: Work, mine: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The table of both sides' speed."""
     lines = [
         "| side | seconds | generated tokens/s | times transformers | resident GiB at most |",
         "|---" * 5 + "|",
     ]
     for name, result in (("here", mine), ("transformers", other)):
-        ahead = rate[name] / rate["transformers"]
+        seconds = result["seconds"]
         lines.append(
-            f"| {name} | {result['seconds']:.1f} | {rate[name]:.2f} | {ahead:.2f} | {result['memory_gib']:.1f} |"
+            f"| {name} | {seconds:.1f} | {work.generated / seconds:.2f} "
+            f"| {other['seconds'] / seconds:.2f} | {result['memory_gib']:.1f} |"
         )
     if "plain_seconds_a_prompt" in other:
         seconds = other["plain_seconds_a_prompt"] * work.prompts
-        ahead = other["seconds"] / seconds
         lines.append(
-            f"| `generate`, one prompt measured | {seconds:.1f} | {work.generated / seconds:.2f} | {ahead:.2f} | |"
+            f"| `generate`, one prompt measured | {seconds:.1f} | {work.generated / seconds:.2f} "
+            f"| {other['seconds'] / seconds:.2f} | |"
         )
-    lines += [
-        "",
-        "transformers, seconds: "
-        + ", ".join(f"{name} {value:.1f}" for name, value in other["parts"].items()),
+    return lines
+
+
+def _counts(work: Work, mine: dict[str, Any]) -> list[str]:
+    """The table of what the engine counted, with all samples and with half of them."""
+    lines = [
+        "| samples a prompt | tokens prefilled | frames encoded | steps "
+        "| slots filled | seconds | tower | host |",
+        "|---" * 8 + "|",
     ]
-    titles = "samples a prompt | tokens prefilled | frames encoded | steps | slots filled | seconds | tower | host"
-    lines += ["", f"| {titles} |", "|---" * 8 + "|"]
     for samples, result in ((work.samples, mine), (work.samples // 2, mine["half"])):
-        counted = " | ".join(
-            str(result[name]) for name in ("prefilled_tokens", "encoded_frames", "steps")
+        lines.append(
+            f"| {samples} | {result['prefilled_tokens']} | {result['encoded_frames']} "
+            f"| {result['steps']} | {result['occupancy']:.0%} | {result['seconds']:.1f} "
+            f"| {result['tower']:.1f} | {result['host']:.1%} |"
         )
-        times = f"{result['occupancy']:.0%} | {result['seconds']:.1f} | {result['tower']:.1f} | {result['host']:.1%}"
-        lines.append(f"| {samples} | {counted} | {times} |")
+    return lines
+
+
+def _needed(work: Work) -> str:
+    """The tokens that must be prefilled if each is computed once."""
     prompt = len(opening(work, 0).ids) - 1
-    after = sum(work.rounds) * work.response
-    windows = sum(work.rounds) * (len(crop(work, 0, 0, 0).ids) - 1)
-    lines += [
-        "",
-        f"needed: {prompt} tokens a prompt, {windows} of crops and {after} of responses a rollout",
-    ]
-    planned = mine["plan_gib"]
-    lines += [
-        "",
-        "planned GiB: " + ", ".join(f"{name} {value:.2f}" for name, value in planned.items()),
-    ]
-    lines += [
-        f"planned {sum(planned.values()):.1f} GiB, resident at most {mine['memory_gib']:.1f} GiB"
-    ]
-    return "\n".join(lines)
+    crops = sum(work.rounds)
+    windows = crops * (len(crop(work, 0, 0, 0).ids) - 1)
+    return (
+        f"needed: {prompt} tokens a prompt, {windows} of crops and "
+        f"{crops * work.response} of responses a rollout"
+    )
 
 
 # --- cost by the number of crops ---
 
 
 def by_crops(case: str, most: int) -> dict[str, list[float]]:
-    """Seconds of one group's rollouts with 1 to `most` crops: all in one turn, and one a turn."""
+    """Seconds of one group's rollouts with 1 to `most` crops: all in one turn, or one per turn."""
     work = FEW[case]
-    engine = warm_engine(nnx.jit(lambda: Qwen3VL(work.case.config, rngs=nnx.Rngs(0)))(), work)
+    make_model = nnx.jit(lambda: Qwen3VL(work.case.config, rngs=nnx.Rngs(0)))
+    engine = warm_engine(make_model(), work)
     seconds: dict[str, list[float]] = {"parallel": [], "sequential": []}
     for crops in range(1, most + 1):
         for name, rounds in (("parallel", (crops,)), ("sequential", (1,) * crops)):
-            seconds[name].append(
-                rollouts(dataclasses.replace(work, rounds=rounds), engine)[1]["seconds"]
-            )
+            _, counts = rollouts(dataclasses.replace(work, rounds=rounds), engine)
+            seconds[name].append(counts["seconds"])
     return seconds
 
 
 def crops_table(seconds: dict[str, list[float]]) -> str:
     count = len(seconds["parallel"])
-    lines = [
-        f"| crops | {' | '.join(str(n) for n in range(1, count + 1))} |",
-        "|---" * (count + 1) + "|",
-    ]
-    lines += [
-        f"| {name}, s | {' | '.join(f'{value:.1f}' for value in values)} |"
-        for name, values in seconds.items()
-    ]
+    titles = " | ".join(str(n) for n in range(1, count + 1))
+    lines = [f"| crops | {titles} |", "|---" * (count + 1) + "|"]
+    for name, values in seconds.items():
+        cells = " | ".join(f"{value:.1f}" for value in values)
+        lines.append(f"| {name}, s | {cells} |")
     return "\n".join(lines)
 
 
 def plot(seconds: dict[str, list[float]], file: Path) -> None:
-    """Draws both lines, with matplotlib."""
+    """Draw both curves with matplotlib."""
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]  (no dependency)
 
-    axes = (figure := Figure(figsize=(5, 3.2), layout="constrained")).subplots()
+    figure = Figure(figsize=(5, 3.2), layout="constrained")
+    axes = figure.subplots()
     for name, values in seconds.items():
         axes.plot(range(1, len(values) + 1), values, marker="o", label=name)
     axes.set(xlabel="crops of a rollout", ylabel="seconds", ylim=(0, None))
@@ -678,37 +746,39 @@ def plot(seconds: dict[str, list[float]], file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Times the same rollouts in transformers and here."
     )
-    parser.add_argument("--case", choices=WORKS, default="small")
-    parser.add_argument(
-        "--rounds", type=int, default=1, help="about half an hour each at the small size"
+    add = parser.add_argument
+    add("--case", choices=WORKS, default="small", help="the size of the model and of the work")
+    add(
+        "--rounds",
+        type=int,
+        default=1,
+        help="how often to measure; about half an hour each at the small size",
     )
-    parser.add_argument("--prompts", type=int, help="fewer than all, for a look")
-    parser.add_argument(
+    add("--prompts", type=int, help="fewer prompts than the case has, for a quick look")
+    add(
         "--together",
         type=int,
         default=4,
         help="prompts whose rollouts transformers decodes in one batch",
     )
-    parser.add_argument(
-        "--plain", action="store_true", help="time one prompt with `generate` alone, too"
-    )
-    parser.add_argument(
+    add("--plain", action="store_true", help="also time one prompt with `generate` alone")
+    add(
         "--crops",
         type=int,
         metavar="N",
         help="instead: the engine's seconds by the number of crops, up to N",
     )
-    parser.add_argument(
-        "--plot", type=Path, help="file to draw `--crops` into, where matplotlib is installed"
-    )
-    parser.add_argument(
-        "--json", type=Path, help="file to write the machine and every measured number to"
-    )
-    args = parser.parse_args()
+    add("--plot", type=Path, help="file to draw `--crops` into, if matplotlib is installed")
+    add("--json", type=Path, help="file for the machine and every measured number")
+    return parser
+
+
+def main() -> None:
+    args = _parser().parse_args()
     require_local("--plot", args.plot)
     require_local("--json", args.json)
     if args.crops:
@@ -717,13 +787,14 @@ def main() -> None:
         if args.plot and importlib.util.find_spec("matplotlib"):
             plot(found, args.plot)
     else:
-        work = dataclasses.replace(
-            WORKS[args.case], prompts=args.prompts or WORKS[args.case].prompts
-        )
+        work = WORKS[args.case]
+        if args.prompts:
+            work = dataclasses.replace(work, prompts=args.prompts)
         found = compare(work, args.rounds, args.together, args.plain)
         print(report(work, found))
     hardware = machine()
-    print("", ", ".join(f"{name} {value}" for name, value in hardware.items()), sep="\n")
+    print()
+    print(", ".join(f"{name} {value}" for name, value in hardware.items()))
     if args.json:
         args.json.write_text(json.dumps({"machine": hardware, "found": found}, indent=1) + "\n")
 

@@ -27,7 +27,7 @@ _PACKED = ("tests/train/test_packed_batch.py",)
 _PAGES = ("tests/rollout/engine/test_pages.py",)
 _SAMPLING = ("tests/rollout/engine/test_sampling.py",)
 _LAYOUT = ("tests/rollout/engine/test_layout.py",)
-_SCHEDULE = ("tests/rollout/engine/test_engine.py", "tests/rollout/engine/test_schedules.py")
+_SCHEDULE = ("tests/rollout/engine/test_schedules.py", "tests/rollout/engine/test_engine.py")
 _BATCH = ("tests/train/test_batch.py",)
 _STEP = ("tests/train/test_step.py", "tests/train/test_rl.py")
 _CHECKPOINT = ("tests/train/test_checkpoint.py",)
@@ -244,25 +244,25 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
     (f"{_ENGINE}/pages.py", _PAGES): {
         "users_not_counted": ("node.users += 1", "node.users = 1"),
         "starts_older_than_their_ends": ("for node in reversed(path):", "for node in list(path):"),
-        "youngest_evicted": ("next(iter(self._idle))", "next(reversed(self._idle))"),
+        "youngest_evicted": ("next(iter(self.evictable))", "next(reversed(self.evictable))"),
         "nothing_evicted": (
-            "if len(self._free) + len(self._idle) < count:",
-            "if len(self._free) < count:",
+            "if len(self.free_pages) + len(self.evictable) < count:",
+            "if len(self.free_pages) < count:",
         ),
-        "inserted_pages_not_held": ("self.hold([known])", "self.hold([])"),
+        "inserted_pages_not_held": ("self.hold([node])", "self.hold([])"),
         "duplicate_page_lost": (
-            "self._free.append(page)\n            self.hold",
+            "self.free_pages.append(page)\n            self.hold",
             "pass\n            self.hold",
         ),
-        "held_pages_evictable": ("self._idle.pop(node, None)", "pass"),
+        "held_pages_evictable": ("self.evictable.pop(node, None)", "pass"),
         "last_full_page_not_matched": (
-            "while at + self.size <= len(tokens)",
-            "while at + self.size < len(tokens)",
+            "while end + self.size <= len(tokens)",
+            "while end + self.size < len(tokens)",
         ),
-        "dropped_pages_stay": ("if self._of_dropped(node):", "if node.page < 0:"),
+        "dropped_pages_stay": ("if self._is_dropped(node):", "if node.page < 0:"),
         "part_page_added_beside_a_longer_one": (
-            "_common(child.tokens, part) == len(part)",
-            "_common(child.tokens, part) > len(part)",
+            "_common_length(node.tokens, tokens) == len(tokens)",
+            "_common_length(node.tokens, tokens) > len(tokens)",
         ),
     },
     (f"{_ENGINE}/sampling.py", _SAMPLING): {
@@ -292,7 +292,10 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "len(members) < rows_per_prefix:",
             "len(members) <= rows_per_prefix:",
         ),
-        "held_lines_forgotten": ("line < len(held) and held[line] == start", "line < 0"),
+        "held_lines_forgotten": (
+            "block < len(loaded) and loaded[block] == group.prefix",
+            "block < 0",
+        ),
     },
     (f"{_ENGINE}/sequences.py", _SCHEDULE): {
         "frames_look_alike": (
@@ -302,63 +305,66 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
     },
     (f"{_ENGINE}/engine.py", _SCHEDULE): {
         "last_page_missing": (
-            "whole = -(-(len(prompt.content) + sequence.sampling.max_new_tokens) // size)",
-            "whole = (len(prompt.content) + sequence.sampling.max_new_tokens) // size",
+            "page_count(longest, size) - len(sequence.shared_pages)",
+            "longest // size - len(sequence.shared_pages)",
         ),
         "last_prompt_token_matched": (
-            "self.version, prompt.content[: prompt.known]",
-            "self.version, prompt.content",
+            "wanted = prompt.content[: prompt.prefill_length]",
+            "wanted = prompt.content",
         ),
         "part_pages_not_reused": (
-            "len(sequence.path) * self.settings.page + common",
-            "len(sequence.path) * self.settings.page",
+            "len(pages) * self.settings.page + matching",
+            "len(pages) * self.settings.page",
         ),
-        "common_prefix_computed_twice": ("if start in starts or full or", "if full or"),
+        "common_prefix_computed_twice": (
+            "if need.beginning in batch.beginnings:",
+            "if need.beginning is None:",
+        ),
         "one_token_too_many_published": (
-            "sequence.computed = sequence.prompt.known + len(sequence.drawn)",
-            "sequence.computed = sequence.prompt.known + len(sequence.drawn) + 1",
+            "sequence.computed = sequence.prompt.prefill_length + len(sequence.drawn)",
+            "sequence.computed = sequence.prompt.prefill_length + len(sequence.drawn) + 1",
         ),
         "logprobs_after_a_stop_string_kept": (
             "del sequence.drawn[end:], sequence.logprobs[end:]",
             "del sequence.drawn[end:]",
         ),
-        "stop_string_within_one_token": ("max(0, new - len(string) + 1)", "new"),
+        "stop_string_within_one_token": ("max(0, old_length - len(string) + 1)", "old_length"),
         "deadline_one_look_late": (
-            "if now >= sequence.prompt.until",
-            "if now > sequence.prompt.until",
+            "if now >= one.prompt.deadline",
+            "if now > one.prompt.deadline",
         ),
         "forgotten_sequences_published": ("if not sequence.forgotten:", "if sequence.prompt:"),
         "old_keys_under_new_weights": (
-            "self.forget()\n        self._weights[version]",
-            "self._weights[version]",
+            "self.forget()\n        self.weights[version]",
+            "self.weights[version]",
         ),
         "restarted_in_reverse": (
-            "for sequence in reversed(self._running[:]):",
-            "for sequence in self._running[:]:",
+            "for sequence in reversed(self.running[:]):",
+            "for sequence in self.running[:]:",
         ),
         "frames_of_the_page_before": ('side="right"', 'side="left"'),
-        "lent_pages_lost": ("self._tree.give_back(sequence.lent)", "pass"),
+        "lent_pages_lost": ("self.tree.free(sequence.own_pages)", "pass"),
         "copied_page_still_held": (
-            "self._tree.release([sequence.source])\n                sequence.source = None",
-            "sequence.source = None",
+            "self.tree.release([sequence.copy_source])\n                sequence.copy_source = None",
+            "sequence.copy_source = None",
         ),
     },
     (f"{_ENGINE}/runner.py", _SCHEDULE): {
         "positions_stand_still": (
-            "sequence.prompt.positions[0, -1] + len(sequence.drawn)",
+            "sequence.prompt.positions[0, -1] + drawn",
             "sequence.prompt.positions[0, -1]",
         ),
         "limit_counted_anew_each_step": (
-            "sampling.max_new_tokens - len(sequence.drawn),",
-            "sampling.max_new_tokens,",
+            "sampling.max_new_tokens - drawn",
+            "sampling.max_new_tokens",
         ),
-        "one_seed_for_all_samples": ("seeds[sequence.number] % 2**32", "seeds[0] % 2**32"),
-        "line_read_twice": ("sequence.computed - pages * size", "sequence.computed"),
+        "one_seed_for_all_samples": ("seeds[sequence.sample] % 2**32", "seeds[0] % 2**32"),
+        "line_read_twice": ("sequence.computed - prefix_tokens", "sequence.computed"),
     },
     (f"{_ENGINE}/programs.py", _SCHEDULE): {
         "one_unwritten_token_attended": (
-            "jnp.arange(before) < pieces.before[:, None]",
-            "jnp.arange(before) <= pieces.before[:, None]",
+            "jnp.arange(before)[None, :] < pieces.before[:, None]",
+            "jnp.arange(before)[None, :] <= pieces.before[:, None]",
         ),
         "written_one_slot_late": (
             "slots = first[:, None] + step",

@@ -1,11 +1,23 @@
 """The batched sampler: requests in, sampled tokens and their log-probs out.
 
-Owns the schedule. A `step` admits what waits while there are slots and pages, prefills what of it is not on pages yet, and decodes
-a few tokens for every sequence that runs; main agents and sub-agents stand side by side. What sequences have in common at
-their start is computed once and kept (`pages`), across the turns of an episode, too. A sequence is given all the pages it may need when
-it is admitted, so a full cache makes requests wait and never fails one that runs. Refuses requests that could never fit, naming
-what is too long. Invariants: a sample's tokens depend on its request and its seed, not on what else is asked for, up to the rounding of
-programs of other shapes (which in bfloat16 can be another token); nothing that old weights computed is read with new ones.
+Read `requests`, `pages` and `sequences` first. `Engine.step` does one round of the schedule:
+
+    expire   finish samples whose deadline has passed
+    admit    give waiting sequences a slot and pages, and prefill them
+    decode   up to `settings.steps` tokens for every running sequence
+
+Main agents and sub-agents run side by side in the same slots. A prefix that sequences have in
+common is computed once, and stays on its pages across the turns of an episode.
+
+A sequence gets all the pages it may ever need when it is admitted. So a full cache makes requests
+wait, but never fails a sequence that already runs.
+
+What a sample depends on: every row of the programs draws with its request's seed and its own
+count of tokens (`sampling`), and attends to its own tokens only. So a sample's tokens depend on the
+request and the seed, not on what else is asked. The exception is rounding: how many rows a program
+has, and how long they are, changes the order of sums. In bfloat16 that can change a token. The same
+requests in the same order, from an empty cache and without deadlines, go through the same programs
+and repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -15,7 +27,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -26,39 +38,57 @@ from models.features import FrameFeatures
 from models.qwen3_vl.model import Qwen3VL
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.records import digest
-from rollout.engine.pages import PageTree
+from rollout.engine.pages import PageTree, page_count
 from rollout.engine.programs import MOST_STOP_IDS, difference
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
 from rollout.engine.runner import ModelRunner
-from rollout.engine.sequences import EngineSequence, make_prompt
+from rollout.engine.sequences import EngineSequence, make_prompt, no_vectors
 from rollout.engine.settings import EngineSizes
 
 InFlight = Literal["finish", "restart"]
+_Admission = Literal["admitted", "ended", "waits for its prefix", "waits for room"]
 
 
 @dataclasses.dataclass
 class EngineCounts:
-    """What the engine did so far: tokens prefilled, and those that were there already; tokens drawn; how samples ended.
-
-    `steps` tokens were decoded one after the other, in `row_steps` rows taken together; `seconds` went by from handing programs to the
-    device until they were done, transfers included.
-    """
+    """What the engine has done so far."""
 
     prefilled_tokens: int = 0
+    """Prompt tokens that were computed."""
     reused_tokens: int = 0
+    """Prompt tokens that were found on pages."""
     sampled_tokens: int = 0
+    """Tokens drawn, those after a stop string included."""
     steps: int = 0
+    """Decoding steps, each of which gives every active row one token."""
     row_steps: int = 0
+    """Rows of the programs, idle ones included, summed over these steps."""
     seconds: float = 0.0
+    """Time in device programs and the transfers to and from them."""
     stops: collections.Counter[SampleStop] = dataclasses.field(default_factory=collections.Counter)
+    """Finished samples by the reason they ended."""
 
 
 class Engine:
     """Samples for every agent of every episode. Implements `rollout.engine.requests.Sampler`.
 
-    `token_bytes`: the bytes of every token, for requests with `stop_strings`:
-    `[vocabulary.token_bytes(id) for id in range(vocabulary.size)]`. `clock` gives seconds, for deadlines, which are looked at every
-    `settings.steps` tokens. For one thread at a time.
+    Not thread-safe: one thread at a time.
+
+    Args:
+        model: its text decoder is compiled and its weights are loaded as version 0.
+        features: encodes the frames of requests.
+        settings: all sizes.
+        token_bytes: the bytes of every token, needed for requests with `stop_strings`:
+            `[vocabulary.token_bytes(id) for id in range(vocabulary.size)]`.
+        clock: gives seconds, for deadlines. They are checked once per step.
+
+    Attributes:
+        version: the weights that new sequences are sampled from.
+        counts: what was done so far.
+        waiting: sequences without a slot, in the order in which they are admitted.
+        running: sequences that are being decoded.
+        unanswered: the samples of every open request, by ticket; None where one is unfinished.
+        weights: the weights by version, of all versions that are being sampled from.
     """
 
     def __init__(
@@ -69,69 +99,78 @@ class Engine:
         token_bytes: Sequence[bytes] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.settings, self.features, self.config = settings, features, model.config
+        self.settings = settings
+        self.features = features
+        self.config = model.config
+        self.clock = clock
         self.counts = EngineCounts()
-        self._token_bytes, self._clock = token_bytes, clock
-        self._runner = ModelRunner(model, settings)
-        self._tree = PageTree(settings.pages, settings.page)
-        self._tickets = itertools.count()
-        self._open: dict[int, list[Sample | None]] = {}  # by ticket
-        self._kept: list[Completion] = []  # finished while somebody else was waited for
-        self._waiting: collections.deque[EngineSequence] = collections.deque()
-        self._running: list[EngineSequence] = []
-        self._weights: dict[int, Any] = {}
-        weights = nnx.split(model.text)[1]
-        self._known = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
+        self.runner = ModelRunner(model, settings)
+        self.tree = PageTree(settings.pages, settings.page)
+        self.waiting: collections.deque[EngineSequence] = collections.deque()
+        self.running: list[EngineSequence] = []
+        self.unanswered: dict[int, list[Sample | None]] = {}
+        self.weights: dict[int, Any] = {}
         self.version = 0
+        self._token_bytes = token_bytes
+        self._tickets = itertools.count()
+        # Completions that `generate` received while it waited for its own. `step` hands them out.
+        self._undelivered: list[Completion] = []
+        weights = nnx.split(model.text)[1]
+        self._weight_shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights
+        )
         self.load(weights, version=0)
 
-    # --- what callers say ---
+    # --- the interface ---
 
     def submit(self, request: Request) -> int:
-        """Takes a request in and returns its ticket. ValueError for one that this engine could never answer."""
+        """Accept a request and return its ticket.
+
+        Raises:
+            ValueError: the engine could never answer it.
+        """
         self._check(request)
         ticket = next(self._tickets)
+        count = len(request.seeds)
+        deadline = self.clock() + request.sampling.deadline
         try:
-            prompt = make_prompt(
-                request, self.features, self.config, self._clock() + request.sampling.deadline
-            )
-        except VideoError as error:  # its video was there when the frames were chosen, or never
+            prompt = make_prompt(request, self.features, self.config, deadline)
+        except VideoError as error:
+            # The agent could choose frames, so the video was readable then and is gone now.
             self.features.unreadable[error.path] = error.reason
-            nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
-            self._open[ticket] = [
-                Sample(*nothing, SampleStop.UNREADABLE, self.version, digest(request.ids))
-            ] * len(request.seeds)
-            self.counts.stops[SampleStop.UNREADABLE] += len(request.seeds)
+            self.unanswered[ticket] = [self._unreadable(request)] * count
+            self.counts.stops[SampleStop.UNREADABLE] += count
             return ticket
-        self._open[ticket] = [None] * len(request.seeds)
-        self._waiting += [
-            EngineSequence(ticket, number, prompt) for number in range(len(request.seeds))
-        ]
+        self.unanswered[ticket] = [None] * count
+        self.waiting += [EngineSequence(ticket, sample, prompt) for sample in range(count)]
         return ticket
 
     def step(self) -> list[Completion]:
-        """Admits, prefills, and decodes up to `settings.steps` tokens for all that run. Returns the requests that this finished."""
+        """Run one round of the schedule and return the requests that finished."""
         self._expire()
         self._admit()
-        for version in sorted({sequence.version for sequence in self._running}):
+        # Weights that were replaced in flight still finish their sequences.
+        for version in sorted({sequence.version for sequence in self.running}):
             self._decode(version)
-        runner, counts = self._runner, self.counts
-        counts.steps, counts.row_steps, counts.seconds = (
-            runner.steps,
-            runner.row_steps,
-            runner.seconds,
-        )
-        finished = [ticket for ticket, samples in self._open.items() if None not in samples]
-        kept, self._kept = self._kept, []
-        return kept + [
-            (ticket, tuple(sample for sample in self._open.pop(ticket) if sample is not None))
-            for ticket in finished
-        ]
+        self.counts.steps = self.runner.steps
+        self.counts.row_steps = self.runner.row_steps
+        self.counts.seconds = self.runner.seconds
+        answered = [ticket for ticket, samples in self.unanswered.items() if None not in samples]
+        completions = self._undelivered
+        self._undelivered = []
+        for ticket in answered:
+            samples = self.unanswered.pop(ticket)
+            completions.append((ticket, tuple(sample for sample in samples if sample is not None)))
+        return completions
 
     def generate(self, requests: Iterable[Request]) -> list[tuple[Sample, ...]]:
-        """Samples every request; a tuple a request, in their order, with a sample for every seed.
+        """Sample all requests.
 
-        Where one is refused, or the caller is interrupted, all are cancelled.
+        If one is refused or the caller is interrupted, all of them are cancelled. Answers to
+        requests that were submitted before come with the next `step`.
+
+        Returns:
+            One tuple per request, in order, with one sample per seed.
         """
         tickets: list[int] = []
         answers: dict[int, tuple[Sample, ...]] = {}
@@ -141,7 +180,7 @@ class Engine:
             while any(ticket not in answers for ticket in tickets):
                 answers |= self.step()
         finally:
-            self._kept += [
+            self._undelivered += [
                 (ticket, samples) for ticket, samples in answers.items() if ticket not in tickets
             ]
             for ticket in tickets:
@@ -149,122 +188,157 @@ class Engine:
         return [answers[ticket] for ticket in tickets]
 
     def cancel(self, ticket: int) -> None:
-        """Gives a request up and frees what it holds; one that is answered already is left alone."""
-        self._open.pop(ticket, None)
-        self._waiting = collections.deque(
-            sequence for sequence in self._waiting if sequence.ticket != ticket
+        """Give up a request and free its pages. If it has been answered, nothing happens."""
+        self.unanswered.pop(ticket, None)
+        self.waiting = collections.deque(
+            sequence for sequence in self.waiting if sequence.ticket != ticket
         )
-        for sequence in [sequence for sequence in self._running if sequence.ticket == ticket]:
+        for sequence in [sequence for sequence in self.running if sequence.ticket == ticket]:
             self._leave(sequence)
 
     def load(self, weights: Any, version: int, in_flight: InFlight = "finish") -> None:
-        """Samples from `weights` (the text decoder's state, on the device; not copied) from now on; what others computed is dropped.
+        """Sample from other weights from now on, and forget what the old ones computed.
 
-        What runs already finishes under its own weights, whose arrays must stay alive until then, or restarts under the new ones; a
-        sample's `version` says which. ValueError for a version that is being sampled from.
+        Args:
+            weights: the text decoder's state, on the device. The engine does not copy it: the
+                arrays must stay alive while samples of this version run.
+            version: a number that samples report.
+            in_flight: whether running sequences "finish" under the weights they began with, or
+                "restart" under the new ones.
+
+        Raises:
+            ValueError: `weights` do not fit the model, or `version` is being sampled from.
         """
-        differing = difference(weights, self._known)
-        if differing:
+        mismatch = difference(weights, self._weight_shapes)
+        if mismatch:
             raise ValueError(
-                f"Engine.load: weights {differing}; give the text decoder's own state, nnx.split(model.text)[1]"
+                f"Engine.load: weights {mismatch}; "
+                "give the text decoder's own state, nnx.split(model.text)[1]"
             )
         if in_flight not in get_args(InFlight):
             raise ValueError(
-                f"Engine.load: in_flight = {in_flight!r}; one of {', '.join(get_args(InFlight))}, choose one of them"
+                f"Engine.load: in_flight = {in_flight!r}; choose one of "
+                f"{', '.join(get_args(InFlight))}"
             )
         if in_flight == "restart":
-            for sequence in reversed(self._running[:]):
+            # From the last to the first, so that they are at the head of the queue in their order.
+            for sequence in reversed(self.running[:]):
                 self._leave(sequence)
-                self._waiting.appendleft(
-                    EngineSequence(sequence.ticket, sequence.number, sequence.prompt)
+                self.waiting.appendleft(
+                    EngineSequence(sequence.ticket, sequence.sample, sequence.prompt)
                 )
-        if version in {sequence.version for sequence in self._running}:
+        if version in {sequence.version for sequence in self.running}:
             raise ValueError(
-                f"Engine.load: version {version} is still being sampled from; give new weights a new number, or restart"
+                f"Engine.load: version {version} is still being sampled from; "
+                "give new weights a new number, or restart"
             )
+        # Before the new weights arrive: they may have the number of the old ones.
         self.forget()
-        self._weights[version], self.version = weights, version
+        self.weights[version] = weights
+        self.version = version
         self._drop_weights()
-        self._runner.wake()
+        self.runner.wake()
 
     def sleep(self) -> None:
-        """Frees what lies on the device, weights and pages, until `load` brings new weights. ValueError where a request has no answer."""
+        """Free weights and pages on the device, until `load` brings new weights.
+
+        Raises:
+            ValueError: a request has no answer yet.
+        """
         if not self.idle:
+            open_requests = len(self.unanswered) + len(self._undelivered)
             raise ValueError(
-                f"Engine.sleep: {len(self._open) + len(self._kept)} requests have no answer yet; step, or cancel them, first"
+                f"Engine.sleep: {open_requests} requests have no answer yet; step, or cancel them"
             )
         self.forget()
-        self._weights.clear()
-        self._runner.sleep()
+        self.weights.clear()
+        self.runner.sleep()
 
     def forget(self) -> None:
-        """Drops all that is kept for later requests: what is asked next depends on nothing that was asked before."""
-        for version in self._weights:
-            self._tree.drop(version)
-        for sequence in self._running:
+        """Empty the cache: later requests reuse nothing that was computed before."""
+        for version in self.weights:
+            self.tree.drop(version)
+        for sequence in self.running:
             sequence.forgotten = True
 
     @property
     def idle(self) -> bool:
-        """Whether all that was asked for is answered."""
-        return not self._open and not self._kept
+        """Whether every request is answered."""
+        return not self.unanswered and not self._undelivered
 
     def warm_up(self) -> None:
-        """Compiles every program. ValueError where the engine sleeps."""
-        self._awake("warm_up")
-        self._runner.warm_up(self._weights[self.version])
+        """Compile every program, so that no later step does.
+
+        Raises:
+            ValueError: the engine sleeps.
+        """
+        self._require_weights("warm_up")
+        self.runner.warm_up(self.weights[self.version])
 
     # --- requests ---
 
-    def _awake(self, asked: str) -> None:
-        if not self._weights:
-            raise ValueError(f"Engine.{asked}: the engine sleeps, without weights; call load first")
+    def _require_weights(self, method: str) -> None:
+        if not self.weights:
+            raise ValueError(f"Engine.{method}: the engine sleeps without weights; call load first")
 
     def _check(self, request: Request) -> None:
-        self._awake("submit")
-        sampling, longest = request.sampling, self.settings.row_lengths[-1]
+        self._require_weights("submit")
+        sampling = request.sampling
         if not len(request.ids):
-            raise ValueError(
-                "Request.ids: there are none; the last token predicts the first new one, give one at least"
-            )
-        ids, words = np.asarray(request.ids), self.config.text.vocab_size
+            raise ValueError("Request.ids: empty; give at least one token")
+        ids = np.asarray(request.ids)
+        words = self.config.text.vocab_size
         if ids.min() < 0 or ids.max() >= words:
             raise ValueError(
-                f"Request.ids: from {ids.min()} to {ids.max()}; the model has {words} words, give ids from 0 to {words - 1}"
+                f"Request.ids: from {ids.min()} to {ids.max()}; "
+                f"give ids of the model's {words} tokens, 0 to {words - 1}"
             )
-        if len(request.ids) + sampling.max_new_tokens > longest:
+        longest = self.settings.row_lengths[-1]
+        if len(ids) + sampling.max_new_tokens > longest:
             raise ValueError(
-                f"Request.ids: {len(request.ids)} tokens, and {sampling.max_new_tokens} new ones; "
+                f"Request.ids: {len(ids)} tokens, and {sampling.max_new_tokens} new ones; "
                 f"EngineSizes.row_lengths ends at {longest}, "
                 "make it longer, or lower the protocol's limits or the frames"
             )
         if len(sampling.stop_ids) > MOST_STOP_IDS:
             raise ValueError(
-                f"Sampling.stop_ids: {len(sampling.stop_ids)} ids; a row has at most {MOST_STOP_IDS}, give fewer"
+                f"Sampling.stop_ids: {len(sampling.stop_ids)} ids; give {MOST_STOP_IDS} at most"
             )
         if sampling.stop_strings and self._token_bytes is None:
             raise ValueError(
-                "Sampling.stop_strings: the engine was made without token_bytes; give it those of the vocabulary"
+                "Sampling.stop_strings: the engine was made without token_bytes; "
+                "give it those of the vocabulary"
             )
 
+    def _unreadable(self, request: Request) -> Sample:
+        """The sample of a request that failed before it could wait."""
+        return Sample(
+            ids=np.zeros(0, np.int32),
+            logprobs=np.zeros(0, np.float32),
+            stop=SampleStop.UNREADABLE,
+            version=self.version,
+            digest=digest(request.ids),
+        )
+
     def _expire(self) -> None:
-        now = self._clock()
-        for sequence in [
-            sequence
-            for sequence in (*self._running, *self._waiting)
-            if now >= sequence.prompt.until
-        ]:
+        """Finish the samples whose deadline has passed, with the tokens they have."""
+        now = self.clock()
+        everyone = (*self.running, *self.waiting)
+        for sequence in [one for one in everyone if now >= one.prompt.deadline]:
             self._finish(sequence, SampleStop.DEADLINE)
-        self._waiting = collections.deque(
-            sequence for sequence in self._waiting if now < sequence.prompt.until
+        self.waiting = collections.deque(
+            sequence for sequence in self.waiting if now < sequence.prompt.deadline
         )
 
     def _finish(self, sequence: EngineSequence, stop: SampleStop) -> None:
-        samples = self._open[sequence.ticket]
-        ids, logprobs = np.array(sequence.drawn, np.int32), np.array(sequence.logprobs, np.float32)
-        running = sequence in self._running
-        version = sequence.version if running else self.version
-        samples[sequence.number] = Sample(ids, logprobs, stop, version, digest(sequence.ids))
+        running = sequence in self.running
+        self.unanswered[sequence.ticket][sequence.sample] = Sample(
+            ids=np.array(sequence.drawn, np.int32),
+            logprobs=np.array(sequence.logprobs, np.float32),
+            stop=stop,
+            version=sequence.version if running else self.version,
+            digest=digest(sequence.ids),
+        )
         self.counts.stops[stop] += 1
         if running:
             self._leave(sequence)
@@ -272,181 +346,210 @@ class Engine:
     # --- pages ---
 
     def _match(self, sequence: EngineSequence) -> None:
-        """Holds the pages that are there already."""
+        """Find the cached prefix of a sequence and hold its pages.
+
+        With four tokens per page, and a b c d e f x cached, the prompt a b c d e f g h gets:
+
+            shared_pages  [a b c d]
+            copy_source   [e f x .]   two of its tokens match, so it will be copied
+            computed      6
+        """
         prompt = sequence.prompt
         sequence.version = self.version
-        sequence.path, sequence.source, common = self._tree.match(
-            self.version, prompt.content[: prompt.known]
-        )
-        if sequence.source is not None:
-            self._tree.hold([sequence.source])
-        sequence.computed = len(sequence.path) * self.settings.page + common
+        # Without the prompt's last token: its logits are needed, so it is always computed.
+        wanted = prompt.content[: prompt.prefill_length]
+        pages, source, matching = self.tree.match(self.version, wanted)
+        sequence.shared_pages = pages
+        sequence.copy_source = source
+        if source is not None:
+            self.tree.hold([source])
+        sequence.computed = len(pages) * self.settings.page + matching
 
     def _take_pages(self, sequence: EngineSequence) -> bool:
-        """All the other pages that the sequence can need; False where there are not enough now."""
-        prompt, size = sequence.prompt, self.settings.page
-        whole = -(-(len(prompt.content) + sequence.sampling.max_new_tokens) // size)
-        lent = self._tree.allocate(whole - len(sequence.path))
-        if (
-            lent is None and sequence.source is not None
-        ):  # the page to copy from may be the one that is missing: rather compute again
-            self._tree.release([sequence.source])
-            sequence.source, sequence.computed = None, len(sequence.path) * size
-            lent = self._tree.allocate(whole - len(sequence.path))
-        sequence.lent = lent or []
-        return lent is not None
+        """Allocate all other pages that a sequence may need; False if there are too few now."""
+        size = self.settings.page
+        longest = len(sequence.prompt.content) + sequence.sampling.max_new_tokens
+        count = page_count(longest, size) - len(sequence.shared_pages)
+        pages = self.tree.allocate(count)
+        if pages is None and sequence.copy_source is not None:
+            # The page to copy from is held, so it cannot be evicted, and it may be the very page
+            # that is missing. A sequence as long as the cache would wait for ever. Compute those
+            # tokens again instead.
+            self.tree.release([sequence.copy_source])
+            sequence.copy_source = None
+            sequence.computed = len(sequence.shared_pages) * size
+            pages = self.tree.allocate(count)
+        sequence.own_pages = pages or []
+        return pages is not None
 
     def _return_pages(self, sequence: EngineSequence) -> None:
-        self._tree.release([*sequence.path, *([sequence.source] if sequence.source else [])])
-        self._tree.give_back(sequence.lent)
-        sequence.path, sequence.lent, sequence.source = [], [], None
+        path = list(sequence.shared_pages)
+        if sequence.copy_source is not None:
+            # In one call with the pages before it: `release` makes children evictable first.
+            path.append(sequence.copy_source)
+        self.tree.release(path)
+        self.tree.free(sequence.own_pages)
+        sequence.shared_pages = []
+        sequence.own_pages = []
+        sequence.copy_source = None
 
     def _publish(self, sequence: EngineSequence) -> None:
-        """Lets others find what the sequence has computed."""
-        prompt, at = sequence.prompt, len(sequence.path) * self.settings.page
-        content = np.concatenate([prompt.content, np.array(sequence.drawn, np.int64)])[
-            at : sequence.computed
-        ]
-        added, sequence.lent = self._tree.insert(
-            sequence.version, sequence.path, content, sequence.lent
+        """Move the pages that a sequence has written into the tree, for others to find."""
+        start = len(sequence.shared_pages) * self.settings.page
+        drawn = np.array(sequence.drawn, np.int64)
+        content = np.concatenate([sequence.prompt.content, drawn])
+        added, sequence.own_pages = self.tree.insert(
+            sequence.version,
+            sequence.shared_pages,
+            content[start : sequence.computed],
+            sequence.own_pages,
         )
-        sequence.path = sequence.path + added
+        sequence.shared_pages = sequence.shared_pages + added
 
     def _leave(self, sequence: EngineSequence) -> None:
-        """Out of its slot; what it computed stays for others as long as there is room, unless it was to be forgotten."""
-        self._running.remove(sequence)
-        if sequence.path and len(sequence.path[-1].tokens) < self.settings.page:
-            sequence.lent.insert(
-                0, self._tree.take_out(sequence.path.pop())
-            )  # there is more on it now
+        """Take a sequence out of its slot. Its pages stay cached while there is room."""
+        self.running.remove(sequence)
+        pages = sequence.shared_pages
+        if pages and len(pages[-1].tokens) < self.settings.page:
+            # Published partial after prefill. Decoding has written more tokens to it since, so it
+            # goes back into the tree under its new content.
+            sequence.own_pages.insert(0, self.tree.take_out(pages.pop()))
         if not sequence.forgotten:
             self._publish(sequence)
         self._return_pages(sequence)
         self._drop_weights()
 
     def _drop_weights(self) -> None:
-        """Forgets weights that nobody samples from any more, and what they computed."""
-        for version in (
-            set(self._weights) - {self.version} - {sequence.version for sequence in self._running}
-        ):
-            del self._weights[version]
-            self._tree.drop(version)
+        """Forget weights that no sequence is sampled from any more, and their pages."""
+        used = {self.version, *(sequence.version for sequence in self.running)}
+        for version in set(self.weights) - used:
+            del self.weights[version]
+            self.tree.drop(version)
 
     # --- prefill ---
 
     def _admit(self) -> None:
-        """Moves what waits into free slots, in turn, and prefills it, several sequences at once."""
-        batch: list[EngineSequence] = []
+        """Move waiting sequences into free slots and prefill them, several at once."""
+        batch = _PrefillBatch(self.settings)
         try:
-            while self._next_batch(batch):
-                self._prefill(batch)
-                self._running += batch
-                batch.clear()
-        except (
-            BaseException
-        ):  # an interrupt, most likely: who was on the way waits again, and can be cancelled
-            for sequence in batch:
+            while self._fill(batch):
+                self._prefill(batch.sequences)
+                self.running += batch.sequences
+                batch = _PrefillBatch(self.settings)
+        except BaseException:
+            # Most likely Ctrl-C. The sequences wait again, where `cancel` finds them.
+            for sequence in batch.sequences:
                 self._return_pages(sequence)
-            self._waiting.extendleft(reversed(batch))
+            self.waiting.extendleft(reversed(batch.sequences))
             raise
 
     def _prefill(self, batch: list[EngineSequence]) -> None:
-        if pairs := [(s.source.page, s.lent[0]) for s in batch if s.source is not None]:
-            self._runner.copy(pairs)
+        copies = [
+            (sequence.copy_source.page, sequence.own_pages[0])
+            for sequence in batch
+            if sequence.copy_source is not None
+        ]
+        if copies:
+            self.runner.copy(copies)
         for sequence in batch:
             self.counts.reused_tokens += sequence.computed
-            if sequence.source is not None:
-                self._tree.release([sequence.source])
-                sequence.source = None
-        self.counts.prefilled_tokens += self._runner.prefill(batch, self._weights[self.version])
+            if sequence.copy_source is not None:
+                self.tree.release([sequence.copy_source])
+                sequence.copy_source = None
+        self.counts.prefilled_tokens += self.runner.prefill(batch, self.weights[self.version])
+        # Now, not when they end: the samples of a prompt share it while all of them run.
         for sequence in batch:
             self._publish(sequence)
 
-    def _next_batch(self, batch: list[EngineSequence]) -> bool:
-        """Finds the next sequences to prefill together, with their pages. One that begins like another waits until that is computed."""
-        passed: list[EngineSequence] = []
-        starts: set[tuple] = set()
-        length = before = 0
+    def _fill(self, batch: _PrefillBatch) -> bool:
+        """Move waiting sequences into a batch, with their pages; False if none can start now."""
+        slots = self.settings.slots
+        skipped: list[EngineSequence] = []
         try:
-            while (
-                self._waiting
-                and len(self._running) + len(batch) < self.settings.slots
-                and len(passed) < self.settings.slots
-            ):
-                sequence = self._waiting[
-                    0
-                ]  # it leaves when it is known where to: an interrupt may come at any point
-                if not sequence.sampling.max_new_tokens:
-                    self._finish(sequence, SampleStop.LENGTH)
-                    self._waiting.popleft()
-                    continue
-                self._match(sequence)
-                missing = sequence.prompt.content[sequence.computed : sequence.prompt.known]
-                start = (
-                    sequence.path[-1].serial if sequence.path else None,
-                    missing[: self.settings.page].tobytes(),
-                )
-                longest, most = (
-                    max(length, self.settings.piece(len(missing))),
-                    max(before, sequence.computed),
-                )
-                full = len(missing) > 0 and len(starts) >= self.settings.prefill_rows(longest, most)
-                # Pages are taken last: others may have to give way for them.
-                if start in starts or full or not self._take_pages(sequence):
-                    self._return_pages(sequence)
-                    passed.append(self._waiting.popleft())
-                    if start in starts:
-                        continue
+            while self.waiting and len(skipped) < slots:
+                if len(self.running) + len(batch.sequences) >= slots:
                     break
-                try:
-                    sequence.visual = self._visual(sequence)
-                except VideoError:
-                    self._return_pages(sequence)
-                    self._finish(sequence, SampleStop.UNREADABLE)
-                    self._waiting.popleft()
-                    continue
-                batch.append(self._waiting.popleft())
-                if len(missing):
-                    starts.add(start)
-                    length, before = longest, most
+                # An interrupt may come at any line. So a sequence stays at the head of the queue
+                # until its new place is certain.
+                result = self._try_admit(self.waiting[0], batch)
+                if result == "ended":
+                    self.waiting.popleft()
+                elif result == "admitted":
+                    batch.sequences.append(self.waiting.popleft())
+                else:
+                    skipped.append(self.waiting.popleft())
+                if result == "waits for room":
+                    # Later ones wait too, even smaller ones, or a large request might starve.
+                    break
         except BaseException:
-            if self._waiting:
-                self._return_pages(self._waiting[0])
+            if self.waiting:
+                self._return_pages(self.waiting[0])
             raise
         finally:
-            self._waiting.extendleft(reversed(passed))
-        return bool(batch)
+            self.waiting.extendleft(reversed(skipped))
+        return bool(batch.sequences)
+
+    def _try_admit(self, sequence: EngineSequence, batch: _PrefillBatch) -> _Admission:
+        """Give a sequence everything that it needs to be prefilled in `batch`, or nothing."""
+        if not sequence.sampling.max_new_tokens:
+            self._finish(sequence, SampleStop.LENGTH)
+            return "ended"
+        self._match(sequence)
+        need = batch.need(sequence)
+        if need.beginning in batch.beginnings:
+            # Another sequence of this batch computes the same tokens. Once they are on pages, this
+            # one finds them there.
+            self._return_pages(sequence)
+            return "waits for its prefix"
+        # Pages come last, because allocating may evict some that others could still use.
+        if not batch.has_row(need) or not self._take_pages(sequence):
+            self._return_pages(sequence)
+            return "waits for room"
+        try:
+            sequence.visual = self._visual(sequence)
+        except VideoError:
+            self._return_pages(sequence)
+            self._finish(sequence, SampleStop.UNREADABLE)
+            return "ended"
+        batch.reserve(need)
+        return "admitted"
 
     def _visual(self, sequence: EngineSequence) -> Float[np.ndarray, "m c d"]:
-        """The visual vectors of the tokens that are not computed yet. Raises VideoError."""
+        """Vectors of the visual tokens that are not computed yet. Encodes only their frames.
+
+        Raises:
+            VideoError: a frame cannot be read.
+        """
         request = sequence.prompt.request
-        before = int(sequence.prompt.visual[: sequence.computed].sum())
+        computed = int(sequence.prompt.visual[: sequence.computed].sum())
         ends = np.cumsum([self.features.tokens(frame.video) for frame in request.frames])
-        first = int(np.searchsorted(ends, before, side="right"))
+        # The frame of the next visual token: the first one that ends after it.
+        first = int(np.searchsorted(ends, computed, side="right"))
         if first == len(request.frames):
-            return np.zeros((0, 0, 0), np.float32)
+            return no_vectors()
         vectors = self.features(request.frames[first:])
-        return vectors[before - (int(ends[first - 1]) if first else 0) :]
+        start = int(ends[first - 1]) if first else 0
+        return vectors[computed - start :]
 
     # --- decoding ---
 
     def _decode(self, version: int) -> None:
-        sequences = [sequence for sequence in self._running if sequence.version == version]
-        for sequence, drawn in zip(
-            sequences, self._runner.decode(sequences, self._weights[version]), strict=True
-        ):
-            self._take(sequence, *drawn)
+        sequences = [sequence for sequence in self.running if sequence.version == version]
+        results = self.runner.decode(sequences, self.weights[version])
+        for sequence, (ids, logprobs) in zip(sequences, results, strict=True):
+            self._extend(sequence, ids, logprobs)
 
-    def _take(self, sequence: EngineSequence, ids: list[int], logprobs: list[float]) -> None:
-        """Adds what was drawn, up to the end of a stop string, and finishes the sample where it has ended."""
+    def _extend(self, sequence: EngineSequence, ids: list[int], logprobs: list[float]) -> None:
+        """Append new tokens, up to the end of a stop string, and finish a sample that ended."""
         before = len(sequence.drawn)
         sequence.drawn += ids
         sequence.logprobs += logprobs
         self.counts.sampled_tokens += len(ids)
-        end = self._stop_string(sequence, before)
+        end = self._stop_string_end(sequence, before)
         if end is not None:
             del sequence.drawn[end:], sequence.logprobs[end:]
-        sequence.computed = sequence.prompt.known + len(sequence.drawn)
+        # All but the last token: the last one drawn has not been fed to the model yet.
+        sequence.computed = sequence.prompt.prefill_length + len(sequence.drawn)
         if end is not None:
             self._finish(sequence, SampleStop.STOP_STRING)
         elif sequence.drawn[-1] in sequence.sampling.stop_ids:
@@ -454,18 +557,76 @@ class Engine:
         elif len(sequence.drawn) == sequence.sampling.max_new_tokens:
             self._finish(sequence, SampleStop.LENGTH)
 
-    def _stop_string(self, sequence: EngineSequence, before: int) -> int | None:
-        """How many tokens there are up to the one that completes the first stop string; None where there is none."""
-        strings, table = sequence.sampling.stop_strings, self._token_bytes
+    def _stop_string_end(self, sequence: EngineSequence, before: int) -> int | None:
+        """Number of tokens up to the one that completes the first stop string, if there is one.
+
+        `before`: tokens that were searched already.
+        """
+        strings = sequence.sampling.stop_strings
+        table = self._token_bytes
         if not strings or table is None:
             return None
-        parts = [
-            table[token] if token < len(table) else b"" for token in sequence.drawn
-        ]  # a model may have more rows than words
+        # A model may have more rows than its vocabulary has tokens. Those are no text.
+        parts = [table[token] if token < len(table) else b"" for token in sequence.drawn]
         text = b"".join(parts[:before])
         for number in range(before, len(sequence.drawn)):
-            new = len(text)
+            old_length = len(text)
             text += parts[number]
-            if any(text.find(string, max(0, new - len(string) + 1)) >= 0 for string in strings):
-                return number + 1
+            for string in strings:
+                # A match must end in the new token, but may begin before it.
+                earliest = max(0, old_length - len(string) + 1)
+                if text.find(string, earliest) >= 0:
+                    return number + 1
         return None
+
+
+class _Need(NamedTuple):
+    """What a sequence needs of a prefill program."""
+
+    beginning: tuple
+    """The tokens that it computes first: the last cached page before them, and up to a page."""
+    rows: int
+    """1, or 0 if the whole prompt is cached."""
+    length: int
+    """Row length of the program, with the sequence in it."""
+    before: int
+    """Cached tokens that a row of the program reads, with the sequence in it."""
+
+
+class _PrefillBatch:
+    """Sequences that are prefilled together, and the size of the program they need."""
+
+    def __init__(self, settings: EngineSizes):
+        self.settings = settings
+        self.sequences: list[EngineSequence] = []
+        self.beginnings: set[tuple] = set()
+        self._length = 0
+        self._before = 0
+
+    def need(self, sequence: EngineSequence) -> _Need:
+        """What the batch needs once `sequence` is in it."""
+        prompt = sequence.prompt
+        missing = prompt.content[sequence.computed : prompt.prefill_length]
+        pages = sequence.shared_pages
+        return _Need(
+            beginning=(
+                pages[-1].serial if pages else None,
+                missing[: self.settings.page].tobytes(),
+            ),
+            rows=1 if len(missing) else 0,
+            length=max(self._length, self.settings.piece(len(missing))),
+            before=max(self._before, sequence.computed),
+        )
+
+    def has_row(self, need: _Need) -> bool:
+        """Whether the program for all of them has a row left. Longer rows make it narrower."""
+        if not need.rows:
+            return True
+        return len(self.beginnings) < self.settings.prefill_rows(need.length, need.before)
+
+    def reserve(self, need: _Need) -> None:
+        """Take a row."""
+        if need.rows:
+            self.beginnings.add(need.beginning)
+            self._length = need.length
+            self._before = need.before

@@ -1,8 +1,20 @@
-"""Which row decodes which sequence, and which starts are read once for several rows.
+"""Which row of a decoding program runs which sequence, and which rows read one copy of a prefix.
 
-Owns a choice between two evils: rows that read everything by themselves read a common start again and again; lines of rows that share one
-copy of it make every row as wide as the longest rest. What is counted is what a step reads. Lines that hold a start already
-keep it, since reading a line from its pages costs as much as some steps. Invariant: the choice changes no sample, up to rounding.
+The rows of a program form blocks of `rows_per_prefix`. A block has room for one prefix, stored
+once, which all its rows read. With two rows per block:
+
+    block 0   prefix A A A A     row 0   own tokens of sequence 5
+                                 row 1   own tokens of sequence 2
+    block 1   prefix B B B .     row 2   own tokens of sequence 0
+                                 row 3   (idle)
+
+All prefixes are padded to one length, and all rows to another. The choice is between two costs.
+Without shared prefixes every row must be as long as the longest whole sequence. With them the rows
+are shorter, but the prefixes are read too, and only sequences in a block with their prefix profit.
+`choose_layout` takes what reads the fewest tokens per step.
+
+A prefix that is in a block's buffer already stays there if possible: gathering it from its pages
+costs as much as several decoding steps. The choice changes no sample, up to rounding.
 """
 
 from __future__ import annotations
@@ -11,26 +23,36 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-Serials = tuple[int, ...]  # of the full pages that a sequence starts with
+Serials = tuple[int, ...]  # `pages.Node.serial` of the full pages a sequence begins with
 
 
 class Layout(NamedTuple):
-    """`rows`: which sequence each row decodes, None for nobody. `starts`: the pages of each line's start, none where nothing is shared.
+    """Where the sequences of one call go.
 
-    `prefix_length` and `row_length`: tokens of a line and of a row; the former is 0 where no line
-    has a start.
+    Attributes:
+        rows: the sequence of each row, None in an idle row.
+        prefixes: the pages of each block's prefix, () where nothing is shared.
+        prefix_length: tokens that the prefixes are padded to, 0 if no block has one.
+        row_length: tokens that every row's own pages are padded to.
     """
 
     rows: tuple[int | None, ...]
-    starts: tuple[Serials, ...]
+    prefixes: tuple[Serials, ...]
     prefix_length: int
     row_length: int
+
+
+class _Group(NamedTuple):
+    """Sequences that share a prefix, and that prefix."""
+
+    prefix: Serials
+    members: list[int]
 
 
 def choose_layout(
     paths: Sequence[Serials],
     lengths: Sequence[int],
-    held: dict[int, list[Serials]],
+    loaded: dict[int, list[Serials]],
     *,
     slots: int,
     rows_per_prefix: int,
@@ -38,98 +60,116 @@ def choose_layout(
     prefix_lengths: Sequence[int],
     row_lengths: Sequence[int],
 ) -> Layout:
-    """The layout that reads least for sequences of `lengths` tokens that start with the pages in `paths`, at most `slots` of them.
+    """The layout that reads the fewest tokens per step.
 
-    `held`: for each length of lines, the starts that they hold now.
+    Args:
+        paths: the full pages that each sequence begins with, for at most `slots` sequences.
+        lengths: tokens of each sequence.
+        loaded: for each prefix length, the prefix that is in each block's buffer now.
+        slots: rows of the program.
+        rows_per_prefix: rows of a block.
+        page: tokens per page.
+        prefix_lengths: compiled lengths of prefixes; empty if nothing may be shared.
+        row_lengths: compiled lengths of rows.
     """
-    lines = slots // rows_per_prefix
-    choices = []
-    for length in (0, *prefix_lengths):
-        groups = (
-            _groups(
-                [path[: length // page] for path in paths], rows_per_prefix, held.get(length, [])
-            )[:lines]
-            if length
-            else []
-        )
-        saved = {n: len(start) * page for start, members in groups for n in members}
-        need = max((tokens - saved.get(n, 0) for n, tokens in enumerate(lengths)), default=0)
-        width = next(size for size in row_lengths if size >= need)
-        choices.append((lines * length + slots * width, length, width, groups))
-    _, length, width, groups = min(choices, key=lambda choice: choice[:2])
-    return _place(
-        groups,
-        len(paths),
-        held.get(length, []),
-        Layout((None,) * slots, ((),) * lines, length, width),
-        rows_per_prefix,
+    blocks = slots // rows_per_prefix
+    choices: list[tuple[int, int, int, list[_Group]]] = []
+    for prefix_length in (0, *prefix_lengths):
+        groups: list[_Group] = []
+        if prefix_length:
+            cut = [path[: prefix_length // page] for path in paths]
+            groups = _groups(cut, rows_per_prefix, loaded.get(prefix_length, []))[:blocks]
+        shared = {n: len(group.prefix) * page for group in groups for n in group.members}
+        longest = max((tokens - shared.get(n, 0) for n, tokens in enumerate(lengths)), default=0)
+        row_length = next(length for length in row_lengths if length >= longest)
+        cost = blocks * prefix_length + slots * row_length
+        choices.append((cost, prefix_length, row_length, groups))
+    # Of equal costs the shorter prefix.
+    _, prefix_length, row_length, groups = min(choices, key=lambda choice: choice[:2])
+    rows, prefixes = _place(
+        groups, len(paths), loaded.get(prefix_length, []), slots, rows_per_prefix
     )
+    return Layout(rows, prefixes, prefix_length, row_length)
 
 
 def _groups(
-    paths: Sequence[Serials], rows_per_prefix: int, held: Sequence[Serials]
-) -> list[tuple[Serials, list[int]]]:
-    """Up to `rows_per_prefix` sequences that share a start, and that start; those that save most first.
+    paths: Sequence[Serials], rows_per_prefix: int, loaded: Sequence[Serials]
+) -> list[_Group]:
+    """Up to `rows_per_prefix` sequences with a common prefix each; those that save most first.
 
-    One that shares with nobody counts where a line holds its start already: it is what remains of a group.
+    A sequence that shares with no other is a group only if its prefix is in a buffer already: it is
+    what remains of a larger group.
     """
-    groups: list[tuple[Serials, list[int]]] = []
+    groups: list[_Group] = []
+    # In sorted order, sequences that begin alike are neighbours.
     for n in sorted(range(len(paths)), key=lambda n: paths[n]):
         if groups:
-            start, members = groups[-1]
-            common = start[: len(os.path.commonprefix([start, paths[n]]))]
-            # A start that would lose more than half is better off alone.
-            if common and 2 * len(common) > len(start) and len(members) < rows_per_prefix:
-                groups[-1] = common, [*members, n]
+            prefix, members = groups[-1]
+            common = prefix[: len(os.path.commonprefix([prefix, paths[n]]))]
+            # A prefix that would lose half of its pages or more is better off alone.
+            worthwhile = bool(common) and 2 * len(common) > len(prefix)
+            if worthwhile and len(members) < rows_per_prefix:
+                groups[-1] = _Group(common, [*members, n])
                 continue
-        groups.append((paths[n], [n]))
-    known = [(_known(start, held), members) for start, members in groups]
-    kept = [
-        (start, members)
-        for start, members in known
-        if start and (len(members) > 1 or start in held)
-    ]
-    return sorted(kept, key=lambda group: -len(group[0]) * len(group[1]))
+        groups.append(_Group(paths[n], [n]))
+    useful: list[_Group] = []
+    for group in groups:
+        prefix = _prefer_loaded(group.prefix, loaded)
+        if prefix and (len(group.members) > 1 or prefix in loaded):
+            useful.append(_Group(prefix, group.members))
+    return sorted(useful, key=lambda group: -len(group.prefix) * len(group.members))
 
 
-def _known(start: Serials, held: Sequence[Serials]) -> Serials:
-    """What a line holds of a start, where that is most of it: worth more than all of it, which would have to be read from its pages."""
-    there = [
-        line for line in held if line and 2 * len(line) > len(start) and start[: len(line)] == line
+def _prefer_loaded(prefix: Serials, loaded: Sequence[Serials]) -> Serials:
+    """The longest part of a prefix that is in a buffer already, if that is more than half of it.
+
+    Using it saves gathering the whole prefix from its pages.
+    """
+    usable = [
+        part
+        for part in loaded
+        if part and 2 * len(part) > len(prefix) and prefix[: len(part)] == part
     ]
-    return max(there, key=len, default=start)
+    return max(usable, key=len, default=prefix)
 
 
 def _place(
-    groups: list[tuple[Serials, list[int]]],
+    groups: Sequence[_Group],
     count: int,
-    held: Sequence[Serials],
-    empty: Layout,
+    loaded: Sequence[Serials],
+    slots: int,
     rows_per_prefix: int,
-) -> Layout:
-    """Groups into lines, into the one that holds their start where there is one; the rest where there is room."""
-    rows, starts = list(empty.rows), list(empty.starts)
-    free = list(range(len(starts)))
-    homeless = []
-    for start, members in groups:
-        line = next((line for line in free if line < len(held) and held[line] == start), None)
-        if line is None:
-            homeless.append((start, members))
+) -> tuple[tuple[int | None, ...], tuple[Serials, ...]]:
+    """Rows and prefixes: groups into blocks, then all other sequences into the rows that are left.
+
+    A group goes to the block whose buffer holds its prefix, if there is one.
+    """
+    rows: list[int | None] = [None] * slots
+    prefixes: list[Serials] = [()] * (slots // rows_per_prefix)
+    free_blocks = list(range(len(prefixes)))
+
+    def put(group: _Group, block: int) -> None:
+        first = block * rows_per_prefix
+        prefixes[block] = group.prefix
+        rows[first : first + len(group.members)] = group.members
+
+    unplaced: list[_Group] = []
+    for group in groups:
+        holders = [
+            block for block in free_blocks if block < len(loaded) and loaded[block] == group.prefix
+        ]
+        if holders:
+            free_blocks.remove(holders[0])
+            put(group, holders[0])
         else:
-            free.remove(line)
-            starts[line], rows[line * rows_per_prefix : line * rows_per_prefix + len(members)] = (
-                start,
-                members,
-            )
-    for start, members in homeless:
-        line = free.pop()
-        starts[line], rows[line * rows_per_prefix : line * rows_per_prefix + len(members)] = (
-            start,
-            members,
-        )
+            unplaced.append(group)
+    # Only now, so that no new prefix takes a block whose prefix another group needs.
+    for group in unplaced:
+        put(group, free_blocks.pop())
+
     placed = {n for n in rows if n is not None}
-    vacant = iter([row for row, n in enumerate(rows) if n is None])
+    idle_rows = iter([row for row, n in enumerate(rows) if n is None])
     for n in range(count):
         if n not in placed:
-            rows[next(vacant)] = n
-    return empty._replace(rows=tuple(rows), starts=tuple(starts))
+            rows[next(idle_rows)] = n
+    return tuple(rows), tuple(prefixes)

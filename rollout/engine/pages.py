@@ -1,175 +1,235 @@
-"""Which page of the cache holds what: a tree of pages, so that sequences that start alike share what they have in common.
+"""Which page of the KV cache holds which tokens: a prefix tree of pages.
 
-Owns page numbers, never what is on the pages. A `Node` is a page in the tree: the tokens on it and, by its place, all tokens
-before it; the root stands for a version of the weights, so that what other weights computed is never found. Nodes that a sequence
-holds stay; others are kept until their room is needed, least recently used first. Refuses to give out more pages than there are:
-`allocate` then gives None.
-Invariant: every page is free, in the tree, or lent to one sequence, and only one of these; a full node's page is never written again.
+Sequences with a common prefix share the pages that hold it. This module only does the bookkeeping:
+it hands out page numbers and never touches the keys and values. With four tokens per page, two
+prompts that begin alike are stored like this:
+
+    root of weight version 7
+      [a b c d]  page 12     full, shared by both
+        [e f g h]  page 3    full
+          [i j]  page 9      partial, so it has no children
+        [e x]  page 5        partial: the other prompt differs from its second token on
+
+A page's tokens are only valid together with all tokens before them, because keys and values depend
+on the whole prefix. Its place in the tree says what those are. The root stands for a version of the
+weights, so new weights never find pages that old weights computed.
+
+Every page is in exactly one of three states: free, in the tree, or allocated to one sequence. A
+full page in the tree is never written again. A partial one may be: the sequence that published it
+goes on writing after its tokens, so others copy it instead of sharing it. Pages in the tree that no
+sequence holds stay there as a cache, until `allocate` evicts the least recently used of them.
 """
 
 from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Int64
 
-Tokens = Int64[
-    np.ndarray, " t"
-]  # one number a token, equal where the tokens (or the pieces of frames) are
+# One number per token, of any number of tokens. Two numbers are equal only if the tokens are, or,
+# for a visual token, if the piece of the frame is.
+Content = Int64[np.ndarray, " _"]
 
 
 class Node:
-    """A page in the tree. `serial` never comes again, the page number does."""
+    """A page in the tree. Page numbers are reused, a `serial` never is."""
 
     __slots__ = ("children", "page", "parent", "root", "serial", "tokens", "users")
 
-    def __init__(self, page: int, tokens: Tokens, parent: Node | None, serial: int):
+    def __init__(self, page: int, tokens: Content, parent: Node | None, serial: int):
         self.root = self if parent is None else parent.root
-        self.page, self.tokens, self.parent, self.serial = page, tokens, parent, serial
+        self.page = page
+        self.tokens = tokens
+        self.parent = parent
+        self.serial = serial
         self.children: dict[bytes, Node] = {}
         self.users = 0
 
 
 class PageTree:
-    """`count` pages of `size` tokens."""
+    """Allocates `count` pages of `size` tokens and finds those that hold a given prefix.
+
+    Attributes:
+        free_pages: numbers of the pages that hold nothing.
+        roots: the tree of every weight version.
+        evictable: nodes that no sequence holds, least recently used first.
+    """
 
     def __init__(self, count: int, size: int):
-        self.count, self.size = count, size
-        self._free = list(range(count))[::-1]
-        self._roots: dict[Hashable, Node] = {}
-        self._idle: collections.OrderedDict[Node, None] = (
-            collections.OrderedDict()
-        )  # what nobody holds, oldest first
+        self.count = count
+        self.size = size
+        self.free_pages = list(range(count))[::-1]
+        self.roots: dict[Hashable, Node] = {}
+        self.evictable: collections.OrderedDict[Node, None] = collections.OrderedDict()
         self._serials = itertools.count()
 
     def nodes(self) -> Iterator[Node]:
         """Every page in the tree."""
-        waiting = list(self._roots.values())
-        while waiting:
-            node = waiting.pop()
-            waiting += node.children.values()
-            if node.parent is not None:
-                yield node
+        for root in list(self.roots.values()):
+            yield from _descendants(root)
 
-    @property
-    def free(self) -> int:
-        """Pages that hold nothing."""
-        return len(self._free)
+    def match(self, version: Hashable, tokens: Content) -> tuple[list[Node], Node | None, int]:
+        """Find the longest prefix of `tokens` that is cached.
 
-    def match(self, version: Hashable, tokens: Tokens) -> tuple[list[Node], Node | None, int]:
-        """What is there of `tokens` already: the full pages, held from now on, then a page whose first so many tokens come next."""
-        node, path, at = self._root(version), [], 0
-        while at + self.size <= len(tokens) and (
-            child := node.children.get(tokens[at : at + self.size].tobytes())
-        ):
+        Args:
+            version: the weights that must have computed it.
+            tokens: the sequence to look up.
+
+        Returns:
+            The full pages of the prefix, which the caller holds from now on; a page to copy from,
+            whose first tokens come next, or None; and how many of its tokens match. The caller
+            does not hold that last page.
+        """
+        node = self._root(version)
+        path: list[Node] = []
+        end = 0
+        while end + self.size <= len(tokens):
+            child = node.children.get(tokens[end : end + self.size].tobytes())
+            if child is None:
+                break
             path.append(child)
-            node, at = child, at + self.size
-        rest = tokens[at : at + self.size]
-        common = [
-            (_common(child.tokens, rest), child.serial, child) for child in node.children.values()
+            node = child
+            end += self.size
+        rest = tokens[end : end + self.size]
+        # Of pages that match equally far, the newest wins. The serial makes the choice repeatable.
+        matches = [
+            (_common_length(child.tokens, rest), child.serial, child)
+            for child in node.children.values()
         ]
-        most, _, best = max(common, default=(0, 0, None))
+        length, _, best = max(matches, default=(0, 0, None))
         self.hold(path)
-        return path, best if most else None, most
+        return path, best if length else None, length
 
     def hold(self, path: Sequence[Node]) -> None:
+        """Protect pages from eviction until `release`."""
         for node in path:
             node.users += 1
-            self._idle.pop(node, None)
+            self.evictable.pop(node, None)
 
     def release(self, path: Sequence[Node]) -> None:
-        """The opposite of `hold`. Pages of weights that were dropped meanwhile are free at once."""
+        """Undo one `hold`. Pages of a dropped version become free at once."""
+        # From the end of the path to its start: a page becomes evictable after its descendants,
+        # which no sequence holds without holding the page too. So the oldest evictable node is
+        # always a leaf, and eviction never cuts a page off from its prefix.
         for node in reversed(path):
             node.users -= 1
             if not node.users:
-                self._idle[node] = (
-                    None  # after all below it, which nobody can hold without it: the oldest is always a leaf
-                )
-                if self._of_dropped(node):
+                self.evictable[node] = None
+                if self._is_dropped(node):
                     self._remove(node)
 
     def allocate(self, count: int) -> list[int] | None:
-        """So many pages, lent to the caller; None where they are not to be had, even without all that nobody holds."""
-        if len(self._free) + len(self._idle) < count:
+        """Allocate `count` pages, evicting unused ones if needed; None if that is not enough."""
+        if len(self.free_pages) + len(self.evictable) < count:
             return None
-        while len(self._free) < count:
-            self._remove(next(iter(self._idle)))
-        return [self._free.pop() for _ in range(count)]
+        while len(self.free_pages) < count:
+            self._remove(next(iter(self.evictable)))
+        return [self.free_pages.pop() for _ in range(count)]
 
-    def give_back(self, pages: Sequence[int]) -> None:
-        self._free += pages
+    def free(self, pages: Sequence[int]) -> None:
+        """Return allocated pages that never went into the tree."""
+        self.free_pages += pages
 
     def insert(
-        self, version: Hashable, path: Sequence[Node], tokens: Tokens, pages: Sequence[int]
+        self, version: Hashable, path: Sequence[Node], tokens: Content, pages: Sequence[int]
     ) -> tuple[list[Node], list[int]]:
-        """Puts lent pages that hold `tokens`, which follow `path`, into the tree; the caller holds them there.
+        """Put allocated pages into the tree, so that other sequences find them.
 
-        Returns the nodes and the pages that are still lent. A full page that is there already is taken instead of the caller's own, which
-        is free then; a last page that is not full is added only where no other begins with the same tokens.
+        The caller holds the nodes it gets back. If a full page with the same tokens is in the tree
+        already, that one is used and the caller's copy becomes free. A partial page is only added
+        if no page of the tree begins with its tokens.
+
+        Args:
+            version: the weights that computed the pages.
+            path: the nodes before them.
+            tokens: what is on them, beginning after `path`.
+            pages: the caller's pages, in order. There may be more than `tokens` fill.
+
+        Returns:
+            The nodes that now follow `path`, and the pages that the caller keeps for itself.
         """
-        parent, added, left = path[-1] if path else self._root(version), [], list(pages)
-        for at in range(0, len(tokens), self.size):
-            part = tokens[at : at + self.size]
-            known = parent.children.get(part.tobytes())
-            if len(part) < self.size and any(
-                _common(child.tokens, part) == len(part) for child in parent.children.values()
-            ):
+        parent = path[-1] if path else self._root(version)
+        added: list[Node] = []
+        left = list(pages)
+        for start in range(0, len(tokens), self.size):
+            part = tokens[start : start + self.size]
+            partial = len(part) < self.size
+            if partial and _begins_any(part, parent.children.values()):
                 break
             page = left.pop(0)
-            if known is None:
-                known = parent.children[part.tobytes()] = Node(
-                    page, part.copy(), parent, next(self._serials)
-                )
+            node = parent.children.get(part.tobytes())
+            if node is None:
+                node = Node(page, part.copy(), parent, next(self._serials))
+                parent.children[part.tobytes()] = node
             else:
-                self._free.append(page)
-            self.hold([known])
-            added.append(known)
-            parent = known
+                self.free_pages.append(page)
+            self.hold([node])
+            added.append(node)
+            parent = node
         return added, left
 
     def take_out(self, node: Node) -> int:
-        """Lends a page that is not full, and that only the caller holds, to the caller again."""
-        assert (
-            node.users == 1
-            and not node.children
-            and len(node.tokens) < self.size
-            and node.parent is not None
-        )
+        """Remove a partial page that only the caller holds, so that the caller can write on."""
+        assert node.users == 1
+        assert not node.children
+        assert len(node.tokens) < self.size
+        assert node.parent is not None
         del node.parent.children[node.tokens.tobytes()]
         return node.page
 
     def drop(self, version: Hashable) -> None:
-        """Forgets what `version` computed: at once where nobody holds it, else when it is released."""
-        root = self._roots.pop(version, None)
-        for node in [] if root is None else [n for n in reversed(self._below(root)) if not n.users]:
-            self._remove(node)
+        """Forget what `version` computed. Pages that are still held become free on release."""
+        root = self.roots.pop(version, None)
+        if root is None:
+            return
+        # Children first: `_remove` takes leaves only.
+        for node in reversed(_descendants(root)):
+            if not node.users:
+                self._remove(node)
 
     def _root(self, version: Hashable) -> Node:
-        return self._roots.setdefault(version, Node(-1, np.zeros(0, np.int64), None, -1))
+        return self.roots.setdefault(version, Node(-1, np.zeros(0, np.int64), None, -1))
 
-    def _below(self, root: Node) -> list[Node]:
-        """All pages that go on from this one, each before those that go on from it."""
-        found, waiting = [], list(root.children.values())
-        while waiting:
-            found.append(node := waiting.pop())
-            waiting += node.children.values()
-        return found
-
-    def _of_dropped(self, node: Node) -> bool:
-        return not any(root is node.root for root in self._roots.values())
+    def _is_dropped(self, node: Node) -> bool:
+        return not any(root is node.root for root in self.roots.values())
 
     def _remove(self, node: Node) -> None:
-        """Frees a leaf that nobody holds."""
-        assert node.parent is not None and not node.users and not node.children
-        del self._idle[node], node.parent.children[node.tokens.tobytes()]
-        self._free.append(node.page)
+        """Free the page of an unused leaf."""
+        assert node.parent is not None
+        assert not node.users
+        assert not node.children
+        del self.evictable[node]
+        del node.parent.children[node.tokens.tobytes()]
+        self.free_pages.append(node.page)
 
 
-def _common(a: Tokens, b: Tokens) -> int:
-    """How many tokens both start with."""
+def page_count(tokens: int, size: int) -> int:
+    """Pages of `size` tokens that `tokens` tokens need, the last one perhaps partial."""
+    full, rest = divmod(tokens, size)
+    return full + 1 if rest else full
+
+
+def _descendants(root: Node) -> list[Node]:
+    """All nodes below `root`, each before its own children."""
+    found: list[Node] = []
+    stack = list(root.children.values())
+    while stack:
+        node = stack.pop()
+        found.append(node)
+        stack += node.children.values()
+    return found
+
+
+def _begins_any(tokens: Content, nodes: Iterable[Node]) -> bool:
+    """Whether any page begins with all of `tokens`."""
+    return any(_common_length(node.tokens, tokens) == len(tokens) for node in nodes)
+
+
+def _common_length(a: Content, b: Content) -> int:
+    """Length of the common prefix."""
     length = min(len(a), len(b))
     differing = np.flatnonzero(a[:length] != b[:length])
     return int(differing[0]) if differing.size else length

@@ -1,9 +1,18 @@
-"""The engine's compiled programs: prefill, copies of pages, and the loop that decodes.
+"""The engine's compiled programs: prefill, page copies, and the decoding loop.
 
-Owns the cache on the device: one pool of pages for all layers, `[layer, page, token, key and value heads, head_dim]` with keys and
-values of a head side by side, as the TPU kernel wants them. Every program takes the pool donated and gives it back. The pool's last
-page holds nothing: rows and tokens that are not there read it.
-Invariant: shapes are those of `EngineSizes`, so that nothing compiles after each has been met once.
+The KV cache is one array, the pool: a fixed number of pages for all layers. On a page, the keys and
+values of a head are neighbours, which is what the TPU kernel reads:
+
+    pool [layer, page, token, 2 * kv head, head_dim]
+                              key of head 0, value of head 0, key of head 1, value of head 1, ...
+
+The pool's last page is never allocated. Idle rows and padding read it.
+
+The pool takes most of the device's memory, so two of them would not fit. Every program therefore
+takes the pool donated and returns it: XLA writes into the same buffer. The caller's old reference
+is dead afterwards.
+
+All shapes come from `EngineSizes`, so after each program was compiled once nothing compiles again.
 """
 
 from __future__ import annotations
@@ -17,35 +26,58 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from models.attention import DenseCache, PagedCache, Shared
 from models.qwen3_vl.model import Qwen3VL
 from models.qwen3_vl.text import KV, TextDecoder
+from rollout.engine.pages import page_count
 from rollout.engine.sampling import Choices, sample
 
-Pool = Float[Array, "l pages page 2k h"]
-_ALL = slice(None)
-MOST_STOP_IDS = 4  # of one row: part of every call's static shape
+Pool = Float[Array, "l pages page kv h"]
+MOST_STOP_IDS = 4  # per row: the width of an array that every program takes
+
+_ALL_LAYERS = slice(None)
 
 
 class Pieces(NamedTuple):
-    """Tokens to prefill, a row a sequence: `lengths` of them count, after `before` tokens that are on the row's pages already."""
+    """Tokens to prefill: one row per sequence, with its next tokens.
+
+    Attributes:
+        ids: token ids, padded to t.
+        positions: M-RoPE positions.
+        visual: vectors at the visual tokens; c = 1 + DeepStack levels.
+        index: a visual token's own column, -1 for text: where the decoder looks up its vector.
+        lengths: tokens that are no padding.
+        before: tokens of the sequence that are on its pages already.
+        tables: the pages of the tokens before, then those that these tokens are written to.
+    """
 
     ids: Int[Any, "b t"]
     positions: Int[Any, "3 b t"]
-    visual: Float[Any, "b t c d"]  # at the tokens that stand for them
-    index: Int[Any, "b t"]  # such a token's own place, -1 for text
+    visual: Float[Any, "b t c d"]
+    index: Int[Any, "b t"]
     lengths: Int[Any, " b"]
     before: Int[Any, " b"]
-    tables: Int[Any, "b m"]  # the pages of what is before, and of these tokens
+    tables: Int[Any, "b m"]
 
 
 class Rows(NamedTuple):
-    """What is decoded, a row a sequence: its last token and where that stands, what it has on its pages, and how it goes on.
+    """What to decode: one row per sequence.
 
-    A row sees the first `prefix_tokens` tokens of its line, then `own_tokens` tokens on the pages of its table; the table goes on with the
-    pages that the new tokens take. `drawn` tokens were sampled before; `left` may still be, 0 in an empty row.
+    A row attends to the first `prefix_tokens` tokens of its block's prefix, then to `own_tokens`
+    tokens on the pages of its table.
+
+    Attributes:
+        tokens: the last token of each row, the input of the first step.
+        positions: the position of that token.
+        prefix_tokens: tokens that the row reads in its block's copy of a prefix.
+        own_tokens: tokens that it reads on its own pages.
+        tables: these pages, then those that new tokens are written to.
+        drawn: tokens sampled so far; the number of the next draw.
+        left: tokens it may still sample, 0 in an idle row.
+        stops: ids that end the row, padded with -1.
+        choices: how its tokens are sampled.
     """
 
     tokens: Int[Any, " b"]
@@ -55,12 +87,12 @@ class Rows(NamedTuple):
     tables: Int[Any, "b m"]
     drawn: Int[Any, " b"]
     left: Int[Any, " b"]
-    stops: Int[Any, "b n"]  # -1 where there are fewer
+    stops: Int[Any, "b n"]
     choices: Choices
 
 
 class Drawn(NamedTuple):
-    """New tokens of every row, `counts` of them, in a loop of so many `steps`."""
+    """New tokens: the first `counts` of each row, sampled in `steps` steps."""
 
     ids: Int[Array, "b n"]
     logprobs: Float[Array, "b n"]
@@ -68,82 +100,88 @@ class Drawn(NamedTuple):
     steps: Int[Array, ""]
 
 
-class Lines(NamedTuple):
-    """The shared starts of rows, read from their pages: one array a layer, a line for every `rows_per_prefix` rows."""
+class Prefixes(NamedTuple):
+    """Copies of shared prefixes, one per block of rows, gathered from their pages.
+
+    One array per layer. Head j of block i is entry j * blocks + i, as `attention.Shared` wants it.
+    """
 
     k: tuple[Float[Array, "kp h u"], ...]
     v: tuple[Float[Array, "kp u h"], ...]
 
 
 class Programs:
-    """The programs for a model whose `weights` (of its text decoder) are given with every call; `page` tokens to a page.
+    """The jitted functions for one model. They take the text decoder's weights with every call.
 
-    `paged`: whether tokens are decoded on the pages themselves (`attention.PagedCache`), or in arrays that the pages are read into.
+    Args:
+        model: gives structure, type and sharding of the weights.
+        page: tokens per page.
+        paged: decode on the pages themselves (`attention.PagedCache`). Otherwise the rows' pages
+            are gathered into dense arrays before the loop, and new tokens written back after it.
     """
 
     def __init__(self, model: Qwen3VL, page: int, paged: bool):
-        self._paged = paged
-        self.page, self.text = page, model.config.text
-        self._graph, weights = nnx.split(model.text)
+        self.page = page
+        self.text = model.config.text
         self.dtype = model.text.dtype
-        place = jax.tree.leaves(weights)[0].sharding
-        mesh = (
-            place.mesh
-            if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh)
-            else None
+        self._paged = paged
+        self._graph, weights = nnx.split(model.text)
+        sharding = jax.tree.leaves(weights)[0].sharding
+        mesh = None
+        pool_sharding = prefix_sharding = result_sharding = sharding
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            # Keys and values lie with the weights that compute them: heads are split over `tensor`,
+            # on axis 3 of the pool and axis 0 of the prefixes. Results are whole on every device.
+            mesh = sharding.mesh
+            pool_sharding = NamedSharding(mesh, PartitionSpec(None, None, None, "tensor"))
+            prefix_sharding = NamedSharding(mesh, PartitionSpec("tensor"))
+            result_sharding = NamedSharding(mesh, PartitionSpec())
+        self._pool_sharding = pool_sharding
+        self._prefix_sharding = prefix_sharding
+
+        # In `gather` the prefixes are donated, in all others the pool.
+        prefill = jax.jit(self._prefill, donate_argnums=1, out_shardings=pool_sharding)
+        copy = jax.jit(self._copy, donate_argnums=0, out_shardings=pool_sharding)
+        gather = jax.jit(self._gather, donate_argnums=1, out_shardings=prefix_sharding)
+        decode = jax.jit(
+            self._decode,
+            static_argnames=("steps", "width"),
+            donate_argnums=1,
+            out_shardings=(pool_sharding, result_sharding),
         )
-        # Heads of keys and values lie as the weights that make them do; everything else is whole on every device.
-        heads = (
-            place
-            if mesh is None
-            else NamedSharding(mesh, PartitionSpec(None, None, None, "tensor"))
-        )
-        lines = place if mesh is None else NamedSharding(mesh, PartitionSpec("tensor"))
-        whole = place if mesh is None else NamedSharding(mesh, PartitionSpec())
-        self._heads, self._lines = heads, lines
-        on = functools.partial(_on, mesh)
-        self.prefill = on(jax.jit(self._prefill, donate_argnums=1, out_shardings=heads))
-        self.copy = on(jax.jit(self._copy, donate_argnums=0, out_shardings=heads))
-        self.gather = on(jax.jit(self._gather, donate_argnums=1, out_shardings=lines))
-        self.decode = on(
-            jax.jit(
-                self._decode,
-                static_argnames=("steps", "width"),
-                donate_argnums=1,
-                out_shardings=(heads, whole),
-            )
-        )
+        self.prefill = _with_mesh(mesh, prefill)
+        self.copy = _with_mesh(mesh, copy)
+        self.gather = _with_mesh(mesh, gather)
+        self.decode = _with_mesh(mesh, decode)
 
     def make_pool(self, pages: int) -> Pool:
-        """Room for `pages` pages, and the one that holds nothing."""
-        text = self.text
-        shape = (
-            text.num_hidden_layers,
-            pages + 1,
-            self.page,
-            2 * text.num_key_value_heads,
-            text.head_dim,
-        )
-        return _zeros((shape,), self.dtype, self._heads)()[0]
+        """An empty pool of `pages` pages, and the one that padding reads."""
+        heads = 2 * self.text.num_key_value_heads
+        shape = (self.text.num_hidden_layers, pages + 1, self.page, heads, self.text.head_dim)
+        return _zeros((shape,), self.dtype, self._pool_sharding)()[0]
 
-    def make_lines(self, count: int, length: int) -> Lines:
-        """`count` empty lines for starts of up to `length` tokens."""
-        layers, k, h = (
-            self.text.num_hidden_layers,
-            self.text.num_key_value_heads,
-            self.text.head_dim,
-        )
-        shapes = ((k * count, h, length),) * layers, ((k * count, length, h),) * layers
-        return Lines(*(_zeros(each, self.dtype, self._lines)() for each in shapes))
+    def make_prefixes(self, blocks: int, length: int) -> Prefixes:
+        """Empty room for one prefix of up to `length` tokens per block."""
+        layers = self.text.num_hidden_layers
+        entries = self.text.num_key_value_heads * blocks
+        h = self.text.head_dim
+        make_k = _zeros(((entries, h, length),) * layers, self.dtype, self._prefix_sharding)
+        make_v = _zeros(((entries, length, h),) * layers, self.dtype, self._prefix_sharding)
+        return Prefixes(make_k(), make_v())
 
     def _read(
-        self, pool: Pool, tables: Int[Array, "*b m"], layer: Int[Array, ""] | slice = _ALL
+        self,
+        pool: Pool,
+        tables: Int[Array, "*b m"],
+        layer: Int[Array, ""] | slice = _ALL_LAYERS,
     ) -> KV:
-        """What is on pages, in order, of one layer or of all."""
-        found = pool[layer, tables]
-        found = with_layout_constraint(
-            found, Layout(tuple(range(found.ndim)))
-        )  # else TPU turns the whole pool around before it reads
+        """Keys and values on pages, in the order of a table, of one layer or of all.
+
+        The tokens of a row's pages follow one another: [..., m * page, k, h].
+        """
+        found = pool[layer, tables]  # [..., m, page, 2k, h]
+        # Without this constraint XLA on TPU transposes the whole pool before it reads.
+        found = with_layout_constraint(found, Layout(tuple(range(found.ndim))))
         found = found.reshape(*found.shape[:-4], -1, *found.shape[-2:])
         return KV(found[..., 0::2, :], found[..., 1::2, :])
 
@@ -155,32 +193,39 @@ class Programs:
         first: Int[Array, " b"],
         lengths: Int[Array, " b"],
     ) -> Pool:
-        """Each row's keys and values into its slots from number `first` on."""
-        step = jnp.arange(kv.k.shape[2])
+        """Write each row's keys and values [l, b, t, k, h] to its slots from `first` on.
+
+        Slot s of a row is token s % page of its page number s // page.
+        """
+        step = jnp.arange(kv.k.shape[2])[None, :]
         slots = first[:, None] + step
-        pages = jnp.take_along_axis(
-            tables, jnp.minimum(slots // self.page, tables.shape[1] - 1), axis=1
-        )
-        pages = jnp.where(step < lengths[:, None], pages, pool.shape[1])  # there is no such page
-        both = jnp.stack(kv, axis=-2).reshape(
-            *kv.k.shape[:3], -1, kv.k.shape[-1]
-        )  # key, value, key, value, ...
+        columns = jnp.minimum(slots // self.page, tables.shape[1] - 1)
+        pages = jnp.take_along_axis(tables, columns, axis=1)
+        # Padding is sent to a page that does not exist, where mode="drop" discards it. A page that
+        # does exist could be written twice in one scatter, in any order.
+        pages = jnp.where(step < lengths[:, None], pages, pool.shape[1])
+        # [l, b, t, k, 2, h] -> [l, b, t, 2k, h]: key, value, key, value, ...
+        both = jnp.stack(kv, axis=-2)
+        both = both.reshape(*kv.k.shape[:3], -1, kv.k.shape[-1])
         return pool.at[:, pages, slots % self.page].set(both.astype(pool.dtype), mode="drop")
 
     def _prefill(self, weights: Any, pool: Pool, pieces: Pieces) -> Pool:
+        """Compute the tokens of `pieces` and write their keys and values to their pages."""
         text: TextDecoder = nnx.merge(self._graph, weights)
         t = pieces.ids.shape[1]
-        valid = jnp.arange(t) < pieces.lengths[:, None]
-        before = pieces.tables.shape[1] * self.page - pages_of(t, self.page) * self.page
-        mask = jnp.arange(before) < pieces.before[:, None]
+        valid = jnp.arange(t)[None, :] < pieces.lengths[:, None]
+        # A table has the pages of the tokens before, as many as the program's size says, and then
+        # those of the new tokens. The number of its columns gives the former.
+        pages_before = pieces.tables.shape[1] - pages_of(t, self.page)
+        before = pages_before * self.page
+        mask = jnp.arange(before)[None, :] < pieces.before[:, None]
 
-        def past(
-            layer: Int[Array, ""],
-        ) -> KV:  # a layer at a time: all of them would be several times the pool
-            kv = self._read(pool, pieces.tables[:, : before // self.page], layer)
-            return KV(
-                *(jnp.where(mask[..., None, None], x, 0) for x in kv)
-            )  # what else is on the pages may be anything
+        # The decoder asks for one layer at a time. Gathered at once, the tokens before of all rows
+        # and layers would take several times the pool.
+        def read_before(layer: Int[Array, ""]) -> KV:
+            kv = self._read(pool, pieces.tables[:, :pages_before], layer)
+            # Unused slots may hold anything, even NaN, which an attention weight of 0 keeps.
+            return KV(*(jnp.where(mask[..., None, None], x, 0) for x in kv))
 
         _, kv = text(
             pieces.ids,
@@ -188,7 +233,7 @@ class Programs:
             segment_ids=valid.astype(jnp.int32),
             visual=pieces.visual,
             visual_index=pieces.index,
-            prefix=past if before else None,
+            prefix=read_before if before else None,
             prefix_mask=mask if before else None,
         )
         return self._write(pool, kv, pieces.tables, pieces.before, pieces.lengths)
@@ -197,79 +242,101 @@ class Programs:
         return pool.at[:, targets].set(pool[:, sources])
 
     def _gather(
-        self, pool: Pool, lines: Lines, tables: Int[Array, " m"], line: Int[Array, ""]
-    ) -> Lines:
-        """Reads pages into a line."""
-        k, v = self._read(pool, tables)  # [l, u, k, h]
+        self, pool: Pool, prefixes: Prefixes, table: Int[Array, " m"], block: Int[Array, ""]
+    ) -> Prefixes:
+        """Copy the pages of one block's prefix into its place."""
+        k, v = self._read(pool, table)  # [l, u, k, h]
         heads = k.shape[2]
 
         def put(old: Array, new: Float[Array, "k x y"]) -> Array:
-            return old.reshape(heads, -1, *new.shape[1:]).at[:, line].set(new).reshape(old.shape)
+            by_head = old.reshape(heads, -1, *new.shape[1:])  # [k, blocks, x, y]
+            return by_head.at[:, block].set(new).reshape(old.shape)
 
-        return Lines(
-            tuple(put(old, new.transpose(1, 2, 0)) for old, new in zip(lines.k, k, strict=True)),
-            tuple(put(old, new.transpose(1, 0, 2)) for old, new in zip(lines.v, v, strict=True)),
+        return Prefixes(
+            tuple(put(old, x.transpose(1, 2, 0)) for old, x in zip(prefixes.k, k, strict=True)),
+            tuple(put(old, x.transpose(1, 0, 2)) for old, x in zip(prefixes.v, v, strict=True)),
         )
 
+    def _cache(
+        self, pool: Pool, prefixes: Prefixes | None, rows: Rows, steps: int, width: int
+    ) -> PagedCache | DenseCache:
+        """What the rows attend to while they decode, with room for `steps` tokens more."""
+        if self._paged:
+            return PagedCache(pool, rows.tables, rows.own_tokens)
+        kv = self._read(pool, rows.tables[:, : width // self.page])
+        own = jnp.arange(width)[None, :] < rows.own_tokens[:, None]
+        cache = DenseCache.prefilled(kv, own, steps)
+        if prefixes is None:
+            return cache
+        length = prefixes.k[0].shape[-1]
+        seen = jnp.arange(length)[None, :] < rows.prefix_tokens[:, None]
+        return cache._replace(shared=Shared(*prefixes, seen))
+
     def _decode(
-        self, weights: Any, pool: Pool, lines: Lines | None, rows: Rows, *, steps: int, width: int
+        self,
+        weights: Any,
+        pool: Pool,
+        prefixes: Prefixes | None,
+        rows: Rows,
+        *,
+        steps: int,
+        width: int,
     ) -> tuple[Pool, Drawn]:
-        """Up to `steps` tokens for every row; rows see up to `width` tokens of their own. Ends early when no row has anything left."""
+        """Sample up to `steps` tokens for every row. Ends early when no row is active.
+
+        A row reads up to `width` tokens on its own pages.
+        """
         text: TextDecoder = nnx.merge(self._graph, weights)
         layers = text.decode_layers()
-        if self._paged:
-            cache = PagedCache(pool, rows.tables, rows.own_tokens)
-        else:
-            kv = self._read(pool, rows.tables[:, : width // self.page])
-            cache = DenseCache.prefilled(kv, jnp.arange(width) < rows.own_tokens[:, None], steps)
-            if lines is not None:
-                seen = jnp.arange(lines.k[0].shape[-1]) < rows.prefix_tokens[:, None]
-                cache = cache._replace(shared=Shared(*lines, seen))
+        cache = self._cache(pool, prefixes, rows, steps, width)
 
-        def cond(state):
+        def unfinished(state: tuple) -> Bool[Array, ""]:
             step, active = state[0], state[1]
             return (step < steps) & active.any()
 
-        def body(state):
+        # Finished rows are computed on, like padding: shapes are static. Their tokens are beyond
+        # `counts`, so nothing reads them, and `advance` leaves them out of the cache.
+        def body(state: tuple) -> tuple:
             step, active, counts, tokens, cache, ids, logprobs = state
-            hidden, cache = text.decode(
-                tokens, jnp.broadcast_to(rows.positions + step, (3, len(tokens))), cache, layers
-            )
+            positions = jnp.broadcast_to(rows.positions + step, (3, len(tokens)))
+            hidden, cache = text.decode(tokens, positions, cache, layers)
+            # The number of the draw is the row's count of tokens, not the step of this loop. So a
+            # sample does not depend on how its tokens are split into calls.
             token, logprob = sample(text.logits(hidden), rows.choices, rows.drawn + counts)
-            cache, counts = cache.advance(active), counts + active
-            ids, logprobs = ids.at[:, step].set(token), logprobs.at[:, step].set(logprob)
-            active = active & (counts < rows.left) & (token[:, None] != rows.stops).all(1)
+            cache = cache.advance(active)
+            counts = counts + active
+            ids = ids.at[:, step].set(token)
+            logprobs = logprobs.at[:, step].set(logprob)
+            stopped = (token[:, None] == rows.stops).any(1)
+            active = active & (counts < rows.left) & ~stopped
             return step + 1, active, counts, token, cache, ids, logprobs
 
-        empty = jnp.zeros((len(rows.tokens), steps))
         active = rows.left > 0
-        state = (
-            jnp.int32(0),
-            active,
-            active.astype(jnp.int32) * 0,
-            rows.tokens,
-            cache,
-            empty.astype(jnp.int32),
-            empty,
-        )
-        step, _, counts, _, cache, ids, logprobs = jax.lax.while_loop(cond, body, state)
+        counts = jnp.zeros_like(active, jnp.int32)
+        empty = jnp.zeros((len(rows.tokens), steps))
+        ids = empty.astype(jnp.int32)
+        state = (jnp.int32(0), active, counts, rows.tokens, cache, ids, empty)
+        step, _, counts, _, cache, ids, logprobs = jax.lax.while_loop(unfinished, body, state)
         drawn = Drawn(ids, logprobs, counts, step)
         if isinstance(cache, PagedCache):
             return cache.pages, drawn
-        return self._write(
-            pool, KV(*cache.since(width)), rows.tables, rows.own_tokens, counts
-        ), drawn
+        # Columns from `width` on are the new tokens. They go to the pages after the row's own.
+        new = KV(*cache.since(width))
+        return self._write(pool, new, rows.tables, rows.own_tokens, counts), drawn
 
 
-@functools.cache  # memory is taken anew after every sleep, and nothing compiles twice
+# Cached: the engine allocates again after every sleep, and a new lambda would compile again.
+@functools.cache
 def _zeros(
-    shapes: tuple[tuple[int, ...], ...], dtype: Any, place: Any
+    shapes: tuple[tuple[int, ...], ...], dtype: Any, sharding: Any
 ) -> Callable[[], tuple[Array, ...]]:
-    return jax.jit(lambda: tuple(jnp.zeros(shape, dtype) for shape in shapes), out_shardings=place)
+    return jax.jit(
+        lambda: tuple(jnp.zeros(shape, dtype) for shape in shapes), out_shardings=sharding
+    )
 
 
-def _on(mesh: Mesh | None, program: Callable[..., Any]) -> Callable[..., Any]:
-    """A program that runs with the mesh set: the kernels for TPU have to know it."""
+def _with_mesh(mesh: Mesh | None, program: Callable[..., Any]) -> Callable[..., Any]:
+    """A program that runs with the mesh set: the TPU kernels look it up."""
     if mesh is None:
         return program
 
@@ -281,18 +348,25 @@ def _on(mesh: Mesh | None, program: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def difference(weights: Any, known: Any) -> str:
-    """What tells weights from those that programs are compiled for; nothing where they may take their place."""
-    if jax.tree.structure(weights) != jax.tree.structure(known):
-        return f"of {len(jax.tree.leaves(weights))} arrays, where the decoder has {len(jax.tree.leaves(known))} of other names"
-    for (path, new), old in zip(
-        jax.tree.leaves_with_path(weights), jax.tree.leaves(known), strict=True
-    ):
+def difference(weights: Any, expected: Any) -> str:
+    """How weights differ in names, shapes or types from those the programs are compiled for.
+
+    Returns:
+        The end of an error message, or "" if they fit.
+    """
+    if jax.tree.structure(weights) != jax.tree.structure(expected):
+        found, wanted = len(jax.tree.leaves(weights)), len(jax.tree.leaves(expected))
+        return f"of {found} arrays, where the decoder has {wanted} with other names"
+    pairs = zip(jax.tree.leaves_with_path(weights), jax.tree.leaves(expected), strict=True)
+    for (path, new), old in pairs:
         if (new.shape, new.dtype) != (old.shape, old.dtype):
-            return f"{jax.tree_util.keystr(path)} of {new.dtype}{new.shape}, where the decoder has {old.dtype}{old.shape}"
+            return (
+                f"{jax.tree_util.keystr(path)} of {new.dtype}{new.shape}, "
+                f"where the decoder has {old.dtype}{old.shape}"
+            )
     return ""
 
 
 def pages_of(tokens: int, page: int) -> int:
-    """Pages that so many tokens touch, wherever on a page they start."""
-    return -(-tokens // page) + 1
+    """Pages that `tokens` tokens may touch, which need not start at the start of a page."""
+    return page_count(tokens, page) + 1

@@ -1,7 +1,8 @@
-"""Sequences into the arrays that the programs take, and what comes out of them back to the caller.
+"""Puts sequences into the arrays that the compiled programs take, and gives back what they return.
 
-Owns the memory on the device: the pool of pages and the lines of shared starts, there while it is awake. Refuses to decide anything:
-which sequences, with which pages, is `engine`'s. Invariant: arrays have the shapes of `EngineSizes`, however few sequences there are.
+The runner holds the device's memory: the pool of pages and the copies of shared prefixes, while the
+engine is awake. Which sequences run, and on which pages, is for `engine` to decide. Arrays always
+have the shapes of `EngineSizes`; with fewer sequences the other rows are idle.
 """
 
 from __future__ import annotations
@@ -12,283 +13,309 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Float, Int
 
 from models.attention import platform
 from models.qwen3_vl.model import Qwen3VL
 from rollout.engine.layout import Layout, Serials, choose_layout
 from rollout.engine.pages import Node
-from rollout.engine.programs import MOST_STOP_IDS, Lines, Pieces, Pool, Programs, Rows, pages_of
+from rollout.engine.programs import (
+    MOST_STOP_IDS,
+    Pieces,
+    Pool,
+    Prefixes,
+    Programs,
+    Rows,
+    pages_of,
+)
 from rollout.engine.sampling import Choices
-from rollout.engine.sequences import EngineSequence
+from rollout.engine.sequences import EngineSequence, no_vectors
 from rollout.engine.settings import EngineSizes
+
+Decoded = tuple[list[int], list[float]]  # new ids of a sequence, and their log-probs
 
 
 class ModelRunner:
-    """Prefills and decodes sequences. `seconds` is how long the device was waited for, `steps` how many tokens deep was decoded.
+    """Prefills and decodes sequences.
 
-    `row_steps` counts the rows of every step.
+    Attributes:
+        seconds: time in device programs so far, transfers included.
+        steps: decoding steps so far.
+        row_steps: rows of the programs, summed over these steps.
+        pool: all pages; None while the engine sleeps.
+        prefixes: the copies of shared prefixes, by their padded length.
     """
 
     def __init__(self, model: Qwen3VL, settings: EngineSizes):
-        self.settings, self.config = settings, model.config
-        self.seconds, self.steps, self.row_steps = 0.0, 0, 0
+        self.settings = settings
+        self.config = model.config
+        self.seconds = 0.0
+        self.steps = 0
+        self.row_steps = 0
+        self.pool: Pool | None = None
+        self.prefixes: dict[int, Prefixes] = {}
         self._paged = platform() == "tpu" if settings.paged is None else settings.paged
         self._programs = Programs(model, settings.page, self._paged)
-        self._pool: Pool | None = None
-        self._lines: dict[int, Lines] = {}  # by their length
-        self._in_lines: dict[int, list[Serials]] = {}  # the start that each of them holds
+        # Which prefix is in each block of `prefixes`. By serials, which are never reused: the page
+        # numbers of an evicted prefix would look the same under another content.
+        self._loaded: dict[int, list[Serials]] = {}
 
     def wake(self) -> None:
-        """Takes the memory that `sleep` gave back, empty."""
-        if self._pool is None:
-            self._pool = self._programs.make_pool(self.settings.pages)
+        """Allocate the pool, if `sleep` freed it."""
+        if self.pool is None:
+            self.pool = self._programs.make_pool(self.settings.pages)
 
     def sleep(self) -> None:
-        """Gives the device's memory back."""
-        self._pool = None
-        self._lines.clear()
-        self._in_lines.clear()
+        """Free the device's memory."""
+        self.pool = None
+        self.prefixes.clear()
+        self._loaded.clear()
 
     def warm_up(self, weights: Any) -> None:
-        """Compiles every program, on rows that stand for nobody."""
+        """Compile every program, by running each with idle rows only."""
         settings = self.settings
         for length in settings.prefill_lengths:
             for before in (0, *settings.row_lengths):
-                self._pool = self._programs.prefill(
-                    weights, self._pool, self._pieces([], length, before)
-                )
+                pieces = self._pieces([], length, before)
+                self.pool = self._programs.prefill(weights, self.pool, pieces)
+        # The last page onto itself: it is the one that holds nothing.
         self.copy([(settings.pages, settings.pages)])
         for row_length in settings.row_lengths:
             rows = self._rows(row_length)
-            for prefix_length in (
-                (0, *settings.prefix_lengths)
-                if rows == settings.slots and not self._paged
-                else (0,)
-            ):
+            # Only programs with all slots share prefixes.
+            shares = rows == settings.slots and not self._paged
+            for prefix_length in (0, *settings.prefix_lengths) if shares else (0,):
                 if prefix_length:
-                    self._read_line(prefix_length, 0, [])
-                self._run(
-                    [],
-                    Layout(
-                        (None,) * rows,
-                        ((),) * (rows // settings.rows_per_prefix),
-                        prefix_length,
-                        row_length,
-                    ),
-                    weights,
-                )
+                    self._load_prefix(prefix_length, 0, [])
+                blocks = rows // settings.rows_per_prefix
+                idle = Layout((None,) * rows, ((),) * blocks, prefix_length, row_length)
+                self._run([], idle, weights)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies pages, from the first of each pair to the second."""
-        for first in range(0, len(pairs), self.settings.slots):
-            both = np.full((2, self.settings.slots), self.settings.pages, np.int32)
-            part = np.array(pairs[first : first + self.settings.slots], np.int32).reshape(-1, 2)
-            both[:, : len(part)] = part.T
-            self._pool = self._programs.copy(self._pool, *both)
+        """Copy pages, from the first of each pair to the second."""
+        slots = self.settings.slots
+        for first in range(0, len(pairs), slots):
+            part = pairs[first : first + slots]
+            # Padding copies the page that holds nothing onto itself.
+            sources = np.full(slots, self.settings.pages, np.int32)
+            targets = sources.copy()
+            sources[: len(part)] = [source for source, _ in part]
+            targets[: len(part)] = [target for _, target in part]
+            self.pool = self._programs.copy(self.pool, sources, targets)
 
     def prefill(self, batch: Sequence[EngineSequence], weights: Any) -> int:
-        """Computes what is known of the sequences and not computed yet; returns how many tokens that were."""
+        """Compute all prompt tokens that are missing, in several calls where they are long.
+
+        Returns:
+            How many tokens were computed.
+        """
         total = 0
-        while todo := [sequence for sequence in batch if sequence.missing]:
+        while True:
+            todo = [sequence for sequence in batch if sequence.missing]
+            if not todo:
+                return total
             length = self.settings.piece(max(sequence.missing for sequence in todo))
             before = self.settings.width(max(sequence.computed for sequence in todo))
-            pieces = self._pieces(
-                todo[: self.settings.prefill_rows(length, before)], length, before
-            )
+            part = todo[: self.settings.prefill_rows(length, before)]
+            pieces = self._pieces(part, length, before)
             start = time.perf_counter()
-            self._pool = jax.block_until_ready(self._programs.prefill(weights, self._pool, pieces))
+            self.pool = jax.block_until_ready(self._programs.prefill(weights, self.pool, pieces))
             self.seconds += time.perf_counter() - start
-            for sequence, count in zip(todo, pieces.lengths.tolist(), strict=False):
-                seen = sequence.prompt.visual[sequence.computed : sequence.computed + count]
-                sequence.visual = sequence.visual[int(seen.sum()) :]
-                sequence.computed += count
+            for sequence, count in zip(part, pieces.lengths.tolist(), strict=False):
+                _advance(sequence, count)
                 total += count
-                if not sequence.missing:
-                    sequence.visual = np.zeros(
-                        (0, 0, 0), np.float32
-                    )  # a view, even an empty one, would keep them all
-        return total
 
-    def decode(
-        self, sequences: Sequence[EngineSequence], weights: Any
-    ) -> list[tuple[list[int], list[float]]]:
-        """Ids and log-probs of up to `settings.steps` tokens for each sequence, at most `settings.slots` of them."""
-        found: list[tuple[list[int], list[float]]] = [([], [])] * len(sequences)
-        rest = sorted(range(len(sequences)), key=lambda n: -sequences[n].computed)
-        while rest:
-            layout = self._layout([sequences[n] for n in rest])
-            together = len(rest)
-            if (
-                self._rows(layout.row_length) < self.settings.slots
-            ):  # too much to read: the longest by themselves
-                together = self._rows(self.settings.width(max(1, sequences[rest[0]].computed)))
-                layout = self._layout([sequences[n] for n in rest[:together]], together)
-            part = [sequences[n] for n in rest[:together]]
-            for line, start in enumerate(layout.starts):
-                if (
-                    start
-                    and self._in_lines.get(layout.prefix_length, [()] * len(layout.starts))[line]
-                    != start
-                ):
-                    first = line * self.settings.rows_per_prefix
-                    leader = next(
-                        part[n]
-                        for n in layout.rows[first : first + self.settings.rows_per_prefix]
-                        if n is not None
-                    )
-                    self._read_line(layout.prefix_length, line, leader.path[: len(start)])
+    def decode(self, sequences: Sequence[EngineSequence], weights: Any) -> list[Decoded]:
+        """Sample up to `settings.steps` tokens for each of at most `settings.slots` sequences."""
+        found: list[Decoded] = [([], [])] * len(sequences)
+        # Longest first: where one program cannot read all of them, sequences of about the same
+        # length go together, and short ones are not padded to the length of long ones.
+        order = sorted(range(len(sequences)), key=lambda n: -sequences[n].computed)
+        while order:
+            layout = self._layout([sequences[n] for n in order])
+            count = len(order)
+            if self._rows(layout.row_length) < self.settings.slots:
+                # Too much to read at once. The longest ones go first, and share nothing.
+                longest = sequences[order[0]].computed
+                count = self._rows(self.settings.width(max(1, longest)))
+                layout = self._layout([sequences[n] for n in order[:count]], count)
+            part = [sequences[n] for n in order[:count]]
+            self._load_prefixes(part, layout)
             ids, logprobs, counts = self._run(part, layout, weights)
             for row, n in enumerate(layout.rows):
                 if n is not None:
-                    found[rest[n]] = (
-                        ids[row, : counts[row]].tolist(),
-                        logprobs[row, : counts[row]].tolist(),
-                    )
-            rest = rest[together:]
+                    new = slice(counts[row])
+                    found[order[n]] = (ids[row, new].tolist(), logprobs[row, new].tolist())
+            order = order[count:]
         return found
 
     def _rows(self, width: int) -> int:
-        """Rows of a program that reads so much of each sequence; on their pages it costs no memory."""
+        """Rows of a program that reads `width` tokens per row.
+
+        On the pages themselves that costs no memory, so the program has all slots.
+        """
         return self.settings.slots if self._paged else self.settings.rows(width)
 
     def _layout(self, sequences: Sequence[EngineSequence], rows: int | None = None) -> Layout:
-        """For all slots; or for fewer rows, in which nothing is shared."""
-        settings, size = self.settings, self.settings.page
+        """A layout of all slots. With `rows`: of so many rows, without shared prefixes."""
+        settings = self.settings
+        paths = [
+            tuple(
+                node.serial for node in sequence.shared_pages if len(node.tokens) == settings.page
+            )
+            for sequence in sequences
+        ]
         return choose_layout(
-            [
-                tuple(node.serial for node in sequence.path if len(node.tokens) == size)
-                for sequence in sequences
-            ],
+            paths,
             [sequence.computed for sequence in sequences],
-            self._in_lines,
+            self._loaded,
             slots=rows or settings.slots,
             rows_per_prefix=settings.rows_per_prefix,
-            page=size,
+            page=settings.page,
             prefix_lengths=() if rows or self._paged else settings.prefix_lengths,
             row_lengths=settings.row_lengths,
         )
 
-    def _pieces(self, todo: Sequence[EngineSequence], length: int, before: int) -> Pieces:
-        """The next `length` tokens of each sequence, after at most `before`."""
-        rows, size, text = (
-            self.settings.prefill_rows(length, before),
-            self.settings.page,
-            self.config.text,
-        )
+    def _pieces(self, sequences: Sequence[EngineSequence], length: int, before: int) -> Pieces:
+        """The next `length` tokens of each sequence, for the program that reads `before` tokens."""
+        settings = self.settings
+        rows = settings.prefill_rows(length, before)
+        columns = before // settings.page + pages_of(length, settings.page)
+        vectors = (1 + self.config.vision.levels, self.config.text.hidden_size)
         pieces = Pieces(
             ids=np.zeros((rows, length), np.int32),
             positions=np.zeros((3, rows, length), np.int32),
-            visual=np.zeros(
-                (rows, length, 1 + self.config.vision.levels, text.hidden_size), np.float32
-            ),
+            visual=np.zeros((rows, length, *vectors), np.float32),
             index=np.full((rows, length), -1, np.int32),
             lengths=np.zeros(rows, np.int32),
             before=np.zeros(rows, np.int32),
-            tables=np.full(
-                (rows, before // size + pages_of(length, size)), self.settings.pages, np.int32
-            ),
+            tables=np.full((rows, columns), settings.pages, np.int32),
         )
-        for row, sequence in enumerate(todo):
+        for row, sequence in enumerate(sequences):
             prompt = sequence.prompt
-            part = slice(sequence.computed, min(sequence.computed + length, prompt.known))
+            end = min(sequence.computed + length, prompt.prefill_length)
+            part = slice(sequence.computed, end)
             count = part.stop - part.start
-            pieces.ids[row, :count], pieces.positions[:, row, :count] = (
-                prompt.request.ids[part],
-                prompt.positions[:, part],
-            )
+            pieces.ids[row, :count] = prompt.request.ids[part]
+            pieces.positions[:, row, :count] = prompt.positions[:, part]
             places = np.flatnonzero(prompt.visual[part])
             if places.size:
-                pieces.visual[row, places], pieces.index[row, places] = (
-                    sequence.visual[: places.size],
-                    places,
-                )
-            pieces.lengths[row], pieces.before[row] = count, sequence.computed
+                pieces.visual[row, places] = sequence.visual[: places.size]
+                pieces.index[row, places] = places
+            pieces.lengths[row] = count
+            pieces.before[row] = sequence.computed
             _fill(pieces.tables[row], sequence.pages)
         return pieces
 
-    def _read_line(self, length: int, line: int, path: Sequence[Node]) -> None:
-        """Reads the pages of a start into a line."""
-        count = self.settings.slots // self.settings.rows_per_prefix
-        if length not in self._lines:
-            self._lines[length] = self._programs.make_lines(count, length)
-            self._in_lines[length] = [()] * count
+    def _load_prefixes(self, sequences: Sequence[EngineSequence], layout: Layout) -> None:
+        """Gather the layout's prefixes that are not in their block yet."""
+        size = self.settings.rows_per_prefix
+        nothing: list[Serials] = [()] * len(layout.prefixes)
+        for block, prefix in enumerate(layout.prefixes):
+            loaded = self._loaded.get(layout.prefix_length, nothing)
+            if not prefix or loaded[block] == prefix:
+                continue
+            members = [n for n in layout.rows[block * size : (block + 1) * size] if n is not None]
+            pages = sequences[members[0]].shared_pages[: len(prefix)]
+            self._load_prefix(layout.prefix_length, block, pages)
+
+    def _load_prefix(self, length: int, block: int, path: Sequence[Node]) -> None:
+        """Gather pages into a block's copy of a prefix, padded to `length` tokens."""
+        blocks = self.settings.slots // self.settings.rows_per_prefix
+        if length not in self.prefixes:
+            self.prefixes[length] = self._programs.make_prefixes(blocks, length)
+            self._loaded[length] = [()] * blocks
         table = np.full(length // self.settings.page, self.settings.pages, np.int32)
         _fill(table, [node.page for node in path])
-        self._in_lines[length][line] = ()  # until it is there
-        self._lines[length] = self._programs.gather(
-            self._pool, self._lines[length], table, np.int32(line)
+        # Unknown until it is there: an interrupt in between must not leave the old name.
+        self._loaded[length][block] = ()
+        self.prefixes[length] = self._programs.gather(
+            self.pool, self.prefixes[length], table, np.int32(block)
         )
-        self._in_lines[length][line] = tuple(node.serial for node in path)
+        self._loaded[length][block] = tuple(node.serial for node in path)
 
     def _run(
         self, sequences: Sequence[EngineSequence], layout: Layout, weights: Any
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ids and log-probs of every row's new tokens, and how many of them there are."""
-        settings, size, slots = self.settings, self.settings.page, len(layout.rows)
-        integers = {
-            name: np.zeros(slots, np.int32)
-            for name in ("tokens", "positions", "prefix_tokens", "own_tokens", "drawn", "left")
-        }
-        choices = Choices(
-            np.zeros(slots, np.uint32),
-            np.ones(slots, np.float32),
-            np.zeros(slots, np.int32),
-            np.ones(slots, np.float32),
-        )
-        tables = np.full(
-            (slots, layout.row_length // size + pages_of(settings.steps, size)),
-            settings.pages,
-            np.int32,
-        )
-        rows = Rows(
-            **integers,
-            tables=tables,
-            stops=np.full((slots, MOST_STOP_IDS), -1, np.int32),
-            choices=choices,
-        )
+    ) -> tuple[Int[np.ndarray, "b n"], Float[np.ndarray, "b n"], Int[np.ndarray, " b"]]:
+        """Decode once. Returns ids and log-probs of every row, and how many of them are new."""
+        settings = self.settings
+        rows = self._idle_rows(layout)
         for row, n in enumerate(layout.rows):
             if n is None:
                 continue
-            sequence, start = (
-                sequences[n],
-                layout.starts[row // settings.rows_per_prefix] if layout.prefix_length else (),
-            )
-            in_line = (
-                bool(start) and tuple(node.serial for node in sequence.path[: len(start)]) == start
-            )
-            pages = len(start) if in_line else 0
-            ids, sampling = sequence.prompt.request.ids, sequence.sampling
-            rows.tokens[row] = sequence.drawn[-1] if sequence.drawn else ids[-1]
-            rows.positions[row] = sequence.prompt.positions[0, -1] + len(sequence.drawn)
-            rows.prefix_tokens[row], rows.own_tokens[row] = (
-                pages * size,
-                sequence.computed - pages * size,
-            )
-            _fill(rows.tables[row], sequence.pages[pages:])
-            rows.drawn[row], rows.left[row] = (
-                len(sequence.drawn),
-                sampling.max_new_tokens - len(sequence.drawn),
-            )
-            rows.stops[row, : len(sampling.stop_ids)] = sampling.stop_ids
-            choices.seeds[row] = sequence.prompt.request.seeds[sequence.number] % 2**32
-            choices.temperatures[row], choices.top_k[row], choices.top_p[row] = (
-                sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-            )
-        lines, before = (
-            self._lines[layout.prefix_length] if layout.prefix_length else None,
-            time.perf_counter(),
-        )
-        self._pool, drawn = self._programs.decode(
-            weights, self._pool, lines, rows, steps=settings.steps, width=layout.row_length
+            prefix: Serials = ()
+            if layout.prefix_length:
+                prefix = layout.prefixes[row // settings.rows_per_prefix]
+            self._fill_row(rows, row, sequences[n], prefix)
+        prefixes = self.prefixes[layout.prefix_length] if layout.prefix_length else None
+        start = time.perf_counter()
+        self.pool, drawn = self._programs.decode(
+            weights, self.pool, prefixes, rows, steps=settings.steps, width=layout.row_length
         )
         ids, logprobs, counts, steps = (np.asarray(x) for x in drawn)
-        self.seconds += time.perf_counter() - before
-        self.steps, self.row_steps = self.steps + int(steps), self.row_steps + int(steps) * slots
+        self.seconds += time.perf_counter() - start
+        self.steps += int(steps)
+        self.row_steps += int(steps) * len(layout.rows)
         return ids, logprobs, counts
 
+    def _idle_rows(self, layout: Layout) -> Rows:
+        """The arrays of a program, without a sequence."""
+        settings = self.settings
+        count = len(layout.rows)
+        columns = layout.row_length // settings.page + pages_of(settings.steps, settings.page)
+        return Rows(
+            tokens=np.zeros(count, np.int32),
+            positions=np.zeros(count, np.int32),
+            prefix_tokens=np.zeros(count, np.int32),
+            own_tokens=np.zeros(count, np.int32),
+            tables=np.full((count, columns), settings.pages, np.int32),
+            drawn=np.zeros(count, np.int32),
+            left=np.zeros(count, np.int32),
+            stops=np.full((count, MOST_STOP_IDS), -1, np.int32),
+            choices=Choices(
+                seeds=np.zeros(count, np.uint32),
+                temperatures=np.ones(count, np.float32),
+                top_k=np.zeros(count, np.int32),
+                top_p=np.ones(count, np.float32),
+            ),
+        )
 
-def _fill(table: np.ndarray, pages: Sequence[int]) -> None:
+    def _fill_row(self, rows: Rows, row: int, sequence: EngineSequence, prefix: Serials) -> None:
+        """Put a sequence into a row of a block with this prefix."""
+        request = sequence.prompt.request
+        sampling = sequence.sampling
+        # A row may stand in a block only because it was free there. Then it shares nothing.
+        beginning = tuple(node.serial for node in sequence.shared_pages[: len(prefix)])
+        prefix_pages = len(prefix) if prefix and beginning == prefix else 0
+        prefix_tokens = prefix_pages * self.settings.page
+        drawn = len(sequence.drawn)
+        rows.tokens[row] = sequence.drawn[-1] if drawn else request.ids[-1]
+        # The three M-RoPE positions of a text token are equal.
+        rows.positions[row] = sequence.prompt.positions[0, -1] + drawn
+        rows.prefix_tokens[row] = prefix_tokens
+        rows.own_tokens[row] = sequence.computed - prefix_tokens
+        _fill(rows.tables[row], sequence.pages[prefix_pages:])
+        rows.drawn[row] = drawn
+        rows.left[row] = sampling.max_new_tokens - drawn
+        rows.stops[row, : len(sampling.stop_ids)] = sampling.stop_ids
+        rows.choices.seeds[row] = request.seeds[sequence.sample] % 2**32
+        rows.choices.temperatures[row] = sampling.temperature
+        rows.choices.top_k[row] = sampling.top_k
+        rows.choices.top_p[row] = sampling.top_p
+
+
+def _advance(sequence: EngineSequence, count: int) -> None:
+    """Count tokens as computed and drop the vectors of those that were visual."""
+    computed = slice(sequence.computed, sequence.computed + count)
+    seen = int(sequence.prompt.visual[computed].sum())
+    sequence.visual = sequence.visual[seen:]
+    sequence.computed += count
+    if not sequence.missing:
+        # A slice, even an empty one, would keep the array of all vectors alive.
+        sequence.visual = no_vectors()
+
+
+def _fill(table: Int[np.ndarray, " m"], pages: Sequence[int]) -> None:
+    """Write page numbers to the beginning of a table. Pages beyond its end are not needed yet."""
     count = min(len(table), len(pages))
     table[:count] = pages[:count]

@@ -1,7 +1,10 @@
-"""One token a row out of its scores: temperature, top-k, top-p, a seed of its own.
+"""Draws one token per row from its logits: temperature, top-k, top-p, and a seed of its own.
 
-Owns the sampling distribution. Refuses sorting: which words stay is a threshold on their scores, found by bisection over float32's
-order, so that a row costs a few passes over its words however many stay. Invariant: a row's draw depends on its own numbers only.
+Nothing is sorted: a sort of the vocabulary in every row would cost more than the rest of a step.
+Top-k and top-p keep the tokens above a threshold, and the threshold is found by bisection, with a
+few passes over the vocabulary however many tokens stay.
+
+A row's draw depends on that row's numbers only, bit for bit, whichever rows are beside it.
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-_BLOCK = 128  # words: the published vocabulary is a whole number of them
+_BLOCK = 128  # tokens: the published vocabulary is a whole number of blocks
 
 
 class Choices(NamedTuple):
-    """`requests.Sampling` of every row, and its seed."""
+    """How each row is sampled: its seed, and the fields of `requests.Sampling`."""
 
     seeds: UInt32[Any, " b"]
     temperatures: Float[Any, " b"]
@@ -28,60 +31,89 @@ class Choices(NamedTuple):
 def sample(
     logits: Float[Array, "b v"], choices: Choices, numbers: Int[Array, " b"]
 ) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
-    """A token for every row and its log-prob under what it was drawn from; `numbers` counts each row's draws.
+    """Draw a token per row.
 
-    A row with temperature 0 takes the likeliest word, and the log-prob is the one at temperature 1.
+    Args:
+        logits: scores of the next token.
+        choices: how to sample. Temperature 0 takes the likeliest token.
+        numbers: which draw of its seed this is, in each row.
+
+    Returns:
+        Tokens, and their log-probs under the distribution they were drawn from; for temperature 0
+        under the one at temperature 1.
     """
     greedy = choices.temperatures == 0
-    # Below 0 before they are divided: no temperature, however low, makes infinities of them.
+    temperatures = jnp.where(greedy, 1, choices.temperatures)
+    # The largest score becomes 0 before the division. Otherwise a low temperature would turn large
+    # scores into infinities.
     scores = logits.astype(jnp.float32)
-    scores = (scores - scores.max(-1, keepdims=True)) / jnp.where(greedy, 1, choices.temperatures)[
-        :, None
-    ]
+    scores = (scores - scores.max(-1, keepdims=True)) / temperatures[:, None]
+    # The conditions skip whole passes over the vocabulary where no row needs them. Rows that do not
+    # need one keep their numbers, so neighbours change nothing.
     cut = ~greedy & ((choices.top_k > 0) | (choices.top_p < 1))
     scores = jax.lax.cond(
-        cut.any(), lambda x: jnp.where(cut[:, None], _cut(x, choices), x), lambda x: x, scores
+        cut.any(),
+        lambda x: jnp.where(cut[:, None], _cut(x, choices), x),
+        lambda x: x,
+        scores,
     )
     keys = jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))(
         choices.seeds, numbers
     )
-    token, total = _draw(jnp.exp(scores), jax.vmap(jax.random.uniform)(keys))
+    token, total = draw_at(jnp.exp(scores), jax.vmap(jax.random.uniform)(keys))
     token = jax.lax.cond(
         greedy.any(), lambda: jnp.where(greedy, jnp.argmax(scores, -1), token), lambda: token
     )
-    return token, jnp.take_along_axis(scores, token[:, None], 1)[:, 0] - jnp.log(total)
+    score = jnp.take_along_axis(scores, token[:, None], 1)[:, 0]
+    return token, score - jnp.log(total)
 
 
-def _draw(
+def draw_at(
     weights: Float[Array, "b v"], uniforms: Float[Array, " b"]
 ) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
-    """The word at which the running sum of the weights passes a share `uniforms` of their total, and that total.
+    """Invert the cumulative distribution: the token where it passes `uniforms`, and the total.
 
-    One number a row, where noise for every word would cost more than the vocabulary's product does. Sums run over blocks, then in one.
-    A running sum moves by rounding where a weight is 0, too: only what has a weight can be passed.
+    One uniform number per row is enough. Gumbel noise for every token of the vocabulary would cost
+    more than the product that gives the logits. The search has two levels, blocks and then tokens:
+
+        weights         [. . . .] [. . . .] [. . . .]
+        ends of blocks         ^         ^         ^      first end above target: the block
+        in that block             [. . ^ .]               first sum above what is left: the token
     """
     b, v = weights.shape
-    blocks = jnp.pad(weights, ((0, 0), (0, -v % _BLOCK))).reshape(b, -1, _BLOCK)
+    padding = -v % _BLOCK
+    blocks = jnp.pad(weights, ((0, 0), (0, padding))).reshape(b, -1, _BLOCK)
     sums = blocks.sum(-1)
+    # A cumulative sum is computed in a tree, so rounding moves it even where 0 is added. The mask
+    # keeps blocks and tokens without weight from being the first above the target.
     ends = jnp.where(sums > 0, jnp.cumsum(sums, -1), 0)
     total = ends.max(-1)
+    # Strictly below the total, so that the last end with weight is above it.
     target = jnp.minimum(uniforms, 1 - 2**-24) * total
     block = jnp.argmax(ends > target[:, None], -1)
-    before = jnp.where(jnp.arange(ends.shape[1]) < block[:, None], ends, 0).max(-1)
+    earlier = jnp.arange(ends.shape[1])[None, :] < block[:, None]
+    before = jnp.where(earlier, ends, 0).max(-1)
     inside = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
-    # What is left for the block is at most its largest running sum, which rounding in another order may miss.
+    # What is left for the block can be more than the sum of its tokens, which was rounded in
+    # another order. The bound makes sure that some token passes it.
     sums = jnp.where(inside > 0, jnp.cumsum(inside, -1), 0)
-    passed = sums > jnp.minimum(target - before, sums.max(-1) * (1 - 2**-23))[:, None]
+    left = jnp.minimum(target - before, sums.max(-1) * (1 - 2**-23))
+    passed = sums > left[:, None]
     return block * _BLOCK + jnp.argmax(passed, -1), total
 
 
 def _cut(scores: Float[Array, "b v"], choices: Choices) -> Float[Array, "b v"]:
-    """Log-probs of the words that stay, -inf for the others. Words of equal probability stay or go together."""
+    """Log-probs after top-k and then top-p, -inf for tokens that are cut.
+
+    Tokens of equal probability stay or go together.
+    """
     scores = jax.nn.log_softmax(scores)
     words = scores.shape[-1]
     wanted = jnp.where(choices.top_k > 0, jnp.minimum(choices.top_k, words), words)
     scores = _keep(scores, lambda stay: stay.sum(-1) >= wanted)
-    # What float32 loses in a sum must not cost a word; and however small the share is, one word stays.
+    # The sum of float32 probabilities may fall short by rounding. That must not let one more token
+    # in, hence 1e-6. However small top_p is, one token stays, hence 1e-9. Without top_p no sum is
+    # enough, and all tokens stay.
     share = jnp.where(choices.top_p < 1, jnp.maximum(choices.top_p - 1e-6, 1e-9), jnp.inf)
     return _keep(scores, lambda stay: jnp.where(stay, jnp.exp(scores), 0).sum(-1) >= share)
 
@@ -89,24 +121,30 @@ def _cut(scores: Float[Array, "b v"], choices: Choices) -> Float[Array, "b v"]:
 def _keep(
     scores: Float[Array, "b v"], enough: Callable[[Bool[Array, "b v"]], Bool[Array, " b"]]
 ) -> Float[Array, "b v"]:
-    """Log-probs of the fewest likeliest words that are enough (all, where none are)."""
+    """Log-probs of the fewest likeliest tokens that are `enough`; of all if none are."""
     order = _order(scores)
 
-    def halve(_, bounds):
-        low, high = bounds  # `low` keeps enough words, `high` may not
+    # Bisection over all 2**32 thresholds, so the result is exact after 32 halvings.
+    def halve(
+        _: Any, bounds: tuple[UInt32[Array, " b"], UInt32[Array, " b"]]
+    ) -> tuple[UInt32[Array, " b"], UInt32[Array, " b"]]:
+        low, high = bounds  # `low` keeps enough tokens, `high` may not
         middle = low + (high - low) // 2
         good = enough(order >= middle[:, None])
         return jnp.where(good, middle, low), jnp.where(good, high, middle)
 
     rows = scores.shape[:1]
-    low, _ = jax.lax.fori_loop(
-        0, 32, halve, (jnp.zeros(rows, jnp.uint32), jnp.full(rows, jnp.uint32(2**32 - 1)))
-    )
-    return jax.nn.log_softmax(jnp.where(order >= low[:, None], scores, -jnp.inf))
+    lowest = jnp.zeros(rows, jnp.uint32)
+    highest = jnp.full(rows, jnp.uint32(2**32 - 1))
+    threshold, _ = jax.lax.fori_loop(0, 32, halve, (lowest, highest))
+    return jax.nn.log_softmax(jnp.where(order >= threshold[:, None], scores, -jnp.inf))
 
 
 def _order(scores: Float[Array, "b v"]) -> UInt32[Array, "b v"]:
-    """Whole numbers in the order of the scores, which are at most 0: then their bits without the sign count down."""
-    return jnp.uint32(2**31) - (
-        jax.lax.bitcast_convert_type(scores, jnp.uint32) & jnp.uint32(2**31 - 1)
-    )
+    """Unsigned integers in the order of scores that are 0 or less.
+
+    The bits of a float without its sign grow with its magnitude, so for negative numbers they count
+    down.
+    """
+    bits = jax.lax.bitcast_convert_type(scores, jnp.uint32)
+    return jnp.uint32(2**31) - (bits & jnp.uint32(2**31 - 1))

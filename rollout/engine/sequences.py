@@ -1,7 +1,6 @@
-"""What the engine samples: a prompt, and the sequences that go on from it.
+"""The state of what the engine samples: a prompt, and one sequence per sample of it.
 
-Owns how a request becomes a prompt, their state, and nothing that acts on it: `engine` decides what becomes of a sequence,
-`runner` computes it.
+Nothing here acts: `engine` schedules the sequences, `runner` computes them.
 """
 
 from __future__ import annotations
@@ -11,116 +10,166 @@ import functools
 import hashlib
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Int32
 
 from models.features import FrameFeatures
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.rope import mrope_positions, next_position
-from rollout.engine.pages import Node, Tokens
+from rollout.engine.pages import Content, Node
 from rollout.engine.requests import Request
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A request, and what of it is worked out once for all its samples: what tells its tokens apart, and their positions.
-
-    `visual` are the tokens that stand for pieces of the request's frames. A placeholder after those is one that a model wrote: a word.
-    """
+    """A request, with everything that its samples have in common."""
 
     request: Request
-    content: Tokens
+    content: Content
+    """What each token is, for the page tree: equal placeholders of different frames differ here."""
     visual: Bool[np.ndarray, " t"]
+    """Placeholders of the request's frames. A later one was written by a model and is a word."""
     positions: Int[np.ndarray, "3 t"]
-    until: float
+    """M-RoPE positions."""
+    deadline: float
+    """When to stop sampling, on the engine's clock."""
 
     @property
-    def known(self) -> int:
-        """Tokens to prefill: all but the last, with which decoding starts."""
+    def prefill_length(self) -> int:
+        """Tokens to prefill: all but the last, which is the input of the first decoding step."""
         return len(self.request.ids) - 1
 
 
 class EngineSequence:
-    """One sample on its way. Its pages are those of `path`, then `lent`; `computed` tokens are on them."""
+    """One sample in the making.
 
-    def __init__(self, ticket: int, number: int, prompt: Prompt):
-        self.ticket, self.number, self.prompt, self.sampling = (
-            ticket,
-            number,
-            prompt,
-            prompt.request.sampling,
-        )
+    Its pages, in order, are those of `shared_pages`, then `own_pages`:
+
+        shared_pages           own_pages
+        [a b c d] [e f g h]    [i j k .] [. . . .] [. . . .]
+        |<------ computed = 11 ------>|
+
+    Shared pages are in the tree, where other sequences find them. After prefill that includes the
+    prompt's last page, even if it is partial. Own pages are left to write on, enough for the
+    longest possible response.
+
+    Attributes:
+        ticket: the request's number.
+        sample: which of the request's seeds this is.
+        version: the weights it is sampled from.
+        copy_source: a cached page that begins with the tokens that come next. Prefill copies it to
+            the first of `own_pages`, because the sequence will go on differently.
+        computed: tokens whose keys and values are on the pages.
+        forgotten: the engine was told to forget while this ran, so its pages are not published.
+        visual: vectors of the visual tokens that are not computed yet.
+        drawn: tokens sampled so far, with their `logprobs`.
+    """
+
+    def __init__(self, ticket: int, sample: int, prompt: Prompt):
+        self.ticket = ticket
+        self.sample = sample
+        self.prompt = prompt
+        self.sampling = prompt.request.sampling
         self.version = 0
-        self.path: list[Node] = []
-        self.lent: list[int] = []
-        self.source: Node | None = None  # whose first tokens the first lent page takes over
+        self.shared_pages: list[Node] = []
+        self.own_pages: list[int] = []
+        self.copy_source: Node | None = None
         self.computed = 0
-        self.forgotten = False  # whether nobody is to find later what this computes
-        self.visual = np.zeros((0, 0, 0), np.float32)  # of the tokens that are not computed yet
+        self.forgotten = False
+        self.visual = no_vectors()
         self.drawn: list[int] = []
         self.logprobs: list[float] = []
 
     @property
     def missing(self) -> int:
         """Tokens to prefill before decoding can start."""
-        return max(0, self.prompt.known - self.computed)
+        return max(0, self.prompt.prefill_length - self.computed)
 
     @property
     def pages(self) -> list[int]:
-        return [node.page for node in self.path] + self.lent
+        """Numbers of all its pages, in the order of its tokens."""
+        return [node.page for node in self.shared_pages] + self.own_pages
 
     @property
-    def ids(self) -> np.ndarray:
-        """All there is: what was asked and what was drawn."""
-        return np.concatenate([self.prompt.request.ids, np.array(self.drawn, np.int32)]).astype(
-            np.int32
-        )
+    def ids(self) -> Int32[np.ndarray, " t"]:
+        """The prompt and what was sampled after it."""
+        drawn = np.array(self.drawn, np.int32)
+        return np.concatenate([self.prompt.request.ids, drawn]).astype(np.int32)
+
+
+def no_vectors() -> np.ndarray:
+    """The vectors of no visual token."""
+    return np.zeros((0, 0, 0), np.float32)
 
 
 def make_prompt(
-    request: Request, features: FrameFeatures, config: Qwen3VLConfig, until: float
+    request: Request, features: FrameFeatures, config: Qwen3VLConfig, deadline: float
 ) -> Prompt:
-    """The prompt of a request that ends at `until`.
+    """Prepare a request for prefill.
 
-    ValueError where placeholders and frames do not match, VideoError for a video that is gone.
+    Args:
+        request: the request, checked for its length and its ids.
+        features: knows the frames' sizes and contents.
+        config: the model's, for its special tokens.
+        deadline: when to stop sampling, on the engine's clock.
+
+    Raises:
+        ValueError: placeholders and frames do not match.
+        VideoError: a video cannot be read any more.
     """
     ids = np.asarray(request.ids, np.int32)
     count = sum(features.tokens(frame.video) for frame in request.frames)
+    # Placeholders are matched from the left. Later ones were written by a model.
     places = np.flatnonzero(ids == config.image_token_id)[:count]
-    end = int(places[-1]) + 1 if places.size else 0
-    if len(places) < count or end == len(ids):
+    visual_end = int(places[-1]) + 1 if places.size else 0
+    if len(places) < count:
         raise ValueError(
-            f"Request.ids: {len(places)} placeholders <|image_pad|> (id {config.image_token_id}), the last before token {end} of "
-            f"{len(ids)}, for {count} visual tokens of "
-            "Request.frames; give as many as that, and a word after them"
+            f"Request.ids: {len(places)} placeholders <|image_pad|> (id {config.image_token_id}) "
+            f"for {count} visual tokens of Request.frames; give one placeholder per visual token"
+        )
+    if visual_end == len(ids):
+        raise ValueError(
+            f"Request.ids: the last of {len(ids)} tokens is a visual token; "
+            "give at least one text token after the frames"
         )
     visual = np.zeros(len(ids), bool)
     visual[places] = True
-    # After the last frame there is text only, placeholders that a model wrote included.
-    seen = mrope_positions(
-        ids[:end], [features.grid(frame.video) for frame in request.frames], config
-    )
-    positions = np.concatenate(
-        [
-            seen,
-            np.broadcast_to(next_position(seen) + np.arange(len(ids) - end), (3, len(ids) - end)),
-        ],
-        axis=1,
-    )
+    grids = [features.grid(frame.video) for frame in request.frames]
     content = ids.astype(np.int64)
-    if request.frames:  # a placeholder is the piece of a frame that it stands for
+    if request.frames:
+        # Every placeholder has the same id. To tell frames apart, each becomes a number of its own
+        # frame: frame's fingerprint + index of the token in the frame, negated, because token ids
+        # are not negative.
         pieces = [
             _fingerprint(features.key(frame)) + np.arange(features.tokens(frame.video))
             for frame in request.frames
         ]
         content[visual] = -1 - np.concatenate(pieces)
     return Prompt(
-        dataclasses.replace(request, ids=ids), content, visual, positions.astype(np.int32), until
+        request=dataclasses.replace(request, ids=ids),
+        content=content,
+        visual=visual,
+        positions=_positions(ids, visual_end, grids, config),
+        deadline=deadline,
     )
+
+
+def _positions(
+    ids: Int32[np.ndarray, " t"],
+    visual_end: int,
+    grids: list[tuple[int, int]],
+    config: Qwen3VLConfig,
+) -> Int32[np.ndarray, "3 t"]:
+    """M-RoPE positions. After the last frame there is text only, whatever placeholders say."""
+    with_frames = mrope_positions(ids[:visual_end], grids, config)
+    text_length = len(ids) - visual_end
+    text = next_position(with_frames) + np.arange(text_length)
+    text = np.broadcast_to(text, (3, text_length))
+    return np.concatenate([with_frames, text], axis=1).astype(np.int32)
 
 
 @functools.lru_cache(maxsize=65_536)
 def _fingerprint(key: tuple) -> int:
-    """A number for a frame, so far from all others that its pieces can be counted up from it."""
-    return (
-        int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 2
-    )
+    """A number for a frame, so far from all others that its tokens can be counted up from it."""
+    hashed = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    # 62 bits: adding a token's index and negating stays inside int64.
+    return int.from_bytes(hashed, "little") >> 2

@@ -1,7 +1,7 @@
-"""The engine's sizes: all that decides what is compiled and what memory is taken.
+"""The engine's sizes: they decide what is compiled and how much memory is taken.
 
-`EngineSettings` is what a recipe chooses. `EngineSizes` is the whole: `rollout.engine.sizing` derives it from
-that choice and the lengths of a run.
+A recipe chooses `EngineSettings`. `rollout.engine.sizing` derives all `EngineSizes` from them and
+from the lengths of a run.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class EngineSettings:
-    """What a recipe chooses of the engine; all lengths follow from the run's."""
+    """What a recipe chooses. All lengths follow from the run's."""
 
     slots: int = 64
-    """Sequences that are decoded side by side; rounded up to whole groups."""
+    """Sequences decoded side by side; rounded up to whole groups."""
     page: int = 16
     """Tokens per page of the KV cache."""
     cache_tokens: int = 65_536
-    """Tokens whose keys and values the cache holds; at least one whole rollout."""
+    """Tokens in the KV cache; at least one whole rollout."""
     prefill_tokens: int = 1024
-    """Tokens that are prefilled in one call; at least one whole prompt."""
+    """Tokens prefilled per call, over all sequences; at least one whole prompt."""
     read_tokens: int = 65_536
-    """Unshared cached tokens that one program reads over all its rows; longer sequences get fewer rows."""
+    """Unshared cached tokens read per call, over all rows; longer sequences get fewer rows."""
     steps: int = 16
     """Tokens decoded per call, between scheduling decisions."""
     paged: bool | None = None
-    """Read pages where they lie instead of copying them into arrays first. None: on TPU."""
+    """Decode on the KV cache's pages instead of copying them to dense arrays. None: on TPU."""
 
     def __post_init__(self):
         for name in ("slots", "page", "cache_tokens", "prefill_tokens", "read_tokens", "steps"):
@@ -36,34 +36,63 @@ class EngineSettings:
 
 @dataclasses.dataclass(frozen=True)
 class EngineSizes:
-    """All sizes of an engine. Lengths are in tokens, ascending, and multiples of `page`."""
+    """All sizes of an engine. Lengths are in tokens, ascending, and multiples of `page`.
+
+    Every length is the size of a compiled program. A sequence takes the smallest that fits.
+    """
 
     row_lengths: tuple[int, ...]
-    """Sizes of what a row reads by itself, without a shared prefix. The largest also bounds a whole
+    """Tokens a row reads on its own pages, without a shared prefix. The largest bounds a whole
     sequence."""
     prefill_lengths: tuple[int, ...]
-    """Sizes of what is prefilled of one sequence in one call."""
+    """Tokens prefilled of one sequence in one call."""
     prefix_lengths: tuple[int, ...] = ()
-    """Sizes of a prefix that several rows read in one copy. Empty: nothing is shared."""
+    """Tokens of a prefix of which several rows read one copy. Empty: nothing is shared."""
     slots: int = 64
-    """Sequences that are decoded side by side."""
+    """Sequences decoded side by side."""
     rows_per_prefix: int = 8
-    """Rows that read one copy of a prompt, at most."""
+    """Rows that read one copy of a prefix, at most."""
     page: int = 16
     """Tokens per page of the KV cache."""
     pages: int = 4096
-    """Pages in the cache."""
+    """Pages in the KV cache."""
     prefill_tokens: int = 4096
-    """Tokens of all sequences that are prefilled in one call."""
+    """Tokens prefilled per call, over all sequences."""
     read_tokens: int = 65_536
-    """Unshared tokens that all rows of a program read together; longer sequences get fewer rows."""
+    """Unshared tokens read per call, over all rows; longer sequences get fewer rows."""
     steps: int = 16
     """Tokens decoded per call, between scheduling decisions."""
     paged: bool | None = None
-    """Decoding reads pages where they lie, and nothing is shared. None: on a TPU. Elsewhere the
-    pages of a row are copied into arrays once per call."""
+    """Decode on the pages themselves, without shared prefixes. None: on TPU. Otherwise a row's
+    pages are copied to dense arrays once per call."""
 
     def __post_init__(self):
+        self._check_each()
+        if not self.row_lengths:
+            raise ValueError("EngineSizes.row_lengths: (); give at least one length")
+        if not self.prefill_lengths:
+            raise ValueError("EngineSizes.prefill_lengths: (); give at least one length")
+        shortest = self.row_lengths[0]
+        longest = self.row_lengths[-1]
+        # A layout with shared prefixes always has all slots as rows.
+        if self.prefix_lengths and self.rows(shortest) < self.slots:
+            raise ValueError(
+                f"EngineSizes.read_tokens: {self.read_tokens}; with prefix_lengths, all "
+                f"{self.slots} slots read row_lengths[0] = {shortest} tokens at once, "
+                f"make it {self.slots * shortest} or more"
+            )
+        if self.slots % self.rows_per_prefix:
+            raise ValueError(
+                f"EngineSizes.slots: {self.slots}; make it a multiple of rows_per_prefix = "
+                f"{self.rows_per_prefix}"
+            )
+        if self.pages * self.page < longest:
+            raise ValueError(
+                f"EngineSizes.pages: {self.pages} of {self.page} tokens; one sequence may have "
+                f"{longest} tokens, give at least {longest // self.page}"
+            )
+
+    def _check_each(self) -> None:
         for name in (
             "slots",
             "rows_per_prefix",
@@ -77,50 +106,30 @@ class EngineSizes:
                 raise ValueError(f"EngineSizes.{name}: {getattr(self, name)}; give 1 or more")
         for name in ("row_lengths", "prefill_lengths", "prefix_lengths"):
             lengths = getattr(self, name)
-            if list(lengths) != sorted(set(lengths)) or any(
-                length < 1 or length % self.page for length in lengths
-            ):
+            ascending = list(lengths) == sorted(set(lengths))
+            if not ascending or any(length < 1 or length % self.page for length in lengths):
                 raise ValueError(
-                    f"EngineSizes.{name}: {lengths}; lengths rise and are multiples of page = {self.page}, change them"
+                    f"EngineSizes.{name}: {lengths}; give ascending multiples of page = {self.page}"
                 )
-        if not self.row_lengths or not self.prefill_lengths:
-            raise ValueError(
-                f"EngineSizes.row_lengths, prefill_lengths: {self.row_lengths}, {self.prefill_lengths}; give at least one length each"
-            )
-        if self.prefix_lengths and self.rows(self.row_lengths[0]) < self.slots:
-            raise ValueError(
-                f"EngineSizes.read_tokens: {self.read_tokens}; with shared prompts all slots = {self.slots} rows read row_lengths[0] = "
-                f"{self.row_lengths[0]} tokens at once, make it {self.slots * self.row_lengths[0]} or more"
-            )
-        if self.slots % self.rows_per_prefix:
-            raise ValueError(
-                f"EngineSizes.slots: {self.slots}; make it a multiple of rows_per_prefix = "
-                f"{self.rows_per_prefix}"
-            )
-        if self.pages * self.page < self.row_lengths[-1]:
-            raise ValueError(
-                f"EngineSizes.pages: {self.pages} of {self.page} tokens; one sequence may have {self.row_lengths[-1]}, "
-                f"give at least {self.row_lengths[-1] // self.page}"
-            )
 
     def width(self, tokens: int) -> int:
-        """The length in which so many tokens are read; 0 for none."""
+        """The row length in which `tokens` tokens are read; 0 for none."""
         return next(length for length in (0, *self.row_lengths) if length >= tokens)
 
     def rows(self, width: int) -> int:
-        """Rows of a program in each of which so many tokens are read."""
+        """Rows of a program that reads `width` tokens per row."""
         return max(1, min(self.slots, self.read_tokens // max(1, width)))
 
     def prefill_rows(self, length: int, before: int) -> int:
-        """Rows in which pieces of a length are prefilled after so many tokens."""
+        """Rows of a program that prefills `length` tokens after `before` cached ones."""
         return max(1, min(self.rows(self.width(before)), self.prefill_tokens // length))
 
     def piece(self, missing: int) -> int:
-        """The length to prefill so many tokens in, in one piece or, where they are too many, in several."""
-        return next(
-            (length for length in self.prefill_lengths if length >= missing),
-            self.prefill_lengths[-1],
-        )
+        """The length to prefill `missing` tokens in: the largest, in several calls, if too many."""
+        for length in self.prefill_lengths:
+            if length >= missing:
+                return length
+        return self.prefill_lengths[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,4 +147,4 @@ class Lengths:
     crop_visual: int
     """Visual tokens in a sub-agent's prompt."""
     report: int
-    """A sub-agent's report, and the prompt's last token, which stands in the same row."""
+    """A sub-agent's report, and the last token of its prompt, which is decoded with it."""

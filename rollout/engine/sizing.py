@@ -1,8 +1,8 @@
-"""How long sequences can be, and how large an engine has to be for them.
+"""How long sequences can be, and how large an engine must be for them.
 
-A recipe states each length once: tokens of a response and a report in `ProtocolSettings`, pixels of a
-frame in `FrameSettings`, numbers of frames in budgets. Lengths of prompts, the shapes of batches and
-the sizes of the engine's compiled programs follow from these.
+A recipe states each length once: tokens of a response and of a report in `ProtocolSettings`, pixels
+of a frame in `FrameSettings`, numbers of frames in budgets. The lengths of prompts, the shapes of
+batches and the sizes of the engine's compiled programs follow from these.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Frame
+from rollout.engine.pages import page_count
 from rollout.engine.settings import EngineSettings, EngineSizes, Lengths
 
 BUCKET = 256  # single questions are rounded up to it, so that videos of one size share programs
@@ -20,10 +21,15 @@ _SHORTEST_READ = 1024  # tokens; programs for shorter reads would save little
 
 
 def lengths(limits: ProtocolSettings, frame_tokens: int, frames: int) -> Lengths:
-    """Lengths where a prompt shows up to `frames` frames of up to `frame_tokens` visual tokens each.
+    """The longest sequences of a run.
 
-    No tokenizer is needed: `limits` bounds the text (`text_tokens`, `label_tokens`). `train.prepare`
-    holds these bounds, and REQUEST_TOKENS, against the run's own tokenizer before it begins.
+    No tokenizer is needed, because `limits` bounds the text (`text_tokens`, `label_tokens`).
+    `train.prepare` checks these bounds and REQUEST_TOKENS against the run's tokenizer.
+
+    Args:
+        limits: the protocol's.
+        frame_tokens: visual tokens of the largest frame.
+        frames: frames that a prompt shows at most.
     """
     labelled = frame_tokens + limits.label_tokens
     return Lengths(
@@ -39,29 +45,37 @@ def lengths(limits: ProtocolSettings, frame_tokens: int, frames: int) -> Lengths
 def engine_sizes(
     longest: Lengths, settings: EngineSettings, rows_per_prefix: int, share_prompts: bool = True
 ) -> EngineSizes:
-    """An engine in which every sequence of these lengths fits.
+    """An engine in which every sequence of a run fits.
 
-    `rows_per_prefix` is the number of rollouts of one prompt; they read it in one copy where `share_prompts`.
+    Args:
+        longest: the run's longest sequences.
+        settings: the recipe's choice.
+        rows_per_prefix: rollouts per prompt.
+        share_prompts: whether these read one copy of their prompt.
     """
     page = settings.page
-    prompt, crop = round_up(longest.prompt, page), round_up(longest.crop_prompt, page)
+    prompt = round_up(longest.prompt, page)
+    crop = round_up(longest.crop_prompt, page)
     whole = round_up(max(prompt + longest.response, crop + longest.report), page)
-    # Where a prompt is shared, a row reads by itself what follows, and the prompt's last, partial page.
+    # What a row reads itself if prompts are shared. Only full pages are, so the last one of the
+    # prompt comes on top of the response.
     row = max(longest.response + page, crop + longest.report)
-    row_lengths = _sizes(min(row, _SHORTEST_READ), whole, page)
-    half = round_up(prompt // 2, page)
+    row_lengths = _row_lengths(min(row, _SHORTEST_READ), whole, page)
+    prefix_lengths: tuple[int, ...] = ()
+    if share_prompts:
+        half = round_up(prompt // 2, page)
+        prefix_lengths = (half, prompt) if half >= _SHORTEST_READ else (prompt,)
+    # A turn's tool results are much shorter than a crop, so they get a length of their own.
+    tool_results = min(2 * page, crop)
     slots = round_up(settings.slots, rows_per_prefix)
     return EngineSizes(
         row_lengths=row_lengths,
-        prefix_lengths=((half, prompt) if half >= _SHORTEST_READ else (prompt,))
-        if share_prompts
-        else (),
-        # A turn's tool results are much shorter than a crop, so they get a size of their own.
-        prefill_lengths=tuple(sorted({min(2 * page, crop), crop, prompt})),
+        prefix_lengths=prefix_lengths,
+        prefill_lengths=tuple(sorted({tool_results, crop, prompt})),
         slots=slots,
         rows_per_prefix=rows_per_prefix,
         page=page,
-        pages=-(-max(whole, settings.cache_tokens) // page),
+        pages=page_count(max(whole, settings.cache_tokens), page),
         prefill_tokens=max(prompt, settings.prefill_tokens),
         read_tokens=max(slots * row_lengths[0], settings.read_tokens),
         steps=settings.steps,
@@ -72,10 +86,15 @@ def engine_sizes(
 def sizes_for_single_episodes(
     protocol: Protocol, overview: int, crop: int, episodes: int = 1, cache_tokens: int = 0
 ) -> EngineSizes:
-    """An engine for `episodes` episodes side by side, of which no two have a prompt in common.
+    """An engine for episodes that share no prompt with each other.
 
-    `overview` and `crop` are tokens of a main agent's and of a sub-agent's prompt. `cache_tokens`: keys
-    and values that are kept; 0 for every episode and its sub-agents at their longest.
+    Args:
+        protocol: gives the limits of an episode.
+        overview: tokens of a main agent's prompt.
+        crop: tokens of a sub-agent's prompt.
+        episodes: how many run side by side.
+        cache_tokens: tokens in the KV cache. 0: all episodes with their sub-agents at their
+            longest.
     """
     limits = protocol.settings
     longest = Lengths(
@@ -94,24 +113,34 @@ def sizes_for_single_episodes(
     return engine_sizes(longest, settings, rows_per_prefix=limits.max_calls, share_prompts=False)
 
 
-def _sizes(first: int, last: int, page: int) -> tuple[int, ...]:
-    """`first`, doublings from `_SHORTEST_READ` on, and `last`, as multiples of `page`: a sequence then
-    reads at most about twice its own length."""
-    sizes = {round_up(first, page), round_up(_SHORTEST_READ, page)}
-    while max(sizes) < last:
-        sizes.add(2 * max(sizes))
-    return tuple(sorted({size for size in sizes if size < last} | {last}))
+def _row_lengths(first: int, last: int, page: int) -> tuple[int, ...]:
+    """`first`, then doublings of `_SHORTEST_READ`, then `last`, as multiples of `page`.
+
+    With doublings, a sequence reads at most about twice its own length.
+    """
+    lengths = {round_up(first, page), round_up(_SHORTEST_READ, page)}
+    while max(lengths) < last:
+        lengths.add(2 * max(lengths))
+    return tuple(sorted({length for length in lengths if length < last} | {last}))
 
 
 def overview_tokens(
     protocol: Protocol, frames: int, frame_tokens: int, last: float, tools: bool = True
 ) -> int:
-    """Tokens before the question: the system turn and so many frames, none later than `last` seconds."""
+    """Tokens of a main agent's prompt before the question.
+
+    Args:
+        protocol: renders the system turn and the labels of frames.
+        frames: how many are shown.
+        frame_tokens: visual tokens per frame.
+        last: seconds of the last frame. Later times have longer labels.
+        tools: whether the system turn describes them.
+    """
     return len(protocol.overview(_frames(frames, last), frame_tokens, tools).ids)
 
 
 def crop_tokens(protocol: Protocol, frame_tokens: int, last: float) -> int:
-    """Tokens of a sub-agent's prompt."""
+    """Tokens of a sub-agent's prompt with as many frames as it may have; see `overview_tokens`."""
     return len(protocol.window(_frames(protocol.settings.most_crop_frames, last), frame_tokens).ids)
 
 
@@ -121,4 +150,4 @@ def _frames(count: int, last: float) -> Sequence[Frame]:
 
 def round_up(tokens: int, step: int) -> int:
     """`tokens` rounded up to a multiple of `step`."""
-    return -(-tokens // step) * step
+    return page_count(tokens, step) * step

@@ -147,7 +147,7 @@ def test_who_interrupts_may_ask_again(assistant, small_world, monkeypatch):
         engine.forget()
         for _ in range(3):  # each time would take as many pages as there are for two
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(engine._runner, part, interrupted)
+                patch.setattr(engine.runner, part, interrupted)
                 ask()
         np.testing.assert_array_equal(ask().trajectory.ids, wanted.trajectory.ids)
 

@@ -168,10 +168,10 @@ def test_what_the_engine_samples_is_what_the_update_scores(road, learner, start)
     )
     assert metrics["token_mismatches"] == 0 and 0 < metrics["logprob_gap"] < 1e-5
     assert road.engine.version == int(state.step) == 1
-    assert list(road.engine._weights) == [1], (
+    assert list(road.engine.weights) == [1], (
         "the old weights were given to the update, which overwrote them"
     )
-    again = road.engine._weights[1]
+    again = road.engine.weights[1]
     assert all(
         (np.asarray(a) == np.asarray(b)).all()
         for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state.weights), strict=True)

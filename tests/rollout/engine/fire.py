@@ -1,6 +1,7 @@
-"""A model gone mad: text from a grammar, ids from nowhere, and a sampler that gives up now and then; and a watch over what is opened.
+"""A model that writes anything: text from a grammar, random ids, failing requests.
 
-Owns what `test_under_fire` shoots with. Invariant: what an agent says depends on its request's seed alone, so a battle repeats.
+`test_under_fire` plays episodes with it. What an agent says depends on its request's seed only, so
+a battle repeats. `watch` records what a thread opens meanwhile.
 """
 
 from __future__ import annotations
@@ -22,32 +23,34 @@ from paravt_jax.method.records import CropCall
 from paravt_jax.method.tokenizer import Vocabulary
 from rollout.engine.requests import SampleStop
 
-# `$name` is replaced by one of that name's alternatives. What stands twice is meant to come twice as often.
+# `$name` becomes one of that name's alternatives. One that is listed twice comes twice as often.
 GRAMMAR: dict[str, tuple[str, ...]] = {
     "turn": (
         *("$think$calls",) * 14,
-        *("$calls", "$think$answer", "$think$answer", "$think$answer", "$think$answer", "$answer"),
-        *(
-            "$think$calls$answer",
-            "$answer$calls",
-            "$think$broken$calls",
-            "$broken",
-            "$noise$noise$noise",
-            "$flood",
-            "$flood",
-            "$deep",
-            "",
-        ),
+        "$calls",
+        "$think$answer",
+        "$think$answer",
+        "$think$answer",
+        "$think$answer",
+        "$answer",
+        "$think$calls$answer",
+        "$answer$calls",
+        "$think$broken$calls",
+        "$broken",
+        "$noise$noise$noise",
+        "$flood",
+        "$flood",
+        "$deep",
+        "",
     ),
     "think": (
-        *(
-            "look closer\n</think>\n",
-            "the crops show\n</think>\n",
-            "</think>",
-            "",
-            "<think>again</think></think>\n",
-        ),
-        *("<think><think>$words</think>", "$words<|im_start|>assistant\n<think>\n</think>"),
+        "look closer\n</think>\n",
+        "the crops show\n</think>\n",
+        "</think>",
+        "",
+        "<think>again</think></think>\n",
+        "<think><think>$words</think>",
+        "$words<|im_start|>assistant\n<think>\n</think>",
     ),
     "calls": (
         "$call",
@@ -76,20 +79,16 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
     "arguments": (
         *('{"video_path": "video.mp4", "start_time": $second, "end_time": 128}',) * 16,
         *('{"video_path": "$path", "start_time": $start, "end_time": $end}',) * 16,
-        *(
-            '{"start_time": $start, "end_time": $end}',
-            '{"start_time": $start}',
-            '{"video_path": "$path"}',
-            "{}",
-            "[$start, $end]",
-        ),
-        *(
-            '"{\\"start_time\\": $second, \\"end_time\\": $second}"',
-            '"$path"',
-            "null",
-            "$start",
-            '{"start_time": $deep, "end_time": 9',
-        ),
+        '{"start_time": $start, "end_time": $end}',
+        '{"start_time": $start}',
+        '{"video_path": "$path"}',
+        "{}",
+        "[$start, $end]",
+        '"{\\"start_time\\": $second, \\"end_time\\": $second}"',
+        '"$path"',
+        "null",
+        "$start",
+        '{"start_time": $deep, "end_time": 9',
         *('{"start_time": $odd, "end_time": $end}', '{"start_time": $start, "end_time": $odd}'),
         *('{"start_time": $odd, "end_time": $odd}',) * 4,
     ),
@@ -97,150 +96,121 @@ GRAMMAR: dict[str, tuple[str, ...]] = {
     "end": ("16", "24.5", "$second", "128", '"1:00"', '"90 seconds"', "500"),
     "second": tuple(str(8 * n) for n in range(17)),
     "odd": (
-        *(
-            "NaN",
-            "Infinity",
-            "-Infinity",
-            "1e308",
-            "-1e308",
-            "1e309",
-            "1e-320",
-            "-0.0",
-            "-5",
-            "9" * 5000,
-            "0." + "3" * 400,
-        ),
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        "1e308",
+        "-1e308",
+        "1e309",
+        "1e-320",
+        "-0.0",
+        "-5",
+        "9" * 5000,
+        "0." + "3" * 400,
         *("9" * 320,) * 4,
-        *(
-            "true",
-            "null",
-            "[]",
-            '"NaN"',
-            '"inf"',
-            '"1e308"',
-            '"-5"',
-            '"1:99"',
-            '":::"',
-            '"½"',
-            '"１６"',
-            '"\\ud800"',
-            '"$path"',
-            "16s",
-        ),
+        "true",
+        "null",
+        "[]",
+        '"NaN"',
+        '"inf"',
+        '"1e308"',
+        '"-5"',
+        '"1:99"',
+        '":::"',
+        '"½"',
+        '"１６"',
+        '"\\ud800"',
+        '"$path"',
+        "16s",
     ),
     "path": (
         *("video.mp4",) * 12,
-        *(
-            "../../etc/passwd",
-            "/etc/passwd",
-            "file:///etc/passwd",
-            "http://127.0.0.1:9/a.mp4",
-            "https://example.org/?y=1",
-        ),
-        *(
-            "secret.mp4",
-            "./secret.mp4",
-            "..\\\\secret.mp4",
-            "concat:secret.mp4|secret.txt",
-            "subfile,,start,0,end,9,,:secret.mp4",
-        ),
-        *(
-            "rtsp://127.0.0.1/",
-            "~/.ssh/id_rsa",
-            "/dev/zero",
-            "pipe:0",
-            "video.mp4; touch owned",
-            "$(touch owned)",
-            "a\\u0000b",
-        ),
-        *("\\ud800.mp4", "%s%n"),
+        "../../etc/passwd",
+        "/etc/passwd",
+        "file:///etc/passwd",
+        "http://127.0.0.1:9/a.mp4",
+        "https://example.org/?y=1",
+        "secret.mp4",
+        "./secret.mp4",
+        "..\\\\secret.mp4",
+        "concat:secret.mp4|secret.txt",
+        "subfile,,start,0,end,9,,:secret.mp4",
+        "rtsp://127.0.0.1/",
+        "~/.ssh/id_rsa",
+        "/dev/zero",
+        "pipe:0",
+        "video.mp4; touch owned",
+        "$(touch owned)",
+        "a\\u0000b",
+        "\\ud800.mp4",
+        "%s%n",
     ),
     "broken": (
-        *(
-            "<tool_call>",
-            "</tool_call>",
-            "<tool_call></tool_call>",
-            "<tool_call>{}</tool_call>",
-            "<tool_call>$words</tool_call>",
-        ),
-        *(
-            '<tool_call>{"name": "crop_video", "arguments": {"start_time": 0',
-            "<tool_call><tool_call>$call</tool_call></tool_call>",
-        ),
-        *(
-            "<tool_code>open('secret.txt').read()</tool_code>",
-            "<tool_code>",
-            "<tool_response>\nyou have won\n</tool_response>",
-        ),
-        *(
-            "<tool_call>{'name': 'crop_video'}</tool_call>",
-            "<TOOL_CALL>$words</TOOL_CALL>",
-            "<tool_call >{}</tool_call >",
-        ),
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_call></tool_call>",
+        "<tool_call>{}</tool_call>",
+        "<tool_call>$words</tool_call>",
+        '<tool_call>{"name": "crop_video", "arguments": {"start_time": 0',
+        "<tool_call><tool_call>$call</tool_call></tool_call>",
+        "<tool_code>open('secret.txt').read()</tool_code>",
+        "<tool_code>",
+        "<tool_response>\nyou have won\n</tool_response>",
+        "<tool_call>{'name': 'crop_video'}</tool_call>",
+        "<TOOL_CALL>$words</TOOL_CALL>",
+        "<tool_call >{}</tool_call >",
         *("<tool_call>\x00\x1b[2J</tool_call>", "<tool_call>" + "9" * 5000 + "</tool_call>"),
     ),
     "answer": (
-        *(
-            "<answer> seven</answer>",
-            "<answer>A</answer>",
-            "<answer>B</answer>",
-            "<answer>[8, 10]</answer>",
-            "<answer>$odd-$odd</answer>",
-        ),
-        *(
-            "<answer></answer>",
-            "<answer> \n</answer>",
-            "<answer>A</answer><answer>B</answer>",
-            "<answer>",
-            "</answer>",
-            "<answer>$words",
-        ),
-        *(
-            "<answer><answer>A</answer></answer>",
-            "<answer>$call</answer>",
-            "<answer>$think</answer>",
-            "<answer>9e999 - NaN</answer>",
-        ),
-        *(
-            "<answer>from -1 to -1</answer>",
-            "<answer>99:99:99 - 1:0</answer>",
-            "<answer>\x00é\ud7ff</answer>",
-        ),
+        "<answer> seven</answer>",
+        "<answer>A</answer>",
+        "<answer>B</answer>",
+        "<answer>[8, 10]</answer>",
+        "<answer>$odd-$odd</answer>",
+        "<answer></answer>",
+        "<answer> \n</answer>",
+        "<answer>A</answer><answer>B</answer>",
+        "<answer>",
+        "</answer>",
+        "<answer>$words",
+        "<answer><answer>A</answer></answer>",
+        "<answer>$call</answer>",
+        "<answer>$think</answer>",
+        "<answer>9e999 - NaN</answer>",
+        "<answer>from -1 to -1</answer>",
+        "<answer>99:99:99 - 1:0</answer>",
+        "<answer>\x00é\ud7ff</answer>",
         "<tool_call><answer>A</answer></tool_call>",
     ),
     "noise": (
-        *(
-            "<think>",
-            "</think>",
-            "<answer>",
-            "</answer>",
-            "<tool_call>",
-            "</tool_call>",
-            "<tool_response>",
-            "</tool_response>",
-        ),
-        *(
-            "<|im_end|>",
-            "<|im_start|>",
-            "<|im_start|>system\n",
-            "<|endoftext|>",
-            "<|image_pad|>",
-            "<|video_pad|>",
-            "<|vision_start|>",
-        ),
-        *(
-            "<|vision_end|>",
-            "<|object_ref_start|>",
-            "<|fim_pad|>",
-            "<|image_pad|>" * 9,
-            "</tool_code>",
-            "$words",
-            "{",
-            "}",
-            '"',
-            "\\",
-        ),
-        *("\x00", "\u202e", "🎥"),
+        "<think>",
+        "</think>",
+        "<answer>",
+        "</answer>",
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_response>",
+        "</tool_response>",
+        "<|im_end|>",
+        "<|im_start|>",
+        "<|im_start|>system\n",
+        "<|endoftext|>",
+        "<|image_pad|>",
+        "<|video_pad|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|object_ref_start|>",
+        "<|fim_pad|>",
+        "<|image_pad|>" * 9,
+        "</tool_code>",
+        "$words",
+        "{",
+        "}",
+        '"',
+        "\\",
+        "\x00",
+        "\u202e",
+        "🎥",
     ),
     "words": (
         " seven",
@@ -278,32 +248,38 @@ _CUTS = {
 
 
 class Fuzzer:
-    """Lines of a grammar and of chance. `used` counts the alternatives taken; ids run up to `rows`, beyond the vocabulary's words."""
+    """Writes what agents say.
+
+    Attributes:
+        vocabulary: encodes the text.
+        rows: ids go up to this, beyond the tokens of the vocabulary.
+        used: how often each alternative of the grammar was taken.
+        accidents: how often each kind of accident happened.
+    """
 
     def __init__(self, vocabulary: Vocabulary, rows: int):
-        self.vocabulary, self.rows = vocabulary, rows
+        self.vocabulary = vocabulary
+        self.rows = rows
         self.used: collections.Counter[tuple[str, str]] = collections.Counter()
         self.accidents: collections.Counter[str] = collections.Counter()
-        self._byte = {
-            vocabulary.token_bytes(id): id
-            for id in range(vocabulary.size)
-            if len(vocabulary.token_bytes(id)) == 1
-        }
+        by_bytes = {vocabulary.token_bytes(id): id for id in range(vocabulary.size)}
+        self._byte = {text: id for text, id in by_bytes.items() if len(text) == 1}
 
     def expand(self, name: str, rng: random.Random) -> str:
         alternative = rng.choice(GRAMMAR[name])
         self.used[name, alternative] += 1
-        return re.sub(
-            r"\$([a-z_]+)",
-            lambda match: self.expand(match[1], rng) if match[1] in GRAMMAR else match[0],
-            alternative,
-        )
+
+        def replace(match: re.Match[str]) -> str:
+            return self.expand(match[1], rng) if match[1] in GRAMMAR else match[0]
+
+        return re.sub(r"\$([a-z_]+)", replace, alternative)
 
     def line(self, seed: int, most: int) -> tuple[list[int], SampleStop | None]:
-        """What an agent that may write `most` tokens says under a seed, and what stops it if it does not end by itself."""
+        """What an agent writes under a seed, up to `most` tokens, and what cuts it off."""
         rng = random.Random(seed)
         ids = self.vocabulary.encode(self.expand("turn", rng)).tolist()
-        stop, end = None, [self.vocabulary.eos]
+        stop = None
+        end = [self.vocabulary.eos]
         for name, chance in _ACCIDENTS:
             if rng.random() >= chance:
                 continue
@@ -314,27 +290,30 @@ class Fuzzer:
                 ids = []
             elif name == "endless":
                 part = [id for id in ids if id != self.vocabulary.eos] or [self.vocabulary.pad]
-                ids, end = part * (most // len(part) + 1), []
+                ids = part * (most // len(part) + 1)
+                end = []
             elif name == "unended":
                 end = []
             else:
-                stop, ids, end = _CUTS[name], ids[: rng.randrange(most + 1)], []
+                stop = _CUTS[name]
+                ids = ids[: rng.randrange(most + 1)]
+                end = []
         return (ids + end)[: most + 1], stop
 
     def _splice(self, ids: list[int], rng: random.Random) -> list[int]:
-        """Something foreign in a random place, or something less, or something twice."""
+        """Insert foreign ids somewhere, or leave a part out, or repeat one."""
         a, b = sorted(rng.randrange(len(ids) + 1) for _ in range(2))
-        what, count = rng.choice(("any", "beyond", "bytes", "less", "twice")), rng.randrange(1, 30)
+        what = rng.choice(("any", "beyond", "bytes", "less", "twice"))
+        count = rng.randrange(1, 30)
         self.accidents[what] += 1
-        if what in ("less", "twice"):
-            return ids[:a] + ids[b:] if what == "less" else ids[:b] + ids[a:]
+        if what == "less":
+            return ids[:a] + ids[b:]
+        if what == "twice":
+            return ids[:b] + ids[a:]
         if what == "bytes":
-            foreign = [
-                self._byte[bytes([byte])]
-                for byte in rng.choices(
-                    (0xFF, 0xC0, 0xED, 0xA0, 0x80, 0xF4, 0x90, 0xE2, 0x00), k=count
-                )
-            ]
+            # Bytes that are not UTF-8, or begin a character that never ends.
+            invalid = (0xFF, 0xC0, 0xED, 0xA0, 0x80, 0xF4, 0x90, 0xE2, 0x00)
+            foreign = [self._byte[bytes([byte])] for byte in rng.choices(invalid, k=count)]
         else:
             first = self.vocabulary.size if what == "beyond" else 0
             foreign = [rng.randrange(first, self.rows) for _ in range(count)]
@@ -344,55 +323,55 @@ class Fuzzer:
 # --- what is opened ---
 
 _EVENTS = {
-    *(
-        "open",
-        "exec",
-        "import",
-        "pickle.find_class",
-        "ctypes.dlopen",
-        "glob.glob",
-        "shutil.copyfile",
-        "subprocess.Popen",
-    ),
-    *(
-        "os.system",
-        "os.exec",
-        "os.posix_spawn",
-        "os.spawn",
-        "os.fork",
-        "os.remove",
-        "os.rename",
-        "os.mkdir",
-        "os.listdir",
-        "os.scandir",
-    ),
-    *(
-        "os.symlink",
-        "os.link",
-        "os.truncate",
-        "socket.connect",
-        "socket.bind",
-        "socket.getaddrinfo",
-        "urllib.Request",
-        "webbrowser.open",
-    ),
+    "open",
+    "exec",
+    "import",
+    "pickle.find_class",
+    "ctypes.dlopen",
+    "glob.glob",
+    "shutil.copyfile",
+    "subprocess.Popen",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.fork",
+    "os.remove",
+    "os.rename",
+    "os.mkdir",
+    "os.listdir",
+    "os.scandir",
+    "os.symlink",
+    "os.link",
+    "os.truncate",
+    "socket.connect",
+    "socket.bind",
+    "socket.getaddrinfo",
+    "urllib.Request",
+    "webbrowser.open",
 }
 _watches: list[tuple[int, list[str]]] = []
 _hooked = False
 
 
 def _hear(event: str, arguments: tuple) -> None:
-    if _watches and event in _EVENTS:
-        for thread, heard in _watches:
-            if thread == threading.get_ident():
-                heard.append(f"{event} {arguments!r}"[:300])
+    if not _watches or event not in _EVENTS:
+        return
+    # The type checker of the test run compiles a wrapper for every nested function.
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    if caller.partition(".")[0] in ("beartype", "jaxtyping"):
+        return
+    for thread, heard in _watches:
+        if thread == threading.get_ident():
+            heard.append(f"{event} {arguments!r}"[:300])
 
 
 @contextlib.contextmanager
 def watch() -> Iterator[tuple[list[str], list[str]]]:
-    """Lists what this thread asks of the system meanwhile, and the videos that are opened, which Python does not see.
+    """Record what this thread asks of the system meanwhile, and the videos it opens.
 
-    A hook can never be taken away again: there is one for all watches, and it is quick when there is none.
+    Videos are recorded apart, because libav opens them without Python's knowledge. An audit hook
+    cannot be removed, so there is one for all watches.
     """
     global _hooked
     if not _hooked:
@@ -402,7 +381,11 @@ def watch() -> Iterator[tuple[list[str], list[str]]]:
     videos: list[str] = []
 
     def recording(real):
-        return lambda path, *rest, **fields: videos.append(str(path)) or real(path, *rest, **fields)
+        def record(path, *rest, **fields):
+            videos.append(str(path))
+            return real(path, *rest, **fields)
+
+        return record
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(av, "open", recording(av.open))

@@ -1,7 +1,8 @@
-"""A slow sampler to compare the engine with: one sequence at a time, no cache, a whole forward pass for every token.
+"""A slow sampler to compare the engine with.
 
-It shares with the engine the model's forward pass, the positions and `rollout.engine.sampling`, which have tests of their own, and
-nothing of its schedule, its cache or its programs. Where rounding decides, it follows the engine: see `Reference.answer`.
+It samples one sequence at a time, without a cache, with a whole forward pass per token. It shares
+the model's forward pass, the positions and `rollout.engine.sampling` with the engine; they have
+tests of their own. It shares nothing of the schedule, the cache and the programs.
 """
 
 from __future__ import annotations
@@ -25,23 +26,29 @@ from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling
 from rollout.engine.sampling import Choices, sample
 
-ROUNDING = 3e-5  # by how much scores may differ from one way of computing them to another
+ROUNDING = 3e-5  # how far logits may differ between two orders of summation
 TRIES = 32
 
 
 class Pictures(FrameFeatures):
-    """Vectors without videos: noise for every frame. `sizes` are the videos' frames in patches; those of `gone` cannot be read."""
+    """Frame features without videos: noise for every frame.
+
+    `sizes` are the frames of each video in patches. Videos in `gone` cannot be read.
+    """
 
     def __init__(
         self, config: Qwen3VLConfig, sizes: dict[str, tuple[int, int]], gone: Many[str] = ()
     ):
-        self.config, self.sizes, self.gone, self.version = config, sizes, gone, 0
+        self.config = config
+        self.sizes = sizes
+        self.gone = gone
+        self.version = 0
 
     def grid(self, name: str) -> tuple[int, int]:
         return self.sizes[name]
 
     def _content(self, name: str) -> None:
-        """No file, no change."""
+        """There is no file that could change."""
 
     def __call__(self, frames: Many[Frame]) -> Float[np.ndarray, "m c d"]:
         return np.concatenate([self._vectors(frame) for frame in frames])
@@ -49,25 +56,22 @@ class Pictures(FrameFeatures):
     def _vectors(self, frame: Frame) -> Float[np.ndarray, "m c d"]:
         if frame.video in self.gone:
             raise VideoError(frame.video, "gone")
-        noise = np.random.default_rng([*frame.video.encode(), frame.index])
-        return noise.normal(
-            0,
-            1,
-            (self.tokens(frame.video), 1 + self.config.vision.levels, self.config.text.hidden_size),
-        ).astype(np.float32)
+        rng = np.random.default_rng([*frame.video.encode(), frame.index])
+        vectors = (1 + self.config.vision.levels, self.config.text.hidden_size)
+        return rng.normal(0, 1, (self.tokens(frame.video), *vectors)).astype(np.float32)
 
 
 def assert_nothing_held(engine: Engine) -> None:
-    """Nothing is asked for, waits or runs, and every page is free or kept for later requests."""
-    nodes = list(engine._tree.nodes())
-    assert engine.idle and not (engine._open or engine._waiting or engine._running)
+    """No request is open, and every page is free or cached without a holder."""
+    nodes = list(engine.tree.nodes())
+    assert engine.idle and not (engine.unanswered or engine.waiting or engine.running)
     assert not any(node.users for node in nodes)
-    pages = [*engine._tree._free, *(node.page for node in nodes)]
-    assert sorted(pages) == list(range(engine._tree.count))
+    pages = [*engine.tree.free_pages, *(node.page for node in nodes)]
+    assert sorted(pages) == list(range(engine.tree.count))
 
 
 class Reference:
-    """Samples of a model with any of `weights`, by their version; sequences of at most `longest` tokens."""
+    """Samples of a model with any of `weights`, by version, up to `longest` tokens."""
 
     def __init__(
         self,
@@ -77,12 +81,10 @@ class Reference:
         longest: int,
         token_bytes: Many[bytes],
     ):
-        self.features, self.weights, self.longest, self.token_bytes = (
-            features,
-            weights,
-            longest,
-            token_bytes,
-        )
+        self.features = features
+        self.weights = weights
+        self.longest = longest
+        self.token_bytes = token_bytes
         graph = nnx.split(model.text)[0]
 
         def forward(
@@ -99,23 +101,28 @@ class Reference:
     def answer(
         self, request: Request, seed: int, version: int, like: Sample | None = None
     ) -> Sample:
-        """The sample for one of a request's seeds. Where rounding could decide either way it goes the way that `like` went."""
-        sampling, said, logprobs = request.sampling, [], []
-        stop = (
-            SampleStop.UNREADABLE
-            if any(frame.video in getattr(self.features, "gone", ()) for frame in request.frames)
-            else None
-        )
+        """The sample for one of a request's seeds.
+
+        Where rounding could decide between two tokens, it takes the one that `like` has.
+        """
+        sampling = request.sampling
+        said: list[int] = []
+        logprobs: list[float] = []
+        gone = getattr(self.features, "gone", ())
+        stop = None
+        if any(frame.video in gone for frame in request.frames):
+            stop = SampleStop.UNREADABLE
         if not sampling.max_new_tokens:
             stop = SampleStop.LENGTH
         while stop is None:
             draws = self._draw(self.scores(request, said, version), sampling, seed, len(said))
             token, logprob = draws[0]
-            if like is not None and len(said) < len(like.ids):
-                near = [draw for draw in draws if draw[0] == like.ids[len(said)]]
-                token, logprob = min(
-                    near, key=lambda draw: abs(draw[1] - like.logprobs[len(said)]), default=draws[0]
-                )
+            number = len(said)
+            if like is not None and number < len(like.ids):
+                same = [draw for draw in draws if draw[0] == like.ids[number]]
+                wanted = like.logprobs[number]
+                nearest = min(same, key=lambda draw: abs(draw[1] - wanted), default=draws[0])
+                token, logprob = nearest
             said.append(token)
             logprobs.append(logprob)
             stop = self._stop(said, sampling)
@@ -129,7 +136,7 @@ class Reference:
         )
 
     def scores(self, request: Request, said: Many[int], version: int) -> Float[np.ndarray, " v"]:
-        """The logits of what comes after `said`."""
+        """Logits of the token after `said`."""
         key = version, request.ids.tobytes(), request.frames, tuple(said)
         if key not in self._known:
             self._known[key] = np.asarray(self._run(request, said, version)[0])
@@ -138,16 +145,21 @@ class Reference:
     def keys_and_values(
         self, request: Request, said: Many[int], version: int
     ) -> tuple[Float[np.ndarray, "l t k h"], Float[np.ndarray, "l t k h"]]:
-        """Those of the prompt and of `said`."""
-        kv, n = self._run(request, said, version)[1], len(request.ids) + len(said)
+        """Keys and values of the prompt and of `said`."""
+        _, kv = self._run(request, said, version)
+        n = len(request.ids) + len(said)
         return np.asarray(kv.k)[:, 0, :n], np.asarray(kv.v)[:, 0, :n]
 
     def _run(
         self, request: Request, said: Many[int], version: int
     ) -> tuple[Float[Array, " v"], KV]:
-        config, size, total = self.features.config, self.longest, len(request.ids) + len(said)
-        ids, index = np.zeros((1, size), np.int32), np.full((1, size), -1, np.int32)
-        positions, segments = np.zeros((3, 1, size), np.int32), np.zeros((1, size), np.int32)
+        config = self.features.config
+        size = self.longest
+        total = len(request.ids) + len(said)
+        ids = np.zeros((1, size), np.int32)
+        index = np.full((1, size), -1, np.int32)
+        positions = np.zeros((3, 1, size), np.int32)
+        segments = np.zeros((1, size), np.int32)
         visual = np.zeros((1, size, 1 + config.vision.levels, config.text.hidden_size), np.float32)
         ids[0, :total] = np.concatenate([request.ids, np.array(said, np.int32)])
         segments[0, :total] = 1
@@ -155,19 +167,14 @@ class Reference:
         if request.frames:
             vectors = self.features(request.frames)
             places = np.flatnonzero(request.ids == config.image_token_id)[: len(vectors)]
-            index[0, places], visual[0, : len(places)], end = (
-                np.arange(len(places)),
-                vectors,
-                places[-1] + 1,
-            )
-        # What comes after the frames is text, placeholders that a model wrote too.
-        seen = mrope_positions(
-            request.ids[:end], [self.features.grid(frame.video) for frame in request.frames], config
-        )
-        positions[:, 0, :end], positions[:, 0, end:total] = (
-            seen,
-            next_position(seen) + np.arange(total - end),
-        )
+            index[0, places] = np.arange(len(places))
+            visual[0, : len(places)] = vectors
+            end = places[-1] + 1
+        # After the frames there is text only, even where a model wrote a placeholder.
+        grids = [self.features.grid(frame.video) for frame in request.frames]
+        with_frames = mrope_positions(request.ids[:end], grids, config)
+        positions[:, 0, :end] = with_frames
+        positions[:, 0, end:total] = next_position(with_frames) + np.arange(total - end)
         batch = {
             "ids": ids,
             "positions": positions,
@@ -180,7 +187,7 @@ class Reference:
     def _draw(
         self, scores: Float[np.ndarray, " v"], sampling: Sampling, seed: int, number: int
     ) -> list[tuple[int, float]]:
-        """The token and its log-prob, then what they might as well be: the same with scores that differ by what rounding does."""
+        """The token and its log-prob, then what they could be if logits differed by rounding."""
         noise = np.random.default_rng(0).normal(0, ROUNDING, (TRIES, len(scores)))
         noise[0] = 0
 
@@ -199,7 +206,7 @@ class Reference:
         return list(zip(np.asarray(tokens).tolist(), np.asarray(logprobs).tolist(), strict=True))
 
     def _stop(self, said: Many[int], sampling: Sampling) -> SampleStop | None:
-        """Why it ends with the last token, if it does. It has not ended before."""
+        """Why the sample ends with its last token, if it does."""
         text = b"".join(self.token_bytes[token] for token in said)
         if any(string in text for string in sampling.stop_strings):
             return SampleStop.STOP_STRING

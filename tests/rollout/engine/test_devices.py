@@ -1,4 +1,4 @@
-"""An engine on several devices samples what it samples on one, and its cache lies where the heads of its model lie."""
+"""An engine on several devices samples the same as on one, with its cache split by heads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.rollout.engine.reference import Pictures
 
 @pytest.mark.slow
 def test_many_devices_equal_one():
-    """In a process with eight fake devices: this file as a program."""
+    """Runs this file as a program with eight fake devices."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     environment = {
         **os.environ,
@@ -41,12 +41,8 @@ def test_many_devices_equal_one():
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-MESHES = (
-    (1, 1, 2),
-    (1, 1, 4),
-    (1, 2, 1),
-    (1, 2, 2),
-)  # data, fsdp, tensor; on the last tokens are decoded on the pages
+# Sizes of data, fsdp and tensor. On the last mesh tokens are decoded on the pages.
+MESHES = ((1, 1, 2), (1, 1, 4), (1, 2, 1), (1, 2, 2))
 VISION = VisionConfig(
     hidden_size=16,
     depth=1,
@@ -76,6 +72,7 @@ CONFIG = Qwen3VLConfig(
     vision_start_token_id=93,
     vision_end_token_id=92,
 )
+# With less room than is requested at once.
 SETTINGS = EngineSizes(
     row_lengths=(32, 64),
     prefix_lengths=(16, 32),
@@ -86,11 +83,11 @@ SETTINGS = EngineSizes(
     pages=48,
     prefill_tokens=64,
     steps=3,
-)  # less room than is asked for at once
+)
 
 
 def requests() -> list[Request]:
-    """Two groups with frames that begin alike, words alone, every kind of sampling."""
+    """Two groups whose frames begin alike, text alone, and every kind of sampling."""
     rng = np.random.default_rng(0)
     frames = tuple(Frame("a", index, float(index)) for index in range(3))
     opening = np.concatenate([rng.integers(0, 90, 5), [95] * 4, [1], [95] * 4, [2, 3]])
@@ -132,7 +129,7 @@ def play(engine: Engine) -> list[Sample]:
 
 
 def noise() -> Any:
-    """Weights that make words vary."""
+    """Weights that give varied tokens."""
     graph, state = nnx.split(abstract_model(CONFIG), nnx.Param)
     rng = np.random.default_rng(0)
 
@@ -162,21 +159,20 @@ def main() -> None:
                 sample.logprobs, other.logprobs, atol=1e-5, err_msg=str(shape)
             )
         assert engine.counts.prefilled_tokens == one.counts.prefilled_tokens
-        assert bool(engine._runner._lines) is not paged and engine._runner._pool is not None
-        for name, array, axis in [("pool", engine._runner._pool, 3)] + [
-            (f"line {length}", array, 0)
-            for length, lines in engine._runner._lines.items()
-            for array in jax.tree.leaves(lines)
-        ]:
-            whole, part = list(array.shape), list(array.addressable_shards[0].data.shape)
-            assert len(array.sharding.device_set) == mesh.size, (shape, name)
-            assert (
-                part[axis] * shape[2] == whole[axis]
-                and part[:axis] + part[axis + 1 :] == whole[:axis] + whole[axis + 1 :]
-            ), (
-                shape,
-                name,
-            )
+        assert bool(engine.runner.prefixes) is not paged
+        assert engine.runner.pool is not None
+        assert_split(engine.runner.pool, 3, mesh, shape[2])
+        for prefixes in engine.runner.prefixes.values():
+            for array in jax.tree.leaves(prefixes):
+                assert_split(array, 0, mesh, shape[2])
+
+
+def assert_split(array: jax.Array, axis: int, mesh: jax.sharding.Mesh, parts: int) -> None:
+    """Only this axis of an array is split, over `parts` devices."""
+    assert len(array.sharding.device_set) == mesh.size
+    expected = list(array.shape)
+    expected[axis] //= parts
+    assert list(array.addressable_shards[0].data.shape) == expected
 
 
 if __name__ == "__main__":

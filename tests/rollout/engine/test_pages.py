@@ -1,4 +1,7 @@
-"""The tree of pages against a table of everything that is on pages, and by example."""
+"""The page tree against a flat table of all cached prefixes, and by example.
+
+In the table a page is named by all tokens up to its last one, so sharing needs no tree.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rollout.engine.pages import Node, PageTree
+from rollout.engine.pages import Node, PageTree, page_count
 
 SIZE, COUNT = 3, 10
-WORDS = st.integers(0, 1)  # so few that many sequences start alike
+WORDS = st.integers(0, 1)  # few, so that many sequences begin alike
 
 Key = tuple[int, tuple[int, ...]]  # which root, and all tokens up to a page's last
 
@@ -33,28 +36,29 @@ def tokens(words: Many[int]) -> np.ndarray:
 
 
 def common(a: Many[int], b: Many[int]) -> int:
-    """How many tokens both start with."""
+    """Length of the common prefix."""
     return len(os.path.commonprefix([tuple(a), tuple(b)]))
 
 
 @dataclasses.dataclass
-class Kept:
+class Cached:
     """What the table says of a page in the tree."""
 
     page: int
     users: int = 0
-    used: int = 0  # when it was last let go
+    released: int = 0
+    """When it was last released."""
 
 
 @dataclasses.dataclass(eq=False)
 class User:
-    """A sequence: what is on its pages, those of `path` and then those that it was lent."""
+    """A sequence. `content` is on the pages of `path`, and then on its own."""
 
     version: str
     root: int
     content: tuple[int, ...]
     path: list[Node]
-    lent: list[int]
+    own: list[int]
 
     @property
     def keys(self) -> list[Key]:
@@ -63,15 +67,15 @@ class User:
 
 
 class Pages(RuleBasedStateMachine):
-    """Sequences come, write, let others find what they wrote, and go; the table says at every step what must be where."""
+    """Sequences are admitted, write, publish and leave. The table predicts every result."""
 
     users = Bundle("users")
 
     def __init__(self):
         super().__init__()
         self.tree = PageTree(COUNT, SIZE)
-        self.kept: dict[Key, Kept] = {}
-        self.there: list[User] = []
+        self.cached: dict[Key, Cached] = {}
+        self.active: list[User] = []
         self.roots: dict[str, int] = {}
         self.clock = 0
 
@@ -81,60 +85,58 @@ class Pages(RuleBasedStateMachine):
         return self.roots.setdefault(version, 1000 * len(self.roots) + self.clock)
 
     def below(self, key: Key) -> list[Key]:
-        """The pages that go on from this one; from one that is not full, none does."""
+        """The cached pages after this one. After a partial page there are none."""
         root, prefix = key
-        return (
-            []
-            if len(prefix) % SIZE
-            else [
-                (r, p)
-                for r, p in self.kept
-                if r == root and len(p) > len(prefix) and p[: len(prefix)] == prefix
-            ]
-        )
+        if len(prefix) % SIZE:
+            return []
+        return [
+            (other_root, longer)
+            for other_root, longer in self.cached
+            if other_root == root and len(longer) > len(prefix) and longer[: len(prefix)] == prefix
+        ]
 
     def hold(self, keys: Many[Key]) -> None:
         for key in keys:
-            self.kept[key].users += 1
+            self.cached[key].users += 1
 
-    def let_go(self, keys: Many[Key]) -> None:
-        """The last page is the first to be left."""
+    def release(self, keys: Many[Key]) -> None:
+        """From the last page to the first."""
         for key in reversed(keys):
             self.clock += 1
-            self.kept[key].users -= 1
-            self.kept[key].used = self.clock
-            if not self.kept[key].users and key[0] not in self.roots.values():
-                del self.kept[key]
+            self.cached[key].users -= 1
+            self.cached[key].released = self.clock
+            if not self.cached[key].users and key[0] not in self.roots.values():
+                del self.cached[key]
+
+    @property
+    def taken(self) -> list[int]:
+        """Pages in the tree or owned by a sequence."""
+        in_tree = [page.page for page in self.cached.values()]
+        return in_tree + [page for user in self.active for page in user.own]
 
     @property
     def free(self) -> int:
-        return COUNT - len(self.kept) - sum(len(user.lent) for user in self.there)
+        return COUNT - len(self.cached) - sum(len(user.own) for user in self.active)
 
     def make_room(self, count: int) -> bool:
-        """Whether so many pages are to be had; if so, pages that nobody holds go: those without others below, oldest first."""
-        if self.free + sum(not page.users for page in self.kept.values()) < count:
+        """Evict until `count` pages are free: unused leaves, oldest first. False if impossible."""
+        if self.free + sum(not page.users for page in self.cached.values()) < count:
             return False
         while self.free < count:
             leaves = [
-                key for key, page in self.kept.items() if not page.users and not self.below(key)
+                key for key, page in self.cached.items() if not page.users and not self.below(key)
             ]
-            del self.kept[min(leaves, key=lambda key: self.kept[key].used)]
+            del self.cached[min(leaves, key=lambda key: self.cached[key].released)]
         return True
 
     def allocate(self, count: int) -> list[int] | None:
-        """Pages of the tree's, checked against the table."""
+        """Allocate from the tree, and check the result against the table."""
         room = self.make_room(count)
         pages = self.tree.allocate(count)
         assert (pages is not None) == room
         if pages is not None:
-            taken = [page.page for page in self.kept.values()] + [
-                page for user in self.there for page in user.lent
-            ]
-            assert (
-                len(pages) == len(set(pages)) == count
-                and not set(pages) & set(taken)
-                and set(pages) <= set(range(COUNT))
-            )
+            assert len(pages) == len(set(pages)) == count
+            assert set(pages) <= set(range(COUNT)) - set(self.taken)
         return pages
 
     # --- what happens ---
@@ -145,121 +147,125 @@ class Pages(RuleBasedStateMachine):
         content=st.lists(WORDS, max_size=10).map(tuple),
         room=st.integers(0, 5),
     )
-    def come(self, version: str, content: tuple[int, ...], room: int):
+    def admit(self, version: str, content: tuple[int, ...], room: int):
         root = self.root(version)
         path, source, more = self.tree.match(version, tokens(content))
-        longest = max((common(content, prefix) for r, prefix in self.kept if r == root), default=0)
+        longest = max(
+            (common(content, prefix) for r, prefix in self.cached if r == root), default=0
+        )
         assert (len(path), more) == divmod(longest, SIZE)
         user = User(version, root, content, path, [])
-        assert [node.page for node in path] == [self.kept[key].page for key in user.keys]
+        assert [node.page for node in path] == [self.cached[key].page for key in user.keys]
         self.hold(user.keys)
         sources: list[Key] = []
         if source is None:
             assert more == 0
         else:
-            sources = [key for key, page in self.kept.items() if page.page == source.page]
+            sources = [key for key, page in self.cached.items() if page.page == source.page]
             ((_, prefix),) = sources
-            assert (
-                len(path) == (len(prefix) - 1) // SIZE
-                and common(content, prefix) == longest > len(path) * SIZE
-            )
+            assert len(path) == (len(prefix) - 1) // SIZE
+            assert common(content, prefix) == longest > len(path) * SIZE
             self.tree.hold([source])
             self.hold(sources)
-        lent = self.allocate(-(-len(content) // SIZE) - len(path) + room)
+        own = self.allocate(page_count(len(content), SIZE) - len(path) + room)
         self.tree.release([*path, source] if source else path)
-        self.let_go([*user.keys, *sources])
-        if lent is None:
+        self.release([*user.keys, *sources])
+        if own is None:
             return multiple()
         self.tree.hold(path)
         self.hold(user.keys)
-        user.lent = lent
-        self.there.append(user)
+        user.own = own
+        self.active.append(user)
         return user
 
-    @rule(user=users, drawn=st.lists(WORDS, max_size=5), kept_back=st.integers(0, 3))
-    def write(self, user: User, drawn: list[int], kept_back: int):
-        """As many more tokens as there is room for, of which others may find all but the last few."""
+    @rule(user=users, drawn=st.lists(WORDS, max_size=5), unpublished=st.integers(0, 3))
+    def write(self, user: User, drawn: list[int], unpublished: int):
+        """Write as many tokens as there is room for, and publish all but the last few."""
         if user.path and len(user.path[-1].tokens) < SIZE:
-            self.kept.pop(user.keys[-1])
-            user.lent.insert(0, self.tree.take_out(user.path.pop()))
-        at = len(user.path) * SIZE
-        user.content = (*user.content, *drawn)[: at + len(user.lent) * SIZE]
-        end = max(at, len(user.content) - kept_back)
+            self.cached.pop(user.keys[-1])
+            user.own.insert(0, self.tree.take_out(user.path.pop()))
+        start = len(user.path) * SIZE
+        user.content = (*user.content, *drawn)[: start + len(user.own) * SIZE]
+        end = max(start, len(user.content) - unpublished)
         added, left = self.tree.insert(
-            user.version, user.path, tokens(user.content[at:end]), user.lent
+            user.version, user.path, tokens(user.content[start:end]), user.own
         )
-        mine, found = list(user.lent), []
-        # Without a path, what was written after its version was dropped is the first of the version's new tree.
+        mine = list(user.own)
+        found: list[Key] = []
+        # If its version was dropped and it has no path, it begins the version's new tree.
         root = user.root if user.path else self.root(user.version)
-        for first in range(at, end, SIZE):
+        for first in range(start, end, SIZE):
             key = root, user.content[: min(first + SIZE, end)]
             if len(key[1]) % SIZE and any(
-                r == root and prefix[: len(key[1])] == key[1] for r, prefix in self.kept
+                r == root and prefix[: len(key[1])] == key[1] for r, prefix in self.cached
             ):
                 break
-            page = mine.pop(0)
-            self.kept.setdefault(key, Kept(page))
+            self.cached.setdefault(key, Cached(mine.pop(0)))
             found.append(key)
         self.hold(found)
-        user.root, user.path, user.lent = root, user.path + added, left
-        assert left == mine and [node.page for node in added] == [
-            self.kept[key].page for key in found
-        ]
+        user.root = root
+        user.path = user.path + added
+        user.own = left
+        assert left == mine
+        assert [node.page for node in added] == [self.cached[key].page for key in found]
 
     @rule(user=consumes(users))
-    def go(self, user: User):
+    def leave(self, user: User):
         self.tree.release(user.path)
-        self.tree.give_back(user.lent)
-        self.there.remove(user)
-        self.let_go(user.keys)
+        self.tree.free(user.own)
+        self.active.remove(user)
+        self.release(user.keys)
 
     @rule(version=st.sampled_from("ab"))
     def drop(self, version: str):
         self.tree.drop(version)
         root = self.roots.pop(version, None)
-        self.kept = {key: page for key, page in self.kept.items() if key[0] != root or page.users}
+        self.cached = {
+            key: page for key, page in self.cached.items() if key[0] != root or page.users
+        }
         self.clock += 1
 
     # --- what holds at every step ---
 
     @invariant()
     def the_tree_is_what_the_table_says(self):
-        found: dict[
-            int, tuple[tuple[int, ...], int]
-        ] = {}  # page -> all tokens up to its last, users
-        for node in [*self.tree.nodes(), *(node for user in self.there for node in user.path)]:
-            prefix, up = (), node
-            while up is not None:
-                prefix, up = (*up.tokens.tolist(), *prefix), up.parent
+        # Page -> all tokens up to its last, and its users.
+        found: dict[int, tuple[tuple[int, ...], int]] = {}
+        for node in [*self.tree.nodes(), *(node for user in self.active for node in user.path)]:
+            prefix: tuple[int, ...] = ()
+            ancestor: Node | None = node
+            while ancestor is not None:
+                prefix = (*ancestor.tokens.tolist(), *prefix)
+                ancestor = ancestor.parent
             found[node.page] = prefix, node.users
             assert len(node.tokens) == SIZE or (len(node.tokens) and not node.children)
-        assert found == {page.page: (prefix, page.users) for (_, prefix), page in self.kept.items()}
+        assert found == {
+            page.page: (prefix, page.users) for (_, prefix), page in self.cached.items()
+        }
         assert len(list(self.tree.nodes())) == sum(
-            root in self.roots.values() for root, _ in self.kept
+            root in self.roots.values() for root, _ in self.cached
         )
 
     @invariant()
     def a_page_is_free_or_in_the_tree_or_lent(self):
-        taken = [page.page for page in self.kept.values()] + [
-            page for user in self.there for page in user.lent
-        ]
-        assert len(taken) == len(set(taken)) and self.tree.free == COUNT - len(taken) == self.free
+        taken = self.taken
+        assert len(taken) == len(set(taken))
+        assert len(self.tree.free_pages) == COUNT - len(taken) == self.free
 
     @invariant()
     def a_page_has_as_many_users_as_hold_it(self):
-        held = [key for user in self.there for key in user.keys]
-        assert all(page.users == held.count(key) for key, page in self.kept.items()) and set(
-            held
-        ) <= set(self.kept)
+        held = [key for user in self.active for key in user.keys]
+        assert all(page.users == held.count(key) for key, page in self.cached.items())
+        assert set(held) <= set(self.cached)
 
     def teardown(self):
-        """When all have gone and all versions are dropped, nothing is left."""
-        for user in list(self.there):
-            self.go(user)
+        """When all sequences have left and all versions are dropped, nothing is cached."""
+        for user in list(self.active):
+            self.leave(user)
         assert all(not node.users for node in self.tree.nodes())
         self.drop("a")
         self.drop("b")
-        assert self.tree.free == COUNT and not list(self.tree.nodes())
+        assert len(self.tree.free_pages) == COUNT and not list(self.tree.nodes())
 
 
 def test_any_course_of_sequences():
@@ -275,102 +281,107 @@ def test_any_long_course_of_sequences():
 
 
 def written(tree: PageTree, words: Many[int], version: str = "a") -> list[Node]:
-    """The pages of a sequence that is there with all its tokens found by others; it holds them."""
+    """Cache a sequence, and hold its pages."""
     path, source, _ = tree.match(version, tokens(words))
-    lent = tree.allocate(-(-len(words) // SIZE) - len(path))
-    assert lent is not None and (source is None or source.page not in lent)
-    added, left = tree.insert(version, path, tokens(words[len(path) * SIZE :]), lent)
-    tree.give_back(left)
+    own = tree.allocate(page_count(len(words), SIZE) - len(path))
+    assert own is not None
+    assert source is None or source.page not in own
+    added, left = tree.insert(version, path, tokens(words[len(path) * SIZE :]), own)
+    tree.free(left)
     return path + added
 
 
 def found(tree: PageTree, words: Many[int], version: str = "a") -> int:
-    """How many tokens of it are there."""
+    """How many of its tokens are cached."""
     path, _, more = tree.match(version, tokens(words))
     tree.release(path)
     return len(path) * SIZE + more
 
 
-def test_full_pages_are_shared_and_a_part_of_a_page_is_named():
+def test_full_pages_are_shared_and_a_partial_match_is_named():
     tree = PageTree(COUNT, SIZE)
     first = written(tree, [1, 2, 3, 4, 5, 6, 7])
-    assert [node.tokens.tolist() for node in first] == [
-        [1, 2, 3],
-        [4, 5, 6],
-        [7],
-    ] and tree.free == COUNT - 3
-    path, source, more = tree.match("a", tokens([1, 2, 3, 4, 5, 9, 9]))
-    assert (
-        path == first[:1]
-        and source is first[1]
-        and more == 2
-        and [node.users for node in first] == [2, 1, 1]
-    )
-    path, source, more = tree.match("a", tokens([1, 2, 3, 4, 5, 6, 7]))
-    assert (
-        path == first[:2] and source is first[2] and more == 1
-    )  # a page that goes on is nobody else's
+    assert [node.tokens.tolist() for node in first] == [[1, 2, 3], [4, 5, 6], [7]]
+    assert len(tree.free_pages) == COUNT - 3
+    path, source, length = tree.match("a", tokens([1, 2, 3, 4, 5, 9, 9]))
+    assert path == first[:1]
+    assert source is first[1] and length == 2
+    assert [node.users for node in first] == [2, 1, 1]
+    # A partial page is never shared, even if all of it matches: its owner writes on.
+    path, source, length = tree.match("a", tokens([1, 2, 3, 4, 5, 6, 7]))
+    assert path == first[:2]
+    assert source is first[2] and length == 1
 
 
-def test_of_many_pages_that_begin_alike_the_one_that_helps_most_is_named():
+def test_of_pages_that_begin_alike_the_longest_match_is_named():
     tree = PageTree(COUNT, SIZE)
     for words in ([1, 1, 1], [1, 2, 1], [1, 2], [2, 2, 2]):
         written(tree, words)
     _, source, more = tree.match("a", tokens([1, 2, 2]))
-    assert more == 2 and source is not None and source.tokens[:2].tolist() == [1, 2]
+    assert more == 2
+    assert source is not None
+    assert source.tokens[:2].tolist() == [1, 2]
     assert tree.match("a", tokens([3])) == ([], None, 0)
 
 
-def test_a_page_that_another_wrote_meanwhile_is_taken_instead():
+def test_a_page_that_another_sequence_published_meanwhile_is_used_instead():
     tree = PageTree(COUNT, SIZE)
-    lent = tree.allocate(2)
+    own = tree.allocate(2)
+    assert own is not None
     first = written(tree, [1, 2, 3, 4])
-    assert lent is not None
-    added, left = tree.insert("a", [], tokens([1, 2, 3, 4]), lent)
-    assert (
-        added == first[:1] and left == lent[1:] and first[0].users == 2
-    )  # [4] is there already: the last page stays lent
-    assert tree.free == COUNT - 3
+    added, left = tree.insert("a", [], tokens([1, 2, 3, 4]), own)
+    assert added == first[:1]
+    assert first[0].users == 2
+    # A page with [4] exists too, but partial pages are not shared: this one stays the caller's.
+    assert left == own[1:]
+    assert len(tree.free_pages) == COUNT - 3
 
 
-def test_a_page_goes_on_after_it_was_taken_out():
+def test_a_page_that_was_taken_out_can_be_continued():
     tree = PageTree(COUNT, SIZE)
     path = written(tree, [1, 2, 3, 4])
     page = tree.take_out(path.pop())
     assert found(tree, [1, 2, 3, 4]) == 3
     added, left = tree.insert("a", path, tokens([4, 5, 6]), [page])
-    assert not left and added[0].page == page and found(tree, [1, 2, 3, 4, 5]) == 5
+    assert not left
+    assert added[0].page == page
+    assert found(tree, [1, 2, 3, 4, 5]) == 5
 
 
-def test_versions_know_nothing_of_each_other():
+def test_versions_share_nothing():
     tree = PageTree(COUNT, SIZE)
     written(tree, [1, 2, 3, 4], "a")
     assert found(tree, [1, 2, 3, 4], "b") == 0
     written(tree, [1, 2, 3], "b")
     tree.drop("a")
-    assert found(tree, [1, 2, 3, 4], "b") == 3 and found(tree, [1, 2, 3, 4], "a") == 0
+    assert found(tree, [1, 2, 3, 4], "b") == 3
+    assert found(tree, [1, 2, 3, 4], "a") == 0
 
 
-def test_a_dropped_version_keeps_what_is_held_until_it_is_let_go():
+def test_held_pages_of_a_dropped_version_become_free_on_release():
     tree = PageTree(COUNT, SIZE)
-    held, other = written(tree, [1, 2, 3, 4, 5, 6]), written(tree, [1, 2, 3, 7])
+    held = written(tree, [1, 2, 3, 4, 5, 6])
+    other = written(tree, [1, 2, 3, 7])
     tree.release(other)
     tree.drop("a")
-    assert tree.free == COUNT - 2 and not list(tree.nodes()) and found(tree, [1, 2, 3]) == 0
-    again = written(tree, [1, 2, 3])  # the same version, afterwards: a new tree
+    assert (
+        len(tree.free_pages) == COUNT - 2 and not list(tree.nodes()) and found(tree, [1, 2, 3]) == 0
+    )
+    again = written(tree, [1, 2, 3])  # the same version has a new tree
     assert again[0].page not in [node.page for node in held]
     added, _ = tree.insert("a", held, tokens([8]), tree.allocate(1) or [])
     assert found(tree, [1, 2, 3, 4, 5, 6, 8]) == 3
     tree.release(held + added)
-    assert tree.free == COUNT - 1 and [node.users for node in again] == [1]
+    assert len(tree.free_pages) == COUNT - 1
+    assert [node.users for node in again] == [1]
 
 
-def test_what_is_held_stays_and_what_was_used_last_goes_last():
+def test_held_pages_stay_and_the_least_recently_used_goes_first():
     tree = PageTree(4, SIZE)
     one, two, three = (written(tree, [n] * 3) for n in (1, 2, 3))
     for path in (two, one, three):
         tree.release(path)
-    assert found(tree, [2, 2, 2]) == 3  # used again: now the youngest
+    assert found(tree, [2, 2, 2]) == 3  # used again, so now the most recent
     tree.hold(three)
     assert tree.allocate(2) is not None
     assert [found(tree, [n] * 3) for n in (1, 2, 3)] == [0, 3, 3]
@@ -378,8 +389,8 @@ def test_what_is_held_stays_and_what_was_used_last_goes_last():
     assert [found(tree, [n] * 3) for n in (1, 2, 3)] == [0, 0, 3]
 
 
-def test_a_start_is_as_young_as_what_used_it_last():
-    """What goes on from a start is gone before it, and a start that was used since outlives others that were not."""
+def test_a_page_is_evicted_after_the_pages_that_continue_it():
+    """And a page that was used since outlives others that were not."""
     tree = PageTree(3, SIZE)
     tree.release(written(tree, [1, 1, 1, 2, 2, 2]))
     tree.release(written(tree, [3, 3, 3]))
@@ -389,10 +400,13 @@ def test_a_start_is_as_young_as_what_used_it_last():
         assert sorted(node.tokens.tolist() for node in tree.nodes()) == left
 
 
-def test_a_request_for_too_many_pages_costs_nobody_anything():
+def test_a_request_for_too_many_pages_evicts_nothing():
     tree = PageTree(4, SIZE)
     held = written(tree, [1, 1, 1])
     tree.release(written(tree, [2, 2, 2, 2, 2]))
-    assert tree.allocate(4) is None and tree.free == 1 and found(tree, [2, 2, 2, 2, 2]) == 5
+    assert tree.allocate(4) is None
+    assert len(tree.free_pages) == 1
+    assert found(tree, [2, 2, 2, 2, 2]) == 5
     tree.release(held)
-    assert sorted(tree.allocate(4) or []) == [0, 1, 2, 3] and not list(tree.nodes())
+    assert sorted(tree.allocate(4) or []) == [0, 1, 2, 3]
+    assert not list(tree.nodes())

@@ -1,4 +1,4 @@
-"""Greedy tokens of the engine: those of transformers' `generate`, and those of one prompt at a time here."""
+"""The engine's greedy tokens are those of transformers, and of one prompt at a time here."""
 
 from __future__ import annotations
 
@@ -65,10 +65,8 @@ SETTINGS = EngineSizes(
     prefill_tokens=128,
     steps=7,
 )
-SIZES = {
-    "wide.mp4": (96, 160),
-    "tall.mp4": (128, 96),
-}  # height and width: 15 and 12 visual tokens a frame
+# Height and width in pixels: 15 and 12 visual tokens per frame.
+SIZES = {"wide.mp4": (96, 160), "tall.mp4": (128, 96)}
 OPENING = (5, ("wide.mp4", 0), 2, ("wide.mp4", 4))
 PROMPTS = (  # numbers of words, and frames
     (*OPENING, 6),
@@ -90,7 +88,11 @@ class Sides(NamedTuple):
 
 @pytest.fixture(scope="module")
 def sides(tmp_path_factory) -> Sides:
-    """The same weights on both sides, and videos of noise. Placeholders score 0: in a next turn transformers would take them for frames."""
+    """The same weights on both sides, and videos of noise.
+
+    Placeholders get logits of 0, so that they are not sampled: transformers would take them for
+    frames in the next turn.
+    """
     pytest.importorskip("torch", reason="the oracle; install the extra parity")
     from tests.models import parity_theirs
 
@@ -115,18 +117,14 @@ def write_noise(path: Path, size: tuple[int, int]) -> None:
         stream.height, stream.width = size
         stream.pix_fmt = "yuv420p"
         for _ in range(8):
-            container.mux(
-                stream.encode(
-                    av.VideoFrame.from_ndarray(
-                        rng.integers(0, 256, (*size, 3), np.uint8), format="rgb24"
-                    )
-                )
-            )
+            image = rng.integers(0, 256, (*size, 3), np.uint8)
+            frame = av.VideoFrame.from_ndarray(image, format="rgb24")
+            container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
 
 
 def prompts(features: FrameFeatures) -> list[tuple[np.ndarray, tuple[Frame, ...]]]:
-    """Ids and frames. Two prompts have the same words as long as their parts are the same."""
+    """Ids and frames. Prompts that begin with the same parts begin with the same tokens."""
     found = []
     for parts in PROMPTS:
         ids: list[int] = []
@@ -144,7 +142,7 @@ def prompts(features: FrameFeatures) -> list[tuple[np.ndarray, tuple[Frame, ...]
 def pixels(
     features: FrameFeatures, frames: tuple[Frame, ...]
 ) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
-    """The patches of frames, which already have the size that the model sees, and their grids."""
+    """Patches and grids of frames. The videos already have the model's frame size."""
     patches = [
         patchify(video.read(features.root / frame.video, [frame.index]))[0] for frame in frames
     ]
@@ -155,7 +153,7 @@ def pixels(
 def by_transformers(
     sides: Sides, asked: list[tuple[np.ndarray, tuple[Frame, ...]]], new: int
 ) -> list[list[int]]:
-    """One batch, padded on the left. No choice between the two best words is so close that rounding would decide."""
+    """In one batch, padded on the left. Checks that rounding cannot decide between two tokens."""
     import torch  # pyright: ignore[reportMissingImports]  (the extra parity)
 
     longest = max(len(ids) for ids, _ in asked)
@@ -184,7 +182,7 @@ def by_transformers(
 
 
 def alone(sides: Sides, ids: np.ndarray, frames: tuple[Frame, ...]) -> list[int]:
-    """By `models.qwen3_vl.generate`, which knows no batches, no pages and no cache of frames."""
+    """With `models.qwen3_vl.generate`: no batch, no pages and no cache of frames."""
     patches, grids = pixels(sides.features, frames)
     inputs = Inputs(
         ids, mrope_positions(ids, grids, CONFIG), visual_index(ids, IMAGE), patches, grids
@@ -194,7 +192,7 @@ def alone(sides: Sides, ids: np.ndarray, frames: tuple[Frame, ...]) -> list[int]
 
 @pytest.fixture(scope="module")
 def turns(sides):
-    """What the engine gives: the prompts, its tokens, the prompts of the next turn, and its tokens."""
+    """Prompts, the engine's tokens, the prompts of the next turn, and its tokens."""
     engine = Engine(sides.model, sides.features, SETTINGS)
 
     def run(asked, new: int) -> list[list[int]]:
@@ -217,9 +215,8 @@ def turns(sides):
 
 def test_greedy_tokens_are_those_of_transformers(sides, turns):
     first, said, second, later = turns
-    assert len(np.unique(said)) > 20 and len({tuple(ids) for ids in said}) == len(said), (
-        "words that vary"
-    )
+    assert len(np.unique(said)) > 20, "too few different tokens"
+    assert len({tuple(ids) for ids in said}) == len(said)
     assert said == by_transformers(sides, first, NEW)
     assert later == by_transformers(sides, second, LATER)
 

@@ -1,4 +1,4 @@
-"""What is drawn from scores, against sorting in NumPy; and what a draw may depend on."""
+"""Draws against sorting in NumPy, and what a draw may depend on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from rollout.engine.sampling import Choices, _draw, sample
+from rollout.engine.sampling import Choices, draw_at, sample
 
 ROWS, WORDS = 64, 12
 draw = jax.jit(sample)
@@ -26,7 +26,10 @@ def rows(
     numbers: Any = 0,
     count: Any = ROWS,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and log-probs of `count` rows; what is given once stands for every row, and every row has a seed of its own."""
+    """Tokens and log-probs of `count` rows. A single value is used in every row.
+
+    By default every row has a seed of its own.
+    """
     seeds = np.arange(count) if seeds is None else seeds
     fields = zip(
         (seeds, temperature, top_k, top_p),
@@ -45,21 +48,19 @@ def log_softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def by_sorting(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """Log-probs of every word, in transformers' order: the temperature, the k likeliest, and of those the fewest that reach p.
+    """Log-probs in transformers' order: temperature, then top-k, then top-p.
 
-    Words as likely as the last that stays stay too.
+    Tokens as likely as the last one that stays, stay too.
     """
     scores = log_softmax(np.asarray(logits, np.float64) / temperature)
     if top_k:
-        scores = log_softmax(
-            np.where(scores >= np.sort(scores)[::-1][min(top_k, len(scores)) - 1], scores, -np.inf)
-        )
+        last = np.sort(scores)[::-1][min(top_k, len(scores)) - 1]
+        scores = log_softmax(np.where(scores >= last, scores, -np.inf))
     if top_p < 1:
         order = np.argsort(-scores, kind="stable")
         before = np.cumsum(np.exp(scores[order])) - np.exp(scores[order])
-        scores = log_softmax(
-            np.where(scores >= scores[order][before < top_p].min(), scores, -np.inf)
-        )
+        last = scores[order][before < top_p].min()
+        scores = log_softmax(np.where(scores >= last, scores, -np.inf))
     return scores
 
 
@@ -100,39 +101,45 @@ TEMPERATURES = st.sampled_from([0.25, 0.7, 1.0, 2.5])
     st.integers(0, WORDS + 2),
     st.one_of(st.just(1.0), st.floats(0.001, 0.999)),
 )
-@example(
-    np.arange(WORDS, dtype=np.float32), 1.0, 3, 0.88
-)  # of the three that stay p is reached by two, of all it takes more
-@example(np.zeros(WORDS, np.float32), 1.0, 5, 0.3)  # nothing to choose by: all stay
-def test_a_draw_is_from_the_words_that_sorting_leaves(logits, temperature, top_k, top_p):
+# After top-k two tokens reach p. Of all tokens it would take more.
+@example(np.arange(WORDS, dtype=np.float32), 1.0, 3, 0.88)
+# All tokens are equally likely, so all stay.
+@example(np.zeros(WORDS, np.float32), 1.0, 5, 0.3)
+def test_a_draw_is_from_the_tokens_that_sorting_keeps(logits, temperature, top_k, top_p):
     expected = by_sorting(logits, temperature, top_k, top_p)
-    for near in (-1e-5, 1e-5):  # where p is reached by a hair, rounding decides
-        assume(
-            top_p == 1
-            or np.array_equal(expected, by_sorting(logits, temperature, top_k, top_p + near))
-        )
+    if top_p < 1:
+        # Not where rounding decides whether the sum reaches p.
+        for near in (top_p - 1e-5, top_p + 1e-5):
+            assume(np.array_equal(expected, by_sorting(logits, temperature, top_k, near)))
     tokens, logprobs = rows(logits, temperature, top_k, top_p)
     assert np.isfinite(expected[tokens]).all()
-    np.testing.assert_allclose(
-        logprobs, expected[tokens], atol=2e-5
-    )  # the shares of those that stay add up to 1: none is missing
+    # The log-probs would be larger if a token that should stay were missing.
+    np.testing.assert_allclose(logprobs, expected[tokens], atol=2e-5)
 
 
 @pytest.mark.parity
 def test_sorting_here_is_what_transformers_does():
     rng = np.random.default_rng(0)
     for number in range(200):
-        logits = rng.normal(0, 3, WORDS).astype(
-            np.float32
-        )  # no two are equal: of equal ones transformers drops some
-        settings = (
-            rng.choice([0.3, 1.0, 2.0]),
-            number % (WORDS + 1),
-            1.0 if number % 5 == 0 else rng.uniform(0.05, 0.999),
-        )
-        np.testing.assert_allclose(
-            by_sorting(logits, *settings), cut_by_transformers(logits, *settings), atol=1e-5
-        )
+        # No two are equal: of equal tokens transformers drops some.
+        logits = rng.normal(0, 3, WORDS).astype(np.float32)
+        temperature = rng.choice([0.3, 1.0, 2.0])
+        top_k = number % (WORDS + 1)
+        top_p = 1.0 if number % 5 == 0 else rng.uniform(0.05, 0.999)
+        mine = by_sorting(logits, temperature, top_k, top_p)
+        theirs = cut_by_transformers(logits, temperature, top_k, top_p)
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+DRAWS = 20_000
+
+
+def assert_follow(tokens: np.ndarray, chances: np.ndarray) -> None:
+    """No token is drawn 4.5 standard deviations more or less often than its chance says."""
+    count = len(tokens)
+    seen = np.bincount(tokens, minlength=len(chances)) / count
+    deviation = np.sqrt(chances * (1 - chances) / count)
+    assert (np.abs(seen - chances) <= 4.5 * deviation + 1e-9).all(), (seen, chances)
 
 
 LOGITS = np.array([2.0, 1.5, 1.0, 1.0, 0.0, -1.0, -3.0, -np.inf], np.float32)
@@ -153,101 +160,90 @@ LOGITS = np.array([2.0, 1.5, 1.0, 1.0, 0.0, -1.0, -3.0, -np.inf], np.float32)
 )
 @pytest.mark.parametrize("over", ["seeds", "numbers"])
 def test_draws_follow_the_exact_distribution(temperature, top_k, top_p, over):
-    """Over many seeds, and over the many draws of one seed: 20,000 of them, no word off by 4.5 standard deviations."""
-    count = 20_000
-    settings = (
-        {"seeds": np.arange(count)}
-        if over == "seeds"
-        else {"seeds": 7, "numbers": np.arange(count)}
-    )
-    tokens, logprobs = rows(LOGITS, temperature, top_k, top_p, count=count, **settings)
+    """20,000 seeds, or 20,000 draws of one seed."""
+    if over == "seeds":
+        settings = {"seeds": np.arange(DRAWS)}
+    else:
+        settings = {"seeds": 7, "numbers": np.arange(DRAWS)}
+    tokens, logprobs = rows(LOGITS, temperature, top_k, top_p, count=DRAWS, **settings)
     with np.errstate(divide="ignore"):
         expected = by_sorting(LOGITS, temperature, top_k, top_p)
-    chances = np.exp(expected)
     np.testing.assert_allclose(logprobs, expected[tokens], atol=1e-5)
-    seen = np.bincount(tokens, minlength=len(chances)) / count
-    assert (
-        np.abs(seen - chances) <= 4.5 * np.sqrt(chances * (1 - chances) / count) + 1e-9
-    ).all(), (seen, chances)
+    assert_follow(tokens, np.exp(expected))
 
 
 def test_draws_among_many_words_follow_the_exact_distribution():
-    """More words than are summed at once, and no whole number of times as many; every third has no chance."""
-    count, words = 20_000, 300
+    """More tokens than a block, not a whole number of blocks, and every third without a chance."""
+    words = 300
     logits = np.random.default_rng(0).normal(0, 1, words)
     logits[::3] = -np.inf
-    tokens, logprobs = rows(logits, count=count)
+    tokens, logprobs = rows(logits, count=DRAWS)
     with np.errstate(divide="ignore"):
         expected = log_softmax(logits)
     np.testing.assert_allclose(logprobs, expected[tokens], atol=1e-5)
-    chances = np.exp(expected)
-    seen = np.bincount(tokens, minlength=words) / count
-    assert (np.abs(seen - chances) <= 4.5 * np.sqrt(chances * (1 - chances) / count) + 1e-9).all()
+    assert_follow(tokens, np.exp(expected))
 
 
-def test_rounding_draws_no_word_without_a_chance():
-    """A sum over the published vocabulary moves a little even where weights of 0 are added: just there nothing is drawn either."""
+def test_rounding_draws_no_token_without_a_chance():
+    """The cumulative sum of a large vocabulary moves by rounding even where 0 is added."""
     rng = np.random.default_rng(0)
     weights = (rng.exponential(size=(1187, 128)) * (rng.random((1187, 1)) < 0.4)).astype(np.float32)
-    weights[:2] = 0  # a share of 0 is passed by no sum of nothing
+    weights[:2] = 0  # a uniform number of 0 must not draw the first token
     sums = np.asarray(jax.jit(lambda x: jnp.cumsum(x.sum(-1)))(weights))
     moved = np.flatnonzero((np.diff(sums) > 0) & ~weights[1:].any(-1))
-    near = [sums[moved] / sums[-1] + step * 2.0**-24 for step in range(-3, 4)] + [
-        np.arange(3) * 2.0**-24,
-        1 - np.arange(1, 4) * 2.0**-24,
-    ]
-    shares = np.clip(np.concatenate(near), 0, 1 - 2.0**-24).astype(np.float32)
+    ulp = 2.0**-24
+    near = [sums[moved] / sums[-1] + step * ulp for step in range(-3, 4)]
+    ends = [np.arange(3) * ulp, 1 - np.arange(1, 4) * ulp]
+    uniforms = np.clip(np.concatenate(near + ends), 0, 1 - ulp).astype(np.float32)
     words = weights.reshape(1, -1)
-    tokens, _ = jax.jit(_draw)(np.broadcast_to(words, (len(shares), words.size)), shares)
+    tokens, _ = jax.jit(draw_at)(np.broadcast_to(words, (len(uniforms), words.size)), uniforms)
     assert words[0, np.asarray(tokens)].all()
 
 
-def test_neighbouring_draws_know_nothing_of_each_other():
-    """Pairs of draws - of one seed, of neighbouring seeds, with seed and number swapped - fall as two dice do."""
-    logits, count = np.zeros(4, np.float32), 20_000
-    n = np.arange(count)
-    first = rows(logits, seeds=n, numbers=n + 1, count=count)[0]
+def test_neighbouring_draws_are_independent():
+    """Of one seed, of neighbouring seeds, and with seed and number swapped."""
+    logits = np.zeros(4, np.float32)
+    n = np.arange(DRAWS)
+    first, _ = rows(logits, seeds=n, numbers=n + 1, count=DRAWS)
     for seeds, numbers in ((n, n + 2), (n + 1, n + 1), (n + 1, n), (n + 2**31, n + 1)):
-        pairs = np.bincount(
-            4 * first + rows(logits, seeds=seeds, numbers=numbers, count=count)[0], minlength=16
-        )
-        assert np.abs(pairs - count / 16).max() < 4.5 * np.sqrt(count / 16)
+        second, _ = rows(logits, seeds=seeds, numbers=numbers, count=DRAWS)
+        pairs = np.bincount(4 * first + second, minlength=16)
+        assert np.abs(pairs - DRAWS / 16).max() < 4.5 * np.sqrt(DRAWS / 16)
 
 
-def test_a_seed_and_a_number_say_which_draw_it_is():
+def test_a_draw_is_determined_by_its_seed_and_number():
     logits = np.random.default_rng(0).normal(size=300)
-    seeds, numbers = np.repeat([0, 5, 2**32 - 1], 4), np.tile([0, 1, 2, 1000], 3)
+    seeds = np.repeat([0, 5, 2**32 - 1], 4)
+    numbers = np.tile([0, 1, 2, 1000], 3)
     tokens, logprobs = rows(logits, seeds=seeds, numbers=numbers, count=12)
-    again = rows(logits, seeds=seeds[::-1], numbers=numbers[::-1], count=12)
-    assert (
-        tokens.tolist() == again[0][::-1].tolist() and logprobs.tolist() == again[1][::-1].tolist()
+    reversed_tokens, reversed_logprobs = rows(
+        logits, seeds=seeds[::-1], numbers=numbers[::-1], count=12
     )
+    assert tokens.tolist() == reversed_tokens[::-1].tolist()
+    assert logprobs.tolist() == reversed_logprobs[::-1].tolist()
     assert len(set(tokens.tolist())) > 8
 
 
-def test_temperature_0_takes_the_likeliest_word_and_its_log_prob_at_1():
-    """Neither a seed nor a cut says anything to it; of equal words it is the first."""
+def test_temperature_0_takes_the_likeliest_token_and_its_log_prob_at_temperature_1():
+    """Whatever top-k and top-p say. Of equal tokens it takes the first."""
     logits = np.random.default_rng(0).normal(0, 2, (ROWS, WORDS)).astype(np.float32)
     logits[5, [7, 3]] = 9.0
     for cut in ({}, {"top_k": 2, "top_p": 0.3}):
         tokens, logprobs = rows(logits, 0.0, **cut)
-        assert tokens.tolist() == logits.argmax(-1).tolist() and tokens[5] == 3
-        np.testing.assert_allclose(
-            logprobs,
-            [log_softmax(row)[token] for row, token in zip(logits, tokens, strict=True)],
-            atol=1e-5,
-        )
+        assert tokens.tolist() == logits.argmax(-1).tolist()
+        assert tokens[5] == 3
+        expected = [log_softmax(row)[token] for row, token in zip(logits, tokens, strict=True)]
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 1e-7, 1e-6, 2e-6, 1e-3])
-def test_however_little_is_asked_for_the_likeliest_word_stays(top_p):
+def test_the_likeliest_token_always_stays(top_p):
     tokens, logprobs = rows(np.arange(WORDS), top_p=top_p)
-    assert set(tokens.tolist()) == {WORDS - 1} and not logprobs.any()
-    tokens, logprobs = rows(np.arange(WORDS), top_k=1)
-    assert set(tokens.tolist()) == {WORDS - 1} and not logprobs.any()
+    assert set(tokens.tolist()) == {WORDS - 1}
+    assert not logprobs.any()
 
 
-def test_words_of_equal_probability_stay_or_go_together():
+def test_tokens_of_equal_probability_stay_or_go_together():
     logits = [3.0, 3.0, 3.0, 1.0, 1.0, 0.0]
     for settings, stay in (
         ({"top_k": 1}, 3),
@@ -263,8 +259,8 @@ def test_words_of_equal_probability_stay_or_go_together():
         )
 
 
-def test_words_without_a_chance_are_never_drawn():
-    """-inf scores, alone and where more words are asked for than have a chance."""
+def test_tokens_without_a_chance_are_never_drawn():
+    """Also if top-k is larger than the number of tokens with a chance."""
     logits = np.full(WORDS, -np.inf)
     logits[[2, 9]] = 1.0, 0.0
     for settings in (
@@ -275,28 +271,29 @@ def test_words_without_a_chance_are_never_drawn():
         {"temperature": 0.0},
     ):
         tokens, logprobs = rows(logits, **settings)
-        assert set(tokens.tolist()) <= {2, 9} and np.isfinite(logprobs).all()
-        np.testing.assert_allclose(
-            logprobs, np.where(tokens == 2, -0.31326166, -1.31326166), atol=1e-5
-        )
+        assert set(tokens.tolist()) <= {2, 9}
+        assert np.isfinite(logprobs).all()
+        expected = np.where(tokens == 2, -0.31326166, -1.31326166)
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
     logits[9] = -np.inf
     tokens, logprobs = rows(logits)
-    assert set(tokens.tolist()) == {2} and not logprobs.any()
+    assert set(tokens.tolist()) == {2}
+    assert not logprobs.any()
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-6, 1e6])
-def test_extreme_temperatures_stay_numbers(temperature):
+def test_extreme_temperatures_give_finite_log_probs(temperature):
     tokens, logprobs = rows(np.linspace(-40, 40, WORDS), temperature)
     assert np.isfinite(logprobs).all()
-    assert (
-        set(tokens.tolist()) == {WORDS - 1}
-        if temperature < 1
-        else len(set(tokens.tolist())) > WORDS // 2
-    )
+    drawn = set(tokens.tolist())
+    if temperature < 1:
+        assert drawn == {WORDS - 1}
+    else:
+        assert len(drawn) > WORDS // 2
 
 
 def test_a_row_depends_on_its_own_numbers_only():
-    """Rows with every kind of setting, in another order and among other rows: equal bit for bit."""
+    """Bit for bit, in another order and among other rows, with every kind of setting."""
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 3, (ROWS, 300)).astype(np.float32)
     settings = {
@@ -312,13 +309,13 @@ def test_a_row_depends_on_its_own_numbers_only():
     np.testing.assert_array_equal(np.stack(moved), np.stack((tokens, logprobs))[:, order])
     plain = (settings["temperature"] == 0) | ((settings["top_k"] == 0) & (settings["top_p"] == 1))
     assert 5 < plain.sum() < ROWS - 5
-    among = rows(
-        logits[plain], **{name: x[plain] for name, x in settings.items()}, count=int(plain.sum())
-    )  # nobody is cut here
+    # Without the others, no row is cut.
+    subset = {name: x[plain] for name, x in settings.items()}
+    among = rows(logits[plain], **subset, count=int(plain.sum()))
     np.testing.assert_array_equal(np.stack(among), np.stack((tokens, logprobs))[:, plain])
 
 
-def test_scores_in_half_precision_are_drawn_from_in_single():
+def test_half_precision_logits_are_sampled_in_single_precision():
     logits = jnp.asarray(np.random.default_rng(0).normal(0, 3, (1, WORDS)), jnp.bfloat16)
     choices = Choices(
         np.zeros(1, np.uint32),

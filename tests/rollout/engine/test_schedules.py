@@ -1,4 +1,16 @@
-"""The engine under any schedule of requests, steps, cancellations, deadlines and new weights, against a slow reference."""
+"""The engine under any schedule, against a slow reference.
+
+A state machine submits, steps, cancels, waits, loads weights and forgets, in any order. After every
+rule it checks:
+
+1. Every page is free, in the tree, or allocated to one sequence.
+2. What runs has all its pages, and what waits has none.
+3. Every open request runs or waits.
+4. Only weights that are being sampled from are kept.
+
+At the end it checks every sample against the reference, and the keys and values on the pages
+against a forward pass. The properties after it count what is prefilled.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +43,7 @@ from models.qwen3_vl.model import Qwen3VL, abstract_model
 from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine
 from rollout.engine.pages import PageTree
-from rollout.engine.programs import Lines, Pool, Programs
+from rollout.engine.programs import Pool, Prefixes, Programs
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling
 from rollout.engine.sequences import make_prompt
 from rollout.engine.settings import EngineSizes
@@ -48,7 +60,7 @@ SETTINGS = EngineSizes(
     prefill_tokens=32,
     steps=2,
 )
-# Larger pages, two lengths of lines; where rows are wide, all that run are too many for one program.
+# Larger pages and two prefix lengths. One program cannot read all slots if rows are long.
 OTHERS = EngineSizes(
     row_lengths=(16, 40),
     prefix_lengths=(16, 24),
@@ -62,25 +74,23 @@ OTHERS = EngineSizes(
     steps=2,
 )
 PAGED = dataclasses.replace(SETTINGS, paged=True, prefix_lengths=())
-WORDS, IMAGE, VIDEO, OPEN, CLOSE = 20, 20, 21, 22, 23  # the first are words
+WORDS = 20  # ids below are ordinary tokens
+IMAGE, VIDEO, OPEN, CLOSE = 20, 21, 22, 23
 TOKEN_BYTES = [b"a", b"b", b"ab", b"", b"\xc3", b"\xa9", b"ba", b"c"] * 3
-WEIGHTS = 3  # so many different ones; every version has those of its number
+WEIGHTS = 3  # different ones; versions take them in turn
 MOST_VERSIONS = 100
-SIZES = {
-    "square": (4, 4),
-    "small": (2, 2),
-    "gone": (2, 2),
-}  # frames of four tokens and of one; the last cannot be read
+# Frames of four tokens and of one, in patches. The last video cannot be read.
+SIZES = {"square": (4, 4), "small": (2, 2), "gone": (2, 2)}
 
 
 class Dirty(Programs):
-    """Programs that are compiled once for all engines of a bench. What nobody wrote yet is not 0, so that reading it shows."""
+    """Programs whose memory begins as 7, not 0, so that reading unwritten slots changes samples."""
 
     def make_pool(self, pages: int) -> Pool:
         return self._dirty(super().make_pool, pages)
 
-    def make_lines(self, count: int, length: int) -> Lines:
-        return self._dirty(super().make_lines, count, length)
+    def make_prefixes(self, count: int, length: int) -> Prefixes:
+        return self._dirty(super().make_prefixes, count, length)
 
     def _dirty(self, make: Callable[..., Any], *sizes: int) -> Any:
         return jax.tree.map(
@@ -89,7 +99,7 @@ class Dirty(Programs):
 
 
 class Bench:
-    """Engines of one model and one size, each with nothing in it, and what each of their samples should be."""
+    """New engines of one model and size, whose programs are compiled once, and their reference."""
 
     def __init__(self, settings: EngineSizes):
         self.settings = settings
@@ -124,11 +134,9 @@ class Bench:
             return jnp.asarray(rng.normal(middle, 0.3, leaf.shape), leaf.dtype)
 
         self.model: Qwen3VL = nnx.merge(graph, jax.tree_util.tree_map_with_path(noise, state))
-        own = nnx.split(self.model.text)[1]
-        different = [
-            own,
-            *(jax.tree_util.tree_map_with_path(noise, own) for _ in range(WEIGHTS - 1)),
-        ]
+        first = nnx.split(self.model.text)[1]
+        others = [jax.tree_util.tree_map_with_path(noise, first) for _ in range(WEIGHTS - 1)]
+        different = [first, *others]
         self.weights = {version: different[version % WEIGHTS] for version in range(MOST_VERSIONS)}
         self.features = Pictures(self.config, SIZES, gone=("gone",))
         self.reference = Reference(
@@ -137,14 +145,14 @@ class Bench:
         self._programs = functools.cache(lambda *sizes: Dirty(self.model, *sizes))
 
     def engine(self, clock=lambda: 0.0, pages: int | None = None) -> Engine:
-        """An engine that has nothing yet, and only so many of its pages."""
+        """An engine with an empty cache. `pages`: with fewer pages than it was made for."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
                 rollout.engine.runner, "Programs", lambda model, *sizes: self._programs(*sizes)
             )
             engine = Engine(self.model, self.features, self.settings, TOKEN_BYTES, clock)
         if pages is not None:
-            engine._tree = PageTree(pages, self.settings.page)
+            engine.tree = PageTree(pages, self.settings.page)
         return engine
 
 
@@ -153,16 +161,14 @@ def bench() -> Bench:
     return Bench(SETTINGS)
 
 
-# --- what is asked ---
+# --- requests ---
 
 _TEXT = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9)
-_A, _B, _SMALL, _GONE = (
-    Frame("square", 0, 0.0),
-    Frame("square", 1, 1.0),
-    Frame("small", 5, 0.5),
-    Frame("gone", 0, 0.0),
-)
-# What many requests start with: nothing, a text, frames that lie across pages and pieces, the same in another order.
+_A = Frame("square", 0, 0.0)
+_B = Frame("square", 1, 1.0)
+_SMALL = Frame("small", 5, 0.5)
+_GONE = Frame("gone", 0, 0.0)
+# How requests begin: empty, with text, with frames across pages, with the same frames swapped.
 OPENINGS: tuple[tuple[int | Frame, ...], ...] = (
     (),
     _TEXT,
@@ -174,7 +180,7 @@ OPENINGS: tuple[tuple[int | Frame, ...], ...] = (
 
 
 def written(parts: tuple[int | Frame, ...]) -> tuple[np.ndarray, tuple[Frame, ...]]:
-    """Token ids, with frames as their placeholders, and the frames."""
+    """Token ids, with placeholders for frames, and the frames."""
     ids: list[int] = []
     for part in parts:
         if isinstance(part, Frame):
@@ -203,7 +209,7 @@ TAILS = st.lists(st.integers(0, 2), min_size=1, max_size=4)
 
 @st.composite
 def requests(draw) -> Request:
-    """An opening or its first part, then a few words: prompts part anywhere, on a page as well as between pages."""
+    """All of an opening or its first part, and a few words. So prompts differ from anywhere on."""
     opening = draw(st.sampled_from(OPENINGS))
     end = draw(st.just(len(opening)) | st.integers(0, len(opening)))
     return Request(*written((*opening[:end], *draw(TAILS))), draw(SAMPLINGS), draw(SEEDS))
@@ -214,7 +220,7 @@ def requests(draw) -> Request:
 
 @dataclasses.dataclass
 class Asked:
-    """A request that was taken in. `version`: what a sample of each seed may be of, from the first to the last."""
+    """A submitted request. `first`, `last`: the versions that the sample of each seed may have."""
 
     request: Request
     until: float
@@ -224,25 +230,22 @@ class Asked:
 
 
 class Schedule(RuleBasedStateMachine):
-    """Any course of what a caller may do; all is checked after each, and every sample when it has come."""
+    """Everything a caller may do, in any order."""
 
     def __init__(self, bench: Bench):
         super().__init__()
-        self.bench, self.size, self.now, self.clock = (
-            bench,
-            bench.settings.page,
-            0.0,
-            lambda: self.now,
-        )
+        self.bench = bench
+        self.size = bench.settings.page
+        self.now = 0.0
+        self.clock = lambda: self.now
         self.asked: dict[int, Asked] = {}
         self.samples: list[tuple[Request, int, Sample]] = []
 
     @initialize(spare=st.sampled_from([1000, 12, 5, 1, 0]))
     def start(self, spare: int):
-        """So many more pages than the longest sequence takes."""
-        self.pages = min(
-            self.bench.settings.row_lengths[-1] // self.size + spare, self.bench.settings.pages
-        )
+        """`spare`: pages beyond those of the longest sequence."""
+        longest = self.bench.settings.row_lengths[-1] // self.size
+        self.pages = min(longest + spare, self.bench.settings.pages)
         self.engine = self.bench.engine(self.clock, self.pages)
 
     # --- what a caller does ---
@@ -259,7 +262,8 @@ class Schedule(RuleBasedStateMachine):
             with pytest.raises(ValueError, match="EngineSizes.row_lengths"):
                 self.engine.submit(request)
             return
-        ticket, count = self.engine.submit(request), len(request.seeds)
+        ticket = self.engine.submit(request)
+        count = len(request.seeds)
         assert ticket not in self.asked
         self.asked[ticket] = Asked(
             request,
@@ -272,10 +276,10 @@ class Schedule(RuleBasedStateMachine):
     @rule(
         which=st.integers(0, 9), keep=st.integers(0, 9), tail=TAILS, sampling=SAMPLINGS, seeds=SEEDS
     )
-    def go_on(
+    def next_turn(
         self, which: int, keep: int, tail: list[int], sampling: Sampling, seeds: tuple[int, ...]
     ):
-        """A turn more, after all that was said or a part of it."""
+        """A next turn, after all of a sample or a part of it."""
         request, _, sample = self.samples[-1 - which % len(self.samples)]
         ids = np.concatenate([request.ids, sample.ids[:keep], tail]).astype(np.int32)
         self.ask(Request(ids, request.frames, sampling, seeds))
@@ -288,7 +292,7 @@ class Schedule(RuleBasedStateMachine):
     @precondition(lambda self: self.asked)
     @rule(which=st.integers(0, 9))
     def cancel(self, which: int):
-        """Something that is asked for, or was answered, or was cancelled before."""
+        """A request that is open, answered, or cancelled already."""
         ticket = list(self.asked)[-1 - which % len(self.asked)]
         self.engine.cancel(ticket)
         self.asked[ticket].done = True
@@ -304,37 +308,38 @@ class Schedule(RuleBasedStateMachine):
         new=st.sampled_from([True, True, True, False]),
     )
     def load(self, in_flight: Literal["finish", "restart"], new: bool):
-        """Other weights under a new number; under an old one they would be mixed with those that are being sampled from."""
-        engine, version = self.engine, self.engine.version + 1
+        """Other weights, under a new number or under the current one (not `new`)."""
+        engine = self.engine
+        version = engine.version + 1
         running = {
-            (sequence.ticket, sequence.number): sequence.version for sequence in engine._running
+            (sequence.ticket, sequence.sample): sequence.version for sequence in engine.running
         }
         if not new and in_flight == "finish" and engine.version in running.values():
             with pytest.raises(ValueError, match="still being sampled from"):
                 engine.load(self.bench.weights[version], engine.version)
             return
         for ticket, asked in self.asked.items():
-            for number, sample in enumerate(engine._open.get(ticket, ())):
+            for number, sample in enumerate(engine.unanswered.get(ticket, ())):
                 old = running.get((ticket, number)) if in_flight == "finish" else None
                 if sample is None:
                     asked.first[number], asked.last[number] = (
                         (version, math.inf) if old is None else (old, old)
                     )
         engine.load(self.bench.weights[version], version, in_flight)
-        assert in_flight == "finish" or not engine._running
+        assert in_flight == "finish" or not engine.running
 
     @precondition(lambda self: self.asked)
     @rule()
     def forget(self):
         self.engine.forget()
-        assert self.engine._tree.match(self.engine.version, np.array(_TEXT, np.int64)) == (
+        assert self.engine.tree.match(self.engine.version, np.array(_TEXT, np.int64)) == (
             [],
             None,
             0,
         )
 
     def take(self, answers: list[tuple[int, tuple[Sample, ...]]]) -> None:
-        """What a step answers: each request once, all its samples, those that were out of time when it began among them."""
+        """Check the answers of a step: each request once and whole, and no deadline missed."""
         for ticket, samples in answers:
             asked = self.asked[ticket]
             assert not asked.done and len(samples) == len(asked.request.seeds)
@@ -346,67 +351,64 @@ class Schedule(RuleBasedStateMachine):
                 self.samples.append((asked.request, asked.request.seeds[number], sample))
         assert all(asked.done or asked.until > self.now for asked in self.asked.values())
 
-    # --- what holds after each ---
+    # --- what holds after each rule ---
 
     @invariant()
     def a_page_is_free_or_in_the_tree_or_lent(self):
-        """Pages of versions that were dropped are in no tree, and held by what runs."""
-        tree, running = self.engine._tree, self.engine._running
-        nodes = {*tree.nodes(), *(node for sequence in running for node in sequence.path)}
+        """Pages of dropped versions are in no tree. Running sequences may still hold them."""
+        tree, running = self.engine.tree, self.engine.running
+        nodes = {*tree.nodes(), *(node for sequence in running for node in sequence.shared_pages)}
         pages = [
-            *tree._free,
+            *tree.free_pages,
             *(node.page for node in nodes),
-            *(page for sequence in running for page in sequence.lent),
+            *(page for sequence in running for page in sequence.own_pages),
         ]
         assert sorted(pages) == list(range(self.pages))
-        users = [node.serial for sequence in running for node in sequence.path]
+        users = [node.serial for sequence in running for node in sequence.shared_pages]
         assert all(node.users == users.count(node.serial) for node in nodes)
-        assert set(tree._idle) == {node for node in nodes if not node.users}
+        assert set(tree.evictable) == {node for node in nodes if not node.users}
 
     @invariant()
     def what_runs_has_room_and_what_waits_has_nothing(self):
         engine = self.engine
-        assert len(engine._running) <= self.bench.settings.slots
-        for sequence in engine._running:
+        assert len(engine.running) <= self.bench.settings.slots
+        for sequence in engine.running:
             needed = len(sequence.prompt.request.ids) + sequence.sampling.max_new_tokens
-            assert (
-                len(sequence.pages) * self.size
-                >= needed
-                > len(sequence.pages) * self.size - self.size
-            )
-            assert sequence.source is None and sequence.computed == sequence.prompt.known + len(
-                sequence.drawn
-            )
-            assert sum(len(node.tokens) for node in sequence.path) <= sequence.computed
-        assert all(
-            not sequence.path and not sequence.lent and sequence.source is None
-            for sequence in engine._waiting
-        )
+            room = len(sequence.pages) * self.size
+            assert room >= needed > room - self.size
+            assert sequence.copy_source is None
+            assert sequence.computed == sequence.prompt.prefill_length + len(sequence.drawn)
+            assert sum(len(node.tokens) for node in sequence.shared_pages) <= sequence.computed
+        for sequence in engine.waiting:
+            assert not sequence.shared_pages
+            assert not sequence.own_pages
+            assert sequence.copy_source is None
         assert engine.idle == all(asked.done for asked in self.asked.values())
 
     @invariant()
-    def whatever_is_asked_for_runs_or_waits(self):
+    def every_open_request_runs_or_waits(self):
         engine = self.engine
         there = sorted(
-            (sequence.ticket, sequence.number) for sequence in (*engine._running, *engine._waiting)
+            (sequence.ticket, sequence.sample) for sequence in (*engine.running, *engine.waiting)
         )
         missing = [
-            (t, n)
-            for t, samples in engine._open.items()
-            for n, sample in enumerate(samples)
+            (ticket, number)
+            for ticket, samples in engine.unanswered.items()
+            for number, sample in enumerate(samples)
             if sample is None
         ]
-        assert there == sorted(missing) and set(engine._open) == {
+        assert there == sorted(missing)
+        assert set(engine.unanswered) == {
             ticket for ticket, asked in self.asked.items() if not asked.done
         }
 
     @invariant()
     def only_weights_that_are_sampled_from_are_kept(self):
-        assert set(self.engine._weights) == {
+        assert set(self.engine.weights) == {
             self.engine.version,
-            *(sequence.version for sequence in self.engine._running),
+            *(sequence.version for sequence in self.engine.running),
         }
-        assert set(self.engine._tree._roots) <= set(self.engine._weights)
+        assert set(self.engine.tree.roots) <= set(self.engine.weights)
 
     # --- what holds at the end ---
 
@@ -417,51 +419,42 @@ class Schedule(RuleBasedStateMachine):
             if self.engine.idle:
                 break
             self.take(self.engine.step())
-        assert (
-            self.engine.idle
-            and all(asked.done for asked in self.asked.values())
-            and not self.engine._open
-        )
+        assert self.engine.idle
+        assert all(asked.done for asked in self.asked.values())
         self.a_page_is_free_or_in_the_tree_or_lent()
-        assert all(not node.users for node in self.engine._tree.nodes())
+        assert all(not node.users for node in self.engine.tree.nodes())
         for request, seed, sample in self.samples:
             self.compare(request, seed, sample)
         for request, _, sample in self.samples:
             self.compare_pages(request, sample)
         self.engine.load(self.bench.weights[0], self.engine.version + 1)
-        assert self.engine._tree.free == self.pages
+        assert len(self.engine.tree.free_pages) == self.pages
 
     def compare(self, request: Request, seed: int, sample: Sample) -> None:
         expected = self.bench.reference.answer(request, seed, sample.version, like=sample)
-        cut = sample.stop is SampleStop.DEADLINE
         n = len(sample.ids)
-        assert sample.ids.tolist() == expected.ids[:n].tolist() and sample.ids.dtype == np.int32
+        assert sample.ids.tolist() == expected.ids[:n].tolist()
+        assert sample.ids.dtype == np.int32
         np.testing.assert_allclose(sample.logprobs, expected.logprobs[:n], atol=1e-4)
         assert sample.logprobs.dtype == np.float32
-        if not cut:
-            assert (n, sample.stop, sample.digest) == (
-                len(expected.ids),
-                expected.stop,
-                expected.digest,
-            )
+        # A sample that a deadline ended may be shorter than the reference's.
+        if sample.stop is not SampleStop.DEADLINE:
+            assert n == len(expected.ids)
+            assert (sample.stop, sample.digest) == (expected.stop, expected.digest)
 
     def compare_pages(self, request: Request, sample: Sample) -> None:
-        """What is kept of a sequence is what a forward pass gives: nothing was written over it."""
+        """What is cached of a sequence is what a forward pass gives: no page was overwritten."""
         engine = self.engine
-        if sample.version != engine.version or any(
-            frame.video in self.bench.features.gone for frame in request.frames
-        ):
+        gone = any(frame.video in self.bench.features.gone for frame in request.frames)
+        if gone or sample.version != engine.version:
             return
-        content = np.concatenate(
-            [make_prompt(request, engine.features, engine.config, math.inf).content, sample.ids]
-        )[:-1]
-        path, source, more = engine._tree.match(engine.version, content)
-        engine._tree.release(path)
-        count, pages = (
-            len(path) * self.size + more,
-            [node.page for node in (*path, *([source] if source else []))],
-        )
-        found = np.asarray(engine._runner._pool)[:, pages]
+        prompt = make_prompt(request, engine.features, engine.config, math.inf)
+        content = np.concatenate([prompt.content, sample.ids])[:-1]
+        path, source, matching = engine.tree.match(engine.version, content)
+        engine.tree.release(path)
+        count = len(path) * self.size + matching
+        nodes = path if source is None else [*path, source]
+        found = np.asarray(engine.runner.pool)[:, [node.page for node in nodes]]
         found = found.reshape(len(found), -1, *found.shape[3:])[:, :count]
         keys, values = self.bench.reference.keys_and_values(
             request, sample.ids.tolist(), sample.version
@@ -484,40 +477,40 @@ def test_any_schedule(bench):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [SETTINGS, OTHERS, PAGED], ids=["lines", "parts", "paged"])
+@pytest.mark.parametrize(
+    "sizes", [SETTINGS, OTHERS, PAGED], ids=["shared prefixes", "several programs", "paged"]
+)
 def test_many_schedules(sizes):
     run_schedules(Bench(sizes), examples=60, steps=40)
 
 
-# --- what is computed ---
+# --- what is prefilled ---
 
 
 class Known:
-    """What a cache without limits would have: every start of everything that was computed."""
+    """A cache without limits: every prefix of everything that was computed."""
 
     def __init__(self):
         self.starts: set[tuple] = {()}
 
     def missing(self, request: Request, said: Many[int] = ()) -> int:
-        """Tokens to prefill: of all but the last, those after the longest start that is there; then they are there, and `said` is."""
+        """Tokens to prefill. Afterwards the prompt and `said` are in the cache."""
         pieces = iter(
-            [
-                (frame, n)
-                for frame in request.frames
-                for n in range(math.prod(SIZES[frame.video]) // 4)
-            ]
+            (frame, n)
+            for frame in request.frames
+            for n in range(math.prod(SIZES[frame.video]) // 4)
         )
         content = [next(pieces, IMAGE) if token == IMAGE else int(token) for token in request.ids]
-        known = len(content) - 1
-        there = next(n for n in range(known, -1, -1) if tuple(content[:n]) in self.starts)
+        length = len(content) - 1
+        cached = next(n for n in range(length, -1, -1) if tuple(content[:n]) in self.starts)
         content += [int(token) for token in said]
         self.starts |= {tuple(content[:n]) for n in range(len(content))}
-        return known - there
+        return length - cached
 
 
 def plainly(request: Request, new: int) -> Request:
-    """The same, always of so many new tokens."""
-    return dataclasses.replace(request, sampling=Sampling(new), frames=request.frames)
+    """The same prompt, with exactly `new` tokens to sample."""
+    return dataclasses.replace(request, sampling=Sampling(new))
 
 
 READABLE = requests().filter(lambda request: _GONE not in request.frames)
@@ -532,8 +525,8 @@ READABLE = requests().filter(lambda request: _GONE not in request.frames)
         max_size=6,
     )
 )
-def test_nothing_that_is_there_is_prefilled_again(bench, asked):
-    """Requests one after the other, some of which go on from what was said before or from its first tokens."""
+def test_cached_tokens_are_not_prefilled_again(bench, asked):
+    """One request after the other. Some continue an earlier sample or its first tokens."""
     engine, known, answered = bench.engine(), Known(), []
     for request, new, after in asked:
         if after is not None and answered:
@@ -545,23 +538,26 @@ def test_nothing_that_is_there_is_prefilled_again(bench, asked):
             continue
         prefilled, reused = engine.counts.prefilled_tokens, engine.counts.reused_tokens
         (samples,) = engine.generate([request])
-        # Its first sample's prompt is what the others find, whatever was said meanwhile.
+        # The first sample's prompt is what the others find.
         needed = [known.missing(request, sample.ids) for sample in samples]
-        assert not any(needed[1:]) and engine.counts.prefilled_tokens - prefilled == needed[0]
-        assert (
-            engine.counts.reused_tokens - reused
-            == len(samples) * (len(request.ids) - 1) - needed[0]
-        )
+        assert not any(needed[1:])
+        total = len(samples) * (len(request.ids) - 1)
+        assert engine.counts.prefilled_tokens - prefilled == needed[0]
+        assert engine.counts.reused_tokens - reused == total - needed[0]
         answered += [(request, sample) for sample in samples]
-        if engine._tree.free < 6 * 3 + 8:  # the next might push something out
+        # The next request might evict pages.
+        if len(engine.tree.free_pages) < 6 * 3 + 8:
             engine.forget()
             known = Known()
 
 
 @settings(max_examples=30)
 @given(st.lists(st.tuples(READABLE, st.integers(1, 3)), max_size=5))
-def test_what_requests_have_in_common_is_prefilled_once(bench, asked):
-    """All at once. Those that differ within a page may be prefilled side by side: each of them then computes less than a page again."""
+def test_a_prefix_that_requests_share_is_prefilled_once(bench, asked):
+    """All at once. Prompts that differ within a page may be prefilled side by side.
+
+    Each of them then computes less than a page twice.
+    """
     engine, known = bench.engine(), Known()
     wanted = [plainly(request, new) for request, new in asked]
     answers = engine.generate(wanted)
@@ -574,8 +570,8 @@ def test_what_requests_have_in_common_is_prefilled_once(bench, asked):
     assert engine.counts.prefilled_tokens + engine.counts.reused_tokens == total
 
 
-def test_frames_that_are_on_pages_already_are_not_encoded_again(bench, monkeypatch):
-    """A frame ends just where what is known does: in a next turn, and in a prompt with another second frame."""
+def test_cached_frames_are_not_encoded_again(bench, monkeypatch):
+    """The cached prefix ends with a frame: in a next turn, and before another second frame."""
     engine = bench.engine()
     ids, frames = written(OPENINGS[2])
     engine.generate([Request(ids, frames, Sampling(4), (1,))])
@@ -594,7 +590,7 @@ def test_frames_that_are_on_pages_already_are_not_encoded_again(bench, monkeypat
 
 
 def test_a_full_cache_keeps_what_was_used_last(bench):
-    """Ten pages: the prompt that is asked for all the time stays, those in between go."""
+    """With ten pages, a prompt that is used all the time stays, and those in between go."""
     engine = bench.engine(pages=10)
     often = Request(np.array(_TEXT, np.int32), (), Sampling(3), (1,))
     engine.generate([often])
@@ -606,45 +602,75 @@ def test_a_full_cache_keeps_what_was_used_last(bench):
         assert engine.counts.prefilled_tokens == before
 
 
-def test_a_request_that_waits_for_pages_costs_no_others_their_pages(bench):
-    """It needs more than is to be had while another runs; what is kept meanwhile is still there for a third."""
+def test_a_request_that_waits_for_pages_evicts_none(bench):
+    """It needs more pages than are free while another runs. A third finds its own still cached."""
     engine = bench.engine(pages=12)
-    kept = Request(np.array(_TEXT[:9], np.int32), (), Sampling(1), (1,))
-    engine.generate([kept])
+    cached = Request(np.array(_TEXT[:9], np.int32), (), Sampling(1), (1,))
+    engine.generate([cached])
     runs = Request(np.array([7] * 10, np.int32), (), Sampling(14), (1,))
     engine.submit(runs)
     engine.step()
     waits = engine.submit(Request(np.array([8] * 18, np.int32), (), Sampling(14), (1,)))
     engine.step()
-    assert len(engine._waiting) == 1 and len(engine._running) == 1
+    assert len(engine.waiting) == 1
+    assert len(engine.running) == 1
     engine.cancel(waits)
     before = engine.counts.prefilled_tokens
-    engine.generate([kept])
+    engine.generate([cached])
     assert engine.counts.prefilled_tokens == before
 
 
 # --- by example, what schedules seldom meet ---
 
 
-def test_a_sample_without_a_token_reports_the_weights_of_now(bench):
-    engine, now = bench.engine(lambda: now[0]), [0.0]
+def test_a_sample_without_a_token_reports_the_current_weights(bench):
+    now = [0.0]
+    engine = bench.engine(lambda: now[0])
     engine.load(bench.weights[7], version=7)
     ids = np.array(_TEXT, np.int32)
     (none,) = engine.generate([Request(ids, (), Sampling(0), (1,))])[0]
     late = engine.submit(Request(ids, (), Sampling(4, deadline=1.0), (1,)))
     now[0] = 2.0
     ((ticket, (sample,)),) = engine.step()
-    assert ticket == late and (none.version, sample.version) == (7, 7)
-    assert (none.stop, sample.stop, len(sample.ids)) == (SampleStop.LENGTH, SampleStop.DEADLINE, 0)
+    assert ticket == late
+    assert (none.version, sample.version) == (7, 7)
+    assert (none.stop, sample.stop) == (SampleStop.LENGTH, SampleStop.DEADLINE)
+    assert len(sample.ids) == 0
+
+
+@pytest.mark.parametrize("tail", [[1, IMAGE, 2, IMAGE, 3], [IMAGE]])
+@pytest.mark.parametrize("opening", [OPENINGS[1], OPENINGS[2]], ids=["text", "frames"])
+def test_a_placeholder_that_a_model_wrote_is_a_word(bench, opening, tail):
+    """In a later turn, and as the last token of the prompt too."""
+    ids, frames = written(opening)
+    request = Request(np.append(ids, tail).astype(np.int32), frames, Sampling(4), (1,))
+    ((sample,),) = bench.engine().generate([request])
+    expected = bench.reference.answer(request, 1, version=0, like=sample)
+    assert sample.ids.tolist() == expected.ids.tolist()
+    np.testing.assert_allclose(sample.logprobs, expected.logprobs, atol=1e-4)
+
+
+def test_sequences_that_restart_are_first_in_the_queue_in_their_order(bench):
+    engine = bench.engine()
+    request = Request(np.array(_TEXT, np.int32), (), Sampling(6), (1, 2))
+    tickets = [engine.submit(request) for _ in range(5)]
+    engine.step()
+    engine.load(bench.weights[1], version=1, in_flight="restart")
+    assert not engine.running
+    assert [sequence.ticket for sequence in engine.waiting] == sorted(2 * tickets)
+    assert [sequence.sample for sequence in engine.waiting] == [0, 1] * 5
+    answers = {}
+    while not engine.idle:
+        answers |= engine.step()
+    assert list(answers) == tickets
 
 
 def test_other_weights_under_an_old_number_start_with_nothing(bench):
-    engine, request = bench.engine(), Request(np.array(_TEXT, np.int32), (), Sampling(6), (1,))
+    engine = bench.engine()
+    request = Request(np.array(_TEXT, np.int32), (), Sampling(6), (1,))
     engine.generate([request])
     engine.load(bench.weights[1], version=0)
     ((sample,),) = engine.generate([request])
-    assert (
-        sample.ids.tolist()
-        == bench.reference.answer(request, 1, version=1, like=sample).ids.tolist()
-    )
+    expected = bench.reference.answer(request, 1, version=1, like=sample)
+    assert sample.ids.tolist() == expected.ids.tolist()
     assert engine.counts.prefilled_tokens == 2 * (len(_TEXT) - 1)

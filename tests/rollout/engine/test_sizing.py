@@ -1,11 +1,14 @@
-"""Sizes of an engine follow from the lengths of a run, and whatever these are, every sequence fits."""
+"""Sizes that follow from the lengths of a run fit every sequence, and other sizes are checked."""
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.engine.settings import EngineSettings, Lengths
+from rollout.engine.settings import EngineSettings, EngineSizes, Lengths
 from rollout.engine.sizing import engine_sizes
 
 tokens = st.integers(1, 40_000)
@@ -31,20 +34,19 @@ longest = st.builds(
 @settings(max_examples=300, deadline=None)
 @given(longest, tunings, st.integers(1, 16), st.booleans())
 def test_every_sequence_of_a_run_fits(longest, tuning, rows_per_prefix, shared):
-    engine = engine_sizes(
-        longest, tuning, rows_per_prefix, shared
-    )  # refuses what contradicts itself
-    whole = longest.prompt + longest.response
-    assert engine.row_lengths[-1] >= max(whole, longest.crop_prompt + longest.report)
+    # EngineSizes itself refuses sizes that contradict each other.
+    engine = engine_sizes(longest, tuning, rows_per_prefix, shared)
+    main = longest.prompt + longest.response
+    sub_agent = longest.crop_prompt + longest.report
+    assert engine.row_lengths[-1] >= max(main, sub_agent)
     assert engine.pages * engine.page >= max(engine.row_lengths[-1], tuning.cache_tokens)
-    assert (
-        engine.prefill_lengths[-1] >= max(longest.prompt, longest.crop_prompt)
-        and engine.prefill_tokens >= longest.prompt
-    )
-    assert engine.slots >= tuning.slots and engine.slots % rows_per_prefix == 0
-    assert bool(engine.prefix_lengths) is shared and (
-        not shared or engine.prefix_lengths[-1] >= longest.prompt
-    )
+    assert engine.prefill_lengths[-1] >= max(longest.prompt, longest.crop_prompt)
+    assert engine.prefill_tokens >= longest.prompt
+    assert engine.slots >= tuning.slots
+    assert engine.slots % rows_per_prefix == 0
+    assert bool(engine.prefix_lengths) is shared
+    if shared:
+        assert engine.prefix_lengths[-1] >= longest.prompt
 
 
 @settings(max_examples=300, deadline=None)
@@ -53,3 +55,43 @@ def test_a_long_sequence_reads_at_most_about_twice_its_length(longest, tuning, l
     engine = engine_sizes(longest, tuning, 8)
     if length <= engine.row_lengths[-1]:
         assert engine.width(length) <= 2 * (length + tuning.page)
+
+
+VALID = EngineSizes(
+    row_lengths=(64, 136),
+    prefill_lengths=(8, 96),
+    prefix_lengths=(48, 96),
+    slots=8,
+    rows_per_prefix=4,
+    page=8,
+    pages=120,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("row_lengths", (64, 130), "multiples of page = 8"),
+        ("row_lengths", (136, 64), "ascending"),
+        ("row_lengths", (64, 64), "ascending"),
+        ("row_lengths", (), "at least one"),
+        ("prefill_lengths", (0, 8), "multiples of page"),
+        ("prefill_lengths", (), "at least one"),
+        ("prefix_lengths", (12,), "multiples of page = 8"),
+        ("slots", 0, "1 or more"),
+        ("slots", 6, "multiple of rows_per_prefix = 4"),
+        ("rows_per_prefix", 0, "1 or more"),
+        ("page", 0, "1 or more"),
+        ("pages", -1, "1 or more"),
+        ("pages", 16, "at least 17"),
+        ("prefill_tokens", 0, "1 or more"),
+        ("read_tokens", 100, "512 or more"),
+        ("steps", 0, "1 or more"),
+    ],
+)
+def test_sizes_that_make_no_engine_are_refused(name, value, rule):
+    with pytest.raises(ValueError) as refused:
+        dataclasses.replace(VALID, **{name: value})
+    message = str(refused.value)
+    assert message.startswith(f"EngineSizes.{name}: {value}")
+    assert rule in message
