@@ -162,29 +162,29 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
     },
     (f"{_METHOD}/structure.py", _STRUCTURE): {
         "any_closing_tag_closes": (
-            "if name == opened:",
-            "if opened is not None and name in _KINDS:",
+            "if name == open_block:",
+            "if open_block is not None and name in _KINDS:",
         ),
         "unclosed_block_is_fine": ("yield len(text), len(text) + 1, Kind.VIOLATION", "return"),
         "nested_block_is_fine": ("yield match.start(), match.end(), Kind.VIOLATION", "pass"),
-        "pinned_tokens_marked": ("low = np.maximum(low, pinned)", "low = np.maximum(low, 0)"),
+        "pinned_tokens_marked": ("np.maximum(low, pinned_bytes)", "np.maximum(low, 0)"),
         "violation_on_the_whole_tag": (
             "np.where(kinds == Kind.VIOLATION, np.minimum(high, low + 1), high)",
             "high",
         ),
         "violation_on_the_first_token": (
-            "[len(piece) for piece in pieces]), end - 1",
-            "[len(piece) for piece in pieces]), first",
+            "np.repeat(np.arange(first, end), lengths), end - 1",
+            "np.repeat(np.arange(first, end), lengths), first",
         ),
         "one_pinned_token_at_most": ('re.compile(b"%c*(%c+)"', 're.compile(b"%c?(%c+)"'),
         "marks_not_unique": ("np.unique(np.concatenate(marks))", "np.sort(np.concatenate(marks))"),
         "structure_cut_to_whole_multiples": (
-            "max(1, -(-longest // multiple))",
+            "max(1, math.ceil(longest / multiple))",
             "max(1, longest // multiple)",
         ),
         "violations_are_padding": (
-            "= positions, kinds, True",
-            "= positions, kinds, kinds != Kind.VIOLATION",
+            "padded.valid[row, :n] = True",
+            "padded.valid[row, :n] = kinds != Kind.VIOLATION",
         ),
     },
     (f"{_METHOD}/rewards.py", _REWARDS): {
@@ -416,18 +416,18 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         "new_leaves_not_noticed": ("for name in old | new", "for name in old"),
     },
     ("rollout/agent/episode.py", _EPISODE): {
-        "turns_share_a_seed": ("seed + len(turns), room", "seed, room"),
+        "turns_share_a_seed": ("state.seed + len(state.turns)", "state.seed"),
         "sub_agents_continue_the_turns_seeds": (
-            "seed + 1000 * (len(turns) + 1)",
-            "seed + len(turns) + 1",
+            "_SEEDS_PER_TURN * (len(state.turns) + 1)",
+            "len(state.turns) + 1",
         ),
-        "one_call_more_carried_out": ("if number >= limit:", "if number > limit:"),
+        "one_call_more_carried_out": ("if number >= max_calls:", "if number > max_calls:"),
         "one_tool_turn_more": (
-            "offered = len(turns) < tool_turns",
-            "offered = len(turns) <= tool_turns",
+            "if len(state.turns) >= state.tool_turns:",
+            "if len(state.turns) > state.tool_turns:",
         ),
         "turns_outgrow_the_trajectory": (
-            "min(limits.trajectory_tokens - _suffix_length(trajectory), limits.turn_tokens)",
+            "min(room, limits.turn_tokens)",
             "limits.turn_tokens",
         ),
         "prompt_cut_one_token_late": (
