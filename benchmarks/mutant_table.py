@@ -53,12 +53,12 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "mask, x - mean",
         ),
         "std_biased": (
-            "jnp.maximum(mask.sum(axis, keepdims=True) - 1, 1)",
-            "jnp.maximum(mask.sum(axis, keepdims=True), 1)",
+            ".sum(axis, keepdims=True) / jnp.maximum(n - 1, 1)",
+            ".sum(axis, keepdims=True) / jnp.maximum(n, 1)",
         ),
         "epsilon_is_a_floor": ("centred / (std + epsilon)", "centred / jnp.maximum(std, epsilon)"),
-        "k2_not_halved": ("lambda: d**2 / 2,", "lambda: d**2,"),
-        "k3_of_the_inverse": ("lambda: jnp.exp(-d) - 1 + d}", "lambda: jnp.exp(d) - 1 - d}"),
+        "k2_not_halved": ("kl = d**2 / 2", "kl = d**2"),
+        "k3_of_the_inverse": ("kl = jnp.exp(-d) - 1 + d", "kl = jnp.exp(d) - 1 - d"),
         "kl_clamp_removed": (
             "return kl if clamp is None else jnp.clip(kl, -clamp, clamp)",
             "return kl",
@@ -68,14 +68,14 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "jnp.flip(jnp.cumsum(jnp.flip(penalties, 1), axis=1), 1)",
             "jnp.cumsum(penalties, axis=1)",
         ),
-        "token_groups_by_member": ("(batch.rollout // size)", "(batch.rollout % size)"),
+        "token_groups_by_member": ("batch.rollout // group_size", "batch.rollout % group_size"),
         "silent_tokens_blown_up": (
             "varied(rewards, batch.valid, how.std),",
             "jnp.ones_like(varied(rewards, batch.valid, how.std)),",
         ),
         "invalid_tokens_normalised": (
-            "mask, (groups, size) = batch.trained,",
-            "mask, (groups, size) = batch.mask,",
+            "mask = batch.trained\n    groups,",
+            "mask = batch.mask\n    groups,",
         ),
         "credit_over_the_batch": (
             'batch.anchor_rewards, batch.valid, Normalisation("group", "group")',
@@ -87,7 +87,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "masked_mean(weighed, tags, total) - gamma *",
             "masked_mean(weighed, tags, total) + gamma *",
         ),
-        "tags_of_any_rollout": ("marked(is_tag & compliant)", "marked(is_tag)"),
+        "tags_of_any_rollout": ("token_mask(is_tag & compliant)", "token_mask(is_tag)"),
         "credit_for_violations": (
             "batch.of_rows(credit)[:, None], -gamma)",
             "batch.of_rows(credit)[:, None], gamma)",
@@ -104,7 +104,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
     },
     (f"{_METHOD}/grpo/loss.py", _GRPO): {
-        "lower_clip_wider": ("ratio, 1 - clip.lower,", "ratio, 1 - 2 * clip.lower,"),
+        "lower_clip_wider": ("(ratio, 1 - clip.lower,", "(ratio, 1 - 2 * clip.lower,"),
         "loss_optimistic": (
             "jnp.maximum(-advantages * ratio, -advantages * clipped)",
             "jnp.minimum(-advantages * ratio, -advantages * clipped)",
@@ -113,14 +113,14 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "loss = jnp.minimum(loss, clip.dual",
             "loss = jnp.maximum(loss, clip.dual",
         ),
-        "cap_excludes_itself": ("kept = weight <= (", "kept = weight < ("),
+        "cap_excludes_itself": ("jnp.where(weight <= cap,", "jnp.where(weight < cap,"),
         "capped_tokens_count_once": (
-            "jnp.where(kept, weight, 0.0))",
-            "jnp.where(kept, weight, 1.0))",
+            "jnp.where(weight <= cap, weight, 0.0))",
+            "jnp.where(weight <= cap, weight, 1.0))",
         ),
         "gradient_through_the_weight": (
-            "return jax.lax.stop_gradient(jnp.where(kept, weight, 0.0))",
-            "return jnp.where(kept, weight, 0.0)",
+            "return jax.lax.stop_gradient(jnp.where(weight <= cap, weight, 0.0))",
+            "return jnp.where(weight <= cap, weight, 0.0)",
         ),
         "gradient_through_the_proximal": (
             "proximal = jax.lax.stop_gradient(proximal)",
@@ -193,7 +193,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "- gamma * _leaves_think_open(turn.text)",
             "+ gamma * _leaves_think_open(turn.text)",
         ),
-        "cut_off_turn_keeps_its_anchor": ("return min(mean, 0.0) if any(", "return mean if any("),
+        "cut_off_turn_keeps_its_anchor": ("return min(mean, 0.0)", "return mean"),
         "calls_wanted_last": (
             "_thinks_then_answers(turn.text) if last else",
             "_thinks_then_answers(turn.text) if not last else",
@@ -207,19 +207,19 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "(extract_answer(texts[0]) is not None)",
         ),
         "balance_alone_is_paid": (
-            "return base + 0.1 * all(map(tags_balanced, texts)) if base > 0 else 0.0",
-            "return base + 0.1 * all(map(tags_balanced, texts))",
+            "if base > 0:",
+            "if base >= 0:",
         ),
         "every_call_has_to_run": (
-            "if any(o.status.executed for o in outcomes)",
-            "if all(o.status.executed for o in outcomes)",
+            "if any(outcome.status.executed",
+            "if all(outcome.status.executed",
         ),
         "tool_bonus_for_wrong_answers": ("+ 0.5 * right, 1.0)", "+ 0.5, 1.0)"),
-        "format_below_zero": ("min(max(whole, 0.0), 1.0)", "min(whole, 1.0)"),
-        "format_weight_ignored": ("settings.format_weight * form", "form"),
+        "format_below_zero": ("min(max(uncapped, 0.0), 1.0)", "min(uncapped, 1.0)"),
+        "format_weight_ignored": ("settings.format_weight * r_fmt", "r_fmt"),
         "cut_off_answer_counts": (
-            "if turns and not turns[-1].truncated else None",
-            "if turns else None",
+            "if not turns or turns[-1].truncated:",
+            "if not turns:",
         ),
     },
     ("paravt_jax/data/packing.py", _PACKING): {
