@@ -60,7 +60,7 @@ class GRPOSettings:
     """Bound on scaled rewards in both directions, None for no bound. 20 is reached at R = 2.2,
     although rewards go up to 2.8 (REFERENCE 4, 14)."""
     reward_normalisation: Normalisation = Normalisation("group", "group")
-    """Normalisation of scaled rewards. `std="none"` is Dr. GRPO's choice, `leave_one_out` RLOO's."""
+    """Normalisation of scaled rewards. Dr. GRPO uses `std="none"`, RLOO `leave_one_out`."""
     kl_coefficient: float = 0.01
     """Weight of the KL to the reference policy, which is a reward per token."""
     kl_kind: KLKind = "k1"
@@ -77,7 +77,7 @@ class GRPOSettings:
     epsilon: float = 1e-5
     """Added to standard deviations."""
     anchor: Anchor = "sequence"
-    """Where the format anchor acts: objective, advantages of struct(o), sequence reward, nowhere."""
+    """Where R_anchor acts: objective, advantages of struct(o), sequence reward, or nowhere."""
     anchor_weight: float = 0.5
     """Weight of the anchor, wherever it acts."""
 
@@ -105,8 +105,8 @@ class GRPOSettings:
             _require_one_of(f"GRPOSettings.{name}", getattr(self, name), get_args(choices))
         if self.ratio == "sequence" and self.anchor == "credit":
             raise ValueError(
-                "GRPOSettings.anchor: 'credit' with ratio 'sequence', which averages the advantages "
-                "of a rollout, so that the credit of single tokens would reach all; "
+                "GRPOSettings.anchor: 'credit' with ratio 'sequence', which averages over a "
+                "rollout, so that the credit of single tokens would reach all; "
                 "choose another anchor, or ratio 'token'"
             )
 
