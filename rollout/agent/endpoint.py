@@ -60,7 +60,7 @@ class EndpointError(RuntimeError):
 
 
 class FrameImages(FrameFeatures):
-    """Pixels of frames instead of features; reading, sizes and cache are those of the base class."""
+    """Pixels of frames instead of features, read, sized and cached as in the base class."""
 
     def __init__(
         self, config: Qwen3VLConfig, settings: FrameSettings, root: Path, source: FrameSource
