@@ -120,7 +120,7 @@ class Vocabulary:
         """The ids of a text. Added tokens in it are recognised; no start or end token is added."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def token_bytes(self, id: int) -> bytes:
+    def token_bytes(self, id: int | np.integer) -> bytes:
         """The UTF-8 bytes of one token, which may be part of a character; empty for unused ids."""
         # A model can sample ids above the vocabulary, because its embedding may have more rows.
         return self._bytes[id] if id < len(self._bytes) else b""

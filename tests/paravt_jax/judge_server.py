@@ -53,7 +53,9 @@ class JudgeServer(ThreadingHTTPServer):
 
     def __init__(self, answer: Callable[[int, Received], Reply]):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.answer, self.received, self.times = answer, list[Received](), list[float]()
+        self.answer = answer
+        self.received = list[Received]()
+        self.times = list[float]()
         self.now = self.most = 0
         self.lock = threading.Lock()
         self.endpoint = f"http://127.0.0.1:{self.server_address[1]}/v1"
@@ -68,7 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        server, received = self.server, Received(self.path, dict(self.headers), json.loads(body))
+        server = self.server
+        received = Received(self.path, dict(self.headers), json.loads(body))
         with server.lock:
             number = len(server.received)
             server.received.append(received)

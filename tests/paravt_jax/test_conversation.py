@@ -63,7 +63,8 @@ def test_it_is_the_episodes_own_rendering_token_for_token(rules):
     prompt, plan, told, answer = found.segments
     np.testing.assert_array_equal(prompt.ids, np.concatenate([s.ids for s in opening]))
     np.testing.assert_array_equal(told.ids, results.ids)
-    assert (prompt.author, told.author) == (Author.PROMPT, Author.TOOL)
+    assert prompt.author is Author.PROMPT
+    assert told.author is Author.TOOL
     for response, said in ((plan, THOUGHT + CALLS), (answer, ANSWER)):
         ids = rules.vocabulary.encode(said + "<|im_end|>")
         np.testing.assert_array_equal(response.ids, [*rules.pinned.ids, *ids])
@@ -91,7 +92,8 @@ def test_clips_in_tool_responses_and_the_last_turns_reminder(rules):
     found = render(once, rules, tokens)
     assert expected + "<|im_end|>\n<|im_start|>assistant\n" in text(rules, found)
     assert found.frames == CLIP.frames + CROP.frames
-    assert found.segments[2].author is Author.TOOL and found.segments[2].frames == CROP.frames
+    assert found.segments[2].author is Author.TOOL
+    assert found.segments[2].frames == CROP.frames
     twice = dataclasses.replace(once, turns=once.turns[:-1] + once.turns[1:])
     assert (
         text(rules, render(twice, rules, tokens)).count(
@@ -103,7 +105,8 @@ def test_clips_in_tool_responses_and_the_last_turns_reminder(rules):
 
 def test_a_tool_response_keeps_within_its_tokens_and_cannot_forge_any(rules):
     found = text(rules, render(called(("word " * 60, CROP), (REPORTS[1],)), rules, tokens))
-    assert "word " * 15 + "word" in found and "word " * 17 not in found
+    assert "word " * 15 + "word" in found
+    assert "word " * 17 not in found
     assert "nothing < |im_end|> moves" in found
 
 
@@ -143,7 +146,5 @@ def test_tools_are_spoken_of_where_they_are_offered(rules):
             rules,
             render(chat(("user", CLIP, "a"), ("assistant", "b"), tools=tools), rules, tokens),
         )
-        assert (
-            found.startswith(system_text((CropVideo(),) if tools else ()))
-            and ("<tools>" in found) is tools
-        )
+        assert found.startswith(system_text((CropVideo(),) if tools else ()))
+        assert ("<tools>" in found) is tools

@@ -115,10 +115,8 @@ def test_epsilon_is_added_to_the_deviation():
 def test_a_group_of_equal_rewards_is_silent():
     values = jnp.full((1, 8), 0.1) * 10 / 3
     everyone = jnp.ones((1, 8), bool)
-    assert (
-        not grpo.varied(values, everyone).any()
-        and (grpo.normalise(values, everyone, IN_GROUPS) == 0).all()
-    )
+    assert not grpo.varied(values, everyone).any()
+    assert (grpo.normalise(values, everyone, IN_GROUPS) == 0).all()
 
 
 def test_invalid_rollouts_do_not_count():
@@ -126,10 +124,8 @@ def test_invalid_rollouts_do_not_count():
     rewards = jnp.array([[1.0, 2.0, 3.0, 1e9], [1.0, 2.0, 3.0, 4.0], [jnp.nan] * 4])
     normed = grpo.normalise(rewards, valid, IN_GROUPS)
     np.testing.assert_allclose(normed[0], [-1, 0, 1, 0], atol=1e-4)
-    assert (
-        grpo.varied(rewards, valid)[:, 0].tolist() == [True, False, False]
-        and (normed[1:] == 0).all()
-    )
+    assert grpo.varied(rewards, valid)[:, 0].tolist() == [True, False, False]
+    assert (normed[1:] == 0).all()
 
 
 # --- advantages of tokens
@@ -198,7 +194,8 @@ def test_normalise_against_the_others():
 def test_equal_rewards_in_a_group_still_speak_where_the_batch_is_the_measure():
     rewards = jnp.array([[1.0, 1.0], [3.0, 3.0]])
     normed = grpo.normalise(rewards, jnp.ones((2, 2), bool), Normalisation("batch", "batch"))
-    assert (normed[0] < 0).all() and (normed[1] > 0).all()
+    assert (normed[0] < 0).all()
+    assert (normed[1] > 0).all()
 
 
 def test_a_batch_without_signal_is_not_blown_up():
@@ -230,9 +227,8 @@ def test_a_silent_group_is_not_blown_up_by_its_own_deviation(mean):
     batch = make_batch(rewards=rewards)
     credit, metrics = advantages(batch, settings)
     rows = np.abs(np.asarray(credit)).max(1).reshape(3, 4)
-    assert rows[1].max() < 0.1 < 0.5 < rows[[0, 2]].max(1).min() and metrics[
-        "silent_groups"
-    ] == pytest.approx(1 / 3)
+    assert rows[1].max() < 0.1 < 0.5 < rows[[0, 2]].max(1).min()
+    assert metrics["silent_groups"] == pytest.approx(1 / 3)
 
 
 def test_equal_rewards_without_a_mean_taken_off_are_no_signal_either():
@@ -240,13 +236,15 @@ def test_equal_rewards_without_a_mean_taken_off_are_no_signal_either():
         SETTINGS, anchor="none", reward_normalisation=Normalisation("none", "none")
     )
     credit, metrics = advantages(make_batch(rewards=np.full((3, 4), 1.5)), settings)
-    assert metrics["silent_groups"] == 1 and np.abs(credit).max() < 0.1
+    assert metrics["silent_groups"] == 1
+    assert np.abs(credit).max() < 0.1
 
 
 def test_empty_batches_stay_finite():
     batch = make_batch(mask=np.zeros((12, 12), bool))
     credit, metrics = advantages(batch, SETTINGS)
-    assert (credit == 0).all() and whole_loss(batch, SETTINGS, current_logprobs(batch)) == 0
+    assert (credit == 0).all()
+    assert whole_loss(batch, SETTINGS, current_logprobs(batch)) == 0
     assert all(np.isfinite(x) for x in metrics.values())
 
 
@@ -255,7 +253,8 @@ def test_rewards_move_the_right_way():
     rewards[0, 2] = 1
     batch = make_batch(p=1, rewards=rewards)
     credit, _ = advantages(batch, SETTINGS)
-    assert (credit[2][batch.mask[2]] > 0).all() and (credit[0][batch.mask[0]] < 0).all()
+    assert (credit[2][batch.mask[2]] > 0).all()
+    assert (credit[0][batch.mask[0]] < 0).all()
 
 
 # --- the anchor
@@ -268,7 +267,8 @@ def test_credit_reaches_structural_tokens_alone():
     normed = grpo.normalise(batch.anchor_rewards, batch.valid, IN_GROUPS)
     expected = np.zeros(batch.mask.shape)
     for row, col in np.argwhere(batch.structure.valid):
-        at, kind = int(batch.structure.positions[row, col]), int(batch.structure.kinds[row, col])
+        at = int(batch.structure.positions[row, col])
+        kind = int(batch.structure.kinds[row, col])
         if batch.mask[row, at]:
             expected[row, at] += 0.5 * (
                 -0.3 if kind == Kind.VIOLATION else float(normed.reshape(-1)[row])
@@ -292,10 +292,8 @@ def test_likelihood_anchor_is_a_mean_over_tags_of_compliant_rollouts_and_violati
     logprobs = current_logprobs(batch)
     signs = np.zeros(batch.mask.shape)
     for row, at in np.ndindex(*batch.structure.positions.shape):
-        token, violated = (
-            int(batch.structure.positions[row, at]),
-            batch.structure.kinds[row, at] == Kind.VIOLATION,
-        )
+        token = int(batch.structure.positions[row, at])
+        violated = batch.structure.kinds[row, at] == Kind.VIOLATION
         if (
             batch.structure.valid[row, at]
             and batch.mask[row, token]
@@ -317,8 +315,10 @@ def test_likelihood_anchor_is_a_mean_over_tags_of_compliant_rollouts_and_violati
 
 
 def test_gamma_weighs_violations_alone_and_a_stale_token_above_the_cap_counts_for_nothing():
-    batch, settings = make_batch(), dataclasses.replace(SETTINGS, anchor="likelihood")
-    logprobs, (credit, _) = current_logprobs(batch), advantages(batch, settings)
+    batch = make_batch()
+    settings = dataclasses.replace(SETTINGS, anchor="likelihood")
+    logprobs = current_logprobs(batch)
+    (credit, _) = advantages(batch, settings)
     tags, violations = (np.asarray(mask) for mask in grpo.structural_tokens(batch))
 
     def gradient(gamma: float, batch: GRPOBatch = batch) -> np.ndarray:
@@ -328,8 +328,10 @@ def test_gamma_weighs_violations_alone_and_a_stale_token_above_the_cap_counts_fo
             )
         )
 
-    none, some = gradient(0.0), gradient(1.0)
-    assert (none == some)[~violations].all() and (none != some)[violations & ~tags].all()
+    none = gradient(0.0)
+    some = gradient(1.0)
+    assert (none == some)[~violations].all()
+    assert (none != some)[violations & ~tags].all()
     stale = dataclasses.replace(
         batch, behaviour=jnp.where(violations, logprobs - 2, batch.behaviour)
     )  # e^2 > 5
@@ -378,7 +380,9 @@ def test_a_weight_that_equals_the_cap_is_kept():
     mask = jnp.ones((1, 3), bool)
     capped = dataclasses.replace(SETTINGS, behaviour_cap=1.0)
     equal, above, below = grpo.behaviour_weight(proximal, behaviour, mask, capped)[0]
-    assert equal == 1 and above == 0 and 0.99 < below < 1
+    assert equal == 1
+    assert above == 0
+    assert 0.99 < below < 1
 
 
 def test_a_token_five_times_as_likely_is_kept_and_a_little_more_is_not():
@@ -427,9 +431,11 @@ def test_the_ratio_of_a_sequence_is_the_mean_over_its_own_tokens():
 
 
 def test_garbage_outside_a_mask_reaches_neither_a_sum_nor_its_gradient():
-    x, mask = jnp.array([1.0, jnp.nan, jnp.inf]), jnp.array([True, False, False])
+    x = jnp.array([1.0, jnp.nan, jnp.inf])
+    mask = jnp.array([True, False, False])
     value, gradient = jax.value_and_grad(grpo.masked_sum)(x, mask)
-    assert value == 1 and gradient.tolist() == [1, 0, 0]
+    assert value == 1
+    assert gradient.tolist() == [1, 0, 0]
 
 
 def test_with_one_minibatch_the_gradient_is_minus_advantage_times_weight():
@@ -469,7 +475,8 @@ def test_gradient_by_differences(variant):
         )[0]
 
     gradient = np.asarray(jax.grad(loss)(logprobs))
-    assert np.isfinite(gradient).all() and (gradient[~np.asarray(batch.mask)] == 0).all()
+    assert np.isfinite(gradient).all()
+    assert (gradient[~np.asarray(batch.mask)] == 0).all()
     rng = np.random.default_rng(0)
     checked = 0
     for row, at in rng.permutation(np.argwhere(batch.mask))[:40]:
@@ -495,11 +502,10 @@ def test_gradient_by_differences(variant):
 
 def test_the_likelihood_anchor_is_taken_off_the_loss_with_its_weight():
     """The gradient of the whole loss is -A w / N, less the anchor's times its weight."""
-    batch, settings = (
-        make_batch(seed=2),
-        dataclasses.replace(SETTINGS, anchor="likelihood", anchor_weight=2.0),
-    )
-    logprobs, (credit, _) = current_logprobs(batch), advantages(batch, settings)
+    batch = make_batch(seed=2)
+    settings = dataclasses.replace(SETTINGS, anchor="likelihood", anchor_weight=2.0)
+    logprobs = current_logprobs(batch)
+    (credit, _) = advantages(batch, settings)
     weight = grpo.behaviour_weight(logprobs, batch.behaviour, batch.trained, settings)
 
     def anchor(x):
@@ -514,7 +520,8 @@ def test_the_likelihood_anchor_is_taken_off_the_loss_with_its_weight():
 
 
 def test_gradient_of_the_likelihood_anchor_by_differences():
-    batch, weight = make_batch(seed=2), jnp.full_like(make_batch(seed=2).behaviour, 1.5)
+    batch = make_batch(seed=2)
+    weight = jnp.full_like(make_batch(seed=2).behaviour, 1.5)
     logprobs = current_logprobs(batch, seed=10)
 
     def anchor(x):
@@ -522,7 +529,8 @@ def test_gradient_of_the_likelihood_anchor_by_differences():
 
     gradient = np.asarray(jax.grad(anchor)(logprobs))
     tags, violations = (np.asarray(mask) for mask in grpo.structural_tokens(batch))
-    assert (gradient[~(tags | violations)] == 0).all() and (gradient[violations & ~tags] < 0).all()
+    assert (gradient[~(tags | violations)] == 0).all()
+    assert (gradient[violations & ~tags] < 0).all()
     for row, at in np.argwhere(tags | violations)[:20]:
         up, down = (anchor(logprobs.at[row, at].add(step)) for step in (0.01, -0.01))
         assert float(up - down) / 0.02 == pytest.approx(gradient[row, at], abs=2e-4)
@@ -547,10 +555,8 @@ def test_padding_and_order_change_nothing(anchor):
     )
     np.testing.assert_allclose(whole_loss(padded, settings, wider(logprobs)), plain, rtol=1e-5)
 
-    groups, inside = (
-        np.random.default_rng(1).permutation(3),
-        np.random.default_rng(2).permutation(4),
-    )
+    groups = np.random.default_rng(1).permutation(3)
+    inside = np.random.default_rng(2).permutation(4)
     rows = (groups[:, None] * 4 + inside).reshape(-1)
     moved = jax.tree.map(lambda x: x[groups][:, inside] if x.shape == (3, 4) else x[rows], batch)
     moved = dataclasses.replace(moved, rollout=batch.rollout)
@@ -560,7 +566,8 @@ def test_padding_and_order_change_nothing(anchor):
 @pytest.mark.parametrize("anchor", ["none", "likelihood"])
 def test_parts_with_the_whole_batch_totals_add_up(anchor):
     settings = dataclasses.replace(SETTINGS, anchor=anchor)
-    batch, totals = make_batch(seed=4), grpo.batch_totals(make_batch(seed=4))
+    batch = make_batch(seed=4)
+    totals = grpo.batch_totals(make_batch(seed=4))
     logprobs = current_logprobs(batch)
     credit, _ = advantages(batch, settings)
 
@@ -589,11 +596,9 @@ def test_rows_of_one_rollout_share_what_it_earned():
         batch, structure=none, **{name: jnp.asarray(x) for name, x in fields.items()}
     )
     credit = np.asarray(advantages(batch, SETTINGS)[0])
-    assert (
-        (credit[4] == credit[2]).all()
-        and (credit[5] == credit[2]).all()
-        and credit[2, 0] > credit[1, 0] > credit[0, 0]
-    )
+    assert (credit[4] == credit[2]).all()
+    assert (credit[5] == credit[2]).all()
+    assert credit[2, 0] > credit[1, 0] > credit[0, 0]
     assert credit.mean() == pytest.approx(0, abs=1e-6), (
         "the mean of the batch is over all rows' tokens"
     )
@@ -602,22 +607,22 @@ def test_rows_of_one_rollout_share_what_it_earned():
 def test_the_gradient_of_old_rollouts_is_that_of_fresh_ones():
     """Tokens drawn by an older policy, each weighted by its chance there: the expected gradient is the current policy's own."""
     rng = np.random.default_rng(0)
-    logits, older = (
-        jnp.asarray(rng.normal(size=5), jnp.float32),
-        jnp.asarray(rng.normal(size=5), jnp.float32),
-    )
+    logits = jnp.asarray(rng.normal(size=5), jnp.float32)
+    older = jnp.asarray(rng.normal(size=5), jnp.float32)
     values = jnp.asarray(rng.normal(size=5), jnp.float32)
     settings = dataclasses.replace(SETTINGS, behaviour_cap=None)
 
     def loss(logits, drawn_by):
         """Every token of the vocabulary once, and its advantage times the chance that `drawn_by` draws it."""
-        logprobs, behaviour = jax.nn.log_softmax(logits)[None], jax.nn.log_softmax(drawn_by)[None]
+        logprobs = jax.nn.log_softmax(logits)[None]
+        behaviour = jax.nn.log_softmax(drawn_by)[None]
         credit = values[None] * jnp.exp(behaviour)
         return grpo.policy_loss(
             logprobs, logprobs, behaviour, credit, jnp.ones((1, 5), bool), settings
         )[0]
 
-    stale, fresh = jax.grad(loss)(logits, older), jax.grad(loss)(logits, logits)
+    stale = jax.grad(loss)(logits, older)
+    fresh = jax.grad(loss)(logits, logits)
     np.testing.assert_allclose(stale, fresh, atol=1e-6)
     assert np.abs(fresh).max() > 1e-2
 
@@ -627,7 +632,8 @@ def test_invalid_rows_are_not_trained_on():
     valid[1, 2] = False
     batch = make_batch(valid=valid)
     gradient = jax.grad(lambda x: whole_loss(batch, SETTINGS, x))(current_logprobs(batch))
-    assert (gradient[6] == 0).all() and (gradient[5] != 0).any()
+    assert (gradient[6] == 0).all()
+    assert (gradient[5] != 0).any()
 
 
 def test_tokens_of_invalid_rows_move_no_mean():
@@ -646,7 +652,8 @@ def test_tokens_of_invalid_rows_are_in_no_metric_of_the_loss():
     valid[1, 2] = False
     batch = make_batch(valid=valid)
     without = dataclasses.replace(batch, mask=batch.mask.at[6].set(False))
-    logprobs, credit = current_logprobs(batch), jnp.ones(batch.mask.shape)
+    logprobs = current_logprobs(batch)
+    credit = jnp.ones(batch.mask.shape)
     loss, metrics = grpo.paravt_loss(logprobs, credit, batch, SETTINGS)
     expected, wanted = grpo.paravt_loss(logprobs, credit, without, SETTINGS)
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)

@@ -78,7 +78,8 @@ def test_what_needs_no_judge_is_scored_without_one():
         ]
         assert judge.scores(items) == [1.0, 0.0, 1.0, 0.0, 0.5]
         assert judge.scores([]) == []
-        assert not server.received and judge.counts == JudgeCounts()
+        assert not server.received
+        assert judge.counts == JudgeCounts()
 
 
 def test_the_request_asks_for_one_number():
@@ -111,7 +112,8 @@ def test_no_answer_leaves_its_string(answer, limit):
         "right_answer": QUESTION.answer,
         "given_answer": answer[:limit],
     }
-    assert "<" not in content and "[" not in content
+    assert "<" not in content
+    assert "[" not in content
 
 
 def test_an_answer_cannot_write_the_markers_of_a_chat():
@@ -233,11 +235,9 @@ def test_what_will_not_pass_falls_back_at_once_and_is_told_once(status, caplog):
         judge.scores([(QUESTION, CLOSE)])
         assert judge.counts == JudgeCounts(asked=1, fell_back=1, http_errors=1)
         (record,) = caplog.records
-        assert (
-            server.endpoint in record.getMessage()
-            and f"status {status}" in record.getMessage()
-            and "check" in record.getMessage()
-        )
+        assert server.endpoint in record.getMessage()
+        assert f"status {status}" in record.getMessage()
+        assert "check" in record.getMessage()
         assert record.levelno == logging.WARNING
 
 
@@ -323,11 +323,9 @@ def test_counts_are_metrics():
     judge = RemoteJudge(quick())
     judge.counts = JudgeCounts(asked=3, late=1)
     metrics = judge.metrics()
-    assert (
-        metrics["judge/asked"] == 3.0
-        and metrics["judge/late"] == 1.0
-        and metrics["judge/fell_back"] == 0.0
-    )
+    assert metrics["judge/asked"] == 3.0
+    assert metrics["judge/late"] == 1.0
+    assert metrics["judge/fell_back"] == 0.0
     assert len(metrics) == len(dataclasses.fields(JudgeCounts))
 
 

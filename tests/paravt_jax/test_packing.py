@@ -14,7 +14,8 @@ LENGTHS = st.lists(st.integers(1, 40), max_size=60)
 
 def plainly(lengths, length):
     """First fit, said in the plainest words."""
-    rows, left = [], []
+    rows = []
+    left = []
     for sample, tokens in enumerate(lengths):
         fitting = [row for row in rows if sum(lengths[s] for s in row) + tokens <= length]
         if tokens > length:
@@ -76,8 +77,10 @@ def test_padding_is_below_five_percent_on_lengths_like_the_published_ones(seed):
 
 
 def test_nothing_packs_into_nothing():
-    assert pack([], 8).rows == () and pack([], 8).padding == 0.0
-    assert pack([9], 8).rows == () and pack([9], 8).left_out == (0,)
+    assert pack([], 8).rows == ()
+    assert pack([], 8).padding == 0.0
+    assert pack([9], 8).rows == ()
+    assert pack([9], 8).left_out == (0,)
 
 
 @pytest.mark.parametrize(("lengths", "length"), [([1, 0], 8), ([1], 0), ([-1], 8)])

@@ -130,7 +130,8 @@ def test_a_conversation_with_parallel_calls_equals_the_published_template(
         "\n"
     )  # an agent writes nothing after it has ended its turn
     assert vocabulary.decode(trajectory.ids) == expected
-    assert expected.count("<tool_response>") == 2 and expected.count("<|im_start|>user") == 2
+    assert expected.count("<tool_response>") == 2
+    assert expected.count("<|im_start|>user") == 2
     assert trajectory.ids.tolist() == vocabulary.encode(expected).tolist()
     said = vocabulary.decode(trajectory.ids[trajectory.authors == Author.MODEL])
     assert (
@@ -147,11 +148,14 @@ def test_a_conversation_with_parallel_calls_equals_the_published_template(
 def test_the_opening_is_pinned_or_the_models_own(rules, vocabulary):
     """Demonstrations are the same for either: they teach the opening, which a rollout may pin."""
     free = Protocol(vocabulary, dataclasses.replace(rules.settings, pin_think=False))
-    assert vocabulary.decode(rules.pinned.ids) == PINNED and rules.pinned.author is Author.PINNED
-    assert len(free.pinned.ids) == 0 and free.pinned.ids.dtype == np.int32
+    assert vocabulary.decode(rules.pinned.ids) == PINNED
+    assert rules.pinned.author is Author.PINNED
+    assert len(free.pinned.ids) == 0
+    assert free.pinned.ids.dtype == np.int32
     demonstration, _ = conversation()
     taught, same = (render(demonstration, p, lambda _: 1) for p in (rules, free))
-    assert (taught.ids == same.ids).all() and (taught.authors == same.authors).all()
+    assert (taught.ids == same.ids).all()
+    assert (taught.authors == same.authors).all()
 
 
 @pytest.mark.parametrize("tools", [True, False])
@@ -160,7 +164,8 @@ def test_a_prompt_equals_the_published_template(rules, vocabulary, template, too
     expected = template(
         [system(tools), user(text=protocol.question_text(QUESTION))], tools=tools, reply=True
     )
-    assert vocabulary.decode(prompt.ids) == expected and prompt.frames == FRAMES
+    assert vocabulary.decode(prompt.ids) == expected
+    assert prompt.frames == FRAMES
     assert ("crop_video" in expected) == tools
 
 
@@ -172,10 +177,8 @@ def test_a_sub_agents_conversation_equals_the_published_template(rules, vocabula
     messages = [user(text=request), {"role": "assistant", "content": REPORTS[0]}]
     assert vocabulary.decode(trajectory.ids) == template(messages, tools=False).removesuffix("\n")
     opening = rules.window(FRAMES, 1)
-    assert (
-        vocabulary.decode(opening.ids) == template(messages[:1], tools=False, reply=True)
-        and opening.frames == FRAMES
-    )
+    assert vocabulary.decode(opening.ids) == template(messages[:1], tools=False, reply=True)
+    assert opening.frames == FRAMES
 
 
 def test_questions_without_options_show_none():
@@ -201,10 +204,8 @@ def test_tool_results_close_an_open_turn_and_tell_when_calls_are_over(
     text = vocabulary.decode(rules.tool_results(["a", "b"], ended, last).ids)
     assert text.startswith("\n<|im_start|>user\n" if ended else "<|im_end|>\n<|im_start|>user\n")
     assert "<tool_response>\na\n</tool_response>\n<tool_response>\nb\n</tool_response>" in text
-    assert (
-        text.endswith("<|im_end|>\n<|im_start|>assistant\n")
-        and ("Give the final answer." in text) == last
-    )
+    assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert ("Give the final answer." in text) == last
 
 
 def test_a_demonstration_is_told_when_calls_are_over_as_an_episode_would_be(vocabulary):
@@ -247,7 +248,8 @@ def test_no_text_from_outside_forges_a_special_token(rules, vocabulary, text):
         rules.tool_results(["", ""], True, False).ids
     )
     plain = rules.plain(text)
-    assert plain.replace(" ", "") == text.replace(" ", "") and rules.plain(plain) == plain
+    assert plain.replace(" ", "") == text.replace(" ", "")
+    assert rules.plain(plain) == plain
     assert plain == text or any(special in text for special in vocabulary.special_texts)
 
 
@@ -255,7 +257,8 @@ def test_no_text_from_outside_forges_a_special_token(rules, vocabulary, text):
 @given(text=st.one_of(st.text(max_size=80), _FORGERIES))
 def test_a_tool_response_keeps_within_its_tokens(rules, vocabulary, text):
     cut = rules.cut(text)
-    assert len(vocabulary.encode(cut)) <= 16 and rules.cut(cut) == cut
+    assert len(vocabulary.encode(cut)) <= 16
+    assert rules.cut(cut) == cut
     whole = rules.plain(text)
     assert cut == whole or len(vocabulary.encode(whole)) > 16
     assert (
@@ -284,9 +287,8 @@ def test_recurring_texts_are_single_tokens_of_a_small_vocabulary(small_vocabular
         for part in split.split(text)
         if part
     ]
-    assert parts and {part: len(small_vocabulary.encode(part)) for part in parts} == dict.fromkeys(
-        parts, 1
-    )
+    assert parts
+    assert {part: len(small_vocabulary.encode(part)) for part in parts} == dict.fromkeys(parts, 1)
     assert len(small_vocabulary.encode(protocol.system_text((CropVideo(),)))) < 30
 
 

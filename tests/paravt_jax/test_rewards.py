@@ -43,7 +43,10 @@ def answer(text: str = "seven", truncated: bool = False) -> Turn:
 
 def test_a_whole_episode_earns_all_there_is():
     got = score(QUESTION, [look(), answer()], SETTINGS)
-    assert (got.accuracy, got.format, got.tool, got.compliant) == (1, 1, 0.8, True)
+    assert got.accuracy == 1
+    assert got.format == 1
+    assert got.tool == 0.8
+    assert got.compliant is True
     assert got.total == pytest.approx(2.8)
     assert got.anchor == pytest.approx(0.7)
 
@@ -63,7 +66,8 @@ def test_an_invented_tool_response_and_code_earn_nothing():
     assert score(QUESTION, [invented], SETTINGS).tool == 0
     code = turn_of(THINK + "<tool_code>print(crop_video(1, 2))</tool_code>")
     got = score(QUESTION, [code, answer()], SETTINGS)
-    assert got.tool == 0 and not got.compliant
+    assert got.tool == 0
+    assert not got.compliant
     assert format_base([code, answer()]) == pytest.approx(format_base([answer()]))
 
 
@@ -105,14 +109,16 @@ def test_the_anchor_reads_turn_by_turn():
     """Joined, the second turn's closed think would speak for the first one's open think (TOY)."""
     broken = look(text="<think>\nthe overview misses it " + CALL)
     assert anchor_reward([broken, answer()]) == pytest.approx((-0.3 + 0.7) / 2)
-    assert anchor_reward([broken]) == pytest.approx(-0.3) and anchor_reward([broken], gamma=0) == 0
+    assert anchor_reward([broken]) == pytest.approx(-0.3)
+    assert anchor_reward([broken], gamma=0) == 0
     assert anchor_reward([look(), answer()]) == pytest.approx(0.7)
     assert anchor_reward([Turn(THINK)]) == pytest.approx(0.4)
 
 
 def test_uncapped_format_tells_more_apart():
     short = [Turn(THINK + "<answer>seven</answer>")]
-    capped, free = RewardSettings(), RewardSettings(format_cap=False)
+    capped = RewardSettings()
+    free = RewardSettings(format_cap=False)
     assert (
         score(QUESTION, short, capped).format
         == score(QUESTION, [look(), answer()], capped).format
@@ -133,10 +139,13 @@ def test_format_is_never_negative_while_capped():
 
 def test_an_episode_cut_off_is_not_paid_for_format():
     got = score(QUESTION, [look(), answer(truncated=True)], SETTINGS)
-    assert got.format == 0 and got.anchor == 0 and not got.compliant
+    assert got.format == 0
+    assert got.anchor == 0
+    assert not got.compliant
     assert got.accuracy == 0, "nobody knows how a turn that was cut off would have ended"
     got = score(QUESTION, [look(), Turn("<think>\non and on and on", truncated=True)], SETTINGS)
-    assert got.format == 0 and got.anchor <= 0
+    assert got.format == 0
+    assert got.anchor <= 0
     assert anchor_reward([Turn("<think>\non and on", truncated=True)]) == pytest.approx(-0.3)
 
 
@@ -174,14 +183,13 @@ TURNS = st.lists(
 @given(TURNS, st.booleans())
 def test_bounds_hold_for_any_episode(turns, suffix):
     got = score(QUESTION, turns, RewardSettings(answer_suffix=suffix))
-    assert (
-        0 <= got.accuracy <= 1
-        and 0 <= got.format <= 1
-        and got.tool == 0
-        and -0.3 <= got.anchor <= 0.7 + 1e-9
-    )
+    assert 0 <= got.accuracy <= 1
+    assert 0 <= got.format <= 1
+    assert got.tool == 0
+    assert -0.3 <= got.anchor <= 0.7 + 1e-9
     if got.compliant:
-        assert got.anchor >= 0 and not any(turn.truncated for turn in turns)
+        assert got.anchor >= 0
+        assert not any(turn.truncated for turn in turns)
 
 
 def test_a_way_of_scoring_that_does_not_exist_is_refused():
@@ -210,4 +218,5 @@ def test_a_judge_is_asked_where_the_settings_name_it_and_nowhere_else():
     with pytest.raises(ValueError, match="score_all: judge is missing"):
         score_all([(QUESTION, [answer()])], named)
     (got,) = score_all([(QUESTION, [answer()])], named, judge)
-    assert got.accuracy == 0.5 and got.total == pytest.approx(0.5 + got.format + got.tool)
+    assert got.accuracy == 0.5
+    assert got.total == pytest.approx(0.5 + got.format + got.tool)

@@ -16,7 +16,10 @@ from paravt_jax.method.structure import Kind, find_structure, pad_structures
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 
-P, N, M, T = Author.PROMPT, Author.PINNED, Author.MODEL, Author.TOOL
+P = Author.PROMPT
+N = Author.PINNED
+M = Author.MODEL
+T = Author.TOOL
 BREAK = Kind.VIOLATION
 
 OPENINGS = {"<think>": Kind.THINK_OPEN, "<tool_call>": Kind.CALL_OPEN, "<answer>": Kind.ANSWER_OPEN}
@@ -72,7 +75,8 @@ def structure(tokens: list[Token]) -> list[tuple[int, Kind]]:
     positions, kinds = find_structure(
         lambda i: tokens[i][1], np.arange(len(tokens)), np.array([a for a, _ in tokens], np.int8)
     )
-    assert positions.dtype == np.int32 and kinds.dtype == np.int8
+    assert positions.dtype == np.int32
+    assert kinds.dtype == np.int8
     found = [(int(p), Kind(k)) for p, k in zip(positions, kinds, strict=True)]
     assert found == sorted(scan(tokens))
     return found
@@ -160,7 +164,8 @@ def test_any_turns_in_a_vocabulary(vocabulary, runs):
 def test_marking_and_decoding_gives_back_exactly_the_tags(vocabulary, lines):
     """Tags on lines of their own share no token, so the tokens of each kind are that kind's tags and nothing else but line ends."""
     tokens = encode(vocabulary, (M, "\n".join(lines)))
-    opened, blocks = None, []
+    opened = None
+    blocks = []
     for line in lines:
         closes = line.startswith("</")
         if line not in TAGS or closes and opened != line.replace("/", ""):
@@ -269,7 +274,8 @@ def test_unclosed(vocabulary, end):
 @pytest.mark.parametrize("cut", range(1, len("<answer>")))
 def test_split_by_a_turn(vocabulary, cut):
     """Part of a tag at a response's end is text, and no other response completes it."""
-    begun, rest = "<answer>"[:cut], "<answer>"[cut:]
+    begun = "<answer>"[:cut]
+    rest = "<answer>"[cut:]
     assert kinds_in(vocabulary, (M, "a " + begun), (T, "x"), (M, rest + "B</answer>")) == []
     assert kinds_in(vocabulary, (M, "a " + begun), (T, rest), (M, "B</answer>")) == []
     assert kinds_in(vocabulary, (N, PINNED), (M, "a</think>" + begun), (T, "x"), (M, rest)) == [
@@ -329,7 +335,8 @@ def test_a_real_token_shared_by_two_tags(real_vocabulary):
     text = [piece.decode() for _, piece in tokens]
     assert text == ["<", "answer", "></", "answer", "><", "answer", ">B", "</", "answer", ">"]
     kinds = [[kind for p, kind in structure(tokens) if p == t] for t in range(len(tokens))]
-    opens, closes = [Kind.ANSWER_OPEN], [Kind.ANSWER_CLOSE]
+    opens = [Kind.ANSWER_OPEN]
+    closes = [Kind.ANSWER_CLOSE]
     assert kinds == [
         opens,
         opens,
@@ -362,7 +369,8 @@ def test_real_ids(real_vocabulary):
 def test_a_tiny_token_that_holds_a_whole_block(small_vocabulary):
     line = system_text(()).removesuffix("<|im_end|>\n").rpartition("\n")[2]
     tokens = encode(small_vocabulary, (M, line))
-    assert len(tokens) == 1 and "<answer>answer</answer>" in line
+    assert len(tokens) == 1
+    assert "<answer>answer</answer>" in line
     assert structure(tokens) == [(0, Kind.ANSWER_OPEN), (0, Kind.ANSWER_CLOSE)]
 
 
@@ -467,17 +475,14 @@ def test_padding():
     three = (np.array([3, 9, 9], np.int32), np.array([1, 2, 6], np.int8))
     none = (np.zeros(0, np.int32), np.zeros(0, np.int8))
     got = pad_structures([three, none], 4)
-    assert (
-        got.positions.dtype == np.int32
-        and got.kinds.dtype == np.int8
-        and got.valid.dtype == np.bool_
-    )
+    assert got.positions.dtype == np.int32
+    assert got.kinds.dtype == np.int8
+    assert got.valid.dtype == np.bool_
     assert got.positions.tolist() == [[3, 9, 9, 0], [0] * 4]
     assert got.kinds.tolist() == [[1, 2, 6, 0], [0] * 4]
     assert got.valid.tolist() == [[True, True, True, False], [False] * 4]
-    assert pad_structures([three], 3).valid.shape == (1, 3) and pad_structures(
-        [none, three], 2
-    ).valid.shape == (2, 4)
+    assert pad_structures([three], 3).valid.shape == (1, 3)
+    assert pad_structures([none, three], 2).valid.shape == (2, 4)
     assert pad_structures([none], 8).valid.shape == (1, 8)
     with pytest.raises(ValueError, match="multiple"):
         pad_structures([none], 0)

@@ -86,4 +86,6 @@ _PIECES = st.sampled_from(
 )
 def test_nothing_raises_and_every_entry_has_words(data):
     for entry in read_srt(data):
-        assert entry.start >= 0 and entry.end >= 0 and entry.text.strip() == entry.text != ""
+        assert entry.start >= 0
+        assert entry.end >= 0
+        assert entry.text.strip() == entry.text != ""

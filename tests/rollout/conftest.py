@@ -44,7 +44,9 @@ class Scripted:
         turns: Sequence[Line] | Callable[[Request], Line],
         report: Line | Callable[[Request], Line] = " seven from 8 to 10",
     ):
-        self.vocabulary, self.turns, self.report = vocabulary, turns, report
+        self.vocabulary = vocabulary
+        self.turns = turns
+        self.report = report
         self.waves: list[list[Request]] = []
         self.asked: list[Request] = []
         self.said: list[Sample] = []
@@ -65,7 +67,8 @@ class Scripted:
         return ticket
 
     def step(self) -> list[Completion]:
-        waiting, self.waiting = self.waiting, {}
+        waiting = self.waiting
+        self.waiting = {}
         samples = [self._answer(request) for request in waiting.values()]
         self.waves.append(list(waiting.values()))
         self.asked += waiting.values()
@@ -87,7 +90,8 @@ class Scripted:
         text, stop = (line.line, line.stop) if isinstance(line, Cut) else (line, SampleStop.LENGTH)
         if isinstance(text, str):
             text = self.vocabulary.encode(text if isinstance(line, Cut) else text + "<|im_end|>")
-        sampling, ids = request.sampling, np.asarray(text, np.int32)
+        sampling = request.sampling
+        ids = np.asarray(text, np.int32)
         ends = np.flatnonzero(np.isin(ids, sampling.stop_ids))
         if ends.size and ends[0] < sampling.max_new_tokens:
             ids, stop = ids[: ends[0] + 1], SampleStop.STOP_ID

@@ -74,11 +74,9 @@ def test_an_answer_is_the_episode_that_training_would_play(
         ],
     )
     np.testing.assert_array_equal(episode.trajectory.ids, expected.trajectory.ids)
-    assert (
-        episode.stop is expected.stop
-        and len(episode.trajectory.frames) == 4
-        and episode.turns[0].text
-    )
+    assert episode.stop is expected.stop
+    assert len(episode.trajectory.frames) == 4
+    assert episode.turns[0].text
 
 
 def test_later_questions_use_the_same_engine(assistant, small_world):
@@ -129,7 +127,9 @@ def test_another_file_under_the_same_name_is_looked_at_anew(assistant, small_wor
 def test_time_that_is_up_ends_the_episode(assistant, small_world):
     video = small_world.folder / small_world.videos[0].path
     episode = assistant.ask(video, TEXT, frames=4, seconds=1e-9)
-    assert (episode.stop, episode.answer, episode.turns) == (StopReason.TIME_LIMIT, None, ())
+    assert episode.stop is StopReason.TIME_LIMIT
+    assert episode.answer is None
+    assert episode.turns == ()
     assert assistant.ask(video, TEXT, frames=4, seconds=1e9).stop is not StopReason.TIME_LIMIT
 
 
@@ -190,19 +190,16 @@ def test_the_command_tells_the_episode_and_writes_its_page(command, small_world,
         str(tmp_path / "page.html"),
     )
     page = (tmp_path / "page.html").read_text()
-    assert (
-        (code, err) == (0, "")
-        and out.startswith("--- turn 1\n<think>")
-        and "--- answer: none (the episode ended: truncated)" in out
-    )
-    assert (
-        f"page: {tmp_path / 'page.html'}" in out
-        and page.startswith("<!doctype html>")
-        and TEXT in page
-    )
-    assert (
-        page.count("data:image/png;base64,") == 4 and "<script" not in page and "http" not in page
-    )
+    assert code == 0
+    assert err == ""
+    assert out.startswith("--- turn 1\n<think>")
+    assert "--- answer: none (the episode ended: truncated)" in out
+    assert f"page: {tmp_path / 'page.html'}" in out
+    assert page.startswith("<!doctype html>")
+    assert TEXT in page
+    assert page.count("data:image/png;base64,") == 4
+    assert "<script" not in page
+    assert "http" not in page
 
 
 def test_an_episode_in_words(small_questions):
@@ -230,9 +227,9 @@ def test_options_may_stand_before_the_question(command, small_world, tmp_path):
     code, _, err = command(
         "--model", "m", "--video", video, *options, "--frames", "4", "--html", str(page), TEXT
     )
-    assert (code, err) == (0, "") and all(
-        word in page.read_text() for word in (TEXT, "seven", "four")
-    )
+    assert code == 0
+    assert err == ""
+    assert all(word in page.read_text() for word in (TEXT, "seven", "four"))
 
 
 def test_weights_are_not_read_for_what_cannot_be_asked(monkeypatch, capsys, small_world, tmp_path):
@@ -292,6 +289,6 @@ def test_a_folder_without_a_model_is_one_line(capsys, small_world, tmp_path):
     for model in (tmp_path, tmp_path / "nowhere"):
         assert ask.main(["--model", str(model), "--video", video, TEXT]) == 2
         err = capsys.readouterr().err
-        assert (
-            err.startswith("python -m rollout.ask: ") and err.count("\n") == 1 and str(model) in err
-        )
+        assert err.startswith("python -m rollout.ask: ")
+        assert err.count("\n") == 1
+        assert str(model) in err

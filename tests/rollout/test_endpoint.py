@@ -127,33 +127,31 @@ def pictures(message) -> list[np.ndarray]:
 
 def test_an_episode_goes_its_way(ask, small_world, small_questions, small_vocabulary):
     episode, server = ask(course)
-    assert (episode.stop, episode.answer) == (StopReason.ANSWERED, "seven") and len(
-        episode.turns
-    ) == 2
+    assert episode.stop is StopReason.ANSWERED
+    assert episode.answer == "seven"
+    assert len(episode.turns) == 2
     assert [o.status for o in episode.turns[0].calls] == [CallStatus.EXECUTED] * 2
     assert [o.response for o in episode.turns[0].calls] == ["seven from 2 to 4"] * 2
-    assert len(server.received) == 4 and server.received[0].path == "/v1/chat/completions"
+    assert len(server.received) == 4
+    assert server.received[0].path == "/v1/chat/completions"
     first = server.received[0].body
-    assert [m["role"] for m in first["messages"]] == ["system", "user", "assistant"] and first[
-        "messages"
-    ][-1]["content"] == "<think>\n"
-    assert first["continue_final_message"] is True and first["add_generation_prompt"] is False
-    assert (first["model"], first["temperature"], first["max_tokens"]) == (
-        "m",
-        0.7,
-        256,
-    ) and 0 <= first["seed"] < 2**31
+    assert [m["role"] for m in first["messages"]] == ["system", "user", "assistant"]
+    assert first["messages"][-1]["content"] == "<think>\n"
+    assert first["continue_final_message"] is True
+    assert first["add_generation_prompt"] is False
+    assert first["model"] == "m"
+    assert first["temperature"] == 0.7
+    assert first["max_tokens"] == 256
+    assert 0 <= first["seed"] < 2**31
     shown = pictures(first["messages"][1])
     indices = [frame.index for frame in episode.trajectory.frames]
     np.testing.assert_array_equal(
         shown, video.read(small_world.folder / small_questions[0].video, indices)
     )  # 32 x 32: not resized
     report = next(r.body for r in server.received if r.body["messages"][0]["role"] == "user")
-    assert (
-        len(report["messages"]) == 1
-        and "continue_final_message" not in report
-        and len(pictures(report["messages"][0])) == 8
-    )
+    assert len(report["messages"]) == 1
+    assert "continue_final_message" not in report
+    assert len(pictures(report["messages"][0])) == 8
     line = transcript(
         episode, Rewards(0, 0, 0, 0, 0, True), EpisodeSettings(4, 0.7), small_vocabulary
     )
@@ -169,10 +167,8 @@ def test_rendered_by_the_published_template_messages_are_the_request(
     protocol = Protocol(vocabulary, ProtocolSettings())
     name = small_questions[0].video
     frames = images.overview(name, 3)
-    prompt, question = (
-        protocol.overview(frames, images.tokens(name)),
-        protocol.question(small_questions[0]),
-    )
+    prompt = protocol.overview(frames, images.tokens(name))
+    question = protocol.question(small_questions[0])
     turn = [
         vocabulary.encode(f"<think>\n{PLAN}<|im_end|>"),
         protocol.tool_results(["a", "b"], True, True).ids,
@@ -196,10 +192,8 @@ def test_sequential_dispatch_stops_at_the_first_call(ask):
             and "stop" in received.body
             and number == 0
         ):
-            assert (
-                received.body["stop"] == ["</tool_call>"]
-                and received.body["include_stop_str_in_output"] is True
-            )
+            assert received.body["stop"] == ["</tool_call>"]
+            assert received.body["include_stop_str_in_output"] is True
             return says(
                 PLAN.partition("</tool_call>")[0], stop_reason="</tool_call>"
             )  # a server that leaves the string out
@@ -209,12 +203,14 @@ def test_sequential_dispatch_stops_at_the_first_call(ask):
     assert [[call.status for call in turn.calls] for turn in episode.turns] == [
         [CallStatus.EXECUTED],
         [],
-    ] and episode.answer == "seven"
+    ]
+    assert episode.answer == "seven"
 
 
 def test_a_reply_that_was_cut_off(ask):
     episode, _ = ask(lambda number, received: says("thinking and thinking", finish="length"))
-    assert episode.stop is StopReason.TRUNCATED and episode.turns[0].truncated
+    assert episode.stop is StopReason.TRUNCATED
+    assert episode.turns[0].truncated
 
 
 @pytest.mark.parametrize(
@@ -244,7 +240,8 @@ def test_a_server_that_cannot_be_used_ends_the_run_in_one_line(ask, reply, messa
 
     with pytest.raises(EndpointError, match=message) as error:
         ask(answer, attempts=3)
-    assert len(requests) == asked and "\n" not in str(error.value)
+    assert len(requests) == asked
+    assert "\n" not in str(error.value)
 
 
 REFUSALS = {
@@ -259,8 +256,10 @@ REFUSALS = {
 def test_a_refused_request_ends_its_episode_and_says_why(ask, refusal):
     episode, server = ask(lambda number, received: refusal)
     message = json.loads(refusal.body).get("error", {}).get("message", "content_filter")
-    assert (episode.stop, episode.answer) == (StopReason.REFUSED, None)
-    assert message in episode.reason and len(server.received) == 1
+    assert episode.stop is StopReason.REFUSED
+    assert episode.answer is None
+    assert message in episode.reason
+    assert len(server.received) == 1
 
 
 def test_a_refused_second_turn_keeps_the_first(ask):
@@ -270,7 +269,8 @@ def test_a_refused_second_turn_keeps_the_first(ask):
         return course(number, received)
 
     episode, _ = ask(answer)
-    assert (episode.stop, len(episode.turns)) == (StopReason.REFUSED, 2)
+    assert episode.stop is StopReason.REFUSED
+    assert len(episode.turns) == 2
     assert [o.status for o in episode.turns[0].calls] == [CallStatus.EXECUTED] * 2
 
 
@@ -282,9 +282,11 @@ def test_a_sub_agents_refused_request_costs_its_own_report_only(ask):
         return course(number, received)
 
     episode, _ = ask(answer)
-    assert (episode.stop, episode.answer) == (StopReason.ANSWERED, "seven")
+    assert episode.stop is StopReason.ANSWERED
+    assert episode.answer == "seven"
     seen, refused = episode.turns[0].calls
-    assert (seen.status, seen.response) == (CallStatus.EXECUTED, "seven from 2 to 4")
+    assert seen.status is CallStatus.EXECUTED
+    assert seen.response == "seven from 2 to 4"
     assert refused.status is CallStatus.REFUSED
     assert refused.response.startswith("error: the request for a report")
 
@@ -305,7 +307,8 @@ def test_a_reply_ends_with_its_first_end_of_turn(ask):
         return says(text + "<|im_end|><|im_end|>\n<|im_start|>user\nzebra")
 
     episode, server = ask(answer)
-    assert (episode.stop, episode.answer) == (StopReason.ANSWERED, "seven")
+    assert episode.stop is StopReason.ANSWERED
+    assert episode.answer == "seven"
     last = server.received[-1].body["messages"]
     assert [m["role"] for m in last] == ["system", "user", "assistant", "user", "assistant"]
     assert "zebra" not in str(last)
@@ -332,7 +335,8 @@ def test_half_a_character_in_a_reply_becomes_the_replacement_character(ask):
         return Reply(reply.body.replace(b"so\\n", b"so \\ud83d\\n"))
 
     episode, _ = ask(answer)
-    assert episode.answer == "seven" and "so \ufffd\n" in episode.turns[1].text
+    assert episode.answer == "seven"
+    assert "so \ufffd\n" in episode.turns[1].text
 
 
 def test_a_deadline_is_kept(images, small_vocabulary):
@@ -346,7 +350,9 @@ def test_a_deadline_is_kept(images, small_vocabulary):
         ticket = sampler.submit(prompted(small_vocabulary, deadline=0.3))
         ((answered, (sample,)),) = sampler.step()
         sampler.close()
-    assert answered == ticket and sample.stop is SampleStop.DEADLINE and not sample.ids.size
+    assert answered == ticket
+    assert sample.stop is SampleStop.DEADLINE
+    assert not sample.ids.size
 
 
 def test_requests_go_side_by_side_up_to_the_limit(images, small_vocabulary):
@@ -369,4 +375,5 @@ def test_requests_go_side_by_side_up_to_the_limit(images, small_vocabulary):
         while len(answered) < 4:
             answered += [ticket for ticket, _ in sampler.step()]
         sampler.close()
-    assert sorted(answered) == tickets and server.most == 3
+    assert sorted(answered) == tickets
+    assert server.most == 3

@@ -79,17 +79,13 @@ def test_without_a_pinned_opening_the_model_writes_it(perform):
         ["<think>\n" + plan(CropCall(0, 16)), "<think>\nso\n</think><answer>A</answer>"],
         pin_think=False,
     )
-    assert (
-        Author.PINNED not in episode.trajectory.authors
-        and episode.stop is StopReason.ANSWERED
-        and len(episode.turns) == 2
-    )
+    assert Author.PINNED not in episode.trajectory.authors
+    assert episode.stop is StopReason.ANSWERED
+    assert len(episode.turns) == 2
     assert all(turn.text.startswith("<think>\n") for turn in episode.turns)
     prompt, _ = split_prompt(episode.trajectory)
-    assert (
-        episode.trajectory.authors[len(prompt)] == Author.PROMPT
-        and episode.trajectory.authors[len(prompt) + 1] == Author.MODEL
-    )
+    assert episode.trajectory.authors[len(prompt)] == Author.PROMPT
+    assert episode.trajectory.authors[len(prompt) + 1] == Author.MODEL
     assert is_fed_what_it_became(episode, sampler)
 
 
@@ -109,11 +105,12 @@ def is_fed_what_it_became(episode, sampler) -> bool:
 
 def test_plan_dispatch_gather_answer(perform, small_vocabulary, small_environment, small_questions):
     episode, sampler = perform([plan(*CALLS), ANSWER])
-    assert (episode.stop, episode.answer, episode.frames) == (StopReason.ANSWERED, "seven", 4)
+    assert episode.stop is StopReason.ANSWERED
+    assert episode.answer == "seven"
+    assert episode.frames == 4
     assert [turn.text for turn in episode.turns] == [PINNED + plan(*CALLS), PINNED + ANSWER]
-    assert statuses(episode) == [CallStatus.EXECUTED] * 2 and [
-        o.call for o in episode.turns[0].calls
-    ] == list(CALLS)
+    assert statuses(episode) == [CallStatus.EXECUTED] * 2
+    assert [o.call for o in episode.turns[0].calls] == list(CALLS)
     assert [o.response for o in episode.turns[0].calls] == [" seven from 8 to 10"] * 2
     assert [len(wave) for wave in sampler.waves] == [1, 2, 1]  # both sub-agents at once
     authors = [segment.author for segment in episode.trajectory.segments]
@@ -130,24 +127,20 @@ def test_plan_dispatch_gather_answer(perform, small_vocabulary, small_environmen
         FRAMES, 4
     ).tolist()
     for (request, sample), outcome in zip(sampler.sub, episode.turns[0].calls, strict=True):
-        assert outcome.call is not None and outcome.subagent is not None
+        assert outcome.call is not None
+        assert outcome.subagent is not None
         start = int(outcome.call.start)
-        assert [f.time for f in request.frames] == list(
-            range(start, start + 16, STEP)
-        ) and request.frames == outcome.subagent.frames
+        assert [f.time for f in request.frames] == list(range(start, start + 16, STEP))
+        assert request.frames == outcome.subagent.frames
         assert {f.video for f in request.frames} == {small_questions[0].video}
-        assert len(request.ids) and np.array_equal(
-            np.concatenate([request.ids, sample.ids]), outcome.subagent.ids
-        )
+        assert len(request.ids)
+        assert np.array_equal(np.concatenate([request.ids, sample.ids]), outcome.subagent.ids)
         assert np.array_equal(outcome.subagent.segments[-1].logprobs, sample.logprobs)
-        assert (outcome.subagent.segments[-1].digest, outcome.subagent.version) == (
-            sample.digest,
-            sample.version,
-        )
+        assert outcome.subagent.segments[-1].digest == sample.digest
+        assert outcome.subagent.version == sample.version
     written = [s for s in episode.trajectory.segments if s.author is Author.MODEL]
-    assert [s.digest for s in written] == [
-        s.digest for _, s in sampler.main
-    ] and episode.trajectory.version == 7
+    assert [s.digest for s in written] == [s.digest for _, s in sampler.main]
+    assert episode.trajectory.version == 7
     assert all(
         np.array_equal(s.logprobs, said.logprobs)
         for s, (_, said) in zip(written, sampler.main, strict=True)
@@ -187,10 +180,8 @@ def test_episodes_side_by_side_do_not_disturb_one_another(
             scripted(lines[question.video]),
             [play(small_environment, question, EpisodeSettings(4, 0.7), n)],
         )
-        assert (
-            np.array_equal(alone.trajectory.ids, episode.trajectory.ids)
-            and alone.turns[0].calls[0].call == episode.turns[0].calls[0].call
-        )
+        assert np.array_equal(alone.trajectory.ids, episode.trajectory.ids)
+        assert alone.turns[0].calls[0].call == episode.turns[0].calls[0].call
 
 
 def test_an_episode_with_a_demonstrations_texts_has_its_ids(
@@ -226,9 +217,11 @@ def test_an_episode_with_a_demonstrations_texts_has_its_ids(
 def test_a_sub_agent_with_a_demonstrations_text_has_its_ids(
     perform, small_environment, small_world, small_questions
 ):
-    settings, limits = world_text.TextSettings(unaligned=1.0), small_environment.protocol.settings
+    settings = world_text.TextSettings(unaligned=1.0)
+    limits = small_environment.protocol.settings
     for conversation in world_text.window_conversations(small_world.videos, settings, limits):
-        (clip,), report = conversation.clips, conversation.turns[1].content[0]
+        (clip,) = conversation.clips
+        report = conversation.turns[1].content[0]
         question = dataclasses.replace(small_questions[0], video=clip.path)
         start = int(conversation.id.rpartition(":")[2])
         episode, _ = perform(
@@ -236,7 +229,8 @@ def test_a_sub_agent_with_a_demonstrations_text_has_its_ids(
         )
         wanted = render(conversation, small_environment.protocol, lambda _: 1)
         subagent = episode.turns[0].calls[0].subagent
-        assert subagent is not None and subagent.frames == wanted.frames
+        assert subagent is not None
+        assert subagent.frames == wanted.frames
         assert np.array_equal(subagent.ids, wanted.ids)
         assert np.array_equal(subagent.authors, wanted.authors)
 
@@ -246,9 +240,8 @@ def test_split_prompt_cuts_before_the_token_that_predicts_the_first_one(perform)
     whole = np.concatenate([s.ids for s in episode.trajectory.segments[:2]])
     for segments in (episode.trajectory.segments, episode.trajectory.segments[:2]):
         prompt, rest = split_prompt(Trajectory(segments))
-        assert np.array_equal(prompt, whole[:-1]) and np.array_equal(
-            np.concatenate([prompt, rest]), Trajectory(segments).ids
-        )
+        assert np.array_equal(prompt, whole[:-1])
+        assert np.array_equal(np.concatenate([prompt, rest]), Trajectory(segments).ids)
 
 
 # --- dispatch ---
@@ -256,12 +249,12 @@ def test_split_prompt_cuts_before_the_token_that_predicts_the_first_one(perform)
 
 def test_sequential_ends_a_turn_at_its_first_call(perform, small_vocabulary):
     episode, sampler = perform([plan(*CALLS), plan(CALLS[1]), ANSWER], "sequential")
-    assert episode.stop is StopReason.ANSWERED and len(episode.turns) == 3
+    assert episode.stop is StopReason.ANSWERED
+    assert len(episode.turns) == 3
     assert [statuses(episode, n) for n in (0, 1)] == [[CallStatus.EXECUTED]] * 2
     assert [o.call for n in (0, 1) for o in episode.turns[n].calls] == list(CALLS)
-    assert episode.turns[0].text.endswith("</tool_call>") and all(
-        len(wave) == 1 for wave in sampler.waves
-    )
+    assert episode.turns[0].text.endswith("</tool_call>")
+    assert all(len(wave) == 1 for wave in sampler.waves)
     text = small_vocabulary.decode(episode.trajectory.ids)
     assert (
         "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>" in text
@@ -277,28 +270,33 @@ def test_sequential_executes_one_call_a_turn(perform):
 
 def test_no_dispatch_offers_no_tool_and_refuses_once(perform, small_vocabulary):
     episode, sampler = perform([plan(*CALLS), ANSWER], "none")
-    assert (episode.stop, episode.answer, len(episode.turns)) == (StopReason.ANSWERED, "seven", 2)
-    assert statuses(episode) == [CallStatus.NOT_OFFERED] * 2 and not sampler.sub
+    assert episode.stop is StopReason.ANSWERED
+    assert episode.answer == "seven"
+    assert len(episode.turns) == 2
+    assert statuses(episode) == [CallStatus.NOT_OFFERED] * 2
+    assert not sampler.sub
     text = small_vocabulary.decode(episode.trajectory.ids)
-    assert "crop_video" not in text.partition("<think>")[0] and "No more calls can be made." in text
+    assert "crop_video" not in text.partition("<think>")[0]
+    assert "No more calls can be made." in text
     stubborn, _ = perform([plan(*CALLS)], "none")
-    assert (stubborn.stop, stubborn.answer, len(stubborn.turns)) == (StopReason.TURN_LIMIT, None, 2)
+    assert stubborn.stop is StopReason.TURN_LIMIT
+    assert stubborn.answer is None
+    assert len(stubborn.turns) == 2
 
 
 def test_a_direct_answer_is_one_turn_under_any_dispatch(perform):
     for dispatch in ("parallel", "sequential", "none"):
         episode, sampler = perform([ANSWER], dispatch)
-        assert (episode.stop, episode.answer, len(episode.turns), len(sampler.asked)) == (
-            StopReason.ANSWERED,
-            "seven",
-            1,
-            1,
-        )
+        assert episode.stop is StopReason.ANSWERED
+        assert episode.answer == "seven"
+        assert len(episode.turns) == 1
+        assert len(sampler.asked) == 1
 
 
 def test_neither_a_call_nor_an_answer_ends_the_episode(perform):
     episode, _ = perform(["I see nothing\n</think>\n"])
-    assert (episode.stop, episode.answer) == (StopReason.NO_ANSWER, None)
+    assert episode.stop is StopReason.NO_ANSWER
+    assert episode.answer is None
 
 
 # --- limits ---
@@ -306,7 +304,9 @@ def test_neither_a_call_nor_an_answer_ends_the_episode(perform):
 
 def test_who_goes_on_calling_is_stopped_after_one_refusal(perform, small_vocabulary):
     episode, sampler = perform([plan(CALLS[0])])
-    assert (episode.stop, episode.answer, len(episode.turns)) == (StopReason.TURN_LIMIT, None, 4)
+    assert episode.stop is StopReason.TURN_LIMIT
+    assert episode.answer is None
+    assert len(episode.turns) == 4
     assert [statuses(episode, n)[0].executed for n in range(4)] == [True, True, False, False]
     assert (
         small_vocabulary.decode(episode.trajectory.ids).count("No more calls can be made.") == 2
@@ -316,40 +316,36 @@ def test_who_goes_on_calling_is_stopped_after_one_refusal(perform, small_vocabul
 
 def test_an_answer_beside_a_late_call_counts(perform):
     episode, _ = perform([plan(CALLS[0]), plan(CALLS[0]), plan(CALLS[0]) + "<answer> two</answer>"])
-    assert (episode.stop, episode.answer, statuses(episode, 2)) == (
-        StopReason.ANSWERED,
-        "two",
-        [CallStatus.NOT_OFFERED],
-    )
+    assert episode.stop is StopReason.ANSWERED
+    assert episode.answer == "two"
+    assert statuses(episode, 2) == [CallStatus.NOT_OFFERED]
 
 
 def test_calls_beyond_the_turns_limit_are_refused_and_the_others_carried_out(perform):
     calls = [CropCall(16 * n, 16 * n + 16) for n in range(5)]
     episode, sampler = perform([plan(*calls), ANSWER])
-    assert (
-        statuses(episode) == [CallStatus.EXECUTED] * 3 + [CallStatus.TOO_MANY] * 2
-        and len(sampler.sub) == 3
-    )
+    assert statuses(episode) == [CallStatus.EXECUTED] * 3 + [CallStatus.TOO_MANY] * 2
+    assert len(sampler.sub) == 3
     assert episode.stop is StopReason.ANSWERED
 
 
 def test_a_turn_that_hits_its_tokens_is_truncated(perform):
     episode, sampler = perform(["I see" * 40 + plan(*CALLS)])
-    assert (episode.stop, episode.answer, episode.turns[0].truncated) == (
-        StopReason.TRUNCATED,
-        None,
-        True,
+    assert episode.stop is StopReason.TRUNCATED
+    assert episode.answer is None
+    assert episode.turns[0].truncated is True
+    assert (
+        [len(s.ids) for _, s in sampler.main]
+        == [64]
+        == [sampler.main[0][0].sampling.max_new_tokens]
     )
-    assert [len(s.ids) for _, s in sampler.main] == [64] == [
-        sampler.main[0][0].sampling.max_new_tokens
-    ] and not episode.turns[0].calls
+    assert not episode.turns[0].calls
 
 
 def test_a_report_is_cut_to_its_tokens(perform, small_vocabulary):
     episode, sampler = perform([plan(CALLS[0]), ANSWER], report=" seven" * 40)
-    assert {r.sampling.max_new_tokens for r, _ in sampler.sub} == {16} and episode.turns[0].calls[
-        0
-    ].response == " seven" * 16
+    assert {r.sampling.max_new_tokens for r, _ in sampler.sub} == {16}
+    assert episode.turns[0].calls[0].response == " seven" * 16
     assert episode.stop is StopReason.ANSWERED
 
 
@@ -357,7 +353,8 @@ def test_a_report_is_cut_to_its_tokens(perform, small_vocabulary):
 def test_the_trajectory_never_outgrows_its_limit(perform, room):
     episode, sampler = perform([plan(*CALLS), plan(*CALLS), ANSWER], trajectory_tokens=room)
     shared, rest = split_prompt(episode.trajectory)
-    assert len(rest) <= room and is_fed_what_it_became(episode, sampler)
+    assert len(rest) <= room
+    assert is_fed_what_it_became(episode, sampler)
     assert all(
         len(r.ids) - len(shared) + r.sampling.max_new_tokens <= room for r, _ in sampler.main
     )
@@ -388,15 +385,14 @@ def test_a_full_trajectory_ends_the_episode_by_name(perform):
 def test_hundreds_of_calls_in_a_turn_are_each_told_what_became_of_them(perform):
     calls = [CropCall(n % 100, n % 100 + 16) for n in range(300)]
     episode, sampler = perform([plan(*calls), ANSWER], turn_tokens=8192, trajectory_tokens=30_000)
-    assert (
-        statuses(episode) == [CallStatus.EXECUTED] * 3 + [CallStatus.TOO_MANY] * 297
-        and len(sampler.sub) == 3
-    )
-    assert episode.stop is StopReason.ANSWERED and is_fed_what_it_became(episode, sampler)
+    assert statuses(episode) == [CallStatus.EXECUTED] * 3 + [CallStatus.TOO_MANY] * 297
+    assert len(sampler.sub) == 3
+    assert episode.stop is StopReason.ANSWERED
+    assert is_fed_what_it_became(episode, sampler)
     full, _ = perform([plan(*calls), ANSWER], turn_tokens=8192, trajectory_tokens=8192)
-    assert (
-        full.stop is StopReason.TOKEN_LIMIT and len(full.turns[0].calls) == 300
-    )  # what they were told has no room
+    # what they were told has no room
+    assert full.stop is StopReason.TOKEN_LIMIT
+    assert len(full.turns[0].calls) == 300
 
 
 # --- time ---
@@ -407,7 +403,8 @@ class Slow(Scripted):
 
     def __init__(self, vocabulary, turns, report, takes):
         super().__init__(vocabulary, turns, report)
-        self.takes, self.now = takes, 0.0
+        self.takes = takes
+        self.now = 0.0
         self.due: dict[int, float] = {}
         self.begun: list[float] = []  # when each request was asked, in the order of `asked`
         self.at: dict[int, float] = {}
@@ -475,14 +472,12 @@ def test_the_episodes_time_cuts_a_turn(perform_slowly):
         [plan(*CALLS), plan(*CALLS), ANSWER], lambda request: 3.0, seconds=13.5
     )
     assert [r.sampling.deadline for r, _ in sampler.main] == [13.5, 7.5, 1.5]
-    assert (episode.stop, episode.answer, len(episode.turns)) == (
-        StopReason.TIME_LIMIT,
-        None,
-        3,
-    ) and episode.turns[2].truncated
-    assert PINNED < episode.turns[2].text < PINNED + ANSWER and is_fed_what_it_became(
-        episode, sampler
-    )
+    assert episode.stop is StopReason.TIME_LIMIT
+    assert episode.answer is None
+    assert len(episode.turns) == 3
+    assert episode.turns[2].truncated
+    assert PINNED < episode.turns[2].text < PINNED + ANSWER
+    assert is_fed_what_it_became(episode, sampler)
     assert (
         perform_slowly([plan(*CALLS), plan(*CALLS), ANSWER], lambda request: 3.0, seconds=15.0)[
             0
@@ -493,15 +488,14 @@ def test_the_episodes_time_cuts_a_turn(perform_slowly):
 
 def test_no_turn_begins_when_the_time_is_up(perform_slowly):
     episode, sampler = perform_slowly([plan(*CALLS), ANSWER], lambda request: 3.0, seconds=6.0)
-    assert (episode.stop, episode.answer, len(episode.turns)) == (
-        StopReason.TIME_LIMIT,
-        None,
-        1,
-    ) and len(sampler.main) == 1
-    assert statuses(episode) == [CallStatus.EXECUTED] * 2 and not episode.turns[0].truncated
-    assert episode.trajectory.segments[-1].author is Author.TOOL and is_fed_what_it_became(
-        episode, sampler
-    )
+    assert episode.stop is StopReason.TIME_LIMIT
+    assert episode.answer is None
+    assert len(episode.turns) == 1
+    assert len(sampler.main) == 1
+    assert statuses(episode) == [CallStatus.EXECUTED] * 2
+    assert not episode.turns[0].truncated
+    assert episode.trajectory.segments[-1].author is Author.TOOL
+    assert is_fed_what_it_became(episode, sampler)
 
 
 def test_time_that_is_up_before_anything_was_said(
@@ -509,53 +503,48 @@ def test_time_that_is_up_before_anything_was_said(
 ):
     """A video that takes longer to read than there is time: an episode without a turn, of which all that follows can be worked out."""
     ticks = itertools.count()
-    environment, setting = (
-        Environment(
-            small_environment.protocol, small_environment.features, lambda: float(next(ticks))
-        ),
-        EpisodeSettings(4, 0.7, seconds=1.0),
+    environment = Environment(
+        small_environment.protocol, small_environment.features, lambda: float(next(ticks))
     )
+    setting = EpisodeSettings(4, 0.7, seconds=1.0)
     sampler = Scripted(small_vocabulary, [ANSWER])
     (episode,) = run(sampler, [play(environment, small_questions[0], setting, 0)])
-    assert (episode.stop, episode.turns, episode.answer, sampler.asked) == (
-        StopReason.TIME_LIMIT,
-        (),
-        None,
-        [],
-    )
+    assert episode.stop is StopReason.TIME_LIMIT
+    assert episode.turns == ()
+    assert episode.answer is None
+    assert sampler.asked == []
     assert [segment.author for segment in episode.trajectory.segments] == [Author.PROMPT] * 2
     rewards = score(episode.question, episode.turns, RewardSettings())
-    assert rewards.total == 0 and not rewards.compliant
+    assert rewards.total == 0
+    assert not rewards.compliant
     assert transcript(episode, rewards, setting, small_vocabulary)["turns"] == []
 
 
 def test_a_sub_agent_that_takes_too_long_costs_its_own_report_only(
     perform_slowly, small_vocabulary
 ):
-    calls, slow = (CropCall(0, 16), CropCall(40, 56), CropCall(112, 128)), begins_at(40)
+    calls = (CropCall(0, 16), CropCall(40, 56), CropCall(112, 128))
+    slow = begins_at(40)
     episode, sampler = perform_slowly(
         [plan(*calls), ANSWER], lambda r: 9.0 if slow(r) else 1.0, report_seconds=4.0
     )
     assert statuses(episode) == [CallStatus.EXECUTED, CallStatus.TIMED_OUT, CallStatus.EXECUTED]
     first, late, last = episode.turns[0].calls
-    assert (
-        first.response == last.response == " seven from 8 to 10"
-        and late.response == "error: no report in time"
-    )
-    assert (episode.stop, episode.answer) == (StopReason.ANSWERED, "seven")
-    assert [r.sampling.deadline for r, _ in sampler.sub] == [4.0] * 3 and sampler.now == 1 + 4 + 1
+    assert first.response == last.response == " seven from 8 to 10"
+    assert late.response == "error: no report in time"
+    assert episode.stop is StopReason.ANSWERED
+    assert episode.answer == "seven"
+    assert [r.sampling.deadline for r, _ in sampler.sub] == [4.0] * 3
+    assert sampler.now == 1 + 4 + 1
     seen = small_vocabulary.decode(episode.trajectory.segments[4].ids)
-    assert (
-        "<tool_response>\nerror: no report in time\n</tool_response>" in seen
-        and seen.count(" seven from 8 to 10") == 2
-    )
-    assert late.subagent is not None and late.call == calls[1]
+    assert "<tool_response>\nerror: no report in time\n</tool_response>" in seen
+    assert seen.count(" seven from 8 to 10") == 2
+    assert late.subagent is not None
+    assert late.call == calls[1]
     (said,) = [sample for request, sample in sampler.sub if slow(request)]
-    assert (
-        np.array_equal(late.subagent.segments[-1].ids, said.ids)
-        and 0 < len(said.ids)
-        and said.stop is SampleStop.DEADLINE
-    )
+    assert np.array_equal(late.subagent.segments[-1].ids, said.ids)
+    assert 0 < len(said.ids)
+    assert said.stop is SampleStop.DEADLINE
 
 
 def test_reports_have_no_more_time_than_the_episode(perform_slowly):
@@ -563,8 +552,10 @@ def test_reports_have_no_more_time_than_the_episode(perform_slowly):
     episode, sampler = perform_slowly(
         [plan(*CALLS), ANSWER], takes, seconds=8.0, report_seconds=60.0
     )
-    assert [r.sampling.deadline for r, _ in sampler.sub] == [5.0] * 2 and sampler.now == 8.0
-    assert statuses(episode) == [CallStatus.TIMED_OUT] * 2 and episode.stop is StopReason.TIME_LIMIT
+    assert [r.sampling.deadline for r, _ in sampler.sub] == [5.0] * 2
+    assert sampler.now == 8.0
+    assert statuses(episode) == [CallStatus.TIMED_OUT] * 2
+    assert episode.stop is StopReason.TIME_LIMIT
 
 
 def test_the_time_that_reading_takes_is_the_episodes(
@@ -584,9 +575,8 @@ def test_the_time_that_reading_takes_is_the_episodes(
     (episode,) = run(
         sampler, [play(environment, small_questions[0], EpisodeSettings(4, 0.7, seconds=8.0), 5)]
     )
-    assert [r.sampling.deadline for r, _ in sampler.sub] == [
-        1.0
-    ] * 2 and episode.stop is StopReason.TIME_LIMIT
+    assert [r.sampling.deadline for r, _ in sampler.sub] == [1.0] * 2
+    assert episode.stop is StopReason.TIME_LIMIT
     assert statuses(episode) == [CallStatus.TIMED_OUT] * 2
 
 
@@ -668,11 +658,10 @@ def test_a_bad_call_is_told_why_and_its_siblings_are_carried_out(perform, case):
         summary_tokens=200,
     )
     assert statuses(episode) == [CallStatus.EXECUTED, status, CallStatus.EXECUTED]
-    assert (
-        episode.turns[0].calls[1].response.startswith("error: ")
-        and episode.turns[0].calls[1].subagent is None
-    )
-    assert len(sampler.sub) == 2 and episode.stop is StopReason.ANSWERED
+    assert episode.turns[0].calls[1].response.startswith("error: ")
+    assert episode.turns[0].calls[1].subagent is None
+    assert len(sampler.sub) == 2
+    assert episode.stop is StopReason.ANSWERED
 
 
 GOOD_CALLS = {
@@ -716,20 +705,19 @@ def test_a_call_that_a_person_would_understand_is_carried_out(perform, case):
         [plan(call), ANSWER], turn_tokens=200, trajectory_tokens=600, summary_tokens=120
     )
     (outcome,) = episode.turns[0].calls
-    assert (outcome.status, outcome.call) == (status, window)
+    assert outcome.status == status
+    assert outcome.call == window
     assert [f.time for f in sampler.sub[0][0].frames] == [
         second for second in frames if second % STEP == 0
     ]
-    assert outcome.response.startswith(" seven from 8 to 10") and (
-        "was cut to" in outcome.response
-    ) == (status is CallStatus.CLAMPED)
+    assert outcome.response.startswith(" seven from 8 to 10")
+    assert ("was cut to" in outcome.response) == (status is CallStatus.CLAMPED)
 
 
 def test_where_the_note_on_a_window_does_not_fit_the_report_is_what_stays(perform):
     episode, _ = perform([plan(CropCall(120, 500)), ANSWER])
-    assert episode.turns[0].calls[0].response.startswith(" seven from 8 to 10") and statuses(
-        episode
-    ) == [CallStatus.CLAMPED]
+    assert episode.turns[0].calls[0].response.startswith(" seven from 8 to 10")
+    assert statuses(episode) == [CallStatus.CLAMPED]
 
 
 def test_the_response_on_record_is_the_one_the_model_saw(perform, small_vocabulary):
@@ -763,11 +751,10 @@ def test_a_bad_video_ends_one_episode(
         play(small_environment, q, EpisodeSettings(4, 0.7), 0) for q in (bad, small_questions[0])
     ]
     lost, fine = run(scripted([ANSWER]), agents)
-    assert (lost.stop, lost.turns, lost.answer) == (
-        StopReason.UNREADABLE,
-        (),
-        None,
-    ) and fine.stop is StopReason.ANSWERED
+    assert lost.stop is StopReason.UNREADABLE
+    assert lost.turns == ()
+    assert lost.answer is None
+    assert fine.stop is StopReason.ANSWERED
 
 
 def test_a_window_that_cannot_be_read_is_a_response_and_its_siblings_live(
@@ -789,13 +776,10 @@ def test_a_window_that_cannot_be_read_is_a_response_and_its_siblings_live(
         environment=Environment(small_environment.protocol, features),
         summary_tokens=200,
     )
-    assert (
-        statuses(episode) == [CallStatus.EXECUTED, CallStatus.UNREADABLE]
-        and episode.stop is StopReason.ANSWERED
-    )
-    assert (
-        "it cannot be decoded there" in episode.turns[0].calls[1].response and len(sampler.sub) == 1
-    )
+    assert statuses(episode) == [CallStatus.EXECUTED, CallStatus.UNREADABLE]
+    assert episode.stop is StopReason.ANSWERED
+    assert "it cannot be decoded there" in episode.turns[0].calls[1].response
+    assert len(sampler.sub) == 1
 
 
 def test_a_sub_agent_whose_video_is_gone_costs_its_own_report_only(perform, small_vocabulary):
@@ -816,15 +800,16 @@ def test_a_sub_agent_whose_video_is_gone_costs_its_own_report_only(perform, smal
     assert "error: the video cannot be read there" in small_vocabulary.decode(
         episode.trajectory.segments[4].ids
     )
-    assert episode.stop is StopReason.ANSWERED and len(sampler.sub) == 3
+    assert episode.stop is StopReason.ANSWERED
+    assert len(sampler.sub) == 3
 
 
 def test_an_episode_whose_video_is_gone_ends_with_what_was_said(perform):
     episode, sampler = perform([plan(*CALLS), Cut("the crops", SampleStop.UNREADABLE)])
-    assert (episode.stop, episode.answer) == (StopReason.UNREADABLE, None)
-    assert [turn.truncated for turn in episode.turns] == [False, True] and is_fed_what_it_became(
-        episode, sampler
-    )
+    assert episode.stop is StopReason.UNREADABLE
+    assert episode.answer is None
+    assert [turn.truncated for turn in episode.turns] == [False, True]
+    assert is_fed_what_it_became(episode, sampler)
 
 
 def test_a_file_that_is_damaged_while_an_episode_lasts(
@@ -853,15 +838,11 @@ def test_a_file_that_is_damaged_while_an_episode_lasts(
     environment = Environment(Protocol(small_environment.protocol.vocabulary, settings), features)
     (episode,) = run(sampler, [play(environment, small_questions[0], EpisodeSettings(4, 0.7), 0)])
     (outcome,) = episode.turns[0].calls
-    assert (
-        outcome.status is CallStatus.UNREADABLE
-        and episode.stop is StopReason.ANSWERED
-        and not sampler.sub
-    )
-    assert (
-        outcome.response.startswith("error: the video cannot be read there (")
-        and str(tmp_path) not in outcome.response
-    )
+    assert outcome.status is CallStatus.UNREADABLE
+    assert episode.stop is StopReason.ANSWERED
+    assert not sampler.sub
+    assert outcome.response.startswith("error: the video cannot be read there (")
+    assert str(tmp_path) not in outcome.response
 
 
 def test_the_model_opens_no_files(
@@ -907,4 +888,5 @@ def test_temporal_grounding_is_played_alike(perform, small_questions):
     episode, _ = perform(
         [plan(*CALLS), "the crops show\n</think>\n<answer>[8, 10]</answer>"], question=question
     )
-    assert (episode.stop, episode.answer) == (StopReason.ANSWERED, "[8, 10]")
+    assert episode.stop is StopReason.ANSWERED
+    assert episode.answer == "[8, 10]"

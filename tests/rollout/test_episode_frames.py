@@ -43,15 +43,16 @@ def test_frames_come_back_in_the_tool_response(
     episode, sampler = perform(
         [PLAN, ANSWER], EpisodeSettings(4, 0.7, "frames"), summary_tokens=64, trajectory_tokens=512
     )
-    assert (episode.stop, episode.answer) == (StopReason.ANSWERED, "seven") and not sampler.sub
+    assert episode.stop is StopReason.ANSWERED
+    assert episode.answer == "seven"
+    assert not sampler.sub
     assert [o.status for o in episode.turns[0].calls] == [
         CallStatus.EXECUTED,
         CallStatus.CLAMPED,
         CallStatus.BAD_WINDOW,
     ]
-    assert [len(o.frames) for o in episode.turns[0].calls] == [8, 4, 0] and all(
-        o.subagent is None for o in episode.turns[0].calls
-    )
+    assert [len(o.frames) for o in episode.turns[0].calls] == [8, 4, 0]
+    assert all(o.subagent is None for o in episode.turns[0].calls)
     (shown,) = [segment for segment in episode.trajectory.segments if segment.author is Author.TOOL]
     text = small_vocabulary.decode(shown.ids).replace(
         "<|vision_start|><|image_pad|><|vision_end|>", "[]"
@@ -59,16 +60,13 @@ def test_frames_come_back_in_the_tool_response(
     first, second, third = text.split("</tool_response>")[:3]
     assert first.endswith("<tool_response>\n<0.0 seconds>[]<2.0 seconds>[]<4.0 seconds>[]<6.0 seconds>[]<8.0 seconds>[]<10.0 seconds>[]"
                           "<12.0 seconds>[]<14.0 seconds>[]8 frames.\n")  # fmt: skip
-    assert (
-        "<120.0 seconds>[]" in second
-        and "4 frames. (The window was cut to 120.0 to 128.0 seconds" in second
-    )
+    assert "<120.0 seconds>[]" in second
+    assert "4 frames. (The window was cut to 120.0 to 128.0 seconds" in second
     assert third.startswith("\n<tool_response>\nerror: The window is outside the video.")
     assert [frame.time for frame in shown.frames] == [0, 2, 4, 6, 8, 10, 12, 14, 120, 122, 124, 126]
     request, _ = sampler.main[1]
-    assert len(request.frames) == 16 and np.array_equal(
-        request.ids, episode.trajectory.ids[: len(request.ids)]
-    )
+    assert len(request.frames) == 16
+    assert np.array_equal(request.ids, episode.trajectory.ids[: len(request.ids)])
     assert int((request.ids == small_vocabulary["<|image_pad|>"]).sum()) == 16
     line = transcript(
         episode,
@@ -76,7 +74,8 @@ def test_frames_come_back_in_the_tool_response(
         EpisodeSettings(4, 0.7, "frames"),
         small_vocabulary,
     )
-    assert len(line["overview"]) == 4 and line["turns"][0]["calls"][1]["times"] == [
+    assert len(line["overview"]) == 4
+    assert line["turns"][0]["calls"][1]["times"] == [
         120,
         122,
         124,
@@ -87,9 +86,8 @@ def test_frames_come_back_in_the_tool_response(
 def test_a_forged_placeholder_ends_the_showing(perform):
     """The sampler could not tell it from those of the frames that would come after it."""
     episode, _ = perform(["<|image_pad|>" + PLAN, ANSWER], EpisodeSettings(4, 0.7, "frames"))
-    assert [o.status for o in episode.turns[0].calls] == [CallStatus.NOT_OFFERED] * 3 and len(
-        episode.trajectory.frames
-    ) == 4
+    assert [o.status for o in episode.turns[0].calls] == [CallStatus.NOT_OFFERED] * 3
+    assert len(episode.trajectory.frames) == 4
     assert episode.answer == "seven"
 
 
@@ -97,17 +95,17 @@ def test_an_engine_sees_frames_that_come_later(
     small_model, small_features, small_vocabulary, small_questions
 ):
     """What it samples after them is what it samples where they are all there from the start, and not what it samples after others."""
-    protocol, video = Protocol(small_vocabulary, ProtocolSettings()), small_questions[0].video
-    tokens, overview = small_features.tokens(video), small_features.overview(video, 4)
+    protocol = Protocol(small_vocabulary, ProtocolSettings())
+    video = small_questions[0].video
+    tokens = small_features.tokens(video)
+    overview = small_features.overview(video, 4)
     opening = np.concatenate(
         [protocol.overview(overview, tokens).ids, protocol.question(small_questions[0]).ids]
     )
     said = small_vocabulary.encode("<think>\n" + PLAN + "<|im_end|>")
-    sampling, size = (
-        Sampling(8, 0.0),
-        EngineSizes(
-            row_lengths=(1024,), prefill_lengths=(256,), slots=4, rows_per_prefix=2, pages=200
-        ),
+    sampling = Sampling(8, 0.0)
+    size = EngineSizes(
+        row_lengths=(1024,), prefill_lengths=(256,), slots=4, rows_per_prefix=2, pages=200
     )
 
     def after(start: float) -> tuple[np.ndarray, tuple]:
@@ -115,7 +113,8 @@ def test_an_engine_sees_frames_that_come_later(
         shown = protocol.tool_results(["8 frames."], True, False, [frames], tokens)
         return np.concatenate([opening, said, shown.ids]), (*overview, *shown.frames)
 
-    (ids, frames), (others, other_frames) = after(0), after(64)
+    (ids, frames) = after(0)
+    (others, other_frames) = after(64)
     warm = Engine(small_model, small_features, size)
     warm.generate(
         [Request(np.concatenate([opening, said]), overview, sampling, (0,))]
@@ -134,9 +133,12 @@ def test_a_blind_episode_is_shown_nothing_and_opens_nothing(
     perform, small_questions, small_vocabulary
 ):
     episode, sampler = perform([ANSWER], EpisodeSettings(0, 0.7, "none"))
-    assert episode.answer == "seven" and episode.trajectory.frames == () and episode.frames == 0
+    assert episode.answer == "seven"
+    assert episode.trajectory.frames == ()
+    assert episode.frames == 0
     text = small_vocabulary.decode(sampler.main[0][0].ids)
-    assert "<|vision_start|>" not in text and small_questions[0].text in text
+    assert "<|vision_start|>" not in text
+    assert small_questions[0].text in text
 
 
 @pytest.mark.parametrize("dispatch", ["parallel", "sequential", "frames"])
@@ -146,18 +148,19 @@ def test_a_blind_episode_has_no_crops_either(dispatch):
 
 
 def test_prompts_say_what_they_are_for():
-    agentic, minimal = system_text((CropVideo(),)), system_text((CropVideo(),), "agentic-minimal")
-    assert (
-        agentic == system_text((CropVideo(),), "agentic")
-        and "crop_video" in minimal
-        and len(minimal) < len(agentic)
-    )
+    agentic = system_text((CropVideo(),))
+    minimal = system_text((CropVideo(),), "agentic-minimal")
+    assert agentic == system_text((CropVideo(),), "agentic")
+    assert "crop_video" in minimal
+    assert len(minimal) < len(agentic)
     alone = [
         system_text((), prompt) for prompt in ("direct", "reasoning", "agentic", "agentic-minimal")
     ]
-    assert len(set(alone)) == 4 and not any("crop_video" in text for text in alone)
+    assert len(set(alone)) == 4
+    assert not any("crop_video" in text for text in alone)
     assert all("<answer>answer</answer>" in text for text in (*alone, agentic, minimal))
-    assert "Do not think" in alone[0] and "<think>" in alone[1]
+    assert "Do not think" in alone[0]
+    assert "<think>" in alone[1]
     for prompt in ("direct", "reasoning"):
         with pytest.raises(ValueError, match=f"protocol.prompt: '{prompt}' knows no tool"):
             system_text((CropVideo(),), prompt)
@@ -180,4 +183,5 @@ def test_a_prompt_is_the_protocols(perform, small_vocabulary):
         ["<answer>A</answer>"], EpisodeSettings(4, 0.7, "none"), prompt="direct", pin_think=False
     )
     text = small_vocabulary.decode(sampler.main[0][0].ids)
-    assert text.startswith(system_text((), "direct")) and text.endswith("<|im_start|>assistant\n")
+    assert text.startswith(system_text((), "direct"))
+    assert text.endswith("<|im_start|>assistant\n")

@@ -92,12 +92,14 @@ def test_a_crop_and_a_search_run_in_one_turn_from_sampling_to_page(perform, srt)
     episode, sampler, environment = perform(turns, srt, summary_tokens=64)
     assert episode.stop is StopReason.ANSWERED
     crop, found = episode.turns[0].calls
-    assert (crop.call, crop.status) == (CropCall(0, 16), CallStatus.EXECUTED)
+    assert crop.call == CropCall(0, 16)
+    assert crop.status is CallStatus.EXECUTED
     assert found.call == ToolCall("search_subtitles", {"query": "yeast, salt"})
     assert found.response == "<20.0 seconds> Now the yeast, not the salt"
     assert [len(wave) for wave in sampler.waves] == [1, 1, 1]  # a search needs no sub-agent
     # The second request reads both responses.
-    trajectory, vocabulary = episode.trajectory, environment.protocol.vocabulary
+    trajectory = episode.trajectory
+    vocabulary = environment.protocol.vocabulary
     fed = [np.concatenate([request.ids, sample.ids]) for request, sample in sampler.main]
     assert all(np.array_equal(trajectory.ids[: len(f)], f) for f in fed)
     assert vocabulary.decode(fed[1]).count("<tool_response>\n") == 2
@@ -107,7 +109,9 @@ def test_a_crop_and_a_search_run_in_one_turn_from_sampling_to_page(perform, srt)
     assert found.response in vocabulary.decode(response.ids)
     # Both calls are executed, and both are structure.
     rewards = score(episode.question, episode.turns, RewardSettings())
-    assert (rewards.tool, rewards.compliant, executed_calls(episode)) == (0.3, True, 2)
+    assert rewards.tool == 0.3
+    assert rewards.compliant is True
+    assert executed_calls(episode) == 2
     line = json.loads(json.dumps(transcript(episode, rewards, EpisodeSettings(4, 0.7), vocabulary)))
     kinds = [token["kind"] for token in line["turns"][0]["tokens"] if token["kind"]]
     assert kinds == ["think-close", *["call-open", "call-close"] * 2]
@@ -134,7 +138,8 @@ def test_a_crop_and_a_search_run_in_one_turn_from_sampling_to_page(perform, srt)
 
 def test_a_turn_of_searches_alone_asks_no_sub_agent(perform, srt):
     episode, sampler, _ = perform([plan(search("bread")), ANSWER], srt, summary_tokens=64)
-    assert episode.stop is StopReason.ANSWERED and not sampler.sub
+    assert episode.stop is StopReason.ANSWERED
+    assert not sampler.sub
     assert episode.turns[0].calls[0].response == "<65.5 seconds> The bread rises"
 
 
@@ -170,7 +175,8 @@ def test_every_search_gets_a_response_that_says_what_became_of_it(
     call = tool_call("search_subtitles", arguments)
     episode, _, _ = perform([plan(call), ANSWER], srt, summary_tokens=128)
     (outcome,) = episode.turns[0].calls
-    assert outcome.status is status and words in outcome.response
+    assert outcome.status is status
+    assert words in outcome.response
 
 
 def test_a_search_without_subtitles_is_told_so_and_earns_no_execution(perform):
@@ -236,7 +242,8 @@ def test_each_tool_is_offered_by_its_schema_and_read_by_its_name():
         CallStatus.UNKNOWN_TOOL,
     )
     (alone, _) = parse_calls(written, (CropVideo(),))
-    assert isinstance(alone, FailedCall) and alone.status is CallStatus.UNKNOWN_TOOL
+    assert isinstance(alone, FailedCall)
+    assert alone.status is CallStatus.UNKNOWN_TOOL
 
 
 @pytest.mark.parametrize(
@@ -264,10 +271,12 @@ def test_the_tool_in_the_documentation_works_as_it_stands(perform, srt, tmp_path
     episode, _, environment = perform(turns, srt, tools=names, summary_tokens=64)
     said, nothing, malformed = episode.turns[0].calls
     assert said.response == "<20.0 seconds> Now the yeast, not the salt"
-    assert (nothing.response, nothing.status) == ("Nothing is said there.", CallStatus.EXECUTED)
+    assert nothing.response == "Nothing is said there."
+    assert nothing.status is CallStatus.EXECUTED
     assert malformed.status is CallStatus.MALFORMED
     prompt = environment.protocol.vocabulary.decode(episode.trajectory.ids).partition(PINNED)[0]
-    assert '"name": "subtitles_at"' in prompt and "Call subtitles_at to read" in prompt
+    assert '"name": "subtitles_at"' in prompt
+    assert "Call subtitles_at to read" in prompt
 
 
 # --- the number of frames of a crop ---
@@ -283,15 +292,18 @@ def test_a_call_chooses_its_number_of_frames_where_it_may(perform):
     few, most, cut = episode.turns[0].calls
     assert [frame.time for frame in sampler.sub[0][0].frames] == [0, 16, 32, 48]
     assert [len(request.frames) for request, _ in sampler.sub] == [4, 24, 24]
-    assert (few.status, most.status) == (CallStatus.EXECUTED, CallStatus.EXECUTED)
-    assert (cut.status, cut.call) == (CallStatus.CLAMPED, CropCall(0, 64, 24))
+    assert few.status is CallStatus.EXECUTED
+    assert most.status is CallStatus.EXECUTED
+    assert cut.status is CallStatus.CLAMPED
+    assert cut.call == CropCall(0, 64, 24)
     assert cut.response.endswith("(At most 24 frames of a window are shown.)")
 
 
 @pytest.mark.parametrize("frames", [0, -1, 2.5, "4", True, [4]])
 def test_a_number_of_frames_that_is_none_is_malformed(frames):
     (call,) = parse_calls(crop_of(frames), (CropVideo(16),))
-    assert isinstance(call, FailedCall) and call.status is CallStatus.MALFORMED
+    assert isinstance(call, FailedCall)
+    assert call.status is CallStatus.MALFORMED
     assert "num_frames is not a whole number from 1 to 16" in call.reason
 
 
