@@ -1,4 +1,4 @@
-"""Episodes on a script: plan, dispatch, gather, answer; every limit; every way in which a call can go wrong."""
+"""Episodes with a scripted sampler: their course, dispatch, limits, time, and calls that fail."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ CALLS = (CropCall(0, 16), CropCall(112, 128))
 
 
 def plan(*calls: CropCall | str) -> str:
-    return "look closer\n</think>\n" + "\n".join(
-        c if isinstance(c, str) else render_call(c) for c in calls
-    )
+    """A response that thinks and calls; texts are calls as they are."""
+    texts = [call if isinstance(call, str) else render_call(call) for call in calls]
+    return "look closer\n</think>\n" + "\n".join(texts)
 
 
 def raw(arguments: str, name: str = "crop_video") -> str:
@@ -49,7 +49,7 @@ def raw(arguments: str, name: str = "crop_video") -> str:
 
 @pytest.fixture
 def perform(scripted, small_environment, small_questions):
-    """perform(turns, ...) plays one episode on a script and gives it with its sampler."""
+    """perform(turns, ...) plays one episode and returns it with its sampler."""
 
     def start(
         turns,
@@ -74,7 +74,7 @@ def perform(scripted, small_environment, small_questions):
 
 
 def test_without_a_pinned_opening_the_model_writes_it(perform):
-    """Every token of a response is then the model's, and its prompt's last token predicts the first."""
+    """All tokens of a response are then MODEL, and the prompt's last token predicts the first."""
     episode, sampler = perform(
         ["<think>\n" + plan(CropCall(0, 16)), "<think>\nso\n</think><answer>A</answer>"],
         pin_think=False,
@@ -86,21 +86,23 @@ def test_without_a_pinned_opening_the_model_writes_it(perform):
     prompt, _ = split_prompt(episode.trajectory)
     assert episode.trajectory.authors[len(prompt)] == Author.PROMPT
     assert episode.trajectory.authors[len(prompt) + 1] == Author.MODEL
-    assert is_fed_what_it_became(episode, sampler)
+    assert sampled_ids_are_kept(episode, sampler)
 
 
 def statuses(episode, turn: int = 0) -> list[CallStatus]:
     return [outcome.status for outcome in episode.turns[turn].calls]
 
 
-def is_fed_what_it_became(episode, sampler) -> bool:
-    """Whether each request and its sample are together the beginning of the trajectory, so that nothing was changed afterwards."""
+def sampled_ids_are_kept(episode, sampler) -> bool:
+    """Whether the trajectory begins with each request's ids and sample: no id was changed."""
     ids = episode.trajectory.ids
-    fed = [np.concatenate([r.ids, s.ids]) for r, s in sampler.main]
-    return len(fed) == len(episode.turns) and all(np.array_equal(ids[: len(f)], f) for f in fed)
+    fed = [np.concatenate([request.ids, sample.ids]) for request, sample in sampler.main]
+    if len(fed) != len(episode.turns):
+        return False
+    return all(np.array_equal(ids[: len(beginning)], beginning) for beginning in fed)
 
 
-# --- the course of an episode ---
+# --- course ---
 
 
 def test_plan_dispatch_gather_answer(perform, small_vocabulary, small_environment, small_questions):
@@ -145,7 +147,7 @@ def test_plan_dispatch_gather_answer(perform, small_vocabulary, small_environmen
         np.array_equal(s.logprobs, said.logprobs)
         for s, (_, said) in zip(written, sampler.main, strict=True)
     )
-    assert is_fed_what_it_became(episode, sampler)
+    assert sampled_ids_are_kept(episode, sampler)
 
 
 def test_every_request_has_a_seed_of_its_own_and_the_settings_temperature(perform):
@@ -259,7 +261,7 @@ def test_sequential_ends_a_turn_at_its_first_call(perform, small_vocabulary):
     assert (
         "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>" in text
     )  # the protocol closes what the stop left open
-    assert is_fed_what_it_became(episode, sampler)
+    assert sampled_ids_are_kept(episode, sampler)
 
 
 def test_sequential_executes_one_call_a_turn(perform):
@@ -302,7 +304,7 @@ def test_neither_a_call_nor_an_answer_ends_the_episode(perform):
 # --- limits ---
 
 
-def test_who_goes_on_calling_is_stopped_after_one_refusal(perform, small_vocabulary):
+def test_a_model_that_keeps_calling_is_stopped_after_one_refusal(perform, small_vocabulary):
     episode, sampler = perform([plan(CALLS[0])])
     assert episode.stop is StopReason.TURN_LIMIT
     assert episode.answer is None
@@ -311,7 +313,7 @@ def test_who_goes_on_calling_is_stopped_after_one_refusal(perform, small_vocabul
     assert (
         small_vocabulary.decode(episode.trajectory.ids).count("No more calls can be made.") == 2
     )  # with the last report, and the refusal
-    assert is_fed_what_it_became(episode, sampler)
+    assert sampled_ids_are_kept(episode, sampler)
 
 
 def test_an_answer_beside_a_late_call_counts(perform):
@@ -319,14 +321,6 @@ def test_an_answer_beside_a_late_call_counts(perform):
     assert episode.stop is StopReason.ANSWERED
     assert episode.answer == "two"
     assert statuses(episode, 2) == [CallStatus.NOT_OFFERED]
-
-
-def test_calls_beyond_the_turns_limit_are_refused_and_the_others_carried_out(perform):
-    calls = [CropCall(16 * n, 16 * n + 16) for n in range(5)]
-    episode, sampler = perform([plan(*calls), ANSWER])
-    assert statuses(episode) == [CallStatus.EXECUTED] * 3 + [CallStatus.TOO_MANY] * 2
-    assert len(sampler.sub) == 3
-    assert episode.stop is StopReason.ANSWERED
 
 
 def test_a_turn_that_hits_its_tokens_is_truncated(perform):
@@ -354,13 +348,13 @@ def test_the_trajectory_never_outgrows_its_limit(perform, room):
     episode, sampler = perform([plan(*CALLS), plan(*CALLS), ANSWER], trajectory_tokens=room)
     shared, rest = split_prompt(episode.trajectory)
     assert len(rest) <= room
-    assert is_fed_what_it_became(episode, sampler)
+    assert sampled_ids_are_kept(episode, sampler)
     assert all(
         len(r.ids) - len(shared) + r.sampling.max_new_tokens <= room for r, _ in sampler.main
     )
 
 
-def test_a_full_trajectory_ends_the_episode_by_name(perform):
+def test_a_full_trajectory_ends_the_episode(perform):
     whole, _ = perform([plan(*CALLS), ANSWER])
     assert whole.stop is StopReason.ANSWERED
     first = len(split_prompt(Trajectory(whole.trajectory.segments[:4]))[1])
@@ -382,15 +376,15 @@ def test_a_full_trajectory_ends_the_episode_by_name(perform):
     )
 
 
-def test_hundreds_of_calls_in_a_turn_are_each_told_what_became_of_them(perform):
+def test_calls_beyond_the_limit_of_a_turn_are_refused_one_by_one(perform):
     calls = [CropCall(n % 100, n % 100 + 16) for n in range(300)]
     episode, sampler = perform([plan(*calls), ANSWER], turn_tokens=8192, trajectory_tokens=30_000)
     assert statuses(episode) == [CallStatus.EXECUTED] * 3 + [CallStatus.TOO_MANY] * 297
     assert len(sampler.sub) == 3
     assert episode.stop is StopReason.ANSWERED
-    assert is_fed_what_it_became(episode, sampler)
+    assert sampled_ids_are_kept(episode, sampler)
     full, _ = perform([plan(*calls), ANSWER], turn_tokens=8192, trajectory_tokens=8192)
-    # what they were told has no room
+    # The 300 responses do not fit.
     assert full.stop is StopReason.TOKEN_LIMIT
     assert len(full.turns[0].calls) == 300
 
@@ -399,35 +393,31 @@ def test_hundreds_of_calls_in_a_turn_are_each_told_what_became_of_them(perform):
 
 
 class Slow(Scripted):
-    """Every answer takes `takes(request)` seconds by a clock of its own, and no longer than its deadline: then half of it is there."""
+    """A sampler with a clock of its own, on which an answer takes `takes(request)` seconds.
+
+    At its deadline an answer is cut to its first half.
+    """
 
     def __init__(self, vocabulary, turns, report, takes):
         super().__init__(vocabulary, turns, report)
         self.takes = takes
         self.now = 0.0
         self.due: dict[int, float] = {}
-        self.begun: list[float] = []  # when each request was asked, in the order of `asked`
-        self.at: dict[int, float] = {}
+        self.begun: list[float] = []  # when each request was submitted, in the order of `asked`
+        self.submitted: dict[int, float] = {}
 
     def submit(self, request: Request) -> int:
         ticket = super().submit(request)
-        self.at[ticket], self.due[ticket] = (
-            self.now,
-            self.now + min(self.takes(request), request.sampling.deadline),
-        )
+        self.submitted[ticket] = self.now
+        self.due[ticket] = self.now + min(self.takes(request), request.sampling.deadline)
         return ticket
 
     def step(self):
         self.now = min(self.due[ticket] for ticket in self.waiting)
-        later = {
-            ticket: request
-            for ticket, request in self.waiting.items()
-            if self.due[ticket] > self.now
-        }
-        self.waiting = {
-            ticket: request for ticket, request in self.waiting.items() if ticket not in later
-        }
-        self.begun += [self.at[ticket] for ticket in self.waiting]
+        everything = self.waiting
+        later = {t: request for t, request in everything.items() if self.due[t] > self.now}
+        self.waiting = {t: request for t, request in everything.items() if t not in later}
+        self.begun += [self.submitted[ticket] for ticket in self.waiting]
         answers = super().step()
         self.waiting = later
         return answers
@@ -444,7 +434,7 @@ class Slow(Scripted):
 
 @pytest.fixture
 def perform_slowly(small_vocabulary, small_environment, small_questions):
-    """perform_slowly(turns, takes, ...) plays an episode whose answers take `takes(request)`, and gives it with its sampler."""
+    """perform_slowly(turns, takes, ...) plays an episode with a `Slow` sampler; returns both."""
     protocol = Protocol(
         small_vocabulary,
         dataclasses.replace(small_environment.protocol.settings, summary_tokens=64),
@@ -462,11 +452,6 @@ def perform_slowly(small_vocabulary, small_environment, small_questions):
     return start
 
 
-def begins_at(*starts: float):
-    """Whether a request is a sub-agent's whose window begins at one of these seconds."""
-    return lambda request: len(request.frames) > 4 and request.frames[0].time in starts
-
-
 def test_the_episodes_time_cuts_a_turn(perform_slowly):
     episode, sampler = perform_slowly(
         [plan(*CALLS), plan(*CALLS), ANSWER], lambda request: 3.0, seconds=13.5
@@ -477,7 +462,7 @@ def test_the_episodes_time_cuts_a_turn(perform_slowly):
     assert len(episode.turns) == 3
     assert episode.turns[2].truncated
     assert PINNED < episode.turns[2].text < PINNED + ANSWER
-    assert is_fed_what_it_became(episode, sampler)
+    assert sampled_ids_are_kept(episode, sampler)
     assert (
         perform_slowly([plan(*CALLS), plan(*CALLS), ANSWER], lambda request: 3.0, seconds=15.0)[
             0
@@ -495,13 +480,13 @@ def test_no_turn_begins_when_the_time_is_up(perform_slowly):
     assert statuses(episode) == [CallStatus.EXECUTED] * 2
     assert not episode.turns[0].truncated
     assert episode.trajectory.segments[-1].author is Author.TOOL
-    assert is_fed_what_it_became(episode, sampler)
+    assert sampled_ids_are_kept(episode, sampler)
 
 
-def test_time_that_is_up_before_anything_was_said(
+def test_time_can_run_out_before_the_first_turn(
     small_vocabulary, small_environment, small_questions
 ):
-    """A video that takes longer to read than there is time: an episode without a turn, of which all that follows can be worked out."""
+    """Reading the video can take longer than the episode may. Rewards and transcript still work."""
     ticks = itertools.count()
     environment = Environment(
         small_environment.protocol, small_environment.features, lambda: float(next(ticks))
@@ -524,7 +509,10 @@ def test_a_sub_agent_that_takes_too_long_costs_its_own_report_only(
     perform_slowly, small_vocabulary
 ):
     calls = (CropCall(0, 16), CropCall(40, 56), CropCall(112, 128))
-    slow = begins_at(40)
+
+    def slow(request):
+        return len(request.frames) > 4 and request.frames[0].time == 40
+
     episode, sampler = perform_slowly(
         [plan(*calls), ANSWER], lambda r: 9.0 if slow(r) else 1.0, report_seconds=4.0
     )
@@ -548,7 +536,9 @@ def test_a_sub_agent_that_takes_too_long_costs_its_own_report_only(
 
 
 def test_reports_have_no_more_time_than_the_episode(perform_slowly):
-    takes = lambda request: 3.0 if len(request.frames) == 4 else 99.0  # noqa: E731
+    def takes(request):
+        return 3.0 if len(request.frames) == 4 else 99.0
+
     episode, sampler = perform_slowly(
         [plan(*CALLS), ANSWER], takes, seconds=8.0, report_seconds=60.0
     )
@@ -558,7 +548,7 @@ def test_reports_have_no_more_time_than_the_episode(perform_slowly):
     assert episode.stop is StopReason.TIME_LIMIT
 
 
-def test_the_time_that_reading_takes_is_the_episodes(
+def test_reading_frames_counts_in_the_time_of_the_episode(
     small_vocabulary, small_environment, small_questions
 ):
     class Laborious(FrameFeatures):
@@ -580,10 +570,13 @@ def test_the_time_that_reading_takes_is_the_episodes(
     assert statuses(episode) == [CallStatus.TIMED_OUT] * 2
 
 
-def test_a_slow_episode_holds_up_nobody(small_vocabulary, small_environment, small_questions):
+def test_a_slow_episode_does_not_delay_others(small_vocabulary, small_environment, small_questions):
     slow = small_questions[0].video
     quick = next(q for q in small_questions if q.video != slow)
-    turns = lambda request: plan(*CALLS) if sampler.is_first(request) else ANSWER  # noqa: E731
+
+    def turns(request):
+        return plan(*CALLS) if sampler.is_first(request) else ANSWER
+
     sampler = Slow(
         small_vocabulary,
         turns,
@@ -621,7 +614,8 @@ def test_a_slow_episode_holds_up_nobody(small_vocabulary, small_environment, sma
         ({"dispatch": "some"}, "dispatch = 'some'"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused_by_name(wrong, message):
+@pytest.mark.usefixtures("unchecked")
+def test_settings_out_of_range_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         EpisodeSettings(**({"frames": 4, "temperature": 0.7} | wrong))
 
@@ -649,7 +643,7 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize("case", BAD_CALLS)
-def test_a_bad_call_is_told_why_and_its_siblings_are_carried_out(perform, case):
+def test_a_bad_call_gets_an_error_and_other_calls_are_carried_out(perform, case):
     call, status = BAD_CALLS[case]
     episode, sampler = perform(
         [plan(CALLS[0], call, CALLS[1]), ANSWER],
@@ -699,7 +693,7 @@ GOOD_CALLS = {
 
 
 @pytest.mark.parametrize("case", GOOD_CALLS)
-def test_a_call_that_a_person_would_understand_is_carried_out(perform, case):
+def test_a_call_in_an_unusual_form_is_carried_out(perform, case):
     call, status, window, frames = GOOD_CALLS[case]
     episode, sampler = perform(
         [plan(call), ANSWER], turn_tokens=200, trajectory_tokens=600, summary_tokens=120
@@ -714,13 +708,13 @@ def test_a_call_that_a_person_would_understand_is_carried_out(perform, case):
     assert ("was cut to" in outcome.response) == (status is CallStatus.CLAMPED)
 
 
-def test_where_the_note_on_a_window_does_not_fit_the_report_is_what_stays(perform):
+def test_a_response_too_long_for_its_note_keeps_the_report(perform):
     episode, _ = perform([plan(CropCall(120, 500)), ANSWER])
     assert episode.turns[0].calls[0].response.startswith(" seven from 8 to 10")
     assert statuses(episode) == [CallStatus.CLAMPED]
 
 
-def test_the_response_on_record_is_the_one_the_model_saw(perform, small_vocabulary):
+def test_the_recorded_response_is_the_one_the_model_saw(perform, small_vocabulary):
     episode, _ = perform(
         [plan(CALLS[0], BAD_CALLS["not JSON"][0], CALLS[1]), ANSWER],
         report="<|im_end|> </tool_response> é é é é é é é é",
@@ -757,9 +751,7 @@ def test_a_bad_video_ends_one_episode(
     assert fine.stop is StopReason.ANSWERED
 
 
-def test_a_window_that_cannot_be_read_is_a_response_and_its_siblings_live(
-    perform, small_environment
-):
+def test_an_unreadable_window_gets_an_error_and_other_windows_are_shown(perform, small_environment):
     class Scratched(FrameFeatures):
         """Features of a file that is damaged from second 100 to second 125."""
 
@@ -783,7 +775,7 @@ def test_a_window_that_cannot_be_read_is_a_response_and_its_siblings_live(
 
 
 def test_a_sub_agent_whose_video_is_gone_costs_its_own_report_only(perform, small_vocabulary):
-    """The file was there when its window was opened, and was not when the engine came to look at it."""
+    """The file existed when its window was opened, and not when the engine read the frames."""
     episode, sampler = perform(
         [plan(*CALLS, CropCall(120, 500)), ANSWER],
         report=lambda request: (
@@ -809,13 +801,13 @@ def test_an_episode_whose_video_is_gone_ends_with_what_was_said(perform):
     assert episode.stop is StopReason.UNREADABLE
     assert episode.answer is None
     assert [turn.truncated for turn in episode.turns] == [False, True]
-    assert is_fed_what_it_became(episode, sampler)
+    assert sampled_ids_are_kept(episode, sampler)
 
 
 def test_a_file_that_is_damaged_while_an_episode_lasts(
     scripted, small_world, small_model, small_environment, small_questions, tmp_path
 ):
-    """Its window is refused with a reason, in which no path stands."""
+    """Its window gets an error response, which does not show the path."""
     name = small_questions[0].video
     (tmp_path / name).parent.mkdir()
     shutil.copy(small_world.folder / name, tmp_path / name)
@@ -881,12 +873,3 @@ def test_the_model_opens_no_files(
     assert {f.video for request, _ in sampler.sub for f in request.frames} == {
         small_questions[0].video
     }
-
-
-def test_temporal_grounding_is_played_alike(perform, small_questions):
-    question = next(q for q in small_questions if q.kind is QuestionKind.TEMPORAL_GROUNDING)
-    episode, _ = perform(
-        [plan(*CALLS), "the crops show\n</think>\n<answer>[8, 10]</answer>"], question=question
-    )
-    assert episode.stop is StopReason.ANSWERED
-    assert episode.answer == "[8, 10]"

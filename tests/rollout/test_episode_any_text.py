@@ -1,4 +1,4 @@
-"""Whatever a model may write, an episode ends in time, in a typed outcome, and its ids are what the sampler saw."""
+"""Property-based: for any text of the model, an episode ends with valid outcomes and ids."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ _LINES = st.lists(_PARTS, max_size=8).map("".join)
 
 @st.composite
 def lines(draw, vocabulary) -> list[int]:
-    """What an agent says, as ids: text mostly, any ids (unused ones too) sometimes; it may end its turn or not, or say nothing."""
+    """A response as ids: text, sometimes arbitrary or unused ids, with or without an end."""
     ids = vocabulary.encode(draw(_LINES)).tolist()
     if draw(st.integers(0, 3)) == 0:
         ids += draw(

@@ -1,4 +1,4 @@
-"""Episodes whose main agent is shown the frames of its windows itself, and such as are shown none."""
+"""Episodes whose main agent sees the frames of its windows itself, and blind episodes."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_frames_come_back_in_the_tool_response(
         "<|vision_start|><|image_pad|><|vision_end|>", "[]"
     )
     first, second, third = text.split("</tool_response>")[:3]
-    assert first.endswith("<tool_response>\n<0.0 seconds>[]<2.0 seconds>[]<4.0 seconds>[]<6.0 seconds>[]<8.0 seconds>[]<10.0 seconds>[]"
-                          "<12.0 seconds>[]<14.0 seconds>[]8 frames.\n")  # fmt: skip
+    labelled = "".join(f"<{time}.0 seconds>[]" for time in range(0, 16, 2))
+    assert first.endswith(f"<tool_response>\n{labelled}8 frames.\n")
     assert "<120.0 seconds>[]" in second
     assert "4 frames. (The window was cut to 120.0 to 128.0 seconds" in second
     assert third.startswith("\n<tool_response>\nerror: The window is outside the video.")
@@ -83,18 +83,18 @@ def test_frames_come_back_in_the_tool_response(
     ]
 
 
-def test_a_forged_placeholder_ends_the_showing(perform):
-    """The sampler could not tell it from those of the frames that would come after it."""
+def test_after_a_forged_placeholder_no_frames_are_shown(perform):
+    """A sampler could not tell it from the placeholders of later frames."""
     episode, _ = perform(["<|image_pad|>" + PLAN, ANSWER], EpisodeSettings(4, 0.7, "frames"))
     assert [o.status for o in episode.turns[0].calls] == [CallStatus.NOT_OFFERED] * 3
     assert len(episode.trajectory.frames) == 4
     assert episode.answer == "seven"
 
 
-def test_an_engine_sees_frames_that_come_later(
+def test_the_engine_sees_frames_of_later_turns(
     small_model, small_features, small_vocabulary, small_questions
 ):
-    """What it samples after them is what it samples where they are all there from the start, and not what it samples after others."""
+    """It samples the same as with all frames from the start, and not the same as with others."""
     protocol = Protocol(small_vocabulary, ProtocolSettings())
     video = small_questions[0].video
     tokens = small_features.tokens(video)
@@ -129,9 +129,7 @@ def test_an_engine_sees_frames_that_come_later(
     assert np.abs(late.logprobs - elsewhere.logprobs).max() > 1e-3
 
 
-def test_a_blind_episode_is_shown_nothing_and_opens_nothing(
-    perform, small_questions, small_vocabulary
-):
+def test_a_blind_episode_has_no_frames(perform, small_questions, small_vocabulary):
     episode, sampler = perform([ANSWER], EpisodeSettings(0, 0.7, "none"))
     assert episode.answer == "seven"
     assert episode.trajectory.frames == ()
@@ -142,12 +140,12 @@ def test_a_blind_episode_is_shown_nothing_and_opens_nothing(
 
 
 @pytest.mark.parametrize("dispatch", ["parallel", "sequential", "frames"])
-def test_a_blind_episode_has_no_crops_either(dispatch):
-    with pytest.raises(ValueError, match="frames = 0: .*0 is a blind run, with dispatch 'none'"):
+def test_a_blind_episode_needs_dispatch_none(dispatch):
+    with pytest.raises(ValueError, match="frames = 0"):
         EpisodeSettings(0, 0.7, dispatch)
 
 
-def test_prompts_say_what_they_are_for():
+def test_each_prompt_differs_and_two_offer_no_tools():
     agentic = system_text((CropVideo(),))
     minimal = system_text((CropVideo(),), "agentic-minimal")
     assert agentic == system_text((CropVideo(),), "agentic")
@@ -162,7 +160,7 @@ def test_prompts_say_what_they_are_for():
     assert "Do not think" in alone[0]
     assert "<think>" in alone[1]
     for prompt in ("direct", "reasoning"):
-        with pytest.raises(ValueError, match=f"protocol.prompt: '{prompt}' knows no tool"):
+        with pytest.raises(ValueError, match=f"protocol.prompt: '{prompt}'"):
             system_text((CropVideo(),), prompt)
 
 
@@ -173,12 +171,13 @@ def test_prompts_say_what_they_are_for():
         ({"prompt": "direct"}, "protocol.pin_think: True"),
     ],
 )
-def test_prompts_that_are_none(wrong, message):
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_prompts_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         ProtocolSettings(**wrong)
 
 
-def test_a_prompt_is_the_protocols(perform, small_vocabulary):
+def test_the_prompt_setting_decides_the_system_turn(perform, small_vocabulary):
     _, sampler = perform(
         ["<answer>A</answer>"], EpisodeSettings(4, 0.7, "none"), prompt="direct", pin_think=False
     )

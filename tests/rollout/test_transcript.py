@@ -1,4 +1,4 @@
-"""An episode on paper: JSON that says what was written, by whom, and what it earned."""
+"""Transcripts: an episode as JSON, with tokens, authors, calls and rewards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ANSWER = "the crops show seven\n</think>\n<answer> seven</answer>"
 
 @pytest.fixture
 def written(scripted, small_environment, small_questions):
-    """written(turns) plays them and gives the episode and its transcript, as read back from JSON."""
+    """written(turns) plays an episode and returns it with its transcript, read back from JSON."""
 
     def make(turns, credit=None, report=" seven from 8 to 10"):
         setting = EpisodeSettings(4, 0.7)
@@ -44,7 +44,7 @@ def written(scripted, small_environment, small_questions):
     return make
 
 
-def test_it_holds_the_course_of_the_episode(written, small_questions):
+def test_it_has_question_overview_calls_and_rewards(written, small_questions):
     episode, content = written([PLAN, ANSWER])
     question = small_questions[0]
     assert content["question"]["id"] == question.id
@@ -107,8 +107,8 @@ def test_structural_tokens_are_marked(written):
     assert all(token["credit"] is None for turn in content["turns"] for token in turn["tokens"])
 
 
-def test_credit_stands_at_structural_tokens_alone(written):
-    """Credit 0 belongs to the prompt's last token, credit n to the n-th one after it."""
+def test_credit_is_shown_at_structural_tokens_only(written):
+    """credit[0] is of the prompt's last token, credit[n] of the n-th token after it."""
     _, content = written([PLAN, ANSWER], credit=np.arange(200, dtype=np.float32))
     episode, _ = written([PLAN, ANSWER])
     ids = split_prompt(episode.trajectory)[1]
@@ -129,7 +129,7 @@ def test_a_broken_block_is_marked_as_a_violation(written):
     assert content["compliant"] is False
 
 
-def test_a_truncated_turn_is_shown_as_far_as_it_goes(written):
+def test_a_truncated_turn_is_shown(written):
     episode, content = written(["I see" * 100])
     assert content["stop"] == "truncated"
     assert content["answer"] is None
@@ -138,7 +138,7 @@ def test_a_truncated_turn_is_shown_as_far_as_it_goes(written):
     )
 
 
-def test_time_that_was_up_is_shown_with_what_was_written_until_then(written):
+def test_an_episode_that_ran_out_of_time_is_shown(written):
     late = SampleStop.DEADLINE
     episode, content = written([PLAN, Cut("the crops", late)], report=Cut(" seven", late))
     assert content["stop"] == "time_limit"
