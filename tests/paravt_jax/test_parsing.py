@@ -48,7 +48,7 @@ def times(start: str, end: str) -> str:
         ("1e1", "2E1", (10, 20)),
     ],
 )
-def test_times_are_read_as_a_person_would(start, end, seconds):
+def test_times_in_common_forms_are_read(start, end, seconds):
     assert read_calls(times(start, end)) == [CropCall(*seconds)]
 
 
@@ -69,7 +69,7 @@ def test_times_are_read_as_a_person_would(start, end, seconds):
         '"１６ o’clock"',
     ],
 )
-def test_what_is_no_time_is_malformed(start):
+def test_other_values_are_malformed(start):
     (got,) = read_calls(times(start, "20"))
     assert isinstance(got, FailedCall)
     assert got.status is CallStatus.MALFORMED
@@ -94,7 +94,7 @@ def test_an_unclosed_call_does_not_swallow_the_next():
     assert calls[1] == CropCall(3, 9.5)
 
 
-def test_code_is_named_and_never_run():
+def test_code_is_reported_and_never_run():
     (got,) = read_calls("<tool_code>print(crop_video(start_time=1, end_time=2))</tool_code>")
     assert isinstance(got, FailedCall)
     assert got.status is CallStatus.MALFORMED
@@ -102,7 +102,7 @@ def test_code_is_named_and_never_run():
     assert not isinstance(read_calls("<tool_code>" + GOOD + "</tool_code>" + call())[0], CropCall)
 
 
-def test_reasons_hold_no_tags():
+def test_reasons_contain_no_tags():
     """A reason becomes a tool response: a tag in it would be tokenised as one."""
     bodies = ("oops", "[]", '{"name": "crop_video"}', '{"name": "x"}', "[" * 99_999)
     text = "<tool_code>x" + "".join(map(call, bodies)) + "<tool_call>"
@@ -141,7 +141,8 @@ def test_other_tools_and_shapes():
 def test_video_path_is_ignored(path):
     got = read_calls(
         call(
-            f'{{"name": "crop_video", "arguments": {{"video_path": {path}, "start_time": 1, "end_time": 2}}}}'
+            '{"name": "crop_video", "arguments": '
+            f'{{"video_path": {path}, "start_time": 1, "end_time": 2}}}}'
         )
     )
     assert got == [CropCall(1, 2)]
@@ -311,5 +312,5 @@ def test_no_text_raises(text, duration):
         max_size=8,
     )
 )
-def test_each_block_is_read_on_its_own(pieces):
+def test_each_call_is_parsed_by_itself(pieces):
     assert read_calls("".join(pieces)) == [got for piece in pieces for got in read_calls(piece)]

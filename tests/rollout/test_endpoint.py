@@ -1,4 +1,4 @@
-"""A real HTTP server on this machine as the sampler: what it is asked, what becomes of its replies, and how it can fail."""
+"""An HTTP server on this machine as the sampler: its requests, its replies, and its failures."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def environment(small_vocabulary, images) -> Environment:
 
 @pytest.fixture
 def ask(environment, small_vocabulary, images, small_questions):
-    """ask(answer, ...) plays an episode against a server that replies with `answer`; it gives the episode and the server."""
+    """ask(answer, ...) plays an episode with a server that replies `answer`; returns both."""
 
     def start(answer, dispatch: Dispatch = "parallel", **fields: Any):
         chosen: dict[str, Any] = {"wait": 0.01} | fields
@@ -125,7 +125,7 @@ def pictures(message) -> list[np.ndarray]:
     ]
 
 
-def test_an_episode_goes_its_way(ask, small_world, small_questions, small_vocabulary):
+def test_an_episode_with_two_calls_is_played(ask, small_world, small_questions, small_vocabulary):
     episode, server = ask(course)
     assert episode.stop is StopReason.ANSWERED
     assert episode.answer == "seven"
@@ -194,9 +194,8 @@ def test_sequential_dispatch_stops_at_the_first_call(ask):
         ):
             assert received.body["stop"] == ["</tool_call>"]
             assert received.body["include_stop_str_in_output"] is True
-            return says(
-                PLAN.partition("</tool_call>")[0], stop_reason="</tool_call>"
-            )  # a server that leaves the string out
+            # A server that leaves out the stop string.
+            return says(PLAN.partition("</tool_call>")[0], stop_reason="</tool_call>")
         return course(number, received)
 
     episode, _ = ask(answer, "sequential")
@@ -207,7 +206,7 @@ def test_sequential_dispatch_stops_at_the_first_call(ask):
     assert episode.answer == "seven"
 
 
-def test_a_reply_that_was_cut_off(ask):
+def test_a_reply_cut_at_its_token_limit_is_a_truncated_turn(ask):
     episode, _ = ask(lambda number, received: says("thinking and thinking", finish="length"))
     assert episode.stop is StopReason.TRUNCATED
     assert episode.turns[0].truncated
@@ -218,7 +217,7 @@ def test_a_reply_that_was_cut_off(ask):
     [
         (Reply(status=401), "status 401; check the key in OPENAI_API_KEY", 1),
         (Reply(status=404), "status 404; check --endpoint", 1),
-        (Reply(status=500), "status 500; look into the log", 3),
+        (Reply(status=500), "status 500; look into", 3),
         (Reply(close=True), "the connection failed", 3),
         (Reply(b"hello"), r"not a complete chat completion \(hello\); check that no proxy", 3),
         (Reply(b"<html><h1>Log in</h1></html>"), r"completion \(Log in\); check that no proxy", 3),
