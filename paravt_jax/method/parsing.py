@@ -66,6 +66,7 @@ def find_calls(text: str) -> list[tuple[Tag, str | None]]:
                 calls.append((opened, text[opened.end : tag.start]))
             opened = None
         elif not tag.closing and tag.name in ("tool_call", "tool_code"):
+            # A new call: the one before it was never closed.
             if opened is not None:
                 calls.append((opened, None))
             if tag.name == "tool_call":
@@ -119,7 +120,8 @@ def _read_call(body: str, tools: Sequence[Tool], form: str) -> Call | FailedCall
         known = f"The only tool is {names}" if len(tools) == 1 else f"The tools are {names}"
         return FailedCall(f"There is no such tool. {known}.", CallStatus.UNKNOWN_TOOL)
     arguments = call.get("arguments")
-    if isinstance(arguments, str):  # some chat formats write the arguments as JSON text
+    # Some chat formats write the arguments as JSON text.
+    if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments, strict=False)
         except (ValueError, RecursionError):
@@ -140,6 +142,7 @@ def block_spans(tags: Sequence[Tag], name: str) -> list[tuple[Tag, Tag]]:
     for tag in tags:
         if tag.name != name:
             continue
+        # A closing tag without an opening one is skipped.
         if tag.closing and opened is not None:
             spans.append((opened, tag))
         opened = None if tag.closing else tag
@@ -213,6 +216,7 @@ def turn_is_well_formed(turn: Turn, final: bool) -> bool:
         return False
     if not _strictly_paired(tags):
         return False
+    # The tags are pairs and the text starts with a think, so the first two are that think's.
     after_think = names[2:]
     if final:
         tail = _END_TOKENS.sub("", text[tags[-1].end :])

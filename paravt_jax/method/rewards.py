@@ -117,6 +117,7 @@ def _thinks_then_calls(turn: Turn) -> bool:
     text = turn.text
     if not _closes_think(text):
         return False
+    # `turn.calls` has an outcome for every call in the text, in the order of `find_calls`.
     opening = text.index("<think>")
     closing = text.index("</think>", opening)
     calls = zip(find_calls(text), turn.calls, strict=True)
@@ -175,6 +176,7 @@ def format_base(turns: Sequence[Turn], answer_suffix: bool = True) -> float:
     think = think_weight * _mean([has_substantive_think(text) for text in texts])
     order = 0.3 * _mean([_thinks_then_calls(turn) for turn in turns if _has_call(turn)])
     base = think + answer + order
+    # A text without any tags is balanced too, and must not earn anything for that.
     if base > 0:
         base += 0.1 * all(tags_balanced(text) for text in texts)
     return base
@@ -189,6 +191,7 @@ def tool_reward(turns: Sequence[Turn], right: bool) -> float:
         turns: The main agent's turns.
         right: Whether the answer earned any R_acc.
     """
+    # Outcomes, not text: a model can write a tool call or a tool response without effect.
     outcomes = [outcome for turn in turns for outcome in turn.calls]
     outcomes = [
         outcome
@@ -216,7 +219,7 @@ def score_all(
         judge: The client for `settings.judge`; None if that is None.
         anchor_weight: Weight of R_anchor inside R_fmt (`GRPOSettings.sequence_anchor`); 0.5 in the
             release.
-        answers: Each episode's answer, if it is to be read in another way than `final_answer` does.
+        answers: Each episode's answer; by default that of `final_answer`.
 
     Raises:
         ValueError: Exactly one of `judge` and `settings.judge` is None.

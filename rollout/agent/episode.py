@@ -215,7 +215,7 @@ async def play(
             state.turns.append(Turn(text))
             return state.finish(StopReason.ANSWERED if answered else StopReason.NO_ANSWER)
 
-        # Dispatch. A model that still calls without a tool turn left is told so once.
+        # Dispatch. After its last tool turn, a model that calls again gets one refusal.
         offered = _tools_offered(state)
         outcomes = await _dispatch(state, calls) if offered else _refuse(calls)
         outcomes = [_cut_response(state.protocol, outcome) for outcome in outcomes]
@@ -475,5 +475,5 @@ def split_prompt(
 
 
 def _suffix_length(trajectory: Trajectory) -> int:
-    """Tokens that count against `trajectory_tokens`: those that `split_prompt` gives a rollout."""
+    """Tokens that count against `trajectory_tokens`: the second part of `split_prompt`."""
     return len(split_prompt(trajectory)[1])

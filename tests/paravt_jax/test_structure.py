@@ -451,7 +451,7 @@ def test_pinned_tokens_begin_a_response():
 
 
 def test_tokens_without_bytes():
-    """They have no bytes, but a response can end with one: a model may have more ids than tokens."""
+    """They have no bytes, but a response can end with one: models may have such ids."""
     assert structure(
         [(M, b"<answer"), (M, b""), (M, b">"), (M, b""), (M, b"</answer>"), (M, b"")]
     ) == [
@@ -489,7 +489,7 @@ def test_padding():
 
 
 def test_a_large_batch_takes_well_under_a_second(real_vocabulary):
-    """64 trajectories of 8,192 real tokens, with a think and five calls every few hundred tokens."""
+    """64 trajectories of 8,192 real tokens, with many calls in short turns."""
     rng = np.random.default_rng(0)
     words = [
         "the",

@@ -38,6 +38,7 @@ def anchor_likelihood(
         gamma: Penalty for a violation.
         total: Number of tags and violations of the whole batch, if this is a part of it.
     """
+    # A token that is both a tag and a violation counts once in the total.
     tags, violations = structural_tokens(batch)
     if total is None:
         total = (tags | violations).sum()
@@ -52,6 +53,7 @@ def structural_tokens(batch: GRPOBatch) -> tuple[Bool[Array, "b t"], Bool[Array,
     compliant = batch.of_rows(batch.compliant)[:, None]
 
     def token_mask(selected: Bool[Array, "b s"]) -> Bool[Array, "b t"]:
+        # How often a token was selected: 2 for one that is part of two tags.
         counts = structural_weights(batch.structure, selected.astype(jnp.float32), length)
         return (counts > 0) & batch.trained
 
@@ -88,6 +90,7 @@ def structural_weights(
 
     A token that appears twice gets the sum of its values. Padding adds nothing.
     """
+    # rows [b, 1] and positions [b, s] index the tokens together.
     rows = jnp.arange(structure.positions.shape[0])[:, None]
     zeros = jnp.zeros((structure.positions.shape[0], length), values.dtype)
     # Padding has position 0, a real token: it has to add 0 there.

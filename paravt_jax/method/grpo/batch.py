@@ -80,6 +80,7 @@ class GRPOBatch:
 
     def of_rows(self, values: Num[Array, "p g"] | Bool[Array, "p g"]) -> Array:
         """Values of rollouts, [p, g], as values of rows, [b]."""
+        # Rollouts are numbered group by group, as reshape orders them.
         return values.reshape(-1)[self.rollout]
 
 
@@ -94,6 +95,7 @@ class Totals(NamedTuple):
 
 def masked_sum(x: Float[Array, "*s"], mask: Bool[Array, "*s"]) -> Float[Array, ""]:
     """Sum of x where mask. Values elsewhere, NaN included, reach neither the sum nor a gradient."""
+    # Not x * mask: NaN * 0 is NaN.
     return jnp.where(mask, x, 0.0).sum()
 
 

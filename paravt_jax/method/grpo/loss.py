@@ -61,14 +61,18 @@ def policy_loss(
         The loss, and metrics: the share of capped tokens and the mean |proximal - behaviour|.
     """
     proximal = jax.lax.stop_gradient(proximal)
+    # Log-probs outside the mask may be NaN. They are replaced before exp, because a NaN that `where`
+    # discards afterwards still makes the gradient NaN.
     log_ratio = jnp.where(mask, logprobs - proximal, 0.0)
     advantages = jnp.where(mask, advantages, 0.0)
+    # GSPO: exp of the mean log-ratio is the geometric mean of the ratios.
     if settings.ratio == "sequence":
         log_ratio = _row_means(log_ratio, mask)
         advantages = _row_means(advantages, mask)
     ratio = jnp.exp(log_ratio)
     upper = clip.lower if clip.upper is None else clip.upper
     clipped = jnp.clip(ratio, 1 - clip.lower, 1 + upper)
+    # The larger loss of the two: clipping takes away what a token gains, never what it costs.
     loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
     if clip.dual is not None:
         loss = jnp.minimum(loss, clip.dual * jnp.abs(advantages))

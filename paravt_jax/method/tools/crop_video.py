@@ -68,6 +68,7 @@ class CropVideo(Tool):
                     CallStatus.BAD_WINDOW,
                 )
             times.append(seconds)
+        # A model that was not offered num_frames may still write it; then it is ignored.
         frames = arguments.get("num_frames") if self.max_num_frames else None
         if frames is None:
             return CropCall(*times)
