@@ -109,7 +109,7 @@ def render(
             last = tool_turns >= protocol.settings.max_tool_turns
             trajectory.append(_results(turns, protocol, image_tokens, last))
         else:
-            # The system turn belongs to the first user turn; later ones only end a turn.
+            # Only the first user turn has the system turn before it.
             pieces = [
                 protocol.encode(opening),
                 *_render_content(turns[0], protocol, protocol.plain, image_tokens),

@@ -61,8 +61,8 @@ def policy_loss(
         The loss, and metrics: the share of capped tokens and the mean |proximal - behaviour|.
     """
     proximal = jax.lax.stop_gradient(proximal)
-    # Log-probs outside the mask may be NaN. They are replaced before exp, because a NaN that `where`
-    # discards afterwards still makes the gradient NaN.
+    # Log-probs outside the mask may be NaN. They are replaced before exp: a NaN that `where`
+    # discards afterwards would still make the gradient NaN.
     log_ratio = jnp.where(mask, logprobs - proximal, 0.0)
     advantages = jnp.where(mask, advantages, 0.0)
     # GSPO: exp of the mean log-ratio is the geometric mean of the ratios.
