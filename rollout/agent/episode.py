@@ -40,7 +40,7 @@ from paravt_jax.method.records import (
 )
 from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.method.tools.crop_video import resolve_window
-from paravt_jax.method.tools.tool import Look
+from paravt_jax.method.tools.tool import Look, Video
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask
 
 Dispatch = Literal["parallel", "sequential", "none", "frames"]
@@ -120,7 +120,7 @@ class Environment:
 
 
 @dataclasses.dataclass(frozen=True)
-class QuestionVideo:
+class QuestionVideo(Video):
     """A question's video as tools see it. Reading it may raise VideoError."""
 
     question: Question

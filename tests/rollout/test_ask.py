@@ -176,12 +176,14 @@ def test_after_an_interrupt_the_same_question_has_the_same_answer(
         np.testing.assert_array_equal(ask().trajectory.ids, wanted.trajectory.ids)
 
 
-def test_the_last_two_engines_are_kept(new_assistant, engines, small_world, monkeypatch):
+def test_the_last_two_engines_are_kept(small_model, small_vocabulary, engines, small_world):
+    # Four visual tokens per frame: 1, 30 and 60 frames need engines of different sizes.
+    frames = FrameSettings(min_pixels=4096, batch=8)
+    assistant = Assistant(small_model, small_vocabulary, PROTOCOL, frames)
+    video = small_world.folder / small_world.videos[0].path
     made = []
-    for frames in (1, 30, 1, 60, 1, 30):
-        new_assistant.ask(
-            small_world.folder / small_world.videos[0].path, TEXT, frames=frames, dispatch="none"
-        )
+    for count in (1, 30, 1, 60, 1, 30):
+        assistant.ask(video, TEXT, frames=count, dispatch="none")
         made.append(len(engines))
     # The engine for 30 frames is dropped for that of 60, because 1 was used after it.
     assert made == [1, 2, 2, 3, 3, 4]

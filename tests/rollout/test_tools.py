@@ -231,9 +231,8 @@ def test_each_tool_is_offered_by_its_schema_and_read_by_its_name():
     text = system_text(both)
     schemas = text.partition("<tools>\n")[2].partition("\n</tools>")[0].split("\n")
     assert [json.loads(schema)["function"]["name"] for schema in schemas] == list(BOTH)
-    assert text.startswith(
-        system_text((CropVideo(),)).partition("Think first")[0]
-    )  # the hint of the second follows
+    # The hint of the second tool follows that of the first.
+    assert text.startswith(system_text((CropVideo(),)).partition("Think first")[0])
     written = plan(search("bread"), tool_call("zoom", {}))
     query, unknown = parse_calls(written, both)
     assert query == ToolCall("search_subtitles", {"query": "bread"})
@@ -249,10 +248,10 @@ def test_each_tool_is_offered_by_its_schema_and_read_by_its_name():
 @pytest.mark.parametrize(
     ("tools", "words"),
     [
-        (("crop_vidoe",), r"'crop_vidoe' is no tool .*; give crop_video, search_subtitles, or MOD"),
-        (("json:loads",), r"'json:loads' is no tool; give a class derived from .*\.Tool"),
-        ((), r"empty; name at least one"),
-        (("crop_video", "crop_video"), r"crop_video, crop_video; give each tool once"),
+        (("crop_vidoe",), "'crop_vidoe'"),
+        (("json:loads",), "'json:loads'"),
+        ((), "empty"),
+        (("crop_video", "crop_video"), "crop_video, crop_video"),
     ],
 )
 def test_an_unknown_tool_is_refused(tools, words):
@@ -324,12 +323,12 @@ def test_engine_and_batches_have_room_for_the_most_frames():
 
 
 def test_a_number_of_frames_without_crops_is_refused():
-    with pytest.raises(ValueError, match=r"protocol.max_num_frames: 8 without crop_video; add"):
+    with pytest.raises(ValueError, match="protocol.max_num_frames: 8"):
         ProtocolSettings(max_num_frames=8, tools=(SearchSubtitles.name,))
 
 
 class Looks(Tool):
-    """A tool of somebody's own that has a sub-agent look at a window, whatever it is asked."""
+    """A custom tool that sends a sub-agent to any window in its arguments."""
 
     name = "looks"
     description = "Looks at a window."

@@ -9,25 +9,25 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from paravt_jax.method.records import Call, CropCall, FailedCall
 from paravt_jax.method.subtitles import Subtitle
 
 
-@runtime_checkable
-class Video(Protocol):
+# Not a typing.Protocol: checking an object against one would read its properties, hence the file.
+class Video(abc.ABC):
     """The question's video as a tool sees it. Values are read on access, which may fail."""
 
     @property
+    @abc.abstractmethod
     def duration(self) -> float:
         """Length in seconds."""
-        ...
 
     @property
+    @abc.abstractmethod
     def subtitles(self) -> Sequence[Subtitle]:
         """The entries in order; empty if the question has no subtitles."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
