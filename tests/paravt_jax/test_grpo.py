@@ -75,9 +75,10 @@ def whole_loss(batch: GRPOBatch, settings: GRPOSettings, logprobs):
 
 def test_shape_rewards():
     rewards = jnp.array([[-2.8, 0.2, 1.2, 2.2, 2.8]])
+    # The clip makes 2.8 as good as 2.2 (REFERENCE 4, 14).
     np.testing.assert_allclose(
         grpo.shape_rewards(rewards, GRPOSettings()), [[-20, 0, 10, 20, 20]], rtol=1e-6
-    )  # 2.8 is lost: REFERENCE 4, 14
+    )
     np.testing.assert_allclose(
         grpo.shape_rewards(rewards, GRPOSettings(reward_clip=None)),
         [[-30, 0, 10, 20, 26]],
@@ -318,9 +319,9 @@ def test_gamma_weighs_violations_alone_and_a_stale_token_above_the_cap_counts_fo
     some = gradient(1.0)
     assert (none == some)[~violations].all()
     assert (none != some)[violations & ~tags].all()
-    stale = dataclasses.replace(
-        batch, behaviour=jnp.where(violations, logprobs - 2, batch.behaviour)
-    )  # e^2 > 5
+    # Weights of e^2 are above the cap of 5.
+    behaviour = jnp.where(violations, logprobs - 2, batch.behaviour)
+    stale = dataclasses.replace(batch, behaviour=behaviour)
     assert (gradient(1.0, stale)[violations & ~tags] == 0).all()
 
 
@@ -360,9 +361,8 @@ def test_policy_loss_by_hand():
 
 def test_a_weight_that_equals_the_cap_is_kept():
     proximal = jnp.array([[-2.0, -2.0, -2.0]])
-    behaviour = jnp.array(
-        [[-2.0, -2.001, -1.999]]
-    )  # as likely to the sampler, less likely, likelier
+    # The sampler found the tokens as likely, less likely and more likely.
+    behaviour = jnp.array([[-2.0, -2.001, -1.999]])
     mask = jnp.ones((1, 3), bool)
     capped = dataclasses.replace(SETTINGS, behaviour_cap=1.0)
     equal, above, below = grpo.behaviour_weight(proximal, behaviour, mask, capped)[0]

@@ -311,9 +311,8 @@ def test_counts_add_up(plans, time_limit):
     failures = counts.timed_out + counts.unreachable + counts.http_errors + counts.nonsense
     assert counts.asked == len(plans) == counts.answered + counts.fell_back
     assert counts.asked + counts.retried == counts.answered + failures + counts.late
-    assert (
-        sum(score > 0 for score in scores) == counts.answered
-    )  # these answers share no word with the right one, so F1 gives 0
+    # The answers share no word with the right one, so the fallback F1 is 0.
+    assert sum(score > 0 for score in scores) == counts.answered
     if time_limit > 1:
         assert counts.late == 0
         assert counts.timed_out or len(server.received) == counts.asked + counts.retried

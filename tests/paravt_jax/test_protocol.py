@@ -126,9 +126,8 @@ def test_a_conversation_with_parallel_calls_equals_the_published_template(
 ):
     demonstration, messages = conversation()
     trajectory = render(demonstration, rules, lambda _: 1)
-    expected = template(messages, tools=True).removesuffix(
-        "\n"
-    )  # an agent writes nothing after it has ended its turn
+    # An agent writes nothing after the end of its turn.
+    expected = template(messages, tools=True).removesuffix("\n")
     assert vocabulary.decode(trajectory.ids) == expected
     assert expected.count("<tool_response>") == 2
     assert expected.count("<|im_start|>user") == 2
@@ -261,10 +260,9 @@ def test_a_tool_response_is_cut_to_its_limit(rules, vocabulary, text):
     assert rules.cut(cut) == cut
     whole = rules.plain(text)
     assert cut == whole or len(vocabulary.encode(whole)) > 16
-    assert (
-        whole.startswith(cut.rstrip("\ufffd"))
-        or vocabulary.decode(vocabulary.encode(whole)) != whole
-    )  # the real one normalises
+    # The published tokenizer normalises text, so that some texts do not round-trip.
+    round_trips = vocabulary.decode(vocabulary.encode(whole)) == whole
+    assert whole.startswith(cut.rstrip("\ufffd")) or not round_trips
     assert (
         rules.tool_results([text], True, False).ids.tolist()
         == rules.tool_results([cut], True, False).ids.tolist()

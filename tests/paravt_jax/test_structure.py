@@ -315,9 +315,9 @@ def test_tags_in_the_pinned_prefix(vocabulary):
     assert kinds_in(vocabulary, (N, "<think>a</think><answer>"), (M, "B</answer>")) == [
         Kind.ANSWER_CLOSE
     ]
-    assert kinds_in(vocabulary, (N, "<think><answer>"), (M, "B</answer>")) == [
-        Kind.ANSWER_CLOSE
-    ]  # what was pinned is not the model's fault
+    # The think is broken in the pinned text, which gets no violation.
+    kinds = kinds_in(vocabulary, (N, "<think><answer>"), (M, "B</answer>"))
+    assert kinds == [Kind.ANSWER_CLOSE]
 
 
 def test_tags_in_unusual_tokens(vocabulary):

@@ -145,9 +145,9 @@ def test_an_episode_with_two_calls_is_played(ask, small_world, small_questions, 
     assert 0 <= first["seed"] < 2**31
     shown = pictures(first["messages"][1])
     indices = [frame.index for frame in episode.trajectory.frames]
-    np.testing.assert_array_equal(
-        shown, video.read(small_world.folder / small_questions[0].video, indices)
-    )  # 32 x 32: not resized
+    # Frames of 32 x 32 pixels are not resized.
+    frames = video.read(small_world.folder / small_questions[0].video, indices)
+    np.testing.assert_array_equal(shown, frames)
     report = next(r.body for r in server.received if r.body["messages"][0]["role"] == "user")
     assert len(report["messages"]) == 1
     assert "continue_final_message" not in report
@@ -155,7 +155,7 @@ def test_an_episode_with_two_calls_is_played(ask, small_world, small_questions, 
     line = transcript(
         episode, Rewards(0, 0, 0, 0, 0, True), EpisodeSettings(4, 0.7), small_vocabulary
     )
-    assert json.dumps(line, allow_nan=False)  # log-probs that nobody knows are null
+    assert json.dumps(line, allow_nan=False)  # unknown log-probs are null
 
 
 def test_rendered_by_the_published_template_messages_are_the_request(
@@ -359,9 +359,8 @@ def test_requests_go_side_by_side_up_to_the_limit(images, small_vocabulary):
 
     def answer(number, received) -> Reply:
         if number < 3:
-            three.wait(
-                60
-            )  # none is answered before three are asked; a fourth would come before they are
+            # No reply before three requests are here; without the limit there would be a fourth.
+            three.wait(60)
         return Reply(**{**says("x").__dict__, "delay": 0.2})
 
     with serving(answer) as server:

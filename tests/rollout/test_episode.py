@@ -206,9 +206,9 @@ def test_an_episode_with_a_demonstrations_texts_has_its_ids(
         wanted = render(conversation, small_environment.protocol, lambda _: 1)
         setting = EpisodeSettings(len(clip.indices), 0.7)
         (episode,) = run(sampler, [play(small_environment, question, setting, 0)])
-        played = np.where(
-            episode.trajectory.authors == Author.PINNED, Author.MODEL, episode.trajectory.authors
-        )  # here it is learned
+        # A demonstration trains on the opening that an episode pins.
+        authors = episode.trajectory.authors
+        played = np.where(authors == Author.PINNED, Author.MODEL, authors)
         assert np.array_equal(episode.trajectory.ids, wanted.ids)
         assert np.array_equal(played, wanted.authors)
         assert episode.trajectory.frames == wanted.frames
@@ -258,9 +258,8 @@ def test_sequential_ends_a_turn_at_its_first_call(perform, small_vocabulary):
     assert episode.turns[0].text.endswith("</tool_call>")
     assert all(len(wave) == 1 for wave in sampler.waves)
     text = small_vocabulary.decode(episode.trajectory.ids)
-    assert (
-        "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>" in text
-    )  # the protocol closes what the stop left open
+    # The protocol closes the turn that the stop token left open.
+    assert "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>" in text
     assert sampled_ids_are_kept(episode, sampler)
 
 
@@ -310,9 +309,9 @@ def test_a_model_that_keeps_calling_is_stopped_after_one_refusal(perform, small_
     assert episode.answer is None
     assert len(episode.turns) == 4
     assert [statuses(episode, n)[0].executed for n in range(4)] == [True, True, False, False]
-    assert (
-        small_vocabulary.decode(episode.trajectory.ids).count("No more calls can be made.") == 2
-    )  # with the last report, and the refusal
+    # Once with the last report, and once with the refusal.
+    text = small_vocabulary.decode(episode.trajectory.ids)
+    assert text.count("No more calls can be made.") == 2
     assert sampled_ids_are_kept(episode, sampler)
 
 

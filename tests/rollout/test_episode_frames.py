@@ -113,12 +113,11 @@ def test_the_engine_sees_frames_of_later_turns(
         shown = protocol.tool_results(["8 frames."], True, False, [frames], tokens)
         return np.concatenate([opening, said, shown.ids]), (*overview, *shown.frames)
 
-    (ids, frames) = after(0)
-    (others, other_frames) = after(64)
+    ids, frames = after(0)
+    others, other_frames = after(64)
     warm = Engine(small_model, small_features, size)
-    warm.generate(
-        [Request(np.concatenate([opening, said]), overview, sampling, (0,))]
-    )  # leaves the first turn on pages
+    # The KV of the first turn is now in the cache.
+    warm.generate([Request(np.concatenate([opening, said]), overview, sampling, (0,))])
     ((late,),) = warm.generate([Request(ids, frames, sampling, (0,))])
     ((fresh,),) = Engine(small_model, small_features, size).generate(
         [Request(ids, frames, sampling, (0,))]
