@@ -53,12 +53,12 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "mask, x - mean",
         ),
         "std_biased": (
-            "jnp.maximum(mask.sum(axis, keepdims=True) - 1, 1)",
-            "jnp.maximum(mask.sum(axis, keepdims=True), 1)",
+            ".sum(axis, keepdims=True) / jnp.maximum(n - 1, 1)",
+            ".sum(axis, keepdims=True) / jnp.maximum(n, 1)",
         ),
         "epsilon_is_a_floor": ("centred / (std + epsilon)", "centred / jnp.maximum(std, epsilon)"),
-        "k2_not_halved": ("lambda: d**2 / 2,", "lambda: d**2,"),
-        "k3_of_the_inverse": ("lambda: jnp.exp(-d) - 1 + d}", "lambda: jnp.exp(d) - 1 - d}"),
+        "k2_not_halved": ("kl = d**2 / 2", "kl = d**2"),
+        "k3_of_the_inverse": ("kl = jnp.exp(-d) - 1 + d", "kl = jnp.exp(d) - 1 - d"),
         "kl_clamp_removed": (
             "return kl if clamp is None else jnp.clip(kl, -clamp, clamp)",
             "return kl",
@@ -68,14 +68,14 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "jnp.flip(jnp.cumsum(jnp.flip(penalties, 1), axis=1), 1)",
             "jnp.cumsum(penalties, axis=1)",
         ),
-        "token_groups_by_member": ("(batch.rollout // size)", "(batch.rollout % size)"),
+        "token_groups_by_member": ("batch.rollout // group_size", "batch.rollout % group_size"),
         "silent_tokens_blown_up": (
             "varied(rewards, batch.valid, how.std),",
             "jnp.ones_like(varied(rewards, batch.valid, how.std)),",
         ),
         "invalid_tokens_normalised": (
-            "mask, (groups, size) = batch.trained,",
-            "mask, (groups, size) = batch.mask,",
+            "mask = batch.trained\n    groups,",
+            "mask = batch.mask\n    groups,",
         ),
         "credit_over_the_batch": (
             'batch.anchor_rewards, batch.valid, Normalisation("group", "group")',
@@ -87,7 +87,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "masked_mean(weighed, tags, total) - gamma *",
             "masked_mean(weighed, tags, total) + gamma *",
         ),
-        "tags_of_any_rollout": ("marked(is_tag & compliant)", "marked(is_tag)"),
+        "tags_of_any_rollout": ("token_mask(is_tag & compliant)", "token_mask(is_tag)"),
         "credit_for_violations": (
             "batch.of_rows(credit)[:, None], -gamma)",
             "batch.of_rows(credit)[:, None], gamma)",
@@ -104,7 +104,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
     },
     (f"{_METHOD}/grpo/loss.py", _GRPO): {
-        "lower_clip_wider": ("ratio, 1 - clip.lower,", "ratio, 1 - 2 * clip.lower,"),
+        "lower_clip_wider": ("(ratio, 1 - clip.lower,", "(ratio, 1 - 2 * clip.lower,"),
         "loss_optimistic": (
             "jnp.maximum(-advantages * ratio, -advantages * clipped)",
             "jnp.minimum(-advantages * ratio, -advantages * clipped)",
@@ -113,14 +113,14 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "loss = jnp.minimum(loss, clip.dual",
             "loss = jnp.maximum(loss, clip.dual",
         ),
-        "cap_excludes_itself": ("kept = weight <= (", "kept = weight < ("),
+        "cap_excludes_itself": ("jnp.where(weight <= cap,", "jnp.where(weight < cap,"),
         "capped_tokens_count_once": (
-            "jnp.where(kept, weight, 0.0))",
-            "jnp.where(kept, weight, 1.0))",
+            "jnp.where(weight <= cap, weight, 0.0))",
+            "jnp.where(weight <= cap, weight, 1.0))",
         ),
         "gradient_through_the_weight": (
-            "return jax.lax.stop_gradient(jnp.where(kept, weight, 0.0))",
-            "return jnp.where(kept, weight, 0.0)",
+            "return jax.lax.stop_gradient(jnp.where(weight <= cap, weight, 0.0))",
+            "return jnp.where(weight <= cap, weight, 0.0)",
         ),
         "gradient_through_the_proximal": (
             "proximal = jax.lax.stop_gradient(proximal)",
@@ -162,29 +162,29 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
     },
     (f"{_METHOD}/structure.py", _STRUCTURE): {
         "any_closing_tag_closes": (
-            "if name == opened:",
-            "if opened is not None and name in _KINDS:",
+            "if name == open_block:",
+            "if open_block is not None and name in _KINDS:",
         ),
         "unclosed_block_is_fine": ("yield len(text), len(text) + 1, Kind.VIOLATION", "return"),
         "nested_block_is_fine": ("yield match.start(), match.end(), Kind.VIOLATION", "pass"),
-        "pinned_tokens_marked": ("low = np.maximum(low, pinned)", "low = np.maximum(low, 0)"),
+        "pinned_tokens_marked": ("np.maximum(low, pinned_bytes)", "np.maximum(low, 0)"),
         "violation_on_the_whole_tag": (
             "np.where(kinds == Kind.VIOLATION, np.minimum(high, low + 1), high)",
             "high",
         ),
         "violation_on_the_first_token": (
-            "[len(piece) for piece in pieces]), end - 1",
-            "[len(piece) for piece in pieces]), first",
+            "np.repeat(np.arange(first, end), lengths), end - 1",
+            "np.repeat(np.arange(first, end), lengths), first",
         ),
         "one_pinned_token_at_most": ('re.compile(b"%c*(%c+)"', 're.compile(b"%c?(%c+)"'),
         "marks_not_unique": ("np.unique(np.concatenate(marks))", "np.sort(np.concatenate(marks))"),
         "structure_cut_to_whole_multiples": (
-            "max(1, -(-longest // multiple))",
+            "max(1, math.ceil(longest / multiple))",
             "max(1, longest // multiple)",
         ),
         "violations_are_padding": (
-            "= positions, kinds, True",
-            "= positions, kinds, kinds != Kind.VIOLATION",
+            "padded.valid[row, :n] = True",
+            "padded.valid[row, :n] = kinds != Kind.VIOLATION",
         ),
     },
     (f"{_METHOD}/rewards.py", _REWARDS): {
@@ -193,7 +193,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "- gamma * _leaves_think_open(turn.text)",
             "+ gamma * _leaves_think_open(turn.text)",
         ),
-        "cut_off_turn_keeps_its_anchor": ("return min(mean, 0.0) if any(", "return mean if any("),
+        "cut_off_turn_keeps_its_anchor": ("return min(mean, 0.0)", "return mean"),
         "calls_wanted_last": (
             "_thinks_then_answers(turn.text) if last else",
             "_thinks_then_answers(turn.text) if not last else",
@@ -207,19 +207,19 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "(extract_answer(texts[0]) is not None)",
         ),
         "balance_alone_is_paid": (
-            "return base + 0.1 * all(map(tags_balanced, texts)) if base > 0 else 0.0",
-            "return base + 0.1 * all(map(tags_balanced, texts))",
+            "if base > 0:",
+            "if base >= 0:",
         ),
         "every_call_has_to_run": (
-            "if any(o.status.executed for o in outcomes)",
-            "if all(o.status.executed for o in outcomes)",
+            "if any(outcome.status.executed",
+            "if all(outcome.status.executed",
         ),
         "tool_bonus_for_wrong_answers": ("+ 0.5 * right, 1.0)", "+ 0.5, 1.0)"),
-        "format_below_zero": ("min(max(whole, 0.0), 1.0)", "min(whole, 1.0)"),
-        "format_weight_ignored": ("settings.format_weight * form", "form"),
+        "format_below_zero": ("min(max(uncapped, 0.0), 1.0)", "min(uncapped, 1.0)"),
+        "format_weight_ignored": ("settings.format_weight * r_fmt", "r_fmt"),
         "cut_off_answer_counts": (
-            "if turns and not turns[-1].truncated else None",
-            "if turns else None",
+            "if not turns or turns[-1].truncated:",
+            "if not turns:",
         ),
     },
     ("paravt_jax/data/packing.py", _PACKING): {
@@ -422,18 +422,18 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         "new_leaves_not_noticed": ("for name in old | new", "for name in old"),
     },
     ("rollout/agent/episode.py", _EPISODE): {
-        "turns_share_a_seed": ("seed + len(turns), room", "seed, room"),
+        "turns_share_a_seed": ("state.seed + len(state.turns)", "state.seed"),
         "sub_agents_continue_the_turns_seeds": (
-            "seed + 1000 * (len(turns) + 1)",
-            "seed + len(turns) + 1",
+            "_SEEDS_PER_TURN * (len(state.turns) + 1)",
+            "len(state.turns) + 1",
         ),
-        "one_call_more_carried_out": ("if number >= limit:", "if number > limit:"),
+        "one_call_more_carried_out": ("if number >= max_calls:", "if number > max_calls:"),
         "one_tool_turn_more": (
-            "offered = len(turns) < tool_turns",
-            "offered = len(turns) <= tool_turns",
+            "if len(state.turns) >= state.tool_turns:",
+            "if len(state.turns) > state.tool_turns:",
         ),
         "turns_outgrow_the_trajectory": (
-            "min(limits.trajectory_tokens - _suffix_length(trajectory), limits.turn_tokens)",
+            "min(room, limits.turn_tokens)",
             "limits.turn_tokens",
         ),
         "prompt_cut_one_token_late": (

@@ -1,1 +1,1 @@
-"""ParaVT in JAX: the method itself, free of models, engines and trainers."""
+"""ParaVT in JAX: the method, its data and the small world, without models or trainers."""

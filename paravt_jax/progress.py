@@ -1,7 +1,8 @@
-"""One line about a long piece of work: share done, time left, rate and the figures that matter."""
+"""Progress of long work in one line: share done, time left, rate and the latest figures."""
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Mapping
 from typing import TextIO
@@ -14,10 +15,17 @@ _LINE = (
 
 
 class Progress:
-    """A bar that overwrites itself on a terminal; elsewhere (a log file) a plain line now and then.
+    """A progress bar on a terminal; plain lines at intervals elsewhere, such as in a log file.
 
-    title: what is done. unit: of what, in the singular. every: seconds between lines of a log.
-    shown: False says nothing at all (all but one process of a run).
+    Args:
+        title: What is being done.
+        unit: What is counted, in the singular.
+        every: Seconds between lines in a log.
+        stream: Where to write; stderr by default.
+        shown: False prints nothing, for all processes of a run but one.
+
+    >>> with Progress("rl") as progress:
+    ...     progress.update(1, 100, {"reward": 0.5})
     """
 
     def __init__(
@@ -25,10 +33,12 @@ class Progress:
         title: str,
         unit: str = "step",
         every: float = 5.0,
-        stream: TextIO | None = None,
+        stream: TextIO | io.TextIOBase | None = None,
         shown: bool = True,
     ):
-        self._title, self._unit, self._every = title, unit, every
+        self._title = title
+        self._unit = unit
+        self._every = every
         self._stream = stream or sys.stderr
         self._shown = shown
         self._bar: _Bar | None = None
@@ -40,13 +50,13 @@ class Progress:
         self.close()
 
     def update(self, done: int, total: int, figures: Mapping[str, float] | None = None) -> None:
-        """Says that `done` of `total` units are finished, with `figures` in their order."""
+        """Report that `done` of `total` units are finished, with the latest `figures`."""
         if not self._shown:
             return
         figures = dict(figures or {})
         if self._bar is None:
-            # The clock starts with the first update: what came before it compiled, or was done by
-            # an earlier process.
+            # The rate is measured from the first update on. Time before that is compilation, and
+            # units before it were done by an earlier process.
             self._bar = self._open(done, total, figures)
             return
         self._bar.set_postfix(figures, refresh=False)
@@ -54,7 +64,7 @@ class Progress:
             self._bar.refresh()
 
     def close(self) -> None:
-        """Ends the line on a terminal, so that what is printed next starts on its own."""
+        """End the line on a terminal, so that later output starts on a new one."""
         if self._bar is not None:
             self._bar.close()
 
@@ -76,17 +86,18 @@ class Progress:
 
 
 class _Bar(tqdm):
-    monitor_interval = 0  # no thread of its own: processes are forked while a bar is shown
+    monitor_interval = 0  # no monitoring thread: processes are forked while a bar is shown
 
 
 class _Lines:
-    """A log in which each of a bar's updates is a line of its own."""
+    """A text stream for tqdm that writes each update as a line."""
 
-    def __init__(self, stream: TextIO):
+    def __init__(self, stream: TextIO | io.TextIOBase):
         self._stream = stream
 
     def write(self, text: str) -> None:
-        if line := text.strip():
+        line = text.strip()
+        if line:
             self._stream.write(line + "\n")
 
     def flush(self) -> None:

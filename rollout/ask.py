@@ -1,8 +1,8 @@
-"""A question about a video, from a notebook or a terminal: one episode, played as in training and evaluation, on an engine of its own size.
+"""Answers a question about a video, from Python or with `python -m rollout.ask`.
 
-Owns the sizes of that engine: prompts have the length that so many frames need, so that a short look is not paid as a long one; and what
-`python -m rollout.ask` shows of the episode. Refuses a video that cannot be read and a question without words.
-Invariant: the same question, settings, seed and weights give the same episode, unless its time is up before.
+The answer comes from one episode, played as in training and evaluation, on an engine that is just
+large enough for the video and the number of frames. The same question, settings, seed and weights
+give the same episode, unless it runs out of time.
 """
 
 from __future__ import annotations
@@ -51,14 +51,22 @@ from rollout.engine.sizing import crop_tokens, overview_tokens, sizes_for_single
 from rollout.report.episode_card import episode_page
 
 _QUESTION_TOKENS = 512  # room for the question and its options
-_ENGINES = 2  # kept at once: each holds the keys and values of its prompts on the device
+_MAX_ENGINES = 2  # engines kept at once; each has a KV cache on the device
 
 
 class Assistant:
-    """A model that answers questions about video files. Encoded frames and the programs of the last sizes are kept for later questions.
+    """A model that answers questions about video files.
 
-    `vocabulary` is the model's own (`paravt_jax.method.tokenizer.load`); `protocol` bounds
-    turns, calls and tokens, `frames` the frames' size.
+    Encoded frames and the last engines, with their compiled programs, are kept for later questions.
+
+    >>> assistant = Assistant.load("runs/paravt_tiny/model")
+    >>> assistant.ask("clip.mp4", "Which digit appears at 8 s?", frames=16).answer
+
+    Args:
+        model: The model.
+        vocabulary: The model's tokenizer (`paravt_jax.method.tokenizer.load`).
+        protocol: Prompts, tools and limits of the episode.
+        frames: Sizes of frames and of their cache.
     """
 
     def __init__(
@@ -72,7 +80,7 @@ class Assistant:
         features = FrameFeatures(
             model.vision, model.config, frames or FrameSettings(), Path(), source=video
         )
-        self._environment = Environment(
+        self.environment = Environment(
             Protocol(vocabulary, protocol or ProtocolSettings()), features
         )
         self._engines: collections.OrderedDict[EngineSizes, Engine] = collections.OrderedDict()
@@ -88,7 +96,16 @@ class Assistant:
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
     ) -> Assistant:
-        """From a folder or a hub id with weights and tokenizer; the last three, and what it raises, as `models.qwen3_vl.hf.load`."""
+        """Load weights and tokenizer.
+
+        Args:
+            source: A folder or a hub id.
+            protocol: As of `Assistant`.
+            frames: As of `Assistant`.
+            mesh: As of `models.qwen3_vl.hf.load`, like the following; so are the errors.
+            dtype: Type of activations.
+            param_dtype: Type of weights.
+        """
         folder = local_folder(source)
         return cls(
             load(folder, mesh=mesh, dtype=dtype, param_dtype=param_dtype),
@@ -110,117 +127,118 @@ class Assistant:
         seed: int = 0,
         seconds: float = math.inf,
     ) -> Episode:
-        """The episode on `question`: `episode.answer` is its answer, None without one (`stop` says why), `turns` what was written and seen.
+        """Answer a question about a video.
 
-        `subtitles`: what is said (`paravt_jax.method.subtitles.read_srt`), for a protocol whose tools search in it.
-        `frames` is the overview budget K; `dispatch="none"` offers no tool. A temperature of 0 is greedy, and `seed` then means nothing.
-        `seconds` is the time it has, compilation included where these sizes are new.
-        Raises VideoError for a file that cannot be read, ValueError for an empty question and one of more tokens than there is room for.
+        Args:
+            video: The video file.
+            question: The question.
+            options: Answers to choose from.
+            subtitles: Subtitles to search (`paravt_jax.method.subtitles.read_srt`), for a protocol
+                with the tool search_subtitles.
+            frames: Overview frames (K).
+            dispatch: How tool calls are carried out; "none" offers no tool.
+            temperature: Sampling temperature; 0 is greedy.
+            seed: Seed of the sampling; it has no effect at temperature 0.
+            seconds: Time limit, which includes compilation if these sizes are new.
+
+        Returns:
+            The episode. `answer` is None if there is no answer, and `stop` then says why; `turns`
+            has everything that was written and seen.
+
+        Raises:
+            VideoError: The video cannot be read.
+            ValueError: The question is empty or too long, or another argument is out of range.
         """
-        setting = EpisodeSettings(frames, temperature, dispatch, seconds)
+        settings = EpisodeSettings(frames, temperature, dispatch, seconds)
+        _require_words(question)
         kind = QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
-        _check_words(question)
         asked = Question("asked", str(video), question, kind, "", tuple(options), tuple(subtitles))
-        length = len(self._environment.protocol.question(asked).ids)
+        length = len(self.environment.protocol.question(asked).ids)
         if length > _QUESTION_TOKENS:
             raise ValueError(
-                f"question: {length} tokens with its options, there is room for {_QUESTION_TOKENS}; ask in fewer words"
+                f"question: {length} tokens with its options; at most {_QUESTION_TOKENS} fit, "
+                "ask in fewer words"
             )
-        sampler = self._engine(
-            asked.video, min(frames, self._environment.features.info(asked.video).frames)
-        )
-        (episode,) = run(sampler, [play(self._environment, asked, setting, seed)])
+        features = self.environment.features
+        shown = min(frames, features.info(asked.video).frames)
+        engine = self._engine(asked.video, shown)
+        (episode,) = run(engine, [play(self.environment, asked, settings, seed)])
         if episode.stop is StopReason.UNREADABLE:
-            raise VideoError(
-                asked.video,
-                self._environment.features.unreadable.get(
-                    asked.video, "it cannot be read any more"
-                ),
-            )
+            reason = features.unreadable.get(asked.video, "it cannot be read any more")
+            raise VideoError(asked.video, reason)
         return episode
 
-    def page(self, episode: Episode, setting: EpisodeSettings) -> str:
-        """The episode as a page that needs nothing but itself: frames, every token that was written, crops and what was said of them."""
-        line = transcript(
-            episode,
-            score(episode.question, episode.turns, RewardSettings()),
-            setting,
-            self._environment.protocol.vocabulary,
-        )
-        del line["rewards"]  # nobody knows the right answer
+    def page(self, episode: Episode, settings: EpisodeSettings) -> str:
+        """The episode as an HTML page without external files: frames, tokens, crops and reports."""
+        rewards = score(episode.question, episode.turns, RewardSettings())
+        line = transcript(episode, rewards, settings, self.environment.protocol.vocabulary)
+        del line["rewards"]  # the right answer is unknown, so they mean nothing
         return episode_page(Path(), line)
 
     def _engine(self, video: str, frames: int) -> Engine:
-        protocol, features = self._environment.protocol, self._environment.features
-        last, tokens = (
-            features.info(video).duration,
-            features.tokens(video),
-        )  # no frame has a longer time
-        overview = overview_tokens(protocol, frames, tokens, last) + _QUESTION_TOKENS
-        settings = sizes_for_single_episodes(
-            protocol, overview, crop_tokens(protocol, tokens, last)
-        )
-        if settings not in self._engines:
-            self._engines[settings] = Engine(self._model, features, settings)
-            if len(self._engines) > _ENGINES:
-                self._engines.popitem(last=False)
-        self._engines.move_to_end(settings)
-        return self._engines[settings]
+        """An engine with room for episodes on this video."""
+        protocol = self.environment.protocol
+        features = self.environment.features
+        # Timestamps take tokens, and no frame has a later time than the end of the video.
+        end = features.info(video).duration
+        frame_tokens = features.tokens(video)
+        prompt = overview_tokens(protocol, frames, frame_tokens, end) + _QUESTION_TOKENS
+        crop = crop_tokens(protocol, frame_tokens, end)
+        sizes = sizes_for_single_episodes(protocol, prompt, crop)
+        if sizes not in self._engines:
+            self._engines[sizes] = Engine(self._model, features, sizes)
+            if len(self._engines) > _MAX_ENGINES:
+                self._engines.popitem(last=False)  # the least recently used
+        self._engines.move_to_end(sizes)
+        return self._engines[sizes]
 
 
-def _check_words(question: str) -> None:
+def _require_words(question: str) -> None:
     if not question.strip():
-        raise ValueError("question: it is empty; ask in words what the video should tell")
+        raise ValueError("question: it is empty; ask something about the video")
 
 
-# The command ---------------------------------------------------------------------------------------------------------------------
+# --- the command ---
 
 
 @dataclasses.dataclass(frozen=True)
 class AskSettings:
-    """What `python -m rollout.ask` is told."""
+    """Options of `python -m rollout.ask`."""
 
     model: str
     """Folder or hub id of a Qwen3-VL with its tokenizer."""
     video: str
     """The video file."""
     question: Annotated[str, tyro.conf.Positional]
-    """What is asked about it."""
+    """The question about the video."""
     option: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """An answer to choose from; give one after the other, each with a --option of its own."""
+    """An answer to choose from; repeat the option for each answer."""
     subtitles: str = ""
-    """A SubRip file (.srt) of what is said, which the model may search (docs/tools.md)."""
+    """A SubRip file (.srt) that the model may search (docs/tools.md)."""
     frames: int = 64
-    """The overview budget K."""
+    """Number of overview frames (K)."""
     dispatch: Dispatch = "parallel"
-    """How calls are carried out."""
+    """How tool calls are carried out."""
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     seed: int = 0
-    """Decides what is sampled above temperature 0."""
+    """Seed of the sampling; it has no effect at temperature 0."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and activations."""
+    """Type of weights and activations."""
     html: str = ""
-    """A file for the episode as a page."""
+    """File to write the episode to, as an HTML page."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code. A mistake of the user's is one line and code 2."""
+    """Run the command and return its exit code: 2, with one line, for a mistake of the user."""
     asked = tyro.cli(AskSettings, args=argv, prog="python -m rollout.ask", description=__doc__)
     try:
-        setting = EpisodeSettings(asked.frames, asked.temperature, asked.dispatch)
-        require_local("--html", asked.html)
-        if asked.html and not os.path.isdir(Path(asked.html).absolute().parent):
-            raise FileNotFoundError(
-                f"--html {asked.html}: its folder is not there; make it, or name another file"
-            )
-        if not os.path.isfile(asked.video):  # unlike Path.is_file, it takes names that are too long
-            raise FileNotFoundError(
-                f"--video {asked.video}: no such file; give the path of a video"
-            )
+        settings = EpisodeSettings(asked.frames, asked.temperature, asked.dispatch)
+        # All checks come before the weights are read, which takes minutes.
+        _check_files(asked)
         subtitles = _read_subtitles(asked.subtitles, asked.dispatch) if asked.subtitles else ()
-        _check_words(asked.question)
-        probe(asked.video)  # before weights are read, which takes minutes
+        _require_words(asked.question)
+        probe(asked.video)
         tools = ("crop_video", "search_subtitles") if subtitles else ("crop_video",)
         assistant = Assistant.load(
             asked.model, ProtocolSettings(tools=tools), dtype=asked.dtype, param_dtype=asked.dtype
@@ -230,30 +248,43 @@ def main(argv: Sequence[str] | None = None) -> int:
             asked.question,
             options=asked.option,
             subtitles=subtitles,
-            frames=setting.frames,
-            dispatch=setting.dispatch,
-            temperature=setting.temperature,
+            frames=asked.frames,
+            dispatch=asked.dispatch,
+            temperature=asked.temperature,
             seed=asked.seed,
         )
     except (FileNotFoundError, ValueError, VideoError) as error:
         print(f"python -m rollout.ask: {error}", file=sys.stderr)
         return 2
-    print("\n".join(told(episode)))
+    print("\n".join(describe(episode)))
     if asked.html:
-        Path(asked.html).write_text(assistant.page(episode, setting), encoding="utf-8")
+        Path(asked.html).write_text(assistant.page(episode, settings), encoding="utf-8")
         print(f"page: {asked.html}")
     return 0
 
 
+def _check_files(asked: AskSettings) -> None:
+    """Raise FileNotFoundError or ValueError if a file of the command cannot be read or written."""
+    require_local("--html", asked.html)
+    # os.path, because methods of Path raise OSError for names that are too long.
+    if asked.html and not os.path.isdir(Path(asked.html).absolute().parent):
+        raise FileNotFoundError(
+            f"--html {asked.html}: its folder does not exist; make it, or name another file"
+        )
+    if not os.path.isfile(asked.video):
+        raise FileNotFoundError(f"--video {asked.video}: no such file; give the path of a video")
+
+
 def _read_subtitles(file: str, dispatch: Dispatch) -> tuple[Subtitle, ...]:
-    """The entries of `file`. FileNotFoundError or ValueError where there is nothing to search."""
+    """The entries of a file. Raises FileNotFoundError or ValueError if they cannot be searched."""
     if not os.path.isfile(file):
         raise FileNotFoundError(
             f"--subtitles {file}: no such file; give the path of a .srt file, or leave it out"
         )
     if dispatch == "none":
         raise ValueError(
-            f"--subtitles {file}: no tool searches them with --dispatch none; leave out either"
+            f"--subtitles {file}: --dispatch none offers no tool to search them; "
+            "leave out one of the two"
         )
     entries = tuple(read_srt(Path(file).read_bytes()))
     if not entries:
@@ -263,27 +294,29 @@ def _read_subtitles(file: str, dispatch: Dispatch) -> tuple[Subtitle, ...]:
     return entries
 
 
-def told(episode: Episode) -> Iterator[str]:
-    """The episode in words: what was written in each turn, each crop and what its sub-agent said, the answer."""
+def describe(episode: Episode) -> Iterator[str]:
+    """The episode as lines of text: the turns with calls and responses, then the answer."""
     for number, turn in enumerate(episode.turns, 1):
         yield f"--- turn {number}"
         yield turn.text.strip()
         for count, outcome in enumerate(turn.calls, 1):
             status = outcome.status.replace("_", " ")
-            yield f"    {_asked(count, outcome)} ({status}): {outcome.response.strip()}"
-    yield f"--- answer: {'none' if episode.answer is None else episode.answer}" + (
-        ""
-        if episode.stop is StopReason.ANSWERED
-        else f" (the episode ended: {episode.stop.replace('_', ' ')})"
-    )
+            call = _describe_call(count, outcome)
+            yield f"    {call} ({status}): {outcome.response.strip()}"
+    answer = "none" if episode.answer is None else episode.answer
+    ending = ""
+    if episode.stop is not StopReason.ANSWERED:
+        ending = f" (the episode ended: {episode.stop.replace('_', ' ')})"
+    yield f"--- answer: {answer}{ending}"
 
 
-def _asked(count: int, outcome: CallOutcome) -> str:
+def _describe_call(count: int, outcome: CallOutcome) -> str:
     call = outcome.call
     if call is None:
-        return f"crop {count}, no window that could be read"
+        return f"crop {count}, no readable window"
     if isinstance(call, ToolCall):
-        return f"{call.tool} {count}, {', '.join(map(str, call.arguments.values()))}"
+        arguments = ", ".join(str(value) for value in call.arguments.values())
+        return f"{call.tool} {count}, {arguments}"
     return f"crop {count}, {call.start:g} to {call.end:g} s"
 
 

@@ -1,9 +1,6 @@
-"""`python -m rollout.evaluate`: a model on a split or on your own questions.
+"""`python -m rollout.evaluate`: evaluates a model on a split or on your own questions.
 
-Also two finished runs compared, and a table of many.
-
-Every mistake of the user's is one line and exit code 2, before anything heavy is loaded where that
-is possible.
+It can also compare two finished runs, and show a table of several.
 """
 
 from __future__ import annotations
@@ -27,63 +24,72 @@ from rollout.evaluation.settings import BenchmarkSettings
 _PROG = "python -m rollout.evaluate"
 _MODES = (
     f"Splits: {', '.join(BENCHMARKS)}.\n"
-    f"Of finished runs: {_PROG} --compare A B [--json], question by question; "
-    f"{_PROG} --table RUN ..., beside the paper's rows."
+    f"Finished runs: {_PROG} --compare A B [--json] compares two, question by question; "
+    f"{_PROG} --table RUN ... shows several beside the paper's rows."
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command and return its exit code: 2, with one line, for a mistake of the user."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if {"--compare", "--table"} & set(argv):
-            return _look(argv)
+            return _show_finished(argv)
         settings = tyro.cli(
             BenchmarkSettings, args=argv, prog=_PROG, description=f"{__doc__}\n{_MODES}"
         )
         return 0 if evaluate(settings)["n"] else 1
     except KeyboardInterrupt:
-        print("stopped; the same command goes on with the next question", file=sys.stderr)
+        print("stopped; the same command continues with the next question", file=sys.stderr)
         return 130
     except (FileNotFoundError, FolderError, EndpointError, ValueError, VideoError) as error:
         print(f"{_PROG}: {error}", file=sys.stderr)
         return 2
 
 
-def _look(argv: Sequence[str]) -> int:
+def _show_finished(argv: Sequence[str]) -> int:
+    """`--compare` and `--table`: print results of finished runs."""
     parser = argparse.ArgumentParser(prog=_PROG)
     parser.add_argument(
         "--compare",
         nargs=2,
         type=pathlib.Path,
         metavar=("A", "B"),
-        help="two runs of one split, question by question",
+        help="compare two runs of one split, question by question",
     )
     parser.add_argument(
-        "--table", nargs="+", type=pathlib.Path, metavar="RUN", help="runs beside the paper's rows"
+        "--table",
+        nargs="+",
+        type=pathlib.Path,
+        metavar="RUN",
+        help="show runs beside the paper's rows",
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help="with --compare: as JSON, with the ids of all questions that differ",
+        help="with --compare: print JSON, with the ids of all questions that differ",
     )
     asked = parser.parse_args(argv)
     if asked.compare:
         first, second = asked.compare
-        found = compare(first, second)
-        print(json.dumps(found, indent=1) if asked.json else comparison_text(first, second, found))
+        comparison = compare(first, second)
+        if asked.json:
+            print(json.dumps(comparison, indent=1))
+        else:
+            print(comparison_text(first, second, comparison))
     if asked.table:
         finished = [run for run in asked.table if (run / "summary.json").exists()]
         for run in asked.table:
             if run not in finished:
-                why = "it is not finished; the command that began it goes on"
-                if not (run / "config.json").exists():
-                    why = (
-                        "no evaluation lies there; give folders such as evaluations/NAME/BENCHMARK"
-                    )
-                print(f"{run}: left out, {why}", file=sys.stderr)
+                print(f"{run}: left out, {_why_unfinished(run)}", file=sys.stderr)
         print(table(finished))
     return 0
+
+
+def _why_unfinished(run: pathlib.Path) -> str:
+    if (run / "config.json").exists():
+        return "it is not finished; repeat the command that started it to continue"
+    return "it has no evaluation; give folders such as evaluations/NAME/BENCHMARK"
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ os.environ.setdefault(
 # A rank that is promoted silently is an error: the code says where an axis is added.
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
+import jaxtyping
 from jaxtyping import install_import_hook
 
 import tests.typechecker  # noqa: F401 (the hook finds it by name)
@@ -31,6 +32,7 @@ install_import_hook(
 
 import dataclasses
 import pathlib
+from collections.abc import Iterator
 
 import hypothesis
 import jax
@@ -61,6 +63,14 @@ hypothesis.settings.register_profile(
     phases=(hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate),
 )
 hypothesis.settings.load_profile("paravt")
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Annotations are not checked: for wrong arguments that the code itself has to refuse."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

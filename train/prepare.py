@@ -186,7 +186,7 @@ def _with_room(run: Run, data: Data, last: float) -> Data:
     """`data` without the questions that are too long for a prompt; these are named. `last`: the
     latest time of a frame, in seconds. ValueError where none is left, to train on or to evaluate with."""
     rules = Protocol(data.vocabulary, run.protocol)
-    require_bounds(run, rules.label_tokens(last), len(rules.window((), 0).ids))
+    require_bounds(run, rules.measure_label(last), len(rules.window((), 0).ids))
     system = overview_tokens(rules, 0, 0, 0.0)
     room = run.protocol.text_tokens - system
     lengths = {

@@ -105,7 +105,7 @@ def world_records(run: Run) -> Splits:
 def _require_room(run: Run, rules: Protocol, longest: collections.Counter[str]) -> None:
     times = range(0, world.SECONDS + 1, world.STEP)
     require_bounds(
-        run, max(rules.label_tokens(time) for time in times), len(rules.window((), 0).ids)
+        run, max(rules.measure_label(time) for time in times), len(rules.window((), 0).ids)
     )
     names = {"text_tokens": "the system turn and a question"}
     if run.sft is not None:

@@ -1,1 +1,1 @@
-"""The method: records, prompts, parsing, struct(o), rewards and PARA-GRPO. Pure functions: no files, no model."""
+"""The method: prompts, parsing, struct(o), rewards and PARA-GRPO. Pure code without a model."""

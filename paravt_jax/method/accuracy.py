@@ -1,8 +1,12 @@
-"""Is the answer right: multiple choice, temporal grounding, open-ended.
+"""R_acc: is an answer right? Multiple choice, temporal grounding and open-ended questions.
 
-Owns R_acc. Refuses to be lenient where leniency pays for guessing: an answer that names two options, or no readable range,
-earns nothing. Invariant: every score lies in [0, 1], and the answer's own words always score 1 (REFERENCE 3; the mends of
-REFERENCE 4, point 12, are here).
+Answers may have many forms ("(B)", "the answer is B", "from 0:10 to 0:20"). An answer that names
+two options, or no readable range, earns 0, because anything else would pay for guessing. Scores are
+in [0, 1], and the right answer's own words always score 1. This is REFERENCE 3 with the corrections
+of REFERENCE 4, point 12.
+
+Most of this file is regular expressions. They are built from named parts, in three groups: words
+(`normalise`), letters of options (`chosen_option`) and ranges of seconds (`read_range`).
 """
 
 from __future__ import annotations
@@ -15,14 +19,19 @@ from typing import Literal
 
 from paravt_jax.method.records import Question, QuestionKind
 
-# Commas that group thousands go; the point of a decimal and the sign of a number stay: "1.5" is not "15", ".5" not "5", "-5" not "5".
+# --- words ---
+
+# Commas that group thousands are removed. Decimal points and minus signs stay: "1.5" is not "15",
+# ".5" is not "5", and "-5" is not "5".
 _PUNCTUATION = re.compile(
     r"(?<=\d),(?=\d{3}(?!\d))|(?!(?<![^\W\d])(?<!\.)\.(?=\d))(?!(?<!\w)-(?=\.?\d))[^\w\s]"
 )
 _ARTICLES = frozenset(("a", "an", "the"))
 
+# --- letters of options ---
+
 _LABELS = string.ascii_uppercase
-# An option's letter. "A" and "I" are words where another word follows: "A man", "I see".
+# An option's letter. "A" and "I" before another word are words themselves: "A man", "I see".
 _WORD_AFTER = r"\s+(?!(?:and|or|because|since|as|but|is|are)\b)\w"
 _LETTER = rf"(?:[B-HJ-Z]|[AI](?!{_WORD_AFTER}))(?![\w+#]|['’.-]\w)"
 _OPENING = r"[(\[\"'“‘]?"
@@ -35,9 +44,9 @@ _MORE = rf"(?:{_JOIN}{_OPENING}{_LETTER}[)\]]?)"  # "B, C and D", "B, or maybe C
 _LIST = rf"{_LETTER}[)\]]?{_MORE}*"
 _SINGLE = re.compile(rf"(?<!\w){_LETTER}")
 _BARE_LETTER = re.compile(r"\W*(?:(?i:the)\s+)?([A-Za-z])\W*")
-# A letter in front of an option's words: "(B) two cats", "b. two cats", "B - two cats".
+# A letter before an option's words: "(B) two cats", "b. two cats", "B - two cats".
 _MARK = re.compile(r"\s*(?:\(([A-Za-z])\)|\[([A-Za-z])\]|([A-Za-z])[.):,]|([A-Z])\s+[-–—])")
-_LOOSE_MARK = re.compile(r"\s*([B-Zb-z])\s+")  # "B two cats"; "A" is an article there
+_LOOSE_MARK = re.compile(r"\s*([B-Zb-z])\s+")  # "B two cats"; "A two" would be an article
 _ANSWER = r"(?:\b(?i:answer|option|choice)(?:(?i:\s+is)\b)?|答案[是为]?)\s*:?\s*"
 _IT_IS = r"\b(?i:it|that|this)(?i:\s+is\b|['’]s\b)[:,]?\s*"
 _CHOICE = (
@@ -46,10 +55,10 @@ _CHOICE = (
 _SAID = re.compile(rf"\b(?i:answer|option|choice)(?:(?i:\s+is)\b|\s*:)[\s:]*|{_IT_IS}")
 _NAMED = (
     re.compile(rf"{_ANSWER}{_OPENING}({_LIST})"),
-    # After words that often stand before others, a letter has to end its clause.
+    # These words often come before other things too, so the letter has to end its clause.
     re.compile(
         rf"(?:{_IT_IS}|{_CHOICE}[:,]?\s*|选\s*){_OPENING}({_LIST})"
-        rf"(?!(?:\W{{0,3}}{_PERHAPS})++\W{{0,3}}{_LETTER})"  # another letter, in a longer clause
+        rf"(?!(?:\W{{0,3}}{_PERHAPS})++\W{{0,3}}{_LETTER})"  # no "it is B, or maybe C"
         r"(?=\W*$|\s*[.,;:!?\])\"'”’]|\s+(?:because|since|as|but)\b)"
     ),
     re.compile(rf"\(([A-Z]\){_MORE}*)"),
@@ -66,7 +75,7 @@ _NO = (
     r"|(?:wrong|incorrect)\s(?:answers?|options?|choices?|to)"
     r"|(?:rul(?:e|es|ed|ing)\sout|(?:exclud|eliminat)(?:e|es|ed|ing)|reject(?:s|ed|ing)?))"
 )
-# Between a negation and its letter only these words stand: "he does not speak (B)" chooses B.
+# Only these words may come between a negation and its letter: "he does not speak (B)" chooses B.
 _CHOOSING = (
     r"(?:a|an|any|the|that|this|it|is|be|to|for|with|if|whether|my|both|either|only"
     r"|would|should|must|think|believe|say|go|going|take|choose|choosing|pick|picking"
@@ -77,7 +86,7 @@ _DENIAL = re.compile(
     rf"[ :]*{_OPENING}$",
     re.IGNORECASE,
 )
-_DENIAL_LENGTH = 100  # characters; what stands further in front of a letter is about something else
+_DENIAL_LENGTH = 100  # a negation further before a letter, in characters, is about something else
 _DENIED = re.compile(
     r"[)\]\"'”’]*\s*\b(?:cannot|can['’]?t|"
     r"(?:is|are|was|were|has|does|do|did|can|could|would|should|must|seems|looks)"
@@ -86,9 +95,11 @@ _DENIED = re.compile(
 )
 _FONT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")
 _BOXED = re.compile(r"\\boxed\s*\{([^{}]*)\}")
-_DRESS = re.compile(r"[*`$]|\\(?=[()\[\]])")  # of Markdown and LaTeX, around a letter or a word
+_DRESS = re.compile(r"[*`$]|\\(?=[()\[\]])")  # marks of Markdown and LaTeX
 
-# Digits are taken whole ("++"): text that a model wrote may hold thousands of them.
+# --- ranges of seconds ---
+
+# Digits are matched possessively ("++"): with thousands of digits, backtracking would take forever.
 _NUMBER = r"(?<![\d.:])(?:\d++(?:\.\d*+)?|\.\d++)"
 _TIME = rf"(?:(?<![\d.:])(?:\d++:)?\d++:[0-5]?\d(?:\.\d++)?|{_NUMBER})(?![\d:]|\.\d)"
 _SECOND = r"(?:(?:s|secs?|seconds?)(?![A-Za-z])\.?|秒)"
@@ -96,8 +107,8 @@ _SECONDS = rf"(?:\s*{_SECOND})?"
 _HEDGE = r"(?:(?:about|around|approximately|roughly|second|at|the)\s+|~\s*|第)?"
 _TO = r"(?:[-=]{1,2}>|[\-–—~→到至]|,?\s*\b(?:to|until|till|through)\b)"
 _JOINT = rf"(?:{_TO}|[,;]|,?\s*\band\b)"
-_SIGN = r"(?<![\w.:)\]-])-"  # a minus with nothing before it; elsewhere it is a dash between times
-# What would make a time the rest of another one: "1 h 2 to", "1'13 to".
+_SIGN = r"(?<![\w.:)\]-])-"  # a minus sign; after a time it would be a dash between two times
+# The time is not the rest of another one: "1 h 2 to", "1'13 to".
 _WHOLE = r"(?<!\d s )(?<!\d['’′])"
 _OTHER_UNIT = r"\s*(?:%|(?:ms|milliseconds?|frames?|percent|days?)\b)|['’′]\d"
 _RANGE = re.compile(
@@ -105,7 +116,7 @@ _RANGE = re.compile(
     rf"(?P<end>-?{_TIME})(?!{_OTHER_UNIT})",
     re.IGNORECASE,
 )
-# Commas group thousands where a number is joined to another time; "[100,200]" is a range.
+# Commas group thousands in "1,000 to 1,200", but "[100,200]" is a range.
 _GROUPED = r"(?<![\d.:,])[1-9]\d{0,2}(?:,\d{3})++(?:\.\d++)?(?![\d:]|[.,]\d)"
 _THOUSANDS = re.compile(
     rf"(?P<between>\bbetween\s+)?(?P<start>{_GROUPED}|{_TIME})"
@@ -113,14 +124,14 @@ _THOUSANDS = re.compile(
     rf"(?P<end>{_GROUPED}|{_TIME})",
     re.IGNORECASE,
 )
-# "73,5 to 130,2" is neither a range from 73 to 5 nor one from 5 to 130.
+# "73,5 to 130,2" is unclear: neither a range from 73 to 5 nor one from 5 to 130.
 _UNCLEAR = re.compile(
     rf"(?<![\d.:])\d++,\d++{_SECONDS}\s*{_TO}\s*{_HEDGE}[\d.:,]++",
     re.IGNORECASE,
 )
-_MILLISECONDS = re.compile(r"(?<=:[0-5]\d),(?=\d{3}(?![\d:.]))")  # "00:01:13,500", of subtitles
+_MILLISECONDS = re.compile(r"(?<=:[0-5]\d),(?=\d{3}(?![\d:.]))")  # "00:01:13,500" of subtitles
 _QUOTED = re.compile(r"(?<!\d)[\"'“‘]([\d:.,]+(?: ?s(?:ec(?:ond)?s?)?)?)[\"'”’](?!\d)")
-# "starts at 73 s", "end_time": "02:10": words and signs that stand between a label and its time.
+# What may come between a label and its time: "starts at 73 s", "end_time": "02:10".
 _BETWEEN = (
     r"(?:[\s:=\"'_~≈]|"
     r"(?:is|was|at|in|on|time|timestamp|around|about|the|seconds?)(?![A-Za-z])){0,12}"
@@ -135,11 +146,11 @@ _LABELLED = tuple(
         r"end(?:s|ed|ing)?|finish(?:es|ed|ing)?|stop(?:s|ped|ping)?",
     )
 )
-# "<73.0 seconds>" is how frames are labelled, and "**73**" is Markdown; "->" joins two times.
+# "<73.0 seconds>" is a frame's timestamp and "**73**" is Markdown, but "->" joins two times.
 _AROUND = re.compile(r"[<*`]|(?<![-=])>")
 _HOUR = r"(?:(?:hours?|hrs?|h)(?![A-Za-z])\.?|小时)"
 _MINUTE = r"(?:(?:minutes?|mins?)(?![A-Za-z])\.?|分钟?)"
-# "1 to 2 minutes": the unit is that of both. In "1 min 13 to 2 min 10" it is not.
+# In "1 to 2 minutes" the unit belongs to both times; in "1 min 13 to 2 min 10" it does not.
 _UNITS = ("h", "hr", "hrs", "hour", "hours", "m", "min", "mins", "minute", "minutes")
 _NO_UNIT_BEFORE = "".join(f"(?<!{unit} )" for unit in _UNITS)
 _BOTH = tuple(
@@ -168,25 +179,33 @@ _MINUTES = re.compile(
 
 
 def normalise(text: str) -> str:
-    """Lower case, no punctuation, no articles, single spaces. Articles stay where nothing else would be left: option "A" is a word."""
+    """Lower case without punctuation, articles and repeated spaces.
+
+    Articles stay if nothing else is left: the answer "A" is a word.
+    """
     words = _PUNCTUATION.sub("", unicodedata.normalize("NFKC", text).lower()).split()
-    return " ".join([word for word in words if word not in _ARTICLES] or words)
+    without_articles = [word for word in words if word not in _ARTICLES]
+    return " ".join(without_articles or words)
 
 
 def exact_match(prediction: str, answer: str) -> bool:
-    """Equal after `normalise`, and not both nothing."""
+    """Whether two texts are equal after `normalise`, and not empty."""
     return normalise(prediction) == normalise(answer) != ""
 
 
 def token_f1(prediction: str, answer: str) -> float:
-    """F1 of the words of two texts: the shared kinds of words over each text's length (REFERENCE 3)."""
-    p, a = normalise(prediction).split(), normalise(answer).split()
-    shared = len(set(p) & set(a))
-    return 2 * shared / (len(p) + len(a)) if shared else 0.0
+    """F1 of the words of two texts (REFERENCE 3).
+
+    A shared word counts once, however often it occurs; the lengths count all words.
+    """
+    predicted = normalise(prediction).split()
+    right = normalise(answer).split()
+    shared = len(set(predicted) & set(right))
+    return 2 * shared / (len(predicted) + len(right)) if shared else 0.0
 
 
 def _plain(text: str) -> str:
-    """Lines with single spaces, without Markdown and LaTeX; a boxed value is the answer."""
+    """The text without Markdown, LaTeX and repeated spaces; "\\boxed{B}" becomes "answer: B"."""
     text = _FONT.sub(r"\1", unicodedata.normalize("NFKC", text))
     text = _DRESS.sub("", _BOXED.sub(r" answer: \1 ", text))
     lines = [" ".join(line.split()) for line in text.splitlines()]
@@ -194,7 +213,7 @@ def _plain(text: str) -> str:
 
 
 def _split_mark(text: str, mark: re.Pattern[str] = _MARK) -> tuple[str, str]:
-    """The letter in front of an option's words ("" for none), upper case, and the words."""
+    """Split "B. two cats" into its letter, in upper case ("" if there is none), and its words."""
     found = mark.match(text)
     if not found:
         return "", text
@@ -202,74 +221,99 @@ def _split_mark(text: str, mark: re.Pattern[str] = _MARK) -> tuple[str, str]:
 
 
 def _same(text: str, words: str) -> bool:
-    """Whether two texts have the same words, and the same letter or none in front of them.
+    """Whether two texts have the same words and the same letter, or none, before them.
 
-    Without the letters "A. Bananas" would be "bananas": its letter is an article to `normalise`.
+    The letters are compared because `normalise` takes the letter of "A. Bananas" for an article.
     """
     return exact_match(text, words) and _split_mark(text)[0] == _split_mark(words)[0]
 
 
 def _denied(text: str, start: int, end: int) -> bool:
-    """Whether a negation stands before `start` or after `end`: "not B", "B is wrong"."""
+    """Whether a negation comes before `start` or after `end`: "not B", "B is wrong"."""
     before = _DENIAL.search(text, max(0, start - _DENIAL_LENGTH), start)
     return bool(before or _DENIED.match(text, end))
 
 
 def _letters(text: str) -> set[str]:
     """The letters that a text names as options, without those that it denies."""
-    if alone := _BARE_LETTER.fullmatch(text):
+    alone = _BARE_LETTER.fullmatch(text)
+    if alone:
         return {alone[1].upper()}
     letter, rest = _split_mark(text)
-    if letter and (another := _BARE_LETTER.fullmatch(rest)):  # "A. B.", "A.B"
-        return {letter, another[1].upper()}
+    second = _BARE_LETTER.fullmatch(rest) if letter else None  # "A. B.", "A.B"
+    if second:
+        return {letter, second[1].upper()}
+
     named: set[str] = set()
     denied: set[str] = set()
     if letter and not rest[:1].isalnum():
-        (denied if _DENIED.match(rest) else named).add(letter)
-        if further := _FURTHER.match(rest):
+        if _DENIED.match(rest):
+            denied.add(letter)
+        else:
+            named.add(letter)
+        further = _FURTHER.match(rest)
+        if further:
             named.update(_SINGLE.findall(further[0]))
-    found = [match for form in _NAMED for match in form.finditer(text)]
-    if leading := _LEADING.match(text):
-        found.append(leading)
-    for match in found:
+
+    matches = [match for form in _NAMED for match in form.finditer(text)]
+    leading = _LEADING.match(text)
+    if leading:
+        matches.append(leading)
+    for match in matches:
         start, end = match.span(match.lastindex or 0)
         letters = _SINGLE.findall(text[start:end])
-        (denied if _denied(text, start, end) else named).update(letters)
+        if _denied(text, start, end):
+            denied.update(letters)
+        else:
+            named.update(letters)
     return named - denied
 
 
 def _by_words(text: str, options: Mapping[str, str]) -> set[str]:
-    """The letters of the options whose words a text is, with the letter in front of them if any."""
+    """The letters of the options whose words a text is, and the letter written before the words.
+
+    The two differ in "B. two cats" if "two cats" is option C: such an answer names both.
+    """
     letters: set[str] = set()
     for letter, rest in (("", text), _split_mark(text), _split_mark(text, _LOOSE_MARK)):
-        found = {label for label, words in options.items() if _same(rest, words)}
-        letters |= found | ({letter} if found and letter else set())
+        matching = {label for label, words in options.items() if _same(rest, words)}
+        letters |= matching
+        if matching and letter:
+            letters.add(letter)
     return letters
 
 
 def _statements(text: str) -> list[str]:
-    """The whole text, and what follows the last "the answer is" in it that is not denied."""
-    said = [match.end() for match in _SAID.finditer(text)]
-    held = [end for end in said if not _denied(text, end, end)]
-    return [text, *(text[end:] for end in held[-1:])]
+    """The whole text, and the part after its last "the answer is" that is not denied."""
+    ends = [match.end() for match in _SAID.finditer(text)]
+    affirmed = [end for end in ends if not _denied(text, end, end)]
+    return [text, *(text[end:] for end in affirmed[-1:])]
 
 
 def chosen_option(text: str, options: Sequence[str] = ()) -> str | None:
-    """The letter, upper case, of the one option that an answer names; None for none or several.
+    """The letter of the one option that an answer names.
 
-    Read: a letter alone, "(B)", "B. a dog", "Option B", "the answer is B", "It is B", "B because",
-    "\\boxed{B}"; and an option's words, alone, after its letter or after "the answer is". A letter
-    that none of `options` has is none. An article ("A dog runs") is no letter.
+    These name an option: a letter alone, "(B)", "B. a dog", "Option B", "the answer is B",
+    "It is B", "B because", "\\boxed{B}"; and an option's words, alone, after its letter or after
+    "the answer is". An article ("A dog runs") is not a letter.
+
+    Args:
+        text: The answer.
+        options: The options, with or without letters of their own. If given, other letters do not
+            count.
+
+    Returns:
+        The letter in upper case; None if the answer names no option, or several.
     """
     lone = [_SINGLE.findall(line) for line in text.splitlines() if _BARE_LETTER.fullmatch(line)]
     text = _plain(text)
-    words: dict[str, str] = {}  # of each option, without its own letter
+    words: dict[str, str] = {}  # the options by letter, without a letter of their own
     for label, option in zip(_LABELS, map(_plain, options), strict=False):
         letter, rest = _split_mark(option)
         words[label] = rest if letter == label else option
-    exactly = [label for label in words if words[label].casefold() == text.casefold()]
-    if len(exactly) == 1:
-        return exactly[0]
+    equal = [label for label in words if words[label].casefold() == text.casefold()]
+    if len(equal) == 1:
+        return equal[0]
     letters = _letters(text).union(*lone)
     if options:
         letters &= words.keys()
@@ -278,32 +322,33 @@ def chosen_option(text: str, options: Sequence[str] = ()) -> str | None:
 
 
 def choice_accuracy(prediction: str, answer: str, options: Sequence[str] = ()) -> float:
-    """1 where a multiple-choice answer names the right option, by letter or by its words, and no other; else 0."""
+    """1 if an answer names the right option, by letter or words, and no other option; else 0."""
     if prediction == answer and normalise(answer):
         return 1.0
     right = _plain(answer)
-    letter = _BARE_LETTER.fullmatch(right)  # read as a letter: "the A" is no article alone
-    if not letter and any(_same(part, right) for part in _statements(_plain(prediction))):
+    # A right answer like "the A" is a letter. Compared as words, it would be an article.
+    is_letter = _BARE_LETTER.fullmatch(right)
+    if not is_letter and any(_same(part, right) for part in _statements(_plain(prediction))):
         return 1.0
     wanted = chosen_option(answer, options)
     return float(wanted is not None and chosen_option(prediction, options) == wanted)
 
 
 def _seconds(text: str) -> float:
-    sign, text = (-1.0, text[1:]) if text.startswith("-") else (1.0, text)
+    """Seconds of "73.5", "1:13.5" or "-1:00:13"."""
     total = 0.0
-    for part in text.replace(",", "").split(":"):
+    for part in text.removeprefix("-").replace(",", "").split(":"):
         total = total * 60 + float(part)
-    return sign * total
+    return -total if text.startswith("-") else total
 
 
 def read_range(text: str) -> tuple[float, float] | None:
-    """The range of seconds that a text names; None where there is none.
+    """Read the range that a text names, in seconds; None if there is none.
 
-    The first two times that something joins: "[10, 20]", "10 - 20", "from 10 to 20 s", "[00:10,
+    It is the first pair of joined times: "[10, 20]", "10 - 20", "from 10 to 20 s", "[00:10,
     00:20]", "<10.0 seconds> - <20.0 seconds>", "从10秒到20秒", "1 min to 2 min", "1,000 to 1,200".
-    Else a start and an end that are called so: "starts at 10 s and ends at 20 s", {"start": 10,
-    "end": 20}. A time that can only be read in part is not read.
+    Without one, it is a labelled start and end: "starts at 10 s and ends at 20 s", {"start": 10,
+    "end": 20}. A time of which only a part is readable does not count.
     """
     text = " ".join(_AROUND.sub(" ", unicodedata.normalize("NFKC", text)).split())
     text = _MILLISECONDS.sub(".", _QUOTED.sub(r" \1 ", text))
@@ -312,16 +357,21 @@ def read_range(text: str) -> tuple[float, float] | None:
         text = both.sub(with_units, text)
     text = _MINUTES.sub(_in_seconds, _HOURS.sub(_in_seconds, text))
     start, end = (label.search(text) for label in _LABELLED)
-    labelled = (_seconds(start["time"]), _seconds(end["time"])) if start and end else None
-    if start and end and "," in start["time"] + end["time"]:  # else "starts at 1,200 s" is a range
-        return labelled
-    if found := _RANGE.search(text):
-        return _seconds(found["start"]), _seconds(found["end"])
+    labelled: tuple[float, float] | None = None
+    if start and end:
+        labelled = (_seconds(start["time"]), _seconds(end["time"]))
+        # Otherwise the comma of "starts at 1,200 s" would join two times.
+        if "," in start["time"] + end["time"]:
+            return labelled
+    joined = _RANGE.search(text)
+    if joined:
+        return _seconds(joined["start"]), _seconds(joined["end"])
     return labelled
 
 
 def _without_commas(times: re.Match[str]) -> str:
-    start, end = (times[name].replace(",", "") for name in ("start", "end"))
+    start = times["start"].replace(",", "")
+    end = times["end"].replace(",", "")
     return f"{times['between'] or ''}{start}{times['joint']}{end}"
 
 
@@ -331,20 +381,33 @@ def _in_seconds(time: re.Match[str]) -> str:
 
 
 def grounding_accuracy(prediction: str, answer: str) -> float:
-    """Intersection over union of two ranges of seconds; 0 where one is unreadable, reversed or empty, 1 for the answer's own words."""
+    """Intersection over union of two ranges of seconds.
+
+    1 for the answer's own words; 0 if a range is unreadable, reversed or empty.
+    """
     if exact_match(prediction, answer):
         return 1.0
-    p, a = read_range(prediction), read_range(answer)
-    if p is None or a is None or p[0] >= p[1] or a[0] >= a[1]:
+    predicted = read_range(prediction)
+    right = read_range(answer)
+    if predicted is None or right is None:
         return 0.0
-    inter = min(p[1], a[1]) - max(p[0], a[0])
-    return max(inter, 0.0) / (max(p[1], a[1]) - min(p[0], a[0])) if inter > 0 else 0.0
+    if predicted[0] >= predicted[1] or right[0] >= right[1]:
+        return 0.0
+    intersection = min(predicted[1], right[1]) - max(predicted[0], right[0])
+    union = max(predicted[1], right[1]) - min(predicted[0], right[0])
+    return intersection / union if intersection > 0 else 0.0
 
 
 def accuracy(
     question: Question, prediction: str | None, open_ended: Literal["f1", "exact"] = "f1"
 ) -> float:
-    """R_acc in [0, 1] of an answer's text; no answer scores 0."""
+    """R_acc of an answer, in [0, 1].
+
+    Args:
+        question: The question with the right answer.
+        prediction: The answer's text; None, for no answer, scores 0.
+        open_ended: How open-ended answers are scored: word F1, or exact match.
+    """
     if prediction is None:
         return 0.0
     if question.kind is QuestionKind.MULTIPLE_CHOICE:
@@ -357,7 +420,7 @@ def accuracy(
 
 
 def is_read(question: Question, prediction: str) -> bool:
-    """Whether an answer names one option, or a range of seconds; any words do where it is open-ended."""
+    """Whether an answer names one option or a range; any open-ended answer is readable."""
     if question.kind is QuestionKind.TEMPORAL_GROUNDING:
         return read_range(prediction) is not None or exact_match(prediction, question.answer)
     if question.kind is QuestionKind.MULTIPLE_CHOICE:

@@ -1,8 +1,7 @@
-"""Conversations to imitate, and their token ids.
+"""Demonstrations for the cold start: conversations, and their token ids.
 
-The cold start learns from these, whether they were published or written about the small world.
-`render` writes them with the protocol's own prompts and tool responses, so that they are token for
-token what an agent would see and write.
+`render` uses the protocol's prompts and tool responses, so a demonstration has exactly the tokens
+that an agent in an episode would see and write.
 """
 
 from __future__ import annotations
@@ -19,19 +18,20 @@ from paravt_jax.method.records import Author, Frame, Segment, Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class Clip:
-    """What a conversation shows of one file: frames by number with their times in seconds, and the
-    file's own height and width in pixels.
-
-    `still`: a picture, which has one frame and no time. `path` is relative to the data root, or
-    absolute.
-    """
+    """The frames of one file that a conversation shows."""
 
     path: str
+    """Path relative to the data root, or absolute."""
     indices: tuple[int, ...]
+    """Frames by their index among the decoded ones."""
     times: tuple[float, ...]
+    """Timestamps of these frames, in seconds."""
     height: int
+    """Height of the file in pixels."""
     width: int
+    """Width of the file in pixels."""
     still: bool = False
+    """A picture: one frame without a timestamp."""
 
     @property
     def frames(self) -> tuple[Frame, ...]:
@@ -43,11 +43,12 @@ class Clip:
 
 @dataclasses.dataclass(frozen=True)
 class ChatTurn:
-    """One turn of a conversation: role `user`, `assistant` (trained on), or `tool` (one tool
-    response); its texts and clips in order."""
+    """One turn of a conversation."""
 
     role: str
+    """`user`, `assistant` (trained on) or `tool` (one tool response)."""
     content: tuple[str | Clip, ...]
+    """Texts and clips, in order."""
 
     @property
     def clips(self) -> tuple[Clip, ...]:
@@ -56,19 +57,18 @@ class ChatTurn:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """A demonstration: turns with texts, videos and pictures.
-
-    `source` is the split it comes from. `tools` says whether tools are offered in it. A
-    sub-agent's (`subagent`) is one clip, the window it looks at, and its report. `tokens` is its
-    length as `render` writes it, 0 where it was not counted.
-    """
+    """One demonstration."""
 
     id: str
     source: str
+    """The split it comes from."""
     tools: bool
+    """Whether its system turn offers tools."""
     turns: tuple[ChatTurn, ...]
     tokens: int = 0
+    """Length in tokens as `render` writes it; 0 if it was not counted."""
     subagent: bool = False
+    """A sub-agent's conversation: a turn with the clip of its window, then its report."""
 
     @property
     def clips(self) -> tuple[Clip, ...]:
@@ -78,36 +78,41 @@ class Conversation:
 def render(
     conversation: Conversation, protocol: Protocol, image_tokens: Callable[[Clip], int]
 ) -> Trajectory:
-    """A conversation as the trajectory of an agent that does likewise; its log-probs are 0, for it
-    was not sampled.
+    """Render a conversation as the trajectory of an agent that writes it.
 
-    `image_tokens(clip)` tells how many visual tokens a frame of the clip takes. Responses learn to
-    write `<think>` whether rollouts pin it or not: recipes that do not pin it need it.
+    All of a response is MODEL, `<think>` included: recipes that do not pin it must learn to write
+    it. Log-probs are 0, because nothing was sampled.
+
+    Args:
+        conversation: The demonstration.
+        protocol: Prompts, tools and tokenizer.
+        image_tokens: Returns the visual tokens per frame of a clip.
     """
     if conversation.subagent:
         asked, report = conversation.turns
         (clip,) = asked.clips
-        return Trajectory(
-            (protocol.window(clip.frames, image_tokens(clip)), _response(report, protocol))
-        )
+        prompt = protocol.window(clip.frames, image_tokens(clip))
+        return Trajectory((prompt, _response(report, protocol)))
     system = system_text(
         [*protocol.tools.values()] if conversation.tools else (),
         video=any(not clip.still for clip in conversation.clips),
     )
     opening = system + "<|im_start|>user\n"
-    trajectory, rounds = Trajectory(), 0
+    trajectory = Trajectory()
+    tool_turns = 0
     for role, group in itertools.groupby(conversation.turns, key=lambda turn: turn.role):
         turns = list(group)
         if role == "assistant":
             trajectory.append(_response(turns[0], protocol))
         elif role == "tool":
-            rounds += 1
-            last = rounds >= protocol.settings.max_tool_turns
+            tool_turns += 1
+            last = tool_turns >= protocol.settings.max_tool_turns
             trajectory.append(_results(turns, protocol, image_tokens, last))
         else:
+            # Only the first user turn has the system turn before it.
             pieces = [
                 protocol.encode(opening),
-                *_shown(turns[0], protocol, protocol.plain, image_tokens),
+                *_render_content(turns[0], protocol, protocol.plain, image_tokens),
                 protocol.encode(TO_ASSISTANT),
             ]
             trajectory.append(_segment(pieces, Author.PROMPT, turns[:1]))
@@ -116,11 +121,12 @@ def render(
 
 
 def _response(turn: ChatTurn, protocol: Protocol) -> Segment:
-    """A response; the opening of one that thinks is encoded by itself, as a pinned one is."""
     text = str(turn.content[0])
+    # In an episode the pinned opening is a segment of its own, so it is encoded by itself here too:
+    # encoded together, its last characters could share a token with what follows.
     opening = PINNED if text.startswith(PINNED) else ""
-    pieces = (protocol.encode(opening), protocol.encode(text[len(opening) :] + "<|im_end|>"))
-    ids = np.concatenate(pieces)
+    rest = text.removeprefix(opening) + "<|im_end|>"
+    ids = np.concatenate([protocol.encode(opening), protocol.encode(rest)])
     return Segment(ids, Author.MODEL, np.zeros(len(ids), np.float32))
 
 
@@ -130,36 +136,43 @@ def _results(
     image_tokens: Callable[[Clip], int],
     last: bool,
 ) -> Segment:
-    """Tool responses as an episode has them, but that some show clips."""
+    """The user turn with tool responses, as in an episode; here responses may also show clips."""
     if not any(turn.clips for turn in turns):
         texts = ["\n".join(str(part) for part in turn.content) for turn in turns]
         return protocol.tool_results(texts, ended=True, last=last)
     pieces = [protocol.encode("\n<|im_start|>user\n")]
     for number, turn in enumerate(turns):
+        separator = "\n" if number > 0 else ""
         pieces += [
-            protocol.encode("\n" * (number > 0) + "<tool_response>\n"),
-            *_shown(turn, protocol, protocol.cut, image_tokens),
+            protocol.encode(f"{separator}<tool_response>\n"),
+            *_render_content(turn, protocol, protocol.cut, image_tokens),
             protocol.encode("\n</tool_response>"),
         ]
     pieces.append(protocol.encode((ANSWER_NOW if last else "") + TO_ASSISTANT))
     return _segment(pieces, Author.TOOL, turns)
 
 
-def _shown(
+def _render_content(
     turn: ChatTurn,
     protocol: Protocol,
     clean: Callable[[str], str],
     image_tokens: Callable[[Clip], int],
 ) -> list[np.ndarray]:
-    """The pieces of a turn's texts and clips, a line end where one follows the other."""
+    """The ids of a turn's texts and clips, in pieces.
+
+    A line break separates two parts, except two clips.
+    """
     pieces: list[np.ndarray] = []
-    for before, part in zip((None, *turn.content), turn.content, strict=False):
+    previous: str | Clip | None = None
+    for part in turn.content:
         if isinstance(part, Clip):
-            if isinstance(before, str):
+            if isinstance(previous, str):
                 pieces.append(protocol.encode("\n"))
             pieces += protocol.images(part.frames, image_tokens(part), timed=not part.still)
         else:
-            pieces.append(protocol.encode(clean("\n" * (before is not None) + part)))
+            separator = "" if previous is None else "\n"
+            pieces.append(protocol.encode(clean(separator + part)))
+        previous = part
     return pieces
 
 

@@ -1,4 +1,7 @@
-"""What rewards need of a judge, and the settings that name one. The client is `paravt_jax.remote.judge`."""
+"""The interface of a judge that scores answers, and its settings.
+
+The client of a remote judge is `paravt_jax.remote.judge`.
+"""
 
 from __future__ import annotations
 
@@ -15,36 +18,44 @@ class Judge(Protocol):
     """Scores answers to open-ended questions."""
 
     def scores(self, items: Sequence[tuple[Question, str | None]]) -> list[float]:
-        """R_acc of each answer, in [0, 1] and in order; None is an episode without an answer."""
+        """Score answers.
+
+        Args:
+            items: Questions and answers; None is an episode without an answer.
+
+        Returns:
+            R_acc of each answer, in [0, 1].
+        """
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Counts of the latest batch, named "judge/..."; those of several processes add up."""
+        """Counts for the latest batch, named "judge/..."; counts of several processes add up."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class JudgeSettings(ServerSettings):
-    """Which judge is asked, and how long to wait for it. Times are in seconds."""
+    """The language model that scores answers, and the time limits. Times are in seconds."""
 
     name: ClassVar[str] = "rl.rewards.judge"
     timeout: float = 30.0
     attempts: int = 3
     wait_limit: float = 20.0
     model: str = dataclasses.field(kw_only=True)
-    """Its name at the endpoint. It must answer at once: `reply_tokens` leave no room for thoughts."""
+    """Name of the model at the endpoint. Use one that does not think before it replies:
+    `reply_tokens` leave no room for that."""
     time_limit: float = 120.0
-    """For a whole batch; answers without a score by then are scored by F1."""
+    """Time limit of a whole batch; answers that have no score by then are scored by F1."""
     answer_chars: int = 2000
-    """Characters of an answer that the judge sees, from its start."""
+    """Length limit of an answer, in characters; the judge sees its beginning."""
     reply_tokens: int = 16
-    """Tokens that the judge may write."""
+    """Length limit of the judge's reply, in tokens."""
 
     def __post_init__(self):
         super().__post_init__()
         if not self.model.strip():
             raise ValueError(
-                f"{self.name}.model: {self.model!r} names no model; give its name at the endpoint"
+                f"{self.name}.model: {self.model!r} is empty; give the model's name at the endpoint"
             )
         self._require_time("time_limit", zero=False)
         self._require_count("answer_chars", "reply_tokens")

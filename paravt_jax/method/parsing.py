@@ -1,8 +1,12 @@
-"""Reads what the model wrote: tool calls, answers, and whether a turn keeps the format.
+"""Parses what the model wrote: tool calls, answers, and whether a turn keeps the format.
 
-The tool that is called reads the arguments. A call that cannot be read becomes a `FailedCall` with
-a sentence that the model can act on. No text makes a function here raise, each block is read on its
-own, and nothing that the model wrote is executed or opened.
+A well-formed turn is one of
+
+    <think>...</think> <tool_call>{"name": ..., "arguments": {...}}</tool_call> ...more calls
+    <think>...</think> <answer>...</answer>
+
+A call that cannot be parsed becomes a `FailedCall` with a sentence that the model can act on. No
+text makes a function here raise, and nothing that the model wrote is executed or opened.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from paravt_jax.method.tools.tool import Tool
 
 BLOCKS = ("think", "tool_call", "tool_code", "tool_response", "answer")
 TAG_PATTERN = "<(/?)(" + "|".join(BLOCKS) + ")>"
-MIN_THINK = 10  # characters of a substantive think (REFERENCE 3)
+MIN_THINK = 10  # fewest characters of a substantive think (REFERENCE 3)
 
 _TAG = re.compile(TAG_PATTERN)
 _END_TOKENS = re.compile(r"<\|im_end\|>|<\|endoftext\|>")
@@ -26,28 +30,33 @@ _END_TOKENS = re.compile(r"<\|im_end\|>|<\|endoftext\|>")
 
 @dataclasses.dataclass(frozen=True)
 class Tag:
-    """One tag in a text: its block's name, whether it closes, and where it stands (characters, end excluded)."""
+    """One tag in a text."""
 
     name: str
+    """Name of its block, one of `BLOCKS`."""
     closing: bool
     start: int
+    """Index of its first character."""
     end: int
+    """Index after its last character."""
 
 
 def find_tags(text: str) -> list[Tag]:
-    """Every tag of `BLOCKS` in order."""
+    """All tags of `BLOCKS`, in order."""
     return [Tag(m.group(2), bool(m.group(1)), m.start(), m.end()) for m in _TAG.finditer(text)]
 
 
 def call_text(name: str, arguments: Mapping[str, Any]) -> str:
-    """The JSON of a call, which stands between `<tool_call>` and `</tool_call>`."""
+    """The JSON of a call, to be written between `<tool_call>` and `</tool_call>`."""
     return json.dumps({"name": name, "arguments": arguments})
 
 
 def find_calls(text: str) -> list[tuple[Tag, str | None]]:
-    """The calls of one response, in order: the opening tag, and the text up to `</tool_call>`.
+    """Find the calls of one response, in order.
 
-    The text is None where another call opens first, where nothing closes it, and for `<tool_code>`.
+    Returns:
+        For each call its opening tag and its text up to `</tool_call>`. The text is None for a call
+        that is not closed before the next one, and for `<tool_code>`.
     """
     calls: list[tuple[Tag, str | None]] = []
     opened: Tag | None = None
@@ -57,10 +66,13 @@ def find_calls(text: str) -> list[tuple[Tag, str | None]]:
                 calls.append((opened, text[opened.end : tag.start]))
             opened = None
         elif not tag.closing and tag.name in ("tool_call", "tool_code"):
+            # A new call: the one before it was never closed.
             if opened is not None:
                 calls.append((opened, None))
-            opened = tag if tag.name == "tool_call" else None
-            if opened is None:
+            if tag.name == "tool_call":
+                opened = tag
+            else:
+                opened = None
                 calls.append((tag, None))
     if opened is not None:
         calls.append((opened, None))
@@ -68,10 +80,15 @@ def find_calls(text: str) -> list[tuple[Tag, str | None]]:
 
 
 def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call | FailedCall]:
-    """Every call of one response, in order. Each is read on its own: one that is malformed does not
-    void the others.
+    """Parse the calls of one response, in order. A malformed call does not void the others.
 
-    `tools` are those that are offered, at least one. Code in a `<tool_code>` is never run.
+    Args:
+        text: The response.
+        tools: The offered tools, at least one.
+
+    Returns:
+        Calls, and `FailedCall`s for those that cannot be parsed. Code in a `<tool_code>` is one of
+        these; it is never run.
     """
     form = call_text(tools[0].name, tools[0].example)
     calls: list[Call | FailedCall] = []
@@ -88,7 +105,7 @@ def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call | FailedCall]:
 
 
 def _read_call(body: str, tools: Sequence[Tool], form: str) -> Call | FailedCall:
-    """One call from the text between its tags; `form` is how the first tool is called."""
+    """Parse the text between the tags of a call; `form` is an example call for the error."""
     try:
         call = json.loads(body, strict=False)
     except RecursionError:
@@ -103,7 +120,8 @@ def _read_call(body: str, tools: Sequence[Tool], form: str) -> Call | FailedCall
         known = f"The only tool is {names}" if len(tools) == 1 else f"The tools are {names}"
         return FailedCall(f"There is no such tool. {known}.", CallStatus.UNKNOWN_TOOL)
     arguments = call.get("arguments")
-    if isinstance(arguments, str):  # some chat formats write the arguments as JSON text
+    # Some chat formats write the arguments as JSON text.
+    if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments, strict=False)
         except (ValueError, RecursionError):
@@ -115,11 +133,16 @@ def _read_call(body: str, tools: Sequence[Tool], form: str) -> Call | FailedCall
 
 
 def block_spans(tags: Sequence[Tag], name: str) -> list[tuple[Tag, Tag]]:
-    """The closed blocks of one kind, as (opening, closing) tags. Where a block opens twice, the later opening counts."""
-    spans, opened = [], None
+    """The closed blocks of one name, as (opening, closing) tags.
+
+    If a block is opened twice, the later opening counts.
+    """
+    spans: list[tuple[Tag, Tag]] = []
+    opened: Tag | None = None
     for tag in tags:
         if tag.name != name:
             continue
+        # A closing tag without an opening one is skipped.
         if tag.closing and opened is not None:
             spans.append((opened, tag))
         opened = None if tag.closing else tag
@@ -127,28 +150,28 @@ def block_spans(tags: Sequence[Tag], name: str) -> list[tuple[Tag, Tag]]:
 
 
 def extract_answer(text: str) -> str | None:
-    """The content of the final non-empty `<answer>` block that stands outside think and tool blocks; None where there is none.
+    """The content of the last non-empty `<answer>` block outside think and tool blocks, or None.
 
-    A think that is never closed hides nothing: what follows it can still be an answer, only not a well-formed turn.
+    A think that is never closed hides nothing: an answer after it counts as an answer, although the
+    turn is not well formed.
     """
     tags = find_tags(text)
-    hidden = [
-        (a.start, b.end) for name in BLOCKS if name != "answer" for a, b in block_spans(tags, name)
-    ]
+    hidden: list[tuple[int, int]] = []
+    for name in BLOCKS:
+        if name != "answer":
+            hidden += [(start.start, end.end) for start, end in block_spans(tags, name)]
     for opening, closing in reversed(block_spans(tags, "answer")):
         content = text[opening.end : closing.start].strip()
-        if (
-            content
-            and not _TAG.search(content)
-            and not any(a < opening.start < b for a, b in hidden)
-        ):
+        is_hidden = any(start < opening.start < end for start, end in hidden)
+        if content and not is_hidden and not _TAG.search(content):
             return content
     return None
 
 
 def first_think(text: str) -> tuple[str, str | None]:
-    """What stands in the first think block, and the text after its `</think>`; None for the latter where nothing closes it, and then
-    the thought ends at the next tag.
+    """The content of the first think block, and the text after its `</think>`.
+
+    If nothing closes the block, its content ends at the next tag and the second value is None.
     """
     _, opening, rest = text.partition("<think>")
     thought, closing, after = rest.partition("</think>")
@@ -158,54 +181,57 @@ def first_think(text: str) -> tuple[str, str | None]:
 
 
 def has_substantive_think(text: str) -> bool:
-    """Whether the first think block, closed or not, holds at least `MIN_THINK` characters."""
+    """Whether the first think block, closed or not, has at least `MIN_THINK` characters."""
     return len(first_think(text)[0]) >= MIN_THINK
 
 
 def tags_balanced(text: str) -> bool:
-    """Whether each kind of block is opened as often as it is closed."""
+    """Whether each block is opened as often as it is closed."""
     tags = [(tag.name, tag.closing) for tag in find_tags(text)]
     return all(tags.count((name, False)) == tags.count((name, True)) for name in BLOCKS)
 
 
 def _strictly_paired(tags: Sequence[Tag]) -> bool:
-    """Whether the tags are blocks one after the other, none inside another."""
-    return len(tags) % 2 == 0 and all(
-        not a.closing and b.closing and a.name == b.name
-        for a, b in zip(tags[::2], tags[1::2], strict=True)
+    """Whether the tags are blocks one after another, with no block inside another."""
+    if len(tags) % 2 == 1:
+        return False
+    pairs = zip(tags[::2], tags[1::2], strict=True)
+    return all(
+        not first.closing and second.closing and first.name == second.name
+        for first, second in pairs
     )
 
 
 def turn_is_well_formed(turn: Turn, final: bool) -> bool:
-    """Whether a response keeps the format: one closed `<think>` first, then, if `final`, one non-empty answer block that ends the
-    response, else at least one call, all of them readable. No `<tool_code>`, no `<tool_response>`, no tag more or less.
+    """Whether a response keeps the format.
+
+    It starts with one closed `<think>`. A final turn then has one non-empty answer block, with
+    nothing after it; any other turn has at least one call, and all its calls are readable. There
+    are no other tags.
     """
     text = turn.text
     tags = find_tags(text)
     names = [tag.name for tag in tags]
-    if (
-        not _strictly_paired(tags)
-        or not text.lstrip().startswith("<think>")
-        or names.count("think") != 2
-    ):
+    if not text.lstrip().startswith("<think>") or names.count("think") != 2:
         return False
+    if not _strictly_paired(tags):
+        return False
+    # The tags are pairs and the text starts with a think, so the first two are that think's.
+    after_think = names[2:]
     if final:
         tail = _END_TOKENS.sub("", text[tags[-1].end :])
-        return (
-            names[2:] == ["answer", "answer"]
-            and extract_answer(text) is not None
-            and not tail.strip()
-        )
-    return (
-        set(names[2:]) == {"tool_call"}
-        and bool(turn.calls)
-        and all(outcome.call is not None for outcome in turn.calls)
-    )
+        has_answer = after_think == ["answer", "answer"] and extract_answer(text) is not None
+        return has_answer and not tail.strip()
+    readable = bool(turn.calls) and all(outcome.call is not None for outcome in turn.calls)
+    return set(after_think) == {"tool_call"} and readable
 
 
 def format_compliant(turns: Sequence[Turn]) -> bool:
-    """The f of one episode: every turn is finished and well formed, and the last one ends in an answer block."""
-    return bool(turns) and all(
-        not turn.truncated and turn_is_well_formed(turn, final=i == len(turns) - 1)
-        for i, turn in enumerate(turns)
+    """Whether an episode keeps the format (f): no turn is truncated, and all are well formed."""
+    if not turns:
+        return False
+    last = len(turns) - 1
+    return all(
+        not turn.truncated and turn_is_well_formed(turn, final=number == last)
+        for number, turn in enumerate(turns)
     )

@@ -1,8 +1,38 @@
-"""The one protocol: every prompt, tool schema, time, placeholder and turn of every agent is written here and nowhere else.
+"""The protocol: every prompt, timestamp, placeholder and turn that an agent reads is written here.
 
-Conversations to learn from, rollouts and evaluation all render through `Protocol`. Chat markup is Qwen3-VL's (a test holds it
-against the published template). Pieces are encoded one by one and appended: nothing that was encoded is encoded again.
-Invariant: text that is not the protocol's own (questions, summaries) cannot forge a special token.
+Demonstrations, rollouts and evaluation all render through `Protocol`, so they agree token by token.
+The chat markup is Qwen3-VL's. An episode of two turns looks like this (frames have many more
+placeholders):
+
+    <|im_start|>system
+    You answer a question about a video. ...          system_text: task, tool schemas
+    <|im_start|>user
+    <0.0 seconds><|vision_start|><|image_pad|><|vision_end|><2.0 seconds><|vision_start|>...
+    Which comes first?                                question_text
+    A. a dog
+    B. a cat<|im_end|>
+    <|im_start|>assistant
+    <think>                                           pinned
+    The frames are far apart ...</think>              the model, up to its <|im_end|>
+    <tool_call>
+    {"name": "crop_video", "arguments": {..., "start_time": 12, "end_time": 28}}
+    </tool_call><|im_end|>
+    <|im_start|>user                                  tool_results
+    <tool_response>
+    A dog at 13 seconds.
+    </tool_response><|im_end|>
+    <|im_start|>assistant
+    <think>                                           pinned again, then the model answers
+
+and the sub-agent that wrote the report saw this (`Protocol.window`):
+
+    <|im_start|>user
+    <12.0 seconds><|vision_start|><|image_pad|><|vision_end|><13.0 seconds>...
+    Say in one short sentence what these frames show, with times in seconds.<|im_end|>
+    <|im_start|>assistant
+
+Each piece is encoded once, by itself, and appended; ids are never made again from text. Text from
+outside (questions, reports) cannot forge a special token, because `Protocol.plain` breaks them.
 """
 
 from __future__ import annotations
@@ -38,14 +68,18 @@ from paravt_jax.method.tools.tool import Tool
 Prompt = Literal["direct", "reasoning", "agentic", "agentic-minimal"]
 
 PINNED = "<think>\n"
-VIDEO_NAME = "video.mp4"  # the model never sees a path; what it writes here is text
+VIDEO_NAME = "video.mp4"  # the model never sees a path; in its calls this is only text
 
+# The texts below are part of the trained behaviour: a changed word changes every prompt.
 _TASK = "You answer a question about a video. You see a few frames of it, each after its time.\n"
-_FORM = "Think first, then call the tool or give the final answer as <answer>answer</answer>; a span of time is [start, end] in seconds."
+_FORM = (
+    "Think first, then call the tool or give the final answer as <answer>answer</answer>; "
+    "a span of time is [start, end] in seconds."
+)
 _ANSWER = (
     "give the final answer as <answer>answer</answer>; a span of time is [start, end] in seconds."
 )
-_ALONE: dict[str, str] = {  # prompts that know no tool
+_WITHOUT_TOOLS: dict[Prompt, str] = {
     "direct": f"{_TASK}Do not think aloud: {_ANSWER}",
     "reasoning": f"{_TASK}Think first, between <think> and </think>, then {_ANSWER}",
     "agentic": f"{_TASK}{_FORM}",
@@ -56,65 +90,68 @@ _TOOLS_HEAD = (
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
 )
 _TOOLS_TAIL = (
-    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within "
-    "<tool_call></tool_call> XML tags:\n<tool_call>\n"
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments "
+    "within <tool_call></tool_call> XML tags:\n<tool_call>\n"
     '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 )
+_SUMMARY_REQUEST = "\nSay in one short sentence what these frames show, with times in seconds."
+ANSWER_NOW = "\nNo more calls can be made. Give the final answer."
+TO_ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
+
+# The commonest malformed calls; their error responses are in the small world's vocabulary.
 _BAD_CALLS = (
     "<tool_code></tool_code>",
     "<tool_call>",
     "<tool_call></tool_call>",
     "<tool_call>{}</tool_call>",
-)  # what goes wrong most
-_SUMMARY_REQUEST = "\nSay in one short sentence what these frames show, with times in seconds."
-ANSWER_NOW = "\nNo more calls can be made. Give the final answer."
-TO_ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class ProtocolSettings:
-    """Limits of an episode (REFERENCE 1, 3 and 5). Lengths are in tokens.
-
-    Questions that do not fit into `text_tokens` are left out. The cold start teaches `<think>` whether
-    it is pinned or not. The prompt `agentic-minimal` says little more than the tool's schema; with
-    `direct` the model does not think, so that nothing is pinned.
-    """
+    """Prompts, tools and limits of an episode (REFERENCE 1, 3 and 5). Lengths are in tokens."""
 
     max_tool_turns: int = 3
-    """Turns of a main agent in which it may call tools."""
+    """Turns in which the main agent may call tools."""
     max_calls: int = 5
-    """Calls per turn that are carried out."""
+    """Calls per turn that are carried out; further ones get an error response."""
     turn_tokens: int = 2048
-    """Tokens of one turn of a main agent."""
+    """Length limit of one turn of the main agent."""
     summary_tokens: int = 512
-    """Tokens of a sub-agent's report, and of a tool response."""
+    """Length limit of a sub-agent's report and of every tool response."""
     trajectory_tokens: int = 8192
-    """Tokens of everything after the prompt: responses and tool results."""
+    """Length limit of everything after the main agent's prompt: responses and tool results."""
     text_tokens: int = 1216
-    """Tokens of a main agent's prompt beside its frames: system turn and question."""
+    """Length limit of the main agent's prompt without its frames: system turn and question.
+    Longer questions are left out."""
     label_tokens: int = 12
-    """Tokens of a frame's timestamp and vision marks; 12 hold 99,999.9 seconds in Qwen's tokenizer."""
+    """Tokens per frame for its timestamp and vision marks; 12 hold 99,999.9 seconds in Qwen's
+    tokenizer."""
     pin_think: bool = True
-    """Start every response of a main agent with `<think>` (paper, constrained generation)."""
+    """Begin every response of the main agent with `<think>` (paper, constrained generation). The
+    cold start teaches `<think>` either way."""
     crop_fps: float = 1.0
     """Frames per second that a sub-agent sees of its window."""
     crop_frames: int = 16
-    """Frames that a sub-agent sees at most."""
+    """Upper bound on a sub-agent's frames."""
     max_num_frames: int = 0
-    """Most frames that a call of crop_video may ask for (num_frames); 0 offers no such argument."""
+    """Upper bound on the argument num_frames of crop_video; 0 leaves the argument out."""
     tools: tuple[str, ...] = ("crop_video",)
-    """Tools of a main agent: crop_video, search_subtitles, or MODULE:CLASS (docs/tools.md)."""
+    """Tools of the main agent: crop_video, search_subtitles, or MODULE:CLASS (docs/tools.md)."""
     prompt: Prompt = "agentic"
-    """The system turn; demonstrations teach `agentic`, and `reasoning` and `direct` know no tool."""
+    """The system turn. Demonstrations use `agentic`; `agentic-minimal` has little more than the
+    tools' schemas; `reasoning` and `direct` offer no tools, and `direct` does not think."""
 
     def __post_init__(self):
         if self.prompt not in get_args(Prompt):
+            choices = ", ".join(get_args(Prompt))
             raise ValueError(
-                f"protocol.prompt: {self.prompt!r}; choose one of {', '.join(get_args(Prompt))}"
+                f"protocol.prompt: {self.prompt!r} is unknown; choose one of {choices}"
             )
         if self.prompt == "direct" and self.pin_think:
             raise ValueError(
-                "protocol.pin_think: True with protocol.prompt 'direct', which does not think; set it to False"
+                "protocol.pin_think: True with protocol.prompt 'direct', which does not think; "
+                "set it to False"
             )
         for name in ("max_tool_turns", "max_num_frames"):
             if getattr(self, name) < 0:
@@ -129,23 +166,31 @@ class ProtocolSettings:
             "crop_frames",
         ):
             if getattr(self, name) < 1:
-                raise ValueError(
-                    f"protocol.{name}: {getattr(self, name)}; give a whole number of at least 1"
-                )
+                raise ValueError(f"protocol.{name}: {getattr(self, name)}; give at least 1")
         if not 0 < self.crop_fps < math.inf:
             raise ValueError(
-                f"protocol.crop_fps: {self.crop_fps}; give frames a second, a finite number above 0"
+                f"protocol.crop_fps: {self.crop_fps} frames per second; "
+                "give a finite number above 0"
             )
-        self.make_tools()  # refuses names that are unknown
+        self.make_tools()  # unknown names fail here
 
     def make_tools(self) -> tuple[Tool, ...]:
-        """The tools that are named. ValueError for an unknown name, one given twice, or none."""
+        """Make the tools that `tools` names.
+
+        Raises:
+            ValueError: A name is unknown or given twice, or there is none.
+        """
         if not self.tools:
             raise ValueError(
                 "protocol.tools: empty; name at least one (dispatch 'none' offers no tool)"
             )
-        own = {tool.name: tool for tool in (CropVideo(self.max_num_frames), SearchSubtitles())}
-        tools = tuple(own[name] if name in own else _load_tool(name) for name in self.tools)
+        built_in: dict[str, Tool] = {
+            CropVideo.name: CropVideo(self.max_num_frames),
+            SearchSubtitles.name: SearchSubtitles(),
+        }
+        tools = tuple(
+            built_in[name] if name in built_in else _load_tool(name) for name in self.tools
+        )
         names = [tool.name for tool in tools]
         if len(set(names)) < len(names):
             raise ValueError(f"protocol.tools: {', '.join(names)}; give each tool once")
@@ -158,41 +203,45 @@ class ProtocolSettings:
 
     @property
     def most_crop_frames(self) -> int:
-        """Frames of the longest sub-agent's prompt."""
+        """Upper bound on the frames of any sub-agent's prompt."""
         return max(self.crop_frames, self.max_num_frames)
 
     def showing_frames(self, crop_tokens: int) -> ProtocolSettings:
-        """The same limits where crops are shown in the trajectory itself (dispatch `frames`), which then
-        has room for all of them. `crop_tokens`: tokens of one crop's frames."""
-        shown = self.max_tool_turns * self.max_calls * crop_tokens
-        return dataclasses.replace(self, trajectory_tokens=self.trajectory_tokens + shown)
+        """The limits for dispatch `frames`, whose trajectories hold the crops themselves.
+
+        Args:
+            crop_tokens: Tokens of one crop's frames, labels included.
+        """
+        most_shown = self.max_tool_turns * self.max_calls * crop_tokens
+        return dataclasses.replace(self, trajectory_tokens=self.trajectory_tokens + most_shown)
 
 
 def _load_tool(name: str) -> Tool:
-    """The tool that "MODULE:CLASS" names."""
-    module, _, kind = name.partition(":")
+    """Import and make the tool "MODULE:CLASS"."""
+    module, _, class_name = name.partition(":")
     try:
-        tool = getattr(importlib.import_module(module), kind)
+        tool = getattr(importlib.import_module(module), class_name)
     except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
         raise ValueError(
-            f"protocol.tools: {name!r} is no tool ({error}); "
+            f"protocol.tools: {name!r} cannot be imported ({error}); "
             "give crop_video, search_subtitles, or MODULE:CLASS of your own"
         ) from error
     if not (isinstance(tool, type) and issubclass(tool, Tool)):
         raise ValueError(
-            f"protocol.tools: {name!r} is no tool; give a class derived from {Tool.__module__}.Tool"
+            f"protocol.tools: {name!r} is not a tool; "
+            f"give a class derived from {Tool.__module__}.Tool"
         )
     try:
         return tool()
-    except TypeError as error:  # abstract methods are missing, or it wants arguments
+    except TypeError as error:  # abstract methods are missing, or the constructor has arguments
         raise ValueError(
             f"protocol.tools: {name!r} cannot be made ({error}); "
-            "give it parse and run, and no arguments to be made with"
+            "define parse and run, and a constructor without arguments"
         ) from error
 
 
 def render_call(call: CropCall) -> str:
-    """A `crop_video` call as the model is taught to write it."""
+    """A `crop_video` call as demonstrations write it."""
     arguments = {
         "video_path": VIDEO_NAME,
         "start_time": _number(call.start),
@@ -202,36 +251,55 @@ def render_call(call: CropCall) -> str:
 
 
 def system_text(tools: Sequence[Tool], prompt: Prompt = "agentic", video: bool = True) -> str:
-    """The system turn, with the schemas of the tools that are offered. Without `video` (pictures or
-    text alone) it mentions no video. ValueError for tools with a prompt that knows none."""
+    """The system turn.
+
+    Args:
+        tools: Tools whose schemas are shown; empty offers none.
+        prompt: Which opening to use.
+        video: False for conversations about pictures or text alone: the turn is then only the
+            answer format, without a word about a video.
+
+    Raises:
+        ValueError: `prompt` has no place for tools.
+    """
     if not video:
         return f"<|im_start|>system\n{_FORM}<|im_end|>\n"
     if not tools:
-        return f"<|im_start|>system\n{_ALONE[prompt]}<|im_end|>\n"
+        return f"<|im_start|>system\n{_WITHOUT_TOOLS[prompt]}<|im_end|>\n"
     if prompt in ("direct", "reasoning"):
-        raise ValueError(f"protocol.prompt: {prompt!r} knows no tool; use it with dispatch 'none'")
-    hints = "".join(f"{tool.hint}\n" for tool in tools)
-    opening = f"{_TASK}{hints}{_FORM}" if prompt == "agentic" else _ALONE[prompt]
+        raise ValueError(
+            f"protocol.prompt: {prompt!r} offers no tools; use it with dispatch 'none'"
+        )
+    opening = _WITHOUT_TOOLS[prompt]
+    if prompt == "agentic":
+        hints = "".join(f"{tool.hint}\n" for tool in tools)
+        opening = f"{_TASK}{hints}{_FORM}"
     schemas = "".join(f"\n{json.dumps(tool.schema)}" for tool in tools)
     return f"<|im_start|>system\n{opening}{_TOOLS_HEAD}{schemas}{_TOOLS_TAIL}<|im_end|>\n"
 
 
 def question_text(question: Question) -> str:
-    """The question as the user puts it: options as "A. ...", one a line."""
+    """The question as the user asks it, with options of multiple choice as lines "A. ..."."""
+    if question.kind is not QuestionKind.MULTIPLE_CHOICE:
+        return f"\n{question.text}"
     options = "".join(
         f"\n{chr(ord('A') + i)}. {option.strip()}" for i, option in enumerate(question.options)
     )
-    return "\n" + question.text + (options if question.kind is QuestionKind.MULTIPLE_CHOICE else "")
+    return f"\n{question.text}{options}"
 
 
 def subtitled_text(entries: Sequence[Subtitle], text: str) -> str:
-    """A question's text with what is said in the video before it, each line after its time, as frames have theirs."""
+    """A question's text after the video's subtitles, one line per entry with its timestamp."""
     lines = "".join(f"{subtitle_line(entry)}\n" for entry in entries)
     return f"What is said in the video:\n{lines}\n{text}" if lines else text
 
 
 def recurring_texts(tools: Sequence[Tool]) -> tuple[str, ...]:
-    """The protocol's fixed lines, numbers of a call cut out, and the commonest errors: single pieces of a small vocabulary."""
+    """Texts of the protocol that recur word for word: the tokens of a small vocabulary.
+
+    These are the fixed lines of prompts, the parts of a call around its numbers, and the error
+    responses to the commonest malformed calls.
+    """
     texts = [
         system_text(tools),
         system_text(()),
@@ -241,66 +309,59 @@ def recurring_texts(tools: Sequence[Tool]) -> tuple[str, ...]:
         "<|im_start|>user\n",
         render_call(CropCall(0, 1)),
     ]
-    texts += [
-        f"error: {call.reason}"
-        for text in _BAD_CALLS
-        for call in parse_calls(text, tools)
-        if isinstance(call, FailedCall)
-    ]
-    lines = [line for text in texts for line in re.findall(r"[^\n]*\n+|[^\n]+", text)]
-    return tuple(
-        dict.fromkeys(part for line in lines for part in re.split(r"(?<=_time\": )\d+", line))
-    )
+    for bad_call in _BAD_CALLS:
+        for call in parse_calls(bad_call, tools):
+            if isinstance(call, FailedCall):
+                texts.append(f"error: {call.reason}")
+
+    pieces: list[str] = []
+    for text in texts:
+        for line in re.findall(r"[^\n]*\n+|[^\n]+", text):
+            pieces += re.split(r"(?<=_time\": )\d+", line)
+    return tuple(dict.fromkeys(pieces))  # each once, in order
 
 
 class Protocol:
-    """Renders prompts and tool results into segments of token ids.
+    """Renders prompts and tool results as segments of token ids.
 
-    Where frames are shown, `image_tokens` is the number of visual tokens of each after the vision
-    tower's merge: one number for all, or one per frame.
+    Several methods take `image_tokens`: the visual tokens per frame after the vision tower's merge,
+    either one number for all frames or one per frame.
     """
 
     def __init__(self, vocabulary: Vocabulary, settings: ProtocolSettings):
         self.vocabulary = vocabulary
         self.settings = settings
         self.tools = {tool.name: tool for tool in settings.make_tools()}
-        self._special = re.compile(
-            "|".join(re.escape(t) for t in sorted(vocabulary.special_texts, key=len, reverse=True))
-        )
+        # Longest first: a regular expression takes the first alternative that matches.
+        special_texts = sorted(vocabulary.special_texts, key=len, reverse=True)
+        self._special = re.compile("|".join(re.escape(text) for text in special_texts))
 
     def overview(
         self, frames: Sequence[Frame], image_tokens: int | Sequence[int], tools: bool = True
     ) -> Segment:
-        """The opening of a main agent's prompt: system turn and timed overview frames. Shared by all questions on the video."""
-        return Segment(
-            self._timed_images(
-                system_text([*self.tools.values()] if tools else (), self.settings.prompt)
-                + "<|im_start|>user\n",
-                frames,
-                image_tokens,
-            ),
-            Author.PROMPT,
-            frames=tuple(frames),
-        )
+        """The first part of the main agent's prompt: system turn and overview frames.
+
+        All questions about a video share it, and its KV cache.
+        """
+        offered = [*self.tools.values()] if tools else ()
+        opening = system_text(offered, self.settings.prompt) + "<|im_start|>user\n"
+        ids = self._labelled_frames(opening, frames, image_tokens)
+        return Segment(ids, Author.PROMPT, frames=tuple(frames))
 
     def question(self, question: Question) -> Segment:
-        """The rest of a main agent's prompt."""
-        return Segment(
-            self._concat(self.plain(question_text(question)), TO_ASSISTANT), Author.PROMPT
-        )
+        """The rest of the main agent's prompt: the question and the opening of the response."""
+        ids = [self.encode(self.plain(question_text(question))), self.encode(TO_ASSISTANT)]
+        return Segment(np.concatenate(ids), Author.PROMPT)
 
     def window(self, frames: Sequence[Frame], image_tokens: int | Sequence[int]) -> Segment:
-        """A sub-agent's whole prompt: timed frames of one window and the request for a summary."""
-        opening = self._timed_images("<|im_start|>user\n", frames, image_tokens)
-        return Segment(
-            np.concatenate([opening, self.encode(_SUMMARY_REQUEST + TO_ASSISTANT)]),
-            Author.PROMPT,
-            frames=tuple(frames),
-        )
+        """A sub-agent's whole prompt: the frames of its window and the request for a summary."""
+        shown = self._labelled_frames("<|im_start|>user\n", frames, image_tokens)
+        ids = np.concatenate([shown, self.encode(_SUMMARY_REQUEST + TO_ASSISTANT)])
+        return Segment(ids, Author.PROMPT, frames=tuple(frames))
 
     @functools.cached_property
     def pinned(self) -> Segment:
-        """The `<think>` every response of a main agent is started with; nothing where it is the model's to write."""
+        """`<think>`, which opens every response of the main agent; empty without pin_think."""
         return Segment(self.encode(PINNED if self.settings.pin_think else ""), Author.PINNED)
 
     def tool_results(
@@ -311,92 +372,95 @@ class Protocol:
         shown: Sequence[Sequence[Frame]] = (),
         image_tokens: int = 0,
     ) -> Segment:
-        """The user turn that brings a turn's tool responses back.
+        """The user turn that returns the responses to a turn's calls.
 
-        `ended`: whether the response before it closed its turn itself; `last`: whether no further calls will be accepted.
-        `shown`: frames that stand before each response, of `image_tokens` each; none at all where sub-agents looked.
+        Args:
+            responses: One text per call.
+            ended: Whether the model closed its turn itself with `<|im_end|>`.
+            last: Whether the model may call no more; the turn then asks for the answer.
+            shown: Frames in front of each response, under dispatch `frames`.
+            image_tokens: Visual tokens per shown frame.
         """
         close = "" if ended else "<|im_end|>"
-        if any(shown):
-            parts = [self.encode(f"{close}\n<|im_start|>user")]
-            for text, frames in zip(responses, shown, strict=True):
-                images = self._timed_images("\n<tool_response>\n", frames, image_tokens)
-                parts += [images, self.encode(f"{self.cut(text)}\n</tool_response>")]
-            parts.append(self.encode(f"{ANSWER_NOW if last else ''}{TO_ASSISTANT}"))
-            return Segment(
-                np.concatenate(parts),
-                Author.TOOL,
-                frames=tuple(frame for frames in shown for frame in frames),
+        ending = f"{ANSWER_NOW if last else ''}{TO_ASSISTANT}"
+        if not any(shown):
+            bodies = "\n".join(
+                f"<tool_response>\n{self.cut(text)}\n</tool_response>" for text in responses
             )
-        bodies = "\n".join(
-            f"<tool_response>\n{self.cut(text)}\n</tool_response>" for text in responses
-        )
-        text = f"{close}\n<|im_start|>user\n{bodies}{ANSWER_NOW if last else ''}{TO_ASSISTANT}"
-        return Segment(self.encode(text), Author.TOOL)
+            text = f"{close}\n<|im_start|>user\n{bodies}{ending}"
+            return Segment(self.encode(text), Author.TOOL)
+
+        parts = [self.encode(f"{close}\n<|im_start|>user")]
+        for text, frames in zip(responses, shown, strict=True):
+            parts += [
+                self._labelled_frames("\n<tool_response>\n", frames, image_tokens),
+                self.encode(f"{self.cut(text)}\n</tool_response>"),
+            ]
+        parts.append(self.encode(ending))
+        all_frames = tuple(frame for frames in shown for frame in frames)
+        return Segment(np.concatenate(parts), Author.TOOL, frames=all_frames)
 
     def cut(self, text: str) -> str:
-        """A tool response as the model reads it: plain, and within its limit of tokens."""
-        text, limit = self.plain(text), self.settings.summary_tokens
+        """A tool response as the model reads it: plain, and at most `summary_tokens` long."""
+        limit = self.settings.summary_tokens
+        text = self.plain(text)
         ids = self.vocabulary.encode(text)
         if len(ids) <= limit:
             return text
         text = self.vocabulary.decode(ids[:limit])
-        while (
-            len(self.vocabulary.encode(text)) > limit
-        ):  # half a character became a replacement, of more tokens
+        # A character cut in half decodes to U+FFFD, which may encode to more tokens than the half.
+        while len(self.vocabulary.encode(text)) > limit:
             text = text[:-1]
         return text
 
     def plain(self, text: str) -> str:
-        """Text from outside the protocol: special tokens in it are broken by a space, so that they are only words."""
+        """Text from outside the protocol, made safe: a space breaks each special token in it."""
         return self._special.sub(lambda match: match[0][0] + " " + match[0][1:], text)
 
-    def label_tokens(self, time: float) -> int:
-        """Tokens of a frame's timestamp, `time` in seconds, and of its vision marks."""
-        return len(self._time(_timestamp(time))) + 2
-
-    def _timed_images(
-        self, opening: str, frames: Sequence[Frame], image_tokens: int | Sequence[int]
-    ) -> np.ndarray:
-        return np.concatenate([self.encode(opening), *self.images(frames, image_tokens)])
+    def measure_label(self, time: float) -> int:
+        """Tokens of a frame's label: its timestamp for `time` seconds, and its two vision marks."""
+        return len(self._timestamp(time)) + 2
 
     def images(
         self, frames: Sequence[Frame], image_tokens: int | Sequence[int], timed: bool = True
     ) -> list[Int32[np.ndarray, " n"]]:
-        """The placeholders of frames, each after its time where `timed`."""
-        counts = (
-            [image_tokens] * len(frames) if isinstance(image_tokens, int) else list(image_tokens)
-        )
+        """The ids of frames in pieces: timestamps (if `timed`) and placeholders."""
+        if isinstance(image_tokens, int):
+            counts = [image_tokens] * len(frames)
+        else:
+            counts = list(image_tokens)
         if len(counts) != len(frames):
             raise ValueError(
-                f"image_tokens: {len(counts)} counts for {len(frames)} frames; give one a frame"
+                f"image_tokens: {len(counts)} counts for {len(frames)} frames; give one per frame"
             )
-        special = self.vocabulary
+        start = self.vocabulary["<|vision_start|>"]
+        pad = self.vocabulary["<|image_pad|>"]
+        end = self.vocabulary["<|vision_end|>"]
         parts: list[np.ndarray] = []
         for frame, count in zip(frames, counts, strict=True):
-            image = [
-                special["<|vision_start|>"],
-                *[special["<|image_pad|>"]] * count,
-                special["<|vision_end|>"],
-            ]
-            parts += [self._time(_timestamp(frame.time))] * timed + [np.array(image, np.int32)]
+            if timed:
+                parts.append(self._timestamp(frame.time))
+            parts.append(np.array([start, *[pad] * count, end], np.int32))
         return parts
 
-    def _concat(self, *texts: str) -> np.ndarray:
-        return np.concatenate([self.encode(text) for text in texts])
+    def encode(self, text: str) -> Int32[np.ndarray, " n"]:
+        """Token ids of a text of the protocol; special tokens in it become their ids."""
+        return self.vocabulary.encode(text)
 
-    @functools.lru_cache(maxsize=65_536)  # noqa: B019  one protocol lives as long as the run
-    def _time(self, text: str) -> np.ndarray:
+    def _labelled_frames(
+        self, opening: str, frames: Sequence[Frame], image_tokens: int | Sequence[int]
+    ) -> Int32[np.ndarray, " n"]:
+        return np.concatenate([self.encode(opening), *self.images(frames, image_tokens)])
+
+    def _timestamp(self, time: float) -> Int32[np.ndarray, " n"]:
+        return self._encode_timestamp(f"<{time:.1f} seconds>")
+
+    # Every frame of every prompt needs one, and times recur.
+    @functools.lru_cache(maxsize=65_536)  # noqa: B019  a protocol lives as long as its run
+    def _encode_timestamp(self, text: str) -> Int32[np.ndarray, " n"]:
         return self.encode(text)
-
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, int32[n]; special tokens in it are taken as such."""
-        return np.asarray(self.vocabulary.encode(text), np.int32)
-
-
-def _timestamp(time: float) -> str:
-    return f"<{time:.1f} seconds>"
 
 
 def _number(value: float) -> float | int:
+    """Whole seconds without a decimal point."""
     return int(value) if float(value).is_integer() else value

@@ -1,7 +1,7 @@
-"""The records that travel between the rooms: questions, trajectories, episodes.
+"""The data types of the method: questions, trajectories, tool calls and episodes.
 
-Owns the shape of the data and nothing else. Invariant: a `Trajectory` only grows, and its token ids are the one truth of
-what the model saw and wrote; text is decoded from them, never the other way round.
+A `Trajectory` only grows. Its token ids are the record of what the model saw and wrote; text is
+decoded from them and never encoded back.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 from typing import Any, ClassVar
 
 import numpy as np
+from jaxtyping import Float, Float32, Int, Int8, Int32
 
 from paravt_jax.method.subtitles import Subtitle
 
@@ -26,24 +27,23 @@ class QuestionKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One question about one video.
-
-    `video` is a path relative to the data root; `answer` is text, "[a, b]" in seconds for
-    grounding; `subtitles` are those of the video, none where there are none.
-    """
+    """One question about one video."""
 
     id: str
     video: str
+    """Path of the video, relative to the data root."""
     text: str
     kind: QuestionKind
     answer: str
+    """The right answer. For grounding it is "[start, end]" in seconds."""
     options: tuple[str, ...] = ()
     subtitles: tuple[Subtitle, ...] = ()
+    """Subtitles of the video; empty if it has none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Caption:
-    """What one frame shows, in words: the video, the time in seconds and the words."""
+    """A description in words of one frame, by video and time in seconds."""
 
     video: str
     time: float
@@ -51,7 +51,13 @@ class Caption:
 
 
 class Author(enum.IntEnum):
-    """Who wrote a token. Only MODEL tokens carry log-probs and loss; PINNED ones open a response for the model."""
+    """Who wrote a token.
+
+    PROMPT: the protocol, or a person.
+    PINNED: the protocol, which opens a response for the model (`<think>`).
+    MODEL: the model. Only these tokens have log-probs and contribute to the loss.
+    TOOL: the tools, whose responses come back as a user turn.
+    """
 
     PROMPT = 0
     PINNED = 1
@@ -61,7 +67,7 @@ class Author(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """One frame of a video: what was asked for and shown. `index` counts decoded frames, `time` is its timestamp in seconds."""
+    """One frame of a video: its index among the decoded frames, and its timestamp in seconds."""
 
     video: str
     index: int
@@ -70,39 +76,51 @@ class Frame:
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A run of tokens by one author. `logprobs` (float32, one a token) where the author is MODEL; `frames` as their placeholders stand.
+    """Consecutive tokens of a trajectory by the same author.
 
-    `digest` is the sampler's own `digest` of all it had been fed when it had written this segment; the trainer compares it with what
-    it scores, and `version` that of the weights that wrote it; both are None where nobody sampled.
+    Example of a short trajectory, one segment per line:
+
+        PROMPT  <|im_start|>system ... <|im_start|>user ... What is shown? ... assistant
+        PINNED  <think>
+        MODEL   I need a closer look </think> <tool_call> ... </tool_call> <|im_end|>
+        TOOL    <|im_start|>user <tool_response> ... </tool_response> ... assistant
     """
 
-    ids: np.ndarray
+    ids: Int[np.ndarray, " t"]
+    """Token ids."""
     author: Author
-    logprobs: np.ndarray | None = None
+    logprobs: Float[np.ndarray, " t"] | None = None
+    """The sampler's log-prob of each token; MODEL segments have them, others do not."""
     frames: tuple[Frame, ...] = ()
+    """The frames that are shown here, in the order of their placeholders in `ids`."""
     digest: str | None = None
+    """The sampler's `digest` of all ids it had processed at the end of this segment. The trainer
+    compares it with the ids it scores. None if the segment was not sampled."""
     version: int | None = None
+    """Version of the weights that sampled this segment; None if it was not sampled."""
 
     def __post_init__(self):
         if (self.logprobs is not None) != (self.author is Author.MODEL):
+            given = "missing" if self.logprobs is None else "given"
             raise ValueError(
-                f"Segment.logprobs: given for {self.author.name}; sampled (MODEL) segments have them, others do not"
+                f"Segment.logprobs: {given} for author {self.author.name}; "
+                "give them for MODEL segments and for no others"
             )
         if self.logprobs is not None and len(self.logprobs) != len(self.ids):
             raise ValueError(
-                f"Segment.logprobs: {len(self.logprobs)} values for {len(self.ids)} tokens; one a token is needed"
+                f"Segment.logprobs: {len(self.logprobs)} values for {len(self.ids)} tokens; "
+                "give one per token"
             )
 
 
-def digest(ids: np.ndarray) -> str:
-    """A fingerprint of token ids, the same for the same ids whatever their integer type."""
-    return hashlib.blake2b(
-        np.ascontiguousarray(ids, np.int64).tobytes(), digest_size=16
-    ).hexdigest()
+def digest(ids: Int[np.ndarray, " t"]) -> str:
+    """Fingerprint of token ids; it does not depend on their integer type."""
+    data = np.ascontiguousarray(ids, np.int64).tobytes()
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 class Trajectory:
-    """An append-only list of segments: everything one agent saw and wrote, in order."""
+    """Everything one agent saw and wrote, as a list of segments that can only be appended to."""
 
     def __init__(self, segments: tuple[Segment, ...] = ()):
         self._segments = list(segments)
@@ -115,18 +133,18 @@ class Trajectory:
         return tuple(self._segments)
 
     @property
-    def ids(self) -> np.ndarray:
-        """Every token id, int32[t]."""
+    def ids(self) -> Int32[np.ndarray, " t"]:
+        """All token ids."""
         return np.concatenate([s.ids for s in self._segments]).astype(np.int32)
 
     @property
-    def authors(self) -> np.ndarray:
-        """The author of every token, int8[t]."""
+    def authors(self) -> Int8[np.ndarray, " t"]:
+        """The `Author` of each token."""
         return np.concatenate([np.full(len(s.ids), s.author, np.int8) for s in self._segments])
 
     @property
-    def logprobs(self) -> np.ndarray:
-        """The sampler's log-prob of every token, float32[t]; 0 where it was not sampled."""
+    def logprobs(self) -> Float32[np.ndarray, " t"]:
+        """The sampler's log-prob of each token; 0 for tokens that were not sampled."""
         return np.concatenate(
             [
                 np.zeros(len(s.ids), np.float32) if s.logprobs is None else s.logprobs
@@ -136,27 +154,28 @@ class Trajectory:
 
     @property
     def frames(self) -> tuple[Frame, ...]:
+        """All frames, in the order of their placeholders."""
         return tuple(frame for s in self._segments for frame in s.frames)
 
     @property
     def version(self) -> int | None:
-        """Of the oldest weights that wrote in it; None where nobody sampled."""
+        """Version of the oldest weights that sampled a segment; None if nothing was sampled."""
         return min((s.version for s in self._segments if s.version is not None), default=None)
 
 
 class CallStatus(enum.StrEnum):
-    """What became of one tool call."""
+    """The outcome of one tool call."""
 
     EXECUTED = "executed"
-    CLAMPED = "clamped"  # executed, with its window or its number of frames cut to what there is
-    MALFORMED = "malformed"  # not JSON, or not of the tool's shape
+    CLAMPED = "clamped"  # executed with a smaller window or fewer frames than asked for
+    MALFORMED = "malformed"  # not JSON, or arguments that the tool cannot read
     UNKNOWN_TOOL = "unknown_tool"
-    BAD_WINDOW = "bad_window"  # reversed, empty, outside the video, not finite
-    TOO_MANY = "too_many"  # beyond the turn's limit of calls
-    NOT_OFFERED = "not_offered"  # tools are off, or no turn with tools is left
+    BAD_WINDOW = "bad_window"  # reversed, empty, outside the video, or not finite
+    TOO_MANY = "too_many"  # beyond the limit of calls per turn
+    NOT_OFFERED = "not_offered"  # tools are off, or no tool turn is left
     UNREADABLE = "unreadable"  # the video cannot be decoded there, or has no subtitles
-    TIMED_OUT = "timed_out"  # the sub-agent had not ended in time
-    REFUSED = "refused"  # a server would not answer the sub-agent's request
+    TIMED_OUT = "timed_out"  # the sub-agent did not finish in time
+    REFUSED = "refused"  # a remote server refused the sub-agent's request
 
     @property
     def executed(self) -> bool:
@@ -165,7 +184,7 @@ class CallStatus(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class CropCall:
-    """A parsed `crop_video` call, window in seconds. `frames`: how many it asks for, if it does."""
+    """A parsed `crop_video` call. The window is in seconds; `frames` is None for the default."""
 
     start: float
     end: float
@@ -175,7 +194,7 @@ class CropCall:
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-    """A parsed call of any other tool: its name, and its arguments as JSON values."""
+    """A parsed call of any other tool: the tool's name and the arguments as JSON values."""
 
     tool: str
     arguments: dict[str, Any]
@@ -186,7 +205,7 @@ Call = CropCall | ToolCall
 
 @dataclasses.dataclass(frozen=True)
 class FailedCall:
-    """A call that is not carried out: why, as a sentence for the model, and how it is counted."""
+    """A call that is not carried out: a reason that the model reads, and the status to count."""
 
     reason: str
     status: CallStatus = CallStatus.MALFORMED
@@ -194,55 +213,55 @@ class FailedCall:
 
 @dataclasses.dataclass(frozen=True)
 class CallOutcome:
-    """One tool call of a turn: what was asked (None where it could not be read), what became of it, and the response the model saw.
-
-    `frames`: those that the main agent itself was shown, where no sub-agent looks for it.
-    """
+    """One tool call of a turn and its result."""
 
     call: Call | None
+    """The parsed call; None if it could not be read."""
     status: CallStatus
     response: str
+    """The response as the main agent saw it."""
     subagent: Trajectory | None = None
+    """The trajectory of the sub-agent that looked at the window, if there was one."""
     frames: tuple[Frame, ...] = ()
+    """Frames that the main agent saw itself, under dispatch `frames`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """One response of the main agent: its whole text (pinned opening included), and whether it ran
-    into the token limit.
-
-    `calls`: the outcome of each call in the text, in order; empty where the text was cut off.
-    """
+    """One response of the main agent."""
 
     text: str
+    """The whole text, pinned opening included."""
     calls: tuple[CallOutcome, ...] = ()
+    """The outcomes of all calls in the text, in order; empty if the response was cut short."""
     truncated: bool = False
+    """Whether the response, or the room for what had to follow it, ran into a limit."""
 
 
 class StopReason(enum.StrEnum):
     """Why an episode ended."""
 
     ANSWERED = "answered"
-    NO_ANSWER = "no_answer"  # neither a call nor an answer
-    TRUNCATED = "truncated"  # a turn hit its token limit
-    TURN_LIMIT = "turn_limit"  # still calling in the last turn
-    TOKEN_LIMIT = "token_limit"  # the trajectory is full
-    TIME_LIMIT = "time_limit"  # the episode's time was up
-    UNREADABLE = "unreadable"  # the video could not be read
-    REFUSED = "refused"  # a server would not answer a request of the main agent
+    NO_ANSWER = "no_answer"  # a turn without a call and without an answer
+    TRUNCATED = "truncated"  # a turn reached its token limit
+    TURN_LIMIT = "turn_limit"  # the model still calls after its last tool turn
+    TOKEN_LIMIT = "token_limit"  # the trajectory has no room for the tool results
+    TIME_LIMIT = "time_limit"
+    UNREADABLE = "unreadable"  # the video cannot be read
+    REFUSED = "refused"  # a remote server refused a request of the main agent
 
 
 @dataclasses.dataclass(frozen=True)
 class Episode:
-    """One main agent's whole course, its sub-agents included. `frames` is the overview budget K that was drawn.
-
-    `reason` says in words why a request was refused.
-    """
+    """A finished episode: the main agent's trajectory and turns, with its sub-agents in them."""
 
     question: Question
     frames: int
+    """Overview frames (K)."""
     trajectory: Trajectory
     turns: tuple[Turn, ...]
     stop: StopReason
     answer: str | None
+    """The main agent's answer; None unless `stop` is ANSWERED."""
     reason: str = ""
+    """Why a server refused a request, in its own words."""

@@ -1,10 +1,13 @@
-"""What an episode earned: R = R_acc + format_weight * R_fmt + tool_weight * R_tool (REFERENCE 3).
+"""The reward of an episode: R = R_acc + format_weight * R_fmt + tool_weight * R_tool (REFERENCE 3).
 
-Owns the reward of one episode, in plain Python. It reads whole turns, the pinned `<think>` included, and what really became
-of each call (`Turn.calls`), so a `<tool_response>` that the model invents and a `<tool_code>` earn nothing. Refuses
-batches and groups: those are `paravt_jax.method.grpo`. Invariant: R_acc and R_tool lie in [0, 1], so does R_fmt while it is capped,
-and one turn scores as the published arithmetic does; several turns are scored one by one and averaged, because read as one
-text the first turn's closed think would speak for all.
+    R_acc   is the answer right, in [0, 1] (`paravt_jax.method.accuracy`)
+    R_fmt   format_base + anchor_weight * R_anchor, cut to [0, 1] by default
+    R_tool  were calls carried out, and did they lead to a right answer, in [0, 1]
+
+Whole turns are scored, the pinned `<think>` included. Each turn is scored by itself and the turns
+are averaged: read as one text, the closed think of the first turn would count for all. Tool rewards
+come from the outcomes of calls (`Turn.calls`), so a `<tool_response>` that the model invents earns
+nothing. An episode of one turn scores as in the published code.
 """
 
 from __future__ import annotations
@@ -29,57 +32,69 @@ from paravt_jax.method.records import CallStatus, Question, Turn
 
 @dataclasses.dataclass(frozen=True)
 class RewardSettings:
-    """The reward's weights; the defaults are the published recipe (REFERENCE 3)."""
+    """Weights of the reward; the defaults are the published recipe (REFERENCE 3)."""
 
     format_weight: float = 1.0
     """Weight of R_fmt in the total."""
     tool_weight: float = 1.0
-    """Weight of R_tool in the total; 0 is the table's "without the tool reward"."""
+    """Weight of R_tool in the total; 0 is the paper's row "without the tool reward"."""
     answer_suffix: bool = True
-    """The answer-suffix term: credit a non-empty answer block with 0.5 and the think with 0.2 (True), or both with 0.3 (False)."""
+    """The answer-suffix term: a non-empty answer block earns 0.5 and a think 0.2. With False, each
+    earns 0.3."""
     gamma: float = 0.3
-    """The penalty for a think that is never closed and, at single tokens, for the one that broke a block."""
+    """Penalty for a think that is never closed; with the anchors `credit` and `likelihood`, also
+    for each token that breaks a block."""
     format_cap: bool = True
-    """Cut R_fmt to [0, 1]. Its terms add up to more, so a capped R_fmt stops telling good from better."""
+    """Cut R_fmt to [0, 1]. Its terms can add up to more, and a capped R_fmt no longer tells good
+    from better."""
     open_ended: Literal["f1", "exact", "judge"] = "f1"
-    """How open-ended answers are scored."""
+    """How open-ended answers are scored: word F1, exact match, or a language model."""
     judge: JudgeSettings | None = None
-    """Which language model is asked where open_ended is `judge`."""
+    """The language model that scores answers; needs open_ended `judge`."""
 
     def __post_init__(self):
         for name in ("format_weight", "tool_weight", "gamma"):
-            if not 0 <= getattr(self, name) < math.inf:
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
                 raise ValueError(
-                    f"RewardSettings.{name}: {getattr(self, name)} is not a weight; give a finite number of at least 0"
+                    f"RewardSettings.{name}: {value}; give a finite number of at least 0"
                 )
         if self.open_ended not in ("f1", "exact", "judge"):
             raise ValueError(
-                f"RewardSettings.open_ended: {self.open_ended!r} is unknown; choose one of f1, exact, judge"
+                f"RewardSettings.open_ended: {self.open_ended!r} is unknown; "
+                "choose one of f1, exact, judge"
             )
-        if (self.open_ended == "judge") != (self.judge is not None):
-            remedy = (
-                "give the judge's endpoint and model, from Python"
-                if self.judge is None
-                else "set it to 'judge', or the judge to None"
-            )
+        if self.open_ended == "judge" and self.judge is None:
             raise ValueError(
-                f"RewardSettings.open_ended: {self.open_ended!r} with judge {self.judge}; {remedy}"
+                "RewardSettings.open_ended: 'judge' without a judge; "
+                "give the judge's endpoint and model, from Python"
+            )
+        if self.open_ended != "judge" and self.judge is not None:
+            raise ValueError(
+                f"RewardSettings.open_ended: {self.open_ended!r} with judge {self.judge}; "
+                "set it to 'judge', or the judge to None"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class Rewards:
-    """What one episode earned. `format` holds the weighted anchor, `anchor` is the plain R_anchor; `compliant` counts in
-    f, which is a share of rollouts here (the paper's f is a mean reward).
-    `capped`: whether the cap of R_fmt took something away."""
+    """The rewards of one episode."""
 
     accuracy: float
+    """R_acc."""
     format: float
+    """R_fmt, with the weighted anchor in it."""
     anchor: float
+    """R_anchor, unweighted."""
     tool: float
+    """R_tool."""
     total: float
+    """The weighted sum R."""
     compliant: bool
+    """Whether all turns keep the format. The metric f is the share of compliant rollouts here; the
+    paper's f is a mean reward."""
     capped: bool = False
+    """Whether the cap changed R_fmt."""
 
 
 def _closes_think(text: str) -> bool:
@@ -102,18 +117,18 @@ def _thinks_then_calls(turn: Turn) -> bool:
     text = turn.text
     if not _closes_think(text):
         return False
+    # `turn.calls` has an outcome for every call in the text, in the order of `find_calls`.
     opening = text.index("<think>")
     closing = text.index("</think>", opening)
-    starts = [
-        tag.start
-        for (tag, _), outcome in zip(find_calls(text), turn.calls, strict=True)
-        if outcome.call is not None
-    ]
-    return any(start > closing for start in starts) and not any(start < opening for start in starts)
+    calls = zip(find_calls(text), turn.calls, strict=True)
+    starts = [tag.start for (tag, _), outcome in calls if outcome.call is not None]
+    call_before = any(start < opening for start in starts)
+    call_after = any(start > closing for start in starts)
+    return call_after and not call_before
 
 
 def _has_call(turn: Turn) -> bool:
-    """Whether a call of it could be read."""
+    """Whether at least one of the turn's calls is readable."""
     return any(outcome.call is not None for outcome in turn.calls)
 
 
@@ -122,49 +137,71 @@ def _mean(values: Sequence[bool | float]) -> float:
 
 
 def anchor_reward(turns: Sequence[Turn], gamma: float = 0.3) -> float:
-    """R_anchor, the mean over turns of: +0.4 a substantive, closed think, +0.3 a whole flow, -gamma a think opened and never closed.
+    """R_anchor, the mean over turns of three terms.
 
-    A whole flow is think -> answer in the last turn and think -> call before it. An episode with a turn cut off by the token
-    limit is not paid: its R_anchor is at most 0.
+        +0.4    a substantive, closed think
+        +0.3    the whole flow: think then answer in the last turn, think then call before it
+        -gamma  a think that is opened and never closed
+
+    If a turn was truncated, R_anchor is at most 0.
     """
 
-    def one(turn: Turn, last: bool) -> float:
-        flows = _thinks_then_answers(turn.text) if last else _thinks_then_calls(turn)
-        return 0.4 * _closes_think(turn.text) + 0.3 * flows - gamma * _leaves_think_open(turn.text)
+    def score_turn(turn: Turn, last: bool) -> float:
+        whole_flow = _thinks_then_answers(turn.text) if last else _thinks_then_calls(turn)
+        credit = 0.4 * _closes_think(turn.text) + 0.3 * whole_flow
+        return credit - gamma * _leaves_think_open(turn.text)
 
-    mean = _mean([one(turn, i == len(turns) - 1) for i, turn in enumerate(turns)])
-    return min(mean, 0.0) if any(turn.truncated for turn in turns) else mean
+    mean = _mean([score_turn(turn, i == len(turns) - 1) for i, turn in enumerate(turns)])
+    if any(turn.truncated for turn in turns):
+        return min(mean, 0.0)
+    return mean
 
 
 def format_base(turns: Sequence[Turn], answer_suffix: bool = True) -> float:
-    """R_fmt without its anchor: 0.2 the share of turns with a substantive think; 0.5 the last turn's answer block; 0.3 the share of
-    calling turns that think first; 0.1 balanced tags where the rest is positive. Without answer_suffix the first two are 0.3 and 0.3.
-    0 where a turn was cut off.
+    """R_fmt without its anchor.
+
+        0.2  times the share of turns with a substantive think (0.3 without `answer_suffix`)
+        0.5  an answer block in the last turn (0.3 without `answer_suffix`)
+        0.3  times the share of calling turns that think first
+        0.1  balanced tags, if any of the above is earned
+
+    0 if a turn was truncated.
     """
     if not turns or any(turn.truncated for turn in turns):
         return 0.0
     texts = [turn.text for turn in turns]
-    answer = (0.5 if answer_suffix else 0.3) * (extract_answer(texts[-1]) is not None)
-    think = (0.2 if answer_suffix else 0.3) * _mean([has_substantive_think(text) for text in texts])
+    answer_weight = 0.5 if answer_suffix else 0.3
+    think_weight = 0.2 if answer_suffix else 0.3
+    answer = answer_weight * (extract_answer(texts[-1]) is not None)
+    think = think_weight * _mean([has_substantive_think(text) for text in texts])
     order = 0.3 * _mean([_thinks_then_calls(turn) for turn in turns if _has_call(turn)])
     base = think + answer + order
-    return base + 0.1 * all(map(tags_balanced, texts)) if base > 0 else 0.0
+    # A text without any tags is balanced too, and must not earn anything for that.
+    if base > 0:
+        base += 0.1 * all(tags_balanced(text) for text in texts)
+    return base
 
 
 def tool_reward(turns: Sequence[Turn], right: bool) -> float:
-    """R_tool in [0, 1]: 0.1 a readable call, 0.3 once one was executed, and 0.5 more where the answer earned anything.
+    """R_tool: 0.1 for a readable call, 0.3 if one was executed, plus 0.5 for a right answer.
 
-    Counted from the outcomes of calls, never from text; a call in a turn that offers no tools earns nothing.
+    Calls in a turn without tools do not count.
+
+    Args:
+        turns: The main agent's turns.
+        right: Whether the answer earned any R_acc.
     """
+    # Outcomes, not text: a model can write a tool call or a tool response without effect.
+    outcomes = [outcome for turn in turns for outcome in turn.calls]
     outcomes = [
-        o
-        for turn in turns
-        for o in turn.calls
-        if o.call is not None and o.status is not CallStatus.NOT_OFFERED
+        outcome
+        for outcome in outcomes
+        if outcome.call is not None and outcome.status is not CallStatus.NOT_OFFERED
     ]
     if not outcomes:
         return 0.0
-    return min((0.3 if any(o.status.executed for o in outcomes) else 0.1) + 0.5 * right, 1.0)
+    called = 0.3 if any(outcome.status.executed for outcome in outcomes) else 0.1
+    return min(called + 0.5 * right, 1.0)
 
 
 def score_all(
@@ -174,11 +211,18 @@ def score_all(
     anchor_weight: float = 0.5,
     answers: Sequence[str | None] | None = None,
 ) -> list[Rewards]:
-    """What each of several episodes earned; a judge is asked about all of them at once. An episode
-    without turns earns 0.
+    """Score several episodes. A judge is asked about all of them at once.
 
-    `anchor_weight` is the weight of R_anchor inside R_fmt (`GRPOSettings.sequence_anchor`); 0.5 is
-    the release's. `answers` are the episodes' answers where they are not those of `final_answer`.
+    Args:
+        played: Question and turns of each episode. An episode without turns earns 0.
+        settings: Weights and the scorer of open-ended answers.
+        judge: The client for `settings.judge`; None if that is None.
+        anchor_weight: Weight of R_anchor inside R_fmt (`GRPOSettings.sequence_anchor`); 0.5 in the
+            release.
+        answers: Each episode's answer; by default that of `final_answer`.
+
+    Raises:
+        ValueError: Exactly one of `judge` and `settings.judge` is None.
     """
     if answers is None:
         answers = [final_answer(turns) for _, turns in played]
@@ -186,27 +230,29 @@ def score_all(
     if settings.judge is None:
         if judge is not None:
             raise ValueError(
-                "score_all: a judge is given and RewardSettings.judge names none; set open_ended to 'judge', and the judge"
+                "score_all: judge is given, but RewardSettings.judge is None; "
+                "set RewardSettings.open_ended to 'judge', and its judge"
             )
-        right = [
-            accuracy(question, answer, "exact" if settings.open_ended == "exact" else "f1")
-            for question, answer in items
-        ]
+        open_ended = "exact" if settings.open_ended == "exact" else "f1"
+        accuracies = [accuracy(question, answer, open_ended) for question, answer in items]
     elif judge is None:
         raise ValueError(
-            "score_all: judge is missing; RewardSettings.judge names one, make it with RemoteJudge(settings.judge)"
+            "score_all: judge is missing, but RewardSettings.judge is set; "
+            "make it with RemoteJudge(settings.judge)"
         )
     else:
-        right = judge.scores(items)
+        accuracies = judge.scores(items)
     return [
-        _add_up(turns, earned, settings, anchor_weight)
-        for (_, turns), earned in zip(played, right, strict=True)
+        _combine(turns, r_acc, settings, anchor_weight)
+        for (_, turns), r_acc in zip(played, accuracies, strict=True)
     ]
 
 
 def final_answer(turns: Sequence[Turn]) -> str | None:
-    """The last turn's answer, unless that turn was cut off."""
-    return extract_answer(turns[-1].text) if turns and not turns[-1].truncated else None
+    """The answer in the last turn; None if there is none or that turn was truncated."""
+    if not turns or turns[-1].truncated:
+        return None
+    return extract_answer(turns[-1].text)
 
 
 def score(
@@ -215,17 +261,24 @@ def score(
     settings: RewardSettings,
     anchor_weight: float = 0.5,
 ) -> Rewards:
-    """What one episode earned without a judge; arguments as of `score_all`."""
+    """Score one episode without a judge. Arguments as of `score_all`."""
     return score_all([(question, turns)], settings, anchor_weight=anchor_weight)[0]
 
 
-def _add_up(
-    turns: Sequence[Turn], right: float, settings: RewardSettings, anchor_weight: float
+def _combine(
+    turns: Sequence[Turn], r_acc: float, settings: RewardSettings, anchor_weight: float
 ) -> Rewards:
-    """All terms of an episode whose answer earned `right`."""
-    anchor = anchor_reward(turns, settings.gamma)
-    whole = format_base(turns, settings.answer_suffix) + anchor_weight * anchor
-    form = min(max(whole, 0.0), 1.0) if settings.format_cap else whole
-    tool = tool_reward(turns, right > 0)
-    total = right + settings.format_weight * form + settings.tool_weight * tool
-    return Rewards(right, form, anchor, tool, total, format_compliant(turns), form != whole)
+    """All rewards of an episode whose answer earned `r_acc`."""
+    r_anchor = anchor_reward(turns, settings.gamma)
+    uncapped = format_base(turns, settings.answer_suffix) + anchor_weight * r_anchor
+    r_fmt = min(max(uncapped, 0.0), 1.0) if settings.format_cap else uncapped
+    r_tool = tool_reward(turns, r_acc > 0)
+    return Rewards(
+        accuracy=r_acc,
+        format=r_fmt,
+        anchor=r_anchor,
+        tool=r_tool,
+        total=r_acc + settings.format_weight * r_fmt + settings.tool_weight * r_tool,
+        compliant=format_compliant(turns),
+        capped=r_fmt != uncapped,
+    )

@@ -1,6 +1,6 @@
 """Settings of a client of an OpenAI-compatible server.
 
-They stand beside the rewards, whose settings hold a judge's; the client is
+They are here because the reward settings contain a judge's. The client is
 `paravt_jax.remote.client`.
 """
 
@@ -16,15 +16,21 @@ _RULE = "give an address such as http://localhost:8000/v1"
 
 
 def check_address(field: str, address: str, key_place: str) -> None:
-    """Raises ValueError unless `address` is the base address of an API without a secret in it.
+    """Check that an address is the base address of an API, without a secret in it.
 
-    `field` names the setting, `key_place` says where a key belongs instead. The message does not
-    show an address that may hold a secret, because settings and errors are logged.
+    Args:
+        field: Name of the setting, for the message.
+        address: The address.
+        key_place: Where a key belongs instead, for the message.
+
+    Raises:
+        ValueError: It is not. Addresses that may contain a secret are not shown in the message,
+            because settings and errors are logged.
     """
     if any(mark in address for mark in "@?#"):
         raise ValueError(
-            f"{field}: the address, not shown here, has a user, a query or a fragment, which may "
-            "be secret, and settings are written down; leave them out and put the key in "
+            f"{field}: the address (not shown here) has a user, a query or a fragment. These may "
+            "be secret, and settings are logged; leave them out and put the key in "
             f"{key_place}"
         )
     if any(mark.isspace() or not mark.isprintable() for mark in address):
@@ -32,45 +38,47 @@ def check_address(field: str, address: str, key_place: str) -> None:
     try:
         url = urllib.parse.urlsplit(address)
         host = url.hostname or ""
-        host.encode("idna")  # the lookup of the name does this too, but only later
-        _ = url.port  # raises for one that is no number
-    except ValueError:  # UnicodeError is one
-        raise ValueError(f"{field}: it cannot be read as an address; {_RULE}") from None
+        host.encode("idna")  # otherwise this fails only when the name is looked up
+        _ = url.port  # raises if it is not a number
+    except ValueError:  # UnicodeError is a ValueError
+        raise ValueError(f"{field}: this is not an address; {_RULE}") from None
     if url.scheme not in ("http", "https") or not host:
-        raise ValueError(f"{field}: {address!r} is no http or https address; {_RULE}")
+        raise ValueError(f"{field}: {address!r} is not an http or https address; {_RULE}")
     if url.path.rstrip("/").endswith("/chat/completions"):
         raise ValueError(
-            f"{field}: {address!r} ends in /chat/completions, which is added; {_RULE}",
+            f"{field}: {address!r} ends in /chat/completions, which the client adds; {_RULE}",
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerSettings:
-    """Which server is asked, and how patiently. Times are in seconds."""
+    """Address, key, retries and concurrency of a client. Times are in seconds."""
 
     name: ClassVar[str] = "ServerSettings"
-    """Their name in error messages."""
+    """Name of these settings in error messages."""
     endpoint: str
     """Address of an OpenAI-compatible API without /chat/completions: "http://localhost:8000/v1"."""
     key_variable: str = "OPENAI_API_KEY"
     """Environment variable with the key, which goes to `endpoint` only. Empty: no key is sent."""
     timeout: float = 600.0
-    """For one request, from connecting to the last byte."""
+    """Time limit of one request, from connecting to the last byte."""
     attempts: int = 5
-    """Requests per answer, the first included."""
+    """Upper bound on requests per answer, the first included."""
     wait: float = 1.0
-    """Before the second attempt; it doubles with each further one."""
+    """Wait before the second attempt; it doubles with each further one."""
     wait_limit: float = 600.0
-    """The longest wait between two attempts, also where the server asks for more (Retry-After)."""
+    """Upper bound on the wait between two attempts, even if the server asks for more
+    (Retry-After)."""
     concurrency: int = 16
-    """Answers requested at once; one that waits for its next attempt keeps its place."""
+    """Answers requested at once; an answer between two attempts counts too."""
 
     def __post_init__(self):
         key_place = f"the environment variable that {self.name}.key_variable names"
         check_address(f"{self.name}.endpoint", self.endpoint, key_place)
         if not re.fullmatch("(?:[A-Z_][A-Z0-9_]*)?", self.key_variable):
-            raise ValueError(  # the value is not shown: it may be a key
-                f"{self.name}.key_variable: its value is no name of capitals, digits and _; "
+            # The value is not shown: it may be a key.
+            raise ValueError(
+                f"{self.name}.key_variable: not a name of capitals, digits and _; "
                 "give the name of the environment variable that holds the key, not the key"
             )
         self._require_time("timeout", zero=False)
@@ -82,9 +90,7 @@ class ServerSettings:
             seconds = getattr(self, field)
             if not (0 < seconds < math.inf or (zero and seconds == 0)):
                 rule = "of at least 0" if zero else "above 0"
-                raise ValueError(
-                    f"{self.name}.{field}: {seconds} is no time to wait; give seconds {rule}"
-                )
+                raise ValueError(f"{self.name}.{field}: {seconds}; give finite seconds {rule}")
 
     def _require_count(self, *fields: str) -> None:
         for field in fields:

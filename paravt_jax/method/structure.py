@@ -1,15 +1,20 @@
-"""struct(o): where the tags stand among the tokens that were generated.
+"""struct(o): where the tags are among the generated tokens.
 
-Owns finding the structural tokens of a trajectory and laying them out as padded arrays; what credit they get is
-`paravt_jax.method.grpo`. Refuses strings: it works on token ids and the bytes of each token, because `<answer>` is ordinary text
-whose tokens depend on its neighbours (`<`, `answer`, `>B`). Invariant: every position is a MODEL token; a token that holds
-any byte of a tag is marked with that tag's kind, and no other token is, but for violations; a block that is open where a response
-ends has its violation on that response's last token.
+Finds the structural tokens of a trajectory and pads them to arrays; `paravt_jax.method.grpo` gives
+them credit. Tags are found by byte offsets, not by token ids: `<think>` and `<tool_call>` are
+single tokens, but `<answer>` is ordinary text whose tokens depend on their neighbours:
+
+    text    s o < / t h i n k > < a n s w e r > B
+    tokens  so  </think>        <  answer      >B
+    kinds   -   THINK_CLOSE     ANSWER_OPEN on all three
+
+Every position is a MODEL token. A token that has any byte of a tag is marked with the tag's kind.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -22,7 +27,11 @@ from paravt_jax.method.records import Author
 
 
 class Kind(enum.IntEnum):
-    """What a structural token is. VIOLATION is where an open block was broken: the next block's first token, or the response's last."""
+    """The kind of a structural token.
+
+    VIOLATION is where an open block was broken: the first token of the tag that broke it, or the
+    last token of a response that ends inside a block.
+    """
 
     THINK_OPEN = 0
     THINK_CLOSE = 1
@@ -34,12 +43,18 @@ class Kind(enum.IntEnum):
 
 
 class Structure(NamedTuple):
-    """The structural tokens of a batch, padded. A token appears once for each of its kinds: a call that breaks an open think is CALL_OPEN
-    and VIOLATION, a `><` between two tags belongs to both."""
+    """The structural tokens of a batch of b rows, padded to s per row.
+
+    A token appears once for each of its kinds: a `<tool_call>` inside an open think is CALL_OPEN
+    and VIOLATION, and a token `><` between two tags has the kinds of both.
+    """
 
     positions: Int32[Array | np.ndarray, "b s"]
+    """Index of the token in its row."""
     kinds: Int8[Array | np.ndarray, "b s"]
+    """`Kind` of the token."""
     valid: Bool[Array | np.ndarray, "b s"]
+    """False for padding."""
 
 
 _TAG = re.compile(TAG_PATTERN.encode())
@@ -48,30 +63,33 @@ _KINDS = {
     b"tool_call": (Kind.CALL_OPEN, Kind.CALL_CLOSE),
     b"answer": (Kind.ANSWER_OPEN, Kind.ANSWER_CLOSE),
 }
-# Over the bytes of int8 authors: what was pinned, if anything, and then what the model wrote.
+# A response, searched in the int8 authors as bytes: pinned tokens, if any, then the model's.
 _RESPONSE = re.compile(b"%c*(%c+)" % (Author.PINNED, Author.MODEL))
 
 
 def _find_tags(text: bytes) -> Iterator[tuple[int, int, Kind]]:
-    """What one response is made of, as (first byte, end byte, kind); a violation has the bytes of the tag that breaks the open block.
+    """The tags of one response as (first byte, end byte, kind), with violations among them.
 
-    A closing tag without its open block belongs to no structure. A block is broken by any other opening tag (`<tool_code>` and
-    `<tool_response>` too), or by the end of the response: then the violation is (len, len + 1), the byte that never came.
+    Any opening tag breaks an open block, `<tool_code>` and `<tool_response>` included; the
+    violation then has the bytes of that tag. So does the end of the response; the violation is then
+    (len, len + 1), the byte that is missing. A closing tag that does not close the open block is no
+    structure.
     """
-    opened: bytes | None = None
+    open_block: bytes | None = None
     for match in _TAG.finditer(text):
-        name, closing = match.group(2), bool(match.group(1))
-        if closing:
-            if name == opened:
+        name = match.group(2)
+        is_closing = bool(match.group(1))
+        if is_closing:
+            if name == open_block:
                 yield match.start(), match.end(), _KINDS[name][1]
-                opened = None
+                open_block = None
             continue
-        if opened is not None:
+        if open_block is not None:
             yield match.start(), match.end(), Kind.VIOLATION
-        opened = name if name in _KINDS else None
-        if opened is not None:
+        open_block = name if name in _KINDS else None
+        if open_block is not None:
             yield match.start(), match.end(), _KINDS[name][0]
-    if opened is not None:
+    if open_block is not None:
         yield len(text), len(text) + 1, Kind.VIOLATION
 
 
@@ -80,46 +98,74 @@ def find_structure(
     ids: Int[np.ndarray, " t"],
     authors: Int[np.ndarray, " t"],
 ) -> tuple[Int32[np.ndarray, " s"], Int8[np.ndarray, " s"]]:
-    """Positions and kinds of one trajectory's structural tokens, in order, each pair once.
+    """Find the structural tokens of one trajectory.
 
-    `vocabulary_bytes` gives the bytes of a token id, special tokens as their text. A response is what was PINNED and the MODEL tokens
-    after it: tags of the prompt and of tool responses are not the model's, and a tag that one response begins no other completes.
-    What is pinned opens blocks like anything else, but only MODEL tokens are returned: no loss falls on what the model did not choose.
-    So of a tag that begins in the pinned text the model's part is marked, and if that tag breaks a block, the violation is the
-    model's first token in it. Part of a tag at a response's end (`<ans`) is text. A response without MODEL tokens has no structure.
+    A response is its PINNED tokens and the MODEL tokens after them. Each response is searched by
+    itself, so tags in prompts and tool responses do not count, and no tag spans two responses.
+
+    Pinned text opens blocks like any other text, but only MODEL tokens are returned, because no
+    loss falls on tokens that the model did not choose. If a tag begins in the pinned text, only the
+    model's part of it is marked, and a violation is on the model's first token of that tag.
+
+    Args:
+        vocabulary_bytes: The bytes of a token id; for special tokens, of their text.
+        ids: Token ids of the trajectory.
+        authors: `Author` of each token.
+
+    Returns:
+        Positions and kinds, in order, each pair once.
     """
     ids = np.asarray(ids)
-    marks = [np.zeros(0, np.int64)]  # position * len(Kind) + kind
+    # Each mark is position * len(Kind) + kind, so that sorting orders by position, then by kind.
+    marks = [np.zeros(0, np.int64)]
     for response in _RESPONSE.finditer(np.asarray(authors, np.int8).tobytes()):
         first, end = response.span()
         pieces = [vocabulary_bytes(i) for i in ids[first:end].tolist()]
-        pinned = sum(len(piece) for piece in pieces[: response.start(1) - first])
-        # The token of every byte; the byte after the last one counts to the last token, though that may have none.
-        owner = np.append(
-            np.repeat(np.arange(first, end), [len(piece) for piece in pieces]), end - 1
-        )
-        low, high, kinds = np.array([*_find_tags(b"".join(pieces))], np.int64).reshape(-1, 3).T
-        low = np.maximum(low, pinned)
+        lengths = [len(piece) for piece in pieces]
+        pinned_bytes = sum(lengths[: response.start(1) - first])
+        tags = [*_find_tags(b"".join(pieces))]
+        low, high, kinds = np.array(tags, np.int64).reshape(-1, 3).T
+
+        low = np.maximum(low, pinned_bytes)
+        # A violation is one byte of the tag that breaks the block, hence one token.
         high = np.where(kinds == Kind.VIOLATION, np.minimum(high, low + 1), high)
         sizes = np.maximum(high - low, 0)
-        in_tags = np.arange(sizes.sum()) + np.repeat(
-            low + sizes - np.cumsum(sizes), sizes
-        )  # low, low + 1, ..., high - 1 of each
-        marks.append(owner[in_tags] * len(Kind) + np.repeat(kinds, sizes))
+        # The bytes of all tags: low[0], low[0] + 1, ..., high[0] - 1, low[1], ...
+        starts = np.cumsum(sizes) - sizes
+        tag_bytes = np.arange(sizes.sum()) + np.repeat(low - starts, sizes)
+
+        # The token of each byte. The missing byte at the end counts to the last token.
+        token_of_byte = np.append(np.repeat(np.arange(first, end), lengths), end - 1)
+        marks.append(token_of_byte[tag_bytes] * len(Kind) + np.repeat(kinds, sizes))
+    # A tag of several bytes in one token marks that token several times.
     positions, kinds = np.divmod(np.unique(np.concatenate(marks)), len(Kind))
     return positions.astype(np.int32), kinds.astype(np.int8)
 
 
 def pad_structures(
-    structures: Sequence[tuple[Int32[np.ndarray, " s"], Int8[np.ndarray, " s"]]], multiple: int = 64
+    structures: Sequence[tuple[Int32[np.ndarray, " _"], Int8[np.ndarray, " _"]]],
+    multiple: int = 64,
 ) -> Structure:
-    """Stacks what `find_structure` gave into arrays [b, s], s the next multiple (at least one) of `multiple`, so that few shapes occur."""
+    """Stack what `find_structure` returned for several trajectories.
+
+    Args:
+        structures: Positions and kinds per row.
+        multiple: The padded length is a multiple of this, and at least one of it, so that few
+            shapes occur and few programs compile.
+    """
     if multiple < 1:
-        raise ValueError(f"multiple: {multiple} is no size; give at least 1")
+        raise ValueError(f"multiple: {multiple}; give at least 1")
     longest = max((len(positions) for positions, _ in structures), default=0)
-    shape = (len(structures), max(1, -(-longest // multiple)) * multiple)
-    out = Structure(np.zeros(shape, np.int32), np.zeros(shape, np.int8), np.zeros(shape, np.bool_))
+    length = max(1, math.ceil(longest / multiple)) * multiple
+    shape = (len(structures), length)
+    padded = Structure(
+        positions=np.zeros(shape, np.int32),
+        kinds=np.zeros(shape, np.int8),
+        valid=np.zeros(shape, np.bool_),
+    )
     for row, (positions, kinds) in enumerate(structures):
         n = len(positions)
-        out.positions[row, :n], out.kinds[row, :n], out.valid[row, :n] = positions, kinds, True
-    return out
+        padded.positions[row, :n] = positions
+        padded.kinds[row, :n] = kinds
+        padded.valid[row, :n] = True
+    return padded

@@ -1,7 +1,10 @@
-"""Reads subtitles: SubRip (.srt) files as entries with times and plain text.
+"""Reads SubRip (.srt) files: entries with times and plain text.
 
-Owns the grammar of a file. Refuses to guess: a block without a line of times is no entry, and a text that no time stands over is
-not read. Invariant: no bytes whatever make `read_srt` raise; every entry has a text, without markup, in the order of the file.
+    12
+    00:01:13,500 --> 00:01:15,000
+    <i>Add the yeast</i>
+
+Text without a line of times above it is skipped. No input makes `read_srt` raise.
 """
 
 from __future__ import annotations
@@ -10,15 +13,14 @@ import dataclasses
 import re
 
 _STAMP = r"(?:([0-9]{1,4}):)?([0-9]{1,4}):([0-9]{1,4}(?:[.,][0-9]{1,6})?)"
-_TIMES = re.compile(
-    rf"\s*{_STAMP}\s*-->\s*{_STAMP}(?:\s.*)?"
-)  # some files write a position after the times
+# Some files have a position on the screen after the times.
+_TIMES = re.compile(rf"\s*{_STAMP}\s*-->\s*{_STAMP}(?:\s.*)?")
 _MARKUP = re.compile(r"<[^>]+>")
 
 
 @dataclasses.dataclass(frozen=True)
 class Subtitle:
-    """What is said from `start` to `end` (seconds); lines are joined by line breaks."""
+    """One entry: text, possibly of several lines, from `start` to `end` in seconds."""
 
     start: float
     end: float
@@ -26,28 +28,39 @@ class Subtitle:
 
 
 def subtitle_line(entry: Subtitle) -> str:
-    """One line of subtitles, as an agent reads it: "<12.5 seconds> words"."""
+    """An entry as agents read it: "<12.5 seconds> words"."""
     return f"<{entry.start:.1f} seconds> {' '.join(entry.text.split())}"
 
 
 def read_srt(data: bytes | str) -> list[Subtitle]:
-    """The entries of a SubRip file. Bytes are read as UTF-8, and what is none is left out; entries without words are left out too."""
+    """Read the entries of a SubRip file, in its order.
+
+    Bytes that are not UTF-8 are dropped, and so are markup and entries without words.
+    """
     text = data.decode("utf-8", errors="ignore") if isinstance(data, bytes) else data
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     entries = []
     for block in re.split(r"\n\s*\n", text.strip()):
-        lines = block.strip().split("\n")
-        for i, line in enumerate(lines[:2]):  # a number stands before the times, or nothing
-            if times := _TIMES.fullmatch(line):
-                cleaned = [_MARKUP.sub("", line).strip() for line in lines[i + 1 :]]
-                if words := "\n".join(line for line in cleaned if line):
-                    entries.append(
-                        Subtitle(
-                            _seconds(*times.group(1, 2, 3)), _seconds(*times.group(4, 5, 6)), words
-                        )
-                    )
-                break
+        entry = _read_block(block.strip().split("\n"))
+        if entry is not None:
+            entries.append(entry)
     return entries
+
+
+def _read_block(lines: list[str]) -> Subtitle | None:
+    # The times are in the first line, or in the second below a number.
+    for i, line in enumerate(lines[:2]):
+        times = _TIMES.fullmatch(line)
+        if times is None:
+            continue
+        stripped = [_MARKUP.sub("", line).strip() for line in lines[i + 1 :]]
+        words = "\n".join(line for line in stripped if line)
+        if not words:
+            return None
+        start = _seconds(*times.group(1, 2, 3))
+        end = _seconds(*times.group(4, 5, 6))
+        return Subtitle(start, end, words)
+    return None
 
 
 def _seconds(hours: str | None, minutes: str, seconds: str) -> float:

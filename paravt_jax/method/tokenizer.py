@@ -1,7 +1,7 @@
-"""Text to token ids and back: `Vocabulary`, the one face that a Hugging Face tokenizer shows to the project.
+"""Text to token ids and back: `Vocabulary`, a wrapper around a Hugging Face tokenizer.
 
-`decode(ids)` is the bytes of the tokens put together, so every byte of a decoded text belongs to exactly
-one token. Prompts are the protocol's.
+`decode(ids)` joins the bytes of the tokens, so every byte of a decoded text belongs to exactly one
+token. struct(o) relies on that.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from collections.abc import Sequence
 
 import numpy as np
 import tokenizers
-from jaxtyping import Int32
+from jaxtyping import Int, Int32
 
 FILE = "tokenizer.json"
 
-PAD, EOS = "<|endoftext|>", "<|im_end|>"
+PAD = "<|endoftext|>"
+EOS = "<|im_end|>"
 
 
 @functools.cache
 def byte_characters() -> tuple[str, ...]:
-    """The printable character that stands for each byte in byte-level vocabularies (the GPT-2 map)."""
+    """The printable character for each byte in byte-level vocabularies (GPT-2's map)."""
+    # Printable bytes of Latin-1 represent themselves; the others, in order, take 256, 257, ...
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (byte for byte in range(256) if byte not in printable)
     moved = {byte: chr(256 + n) for n, byte in enumerate(others)}
@@ -37,9 +39,18 @@ def _character_bytes() -> dict[str, int]:
 
 
 def load(path: str | os.PathLike) -> Vocabulary:
-    """The vocabulary of a `tokenizer.json`, or of the folder that holds one. Raises FileNotFoundError, or ValueError for another format."""
+    """Load a vocabulary.
+
+    Args:
+        path: A `tokenizer.json`, or a folder with one.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        ValueError: The file has another format.
+    """
     file = pathlib.Path(path)
-    file = file / FILE if file.is_dir() else file
+    if file.is_dir():
+        file = file / FILE
     if not file.is_file():
         raise FileNotFoundError(
             f"tokenizer: {file} does not exist; give a {FILE} or a folder that holds one"
@@ -54,63 +65,67 @@ def load(path: str | os.PathLike) -> Vocabulary:
 
 
 class Vocabulary:
-    """A byte-level tokenizer as the project uses it: ids, texts and the bytes of every token."""
+    """A byte-level tokenizer: ids, texts and the bytes of every token.
+
+    >>> vocabulary = load("models/Qwen3-VL-8B-Instruct")
+    >>> vocabulary.decode(vocabulary.encode("so</think>"))
+    'so</think>'
+    """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer):
         self.tokenizer = tokenizer
         self._ids = tokenizer.get_vocab(with_added_tokens=True)
-        self._bytes = self._table()
-        self.pad, self.eos = self[PAD], self[EOS]
+        self._bytes = self._bytes_by_id()
+        self.pad = self[PAD]
+        self.eos = self[EOS]
 
-    def _table(self) -> tuple[bytes, ...]:
-        added = {
-            id: token.content for id, token in self.tokenizer.get_added_tokens_decoder().items()
-        }
+    def _bytes_by_id(self) -> tuple[bytes, ...]:
+        added = self.tokenizer.get_added_tokens_decoder()
         characters = _character_bytes()
         table = [b""] * self.size
         for text, id in self._ids.items():
-            table[id] = added[id].encode() if id in added else bytes(characters[c] for c in text)
+            # Added tokens are stored as plain text, all others in GPT-2's printable characters.
+            if id in added:
+                table[id] = added[id].content.encode()
+            else:
+                table[id] = bytes(characters[c] for c in text)
         return tuple(table)
 
     @property
     def size(self) -> int:
-        """Ids run from 0 to size - 1; a model may have more embedding rows."""
+        """Number of ids. The embedding of a model may have more rows."""
         return max(self._ids.values()) + 1
 
     @functools.cached_property
     def digest(self) -> str:
-        """A fingerprint of every token and its id."""
-        return hashlib.blake2b(
-            json.dumps(sorted(self._ids.items())).encode(), digest_size=8
-        ).hexdigest()
+        """Fingerprint of all tokens and their ids."""
+        data = json.dumps(sorted(self._ids.items())).encode()
+        return hashlib.blake2b(data, digest_size=8).hexdigest()
 
     @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:
-        """The texts that are tokens of their own wherever they stand, by id."""
-        return tuple(
-            token.content for _, token in sorted(self.tokenizer.get_added_tokens_decoder().items())
-        )
+        """The texts that `encode` always turns into a single token, in the order of their ids."""
+        added = self.tokenizer.get_added_tokens_decoder()
+        return tuple(token.content for _, token in sorted(added.items()))
 
     def __getitem__(self, token: str) -> int:
-        """The id of an added token by its text, such as `<think>`."""
+        """The id of an added token, such as `<think>`."""
         if token not in self._ids:
             raise KeyError(
-                f"tokenizer: no token {token!r}; a vocabulary needs the added tokens of Qwen3-VL"
+                f"tokenizer: no token {token!r}; use a tokenizer with Qwen3-VL's added tokens"
             )
         return self._ids[token]
 
     def encode(self, text: str) -> Int32[np.ndarray, " t"]:
-        """The ids of the text. Added tokens in it are recognised; nothing is put around it."""
+        """The ids of a text. Added tokens in it are recognised; no start or end token is added."""
         return np.asarray(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def token_bytes(self, id: int) -> bytes:
-        """What one token stands for: its UTF-8 bytes (perhaps part of a character); none for an id that is not in use."""
-        return (
-            self._bytes[id] if id < len(self._bytes) else b""
-        )  # a model may have more embedding rows
+    def token_bytes(self, id: int | np.integer) -> bytes:
+        """The UTF-8 bytes of one token, which may be part of a character; empty for unused ids."""
+        # A model can sample ids above the vocabulary, because its embedding may have more rows.
+        return self._bytes[id] if id < len(self._bytes) else b""
 
-    def decode(self, ids: Sequence[int] | Int32[np.ndarray, " t"]) -> str:
-        """The text of the ids, added tokens included; bytes that are no UTF-8 become U+FFFD."""
-        return b"".join(self.token_bytes(id) for id in np.asarray(ids).tolist()).decode(
-            "utf-8", errors="replace"
-        )
+    def decode(self, ids: Sequence[int | np.integer] | Int[np.ndarray, " t"]) -> str:
+        """The text of ids, added tokens included. Invalid UTF-8 becomes U+FFFD."""
+        data = b"".join(self.token_bytes(id) for id in np.asarray(ids).tolist())
+        return data.decode("utf-8", errors="replace")

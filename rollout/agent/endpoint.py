@@ -1,11 +1,12 @@
 """A remote server as the sampler: any OpenAI-compatible endpoint, such as vLLM on an export.
 
-A request becomes a chat, and a reply becomes tokens. The server tokenizes by itself: the ids here
-are those of the text that came back, and log-probs are unknown (NaN). That is good for evaluation,
-not for training. A request that the server refuses because of its content becomes a sample that
-says so (`SampleStop.REFUSED`). Where the server cannot be reached or sends an unusable reply,
-`EndpointError` ends the run in one line, and the questions already played are kept. Invariant:
-rendered by the published template, the messages are the request's own text.
+A request becomes chat messages, which the published template renders to the request's own text; the
+text of the reply becomes ids. The server tokenizes by itself and log-probs are unknown (NaN), so
+this serves evaluation and not training.
+
+A request that the server refuses for its content becomes a sample with `SampleStop.REFUSED`. If the
+server cannot be reached or sends unusable replies, `EndpointError` ends the run; finished questions
+are kept.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.remote.client import Choice, Client, Failure, UnusableReply
 from rollout.engine.requests import Completion, Request, Sample, SampleStop, Sampling
 
-# With these statuses a server refuses one request for its content; it may answer the next one.
+# HTTP statuses with which a server refuses one request for its content; it may accept the next.
 _REFUSALS = (400, 413, 422, 451)
 REFUSAL_REMEDY = (
     "check that the model takes images, and that its context is long enough (vllm --max-model-len)"
@@ -41,16 +42,17 @@ _REMEDIES: dict[int | str, str] = {
     401: "check the key in OPENAI_API_KEY",
     403: "check the key in OPENAI_API_KEY",
     404: "check --endpoint (up to and with /v1) and --endpoint-model",
-    "timed_out": "look into the log of its server, or lower --concurrency",
-    "unreachable": "check --endpoint, and that its server runs",
-    "http_errors": "look into the log of its server",
+    "timed_out": "look into the server's log, or lower --concurrency",
+    "unreachable": "check --endpoint, and that the server runs",
+    "http_errors": "look into the server's log",
     "nonsense": (
         "check that no proxy answers in place of the server, and that --endpoint ends with /v1"
     ),
 }
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-_Completion = tuple[str, SampleStop, str]  # text, how it ended, and why where it was refused
+# The text, how it ended, and, if the server refused it, why.
+_Completion = tuple[str, SampleStop, str]
 
 
 class EndpointError(RuntimeError):
@@ -58,7 +60,7 @@ class EndpointError(RuntimeError):
 
 
 class FrameImages(FrameFeatures):
-    """Frames as pictures instead of vectors, read, sized and kept as `FrameFeatures` does it."""
+    """Pixels of frames instead of features, read, sized and cached as in the base class."""
 
     def __init__(
         self, config: Qwen3VLConfig, settings: FrameSettings, root: Path, source: FrameSource
@@ -66,40 +68,53 @@ class FrameImages(FrameFeatures):
         super().__init__(None, config, settings, root, source)
 
     def image(self, frame: Frame) -> UInt8[np.ndarray, "h w 3"]:
-        """One frame's pixels. VideoError where it cannot be read."""
-        height, width = (size * self.config.vision.patch_size for size in self.grid(frame.video))
-        return self((frame,)).reshape(height, width, 3)
+        """The pixels of a frame. Raises VideoError if it cannot be read."""
+        rows, columns = self.grid(frame.video)
+        patch = self.config.vision.patch_size
+        return self((frame,)).reshape(rows * patch, columns * patch, 3)
 
     def _vectors(self, pixels: Sequence[np.ndarray], grid: tuple[int, int]) -> list[np.ndarray]:
+        # The cache stores one row per visual token, so each row is a part of the picture.
         tokens = grid[0] * grid[1] // self.config.vision.spatial_merge_size**2
         return [np.ascontiguousarray(image).reshape(tokens, -1) for image in pixels]
 
 
 class EndpointSampler:
-    """Implements `rollout.engine.requests.Sampler` over HTTP. For one thread at a time."""
+    """A `rollout.engine.requests.Sampler` over HTTP. Use it from one thread at a time.
+
+    Args:
+        settings: Address, key, retries and concurrency.
+        model: Name of the model at the endpoint.
+        vocabulary: Tokenizer of the model, for the ids of replies.
+        images: Frames as pictures.
+    """
 
     def __init__(
         self, settings: ServerSettings, model: str, vocabulary: Vocabulary, images: FrameImages
     ):
-        self._settings, self._model = settings, model
-        self._vocabulary, self._images = vocabulary, images
+        self._settings = settings
+        self._model = model
+        self._vocabulary = vocabulary
+        self._images = images
         self._client = Client(settings)
         self._tickets = itertools.count()
-        self._asked: dict[int, tuple[Request, list[Future[_Completion | Failure]]]] = {}
-        self._done: list[Completion] = []
+        # Requests under way by ticket, with one future per sample.
+        self._pending: dict[int, tuple[Request, list[Future[_Completion | Failure]]]] = {}
+        # Requests that failed before they were sent.
+        self._failed: list[Completion] = []
 
     def close(self) -> None:
         self._client.close()
 
     def submit(self, request: Request) -> int:
-        """Takes a request in and returns its ticket."""
+        """Send a request, once per seed, and return its ticket."""
         ticket = next(self._tickets)
         try:
             chat = messages(request, self._vocabulary, self._images)
         except VideoError as error:
             self._images.unreadable[error.path] = error.reason
             sample = self._sample(request, "", SampleStop.UNREADABLE)
-            self._done.append((ticket, (sample,) * len(request.seeds)))
+            self._failed.append((ticket, (sample,) * len(request.seeds)))
             return ticket
         futures = [
             self._client.ask(
@@ -109,51 +124,56 @@ class EndpointSampler:
             )
             for seed in request.seeds
         ]
-        self._asked[ticket] = request, futures
+        self._pending[ticket] = (request, futures)
         return ticket
 
     def step(self) -> list[Completion]:
-        """Waits until a reply is there, and returns the requests that are answered.
+        """Wait for a reply, and return the requests that are complete.
 
-        Raises EndpointError where the server cannot be used.
+        Raises:
+            EndpointError: The server cannot be used.
         """
-        if not self._done and self._asked and not self._finished():
-            open_ = [f for _, futures in self._asked.values() for f in futures if not f.done()]
-            wait(open_, return_when=FIRST_COMPLETED)
-        done, self._done = self._done, []
+        if self._pending and not self._failed and not self._finished():
+            futures = [f for _, futures in self._pending.values() for f in futures]
+            wait([f for f in futures if not f.done()], return_when=FIRST_COMPLETED)
+        completions = self._failed
+        self._failed = []
         for ticket in self._finished():
-            request, futures = self._asked.pop(ticket)
-            done.append((ticket, tuple(self._outcome(request, f.result()) for f in futures)))
-        return done
+            request, futures = self._pending.pop(ticket)
+            samples = tuple(self._to_sample(request, f.result()) for f in futures)
+            completions.append((ticket, samples))
+        return completions
 
     def _finished(self) -> list[int]:
-        """Tickets of the requests whose samples are all there."""
+        """Tickets of the requests with all their samples."""
         return [
             ticket
-            for ticket, (_, futures) in self._asked.items()
+            for ticket, (_, futures) in self._pending.items()
             if all(future.done() for future in futures)
         ]
 
     def cancel(self, ticket: int) -> None:
-        """Gives a request up; one that is on its way is not waited for."""
-        _, futures = self._asked.pop(ticket, (None, []))
+        """Drop a request. HTTP requests under way run on, and their replies are ignored."""
+        _, futures = self._pending.pop(ticket, (None, []))
         for future in futures:
             future.cancel()
 
-    def _outcome(self, request: Request, found: _Completion | Failure) -> Sample:
-        if not isinstance(found, Failure):
-            return self._sample(request, *found)
-        if found.kind == "deadline":
+    def _to_sample(self, request: Request, result: _Completion | Failure) -> Sample:
+        if not isinstance(result, Failure):
+            return self._sample(request, *result)
+        if result.kind == "deadline":
             return self._sample(request, "", SampleStop.DEADLINE)
-        what = found.what + found.server_message
-        if found.status in _REFUSALS:
+        what = result.what + result.server_message
+        if result.status in _REFUSALS:
             return self._sample(request, "", SampleStop.REFUSED, what)
-        remedy = _REMEDIES.get(found.status, _REMEDIES[found.kind])
+        remedy = _REMEDIES.get(result.status, _REMEDIES[result.kind])
         raise EndpointError(f"--endpoint {self._settings.endpoint}: {what}; {remedy}")
 
     def _read(self, choice: Choice) -> _Completion:
-        """What became of a request by a successful reply."""
-        text, reason, stopped = choice.text, choice.finish_reason, choice.stop_reason
+        """The completion in a successful reply."""
+        text = choice.text
+        reason = choice.finish_reason
+        stop_string = choice.stop_reason
         if reason is None:
             raise UnusableReply("the reply is not a complete chat completion")
         if reason == "content_filter":
@@ -161,75 +181,102 @@ class EndpointSampler:
         if not isinstance(text, str) or reason not in ("stop", "length"):
             raise EndpointError(
                 f"--endpoint {self._settings.endpoint}: the reply has no text "
-                f"(finish_reason {reason!r}); serve the model without a parser of tool calls or "
-                "reasoning, which takes them out of it"
+                f"(finish_reason {reason!r}); serve the model without a parser for tool calls or "
+                "reasoning, because a parser removes them from the text"
             )
-        said, end, _ = text.partition("<|im_end|>")  # nothing after the end of a turn belongs to it
-        if end or (reason == "stop" and not isinstance(stopped, str)):
-            return said + "<|im_end|>", SampleStop.STOP_ID, ""
+        # Some servers return what the model wrote after the end of its turn.
+        response, end, _ = text.partition("<|im_end|>")
+        if end or (reason == "stop" and not isinstance(stop_string, str)):
+            return response + "<|im_end|>", SampleStop.STOP_ID, ""
         if reason == "length":
-            return said, SampleStop.LENGTH, ""
-        # A stop string ends the response; some servers leave it out of the text.
-        return said.removesuffix(stopped) + stopped, SampleStop.STOP_ID, ""
+            return response, SampleStop.LENGTH, ""
+        # A stop string is part of the response, but some servers leave it out of the text.
+        return response.removesuffix(stop_string) + stop_string, SampleStop.STOP_ID, ""
 
     def _sample(self, request: Request, text: str, stop: SampleStop, reason: str = "") -> Sample:
-        whole = _SURROGATE.sub("\ufffd", text)  # half a character has no tokens
-        ids = self._vocabulary.encode(whole)[: request.sampling.max_new_tokens + 1]
-        unknown = np.full(len(ids), np.nan, np.float32)
-        fed = digest(np.concatenate([request.ids, ids]))
-        return Sample(ids, unknown, stop, 0, fed, reason)
+        # A lone surrogate, half a character in JSON, cannot be encoded.
+        text = _SURROGATE.sub("\ufffd", text)
+        # One more than the limit, because the end of the turn is added to the text here.
+        ids = self._vocabulary.encode(text)[: request.sampling.max_new_tokens + 1]
+        return Sample(
+            ids,
+            logprobs=np.full(len(ids), np.nan, np.float32),
+            stop=stop,
+            version=0,
+            digest=digest(np.concatenate([request.ids, ids])),
+            reason=reason,
+        )
 
 
 def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> list[dict[str, Any]]:
-    """A request's ids as chat messages, its frames as pictures in them; the last is the response that was begun, perhaps empty."""
-    start, end, opening = (
-        vocabulary["<|im_start|>"],
-        vocabulary["<|im_end|>"],
-        vocabulary["<|vision_start|>"],
-    )
-    ids, frames = np.asarray(request.ids).tolist(), list(request.frames)
-    chat: list[dict[str, Any]] = []
-    parts: list[dict[str, Any]] = []
-    text: list[int] = []
+    """Convert a request's ids to chat messages, with its frames as pictures.
 
-    def flush() -> None:
+        <|im_start|>user\\n <0.0 seconds> <|vision_start|> pads <|vision_end|> What ...? <|im_end|>
+        role: user          text           picture                            text
+
+    Args:
+        request: The prompt and its frames.
+        vocabulary: Decodes the ids.
+        images: Reads the frames.
+
+    Returns:
+        The messages. The last one is the response that was begun, perhaps empty.
+
+    Raises:
+        VideoError: A frame cannot be read.
+    """
+    im_start = vocabulary["<|im_start|>"]
+    im_end = vocabulary["<|im_end|>"]
+    vision_start = vocabulary["<|vision_start|>"]
+    ids = np.asarray(request.ids).tolist()
+    frames = list(request.frames)
+    chat: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []  # of the current message
+    text: list[int] = []  # of the current part
+
+    def end_text() -> None:
         if text:
             parts.append({"type": "text", "text": vocabulary.decode(text)})
             text.clear()
 
-    def close() -> None:
-        flush()
-        role, _, rest = parts[0]["text"].partition("\n")
-        content = [{"type": "text", "text": rest}, *parts[1:]] if rest else parts[1:]
-        plain = all(part["type"] == "text" for part in content)
-        chat.append(
-            {
-                "role": role,
-                "content": "".join(part["text"] for part in content) if plain else content,
-            }
-        )
+    def end_message() -> None:
+        end_text()
+        chat.append(_message(parts))
         parts.clear()
 
-    at, inside = 0, False
-    while at < len(ids):
-        if ids[at] == start and not inside:  # inside, it is something that the model wrote
-            text.clear()  # the line end between two messages
-            inside = True
-        elif ids[at] == end and inside:
-            close()
-            inside = False
-        elif ids[at] == opening and frames:
-            flush()
+    position = 0
+    in_message = False
+    while position < len(ids):
+        token = ids[position]
+        if token == im_start and not in_message:  # in a message, it is text that the model wrote
+            text.clear()  # the line break between two messages
+            in_message = True
+        elif token == im_end and in_message:
+            end_message()
+            in_message = False
+        elif token == vision_start and frames:
+            end_text()
             frame = frames.pop(0)
-            parts.append(
-                {"type": "image_url", "image_url": {"url": _data_uri(images.image(frame))}}
-            )
-            at += images.tokens(frame.video) + 1
+            picture = {"url": _data_uri(images.image(frame))}
+            parts.append({"type": "image_url", "image_url": picture})
+            # Skip the placeholders and <|vision_end|>.
+            position += images.tokens(frame.video) + 1
         else:
-            text.append(ids[at])
-        at += 1
-    close()
+            text.append(token)
+        position += 1
+    end_message()
     return chat
+
+
+def _message(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A chat message. The first part starts with the role and a line break."""
+    role, _, rest = parts[0]["text"].partition("\n")
+    content = list(parts[1:])
+    if rest:
+        content.insert(0, {"type": "text", "text": rest})
+    if all(part["type"] == "text" for part in content):
+        return {"role": role, "content": "".join(part["text"] for part in content)}
+    return {"role": role, "content": content}
 
 
 def body(
@@ -239,15 +286,25 @@ def body(
     model: str,
     vocabulary: Vocabulary,
 ) -> dict[str, Any]:
-    """A chat completion that goes on with the last message. `continue_final_message` and what stands after it are vLLM's and SGLang's."""
+    """The JSON of a chat completion request.
+
+    Args:
+        chat: Messages; the last is the response that was begun.
+        sampling: Temperature, limits and stop ids.
+        seed: Seed of the sample.
+        model: Name of the model at the endpoint.
+        vocabulary: Decodes the stop ids.
+    """
+    begun = bool(chat[-1]["content"])
     content: dict[str, Any] = {
         "model": model,
-        "messages": list(chat) if chat[-1]["content"] else list(chat[:-1]),
+        "messages": list(chat) if begun else list(chat[:-1]),
         "temperature": sampling.temperature,
         "max_tokens": sampling.max_new_tokens,
         "seed": seed % 2**31,
     }
-    if chat[-1]["content"]:
+    # The fields below are extensions of vLLM and SGLang.
+    if begun:
         content |= {"continue_final_message": True, "add_generation_prompt": False}
     stops = [vocabulary.decode([id]) for id in sampling.stop_ids if id != vocabulary.eos]
     if stops:
@@ -256,7 +313,7 @@ def body(
 
 
 def _data_uri(image: UInt8[np.ndarray, "h w 3"]) -> str:
-    """A picture without loss, of the size in which the model sees it."""
+    """A lossless picture in the size in which the model sees it."""
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, "PNG", compress_level=1)
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,7 +1,12 @@
-"""One episode, as the paper tells it: plan, dispatch, gather, answer.
+"""One episode of an agent: plan, dispatch, gather, answer.
 
-Failures are values: a call that cannot be carried out becomes a typed `CallOutcome` whose response
-the model reads. Nothing is opened but the question's own video.
+    plan      the main agent sees the overview frames, thinks and writes tool calls
+    dispatch  each called window goes to a sub-agent with the same weights, all at once
+    gather    the reports come back to the main agent as one user turn
+    answer    the main agent answers, or calls again while it has tool turns left
+
+Failures are values: a call that cannot be carried out becomes a `CallOutcome` whose response tells
+the model why. The only file an episode opens is the question's own video.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import numpy as np
+from jaxtyping import Int32
 
 from models.features import FrameFeatures
 from paravt_jax.data.frames import VideoError
@@ -34,13 +40,13 @@ from paravt_jax.method.records import (
 )
 from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.method.tools.crop_video import resolve_window
-from paravt_jax.method.tools.tool import Look
+from paravt_jax.method.tools.tool import Look, Video
 from rollout.engine.requests import Request, Sample, SampleStop, Sampling, ask
 
 Dispatch = Literal["parallel", "sequential", "none", "frames"]
 
-# What it means for an episode that a turn was cut short.
-_CUT = {
+# How an episode ends when one of its turns was cut short.
+_CUT_SHORT = {
     SampleStop.LENGTH: StopReason.TRUNCATED,
     SampleStop.DEADLINE: StopReason.TIME_LIMIT,
     SampleStop.UNREADABLE: StopReason.UNREADABLE,
@@ -54,46 +60,59 @@ _NO_REPORT = {
     SampleStop.REFUSED: (CallStatus.REFUSED, "error: the request for a report was refused"),
 }
 
+# Sub-agents draw their seeds from another range than the turns of the main agent.
+_SEEDS_PER_TURN = 1000
+
 
 @dataclasses.dataclass(frozen=True)
 class EpisodeSettings:
-    """How an episode is played: `frames` is the overview budget K, 0 for an episode that is blind; `dispatch` how calls are carried out.
+    """How an episode is played.
 
-    `parallel`: all calls of a turn at once; `sequential`: a turn ends at its first call; `none`: no tool is offered; `frames`: the main
-    agent is shown the frames of each window itself, as the release evaluates (REFERENCE 4, point 9).
-    `seconds` is the time for the whole episode, `report_seconds` that for a turn's sub-agents.
+    Dispatch is one of:
+        parallel: all calls of a turn are carried out at once.
+        sequential: a turn ends at its first call.
+        none: no tool is offered.
+        frames: the main agent sees the frames of each window itself, as in the release's
+            evaluation (REFERENCE 4, point 9).
     """
 
     frames: int
+    """Overview frames (K). 0 plays a blind episode, which needs dispatch `none`."""
     temperature: float
+    """Sampling temperature; 0 is greedy."""
     dispatch: Dispatch = "parallel"
+    """How tool calls are carried out."""
     seconds: float = math.inf
+    """Time limit of the whole episode."""
     report_seconds: float = math.inf
+    """Time limit of the sub-agents of one turn."""
 
     def __post_init__(self):
-        if not isinstance(self.frames, int) or self.frames < (self.dispatch != "none"):
+        fewest = 0 if self.dispatch == "none" else 1
+        if not isinstance(self.frames, int) or self.frames < fewest:
             raise ValueError(
-                f"frames = {self.frames}: the overview has a whole number of frames, at least one; 64 shows most "
-                "(0 is a blind run, with dispatch 'none')"
+                f"frames = {self.frames}: a whole number of at least 1; "
+                "give for instance 64 (0 is a blind run and needs dispatch 'none')"
             )
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(
-                f"temperature = {self.temperature}: a number, 0 or above; use 0 for the likeliest tokens"
+                f"temperature = {self.temperature}: a finite number of at least 0; "
+                "give 0 for greedy decoding"
             )
         for name in ("seconds", "report_seconds"):
-            if not getattr(self, name) > 0:
+            value = getattr(self, name)
+            if not value > 0:
                 raise ValueError(
-                    f"{name} = {getattr(self, name)}: a time in seconds, above 0; leave it out for no limit"
+                    f"{name} = {value}: seconds above 0; leave it out for no time limit"
                 )
         if self.dispatch not in get_args(Dispatch):
-            raise ValueError(
-                f"dispatch = {self.dispatch!r}: one of {', '.join(get_args(Dispatch))}; choose one of them"
-            )
+            choices = ", ".join(get_args(Dispatch))
+            raise ValueError(f"dispatch = {self.dispatch!r}: unknown; choose one of {choices}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """What every episode shares: the protocol, the frames, and the clock that its limits go by (seconds)."""
+    """What all episodes share: protocol, frames, and the clock (in seconds) of the time limits."""
 
     protocol: Protocol
     features: FrameFeatures
@@ -101,8 +120,8 @@ class Environment:
 
 
 @dataclasses.dataclass(frozen=True)
-class QuestionVideo:
-    """The video of `question`, as tools see it. VideoError where a file cannot be read."""
+class QuestionVideo(Video):
+    """A question's video as tools see it. Reading it may raise VideoError."""
 
     question: Question
     features: FrameFeatures
@@ -116,272 +135,345 @@ class QuestionVideo:
         return self.question.subtitles
 
 
+@dataclasses.dataclass
+class _EpisodeState:
+    """An episode while it is played: what is fixed, and what has been said so far."""
+
+    environment: Environment
+    question: Question
+    settings: EpisodeSettings
+    seed: int
+    deadline: float
+    frame_tokens: int
+    trajectory: Trajectory
+    turns: list[Turn] = dataclasses.field(default_factory=list)
+
+    @property
+    def protocol(self) -> Protocol:
+        return self.environment.protocol
+
+    @property
+    def tool_turns(self) -> int:
+        """Turns in which calls are carried out."""
+        if self.settings.dispatch == "none":
+            return 0
+        return self.protocol.settings.max_tool_turns
+
+    def seconds_left(self) -> float:
+        return self.deadline - self.environment.clock()
+
+    def finish(self, stop: StopReason, reason: str = "") -> Episode:
+        answer = None
+        if stop is StopReason.ANSWERED:
+            answer = extract_answer(self.turns[-1].text)
+        return Episode(
+            self.question,
+            self.settings.frames,
+            self.trajectory,
+            tuple(self.turns),
+            stop,
+            answer,
+            reason,
+        )
+
+
 async def play(
-    environment: Environment, question: Question, setting: EpisodeSettings, seed: int
+    environment: Environment, question: Question, settings: EpisodeSettings, seed: int
 ) -> Episode:
-    """Play one episode on `question`; `seed` decides every token in it."""
-    protocol, limits = environment.protocol, environment.protocol.settings
-    tools = setting.dispatch != "none"
-    until = environment.clock() + setting.seconds
+    """Play one episode.
+
+    Args:
+        environment: Protocol, frames and clock.
+        question: The question and the path of its video.
+        settings: Overview frames, dispatch, temperature and time limits.
+        seed: Decides every token that is sampled in the episode.
+
+    Returns:
+        The finished episode; `stop` says why it ended. It has no turns if the video cannot be read.
+    """
+    deadline = environment.clock() + settings.seconds
     try:
-        overview, tokens = (), 0
-        if setting.frames:  # a blind episode opens no file
-            overview, tokens = (
-                environment.features.overview(question.video, setting.frames),
-                environment.features.tokens(question.video),
-            )
-            environment.features(
-                overview
-            )  # unreadable now is better than unreadable in the middle of a batch
-        prompt = protocol.overview(overview, tokens, tools)
+        overview, frame_tokens = _overview(environment, question, settings)
     except VideoError:
-        return Episode(question, setting.frames, Trajectory(), (), StopReason.UNREADABLE, None)
-    trajectory = Trajectory((prompt, protocol.question(question)))
-    tool_turns = limits.max_tool_turns if tools else 0
-    turns: list[Turn] = []
+        return Episode(question, settings.frames, Trajectory(), (), StopReason.UNREADABLE, None)
+    trajectory = Trajectory((overview, environment.protocol.question(question)))
+    state = _EpisodeState(environment, question, settings, seed, deadline, frame_tokens, trajectory)
 
     while True:
-        left = until - environment.clock()
-        if left <= 0:
-            return _episode(question, setting, trajectory, turns, StopReason.TIME_LIMIT)
-        if limits.pin_think:
-            trajectory.append(protocol.pinned)
-        room = min(limits.trajectory_tokens - _suffix_length(trajectory), limits.turn_tokens)
-        sample = await _respond(
-            environment, trajectory, setting, seed + len(turns), room, left
-        )  # plan, or gather and answer
-        trajectory.append(
-            Segment(
-                sample.ids,
-                Author.MODEL,
-                sample.logprobs,
-                digest=sample.digest,
-                version=sample.version,
-            )
-        )
-        text = protocol.vocabulary.decode(
-            np.concatenate([protocol.pinned.ids, sample.ids])
-        ).removesuffix("<|im_end|>")
-        if (cut := _CUT.get(sample.stop)) is not None:
-            turns.append(Turn(text, truncated=True))
-            return _episode(question, setting, trajectory, turns, cut, sample.reason)
-        calls = parse_calls(text, [*protocol.tools.values()])
+        seconds = state.seconds_left()
+        if seconds <= 0:
+            return state.finish(StopReason.TIME_LIMIT)
+
+        # Plan; in later turns, plan again or answer.
+        text, sample = await _respond(state, seconds)
+        if sample.stop in _CUT_SHORT:
+            state.turns.append(Turn(text, truncated=True))
+            return state.finish(_CUT_SHORT[sample.stop], sample.reason)
+        answered = extract_answer(text) is not None
+        calls = parse_calls(text, [*state.protocol.tools.values()])
         if not calls:
-            turns.append(Turn(text))
-            stop = StopReason.NO_ANSWER if extract_answer(text) is None else StopReason.ANSWERED
-            return _episode(question, setting, trajectory, turns, stop)
+            state.turns.append(Turn(text))
+            return state.finish(StopReason.ANSWERED if answered else StopReason.NO_ANSWER)
 
-        offered = len(turns) < tool_turns and not (
-            setting.dispatch == "frames" and _forges_frames(environment, trajectory)
-        )
-        outcomes = (
-            await _dispatch(
-                environment, question, calls, setting, seed + 1000 * (len(turns) + 1), until
-            )
-            if offered
-            else _refuse(calls)
-        )
-        outcomes = [dataclasses.replace(o, response=protocol.cut(o.response)) for o in outcomes]
-        turns.append(Turn(text, tuple(outcomes)))
-        if len(turns) > tool_turns + 1 or (not offered and extract_answer(text) is not None):
-            stop = StopReason.TURN_LIMIT if extract_answer(text) is None else StopReason.ANSWERED
-            return _episode(question, setting, trajectory, turns, stop)
-        ended = sample.ids[-1] == protocol.vocabulary.eos
-        shown = [o.frames for o in outcomes]
-        results = protocol.tool_results(
-            [o.response for o in outcomes], bool(ended), len(turns) >= tool_turns, shown, tokens
-        )
-        if (
-            _suffix_length(trajectory) + len(results.ids) + len(protocol.pinned.ids)
-            >= limits.trajectory_tokens
-        ):
-            turns[-1] = dataclasses.replace(turns[-1], truncated=True)
-            return _episode(question, setting, trajectory, turns, StopReason.TOKEN_LIMIT)
-        trajectory.append(results)
+        # Dispatch. After its last tool turn, a model that calls again gets one refusal.
+        offered = _tools_offered(state)
+        outcomes = await _dispatch(state, calls) if offered else _refuse(calls)
+        outcomes = [_cut_response(state.protocol, outcome) for outcome in outcomes]
+        state.turns.append(Turn(text, tuple(outcomes)))
+        if answered and not offered:
+            return state.finish(StopReason.ANSWERED)
+        if len(state.turns) > state.tool_turns + 1:
+            return state.finish(StopReason.TURN_LIMIT)
+
+        # Gather.
+        results = _gather(state, outcomes, sample)
+        if not _fits(state, results):
+            state.turns[-1] = dataclasses.replace(state.turns[-1], truncated=True)
+            return state.finish(StopReason.TOKEN_LIMIT)
+        state.trajectory.append(results)
 
 
-async def _respond(
-    environment: Environment,
-    trajectory: Trajectory,
-    setting: EpisodeSettings,
-    seed: int,
-    tokens: int,
-    seconds: float,
-) -> Sample:
-    vocabulary = environment.protocol.vocabulary
-    stops = (
-        (vocabulary.eos, vocabulary["</tool_call>"])
-        if setting.dispatch == "sequential"
-        else (vocabulary.eos,)
-    )
-    ((sample,),) = await ask(
-        _request(
-            trajectory,
-            Sampling(tokens, setting.temperature, stop_ids=stops, deadline=seconds),
-            seed,
-        )
-    )
-    return sample
+def _overview(
+    environment: Environment, question: Question, settings: EpisodeSettings
+) -> tuple[Segment, int]:
+    """The opening of the main agent's prompt, and the visual tokens per frame of this video.
 
-
-async def _dispatch(
-    environment: Environment,
-    question: Question,
-    calls: list[Call | FailedCall],
-    setting: EpisodeSettings,
-    seed: int,
-    until: float,
-) -> list[CallOutcome]:
-    """Carry out a turn's calls: every window to look at goes to its own sub-agent, all of them side
-    by side, `until` the episode's time is up.
-
-    One that fails, is refused or takes too long costs its own report only.
+    Raises VideoError if a frame cannot be read.
     """
-    limit = 1 if setting.dispatch == "sequential" else environment.protocol.settings.max_calls
-    outcomes = [
-        _open(environment, question, call, number, limit, setting.dispatch)
-        for number, call in enumerate(calls)
-    ]
-    ready = [
-        (number, outcome) for number, outcome in enumerate(outcomes) if outcome.subagent is not None
-    ]
-    tokens, vocabulary = (
-        environment.protocol.settings.summary_tokens,
-        environment.protocol.vocabulary,
-    )
-    # A request has some time at least; that the episode has none left is for its next turn to see.
-    seconds = max(min(until - environment.clock(), setting.report_seconds), 1e-6)
-    sampling = Sampling(tokens, setting.temperature, stop_ids=(vocabulary.eos,), deadline=seconds)
-    requests = [
-        _request(o.subagent, sampling, seed + n) for n, o in ready if o.subagent is not None
-    ]
-    for (number, outcome), (sample,) in zip(ready, await ask(*requests), strict=True):
-        assert outcome.subagent is not None
-        outcome.subagent.append(
-            Segment(
-                sample.ids,
-                Author.MODEL,
-                sample.logprobs,
-                digest=sample.digest,
-                version=sample.version,
-            )
-        )
-        if sample.stop in _NO_REPORT:
-            status, response = _NO_REPORT[sample.stop]
-            outcome = dataclasses.replace(outcome, status=status, response=response)
-        else:  # the report before the note on its window: where the whole is too long, the end is cut
-            summary = vocabulary.decode(sample.ids).removesuffix("<|im_end|>")
-            outcome = dataclasses.replace(outcome, response=summary + outcome.response)
-        outcomes[number] = outcome
-    return outcomes
-
-
-def _open(
-    environment: Environment,
-    question: Question,
-    call: Call | FailedCall,
-    number: int,
-    limit: int,
-    dispatch: Dispatch,
-) -> CallOutcome:
-    """One call: what its tool answers at once, its sub-agent's prompt (or the frames themselves),
-    or why there is neither."""
-    if isinstance(call, FailedCall):
-        return CallOutcome(None, call.status, f"error: {call.reason}")
-    if number >= limit:
-        return CallOutcome(
-            call,
-            CallStatus.TOO_MANY,
-            f"error: at most {limit} calls a turn are carried out; call again in the next turn",
-        )
-    try:
-        result = environment.protocol.tools[call.tool].run(
-            call, QuestionVideo(question, environment.features)
-        )
-        if isinstance(result, FailedCall):
-            return CallOutcome(call, result.status, f"error: {result.reason}")
-        if isinstance(result, str):
-            return CallOutcome(call, CallStatus.EXECUTED, result)
-        return _show(environment, question, call, result, dispatch)
-    except VideoError as error:
-        reason = error.reason.replace(
-            error.path, VIDEO_NAME
-        )  # where files lie is nothing that a model should read
-        return CallOutcome(
-            call, CallStatus.UNREADABLE, f"error: the video cannot be read there ({reason})"
-        )
-
-
-def _show(
-    environment: Environment, question: Question, call: Call, look: Look, dispatch: Dispatch
-) -> CallOutcome:
-    """The prompt of the sub-agent that looks; with dispatch `frames`, the frames themselves."""
-    features, settings = environment.features, environment.protocol.settings
-    found = resolve_window(look.window, features.info(question.video).duration)
-    if isinstance(found, FailedCall):  # a tool's window, which need not be in the video
-        return CallOutcome(call, found.status, f"error: {found.reason}")
-    window = found.window
-    # What was looked at stands in the place of a crop; a call of another tool stays as it is.
-    shown = window if isinstance(call, CropCall) else call
-    fps, most = settings.crop_fps, settings.crop_frames
-    if window.frames is not None:  # as many, evenly spread
-        most = min(window.frames, settings.most_crop_frames)
-        fps = most / (window.end - window.start)
-    frames = features.window(question.video, window.start, window.end, fps, most)
+    with_tools = settings.dispatch != "none"
+    if not settings.frames:  # a blind episode opens no file
+        return environment.protocol.overview((), 0, with_tools), 0
+    features = environment.features
+    frames = features.overview(question.video, settings.frames)
+    tokens = features.tokens(question.video)
+    # Encode now: a file that fails later would fail inside a batch with other episodes.
     features(frames)
-    reason = look.note or found.note
-    status = CallStatus.CLAMPED if reason else CallStatus.EXECUTED
-    note = f" ({reason})" if reason else ""
-    if dispatch == "frames":
-        return CallOutcome(shown, status, f"{len(frames)} frames.{note}", frames=frames)
-    prompt = environment.protocol.window(frames, features.tokens(question.video))
-    return CallOutcome(shown, status, note, Trajectory((prompt,)))
+    return environment.protocol.overview(frames, tokens, with_tools), tokens
 
 
-def _forges_frames(environment: Environment, trajectory: Trajectory) -> bool:
-    """Whether the model wrote a frame's placeholder, which a sampler could not tell from those of the frames that come after it."""
-    placeholder = environment.protocol.vocabulary["<|image_pad|>"]
+# --- plan and answer ---
+
+
+async def _respond(state: _EpisodeState, seconds: float) -> tuple[str, Sample]:
+    """Sample one turn of the main agent: its text, pinned opening included, and the sample."""
+    protocol = state.protocol
+    limits = protocol.settings
+    if limits.pin_think:
+        state.trajectory.append(protocol.pinned)
+
+    room = limits.trajectory_tokens - _suffix_length(state.trajectory)
+    stop_ids = (protocol.vocabulary.eos,)
+    if state.settings.dispatch == "sequential":
+        stop_ids += (protocol.vocabulary["</tool_call>"],)
+    sampling = Sampling(
+        min(room, limits.turn_tokens),
+        state.settings.temperature,
+        stop_ids=stop_ids,
+        deadline=seconds,
+    )
+    seed = state.seed + len(state.turns)
+    ((sample,),) = await ask(_request(state.trajectory, sampling, seed))
+    state.trajectory.append(_sampled_segment(sample))
+
+    ids = np.concatenate([protocol.pinned.ids, sample.ids])
+    return protocol.vocabulary.decode(ids).removesuffix("<|im_end|>"), sample
+
+
+def _tools_offered(state: _EpisodeState) -> bool:
+    """Whether the calls of the turn that was just written are carried out."""
+    if len(state.turns) >= state.tool_turns:
+        return False
+    # With dispatch `frames`, real frames would follow the placeholders that the model wrote, and
+    # a sampler pairs frames with placeholders by their order.
+    return state.settings.dispatch != "frames" or not _forges_frames(state)
+
+
+def _forges_frames(state: _EpisodeState) -> bool:
+    """Whether the model itself wrote the placeholder token of a frame."""
+    placeholder = state.protocol.vocabulary["<|image_pad|>"]
     return any(
         placeholder in segment.ids
-        for segment in trajectory.segments
+        for segment in state.trajectory.segments
         if segment.author is Author.MODEL
     )
 
 
+# --- dispatch ---
+
+
+async def _dispatch(state: _EpisodeState, calls: list[Call | FailedCall]) -> list[CallOutcome]:
+    """Carry out the calls of one turn; the sub-agents of all windows run side by side.
+
+    A sub-agent that fails, is refused or takes too long loses its own report only.
+    """
+    limits = state.protocol.settings
+    max_calls = 1 if state.settings.dispatch == "sequential" else limits.max_calls
+    outcomes = [_open_call(state, call, number, max_calls) for number, call in enumerate(calls)]
+
+    # Measured after the windows were read, because reading takes time too. A request needs a
+    # deadline above 0; `play` itself ends an episode whose time is up.
+    seconds = max(min(state.seconds_left(), state.settings.report_seconds), 1e-6)
+    sampling = Sampling(
+        limits.summary_tokens,
+        state.settings.temperature,
+        stop_ids=(state.protocol.vocabulary.eos,),
+        deadline=seconds,
+    )
+    first_seed = state.seed + _SEEDS_PER_TURN * (len(state.turns) + 1)
+    subagents = {n: o.subagent for n, o in enumerate(outcomes) if o.subagent is not None}
+    requests = [
+        _request(prompt, sampling, first_seed + number) for number, prompt in subagents.items()
+    ]
+    answers = await ask(*requests)
+    for (number, trajectory), (sample,) in zip(subagents.items(), answers, strict=True):
+        trajectory.append(_sampled_segment(sample))
+        outcomes[number] = _report(state.protocol, outcomes[number], sample)
+    return outcomes
+
+
+def _report(protocol: Protocol, outcome: CallOutcome, sample: Sample) -> CallOutcome:
+    """A call's outcome with what its sub-agent reported."""
+    if sample.stop in _NO_REPORT:
+        status, response = _NO_REPORT[sample.stop]
+        return dataclasses.replace(outcome, status=status, response=response)
+    summary = protocol.vocabulary.decode(sample.ids).removesuffix("<|im_end|>")
+    # The note on the window comes last, because a response that is too long loses its end.
+    return dataclasses.replace(outcome, response=summary + outcome.response)
+
+
+def _open_call(
+    state: _EpisodeState, call: Call | FailedCall, number: int, max_calls: int
+) -> CallOutcome:
+    """Start one call: run its tool, or prepare its sub-agent, or say why neither is possible."""
+    if isinstance(call, FailedCall):
+        return CallOutcome(None, call.status, f"error: {call.reason}")
+    if number >= max_calls:
+        why = (
+            f"error: at most {max_calls} calls a turn are carried out; call again in the next turn"
+        )
+        return CallOutcome(call, CallStatus.TOO_MANY, why)
+    tool = state.protocol.tools[call.tool]
+    try:
+        result = tool.run(call, QuestionVideo(state.question, state.environment.features))
+        if isinstance(result, FailedCall):
+            return CallOutcome(call, result.status, f"error: {result.reason}")
+        if isinstance(result, str):
+            return CallOutcome(call, CallStatus.EXECUTED, result)
+        return _show_window(state, call, result)
+    except VideoError as error:
+        # The model must not see where files are on this machine.
+        reason = error.reason.replace(error.path, VIDEO_NAME)
+        response = f"error: the video cannot be read there ({reason})"
+        return CallOutcome(call, CallStatus.UNREADABLE, response)
+
+
+def _show_window(state: _EpisodeState, call: Call, look: Look) -> CallOutcome:
+    """Prepare a sub-agent for a window; with dispatch `frames`, the window's frames themselves.
+
+    The outcome's response is only the note on the window until the sub-agent has reported.
+    """
+    features = state.environment.features
+    limits = state.protocol.settings
+    video = state.question.video
+    # A tool of the user's may return a window that is not in the video.
+    found = resolve_window(look.window, features.info(video).duration)
+    if isinstance(found, FailedCall):
+        return CallOutcome(call, found.status, f"error: {found.reason}")
+    window = found.window
+
+    fps = limits.crop_fps
+    max_frames = limits.crop_frames
+    if window.frames is not None:  # the call asks for a number of frames, evenly spread
+        max_frames = min(window.frames, limits.most_crop_frames)
+        fps = max_frames / (window.end - window.start)
+    frames = features.window(video, window.start, window.end, fps, max_frames)
+    features(frames)  # raises VideoError now, not inside a batch with other sub-agents
+
+    # The record of a crop has the window that was shown; other tools' calls stay as written.
+    recorded = window if isinstance(call, CropCall) else call
+    reason = look.note or found.note
+    status = CallStatus.CLAMPED if reason else CallStatus.EXECUTED
+    note = f" ({reason})" if reason else ""
+    if state.settings.dispatch == "frames":
+        return CallOutcome(recorded, status, f"{len(frames)} frames.{note}", frames=frames)
+    prompt = state.protocol.window(frames, features.tokens(video))
+    return CallOutcome(recorded, status, note, Trajectory((prompt,)))
+
+
 def _refuse(calls: list[Call | FailedCall]) -> list[CallOutcome]:
-    reason = "error: no call is possible now"
+    """The outcomes of calls in a turn in which no tool is offered."""
+    response = "error: no call is possible now"
     return [
-        CallOutcome(None if isinstance(call, FailedCall) else call, CallStatus.NOT_OFFERED, reason)
+        CallOutcome(
+            None if isinstance(call, FailedCall) else call, CallStatus.NOT_OFFERED, response
+        )
         for call in calls
     ]
+
+
+def _cut_response(protocol: Protocol, outcome: CallOutcome) -> CallOutcome:
+    """The outcome with its response as the model reads it: plain and within its token limit."""
+    return dataclasses.replace(outcome, response=protocol.cut(outcome.response))
+
+
+# --- gather ---
+
+
+def _gather(state: _EpisodeState, outcomes: Sequence[CallOutcome], sample: Sample) -> Segment:
+    """The user turn that brings the responses of all calls back to the main agent."""
+    protocol = state.protocol
+    return protocol.tool_results(
+        [outcome.response for outcome in outcomes],
+        ended=bool(sample.ids[-1] == protocol.vocabulary.eos),
+        last=len(state.turns) >= state.tool_turns,
+        shown=[outcome.frames for outcome in outcomes],
+        image_tokens=state.frame_tokens,
+    )
+
+
+def _fits(state: _EpisodeState, results: Segment) -> bool:
+    """Whether the trajectory has room for `results`, a pinned opening and at least one token."""
+    length = _suffix_length(state.trajectory) + len(results.ids) + len(state.protocol.pinned.ids)
+    return length < state.protocol.settings.trajectory_tokens
+
+
+# --- trajectories ---
 
 
 def _request(trajectory: Trajectory, sampling: Sampling, seed: int) -> Request:
     return Request(trajectory.ids, trajectory.frames, sampling, (seed,))
 
 
-def split_prompt(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray]:
-    """A trajectory's ids, cut before its prompt's last token: what is shared by a group, and what is one rollout's own.
+def _sampled_segment(sample: Sample) -> Segment:
+    return Segment(
+        sample.ids,
+        Author.MODEL,
+        sample.logprobs,
+        digest=sample.digest,
+        version=sample.version,
+    )
 
-    The last token of the prompt stands with what follows it, because it is what predicts the first token after the prompt.
+
+def split_prompt(
+    trajectory: Trajectory,
+) -> tuple[Int32[np.ndarray, " p"], Int32[np.ndarray, " r"]]:
+    """Split a trajectory's ids into the prompt that a group shares and one rollout's own tokens.
+
+    The cut is before the prompt's last token. That token belongs to the rollout's part, because its
+    logits predict the first token after the prompt:
+
+        prompt  p0 p1 p2 p3 | generated  g0 g1 g2
+        split   p0 p1 p2  and  p3 g0 g1 g2
+
+    Returns:
+        The ids before the cut, int32[p], and from the cut on, int32[r].
     """
-    ids, authors = trajectory.ids, trajectory.authors
-    own = np.flatnonzero(authors != Author.PROMPT)
-    length = int(own[0]) if own.size else len(ids)
+    ids = trajectory.ids
+    after_prompt = np.flatnonzero(trajectory.authors != Author.PROMPT)
+    length = int(after_prompt[0]) if after_prompt.size else len(ids)
     return ids[: length - 1], ids[length - 1 :]
 
 
 def _suffix_length(trajectory: Trajectory) -> int:
+    """Tokens that count against `trajectory_tokens`: the second part of `split_prompt`."""
     return len(split_prompt(trajectory)[1])
-
-
-def _episode(
-    question: Question,
-    setting: EpisodeSettings,
-    trajectory: Trajectory,
-    turns: list[Turn],
-    stop: StopReason,
-    reason: str = "",
-) -> Episode:
-    answer = extract_answer(turns[-1].text) if turns and stop is StopReason.ANSWERED else None
-    return Episode(question, setting.frames, trajectory, tuple(turns), stop, answer, reason)

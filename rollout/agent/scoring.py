@@ -1,4 +1,4 @@
-"""An episode's seed and its executed calls, for the learner and every evaluation."""
+"""Seeds of episodes and counts of their calls, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paravt_jax.method.records import Episode
 
 
 def seed_of(*parts: int | str) -> int:
-    """A 32-bit seed from what names a sample: run, step, question, rollout."""
+    """A 32-bit seed from the names and numbers of a sample: run, step, question, rollout."""
     numbers = [
         part if isinstance(part, int) else int.from_bytes(part.encode(), "little") for part in parts
     ]
@@ -16,5 +16,5 @@ def seed_of(*parts: int | str) -> int:
 
 
 def executed_calls(episode: Episode) -> int:
-    """Tool calls of an episode that were carried out."""
+    """Number of tool calls of an episode that were carried out."""
     return sum(outcome.status.executed for turn in episode.turns for outcome in turn.calls)

@@ -1,6 +1,6 @@
-"""An episode as JSON: what a person reads and the report draws.
+"""An episode as JSON, for people and the report: one line of episodes.jsonl.
 
-Owns the format of a line of episodes.jsonl. Text is decoded token by token for display; nothing is made from it again.
+Tokens are decoded one by one for display. Nothing is encoded from these texts again.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from paravt_jax.method.structure import Kind, find_structure
 from paravt_jax.method.tokenizer import Vocabulary
 from rollout.agent.episode import EpisodeSettings, split_prompt
 
+_REWARDS = ("accuracy", "format", "anchor", "tool", "total")
+
 
 def transcript(
     episode: Episode,
     rewards: Rewards,
-    setting: EpisodeSettings,
+    settings: EpisodeSettings,
     vocabulary: Vocabulary,
     credit: Float[np.ndarray, " t"] | None = None,
 ) -> dict[str, Any]:
-    """The whole course of an episode. `credit` is the advantage of each token from the prompt's last one on (as
-    `split_prompt` cuts), shown at the structural tokens."""
+    """Everything that happened in an episode, as JSON values.
+
+    Args:
+        episode: The episode.
+        rewards: Its rewards.
+        settings: How it was played.
+        vocabulary: Decodes the tokens.
+        credit: Advantage of each token after the cut of `split_prompt`. It is shown at structural
+            tokens.
+    """
     trajectory = episode.trajectory
-    start = len(split_prompt(trajectory)[0])
-    positions, kinds = find_structure(vocabulary.token_bytes, trajectory.ids, trajectory.authors)
-    marks = {
-        int(p): Kind(int(k)).name.lower().replace("_", "-")
-        for p, k in zip(positions, kinds, strict=True)
-    }
-    turns, at = [], 0
-    pending: list[dict[str, Any]] = []
-    for segment in trajectory.segments:
-        if segment.author in (Author.PINNED, Author.MODEL):
-            pending += _tokens(segment, at, start, marks, vocabulary, credit)
-        if segment.author is Author.MODEL:
-            calls = episode.turns[len(turns)].calls if len(turns) < len(episode.turns) else ()
-            turns.append({"tokens": pending, "calls": [_call(call) for call in calls]})
-            pending = []
-        at += len(segment.ids)
     question = episode.question
+    overview = [
+        frame.time
+        for segment in trajectory.segments
+        if segment.author is Author.PROMPT
+        for frame in segment.frames
+    ]
     return {
         "question": {
             "id": question.id,
@@ -54,63 +54,94 @@ def transcript(
             "answer": question.answer,
         },
         "video": question.video,
-        "k": setting.frames,
-        "dispatch": setting.dispatch,
-        "temperature": setting.temperature,
-        "overview": [
-            frame.time
-            for segment in trajectory.segments
-            if segment.author is Author.PROMPT
-            for frame in segment.frames
-        ],
-        "turns": turns,
+        "k": settings.frames,
+        "dispatch": settings.dispatch,
+        "temperature": settings.temperature,
+        "overview": overview,
+        "turns": _turns(episode, vocabulary, credit),
         "answer": episode.answer,
         "stop": str(episode.stop),
-        "rewards": {
-            name: getattr(rewards, name)
-            for name in ("accuracy", "format", "anchor", "tool", "total")
-        },
+        "rewards": {name: getattr(rewards, name) for name in _REWARDS},
         "compliant": rewards.compliant,
+    }
+
+
+def _turns(
+    episode: Episode, vocabulary: Vocabulary, credit: Float[np.ndarray, " t"] | None
+) -> list[dict[str, Any]]:
+    """Each turn's tokens and calls."""
+    trajectory = episode.trajectory
+    kinds = _kinds_by_position(episode, vocabulary)
+    credit_start = len(split_prompt(trajectory)[0])
+    turns: list[dict[str, Any]] = []
+    position = 0
+    tokens: list[dict[str, Any]] = []
+    for segment in trajectory.segments:
+        # A turn is a pinned opening, if there is one, and the MODEL segment after it.
+        if segment.author in (Author.PINNED, Author.MODEL):
+            tokens += _tokens(segment, position, credit_start, kinds, vocabulary, credit)
+        if segment.author is Author.MODEL:
+            number = len(turns)
+            calls = episode.turns[number].calls if number < len(episode.turns) else ()
+            turns.append({"tokens": tokens, "calls": [_call(call) for call in calls]})
+            tokens = []
+        position += len(segment.ids)
+    return turns
+
+
+def _kinds_by_position(episode: Episode, vocabulary: Vocabulary) -> dict[int, str]:
+    """The kind of each structural token, by its position in the trajectory."""
+    trajectory = episode.trajectory
+    positions, kinds = find_structure(vocabulary.token_bytes, trajectory.ids, trajectory.authors)
+    return {
+        int(position): Kind(int(kind)).name.lower().replace("_", "-")
+        for position, kind in zip(positions, kinds, strict=True)
     }
 
 
 def _tokens(
     segment: Segment,
-    at: int,
-    start: int,
-    marks: dict[int, str],
+    position: int,
+    credit_start: int,
+    kinds: dict[int, str],
     vocabulary: Vocabulary,
     credit: Float[np.ndarray, " t"] | None,
 ) -> list[dict[str, Any]]:
+    """The tokens of a segment that begins at `position` of its trajectory."""
     tokens = []
     for n, token in enumerate(segment.ids):
-        kind = marks.get(at + n)
+        kind = kinds.get(position + n)
+        # `credit` starts at the cut of `split_prompt`, positions at the start of the trajectory.
+        token_credit = None
+        if credit is not None and kind is not None:
+            token_credit = float(credit[position + n - credit_start])
+        logprob = None
+        if segment.logprobs is not None and math.isfinite(segment.logprobs[n]):
+            logprob = float(segment.logprobs[n])  # remote samplers have NaN
         tokens.append(
             {
                 "text": vocabulary.decode([int(token)]),
                 "author": segment.author.name.lower(),
                 "kind": kind,
-                "credit": float(credit[at + n - start]) if credit is not None and kind else None,
-                "logprob": _number(segment.logprobs[n]) if segment.logprobs is not None else None,
+                "credit": token_credit,
+                "logprob": logprob,
             }
         )
     return tokens
 
 
-def _number(value: float) -> float | None:
-    """None for a log-prob that the sampler did not know."""
-    return float(value) if math.isfinite(value) else None
-
-
 def _call(outcome: CallOutcome) -> dict[str, Any]:
-    """A call of crop_video has its window's times; others have the tool's name and arguments."""
-    call, seen = outcome.call, outcome.subagent
+    """One call: the window of crop_video, or another tool's name and arguments."""
+    call = outcome.call
+    record: dict[str, Any] = {}
+    if isinstance(call, ToolCall):
+        record = {"tool": call.tool, "arguments": call.arguments}
     window = call if isinstance(call, CropCall) else None
-    return {
-        **({"tool": call.tool, "arguments": call.arguments} if isinstance(call, ToolCall) else {}),
+    frames = outcome.subagent.frames if outcome.subagent else outcome.frames
+    return record | {
         "start": window.start if window else None,
         "end": window.end if window else None,
         "status": str(outcome.status),
-        "times": [frame.time for frame in (seen.frames if seen else outcome.frames)],
+        "times": [frame.time for frame in frames],
         "response": outcome.response,
     }

@@ -1,4 +1,4 @@
-"""A judge on this machine: a real HTTP server whose replies a test writes down, the bad ones too."""
+"""An HTTP server on this machine whose replies, good and bad, are given by a test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """What the server does with one request: waits `delay` seconds, then answers, slowly (`drip`, byte by byte) or not at all (`close`)."""
+    """The reply to one request, after `delay` seconds.
+
+    `drip` sends it byte by byte; `close` closes the connection without a reply.
+    """
 
     body: bytes = b""
     status: int = 200
@@ -34,7 +37,7 @@ def says(text: Any, **fields: Any) -> Reply:
 
 @dataclasses.dataclass(frozen=True)
 class Received:
-    """One request: where to, with which headers, and its body as JSON. `texts` are the three that the judge compares."""
+    """One request: path, headers and JSON body. `texts` are the three texts the judge compares."""
 
     path: str
     headers: dict[str, str]
@@ -46,14 +49,19 @@ class Received:
 
 
 class JudgeServer(ThreadingHTTPServer):
-    """Gives the n-th request of the server `answer(n, received)`. `most` is how many requests it had at once."""
+    """A server that replies to its n-th request with `answer(n, received)`.
+
+    `most` is the largest number of requests at the same time.
+    """
 
     daemon_threads = True
     block_on_close = False  # a request that stalls is left behind
 
     def __init__(self, answer: Callable[[int, Received], Reply]):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.answer, self.received, self.times = answer, list[Received](), list[float]()
+        self.answer = answer
+        self.received = list[Received]()
+        self.times = list[float]()
         self.now = self.most = 0
         self.lock = threading.Lock()
         self.endpoint = f"http://127.0.0.1:{self.server_address[1]}/v1"
@@ -68,7 +76,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        server, received = self.server, Received(self.path, dict(self.headers), json.loads(body))
+        server = self.server
+        received = Received(self.path, dict(self.headers), json.loads(body))
         with server.lock:
             number = len(server.received)
             server.received.append(received)

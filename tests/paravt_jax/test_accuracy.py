@@ -1,4 +1,4 @@
-"""Multiple choice, temporal grounding and open-ended answers, with the mends of REFERENCE 4, point 12."""
+"""R_acc of multiple choice, temporal grounding and open-ended answers (REFERENCE 3 and 4, 12)."""
 
 import time
 
@@ -90,9 +90,11 @@ FRUIT = ("Apples", "Bananas and pears", "Cherries", "A red dog")
 )
 def test_ways_to_name_an_option(text):
     question = Question("q", "v", "?", QuestionKind.MULTIPLE_CHOICE, "B", FRUIT)
-    assert chosen_option(text, FRUIT) == "B" and accuracy(question, text) == 1
+    assert chosen_option(text, FRUIT) == "B"
+    assert accuracy(question, text) == 1
     assert choice_accuracy(text, "Bananas and pears", FRUIT) == 1
-    assert choice_accuracy(text, "C", FRUIT) == 0 and is_read(question, text)
+    assert choice_accuracy(text, "C", FRUIT) == 0
+    assert is_read(question, text)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,8 @@ def test_ways_to_name_an_option(text):
 )
 def test_an_answer_that_names_no_option_or_several_earns_nothing_and_is_not_read(text):
     question = Question("q", "v", "?", QuestionKind.MULTIPLE_CHOICE, "B", FRUIT)
-    assert chosen_option(text, FRUIT) is None and not is_read(question, text)
+    assert chosen_option(text, FRUIT) is None
+    assert not is_read(question, text)
     assert {choice_accuracy(text, letter, FRUIT) for letter in "ABCD"} == {0}
 
 
@@ -149,10 +152,12 @@ def test_an_answer_that_names_no_option_or_several_earns_nothing_and_is_not_read
         "(B), or possibly (C)",
     ],
 )
-def test_two_letters_stay_two_whatever_stands_between_them(text):
+def test_two_letters_are_two_options_with_any_words_between_them(text):
     question = Question("q", "v", "?", QuestionKind.MULTIPLE_CHOICE, "B", FRUIT)
-    assert chosen_option(text) is None and chosen_option(text, FRUIT) is None
-    assert accuracy(question, text) == 0 and not is_read(question, text)
+    assert chosen_option(text) is None
+    assert chosen_option(text, FRUIT) is None
+    assert accuracy(question, text) == 0
+    assert not is_read(question, text)
 
 
 @pytest.mark.parametrize(
@@ -189,11 +194,13 @@ def test_two_letters_stay_two_whatever_stands_between_them(text):
         "答案不是B",
     ],
 )
-def test_a_denied_option_is_no_choice(text):
+def test_a_denied_option_is_not_chosen(text):
     question = Question("q", "v", "?", QuestionKind.MULTIPLE_CHOICE, "B", FRUIT)
-    assert chosen_option(text) is None and chosen_option(text, FRUIT) is None
+    assert chosen_option(text) is None
+    assert chosen_option(text, FRUIT) is None
     assert choice_accuracy(text, "Bananas and pears", FRUIT) == 0
-    assert accuracy(question, text) == 0 and not is_read(question, text)
+    assert accuracy(question, text) == 0
+    assert not is_read(question, text)
 
 
 @pytest.mark.parametrize(
@@ -217,32 +224,35 @@ def test_a_denied_option_is_no_choice(text):
         "不是A，选B",
     ],
 )
-def test_a_denial_of_something_else_leaves_the_choice(text):
+def test_a_denial_of_something_else_does_not_count(text):
     assert chosen_option(text) == chosen_option(text, FRUIT) == "B"
-    assert choice_accuracy(text, "B", FRUIT) == 1 and choice_accuracy(text, "A", FRUIT) == 0
+    assert choice_accuracy(text, "B", FRUIT) == 1
+    assert choice_accuracy(text, "A", FRUIT) == 0
 
 
-def test_a_letter_is_no_article_where_the_right_answer_is_words():
+def test_a_letter_before_words_is_not_an_article():
     assert choice_accuracy("A. Bananas and pears", "Bananas and pears") == 0
     assert choice_accuracy("A. Bananas and pears", "A. Bananas and pears") == 1
     assert choice_accuracy("a red dog", "A red dog") == choice_accuracy("Red dog", "a red dog") == 1
     assert choice_accuracy("A red dog", "D", FRUIT) == choice_accuracy("red dog", "D", FRUIT) == 1
 
 
-def test_an_options_own_words_are_that_option_whatever_they_look_like():
+def test_the_words_of_an_option_name_it():
     names = ("B. Smith", "C major", "A. Jones", "option A")
     assert [chosen_option(words, names) for words in names] == ["A", "B", "C", "D"]
 
 
 @pytest.mark.parametrize("blank", ["the", "?", "...", "an", "", "!!!"])
-def test_nothing_is_not_the_answer_a(blank):
+def test_an_empty_answer_is_not_the_answer_a(blank):
     """In the release "A" normalises to nothing, and so does every blank (REFERENCE 4, 12)."""
-    assert choice_accuracy(blank, "A") == 0 and not exact_match(blank, "A")
+    assert choice_accuracy(blank, "A") == 0
+    assert not exact_match(blank, "A")
     assert choice_accuracy("A", "A") == 1 == choice_accuracy("a", "A")
 
 
-def test_nothing_never_matches_nothing():
-    assert not exact_match("!!!", "???") and token_f1("!!!", "???") == 0
+def test_two_empty_texts_do_not_match():
+    assert not exact_match("!!!", "???")
+    assert token_f1("!!!", "???") == 0
 
 
 @pytest.mark.parametrize(
@@ -350,11 +360,13 @@ def test_read_range(text, range_):
     ],
 )
 def test_ways_to_name_a_range(text):
-    assert read_range(text) == (73, 130) and grounding_accuracy(text, "[73, 130]") == 1
+    assert read_range(text) == (73, 130)
+    assert grounding_accuracy(text, "[73, 130]") == 1
 
 
-def test_a_unit_behind_the_second_time_is_that_of_both():
-    assert read_range("1 to 2 minutes") == (60, 120) and read_range("1.5-2 min") == (90, 120)
+def test_a_unit_after_the_second_time_belongs_to_both():
+    assert read_range("1 to 2 minutes") == (60, 120)
+    assert read_range("1.5-2 min") == (90, 120)
     assert read_range("1 to 2 hours") == (3600, 7200)
 
 
@@ -383,7 +395,7 @@ def test_a_unit_behind_the_second_time_is_that_of_both():
         ("1小时2分3秒到1小时3分钟", (3723, 3780)),
     ],
 )
-def test_a_time_is_read_whole(text, range_):
+def test_all_parts_of_a_time_are_read(text, range_):
     assert read_range(text) == range_
 
 
@@ -401,9 +413,10 @@ def test_a_time_is_read_whole(text, range_):
         "10 to 20 ms",
     ],
 )
-def test_what_cannot_be_read_whole_is_not_read(text):
+def test_a_time_that_is_readable_only_in_part_does_not_count(text):
     question = Question("q", "v", "?", QuestionKind.TEMPORAL_GROUNDING, "[73, 130]")
-    assert read_range(text) is None and not is_read(question, text)
+    assert read_range(text) is None
+    assert not is_read(question, text)
 
 
 @pytest.mark.parametrize(
@@ -420,14 +433,14 @@ def test_what_cannot_be_read_whole_is_not_read(text):
         "1 min, then nothing",
     ],
 )
-def test_numbers_that_are_no_range(text):
+def test_numbers_that_are_not_a_range(text):
     question = Question("q", "v", "?", QuestionKind.TEMPORAL_GROUNDING, "[73, 130]")
-    assert (
-        read_range(text) is None and accuracy(question, text) == 0 and not is_read(question, text)
-    )
+    assert read_range(text) is None
+    assert accuracy(question, text) == 0
+    assert not is_read(question, text)
 
 
-def test_words_are_read_as_they_are_where_any_will_do():
+def test_any_words_are_readable_as_an_open_ended_answer():
     assert is_read(Question("q", "v", "?", QuestionKind.OPEN_ENDED, "sorting"), "no idea")
 
 
@@ -493,17 +506,15 @@ def test_grounding(said, score):
 
 
 def test_grounding_of_an_unreadable_answer():
-    assert (
-        grounding_accuracy("around noon", "Around noon.") == 1
-        and grounding_accuracy("10, 20", "around noon") == 0
-    )
+    assert grounding_accuracy("around noon", "Around noon.") == 1
+    assert grounding_accuracy("10, 20", "around noon") == 0
 
 
 def test_normalise_keeps_numbers_apart():
     assert normalise("The 1.5 m, and 1,000!") == "1.5 m and 1000"
-    assert (
-        not exact_match("1.5", "15") and not exact_match("-5", "5") and exact_match("1,000", "1000")
-    )
+    assert not exact_match("1.5", "15")
+    assert not exact_match("-5", "5")
+    assert exact_match("1,000", "1000")
 
 
 def test_open_ended_f1_and_exact():
@@ -514,7 +525,7 @@ def test_open_ended_f1_and_exact():
     assert accuracy(question, None) == 0
 
 
-def test_a_letter_of_another_width_is_that_letter():
+def test_a_full_width_letter_is_the_same_letter():
     assert (
         choice_accuracy("\uff22", "B")
         == choice_accuracy("(\uff22)", "B", ("a dog", "a cat"))
@@ -528,7 +539,7 @@ def test_a_letter_of_another_width_is_that_letter():
 )
 @example("", "\u00ba", QuestionKind.MULTIPLE_CHOICE, [])
 @example("", "A B", QuestionKind.MULTIPLE_CHOICE, [])
-def test_accuracy_is_a_share_for_any_text(said, answer, kind, options):
+def test_accuracy_is_between_0_and_1_for_any_text(said, answer, kind, options):
     question = Question("q", "v", "?", kind, answer, tuple(options))
     assert 0 <= accuracy(question, said) <= 1
     if normalise(answer):

@@ -1,4 +1,4 @@
-"""Conversations in the protocol's words: the same tokens as an episode's, and loss on the assistant's alone."""
+"""Rendered conversations have the tokens of episodes, and loss on the assistant's turns only."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def text(rules: Protocol, trajectory) -> str:
     return rules.vocabulary.decode(trajectory.ids)
 
 
-def test_it_is_the_episodes_own_rendering_token_for_token(rules):
+def test_a_conversation_has_the_tokens_of_the_protocol(rules):
     """Prompt, results and responses are encoded piece by piece, as an episode's are."""
     question = Question("q", "a.mp4", "What turns?", QuestionKind.OPEN_ENDED, "a car")
     opening = rules.overview(CLIP.frames, 5), rules.question(question)
@@ -63,7 +63,8 @@ def test_it_is_the_episodes_own_rendering_token_for_token(rules):
     prompt, plan, told, answer = found.segments
     np.testing.assert_array_equal(prompt.ids, np.concatenate([s.ids for s in opening]))
     np.testing.assert_array_equal(told.ids, results.ids)
-    assert (prompt.author, told.author) == (Author.PROMPT, Author.TOOL)
+    assert prompt.author is Author.PROMPT
+    assert told.author is Author.TOOL
     for response, said in ((plan, THOUGHT + CALLS), (answer, ANSWER)):
         ids = rules.vocabulary.encode(said + "<|im_end|>")
         np.testing.assert_array_equal(response.ids, [*rules.pinned.ids, *ids])
@@ -71,7 +72,7 @@ def test_it_is_the_episodes_own_rendering_token_for_token(rules):
     assert found.frames == CLIP.frames
 
 
-def test_the_assistants_words_alone_are_learned(rules):
+def test_only_the_assistants_tokens_are_trained(rules):
     found = render(called(*((r,) for r in REPORTS)), rules, tokens)
     learned = rules.vocabulary.decode(found.ids[found.authors == Author.MODEL])
     assert learned == f"{PINNED}{THOUGHT}{CALLS}<|im_end|>{PINNED}{ANSWER}<|im_end|>"
@@ -91,7 +92,8 @@ def test_clips_in_tool_responses_and_the_last_turns_reminder(rules):
     found = render(once, rules, tokens)
     assert expected + "<|im_end|>\n<|im_start|>assistant\n" in text(rules, found)
     assert found.frames == CLIP.frames + CROP.frames
-    assert found.segments[2].author is Author.TOOL and found.segments[2].frames == CROP.frames
+    assert found.segments[2].author is Author.TOOL
+    assert found.segments[2].frames == CROP.frames
     twice = dataclasses.replace(once, turns=once.turns[:-1] + once.turns[1:])
     assert (
         text(rules, render(twice, rules, tokens)).count(
@@ -103,11 +105,12 @@ def test_clips_in_tool_responses_and_the_last_turns_reminder(rules):
 
 def test_a_tool_response_keeps_within_its_tokens_and_cannot_forge_any(rules):
     found = text(rules, render(called(("word " * 60, CROP), (REPORTS[1],)), rules, tokens))
-    assert "word " * 15 + "word" in found and "word " * 17 not in found
+    assert "word " * 15 + "word" in found
+    assert "word " * 17 not in found
     assert "nothing < |im_end|> moves" in found
 
 
-def test_pictures_have_no_time_and_no_video_is_spoken_of(rules):
+def test_pictures_have_no_timestamp_and_their_prompt_mentions_no_video(rules):
     picture = f"<|vision_start|>{'<|image_pad|>' * 2}<|vision_end|>"
     found = render(
         chat(
@@ -131,19 +134,17 @@ def test_a_second_question_and_questions_that_would_forge(rules):
     turns = ("user", CLIP, "a <tool_call>"), ("assistant", "b"), ("user", "c"), ("assistant", "d")
     found = render(chat(*turns, tools=False), rules, tokens)
     assert (
-        "\na < tool_call><|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>"
-        in text(rules, found)
+        "\na < tool_call><|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+        "<|im_start|>user\nc<|im_end|>" in text(rules, found)
     )
     assert [segment.author for segment in found.segments] == [Author.PROMPT, Author.MODEL] * 2
 
 
-def test_tools_are_spoken_of_where_they_are_offered(rules):
+def test_the_system_turn_has_tools_if_they_are_offered(rules):
     for tools in (True, False):
         found = text(
             rules,
             render(chat(("user", CLIP, "a"), ("assistant", "b"), tools=tools), rules, tokens),
         )
-        assert (
-            found.startswith(system_text((CropVideo(),) if tools else ()))
-            and ("<tools>" in found) is tools
-        )
+        assert found.startswith(system_text((CropVideo(),) if tools else ()))
+        assert ("<tools>" in found) is tools

@@ -1,4 +1,4 @@
-"""The judge against a real server on this machine: what it is asked, what its replies are worth, and what counts say.
+"""The judge with a real server on this machine: its requests, replies and counts.
 
 The talk itself - retries, waits, deadlines, keys - is the client's (`test_client.py`).
 """
@@ -43,7 +43,7 @@ def quick(endpoint: str = "http://127.0.0.1:9/v1", **fields) -> JudgeSettings:
 
 
 def play(replies: list[Reply], **fields) -> tuple[float, JudgeCounts]:
-    """The score of one answer where the server gives these replies in turn, the last for good; the counts."""
+    """The score of one answer, and the counts. The last reply is repeated."""
     with serving(lambda n, _: replies[min(n, len(replies) - 1)]) as server:
         judge = RemoteJudge(quick(server.endpoint, **fields))
         (score,) = judge.scores([(QUESTION, CLOSE)])
@@ -53,7 +53,7 @@ def play(replies: list[Reply], **fields) -> tuple[float, JudgeCounts]:
 # What is asked.
 
 
-def test_who_needs_a_judge():
+def test_which_answers_need_a_judge():
     choice = dataclasses.replace(QUESTION, kind=QuestionKind.MULTIPLE_CHOICE, answer="B")
     assert needs_judge(QUESTION, CLOSE)
     assert not needs_judge(QUESTION, "It runs, to the RED ball.")
@@ -78,7 +78,8 @@ def test_what_needs_no_judge_is_scored_without_one():
         ]
         assert judge.scores(items) == [1.0, 0.0, 1.0, 0.0, 0.5]
         assert judge.scores([]) == []
-        assert not server.received and judge.counts == JudgeCounts()
+        assert not server.received
+        assert judge.counts == JudgeCounts()
 
 
 def test_the_request_asks_for_one_number():
@@ -96,7 +97,7 @@ def test_the_request_asks_for_one_number():
 
 
 @pytest.mark.parametrize("variable", ["OPENAI_API_KEY", ""])
-def test_a_missing_key_is_told_where_one_was_named(monkeypatch, caplog, variable):
+def test_a_missing_key_is_reported_if_a_variable_is_named(monkeypatch, caplog, variable):
     monkeypatch.delenv("OPENAI_API_KEY")
     RemoteJudge(quick(key_variable=variable))
     assert ("OPENAI_API_KEY is not set" in caplog.text) == bool(variable)
@@ -104,14 +105,15 @@ def test_a_missing_key_is_told_where_one_was_named(monkeypatch, caplog, variable
 
 @settings(max_examples=40)
 @given(st.text(max_size=60), st.integers(1, 40))
-def test_no_answer_leaves_its_string(answer, limit):
+def test_an_answer_cannot_end_its_json_string(answer, limit):
     content = request(quick(answer_chars=limit), QUESTION, answer)["messages"][1]["content"]
     assert json.loads(content) == {
         "question": QUESTION.text,
         "right_answer": QUESTION.answer,
         "given_answer": answer[:limit],
     }
-    assert "<" not in content and "[" not in content
+    assert "<" not in content
+    assert "[" not in content
 
 
 def test_an_answer_cannot_write_the_markers_of_a_chat():
@@ -173,7 +175,7 @@ def test_read_score(text, score):
 
 
 @given(st.floats())
-def test_other_numbers_are_no_scores(number):
+def test_other_numbers_are_not_scores(number):
     assert read_score(repr(number)) == (
         number if number in (0.0, 0.5, 1.0) and math.copysign(1, number) > 0 else None
     )
@@ -189,14 +191,14 @@ NO_SCORES = {
 
 
 @pytest.mark.parametrize("reply", NO_SCORES.values(), ids=NO_SCORES.keys())
-def test_what_is_no_score_is_asked_again_then_f1(reply):
+def test_a_reply_without_a_score_is_asked_again_and_then_f1_counts(reply):
     assert play([reply], attempts=2) == (
         F1,
         JudgeCounts(asked=1, fell_back=1, retried=1, nonsense=2),
     )
 
 
-def test_a_judge_may_come_to_its_senses():
+def test_a_later_reply_with_a_score_counts():
     reply = says("I would give it a 1, or a 0.5.")
     assert play([reply, says("0.5")]) == (
         0.5,
@@ -217,7 +219,7 @@ def test_a_judge_may_come_to_its_senses():
         (says("yes"), "nonsense", "the reply is none of 0, 0.5, 1; F1 .*thinking aloud"),
     ],
 )
-def test_each_kind_of_failure_is_counted_and_told_once(reply, kind, told, caplog):
+def test_each_kind_of_failure_is_counted_and_logged_once(reply, kind, told, caplog):
     counts = JudgeCounts(**{"asked": 1, "fell_back": 1, "retried": 1, kind: 2})
     assert play([reply], attempts=2, timeout=0.5) == (F1, counts)
     (record,) = caplog.records
@@ -225,7 +227,7 @@ def test_each_kind_of_failure_is_counted_and_told_once(reply, kind, told, caplog
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
-def test_what_will_not_pass_falls_back_at_once_and_is_told_once(status, caplog):
+def test_permanent_failures_fall_back_at_once_and_are_logged_once(status, caplog):
     with serving(lambda *_: Reply(f"the key {KEY} is bad".encode(), status)) as server:
         judge = RemoteJudge(quick(server.endpoint))
         assert judge.scores([(QUESTION, CLOSE), (QUESTION, "a cat")]) == [F1, 0.0]
@@ -233,15 +235,13 @@ def test_what_will_not_pass_falls_back_at_once_and_is_told_once(status, caplog):
         judge.scores([(QUESTION, CLOSE)])
         assert judge.counts == JudgeCounts(asked=1, fell_back=1, http_errors=1)
         (record,) = caplog.records
-        assert (
-            server.endpoint in record.getMessage()
-            and f"status {status}" in record.getMessage()
-            and "check" in record.getMessage()
-        )
+        assert server.endpoint in record.getMessage()
+        assert f"status {status}" in record.getMessage()
+        assert "check" in record.getMessage()
         assert record.levelno == logging.WARNING
 
 
-def test_a_stalled_judge_holds_a_batch_no_longer_than_its_limit(caplog):
+def test_a_stalled_judge_delays_a_batch_by_its_time_limit_at_most(caplog):
     def answer(_, received):
         return says("0.5") if received.texts["given_answer"] == CLOSE else Reply(delay=STALL)
 
@@ -261,7 +261,7 @@ def test_a_stalled_judge_holds_a_batch_no_longer_than_its_limit(caplog):
 # Many at once.
 
 
-def test_scores_stand_in_the_order_of_the_answers_and_the_same_is_asked_once():
+def test_scores_are_in_the_order_of_answers_and_equal_answers_are_asked_once():
     wanted = {f"dog number {i}": score for i, score in enumerate([0, 0.5, 1, 1, 0.5, 0])}
 
     def answer(_, received):
@@ -311,9 +311,8 @@ def test_counts_add_up(plans, time_limit):
     failures = counts.timed_out + counts.unreachable + counts.http_errors + counts.nonsense
     assert counts.asked == len(plans) == counts.answered + counts.fell_back
     assert counts.asked + counts.retried == counts.answered + failures + counts.late
-    assert (
-        sum(score > 0 for score in scores) == counts.answered
-    )  # these answers share no word with the right one, so F1 gives 0
+    # The answers share no word with the right one, so the fallback F1 is 0.
+    assert sum(score > 0 for score in scores) == counts.answered
     if time_limit > 1:
         assert counts.late == 0
         assert counts.timed_out or len(server.received) == counts.asked + counts.retried
@@ -323,15 +322,13 @@ def test_counts_are_metrics():
     judge = RemoteJudge(quick())
     judge.counts = JudgeCounts(asked=3, late=1)
     metrics = judge.metrics()
-    assert (
-        metrics["judge/asked"] == 3.0
-        and metrics["judge/late"] == 1.0
-        and metrics["judge/fell_back"] == 0.0
-    )
+    assert metrics["judge/asked"] == 3.0
+    assert metrics["judge/late"] == 1.0
+    assert metrics["judge/fell_back"] == 0.0
     assert len(metrics) == len(dataclasses.fields(JudgeCounts))
 
 
-def test_an_error_of_ours_is_raised_and_not_waited_for(monkeypatch):
+def test_a_programming_error_is_raised_at_once(monkeypatch):
     judge = RemoteJudge(quick())
     monkeypatch.setenv("OPENAI_API_KEY", "no key")
     with pytest.raises(ValueError, match="OPENAI_API_KEY"):
@@ -369,7 +366,7 @@ def test_an_error_of_ours_is_raised_and_not_waited_for(monkeypatch):
         ("reply_tokens", 0),
     ],
 )
-def test_settings_that_cannot_work_are_refused(field, value):
+def test_wrong_settings_are_refused(field, value):
     with pytest.raises(
         ValueError, match=rf"rl\.rewards\.judge\.{field}: .*(?:give|leave)"
     ) as error:

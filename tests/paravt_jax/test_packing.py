@@ -14,7 +14,8 @@ LENGTHS = st.lists(st.integers(1, 40), max_size=60)
 
 def plainly(lengths, length):
     """First fit, said in the plainest words."""
-    rows, left = [], []
+    rows = []
+    left = []
     for sample, tokens in enumerate(lengths):
         fitting = [row for row in rows if sum(lengths[s] for s in row) + tokens <= length]
         if tokens > length:
@@ -27,13 +28,13 @@ def plainly(lengths, length):
 
 
 @given(LENGTHS, st.integers(1, 50))
-def test_it_is_first_fit(lengths, length):
+def test_packing_is_first_fit(lengths, length):
     packing = pack(lengths, length)
     assert (packing.rows, packing.left_out) == plainly(lengths, length)
 
 
 @given(LENGTHS, st.integers(1, 50))
-def test_every_sample_is_in_one_row_whole_or_is_left_out_for_its_length(lengths, length):
+def test_every_sample_is_whole_in_one_row_or_left_out_as_too_long(lengths, length):
     packing = pack(lengths, length)
     assert sorted(sample for row in packing.rows for sample in row) + list(
         packing.left_out
@@ -47,8 +48,12 @@ def test_every_sample_is_in_one_row_whole_or_is_left_out_for_its_length(lengths,
 
 
 def published_lengths(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Lengths like the published mixture's: clips of half a minute to hours at one frame a second and at most 64 frames of 49 tokens and
-    their times, pictures, text of a few hundred tokens, some conversations with crops; a few are longer than a row."""
+    """Lengths like those of the published mixture.
+
+    Clips of half a minute to hours, at one frame per second and at most 64 frames of 49 tokens with
+    timestamps; pictures; texts of a few hundred tokens; conversations with crops. A few are longer
+    than a row.
+    """
     seconds = np.where(
         rng.random(count) < 0.6, rng.lognormal(3.4, 0.5, count), rng.lognormal(5.5, 1.0, count)
     )
@@ -75,9 +80,11 @@ def test_padding_is_below_five_percent_on_lengths_like_the_published_ones(seed):
     )
 
 
-def test_nothing_packs_into_nothing():
-    assert pack([], 8).rows == () and pack([], 8).padding == 0.0
-    assert pack([9], 8).rows == () and pack([9], 8).left_out == (0,)
+def test_no_samples_need_no_rows():
+    assert pack([], 8).rows == ()
+    assert pack([], 8).padding == 0.0
+    assert pack([9], 8).rows == ()
+    assert pack([9], 8).left_out == (0,)
 
 
 @pytest.mark.parametrize(("lengths", "length"), [([1, 0], 8), ([1], 0), ([-1], 8)])

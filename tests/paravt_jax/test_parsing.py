@@ -48,7 +48,7 @@ def times(start: str, end: str) -> str:
         ("1e1", "2E1", (10, 20)),
     ],
 )
-def test_times_are_read_as_a_person_would(start, end, seconds):
+def test_times_in_common_forms_are_read(start, end, seconds):
     assert read_calls(times(start, end)) == [CropCall(*seconds)]
 
 
@@ -69,19 +69,18 @@ def test_times_are_read_as_a_person_would(start, end, seconds):
         '"１６ o’clock"',
     ],
 )
-def test_what_is_no_time_is_malformed(start):
+def test_other_values_are_malformed(start):
     (got,) = read_calls(times(start, "20"))
-    assert (
-        isinstance(got, FailedCall)
-        and got.status is CallStatus.MALFORMED
-        and "start_time" in got.reason
-    )
+    assert isinstance(got, FailedCall)
+    assert got.status is CallStatus.MALFORMED
+    assert "start_time" in got.reason
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
 def test_numbers_that_are_not_finite_are_bad_windows(value):
     (got,) = read_calls(times("1", value))
-    assert isinstance(got, FailedCall) and got.status is CallStatus.BAD_WINDOW
+    assert isinstance(got, FailedCall)
+    assert got.status is CallStatus.BAD_WINDOW
 
 
 def test_a_malformed_call_does_not_void_the_others():
@@ -91,34 +90,36 @@ def test_a_malformed_call_does_not_void_the_others():
 
 def test_an_unclosed_call_does_not_swallow_the_next():
     calls = read_calls("<tool_call>" + GOOD + call())
-    assert isinstance(calls[0], FailedCall) and calls[1] == CropCall(3, 9.5)
+    assert isinstance(calls[0], FailedCall)
+    assert calls[1] == CropCall(3, 9.5)
 
 
-def test_code_is_named_and_never_run():
+def test_code_is_reported_and_never_run():
     (got,) = read_calls("<tool_code>print(crop_video(start_time=1, end_time=2))</tool_code>")
-    assert (
-        isinstance(got, FailedCall)
-        and got.status is CallStatus.MALFORMED
-        and "tool_call" in got.reason
-    )
+    assert isinstance(got, FailedCall)
+    assert got.status is CallStatus.MALFORMED
+    assert "tool_call" in got.reason
     assert not isinstance(read_calls("<tool_code>" + GOOD + "</tool_code>" + call())[0], CropCall)
 
 
-def test_reasons_hold_no_tags():
+def test_reasons_contain_no_tags():
     """A reason becomes a tool response: a tag in it would be tokenised as one."""
     bodies = ("oops", "[]", '{"name": "crop_video"}', '{"name": "x"}', "[" * 99_999)
     text = "<tool_code>x" + "".join(map(call, bodies)) + "<tool_call>"
     calls = read_calls(text)
     assert len(calls) == 7
     for got in calls:
-        assert isinstance(got, FailedCall) and got.reason.endswith(".") and "<" not in got.reason
+        assert isinstance(got, FailedCall)
+        assert got.reason.endswith(".")
+        assert "<" not in got.reason
 
 
 def test_other_tools_and_shapes():
     (other,) = read_calls(
         call('{"name": "video_zoom", "arguments": {"start_time": 1, "end_time": 2}}')
     )
-    assert isinstance(other, FailedCall) and other.status is CallStatus.UNKNOWN_TOOL
+    assert isinstance(other, FailedCall)
+    assert other.status is CallStatus.UNKNOWN_TOOL
     as_text = json.dumps(
         {"name": "crop_video", "arguments": json.dumps({"start_time": 1, "end_time": 2})}
     )
@@ -140,7 +141,8 @@ def test_other_tools_and_shapes():
 def test_video_path_is_ignored(path):
     got = read_calls(
         call(
-            f'{{"name": "crop_video", "arguments": {{"video_path": {path}, "start_time": 1, "end_time": 2}}}}'
+            '{"name": "crop_video", "arguments": '
+            f'{{"video_path": {path}, "start_time": 1, "end_time": 2}}}}'
         )
     )
     assert got == [CropCall(1, 2)]
@@ -177,7 +179,9 @@ def test_deep_json_is_malformed(body):
 def test_resolve_window(asked, window, status):
     got = resolve_window(CropCall(*asked), 60.0)
     if isinstance(got, FailedCall):
-        assert window is None and got.status is status and got.reason
+        assert window is None
+        assert got.status is status
+        assert got.reason
     else:
         assert (got.window.start, got.window.end) == window
         assert (got.note == "") == (status is CallStatus.EXECUTED)
@@ -240,8 +244,10 @@ def test_turn_is_well_formed(text, final, good):
 
 
 def test_format_compliant_needs_every_turn():
-    look, answer = turn_of(THINK + call()), turn_of(THINK + "<answer>B</answer>")
-    assert format_compliant([look, look, answer]) and format_compliant([answer])
+    look = turn_of(THINK + call())
+    answer = turn_of(THINK + "<answer>B</answer>")
+    assert format_compliant([look, look, answer])
+    assert format_compliant([answer])
     assert not format_compliant([])
     assert not format_compliant([look])
     assert not format_compliant([answer, answer])
@@ -250,12 +256,10 @@ def test_format_compliant_needs_every_turn():
 
 
 def test_substantive_think_counts_characters():
-    assert has_substantive_think("<think> ten chars! </think>") and not has_substantive_think(
-        "<think> ninechars </think>"
-    )
-    assert not has_substantive_think("no tag, but long enough") and not has_substantive_think(
-        "<think>hm<answer>long enough here</answer>"
-    )
+    assert has_substantive_think("<think> ten chars! </think>")
+    assert not has_substantive_think("<think> ninechars </think>")
+    assert not has_substantive_think("no tag, but long enough")
+    assert not has_substantive_think("<think>hm<answer>long enough here</answer>")
 
 
 PIECES = st.lists(
@@ -296,7 +300,8 @@ def test_no_text_raises(text, duration):
     assert answer is None or answer.strip()
     for final in (True, False):
         if turn_is_well_formed(turn_of(text), final):
-            assert tags_balanced(text) and (answer is not None) == final
+            assert tags_balanced(text)
+            assert (answer is not None) == final
     format_compliant([turn_of(text)])
     has_substantive_think(text)
 
@@ -307,5 +312,5 @@ def test_no_text_raises(text, duration):
         max_size=8,
     )
 )
-def test_each_block_is_read_on_its_own(pieces):
+def test_each_call_is_parsed_by_itself(pieces):
     assert read_calls("".join(pieces)) == [got for piece in pieces for got in read_calls(piece)]

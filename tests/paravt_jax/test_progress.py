@@ -30,7 +30,7 @@ def run_ten(stream, clock, **options):
     return stream.getvalue()
 
 
-def test_a_log_gets_a_plain_line_now_and_then_and_at_the_end(clock):
+def test_a_log_gets_plain_lines_at_intervals_and_at_the_end(clock):
     text = run_ten(io.StringIO(), clock, every=5.0)
     assert text.splitlines() == [
         "cold start:  10% 1/10 [00:00<?, ?step/s, loss=1]",
@@ -43,8 +43,11 @@ def test_a_log_gets_a_plain_line_now_and_then_and_at_the_end(clock):
 
 def test_a_terminal_gets_one_line_that_overwrites_itself(clock):
     text = run_ten(Terminal(), clock)
-    assert text.count("\n") == 1 and text.endswith("\n") and text.count("\r") >= 10
-    assert "10/10" in text.rpartition("\r")[2] and "loss=0.1" in text.rpartition("\r")[2]
+    assert text.count("\n") == 1
+    assert text.endswith("\n")
+    assert text.count("\r") >= 10
+    assert "10/10" in text.rpartition("\r")[2]
+    assert "loss=0.1" in text.rpartition("\r")[2]
 
 
 def test_the_rate_of_a_resumed_run_is_that_of_this_process(clock):
@@ -60,11 +63,12 @@ def test_the_rate_of_a_resumed_run_is_that_of_this_process(clock):
     ]
 
 
-def test_what_is_done_at_once_is_said_once_and_what_never_began_not_at_all(clock):
+def test_work_done_in_one_update_has_one_line_and_no_work_has_none(clock):
     stream = io.StringIO()
     with Progress("check", stream=stream) as progress, Progress("unpack", stream=stream):
         progress.update(1, 1)
-    assert stream.getvalue().count("\n") == 1 and "unpack" not in stream.getvalue()
+    assert stream.getvalue().count("\n") == 1
+    assert "unpack" not in stream.getvalue()
 
 
 def test_only_one_process_of_a_run_shows_it():

@@ -1,4 +1,4 @@
-"""The protocol against the published chat template, and against text that would like to be more than text."""
+"""The protocol equals the published chat template, and no text can forge special tokens."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def user(frames=FRAMES, text="") -> dict:
 
 
 def system(tools: bool) -> dict:
-    """The system message: what the protocol's system turn says before the template's own words on tools."""
+    """The system message: the protocol's system turn up to the template's own text on tools."""
     return {
         "role": "system",
         "content": re.split(
@@ -99,7 +99,7 @@ CLIP = Clip("v.mp4", (0, 1, 2), (0.0, 64.0, 127.0), 32, 32)
 
 
 def conversation() -> tuple[Conversation, list[dict]]:
-    """A plan with two calls, two reports and an answer: as a conversation, and as the messages that the template takes."""
+    """A plan with two calls, two reports and an answer, as conversation and as chat messages."""
     plan = "\n".join([PLAN, *map(render_call, CALLS)])
     turns = (
         ChatTurn("user", (CLIP, protocol.question_text(QUESTION).removeprefix("\n"))),
@@ -126,11 +126,11 @@ def test_a_conversation_with_parallel_calls_equals_the_published_template(
 ):
     demonstration, messages = conversation()
     trajectory = render(demonstration, rules, lambda _: 1)
-    expected = template(messages, tools=True).removesuffix(
-        "\n"
-    )  # an agent writes nothing after it has ended its turn
+    # An agent writes nothing after the end of its turn.
+    expected = template(messages, tools=True).removesuffix("\n")
     assert vocabulary.decode(trajectory.ids) == expected
-    assert expected.count("<tool_response>") == 2 and expected.count("<|im_start|>user") == 2
+    assert expected.count("<tool_response>") == 2
+    assert expected.count("<|im_start|>user") == 2
     assert trajectory.ids.tolist() == vocabulary.encode(expected).tolist()
     said = vocabulary.decode(trajectory.ids[trajectory.authors == Author.MODEL])
     assert (
@@ -144,14 +144,17 @@ def test_a_conversation_with_parallel_calls_equals_the_published_template(
     )
 
 
-def test_the_opening_is_pinned_or_the_models_own(rules, vocabulary):
+def test_the_opening_is_pinned_or_written_by_the_model(rules, vocabulary):
     """Demonstrations are the same for either: they teach the opening, which a rollout may pin."""
     free = Protocol(vocabulary, dataclasses.replace(rules.settings, pin_think=False))
-    assert vocabulary.decode(rules.pinned.ids) == PINNED and rules.pinned.author is Author.PINNED
-    assert len(free.pinned.ids) == 0 and free.pinned.ids.dtype == np.int32
+    assert vocabulary.decode(rules.pinned.ids) == PINNED
+    assert rules.pinned.author is Author.PINNED
+    assert len(free.pinned.ids) == 0
+    assert free.pinned.ids.dtype == np.int32
     demonstration, _ = conversation()
     taught, same = (render(demonstration, p, lambda _: 1) for p in (rules, free))
-    assert (taught.ids == same.ids).all() and (taught.authors == same.authors).all()
+    assert (taught.ids == same.ids).all()
+    assert (taught.authors == same.authors).all()
 
 
 @pytest.mark.parametrize("tools", [True, False])
@@ -160,7 +163,8 @@ def test_a_prompt_equals_the_published_template(rules, vocabulary, template, too
     expected = template(
         [system(tools), user(text=protocol.question_text(QUESTION))], tools=tools, reply=True
     )
-    assert vocabulary.decode(prompt.ids) == expected and prompt.frames == FRAMES
+    assert vocabulary.decode(prompt.ids) == expected
+    assert prompt.frames == FRAMES
     assert ("crop_video" in expected) == tools
 
 
@@ -172,10 +176,8 @@ def test_a_sub_agents_conversation_equals_the_published_template(rules, vocabula
     messages = [user(text=request), {"role": "assistant", "content": REPORTS[0]}]
     assert vocabulary.decode(trajectory.ids) == template(messages, tools=False).removesuffix("\n")
     opening = rules.window(FRAMES, 1)
-    assert (
-        vocabulary.decode(opening.ids) == template(messages[:1], tools=False, reply=True)
-        and opening.frames == FRAMES
-    )
+    assert vocabulary.decode(opening.ids) == template(messages[:1], tools=False, reply=True)
+    assert opening.frames == FRAMES
 
 
 def test_questions_without_options_show_none():
@@ -184,30 +186,28 @@ def test_questions_without_options_show_none():
     assert protocol.question_text(QUESTION) == "\n" + QUESTION.text + "\nA. two\nB. seven"
 
 
-def test_frames_stand_after_their_times_with_as_many_placeholders_as_they_take(rules, vocabulary):
+def test_a_frame_is_its_timestamp_and_then_its_placeholders(rules, vocabulary):
     ids = rules.overview(FRAMES, [1, 4, 2]).ids
     shown = vocabulary.decode(ids).partition("<|im_start|>user\n")[2]
     images = [f"<|vision_start|>{'<|image_pad|>' * n}<|vision_end|>" for n in (1, 4, 2)]
     assert shown == f"<0.0 seconds>{images[0]}<64.0 seconds>{images[1]}<127.0 seconds>{images[2]}"
     assert (rules.overview(FRAMES, 4).ids == vocabulary["<|image_pad|>"]).sum() == 12
-    with pytest.raises(ValueError, match="image_tokens: 2 counts for 3 frames"):
+    with pytest.raises(ValueError, match="image_tokens: 2 .* 3 frames"):
         rules.overview(FRAMES, [1, 4])
 
 
 @pytest.mark.parametrize(("ended", "last"), [(True, False), (False, False), (True, True)])
-def test_tool_results_close_an_open_turn_and_tell_when_calls_are_over(
+def test_tool_results_close_an_open_turn_and_ask_for_the_answer_after_the_last(
     rules, vocabulary, ended, last
 ):
     text = vocabulary.decode(rules.tool_results(["a", "b"], ended, last).ids)
     assert text.startswith("\n<|im_start|>user\n" if ended else "<|im_end|>\n<|im_start|>user\n")
     assert "<tool_response>\na\n</tool_response>\n<tool_response>\nb\n</tool_response>" in text
-    assert (
-        text.endswith("<|im_end|>\n<|im_start|>assistant\n")
-        and ("Give the final answer." in text) == last
-    )
+    assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert ("Give the final answer." in text) == last
 
 
-def test_a_demonstration_is_told_when_calls_are_over_as_an_episode_would_be(vocabulary):
+def test_a_demonstration_asks_for_the_answer_after_its_last_tool_turn(vocabulary):
     demonstration, _ = conversation()
     for turns in (1, 2):
         rules = Protocol(vocabulary, ProtocolSettings(max_tool_turns=turns))
@@ -247,28 +247,29 @@ def test_no_text_from_outside_forges_a_special_token(rules, vocabulary, text):
         rules.tool_results(["", ""], True, False).ids
     )
     plain = rules.plain(text)
-    assert plain.replace(" ", "") == text.replace(" ", "") and rules.plain(plain) == plain
+    assert plain.replace(" ", "") == text.replace(" ", "")
+    assert rules.plain(plain) == plain
     assert plain == text or any(special in text for special in vocabulary.special_texts)
 
 
 @settings(max_examples=80)
 @given(text=st.one_of(st.text(max_size=80), _FORGERIES))
-def test_a_tool_response_keeps_within_its_tokens(rules, vocabulary, text):
+def test_a_tool_response_is_cut_to_its_limit(rules, vocabulary, text):
     cut = rules.cut(text)
-    assert len(vocabulary.encode(cut)) <= 16 and rules.cut(cut) == cut
+    assert len(vocabulary.encode(cut)) <= 16
+    assert rules.cut(cut) == cut
     whole = rules.plain(text)
     assert cut == whole or len(vocabulary.encode(whole)) > 16
-    assert (
-        whole.startswith(cut.rstrip("\ufffd"))
-        or vocabulary.decode(vocabulary.encode(whole)) != whole
-    )  # the real one normalises
+    # The published tokenizer normalises text, so that some texts do not round-trip.
+    round_trips = vocabulary.decode(vocabulary.encode(whole)) == whole
+    assert whole.startswith(cut.rstrip("\ufffd")) or not round_trips
     assert (
         rules.tool_results([text], True, False).ids.tolist()
         == rules.tool_results([cut], True, False).ids.tolist()
     )
 
 
-def test_calls_are_written_as_they_are_read():
+def test_a_rendered_call_is_parsed_as_the_same_call():
     text = render_call(CropCall(16.0, 32.5))
     assert json.loads(text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")) == {
         "name": "crop_video",
@@ -284,9 +285,8 @@ def test_recurring_texts_are_single_tokens_of_a_small_vocabulary(small_vocabular
         for part in split.split(text)
         if part
     ]
-    assert parts and {part: len(small_vocabulary.encode(part)) for part in parts} == dict.fromkeys(
-        parts, 1
-    )
+    assert parts
+    assert {part: len(small_vocabulary.encode(part)) for part in parts} == dict.fromkeys(parts, 1)
     assert len(small_vocabulary.encode(protocol.system_text((CropVideo(),)))) < 30
 
 
@@ -300,6 +300,6 @@ def test_recurring_texts_are_single_tokens_of_a_small_vocabulary(small_vocabular
         ("crop_fps", 0.0),
     ],
 )
-def test_limits_without_room_are_refused_by_name(field, value):
+def test_limits_out_of_range_are_refused(field, value):
     with pytest.raises(ValueError, match=rf"protocol\.{field}: {value}"):
         ProtocolSettings(**{field: value})

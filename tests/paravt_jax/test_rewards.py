@@ -1,4 +1,4 @@
-"""What an episode earns: the numbers of REFERENCE 3, and what must never be paid (REFERENCE 4, points 3 and 12; TOY)."""
+"""Rewards of episodes: the numbers of REFERENCE 3, and what must earn nothing (REFERENCE 4)."""
 
 import dataclasses
 
@@ -29,7 +29,10 @@ QUESTION = Question(
     "q", "v", "which digit?", QuestionKind.MULTIPLE_CHOICE, "seven", ("six", "seven")
 )
 THINK = "<think>\nthe overview misses it</think>\n"
-CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 3, "end_time": 9}}\n</tool_call>'
+CALL = (
+    '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 3, "end_time": 9}}\n'
+    "</tool_call>"
+)
 SETTINGS = RewardSettings()
 
 
@@ -41,15 +44,18 @@ def answer(text: str = "seven", truncated: bool = False) -> Turn:
     return Turn(f"{THINK}<answer>{text}</answer>", truncated=truncated)
 
 
-def test_a_whole_episode_earns_all_there_is():
+def test_a_perfect_episode_earns_every_term():
     got = score(QUESTION, [look(), answer()], SETTINGS)
-    assert (got.accuracy, got.format, got.tool, got.compliant) == (1, 1, 0.8, True)
+    assert got.accuracy == 1
+    assert got.format == 1
+    assert got.tool == 0.8
+    assert got.compliant is True
     assert got.total == pytest.approx(2.8)
     assert got.anchor == pytest.approx(0.7)
 
 
-def test_the_pinned_think_is_credited():
-    """The release sees generated text only, and the same response scores 0.5 there (REFERENCE 4, 3)."""
+def test_the_pinned_think_counts():
+    """The release scores generated text only, and gives this response 0.5 (REFERENCE 4, 3)."""
     assert score(QUESTION, [answer()], SETTINGS).format == 1
     without = Turn(answer().text.removeprefix("<think>"))
     assert score(QUESTION, [without], SETTINGS).format == pytest.approx(0.5)
@@ -63,7 +69,8 @@ def test_an_invented_tool_response_and_code_earn_nothing():
     assert score(QUESTION, [invented], SETTINGS).tool == 0
     code = turn_of(THINK + "<tool_code>print(crop_video(1, 2))</tool_code>")
     got = score(QUESTION, [code, answer()], SETTINGS)
-    assert got.tool == 0 and not got.compliant
+    assert got.tool == 0
+    assert not got.compliant
     assert format_base([code, answer()]) == pytest.approx(format_base([answer()]))
 
 
@@ -82,7 +89,7 @@ def test_tool_reward_follows_outcomes(status, right, reward):
     assert tool_reward([look(status), answer()], right) == pytest.approx(reward)
 
 
-def test_many_calls_earn_no_more_than_one():
+def test_many_calls_earn_as_much_as_one():
     assert tool_reward([look(), look(), look(CallStatus.BAD_WINDOW)], True) == pytest.approx(0.8)
 
 
@@ -101,18 +108,20 @@ def test_weights_are_checked(name, value):
         dataclasses.replace(SETTINGS, **{name: value})
 
 
-def test_the_anchor_reads_turn_by_turn():
+def test_the_anchor_is_the_mean_over_turns():
     """Joined, the second turn's closed think would speak for the first one's open think (TOY)."""
     broken = look(text="<think>\nthe overview misses it " + CALL)
     assert anchor_reward([broken, answer()]) == pytest.approx((-0.3 + 0.7) / 2)
-    assert anchor_reward([broken]) == pytest.approx(-0.3) and anchor_reward([broken], gamma=0) == 0
+    assert anchor_reward([broken]) == pytest.approx(-0.3)
+    assert anchor_reward([broken], gamma=0) == 0
     assert anchor_reward([look(), answer()]) == pytest.approx(0.7)
     assert anchor_reward([Turn(THINK)]) == pytest.approx(0.4)
 
 
-def test_uncapped_format_tells_more_apart():
+def test_without_the_cap_format_distinguishes_more():
     short = [Turn(THINK + "<answer>seven</answer>")]
-    capped, free = RewardSettings(), RewardSettings(format_cap=False)
+    capped = RewardSettings()
+    free = RewardSettings(format_cap=False)
     assert (
         score(QUESTION, short, capped).format
         == score(QUESTION, [look(), answer()], capped).format
@@ -131,12 +140,15 @@ def test_format_is_never_negative_while_capped():
     ).format == pytest.approx(-0.3)
 
 
-def test_an_episode_cut_off_is_not_paid_for_format():
+def test_a_truncated_episode_earns_no_format():
     got = score(QUESTION, [look(), answer(truncated=True)], SETTINGS)
-    assert got.format == 0 and got.anchor == 0 and not got.compliant
+    assert got.format == 0
+    assert got.anchor == 0
+    assert not got.compliant
     assert got.accuracy == 0, "nobody knows how a turn that was cut off would have ended"
     got = score(QUESTION, [look(), Turn("<think>\non and on and on", truncated=True)], SETTINGS)
-    assert got.format == 0 and got.anchor <= 0
+    assert got.format == 0
+    assert got.anchor <= 0
     assert anchor_reward([Turn("<think>\non and on", truncated=True)]) == pytest.approx(-0.3)
 
 
@@ -174,26 +186,26 @@ TURNS = st.lists(
 @given(TURNS, st.booleans())
 def test_bounds_hold_for_any_episode(turns, suffix):
     got = score(QUESTION, turns, RewardSettings(answer_suffix=suffix))
-    assert (
-        0 <= got.accuracy <= 1
-        and 0 <= got.format <= 1
-        and got.tool == 0
-        and -0.3 <= got.anchor <= 0.7 + 1e-9
-    )
+    assert 0 <= got.accuracy <= 1
+    assert 0 <= got.format <= 1
+    assert got.tool == 0
+    assert -0.3 <= got.anchor <= 0.7 + 1e-9
     if got.compliant:
-        assert got.anchor >= 0 and not any(turn.truncated for turn in turns)
+        assert got.anchor >= 0
+        assert not any(turn.truncated for turn in turns)
 
 
-def test_a_way_of_scoring_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="RewardSettings.open_ended: 'llm' is unknown"):
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_settings_are_refused():
+    with pytest.raises(ValueError, match="RewardSettings.open_ended: 'llm'"):
         RewardSettings(open_ended="llm")  # pyright: ignore[reportArgumentType]  (what a typo gives)
     with pytest.raises(ValueError, match="RewardSettings.gamma: inf"):
         RewardSettings(gamma=float("inf"))
-    with pytest.raises(ValueError, match="RewardSettings.open_ended: 'judge' with judge None"):
+    with pytest.raises(ValueError, match="RewardSettings.open_ended: 'judge'"):
         RewardSettings(open_ended="judge")
 
 
-def test_a_judge_is_asked_where_the_settings_name_it_and_nowhere_else():
+def test_a_judge_scores_if_the_settings_name_one_and_only_then():
     class Half:
         def scores(self, items):
             return [0.5 for _ in items]
@@ -202,7 +214,7 @@ def test_a_judge_is_asked_where_the_settings_name_it_and_nowhere_else():
             return {}
 
     judge = Half()
-    with pytest.raises(ValueError, match="score_all: a judge is given"):
+    with pytest.raises(ValueError, match="score_all: judge is given"):
         score_all([(QUESTION, [answer()])], SETTINGS, judge)
     named = RewardSettings(
         open_ended="judge", judge=JudgeSettings("http://localhost:1/v1", model="m")
@@ -210,4 +222,5 @@ def test_a_judge_is_asked_where_the_settings_name_it_and_nowhere_else():
     with pytest.raises(ValueError, match="score_all: judge is missing"):
         score_all([(QUESTION, [answer()])], named)
     (got,) = score_all([(QUESTION, [answer()])], named, judge)
-    assert got.accuracy == 0.5 and got.total == pytest.approx(0.5 + got.format + got.tool)
+    assert got.accuracy == 0.5
+    assert got.total == pytest.approx(0.5 + got.format + got.tool)

@@ -1,4 +1,4 @@
-"""struct(o): tags found by bytes, whatever the tokens are. Every structure found here is held against `scan`, which reads letters."""
+"""struct(o) for any tokens: each structure is compared with that of `scan`, which reads letters."""
 
 import itertools
 import time
@@ -16,7 +16,10 @@ from paravt_jax.method.structure import Kind, find_structure, pad_structures
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 
-P, N, M, T = Author.PROMPT, Author.PINNED, Author.MODEL, Author.TOOL
+P = Author.PROMPT
+N = Author.PINNED
+M = Author.MODEL
+T = Author.TOOL
 BREAK = Kind.VIOLATION
 
 OPENINGS = {"<think>": Kind.THINK_OPEN, "<tool_call>": Kind.CALL_OPEN, "<answer>": Kind.ANSWER_OPEN}
@@ -32,7 +35,7 @@ Token = tuple[Author, bytes]
 
 
 def scan(tokens: list[Token]) -> set[tuple[int, Kind]]:
-    """What must be found, read letter by letter: the model's tokens that have a letter of a tag, and those where a block broke."""
+    """The expected structure, read letter by letter: tokens of tags, and violations."""
     expected: set[tuple[int, Kind]] = set()
     responses: list[list[int]] = []
     before = T
@@ -72,7 +75,8 @@ def structure(tokens: list[Token]) -> list[tuple[int, Kind]]:
     positions, kinds = find_structure(
         lambda i: tokens[i][1], np.arange(len(tokens)), np.array([a for a, _ in tokens], np.int8)
     )
-    assert positions.dtype == np.int32 and kinds.dtype == np.int8
+    assert positions.dtype == np.int32
+    assert kinds.dtype == np.int8
     found = [(int(p), Kind(k)) for p, k in zip(positions, kinds, strict=True)]
     assert found == sorted(scan(tokens))
     return found
@@ -84,7 +88,7 @@ def find(*runs: tuple[Author, str]) -> list[tuple[str, Kind]]:
     return [(tokens[p][1].decode(), kind) for p, kind in structure(tokens)]
 
 
-# --- any text, any tokens --------------------------------------------------------------------------------------------
+# --- any text, any tokens ---
 
 PARTS = [tag[:n] for tag in TAGS for n in range(1, len(tag))]
 LETTERS = st.text("<>/answerthink é\n", max_size=6)
@@ -158,9 +162,10 @@ def test_any_turns_in_a_vocabulary(vocabulary, runs):
 
 @given(st.lists(st.one_of(st.sampled_from(TAGS), st.text("answer <x", max_size=5)), max_size=12))
 def test_marking_and_decoding_gives_back_exactly_the_tags(vocabulary, lines):
-    """Tags on lines of their own share no token, so the tokens of each kind are that kind's tags and nothing else but line ends."""
+    """Tags on separate lines share no tokens: the tokens of a kind are its tags and line breaks."""
     tokens = encode(vocabulary, (M, "\n".join(lines)))
-    opened, blocks = None, []
+    opened = None
+    blocks = []
     for line in lines:
         closes = line.startswith("</")
         if line not in TAGS or closes and opened != line.replace("/", ""):
@@ -180,7 +185,7 @@ def test_marking_and_decoding_gives_back_exactly_the_tags(vocabulary, lines):
 
 
 @given(ANY_BYTES, st.lists(st.integers(0, 150), max_size=12))
-def test_bytes_that_are_no_text_hide_no_tag_from_the_parser(text, cuts):
+def test_invalid_utf8_hides_no_tag_from_the_parser(text, cuts):
     """Structure is found in bytes and rewards in decoded text: both see the same tags."""
     names = [(tag.name, tag.closing) for tag in find_tags(text.decode("utf-8", errors="replace"))]
     letters = text.decode("latin-1")
@@ -191,7 +196,7 @@ def test_bytes_that_are_no_text_hide_no_tag_from_the_parser(text, cuts):
     assert names == [(tag.strip("</>"), tag.startswith("</")) for tag in seen if tag]
 
 
-# --- one clause each, in both vocabularies ---------------------------------------------------------------------------
+# --- single rules, in both vocabularies ---
 
 
 def kinds_in(vocabulary: Vocabulary, *runs: tuple[Author, str]) -> list[Kind]:
@@ -250,7 +255,7 @@ def test_nested_tags(vocabulary):
     ]
 
 
-def test_a_foreign_block_breaks_but_is_no_structure(vocabulary):
+def test_another_block_breaks_an_open_one_but_is_not_structure(vocabulary):
     assert kinds_in(vocabulary, (N, PINNED), (M, "a <tool_code>print()</tool_code></think>")) == [
         BREAK
     ]
@@ -261,15 +266,16 @@ def test_a_foreign_block_breaks_but_is_no_structure(vocabulary):
 
 
 @pytest.mark.parametrize("end", ["", "<|im_end|>", "</ans", " \n"])
-def test_unclosed(vocabulary, end):
+def test_unclosed_blocks(vocabulary, end):
     tokens = encode(vocabulary, (N, PINNED), (M, "a</think>\n<answer>B" + end))
     assert [p for p, kind in structure(tokens) if kind is BREAK] == [len(tokens) - 1]
 
 
 @pytest.mark.parametrize("cut", range(1, len("<answer>")))
-def test_split_by_a_turn(vocabulary, cut):
+def test_blocks_split_by_a_turn(vocabulary, cut):
     """Part of a tag at a response's end is text, and no other response completes it."""
-    begun, rest = "<answer>"[:cut], "<answer>"[cut:]
+    begun = "<answer>"[:cut]
+    rest = "<answer>"[cut:]
     assert kinds_in(vocabulary, (M, "a " + begun), (T, "x"), (M, rest + "B</answer>")) == []
     assert kinds_in(vocabulary, (M, "a " + begun), (T, rest), (M, "B</answer>")) == []
     assert kinds_in(vocabulary, (N, PINNED), (M, "a</think>" + begun), (T, "x"), (M, rest)) == [
@@ -281,14 +287,14 @@ def test_split_by_a_turn(vocabulary, cut):
     assert structure(tokens)[0] == ([author for author, _ in tokens].index(T) - 1, BREAK)
 
 
-def test_a_block_split_by_a_turn_is_closed_by_no_other_turn(vocabulary):
+def test_a_block_is_not_closed_by_a_later_turn(vocabulary):
     assert kinds_in(vocabulary, (M, "<answer>B"), (T, "x"), (M, "C</answer>")) == [
         Kind.ANSWER_OPEN,
         BREAK,
     ]
 
 
-def test_inside_a_tool_response(vocabulary):
+def test_tags_inside_a_tool_response(vocabulary):
     told = f"<tool_response>\n<think>a</think>{CALL}<answer>B</answer>\n</tool_response>"
     assert kinds_in(vocabulary, (M, "a"), (T, told), (M, "b")) == []
     assert (
@@ -299,22 +305,22 @@ def test_inside_a_tool_response(vocabulary):
     )
 
 
-def test_in_the_prompt(vocabulary):
+def test_tags_in_the_prompt(vocabulary):
     assert kinds_in(vocabulary, (P, f"<think>{CALL}<answer>"), (M, "</answer></think>")) == []
 
 
-def test_in_the_pinned_prefix(vocabulary):
+def test_tags_in_the_pinned_prefix(vocabulary):
     """A pinned tag opens its block and is not returned."""
     assert kinds_in(vocabulary, (N, "<think>"), (M, "a</think>")) == [Kind.THINK_CLOSE]
     assert kinds_in(vocabulary, (N, "<think>a</think><answer>"), (M, "B</answer>")) == [
         Kind.ANSWER_CLOSE
     ]
-    assert kinds_in(vocabulary, (N, "<think><answer>"), (M, "B</answer>")) == [
-        Kind.ANSWER_CLOSE
-    ]  # what was pinned is not the model's fault
+    # The think is broken in the pinned text, which gets no violation.
+    kinds = kinds_in(vocabulary, (N, "<think><answer>"), (M, "B</answer>"))
+    assert kinds == [Kind.ANSWER_CLOSE]
 
 
-def test_tags_spelt_in_other_tokens(vocabulary):
+def test_tags_in_unusual_tokens(vocabulary):
     """What is a token of its own can be written letter by letter, and is the same tag."""
     tokens = [token for letter in "<think>a</think>" for token in encode(vocabulary, (M, letter))]
     assert len(tokens) == 16
@@ -329,7 +335,8 @@ def test_a_real_token_shared_by_two_tags(real_vocabulary):
     text = [piece.decode() for _, piece in tokens]
     assert text == ["<", "answer", "></", "answer", "><", "answer", ">B", "</", "answer", ">"]
     kinds = [[kind for p, kind in structure(tokens) if p == t] for t in range(len(tokens))]
-    opens, closes = [Kind.ANSWER_OPEN], [Kind.ANSWER_CLOSE]
+    opens = [Kind.ANSWER_OPEN]
+    closes = [Kind.ANSWER_CLOSE]
     assert kinds == [
         opens,
         opens,
@@ -359,14 +366,15 @@ def test_real_ids(real_vocabulary):
     ]
 
 
-def test_a_tiny_token_that_holds_a_whole_block(small_vocabulary):
+def test_a_token_that_contains_a_whole_block(small_vocabulary):
     line = system_text(()).removesuffix("<|im_end|>\n").rpartition("\n")[2]
     tokens = encode(small_vocabulary, (M, line))
-    assert len(tokens) == 1 and "<answer>answer</answer>" in line
+    assert len(tokens) == 1
+    assert "<answer>answer</answer>" in line
     assert structure(tokens) == [(0, Kind.ANSWER_OPEN), (0, Kind.ANSWER_CLOSE)]
 
 
-# --- where exactly, in made-up tokens --------------------------------------------------------------------------------
+# --- exact positions, in invented tokens ---
 
 
 def test_every_token_of_a_tag_and_no_other():
@@ -413,7 +421,7 @@ def test_where_a_block_breaks(text, expected):
 
 
 def test_a_tag_begun_in_the_pinned_prefix():
-    """The model's part is marked: it chose to complete the tag. Nor can it break a block unseen that way."""
+    """The model's part of the tag is marked, also if the tag breaks a block."""
     assert find((N, "<th"), (M, "in|k>|a|</think>")) == [
         ("in", Kind.THINK_OPEN),
         ("k>", Kind.THINK_OPEN),
@@ -428,13 +436,13 @@ def test_a_tag_begun_in_the_pinned_prefix():
     ]
 
 
-def test_a_response_of_which_the_model_wrote_nothing():
+def test_a_response_without_model_tokens():
     assert find((P, "x"), (N, "<think>|\n")) == []
     assert find((N, "<think>"), (T, "x"), (N, "<think>"), (M, "a")) == [("a", BREAK)]
 
 
-def test_what_is_pinned_begins_a_response():
-    """Also straight after the model's tokens: what it left open is broken there, on its own last token."""
+def test_pinned_tokens_begin_a_response():
+    """Also right after the model's tokens: a block left open there is broken at its last token."""
     assert find((M, "<think>|a"), (N, "\n|<think>"), (M, "b|</think>")) == [
         ("<think>", Kind.THINK_OPEN),
         ("a", BREAK),
@@ -443,7 +451,7 @@ def test_what_is_pinned_begins_a_response():
 
 
 def test_tokens_without_bytes():
-    """They hold no part of a tag, but a response can end in one: ids of a model with more rows than its vocabulary has tokens."""
+    """They have no bytes, but a response can end with one: models may have such ids."""
     assert structure(
         [(M, b"<answer"), (M, b""), (M, b">"), (M, b""), (M, b"</answer>"), (M, b"")]
     ) == [
@@ -455,36 +463,33 @@ def test_tokens_without_bytes():
     assert structure([(M, b"")]) == []
 
 
-def test_nothing_at_all():
+def test_an_empty_trajectory():
     positions, kinds = find_structure(lambda i: b"", np.zeros(0, np.int32), np.zeros(0, np.int8))
     assert positions.shape == kinds.shape == (0,)
 
 
-# --- a batch ---------------------------------------------------------------------------------------------------------
+# --- batches ---
 
 
 def test_padding():
     three = (np.array([3, 9, 9], np.int32), np.array([1, 2, 6], np.int8))
     none = (np.zeros(0, np.int32), np.zeros(0, np.int8))
     got = pad_structures([three, none], 4)
-    assert (
-        got.positions.dtype == np.int32
-        and got.kinds.dtype == np.int8
-        and got.valid.dtype == np.bool_
-    )
+    assert got.positions.dtype == np.int32
+    assert got.kinds.dtype == np.int8
+    assert got.valid.dtype == np.bool_
     assert got.positions.tolist() == [[3, 9, 9, 0], [0] * 4]
     assert got.kinds.tolist() == [[1, 2, 6, 0], [0] * 4]
     assert got.valid.tolist() == [[True, True, True, False], [False] * 4]
-    assert pad_structures([three], 3).valid.shape == (1, 3) and pad_structures(
-        [none, three], 2
-    ).valid.shape == (2, 4)
+    assert pad_structures([three], 3).valid.shape == (1, 3)
+    assert pad_structures([none, three], 2).valid.shape == (2, 4)
     assert pad_structures([none], 8).valid.shape == (1, 8)
     with pytest.raises(ValueError, match="multiple"):
         pad_structures([none], 0)
 
 
 def test_a_large_batch_takes_well_under_a_second(real_vocabulary):
-    """64 trajectories of 8,192 real tokens, in turns of some hundred with a think and five calls each."""
+    """64 trajectories of 8,192 real tokens, with many calls in short turns."""
     rng = np.random.default_rng(0)
     words = [
         "the",
@@ -506,7 +511,8 @@ def test_a_large_batch_takes_well_under_a_second(real_vocabulary):
 
     batch = []
     for _ in range(64):
-        call = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 12, "end_time": 28}}\n</tool_call>\n'
+        arguments = '{"start_time": 12, "end_time": 28}'
+        call = f'<tool_call>\n{{"name": "crop_video", "arguments": {arguments}}}\n</tool_call>\n'
         turn = [
             (N, PINNED),
             (M, f"{says(60)}</think>\n{call * 5}<answer>B</answer><|im_end|>"),
@@ -518,9 +524,10 @@ def test_a_large_batch_takes_well_under_a_second(real_vocabulary):
             np.concatenate([np.full(len(ids), author, np.int8) for author, ids in encoded]), 8192
         )
         batch.append((ids, authors))
+    # A table, because the test run checks the annotations of every call of `token_bytes`.
+    used = {int(id) for ids, _ in batch for id in np.unique(ids)}
+    token_bytes = {id: real_vocabulary.token_bytes(id) for id in used}.__getitem__
     start = time.thread_time()
-    got = pad_structures(
-        [find_structure(real_vocabulary.token_bytes, ids, authors) for ids, authors in batch]
-    )
-    assert time.thread_time() - start < 0.8  # about 0.1 s; room for a busy machine
+    got = pad_structures([find_structure(token_bytes, ids, authors) for ids, authors in batch])
+    assert time.thread_time() - start < 0.8  # about 0.1 s; the margin is for a busy machine
     assert got.valid.sum(1).min() > 400

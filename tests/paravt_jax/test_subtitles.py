@@ -33,11 +33,11 @@ def test_entries_have_times_and_text():
         HELLO + "\n2\n00:00:03,000 --> 00:00:04,000\n\n3\nno times\nat all\n",
     ],
 )
-def test_one_entry_in_many_spellings(text):
+def test_one_entry_in_many_forms(text):
     assert read_srt(text) == read_srt(text.encode()) == [Subtitle(1.5, 62.0, "Hello")]
 
 
-def test_bytes_that_are_no_text_are_left_out():
+def test_invalid_utf8_is_dropped():
     assert read_srt(b"1\n00:00:01,500 --> 00:01:02,000\nHe\xffllo\xc3\n") == [
         Subtitle(1.5, 62.0, "Hello")
     ]
@@ -53,7 +53,7 @@ def test_bytes_that_are_no_text_are_left_out():
         "1\nx 00:00:01,000 --> 00:00:02,000\nHello",
     ],
 )
-def test_what_has_no_times_is_no_entry(text):
+def test_a_block_without_times_is_skipped(text):
     assert read_srt(text) == []
 
 
@@ -84,6 +84,8 @@ _PIECES = st.sampled_from(
         st.lists(_PIECES).map(lambda pieces: "".join(pieces).encode()),
     )
 )
-def test_nothing_raises_and_every_entry_has_words(data):
+def test_no_input_raises_and_every_entry_has_words(data):
     for entry in read_srt(data):
-        assert entry.start >= 0 and entry.end >= 0 and entry.text.strip() == entry.text != ""
+        assert entry.start >= 0
+        assert entry.end >= 0
+        assert entry.text.strip() == entry.text != ""

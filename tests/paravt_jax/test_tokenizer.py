@@ -11,7 +11,7 @@ from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
 from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 
-# Any text, with protocol-like parts among it so that pieces and added tokens meet strange neighbours.
+# Any text, with parts of the protocol in it, so that added tokens get unusual neighbours.
 _PARTS = st.sampled_from(
     [
         "<think>",
@@ -72,7 +72,7 @@ def test_small_vocabulary_is_small_and_agrees_with_its_own_decoder(small):
 
 
 @pytest.mark.parametrize("number", [0, 7, 16, 100, 128])
-def test_a_number_is_one_token_wherever_it_stands(small, number):
+def test_a_number_is_one_token_in_all_texts(small, number):
     places = [
         f"<{number}.0 seconds>",
         f"{number} purple -",
@@ -93,7 +93,7 @@ def test_a_number_is_one_token_wherever_it_stands(small, number):
         " seven from 8 to 10",
     ],
 )
-def test_a_digit_word_is_one_token_wherever_it_stands(small, text):
+def test_a_digit_word_is_one_token_in_all_texts(small, text):
     assert " seven" in _pieces(small, text)
 
 
@@ -117,7 +117,7 @@ def test_tags_and_times_keep_their_boundaries(small):
     ]
 
 
-def test_a_call_is_a_handful_of_tokens(small):
+def test_a_call_is_a_few_tokens(small):
     call = protocol.render_call(protocol.CropCall(0, 16))
     assert len(small.encode(call)) <= 8
 
@@ -126,8 +126,12 @@ def test_added_tokens_have_the_real_names_order_and_flags(small, real):
     assert small.special_texts == real.special_texts
     for text in real.special_texts:
         ours, theirs = (v.tokenizer.get_added_tokens_decoder()[v[text]] for v in (small, real))
-        assert (ours.special, ours.normalized) == (theirs.special, theirs.normalized)
-    assert (real["<think>"], real.eos, real.pad, real.size) == (151667, 151645, 151643, 151669)
+        assert ours.special == theirs.special
+        assert ours.normalized == theirs.normalized
+    assert real["<think>"] == 151667
+    assert real.eos == 151645
+    assert real.pad == 151643
+    assert real.size == 151669
 
 
 def test_an_added_token_inside_a_piece_splits_it():
@@ -141,10 +145,11 @@ def test_an_added_token_inside_a_piece_splits_it():
 
 def test_part_of_a_character_decodes_to_a_replacement(small):
     ids = small.encode("é")
-    assert len(ids) == 2 and small.decode(ids[:1]) == "\ufffd"
+    assert len(ids) == 2
+    assert small.decode(ids[:1]) == "\ufffd"
 
 
-def test_saved_and_loaded_it_is_the_same(small, tmp_path):
+def test_a_saved_vocabulary_loads_as_the_same(small, tmp_path):
     path = save_tokenizer(small.tokenizer, tmp_path)
     again = tokenizer.load(tmp_path)
     text = "0 green seven é\n</think>"
@@ -156,7 +161,7 @@ def test_saved_and_loaded_it_is_the_same(small, tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_what_is_wrong_is_named(small, tmp_path):
+def test_bad_files_and_unknown_tokens_are_refused(small, tmp_path):
     with pytest.raises(FileNotFoundError, match="tokenizer.json"):
         tokenizer.load(tmp_path)
     (tmp_path / tokenizer.FILE).write_text("{}")

@@ -1,4 +1,4 @@
-"""What the tests of rollouts share: a scene on the small world, its questions, and a sampler that follows a script."""
+"""Shared by the tests of rollouts: the small world's questions, and a sampler with a script."""
 
 from __future__ import annotations
 
@@ -21,21 +21,25 @@ from rollout.engine.requests import Completion, Request, Sample, SampleStop
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """What an agent has said when the sampler gives up on it for `stop`; an end of its own in `line` comes first."""
+    """A response that the sampler ends with `stop`, unless `line` has a stop id before that."""
 
     line: str | Sequence[int]
     stop: SampleStop
     reason: str = ""
 
 
-Line = str | Sequence[int] | Cut  # what an agent says: text that ends its turn, or bare token ids
+# A response: text, to which the end of the turn is added; or ids as they are; or one cut short.
+Line = str | Sequence[int] | Cut
 
 
 class Scripted:
-    """A sampler that says what it is told, cut as the engine would cut it.
+    """A sampler that answers from a script, with stop ids and limits as in the engine.
 
-    Main agents get `turns` one after the other (the last one for ever), sub-agents always `report`; either may be a function of the
-    request. `asked` and `said` keep every request and its sample; `waiting` holds what is not answered yet.
+    Main agents get `turns` one after another, and then the last one again and again. Sub-agents
+    always get `report`. Both may be functions of the request.
+
+    `asked` and `said` are all requests and their samples, `waves` the requests per step, `waiting`
+    the requests without an answer.
     """
 
     def __init__(
@@ -44,7 +48,9 @@ class Scripted:
         turns: Sequence[Line] | Callable[[Request], Line],
         report: Line | Callable[[Request], Line] = " seven from 8 to 10",
     ):
-        self.vocabulary, self.turns, self.report = vocabulary, turns, report
+        self.vocabulary = vocabulary
+        self.turns = turns
+        self.report = report
         self.waves: list[list[Request]] = []
         self.asked: list[Request] = []
         self.said: list[Sample] = []
@@ -56,7 +62,7 @@ class Scripted:
         return self.vocabulary.decode(request.ids[:3]).startswith("<|im_start|>system")
 
     def is_first(self, request: Request) -> bool:
-        """Whether a main agent has been told nothing yet."""
+        """Whether this is a main agent's first turn."""
         return self.vocabulary["<tool_response>"] not in request.ids
 
     def submit(self, request: Request) -> int:
@@ -65,7 +71,8 @@ class Scripted:
         return ticket
 
     def step(self) -> list[Completion]:
-        waiting, self.waiting = self.waiting, {}
+        waiting = self.waiting
+        self.waiting = {}
         samples = [self._answer(request) for request in waiting.values()]
         self.waves.append(list(waiting.values()))
         self.asked += waiting.values()
@@ -84,34 +91,39 @@ class Scripted:
         else:
             line = self.turns[min(self.spoken, len(self.turns) - 1)]
             self.spoken += 1
-        text, stop = (line.line, line.stop) if isinstance(line, Cut) else (line, SampleStop.LENGTH)
-        if isinstance(text, str):
-            text = self.vocabulary.encode(text if isinstance(line, Cut) else text + "<|im_end|>")
-        sampling, ids = request.sampling, np.asarray(text, np.int32)
-        ends = np.flatnonzero(np.isin(ids, sampling.stop_ids))
-        if ends.size and ends[0] < sampling.max_new_tokens:
-            ids, stop = ids[: ends[0] + 1], SampleStop.STOP_ID
-        elif len(ids) >= sampling.max_new_tokens:
-            ids, stop = ids[: sampling.max_new_tokens], SampleStop.LENGTH
+        cut = line if isinstance(line, Cut) else Cut(line, SampleStop.LENGTH)
+        said = cut.line
+        if isinstance(said, str):
+            said = self.vocabulary.encode(said if cut is line else said + "<|im_end|>")
+        ids = np.asarray(said, np.int32)
+
+        stop = cut.stop
+        limit = request.sampling.max_new_tokens
+        ends = np.flatnonzero(np.isin(ids, request.sampling.stop_ids))
+        if ends.size and ends[0] < limit:
+            ids = ids[: ends[0] + 1]
+            stop = SampleStop.STOP_ID
+        elif len(ids) >= limit:
+            ids = ids[:limit]
+            stop = SampleStop.LENGTH
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32) / 8
         fed = digest(np.concatenate([request.ids, ids]))
-        reason = line.reason if isinstance(line, Cut) else ""
-        return Sample(ids, logprobs, stop, version=7, digest=fed, reason=reason)
+        return Sample(ids, logprobs, stop, version=7, digest=fed, reason=cut.reason)
 
     @property
     def main(self) -> list[tuple[Request, Sample]]:
-        """The requests of main agents, each with what was said."""
+        """The requests of main agents with their samples."""
         return [(r, s) for r, s in zip(self.asked, self.said, strict=True) if self.is_main(r)]
 
     @property
     def sub(self) -> list[tuple[Request, Sample]]:
-        """The requests of sub-agents, each with what was said."""
+        """The requests of sub-agents with their samples."""
         return [(r, s) for r, s in zip(self.asked, self.said, strict=True) if not self.is_main(r)]
 
 
 @pytest.fixture(scope="session")
 def scripted(small_vocabulary) -> Callable[..., Scripted]:
-    """scripted(turns) makes a sampler that says them."""
+    """scripted(turns, report) makes a sampler with this script."""
     return lambda *arguments, **fields: Scripted(small_vocabulary, *arguments, **fields)
 
 

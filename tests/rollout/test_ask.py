@@ -1,4 +1,4 @@
-"""Asking about a file is playing an episode on it."""
+"""`rollout.ask`: questions about a file, from Python and with the command."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.ask import Assistant
 from rollout.engine.engine import Engine
 from rollout.engine.requests import run
+from rollout.engine.runner import ModelRunner
 from rollout.engine.settings import EngineSizes
 
 PROTOCOL = ProtocolSettings(max_calls=2, turn_tokens=8, summary_tokens=4, trajectory_tokens=40)
@@ -74,32 +75,51 @@ def test_an_answer_is_the_episode_that_training_would_play(
         ],
     )
     np.testing.assert_array_equal(episode.trajectory.ids, expected.trajectory.ids)
-    assert (
-        episode.stop is expected.stop
-        and len(episode.trajectory.frames) == 4
-        and episode.turns[0].text
-    )
+    assert episode.stop is expected.stop
+    assert len(episode.trajectory.frames) == 4
+    assert episode.turns[0].text
 
 
-def test_later_questions_use_the_same_engine(assistant, small_world):
+@pytest.fixture
+def engines(monkeypatch) -> list[Engine]:
+    """The engines that are made during the test."""
+    made = []
+    init = Engine.__init__
+
+    def recorded_init(self, *arguments):
+        made.append(self)
+        init(self, *arguments)
+
+    monkeypatch.setattr(Engine, "__init__", recorded_init)
+    return made
+
+
+@pytest.fixture
+def new_assistant(small_model, small_vocabulary) -> Assistant:
+    """An assistant that has made no engine yet."""
+    return Assistant(small_model, small_vocabulary, PROTOCOL, FrameSettings(batch=8))
+
+
+def test_later_questions_use_the_same_engine(new_assistant, engines, small_world):
     first, second = (
-        assistant.ask(small_world.folder / v.path, TEXT, frames=4, dispatch="none")
+        new_assistant.ask(small_world.folder / v.path, TEXT, frames=4, dispatch="none")
         for v in small_world.videos[:2]
     )
-    assert len(assistant._engines) == 1
+    assert len(engines) == 1
     assert first.trajectory.frames[0].video != second.trajectory.frames[0].video
 
 
-def test_what_cannot_be_asked(assistant, small_world, tmp_path):
+@pytest.mark.usefixtures("unchecked")
+def test_unreadable_videos_bad_questions_and_wrong_settings_are_refused(
+    assistant, small_world, tmp_path
+):
     (tmp_path / "noise.mp4").write_bytes(bytes(range(256)) * 9)
     for name in ("noise.mp4", "absent.mp4"):
         with pytest.raises(VideoError, match=name):
             assistant.ask(tmp_path / name, TEXT)
-    with pytest.raises(
-        ValueError, match="question: .* tokens with its options, there is room for 512"
-    ):
+    with pytest.raises(ValueError, match="question: .* tokens .* 512"):
         assistant.ask(small_world.folder / small_world.videos[0].path, "why? " * 2000, frames=4)
-    with pytest.raises(ValueError, match="question: it is empty"):
+    with pytest.raises(ValueError, match="question: .*empty"):
         assistant.ask(small_world.folder / small_world.videos[0].path, " \n")
     for wrong in (
         {"frames": 0},
@@ -112,10 +132,10 @@ def test_what_cannot_be_asked(assistant, small_world, tmp_path):
             assistant.ask(small_world.folder / small_world.videos[0].path, TEXT, **wrong)
 
 
-def test_another_file_under_the_same_name_is_looked_at_anew(assistant, small_world, tmp_path):
+def test_another_file_under_the_same_name_is_read_again(assistant, small_world, tmp_path):
     def seen() -> np.ndarray:
         assistant.ask(tmp_path / "clip.mp4", TEXT, frames=4, dispatch="none")
-        features = assistant._environment.features
+        features = assistant.environment.features
         return features(features.overview(str(tmp_path / "clip.mp4"), 4))
 
     first, second = (small_world.folder / v.path for v in small_world.videos[:2])
@@ -126,38 +146,47 @@ def test_another_file_under_the_same_name_is_looked_at_anew(assistant, small_wor
     assert np.abs(seen() - before).max() > 1e-3
 
 
-def test_time_that_is_up_ends_the_episode(assistant, small_world):
+def test_a_time_limit_ends_the_episode(assistant, small_world):
     video = small_world.folder / small_world.videos[0].path
     episode = assistant.ask(video, TEXT, frames=4, seconds=1e-9)
-    assert (episode.stop, episode.answer, episode.turns) == (StopReason.TIME_LIMIT, None, ())
+    assert episode.stop is StopReason.TIME_LIMIT
+    assert episode.answer is None
+    assert episode.turns == ()
     assert assistant.ask(video, TEXT, frames=4, seconds=1e9).stop is not StopReason.TIME_LIMIT
 
 
-def test_who_interrupts_may_ask_again(assistant, small_world, monkeypatch):
-    """Ctrl-C in a notebook, wherever it strikes: no page of the engine's is lost."""
+def test_after_an_interrupt_the_same_question_has_the_same_answer(
+    new_assistant, engines, small_world, monkeypatch
+):
+    """Ctrl-C in a notebook, in any part of the engine, loses none of its pages."""
     video = small_world.folder / small_world.videos[0].path
-    ask = functools.partial(assistant.ask, video, TEXT, frames=4, temperature=0.7, seed=5)
+    ask = functools.partial(new_assistant.ask, video, TEXT, frames=4, temperature=0.7, seed=5)
     wanted = ask()
-    engine = list(assistant._engines.values())[-1]
+    (engine,) = engines
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
     for part in ("prefill", "decode"):
         engine.forget()
-        for _ in range(3):  # each time would take as many pages as there are for two
+        for _ in range(3):  # if pages were lost, there would be none left the third time
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(engine.runner, part, interrupted)
+                patch.setattr(ModelRunner, part, interrupted)
                 ask()
         np.testing.assert_array_equal(ask().trajectory.ids, wanted.trajectory.ids)
 
 
-def test_a_few_engines_are_kept(assistant, small_world):
-    for count in (1, 30, 60):
-        assistant.ask(
-            small_world.folder / small_world.videos[0].path, TEXT, frames=count, dispatch="none"
-        )
-    assert len(assistant._engines) == 2
+def test_the_last_two_engines_are_kept(small_model, small_vocabulary, engines, small_world):
+    # Four visual tokens per frame: 1, 30 and 60 frames need engines of different sizes.
+    frames = FrameSettings(min_pixels=4096, batch=8)
+    assistant = Assistant(small_model, small_vocabulary, PROTOCOL, frames)
+    video = small_world.folder / small_world.videos[0].path
+    made = []
+    for count in (1, 30, 1, 60, 1, 30):
+        assistant.ask(video, TEXT, frames=count, dispatch="none")
+        made.append(len(engines))
+    # The engine for 30 frames is dropped for that of 60, because 1 was used after it.
+    assert made == [1, 2, 2, 3, 3, 4]
 
 
 # The command
@@ -165,7 +194,7 @@ def test_a_few_engines_are_kept(assistant, small_world):
 
 @pytest.fixture
 def command(assistant, monkeypatch, capsys):
-    """command(*argv) runs it with the module's assistant; gives the exit code, and what was said on both streams."""
+    """command(*argv) runs it with the module's assistant; returns exit code, stdout and stderr."""
     monkeypatch.setattr(ask.Assistant, "load", lambda source, protocol, **fields: assistant)
 
     def start(*argv):
@@ -176,7 +205,7 @@ def command(assistant, monkeypatch, capsys):
     return start
 
 
-def test_the_command_tells_the_episode_and_writes_its_page(command, small_world, tmp_path):
+def test_the_command_prints_the_episode_and_writes_its_page(command, small_world, tmp_path):
     video = str(small_world.folder / small_world.videos[0].path)
     code, out, err = command(
         "--model",
@@ -190,52 +219,49 @@ def test_the_command_tells_the_episode_and_writes_its_page(command, small_world,
         str(tmp_path / "page.html"),
     )
     page = (tmp_path / "page.html").read_text()
-    assert (
-        (code, err) == (0, "")
-        and out.startswith("--- turn 1\n<think>")
-        and "--- answer: none (the episode ended: truncated)" in out
-    )
-    assert (
-        f"page: {tmp_path / 'page.html'}" in out
-        and page.startswith("<!doctype html>")
-        and TEXT in page
-    )
-    assert (
-        page.count("data:image/png;base64,") == 4 and "<script" not in page and "http" not in page
-    )
+    assert code == 0
+    assert err == ""
+    assert out.startswith("--- turn 1\n<think>")
+    assert "--- answer: none (the episode ended: truncated)" in out
+    assert f"page: {tmp_path / 'page.html'}" in out
+    assert page.startswith("<!doctype html>")
+    assert TEXT in page
+    assert page.count("data:image/png;base64,") == 4
+    assert "<script" not in page
+    assert "http" not in page
 
 
-def test_an_episode_in_words(small_questions):
+def test_an_episode_is_described_turn_by_turn(small_questions):
     crops = (
         CallOutcome(CropCall(0, 16.5), CallStatus.CLAMPED, " seven\n"),
         CallOutcome(None, CallStatus.MALFORMED, "error: no JSON"),
     )
     turns = (Turn("<think>\nlook\n</think>", crops), Turn("<answer>7</answer>"))
     episode = Episode(small_questions[0], 4, Trajectory(), turns, StopReason.ANSWERED, "7")
-    assert list(ask.told(episode)) == [
+    assert list(ask.describe(episode)) == [
         "--- turn 1",
         "<think>\nlook\n</think>",
         "    crop 1, 0 to 16.5 s (clamped): seven",
-        "    crop 2, no window that could be read (malformed): error: no JSON",
+        "    crop 2, no readable window (malformed): error: no JSON",
         "--- turn 2",
         "<answer>7</answer>",
         "--- answer: 7",
     ]
 
 
-def test_options_may_stand_before_the_question(command, small_world, tmp_path):
+def test_options_may_come_before_the_question(command, small_world, tmp_path):
     video = str(small_world.folder / small_world.videos[0].path)
     options = ("--option", "seven", "--option", "four")
     page = tmp_path / "page.html"
     code, _, err = command(
         "--model", "m", "--video", video, *options, "--frames", "4", "--html", str(page), TEXT
     )
-    assert (code, err) == (0, "") and all(
-        word in page.read_text() for word in (TEXT, "seven", "four")
-    )
+    assert code == 0
+    assert err == ""
+    assert all(word in page.read_text() for word in (TEXT, "seven", "four"))
 
 
-def test_weights_are_not_read_for_what_cannot_be_asked(monkeypatch, capsys, small_world, tmp_path):
+def test_mistakes_are_found_before_weights_are_read(monkeypatch, capsys, small_world, tmp_path):
     monkeypatch.setattr(ask.Assistant, "load", lambda *_, **__: pytest.fail("weights were read"))
     (tmp_path / "noise.mp4").write_bytes(bytes(range(256)) * 9)
     for video, question, message in (
@@ -259,7 +285,7 @@ def test_mistakes_are_one_line_each(command, small_world, tmp_path):
         (("--video", str(tmp_path / "foreign.mp4"), TEXT), "foreign.mp4: the codec of its video"),
         (("--video", str(tmp_path / "thin.png"), TEXT), "thin.png: frame size = 3 x 900"),
         (("--video", "a" * 300 + ".mp4", TEXT), "--video a*.mp4: no such file"),
-        (("--video", video, TEXT, "--html", "a" * 300 + "/p.html"), "--html .*folder is not there"),
+        (("--video", video, TEXT, "--html", "a" * 300 + "/p.html"), "--html .*folder"),
         (("--video", video, " "), "question: it is empty"),
         (("--video", video, TEXT, "--frames", "0"), "frames = 0"),
         (
@@ -268,15 +294,15 @@ def test_mistakes_are_one_line_each(command, small_world, tmp_path):
         ),
         (
             ("--video", video, TEXT, "--subtitles", str(tmp_path / "notes.srt")),
-            "--subtitles .*it has no entries",
+            "--subtitles .*no entries",
         ),
         (
             ("--video", video, TEXT, "--subtitles", str(tmp_path / "talk.srt"), "--dispatch=none"),
-            "--subtitles .*no tool searches them",
+            "--subtitles .*--dispatch none",
         ),
         (
             ("--video", video, TEXT, "--html", str(tmp_path / "no" / "page.html")),
-            "--html .*its folder is not there",
+            "--html .*folder",
         ),
     ):
         code, out, err = command("--model", "m", *argv)
@@ -292,6 +318,6 @@ def test_a_folder_without_a_model_is_one_line(capsys, small_world, tmp_path):
     for model in (tmp_path, tmp_path / "nowhere"):
         assert ask.main(["--model", str(model), "--video", video, TEXT]) == 2
         err = capsys.readouterr().err
-        assert (
-            err.startswith("python -m rollout.ask: ") and err.count("\n") == 1 and str(model) in err
-        )
+        assert err.startswith("python -m rollout.ask: ")
+        assert err.count("\n") == 1
+        assert str(model) in err

@@ -1,4 +1,4 @@
-"""A real HTTP server on this machine as the sampler: what it is asked, what becomes of its replies, and how it can fail."""
+"""An HTTP server on this machine as the sampler: its requests, its replies, and its failures."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def environment(small_vocabulary, images) -> Environment:
 
 @pytest.fixture
 def ask(environment, small_vocabulary, images, small_questions):
-    """ask(answer, ...) plays an episode against a server that replies with `answer`; it gives the episode and the server."""
+    """ask(answer, ...) plays an episode with a server that replies `answer`; returns both."""
 
     def start(answer, dispatch: Dispatch = "parallel", **fields: Any):
         chosen: dict[str, Any] = {"wait": 0.01} | fields
@@ -125,39 +125,37 @@ def pictures(message) -> list[np.ndarray]:
     ]
 
 
-def test_an_episode_goes_its_way(ask, small_world, small_questions, small_vocabulary):
+def test_an_episode_with_two_calls_is_played(ask, small_world, small_questions, small_vocabulary):
     episode, server = ask(course)
-    assert (episode.stop, episode.answer) == (StopReason.ANSWERED, "seven") and len(
-        episode.turns
-    ) == 2
+    assert episode.stop is StopReason.ANSWERED
+    assert episode.answer == "seven"
+    assert len(episode.turns) == 2
     assert [o.status for o in episode.turns[0].calls] == [CallStatus.EXECUTED] * 2
     assert [o.response for o in episode.turns[0].calls] == ["seven from 2 to 4"] * 2
-    assert len(server.received) == 4 and server.received[0].path == "/v1/chat/completions"
+    assert len(server.received) == 4
+    assert server.received[0].path == "/v1/chat/completions"
     first = server.received[0].body
-    assert [m["role"] for m in first["messages"]] == ["system", "user", "assistant"] and first[
-        "messages"
-    ][-1]["content"] == "<think>\n"
-    assert first["continue_final_message"] is True and first["add_generation_prompt"] is False
-    assert (first["model"], first["temperature"], first["max_tokens"]) == (
-        "m",
-        0.7,
-        256,
-    ) and 0 <= first["seed"] < 2**31
+    assert [m["role"] for m in first["messages"]] == ["system", "user", "assistant"]
+    assert first["messages"][-1]["content"] == "<think>\n"
+    assert first["continue_final_message"] is True
+    assert first["add_generation_prompt"] is False
+    assert first["model"] == "m"
+    assert first["temperature"] == 0.7
+    assert first["max_tokens"] == 256
+    assert 0 <= first["seed"] < 2**31
     shown = pictures(first["messages"][1])
     indices = [frame.index for frame in episode.trajectory.frames]
-    np.testing.assert_array_equal(
-        shown, video.read(small_world.folder / small_questions[0].video, indices)
-    )  # 32 x 32: not resized
+    # Frames of 32 x 32 pixels are not resized.
+    frames = video.read(small_world.folder / small_questions[0].video, indices)
+    np.testing.assert_array_equal(shown, frames)
     report = next(r.body for r in server.received if r.body["messages"][0]["role"] == "user")
-    assert (
-        len(report["messages"]) == 1
-        and "continue_final_message" not in report
-        and len(pictures(report["messages"][0])) == 8
-    )
+    assert len(report["messages"]) == 1
+    assert "continue_final_message" not in report
+    assert len(pictures(report["messages"][0])) == 8
     line = transcript(
         episode, Rewards(0, 0, 0, 0, 0, True), EpisodeSettings(4, 0.7), small_vocabulary
     )
-    assert json.dumps(line, allow_nan=False)  # log-probs that nobody knows are null
+    assert json.dumps(line, allow_nan=False)  # unknown log-probs are null
 
 
 def test_rendered_by_the_published_template_messages_are_the_request(
@@ -169,10 +167,8 @@ def test_rendered_by_the_published_template_messages_are_the_request(
     protocol = Protocol(vocabulary, ProtocolSettings())
     name = small_questions[0].video
     frames = images.overview(name, 3)
-    prompt, question = (
-        protocol.overview(frames, images.tokens(name)),
-        protocol.question(small_questions[0]),
-    )
+    prompt = protocol.overview(frames, images.tokens(name))
+    question = protocol.question(small_questions[0])
     turn = [
         vocabulary.encode(f"<think>\n{PLAN}<|im_end|>"),
         protocol.tool_results(["a", "b"], True, True).ids,
@@ -196,25 +192,24 @@ def test_sequential_dispatch_stops_at_the_first_call(ask):
             and "stop" in received.body
             and number == 0
         ):
-            assert (
-                received.body["stop"] == ["</tool_call>"]
-                and received.body["include_stop_str_in_output"] is True
-            )
-            return says(
-                PLAN.partition("</tool_call>")[0], stop_reason="</tool_call>"
-            )  # a server that leaves the string out
+            assert received.body["stop"] == ["</tool_call>"]
+            assert received.body["include_stop_str_in_output"] is True
+            # A server that leaves out the stop string.
+            return says(PLAN.partition("</tool_call>")[0], stop_reason="</tool_call>")
         return course(number, received)
 
     episode, _ = ask(answer, "sequential")
     assert [[call.status for call in turn.calls] for turn in episode.turns] == [
         [CallStatus.EXECUTED],
         [],
-    ] and episode.answer == "seven"
+    ]
+    assert episode.answer == "seven"
 
 
-def test_a_reply_that_was_cut_off(ask):
+def test_a_reply_cut_at_its_token_limit_is_a_truncated_turn(ask):
     episode, _ = ask(lambda number, received: says("thinking and thinking", finish="length"))
-    assert episode.stop is StopReason.TRUNCATED and episode.turns[0].truncated
+    assert episode.stop is StopReason.TRUNCATED
+    assert episode.turns[0].truncated
 
 
 @pytest.mark.parametrize(
@@ -222,7 +217,7 @@ def test_a_reply_that_was_cut_off(ask):
     [
         (Reply(status=401), "status 401; check the key in OPENAI_API_KEY", 1),
         (Reply(status=404), "status 404; check --endpoint", 1),
-        (Reply(status=500), "status 500; look into the log", 3),
+        (Reply(status=500), "status 500; look into", 3),
         (Reply(close=True), "the connection failed", 3),
         (Reply(b"hello"), r"not a complete chat completion \(hello\); check that no proxy", 3),
         (Reply(b"<html><h1>Log in</h1></html>"), r"completion \(Log in\); check that no proxy", 3),
@@ -244,7 +239,8 @@ def test_a_server_that_cannot_be_used_ends_the_run_in_one_line(ask, reply, messa
 
     with pytest.raises(EndpointError, match=message) as error:
         ask(answer, attempts=3)
-    assert len(requests) == asked and "\n" not in str(error.value)
+    assert len(requests) == asked
+    assert "\n" not in str(error.value)
 
 
 REFUSALS = {
@@ -259,8 +255,10 @@ REFUSALS = {
 def test_a_refused_request_ends_its_episode_and_says_why(ask, refusal):
     episode, server = ask(lambda number, received: refusal)
     message = json.loads(refusal.body).get("error", {}).get("message", "content_filter")
-    assert (episode.stop, episode.answer) == (StopReason.REFUSED, None)
-    assert message in episode.reason and len(server.received) == 1
+    assert episode.stop is StopReason.REFUSED
+    assert episode.answer is None
+    assert message in episode.reason
+    assert len(server.received) == 1
 
 
 def test_a_refused_second_turn_keeps_the_first(ask):
@@ -270,7 +268,8 @@ def test_a_refused_second_turn_keeps_the_first(ask):
         return course(number, received)
 
     episode, _ = ask(answer)
-    assert (episode.stop, len(episode.turns)) == (StopReason.REFUSED, 2)
+    assert episode.stop is StopReason.REFUSED
+    assert len(episode.turns) == 2
     assert [o.status for o in episode.turns[0].calls] == [CallStatus.EXECUTED] * 2
 
 
@@ -282,9 +281,11 @@ def test_a_sub_agents_refused_request_costs_its_own_report_only(ask):
         return course(number, received)
 
     episode, _ = ask(answer)
-    assert (episode.stop, episode.answer) == (StopReason.ANSWERED, "seven")
+    assert episode.stop is StopReason.ANSWERED
+    assert episode.answer == "seven"
     seen, refused = episode.turns[0].calls
-    assert (seen.status, seen.response) == (CallStatus.EXECUTED, "seven from 2 to 4")
+    assert seen.status is CallStatus.EXECUTED
+    assert seen.response == "seven from 2 to 4"
     assert refused.status is CallStatus.REFUSED
     assert refused.response.startswith("error: the request for a report")
 
@@ -305,7 +306,8 @@ def test_a_reply_ends_with_its_first_end_of_turn(ask):
         return says(text + "<|im_end|><|im_end|>\n<|im_start|>user\nzebra")
 
     episode, server = ask(answer)
-    assert (episode.stop, episode.answer) == (StopReason.ANSWERED, "seven")
+    assert episode.stop is StopReason.ANSWERED
+    assert episode.answer == "seven"
     last = server.received[-1].body["messages"]
     assert [m["role"] for m in last] == ["system", "user", "assistant", "user", "assistant"]
     assert "zebra" not in str(last)
@@ -332,7 +334,8 @@ def test_half_a_character_in_a_reply_becomes_the_replacement_character(ask):
         return Reply(reply.body.replace(b"so\\n", b"so \\ud83d\\n"))
 
     episode, _ = ask(answer)
-    assert episode.answer == "seven" and "so \ufffd\n" in episode.turns[1].text
+    assert episode.answer == "seven"
+    assert "so \ufffd\n" in episode.turns[1].text
 
 
 def test_a_deadline_is_kept(images, small_vocabulary):
@@ -346,7 +349,9 @@ def test_a_deadline_is_kept(images, small_vocabulary):
         ticket = sampler.submit(prompted(small_vocabulary, deadline=0.3))
         ((answered, (sample,)),) = sampler.step()
         sampler.close()
-    assert answered == ticket and sample.stop is SampleStop.DEADLINE and not sample.ids.size
+    assert answered == ticket
+    assert sample.stop is SampleStop.DEADLINE
+    assert not sample.ids.size
 
 
 def test_requests_go_side_by_side_up_to_the_limit(images, small_vocabulary):
@@ -354,9 +359,8 @@ def test_requests_go_side_by_side_up_to_the_limit(images, small_vocabulary):
 
     def answer(number, received) -> Reply:
         if number < 3:
-            three.wait(
-                60
-            )  # none is answered before three are asked; a fourth would come before they are
+            # No reply before three requests are here; without the limit there would be a fourth.
+            three.wait(60)
         return Reply(**{**says("x").__dict__, "delay": 0.2})
 
     with serving(answer) as server:
@@ -369,4 +373,5 @@ def test_requests_go_side_by_side_up_to_the_limit(images, small_vocabulary):
         while len(answered) < 4:
             answered += [ticket for ticket, _ in sampler.step()]
         sampler.close()
-    assert sorted(answered) == tickets and server.most == 3
+    assert sorted(answered) == tickets
+    assert server.most == 3

@@ -1,4 +1,4 @@
-"""Whatever a model may write, an episode ends in time, in a typed outcome, and its ids are what the sampler saw."""
+"""Property-based: for any text of the model, an episode ends with valid outcomes and ids."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ _LINES = st.lists(_PARTS, max_size=8).map("".join)
 
 @st.composite
 def lines(draw, vocabulary) -> list[int]:
-    """What an agent says, as ids: text mostly, any ids (unused ones too) sometimes; it may end its turn or not, or say nothing."""
+    """A response as ids: text, sometimes arbitrary or unused ids, with or without an end."""
     ids = vocabulary.encode(draw(_LINES)).tolist()
     if draw(st.integers(0, 3)) == 0:
         ids += draw(
@@ -103,15 +103,15 @@ def lines(draw, vocabulary) -> list[int]:
 def test_any_text_gives_a_typed_outcome_and_ids_that_only_grow(
     scripted, small_environment, small_questions, dispatch, data
 ):
-    vocabulary, room = small_environment.protocol.vocabulary, data.draw(st.sampled_from([1, 2, 8]))
+    vocabulary = small_environment.protocol.vocabulary
+    room = data.draw(st.sampled_from([1, 2, 8]))
     limits = dataclasses.replace(
         small_environment.protocol.settings, turn_tokens=64 * room, trajectory_tokens=200 * room
     )
-    turns, report = (
-        data.draw(st.lists(lines(vocabulary), min_size=1, max_size=4)),
-        data.draw(lines(vocabulary)),
-    )
-    sampler, setting = scripted(turns, report=report), EpisodeSettings(4, 0.7, dispatch)
+    turns = data.draw(st.lists(lines(vocabulary), min_size=1, max_size=4))
+    report = data.draw(lines(vocabulary))
+    sampler = scripted(turns, report=report)
+    setting = EpisodeSettings(4, 0.7, dispatch)
     environment = Environment(Protocol(vocabulary, limits), small_environment.features)
     (episode,) = run(sampler, [play(environment, small_questions[0], setting, seed=1)])
 
@@ -130,7 +130,8 @@ def test_any_text_gives_a_typed_outcome_and_ids_that_only_grow(
     ]
     assert [s.ids.tolist() for s in segments] == [s.ids.tolist() for _, s in sampler.main]
 
-    assert isinstance(episode.stop, StopReason) and episode.stop is not StopReason.UNREADABLE
+    assert isinstance(episode.stop, StopReason)
+    assert episode.stop is not StopReason.UNREADABLE
     assert (episode.answer is not None) == (episode.stop is StopReason.ANSWERED)
     if episode.stop is StopReason.ANSWERED:
         assert episode.answer == extract_answer(episode.turns[-1].text)
@@ -148,10 +149,8 @@ def test_any_text_gives_a_typed_outcome_and_ids_that_only_grow(
     assert all(len(vocabulary.encode(o.response)) <= limits.summary_tokens for o in outcomes)
     for outcome in outcomes:
         if outcome.subagent is not None and isinstance(outcome.call, CropCall):
-            assert (
-                0 <= outcome.call.start < outcome.call.end <= 128
-                and 1 <= len(outcome.subagent.frames) <= limits.crop_frames
-            )
+            assert 0 <= outcome.call.start < outcome.call.end <= 128
+            assert 1 <= len(outcome.subagent.frames) <= limits.crop_frames
 
     positions, _ = find_structure(vocabulary.token_bytes, ids, episode.trajectory.authors)
     assert all(episode.trajectory.authors[p] == Author.MODEL for p in positions)

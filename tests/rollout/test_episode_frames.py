@@ -1,4 +1,4 @@
-"""Episodes whose main agent is shown the frames of its windows itself, and such as are shown none."""
+"""Episodes whose main agent sees the frames of its windows itself, and blind episodes."""
 
 from __future__ import annotations
 
@@ -43,32 +43,30 @@ def test_frames_come_back_in_the_tool_response(
     episode, sampler = perform(
         [PLAN, ANSWER], EpisodeSettings(4, 0.7, "frames"), summary_tokens=64, trajectory_tokens=512
     )
-    assert (episode.stop, episode.answer) == (StopReason.ANSWERED, "seven") and not sampler.sub
+    assert episode.stop is StopReason.ANSWERED
+    assert episode.answer == "seven"
+    assert not sampler.sub
     assert [o.status for o in episode.turns[0].calls] == [
         CallStatus.EXECUTED,
         CallStatus.CLAMPED,
         CallStatus.BAD_WINDOW,
     ]
-    assert [len(o.frames) for o in episode.turns[0].calls] == [8, 4, 0] and all(
-        o.subagent is None for o in episode.turns[0].calls
-    )
+    assert [len(o.frames) for o in episode.turns[0].calls] == [8, 4, 0]
+    assert all(o.subagent is None for o in episode.turns[0].calls)
     (shown,) = [segment for segment in episode.trajectory.segments if segment.author is Author.TOOL]
     text = small_vocabulary.decode(shown.ids).replace(
         "<|vision_start|><|image_pad|><|vision_end|>", "[]"
     )
     first, second, third = text.split("</tool_response>")[:3]
-    assert first.endswith("<tool_response>\n<0.0 seconds>[]<2.0 seconds>[]<4.0 seconds>[]<6.0 seconds>[]<8.0 seconds>[]<10.0 seconds>[]"
-                          "<12.0 seconds>[]<14.0 seconds>[]8 frames.\n")  # fmt: skip
-    assert (
-        "<120.0 seconds>[]" in second
-        and "4 frames. (The window was cut to 120.0 to 128.0 seconds" in second
-    )
+    labelled = "".join(f"<{time}.0 seconds>[]" for time in range(0, 16, 2))
+    assert first.endswith(f"<tool_response>\n{labelled}8 frames.\n")
+    assert "<120.0 seconds>[]" in second
+    assert "4 frames. (The window was cut to 120.0 to 128.0 seconds" in second
     assert third.startswith("\n<tool_response>\nerror: The window is outside the video.")
     assert [frame.time for frame in shown.frames] == [0, 2, 4, 6, 8, 10, 12, 14, 120, 122, 124, 126]
     request, _ = sampler.main[1]
-    assert len(request.frames) == 16 and np.array_equal(
-        request.ids, episode.trajectory.ids[: len(request.ids)]
-    )
+    assert len(request.frames) == 16
+    assert np.array_equal(request.ids, episode.trajectory.ids[: len(request.ids)])
     assert int((request.ids == small_vocabulary["<|image_pad|>"]).sum()) == 16
     line = transcript(
         episode,
@@ -76,7 +74,8 @@ def test_frames_come_back_in_the_tool_response(
         EpisodeSettings(4, 0.7, "frames"),
         small_vocabulary,
     )
-    assert len(line["overview"]) == 4 and line["turns"][0]["calls"][1]["times"] == [
+    assert len(line["overview"]) == 4
+    assert line["turns"][0]["calls"][1]["times"] == [
         120,
         122,
         124,
@@ -84,30 +83,29 @@ def test_frames_come_back_in_the_tool_response(
     ]
 
 
-def test_a_forged_placeholder_ends_the_showing(perform):
-    """The sampler could not tell it from those of the frames that would come after it."""
+def test_after_a_forged_placeholder_no_frames_are_shown(perform):
+    """A sampler could not tell it from the placeholders of later frames."""
     episode, _ = perform(["<|image_pad|>" + PLAN, ANSWER], EpisodeSettings(4, 0.7, "frames"))
-    assert [o.status for o in episode.turns[0].calls] == [CallStatus.NOT_OFFERED] * 3 and len(
-        episode.trajectory.frames
-    ) == 4
+    assert [o.status for o in episode.turns[0].calls] == [CallStatus.NOT_OFFERED] * 3
+    assert len(episode.trajectory.frames) == 4
     assert episode.answer == "seven"
 
 
-def test_an_engine_sees_frames_that_come_later(
+def test_the_engine_sees_frames_of_later_turns(
     small_model, small_features, small_vocabulary, small_questions
 ):
-    """What it samples after them is what it samples where they are all there from the start, and not what it samples after others."""
-    protocol, video = Protocol(small_vocabulary, ProtocolSettings()), small_questions[0].video
-    tokens, overview = small_features.tokens(video), small_features.overview(video, 4)
+    """It samples the same as with all frames from the start, and not the same as with others."""
+    protocol = Protocol(small_vocabulary, ProtocolSettings())
+    video = small_questions[0].video
+    tokens = small_features.tokens(video)
+    overview = small_features.overview(video, 4)
     opening = np.concatenate(
         [protocol.overview(overview, tokens).ids, protocol.question(small_questions[0]).ids]
     )
     said = small_vocabulary.encode("<think>\n" + PLAN + "<|im_end|>")
-    sampling, size = (
-        Sampling(8, 0.0),
-        EngineSizes(
-            row_lengths=(1024,), prefill_lengths=(256,), slots=4, rows_per_prefix=2, pages=200
-        ),
+    sampling = Sampling(8, 0.0)
+    size = EngineSizes(
+        row_lengths=(1024,), prefill_lengths=(256,), slots=4, rows_per_prefix=2, pages=200
     )
 
     def after(start: float) -> tuple[np.ndarray, tuple]:
@@ -115,11 +113,11 @@ def test_an_engine_sees_frames_that_come_later(
         shown = protocol.tool_results(["8 frames."], True, False, [frames], tokens)
         return np.concatenate([opening, said, shown.ids]), (*overview, *shown.frames)
 
-    (ids, frames), (others, other_frames) = after(0), after(64)
+    ids, frames = after(0)
+    others, other_frames = after(64)
     warm = Engine(small_model, small_features, size)
-    warm.generate(
-        [Request(np.concatenate([opening, said]), overview, sampling, (0,))]
-    )  # leaves the first turn on pages
+    # The KV of the first turn is now in the cache.
+    warm.generate([Request(np.concatenate([opening, said]), overview, sampling, (0,))])
     ((late,),) = warm.generate([Request(ids, frames, sampling, (0,))])
     ((fresh,),) = Engine(small_model, small_features, size).generate(
         [Request(ids, frames, sampling, (0,))]
@@ -130,36 +128,38 @@ def test_an_engine_sees_frames_that_come_later(
     assert np.abs(late.logprobs - elsewhere.logprobs).max() > 1e-3
 
 
-def test_a_blind_episode_is_shown_nothing_and_opens_nothing(
-    perform, small_questions, small_vocabulary
-):
+def test_a_blind_episode_has_no_frames(perform, small_questions, small_vocabulary):
     episode, sampler = perform([ANSWER], EpisodeSettings(0, 0.7, "none"))
-    assert episode.answer == "seven" and episode.trajectory.frames == () and episode.frames == 0
+    assert episode.answer == "seven"
+    assert episode.trajectory.frames == ()
+    assert episode.frames == 0
     text = small_vocabulary.decode(sampler.main[0][0].ids)
-    assert "<|vision_start|>" not in text and small_questions[0].text in text
+    assert "<|vision_start|>" not in text
+    assert small_questions[0].text in text
 
 
 @pytest.mark.parametrize("dispatch", ["parallel", "sequential", "frames"])
-def test_a_blind_episode_has_no_crops_either(dispatch):
-    with pytest.raises(ValueError, match="frames = 0: .*0 is a blind run, with dispatch 'none'"):
+def test_a_blind_episode_needs_dispatch_none(dispatch):
+    with pytest.raises(ValueError, match="frames = 0"):
         EpisodeSettings(0, 0.7, dispatch)
 
 
-def test_prompts_say_what_they_are_for():
-    agentic, minimal = system_text((CropVideo(),)), system_text((CropVideo(),), "agentic-minimal")
-    assert (
-        agentic == system_text((CropVideo(),), "agentic")
-        and "crop_video" in minimal
-        and len(minimal) < len(agentic)
-    )
+def test_each_prompt_differs_and_two_offer_no_tools():
+    agentic = system_text((CropVideo(),))
+    minimal = system_text((CropVideo(),), "agentic-minimal")
+    assert agentic == system_text((CropVideo(),), "agentic")
+    assert "crop_video" in minimal
+    assert len(minimal) < len(agentic)
     alone = [
         system_text((), prompt) for prompt in ("direct", "reasoning", "agentic", "agentic-minimal")
     ]
-    assert len(set(alone)) == 4 and not any("crop_video" in text for text in alone)
+    assert len(set(alone)) == 4
+    assert not any("crop_video" in text for text in alone)
     assert all("<answer>answer</answer>" in text for text in (*alone, agentic, minimal))
-    assert "Do not think" in alone[0] and "<think>" in alone[1]
+    assert "Do not think" in alone[0]
+    assert "<think>" in alone[1]
     for prompt in ("direct", "reasoning"):
-        with pytest.raises(ValueError, match=f"protocol.prompt: '{prompt}' knows no tool"):
+        with pytest.raises(ValueError, match=f"protocol.prompt: '{prompt}'"):
             system_text((CropVideo(),), prompt)
 
 
@@ -170,14 +170,16 @@ def test_prompts_say_what_they_are_for():
         ({"prompt": "direct"}, "protocol.pin_think: True"),
     ],
 )
-def test_prompts_that_are_none(wrong, message):
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_prompts_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         ProtocolSettings(**wrong)
 
 
-def test_a_prompt_is_the_protocols(perform, small_vocabulary):
+def test_the_prompt_setting_decides_the_system_turn(perform, small_vocabulary):
     _, sampler = perform(
         ["<answer>A</answer>"], EpisodeSettings(4, 0.7, "none"), prompt="direct", pin_think=False
     )
     text = small_vocabulary.decode(sampler.main[0][0].ids)
-    assert text.startswith(system_text((), "direct")) and text.endswith("<|im_start|>assistant\n")
+    assert text.startswith(system_text((), "direct"))
+    assert text.endswith("<|im_start|>assistant\n")

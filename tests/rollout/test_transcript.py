@@ -1,4 +1,4 @@
-"""An episode on paper: JSON that says what was written, by whom, and what it earned."""
+"""Transcripts: an episode as JSON, with tokens, authors, calls and rewards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ANSWER = "the crops show seven\n</think>\n<answer> seven</answer>"
 
 @pytest.fixture
 def written(scripted, small_environment, small_questions):
-    """written(turns) plays them and gives the episode and its transcript, as read back from JSON."""
+    """written(turns) plays an episode and returns it with its transcript, read back from JSON."""
 
     def make(turns, credit=None, report=" seven from 8 to 10"):
         setting = EpisodeSettings(4, 0.7)
@@ -44,27 +44,30 @@ def written(scripted, small_environment, small_questions):
     return make
 
 
-def test_it_holds_the_course_of_the_episode(written, small_questions):
+def test_it_has_question_overview_calls_and_rewards(written, small_questions):
     episode, content = written([PLAN, ANSWER])
     question = small_questions[0]
-    assert content["question"]["id"] == question.id and content["question"]["options"] == list(
-        question.options
-    )
-    assert content["question"]["kind"] == "mcq" and content["video"] == question.video
-    assert (content["k"], content["dispatch"], content["temperature"]) == (4, "parallel", 0.7)
-    assert (
-        content["overview"] == [frame.time for frame in episode.trajectory.frames]
-        and len(content["overview"]) == 4
-    )
-    assert (content["answer"], content["stop"], content["compliant"]) == ("seven", "answered", True)
+    assert content["question"]["id"] == question.id
+    assert content["question"]["options"] == list(question.options)
+    assert content["question"]["kind"] == "mcq"
+    assert content["video"] == question.video
+    assert content["k"] == 4
+    assert content["dispatch"] == "parallel"
+    assert content["temperature"] == 0.7
+    assert content["overview"] == [frame.time for frame in episode.trajectory.frames]
+    assert len(content["overview"]) == 4
+    assert content["answer"] == "seven"
+    assert content["stop"] == "answered"
+    assert content["compliant"] is True
     good, bad = content["turns"][0]["calls"]
-    assert (good["start"], good["end"], good["status"]) == (0, 16, "executed") and good[
-        "times"
-    ] == list(range(0, 16, STEP))
+    assert good["start"] == 0
+    assert good["end"] == 16
+    assert good["status"] == "executed"
+    assert good["times"] == list(range(0, 16, STEP))
     assert good["response"] == " seven from 8 to 10"
-    assert (bad["status"], bad["times"]) == ("bad_window", []) and bad["response"].startswith(
-        "error"
-    )
+    assert bad["status"] == "bad_window"
+    assert bad["times"] == []
+    assert bad["response"].startswith("error")
     assert content["turns"][1]["calls"] == []
     rewards = content["rewards"]
     assert rewards["total"] == pytest.approx(
@@ -78,9 +81,8 @@ def test_a_turns_tokens_join_to_its_text(written):
     for turn, shown in zip(episode.turns, content["turns"], strict=True):
         assert "".join(token["text"] for token in shown["tokens"]) == turn.text + "<|im_end|>"
         pinned = [token for token in shown["tokens"] if token["author"] == "pinned"]
-        assert "".join(token["text"] for token in pinned) == PINNED and all(
-            token["logprob"] is None for token in pinned
-        )
+        assert "".join(token["text"] for token in pinned) == PINNED
+        assert all(token["logprob"] is None for token in pinned)
         sampled = [token["logprob"] for token in shown["tokens"] if token["author"] == "model"]
         assert sampled == [-(n + 1) / 8 for n in range(len(sampled))]
 
@@ -105,14 +107,15 @@ def test_structural_tokens_are_marked(written):
     assert all(token["credit"] is None for turn in content["turns"] for token in turn["tokens"])
 
 
-def test_credit_stands_at_structural_tokens_alone(written):
-    """Credit 0 belongs to the prompt's last token, credit n to the n-th one after it."""
+def test_credit_is_shown_at_structural_tokens_only(written):
+    """credit[0] is of the prompt's last token, credit[n] of the n-th token after it."""
     _, content = written([PLAN, ANSWER], credit=np.arange(200, dtype=np.float32))
     episode, _ = written([PLAN, ANSWER])
     ids = split_prompt(episode.trajectory)[1]
     tokens = [token for turn in content["turns"] for token in turn["tokens"]]
     credited = [token for token in tokens if token["credit"] is not None]
-    assert credited == [token for token in tokens if token["kind"]] and len(credited) == 8
+    assert credited == [token for token in tokens if token["kind"]]
+    assert len(credited) == 8
     first = content["turns"][0]["tokens"]
     place = next(n for n, token in enumerate(first) if token["kind"])
     assert first[place]["credit"] == place + 1
@@ -126,22 +129,21 @@ def test_a_broken_block_is_marked_as_a_violation(written):
     assert content["compliant"] is False
 
 
-def test_a_truncated_turn_is_shown_as_far_as_it_goes(written):
+def test_a_truncated_turn_is_shown(written):
     episode, content = written(["I see" * 100])
-    assert content["stop"] == "truncated" and content["answer"] is None
+    assert content["stop"] == "truncated"
+    assert content["answer"] is None
     assert (
         "".join(token["text"] for token in content["turns"][0]["tokens"]) == episode.turns[0].text
     )
 
 
-def test_time_that_was_up_is_shown_with_what_was_written_until_then(written):
+def test_an_episode_that_ran_out_of_time_is_shown(written):
     late = SampleStop.DEADLINE
     episode, content = written([PLAN, Cut("the crops", late)], report=Cut(" seven", late))
-    assert (
-        content["stop"] == "time_limit"
-        and content["answer"] is None
-        and content["rewards"]["accuracy"] == 0
-    )
+    assert content["stop"] == "time_limit"
+    assert content["answer"] is None
+    assert content["rewards"]["accuracy"] == 0
     assert [call["status"] for call in content["turns"][0]["calls"]] == ["timed_out", "bad_window"]
     assert content["turns"][0]["calls"][0]["times"] == list(range(0, 16, STEP)), (
         "its frames were shown to somebody"

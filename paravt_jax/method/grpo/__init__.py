@@ -1,8 +1,13 @@
-"""PARA-GRPO: from what rollouts earned to a loss, as pure functions on arrays.
+"""PARA-GRPO: from rewards of rollouts to a loss, as pure functions on arrays (REFERENCE 3).
 
-Owns the algorithm of REFERENCE 3, steps 1 to 4: `settings`, `batch` (the arrays), `advantages`, `anchor` (its four places), `loss`.
-Refuses text, models and optimisers. Invariant: padding, the order of groups and of rollouts inside a group, and how rows are split
-over micro-batches (with `Totals` of the whole batch) change neither loss nor gradient.
+    settings    numbers and variants
+    batch       the arrays of a batch, masked means
+    advantages  rewards and KL to an advantage per token
+    anchor      the four places where the format reward can act
+    loss        the decoupled policy loss, and the whole loss
+
+Padding, the order of groups and of the rollouts in a group, and the split into micro-batches (with
+`Totals` of the whole batch) change neither the loss nor its gradient.
 """
 
 from paravt_jax.method.grpo.advantages import (

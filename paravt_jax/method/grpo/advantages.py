@@ -1,4 +1,8 @@
-"""From what rollouts earned to each token's advantage (REFERENCE 3, steps 1 to 3). Computed once a step, without gradient."""
+"""Advantages of all tokens, from rewards and log-probs (REFERENCE 3, steps 1 to 3).
+
+Computed once per step and without gradient. Arrays have these axes: b rows of t tokens, and p
+prompts (groups) with g rollouts each.
+"""
 
 from __future__ import annotations
 
@@ -16,52 +20,60 @@ from paravt_jax.method.grpo.settings import GRPOSettings, KLKind, Level, Normali
 def shape_rewards(rewards: Float[Array, "p g"], settings: GRPOSettings) -> Float[Array, "p g"]:
     """clip((R - bias) * scaling, -clip, clip) (REFERENCE 3, step 1)."""
     shaped = (rewards - settings.reward_bias) * settings.reward_scaling
-    return (
-        shaped
-        if settings.reward_clip is None
-        else jnp.clip(shaped, -settings.reward_clip, settings.reward_clip)
-    )
+    if settings.reward_clip is None:
+        return shaped
+    return jnp.clip(shaped, -settings.reward_clip, settings.reward_clip)
 
 
-def _over(level: Level) -> int | None:
-    """The axis of [groups, members] that a level's statistics run over: a group's members, or all of the batch."""
+def _axis(level: Level) -> int | None:
+    """The axis of [groups, members] for statistics of each group, or None for the whole batch."""
     return 1 if level == "group" else None
 
 
 def varied(
     x: Float[Array, "p n"], mask: Bool[Array, "p n"], level: Level = "group"
 ) -> Bool[Array, "p 1"] | Bool[Array, "1 1"]:
-    """Whether there are different values among the masked ones, of each group or of the batch; one alone differs from nothing."""
-    axis = _over(level)
-    return jnp.where(mask, x, -jnp.inf).max(axis, keepdims=True) > jnp.where(mask, x, jnp.inf).min(
-        axis, keepdims=True
-    )
+    """Whether the masked values of each group, or of the batch, are not all equal.
+
+    False for a single value, and for none.
+    """
+    axis = _axis(level)
+    largest = jnp.where(mask, x, -jnp.inf).max(axis, keepdims=True)
+    smallest = jnp.where(mask, x, jnp.inf).min(axis, keepdims=True)
+    return largest > smallest
 
 
 def normalise(
     x: Float[Array, "p n"], mask: Bool[Array, "p n"], how: Normalisation, epsilon: float = 1e-5
 ) -> Float[Array, "p n"]:
-    """(x - mean) / (std + epsilon) of the masked values, 0 elsewhere. std is unbiased, of what is left when the mean is taken off.
+    """(x - mean) / (std + epsilon) of the masked values, and 0 elsewhere.
 
-    Values that do not differ from each other are exactly 0 when their mean is off, not rounding errors over epsilon.
+    The std is the unbiased one of the centred values.
+
+    Args:
+        x: Values, one row per group. Values outside the mask may be anything.
+        mask: The values that count.
+        how: Whether mean and std are taken per group, over the batch, or not at all.
+        epsilon: Added to the std.
     """
     values = jnp.where(mask, x, 0.0)
     centred = values
     if how.mean != "none":
-        axis = _over(how.mean)
-        n, total = mask.sum(axis, keepdims=True), values.sum(axis, keepdims=True)
-        mean = (
-            (total - values) / jnp.maximum(n - 1, 1)
-            if how.leave_one_out
-            else total / jnp.maximum(n, 1)
-        )
+        axis = _axis(how.mean)
+        n = mask.sum(axis, keepdims=True)
+        total = values.sum(axis, keepdims=True)
+        if how.leave_one_out:
+            mean = (total - values) / jnp.maximum(n - 1, 1)
+        else:
+            mean = total / jnp.maximum(n, 1)
+        # Equal values become exactly 0. The rounding error of their mean, divided by epsilon, would
+        # otherwise look like an advantage.
         centred = jnp.where(mask & varied(x, mask, how.mean), x - mean, 0.0)
     if how.std == "none":
         return centred
-    axis = _over(how.std)
-    std = jnp.sqrt(
-        (centred**2).sum(axis, keepdims=True) / jnp.maximum(mask.sum(axis, keepdims=True) - 1, 1)
-    )
+    axis = _axis(how.std)
+    n = mask.sum(axis, keepdims=True)
+    std = jnp.sqrt((centred**2).sum(axis, keepdims=True) / jnp.maximum(n - 1, 1))
     return centred / (std + epsilon)
 
 
@@ -71,9 +83,23 @@ def kl_penalty(
     kind: KLKind = "k1",
     clamp: float | None = 10.0,
 ) -> Float[Array, "b t"]:
-    """Each token's estimate of KL(policy || base) from the sampled token: k1 d, k2 d^2 / 2, k3 exp(-d) - 1 + d with d the log-ratio."""
+    """Estimate KL(policy || base) per token from the token that was sampled.
+
+    With d the difference of log-probs: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d.
+
+    Args:
+        logprobs: Log-probs under the policy.
+        base: Log-probs under the reference policy.
+        kind: The estimator.
+        clamp: Bound on the estimate in both directions; None for no bound.
+    """
     d = logprobs - base
-    kl = {"k1": lambda: d, "k2": lambda: d**2 / 2, "k3": lambda: jnp.exp(-d) - 1 + d}[kind]()
+    if kind == "k1":
+        kl = d
+    elif kind == "k2":
+        kl = d**2 / 2
+    else:
+        kl = jnp.exp(-d) - 1 + d
     return kl if clamp is None else jnp.clip(kl, -clamp, clamp)
 
 
@@ -83,12 +109,23 @@ def token_advantages(
     mask: Bool[Array, "b t"],
     coefficient: float,
 ) -> Float[Array, "b t"]:
-    """The sum of token rewards from each generated token on (gamma = lambda = 1, no critic); 0 on other tokens.
+    """Sum of token rewards from each generated token to the end (gamma = lambda = 1, no critic).
 
-    A token's reward is -coefficient * kl; the rollout's reward stands on its last generated token, also where tool tokens follow it, so
-    that no rollout loses it (REFERENCE 4, 6).
+    The reward of a token is -coefficient * kl. The rollout's reward is added at its last generated
+    token, even if tool tokens follow that, so that no rollout loses its reward (REFERENCE 4, 6).
+
+        mask        0     1       1     0     1
+        reward            -k1     -k2         -k4 + R
+        advantage   0   R-k1-k2-k4  R-k2-k4  0  R-k4
+
+    Args:
+        rewards: Normalised reward of each row's rollout.
+        kl: KL estimate per token.
+        mask: Generated tokens; others get 0.
+        coefficient: Weight of the KL.
     """
     penalties = jnp.where(mask, -coefficient * kl, 0.0)
+    # A cumulative sum from the right.
     onward = jnp.flip(jnp.cumsum(jnp.flip(penalties, 1), axis=1), 1)
     return jnp.where(mask, onward + rewards[:, None], 0.0)
 
@@ -102,41 +139,55 @@ def normalise_tokens(
 ) -> Float[Array, "b t"]:
     """`normalise` over the trained tokens of the batch, or of each group.
 
-    Where all rollouts whose tokens would share a deviation earned the same (`rewards`, as they entered A), A holds no signal but the
-    small KL penalty, and only its mean is taken off: divided by its own deviation that noise would weigh as much as a reward
-    (REFERENCE 4, 13).
+    If all rollouts of a group (or of the batch) have equal rewards, the advantages hold nothing but
+    the small KL penalty. Then only the mean is subtracted: divided by its own std, that noise would
+    weigh as much as a reward (REFERENCE 4, 13).
+
+    Args:
+        advantages: Advantages of all tokens.
+        rewards: Normalised rewards, from which the advantages were made.
+        batch: Says which tokens are trained and to which rollout a row belongs.
+        how: Whether mean and std are taken per group, over the batch, or not at all.
+        epsilon: Added to the std.
     """
-    mask, (groups, size) = batch.trained, rewards.shape
+    mask = batch.trained
+    groups, group_size = rewards.shape
+    # members [p, b, t]: which tokens belong to each group; or [1, b, t] for the whole batch.
+    members = mask[None]
     if "group" in (how.mean, how.std):
-        members = (
-            (batch.rollout // size)[None, :, None] == jnp.arange(groups)[:, None, None]
-        ) & mask
-    else:
-        members = mask[None]
-    values, members = (
-        jnp.broadcast_to(advantages, members.shape).reshape(len(members), -1),
-        members.reshape(len(members), -1),
-    )
+        group_of_row = batch.rollout // group_size
+        in_group = group_of_row[None, :, None] == jnp.arange(groups)[:, None, None]
+        members = in_group & members
+    values = jnp.broadcast_to(advantages[None], members.shape).reshape(len(members), -1)
+    members = members.reshape(len(members), -1)
     normed = jnp.where(
         varied(rewards, batch.valid, how.std),
         normalise(values, members, how, epsilon),
         normalise(values, members, dataclasses.replace(how, std="none")),
     )
+    # A token belongs to one group and is 0 in all others.
     return normed.sum(0).reshape(mask.shape)
 
 
 def advantages(
     batch: GRPOBatch, settings: GRPOSettings, gamma: float = 0.3
 ) -> tuple[Float[Array, "b t"], Metrics]:
-    """The advantage of every token, from behaviour and reference log-probs and what the rollouts earned.
+    """Compute the advantage of every token of a batch.
 
-    `gamma` is `RewardSettings.gamma`: under `credit` it acts in R_anchor and at the token that broke a block.
+    Args:
+        batch: Log-probs, rewards and structural tokens.
+        settings: The recipe's variant of GRPO.
+        gamma: `RewardSettings.gamma`. Under the anchor `credit`, tokens that break a block lose it.
+
+    Returns:
+        Advantages, 0 outside the trained tokens, and metrics of the step.
     """
     batch.check()
-    g = batch.rewards.shape[1]
-    if g != settings.group_size:
+    group_size = batch.rewards.shape[1]
+    if group_size != settings.group_size:
         raise ValueError(
-            f"GRPOSettings.group_size: {settings.group_size}, but the batch has groups of {g}; make them equal"
+            f"GRPOSettings.group_size: {settings.group_size}, but the batch has groups of "
+            f"{group_size}; make them equal"
         )
     mask = batch.trained
     shaped = shape_rewards(batch.rewards, settings)
@@ -149,12 +200,13 @@ def advantages(
             batch.anchor_rewards, batch.valid, Normalisation("group", "group"), settings.epsilon
         )
         out = anchor_credit(out, credit, batch, settings.anchor_weight, gamma)
-    clipped = jnp.abs(batch.rewards - settings.reward_bias) * settings.reward_scaling >= (
-        settings.reward_clip or jnp.inf
-    )
+
+    scaled = jnp.abs(batch.rewards - settings.reward_bias) * settings.reward_scaling
+    clipped = scaled >= (settings.reward_clip or jnp.inf)
+    silent = 1.0 - varied(shaped, batch.valid)[:, 0]
     metrics = {
         "kl_reference": masked_mean(kl, mask),
-        "silent_groups": masked_mean(1.0 - varied(shaped, batch.valid)[:, 0], batch.valid.any(1)),
+        "silent_groups": masked_mean(silent, batch.valid.any(1)),
         "clipped_rewards": masked_mean(clipped.astype(jnp.float32), batch.valid),
         "advantage_rms": jnp.sqrt(masked_mean(out**2, mask)),
     }

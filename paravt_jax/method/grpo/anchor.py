@@ -1,14 +1,18 @@
-"""The four places where the format reward can act (paper; REFERENCE 2): each is one function, and a recipe names one.
+"""The four places where the format reward can act (paper; REFERENCE 2). A recipe names one.
 
-`likelihood`: `anchor_likelihood`, a term of the objective, the paper's formula. `credit`: `anchor_credit`, advantages of structural
-tokens. `sequence`: R_anchor is part of the sequence reward already (`paravt_jax.method.rewards.score`), nothing is left to do here.
-`none`: it acts nowhere. Tool-call content is not touched, but for the last token of a response that ends inside a call.
+    likelihood  a term of the objective, as in the paper's formula: `anchor_likelihood`
+    credit      advantages of structural tokens: `anchor_credit`
+    sequence    part of the sequence reward (`paravt_jax.method.rewards`); nothing is done here
+    none        nowhere
+
+The content of tool calls gets no credit or blame, except at the last token of a response that ends
+inside a call.
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Num
 
 from paravt_jax.method.grpo.batch import GRPOBatch, masked_mean
 from paravt_jax.method.structure import Kind, Structure
@@ -19,30 +23,41 @@ def anchor_likelihood(
     weight: Float[Array, "b t"],
     batch: GRPOBatch,
     gamma: float,
-    total: Float[Array, ""] | None = None,
+    total: Num[Array, ""] | None = None,
 ) -> Float[Array, ""]:
-    """The paper's R_fmt (REFERENCE 2) as a term of the objective: the log-likelihood of the tags of compliant rollouts, less, and this is
-    ours, gamma times that of the violations of all; a mean over both. `total` is their number where the batch is a part of a larger one.
+    """The paper's R_fmt (REFERENCE 2) as a term of the objective.
 
-    `weight` is how much likelier the policy finds a token than its sampler did (`behaviour_weight`): with it the gradient is that of a
-    reward, 1 for such a tag and -gamma for a violation, for rollouts of older weights too.
+    The mean, over tags and violations, of the log-likelihood of the tags of compliant rollouts,
+    minus gamma times that of all violations. The penalty on violations is ours.
+
+    Args:
+        logprobs: Log-probs under the current policy.
+        weight: Importance weight of each token (`behaviour_weight`). With it the gradient is that
+            of a reward, 1 per tag and -gamma per violation, for rollouts of older weights too.
+        batch: The structural tokens.
+        gamma: Penalty for a violation.
+        total: Number of tags and violations of the whole batch, if this is a part of it.
     """
+    # A token that is both a tag and a violation counts once in the total.
     tags, violations = structural_tokens(batch)
-    total = (tags | violations).sum() if total is None else total
+    if total is None:
+        total = (tags | violations).sum()
     weighed = jnp.where(tags | violations, weight * logprobs, 0.0)
     return masked_mean(weighed, tags, total) - gamma * masked_mean(weighed, violations, total)
 
 
 def structural_tokens(batch: GRPOBatch) -> tuple[Bool[Array, "b t"], Bool[Array, "b t"]]:
-    """The trained tokens that hold a tag in a compliant rollout, and those that broke a block in any."""
-    is_tag, compliant = _is_tag(batch.structure), batch.of_rows(batch.compliant)[:, None]
+    """Masks of the trained tokens that hold a tag of a compliant rollout, or any violation."""
+    length = batch.mask.shape[1]
+    is_tag = _is_tag(batch.structure)
+    compliant = batch.of_rows(batch.compliant)[:, None]
 
-    def marked(which: Bool[Array, "b s"]) -> Bool[Array, "b t"]:
-        return (
-            structural_weights(batch.structure, which.astype(jnp.float32), batch.mask.shape[1]) > 0
-        ) & batch.trained
+    def token_mask(selected: Bool[Array, "b s"]) -> Bool[Array, "b t"]:
+        # How often a token was selected: 2 for one that is part of two tags.
+        counts = structural_weights(batch.structure, selected.astype(jnp.float32), length)
+        return (counts > 0) & batch.trained
 
-    return marked(is_tag & compliant), marked(~is_tag)
+    return token_mask(is_tag & compliant), token_mask(~is_tag)
 
 
 def anchor_credit(
@@ -52,9 +67,16 @@ def anchor_credit(
     weight: float,
     gamma: float,
 ) -> Float[Array, "b t"]:
-    """Adds weight * `credit`, R_anchor normalised in its group, to the tags of struct(o), and -weight * gamma at violations.
+    """Add weight * credit to the advantages of tags, and -weight * gamma to those of violations.
 
-    No other token changes: what stands inside a tool call stays free.
+    No other token changes.
+
+    Args:
+        advantages: Advantages of all tokens.
+        credit: R_anchor of each rollout, normalised in its group.
+        batch: The structural tokens.
+        weight: `GRPOSettings.anchor_weight`.
+        gamma: Penalty for a violation.
     """
     values = jnp.where(_is_tag(batch.structure), batch.of_rows(credit)[:, None], -gamma)
     extra = structural_weights(batch.structure, weight * values, advantages.shape[1])
@@ -64,9 +86,14 @@ def anchor_credit(
 def structural_weights(
     structure: Structure, values: Float[Array, "b s"], length: int
 ) -> Float[Array, "b t"]:
-    """Scatters one value per structural token onto the token axis; tokens named twice get the sum, padding nothing."""
+    """Scatter one value per structural token onto rows of `length` tokens.
+
+    A token that appears twice gets the sum of its values. Padding adds nothing.
+    """
+    # rows [b, 1] and positions [b, s] index the tokens together.
     rows = jnp.arange(structure.positions.shape[0])[:, None]
     zeros = jnp.zeros((structure.positions.shape[0], length), values.dtype)
+    # Padding has position 0, a real token: it has to add 0 there.
     return zeros.at[rows, structure.positions].add(jnp.where(structure.valid, values, 0.0))
 
 

@@ -1,45 +1,50 @@
-"""What the algorithm reads: the arrays of a batch, and means over their masks.
+"""The arrays that the algorithm reads, and means over their masks.
 
-Alignment: index t of log-probs, masks and advantages speaks of token t itself, given everything before it.
+Index t of log-probs, masks and advantages is about token t itself, given all tokens before it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from paravt_jax.method.structure import Structure
 
 Metrics = dict[str, Float[Array, ""]]
 
 
+# JAX also builds this tree with other leaves: shapes, shardings, micro-batches as a further axis.
+@no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GRPOBatch:
-    """One batch: p prompts with g rollouts each, and b rows of tokens that these rollouts wrote.
+    """One batch: p prompts with g rollouts each, and b rows of t tokens written by these rollouts.
 
-    `rollout` says for each row which of the p * g rollouts it belongs to: a main agent's row each, and where sub-agents are trained,
-    their rows too, with what their episode earned. `mask` marks the generated tokens that are trained on; log-probs elsewhere are
-    ignored. `behaviour` and `reference` are log-probs under the weights that sampled (by the engine)
-    and under those that the run is held to. `structure` is struct(o) of each row, from
-    `paravt_jax.method.structure`. `rewards` and `anchor_rewards` are `Rewards.total` and `.anchor`,
-    `compliant` is `Rewards.compliant`: whose tags `likelihood` rewards. `valid` is False for
-    rollouts that count for nothing.
+    A rollout has a row for its main agent and, if sub-agents are trained, one for each of them.
     """
 
     mask: Bool[Array, "b t"]
+    """Generated tokens to train on. Log-probs of other tokens are ignored."""
     behaviour: Float[Array, "b t"]
+    """Log-probs under the weights that sampled, as the engine computed them."""
     reference: Float[Array, "b t"]
+    """Log-probs under the reference policy of the KL penalty."""
     rollout: Int[Array, " b"]
+    """The rollout of each row, from 0 to p * g - 1."""
     structure: Structure
+    """struct(o) of each row (`paravt_jax.method.structure`)."""
     rewards: Float[Array, "p g"]
+    """`Rewards.total` of each rollout."""
     anchor_rewards: Float[Array, "p g"]
+    """`Rewards.anchor` of each rollout."""
     valid: Bool[Array, "p g"]
+    """False for rollouts that do not count."""
     compliant: Bool[Array, "p g"]
+    """`Rewards.compliant`: rollouts whose tags the anchor `likelihood` rewards."""
 
     @property
     def trained(self) -> Bool[Array, "b t"]:
@@ -47,44 +52,61 @@ class GRPOBatch:
         return self.mask & self.of_rows(self.valid)[:, None]
 
     def check(self) -> None:
-        """Raises ValueError where two arrays disagree about rows, tokens or rollouts. Values are not looked at, so it runs under jit."""
-        (b, t), (p, g), s = self.mask.shape, self.rewards.shape, self.structure.positions.shape[-1]
-        wanted = dict.fromkeys(("behaviour", "reference"), (b, t)) | dict.fromkeys(
-            ("anchor_rewards", "valid", "compliant"), (p, g)
-        )
-        found = {name: getattr(self, name).shape for name in wanted} | {
-            "rollout": self.rollout.shape
+        """Raise ValueError if two arrays disagree about rows, tokens or rollouts.
+
+        Reads shapes only, so it works under jit.
+        """
+        b, t = self.mask.shape
+        p, g = self.rewards.shape
+        s = self.structure.positions.shape[-1]
+        expected = {
+            "behaviour": (b, t),
+            "reference": (b, t),
+            "rollout": (b,),
+            "anchor_rewards": (p, g),
+            "valid": (p, g),
+            "compliant": (p, g),
         }
-        found |= {f"structure.{name}": x.shape for name, x in self.structure._asdict().items()}
-        wanted |= {"rollout": (b,)} | {
-            f"structure.{name}": (b, s) for name in self.structure._fields
-        }
-        for name, shape in wanted.items():
-            if found[name] != shape:
+        shapes = {name: getattr(self, name).shape for name in expected}
+        for name, array in self.structure._asdict().items():
+            expected[f"structure.{name}"] = (b, s)
+            shapes[f"structure.{name}"] = array.shape
+        for name, shape in expected.items():
+            if shapes[name] != shape:
                 raise ValueError(
-                    f"GRPOBatch.{name}: shape {found[name]}; with mask {(b, t)} (rows, tokens) and rewards {(p, g)} (prompts, rollouts of "
-                    f"each) it has to be {shape}"
+                    f"GRPOBatch.{name}: shape {shapes[name]}; with mask {(b, t)} (rows, tokens) "
+                    f"and rewards {(p, g)} (prompts, rollouts of each) it has to be {shape}"
                 )
 
-    def of_rows(self, values: Array) -> Array:
-        """What belongs to rollouts, [p, g], for each row, [b]."""
+    def of_rows(self, values: Num[Array, "p g"] | Bool[Array, "p g"]) -> Array:
+        """Values of rollouts, [p, g], as values of rows, [b]."""
+        # Rollouts are numbered group by group, as reshape orders them.
         return values.reshape(-1)[self.rollout]
 
 
 class Totals(NamedTuple):
-    """What the loss divides by. When a batch is split, each part is given the totals of the whole."""
+    """Denominators of the loss. Each part of a split batch uses those of the whole batch."""
 
     tokens: Float[Array, ""]
+    """Trained tokens."""
     structural: Float[Array, ""]
+    """Tags and violations of the anchor `likelihood`."""
 
 
 def masked_sum(x: Float[Array, "*s"], mask: Bool[Array, "*s"]) -> Float[Array, ""]:
-    """Sum of x where mask; what stands elsewhere, NaN included, does not reach value or gradient."""
+    """Sum of x where mask. Values elsewhere, NaN included, reach neither the sum nor a gradient."""
+    # Not x * mask: NaN * 0 is NaN.
     return jnp.where(mask, x, 0.0).sum()
 
 
 def masked_mean(
-    x: Float[Array, "*s"], mask: Bool[Array, "*s"], total: Float[Array, ""] | None = None
+    x: Float[Array, "*s"], mask: Bool[Array, "*s"], total: Num[Array, ""] | None = None
 ) -> Float[Array, ""]:
-    """Mean of x where mask, over `total` elements if given, else over the mask's; 0 where there are none."""
+    """Mean of x where mask; 0 if the mask is empty.
+
+    Args:
+        x: Values; outside the mask they may be anything.
+        mask: The values that count.
+        total: Denominator, if it is not the number of masked values.
+    """
     return masked_sum(x, mask) / jnp.maximum(mask.sum() if total is None else total, 1)

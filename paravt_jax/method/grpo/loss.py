@@ -1,4 +1,4 @@
-"""The clipped decoupled loss (REFERENCE 3, step 4) and the whole loss of a batch."""
+"""The decoupled policy loss (REFERENCE 3, step 4) and the whole loss of a batch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from paravt_jax.method.grpo.settings import GRPOSettings
 
 @dataclasses.dataclass(frozen=True)
 class ClipBounds:
-    """Bounds of the policy ratio: [1 - lower, 1 + (upper or lower)]. `dual` bounds what a token of
-    negative advantage costs to dual * |A|, however large its ratio; None for no such bound.
+    """Bounds of the policy ratio.
 
-    Training makes one update per batch, where none of them acts. They stay because the loss is held
-    against the reference's tables, most of which have them.
+    Training makes one update per batch, where the ratio is 1 and no bound acts. They are here so
+    that the loss can be compared with the reference's tables, most of which use them.
     """
 
     lower: float = 0.2
+    """The ratio is clipped below at 1 - lower."""
     upper: float | None = None
+    """The ratio is clipped above at 1 + upper; None for 1 + lower."""
     dual: float | None = None
+    """A token of negative advantage A costs at most dual * |A|; None for no such bound."""
 
 
 def policy_loss(
@@ -37,23 +39,40 @@ def policy_loss(
     tokens: Float[Array, ""] | None = None,
     clip: ClipBounds = ClipBounds(),
 ) -> tuple[Float[Array, ""], Metrics]:
-    """Decoupled PPO (REFERENCE 3, step 4): the clipped loss against the proximal policy, weighted by
-    how much likelier that policy found the token than the sampler did.
+    """Decoupled PPO (REFERENCE 3, step 4).
 
-    The proximal policy is the one at the start of a batch. No gradient flows through it, nor through
-    the weight, which is 0 above `behaviour_cap`. A step that makes one update per batch passes the
-    current log-probs as `proximal`: the ratio is then 1, and no clip acts. The sum is divided by
-    `tokens`, by default the number of masked tokens; capped tokens stay in the denominator.
+    The clipped loss against the proximal policy, the one at the start of the batch, weighted by how
+    much likelier that policy finds each token than the sampler did. No gradient flows through the
+    proximal policy or the weight. A step with one update per batch passes its current log-probs as
+    `proximal`; the ratio is then 1 and no clip acts.
+
+    Args:
+        logprobs: Log-probs under the current policy.
+        proximal: Log-probs under the proximal policy.
+        behaviour: Log-probs under the weights that sampled.
+        advantages: Advantages of all tokens.
+        mask: Tokens to train on.
+        settings: The kind of ratio and the cap of the weight.
+        tokens: Denominator of the loss; the number of masked tokens by default. Capped tokens
+            count in it, although their loss is 0.
+        clip: Bounds of the ratio.
+
+    Returns:
+        The loss, and metrics: the share of capped tokens and the mean |proximal - behaviour|.
     """
     proximal = jax.lax.stop_gradient(proximal)
+    # Log-probs outside the mask may be NaN. They are replaced before exp: a NaN that `where`
+    # discards afterwards would still make the gradient NaN.
     log_ratio = jnp.where(mask, logprobs - proximal, 0.0)
     advantages = jnp.where(mask, advantages, 0.0)
+    # GSPO: exp of the mean log-ratio is the geometric mean of the ratios.
     if settings.ratio == "sequence":
-        log_ratio, advantages = _over_sequence(log_ratio, mask), _over_sequence(advantages, mask)
+        log_ratio = _row_means(log_ratio, mask)
+        advantages = _row_means(advantages, mask)
     ratio = jnp.exp(log_ratio)
-    clipped = jnp.clip(
-        ratio, 1 - clip.lower, 1 + (clip.lower if clip.upper is None else clip.upper)
-    )
+    upper = clip.lower if clip.upper is None else clip.upper
+    clipped = jnp.clip(ratio, 1 - clip.lower, 1 + upper)
+    # The larger loss of the two: clipping takes away what a token gains, never what it costs.
     loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
     if clip.dual is not None:
         loss = jnp.minimum(loss, clip.dual * jnp.abs(advantages))
@@ -71,24 +90,28 @@ def behaviour_weight(
     mask: Bool[Array, "b t"],
     settings: GRPOSettings,
 ) -> Float[Array, "b t"]:
-    """exp(proximal - behaviour) where mask, without gradient; 0 above `behaviour_cap` (REFERENCE 3, step 4)."""
+    """Importance weight exp(proximal - behaviour) of each token, without gradient.
+
+    A weight above `behaviour_cap` becomes 0: such a token is left out, not clipped (REFERENCE 3,
+    step 4).
+    """
     weight = jnp.exp(jnp.where(mask, proximal - behaviour, 0.0))
-    kept = weight <= (jnp.inf if settings.behaviour_cap is None else settings.behaviour_cap)
-    return jax.lax.stop_gradient(jnp.where(kept, weight, 0.0))
+    cap = jnp.inf if settings.behaviour_cap is None else settings.behaviour_cap
+    return jax.lax.stop_gradient(jnp.where(weight <= cap, weight, 0.0))
 
 
-def _over_sequence(x: Float[Array, "b t"], mask: Bool[Array, "b t"]) -> Float[Array, "b t"]:
-    """Each row's mean over its masked tokens, on every token; x is 0 outside the mask."""
-    return jnp.broadcast_to(
-        x.sum(1, keepdims=True) / jnp.maximum(mask.sum(1, keepdims=True), 1), x.shape
-    )
+def _row_means(x: Float[Array, "b t"], mask: Bool[Array, "b t"]) -> Float[Array, "b t"]:
+    """Each row's mean over its masked tokens, on every token. x has to be 0 outside the mask."""
+    means = x.sum(1, keepdims=True) / jnp.maximum(mask.sum(1, keepdims=True), 1)
+    return jnp.broadcast_to(means, x.shape)
 
 
 def batch_totals(batch: GRPOBatch) -> Totals:
-    """The denominators of a whole batch, for losses computed in parts."""
+    """The denominators of a whole batch, for a loss that is computed in parts."""
     tags, violations = structural_tokens(batch)
     return Totals(
-        batch.trained.sum().astype(jnp.float32), (tags | violations).sum().astype(jnp.float32)
+        tokens=batch.trained.sum().astype(jnp.float32),
+        structural=(tags | violations).sum().astype(jnp.float32),
     )
 
 
@@ -100,13 +123,22 @@ def paravt_loss(
     totals: Totals | None = None,
     gamma: float = 0.3,
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The whole loss of a batch, and its metrics. `advantages` come from the function of that name, once a step; `gamma` is
-    `RewardSettings.gamma`, which acts here under `likelihood`.
+    """The whole loss of a batch: policy loss, and the anchor `likelihood` if the recipe uses it.
 
-    With `totals` of a whole batch, losses and metrics of its parts add up to the whole's.
+    Args:
+        logprobs: Log-probs under the current policy.
+        advantages: Result of `advantages`, computed once per step.
+        batch: The batch, or a part of it.
+        settings: The recipe's variant of GRPO.
+        totals: Denominators of the whole batch. With them, losses and metrics of the parts add up
+            to those of the whole; by default, `batch` is taken for the whole.
+        gamma: `RewardSettings.gamma`, the penalty for violations under `likelihood`.
+
+    Returns:
+        The loss, and metrics with the loss among them.
     """
     totals = batch_totals(batch) if totals is None else totals
-    # One update per batch: the proximal policy is the current one.
+    # One update per batch, so the proximal policy is the current one.
     loss, metrics = policy_loss(
         logprobs, logprobs, batch.behaviour, advantages, batch.trained, settings, totals.tokens
     )

@@ -1,4 +1,4 @@
-"""`crop_video`: a sub-agent looks closer at one window of the video and reports."""
+"""`crop_video`: a sub-agent looks at one window of the video and reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ _CLOCK = re.compile(r"(?:([0-9]+):)?([0-9]+):([0-5]?[0-9](?:\.[0-9]+)?)")
 
 
 class CropVideo(Tool):
-    """`max_num_frames`: the most frames that a call may ask for; 0 offers no such argument."""
+    """The tool `crop_video`.
+
+    Args:
+        max_num_frames: Upper bound on the argument num_frames; 0 leaves the argument out.
+    """
 
     name = "crop_video"
     description = (
@@ -48,7 +52,7 @@ class CropVideo(Tool):
         self.parameters = parameters
 
     def parse(self, arguments: Mapping[str, Any]) -> CropCall | FailedCall:
-        """`video_path` is ignored: an agent sees the question's own video."""
+        """Parse the window. `video_path` is ignored: an agent sees only the question's video."""
         times = []
         for field in ("start_time", "end_time"):
             if field not in arguments:
@@ -64,6 +68,7 @@ class CropVideo(Tool):
                     CallStatus.BAD_WINDOW,
                 )
             times.append(seconds)
+        # A model that was not offered num_frames may still write it; then it is ignored.
         frames = arguments.get("num_frames") if self.max_num_frames else None
         if frames is None:
             return CropCall(*times)
@@ -75,7 +80,7 @@ class CropVideo(Tool):
         return CropCall(*times, frames=frames)
 
     def run(self, call: CropCall, video: Video) -> Look | FailedCall:
-        """Cuts a window that reaches over an end of the video, and too large a number of frames."""
+        """Cut the window to the video, and the number of frames to its limit."""
         found = resolve_window(call, video.duration)
         if isinstance(found, FailedCall) or (call.frames or 0) <= self.max_num_frames:
             return found
@@ -85,9 +90,11 @@ class CropVideo(Tool):
 
 
 def resolve_window(call: CropCall, duration: float) -> Look | FailedCall:
-    """The part of a call's window that lies in a video of `duration` seconds.
+    """Cut a call's window to a video of `duration` seconds.
 
-    BAD_WINDOW for a window that is reversed, empty, outside the video or not finite.
+    Returns:
+        The window, with a note if it was cut; or a FailedCall (BAD_WINDOW) if it is reversed,
+        empty, outside the video or not finite.
     """
     if not (math.isfinite(call.start) and math.isfinite(call.end)):
         why = "The window is not finite."
@@ -109,12 +116,12 @@ def resolve_window(call: CropCall, duration: float) -> Look | FailedCall:
 
 
 def read_seconds(value: object) -> float | None:
-    """Seconds from a JSON value: a number, or text as "16", "16.5s", "16 seconds", "1:00:05".
+    """Read a time: a number, or text like "16", "16.5s", "16 seconds", "1:00:05".
 
-    None where it is none of these. A number that is too large for a float becomes infinite, which
-    the caller refuses.
+    Returns:
+        Seconds, infinite for a number that is too large for a float; None for anything else.
     """
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # a bool is an int in Python
         return None
     if isinstance(value, int | float):
         try:
@@ -124,9 +131,11 @@ def read_seconds(value: object) -> float | None:
     if not isinstance(value, str):
         return None
     text = value.strip()
-    if number := _PLAIN_NUMBER.fullmatch(text):
+    number = _PLAIN_NUMBER.fullmatch(text)
+    if number:
         return float(number.group(1))
-    if clock := _CLOCK.fullmatch(text):
+    clock = _CLOCK.fullmatch(text)
+    if clock:
         hours, minutes, seconds = clock.groups()
         return float(hours or 0) * 3600 + float(minutes) * 60 + float(seconds)
     return None

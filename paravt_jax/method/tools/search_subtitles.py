@@ -1,4 +1,4 @@
-"""`search_subtitles`: the entries of the video's subtitles that match a query best."""
+"""`search_subtitles`: returns the entries of the video's subtitles that match a query best."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from paravt_jax.method.records import CallStatus, FailedCall, ToolCall
 from paravt_jax.method.subtitles import Subtitle, subtitle_line
 from paravt_jax.method.tools.tool import Tool, Video
 
-ENTRIES = 8  # of one response, at most
+ENTRIES = 8  # upper bound on the entries of one response
 
 
 class SearchSubtitles(Tool):
-    """Off by default; the setting is `protocol.tools`."""
+    """The tool `search_subtitles`. Off by default; `protocol.tools` turns it on."""
 
     name = "search_subtitles"
     description = (
@@ -44,13 +44,17 @@ class SearchSubtitles(Tool):
 
 
 def best_entries(entries: Sequence[Subtitle], query: str) -> list[Subtitle]:
-    """The entries that match best, best first, and the earlier one first where two match equally.
+    """The entries that match a query best, best first, of equal ones the earlier first.
 
-    Each word of the query that an entry holds counts one over the number of entries that hold it.
+    Each word of the query counts 1 / (number of entries with that word), so rare words count most.
     """
-    texts, wanted = [_words(entry.text) for entry in entries], _words(query)
-    holding = collections.Counter(word for words in texts for word in words)
-    scores = [sum(1 / holding[word] for word in sorted(words & wanted)) for words in texts]
+    wanted = _words(query)
+    words_of_entries = [_words(entry.text) for entry in entries]
+    frequency = collections.Counter(word for words in words_of_entries for word in words)
+    # Sorted, so that equal sets of words get exactly equal sums.
+    scores = [
+        sum(1 / frequency[word] for word in sorted(words & wanted)) for words in words_of_entries
+    ]
     ranked = sorted(range(len(entries)), key=lambda n: -scores[n])
     return [entries[n] for n in ranked[:ENTRIES] if scores[n] > 0]
 

@@ -1,7 +1,7 @@
-"""`Tool`: what the model reads about a tool, how its calls are read, and what a call does.
+"""`Tool`: its schema for the model, how its calls are parsed, and what a call does.
 
-A tool opens no file and samples nothing. The episode gives it what is known about the question's
-video, and carries out what it asks for.
+A tool opens no files and samples nothing. The episode passes it the question's video, and carries
+out what `run` returns: a text is the response as it is, a `Look` sends a sub-agent to a window.
 """
 
 from __future__ import annotations
@@ -9,32 +9,33 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from paravt_jax.method.records import Call, CropCall, FailedCall
 from paravt_jax.method.subtitles import Subtitle
 
 
-@runtime_checkable
-class Video(Protocol):
-    """The question's video as a tool sees it. Each value is read when it is asked for."""
+# Not a typing.Protocol: checking an object against one would read its properties, hence the file.
+class Video(abc.ABC):
+    """The question's video as a tool sees it. Values are read on access, which may fail."""
 
     @property
+    @abc.abstractmethod
     def duration(self) -> float:
-        """Seconds."""
-        ...
+        """Length in seconds."""
 
     @property
+    @abc.abstractmethod
     def subtitles(self) -> Sequence[Subtitle]:
-        """The entries in order; empty where the question has no subtitles."""
-        ...
+        """The entries in order; empty if the question has no subtitles."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """A window for a sub-agent to look at. Its report is the response, followed by `note`.
+    """A window for a sub-agent to look at.
 
-    `note` says why the window differs from the one that was called for; empty where it does not.
+    The response is the sub-agent's report followed by `note`, which says why the window differs
+    from the one that was asked for (empty if it does not).
     """
 
     window: CropCall
@@ -42,18 +43,18 @@ class Look:
 
 
 class Tool(abc.ABC):
-    """One tool."""
+    """Base class of tools. `docs/tools.md` shows how to write one."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]
     """JSON schema of each argument, by name."""
     required: Sequence[str]
-    """The arguments that every call must have."""
+    """Names of the required arguments."""
     example: Mapping[str, Any]
-    """Arguments of a good call. The model is shown it after a call that could not be read."""
+    """Arguments of a good call, which the model sees after a call that could not be parsed."""
     hint: str
-    """A sentence of the system turn `agentic`: when to call the tool."""
+    """A sentence for the system turn `agentic` that says when to call the tool."""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -68,11 +69,19 @@ class Tool(abc.ABC):
 
     @abc.abstractmethod
     def parse(self, arguments: Mapping[str, Any]) -> Call | FailedCall:
-        """Reads a call's arguments, which may hold any JSON. The video is not known yet.
+        """Parse a call's arguments.
 
-        Tools other than crop_video return a `ToolCall` with their own name.
+        Args:
+            arguments: Any JSON object that the model wrote.
+
+        Returns:
+            The call (a `ToolCall` with the tool's name, except for crop_video), or why it failed.
         """
 
     @abc.abstractmethod
     def run(self, call: Any, video: Video) -> str | Look | FailedCall:
-        """What a call that `parse` returned does: text is the response as it stands."""
+        """Carry out a call that `parse` returned.
+
+        Returns:
+            The response as text, a window for a sub-agent, or why the call failed.
+        """
