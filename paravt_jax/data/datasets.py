@@ -1,4 +1,4 @@
-"""Questions, conversations and captions on disk, as a tensorflow-datasets builder without TensorFlow.
+"""Questions, conversations and captions on disk, stored by tensorflow-datasets without TensorFlow.
 
 A split holds records of one kind. They are read back exactly as they were written, in the same
 order. Videos are not stored: a record names its video by a path relative to a data root.
@@ -180,7 +180,7 @@ def check_videos(
 
 
 def video_of(record: Record) -> str:
-    """Return the path of the video that a record is about; for a conversation, of its first clip."""
+    """Return the path of a record's video; for a conversation, the path of its first clip."""
     return record.clips[0].path if isinstance(record, Conversation) else record.video
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 
 class VideoError(Exception):
-    """A video cannot be read: it is missing, empty, truncated, undecodable or has no video stream."""
+    """A video cannot be read: it is missing, empty, truncated, undecodable or has no pictures."""
 
     def __init__(self, path: str | os.PathLike, reason: str):
         super().__init__(f"{path}: {reason}")

@@ -4,8 +4,8 @@ Frames are numbered in order of presentation, whichever decoder reads them. Time
 first frame. A picture is a video of one frame.
 
 Two decoders read the files. decord is fast, and exact for 8-bit H.264 and VP9 with closed GOPs in
-mp4, mkv and webm. PyAV reads everything else, all files that decord cannot open, and all files where
-decord is not installed.
+mp4, mkv and webm. PyAV reads everything else, and whatever decord cannot open. It also reads all
+files where decord is not installed.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ def _scan_frames(container: InputContainer, stream: av.VideoStream) -> tuple[lis
 def _read_decord(
     path: str | os.PathLike, wanted: Int64[np.ndarray, " m"], index: _Index
 ) -> UInt8[np.ndarray, "m height width 3"] | None:
-    """Decode with decord. Returns None if it is not installed or cannot read the file as indexed."""
+    """Decode with decord, or return None if it is missing or disagrees with the index."""
     if decord is None:
         return None
     try:
