@@ -298,7 +298,9 @@ class _Outcomes:
     def kept(self) -> Iterator[Kept]:
         for line in self._lines():
             if "kept" in line:
-                yield Kept(**line["kept"])
+                facts = line["kept"]
+                # JSON reads a tuple back as a list.
+                yield Kept(**(facts | {"seconds": tuple(facts["seconds"])}))
 
     def left_out(self) -> Iterator[LeftOutRow]:
         for line in self._lines():

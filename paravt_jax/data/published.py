@@ -107,7 +107,7 @@ def open_table(path: pathlib.Path) -> Table:
     """Find out what a parquet file contains.
 
     Raises:
-        ValueError: It is no parquet file, or has neither the columns of rl nor of sft rows.
+        ValueError: It is not a parquet file, or has neither the columns of rl nor of sft rows.
     """
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -115,7 +115,7 @@ def open_table(path: pathlib.Path) -> Table:
             rows = file.metadata.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(
-            f"{path}: no readable parquet file ({error}); download it again"
+            f"{path}: not a readable parquet file ({error}); download it again"
         ) from error
     is_rl = set(RL_COLUMNS) <= columns
     if not is_rl and not set(SFT_COLUMNS) <= columns:
@@ -161,7 +161,7 @@ def local_path(path: Any) -> str:
     """Return a row's path as records store it: relative to the root, or absolute.
 
     Raises:
-        Refused: It is no path, an address, or leaves the root.
+        Refused: It is not a path, it is an address, or it leaves the root.
     """
     if not isinstance(path, str) or not path.removeprefix("file://"):
         raise Refused(Reason.BROKEN, f"a path is {path!r}")
@@ -169,7 +169,7 @@ def local_path(path: Any) -> str:
     _require_unicode(path)
     if "://" in path or "\0" in path or ".." in pathlib.PurePosixPath(path).parts:
         raise Refused(
-            Reason.BROKEN, f"the path {path!r} is not one under the root, nor a file:// one"
+            Reason.BROKEN, f"the path {path!r} is neither below the root nor a file:// path"
         )
     return path
 
@@ -219,12 +219,12 @@ def _answer(answer: Any, kind: QuestionKind) -> str:
         try:
             answer = json.dumps(answer)
         except TypeError as error:
-            raise Refused(Reason.BROKEN, f"the answer is no JSON ({error})") from error
+            raise Refused(Reason.BROKEN, f"the answer is not JSON ({error})") from error
     text = _require_unicode(answer).strip()
     if not text or text == "[]":
         raise Refused(Reason.NO_ANSWER, "the answer is empty")
     if kind is QuestionKind.TEMPORAL_GROUNDING and read_range(text) is None:
-        raise Refused(Reason.NO_ANSWER, f"{text[:80]!r} is no span of time")
+        raise Refused(Reason.NO_ANSWER, f"{text[:80]!r} is not a span of time")
     return text
 
 
@@ -333,7 +333,7 @@ def _read_message(message: Any) -> _Message:
             path = local_path(_field(item.get(kind), "url"))
             parts.append(_File(path, _MEDIA[kind]))
         else:
-            raise Refused(Reason.BROKEN, f"the {role}'s content holds a {kind!r}")
+            raise Refused(Reason.BROKEN, f"the {role}'s content contains a {kind!r}")
     return _Message(role, parts)
 
 
@@ -352,7 +352,8 @@ def _arrange(messages: Sequence[_Message], limits: ProtocolSettings) -> list[_Tu
         if role == "assistant":
             if before in ("", "assistant"):
                 raise Refused(
-                    Reason.PROTOCOL, "a response stands where a question or a tool response is due"
+                    Reason.PROTOCOL,
+                    "assistant turn: a question or a tool response has to come first",
                 )
             _require_answered(open_calls)
             text, open_calls = _response(parts, limits)
@@ -400,7 +401,7 @@ def _response(parts: Sequence[_Part], limits: ProtocolSettings) -> tuple[str, li
         raise Refused(Reason.NO_ANSWER, "a response is empty")
     foreign = _FOREIGN.search(text)
     if foreign:
-        raise Refused(Reason.PROTOCOL, f"a response holds {foreign[0]}")
+        raise Refused(Reason.PROTOCOL, f"a response contains {foreign[0]}")
     calls: list[CropCall] = []
     for call in parse_calls(text, (CropVideo(),)):
         if isinstance(call, FailedCall):
@@ -430,7 +431,7 @@ def _tool_responses(parts: Sequence[_Part], role: str) -> list[list[_Part]]:
     """
     if not any(isinstance(part, str) and "<tool_response>" in part for part in parts):
         if role == "user":
-            raise Refused(Reason.PROTOCOL, "a user turn stands where a tool response is due")
+            raise Refused(Reason.PROTOCOL, "user turn: a tool response has to come first")
         return [_strip_texts(parts)]
     responses: list[list[_Part]] = []
     inside = False
@@ -443,7 +444,9 @@ def _tool_responses(parts: Sequence[_Part], role: str) -> list[list[_Part]]:
         elif inside or (responses and isinstance(piece, _File)):
             responses[-1].append(piece)
         elif isinstance(piece, _File) or piece.strip():
-            raise Refused(Reason.PROTOCOL, "a tool's turn holds more than its responses")
+            raise Refused(
+                Reason.PROTOCOL, "tool turn: something is outside its <tool_response> tags"
+            )
     return [_strip_texts(response) for response in responses]
 
 
@@ -490,7 +493,7 @@ def _require_unicode(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise Refused(Reason.BROKEN, f"a text is no Unicode ({error.reason})") from error
+        raise Refused(Reason.BROKEN, f"a text is not Unicode ({error.reason})") from error
     return text
 
 
@@ -512,7 +515,7 @@ def _json(text: str, field: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Refused(Reason.BROKEN, f"{field} is no JSON ({str(error)[:80]})") from error
+        raise Refused(Reason.BROKEN, f"{field} is not JSON ({str(error)[:80]})") from error
 
 
 def ends_with_answer(conversation: Conversation) -> bool:

@@ -29,7 +29,7 @@ _SubtitleCache = dict[str, tuple[Subtitle, ...]]
 
 
 class _BadRow(Exception):
-    """A row that is no question. The message gives field, value, rule and remedy."""
+    """A row that is not a question. The message gives field, value, rule and remedy."""
 
     def __init__(self, field: str, value: object, rule: str):
         super().__init__(f"{field}: {str(value)[:80]!r}; {rule}")
@@ -59,7 +59,9 @@ def read_questions(
         # Excel starts its UTF-8 files with a byte order mark.
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"questions: {path}; it is no UTF-8 ({error}): save it as such") from error
+        raise ValueError(
+            f"questions: {path}; it is not UTF-8 ({error}): save it as UTF-8"
+        ) from error
 
     subtitles: _SubtitleCache = {}
     questions: list[Question] = []
@@ -110,7 +112,7 @@ def _csv_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
             return
         except csv.Error as error:
             # Such as a cell that is too long. Where the next row starts is unknown, so stop here.
-            rule = f"it cannot be read as CSV ({error}): mend it"
+            rule = f"it cannot be read as CSV ({error}): correct it"
             yield reader.line_num + 1, _BadRow("row", "", rule)
             return
         # DictReader puts cells without a column under None, and None into columns without a cell.
@@ -120,7 +122,7 @@ def _csv_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
             continue
         filled: dict[str, Any] = {name: cell for name, cell in row.items() if cell.strip()}
         if "options" in filled:
-            # Text that is no JSON stays text, and `_options` refuses it because it is no list.
+            # Text that is not JSON stays text, which `_options` refuses because it is not a list.
             with contextlib.suppress(ValueError):
                 filled["options"] = json.loads(filled["options"])
         yield reader.line_num, filled
@@ -138,7 +140,7 @@ def _jsonl_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
         if isinstance(row, dict):
             yield line, {name: value for name, value in row.items() if value is not None}
         else:
-            rule = "every line is one JSON object: mend it"
+            rule = "every line is one JSON object: correct it"
             yield line, _BadRow("row", written.strip(), rule)
 
 
@@ -168,7 +170,7 @@ def _text(row: dict[str, Any], field: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise _BadRow(field, value, "it is a text: write it in quotes")
     if not str(value).strip():
-        raise _BadRow(field, value, "it is needed: fill it in")
+        raise _BadRow(field, value, "it is required: fill it in")
     return str(value).strip()
 
 
@@ -258,6 +260,6 @@ def _subtitles(
         rule = f"no such file below {root}: put it there, or leave it out"
         raise _BadRow("subtitles", path, rule) from None
     if not entries:
-        raise _BadRow("subtitles", path, "it has no entries: mend it, or leave it out")
+        raise _BadRow("subtitles", path, "it has no entries: correct it, or leave it out")
     cache[path] = tuple(entries)
     return cache[path]

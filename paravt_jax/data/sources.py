@@ -57,7 +57,7 @@ def from_hub(source: str, patterns: Sequence[str]) -> pathlib.Path:
     """Download the matching files of a data set, and return its folder in the hub's cache.
 
     Raises:
-        FileNotFoundError: `source` is no hub id, or it cannot be downloaded.
+        FileNotFoundError: `source` is not a hub id, or it cannot be downloaded.
     """
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
         raise FileNotFoundError(

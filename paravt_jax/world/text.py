@@ -232,8 +232,8 @@ def _main(
 ) -> Conversation:
     scene = video.scenes[scene_number]
     indices = overview_indices(FRAMES, budget)
-    times = STEP * indices
-    seen = [int(time) for time in times if scene.shows(time)]
+    times = (STEP * indices).tolist()
+    seen = [time for time in times if scene.shows(time)]
     # One frame is enough to name a digit, but not to say how long it stays.
     needed = 2 if question.kind is QuestionKind.TEMPORAL_GROUNDING else 1
     answerable = len(seen) >= needed
@@ -260,9 +260,7 @@ def _main_turn(text: str) -> ChatTurn:
     return ChatTurn("assistant", (PINNED + text,))
 
 
-def _describe_overview(
-    video: WorldVideo, times: Int64[np.ndarray, " frames"], target: Scene
-) -> str:
+def _describe_overview(video: WorldVideo, times: Sequence[int], target: Scene) -> str:
     """Start, colour and visible digit of every scene, and then of the scene asked about again."""
     lines = []
     for scene in video.scenes:
