@@ -175,8 +175,8 @@ def _stream(path: str | os.PathLike, container: InputContainer) -> av.VideoStrea
     if stream.codec_context is None:
         raise VideoError(
             path,
-            "the codec of its video is unknown here; encode it again, for example as H.264 "
-            "(ffmpeg -i OLD -c:v libx264 NEW.mp4), with a program that knows it",
+            "the codec of its video has no decoder here; convert the file where there is one, for "
+            "example to H.264 (ffmpeg -i OLD -c:v libx264 NEW.mp4)",
         )
     return stream
 

@@ -99,7 +99,7 @@ def is_running(process_id: int) -> bool:
         status = pathlib.Path(f"/proc/{process_id}/stat").read_text()
     except FileNotFoundError:
         return False
-    # A zombie has ended, but nobody has asked for its exit code yet.
+    # A zombie has ended, but its exit code has not been read yet.
     state = status.rpartition(")")[2].split()[0]
     return state != "Z"
 
