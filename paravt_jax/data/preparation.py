@@ -66,7 +66,7 @@ def find_tables(folder: pathlib.Path) -> list[Table]:
     for file, next_file in zip(files, files[1:], strict=False):
         if file.name == next_file.name:
             raise ValueError(
-                f"{folder}: {file.name} is there twice; rows are named after their file, keep one"
+                f"{folder}: {file.name} occurs twice; rows are named after their file, keep one"
             )
     return [open_table(path) for path in files]
 
@@ -115,15 +115,8 @@ def prepare_rows(
     outcomes = _Outcomes(work)
     summary = _summarise(outcomes, [table.split for table in tables])
     _write_reports(folder, outcomes, summary)
-    splits = {name: outcomes.records(name) for name in ("questions", "conversations")}
-    splits = {name: records for name, records in splits.items() if len(records)}
-    if not splits:
-        commonest = next(iter(summary["reasons"]), "there are no rows")
-        raise ValueError(
-            f"{folder}: none of {total} rows can be used; {folder / LEFT_OUT} says why, "
-            f"the commonest: {commonest}"
-        )
-    datasets.write_splits(folder / _RECORDS, splits)
+    _write_records(folder, outcomes, summary)
+    # The plan comes last, because it says that the set is complete.
     write_atomically(folder / PLAN, json.dumps(plan, indent=1) + "\n")
     for old in folder.glob(_WORK_PREFIX + "*"):
         shutil.rmtree(old)
@@ -353,6 +346,18 @@ def _write_reports(folder: pathlib.Path, outcomes: _Outcomes, summary: dict[str,
     write_atomically(folder / LEFT_OUT, "".join(left_out))
     lengths = [row.tokens for row in outcomes.kept() if row.kind == "conversation"]
     write_atomically(folder / LENGTHS, json.dumps(lengths))
+
+
+def _write_records(folder: pathlib.Path, outcomes: _Outcomes, summary: dict[str, Any]) -> None:
+    splits = {name: outcomes.records(name) for name in ("questions", "conversations")}
+    splits = {name: records for name, records in splits.items() if len(records)}
+    if not splits:
+        commonest = next(iter(summary["reasons"]), "there are no rows")
+        raise ValueError(
+            f"{folder}: none of {summary['rows']} rows can be used; {folder / LEFT_OUT} says why, "
+            f"the commonest: {commonest}"
+        )
+    datasets.write_splits(folder / _RECORDS, splits)
 
 
 def _summarise(outcomes: _Outcomes, sources: Sequence[str]) -> dict[str, Any]:

@@ -114,8 +114,8 @@ def _open_bucket(source: str) -> tuple[fsspec.AbstractFileSystem, str]:
         ) from error
     except ValueError as error:
         raise FileNotFoundError(
-            f"{source}: {error}; give an address that fsspec supports (gs://..., s3://...), a folder "
-            "or a hub id"
+            f"{source}: {error}; give an address that fsspec supports (gs://..., s3://...), a "
+            "folder or a hub id"
         ) from error
 
 

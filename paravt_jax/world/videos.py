@@ -110,14 +110,14 @@ class Scene:
     """A scene of a video: a colour, and perhaps a digit for some seconds.
 
     Attributes:
-        start: First second.
+        start: Second at which it starts.
         end: Second at which the next scene starts.
         colour: Name of the background colour.
         digit: 0 to 9, or None.
         first: Time of the first frame with the digit, in seconds.
         last: Time of the last frame with the digit.
-        left: Position of the digit in pixels.
-        top: Position of the digit in pixels.
+        left: Left edge of the digit in pixels.
+        top: Upper edge of the digit in pixels.
     """
 
     start: int
