@@ -185,7 +185,7 @@ def video_of(record: Record) -> str:
 
 
 def _question(stored: dict) -> Question:
-    parsed = {
+    parsed: dict[str, Any] = {
         "kind": QuestionKind(stored["kind"]),
         "options": tuple(stored["options"]),
         "subtitles": tuple(Subtitle(**entry) for entry in stored.get("subtitles", ())),
@@ -197,13 +197,14 @@ def _conversation(stored: dict) -> Conversation:
     turns = tuple(
         ChatTurn(turn["role"], tuple(map(_part, turn["content"]))) for turn in stored["turns"]
     )
-    return Conversation(**(stored | {"turns": turns}))
+    parsed: dict[str, Any] = {"turns": turns}
+    return Conversation(**(stored | parsed))
 
 
 def _part(stored: str | dict) -> str | Clip:
     if isinstance(stored, str):
         return stored
-    parsed = {"indices": tuple(stored["indices"]), "times": tuple(stored["times"])}
+    parsed: dict[str, Any] = {"indices": tuple(stored["indices"]), "times": tuple(stored["times"])}
     return Clip(**(stored | parsed))
 
 

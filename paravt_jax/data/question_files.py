@@ -222,7 +222,7 @@ def _answer(row: dict[str, Any], kind: QuestionKind, options: tuple[str, ...]) -
 
 def _span(value: Any) -> str:
     """Seconds [start, end], as a list or as the text of one."""
-    span = value
+    span: Any = value
     if isinstance(value, str):
         try:
             span = json.loads(value)

@@ -122,7 +122,8 @@ def _open_bucket(source: str) -> tuple[fsspec.AbstractFileSystem, str]:
 def _list_files(source: str, system: fsspec.AbstractFileSystem, top: str) -> dict[str, int]:
     """The sizes in bytes of all files below `top`, by relative name."""
     try:
-        found: dict[str, dict[str, Any]] = system.find(top, detail=True)
+        # With `detail` this is a dict of file information by path.
+        found: Any = system.find(top, detail=True)
     except OSError as error:
         raise FileNotFoundError(
             f"{source}: cannot be listed ({error}); check the path and the credentials"

@@ -212,7 +212,11 @@ def _question(
     id = f"{video.id}:{scene.start}:{kind}"
     if kind is QuestionKind.TEMPORAL_GROUNDING:
         return Question(id, video.path, text, kind, _span(scene.first, scene.last))
-    others = [video.scenes[n].digit for n in _digit_scenes(video) if n != scene_number]
+    others = [
+        other.digit
+        for n, other in enumerate(video.scenes)
+        if n != scene_number and other.digit is not None
+    ]
     absent = sorted(set(range(len(DIGITS))) - {scene.digit, *others})
     # Two wrong options occur elsewhere in the video, the others nowhere. If none occurred, a glance
     # at the rest of the video would rule all of them out.

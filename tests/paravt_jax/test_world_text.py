@@ -65,7 +65,8 @@ def word_of(scene: world.Scene) -> str:
 
 def scene_of(videos, conversation: Conversation) -> world.Scene:
     """The scene that a conversation asks about."""
-    clip, text = conversation.turns[0].content
+    (clip,) = conversation.clips
+    text = str(conversation.turns[0].content[1])
     return scene_named(next(v for v in videos if v.path == clip.path), text)
 
 
