@@ -1,7 +1,8 @@
-"""How fast frames come: `python -m benchmarks.loader --videos FOLDER --workers 2 --step-seconds 5`.
+"""How fast frames arrive: `python -m benchmarks.loader --videos FOLDER --workers 2`.
 
-Plays a training loop: batches of packed rows in the loader's order, their frames read ahead by `FrameReader`, a step that only waits.
-Prints frames a second, how long a step had to wait for its frames, and whether the loader keeps up with the stated step time.
+Imitates a training loop: batches of packed rows come in the loader's order, `FrameReader` reads
+their frames ahead, and a step only sleeps. Prints frames per second, how long a step waits for its
+frames, and whether the reader keeps up with the given step time.
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ import pathlib
 import time
 
 import numpy as np
+from jaxtyping import Int64
 
 from paravt_jax.data import video
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import VideoError, overview_indices
 from paravt_jax.data.loader import Ahead, stream
+
+# Rows of a batch, clips of a row as file numbers.
+Batch = tuple[tuple[int, ...], ...]
+# Different rows to draw batches from.
+_ROWS = 64
 
 
 def measure(
@@ -29,50 +36,58 @@ def measure(
     step_seconds: float,
     ahead: int,
 ) -> dict:
-    """Figures of `steps` batches of `rows` rows with `clips` clips of `frames` frames each, drawn from the folder's videos."""
-    files, counts = [], {}
-    for path in sorted(folder.rglob("*")):
-        try:
-            counts[path] = video.probe(path).frames
-            video.read(path, [0, counts[path] - 1])
-        except VideoError:
-            continue
-        files.append(path)
-    if not files:
+    """Time the frames of a training loop.
+
+    Args:
+        folder: Videos to draw clips from.
+        workers: Processes that read.
+        rows: Packed rows per batch.
+        clips: Clips per row.
+        frames: Frames per clip.
+        steps: Batches to read.
+        step_seconds: Duration of a step in seconds.
+        ahead: Batches to read ahead.
+    """
+    counts = _readable_videos(folder)
+    if not counts:
         raise SystemExit(f"{folder}: no readable videos")
+    files = list(counts)
     rng = np.random.default_rng(0)
-    packs = [tuple(int(n) for n in rng.integers(len(files), size=clips)) for _ in range(64)]
+    packed_rows = [
+        tuple(int(n) for n in rng.integers(len(files), size=clips)) for _ in range(_ROWS)
+    ]
 
-    def wanted(batch):
-        return [
-            (files[n], overview_indices(counts[files[n]], frames)) for row in batch for n in row
-        ]
+    def clips_of(batch: Batch) -> list[tuple[pathlib.Path, Int64[np.ndarray, " m"]]]:
+        paths = [files[n] for row in batch for n in row]
+        return [(path, overview_indices(counts[path], frames)) for path in paths]
 
-    with FrameReader(
-        ReaderSettings(workers=workers, ready=4 * rows * clips * (ahead + 1))
-    ) as reader:
-        reader.read(files[0], [0])  # processes start, and that is no part of a step
+    settings = ReaderSettings(workers=workers, ready=4 * rows * clips * (ahead + 1))
+    with FrameReader(settings) as reader:
+        # Starts the processes, which is not part of a step.
+        reader.read(files[0], [0])
 
-        def start(batch) -> None:
-            for path, indices in wanted(batch):
+        def request(batch: Batch) -> None:
+            for path, indices in clips_of(batch):
                 reader.ahead(path, indices)
 
-        source = Ahead(stream(packs, 0, rows), ahead, start)
-        waits, begun = [], time.perf_counter()
+        batches = Ahead(stream(packed_rows, 0, rows), ahead, request)
+        waits = []
+        start = time.perf_counter()
         for _ in range(steps):
-            asked = time.perf_counter()
-            for path, indices in wanted(next(source)):
+            wait_start = time.perf_counter()
+            for path, indices in clips_of(next(batches)):
                 reader.read(path, indices)
-            waits.append(time.perf_counter() - asked)
+            waits.append(time.perf_counter() - wait_start)
             time.sleep(step_seconds)
-        seconds = time.perf_counter() - begun
-        read = reader.frames
-    steady = waits[1:] or waits  # nothing could be read ahead of the first
+        seconds = time.perf_counter() - start
+        frames_read = reader.frames
+    # Nothing can be read ahead of the first step.
+    steady = waits[1:] or waits
     return {
         "videos": len(files),
         "workers": workers,
-        "frames": read,
-        "frames_a_second": round(read / seconds, 1),
+        "frames": frames_read,
+        "frames_a_second": round(frames_read / seconds, 1),
         "step_seconds": step_seconds,
         "first_wait": round(waits[0], 3),
         "mean_wait": round(float(np.mean(steady)), 3),
@@ -81,25 +96,35 @@ def measure(
     }
 
 
+def _readable_videos(folder: pathlib.Path) -> dict[pathlib.Path, int]:
+    """Number of frames of each video whose first and last frame can be decoded."""
+    counts = {}
+    for path in sorted(folder.rglob("*")):
+        try:
+            frames = video.probe(path).frames
+            video.read(path, [0, frames - 1])
+        except VideoError:
+            continue
+        counts[path] = frames
+    return counts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--videos", type=pathlib.Path, required=True)
-    for name, value in (
-        ("workers", 2),
-        ("rows", 4),
-        ("clips", 3),
-        ("frames", 32),
-        ("steps", 6),
-        ("ahead", 2),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--videos", type=pathlib.Path, required=True, help="folder of videos")
+    parser.add_argument("--workers", type=int, default=2, help="processes that read")
+    parser.add_argument("--rows", type=int, default=4, help="packed rows per batch")
+    parser.add_argument("--clips", type=int, default=3, help="clips per row")
+    parser.add_argument("--frames", type=int, default=32, help="frames per clip")
+    parser.add_argument("--steps", type=int, default=6, help="batches to read")
+    parser.add_argument("--ahead", type=int, default=2, help="batches to read ahead")
     parser.add_argument(
         "--step-seconds",
         type=float,
         default=5.0,
-        help="what a step takes; 0 measures how fast frames come at most",
+        help="duration of a step in seconds; 0 measures the highest rate of frames",
     )
     options = vars(parser.parse_args())
     print(json.dumps(measure(options.pop("videos"), **options), indent=1))

@@ -1,8 +1,7 @@
-"""Questions, conversations and captions on disk, as a tensorflow-datasets builder without TensorFlow.
+"""Questions, conversations and captions on disk, stored by tensorflow-datasets without TensorFlow.
 
-Owns the stored form of the records and the check of their videos. A split holds records of one kind; videos are stored as
-paths under a data root and nested things as JSON text. Refuses to open a video for anything but the check.
-Invariant: what is read equals what was prepared, record by record and in the same order.
+A split holds records of one kind. They are read back exactly as they were written, in the same
+order. Videos are not stored: a record names its video by a path relative to a data root.
 """
 
 from __future__ import annotations
@@ -30,11 +29,12 @@ from paravt_jax.method.subtitles import Subtitle
 Record = Question | Caption | Conversation
 _AnyRecord = TypeVar("_AnyRecord", Question, Caption, Conversation)
 
+# Written last, so its presence says that the splits are complete.
 _FINGERPRINT = "fingerprint.json"
 
 
 class Records(tfds.core.GeneratorBasedBuilder):
-    """Any splits of records: `{"kind", "record"}`, the record as JSON text."""
+    """Stores each record as `{"kind", "record"}`, where "record" is JSON text."""
 
     VERSION = tfds.core.Version("1.0.0")
 
@@ -63,9 +63,12 @@ class Records(tfds.core.GeneratorBasedBuilder):
 
 
 def write_splits(folder: str | os.PathLike, splits: Mapping[str, Sequence[Record]]) -> None:
-    """Writes the splits under the folder, or leaves them where the very same ones are there already.
+    """Write splits to a folder, unless it already contains exactly these records.
 
-    An interrupted call leaves nothing that is taken for whole. Raises ValueError for an empty split.
+    After an interruption the folder counts as unprepared, and the next call writes it anew.
+
+    Raises:
+        ValueError: A split is empty.
     """
     empty = [name for name, records in splits.items() if not records]
     if empty:
@@ -73,17 +76,17 @@ def write_splits(folder: str | os.PathLike, splits: Mapping[str, Sequence[Record
             f"datasets: no records in split {', '.join(empty)}; leave it out or give it some"
         )
     folder = pathlib.Path(folder)
-    mark, fingerprint = (
-        folder / _FINGERPRINT,
-        {name: _digest(records) for name, records in splits.items()},
-    )
+    mark = folder / _FINGERPRINT
+    fingerprint = {name: _digest(records) for name, records in splits.items()}
     if mark.exists() and json.loads(mark.read_text()) == fingerprint:
         return
+    # The mark goes first: without it, whatever else is left counts as unfinished.
     mark.unlink(missing_ok=True)
     shutil.rmtree(folder / Records.name, ignore_errors=True)
     tfds.disable_progress_bar()
     builder = Records(splits, data_dir=str(folder), file_format="array_record")
-    with contextlib.redirect_stdout(io.StringIO()):  # it announces a download, and there is none
+    # tensorflow-datasets prints that it downloads something, although nothing is downloaded.
+    with contextlib.redirect_stdout(io.StringIO()):
         builder.download_and_prepare(
             download_config=tfds.download.DownloadConfig(try_download_gcs=False)
         )
@@ -91,7 +94,7 @@ def write_splits(folder: str | os.PathLike, splits: Mapping[str, Sequence[Record
 
 
 class Split(Sequence[_AnyRecord]):
-    """A stored split, read at random: a sequence of its records, and so a source for grain."""
+    """The records of a stored split. They are read on access, so grain can use it as a source."""
 
     def __init__(self, source: Any):
         self._source = source
@@ -99,45 +102,54 @@ class Split(Sequence[_AnyRecord]):
     def __len__(self) -> int:
         return len(self._source)
 
-    def __getitem__(self, index):  # grain asks for one record at a time
+    def __getitem__(self, index):
         if isinstance(index, slice):
             return tuple(self[n] for n in range(*index.indices(len(self))))
+        # The range turns a negative index into a positive one, and refuses one that is too large.
         stored = self._source[range(len(self))[index]]
         return decode(_text(stored["kind"]), _text(stored["record"]))
 
 
 def is_prepared(folder: str | os.PathLike) -> bool:
-    """Whether `write_splits` has finished here: a folder alone says nothing, it is there from the first byte on."""
+    """Whether `write_splits` has finished in this folder."""
     return (pathlib.Path(folder) / _FINGERPRINT).exists()
 
 
 def open_split(folder: str | os.PathLike, name: str) -> Split:
-    """The records of one prepared split. Raises ValueError naming the splits there are."""
+    """Open one split of a prepared folder.
+
+    Raises:
+        ValueError: The folder is not prepared, or it has no such split.
+    """
     folder = pathlib.Path(folder)
     if not is_prepared(folder):
         raise ValueError(f"datasets: {folder} holds no prepared data; call prepare first")
     builder = tfds.builder_from_directory(str(folder / Records.name / str(Records.VERSION)))
     if name not in builder.info.splits:
-        raise ValueError(
-            f"datasets: no split {name!r} in {folder}; there are {', '.join(sorted(builder.info.splits))}"
-        )
-    return Split(builder.as_data_source(split=name))  # pyright: ignore[reportCallIssue]  # a decorator hides the signature
+        names = ", ".join(sorted(builder.info.splits))
+        raise ValueError(f"datasets: no split {name!r} in {folder}; there are {names}")
+    # A decorator hides the signature from pyright.
+    source = builder.as_data_source(split=name)  # pyright: ignore[reportCallIssue]
+    return Split(source)
 
 
 def encode(record: Record) -> tuple[str, str]:
-    """The kind of a record and its JSON text."""
+    """Return the kind of a record and its JSON text."""
     return type(record).__name__.lower(), json.dumps(_as_dict(record))
 
 
 def _as_dict(record: Record) -> dict[str, Any]:
-    """The fields of a record, without `subtitles` where a question has none: few have."""
+    """The fields of a record. Empty subtitles are left out, because few questions have any."""
     return dataclasses.asdict(
-        record, dict_factory=lambda fields: {k: v for k, v in fields if k != "subtitles" or v}
+        record,
+        dict_factory=lambda fields: {
+            name: value for name, value in fields if name != "subtitles" or value
+        },
     )
 
 
 def decode(kind: str, text: str) -> Record:
-    """The record that `encode` was given."""
+    """Return the record that `encode` was given."""
     return _DECODERS[kind](json.loads(text))
 
 
@@ -146,47 +158,64 @@ def check_videos(
     root: str | os.PathLike,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, str]:
-    """Which of the videos cannot be read, and why, by path; how many are too many is the caller's to say.
+    """Find the videos that cannot be read. Their frames are listed, but not decoded.
 
-    Each is listed, not decoded. `progress` is told videos done and in all.
+    Args:
+        paths: Paths relative to `root`.
+        root: The data root.
+        progress: Called after each video with the number done and the total.
+
+    Returns:
+        The reason for each unreadable video, by path.
     """
-    bad: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for n, path in enumerate(paths):
         try:
             video.probe(pathlib.Path(root) / path)
         except VideoError as error:
-            bad[path] = error.reason
+            reasons[path] = error.reason
         if progress is not None:
             progress(n + 1, len(paths))
-    return bad
+    return reasons
 
 
 def video_of(record: Record) -> str:
-    """The path of the video that a record is about; of a conversation, the first it shows."""
+    """Return the path of a record's video; for a conversation, the path of its first clip."""
     return record.clips[0].path if isinstance(record, Conversation) else record.video
 
 
 def _question(stored: dict) -> Question:
-    subtitles = tuple(Subtitle(**entry) for entry in stored.get("subtitles", ()))
-    fields = {"kind": QuestionKind(stored["kind"]), "options": tuple(stored["options"])}
-    return Question(**{**stored, **fields, "subtitles": subtitles})
+    parsed: dict[str, Any] = {
+        "kind": QuestionKind(stored["kind"]),
+        "options": tuple(stored["options"]),
+        "subtitles": tuple(Subtitle(**entry) for entry in stored.get("subtitles", ())),
+    }
+    return Question(**(stored | parsed))
 
 
 def _conversation(stored: dict) -> Conversation:
-    turns = [ChatTurn(turn["role"], tuple(map(_part, turn["content"]))) for turn in stored["turns"]]
-    return Conversation(**{**stored, "turns": tuple(turns)})
+    turns = tuple(
+        ChatTurn(turn["role"], tuple(map(_part, turn["content"]))) for turn in stored["turns"]
+    )
+    parsed: dict[str, Any] = {"turns": turns}
+    return Conversation(**(stored | parsed))
 
 
 def _part(stored: str | dict) -> str | Clip:
     if isinstance(stored, str):
         return stored
-    return Clip(**{**stored, "indices": tuple(stored["indices"]), "times": tuple(stored["times"])})
+    parsed: dict[str, Any] = {"indices": tuple(stored["indices"]), "times": tuple(stored["times"])}
+    return Clip(**(stored | parsed))
+
+
+def _caption(stored: dict) -> Caption:
+    return Caption(stored["video"], stored["time"], tuple(stored["words"]))
 
 
 _DECODERS: dict[str, Callable[[Any], Record]] = {
     "question": _question,
     "conversation": _conversation,
-    "caption": lambda stored: Caption(stored["video"], stored["time"], tuple(stored["words"])),
+    "caption": _caption,
 }
 
 

@@ -1,8 +1,7 @@
-"""Frames read ahead of need: other processes open, decode and shrink them while the accelerator computes.
+"""Reads frames ahead of time: other processes open, decode and shrink them during training steps.
 
-Owns what is on its way and what has come. Refuses to wait for ever: a file that takes longer than its deadline, or that takes its process
-with it, is a `VideoError` like any other bad file. Invariant: pixels are those of `video.read` and `resize`, whether they were asked for
-ahead or not.
+The pixels equal `video.read` followed by `resize`, whether or not they were requested ahead. A file
+that hangs or crashes its process is a `VideoError`, like any other bad file.
 """
 
 from __future__ import annotations
@@ -26,16 +25,20 @@ from paravt_jax.data.workers import WorkerError, Workers
 
 @dataclasses.dataclass(frozen=True)
 class ReaderSettings:
-    """Processes that read, the seconds a file may take, the files that are kept ready (64 frames of 224 x 224 are 9.2 MiB), and a frame's
-    limits in pixels and merged patch.
-    """
+    """How many processes read, for how long, and at which size frames are returned."""
 
     workers: int = 8
+    """Processes that read."""
     deadline: float = 60.0
+    """Seconds that reading one file may take."""
     ready: int = 256
+    """Requests kept in memory at most; 64 frames of 224 x 224 take 9.2 MiB."""
     min_pixels: int = 784
+    """Smallest area of a frame, in pixels."""
     max_pixels: int = 50_176
+    """Largest area of a frame, in pixels."""
     factor: int = 32
+    """Pixels along the side of a merged patch: patch size times merge size."""
 
     def __post_init__(self):
         for name in ("workers", "ready"):
@@ -48,8 +51,8 @@ class ReaderSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Task:
-    """A file, and its frames by number, or how many of its overview."""
+class ReadTask:
+    """Frames of a file to read: by number, or an overview of that many frames."""
 
     path: str
     wanted: tuple[int, ...] | int
@@ -57,77 +60,112 @@ class _Task:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
+class ReadFrames:
+    """What a worker process read."""
+
     info: VideoInfo
     indices: tuple[int, ...]
-    frames: np.ndarray
+    frames: UInt8[np.ndarray, "m h w 3"]
 
 
 class FrameReader:
-    """Reads frames in other processes, at the size they are shown at. `ahead` asks for them; `read` and `probe` wait for what was asked.
+    """Reads frames in other processes, at the size at which they are shown.
 
-    Use it in a `with` block, or `close` it.
+    `ahead` requests frames; `read` and `probe` wait for them. Use it in a `with` block, or call
+    `close`.
+
+    Attributes:
+        frames: Number of frames that `read` has returned.
+        late: Number of reads that no open request could serve, so that the caller had to wait.
     """
 
     def __init__(self, settings: ReaderSettings):
         self.settings = settings
-        self._workers: Workers[_Task, _Found] = Workers(_read, settings.workers, settings.deadline)
-        self._asked: collections.OrderedDict[str, list[Future[_Found]]] = collections.OrderedDict()
+        self.frames = 0
+        self.late = 0
+        self._workers: Workers[ReadTask, ReadFrames] = Workers(
+            read_in_worker, settings.workers, settings.deadline
+        )
+        # The open requests by path, the path that was requested longest ago first. Two rows of a
+        # batch may want different frames of one file, so a path can have several.
+        self._requests: collections.OrderedDict[str, list[Future[ReadFrames]]] = (
+            collections.OrderedDict()
+        )
         self._lock = threading.Lock()
-        self.frames = 0  # that were read
-        self.late = 0  # reads that nobody had asked for ahead
 
     def ahead(
         self, path: str | os.PathLike, wanted: Sequence[int] | Int64[np.ndarray, " m"] | int
     ) -> None:
-        """Begins to read frames of a file by number, or that many of its overview; at once, and without a word on whether it can."""
-        wanted = wanted if isinstance(wanted, int) else tuple(int(n) for n in wanted)
+        """Start to read frames of a file, and return at once. Errors appear in `read`.
+
+        Args:
+            path: The file.
+            wanted: Frame numbers, or the number of frames of an overview.
+        """
+        if not isinstance(wanted, int):
+            wanted = tuple(int(n) for n in wanted)
         with self._lock:
-            self._ask(str(path), wanted)
+            future = self._submit(str(path), wanted)
+            self._requests.setdefault(str(path), []).append(future)
+            # Requests that are never fetched must not fill the memory: drop the oldest.
+            while sum(map(len, self._requests.values())) > self.settings.ready:
+                self._requests.popitem(last=False)
 
     def probe(self, path: str | os.PathLike) -> VideoInfo:
-        """As `video.probe`. Raises VideoError."""
+        """List the frames of a file, like `video.probe`. Uses an open request if there is one.
+
+        Raises:
+            VideoError: The file cannot be read.
+        """
         with self._lock:
-            futures = list(self._asked.get(str(path), ()))
+            futures = list(self._requests.get(str(path), ()))
         for future in futures:
-            with contextlib.suppress(
-                IndexError
-            ):  # who asks for frames that are not there is told so by `read`
+            # A request for frames that do not exist says nothing about the file.
+            with contextlib.suppress(IndexError):
                 return _result(str(path), future).info
-        return _result(str(path), self._late(str(path), ())).info
+        return _result(str(path), self._submit_late(str(path), ())).info
 
     def read(
         self, path: str | os.PathLike, indices: Sequence[int] | Int64[np.ndarray, " m"]
     ) -> UInt8[np.ndarray, "m h w 3"]:
-        """As `video.read`, but at the size that frames are shown at. What was asked for ahead is given once, then forgotten."""
+        """Return frames at the size at which they are shown, and forget the request for them.
+
+        Args:
+            path: The file.
+            indices: Frame numbers, as in `video.read`.
+
+        Raises:
+            VideoError: The file cannot be read.
+            IndexError: A frame does not exist.
+        """
         wanted = [int(n) for n in indices]
         with self._lock:
-            futures = self._asked.pop(str(path), [])
+            # Taken out while they are examined, so that two threads never share a request.
+            futures = self._requests.pop(str(path), [])
         for future in list(futures):
             try:
-                found = _result(str(path), future)
-            except (
-                IndexError
-            ):  # somebody's frames are not there; a late reading says whether these are
+                result = _result(str(path), future)
+            except IndexError:
+                # This request named frames that do not exist. Ours may.
                 futures.remove(future)
                 continue
-            if set(wanted) <= set(found.indices):
+            if set(wanted) <= set(result.indices):
                 futures.remove(future)
-                with self._lock:
-                    if futures:  # what others want of the same file
-                        self._asked[str(path)] = futures + self._asked.get(str(path), [])
-                return self._take(found, wanted)
-        return self._take(_result(str(path), self._late(str(path), tuple(wanted))), wanted)
+                self._put_back(str(path), futures)
+                return self._select(result, wanted)
+        late = self._submit_late(str(path), tuple(wanted))
+        return self._select(_result(str(path), late), wanted)
 
     def forget(self) -> None:
-        """Drops all that was asked for: what was to come next has changed."""
+        """Drop all open requests, because other frames come next."""
         with self._lock:
-            for futures in self._asked.values():
+            for futures in self._requests.values():
                 for future in futures:
                     future.cancel()
-            self._asked.clear()
+            self._requests.clear()
 
     def close(self) -> None:
+        """Drop all requests and stop the processes."""
         self.forget()
         self._workers.close()
 
@@ -137,50 +175,55 @@ class FrameReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, path: str, wanted: tuple[int, ...] | int) -> Future[_Found]:
-        future = self._workers.submit(_Task(path, wanted, self.settings))
-        self._asked.setdefault(path, []).append(future)
-        while (
-            sum(map(len, self._asked.values())) > self.settings.ready
-        ):  # nobody came for the oldest
-            self._asked.popitem(last=False)
-        return future
+    def _submit(self, path: str, wanted: tuple[int, ...] | int) -> Future[ReadFrames]:
+        return self._workers.submit(ReadTask(path, wanted, self.settings))
 
-    def _late(self, path: str, wanted: tuple[int, ...]) -> Future[_Found]:
+    def _submit_late(self, path: str, wanted: tuple[int, ...]) -> Future[ReadFrames]:
         self.late += 1
-        return self._workers.submit(_Task(path, wanted, self.settings))
+        return self._submit(path, wanted)
 
-    def _take(self, found: _Found, wanted: Sequence[int]) -> np.ndarray:
+    def _put_back(self, path: str, futures: list[Future[ReadFrames]]) -> None:
+        """Keep the requests for other frames of the same file."""
+        if not futures:
+            return
+        with self._lock:
+            # `ahead` may have added newer ones meanwhile.
+            self._requests[path] = futures + self._requests.get(path, [])
+
+    def _select(self, result: ReadFrames, wanted: Sequence[int]) -> UInt8[np.ndarray, "m h w 3"]:
         self.frames += len(wanted)
-        if list(found.indices) == list(wanted):
-            return found.frames
-        return found.frames[[found.indices.index(n) for n in wanted]]
+        if list(result.indices) == list(wanted):
+            return result.frames
+        return result.frames[[result.indices.index(n) for n in wanted]]
 
 
-def _result(path: str, future: Future[_Found]) -> _Found:
+def _result(path: str, future: Future[ReadFrames]) -> ReadFrames:
     try:
         return future.result()
     except WorkerError as error:
         raise VideoError(path, str(error)) from error
 
 
-def _read(task: _Task) -> _Found:
-    """A worker's whole job. No frames are read where none are wanted."""
+def read_in_worker(task: ReadTask) -> ReadFrames:
+    """Read the frames of one task; runs in a worker process. Only lists the file if none is wanted.
+
+    Raises:
+        VideoError: The file cannot be read, or its shape cannot be shown.
+        IndexError: A frame does not exist.
+    """
     info = video.probe(task.path)
-    wanted = task.wanted
-    indices = (
-        tuple(overview_indices(info.frames, wanted).tolist()) if isinstance(wanted, int) else wanted
-    )
+    indices = task.wanted
+    if isinstance(indices, int):
+        indices = tuple(overview_indices(info.frames, indices).tolist())
     if not indices:
-        return _Found(info, (), np.zeros((0, 0, 0, 3), np.uint8))
+        return ReadFrames(info, (), np.zeros((0, 0, 0, 3), np.uint8))
     settings = task.settings
     try:
-        limits = settings.min_pixels, settings.max_pixels
-        size = smart_resize(info.height, info.width, *limits, settings.factor)
-    except ValueError as error:  # its frames are too long and thin to be shown
+        size = smart_resize(
+            info.height, info.width, settings.min_pixels, settings.max_pixels, settings.factor
+        )
+    except ValueError as error:
+        # The frames are too long and thin.
         raise VideoError(task.path, str(error)) from error
-    return _Found(
-        info,
-        indices,
-        np.stack([resize(frame, size) for frame in video.read(task.path, indices)]),
-    )
+    frames = [resize(frame, size) for frame in video.read(task.path, indices)]
+    return ReadFrames(info, indices, np.stack(frames))

@@ -1,4 +1,4 @@
-"""Frames of a video: which of them to look at, at which size, and what reads them."""
+"""Frames of a video: which ones to look at, at which size, and who reads them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,31 @@ from PIL import Image
 
 
 class VideoError(Exception):
-    """A video that cannot be read: missing, empty, truncated, without a video stream, or not decodable."""
+    """A video cannot be read: it is missing, empty, truncated, undecodable or has no pictures."""
 
     def __init__(self, path: str | os.PathLike, reason: str):
         super().__init__(f"{path}: {reason}")
-        self.path, self.reason = str(path), reason
+        self.path = str(path)
+        self.reason = reason
 
+    # Worker processes send these errors back pickled. By default an exception is unpickled from its
+    # message alone, which this constructor does not accept.
     def __reduce__(self):
         return VideoError, (self.path, self.reason)
 
 
 @dataclasses.dataclass(frozen=True)
 class VideoInfo:
-    """What is in a file: `times` are timestamps in seconds from the first frame, `duration` ends with the last. Sizes in pixels."""
+    """What a video file contains.
+
+    Attributes:
+        path: The file.
+        frames: Number of frames.
+        duration: Seconds from the start of the first frame to the end of the last.
+        times: Timestamp of each frame in seconds, counted from the first frame.
+        width: Width of a frame in pixels.
+        height: Height of a frame in pixels.
+    """
 
     path: str
     frames: int
@@ -36,23 +48,35 @@ class VideoInfo:
 
 
 def resize(frame: UInt8[np.ndarray, "h w 3"], size: tuple[int, int]) -> UInt8[np.ndarray, "y x 3"]:
-    """The frame at (height, width) pixels, bicubic; the frame itself where it already has that size."""
+    """Resize a frame to (height, width) pixels with bicubic filtering.
+
+    A frame that already has the size is returned as it is.
+    """
     if frame.shape[:2] == tuple(size):
         return frame
-    return np.asarray(Image.fromarray(frame).resize((size[1], size[0]), Image.Resampling.BICUBIC))
+    height, width = size
+    image = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
+    return np.asarray(image)
 
 
 def overview_indices(frames: int, k: int) -> Int64[np.ndarray, " m"]:
-    """`k` uniform frame numbers from first to last, as qwen_vl_utils rounds them (float32 linspace, half to even); all once if fewer."""
+    """Choose `k` evenly spaced frame numbers, the first and the last frame included.
+
+    Rounds exactly as qwen_vl_utils does: a float32 linspace, then round half to even. A video of at
+    most `k` frames gives all of them.
+    """
     if k < 1 or frames < 1:
         raise ValueError(f"overview: {k} of {frames} frames; both need at least 1")
     if frames <= k:
         return np.arange(frames)
     if k == 1:
         return np.zeros(1, np.int64)
-    end, i = np.float64(frames - 1), np.arange(k, dtype=np.float64)
+    # torch.linspace computes in float32, with a fused multiply-add and from both ends towards the
+    # middle. Products of two float32 numbers are exact in float64, so one rounding to float32 at
+    # the end gives the same numbers.
+    end = np.float64(frames - 1)
+    i = np.arange(k, dtype=np.float64)
     step = np.float64(np.float32(end) / np.float32(k - 1))
-    # Products of float32 numbers are exact in float64, so rounding to float32 at the end is the fused multiply-add of torch.linspace.
     points = np.where(i < k // 2, step * i, end - step * (k - 1 - i))
     return np.round(points.astype(np.float32)).astype(np.int64)
 
@@ -60,37 +84,49 @@ def overview_indices(frames: int, k: int) -> Int64[np.ndarray, " m"]:
 def window_indices(
     info: VideoInfo, start: float, end: float, fps: float = 1.0, limit: int = 16
 ) -> Int64[np.ndarray, " m"]:
-    """Frames of the window from `start` up to but not including `end` (seconds), one every 1/fps, or `limit` uniform ones if that is fewer.
+    """Choose the frames that show the window [start, end) of a video.
 
-    Each wanted time takes the nearest frame of the window, none twice. A window between two frames gets the one on show when it starts.
+    Wanted times are 1 / fps apart, or evenly spaced if that would be more than `limit`. Each gives
+    the nearest frame of the window, and no frame comes twice. A window that falls between two
+    frames gives the frame on screen when it starts.
+
+    Args:
+        info: The video.
+        start: Start of the window in seconds.
+        end: End of the window in seconds, exclusive.
+        fps: Frames per second to look at.
+        limit: Maximum number of frames.
+
+    Raises:
+        ValueError: The window is empty, or `fps` or `limit` is not positive.
     """
     if not start < end or fps <= 0 or limit < 1:
         raise ValueError(
-            f"window: [{start}, {end}], {fps} fps, at most {limit} frames; give start < end, fps > 0 and limit >= 1"
+            f"window: [{start}, {end}], {fps} fps, at most {limit} frames; "
+            "give start < end, fps > 0 and limit >= 1"
         )
-    tolerance = 1e-6  # seconds, for timestamps such as 0.333333 of a third
+    # Seconds. A timestamp of 0.333333 still counts as one third.
+    tolerance = 1e-6
     inside = np.flatnonzero((info.times >= start - tolerance) & (info.times < end - tolerance))
     if not inside.size:
-        return np.array(
-            [max(int(np.searchsorted(info.times, start + tolerance, side="right")) - 1, 0)]
-        )
+        started = np.searchsorted(info.times, start + tolerance, side="right")
+        return np.array([max(int(started) - 1, 0)])
     start = max(start, 0.0)
     span = min(end, info.duration) - start
     count = min(limit, max(1, int(np.ceil(span * fps - tolerance))))
-    wanted = start + np.arange(count) * (
-        1 / fps if span * fps <= limit + tolerance else span / limit
-    )
+    spacing = 1 / fps if span * fps <= limit + tolerance else span / limit
+    wanted = start + np.arange(count) * spacing
     times = info.times[inside]
+    # The nearest frame of each wanted time is one of its two neighbours.
     after = np.searchsorted(times, wanted).clip(max=len(times) - 1)
     before = np.maximum(after - 1, 0)
-    return np.unique(
-        inside[np.where(wanted - times[before] <= np.abs(times[after] - wanted), before, after)]
-    )
+    earlier_is_nearer = wanted - times[before] <= np.abs(times[after] - wanted)
+    return np.unique(inside[np.where(earlier_is_nearer, before, after)])
 
 
 @runtime_checkable
 class FrameSource(Protocol):
-    """Lists and reads videos: `paravt_jax.data.video` itself, or a `FrameReader`."""
+    """Lists and reads videos: the module `paravt_jax.data.video`, or a `FrameReader`."""
 
     def probe(self, path: pathlib.Path) -> VideoInfo: ...
 

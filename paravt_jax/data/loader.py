@@ -1,8 +1,7 @@
-"""The order in which records are seen: shuffled, repeated, batched, and exactly resumable.
+"""The order of records in training: shuffled, repeated, batched, and exactly resumable.
 
 Records pass through unchanged, so one stream serves questions, packed rows and captions. Every
-process of a run sees the same batches and takes its share of each. Seed and state decide what comes
-next.
+process of a run sees the same batches and takes its share of each.
 """
 
 from __future__ import annotations
@@ -19,10 +18,18 @@ _Record = TypeVar("_Record")
 def stream(
     source: Sequence[_Record], seed: int, batch: int
 ) -> grain.DatasetIterator[tuple[_Record, ...]]:
-    """Endless batches, each a tuple of `batch` records; every pass over the source is shuffled anew.
+    """Yield endless batches of records, shuffling the source anew for every pass.
 
-    The iterator's `get_state()` is a small JSON-able dict, and `set_state` goes exactly there;
-    `grain.checkpoint` knows both. Raises ValueError for an empty source.
+    The order depends on `seed` and the iterator's state only. `get_state()` returns a small dict
+    that JSON can store; `set_state` resumes exactly there. `grain.checkpoint` can save both.
+
+    Args:
+        source: The records.
+        seed: Seed of the shuffling.
+        batch: Records per batch. A batch may span two passes.
+
+    Raises:
+        ValueError: `source` is empty, or `batch` is below 1.
     """
     if not len(source) or batch < 1:
         raise ValueError(
@@ -30,14 +37,18 @@ def stream(
         )
     order = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
     batches = order.batch(batch, drop_remainder=True, batch_fn=tuple)
-    # Reading a record is cheap, so no threads: nothing runs on when a process is told to end.
+    # Records are cheap to read. Without threads, nothing keeps running when a process is told to
+    # stop.
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
 
 
 class Ahead(Generic[_Record]):
-    """A stream whose next `depth` batches are told to `start` before they are asked for, so that their frames can be on the way.
+    """A stream that announces its next `depth` batches, so that their frames can be read in time.
 
-    The state is the stream's as of the batch that comes next: what was looked at ahead comes again where a run goes on.
+    Args:
+        source: The stream.
+        depth: Number of batches to look ahead; 0 announces a batch when it is returned.
+        start: Called once with every batch before it is returned.
     """
 
     def __init__(
@@ -45,7 +56,12 @@ class Ahead(Generic[_Record]):
     ):
         if depth < 0:
             raise ValueError(f"loader: {depth} batches ahead; give 0 or more")
-        self._source, self._depth, self._start = source, depth, start
+        self._source = source
+        self._depth = depth
+        self._start = start
+        # Each batch is kept with the state of the source before it, because the source itself has
+        # already moved on. A checkpoint must resume at the batch that is returned next, not at the
+        # one that is read next.
         self._next: collections.deque[tuple[dict[str, Any], _Record]] = collections.deque()
 
     def __iter__(self) -> Ahead[_Record]:
@@ -53,14 +69,20 @@ class Ahead(Generic[_Record]):
 
     def __next__(self) -> _Record:
         self._fill(self._depth + 1)
-        batch = self._next.popleft()[1]
+        _, batch = self._next.popleft()
+        # Announce the next batches now, so that they load while the caller works on this one.
         self._fill(self._depth)
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        return self._next[0][0] if self._next else self._source.get_state()
+        """Return the state from which `set_state` resumes with the batch that comes next."""
+        if not self._next:
+            return self._source.get_state()
+        state, _ = self._next[0]
+        return state
 
     def set_state(self, state: dict[str, Any]) -> None:
+        """Resume at `state`. Batches that were read ahead are dropped."""
         self._next.clear()
         self._source.set_state(state)
 

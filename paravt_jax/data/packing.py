@@ -1,8 +1,4 @@
-"""Samples into rows of one length: first fit, with every sample whole.
-
-Owns which sample goes into which row. Refuses to cut: a sample longer than a row is in none and is named. Invariant: every other sample
-is in exactly one row, no row is overfull, and lengths and order alone decide.
-"""
+"""Packs samples into rows of one length. No sample is cut."""
 
 from __future__ import annotations
 
@@ -12,7 +8,14 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """`rows`: the samples of each row by number, in order. `left_out`: those longer than a row. Lengths are in tokens."""
+    """Which samples share a row.
+
+    Attributes:
+        rows: The sample numbers of each row, in order.
+        left_out: Numbers of the samples that are longer than a row.
+        tokens: Tokens in all rows together, without padding.
+        length: Tokens per row.
+    """
 
     rows: tuple[tuple[int, ...], ...]
     left_out: tuple[int, ...]
@@ -21,48 +24,77 @@ class Packing:
 
     @property
     def padding(self) -> float:
-        """Share of the rows' tokens that are padding; 0 where there are no rows."""
-        return 1.0 - self.tokens / (len(self.rows) * self.length) if self.rows else 0.0
+        """Fraction of all row tokens that is padding; 0 without rows."""
+        if not self.rows:
+            return 0.0
+        return 1.0 - self.tokens / (len(self.rows) * self.length)
 
 
 def pack(lengths: Sequence[int], length: int) -> Packing:
-    """Each sample goes into the first row that has room for it, a new one where none has.
+    """Pack samples first-fit: each goes into the first row with enough room, or into a new row.
 
-    `lengths` of the samples and `length` of a row, in tokens. ValueError for a sample or a row of less than one token.
+    Lengths and their order alone decide the result.
+
+    Args:
+        lengths: Tokens of each sample.
+        length: Tokens per row. Longer samples are left out and listed.
+
+    Raises:
+        ValueError: A sample or a row has less than one token.
+
+    Example:
+        >>> pack([3, 4, 2, 9], length=5).rows
+        ((0, 2), (1,))
     """
-    if length < 1 or min(lengths, default=1) < 1:
+    shortest = min(lengths, default=1)
+    if length < 1 or shortest < 1:
         raise ValueError(
-            f"packing: rows of {length} tokens, the shortest sample has {min(lengths, default=1)}; both need at least 1"
+            f"packing: rows of {length} tokens, the shortest sample has {shortest}; "
+            "both need at least 1"
         )
     rows: list[list[int]] = []
     left_out: list[int] = []
-    room = _Room(len(lengths), length)
+    packed_tokens = 0
+    free = _FreeTokens(len(lengths), length)
     for sample, tokens in enumerate(lengths):
         if tokens > length:
             left_out.append(sample)
             continue
-        row = room.take(tokens)
+        row = free.take(tokens)
         if row == len(rows):
             rows.append([])
         rows[row].append(sample)
-    kept = sum(lengths) - sum(lengths[sample] for sample in left_out)
-    return Packing(tuple(map(tuple, rows)), tuple(left_out), kept, length)
+        packed_tokens += tokens
+    return Packing(tuple(map(tuple, rows)), tuple(left_out), packed_tokens, length)
 
 
-class _Room:
-    """What is left of each row, as a tree of maxima, so that the first row with room is found in logarithmic time."""
+class _FreeTokens:
+    """Free tokens of every row, as a binary tree of maxima.
+
+    The tree finds the first row with enough room in O(log rows). It is stored as a heap:
+
+                1             node 1: the largest free space of all rows
+              /   \\
+             2     3          node n has the children 2n and 2n + 1
+            / \\   / \\
+           4   5 6   7        leaves: one per row, in order
+    """
 
     def __init__(self, rows: int, length: int):
+        # The next power of two, so that the leaves form one complete level.
         self._leaves = 1 << max(rows - 1, 0).bit_length()
         self._most = [length] * (2 * self._leaves)
 
     def take(self, tokens: int) -> int:
-        """The first row with that much room, which it then has less of."""
+        """Return the first row with room for `tokens`, and mark them as used."""
         node = 1
         while node < self._leaves:
+            # Go left unless no row on the left has enough room.
             node *= 2
             node += self._most[node] < tokens
-        row, self._most[node] = node - self._leaves, self._most[node] - tokens
+        row = node - self._leaves
+        self._most[node] -= tokens
+        # The row's ancestors may have had it as their maximum.
         while node > 1:
             node //= 2
             self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])

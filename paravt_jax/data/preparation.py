@@ -1,9 +1,15 @@
-"""The published files into one prepared set: rows read by many processes, kept or left out with a reason, stored and summed up.
+"""Turns published files into one prepared set, with many processes.
 
-Owns the course of it. Every row is looked at by itself, its files opened and their first and last frame decoded, under a deadline: what a
-row does costs that row alone. Chunks of rows are written down as they are done, so a preparation that was killed goes on.
-Invariant: files, settings and videos decide what is stored, in the order of the files; every row is either stored or named in
-`left_out.jsonl`, once.
+Every row is read by itself, under a deadline: its files are opened and their first and last frame
+decoded. A bad row costs itself only. Each row is either stored or listed once in `left_out.jsonl`
+with a reason, in the order of the files.
+
+Finished chunks of rows are written to a work folder, so an interrupted preparation resumes:
+
+    FOLDER/work-<digest>/<file>-000000.jsonl   outcomes of 64 rows; deleted at the end
+    FOLDER/records/                            the stored splits
+    FOLDER/summary.json, left_out.jsonl, lengths.json
+    FOLDER/plan.json                           what was asked for; written last
 """
 
 from __future__ import annotations
@@ -17,10 +23,12 @@ import math
 import pathlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from paravt_jax.data import datasets
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.datasets import Record
 from paravt_jax.data.published import Refused, Table, open_table, read_rows
 from paravt_jax.data.row_reading import Kept, LeftOutRow, Reading, read_row
 from paravt_jax.data.stored_settings import require_same
@@ -28,33 +36,38 @@ from paravt_jax.data.workers import WorkerError, Workers
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.records import Question
 
-SUMMARY, LEFT_OUT, LENGTHS, PLAN, _WORK = (
-    "summary.json",
-    "left_out.jsonl",
-    "lengths.json",
-    "plan.json",
-    "work-",
-)
-_CHUNK = 64  # rows
+SUMMARY = "summary.json"
+LEFT_OUT = "left_out.jsonl"
+LENGTHS = "lengths.json"
+# Its presence says that the set is complete.
+PLAN = "plan.json"
+# Rows per file of the work folder. An interruption loses the rows of unfinished chunks.
+CHUNK_ROWS = 64
+
+_WORK_PREFIX = "work-"
+_RECORDS = "records"
 
 Row = dict[str, Any] | Refused
+_Outcome = tuple[Kept, Question | Conversation] | LeftOutRow
 
 
 def find_tables(folder: pathlib.Path) -> list[Table]:
-    """The parquet files under a folder, in the order of their names. FileNotFoundError where there are none."""
+    """Open the parquet files below a folder, sorted by name.
+
+    Raises:
+        FileNotFoundError: There are none.
+        ValueError: Two files have the same name, or a file is not in the published format.
+    """
     files = sorted(folder.rglob("*.parquet"), key=lambda path: path.name)
     if not files:
         raise FileNotFoundError(
             f"{folder}: no parquet files; give the folder of ParaVT/ParaVT-Parquet"
         )
-    if twice := [
-        name
-        for name, count in collections.Counter(path.name for path in files).items()
-        if count > 1
-    ]:
-        raise ValueError(
-            f"{folder}: {twice[0]} is there twice; rows are named after their file, keep one"
-        )
+    for file, next_file in zip(files, files[1:], strict=False):
+        if file.name == next_file.name:
+            raise ValueError(
+                f"{folder}: {file.name} occurs twice; rows are named after their file, keep one"
+            )
     return [open_table(path) for path in files]
 
 
@@ -67,53 +80,61 @@ def prepare_rows(
     deadline: float,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Stores what the tables hold under `folder` as splits `questions` and `conversations`, and returns the summary; at once where that
-    was done before. `deadline` in seconds, for a row; `tell(done, total)` hears of rows and may raise to stop.
+    """Store the rows of all tables in `folder`, or only return the summary if that is done already.
 
-    Raises ValueError where `folder` holds another set, and where no row could be kept.
+    Args:
+        tables: The published files.
+        folder: Where to store the splits `questions` and `conversations`, and the summary.
+        reading: How rows are read.
+        workers: Processes that read rows.
+        deadline: Seconds that one row may take.
+        tell: Called with the number of rows done and the total. It may raise to interrupt.
+
+    Returns:
+        The summary: counts of rows by source, kind and reason, and quantiles of lengths.
+
+    Raises:
+        ValueError: `folder` holds another set, or no row can be used.
     """
     plan = _plan(tables, reading)
     if (folder / PLAN).exists():
         _require_same(folder, plan)
         return json.loads((folder / SUMMARY).read_text())
-    work = folder / (_WORK + hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:12])
+    # The work folder's name depends on the plan, so chunks of another plan are never reused.
+    digest = hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:12]
+    work = folder / f"{_WORK_PREFIX}{digest}"
     work.mkdir(parents=True, exist_ok=True)
-    done, total = 0, sum(table.rows for table in tables)
+
+    done = 0
+    total = sum(table.rows for table in tables)
     with Workers(functools.partial(read_row, reading), workers, deadline) as pool:
-        for chunk_rows in _chunks(tables, work, pool, ahead=4 * workers):
-            done += chunk_rows
+        for rows in _read_chunks(tables, work, pool, rows_ahead=4 * workers):
+            done += rows
             tell(done, total)
+
     outcomes = _Outcomes(work)
-    splits = {
-        name: records
-        for name in ("questions", "conversations")
-        if len(records := outcomes.records(name))
-    }
     summary = _summarise(outcomes, [table.split for table in tables])
-    write_atomically(folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
-    write_atomically(
-        folder / LEFT_OUT,
-        "".join(json.dumps(dataclasses.asdict(left)) + "\n" for left in outcomes.left_out()),
-    )
-    write_atomically(
-        folder / LENGTHS,
-        json.dumps([row.tokens for row in outcomes.kept() if row.kind == "conversation"]),
-    )
-    if not splits:
-        raise ValueError(
-            f"{folder}: none of {total} rows can be used; {folder / LEFT_OUT} says why, the commonest: {_commonest(summary)}"
-        )
-    datasets.write_splits(folder / "records", splits)
+    _write_reports(folder, outcomes, summary)
+    _write_records(folder, outcomes, summary)
+    # The plan comes last, because it says that the set is complete.
     write_atomically(folder / PLAN, json.dumps(plan, indent=1) + "\n")
-    for old in folder.glob(_WORK + "*"):
+    for old in folder.glob(_WORK_PREFIX + "*"):
         shutil.rmtree(old)
     return summary
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A set that `prepare_rows` has finished: its records, the lengths of its conversations in tokens, the root of relative paths, and a
-    fingerprint of all that but the root."""
+    """A finished set.
+
+    Attributes:
+        root: Folder of relative video paths.
+        questions: The questions, in the order of the files.
+        conversations: The conversations, in the order of the files.
+        lengths: Length of each conversation in tokens.
+        summary: What `prepare_rows` returned.
+        digest: Fingerprint of everything but the root.
+    """
 
     root: pathlib.Path
     questions: Sequence[Question]
@@ -124,51 +145,65 @@ class Prepared:
 
 
 def known_summary(folder: pathlib.Path, reading: Reading) -> dict[str, Any] | None:
-    """The summary of a finished set, its files and root unseen; None where there is none. ValueError where it was read otherwise."""
+    """Return the summary of a finished set without its source files; None if there is no such set.
+
+    Raises:
+        ValueError: The set was prepared with other settings.
+    """
     if not (folder / PLAN).exists():
         return None
     plan = _plan([], reading)
+    # The source files may be gone, and the videos may have moved.
     del plan["files"], plan["root"]
     _require_same(folder, plan)
     return json.loads((folder / SUMMARY).read_text())
 
 
 def open_prepared(folder: pathlib.Path) -> Prepared:
-    """The set in a folder. FileNotFoundError where none has been finished there."""
+    """Open a finished set.
+
+    Raises:
+        FileNotFoundError: The folder holds no finished set.
+    """
     if not (folder / PLAN).exists():
         raise FileNotFoundError(
             f"{folder}: holds no prepared set; prepare it first (python -m train.prepare)"
         )
-    plan, summary, lengths = (
-        json.loads((folder / name).read_text()) for name in (PLAN, SUMMARY, LENGTHS)
-    )
-    there = {
-        name: datasets.open_split(folder / "records", name) if count else ()
-        for name, count in (
-            ("questions", summary["kept"] - len(lengths)),
-            ("conversations", len(lengths)),
-        )
-    }
+    plan = json.loads((folder / PLAN).read_text())
+    summary = json.loads((folder / SUMMARY).read_text())
+    lengths = json.loads((folder / LENGTHS).read_text())
     root = pathlib.Path(plan.pop("root"))
     digest = hashlib.sha256(json.dumps([plan, summary, lengths]).encode()).hexdigest()
     return Prepared(
-        root, there["questions"], there["conversations"], tuple(lengths), summary, digest
+        root=root,
+        questions=_open_split(folder, "questions", summary["kept"] - len(lengths)),
+        conversations=_open_split(folder, "conversations", len(lengths)),
+        lengths=tuple(lengths),
+        summary=summary,
+        digest=digest,
     )
+
+
+def _open_split(folder: pathlib.Path, name: str, count: int) -> Sequence[Any]:
+    """A stored split. Empty splits are not stored."""
+    return datasets.open_split(folder / _RECORDS, name) if count else ()
 
 
 def _plan(tables: Sequence[Table], reading: Reading) -> dict[str, Any]:
-    """What decides the set, as JSON brings it back."""
+    """Everything that decides the set, as JSON reads it back."""
     files = {table.path.name: [table.rows, table.path.stat().st_size] for table in tables}
-    tokenizer = hashlib.sha256(
-        (pathlib.Path(reading.tokenizer) / "tokenizer.json").read_bytes()
-    ).hexdigest()
-    return json.loads(
-        json.dumps({"files": files, **dataclasses.asdict(reading), "tokenizer": tokenizer})
-    )
+    vocabulary = (pathlib.Path(reading.tokenizer) / "tokenizer.json").read_bytes()
+    plan = {
+        "files": files,
+        **dataclasses.asdict(reading),
+        # The same tokenizer may be in another folder, so its content counts, not its path.
+        "tokenizer": hashlib.sha256(vocabulary).hexdigest(),
+    }
+    return json.loads(json.dumps(plan))
 
 
 def _require_same(folder: pathlib.Path, plan: dict[str, Any]) -> None:
-    """Raises ValueError where a field of `plan` is another in the plan that is stored."""
+    """Raise ValueError if a field of `plan` differs from the stored plan."""
     found = json.loads((folder / PLAN).read_text())
     require_same(
         f"{folder} holds a set prepared otherwise",
@@ -178,133 +213,172 @@ def _require_same(folder: pathlib.Path, plan: dict[str, Any]) -> None:
     )
 
 
-def _chunks(
-    tables: Sequence[Table], work: pathlib.Path, pool: Workers, ahead: int
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """A row that a worker is reading."""
+
+    id: str
+    source: str
+    outcome: Future[_Outcome]
+
+
+def _read_chunks(
+    tables: Sequence[Table], work: pathlib.Path, pool: Workers, rows_ahead: int
 ) -> Iterator[int]:
-    """Does every chunk of rows that is not there yet; yields the number of rows of each chunk that is."""
-    waiting: collections.deque[tuple[pathlib.Path, list[tuple[str, str, Any]]]] = (
-        collections.deque()
-    )
+    """Read all rows that are not in the work folder yet. Yields the rows of each finished chunk."""
+    pending: collections.deque[tuple[pathlib.Path, list[_Pending]]] = collections.deque()
     for table in tables:
         for number, rows in enumerate(_batched(read_rows(table))):
             file = work / f"{table.path.stem}-{number:06d}.jsonl"
             if file.exists():
                 yield len(rows)
                 continue
-            ids = [f"{table.path.stem}:{number * _CHUNK + n}" for n in range(len(rows))]
-            futures = [
-                pool.submit((table.rl, id, table.split, row))
-                for id, row in zip(ids, rows, strict=True)
-            ]
-            waiting.append(
-                (file, [(id, table.split, future) for id, future in zip(ids, futures, strict=True)])
-            )
-            while len(waiting) * _CHUNK > ahead + _CHUNK:
-                yield _finish(*waiting.popleft())
-    while waiting:
-        yield _finish(*waiting.popleft())
+            pending.append((file, _submit(pool, table, number * CHUNK_ROWS, rows)))
+            # Enough rows to keep all workers busy across the end of a chunk. More would only take
+            # memory, since each waiting row is held here.
+            while len(pending) * CHUNK_ROWS > rows_ahead + CHUNK_ROWS:
+                yield _finish(*pending.popleft())
+    while pending:
+        yield _finish(*pending.popleft())
 
 
 def _batched(rows: Iterable[Row]) -> Iterator[list[Row]]:
     batch: list[Row] = []
     for row in rows:
         batch.append(row)
-        if len(batch) == _CHUNK:
+        if len(batch) == CHUNK_ROWS:
             yield batch
             batch = []
     if batch:
         yield batch
 
 
-def _finish(file: pathlib.Path, futures: Sequence[tuple[str, str, Any]]) -> int:
-    """Writes a chunk down when its rows are done."""
+def _submit(pool: Workers, table: Table, first: int, rows: Sequence[Row]) -> list[_Pending]:
+    """Hand rows to the workers; `first` is the number of the first row in its file."""
+    pending = []
+    for number, row in enumerate(rows, first):
+        id = f"{table.path.stem}:{number}"
+        future = pool.submit((table.rl, id, table.split, row))
+        pending.append(_Pending(id, table.split, future))
+    return pending
+
+
+def _finish(file: pathlib.Path, pending: Sequence[_Pending]) -> int:
+    """Wait for the rows of a chunk and write their outcomes. Returns the number of rows."""
     lines = []
-    for id, source, future in futures:
+    for row in pending:
         try:
-            outcome = future.result()
+            outcome = row.outcome.result()
         except WorkerError as error:
-            outcome = LeftOutRow.by_worker(id, source, error)
+            outcome = LeftOutRow.by_worker(row.id, row.source, error)
         if isinstance(outcome, LeftOutRow):
             lines.append({"left_out": dataclasses.asdict(outcome)})
         else:
-            kind, text = datasets.encode(outcome[1])
-            lines.append({"kept": dataclasses.asdict(outcome[0]), "kind": kind, "record": text})
+            facts, record = outcome
+            kind, text = datasets.encode(record)
+            lines.append({"kept": dataclasses.asdict(facts), "kind": kind, "record": text})
+    # The whole chunk at once: a file that exists is a chunk that is done.
     write_atomically(file, "".join(json.dumps(line) + "\n" for line in lines))
-    return len(futures)
+    return len(pending)
 
 
 class _Outcomes:
-    """What became of the rows, chunk by chunk from the disk, in the order of the files."""
+    """The outcomes of all rows, read from the chunks in the order of the files."""
 
     def __init__(self, work: pathlib.Path):
         self._files = sorted(work.glob("*.jsonl"))
 
-    def lines(self) -> Iterator[dict[str, Any]]:
-        for file in self._files:
-            yield from _read(file)
-
     def kept(self) -> Iterator[Kept]:
-        for line in self.lines():
+        for line in self._lines():
             if "kept" in line:
-                yield Kept(**line["kept"])
+                facts = line["kept"]
+                # JSON reads a tuple back as a list.
+                yield Kept(**(facts | {"seconds": tuple(facts["seconds"])}))
 
     def left_out(self) -> Iterator[LeftOutRow]:
-        for line in self.lines():
+        for line in self._lines():
             if "left_out" in line:
                 yield LeftOutRow(**line["left_out"])
 
-    def records(self, split: str) -> Sequence[Any]:
+    def records(self, split: str) -> Sequence[Record]:
         return _Records(self._files, split.removesuffix("s"))
 
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        for file in self._files:
+            yield from _read_lines(file)
 
-class _Records(Sequence):
-    """The records of one kind, read from the chunks when they are asked for: all of them at once may be more than fits into memory."""
+
+class _Records(Sequence[Record]):
+    """The records of one kind, read from the chunks on access: all together may not fit in memory.
+
+    The latest chunk stays in memory, so access in order is fast.
+    """
 
     def __init__(self, files: Sequence[pathlib.Path], kind: str):
-        self._where = [
-            (file, n)
+        self._places = [
+            (file, line_number)
             for file in files
-            for n, line in enumerate(_read(file))
+            for line_number, line in enumerate(_read_lines(file))
             if line.get("kind") == kind
         ]
-        self._chunk: tuple[pathlib.Path, list[dict[str, Any]]] | None = None
+        self._file: pathlib.Path | None = None
+        self._lines: list[dict[str, Any]] = []
 
     def __len__(self) -> int:
-        return len(self._where)
+        return len(self._places)
 
-    def __getitem__(self, index):  # asked for in order
-        file, n = self._where[index]
-        if self._chunk is None or self._chunk[0] != file:
-            self._chunk = file, _read(file)
-        line = self._chunk[1][n]
+    def __getitem__(self, index):
+        file, line_number = self._places[index]
+        if self._file != file:
+            self._file = file
+            self._lines = _read_lines(file)
+        line = self._lines[line_number]
         return datasets.decode(line["kind"], line["record"])
 
 
-def _read(file: pathlib.Path) -> list[dict[str, Any]]:
+def _read_lines(file: pathlib.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
+def _write_reports(folder: pathlib.Path, outcomes: _Outcomes, summary: dict[str, Any]) -> None:
+    write_atomically(folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
+    left_out = [json.dumps(dataclasses.asdict(row)) + "\n" for row in outcomes.left_out()]
+    write_atomically(folder / LEFT_OUT, "".join(left_out))
+    lengths = [row.tokens for row in outcomes.kept() if row.kind == "conversation"]
+    write_atomically(folder / LENGTHS, json.dumps(lengths))
+
+
+def _write_records(folder: pathlib.Path, outcomes: _Outcomes, summary: dict[str, Any]) -> None:
+    splits = {name: outcomes.records(name) for name in ("questions", "conversations")}
+    splits = {name: records for name, records in splits.items() if len(records)}
+    if not splits:
+        commonest = next(iter(summary["reasons"]), "there are no rows")
+        raise ValueError(
+            f"{folder}: none of {summary['rows']} rows can be used; {folder / LEFT_OUT} says why, "
+            f"the commonest: {commonest}"
+        )
+    datasets.write_splits(folder / _RECORDS, splits)
+
+
 def _summarise(outcomes: _Outcomes, sources: Sequence[str]) -> dict[str, Any]:
-    """Counts of rows by source, kind and reason; quantiles of durations in seconds and of lengths in tokens."""
-    kept, left = list(outcomes.kept()), list(outcomes.left_out())
+    """Count rows by source, kind and reason. Durations are in seconds, lengths in tokens."""
+    kept = list(outcomes.kept())
+    left_out = list(outcomes.left_out())
     conversations = [row for row in kept if row.kind == "conversation"]
+    by_source = {
+        source: {
+            "kept": sum(row.source == source for row in kept),
+            "left_out": _count(row.reason for row in left_out if row.source == source),
+        }
+        for source in dict.fromkeys(sources)
+    }
     return {
-        "rows": len(kept) + len(left),
+        "rows": len(kept) + len(left_out),
         "kept": len(kept),
-        "left_out": len(left),
-        "reasons": dict(collections.Counter(str(row.reason) for row in left).most_common()),
-        "sources": {
-            source: {
-                "kept": sum(row.source == source for row in kept),
-                "left_out": dict(
-                    collections.Counter(
-                        str(row.reason) for row in left if row.source == source
-                    ).most_common()
-                ),
-            }
-            for source in dict.fromkeys(sources)
-        },
-        "kinds": dict(collections.Counter(row.kind for row in kept).most_common()),
+        "left_out": len(left_out),
+        "reasons": _count(row.reason for row in left_out),
+        "sources": by_source,
+        "kinds": _count(row.kind for row in kept),
         "seconds": _quantiles([seconds for row in kept for seconds in row.seconds]),
         "tokens": _quantiles([row.tokens for row in conversations]),
         "tokens_in_all": sum(row.tokens for row in conversations),
@@ -315,21 +389,20 @@ def _summarise(outcomes: _Outcomes, sources: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def _count(values: Iterable[str]) -> dict[str, int]:
+    """How often each value occurs, the commonest first."""
+    return dict(collections.Counter(str(value) for value in values).most_common())
+
+
 def _quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Least, median, mean, nine tenths and most."""
+    """Minimum, median, 90th percentile, maximum and mean, rounded to three digits."""
     if not values:
         return {}
     ordered = sorted(values)
-    at = {"least": 0.0, "median": 0.5, "nine_tenths": 0.9, "most": 1.0}
-    found = {
-        name: ordered[min(math.floor(share * len(ordered)), len(ordered) - 1)]
-        for name, share in at.items()
-    }
-    return {
-        name: round(float(value), 3)
-        for name, value in (found | {"mean": sum(ordered) / len(ordered)}).items()
-    }
-
-
-def _commonest(summary: dict[str, Any]) -> str:
-    return next(iter(summary["reasons"]), "there are no rows")
+    shares = {"least": 0.0, "median": 0.5, "nine_tenths": 0.9, "most": 1.0}
+    found: dict[str, float] = {}
+    for name, share in shares.items():
+        position = min(math.floor(share * len(ordered)), len(ordered) - 1)
+        found[name] = round(float(ordered[position]), 3)
+    found["mean"] = round(float(sum(ordered) / len(ordered)), 3)
+    return found

@@ -1,9 +1,11 @@
-"""Rows of the published training data (docs/reference.md, 5) as records: questions of `rl` files, conversations of `sft` files.
+"""Reads rows of the published training data (docs/reference.md, 5).
 
-Owns the published schema and what of it the protocol can say. Refuses a row by raising `Refused` with the reason and its detail; no row
-is mended by guessing. Paths stay what the files say: relative ones are meant under the root that the user names, `file://` ones are
-absolute already, and one that would leave the root is refused.
-Invariant: nothing of a row that is let through is trained on but the assistant's words, with its calls written as the protocol writes them.
+Rows of `rl` files become questions, rows of `sft` files become conversations. A row that the
+protocol cannot express is refused with a reason; no row is repaired by guessing.
+
+Calls are rewritten in the protocol's own form, and only the assistant's words are trained on.
+Paths stay as they are: relative ones belong under the user's root, `file://` ones are absolute, and
+a path that would leave the root is refused.
 """
 
 from __future__ import annotations
@@ -26,16 +28,37 @@ from paravt_jax.method.protocol import PINNED, VIDEO_NAME, ProtocolSettings, ren
 from paravt_jax.method.records import CropCall, FailedCall, Question, QuestionKind
 from paravt_jax.method.tools.crop_video import CropVideo
 
-RL_COLUMNS, SFT_COLUMNS = ("prompt", "videos", "extra_info"), ("messages",)
-_NAME = re.compile(r"paravt_(?:sft|rl)_(.+?)(?:_\d+k\d*)?")
-_MEDIA = {"video_url": False, "image_url": True}  # content type -> whether it is a picture
-_MARKS = re.compile(r"<(?:video|image)>\n?")
-_FOREIGN = re.compile(r"<\|\w+\|>|</?tool_response>|<tool_code>")
-_RESPONSE = re.compile(r"(</?tool_response>)")
+RL_COLUMNS = ("prompt", "videos", "extra_info")
+SFT_COLUMNS = ("messages",)
 
-Part = str | tuple[str, bool]  # a text, or a path and whether it is a picture
+# "paravt_sft_videor1_50k" is the split "videor1"; the end is its number of rows.
+_FILE_NAME = re.compile(r"paravt_(?:sft|rl)_(.+?)(?:_\d+k\d*)?")
+# Content types of files, and whether the file is a picture.
+_MEDIA = {"video_url": False, "image_url": True}
+# Where the published texts mark a file. The protocol places files by itself.
+_PLACEHOLDER = re.compile(r"<(?:video|image)>\n?")
+# What a response must not contain: special tokens would end its turn when the row is rendered, and
+# tool responses and <tool_code> are not written by an agent of this protocol.
+_FOREIGN = re.compile(r"<\|\w+\|>|</?tool_response>|<tool_code>")
+_RESPONSE_TAG = re.compile(r"(</?tool_response>)")
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    """A file that a message shows."""
+
+    path: str
+    picture: bool
+
+
+_Part = str | _File
+
 Look = Callable[[str, bool, CropCall | None], Clip]
-"""What is shown of a file: (path, whether it is a picture, the call that asked for it or None). Raises Refused and VideoError."""
+"""Chooses what a conversation shows of a file.
+
+Gets the path, whether it is a picture, and the call that asked for it (None for an overview).
+Raises Refused and VideoError.
+"""
 
 
 class Reason(enum.StrEnum):
@@ -50,19 +73,29 @@ class Reason(enum.StrEnum):
 
 
 class Refused(Exception):
-    """A row that is left out, why, and what exactly was met."""
+    """A row cannot be used: the reason, and what exactly is wrong."""
 
     def __init__(self, reason: Reason, detail: str):
         super().__init__(f"{reason}: {detail}")
-        self.reason, self.detail = reason, detail
+        self.reason = reason
+        self.detail = detail
 
+    # Worker processes get these pickled. By default an exception is unpickled from its message
+    # alone, which this constructor does not accept.
     def __reduce__(self):
         return Refused, (self.reason, self.detail)
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """One parquet file: `split` is the name of its source, `rl` whether it holds questions to reinforce on."""
+    """One parquet file.
+
+    Attributes:
+        path: The file.
+        split: Name of its split, taken from the file's name.
+        rl: Whether it contains questions (rl) or conversations (sft).
+        rows: Number of rows.
+    """
 
     path: pathlib.Path
     split: str
@@ -71,60 +104,84 @@ class Table:
 
 
 def open_table(path: pathlib.Path) -> Table:
-    """What a parquet file holds. ValueError for another format, or for columns that are neither those of rl nor of sft rows."""
+    """Find out what a parquet file contains.
+
+    Raises:
+        ValueError: It is not a parquet file, or has neither the columns of rl nor of sft rows.
+    """
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            columns, rows = set(file.schema_arrow.names), file.metadata.num_rows
+            columns = set(file.schema_arrow.names)
+            rows = file.metadata.num_rows
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(
-            f"{path}: no readable parquet file ({error}); download it again"
+            f"{path}: not a readable parquet file ({error}); download it again"
         ) from error
-    if not set(RL_COLUMNS) <= columns and not set(SFT_COLUMNS) <= columns:
+    is_rl = set(RL_COLUMNS) <= columns
+    if not is_rl and not set(SFT_COLUMNS) <= columns:
         raise ValueError(
-            f"{path}: its columns are {', '.join(sorted(columns))}; rl rows have {', '.join(RL_COLUMNS)}, sft rows "
-            f"{', '.join(SFT_COLUMNS)}: give the files of ParaVT/ParaVT-Parquet"
+            f"{path}: its columns are {', '.join(sorted(columns))}; rl rows have "
+            f"{', '.join(RL_COLUMNS)}, sft rows {', '.join(SFT_COLUMNS)}: "
+            "give the files of ParaVT/ParaVT-Parquet"
         )
-    named = _NAME.fullmatch(path.stem)
-    return Table(path, named[1] if named else path.stem, set(RL_COLUMNS) <= columns, rows)
+    match = _FILE_NAME.fullmatch(path.stem)
+    return Table(path, match[1] if match else path.stem, is_rl, rows)
 
 
 def read_rows(table: Table, batch: int = 256) -> Iterator[dict[str, Any] | Refused]:
-    """The rows of a file in order, with their known columns only.
+    """Yield the rows of a file in order, with the published columns only.
 
-    A `Refused` stands for a row that has no Python values.
+    A row with a value that Python cannot represent comes as a `Refused`.
+
+    Args:
+        table: The file.
+        batch: Rows to read at a time.
     """
+    columns = RL_COLUMNS if table.rl else SFT_COLUMNS
     with pyarrow.parquet.ParquetFile(table.path) as file:
-        for part in file.iter_batches(batch, columns=list(RL_COLUMNS if table.rl else SFT_COLUMNS)):
-            yield from _rows(part)
+        for record_batch in file.iter_batches(batch, columns=list(columns)):
+            yield from _python_rows(record_batch)
 
 
-def _rows(part: pyarrow.RecordBatch) -> list[dict[str, Any] | Refused]:
+def _python_rows(batch: pyarrow.RecordBatch) -> list[dict[str, Any] | Refused]:
+    # Arrow checks neither that texts are UTF-8 nor that dates exist. One bad value fails the whole
+    # batch, so the batch is then converted row by row.
     try:
-        return part.to_pylist()
-    except ValueError as error:  # Arrow checks neither that texts are UTF-8 nor that dates exist
-        if part.num_rows == 1:
+        return batch.to_pylist()
+    except ValueError as error:
+        if batch.num_rows == 1:
             return [Refused(Reason.BROKEN, f"a value cannot be read ({error})")]
-        return [row for number in range(part.num_rows) for row in _rows(part.slice(number, 1))]
+    rows: list[dict[str, Any] | Refused] = []
+    for number in range(batch.num_rows):
+        rows += _python_rows(batch.slice(number, 1))
+    return rows
 
 
 def local_path(path: Any) -> str:
-    """The path of a row as records hold it: relative to the root, or absolute. Raises Refused."""
+    """Return a row's path as records store it: relative to the root, or absolute.
+
+    Raises:
+        Refused: It is not a path, it is an address, or it leaves the root.
+    """
     if not isinstance(path, str) or not path.removeprefix("file://"):
         raise Refused(Reason.BROKEN, f"a path is {path!r}")
     path = path.removeprefix("file://")
-    _sound(path)
+    _require_unicode(path)
     if "://" in path or "\0" in path or ".." in pathlib.PurePosixPath(path).parts:
         raise Refused(
-            Reason.BROKEN, f"the path {path!r} is not one under the root, nor a file:// one"
+            Reason.BROKEN, f"the path {path!r} is neither below the root nor a file:// path"
         )
     return path
 
 
 def read_question(row: Mapping[str, Any], id: str) -> Question:
-    """The question of an rl row. Raises Refused."""
-    turns = [
-        turn for turn in _list(row.get("prompt"), "prompt") if _field(turn, "role") != "system"
-    ]
+    """Read the question of an rl row.
+
+    Raises:
+        Refused: The row is broken, has no answer, or is not about one video.
+    """
+    prompt = _list(row.get("prompt"), "prompt")
+    turns = [turn for turn in prompt if _field(turn, "role") != "system"]
     if [turn["role"] for turn in turns] != ["user"] or not isinstance(turns[0].get("content"), str):
         raise Refused(Reason.BROKEN, "prompt is not one user turn of text")
     paths = [_field(video, "video") for video in _list(row.get("videos"), "videos")]
@@ -135,11 +192,10 @@ def read_question(row: Mapping[str, Any], id: str) -> Question:
         extra = _json(extra, "extra_info")
     if not isinstance(extra, Mapping):
         raise Refused(Reason.BROKEN, f"extra_info is {type(extra).__name__}")
-    path, kind = (
-        local_path(paths[0]),
-        _kind(extra.get("question_type", QuestionKind.OPEN_ENDED.value)),
-    )
-    text = _without(_MARKS.sub("", _sound(turns[0]["content"])), [path]).strip()
+    path = local_path(paths[0])
+    kind = _kind(extra.get("question_type", QuestionKind.OPEN_ENDED.value))
+    text = _PLACEHOLDER.sub("", _require_unicode(turns[0]["content"]))
+    text = _hide_paths(text, [path]).strip()
     if not text:
         raise Refused(Reason.BROKEN, "the question is empty")
     return Question(id, path, text, kind, _answer(extra.get("answer"), kind))
@@ -155,127 +211,179 @@ def _kind(name: Any) -> QuestionKind:
 
 
 def _answer(answer: Any, kind: QuestionKind) -> str:
-    try:
-        written = (
-            answer if isinstance(answer, str) else "" if answer is None else json.dumps(answer)
-        )
-    except TypeError as error:  # a column may hold bytes, dates and decimals
-        raise Refused(Reason.BROKEN, f"the answer is no JSON ({error})") from error
-    text = _sound(written).strip()
+    """The answer as text. Numbers and lists, such as the span of a grounding question, as JSON."""
+    if answer is None:
+        answer = ""
+    if not isinstance(answer, str):
+        # A column may hold bytes, dates and decimals.
+        try:
+            answer = json.dumps(answer)
+        except TypeError as error:
+            raise Refused(Reason.BROKEN, f"the answer is not JSON ({error})") from error
+    text = _require_unicode(answer).strip()
     if not text or text == "[]":
         raise Refused(Reason.NO_ANSWER, "the answer is empty")
     if kind is QuestionKind.TEMPORAL_GROUNDING and read_range(text) is None:
-        raise Refused(Reason.NO_ANSWER, f"{text[:80]!r} is no span of time")
+        raise Refused(Reason.NO_ANSWER, f"{text[:80]!r} is not a span of time")
     return text
+
+
+@dataclasses.dataclass(frozen=True)
+class _Message:
+    """A message as the file has it."""
+
+    role: str
+    parts: list[_Part]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+    """A turn as an episode has it; `call` is the call that a tool turn responds to."""
+
+    role: str
+    parts: list[_Part]
+    call: CropCall | None = None
 
 
 def read_conversation(
     row: Mapping[str, Any], id: str, source: str, limits: ProtocolSettings, look: Look
 ) -> Conversation:
-    """The conversation of an sft row; files are looked at once all else is known to be right. Raises Refused, and what `look` raises."""
-    messages = row.get("messages")
-    turns = _read_turns(_json(messages, "messages") if isinstance(messages, str) else messages)
-    spoken = " ".join(
-        part
-        for role, parts in turns
-        if role in ("system", "user")
-        for part in parts
-        if isinstance(part, str)
-    )
-    chat = _arrange([(role, parts) for role, parts in turns if role != "system"], limits)
-    tools = "crop_video" in spoken or any(role == "tool" for role, _, _ in chat)
-    main = next(
-        (
-            part[0]
-            for _, parts, _ in chat
-            for part in parts
-            if isinstance(part, tuple) and not part[1]
-        ),
-        None,
-    )
+    """Read the conversation of an sft row.
 
-    def shown(part: Part, call: CropCall | None) -> str | Clip:
-        return part if isinstance(part, str) else look(*part, call if part[0] == main else None)
+    Args:
+        row: The row's columns.
+        id: Id of the conversation.
+        source: Name of its split.
+        limits: Limits of the protocol that the conversation has to keep.
+        look: Chooses what is shown of a file. It is called only after everything else is checked,
+            because it opens the file.
+
+    Raises:
+        Refused: The row is broken, or the protocol cannot express it.
+        VideoError: From `look`.
+    """
+    messages = row.get("messages")
+    if isinstance(messages, str):
+        messages = _json(messages, "messages")
+    read = _read_messages(messages)
+    turns = _arrange([message for message in read if message.role != "system"], limits)
+    main_video = _main_video(turns)
+
+    def shown(part: _Part, call: CropCall | None) -> str | Clip:
+        if isinstance(part, str):
+            return part
+        # A tool may return the main video itself. What is shown is then the window of the call. Any
+        # other file, such as a crop that was cut out beforehand, is shown as a whole.
+        window = call if part.path == main_video else None
+        return look(part.path, part.picture, window)
 
     return Conversation(
         id,
         source,
-        tools,
+        _offers_tools(read, turns),
         tuple(
-            ChatTurn(role, tuple(shown(part, call) for part in parts)) for role, parts, call in chat
+            ChatTurn(turn.role, tuple(shown(part, turn.call) for part in turn.parts))
+            for turn in turns
         ),
     )
 
 
-def _read_turns(messages: Any) -> list[tuple[str, list[Part]]]:
-    """Roles, texts and paths of the messages; the paths in texts give way to the name under which the model knows its video."""
-    turns: list[tuple[str, list[Part]]] = []
-    for message in _list(messages, "messages"):
-        role, content = _field(message, "role"), _field(message, "content")
-        if role not in ("system", "user", "assistant", "tool"):
-            raise Refused(Reason.BROKEN, f"a role is {role!r}")
-        items = (
-            [{"type": "text", "text": content}]
-            if isinstance(content, str)
-            else _list(content, f"the {role}'s content")
-        )
-        parts: list[Part] = []
-        for item in items:
-            kind = _field(item, "type")
-            if kind == "text" and isinstance(item.get("text"), str):
-                parts.append(_sound(item["text"]))
-            elif isinstance(kind, str) and kind in _MEDIA:
-                parts.append((local_path(_field(item.get(kind), "url")), _MEDIA[kind]))
-            else:
-                raise Refused(Reason.BROKEN, f"the {role}'s content holds a {kind!r}")
-        turns.append((role, parts))
-    paths = [part[0] for _, parts in turns for part in parts if isinstance(part, tuple)]
+def _main_video(turns: Sequence[_Turn]) -> str | None:
+    """The first video of a conversation."""
+    for turn in turns:
+        for part in turn.parts:
+            if isinstance(part, _File) and not part.picture:
+                return part.path
+    return None
+
+
+def _offers_tools(messages: Sequence[_Message], turns: Sequence[_Turn]) -> bool:
+    """Whether the prompt names the tool, or a tool is used."""
+    prompts = [message for message in messages if message.role in ("system", "user")]
+    texts = [part for message in prompts for part in message.parts if isinstance(part, str)]
+    return "crop_video" in " ".join(texts) or any(turn.role == "tool" for turn in turns)
+
+
+def _read_messages(messages: Any) -> list[_Message]:
+    """Roles, texts and files. In texts, the name that the model uses replaces a file's path."""
+    read = [_read_message(message) for message in _list(messages, "messages")]
+    paths = [part.path for message in read for part in message.parts if isinstance(part, _File)]
     return [
-        (role, [_without(part, paths) if isinstance(part, str) else part for part in parts])
-        for role, parts in turns
+        _Message(
+            message.role,
+            [_hide_paths(part, paths) if isinstance(part, str) else part for part in message.parts],
+        )
+        for message in read
     ]
 
 
-def _arrange(
-    turns: Sequence[tuple[str, list[Part]]], limits: ProtocolSettings
-) -> list[tuple[str, list[Part], CropCall | None]]:
-    """Turns as an episode has them: a question, then responses, each call followed by its own tool turn, a response last."""
-    chat: list[tuple[str, list[Part], CropCall | None]] = []
-    calls: list[CropCall] = []
-    rounds, before = 0, ""
-    for role, parts in turns:
+def _read_message(message: Any) -> _Message:
+    role = _field(message, "role")
+    content = _field(message, "content")
+    if role not in ("system", "user", "assistant", "tool"):
+        raise Refused(Reason.BROKEN, f"a role is {role!r}")
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    parts: list[_Part] = []
+    for item in _list(content, f"the {role}'s content"):
+        kind = _field(item, "type")
+        if kind == "text" and isinstance(item.get("text"), str):
+            parts.append(_require_unicode(item["text"]))
+        elif isinstance(kind, str) and kind in _MEDIA:
+            path = local_path(_field(item.get(kind), "url"))
+            parts.append(_File(path, _MEDIA[kind]))
+        else:
+            raise Refused(Reason.BROKEN, f"the {role}'s content contains a {kind!r}")
+    return _Message(role, parts)
+
+
+def _arrange(messages: Sequence[_Message], limits: ProtocolSettings) -> list[_Turn]:
+    """Arrange messages as the turns of an episode.
+
+    user -> assistant with calls -> one tool turn per call -> ... -> assistant without calls
+    """
+    turns: list[_Turn] = []
+    # Calls that still need a response.
+    open_calls: list[CropCall] = []
+    tool_turns = 0
+    before = ""
+    for message in messages:
+        role, parts = message.role, message.parts
         if role == "assistant":
             if before in ("", "assistant"):
                 raise Refused(
-                    Reason.PROTOCOL, "a response stands where a question or a tool response is due"
+                    Reason.PROTOCOL,
+                    "assistant turn: a question or a tool response has to come first",
                 )
-            _require_answered(calls)
-            text, calls = _response(parts, limits)
-            rounds += bool(calls)
-            if rounds > limits.max_tool_turns:
+            _require_answered(open_calls)
+            text, open_calls = _response(parts, limits)
+            tool_turns += bool(open_calls)
+            if tool_turns > limits.max_tool_turns:
                 raise Refused(
                     Reason.PROTOCOL,
                     f"more than protocol.max_tool_turns = {limits.max_tool_turns} turns with calls",
                 )
-            chat.append((role, [text], None))
-        elif calls or role == "tool":
-            found = _responses(parts, role)
-            if len(found) > len(calls):
+            turns.append(_Turn(role, [text]))
+        elif open_calls or role == "tool":
+            # Some splits write tool responses into a user's turn, several of them into one.
+            responses = _tool_responses(parts, role)
+            if len(responses) > len(open_calls):
                 raise Refused(
-                    Reason.PROTOCOL, f"{len(found)} tool responses for {len(calls)} calls"
+                    Reason.PROTOCOL, f"{len(responses)} tool responses for {len(open_calls)} calls"
                 )
-            chat += [("tool", response, call) for response, call in zip(found, calls, strict=False)]
-            calls = calls[len(found) :]
+            for response, call in zip(responses, open_calls, strict=False):
+                turns.append(_Turn("tool", response, call))
+            open_calls = open_calls[len(responses) :]
             role = "tool"
         elif before in ("", "assistant"):
-            chat.append(("user", _question(parts), None))
+            turns.append(_Turn("user", _user_turn(parts)))
         else:
             raise Refused(Reason.PROTOCOL, "two user turns in a row")
         before = role
-    _require_answered(calls)
+    _require_answered(open_calls)
     if before != "assistant":
         raise Refused(Reason.NO_ANSWER, "the conversation does not end with a response")
-    return chat
+    return turns
 
 
 def _require_answered(calls: Sequence[CropCall]) -> None:
@@ -283,92 +391,117 @@ def _require_answered(calls: Sequence[CropCall]) -> None:
         raise Refused(Reason.PROTOCOL, f"{len(calls)} calls have no tool response")
 
 
-def _response(parts: Sequence[Part], limits: ProtocolSettings) -> tuple[str, list[CropCall]]:
-    """The text of a response with its calls as the protocol writes them, and these."""
-    if not all(isinstance(part, str) for part in parts):
+def _response(parts: Sequence[_Part], limits: ProtocolSettings) -> tuple[str, list[CropCall]]:
+    """The text of a response, with its calls in the protocol's form; and the calls."""
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) < len(parts):
         raise Refused(Reason.PROTOCOL, "a response shows a file")
-    text = "".join(str(part) for part in parts).strip().removesuffix("<|im_end|>").rstrip()
+    text = "".join(texts).strip().removesuffix("<|im_end|>").rstrip()
     if not text:
         raise Refused(Reason.NO_ANSWER, "a response is empty")
-    if foreign := _FOREIGN.search(text):
-        raise Refused(Reason.PROTOCOL, f"a response holds {foreign[0]}")
-    calls = parse_calls(text, (CropVideo(),))
-    for call in calls:
+    foreign = _FOREIGN.search(text)
+    if foreign:
+        raise Refused(Reason.PROTOCOL, f"a response contains {foreign[0]}")
+    calls: list[CropCall] = []
+    for call in parse_calls(text, (CropVideo(),)):
         if isinstance(call, FailedCall):
             raise Refused(Reason.PROTOCOL, f"a call cannot be read: {call.reason}")
+        if isinstance(call, CropCall):
+            calls.append(call)
     if len(calls) > limits.max_calls:
         raise Refused(
             Reason.PROTOCOL,
             f"{len(calls)} calls in a turn, protocol.max_calls = {limits.max_calls}",
         )
-    read = [call for call in calls if isinstance(call, CropCall)]
+    # From the last to the first, so that the spans of earlier calls stay valid.
     spans = block_spans(find_tags(text), "tool_call")
-    for (opening, closing), call in reversed(list(zip(spans, read, strict=True))):
+    for (opening, closing), call in reversed(list(zip(spans, calls, strict=True))):
         text = text[: opening.start] + render_call(call) + text[closing.end :]
+    # The published responses differ in the white space after <think>. An episode pins one form.
     tag = PINNED.strip()
-    if text.startswith(tag):  # it opens as a pinned one does
+    if text.startswith(tag):
         text = PINNED + text.removeprefix(tag).lstrip()
-    return text, read
+    return text, calls
 
 
-def _responses(parts: Sequence[Part], role: str) -> list[list[Part]]:
-    """The tool responses of a turn: one between each pair of tags, or a tool's turn as a whole. A file is the response's before it."""
+def _tool_responses(parts: Sequence[_Part], role: str) -> list[list[_Part]]:
+    """The tool responses of a turn: one per pair of tags, or the whole turn of a tool.
+
+    A file after a closing tag belongs to the response before it.
+    """
     if not any(isinstance(part, str) and "<tool_response>" in part for part in parts):
         if role == "user":
-            raise Refused(Reason.PROTOCOL, "a user turn stands where a tool response is due")
-        return [_texts(parts)]
-    found: list[list[Part]] = []
+            raise Refused(Reason.PROTOCOL, "user turn: a tool response has to come first")
+        return [_strip_texts(parts)]
+    responses: list[list[_Part]] = []
     inside = False
+    for piece in _split_at_tags(parts):
+        if piece == "<tool_response>":
+            responses.append([])
+            inside = True
+        elif piece == "</tool_response>":
+            inside = False
+        elif inside or (responses and isinstance(piece, _File)):
+            responses[-1].append(piece)
+        elif isinstance(piece, _File) or piece.strip():
+            raise Refused(
+                Reason.PROTOCOL, "tool turn: something is outside its <tool_response> tags"
+            )
+    return [_strip_texts(response) for response in responses]
+
+
+def _split_at_tags(parts: Sequence[_Part]) -> Iterator[_Part]:
     for part in parts:
-        for piece in _RESPONSE.split(part) if isinstance(part, str) else [part]:
-            if piece == "<tool_response>":
-                found.append([])
-            if isinstance(piece, str) and _RESPONSE.fullmatch(piece):
-                inside = piece == "<tool_response>"
-            elif isinstance(piece, tuple) and found or inside:
-                found[-1].append(piece)
-            elif isinstance(piece, tuple) or piece.strip():
-                raise Refused(Reason.PROTOCOL, "a tool's turn holds more than its responses")
-    return [_texts(response) for response in found]
+        if isinstance(part, str):
+            yield from _RESPONSE_TAG.split(part)
+        else:
+            yield part
 
 
-def _question(parts: Sequence[Part]) -> list[Part]:
-    """A user's turn; a single text follows the files that it is about, as in the protocol."""
-    shown = _texts([_MARKS.sub("", part) if isinstance(part, str) else part for part in parts])
-    if not any(isinstance(part, str) for part in shown):
+def _user_turn(parts: Sequence[_Part]) -> list[_Part]:
+    shown = _strip_texts(
+        [_PLACEHOLDER.sub("", part) if isinstance(part, str) else part for part in parts]
+    )
+    texts = [part for part in shown if isinstance(part, str)]
+    if not texts:
         raise Refused(Reason.BROKEN, "a user turn asks nothing")
-    texts = sum(isinstance(part, str) for part in shown)
-    return sorted(shown, key=lambda part: isinstance(part, str)) if texts == 1 else shown
+    if len(texts) > 1:
+        return shown
+    # The protocol puts a question after the files that it is about.
+    return [part for part in shown if isinstance(part, _File)] + texts
 
 
-def _texts(parts: Sequence[Part]) -> list[Part]:
-    """The parts without the white space around texts, and without texts that are nothing else."""
+def _strip_texts(parts: Sequence[_Part]) -> list[_Part]:
+    """Strip white space around texts, and drop empty texts."""
     stripped = [part.strip() if isinstance(part, str) else part for part in parts]
     return [part for part in stripped if part]
 
 
-def _without(text: str, paths: Sequence[str]) -> str:
-    """The text with the name under which the model knows its video where a path stands as a whole."""
-    for path in sorted({path.removeprefix("file://") for path in paths}, key=len, reverse=True):
-        text = re.sub(rf"(?:file://|(?<![\w/.-])){re.escape(path)}(?![\w/-])", VIDEO_NAME, text)
+def _hide_paths(text: str, paths: Sequence[str]) -> str:
+    """Replace the paths in a text with the name that the model uses for its video."""
+    plain = {path.removeprefix("file://") for path in paths}
+    # The longest first: a path may be the beginning of another one.
+    for path in sorted(plain, key=len, reverse=True):
+        # Whole paths only: with the video "a", the text "what a/b" stays as it is.
+        pattern = rf"(?:file://|(?<![\w/.-])){re.escape(path)}(?![\w/-])"
+        text = re.sub(pattern, VIDEO_NAME, text)
     return text
 
 
-def _sound(text: str) -> str:
-    """The text, if it is one: JSON can hold halves of characters, which no tokenizer takes."""
+def _require_unicode(text: str) -> str:
+    """Refuse a text with half of a surrogate pair: JSON can hold one, but no tokenizer takes it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise Refused(Reason.BROKEN, f"a text is no Unicode ({error.reason})") from error
+        raise Refused(Reason.BROKEN, f"a text is not Unicode ({error.reason})") from error
     return text
 
 
 def _list(value: Any, field: str) -> list[Any]:
-    if not isinstance(value, list | tuple) or not value:
-        raise Refused(
-            Reason.BROKEN,
-            f"{field} is {type(value).__name__ if not isinstance(value, list | tuple) else 'an empty list'}",
-        )
+    if not isinstance(value, list | tuple):
+        raise Refused(Reason.BROKEN, f"{field} is {type(value).__name__}")
+    if not value:
+        raise Refused(Reason.BROKEN, f"{field} is an empty list")
     return list(value)
 
 
@@ -382,9 +515,9 @@ def _json(text: str, field: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Refused(Reason.BROKEN, f"{field} is no JSON ({str(error)[:80]})") from error
+        raise Refused(Reason.BROKEN, f"{field} is not JSON ({str(error)[:80]})") from error
 
 
 def ends_with_answer(conversation: Conversation) -> bool:
-    """Whether the last response holds an answer between the protocol's tags."""
+    """Whether the last response contains an answer between the protocol's tags."""
     return extract_answer(str(conversation.turns[-1].content[0])) is not None

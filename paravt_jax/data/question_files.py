@@ -1,7 +1,7 @@
-"""Your own questions, from a CSV or JSONL file beside a folder of videos.
+"""Reads your own questions from a CSV or JSONL file.
 
-Columns: `video`, `question` and `answer` are needed; `id`, `options`, `kind` and `subtitles` are
-optional. docs/evaluation.md describes them.
+The columns `video`, `question` and `answer` are required; `id`, `options`, `kind` and `subtitles`
+are optional. docs/evaluation.md describes them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from paravt_jax.method.subtitles import Subtitle, read_srt
 
 COLUMNS = ("id", "video", "question", "options", "answer", "kind", "subtitles")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_SHOWN = 10  # bad rows that an error names
+# Bad rows that an error names.
+_MAX_NAMED_ROWS = 10
+
+# Subtitles by path. Questions about one video share one tuple of them.
+_SubtitleCache = dict[str, tuple[Subtitle, ...]]
 
 
 class _BadRow(Exception):
-    """One row that is no question; says field, value, rule and remedy."""
+    """A row that is not a question. The message gives field, value, rule and remedy."""
 
     def __init__(self, field: str, value: object, rule: str):
         super().__init__(f"{field}: {str(value)[:80]!r}; {rule}")
@@ -34,48 +38,62 @@ class _BadRow(Exception):
 def read_questions(
     file: str | os.PathLike[str], videos: str | os.PathLike[str]
 ) -> tuple[Question, ...]:
-    """The questions of `file` (.csv or .jsonl), in its order.
+    """Read all questions of a file, in the order of the file. Videos are not opened.
 
-    Paths of videos and subtitles are relative to the folder `videos`. Whether a video can be read
-    is not looked at. FileNotFoundError where there is no such file, ValueError for a file of
-    another kind and for bad rows, which are named with their lines.
+    Args:
+        file: A .csv or .jsonl file.
+        videos: Folder of the videos. Paths of videos and subtitles are relative to it.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        ValueError: The file has another ending, or has bad rows. The message names the first ten
+            with their line numbers.
     """
-    path, root = pathlib.Path(file), pathlib.Path(videos)
-    readers = {".csv": _csv_rows, ".jsonl": _jsonl_rows}
-    if path.suffix not in readers:
+    path = pathlib.Path(file)
+    read_rows = {".csv": _csv_rows, ".jsonl": _jsonl_rows}.get(path.suffix)
+    if read_rows is None:
         raise ValueError(f"questions: {path}; its name has to end in .csv or .jsonl: rename it")
     if not path.is_file():
         raise FileNotFoundError(f"questions: {path}; no such file: give a .csv or .jsonl")
     try:
+        # Excel starts its UTF-8 files with a byte order mark.
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"questions: {path}; it is no UTF-8 ({error}): save it as such") from error
-    subtitles: dict[str, tuple[Subtitle, ...]] = {}  # path -> its entries, which questions share
+        raise ValueError(
+            f"questions: {path}; it is not UTF-8 ({error}): save it as UTF-8"
+        ) from error
+
+    subtitles: _SubtitleCache = {}
     questions: list[Question] = []
-    bad: list[str] = []
-    lines: dict[str, int] = {}  # id -> its line
-    for line, row in readers[path.suffix](text):
+    errors: list[str] = []
+    line_of_id: dict[str, int] = {}
+    for line, row in read_rows(text):
         try:
             if isinstance(row, _BadRow):
                 raise row
-            question = _question(row, line, root, subtitles)
-            if question.id in lines:
-                raise _BadRow("id", question.id, f"line {lines[question.id]} has it: change one")
+            question = _question(row, line, pathlib.Path(videos), subtitles)
+            if question.id in line_of_id:
+                rule = f"line {line_of_id[question.id]} has it: change one"
+                raise _BadRow("id", question.id, rule)
         except _BadRow as error:
-            bad.append(f"{path}, line {line}: {error}")
+            errors.append(f"{path}, line {line}: {error}")
             continue
-        lines[question.id] = line
+        line_of_id[question.id] = line
         questions.append(question)
-    if bad:
-        more = [f"and {len(bad) - _SHOWN} more bad rows"] if len(bad) > _SHOWN else []
-        raise ValueError("\n".join([*bad[:_SHOWN], *more]))
+    if len(errors) > _MAX_NAMED_ROWS:
+        errors[_MAX_NAMED_ROWS:] = [f"and {len(errors) - _MAX_NAMED_ROWS} more bad rows"]
+    if errors:
+        raise ValueError("\n".join(errors))
     if not questions:
         raise ValueError(f"questions: {path}; it has no rows: write one question per row")
     return tuple(questions)
 
 
 def require_unique_ids(questions: Sequence[Question]) -> None:
-    """Raises ValueError naming an id that two questions share: an episode's seed comes from it."""
+    """Raise ValueError if two questions have the same id.
+
+    An episode's seed comes from the id, so both questions would draw the same numbers.
+    """
     seen: set[str] = set()
     for question in questions:
         if question.id in seen:
@@ -92,23 +110,26 @@ def _csv_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
             row = next(reader)
         except StopIteration:
             return
-        except csv.Error as error:  # such as a cell that is too long; what follows is unknown
-            yield (
-                reader.line_num + 1,
-                _BadRow("row", "", f"it cannot be read as CSV ({error}): mend it"),
-            )
+        except csv.Error as error:
+            # Such as a cell that is too long. Where the next row starts is unknown, so stop here.
+            rule = f"it cannot be read as CSV ({error}): correct it"
+            yield reader.line_num + 1, _BadRow("row", "", rule)
             return
+        # DictReader puts cells without a column under None, and None into columns without a cell.
         if None in row or None in row.values():
             rule = f"the header has {len(reader.fieldnames or ())} columns: quote cells with commas"
             yield reader.line_num, _BadRow("row", ",".join(map(str, row.values())), rule)
             continue
         filled: dict[str, Any] = {name: cell for name, cell in row.items() if cell.strip()}
-        with contextlib.suppress(ValueError):  # what is no JSON is refused as no list
-            filled |= {"options": json.loads(filled["options"])} if "options" in filled else {}
+        if "options" in filled:
+            # Text that is not JSON stays text, which `_options` refuses because it is not a list.
+            with contextlib.suppress(ValueError):
+                filled["options"] = json.loads(filled["options"])
         yield reader.line_num, filled
 
 
 def _jsonl_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
+    # Not splitlines(), which also splits at characters that JSON allows inside a text (U+2028).
     for line, written in enumerate(text.split("\n"), 1):
         if not written.strip():
             continue
@@ -119,15 +140,12 @@ def _jsonl_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
         if isinstance(row, dict):
             yield line, {name: value for name, value in row.items() if value is not None}
         else:
-            rule = "every line is one JSON object: mend it"
+            rule = "every line is one JSON object: correct it"
             yield line, _BadRow("row", written.strip(), rule)
 
 
 def _question(
-    row: dict[str, Any],
-    line: int,
-    root: pathlib.Path,
-    subtitles: dict[str, tuple[Subtitle, ...]],
+    row: dict[str, Any], line: int, root: pathlib.Path, subtitles: _SubtitleCache
 ) -> Question:
     for name in row:
         if name not in COLUMNS:
@@ -148,15 +166,17 @@ def _question(
 
 def _text(row: dict[str, Any], field: str) -> str:
     value = row.get(field, "")
+    # A bool is an int in Python.
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise _BadRow(field, value, "it is a text: write it in quotes")
     if not str(value).strip():
-        raise _BadRow(field, value, "it is needed: fill it in")
+        raise _BadRow(field, value, "it is required: fill it in")
     return str(value).strip()
 
 
 def _path(row: dict[str, Any], field: str) -> str:
-    path = pathlib.PurePosixPath(text := _text(row, field))
+    text = _text(row, field)
+    path = pathlib.PurePosixPath(text)
     if path.is_absolute() or ".." in path.parts or not path.parts:
         rule = "a path below the folder of videos: give one relative to it, without '..'"
         raise _BadRow(field, text, rule)
@@ -167,12 +187,12 @@ def _options(row: dict[str, Any]) -> tuple[str, ...]:
     if "options" not in row:
         return ()
     options = row["options"]
-    texts = isinstance(options, list) and all(isinstance(o, str) and o.strip() for o in options)
-    if not texts or not 2 <= len(options) <= len(_LETTERS):
-        rule = (
-            f'a JSON list of 2 to {len(_LETTERS)} texts without letters: write ["a car", "a boat"]'
-        )
-        raise _BadRow("options", options, rule)
+    are_texts = isinstance(options, list) and all(
+        isinstance(option, str) and option.strip() for option in options
+    )
+    if not are_texts or not 2 <= len(options) <= len(_LETTERS):
+        rule = f"a JSON list of 2 to {len(_LETTERS)} texts without letters"
+        raise _BadRow("options", options, f'{rule}: write ["a car", "a boat"]')
     return tuple(option.strip() for option in options)
 
 
@@ -181,9 +201,8 @@ def _kind(row: dict[str, Any], options: tuple[str, ...]) -> QuestionKind:
         return QuestionKind.MULTIPLE_CHOICE if options else QuestionKind.OPEN_ENDED
     kinds = tuple(kind.value for kind in QuestionKind)
     if row["kind"] not in kinds:
-        raise _BadRow(
-            "kind", row["kind"], f"one of {', '.join(kinds)}: choose one, or leave it out"
-        )
+        rule = f"one of {', '.join(kinds)}: choose one, or leave it out"
+        raise _BadRow("kind", row["kind"], rule)
     kind = QuestionKind(row["kind"])
     if (kind is QuestionKind.MULTIPLE_CHOICE) != bool(options):
         rule = "mcq has options and the others have none: change the kind or the options"
@@ -202,25 +221,37 @@ def _answer(row: dict[str, Any], kind: QuestionKind, options: tuple[str, ...]) -
 
 
 def _span(value: Any) -> str:
-    try:
-        span = json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        span = None
-    numbers = span if isinstance(span, list) else []
-    good = [n for n in numbers if isinstance(n, int | float) and not isinstance(n, bool)]
-    if len(numbers) != 2 or len(good) != 2 or not 0 <= good[0] < good[1] < math.inf:
+    """Seconds [start, end], as a list or as the text of one."""
+    span: Any = value
+    if isinstance(value, str):
+        try:
+            span = json.loads(value)
+        except ValueError:
+            span = None
+    if not _is_span(span):
         rule = "a span of seconds, start before end: write [12.5, 20]"
         raise _BadRow("answer", value, rule)
-    return f"[{good[0]:g}, {good[1]:g}]"
+    start, end = span
+    return f"[{start:g}, {end:g}]"
+
+
+def _is_span(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    # A bool is an int in Python.
+    if any(isinstance(n, bool) or not isinstance(n, int | float) for n in value):
+        return False
+    start, end = value
+    return 0 <= start < end < math.inf
 
 
 def _subtitles(
-    row: dict[str, Any], root: pathlib.Path, known: dict[str, tuple[Subtitle, ...]]
+    row: dict[str, Any], root: pathlib.Path, cache: _SubtitleCache
 ) -> tuple[Subtitle, ...]:
-    """The entries of a row's file, read into `known` where they are not there yet."""
+    """Read the subtitle file of a row, unless it is in the cache."""
     path = _path(row, "subtitles")
-    if path in known:
-        return known[path]
+    if path in cache:
+        return cache[path]
     if not path.endswith(".srt"):
         raise _BadRow("subtitles", path, "a SubRip file (.srt): convert it, or leave it out")
     try:
@@ -229,6 +260,6 @@ def _subtitles(
         rule = f"no such file below {root}: put it there, or leave it out"
         raise _BadRow("subtitles", path, rule) from None
     if not entries:
-        raise _BadRow("subtitles", path, "it has no entries: mend it, or leave it out")
-    known[path] = tuple(entries)
-    return known[path]
+        raise _BadRow("subtitles", path, "it has no entries: correct it, or leave it out")
+    cache[path] = tuple(entries)
+    return cache[path]

@@ -1,7 +1,7 @@
-"""One row of the published files as a worker process reads it: the record, and what the summary wants to know of it.
+"""Reads one row of the published files in a worker process: its record, and facts for the summary.
 
-Owns which frames of a file a demonstration shows and the check that files can be decoded. Light to import, for many processes do.
-Invariant: a row comes back as `Kept` or as `LeftOutRow`, whatever is in it and in its files.
+Whatever is in a row and in its files, the result is a `Kept` or a `LeftOutRow`. Every worker
+imports this module, so it stays light.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import pathlib
 
 import numpy as np
+from jaxtyping import Int64
 
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError, VideoInfo, overview_indices, window_indices
@@ -32,21 +33,27 @@ from paravt_jax.method.tools.crop_video import resolve_window
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """How rows are read, all that decides what comes out: the root of relative paths, the folder of the tokenizer, the frames of a video
-    (at most `frames`, `fps` a second), a frame's limits in pixels and its merged patch.
-    """
+    """Settings that decide what a row becomes."""
 
     root: str
+    """Folder of relative video paths."""
     tokenizer: str
+    """Folder of the tokenizer."""
     limits: ProtocolSettings
+    """Limits of the protocol that conversations have to keep."""
     frames: int = 64
+    """Frames of a video's overview at most."""
     fps: float = 1.0
+    """Frames of a video's overview per second."""
     min_pixels: int = 784
+    """Smallest area of a frame, in pixels."""
     max_pixels: int = 50_176
+    """Largest area of a frame, in pixels."""
     factor: int = 32
+    """Pixels along the side of a merged patch: patch size times merge size."""
 
     def tokens(self, clip: Clip) -> int:
-        """Visual tokens of one of the clip's frames."""
+        """Return the number of visual tokens of one frame of the clip."""
         height, width = smart_resize(
             clip.height, clip.width, self.min_pixels, self.max_pixels, self.factor
         )
@@ -55,9 +62,18 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A row that is learned from. `kind` is a question's, or `conversation`; `seconds` the durations of its videos.
+    """Facts about a row that is used for training.
 
-    The rest is a conversation's: its length in tokens, its frames and calls, whether its responses think and its last one answers in tags.
+    Attributes:
+        id: The row's id: the file's name and the row's number.
+        source: The split that the row comes from.
+        kind: `conversation`, or the kind of the question.
+        seconds: Durations of its videos.
+        tokens: Length of the conversation in tokens.
+        frames: Frames that the conversation shows.
+        calls: Tool responses in the conversation.
+        thinks: Whether all its responses start with <think>.
+        answers: Whether its last response contains answer tags.
     """
 
     id: str
@@ -73,7 +89,7 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class LeftOutRow:
-    """A row that is left out, and why."""
+    """A row that is not used for training, and why."""
 
     id: str
     source: str
@@ -82,28 +98,32 @@ class LeftOutRow:
 
     @classmethod
     def by_worker(cls, id: str, source: str, error: Exception) -> LeftOutRow:
-        """A row that no worker could finish."""
-        return cls(
-            id, source, Reason.SLOW if "longer" in str(error) else Reason.UNREADABLE, str(error)
-        )
+        """A row that no worker could finish: its deadline passed, or its file crashed a decoder."""
+        reason = Reason.SLOW if "longer" in str(error) else Reason.UNREADABLE
+        return cls(id, source, reason, str(error))
 
 
 def read_row(
     reading: Reading,
     task: tuple[bool, str, str, dict | Refused],
 ) -> tuple[Kept, Question | Conversation] | LeftOutRow:
-    """What becomes of a row: (whether of an rl file, its id, its source, its columns).
+    """Read one row of a published file, and check that its videos can be decoded.
 
-    A row that is kept comes with its record.
+    Args:
+        reading: How rows are read.
+        task: Whether the row is of an rl file, its id, its source, and its columns.
+
+    Returns:
+        The record with facts about it, or the reason why the row is left out.
     """
     rl, id, source, row = task
     checker = VideoChecker(reading)
     try:
         if isinstance(row, Refused):
             raise row
-        return (
-            _question(row, id, source, checker) if rl else _conversation(row, id, source, checker)
-        )
+        if rl:
+            return _question(row, id, source, checker)
+        return _conversation(row, id, source, checker)
     except Refused as refused:
         return LeftOutRow(id, source, refused.reason, refused.detail)
     except VideoError as error:
@@ -140,7 +160,7 @@ def _conversation(
 
 
 class VideoChecker:
-    """Opens the files of one row. `seconds`: the durations of the videos it was shown, each once."""
+    """Chooses the frames that are shown of a row's files, and checks that they can be decoded."""
 
     def __init__(self, reading: Reading):
         self.reading = reading
@@ -148,37 +168,45 @@ class VideoChecker:
 
     @property
     def seconds(self) -> list[float]:
+        """Durations of the videos so far, each video once."""
         return list(self._durations.values())
 
     def __call__(self, path: str, picture: bool, call: CropCall | None) -> Clip:
-        """What is shown of a file. Raises VideoError, and Refused for a window outside the video and for a picture that cannot be shown."""
-        reading, file = self.reading, pathlib.Path(self.reading.root) / path
-        info = _probe(str(file))
-        if picture or video.is_picture(path):
+        """Choose the frames to show of a file.
+
+        Args:
+            path: The file, absolute or relative to the root.
+            picture: Whether the row calls it a picture.
+            call: The call whose window is shown; None for an overview of the video.
+
+        Raises:
+            VideoError: The file cannot be read.
+            Refused: The window is outside the video, or the file's shape cannot be shown.
+        """
+        file = str(pathlib.Path(self.reading.root) / path)
+        info = _probe(file)
+        # Some rows name a picture as their video.
+        still = picture or video.is_picture(path)
+        if still:
             indices = np.zeros(1, np.int64)
         else:
             self._durations[path] = info.duration
-            indices = self._window(info, call) if call is not None else self._overview(info)
-            _require_decodable(str(file), int(indices[0]), int(indices[-1]))
-        clip = Clip(
-            path,
-            tuple(indices.tolist()),
-            tuple(round(float(info.times[i]), 3) for i in indices),
-            info.height,
-            info.width,
-            still=picture or video.is_picture(path),
-        )
+            indices = self._overview(info) if call is None else self._window(info, call)
+            _require_decodable(file, int(indices[0]), int(indices[-1]))
+        times = tuple(round(float(info.times[i]), 3) for i in indices)
+        clip = Clip(path, tuple(indices.tolist()), times, info.height, info.width, still=still)
         try:
-            reading.tokens(clip)
+            self.reading.tokens(clip)
         except ValueError as error:
             raise Refused(Reason.UNREADABLE, f"{path}: {error}") from error
         return clip
 
-    def _overview(self, info: VideoInfo) -> np.ndarray:
-        wanted = max(1, math.ceil(info.duration * self.reading.fps - 1e-6))
-        return overview_indices(info.frames, min(self.reading.frames, wanted))
+    def _overview(self, info: VideoInfo) -> Int64[np.ndarray, " m"]:
+        # The tolerance keeps a duration of 5.0000001 s from asking for a sixth frame.
+        count = max(1, math.ceil(info.duration * self.reading.fps - 1e-6))
+        return overview_indices(info.frames, min(self.reading.frames, count))
 
-    def _window(self, info: VideoInfo, call: CropCall) -> np.ndarray:
+    def _window(self, info: VideoInfo, call: CropCall) -> Int64[np.ndarray, " m"]:
         found = resolve_window(call, info.duration)
         if isinstance(found, FailedCall):
             raise Refused(
@@ -188,19 +216,19 @@ class VideoChecker:
         return window_indices(info, window.start, window.end, limits.crop_fps, limits.crop_frames)
 
 
-@functools.lru_cache(
-    maxsize=8
-)  # one row may name a file several times, and neighbouring rows the same one
+# One row may name a file several times, and neighbouring rows often name the same file.
+@functools.lru_cache(maxsize=8)
 def _probe(file: str) -> VideoInfo:
     return video.probe(file)
 
 
 @functools.lru_cache(maxsize=64)
 def _require_decodable(file: str, first: int, last: int) -> None:
-    """A file can open and list its frames, and still have none that decodes."""
+    """Decode two frames: a file can list its frames and still have none that decodes."""
     video.read(file, [first, last])
 
 
+# A worker process reads rows with one tokenizer only.
 @functools.lru_cache(maxsize=1)
 def _protocol(reading: Reading) -> Protocol:
     return Protocol(tokenizer.load(reading.tokenizer), reading.limits)

@@ -1,16 +1,15 @@
-"""The sizes at which pictures are shown: multiples of a patch, within limits on their area.
+"""Sizes at which pictures are shown: multiples of a patch, within limits on their area.
 
-Owns the arithmetic of sizes and no pixels. Invariant: the sizes are those of qwen_vl_utils and of the processors of transformers.
+The sizes equal those of qwen_vl_utils and of the processors of transformers.
 """
 
 from __future__ import annotations
 
 import math
 
-_MIN_TOKENS, _MAX_TOKENS = (
-    4,
-    16_384,
-)  # visual tokens an image has at least and at most where the caller sets no limits
+# Visual tokens of an image where the caller sets no limits.
+_MIN_TOKENS = 4
+_MAX_TOKENS = 16_384
 
 
 def smart_resize(
@@ -20,24 +19,46 @@ def smart_resize(
     max_pixels: int | None = None,
     factor: int = 32,
 ) -> tuple[int, int]:
-    """The (height, width) a frame is shown at: multiples of `factor`, area within [min_pixels, max_pixels], shape nearly kept.
+    """Return the (height, width) at which a frame is shown, as `qwen_vl_utils.smart_resize` does.
 
-    Follows `qwen_vl_utils.smart_resize`; `factor` is patch size x merge size. ValueError for a side below 1, a ratio above 200 or
-    crossed limits.
+    Both sides are multiples of `factor`, the area is within the limits, and the aspect ratio stays
+    nearly the same.
+
+    Args:
+        height: Height of the frame in pixels.
+        width: Width of the frame in pixels.
+        min_pixels: Smallest area in pixels; 4 visual tokens by default.
+        max_pixels: Largest area in pixels; 16,384 visual tokens by default.
+        factor: Pixels along the side of a merged patch: patch size times merge size.
+
+    Raises:
+        ValueError: A side is below 1, the sides differ by a factor above 200, or the limits cross.
     """
-    min_pixels = _MIN_TOKENS * factor**2 if min_pixels is None else min_pixels
-    max_pixels = _MAX_TOKENS * factor**2 if max_pixels is None else max_pixels
-    return _fit(height, width, (min_pixels, max_pixels), factor, least=factor)
+    if min_pixels is None:
+        min_pixels = _MIN_TOKENS * factor**2
+    if max_pixels is None:
+        max_pixels = _MAX_TOKENS * factor**2
+    return _fit(height, width, (min_pixels, max_pixels), factor, least_side=factor)
 
 
 def image_size(
     height: int, width: int, limits: tuple[int, int], factor: int = 32
 ) -> tuple[int, int]:
-    """The (height, width) the image processor of transformers shows an image at; `limits` on the area in pixels. Refuses as `smart_resize`.
+    """Return the (height, width) at which transformers' image processor shows an image.
 
-    Equal to `smart_resize` but where a side is below factor / 2: it counts as nothing, so the image is always enlarged.
+    The result differs from `smart_resize` only where a side is below factor / 2. That side is
+    rounded to 0, so the area is 0 and the image is always enlarged.
+
+    Args:
+        height: Height of the image in pixels.
+        width: Width of the image in pixels.
+        limits: Smallest and largest area in pixels.
+        factor: Pixels along the side of a merged patch.
+
+    Raises:
+        ValueError: As in `smart_resize`.
     """
-    return _fit(height, width, limits, factor, least=0)
+    return _fit(height, width, limits, factor, least_side=0)
 
 
 def video_size(
@@ -48,9 +69,18 @@ def video_size(
     factor: int = 32,
     temporal: int = 2,
 ) -> tuple[int, int]:
-    """The (height, width) the video processor of transformers shows frames at; `limits` on the pixels of all frames together.
+    """Return the (height, width) at which transformers' video processor shows the frames.
 
-    A side below `factor` is enlarged first. ValueError for fewer than `temporal` frames, and as `smart_resize`.
+    Args:
+        frames: Number of frames.
+        height: Height of a frame in pixels.
+        width: Width of a frame in pixels.
+        limits: Smallest and largest number of pixels of all frames together.
+        factor: Pixels along the side of a merged patch. A smaller side is first enlarged to it.
+        temporal: Frames per temporal patch.
+
+    Raises:
+        ValueError: There are fewer than `temporal` frames, or as in `smart_resize`.
     """
     if frames < temporal:
         raise ValueError(
@@ -58,16 +88,12 @@ def video_size(
         )
     if 0 < min(height, width) < factor:
         scale = max(factor / height, factor / width)
-        height, width = int(height * scale), int(width * scale)
-    return _fit(
-        height,
-        width,
-        limits,
-        factor,
-        least=0,
-        frames=frames,
-        counted=round(frames / temporal) * temporal,
-    )
+        height = int(height * scale)
+        width = int(width * scale)
+    # transformers rounds the number of frames to whole temporal patches when it compares with the
+    # limits, but scales by the exact number.
+    rounded = round(frames / temporal) * temporal
+    return _fit(height, width, limits, factor, least_side=0, frames=frames, compared_frames=rounded)
 
 
 def _fit(
@@ -75,11 +101,14 @@ def _fit(
     width: int,
     limits: tuple[int, int],
     factor: int,
-    least: int,
+    least_side: int,
     frames: int = 1,
-    counted: int = 1,
+    compared_frames: int = 1,
 ) -> tuple[int, int]:
-    """Sides rounded to multiples of `factor`, or scaled so that `frames` of them keep the limits that `counted` of them break."""
+    """Round both sides to multiples of `factor`, and rescale where the area breaks the limits.
+
+    `compared_frames` decides whether a limit is broken; `frames` decides the scale.
+    """
     min_pixels, max_pixels = limits
     if min(height, width) < 1:
         raise ValueError(
@@ -87,17 +116,22 @@ def _fit(
         )
     if max_pixels < min_pixels:
         raise ValueError(
-            f"max_pixels = {max_pixels}: at least min_pixels = {min_pixels}; raise one or lower the other"
+            f"max_pixels = {max_pixels}: at least min_pixels = {min_pixels}; "
+            "raise one or lower the other"
         )
     if max(height, width) / min(height, width) > 200:
         raise ValueError(
-            f"frame size = {height} x {width}: the longer side is at most 200 times the shorter; crop the frame first"
+            f"frame size = {height} x {width}: the longer side is at most 200 times the shorter; "
+            "crop the frame first"
         )
-    h, w = (max(least, round(side / factor) * factor) for side in (height, width))
-    if counted * h * w > max_pixels:
+    h = max(least_side, round(height / factor) * factor)
+    w = max(least_side, round(width / factor) * factor)
+    if compared_frames * h * w > max_pixels:
         beta = math.sqrt(frames * height * width / max_pixels)
-        h, w = (max(factor, math.floor(side / beta / factor) * factor) for side in (height, width))
-    elif counted * h * w < min_pixels:
+        h = max(factor, math.floor(height / beta / factor) * factor)
+        w = max(factor, math.floor(width / beta / factor) * factor)
+    elif compared_frames * h * w < min_pixels:
         beta = math.sqrt(min_pixels / (frames * height * width))
-        h, w = (math.ceil(side * beta / factor) * factor for side in (height, width))
+        h = math.ceil(height * beta / factor) * factor
+        w = math.ceil(width * beta / factor) * factor
     return h, w

@@ -1,7 +1,7 @@
-"""Where published files come from: a local folder, a hub id or a bucket; and archives of media, unpacked into one root.
+"""Finds published files: in a local folder, on the Hugging Face hub or in a bucket.
 
-Owns copying and unpacking, each of which goes on where it was cut off. Refuses sources that are none of the three, and members of
-archives that would land outside the root. Invariant: a file under its own name is whole; nothing of the source is changed.
+Archives of media are unpacked into one root. Copying and unpacking resume after an interruption. A
+file gets its own name only when it is complete, and nothing in the source is changed.
 """
 
 from __future__ import annotations
@@ -14,33 +14,36 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import fsspec
 import fsspec.core
 import huggingface_hub
 from huggingface_hub import errors
 
-MEDIA = (
-    ".mp4",
-    ".mkv",
-    ".webm",
-    ".avi",
-    ".mov",
-    ".m4v",
-    ".ts",
-    ".mpg",
-    ".png",
-    ".jpg",
-    ".jpeg",
-    ".webp",
-    ".bmp",
-)
+_VIDEOS = (".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".ts", ".mpg")
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+MEDIA = (*_VIDEOS, *_PICTURES)
+# The fsspec package for each kind of bucket.
+_BUCKET_PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs"}
+# Folder of empty files that say which archives are unpacked.
 _MARKS = ".unpacked"
 
 
 def fetch(source: str, folder: pathlib.Path, patterns: Sequence[str]) -> pathlib.Path:
-    """The local folder of a source's files that match: `source` itself where it is one, the hub's cache, or `folder`, to which a bucket's
-    files are copied. FileNotFoundError where there are none, ModuleNotFoundError where a kind of bucket needs a package.
+    """Return a local folder with the files of a source.
+
+    Args:
+        source: A local folder, a hub id (owner/name) or the address of a bucket (gs://...).
+        folder: Where files of a bucket are copied to.
+        patterns: Patterns of file names, such as "*.parquet". A local folder is not filtered.
+
+    Returns:
+        The local folder itself, a folder in the hub's cache, or `folder`.
+
+    Raises:
+        FileNotFoundError: The source does not exist, or no file of a bucket matches.
+        ModuleNotFoundError: This kind of bucket needs another package.
     """
     if "://" in source:
         return _copy(source, folder, patterns)
@@ -51,82 +54,110 @@ def fetch(source: str, folder: pathlib.Path, patterns: Sequence[str]) -> pathlib
 
 
 def from_hub(source: str, patterns: Sequence[str]) -> pathlib.Path:
-    """The folder in the hub's cache of a data set's files that match. FileNotFoundError where there are none."""
+    """Download the matching files of a data set, and return its folder in the hub's cache.
+
+    Raises:
+        FileNotFoundError: `source` is not a hub id, or it cannot be downloaded.
+    """
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
         raise FileNotFoundError(
             f"{source}: no such file or folder, and no hub id (owner/name); give one of these"
         )
     try:
-        return pathlib.Path(
-            huggingface_hub.snapshot_download(
-                source, repo_type="dataset", allow_patterns=list(patterns)
-            )
+        folder = huggingface_hub.snapshot_download(
+            source, repo_type="dataset", allow_patterns=list(patterns)
         )
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
-            f"{source}: not here, and the hub did not give it ({type(error).__name__}); check the id, the network and the token (hf auth "
-            "login; some sets ask for consent on their page), or fetch it elsewhere and give its folder"
+            f"{source}: not here, and the hub did not give it ({type(error).__name__}); check the "
+            "id, the network and the token (hf auth login; some sets ask for consent on their "
+            "page), or fetch it elsewhere and give its folder"
         ) from error
+    return pathlib.Path(folder)
 
 
 def _copy(source: str, folder: pathlib.Path, patterns: Sequence[str]) -> pathlib.Path:
-    """The matching files of a bucket path, in `folder` under the names they have below it."""
-    scheme = source.partition("://")[0]
-    try:
-        system, top = fsspec.core.url_to_fs(source)
-    except ImportError as error:
-        package = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs"}.get(
-            scheme, f"the fsspec package of {scheme}://"
-        )
-        raise ModuleNotFoundError(
-            f"{source}: {scheme}:// paths need {package}: pip install {package}, or copy the files and give their folder"
-        ) from error
-    except ValueError as error:
-        raise FileNotFoundError(
-            f"{source}: {error}; give a path that fsspec knows (gs://..., s3://...), a folder or a hub id"
-        ) from error
-    try:
-        found = system.find(top, detail=True)
-    except OSError as error:
-        raise FileNotFoundError(
-            f"{source}: cannot be listed ({error}); check the path and the credentials"
-        ) from error
-    names = {
-        os.path.relpath(path, top).replace(os.sep, "/"): info["size"]
-        for path, info in found.items()
-    }
-    wanted = {
+    """Copy the matching files of a bucket path to `folder`, with their relative names."""
+    system, top = _open_bucket(source)
+    sizes = _list_files(source, system, top)
+    matching = {
         name: size
-        for name, size in names.items()
+        for name, size in sizes.items()
         if any(fnmatch.fnmatch(name.lower(), pattern) for pattern in patterns)
     }
-    if not wanted:
+    if not matching:
         raise FileNotFoundError(
-            f"{source}: holds no {' or '.join(patterns)} among {len(names)} files; check the path"
+            f"{source}: holds no {' or '.join(patterns)} among {len(sizes)} files; check the path"
         )
-    for name, size in sorted(wanted.items()):
+    for name, size in sorted(matching.items()):
         target = _inside(folder, name)
         if target.is_file() and target.stat().st_size == size:
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed when it is complete, so an interrupted copy is never taken for the file.
         unfinished = target.with_name(target.name + ".partial")
         system.get_file(f"{top.rstrip('/')}/{name}", str(unfinished))
         os.replace(unfinished, target)
     return folder
 
 
+def _open_bucket(source: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The file system of an address, and the path in it."""
+    scheme = source.partition("://")[0]
+    try:
+        return fsspec.core.url_to_fs(source)
+    except ImportError as error:
+        package = _BUCKET_PACKAGES.get(scheme, f"the fsspec package of {scheme}://")
+        raise ModuleNotFoundError(
+            f"{source}: {scheme}:// paths need {package}: pip install {package}, or copy the "
+            "files and give their folder"
+        ) from error
+    except ValueError as error:
+        raise FileNotFoundError(
+            f"{source}: {error}; give an address that fsspec supports (gs://..., s3://...), a "
+            "folder or a hub id"
+        ) from error
+
+
+def _list_files(source: str, system: fsspec.AbstractFileSystem, top: str) -> dict[str, int]:
+    """The sizes in bytes of all files below `top`, by relative name."""
+    try:
+        # With `detail` this is a dict of file information by path.
+        found: Any = system.find(top, detail=True)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{source}: cannot be listed ({error}); check the path and the credentials"
+        ) from error
+    return {
+        os.path.relpath(path, top).replace(os.sep, "/"): info["size"]
+        for path, info in found.items()
+    }
+
+
 def media_root(
     source: str, folder: pathlib.Path, tell: Callable[[int, int], None] | None = None
 ) -> pathlib.Path:
-    """The folder under which the sentinel paths lie. A local folder with media in it is that, as it is; archives alone, and what comes from
-    the hub or a bucket, are unpacked into `folder`/media. `tell(done, total)` hears of archives.
+    """Return the folder to which the media paths of the published rows are relative.
 
-    Raises what `fetch` raises, and ValueError for an archive that cannot be unpacked.
+    A local folder that contains media is used as it is. A folder of archives only is unpacked to
+    `folder`/media, and so are archives from the hub or a bucket.
+
+    Args:
+        source: A local folder, a hub id or the address of a bucket.
+        folder: Where to put what is copied or unpacked.
+        tell: Called after each archive with the number done and the total.
+
+    Raises:
+        ValueError: An archive cannot be unpacked.
+        FileNotFoundError: As in `fetch`.
+        ModuleNotFoundError: As in `fetch`.
     """
     patterns = ["*.zip", *(f"*{suffix}" for suffix in MEDIA)]
     found = fetch(source, folder / "media", patterns)
     archives = sorted(found.rglob("*.zip"))
-    if not archives or (found == pathlib.Path(source).expanduser() and _holds_media(found)):
+    is_local = found == pathlib.Path(source).expanduser()
+    # Archives beside media in a local folder are taken to be unpacked already.
+    if not archives or (is_local and _holds_media(found)):
         return found
     root = folder / "media"
     unpack(archives, root, tell)
@@ -134,7 +165,10 @@ def media_root(
 
 
 def _holds_media(folder: pathlib.Path) -> bool:
-    return any(name.lower().endswith(MEDIA) for _, _, names in os.walk(folder) for name in names)
+    for _, _, names in os.walk(folder):
+        if any(name.lower().endswith(MEDIA) for name in names):
+            return True
+    return False
 
 
 def unpack(
@@ -142,9 +176,15 @@ def unpack(
     root: pathlib.Path,
     tell: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Every file of the archives under `root`, several archives at a time; those that were unpacked whole before are passed over.
+    """Unpack zip archives into `root`, several at a time. Skips what was unpacked before.
 
-    Raises ValueError for a broken archive, and for a member that would land outside the root.
+    Args:
+        archives: The zip files.
+        root: Where to unpack them.
+        tell: Called after each archive with the number done and the total.
+
+    Raises:
+        ValueError: An archive is broken, or a member would land outside `root`.
     """
     archives = list(archives)
     root.mkdir(parents=True, exist_ok=True)
@@ -155,6 +195,8 @@ def unpack(
                 future.result()
                 if tell is not None:
                     tell(done, len(archives))
+        # Also for KeyboardInterrupt: without the cancellation, leaving the `with` block would wait
+        # until all other archives are unpacked.
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -167,24 +209,32 @@ def _unpack(archive: pathlib.Path, root: pathlib.Path) -> None:
     try:
         with zipfile.ZipFile(archive) as file:
             for member in file.infolist():
-                target = _inside(root, member.filename)
-                if member.is_dir() or (
-                    target.is_file() and target.stat().st_size == member.file_size
-                ):
-                    continue
-                target.parent.mkdir(parents=True, exist_ok=True)
-                unfinished = target.with_name(f"{target.name}.{archive.stem}.partial")
-                with file.open(member) as packed, unfinished.open("wb") as plain:
-                    shutil.copyfileobj(packed, plain, 2**20)
-                os.replace(unfinished, target)
+                _unpack_member(archive, file, member, root)
     except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
         raise ValueError(f"{archive}: cannot be unpacked ({error}); download it again") from error
     mark.parent.mkdir(exist_ok=True)
     mark.touch()
 
 
+def _unpack_member(
+    archive: pathlib.Path, file: zipfile.ZipFile, member: zipfile.ZipInfo, root: pathlib.Path
+) -> None:
+    target = _inside(root, member.filename)
+    if member.is_dir():
+        return
+    # Unpacked before an interruption.
+    if target.is_file() and target.stat().st_size == member.file_size:
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # The archive's name keeps two archives with the same member from writing to one file.
+    unfinished = target.with_name(f"{target.name}.{archive.stem}.partial")
+    with file.open(member) as packed, unfinished.open("wb") as plain:
+        shutil.copyfileobj(packed, plain, 2**20)
+    os.replace(unfinished, target)
+
+
 def _inside(root: pathlib.Path, name: str) -> pathlib.Path:
-    """The path of a name below the root. Raises ValueError for one that is not."""
+    """Join a relative name to the root. Raises ValueError for a name that would leave it."""
     path = pathlib.PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name:
         raise ValueError(f"{name}: would lie outside {root}; remove it from the source")

@@ -1,7 +1,8 @@
-"""Settings stored beside what they decide: whether they are those asked for, and who may write.
+"""Compares stored settings with the ones asked for, and locks files against other processes.
 
-Whatever is made once and resumed later - a run, a checkpoint, a prepared set, a rendered world, an
-evaluation - stores its settings as JSON, and is refused to a process that asks for others.
+A run, a checkpoint, a prepared set, a rendered world and an evaluation are made once and resumed
+later. Each stores its settings as JSON. A process that asks for other settings is refused, because
+it would mix two kinds of results in one folder.
 """
 
 from __future__ import annotations
@@ -13,12 +14,20 @@ import pathlib
 from typing import Any, TextIO
 
 _ABSENT = "(absent)"
-_MOST = 20  # differing fields that a message names
+# Differing fields that a message names.
+_MAX_NAMED_FIELDS = 20
 
 
 def as_json(value: Any, name: str) -> Any:
-    """`value` as JSON brings it back (tuples are lists). Raises TypeError naming `name` for what
-    would come back different."""
+    """Return `value` as JSON reads it back; tuples become lists.
+
+    Args:
+        value: The value to store.
+        name: What to call it in an error message.
+
+    Raises:
+        TypeError: JSON cannot hold the value, or would read it back different.
+    """
     _check_keys(value, name)
     try:
         return json.loads(json.dumps(value))
@@ -29,7 +38,7 @@ def as_json(value: Any, name: str) -> Any:
 
 
 def _check_keys(value: Any, name: str) -> None:
-    """json.dumps writes a number as a key without a word, and text comes back."""
+    """Refuse keys that are not text: json.dumps silently turns the key 1 into "1"."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -50,10 +59,14 @@ def require_same(
     remedy: str,
     error: type[Exception] = ValueError,
 ) -> None:
-    """Raises `error`, with a line for each field that differs, where `stored` is not `wanted`.
+    """Raise `error`, with one line per differing field, unless both settings are equal.
 
-    what: the message's beginning, such as "runs/x holds a run of other settings".
-    remedy: its last line.
+    Args:
+        what: Start of the message, such as "runs/x holds a run of other settings".
+        stored: Settings read from disk.
+        wanted: Settings asked for now, as JSON reads them back.
+        remedy: Last line of the message.
+        error: Type of the exception.
     """
     old, new = _flat(stored), _flat(wanted)
     lines = [
@@ -61,39 +74,48 @@ def require_same(
         for name in old | new
         if old.get(name) != new.get(name)
     ]
-    if len(lines) > _MOST:
-        lines[_MOST:] = [f"  and {len(lines) - _MOST} more"]
+    if len(lines) > _MAX_NAMED_FIELDS:
+        lines[_MAX_NAMED_FIELDS:] = [f"  and {len(lines) - _MAX_NAMED_FIELDS} more"]
     if lines:
         raise error("\n".join([f"{what} (stored -> wanted):", *lines, remedy]))
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, str]:
-    """Dotted names -> leaves as JSON text, which also makes a NaN equal to itself; a list is one
-    leaf, and so is an empty dict."""
+    """Flatten nested dicts to dotted names and JSON texts: {"a": {"b": 1}} gives {"a.b": "1"}."""
     if not isinstance(value, dict) or (prefix and not value):
+        # As text, a NaN equals itself. Lists and empty dicts are compared as a whole.
         return {prefix: json.dumps(value)}
-    return {
-        name: text
-        for key, item in value.items()
-        for name, text in _flat(item, f"{prefix}.{key}" if prefix else key).items()
-    }
+    flat: dict[str, str] = {}
+    for key, item in value.items():
+        flat |= _flat(item, f"{prefix}.{key}" if prefix else key)
+    return flat
 
 
 def lock(file: pathlib.Path, wait: bool = False) -> TextIO:
-    """Locks `file`, made if need be, until what is returned is closed (also as a context manager).
+    """Lock `file` until the returned stream is closed. The file is created if it does not exist.
 
-    It is a kernel lock on an open file, which no killed process leaves behind. Where another
-    process holds it, this one waits, or raises BlockingIOError with that process's id.
+    Args:
+        file: The lock file. It contains the id of the process that holds the lock.
+        wait: Whether to wait while another process holds the lock.
+
+    Returns:
+        An open stream; also usable in a `with` block.
+
+    Raises:
+        BlockingIOError: Another process holds the lock, and `wait` is false.
     """
+    # "a+" creates a missing file, but does not empty it before the lock is ours.
     stream = file.open("a+", encoding="utf-8")
     try:
+        # The kernel releases the lock when the process ends, so a killed process leaves no stale
+        # lock behind.
         fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError as error:
         stream.seek(0)
         holder = stream.read().strip() or "unknown"
         stream.close()
         raise BlockingIOError(f"in use by another process (id {holder})") from error
-    # A forked worker inherits the open file and would hold the lock beyond its parent's death.
+    # A forked worker inherits the open file. It would keep the lock after its parent has died.
     os.register_at_fork(after_in_child=stream.close)
     stream.truncate(0)
     stream.write(str(os.getpid()))

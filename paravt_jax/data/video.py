@@ -1,10 +1,11 @@
-"""Video files: the frames that a file holds, and their pixels.
+"""Video files: which frames a file contains, and their pixels.
 
-decord reads what it reads exactly (8-bit H.264 and VP9 with closed GOPs in mp4, mkv and webm). PyAV
-reads everything else, whatever decord cannot open, and all files where decord is not installed. Each
-call opens its file and closes it, since a decord reader that crosses threads or a fork hangs. A
-picture is a video of one frame. Frame i is the i-th in order of presentation, whichever decoder reads
-it, and its time counts from the first frame's.
+Frames are numbered in order of presentation, whichever decoder reads them. Times count from the
+first frame. A picture is a video of one frame.
+
+Two decoders read the files. decord is fast, and exact for 8-bit H.264 and VP9 with closed GOPs in
+mp4, mkv and webm. PyAV reads everything else, and whatever decord cannot open. It also reads all
+files where decord is not installed.
 """
 
 from __future__ import annotations
@@ -26,28 +27,33 @@ from paravt_jax.data.frames import VideoError, VideoInfo
 
 try:
     import decord
-except ImportError:  # there are wheels for x86-64 Linux only
+except ImportError:
+    # There are wheels for x86-64 Linux only.
     decord = None
 
-# decord shows wrong frames after a seek in other containers, and other colours for other pixel formats (decord 0.6.0).
+# What decord 0.6.0 reads exactly. In other containers it returns wrong frames after a seek, and for
+# other pixel formats it returns slightly different colours.
 _EXACT_CONTAINERS = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"}
 _EXACT_CODECS = {"h264", "vp9", "libvpx-vp9"}
 _EXACT_PIXELS = {"yuv420p"}
+# Packets in these containers lack reliable timestamps, so the frames are found by decoding all.
+_UNINDEXED = {"mpeg", "mpegts"}
 _PICTURES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
-_UNINDEXED = {
-    "mpeg",
-    "mpegts",
-}  # packets of these lack reliable timestamps, so frames are counted by decoding all of them
 
 _Result = TypeVar("_Result")
 
 if decord is not None:
-    decord.logging.set_level(decord.logging.QUIET)  # bad files are reported as VideoError
+    # Bad files are reported as VideoError, so decord need not print about them.
+    decord.logging.set_level(decord.logging.QUIET)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Index:
-    """The frames of a stream in order of presentation: their timestamps in the stream's time base, and which are keyframes."""
+    """The frames of a stream, in order of presentation.
+
+    `stamps` are timestamps in the stream's time base, `keys` the numbers of the keyframes. `decord`
+    says whether decord reads the file exactly, `seekable` whether PyAV can seek to a timestamp.
+    """
 
     info: VideoInfo
     stamps: Int64[np.ndarray, " frames"]
@@ -57,17 +63,33 @@ class _Index:
 
 
 def probe(path: str | os.PathLike) -> VideoInfo:
-    """Lists a file's frames, from its packets where they carry their times. Raises VideoError."""
+    """List the frames of a file. Decodes nothing if the packets carry timestamps.
+
+    Raises:
+        VideoError: The file cannot be read.
+    """
     if is_picture(path):
         height, width, _ = _picture(path).shape
         return VideoInfo(str(path), 1, 0.0, np.zeros(1), width, height)
-    return _guarded(path, lambda container: _index(path, container)).info
+    return _with_container(path, lambda container: _index(path, container)).info
 
 
 def read(
     path: str | os.PathLike, indices: Sequence[int] | Int64[np.ndarray, " m"]
 ) -> UInt8[np.ndarray, "m height width 3"]:
-    """The pixels (RGB) of frames by number, in the order asked for. Raises VideoError; IndexError for a number the file lacks."""
+    """Decode frames of a file.
+
+    Args:
+        path: The file.
+        indices: Frame numbers in any order; a number may occur several times.
+
+    Returns:
+        The RGB pixels of the frames, in the order of `indices`.
+
+    Raises:
+        VideoError: The file cannot be read.
+        IndexError: `indices` is empty or contains a number that the file does not have.
+    """
     wanted = np.asarray(indices, np.int64)
     if not wanted.size:
         raise IndexError(f"{path}: no frame is asked for; give at least one")
@@ -78,23 +100,28 @@ def read(
 
     def decode(container: InputContainer) -> np.ndarray:
         index = _index(path, container)
-        if not 0 <= wanted.min() <= wanted.max() < index.info.frames:
+        if wanted.min() < 0 or wanted.max() >= index.info.frames:
             raise IndexError(
-                f"{path}: frames {wanted.min()} to {wanted.max()} asked for, it has {index.info.frames}"
+                f"{path}: frames {wanted.min()} to {wanted.max()} asked for, "
+                f"it has {index.info.frames}"
             )
-        pixels = _read_decord(path, wanted, index) if index.decord else None
-        return _read_av(path, container, wanted, index) if pixels is None else pixels
+        pixels = None
+        if index.decord:
+            pixels = _read_decord(path, wanted, index)
+        if pixels is None:
+            pixels = _read_av(path, container, wanted, index)
+        return pixels
 
-    return _guarded(path, decode)
+    return _with_container(path, decode)
 
 
 def is_picture(path: str | os.PathLike) -> bool:
-    """Whether a file is a picture, by its name."""
+    """Whether a file is a picture, judged by its name."""
     return pathlib.PurePath(path).suffix.lower() in _PICTURES
 
 
 def on_white(image: Image.Image) -> UInt8[np.ndarray, "h w 3"]:
-    """The pixels (RGB) of a picture; what is transparent stands on white."""
+    """Return the RGB pixels of a picture, with transparent parts on a white background."""
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -102,17 +129,14 @@ def on_white(image: Image.Image) -> UInt8[np.ndarray, "h w 3"]:
 
 
 def _picture(path: str | os.PathLike) -> UInt8[np.ndarray, "h w 3"]:
-    """A picture turned as its file says, what is transparent on white. Raises VideoError."""
+    """Read a picture, rotated as its EXIF data says."""
     _require_file(path)
+    # Pillow reports a broken PNG as SyntaxError.
+    errors = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
     try:
         with Image.open(path) as file:
             return on_white(ImageOps.exif_transpose(file))
-    except (
-        OSError,
-        ValueError,
-        SyntaxError,
-        Image.DecompressionBombError,
-    ) as error:  # SyntaxError: a broken PNG
+    except errors as error:
         raise VideoError(path, f"it cannot be decoded ({type(error).__name__}: {error})") from error
 
 
@@ -120,7 +144,8 @@ def _require_file(path: str | os.PathLike) -> None:
     file = pathlib.Path(path)
     try:
         size = file.stat().st_size if file.is_file() else None
-    except OSError as error:  # such as a name that is too long, or a folder that may not be entered
+    except OSError as error:
+        # Such as a name that is too long, or a folder without permission.
         reason = f"it cannot be opened ({error.strerror}); check the path and its permissions"
         raise VideoError(path, reason) from error
     if size is None:
@@ -129,9 +154,11 @@ def _require_file(path: str | os.PathLike) -> None:
         raise VideoError(path, "the file is empty")
 
 
-def _guarded(path: str | os.PathLike, use: Callable[[InputContainer], _Result]) -> _Result:
-    """Opens the file for `use`; every way in which it can be bad becomes a VideoError."""
+def _with_container(path: str | os.PathLike, use: Callable[[InputContainer], _Result]) -> _Result:
+    """Open the file for one call of `use`. Whatever is wrong with the file becomes a VideoError."""
     _require_file(path)
+    # Files are opened anew for every call: a reader that is passed on to another thread or through
+    # a fork can hang.
     try:
         with av.open(str(path), metadata_errors="replace") as container:
             return use(container)
@@ -140,14 +167,16 @@ def _guarded(path: str | os.PathLike, use: Callable[[InputContainer], _Result]) 
 
 
 def _stream(path: str | os.PathLike, container: InputContainer) -> av.VideoStream:
-    stream = container.streams.best("video")  # the one decord takes as well
+    # Of several video streams, decord reads FFmpeg's "best" one too.
+    stream = container.streams.best("video")
     if not isinstance(stream, av.VideoStream):
         raise VideoError(path, "it has no video stream")
-    if stream.codec_context is None:  # PyAV gives a stream without a decoder no context
+    # PyAV creates no codec context where FFmpeg has no decoder for the stream.
+    if stream.codec_context is None:
         raise VideoError(
             path,
-            "the codec of its video is unknown here; encode it again, for example as H.264 "
-            "(ffmpeg -i OLD -c:v libx264 NEW.mp4), with a program that knows it",
+            "the codec of its video has no decoder here; convert the file where there is one, for "
+            "example to H.264 (ffmpeg -i OLD -c:v libx264 NEW.mp4)",
         )
     return stream
 
@@ -156,27 +185,33 @@ def _index(path: str | os.PathLike, container: InputContainer) -> _Index:
     stream = _stream(path, container)
     packets = _scan_packets(path, container, stream)
     stamps, durations = packets.stamps, packets.durations
-    seekable = (
-        container.format.name not in _UNINDEXED
-        and None not in stamps
-        and len(set(stamps)) == len(stamps) > 0
-    )
+    seekable = container.format.name not in _UNINDEXED and _are_distinct(stamps)
     if not seekable:
         stamps, durations = _scan_frames(container, stream)
     if not stamps or stream.time_base is None:
         raise VideoError(path, "it has no frames")
+
+    # Packets come in decoding order: a B-frame follows the later frame that it refers to.
     unordered = np.array(stamps, np.int64)
     order = np.argsort(unordered, kind="stable")
-    ordered, base = unordered[order], float(stream.time_base)
-    last = durations[order[-1]] or (
-        int(np.median(np.diff(ordered))) if len(ordered) > 1 else round(1 / base)
-    )
-    times = (ordered - ordered[0]) * base
+    ordered = unordered[order]
+    time_base = float(stream.time_base)
+    last_duration = durations[order[-1]]
+    if not last_duration:
+        last_duration = _guess_duration(ordered, time_base)
+    times = (ordered - ordered[0]) * time_base
     codec = stream.codec_context
     info = VideoInfo(
-        str(path), len(ordered), float(times[-1] + last * base), times, codec.width, codec.height
+        path=str(path),
+        frames=len(ordered),
+        duration=float(times[-1] + last_duration * time_base),
+        times=times,
+        width=codec.width,
+        height=codec.height,
     )
-    keys = np.flatnonzero(np.array(packets.keys)[order]) if seekable else np.zeros(1, np.int64)
+    keys = np.zeros(1, np.int64)
+    if seekable:
+        keys = np.flatnonzero(np.array(packets.keys)[order])
     exact = (
         container.format.name in _EXACT_CONTAINERS
         and codec.name in _EXACT_CODECS
@@ -187,11 +222,27 @@ def _index(path: str | os.PathLike, container: InputContainer) -> _Index:
     )
 
 
+def _are_distinct(stamps: Sequence[int | None]) -> bool:
+    """Whether every packet has a timestamp of its own, so that timestamps identify frames."""
+    return len(stamps) > 0 and None not in stamps and len(set(stamps)) == len(stamps)
+
+
+def _guess_duration(stamps: Int64[np.ndarray, " frames"], time_base: float) -> int:
+    """Duration of the last frame where the file gives none: the median gap, or else one second."""
+    if len(stamps) > 1:
+        return int(np.median(np.diff(stamps)))
+    return round(1 / time_base)
+
+
 @dataclasses.dataclass
 class _Packets:
-    """The shown packets of a stream in the order of the file. Open GOP: a frame is shown before the keyframe that it follows there."""
+    """The packets of a stream that are shown, in the order of the file.
 
-    stamps: list[int] = dataclasses.field(default_factory=list)
+    Open GOP: some frame comes after a keyframe in the file but is shown before it. It refers to the
+    GOP before, so decord gets it wrong after a seek to the keyframe.
+    """
+
+    stamps: list[int | None] = dataclasses.field(default_factory=list)
     durations: list[int] = dataclasses.field(default_factory=list)
     keys: list[bool] = dataclasses.field(default_factory=list)
     open_gop: bool = False
@@ -200,80 +251,107 @@ class _Packets:
 def _scan_packets(
     path: str | os.PathLike, container: InputContainer, stream: av.VideoStream
 ) -> _Packets:
-    """Lists the packets and holds what is there against the header: a truncated file opens without complaint."""
-    found, key, count, end = _Packets(), None, 0, 0.0
+    found = _Packets()
+    key_stamp: int | None = None
+    count = 0
+    end = 0.0
     for packet in container.demux():
+        # PyAV ends with an empty packet per stream, which only flushes the decoder.
         if not packet.size:
             continue
         if packet.pts is not None and packet.time_base is not None:
-            end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+            packet_end = (packet.pts + (packet.duration or 0)) * packet.time_base
+            end = max(end, float(packet_end))
         if packet.stream.index != stream.index:
             continue
         count += 1
+        # An edit list may cut frames off. They are in the file, but no player shows them.
         if packet.is_discard:
             continue
-        found.stamps.append(packet.pts)  # type: ignore[arg-type]  # None where the container has no time for it: the caller looks
+        found.stamps.append(packet.pts)
         found.durations.append(packet.duration or 0)
         found.keys.append(packet.is_keyframe)
         if packet.is_keyframe:
-            key = packet.pts
-        elif key is not None and packet.pts is not None and packet.pts < key:
+            key_stamp = packet.pts
+        elif key_stamp is not None and packet.pts is not None and packet.pts < key_stamp:
             found.open_gop = True
-    if container.format.name in _EXACT_CONTAINERS:  # the ones whose headers can be relied on
-        promised = (container.duration or 0) / av.time_base
-        if count < stream.frames:
-            raise VideoError(path, f"it is truncated: {count} frames of {stream.frames}")
-        if end < promised - max(0.5, 0.05 * promised):
-            raise VideoError(path, f"it is truncated: it ends at {end:.1f} s of {promised:.1f} s")
+    _require_whole(path, container, stream, count, end)
     return found
 
 
+def _require_whole(
+    path: str | os.PathLike,
+    container: InputContainer,
+    stream: av.VideoStream,
+    packets: int,
+    end: float,
+) -> None:
+    """Compare the packets and the end in seconds with what the header says.
+
+    FFmpeg opens a truncated file without any error, so this is the only sign.
+    """
+    # Headers of other containers are often wrong or empty.
+    if container.format.name not in _EXACT_CONTAINERS:
+        return
+    if packets < stream.frames:
+        raise VideoError(path, f"it is truncated: {packets} frames of {stream.frames}")
+    expected_end = (container.duration or 0) / av.time_base
+    if end < expected_end - max(0.5, 0.05 * expected_end):
+        raise VideoError(path, f"it is truncated: it ends at {end:.1f} s of {expected_end:.1f} s")
+
+
 def _scan_frames(container: InputContainer, stream: av.VideoStream) -> tuple[list[int], list[int]]:
-    """Timestamps and durations from decoding every frame. One without a timestamp is taken to follow the one before it directly."""
+    """Timestamps and durations from decoding every frame."""
     container.seek(0, backward=True)
     stamps: list[int] = []
     durations: list[int] = []
     for frame in container.decode(stream):
-        stamps.append(
-            frame.pts
-            if frame.pts is not None
-            else (stamps[-1] + max(durations[-1], 1) if stamps else 0)
-        )
+        stamp = frame.pts
+        if stamp is None:
+            # A frame without a timestamp starts when the one before it ends.
+            stamp = stamps[-1] + max(durations[-1], 1) if stamps else 0
+        stamps.append(stamp)
         durations.append(frame.duration or 0)
     return stamps, durations
 
 
-def _read_decord(path: str | os.PathLike, wanted: np.ndarray, index: _Index) -> np.ndarray | None:
-    """The frames by decord, or None where there is none, it cannot open the file, or it counts its frames otherwise."""
+def _read_decord(
+    path: str | os.PathLike, wanted: Int64[np.ndarray, " m"], index: _Index
+) -> UInt8[np.ndarray, "m height width 3"] | None:
+    """Decode with decord, or return None if it is missing or disagrees with the index."""
     if decord is None:
         return None
     try:
         reader = decord.VideoReader(str(path), ctx=decord.cpu(0), num_threads=1)
+        # Another number of frames means another numbering.
         if len(reader) != index.info.frames:
             return None
-        forward, back = np.unique(
-            wanted, return_inverse=True
-        )  # going back costs it a seek and a decoded GOP each time
-        return reader.get_batch(forward.tolist()).asnumpy()[back]
+        # Read forwards: each step back costs decord a seek and a decoded GOP.
+        forward, positions = np.unique(wanted, return_inverse=True)
+        return reader.get_batch(forward.tolist()).asnumpy()[positions]
     except (RuntimeError, decord.DECORDError):
         return None
 
 
 def _read_av(
-    path: str | os.PathLike, container: InputContainer, wanted: np.ndarray, index: _Index
-) -> np.ndarray:
-    """The frames by PyAV, in order of presentation: from keyframe to keyframe where the file has timestamps, else in one pass."""
+    path: str | os.PathLike,
+    container: InputContainer,
+    wanted: Int64[np.ndarray, " m"],
+    index: _Index,
+) -> UInt8[np.ndarray, "m height width 3"]:
+    """Decode with PyAV: from keyframe to keyframe if the file is seekable, else in one pass."""
     stream = _stream(path, container)
     pending = np.unique(wanted).tolist()
     pictures: dict[int, np.ndarray] = {}
     while pending:
-        container.seek(
-            int(index.stamps[pending[0]]) if index.seekable else 0,
-            backward=True,
-            stream=stream if index.seekable else None,
-        )
+        if index.seekable:
+            # `backward` goes to the last keyframe at or before the timestamp.
+            container.seek(int(index.stamps[pending[0]]), backward=True, stream=stream)
+        else:
+            container.seek(0, backward=True)
         found = _collect(container, stream, pending, index)
-        if not found and index.seekable:  # the container's own table led astray
+        if not found and index.seekable:
+            # The container's own seek table may be wrong. Decode once from the start.
             container.seek(int(index.stamps[0]), backward=True, stream=stream)
             found = _collect(container, stream, pending, index)
         if not found:
@@ -288,25 +366,39 @@ def _read_av(
 def _collect(
     container: InputContainer, stream: av.VideoStream, pending: list[int], index: _Index
 ) -> dict[int, np.ndarray]:
-    """Decodes from where the container stands until nothing is pending, or a keyframe ahead is a shorter way to the next one."""
+    """Decode from the current position until all pending frames are found or a seek is shorter."""
     found: dict[int, np.ndarray] = {}
     for n, frame in enumerate(container.decode(stream)):
         if index.seekable:
-            n = int(np.searchsorted(index.stamps, frame.pts)) if frame.pts is not None else -1
-            if not 0 <= n < len(index.stamps) or index.stamps[n] != frame.pts:
+            # After a seek, counting says nothing. The timestamp identifies the frame.
+            n = _frame_number(frame, index)
+            if n is None:
                 continue
         if n in pending:
             found[n] = _upright(frame)
-        ahead = [m for m in pending if m > n and m not in found]
-        if not ahead or (
-            found and index.seekable and np.any((index.keys > n + 1) & (index.keys <= ahead[0]))
-        ):
+        later = [m for m in pending if m > n and m not in found]
+        if not later:
+            break
+        # A keyframe between here and the next wanted frame lets a seek skip the frames up to it.
+        # Without any frame found the seek would lead back to this place, so decoding continues.
+        skippable = np.any((index.keys > n + 1) & (index.keys <= later[0]))
+        if found and index.seekable and skippable:
             break
     return found
 
 
-def _upright(frame: av.VideoFrame) -> np.ndarray:
-    """The picture as a player shows it: decord turns rotated videos by itself, PyAV leaves it to the caller."""
-    return np.ascontiguousarray(
-        np.rot90(frame.to_ndarray(format="rgb24", threads=1), k=(frame.rotation // 90) % 4)
-    )
+def _frame_number(frame: av.VideoFrame, index: _Index) -> int | None:
+    """The number of the frame with this timestamp, or None if the index has no such frame."""
+    if frame.pts is None:
+        return None
+    n = int(np.searchsorted(index.stamps, frame.pts))
+    if n == len(index.stamps) or index.stamps[n] != frame.pts:
+        return None
+    return n
+
+
+def _upright(frame: av.VideoFrame) -> UInt8[np.ndarray, "height width 3"]:
+    """The picture as a player shows it. decord rotates by itself, PyAV leaves it to the caller."""
+    pixels = frame.to_ndarray(format="rgb24", threads=1)
+    quarter_turns = (frame.rotation // 90) % 4
+    return np.ascontiguousarray(np.rot90(pixels, k=quarter_turns))

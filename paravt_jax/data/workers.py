@@ -1,9 +1,15 @@
-"""Processes that do one thing each at a time, under a deadline: a call that hangs or crashes costs its own result, never the run.
+"""Worker processes that make one call at a time, each with a deadline.
 
-Owns the processes' life. They are started as `python -m paravt_jax.data.workers`, not forked: a
-fork would inherit the accelerator's threads and
-open readers, which hang. Refuses functions that cannot be pickled. Invariant: every call ends, in its result, its own exception, or a
-`WorkerError`; and no process outlives its parent, however that ends.
+A call that hangs or crashes its process costs its own result only: it fails with a `WorkerError`,
+and a new process takes over. No worker outlives the parent process, however that ends.
+
+One thread of the parent serves each process:
+
+    submit -> queue -> thread 0 <-> pipes <-> process 0
+                   \\-> thread 1 <-> pipes <-> process 1
+
+The processes are started as `python -m paravt_jax.data.workers`. A fork would inherit the threads
+of the accelerator runtime and open video readers, which then hang.
 """
 
 from __future__ import annotations
@@ -26,25 +32,41 @@ _Result = TypeVar("_Result")
 
 
 class WorkerError(Exception):
-    """A call that did not end by itself: its deadline passed, or its process died."""
+    """A call has no result: its deadline passed, its process died, or it could not be sent."""
 
 
 class Workers(Generic[_Argument, _Result]):
-    """`count` processes that call `function` on what is submitted, in turn; `deadline` in seconds, for each call by itself.
+    """A pool of processes that call one function on submitted arguments.
 
-    Results come as futures. Use it in a `with` block, or `close` it: what has not been begun is then cancelled.
+    Use it in a `with` block, or call `close`.
+
+    Args:
+        function: What to call. Function, arguments and results are pickled.
+        count: Number of processes.
+        deadline: Seconds that each call may take. Starting a process does not count.
+
+    Raises:
+        ValueError: `count` is below 1, or `deadline` is not positive.
+
+    Example:
+        >>> with Workers(os.path.getsize, count=2, deadline=10) as workers:
+        ...     sizes = [workers.submit(path) for path in paths]
+        ...     total = sum(size.result() for size in sizes)
     """
 
     def __init__(self, function: Callable[[_Argument], _Result], count: int, deadline: float):
         if count < 1 or not deadline > 0:
             raise ValueError(
-                f"workers: {count} processes, {deadline} s a call; give at least 1, and more than 0 s"
+                f"workers: {count} processes, {deadline} s a call; "
+                "give at least 1, and more than 0 s"
             )
-        self._function, self._deadline = pickle.dumps(function), deadline
+        self._function = pickle.dumps(function)
+        self._deadline = deadline
         self._calls: queue.SimpleQueue[tuple[_Argument, Future[_Result]] | None] = (
             queue.SimpleQueue()
         )
         self._closed = False
+        # By thread number. A process is started by the first call that its thread takes.
         self._processes: dict[int, _Process] = {}
         self._threads = [
             threading.Thread(target=self._serve, args=(n,), daemon=True) for n in range(count)
@@ -53,7 +75,11 @@ class Workers(Generic[_Argument, _Result]):
             thread.start()
 
     def submit(self, argument: _Argument) -> Future[_Result]:
-        """Has the function called on the argument as soon as a process is free."""
+        """Call the function on `argument` as soon as a process is free.
+
+        Returns:
+            The result, the exception that the function raised, or a `WorkerError`.
+        """
         if self._closed:
             raise ValueError("workers: closed; open new ones")
         future: Future[_Result] = Future()
@@ -61,12 +87,16 @@ class Workers(Generic[_Argument, _Result]):
         return future
 
     def close(self) -> None:
-        """Ends the processes, at once: a call that is running ends in a WorkerError."""
+        """Stop at once: waiting calls are cancelled, running ones fail with a `WorkerError`."""
         self._closed = True
         with contextlib.suppress(queue.Empty):
             while True:
-                if (call := self._calls.get_nowait()) is not None:
-                    call[1].cancel()
+                call = self._calls.get_nowait()
+                if call is not None:
+                    _, future = call
+                    future.cancel()
+        # One None per thread tells it to finish. The kill unblocks threads that wait for a result:
+        # they read the end of the pipe.
         for _ in self._threads:
             self._calls.put(None)
         for process in list(self._processes.values()):
@@ -81,31 +111,45 @@ class Workers(Generic[_Argument, _Result]):
         self.close()
 
     def _serve(self, number: int) -> None:
-        """One process's calls, one after the other; a process that fails is replaced when the next call comes."""
-        while (call := self._calls.get()) is not None:
+        """Make calls with one process, one after the other, until `close`."""
+        while True:
+            call = self._calls.get()
+            if call is None:
+                break
             argument, future = call
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                if number not in self._processes:
-                    self._processes[number] = _Process(self._function)
-                if self._closed:  # `close` may have missed this process
-                    raise WorkerError("the workers were closed")
-                failed, value = self._processes[number].call(argument, self._deadline)
-            except Exception as error:
-                if (process := self._processes.pop(number, None)) is not None:
-                    process.release()
-                future.set_exception(
-                    error
-                    if isinstance(error, WorkerError)
-                    else WorkerError(f"the call cannot be made ({error!r})")
-                )
-                continue
-            if failed:
-                future.set_exception(value)
-            else:
-                future.set_result(value)
-        if (process := self._processes.pop(number, None)) is not None:
+            if future.set_running_or_notify_cancel():
+                self._answer(number, argument, future)
+        self._release(number)
+
+    def _answer(self, number: int, argument: _Argument, future: Future[_Result]) -> None:
+        try:
+            failed, value = self._call(number, argument)
+        # Broad because pickling runs code of the argument and of the result, which may raise
+        # anything. An exception that escapes would end this thread, and callers would wait for ever
+        # for this future and for all that are still in the queue.
+        except Exception as error:
+            # The process may be dead or in the middle of a message. The next call gets a new one.
+            self._release(number)
+            if not isinstance(error, WorkerError):
+                error = WorkerError(f"the call cannot be made ({error!r})")
+            future.set_exception(error)
+            return
+        if failed:
+            future.set_exception(value)
+        else:
+            future.set_result(value)
+
+    def _call(self, number: int, argument: _Argument) -> tuple[bool, Any]:
+        if number not in self._processes:
+            self._processes[number] = _Process(self._function)
+        # `close` may have run just before the process was entered above, and so not killed it.
+        if self._closed:
+            raise WorkerError("the workers were closed")
+        return self._processes[number].call(argument, self._deadline)
+
+    def _release(self, number: int) -> None:
+        process = self._processes.pop(number, None)
+        if process is not None:
             process.release()
 
 
@@ -113,74 +157,85 @@ class _Process:
     """One process and the two pipes to it."""
 
     def __init__(self, function: bytes):
-        theirs, self._to = _pipe()
-        self._from, results = _pipe()
-        # The child takes its modules from where this process takes them.
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)
-        }
-        command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(results.fileno())]
+        child_calls, self._calls = _pipe()
+        self._results, child_results = _pipe()
+        # The child imports modules from the same places as this process.
+        paths = os.pathsep.join(path for path in sys.path if path)
+        descriptors = (child_calls.fileno(), child_results.fileno())
         self._process = subprocess.Popen(
-            command,
-            pass_fds=(theirs.fileno(), results.fileno()),
-            env=environment,
+            [sys.executable, "-m", __name__, *map(str, descriptors)],
+            pass_fds=descriptors,
+            env=os.environ | {"PYTHONPATH": paths},
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a signal to the group does not meet it before it listens
+            # Ctrl-C goes to the whole process group. In a session of its own the child does not get
+            # it, not even before it can ignore signals.
+            start_new_session=True,
         )
-        theirs.close()
-        results.close()
-        self._to.send_bytes(function)
+        # Only the child may hold these ends. Otherwise its death would not end the pipes here.
+        child_calls.close()
+        child_results.close()
+        self._calls.send_bytes(function)
         self._ready = False
 
     def call(self, argument: Any, deadline: float) -> tuple[bool, Any]:
-        """Whether the function failed, and what it returned or raised. Raises WorkerError where it did neither."""
+        """Make one call.
+
+        Returns:
+            Whether the function raised an exception; and that exception, or else the result.
+
+        Raises:
+            WorkerError: The deadline passed or the process died.
+        """
         try:
-            if not self._ready:  # the start is not the call's to pay for
-                self._from.recv_bytes()
+            if not self._ready:
+                # Imports take seconds. They do not count towards the first call's deadline.
+                self._results.recv_bytes()
                 self._ready = True
-            self._to.send_bytes(pickle.dumps(argument, protocol=5))
-            if not self._from.poll(deadline):
+            self._calls.send_bytes(pickle.dumps(argument, protocol=5))
+            if not self._results.poll(deadline):
                 raise WorkerError(f"it took longer than {deadline:g} s")
-            return pickle.loads(self._from.recv_bytes())
+            return pickle.loads(self._results.recv_bytes())
         except (EOFError, OSError) as error:
             raise WorkerError(f"its process died ({type(error).__name__})") from error
 
     def kill(self) -> None:
-        """Ends it; whoever waits for its answer meets the end of the pipe."""
+        """Kill the process. Another thread that waits for its result then reads the pipe's end."""
         self._process.kill()
 
     def release(self) -> None:
-        """Ends it and gives its pipes back: for the one thread that uses them."""
+        """Kill the process and close the pipes. Only the thread that uses them may do this."""
         self._process.kill()
         self._process.wait()
-        self._to.close()
-        self._from.close()
+        self._calls.close()
+        self._results.close()
 
 
 def _pipe() -> tuple[Connection, Connection]:
-    """The end to read from and the end to write to."""
+    """The reading and the writing end of a new pipe."""
     read, write = os.pipe()
     return Connection(read, writable=False), Connection(write, readable=False)
 
 
 def _work(calls: Connection, results: Connection) -> None:
-    """A process's whole life: it ends when its parent has."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # both may reach a whole group or job; what is to end is the parent's to say
+    """The main loop of a worker process."""
+    # A scheduler may signal every process of a job. The parent decides when its workers end.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     function = pickle.loads(calls.recv_bytes())
+    # Tells the parent that the imports are done.
     results.send_bytes(b"")
     while True:
         try:
             argument = pickle.loads(calls.recv_bytes())
         except EOFError:
+            # The pipe ended, so the parent has. This also holds if the parent was killed.
             return
+        # Broad because the exception is the call's result: the parent raises it in the caller.
         try:
             answer = False, function(argument)
         except Exception as error:
             answer = True, error
+        # A result that cannot be pickled ends this process; the parent reports the call as failed.
         try:
             results.send_bytes(pickle.dumps(answer, protocol=5))
         except BrokenPipeError:
@@ -188,6 +243,8 @@ def _work(calls: Connection, results: Connection) -> None:
 
 
 if __name__ == "__main__":
+    calls_descriptor, results_descriptor = map(int, sys.argv[1:])
     _work(
-        Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False)
+        Connection(calls_descriptor, writable=False),
+        Connection(results_descriptor, readable=False),
     )

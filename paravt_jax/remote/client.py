@@ -1,9 +1,10 @@
 """Client for OpenAI-compatible servers: chat completions with retries.
 
-Every client of the process runs on one event loop in a daemon thread. So callers need no event loop
-(and may have one, as notebooks do), a request can be cancelled at any point, and the end of a run
-does not wait for open requests. What goes wrong with a request is returned as a `Failure`. Neither
-failures nor errors show the key.
+All clients of a process share one event loop in a daemon thread. Callers therefore need no event
+loop of their own, but may have one, as notebooks do. Requests can be cancelled at any point, and a
+process ends without waiting for open requests.
+
+A request that goes wrong returns a `Failure`. Neither failures nor exceptions show the API key.
 """
 
 from __future__ import annotations
@@ -25,30 +26,32 @@ import httpx2
 
 from paravt_jax.method.server import ServerSettings
 
-_BODY_LIMIT = 4 << 20  # bytes of a reply
-_SHOWN = 300  # characters of a server's own message
-_TAG = re.compile("<[^<>]*>")
+# Bytes of a reply. A longer one is no chat completion, and would only fill the memory.
+_BODY_LIMIT = 4 << 20
+# Characters of a server's own message that are kept.
+_MESSAGE_LIMIT = 300
+_HTML_TAG = re.compile("<[^<>]*>")
 
 Answer = TypeVar("Answer")
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A chat completion: its text and why it ended, each as the server gave it."""
+    """A chat completion: its text and why it ended. The server's values are not checked."""
 
     text: Any
     finish_reason: Any
     stop_reason: Any
-    """The stop string that ended it, where the server says so (vLLM, SGLang)."""
+    """The stop string that ended it, if the server says so (vLLM and SGLang do)."""
 
 
 class UnusableReply(Exception):
-    """Raised by a caller's `read` for a completion that is not what was asked for."""
+    """Raised by a caller's `read` if a completion cannot be used."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A request without an answer."""
+    """Why a request has no answer."""
 
     kind: Literal["timed_out", "unreachable", "http_errors", "nonsense", "deadline"]
     what: str
@@ -60,27 +63,38 @@ class Failure:
     again: bool = True
     """Whether another attempt may succeed."""
     wait: float = 0.0
-    """Seconds that the server asks to wait before it."""
+    """Seconds that the server asks to wait before the next attempt."""
 
 
 class Client:
-    """Asks one server for chat completions."""
+    """Requests chat completions from one server.
+
+    Args:
+        settings: Address, key variable, time limits and number of attempts.
+
+    Raises:
+        ValueError: The environment contains a key or a proxy that cannot be used.
+    """
 
     def __init__(self, settings: ServerSettings):
-        """Raises ValueError for a key or a proxy in the environment that cannot be used."""
         self._settings = settings
         self._url = settings.endpoint.rstrip("/") + "/chat/completions"
-        self._places = asyncio.Semaphore(settings.concurrency)
+        self._slots = asyncio.Semaphore(settings.concurrency)
         connections = settings.concurrency
         limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=connections)
-        # No timeout here: httpx times each read, `_attempt` the request as a whole.
+        # httpx would limit each read by itself, so a server that sends a byte now and then could
+        # hold a request for ever. `_attempt` limits the request as a whole instead.
         self._http = httpx2.AsyncClient(limits=limits, timeout=None)
+        # Fails early if the key cannot be used.
         self.key()
 
     def key(self) -> str | None:
-        """The key, read from the environment anew; None where there is none.
+        """Return the key from the environment, or None if there is none.
 
-        Raises ValueError, which does not show it, for a key that no header can carry.
+        It is read anew for every request, so that a renewed key is used at once.
+
+        Raises:
+            ValueError: An HTTP header cannot contain the key. The message does not show it.
         """
         variable = self._settings.key_variable
         key = os.environ.get(variable, "").strip() if variable else ""
@@ -98,25 +112,26 @@ class Client:
         deadline: float | None = None,
         failures: list[Failure] | None = None,
     ) -> Future[Answer | Failure]:
-        """Requests a chat completion; returns at once.
+        """Request a chat completion, without waiting for it.
 
         Args:
-            body: The request's fields.
-            read: Makes the answer out of a completion. It runs on the event loop, so it must be
-                quick. `UnusableReply` fails the attempt; other errors are raised by the future.
-            deadline: Seconds for all attempts together, from the first one on.
-            failures: The failed attempts are added to this list, as they occur.
+            body: Fields of the request.
+            read: Turns a completion into the answer. It runs on the shared event loop, so it has to
+                be quick. If it raises `UnusableReply` the attempt fails; any other exception is
+                raised by the future.
+            deadline: Seconds for all attempts together, counted from the start of the first one.
+            failures: A list that collects the failed attempts as they happen.
 
         Returns:
-            The answer, or the last attempt's failure. Cancelling the future ends the request.
+            A future of the answer, or of the last attempt's failure. Cancel it to end the request.
         """
-        content, key = json.dumps(body).encode(), self.key()
+        content = json.dumps(body).encode()
         failures = [] if failures is None else failures
-        answer = self._ask(content, key, read, deadline, failures)
+        answer = self._ask(content, self.key(), read, deadline, failures)
         return asyncio.run_coroutine_threadsafe(answer, _event_loop())
 
     def close(self) -> None:
-        """Closes the connections, without waiting for that."""
+        """Start to close the connections, without waiting for the end."""
         asyncio.run_coroutine_threadsafe(self._http.aclose(), _event_loop())
 
     async def _ask(
@@ -127,33 +142,46 @@ class Client:
         deadline: float | None,
         failures: list[Failure],
     ) -> Answer | Failure:
-        settings = self._settings
-        pause, left = settings.wait, settings.attempts
-        async with self._places:
+        # Time in the queue does not count towards the deadline.
+        async with self._slots:
             try:
                 async with asyncio.timeout(deadline):
-                    while True:
-                        found = await self._attempt(content, key, read)
-                        if not isinstance(found, Failure):
-                            return found
-                        failures.append(found)
-                        left -= 1
-                        if not found.again or not left:
-                            return found
-                        await asyncio.sleep(min(max(pause, found.wait), settings.wait_limit))
-                        pause *= 2
+                    return await self._attempts(content, key, read, failures)
             except TimeoutError:
                 return Failure("deadline", f"no answer within {deadline} s", again=False)
+
+    async def _attempts(
+        self,
+        content: bytes,
+        key: str | None,
+        read: Callable[[Choice], Answer],
+        failures: list[Failure],
+    ) -> Answer | Failure:
+        """Attempt until one succeeds, with pauses that double each time."""
+        settings = self._settings
+        pause = settings.wait
+        attempts_left = settings.attempts
+        while True:
+            outcome = await self._attempt(content, key, read)
+            if not isinstance(outcome, Failure):
+                return outcome
+            failures.append(outcome)
+            attempts_left -= 1
+            if not outcome.again or not attempts_left:
+                return outcome
+            await asyncio.sleep(min(max(pause, outcome.wait), settings.wait_limit))
+            pause *= 2
 
     async def _attempt(
         self, content: bytes, key: str | None, read: Callable[[Choice], Answer]
     ) -> Answer | Failure:
-        """One request. Redirects are not followed: the key goes to the address alone."""
-        # Compressed, a small body could become a huge one.
+        """One request. Redirects are not followed, so that the key goes to the endpoint only."""
+        # Uncompressed, because a few compressed bytes can expand to gigabytes.
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        timeout, body = self._settings.timeout, b""
+        timeout = self._settings.timeout
+        body = b""
         try:
             async with (
                 asyncio.timeout(timeout),
@@ -165,10 +193,12 @@ class Client:
                         return Failure("nonsense", f"the reply is longer than {_BODY_LIMIT} bytes")
         except TimeoutError:
             return Failure("timed_out", f"no reply within timeout = {timeout} s")
-        except httpx2.HTTPError as error:  # its text may quote what was sent
+        except httpx2.HTTPError as error:
+            # Only the type: the error's text may quote what was sent, and so the key.
             return Failure("unreachable", f"the connection failed ({type(error).__name__})")
         if not response.is_success:
             status = response.status_code
+            # Request timeout, too many requests and errors of the server may pass.
             again = status in (408, 429) or status >= 500
             pause = retry_after(response.headers.get("Retry-After"), response.headers.get("Date"))
             message = _server_message(body, key)
@@ -185,14 +215,14 @@ class Client:
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all clients, in a thread of its own."""
+    """The event loop of all clients, which runs in a thread of its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="remote-clients", daemon=True).start()
     return loop
 
 
 def _choice(body: bytes) -> Choice | None:
-    """The first choice of a chat completion; None where the body is none."""
+    """The first choice of a chat completion; None if the body is something else."""
     try:
         choice = json.loads(body)["choices"][0]
         text = choice["message"]["content"]
@@ -202,15 +232,15 @@ def _choice(body: bytes) -> Choice | None:
 
 
 def _server_message(body: bytes, key: str | None) -> str:
-    """The server's own message in brackets, without the key; "" where there is none."""
+    """The server's own message in brackets and without the key; "" if there is none."""
     message = _message(body)
     if key:
         message = message.replace(key, "[the key]")
-    return f" ({message[:_SHOWN]})" if message else ""
+    return f" ({message[:_MESSAGE_LIMIT]})" if message else ""
 
 
 def _message(body: bytes) -> str:
-    """The message in a body, on one line: a field of its JSON, or the text of a page."""
+    """The message in a reply, on one line: a field of its JSON, or else its text without HTML."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
@@ -220,22 +250,29 @@ def _message(body: bytes) -> str:
             found = found[field]
     text = found
     if not isinstance(text, str):
-        text = _TAG.sub(" ", body.decode("utf-8", errors="replace"))
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+        text = _HTML_TAG.sub(" ", body.decode("utf-8", errors="replace"))
+    # Control characters could move the cursor of the terminal that shows the message.
+    printable = "".join(c if c.isprintable() else " " for c in text)
+    return " ".join(printable.split())
 
 
 def retry_after(header: str | None, date: str | None = None) -> float:
-    """Seconds to wait by a server's Retry-After header; 0 where it is missing or unreadable.
+    """Return the seconds that a Retry-After header asks to wait; 0 if it is missing or unreadable.
 
-    A Retry-After may be a date. It is compared with `date`, the Date header of the same reply, so
-    that only the server's clock matters; without a Date header the wait is 0.
+    Args:
+        header: The Retry-After header: seconds or a date.
+        date: The Date header of the same reply. A date in `header` is compared with it rather than
+            with the local clock, which may differ from the server's. Without it the result is 0.
     """
     if not header:
         return 0.0
     if re.fullmatch(r"\d{1,9}(?:\.\d{1,9})?", header, re.ASCII):
         return float(header)
-    until, now = _date(header), _date(date or "")
-    return max(0.0, (until - now).total_seconds()) if until and now else 0.0
+    until = _date(header)
+    now = _date(date or "")
+    if not until or not now:
+        return 0.0
+    return max(0.0, (until - now).total_seconds())
 
 
 def _date(text: str) -> datetime.datetime | None:

@@ -1,1 +1,1 @@
-"""The small world of the embedded run: its videos, its words, its conversations."""
+"""The small world of the embedded run: its videos, its texts and its vocabulary."""

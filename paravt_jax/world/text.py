@@ -1,8 +1,10 @@
-"""What is asked and said about the small world: questions, conversations, captions, and the vocabulary's pieces for them.
+"""Texts about the small world: questions, conversations, captions, and pieces for the vocabulary.
 
-Owns the wording and its imperfections; what is in the videos is `videos`'s, and how a conversation is rendered `conversations`'s.
-Invariant: a conversation states only what its own frames show (unless `guess` says otherwise), with one leading space before
-every digit word and colour, so that a word is the same token wherever it stands.
+Conversations state only what their own frames show, unless the setting `guess` says otherwise.
+Every digit word and colour has one leading space, so that a word is the same token everywhere.
+
+The demonstrations are spoilt on purpose (`leak`, `unclosed`, `untagged`): after the cold start the
+model still makes these mistakes, and reinforcement learning has something to correct.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from jaxtyping import Int64
 
 from paravt_jax.data.frames import VideoInfo, overview_indices, window_indices
 from paravt_jax.method import protocol
@@ -30,19 +33,22 @@ from paravt_jax.world.videos import (
     WorldVideo,
 )
 
-_ASK = {
+_QUESTIONS = {
     QuestionKind.MULTIPLE_CHOICE: "Which digit appears in the scene that starts at {} seconds?",
-    QuestionKind.TEMPORAL_GROUNDING: "When does the digit appear in the scene that starts at {} seconds?",
+    QuestionKind.TEMPORAL_GROUNDING: (
+        "When does the digit appear in the scene that starts at {} seconds?"
+    ),
 }
-_TAGS = ("<answer>", "</answer>")
+_ANSWER_TAGS = ("<answer>", "</answer>")
 
-# What recurs in the texts of this module and round them, one token each; the protocol's own lines are its to give.
+# Texts that recur in this module, one token each. The protocol adds its own.
 PIECES = (
     *(str(n) for n in range(SECONDS + 1)),
     *(f" {word}" for word in (*DIGITS, *COLOURS, "-", "nothing")),
-    *(part for ask in _ASK.values() for part in ask.split("{}")),
-    *("\n" + ask.split("{}")[0] for ask in _ASK.values()),
-    *("\nA.", "\nB.", "\nC.", "\nD.", "\n", ",", ", ", "[", "]", "<", ".0 seconds>", *_TAGS),
+    *(part for text in _QUESTIONS.values() for part in text.split("{}")),
+    *("\n" + text.split("{}")[0] for text in _QUESTIONS.values()),
+    *("\nA.", "\nB.", "\nC.", "\nD.", "\n", ",", ", ", "[", "]"),
+    *("<", ".0 seconds>", *_ANSWER_TAGS),
     *(" from ", " to ", "\ntarget ", "\nlook closer\n", "\nI see", "the crops show"),
     *("<tool_code>print(crop_video(start_time=", ", end_time=", "))</tool_code>"),
 )
@@ -50,56 +56,51 @@ PIECES = (
 
 @dataclasses.dataclass(frozen=True)
 class TextSettings:
-    """How much is asked and shown, and how spoilt the demonstrations are."""
+    """How many texts there are, how much they show, and how spoilt the demonstrations are."""
 
     seed: int = 0
-    """Decides questions and conversations."""
+    """Seed of questions and conversations."""
     questions: int = 2
-    """Questions per video, about different scenes."""
+    """Questions per video, each about another scene."""
     multiple_choice: float = 0.6
-    """Share of multiple choice; the rest is temporal grounding."""
+    """Fraction of multiple-choice questions; the others are temporal grounding."""
     groups: int = 2
-    """Frame budgets per training video, each for its own main agents' conversations."""
+    """Frame budgets per training video. Each gets its own conversations of main agents."""
     demonstrations: int = 4
-    """Main agents' conversations per video and frame budget, about different questions."""
+    """Conversations of main agents per video and frame budget, each about another question."""
     budgets: tuple[int, ...] = (4, 8, 16, 32, 64)
-    """Numbers of overview frames in conversations."""
+    """Frame budgets to choose from: numbers of overview frames in a conversation."""
     windows: int = 16
-    """Sub-agents' conversations per training video."""
+    """Conversations of sub-agents per training video."""
     telling: float = 0.75
-    """Probability that a sub-agent's window shows a digit; in the others there is nothing to report."""
+    """Probability that a sub-agent's window shows a digit; the others show nothing to report."""
     unaligned: float = 0.1
-    """Probability that a sub-agent's window starts anywhere, not at half a scene."""
+    """Probability that a sub-agent's window starts anywhere instead of at half a scene."""
     captions: int = 16
-    """Captioned frames per training video, half of them with a digit."""
+    """Captioned frames per training video; half of them show a digit."""
     crop_when_seen: float = 0.5
-    """Probability to look closer though the overview shows the answer."""
+    """Probability of looking closer although the overview shows the answer."""
     one_by_one: float = 0.15
-    """Probability that crops get turns of their own, the next only where the last shows nothing."""
+    """Probability of one crop per turn; the next crop follows only if the last showed nothing."""
     guess: float = 0.0
-    """Probability to answer from hindsight where the overview does not show the answer."""
+    """Probability of answering correctly although the overview does not show the answer."""
     leak: float = 0.4
     """Probability that calls are written as <tool_code>."""
     unclosed: float = 0.4
-    """Probability that a turn's <think> is not closed."""
+    """Probability that the <think> of a turn is not closed."""
     untagged: float = 0.25
-    """Probability that the answer lacks its tags."""
+    """Probability that the answer has no tags."""
 
     def __post_init__(self):
-        for name in (
-            "multiple_choice",
-            "telling",
-            "unaligned",
-            "crop_when_seen",
-            "one_by_one",
-            "guess",
-            "leak",
-            "unclosed",
-            "untagged",
-        ):
+        probabilities = (
+            *("multiple_choice", "telling", "unaligned", "crop_when_seen"),
+            *("one_by_one", "guess", "leak", "unclosed", "untagged"),
+        )
+        for name in probabilities:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(
-                    f"world_text.{name} is {getattr(self, name)}; it is a probability, give one from 0 to 1"
+                    f"world_text.{name} is {getattr(self, name)}; it is a probability, "
+                    "give one from 0 to 1"
                 )
         for name in ("groups", "windows", "captions"):
             if getattr(self, name) < 1:
@@ -109,46 +110,52 @@ class TextSettings:
             or self.groups > len(self.budgets)
             or not 1 <= self.demonstrations <= 4
         ):
+            # Two scenes with a digit, and two kinds of questions about each.
             raise ValueError(
-                f"world_text: questions {self.questions}, groups {self.groups}, demonstrations {self.demonstrations}; a video is sure of 2 "
-                f"scenes and so of 4 different questions, and groups differ in their budget ({len(self.budgets)} given)"
+                f"world_text: questions {self.questions}, groups {self.groups}, "
+                f"demonstrations {self.demonstrations}; a video is sure of 2 scenes and so of 4 "
+                f"different questions, and groups differ in their budget ({len(self.budgets)} "
+                "given)"
             )
 
 
 def questions(videos: Sequence[WorldVideo], settings: TextSettings) -> Iterator[Question]:
-    """The questions to answer, `settings.questions` a video."""
-    for video_, rng in _each(videos, settings, stream=0):
-        for scene in rng.permutation(_asked(video_))[: settings.questions]:
-            kind = (
-                QuestionKind.MULTIPLE_CHOICE
-                if rng.random() < settings.multiple_choice
-                else QuestionKind.TEMPORAL_GROUNDING
-            )
-            yield _question(video_, int(scene), kind, rng)
+    """Yield the questions to answer, `settings.questions` per video."""
+    for video, rng in _with_generators(videos, settings, stream=0):
+        for scene in rng.permutation(_digit_scenes(video))[: settings.questions]:
+            kind = QuestionKind.TEMPORAL_GROUNDING
+            if rng.random() < settings.multiple_choice:
+                kind = QuestionKind.MULTIPLE_CHOICE
+            yield _question(video, int(scene), kind, rng)
 
 
 def main_conversations(
     videos: Sequence[WorldVideo], settings: TextSettings
 ) -> Iterator[Conversation]:
-    """Main agents' conversations: overview and question, calls, reports, answer."""
-    for video_, rng in _each(videos, settings, stream=1):
-        pairs = [(scene, kind) for scene in _asked(video_) for kind in _ASK]
-        for frames in rng.permutation(settings.budgets)[: settings.groups]:
-            chosen = rng.permutation(len(pairs))[: settings.demonstrations]
-            asked = [_question(video_, pairs[n][0], pairs[n][1], rng) for n in chosen]
-            for question, n in zip(asked, chosen, strict=True):
-                yield _main(video_, question, pairs[n][0], int(frames), settings, rng)
+    """Yield conversations of main agents: overview and question, calls, reports, answer."""
+    for video, rng in _with_generators(videos, settings, stream=1):
+        pairs = [(scene, kind) for scene in _digit_scenes(video) for kind in _QUESTIONS]
+        for budget in rng.permutation(settings.budgets)[: settings.groups]:
+            chosen = [pairs[n] for n in rng.permutation(len(pairs))[: settings.demonstrations]]
+            # All questions are drawn before any conversation. `leak` and the like change what a
+            # conversation draws, but so they do not change what is asked.
+            asked = [_question(video, scene, kind, rng) for scene, kind in chosen]
+            for question, (scene, _) in zip(asked, chosen, strict=True):
+                yield _main(video, question, scene, int(budget), settings, rng)
 
 
 def window_conversations(
     videos: Sequence[WorldVideo], settings: TextSettings, limits: ProtocolSettings
 ) -> Iterator[Conversation]:
-    """Sub-agents' conversations: a window's frames, chosen as in an episode, and what they show."""
-    for video_, rng in _each(videos, settings, stream=2):
-        telling = {video_.scenes[n].first // WINDOW * WINDOW for n in _asked(video_)}
+    """Yield conversations of sub-agents: the frames of a window, and what they show.
+
+    Frames are chosen as in an episode, with the limits of the protocol.
+    """
+    for video, rng in _with_generators(videos, settings, stream=2):
+        telling = {video.scenes[n].first // WINDOW * WINDOW for n in _digit_scenes(video)}
         empty = sorted(set(range(0, SECONDS, WINDOW)) - telling)
         times = np.arange(0.0, SECONDS, STEP)
-        info = VideoInfo(video_.path, FRAMES, float(SECONDS), times, video_.size, video_.size)
+        info = VideoInfo(video.path, FRAMES, float(SECONDS), times, video.size, video.size)
         for n in range(settings.windows):
             start = int(rng.choice(sorted(telling) if rng.random() < settings.telling else empty))
             if rng.random() < settings.unaligned:
@@ -157,173 +164,185 @@ def window_conversations(
                 info, start, start + WINDOW, limits.crop_fps, limits.crop_frames
             )
             turns = (
-                ChatTurn("user", (_clip(video_, indices),)),
-                ChatTurn("assistant", (_summary(video_, start),)),
+                ChatTurn("user", (_clip(video, indices),)),
+                ChatTurn("assistant", (_report(video, start),)),
             )
-            yield Conversation(
-                f"{video_.id}/{n}:{start}", video_.split, False, turns, subagent=True
-            )
+            yield Conversation(f"{video.id}/{n}:{start}", video.split, False, turns, subagent=True)
 
 
 def captions(videos: Sequence[WorldVideo], settings: TextSettings) -> Iterator[Caption]:
-    """Single frames and the words for what is on them: the scene's colour and the digit, where there is one."""
-    for video_, rng in _each(videos, settings, stream=3):
+    """Yield single frames with words: the colour of the scene and the digit, if there is one."""
+    for video, rng in _with_generators(videos, settings, stream=3):
         for n in range(settings.captions):
             time = STEP * int(rng.integers(FRAMES))
+            # Every second frame is one with a digit.
             if n % 2:
-                scene = video_.scenes[rng.choice(_asked(video_))]
+                scene = video.scenes[rng.choice(_digit_scenes(video))]
                 time = int(rng.choice(range(scene.first, scene.last + 1, STEP)))
-            scene = video_.scenes[time // SCENE]
-            words = (
-                (scene.colour, DIGITS[scene.digit])
-                if scene.digit is not None and scene.shows(time)
-                else (scene.colour,)
-            )
-            yield Caption(video_.path, float(time), words)
+            scene = video.scenes[time // SCENE]
+            words = (scene.colour,)
+            if scene.shows(time):
+                words = (scene.colour, _digit(scene))
+            yield Caption(video.path, float(time), words)
 
 
-def _each(
+def _with_generators(
     videos: Sequence[WorldVideo], settings: TextSettings, stream: int
 ) -> Iterator[tuple[WorldVideo, np.random.Generator]]:
-    """Every video with a generator of its own, so that no record depends on how many others there are."""
-    for video_ in videos:
-        yield (
-            video_,
-            np.random.default_rng(
-                [settings.seed, stream, SPLITS.index(video_.split), int(video_.id.split("/")[1])]
-            ),
-        )
+    """Pair every video with a random generator of its own."""
+    for video in videos:
+        # Seeded by the video's number, so that no record depends on the number of other videos; and
+        # by the kind of record (`stream`), so that more questions leave the conversations alone.
+        number = int(video.id.split("/")[1])
+        seed = [settings.seed, stream, SPLITS.index(video.split), number]
+        yield video, np.random.default_rng(seed)
 
 
-def _asked(video_: WorldVideo) -> list[int]:
-    return [n for n, scene in enumerate(video_.scenes) if scene.digit is not None]
+def _digit_scenes(video: WorldVideo) -> list[int]:
+    """The numbers of the scenes with a digit."""
+    return [n for n, scene in enumerate(video.scenes) if scene.digit is not None]
 
 
 def _question(
-    video_: WorldVideo, scene: int, kind: QuestionKind, rng: np.random.Generator
+    video: WorldVideo, scene_number: int, kind: QuestionKind, rng: np.random.Generator
 ) -> Question:
-    there = video_.scenes[scene]
-    assert there.digit is not None
-    text, id = _ASK[kind].format(there.start), f"{video_.id}:{there.start}:{kind}"
+    scene = video.scenes[scene_number]
+    assert scene.digit is not None
+    text = _QUESTIONS[kind].format(scene.start)
+    id = f"{video.id}:{scene.start}:{kind}"
     if kind is QuestionKind.TEMPORAL_GROUNDING:
-        return Question(id, video_.path, text, kind, _span(there.first, there.last))
-    others = [s.digit for n, s in enumerate(video_.scenes) if n != scene and s.digit is not None]
-    absent = sorted(set(range(len(DIGITS))) - {there.digit, *others})
-    # Two wrong options occur elsewhere in the video and the rest nowhere, so that what else is seen does not rule all of them out.
-    wrong = [int(d) for d in rng.permutation(others)[:2]]
-    wrong += [int(d) for d in rng.permutation(absent)[: 3 - len(wrong)]]
-    options = tuple(DIGITS[d] for d in rng.permutation([there.digit, *wrong]))
-    return Question(id, video_.path, text, kind, DIGITS[there.digit], options)
+        return Question(id, video.path, text, kind, _span(scene.first, scene.last))
+    others = [
+        other.digit
+        for n, other in enumerate(video.scenes)
+        if n != scene_number and other.digit is not None
+    ]
+    absent = sorted(set(range(len(DIGITS))) - {scene.digit, *others})
+    # Two wrong options occur elsewhere in the video, the others nowhere. If none occurred, a glance
+    # at the rest of the video would rule all of them out.
+    wrong = [int(digit) for digit in rng.permutation(others)[:2]]
+    wrong += [int(digit) for digit in rng.permutation(absent)[: 3 - len(wrong)]]
+    options = tuple(DIGITS[digit] for digit in rng.permutation([scene.digit, *wrong]))
+    return Question(id, video.path, text, kind, DIGITS[scene.digit], options)
 
 
 def _main(
-    video_: WorldVideo,
+    video: WorldVideo,
     question: Question,
-    scene: int,
-    frames: int,
+    scene_number: int,
+    budget: int,
     settings: TextSettings,
     rng: np.random.Generator,
 ) -> Conversation:
-    there = video_.scenes[scene]
-    indices = overview_indices(FRAMES, frames)
-    shown = STEP * indices
-    seen = [int(t) for t in shown if there.shows(t)]
+    scene = video.scenes[scene_number]
+    indices = overview_indices(FRAMES, budget)
+    times = (STEP * indices).tolist()
+    seen = [time for time in times if scene.shows(time)]
     # One frame is enough to name a digit, but not to say how long it stays.
-    answerable = len(seen) >= (2 if question.kind is QuestionKind.TEMPORAL_GROUNDING else 1)
+    needed = 2 if question.kind is QuestionKind.TEMPORAL_GROUNDING else 1
+    answerable = len(seen) >= needed
     crops = rng.random() < (settings.crop_when_seen if answerable else 1 - settings.guess)
-    opening = _timeline(video_, shown, there)
+    overview = _describe_overview(video, times, scene)
     if crops:
-        turns = _by_crops(video_, question, there, opening, settings, rng)
+        turns = _answer_by_crops(video, question, scene, overview, settings, rng)
     else:
-        first, last = (seen[0], seen[-1]) if answerable else (there.first, there.last)
-        turns = (_conclusion(question, there, f"{opening}\nI see", first, last, settings, rng),)
+        first, last = scene.first, scene.last
+        if answerable:
+            first, last = seen[0], seen[-1]
+        turns = (_conclude(question, scene, f"{overview}\nI see", first, last, settings, rng),)
     text = protocol.question_text(question).removeprefix("\n")
-    asked = ChatTurn("user", (_clip(video_, indices), text))
-    return Conversation(f"{question.id}/{frames}", video_.split, True, (asked, *turns))
+    asked = ChatTurn("user", (_clip(video, indices), text))
+    return Conversation(f"{question.id}/{budget}", video.split, True, (asked, *turns))
 
 
-def _clip(video_: WorldVideo, indices: np.ndarray) -> Clip:
+def _clip(video: WorldVideo, indices: Int64[np.ndarray, " frames"]) -> Clip:
     times = tuple((float(STEP) * indices).tolist())
-    return Clip(video_.path, tuple(indices.tolist()), times, video_.size, video_.size)
+    return Clip(video.path, tuple(indices.tolist()), times, video.size, video.size)
 
 
-def _says(text: str) -> ChatTurn:
-    """A main agent's turn."""
+def _main_turn(text: str) -> ChatTurn:
     return ChatTurn("assistant", (PINNED + text,))
 
 
-def _timeline(video_: WorldVideo, shown: np.ndarray, target: Scene) -> str:
-    """What the overview shows of every scene, and again of the one asked about."""
-    lines = [
-        f"{s.start} {s.colour} {_digit(s) if any(s.shows(t) for t in shown) else '-'}"
-        for s in video_.scenes
-    ]
-    return ", ".join(lines) + "\ntarget " + lines[video_.scenes.index(target)]
+def _describe_overview(video: WorldVideo, times: Sequence[int], target: Scene) -> str:
+    """Start, colour and visible digit of every scene, and then of the scene asked about again."""
+    lines = []
+    for scene in video.scenes:
+        visible = any(scene.shows(time) for time in times)
+        lines.append(f"{scene.start} {scene.colour} {_digit(scene) if visible else '-'}")
+    return ", ".join(lines) + "\ntarget " + lines[video.scenes.index(target)]
 
 
-def _by_crops(
-    video_: WorldVideo,
+def _answer_by_crops(
+    video: WorldVideo,
     question: Question,
-    there: Scene,
-    opening: str,
+    scene: Scene,
+    overview: str,
     settings: TextSettings,
     rng: np.random.Generator,
 ) -> tuple[ChatTurn, ...]:
-    """Calls for both halves of the scene in one turn, or one after the other until a report tells; the reports, and the answer.
+    """Calls for both halves of the scene, their reports, and the answer.
 
-    A leaked call is in nobody's syntax, so it ends the conversation.
+    Both calls are in one turn, or one follows the other until a report shows the digit.
     """
-    starts = range(there.start, there.end, WINDOW)
+    starts = list(range(scene.start, scene.end, WINDOW))
     if rng.random() < settings.leak:
+        # No parser accepts this syntax, so the conversation ends without a report.
         calls = "\n".join(
-            f"<tool_code>print(crop_video(start_time={s}, end_time={s + WINDOW}))</tool_code>"
-            for s in starts
+            f"<tool_code>print(crop_video(start_time={start}, end_time={start + WINDOW}))"
+            "</tool_code>"
+            for start in starts
         )
-        return (_says(f"{opening}\nlook closer\n{_close(settings, rng)}{calls}"),)
-    crops = [[s] for s in starts] if rng.random() < settings.one_by_one else [list(starts)]
+        return (_main_turn(f"{overview}\nlook closer\n{_close_think(settings, rng)}{calls}"),)
+    crops_by_turn = [starts]
+    if rng.random() < settings.one_by_one:
+        crops_by_turn = [[start] for start in starts]
     turns: list[ChatTurn] = []
-    for crop in crops:
-        calls = "\n".join(protocol.render_call(CropCall(s, s + WINDOW)) for s in crop)
-        think = f"{opening if not turns else ''}\nlook closer\n{_close(settings, rng)}"
-        turns.append(_says(think + calls))
-        turns += [ChatTurn("tool", (_summary(video_, s),)) for s in crop]
-        if there.first in range(crop[0], crop[-1] + WINDOW):
+    for crops in crops_by_turn:
+        calls = "\n".join(protocol.render_call(CropCall(s, s + WINDOW)) for s in crops)
+        opening = overview if not turns else ""
+        think = f"{opening}\nlook closer\n{_close_think(settings, rng)}"
+        turns.append(_main_turn(think + calls))
+        turns += [ChatTurn("tool", (_report(video, start),)) for start in crops]
+        if crops[0] <= scene.first < crops[-1] + WINDOW:
             break
-    return (
-        *turns,
-        _conclusion(question, there, "the crops show", there.first, there.last, settings, rng),
-    )
+    opening = "the crops show"
+    turns.append(_conclude(question, scene, opening, scene.first, scene.last, settings, rng))
+    return tuple(turns)
 
 
-def _conclusion(
+def _conclude(
     question: Question,
-    there: Scene,
+    scene: Scene,
     opening: str,
     first: int,
     last: int,
     settings: TextSettings,
     rng: np.random.Generator,
 ) -> ChatTurn:
-    answer = (
-        f" {_digit(there)}" if question.kind is QuestionKind.MULTIPLE_CHOICE else _span(first, last)
-    )
-    think = f"{opening} {_digit(there)} from {first} to {last}\n{_close(settings, rng)}"
-    return _says(think + (answer if rng.random() < settings.untagged else answer.join(_TAGS)))
+    """The last turn: the digit and when it is visible, then the answer."""
+    think = f"{opening} {_digit(scene)} from {first} to {last}\n{_close_think(settings, rng)}"
+    if question.kind is QuestionKind.MULTIPLE_CHOICE:
+        answer = f" {_digit(scene)}"
+    else:
+        answer = _span(first, last)
+    if rng.random() >= settings.untagged:
+        answer = answer.join(_ANSWER_TAGS)
+    return _main_turn(think + answer)
 
 
-def _close(settings: TextSettings, rng: np.random.Generator) -> str:
+def _close_think(settings: TextSettings, rng: np.random.Generator) -> str:
     return "" if rng.random() < settings.unclosed else "</think>\n"
 
 
-def _summary(video_: WorldVideo, start: int) -> str:
-    """What a sub-agent reports of the window of WINDOW seconds from `start`."""
-    seen = [
-        (s, [t for t in range(start, start + WINDOW, STEP) if s.shows(t)]) for s in video_.scenes
-    ]
-    return (
-        ",".join(f" {_digit(s)} from {times[0]} to {times[-1]}" for s, times in seen if times)
-        or " nothing"
-    )
+def _report(video: WorldVideo, start: int) -> str:
+    """What a sub-agent reports about the window of WINDOW seconds from `start`."""
+    reports = []
+    for scene in video.scenes:
+        seen = [time for time in range(start, start + WINDOW, STEP) if scene.shows(time)]
+        if seen:
+            reports.append(f" {_digit(scene)} from {seen[0]} to {seen[-1]}")
+    return ",".join(reports) or " nothing"
 
 
 def _digit(scene: Scene) -> str:

@@ -1,8 +1,16 @@
-"""A small world of videos to learn on: coloured scenes in which a digit shows up for a few seconds.
+"""A small world of videos to learn on: coloured scenes in which a digit appears for a few seconds.
 
-Owns what is in each video and its mp4 file. Says nothing about it in words: questions and conversations are `text`'s.
-Invariant: the settings alone decide every frame that is drawn and, on one machine, that is read back (the halved colour planes change it by
-a few grey levels, the coding by none); video n does not depend on how many others there are. The encoder promises no identical bytes.
+A video of 128 seconds has four scenes of 32 seconds; each scene has two windows of 16 seconds:
+
+    seconds  0          16         32         48         64
+    scene    |     red, "seven"    |         blue        |  green, "two" ...
+    window   |          |   777    |          |          |
+
+A digit stays within one window, so that one crop of a window shows all of it.
+
+The settings alone decide every frame. Video n does not depend on how many other videos there are.
+The decoded frames are the same on every run of one machine. They differ from the drawn ones by a
+few grey levels, because H.264 stores colours at half the resolution. The files' bytes may differ.
 """
 
 from __future__ import annotations
@@ -22,12 +30,15 @@ from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.frames import VideoInfo
 from paravt_jax.data.stored_settings import require_same
 
-SECONDS, STEP, SCENE, WINDOW = (
-    128,
-    2,
-    32,
-    16,
-)  # of a video, from frame to frame, of a scene, and the border no event crosses
+# All in seconds.
+SECONDS = 128
+"""Length of a video."""
+STEP = 2
+"""Time from one frame to the next."""
+SCENE = 32
+"""Length of a scene."""
+WINDOW = 16
+"""Length of a window. No digit crosses its border."""
 FRAMES = SECONDS // STEP
 SPLITS = ("train", "heldout")
 MANIFEST = "world.json"
@@ -41,7 +52,7 @@ COLOURS = {
 }
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
-# Rows of 5 pixels, 7 rows a digit.
+# The digits from zero to nine: 7 rows of 5 pixels each.
 _FONT = (
     "01110 10001 10011 10101 11001 10001 01110",
     "00100 01100 00100 00100 00100 00100 01110",
@@ -58,14 +69,14 @@ _FONT = (
 
 @dataclasses.dataclass(frozen=True)
 class WorldSettings:
-    """How large the world is and what may happen in it."""
+    """How many videos there are, and what may happen in them."""
 
     seed: int = 0
-    """Decides what is in every video."""
+    """Seed of the contents of all videos."""
     train_videos: int = 900
-    """Videos to train on."""
+    """Number of videos to train on."""
     heldout_videos: int = 150
-    """Videos to evaluate on."""
+    """Number of videos to evaluate on."""
     size: int = 32
     """Width and height of a frame, in pixels."""
     digit_width: int = 12
@@ -73,7 +84,7 @@ class WorldSettings:
     digit_height: int = 20
     """Height of a digit, in pixels."""
     jitter: int = 4
-    """How far a digit may stand off the middle, in pixels."""
+    """Largest distance of a digit from the centre along each axis, in pixels."""
     presence: float = 0.85
     """Probability that a scene has a digit; two scenes of a video always have one."""
 
@@ -84,18 +95,30 @@ class WorldSettings:
             )
         if min(self.train_videos, self.heldout_videos) < 1:
             raise ValueError(
-                f"world.train_videos, heldout_videos are {self.train_videos}, {self.heldout_videos}; both need at least 1"
+                f"world.train_videos, heldout_videos are {self.train_videos}, "
+                f"{self.heldout_videos}; both need at least 1"
             )
         if max(self.digit_width, self.digit_height) + 2 * self.jitter > self.size or self.size % 2:
             raise ValueError(
-                f"world.size is {self.size}; a digit of {self.digit_width}x{self.digit_height} with jitter {self.jitter} has to fit, "
-                "and H.264 needs an even size"
+                f"world.size is {self.size}; a digit of {self.digit_width}x{self.digit_height} "
+                f"with jitter {self.jitter} has to fit, and H.264 needs an even size"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """`start` to `end` in seconds; the digit (0 to 9, or None) is on the frames `first` to `last`, both included, at `left`, `top`."""
+    """A scene of a video: a colour, and perhaps a digit for some seconds.
+
+    Attributes:
+        start: Second at which it starts.
+        end: Second at which the next scene starts.
+        colour: Name of the background colour.
+        digit: 0 to 9, or None.
+        first: Time of the first frame with the digit, in seconds.
+        last: Time of the last frame with the digit.
+        left: Left edge of the digit in pixels.
+        top: Upper edge of the digit in pixels.
+    """
 
     start: int
     end: int
@@ -107,13 +130,21 @@ class Scene:
     top: int = 0
 
     def shows(self, time: float) -> bool:
+        """Whether the frame at `time` shows the digit."""
         return self.digit is not None and self.first <= time <= self.last
 
 
 @dataclasses.dataclass(frozen=True)
 class WorldVideo:
-    """One video: its path under the world's folder, its width and height in pixels, and its scenes,
-    in order."""
+    """One video of the world.
+
+    Attributes:
+        id: Split and number, such as "train/0007".
+        split: `train` or `heldout`.
+        path: Path below the world's folder.
+        size: Width and height in pixels.
+        scenes: The scenes in order.
+    """
 
     id: str
     split: str
@@ -123,47 +154,68 @@ class WorldVideo:
 
 
 def plan(settings: WorldSettings) -> tuple[WorldVideo, ...]:
-    """Every video of the world, train first, without drawing any."""
+    """Return every video of the world, the train split first. Nothing is drawn yet."""
     counts = {"train": settings.train_videos, "heldout": settings.heldout_videos}
-    return tuple(_video(settings, split, n) for split in SPLITS for n in range(counts[split]))
+    return tuple(
+        _plan_video(settings, split, number) for split in SPLITS for number in range(counts[split])
+    )
 
 
-def _video(settings: WorldSettings, split: str, number: int) -> WorldVideo:
+def _plan_video(settings: WorldSettings, split: str, number: int) -> WorldVideo:
+    # Seeded by split and number, so that a video does not depend on the others.
     rng = np.random.default_rng([settings.seed, SPLITS.index(split), number])
     colours = rng.permutation(list(COLOURS))
     digits = rng.permutation(len(DIGITS))
     present = rng.random(SECONDS // SCENE) < settings.presence
+    # At least two scenes have a digit, because a video has up to two questions.
     present[rng.permutation(len(present))[:2]] = True
-    scenes = []
-    for n, shown in enumerate(present):
-        scene = Scene(n * SCENE, (n + 1) * SCENE, str(colours[n]))
-        frames = int(rng.integers(2, 4))  # 2 to 4 seconds from the first to the last
-        first = (
-            scene.start
-            + WINDOW * int(rng.integers(SCENE // WINDOW))
-            + STEP * int(rng.integers(WINDOW // STEP - frames + 1))
-        )
-        left, top = rng.integers(-settings.jitter, settings.jitter + 1, 2)
-        if shown:
-            left += (settings.size - settings.digit_width) // 2
-            top += (settings.size - settings.digit_height) // 2
-            last = first + STEP * (frames - 1)
-            scene = dataclasses.replace(
-                scene, digit=int(digits[n]), first=first, last=last, left=int(left), top=int(top)
-            )
-        scenes.append(scene)
+    scenes = tuple(
+        _plan_scene(settings, n, str(colours[n]), int(digits[n]) if present[n] else None, rng)
+        for n in range(len(present))
+    )
     name = f"{split}/{number:04d}"
-    return WorldVideo(name, split, name + ".mp4", settings.size, tuple(scenes))
+    return WorldVideo(name, split, name + ".mp4", settings.size, scenes)
+
+
+def _plan_scene(
+    settings: WorldSettings,
+    number: int,
+    colour: str,
+    digit: int | None,
+    rng: np.random.Generator,
+) -> Scene:
+    start = number * SCENE
+    end = start + SCENE
+    # Two or three frames: 2 or 4 seconds from the first to the last.
+    frames = int(rng.integers(2, 4))
+    window = start + WINDOW * int(rng.integers(SCENE // WINDOW))
+    first = window + STEP * int(rng.integers(WINDOW // STEP - frames + 1))
+    shift_x, shift_y = rng.integers(-settings.jitter, settings.jitter + 1, 2)
+    # A scene without a digit draws the same numbers, so `presence` does not change other scenes.
+    if digit is None:
+        return Scene(start, end, colour)
+    return Scene(
+        start,
+        end,
+        colour,
+        digit,
+        first=first,
+        last=first + STEP * (frames - 1),
+        left=int(shift_x) + (settings.size - settings.digit_width) // 2,
+        top=int(shift_y) + (settings.size - settings.digit_height) // 2,
+    )
 
 
 def picture(
     settings: WorldSettings, scene: Scene, digit: bool
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """A frame of the scene, with its digit or without."""
+    """Draw a frame of a scene in RGB, with its digit or without."""
     image = np.empty((settings.size, settings.size, 3), np.uint8)
     image[:] = COLOURS[scene.colour]
     if digit and scene.digit is not None:
-        glyph = np.array([[c == "1" for c in row] for row in _FONT[scene.digit].split()])
+        font_rows = _FONT[scene.digit].split()
+        glyph = np.array([[pixel == "1" for pixel in row] for row in font_rows])
+        # Enlarge the glyph by repeating its rows and columns.
         rows = np.arange(settings.digit_height) * glyph.shape[0] // settings.digit_height
         columns = np.arange(settings.digit_width) * glyph.shape[1] // settings.digit_width
         box = image[
@@ -175,9 +227,9 @@ def picture(
 
 
 class DrawnVideos:
-    """Draws frames when they are read: a `FrameSource` of the world's videos without mp4 files.
+    """A `FrameSource` that draws frames when they are read, so that no mp4 files are needed.
 
-    Paths are `WorldVideo.path`: give `FrameFeatures` the root `Path()`.
+    Paths are `WorldVideo.path`, relative to nothing: give `FrameFeatures` the root `Path()`.
     """
 
     def __init__(self, settings: WorldSettings, videos: Sequence[WorldVideo]):
@@ -186,13 +238,13 @@ class DrawnVideos:
 
     def probe(self, path: pathlib.Path) -> VideoInfo:
         times = np.arange(0.0, SECONDS, STEP)
-        return VideoInfo(
-            str(path), FRAMES, float(SECONDS), times, self._settings.size, self._settings.size
-        )
+        size = self._settings.size
+        return VideoInfo(str(path), FRAMES, float(SECONDS), times, size, size)
 
     def read(self, path: pathlib.Path, indices: list[int]) -> UInt8[np.ndarray, "m h w 3"]:
         frames = []
-        for time in (STEP * index for index in indices):
+        for index in indices:
+            time = STEP * index
             scene = self._scenes[str(path)][time // SCENE]
             frames.append(picture(self._settings, scene, scene.shows(time)))
         return np.stack(frames)
@@ -203,78 +255,86 @@ def render(
     folder: str | os.PathLike,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[WorldVideo, ...]:
-    """Draws every video that the folder lacks, then the manifest; returns `plan(settings)`.
+    """Write the mp4 files that a folder lacks, and then a manifest.
 
-    Files appear whole or not at all, so an interrupted call goes on where it was. `progress` is told videos done and in all.
-    Raises ValueError where the folder holds the world of other settings.
+    An interrupted call can be repeated: files that exist are complete, and are kept.
+
+    Args:
+        settings: The world to draw.
+        folder: Where to put it.
+        progress: Called after each video with the number done and the total.
+
+    Returns:
+        `plan(settings)`.
+
+    Raises:
+        ValueError: The folder contains a world of other settings.
     """
     folder = pathlib.Path(folder)
     videos = plan(settings)
     _claim(settings, folder)
-    if not _finished(folder):
-        for n, video in enumerate(videos):
-            path = folder / video.path
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                _encode(settings, video, path)
-            if progress is not None:
-                progress(n + 1, len(videos))
-        manifest = {
-            "settings": dataclasses.asdict(settings),
-            "videos": [dataclasses.asdict(v) for v in videos],
-        }
-        write_atomically(folder / MANIFEST, json.dumps(manifest))
+    if (folder / MANIFEST).exists():
+        return videos
+    for done, video in enumerate(videos, 1):
+        path = folder / video.path
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _encode(settings, video, path)
+        if progress is not None:
+            progress(done, len(videos))
+    manifest = {
+        "settings": dataclasses.asdict(settings),
+        "videos": [dataclasses.asdict(video) for video in videos],
+    }
+    write_atomically(folder / MANIFEST, json.dumps(manifest))
     return videos
 
 
 def _claim(settings: WorldSettings, folder: pathlib.Path) -> None:
-    """Writes the settings before any video, so that half a world is not finished with other settings."""
-    path, mine = folder / "settings.json", dataclasses.asdict(settings)
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return write_atomically(path, json.dumps(mine))
+    """Store the settings before any video, so that no call finishes a world of other settings."""
+    file = folder / "settings.json"
+    wanted = dataclasses.asdict(settings)
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(wanted))
+        return
     require_same(
         f"world: {folder} holds a world of other settings",
-        json.loads(path.read_text()),
-        mine,
+        json.loads(file.read_text()),
+        wanted,
         "Choose another folder, or remove it.",
     )
 
 
-def _finished(folder: pathlib.Path) -> bool:
-    return (folder / MANIFEST).exists()
-
-
 def _encode(settings: WorldSettings, video: WorldVideo, path: pathlib.Path) -> None:
-    """One H.264 mp4 with closed GOPs, lossless: even with one thread x264 does not choose alike every time, and a lossy picture shows it.
-    Few frames differ, so each is converted once and sent with many timestamps.
-    """
+    """Write one H.264 mp4 with closed GOPs of one window each."""
     unfinished = path.with_suffix(".tmp")
+    # "qp": "0" is lossless. x264 does not make the same choices on every run, even with one thread,
+    # and a lossy picture would show it.
+    options = {"qp": "0", "preset": "veryfast", "threads": "1", "bf": "0"}
     with av.open(str(unfinished), "w", format="mp4") as container:
-        stream = container.add_stream(
-            "libx264",
-            rate=fractions.Fraction(1, STEP),
-            options={"qp": "0", "preset": "veryfast", "threads": "1", "bf": "0"},
-        )
+        stream = container.add_stream("libx264", rate=fractions.Fraction(1, STEP), options=options)
         stream.width = stream.height = settings.size
         stream.pix_fmt = "yuv420p"
         stream.gop_size = WINDOW // STEP
         for scene in video.scenes:
-            plain, shown = (_frame(settings, scene, digit) for digit in (False, True))
+            # A scene has two different pictures only, so each is converted once.
+            without_digit = _frame(settings, scene, False)
+            with_digit = _frame(settings, scene, True)
             for time in range(scene.start, scene.end, STEP):
-                frame = shown if scene.shows(time) else plain
+                frame = with_digit if scene.shows(time) else without_digit
                 frame.pts = time // STEP
                 container.mux(stream.encode(frame))
+        # Flush the encoder.
         container.mux(stream.encode(None))
     os.replace(unfinished, path)
 
 
 def _frame(settings: WorldSettings, scene: Scene, digit: bool) -> av.VideoFrame:
-    return av.VideoFrame.from_ndarray(picture(settings, scene, digit), format="rgb24").reformat(
-        format="yuv420p", threads=1
-    )
+    frame = av.VideoFrame.from_ndarray(picture(settings, scene, digit), format="rgb24")
+    return frame.reformat(format="yuv420p", threads=1)
 
 
 def of_split(videos: Sequence[WorldVideo], split: str) -> tuple[WorldVideo, ...]:
-    """The videos of one split, `train` or `heldout`."""
+    """Return the videos of one split, `train` or `heldout`."""
     return tuple(video for video in videos if video.split == split)

@@ -1,4 +1,4 @@
-"""A small vocabulary in the Hugging Face `tokenizers` format, with the added tokens of Qwen3-VL."""
+"""Builds a small tokenizer in the Hugging Face format, with the added tokens of Qwen3-VL."""
 
 from __future__ import annotations
 
@@ -13,59 +13,43 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from paravt_jax.method.tokenizer import EOS, FILE, PAD, byte_characters
 
-# The added tokens of Qwen3-VL in the order of their ids (151643 to 151668), with their `special` flag.
+# The added tokens of Qwen3-VL in the order of their ids, 151643 to 151668: first those with the
+# `special` flag, then the others.
 _SPECIAL = (
-    *(
-        "<|endoftext|>",
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|object_ref_start|>",
-        "<|object_ref_end|>",
-        "<|box_start|>",
-        "<|box_end|>",
-    ),
-    *(
-        "<|quad_start|>",
-        "<|quad_end|>",
-        "<|vision_start|>",
-        "<|vision_end|>",
-        "<|vision_pad|>",
-        "<|image_pad|>",
-        "<|video_pad|>",
-    ),
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *("<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"),
+    *("<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>"),
+    *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 )
 _ADDED = (
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "<|fim_prefix|>",
-        "<|fim_middle|>",
-        "<|fim_suffix|>",
-        "<|fim_pad|>",
-        "<|repo_name|>",
-    ),
-    *("<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
+    *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
+    *("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>"),
+    *("<think>", "</think>"),
 )
 
-_BYTE_SCORE, _PIECE_SCORE = (
-    -10.0,
-    -1.0,
-)  # a piece never costs more than one byte, so the best segmentation has the fewest tokens
+# Log-probabilities of the unigram model, which picks the segmentation with the largest sum. All
+# pieces cost the same, so it has the fewest tokens; and a piece is always cheaper than bytes.
+_BYTE_SCORE = -10.0
+_PIECE_SCORE = -1.0
 
 
 def build_tokenizer(pieces: Iterable[str]) -> tokenizers.Tokenizer:
-    """A small tokenizer: all 256 bytes, the given pieces as one token each, and the added tokens of Qwen3-VL.
+    """Build a tokenizer from all 256 bytes, the given pieces and the added tokens of Qwen3-VL.
 
-    Added tokens inside a piece split it, since they are always tokens of their own. Of several ways to cut a text the one
-    with the fewest pieces is taken, so a piece is used whole wherever it occurs unless a longer one covers it. Any UTF-8 text round-trips.
+    A text is split into as few tokens as possible, so a piece is one token wherever it occurs
+    unless a longer piece covers it. Any text survives encoding and decoding.
+
+    Args:
+        pieces: Texts that become one token each. Added tokens inside a piece split it.
     """
     added = re.compile("|".join(map(re.escape, _SPECIAL + _ADDED)))
+    # Dicts as ordered sets: ids follow the order of the pieces.
     parts = dict.fromkeys(part for piece in pieces for part in added.split(piece) if part)
-    coded = dict.fromkeys(
-        "".join(byte_characters()[byte] for byte in part.encode()) for part in parts
-    )
-    vocabulary = [(c, _PIECE_SCORE if c in coded else _BYTE_SCORE) for c in byte_characters()]
-    vocabulary += [(c, _PIECE_SCORE) for c in coded if len(c) > 1]
+    # A byte-level vocabulary writes each byte as one printable character.
+    characters = byte_characters()
+    coded = dict.fromkeys("".join(characters[byte] for byte in part.encode()) for part in parts)
+    vocabulary = [(c, _PIECE_SCORE if c in coded else _BYTE_SCORE) for c in characters]
+    vocabulary += [(text, _PIECE_SCORE) for text in coded if len(text) > 1]
     tokenizer = tokenizers.Tokenizer(models.Unigram(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -79,13 +63,15 @@ def build_tokenizer(pieces: Iterable[str]) -> tokenizers.Tokenizer:
 
 
 def save_tokenizer(tokenizer: tokenizers.Tokenizer, folder: str | os.PathLike) -> pathlib.Path:
-    """Writes `tokenizer.json` into the folder, whole or not at all, and returns its path; what transformers reads beside it comes first."""
+    """Write the files that transformers reads into a folder, and return the path of tokenizer.json.
+
+    tokenizer.json comes last and in one step, so that the folder is complete if the file exists.
+    """
     path = pathlib.Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": PAD}
-    (path.parent / "tokenizer_config.json").write_text(
-        json.dumps(beside, indent=2) + "\n", encoding="utf-8"
-    )
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": PAD}
+    config_file = path.parent / "tokenizer_config.json"
+    config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     unfinished = path.with_suffix(".tmp")
     tokenizer.save(str(unfinished))
     os.replace(unfinished, path)

@@ -18,15 +18,12 @@ CLIPS = (
 )
 THOUGHT = "<think>\nThe overview shows a road at dusk and a car that turns.\n</think>\n"
 
+_MESSAGE = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())])
+_VIDEO = pyarrow.struct([("video", pyarrow.string())])
 _RL = pyarrow.schema(
     [
-        (
-            "prompt",
-            pyarrow.list_(
-                pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())])
-            ),
-        ),
-        ("videos", pyarrow.list_(pyarrow.struct([("video", pyarrow.string())]))),
+        ("prompt", pyarrow.list_(_MESSAGE)),
+        ("videos", pyarrow.list_(_VIDEO)),
         ("extra_info", pyarrow.string()),
     ]
 )
@@ -41,7 +38,7 @@ def write_rl(
 
 
 def write_sft(folder: pathlib.Path, rows: list[Any], name: str) -> pathlib.Path:
-    """`rows` are messages; text goes in as it is."""
+    """`rows` are lists of messages; a text is written as it is."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
     pyarrow.parquet.write_table(pyarrow.table({"messages": texts}), folder / name)
@@ -49,7 +46,7 @@ def write_sft(folder: pathlib.Path, rows: list[Any], name: str) -> pathlib.Path:
 
 
 def write_bytes(folder: pathlib.Path, rows: list[bytes], name: str) -> pathlib.Path:
-    """Messages that Arrow takes for text, whatever their bytes."""
+    """A column of text with any bytes: Arrow does not check that they are UTF-8."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = pyarrow.Array.from_buffers(pyarrow.string(), len(rows), pyarrow.array(rows).buffers())
     pyarrow.parquet.write_table(pyarrow.table({"messages": texts}), folder / name)
@@ -74,13 +71,9 @@ def rl_row(
 
 
 def say(role: str, *content: Any) -> dict[str, Any]:
-    """A message: texts, and files as `video("a.mp4")` and `image("a.png")` give them."""
-    return {
-        "role": role,
-        "content": [
-            {"type": "text", "text": part} if isinstance(part, str) else part for part in content
-        ],
-    }
+    """A message of texts and of files, such as `video("a.mp4")` and `image("a.png")`."""
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    return {"role": role, "content": parts}
 
 
 def video(path: str) -> dict[str, Any]:
@@ -109,20 +102,21 @@ def answered(
 def called(
     path: str, windows: list[tuple[float, float]], *responses: dict[str, Any], answer: str = "a car"
 ) -> list[dict[str, Any]]:
-    """A demonstration with one turn of calls; each window is answered in words unless `responses` say otherwise."""
-    tools = 'You may call <tools>{"name": "crop_video"}</tools>.'
-    asked = THOUGHT + "\n".join(call(*window, path) for window in windows)
+    """A demonstration with one turn of calls. Each gets a response in words, or `responses`."""
+    calls = "\n".join(call(*window, path) for window in windows)
+    if not responses:
+        responses = tuple(say("tool", f"From {a} to {b} s a car turns.") for a, b in windows)
     return [
-        say("system", tools),
+        say("system", 'You may call <tools>{"name": "crop_video"}</tools>.'),
         say("user", video(path), f"What turns? The video is {path}."),
-        say("assistant", asked),
-        *(responses or tuple(say("tool", f"From {a} to {b} s a car turns.") for a, b in windows)),
+        say("assistant", THOUGHT + calls),
+        *responses,
         say("assistant", f"{THOUGHT}<answer>{answer}</answer>"),
     ]
 
 
 def lay_out_media(root: pathlib.Path, assets: pathlib.Path, paths: dict[str, str]) -> None:
-    """Clips of the assets under the names that rows know them by."""
+    """Copy clips of the assets to the paths that rows use."""
     for name, clip in paths.items():
         target = root / name
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,3 +1,5 @@
+"""Video files: every frame under its number, by either decoder, and every kind of bad file."""
+
 from __future__ import annotations
 
 import pathlib
@@ -12,8 +14,8 @@ from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError, VideoInfo, overview_indices, window_indices
 from paravt_jax.world import videos as world
 
-_WHERE_DECORD_IS_EXACT = ("syn_60s_30fps_bframes.mp4", "syn_vfr.mkv", "syn_vfr.mp4", "syn_vp9.webm")
-_WHERE_IT_IS_NOT = (
+WHERE_DECORD_IS_EXACT = ("syn_60s_30fps_bframes.mp4", "syn_vfr.mkv", "syn_vfr.mp4", "syn_vp9.webm")
+WHERE_DECORD_IS_WRONG = (
     "syn_h264_opengop.mkv",
     "syn_hevc_opengop.mp4",
     "syn_mpeg2.mpg",
@@ -23,21 +25,27 @@ _WHERE_IT_IS_NOT = (
 )
 
 
-def _drawn_number(frame: np.ndarray) -> int:
-    """The frame number that the synthetic clips carry as 16 black or white blocks in their top quarter."""
+def drawn_number(frame: np.ndarray) -> int:
+    """The number that a synthetic clip shows: 16 black or white blocks in the top quarter."""
     height, width = frame.shape[:2]
-    return sum(
-        int(frame[height // 8, int((bit + 0.5) * width / 16)].mean() > 128) << bit
-        for bit in range(16)
-    )
+    number = 0
+    for bit in range(16):
+        centre = frame[height // 8, int((bit + 0.5) * width / 16)]
+        number |= int(centre.mean() > 128) << bit
+    return number
 
 
-def _info(times) -> VideoInfo:
+def info_of(times) -> VideoInfo:
     times = np.asarray(times, np.float64)
     return VideoInfo("a.mp4", len(times), float(times[-1] + 1), times, 32, 32)
 
 
-def _make(
+def use_pyav_only(monkeypatch) -> None:
+    """As on machines for which decord has no wheel."""
+    monkeypatch.setattr(video, "decord", None)
+
+
+def make(
     path: pathlib.Path,
     frames: int = 100,
     options: dict | None = None,
@@ -60,7 +68,7 @@ def _make(
 
 def test_probe_lists_a_world_video(small_world):
     info = video.probe(small_world.folder / small_world.videos[0].path)
-    assert (info.frames, info.duration, info.width, info.height) == (64, 128.0, 32, 32)
+    assert (info.frames, info.duration, info.width, info.height) == (world.FRAMES, 128.0, 32, 32)
     assert info.times.tolist() == list(range(0, 128, 2))
 
 
@@ -68,7 +76,8 @@ def test_frames_come_in_the_order_asked_for(small_world):
     path = small_world.folder / small_world.videos[0].path
     everything = video.read(path, range(64))
     order = [63, 3, 40, 3, 0]
-    assert everything.dtype == np.uint8 and everything.shape == (64, 32, 32, 3)
+    assert everything.dtype == np.uint8
+    assert everything.shape == (64, 32, 32, 3)
     np.testing.assert_array_equal(video.read(path, order), everything[order])
 
 
@@ -76,7 +85,7 @@ def test_both_decoders_agree_on_world_videos(small_world, monkeypatch):
     path = small_world.folder / small_world.videos[1].path
     wanted = [5, 50, 33, 63]
     by_decord = video.read(path, wanted)
-    monkeypatch.setattr(video, "_read_decord", lambda *_: None)
+    use_pyav_only(monkeypatch)
     np.testing.assert_array_equal(video.read(path, wanted), by_decord)
 
 
@@ -88,27 +97,23 @@ def test_a_file_that_decord_cannot_open_is_read_by_pyav(small_world, monkeypatch
     def refuse(*args, **kwargs):
         raise decord.DECORDError("no")
 
-    with monkeypatch.context() as patch:
-        patch.setattr("decord.VideoReader", refuse)
-        np.testing.assert_array_equal(video.read(path, [7]), expected)
-    monkeypatch.setattr(video, "decord", None)  # as on machines it has no wheel for
+    monkeypatch.setattr("decord.VideoReader", refuse)
     np.testing.assert_array_equal(video.read(path, [7]), expected)
 
 
 def test_pyav_finds_far_frames_whatever_the_distance_of_keyframes(tmp_path, monkeypatch):
-    monkeypatch.setattr(video, "_read_decord", lambda *_: None)
+    use_pyav_only(monkeypatch)
     for gop in ("300", "7", "1"):
-        path = _make(tmp_path / f"{gop}.mp4", 320, {"g": gop, "bf": "2"})
+        path = make(tmp_path / f"{gop}.mp4", 320, {"g": gop, "bf": "2"})
         everything = video.read(path, range(320))
         wanted = [319, 0, 12, 13, 300, 150]
         np.testing.assert_array_equal(video.read(path, wanted), everything[wanted])
 
 
-def test_frames_that_are_not_there_are_refused(small_world):
-    path = small_world.folder / small_world.videos[0].path
-    for wanted in ([64], [-1], []):
-        with pytest.raises(IndexError, match="frame"):
-            video.read(path, wanted)
+@pytest.mark.parametrize("wanted", [[64], [-1], []])
+def test_frames_that_do_not_exist_are_refused(small_world, wanted):
+    with pytest.raises(IndexError, match="frame"):
+        video.read(small_world.folder / small_world.videos[0].path, wanted)
 
 
 @pytest.mark.parametrize(
@@ -120,14 +125,15 @@ def test_frames_that_are_not_there_are_refused(small_world):
         (bytes(range(256)) * 40, "decoded"),
     ],
 )
-def test_bad_files_are_one_kind_of_error(tmp_path, content, reason):
+def test_every_bad_file_is_a_video_error(tmp_path, content, reason):
     path = tmp_path / "bad.mp4"
     if content is not None:
         path.write_bytes(content)
     for use in (video.probe, lambda p: video.read(p, [0])):
         with pytest.raises(VideoError, match=reason) as caught:
             use(path)
-        assert caught.value.path == str(path) and str(path) in str(caught.value)
+        assert caught.value.path == str(path)
+        assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -138,34 +144,34 @@ def test_bad_files_are_one_kind_of_error(tmp_path, content, reason):
         ("clip.avi", "mpeg4", b"FMP4"),
     ],
 )
-def test_a_codec_that_is_unknown_here_is_named_with_the_remedy(tmp_path, name, codec, mark):
-    path = _make(tmp_path / name, frames=10, codec=codec)
+def test_an_unknown_codec_is_refused_with_a_remedy(tmp_path, name, codec, mark):
+    path = make(tmp_path / name, frames=10, codec=codec)
     path.write_bytes(path.read_bytes().replace(mark, b"z" * len(mark)))
     for use in (video.probe, lambda p: video.read(p, [0])):
-        with pytest.raises(VideoError, match="codec of its video is unknown here; .*H.264"):
+        with pytest.raises(VideoError, match="codec.*H.264"):
             use(path)
 
 
 def test_frames_of_several_sizes_are_refused(tmp_path, monkeypatch):
-    """One H.264 stream after another of twice its size, in a container without headers."""
-    monkeypatch.setattr(video, "_read_decord", lambda *_: None)
-    large = _make(tmp_path / "large.ts", frames=10, size=64)
-    small = _make(tmp_path / "small.ts", frames=10, size=32)
+    """Two H.264 streams of different sizes, one after the other, in a container without headers."""
+    use_pyav_only(monkeypatch)
+    large = make(tmp_path / "large.ts", frames=10, size=64)
+    small = make(tmp_path / "small.ts", frames=10, size=32)
     path = tmp_path / "both.ts"
     path.write_bytes(large.read_bytes() + small.read_bytes())
     assert video.read(path, [0, 1]).shape == (2, 64, 64, 3)
-    with pytest.raises(VideoError, match="frames have several sizes; encode it again"):
+    with pytest.raises(VideoError, match="sizes"):
         video.read(path, [0, 15])
 
 
 @pytest.mark.parametrize("name", ["a" * 300 + ".mp4", "a" * 300 + ".png", "a/" * 3000 + "a.mp4"])
-def test_a_name_that_the_system_refuses_is_one_kind_of_error(tmp_path, name):
+def test_a_name_that_the_system_refuses_is_a_video_error(tmp_path, name):
     for use in (video.probe, lambda p: video.read(p, [0])):
-        with pytest.raises(VideoError, match="opened .File name too long.; check the path"):
+        with pytest.raises(VideoError, match="name too long"):
             use(tmp_path / name)
 
 
-def test_a_folder_is_no_video(tmp_path):
+def test_a_folder_is_not_a_video(tmp_path):
     with pytest.raises(VideoError, match="no such file"):
         video.probe(tmp_path)
 
@@ -173,7 +179,7 @@ def test_a_folder_is_no_video(tmp_path):
 @pytest.mark.parametrize("name", ["end.mp4", "front.mp4", "clip.mkv"])
 @pytest.mark.parametrize("share", [0.02, 0.4, 0.9])
 def test_truncated_files_are_refused(tmp_path, name, share):
-    path = _make(tmp_path / name, flags={"movflags": "faststart"} if name == "front.mp4" else {})
+    path = make(tmp_path / name, flags={"movflags": "faststart"} if name == "front.mp4" else {})
     assert video.probe(path).frames == 100
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * share)])
@@ -181,7 +187,7 @@ def test_truncated_files_are_refused(tmp_path, name, share):
         video.probe(path)
 
 
-def test_sound_alone_is_no_video(tmp_path):
+def test_sound_alone_is_not_a_video(tmp_path):
     path = tmp_path / "sound.mp4"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("aac", rate=8000)
@@ -196,16 +202,13 @@ def test_sound_alone_is_no_video(tmp_path):
         video.probe(path)
 
 
-def test_an_error_survives_the_way_out_of_a_worker_process():
+def test_an_error_survives_pickling():
     error = pickle.loads(pickle.dumps(VideoError("a.mp4", "the file is empty")))
-    assert (error.path, error.reason, str(error)) == (
-        "a.mp4",
-        "the file is empty",
-        "a.mp4: the file is empty",
-    )
+    assert (error.path, error.reason) == ("a.mp4", "the file is empty")
+    assert str(error) == "a.mp4: the file is empty"
 
 
-def test_overview_indices_of_the_world():
+def test_an_overview_spans_the_video():
     assert overview_indices(128, 4).tolist() == [0, 42, 85, 127]
     assert overview_indices(3, 8).tolist() == [0, 1, 2]
     assert overview_indices(10, 1).tolist() == [0]
@@ -224,20 +227,21 @@ def test_overview_indices_of_the_world():
         ((-4, 2), [0, 1]),
         ((3.2, 7.9), [4, 5, 6, 7]),
         ((0, 128), list(range(0, 128, 8))),
-        ((5.2, 5.6), [5]),  # between two frames: the one on show
+        # Between two frames: the one on screen.
+        ((5.2, 5.6), [5]),
         ((127.5, 128), [127]),
         ((400, 500), [127]),
     ],
 )
 def test_window_indices_at_one_frame_a_second(window, expected):
-    assert window_indices(_info(range(128)), *window).tolist() == expected
+    assert window_indices(info_of(range(128)), *window).tolist() == expected
 
 
 def test_window_indices_follow_timestamps_not_the_average_rate():
-    info = _info([0.0, 0.1, 0.2, 0.3, 5.0, 6.0, 7.0, 7.5, 30.0])
+    info = info_of([0.0, 0.1, 0.2, 0.3, 5.0, 6.0, 7.0, 7.5, 30.0])
     assert window_indices(info, 0, 8).tolist() == [0, 3, 4, 5, 6]
     assert window_indices(info, 10, 20).tolist() == [7]
-    fast = _info(np.arange(3000) / 30)
+    fast = info_of(np.arange(3000) / 30)
     assert window_indices(fast, 10, 20, fps=2, limit=16).size == 16
     assert window_indices(fast, 10, 14).tolist() == [300, 330, 360, 390]
 
@@ -245,18 +249,28 @@ def test_window_indices_follow_timestamps_not_the_average_rate():
 @pytest.mark.parametrize("window", [(5, 5), (6, 5), (float("nan"), 5)])
 def test_impossible_windows_are_refused(window):
     with pytest.raises(ValueError, match="window"):
-        window_indices(_info(range(10)), *window)
+        window_indices(info_of(range(10)), *window)
 
 
-@pytest.mark.parametrize("name", _WHERE_DECORD_IS_EXACT + _WHERE_IT_IS_NOT)
-def test_synthetic_clips_give_exactly_the_frames_asked_for(assets, name, monkeypatch):
+@pytest.mark.parametrize("name", WHERE_DECORD_IS_EXACT + WHERE_DECORD_IS_WRONG)
+def test_synthetic_clips_give_exactly_the_frames_asked_for(assets, name):
     path = assets / "videos/synthetic" / name
-    used = []
-    read_decord = video._read_decord
-    monkeypatch.setattr(video, "_read_decord", lambda *args: used.append(1) or read_decord(*args))
     wanted = np.random.default_rng(0).permutation(video.probe(path).frames)[:24]
-    assert [_drawn_number(frame) for frame in video.read(path, wanted)] == wanted.tolist()
-    assert bool(used) == (name in _WHERE_DECORD_IS_EXACT)
+    assert [drawn_number(frame) for frame in video.read(path, wanted)] == wanted.tolist()
+
+
+@pytest.mark.parametrize("name", WHERE_DECORD_IS_EXACT + WHERE_DECORD_IS_WRONG)
+def test_decord_reads_only_what_it_reads_exactly(assets, name, monkeypatch):
+    decord = pytest.importorskip("decord")
+    opened = []
+
+    def reader(path, open_video=decord.VideoReader, **options):
+        opened.append(path)
+        return open_video(path, **options)
+
+    monkeypatch.setattr("decord.VideoReader", reader)
+    video.read(assets / "videos/synthetic" / name, [0, 9])
+    assert bool(opened) == (name in WHERE_DECORD_IS_EXACT)
 
 
 @pytest.mark.parametrize(
@@ -265,26 +279,26 @@ def test_synthetic_clips_give_exactly_the_frames_asked_for(assets, name, monkeyp
         ("bottle_40s_h264_bframes_cc-by.mp4", 1189, 39.85, (360, 640)),
         ("car_30s_h264_12.5fps_cc-by.mp4", 377, 30.16, (432, 768)),
         ("asl_bird_2s_h264_startpts_cc-by.mkv", 63, 2.1, (480, 640)),
-        ("nasa_13013.mp4", 390, 13.0, (270, 480)),  # the better of two video streams
+        # The better of two video streams.
+        ("nasa_13013.mp4", 390, 13.0, (270, 480)),
         ("av1_video.mkv", 125, 5.0, (360, 640)),
         ("h265_video.mp4", 10, 1.0, (128, 128)),
         ("h264_10bits.mp4", 30, 1.0, (200, 200)),
-        ("video_90.mov", 3, 0.1, (568, 320)),  # turned upright
+        # Recorded sideways, shown upright.
+        ("video_90.mov", 3, 0.1, (568, 320)),
         ("unordered.mov", 4, 0.12, (50, 50)),
     ],
 )
 def test_real_clips(assets, name, frames, duration, shape, monkeypatch):
     path = assets / "videos" / name
     info = video.probe(path)
-    assert (
-        info.frames == frames
-        and info.times[0] == 0
-        and info.duration == pytest.approx(duration, abs=0.04)
-    )
+    assert info.frames == frames
+    assert info.times[0] == 0
+    assert info.duration == pytest.approx(duration, abs=0.04)
     wanted = [frames - 1, 0, frames // 2]
     pictures = video.read(path, wanted)
     assert pictures.shape == (3, *shape, 3)
-    monkeypatch.setattr(video, "_read_decord", lambda *_: None)
+    use_pyav_only(monkeypatch)
     np.testing.assert_array_equal(pictures, video.read(path, wanted))
 
 
@@ -292,12 +306,3 @@ def test_damage_in_the_middle_is_found_when_it_is_read(assets):
     path = assets / "videos/corrupted.mp4"
     with pytest.raises(VideoError, match="decoded"):
         video.read(path, range(video.probe(path).frames))
-
-
-def test_a_clip_of_sound_is_refused(assets):
-    with pytest.raises(VideoError, match="no video stream"):
-        video.probe(assets / "videos/synthetic/audio_only.mp4")
-
-
-def test_the_world_has_the_frames_it_says(small_world):
-    assert world.FRAMES == video.probe(small_world.folder / small_world.videos[-1].path).frames

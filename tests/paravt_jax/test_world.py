@@ -1,8 +1,10 @@
+"""Videos of the small world: their events, their files, and frames drawn on demand."""
+
 from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
+import pathlib
 
 import av
 import numpy as np
@@ -12,78 +14,88 @@ from paravt_jax.data import video
 from paravt_jax.world import videos as world
 
 
-def test_events_obey_the_rules_of_the_world():
-    videos = world.plan(world.WorldSettings(train_videos=200, heldout_videos=50))
-    present = [scene for v in videos for scene in v.scenes if scene.digit is not None]
-    assert {scene.digit for scene in present} == set(range(10)) and {
-        scene.colour for scene in present
-    } == set(world.COLOURS)
-    assert 0.85 <= len(present) / (4 * len(videos)) <= 0.95
-    for v in videos:
-        assert [(s.start, s.end) for s in v.scenes] == [(0, 32), (32, 64), (64, 96), (96, 128)]
-        assert len({s.colour for s in v.scenes}) == 4
-        digits = [s.digit for s in v.scenes if s.digit is not None]
-        assert len(digits) >= 2 and len(set(digits)) == len(digits)
-    for scene in present:
-        assert scene.start <= scene.first and scene.last < scene.end
+def world_of(train_videos: int, heldout_videos: int, **changes) -> world.WorldSettings:
+    return world.WorldSettings(train_videos=train_videos, heldout_videos=heldout_videos, **changes)
+
+
+def frames_of(scene: world.Scene) -> list[tuple[int, int]]:
+    """The frames of a scene: number and second."""
+    times = range(scene.start, scene.end, world.STEP)
+    return [(time // world.STEP, time) for time in times]
+
+
+def test_every_video_has_four_scenes_of_different_colours_and_digits():
+    for video_ in world.plan(world_of(200, 50)):
+        spans = [(scene.start, scene.end) for scene in video_.scenes]
+        assert spans == [(0, 32), (32, 64), (64, 96), (96, 128)]
+        assert len({scene.colour for scene in video_.scenes}) == 4
+        digits = [scene.digit for scene in video_.scenes if scene.digit is not None]
+        assert len(digits) >= 2
+        assert len(set(digits)) == len(digits)
+
+
+def test_a_digit_stays_for_two_or_three_frames_of_one_window():
+    videos = world.plan(world_of(200, 50))
+    scenes = [s for video_ in videos for s in video_.scenes if s.digit is not None]
+    assert {scene.digit for scene in scenes} == set(range(10))
+    assert {scene.colour for scene in scenes} == set(world.COLOURS)
+    assert 0.85 <= len(scenes) / (4 * len(videos)) <= 0.95
+    for scene in scenes:
+        assert scene.start <= scene.first < scene.last < scene.end
         assert 2 <= scene.last - scene.first <= 4
         assert scene.first // world.WINDOW == scene.last // world.WINDOW
 
 
 def test_a_video_depends_on_seed_split_and_number_only():
-    few, more = (world.plan(world.WorldSettings(train_videos=n, heldout_videos=2)) for n in (2, 5))
+    few, more = world.plan(world_of(2, 2)), world.plan(world_of(5, 2))
     assert world.of_split(few, "train") == world.of_split(more, "train")[:2]
     assert world.of_split(few, "heldout") == world.of_split(more, "heldout")
-    assert (
-        world.plan(world.WorldSettings(seed=1, train_videos=2, heldout_videos=2))[0].scenes
-        != few[0].scenes
-    )
+    other_seed = world.plan(world_of(2, 2, seed=1))
+    assert other_seed[0].scenes != few[0].scenes
     assert world.of_split(few, "train")[0].scenes != world.of_split(few, "heldout")[0].scenes
 
 
 def test_files_show_what_was_planned(small_world):
-    for v in small_world.videos:
-        frames = video.read(small_world.folder / v.path, range(world.FRAMES)).astype(int)
-        for scene in v.scenes:
-            for time in range(scene.start, scene.end, world.STEP):
+    for video_ in small_world.videos:
+        frames = video.read(small_world.folder / video_.path, range(world.FRAMES)).astype(int)
+        for scene in video_.scenes:
+            for number, time in frames_of(scene):
                 planned = world.picture(small_world.settings, scene, scene.shows(time))
-                assert (
-                    np.abs(frames[time // world.STEP] - planned).mean() < 8
-                )  # what coding changes
-                bright = (frames[time // world.STEP].min(axis=-1) > 180).sum()
-                assert (bright > 30) == scene.shows(time)
+                # Colours are stored at half the resolution.
+                assert np.abs(frames[number] - planned).mean() < 8
+                white_pixels = (frames[number].min(axis=-1) > 180).sum()
+                assert (white_pixels > 30) == scene.shows(time)
 
 
-def test_coding_loses_nothing(small_world):
-    """x264 was seen to write other bytes for the same frames, once in a thousand times: what a run learns from may not depend on it."""
-    v = small_world.videos[0]
-    with av.open(str(small_world.folder / v.path)) as container:
-        read = [frame.to_ndarray() for frame in container.decode(video=0)]
-    for scene in v.scenes:
-        for time in range(scene.start, scene.end, world.STEP):
-            drawn = av.VideoFrame.from_ndarray(
-                world.picture(small_world.settings, scene, scene.shows(time)), format="rgb24"
-            )
-            np.testing.assert_array_equal(
-                read[time // world.STEP], drawn.reformat(format="yuv420p", threads=1).to_ndarray()
-            )
+def test_coding_is_lossless(small_world):
+    """x264 may write other bytes for the same frames. A run must not learn from the difference."""
+    video_ = small_world.videos[0]
+    with av.open(str(small_world.folder / video_.path)) as container:
+        decoded = [frame.to_ndarray() for frame in container.decode(video=0)]
+    for scene in video_.scenes:
+        for number, time in frames_of(scene):
+            picture = world.picture(small_world.settings, scene, scene.shows(time))
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+            stored = frame.reformat(format="yuv420p", threads=1).to_ndarray()
+            np.testing.assert_array_equal(decoded[number], stored)
 
 
-def test_colours_stay_apart_after_coding(small_world):
+def test_colours_can_be_told_apart_after_coding(small_world):
     seen = {}
-    for v in small_world.videos:
-        frames = video.read(small_world.folder / v.path, [s.start // world.STEP for s in v.scenes])
-        for scene, frame in zip(v.scenes, frames, strict=True):
+    for video_ in small_world.videos:
+        starts = [scene.start // world.STEP for scene in video_.scenes]
+        frames = video.read(small_world.folder / video_.path, starts)
+        for scene, frame in zip(video_.scenes, frames, strict=True):
             seen[scene.colour] = frame[0, 0].astype(int)
     for name, pixel in seen.items():
-        nearest = min(
-            world.COLOURS, key=lambda other: np.abs(np.array(world.COLOURS[other]) - pixel).sum()
-        )
-        assert nearest == name
+        distances = {
+            other: np.abs(np.array(colour) - pixel).sum() for other, colour in world.COLOURS.items()
+        }
+        assert min(distances, key=distances.__getitem__) == name
 
 
-def test_rendering_goes_on_where_it_was_interrupted(tmp_path):
-    settings = world.WorldSettings(train_videos=2, heldout_videos=1)
+def test_interrupted_rendering_resumes(tmp_path):
+    settings = world_of(2, 1)
 
     def interrupt(done, total):
         raise KeyboardInterrupt
@@ -91,49 +103,60 @@ def test_rendering_goes_on_where_it_was_interrupted(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         world.render(settings, tmp_path, interrupt)
     first = tmp_path / "train/0000.mp4"
-    written, pictures = first.stat().st_mtime_ns, video.read(first, range(world.FRAMES)).astype(int)
+    written = first.stat().st_mtime_ns
     assert not (tmp_path / world.MANIFEST).exists()
-    progress = []
-    videos = world.render(settings, tmp_path, lambda done, total: progress.append((done, total)))
-    assert first.stat().st_mtime_ns == written and progress == [(1, 3), (2, 3), (3, 3)]
-    assert not list(tmp_path.rglob("*.tmp"))
+
+    steps = []
+    videos = world.render(settings, tmp_path, lambda done, total: steps.append((done, total)))
     assert videos == world.plan(settings)
+    assert steps == [(1, 3), (2, 3), (3, 3)]
+    assert first.stat().st_mtime_ns == written
+    assert not list(tmp_path.rglob("*.tmp"))
     listed = json.loads((tmp_path / world.MANIFEST).read_text())["videos"]
-    assert [video["path"] for video in listed] == [video.path for video in videos]
-    first.unlink()
+    assert [entry["path"] for entry in listed] == [video_.path for video_ in videos]
+
+
+def test_a_file_that_is_rendered_again_has_the_same_frames(tmp_path):
+    settings = world_of(1, 1)
+    world.render(settings, tmp_path)
+    file = tmp_path / "train/0000.mp4"
+    frames = video.read(file, range(world.FRAMES))
+    file.unlink()
     (tmp_path / world.MANIFEST).unlink()
     world.render(settings, tmp_path)
-    again = video.read(first, range(world.FRAMES)).astype(int)
-    assert (again == pictures).all()
+    np.testing.assert_array_equal(video.read(file, range(world.FRAMES)), frames)
 
 
 def test_a_world_of_other_settings_is_refused(tmp_path):
-    settings = world.WorldSettings(train_videos=1, heldout_videos=1)
+    settings = world_of(1, 1)
     world.render(settings, tmp_path)
     with pytest.raises(ValueError, match="\n  jitter: 4 -> 3\n"):
         world.render(dataclasses.replace(settings, jitter=3), tmp_path)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"presence": 1.5}, {"train_videos": 0}, {"size": 16}, {"jitter": 20}]
+    ("wrong", "named"),
+    [
+        ({"presence": 1.5}, "presence is 1.5"),
+        ({"train_videos": 0}, "train_videos"),
+        ({"size": 16}, "size is 16"),
+        ({"jitter": 20}, "jitter 20"),
+    ],
 )
-def test_impossible_settings_are_named(wrong):
-    with pytest.raises(ValueError, match="world\\."):
+def test_impossible_settings_are_named(wrong, named):
+    with pytest.raises(ValueError, match=f"world.*{named}"):
         world.WorldSettings(**wrong)
 
 
-def test_videos_drawn_on_demand_are_those_of_the_files(small_world):
-    v = small_world.videos[0]
-    drawn, stored = world.DrawnVideos(small_world.settings, small_world.videos), video
-    info, of_file = drawn.probe(Path(v.path)), stored.probe(small_world.folder / v.path)
-    assert (info.frames, info.duration, info.width, info.height) == (
-        of_file.frames,
-        of_file.duration,
-        of_file.width,
-        of_file.height,
-    )
+def test_frames_drawn_on_demand_equal_those_of_the_files(small_world):
+    path = small_world.videos[0].path
+    drawn = world.DrawnVideos(small_world.settings, small_world.videos)
+    info, of_file = drawn.probe(pathlib.Path(path)), video.probe(small_world.folder / path)
+    assert (info.frames, info.duration) == (of_file.frames, of_file.duration)
+    assert (info.width, info.height) == (of_file.width, of_file.height)
     np.testing.assert_array_equal(info.times, of_file.times)
     indices = list(range(world.FRAMES))
-    here = drawn.read(Path(v.path), indices).astype(int)
-    there = stored.read(small_world.folder / v.path, indices).astype(int)
-    assert np.abs(here - there).mean(axis=(1, 2, 3)).max() < 8  # what halved colour planes change
+    here = drawn.read(pathlib.Path(path), indices).astype(int)
+    there = video.read(small_world.folder / path, indices).astype(int)
+    # Colours are stored at half the resolution.
+    assert np.abs(here - there).mean(axis=(1, 2, 3)).max() < 8

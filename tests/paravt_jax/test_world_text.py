@@ -1,6 +1,9 @@
+"""Texts about the small world: true answers, honest demonstrations, and spoilt ones as asked."""
+
 from __future__ import annotations
 
 import ast
+import collections
 import dataclasses
 import re
 
@@ -15,7 +18,7 @@ from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
 from paravt_jax.world.text import TextSettings
 
-_CLEAN = TextSettings(leak=0, unclosed=0, untagged=0, one_by_one=0)
+CLEAN = TextSettings(leak=0, unclosed=0, untagged=0, one_by_one=0)
 
 
 @pytest.fixture(scope="module")
@@ -23,243 +26,245 @@ def videos():
     return world.plan(world.WorldSettings(train_videos=120, heldout_videos=10))
 
 
-def _mains(videos, settings: TextSettings) -> list[Conversation]:
+def mains(videos, settings: TextSettings) -> list[Conversation]:
     return list(world_text.main_conversations(videos, settings))
 
 
-def _windows(videos, settings: TextSettings) -> list[Conversation]:
+def windows(videos, settings: TextSettings) -> list[Conversation]:
     return list(world_text.window_conversations(videos, settings, ProtocolSettings()))
 
 
-def _said(conversation: Conversation) -> list[str]:
-    """The texts after the first turn, a main agent's without the opening that it learns."""
-    texts = [str(turn.content[0]) for turn in conversation.turns[1:]]
-    roles = [turn.role for turn in conversation.turns[1:]]
-    if not conversation.subagent:
-        assert all(
-            t.startswith(PINNED) == (r == "assistant") for t, r in zip(texts, roles, strict=True)
-        )
-    return [text.removeprefix(PINNED) for text in texts]
+def said(conversation: Conversation) -> list[str]:
+    """The texts after the first turn, without the pinned opening of a main agent's turns."""
+    texts = []
+    for turn in conversation.turns[1:]:
+        text = str(turn.content[0])
+        if not conversation.subagent:
+            assert text.startswith(PINNED) == (turn.role == "assistant")
+        texts.append(text.removeprefix(PINNED))
+    return texts
 
 
-def _roles(conversation: Conversation) -> list[str]:
+def roles(conversation: Conversation) -> list[str]:
     return [turn.role for turn in conversation.turns[1:]]
 
 
-def _kind(conversation: Conversation) -> QuestionKind:
+def kind_of(conversation: Conversation) -> QuestionKind:
     return QuestionKind(conversation.id.split("/")[1].rpartition(":")[2])
 
 
 @pytest.fixture(scope="module")
 def clean(videos):
-    return _mains(videos, _CLEAN)
+    return mains(videos, CLEAN)
 
 
-def _word(scene: world.Scene) -> str:
+def word_of(scene: world.Scene) -> str:
     assert scene.digit is not None
     return world.DIGITS[scene.digit]
 
 
-def _scene(videos, record) -> world.Scene:
-    clip, text = record.turns[0].content
-    there = next(v for v in videos if v.path == clip.path)
-    return next(s for s in there.scenes if f" at {s.start} seconds?" in text if s.digit is not None)
+def scene_of(videos, conversation: Conversation) -> world.Scene:
+    """The scene that a conversation asks about."""
+    (clip,) = conversation.clips
+    text = str(conversation.turns[0].content[1])
+    return scene_named(next(v for v in videos if v.path == clip.path), text)
+
+
+def scene_named(video_: world.WorldVideo, question: str) -> world.Scene:
+    return next(s for s in video_.scenes if f" at {s.start} seconds?" in question)
 
 
 def test_questions_have_true_answers_and_different_ids(videos):
     questions = list(world_text.questions(videos, TextSettings()))
-    assert len(questions) == 2 * len(videos) == len({q.id for q in questions})
-    choice = [q for q in questions if q.kind is QuestionKind.MULTIPLE_CHOICE]
-    assert 0.5 < len(choice) / len(questions) < 0.7
-    by_path = {v.path: v for v in videos}
-    for q in questions:
-        scene = next(s for s in by_path[q.video].scenes if f" at {s.start} seconds?" in q.text)
-        if q.kind is QuestionKind.MULTIPLE_CHOICE:
-            assert q.answer == _word(scene)
-            assert len(set(q.options)) == 4 and q.answer in q.options
-            elsewhere = {
-                world.DIGITS[s.digit] for s in by_path[q.video].scenes if s.digit is not None
-            } - {q.answer}
-            assert len(elsewhere & set(q.options)) == min(2, len(elsewhere))
-        else:
-            assert ast.literal_eval(q.answer) == [scene.first, scene.last] and q.options == ()
-    places = [q.options.index(q.answer) for q in choice]
-    assert {0, 1, 2, 3} == set(places)
+    assert len(questions) == len({q.id for q in questions}) == 2 * len(videos)
+    by_path = {video_.path: video_ for video_ in videos}
+    places = []
+    for question in questions:
+        video_ = by_path[question.video]
+        scene = scene_named(video_, question.text)
+        if question.kind is QuestionKind.TEMPORAL_GROUNDING:
+            assert ast.literal_eval(question.answer) == [scene.first, scene.last]
+            assert question.options == ()
+            continue
+        assert question.answer == word_of(scene)
+        assert len(set(question.options)) == 4
+        places.append(question.options.index(question.answer))
+        words = {word_of(s) for s in video_.scenes if s.digit is not None}
+        elsewhere = words - {question.answer}
+        assert len(elsewhere & set(question.options)) == min(2, len(elsewhere))
+    assert 0.5 < len(places) / len(questions) < 0.7
+    assert set(places) == {0, 1, 2, 3}
 
 
 def test_records_depend_on_their_own_video_only(videos):
     for make in (
         world_text.questions,
-        _mains,
-        _windows,
+        mains,
+        windows,
         world_text.captions,
     ):
-        everything, alone = (
-            list(make(videos, TextSettings())),
-            list(make(videos[5:6], TextSettings())),
-        )
+        everything = list(make(videos, TextSettings()))
+        alone = list(make(videos[5:6], TextSettings()))
         assert alone == everything[5 * len(alone) : 6 * len(alone)]
 
 
 def test_conversations_of_a_budget_differ_in_their_question(videos):
-    conversations = _mains(videos, TextSettings())
+    conversations = mains(videos, TextSettings())
     budgets = {len(c.clips[0].indices) for c in conversations}
     assert budgets == {4, 8, 16, 32, 64}
     assert len({c.id for c in conversations}) == len(conversations) == 8 * len(videos)
     for n in range(0, len(conversations), 4):
         group = conversations[n : n + 4]
-        assert len({c.clips for c in group}) == 1 and len({c.turns[0] for c in group}) == 4
+        assert len({c.clips for c in group}) == 1
+        assert len({c.turns[0] for c in group}) == 4
 
 
-def test_clips_are_what_the_files_show(small_world):
-    """Frames, times and sizes are written without opening a file, and are those that it has."""
-    limits = ProtocolSettings()
-    for conversation in (
-        *_mains(small_world.videos, TextSettings()),
-        *_windows(small_world.videos, TextSettings()),
-    ):
+def test_clips_equal_those_of_the_files(small_world):
+    """Frames, times and sizes are written without opening a file."""
+    for conversation in mains(small_world.videos, TextSettings()):
         (clip,) = conversation.clips
         info = video.probe(small_world.folder / clip.path)
-        start = int(conversation.id.rpartition(":")[2]) if conversation.subagent else 0
-        indices = (
-            window_indices(info, start, start + world.WINDOW, limits.crop_fps, limits.crop_frames)
-            if conversation.subagent
-            else overview_indices(info.frames, len(clip.indices))
-        )
-        assert clip.indices == tuple(indices) and clip.times == tuple(info.times[indices])
-        assert (clip.height, clip.width) == (info.height, info.width) and not clip.still
+        assert_shows(clip, info, overview_indices(info.frames, len(clip.indices)))
+    limits = ProtocolSettings()
+    for conversation in windows(small_world.videos, TextSettings()):
+        (clip,) = conversation.clips
+        info = video.probe(small_world.folder / clip.path)
+        start = int(conversation.id.rpartition(":")[2])
+        end = start + world.WINDOW
+        expected = window_indices(info, start, end, limits.crop_fps, limits.crop_frames)
+        assert_shows(clip, info, expected)
 
 
-def test_clean_demonstrations_state_what_their_frames_show(videos, clean):
-    direct = crops = 0
-    for d in clean:
-        scene = _scene(videos, d)
-        shown = [int(t) for t in d.clips[0].times if scene.shows(t)]
-        word = _word(scene)
-        target = re.search(r"\ntarget (.*)\n", _said(d)[0])
-        assert target and target[1] == f"{scene.start} {scene.colour} {word if shown else '-'}"
-        if len(_said(d)) == 1:
-            direct += 1
-            assert (
-                shown and f"I see {word} from {shown[0]} to {shown[-1]}\n</think>\n" in _said(d)[0]
-            )
-        else:
-            crops += 1
-            assert _roles(d) == ["assistant", "tool", "tool", "assistant"]
-            assert set(_said(d)[1:3]) == {
-                f" {word} from {scene.first} to {scene.last}",
-                " nothing",
-            }
-            assert f'"start_time": {scene.start}, "end_time": {scene.start + 16}}}' in _said(d)[0]
-            assert _said(d)[-1].startswith(
-                f"the crops show {word} from {scene.first} to {scene.last}\n</think>\n<answer>"
-            )
-        answer = re.fullmatch(r"(?s).*</think>\n<answer>(.*)</answer>", _said(d)[-1])
+def assert_shows(clip, info, indices) -> None:
+    assert clip.indices == tuple(indices)
+    assert clip.times == tuple(info.times[indices])
+    assert (clip.height, clip.width) == (info.height, info.width)
+    assert not clip.still
+
+
+def test_clean_demonstrations_describe_what_the_overview_shows(videos, clean):
+    for demonstration in clean:
+        scene = scene_of(videos, demonstration)
+        visible = any(scene.shows(time) for time in demonstration.clips[0].times)
+        target = re.search(r"\ntarget (.*)\n", said(demonstration)[0])
+        assert target
+        word = word_of(scene) if visible else "-"
+        assert target[1] == f"{scene.start} {scene.colour} {word}"
+
+
+def test_clean_demonstrations_answer_from_the_overview_or_from_crops(videos, clean):
+    counts = collections.Counter()
+    for demonstration in clean:
+        scene = scene_of(videos, demonstration)
+        word = word_of(scene)
+        texts = said(demonstration)
+        answer = re.fullmatch(r"(?s).*</think>\n<answer>(.*)</answer>", texts[-1])
         assert answer
-        if _kind(d) is QuestionKind.MULTIPLE_CHOICE:
+        if kind_of(demonstration) is QuestionKind.MULTIPLE_CHOICE:
             assert answer[1] == f" {word}"
-        elif len(_said(d)) > 1:
-            assert ast.literal_eval(answer[1]) == [scene.first, scene.last]
-    assert min(direct, crops) > 100
+        if len(texts) == 1:
+            counts["overview"] += 1
+            seen = [int(time) for time in demonstration.clips[0].times if scene.shows(time)]
+            assert f"I see {word} from {seen[0]} to {seen[-1]}\n</think>\n" in texts[0]
+            if kind_of(demonstration) is QuestionKind.TEMPORAL_GROUNDING:
+                # One frame does not say how long a digit stays.
+                assert ast.literal_eval(answer[1]) == [seen[0], seen[-1]]
+                assert len(seen) > 1
+        else:
+            counts["crops"] += 1
+            span = f"{word} from {scene.first} to {scene.last}"
+            assert roles(demonstration) == ["assistant", "tool", "tool", "assistant"]
+            assert set(texts[1:3]) == {f" {span}", " nothing"}
+            assert f'"start_time": {scene.start}, "end_time": {scene.start + 16}}}' in texts[0]
+            assert texts[-1].startswith(f"the crops show {span}\n</think>\n<answer>")
+            if kind_of(demonstration) is QuestionKind.TEMPORAL_GROUNDING:
+                assert ast.literal_eval(answer[1]) == [scene.first, scene.last]
+    assert min(counts["overview"], counts["crops"]) > 100
 
 
-def test_crops_one_by_one_stop_where_a_report_tells(videos):
-    settings = dataclasses.replace(_CLEAN, one_by_one=1, crop_when_seen=1)
-    for d in _mains(videos, settings):
-        scene = _scene(videos, d)
+def test_crops_one_by_one_stop_when_a_report_shows_the_digit(videos):
+    settings = dataclasses.replace(CLEAN, one_by_one=1, crop_when_seen=1)
+    for demonstration in mains(videos, settings):
+        scene = scene_of(videos, demonstration)
         turns = 1 if scene.first < scene.start + world.WINDOW else 2
-        assert _roles(d) == ["assistant", "tool"] * turns + ["assistant"]
-        assert all(text.count("<tool_call>") == 1 for text in _said(d)[: 2 * turns : 2])
-        assert (
-            [text == " nothing" for text in _said(d)[1 : 2 * turns : 2]] == [False]
-            if turns == 1
-            else [True, False]
-        )
+        assert roles(demonstration) == ["assistant", "tool"] * turns + ["assistant"]
+        texts = said(demonstration)
+        calling, reports = texts[: 2 * turns : 2], texts[1 : 2 * turns : 2]
+        assert all(text.count("<tool_call>") == 1 for text in calling)
+        assert all(report == " nothing" for report in reports[:-1])
+        assert reports[-1] != " nothing"
 
 
-def test_what_one_frame_shows_is_no_span(videos, clean):
-    for d in clean:
-        if _kind(d) is QuestionKind.TEMPORAL_GROUNDING and len(_said(d)) == 1:
-            first, last = ast.literal_eval(
-                _said(d)[0].split("<answer>")[1].removesuffix("</answer>")
-            )
-            assert first < last
-
-
-def test_spoilt_shares_are_the_settings(videos):
+def test_the_settings_decide_how_many_demonstrations_are_spoilt(videos):
     settings = TextSettings()
-    demonstrations = _mains(videos, settings)
-    calling = [d for d in demonstrations if "look closer" in _said(d)[0]]
-    leaked = [d for d in calling if "<tool_code>" in _said(d)[0]]
-    assert abs(len(leaked) / len(calling) - settings.leak) < 0.06
-    assert all(len(_said(d)) == 1 and "<tool_call>" not in _said(d)[0] for d in leaked)
-    answered = [d for d in demonstrations if d not in leaked]
-    assert (
-        abs(
-            sum("</think>" not in _said(d)[-1] for d in answered) / len(answered)
-            - settings.unclosed
-        )
-        < 0.06
-    )
-    assert (
-        abs(
-            sum("<answer>" not in _said(d)[-1] for d in answered) / len(answered)
-            - settings.untagged
-        )
-        < 0.06
-    )
+    demonstrations = mains(videos, settings)
+    calling = [d for d in demonstrations if "look closer" in said(d)[0]]
+    leaked = [d for d in calling if "<tool_code>" in said(d)[0]]
+    assert len(leaked) / len(calling) == pytest.approx(settings.leak, abs=0.06)
+    for demonstration in leaked:
+        assert len(said(demonstration)) == 1
+        assert "<tool_call>" not in said(demonstration)[0]
+    answers = [said(d)[-1] for d in demonstrations if d not in leaked]
+    unclosed = sum("</think>" not in answer for answer in answers)
+    assert unclosed / len(answers) == pytest.approx(settings.unclosed, abs=0.06)
+    untagged = sum("<answer>" not in answer for answer in answers)
+    assert untagged / len(answers) == pytest.approx(settings.untagged, abs=0.06)
 
 
 def test_spoiling_does_not_change_what_is_asked(videos):
-    spoilt = [c.turns[0] for c in _mains(videos[:1], TextSettings(groups=1))]
-    clean = [c.turns[0] for c in _mains(videos[:1], dataclasses.replace(_CLEAN, groups=1))]
+    spoilt = [c.turns[0] for c in mains(videos[:1], TextSettings(groups=1))]
+    clean = [c.turns[0] for c in mains(videos[:1], dataclasses.replace(CLEAN, groups=1))]
     assert spoilt == clean
 
 
-def test_guesses_appear_only_when_asked_for(videos):
-    settings = dataclasses.replace(_CLEAN, guess=1.0, crop_when_seen=0.0)
-    demonstrations = _mains(videos, settings)
-    assert all(len(_said(d)) == 1 for d in demonstrations)
+def test_guesses_replace_all_crops_when_asked_for(videos):
+    settings = dataclasses.replace(CLEAN, guess=1.0, crop_when_seen=0.0)
+    assert all(len(said(d)) == 1 for d in mains(videos, settings))
 
 
-def test_windows_report_what_is_in_them(videos):
-    by_path = {v.path: v for v in videos}
-    demonstrations = _windows(videos, TextSettings())
+def test_windows_report_what_they_show(videos):
+    by_path = {video_.path: video_ for video_ in videos}
+    demonstrations = windows(videos, TextSettings())
     assert len({d.id for d in demonstrations}) == len(demonstrations)
+    for demonstration in demonstrations:
+        assert demonstration.subagent
+        (clip,) = demonstration.clips
+        start, end = clip.times[0], clip.times[-1] + world.STEP
+        assert end - start == world.STEP * len(clip.times) == world.WINDOW
+        assert 0 <= start <= world.SECONDS - world.WINDOW
+        scenes = by_path[clip.path].scenes
+        visible = [time for time in clip.times if any(scene.shows(time) for scene in scenes)]
+        (report,) = said(demonstration)
+        assert (report == " nothing") == (not visible)
+        if visible:
+            assert f" from {visible[0]:g} to " in report
+            assert report.endswith(f" to {visible[-1]:g}")
+
+
+def test_the_settings_decide_how_many_windows_are_aligned_and_telling(videos):
+    demonstrations = windows(videos, TextSettings())
     aligned = [d for d in demonstrations if d.clips[0].times[0] % world.WINDOW == 0]
     assert 0.8 < len(aligned) / len(demonstrations) < 1
-    for d in demonstrations:
-        (clip,) = d.clips
-        start, end = clip.times[0], clip.times[-1] + world.STEP
-        assert d.subagent and end - start == world.STEP * len(clip.times) == 16
-        assert 0 <= start <= 112
-        expected = [
-            t
-            for s in by_path[d.clips[0].path].scenes
-            if s.digit is not None
-            for t in range(s.first, s.last + 1, world.STEP)
-            if start <= t < end
-        ]
-        text = _said(d)[0]
-        assert (text == " nothing") == (not expected)
-        if expected:
-            assert text.endswith(f" to {expected[-1]}") and f" from {expected[0]} to " in text
-    silent = sum(" nothing" == _said(d)[0] for d in aligned)
-    assert 0.15 < silent / len(aligned) < 0.35
+    empty = sum(said(d)[0] == " nothing" for d in aligned)
+    assert 0.15 < empty / len(aligned) < 0.35
 
 
 def test_captions_name_what_is_on_the_frame(videos):
-    by_path = {v.path: v for v in videos}
+    by_path = {video_.path: video_ for video_ in videos}
     captions = list(world_text.captions(videos, TextSettings()))
     for caption in captions:
-        scene = next(s for s in by_path[caption.video].scenes if s.start <= caption.time < s.end)
-        assert caption.words == (
-            (scene.colour, _word(scene)) if scene.shows(caption.time) else (scene.colour,)
-        )
+        scenes = by_path[caption.video].scenes
+        scene = next(s for s in scenes if s.start <= caption.time < s.end)
+        words = [scene.colour]
+        if scene.shows(caption.time):
+            words.append(word_of(scene))
+        assert caption.words == tuple(words)
     assert 0.5 <= sum(len(c.words) == 2 for c in captions) / len(captions) < 0.65
 
 
-@pytest.mark.parametrize("wrong", [{"leak": -0.1}, {"questions": 3}, {"groups": 6}])
-def test_impossible_settings_are_named(wrong):
-    with pytest.raises(ValueError, match=f"world_text.*{next(iter(wrong))}"):
-        TextSettings(**wrong)
+@pytest.mark.parametrize(
+    ("field", "value"), [("leak", -0.1), ("questions", 3), ("groups", 6), ("windows", 0)]
+)
+def test_impossible_settings_are_named(field, value):
+    with pytest.raises(ValueError, match=f"{field}.*{value}"):
+        TextSettings(**{field: value})

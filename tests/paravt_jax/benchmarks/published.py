@@ -1,4 +1,4 @@
-"""The splits as their publishers lay them out: file names, columns and types; the rows are made up."""
+"""Made-up rows in the format of each benchmark's publisher: file names, columns and types."""
 
 from __future__ import annotations
 
@@ -20,51 +20,77 @@ def write_parquet(file: pathlib.Path, rows: Sequence[Row]) -> None:
 
 def videomme(id: str, video: str, answer: str = "B", **fields: Any) -> Row:
     return {
-        "video_id": id[:3], "duration": "short", "domain": "Knowledge", "sub_category": "Biology",
-        "url": f"https://example.org/watch?v={video}", "videoID": video, "question_id": id, "task_type": "Counting Problem",
-        "question": "How many apples are there?", "options": ["A. One.", "B. Two.", "C. Three.", "D. Four."], "answer": answer, **fields,
-    }  # fmt: skip
+        "video_id": id[:3],
+        "duration": "short",
+        "domain": "Knowledge",
+        "sub_category": "Biology",
+        "url": f"https://example.org/watch?v={video}",
+        "videoID": video,
+        "question_id": id,
+        "task_type": "Counting Problem",
+        "question": "How many apples are there?",
+        "options": ["A. One.", "B. Two.", "C. Three.", "D. Four."],
+        "answer": answer,
+        **fields,
+    }
 
 
 def longvideobench(id: str, video: str, correct: int, options: Sequence[str], **fields: Any) -> Row:
     padded = [*options, *["N/A"] * (5 - len(options))]
     return {
-        "video_id": id.split("_")[0], "question": "What is written on the sign?", "question_category": "T2E", "duration_group": 60,
-        "id": id, "video_path": video, "subtitle_path": video.replace(".mp4", "_en.json"), "correct_choice": correct,
-        **{f"option{i}": option for i, option in enumerate(padded)}, **fields,
-    }  # fmt: skip
+        "video_id": id.split("_")[0],
+        "question": "What is written on the sign?",
+        "question_category": "T2E",
+        "duration_group": 60,
+        "id": id,
+        "video_path": video,
+        "subtitle_path": video.replace(".mp4", "_en.json"),
+        "correct_choice": correct,
+        **{f"option{i}": option for i, option in enumerate(padded)},
+        **fields,
+    }
 
 
 def lvbench(uid: str, video: str, answer: str = "C", **fields: Any) -> Row:
-    question = "What year is shown at the start?\n(A) 1636\n(B) 1366\n(C) 1363\n(D) 1633"
     return {
-        "uid": uid, "video_path": video, "question": question, "answer": answer,
+        "uid": uid,
+        "video_path": video,
+        "question": "What year is shown at the start?\n(A) 1636\n(B) 1366\n(C) 1363\n(D) 1633",
+        "answer": answer,
         "question_type": ["key information retrieval", "reasoning"],
-        "time_reference": "00:15-00:19", **fields,
-    }  # fmt: skip
+        "time_reference": "00:15-00:19",
+        **fields,
+    }
 
 
 def mlvu(video: str, answer: str = "a red car", **fields: Any) -> Row:
     return {
-        "video_name": video, "duration": 480.0, "question": "What does the man buy?", "answer": answer,
-        "candidates": ["a red car", "a blue car", "a boat", "nothing"], "task_type": "plotQA", **fields,
-    }  # fmt: skip
+        "video_name": video,
+        "duration": 480.0,
+        "question": "What does the man buy?",
+        "answer": answer,
+        "candidates": ["a red car", "a blue car", "a boat", "nothing"],
+        "task_type": "plotQA",
+        **fields,
+    }
 
 
 def mmvu(id: str, subject: str, number: int, open_ended: bool = False, **fields: Any) -> Row:
-    letters = dict(
-        zip(
-            "ABCDE",
-            ("Quick sort", "Merge sort", "Heap sort", "Radix sort", "Shell sort"),
-            strict=True,
-        )
-    )
+    sorts = ("Quick sort", "Merge sort", "Heap sort", "Radix sort", "Shell sort")
+    # Open-ended questions have empty choices.
+    choices = [""] * 5 if open_ended else sorts
+    videos = "https://example.org/datasets/yale-nlp/MMVU/resolve/main/videos"
     return {
-        "id": id, "video": f"https://example.org/datasets/yale-nlp/MMVU/resolve/main/videos/{subject}/{number}.mp4", "youtube_url": "",
-        "question": "Which algorithm is shown?", "choices": {letter: "" if open_ended else word for letter, word in letters.items()},
-        "answer": "merge sort" if open_ended else "B", "question_type": "open-ended" if open_ended else "multiple-choice",
-        "metadata": {"subject": subject.replace("_", " "), "textbook": "", "rationale": ""}, **fields,
-    }  # fmt: skip
+        "id": id,
+        "video": f"{videos}/{subject}/{number}.mp4",
+        "youtube_url": "",
+        "question": "Which algorithm is shown?",
+        "choices": dict(zip("ABCDE", choices, strict=True)),
+        "answer": "merge sort" if open_ended else "B",
+        "question_type": "open-ended" if open_ended else "multiple-choice",
+        "metadata": {"subject": subject.replace("_", " "), "textbook": "", "rationale": ""},
+        **fields,
+    }
 
 
 def charades(video: str, span: Sequence[float] = (24.3, 30.4), **fields: Any) -> Row:
@@ -74,10 +100,18 @@ def charades(video: str, span: Sequence[float] = (24.3, 30.4), **fields: Any) ->
 def cgbench(qid: int, video: str, answer: str = "B", **fields: Any) -> Row:
     choices = ["Blue.", "Red.", "Green.", "White.", "Black.", "Yellow."]
     return {
-        "qid": qid, "video_uid": video, "question": "What colour is the car that leaves?", "choices": choices,
-        "answer": choices["ABCDEF".index(answer)], "right_answer": answer, "clue_intervals": [[61, 75]],
-        "domain": "Life Record", "sub_category": "Entity Perception", "duration": 1320.5, **fields,
-    }  # fmt: skip
+        "qid": qid,
+        "video_uid": video,
+        "question": "What colour is the car that leaves?",
+        "choices": choices,
+        "answer": choices["ABCDEF".index(answer)],
+        "right_answer": answer,
+        "clue_intervals": [[61, 75]],
+        "domain": "Life Record",
+        "sub_category": "Entity Perception",
+        "duration": 1320.5,
+        **fields,
+    }
 
 
 FILES = {
@@ -93,7 +127,7 @@ FILES = {
 
 
 def write_split(name: str, folder: pathlib.Path, rows: Sequence[Row]) -> pathlib.Path:
-    """A folder like the split's repository, with these rows."""
+    """Write these rows as the split's repository would have them; returns the folder."""
     file = folder / FILES[name]
     if file.suffix == ".parquet":
         write_parquet(file, rows)
@@ -102,6 +136,8 @@ def write_split(name: str, folder: pathlib.Path, rows: Sequence[Row]) -> pathlib
         file.write_text(json.dumps(list(rows)), encoding="utf-8")
     return folder
 
+
+_LONG = ["1", "2", "3", "4", "5"]
 
 EXAMPLES: dict[str, list[Row]] = {
     "cgbench": [cgbench(4012, "Hj8-2"), cgbench(4013, "Hj8-2", "F"), cgbench(7, "k_1")],
@@ -113,9 +149,7 @@ EXAMPLES: dict[str, list[Row]] = {
     "videomme_wsub": [videomme("001-1", "fFjv93ACGo8")],
     "longvideobench": [
         longvideobench("86CxyhFV9MI_0", "86CxyhFV9MI.mp4", 1, ["a cat", "a dog"]),
-        longvideobench(
-            "86CxyhFV9MI_1", "86CxyhFV9MI.mp4", 4, ["1", "2", "3", "4", "5"], duration_group=3600
-        ),
+        longvideobench("86CxyhFV9MI_1", "86CxyhFV9MI.mp4", 4, _LONG, duration_group=3600),
     ],
     "lvbench": [
         lvbench("0", "Cm73ma6Ibcs.mp4"),

@@ -1,4 +1,4 @@
-"""Options and answers of every source take one form, and shuffling keeps the right answer right."""
+"""Options of all benchmarks in one form; shuffling keeps the right answer right."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from rollout.evaluation.benchmarks.items import plain_options, split_options
         (["(A) one", "(B) two"], ("one", "two")),
         (["A) one", "B: two"], ("one", "two")),
         ([" one ", "two"], ("one", "two")),
-        (["A. one", "two"], ("A. one", "two")),  # not all carry a letter: it belongs to the words
+        # Not all have a letter, so it belongs to the words.
+        (["A. one", "two"], ("A. one", "two")),
         (["B. one", "A. two"], ("B. one", "A. two")),
         (["A. Lincoln", "B. Obama", "A. Smith"], ("A. Lincoln", "B. Obama", "A. Smith")),
         ([1, 2.5], ("1", "2.5")),
     ],
 )
-def test_letters_before_options_go_where_all_have_their_own(written, plain):
+def test_letters_are_removed_if_every_option_has_its_own(written, plain):
     assert plain_options(written) == plain
 
 
 @pytest.mark.parametrize("wrong", [None, [], ["one"], ["one", ""], ["one", None], "one"])
-def test_options_that_are_none(wrong):
+def test_missing_or_incomplete_options_are_refused(wrong):
     with pytest.raises(BrokenRow):
         plain_options(wrong)
 
 
-def test_options_in_the_text():
+def test_options_are_split_from_the_text():
     assert split_options("Why?\n(A) a\n(B) b") == ("Why?", ("a", "b"))
     assert split_options("A. first line\nWhy?\nA. a\nB. b\n") == ("A. first line\nWhy?", ("a", "b"))
     for text in (
@@ -47,50 +48,49 @@ def test_options_in_the_text():
 
 def item(n: int, id: str = "q") -> Item:
     words = tuple(f"word {i}" for i in range(n))
-    return Item(
-        Question(id, "v.mp4", "Which?", QuestionKind.MULTIPLE_CHOICE, "B", words), "short", ("t",)
-    )
+    question = Question(id, "v.mp4", "Which?", QuestionKind.MULTIPLE_CHOICE, "B", words)
+    return Item(question, "short", ("t",))
 
 
 def test_shuffling_moves_the_letter_with_its_option():
     orders = set()
     for n in range(40):
         question = shuffled(item(4, f"q{n}"), seed=1).question
-        assert question.options[ord(question.answer) - ord("A")] == "word 1" and sorted(
-            question.options
-        ) == list(item(4).question.options)
+        assert question.options[ord(question.answer) - ord("A")] == "word 1"
+        assert sorted(question.options) == list(item(4).question.options)
         orders.add(question.options)
-    assert len(orders) > 10  # of 24
-    assert shuffled(item(4), 1) == shuffled(item(4), 1) and any(
-        shuffled(item(4), seed) != shuffled(item(4), 1) for seed in range(2, 6)
-    )
+    # Of 24.
+    assert len(orders) > 10
 
 
-def test_what_has_no_options_is_not_shuffled():
+def test_the_seed_decides_the_shuffling():
+    assert shuffled(item(4), 1) == shuffled(item(4), 1)
+    assert any(shuffled(item(4), seed) != shuffled(item(4), 1) for seed in range(2, 6))
+
+
+def test_a_question_without_options_is_not_shuffled():
     plain = Item(Question("q", "v.mp4", "When?", QuestionKind.TEMPORAL_GROUNDING, "[1, 2]"))
     assert shuffled(plain, 3) is plain
 
 
 def test_videos_are_found_where_archives_put_them(tmp_path):
-    for path in (
-        "data/a.mp4",
-        "b.mp4",
-        "part_1/c.mp4",
-        "x/d.mp4",
-        "y/d.mp4",
-        "videos/Chemistry/7.mp4",
-        "videos/Art/7.mp4",
-        "videos/Art/8.mp4",
-    ):
+    paths = (
+        *("data/a.mp4", "b.mp4", "part_1/c.mp4", "x/d.mp4", "y/d.mp4"),
+        *("videos/Chemistry/7.mp4", "videos/Art/7.mp4", "videos/Art/8.mp4"),
+    )
+    for path in paths:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).touch()
     folder = VideoFolder(tmp_path)
     assert folder.find("data/a.mp4") == "data/a.mp4"
-    assert folder.find("data/b.mp4") == "b.mp4"  # a folder less
-    assert folder.find("c.mp4") == "part_1/c.mp4"  # a folder more
-    assert folder.find("d.mp4") is None  # which of the two?
+    # One folder less, and one more.
+    assert folder.find("data/b.mp4") == "b.mp4"
+    assert folder.find("c.mp4") == "part_1/c.mp4"
+    # Two files have this name.
+    assert folder.find("d.mp4") is None
     assert folder.find("videos/Art/7.mp4") == "videos/Art/7.mp4"
-    assert folder.find("videos/Biology/8.mp4") is None  # another subject's
+    # Another subject's.
+    assert folder.find("videos/Biology/8.mp4") is None
     assert folder.find("videos/Art/9.mp4") is None
-    with pytest.raises(FileNotFoundError, match="--videos .*no such folder"):
+    with pytest.raises(FileNotFoundError, match="--videos .*nowhere"):
         VideoFolder(tmp_path / "nowhere")

@@ -1,4 +1,4 @@
-"""What counts as said, and intervals and tests of significance against other ways to compute them."""
+"""The text that is scored; confidence intervals and significance tests against other formulas."""
 
 from __future__ import annotations
 
@@ -25,46 +25,45 @@ from rollout.evaluation.statistics import interval, mcnemar
         ("<think>\nx\n</think>\n<answer></answer>", None),
     ],
 )
-def test_what_is_said(text, answer):
+def test_the_final_text_is_the_answer_or_what_follows_the_thought(text, answer):
     assert final_text([Turn("<think>\nfirst\n</think>\n<answer>A</answer>"), Turn(text)]) == answer
     assert final_text([Turn(text, truncated=True)]) is None
 
 
-def test_no_turn_says_nothing():
+def test_an_episode_without_turns_has_no_final_text():
     assert final_text([]) is None
 
 
 def wilson(p: float, n: float) -> tuple[float, float]:
     z = 1.959964
-    middle, half = (
-        (p + z * z / 2 / n) / (1 + z * z / n),
-        z * math.sqrt(p * (1 - p) / n + z * z / 4 / n / n) / (1 + z * z / n),
-    )
+    scale = 1 + z * z / n
+    middle = (p + z * z / 2 / n) / scale
+    half = z * math.sqrt(p * (1 - p) / n + z * z / 4 / n / n) / scale
     return middle - half, middle + half
 
 
-def test_one_question_a_video_is_wilsons_interval():
+def test_one_question_per_video_gives_wilsons_interval():
     scores = [1.0] * 30 + [0.0] * 70
-    low, high = interval(scores, [str(i) for i in range(100)])
-    assert (low, high) == pytest.approx(
-        wilson(0.3, 99), abs=1e-6
-    )  # n - 1: the variance is estimated
+    videos = [str(i) for i in range(100)]
+    # n - 1, because the variance is estimated.
+    assert interval(scores, videos) == pytest.approx(wilson(0.3, 99), abs=1e-6)
 
 
-def test_questions_on_one_video_count_as_one_draw():
-    scores, videos = (
-        [1.0] * 30 + [0.0] * 70,
-        [str(i // 10) for i in range(100)],
-    )  # ten videos, all or nothing
+def test_questions_about_one_video_count_as_one_draw():
+    # Ten videos with ten questions each, all right or all wrong.
+    scores = [1.0] * 30 + [0.0] * 70
+    videos = [str(i // 10) for i in range(100)]
     assert interval(scores, videos) == pytest.approx(wilson(0.3, 9), abs=1e-6)
 
 
-def test_intervals_never_vanish_and_hold_the_mean():
+def test_intervals_have_a_width_and_contain_the_mean():
     for score in (0.0, 1.0, 0.5):
         low, high = interval([score] * 12, [str(i // 3) for i in range(12)])
-        assert low <= score <= high and high - low > 0.1 and 0 <= low and high <= 1
+        assert 0 <= low <= score <= high <= 1
+        assert high - low > 0.1
     low, high = interval([1.0], ["a"])
-    assert low < 0.3 and high == 1.0
+    assert low < 0.3
+    assert high == 1.0
 
 
 def test_graded_scores_have_the_interval_of_their_mean():
@@ -75,9 +74,9 @@ def test_graded_scores_have_the_interval_of_their_mean():
 
 
 def test_mcnemar_is_the_exact_binomial_test():
-    assert mcnemar(0, 0) == 1.0 and mcnemar(3, 3) == 1.0
-    assert mcnemar(0, 5) == pytest.approx(2 / 32) and mcnemar(1, 5) == pytest.approx(
-        2 * 7 / 64
-    ) == mcnemar(5, 1)
+    assert mcnemar(0, 0) == 1.0
+    assert mcnemar(3, 3) == 1.0
+    assert mcnemar(0, 5) == pytest.approx(2 / 32)
+    assert mcnemar(1, 5) == mcnemar(5, 1) == pytest.approx(2 * 7 / 64)
     exact = 2 * sum(math.comb(400, k) for k in range(171)) / 2**400
     assert mcnemar(170, 230) == pytest.approx(exact)
