@@ -192,8 +192,8 @@ def rl_updates(road: Road, devices: int, steps: int) -> Updates:
     learner = Learner(
         road.graph, road.fresh(fsdp=devices), road.model.config, road.run.rl, road.run.rl_shapes
     )
-    timed, state, sampler = Timed(learner._update), learner.start, cast(Any, Script(road))
-    learner._update = cast(Any, timed)
+    timed, state, sampler = Timed(learner.update), learner.start, cast(Any, Script(road))
+    learner.update = cast(Any, timed)
     for _ in range(steps):
         state, _ = learner.step(
             state, sampler, road.environment, road.data.questions[: road.run.rl.prompts], seed=0

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
 import jax
+import jaxtyping
 import pytest
 
 FILE = pathlib.Path(__file__).with_name("small.py")
@@ -44,6 +45,14 @@ def small() -> ModuleType:
 def road(small, tmp_path_factory):
     """A `small.Road` in a folder of its own."""
     return small.build_road(tmp_path_factory.mktemp("road"))
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Annotations are not checked, for arguments that only the code itself can refuse."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

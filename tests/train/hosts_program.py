@@ -88,8 +88,11 @@ def hand_over(folder: pathlib.Path, index: int) -> dict:
         )
         sync = WeightSync(placed, np.float32)
         taken = sync(placed)
-        sent = bytes_sent(find_collectives(sync._sync.lower(placed).compile().as_text(), 8))  # pyright: ignore[reportFunctionMemberAccess]
-        # A device has an eighth and wants a half; XLA alone gathers seven eighths (`train.learn.weight_sync._halfway`).
+        assert sync.program is not None
+        text = sync.program.lower(placed).compile().as_text()
+        assert text is not None
+        sent = bytes_sent(find_collectives(text, 8))
+        # A device has an eighth and wants a half; XLA alone gathers seven eighths (see `train.learn.weight_sync`).
         assert sum(sent.values()) < 0.6 * sum(x.nbytes for x in jax.tree.leaves(weights)), sent
         for mine, given in zip(jax.tree.leaves(taken), jax.tree.leaves(weights), strict=True):
             assert {device.id for device in mine.sharding.device_set} <= ours and len(

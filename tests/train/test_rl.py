@@ -154,10 +154,10 @@ def test_the_engine_sleeps_while_weights_are_scored_and_trained(
             lambda *arguments: seen.append((name, sampler.awake)) or program(*arguments),
         )
 
-    watched("_logprobs")
-    watched("_update")
+    watched("logprobs")
+    watched("update")
     learner.step(start, sampler, road.environment, road.data.questions[:2], seed=0)
-    assert seen == [("_logprobs", False), ("_update", False)] and sampler.awake
+    assert seen == [("logprobs", False), ("update", False)] and sampler.awake
 
 
 def test_what_the_engine_samples_is_what_the_update_scores(road, learner, start):
