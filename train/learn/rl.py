@@ -55,7 +55,7 @@ class TrainedSampler(Sampler, Protocol):
         ...
 
     def load(self, weights: Any, version: int) -> None:
-        """Sample under `weights`, which are `version` updates old, from now on."""
+        """Sample under `weights`, those after `version` updates, from now on."""
         ...
 
 
