@@ -18,19 +18,20 @@ os.environ.setdefault(
 # A rank that is promoted silently is an error: the code says where an axis is added.
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
-from jaxtyping import install_import_hook
+import jaxtyping
 
 import tests.typechecker  # noqa: F401 (the hook finds it by name)
 
 # Annotations are checked in every call of the test run. The hook has to be there before the first
 # import of a checked package.
-install_import_hook(
+jaxtyping.install_import_hook(
     ["paravt_jax", "models", "rollout", "train", "configs", "benchmarks", "examples"],
     "tests.typechecker.check",
 )
 
 import dataclasses
 import pathlib
+from collections.abc import Iterator
 
 import hypothesis
 import jax
@@ -61,6 +62,14 @@ hypothesis.settings.register_profile(
     phases=(hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate),
 )
 hypothesis.settings.load_profile("paravt")
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Annotations are not checked, for arguments that only the code itself can refuse."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")

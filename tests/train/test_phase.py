@@ -1,4 +1,4 @@
-"""A phase of training: what a step leaves behind, when it is saved, where it stops, and how it goes on."""
+"""A phase of training: metrics and checkpoints of its steps, interruption and resumption."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train.durable.phase import Phase
 
 
 class Run:
-    """A phase that adds one to a number at each step; `steps` goes on with it in a new process, as it were."""
+    """A phase that adds one to a number in each step. A new Run stands for a new process."""
 
     def __init__(self, folder: pathlib.Path, identity: dict[str, Any] | None = None):
         self.folder, self.interrupts, self.refuse = folder, Interrupts(), False
@@ -64,26 +64,18 @@ class Run:
         return [row["step"] for row in read_metrics(self.folder / "metrics.jsonl")]
 
 
-def test_it_is_saved_now_and_then_and_at_its_end(tmp_path):
+def test_it_is_saved_regularly_and_at_its_end(tmp_path):
     run = Run(tmp_path)
-    assert [run.phase.saves(step) for step in range(1, 8)] == [
-        False,
-        False,
-        True,
-        False,
-        False,
-        True,
-        True,
-    ]
+    assert [step for step in range(1, 8) if run.phase.saves(step)] == [3, 6, 7]
     assert run.steps() == [1, 2, 3, 4, 5, 6, 7] == run.written()
     kept = Checkpoints(tmp_path / "rl")
     assert kept.steps() == [6, 7] and kept.meta() == {"config": 1, "cursor": {"at": 7}}
-    assert Run(tmp_path).steps() == [], "what is done is not done again"
+    assert Run(tmp_path).steps() == [], "finished steps are not repeated"
     assert run.written() == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_asked_to_stop_it_saves_the_step_under_way_and_none_is_done_twice(tmp_path):
-    with pytest.raises(Stopped, match="^stopped after step 4 of 7 of rl, which is saved$"):
+def test_a_signal_saves_the_current_step_and_no_step_is_repeated(tmp_path):
+    with pytest.raises(Stopped, match="step 4 of 7"):
         Run(tmp_path).steps(stop=4)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     again = Run(tmp_path)
@@ -92,21 +84,19 @@ def test_asked_to_stop_it_saves_the_step_under_way_and_none_is_done_twice(tmp_pa
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before)
 
 
-def test_asked_to_stop_before_its_first_step_it_does_none(tmp_path):
+def test_a_signal_before_the_first_step_stops_it_there(tmp_path):
     run = Run(tmp_path)
     with (
         run.interrupts,
-        pytest.raises(Stopped, match="^stopped before step 1 of 7 of rl; all before it is saved$"),
+        pytest.raises(Stopped, match="before step 1 of 7"),
     ):
         signal.raise_signal(signal.SIGINT)
         run.phase.resume({"n": jnp.zeros(())})
     assert run.written() == [] and run.kept.latest() is None
 
 
-def test_what_came_after_the_last_save_is_forgotten(tmp_path):
-    with pytest.raises(
-        ValueError, match="rl: the loss of step 5 is not finite; lower the learning rate"
-    ):
+def test_steps_after_the_last_save_are_repeated(tmp_path):
+    with pytest.raises(ValueError, match="loss of step 5 .*finite"):
         Run(tmp_path).steps(loss=lambda step: float("nan") if step == 5 else 1.0)
     run = Run(tmp_path)
     assert (run.kept.latest(), run.written()) == (3, [1, 2, 3, 4])
@@ -122,7 +112,7 @@ def test_the_best_of_the_regular_checkpoints_stays(tmp_path):
     assert kept.steps() == [3, 6, 7] and kept.best() == 3
 
 
-def test_a_save_may_be_refused(tmp_path):
+def test_an_error_before_a_save_prevents_it(tmp_path):
     run = Run(tmp_path)
     run.refuse = True
     with pytest.raises(OSError, match="too many videos"):

@@ -1,4 +1,4 @@
-"""Finished episodes on disk: they come back as they were, to the first step after a checkpoint and to no other."""
+"""Finished episodes on disk are reused by the first step after a checkpoint, and by no other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from train.learn.rollouts import roll_out
 
 
 def plain(value: Any) -> Any:
-    """What `==` compares: records without identity, arrays with their type."""
+    """A value that `==` can compare: records by content, arrays with their type."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, Trajectory):
@@ -36,9 +36,15 @@ def plain(value: Any) -> Any:
 
 
 class Idle:
-    """Nobody may be asked to sample."""
+    """A sampler that must not be used."""
 
     def submit(self, request: Any) -> int:
+        raise AssertionError("played again")
+
+    def step(self) -> list[Any]:
+        raise AssertionError("played again")
+
+    def cancel(self, ticket: int) -> None:
         raise AssertionError("played again")
 
 
@@ -52,14 +58,14 @@ def questions_of(road):
     ]
 
 
-def test_what_was_played_comes_back_bit_for_bit(road, small, tmp_path):
+def test_played_episodes_are_restored_bit_for_bit(road, small, tmp_path):
     arguments = (road.environment, questions_of(road), road.run.rl, 0, 3)
     judge: Any = SimpleNamespace(counts=JudgeCounts(asked=3, answered=3))
     file = RolloutFile(tmp_path / "rollouts.json", 3)
     played = file.roll_out(small.Script(road), *arguments)
     assert plain(played) == plain(roll_out(small.Script(road), *arguments))
     assert played.unreadable == 1 and any(e.turns[0].calls for e in played.episodes), (
-        "it should hold every kind of record"
+        "the file should hold every kind of record"
     )
     found = RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, *arguments)
     assert plain(found) == plain(played)
@@ -72,7 +78,7 @@ def test_what_was_played_comes_back_bit_for_bit(road, small, tmp_path):
     assert judge.counts.asked == 3
 
 
-def test_calls_of_every_tool_come_back(road, small, tmp_path):
+def test_calls_of_every_tool_are_restored(road, small, tmp_path):
     settings = dataclasses.replace(
         road.run.protocol,
         tools=("crop_video", "search_subtitles"),
@@ -96,8 +102,8 @@ def test_calls_of_every_tool_come_back(road, small, tmp_path):
 
 
 @pytest.mark.parametrize(("first", "step", "shift"), [(2, 3, 0), (4, 3, 0), (3, 3, 1), (4, 4, 0)])
-def test_others_are_played_again(road, small, tmp_path, first, step, shift):
-    """Of another process's later step, of a step that is not the first, of other questions."""
+def test_episodes_of_another_step_are_played_again(road, small, tmp_path, first, step, shift):
+    """So are those of other questions, and those of a step that is not the process's first."""
     RolloutFile(tmp_path / "rollouts.json", 0).roll_out(
         small.Script(road), road.environment, road.data.questions[:2], road.run.rl, 0, 3
     )
@@ -110,9 +116,9 @@ def test_others_are_played_again(road, small, tmp_path, first, step, shift):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_damaged_file_is_said(road, tmp_path):
+def test_a_damaged_file_is_refused(road, tmp_path):
     (tmp_path / "rollouts.json").write_text('{"step": 3')
-    with pytest.raises(ValueError, match=r"rollouts\.json: damaged .*; delete it"):
+    with pytest.raises(ValueError, match=r"rollouts\.json: damaged"):
         RolloutFile(tmp_path / "rollouts.json", 3).roll_out(
             IDLE, road.environment, questions_of(road), road.run.rl, 0, 3
         )

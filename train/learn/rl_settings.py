@@ -26,8 +26,7 @@ class RLSettings:
     grpo: GRPOSettings = GRPOSettings()
     rewards: RewardSettings = RewardSettings()
     frame_budgets: tuple[int, ...] = (4, 8, 16, 32, 64)
-    """Numbers of overview frames K, one of which is drawn per prompt (nFrames gating). A single
-    number: no gating."""
+    """Numbers of overview frames K; one is drawn per prompt (nFrames gating)."""
     temperature: float = 0.7
     """Sampling temperature of rollouts."""
     subagents_per_rollout: float = 0.0
