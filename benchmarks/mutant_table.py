@@ -234,11 +234,14 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
     },
     ("train/learn/packed_batch.py", _PACKED): {
-        "conversations_see_one_another": ("= trajectory.ids, segment", "= trajectory.ids, 1"),
+        "conversations_see_one_another": (
+            'arrays["segments"][r, part] = segment',
+            'arrays["segments"][r, part] = 1',
+        ),
         "later_frames_overwrite": ("seen += len(vectors)", "seen = len(vectors)"),
         "tool_tokens_trained": (
-            "batch.sampled[r, part] = trajectory.authors == Author.MODEL",
-            "batch.sampled[r, part] = trajectory.authors != Author.PROMPT",
+            "[r, part] = trajectory.authors == Author.MODEL",
+            "[r, part] = trajectory.authors != Author.PROMPT",
         ),
     },
     (f"{_ENGINE}/pages.py", _PAGES): {
@@ -383,8 +386,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "trajectory.authors[length:] != Author.PROMPT",
         ),
         "rows_one_position_late": (
-            "next_position(positions) + np.arange(len(own))",
-            "next_position(positions) + 1 + np.arange(len(own))",
+            "first_position + np.arange(len(ids))",
+            "first_position + 1 + np.arange(len(ids))",
         ),
         "pinned_tokens_shared": ("s.author is Author.PROMPT", "s.author is not Author.MODEL"),
     },
@@ -394,7 +397,10 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "jnp.pad(logprobs, ((0, 0), (1, 0)))",
             "jnp.pad(logprobs, ((0, 0), (0, 1)))",
         ),
-        "prompt_padding_attended": ("prefix_mask=segments > 0", "prefix_mask=segments >= 0"),
+        "prompt_padding_attended": (
+            "prefix_mask=prompt_segments > 0",
+            "prefix_mask=prompt_segments >= 0",
+        ),
         "only_the_last_part_counts": (
             "lambda a, b: a + b.astype(a.dtype)",
             "lambda a, b: b.astype(a.dtype)",

@@ -237,8 +237,8 @@ def rl_updates(road: Road, devices: int, steps: int) -> Updates:
     learner = Learner(
         road.graph, road.fresh(fsdp=devices), road.model.config, settings, road.run.rl_shapes
     )
-    timed = Timed(learner._update)
-    learner._update = cast(Any, timed)
+    timed = Timed(learner.update)
+    learner.update = cast(Any, timed)
     sampler = cast(Any, Script(road))
     state = learner.start
     questions = road.data.questions[: settings.prompts]

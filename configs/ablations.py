@@ -1,4 +1,4 @@
-"""Ablations of the full recipe (`paravt_8b`, `paravt_tiny`): one table of what differs."""
+"""Ablations of the full recipe (`paravt_8b`, `paravt_tiny`) as one table of differences."""
 
 from __future__ import annotations
 
@@ -22,65 +22,65 @@ UNANCHORED = {
 
 @dataclasses.dataclass(frozen=True)
 class Ablation:
-    """Changes of the full recipe, and what came of them."""
+    """Changes to the full recipe, with the paper's result and ours."""
 
     title: str
-    """The recipe in one sentence; {0} is where it is trained."""
+    """The recipe in one sentence; {0} stands for the model or world that it trains on."""
     changes: Mapping[str, Any]
-    """Dotted fields of `Run` -> their values."""
+    """Dotted fields of `Run` and their values."""
     paper: str
-    """The paper's row; "" for a variant that the paper does not have: it has no 8B recipe."""
+    """The paper's row. Empty: not in the paper, and no 8B recipe."""
     tiny: str
-    """What was measured in the small world."""
+    """What we measured in the small world."""
 
 
 ABLATIONS = {
     "vanilla_grpo": Ablation(
-        "GRPO {0}: every prompt with 64 frames, no anchor.",
+        "GRPO {0}, with 64 frames for every prompt and no anchor.",
         UNGATED | UNANCHORED,
         "VideoMME 62.0, with subtitles 68.6, LVBench 39.3, MLVU 64.5; f 0.13, kappa 0.02",
-        "Measured where answers and the anchor alone are paid (docs/paradox.md): f 0.02, kappa "
-        "0.01. Not measured by itself.",
+        "Measured with rewards for answers and the anchor only (docs/paradox.md): f 0.02, kappa "
+        "0.01. Not measured with this recipe's rewards.",
     ),
     "exploration_anchoring": Ablation(
-        "The full recipe {0}, but every prompt with 64 frames.",
+        "The full recipe {0}, with 64 frames for every prompt.",
         UNGATED,
         "VideoMME 61.7, with subtitles 68.7, LVBench 39.3, MLVU 64.1; f 0.35, kappa 0.19",
-        "Measured where answers and the anchor alone are paid (docs/paradox.md): f 0.99, kappa "
-        "0.00. Not measured by itself.",
+        "Measured with rewards for answers and the anchor only (docs/paradox.md): f 0.99, kappa "
+        "0.00. Not measured with this recipe's rewards.",
     ),
     "nframes_gating": Ablation(
         "GRPO {0} with K drawn per prompt and no anchor.",
         UNANCHORED,
         "VideoMME 61.3, with subtitles 68.7, LVBench 39.1, MLVU 63.6; f 0.10, kappa 1.36",
-        "Measured where answers and the anchor alone are paid (docs/paradox.md): f 0.08, kappa "
-        "1.17. Not measured by itself.",
+        "Measured with rewards for answers and the anchor only (docs/paradox.md): f 0.08, kappa "
+        "1.17. Not measured with this recipe's rewards.",
     ),
     "no_tool_reward": Ablation(
-        "The full recipe {0}, calls unpaid.",
+        "The full recipe {0}, without a reward for calls.",
         {"rl.rewards.tool_weight": 0.0},
         "VideoMME 61.9, with subtitles 68.5, LVBench 38.7, MLVU 64.3; f 0.33, kappa 0.04",
         "Measured, seed 0, commit 8f3d146: accuracy 0.56 before RL and 0.86 after, f 0.34 and "
-        "0.98, kappa 1.98 after, at every K: here, unlike in the paper, unpaid calls stay, since "
-        "all K are drawn and a crop of 8 frames answers what few of the overview do.",
+        "0.98, kappa 1.98 after, at every K. Unlike in the paper, calls stay without a reward: "
+        "all K are drawn, and a crop of 8 frames often answers what the overview cannot.",
     ),
     "no_penalty": Ablation(
-        "The full recipe {0} without gamma, the weight against the token that breaks an open block.",
+        "The full recipe {0}, without gamma, the penalty for a token that breaks an open block.",
         {"rl.rewards.gamma": 0.0},
         "VideoMME 61.6, with subtitles 69.0, LVBench 38.8, MLVU 64.5; f 0.36, kappa 0.27",
         "Measured, seed 0, commit 8f3d146: accuracy 0.56 before RL and 0.87 after, f 0.34 and "
-        "0.99, kappa 1.98 after: not told apart from the full recipe. docs/paradox.md has its "
-        "like where answers and the anchor alone are paid: f 0.99, kappa 1.57.",
+        "0.99, kappa 1.98 after: no difference from the full recipe. With rewards for answers "
+        "and the anchor only (docs/paradox.md): f 0.99, kappa 1.57.",
     ),
     "subagents": Ablation(
-        "The full recipe {0}; sub-agents' turns are trained too, with what their episode earned.",
-        # Most rollouts make two calls once they have learned to.
+        "The full recipe {0}; sub-agents are trained too, with their episode's reward.",
+        # Trained rollouts make about two calls.
         {"rl.subagents_per_rollout": 2.0},
         "",
         "Measured, seed 0, commit 6327b53: accuracy 0.56 before RL and 0.85 after, f 0.34 and "
-        "0.98, kappa at K = 4 1.98 after; 122 sub-agents' turns trained per step, none left out. "
-        "Not told apart from the full recipe. Elsewhere: add --rl.subagents-per-rollout to any "
-        "recipe. The release has a flag for it that nothing sets (REFERENCE 4, point 8).",
+        "0.98, kappa at K = 4 1.98 after; 122 sub-agents trained per step, none left out. "
+        "No difference from the full recipe. Any other recipe takes --rl.subagents-per-rollout. "
+        "The release has a flag for it, which none of its scripts sets (REFERENCE 4, point 8).",
     ),
 }
 
@@ -97,7 +97,7 @@ def _recipe(
 
 
 def _recipes() -> list[Callable[[], Run]]:
-    """Each ablation of the paper at both sizes; others in the small world."""
+    """Recipes of each ablation: at both sizes if it is in the paper, else in the small world."""
     command = "Command: python -m train.run --config="
     recipes = []
     for ablation, row in ABLATIONS.items():

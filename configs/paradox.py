@@ -1,4 +1,7 @@
-"""The paper's paradox in miniature: one cold start with a strong tool prior, and the four columns of the paper's ablation from it."""
+"""The paper's paradox in miniature.
+
+One cold start with a strong tool prior, and from it the four columns of the paper's ablation.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,13 @@ from train.settings import Run, change
 
 
 def paradox_tiny() -> Run:
-    """PARA-GRPO from a cold start whose format is badly spoilt, where only right answers and the anchor are paid.
+    """PARA-GRPO from a cold start with bad format; rewards for right answers and the anchor only.
 
     Command: python -m train.run --config=paradox_tiny
-    Multiple choice alone, because grounding needs crops at any K; no reward for calls and none for format but the anchor
-    (docs/paradox.md says what happens with them).
+
+    All questions are multiple choice, because grounding needs crops at any K. There is no reward
+    for calls, and none for format except the anchor; docs/paradox.md compares with such rewards.
+
     Measured: f 1.00, kappa 1.07 in training, accuracy 0.92 over K; three seeds.
     """
     text = TextSettings(multiple_choice=1.0, leak=0.6, unclosed=0.7, untagged=0.25)
@@ -30,7 +35,7 @@ def paradox_tiny() -> Run:
     return change(paravt_tiny(), "paradox_tiny", changes)
 
 
-# The paper's columns -> what each changes, as in `configs.ablations`.
+# The paper's columns, each with its changes, as in `configs.ablations`.
 ARMS: dict[str, Mapping[str, Any]] = {
     "GRPO": UNGATED | UNANCHORED,
     "+ exploration anchoring": UNGATED,

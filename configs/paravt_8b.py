@@ -1,4 +1,4 @@
-"""PARA-GRPO on Qwen3-VL-8B: the numbers of REFERENCE 3, but for what is named below."""
+"""PARA-GRPO on Qwen3-VL-8B. Values are those of REFERENCE 3, except where noted below."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ ENGINE = EngineSettings(page=64, cache_tokens=143_360, read_tokens=131_072, step
 
 
 def paravt_8b() -> Run:
-    """PARA-GRPO on Qwen3-VL-8B after the cold start, whose weights `model.path` names: 7 prompts x 8 rollouts a step, K drawn per prompt.
-
-    Not as published: the anchor is the paper's formula with gamma at violations, not its release's (`grpo.anchor`), R_fmt is
-    not capped (`rewards.format_cap`) and scaled rewards are not clipped (`grpo.reward_clip`); README ("The method") and docs/paradox.md
-    say why. Its ablations share these. The first moment is bfloat16, so that a slice v5e:4x4 holds all (docs/scale.md).
+    """PARA-GRPO on Qwen3-VL-8B from the weights of the cold start; 7 prompts x 8 rollouts per step.
 
     Command: python -m train.run --config=paravt_8b --model.path runs/sft_8b/model
-    Paper: VideoMME 62.1, with subtitles 69.4, LVBench 39.8, MLVU 65.0; f 0.41, kappa 0.21. Not measured here.
+
+    Three settings differ from the release; docs/paradox.md says why. The ablations share them.
+    - `grpo.anchor`: the paper's formula, with gamma at violations.
+    - `rewards.format_cap`: R_fmt is not capped.
+    - `grpo.reward_clip`: scaled rewards are not clipped.
+    The first moment is bfloat16, so that training fits on a v5e:4x4 slice (docs/scale.md).
+
+    Paper: VideoMME 62.1, with subtitles 69.4, LVBench 39.8, MLVU 65.0; f 0.41, kappa 0.21. Not
+    measured here.
     """
     return Run(
         name="paravt_8b",
@@ -30,7 +34,7 @@ def paravt_8b() -> Run:
         data=DataSettings(),
         mesh=MeshSettings(fsdp=16),
         engine=ENGINE,
-        # Before and after: the paper's splits are `rollout.evaluate`'s.
+        # Of the run itself, before and after RL. `rollout.evaluate` plays the paper's splits.
         evaluation=EvaluationSettings(
             samples=1, frames=(16, 64), dispatch=("parallel",), temperatures=(0.7,)
         ),

@@ -1,4 +1,4 @@
-"""The cold start by itself (REFERENCE 1)."""
+"""The cold start alone (REFERENCE 1)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from train.settings import MeshSettings, ModelSettings, Run
 
 
 def sft_8b() -> Run:
-    """SFT on Qwen3-VL-8B, 500 steps of 16 rows packed to 8,192 tokens, learning rate 2e-5, cosine with 5 % warm-up.
-
-    The rows of a step are a choice: the paper does not say how many. Nothing is held out: `rollout.evaluate` plays the paper's splits.
+    """SFT on Qwen3-VL-8B: 500 steps of 16 rows packed to 8,192 tokens.
 
     Command: python -m train.run --config=sft_8b
-    Paper: VideoMME 60.7, with subtitles 69.0, LVBench 39.1, MLVU 63.7; f 0.13, kappa 2.50. Not measured here.
+
+    The number of rows is our choice; the paper does not give one. No questions are held out,
+    because `rollout.evaluate` plays the paper's splits.
+
+    Paper: VideoMME 60.7, with subtitles 69.0, LVBench 39.1, MLVU 63.7; f 0.13, kappa 2.50. Not
+    measured here.
     """
     return Run(
         name="sft_8b",

@@ -7,9 +7,8 @@ A main agent sees a few overview frames of a video and a question. In one turn i
 the frames of one window. The reports come back together, and the main agent answers. A group of
 episodes is played on each question. Each earns a reward for a right answer, for its format and for
 its calls. Its advantage is that reward compared with the rest of its group. The update makes tokens
-with a positive advantage more likely. An extra term anchors the format: it acts on the tokens that
-open and close `<think>`, `<tool_call>` and `<answer>`. The number of overview frames is drawn for
-each question, so some questions need a closer look.
+with a positive advantage more likely. An extra term anchors the format: it acts on the tags of
+`<think>`, `<tool_call>` and `<answer>`. The number of overview frames is drawn for each question.
 """
 
 from __future__ import annotations
@@ -52,7 +51,9 @@ from train.world_data import world_vocabulary
 
 # Videos of 128 seconds, in four coloured scenes. A digit appears in a scene for 2 to 4 seconds.
 WORLD = videos.WorldSettings(train_videos=600, digit_width=20, digit_height=28, jitter=0)
+ROOT, READER = Path(), None  # frames are drawn when they are asked for, so there are no files
 FRAMES = FrameSettings(batch=64, whole_frames=64)  # a video of 64 frames is encoded whole
+FRAME_TOKENS = 1  # visual tokens per frame, at the size of these videos
 BUDGETS = (4, 8)  # numbers of overview frames, in demonstrations and in episodes
 TEXT = text.TextSettings(
     multiple_choice=1.0,
@@ -74,11 +75,11 @@ LIMITS = ProtocolSettings(
     crop_frames=8,
     max_tool_turns=1,
 )
-COLD_START = OptimizerSettings("muon", 3e-3, schedule="cosine", weight_decay=0.0)
+MUON = OptimizerSettings("muon", 3e-3, schedule="cosine", weight_decay=0.0)  # for the cold start
 PROMPTS, GROUP, TEMPERATURE = 8, 8, 0.7  # questions per step, episodes per question
 GRPO = grpo.GRPOSettings(group_size=GROUP, anchor="likelihood", reward_clip=None)
 REWARDS = RewardSettings(format_cap=False)
-ADAM = OptimizerSettings(learning_rate=4e-4, weight_decay=0.0)
+ADAM = OptimizerSettings(learning_rate=4e-4, weight_decay=0.0)  # for GRPO
 
 
 def small_config(vocabulary: Vocabulary) -> Qwen3VLConfig:
@@ -88,6 +89,41 @@ def small_config(vocabulary: Vocabulary) -> Qwen3VLConfig:
     decoder = dataclasses.replace(sizes.text, **narrow, head_dim=32, mrope_section=(6, 5, 5))
     names = ("image_pad", "video_pad", "vision_start", "vision_end")
     return Qwen3VLConfig(vision, decoder, *(vocabulary[f"<|{name}|>"] for name in names))
+
+
+def cold_start(model: Qwen3VL, environment: Environment, data: Data, steps: int, seed: int):
+    """Supervised steps on the demonstrations. Returns the decoder's graph and weights."""
+    protocol, features = environment.protocol, environment.features
+    settings = SFTSettings(steps, rows=8, optimizer=MUON, row_tokens=320)
+    batches = SFTBatches(settings, data, READER, seed, protocol, features, make_mesh())
+    graph, weights = nnx.split(model.text)
+    weights = jax.device_put(weights, param_shardings(weights, make_mesh()))
+    state, update = batches.start(graph, weights)
+    for step in range(steps):
+        batch, _, _ = next(batches)
+        state, metrics = update(state, batch)
+        if (step + 1) % 50 == 0:
+            print(f"cold start, {step + 1} steps: loss {metrics['loss']:.2f}", flush=True)
+    return graph, state.weights
+
+
+def roll_out(engine: Engine, environment: Environment, questions: tuple, step: int, seed: int):
+    """Play a group of episodes on each question, and score them."""
+    budgets = np.random.default_rng([seed, step]).choice(BUDGETS, PROMPTS).tolist()
+    # Agents are coroutines that await the engine, which decodes them side by side.
+    agents = []
+    for n, (question, budget) in enumerate(zip(questions, budgets, strict=True)):
+        for g in range(GROUP):
+            episode_seed = seed_of(seed, step, n * GROUP + g)
+            setting = EpisodeSettings(budget, TEMPERATURE)
+            agents.append(play(environment, question, setting, episode_seed))
+    episodes = run(engine, agents)
+    # Rewards: for the answer, for the format, for the calls.
+    played = [(episode.question, episode.turns) for episode in episodes]
+    rewards = score_all(played, REWARDS, anchor_weight=GRPO.sequence_anchor)
+    starts = range(0, len(episodes), GROUP)
+    groups = tuple(tuple(episodes[start : start + GROUP]) for start in starts)
+    return Rollouts(groups, tuple(tuple(rewards[start : start + GROUP]) for start in starts))
 
 
 def show(episode: Episode) -> None:
@@ -100,85 +136,49 @@ def show(episode: Episode) -> None:
 
 
 def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[dict[str, float]]:
-    """Run it all. Returns the figures that it prints after each step."""
-    # The world: videos, questions, and demonstrations that show what an agent can say.
+    """Run it all. Returns the figures that it prints after each step of GRPO."""
+    # The model. Its vision tower stays random: the few pictures of this world differ enough.
+    vocabulary, mesh = world_vocabulary(LIMITS), make_mesh()
+    model = Qwen3VL(small_config(vocabulary), rngs=nnx.Rngs(seed))
+    image_token_id = model.config.image_token_id
+    # The world: videos, and questions about them.
     train_videos = videos.of_split(videos.plan(WORLD), "train")
-    questions = tuple(text.questions(train_videos, TEXT))
+    question_batches = stream(tuple(text.questions(train_videos, TEXT)), seed, PROMPTS)
+    source = videos.DrawnVideos(WORLD, train_videos)
+    features = FrameFeatures(model.vision, model.config, FRAMES, ROOT, source=source)
+    environment = Environment(Protocol(vocabulary, LIMITS), features)
+    # Demonstrations of what an agent can say, each with its length in tokens.
     demonstrations = list(text.window_conversations(train_videos, TEXT, LIMITS))
     for conversation in text.main_conversations(train_videos, TEXT):
         if "Which digit" in str(conversation.turns[0].content[-1]):  # the others ask when
             demonstrations.append(conversation)
-
-    # The model. Its vision tower stays random: the few pictures of this world differ enough.
-    vocabulary = world_vocabulary(LIMITS)
-    config, mesh = small_config(vocabulary), make_mesh(1, 1, 1)
-    model = Qwen3VL(config, rngs=nnx.Rngs(seed))
-    graph, weights = nnx.split(model.text)
-    weights = jax.device_put(weights, param_shardings(weights, mesh))
-    frame_source = videos.DrawnVideos(WORLD, train_videos)  # draws the frames that are asked for
-    root = Path()  # videos are drawn, so there are no files
-    features = FrameFeatures(model.vision, config, FRAMES, root, source=frame_source)
-    environment = Environment(Protocol(vocabulary, LIMITS), features)
-    longest = lengths(LIMITS, frame_tokens=1, frames=max(BUDGETS))
-
-    # The cold start: supervised steps on the demonstrations.
-    rendered = [render(each, environment.protocol, lambda clip: 1) for each in demonstrations]
+    rendered = [render(d, environment.protocol, lambda clip: FRAME_TOKENS) for d in demonstrations]
     token_counts = tuple(len(trajectory.ids) for trajectory in rendered)
-    data = Data(root, vocabulary, conversations=demonstrations, lengths=token_counts)
-    sft = SFTSettings(cold_start_steps, rows=8, optimizer=COLD_START, row_tokens=320)
-    batches = SFTBatches(
-        sft,
-        data,
-        reader=None,  # frames are drawn, so nothing is read ahead
-        seed=seed,
-        protocol=environment.protocol,
-        features=features,
-        mesh=mesh,
-    )
-    state, update = batches.start(graph, weights)
-    for step in range(1, cold_start_steps + 1):
-        batch, _, _ = next(batches)
-        state, metrics = update(state, batch)
-        if step % 50 == 0:
-            print(f"cold start {step}: loss {metrics['loss']:.2f}", flush=True)
+    data = Data(ROOT, vocabulary, conversations=demonstrations, lengths=token_counts)
+    graph, weights = cold_start(model, environment, data, cold_start_steps, seed)
 
     # What GRPO needs: an engine, reference weights; jitted `update`, `logprobs`, `advantages`.
     def loss(decoder, batch):
-        logprobs = row_logprobs(decoder, batch.sequences[0], config.image_token_id, TEMPERATURE)
+        logprobs = row_logprobs(decoder, batch.sequences[0], image_token_id, TEMPERATURE)
         return grpo.paravt_loss(
             logprobs, batch.advantages, batch.grpo, GRPO, totals=batch.totals, gamma=REWARDS.gamma
         )
 
-    nnx.update(model.text, state.weights)
+    nnx.update(model.text, weights)
+    longest = lengths(LIMITS, frame_tokens=FRAME_TOKENS, frames=max(BUDGETS))
     sizes = engine_sizes(longest, EngineSettings(cache_tokens=16_384), rows_per_prefix=GROUP)
     engine = Engine(model, features, sizes)
-    reference = jax.tree.map(jnp.copy, state.weights)  # a copy: updates overwrite their input
+    reference = jax.tree.map(jnp.copy, weights)  # a copy: updates overwrite their input
     optimizer = make_optimizer(ADAM, steps)
-    state = init_state(state.weights, optimizer)
+    state = init_state(weights, optimizer)
     update = make_update(graph, optimizer, loss, state)
-    logprobs = make_logprobs(graph, config.image_token_id, TEMPERATURE, mesh=mesh)
+    logprobs = make_logprobs(graph, image_token_id, TEMPERATURE, mesh=mesh)
     advantages = jax.jit(lambda batch: grpo.advantages(batch, GRPO, REWARDS.gamma))
     shapes = [BatchShape(PROMPTS, GROUP, longest.prompt, longest.visual, longest.response)]
-    history, question_batches = [], stream(questions, seed, PROMPTS)
+    history = []
     for step in range(steps):
-        # Questions, and the overview budget of each.
-        budgets = np.random.default_rng([seed, step]).choice(BUDGETS, PROMPTS).tolist()
-        # Episodes: agents are coroutines that await the engine, which decodes them side by side.
-        agents = []
-        for question, budget in zip(next(question_batches), budgets, strict=True):
-            settings = EpisodeSettings(budget, TEMPERATURE)
-            for _ in range(GROUP):
-                episode_seed = seed_of(seed, step, len(agents))
-                agents.append(play(environment, question, settings, episode_seed))
-        episodes = run(engine, agents)
-        # Rewards: for the answer, for the format, for the calls.
-        played = [(episode.question, episode.turns) for episode in episodes]
-        rewards = score_all(played, REWARDS, anchor_weight=GRPO.sequence_anchor)
+        rollouts = roll_out(engine, environment, next(question_batches), step, seed)
         # The batch: what was sampled, token by token, and its log-probs under the reference.
-        starts = range(0, len(episodes), GROUP)
-        groups = tuple(tuple(episodes[start : start + GROUP]) for start in starts)
-        group_rewards = tuple(tuple(rewards[start : start + GROUP]) for start in starts)
-        rollouts = Rollouts(groups, group_rewards)
         rows, owners, _ = lay_out([rollouts], features, shapes, (seed, step))
         rows = place(rows, mesh)
         reference_logprobs = tuple(logprobs(reference, part) for part in rows)
@@ -192,7 +192,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
         names = ("accuracy", "format", "calls", "reward/total", "grad_norm")
         print(f"step {step:2}", *(f"{name} {history[-1][name]:.2f}" for name in names), sep="  ")
         if step in (0, steps - 1):
-            show(episodes[0])
+            show(rollouts.episodes[0])
     return history
 
 

@@ -25,7 +25,7 @@ import tests.typechecker  # noqa: F401 (the hook finds it by name)
 
 # Annotations are checked in every call of the test run. The hook has to be there before the first
 # import of a checked package.
-install_import_hook(
+jaxtyping.install_import_hook(
     ["paravt_jax", "models", "rollout", "train", "configs", "benchmarks", "examples"],
     "tests.typechecker.check",
 )

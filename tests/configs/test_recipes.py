@@ -1,4 +1,4 @@
-"""Every recipe can be built, says how it is run, and fits itself: the 8B ones by shapes alone, without memory."""
+"""Every recipe can be built, states its command and has matching sizes; 8B by shapes only."""
 
 from __future__ import annotations
 
@@ -51,10 +51,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 LARGE = [name for name, recipe in RECIPES.items() if recipe().model.size != "tiny"]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, recipe in RECIPES.items() if recipe.__module__.startswith("configs.")]
-)  # not tests' own
-def test_a_recipe_is_built_and_says_how_it_is_run(name):
+# Without recipes that tests add.
+OURS = [name for name, recipe in RECIPES.items() if recipe.__module__.startswith("configs.")]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_recipe_is_built_and_states_its_command(name):
     recipe = RECIPES[name]
     assert isinstance(recipe(), Run) and recipe().name == name == recipe.__name__
     text = inspect.getdoc(recipe) or ""
@@ -62,7 +64,7 @@ def test_a_recipe_is_built_and_says_how_it_is_run(name):
     assert recipe() == recipe()
 
 
-def test_an_unknown_recipe_is_answered_with_the_nearest_and_all(capsys):
+def test_an_unknown_recipe_is_answered_with_all_names_and_the_nearest(capsys):
     with pytest.raises(SystemExit) as stop:
         parse(["--config=paravt_tinny"], RECIPES)
     assert stop.value.code == 2
@@ -90,26 +92,26 @@ def test_a_wrong_field_or_value_is_named(arguments, words, capsys):
     ("name", "change", "message"),
     [
         ("paravt_tiny", {"unreadable_share": 1.0}, r"unreadable_share: 1\.0; "),
-        ("paravt_tiny", {"model": ModelSettings(size="8b")}, r"align: set for model\.size 8b"),
+        ("paravt_tiny", {"model": ModelSettings(size="8b")}, r"align: .*8b"),
         (
             "paravt_8b",
             {"start": "runs/sft_8b"},
-            r"start: runs/sft_8b with published data; .* --model\.path runs/sft_8b/model",
+            r"start: runs/sft_8b .*--model\.path runs/sft_8b/model",
         ),
         (
             "paravt_tiny",
             {"model": ModelSettings(path="x")},
-            r"align: set for model\.size tiny, model\.path 'x'",
+            r"align: .*model\.path 'x'",
         ),
         (
             "paravt_tiny",
             {"text": None},
-            r"text: None with world = WorldSettings.*give both or neither",
+            r"text: None .*world = WorldSettings",
         ),
         (
             "paravt_8b",
             {"text": TextSettings()},
-            r"text: TextSettings.* with world = None; .*give both or neither",
+            r"text: TextSettings.* world = None",
         ),
     ],
 )
@@ -139,8 +141,9 @@ def test_settings_that_contradict_each_other_are_refused(name, change, message):
         (CheckpointSettings, "checkpoints.best", "loss"),
     ],
 )
-def test_numbers_that_mean_nothing_are_refused(settings, field, value):
-    with pytest.raises(ValueError, match=rf"^{field}: {value!r}.*; .*give "):
+@pytest.mark.usefixtures("unchecked")
+def test_invalid_numbers_are_refused(settings, field, value):
+    with pytest.raises(ValueError, match=rf"^{field}: {value!r}"):
         settings(**{field.partition(".")[2]: value})
 
 
@@ -192,7 +195,7 @@ def test_any_single_override_works_alone(recipe, override):
         )
 
 
-def test_frames_that_an_evaluation_shows_have_room_beside_the_response():
+def test_frames_shown_in_an_evaluation_have_room_beside_the_response():
     run = parse(["--config=paravt_8b", "--evaluation.dispatch", "parallel", "frames"], RECIPES)
     crop = run.protocol.crop_frames * (run.frame_tokens + run.protocol.label_tokens)
     shown = run.protocol.max_tool_turns * run.protocol.max_calls * crop
@@ -203,12 +206,12 @@ def test_frames_that_an_evaluation_shows_have_room_beside_the_response():
         >= RECIPES["paravt_8b"]().engine_sizes.row_lengths[-1] + shown
     )
     assert run.rl_shapes == RECIPES["paravt_8b"]().rl_shapes, (
-        "rollouts that are learned from show none"
+        "training rollouts show no frames in responses"
     )
 
 
 def test_a_frame_of_a_world_has_the_tokens_of_its_size():
-    """32 x 32 pixels are one token, 64 x 64 four; of published videos only the bound is known."""
+    """32 x 32 pixels are one token, 64 x 64 four. Published videos have an upper bound only."""
     run = RECIPES["paravt_tiny"]()
     assert run.frame_tokens == 1 and RECIPES["paravt_8b"]().frame_tokens == 49
     assert run.world is not None
@@ -308,7 +311,7 @@ def test_every_command_says_what_its_flags_do():
 def test_every_setting_is_read():
     """A field that is only checked, and read nowhere else, would be a flag without effect.
 
-    Fields are told apart by their names alone, so this finds no unread one that shares its name with another.
+    Fields are told apart by name only: an unread one that shares its name with another is missed.
     """
     read: set[str] = set()
     for folder in ("paravt_jax", "models", "rollout", "train", "configs"):
@@ -334,7 +337,7 @@ def attributes_outside_checks(node: ast.AST) -> set[str]:
 
 
 def check_update(run: Run, update: Abstract) -> None:
-    """One update of the recipe's model, optimiser and batch: every weight and moment comes back as it was."""
+    """An update returns every weight and moment in its shape and type."""
     state = update.arguments[0]
     after, metrics = jax.eval_shape(update.program.jitted, *update.arguments)
     shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (state, after)]
@@ -361,7 +364,7 @@ def test_the_model_lies_on_the_recipes_mesh(name):
     )
     assert share < 1.02 * sum(math.prod(w.shape) for w in jax.tree.leaves(state)) / (
         mesh.fsdp * mesh.tensor
-    ), "nearly all of it is cut"
+    ), "nearly all weights are sharded"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The one page that a reader starts with: it runs, it learns, and it stays one page."""
+"""The example page runs, learns, and stays one page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small road (`small.py`), made once for all tests of training; and processes that are one run."""
+"""Fixtures for tests of training: the small road (`small.py`), and runs of several processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled(tmp_path_factory) -> Iterator[pathlib.Path]:
-    """A folder of compiled programs, shared by this session's tests and the commands they start: a program is compiled once."""
+    """A cache of compiled programs, shared with the commands that tests start."""
     folder = tmp_path_factory.mktemp("compiled")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     yield folder
@@ -32,7 +32,7 @@ def compiled(tmp_path_factory) -> Iterator[pathlib.Path]:
 
 @pytest.fixture(scope="session")
 def small() -> ModuleType:
-    """The module `small.py`; its recipe is among RECIPES from then on."""
+    """The module `small.py`. Importing it adds its recipe to RECIPES."""
     spec = importlib.util.spec_from_file_location("small_road", FILE)
     assert spec is not None and spec.loader is not None
     module = sys.modules["small_road"] = importlib.util.module_from_spec(spec)
@@ -48,13 +48,13 @@ def road(small, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def together(compiled) -> Callable[..., list[Ended]]:
-    """Starts a program as several processes that are one run."""
+    """Starts a program as several processes of one run."""
     return functools.partial(_together, compiled)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a process ended. `code` is minus the signal where one killed it."""
+    """Exit code and output of a process. `code` is the negative signal if one killed it."""
 
     code: int
     out: str
@@ -62,7 +62,7 @@ class Ended:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A free port."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         return s.getsockname()[1]
@@ -76,17 +76,17 @@ def _together(
     timeout: float = 300,
     disturb: Callable[[list[subprocess.Popen]], None] | None = None,
 ) -> list[Ended]:
-    """`python ARGS --hosts.coordinator ... --hosts.count COUNT --hosts.index I` for every I, each with `devices` fake devices.
-    `disturb` may do something to them once they are started.
+    """Run `python ARGS` as `count` processes with `devices` fake devices each.
 
-    Raises AssertionError, with what was printed, where one does not end in time; none is left behind.
+    `disturb` is called with the started processes. Raises AssertionError, with their stderr, if one
+    does not end in time. No process is left running.
     """
     hosts = ["--hosts.coordinator", f"localhost:{free_port()}", "--hosts.count", str(count)]
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(compiled),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    # The tests' own flags too (tests/conftest.py): without them compiling takes three times as long.
+    # The flags of tests/conftest.py make compilation three times as fast.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     env = dict(os.environ, **cache, JAX_PLATFORMS="cpu", XLA_FLAGS=flags, PYTHONPATH=str(ROOT))
     with tempfile.TemporaryDirectory() as folder:

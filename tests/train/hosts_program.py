@@ -91,10 +91,12 @@ def hand_over(folder: pathlib.Path, index: int) -> dict:
         placed = jax.device_put(jax.tree.map(np.asarray, weights), shardings)
         sync = WeightSync(placed, np.float32)
         taken = sync(placed)
-        program = sync._sync.lower(placed).compile()  # pyright: ignore[reportFunctionMemberAccess]
-        sent = bytes_sent(find_collectives(program.as_text(), 8))
+        assert sync.program is not None
+        text = sync.program.lower(placed).compile().as_text()
+        assert text is not None
+        sent = bytes_sent(find_collectives(text, 8))
         # A device has an eighth of the weights and needs half of them. Left alone, XLA gathers
-        # seven eighths (`train.learn.weight_sync._halfway`).
+        # seven eighths (see `train.learn.weight_sync`).
         assert sum(sent.values()) < 0.6 * sum(x.nbytes for x in jax.tree.leaves(weights)), sent
         for mine, given in zip(jax.tree.leaves(taken), jax.tree.leaves(weights), strict=True):
             devices = {device.id for device in mine.sharding.device_set}

@@ -1,6 +1,6 @@
-"""The road of the tests: every part of a run at a size of seconds, and a sampler that writes what a script says.
+"""A run that takes seconds, its parts for tests, and a sampler that follows a script.
 
-As a program it is the command with one more recipe, `small`, so that a test can kill it:
+As a program it is `train.run` with one more recipe, `small`, so that a test can kill it:
 `python tests/train/small.py --config=small ...`.
 """
 
@@ -96,7 +96,7 @@ def small() -> Run:
 
 @dataclasses.dataclass(frozen=True)
 class Road:
-    """What the phases of a run share, made from the small recipe and weights that nobody trained."""
+    """The parts that the phases of a run share, with the small recipe and untrained weights."""
 
     run: Run
     data: Data
@@ -114,7 +114,7 @@ class Road:
         return self.model.config.image_token_id
 
     def fresh(self, data: int = 1, fsdp: int = 1, tensor: int = 1) -> Any:
-        """The weights once more, on a mesh: an update takes those it is given away."""
+        """A copy of the weights on a mesh. Updates donate their weights."""
         copy = jax.tree.map(np.asarray, self.weights)
         return jax.device_put(copy, param_shardings(self.weights, make_mesh(data, fsdp, tensor)))
 
@@ -126,7 +126,7 @@ def build_road(folder: pathlib.Path) -> Road:
 
 def lay_road(run: Run, data: Data) -> Road:
     config = model_config(run, data.vocabulary)
-    # Like published models with more rows than words; a mesh wants them even.
+    # A multiple of 8, so that a mesh can split it. Published models have spare rows too.
     config = dataclasses.replace(
         config,
         text=dataclasses.replace(config.text, vocab_size=-(-config.text.vocab_size // 8) * 8),
@@ -141,9 +141,9 @@ def lay_road(run: Run, data: Data) -> Road:
 
 
 class Script:
-    """Samples what a script says instead of what weights say; a turn's text depends on the request's seed alone.
+    """Replaces the engine: writes texts of a script, chosen by the request's seed.
 
-    Stands where the engine stands. The log-probs are those of a model that knows nothing, about what fresh weights give.
+    Log-probs are those of a uniform distribution, close to those of fresh weights.
     """
 
     plans = (
@@ -155,7 +155,8 @@ class Script:
     answers = ("the crops show\n</think><answer>[1, 2]</answer>", "</think><answer>A</answer>")
 
     def __init__(self, road: Road):
-        self.vocabulary, self.loaded = road.data.vocabulary, []
+        self.vocabulary = road.data.vocabulary
+        self.loaded = []
         self.version = 0
         self.tickets = itertools.count()
         self.waiting: dict[int, Request] = {}
@@ -188,16 +189,15 @@ class Script:
 
     def _sample(self, request: Request, seed: int) -> Sample:
         before = self.vocabulary.decode(request.ids)
-        texts = (
-            (" nothing",)
-            if "<think>" not in before
-            else self.answers
-            if "<tool_response>" in before
-            else self.plans
-        )
-        ids = np.append(
-            self.vocabulary.encode(texts[seed % len(texts)]), self.vocabulary.eos
-        ).astype(np.int32)
+        if "<think>" not in before:
+            # Only a sub-agent's turn has no pinned opening.
+            texts = (" nothing",)
+        elif "<tool_response>" in before:
+            texts = self.answers
+        else:
+            texts = self.plans
+        written = self.vocabulary.encode(texts[seed % len(texts)])
+        ids = np.append(written, self.vocabulary.eos).astype(np.int32)
         logprobs = np.full(len(ids), -np.log(self.vocabulary.size), np.float32)
         return Sample(
             ids,
@@ -209,35 +209,29 @@ class Script:
 
 
 class Uneven(Script):
-    """Of two questions the first is answered at once, and every rollout of the others sends two sub-agents out."""
+    """Answers the first question at once; every rollout of the others calls two sub-agents."""
 
     def __init__(self, road: Road):
         super().__init__(road)
         self.quiet = road.data.questions[0].text
 
     def _sample(self, request: Request, seed: int) -> Sample:
-        quiet = self.quiet in self.vocabulary.decode(request.ids)
-        self.plans = (
-            Script.plans[2:]
-            if quiet
-            else ("look\n</think>" + render_call(CropCall(0, 16)) + render_call(CropCall(20, 36)),)
-        )
+        calls = render_call(CropCall(0, 16)) + render_call(CropCall(20, 36))
+        self.plans = (f"look\n</think>{calls}",)
+        if self.quiet in self.vocabulary.decode(request.ids):
+            self.plans = Script.plans[2:]
         return super()._sample(request, seed)
 
 
 def with_subagents(run: Run, rows: int) -> Run:
-    """The same run, in which sub-agents' turns are trained too."""
+    """The run with `rows` sub-agents trained per step."""
     assert run.rl is not None
-    return dataclasses.replace(
-        run,
-        rl=dataclasses.replace(
-            run.rl, subagents_per_rollout=rows / (run.rl.prompts * run.rl.grpo.group_size)
-        ),
-    )
+    share = rows / (run.rl.prompts * run.rl.grpo.group_size)
+    return dataclasses.replace(run, rl=dataclasses.replace(run.rl, subagents_per_rollout=share))
 
 
 def learn(road: Road, fsdp: int = 1) -> list[dict[str, float]]:
-    """The figures of two steps of RL on main agents and sub-agents, all of which one of the two questions calls for."""
+    """The metrics of two steps of RL in which one of two questions calls all sub-agents."""
     assert road.run.rl is not None
     run = with_subagents(road.run, 8)
     assert run.rl is not None
@@ -247,13 +241,8 @@ def learn(road: Road, fsdp: int = 1) -> list[dict[str, float]]:
         state, figures = learner.step(
             state, cast(Any, sampler), road.environment, road.data.questions[:2], seed=0
         )
-        steps.append(
-            {
-                name: value
-                for name, value in figures.items()
-                if not name.startswith(("time/", "speed/"))
-            }
-        )
+        timed = ("time/", "speed/")
+        steps.append({name: x for name, x in figures.items() if not name.startswith(timed)})
     return steps
 
 

@@ -1,4 +1,4 @@
-"""What an evaluation leaves behind about its judge, without training: a script plays the episodes, a server judges them."""
+"""The judge's counts in the results of an evaluation. A script plays, a local server judges."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from paravt_jax.method.rewards import RewardSettings
 from tests.paravt_jax.judge_server import Reply, says, serving
 from train.phases.actor import Actor
 
-REFUSED = Reply(status=401)  # which is not asked again
+# An error that is not retried.
+REFUSED = Reply(status=401)
 
 
 @pytest.fixture
-def evaluated(road, small, monkeypatch):
-    """The result of a run of both evaluations and nothing else, on open-ended questions: f(folder, rewards)."""
+def evaluated(road, small, monkeypatch, unchecked):
+    """`f(folder, rewards) -> result` of a run with both evaluations and no training.
+
+    Questions are open-ended. Annotations are not checked, because the script is no `Engine`.
+    """
     monkeypatch.setenv("NO_PROXY", "*")
     heldout = tuple(
         dataclasses.replace(q, kind=QuestionKind.OPEN_ENDED, answer="B or C", options=())
@@ -32,7 +36,7 @@ def evaluated(road, small, monkeypatch):
         version = 0
 
         def forget(self) -> None:
-            """It keeps nothing."""
+            """Nothing is cached."""
 
     def scripted(run, model, environment, judge, weights) -> Actor:
         sync: Any = lambda weights: weights  # noqa: E731
@@ -63,14 +67,14 @@ def judged_by(endpoint: str) -> RewardSettings:
 
 
 def counts_in(folder: pathlib.Path) -> dict[str, dict[str, int]]:
-    """What each file of the evaluations says of the judge."""
+    """The judge's counts in each file of the evaluations."""
     return {
         file.stem: json.loads(file.read_text())["judge"]
         for file in (folder / "evaluation").glob("*.json")
     }
 
 
-def test_an_evaluation_that_nobody_judged_says_so(evaluated, tmp_path):
+def test_without_the_judge_answers_are_scored_by_f1_and_counted(evaluated, tmp_path):
     f1 = evaluated(tmp_path / "f1", RewardSettings(format_cap=False))
     assert "judge" not in f1 and all(
         "judge" not in json.loads(f.read_text())
@@ -83,10 +87,10 @@ def test_an_evaluation_that_nobody_judged_says_so(evaluated, tmp_path):
     asked = len(server.received)
     told = {name: count for name, count in result["judge"].items() if count}
     assert asked > 0 and told == {"asked": asked, "fell_back": asked, "http_errors": asked}
-    assert result["judge"]["answered"] == 0, "a count of none is said too"
+    assert result["judge"]["answered"] == 0, "zero counts are written too"
 
 
-def test_counts_are_those_of_every_setting_and_outlive_a_restart(evaluated, tmp_path):
+def test_counts_cover_every_setting_and_survive_a_restart(evaluated, tmp_path):
     with serving(lambda number, _: REFUSED if number % 3 else says("0.5")) as server:
         result = evaluated(tmp_path, judged_by(server.endpoint))
         files, asked = counts_in(tmp_path), len(server.received)
@@ -99,12 +103,12 @@ def test_counts_are_those_of_every_setting_and_outlive_a_restart(evaluated, tmp_
             name: sum(counts[name] for counts in files.values()) for name in files["after-4"]
         }
         assert (result["judge"]["asked"], result["judge"]["answered"]) == (asked, -(-asked // 3)), (
-            "each third request from the first on"
+            "every third request, beginning with the first"
         )
 
         (tmp_path / "evaluation" / "after-16.json").unlink()
         again = evaluated(tmp_path, judged_by(server.endpoint))
         assert len(server.received) == asked + files["after-16"]["asked"], (
-            "what was judged is not judged again"
+            "other files are not judged again"
         )
-        assert again["judge"]["asked"] == asked, "and still counted, once"
+        assert again["judge"]["asked"] == asked, "each answer is counted once"

@@ -1,4 +1,4 @@
-"""The recipes' optimisers: what moves, how far, and when."""
+"""The recipes' optimizers: which weights move, how far, and when."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ def test_gradients_are_clipped_by_their_norm_before_the_moments():
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_first_moments_in_half_the_memory(name):
-    """Half of the float32 arrays that have a weight's shape turn to bfloat16: the second moments stay."""
-    weights = {"w": jnp.zeros((4, 3))}  # no matrix of a layer: AdamW's under both
+def test_first_moments_may_be_bfloat16(name):
+    """First moments become bfloat16; second moments stay float32."""
+    # Not a layer's matrix, so AdamW updates it under both.
+    weights = {"w": jnp.zeros((4, 3))}
 
     def types(dtype: Literal["float32", "bfloat16"]) -> list[str]:
         state = make_optimizer(OptimizerSettings(name, moment_dtype=dtype), 10).init(weights)
@@ -55,7 +56,7 @@ def test_first_moments_in_half_the_memory(name):
     assert types("float32") == ["float32"] * 2 and types("bfloat16") == ["bfloat16", "float32"]
 
 
-def test_weight_decay_draws_towards_zero():
+def test_weight_decay_pulls_towards_zero():
     optimizer = make_optimizer(OptimizerSettings(learning_rate=0.1, weight_decay=0.5), 10)
     weights = {"w": jnp.ones(3)}
     changes, _ = optimizer.update({"w": jnp.zeros(3)}, optimizer.init(weights), weights)
@@ -68,9 +69,8 @@ def test_cosine_warms_up_and_ends_at_zero():
     )
     distances = moved(settings, 10, 1.0, 11)
     assert distances[0] == 0 and distances[2] == max(distances) == pytest.approx(1, rel=1e-3)
-    assert all(a > b for a, b in zip(distances[2:], distances[3:], strict=False)) and distances[
-        10
-    ] == pytest.approx(0, abs=1e-6)
+    assert all(a > b for a, b in zip(distances[2:], distances[3:], strict=False))
+    assert distances[10] == pytest.approx(0, abs=1e-6)
 
 
 def test_a_constant_rate_may_warm_up_and_one_step_needs_no_schedule():
@@ -100,7 +100,7 @@ def test_muon_takes_every_matrix_of_the_layers_and_nothing_else(weights):
 
 
 def test_muons_update_of_a_matrix_is_orthogonal_layer_by_layer():
-    """All singular values of an update are alike, whatever the gradient's: that is what makes it Muon."""
+    """An update's singular values are nearly equal, unlike those of its gradient."""
     shapes = {"q": (2, 16, 4, 4), "o": (2, 4, 4, 16), "gate": (2, 16, 32)}
     weights = {"layers": {name: jnp.zeros(shape) for name, shape in shapes.items()}}
     optimizer = make_optimizer(
@@ -136,6 +136,7 @@ def test_muons_update_of_a_matrix_is_orthogonal_layer_by_layer():
         ("warmup", 3.0),
     ],
 )
-def test_what_no_optimiser_can_do_is_refused_by_name(field, value):
+@pytest.mark.usefixtures("unchecked")
+def test_invalid_settings_are_refused(field, value):
     with pytest.raises(ValueError, match=rf"OptimizerSettings\.{field}: "):
         OptimizerSettings(**{field: value})

@@ -1,4 +1,4 @@
-"""The paradox command without its training: which runs it makes and in what order, and what it says about their figures."""
+"""The paradox command without training: its runs, their order, and its verdict on the claims."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ KS = (4, 16, 64)
 def result(
     accuracy: float, f: float, kappa: float | tuple[float, float, float], start: float = 1.0
 ) -> Result:
-    """A run with the same figures at each K, but for kappa, which may be given for K = 4, 16 and 64; kappa was `start` before it.
+    """A run with the same figures at each K; `kappa` may be given for K = 4, 16 and 64.
 
-    f is that of the last training rollouts.
+    `f` is that of the last training rollouts, `start` is kappa before the run.
     """
     calls = kappa if isinstance(kappa, tuple) else (kappa, kappa, kappa)
 
@@ -71,7 +71,7 @@ def result(
 
 
 def as_published(**changes: dict[str, Any]) -> dict[str, list[Result]]:
-    """Two seeds of every setting, with figures that show all that the paper claims; `changes` are made to the second seed."""
+    """Two seeds per setting, with figures that support all claims; `changes` are to seed 1."""
     figures: dict[str, dict[str, Any]] = {
         COLD_START: {"accuracy": 0.4, "f": 0.1, "kappa": 1.0},
         GRPO: {"accuracy": 0.5, "f": 0.15, "kappa": (1.6, 0.9, 0.2)},
@@ -94,16 +94,16 @@ def failing(results: dict[str, list[Result]]) -> list[int]:
     return [i for i, (_, holds, _) in enumerate(said, 1) if not holds]
 
 
-def test_figures_like_the_papers_bear_out_every_claim():
+def test_figures_like_the_papers_support_every_claim():
     assert failing(as_published()) == []
 
 
 @pytest.mark.parametrize(
     ("setting", "figures", "claim"),
     [
-        (GRPO, {"kappa": (0.0, 0.0, 0.25)}, [1]),  # a quarter is not less than a quarter
-        (GRPO, {"kappa": (9.0, 9.0, 0.24)}, []),  # K = 64 is what calls are measured at
-        (GRPO, {"kappa": (9.0, 9.0, 0.24), "start": 0.9}, [1]),  # against what this run had itself
+        (GRPO, {"kappa": (0.0, 0.0, 0.25)}, [1]),  # exactly a quarter
+        (GRPO, {"kappa": (9.0, 9.0, 0.24)}, []),  # only K = 64 counts
+        (GRPO, {"kappa": (9.0, 9.0, 0.24), "start": 0.9}, [1]),  # relative to its own start
         (GRPO, {"f": 0.5}, [2]),
         (ANCHORED, {"f": 0.49}, [3]),
         (ANCHORED, {"kappa": (1.2, 0.6, 0.3)}, [3]),
@@ -116,11 +116,11 @@ def test_figures_like_the_papers_bear_out_every_claim():
         (FULL, {"kappa": 0.4}, [5]),
     ],
 )
-def test_one_seed_that_says_otherwise_is_enough_against_a_claim(setting, figures, claim):
+def test_one_contrary_seed_refutes_a_claim(setting, figures, claim):
     assert failing(as_published(**{setting: figures})) == claim
 
 
-def test_a_claim_names_the_figures_it_stands_on():
+def test_a_claim_shows_its_figures():
     said = [
         figures
         for _, _, figures in claims(as_published(**{GRPO: {"kappa": (1, 1, 0.4), "f": 0.25}}))
@@ -137,7 +137,7 @@ def test_a_claim_names_the_figures_it_stands_on():
     )
 
 
-def test_the_largest_k_there_is_stands_in_the_claims():
+def test_claims_use_the_largest_k():
     small = {
         name: [
             dataclasses.replace(
@@ -169,15 +169,16 @@ def test_the_table():
     start = dataclasses.replace(result(0.4, 0.1, (1.0, 2.0, 3.0)), by_step=[])
     results = {COLD_START: [start], GRPO: [result(0.5, 0.2, 0.0), result(0.7, 0.3, 1.0)]}
     half = " 0.50 [0.00, 1.00] |"
+    titles = "accuracy K=4 | accuracy K=16 | accuracy K=64 | κ K=4 | κ K=16 | κ K=64"
     assert table(results).splitlines() == [
-        "| setting | f, training | κ, training | accuracy K=4 | accuracy K=16 | accuracy K=64 | κ K=4 | κ K=16 | κ K=64 |",
+        f"| setting | f, training | κ, training | {titles} |",
         "|---|---|---|---|---|---|---|---|---|",
         "| cold start | – | – | 0.40 | 0.40 | 0.40 | 1.00 | 2.00 | 3.00 |",
         f"| GRPO | 0.25 [0.20, 0.30] |{half}{' 0.60 [0.50, 0.70] |' * 3}{half * 3}",
     ]
 
 
-def test_the_report_says_of_each_claim_whether_it_holds():
+def test_the_report_says_whether_each_claim_holds():
     results = as_published(**{FULL: {"accuracy": 0.6}})
     lines = report(results).splitlines()
     assert (
@@ -229,9 +230,7 @@ def test_every_setting_has_its_seeds_and_all_start_from_one_cold_start():
     ("arm", "gated", "anchored"),
     [(GRPO, False, False), (ANCHORED, False, True), (GATED, True, False), (FULL, True, True)],
 )
-def test_a_setting_differs_from_the_whole_method_in_its_remedies_and_nothing_else(
-    arm, gated, anchored
-):
+def test_a_setting_differs_from_the_full_method_in_its_remedies_only(arm, gated, anchored):
     runs = plan(Paradox())
     run, whole = runs[arm][0], runs[FULL][0]
     rl, full = rl_of(run), rl_of(whole)
@@ -271,7 +270,7 @@ def test_quick_is_one_seed_and_a_third_of_the_steps():
     assert quick[COLD_START] == whole[COLD_START]
 
 
-def test_what_is_paid_is_a_choice():
+def test_rewards_are_a_choice():
     outcome, published = (
         rl_of(plan(Paradox(rewards=paid))[FULL][0]).rewards for paid in ("outcome", "published")
     )
@@ -284,7 +283,7 @@ def test_what_is_paid_is_a_choice():
 
 
 class FakeRuns:
-    """Stands where `execute` stands: writes what a run leaves behind, with figures made from its place in the order."""
+    """Replaces `execute`: writes the files of a run, with figures that depend on its place."""
 
     def __init__(self) -> None:
         self.done: list[tuple[str, int]] = []
@@ -324,7 +323,7 @@ def fake(monkeypatch) -> FakeRuns:
 
 @pytest.fixture
 def command(monkeypatch, tmp_path) -> Iterator[list[str]]:
-    """The command's arguments for a folder of its own; what the command sets for its whole process is put back."""
+    """The command's arguments for a fresh folder; settings of the process are restored."""
     before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setattr(paradox, "reuse_freed_memory", lambda: None)
     yield ["--run-dir", str(tmp_path / "paradox")]
@@ -334,12 +333,12 @@ def command(monkeypatch, tmp_path) -> Iterator[list[str]]:
 ORDER = ["cold_start", *["grpo", "exploration-anchoring", "nframes-gating", "para-grpo"] * 2]
 
 
-def test_the_cold_start_is_first_and_then_every_setting_seed_by_seed(fake, tmp_path):
+def test_the_cold_start_is_first_then_settings_seed_by_seed(fake, tmp_path):
     carry_out(plan(Paradox(run_dir=str(tmp_path), seeds=2)), Interrupts())
     assert fake.done == list(zip(ORDER, [0] * 5 + [1] * 4, strict=True))
 
 
-def test_what_is_finished_is_not_run_again(fake, tmp_path, capsys):
+def test_finished_runs_are_not_repeated(fake, tmp_path, capsys):
     runs = plan(Paradox(run_dir=str(tmp_path), seeds=2))
     for done in (runs[COLD_START][0], runs[GRPO][0], runs[FULL][1]):
         fake(done, Interrupts())
@@ -353,7 +352,7 @@ def test_what_is_finished_is_not_run_again(fake, tmp_path, capsys):
     assert len(fake.done) == 6
 
 
-def test_a_finished_run_of_other_settings_is_not_passed_off_as_this_one(fake, tmp_path):
+def test_finished_runs_of_other_settings_are_not_reused(fake, tmp_path):
     carry_out(plan(Paradox(str(tmp_path), seeds=1)), Interrupts())
     for other in (
         Paradox(str(tmp_path), quick=True),
@@ -366,16 +365,16 @@ def test_a_finished_run_of_other_settings_is_not_passed_off_as_this_one(fake, tm
         name: [dataclasses.replace(run, text=TextSettings()) for run in column]
         for name, column in runs.items()
     }
-    with pytest.raises(RunDirectoryError, match="holds a run of another configuration"):
+    with pytest.raises(RunDirectoryError, match="another configuration"):
         carry_out(spoilt, Interrupts())
 
 
-def test_no_seed_is_no_comparison():
-    with pytest.raises(ValueError, match="seeds: 0; give at least 1"):
+def test_at_least_one_seed_is_needed():
+    with pytest.raises(ValueError, match="seeds: 0"):
         Paradox(seeds=0)
 
 
-def test_a_run_is_read_with_its_steps_of_rl_and_the_measures_alone(fake, tmp_path):
+def test_only_the_measures_of_rl_steps_are_read(fake, tmp_path):
     runs = plan(Paradox(run_dir=str(tmp_path), seeds=1))
     carry_out(runs, Interrupts())
     got = read(runs[GRPO][0])
@@ -393,7 +392,7 @@ def test_a_run_is_read_with_its_steps_of_rl_and_the_measures_alone(fake, tmp_pat
 # The command
 
 
-def test_the_command_leaves_table_figure_and_figures_behind(fake, command, capsys):
+def test_the_command_writes_results_table_and_figure(fake, command, capsys):
     assert paradox.main([*command, "--seeds", "2"]) == 0
     folder = folder_of(Paradox(command[1]))
     results = {
@@ -409,7 +408,7 @@ def test_the_command_leaves_table_figure_and_figures_behind(fake, command, capsy
     assert report(results) in capsys.readouterr().out
 
 
-def test_a_signal_stops_it_with_a_word_on_how_to_go_on(fake, command, monkeypatch, capsys):
+def test_a_signal_stops_the_command_with_advice(fake, command, monkeypatch, capsys):
     def interrupted(run: Run, interrupts: Interrupts) -> None:
         if len(fake.done) == 2:
             signal.raise_signal(signal.SIGTERM)
@@ -417,11 +416,11 @@ def test_a_signal_stops_it_with_a_word_on_how_to_go_on(fake, command, monkeypatc
 
     monkeypatch.setattr(paradox, "execute", interrupted)
     assert paradox.main(command) == 143
-    assert len(fake.done) == 2 and "the same command goes on" in capsys.readouterr().err
+    assert len(fake.done) == 2 and "same command" in capsys.readouterr().err
     assert not (folder_of(Paradox(command[1])) / "table.md").exists()
 
 
-def test_a_folder_of_something_else_ends_it_with_an_error(command, capsys):
+def test_a_foreign_folder_is_an_error(command, capsys):
     stranger = pathlib.Path(command[1]) / "cold-start" / "thesis.tex"
     stranger.parent.mkdir(parents=True)
     stranger.write_text("")
@@ -435,7 +434,7 @@ def test_a_folder_of_something_else_ends_it_with_an_error(command, capsys):
 @pytest.mark.parametrize(
     "error", [RunDirectoryError, CheckpointError, UnreadableVideosError, ValueError, OSError]
 )
-def test_what_a_run_refuses_is_the_commands_error(error, command, monkeypatch, capsys):
+def test_errors_of_a_run_are_errors_of_the_command(error, command, monkeypatch, capsys):
     def refused(run: Run, interrupts: Interrupts) -> None:
         raise error("no room")
 

@@ -1,4 +1,4 @@
-"""A step of PARA-GRPO: budgets, groups, what is counted, and log-probs that agree with the sampler's."""
+"""A step of PARA-GRPO: budgets, groups, metrics, and log-probs that agree with the sampler."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ from train.learn.rl_settings import RLSettings
 from train.learn.rollouts import describe, draw_budgets, require_current, roll_out
 from train.learn.step import make_logprobs
 
+# Tags that are one token.
 TAGS = {
     Kind.THINK_CLOSE: "</think>",
     Kind.CALL_OPEN: "<tool_call>",
     Kind.CALL_CLOSE: "</tool_call>",
-}  # those that are one token
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def learner(road):
 
 @pytest.fixture
 def start(learner):
-    """A state that an update may take away."""
+    """A state that an update may donate."""
     return jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), learner.start)
 
 
@@ -86,11 +87,11 @@ def test_budgets_are_a_function_of_seed_and_step(road):
         != draw_budgets(gated(road), 1, 4, 8)
     )
     assert draw_budgets(gated(road), 0, 3, 8)[:5] == draw_budgets(gated(road), 0, 3, 5), (
-        "it does not depend on how many prompts follow"
+        "a budget does not depend on the number of prompts after it"
     )
 
 
-def test_budgets_cover_what_they_are_drawn_from_evenly(road):
+def test_budgets_are_drawn_evenly(road):
     drawn = collections.Counter(
         k for step in range(200) for k in draw_budgets(gated(road), 0, step, 8)
     )
@@ -108,32 +109,29 @@ def test_a_group_shares_its_budget_and_its_question(road, small):
             (budget, question.id, budget)
         }
     seen = {tuple(e.trajectory.ids.tolist()) for e in rollouts.groups[0]}
-    assert len(seen) > 1, "the rollouts of a group have seeds of their own"
+    assert len(seen) > 1, "each rollout of a group has its own seed"
 
 
 # --- steps ---
 
 
-def test_the_reference_waits_on_the_host_in_the_type_that_it_computes_in(road, small):
-    """Where activations are bfloat16, weights are rounded to it before a product or now: the log-probs are the same."""
+def test_the_reference_is_in_host_memory_in_the_type_of_activations(road, small):
+    """Rounding weights to bfloat16 in advance or before each product gives equal log-probs."""
     model = abstract_model(road.model.config, dtype=jnp.bfloat16)
     graph, weights = nnx.split(model.text)[0], road.fresh()
     learner = Learner(graph, weights, road.model.config, road.run.rl, road.run.rl_shapes)
     for kept, trained in zip(
         jax.tree.leaves(learner.reference), jax.tree.leaves(learner.start.weights), strict=True
     ):
-        assert (
-            kept.sharding.memory_kind == "pinned_host"
-            and kept.dtype == jnp.bfloat16 != trained.dtype
-        )
+        assert kept.sharding.memory_kind == "pinned_host"
+        assert kept.dtype == jnp.bfloat16 != trained.dtype
         assert trained.sharding.memory_kind == "device"
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
     (sequences,), _, _ = lay_out([rollouts], road.environment.features, road.run.rl_shapes, (0,))
     logprobs = make_logprobs(graph, road.image, 0.7)
     on_device = jax.device_put(learner.reference, jax.tree.map(lambda x: x.sharding, weights))
-    exactly: dict[str, str | bool] = {
-        "xla_allow_excess_precision": False
-    }  # else XLA on CPU leaves the rounding out
+    # Otherwise XLA leaves out the rounding on CPUs.
+    exactly: dict[str, str | bool] = {"xla_allow_excess_precision": False}
     one, other = (
         logprobs.lower(w, sequences).compile(compiler_options=exactly)(w, sequences)
         for w in (on_device, weights)
@@ -141,9 +139,7 @@ def test_the_reference_waits_on_the_host_in_the_type_that_it_computes_in(road, s
     np.testing.assert_array_equal(one, other)
 
 
-def test_the_engine_sleeps_while_weights_are_scored_and_trained(
-    road, small, learner, start, monkeypatch
-):
+def test_the_engine_sleeps_during_the_update(road, small, learner, start, monkeypatch):
     sampler, seen = small.Script(road), []
 
     def watched(name):
@@ -154,32 +150,27 @@ def test_the_engine_sleeps_while_weights_are_scored_and_trained(
             lambda *arguments: seen.append((name, sampler.awake)) or program(*arguments),
         )
 
-    watched("_logprobs")
-    watched("_update")
+    watched("logprobs")
+    watched("update")
     learner.step(start, sampler, road.environment, road.data.questions[:2], seed=0)
-    assert seen == [("_logprobs", False), ("_update", False)] and sampler.awake
+    assert seen == [("logprobs", False), ("update", False)] and sampler.awake
 
 
 def test_what_the_engine_samples_is_what_the_update_scores(road, learner, start):
-    """The real sampler: no token differs, and its log-probs are the update's within float32."""
+    """With the real engine no token differs, and log-probs agree within float32."""
     road.engine.load(start.weights, 0)
     state, metrics = learner.step(
         start, road.engine, road.environment, road.data.questions[:2], seed=0
     )
     assert metrics["token_mismatches"] == 0 and 0 < metrics["logprob_gap"] < 1e-5
     assert road.engine.version == int(state.step) == 1
-    assert list(road.engine.weights) == [1], (
-        "the old weights were given to the update, which overwrote them"
-    )
-    again = road.engine.weights[1]
-    assert all(
-        (np.asarray(a) == np.asarray(b)).all()
-        for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state.weights), strict=True)
-    )
+    # The second step would have a gap if the engine still had the old weights.
+    _, second = learner.step(state, road.engine, road.environment, road.data.questions[:2], seed=0)
+    assert second["token_mismatches"] == 0 and 0 < second["logprob_gap"] < 1e-5
     assert np.isfinite(list(metrics.values())).all()
 
 
-def test_a_sampler_that_lies_is_counted(road, small, learner, start):
+def test_a_wrong_digest_is_counted(road, small, learner, start):
     class Liar(small.Script):
         def _sample(self, request, seed) -> Sample:
             return dataclasses.replace(super()._sample(request, seed), digest="of something else")
@@ -188,7 +179,7 @@ def test_a_sampler_that_lies_is_counted(road, small, learner, start):
     assert metrics["token_mismatches"] == 8
 
 
-def test_a_step_is_a_function_of_its_seed_number_and_questions(road, small, learner, start):
+def test_a_step_depends_on_seed_number_and_questions_only(road, small, learner, start):
     other = jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), start)
     (one, first), (two, second) = (
         learner.step(state, small.Script(road), road.environment, road.data.questions[:2], seed=0)
@@ -205,7 +196,7 @@ def test_a_step_is_a_function_of_its_seed_number_and_questions(road, small, lear
     )
 
 
-def test_groups_whose_video_cannot_be_read_are_left_out_and_counted(road, small, learner, start):
+def test_groups_with_an_unreadable_video_are_left_out_and_counted(road, small, learner, start):
     questions, shown = [lost(road.data.questions[0]), road.data.questions[1]], []
     _, metrics = learner.step(
         start,
@@ -221,13 +212,13 @@ def test_groups_whose_video_cannot_be_read_are_left_out_and_counted(road, small,
         road.data.questions[1].id
     ] * 4
     assert gains.shape == (8, small.SUFFIX) and gains[:4].any() and not gains[4:].any(), (
-        "rows without a rollout earn nothing"
+        "rows without a rollout have no advantage"
     )
     assert np.isfinite(metrics["loss"]) and metrics["token_mismatches"] == 0
 
 
-def test_a_step_without_any_readable_video_says_so(road, small, learner, start):
-    with pytest.raises(ValueError, match="step 0 has no question with a readable video"):
+def test_a_step_without_readable_videos_is_refused(road, small, learner, start):
+    with pytest.raises(ValueError, match="step 0 .*readable video"):
         learner.step(
             start,
             small.Script(road),
@@ -237,9 +228,9 @@ def test_a_step_without_any_readable_video_says_so(road, small, learner, start):
         )
 
 
-def test_what_became_of_every_episode_and_every_call_is_counted(road, small, learner, start):
+def test_outcomes_of_episodes_and_calls_are_counted(road, small, learner, start):
     class Late(small.Script):
-        """Sub-agents never end in time, and neither does who was told of it."""
+        """Sub-agents miss the deadline, and so do agents that have read of it."""
 
         def _sample(self, request, seed) -> Sample:
             sample = super()._sample(request, seed)
@@ -252,15 +243,12 @@ def test_what_became_of_every_episode_and_every_call_is_counted(road, small, lea
     calls = {name: share for name, share in metrics.items() if name.startswith("call/") and share}
     assert set(stops) == {"stop/time_limit", "stop/answered"} and sum(stops.values()) == 1
     assert set(calls) == {"call/timed_out", "call/bad_window"} and sum(calls.values()) == 1
-    assert (
-        metrics["calls/refused"] == 1
-        and metrics["calls"] == 0
-        and metrics["token_mismatches"] == 0
-        and np.isfinite(metrics["loss"])
-    )
+    assert metrics["calls/refused"] == 1 and metrics["calls"] == 0
+    assert metrics["token_mismatches"] == 0
+    assert np.isfinite(metrics["loss"])
 
 
-def test_silent_groups_are_counted_and_move_nothing_but_the_kl(road, small, learner, start):
+def test_silent_groups_are_counted_and_leave_only_the_kl_term(road, small, learner, start):
     class Parrot(small.Script):
         plans = ("guess\n</think><answer>E</answer>",)
 
@@ -274,7 +262,7 @@ def test_silent_groups_are_counted_and_move_nothing_but_the_kl(road, small, lear
         lambda _, gains: shown.append(gains),
     )
     assert metrics["groups/silent"] == 1 and metrics["stop/answered"] == 1
-    assert np.abs(shown[0]).max() < 0.2, "without a signal the small KL term is not blown up"
+    assert np.abs(shown[0]).max() < 0.2, "the small KL term must not be scaled up"
 
 
 def test_the_structure_points_at_the_tags_of_each_row(road, small):
@@ -296,8 +284,8 @@ def test_the_structure_points_at_the_tags_of_each_row(road, small):
     assert {"</think>", "<tool_call>", "</tool_call>"} <= seen
 
 
-def test_figures_of_each_budget_are_told_apart(road, small):
-    """Gated groups and ungated ones can be compared: what holds of all rollouts is the mean of what holds at each K."""
+def test_metrics_are_also_given_by_budget(road, small):
+    """A metric over all rollouts is the weighted mean of its values at each K."""
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:6], 1, 4, 8, 16)
     figures, drawn = describe(rollouts), draw_budgets(gated(road, 4, 8, 16), 0, 1, 6)
     assert len(set(drawn)) > 1 and figures["k/mean"] == pytest.approx(np.mean(drawn))
@@ -314,7 +302,7 @@ def test_figures_of_each_budget_are_told_apart(road, small):
 
 
 def anchored_learner(road, **changes) -> Learner:
-    """With the recipes' anchor, whose mean is taken over the whole step."""
+    """A learner with the recipes' anchor, whose mean runs over the whole step."""
     settings = dataclasses.replace(
         road.run.rl, grpo=dataclasses.replace(road.run.rl.grpo, anchor="likelihood"), **changes
     )
@@ -324,19 +312,17 @@ def anchored_learner(road, **changes) -> Learner:
 
 @pytest.fixture(scope="module")
 def shapes(road, small) -> tuple[BatchShape, ...]:
-    """Of main agents and of sixteen sub-agents."""
+    """Shapes of the main agents and of sixteen sub-agents."""
     return small.with_subagents(road.run, 16).rl_shapes
 
 
 @pytest.fixture(scope="module")
 def both(road) -> Learner:
-    """Of main agents and sub-agents."""
+    """A learner that trains main agents and sub-agents."""
     return anchored_learner(road, subagents_per_rollout=2.0)
 
 
-def test_subagents_rows_hold_what_they_wrote_and_earn_what_their_episode_earned(
-    road, small, shapes
-):
+def test_subagents_have_their_tokens_and_their_episodes_advantage(road, small, shapes):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
     sequences, owners, counts = lay_out([rollouts], road.environment.features, shapes, (0,))
     batch = grpo_batch(road, rollouts, sequences, owners)
@@ -350,7 +336,7 @@ def test_subagents_rows_hold_what_they_wrote_and_earn_what_their_episode_earned(
         written = np.asarray(trajectory.segments[-1].ids)
         own = np.asarray(sequences[1].ids[n])[np.asarray(batch.mask)[row][: shapes[1].suffix]]
         assert (own == written).all() and batch.rollout[row] == episode
-        assert not batch.structure.valid[row].any(), "the format is a main agent's"
+        assert not batch.structure.valid[row].any(), "only main agents have a format"
     settings = GRPOSettings(
         group_size=4,
         kl_coefficient=0.0,
@@ -366,7 +352,7 @@ def test_subagents_rows_hold_what_they_wrote_and_earn_what_their_episode_earned(
         )
 
 
-def test_more_subagents_than_there_is_room_for_are_counted(road, small, shapes):
+def test_subagents_without_room_are_counted(road, small, shapes):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
     few = shapes[0], dataclasses.replace(shapes[1], groups=2)
     sequences, owners, counts = lay_out([rollouts], road.environment.features, few, (0,))
@@ -388,17 +374,17 @@ def test_more_subagents_than_there_is_room_for_are_counted(road, small, shapes):
         ([], 1, [[], []]),
     ],
 )
-def test_subagents_stay_at_home_while_there_is_room_and_none_is_dropped(homes, room, wanted):
+def test_processes_keep_their_items_then_take_the_overflow(homes, room, wanted):
     dealt = deal(homes, len(wanted), room)
     assert dealt == wanted and sorted(n for items in dealt for n in items) == [*range(len(homes))]
-    with pytest.raises(ValueError, match=r"3 items, and 2 processes with room for 1 each"):
+    with pytest.raises(ValueError, match="3 items.*room = 1"):
         deal([0, 1, 1], 2, 1)
 
 
-def test_a_process_lays_out_its_own_groups_and_subagents_that_others_have_no_room_for(
+def test_a_process_lays_out_its_groups_and_the_overflow_of_subagents(
     road, small, shapes, monkeypatch
 ):
-    """Two processes, the first of which called for nobody."""
+    """Of two processes the first has no sub-agents."""
 
     class Direct(small.Script):
         plans = ("guess\n</think><answer>B</answer>", "guess\n</think><answer>A</answer>")
@@ -430,7 +416,7 @@ def test_a_process_lays_out_its_own_groups_and_subagents_that_others_have_no_roo
     assert (first[0].prompt_ids != first[1].prompt_ids).any()
 
 
-def test_a_subagent_whose_frames_cannot_be_read_here_is_counted(road, small, shapes, monkeypatch):
+def test_a_subagent_with_unreadable_frames_is_counted(road, small, shapes, monkeypatch):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
     gone, read = rollouts.subagents[0][1].frames, FrameFeatures.__call__
 
@@ -447,7 +433,7 @@ def test_a_subagent_whose_frames_cannot_be_read_here_is_counted(road, small, sha
 
 
 @pytest.mark.slow
-def test_a_step_in_which_nobody_calls_has_no_subagents_to_learn_from(road, small, both, start):
+def test_a_step_without_calls_trains_no_subagents(road, small, both, start):
     class Direct(small.Script):
         plans = ("guess\n</think><answer>B</answer>", "guess\n</think><answer>A</answer>")
 
@@ -456,8 +442,8 @@ def test_a_step_in_which_nobody_calls_has_no_subagents_to_learn_from(road, small
     assert np.isfinite(list(metrics.values())).all() and metrics["grad_norm"] > 0
 
 
-def test_subagents_are_learned_from(road, small, both, start):
-    """Their tokens count in the one token mean of the batch, and another update comes of it."""
+def test_subagents_change_the_update(road, small, both, start):
+    """Their tokens enter the batch's mean over tokens, so the update differs."""
     state, metrics = both.step(
         start, small.Script(road), road.environment, road.data.questions[:2], seed=0
     )
@@ -476,7 +462,7 @@ def test_subagents_are_learned_from(road, small, both, start):
     )
 
 
-# --- parts, and old rollouts ---
+# --- micro-batches and old rollouts ---
 
 
 def test_micro_batches_change_nothing(road, small, both, start):
@@ -489,12 +475,12 @@ def test_micro_batches_change_nothing(road, small, both, start):
     )
     for name in ("loss", "grad_norm", "logprob_gap", "capped_fraction"):
         assert others[name] == pytest.approx(figures[name], rel=1e-4, abs=1e-6), name
-    # Adam divides a gradient by its size: where it is nearly 0 rounding decides its sign, hence the room.
+    # Adam divides a gradient by its size, so rounding decides the sign of a gradient near 0.
     for a, b in zip(jax.tree.leaves(cut.weights), jax.tree.leaves(whole.weights), strict=True):
         assert np.mean(np.abs(np.asarray(a) - np.asarray(b)) > 1e-5) < 0.01
 
 
-def test_a_micro_batch_holds_whole_groups_and_their_subagents_rows(road, small, shapes):
+def test_a_micro_batch_has_whole_groups_and_a_share_of_subagents(road, small, shapes):
     rollouts = rolled_out(road, small.Script(road), road.data.questions[:2])
     sequences, owners, _ = lay_out([rollouts], road.environment.features, shapes, (0,))
     batch = grpo_batch(road, rollouts, sequences, owners)
@@ -523,9 +509,9 @@ def test_a_micro_batch_holds_whole_groups_and_their_subagents_rows(road, small, 
         )
 
 
-def test_a_trajectory_is_as_old_as_its_oldest_words(road, small):
+def test_a_trajectory_has_the_version_of_its_oldest_token(road, small):
     class Ageing(small.Script):
-        """The turn after the crops comes of newer weights."""
+        """The turn after the crops has newer weights."""
 
         def _sample(self, request, seed) -> Sample:
             late = "<tool_response>" in self.vocabulary.decode(request.ids)
@@ -537,16 +523,16 @@ def test_a_trajectory_is_as_old_as_its_oldest_words(road, small):
     } == {8}
     require_current(rollouts, 8)
     for version in (9, 7):
-        with pytest.raises(ValueError, match=rf"rollouts of version 8 .* version {version}"):
+        with pytest.raises(ValueError, match=rf"version 8 .*version {version}"):
             require_current(rollouts, version)
 
 
 def test_rollouts_of_other_weights_are_refused(road, small, learner, start):
-    """The second step is played by an engine that still has the weights before the first."""
+    """The engine of the second step still has the weights from before the first."""
     state, _ = learner.step(
         start, small.Script(road), road.environment, road.data.questions[:2], seed=0
     )
-    with pytest.raises(ValueError, match=r"rollouts of version 0 .* version 1"):
+    with pytest.raises(ValueError, match="version 0 .*version 1"):
         learner.step(state, small.Script(road), road.environment, road.data.questions[:2], seed=0)
 
 
@@ -556,31 +542,27 @@ def test_rollouts_of_other_weights_are_refused(road, small, learner, start):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"save_every": 0}, r"rl\.save_every: 0; give a whole number of at least 1"),
-        ({"microbatches": 0}, r"rl\.microbatches: 0; give a whole number of at least 1"),
-        ({"prompts": 0}, r"rl\.prompts: 0; give a whole number of at least 1"),
-        (
-            {"remat": "half"},
-            r"rl\.remat: 'half' is unknown; choose one of none, full, attention, dots, offload",
-        ),
-        (
-            {"subagents_per_rollout": -0.5},
-            r"rl\.subagents_per_rollout: -0\.5; give a finite number of at least 0",
-        ),
-        ({"temperature": 0.0}, r"rl\.temperature: 0\.0; .*give a number above 0"),
-        ({"frame_budgets": ()}, r"rl\.frame_budgets: \(\); name at least one"),
-        ({"frame_budgets": (4, 0)}, r"rl\.frame_budgets: \(4, 0\);"),
+        ({"save_every": 0}, r"rl\.save_every: 0"),
+        ({"microbatches": 0}, r"rl\.microbatches: 0"),
+        ({"prompts": 0}, r"rl\.prompts: 0"),
+        ({"remat": "half"}, r"rl\.remat: 'half'"),
+        ({"subagents_per_rollout": -0.5}, r"rl\.subagents_per_rollout: -0\.5"),
+        ({"temperature": 0.0}, r"rl\.temperature: 0\.0"),
+        ({"frame_budgets": ()}, r"rl\.frame_budgets: \(\)"),
+        ({"frame_budgets": (4, 0)}, r"rl\.frame_budgets: \(4, 0\)"),
         (
             {"rewards": RewardSettings(format_weight=0.0)},
-            r"rl\.grpo\.anchor: 'sequence' with rl\.rewards\.format_weight 0; .*raise",
+            r"rl\.grpo\.anchor: 'sequence' .*rl\.rewards\.format_weight 0",
         ),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(change, message):
+@pytest.mark.usefixtures("unchecked")
+def test_invalid_settings_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         RLSettings(**({"steps": 2} | change))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_gamma_of_the_rewards_reaches_the_loss(road, monkeypatch):
     """`no_penalty` is the full recipe with another gamma, and nothing else."""
     given: list[Any] = []

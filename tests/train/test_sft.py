@@ -1,4 +1,4 @@
-"""The cold start: what a step is made of, what it averages over, and that it learns."""
+"""The cold start: the content of a batch, the loss, and that it learns."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def batch(road) -> SFTBatch:
 
 @pytest.fixture(scope="module")
 def update(road):
-    """The jitted update, which all tests share: each makes a state of its own."""
+    """The jitted update, shared by all tests. Each makes a state of its own."""
     return start_sft(road.graph, road.fresh(), road.image, road.run.sft)[1]
 
 
-def test_a_step_trains_on_what_agents_would_write(road):
-    """Every row holds its conversations' responses, main agents' with the opening, in order."""
+def test_a_step_trains_on_the_responses_of_agents(road):
+    """A row has its conversations' responses in order; main agents' include the opening."""
     steps, packing = batches(road), pack_rows(road.data, road.run.sft.row_tokens, road.run.seed)
     said = {
         "".join(
@@ -60,7 +60,7 @@ def test_a_step_trains_on_what_agents_would_write(road):
 
 
 def test_the_loss_is_a_mean_over_tokens(road, batch, update):
-    """From weights of zero every token costs log(vocabulary)."""
+    """With weights of zero every token costs log(vocabulary)."""
     state, _ = start_sft(road.graph, road.fresh(), road.image, road.run.sft)
     state = dataclasses.replace(state, weights=jax.tree.map(lambda x: x * 0, state.weights))
     _, figures = update(state, batch)
@@ -71,7 +71,7 @@ def test_the_loss_is_a_mean_over_tokens(road, batch, update):
     assert figures["conversations"] == np.asarray(batch.packed.segments).max(1).sum()
 
 
-def test_files_that_are_gone_leave_padding_and_are_named(road, tmp_path):
+def test_missing_files_leave_padding_and_are_named(road, tmp_path):
     lost = road.data.conversations[0].clips[0].path
     for file in road.data.root.rglob("*.mp4"):
         there = tmp_path / file.relative_to(road.data.root)
@@ -84,12 +84,14 @@ def test_files_that_are_gone_leave_padding_and_are_named(road, tmp_path):
     whole, steps = batches(road), batches(road, features)
     missing = tokens = fewer = 0.0
     while not missing:
-        tokens, (found, _, figures) = float(next(whole)[0].tokens), next(steps)
-        missing, fewer = figures["missing"], tokens - float(found.tokens)
+        tokens = float(next(whole)[0].tokens)
+        found, _, figures = next(steps)
+        missing = figures["missing"]
+        fewer = tokens - float(found.tokens)
     assert features.unreadable == {lost: "no such file"} and 0 < fewer < tokens
 
 
-def test_the_order_goes_on_exactly(road):
+def test_the_order_of_conversations_resumes_exactly(road):
     steps = batches(road)
     next(steps)
     state = json.loads(json.dumps(steps.get_state()))
@@ -112,5 +114,5 @@ def test_steps_on_the_same_batch_lower_its_loss(road, batch, update):
 
 def test_counts_below_one_are_refused(road):
     for name in ("steps", "rows", "row_tokens", "save_every", "microbatches"):
-        with pytest.raises(ValueError, match=rf"sft\.{name}: 0; give a whole number of at least 1"):
+        with pytest.raises(ValueError, match=rf"sft\.{name}: 0"):
             dataclasses.replace(road.run.sft, **{name: 0})

@@ -1,4 +1,4 @@
-"""What an update has to compute, counted by hand and by the program itself."""
+"""FLOPs and speed of an update, against counts by hand."""
 
 import numpy as np
 import pytest
@@ -33,14 +33,14 @@ def test_flops_of_an_update_token_by_token():
     assert speed.update_flops([batch([5, 3], [4, 2, 1, 6])], config) == pytest.approx(3 * wanted)
 
 
-def test_padding_is_not_work():
+def test_padding_counts_for_nothing():
     config = tiny(100)
     tight, loose = (batch([5, 3], [4, 2, 1, 6], padding) for padding in (0, 9))
     assert speed.update_flops([tight, tight], config) == 2 * speed.update_flops([loose], config)
     assert speed.real_tokens([loose]) == 8 + 13
 
 
-def test_speeds_are_shares_of_all_devices(monkeypatch):
+def test_mfu_is_relative_to_all_devices(monkeypatch):
     monkeypatch.setattr(speed, "peak_flops", lambda: 1e9)
     config, one = tiny(100), batch([5], [4, 2])
     figures = speed.speeds([one], config, seconds=2.0, devices=4)
@@ -48,5 +48,5 @@ def test_speeds_are_shares_of_all_devices(monkeypatch):
     assert figures["speed/mfu"] == pytest.approx(speed.update_flops([one], config) / 8e9)
 
 
-def test_a_processors_peak_is_measured_and_plausible():
+def test_the_peak_of_a_cpu_is_measured_and_plausible():
     assert 1e9 < speed.peak_flops() < 1e14 and speed.peak_flops() == speed.peak_flops()

@@ -1,4 +1,4 @@
-"""The jitted programs: a shared prompt is only a saving, padding is nothing, and the steps' figures stay what they were."""
+"""The jitted programs: sharing prompts and padding change no number; golden figures of steps."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ from train.learn.rollouts import roll_out
 from train.learn.sft import SFTBatch, start_sft
 from train.learn.step import row_logprobs
 
-MEANT = "the figures of a step changed: update them only together with a deliberate change of loss, optimiser, model, protocol or videos"
-
+MEANT = (
+    "the figures of a step changed: update them only together with a deliberate change of loss, "
+    "optimizer, model, protocol or videos"
+)
 
 SHAPE = BatchShape(groups=2, rows=4, prompt=144, visual=16, suffix=144)
 
@@ -47,7 +49,7 @@ def batch(road, groups):
 
 
 def whole_rows(road, groups) -> dict:
-    """Every trajectory as a row of its own, prompt and frames and all: what a batch would be if nothing were shared."""
+    """Each trajectory as one whole row with its prompt and frames, so that nothing is shared."""
     trajectories, features = [t for group in groups for t in group], road.environment.features
     length, visual = max(len(t.ids) for t in trajectories), SHAPE.visual
     ids, segments = np.zeros((2, len(trajectories), length), np.int32)
@@ -67,12 +69,12 @@ def whole_rows(road, groups) -> dict:
     }
 
 
-def test_a_shared_prompt_equals_the_plain_computation_and_so_do_the_gradients(road, groups, batch):
+def test_sharing_a_prompt_changes_neither_values_nor_gradients(road, groups, batch):
     rows = whole_rows(road, groups)
     weight = (
         np.random.default_rng(0).normal(size=batch.ids.shape).astype(np.float32) * batch.sampled
     )
-    # The same token in both layouts: its row, its place among the row's own tokens, its place in the whole row.
+    # Each sampled token in both layouts: `place` without the prompt, `spot` in the whole row.
     row, place = np.nonzero(batch.sampled)
     spot = place + batch.prompt_segments.sum(1).repeat(4)[row]
     assert len(row) > 100 and (batch.ids[row, place] == rows["ids"][row, spot]).all()
@@ -95,7 +97,7 @@ def test_a_shared_prompt_equals_the_plain_computation_and_so_do_the_gradients(ro
         np.testing.assert_allclose(a, b, atol=1e-4 * float(np.abs(b).max()))
 
 
-def test_padding_changes_nothing(road, groups, batch):
+def test_padding_changes_no_logprob(road, groups, batch):
     larger = dataclasses.replace(
         SHAPE, groups=3, rows=5, prompt=SHAPE.prompt + 24, visual=24, suffix=SHAPE.suffix + 9
     )
@@ -116,7 +118,7 @@ def test_padding_changes_nothing(road, groups, batch):
             )
 
 
-# --- figures that were written down ---
+# --- golden figures ---
 
 PLAN = "look\n" + render_call(CropCall(0, 16))
 
@@ -131,7 +133,7 @@ def clip(path: str, indices: Sequence[int]) -> Clip:
 
 @pytest.fixture(scope="module")
 def fixed(road, small):
-    """The road with this test's own texts, so that the wording of the world has no part in the figures."""
+    """The road with texts of this test, so that figures do not depend on the world's wording."""
     pieces = (*protocol.recurring_texts((CropVideo(),)), *map(str, range(129)), ".0 seconds>")
     questions = tuple(
         Question(
@@ -164,9 +166,8 @@ def fixed(road, small):
         questions=questions,
         conversations=tuple(conversations),
     )
-    limits = dataclasses.replace(
-        road.run.protocol, text_tokens=112
-    )  # this vocabulary has no word for a question
+    # This vocabulary spells questions in many tokens.
+    limits = dataclasses.replace(road.run.protocol, text_tokens=112)
     run = dataclasses.replace(
         road.run, protocol=limits, rl=dataclasses.replace(road.run.rl, frame_budgets=(4, 8))
     )
@@ -190,7 +191,7 @@ def test_figures_of_cold_start_steps(fixed):
 
 
 def test_figures_of_an_rl_step(fixed, small):
-    """The sampler is a script, so no rounding of a sampled token reaches these."""
+    """The sampler is a script, so rounding cannot change a sampled token."""
     learner = Learner(
         fixed.graph, fixed.fresh(), fixed.model.config, fixed.run.rl, fixed.run.rl_shapes
     )

@@ -1,6 +1,6 @@
-"""One program, any mesh: the loss and the updated weights of a step are those of one device, whatever the mesh, parts and remat.
+"""The loss and the updated weights of a step do not depend on mesh, micro-batches or remat.
 
-As a program it is what the test runs in a process with eight fake devices: `python tests/train/test_step_meshes.py`.
+The test runs this file as a program with eight fake devices.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ from train.learn.sft import SFTBatch, SFTSettings, make_sft_update
 from train.learn.step import init_state
 
 ROOT = pathlib.Path(__file__).parents[2]
-BOUND = 1e-6  # of a weight after one step whose size is up to LEARNING_RATE, and relative of loss and gradient norm: 1e-5
+# Weights move by up to LEARNING_RATE in the step, and may differ by BOUND.
 LEARNING_RATE = 1e-2
+BOUND = 1e-6
 
-# (data, fsdp, tensor), most micro-batches, remat. Six prompts, fewer than rows' devices in most: whole, in 2, 4 and 8 pieces.
+# (data, fsdp, tensor), upper bound on micro-batches, remat. Most meshes have more devices than the
+# six prompts, which are then computed in 2, 4 or 8 pieces.
 RL = (
     ((8, 1, 1), 1, "none"),
     ((1, 8, 1), 4, "full"),
@@ -67,13 +69,12 @@ IMAGE = 95
 MAIN = BatchShape(groups=6, rows=4, prompt=22, visual=4, suffix=20)
 WINDOWS = BatchShape(groups=5, rows=1, prompt=12, visual=2, suffix=9)
 ROWS = PackedShape(rows=5, tokens=24, visual=5)
-ADAM = OptimizerSettings(
-    learning_rate=LEARNING_RATE, eps=1e-2
-)  # so large that a gradient's rounding does not decide an update's sign
+# A large eps: the rounding of a small gradient must not decide the sign of an update.
+ADAM = OptimizerSettings(learning_rate=LEARNING_RATE, eps=1e-2)
 
 
 def sequences(shape: BatchShape, fitted: BatchShape) -> Sequences:
-    """Random prompts and rows of other lengths each, in `shape`, and padding up to `fitted`."""
+    """Random prompts and rows of various lengths in `shape`, padded to `fitted`."""
     rng = np.random.default_rng(shape.groups)
     p, b = shape.groups, shape.groups * shape.rows
 
@@ -119,7 +120,8 @@ def sequences(shape: BatchShape, fitted: BatchShape) -> Sequences:
 
 
 def pad(x: np.ndarray, rows: int, length: int) -> np.ndarray:
-    """`rows` and `length` more of nothing; three-dimensional positions have both one axis later."""
+    """Append `rows` and `length` zeros."""
+    # Positions have a leading axis of 3.
     first = 1 if x.ndim == 3 else 0
     widths = [(0, 0)] * x.ndim
     widths[first], widths[first + 1] = (0, rows), (0, length)
@@ -196,7 +198,7 @@ def rl_step(
 
 
 def packed_rows(fitted: PackedShape) -> PackedRows:
-    """Random conversations, three a row, with padding; the second one has frames; rows beyond ROWS are padding."""
+    """Three random conversations per row, the second with frames; padded to `fitted`."""
     rng = np.random.default_rng(2)
     b, t, m = ROWS.rows, ROWS.tokens, ROWS.visual
     ends = np.cumsum(rng.integers(5, 8, (b, 3)), 1)
@@ -265,21 +267,20 @@ def main() -> None:
                 for (path, a), b in pairs
             }
             worst = max(gaps, key=gaps.__getitem__)
-            print(
-                f"{where}: loss {float(found['loss']):.6f}, weights within {gaps[worst]:.1e} ({worst})",
-                flush=True,
-            )
+            loss = float(found["loss"])
+            print(f"{where}: loss {loss:.6f}, weights within {gaps[worst]:.1e} ({worst})")
             assert gaps[worst] < BOUND, where
     print("done")
 
 
 @pytest.mark.slow
 def test_a_step_is_the_same_on_every_mesh():
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
-        "PYTHONPATH": str(ROOT),
-    }
+    flags = (
+        "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_use_fusion_emitters=false",
+    )
+    environment = {**os.environ, "XLA_FLAGS": " ".join(flags), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, __file__], capture_output=True, text=True, env=environment, check=False
     )
@@ -293,14 +294,18 @@ def test_a_step_is_the_same_on_every_mesh():
         ((7, 8), 1, 1, 7, 30),
         ((7, 8), 1, 4, 8, 30),
         ((7, 8), 16, 1, 8, 30),
-        ((7, 8), 16, 4, 8, 32),  # two prompts, each on eight devices
+        # Two prompts per micro-batch, each on eight devices.
+        ((7, 8), 16, 4, 8, 32),
         ((7, 8), 64, 1, 8, 32),
-        ((7, 8), 128, 1, 16, 32),  # eight rows of a group share no more than eight devices
+        # The eight rows of a group take at most eight devices.
+        ((7, 8), 128, 1, 16, 32),
         ((16, 1), 16, 2, 32, 30),
         ((17, 1), 16, 1, 32, 30),
     ],
 )
-def test_what_does_not_divide_is_padded(shape, devices, parts, groups, prompt):
+def test_groups_and_prompts_are_padded_to_divide_over_devices(
+    shape, devices, parts, groups, prompt
+):
     fitted = fit(BatchShape(shape[0], shape[1], prompt=30, visual=4, suffix=20), devices, parts)
     assert (fitted.groups, fitted.prompt, fitted.rows, fitted.suffix) == (
         groups,
@@ -311,31 +316,33 @@ def test_what_does_not_divide_is_padded(shape, devices, parts, groups, prompt):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "devices", "most", "processes", "parts"),
+    ("shapes", "devices", "limit", "processes", "parts"),
     [
         (((7, 8),), 1, 7, 1, 7),
-        (((7, 8),), 8, 7, 1, 7),  # a group's rows on eight devices: nothing is padded
+        # A group's rows on eight devices: nothing is padded.
+        (((7, 8),), 8, 7, 1, 7),
         (((7, 8),), 16, 7, 4, 4),
-        (((7, 8),), 16, 3, 1, 2),  # three parts would hold as much each
-        (((7, 8),), 64, 4, 1, 1),  # 64 rows, not four times as many
-        (((7, 8),), 64, 4, 16, 2),  # a group for each process
+        # Three parts would be as large.
+        (((7, 8),), 16, 3, 1, 2),
+        # Four parts would be as large as one, and four times the work.
+        (((7, 8),), 64, 4, 1, 1),
+        # Every process needs a group.
+        (((7, 8),), 64, 4, 16, 2),
         (((6, 4), (5, 1)), 8, 4, 1, 3),
-        (((6, 4), (32, 1)), 16, 2, 1, 2),  # the sub-agents' rows fill two
+        # The sub-agents' rows fill two.
+        (((6, 4), (32, 1)), 16, 2, 1, 2),
     ],
 )
-def test_parts_are_no_more_than_save_memory(shapes, devices, most, processes, parts):
+def test_there_are_no_more_micro_batches_than_save_memory(shapes, devices, limit, processes, parts):
     batches = [BatchShape(*shape, prompt=30, visual=4, suffix=20) for shape in shapes]
-    assert parts_of(batches, devices, most, processes) == parts
+    assert parts_of(batches, devices, limit, processes) == parts
     assert all(fit(shape, devices, parts).groups % processes == 0 for shape in batches)
-    for shape in (
-        batches
-    ):  # of each batch a part is as large as it would be in `most` parts, and the whole no larger
-        fewer, more = fit(shape, devices, parts), fit(shape, devices, most)
-        assert (
-            fewer.groups // parts == more.groups // most
-            and fewer.groups <= more.groups
-            and fewer.prompt == more.prompt
-        )
+    for shape in batches:
+        fewer, more = fit(shape, devices, parts), fit(shape, devices, limit)
+        # Micro-batches are as large as with `limit`, and the whole is no larger.
+        assert fewer.groups // parts == more.groups // limit
+        assert fewer.groups <= more.groups
+        assert fewer.prompt == more.prompt
 
 
 if __name__ == "__main__":

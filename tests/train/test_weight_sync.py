@@ -1,4 +1,4 @@
-"""The sampler's weights are the trainer's, on its process's own devices."""
+"""The sampler gets the trainer's weights on its process's own devices."""
 
 import json
 import pathlib
@@ -21,7 +21,7 @@ def test_weights_cross_processes_unchanged(together, tmp_path, processes):
         assert json.loads(ended.out.splitlines()[-1]) == {"devices": 8 // processes}
 
 
-def test_a_sampler_takes_the_devices_that_divide_its_model():
+def test_a_sampler_uses_as_many_devices_as_divide_its_model():
     def devices(config: Qwen3VLConfig, count: int) -> int:
         return sampler_devices(nnx.state(abstract_model(config).text), count)
 

@@ -1,7 +1,8 @@
-"""Teaching a fresh vision tower to see: each visual vector is drawn to the embeddings of the words for what its frame shows.
+"""Alignment: teaches a fresh vision tower to see, from captions of single frames.
 
-Stands for the pretraining that a published model has behind it, and only the tiny recipe needs it. Trains the tower and the
-embedding of words; afterwards the tower is frozen. Invariant: nothing but captions is looked at.
+Published models have been pretrained, so only the tiny recipe needs this. Each visual vector is
+drawn towards the embeddings of the words for what its frame shows. The tower and the word embedding
+are trained; afterwards the tower is frozen.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from models.patches import patchify
 from models.qwen3_vl.model import Qwen3VL
@@ -36,11 +37,11 @@ class AlignSettings:
     """Trains a fresh vision tower to name what single frames show."""
 
     steps: int = 250
-    """Updates."""
+    """Number of updates."""
     batch: int = 512
     """Frames per update."""
     learning_rate: float = 3e-3
-    """Peak learning rate of AdamW; cosine decay to zero."""
+    """Peak learning rate of AdamW, with cosine decay to zero."""
     save_every: int = 100
     """Steps between checkpoints."""
 
@@ -62,115 +63,137 @@ def align(
     phase: Phase,
     unreadable: dict[str, str],
 ) -> None:
-    """Train `model.vision` and the word embedding in place, from the step that `phase` was left at; it is told of every update.
+    """Train `model.vision` and the word embedding in place, from the step where `phase` stopped.
 
-    Adds to `unreadable` the videos that could not be decoded, and why: their captions are left out. Where nothing is left to do, none
-    is looked at. Raises ValueError for a caption whose words are not single tokens, or videos of more than one size.
+    No video is opened if no step is left.
+
+    Args:
+        model: Changed in place.
+        captions: Frames, each with words for what it shows.
+        vocabulary: Has each of these words as a single token.
+        root: Directory of the videos.
+        settings: Settings of the phase.
+        seed: Seed of the order of frames.
+        phase: Restores and saves; gets the metrics `loss` and `accuracy` of each step.
+        unreadable: Videos that cannot be decoded are added, each with the reason. Their captions
+            are left out.
+
+    Raises:
+        ValueError: A word is not a single token, or the videos differ in size.
     """
-    optimizer = optax.adamw(
-        optax.cosine_decay_schedule(settings.learning_rate, settings.steps), weight_decay=0.0
-    )
-    start = init_state(nnx.state((model.vision, model.text.embedding)), optimizer).optimizer
-    saved, drawn = phase.resume(
-        {"vision": nnx.state(model.vision), "text": nnx.state(model.text), "optimizer": start}
-    )
+    schedule = optax.cosine_decay_schedule(settings.learning_rate, settings.steps)
+    optimizer = optax.adamw(schedule, weight_decay=0.0)
+    first_state = init_state(nnx.state((model.vision, model.text.embedding)), optimizer).optimizer
+    saved, rng_state = phase.resume(_as_saved(model, first_state))
     nnx.update(model.vision, saved["vision"])
     nnx.update(model.text, saved["text"])
     if not phase.left:
         return
-    pixels, words, bad = _load(captions, vocabulary, root)
-    unreadable |= bad
+    pixels, words, errors = _load(captions, vocabulary, root)
+    unreadable |= errors
     graph, weights = nnx.split((model.vision, model.text.embedding))
-    patch = model.config.vision.patch_size
-    layout = frame_layout((pixels.shape[1] // patch, pixels.shape[2] // patch), model.config.vision)
-    update = _make_update(graph, optimizer, layout)
-    state, rng = saved["optimizer"], np.random.default_rng(seed)
-    if drawn is not None:
-        rng.bit_generator.state = drawn
+    vision = model.config.vision
+    grid = (pixels.shape[1] // vision.patch_size, pixels.shape[2] // vision.patch_size)
+    update = _make_update(graph, optimizer, frame_layout(grid, vision))
+    state = saved["optimizer"]
+    # Restored with a checkpoint, so that a resumed run draws the frames that come next.
+    rng = np.random.default_rng(seed)
+    if rng_state is not None:
+        rng.bit_generator.state = rng_state
     for step in phase.left:
         chosen = rng.integers(len(pixels), size=settings.batch)
-        patches = patchify(pixels[chosen], patch, model.config.vision.spatial_merge_size)
-        weights, state, value, right = update(weights, state, patches, words[chosen])
+        patches = patchify(pixels[chosen], vision.patch_size, vision.spatial_merge_size)
+        weights, state, loss, accuracy = update(weights, state, patches, words[chosen])
         nnx.update((model.vision, model.text.embedding), weights)
-        figures = {"loss": float(value), "accuracy": float(right)}
-        kept = {
-            "vision": nnx.state(model.vision),
-            "text": nnx.state(model.text),
-            "optimizer": state,
-        }
-        phase.done(step, figures, kept, dict(rng.bit_generator.state), ("loss", "accuracy"))
+        metrics = {"loss": float(loss), "accuracy": float(accuracy)}
+        cursor = dict(rng.bit_generator.state)
+        phase.done(step, metrics, _as_saved(model, state), cursor, ("loss", "accuracy"))
+
+
+def _as_saved(model: Qwen3VL, optimizer_state: Any) -> dict[str, Any]:
+    """What a checkpoint of this phase holds."""
+    return {
+        "vision": nnx.state(model.vision),
+        "text": nnx.state(model.text),
+        "optimizer": optimizer_state,
+    }
 
 
 def _make_update(
     graph: nnx.GraphDef, optimizer: optax.GradientTransformation, layout: PatchLayout
 ) -> Callable[..., Any]:
-    """The jitted update `f(weights, optimizer state, patches, words) -> (weights, optimizer state, loss, accuracy)`."""
+    """The jitted `f(weights, state, patches, words) -> (weights, state, loss, accuracy)`."""
 
     def loss(
         weights: Any, patches: Float[Array, "m p i"], words: Int[Array, "m w"]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         tower, embedding = nnx.merge(graph, weights)
-        vectors = tower(patches, layout).mean(
-            1
-        )  # the frame's tokens: every level alone has to name what is on it
+        # [m, levels, d]: the mean over a frame's tokens. Each level has to name the frame alone.
+        vectors = tower(patches, layout).mean(1)
+        # Normalised like the decoder's states before its head.
         size = jnp.sqrt((vectors**2).mean(-1, keepdims=True) + 1e-12)
-        logits = jnp.einsum(
-            "mcd,vd->mcv", vectors / size, embedding[...]
-        )  # normed, as the decoder's head reads its states
-        # Vectors as large as words: among words of another size, neither would hear the other in the decoder.
-        unequal = ((size - jnp.sqrt((embedding[...] ** 2).mean())) ** 2).mean()
-        wanted = (words[..., None] == jnp.arange(logits.shape[-1])).any(1)
-        share = wanted / wanted.sum(-1, keepdims=True)
-        named = (jax.lax.top_k(logits[:, 0], 2)[1][:, :, None] == words[:, None]).any(1)
+        logits = jnp.einsum("mcd,vd->mcv", vectors / size, embedding[...])
+        # Vectors should be as large as word embeddings. Next to much larger or smaller ones, either
+        # would be lost in the decoder.
+        word_size = jnp.sqrt((embedding[...] ** 2).mean())
+        size_loss = ((size - word_size) ** 2).mean()
+        # Frames with fewer words are padded with -1, which equals no token id.
+        wanted = (words[..., None] == jnp.arange(logits.shape[-1])[None, None, :]).any(1)
+        target = wanted / wanted.sum(-1, keepdims=True)
+        cross_entropy = -(target[:, None] * jax.nn.log_softmax(logits)).sum(-1).mean()
+        # A frame is right if its words, at most two, are the two likeliest of level 0.
+        likeliest = jax.lax.top_k(logits[:, 0], 2)[1]
+        named = (likeliest[:, :, None] == words[:, None]).any(1)
         right = (named | (words < 0)).all(-1)
-        return -(share[:, None] * jax.nn.log_softmax(logits)).sum(-1).mean() + unequal, right.mean()
+        return cross_entropy + size_loss, right.mean()
 
     @jax.jit
     def update(
         weights: Any, state: Any, patches: Array, words: Array
     ) -> tuple[Any, Any, Array, Array]:
-        (value, right), grads = jax.value_and_grad(loss, has_aux=True)(weights, patches, words)
+        (value, accuracy), grads = jax.value_and_grad(loss, has_aux=True)(weights, patches, words)
         changes, state = optimizer.update(grads, state, weights)
-        return optax.apply_updates(weights, changes), state, value, right
+        return optax.apply_updates(weights, changes), state, value, accuracy
 
     return update
 
 
 def _load(
     captions: Sequence[Caption], vocabulary: Vocabulary, root: Path
-) -> tuple[np.ndarray, np.ndarray, dict[str, str]]:
-    """The captions' frames, uint8 [m, h, w, 3], the token ids of their words, int32 [m, w], -1 where there are fewer, and bad videos."""
+) -> tuple[UInt8[np.ndarray, "m h w 3"], Int[np.ndarray, "m k"], dict[str, str]]:
+    """The captions' frames, the token ids of their words, and the videos that cannot be decoded.
+
+    Ids are padded with -1 on the right.
+    """
     unreadable: dict[str, str] = {}
     by_video: dict[str, list[Caption]] = {}
     for caption in captions:
         by_video.setdefault(caption.video, []).append(caption)
-    pixels, words = [], []
+    pixels = []
+    words = []
     for name, group in by_video.items():
+        path = root / name
         try:
-            info = video.probe(root / name)
-            pixels.append(
-                video.read(root / name, np.searchsorted(info.times, [c.time for c in group]))
-            )
+            times = video.probe(path).times
+            numbers = np.searchsorted(times, [caption.time for caption in group])
+            pixels.append(video.read(path, numbers))
         except VideoError as error:
-            unreadable[name] = error.reason  # damage inside a file that opened
+            unreadable[name] = error.reason
             continue
-        words += [_word_ids(c, vocabulary) for c in group]
-    if len({p.shape[1:] for p in pixels}) != 1:
-        raise ValueError(
-            f"captions: frames of the sizes {sorted({p.shape[1:3] for p in pixels})}; alignment needs one size"
-        )
+        words += [_word_ids(caption, vocabulary) for caption in group]
+    sizes = {frames.shape[1:3] for frames in pixels}
+    if len(sizes) != 1:
+        raise ValueError(f"captions: frames of sizes {sorted(sizes)}; alignment needs one size")
     width = max(map(len, words))
-    return (
-        np.concatenate(pixels),
-        np.array([w + [-1] * (width - len(w)) for w in words], np.int32),
-        unreadable,
-    )
+    padded = [ids + [-1] * (width - len(ids)) for ids in words]
+    return np.concatenate(pixels), np.array(padded, np.int32), unreadable
 
 
 def _word_ids(caption: Caption, vocabulary: Vocabulary) -> list[int]:
     ids = [vocabulary.encode(f" {word}") for word in caption.words]
-    if any(len(i) != 1 for i in ids):
+    if any(len(tokens) != 1 for tokens in ids):
         raise ValueError(
-            f"captions: the words {caption.words} of {caption.video} are not single tokens; add them to the vocabulary's pieces"
+            f"captions: {caption.video} has words that are not single tokens: {caption.words}; "
+            "add them to the vocabulary's pieces"
         )
-    return [int(i[0]) for i in ids]
+    return [int(tokens[0]) for tokens in ids]

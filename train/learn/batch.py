@@ -1,7 +1,15 @@
-"""Trajectories into arrays: rows of a group share one prompt, which is computed once.
+"""Arrays of a batch in which the rollouts of a group share one prompt.
 
-Owns padding and the cut between what a group shares and what each row has of its own. Invariant: the rows' ids are the
-trajectories' ids; `mismatches` counts, from the arrays, the rows that are not what the sampler was fed.
+A prompt is computed once per group. Each row then attends to it:
+
+    group of 2 rollouts of the prompt a b c d
+        prompt_ids   a b c . .      all but the last prompt token, padded on the right
+        ids          d x y t z .    row 0: the last prompt token, then what follows
+                     d u v . . .    row 1
+        sampled      0 1 1 0 1 0    row 0: the model wrote x, y and z; t is a tool response
+                     0 1 1 0 0 0    row 1
+
+The last prompt token belongs to the rows because its output predicts their first sampled token.
 """
 
 from __future__ import annotations
@@ -9,7 +17,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import no_type_check
 
+import jax
 import numpy as np
 from flax import struct
 from jaxtyping import Bool, Float, Int
@@ -18,10 +28,21 @@ from models.features import FrameFeatures
 from models.qwen3_vl.rope import mrope_positions, next_position
 from paravt_jax.method.records import Author, Segment, Trajectory, digest
 
+Array = np.ndarray | jax.Array
+"""NumPy arrays while a batch is built; JAX arrays once it is placed on a mesh."""
+
 
 @dataclasses.dataclass(frozen=True)
 class BatchShape:
-    """Static lengths in tokens: shared prompt, visual tokens in it, and a row's own part; and groups and rows of a group."""
+    """Static sizes of a batch.
+
+    Args:
+        groups: Number of prompts.
+        rows: Rollouts per prompt.
+        prompt: Length of the shared prompt in tokens.
+        visual: Number of visual tokens in the prompt; may be 0.
+        suffix: Length of a row in tokens: all that follows the shared prompt.
+    """
 
     groups: int
     rows: int
@@ -31,95 +52,155 @@ class BatchShape:
 
     def __post_init__(self):
         for name in ("groups", "rows", "prompt", "suffix"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"BatchShape.{name}: {getattr(self, name)}; give a whole number of at least 1"
-                )
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"BatchShape.{name}: {value}; give a whole number of at least 1")
         if self.visual < 0:
             raise ValueError(f"BatchShape.visual: {self.visual}; give 0 or more tokens")
 
 
+# JAX also makes this tree with shardings as leaves, or with micro-batches as a further axis, so
+# the annotations are not checked.
+@no_type_check
 @struct.dataclass
 class Sequences:
-    """A batch: p prompts and b = p * g rows that continue them. Segments are 1 for tokens, 0 for padding (on the right)."""
+    """A batch: p prompts, and b = p * g rows that continue them, group after group.
 
-    prompt_ids: Int[np.ndarray, "p s"]
-    prompt_positions: Int[np.ndarray, "3 p s"]
-    prompt_segments: Int[np.ndarray, "p s"]
-    visual: Float[np.ndarray, "p m c d"]
-    ids: Int[np.ndarray, "b t"]
-    positions: Int[np.ndarray, "3 b t"]
-    segments: Int[np.ndarray, "b t"]
-    sampled: Bool[np.ndarray, "b t"]  # tokens the model wrote: those with log-probs and loss
-    logprobs: Float[np.ndarray, "b t"]  # the sampler's, 0 elsewhere
+    `visual` holds m visual tokens per prompt, each with c vectors: one for the embedding layer and
+    one per DeepStack level. Segments are 1 for tokens and 0 for padding. `sampled` marks the tokens
+    that the model wrote: they have log-probs and a loss. `logprobs` are the sampler's, 0 elsewhere.
+    """
+
+    prompt_ids: Int[Array, "p s"]
+    prompt_positions: Int[Array, "3 p s"]
+    prompt_segments: Int[Array, "p s"]
+    visual: Float[Array, "p m c d"]
+    ids: Int[Array, "b t"]
+    positions: Int[Array, "3 b t"]
+    segments: Int[Array, "b t"]
+    sampled: Bool[Array, "b t"]
+    logprobs: Float[Array, "b t"]
 
 
 def prompt_segments(trajectory: Trajectory) -> tuple[Segment, ...]:
-    """What an agent is given before its first response."""
+    """The segments before an agent's first response."""
     return tuple(itertools.takewhile(lambda s: s.author is Author.PROMPT, trajectory.segments))
 
 
 def build(
     groups: Sequence[Sequence[Trajectory]], features: FrameFeatures, shape: BatchShape
 ) -> Sequences:
-    """Arrays of `groups`, each of one prompt; missing groups and rows are padding. Raises ValueError
-    where a trajectory does not fit the shape."""
-    config = features.config
-    levels = 1 + config.vision.levels
-    rows = shape.groups * shape.rows
-    batch = Sequences(
-        prompt_ids=np.zeros((shape.groups, shape.prompt), np.int32),
-        prompt_positions=np.zeros((3, shape.groups, shape.prompt), np.int32),
-        prompt_segments=np.zeros((shape.groups, shape.prompt), np.int32),
-        visual=np.zeros((shape.groups, shape.visual, levels, config.text.hidden_size), np.float32),
-        ids=np.zeros((rows, shape.suffix), np.int32),
-        positions=np.zeros((3, rows, shape.suffix), np.int32),
-        segments=np.zeros((rows, shape.suffix), np.int32),
-        sampled=np.zeros((rows, shape.suffix), bool),
-        logprobs=np.zeros((rows, shape.suffix), np.float32),
-    )
+    """Lay trajectories out as arrays of a static shape.
+
+    Args:
+        groups: Trajectories by group. Those of a group begin with the same prompt.
+        features: Encodes the frames of the prompts.
+        shape: Sizes of the arrays; missing groups and rows become padding.
+
+    Returns:
+        NumPy arrays.
+
+    Raises:
+        ValueError: A trajectory does not fit `shape`.
+    """
+    arrays = _padding(features, shape)
     _check(len(groups), shape.groups, "groups")
     for p, group in enumerate(groups):
         _check(len(group), shape.rows, "rows")
-        shared = prompt_segments(group[0])
-        # The prompt's last token predicts each row's first one, so it stands with the row.
-        prompt = np.concatenate([segment.ids for segment in shared])[:-1]
-        frames = [frame for s in shared for frame in s.frames]
-        length = len(prompt)
-        _check(length, shape.prompt, "prompt")
-        batch.prompt_ids[p, :length], batch.prompt_segments[p, :length] = prompt, 1
-        positions = mrope_positions(prompt, [features.grid(f.video) for f in frames], config)
-        batch.prompt_positions[:, p, :length] = positions
-        if frames:
-            vectors = features(frames)
-            _check(len(vectors), shape.visual, "visual")
-            batch.visual[p, : len(vectors)] = vectors
+        length, first = _write_prompt(arrays, p, group[0], features, shape)
         for g, trajectory in enumerate(group):
-            own = trajectory.ids[length:]
-            _check(len(own), shape.suffix, "suffix")
-            row, part = p * shape.rows + g, slice(0, len(own))
-            batch.ids[row, part], batch.segments[row, part] = own, 1
-            batch.positions[:, row, part] = next_position(positions) + np.arange(len(own))
-            batch.sampled[row, part] = trajectory.authors[length:] == Author.MODEL
-            batch.logprobs[row, part] = trajectory.logprobs[length:]
-    return batch
+            _write_row(arrays, p * shape.rows + g, trajectory, length, first, shape)
+    return Sequences(**arrays)
+
+
+def _padding(features: FrameFeatures, shape: BatchShape) -> dict[str, np.ndarray]:
+    """The arrays of a batch that holds nothing but padding."""
+    config = features.config
+    rows = shape.groups * shape.rows
+    levels = 1 + config.vision.levels
+    visual = (shape.groups, shape.visual, levels, config.text.hidden_size)
+    return {
+        "prompt_ids": np.zeros((shape.groups, shape.prompt), np.int32),
+        "prompt_positions": np.zeros((3, shape.groups, shape.prompt), np.int32),
+        "prompt_segments": np.zeros((shape.groups, shape.prompt), np.int32),
+        "visual": np.zeros(visual, np.float32),
+        "ids": np.zeros((rows, shape.suffix), np.int32),
+        "positions": np.zeros((3, rows, shape.suffix), np.int32),
+        "segments": np.zeros((rows, shape.suffix), np.int32),
+        "sampled": np.zeros((rows, shape.suffix), bool),
+        "logprobs": np.zeros((rows, shape.suffix), np.float32),
+    }
+
+
+def _write_prompt(
+    arrays: dict[str, np.ndarray],
+    p: int,
+    trajectory: Trajectory,
+    features: FrameFeatures,
+    shape: BatchShape,
+) -> tuple[int, int]:
+    """Write the prompt of `trajectory` as prompt `p`; returns its length and the next position."""
+    segments = prompt_segments(trajectory)
+    frames = [frame for segment in segments for frame in segment.frames]
+    grids = [features.grid(frame.video) for frame in frames]
+    # Without the last token: each row begins with it.
+    ids = np.concatenate([segment.ids for segment in segments])[:-1]
+    length = len(ids)
+    _check(length, shape.prompt, "prompt")
+    # A frame's tokens share positions, so the next position is not the prompt's length.
+    positions = mrope_positions(ids, grids, features.config)
+    arrays["prompt_ids"][p, :length] = ids
+    arrays["prompt_segments"][p, :length] = 1
+    arrays["prompt_positions"][:, p, :length] = positions
+    if frames:
+        vectors = features(frames)
+        _check(len(vectors), shape.visual, "visual")
+        arrays["visual"][p, : len(vectors)] = vectors
+    return length, next_position(positions)
+
+
+def _write_row(
+    arrays: dict[str, np.ndarray],
+    row: int,
+    trajectory: Trajectory,
+    length: int,
+    first_position: int,
+    shape: BatchShape,
+) -> None:
+    """Write as row `row` what follows the shared prompt of `length` tokens."""
+    ids = trajectory.ids[length:]
+    _check(len(ids), shape.suffix, "suffix")
+    part = slice(0, len(ids))
+    arrays["ids"][row, part] = ids
+    arrays["segments"][row, part] = 1
+    # Only prompts have frames, so positions advance by one in all three components.
+    arrays["positions"][:, row, part] = first_position + np.arange(len(ids))
+    arrays["sampled"][row, part] = trajectory.authors[length:] == Author.MODEL
+    arrays["logprobs"][row, part] = trajectory.logprobs[length:]
 
 
 def mismatches(batch: Sequences, groups: Sequence[Sequence[Trajectory]]) -> int:
-    """Rows whose ids in the arrays, up to the last sampled token, are not those the sampler says it was fed and wrote."""
-    count, rows = 0, len(batch.ids) // len(batch.prompt_ids)
+    """Count the rows whose token ids differ from what the sampler read and wrote.
+
+    The sampler digests all ids up to the end of each of its responses. The last of these digests
+    is compared with the ids in the arrays.
+    """
+    rows_per_group = len(batch.ids) // len(batch.prompt_ids)
+    count = 0
     for p, group in enumerate(groups):
         prompt = batch.prompt_ids[p][batch.prompt_segments[p] > 0]
         for g, trajectory in enumerate(group):
-            row = p * rows + g
-            end = int(np.flatnonzero(batch.sampled[row]).max(initial=-1)) + 1
-            written = [
-                s.digest for s in trajectory.segments if s.author is Author.MODEL and len(s.ids)
+            digests = [
+                segment.digest
+                for segment in trajectory.segments
+                if segment.author is Author.MODEL and len(segment.ids)
             ]
-            count += (
-                bool(written)
-                and digest(np.concatenate([prompt, batch.ids[row, :end]])) != written[-1]
-            )
+            if not digests:
+                continue
+            row = p * rows_per_group + g
+            end = int(np.flatnonzero(batch.sampled[row]).max(initial=-1)) + 1
+            ids = np.concatenate([prompt, batch.ids[row, :end]])
+            count += digest(ids) != digests[-1]
     return count
 
 
@@ -130,7 +211,8 @@ def _check(length: int, limit: int, field: str) -> None:
         )
 
 
-# Shapes follow from settings that are checked before a run begins, so none of this is expected.
+# Shapes follow from settings that are checked before a run begins, so these errors mean that a
+# shape was given by hand, or a fault.
 _REMEDIES = {
     "groups": "raise rl.prompts",
     "rows": "raise rl.grpo.group_size",

@@ -1,14 +1,20 @@
-"""Packed rows into arrays: several conversations in a row, none of which sees another.
+"""Arrays of packed rows: several conversations per row, none of which attends to another.
 
-Conversations stand one after the other, each a segment with positions of its own, with padding on
-the right. A conversation's ids, positions and frames are in a row what they are alone.
+    row of 12 tokens with two conversations
+        ids        a b c d e  p q r s  . . .
+        segments   1 1 1 1 1  2 2 2 2  0 0 0    attention stays within a segment
+        positions  0 1 2 3 4  0 1 2 3  0 0 0    each conversation starts at 0
+        sampled    0 0 1 1 1  0 0 1 1  0 0 0    the assistant's tokens have a loss
+
+A conversation has the same ids, positions and visual vectors as in a row of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, no_type_check
 
 import jax
 import numpy as np
@@ -23,11 +29,12 @@ from paravt_jax.data.frames import VideoError
 from paravt_jax.method.conversations import Conversation, render
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Author, Trajectory
+from train.learn.batch import Array
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedShape:
-    """Rows of a batch, and the tokens and visual tokens that one holds."""
+    """Static sizes of a batch: rows, and tokens and visual tokens per row."""
 
     rows: int
     tokens: int
@@ -35,59 +42,71 @@ class PackedShape:
 
     def __post_init__(self):
         for name in ("rows", "tokens", "visual"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"PackedShape.{name}: {getattr(self, name)}; give a whole number of at least 1"
-                )
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"PackedShape.{name}: {value}; give a whole number of at least 1")
 
 
+# JAX also makes this tree with other leaves, or a further axis: see `Sequences`.
+@no_type_check
 @struct.dataclass
 class PackedRows:
-    """Packed rows. Segments count a row's conversations from 1, 0 is padding; `sampled` tokens are those with loss."""
+    """Packed rows. Segments number a row's conversations from 1; 0 is padding.
 
-    ids: Int[np.ndarray, "b t"]
-    positions: Int[np.ndarray, "3 b t"]
-    segments: Int[np.ndarray, "b t"]
-    sampled: Bool[np.ndarray, "b t"]
-    visual: Float[np.ndarray, "b m c d"]
+    `sampled` marks the tokens with a loss. `visual` holds m visual tokens per row, each with c
+    vectors: one for the embedding layer and one per DeepStack level.
+    """
+
+    ids: Int[Array, "b t"]
+    positions: Int[Array, "3 b t"]
+    segments: Int[Array, "b t"]
+    sampled: Bool[Array, "b t"]
+    visual: Float[Array, "b m c d"]
 
 
 class Rendered(NamedTuple):
-    """A conversation as the trainer sees it. `vectors` are its frames' as `FrameFeatures` has them: a row may have more than its store
-    keeps, so they are asked for once."""
+    """A conversation as the trainer sees it, with the visual vectors of its frames.
+
+    The vectors are kept because a row may have more frames than the store of `FrameFeatures`.
+    """
 
     trajectory: Trajectory
     vectors: Float[np.ndarray, "m c d"] | None
 
 
-def parts_of_rows(shape: PackedShape, devices: int, most: int) -> int:
-    """Number of micro-batches, at most `most` and at most as many as give each device a row."""
-    return min(most, -(-shape.rows // devices))
+def parts_of_rows(shape: PackedShape, devices: int, limit: int) -> int:
+    """Number of micro-batches: at most `limit`, and few enough to give each device a row."""
+    return min(limit, math.ceil(shape.rows / devices))
 
 
 def fit_rows(shape: PackedShape, devices: int, microbatches: int = 1) -> PackedShape:
-    """The shape with padding rows, so that each micro-batch lies evenly over `devices` devices."""
-    each = devices * microbatches
-    return dataclasses.replace(shape, rows=-(-shape.rows // each) * each)
+    """Pad rows so that every micro-batch divides evenly over the devices."""
+    multiple = devices * microbatches
+    return dataclasses.replace(shape, rows=math.ceil(shape.rows / multiple) * multiple)
 
 
-def fitted_rows(shape: PackedShape, most: int, mesh: Mesh | None) -> tuple[PackedShape, int]:
-    """`shape` with the padding that the mesh wants, and the number of micro-batches, at most `most`."""
+def fitted_rows(shape: PackedShape, limit: int, mesh: Mesh | None) -> tuple[PackedShape, int]:
+    """The shape padded for `mesh`, and the number of micro-batches, at most `limit`."""
     devices = 1 if mesh is None else row_devices(mesh)
-    parts = parts_of_rows(shape, devices, most)
+    parts = parts_of_rows(shape, devices, limit)
     return fit_rows(shape, devices, parts), parts
 
 
-def own_rows(shape: PackedShape) -> PackedShape:
-    """This process's part of packed rows that lie evenly over the devices."""
+def share_of_rows(shape: PackedShape) -> PackedShape:
+    """One process's share of a batch whose rows divide evenly over the devices."""
     return dataclasses.replace(shape, rows=shape.rows // jax.process_count())
 
 
 def render_rows(
     rows: Sequence[Sequence[Conversation]], protocol: Protocol, features: FrameFeatures
 ) -> tuple[list[list[Rendered]], dict[str, VideoError]]:
-    """The rows' conversations with their encoded frames, and why those are missing, by id, of which a file could not be read or is not
-    what was prepared any more. Their place is padding.
+    """Render each row's conversations and encode their frames.
+
+    A conversation is missing from its row if one of its files cannot be read, or has changed since
+    the data was prepared. Its place becomes padding.
+
+    Returns:
+        The rendered conversations of each row, and the errors by the id of the missing ones.
     """
     rendered: list[list[Rendered]] = []
     missing: dict[str, VideoError] = {}
@@ -95,56 +114,73 @@ def render_rows(
         found = []
         for conversation in row:
             try:
-                trajectory = render(conversation, protocol, lambda clip: features.tokens(clip.path))
-                if conversation.tokens not in (0, len(trajectory.ids)):
-                    raise VideoError(
-                        conversation.clips[0].path,
-                        "its frames have another size than when it was prepared",
-                    )
-                found.append(
-                    Rendered(trajectory, features(trajectory.frames) if trajectory.frames else None)
-                )
+                found.append(_render(conversation, protocol, features))
             except VideoError as error:
                 missing[conversation.id] = error
         rendered.append(found)
     return rendered, missing
 
 
+def _render(conversation: Conversation, protocol: Protocol, features: FrameFeatures) -> Rendered:
+    trajectory = render(conversation, protocol, lambda clip: features.tokens(clip.path))
+    # `tokens` is the length found by preparation, which packed the row; 0: not counted.
+    if conversation.tokens not in (0, len(trajectory.ids)):
+        path = conversation.clips[0].path
+        raise VideoError(path, "its frames have another size than when it was prepared")
+    vectors = features(trajectory.frames) if trajectory.frames else None
+    return Rendered(trajectory, vectors)
+
+
 def build_packed(
     rows: Sequence[Sequence[Rendered]], features: FrameFeatures, shape: PackedShape
 ) -> PackedRows:
-    """Arrays of `rows`; missing rows are padding. Raises ValueError for what does not fit the shape."""
+    """Lay rendered conversations out as arrays of a static shape.
+
+    Args:
+        rows: Rendered conversations, row by row.
+        features: Says how many patches a frame has.
+        shape: Sizes of the arrays; missing rows become padding.
+
+    Returns:
+        NumPy arrays.
+
+    Raises:
+        ValueError: The rows, or a row's tokens or visual tokens, do not fit `shape`.
+    """
     config = features.config
-    batch = PackedRows(
-        ids=np.zeros((shape.rows, shape.tokens), np.int32),
-        positions=np.zeros((3, shape.rows, shape.tokens), np.int32),
-        segments=np.zeros((shape.rows, shape.tokens), np.int32),
-        sampled=np.zeros((shape.rows, shape.tokens), bool),
-        visual=np.zeros(
-            (shape.rows, shape.visual, 1 + config.vision.levels, config.text.hidden_size),
-            np.float32,
-        ),
-    )
+    levels = 1 + config.vision.levels
+    visual = (shape.rows, shape.visual, levels, config.text.hidden_size)
+    arrays = {
+        "ids": np.zeros((shape.rows, shape.tokens), np.int32),
+        "positions": np.zeros((3, shape.rows, shape.tokens), np.int32),
+        "segments": np.zeros((shape.rows, shape.tokens), np.int32),
+        "sampled": np.zeros((shape.rows, shape.tokens), bool),
+        "visual": np.zeros(visual, np.float32),
+    }
     _check(len(rows), shape.rows, "rows")
     for r, row in enumerate(rows):
         _check(sum(len(trajectory.ids) for trajectory, _ in row), shape.tokens, "tokens")
-        at = seen = 0
+        start = 0
+        seen = 0
         for segment, (trajectory, vectors) in enumerate(row, 1):
-            part = slice(at, at + len(trajectory.ids))
+            part = slice(start, start + len(trajectory.ids))
             grids = [features.grid(frame.video) for frame in trajectory.frames]
-            batch.ids[r, part], batch.segments[r, part] = trajectory.ids, segment
-            batch.positions[:, r, part] = mrope_positions(trajectory.ids, grids, config)
-            batch.sampled[r, part] = trajectory.authors == Author.MODEL
+            arrays["ids"][r, part] = trajectory.ids
+            arrays["segments"][r, part] = segment
+            arrays["positions"][:, r, part] = mrope_positions(trajectory.ids, grids, config)
+            arrays["sampled"][r, part] = trajectory.authors == Author.MODEL
             if vectors is not None:
+                # The n-th visual token of a row takes its n-th vector, across conversations.
                 _check(seen + len(vectors), shape.visual, "visual")
-                batch.visual[r, seen : seen + len(vectors)] = vectors
+                arrays["visual"][r, seen : seen + len(vectors)] = vectors
                 seen += len(vectors)
-            at = part.stop
-    return batch
+            start = part.stop
+    return PackedRows(**arrays)
 
 
 def _check(length: int, limit: int, field: str) -> None:
     if length > limit:
         raise ValueError(
-            f"packed.{field}: {length} do not fit the static size {limit}; raise sft.row_tokens or sft.rows"
+            f"packed.{field}: {length} do not fit the static size {limit}; "
+            "raise sft.row_tokens or sft.rows"
         )

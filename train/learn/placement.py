@@ -1,8 +1,16 @@
-"""Batches over a mesh: what has to divide, where each array lies, and how a batch is cut into micro-batches.
+"""How batches lie on a mesh: padding so that they divide, shardings, and micro-batches.
 
-Owns the table from a batch's arrays to the mesh. Rows lie over data and fsdp; prompts too where there are enough of them; where there
-are fewer, each lies on as many neighbours as share its rows, and is computed there in pieces. Refuses nothing: `fit` gives shapes that
-divide, and what it adds is padding, which counts for nothing. Invariant: where an array lies changes no number.
+Rows are split over the axes `data` and `fsdp`. So are prompts if there is at least one per device.
+With fewer prompts, each is held by the neighbouring devices that hold its rows, and these compute
+it together, one piece of its length each:
+
+    device        0         1         2         3
+    rows          r0 r1     r2 r3     r4 r5     r6 r7
+    prompt        p0        p0        p1        p1       whole on each device of its group
+    visual        p0 left   p0 right  p1 left   p1 right half the width of each vector
+    computes      p0 [:s/2] p0 [s/2:] p1 [:s/2] p1 [s/2:]
+
+Where an array lies changes no number.
 """
 
 from __future__ import annotations
@@ -25,101 +33,157 @@ from train.learn.batch import BatchShape
 
 T = TypeVar("T")
 
-# The axis of rows, and of prompts, in each array of a batch; arrays that stand in neither are whole on every device.
+# The axis of rows, or of prompts, in each array of a batch, by the array's name. Arrays in neither
+# table are whole on every device.
 BY_ROW = MappingProxyType(
-    dict.fromkeys(("ids", "segments", "sampled", "logprobs"), 0)
-    | {"positions": 1}
-    | dict.fromkeys(("mask", "behaviour", "reference", "rollout", "structure", "advantages"), 0)
+    {
+        # Sequences and PackedRows
+        "ids": 0,
+        "segments": 0,
+        "sampled": 0,
+        "logprobs": 0,
+        "positions": 1,
+        # GRPOBatch and RLBatch
+        "mask": 0,
+        "behaviour": 0,
+        "reference": 0,
+        "rollout": 0,
+        "structure": 0,
+        "advantages": 0,
+    }
 )
 BY_PROMPT = MappingProxyType(
-    {"prompt_ids": 0, "prompt_positions": 1, "prompt_segments": 0, "visual": 0}
+    {
+        "prompt_ids": 0,
+        "prompt_positions": 1,
+        "prompt_segments": 0,
+        "visual": 0,
+    }
 )
 
 
-def parts_of(shapes: Sequence[BatchShape], devices: int, most: int, processes: int = 1) -> int:
-    """In how many micro-batches batches of `shapes` are computed: as few as hold no more rows at a time than `most` would.
+def parts_of(shapes: Sequence[BatchShape], devices: int, limit: int, processes: int = 1) -> int:
+    """Number of micro-batches in which batches of `shapes` are computed.
 
-    Parts that the devices would pad until they are as large as larger ones save no memory. There are more where only that gives each of
-    the processes as many whole groups.
+    It is the smallest number whose micro-batches, padding included, are no larger than those of
+    `limit`: with small batches on many devices, a higher number would save no memory. It is raised
+    if the groups of all micro-batches would not divide over the processes.
+
+    Args:
+        shapes: Shapes of the whole step's batches.
+        devices: Devices that rows are split over.
+        limit: Upper bound on micro-batches, as set by the user.
+        processes: Number of processes.
     """
-    parts = max(-(-shape.groups // _groups(shape, devices, most)) for shape in shapes)
+    parts = max(math.ceil(shape.groups / _groups(shape, devices, limit)) for shape in shapes)
     while any(_groups(shape, devices, parts) * parts % processes for shape in shapes):
         parts += 1
     return parts
 
 
 def fitted(
-    shapes: Sequence[BatchShape], most: int, mesh: Mesh | None
+    shapes: Sequence[BatchShape], limit: int, mesh: Mesh | None
 ) -> tuple[tuple[BatchShape, ...], int]:
-    """`shapes` with the padding that the mesh wants, and the number of micro-batches, `parts_of` at
-    most `most`."""
-    devices = 1 if mesh is None else row_devices(mesh)
-    processes = 1 if mesh is None else len({device.process_index for device in mesh.devices.flat})
-    parts = parts_of(shapes, devices, most, processes)
+    """The shapes padded for `mesh`, and the number of micro-batches by `parts_of`."""
+    devices = 1
+    processes = 1
+    if mesh is not None:
+        devices = row_devices(mesh)
+        processes = len({device.process_index for device in mesh.devices.flat})
+    parts = parts_of(shapes, devices, limit, processes)
     return tuple(fit(shape, devices, parts) for shape in shapes), parts
 
 
 def fit(shape: BatchShape, devices: int, parts: int = 1) -> BatchShape:
-    """The shape with so many groups more, and its prompt so much longer, that each of `parts` micro-batches lies evenly over `devices`
-    devices: whole groups on each, or each group's rows, evenly, on as many."""
+    """Pad groups and prompt length so that every micro-batch divides evenly over the devices."""
     groups = _groups(shape, devices, parts)
-    prompt = shape.prompt + -shape.prompt % max(1, devices // groups)
-    return dataclasses.replace(shape, groups=groups * parts, prompt=prompt)
+    # Fewer prompts than devices: each prompt is computed in equal pieces.
+    pieces = max(1, devices // groups)
+    length = math.ceil(shape.prompt / pieces) * pieces
+    return dataclasses.replace(shape, groups=groups * parts, prompt=length)
 
 
 def _groups(shape: BatchShape, devices: int, parts: int) -> int:
-    """Groups of one of `parts` micro-batches, padding included."""
-    groups = -(-shape.groups // parts)
-    while groups % devices and (devices % groups or groups * shape.rows % devices):
+    """Groups per micro-batch, padding included."""
+    groups = math.ceil(shape.groups / parts)
+    while not _divides(groups, shape.rows, devices):
         groups += 1
     return groups
 
 
+def _divides(groups: int, rows: int, devices: int) -> bool:
+    """Whether each device gets whole groups, or each group the same number of devices."""
+    if groups % devices == 0:
+        return True
+    return devices % groups == 0 and groups * rows % devices == 0
+
+
 def require_even(mesh: Mesh) -> None:
-    """Raises ValueError, on every process alike, for a mesh whose rows do not fall to the processes in equal parts."""
-    each = collections.Counter(device.process_index for device in mesh.devices.flat)
-    if (
-        len(each) != jax.process_count()
-        or len(set(each.values())) > 1
-        or row_devices(mesh) % len(each)
-    ):
+    """Raise ValueError, on every process, unless rows divide equally over the processes."""
+    devices = collections.Counter(device.process_index for device in mesh.devices.flat)
+    all_take_part = len(devices) == jax.process_count()
+    equal = len(set(devices.values())) == 1
+    if not all_take_part or not equal or row_devices(mesh) % len(devices):
         raise ValueError(
-            f"mesh = {dict(mesh.shape)}: {sorted(each.values())} devices of {jax.process_count()} processes; take as many of each, and "
-            "keep tensor inside a process: data * fsdp has to be a multiple of the processes"
+            f"mesh = {dict(mesh.shape)}: it takes {sorted(devices.values())} devices of the "
+            f"{jax.process_count()} processes; use the same number of devices of each process, and "
+            "make data * fsdp a multiple of the number of processes"
         )
 
 
-def own(shape: BatchShape) -> BatchShape:
-    """This process's part of a batch of `shape`: as many whole groups as anybody's. ValueError where groups do not divide."""
+def share_of_groups(shape: BatchShape) -> BatchShape:
+    """One process's share of a batch; every process has the same number of whole groups."""
     processes = jax.process_count()
     if shape.groups % processes:
         raise ValueError(
-            f"batch.groups: {shape.groups} of a step, padding included, over {processes} processes; each lays whole groups out, so give a "
-            f"number that {processes} divides"
+            f"batch.groups: {shape.groups} per step, padding included; give a multiple of the "
+            f"{processes} processes"
         )
     return dataclasses.replace(shape, groups=shape.groups // processes)
 
 
-def pieces(prompts: int, rows: int, length: int) -> int:
-    """In how many pieces a prompt of `length` tokens is computed on the mesh that is set: one a device, where prompts are fewer."""
+def prompt_pieces(prompts: int, rows: int, length: int) -> int:
+    """Number of pieces in which each prompt is computed on the mesh that is set.
+
+    With fewer prompts than devices it is the number of devices per prompt; else 1.
+
+    Args:
+        prompts: Prompts of the batch, or of a micro-batch.
+        rows: Rows of the same.
+        length: Length of a prompt in tokens, padding included.
+    """
     mesh = current_mesh()
     devices = 1 if mesh is None else row_devices(mesh)
-    many = devices // prompts if devices % prompts == 0 else 1
-    return many if rows % devices == 0 == length % many else 1
+    if devices % prompts:
+        return 1
+    pieces = devices // prompts
+    divides = rows % devices == 0 and length % pieces == 0
+    return pieces if divides else 1
 
 
 def shardings(batch: T, mesh: Mesh, processes: int = 1) -> T:
-    """Where each array of a batch (a tree of `Sequences`, `RLBatch`, `SFTBatch`, ...; real or abstract) lies. Of fewer prompts than
-    devices each is whole on its neighbours, but for its visual vectors, which are cut in their width. `batch` is the whole, or what one of
-    `processes` has of it."""
+    """The sharding of each array of a batch.
+
+    Args:
+        batch: A tree of `Sequences`, `RLBatch`, `SFTBatch` or the like, of real or abstract arrays.
+        mesh: The mesh of training.
+        processes: Number of processes, if `batch` is what one of them has; 1 for a whole batch.
+
+    Returns:
+        The same tree with a NamedSharding in place of each array.
+    """
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: _sharding(path, leaf, mesh, processes), batch
     )
 
 
 def place(batch: T, mesh: Mesh) -> T:
-    """A batch on the mesh. Every process gives its own rows and prompts, in the order of processes, and what is whole everywhere whole;
-    arrays that are on devices already are moved where they have to be."""
+    """Put a batch on the mesh.
+
+    NumPy arrays are what this process has: its own rows and prompts, which are joined in the order
+    of processes, or all of an array that is whole everywhere. JAX arrays are on devices already;
+    they are moved where necessary.
+    """
 
     def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
         if isinstance(leaf, jax.Array):
@@ -129,44 +193,64 @@ def place(batch: T, mesh: Mesh) -> T:
     return jax.tree.map(put, batch, shardings(batch, mesh, jax.process_count()))
 
 
-def cut(rows: T, parts: int) -> T:
-    """`parts` micro-batches of whole groups, or of packed rows: every array gets them as its first axis. For jitted programs."""
+def split_microbatches(batch: T, parts: int) -> T:
+    """Split `Sequences` or `PackedRows` into micro-batches of whole groups or rows.
+
+    Every array gets a first axis of length `parts`. Runs inside jitted programs.
+    """
     mesh = current_mesh()
 
-    def one(path: tuple, leaf: Array) -> Array:
+    def split(path: tuple, leaf: np.ndarray | Array) -> Array:
         name = _name(path)
         axis = (BY_ROW | BY_PROMPT)[name]
-        x = jnp.moveaxis(
-            leaf.reshape(*leaf.shape[:axis], parts, -1, *leaf.shape[axis + 1 :]), axis, 0
-        )
+        # [.., parts * n, ..] -> [.., parts, n, ..] -> [parts, .., n, ..]
+        before, after = leaf.shape[:axis], leaf.shape[axis + 1 :]
+        x = jnp.moveaxis(leaf.reshape(*before, parts, -1, *after), axis, 0)
+        # Rows lie on the devices in order, so the first micro-batch would lie on the first devices
+        # only. Each is spread over all of them.
         prompts = leaf.shape[axis] // parts
-        few = name in BY_PROMPT and mesh is not None and prompts % row_devices(mesh) > 0
-        if few and name == "visual":
+        fewer_than_devices = (
+            name in BY_PROMPT and mesh is not None and prompts % row_devices(mesh) > 0
+        )
+        if not fewer_than_devices:
+            return constrain(x, *[None] * (axis + 1), ROWS)
+        if name == "visual":
             return constrain(x, *[None] * (x.ndim - 1), ROWS)
-        return x if few else constrain(x, *[None] * (axis + 1), ROWS)
+        return x
 
-    return jax.tree_util.tree_map_with_path(one, rows)
+    return jax.tree_util.tree_map_with_path(split, batch)
 
 
 def _sharding(path: tuple, leaf: Any, mesh: Mesh, processes: int) -> NamedSharding:
-    name, devices = _name(path), row_devices(mesh)
+    name = _name(path)
     if name in BY_ROW:
         return NamedSharding(mesh, PartitionSpec(*[None] * BY_ROW[name], ROWS))
-    if name not in BY_PROMPT:
-        return NamedSharding(mesh, PartitionSpec())
-    groups = math.gcd(processes * leaf.shape[BY_PROMPT[name]], devices)
-    # The same devices in the same order: a program takes arrays of both meshes.
-    blocks = Mesh(
-        mesh.devices.reshape(groups, devices // groups, -1),
+    if name in BY_PROMPT:
+        return _prompt_sharding(name, leaf, mesh, processes)
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def _prompt_sharding(name: str, leaf: Any, mesh: Mesh, processes: int) -> NamedSharding:
+    """Prompts over blocks of devices; within a block, visual vectors over their width."""
+    axis = BY_PROMPT[name]
+    devices = row_devices(mesh)
+    prompts = processes * leaf.shape[axis]
+    blocks = math.gcd(prompts, devices)
+    block = devices // blocks
+    # The same devices in the same order as `mesh`, so that one program takes arrays of both.
+    block_mesh = Mesh(
+        mesh.devices.reshape(blocks, block, -1),
         ("group", "share", "tensor"),
         (AxisType.Auto,) * 3,
     )
-    width = "share" if name == "visual" and leaf.shape[-1] % (devices // groups) == 0 else None
-    axes = [None] * leaf.ndim
-    axes[BY_PROMPT[name]] = "group"
-    return NamedSharding(blocks, PartitionSpec(*axes[:-1], width or axes[-1]))
+    axes: list[str | None] = [None] * leaf.ndim
+    axes[axis] = "group"
+    if name == "visual" and leaf.shape[-1] % block == 0:
+        axes[-1] = "share"
+    return NamedSharding(block_mesh, PartitionSpec(*axes))
 
 
 def _name(path: tuple) -> str:
+    """The name of an array in a batch. All arrays of a `Structure` count as `structure`."""
     names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
     return "structure" if "structure" in names else names[-1]

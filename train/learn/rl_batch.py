@@ -1,14 +1,14 @@
-"""A step's rollouts as the arrays of one update: main agents' rows, and sub-agents' below them where these are trained too.
+"""The arrays of one RL update: main agents' rows, then sub-agents' if these are trained.
 
-Owns the order of rows, which process lays which of them out, and how a batch is cut into micro-batches. Invariant: every row knows its
-rollout, so how rows are ordered, dealt or cut changes nothing of the loss.
+Every row names its rollout, so the order of rows, and how they are spread over processes and
+micro-batches, does not change the loss.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -26,18 +26,27 @@ from paravt_jax.method.structure import find_structure, pad_structures
 from paravt_jax.method.tokenizer import Vocabulary
 from rollout.agent.episode import split_prompt
 from train.durable import hosts
-from train.learn import placement
 from train.learn.batch import BatchShape, Sequences, build, mismatches
-from train.learn.placement import BY_ROW, place
+from train.learn.placement import BY_ROW, place, split_microbatches
 from train.learn.rollouts import Rollouts
 
 T = TypeVar("T")
 
 
+# JAX also makes this tree with other leaves, or a further axis: see `Sequences`.
+@no_type_check
 @struct.dataclass
 class RLBatch:
-    """What an update reads. `sequences` are the main agents' and, where they are trained, the sub-agents'; the rows of `grpo` and
-    `advantages` are theirs, one after the other, as wide as the longest. `totals` are those of the whole step."""
+    """What an update reads.
+
+    `sequences` are the main agents' and, where they are trained, the sub-agents'. `grpo` and
+    `advantages` have the rows of both, one below the other:
+
+        main agents   [groups * rows, t]     zeros on the right of the narrower part
+        sub-agents    [sub-agents, t]
+
+    `totals` are those of the whole step, in every micro-batch too.
+    """
 
     sequences: tuple[Sequences, ...]
     grpo: GRPOBatch
@@ -51,66 +60,104 @@ def lay_out(
     shapes: Sequence[BatchShape],
     seed: Sequence[int],
 ) -> tuple[tuple[Sequences, ...], tuple[np.ndarray, ...], dict[str, float]]:
-    """This process's arrays of main agents and, where a second shape is given, of sub-agents; the
-    rollout of each row, counted over the whole step; and counts, whose sums over the processes are the
-    step's. `parts` are every process's rollouts; shapes are one process's.
+    """Lay out this process's share of a step: its main agents and, with a second shape, sub-agents.
 
-    Main agents stay where they were played; sub-agents go to other processes where there is no more room. Of more of them than there is
-    room for in all, those that are left out are drawn from `seed`; they are counted, and so are those whose frames cannot be read here.
+    A process lays out the main agents that it played. Sub-agents beyond a process's room go to
+    processes that have room left. If there are more than fit anywhere, those to train are drawn at
+    random.
+
+    Args:
+        parts: Rollouts of every process, in the order of processes.
+        features: Encodes the frames of the prompts.
+        shapes: One process's shape of main agents and, if they are trained, of sub-agents.
+        seed: Seed of the draw; the same on every process.
+
+    Returns:
+        The arrays of each shape; for each, the rollout of every row, counted over the whole step;
+        and counts, to be summed over the processes. `subagents/left_out` counts sub-agents without
+        room and those whose frames cannot be read here.
     """
-    here, shape = jax.process_index(), shapes[0]
-    rows = shape.groups * shape.rows
-    groups = [[episode.trajectory for episode in group] for group in parts[here].groups]
-    sequences, owners = (build(groups, features, shape),), (here * rows + np.arange(rows),)
-    counts = {"token_mismatches": float(mismatches(sequences[0], groups))}
+    process = jax.process_index()
+    main = shapes[0]
+    rows = main.groups * main.rows
+    groups = [[episode.trajectory for episode in group] for group in parts[process].groups]
+    sequences = build(groups, features, main)
+    owners = process * rows + np.arange(rows)
+    counts = {"token_mismatches": float(mismatches(sequences, groups))}
     if len(shapes) == 1:
-        return sequences, owners, counts
-    windows = shapes[1]
+        return (sequences,), (owners,), counts
+
+    agents, left_out = _assign_subagents(parts, rows, shapes[1].groups, seed)
+    readable = [agent for agent in agents if _readable(agent[1], features)]
+    left_out += len(agents) - len(readable)
+    # A sub-agent has a prompt of its own: a group of one row.
+    subagent_groups = [[trajectory] for _, trajectory in readable]
+    subagent_sequences = build(subagent_groups, features, shapes[1])
+    subagent_owners = np.zeros(shapes[1].groups, int)
+    subagent_owners[: len(readable)] = [rollout for rollout, _ in readable]
+    counts["token_mismatches"] += mismatches(subagent_sequences, subagent_groups)
+    counts["subagents/trained"] = float(len(readable))
+    counts["subagents/left_out"] = float(left_out)
+    return (sequences, subagent_sequences), (owners, subagent_owners), counts
+
+
+def _assign_subagents(
+    parts: Sequence[Rollouts], rows: int, room: int, seed: Sequence[int]
+) -> tuple[list[tuple[int, Trajectory]], int]:
+    """This process's sub-agents, each with its rollout, and how many have no room anywhere.
+
+    `rows` and `room` are rows of main agents and of sub-agents per process. Only the first process
+    returns a count, because counts are summed over processes.
+    """
     agents = [
-        (q, q * rows + n, trajectory)
-        for q, part in enumerate(parts)
-        for n, trajectory in part.subagents
+        (home, home * rows + episode, trajectory)
+        for home, part in enumerate(parts)
+        for episode, trajectory in part.subagents
     ]
-    kept = sorted(
-        np.random.default_rng(seed).permutation(len(agents))[: windows.groups * len(parts)]
-    )
-    dealt = [
-        agents[kept[n]]
-        for n in deal([agents[n][0] for n in kept], len(parts), windows.groups)[here]
-    ]
-    mine = [agent for agent in dealt if _readable(agent[2], features)]
-    alone = [[trajectory] for _, _, trajectory in mine]
-    below, owner = build(alone, features, windows), np.zeros(windows.groups, int)
-    owner[: len(mine)] = [rollout for _, rollout, _ in mine]
-    counts["token_mismatches"] += mismatches(below, alone)
-    without_room = (
-        len(agents) - len(kept) if here == 0 else 0
-    )  # every process knows it, and one says it
-    counts |= {
-        "subagents/trained": float(len(mine)),
-        "subagents/left_out": float(without_room + len(dealt) - len(mine)),
-    }
-    return (*sequences, below), (*owners, owner), counts
+    # Sorted, so that which sub-agents are drawn, and not their order, depends on the seed.
+    drawn = np.random.default_rng(seed).permutation(len(agents))[: room * len(parts)]
+    chosen = [agents[n] for n in sorted(drawn)]
+    items = deal([home for home, _, _ in chosen], len(parts), room)[jax.process_index()]
+    own = [chosen[n][1:] for n in items]
+    without_room = len(agents) - len(chosen) if jax.process_index() == 0 else 0
+    return own, without_room
 
 
 def deal(homes: Sequence[int], processes: int, room: int) -> list[list[int]]:
-    """Which items each process takes, at most `room`: of those whose home it is the first ones, then, in order, what others have over.
+    """Spread items over processes, at most `room` to each.
 
-    ValueError where there are more than room for them.
+    Each process keeps its own items first, then takes the overflow of others in order:
+
+        >>> deal([0, 0, 0, 1], processes=2, room=2)
+        [[0, 1], [3, 2]]
+
+    Args:
+        homes: The process that has each item now.
+        processes: Number of processes.
+        room: Items that one process can take.
+
+    Returns:
+        The numbers of the items of each process.
+
+    Raises:
+        ValueError: There are more items than `processes * room`.
     """
     if len(homes) > processes * room:
         raise ValueError(
-            f"deal: {len(homes)} items, and {processes} processes with room for {room} each; leave some out first"
+            f"deal: {len(homes)} items for {processes} processes with room = {room}; "
+            "leave some items out first"
         )
-    taken = [
-        [n for n, home in enumerate(homes) if home == process][:room]
-        for process in range(processes)
-    ]
-    over = sorted(set(range(len(homes))) - {n for items in taken for n in items})
+    taken: list[list[int]] = [[] for _ in range(processes)]
+    overflow = []
+    for item, home in enumerate(homes):
+        if len(taken[home]) < room:
+            taken[home].append(item)
+        else:
+            overflow.append(item)
     for items in taken:
         free = room - len(items)
-        items += over[:free]
-        over = over[free:]
+        items += overflow[:free]
+        overflow = overflow[free:]
     return taken
 
 
@@ -123,65 +170,89 @@ def as_grpo_batch(
     shapes: Sequence[BatchShape],
     mesh: Mesh,
 ) -> GRPOBatch:
-    """What the algorithm needs to know of the whole step's rollouts, on the mesh, padded to the batch's groups and rows. `rollouts`,
-    `owners` and `shapes` are this process's; `sequences` lie on the mesh, and so does `reference`, their log-probs."""
-    shape, longest = shapes[0], max(shape.suffix for shape in shapes)
-    earned, anchors = np.zeros((2, shape.groups, shape.rows), np.float32)
-    valid, compliant = np.zeros((2, shape.groups, shape.rows), bool)
-    nothing = (np.zeros(0, np.int32), np.zeros(0, np.int8))
-    structures = [
-        [nothing] * len(rows) for rows in owners
-    ]  # of sub-agents nothing is known, or needed
-    for p, (group, rewards) in enumerate(zip(rollouts.groups, rollouts.rewards, strict=True)):
-        for g, (episode, reward) in enumerate(zip(group, rewards, strict=True)):
-            earned[p, g], anchors[p, g], valid[p, g], compliant[p, g] = (
-                reward.total,
-                reward.anchor,
-                True,
-                reward.compliant,
-            )
-            structures[0][p * shape.rows + g] = _structure(episode.trajectory, vocabulary)
+    """Gather what the algorithm reads about the whole step's rollouts, on the mesh.
+
+    Args:
+        rollouts: This process's rollouts.
+        sequences: The step's rows, placed on the mesh: main agents', then sub-agents'.
+        owners: The rollout of each of this process's rows, as `lay_out` returns them.
+        reference: Log-probs of `sequences` under the reference weights, on the mesh.
+        vocabulary: Gives the bytes of each token, in which struct(o) is found.
+        shapes: One process's shapes, as for `lay_out`.
+        mesh: The mesh of training.
+
+    Returns:
+        A batch whose rollouts are padded to the groups and rows of all processes.
+    """
+    # struct(o) is a main agent's: a sub-agent has no format to keep.
+    no_structure = (np.zeros(0, np.int32), np.zeros(0, np.int8))
+    structures = [[no_structure] * len(rows) for rows in owners]
+    for p, group in enumerate(rollouts.groups):
+        for g, episode in enumerate(group):
+            structures[0][p * shapes[0].rows + g] = _structure(episode.trajectory, vocabulary)
+    # One width for every step, so that nothing compiles again: each token breaks and opens at most
+    # one block.
+    width = 2 * max(shape.suffix for shape in shapes)
     by_row = {
         "mask": [s.sampled for s in sequences],
         "behaviour": [s.logprobs for s in sequences],
         "reference": reference,
         "rollout": owners,
-        # Every token breaks and opens at most one block: one shape.
-        "structure": [pad_structures(part, multiple=2 * longest) for part in structures],
+        "structure": [pad_structures(part, multiple=width) for part in structures],
     }
-    # Each part is placed before it is stacked: rows come part by part, and within a part process by process.
-    arrays: dict[str, Any] = {
-        name: jax.tree.map(
-            lambda *x: stack_rows(x), *(place({name: part}, mesh)[name] for part in parts)
-        )
-        for name, parts in by_row.items()
-    }
-    # Whole on every device, from every process's own.
-    whole = {"rewards": earned, "anchor_rewards": anchors, "valid": valid, "compliant": compliant}
-    arrays |= {name: np.concatenate(hosts.gather(x)) for name, x in whole.items()}
+    arrays: dict[str, Any] = {}
+    for name, parts in by_row.items():
+        # Each part is placed before the parts are stacked. The other way round the rows would come
+        # process by process, with main agents and sub-agents mixed.
+        placed = [place({name: part}, mesh)[name] for part in parts]
+        arrays[name] = jax.tree.map(lambda *x: stack_rows(x), *placed)
+    # Arrays by rollout are short and whole on every device: gathered from all processes.
+    for name, own in _by_rollout(rollouts, shapes[0]).items():
+        arrays[name] = np.concatenate(hosts.gather(own))
     return place(GRPOBatch(**arrays), mesh)
 
 
+def _by_rollout(rollouts: Rollouts, shape: BatchShape) -> dict[str, np.ndarray]:
+    """What each rollout of this process earned, [groups, rows]; False and 0 for padding."""
+    size = (shape.groups, shape.rows)
+    arrays = {
+        "rewards": np.zeros(size, np.float32),
+        "anchor_rewards": np.zeros(size, np.float32),
+        "valid": np.zeros(size, bool),
+        "compliant": np.zeros(size, bool),
+    }
+    for p, rewards in enumerate(rollouts.rewards):
+        for g, reward in enumerate(rewards):
+            arrays["rewards"][p, g] = reward.total
+            arrays["anchor_rewards"][p, g] = reward.anchor
+            arrays["valid"][p, g] = True
+            arrays["compliant"][p, g] = reward.compliant
+    return arrays
+
+
 def stack_rows(parts: Sequence[Any]) -> Any:
-    """Rows one below the other, as wide as the widest; what is narrower is padded with zeros."""
+    """Stack arrays along their rows; narrower ones get zeros on the right."""
     if len(parts) == 1:
         return parts[0]
-    wide = np.max([x.shape[1:] for x in parts], axis=0)
-    missing = (
-        [(0, 0), *((0, most - size) for most, size in zip(wide, x.shape[1:], strict=True))]
-        for x in parts
-    )
-    return jnp.concatenate([jnp.pad(x, more) for x, more in zip(parts, missing, strict=True)])
+    widest = np.max([x.shape[1:] for x in parts], axis=0)
+    padded = []
+    for x in parts:
+        missing = [(0, width - size) for width, size in zip(widest, x.shape[1:], strict=True)]
+        padded.append(jnp.pad(x, [(0, 0), *missing]))
+    return jnp.concatenate(padded)
 
 
 def split_rl_batch(batch: RLBatch, parts: int) -> RLBatch:
-    """The batch in `parts` micro-batches of whole groups: every array gets them as its first axis."""
+    """Split a batch into micro-batches of whole groups: each array gets a first axis of `parts`."""
+    # Micro-batch n takes the n-th share of the main agents' rows and of the sub-agents' rows.
+    # With 4 and 2 rows in 2 parts: [[0, 1, 4], [2, 3, 5]].
     counts = [len(s.ids) for s in batch.sequences]
     starts = np.cumsum([0, *counts[:-1]])
-    rows = np.concatenate(
-        [start + np.arange(n).reshape(parts, -1) for start, n in zip(starts, counts, strict=True)],
-        axis=1,
-    )
+    shares = [
+        start + np.arange(count).reshape(parts, -1)
+        for start, count in zip(starts, counts, strict=True)
+    ]
+    rows = np.concatenate(shares, axis=1)
 
     def take(x: T) -> T:
         return jax.tree.map(lambda leaf: constrain(jnp.asarray(leaf)[rows], None, ROWS), x)
@@ -189,29 +260,31 @@ def split_rl_batch(batch: RLBatch, parts: int) -> RLBatch:
     def repeat(x: T) -> T:
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (parts, *jnp.shape(leaf))), x)
 
-    fields = {f.name: getattr(batch.grpo, f.name) for f in dataclasses.fields(GRPOBatch)}
-    cut = GRPOBatch(
-        **{name: take(x) if name in BY_ROW else repeat(x) for name, x in fields.items()}
-    )
+    # Rows are split; what belongs to rollouts is repeated, since a row may be any rollout's.
+    fields = {}
+    for field in dataclasses.fields(GRPOBatch):
+        value = getattr(batch.grpo, field.name)
+        fields[field.name] = take(value) if field.name in BY_ROW else repeat(value)
     return RLBatch(
-        tuple(placement.cut(s, parts) for s in batch.sequences),
-        cut,
+        tuple(split_microbatches(s, parts) for s in batch.sequences),
+        GRPOBatch(**fields),
         take(batch.advantages),
         repeat(batch.totals),
     )
 
 
 def _readable(trajectory: Trajectory, features: FrameFeatures) -> bool:
-    """Whether the frames that another process has seen can be seen here; that they cannot is noted by `features`."""
+    """Whether this process can read the frames, which another process may have played."""
     try:
         features(trajectory.frames)
     except VideoError:
+        # `features` has noted the video as unreadable.
         return False
     return True
 
 
 def _structure(trajectory: Trajectory, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
-    """struct(o) of a rollout, positions counted from the end of its prompt."""
+    """struct(o) of a rollout: positions in its row, and kinds."""
     prompt, _ = split_prompt(trajectory)
     positions, kinds = find_structure(vocabulary.token_bytes, trajectory.ids, trajectory.authors)
     return positions - len(prompt), kinds

@@ -1,13 +1,10 @@
-"""A step's rollouts: groups of episodes, what they earned, and what is said about them.
-
-Owns the draw of each prompt's overview budget, the groups and their metrics. Invariant: what is drawn is a function of (seed, step)
-alone, so every host draws the same.
-"""
+"""The rollouts of a step: groups of episodes, their rewards and their metrics."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,11 +17,15 @@ from rollout.engine.requests import Sampler, run
 from train.durable import hosts
 from train.learn.rl_settings import RLSettings
 
+T = TypeVar("T")
+
 
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
-    """A step's groups of episodes, or this process's share of them, and what each earned; groups whose video could not be read are left
-    out and counted."""
+    """Groups of episodes with their rewards: a whole step's, or one process's share of it.
+
+    Groups whose video cannot be read are left out; `unreadable` counts them.
+    """
 
     groups: tuple[tuple[Episode, ...], ...]
     rewards: tuple[tuple[Rewards, ...], ...]
@@ -32,26 +33,27 @@ class Rollouts:
 
     @property
     def episodes(self) -> list[Episode]:
+        """The episodes of all groups, in order."""
         return [episode for group in self.groups for episode in group]
 
     @property
     def subagents(self) -> list[tuple[int, Trajectory]]:
-        """Every sub-agent that reported, with the number of its episode."""
-        return [
-            (n, outcome.subagent)
-            for n, episode in enumerate(self.episodes)
-            for turn in episode.turns
-            for outcome in turn.calls
-            if outcome.status.executed and outcome.subagent is not None
-        ]
+        """The sub-agents that returned a report, each with the number of its episode."""
+        found = []
+        for number, episode in enumerate(self.episodes):
+            for turn in episode.turns:
+                for outcome in turn.calls:
+                    if outcome.status.executed and outcome.subagent is not None:
+                        found.append((number, outcome.subagent))
+        return found
 
 
 def draw_budgets(settings: RLSettings, seed: int, step: int, prompts: int) -> list[int]:
-    """K of each prompt of a step, shared by its group (paper, nFrames gating)."""
-    return [
-        int(k)
-        for k in np.random.default_rng([seed, step, 0x4B]).choice(settings.frame_budgets, prompts)
-    ]
+    """Draw the number of overview frames K for each prompt of a step (nFrames gating)."""
+    # A stream of its own for each step: every process draws the same, and so does a resumed run.
+    # 0x4B sets it apart from other draws with the same seed and step.
+    rng = np.random.default_rng([seed, step, 0x4B])
+    return [int(k) for k in rng.choice(settings.frame_budgets, prompts)]
 
 
 def roll_out(
@@ -63,99 +65,107 @@ def roll_out(
     step: int,
     judge: Judge | None = None,
 ) -> Rollouts:
-    """Play a group of episodes on every question that is this process's, and score them. `questions` are those of the whole step."""
-    budgets, size = draw_budgets(settings, seed, step, len(questions)), settings.grpo.group_size
-    mine = [*enumerate(zip(questions, budgets, strict=True))][hosts.share_of(len(questions))]
-    agents = [
-        play(
-            environment,
-            question,
-            EpisodeSettings(budget, settings.temperature),
-            seed_of(seed, step, n, g),
-        )
-        for n, (question, budget) in mine
-        for g in range(size)
-    ]
-    episodes = run(engine, agents)
-    groups = [tuple(episodes[n * size : (n + 1) * size]) for n in range(len(mine))]
+    """Play and score a group of episodes on each of this process's questions.
+
+    Args:
+        engine: Samples the agents' responses.
+        environment: The protocol, and the frames' features.
+        questions: Questions of the whole step, on every process.
+        settings: Group size, budgets, temperature and rewards.
+        seed: Seed of the run.
+        step: Number of the step.
+        judge: Scores open-ended answers.
+
+    Returns:
+        This process's rollouts.
+    """
+    size = settings.grpo.group_size
+    budgets = draw_budgets(settings, seed, step, len(questions))
+    drawn = list(zip(questions, budgets, strict=True))
+    # Numbered before they are shared out, so that seeds do not depend on the number of processes.
+    own = list(enumerate(drawn))[hosts.share_of(len(questions))]
+    agents = []
+    for n, (question, budget) in own:
+        setting = EpisodeSettings(budget, settings.temperature)
+        for g in range(size):
+            episode_seed = seed_of(seed, step, n, g)
+            agents.append(play(environment, question, setting, episode_seed))
+    groups = _grouped(run(engine, agents), size)
     readable = tuple(
         group for group in groups if all(e.stop is not StopReason.UNREADABLE for e in group)
     )
-    earned = score_all(
-        [(e.question, e.turns) for group in readable for e in group],
-        settings.rewards,
-        judge,
-        settings.grpo.sequence_anchor,
-    )
-    scored = tuple(tuple(earned[n * size : (n + 1) * size]) for n in range(len(readable)))
-    return Rollouts(readable, scored, len(groups) - len(readable))
+    played = [(episode.question, episode.turns) for group in readable for episode in group]
+    rewards = score_all(played, settings.rewards, judge, settings.grpo.sequence_anchor)
+    return Rollouts(readable, _grouped(rewards, size), len(groups) - len(readable))
+
+
+def _grouped(items: Sequence[T], size: int) -> tuple[tuple[T, ...], ...]:
+    """Consecutive items in groups of `size`."""
+    starts = range(0, len(items), size)
+    return tuple(tuple(items[start : start + size]) for start in starts)
 
 
 def join(parts: Sequence[Rollouts]) -> Rollouts:
-    """The whole step's rollouts, from every process's own."""
-    groups, rewards = (
-        tuple(x for part in parts for x in getattr(part, name)) for name in ("groups", "rewards")
-    )
+    """Join the rollouts of all processes, in their order."""
+    groups = tuple(group for part in parts for group in part.groups)
+    rewards = tuple(group for part in parts for group in part.rewards)
     return Rollouts(groups, rewards, sum(part.unreadable for part in parts))
 
 
 def require_current(rollouts: Rollouts, version: int) -> None:
-    """Raises ValueError where a token was sampled under other weights than those of `version`."""
-    trajectories = [e.trajectory for e in rollouts.episodes] + [t for _, t in rollouts.subagents]
-    others = [t.version for t in trajectories if t.version not in (version, None)]
-    if others:
-        raise ValueError(
-            f"rl: rollouts of version {others[0]} of the weights reached the update of version {version}; "
-            "load the current weights into the engine, and roll out again"
-        )
+    """Raise ValueError if a token was sampled under weights of another version."""
+    trajectories = [episode.trajectory for episode in rollouts.episodes]
+    trajectories += [trajectory for _, trajectory in rollouts.subagents]
+    for trajectory in trajectories:
+        # None: nothing in it was sampled.
+        if trajectory.version not in (version, None):
+            raise ValueError(
+                f"rl: rollouts of version {trajectory.version} of the weights in the update of "
+                f"version {version}; load the current weights into the engine, and roll out again"
+            )
 
 
 def describe(rollouts: Rollouts) -> dict[str, float]:
-    """What the episodes of a step were like, under the names the report knows; figures of each K under `k4/...` and so on."""
-    episodes, rewards = (
-        rollouts.episodes,
-        [reward for group in rollouts.rewards for reward in group],
-    )
+    """Metrics of a step's episodes, under the names that the report reads.
+
+    The metrics of a frame budget K are prefixed with it, as in `k4/accuracy`.
+    """
+    episodes = rollouts.episodes
+    rewards = [reward for group in rollouts.rewards for reward in group]
     outcomes = [outcome for episode in episodes for turn in episode.turns for outcome in turn.calls]
-    described = {
-        **_headline(episodes, rewards),
-        **{
-            f"reward/{name}": _mean([getattr(r, name) for r in rewards])
-            for name in ("accuracy", "format", "anchor", "tool", "total")
-        },
-        "reward/format_capped": _mean([r.capped for r in rewards]),
-        "length/response": _mean(
-            [
-                float(np.sum([len(s.ids) for s in e.trajectory.segments if s.logprobs is not None]))
-                for e in episodes
-            ]
-        ),
-        "length/turns": _mean([len(e.turns) for e in episodes]),
-        "k/mean": _mean([e.frames for e in episodes]),
-        "calls/refused": _mean([not outcome.status.executed for outcome in outcomes]),
-        "groups/unreadable": float(rollouts.unreadable),
-    }
-    for k in sorted({e.frames for e in episodes}):
-        mine = [(e, r) for e, r in zip(episodes, rewards, strict=True) if e.frames == k]
-        figures = _headline([e for e, _ in mine], [r for _, r in mine])
-        described |= {f"k{k}/{name}": value for name, value in figures.items()} | {
-            f"k{k}/rollouts": float(len(mine))
-        }
-    described |= {
-        f"call/{status}": _mean([outcome.status is status for outcome in outcomes])
-        for status in CallStatus
-    }
-    return described | {
-        f"stop/{reason}": _mean([e.stop is reason for e in episodes]) for reason in StopReason
-    }
+    metrics = _headline(episodes, rewards)
+    for name in ("accuracy", "format", "anchor", "tool", "total"):
+        metrics[f"reward/{name}"] = _mean([getattr(reward, name) for reward in rewards])
+    metrics["reward/format_capped"] = _mean([reward.capped for reward in rewards])
+    metrics["length/response"] = _mean([_response_tokens(episode) for episode in episodes])
+    metrics["length/turns"] = _mean([len(episode.turns) for episode in episodes])
+    metrics["k/mean"] = _mean([episode.frames for episode in episodes])
+    metrics["calls/refused"] = _mean([not outcome.status.executed for outcome in outcomes])
+    metrics["groups/unreadable"] = float(rollouts.unreadable)
+    for k in sorted({episode.frames for episode in episodes}):
+        members = [n for n, episode in enumerate(episodes) if episode.frames == k]
+        figures = _headline([episodes[n] for n in members], [rewards[n] for n in members])
+        metrics |= {f"k{k}/{name}": value for name, value in figures.items()}
+        metrics[f"k{k}/rollouts"] = float(len(members))
+    for status in CallStatus:
+        metrics[f"call/{status}"] = _mean([outcome.status is status for outcome in outcomes])
+    for reason in StopReason:
+        metrics[f"stop/{reason}"] = _mean([episode.stop is reason for episode in episodes])
+    return metrics
 
 
 def _headline(episodes: Sequence[Episode], rewards: Sequence[Rewards]) -> dict[str, float]:
     return {
-        "accuracy": _mean([r.accuracy for r in rewards]),
-        "format": _mean([r.compliant for r in rewards]),
-        "calls": _mean([executed_calls(e) for e in episodes]),
+        "accuracy": _mean([reward.accuracy for reward in rewards]),
+        "format": _mean([reward.compliant for reward in rewards]),
+        "calls": _mean([executed_calls(episode) for episode in episodes]),
     }
+
+
+def _response_tokens(episode: Episode) -> int:
+    """Tokens that the main agent sampled."""
+    segments = episode.trajectory.segments
+    return sum(len(segment.ids) for segment in segments if segment.logprobs is not None)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,20 +1,20 @@
 """The cold start: supervised steps on conversations packed into rows.
 
-The loss is one mean over all tokens with loss of a step, wherever its rows lie. A conversation has
-the log-probs in a row that it has alone.
+The loss is one mean over all trained tokens of a step, over all processes and micro-batches. A
+conversation has the same log-probs in a packed row as in a row of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx, struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from models.features import FrameFeatures
 from models.qwen3_vl import remat
@@ -32,32 +32,32 @@ from train.learn.packed_batch import (
     PackedShape,
     build_packed,
     fitted_rows,
-    own_rows,
     render_rows,
+    share_of_rows,
 )
-from train.learn.placement import cut, place
+from train.learn.placement import place, split_microbatches
 from train.learn.step import Loss, MeshProgram, TrainState, init_state, make_update
 
 
 @dataclasses.dataclass(frozen=True)
 class SFTSettings:
-    """Updates on packed rows of conversations, and how often to save."""
+    """Settings of the cold start."""
 
     steps: int
-    """Updates."""
+    """Number of updates."""
     rows: int
-    """Packed rows per step."""
+    """Packed rows per update."""
     optimizer: OptimizerSettings
     row_tokens: int = 8192
-    """Length of a packed row; a longer conversation is left out."""
+    """Length of a packed row in tokens. Longer conversations are left out."""
     save_every: int = 100
     """Steps between checkpoints."""
     microbatches: int = 1
-    """Upper bound on gradient-accumulation steps; fewer where a device would get less than a row."""
+    """Upper bound on gradient-accumulation steps; fewer if a device would get less than a row."""
     remat: Remat = "none"
-    """Activation checkpointing: what of each layer is kept for the backward pass (models.qwen3_vl.remat)."""
+    """Activation checkpointing: what is kept of each layer for the backward pass."""
     logprob_chunk: int | None = None
-    """Tokens whose logits over the vocabulary exist at a time; None: all of them."""
+    """Tokens whose logits over the vocabulary exist at a time; None: all tokens at once."""
 
     def __post_init__(self):
         require_counts(
@@ -71,18 +71,21 @@ class SFTSettings:
         remat.check("sft.remat", self.remat)
         if self.logprob_chunk is not None and self.logprob_chunk < 1:
             raise ValueError(
-                f"sft.logprob_chunk: {self.logprob_chunk}; give a whole number of at least 1, or None for all at once"
+                f"sft.logprob_chunk: {self.logprob_chunk}; give a whole number of at least 1, "
+                "or None for all tokens at once"
             )
 
     @property
     def shape(self) -> PackedShape:
-        """The shape of a step's batch; all tokens of a row may be visual."""
+        """The shape of a step's batch. Every token of a row may be visual."""
         return PackedShape(self.rows, self.row_tokens, self.row_tokens)
 
 
+# JAX also makes this tree with other leaves, or a further axis: see `Sequences`.
+@no_type_check
 @struct.dataclass
 class SFTBatch:
-    """What an update reads: packed rows, and how many tokens the whole step trains on."""
+    """What an update reads: packed rows, and the number of trained tokens in the whole step."""
 
     packed: PackedRows
     tokens: Float[Array, ""]
@@ -93,8 +96,9 @@ class SFTBatch:
 
 
 def split_sft_batch(batch: SFTBatch, parts: int) -> SFTBatch:
-    """The batch in `parts` micro-batches of whole rows: every array gets them as its first axis."""
-    return SFTBatch(cut(batch.packed, parts), jnp.broadcast_to(batch.tokens, (parts,)))
+    """Split a batch into micro-batches of whole rows: each array gets a first axis of `parts`."""
+    tokens = jnp.broadcast_to(batch.tokens, (parts,))
+    return SFTBatch(split_microbatches(batch.packed, parts), tokens)
 
 
 def packed_logprobs(
@@ -104,30 +108,43 @@ def packed_logprobs(
     remat: Remat = "none",
     chunk: int | None = None,
 ) -> Float[Array, "b t"]:
-    """Log-prob of each token given those of its conversation before it; of no meaning for a
-    conversation's first, which nobody sampled."""
+    """Log-prob of each token given the tokens before it in its conversation.
+
+    The value at a conversation's first token has no meaning. That token is never trained.
+
+    Args:
+        text: The decoder.
+        batch: b rows of t tokens.
+        image_token_id: The placeholder id that visual vectors stand in for.
+        remat: Activation checkpointing policy.
+        chunk: Tokens whose logits exist at a time; None: all.
+    """
     x = jax.tree.map(jnp.asarray, batch)
     index = visual_index(x.ids, image_token_id)
     hidden, _ = text(
         x.ids, x.positions, segment_ids=x.segments, visual=x.visual, visual_index=index, remat=remat
     )
-    return jnp.pad(text.token_logprobs(hidden[:, :-1], x.ids[:, 1:], 1.0, chunk), ((0, 0), (1, 0)))
+    # The output at t - 1 predicts token t.
+    logprobs = text.token_logprobs(hidden[:, :-1], x.ids[:, 1:], 1.0, chunk)
+    return jnp.pad(logprobs, ((0, 0), (1, 0)))
 
 
 def sft_loss(image_token_id: int, remat: Remat = "none", chunk: int | None = None) -> Loss:
-    """Mean negative log-likelihood of the whole step's tokens with loss, of an `SFTBatch` or of its
-    micro-batches; also the number of these tokens and of conversations."""
+    """The loss of an `SFTBatch`: mean negative log-likelihood of the step's trained tokens.
+
+    For a micro-batch it is that part of the mean. The metrics count trained tokens and
+    conversations. Arguments as for `packed_logprobs`.
+    """
 
     def loss(
         text: TextDecoder, batch: SFTBatch
-    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""] | Int[Array, ""]]]:
         sampled = jnp.asarray(batch.packed.sampled)
+        # A row's conversations are numbered from 1, so the largest number counts them.
+        conversations = jnp.asarray(batch.packed.segments).max(1).sum()
         logprobs = packed_logprobs(text, batch.packed, image_token_id, remat, chunk)
-        figures = {
-            "tokens": sampled.sum(),
-            "conversations": jnp.asarray(batch.packed.segments).max(1).sum(),
-        }
-        return -masked_mean(logprobs, sampled, batch.tokens), figures
+        metrics = {"tokens": sampled.sum(), "conversations": conversations}
+        return -masked_mean(logprobs, sampled, batch.tokens), metrics
 
     return loss
 
@@ -135,7 +152,7 @@ def sft_loss(image_token_id: int, remat: Remat = "none", chunk: int | None = Non
 def start_sft(
     graph: nnx.GraphDef, weights: Any, image_token_id: int, settings: SFTSettings, parts: int = 1
 ) -> tuple[TrainState, MeshProgram]:
-    """The state before the first step, and the jitted update, as `make_sft_update` returns it."""
+    """The state before the first step, and the jitted update; see `make_sft_update`."""
     optimizer = make_optimizer(settings.optimizer, settings.steps)
     state = init_state(weights, optimizer)
     return state, make_sft_update(graph, optimizer, image_token_id, settings, parts, state)
@@ -149,18 +166,40 @@ def make_sft_update(
     parts: int,
     state: TrainState,
 ) -> MeshProgram:
-    """The update of the cold start in `parts` micro-batches, `f(state, SFTBatch) -> (state, metrics)`."""
-    cut = (lambda batch: split_sft_batch(batch, parts)) if parts > 1 else None
+    """Compile the update of the cold start: `f(state, SFTBatch) -> (state, metrics)`.
+
+    Args:
+        graph: The decoder without its weights.
+        optimizer: The optimizer whose state `state` has.
+        image_token_id: The placeholder id that visual vectors stand in for.
+        settings: Activation checkpointing and size of logits.
+        parts: Number of micro-batches.
+        state: A real or abstract state; says how states are sharded.
+    """
+
+    def split(batch: SFTBatch) -> SFTBatch:
+        return split_sft_batch(batch, parts)
+
     loss = sft_loss(image_token_id, settings.remat, settings.logprob_chunk)
-    return make_update(graph, optimizer, loss, state, cut)
+    return make_update(graph, optimizer, loss, state, split if parts > 1 else None)
 
 
 class SFTBatches:
-    """The steps of a cold start: endless batches of packed rows, in an order that goes on exactly.
+    """An endless iterator over the batches of a cold start, whose position can be saved.
 
-    `reader`, where given, reads the frames of the next steps meanwhile. Files that cannot be read
-    leave padding and are added to `features.unreadable`. Raises ValueError where there is no
-    conversation to train on.
+    Files that cannot be read leave padding in their rows; they are added to `features.unreadable`.
+
+    Args:
+        settings: Settings of the cold start.
+        data: Conversations, with their lengths in tokens.
+        reader: Reads the frames of the next steps ahead of time; None: frames are read when used.
+        seed: Decides the order of conversations.
+        protocol: Renders conversations as tokens.
+        features: Encodes frames.
+        mesh: The mesh of training.
+
+    Raises:
+        ValueError: There is no conversation to train on.
     """
 
     def __init__(
@@ -173,40 +212,49 @@ class SFTBatches:
         features: FrameFeatures,
         mesh: Mesh,
     ):
-        self._settings, self._data, self._mesh = settings, data, mesh
-        self._protocol, self._features = protocol, features
+        self._settings = settings
+        self._data = data
+        self._mesh = mesh
+        self._protocol = protocol
+        self._features = features
         packing = pack_rows(data, settings.row_tokens, seed)
         self._rows = row_stream(data, packing, reader, seed, settings.rows)
         self._shape, self._parts = fitted_rows(settings.shape, settings.microbatches, mesh)
 
     def start(self, graph: nnx.GraphDef, weights: Any) -> tuple[TrainState, MeshProgram]:
-        """As `start_sft`."""
-        image = self._features.config.image_token_id
-        return start_sft(graph, weights, image, self._settings, self._parts)
+        """The state before the first step, and the jitted update; donates `weights`."""
+        image_token_id = self._features.config.image_token_id
+        return start_sft(graph, weights, image_token_id, self._settings, self._parts)
 
     def __next__(self) -> tuple[SFTBatch, tuple[PackedRows, ...], dict[str, float]]:
-        """What the update takes, the arrays whose tokens count, and how many conversations are
-        missing for a file that could not be read. A process renders and lays out its share of a
-        step's rows."""
+        """The next batch.
+
+        Returns:
+            The batch for the update; the arrays whose tokens count towards speed; and the metric
+            `missing`, the number of conversations left out because of an unreadable file.
+        """
         rows = next(self._rows)
-        mine = [self._data.row(numbers) for numbers in rows[hosts.share_of(len(rows))]]
-        rendered, missing = render_rows(mine, self._protocol, self._features)
+        # Each process renders and encodes its own share of the step's rows.
+        own_rows = [self._data.row(numbers) for numbers in rows[hosts.share_of(len(rows))]]
+        rendered, missing = render_rows(own_rows, self._protocol, self._features)
         for error in missing.values():
             path = error.path.removeprefix(f"{self._features.root}/")
             self._features.unreadable[path] = error.reason
-        own = build_packed(rendered, self._features, own_rows(self._shape))
+        own = build_packed(rendered, self._features, share_of_rows(self._shape))
         counts = hosts.gather((len(missing), int(own.sampled.sum())))
         if not any(tokens for _, tokens in counts):
             raise ValueError(
-                "sft: a step has no conversation whose files can be read; check the data root "
+                "sft: no conversation of this step has readable files; check the data root "
                 f"{self._data.root}"
             )
         packed: PackedRows = place(own, self._mesh)
-        figures = {"missing": float(sum(count for count, _ in counts))}
-        return SFTBatch.of(packed), (packed,), figures
+        metrics = {"missing": float(sum(count for count, _ in counts))}
+        return SFTBatch.of(packed), (packed,), metrics
 
     def get_state(self) -> dict[str, Any]:
+        """The position in the data, for a checkpoint."""
         return self._rows.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from a position that `get_state` returned."""
         self._rows.set_state(state)

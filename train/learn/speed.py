@@ -1,7 +1,8 @@
-"""How fast a step was: tokens a second, and the share of the devices' peak that an update reached (MFU).
+"""Speed of an update: tokens per second, and model FLOPs utilisation (MFU).
 
-Owns what an update has to compute at the least - real tokens, no padding, nothing twice - and the peaks that this is held against.
-Invariant: the FLOPs of a batch depend on its tokens alone, not on how they are padded, cut or laid over devices.
+MFU compares the FLOPs that an update needs with the peak of the devices. Padding and recomputation
+do not count as needed, so the FLOPs of a batch depend on its tokens only, not on how it is padded,
+split or sharded.
 """
 
 from __future__ import annotations
@@ -16,84 +17,121 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Float
 
 from models.qwen3_vl.config import Qwen3VLConfig
 from models.qwen3_vl.flops import flops_per_token
 from train.learn.batch import Sequences
+from train.learn.packed_batch import PackedRows
 
-# Dense bfloat16 FLOP/s as NVIDIA's data sheets give them; jax knows those of TPUs.
+# Dense bfloat16 FLOP/s from NVIDIA's data sheets. JAX gives those of TPUs.
 _GPUS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-_SIZE, _ROUNDS = 1024, 5  # of the product that stands for an unknown device's peak
+
+# Other devices are measured by a product of two matrices of this size, the best of some rounds.
+_SIZE = 1024
+_ROUNDS = 5
 
 
 @functools.cache
 def peak_flops() -> float:
-    """FLOP/s of one of this process's devices: published bfloat16 peaks of TPUs and GPUs; else what a float32 product reaches here."""
+    """Peak FLOP/s of one of this process's devices.
+
+    TPUs and known GPUs: the published bfloat16 peak. Other devices: the measured speed of a float32
+    matrix product.
+    """
     device = jax.local_devices()[0]
     if device.platform == "tpu":
-        info = pltpu.get_tpu_info()  # of one core; a device may be two
+        # The figure is for one core; a device may have two.
+        info = pltpu.get_tpu_info()
         return float(info.bf16_ops_per_second * info.num_cores)
-    known = [peak for name, peak in _GPUS.items() if name in device.device_kind]
-    return known[0] if known else _measured_flops()
+    for name, peak in _GPUS.items():
+        if name in device.device_kind:
+            return peak
+    return _measured_flops()
 
 
 def _measured_flops() -> float:
-    """The best of some products of two float32 matrices, over the devices that share this processor."""
-    x, square = jnp.ones((_SIZE, _SIZE), jnp.float32), jax.jit(lambda x: x @ x)
+    x = jnp.ones((_SIZE, _SIZE), jnp.float32)
+    square = jax.jit(lambda x: x @ x)
     square(x).block_until_ready()
     spans = []
     for _ in range(_ROUNDS):
         start = time.perf_counter()
         square(x).block_until_ready()
         spans.append(time.perf_counter() - start)
+    # On a CPU all devices share the processor.
     return 2 * _SIZE**3 / min(spans) / jax.local_device_count()
 
 
 Batches = Sequence[Any]
-"""`Sequences`, or packed rows, whose `segments` count a row's conversations from 1."""
+"""`Sequences`, or `PackedRows`."""
 
 
 def real_tokens(batches: Batches) -> int:
-    """Tokens of prompts (once a group) and rows, or of packed conversations, without padding."""
-    return int(sum(lengths.sum() for batch in batches for lengths in _prompts_and_rows(batch)))
+    """Tokens without padding; those of a shared prompt count once per group."""
+    total = 0
+    for batch in batches:
+        prompts, rows = _lengths(batch)
+        total += int(prompts.sum() + rows.sum())
+    return total
 
 
 def update_flops(batches: Batches, config: Qwen3VLConfig) -> float:
-    """FLOPs of forward and backward pass: each token attends to those before it, and to its group's prompt, which is computed once."""
-    base, slope = (
-        flops_per_token(config, 0.0),
-        flops_per_token(config, 1.0) - flops_per_token(config, 0.0),
-    )
+    """FLOPs that the forward and the backward pass need.
+
+    Each token attends to the tokens before it. A shared prompt is computed once per group.
+    """
+    # FLOPs per token are linear in the number of tokens attended to: base + slope * n.
+    base = flops_per_token(config, 0.0)
+    slope = flops_per_token(config, 1.0) - base
+    # Prompts need no logits.
     head = 2.0 * config.text.vocab_size * config.text.hidden_size
     total = 0.0
     for batch in batches:
-        prompts, rows = _prompts_and_rows(batch)
-        before = prompts.repeat(len(rows) // len(prompts)) if len(prompts) else np.zeros(len(rows))
+        prompts, rows = _lengths(batch)
+        prompt_of_row = np.zeros(len(rows))
+        if len(prompts):
+            prompt_of_row = prompts.repeat(len(rows) // len(prompts))
+        # The tokens of a sequence of n attend to 1 + 2 + ... + n = n * (n + 1) / 2 tokens.
         total += (prompts * (base - head) + slope * prompts * (prompts + 1) / 2).sum()
-        total += (rows * base + slope * rows * (before + (rows + 1) / 2)).sum()
+        total += (rows * base + slope * rows * (prompt_of_row + (rows + 1) / 2)).sum()
+    # The backward pass costs twice the forward pass.
     return 3 * float(total)
 
 
-def _prompts_and_rows(batch: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths in tokens, of all processes' where the batch is on a mesh. A packed conversation is a row without a prompt."""
+def _lengths(
+    batch: Sequences | PackedRows,
+) -> tuple[Float[np.ndarray, " p"], Float[np.ndarray, " b"]]:
+    """Lengths of prompts and rows in tokens, on all processes.
+
+    A packed conversation counts as a row without a prompt.
+    """
     if isinstance(batch, Sequences):
-        return _whole((batch.prompt_segments > 0).sum(1)), _whole((batch.segments > 0).sum(1))
+        prompts = _whole((batch.prompt_segments > 0).sum(1))
+        return prompts, _whole((batch.segments > 0).sum(1))
     segments = _whole(batch.segments)
     lengths = [np.unique(row[row > 0], return_counts=True)[1] for row in segments]
     return np.zeros(0), np.concatenate(lengths).astype(np.float64)
 
 
-def _whole(x: Any) -> np.ndarray:
-    return np.asarray(
-        multihost_utils.process_allgather(x, tiled=True) if isinstance(x, jax.Array) else x,
-        np.float64,
-    )
+def _whole(x: np.ndarray | jax.Array) -> np.ndarray:
+    """All of an array, of which other processes may have parts."""
+    if isinstance(x, jax.Array):
+        x = multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x, np.float64)
 
 
 def speeds(
     batches: Batches, config: Qwen3VLConfig, seconds: float, devices: int
 ) -> dict[str, float]:
-    """`speed/tokens` a second and `speed/mfu` of an update that took `seconds` on `devices` devices."""
+    """The metrics `speed/tokens`, per second, and `speed/mfu`.
+
+    Args:
+        batches: The arrays of one update.
+        config: Sizes of the model.
+        seconds: Duration of the update.
+        devices: Number of devices that computed it.
+    """
     return {
         "speed/tokens": real_tokens(batches) / seconds,
         "speed/mfu": update_flops(batches, config) / seconds / (devices * peak_flops()),

@@ -1,15 +1,13 @@
-"""The jitted programs of training: log-probs of a batch, and one update of the text decoder from a loss.
+"""The jitted programs of training: log-probs of a batch, and one update of the text decoder.
 
-Owns how a batch runs through the model: the groups' prompts once, then every row attending to its prompt; and that every program runs
-under the mesh its weights lie on. The vision tower is frozen; its vectors come with the batch. Refuses nothing: shapes were checked when
-the batch was built.
+The vision tower is frozen. Its vectors come with the batch.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +20,14 @@ from models.qwen3_vl.remat import Remat
 from models.qwen3_vl.rope import visual_index
 from models.qwen3_vl.text import TextDecoder
 from train.learn.batch import Sequences
-from train.learn.placement import cut, pieces
+from train.learn.placement import prompt_pieces, split_microbatches
 
 
+# JAX also makes this tree with shardings as leaves.
+@no_type_check
 @struct.dataclass
 class TrainState:
-    """The decoder's weights and the optimiser's state after `step` updates."""
+    """The decoder's weights and the optimizer's state after `step` updates."""
 
     weights: Any
     optimizer: Any
@@ -35,6 +35,7 @@ class TrainState:
 
 
 Loss = Callable[[TextDecoder, Any], tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]
+"""`f(decoder, batch) -> (loss, metrics)`."""
 
 
 class MeshProgram(NamedTuple):
@@ -48,7 +49,7 @@ class MeshProgram(NamedTuple):
             return self.jitted(*arguments)
 
     def lower(self, *arguments: Any) -> Any:
-        """`jax.jit(...).lower`, for arrays or their abstract shapes."""
+        """Like `jax.jit(...).lower`, for arrays or their abstract shapes."""
         with self._set():
             return self.jitted.lower(*arguments)
 
@@ -57,31 +58,44 @@ class MeshProgram(NamedTuple):
 
 
 def mesh_of(weights: Any) -> Mesh | None:
-    """The mesh that weights (real or abstract) lie on; None where they were not laid on one."""
-    place = jax.tree.leaves(weights)[0].sharding
-    return place.mesh if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh) else None
+    """The mesh on which real or abstract weights lie; None if they are not sharded over one."""
+    sharding = jax.tree.leaves(weights)[0].sharding
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return sharding.mesh
+    return None
 
 
 def init_state(weights: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first update, laid over the weights' mesh: moments like their weight, the rest whole on every device."""
+    """The state before the first update, sharded as `state_shardings` says."""
     state = TrainState(weights, optimizer.init(weights), jnp.zeros((), jnp.int32))
     return jax.device_put(state, state_shardings(state))
 
 
 def state_shardings(state: TrainState) -> TrainState:
-    """Where each array of a state lies (real or abstract), from where its weights do."""
-    places = {
+    """The sharding of each array of a real or abstract state, following that of its weights.
+
+    Moments lie like their weight. All else, such as counters, is whole on every device.
+    """
+    of_weights = {
         jax.tree_util.keystr(path): leaf.sharding
         for path, leaf in jax.tree_util.tree_leaves_with_path(state.weights)
     }
     mesh = mesh_of(state.weights)
-    whole = next(iter(places.values())) if mesh is None else NamedSharding(mesh, PartitionSpec())
+    if mesh is None:
+        whole = next(iter(of_weights.values()))
+    else:
+        whole = NamedSharding(mesh, PartitionSpec())
 
-    def place(path: tuple[Any, ...], _: Any) -> Any:
-        ends = (jax.tree_util.keystr(path[start:]) for start in range(len(path)))
-        return next((places[end] for end in ends if end in places), whole)
+    def find(path: tuple[Any, ...], _: Any) -> Any:
+        # Optimizers nest trees of moments in states of their own: the path of a moment ends with
+        # the path of its weight.
+        for start in range(len(path)):
+            name = jax.tree_util.keystr(path[start:])
+            if name in of_weights:
+                return of_weights[name]
+        return whole
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    return jax.tree_util.tree_map_with_path(find, state)
 
 
 def row_logprobs(
@@ -92,33 +106,47 @@ def row_logprobs(
     remat: Remat = "none",
     chunk: int | None = None,
 ) -> Float[Array, "b t"]:
-    """Log-prob of each token of the rows given all before it, at `temperature`; 0 for a row's first token, the last one of its prompt."""
+    """Log-prob of each token of the rows, given all tokens before it.
+
+    Args:
+        text: The decoder.
+        batch: p prompts of s tokens, and b rows of t tokens.
+        image_token_id: The placeholder id that visual vectors stand in for.
+        temperature: The temperature at which the rows were sampled.
+        remat: Activation checkpointing policy.
+        chunk: Tokens whose logits exist at a time; None: all.
+
+    Returns:
+        Log-probs by row; 0 for a row's first token, which is the last one of its prompt.
+    """
     x = jax.tree.map(jnp.asarray, batch)
     p, s = x.prompt_ids.shape
-    many = pieces(p, len(x.ids), s)
-    ids, segments, index = (
-        y.reshape(p * many, -1)
-        for y in (x.prompt_ids, x.prompt_segments, visual_index(x.prompt_ids, image_token_id))
-    )
-    positions = x.prompt_positions.reshape(3, p * many, -1)
+    # [p, s] -> [p * pieces, s / pieces]: every piece is a row of its own, so that the devices that
+    # share a prompt compute a piece each. The decoder lets a piece attend to those before it.
+    pieces = prompt_pieces(p, len(x.ids), s)
+    index = visual_index(x.prompt_ids, image_token_id)
+    prompt_ids = x.prompt_ids.reshape(p * pieces, -1)
+    prompt_segments = x.prompt_segments.reshape(p * pieces, -1)
     _, prompts = text(
-        ids,
-        positions,
-        segment_ids=segments,
+        prompt_ids,
+        x.prompt_positions.reshape(3, p * pieces, -1),
+        segment_ids=prompt_segments,
         visual=x.visual,
-        visual_index=index,
-        pieces=many,
+        visual_index=index.reshape(p * pieces, -1),
+        pieces=pieces,
         remat=remat,
     )
+    # Each row attends to the keys and values of its prompt, and to itself.
     hidden, _ = text(
         x.ids,
         x.positions,
         segment_ids=x.segments,
         prefix=prompts,
-        prefix_mask=segments > 0,
-        pieces=many,
+        prefix_mask=prompt_segments > 0,
+        pieces=pieces,
         remat=remat,
     )
+    # The output at t - 1 predicts token t.
     logprobs = text.token_logprobs(hidden[:, :-1], x.ids[:, 1:], temperature, chunk)
     return jnp.pad(logprobs, ((0, 0), (1, 0)))
 
@@ -131,19 +159,29 @@ def make_logprobs(
     mesh: Mesh | None = None,
     parts: int = 1,
 ) -> MeshProgram:
-    """The jitted log-probs of a batch under given weights, in `parts` micro-batches: `f(weights, batch) -> float32[b, t]`."""
+    """Compile the log-probs of a batch under given weights, without gradients.
+
+    Args:
+        graph: The decoder without its weights.
+        image_token_id: See `row_logprobs`.
+        temperature: See `row_logprobs`.
+        chunk: See `row_logprobs`.
+        mesh: The mesh of weights and batch.
+        parts: Number of micro-batches, computed one after the other.
+
+    Returns:
+        `f(weights, Sequences) -> float32[b, t]`.
+    """
 
     def reference_logprobs(weights: Any, batch: Sequences) -> jax.Array:
         def of_part(part: Sequences) -> jax.Array:
-            return row_logprobs(
-                nnx.merge(graph, weights), part, image_token_id, temperature, chunk=chunk
-            )
+            text = nnx.merge(graph, weights)
+            return row_logprobs(text, part, image_token_id, temperature, chunk=chunk)
 
-        return (
-            of_part(batch)
-            if parts == 1
-            else jax.lax.map(of_part, cut(batch, parts)).reshape(batch.ids.shape)
-        )
+        if parts == 1:
+            return of_part(batch)
+        logprobs = jax.lax.map(of_part, split_microbatches(batch, parts))
+        return logprobs.reshape(batch.ids.shape)
 
     return MeshProgram(jax.jit(reference_logprobs), mesh)
 
@@ -155,11 +193,20 @@ def make_update(
     state: TrainState,
     split: Callable[[Any], Any] | None = None,
 ) -> MeshProgram:
-    """The jitted, donated update `f(state, batch) -> (state, metrics)`: metrics are the loss's, `loss` and `grad_norm`.
+    """Compile one update: gradients of the loss, then a step of the optimizer.
 
-    `state` (real or abstract) shows how the state lies on the mesh; what comes out lies the same way, so that nothing is compiled twice.
-    `split` cuts a batch into micro-batches along a first axis; losses, metrics and gradients (in float32) are then computed one part after
-    the other and added up.
+    Args:
+        graph: The decoder without its weights.
+        optimizer: Turns gradients into changes of the weights.
+        loss: The loss of a batch. With `split`, it takes a micro-batch and divides by the totals of
+            the whole batch, so that losses, metrics and gradients of micro-batches add up.
+        state: A real or abstract state; says how states are sharded.
+        split: Splits a batch into micro-batches along a new first axis. Their gradients are
+            accumulated in float32, in order.
+
+    Returns:
+        `f(state, batch) -> (state, metrics)`. The state is donated. The metrics are those of the
+        loss, `loss` and `grad_norm`.
     """
 
     def gradients(weights: Any, batch: Any) -> Any:
@@ -171,14 +218,14 @@ def make_update(
         parts = split(batch)
 
         def add(total: Any, part: Any) -> tuple[Any, None]:
-            return jax.tree.map(
-                lambda a, b: a + b.astype(a.dtype), total, gradients(weights, part)
-            ), None
+            new = gradients(weights, part)
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, new), None
 
+        # A scan, and not a sum over a `map`: only one gradient beside the total is in memory.
+        # Its fixed order makes a resumed run equal to an uninterrupted one bit for bit.
         first = jax.tree.map(lambda x: x[0], parts)
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(gradients, weights, first)
-        )
+        shapes = jax.eval_shape(gradients, weights, first)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
         (values, grads), _ = jax.lax.scan(add, zeros, parts)
         return values, jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
 
@@ -189,7 +236,8 @@ def make_update(
         metrics = metrics | {"loss": value, "grad_norm": optax.global_norm(grads)}
         return TrainState(weights, optimizer_state, state.step + 1), metrics
 
-    places = state_shardings(state)
-    return MeshProgram(
-        jax.jit(update, donate_argnums=0, out_shardings=(places, None)), mesh_of(state.weights)
-    )
+    # The new state keeps the shardings of the old one: with others, the next update would compile
+    # again.
+    out_shardings = (state_shardings(state), None)
+    jitted = jax.jit(update, donate_argnums=0, out_shardings=out_shardings)
+    return MeshProgram(jitted, mesh_of(state.weights))

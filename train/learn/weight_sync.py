@@ -1,14 +1,14 @@
-"""New weights from training's mesh to every host's own devices, without a copy on a host.
+"""Moves new weights from the mesh of training to the devices of each process's sampler.
 
-Owns the engine's place on a pod: each host has all weights, cut over its own devices as the rules say for `tensor`. Refuses devices that
-do not fall into hosts of one size. Invariant: the engine multiplies in the activations' type, so weights that come in that type sample
-the same tokens as whole ones, in half the memory and traffic.
+Each host's sampler has all weights, split over its own devices along the axis `tensor`. They go
+from device to device, without a copy in a host's memory. They arrive in the type of the
+activations, in which the engine multiplies anyway, so half the memory and traffic gives the same
+tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,20 +20,31 @@ from models.sharding import MESH_AXES, RULES, make_mesh, param_shardings
 
 
 def host_mesh(mesh: Mesh, per_host: int) -> Mesh:
-    """The devices of training's mesh, in its order, which is host-major: hosts along `data`, a host's `per_host` devices along `tensor`.
+    """The devices of `mesh` as hosts along `data` and each host's devices along `tensor`.
 
-    ValueError where they do not divide.
+    Args:
+        mesh: The mesh of training, whose devices are ordered host by host.
+        per_host: Number of devices per host.
+
+    Raises:
+        ValueError: `per_host` does not divide the devices.
     """
     if mesh.size % per_host:
         raise ValueError(
-            f"per_host = {per_host}: {mesh.size} devices do not fall into such hosts; give a number that divides them"
+            f"per_host = {per_host}: it does not divide {mesh.size} devices; give a divisor"
         )
     return Mesh(mesh.devices.reshape(-1, 1, per_host), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
 
 
-def make_sync(weights: Any, hosts: Mesh, dtype: DTypeLike) -> Callable[[Any], Any]:
-    """The jitted `f(weights) -> weights` on the mesh of hosts, in `dtype`. `weights` (real or abstract) show names, shapes and places."""
-    halfway = _halfway(weights, hosts)
+def make_sync(weights: Any, hosts: Mesh, dtype: DTypeLike) -> jax.stages.Wrapped:
+    """Compile `f(weights) -> weights in dtype on the mesh of hosts`.
+
+    Args:
+        weights: Real or abstract weights on the mesh of training.
+        hosts: The mesh to move them to, from `host_mesh`.
+        dtype: The type they are cast to, before they move.
+    """
+    halfway = _halfway_shardings(weights, hosts)
 
     def sync(weights: Any) -> Any:
         cast = jax.tree.map(lambda x: x.astype(dtype), weights)
@@ -42,36 +53,49 @@ def make_sync(weights: Any, hosts: Mesh, dtype: DTypeLike) -> Callable[[Any], An
     return jax.jit(sync, out_shardings=param_shardings(weights, hosts))
 
 
-def _halfway(weights: Any, hosts: Mesh) -> Any:
-    """Where weights lie once the devices of a host have cut among themselves what their sampler wants cut, and hosts have not yet given
-    each other the rest. Told only the end, XLA gathers every weight whole on every device. None where there is no such place."""
+def _halfway_shardings(weights: Any, hosts: Mesh) -> Any:
+    """Shardings on the way; None if there are none between start and end.
+
+    The devices of a host first split along `tensor` what its sampler wants split, out of their own
+    fsdp shards. Then hosts exchange the rest. Without this step XLA gathers every weight whole on
+    every device.
+    """
+    # 2 hosts of 4 devices:   data  fsdp  tensor
+    #   training               1     8     1
+    #   halfway                1     2     4
+    #   samplers               2     1     4
     mesh: Mesh = jax.tree.leaves(weights)[0].sharding.mesh
     data, fsdp, tensor = (mesh.shape[name] for name in MESH_AXES)
-    more, odd = divmod(hosts.shape["tensor"], tensor)
-    if odd or not more or fsdp % more:
+    factor, remainder = divmod(hosts.shape["tensor"], tensor)
+    if remainder or factor == 0 or fsdp % factor:
         return None
-    devices = mesh.devices.reshape(data, fsdp // more, tensor * more)
+    devices = mesh.devices.reshape(data, fsdp // factor, tensor * factor)
     return param_shardings(weights, Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * 3))
 
 
 def sampler_devices(weights: Any, count: int) -> int:
-    """Over how many of a process's `count` devices its sampler is cut: the most that divide what `tensor` cuts in the weights."""
+    """How many of a process's `count` devices its sampler uses.
+
+    It is the largest number that divides both `count` and every weight axis along `tensor`.
+    """
     parameters = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    cut = math.gcd(
-        *(
-            size
-            for p in parameters
-            for axis, size in zip(p.get_metadata("axes"), p.shape, strict=True)
-            if RULES[axis] == "tensor"
-        )
-    )
-    return max(n for n in range(1, count + 1) if count % n == 0 == cut % n)
+    split_sizes = []
+    for parameter in parameters:
+        for axis, size in zip(parameter.get_metadata("axes"), parameter.shape, strict=True):
+            if RULES[axis] == "tensor":
+                split_sizes.append(size)
+    return math.gcd(count, *split_sizes)
 
 
 class WeightSync:
-    """Weights on training's mesh -> in `dtype`, on this process's own devices, where its sampler takes them.
+    """Brings weights from the mesh of training to this process's sampler.
 
-    The one step that crosses processes is `make_sync`'s; a process then takes its own shards as they are.
+    `program` is the jitted move across processes. It is None if the weights can be used as they
+    are: on one device, in the right type.
+
+    Args:
+        weights: Real or abstract weights on the mesh of training.
+        dtype: The type of the activations.
     """
 
     def __init__(self, weights: Any, dtype: DTypeLike):
@@ -79,21 +103,24 @@ class WeightSync:
         local = [
             device for device in mesh.devices.flat if device.process_index == jax.process_index()
         ]
-        each = sampler_devices(weights, len(local))
-        self._devices = local[:each]
-        self._places = jax.tree.leaves(
-            param_shardings(weights, make_mesh(1, 1, each, devices=self._devices))
-        )
-        same = mesh.size == 1 and all(x.dtype == dtype for x in jax.tree.leaves(weights))
-        # On one device, in the same type, there is nothing to do, and a program would copy the weights.
-        self._sync = (lambda x: x) if same else make_sync(weights, host_mesh(mesh, each), dtype)
+        count = sampler_devices(weights, len(local))
+        self._devices = local[:count]
+        shardings = param_shardings(weights, make_mesh(1, 1, count, devices=self._devices))
+        self._shardings = jax.tree.leaves(shardings)
+        right_type = all(x.dtype == dtype for x in jax.tree.leaves(weights))
+        self.program: jax.stages.Wrapped | None = None
+        # Even a program that changes nothing would copy the weights.
+        if mesh.size > 1 or not right_type:
+            self.program = make_sync(weights, host_mesh(mesh, count), dtype)
 
     def __call__(self, weights: Any) -> Any:
-        leaves, tree = jax.tree.flatten(self._sync(weights))
-        return jax.tree.unflatten(
-            tree, [self._take(x, place) for x, place in zip(leaves, self._places, strict=True)]
-        )
+        """The weights on this process's sampling devices."""
+        moved = weights if self.program is None else self.program(weights)
+        leaves, tree = jax.tree.flatten(moved)
+        own = [self._own(x, place) for x, place in zip(leaves, self._shardings, strict=True)]
+        return jax.tree.unflatten(tree, own)
 
-    def _take(self, x: jax.Array, place: Any) -> jax.Array:
+    def _own(self, x: jax.Array, sharding: Any) -> jax.Array:
+        """This process's shards of an array as an array of its own, without a copy."""
         parts = [shard.data for shard in x.addressable_shards if shard.device in self._devices]
-        return jax.make_array_from_single_device_arrays(x.shape, place, parts)
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)

@@ -1,4 +1,4 @@
-"""What reads frames and plays episodes, opened once the vision tower is frozen."""
+"""The parts of a run that encode frames and play episodes. The vision tower is frozen first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from train.settings import Run
 
 @dataclasses.dataclass(frozen=True)
 class Actor:
-    """What plays episodes: the engine, how weights reach it, what agents see, and who judges."""
+    """Plays and scores episodes."""
 
     engine: Engine
     sync: WeightSync
@@ -32,8 +32,8 @@ class Actor:
     judge: RemoteJudge | None
 
     def wake(self, weights: Any, version: int) -> None:
-        """Brings `weights` to the engine under the number `version`."""
-        # What it has goes first: new weights beside old ones may be too much.
+        """Load `weights` into the engine, which samples under them as `version`."""
+        # The old weights go first: both may not fit.
         self.engine.sleep()
         self.engine.load(jax.block_until_ready(self.sync(weights)), version)
 
@@ -41,7 +41,14 @@ class Actor:
 def open_environment(
     run: Run, data: Data, model: Qwen3VL, reader: FrameReader | None
 ) -> Environment:
-    """The protocol and the frames' features; `reader` reads the frames of published videos."""
+    """Build the protocol and the encoder of frames.
+
+    Args:
+        run: The settings.
+        data: Gives the vocabulary and the directory of videos.
+        model: Its vision tower is frozen and on this process's devices.
+        reader: Reads published videos ahead of time; None: videos are opened when needed.
+    """
     features = FrameFeatures(
         model.vision, model.config, run.frames, data.root, source=reader or video
     )
@@ -51,11 +58,19 @@ def open_environment(
 def open_actor(
     run: Run, model: Qwen3VL, environment: Environment, judge: RemoteJudge | None, weights: Any
 ) -> Actor | None:
-    """An actor that sleeps until `wake`; None for a run that plays no episodes. `weights` show
-    where the trained ones lie."""
+    """Open an actor that sleeps until `wake`; None for a run that plays no episodes.
+
+    Args:
+        run: The settings.
+        model: Its decoder gets shapes only, so that the engine alone holds weights.
+        environment: The protocol, and the frames' features.
+        judge: Scores open-ended answers; None: rules score them.
+        weights: The weights that are trained, on the mesh of training.
+    """
     if not run.plays_episodes:
         return None
     sync = WeightSync(weights, model.text.dtype)
+    # An engine starts with the weights of its model.
     nnx.update(model.text, sync(weights))
     engine = Engine(model, environment.features, run.engine_sizes)
     engine.sleep()

@@ -1,4 +1,4 @@
-"""The first phase: a fresh vision tower learns to see."""
+"""The alignment phase: a fresh vision tower learns to see."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from train.phases.context import Context
 
 
 def align(context: Context, model: Qwen3VL) -> None:
-    """Trains the vision tower of `model` in place, or takes it from where it was left."""
+    """Train the vision tower of `model` in place, from where it stopped."""
     settings, data = context.run.align, context.data
     if settings is None:
         return
-    # Small enough to lie whole on every device of every process, and to be aligned there.
+    # The tiny model is whole on every device, and every process trains all of it.
     whole = NamedSharding(context.mesh, PartitionSpec())
     nnx.update(model, jax.device_put(nnx.state(model), whole))
     unreadable: dict[str, str] = {}

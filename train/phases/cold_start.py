@@ -1,4 +1,4 @@
-"""The cold start: supervised steps on demonstrations."""
+"""The cold-start phase: supervised steps on demonstrations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cold_start(
     reader: FrameReader | None,
     weights: Any,
 ) -> Any:
-    """The weights after the last step of SFT. Those given are donated."""
+    """Train `weights`, which are donated. Returns those after the last step of SFT."""
     settings = context.run.sft
     if settings is None:
         return weights
@@ -40,13 +40,14 @@ def cold_start(
         if cursor is not None:
             batches.set_state(cursor)
         for step in phase.left:
-            clock = time.perf_counter()
+            start = time.perf_counter()
             batch, arrays, counts = next(batches)
-            state, figures = update(state, batch)
-            figures = {name: float(value) for name, value in figures.items()} | counts
-            seconds = time.perf_counter() - clock
-            figures["time/step"] = seconds
-            figures |= speeds(arrays, config, seconds, context.mesh.size)
-            kept = as_saved(state, parts.tower)
-            phase.done(step, figures, kept, batches.get_state(), ("loss",))
+            state, metrics = update(state, batch)
+            # Reading the metrics waits for the update.
+            metrics = {name: float(value) for name, value in metrics.items()} | counts
+            seconds = time.perf_counter() - start
+            metrics["time/step"] = seconds
+            metrics |= speeds(arrays, config, seconds, context.mesh.size)
+            saved = as_saved(state, parts.tower)
+            phase.done(step, metrics, saved, batches.get_state(), ("loss",))
     return state.weights

@@ -1,4 +1,4 @@
-"""What every phase of a run is given, and how a phase that trains is opened and resumed."""
+"""What every phase of a run is given; opening and resuming a phase that trains."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from train.unreadable import note_unreadable
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """A run's settings and data, where it writes, and who may stop it."""
+    """Settings, data, output and interrupts of a run."""
 
     run: Run
     settings: dict[str, Any]
-    """`run` as JSON, as it is stored beside each checkpoint."""
+    """`run` as JSON; stored beside each checkpoint."""
     folder: pathlib.Path
     data: Data
     mesh: Mesh
     origin: dict[str, Any]
-    """What the run began with: the model's sizes, the vocabulary, published weights and rows."""
+    """What the run began with: sizes of the model, vocabulary, published weights and data."""
     param_dtype: str
-    """The type of what is trained; the sampler's may be another."""
+    """Type of the trained weights. The sampler's may differ."""
     metrics: MetricsWriter
     interrupts: Interrupts
     tick: Callable[[], None]
@@ -50,13 +50,17 @@ class Context:
         settings: AlignSettings | SFTSettings | RLSettings,
         unreadable: dict[str, str],
     ) -> Phase:
-        """The phase `name` with its checkpoints.
+        """Open a phase with its checkpoints.
 
-        Checkpoints of a cold start may be another run's with the same settings for it
-        (`Run.start`). `unreadable` is noted before each save: video -> reason.
+        Args:
+            name: `align`, `sft` or `rl`.
+            settings: The settings of the phase.
+            unreadable: Videos that cannot be read, each with the reason; written before each save.
         """
         kept = self.run.checkpoints
         is_rl = name == "rl"
+        # A cold start may be another run's (`Run.start`), so its checkpoints are bound to the
+        # settings of a cold start only.
         decisive = identity(self.settings) if is_rl else cold_start_identity(self.settings)
         checkpoints = Checkpoints(
             self.folder / "checkpoints" / name,
@@ -91,8 +95,10 @@ class Context:
 
 
 def as_saved(state: TrainState, tower: Any) -> dict[str, Any]:
-    """What a checkpoint of SFT or RL holds: the whole model, its frozen tower included, and the
-    optimizer."""
+    """What a checkpoint of SFT or RL holds: the whole model and the optimizer's state.
+
+    The tower is frozen, but a checkpoint without it would not be a model.
+    """
     return {
         "vision": tower,
         "text": state.weights,
@@ -102,14 +108,14 @@ def as_saved(state: TrainState, tower: Any) -> dict[str, Any]:
 
 
 def resume(phase: Phase, start: TrainState, tower: Any) -> tuple[TrainState, Any]:
-    """The state that `phase` was left with and its data cursor; `start` and None where it begins.
+    """Restore the state and the data cursor of `phase`; `start` and None if it has no checkpoint.
 
-    Where a state is restored, the arrays of `start` are deleted, as an update would donate them.
+    If a state is restored, the arrays of `start` are deleted.
     """
     saved, cursor = phase.resume(as_saved(start, tower))
     if not phase.first:
         return start, cursor
-    # Callers still name these arrays: dropping this reference would keep them beside the restored.
+    # Callers still refer to these arrays, so without deletion both states would be in memory.
     for leaf in jax.tree.leaves(start):
         leaf.delete()
     return TrainState(saved["text"], saved["optimizer"], saved["step"]), cursor

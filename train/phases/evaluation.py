@@ -1,4 +1,4 @@
-"""Evaluation before and after RL: episodes on held-out questions under every setting."""
+"""The evaluation phases, before and after RL: episodes on held-out questions, per setting."""
 
 from __future__ import annotations
 
@@ -25,15 +25,22 @@ from train.phases.context import Context
 def evaluate(
     context: Context, actor: Actor | None, weights: Any, name: str
 ) -> list[dict[str, Any]]:
-    """Rows of every setting on held-out questions, [] where the run plays no episodes.
+    """Play held-out questions under every setting, and write one file per K.
 
-    `name` says when: `before` or `after` RL. The settings of one K stand in one file, written when
-    they are done. Where a judge was asked, the file also holds what became of its answers
-    (`JudgeCounts`), summed over these settings.
+    A file is written once its settings are done. An interrupted evaluation plays only those that
+    are missing. With a judge, a file also holds the sums of `JudgeCounts`.
+
+    Args:
+        context: The run.
+        actor: Plays the episodes; None: nothing is played.
+        weights: The weights to evaluate.
+        name: `before` or `after` RL.
+
+    Returns:
+        A row of results per setting; [] if the run plays no episodes or has no held-out questions.
     """
     settings = context.run.evaluation
     questions = context.data.heldout[: settings.questions]
-    # Without held-out questions, `rollout.evaluate` plays the paper's splits.
     if actor is None or not questions:
         return []
     rows = []
@@ -49,7 +56,8 @@ def evaluate(
                         file.parent.mkdir(exist_ok=True)
                         write_atomically(file, json.dumps(content))
             rows += json.loads(file.read_text())["rows"]
-    actor.engine.sleep()  # what comes next trains or writes
+    # The next phase needs the memory.
+    actor.engine.sleep()
     return rows
 
 
@@ -62,7 +70,12 @@ def _evaluate_budget(
     progress: Progress,
     done: int,
 ) -> dict[str, Any]:
-    """Rows and episodes of all settings with `k` frames; `done` settings came before them."""
+    """Play all settings with `k` frames; `done` settings came before them.
+
+    Returns:
+        The content of the file: rows, episodes, and the judge's counts.
+    """
+    # What is cached must not depend on where an interrupted evaluation resumed.
     actor.engine.forget()
     content: dict[str, Any] = {"rows": [], "episodes": []}
     if actor.judge is not None:
@@ -70,7 +83,7 @@ def _evaluate_budget(
     settings = context.run.evaluation.episode_settings()
     for setting in [s for s in settings if s.frames == k]:
         context.interrupts.check(
-            f"stopped while evaluating {name} RL; K = {k} begins again, those before it are kept"
+            f"stopped while evaluating {name} RL; finished K are kept, K = {k} starts again"
         )
         row, lines = _play(context, actor, questions, name, setting)
         content["rows"].append(row)
@@ -90,8 +103,10 @@ def _play(
     name: str,
     setting: EpisodeSettings,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The row of one setting, and the transcripts that the report shows."""
-    run, vocabulary = context.run, context.data.vocabulary
+    """Play one setting. Returns its row, and the transcripts for the report."""
+    run = context.run
+    vocabulary = context.data.vocabulary
+    # The headline setting is played several times per question.
     headline = setting.temperature > 0 and setting.dispatch == "parallel"
     protocol = Protocol(vocabulary, run.limits(setting.dispatch))
     scoring = Scoring(
@@ -109,10 +124,11 @@ def _play(
         run.evaluation.samples if headline else 1,
     )
     own = [outcome for _, outcome in outcomes if isinstance(outcome, Played)]
-    played = [one for part in hosts.gather(own) for one in part]
+    played = [outcome for part in hosts.gather(own) for outcome in part]
     shown = played[: run.log.episodes] if setting.dispatch == "parallel" else []
     lines = [
-        {"phase": name, "step": 0} | transcript(one.episode, one.rewards, setting, vocabulary)
-        for one in shown
+        {"phase": name, "step": 0}
+        | transcript(outcome.episode, outcome.rewards, setting, vocabulary)
+        for outcome in shown
     ]
     return row(setting, played), lines

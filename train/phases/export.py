@@ -15,11 +15,14 @@ from train.phases.model import Parts
 
 
 def export(context: Context, parts: Parts, weights: Any) -> None:
-    """Writes the folder `model`, for transformers and `models.qwen3_vl.hf.load`, where there is none."""
+    """Write the folder `model` unless it exists.
+
+    Transformers and `models.qwen3_vl.hf.load` can read it.
+    """
     folder = context.folder / "model"
     if hosts.from_first(folder.exists):
         return
-    # All processes save: what is cut over them is gathered.
+    # All processes take part, because the weights are sharded over all of them.
     whole = NamedSharding(context.mesh, PartitionSpec())
     nnx.update(parts.model.text, weights)
     nnx.update(parts.model.vision, jax.device_put(parts.tower, whole))

@@ -1,4 +1,4 @@
-"""The model that a run begins with, and what of it is trained."""
+"""The model that a run begins with, and its split into trained and frozen parts."""
 
 from __future__ import annotations
 
@@ -24,21 +24,25 @@ from train.settings import Run
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """A model without what is trained: the text decoder's weights go from phase to phase."""
+    """A model without its trained weights, which are passed from phase to phase."""
 
     model: Qwen3VL
-    """Its vision tower is frozen and on this process's devices; its decoder's weights are
-    abstract."""
+    """The vision tower is frozen and on this process's devices. The decoder has shapes only."""
     graph: nnx.GraphDef
     """The text decoder without its weights."""
     tower: Any
-    """The vision tower's state in the host's memory, in the type it is stored in."""
+    """The vision tower's state in the host's memory, in the type that checkpoints store."""
 
 
 def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VL, dict[str, Any]]:
-    """The model that a run begins with, and what tells its beginning from another's by content:
-    the vocabulary, the model's sizes, the published rows and weights."""
-    dtype, path = jnp.dtype(run.model.dtype), run.model.path
+    """Load or initialise the model that a run begins with.
+
+    Returns:
+        The model; and what it began with, by content: vocabulary, sizes of the model, and digests
+        of published data and weights. A checkpoint of another beginning cannot be resumed.
+    """
+    dtype = jnp.dtype(run.model.dtype)
+    path = run.model.path
     vocabulary = {"size": data.vocabulary.size, "digest": data.vocabulary.digest}
     if path:
         config = config_of(path, run.model.size)
@@ -55,20 +59,19 @@ def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VL, dict[str, An
 
 
 def model_config(run: Run, vocabulary: Vocabulary) -> Qwen3VLConfig:
-    """The model's sizes, with the ids that this vocabulary gives the special tokens."""
-    ids = {
-        f"{name}_token_id": vocabulary[f"<|{token}|>"]
-        for name, token in (("image", "image_pad"), ("video", "video_pad"))
-    }
-    ids |= {
-        f"{name}_token_id": vocabulary[f"<|{name}|>"] for name in ("vision_start", "vision_end")
-    }
+    """Sizes of a model with random weights, and the special tokens' ids in this vocabulary."""
     sizes = tiny(vocabulary.size) if run.model.size == "tiny" else qwen3_vl(run.model.size)
-    return dataclasses.replace(sizes, **ids)
+    return dataclasses.replace(
+        sizes,
+        image_token_id=vocabulary["<|image_pad|>"],
+        video_token_id=vocabulary["<|video_pad|>"],
+        vision_start_token_id=vocabulary["<|vision_start|>"],
+        vision_end_token_id=vocabulary["<|vision_end|>"],
+    )
 
 
 def take_apart(model: Qwen3VL, mesh: Mesh) -> tuple[Parts, Any]:
-    """The frozen parts of `model`, and the weights that are trained, laid over `mesh`."""
+    """Split `model` into frozen parts and trained weights, which are sharded over `mesh`."""
     graph, weights = nnx.split(model.text)
     weights = jax.device_put(weights, param_shardings(weights, mesh))
     tower = on_host(nnx.state(model.vision))
@@ -79,5 +82,5 @@ def take_apart(model: Qwen3VL, mesh: Mesh) -> tuple[Parts, Any]:
 
 
 def drop_weights(model: Qwen3VL) -> None:
-    """Leaves only shapes of the decoder's weights in `model`, so that they are held once."""
+    """Leave only shapes in the decoder of `model`, so that its weights are in memory once."""
     nnx.update(model.text, jax.eval_shape(lambda: nnx.state(model.text)))

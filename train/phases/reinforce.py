@@ -1,4 +1,4 @@
-"""Reinforcement learning: PARA-GRPO from the weights of the cold start."""
+"""The RL phase: PARA-GRPO from the weights of the cold start."""
 
 from __future__ import annotations
 
@@ -30,14 +30,19 @@ from train.phases.actor import Actor
 from train.phases.context import Context, as_saved, resume
 from train.phases.model import Parts
 
-WARM_UP = 3  # steps after the start of a process in which programs may still be compiled
+# Programs may still compile in the first steps of a process.
+WARM_UP = 3
 _SHOWN = ("accuracy", "format", "calls", "reward/total")
 
 
 def reinforce(
     context: Context, parts: Parts, actor: Actor | None, reader: FrameReader | None, weights: Any
 ) -> Any:
-    """The weights after the last step of RL. Those given stay as the reference, and are donated."""
+    """Train `weights` with RL. They are donated; a copy stays as the reference.
+
+    Returns:
+        The weights after the last step.
+    """
     run, folder = context.run, context.folder
     settings = run.rl
     if settings is None:
@@ -71,9 +76,9 @@ def reinforce(
             return speeds(batches, parts.model.config, seconds, context.mesh.size)
 
         for step in phase.left:
-            compiled = compilations.count
+            compiled_before = compilations.count
             transcribe = _transcriber(context, settings, step) if phase.saves(step) else None
-            state, figures = learner.step(
+            state, metrics = learner.step(
                 state,
                 engine,
                 environment,
@@ -83,10 +88,11 @@ def reinforce(
                 rollout_file.roll_out,
                 measure,
             )
-            late = compilations.count - compiled if step > phase.first + WARM_UP else 0
-            figures["recompilations"] = float(late)
+            warm = step > phase.first + WARM_UP
+            recompilations = compilations.count - compiled_before if warm else 0
+            metrics["recompilations"] = float(recompilations)
             cursor = {"questions": questions.get_state()}
-            phase.done(step, figures, as_saved(state, parts.tower), cursor, _SHOWN)
+            phase.done(step, metrics, as_saved(state, parts.tower), cursor, _SHOWN)
     rollout_file.remove()
     engine.sleep()
     return state.weights
@@ -95,17 +101,22 @@ def reinforce(
 def _questions(
     context: Context, settings: RLSettings, reader: FrameReader | None, first: int
 ) -> grain.DatasetIterator[tuple[Question, ...]] | Ahead[tuple[Question, ...]]:
-    """The questions of each step; published videos' overviews are read one step ahead."""
-    data, prompts = context.data, settings.prompts
+    """The questions of each step. Overviews of published videos are read one step ahead."""
+    prompts = settings.prompts
     seed = context.run.seed
+    # Budgets are drawn here as the step will draw them, so that the right frames are read.
     budgets = functools.partial(draw_budgets, settings, seed, prompts=prompts)
-    return question_stream(data, reader, seed + 2, prompts, budgets, first)
+    # A seed of its own: the order of questions is independent of that of conversations.
+    return question_stream(context.data, reader, seed + 2, prompts, budgets, first)
 
 
 def _transcriber(
     context: Context, settings: RLSettings, step: int
 ) -> Callable[[Rollouts, np.ndarray], None]:
-    """Writes down one episode of each of the first process's groups, for the report."""
+    """A callback that writes one episode per group of the first process, for the report.
+
+    It takes this process's rollouts and the advantages of all rows, float32[b, t].
+    """
     rows = settings.grpo.group_size
 
     def write(rollouts: Rollouts, advantages: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""The last phase: the result, the episodes of all phases in one file, and the report."""
+"""The last phase: writes the result, the episodes of all phases, and the report."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ Rows = list[dict[str, Any]]
 
 
 def report(context: Context, before: Rows, after: Rows, seconds: float) -> pathlib.Path:
-    """Writes result.json, episodes.jsonl and report.html; returns the last one's path.
+    """Write result.json, episodes.jsonl and report.html; returns the path of report.html.
 
-    `before` and `after` are the rows of both evaluations; `seconds` is what the run took.
+    Args:
+        context: The run.
+        before: Rows of the evaluation before RL.
+        after: Rows of the evaluation after RL.
+        seconds: Duration of the run.
     """
     folder = context.folder
     with hosts.one_after_another():
@@ -34,7 +38,7 @@ def report(context: Context, before: Rows, after: Rows, seconds: float) -> pathl
 
 
 def _counts(folder: pathlib.Path) -> dict[str, Any]:
-    """What has to be zero, or small, over the whole of RL."""
+    """Counts over all of RL that must be zero, or small."""
     steps = [line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "rl"]
     gaps = [line["logprob_gap"] for line in steps]
     return {
@@ -45,7 +49,7 @@ def _counts(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _judged(folder: pathlib.Path) -> dict[str, dict[str, int]]:
-    """What became of the judge's answers over both evaluations; {} where a run has no judge."""
+    """The judge's counts, summed over both evaluations; {} for a run without a judge."""
     contents = [json.loads(file.read_text()) for file in (folder / "evaluation").glob("*.json")]
     counts = [content["judge"] for content in contents if "judge" in content]
     total: collections.Counter[str] = collections.Counter()
@@ -55,9 +59,9 @@ def _judged(folder: pathlib.Path) -> dict[str, dict[str, int]]:
 
 
 def _collect_episodes(folder: pathlib.Path, root: pathlib.Path) -> None:
-    """episodes.jsonl: the transcripts of all phases, in order.
+    """Write episodes.jsonl: the transcripts of all phases, in order.
 
-    Videos of a world are named from `folder`, others by their whole path.
+    Videos inside `folder` are named relative to it, others by their absolute path.
     """
     videos = root.relative_to(folder) if root.is_relative_to(folder) else root
     order = ("before", "rl", "after")

@@ -1,1 +1,1 @@
-"""Studies made of several runs."""
+"""Studies that compare several runs."""

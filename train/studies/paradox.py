@@ -1,13 +1,16 @@
-"""The paper's paradox in miniature: `python -m train.studies.paradox` trains four settings from one cold start and compares them.
+"""The paper's paradox in miniature: four settings trained from one cold start, and compared.
 
-Owns the order of the runs, the table, and what is held against each of the paper's claims. Every run is a run directory like any other
-(`train.run`), so the command can be stopped at any moment and goes on; a finished run is only read. Invariant: everything that the table
-and the figure show is computed from the runs' own result.json and metrics.jsonl.
+    python -m train.studies.paradox
+
+Every run is an ordinary run directory (`train.run`), so the command can be interrupted and
+repeated. Finished runs are only read. The table and the figure are computed from result.json and
+metrics.jsonl of the runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import statistics
@@ -35,20 +38,22 @@ from train.unreadable import UnreadableVideosError
 
 COLD_START = "cold start"
 MEASURES = {"accuracy": "accuracy", "format": "f", "calls": "κ"}
-LAST = 5  # steps of training that "at the end" means
+# The steps at the end of training over which its rollouts are averaged.
+LAST_STEPS = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Paradox:
-    """Trains vanilla GRPO, GRPO with one of the two remedies, and with both, from one cold start, with several seeds each."""
+    """Trains plain GRPO, GRPO with either remedy, and with both, from one cold start."""
 
     run_dir: str = "runs/paradox"
-    """The cold start, which all share, and a folder for each choice of what follows."""
+    """Directory of the shared cold start, and of a folder per choice of rewards and steps."""
     seeds: int = 3
+    """Number of seeds per setting."""
     quick: bool = False
-    """One seed, and a third of the steps: a look, not a result."""
+    """One seed and a third of the steps: enough for a first look, not for a result."""
     rewards: Literal["outcome", "published"] = "outcome"
-    """What is paid beside the anchor: right answers alone, or format and calls too, as in the published recipe."""
+    """Rewards beside the anchor. outcome: right answers only. published: format and calls too."""
 
     def __post_init__(self):
         if self.seeds < 1:
@@ -57,12 +62,12 @@ class Paradox:
 
 
 def base(command: Paradox) -> Run:
-    """The recipe that all runs of the command are changes of."""
+    """The recipe from which all settings are derived."""
     run = paradox_tiny()
-    assert run.rl is not None
-    rl, published = run.rl, paravt_tiny().rl
+    published = paravt_tiny().rl
+    assert run.rl is not None and published is not None
+    rl = run.rl
     if command.rewards == "published":
-        assert published is not None
         rl = dataclasses.replace(rl, rewards=published.rewards)
     if command.quick:
         rl = dataclasses.replace(rl, steps=rl.steps // 3)
@@ -70,38 +75,42 @@ def base(command: Paradox) -> Run:
 
 
 def folder_of(command: Paradox) -> pathlib.Path:
-    """Where the arms, the table and the figure of this choice of rewards and steps are."""
-    return pathlib.Path(command.run_dir) / (command.rewards + ("-quick" if command.quick else ""))
+    """The folder of the runs, the table and the figure for this choice of rewards and steps."""
+    name = f"{command.rewards}-quick" if command.quick else command.rewards
+    return pathlib.Path(command.run_dir) / name
 
 
 def plan(command: Paradox) -> dict[str, list[Run]]:
-    """The runs of every row of the table. They are made seed by seed, so that an early look compares like with like."""
-    folder, run = folder_of(command), base(command)
-    start = dataclasses.replace(
-        run, name="cold_start", rl=None, run_dir=str(folder.parent / "cold-start")
-    )
+    """The runs of each row of the table: one cold start, and one run per setting and seed."""
+    folder = folder_of(command)
+    run = base(command)
+    cold_start_dir = str(folder.parent / "cold-start")
+    start = dataclasses.replace(run, name="cold_start", rl=None, run_dir=cold_start_dir)
+    seeds = 1 if command.quick else command.seeds
     runs: dict[str, list[Run]] = {COLD_START: [start]}
     for arm, changes in ARMS.items():
-        for seed in range(1 if command.quick else command.seeds):
-            slug = "-".join(arm.lower().replace("+", "").split())
-            changed = change(run, slug, changes)
-            place = folder / f"{slug}-{seed}"
-            runs.setdefault(arm, []).append(
-                dataclasses.replace(changed, seed=seed, start=start.run_dir, run_dir=str(place))
-            )
+        slug = "-".join(arm.lower().replace("+", "").split())
+        changed = change(run, slug, changes)
+        runs[arm] = []
+        for seed in range(seeds):
+            run_dir = str(folder / f"{slug}-{seed}")
+            arm_run = dataclasses.replace(changed, seed=seed, start=start.run_dir, run_dir=run_dir)
+            runs[arm].append(arm_run)
     return runs
 
 
 def carry_out(runs: dict[str, list[Run]], interrupts: Interrupts) -> None:
-    """Every run that has not finished yet: the cold start first, then the arms, seed by seed."""
-    order = [
-        *runs[COLD_START],
-        *(run for column in zip(*(runs[arm] for arm in ARMS), strict=True) for run in column),
-    ]
+    """Execute all runs that are not finished: the cold start first, then the settings.
+
+    All settings of one seed come before the next seed, so that an early look compares like with
+    like.
+    """
+    by_seed = zip(*(runs[arm] for arm in ARMS), strict=True)
+    order = [*runs[COLD_START], *itertools.chain.from_iterable(by_seed)]
     for number, run in enumerate(order, 1):
-        with RunDirectory(
-            run.run_dir, resolved(run)
-        ):  # refuses a run of other settings, also a finished one
+        # Opening the directory raises an error if it has a run of other settings, even a finished
+        # one.
+        with RunDirectory(run.run_dir, resolved(run)):
             finished = (pathlib.Path(run.run_dir) / "result.json").exists()
         if not finished:
             print(f"run {number} of {len(order)}: {run.name}, seed {run.seed}", file=sys.stderr)
@@ -109,17 +118,16 @@ def carry_out(runs: dict[str, list[Run]], interrupts: Interrupts) -> None:
 
 
 def read(run: Run) -> Result:
-    """What a finished run left behind."""
+    """Read the measures of a finished run."""
     folder = pathlib.Path(run.run_dir)
     result = json.loads((folder / "result.json").read_text())
-    before, after = (
-        {row["k"]: {m: row[m] for m in MEASURES} for row in result[when]}
-        for when in ("before", "after")
-    )
+
+    def by_k(rows: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
+        return {row["k"]: {name: row[name] for name in MEASURES} for row in rows}
+
     steps = [line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "rl"]
-    return Result(
-        before, after, [{name: line[name] for name in ("step", *MEASURES)} for line in steps]
-    )
+    by_step = [{name: line[name] for name in ("step", *MEASURES)} for line in steps]
+    return Result(by_k(result["before"]), by_k(result["after"]), by_step)
 
 
 def held_out(
@@ -128,74 +136,85 @@ def held_out(
     k: int | None = None,
     when: Literal["before", "after"] = "after",
 ) -> list[float]:
-    """A measure of each seed's run on held-out questions, at K = `k` or as the mean over K."""
-    return [
-        statistics.mean(row[measure] for at, row in getattr(r, when).items() if k in (None, at))
-        for r in results
-    ]
+    """A measure on held-out questions, by run.
+
+    Args:
+        results: The runs of a setting, one per seed.
+        measure: `accuracy`, `format` or `calls`.
+        k: Number of overview frames; None: the mean over all K.
+        when: Before or after the run.
+    """
+    values = []
+    for result in results:
+        rows = result.before if when == "before" else result.after
+        budgets = rows if k is None else [k]
+        values.append(statistics.mean(rows[budget][measure] for budget in budgets))
+    return values
 
 
 def at_the_end(results: Sequence[Result], measure: str) -> list[float]:
-    """A measure of each seed's training rollouts, over the last steps."""
-    return [statistics.mean(step[measure] for step in r.by_step[-LAST:]) for r in results]
+    """A measure of training rollouts by run, as the mean over the last steps."""
+    return [statistics.mean(step[measure] for step in r.by_step[-LAST_STEPS:]) for r in results]
 
 
 def show(values: Sequence[float]) -> str:
-    """Mean, and lowest to highest over seeds."""
+    """The mean over seeds, with the lowest and the highest value if there are several."""
     mean = f"{statistics.mean(values):.2f}"
     return mean if len(values) == 1 else f"{mean} [{min(values):.2f}, {max(values):.2f}]"
 
 
 def table(results: dict[str, list[Result]]) -> str:
-    """Markdown, a line for each setting: f and kappa of training rollouts, then accuracy and kappa of held-out questions at each K."""
+    """A Markdown table with a row per setting.
+
+    Its columns are f and kappa of training rollouts, then accuracy and kappa of held-out questions
+    at each K.
+    """
     ks = sorted(next(iter(results.values()))[0].after)
-    titles = [
-        "f, training",
-        "κ, training",
-        *(f"{MEASURES[m]} K={k}" for m in ("accuracy", "calls") for k in ks),
-    ]
+    columns = [(measure, k) for measure in ("accuracy", "calls") for k in ks]
+    titles = ["f, training", "κ, training", *(f"{MEASURES[m]} K={k}" for m, k in columns)]
     lines = [f"| setting | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
-    for name, column in results.items():
-        trained = (
-            [show(at_the_end(column, m)) for m in ("format", "calls")]
-            if column[0].by_step
-            else ["–", "–"]
-        )
-        tried = [show(held_out(column, m, k)) for m in ("accuracy", "calls") for k in ks]
-        lines.append(f"| {name} | {' | '.join(trained + tried)} |")
+    for name, runs in results.items():
+        cells = ["–", "–"]
+        # The cold start has no training rollouts.
+        if runs[0].by_step:
+            cells = [show(at_the_end(runs, measure)) for measure in ("format", "calls")]
+        cells += [show(held_out(runs, measure, k)) for measure, k in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def claims(results: dict[str, list[Result]]) -> list[tuple[str, bool, str]]:
-    """The paper's claims, whether they hold here in every seed, and the figures that say so.
+    """The paper's claims, each with whether it holds in every seed, and the figures behind it.
 
-    One measure for all settings: calls are *lost* where kappa of held-out questions at the largest K is less than a quarter of what the
-    same run had before, and *kept* where it is at least half; format *holds* where f of the last training rollouts is at least a half.
+    The same criteria apply to all settings. Kappa is that of held-out questions at the largest K,
+    f that of the last training rollouts.
+
+    - Calls are lost if kappa falls below a quarter of its value before the run.
+    - Calls are kept if kappa stays at half of that value or more.
+    - Format holds if f is at least 0.5.
     """
-    most = max(next(iter(results.values()))[0].after)
+    largest = max(next(iter(results.values()))[0].after)
     vanilla, anchored, gated, full = ARMS
     f = {name: at_the_end(results[name], "format") for name in ARMS}
-    kappa = {
-        name: (
-            held_out(results[name], "calls", most, "before"),
-            held_out(results[name], "calls", most),
-        )
-        for name in ARMS
-    }
-    right = {name: held_out(results[name], "accuracy") for name in ARMS}
+    before = {name: held_out(results[name], "calls", largest, "before") for name in ARMS}
+    after = {name: held_out(results[name], "calls", largest) for name in ARMS}
+    accuracy = {name: held_out(results[name], "accuracy") for name in ARMS}
 
-    def calls(name: str, share: float) -> list[bool]:
-        return [after >= share * before for before, after in zip(*kappa[name], strict=True)]
+    def retains(name: str, share: float) -> list[bool]:
+        """By seed: whether kappa is at least this share of its value before."""
+        pairs = zip(before[name], after[name], strict=True)
+        return [now >= share * then for then, now in pairs]
 
     def figures(name: str) -> str:
-        return f"κ {show(kappa[name][0])} -> {show(kappa[name][1])}, f {show(f[name])}"
+        return f"κ {show(before[name])} -> {show(after[name])}, f {show(f[name])}"
 
-    lost = {name: not any(calls(name, 0.25)) for name in ARMS}
-    kept = {name: all(calls(name, 0.5)) for name in ARMS}
-    best = min(right[full]) > max(max(right[name]) for name in (vanilla, anchored, gated))
-    accuracies = ", ".join(f"{name} {show(right[name])}" for name in ARMS)
+    lost = {name: not any(retains(name, 0.25)) for name in ARMS}
+    kept = {name: all(retains(name, 0.5)) for name in ARMS}
+    others = max(max(accuracy[name]) for name in (vanilla, anchored, gated))
+    highest = min(accuracy[full]) > others
+    accuracies = ", ".join(f"{name} {show(accuracy[name])}" for name in ARMS)
     return [
-        (f"(1) plain GRPO at K = {most} loses its calls", lost[vanilla], figures(vanilla)),
+        (f"(1) plain GRPO at K = {largest} loses its calls", lost[vanilla], figures(vanilla)),
         ("(2) its format stays poor or collapses", max(f[vanilla]) < 0.5, figures(vanilla)),
         (
             "(3) anchoring alone holds format but not calls",
@@ -209,31 +228,33 @@ def claims(results: dict[str, list[Result]]) -> list[tuple[str, bool, str]]:
         ),
         (
             "(5) only both win: format holds, calls are kept, and accuracy over K is the highest",
-            min(f[full]) >= 0.5 and kept[full] and best,
+            min(f[full]) >= 0.5 and kept[full] and highest,
             f"{figures(full)}; accuracy {accuracies}",
         ),
     ]
 
 
 def report(results: dict[str, list[Result]]) -> str:
-    """The table, then a line for each claim."""
-    seeds = max(len(column) for column in results.values())
-    lines = [
-        f"- {'holds' if holds else 'does not hold'}: {claim} ({figures})"
-        for claim, holds, figures in claims(results)
-    ]
-    said = f"{seeds} seeds" if seeds > 1 else "one seed: a look, not a result"
-    return f"{table(results)}\n\nOf the paper's claims, with {said}:\n\n" + "\n".join(lines) + "\n"
+    """The table, and a line per claim."""
+    seeds = max(len(runs) for runs in results.values())
+    counted = f"{seeds} seeds" if seeds > 1 else "one seed: a look, not a result"
+    lines = []
+    for claim, holds, figures in claims(results):
+        lines.append(f"- {'holds' if holds else 'does not hold'}: {claim} ({figures})\n")
+    return f"{table(results)}\n\nOf the paper's claims, with {counted}:\n\n" + "".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command's exit code. Writes table.md, figure.svg and results.json into the folder."""
+    """Run the command; returns its exit code.
+
+    Writes table.md, figure.svg and results.json.
+    """
     command = tyro.cli(Paradox, args=argv, prog="python -m train.studies.paradox")
-    folder, start = folder_of(command), time.monotonic()
+    folder = folder_of(command)
+    start = time.monotonic()
     reuse_freed_memory()
-    jax.config.update(
-        "jax_compilation_cache_dir", str(folder.parent.absolute() / "compiled")
-    )  # the runs' programs are the same
+    # All runs compile the same programs, so they share the compiled ones.
+    jax.config.update("jax_compilation_cache_dir", str(folder.parent.absolute() / "compiled"))
     runs = plan(command)
     try:
         with Interrupts() as interrupts:
@@ -250,22 +271,22 @@ def main(argv: list[str] | None = None) -> int:
     ) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    results = {name: [read(run) for run in column] for name, column in runs.items()}
-    kept: dict[str, Any] = {
-        name: [dataclasses.asdict(result) for result in column] for name, column in results.items()
-    }
-    write_atomically(folder / "results.json", json.dumps(kept, indent=1) + "\n")
-    write_atomically(folder / "table.md", report(results))
-    (start_result,), arms = (
-        results[COLD_START],
-        {name: column for name, column in results.items() if name != COLD_START},
-    )
-    write_atomically(folder / "figure.svg", figure(arms, start_result))
-    print(report(results))
-    print(
-        f"done in {format_seconds(time.monotonic() - start)}; see {folder / 'table.md'} and {folder / 'figure.svg'}"
-    )
+    _write(folder, {name: [read(run) for run in column] for name, column in runs.items()})
+    seconds = format_seconds(time.monotonic() - start)
+    print(f"done in {seconds}; see {folder / 'table.md'} and {folder / 'figure.svg'}")
     return 0
+
+
+def _write(folder: pathlib.Path, results: dict[str, list[Result]]) -> None:
+    """Write the results, the table and the figure, and print the table."""
+    content: dict[str, Any] = {
+        name: [dataclasses.asdict(result) for result in runs] for name, runs in results.items()
+    }
+    write_atomically(folder / "results.json", json.dumps(content, indent=1) + "\n")
+    write_atomically(folder / "table.md", report(results))
+    arms = {arm: results[arm] for arm in ARMS}
+    write_atomically(folder / "figure.svg", figure(arms, results[COLD_START][0]))
+    print(report(results))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The figure of `train.studies.paradox`: accuracy, f and kappa, by step and after training.
 
-It shows means and ranges over seeds and a moving mean over steps, and its caption says so. A
-setting has the same colour, dash and mark in all six panels.
+It shows means and ranges over seeds, and a moving mean over steps. A setting has the same colour,
+dash and marker in all six panels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from train.report.chart import smooth
 
 ROWS = {"accuracy": "accuracy", "format": "format f", "calls": "calls κ"}
 INK, QUIET, GRID, START = "#222222", "#555555", "#e4e4e4", "#8a8a8a"
-BETWEEN, HALF = 0.18, 0.4  # of a K: from mark to mark, and half the width of the cold start's line
+# In units of the distance between two K: from marker to marker, and half the width of the cold
+# start's line.
+MARKER_DISTANCE = 0.18
+HALF_WIDTH = 0.4
 LOOK: dict[RcKeyType, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": QUIET,
@@ -34,14 +37,17 @@ LOOK: dict[RcKeyType, Any] = {
     "axes.titlecolor": INK,
     "axes.titlesize": "medium",
     "axes.titleweight": "bold",
-    "font.sans-serif": ["DejaVu Sans", "Helvetica", "Arial"],  # the first comes with matplotlib
+    # The first one comes with matplotlib.
+    "font.sans-serif": ["DejaVu Sans", "Helvetica", "Arial"],
     "grid.color": GRID,
     "lines.linewidth": 2,
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "paradox",  # ids that are the same each time
+    # Text stays text, and ids are the same each time.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "paradox",
     "text.color": INK,
     "xtick.color": QUIET,
-    "xtick.major.pad": 8,  # below the marks that stand at 0
+    # Below markers at 0.
+    "xtick.major.pad": 8,
     "xtick.major.size": 0,
     "ytick.color": QUIET,
     "ytick.major.size": 0,
@@ -50,7 +56,7 @@ LOOK: dict[RcKeyType, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One run: figures of the held-out questions by K before and after it, and of the training rollouts by step."""
+    """The measures of one run: on held-out questions by K, and of training rollouts by step."""
 
     before: dict[int, dict[str, float]]
     after: dict[int, dict[str, float]]
@@ -58,7 +64,7 @@ class Result:
 
 
 class Style(NamedTuple):
-    """How a setting looks: Okabe and Ito's colours, which colour-blind people can tell apart."""
+    """The look of a setting. The colours, by Okabe and Ito, suit colour-blind readers."""
 
     color: str
     linestyle: str
@@ -74,7 +80,7 @@ STYLES = (
 
 
 def figure(results: dict[str, list[Result]], start: Result) -> str:
-    """The figure as SVG; the same results give the same bytes. See `draw`."""
+    """The figure as SVG. The same results give the same bytes. Arguments as for `draw`."""
     with matplotlib.rc_context(LOOK):
         file = io.BytesIO()
         title = "Accuracy, format and calls of each setting, by step and after training"
@@ -83,17 +89,22 @@ def figure(results: dict[str, list[Result]], start: Result) -> str:
 
 
 def draw(results: dict[str, list[Result]], start: Result) -> Figure:
-    """Three rows of two columns: training rollouts by step, and held-out questions by K.
+    """Draw three rows of two panels: training rollouts by step, and held-out questions by K.
 
-    `results` holds a setting's runs, one per seed, all of the same steps and K; `start` is the cold
-    start. Raises ValueError for more settings than have a style.
+    Args:
+        results: The runs of each setting, one per seed, all with the same steps and K.
+        start: The cold start.
+
+    Raises:
+        ValueError: There are more settings than styles.
     """
     if len(results) > len(STYLES):
         raise ValueError(
-            f"results: {len(results)} settings; only {len(STYLES)} can be told apart, "
+            f"results: {len(results)} settings for {len(STYLES)} styles; "
             "add to train.studies.paradox_figure.STYLES"
         )
     runs = [result for column in results.values() for result in column]
+    # The moving mean runs over `span` steps before and after each.
     span = max(1, len(runs[0].by_step) // 12)
     drawing = Figure(figsize=(9.4, 7.4), layout="constrained")
     panels = drawing.subplots(len(ROWS), 2, sharex="col", sharey="row")
@@ -117,7 +128,7 @@ def draw(results: dict[str, list[Result]], start: Result) -> Figure:
 
 
 def _by_step(axes: Axes, results: dict[str, list[Result]], measure: str, span: int) -> None:
-    """Mean and range over seeds of each seed's moving mean."""
+    """Draw the mean and the range over seeds of each seed's moving mean."""
     steps = [line["step"] for line in next(iter(results.values()))[0].by_step]
     for (name, column), style in zip(results.items(), STYLES, strict=False):
         seeds = [
@@ -127,7 +138,7 @@ def _by_step(axes: Axes, results: dict[str, list[Result]], measure: str, span: i
         values = [[value for _, value in points] for points in zip(*seeds, strict=True)]
         axes.plot(
             steps,
-            [statistics.mean(at) for at in values],
+            [statistics.mean(over_seeds) for over_seeds in values],
             color=style.color,
             linestyle=style.linestyle,
             label=name,
@@ -135,25 +146,28 @@ def _by_step(axes: Axes, results: dict[str, list[Result]], measure: str, span: i
             zorder=3,
         )
         if len(column) > 1:
-            low, high = [min(at) for at in values], [max(at) for at in values]
+            low = [min(over_seeds) for over_seeds in values]
+            high = [max(over_seeds) for over_seeds in values]
             axes.fill_between(steps, low, high, color=style.color, alpha=0.15, linewidth=0)
     axes.set_xlim(0, steps[-1])
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 5, 10]))
 
 
 def _by_k(axes: Axes, results: dict[str, list[Result]], start: Result, measure: str) -> None:
-    """For each K the cold start's line, and over it a mark per setting, side by side."""
+    """Draw for each K the cold start's line, and over it a marker per setting, side by side."""
     ks = sorted(start.after)
     for place, k in enumerate(ks):
         value = start.after[k][measure]
-        axes.plot([place - HALF, place + HALF], [value] * 2, color=START, clip_on=False)
+        axes.plot([place - HALF_WIDTH, place + HALF_WIDTH], [value] * 2, color=START, clip_on=False)
     for i, ((name, column), style) in enumerate(zip(results.items(), STYLES, strict=False)):
         values = [[result.after[k][measure] for result in column] for k in ks]
-        means = [statistics.mean(at) for at in values]
-        below = [mean - min(at) for mean, at in zip(means, values, strict=True)]
-        above = [max(at) - mean for mean, at in zip(means, values, strict=True)]
+        means = [statistics.mean(over_seeds) for over_seeds in values]
+        below = [mean - min(over_seeds) for mean, over_seeds in zip(means, values, strict=True)]
+        above = [max(over_seeds) - mean for mean, over_seeds in zip(means, values, strict=True)]
+        # The markers of a K are centred on it.
+        offset = (i - (len(results) - 1) / 2) * MARKER_DISTANCE
         axes.errorbar(
-            [place + (i - (len(results) - 1) / 2) * BETWEEN for place in range(len(ks))],
+            [place + offset for place in range(len(ks))],
             means,
             yerr=(below, above) if len(column) > 1 else None,
             fmt=style.marker,
