@@ -130,7 +130,7 @@ class EvaluationFolder:
 
 
 def read_lines(folder: pathlib.Path) -> Iterator[Line]:
-    """Reads the lines of all shards without their transcripts; each shard's in the order written."""
+    """Reads the lines of all shards without transcripts, each shard's in the order written."""
     for file in sorted(folder.glob("questions*.jsonl")):
         with file.open("rb") as stream:
             for text in stream:
@@ -148,7 +148,7 @@ def latest(lines: Iterator[Line]) -> dict[str, Line]:
 
 
 def read_json(file: pathlib.Path) -> Line:
-    """Reads a JSON file of an evaluation's folder. Raises FolderError if it is missing or damaged."""
+    """Reads a JSON file of the folder. Raises FolderError if it is missing or damaged."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -190,7 +190,8 @@ def _protocol(
     settings: BenchmarkSettings, vocabulary: Vocabulary, tokens_per_frame: int, subtitled: bool
 ) -> tuple[Protocol, int, int]:
     """The protocol, and the largest prompts of a main agent and of a sub-agent, in tokens."""
-    # The tokens of a crop do not depend on the limits that it changes: measure it with 0 first.
+    # With dispatch `frames`, the limits depend on a crop's size. A crop's size does not depend on
+    # the limits: measure it under limits for 0 tokens.
     without_crops = Protocol(vocabulary, settings.protocol(0))
     crop = crop_tokens(without_crops, tokens_per_frame, _LATEST_FRAME)
     protocol = Protocol(vocabulary, settings.protocol(crop))

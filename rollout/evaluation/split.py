@@ -85,7 +85,7 @@ class Player:
             video = item.question.video
             remaining[video] -= 1
             if not remaining[video]:
-                # Otherwise the memory grows with the number of videos, of which there are thousands.
+                # Otherwise the memory grows with every video, and a split has thousands.
                 self.environment.features.forget(self._videos.find(video) or video)
 
     def _prepared(self, item: Item) -> tuple[Question, int | None]:
