@@ -36,7 +36,7 @@ _COUNTED = {
 
 
 def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
-    """Compares two runs of the same split question by question.
+    """Compare two runs of the same split question by question.
 
     Args:
         first: the folder of run A.
@@ -117,7 +117,7 @@ def _interval_of_difference(gains: np.ndarray, videos: Sequence[str]) -> tuple[f
 
 
 def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, Any]) -> str:
-    """Formats what `compare` found for people."""
+    """Format what `compare` found for people."""
     low, high = found["interval"]
     score_a, score_b = found["scores"]
     lines = [
@@ -157,7 +157,7 @@ Row = tuple[str, dict[str, Line]]
 
 
 def table(folders: Sequence[pathlib.Path]) -> str:
-    """Makes a markdown table of runs beside the paper's results, with notes below it.
+    """Make a markdown table of runs beside the paper's results, with notes below it.
 
     Runs of the same `name` share a row. A second run of a split under that name starts another.
 

@@ -36,7 +36,7 @@ class EvaluationFolder:
         commit: str | None,
         shard: tuple[int, int] = (0, 1),
     ):
-        """Opens the folder, and creates it if needed.
+        """Open the folder, and create it if needed.
 
         Args:
             path: the folder.
@@ -82,13 +82,13 @@ class EvaluationFolder:
         self.close()
 
     def append(self, line: Line) -> None:
-        """Writes a line. It is on disk when this returns."""
+        """Write a line. It is on disk when this returns."""
         self._lines.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
         self._lines.flush()
         os.fsync(self._lines.fileno())
 
     def summarise(self, make: Callable[[Line, Iterator[Line]], Line]) -> Line:
-        """Writes and returns summary.json, made of config.json and the lines of all shards."""
+        """Write and return summary.json, made of config.json and the lines of all shards."""
         # With the lock, two shards that end together summarise one after the other: the later one
         # sees the lines of both.
         with lock(self.path / ".lock", wait=True):
@@ -97,7 +97,7 @@ class EvaluationFolder:
         return summary
 
     def _claim(self, identity: Line, details: Line, commit: str | None) -> None:
-        """Writes config.json, or checks that the one in the folder has the same identity."""
+        """Write config.json, or check that the one in the folder has the same identity."""
         file = self.path / "config.json"
         with lock(self.path / ".lock", wait=True):
             if not file.exists():
@@ -118,7 +118,7 @@ class EvaluationFolder:
             write_atomically(file, _as_text(stored | details | {"commits": commits}))
 
     def _cut_off_partial_line(self) -> None:
-        """Truncates the file after its last whole line: a killed process may leave half a line."""
+        """Truncate the file after its last whole line: a killed process may leave half a line."""
         self._lines.seek(0)
         end = 0
         for line in self._lines:
@@ -130,7 +130,7 @@ class EvaluationFolder:
 
 
 def read_lines(folder: pathlib.Path) -> Iterator[Line]:
-    """Reads the lines of all shards without transcripts, each shard's in the order written."""
+    """Read the lines of all shards without transcripts, each shard's in the order written."""
     for file in sorted(folder.glob("questions*.jsonl")):
         with file.open("rb") as stream:
             for text in stream:
@@ -148,7 +148,7 @@ def latest(lines: Iterator[Line]) -> dict[str, Line]:
 
 
 def read_json(file: pathlib.Path) -> Line:
-    """Reads a JSON file of the folder. Raises FolderError if it is missing or damaged."""
+    """Read a JSON file of the folder. Raises FolderError if it is missing or damaged."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

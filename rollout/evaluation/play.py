@@ -110,7 +110,7 @@ def play_and_score(
     samples: int = 1,
     side_by_side: int | None = None,
 ) -> Iterator[tuple[int, Played | LeftOut]]:
-    """Plays every question `samples` times under one setting and scores the episodes.
+    """Play every question `samples` times under one setting and score the episodes.
 
     Args:
         sampler: the engine, or anything else that answers requests.
@@ -170,7 +170,7 @@ async def _play(
 def _score(
     done: Sequence[tuple[int, Episode | LeftOut]], scoring: Scoring
 ) -> Iterator[tuple[int, Played | LeftOut]]:
-    """Scores the episodes in one call of `score_all`, which asks a judge about all at once."""
+    """Score the episodes in one call of `score_all`, which asks a judge about all at once."""
     episodes = [outcome for _, outcome in done if isinstance(outcome, Episode)]
     answers = [scoring.read(episode.turns) for episode in episodes]
     earned = score_all(
@@ -204,7 +204,7 @@ def measures(played: Played) -> dict[str, Any]:
 
 
 def final_text(turns: Sequence[Turn]) -> str | None:
-    """Reads the answer of a model that may never have learned to write an answer block.
+    """Read the answer of a model that may never have learned to write an answer block.
 
     Returns:
         The last turn's answer block, or without one the text after its thought. None if there is

@@ -20,7 +20,7 @@ _CHUNK_BYTES = 1 << 22
 
 
 def weights_hash(folder: pathlib.Path) -> str:
-    """Hashes the content of a checkpoint: its weights, config.json and tokenizer.json."""
+    """Hash the content of a checkpoint: its weights, config.json and tokenizer.json."""
     total = hashlib.blake2b(digest_size=16)
     others = [folder / "config.json", folder / "tokenizer.json"]
     for file in sorted([*folder.glob("*.safetensors"), *others]):
@@ -38,7 +38,7 @@ def _file_hash(file: pathlib.Path) -> bytes:
 
 
 def questions_hash(items: Iterable[Item]) -> str:
-    """Hashes the questions with their options, answers, subtitles and the names of their videos."""
+    """Hash the questions with their options, answers, subtitles and the names of their videos."""
     total = hashlib.blake2b(digest_size=16)
     for item in items:
         q = item.question

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -62,9 +63,9 @@ _REFUSED_VIDEOS = 5
 def evaluate(
     settings: BenchmarkSettings,
     questions: Sequence[Question] | None = None,
-    stream: TextIO | None = None,
+    stream: TextIO | io.TextIOBase | None = None,
 ) -> Line:
-    """Plays the questions that have no line yet, and writes and returns the summary.
+    """Play the questions that have no line yet, and write and return the summary.
 
     Args:
         settings: the model, what to play and how.
@@ -170,7 +171,7 @@ def _player(
     subtitled: bool,
     stack: contextlib.ExitStack,
 ) -> Player:
-    """Loads the model or connects to the endpoint. `stack` closes the connections."""
+    """Load the model or connect to the endpoint. `stack` closes the connections."""
     judge = None
     rewards = settings.rewards()
     if rewards.judge:
@@ -249,7 +250,7 @@ def _play(
     progress: _Progress,
     unproven_endpoint: str,
 ) -> None:
-    """Plays the items and appends their lines.
+    """Play the items and append their lines.
 
     `unproven_endpoint` is the address of a server that has not answered any question yet; "" for
     an engine, or if lines in the folder show that it has.
@@ -280,7 +281,7 @@ def _play(
 class _Progress(Progress):
     """Counts finished questions and shows score, calls per question and questions left out."""
 
-    def __init__(self, title: str, total: int, stream: TextIO):
+    def __init__(self, title: str, total: int, stream: TextIO | io.TextIOBase):
         super().__init__(title, "question", every=10.0, stream=stream)
         self._total = total
         self._left_out = 0
@@ -289,7 +290,7 @@ class _Progress(Progress):
         self._score = 0.0
 
     def add(self, line: Line) -> None:
-        """Counts a finished question."""
+        """Count a finished question."""
         if "left_out" in line:
             self._left_out += 1
         else:

@@ -38,7 +38,7 @@ class Player:
         videos: VideoFolder,
         judge: Judge | None = None,
     ):
-        """Prepares to play.
+        """Prepare to play.
 
         Args:
             sampler: the engine or an endpoint.
@@ -55,7 +55,7 @@ class Player:
         self._scoring = Scoring(settings.rewards(), judge, blocks_only=False)
 
     def lines(self, items: Sequence[Item]) -> Iterator[Line]:
-        """Plays the items and yields one line per question, in the order in which they are done.
+        """Play the items and yield one line per question, in the order in which they are done.
 
         A line's `spent` is the time since the line before it, in seconds.
         """
@@ -142,7 +142,7 @@ class Player:
 
 
 def fitting(entries: Sequence[Subtitle], protocol: Protocol, tokens: int) -> list[Subtitle]:
-    """Chooses the subtitles that a prompt shows.
+    """Choose the subtitles that a prompt shows.
 
     Args:
         entries: the subtitles of the video.

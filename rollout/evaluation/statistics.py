@@ -16,7 +16,7 @@ _NO_SPREAD = 1e-12
 
 
 def interval(scores: Sequence[float], clusters: Sequence[str]) -> tuple[float, float]:
-    """Computes a 95 % interval of a mean score, with the questions of one video as one cluster.
+    """Compute a 95 % interval of a mean score, with the questions of one video as one cluster.
 
     It is Wilson's interval at the effective number of questions: p (1 - p) over the cluster-robust
     variance of the mean. Where all scores are equal the variance is 0, and the number of clusters
@@ -58,7 +58,7 @@ def _effective_count(
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Computes the two-sided p-value of McNemar's exact test.
+    """Compute the two-sided p-value of McNemar's exact test.
 
     Args:
         only_first: number of questions that the first run alone got right.

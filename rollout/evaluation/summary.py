@@ -33,7 +33,7 @@ def summarise(
     broken: Mapping[str, str],
     score: Score = "accuracy",
 ) -> Line:
-    """Computes the content of summary.json.
+    """Compute the content of summary.json.
 
     Open-ended answers have figures of their own, `open_ended`: a mean over their F1 and the right
     or wrong of multiple choice would say nothing.
@@ -60,7 +60,7 @@ def summarise(
 
 
 def read_summary(folder: pathlib.Path) -> Line:
-    """Reads an evaluation's summary.json.
+    """Read an evaluation's summary.json.
 
     Raises:
         FolderError: there is none, or an older version of this code wrote it.
@@ -99,7 +99,7 @@ def score_of(summary: Line) -> float | None:
 
 
 def row(setting: EpisodeSettings, played: Sequence[Played]) -> Line:
-    """Summarises the episodes played under one setting, for result.json: the setting and figures.
+    """Summarise the episodes played under one setting, for result.json: the setting and figures.
 
     Raises:
         ValueError: there are no episodes.
@@ -117,7 +117,7 @@ def row(setting: EpisodeSettings, played: Sequence[Played]) -> Line:
 
 
 def figures(lines: Sequence[Line]) -> dict[str, Any]:
-    """Computes the figures of episodes from their `measures`.
+    """Compute the figures of episodes from their `measures`.
 
     Returns:
         accuracy: mean score: 0 or 1 for a choice, IoU for grounding, F1 for open-ended answers.

@@ -49,13 +49,13 @@ _SMALLEST_BAR = 0.6  # per cent of the time axis; shorter windows could not be s
 
 
 def episode_page(run_dir: pathlib.Path, episode: dict[str, Any]) -> str:
-    """Renders a page with one card, see `episode_card`."""
+    """Render a page with one card, see `episode_card`."""
     card = episode_card(run_dir, episode, unfolded=True)
     return environment().get_template("episode.html.jinja").render(card=card)
 
 
 def episode_card(run_dir: pathlib.Path, episode: dict[str, Any], unfolded: bool) -> dict[str, Any]:
-    """Collects the values that the template needs for one episode.
+    """Collect the values that the template needs for one episode.
 
     Args:
         run_dir: the folder that the episode's `video` is relative to.

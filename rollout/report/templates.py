@@ -13,7 +13,7 @@ import jinja2
 
 
 def environment(*folders: pathlib.Path) -> jinja2.Environment:
-    """Makes the environment of the templates in `folders` and in this package's folder.
+    """Make the environment of the templates in `folders` and in this package's folder.
 
     A template that uses an undefined name raises an error.
     """
@@ -29,7 +29,7 @@ def environment(*folders: pathlib.Path) -> jinja2.Environment:
 
 
 def number(value: float | None) -> str:
-    """Formats a figure in about three digits: 0.813, 12.5, 1,240, 3.1e−6; a dash for none."""
+    """Format a figure in about three digits: 0.813, 12.5, 1,240, 3.1e−6; a dash for none."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -43,14 +43,14 @@ def number(value: float | None) -> str:
 
 
 def decimals(value: float | None) -> str:
-    """Formats a share or a count with two decimals; a dash for none."""
+    """Format a share or a count with two decimals; a dash for none."""
     if value is None:
         return "–"
     return f"{value:.2f}".replace("-", "−")
 
 
 def seconds(value: float | None) -> str:
-    """Formats a time in a video. A call may ask for any number, so large ones are shortened."""
+    """Format a time in a video. A call may ask for any number, so large ones are shortened."""
     if value is None:
         return "?"
     if abs(value) >= 1e6:

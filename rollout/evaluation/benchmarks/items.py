@@ -46,7 +46,7 @@ class Item:
 
 
 def text_of(row: Mapping[str, Any], field: str) -> str:
-    """Reads a field that must not be empty. Numbers become text."""
+    """Read a field that must not be empty. Numbers become text."""
     text = optional(row, field)
     if not text or isinstance(row.get(field), bool):
         raise BrokenRow(f"{field} is missing")
@@ -54,19 +54,19 @@ def text_of(row: Mapping[str, Any], field: str) -> str:
 
 
 def optional(row: Mapping[str, Any], field: str) -> str:
-    """Reads a field that may be missing. Lists count as missing."""
+    """Read a field that may be missing. Lists count as missing."""
     value = row.get(field)
     return str(value).strip() if isinstance(value, str | int | float) else ""
 
 
 def optional_task(row: Mapping[str, Any], field: str) -> tuple[str, ...]:
-    """Reads a field with a question's task: no task or one."""
+    """Read a field with a question's task: no task or one."""
     task = optional(row, field)
     return (task,) if task else ()
 
 
 def path_of(text: str) -> str:
-    """Checks that a path stays below the root of the videos."""
+    """Check that a path stays below the root of the videos."""
     path = pathlib.PurePosixPath(text)
     if path.is_absolute() or ".." in path.parts or not path.parts:
         raise BrokenRow(f"video = {text!r}: not a path below the root of the videos")
@@ -77,7 +77,7 @@ def path_of(text: str) -> str:
 
 
 def plain_options(options: Any) -> tuple[str, ...]:
-    """Reads a list of options and removes the letters before them.
+    """Read a list of options and remove the letters before them.
 
     Letters are removed only if every option has the letter of its place: in ("A. Lincoln",
     "B. Obama", "A. Smith") they belong to the names.
@@ -92,7 +92,7 @@ def plain_options(options: Any) -> tuple[str, ...]:
 
 
 def split_options(text: str) -> tuple[str, tuple[str, ...]]:
-    """Splits a text into the question and the options in its last lines.
+    """Split a text into the question and the options in its last lines.
 
     Every option has a line of its own that starts with its letter, from A on. If there are none
     such, the whole text is the question.
@@ -121,7 +121,7 @@ def _without_letters(texts: Sequence[str], pattern: re.Pattern[str]) -> list[str
 
 
 def letter_answer(row: Mapping[str, Any], options: Sequence[str], field: str = "answer") -> str:
-    """Reads an answer that is an option's letter: "B", "(B)", "b."."""
+    """Read an answer that is an option's letter: "B", "(B)", "b."."""
     found = re.fullmatch(r"\W*([A-Za-z])\W*", text_of(row, field))
     letter = found[1].upper() if found else ""
     if not letter or (options and ord(letter) - ord("A") >= len(options)):
@@ -130,7 +130,7 @@ def letter_answer(row: Mapping[str, Any], options: Sequence[str], field: str = "
 
 
 def word_answer(row: Mapping[str, Any], options: Sequence[str]) -> str:
-    """Reads an answer that repeats an option's words, and returns the option's letter."""
+    """Read an answer that repeats an option's words, and return the option's letter."""
     wanted = text_of(row, "answer")
     places = [index for index, option in enumerate(options) if option == wanted]
     if len(places) != 1:
@@ -140,7 +140,7 @@ def word_answer(row: Mapping[str, Any], options: Sequence[str]) -> str:
 
 
 def index_answer(row: Mapping[str, Any], options: Sequence[str], field: str) -> str:
-    """Reads an answer that is an option's index, from 0, and returns the option's letter."""
+    """Read an answer that is an option's index, from 0, and return the option's letter."""
     value = row.get(field)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(options):
         raise BrokenRow(f"{field} = {value!r}: not the index of an option")
@@ -148,7 +148,7 @@ def index_answer(row: Mapping[str, Any], options: Sequence[str], field: str) -> 
 
 
 def span_answer(row: Mapping[str, Any], field: str) -> str:
-    """Reads a span [start, end] in seconds and writes it as a model does: "[24.3, 30.4]"."""
+    """Read a span [start, end] in seconds and write it as a model does: "[24.3, 30.4]"."""
     value = row.get(field)
     if _is_span(value):
         return f"[{value[0]:g}, {value[1]:g}]"
@@ -167,12 +167,12 @@ def _is_span(value: Any) -> TypeGuard[Sequence[float]]:
 
 
 def choice(id: str, video: str, text: str, options: Sequence[str], answer: str) -> Question:
-    """Makes a multiple-choice question; `answer` is a letter."""
+    """Make a multiple-choice question; `answer` is a letter."""
     return Question(id, path_of(video), text, QuestionKind.MULTIPLE_CHOICE, answer, tuple(options))
 
 
 def shuffled(item: Item, seed: int) -> Item:
-    """Shuffles the options of a question and adapts the letter of the right answer.
+    """Shuffle the options of a question and adapt the letter of the right answer.
 
     The order depends on the seed and the question's id only. A question without options stays as
     it is.

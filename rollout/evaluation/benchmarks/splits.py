@@ -52,7 +52,7 @@ class Loaded:
 
 
 def load(name: str, source: str = "") -> Loaded:
-    """Loads the questions of a split.
+    """Load the questions of a split.
 
     Args:
         name: the benchmark.

@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 def read_rows(source: str, patterns: Sequence[str], fields: Sequence[str]) -> list[Row]:
-    """Reads the rows of a table, file by file in the order of their names.
+    """Read the rows of a table, file by file in the order of their names.
 
     Args:
         source: one file, a folder laid out like the hub's repository, or a hub id.

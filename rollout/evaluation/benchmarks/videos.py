@@ -24,7 +24,7 @@ class VideoFolder:
             )
 
     def find(self, path: str) -> str | None:
-        """Finds a file that a benchmark names.
+        """Find a file that a benchmark names.
 
         It is the file at `path` below the root, else at `path` without its first folders, else the
         only file below the root with the same name.
