@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TextIO
 
 from models.features import FrameFeatures, frame_tokens
 from models.qwen3_vl.config import Qwen3VLConfig
@@ -60,18 +58,15 @@ _REFUSED_VIDEOS = 5
 """A server that has answered nothing and refused questions on this many videos ends the run."""
 
 
-def evaluate(
-    settings: BenchmarkSettings,
-    questions: Sequence[Question] | None = None,
-    stream: TextIO | io.TextIOBase | None = None,
-) -> Line:
+def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None = None) -> Line:
     """Play the questions that have no line yet, and write and return the summary.
+
+    Progress and a short report go to stderr.
 
     Args:
         settings: the model, what to play and how.
         questions: questions to play if `settings` names neither a benchmark nor a file. Their
             videos are paths below `settings.videos`.
-        stream: for progress and the final report; stderr by default.
 
     Returns:
         The content of summary.json.
@@ -80,7 +75,6 @@ def evaluate(
         FileNotFoundError, FolderError, ValueError: the run cannot start. The message is one line.
         EndpointError: the server fails, or refuses all questions.
     """
-    stream = stream or sys.stderr
     if not (settings.benchmark or settings.questions or questions):
         raise ValueError(
             "--benchmark, --questions: there is nothing to play; give the name of a split "
@@ -109,13 +103,14 @@ def evaluate(
             subtitled = any(item.subtitles or item.question.subtitles for item in items)
             with contextlib.ExitStack() as stack:
                 player = _player(settings, model, videos, subtitled, stack)
-                progress = stack.enter_context(_Progress(split, len(items), stream))
+                progress = _Progress(split, len(items))
+                stack.enter_context(progress)
                 _play(player, items, folder, progress, settings.endpoint if not done else "")
         score = BENCHMARKS[settings.benchmark].score if settings.benchmark else "accuracy"
         summary = folder.summarise(
             lambda config, lines: summarise(config, lines, len(loaded.items), loaded.broken, score)
         )
-    print("\n".join(_report(summary, out)), file=stream)
+    print("\n".join(_report(summary, out)), file=sys.stderr)
     return summary
 
 
@@ -281,8 +276,8 @@ def _play(
 class _Progress(Progress):
     """Counts finished questions and shows score, calls per question and questions left out."""
 
-    def __init__(self, title: str, total: int, stream: TextIO | io.TextIOBase):
-        super().__init__(title, "question", every=10.0, stream=stream)
+    def __init__(self, title: str, total: int):
+        super().__init__(title, "question", every=10.0)
         self._total = total
         self._left_out = 0
         self._played = 0
