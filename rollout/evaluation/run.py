@@ -102,7 +102,7 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
         if items:
             subtitled = any(item.subtitles or item.question.subtitles for item in items)
             with contextlib.ExitStack() as stack:
-                player = _player(settings, model, videos, subtitled, stack)
+                player = load_player(settings, model, videos, subtitled, stack)
                 progress = _Progress(split, len(items))
                 stack.enter_context(progress)
                 _play(player, items, folder, progress, settings.endpoint if not done else "")
@@ -159,7 +159,7 @@ def _videos(settings: BenchmarkSettings) -> str:
 # --- who plays it ---
 
 
-def _player(
+def load_player(
     settings: BenchmarkSettings,
     folder: pathlib.Path,
     videos: VideoFolder,
