@@ -42,7 +42,7 @@ def checkpoint(small_model, small_vocabulary, tmp_path_factory) -> pathlib.Path:
 def run(checkpoint, split, videos, player, monkeypatch, capfd, tmp_path):
     """run(**settings) evaluates with a scripted sampler; returns summary and printed text."""
 
-    def evaluate(questions=None, **fields):
+    def evaluate(records=None, **fields):
         def scripted_player(settings, folder, where, subtitled, stack):
             return player([ANSWER], blind=settings.blind)
 
@@ -54,7 +54,7 @@ def run(checkpoint, split, videos, player, monkeypatch, capfd, tmp_path):
             "videos": str(videos),
             "out": str(tmp_path / "out"),
         }
-        summary = evaluation.evaluate(BenchmarkSettings(**defaults | fields), questions)
+        summary = evaluation.evaluate(BenchmarkSettings(**defaults | fields), records)
         return summary, capfd.readouterr().err
 
     return evaluate
