@@ -1,10 +1,11 @@
-"""normalization, kl_estimator, advantages, ppo_loss, grpo_loss, logprobs and train_step against our algorithm.
+"""The tables of normalisation, KL, advantages, losses, log-probs and steps against our algorithm.
 
-The tables are aligned to the next token (index t scores token t + 1), this project to the token itself: `from_next` shifts.
+The tables are aligned with the next token (index t is about token t + 1), this project with the
+token itself: `from_next` shifts.
 
-Any table of the same shape can be run: nothing here knows a record by its name. Records that we must not agree with fall under one of
-`REASONS`, by their own configuration and data; for each of them the test says what happens here instead. `released` is a plain NumPy
-reading of REFERENCE 3 that can also make the release's mistakes: with them it equals every record, without them it equals us.
+Some records contain a mistake of the release. Their configuration and data put them under one of
+`REASONS`, and the tests say what happens here instead. `formulas.released` is REFERENCE 3 in plain
+NumPy: with the release's mistakes it equals every record, and without them it equals our result.
 """
 
 from __future__ import annotations
@@ -21,22 +22,36 @@ from models.qwen3_vl.text import TextDecoder
 from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, GRPOSettings, Normalisation, Totals
 from paravt_jax.method.structure import Structure
-
-Config = dict[str, Any]
-Arrays = dict[str, np.ndarray]
+from tests.golden.formulas import (
+    Arrays,
+    Config,
+    all_equal_in_groups,
+    in_rows,
+    normalise_as_released,
+    published_loss,
+    released,
+)
 
 REASONS = {
-    "leftover": "a batch that is not whole groups: the release divides what is left over by epsilon; here a batch is whole groups",
-    "alone": "a group of one, held against the others, of whom there are none: the release passes the value through; here it is silent",
-    "biased": "the biased deviation: one formula here, the published recipe's",
-    "lost": "a rollout ends in tool tokens and loses its reward (REFERENCE 4, 6); here the reward stands on its last generated token",
-    "silent": "every group's rewards are equal and the batch normalisation blows the KL up (REFERENCE 4, 13); here it is left as it is",
-    "no_eos": "rows that fill the width lose their reward; here what a cut-off rollout earns is decided where it is scored",
-    "discounted": "a critic's values, or discount or lambda below one: the method has neither (REFERENCE 3, step 2)",
-    "outside": "sequence level: advantages outside the mask are counted; here nothing outside it is",
-    "another loss": "M2PO and SAPO are other algorithms",
-    "guessed": "the proximal policy's log-probs are interpolated from versions, not computed; here they are computed",
-    "refused": "the release refuses a combination of settings that do not exist here",
+    "leftover": "The batch is not whole groups. The release divides the remainder by epsilon; "
+    "here a batch is always whole groups.",
+    "alone": "A group of one, normalised by the others. The release passes the value through; "
+    "here it is 0.",
+    "biased": "The biased deviation. Here there is one formula, the published recipe's.",
+    "lost": "A rollout that ends in tool tokens loses its reward (REFERENCE 4, 6). Here its last "
+    "generated token has the reward.",
+    "silent": "All groups have equal rewards, and the batch normalisation scales the KL up "
+    "(REFERENCE 4, 13). Here only its mean is removed.",
+    "no_eos": "Rows that fill the width lose their reward. Here scoring decides what a rollout "
+    "that was cut off earns.",
+    "discounted": "A critic's values, or a discount or lambda below 1. The method has neither "
+    "(REFERENCE 3, step 2).",
+    "outside": "Sequence level: the release counts advantages outside the mask, here they are "
+    "ignored.",
+    "another loss": "M2PO and SAPO are other algorithms.",
+    "guessed": "The release interpolates the proximal log-probs between versions; here they are "
+    "computed.",
+    "refused": "The release refuses a combination of settings that do not exist here.",
 }
 
 
@@ -56,35 +71,7 @@ def normalisation(config: Config | None) -> Normalisation:
     )
 
 
-# --- normalisation ---------------------------------------------------------------------------------------------------
-
-
-def normalise_as_released(
-    x: np.ndarray, mask: np.ndarray, config: Config, biased: bool = True
-) -> np.ndarray:
-    """x [b, t]; groups are consecutive rows. `biased` follows the record's wish for a biased deviation."""
-    x, out, size = x.astype(np.float64), np.zeros(x.shape), config["group_size"]
-    everything = [slice(0, len(x))]
-    groups = [slice(i, i + size) for i in range(0, len(x) - size + 1, size)]
-    means, deviations = np.zeros(x.shape), np.ones(x.shape) * (config["std_level"] is None)
-    for part in (
-        everything if config["mean_level"] == "batch" else groups if config["mean_level"] else ()
-    ):
-        n, total = mask[part].sum(), x[part][mask[part]].sum()
-        if config["mean_leave1out"]:
-            means[part] = (total - x[part]) / (n - 1) if n > 1 else 0.0
-        else:
-            means[part] = total / max(n, 1)
-    for part in (
-        everything if config["std_level"] == "batch" else groups if config["std_level"] else ()
-    ):
-        left, n = (x - means)[part][mask[part]], mask[part].sum()
-        deviations[part] = np.sqrt(
-            (left**2).sum() / max(n - (config["std_unbiased"] or not biased), 1)
-        )
-    scale = deviations if config["std_level"] is None else deviations + config["eps"]
-    out[mask] = ((x - means) / scale)[mask]
-    return out
+# --- normalisation ---
 
 
 def normalisation_reason(x: np.ndarray, mask: np.ndarray, config: Config) -> str | None:
@@ -141,68 +128,7 @@ def test_kl_estimator(cases, seen):
         close(got, arrays["kl"], name)
 
 
-# --- advantages ------------------------------------------------------------------------------------------------------
-
-
-def all_equal_in_groups(scaled: np.ndarray, size: int) -> bool:
-    return all(np.ptp(scaled[i : i + size]) == 0 for i in range(0, len(scaled), size))
-
-
-def released(
-    config: Config, arrays: Arrays, mistakes: bool
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """REFERENCE 3, steps 1 to 3, as loops: scaled rewards, normalised rewards and advantages (next-token aligned)."""
-    mask, real = arrays["in_loss_mask"] > 0, arrays["in_attention_mask"] > 0
-    b, t = mask.shape
-    scaled = (arrays["in_rewards"] + np.float32(config["reward_bias"])) * np.float32(
-        config["reward_scaling"]
-    )
-    scaled = np.clip(scaled, -config["reward_clip"], config["reward_clip"])
-    normed = scaled
-    if config["reward_norm"]:
-        normed = normalise_as_released(
-            scaled[:, None], np.ones((b, 1), bool), config["reward_norm"], mistakes
-        )[:, 0]
-        if leftover := b % config["reward_norm"]["group_size"]:
-            normed[-leftover:] = scaled[-leftover:] / config["reward_norm"]["eps"]
-    next_mask = np.concatenate(
-        [mask[:, 1:], np.zeros((b, 1), bool)], 1
-    )  # index t speaks of token t + 1
-    kl = np.zeros((b, t))
-    if config["kl_ctl"]:
-        behaviour = np.concatenate([arrays["in_logprobs"][:, 1:], np.zeros((b, 1))], 1)
-        if not config["use_decoupled_loss"] and config["recompute_logprob"]:
-            behaviour = arrays["in_prox_logp"]
-        d = np.where(next_mask, behaviour - arrays["in_ref_logp"], 0).astype(np.float64)
-        kl = np.clip(
-            {"k1": d, "k2": d**2 / 2, "k3": np.exp(-d) - 1 + d}[config["kl_estimator"]], -10, 10
-        )
-    rewards = np.where(next_mask, -config["kl_ctl"] * kl, 0.0)
-    for row in range(b):
-        last = max(int(real[row].sum()) - 2, 0)
-        if not mistakes and next_mask[row].any():
-            last = np.flatnonzero(next_mask[row])[-1]
-        if not (mistakes and config["mask_no_eos_with_zero"] and real[row].sum() == t):
-            rewards[row, last] += normed[row]
-    out = np.zeros((b, t))
-    values = arrays.get("in_values") if mistakes else None
-    discount, trace = (config["discount"], config["gae_lambda"]) if mistakes else (1.0, 1.0)
-    for row in range(b):
-        onward, following = (
-            0.0,
-            float(values[row, -1]) if values is not None and real[row].all() else 0.0,
-        )
-        for i in np.flatnonzero(next_mask[row])[::-1]:
-            value = 0.0 if values is None else float(values[row, i])
-            onward = rewards[row, i] + discount * following - value + discount * trace * onward
-            out[row, i], following = onward, value
-    silent = config["reward_norm"] and all_equal_in_groups(
-        scaled, config["reward_norm"]["group_size"]
-    )
-    if config["adv_norm"]:
-        how = config["adv_norm"] | ({"std_level": None} if silent and not mistakes else {})
-        out = normalise_as_released(out, next_mask, how, mistakes)
-    return scaled, normed, np.where(next_mask, out, 0.0)
+# --- advantages ---
 
 
 def advantages_reason(config: Config, arrays: Arrays) -> str | None:
@@ -238,9 +164,8 @@ def as_batch(config: Config, arrays: Arrays) -> tuple[GRPOBatch, GRPOSettings]:
     behaviour = from_next(arrays["in_prox_logp"]) if undecoupled else arrays["in_logprobs"]
     reference = from_next(arrays["in_ref_logp"]) if "in_ref_logp" in arrays else behaviour
     batch = GRPOBatch(
-        mask=jnp.asarray(arrays["in_loss_mask"] > 0)
-        .at[:, 0]
-        .set(False),  # nothing stands before a first token to write it
+        # A first token is never generated: there is nothing before it.
+        mask=jnp.asarray(arrays["in_loss_mask"] > 0).at[:, 0].set(False),
         behaviour=jnp.asarray(behaviour),
         reference=jnp.asarray(reference),
         rollout=jnp.arange(b),
@@ -286,9 +211,8 @@ def test_advantages(cases, seen):
         if "mid_reward_scaled_clipped" in arrays:
             close(scaled, arrays["mid_reward_scaled_clipped"], name)
             close(normed, arrays["mid_reward_normed"], name, rtol=1e-4, atol=1e-4)
-        table = np.where(
-            mask, from_next(arrays["out_advantages"]), 0
-        )  # unnormalised, it leaves sums on other tokens
+        # Without normalisation, the release leaves sums on tokens outside the mask.
+        table = np.where(mask, from_next(arrays["out_advantages"]), 0)
         close(from_next(expected), table, name, rtol=1e-4, atol=1e-4)
         arrays = whole_groups(config, arrays)
         batch, settings = as_batch(config, arrays)
@@ -304,18 +228,7 @@ def test_advantages(cases, seen):
             assert lost.any() and (got[np.asarray(lost)] != 0).any(), name
 
 
-# --- losses ----------------------------------------------------------------------------------------------------------
-
-
-def in_rows(x: np.ndarray, ends: np.ndarray | None) -> np.ndarray:
-    """Packed sequences as padded rows."""
-    if x.ndim == 2:
-        return x
-    ends = np.array([0, len(x)]) if ends is None else ends
-    out = np.zeros((len(ends) - 1, np.diff(ends).max()), x.dtype)
-    for row, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
-        out[row, : end - start] = x[start:end]
-    return out
+# --- losses ---
 
 
 def loss_reason(config: Config, arrays: Arrays) -> str | None:
@@ -387,68 +300,26 @@ def test_loss(cases, seen, table):
             inside = arrays | {
                 "in_advantages": np.where(arrays["in_loss_mask"] > 0, arrays["in_advantages"], 0)
             }
-            (value, _, gradient), (same, _, again) = (
-                our_loss(config, arrays),
-                our_loss(config, inside),
-            )
-            assert (
-                value == same
-                and (gradient == again).all()
-                and abs(float(value) - float(arrays["out_loss"])) > 1e-3
-            ), name
-        else:  # these settings do not exist here: nobody can ask for them and be given something else
+            value, _, gradient = our_loss(config, arrays)
+            value_inside, _, gradient_inside = our_loss(config, inside)
+            assert value == value_inside, name
+            assert (gradient == gradient_inside).all(), name
+            assert abs(float(value) - float(arrays["out_loss"])) > 1e-3, name
+        else:  # the settings do not exist here, so they cannot be silently ignored
             for field in ("m2_threshold", "use_sapo_loss", "prox_logp_method"):
                 with pytest.raises(TypeError, match=field):
                     GRPOSettings(**{field: config[field]})
-        if (
-            "in_prox_logp" in arrays and why != "outside"
-        ):  # and what there is computes the published loss of their numbers too
+        if "in_prox_logp" in arrays and why != "outside":
+            # The published loss of the same numbers, also for records of other algorithms.
             value, _, _ = our_loss(config, arrays)
             close(value, published_loss(config, arrays), name, rtol=1e-4)
 
 
-def published_loss(config: Config, arrays: Arrays) -> float:
-    """REFERENCE 3, step 4, as a loop over sequences and tokens, with the variants of the record."""
-    ends = arrays.get("in_cu_seqlens")
-    rows = {
-        name: in_rows(x, ends)
-        for name, x in arrays.items()
-        if name.startswith("in_") and name != "in_cu_seqlens"
-    }
-    mask = rows["in_loss_mask"] > 0
-    proximal = rows["in_prox_logp"] if config["use_decoupled_loss"] else rows["in_old_logp"]
-    total = 0.0
-    for row in range(len(mask)):
-        at = np.flatnonzero(mask[row])
-        difference, credit = (
-            (rows["in_logprobs"] - proximal)[row, at].astype(np.float64),
-            rows["in_advantages"][row, at],
-        )
-        if config["importance_sampling_level"] == "sequence" and len(at):
-            difference, credit = (
-                np.full(len(at), difference.mean()),
-                np.full(len(at), credit.mean()),
-            )
-        for d, a, old in zip(
-            difference, credit, (proximal - rows["in_old_logp"])[row, at], strict=True
-        ):
-            upper = (
-                config["eps_clip"]
-                if config["eps_clip_higher"] is None
-                else config["eps_clip_higher"]
-            )
-            loss = max(-a * np.exp(d), -a * min(max(np.exp(d), 1 - config["eps_clip"]), 1 + upper))
-            loss = loss if config["c_clip"] is None else min(loss, config["c_clip"] * abs(a))
-            cap = config["behav_imp_weight_cap"]
-            total += loss * np.exp(old) * (cap is None or np.exp(old) <= cap)
-    return total / max(mask.sum(), 1)
-
-
-# --- log-probs and the whole step -------------------------------------------------------------------------------------
+# --- log-probs and the whole step ---
 
 
 def test_logprobs(cases, seen):
-    """The decoder's own log-probs, of a head that hands the logits through."""
+    """The decoder's log-probs, with a head that passes logits through."""
     for name, (config, arrays) in cases("logprobs").items():
         seen(None)
         logits, labels = arrays["in_logits"], arrays["in_labels"]
@@ -461,7 +332,7 @@ def test_logprobs(cases, seen):
 
 
 class _Head(TextDecoder):
-    """A decoder of nothing but its log-probs: hidden states are logits already."""
+    """A decoder whose hidden states are the logits."""
 
     def __init__(self, words: int):
         self.head: Any = jnp.eye(words)
@@ -485,7 +356,7 @@ def head_logprobs(
 
 
 def rows_of_microbatches(config: Config, lengths: np.ndarray, minibatch: int) -> list[np.ndarray]:
-    """Which rows of a minibatch each of its micro-batches holds: `order` cut where the numbers of tokens are reached."""
+    """The rows of each micro-batch: the minibatch's order, cut at the plan's numbers of tokens."""
     plan = config["microbatches"][minibatch]
     order = np.array(plan["order"])
     ends = np.cumsum(lengths[order])
@@ -494,8 +365,11 @@ def rows_of_microbatches(config: Config, lengths: np.ndarray, minibatch: int) ->
 
 
 def test_train_step(cases, seen):
-    """From rewards and log-probs to the gradient of a bigram model: advantages, tempered log-probs, ratios, weights, denominators, and
-    micro-batches whose losses add up."""
+    """From rewards and log-probs to the gradient of a bigram model.
+
+    It covers advantages, log-probs at a temperature, ratios, importance weights, denominators, and
+    micro-batches whose losses add up to the whole.
+    """
     for name, (config, arrays) in cases("train_step").items():
         why = seen(advantages_reason(config, arrays))
         batch, settings = as_batch(config, arrays)
@@ -524,7 +398,7 @@ def test_train_step(cases, seen):
         for i, rows in enumerate(minibatches):
             totals = Totals(batch.mask[rows].sum().astype(jnp.float32), jnp.zeros(()))
 
-            # Called before the loop goes on, so what it takes from the loop is still what it was.
+            # Called before the next iteration, so the loop's variables still have their values.
             # ruff: disable[B023]
             def loss(w, rows, totals=totals):
                 table = jax.nn.log_softmax(w / config["temperature"], axis=-1)
@@ -559,12 +433,15 @@ def test_train_step(cases, seen):
                 part_of_all += 1
 
 
-# --- the table of reasons --------------------------------------------------------------------------------------------
+# --- the table of reasons ---
 
 
 @pytest.fixture
 def seen(record_property):
-    """Counts how many records agree, and how many fall under which reason; of what there is here, a good part of a table must agree."""
+    """Count how many records agree and how many fall under each reason.
+
+    Of the records with settings that exist here, at least half have to agree.
+    """
     counts: collections.Counter[str] = collections.Counter()
 
     def note(why: str | None) -> str | None:
