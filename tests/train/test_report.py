@@ -470,7 +470,7 @@ def test_every_end_of_an_episode_and_of_a_call_has_its_words(tmp_path):
         turns=[{"tokens": [token("I see")], "calls": calls}],
     )
     page = page_of(tmp_path)
-    assert "its time was up" in [e["text"] for e in page.all("dd")]
+    assert STOPS["time_limit"] in [e["text"] for e in page.all("dd")]
     heads = [e["text"] for e in page.all("div", "crop-head")]
     for n, (status, head) in enumerate(zip(CallStatus, heads, strict=True), 1):
         assert head == f"Crop {n}8 – 1e+308 s{str(status).replace('_', ' ')}"
