@@ -38,8 +38,7 @@ class EvaluationSettings:
     questions: int = 64
     """Number of held-out questions, at most."""
     samples: int = 2
-    """Episodes per question with parallel dispatch at temperatures above 0. Every other setting
-    plays one."""
+    """Episodes per question with parallel dispatch and temperature above 0; else one is played."""
     frames: tuple[int, ...] = (4, 16, 64)
     """Overview budgets K, in frames."""
     dispatch: tuple[Dispatch, ...] = ("parallel", "sequential", "none")

@@ -46,35 +46,29 @@ class BenchmarkSettings:
     """One evaluation: a model on a split, or on your own questions."""
 
     model: str
-    """Folder or hub id of a Qwen3-VL checkpoint with its tokenizer. With an endpoint, only the
-    tokenizer and config.json are read."""
+    """Folder or hub id of a Qwen3-VL; with an endpoint, only tokenizer and config.json are read."""
     benchmark: str = ""
     """Name of the split to play."""
     data: str = ""
-    """The split's published files: a folder, one file or a hub id. Default: the hub data set."""
+    """The split's published files: a folder, one file or a hub id; if empty, the hub data set."""
     videos: str = ""
-    """Folder of the videos. Default: the folder given as data, or the folder of the questions."""
+    """Folder of the videos; if empty, the folder given as data, or that of the questions."""
     out: str = ""
-    """Folder for lines and summary. The same command continues from it. Default:
-    evaluations/NAME/BENCHMARK."""
+    """Folder of the results, continued by the same command; if empty, evaluations/NAME/BENCHMARK."""
     name: str = ""
-    """Name of the run's row in tables. Default: the name of the model's folder, or NAME for
-    runs/NAME/model."""
+    """Name of the row in tables; if empty, the model's folder, or NAME for runs/NAME/model."""
     questions: str = ""
     """File of your own questions (.jsonl or .csv, see docs/evaluation.md) instead of a split."""
     limit: int | None = None
-    """Play only this many questions, from the first on. Default: all. Given again without a limit,
-    the command plays the rest."""
+    """Play only this many questions; the same command without a limit plays the rest."""
     shard: str = "0/1"
-    """Part of the questions that this process plays, as INDEX/COUNT: "0/4" to "3/4" on four hosts
-    with the same out."""
+    """Part of the questions to play: "0/4" to "3/4" on four hosts with the same output folder."""
     frames: int = 64
     """Overview budget K, in frames."""
     dispatch: Dispatch | None = None
-    """How tool calls are executed. Default: parallel; none if the prompt offers no tool."""
+    """How tool calls are executed; if not given, parallel, or none if no tool is offered."""
     prompt: Prompt = "agentic"
-    """System prompt: agentic-minimal is meant for Charades-STA, agentic for the other splits. With
-    reasoning and direct, no tool is offered."""
+    """System prompt: agentic-minimal for Charades-STA; reasoning and direct offer no tool."""
     max_num_frames: int = 0
     """Largest num_frames that a call of crop_video may ask for; 0 does not offer the argument."""
     tools: tuple[str, ...] = ("crop_video",)
@@ -100,8 +94,7 @@ class BenchmarkSettings:
     question_tokens: int = 512
     """Room for a question with its options, in tokens. Longer ones are left out and counted."""
     subtitle_tokens: int = 8192
-    """Room for subtitles in the prompt, in tokens. Of longer ones, lines evenly spread over the
-    video are shown."""
+    """Room for subtitles in the prompt, in tokens; of longer ones, evenly spread lines are shown."""
     pin_think: bool = True
     """Start every response with <think>, as in training. Never done with the prompt direct."""
     min_pixels: int = 784
@@ -111,8 +104,7 @@ class BenchmarkSettings:
     open_ended: Literal["f1", "exact", "judge"] = "f1"
     """How open-ended answers (of MMVU) are scored."""
     judge: str = ""
-    """Address of an OpenAI-compatible API for open-ended judge. Its key is read from
-    OPENAI_API_KEY."""
+    """Address of an OpenAI-compatible API for open-ended judge; OPENAI_API_KEY holds its key."""
     judge_model: str = ""
     """Name of the judge's model at that address."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -124,8 +116,7 @@ class BenchmarkSettings:
     cache_tokens: int = 0
     """Size of the KV cache, in tokens. 0: enough for all episodes side by side at full length."""
     endpoint: str = ""
-    """Address of an OpenAI-compatible API (http://localhost:8000/v1) that samples in place of the
-    engine."""
+    """Address of an OpenAI-compatible API that replaces the engine, http://localhost:8000/v1."""
     endpoint_model: str = ""
     """Name of the model at the endpoint."""
     concurrency: int = 16
