@@ -1,15 +1,15 @@
-"""The golden runs: three steps per phase, whose figures and weights are kept in golden_run.json.
+"""Compares the figures and weights of small training runs with the record in golden_run.json.
 
-`python -m benchmarks.golden_run` makes the runs and compares them with the record. With `--write` it
-writes the record anew.
+`python -m benchmarks.golden_run` makes the runs and prints what differs. With `--write` it replaces
+the record.
 
-There are two runs, one with the cold start and one with RL: RL starts from the aligned model, so that
-a change of the cold start leaves its figures alone.
+There are two runs of three steps per phase, one with the cold start and one with RL. Both start
+from the aligned model, so a change of the cold start leaves the figures of RL as they are.
 
-The runs are driven as users drive one: a recipe through `train.run.execute`, figures from
-metrics.jsonl, weights from the folder `model`. Only the sampler is replaced. A model after three
-steps writes nothing that earns a reward, so `ScriptedEngine` answers with prepared texts. No token
-of a rollout then depends on rounding.
+The runs go through the same door as a user's: a recipe passed to `train.run.execute`, figures from
+metrics.jsonl, weights from the folder `model`. Only the sampler is replaced: after three steps, a
+model writes nothing that earns a reward, so `ScriptedEngine` answers with prepared texts. That also
+keeps the tokens of the rollouts independent of rounding.
 """
 
 from __future__ import annotations
@@ -48,33 +48,39 @@ from train.settings import LogSettings, Run
 RECORD = pathlib.Path(__file__).with_name("golden_run.json")
 
 TOLERANCES = {"align": 1e-6, "sft": 6e-6, "rl": 6e-5, "decoder": 1.5e-4, "tower": 5e-4}
-"""Relative tolerances: at least ten times the largest difference between ten runs, each of which
-compiled its programs anew. They ran on 2 cores, on 1 core, without Eigen's threads, compiled for
-SSE4.2, for AVX2, and with XLA's own optimisation and fusions for AVX-512 and for SSE4.2 (AMD EPYC,
-jax 0.10.2). The largest differences were: align 8.0e-8, sft 5.2e-7, rl 6.0e-6; of weights,
-relative to their norms, 1.4e-5 in the decoder and 4.5e-5 in the vision tower, where Adam amplifies
-the rounding of small gradients. On 2 cores, runs with the tests' compiler settings and AVX2 or more
-were equal bit for bit."""
+"""Relative tolerances, at least ten times the largest difference between ten runs.
+
+Every run compiled its programs anew: on 2 cores, on 1 core, without Eigen's threads, for SSE4.2,
+for AVX2, and with XLA's own optimisation and fusions for AVX-512 and for SSE4.2 (AMD EPYC, jax
+0.10.2). The largest differences of figures were 8.0e-8 in align, 5.2e-7 in sft and 6.0e-6 in rl.
+Those of weights, relative to their norms, were 1.4e-5 in the decoder and 4.5e-5 in the vision
+tower, where Adam amplifies the rounding of small gradients. On 2 cores, runs with the tests'
+compiler settings and AVX2 or more were equal bit for bit.
+"""
 
 ABSOLUTE = 1e-7
-"""For figures near zero."""
+"""Absolute tolerance, for figures near zero."""
 
 PROCESSORS = ("x86_64", "AMD64")
-"""Processors on which the same frames are read. With SSSE3 or more, every run read the same pixels,
-by decord and by PyAV. With ffmpeg's assembly switched off (as a stand-in for other processors), in
-writing and reading, colours differed by up to 3 grey levels."""
+"""Processors on which videos decode to the same pixels.
+
+With SSSE3 or more, every run read the same pixels, by decord and by PyAV. With ffmpeg's assembly
+switched off for encoding and decoding, as a stand-in for other processors, colours differed by up
+to 3 grey levels.
+"""
 
 CLOCK = ("wall", "time/", "speed/", "memory/")
-"""How the names of figures begin that depend on the machine's speed and size."""
+"""Prefixes of figures that depend on the machine's speed and size. They are not compared."""
 
 MOST_LINES = 40
+"""Differences that are printed, at most."""
 
 ADVICE = """\
-A refactoring, a speed-up or another layout of files and batches changes none of these figures: mend
-the code. Write the record anew (python -m benchmarks.golden_run --write) only in a commit whose
-purpose is to change the method, a default, the model's initialisation, the random draws, the
-small world or what a step of the cold start trains on, and give the reason in its message. A change
-of the cold start leaves the figures of align and RL as they are. Where a metric or a weight is renamed on purpose,
+A refactoring, a speed-up or another layout of files and batches changes none of these figures: fix
+the code. Replace the record (python -m benchmarks.golden_run --write) only in a commit that is
+meant to change the method, a default, the model's initialisation, the random draws, the small
+world, or what a step of the cold start trains on, and give the reason in its message. A change of
+the cold start leaves the figures of align and RL as they are. If you rename a metric or a weight,
 rename it in the record by hand; its figures stay."""
 
 Figures = dict[str, float]
@@ -84,7 +90,7 @@ Figures = dict[str, float]
 
 
 def recipe(folder: pathlib.Path) -> Run:
-    """`paravt_tiny` with three steps per phase on six videos; sub-agents' turns are trained too."""
+    """`paravt_tiny` with three steps per phase on six videos, training on sub-agents' turns too."""
     run = RECIPES["paravt_tiny"]()
     sft, rl, align = run.sft, run.rl, run.align
     assert sft is not None and rl is not None and align is not None
@@ -101,7 +107,7 @@ def recipe(folder: pathlib.Path) -> Run:
             rl,
             steps=3,
             prompts=2,
-            subagents_per_rollout=5 / 8,  # in two of the steps one is left out
+            subagents_per_rollout=5 / 8,  # in two of the steps, one sub-agent is left out
             grpo=dataclasses.replace(rl.grpo, group_size=4),
             frame_budgets=budgets,
         ),
@@ -117,7 +123,7 @@ def recipe(folder: pathlib.Path) -> Run:
 
 
 class ScriptedEngine:
-    """A sampler with prepared answers: the request's seed chooses the text and the log-probs."""
+    """A sampler with prepared answers. The request's seed chooses the text and the log-probs."""
 
     two_calls = render_call(CropCall(32, 48)) + "\n" + render_call(CropCall(48, 64))
     plans = (
@@ -183,7 +189,8 @@ class ScriptedEngine:
         limit = request.sampling.max_new_tokens
         if len(ids) > limit:
             ids, stop = ids[:limit], SampleStop.LENGTH
-        # Like an untrained model's, but spread: some importance weights exceed their cap.
+        # The mean is an untrained model's; the spread makes some importance weights exceed their
+        # cap.
         logprobs = rng.normal(-math.log(self.vocabulary.size), 1.0, len(ids))
         logprobs = np.minimum(logprobs, 0).astype(np.float32)
         fed = np.concatenate([request.ids, ids])
@@ -191,16 +198,16 @@ class ScriptedEngine:
 
 
 def make_runs(folder: pathlib.Path) -> Figures:
-    """Makes both runs under an empty folder; returns their figures by name."""
-    cold_start, rl = folder / "sft", folder / "rl"
+    """Make both runs in an empty folder and return their figures by name."""
+    cold_start = folder / "sft"
+    rl = folder / "rl"
     _execute(dataclasses.replace(recipe(cold_start), rl=None))
     _execute(dataclasses.replace(recipe(rl), sft=None))
-    decoder = {
-        f"sft {name}": value
-        for name, value in _weights(cold_start).items()
-        if ".visual." not in name
-    }
-    return {**_frames(rl), **_metrics(cold_start), **_metrics(rl), **decoder, **_weights(rl)}
+    figures = {**_frames(rl), **_metrics(cold_start), **_metrics(rl)}
+    for name, value in _weights(cold_start).items():
+        if ".visual." not in name:  # only align trains the tower: it is the same in both runs
+            figures[f"sft {name}"] = value
+    return figures | _weights(rl)
 
 
 def _execute(run: Run) -> None:
@@ -212,7 +219,7 @@ def _execute(run: Run) -> None:
 
 
 def _frames(folder: pathlib.Path) -> Figures:
-    """A checksum of all frames as they are read. Where it differs, so do most other figures."""
+    """A checksum of all decoded frames. If it differs, so do most other figures."""
     checksum = 0
     for file in sorted((folder / "videos").rglob("*.mp4")):
         frames = video.read(file, range(video.probe(file).frames))
@@ -221,10 +228,11 @@ def _frames(folder: pathlib.Path) -> Figures:
 
 
 def _metrics(folder: pathlib.Path) -> Figures:
-    """Every figure of every step; NaN for one that was not finite."""
+    """Every figure of every step; NaN for a figure that was not finite."""
     figures: Figures = {}
     for line in read_metrics(folder / "metrics.jsonl"):
-        phase, step = line.pop("phase"), line.pop("step")
+        phase = line.pop("phase")
+        step = line.pop("step")
         for name, value in line.items():
             if not name.startswith(CLOCK):
                 figures[f"{phase} {step}: {name}"] = math.nan if value is None else value
@@ -232,21 +240,26 @@ def _metrics(folder: pathlib.Path) -> Figures:
 
 
 def _weights(folder: pathlib.Path) -> Figures:
-    """The norm of each exported weight, and its inner product with `random_vector`."""
+    """The norm of each exported weight, and its inner product with `random_vector`.
+
+    A norm stays the same if entries change places or signs; the product does not.
+    """
     figures: Figures = {}
     for name, weight in load_file(folder / "model" / "model.safetensors").items():
         values = weight.astype(np.float64)
         products = values * random_vector(name, weight.shape)
         if name.endswith("qkv.bias"):
-            # Attention ignores the keys' bias: its gradient is rounding, which Adam scales up.
-            values, products = _without_keys(values), _without_keys(products)
+            # Attention does not depend on the keys' bias: its gradient is rounding error, which
+            # Adam scales up.
+            values = _without_keys(values)
+            products = _without_keys(products)
         figures[f"{name}: norm"] = float(np.linalg.norm(values))
         figures[f"{name}: product"] = float(products.sum())
     return figures
 
 
 def random_vector(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Standard normal numbers, by NumPy's default generator seeded with the SHA-256 of the name."""
+    """Standard normal numbers that depend on the weight's name and shape alone."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest(), "big")
     return np.random.default_rng(seed).standard_normal(shape)
 
@@ -264,33 +277,39 @@ def read_record() -> Figures:
 
 
 def write_record(figures: Figures) -> None:
-    """Writes whole numbers as such: they are compared exactly.
+    """Replace the record.
 
-    Raises ValueError where a figure is not finite.
+    Whole numbers are written as int, which marks them for exact comparison.
+
+    Raises:
+        ValueError: a figure is not finite.
     """
-    if unfit := [name for name, value in figures.items() if not math.isfinite(value)]:
-        raise ValueError(f"{', '.join(unfit)}: not finite; a run that fails makes no record")
+    not_finite = [name for name, value in figures.items() if not math.isfinite(value)]
+    if not_finite:
+        raise ValueError(f"{', '.join(not_finite)}: not finite; find out why the run failed")
     about = "Written by golden_run.py --write, which says where the tolerances come from."
     whole = {name: int(value) for name, value in figures.items() if float(value).is_integer()}
     RECORD.write_text(json.dumps({"about": about, "figures": figures | whole}, indent=1) + "\n")
 
 
 def tolerance(name: str, expected: Figures) -> float:
-    """The difference that is allowed to the figure of this name; none to a whole number."""
+    """The difference that a figure may have; 0 for a whole number."""
     if isinstance(expected[name], int):
         return 0.0
     subject = name.rpartition(": ")[0]
-    if f"{subject}: norm" in expected:
+    norm = expected.get(f"{subject}: norm")
+    if norm is not None:  # a weight: both of its figures are compared relative to its norm
         part = "tower" if ".visual." in name else "decoder"
-        return ABSOLUTE + TOLERANCES[part] * expected[f"{subject}: norm"]
-    return ABSOLUTE + TOLERANCES[subject.split()[0]] * abs(expected[name])
+        return ABSOLUTE + TOLERANCES[part] * norm
+    phase = subject.split()[0]
+    return ABSOLUTE + TOLERANCES[phase] * abs(expected[name])
 
 
 def compare(expected: Figures, found: Figures) -> list[str]:
-    """A line for every name that is missing or new, then one for every figure that differs.
+    """List the names that are missing or new, and then the figures that differ.
 
     The figure that exceeds its tolerance by the largest factor comes first. After MOST_LINES lines,
-    one says how many more there are.
+    a last line counts the others.
     """
     lines = [f"{name}: missing" for name in expected if name not in found]
     lines += [f"{name}: new, {value!r}" for name, value in found.items() if name not in expected]
@@ -300,7 +319,9 @@ def compare(expected: Figures, found: Figures) -> list[str]:
         difference = abs(found[name] - expected[name])
         if difference <= allowed:
             continue
-        excess = difference / allowed if allowed and not math.isnan(difference) else math.inf
+        # A whole number has no tolerance, and the difference to NaN is NaN.
+        comparable = allowed > 0 and not math.isnan(difference)
+        excess = difference / allowed if comparable else math.inf
         values = f"expected {expected[name]!r}, found {found[name]!r}"
         line = f"{name}: {values}, difference {difference:.3g}, tolerance {allowed:.3g}"
         differing.append((excess, line))
@@ -312,11 +333,13 @@ def compare(expected: Figures, found: Figures) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.golden_run", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write the record anew")
+    parser.add_argument("--write", action="store_true", help="replace the record")
     asked = parser.parse_args()
     if platform.machine() not in PROCESSORS:
-        parser.error(f"{platform.machine()}: videos have other colours there; use {PROCESSORS[0]}")
-    import tests.conftest  # noqa: F401  (the compiler's settings that the tests have)
+        parser.error(
+            f"{platform.machine()}: videos decode to other colours there; use {PROCESSORS[0]}"
+        )
+    import tests.conftest  # noqa: F401  (sets the compiler flags of the tests)
 
     jax.config.update("jax_platforms", "cpu")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,11 @@
-"""The same model in transformers and here, on the same cores, in turn: prefill with frames, decoding, one training step.
+"""Times the same model in transformers and here: prefill with frames, decoding, a training step.
 
-`python -m benchmarks.model`, with the extra parity, prints the table of docs/speed.md; `--json FILE` keeps every number. Each
-round starts one process a side, which loads the same random weights, measures its library's own matmul rate, and runs every
-job once to warm up and then for the clock. Refuses to report where the two sides compute different things.
+`python -m benchmarks.model` prints the table of docs/speed.md; `--json FILE` also writes every
+number. It needs the extra `parity`.
+
+Each round starts one process per side, one after the other on the same cores. The process loads the
+same random weights, measures its library's matmul rate, and runs every job once to warm up and then
+several times for the clock. If the two sides compute different results, there is no report.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jaxtyping import Float, Int
 
 from models.attention import DenseCache
 from models.qwen3_vl import hf
@@ -39,55 +43,72 @@ from models.qwen3_vl.vision import frame_layout
 from paravt_jax.data.local_path import require_local
 from train.durable.allocator import reuse_freed_memory
 
-JOBS = {"prefill": 3, "decode": 3, "train": 2}  # calls for the clock
-LEARNING_RATE, DECAY = 1e-5, 0.01
+JOBS = {"prefill": 3, "decode": 3, "train": 2}
+"""Timed calls of each job per round."""
+
+MATMULS = 10
+"""Timed matrix products per round."""
+
+LEARNING_RATE = 1e-5
+WEIGHT_DECAY = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model and the work: `tokens` with `frames` of `grid` patches to prefill, text `tokens` to train on, `rows` to decode."""
+    """A model, and the work that is timed with it."""
 
     config: Qwen3VLConfig
     tokens: int
+    """Length of the prompt to prefill, frames included, and of the text to train on."""
     frames: int
+    """Frames in the prompt."""
     grid: tuple[int, int]
+    """Rows and columns of patches in a frame."""
     rows: int = 8
+    """Sequences to decode together."""
     prompt: int = 256
+    """Length of each sequence before decoding, in tokens."""
     new: int = 32
+    """Tokens to decode in each sequence."""
+
+    @property
+    def patches(self) -> int:
+        """Patches in a frame."""
+        return self.grid[0] * self.grid[1]
 
 
 def _small() -> Qwen3VLConfig:
-    """The 2B with a decoder of half the width, 8 layers and a head of its own, and a tower of half the width and 8 blocks."""
+    """The 2B model at half the width, with 8 layers and 8 vision blocks, and an untied head."""
     large = qwen3_vl("2b")
-    vision = {
-        "hidden_size": 512,
-        "depth": 8,
-        "num_heads": 8,
-        "intermediate_size": 2048,
-        "out_hidden_size": 1024,
-    }
-    text = {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 8,
-        "tie_word_embeddings": False,
-    }
-    return Qwen3VLConfig(
-        dataclasses.replace(large.vision, deepstack_visual_indexes=(1, 3, 5), **vision),
-        dataclasses.replace(large.text, **text),
+    vision = dataclasses.replace(
+        large.vision,
+        hidden_size=512,
+        depth=8,
+        num_heads=8,
+        intermediate_size=2048,
+        out_hidden_size=1024,
+        deepstack_visual_indexes=(1, 3, 5),
     )
+    text = dataclasses.replace(
+        large.text,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=8,
+        tie_word_embeddings=False,
+    )
+    return Qwen3VLConfig(vision, text)
 
 
 CASES = {
     "small": Case(_small(), tokens=2000, frames=16, grid=(20, 20)),
     "toy": Case(
         dataclasses.replace(tiny(512), image_token_id=500, vision_start_token_id=501),
-        64,
-        2,
-        (4, 4),
-        2,
-        8,
-        4,
+        tokens=64,
+        frames=2,
+        grid=(4, 4),
+        rows=2,
+        prompt=8,
+        new=4,
     ),
 }
 
@@ -95,51 +116,66 @@ CASES = {
 # --- the work, the same for both sides ---
 
 
-def frames_prompt(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """Ids [t] of text and frames in equal turns, and the patches [frames, p, c] of the frames."""
-    rng, c = np.random.default_rng(0), case.config
-    each = case.grid[0] * case.grid[1] // c.vision.spatial_merge_size**2
-    text = _words(rng, case, case.tokens - case.frames * (each + 1))
-    image = [c.vision_start_token_id] + [c.image_token_id] * each
-    ids = np.concatenate(
-        [np.concatenate([words, image]) for words in np.array_split(text[1:], case.frames)]
-        + [text[:1]]
-    )
-    return ids.astype(np.int32), rng.normal(
-        size=(case.frames, case.grid[0] * case.grid[1], c.vision.patch_dim)
-    ).astype(np.float32)
+def frames_prompt(case: Case) -> tuple[Int[np.ndarray, " t"], Float[np.ndarray, "frames p c"]]:
+    """A prompt in which frames stand between equal pieces of text: its ids and its patches."""
+    rng = np.random.default_rng(0)
+    config = case.config
+    tokens_per_frame = case.patches // config.vision.spatial_merge_size**2
+    text = _text(rng, case, case.tokens - case.frames * (tokens_per_frame + 1))
+    image = [config.vision_start_token_id] + [config.image_token_id] * tokens_per_frame
+    parts = []
+    for piece in np.array_split(text[1:], case.frames):
+        parts += [piece, image]
+    parts.append(text[:1])  # the prompt ends with text: its logits are compared
+    ids = np.concatenate(parts).astype(np.int32)
+    patches = rng.normal(size=(case.frames, case.patches, config.vision.patch_dim))
+    return ids, patches.astype(np.float32)
 
 
-def prompts(case: Case) -> np.ndarray:
-    return _words(np.random.default_rng(1), case, case.rows * case.prompt).reshape(case.rows, -1)
+def prompts(case: Case) -> Int[np.ndarray, "b t"]:
+    """The sequences to decode from."""
+    return _text(np.random.default_rng(1), case, case.rows * case.prompt).reshape(case.rows, -1)
 
 
-def training_ids(case: Case) -> np.ndarray:
-    return _words(np.random.default_rng(2), case, case.tokens + 1)[None]
+def training_ids(case: Case) -> Int[np.ndarray, "1 t"]:
+    """The text to train on, with one token more to predict."""
+    return _text(np.random.default_rng(2), case, case.tokens + 1)[None]
 
 
-def _words(rng: np.random.Generator, case: Case, n: int) -> np.ndarray:
+def _text(rng: np.random.Generator, case: Case, length: int) -> Int[np.ndarray, " t"]:
+    """Random ids below the special tokens."""
     special = min(case.config.image_token_id, case.config.vision_start_token_id)
-    return rng.integers(0, min(special, case.config.text.vocab_size), n).astype(np.int32)
+    return rng.integers(0, min(special, case.config.text.vocab_size), length).astype(np.int32)
 
 
 def flops(case: Case) -> dict[str, float]:
-    """What the mathematics takes: causal attention counts half a square, a backward pass twice the forward one."""
-    c = case.config
-    head = 2.0 * c.text.vocab_size * c.text.hidden_size
-    token = flops_per_token(c, (case.tokens + 1) / 2)
+    """The floating-point operations of each job.
+
+    Causal attention counts half of the square, and a backward pass twice its forward pass.
+    """
+    config = case.config
+    head = 2.0 * config.text.vocab_size * config.text.hidden_size
+    per_token = flops_per_token(config, (case.tokens + 1) / 2)  # with the average context
+    per_frame = vision_flops(config.vision, case.patches)
+    # Prefill computes the logits of the last token only.
+    prefill = case.tokens * (per_token - head) + head + case.frames * per_frame
+    decoded = flops_per_token(config, case.prompt + (case.new + 1) / 2)
     return {
-        "prefill": case.tokens * (token - head)
-        + head
-        + case.frames * vision_flops(c.vision, case.grid[0] * case.grid[1]),
-        "decode": case.rows * case.new * flops_per_token(c, case.prompt + (case.new + 1) / 2),
-        "train": 3 * case.tokens * token,
+        "prefill": prefill,
+        "decode": case.rows * case.new * decoded,
+        "train": 3 * case.tokens * per_token,
     }
 
 
 def timed(run: Callable[[], Any], repeats: int) -> dict[str, Any]:
-    """What a warm-up and `repeats` more calls gave, and the seconds of the latter."""
-    outputs, seconds = [np.asarray(run())], []
+    """Call `run` once to warm up and then `repeats` times for the clock.
+
+    Returns:
+        outputs: the results of all calls, the warm-up's first.
+        seconds: the times of all calls but the warm-up.
+    """
+    outputs = [np.asarray(run())]
+    seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         output = run()
@@ -149,12 +185,12 @@ def timed(run: Callable[[], Any], repeats: int) -> dict[str, Any]:
 
 
 def peak_memory() -> float:
-    """The most memory this process held, in GiB (Linux counts in KiB)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    """The largest resident memory of this process so far, in GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
 
 
 def matmul_shape(case: Case) -> tuple[int, int, int]:
-    """Of the model's own products, the MLP's."""
+    """The shape (m, k, n) of the product that measures the matmul rate: that of the MLP."""
     return case.tokens, case.config.text.hidden_size, case.config.text.intermediate_size
 
 
@@ -162,16 +198,17 @@ def matmul_shape(case: Case) -> tuple[int, int, int]:
 
 
 def ours(folder: str, case: Case, jobs: tuple[str, ...]) -> dict[str, Any]:
+    """Run the jobs with this project: what `timed` returns for each, and for the matmul."""
     m, k, n = matmul_shape(case)
-    a, b, product = jnp.ones((m, k)), jnp.ones((k, n)), jax.jit(jnp.matmul)
+    a = jnp.ones((m, k))
+    b = jnp.ones((k, n))
+    matmul = jax.jit(jnp.matmul)
     model = hf.load(folder)
     make = {"prefill": _our_prefill, "decode": _our_decode, "train": _our_train}
-    results = {job: timed(make[job](model, case), JOBS[job]) for job in jobs}
-    return {
-        **results,
-        "matmul": timed(lambda: product(a, b).block_until_ready()[0, 0], 10),
-        "memory": peak_memory(),
-    }
+    results: dict[str, Any] = {job: timed(make[job](model, case), JOBS[job]) for job in jobs}
+    results["matmul"] = timed(lambda: matmul(a, b).block_until_ready()[0, 0], MATMULS)
+    results["memory"] = peak_memory()
+    return results
 
 
 def _our_prefill(model: Any, case: Case) -> Callable[[], Any]:
@@ -185,41 +222,48 @@ def _our_prefill(model: Any, case: Case) -> Callable[[], Any]:
     def prefill(weights, patches, ids, positions, index):
         model = nnx.merge(graph, weights)
         visual = model.vision(patches, layout)
-        hidden, kv = model.text(
-            ids, positions, visual=visual.reshape(1, -1, *visual.shape[2:]), visual_index=index
-        )
+        visual = visual.reshape(1, -1, *visual.shape[2:])  # the frames of the only row
+        hidden, kv = model.text(ids, positions, visual=visual, visual_index=index)
         return model.text.logits(hidden[:, -1]), kv
 
-    return lambda: jax.block_until_ready(prefill(weights, patches, ids[None], positions, index))[0][
-        0
-    ]
+    def run():
+        logits, _ = jax.block_until_ready(prefill(weights, patches, ids[None], positions, index))
+        return logits[0]
+
+    return run
 
 
 def _our_decode(model: Any, case: Case) -> Callable[[], Any]:
-    ids, rows, start = prompts(case), case.rows, case.prompt
+    ids = prompts(case)
+    rows = case.rows
+    start = case.prompt
     graph, weights = nnx.split(model.text)
 
     @jax.jit
     def prefill(weights, ids):
         text = nnx.merge(graph, weights)
-        hidden, kv = text(ids, jnp.broadcast_to(jnp.arange(start), (3, rows, start)))
-        return jnp.argmax(text.logits(hidden[:, -1]), -1), DenseCache.prefilled(
-            kv, jnp.ones((rows, start), bool), case.new
-        )
+        # Text has the same position on all three axes (time, height, width).
+        positions = jnp.broadcast_to(jnp.arange(start), (3, rows, start))
+        hidden, kv = text(ids, positions)
+        token = jnp.argmax(text.logits(hidden[:, -1]), -1)
+        return token, DenseCache.prefilled(kv, jnp.ones((rows, start), bool), case.new)
 
     @jax.jit
     def decode(weights, token, cache):
         text = nnx.merge(graph, weights)
         layers = text.decode_layers()
 
-        def step(carry, at):
+        def step(carry, position):
             token, cache = carry
-            hidden, cache = text.decode(token, jnp.broadcast_to(at, (3, rows)), cache, layers)
+            positions = jnp.broadcast_to(position, (3, rows))
+            hidden, cache = text.decode(token, positions, cache, layers)
             token = jnp.argmax(text.logits(hidden), -1)
             return (token, cache.advance(jnp.ones(rows, bool))), token
 
-        return jax.lax.scan(step, (token, cache), start + jnp.arange(case.new))[1]
+        _, tokens = jax.lax.scan(step, (token, cache), start + jnp.arange(case.new))
+        return tokens
 
+    # The clock sees decoding alone. The cache is not donated, so every call starts from it.
     token, cache = jax.block_until_ready(prefill(weights, ids))
     return lambda: decode(weights, token, cache).block_until_ready()
 
@@ -227,9 +271,9 @@ def _our_decode(model: Any, case: Case) -> Callable[[], Any]:
 def _our_train(model: Any, case: Case) -> Callable[[], Any]:
     ids = training_ids(case)
     positions = np.broadcast_to(np.arange(case.tokens), (3, 1, case.tokens))
-    optimizer = optax.adamw(LEARNING_RATE, weight_decay=DECAY)
+    optimizer = optax.adamw(LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     graph, weights = nnx.split(model.text)
-    state = [weights, optimizer.init(weights)]
+    moments = optimizer.init(weights)
 
     def loss(weights, ids):
         text = nnx.merge(graph, weights)
@@ -244,7 +288,8 @@ def _our_train(model: Any, case: Case) -> Callable[[], Any]:
     step = jax.jit(update, donate_argnums=(0, 1))
 
     def run():
-        *state[:], value = jax.block_until_ready(step(*state, ids))
+        nonlocal weights, moments
+        weights, moments, value = jax.block_until_ready(step(weights, moments, ids))
         return value
 
     return run
@@ -254,29 +299,32 @@ def _our_train(model: Any, case: Case) -> Callable[[], Any]:
 
 
 def make(folder: str, case: Case) -> None:
-    """Writes the weights that both sides load."""
+    """Write the checkpoint that both sides load, with random weights."""
     import torch  # pyright: ignore[reportMissingImports]  (the extra parity)
     import transformers
 
     torch.manual_seed(0)
-    transformers.Qwen3VLForConditionalGeneration(
-        transformers.Qwen3VLConfig.from_dict(to_hf(case.config))
-    ).save_pretrained(folder)
+    config = transformers.Qwen3VLConfig.from_dict(to_hf(case.config))
+    transformers.Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
 
 
 def theirs(folder: str, case: Case, jobs: tuple[str, ...]) -> dict[str, Any]:
+    """Run the jobs with transformers; returns the same as `ours`."""
     import torch  # pyright: ignore[reportMissingImports]  (the extra parity)
     import transformers
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     m, k, n = matmul_shape(case)
-    a, b = torch.ones(m, k), torch.ones(k, n)
+    a = torch.ones(m, k)
+    b = torch.ones(k, n)
     model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa"
     )
     make = {"prefill": _their_prefill, "decode": _their_decode, "train": _their_train}
-    results = {job: timed(make[job](model, case), JOBS[job]) for job in jobs}
-    return {**results, "matmul": timed(lambda: (a @ b)[0, 0], 10), "memory": peak_memory()}
+    results: dict[str, Any] = {job: timed(make[job](model, case), JOBS[job]) for job in jobs}
+    results["matmul"] = timed(lambda: (a @ b)[0, 0], MATMULS)
+    results["memory"] = peak_memory()
+    return results
 
 
 def _their_prefill(model: Any, case: Case) -> Callable[[], Any]:
@@ -316,9 +364,10 @@ def _their_decode(model: Any, case: Case) -> Callable[[], Any]:
 
     @torch.no_grad()
     def run():
-        token, tokens = first, []
-        for at in range(case.prompt, case.prompt + case.new):
-            positions = torch.full((3, case.rows, 1), at)
+        token = first
+        tokens = []
+        for position in range(case.prompt, case.prompt + case.new):
+            positions = torch.full((3, case.rows, 1), position)
             out = model(
                 input_ids=token[:, None],
                 position_ids=positions,
@@ -328,7 +377,7 @@ def _their_decode(model: Any, case: Case) -> Callable[[], Any]:
             )
             token = out.logits[:, -1].argmax(-1)
             tokens.append(token)
-        cache.crop(-case.new)
+        cache.crop(-case.new)  # so that the next call starts from the same cache
         return torch.stack(tokens)
 
     return run
@@ -340,7 +389,7 @@ def _their_train(model: Any, case: Case) -> Callable[[], Any]:
     ids = torch.tensor(training_ids(case), dtype=torch.long)
     model.model.visual.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=DECAY, fused=True)
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
 
     def run():
         optimizer.zero_grad()
@@ -357,7 +406,7 @@ def _their_train(model: Any, case: Case) -> Callable[[], Any]:
 
 
 def alone(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls the function in a process of its own, which ends with it. Both sides keep freed memory, as a run does."""
+    """Call a function in a process of its own, which keeps freed memory as a training run does."""
     with concurrent.futures.ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn"), reuse_freed_memory
     ) as pool:
@@ -365,21 +414,34 @@ def alone(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def check(mine: dict[str, Any], other: dict[str, Any], jobs: tuple[str, ...]) -> None:
-    """Both sides computed the same. AssertionError where logits differ by 1e-3, a token differs, or a loss by 1e-4 of itself."""
+    """Check that both sides computed the same.
+
+    Raises:
+        AssertionError: a logit differs by more than 1e-3, a token differs, or a loss differs by
+            more than 1e-4 of its value.
+    """
+    outputs = {job: (mine[job]["outputs"], other[job]["outputs"]) for job in jobs}
     if "prefill" in jobs:
-        np.testing.assert_allclose(
-            mine["prefill"]["outputs"][0], other["prefill"]["outputs"][0], atol=1e-3, rtol=0
-        )
+        logits, expected = outputs["prefill"]
+        np.testing.assert_allclose(logits[0], expected[0], atol=1e-3, rtol=0)
     if "decode" in jobs:
-        np.testing.assert_array_equal(mine["decode"]["outputs"][0], other["decode"]["outputs"][0])
-    if "train" in jobs:  # each loss but the first is one after updates
-        np.testing.assert_allclose(mine["train"]["outputs"], other["train"]["outputs"], rtol=1e-4)
+        tokens, expected = outputs["decode"]
+        np.testing.assert_array_equal(tokens[0], expected[0])
+    if "train" in jobs:
+        # All calls: every loss after the first also checks the updates before it.
+        losses, expected = outputs["train"]
+        np.testing.assert_allclose(losses, expected, rtol=1e-4)
 
 
 def compare(
     case: Case, rounds: int, jobs: tuple[str, ...] = tuple(JOBS)
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Seconds of every timed call, job -> side -> list, "matmul" among the jobs; and the most memory each side held, in GiB."""
+    """Run both sides `rounds` times, in turn.
+
+    Returns:
+        The seconds of every timed call, as job -> side -> list; "matmul" is one of the jobs. And
+        the largest memory of each side, in GiB.
+    """
     memory = {"here": 0.0, "transformers": 0.0}
     seconds = {job: {"here": [], "transformers": []} for job in (*jobs, "matmul")}
     with tempfile.TemporaryDirectory() as folder:
@@ -398,37 +460,38 @@ def compare(
 
 
 def report(case: Case, seconds: dict[str, Any]) -> str:
-    """The table: best and median seconds, rates from the best, the share of the same library's best matmul rate."""
+    """Format the table. Rates come from the best time, and are compared with the best matmul's."""
     m, k, n = matmul_shape(case)
     counts = {"matmul": 2.0 * m * k * n, **flops(case)}
     lines = [
-        "| job | side | best s | median s | GFLOP | GFLOP/s | share of matmul | times transformers |",
+        "| job | side | best s | median s | GFLOP | GFLOP/s | share of matmul "
+        "| times transformers |",
         "|---" * 8 + "|",
     ]
     peaks = {side: counts["matmul"] / min(values) for side, values in seconds["matmul"].items()}
     for job, sides in seconds.items():
         for side, values in sides.items():
             best = min(values)
-            rate, ahead = counts[job] / best, min(sides["transformers"]) / best
+            rate = counts[job] / best
+            speedup = min(sides["transformers"]) / best
             cells = [
                 job,
                 side,
                 f"{best:.3f}",
                 f"{statistics.median(values):.3f}",
                 f"{counts[job] / 1e9:.0f}",
+                f"{rate / 1e9:.0f}",
+                f"{rate / peaks[side]:.0%}",
+                f"{speedup:.2f}",
             ]
-            cells += [f"{rate / 1e9:.0f}", f"{rate / peaks[side]:.0%}", f"{ahead:.2f}"]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on (Linux)."""
-    cpu = next(
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").open()
-        if line.startswith("model name")
-    )
+    """The processor, the commit and the library versions, for the record. Linux only."""
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next(line.split(":")[1].strip() for line in info if line.startswith("model name"))
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         capture_output=True,
@@ -450,29 +513,23 @@ def machine() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times the same model in transformers and here.")
-    parser.add_argument("--case", choices=CASES, default="small")
+    parser.add_argument("--case", choices=CASES, default="small", help="the model and the work")
     parser.add_argument(
-        "--rounds", type=int, default=2, help="about five minutes each at the small size"
+        "--rounds", type=int, default=2, help="rounds; about five minutes each for the case small"
     )
-    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=tuple(JOBS))
     parser.add_argument(
-        "--json", type=Path, help="file to write the machine and every measured time to"
+        "--jobs", nargs="+", choices=JOBS, default=tuple(JOBS), help="jobs to time; all by default"
     )
+    parser.add_argument("--json", type=Path, help="file for the machine and all measured times")
     args = parser.parse_args()
     require_local("--json", args.json)
-    case, hardware = CASES[args.case], machine()
+    case = CASES[args.case]
+    hardware = machine()
     seconds, memory = compare(case, args.rounds, tuple(args.jobs))
-    print(
-        ", ".join(f"{name} {value}" for name, value in hardware.items()),
-        "",
-        report(case, seconds),
-        "",
-        sep="\n",
-    )
-    print(
-        "resident memory at most:",
-        ", ".join(f"{side} {size:.1f} GiB" for side, size in memory.items()),
-    )
+    print(", ".join(f"{name} {value}" for name, value in hardware.items()))
+    print(f"\n{report(case, seconds)}\n")
+    sizes = ", ".join(f"{side} {size:.1f} GiB" for side, size in memory.items())
+    print(f"largest resident memory: {sizes}")
     if args.json:
         record = {
             "machine": hardware,

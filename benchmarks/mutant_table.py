@@ -1,4 +1,4 @@
-"""The deliberate faults of `benchmarks.mutants`: what is changed where, and which tests should notice."""
+"""The mutants of `benchmarks.mutants`: which text is replaced, and which tests should notice."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One fault. `old` occurs once in `file` and becomes `new`; `tests` are pytest arguments."""
+    """A deliberate fault: one text in one source file replaced by another."""
 
     name: str
     file: str
+    """Path of the source file below the root of the checkout."""
     old: str
+    """The text that is replaced. It has to occur exactly once in the file."""
     new: str
     tests: tuple[str, ...]
+    """Files of tests, at least one of which should fail."""
     equivalent: str = ""
-    """Why no test can notice, for a fault that changes nothing one can observe."""
+    """Why no test can fail, for a fault that does not change the behaviour."""
 
 
 _METHOD, _ENGINE = "paravt_jax/method", "rollout/engine"

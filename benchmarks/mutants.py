@@ -1,13 +1,15 @@
-"""Deliberate faults, and whether the tests notice: `python -m benchmarks.mutants --out mutants.json`.
+"""Mutation testing: checks that the tests notice deliberate faults.
+
+    python -m benchmarks.mutants --out mutants.json
 
 Each mutant of `benchmarks.mutant_table` replaces one text in one source file of a temporary copy of
-this checkout, and the tests that should notice run there until one fails. A mutant is `killed` by a
-failing test or by running into its time limit, and `survived` otherwise. The tests run on the
-unchanged copy first, because a test that always fails kills nothing.
+this checkout. The tests that should notice then run there until one fails. A failing test, or
+tests that exceed the time limit, kill the mutant; otherwise it has survived. The tests first run on
+an unchanged copy, because a test that always fails proves nothing.
 
 Results are added to the file given by `--out` one by one, each with a hash of the tests, the
-source and the fault. A later call with the same file runs what is missing there or has another
-hash. The exit status is 0 if every mutant that has no `equivalent` reason is killed.
+source and the fault. A later call with the same file runs only what is missing or has another
+hash. The exit status is 0 if all mutants are killed, except those with an `equivalent` reason.
 """
 
 from __future__ import annotations
@@ -32,50 +34,65 @@ from benchmarks.mutant_table import MUTANTS, Mutant
 
 ROOT = pathlib.Path(__file__).parents[1]
 TIME_LIMIT = 240.0
-"""Seconds for the tests of one mutant; a loop that a fault made endless counts as noticed."""
+"""Seconds for the tests of one mutant. A fault that causes an endless loop counts as killed."""
+
 CLEAN = "unchanged: "
+"""Prefix of the results of tests on the unchanged code."""
+
 PYTEST = (
-    *("-m", "pytest", "-x", "-q", "--no-header", "--durations=0", "--durations-min=1e9"),
-    *("--hypothesis-seed=0", "--hypothesis-profile=unshrunk", "-p", "no:cacheprovider"),
+    "-m",
+    "pytest",
+    "-x",
+    "-q",
+    "--no-header",
+    "--durations=0",
+    "--durations-min=1e9",
+    "--hypothesis-seed=0",
+    "--hypothesis-profile=unshrunk",
+    "-p",
+    "no:cacheprovider",
 )
 
 Result = dict[str, Any]
 Task = Mutant | tuple[str, ...]
-"""A mutant, or tests to run on the unchanged code."""
+"""A mutant, or the tests to run on the unchanged code."""
 
 
 class NotApplicable(ValueError):
-    """A mutant's old text is not in its file exactly once."""
+    """A mutant's old text does not occur exactly once in its file."""
 
 
 def mutate(text: str, mutant: Mutant) -> str:
-    """The text with the fault in it. Raises NotApplicable unless the old text is there exactly once."""
+    """Put a fault into a text. Raises NotApplicable unless the old text occurs exactly once."""
     count = text.count(mutant.old)
     if count != 1:
         raise NotApplicable(
-            f"mutant {mutant.name}: its old text is {count} times in {mutant.file}, not once; "
+            f"mutant {mutant.name}: its old text occurs {count} times in {mutant.file}, not once; "
             "adapt it in benchmarks/mutant_table.py"
         )
     return text.replace(mutant.old, mutant.new)
 
 
 def name_of(task: Task) -> str:
+    """The name of a task's result in the file given by `--out`."""
     return task.name if isinstance(task, Mutant) else CLEAN + " ".join(task)
 
 
 def hash_of(task: Task) -> str:
-    """A hash of what decides a task's result: the texts of its tests, source files and fault."""
+    """Hash what decides a task's result: the texts of its tests, source files and fault."""
     if isinstance(task, Mutant):
-        files, fault = [*task.tests, task.file], [task.old, task.new]
+        files = [*task.tests, task.file]
+        fault = [task.old, task.new]
     else:
         mutated = {mutant.file for mutant in MUTANTS if mutant.tests == task}
-        files, fault = [*task, *sorted(mutated)], []
+        files = [*task, *sorted(mutated)]
+        fault = []
     texts = [(ROOT / file).read_text(encoding="utf-8") for file in files]
     return hashlib.blake2b(json.dumps(texts + fault).encode(), digest_size=8).hexdigest()
 
 
 def copy_checkout(folder: pathlib.Path) -> None:
-    """Copies the files that git knows, or would add, to `folder`."""
+    """Copy the tracked files, and new ones that git does not ignore, to a folder."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -89,11 +106,24 @@ def copy_checkout(folder: pathlib.Path) -> None:
 
 
 def run_tests(folder: pathlib.Path, tests: Sequence[str], cache: pathlib.Path) -> Result:
-    """Runs the tests in a copy until one fails; returns the outcome, the seconds, and what failed."""
+    """Run tests in a copy of the checkout until one fails.
+
+    Args:
+        folder: the copy.
+        tests: files of tests.
+        cache: folder of the compilation cache, which all copies share.
+
+    Returns:
+        outcome ("killed" or "survived"), seconds, and for a killed mutant `by`, the failed test.
+
+    Raises:
+        RuntimeError: pytest itself failed.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": str(folder),
-        # A mutant can have the size and the second of what was there before, as stale bytecode does.
+        # Python recognises stale bytecode by size and time of the source. A mutant can have the
+        # size of the original, and be written in the same second.
         "PYTHONDONTWRITEBYTECODE": "1",
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -111,7 +141,7 @@ def run_tests(folder: pathlib.Path, tests: Sequence[str], cache: pathlib.Path) -
         try:
             out, _ = process.communicate(timeout=TIME_LIMIT)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
+            os.killpg(process.pid, 9)  # also the processes that the tests have started
             process.communicate()
             return {"outcome": "killed", "seconds": TIME_LIMIT, "by": "its time limit"}
     seconds = round(time.monotonic() - start, 1)
@@ -124,7 +154,7 @@ def run_tests(folder: pathlib.Path, tests: Sequence[str], cache: pathlib.Path) -
 
 
 def run_mutant(mutant: Mutant, folder: pathlib.Path, cache: pathlib.Path) -> Result:
-    """What becomes of one mutant in a copy, which is afterwards as before."""
+    """Run the tests of one mutant in a copy, and restore the copy."""
     file = folder / mutant.file
     before = file.read_text(encoding="utf-8")
     file.write_text(mutate(before, mutant), encoding="utf-8")
@@ -135,9 +165,18 @@ def run_mutant(mutant: Mutant, folder: pathlib.Path, cache: pathlib.Path) -> Res
 
 
 def run_all(mutants: Sequence[Mutant], out: pathlib.Path, jobs: int) -> dict[str, Result]:
-    """Runs what is missing in `out`, or has another hash there, in `jobs` copies side by side.
+    """Run mutants whose results are missing in `out`, or have another hash there.
 
-    Returns the results by name. Raises RuntimeError if tests fail on the unchanged code.
+    Args:
+        mutants: the mutants to run.
+        out: JSON file of the results. It is written after every result.
+        jobs: number of copies in which tests run side by side.
+
+    Returns:
+        The results by name.
+
+    Raises:
+        RuntimeError: tests fail on the unchanged code.
     """
     results: dict[str, Result] = json.loads(out.read_text()) if out.exists() else {}
     lock = threading.Lock()
@@ -152,10 +191,11 @@ def run_all(mutants: Sequence[Mutant], out: pathlib.Path, jobs: int) -> dict[str
     def is_missing(task: Task) -> bool:
         return results.get(name_of(task), {}).get("hash") != hashes[name_of(task)]
 
-    tasks = (*mutants, *dict.fromkeys(mutant.tests for mutant in mutants))
-    hashes = {name_of(task): hash_of(task) for task in tasks}  # before sources can be edited
+    tasks = (*mutants, *_tests_of(mutants))
+    # Hashed before the copies are made: sources that are edited meanwhile belong to a later call.
+    hashes = {name_of(task): hash_of(task) for task in tasks}
     missing = [mutant for mutant in mutants if is_missing(mutant)]
-    clean = [tests for tests in dict.fromkeys(m.tests for m in missing) if is_missing(tests)]
+    clean = [tests for tests in _tests_of(missing) if is_missing(tests)]
     with tempfile.TemporaryDirectory() as name:
         copies: queue.Queue[pathlib.Path] = queue.Queue()
         cache = pathlib.Path(name) / "compiled"
@@ -178,13 +218,22 @@ def run_all(mutants: Sequence[Mutant], out: pathlib.Path, jobs: int) -> dict[str
                 copies.put(folder)
 
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-            for ready in (clean, missing):
-                list(pool.map(in_a_copy, ready))
+            for batch in (clean, missing):
+                list(pool.map(in_a_copy, batch))  # the list raises what a task has raised
     return results
 
 
+def _tests_of(mutants: Sequence[Mutant]) -> list[tuple[str, ...]]:
+    """The different sets of tests that the mutants name."""
+    return list(dict.fromkeys(mutant.tests for mutant in mutants))
+
+
 def report(mutants: Sequence[Mutant], results: dict[str, Result]) -> tuple[str, list[Mutant]]:
-    """Counts by source file, then the survivors; and the survivors without an explanation."""
+    """Format the counts by source file and the survivors.
+
+    Returns:
+        The text, and the survivors that have no `equivalent` reason.
+    """
     lines = ["| file | mutants | killed |", "|---|---|---|"]
     for file in dict.fromkeys(mutant.file for mutant in mutants):
         of_file = [mutant for mutant in mutants if mutant.file == file]
@@ -200,18 +249,22 @@ def report(mutants: Sequence[Mutant], results: dict[str, Result]) -> tuple[str, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON file of the results")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="run these mutants only")
     parser.add_argument("--jobs", type=int, default=2, help="mutants tested side by side")
     asked = parser.parse_args(arguments)
     names = {mutant.name for mutant in MUTANTS}
-    if unknown := sorted(set(asked.only or ()) - names):
-        parser.error(f"--only: {', '.join(unknown)} unknown; known are {', '.join(sorted(names))}")
+    unknown = sorted(set(asked.only or ()) - names)
+    if unknown:
+        parser.error(
+            f"--only {' '.join(unknown)}: unknown; give some of {', '.join(sorted(names))}"
+        )
     if asked.jobs < 1:
-        parser.error(f"--jobs: {asked.jobs}; give 1 or more")
+        parser.error(f"--jobs {asked.jobs}: give 1 or more")
     mutants = [mutant for mutant in MUTANTS if not asked.only or mutant.name in asked.only]
-    for mutant in mutants:  # before any test runs
+    for mutant in mutants:  # a mutant that cannot be made is reported before any test runs
         mutate((ROOT / mutant.file).read_text(encoding="utf-8"), mutant)
     text, unexplained = report(mutants, run_all(mutants, asked.out, asked.jobs))
     print(text)

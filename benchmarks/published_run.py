@@ -1,7 +1,10 @@
 """Two steps of SFT and two of PARA-GRPO on files in the published schema, with the real tokenizer.
 
-As a program it is `train.run` with two more recipes, `published_sft` and `published_rl`, and with `prepare` before them `train.prepare`:
-`python -m benchmarks.published_run [prepare] --config=published_sft --model.path FOLDER ...`; `write` makes what they read.
+The command is `train.run` with two more recipes, `published_sft` and `published_rl`. With `prepare`
+as first argument it is `train.prepare`, and with `write` it writes the files that the recipes read:
+
+    python -m benchmarks.published_run write FOLDER ASSETS
+    python -m benchmarks.published_run [prepare] --config=published_sft --model.path FOLDER ...
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from flax import nnx
@@ -45,7 +49,7 @@ ADAM = OptimizerSettings(learning_rate=1e-3)
 
 
 def published_sft() -> Run:
-    """Two steps on packed rows, one token a frame.
+    """Two steps of SFT on packed rows, with one token per frame.
 
     Command: python -m benchmarks.published_run --config=published_sft
     """
@@ -70,7 +74,7 @@ def published_sft() -> Run:
 
 
 def published_rl() -> Run:
-    """Two steps of PARA-GRPO, and an evaluation before and after.
+    """Two steps of PARA-GRPO with an evaluation before and after.
 
     Command: python -m benchmarks.published_run --config=published_rl
     """
@@ -96,41 +100,50 @@ def published_rl() -> Run:
 
 
 def write_files(folder: pathlib.Path, assets: pathlib.Path) -> None:
-    """In `folder`: `annotations` and `media` as they are published, with clips of the assets; `base`, a small Qwen3-VL with the real
-    tokenizer; `split` and `videos`, a sample of Video-MME."""
-    names = {f"longvt_source/selftrace_0/{n}.mp4": clip for n, clip in enumerate(CLIPS[1:])}
-    paths = list(names)
-    lay_out_media(folder / "media", assets, names)
-    asked = [f"<video>What turns in part {n}?\nA. a car\nB. a boat" for n in range(9)]
-    write_rl(
-        folder / "annotations",
-        [rl_row(paths[n % 3], text, "AB"[n % 2]) for n, text in enumerate(asked)],
-    )
-    rows: list[Any] = [
-        called(paths[n % 3], [(0, n + 1)]) if n % 2 else answered(paths[n % 3], f"Part {n}?")
-        for n in range(9)
-    ]
-    write_sft(folder / "annotations", rows, "paravt_sft_selftrace_15k3.parquet")
-    files = [
-        assets / "qwen3_vl" / name
-        for name in ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json")
-    ]
-    save(nnx.jit(lambda: Qwen3VL(tiny(151_936), rngs=nnx.Rngs(0)))(), folder / "base", files=files)
+    """Write the files that the recipes read.
+
+    Args:
+        folder: where to write: `annotations` and `media` in the published layout, `base` (a small
+            Qwen3-VL with the real tokenizer), `split` and `videos` (a sample of Video-MME).
+        assets: the folder of shared clips and of the tokenizer.
+    """
+    clips = {f"longvt_source/selftrace_0/{n}.mp4": clip for n, clip in enumerate(CLIPS[1:])}
+    paths = list(clips)
+    lay_out_media(folder / "media", assets, clips)
+    _write_annotations(folder / "annotations", paths)
+    names = ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json")
+    files = [assets / "qwen3_vl" / name for name in names]
+    model = nnx.jit(lambda: Qwen3VL(tiny(151_936), rngs=nnx.Rngs(0)))()
+    save(model, folder / "base", files=files)
     lay_out_media(folder / "videos" / "data", assets, {"w0.mp4": CLIPS[1], "w1.mp4": CLIPS[2]})
-    published.write_split(
-        "videomme",
-        folder / "split",
-        [published.videomme("1-1", "w0", "A"), published.videomme("2-1", "w1", "C")],
-    )
+    rows = [published.videomme("1-1", "w0", "A"), published.videomme("2-1", "w1", "C")]
+    published.write_split("videomme", folder / "split", rows)
+
+
+def _write_annotations(folder: pathlib.Path, videos: Sequence[str]) -> None:
+    """Nine questions for RL and nine conversations for SFT, every second one with a call."""
+    questions: list[Any] = []
+    conversations: list[Any] = []
+    for n in range(9):
+        video = videos[n % 3]
+        text = f"<video>What turns in part {n}?\nA. a car\nB. a boat"
+        questions.append(rl_row(video, text, "AB"[n % 2]))
+        if n % 2:
+            conversations.append(called(video, [(0, n + 1)]))
+        else:
+            conversations.append(answered(video, f"Part {n}?"))
+    write_rl(folder, questions)
+    write_sft(folder, conversations, "paravt_sft_selftrace_15k3.parquet")
 
 
 RECIPES.setdefault("published_sft", published_sft)
 RECIPES.setdefault("published_rl", published_rl)
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["write"]:
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command == "write":
         write_files(pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3]))
-    elif sys.argv[1:2] == ["prepare"]:
+    elif command == "prepare":
         raise SystemExit(train.prepare.main(sys.argv[2:]))
     else:
         raise SystemExit(train.run.main())

@@ -1,5 +1,5 @@
-"""A model on a benchmark's split: the run, its files, its numbers, and two runs side by side.
+"""Evaluation of a model on a benchmark: the run, its files, its figures, and comparisons of runs.
 
-Counts of frames, turns and calls follow the release; frame size, prompts and the order of times are
+Counts of frames, turns and calls follow the release. Frame size, prompts and the order of times are
 this project's own.
 """

@@ -1,7 +1,7 @@
-"""Two evaluations question by question, and many in one table beside the paper's rows.
+"""Two evaluations compared question by question, and a table of many beside the paper's results.
 
-Owns what is compared: the questions that both played, by id. A question of grounding counts as right from an overlap of 0.5 on. Refuses
-runs of different splits. Invariant: nothing here changes a file.
+Only questions that both runs played are compared. A grounding question counts as right from an
+overlap of `RIGHT` on.
 """
 
 from __future__ import annotations
@@ -18,194 +18,262 @@ from rollout.evaluation.folder import FolderError, Line, latest, read_json, read
 from rollout.evaluation.statistics import interval, mcnemar
 from rollout.evaluation.summary import not_played, read_summary, rows_of, score_of
 
-RIGHT = 0.5  # a score from which on a question counts as right
-# Counts of a summary that a note names, in words.
+RIGHT = 0.5
+"""A question with at least this score counts as right."""
+
+SHOWN = 10
+"""Question ids that a comparison's text lists for each run."""
+
 _COUNTED = {
     "without_answer": "without an answer",
     "unread": "whose answer names no option or span",
     "refused_reports": "sub-agents' requests refused",
 }
-SHOWN = 10  # questions that are named on either side
+"""Counts of a summary that the table's notes mention, in words."""
+
+
+# --- two runs ---
 
 
 def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
-    """Who was right where. ValueError for runs of different splits, and where they share no question."""
-    left, right = (read_json(folder / "config.json")["identity"] for folder in (first, second))
-    names = [left["benchmark"], right["benchmark"]]
+    """Compare two runs of the same split question by question.
+
+    Args:
+        first: the folder of run A.
+        second: the folder of run B.
+
+    Returns:
+        What `--compare --json` prints: the counts of the four outcomes, the scores on the shared
+        questions, their difference B - A with a 95 % interval, McNemar's p-value, the settings
+        that differ, and the ids of the questions that only one run got right.
+
+    Raises:
+        ValueError: the runs are of different splits, or share no question.
+        FolderError: a folder holds no evaluation.
+    """
+    identities = [read_json(folder / "config.json")["identity"] for folder in (first, second)]
+    names = [identity["benchmark"] for identity in identities]
     if names[0] != names[1]:
         raise ValueError(
             f"--compare: {first} is {names[0]}, {second} is {names[1]}; compare runs of one split"
         )
-    a, b = (_played(folder) for folder in (first, second))
-    left_out = [_left_out(folder) for folder in (first, second)]
-    both = sorted(a.keys() & b.keys())
-    if not both:
+    lines_a, lines_b = (latest(read_lines(folder)) for folder in (first, second))
+    played_a, played_b = (_played(lines) for lines in (lines_a, lines_b))
+    shared = sorted(played_a.keys() & played_b.keys())
+    if not shared:
         raise ValueError(
-            f"--compare: {first} and {second} have no question in common; let them play the same ones"
+            f"--compare: {first} and {second} have no question in common; "
+            "let them play the same ones"
         )
-    cells = {
-        (one, other): [id for id in both if (_right(a[id]), _right(b[id])) == (one, other)]
-        for one in (True, False)
-        for other in (True, False)
-    }
-    gains = np.array([b[id]["score"] - a[id]["score"] for id in both])
-    # A difference lies in [-1, 1]: halved and moved to [0, 1], where the interval of a mean is known.
-    low, high = interval(((gains + 1) / 2).tolist(), [a[id]["video"] for id in both])
+
+    scores_a = np.array([played_a[id]["score"] for id in shared])
+    scores_b = np.array([played_b[id]["score"] for id in shared])
+    videos = [played_a[id]["video"] for id in shared]
+    low, high = _interval_of_difference(scores_b - scores_a, videos)
+    right_a = scores_a >= RIGHT
+    right_b = scores_b >= RIGHT
+    only_a = [id for id, only in zip(shared, right_a & ~right_b, strict=True) if only]
+    only_b = [id for id, only in zip(shared, right_b & ~right_a, strict=True) if only]
     return {
         "benchmark": names[0],
-        "made_with": {
-            name: [left.get(name), right.get(name)]
-            for name in left | right
-            if left.get(name) != right.get(name)
-        },
-        "questions": len(both),
-        "not_shared": len(a.keys() ^ b.keys()),
-        "left_out": left_out,
-        "scores": [float(np.mean([run[id]["score"] for id in both])) for run in (a, b)],
-        "difference": float(gains.mean()),
-        "interval": [2 * low - 1, 2 * high - 1],
-        "both_right": len(cells[True, True]),
-        "only_first": len(cells[True, False]),
-        "only_second": len(cells[False, True]),
-        "both_wrong": len(cells[False, False]),
-        "mcnemar_p": mcnemar(len(cells[True, False]), len(cells[False, True])),
-        "only_first_ids": cells[True, False],
-        "only_second_ids": cells[False, True],
+        "made_with": _differing(*identities),
+        "questions": len(shared),
+        "not_shared": len(played_a.keys() ^ played_b.keys()),
+        "left_out": [_left_out(lines) for lines in (lines_a, lines_b)],
+        "scores": [float(np.mean(scores)) for scores in (scores_a, scores_b)],
+        "difference": float((scores_b - scores_a).mean()),
+        "interval": [low, high],
+        "both_right": int((right_a & right_b).sum()),
+        "only_first": len(only_a),
+        "only_second": len(only_b),
+        "both_wrong": int((~right_a & ~right_b).sum()),
+        "mcnemar_p": mcnemar(len(only_a), len(only_b)),
+        "only_first_ids": only_a,
+        "only_second_ids": only_b,
     }
 
 
-def _played(folder: pathlib.Path) -> dict[str, Line]:
-    return {id: line for id, line in latest(read_lines(folder)).items() if "left_out" not in line}
+def _played(lines: dict[str, Line]) -> dict[str, Line]:
+    return {id: line for id, line in lines.items() if "left_out" not in line}
 
 
-def _left_out(folder: pathlib.Path) -> dict[str, int]:
-    causes = [
-        line["left_out"] for line in latest(read_lines(folder)).values() if "left_out" in line
-    ]
+def _left_out(lines: dict[str, Line]) -> dict[str, int]:
+    """How many questions were left out, by cause."""
+    causes = [line["left_out"] for line in lines.values() if "left_out" in line]
     return dict(sorted(collections.Counter(causes).items()))
 
 
-def _right(line: Line) -> bool:
-    return line["score"] >= RIGHT
+def _differing(first: Line, second: Line) -> dict[str, list[Any]]:
+    """The fields of two identities that differ, each with both values."""
+    pairs = {name: [first.get(name), second.get(name)] for name in first | second}
+    return {name: values for name, values in pairs.items() if values[0] != values[1]}
+
+
+def _interval_of_difference(gains: np.ndarray, videos: Sequence[str]) -> tuple[float, float]:
+    """The 95 % interval of the mean of differences in [-1, 1]."""
+    # `interval` takes scores in [0, 1]: map the differences there, and its ends back.
+    low, high = interval(((gains + 1) / 2).tolist(), videos)
+    return 2 * low - 1, 2 * high - 1
 
 
 def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, Any]) -> str:
-    """A comparison as people read it."""
-    (low, high), p = found["interval"], found["mcnemar_p"]
+    """Format what `compare` found for people."""
+    low, high = found["interval"]
+    score_a, score_b = found["scores"]
     lines = [
-        f"{title_of(found['benchmark'])}: {found['questions']} questions that both played ({found['not_shared']} that one did)",
-        f"  A {first}: {100 * found['scores'][0]:.1f}",
-        f"  B {second}: {100 * found['scores'][1]:.1f}",
-        f"  B - A: {100 * found['difference']:+.1f}, 95 % interval [{100 * low:+.1f}, {100 * high:+.1f}] (by video)",
-        f"  both right {found['both_right']}, only A {found['only_first']}, only B {found['only_second']}, "
-        f"neither {found['both_wrong']}; McNemar, exact, two-sided: p = {p:.3g}",
+        f"{title_of(found['benchmark'])}: {found['questions']} questions that both played "
+        f"({found['not_shared']} that one did)",
+        f"  A {first}: {100 * score_a:.1f}",
+        f"  B {second}: {100 * score_b:.1f}",
+        f"  B - A: {100 * found['difference']:+.1f}, "
+        f"95 % interval [{100 * low:+.1f}, {100 * high:+.1f}] (by video)",
+        f"  both right {found['both_right']}, only A {found['only_first']}, "
+        f"only B {found['only_second']}, neither {found['both_wrong']}; "
+        f"McNemar, exact, two-sided: p = {found['mcnemar_p']:.3g}",
     ]
-    for name, causes in zip("AB", found["left_out"], strict=True):
+    for run, causes in zip("AB", found["left_out"], strict=True):
         if causes:
-            named = ", ".join(f"{count} {cause}" for cause, count in causes.items())
-            lines.append(f"  {name} left out: {named.replace('_', ' ')}")
+            counts = ", ".join(f"{count} {cause}" for cause, count in causes.items())
+            lines.append(f"  {run} left out: {counts.replace('_', ' ')}")
     if found["made_with"]:
-        differing = (
-            f"{name} A {values[0]!r}, B {values[1]!r}"
-            for name, values in found["made_with"].items()
-        )
+        differing = (f"{name} A {a!r}, B {b!r}" for name, (a, b) in found["made_with"].items())
         lines.append(f"  made with: {'; '.join(differing)}")
-    for name in ("first", "second"):
-        ids = found[f"only_{name}_ids"]
-        more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
-        lines.append(
-            f"  only {'A' if name == 'first' else 'B'}: {', '.join(ids[:SHOWN]) or 'none'}{more}"
-        )
+    for run, name in (("A", "first"), ("B", "second")):
+        lines.append(f"  only {run}: {_some_of(found[f'only_{name}_ids'])}")
     return "\n".join(lines)
 
 
-def table(folders: Sequence[pathlib.Path]) -> str:
-    """A markdown table of runs (their summaries) beside the paper's rows.
+def _some_of(ids: Sequence[str]) -> str:
+    if not ids:
+        return "none"
+    more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
+    return ", ".join(ids[:SHOWN]) + more
 
-    Runs of one `name` share a row; a split that is there twice opens another.
+
+# --- the table of many runs ---
+
+Row = tuple[str, dict[str, Line]]
+"""A run's name and its summaries, by benchmark."""
+
+
+def table(folders: Sequence[pathlib.Path]) -> str:
+    """Make a markdown table of runs beside the paper's results, with notes below it.
+
+    Runs of the same `name` share a row. A second run of a split under that name starts another.
+
+    Args:
+        folders: folders with a summary.json.
+
+    Raises:
+        FolderError: there is no folder, or one has no summary of this version.
     """
-    rows: list[tuple[str, dict[str, Line]]] = []
-    for folder in folders:
-        summary = read_summary(folder)
-        name, benchmark = summary["config"].get("name", folder.name), summary["benchmark"]
-        row = next(
-            (cells for label, cells in rows if label == name and benchmark not in cells), None
-        )
-        if row is None:
-            rows.append((name, row := {}))
-        row[benchmark] = summary
+    rows = _grouped(folders)
     if not rows:
         raise FolderError("--table: names no evaluation; give the folders of one or more")
     published = {name: benchmark.paper for name, benchmark in BENCHMARKS.items() if benchmark.paper}
-    played = (name for _, cells in rows for name in cells)
-    columns = list(dict.fromkeys([*published, *played]))
-    titles = [title_of(name) for name in columns]
-    body = []
-    for model in dict.fromkeys(model for paper in published.values() for model in paper):
-        numbers = [published.get(name, {}).get(model) for name in columns]
-        body.append(_row(f"{model} (paper)", ["-" if n is None else f"{n:.1f}" for n in numbers]))
-    for label, cells in rows:
-        body.append(_row(label, [_cell(cells.get(name)) for name in columns]))
-        body.append(
-            _row(f"{label}: calls per question", [_calls(cells.get(name)) for name in columns])
-        )
-    return "\n".join(
-        [_row("per cent", titles), _row("---", ["---:"] * len(titles)), *body, "", *_notes(rows)]
-    )
+    others = (name for _, summaries in rows for name in summaries)
+    columns = list(dict.fromkeys([*published, *others]))
+    lines = [
+        _row("per cent", [title_of(name) for name in columns]),
+        _row("---", ["---:"] * len(columns)),
+    ]
+    models = dict.fromkeys(model for scores in published.values() for model in scores)
+    for model in models:
+        scores = [published.get(name, {}).get(model) for name in columns]
+        cells = ["-" if score is None else f"{score:.1f}" for score in scores]
+        lines.append(_row(f"{model} (paper)", cells))
+    for label, summaries in rows:
+        found = [summaries.get(name) for name in columns]
+        lines.append(_row(label, map(_score_cell, found)))
+        lines.append(_row(f"{label}: calls per question", map(_calls_cell, found)))
+    return "\n".join([*lines, "", *_notes(rows)])
+
+
+def _grouped(folders: Sequence[pathlib.Path]) -> list[Row]:
+    """The summaries of the folders, as rows of the table."""
+    rows: list[Row] = []
+    for folder in folders:
+        summary = read_summary(folder)
+        name = summary["config"].get("name", folder.name)
+        benchmark = summary["benchmark"]
+        for label, summaries in rows:
+            if label == name and benchmark not in summaries:
+                summaries[benchmark] = summary
+                break
+        else:
+            rows.append((name, {benchmark: summary}))
+    return rows
 
 
 def _row(label: str, cells: Iterable[str]) -> str:
     return f"| {label} | " + " | ".join(cells) + " |"
 
 
-def _cell(summary: Line | None) -> str:
-    if summary is None or (score := score_of(summary)) is None:
+def _score_cell(summary: Line | None) -> str:
+    score = None if summary is None else score_of(summary)
+    if summary is None or score is None:
         return "-"
     low, high = summary["interval"]
-    part = "*" if not_played(summary) else ""
-    return f"{100 * score:.1f}{part} [{100 * low:.1f}, {100 * high:.1f}]"
+    mark = "*" if not_played(summary) else ""
+    return f"{100 * score:.1f}{mark} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-def _calls(summary: Line | None) -> str:
-    return "-" if summary is None or "calls" not in summary else f"{summary['calls']:.2f}"
+def _calls_cell(summary: Line | None) -> str:
+    if summary is None or "calls" not in summary:
+        return "-"
+    return f"{summary['calls']:.2f}"
 
 
-def _notes(rows: Sequence[tuple[str, dict[str, Line]]]) -> list[str]:
-    """Under the table: what each number was made with."""
+def _notes(rows: Sequence[Row]) -> list[str]:
+    """The lines below the table: what each score is about and what it was made with."""
     notes = [
-        "In brackets: 95 % intervals. \\*: rows of the split were left out, as said below.",
-        "The paper's rows were measured with other frame sizes, prompts and times than this project's: "
-        "they stand here for orientation, and a difference from them shows nothing.",
+        "In brackets: 95 % intervals. \\*: some rows of the split were left out; "
+        "the run's note names the causes.",
+        "The paper's results were measured with other frame sizes, prompts and times than this "
+        "project's. They are listed for orientation; a difference from them shows nothing.",
     ]
-    for label, cells in rows:
-        for name, summary in cells.items():
-            config = summary["config"]
-            identity = config["identity"]
-            notes.append(
-                f"- {label}, {name}: {_counts(summary)}, K = {identity['frames']}, "
-                f"dispatch {identity['dispatch']}, prompt {identity['prompt']}, "
-                f"{'greedy' if identity['temperature'] == 0 else 'temperature ' + format(identity['temperature'], 'g')}"
-                f"{', blind' if identity['blind'] else ''}{', shuffled' if identity['shuffle'] else ''}; "
-                f"weights {identity['weights'] or 'unknown'}, commit {', '.join(str(commit) for commit in config['commits'])}"
-            )
+    for label, summaries in rows:
+        for name, summary in summaries.items():
+            notes.append(f"- {label}, {name}: {_counts(summary)}, {_made_with(summary)}")
     return notes
 
 
 def _counts(summary: Line) -> str:
-    """How many rows a score is about, what became of the others, and what was not read."""
+    """How many rows of the split the score is about, why others are missing, what was not read."""
     causes = not_played(summary)
     text = f"{summary['n']} of {rows_of(summary)} questions"
     if causes:
-        named = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in causes.items())
-        text += f" (\\* left out: {named})"
-    if found := summary.get("open_ended"):
+        counts = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in causes.items())
+        text += f" (\\* left out: {counts})"
+    if "open_ended" in summary:
+        found = summary["open_ended"]
         low, high = found["interval"]
-        scored = summary["config"]["identity"].get("open_ended", "f1")
+        scoring = summary["config"]["identity"].get("open_ended", "f1")
         text += (
             f", of which {found['n']} open-ended are not in the score "
-            f"({scored} {100 * found['score']:.1f} [{100 * low:.1f}, {100 * high:.1f}])"
+            f"({scoring} {100 * found['score']:.1f} [{100 * low:.1f}, {100 * high:.1f}])"
         )
-    for name, said in _COUNTED.items():
+    for name, words in _COUNTED.items():
         if summary.get(name):
-            text += f", {summary[name]} {said}"
+            text += f", {summary[name]} {words}"
     return text
+
+
+def _made_with(summary: Line) -> str:
+    """The settings, weights and commits behind a score."""
+    config = summary["config"]
+    identity = config["identity"]
+    temperature = identity["temperature"]
+    settings = [
+        f"K = {identity['frames']}",
+        f"dispatch {identity['dispatch']}",
+        f"prompt {identity['prompt']}",
+        "greedy" if temperature == 0 else f"temperature {temperature:g}",
+    ]
+    if identity["blind"]:
+        settings.append("blind")
+    if identity["shuffle"]:
+        settings.append("shuffled")
+    commits = ", ".join(str(commit) for commit in config["commits"])
+    weights = identity["weights"] or "unknown"
+    return f"{', '.join(settings)}; weights {weights}, commit {commits}"

@@ -1,7 +1,7 @@
-"""The folder of an evaluation: what was asked for, one line a question as it is done, and the summary.
+"""The folder of an evaluation: its settings, one line per finished question, and the summary.
 
-Owns the files and the lock on each shard's lines. Refuses a folder of another evaluation (naming what differs) and a second process for the
-same shard. Invariant: a line is whole or was never written, whenever the process died; of several lines on one question the last counts.
+A process that is killed leaves only whole lines behind. Where a question has several lines, the
+last one counts.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from paravt_jax.data.stored_settings import lock, require_same
 
 Line = dict[str, Any]
 
+_LONG_FIELDS = ("turns", "overview", "question")
+"""The transcript: most of a line's bytes, and not needed for any figure."""
+
 
 class FolderError(RuntimeError):
-    """The folder cannot be this evaluation's; the message says why and what to do."""
+    """The folder cannot be used for this evaluation; the message says why and what to do."""
 
 
 class EvaluationFolder:
-    """`path`, made if need be, for one shard's process until `close`. `identity` decides whether it is the same evaluation."""
+    """The folder as one process sees it, which plays one shard. A context manager."""
 
     def __init__(
         self,
@@ -33,8 +36,22 @@ class EvaluationFolder:
         commit: str | None,
         shard: tuple[int, int] = (0, 1),
     ):
+        """Open the folder, and create it if needed.
+
+        Args:
+            path: the folder.
+            identity: the settings and hashes that decide an answer.
+            details: other settings, which may change from one start to the next.
+            commit: the commit of the code; config.json lists all that contributed.
+            shard: index and number of shards. Every shard writes a file of its own.
+
+        Raises:
+            FolderError: the folder holds an evaluation with another identity, another process plays
+                this shard, or the folder cannot be written.
+        """
         self.path = pathlib.Path(path)
-        name = "questions.jsonl" if shard[1] == 1 else f"questions-{shard[0]}-of-{shard[1]}.jsonl"
+        index, count = shard
+        name = "questions.jsonl" if count == 1 else f"questions-{index}-of-{count}.jsonl"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = lock(self.path / f".{name}.lock")
@@ -49,7 +66,7 @@ class EvaluationFolder:
             ) from error
         try:
             self._claim(identity, details, commit)
-            self._mend()
+            self._cut_off_partial_line()
         except BaseException:
             self.close()
             raise
@@ -65,39 +82,43 @@ class EvaluationFolder:
         self.close()
 
     def append(self, line: Line) -> None:
-        """Writes a line, on disk when this returns."""
+        """Write a line. It is on disk when this returns."""
         self._lines.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
         self._lines.flush()
         os.fsync(self._lines.fileno())
 
     def summarise(self, make: Callable[[Line, Iterator[Line]], Line]) -> Line:
-        """Writes summary.json from the lines of all shards, alone with them: who is last has all."""
+        """Write and return summary.json, made of config.json and the lines of all shards."""
+        # With the lock, two shards that end together summarise one after the other: the later one
+        # sees the lines of both.
         with lock(self.path / ".lock", wait=True):
             summary = make(read_json(self.path / "config.json"), read_lines(self.path))
             write_atomically(self.path / "summary.json", _as_text(summary))
         return summary
 
     def _claim(self, identity: Line, details: Line, commit: str | None) -> None:
+        """Write config.json, or check that the one in the folder has the same identity."""
         file = self.path / "config.json"
         with lock(self.path / ".lock", wait=True):
             if not file.exists():
-                write_atomically(
-                    file, _as_text({"identity": identity, **details, "commits": [commit]})
-                )
+                config = {"identity": identity, **details, "commits": [commit]}
+                write_atomically(file, _as_text(config))
                 return
-            there = read_json(file)
+            stored = read_json(file)
             require_same(
                 f"--out {self.path} holds another evaluation",
-                there.get("identity", {}),
+                stored.get("identity", {}),
                 identity,
                 "Name another --name or --out, or ask for what it holds.",
                 FolderError,
             )
-            commits = there["commits"] + [commit] * (commit not in there["commits"])
-            write_atomically(file, _as_text(there | details | {"commits": commits}))
+            commits = stored["commits"]
+            if commit not in commits:
+                commits = [*commits, commit]
+            write_atomically(file, _as_text(stored | details | {"commits": commits}))
 
-    def _mend(self) -> None:
-        """Cuts off what a killed process left of a line."""
+    def _cut_off_partial_line(self) -> None:
+        """Truncate the file after its last whole line: a killed process may leave half a line."""
         self._lines.seek(0)
         end = 0
         for line in self._lines:
@@ -109,30 +130,29 @@ class EvaluationFolder:
 
 
 def read_lines(folder: pathlib.Path) -> Iterator[Line]:
-    """The lines of all shards, in the order in which they were written.
-
-    Without question, times of the overview and turns, which are most of a line.
-    """
+    """Read the lines of all shards without transcripts, each shard's in the order written."""
     for file in sorted(folder.glob("questions*.jsonl")):
         with file.open("rb") as stream:
             for text in stream:
-                if text.endswith(b"\n"):
-                    line = json.loads(text)
-                    for key in ("turns", "overview", "question"):
-                        line.pop(key, None)
-                    yield line
+                if not text.endswith(b"\n"):  # a line that another process is writing
+                    continue
+                line = json.loads(text)
+                for field in _LONG_FIELDS:
+                    line.pop(field, None)
+                yield line
 
 
 def latest(lines: Iterator[Line]) -> dict[str, Line]:
-    """Question -> its last line."""
+    """The last line of each question, by question id."""
     return {line["id"]: line for line in lines}
 
 
 def read_json(file: pathlib.Path) -> Line:
+    """Read a JSON file of the folder. Raises FolderError if it is missing or damaged."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise FolderError(f"{file}: is not there; give the folder of an evaluation") from error
+        raise FolderError(f"{file}: no such file; give the folder of an evaluation") from error
     except ValueError as error:
         raise FolderError(
             f"{file}: is damaged ({error}); delete its folder and evaluate again"

@@ -1,15 +1,16 @@
 """Plays questions under one setting and scores the episodes, with the episode code of training.
 
-An evaluation during a run and `python -m rollout.evaluate` both go through `play_and_score`. An
-episode depends on its question, the setting, the seed and the weights, not on what else is played,
-so several processes can share the questions. Failures are values: a question whose video cannot be
-read, or that a server refuses, comes back as `LeftOut`.
+An evaluation during a run and `python -m rollout.evaluate` both call `play_and_score`. An episode
+depends on its question, the setting, the seed and the weights, and on no other episode, so several
+processes can share the questions. Failures are values: a question whose video cannot be read, or
+that a server refuses, comes back as `LeftOut`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,59 +29,59 @@ from rollout.engine.requests import Sampler, as_done
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSettings:
-    """Every combination of overview budget, dispatch and temperature is played on the first `questions` held-out questions.
+    """The evaluation before and after RL, on held-out questions.
 
-    A temperature above 0 and parallel dispatch are the headline: those are played `samples` times a question.
+    It plays every combination of overview budget, dispatch and temperature. Sampling with parallel
+    dispatch is the headline result, so there each question is played `samples` times.
     """
 
     questions: int = 64
-    """Held-out questions that are asked, at most."""
+    """Number of held-out questions, at most."""
     samples: int = 2
-    """Episodes per question at temperatures above 0 with parallel dispatch; RL's group size side by side."""
+    """Episodes per question with parallel dispatch and temperature above 0; else one is played."""
     frames: tuple[int, ...] = (4, 16, 64)
-    """Overview budgets K."""
+    """Overview budgets K, in frames."""
     dispatch: tuple[Dispatch, ...] = ("parallel", "sequential", "none")
-    """How calls are carried out."""
+    """How tool calls are executed."""
     temperatures: tuple[float, ...] = (0.7, 0.0)
     """Sampling temperatures; 0 is greedy."""
 
     def __post_init__(self):
         if min(self.questions, self.samples) < 1:
             raise ValueError(
-                f"evaluation.questions, samples: {self.questions}, {self.samples}; both need at least 1"
+                f"evaluation.questions, evaluation.samples = {self.questions}, {self.samples}: "
+                "both are 1 or more; give at least 1"
             )
-        self.episode_settings()  # refuses a K or a temperature that no episode can be played with
+        self.episode_settings()  # raises if a K or a temperature is out of range
 
     def episode_settings(self) -> tuple[EpisodeSettings, ...]:
+        """Every combination of overview budget, dispatch and temperature."""
+        combinations = itertools.product(self.frames, self.dispatch, self.temperatures)
         return tuple(
-            EpisodeSettings(k, t, d)
-            for k in self.frames
-            for d in self.dispatch
-            for t in self.temperatures
+            EpisodeSettings(frames, temperature, dispatch)
+            for frames, dispatch, temperature in combinations
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """How answers are read and scored.
-
-    `rewards`, `judge` and `anchor_weight` are those of `score_all`. With `blocks_only`, as in
-    training, an answer counts only in its answer block; without it, `final_text` reads the answer.
-    """
+    """How answers are read and scored."""
 
     rewards: RewardSettings = RewardSettings()
     judge: Judge | None = None
     anchor_weight: float = 0.5
+    """`rewards`, `judge` and `anchor_weight` are arguments of `score_all`."""
     blocks_only: bool = True
+    """Read an answer only from an answer block, as in training. If False, `final_text` reads it."""
 
     def read(self, turns: Sequence[Turn]) -> str | None:
-        """The answer that is scored; None where there is none."""
+        """The answer that is scored; None if there is none."""
         return final_answer(turns) if self.blocks_only else final_text(turns)
 
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-    """An episode, what it earned, and what was read as its answer."""
+    """An episode with its rewards and the answer that was read from it."""
 
     episode: Episode
     rewards: Rewards
@@ -89,15 +90,13 @@ class Played:
 
 @dataclasses.dataclass(frozen=True)
 class LeftOut:
-    """A question that is not scored.
-
-    `cause`: `missing` (no such file), `unreadable`, `too_long`, or `refused` (by the server that
-    samples); `reason` says more in words.
-    """
+    """A question that was left out and has no score."""
 
     question: Question
     cause: str
+    """`missing` (no video file), `unreadable`, `too_long`, or `refused` (by the endpoint)."""
     reason: str
+    """What happened, in words."""
 
 
 def play_and_score(
@@ -110,13 +109,23 @@ def play_and_score(
     samples: int = 1,
     side_by_side: int | None = None,
 ) -> Iterator[tuple[int, Played | LeftOut]]:
-    """Plays every question `samples` times under `setting` and scores the episodes.
+    """Play every question `samples` times under one setting and score the episodes.
 
-    Yields (number, outcome); sample s of question q has the number q * samples + s. With
-    `side_by_side`, that many episodes are played at once, questions are taken when there is room
-    for them, and outcomes come as they are done. Without it, all are played at once and come in
-    order, and a judge is asked about all of them together. A question that is already `LeftOut`
-    is passed on.
+    Args:
+        sampler: the engine, or anything else that answers requests.
+        environment: the protocol and the frame features.
+        questions: what to play. A `LeftOut` is passed through.
+        setting: overview budget, dispatch and temperature.
+        scoring: how answers are read and scored.
+        seed: with the question's id and the sample's number, it decides what is sampled.
+        samples: episodes per question.
+        side_by_side: number of episodes played at once; questions are taken from the iterable when
+            there is room. If None, all episodes are played at once.
+
+    Yields:
+        (number, outcome), where sample s of question q has the number q * samples + s. With
+        `side_by_side`, outcomes come as soon as they are done. Without it they come in order, and
+        a judge is asked about all of them in one go.
     """
     agents = (
         _play(environment, question, setting, seed, sample)
@@ -142,13 +151,14 @@ async def _play(
 ) -> Episode | LeftOut:
     if isinstance(question, LeftOut):
         return question
-    if setting.frames:  # a blind episode opens no file
+    if setting.frames:  # a blind episode never opens the video
         try:
             environment.features.tokens(question.video)
         except VideoError as error:
             return LeftOut(question, "unreadable", error.reason)
     episode = await play(environment, question, setting, seed_of(seed, question.id, sample))
     if episode.stop is StopReason.UNREADABLE:
+        # The file could be opened above, and failed in the middle of the episode.
         reason = environment.features.unreadable.get(question.video, "it cannot be read any more")
         return LeftOut(question, "unreadable", reason)
     if episode.stop is StopReason.REFUSED:
@@ -159,6 +169,7 @@ async def _play(
 def _score(
     done: Sequence[tuple[int, Episode | LeftOut]], scoring: Scoring
 ) -> Iterator[tuple[int, Played | LeftOut]]:
+    """Score the episodes in one call of `score_all`, which asks a judge about all at once."""
     episodes = [outcome for _, outcome in done if isinstance(outcome, Episode)]
     answers = [scoring.read(episode.turns) for episode in episodes]
     earned = score_all(
@@ -174,7 +185,7 @@ def _score(
 
 
 def measures(played: Played) -> dict[str, Any]:
-    """What the figures of a summary are made of (`rollout.evaluation.summary.figures`)."""
+    """The values of one episode that `rollout.evaluation.summary.figures` averages."""
     episode, rewards, read = played.episode, played.rewards, played.read
     statuses = [outcome.status for turn in episode.turns for outcome in turn.calls]
     return {
@@ -192,15 +203,17 @@ def measures(played: Played) -> dict[str, Any]:
 
 
 def final_text(turns: Sequence[Turn]) -> str | None:
-    """The last turn's answer block, else what follows its thought; None where there is neither.
+    """Read the answer of a model that may never have learned to write an answer block.
 
-    Benchmarks are also played by models that were never taught the block. What stands in a thought
-    that was never closed, in a call, or in a turn that was cut off is no answer.
+    Returns:
+        The last turn's answer block, or without one the text after its thought. None if there is
+        neither, the turn was cut off or contains a call, or the thought was never closed.
     """
     if not turns or turns[-1].truncated:
         return None
     text = turns[-1].text
-    if (block := extract_answer(text)) is not None:
+    block = extract_answer(text)
+    if block is not None:
         return block
     rest = first_think(text)[1] if "<think>" in text else text
     if rest is None or find_calls(text):

@@ -1,6 +1,6 @@
-"""Where a number comes from: the weights, the questions, the code.
+"""Where a score comes from: hashes of the weights and questions, the commit, library versions.
 
-Owns fingerprints. Invariant: equal bytes have equal fingerprints, wherever they lie.
+Hashes depend on content alone, so a copied or moved checkpoint keeps its hash.
 """
 
 from __future__ import annotations
@@ -16,30 +16,29 @@ from typing import Any
 
 from rollout.evaluation.benchmarks import Item
 
-_PIECE = 1 << 22  # bytes read at once
+_CHUNK_BYTES = 1 << 22
 
 
 def weights_hash(folder: pathlib.Path) -> str:
-    """A fingerprint of a checkpoint's weights, configuration and tokenizer, by content."""
+    """Hash the content of a checkpoint: its weights, config.json and tokenizer.json."""
     total = hashlib.blake2b(digest_size=16)
-    for file in sorted(
-        [*folder.glob("*.safetensors"), folder / "config.json", folder / "tokenizer.json"]
-    ):
+    others = [folder / "config.json", folder / "tokenizer.json"]
+    for file in sorted([*folder.glob("*.safetensors"), *others]):
         if file.exists():
             total.update(file.name.encode() + b"\0" + _file_hash(file))
     return total.hexdigest()
 
 
 def _file_hash(file: pathlib.Path) -> bytes:
-    one = hashlib.blake2b(digest_size=16)
+    content = hashlib.blake2b(digest_size=16)
     with file.open("rb") as stream:
-        while piece := stream.read(_PIECE):
-            one.update(piece)
-    return one.digest()
+        while chunk := stream.read(_CHUNK_BYTES):
+            content.update(chunk)
+    return content.digest()
 
 
 def questions_hash(items: Iterable[Item]) -> str:
-    """A fingerprint of questions, options, answers and the names of their videos."""
+    """Hash the questions with their options, answers, subtitles and the names of their videos."""
     total = hashlib.blake2b(digest_size=16)
     for item in items:
         q = item.question
@@ -51,7 +50,10 @@ def questions_hash(items: Iterable[Item]) -> str:
 
 
 def commit() -> str | None:
-    """The commit of this code, with "+" where files were changed since; None where it is no git checkout."""
+    """The commit of this code, with a "+" if files were changed since.
+
+    None if the code is not in a git checkout.
+    """
     here = pathlib.Path(__file__).parent
 
     def git(*args: str) -> str | None:
@@ -68,8 +70,12 @@ def commit() -> str | None:
         return done.stdout.strip() if done.returncode == 0 else None
 
     head = git("rev-parse", "HEAD")
-    return head and head + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    if not head:
+        return None
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return head + "+" if changed else head
 
 
 def versions() -> dict[str, Any]:
+    """Versions of the libraries that decide an answer."""
     return {name: importlib.metadata.version(name) for name in ("jax", "flax", "av", "tokenizers")}

@@ -1,7 +1,7 @@
-"""A model on a split or on your own questions, with everything on disk: `evaluate`.
+"""`evaluate`: plays a split or your own questions with a model, and keeps everything on disk.
 
-Loads what is needed, goes on from what a folder holds, and says how it goes. Ctrl-C and kill -9
-lose the questions in flight; the same call goes on.
+It loads the model, continues from the lines in the folder and reports progress. Ctrl-C and kill -9
+lose only the questions in flight; the same call continues.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import dataclasses
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TextIO
 
 from models.features import FrameFeatures, frame_tokens
 from models.qwen3_vl.config import Qwen3VLConfig
@@ -52,22 +51,30 @@ from rollout.evaluation.settings import OWN, BenchmarkSettings
 from rollout.evaluation.split import Player
 from rollout.evaluation.summary import rows_of, score_of, summarise
 
-_LAST = 99_999.9  # seconds; a later frame's time would have one more digit than there is room for
-_REFUSED_VIDEOS = 5  # the run ends when a server refused questions on so many and answered none
+_LATEST_FRAME = 99_999.9
+"""Seconds. Prompt lengths are computed for times of this many digits."""
+
+_REFUSED_VIDEOS = 5
+"""A server that has answered nothing and refused questions on this many videos ends the run."""
 
 
-def evaluate(
-    settings: BenchmarkSettings,
-    questions: Sequence[Question] | None = None,
-    stream: TextIO | None = None,
-) -> Line:
-    """Plays what is not played yet and returns the summary, which is also in the folder.
+def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None = None) -> Line:
+    """Play the questions that have no line yet, and write and return the summary.
 
-    `questions` are played where `settings` names neither a benchmark nor a file; their videos lie
-    below `settings.videos`. FileNotFoundError, FolderError or ValueError, in one line, where the
-    run cannot start.
+    Progress and a short report go to stderr.
+
+    Args:
+        settings: the model, what to play and how.
+        questions: questions to play if `settings` names neither a benchmark nor a file. Their
+            videos are paths below `settings.videos`.
+
+    Returns:
+        The content of summary.json.
+
+    Raises:
+        FileNotFoundError, FolderError, ValueError: the run cannot start. The message is one line.
+        EndpointError: the server fails, or refuses all questions.
     """
-    out_stream = stream or sys.stderr
     if not (settings.benchmark or settings.questions or questions):
         raise ValueError(
             "--benchmark, --questions: there is nothing to play; give the name of a split "
@@ -76,40 +83,44 @@ def evaluate(
     videos = VideoFolder(_videos(settings))
     loaded = _load(settings, questions, videos.root)
     model = local_folder(settings.model, weights=not settings.endpoint)
-    name = settings.name or _name(settings.model)
+    weights = None  # those behind an endpoint cannot be seen
     if not settings.endpoint:
-        weights_files(model)
-    weights = None if settings.endpoint else weights_hash(model)
-    identity = settings.identity() | {"weights": weights, "questions": questions_hash(loaded.items)}
-    details = {"name": name, "settings": dataclasses.asdict(settings), "versions": versions()}
+        weights_files(model)  # raises before hashing if a file is missing
+        weights = weights_hash(model)
+
+    name = settings.name or _name(settings.model)
     split = settings.benchmark or pathlib.Path(settings.questions or OWN).stem
     out = pathlib.Path(settings.out or f"evaluations/{name.replace('/', '--')}/{split}")
+    identity = settings.identity() | {"weights": weights, "questions": questions_hash(loaded.items)}
+    details = {"name": name, "settings": dataclasses.asdict(settings), "versions": versions()}
     index, count = settings.part()
     with EvaluationFolder(out, identity, details, commit(), (index, count)) as folder:
+        # Questions that were left out are tried again: a video may have been added since.
         done = {id for id, line in latest(read_lines(out)).items() if "left_out" not in line}
-        items = [
-            item
-            for item in loaded.items[: settings.limit][index::count]
-            if item.question.id not in done
-        ]
+        shard = loaded.items[: settings.limit][index::count]
+        items = [item for item in shard if item.question.id not in done]
         if items:
             subtitled = any(item.subtitles or item.question.subtitles for item in items)
             with contextlib.ExitStack() as stack:
-                player = _player(settings, model, videos, subtitled, stack)
-                progress = stack.enter_context(_Progress(split, len(items), out_stream))
+                player = load_player(settings, model, videos, subtitled, stack)
+                progress = _Progress(split, len(items))
+                stack.enter_context(progress)
                 _play(player, items, folder, progress, settings.endpoint if not done else "")
         score = BENCHMARKS[settings.benchmark].score if settings.benchmark else "accuracy"
         summary = folder.summarise(
             lambda config, lines: summarise(config, lines, len(loaded.items), loaded.broken, score)
         )
-    print("\n".join(_report(summary, out)), file=out_stream)
+    print("\n".join(_report(summary, out)), file=sys.stderr)
     return summary
+
+
+# --- what is played ---
 
 
 def _load(
     settings: BenchmarkSettings, questions: Sequence[Question] | None, videos: pathlib.Path
 ) -> Loaded:
-    """What is asked: a split's items, the questions of a file, or `questions`."""
+    """The items of a split, the questions of a file, or `questions`."""
     if (settings.benchmark or settings.questions) and questions is not None:
         raise ValueError(
             f"--benchmark {settings.benchmark!r}, --questions {settings.questions!r}: questions "
@@ -123,39 +134,8 @@ def _load(
     return Loaded(tuple(Item(question) for question in questions), {})
 
 
-def _play(
-    player: Player,
-    items: Sequence[Item],
-    folder: EvaluationFolder,
-    progress: _Progress,
-    unproven_endpoint: str,
-) -> None:
-    """Plays questions and writes their lines.
-
-    `unproven_endpoint` is the address of a server that has not answered any question yet, "" for
-    none. EndpointError where it refuses all questions, or all on the first `_REFUSED_VIDEOS`
-    videos: then the fault is in the set-up, not in the questions.
-    """
-    refused: list[Line] = []
-    for line in player.lines(items):
-        folder.append(line)
-        progress.add(line)
-        if "left_out" not in line:
-            unproven_endpoint = ""
-        elif line["left_out"] == "refused":
-            refused.append(line)
-        if unproven_endpoint and len({line["video"] for line in refused}) == _REFUSED_VIDEOS:
-            break
-    if unproven_endpoint and refused:
-        videos = len({line["video"] for line in refused})
-        raise EndpointError(
-            f"--endpoint {unproven_endpoint}: refused the first {len(refused)} questions, on "
-            f"{videos} videos ({refused[-1]['reason']}); {REFUSAL_REMEDY}"
-        )
-
-
 def _name(model: str) -> str:
-    """A folder's own name, or its run's; a hub id."""
+    """The name of a model's folder, or of its run for `runs/NAME/model`; a hub id as it is."""
     folder = pathlib.Path(model).resolve()
     if not folder.is_dir():
         return model
@@ -163,11 +143,12 @@ def _name(model: str) -> str:
 
 
 def _videos(settings: BenchmarkSettings) -> str:
+    """The folder of the videos."""
     if settings.videos:
         return settings.videos
     if settings.questions:
         return str(pathlib.Path(settings.questions).parent)
-    if pathlib.Path(settings.data).is_dir() and settings.data:
+    if settings.data and pathlib.Path(settings.data).is_dir():
         return settings.data
     raise ValueError(
         "--videos is missing: give the folder of the videos (for a split, the one that its "
@@ -175,38 +156,64 @@ def _videos(settings: BenchmarkSettings) -> str:
     )
 
 
-def _player(
+# --- who plays it ---
+
+
+def load_player(
     settings: BenchmarkSettings,
     folder: pathlib.Path,
     videos: VideoFolder,
     subtitled: bool,
     stack: contextlib.ExitStack,
 ) -> Player:
-    """What plays the questions; `stack` closes its connections."""
+    """Load the model or connect to the endpoint. `stack` closes the connections."""
+    judge = None
     rewards = settings.rewards()
-    judge = (
-        stack.enter_context(contextlib.closing(RemoteJudge(rewards.judge)))
-        if rewards.judge
-        else None
-    )
-    config, vocabulary = from_hf(folder / "config.json"), tokenizer.load(folder)
-    frame = frame_tokens(settings.pixels(), config.vision)
-    protocol, overview, crop = _protocol(settings, vocabulary, frame, subtitled)
-    features, sampler = _engine(settings, folder, config, videos, protocol, overview, crop, stack)
+    if rewards.judge:
+        judge = stack.enter_context(contextlib.closing(RemoteJudge(rewards.judge)))
+    config = from_hf(folder / "config.json")
+    vocabulary = tokenizer.load(folder)
+    tokens_per_frame = frame_tokens(settings.pixels(), config.vision)
+    protocol, overview, crop = _protocol(settings, vocabulary, tokens_per_frame, subtitled)
+    if settings.endpoint:
+        features, sampler = _endpoint(settings, config, videos, vocabulary, stack)
+    else:
+        features, sampler = _engine(settings, folder, config, videos, protocol, overview, crop)
     return Player(sampler, Environment(protocol, features), settings, videos, judge)
 
 
 def _protocol(
-    settings: BenchmarkSettings, vocabulary: Vocabulary, frame: int, subtitled: bool
+    settings: BenchmarkSettings, vocabulary: Vocabulary, tokens_per_frame: int, subtitled: bool
 ) -> tuple[Protocol, int, int]:
-    """The protocol, and how many tokens a prompt (with its question) and a window may have."""
-    crop = crop_tokens(Protocol(vocabulary, settings.protocol(0)), frame, _LAST)
-    protocol, setting = Protocol(vocabulary, settings.protocol(crop)), settings.episode_settings()
-    room = settings.question_tokens + (settings.subtitle_tokens if subtitled else 0)
-    overview = (
-        overview_tokens(protocol, setting.frames, frame, _LAST, setting.dispatch != "none") + room
+    """The protocol, and the largest prompts of a main agent and of a sub-agent, in tokens."""
+    # With dispatch `frames`, the limits depend on a crop's size. A crop's size does not depend on
+    # the limits: measure it under limits for 0 tokens.
+    without_crops = Protocol(vocabulary, settings.protocol(0))
+    crop = crop_tokens(without_crops, tokens_per_frame, _LATEST_FRAME)
+    protocol = Protocol(vocabulary, settings.protocol(crop))
+    setting = settings.episode_settings()
+    with_tools = setting.dispatch != "none"
+    overview = overview_tokens(
+        protocol, setting.frames, tokens_per_frame, _LATEST_FRAME, with_tools
     )
+    overview += settings.question_tokens
+    if subtitled:
+        overview += settings.subtitle_tokens
     return protocol, overview, crop
+
+
+def _endpoint(
+    settings: BenchmarkSettings,
+    config: Qwen3VLConfig,
+    videos: VideoFolder,
+    vocabulary: Vocabulary,
+    stack: contextlib.ExitStack,
+) -> tuple[FrameImages, Sampler]:
+    """A sampler that sends requests to the endpoint, with frames as images."""
+    images = FrameImages(config, settings.pixels(), videos.root, source=video)
+    server = ServerSettings(settings.endpoint, concurrency=settings.concurrency)
+    sampler = EndpointSampler(server, settings.endpoint_model, vocabulary, images)
+    return images, stack.enter_context(contextlib.closing(sampler))
 
 
 def _engine(
@@ -217,14 +224,8 @@ def _engine(
     protocol: Protocol,
     overview: int,
     crop: int,
-    stack: contextlib.ExitStack,
 ) -> tuple[FrameFeatures, Sampler]:
-    if settings.endpoint:
-        images = FrameImages(config, settings.pixels(), videos.root, source=video)
-        server = ServerSettings(settings.endpoint, concurrency=settings.concurrency)
-        vocabulary = protocol.vocabulary
-        sampler = EndpointSampler(server, settings.endpoint_model, vocabulary, images)
-        return images, stack.enter_context(contextlib.closing(sampler))
+    """The engine with the model in `folder`, sized for prompts of `overview` and `crop` tokens."""
     mesh = make_mesh(1, 1, settings.tensor) if settings.tensor > 1 else None
     model = load_model(folder, config, mesh=mesh, dtype=settings.dtype, param_dtype=settings.dtype)
     features = FrameFeatures(model.vision, config, settings.pixels(), videos.root, source=video)
@@ -234,24 +235,64 @@ def _engine(
     return features, Engine(model, features, sizes)
 
 
-class _Progress(Progress):
-    """How many questions are done, with the score so far, calls per question and those left out."""
+# --- playing and reporting ---
 
-    def __init__(self, title: str, total: int, stream: TextIO):
-        super().__init__(title, "question", every=10.0, stream=stream)
+
+def _play(
+    player: Player,
+    items: Sequence[Item],
+    folder: EvaluationFolder,
+    progress: _Progress,
+    unproven_endpoint: str,
+) -> None:
+    """Play the items and append their lines.
+
+    `unproven_endpoint` is the address of a server that has not answered any question yet; "" for
+    an engine, or if lines in the folder show that it has.
+
+    Raises:
+        EndpointError: the server refuses all questions, or all on the first `_REFUSED_VIDEOS`
+            videos. Then the set-up is at fault, not the questions.
+    """
+    refused: list[Line] = []
+    refused_videos: set[str] = set()
+    for line in player.lines(items):
+        folder.append(line)
+        progress.add(line)
+        if "left_out" not in line:
+            unproven_endpoint = ""
+        elif line["left_out"] == "refused":
+            refused.append(line)
+            refused_videos.add(line["video"])
+        if unproven_endpoint and len(refused_videos) == _REFUSED_VIDEOS:
+            break
+    if unproven_endpoint and refused:
+        raise EndpointError(
+            f"--endpoint {unproven_endpoint}: refused the first {len(refused)} questions, on "
+            f"{len(refused_videos)} videos ({refused[-1]['reason']}); {REFUSAL_REMEDY}"
+        )
+
+
+class _Progress(Progress):
+    """Counts finished questions and shows score, calls per question and questions left out."""
+
+    def __init__(self, title: str, total: int):
+        super().__init__(title, "question", every=10.0)
         self._total = total
-        self._left_out = self._played = self._calls = 0
+        self._left_out = 0
+        self._played = 0
+        self._calls = 0
         self._score = 0.0
 
     def add(self, line: Line) -> None:
-        """Counts a question that is done."""
-        figures: dict[str, float] = {}
+        """Count a finished question."""
         if "left_out" in line:
             self._left_out += 1
         else:
             self._played += 1
             self._score += line["score"]
             self._calls += line["calls"]
+        figures: dict[str, float] = {}
         if self._played:
             figures["score"] = 100 * self._score / self._played
             figures["calls"] = self._calls / self._played
@@ -261,33 +302,40 @@ class _Progress(Progress):
 
 
 def _report(summary: Line, out: pathlib.Path) -> Iterator[str]:
-    """The summary as people read it."""
-    title, rows, value = title_of(summary["benchmark"]), rows_of(summary), score_of(summary)
+    """The summary as lines for people."""
+    title = title_of(summary["benchmark"])
+    rows = rows_of(summary)
+    score = score_of(summary)
     if not summary["n"]:
-        yield f"{title}: not one of {rows} questions was played"
-    elif value is not None:
-        low, high = summary["interval"]
-        opened = summary.get("open_ended", {}).get("n", 0)
-        counted = summary["n"] - opened
-        score = f"{100 * value:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-        yield f"{title}: {score} on {counted} of {rows} questions"
-    if found := summary.get("open_ended"):
-        low, high = found["interval"]
-        score = f"{100 * found['score']:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-        yield f"{title}, open-ended by itself: {score} on {found['n']} questions"
+        yield f"{title}: none of {rows} questions was played"
+    elif score is not None:
+        closed = summary["n"] - summary.get("open_ended", {}).get("n", 0)
+        interval = _with_interval(score, summary["interval"])
+        yield f"{title}: {interval} on {closed} of {rows} questions"
+    if "open_ended" in summary:
+        found = summary["open_ended"]
+        interval = _with_interval(found["score"], found["interval"])
+        yield f"{title}, open-ended questions alone: {interval} on {found['n']} questions"
     if summary["n"]:
         if summary["refused_reports"]:
             yield f"  {summary['refused_reports']} sub-agents' requests were refused"
         yield (
-            f"  {summary['calls']:.2f} calls per question, {100 * summary['share_with_calls']:.0f} % with calls, "
+            f"  {summary['calls']:.2f} calls per question, "
+            f"{100 * summary['share_with_calls']:.0f} % with calls, "
             f"{summary['without_answer']} without an answer, "
-            f"{summary['unread']} whose answer names no option or span, {summary['seconds_per_question']:.2f} s per question"
+            f"{summary['unread']} whose answer names no option or span, "
+            f"{summary['seconds_per_question']:.2f} s per question"
         )
     for cause, found in summary["left_out"].items():
-        video, reason = next(iter(found["videos"].items()))
+        example, reason = next(iter(found["videos"].items()))
         counts = f"{found['questions']} questions on {len(found['videos'])} videos"
-        yield f"  left out, {cause.replace('_', ' ')}: {counts}, such as {video}: {reason}"
+        yield f"  left out, {cause.replace('_', ' ')}: {counts}, such as {example}: {reason}"
     if summary["broken_rows"]:
         number, reason = next(iter(summary["broken_rows"].items()))
         yield f"  broken rows: {len(summary['broken_rows'])}, such as {number}: {reason}"
     yield f"  {out / 'summary.json'}"
+
+
+def _with_interval(score: float, interval: Sequence[float]) -> str:
+    low, high = interval
+    return f"{100 * score:.1f} [{100 * low:.1f}, {100 * high:.1f}]"

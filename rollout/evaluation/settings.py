@@ -1,6 +1,7 @@
-"""What `python -m rollout.evaluate` is told: the model, the split, how episodes are played, and how fast.
+"""Settings of `python -m rollout.evaluate`: the model, the questions, the episodes, the hardware.
 
-Owns which of it decides an answer (`identity`) and which does not. Refuses combinations that mean nothing, before anything is loaded.
+`BenchmarkSettings.identity` says which of them decide an answer. Combinations without a meaning
+raise before anything is loaded.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from paravt_jax.method.server import check_address
 from rollout.agent.episode import Dispatch, EpisodeSettings
 from rollout.evaluation.benchmarks import BENCHMARKS
 
-OWN = "own questions"  # where the name of a benchmark stands for others
+OWN = "own questions"
+"""Takes the place of a benchmark's name where a user's own questions are played."""
 
+# Fields that may change between two starts on the same folder. Weights and questions are
+# compared by their hashes instead (`rollout.evaluation.run`).
 _NOT_IDENTITY = (
     "model",
     "questions",
@@ -39,106 +43,113 @@ _NOT_IDENTITY = (
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkSettings:
-    """One run: a model on a split."""
+    """One evaluation: a model on a split, or on your own questions."""
 
     model: str
-    """Folder or hub id of a Qwen3-VL: its weights, and the tokenizer (with `endpoint`, only the tokenizer and config.json)."""
+    """Folder or hub id of a Qwen3-VL; with an endpoint, only tokenizer and config.json are read."""
     benchmark: str = ""
-    """The split, by the name of its entry in `rollout.evaluation.benchmarks`."""
+    """Name of the split to play."""
     data: str = ""
-    """The split's published files: a folder, one file or a hub id; where it is published, if empty."""
+    """The split's published files: a folder, one file or a hub id; if empty, the hub data set."""
     videos: str = ""
-    """The folder of the videos; `data`, or the folder that `questions` lies in, if empty."""
+    """Folder of the videos; if empty, the folder given as data, or that of the questions."""
     out: str = ""
-    """Where lines and summary go, and what the same command goes on from; evaluations/NAME/BENCHMARK, if empty."""
+    """Folder of the results, continued by the same command; if empty, evaluations/NAME/BENCHMARK."""
     name: str = ""
-    """The row in tables; the name of the model's folder, or of the run that `model` lies in, if empty."""
+    """Name of the row in tables; if empty, the model's folder, or NAME for runs/NAME/model."""
     questions: str = ""
-    """A file of your own questions (.jsonl or .csv, docs/evaluation.md) instead of a split."""
+    """File of your own questions (.jsonl or .csv, see docs/evaluation.md) instead of a split."""
     limit: int | None = None
-    """Only the first so many questions of the split; without it, the same command goes on with the others."""
+    """Play only this many questions; the same command without a limit plays the rest."""
     shard: str = "0/1"
-    """Which part of the questions this process plays: "0/4" to "3/4" on four hosts that share `out`."""
+    """Part of the questions to play: "0/4" to "3/4" on four hosts with the same output folder."""
     frames: int = 64
-    """The overview budget K."""
+    """Overview budget K, in frames."""
     dispatch: Dispatch | None = None
-    """How calls are carried out; parallel, or none with a prompt that knows no tool."""
+    """How tool calls are executed; if not given, parallel, or none if no tool is offered."""
     prompt: Prompt = "agentic"
-    """The system turn, in this project's own words: agentic-minimal for Charades-STA, else agentic."""
+    """System prompt: agentic-minimal for Charades-STA; reasoning and direct offer no tool."""
     max_num_frames: int = 0
-    """Most frames that a call of crop_video may ask for (num_frames); 0 offers no such argument."""
+    """Largest num_frames that a call of crop_video may ask for; 0 does not offer the argument."""
     tools: tuple[str, ...] = ("crop_video",)
     """Tools of the main agent: crop_video, search_subtitles, or MODULE:CLASS (docs/tools.md)."""
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     seed: int = 0
-    """Decides what is sampled above temperature 0, and the order of options with `shuffle`."""
+    """Seed of sampling above temperature 0, and of shuffled options."""
     blind: bool = False
-    """No frames and no tool: what the questions give away by themselves."""
+    """Show no frames and offer no tool: what the questions give away by themselves."""
     shuffle: bool = False
-    """Options in an order drawn for each question: whether the place of an answer mattered."""
+    """Shuffle the options of each question: shows whether the place of an answer mattered."""
     max_tool_turns: int = 3
     """Turns in which tools may be called."""
     max_calls: int = 5
-    """Calls of a turn that are carried out."""
+    """Calls that are executed per turn."""
     turn_tokens: int = 2048
-    """Tokens of one turn."""
+    """Token limit of a turn."""
     summary_tokens: int = 512
-    """Of a sub-agent's report."""
+    """Token limit of a sub-agent's report."""
     trajectory_tokens: int = 8192
-    """Everything after the prompt, frames that are shown later (dispatch frames) not counted."""
+    """Token limit of everything after the prompt, without the frames that dispatch frames adds."""
     question_tokens: int = 512
-    """Room for a question and its options; longer ones are left out and said."""
+    """Room for a question with its options, in tokens. Longer ones are left out and counted."""
     subtitle_tokens: int = 8192
-    """Room for subtitles in the prompt; of longer ones, lines evenly spread over the video."""
+    """Room for subtitles in the prompt, in tokens; of longer ones, evenly spread lines are shown."""
     pin_think: bool = True
-    """Every response is started with <think>, as in training; never with the prompt direct."""
+    """Start every response with <think>, as in training. Never done with the prompt direct."""
     min_pixels: int = 784
-    """Smaller frames are enlarged to this area."""
+    """Smaller frames are enlarged to this area, in pixels."""
     max_pixels: int = 50_176
-    """Larger frames are shrunk to this area."""
+    """Larger frames are shrunk to this area, in pixels."""
     open_ended: Literal["f1", "exact", "judge"] = "f1"
     """How open-ended answers (of MMVU) are scored."""
     judge: str = ""
-    """Address of an OpenAI-compatible API for open_ended judge; its key is read from OPENAI_API_KEY."""
+    """Address of an OpenAI-compatible API for open-ended judge; OPENAI_API_KEY holds its key."""
     judge_model: str = ""
-    """The judge's name at that address."""
+    """Name of the judge's model at that address."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and activations: bfloat16 for published checkpoints."""
+    """Type of weights and activations; bfloat16 for published checkpoints."""
     tensor: int = 1
-    """Devices that each weight lies over."""
+    """Devices over which each weight is sharded."""
     episodes: int = 4
-    """Played side by side."""
+    """Episodes played side by side."""
     cache_tokens: int = 0
-    """Keys and values kept on the device, in tokens; 0: all that so many episodes can need."""
+    """Size of the KV cache, in tokens. 0: enough for all episodes side by side at full length."""
     endpoint: str = ""
-    """Address of an OpenAI-compatible API (http://localhost:8000/v1) that samples instead of this process."""
+    """Address of an OpenAI-compatible API that replaces the engine, http://localhost:8000/v1."""
     endpoint_model: str = ""
-    """The model's name at the endpoint."""
+    """Name of the model at the endpoint."""
     concurrency: int = 16
-    """Requests to the endpoint at once."""
+    """Concurrent requests to the endpoint."""
 
     def __post_init__(self):
+        self._check_numbers()
+        self._check_what_is_played()
+        self._check_options_and_tools()
+        self._check_servers()
+        require_local("--out", self.out)
+        # Each of these raises if its fields are out of range.
+        self.part()
+        self.episode_settings()
+        self.protocol(0)
+        self.rewards()
+
+    def _check_numbers(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise ValueError(
-                f"--limit {self.limit}: rows to play; give 1 or more, or leave it out for all"
+                f"--limit {self.limit}: number of questions to play; "
+                "give 1 or more, or leave it out for all"
             )
         for field in ("episodes", "tensor", "concurrency", "question_tokens", "subtitle_tokens"):
-            if getattr(self, field) < 1:
-                raise ValueError(
-                    f"--{field.replace('_', '-')} {getattr(self, field)}: give 1 or more"
-                )
-        if self.prompt in ("direct", "reasoning") and self.dispatch not in (None, "none"):
-            raise ValueError(
-                f"--dispatch {self.dispatch}: --prompt {self.prompt} knows no tool; leave --dispatch out, or take agentic"
-            )
-        if self.blind and self.dispatch not in (None, "none"):
-            raise ValueError(
-                f"--dispatch {self.dispatch}: a blind run sees no crops either; leave --dispatch out"
-            )
+            value = getattr(self, field)
+            if value < 1:
+                raise ValueError(f"--{field.replace('_', '-')} {value}: give 1 or more")
+
+    def _check_what_is_played(self) -> None:
         if self.benchmark and self.questions:
             raise ValueError(
-                f"--benchmark {self.benchmark}, --questions {self.questions}: only one of them is played; give one"
+                f"--benchmark {self.benchmark}, --questions {self.questions}: "
+                "only one of them can be played; give one"
             )
         if self.benchmark and self.benchmark not in BENCHMARKS:
             raise ValueError(
@@ -146,46 +157,62 @@ class BenchmarkSettings:
             )
         if self.data and not self.benchmark:
             raise ValueError(
-                f"--data {self.data}: holds the files of a split; give --benchmark too, or leave it out"
+                f"--data {self.data}: holds the files of a split; "
+                "give --benchmark too, or leave it out"
+            )
+
+    def _check_options_and_tools(self) -> None:
+        calls_tools = self.dispatch not in (None, "none")
+        if calls_tools and self.prompt in ("direct", "reasoning"):
+            raise ValueError(
+                f"--dispatch {self.dispatch}: --prompt {self.prompt} offers no tool; "
+                "leave --dispatch out, or use the prompt agentic"
+            )
+        if calls_tools and self.blind:
+            raise ValueError(
+                f"--dispatch {self.dispatch}: a blind run offers no tool; leave --dispatch out"
             )
         if self.shuffle and self.benchmark and BENCHMARKS[self.benchmark].score == "miou":
             raise ValueError(f"--shuffle: {self.benchmark} has no options; leave it out")
+
+    def _check_servers(self) -> None:
         if bool(self.endpoint) != bool(self.endpoint_model):
             raise ValueError(
-                "--endpoint, --endpoint-model: an address and the model's name there belong together; give both or neither"
+                "--endpoint, --endpoint-model: an address needs the name of a model there; "
+                "give both or neither"
             )
         for field, address in (("--endpoint", self.endpoint), ("--judge", self.judge)):
             if address:
                 check_address(field, address, "the environment variable OPENAI_API_KEY")
-        if (self.open_ended == "judge") != bool(self.judge and self.judge_model.strip()):
+        has_judge = bool(self.judge and self.judge_model.strip())
+        if (self.open_ended == "judge") != has_judge:
             raise ValueError(
-                "--open-ended judge, --judge, --judge-model: belong together; give all three or none"
+                "--open-ended judge, --judge, --judge-model: belong together; "
+                "give all three or none"
             )
-        require_local("--out", self.out)
-        self.part()
-        self.episode_settings()  # these refuse what they cannot be played with
-        self.protocol(0)
-        self.rewards()
 
     def part(self) -> tuple[int, int]:
-        """(index, count) of the shard."""
+        """Index and number of shards."""
         found = re.fullmatch(r"(\d+)/(\d+)", self.shard)
-        if not found or not int(found[1]) < int(found[2]):
+        if not found or int(found[1]) >= int(found[2]):
             raise ValueError(
-                f"--shard {self.shard}: a part and their number, from 0/N to N-1/N; give one of these"
+                f"--shard {self.shard}: not INDEX/COUNT; give one from 0/COUNT to COUNT-1/COUNT"
             )
         return int(found[1]), int(found[2])
 
     def episode_settings(self) -> EpisodeSettings:
-        tools = self.prompt in ("agentic", "agentic-minimal") and not self.blind
-        return EpisodeSettings(
-            0 if self.blind else self.frames,
-            self.temperature,
-            self.dispatch or ("parallel" if tools else "none"),
-        )
+        """How the episodes are played; `dispatch` and `frames` follow from prompt and `blind`."""
+        frames = 0 if self.blind else self.frames
+        with_tools = self.prompt in ("agentic", "agentic-minimal") and not self.blind
+        dispatch = self.dispatch or ("parallel" if with_tools else "none")
+        return EpisodeSettings(frames, self.temperature, dispatch)
 
     def protocol(self, crop: int) -> ProtocolSettings:
-        """The protocol's limits; `crop` is the number of tokens of a window's frames, which dispatch frames adds to a trajectory."""
+        """The protocol's limits.
+
+        Args:
+            crop: tokens of a crop's frames, which dispatch `frames` adds to a trajectory.
+        """
         limits = ProtocolSettings(
             max_tool_turns=self.max_tool_turns,
             max_calls=self.max_calls,
@@ -197,23 +224,23 @@ class BenchmarkSettings:
             max_num_frames=self.max_num_frames,
             tools=self.tools,
         )
-        return (
-            limits.showing_frames(crop) if self.episode_settings().dispatch == "frames" else limits
-        )
+        if self.episode_settings().dispatch == "frames":
+            return limits.showing_frames(crop)
+        return limits
 
     def pixels(self) -> FrameSettings:
+        """The sizes of frames."""
         return FrameSettings(min_pixels=self.min_pixels, max_pixels=self.max_pixels)
 
     def rewards(self) -> RewardSettings:
-        judge = (
-            JudgeSettings(self.judge, model=self.judge_model)
-            if self.open_ended == "judge"
-            else None
-        )
+        """How answers are scored."""
+        judge = None
+        if self.open_ended == "judge":
+            judge = JudgeSettings(self.judge, model=self.judge_model)
         return RewardSettings(open_ended=self.open_ended, judge=judge)
 
     def identity(self) -> dict[str, Any]:
-        """The fields that decide an answer."""
+        """The fields that decide an answer. Runs that differ in them need folders of their own."""
         fields = dataclasses.asdict(self) | {
             "benchmark": self.benchmark or OWN,
             "dispatch": self.episode_settings().dispatch,

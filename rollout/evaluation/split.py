@@ -1,7 +1,7 @@
-"""Plays the items of a split and hands out one line per question as it is done.
+"""Plays the items of a split and yields one line per question as it is done.
 
-Around `play_and_score` it finds each item's video, puts the question (options shuffled, subtitles
-before it) and writes the outcome down. Questions that are left out have a line with the reason.
+Around `play_and_score`, `Player` finds each item's video, prepares the question (shuffled options,
+subtitles) and records the outcome. A question that is left out has a line with the reason.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from rollout.evaluation.folder import Line
 from rollout.evaluation.play import LeftOut, Played, Scoring, measures, play_and_score
 from rollout.evaluation.settings import BenchmarkSettings
 
+_SUBTITLE_HEADING = 16  # tokens allowed for the line above the subtitles
+_LINE_BREAK = 2  # tokens allowed for the end of a line: joined text may split differently there
+
 
 class Player:
     """Plays items with a sampler."""
@@ -35,30 +38,39 @@ class Player:
         videos: VideoFolder,
         judge: Judge | None = None,
     ):
+        """Prepare to play.
+
+        Args:
+            sampler: the engine or an endpoint.
+            environment: the protocol and the frame features.
+            settings: the settings of the evaluation.
+            videos: the folder with videos and subtitles.
+            judge: scores open-ended answers, if `settings.open_ended` says so.
+        """
+        self.environment = environment
         self._sampler = sampler
-        self._environment = environment
         self._settings = settings
         self._videos = videos
         self._setting = settings.episode_settings()
         self._scoring = Scoring(settings.rewards(), judge, blocks_only=False)
 
     def lines(self, items: Sequence[Item]) -> Iterator[Line]:
-        """One line per question, in the order in which they are done.
+        """Play the items and yield one line per question, in the order in which they are done.
 
-        `spent` is the time since the line before it, in seconds.
+        A line's `spent` is the time since the line before it, in seconds.
         """
-        left = collections.Counter(item.question.video for item in items)
-        subtitles: dict[int, int | None] = {}  # lines of them before a question, by its number
+        remaining = collections.Counter(item.question.video for item in items)
+        shown_subtitles: dict[int, int | None] = {}  # by number of the question
 
         def questions() -> Iterator[Question | LeftOut]:
             for number, item in enumerate(items):
-                question, subtitles[number] = self._put(item)
-                yield self._found(question, subtitles[number] is not None)
+                question, shown_subtitles[number] = self._prepared(item)
+                yield self._with_file(question, shown_subtitles[number] is not None)
 
-        clock = time.monotonic()
+        last = time.monotonic()
         for number, outcome in play_and_score(
             self._sampler,
-            self._environment,
+            self.environment,
             questions(),
             self._setting,
             self._scoring,
@@ -66,37 +78,41 @@ class Player:
             side_by_side=self._settings.episodes,
         ):
             item = items[number]
-            line = self._line(item, outcome, subtitles.pop(number))
+            line = self._line(item, outcome, shown_subtitles.pop(number))
             now = time.monotonic()
-            yield line | {"spent": round(now - clock, 3)}
-            clock = now
+            yield line | {"spent": round(now - last, 3)}
+            last = now
             video = item.question.video
-            left[video] -= 1
-            if not left[video]:  # else what is known of thousands of videos adds up
-                self._environment.features.forget(self._videos.find(video) or video)
+            remaining[video] -= 1
+            if not remaining[video]:
+                # Otherwise the memory grows with every video, and a split has thousands.
+                self.environment.features.forget(self._videos.find(video) or video)
 
-    def _put(self, item: Item) -> tuple[Question, int | None]:
-        """The question as asked, and how many subtitle lines its prompt shows.
+    def _prepared(self, item: Item) -> tuple[Question, int | None]:
+        """The question as it is asked, and the number of subtitle lines that its prompt shows.
 
-        The number is None where the video has no subtitles.
+        The number is None if the video has no subtitles.
         """
-        item = shuffled(item, self._settings.seed) if self._settings.shuffle else item
+        if self._settings.shuffle:
+            item = shuffled(item, self._settings.seed)
         entries: Sequence[Subtitle] = item.question.subtitles
         path = self._videos.find(item.subtitles) if item.subtitles else None
         if path is not None:
             entries = read_srt((self._videos.root / path).read_bytes())
         elif not entries:
             return item.question, None
-        shown = fitting(entries, self._environment.protocol, self._settings.subtitle_tokens)
+        shown = fitting(entries, self.environment.protocol, self._settings.subtitle_tokens)
         text = subtitled_text(shown, item.question.text)
         question = dataclasses.replace(item.question, text=text, subtitles=tuple(entries))
         return question, len(shown)
 
-    def _found(self, question: Question, subtitled: bool) -> Question | LeftOut:
-        """`question` with the path of its video's file, or the reason why it cannot be asked."""
+    def _with_file(self, question: Question, subtitled: bool) -> Question | LeftOut:
+        """The question with the path of its video's file, or the reason why it cannot be asked."""
         settings = self._settings
-        room = settings.question_tokens + (settings.subtitle_tokens if subtitled else 0)
-        length = len(self._environment.protocol.question(question).ids)
+        room = settings.question_tokens
+        if subtitled:
+            room += settings.subtitle_tokens
+        length = len(self.environment.protocol.question(question).ids)
         if length > room:
             reason = f"the question has {length} tokens, there is room for {room}"
             return LeftOut(question, "too_long", reason)
@@ -117,29 +133,41 @@ class Player:
         }
         if isinstance(outcome, LeftOut):
             return about | {"left_out": outcome.cause, "reason": outcome.reason}
-        episode, vocabulary = outcome.episode, self._environment.protocol.vocabulary
+        episode = outcome.episode
+        vocabulary = self.environment.protocol.vocabulary
         line = transcript(episode, outcome.rewards, self._setting, vocabulary)
-        more = {"video": video, "file": episode.question.video, "subtitles": subtitles}
-        return about | line | measures(outcome) | more
+        # `video` is the benchmark's name for the video, `file` the path that was found for it.
+        places = {"video": video, "file": episode.question.video, "subtitles": subtitles}
+        return about | line | measures(outcome) | places
 
 
 def fitting(entries: Sequence[Subtitle], protocol: Protocol, tokens: int) -> list[Subtitle]:
-    """As many entries as fit into so many tokens, evenly spread over all of them where they do not all fit."""
-    sizes = [
-        len(protocol.vocabulary.encode(protocol.plain(subtitle_line(entry)))) + 2
-        for entry in entries
-    ]
-    count = len(entries)
-    while count and sum(sizes[i] for i in _spread(len(entries), count)) > tokens - _HEAD:
-        count = min(
-            count - 1,
-            int(count * (tokens - _HEAD) / sum(sizes[i] for i in _spread(len(entries), count))),
-        )
-    return [entries[i] for i in _spread(len(entries), count)]
+    """Choose the subtitles that a prompt shows.
 
+    Args:
+        entries: the subtitles of the video.
+        protocol: tokenizes their lines.
+        tokens: the room for them, with the line above them.
 
-_HEAD = 16  # tokens of the line above the subtitles
+    Returns:
+        All entries if they fit; otherwise as many as fit, evenly spread over the video.
+    """
+    sizes = []
+    for entry in entries:
+        line = protocol.plain(subtitle_line(entry))
+        sizes.append(len(protocol.vocabulary.encode(line)) + _LINE_BREAK)
+    room = max(tokens - _SUBTITLE_HEADING, 0)
+    total = len(entries)
+    count = total
+    while count:
+        size = sum(sizes[i] for i in _spread(total, count))
+        if size <= room:
+            break
+        # Shrink in proportion, and by at least one so that the loop ends.
+        count = min(count - 1, int(count * room / size))
+    return [entries[i] for i in _spread(total, count)]
 
 
 def _spread(total: int, count: int) -> list[int]:
+    """`count` indices below `total` at even distances."""
     return [i * total // count for i in range(count)]

@@ -1,4 +1,4 @@
-"""Statistics of scores: the interval of a mean, and a test of two runs on the same questions."""
+"""Statistics of scores: the interval of a mean, and a test for two runs on the same questions."""
 
 from __future__ import annotations
 
@@ -9,40 +9,66 @@ from typing import Literal
 import numpy as np
 
 Score = Literal["accuracy", "miou"]
-"""What a split's mean score is called; `miou` has recalls beside it."""
+"""Name of a split's mean score. `miou` (grounding) also has recalls at several overlaps."""
 
-_Z = 1.959964  # of 95 %
+_Z = 1.959964  # the normal quantile of a two-sided 95 % interval
+_NO_SPREAD = 1e-12
 
 
 def interval(scores: Sequence[float], clusters: Sequence[str]) -> tuple[float, float]:
-    """A 95 % interval of the mean of scores in [0, 1], questions on one video (`clusters`) counting as one draw.
+    """Compute a 95 % interval of a mean score, with the questions of one video as one cluster.
 
-    Wilson's interval at the effective number of questions: p (1 - p) over the cluster-robust variance of the mean, at least the number of
-    clusters where all scores are equal, so that it never has length 0.
+    It is Wilson's interval at the effective number of questions: p (1 - p) over the cluster-robust
+    variance of the mean. Where all scores are equal the variance is 0, and the number of clusters
+    takes its place, so the interval never has length 0.
+
+    Args:
+        scores: scores in [0, 1], one per question.
+        clusters: the video of each question.
+
+    Returns:
+        The lower and the upper end. Both lie in [0, 1] and enclose the mean.
     """
-    values, n = np.asarray(scores, np.float64), len(scores)
-    mean = float(values.mean())
-    sums: dict[str, float] = {}
-    for value, cluster in zip(values.tolist(), clusters, strict=True):
-        sums[cluster] = sums.get(cluster, 0.0) + value - mean
-    count = len(sums)
-    variance = (
-        sum(s * s for s in sums.values()) / n**2 * (count / (count - 1) if count > 1 else 1.0)
-    )
+    mean = float(np.asarray(scores, np.float64).mean())
     spread = mean * (1 - mean)
-    effective = spread / variance if variance > 1e-12 and spread > 1e-12 else float(count)
-    middle = (mean + _Z**2 / (2 * effective)) / (1 + _Z**2 / effective)
-    half = (
-        _Z / (1 + _Z**2 / effective) * math.sqrt(spread / effective + (_Z / (2 * effective)) ** 2)
-    )
+    effective = _effective_count(scores, clusters, mean, spread)
+
+    # Wilson's score interval for `effective` independent draws.
+    scale = 1 + _Z**2 / effective
+    middle = (mean + _Z**2 / (2 * effective)) / scale
+    root = math.sqrt(spread / effective + (_Z / (2 * effective)) ** 2)
+    half = _Z / scale * root
     return max(0.0, min(mean, middle - half)), min(1.0, max(mean, middle + half))
 
 
+def _effective_count(
+    scores: Sequence[float], clusters: Sequence[str], mean: float, spread: float
+) -> float:
+    """The number of independent questions that would give the mean the same variance."""
+    deviations: dict[str, float] = {}
+    for score, cluster in zip(scores, clusters, strict=True):
+        deviations[cluster] = deviations.get(cluster, 0.0) + score - mean
+    count = len(deviations)
+    variance = sum(d * d for d in deviations.values()) / len(scores) ** 2
+    if count > 1:  # the small-sample correction of a cluster-robust variance
+        variance *= count / (count - 1)
+    if variance > _NO_SPREAD and spread > _NO_SPREAD:
+        return spread / variance
+    return float(count)
+
+
 def mcnemar(only_first: int, only_second: int) -> float:
-    """The two-sided p-value of McNemar's exact test: of the questions that one of two runs alone got right, how many which."""
-    n, k = only_first + only_second, min(only_first, only_second)
+    """Compute the two-sided p-value of McNemar's exact test.
+
+    Args:
+        only_first: number of questions that the first run alone got right.
+        only_second: number of questions that the second run alone got right.
+    """
+    n = only_first + only_second
+    k = min(only_first, only_second)
     if not n:
         return 1.0
+    # Twice the tail of a binomial with p = 1/2, summed in logs: n choose i overflows a float.
     log_half = n * math.log(0.5)
     tail = sum(
         math.exp(math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) + log_half)

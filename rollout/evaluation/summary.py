@@ -1,14 +1,14 @@
 """The figures of an evaluation: of a run's episodes (`row`), and of a split's lines (`summarise`).
 
-Both are made by `figures`, under the same names. Means are over the episodes that were played;
-those left out are counted and named. The same lines give the same summary in any order.
+`figures` computes both, under the same names. Means are over the episodes that were played;
+questions that were left out are counted and listed. The order of the lines does not matter.
 """
 
 from __future__ import annotations
 
 import collections
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,11 @@ from rollout.evaluation.folder import FolderError, Line, latest, read_json
 from rollout.evaluation.play import Played, measures
 from rollout.evaluation.statistics import Score, interval
 
-RECALL = (0.3, 0.5, 0.7)  # of grounding: the share of answers that overlap at least so much
-NAMED = 1000  # videos that are left out are named up to so many
+RECALL = (0.3, 0.5, 0.7)
+"""Overlaps for the recall of grounding: the share of answers that reach each."""
+
+NAMED = 1000
+"""Videos that a summary lists per cause for being left out, at most."""
 
 
 def summarise(
@@ -30,11 +33,19 @@ def summarise(
     broken: Mapping[str, str],
     score: Score = "accuracy",
 ) -> Line:
-    """summary.json: `questions` is the number that the split has, `broken` its rows that are none.
+    """Compute the content of summary.json.
 
-    `score` names the mean score. Open-ended answers have figures of their own, `open_ended`: their
-    F1 and the share of letters that are right have no common mean.
+    Open-ended answers have figures of their own, `open_ended`: a mean over their F1 and the right
+    or wrong of multiple choice would say nothing.
+
+    Args:
+        config: the content of config.json.
+        lines: the lines of all shards.
+        questions: the number of questions in the split.
+        broken: rows of the split that cannot be asked, by row number, each with the reason.
+        score: the name of the mean score.
     """
+    # Sorted, so that the summary does not depend on the order in which questions were finished.
     found = sorted(latest(lines).values(), key=lambda line: line["id"])
     played = [line for line in found if "left_out" not in line]
     return {
@@ -49,58 +60,78 @@ def summarise(
 
 
 def read_summary(folder: pathlib.Path) -> Line:
-    """An evaluation's summary.json. FolderError without one, and for one of an older version."""
+    """Read an evaluation's summary.json.
+
+    Raises:
+        FolderError: there is none, or an older version of this code wrote it.
+    """
     file = folder / "summary.json"
     summary = read_json(file)
     keys = ("benchmark", "questions", "n", "left_out", "broken_rows", "config")
-    if missing := [key for key in keys if key not in summary]:
+    missing = [key for key in keys if key not in summary]
+    if missing:
         raise FolderError(
-            f"{file}: it lacks {', '.join(missing)}, so an older version of this code wrote it; "
+            f"{file}: {', '.join(missing)} missing, so an older version of this code wrote it; "
             "play the questions again with the same command and another --out"
         )
     return summary
 
 
 def rows_of(summary: Line) -> int:
-    """Rows of a split: its questions, and those that are none."""
+    """The number of rows in the split's files: its questions and its broken rows."""
     return summary["questions"] + len(summary["broken_rows"])
 
 
 def not_played(summary: Line) -> dict[str, int]:
-    """By cause: how many rows of the split its score says nothing about."""
+    """The number of rows that the score leaves out, by cause."""
     causes = {cause: found["questions"] for cause, found in summary["left_out"].items()}
     if summary["broken_rows"]:
         causes["broken"] = len(summary["broken_rows"])
-    if rest := rows_of(summary) - summary["n"] - sum(causes.values()):
-        causes["not_asked"] = rest
+    not_asked = rows_of(summary) - summary["n"] - sum(causes.values())
+    if not_asked:
+        causes["not_asked"] = not_asked
     return causes
 
 
 def score_of(summary: Line) -> float | None:
-    """A split's score; None where none of its closed questions was played."""
+    """A split's mean score in [0, 1]; None if no closed question was played."""
     return summary.get("miou", summary.get("accuracy"))
 
 
 def row(setting: EpisodeSettings, played: Sequence[Played]) -> Line:
-    """The row of a run's evaluation: the setting, and the figures of its episodes.
+    """Summarise the episodes played under one setting, for result.json: the setting and figures.
 
-    ValueError where there are none.
+    Raises:
+        ValueError: there are no episodes.
     """
     if not played:
         raise ValueError(
-            "evaluation.questions: not one question has a readable video; check the data root"
+            "evaluation.questions: no question has a readable video; check the data root"
         )
-    about = {"k": setting.frames, "dispatch": setting.dispatch, "temperature": setting.temperature}
-    return about | figures([measures(one) for one in played])
+    return {
+        "k": setting.frames,
+        "dispatch": setting.dispatch,
+        "temperature": setting.temperature,
+        **figures([measures(outcome) for outcome in played]),
+    }
 
 
 def figures(lines: Sequence[Line]) -> dict[str, Any]:
-    """The figures of episodes, from their `measures`.
+    """Compute the figures of episodes from their `measures`.
 
-    accuracy: mean score (right or wrong, the IoU of grounding, the F1 of open-ended answers), and
-    its interval. format: share of episodes whose every turn parses and that end in an answer block
-    (the paper's f is a mean reward instead). calls: executed calls per episode, kappa. turns: those
-    of the main agent. n: episodes.
+    Returns:
+        accuracy: mean score: 0 or 1 for a choice, IoU for grounding, F1 for open-ended answers.
+        interval: 95 % interval of the accuracy.
+        format: share of episodes in which every turn parses and the last ends in an answer block
+            (the paper's f is a mean reward instead).
+        calls: executed calls per episode, the paper's kappa.
+        turns: turns of the main agent per episode.
+        n: number of episodes.
+        share_with_calls: share of episodes with at least one executed call.
+        refused_reports: sub-agents' requests that the server refused.
+        without_answer: episodes without an answer.
+        unread: answers that name no option or span.
+        stops: number of episodes by the reason why they ended.
     """
     calls = [line["calls"] for line in lines]
     return {
@@ -119,22 +150,27 @@ def figures(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def _split_figures(played: Sequence[Line], score: Score) -> dict[str, Any]:
-    """`figures` of a split, with the score of its closed questions and what only a split has."""
+    """`figures` for a split: the score covers closed questions only, and groups are added."""
     found = figures(played)
     del found["accuracy"], found["interval"]
     open_ended = [line for line in played if line["kind"] == QuestionKind.OPEN_ENDED]
     closed = [line for line in played if line["kind"] != QuestionKind.OPEN_ENDED]
     if closed:
-        scores = [line["score"] for line in closed]
-        found |= {score: float(np.mean(scores)), "interval": _interval(closed)}
+        scores = np.array([line["score"] for line in closed])
+        found[score] = float(np.mean(scores))
+        found["interval"] = _interval(closed)
         if score == "miou":
-            found |= {f"r@{bound}": float(np.mean(np.array(scores) >= bound)) for bound in RECALL}
+            for overlap in RECALL:
+                found[f"r@{overlap}"] = float(np.mean(scores >= overlap))
     if open_ended:
         found["open_ended"] = _group(open_ended)
-    if subtitled := [line for line in played if line["subtitles"] is not None]:
-        found["with_subtitles"] = len(subtitled)
+    subtitled = sum(line["subtitles"] is not None for line in played)
+    if subtitled:
+        found["with_subtitles"] = subtitled
     return found | {
-        "interval_kind": "95 %, Wilson at the effective number of questions (cluster-robust by video)",
+        "interval_kind": (
+            "95 %, Wilson at the effective number of questions (cluster-robust by video)"
+        ),
         "seconds_per_question": float(np.mean([line["spent"] for line in played])),
         "by_duration": _by(played, lambda line: [line["duration"]]),
         "by_task": _by(played, lambda line: line["tasks"]),
@@ -145,11 +181,11 @@ def _interval(lines: Sequence[Line]) -> list[float]:
     return list(interval([line["score"] for line in lines], [line["video"] for line in lines]))
 
 
-def _by(played: Sequence[Line], groups: Any) -> dict[str, Any]:
-    """Score, number of questions and interval of every group; a question may stand in several, or in none."""
+def _by(played: Sequence[Line], groups_of: Callable[[Line], Iterable[str]]) -> dict[str, Any]:
+    """The figures of every group. A question may be in several groups, or in none."""
     found: dict[str, list[Line]] = collections.defaultdict(list)
     for line in played:
-        for group in groups(line):
+        for group in groups_of(line):
             if group:
                 found[group].append(line)
     return {group: _group(lines) for group, lines in sorted(found.items())}
@@ -165,7 +201,7 @@ def _group(lines: Sequence[Line]) -> dict[str, Any]:
 
 
 def _left_out(lines: Sequence[Line]) -> dict[str, Any]:
-    """By cause: how many questions, and which videos with what reason."""
+    """For each cause: the number of questions, and the videos with the reason for each."""
     causes: dict[str, Any] = {}
     for line in lines:
         cause = causes.setdefault(line["left_out"], {"questions": 0, "videos": {}})

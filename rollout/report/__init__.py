@@ -1,1 +1,1 @@
-"""Episodes as HTML."""
+"""Episodes as HTML pages."""

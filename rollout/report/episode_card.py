@@ -1,8 +1,7 @@
-"""The values of one episode's card: the question, what was shown, what was written and with what
-credit, each crop and its sub-agent. `episode_card.html.jinja` lays them out.
+"""The content of an episode's card: question, frames, tokens with their credit, crops and reports.
 
-A card is made from one line of episodes.jsonl and the frames that it names. A video that cannot be
-read is reported on the card.
+A card is made from one line of episodes.jsonl and the video's frames; `episode_card.html.jinja`
+lays it out. If the video cannot be read, the card says so.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import UInt8
 from PIL import Image
 
 from paravt_jax.data import video
@@ -24,38 +24,50 @@ from paravt_jax.data.frames import VideoError, VideoInfo
 from paravt_jax.method.accuracy import chosen_option
 from rollout.report.templates import environment, number, plural, seconds
 
-THUMB = 160  # pixels of the longer side at most; the page holds hundreds of frames
-PIXEL_ART = 64  # a frame this small is enlarged in squares rather than blurred
+THUMBNAIL = 160
+"""Longer side of a frame on the page, in pixels. A page holds hundreds of frames."""
+
+PIXEL_ART = 64
+"""Frames up to this size are enlarged in sharp squares instead of being blurred."""
+
 STOPS = {
     "answered": "answered",
-    "no_answer": "ended with neither a call nor an answer",
-    "truncated": "a turn ran into its token limit",
-    "turn_limit": "still calling in the last turn",
-    "token_limit": "the trajectory was full",
-    "time_limit": "its time was up",
-    "unreadable": "the video could not be read",
-    "refused": "the server refused a request",
+    "no_answer": "without a call or an answer",
+    "truncated": "at the token limit of a turn",
+    "turn_limit": "at the turn limit, still calling",
+    "token_limit": "at the token limit of the trajectory",
+    "time_limit": "at the time limit",
+    "unreadable": "because the video could not be read",
+    "refused": "because the server refused a request",
 }
+"""Why an episode ended, in words that follow "ended"."""
+
 EXECUTED = ("executed", "clamped")
+"""Statuses of calls that were executed."""
+
+_SMALLEST_BAR = 0.6  # per cent of the time axis; shorter windows could not be seen
 
 
 def episode_page(run_dir: pathlib.Path, episode: dict[str, Any]) -> str:
-    """A page with one card, see `episode_card`."""
+    """Render a page with one card, see `episode_card`."""
     card = episode_card(run_dir, episode, unfolded=True)
     return environment().get_template("episode.html.jinja").render(card=card)
 
 
 def episode_card(run_dir: pathlib.Path, episode: dict[str, Any], unfolded: bool) -> dict[str, Any]:
-    """What the template needs to draw one line of episodes.jsonl.
+    """Collect the values that the template needs for one episode.
 
-    The episode's `video` is a path relative to `run_dir`.
+    Args:
+        run_dir: the folder that the episode's `video` is relative to.
+        episode: a line of episodes.jsonl.
+        unfolded: whether the card is open when the page loads.
     """
     path = run_dir / episode["video"]
     turns = episode["turns"]
     calls = [call for turn in turns for call in turn["calls"]]
-    credits = [abs(token["credit"] or 0.0) for turn in turns for token in turn["tokens"]]
-    strongest = max(credits, default=0.0)
-    counter = itertools.count(1)
+    tokens = [token for turn in turns for token in turn["tokens"]]
+    strongest = max((abs(token["credit"] or 0.0) for token in tokens), default=0.0)
+    call_numbers = itertools.count(1)  # numbered through all turns, as on the time axis
     return {
         **episode,
         "unfolded": unfolded,
@@ -68,7 +80,7 @@ def episode_card(run_dir: pathlib.Path, episode: dict[str, Any], unfolded: bool)
         "turns": [
             {
                 "tokens": [_token(token, strongest) for token in turn["tokens"]],
-                "calls": [_call(path, next(counter), call) for call in turn["calls"]],
+                "calls": [_call(path, next(call_numbers), call) for call in turn["calls"]],
             }
             for turn in turns
         ],
@@ -76,38 +88,52 @@ def episode_card(run_dir: pathlib.Path, episode: dict[str, Any], unfolded: bool)
 
 
 def _facts(episode: dict[str, Any], turns: int, calls: list[dict[str, Any]]) -> list[str]:
-    noun = "call" if any("tool" in call for call in calls) else "crop"
-    facts = [f"step {episode['step']}"] if episode.get("phase") == "rl" else []
-    facts += [f"K = {episode['k']}", episode["dispatch"]]
-    facts += [plural(turns, "turn"), plural(len(calls), noun)]
+    """The short facts in the card's first line."""
+    facts = []
+    if episode.get("phase") == "rl":
+        facts.append(f"step {episode['step']}")
+    facts.append(f"K = {episode['k']}")
+    facts.append(episode["dispatch"])
+    facts.append(plural(turns, "turn"))
+    only_crops = not any("tool" in call for call in calls)
+    facts.append(plural(len(calls), "crop" if only_crops else "call"))
     facts.append(f"temperature {number(episode['temperature'])}")
-    return facts if episode["compliant"] else [*facts, "format broken"]
+    if not episode["compliant"]:
+        facts.append("format broken")
+    return facts
 
 
 def _options(question: dict[str, Any], answer: str | None) -> list[dict[str, Any]]:
-    """Each option, and whether it is the right one and the one that was chosen."""
+    """Each option, whether it is right and whether it was chosen."""
     options = question["options"]
-    right, chosen = (chosen_option(text or "", options) for text in (question["answer"], answer))
-    return [
-        {"text": option, "right": letter == right, "chosen": letter == chosen}
-        for letter, option in ((chr(ord("A") + i), option) for i, option in enumerate(options))
-    ]
+    right = chosen_option(question["answer"] or "", options)
+    chosen = chosen_option(answer or "", options)
+    found = []
+    for index, option in enumerate(options):
+        letter = chr(ord("A") + index)
+        found.append({"text": option, "right": letter == right, "chosen": letter == chosen})
+    return found
 
 
 def _token(token: dict[str, Any], strongest: float) -> dict[str, Any]:
-    """A token's classes by author and kind, and its credit as a shade.
+    """A token's CSS classes and tooltip, and its credit as a shade.
 
-    The shade is relative to the strongest credit of the episode.
+    The shade is relative to the strongest credit in the episode.
     """
-    kind, credit, logprob = token["kind"], token["credit"], token["logprob"]
-    classes, notes, shade = [f"by-{token['author']}"], [token["author"]], None
+    kind = token["kind"]
+    credit = token["credit"]
+    logprob = token["logprob"]
+    classes = [f"by-{token['author']}"]
+    notes = [token["author"]]
+    shade = None
     if kind:
-        classes += ["kind", f"k-{kind.split('-')[0]}"]
+        classes += ["kind", f"k-{kind.split('-')[0]}"]  # call-open and call-close look alike
         notes.append(kind)
     if credit is not None:
         notes.append(f"credit {number(credit)}")
     if credit:
         classes.append("up" if credit > 0 else "down")
+        # Opacity of the background: the weakest credit is still visible, the strongest readable.
         shade = 0.08 + 0.47 * abs(credit) / strongest
     if logprob is not None:
         notes.append(f"log-prob {number(logprob)}")
@@ -115,9 +141,9 @@ def _token(token: dict[str, Any], strongest: float) -> dict[str, Any]:
 
 
 def _call(path: pathlib.Path, index: int, call: dict[str, Any]) -> dict[str, Any]:
-    """One call of a turn: what it asked for, what became of it, the frames and the response.
+    """A call with its request, outcome, frames and response.
 
-    A transcript names the tool and the arguments of every call but those of crop_video.
+    Transcripts give tool and arguments for every tool except crop_video, which has a window.
     """
     return {
         **call,
@@ -132,46 +158,52 @@ def _call(path: pathlib.Path, index: int, call: dict[str, Any]) -> dict[str, Any
 def _timeline(
     duration: float, calls: list[dict[str, Any]], episode: dict[str, Any]
 ) -> dict[str, Any]:
-    """Lanes over [0, duration], places in percent: overview frames as ticks, crops as numbered
-    bars, and a grounding question's true and answered windows."""
+    """The lanes of the time axis, with places in per cent of the duration.
 
-    def bar(class_: str, start: float, end: float, name: str, label: str = "") -> dict[str, Any]:
-        left, right = (100 * min(max(t / duration, 0.0), 1.0) for t in (start, end))
-        return {
-            "class": class_,
-            "left": min(left, 99.4),
-            "width": max(right - left, 0.6),
-            "label": label,
-            "note": f"{name}: {seconds(start)} – {seconds(end)} s",
-        }
-
-    crops = [
-        bar(
-            "ran" if call["status"] in EXECUTED else "not",
-            call["start"],
-            call["end"],
-            f"crop {n}",
-            str(n),
-        )
-        for n, call in enumerate(calls, 1)
-        if call["start"] is not None
-    ]
+    Overview frames are ticks, crops are numbered bars. A grounding question also has a lane for its
+    true and for its answered window.
+    """
+    crops = []
+    for index, call in enumerate(calls, 1):
+        if call["start"] is None:  # the call named no window that could be read
+            continue
+        class_ = "ran" if call["status"] in EXECUTED else "not"
+        window = (call["start"], call["end"])
+        crops.append(_bar(class_, window, duration, name=f"crop {index}", label=str(index)))
     lanes = [("crops", crops)] if crops else []
     question = episode["question"]
     if question["kind"] == "tvg":
         for name, text in (("truth", question["answer"]), ("answer", episode["answer"])):
-            if (window := _window(text)) is not None:
-                lanes.append((name, [bar(name, *window, name)]))
+            window = _window(text)
+            if window is not None:
+                lanes.append((name, [_bar(name, window, duration, name=name)]))
     ticks = [(100 * min(time / duration, 1), time) for time in episode["overview"]]
     return {"duration": duration, "ticks": ticks, "lanes": lanes}
 
 
+def _bar(
+    class_: str, window: tuple[float, float], duration: float, name: str, label: str = ""
+) -> dict[str, Any]:
+    """A bar on the time axis. A window may reach outside the video: the bar ends at its edges."""
+    left, right = (100 * min(max(time / duration, 0.0), 1.0) for time in window)
+    start, end = window
+    return {
+        "class": class_,
+        "left": min(left, 100 - _SMALLEST_BAR),
+        "width": max(right - left, _SMALLEST_BAR),
+        "label": label,
+        "note": f"{name}: {seconds(start)} – {seconds(end)} s",
+    }
+
+
 def _window(text: str | None) -> tuple[float, float] | None:
+    """The window that a text names with two numbers; None for any other number of them."""
     found = re.findall(r"\d+(?:\.\d+)?", text or "")
     return (float(found[0]), float(found[1])) if len(found) == 2 else None
 
 
 def _duration(path: pathlib.Path, overview: Sequence[float]) -> float:
+    """The length of the time axis in seconds; of an unreadable video, up to the last frame."""
     try:
         return max(_probe(path).duration, 1.0)
     except VideoError:
@@ -179,13 +211,16 @@ def _duration(path: pathlib.Path, overview: Sequence[float]) -> float:
 
 
 def _frames(path: pathlib.Path, times: Sequence[float]) -> dict[str, Any]:
-    """The pictures at `times`, or why they cannot be shown. Of a path, the page tells the name."""
+    """The pictures at `times`, or the reason why they cannot be shown.
+
+    The page may be published, so it shows the name of the file without its folders.
+    """
     frames = {"file": path.name, "times": times, "pictures": (), "unreadable": None}
     if not times:
         return frames
     try:
-        known = _probe(path).times
-        indices = tuple(int(np.abs(known - time).argmin()) for time in times)
+        frame_times = _probe(path).times
+        indices = tuple(int(np.abs(frame_times - time).argmin()) for time in times)
         return frames | {"pictures": _pictures(path, indices)}
     except VideoError as error:
         return frames | {"unreadable": error.reason.replace(str(path), path.name)}
@@ -196,19 +231,22 @@ def _probe(path: pathlib.Path) -> VideoInfo:
     return video.probe(path)
 
 
-@functools.lru_cache(maxsize=256)  # an overview recurs before and after RL
+# Cached, because evaluations before and after RL show the same overviews.
+@functools.lru_cache(maxsize=256)
 def _pictures(path: pathlib.Path, indices: tuple[int, ...]) -> list[dict[str, Any]]:
     return [_picture(frame) for frame in video.read(path, np.array(indices))]
 
 
-def _picture(frame: np.ndarray) -> dict[str, Any]:
+def _picture(frame: UInt8[np.ndarray, "h w 3"]) -> dict[str, Any]:
     """A frame as a data URI, and whether the page enlarges it in squares."""
-    image, buffer = Image.fromarray(frame), io.BytesIO()
+    image = Image.fromarray(frame)
+    buffer = io.BytesIO()
     small = max(image.size) <= PIXEL_ART
     if small:
         image.save(buffer, "PNG", optimize=True)
     else:
-        image.thumbnail((THUMB, THUMB))
+        image.thumbnail((THUMBNAIL, THUMBNAIL))
         image.save(buffer, "JPEG", quality=80)
     data = base64.b64encode(buffer.getvalue()).decode()
-    return {"uri": f"data:image/{'png' if small else 'jpeg'};base64,{data}", "small": small}
+    format_ = "png" if small else "jpeg"
+    return {"uri": f"data:image/{format_};base64,{data}", "small": small}

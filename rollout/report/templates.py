@@ -1,6 +1,7 @@
-"""Pages from Jinja templates, and numbers as people read them.
+"""Jinja templates of the pages, and the filters that format numbers in them.
 
-Templates escape: whatever a model, a file or a person wrote shows on the page as the characters it is.
+Templates escape HTML, so text from models, files and people appears on the page character by
+character.
 """
 
 from __future__ import annotations
@@ -12,20 +13,23 @@ import jinja2
 
 
 def environment(*folders: pathlib.Path) -> jinja2.Environment:
-    """The templates in `folders` and in this one. Using a name that has no value is an error."""
-    made = jinja2.Environment(
+    """Make the environment of the templates in `folders` and in this package's folder.
+
+    A template that uses an undefined name raises an error.
+    """
+    templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader([*folders, pathlib.Path(__file__).parent]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters.update(number=number, decimals=decimals, seconds=seconds, plural=plural)
-    return made
+    templates.filters.update(number=number, decimals=decimals, seconds=seconds, plural=plural)
+    return templates
 
 
 def number(value: float | None) -> str:
-    """A figure in about three digits: 0.813, 12.5, 1,240, 3.1e−6; a dash where there is none."""
+    """Format a figure in about three digits: 0.813, 12.5, 1,240, 3.1e−6; a dash for none."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -39,16 +43,21 @@ def number(value: float | None) -> str:
 
 
 def decimals(value: float | None) -> str:
-    """A share or a count with two decimals; a dash where there is none."""
-    return "–" if value is None else f"{value:.2f}".replace("-", "−")
+    """Format a share or a count with two decimals; a dash for none."""
+    if value is None:
+        return "–"
+    return f"{value:.2f}".replace("-", "−")
 
 
 def seconds(value: float | None) -> str:
-    """A time in a video. A call may name any number, so large ones are shortened."""
+    """Format a time in a video. A call may ask for any number, so large ones are shortened."""
     if value is None:
         return "?"
-    return f"{value:.1f}".removesuffix(".0") if abs(value) < 1e6 else f"{value:.0e}"
+    if abs(value) >= 1e6:
+        return f"{value:.0e}"
+    return f"{value:.1f}".removesuffix(".0")
 
 
 def plural(count: int, noun: str) -> str:
+    """A count with its noun: "1 call", "2 calls"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

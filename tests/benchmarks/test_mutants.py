@@ -1,4 +1,4 @@
-"""Every deliberate fault can still be made, and the command tells a noticed fault from one that was not."""
+"""Every mutant can still be made, and the command tells killed ones from survivors."""
 
 from __future__ import annotations
 
@@ -7,16 +7,28 @@ import json
 import pathlib
 import re
 import shlex
+import shutil
 
 import pytest
 
 from benchmarks import mutants
 from benchmarks.mutant_table import MUTANTS, Mutant
 
-PARTS = (
-    *("advantages", "anchor", "loss", "batch", "structure", "rewards", "packing", "engine"),
-    *("pages", "sampling", "step", "checkpoint", "episode"),
-)
+PARTS = {
+    "advantages",
+    "anchor",
+    "batch",
+    "checkpoint",
+    "engine",
+    "episode",
+    "loss",
+    "packing",
+    "pages",
+    "rewards",
+    "sampling",
+    "step",
+    "structure",
+}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -31,14 +43,12 @@ def test_a_mutant_is_applicable(mutant: Mutant) -> None:
 
 def test_there_are_mutants_of_every_part_and_their_names_differ() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 60
-    assert {pathlib.Path(mutant.file).stem for mutant in MUTANTS} >= set(PARTS)
+    assert {pathlib.Path(mutant.file).stem for mutant in MUTANTS} >= PARTS
 
 
-@pytest.mark.parametrize("old", ["absent", "twice"])
-def test_a_text_that_is_not_there_once_is_refused(old: str) -> None:
-    with pytest.raises(
-        mutants.NotApplicable, match=f"mutant m: its old text is {'02'[old == 'twice']} times"
-    ):
+@pytest.mark.parametrize(("old", "count"), [("absent", 0), ("twice", 2)])
+def test_a_text_that_does_not_occur_once_is_refused(old: str, count: int) -> None:
+    with pytest.raises(mutants.NotApplicable, match=f"mutant m: .* {count} times in a.py"):
         mutants.mutate("twice twice", Mutant("m", "a.py", old, "new", ()))
 
 
@@ -55,14 +65,7 @@ def small_checkout(tmp_path, monkeypatch) -> pathlib.Path:
         "import hypothesis\n\nhypothesis.settings.register_profile('unshrunk')\n"
     )
     monkeypatch.setattr(mutants, "ROOT", root)
-    monkeypatch.setattr(
-        mutants,
-        "copy_checkout",
-        lambda folder: [
-            folder.mkdir(),
-            *((folder / file.name).write_bytes(file.read_bytes()) for file in root.iterdir()),
-        ],
-    )
+    monkeypatch.setattr(mutants, "copy_checkout", lambda folder: shutil.copytree(root, folder))
     return root
 
 
@@ -85,7 +88,8 @@ def test_results_are_kept_and_a_survivor_fails_the_command(
     assert "test_double" in results["killed"]["by"]
     told = capsys.readouterr().out
     assert told.count("s  killed\n") == 1, "what is in the file is not run again"
-    assert "survived: survivor (double.py)" in told and "1 of 2 killed" in told
+    assert "survived: survivor (double.py)" in told
+    assert "1 of 2 killed" in told
     assert "return 2 * x" in (small_checkout / "double.py").read_text()
     monkeypatch.setattr(mutants, "MUTANTS", (dataclasses.replace(survivor, equivalent="why"),))
     assert mutants.main(command) == 0

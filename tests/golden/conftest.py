@@ -1,14 +1,17 @@
-"""The golden tables: inputs and what they should give. Every test reads them from two folders, one after the other.
+"""The golden tables: inputs with the outputs that they should give.
 
-`records` beside this file is committed. PARAVT_TEST_GOLDEN, where it is set, names a folder with tables of the same shape: inputs and
-outputs of the reference functions. Nothing here or in the tests knows ids or counts. Every record goes through one judge,
-`hold`: it agrees with the reference, or a table of `Excuse`s says why not and what is true here instead; else it fails by its id.
+Every test runs on the tables of two folders: `records` beside this file, which is committed, and
+the one that PARAVT_TEST_GOLDEN names, if it is set. That one holds tables of the same shape, with
+outputs of the reference's functions.
+
+The tests depend on no record's id and on no number of records. Every record goes through `hold`: it
+agrees with the reference, or an `Excuse` says why not and what is true here instead, or the test
+fails and names its id.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,39 +21,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import named_folder
-
-
-@dataclasses.dataclass(frozen=True)
-class Excuse:
-    """Why some records differ here. `applies` tells them from the record alone, `holds` says of our result what is true instead.
-
-    `example` is a record that it covers and `innocent` one that it does not; `wrong` is a result for the example that must not hold.
-    """
-
-    why: str
-    applies: Callable[[dict], bool]
-    holds: Callable[[dict, Any], bool]
-    example: dict
-    innocent: dict
-    wrong: Any
-
-
-def judge(
-    record: dict, got: Any, agrees: Callable[[dict, Any], bool], excuses: Mapping[str, Excuse]
-) -> tuple[str | None, bool]:
-    """The first excuse that applies (None: the record has to agree), and whether our result is as it should be."""
-    for name, excuse in excuses.items():
-        if excuse.applies(record):
-            return name, bool(excuse.holds(record, got))
-    return None, bool(agrees(record, got))
-
-
-def check_examples(ours: Callable[[dict], Any], excuses: Mapping[str, Excuse]) -> None:
-    """Every excuse can be false, and what it demands can fail: a guard against excuses for everything."""
-    for name, excuse in excuses.items():
-        assert excuse.applies(excuse.example) and not excuse.applies(excuse.innocent), name
-        assert excuse.holds(excuse.example, ours(excuse.example)), name
-        assert not excuse.holds(excuse.example, excuse.wrong), name
+from tests.golden.excuses import Excuse, judge
 
 
 @pytest.fixture(params=["records", "PARAVT_TEST_GOLDEN"])
@@ -63,7 +34,10 @@ def golden(request) -> Path:
 
 @pytest.fixture
 def hold(record_property):
-    """hold(records, ours, agrees, excuses, least): judges every record, reports how many fall where, and asks that a share agrees."""
+    """hold(records, ours, agrees, excuses) judges every record and counts those of each excuse.
+
+    At least a share `least` of the records has to agree with the reference.
+    """
 
     def judge_all(
         records: Sequence[dict],
@@ -72,13 +46,14 @@ def hold(record_property):
         excuses: Mapping[str, Excuse],
         least: float = 0.5,
     ) -> None:
-        counts, wrong = collections.Counter(agree=0), []
+        counts = collections.Counter(agree=0)
+        wrong = []
         for record in records:
-            got = ours(record)
-            name, fine = judge(record, got, agrees, excuses)
+            result = ours(record)
+            name, passes = judge(record, result, agrees, excuses)
             counts[name or "agree"] += 1
-            if not fine:
-                wrong.append(f"{record['id']}: {name or 'has to agree'}, got {got!r}")
+            if not passes:
+                wrong.append(f"{record['id']}: {name or 'has to agree'}, got {result!r}")
         for name, count in counts.items():
             record_property(name, count)
         print(dict(counts))
@@ -92,7 +67,7 @@ def hold(record_property):
 
 @pytest.fixture
 def records(golden: Path):
-    """records("rewards") gives the records of a JSON table, records("eval_parsing", "temporal_iou") those of one of its lists."""
+    """records("rewards") reads a JSON table; records("eval_parsing", "parse_srt") reads a part."""
     return lambda name, part="records": json.loads(
         (golden / f"{name}.json").read_text(encoding="utf-8")
     )[part]

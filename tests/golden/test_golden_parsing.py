@@ -1,83 +1,48 @@
-"""tool_parser.json and the calls of eval_parsing.json against our parsing.
-
-Each table has a table of excuses beside its test; what is true instead is read from the record by a reader of the test's own.
-"""
+"""tool_parser.json and the calls of eval_parsing.json against our parsing of calls."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from typing import Any
 
 from paravt_jax.method.records import Call, CropCall, FailedCall
-from paravt_jax.method.tools.crop_video import read_seconds
-from tests.golden.conftest import Excuse, check_examples
+from tests.golden.excuses import Excuse, check_examples
+from tests.golden.texts import (
+    CALL,
+    CODE,
+    GOOD,
+    OTHER,
+    alone,
+    floats,
+    loads,
+    response,
+    turn,
+    window,
+    windows,
+)
 from tests.turns import read_calls
-
-GOOD = '{"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}'
-OTHER = '{"name": "zoom", "arguments": {"start_time": 1, "end_time": 2}}'
 
 
 def crops(calls: list[Call | FailedCall]) -> list[CropCall]:
     return [call for call in calls if isinstance(call, CropCall)]
 
 
-def window(call: Any) -> CropCall | None:
-    """The window that a call's JSON asks for; None where it is no crop_video with two finite times."""
-    arguments = call.get("arguments") if isinstance(call, dict) else None
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments, strict=False)
-        except (ValueError, RecursionError):
-            return None
-    if (
-        not isinstance(arguments, dict)
-        or not isinstance(call, dict)
-        or call.get("name") != "crop_video"
-    ):
-        return None
-    start, end = (read_seconds(arguments.get(field)) for field in ("start_time", "end_time"))
-    return (
-        CropCall(start, end)
-        if start is not None and end is not None and math.isfinite(start) and math.isfinite(end)
-        else None
-    )
-
-
-def windows(calls: list[Any]) -> list[CropCall]:
-    return [w for w in map(window, calls) if w is not None]
-
-
-def loads(body: str, strict: bool = True) -> Any:
-    """A JSON text's value; None where it has none."""
-    try:
-        return json.loads(body, strict=strict)
-    except (ValueError, RecursionError):
-        return None
-
-
-def alone(text: str, strict: bool = False) -> list[CropCall]:
-    """The windows of a text's `<tool_call>` blocks, each read on its own: from an opening tag to its closing one, none between."""
-    blocks = re.findall(
-        r"<tool_call>((?:(?!<tool_call>|<tool_code>).)*?)</tool_call>", text, re.DOTALL
-    )
-    return windows([loads(block, strict) for block in blocks])
-
-
 def read_whole(text: str) -> list[Any] | None:
-    """A turn's calls as the release's parser takes them, all or nothing: from each opening tag to a closing one, or to the end."""
-    calls, (_, opening, rest) = [], text.partition("<tool_call>")
+    """A turn's calls as the release's parser reads them: all of them, or None.
+
+    A call goes from an opening tag to a closing one, or to the end of the text.
+    """
+    calls = []
+    _, opening, rest = text.partition("<tool_call>")
     while opening:
         body, _, rest = rest.partition("</tool_call>")
         calls.append(loads(body))
         _, opening, rest = rest.partition("<tool_call>")
-    return (
-        calls
-        if calls
-        and all(isinstance(call, dict) and call.keys() >= {"name", "arguments"} for call in calls)
-        else None
-    )
+    for call in calls:
+        if not isinstance(call, dict) or not call.keys() >= {"name", "arguments"}:
+            return None
+    return calls or None
 
 
 def each_alone(record: dict, calls: list[Call | FailedCall]) -> bool:
@@ -85,98 +50,97 @@ def each_alone(record: dict, calls: list[Call | FailedCall]) -> bool:
 
 
 def never_code(text: str, calls: list[Call | FailedCall]) -> bool:
-    """Code is never a call: each block of it is one malformed call, and what stands in JSON is read."""
-    return crops(calls) == alone(text) and len(calls) - len(crops(calls)) >= text.count(
-        "<tool_code>"
-    )
+    """Whether calls in JSON are read, and every block of code is one malformed call."""
+    malformed = len(calls) - len(crops(calls))
+    return crops(calls) == alone(text) and malformed >= text.count("<tool_code>")
 
 
-def turn(text: str, *called: dict) -> dict:
-    """A record of tool_parser.json."""
-    calls = [{"name": call["name"], "arguments": json.dumps(call["arguments"])} for call in called]
-    return {
-        "id": "example",
-        "text": text,
-        "error": None,
-        "expected": {"tools_called": bool(calls), "tool_calls": calls},
-    }
-
-
-CALL, CODE = json.loads(GOOD), "<tool_code>crop_video(start_time=1, end_time=2)</tool_code>"
 PLAIN = turn(f"<tool_call>{GOOD}</tool_call>", CALL)
 TWO = [CropCall(1, 2), CropCall(1, 2)]
 
 TURNS = {
     "raises": Excuse(
-        "a text that makes the release raise is read here as any other",
-        lambda r: r["error"] is not None,
-        each_alone,
-        {
+        why="A text that makes the release raise is read like any other.",
+        applies=lambda r: r["error"] is not None,
+        holds=each_alone,
+        example={
             "id": "example",
             "text": "<tool_call>" + "[" * 10**5 + "</tool_call>",
             "error": "RecursionError",
             "expected": None,
         },
-        PLAIN,
-        [CropCall(1, 2)],
+        innocent=PLAIN,
+        wrong=[CropCall(1, 2)],
     ),
     "code": Excuse(
-        "`<tool_code>` is never a call (REFERENCE 2); the release runs it where it finds no call in JSON",
-        lambda r: (
+        why=(
+            "`<tool_code>` is never a call (REFERENCE 2). The release runs it if there is no call "
+            "in JSON."
+        ),
+        applies=lambda r: (
             "<tool_code>" in r["text"]
             and r["expected"]["tools_called"]
             and read_whole(r["text"]) is None
         ),
-        lambda r, calls: never_code(r["text"], calls),
-        turn(CODE, CALL),
-        turn(f"{CODE}<tool_call>{GOOD}</tool_call>", CALL),
-        [CropCall(1, 2)],
+        holds=lambda r, calls: never_code(r["text"], calls),
+        example=turn(CODE, CALL),
+        innocent=turn(f"{CODE}<tool_call>{GOOD}</tool_call>", CALL),
+        wrong=[CropCall(1, 2)],
     ),
     "voided": Excuse(
-        "one malformed call voids the whole turn in the release (REFERENCE 4, 10); here each is read on its own",
-        lambda r: not r["expected"]["tools_called"] and bool(alone(r["text"])),
-        lambda r, calls: each_alone(r, calls) and bool(crops(calls)),
-        turn(f"<tool_call>{GOOD}</tool_call><tool_call>{{bad}}</tool_call>"),
-        turn("<tool_call>{bad}</tool_call>"),
-        [],
+        why=(
+            "Each call is read on its own. In the release one malformed call voids the whole turn "
+            "(REFERENCE 4, 10)."
+        ),
+        applies=lambda r: not r["expected"]["tools_called"] and bool(alone(r["text"])),
+        holds=lambda r, calls: each_alone(r, calls) and bool(crops(calls)),
+        example=turn(f"<tool_call>{GOOD}</tool_call><tool_call>{{bad}}</tool_call>"),
+        innocent=turn("<tool_call>{bad}</tool_call>"),
+        wrong=[],
     ),
     "unclosed": Excuse(
-        "a call that nothing closes is malformed; the release takes the rest of the text for it",
-        lambda r: (
+        why=(
+            "A call without a closing tag is malformed. The release reads it to the end of the "
+            "text."
+        ),
+        applies=lambda r: (
             r["expected"]["tools_called"]
             and r["text"].rfind("<tool_call>") > r["text"].rfind("</tool_call>")
         ),
-        lambda r, calls: each_alone(r, calls) and isinstance(calls[-1], FailedCall),
-        turn(f"<tool_call>{GOOD}</tool_call><tool_call>{GOOD}", CALL, CALL),
-        PLAIN,
-        TWO,
+        holds=lambda r, calls: each_alone(r, calls) and isinstance(calls[-1], FailedCall),
+        example=turn(f"<tool_call>{GOOD}</tool_call><tool_call>{GOOD}", CALL, CALL),
+        innocent=PLAIN,
+        wrong=TWO,
     ),
     "tags in a string": Excuse(
-        "an opening tag begins a call wherever it stands; the release reads over it where it stands in a string of the JSON",
-        lambda r: (
+        why="Every opening tag begins a call. The release skips one inside a JSON string.",
+        applies=lambda r: (
             r["expected"]["tools_called"]
             and bool(
                 re.search(r"<tool_call>((?!</tool_call>).)*<tool_c(all|ode)>", r["text"], re.DOTALL)
             )
         ),
-        each_alone,
-        turn(
+        holds=each_alone,
+        example=turn(
             '<tool_call>{"name": "a", "arguments": {"s": "<tool_call>"}}</tool_call>',
             {"name": "a", "arguments": {"s": "<tool_call>"}},
         ),
-        PLAIN,
-        [CropCall(1, 2)],
+        innocent=PLAIN,
+        wrong=[CropCall(1, 2)],
     ),
     "no crop": Excuse(
-        "a call is crop_video with two finite times; the release takes any name and any arguments",
-        lambda r: len(windows(decoded(r))) < len(r["expected"]["tool_calls"]),
-        lambda r, calls: (
+        why=(
+            "A call is crop_video with two finite times. The release takes any name and any "
+            "arguments."
+        ),
+        applies=lambda r: len(windows(decoded(r))) < len(r["expected"]["tool_calls"]),
+        holds=lambda r, calls: (
             each_alone(r, calls)
             and len(calls) - len(crops(calls)) >= len(decoded(r)) - len(windows(decoded(r)))
         ),
-        turn(f"<tool_call>{OTHER}</tool_call>", json.loads(OTHER)),
-        PLAIN,
-        [CropCall(1, 2)],
+        example=turn(f"<tool_call>{OTHER}</tool_call>", json.loads(OTHER)),
+        innocent=PLAIN,
+        wrong=[CropCall(1, 2)],
     ),
 }
 
@@ -206,24 +170,8 @@ def test_excuses_of_turns():
     check_examples(read_turn, TURNS)
 
 
-def response(text: Any, expected: Any) -> dict:
-    """A record of eval_parsing.json."""
-    return {"id": "example", "input": text, "expected": expected, "error": None}
-
-
-def floats(value: Any) -> Any:
-    """A JSON value with the table's spelling of non-finite numbers undone."""
-    if isinstance(value, dict):
-        return (
-            float(value["__float__"])
-            if value.keys() == {"__float__"}
-            else {k: floats(v) for k, v in value.items()}
-        )
-    return [floats(v) for v in value] if isinstance(value, list) else value
-
-
 def values(text: str) -> int:
-    """How many JSON values stand between tool_call tags."""
+    """The number of JSON values between tool_call tags."""
     return sum(
         loads(body) is not None
         for body in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
@@ -238,16 +186,22 @@ ONE = response(f"<tool_call>{GOOD}</tool_call>", [CALL])
 
 RESPONSES = {
     "code": Excuse(
-        "`<tool_code>` is never a call (REFERENCE 2); the release's evaluation takes one that begins with crop_video(",
-        lambda r: "<tool_code>" in r["input"] and len(r["expected"]) > values(r["input"]),
-        lambda r, calls: never_code(r["input"], calls),
-        response(CODE, [CALL]),
-        response("<tool_code>print(crop_video(start_time=1, end_time=2))</tool_code>", []),
-        [CropCall(1, 2)],
+        why=(
+            "`<tool_code>` is never a call (REFERENCE 2). The release's evaluation takes one that "
+            "begins with crop_video(."
+        ),
+        applies=lambda r: "<tool_code>" in r["input"] and len(r["expected"]) > values(r["input"]),
+        holds=lambda r, calls: never_code(r["input"], calls),
+        example=response(CODE, [CALL]),
+        innocent=response("<tool_code>print(crop_video(start_time=1, end_time=2))</tool_code>", []),
+        wrong=[CropCall(1, 2)],
     ),
     "reopened": Excuse(
-        "a call that another one interrupts is lost alone; the release's evaluation loses both",
-        lambda r: (
+        why=(
+            "If a call is interrupted by another, only the first is lost. The release's "
+            "evaluation loses both."
+        ),
+        applies=lambda r: (
             bool(
                 re.search(
                     r"<tool_call>((?!</tool_call>).)*<tool_c(all|ode)>", r["input"], re.DOTALL
@@ -255,29 +209,35 @@ RESPONSES = {
             )
             and alone(r["input"], strict=True) != windows(floats(r["expected"]))
         ),
-        alone_here,
-        response(f"<tool_call>{GOOD}<tool_call>{GOOD}</tool_call>", []),
-        ONE,
-        TWO,
+        holds=alone_here,
+        example=response(f"<tool_call>{GOOD}<tool_call>{GOOD}</tool_call>", []),
+        innocent=ONE,
+        wrong=TWO,
     ),
     "line breaks": Excuse(
-        "line breaks and tabs may stand in a string of a call; the release's evaluation drops the call",
-        lambda r: alone(r["input"], strict=True) != alone(r["input"]),
-        alone_here,
-        response('<tool_call>{"' + "\n" + '": 0, ' + GOOD[1:] + "</tool_call>", []),
-        ONE,
-        [],
+        why=(
+            "Line breaks and tabs are allowed in a call's strings. The release's evaluation drops "
+            "the call."
+        ),
+        applies=lambda r: alone(r["input"], strict=True) != alone(r["input"]),
+        holds=alone_here,
+        example=response('<tool_call>{"' + "\n" + '": 0, ' + GOOD[1:] + "</tool_call>", []),
+        innocent=ONE,
+        wrong=[],
     ),
     "no crop": Excuse(
-        "a call is crop_video with two finite times; the release's evaluation takes any JSON, and some of it crashes it later",
-        lambda r: len(windows(floats(r["expected"]))) < len(r["expected"]),
-        alone_here,
-        response(
+        why=(
+            "A call is crop_video with two finite times. The release's evaluation takes any JSON, "
+            "and later crashes on some."
+        ),
+        applies=lambda r: len(windows(floats(r["expected"]))) < len(r["expected"]),
+        holds=alone_here,
+        example=response(
             f"<tool_call>[1, 2]</tool_call><tool_call>{OTHER}</tool_call>",
             [[1, 2], json.loads(OTHER)],
         ),
-        ONE,
-        [CropCall(1, 2)],
+        innocent=ONE,
+        wrong=[CropCall(1, 2)],
     ),
 }
 
@@ -299,21 +259,21 @@ def test_parse_tool_calls(records, hold):
 
 ZOOMS = {
     "another tool": Excuse(
-        "`<video_zoom>` is the syntax of another model's tool and no call here",
-        lambda r: bool(r["expected"]) and "<video_zoom>" in r["input"],
-        alone_here,
-        response(
+        why="`<video_zoom>` is the syntax of another model's tool, and no call here.",
+        applies=lambda r: bool(r["expected"]) and "<video_zoom>" in r["input"],
+        holds=alone_here,
+        example=response(
             "<video_zoom>start=1 end=2</video_zoom>",
             [{"name": "crop_video", "arguments": {"start": 1.0, "end": 2.0}}],
         ),
-        response("<video_zoom></video_zoom>", []),
-        [CropCall(1, 2)],
+        innocent=response("<video_zoom></video_zoom>", []),
+        wrong=[CropCall(1, 2)],
     )
 }
 
 
 def test_parse_video_zoom_calls(records, hold):
-    """Nearly every record is another tool's call: what agrees is that broken ones are none either."""
+    """Nearly every record is a call of another tool; only broken calls agree."""
     table = records("eval_parsing", "parse_video_zoom_calls")
     hold(
         table,

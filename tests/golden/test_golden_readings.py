@@ -1,7 +1,4 @@
-"""eval_parsing.json against our readings: letters, ranges, times, overlaps, subtitles.
-
-Each table has a table of excuses beside its test; what is true instead is read from the record by a reader of the test's own.
-"""
+"""eval_parsing.json against our readings: letters, ranges, times, overlaps, subtitles."""
 
 from __future__ import annotations
 
@@ -15,121 +12,100 @@ import pytest
 from paravt_jax.method.accuracy import chosen_option, grounding_accuracy, read_range
 from paravt_jax.method.subtitles import read_srt
 from paravt_jax.method.tools.crop_video import read_seconds
-from tests.golden.conftest import Excuse, check_examples
-from tests.golden.test_golden_parsing import floats, response
+from tests.golden.excuses import Excuse, check_examples
+from tests.golden.texts import first_pair, floats, lone, named, names, response, standing
 
-# Letters -------------------------------------------------------------------------------------------------------------------------
+# --- letters ---
 
 CAPITALS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 RELEASED = frozenset("ABCDEFGHIJ")  # the letters that the release's evaluation knows
 
 
 def said(record: dict) -> str:
-    """The answer block where there is one, else the whole response."""
+    """The answer block, or without one the whole response."""
     block = re.search(r"<answer>(.*?)</answer>", record["input"], re.DOTALL)
     return (block[1] if block else record["input"]).strip()
 
 
-def standing(text: str) -> set[str]:
-    """The capital letters that stand alone in a text."""
-    return set(re.findall(r"(?<![A-Za-z0-9_])[A-Z](?![A-Za-z0-9_])", text))
-
-
-def named(text: str, letter: str) -> bool:
-    """Whether a text names a letter as an option.
-
-    By itself, in front, in parentheses, in a box, after a word for it, or beside a second letter.
-    """
-    # "A" and "I" before a word are words.
-    guard = r"(?!\s+(?!(?:and|or|because|since|as|but|is|are)\b)\w)" if letter in "AI" else ""
-    alone = rf"{letter}(?![\w'’]){guard}"
-    joint = r"[)\]]?\s*(?:,|/|&|\band\b|\bor\b)\s*[(\[]?"
-    others = rf"(?:[A-Z]{joint})*"
-    clause = rf"(?:{joint}[A-Z])*" r"(?:\W*|(?:\s*[.,;:!?)\]]|\s+(?:because|since|as|but)\b).*)"
-    forms = (
-        rf"\W*(?:(?i:the)\s+)?{letter}\W*",
-        rf"[(\[]?(?i:{letter})[.):,\]](?!\w).*",
-        rf"{letter}\s+[-–—].*",
-        rf"{alone}\s+(?:because|since|due\s+to|is\s+(?:the\s+)?(?:answer|best|correct|right)).*",
-        rf"(?:.*\W)?(?i:answer|option|choice)(?:\s+is)?\s*:?\s*[(\[]?{others}{alone}.*",
-        rf".*答案[是为]?\s*:?\s*[(\[]?{others}{alone}.*",
-        rf".*\({letter}\).*",
-        rf".*\\boxed\{{\W*{letter}\W*\}}.*",
-        rf"(?:.*\W)?(?i:it|that|this)(?:\s+is|['’]s)[:,]?\s*[(\[]?{others}{alone}{clause}",
-        r"(?:.*\W)?(?i:(?:must|should|would)\s+be|choose|pick|select|go\s+with|therefore|thus|hence|so)"
-        rf"[:,]?\s+[(\[]?{others}{alone}{clause}",
-        rf"(?s:.*)选\s*[(\[]?{letter}(?!\w){clause}",
-        rf"[A-Z]{joint}{others}{alone}.*",
-        rf"{alone}{joint}[A-Z](?![\w'’]).*",
-    )
-    return any(re.fullmatch(form, text.strip(), re.DOTALL) for form in forms)
-
-
-def names(text: str) -> list[str]:
-    """The letters that stand in a text and are named as options."""
-    return [letter for letter in sorted(standing(text)) if named(text, letter)]
-
-
 def unsaid(record: dict, got: str | None) -> bool:
-    """No letter is made of what is no letter; one alone is read in either case."""
-    lone = re.fullmatch(r"\W*(?:the\s+)?([A-Za-z])\W*", said(record))
-    return got == (lone[1].upper() if lone else None) or (
-        got is not None and named(said(record), got)
-    )
+    """Whether only a lone letter, in either case, or a letter named as an option is read."""
+    if got == lone(said(record)):
+        return True
+    return got is not None and named(said(record), got)
 
 
 LETTERS = {
     "no letter": Excuse(
-        "no option letter stands in the answer; the release's evaluation gives the first character of the response",
-        lambda r: (
+        why=(
+            "The answer has no option letter. The release's evaluation returns the first "
+            "character of the response."
+        ),
+        applies=lambda r: (
             bool(r["expected"])
             and not standing(r["input"]) & RELEASED
             and not (r["expected"] == said(r) and said(r) in CAPITALS)
         ),
-        unsaid,
-        response("<answer>none</answer>", "<"),
-        response("B", "B"),
-        "N",
+        holds=unsaid,
+        example=response("<answer>none</answer>", "<"),
+        innocent=response("B", "B"),
+        wrong="N",
     ),
     "elsewhere": Excuse(
-        "the answer stands in the answer block; the release's evaluation looks around it for a letter",
-        lambda r: not standing(said(r)) & RELEASED and bool(standing(r["input"]) & RELEASED),
-        unsaid,
-        response("<answer>none</answer> E", "E"),
-        response("<think>B or C</think><answer>C</answer>", "C"),
-        "E",
+        why=(
+            "The answer is in the answer block. The release's evaluation looks around it for a "
+            "letter."
+        ),
+        applies=lambda r: (
+            not standing(said(r)) & RELEASED and bool(standing(r["input"]) & RELEASED)
+        ),
+        holds=unsaid,
+        example=response("<answer>none</answer> E", "E"),
+        innocent=response("<think>B or C</think><answer>C</answer>", "C"),
+        wrong="E",
     ),
     "part of a word": Excuse(
-        "a letter with which a word begins is none; the release's evaluation takes it after 'answer is'",
-        lambda r: r["expected"] not in standing(r["input"]) and r["expected"] != said(r),
-        lambda r, got: got is None or got in standing(r["input"]),
-        response("A: the answer is BY", "B"),
-        response("the answer is B", "B"),
-        "B",
+        why=(
+            "The first letter of a word is not an option. The release's evaluation takes it after "
+            "'answer is'."
+        ),
+        applies=lambda r: r["expected"] not in standing(r["input"]) and r["expected"] != said(r),
+        holds=lambda r, got: got is None or got in standing(r["input"]),
+        example=response("A: the answer is BY", "B"),
+        innocent=response("the answer is B", "B"),
+        wrong="B",
     ),
     "one after another": Excuse(
-        "two letters and nothing else name two options; the release's evaluation takes the first",
-        lambda r: bool(re.fullmatch(r"(?i)\W*([A-Z])\W{2,}(?!\1)[A-Z]\W*", said(r))),
-        lambda r, got: got is None,
-        response("A. B.", "A"),
-        response("A. Bees", "A"),
-        "A",
+        why=(
+            "Two letters and nothing else name two options. The release's evaluation takes the "
+            "first."
+        ),
+        applies=lambda r: bool(re.fullmatch(r"(?i)\W*([A-Z])\W{2,}(?!\1)[A-Z]\W*", said(r))),
+        holds=lambda r, got: got is None,
+        example=response("A. B.", "A"),
+        innocent=response("A. Bees", "A"),
+        wrong="A",
     ),
     "several": Excuse(
-        "where several letters stand in an answer, the one that is named as the option counts; the release takes the first",
-        lambda r: len(standing(said(r))) > 1 and names(said(r)) != [r["expected"]],
-        lambda r, got: got is None or names(said(r)) == [got],
-        response("A or B", "A"),
-        response("(A)", "A"),
-        "A",
+        why=(
+            "If an answer has several letters, the one named as the option counts. The release "
+            "takes the first."
+        ),
+        applies=lambda r: len(standing(said(r))) > 1 and names(said(r)) != [r["expected"]],
+        holds=lambda r, got: got is None or names(said(r)) == [got],
+        example=response("A or B", "A"),
+        innocent=response("(A)", "A"),
+        wrong="A",
     ),
     "in passing": Excuse(
-        "a letter in a sentence that does not name it as the option is a guess, and 'A' and 'I' are words",
-        lambda r: bool(standing(said(r))) and not names(said(r)),
-        lambda r, got: got is None,
-        response("A man walks", "A"),
-        response("Option A", "A"),
-        "A",
+        why=(
+            "A letter that a sentence does not name as an option is a guess, and 'A' and 'I' are "
+            "words."
+        ),
+        applies=lambda r: bool(standing(said(r))) and not names(said(r)),
+        holds=lambda r, got: got is None,
+        example=response("A man walks", "A"),
+        innocent=response("Option A", "A"),
+        wrong="A",
     ),
 }
 
@@ -152,45 +128,7 @@ def test_excuses_of_letters():
     check_examples(read_letter, LETTERS)
 
 
-# Times ---------------------------------------------------------------------------------------------------------------------------
-
-
-def first_pair(text: str) -> list[float] | None:
-    """The first two neighbouring times that a separator joins, in seconds; a minus with nothing before it is a sign."""
-    times = list(
-        re.finditer(r"(?<![\d.:])(?:[\d:]*:\d+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)(?![\d:]|\.\d)", text)
-    )
-    for a, b in zip(times, times[1:], strict=False):
-        between = re.fullmatch(
-            r".\s*(?:s|secs?|seconds?)?\s*(?:[,;~–—-]|\bto\b|\buntil\b|\band\b)\s*(-?).",
-            text[a.end() - 1 : b.start() + 1],
-            re.I,
-        )
-        if between and all(
-            re.fullmatch(r"(?:\d+:)?\d+:[0-5]?\d(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+", t[0])
-            for t in (a, b)
-        ):
-            sign = -1 if re.search(r"(?<![\w.:)\]-])-$", text[: a.start()]) else 1
-            seconds = [clock(t[0]) for t in (a, b)]
-            return [sign * seconds[0], -seconds[1] if between[1] else seconds[1]]
-    return labelled_pair(text)
-
-
-def labelled_pair(text: str) -> list[float] | None:
-    """The times behind a word for the start and one for the end."""
-    words = (
-        r"(?:[\s:=\"'_~]|(?:is|was|at|in|on|time|timestamp|around|about|the|seconds?)(?![A-Za-z]))*"
-    )
-    labels = ("start(?:s|ed|ing)?|begin(?:s|ning)?", "end(?:s|ed|ing)?|finish(?:es|ed|ing)?")
-    number = r"(-?(?:(?:\d+:)?\d+:[0-5]?\d(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+))(?![\d:]|\.\d)"
-    found = [re.search(rf"(?<![A-Za-z])(?:{label}){words}{number}", text, re.I) for label in labels]
-    return [clock(match[1]) for match in found if match] if all(found) else None
-
-
-def clock(text: str) -> float:
-    """Seconds of "12.5", "01:05" or "1:00:05", with a sign or without."""
-    parts = enumerate(reversed(text.lstrip("-").split(":")))
-    return (-1 if text.startswith("-") else 1) * sum(float(part) * 60**i for i, part in parts)
+# --- times ---
 
 
 def pair(record: dict) -> list[float] | None:
@@ -206,47 +144,55 @@ def other_than_read(record: dict) -> bool:
 
 
 def same(got: tuple[float, float] | None, expected: list[float] | None) -> bool:
-    return (
-        got is None and expected is None
-        if got is None or expected is None
-        else list(got) == pytest.approx(expected)
-    )
+    if got is None or expected is None:
+        return got is None and expected is None
+    return list(got) == pytest.approx(expected)
 
 
 SPAN = response("12.5 - 20", [12.5, 20.0])
 
 RANGES = {
     "no range": Excuse(
-        "two numbers that nothing joins are no range; the release's evaluation takes any two",
-        lambda r: r["expected"] is not None and pair(r) is None,
-        lambda r, got: got is None,
-        response("frame 5, later frame 9", [5.0, 9.0]),
-        SPAN,
-        (5.0, 9.0),
+        why=(
+            "Two numbers without a separator are no range. The release's evaluation takes any two."
+        ),
+        applies=lambda r: r["expected"] is not None and pair(r) is None,
+        holds=lambda r, got: got is None,
+        example=response("frame 5, later frame 9", [5.0, 9.0]),
+        innocent=SPAN,
+        wrong=(5.0, 9.0),
     ),
     "clock": Excuse(
-        "hours, 'to' and any order of clock times are read; the release's evaluation falls back to their single numbers",
-        lambda r: other_than_read(r) and bool(re.search(r"\d:\d", r["input"])),
-        lambda r, got: same(got, pair(r)),
-        response("1:00:05 - 1:00:10", [5.0, 60.0]),
-        response("1:05 - 1:20", [65.0, 80.0]),
-        (5.0, 60.0),
+        why=(
+            "Hours, 'to' and any order of clock times are read. The release's evaluation falls "
+            "back to the single numbers in them."
+        ),
+        applies=lambda r: other_than_read(r) and bool(re.search(r"\d:\d", r["input"])),
+        holds=lambda r, got: same(got, pair(r)),
+        example=response("1:00:05 - 1:00:10", [5.0, 60.0]),
+        innocent=response("1:05 - 1:20", [65.0, 80.0]),
+        wrong=(5.0, 60.0),
     ),
     "signs": Excuse(
-        "a minus with nothing before it is a sign; in the release's evaluation it is none",
-        lambda r: other_than_read(r) and bool(re.search(r"(?:^|[\s(\[,–-])-\.?\d", r["input"])),
-        lambda r, got: same(got, pair(r)),
-        response("-5 - 10", [5.0, 10.0]),
-        response("5 - 10", [5.0, 10.0]),
-        (5.0, 10.0),
+        why="A minus with nothing before it is a sign. The release's evaluation ignores it.",
+        applies=lambda r: (
+            other_than_read(r) and bool(re.search(r"(?:^|[\s(\[,–-])-\.?\d", r["input"]))
+        ),
+        holds=lambda r, got: same(got, pair(r)),
+        example=response("-5 - 10", [5.0, 10.0]),
+        innocent=response("5 - 10", [5.0, 10.0]),
+        wrong=(5.0, 10.0),
     ),
     "first": Excuse(
-        "the first range is the answer as it stands; the release's evaluation prefers dashes, words and rising order",
-        other_than_read,
-        lambda r, got: same(got, pair(r)),
-        response("clip 3: 20 - 12", [3.0, 20.0]),
-        SPAN,
-        (3.0, 20.0),
+        why=(
+            "The first range is the answer. The release's evaluation prefers dashes, words and "
+            "rising order."
+        ),
+        applies=other_than_read,
+        holds=lambda r, got: same(got, pair(r)),
+        example=response("clip 3: 20 - 12", [3.0, 20.0]),
+        innocent=SPAN,
+        wrong=(3.0, 20.0),
     ),
 }
 
@@ -273,68 +219,71 @@ CLOCK = r"(?:[0-9]+:)?[0-9]+:[0-5]?[0-9](?:\.[0-9]+)?"
 
 
 def unit_number(text: str) -> float:
-    """The number before a unit of seconds; 0 where there is no such thing."""
+    """The number before a unit of seconds; 0 without a number and unit."""
     found = re.fullmatch(rf"({PLAIN_NUMBER})\s*(?:s|secs?|seconds?)", text, re.IGNORECASE)
     return float(found[1]) if found else 0.0
 
 
 VALUES = {
     "true and false": Excuse(
-        "true and false are no times",
-        lambda r: isinstance(r["input"], bool),
-        lambda r, got: got is None,
-        response(True, 1.0),
-        response(1, 1.0),
-        1.0,
+        why="True and false are not times.",
+        applies=lambda r: isinstance(r["input"], bool),
+        holds=lambda r, got: got is None,
+        example=response(True, 1.0),
+        innocent=response(1, 1.0),
+        wrong=1.0,
     ),
     "raises": Excuse(
-        "an integer too large for a float raises in the release; here it is infinite, and no window",
-        lambda r: r["error"] is not None,
-        lambda r, got: got == math.inf,
-        {"id": "example", "input": 10**400, "expected": None, "error": "OverflowError"},
-        response(10**4, 10.0**4),
-        None,
+        why="An integer too large for a float is infinite, and no window. The release raises.",
+        applies=lambda r: r["error"] is not None,
+        holds=lambda r, got: got == math.inf,
+        example={"id": "example", "input": 10**400, "expected": None, "error": "OverflowError"},
+        innocent=response(10**4, 10.0**4),
+        wrong=None,
     ),
     "units": Excuse(
-        "seconds may carry their unit; with it they are 0 in the release",
-        lambda r: unit_number(text_of(r)) != 0,
-        lambda r, got: got == unit_number(text_of(r)),
-        response("12s", 0.0),
-        response("12", 12.0),
-        0.0,
+        why="Seconds may have their unit. The release reads them as 0.",
+        applies=lambda r: unit_number(text_of(r)) != 0,
+        holds=lambda r, got: got == unit_number(text_of(r)),
+        example=response("12s", 0.0),
+        innocent=response("12", 12.0),
+        wrong=0.0,
     ),
     "no clock": Excuse(
-        "a clock time has at most 59 seconds, whole minutes and no sign",
-        lambda r: ":" in text_of(r) and not re.fullmatch(CLOCK, text_of(r)),
-        lambda r, got: got is None,
-        response("-1:30", -30.0),
-        response("1:30", 90.0),
-        -30.0,
+        why="A clock time has at most 59 seconds, whole minutes and no sign.",
+        applies=lambda r: ":" in text_of(r) and not re.fullmatch(CLOCK, text_of(r)),
+        holds=lambda r, got: got is None,
+        example=response("-1:30", -30.0),
+        innocent=response("1:30", 90.0),
+        wrong=-30.0,
     ),
     "spellings": Excuse(
-        "a number is ASCII digits with at most one point; the release takes whatever Python calls a float",
-        lambda r: (
+        why=(
+            "A number is ASCII digits with at most one point. The release takes everything that "
+            "Python reads as a float."
+        ),
+        applies=lambda r: (
             isinstance(r["input"], str)
             and ":" not in r["input"]
             and r["expected"] != 0.0
             and not re.fullmatch(PLAIN_NUMBER, text_of(r))
         ),
-        lambda r, got: got is None,
-        response("nan", {"__float__": "nan"}),
-        response("7.5", 7.5),
-        math.nan,
+        holds=lambda r, got: got is None,
+        example=response("nan", {"__float__": "nan"}),
+        innocent=response("7.5", 7.5),
+        wrong=math.nan,
     ),
     "nothing": Excuse(
-        "what is no time is none, and the model is told; in the release it is 0",
-        lambda r: (
+        why="A text that is no time is refused, and the model is told. The release reads it as 0.",
+        applies=lambda r: (
             r["expected"] == 0.0
             and not isinstance(floats(r["input"]), int | float)
             and not re.fullmatch(rf"{PLAIN_NUMBER}\s*(?i:s|secs?|seconds?)?|{CLOCK}", text_of(r))
         ),
-        lambda r, got: got is None,
-        response("abc", 0.0),
-        response("0:0", 0.0),
-        0.0,
+        holds=lambda r, got: got is None,
+        example=response("abc", 0.0),
+        innocent=response("0:0", 0.0),
+        wrong=0.0,
     ),
 }
 
@@ -358,21 +307,22 @@ def test_excuses_of_values():
 
 IOUS = {
     "own words": Excuse(
-        "the answer's own words always score 1, even where they are no range",
-        lambda r: r["input"][0] == r["input"][1] and r["input"][0][0] >= r["input"][0][1],
-        lambda r, got: got == 1,
-        response([[5, 5], [5, 5]], 0.0),
-        response([[5, 5], [5, 6]], 0.0),
-        0.0,
+        why="A literal copy of the right answer always scores 1, even if it is no range.",
+        applies=lambda r: r["input"][0] == r["input"][1] and r["input"][0][0] >= r["input"][0][1],
+        holds=lambda r, got: got == 1,
+        example=response([[5, 5], [5, 5]], 0.0),
+        innocent=response([[5, 5], [5, 6]], 0.0),
+        wrong=0.0,
     )
 }
 
 
 def overlap(record: dict) -> float:
     write = functools.partial(np.format_float_positional, trim="-")
-    return grounding_accuracy(
-        *(f"[{write(float(start))}, {write(float(end))}]" for start, end in record["input"])
+    answer, right = (
+        f"[{write(float(start))}, {write(float(end))}]" for start, end in record["input"]
     )
+    return grounding_accuracy(answer, right)
 
 
 def test_temporal_iou(records, hold):
@@ -384,7 +334,7 @@ def test_excuses_of_overlaps():
     check_examples(overlap, IOUS)
 
 
-# Subtitles -----------------------------------------------------------------------------------------------------------------------
+# --- subtitles ---
 
 
 def blocks(record: dict) -> list[list[str]]:
@@ -393,7 +343,7 @@ def blocks(record: dict) -> list[list[str]]:
 
 
 def timed(line: str) -> bool:
-    """Whether a line gives times: two clock readings and an arrow between, perhaps a position after them."""
+    """Whether a line has two times with an arrow between them, perhaps followed by a position."""
     clock = r"\s*(?:\d{1,4}:)?\d{1,4}:\d{1,4}(?:[,.]\d+)?"
     return bool(re.fullmatch(rf"{clock}\s*-->{clock}(?:\s.*)?", line))
 
@@ -403,11 +353,13 @@ def words(lines: list[str]) -> list[str]:
 
 
 def below_times(record: dict, got: str) -> bool:
-    """What is read is each line below a line of times, which is the first or the second of its block."""
+    """Whether the lines below a block's times are read; times are its first or second line."""
     below = []
     for block in blocks(record):
-        if timed(block[0]) or any(map(timed, block[1:2])):
-            below += words(block[1 if timed(block[0]) else 2 :])
+        if timed(block[0]):
+            below += words(block[1:])
+        elif len(block) > 1 and timed(block[1]):
+            below += words(block[2:])
     return got == "\n".join(below)
 
 
@@ -415,20 +367,28 @@ TIMED = response("1\n00:00:01,000 --> 00:00:02,000\nwords", "words")
 
 SUBTITLES = {
     "no times": Excuse(
-        "lines that no times stand over are no subtitles; the release takes what follows any two lines",
-        lambda r: any(words(block[2:]) and not any(map(timed, block[:2])) for block in blocks(r)),
-        below_times,
-        response("a\nb\nc", "c"),
-        TIMED,
-        "c",
+        why=(
+            "Lines without times above them are no subtitles. The release takes the text after "
+            "any two lines."
+        ),
+        applies=lambda r: any(
+            words(block[2:]) and not any(map(timed, block[:2])) for block in blocks(r)
+        ),
+        holds=below_times,
+        example=response("a\nb\nc", "c"),
+        innocent=TIMED,
+        wrong="c",
     ),
     "no number": Excuse(
-        "an entry without its number is read; the release takes its first line of text for the times",
-        lambda r: any(timed(block[0]) and words(block[1:2]) for block in blocks(r)),
-        below_times,
-        response("00:00:01,000 --> 00:00:02,000\nwords", ""),
-        TIMED,
-        "",
+        why=(
+            "An entry without its number is read. The release takes its first line of text for "
+            "the times."
+        ),
+        applies=lambda r: any(timed(block[0]) and words(block[1:2]) for block in blocks(r)),
+        holds=below_times,
+        example=response("00:00:01,000 --> 00:00:02,000\nwords", ""),
+        innocent=TIMED,
+        wrong="",
     ),
 }
 

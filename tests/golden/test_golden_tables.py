@@ -1,12 +1,14 @@
-"""Nothing of the golden tables is left out in silence: every file is read by a test here, or named with the reason why not."""
+"""Every file of the golden tables is read by a test, or listed here with the reason why not."""
 
 from __future__ import annotations
 
 import pathlib
 
 LEFT_OUT = {
-    "microbatch_alloc": "which rows fit into a micro-batch of so many tokens: here a micro-batch is so many whole groups of one static "
-    "shape (tests/train/test_rl.py holds them against the whole); that losses of parts add up is in test_train_step",
+    # Which rows fit into a micro-batch with a limit of tokens. Here a micro-batch is a number of
+    # whole groups of one static shape (tests/train/test_rl.py compares them with the whole batch).
+    # test_train_step tests that the losses of parts add up.
+    "microbatch_alloc",
 }
 
 

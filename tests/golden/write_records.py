@@ -1,8 +1,9 @@
 """Writes the committed golden records: `python -m tests.golden.write_records`.
 
-The tables have the shape of those in PARAVT_TEST_GOLDEN, and the same tests read both. Numbers come
-from loops in float64 NumPy and from the tests' own readers of text, which share no code with what is
-tested; gradients are central differences of those loops. Answers to short texts were written by hand.
+The tables have the shape of those in PARAVT_TEST_GOLDEN, and the same tests read both. Numbers
+come from loops in float64 NumPy (`formulas`) and from readers of text (`texts`), which share no
+code with what is tested. Gradients are central differences of those loops. Answers to short texts
+were written by hand.
 """
 
 from __future__ import annotations
@@ -17,25 +18,22 @@ from typing import Any
 
 import numpy as np
 
-from tests.golden.test_golden_answers import (
+from tests.golden.formulas import Arrays, Config, normalise_as_released, published_loss, released
+from tests.golden.frame_records import frames
+from tests.golden.texts import (
+    GOOD,
+    alone,
     bare,
     completion,
     final_answer,
     lone,
     names,
+    our_readings,
     overlap,
     right_letter,
+    summed,
+    turn,
 )
-from tests.golden.test_golden_frames import frames
-from tests.golden.test_golden_grpo import (
-    Arrays,
-    Config,
-    normalise_as_released,
-    published_loss,
-    released,
-)
-from tests.golden.test_golden_parsing import GOOD, alone, turn
-from tests.golden.test_golden_rewards import our_readings, summed
 
 FOLDER = pathlib.Path(__file__).with_name("records")
 Case = tuple[Config, Arrays]
@@ -426,7 +424,7 @@ READINGS: dict[str, list[tuple[Any, Any]]] = {
 
 
 def spread(start: int, end: int, count: int) -> list[int]:
-    """Evenly spread numbers from start to end as float32 has them: the second half counts from the end."""
+    """Evenly spread numbers in float32; the second half is counted from the end."""
     step = np.float32(end - start) / np.float32(max(count - 1, 1))
     first = [float(step) * i + start for i in range(count // 2)]
     last = [end - float(np.float32(step)) * (count - 1 - i) for i in range(count // 2, count)]
@@ -446,7 +444,7 @@ def overviews_and_crops() -> list[dict]:
 
 
 def resized(height: int, width: int, least: int, most: int, factor: int) -> list[int] | None:
-    """Multiples of `factor` near a size, with its shape kept and between `least` and `most` pixels."""
+    """The size in multiples of `factor` nearest to a frame's, with `least` to `most` pixels."""
     if max(height, width) > 200 * min(height, width):
         return None
     sides = [max(factor, round(side / factor) * factor) for side in (height, width)]

@@ -463,7 +463,7 @@ def test_every_outcome_of_an_episode_and_of_a_call_is_described(tmp_path):
     turn = {"tokens": [token("I see")], "calls": calls}
     one_episode(tmp_path, stop="time_limit", answer=None, turns=[turn])
     page = page_of(tmp_path)
-    assert "its time was up" in [e["text"] for e in page.all("dd")]
+    assert STOPS["time_limit"] in [e["text"] for e in page.all("dd")]
     heads = [e["text"] for e in page.all("div", "crop-head")]
     for n, (status, head) in enumerate(zip(CallStatus, heads, strict=True), 1):
         assert head == f"Crop {n}8 – 1e+308 s{str(status).replace('_', ' ')}"

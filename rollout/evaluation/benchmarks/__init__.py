@@ -1,4 +1,4 @@
-"""Published splits: questions in, from their published files. One file per benchmark."""
+"""Readers of published benchmarks, one file each: their files in, questions out."""
 
 from rollout.evaluation.benchmarks.benchmark import Benchmark
 from rollout.evaluation.benchmarks.items import BrokenRow, Item, shuffled

@@ -1,4 +1,4 @@
-"""One benchmark: where it is published, and how a row of its files becomes a question."""
+"""The entry of a benchmark: where it is published, and how its rows become questions."""
 
 from __future__ import annotations
 
@@ -10,29 +10,33 @@ from rollout.evaluation.benchmarks.tables import Row
 from rollout.evaluation.statistics import Score
 
 
-def _as_they_are(rows: list[Row]) -> list[Row]:
+def _unchanged(rows: list[Row]) -> list[Row]:
     return rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """A split. Only the first five fields and `read` are needed."""
+    """A split of a published benchmark.
+
+    `rows`, `score` and `paper` are optional.
+    """
 
     name: str
-    """On the command line and in files."""
+    """Name on the command line and in files."""
     title: str
-    """In reports and tables."""
+    """Name in reports and tables."""
     source: str
     """Hub id of the data set."""
     patterns: tuple[str, ...]
-    """Its files, in their order of preference; `*` goes over folders."""
+    """Patterns of the data set's files; those of the first that matches are read. `*` also matches
+    "/"."""
     fields: tuple[str, ...]
-    """The columns that are read."""
+    """Columns to read."""
     read: Callable[[Row], Item]
-    """A row as a question. Raises BrokenRow for one that cannot be asked or scored."""
-    rows: Callable[[list[Row]], list[Row]] = _as_they_are
-    """The rows of a file as one row per question."""
+    """Turns a row into a question. Raises BrokenRow if the row cannot be asked or scored."""
+    rows: Callable[[list[Row]], list[Row]] = _unchanged
+    """Turns the rows of the files into one row per question."""
     score: Score = "accuracy"
-    """What the mean score is called."""
+    """Name of the mean score."""
     paper: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Published numbers in per cent, by model."""
+    """Published results in per cent, by model."""

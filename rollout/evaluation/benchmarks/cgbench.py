@@ -1,9 +1,9 @@
-"""CG-Bench: questions on 1,219 long videos whose answers rest on short clues.
+"""CG-Bench (`CG-Bench/CG-Bench`): questions on 1,219 long videos, each about a short clue.
 
-Published as `CG-Bench/CG-Bench`; the layout is that of its own code (github.com/CG-Bench/CG-Bench:
-run/save_as_jsons.py, unzip_hf_zip.py). `cgbench_mini.json` has the 3,000 questions of its
-leaderboard, `cgbench.json` all 12,129; videos are unpacked into `cg_videos_720p`. This is the
-set's task `long_acc`, multiple choice on the whole video.
+This is its task `long_acc`, multiple choice on the whole video. `cgbench_mini.json` has the 3,000
+questions of the leaderboard, `cgbench.json` all 12,129. The layout follows the benchmark's own code
+(github.com/CG-Bench/CG-Bench: run/save_as_jsons.py, unzip_hf_zip.py), which unpacks the videos into
+`cg_videos_720p`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rollout.evaluation.benchmarks.items import (
     Item,
     choice,
     letter_answer,
-    optional,
+    optional_task,
     plain_options,
     text_of,
 )
@@ -23,13 +23,13 @@ from rollout.evaluation.benchmarks.tables import Row
 def _read(row: Row) -> Item:
     options = plain_options(row.get("choices"))
     question = choice(
-        text_of(row, "qid"),
-        f"cg_videos_720p/{text_of(row, 'video_uid')}.mp4",
-        text_of(row, "question"),
-        options,
-        letter_answer(row, options, "right_answer"),
+        id=text_of(row, "qid"),
+        video=f"cg_videos_720p/{text_of(row, 'video_uid')}.mp4",
+        text=text_of(row, "question"),
+        options=options,
+        answer=letter_answer(row, options, "right_answer"),
     )
-    return Item(question, tasks=tuple(filter(None, (optional(row, "sub_category"),))))
+    return Item(question, tasks=optional_task(row, "sub_category"))
 
 
 CGBENCH = Benchmark(

@@ -1,4 +1,4 @@
-"""Charades-STA, temporal grounding: `lmms-lab/charades_sta`."""
+"""Charades-STA (`lmms-lab/charades_sta`): temporal grounding."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from rollout.evaluation.benchmarks.tables import Row
 
 
 def _read(row: Row) -> Item:
-    video, caption, span = (
-        text_of(row, "video"),
-        text_of(row, "caption"),
-        span_answer(row, "timestamp"),
+    video = text_of(row, "video")
+    caption = text_of(row, "caption")
+    span = span_answer(row, "timestamp")
+    question = Question(
+        id=f"{video}/{span}/{caption}",
+        video=path_of(f"Charades_v1_480/{video}"),
+        text=f"When does this happen in the video: {caption.rstrip('.')}?",
+        kind=QuestionKind.TEMPORAL_GROUNDING,
+        answer=span,
     )
-    text = f"When does this happen in the video: {caption.rstrip('.')}?"
-    path = path_of(f"Charades_v1_480/{video}")
-    return Item(
-        Question(f"{video}/{span}/{caption}", path, text, QuestionKind.TEMPORAL_GROUNDING, span)
-    )
+    return Item(question)
 
 
 CHARADES = Benchmark(

@@ -1,8 +1,8 @@
-"""A question of a benchmark: the record that is played, and what the benchmark says about it.
+"""A benchmark's question, and the readers of fields that the benchmarks share.
 
-Owns how options and answers of every source become one form: options without their letters, the answer as a letter. Refuses a row that
-cannot be asked or scored (`BrokenRow`, with the reason). Invariant: the answer's letter names the option that was right in the row,
-shuffled or not.
+Publishers write options and answers in different ways. Here options carry no letters, and the
+answer to a multiple-choice question is a letter. A row that cannot be asked or scored raises
+`BrokenRow` with the reason.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import math
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from paravt_jax.method.records import Question, QuestionKind
 
-_LETTERED = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[.):])\s*(.*)", re.DOTALL)
-_OPTION_LINE = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[.):])[ \t]*(.*)")
+# An option behind its letter: "(A) one", "A. one", "A) one", "A: one".
+_LETTER = r"\s*(?:\(([A-Z])\)|([A-Z])[.):])"
+_LETTERED_OPTION = re.compile(_LETTER + r"\s*(.*)", re.DOTALL)
+_LETTERED_LINE = re.compile(_LETTER + r"[ \t]*(.*)")
 
 
 class BrokenRow(ValueError):
@@ -29,139 +31,166 @@ class BrokenRow(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A question, its group by duration and its tasks where the benchmark names them. `subtitles` is a path like `Question.video`."""
+    """A question with what its benchmark says about it."""
 
     question: Question
     duration: str = ""
+    """The group by duration, if the benchmark has such groups."""
     tasks: tuple[str, ...] = ()
+    """The tasks that the question belongs to, if the benchmark names them."""
     subtitles: str = ""
+    """Path of an .srt file, relative like `Question.video`; "" for none."""
+
+
+# --- fields ---
 
 
 def text_of(row: Mapping[str, Any], field: str) -> str:
-    """A field that has to hold words. Numbers become their text."""
-    value = row.get(field)
-    text = (
-        str(value).strip()
-        if isinstance(value, str | int | float) and not isinstance(value, bool)
-        else ""
-    )
-    if not text:
+    """Read a field that must not be empty. Numbers become text."""
+    text = optional(row, field)
+    if not text or isinstance(row.get(field), bool):
         raise BrokenRow(f"{field} is missing")
     return text
 
 
-def path_of(text: str) -> str:
-    """A path below the root of the videos."""
-    path = pathlib.PurePosixPath(text)
-    if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise BrokenRow(f"video {text!r} does not lie below the root of the videos")
-    return str(path)
-
-
 def optional(row: Mapping[str, Any], field: str) -> str:
-    """A field that may be missing; lists are not read here."""
+    """Read a field that may be missing. Lists count as missing."""
     value = row.get(field)
     return str(value).strip() if isinstance(value, str | int | float) else ""
 
 
+def optional_task(row: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    """Read a field with a question's task: no task or one."""
+    task = optional(row, field)
+    return (task,) if task else ()
+
+
+def path_of(text: str) -> str:
+    """Check that a path stays below the root of the videos."""
+    path = pathlib.PurePosixPath(text)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise BrokenRow(f"video = {text!r}: not a path below the root of the videos")
+    return str(path)
+
+
+# --- options ---
+
+
 def plain_options(options: Any) -> tuple[str, ...]:
-    """Options without the letters that some sources write before them: where all have their own, all lose it."""
-    options = (
-        [str(option).strip() for option in options]
-        if isinstance(options, list | tuple) and None not in options
-        else []
-    )
-    if len(options) < 2 or not all(options):
+    """Read a list of options and remove the letters before them.
+
+    Letters are removed only if every option has the letter of its place: in ("A. Lincoln",
+    "B. Obama", "A. Smith") they belong to the names.
+    """
+    if not isinstance(options, list | tuple) or None in options:
         raise BrokenRow("options are missing")
-    found = [_LETTERED.fullmatch(option) for option in options]
-    if all(
-        match and (match[1] or match[2]) == _letter(i) and match[3].strip()
-        for i, match in enumerate(found)
-    ):
-        return tuple(match[3].strip() for match in found if match)
-    return tuple(options)
+    texts = [str(option).strip() for option in options]
+    if len(texts) < 2 or not all(texts):
+        raise BrokenRow("options are missing")
+    without_letters = _without_letters(texts, _LETTERED_OPTION)
+    return tuple(texts if without_letters is None else without_letters)
 
 
 def split_options(text: str) -> tuple[str, tuple[str, ...]]:
-    """A question whose options stand in its text, one a line with letters from A on, cut in two; no options where there are none such."""
+    """Split a text into the question and the options in its last lines.
+
+    Every option has a line of its own that starts with its letter, from A on. If there are none
+    such, the whole text is the question.
+    """
     lines = text.strip().split("\n")
-    for first in range(len(lines) - 1):
-        found = [_OPTION_LINE.fullmatch(line) for line in lines[first + 1 :]]
-        letters = [match and (match[1] or match[2]) for match in found]
-        if (
-            len(found) > 1
-            and letters == [_letter(i) for i in range(len(found))]
-            and all(match and match[3].strip() for match in found)
-        ):
-            return "\n".join(lines[: first + 1]).strip(), tuple(
-                match[3].strip() for match in found if match
-            )
+    # The first line is the question's. Of the places where the options could start, take the first.
+    for first in range(1, len(lines) - 1):
+        options = _without_letters(lines[first:], _LETTERED_LINE)
+        if options is not None:
+            return "\n".join(lines[:first]).strip(), tuple(options)
     return text.strip(), ()
 
 
+def _without_letters(texts: Sequence[str], pattern: re.Pattern[str]) -> list[str] | None:
+    """The texts without their letters; None unless they have the letters A, B, C, ... in order."""
+    words: list[str] = []
+    for index, text in enumerate(texts):
+        match = pattern.fullmatch(text)
+        if match is None or (match[1] or match[2]) != _letter(index) or not match[3].strip():
+            return None
+        words.append(match[3].strip())
+    return words
+
+
+# --- answers ---
+
+
 def letter_answer(row: Mapping[str, Any], options: Sequence[str], field: str = "answer") -> str:
-    """An answer that is an option's letter: "B", "(B)", "B."."""
+    """Read an answer that is an option's letter: "B", "(B)", "b."."""
     found = re.fullmatch(r"\W*([A-Za-z])\W*", text_of(row, field))
-    if not found or (options and ord(found[1].upper()) - ord("A") >= len(options)):
-        raise BrokenRow(f"{field} {row.get(field)!r} is no letter of an option")
-    return found[1].upper()
+    letter = found[1].upper() if found else ""
+    if not letter or (options and ord(letter) - ord("A") >= len(options)):
+        raise BrokenRow(f"{field} = {row.get(field)!r}: not the letter of an option")
+    return letter
 
 
 def word_answer(row: Mapping[str, Any], options: Sequence[str]) -> str:
-    """The letter of the option that the answer's words are."""
+    """Read an answer that repeats an option's words, and return the option's letter."""
     wanted = text_of(row, "answer")
-    places = [i for i, option in enumerate(options) if option == wanted]
+    places = [index for index, option in enumerate(options) if option == wanted]
     if len(places) != 1:
-        raise BrokenRow(f"answer {wanted!r} is {'no option' if not places else 'several options'}")
+        problem = "equal to several options" if places else "not an option"
+        raise BrokenRow(f"answer = {wanted!r}: {problem}")
     return _letter(places[0])
 
 
 def index_answer(row: Mapping[str, Any], options: Sequence[str], field: str) -> str:
-    """The letter of the option with the row's number."""
+    """Read an answer that is an option's index, from 0, and return the option's letter."""
     value = row.get(field)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(options):
-        raise BrokenRow(f"{field} {value!r} is no number of an option")
+        raise BrokenRow(f"{field} = {value!r}: not the index of an option")
     return _letter(value)
 
 
 def span_answer(row: Mapping[str, Any], field: str) -> str:
-    """A span of seconds as the model writes it: "[24.3, 30.4]"."""
+    """Read a span [start, end] in seconds and write it as a model does: "[24.3, 30.4]"."""
     value = row.get(field)
-    numbers = (
-        [v for v in value if isinstance(v, int | float) and math.isfinite(v)]
-        if isinstance(value, list | tuple)
-        else []
-    )
-    if len(numbers) != 2 or len(value or ()) != 2 or not 0 <= numbers[0] < numbers[1]:
-        raise BrokenRow(f"{field} {value!r} is no span of seconds")
-    return f"[{numbers[0]:g}, {numbers[1]:g}]"
+    if _is_span(value):
+        return f"[{value[0]:g}, {value[1]:g}]"
+    raise BrokenRow(f"{field} = {value!r}: not a span of seconds")
+
+
+def _is_span(value: Any) -> TypeGuard[Sequence[float]]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    if not all(isinstance(time, int | float) and math.isfinite(time) for time in value):
+        return False
+    return 0 <= value[0] < value[1]
+
+
+# --- questions ---
 
 
 def choice(id: str, video: str, text: str, options: Sequence[str], answer: str) -> Question:
+    """Make a multiple-choice question; `answer` is a letter."""
     return Question(id, path_of(video), text, QuestionKind.MULTIPLE_CHOICE, answer, tuple(options))
 
 
 def shuffled(item: Item, seed: int) -> Item:
-    """The same question with its options in an order drawn from (seed, id), and the right answer's new letter.
+    """Shuffle the options of a question and adapt the letter of the right answer.
 
-    What has no options stays as it is.
+    The order depends on the seed and the question's id only. A question without options stays as
+    it is.
     """
     question = item.question
     if not question.options:
         return item
-    drawn = int.from_bytes(
-        hashlib.blake2b(f"{seed}\0{question.id}".encode(), digest_size=8).digest(), "little"
-    )
-    order = np.random.default_rng(drawn).permutation(len(question.options)).tolist()
-    letters = [_letter(i) for i in range(len(order))]
-    answer = question.answer  # of your own questions it may be an option's words, which stay right
+    digest = hashlib.blake2b(f"{seed}\0{question.id}".encode(), digest_size=8).digest()
+    rng = np.random.default_rng(int.from_bytes(digest, "little"))
+    order = rng.permutation(len(question.options)).tolist()
+    letters = [_letter(index) for index in range(len(order))]
+    # The answer to a user's own question may be an option's words, which stay right.
+    answer = question.answer
     if answer in letters:
         answer = letters[order.index(letters.index(answer))]
+    options = tuple(question.options[index] for index in order)
     return dataclasses.replace(
-        item,
-        question=dataclasses.replace(
-            question, options=tuple(question.options[i] for i in order), answer=answer
-        ),
+        item, question=dataclasses.replace(question, options=options, answer=answer)
     )
 
 

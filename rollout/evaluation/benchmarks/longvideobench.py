@@ -1,4 +1,4 @@
-"""LongVideoBench: `longvideobench/LongVideoBench`, its validation table or lvb_val.json."""
+"""LongVideoBench (`longvideobench/LongVideoBench`): the validation table, or lvb_val.json."""
 
 from __future__ import annotations
 
@@ -8,24 +8,30 @@ from rollout.evaluation.benchmarks.items import (
     choice,
     index_answer,
     optional,
+    optional_task,
     plain_options,
     text_of,
 )
 from rollout.evaluation.benchmarks.tables import Row
 
+_OPTIONS = tuple(f"option{i}" for i in range(5))
+
 
 def _read(row: Row) -> Item:
-    words = row.get("candidates") or [row.get(f"option{i}") for i in range(5)]
-    words = [word for word in words if word is not None and word != "N/A"]  # the unused come last
-    options = plain_options(words)
+    words = row.get("candidates") or [row.get(name) for name in _OPTIONS]
+    # Unused columns come last, so dropping them leaves the index of the right option as it is.
+    options = plain_options([word for word in words if word is not None and word != "N/A"])
     question = choice(
-        text_of(row, "id"), f"videos/{text_of(row, 'video_path')}", text_of(row, "question"), options,
-        index_answer(row, options, "correct_choice"),
-    )  # fmt: skip
+        id=text_of(row, "id"),
+        video=f"videos/{text_of(row, 'video_path')}",
+        text=text_of(row, "question"),
+        options=options,
+        answer=index_answer(row, options, "correct_choice"),
+    )
     return Item(
         question,
-        optional(row, "duration_group"),
-        tuple(filter(None, (optional(row, "question_category"),))),
+        duration=optional(row, "duration_group"),
+        tasks=optional_task(row, "question_category"),
     )
 
 
@@ -38,7 +44,7 @@ LONGVIDEOBENCH = Benchmark(
         "id",
         "video_path",
         "question",
-        *(f"option{i}" for i in range(5)),
+        *_OPTIONS,
         "candidates",
         "correct_choice",
         "duration_group",

@@ -1,4 +1,4 @@
-"""LVBench: `lmms-lab/LVBench`, a table, or the set's own lines with one video each."""
+"""LVBench (`lmms-lab/LVBench`): a table, or the publisher's file with one video per line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from rollout.evaluation.benchmarks.items import (
     Item,
     choice,
     letter_answer,
+    optional_task,
     split_options,
     text_of,
 )
@@ -14,29 +15,34 @@ from rollout.evaluation.benchmarks.tables import Row
 
 
 def _rows(rows: list[Row]) -> list[Row]:
-    """One row a question: the set's own file has one row a video, with its questions inside."""
-    return [
-        {**question, "video_path": f"{row['key']}.mp4"} if isinstance(question, dict) else row
-        for row in rows
-        for question in (
-            row["qa"] if isinstance(row.get("qa"), list) and row.get("key") else [None]
-        )
-    ]
+    """One row per question. The publisher's file has one per video, with its questions in `qa`."""
+    found: list[Row] = []
+    for row in rows:
+        questions = row.get("qa")
+        if not isinstance(questions, list) or not row.get("key"):
+            found.append(row)
+            continue
+        for question in questions:
+            if isinstance(question, dict):
+                found.append({**question, "video_path": f"{row['key']}.mp4"})
+            else:  # unreadable, and counted as a broken row
+                found.append(row)
+    return found
 
 
 def _read(row: Row) -> Item:
     text, options = split_options(text_of(row, "question"))
     question = choice(
-        text_of(row, "uid"), text_of(row, "video_path"), text, options, letter_answer(row, options)
+        id=text_of(row, "uid"),
+        video=text_of(row, "video_path"),
+        text=text,
+        options=options,
+        answer=letter_answer(row, options),
     )
-    kinds = row.get("question_type")
-    return Item(
-        question,
-        "",
-        tuple(str(kind) for kind in kinds)
-        if isinstance(kinds, list)
-        else tuple(filter(None, (kinds,))),
-    )
+    types = row.get("question_type")
+    if isinstance(types, list):
+        return Item(question, tasks=tuple(str(type_) for type_ in types))
+    return Item(question, tasks=optional_task(row, "question_type"))
 
 
 LVBENCH = Benchmark(

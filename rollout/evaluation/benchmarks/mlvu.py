@@ -1,4 +1,4 @@
-"""MLVU, multiple choice: `sy1998/MLVU_dev`, a table, or the set's own files, one per task."""
+"""MLVU (`sy1998/MLVU_dev`), multiple choice: a table, or the publisher's files, one per task."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rollout.evaluation.benchmarks.items import (
     Item,
     choice,
     letter_answer,
-    optional,
+    optional_task,
     plain_options,
     split_options,
     text_of,
@@ -17,25 +17,21 @@ from rollout.evaluation.benchmarks.tables import Row
 
 
 def _rows(rows: list[Row]) -> list[Row]:
-    """The columns of the collected table: the set's own files, one a task, name two of them otherwise."""
-    own = {"video": "video_name", "question_type": "task_type"}
-    return [{own.get(name, name): value for name, value in row.items()} for row in rows]
+    """Rows with the column names of the table; the publisher's files name two of them otherwise."""
+    names = {"video": "video_name", "question_type": "task_type"}
+    return [{names.get(name, name): value for name, value in row.items()} for row in rows]
 
 
 def _read(row: Row) -> Item:
-    options, text = plain_options(row.get("candidates")), text_of(row, "question")
-    text, _ = split_options(text)  # some copies repeat the options in the question
+    options = plain_options(row.get("candidates"))
+    text, _ = split_options(text_of(row, "question"))  # some copies repeat the options there
     video = text_of(row, "video_name")
-    answer = (
-        word_answer(row, options)
-        if text_of(row, "answer") in options
-        else letter_answer(row, options)
-    )
-    return Item(
-        choice(f"{video}/{text}", video, text, options, answer),
-        "",
-        tuple(filter(None, (optional(row, "task_type"),))),
-    )
+    if text_of(row, "answer") in options:
+        answer = word_answer(row, options)
+    else:
+        answer = letter_answer(row, options)
+    question = choice(f"{video}/{text}", video, text, options, answer)
+    return Item(question, tasks=optional_task(row, "task_type"))
 
 
 MLVU = Benchmark(

@@ -1,8 +1,9 @@
-"""MMVU's validation questions, multiple choice and open-ended: `yale-nlp/MMVU`."""
+"""MMVU (`yale-nlp/MMVU`): the validation questions, multiple choice and open-ended."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from paravt_jax.method.records import Question, QuestionKind
 from rollout.evaluation.benchmarks.benchmark import Benchmark
@@ -24,32 +25,36 @@ _VIDEO = re.compile(r"(?:.*/)?(videos/[^/]+/[^/]+)")
 def _read(row: Row) -> Item:
     found = _VIDEO.fullmatch(text_of(row, "video"))
     if not found:
-        raise BrokenRow(f"video {row.get('video')!r} is no address of videos/<subject>/<n>.mp4")
-    id, text, kind = text_of(row, "id"), text_of(row, "question"), text_of(row, "question_type")
-    details = row.get("metadata")
-    subject = (
-        optional(row, "subject")
-        or optional(details if isinstance(details, dict) else {}, "subject")
-        or found[1].split("/")[1]
-    )
+        raise BrokenRow(f"video = {row.get('video')!r}: not videos/<subject>/<n>.mp4")
+    video = found[1]
+    id = text_of(row, "id")
+    text = text_of(row, "question")
+    kind = text_of(row, "question_type")
+    tasks = (_subject(row, video), kind)
     if kind == "open-ended":
-        return Item(
-            Question(id, path_of(found[1]), text, QuestionKind.OPEN_ENDED, text_of(row, "answer")),
-            "",
-            (subject, kind),
-        )
-    if kind != "multiple-choice":
-        raise BrokenRow(f"question_type {kind!r} is neither multiple-choice nor open-ended")
-    choices = row.get("choices")
-    words = (
-        [choices[letter] for letter in "ABCDE" if choices.get(letter)]
-        if isinstance(choices, dict)
-        else None
-    )
-    options = plain_options(words)
-    return Item(
-        choice(id, found[1], text, options, letter_answer(row, options)), "", (subject, kind)
-    )
+        answer = text_of(row, "answer")
+        question = Question(id, path_of(video), text, QuestionKind.OPEN_ENDED, answer)
+        return Item(question, tasks=tasks)
+    if kind == "multiple-choice":
+        options = plain_options(_words(row.get("choices")))
+        question = choice(id, video, text, options, letter_answer(row, options))
+        return Item(question, tasks=tasks)
+    raise BrokenRow(f"question_type = {kind!r}: neither multiple-choice nor open-ended")
+
+
+def _subject(row: Row, video: str) -> str:
+    """The subject: a column of its own, part of `metadata`, or the folder of the video."""
+    metadata = row.get("metadata")
+    if not isinstance(metadata, dict):
+        metadata = {}
+    return optional(row, "subject") or optional(metadata, "subject") or video.split("/")[1]
+
+
+def _words(choices: Any) -> list[Any] | None:
+    """The options of a column {"A": words, "B": words, ...}; empty ones are unused."""
+    if not isinstance(choices, dict):
+        return None
+    return [choices[letter] for letter in "ABCDE" if choices.get(letter)]
 
 
 MMVU = Benchmark(

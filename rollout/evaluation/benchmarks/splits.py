@@ -1,6 +1,7 @@
-"""The benchmarks that can be played, and how the files of one become questions.
+"""The list of benchmarks, and `load`, which turns the files of one into questions.
 
-To add one, write a file with its entry (`Benchmark`) beside these and name it in `BENCHMARKS`.
+To add a benchmark, write a file with its entry (`Benchmark`) beside the others and list it in
+`BENCHMARKS`.
 """
 
 from __future__ import annotations
@@ -33,26 +34,33 @@ BENCHMARKS: dict[str, Benchmark] = {
         CGBENCH,
     )
 }
-"""By name; those of the paper's table first, in its order."""
+"""Benchmarks by name. The paper's come first, in the order of its table."""
 
 
 def title_of(name: str) -> str:
-    """What a benchmark is called in reports and tables; own questions go by their name."""
+    """A benchmark's name in reports and tables; the name itself for a user's own questions."""
     return BENCHMARKS[name].title if name in BENCHMARKS else name
 
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What a split's files hold: questions, and the rows that are none, by id, with the reason."""
+    """The content of a split's files."""
 
     items: tuple[Item, ...]
     broken: Mapping[str, str]
+    """Rows that cannot be asked or scored: "row NUMBER" and the reason."""
 
 
 def load(name: str, source: str = "") -> Loaded:
-    """A split from `source` (a file, a folder, a hub id; where it is published, if empty).
+    """Load the questions of a split.
 
-    FileNotFoundError where there are no files, ValueError for damaged ones and where not one row can be asked.
+    Args:
+        name: the benchmark.
+        source: a file, a folder or a hub id; by default the hub id where it is published.
+
+    Raises:
+        FileNotFoundError: there are no files of the split.
+        ValueError: a file is damaged, or no row can be asked.
     """
     benchmark = BENCHMARKS[name]
     source = source or benchmark.source
@@ -66,15 +74,16 @@ def load(name: str, source: str = "") -> Loaded:
         except BrokenRow as reason:
             broken[f"row {number}"] = str(reason)
             continue
-        seen[item.question.id] += 1
-        if (count := seen[item.question.id]) > 1:
-            item = dataclasses.replace(
-                item, question=dataclasses.replace(item.question, id=f"{item.question.id}#{count}")
-            )
+        id = item.question.id
+        seen[id] += 1
+        if seen[id] > 1:  # lines and transcripts need ids that are unique
+            question = dataclasses.replace(item.question, id=f"{id}#{seen[id]}")
+            item = dataclasses.replace(item, question=question)
         items.append(item)
     if not items:
-        first = next(iter(broken.values()), "there are none")
+        reason = next(iter(broken.values()), "there are none")
         raise ValueError(
-            f"--data {source}: none of {len(rows)} rows is a question of {name} ({first}); check that it is {benchmark.source}"
+            f"--data {source}: none of {len(rows)} rows is a question of {name} ({reason}); "
+            f"check that it is {benchmark.source}"
         )
     return Loaded(tuple(items), broken)

@@ -1,7 +1,6 @@
-"""Rows of published tables: parquet, JSON and JSON lines, from a file, a folder laid out like the hub's repository, or the hub.
+"""Rows of published tables in parquet, JSON or JSON lines, from disk or from the hub.
 
-Owns where a table's files are found. Refuses files that cannot be read, by name. Invariant: only the fields asked for are read, so a table
-that carries pictures or videos in other columns costs nothing.
+Only the columns asked for are read, so pictures or videos in other columns cost nothing.
 """
 
 from __future__ import annotations
@@ -21,28 +20,39 @@ Row = dict[str, Any]
 
 
 def read_rows(source: str, patterns: Sequence[str], fields: Sequence[str]) -> list[Row]:
-    """The rows of the first of `patterns` that files of `source` match (relative paths; `*` goes over folders), files by name.
+    """Read the rows of a table, file by file in the order of their names.
 
-    `source`: one file, a folder, or a hub id. Fields that a table lacks are left out. FileNotFoundError where nothing is found,
-    ValueError for a file that is damaged.
+    Args:
+        source: one file, a folder laid out like the hub's repository, or a hub id.
+        patterns: patterns of relative paths, in order of preference. Only the files of the first
+            that matches are read; `*` also matches "/".
+        fields: the columns to read. Columns that a table does not have are left out of its rows.
+
+    Raises:
+        FileNotFoundError: no file matches.
+        ValueError: a file is damaged or holds no rows.
     """
-    return [row for file in table_files(source, patterns) for row in _read(file, fields)]
+    rows: list[Row] = []
+    for file in table_files(source, patterns):
+        rows += _read(file, fields)
+    return rows
 
 
 def table_files(source: str, patterns: Sequence[str]) -> list[pathlib.Path]:
-    """The files that `read_rows` reads."""
+    """The files that `read_rows` reads, fetched from the hub if needed."""
     path = pathlib.Path(source)
     if path.is_file():
         return [path]
     folder = path if path.is_dir() else _fetch(source, patterns)
-    names = sorted(
-        file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()
-    )
+    files = (file for file in folder.rglob("*") if file.is_file())
+    names = sorted(file.relative_to(folder).as_posix() for file in files)
     for pattern in patterns:
-        if found := [name for name in names if fnmatch.fnmatchcase(name, pattern)]:
+        found = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if found:
             return [folder / name for name in found]
     raise FileNotFoundError(
-        f"--data {source}: holds none of {', '.join(patterns)}; give the folder of the published files, or the file"
+        f"--data {source}: holds none of {', '.join(patterns)}; "
+        "give the folder of the published files, or the file"
     )
 
 
@@ -56,20 +66,22 @@ def _fetch(source: str, patterns: Sequence[str]) -> pathlib.Path:
 def _read(file: pathlib.Path, fields: Sequence[str]) -> list[Row]:
     try:
         if file.suffix == ".parquet":
-            with pq.ParquetFile(file) as table:
-                return table.read(
-                    [name for name in fields if name in table.schema_arrow.names]
-                ).to_pylist()
+            return _read_parquet(file, fields)
         text = file.read_text(encoding="utf-8")
-        rows = (
-            [json.loads(line) for line in text.splitlines() if line.strip()]
-            if file.suffix == ".jsonl"
-            else json.loads(text)
-        )
+        if file.suffix == ".jsonl":
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        else:
+            rows = json.loads(text)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise ValueError(
             f"{file}: cannot be read ({type(error).__name__}: {str(error)[:200]}); fetch it again"
         ) from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{file}: is no list of rows; give a table of the benchmark's own form")
+        raise ValueError(f"{file}: not a list of rows; give a table as the benchmark publishes it")
     return [{name: row[name] for name in fields if name in row} for row in rows]
+
+
+def _read_parquet(file: pathlib.Path, fields: Sequence[str]) -> list[Row]:
+    with pq.ParquetFile(file) as table:
+        columns = [name for name in fields if name in table.schema_arrow.names]
+        return table.read(columns).to_pylist()

@@ -1,4 +1,4 @@
-"""Video-MME, without and with subtitles: `lmms-lab/Video-MME`, one table."""
+"""Video-MME (`lmms-lab/Video-MME`): two splits of one table, without and with subtitles."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rollout.evaluation.benchmarks.items import (
     choice,
     letter_answer,
     optional,
+    optional_task,
     path_of,
     plain_options,
     text_of,
@@ -30,19 +31,25 @@ _FIELDS = (
 
 def _read(row: Row) -> Item:
     video = text_of(row, "videoID")
+    text = text_of(row, "question")
     options = plain_options(row.get("options"))
-    id = optional(row, "question_id") or f"{video}/{text_of(row, 'question')}"
     question = choice(
-        id, f"data/{video}.mp4", text_of(row, "question"), options, letter_answer(row, options)
+        id=optional(row, "question_id") or f"{video}/{text}",
+        video=f"data/{video}.mp4",
+        text=text,
+        options=options,
+        answer=letter_answer(row, options),
     )
-    tasks = tuple(filter(None, (optional(row, "task_type"),)))
-    return Item(question, optional(row, "duration"), tasks)
+    return Item(
+        question,
+        duration=optional(row, "duration"),
+        tasks=optional_task(row, "task_type"),
+    )
 
 
 def _read_with_subtitles(row: Row) -> Item:
-    return dataclasses.replace(
-        _read(row), subtitles=path_of(f"subtitle/{text_of(row, 'videoID')}.srt")
-    )
+    subtitles = path_of(f"subtitle/{text_of(row, 'videoID')}.srt")
+    return dataclasses.replace(_read(row), subtitles=subtitles)
 
 
 VIDEOMME = Benchmark(

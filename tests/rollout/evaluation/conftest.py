@@ -20,23 +20,19 @@ from rollout.evaluation.settings import BenchmarkSettings
 from rollout.evaluation.split import Player
 from tests.paravt_jax.benchmarks import published
 
-SRT = "1\n00:00:01,000 --> 00:00:02,000\nHello <i>there</i>\n\n2\n00:01:05,500 --> 00:01:07,000\nGood\nbye\n"
+SRT = """\
+1
+00:00:01,000 --> 00:00:02,000
+Hello <i>there</i>
 
+2
+00:01:05,500 --> 00:01:07,000
+Good
+bye
+"""
 
-@pytest.fixture(scope="session")
-def videos(small_world, tmp_path_factory) -> pathlib.Path:
-    """data/ with two good videos, one that is noise; a third has no file; subtitles of the first."""
-    root = tmp_path_factory.mktemp("videos")
-    (root / "data").mkdir()
-    for number in (0, 1):
-        shutil.copy(
-            small_world.folder / small_world.videos[number].path, root / "data" / f"w{number}.mp4"
-        )
-    (root / "data" / "noise.mp4").write_bytes(bytes(range(256)) * 9)
-    (root / "subtitle").mkdir()
-    (root / "subtitle" / "w0.srt").write_text(SRT)
-    return root
-
+PLAN = f"look closer\n</think>\n{render_call(CropCall(0, 16))}\n{render_call(CropCall(500, 516))}"
+"""A first turn that asks for two windows, the second outside the video."""
 
 ROWS = [
     published.videomme("1-1", "w0", "A"),
@@ -46,6 +42,20 @@ ROWS = [
     published.videomme("3-2", "gone"),
     published.videomme("4-1", "noise"),
 ]
+
+
+@pytest.fixture(scope="session")
+def videos(small_world, tmp_path_factory) -> pathlib.Path:
+    """The split's videos: two good ones, the first with subtitles, and a file of noise."""
+    root = tmp_path_factory.mktemp("videos")
+    (root / "data").mkdir()
+    for number in (0, 1):
+        source = small_world.folder / small_world.videos[number].path
+        shutil.copy(source, root / "data" / f"w{number}.mp4")
+    (root / "data" / "noise.mp4").write_bytes(bytes(range(256)) * 9)
+    (root / "subtitle").mkdir()
+    (root / "subtitle" / "w0.srt").write_text(SRT)
+    return root
 
 
 @pytest.fixture(scope="session")
@@ -67,32 +77,25 @@ def features(small_model, videos) -> FrameFeatures:
 
 @pytest.fixture
 def player(scripted, small_vocabulary, features, videos) -> Callable[..., Player]:
-    """player(turns, **settings) plays with a sampler that says `turns`; `player.sampler` is the last one's."""
+    """player(turns, **settings) plays with a sampler that says `turns`.
+
+    `player.sampler` is the sampler of the last player that was made.
+    """
 
     def make(turns, report=" seven from 8 to 10", **fields) -> Player:
-        chosen: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "model": "m",
             "benchmark": "videomme",
             "frames": 4,
             "question_tokens": 64,
+            "turn_tokens": 64,
+            "summary_tokens": 16,
+            "trajectory_tokens": 256,
         }
-        chosen |= {"turn_tokens": 64, "summary_tokens": 16, "trajectory_tokens": 256}
-        settings = BenchmarkSettings(**chosen | fields)
-        protocol = Protocol(
-            small_vocabulary, dataclasses.replace(settings.protocol(64), crop_frames=4)
-        )
+        settings = BenchmarkSettings(**defaults | fields)
+        limits = dataclasses.replace(settings.protocol(64), crop_frames=4)
+        environment = Environment(Protocol(small_vocabulary, limits), features)
         make.sampler = scripted(turns, report)
-        return Player(make.sampler, Environment(protocol, features), settings, VideoFolder(videos))
+        return Player(make.sampler, environment, settings, VideoFolder(videos))
 
     return make
-
-
-@pytest.fixture(scope="session")
-def plan() -> str:
-    """A first turn that asks for two windows, one outside the video."""
-    return (
-        "look closer\n</think>\n"
-        + render_call(CropCall(0, 16))
-        + "\n"
-        + render_call(CropCall(500, 516))
-    )

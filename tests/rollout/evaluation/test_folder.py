@@ -1,8 +1,6 @@
-"""What a killed process left behind is gone on with; what is another evaluation's is refused."""
+"""The folder keeps whole lines, continues what a killed process left, and refuses other runs."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 
@@ -15,45 +13,39 @@ def opened(path, identity=IDENTITY, commit: str | None = "c1", shard=(0, 1)) -> 
     return EvaluationFolder(path, identity, {"name": "n"}, commit, shard)
 
 
-def test_lines_survive_and_half_a_line_is_cut_off(tmp_path):
+def test_half_a_line_is_cut_off_and_the_last_line_of_a_question_counts(tmp_path):
     with opened(tmp_path) as folder:
         folder.append({"id": "a", "score": 1.0, "turns": ["long"]})
         folder.append({"id": "b", "left_out": "missing"})
     file = tmp_path / "questions.jsonl"
     whole = file.read_bytes()
-    for cut in range(len(whole) - 5, len(whole)):  # killed in the middle of the second line
-        file.write_bytes(whole[:cut])
+    for end in range(len(whole) - 5, len(whole)):  # killed in the middle of the second line
+        file.write_bytes(whole[:end])
         assert list(latest(read_lines(tmp_path))) == ["a"]
     with opened(tmp_path) as folder:
         folder.append({"id": "b", "score": 0.5})
         folder.append({"id": "b", "score": 0.25})
-    assert {id: line["score"] for id, line in latest(read_lines(tmp_path)).items()} == {
-        "a": 1.0,
-        "b": 0.25,
-    }
-    assert "turns" not in next(read_lines(tmp_path)) and b'"turns": ["long"]' in file.read_bytes()
+    scores = {id: line["score"] for id, line in latest(read_lines(tmp_path)).items()}
+    assert scores == {"a": 1.0, "b": 0.25}
+    assert "turns" not in next(read_lines(tmp_path))
+    assert b'"turns": ["long"]' in file.read_bytes()
 
 
-def test_another_evaluation_is_refused_with_the_difference(tmp_path):
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [({"frames": 16}, r"\n  frames: 64 -> 16\n"), ({"seed": 3}, r"seed: \(absent\) -> 3")],
+)
+def test_another_evaluation_is_refused_with_the_difference(tmp_path, change, difference):
     opened(tmp_path).close()
-    opened(tmp_path).close()  # the same one is not
-    with pytest.raises(
-        FolderError,
-        match=r"another evaluation \(stored -> wanted\):\n  frames: 64 -> 16\nName another --name or",
-    ):
-        opened(tmp_path, IDENTITY | {"frames": 16})
-    with pytest.raises(FolderError, match=r"seed: \(absent\) -> 3"):
-        opened(tmp_path, IDENTITY | {"seed": 3})
-    opened(tmp_path).close()  # a refusal leaves no lock
+    with pytest.raises(FolderError, match=difference):
+        opened(tmp_path, IDENTITY | change)
+    opened(tmp_path).close()  # the refusal leaves no lock
 
 
-def test_commits_are_kept_in_order(tmp_path):
+def test_the_configuration_lists_commits_in_order_and_the_latest_details(tmp_path):
     for commit in ("c1", "c1", "c2", None):
         opened(tmp_path, commit=commit).close()
-    assert read_json(tmp_path / "config.json")["commits"] == ["c1", "c2", None]
-    EvaluationFolder(
-        tmp_path, IDENTITY, {"name": "other"}, "c2"
-    ).close()  # what decides no answer is that of the last start
+    EvaluationFolder(tmp_path, IDENTITY, {"name": "other"}, "c2").close()
     assert read_json(tmp_path / "config.json") == {
         "identity": IDENTITY | {"pair": [1, 2]},
         "name": "other",
@@ -61,27 +53,26 @@ def test_commits_are_kept_in_order(tmp_path):
     }
 
 
-def test_one_process_a_shard_and_the_last_summary_has_all(tmp_path):
-    make = lambda config, lines: {"ids": [line["id"] for line in lines], "name": config["name"]}  # noqa: E731
+def test_a_shard_has_one_process_and_the_last_summary_covers_all_shards(tmp_path):
+    def make(config, lines):
+        return {"ids": [line["id"] for line in lines], "name": config["name"]}
+
     with opened(tmp_path, shard=(0, 2)) as first, opened(tmp_path, shard=(1, 2)) as second:
-        with pytest.raises(
-            FolderError, match="questions-0-of-2.jsonl is in use by another process"
-        ):
+        with pytest.raises(FolderError, match=r"questions-0-of-2\.jsonl is in use"):
             opened(tmp_path, shard=(0, 2))
         first.append({"id": "a"})
         second.append({"id": "b"})
-        assert second.summarise(make) == {"ids": ["a", "b"], "name": "n"}
-    assert json.loads((tmp_path / "summary.json").read_text())["ids"] == ["a", "b"]
+        summary = second.summarise(make)
+    assert summary == {"ids": ["a", "b"], "name": "n"}
+    assert read_json(tmp_path / "summary.json") == summary
 
 
-def test_folders_that_cannot_be_used(tmp_path):
+def test_a_folder_that_cannot_be_used_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(FolderError, match="--out .*file cannot be used"):
         opened(tmp_path / "file")
-    with pytest.raises(
-        FolderError, match="config.json: is not there; give the folder of an evaluation"
-    ):
+    with pytest.raises(FolderError, match=r"config\.json: no such file"):
         read_json(tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(FolderError, match="is damaged"):
-        opened(tmp_path)
+    with pytest.raises(FolderError, match=r"config\.json: is damaged"):
+        read_json(tmp_path / "config.json")
