@@ -104,7 +104,7 @@ def test_one_process_and_two_take_turns_and_make_the_run_that_two_make(together,
         timeout=LONG,
         disturb=signalling(signal.SIGTERM, 0, lambda: done(folder, "sft")),
     )
-    assert ended.code == 143 and " of sft, which is saved; the same command goes on" in ended.err, (
+    assert ended.code == 143 and " of sft, which is saved; the same command" in ended.err, (
         ended.err[-3000:]
     )
     for ended in together(
@@ -116,7 +116,7 @@ def test_one_process_and_two_take_turns_and_make_the_run_that_two_make(together,
     ):
         assert (
             ended.code == 143
-            and " of 4 of rl, which is saved; the same command goes on" in ended.err
+            and " of 4 of rl, which is saved; the same command" in ended.err
         ), ended.err[-3000:]
     assert 1 <= done(folder, "rl") < 4 and not (folder / "result.json").exists()
     (ended,) = together(command(folder), 1, devices=8, timeout=LONG)
@@ -155,7 +155,7 @@ def test_a_stop_while_data_is_prepared_stops_all(together, tmp_path):
     many = command(tmp_path / "run", "--mesh.fsdp", "2", "--world.train-videos", "5000")
     for ended in together(many, 2, devices=1, disturb=stop):
         assert ended.code == 143 and ended.err.splitlines()[-1] == (
-            "stopped while preparing the data; finished videos are kept; the same command goes on from there"
+            "stopped while preparing the data; finished videos are kept; the same command"
         )
 
 
