@@ -29,8 +29,7 @@ _SOURCES = "sources.json"  # the sources of a prepared set, as the settings name
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings:
-    """Published training data. A source is a local folder, a Hugging Face id or a bucket path
-    (gs://...)."""
+    """Published training data, from local folders, Hugging Face ids or bucket paths (gs://...)."""
 
     annotations: str = "ParaVT/ParaVT-Parquet"
     """Source of the annotations, Parquet tables."""

@@ -61,7 +61,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         results: Contents of each run's `result.json`, by the name of the run.
     """
     runs = {name: figures(result) for name, result in results.items()}
-    lines = [_line("", runs, "mean ± std"), "|---" * (len(runs) + 2) + "|"]
+    lines = [f"| | {' | '.join(runs)} | mean ± std |", "|---" * (len(runs) + 2) + "|"]
     for name in next(iter(runs.values())):
         values = [figures_of_run[name] for figures_of_run in runs.values()]
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
