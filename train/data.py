@@ -63,6 +63,7 @@ def pack_rows(data: Data, row_tokens: int, seed: int) -> Packing:
     Raises:
         ValueError: If no conversation fits into a row.
     """
+    # The constant makes this order independent of the other random streams of the same seed.
     order = np.random.default_rng([seed, 0x9AC4]).permutation(len(data.lengths)).tolist()
     packing = pack([data.lengths[n] for n in order], row_tokens)
     if not packing.rows:

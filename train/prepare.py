@@ -96,6 +96,7 @@ def _published(
         unreadable=unreadable,
         digest=prepared.digest,
     )
+    # SFT alone asks no questions, so their lengths do not matter to it.
     if run.rl is not None or data.heldout:
         data = _without_long_questions(run, data, summary["seconds"].get("most", 0.0))
     return data

@@ -102,7 +102,7 @@ def prepare_published(
     """
     folder = pathlib.Path(settings.folder)
     reading = Reading(
-        root="",
+        root="",  # set below, once the media are there
         tokenizer=str(local_folder(model, weights=False)),
         limits=_shared_limits(limits),
         frames=settings.frames,

@@ -194,6 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     reuse_freed_memory()
     start = time.monotonic()
     try:
+        # Processes have to join before JAX sees a device: afterwards it cannot add other hosts.
         cluster.connect(run.hosts)
         with Interrupts() as interrupts, cluster.ending_with_the_others():
             report = execute(run, interrupts)

@@ -174,6 +174,7 @@ class Run:
         if self.rl is not None:
             budgets = budgets + self.rl.frame_budgets
             rows_per_prefix = self.rl.grpo.group_size
+        # Dispatch `frames` has the longest trajectories, so sizes for it serve the others as well.
         dispatch = "frames" if "frames" in self.evaluation.dispatch else "parallel"
         return engine_sizes(self.lengths(max(budgets), dispatch), self.engine, rows_per_prefix)
 

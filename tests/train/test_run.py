@@ -66,7 +66,8 @@ def lines_of(file: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def test_the_result_has_a_row_for_every_setting(finished, small):
-    settings, result = small.small().evaluation, result_of(finished)
+    settings = small.small().evaluation
+    result = result_of(finished)
     for moment in ("before", "after"):
         rows = result[moment]
         asked = itertools.product(settings.frames, settings.dispatch, settings.temperatures)
