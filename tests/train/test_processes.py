@@ -114,10 +114,9 @@ def test_one_process_and_two_take_turns_and_make_the_run_that_two_make(together,
         timeout=LONG,
         disturb=signalling(signal.SIGTERM, 1, lambda: done(folder, "rl")),
     ):
-        assert (
-            ended.code == 143
-            and " of 4 of rl, which is saved; the same command" in ended.err
-        ), ended.err[-3000:]
+        assert ended.code == 143 and " of 4 of rl, which is saved; the same command" in ended.err, (
+            ended.err[-3000:]
+        )
     assert 1 <= done(folder, "rl") < 4 and not (folder / "result.json").exists()
     (ended,) = together(command(folder), 1, devices=8, timeout=LONG)
     assert ended.code == 0, ended.err[-3000:]
