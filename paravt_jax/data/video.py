@@ -13,7 +13,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import av
 import av.error
@@ -38,6 +38,12 @@ _UNINDEXED = {
     "mpeg",
     "mpegts",
 }  # packets of these lack reliable timestamps, so frames are counted by decoding all of them
+
+# PyAV 18 fails on metadata that is not UTF-8 unless told otherwise; PyAV 19 never does, and has no
+# such option.
+_OPEN_OPTIONS: dict[str, Any] = (
+    {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
+)
 
 _Result = TypeVar("_Result")
 
@@ -133,7 +139,7 @@ def _guarded(path: str | os.PathLike, use: Callable[[InputContainer], _Result]) 
     """Opens the file for `use`; every way in which it can be bad becomes a VideoError."""
     _require_file(path)
     try:
-        with av.open(str(path), metadata_errors="replace") as container:
+        with av.open(str(path), **_OPEN_OPTIONS) as container:
             return use(container)
     except (av.error.FFmpegError, OSError, RuntimeError) as error:
         raise VideoError(path, f"it cannot be decoded ({type(error).__name__}: {error})") from error
