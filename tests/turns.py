@@ -1,4 +1,4 @@
-"""Turns and calls from text alone, for tests that play no episode."""
+"""Builds turns and calls from text, for tests that play no episode."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from paravt_jax.method.tools.crop_video import CropVideo
 
 
 def read_calls(text: str) -> list[Call | FailedCall]:
-    """The calls of a response where only crop_video is offered."""
+    """Parses the calls of a response; crop_video is the only tool."""
     return parse_calls(text, (CropVideo(),))
 
 
 def turn_of(
     text: str, status: CallStatus = CallStatus.EXECUTED, *, truncated: bool = False
 ) -> Turn:
-    """A turn whose readable calls have all become `status`."""
-    outcomes = tuple(
-        CallOutcome(None, call.status, call.reason)
-        if isinstance(call, FailedCall)
-        else CallOutcome(call, status, "")
-        for call in read_calls(text)
-    )
-    return Turn(text, outcomes, truncated)
+    """Returns a turn in which every call that can be parsed has `status`."""
+    outcomes = []
+    for call in read_calls(text):
+        if isinstance(call, FailedCall):
+            outcomes.append(CallOutcome(None, call.status, call.reason))
+        else:
+            outcomes.append(CallOutcome(call, status, ""))
+    return Turn(text, tuple(outcomes), truncated)

@@ -1,8 +1,7 @@
-"""The command line of a run: a recipe by name, then overrides of its fields.
+"""The command line of a run: the name of a recipe, then overrides of its fields.
 
-Owns how `--config=NAME --rl.group-size 4 ...` becomes one frozen settings object. Refuses an unknown recipe, an unknown
-field and a value of the wrong type, each by name and with exit code 2. Knows no recipe and touches no device: the caller
-brings the recipes, and a mistake on the command line costs no compilation.
+`--config=NAME --rl.group-size 4 ...` becomes one frozen settings object. This module imports no JAX
+and touches no device, so a typing mistake costs no compilation.
 """
 
 from __future__ import annotations
@@ -15,21 +14,35 @@ from typing import NoReturn, TypeVar
 
 import tyro
 
-R = TypeVar("R")
+SettingsT = TypeVar("SettingsT")
 
-EXIT_USAGE = 2  # what argparse and tyro use for a wrong command line
+EXIT_USAGE = 2  # the exit code of argparse and tyro for a wrong command line
 
 
 def parse(
-    argv: Sequence[str], recipes: Mapping[str, Callable[[], R]], prog: str = "python -m train.run"
-) -> R:
-    """The settings that `argv` (without the program's name) asks for.
+    argv: Sequence[str],
+    recipes: Mapping[str, Callable[[], SettingsT]],
+    prog: str = "python -m train.run",
+) -> SettingsT:
+    """Parse a command line into the settings of a recipe.
 
-    `recipes` maps a name to a function that returns a frozen dataclass; nested dataclasses become dotted flags, their
-    docstrings the help. `--config=NAME --help` lists every field with the recipe's value.
+    Nested dataclasses become dotted flags, and the docstrings of their fields become the help text.
+    `--config=NAME --help` lists every field with the recipe's value.
 
-    Raises SystemExit(2) with a message on stderr for an unknown or missing recipe, an unknown field, a value of the wrong
-    type, or one that a dataclass's `__post_init__` refuses with a ValueError; SystemExit(0) after printing help.
+        run = parse(["--config=paravt_tiny", "--rl.steps", "8"], RECIPES)
+
+    Args:
+        argv: The arguments, without the program's name.
+        recipes: Functions that return a frozen dataclass, by recipe name.
+        prog: The command to show in help and error messages.
+
+    Returns:
+        The recipe's settings with the overrides applied.
+
+    Raises:
+        SystemExit: With code 0 after printing help. With code 2, and a message on stderr, for a
+            missing or unknown recipe, an unknown field, or a value that has the wrong type or is
+            rejected by a dataclass's `__post_init__`.
     """
     names, overrides = _split_config(argv)
     if not names:
@@ -38,27 +51,25 @@ def parse(
             raise SystemExit(0)
         _fail(f"--config is missing: name a recipe.\n{_usage(recipes, prog)}")
     if len(set(names)) > 1:
-        _fail(
-            f"--config is given as {' and '.join(names)}; a run has one recipe: keep one of them."
-        )
+        _fail(f"--config is given more than once ({' and '.join(names)}): name a single recipe.")
     name = names[0]
     if name not in recipes:
-        near = difflib.get_close_matches(name, recipes, n=1, cutoff=0.3)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        _fail(f"--config={name}: there is no such recipe.{hint} Recipes: {', '.join(recipes)}.")
+        nearest = difflib.get_close_matches(name, recipes, n=1, cutoff=0.3)
+        hint = f" Did you mean {nearest[0]}?" if nearest else ""
+        _fail(f"--config={name}: no such recipe.{hint} Recipes: {', '.join(recipes)}.")
     default = recipes[name]()
-    # A field that holds an optional dataclass stays a field: without this, tyro would make a subcommand of it.
     return tyro.cli(
         type(default),
         default=default,
         args=overrides,
         prog=f"{prog} --config={name}",
+        # By default, tyro makes a subcommand of a field that may be None. It has to stay a flag.
         config=(tyro.conf.AvoidSubcommands,),
     )
 
 
 def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Every value of --config, and the other arguments in their order."""
+    """Returns all values of --config, and the other arguments in their order."""
     names: list[str] = []
     rest: list[str] = []
     args = iter(argv)
@@ -76,18 +87,17 @@ def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _usage(recipes: Mapping[str, Callable[[], object]], prog: str) -> str:
-    """The recipes with the first line of their docstrings, one a line."""
-    width = max(map(len, recipes), default=0)
+    """The usage line, then each recipe with the first line of its docstring."""
     lines = [
-        f"  {name:<{width}}  {(inspect.getdoc(recipe) or '').partition(chr(10))[0]}".rstrip()
-        for name, recipe in recipes.items()
+        f"usage: {prog} --config=NAME [--field value ...]",
+        f"       {prog} --config=NAME --help lists the fields of a recipe.",
+        "Recipes:",
     ]
-    return "\n".join(
-        [
-            f"usage: {prog} --config=NAME [--field value ...]; --config=NAME --help shows the fields. Recipes:",
-            *lines,
-        ]
-    )
+    width = max(map(len, recipes), default=0)
+    for name, recipe in recipes.items():
+        summary = (inspect.getdoc(recipe) or "").split("\n")[0]
+        lines.append(f"  {name:<{width}}  {summary}".rstrip())
+    return "\n".join(lines)
 
 
 def _fail(message: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What a run learns from, and the order in which it is seen. The seed alone decides the order."""
+"""The data of a run, and the streams of batches that training reads. The seed fixes the order."""
 
 from __future__ import annotations
 
@@ -22,68 +22,95 @@ from train.durable import hosts
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What a run learns from. Relative paths of videos lie under `root`."""
+    """Questions, conversations and captions of a run. Paths of videos are relative to `root`."""
 
     root: pathlib.Path
     vocabulary: Vocabulary
     questions: tuple[Question, ...] = ()
+    """Questions to train on."""
     heldout: tuple[Question, ...] = ()
+    """Questions to evaluate with."""
     conversations: Sequence[Conversation] = ()
+    """Demonstrations for SFT."""
     lengths: tuple[int, ...] = ()
-    """Of the conversations, in tokens."""
+    """Length of each conversation, in tokens."""
     captions: tuple[Caption, ...] = ()
+    """Captioned frames for alignment."""
     videos: int = 0
-    """In all, unreadable ones included; of published data, rows."""
+    """Number of videos, including unreadable ones. For published data: number of rows."""
     unreadable: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Why a video cannot be read, by path."""
+    """Reason why a video cannot be read, by path."""
     digest: str = ""
-    """A fingerprint of published data or of your own questions: a run goes on with the same rows or not at all. Empty for a
-    world, which its settings decide."""
+    """Fingerprint of published data or of your own questions; a run only continues with the same
+    one. Empty for the small world, which follows from the settings."""
 
     def row(self, numbers: Sequence[int]) -> tuple[Conversation, ...]:
-        """The conversations of a packed row."""
+        """The conversations of a packed row, by their numbers."""
         return tuple(self.conversations[n] for n in numbers)
 
 
 def pack_rows(data: Data, row_tokens: int, seed: int) -> Packing:
-    """The conversations, by number, in rows of `row_tokens` tokens; the seed decides their order.
+    """Pack conversations into rows. Conversations longer than a row are left out and printed.
 
-    Conversations longer than a row are left out and named. Raises ValueError where none is left.
+    Args:
+        data: Its `lengths` decide which conversations share a row.
+        row_tokens: Length of a row, in tokens.
+        seed: Decides the order in which conversations are packed.
+
+    Returns:
+        Rows of conversation numbers, for `Data.row`.
+
+    Raises:
+        ValueError: If no conversation fits into a row.
     """
+    # The constant makes this order independent of the other random streams of the same seed.
     order = np.random.default_rng([seed, 0x9AC4]).permutation(len(data.lengths)).tolist()
     packing = pack([data.lengths[n] for n in order], row_tokens)
     if not packing.rows:
         raise ValueError(
-            f"sft.row_tokens: {row_tokens}; none of {len(order)} conversations fits into a row. "
-            "Prepare sft rows (data.annotations), or give longer rows"
+            f"sft.row_tokens: {row_tokens}; none of {len(order)} conversations fits into a row: "
+            "choose longer rows, or prepare data with sft rows (data.annotations)"
         )
-    long = sorted(order[n] for n in packing.left_out)
-    if long and hosts.is_first():
-        named = ", ".join(f"{data.conversations[n].id} ({data.lengths[n]})" for n in long[:10])
-        print(
-            f"{len(long)} conversations are left out; they have more than the {row_tokens} tokens "
-            f"of sft.row_tokens: {named}"
-        )
+    # `pack` numbers conversations by their place in `order`; translate to numbers in `data`.
     rows = tuple(tuple(order[n] for n in row) for row in packing.rows)
-    return dataclasses.replace(packing, rows=rows, left_out=tuple(long))
+    left_out = tuple(sorted(order[n] for n in packing.left_out))
+    if left_out and hosts.is_first():
+        shown = [f"{data.conversations[n].id} ({data.lengths[n]})" for n in left_out[:10]]
+        print(
+            f"{len(left_out)} conversations are left out because they are longer than "
+            f"sft.row_tokens ({row_tokens}): {', '.join(shown)}"
+        )
+    return dataclasses.replace(packing, rows=rows, left_out=left_out)
 
 
 def row_stream(
     data: Data, packing: Packing, reader: FrameReader | None, seed: int, rows: int, depth: int = 2
 ) -> grain.DatasetIterator[Any] | Ahead[tuple[tuple[int, ...], ...]]:
-    """Endless batches of packed rows (numbers for `data.row`), the same in every process. Meanwhile
-    `reader` reads the frames of this process's share of the next `depth` batches."""
+    """Stream batches of packed rows without end.
+
+    Args:
+        data: The conversations.
+        packing: The rows, from `pack_rows`.
+        reader: Reads this process's share of the frames in advance; None: nothing is prefetched.
+        seed: Decides the order of rows.
+        rows: Rows per batch.
+        depth: Number of batches to prefetch.
+
+    Returns:
+        An iterator over batches, each a tuple of `rows` rows of conversation numbers. All processes
+        get the same batches.
+    """
     batches = stream(packing.rows, seed, rows)
     if reader is None:
         return batches
 
-    def start(batch: Sequence[Sequence[int]]) -> None:
+    def prefetch(batch: Sequence[Sequence[int]]) -> None:
         for numbers in batch[hosts.share_of(len(batch))]:
             for conversation in data.row(numbers):
                 for clip in conversation.clips:
                     reader.ahead(data.root / clip.path, clip.indices)
 
-    return Ahead(batches, depth, start)
+    return Ahead(batches, depth, prefetch)
 
 
 def question_stream(
@@ -95,17 +122,29 @@ def question_stream(
     first: int,
     depth: int = 1,
 ) -> grain.DatasetIterator[tuple[Question, ...]] | Ahead[tuple[Question, ...]]:
-    """Endless batches of `prompts` questions, the same in every process. Meanwhile `reader` reads the
-    overviews of this process's share of the next `depth` batches: `budgets(step)` says of how many
-    frames, of step `first` and those after it."""
+    """Stream batches of questions without end.
+
+    Args:
+        data: The questions.
+        reader: Reads this process's share of the overviews in advance; None: nothing is prefetched.
+        seed: Decides the order of questions.
+        prompts: Questions per batch.
+        budgets: Returns the number of overview frames of each question in a step.
+        first: The step that the first batch belongs to; above 0 when a run continues.
+        depth: Number of batches to prefetch.
+
+    Returns:
+        An iterator over batches of `prompts` questions. All processes get the same batches.
+    """
     batches = stream(data.questions, seed, prompts)
     if reader is None:
         return batches
+    # `Ahead` calls `prefetch` exactly once per batch, in order, so this counts the steps.
     steps = itertools.count(first)
 
-    def start(batch: Sequence[Question]) -> None:
+    def prefetch(batch: Sequence[Question]) -> None:
         asked = list(zip(batch, budgets(next(steps)), strict=True))
-        for question, count in asked[hosts.share_of(len(asked))]:
-            reader.ahead(data.root / question.video, count)
+        for question, frames in asked[hosts.share_of(len(asked))]:
+            reader.ahead(data.root / question.video, frames)
 
-    return Ahead(batches, depth, start)
+    return Ahead(batches, depth, prefetch)

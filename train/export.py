@@ -1,8 +1,10 @@
-"""Any kept checkpoint as a Hugging Face folder: `python -m train.export --run-dir runs/X --phase rl --step 40 --to FOLDER`.
+"""Writes a checkpoint as a Hugging Face folder.
 
-Owns what stands beside the weights, so that `models.qwen3_vl.hf.load`, `models.processor.Processor.load` and transformers open the folder.
-Refuses, in one line, what is no run, a step that is not kept, another vocabulary and a folder that exists. Reads the run only, which may
-go on meanwhile; the optimiser is not read.
+    python -m train.export --run-dir runs/X --phase rl --step 40 --to FOLDER
+
+`models.qwen3_vl.hf.load`, `models.processor.Processor.load` and transformers open the folder. The
+export only reads from the run's folder, so the run may still be training. It does not read the
+optimizer state.
 """
 
 from __future__ import annotations
@@ -28,15 +30,24 @@ from paravt_jax.method import tokenizer
 from train.durable.checkpoint import CheckpointError, Checkpoints
 from train.durable.run_directory import READABLE, RunDirectoryError, read_config
 
-_FRAMES = 768  # of a video, as many as `models.processor.video_frame_indices` takes at most
+# Most frames of a video, as in `models.processor.video_frame_indices`. A video processor's
+# `longest_edge` bounds the pixels of all its frames together.
+_FRAMES = 768
+# The chat template: plain turns, with tool responses inside user turns. It refuses tools, because
+# their schema is part of the system turn that `paravt_jax.method.protocol` writes.
 _TEMPLATE = """\
-{%- if tools %}{{ raise_exception('this template writes no tools: paravt_jax.method.protocol does, for rollout.ask') }}{% endif %}
+{%- if tools %}\
+{{ raise_exception('this template writes no tools: \
+paravt_jax.method.protocol does, for rollout.ask') }}\
+{% endif %}
 {%- for message in messages %}
 {{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\\n' }}
 {%- if message.role == 'tool' %}{{ '<tool_response>\\n' }}{% endif %}
 {%- if message.content is string %}{{ message.content }}{% else %}
 {%- for item in message.content %}
-{%- if item.type in ('image', 'video') %}{{ '<|vision_start|><|' + item.type + '_pad|><|vision_end|>' }}{% else %}{{ item.text }}{% endif %}
+{%- if item.type in ('image', 'video') %}\
+{{ '<|vision_start|><|' + item.type + '_pad|><|vision_end|>' }}\
+{% else %}{{ item.text }}{% endif %}
 {%- endfor %}
 {%- endif %}
 {%- if message.role == 'tool' %}{{ '\\n</tool_response>' }}{% endif %}
@@ -51,21 +62,29 @@ class Export:
     """Write the model of a checkpoint as a Hugging Face folder."""
 
     run_dir: str
-    """The run's folder; the run may be going on."""
+    """Folder of the run; the run may still be training."""
     to: str
-    """The new folder."""
+    """Folder to create."""
     phase: Literal["align", "sft", "rl"] = "rl"
-    """The phase that saved the checkpoint."""
+    """Phase that saved the checkpoint."""
     step: str = "latest"
-    """A step whose checkpoint is kept, `latest`, or `best` (of RL: see --checkpoints.best of train.run)."""
+    """Step of the checkpoint, `latest`, or `best` (of RL; see --checkpoints.best of train.run)."""
 
 
 def export(command: Export) -> None:
-    """Raises CheckpointError, RunDirectoryError, ValueError, FileNotFoundError or FileExistsError, each
-    of which says what to do."""
+    """Write the model of a checkpoint to a new folder.
+
+    Raises:
+        FileExistsError: If `command.to` exists.
+        FileNotFoundError: If `command.run_dir` is not a run, or has no checkpoints of the phase.
+        RunDirectoryError: If this version cannot read the run.
+        CheckpointError: If the checkpoint is damaged.
+        ValueError: If the step is not kept, or the run's tokenizer has changed.
+    """
     require_local("--run-dir", command.run_dir)
     require_local("--to", command.to)
-    folder, target = pathlib.Path(command.run_dir), pathlib.Path(command.to)
+    folder = pathlib.Path(command.run_dir)
+    target = pathlib.Path(command.to)
     if target.exists():
         raise FileExistsError(f"--to {target}: exists; name a new folder, or remove this one first")
     checkpoints = _checkpoints(folder, command.phase)
@@ -74,8 +93,9 @@ def export(command: Export) -> None:
     vocabulary = tokenizer.load(folder / "tokenizer").digest
     if vocabulary != meta["vocabulary"]:
         raise ValueError(
-            f"--run-dir {folder}: tokenizer/ has another vocabulary (digest {vocabulary}) than checkpoint {step} of {command.phase} "
-            f"({meta['vocabulary']}); put the run's own tokenizer back"
+            f"--run-dir {folder}: the vocabulary of tokenizer/ (digest {vocabulary}) is not that "
+            f"of checkpoint {step} of {command.phase} ({meta['vocabulary']}); "
+            "restore the run's tokenizer"
         )
     model = _load(checkpoints, step, from_hf(meta["model"]), meta["param_dtype"])
     write_model(model, folder / "tokenizer", FrameSettings(**meta["settings"]["frames"]), target)
@@ -84,102 +104,109 @@ def export(command: Export) -> None:
 def write_model(
     model: Qwen3VL, tokenizer_folder: pathlib.Path, frames: FrameSettings, folder: pathlib.Path
 ) -> None:
-    """`model` in the new `folder`, with its tokenizer and the chat template and processor settings that go with it.
+    """Write a model with its tokenizer, chat template and processor settings.
 
-    Pictures are shown in the sizes of `frames`. What `tokenizer_folder` holds of these files goes before what is written here.
+    Args:
+        model: The weights and their configuration.
+        tokenizer_folder: Files to copy. They take precedence over files of the same name that this
+            function would generate.
+        frames: Sizes at which the processor shows pictures.
+        folder: Folder to create.
     """
-    own = {file.name: file for file in tokenizer_folder.iterdir()}
-    with tempfile.TemporaryDirectory() as made:
+    files = {file.name: file for file in tokenizer_folder.iterdir()}
+    with tempfile.TemporaryDirectory() as generated:
         for name, text in _processor_files(model.config, frames).items():
-            if name not in own:
-                own[name] = pathlib.Path(made) / name
-                own[name].write_text(text, encoding="utf-8")
-        save(model, folder, files=[own[name] for name in sorted(own)])
+            if name not in files:
+                files[name] = pathlib.Path(generated) / name
+                files[name].write_text(text, encoding="utf-8")
+        save(model, folder, files=[files[name] for name in sorted(files)])
 
 
 def _processor_files(config: Qwen3VLConfig, frames: FrameSettings) -> dict[str, str]:
-    def settings(kind: dict[str, str], least: int, most: int) -> str:
-        size = {"shortest_edge": least, "longest_edge": most}
-        return (
-            json.dumps(
-                {
-                    **kind,
-                    "processor_class": "Qwen3VLProcessor",
-                    "size": size,
-                    **_patches(config.vision),
-                },
-                indent=2,
-            )
-            + "\n"
-        )
-
+    """Contents of the chat template and the processors' settings, by file name."""
+    image_pixels = {"shortest_edge": frames.min_pixels, "longest_edge": frames.max_pixels}
+    video_pixels = {**image_pixels, "longest_edge": _FRAMES * frames.max_pixels}
+    image = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen3VLProcessor",
+        "size": image_pixels,
+        **_patches(config.vision),
+    }
+    video = {
+        "video_processor_type": "Qwen3VLVideoProcessor",
+        "processor_class": "Qwen3VLProcessor",
+        "size": video_pixels,
+        **_patches(config.vision),
+    }
     return {
         "chat_template.jinja": _TEMPLATE,
-        "preprocessor_config.json": settings(
-            {"image_processor_type": "Qwen2VLImageProcessor"}, frames.min_pixels, frames.max_pixels
-        ),
-        "video_preprocessor_config.json": settings(
-            {"video_processor_type": "Qwen3VLVideoProcessor"},
-            frames.min_pixels,
-            _FRAMES * frames.max_pixels,
-        ),
+        "preprocessor_config.json": json.dumps(image, indent=2) + "\n",
+        "video_preprocessor_config.json": json.dumps(video, indent=2) + "\n",
     }
 
 
 def _patches(vision: VisionConfig) -> dict[str, int | list[float]]:
-    sizes = {
+    return {
         "patch_size": vision.patch_size,
         "temporal_patch_size": vision.temporal_patch_size,
         "merge_size": vision.spatial_merge_size,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
     }
-    return {**sizes, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
 def _checkpoints(folder: pathlib.Path, phase: str) -> Checkpoints:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"--run-dir {folder}: no run's folder, it has no config.json; name one that train.run made"
+            f"--run-dir {folder}: not the folder of a run, it has no config.json; "
+            "name a folder that train.run made"
         )
     read_config(folder, "--run-dir", READABLE)
-    found = sorted(path.name for path in (folder / "checkpoints").glob("*"))
-    if phase not in found:
+    phases = sorted(path.name for path in (folder / "checkpoints").glob("*"))
+    if phase not in phases:
         raise FileNotFoundError(
-            f"--phase {phase}: {folder} has no checkpoints of it; it has those of {', '.join(found) or 'no phase'}"
+            f"--phase {phase}: {folder} has no checkpoints of this phase; "
+            f"it has checkpoints of: {', '.join(phases) or 'no phase'}"
         )
     return Checkpoints(folder / "checkpoints" / phase, read_only=True)
 
 
 def _step(checkpoints: Checkpoints, command: Export) -> int:
-    steps, asked = checkpoints.steps(), command.step
-    named = {"latest": max(steps, default=None), "best": checkpoints.best()} | {
-        str(step): step for step in steps
-    }
-    step = named.get(asked)
+    """Returns the number of the step that the command names."""
+    steps = checkpoints.steps()
+    best = checkpoints.best()
+    by_name: dict[str, int | None] = {str(step): step for step in steps}
+    by_name["latest"] = max(steps, default=None)
+    by_name["best"] = best
+    step = by_name.get(command.step)
     if step is None:
         kept = ", ".join(map(str, steps)) or "none"
-        best = f" (best: {named['best']})" if named["best"] is not None else ""
+        if best is not None:
+            kept += f" (best: {best})"
         raise ValueError(
-            f"--step {asked}: no such checkpoint of {command.phase} in {command.run_dir}; kept are {kept}{best}"
+            f"--step {command.step}: no such checkpoint of {command.phase} in {command.run_dir}; "
+            f"kept steps: {kept}"
         )
     return step
 
 
 def _load(checkpoints: Checkpoints, step: int, config: Qwen3VLConfig, dtype: str) -> Qwen3VL:
-    """The model of a checkpoint, in host memory, wherever it was trained."""
+    """Loads the model of a checkpoint into host memory."""
     model = abstract_model(config, param_dtype=dtype)
+    # A checkpoint remembers the devices it was trained on, which may not exist here.
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     template = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host),
         {"vision": nnx.state(model.vision), "text": nnx.state(model.text)},
     )
-    found = checkpoints.restore_part(template, step)
-    nnx.update(model.vision, found["vision"])
-    nnx.update(model.text, found["text"])
+    restored = checkpoints.restore_part(template, step)
+    nnx.update(model.vision, restored["vision"])
+    nnx.update(model.text, restored["text"])
     return model
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command's exit code."""
+    """Run the command; returns its exit code."""
     command = tyro.cli(Export, args=argv, prog="python -m train.export")
     try:
         export(command)

@@ -1,7 +1,7 @@
-"""From a recipe to what a run learns from: videos on disk, records that can be read, and the vocabulary.
+"""Prepares the data of a run: videos on disk, readable records, and the vocabulary.
 
-Owns the order in which these are made and the report of videos that cannot be read. Everything is made once: an interrupted
-preparation goes on, a finished one is only opened. As a command it prepares published data and does no more:
+Everything is made once. An interrupted preparation continues where it stopped, and a finished one
+is only opened. The command prepares published data without training on it:
 `python -m train.prepare --config=sft_8b --data.media FOLDER`.
 """
 
@@ -38,7 +38,9 @@ from train.unreadable import UNREADABLE, UnreadableVideosError, note_unreadable
 from train.world_data import prepare_world, require_bounds, world_pieces
 
 CHECKED = "checked_questions.json"
-"""In a run's folder: the digest of your own questions, and what the check of their videos found."""
+"""File in a run's folder: digest of your own questions, and the result of checking their videos."""
+
+_NAMED = 10  # left-out questions that are printed by name
 
 
 def prepare(
@@ -47,11 +49,18 @@ def prepare(
     check: Callable[[], None] = lambda: None,
     questions: Sequence[Question] | None = None,
 ) -> Data:
-    """The data of `run`, made in `folder` where it is not there yet. `check` is called for every video and may raise to stop.
+    """Prepare the data of a run, or open it if it is already prepared.
 
-    `questions` are your own, on videos below `run.data.media`. Published data is made in
-    `run.data.folder`, where other runs find it. Raises ValueError for a recipe without any data,
-    UnreadableVideosError where more videos than allowed cannot be read.
+    Args:
+        run: The settings. Published data is prepared in `run.data.folder`, so that several runs can
+            share it.
+        folder: The run's folder, where everything else goes.
+        check: Called for every video; may raise an exception to stop.
+        questions: Your own questions, on videos below `run.data.media`.
+
+    Raises:
+        ValueError: If the recipe has no data, or data that does not fit its settings.
+        UnreadableVideosError: If more videos than `run.unreadable_share` cannot be read.
     """
     if questions is not None or (run.data is not None and run.data.questions):
         return _own_questions(run, folder, check, questions)
@@ -69,23 +78,13 @@ def _published(
     run: Run, settings: DataSettings, folder: pathlib.Path, check: Callable[[], None]
 ) -> Data:
     summary = prepare_dataset(run, check)
-    counts = {
-        reason: summary["reasons"].get(reason, 0)
-        for reason in (Reason.MISSING, Reason.UNREADABLE, Reason.SLOW)
-    }
-    if sum(counts.values()) > run.unreadable_share * summary["rows"]:
-        named, set_folder = (
-            ", ".join(f"{count} {reason}" for reason, count in counts.items()),
-            pathlib.Path(settings.folder),
-        )
-        raise UnreadableVideosError(
-            f"{sum(counts.values())} of {summary['rows']} rows have files that cannot be read ({named}), see {set_folder / LEFT_OUT}. "
-            f"Put them back, delete {set_folder / PLAN} and prepare again, or allow a larger share than "
-            f"--unreadable-share {run.unreadable_share:g}."
-        )
+    _require_readable(run, settings, summary)
     copy_tokenizer(run.model.path, folder / "tokenizer")
-    prepared, noted = open_prepared(pathlib.Path(settings.folder)), folder / UNREADABLE
+    prepared = open_prepared(pathlib.Path(settings.folder))
     questions, heldout = hold_out(tuple(prepared.questions), settings.heldout)
+    # Videos that an earlier start of this run met while it decoded.
+    noted = folder / UNREADABLE
+    unreadable = json.loads(noted.read_text()) if noted.exists() else {}
     data = Data(
         root=prepared.root,
         vocabulary=tokenizer.load(folder / "tokenizer"),
@@ -94,12 +93,30 @@ def _published(
         conversations=prepared.conversations,
         lengths=prepared.lengths,
         videos=summary["kept"],
-        unreadable=json.loads(noted.read_text()) if noted.exists() else {},
+        unreadable=unreadable,
         digest=prepared.digest,
     )
+    # SFT alone asks no questions, so their lengths do not matter to it.
     if run.rl is not None or data.heldout:
-        data = _with_room(run, data, summary["seconds"].get("most", 0.0))
+        data = _without_long_questions(run, data, summary["seconds"].get("most", 0.0))
     return data
+
+
+def _require_readable(run: Run, settings: DataSettings, summary: dict[str, Any]) -> None:
+    """Raises UnreadableVideosError if too many rows were left out because of their files."""
+    counts = {
+        reason: summary["reasons"].get(reason, 0)
+        for reason in (Reason.MISSING, Reason.UNREADABLE, Reason.SLOW)
+    }
+    unreadable = sum(counts.values())
+    if unreadable > run.unreadable_share * summary["rows"]:
+        folder = pathlib.Path(settings.folder)
+        named = ", ".join(f"{count} {reason}" for reason, count in counts.items())
+        raise UnreadableVideosError(
+            f"{unreadable} of {summary['rows']} rows have files that cannot be read ({named}); "
+            f"see {folder / LEFT_OUT}. Restore the files, delete {folder / PLAN} and prepare "
+            f"again, or allow a larger share than --unreadable-share {run.unreadable_share:g}."
+        )
 
 
 def _own_questions(
@@ -108,69 +125,87 @@ def _own_questions(
     check: Callable[[], None],
     questions: Sequence[Question] | None,
 ) -> Data:
-    """Your own questions, given or read from `run.data.questions`. Videos that cannot be read are
-    left out by name."""
-    settings = run.data
-    if settings is None:
-        raise ValueError(
-            f"{run.name}: data is not set; your own questions need data.media, the folder of their videos"
-        )
-    if run.sft is not None:
-        raise ValueError(
-            f"sft: {type(run.sft).__name__}; your own questions have no demonstrations: set sft to None"
-        )
+    """Your own questions, passed from Python or read from `run.data.questions`. Questions on videos
+    that cannot be read are left out, and the videos are printed."""
+    settings = _check_own_settings(run, questions)
     root = pathlib.Path(settings.media).resolve()
-    if not root.is_dir():
-        raise ValueError(
-            f"data.media: {settings.media}; no such folder: give the one that holds the videos of your questions"
-        )
-    if questions is not None and settings.questions:
-        raise ValueError(
-            f"data.questions: {settings.questions}, and questions were given from Python as well; give one of them"
-        )
     if questions is None:
         questions = read_questions(settings.questions, root)
     require_unique_ids(questions)
-    found = hashlib.sha256()
-    for question in questions:
-        found.update(json.dumps(dataclasses.asdict(question)).encode())
-    digest = found.hexdigest()
+    digest = _digest(questions)
     paths = sorted({question.video for question in questions})
+
     file = folder / CHECKED
-    if file.exists():  # by an earlier start, or by the first process of this run
+    if file.exists():  # from an earlier start, or from the first process of this run
         checked = json.loads(file.read_text())
         if checked["digest"] != digest:
-            where = settings.questions or "given from Python"
+            source = settings.questions or "given from Python"
             raise ValueError(
-                f"data.questions: {where}; {folder} was begun with other questions; put those "
-                "back, or name another --run-dir"
+                f"data.questions: {source}; the run in {folder} started with other questions: "
+                "restore them, or choose another --run-dir"
             )
     else:
         checked = {"digest": digest, **_check_videos(root, paths, check)}
     unreadable = checked["unreadable"]
     readable = tuple(question for question in questions if question.video not in unreadable)
-    kept, heldout = hold_out(readable, settings.heldout)
+    training, heldout = hold_out(readable, settings.heldout)
+
     copy_tokenizer(run.model.path, folder / "tokenizer")
     data = Data(
         root=root,
         vocabulary=tokenizer.load(folder / "tokenizer"),
-        questions=kept,
+        questions=training,
         heldout=heldout,
         videos=len(paths),
         digest=digest,
     )
-    data = _with_room(run, data, checked["longest"])
+    data = _without_long_questions(run, data, checked["longest"])
     note_unreadable(run, folder, data, unreadable)
+    # Written last, so that after a failed start the videos are checked again: they may be fixed.
     if hosts.is_first():
         write_atomically(file, json.dumps(checked, indent=1))
     return data
 
 
+def _check_own_settings(run: Run, questions: Sequence[Question] | None) -> DataSettings:
+    """Returns the settings of the data, if your own questions can be used with them."""
+    settings = run.data
+    if settings is None:
+        raise ValueError(
+            f"{run.name}: data is not set; "
+            "your own questions need data.media, the folder of their videos"
+        )
+    if run.sft is not None:
+        raise ValueError(
+            f"sft: {type(run.sft).__name__}; "
+            "your own questions come without demonstrations: set sft to None"
+        )
+    if not pathlib.Path(settings.media).is_dir():
+        raise ValueError(
+            f"data.media: {settings.media}; no such folder: "
+            "name the folder that contains the videos of your questions"
+        )
+    if questions is not None and settings.questions:
+        raise ValueError(
+            f"data.questions: {settings.questions}, and questions were also passed from Python; "
+            "use only one of them"
+        )
+    return settings
+
+
+def _digest(questions: Sequence[Question]) -> str:
+    digest = hashlib.sha256()
+    for question in questions:
+        digest.update(json.dumps(dataclasses.asdict(question)).encode())
+    return digest.hexdigest()
+
+
 def _check_videos(
     root: pathlib.Path, paths: Sequence[str], check: Callable[[], None]
 ) -> dict[str, Any]:
-    """Which videos cannot be read, by path with the reason, and the seconds of the longest."""
-    longest, unreadable = 0.0, dict[str, str]()
+    """Returns the reason for each unreadable video, and the duration of the longest in seconds."""
+    longest = 0.0
+    unreadable: dict[str, str] = {}
     with Progress("check videos", "video", shown=hosts.is_first()) as progress:
         for done, path in enumerate(paths, 1):
             check()
@@ -182,102 +217,130 @@ def _check_videos(
     return {"longest": longest, "unreadable": unreadable}
 
 
-def _with_room(run: Run, data: Data, last: float) -> Data:
-    """`data` without the questions that are too long for a prompt; these are named. `last`: the
-    latest time of a frame, in seconds. ValueError where none is left, to train on or to evaluate with."""
+def _without_long_questions(run: Run, data: Data, last: float) -> Data:
+    """Leaves out questions that are too long for a prompt, and prints them.
+
+    Args:
+        run: The settings.
+        data: The questions, before.
+        last: Latest time of a frame, in seconds; later timestamps take more tokens.
+
+    Raises:
+        ValueError: If no question is left to train on, or to evaluate with.
+    """
     rules = Protocol(data.vocabulary, run.protocol)
     require_bounds(run, rules.measure_label(last), len(rules.window((), 0).ids))
+    if run.rl is not None and not data.questions:
+        raise ValueError(
+            "data: no question to train on; give rl rows in data.annotations, "
+            "or questions on videos that can be read"
+        )
     system = overview_tokens(rules, 0, 0, 0.0)
-    room = run.protocol.text_tokens - system
+    limit = run.protocol.text_tokens - system
     lengths = {
         question.id: len(rules.question(question).ids)
         for question in (*data.questions, *data.heldout)
     }
-    kept, heldout = (
-        tuple(q for q in questions if lengths[q.id] <= room)
-        for questions in (data.questions, data.heldout)
-    )
-    if run.rl is not None and not data.questions:
+    training = tuple(q for q in data.questions if lengths[q.id] <= limit)
+    heldout = tuple(q for q in data.heldout if lengths[q.id] <= limit)
+
+    emptied = None
+    if data.questions and not training and run.rl is not None:
+        emptied = "training", data.questions
+    elif data.heldout and not heldout:
+        emptied = "held-out", data.heldout
+    if emptied is not None:
+        split, questions = emptied
+        shortest = min(lengths[question.id] for question in questions)
         raise ValueError(
-            "data: it has no question to train on; give rl rows in data.annotations, or questions on videos that can be read"
+            f"protocol.text_tokens: {run.protocol.text_tokens}; the system turn takes {system} "
+            f"tokens, and no {split} question fits beside it: give at least {system + shortest}"
         )
-    for what, before, after in (
-        ("training", data.questions, kept),
-        ("held-out", data.heldout, heldout),
-    ):
-        if before and not after and (run.rl is not None or what == "held-out"):
-            shortest = min(lengths[question.id] for question in before)
-            raise ValueError(
-                f"protocol.text_tokens: {run.protocol.text_tokens}; the system turn takes {system} tokens, and no {what} "
-                f"question fits beside it: give at least {system + shortest}"
-            )
-    long = [id for id, length in lengths.items() if length > room]
-    if long and hosts.is_first():
-        named = ", ".join(f"{id} ({lengths[id]})" for id in long[:10])
+    too_long = [id for id, length in lengths.items() if length > limit]
+    if too_long and hosts.is_first():
+        named = ", ".join(f"{id} ({lengths[id]})" for id in too_long[:_NAMED])
         print(
-            f"{len(long)} questions are left out; they have more than the {room} tokens of protocol.text_tokens: {named}"
+            f"{len(too_long)} questions are left out because they are longer than the {limit} "
+            f"tokens that protocol.text_tokens leaves for a question: {named}"
         )
-    return dataclasses.replace(data, questions=kept, heldout=heldout)
+    return dataclasses.replace(data, questions=training, heldout=heldout)
 
 
 def prepare_dataset(run: Run, check: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """The summary of the published data as `run` reads it, prepared where it is not yet. ValueError for a recipe that uses none."""
+    """Prepare the published data of a run, if it is not prepared yet.
+
+    Args:
+        run: The settings; `run.data` names the sources and the folder.
+        check: Called for every chunk of rows; may raise an exception to stop.
+
+    Returns:
+        The summary of the prepared set, as in its `summary.json`.
+
+    Raises:
+        ValueError: If the recipe has no published data.
+    """
     if run.data is None:
         raise ValueError(
-            f"{run.name}: renders its own world while it runs; name a recipe with published data, such as sft_8b"
+            f"{run.name}: renders its own world when it runs; "
+            "name a recipe with published data, such as sft_8b"
         )
     if run.data.questions:
         raise ValueError(
-            f"data.questions: {run.data.questions}; your own questions need no preparation: give them to train.run"
+            f"data.questions: {run.data.questions}; "
+            "your own questions need no preparation: pass them to train.run"
         )
     return prepare_published(run.data, run.protocol, run.frames, run.vision, run.model.path, check)
 
 
 def _open_world(run: Run, folder: pathlib.Path) -> Data:
-    root, tokenizer_folder = folder / "videos", folder / "tokenizer"
+    root = folder / "videos"
+    tokenizer_folder = folder / "tokenizer"
     if run.model.path:
         copy_tokenizer(run.model.path, tokenizer_folder)
     elif not (tokenizer_folder / tokenizer.FILE).exists():
         save_tokenizer(build_tokenizer(world_pieces(run.protocol)), tokenizer_folder)
-    names = ("questions", "heldout", "conversations", "captions")
-    stored = {name: tuple(datasets.open_split(folder / "records", name)) for name in names}
-    paths = tuple(
-        dict.fromkeys(
-            datasets.video_of(record) for records in stored.values() for record in records
-        )
+
+    stored = {
+        name: tuple(datasets.open_split(folder / "records", name))
+        for name in ("questions", "heldout", "conversations", "captions")
+    }
+    # Each video once, in the order of the records.
+    paths = dict.fromkeys(
+        datasets.video_of(record) for records in stored.values() for record in records
     )
     with Progress("check videos", "video", shown=hosts.is_first()) as progress:
-        unreadable = datasets.check_videos(paths, root, progress.update)
-    splits: dict[str, Any] = {
-        name: tuple(r for r in records if datasets.video_of(r) not in unreadable)
+        unreadable = datasets.check_videos(tuple(paths), root, progress.update)
+    readable: dict[str, Any] = {
+        name: tuple(record for record in records if datasets.video_of(record) not in unreadable)
         for name, records in stored.items()
     }
     data = Data(
         root=root,
         vocabulary=tokenizer.load(tokenizer_folder),
-        lengths=tuple(conversation.tokens for conversation in splits["conversations"]),
+        lengths=tuple(conversation.tokens for conversation in readable["conversations"]),
         videos=len(paths),
-        **splits,
+        **readable,
     )
     note_unreadable(run, folder, data, unreadable)
     return data
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command's exit code."""
+    """Run the command; returns its exit code."""
     run = parse(sys.argv[1:] if argv is None else argv, RECIPES, prog="python -m train.prepare")
     try:
         summary = prepare_dataset(run)
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on", file=sys.stderr)
+        print("\nstopped; the same command continues", file=sys.stderr)
         return 130
     except (ValueError, OSError, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     assert run.data is not None
     print(json.dumps(summary, indent=1))
+    left_out = pathlib.Path(run.data.folder) / LEFT_OUT
     print(
-        f"{summary['kept']} of {summary['rows']} rows kept; what is left out, and why: {pathlib.Path(run.data.folder) / LEFT_OUT}"
+        f"{summary['kept']} of {summary['rows']} rows kept; rows left out, with reasons: {left_out}"
     )
     return 0
 

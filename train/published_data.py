@@ -1,7 +1,4 @@
-"""From the names of the published repositories to a prepared set of questions and conversations.
-
-Annotations are fetched first, then media and tokenizer; then rows are read.
-"""
+"""Fetches the published training data and prepares it as questions and conversations."""
 
 from __future__ import annotations
 
@@ -27,51 +24,53 @@ from paravt_jax.method.records import Question
 from paravt_jax.progress import Progress
 from train.durable import hosts
 
-_SOURCES = "sources.json"  # where a set's files came from, as they were named
+_SOURCES = "sources.json"  # the sources of a prepared set, as the settings named them
 
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings:
-    """Where the published training data is and how it is read. Sources are a local folder, a hub id or a bucket path (gs://...)."""
+    """Published training data, from local folders, Hugging Face ids or bucket paths (gs://...)."""
 
     annotations: str = "ParaVT/ParaVT-Parquet"
-    """Tables of rows."""
+    """Source of the annotations, Parquet tables."""
     media: str = "ParaVT/ParaVT-Source"
-    """A local folder is taken as the root of the sentinel paths; archives are unpacked into FOLDER/media."""
+    """Source of videos and pictures; archives are unpacked into FOLDER/media."""
     folder: str = "data/paravt"
-    """Where the prepared set is, or is to be."""
+    """Local folder of the prepared data set."""
     frames: int = 64
-    """Frames of a video in a demonstration, at most."""
+    """Largest number of frames per video in a demonstration."""
     fps: float = 1.0
     """Frames per second of a video in a demonstration."""
     heldout: int = 64
-    """Questions held out for the run's own evaluation, with all others on their videos."""
+    """Questions held out for evaluation, at least; a video's questions stay together."""
     workers: int = 0
-    """Processes that prepare, and that read frames; 0: one a core."""
+    """Number of processes that prepare rows and read frames; 0: one per core."""
     deadline: float = 60.0
-    """Seconds that a row, or the frames of a file, may take."""
+    """Time limit for preparing a row or reading a file's frames, in seconds."""
     questions: str = ""
-    """A file of your own questions (.jsonl or .csv) on videos in `media`, not `annotations`."""
+    """File of your own questions (.jsonl or .csv), on videos in `media`; replaces `annotations`."""
 
     def __post_init__(self):
-        for name, least in (("frames", 1), ("heldout", 0), ("workers", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"data.{name}: {getattr(self, name)}; give a whole number of at least {least}"
-                )
+        for name, minimum in (("frames", 1), ("heldout", 0), ("workers", 0)):
+            value = getattr(self, name)
+            if value < minimum:
+                raise ValueError(f"data.{name}: {value}; must be {minimum} or more")
         for name in ("fps", "deadline"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"data.{name}: {getattr(self, name)}; give a number above 0")
-        for name in ("annotations", "media", "folder"):
+            value = getattr(self, name)
+            if not value > 0:  # true for NaN, too
+                raise ValueError(f"data.{name}: {value}; must be above 0")
+        for name in ("annotations", "media"):
             if not getattr(self, name):
                 raise ValueError(
-                    f"data.{name}: empty; name a folder"
-                    + (", a hub id or a bucket path" if name != "folder" else "")
+                    f"data.{name}: empty; give a folder, a Hugging Face id or a bucket path"
                 )
+        if not self.folder:
+            raise ValueError("data.folder: empty; give a local folder")
         require_local("data.folder", self.folder)
 
     @property
     def processes(self) -> int:
+        """Number of processes that prepare rows and read frames."""
         return self.workers or os.cpu_count() or 1
 
 
@@ -83,37 +82,48 @@ def prepare_published(
     model: str,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Prepares the set in `settings.folder`, or finds it there; returns its summary. `model` names the folder or hub id of the tokenizer.
+    """Prepare the published data in `settings.folder`, if it is not prepared yet.
 
-    `check` is called at every chunk of rows and may raise to stop: the same call goes on. Raises FileNotFoundError and ValueError with
-    what to do.
+    Args:
+        settings: Sources, folder, and how rows are read.
+        limits: Limits of the protocol that conversations have to respect.
+        frames: Sizes at which frames are shown.
+        vision: The vision tower, which decides how many tokens a frame takes.
+        model: Folder or Hugging Face id of the tokenizer.
+        check: Called for every chunk of rows; may raise an exception to stop. The next call
+            continues where it stopped.
+
+    Returns:
+        The summary of the prepared set, as in its `summary.json`.
+
+    Raises:
+        FileNotFoundError: If a source has no annotations or media.
+        ValueError: If the folder contains a set that was prepared with other settings.
     """
     folder = pathlib.Path(settings.folder)
     reading = Reading(
-        root="",
+        root="",  # set below, once the media are there
         tokenizer=str(local_folder(model, weights=False)),
-        limits=_deciding(limits),
+        limits=_shared_limits(limits),
         frames=settings.frames,
         fps=settings.fps,
         min_pixels=frames.min_pixels,
         max_pixels=frames.max_pixels,
         factor=vision.patch_size * vision.spatial_merge_size,
     )
-    asked, known = (
-        json.dumps({"annotations": settings.annotations, "media": settings.media}),
-        folder / _SOURCES,
-    )
-    if (
-        known.exists()
-        and known.read_text() == asked
-        and (summary := preparation.known_summary(folder, reading)) is not None
-    ):
-        return summary  # what it was made from may be gone by now
+    # A finished set is used without looking at its sources, which may be deleted by now.
+    named_sources = json.dumps({"annotations": settings.annotations, "media": settings.media})
+    noted_sources = folder / _SOURCES
+    if noted_sources.exists() and noted_sources.read_text() == named_sources:
+        summary = preparation.known_summary(folder, reading)
+        if summary is not None:
+            return summary
+
     tables = preparation.find_tables(
         sources.fetch(settings.annotations, folder / "annotations", ["*.parquet"])
     )
     with Progress("unpack media", "archive", shown=hosts.is_first()) as progress:
-        root = sources.media_root(settings.media, folder, _telling(progress, check))
+        root = sources.media_root(settings.media, folder, _reporting(progress, check))
     reading = dataclasses.replace(reading, root=str(root.resolve()))
     with Progress("prepare rows", "row", shown=hosts.is_first()) as progress:
         summary = preparation.prepare_rows(
@@ -122,14 +132,14 @@ def prepare_published(
             reading,
             workers=settings.processes,
             deadline=settings.deadline,
-            tell=_telling(progress, check),
+            tell=_reporting(progress, check),
         )
-    write_atomically(known, asked)
+    write_atomically(noted_sources, named_sources)
     return summary
 
 
-def _deciding(limits: ProtocolSettings) -> ProtocolSettings:
-    """The limits that demonstrations are read by; those of rollouts alone are as ever, so that recipes share a set."""
+def _shared_limits(limits: ProtocolSettings) -> ProtocolSettings:
+    """Resets limits that only rollouts use, so that recipes with other rollouts share a set."""
     names = (
         "max_tool_turns",
         "max_calls",
@@ -143,36 +153,57 @@ def _deciding(limits: ProtocolSettings) -> ProtocolSettings:
 
 
 def open_reader(settings: DataSettings, frames: FrameSettings, vision: VisionConfig) -> FrameReader:
-    """What reads the frames of published files, at the size they are shown at. To be closed."""
-    factor = vision.patch_size * vision.spatial_merge_size
-    sizes = {"min_pixels": frames.min_pixels, "max_pixels": frames.max_pixels, "factor": factor}
+    """Start the processes that read frames of published files; the caller closes the reader."""
     return FrameReader(
-        ReaderSettings(workers=settings.processes, deadline=settings.deadline, **sizes)
+        ReaderSettings(
+            workers=settings.processes,
+            deadline=settings.deadline,
+            min_pixels=frames.min_pixels,
+            max_pixels=frames.max_pixels,
+            factor=vision.patch_size * vision.spatial_merge_size,
+        )
     )
 
 
 def hold_out(
     questions: tuple[Question, ...], count: int
 ) -> tuple[tuple[Question, ...], tuple[Question, ...]]:
-    """Questions to train on, and at least `count` to evaluate with, whole videos at a time: the same ones whatever else is in the set."""
+    """Split questions into those to train on and at least `count` to evaluate with.
+
+    A video belongs to one of the two splits with all its questions.
+
+    Returns:
+        The training questions, in their order, and the held-out questions.
+
+    Raises:
+        ValueError: If no question is left to train on.
+    """
     by_video = collections.defaultdict(list)
     for question in questions:
         by_video[question.video].append(question)
-    kept, heldout = dict(by_video), []
+    training_videos = set(by_video)
+    heldout: list[Question] = []
+    # The hash of a path does not depend on the rest of the set, so the choice stays stable when
+    # videos are added.
     for video in sorted(by_video, key=lambda path: hashlib.sha256(path.encode()).digest()):
         if len(heldout) >= count:
             break
-        heldout += kept.pop(video)
-    if questions and not kept:
+        heldout += by_video[video]
+        training_videos.remove(video)
+    if questions and not training_videos:
         raise ValueError(
-            f"data.heldout: {count} of {len(questions)} questions, which leaves none to train on; hold fewer out"
+            f"data.heldout: {count} of {len(questions)} questions, which leaves none to train on; "
+            "hold out fewer"
         )
-    return tuple(question for question in questions if question.video in kept), tuple(heldout)
+    training = tuple(question for question in questions if question.video in training_videos)
+    return training, tuple(heldout)
 
 
-def _telling(progress: Progress, check: Callable[[], None]) -> Callable[[int, int], None]:
-    def tell(done: int, total: int) -> None:
+def _reporting(progress: Progress, check: Callable[[], None]) -> Callable[[int, int], None]:
+    """Returns a callback that shows progress and then gives `check` a chance to stop."""
+
+    def report(done: int, total: int) -> None:
         progress.update(done, total)
         check()
 
-    return tell
+    return report

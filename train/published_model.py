@@ -1,7 +1,7 @@
-"""The model of a run that starts from published weights, or from those that another run has left in its folder `model`.
+"""Checks and reads the folder of weights that a run starts from.
 
-Owns the agreement of a checkpoint's folder with the recipe and with its tokenizer. Refuses, before any weights are read, a folder of
-another size and a vocabulary that the model does not know. Invariant: equal weights have equal fingerprints.
+The folder is a published checkpoint, or the folder `model` of another run. Sizes and vocabulary are
+checked before any weights are read.
 """
 
 from __future__ import annotations
@@ -26,33 +26,61 @@ from train.durable import hosts
 
 
 def config_of(path: str, size: str) -> Qwen3VLConfig:
-    """The configuration in a folder or at a hub id. ValueError, with every difference, where it is not that of the recipe's size."""
+    """Read the configuration of a model.
+
+    Args:
+        path: Folder or Hugging Face id.
+        size: The recipe's `model.size`.
+
+    Raises:
+        ValueError: If the configuration is not that of `size`; lists the fields that differ.
+    """
     found = from_hf(local_folder(path, weights=False) / CONFIG)
-    sizes = tiny(found.text.vocab_size) if size == "tiny" else qwen3_vl(size)
-    there, wanted = (
-        {name: dataclasses.asdict(getattr(c, name)) for name in ("text", "vision")}
-        for c in (found, sizes)
-    )
+    if size == "tiny":
+        wanted = tiny(found.text.vocab_size)  # a tiny model has the vocabulary of its world
+    else:
+        wanted = qwen3_vl(size)
     require_same(
         f"model.path: {path} is not of model.size {size}",
-        there,
-        wanted,
-        "Give the size of these weights, or the weights of this size.",
+        _sizes(found),
+        _sizes(wanted),
+        "Change model.size or model.path so that they match.",
     )
     return found
 
 
+def _sizes(config: Qwen3VLConfig) -> dict[str, Any]:
+    return {"text": dataclasses.asdict(config.text), "vision": dataclasses.asdict(config.vision)}
+
+
 def require_weights(path: str) -> None:
-    """Fetches the weights where `path` is a hub id. FileNotFoundError where there are none: it is known before data is prepared."""
+    """Download the weights if `path` is a Hugging Face id.
+
+    A run calls this before it prepares data, which can take hours.
+
+    Raises:
+        FileNotFoundError: If there are no weights.
+    """
     weights_files(local_folder(path))
 
 
 def check_vocabulary(config: Qwen3VLConfig, vocabulary: Vocabulary, path: str) -> None:
-    """Raises ValueError where a tokenizer has words that the model has no rows for, or another id for a token of frames."""
+    """Check that a tokenizer belongs to a model.
+
+    Args:
+        config: The model's configuration.
+        vocabulary: The tokenizer's vocabulary.
+        path: The run's `model.path`, for the error message.
+
+    Raises:
+        ValueError: If the vocabulary is larger than the model's embedding, or if the two have
+            different ids for the special tokens of frames.
+    """
     if vocabulary.size > config.text.vocab_size:
         raise ValueError(
-            f"model.path: {path} has a tokenizer of {vocabulary.size} words and rows for {config.text.vocab_size}; its tokenizer.json is "
-            "another model's, fetch it again"
+            f"model.path: {path} has a tokenizer with {vocabulary.size} tokens, but its model has "
+            f"only {config.text.vocab_size}; "
+            "tokenizer.json belongs to another model: download it again"
         )
     names = {
         "image": "image_pad",
@@ -61,17 +89,25 @@ def check_vocabulary(config: Qwen3VLConfig, vocabulary: Vocabulary, path: str) -
         "vision_end": "vision_end",
     }
     for field, token in names.items():
-        if (asked := getattr(config, f"{field}_token_id")) != vocabulary[f"<|{token}|>"]:
+        model_id = getattr(config, f"{field}_token_id")
+        tokenizer_id = vocabulary[f"<|{token}|>"]
+        if model_id != tokenizer_id:
             raise ValueError(
-                f"model.path: {path} has <|{token}|> as {vocabulary[f'<|{token}|>']} in its tokenizer and as {asked} in its config.json; "
-                "one of the two is another model's, fetch them again"
+                f"model.path: {path} has id {tokenizer_id} for <|{token}|> in its tokenizer, but "
+                f"{model_id} in its config.json; "
+                "one of them belongs to another model: download both again"
             )
 
 
 def fingerprint(path: str) -> str:
-    """Of the weights, by their content: what another checkpoint under the same name does not share. The first process reads it all; of
-    the others' copies it is compared what says which they are. ValueError where they differ."""
+    """Hash the contents of the weights, so that another checkpoint at the same path is noticed.
+
+    Raises:
+        ValueError: If the processes of a run have different copies.
+    """
     folder = local_folder(path)
+    # Every process may have a copy of its own. Only the first one hashes all of it, which takes
+    # minutes for large models; file sizes and the configuration tell different models apart.
     hosts.require_same(
         f"model.path: {path}, its files",
         {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))},
@@ -81,26 +117,29 @@ def fingerprint(path: str) -> str:
 
 
 def on_host(weights: Any) -> Any:
-    """NumPy copies of arrays on the mesh, in every process, one at a time."""
-    return jax.tree.map(
-        lambda x: (
-            np.asarray(x)
-            if x.is_fully_replicated
-            else multihost_utils.process_allgather(x, tiled=True)
-        ),
-        weights,
-    )
+    """Copy a tree of arrays from the mesh to NumPy arrays, in every process."""
+
+    def copy(array: jax.Array) -> np.ndarray:
+        if array.is_fully_replicated:
+            return np.asarray(array)
+        # A process only sees its own shards; gathering one array at a time bounds the memory.
+        return multihost_utils.process_allgather(array, tiled=True)
+
+    return jax.tree.map(copy, weights)
 
 
 def copy_tokenizer(source: str, target: pathlib.Path) -> None:
-    """What belongs to the tokenizer and the processor of a checkpoint; `tokenizer.json` last, for it marks the folder as whole."""
-    companions = read_companions(local_folder(source, weights=False))
-    files = {
-        name: text
-        for name, text in companions.items()
-        if name != CONFIG and not name.endswith(".index.json")
-    }
+    """Copy the tokenizer's and processor's files of a checkpoint, unless they are already there.
+
+    Args:
+        source: Folder or Hugging Face id of the checkpoint.
+        target: Folder to copy to.
+    """
     target.mkdir(parents=True, exist_ok=True)
-    for name in sorted(files, key=lambda name: name == tokenizer.FILE):
-        if not (target / tokenizer.FILE).exists():
-            write_atomically(target / name, files[name].decode())
+    if (target / tokenizer.FILE).exists():
+        return
+    companions = read_companions(local_folder(source, weights=False))
+    names = [name for name in companions if name != CONFIG and not name.endswith(".index.json")]
+    # tokenizer.json goes last: it marks the folder as complete.
+    for name in sorted(names, key=lambda name: name == tokenizer.FILE):
+        write_atomically(target / name, companions[name].decode())

@@ -1,8 +1,8 @@
-"""The command: `python -m train.run --config=NAME [--field value ...]`.
+"""The training command: `python -m train.run --config=NAME [--field value ...]`.
 
 A run is a sequence of phases: prepare, align, cold start, evaluate, reinforce, evaluate, export,
-report. A mistake in the settings ends it before any device work. Ctrl-C and SIGTERM end it with
-what is done saved, exit codes of their own and a word on how to go on.
+report. Wrong settings are reported before any device work. Ctrl-C and SIGTERM stop a run after it
+has saved its progress; the same command continues it.
 """
 
 from __future__ import annotations
@@ -49,28 +49,47 @@ from train.unreadable import UnreadableVideosError
 
 
 def resolved(run: Run) -> dict[str, Any]:
-    """The settings as they are written down: all but the folder's own name, where its processes are, and what reads its files."""
+    """Return the settings that define the results of a run, as JSON.
+
+    They are stored in the run's folder, and a run only continues with the same settings. Settings
+    that may change between two starts are left out: where the folder is, how many processes take
+    part, and how files are read.
+    """
     settings = dataclasses.asdict(run)
-    del settings["run_dir"], settings["hosts"]
+    del settings["run_dir"]
+    del settings["hosts"]
     if run.data is not None:
-        del settings["data"]["workers"], settings["data"]["deadline"]
+        del settings["data"]["workers"]
+        del settings["data"]["deadline"]
     return as_json(settings, "the run's settings")
 
 
 def execute(
     run: Run, interrupts: Interrupts | None = None, questions: Sequence[Question] | None = None
 ) -> pathlib.Path:
-    """Runs every phase that is not done yet; returns the report's path.
+    """Run every phase that is not finished yet.
 
-    `questions` are asked instead of a file's or of published ones; see `train.prepare.prepare`.
+    Each phase writes its result atomically and skips what it finds on disk, so a run that was
+    killed and started again ends with the same result as an uninterrupted one.
 
-    What a phase leaves on disk is written atomically and decides what follows, so a run that is
-    killed and started again ends like one that was not. Phases donate the weights they are given.
+    Args:
+        run: The settings.
+        interrupts: Where signals are noticed; by default, no signal stops the run.
+        questions: Your own questions, instead of the file or the data set in `run.data`; see
+            `train.prepare.prepare`.
 
-    Raises Stopped where `interrupts` heard a signal, and what `train.prepare.prepare`,
-    `RunDirectory`, `train.durable.phase.Phase` and `make_mesh` raise.
+    Returns:
+        The path of the report.
+
+    Raises:
+        Stopped: If `interrupts` noticed a signal.
+        ValueError: If the settings do not fit the data, the weights or the devices.
+        UnreadableVideosError: If too many videos cannot be read.
+        RunDirectoryError: If the folder belongs to another run.
+        CheckpointError: If a checkpoint does not belong to this run.
     """
-    settings, interrupts, log = resolved(run), interrupts or Interrupts(), run.log
+    settings = resolved(run)
+    interrupts = interrupts or Interrupts()
     folder = pathlib.Path(run.run_dir or f"runs/{run.name}").absolute()
     mesh = _check(run, settings)
     with contextlib.ExitStack() as stack:
@@ -80,11 +99,9 @@ def execute(
         _claim(run, folder, settings, stack)
         data = _prepare(run, folder, interrupts, questions)
         clock = stack.enter_context(Clock(folder / "seconds.json"))
-        if hosts.is_first():
-            metrics = MetricsWriter(folder, log.tensorboard, log.wandb, log.wandb_project, settings)
-        else:
-            metrics = SilentMetrics(folder)
+        metrics = _open_metrics(run, folder, settings)
         stack.enter_context(contextlib.closing(metrics))
+
         model, origin = first_model(run, data, mesh)
         context = Context(
             run=run,
@@ -99,6 +116,7 @@ def execute(
             tick=clock.save,
         )
         align(context, model)
+
         parts, weights = take_apart(model, mesh)
         reader = None
         if run.data is not None:
@@ -106,6 +124,8 @@ def execute(
             stack.enter_context(contextlib.closing(reader))
         environment = open_environment(run, data, model, reader)
         actor = open_actor(run, model, environment, judge, weights)
+
+        # Training donates the weights it is given, so only the latest weights can be used.
         weights = cold_start(context, parts, environment, reader, weights)
         before = evaluate(context, actor, weights, "before")
         weights = reinforce(context, parts, actor, reader, weights)
@@ -115,7 +135,7 @@ def execute(
 
 
 def _check(run: Run, settings: dict[str, Any]) -> Mesh:
-    """The run's mesh. Refuses what is not there before any work on data."""
+    """Builds the mesh and checks the model's files, before any work on the data."""
     hosts.require_same("the run's settings", settings)
     mesh = make_mesh(run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
     require_even(mesh)
@@ -128,7 +148,8 @@ def _check(run: Run, settings: dict[str, Any]) -> Mesh:
 def _claim(
     run: Run, folder: pathlib.Path, settings: dict[str, Any], stack: contextlib.ExitStack
 ) -> None:
-    """Takes the run's folder until `stack` ends, and what another run has made for it."""
+    """Locks the run's folder until `stack` closes, and copies what `run.start` provides."""
+    # One lock serves all processes of a run, so only the first one takes it.
     with hosts.one_after_another():
         if hosts.is_first():
             stack.enter_context(RunDirectory(folder, settings))
@@ -143,10 +164,11 @@ def _prepare(
     interrupts: Interrupts,
     questions: Sequence[Question] | None,
 ) -> Data:
-    """The first process works, and stops for all; the others find what it made, and stop with it
-    at the next step."""
+    """Prepares the data in the first process; the others open the result."""
 
     def check() -> None:
+        # The other processes are waiting and cannot vote, so the first one decides alone. They
+        # receive its `Stopped` when it leaves the block below.
         if hosts.is_first():
             interrupts.check_alone("stopped while preparing the data; finished videos are kept")
 
@@ -157,17 +179,27 @@ def _prepare(
     return data
 
 
+def _open_metrics(
+    run: Run, folder: pathlib.Path, settings: dict[str, Any]
+) -> MetricsWriter | SilentMetrics:
+    if not hosts.is_first():
+        return SilentMetrics(folder)
+    log = run.log
+    return MetricsWriter(folder, log.tensorboard, log.wandb, log.wandb_project, settings)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """The command's exit code."""
+    """Run the command; returns its exit code."""
     run = parse(sys.argv[1:] if argv is None else argv, RECIPES)
     reuse_freed_memory()
     start = time.monotonic()
     try:
+        # Processes have to join before JAX sees a device: afterwards it cannot add other hosts.
         cluster.connect(run.hosts)
         with Interrupts() as interrupts, cluster.ending_with_the_others():
             report = execute(run, interrupts)
     except Stopped as stop:
-        print(f"\n{stop}; the same command goes on from there", file=sys.stderr)
+        print(f"\n{stop}; the same command continues from there", file=sys.stderr)
         return stop.code
     except (
         RunDirectoryError,

@@ -1,4 +1,7 @@
-"""`Run`: the settings of every room, composed. A recipe is a function that returns one."""
+"""`Run` composes the settings of all packages. A recipe is a function that returns a `Run`.
+
+The docstrings below the fields are the text of `python -m train.run --config=NAME --help`.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +33,19 @@ from train.published_data import DataSettings
 
 @dataclasses.dataclass(frozen=True)
 class ModelSettings:
-    """Which Qwen3-VL is trained."""
+    """The Qwen3-VL model to train."""
 
     path: str = ""
-    """Hub id or folder of weights and tokenizer to start from, such as RUN/model; random weights if empty."""
+    """Hugging Face id or folder of the initial weights, such as RUN/model; empty: random."""
     size: Literal["tiny", "2b", "4b", "8b", "32b"] = "tiny"
-    """Size of the model."""
+    """Size of the model; must match the weights at `path`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of activations."""
+    """Data type of activations."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshSettings:
-    """Devices along each axis of the mesh. Rows of a batch lie over data and fsdp."""
+    """Number of devices along each mesh axis. A batch is split over data and fsdp."""
 
     data: int = 1
     """Number of data-parallel replicas."""
@@ -57,48 +60,47 @@ class MeshSettings:
 
 @dataclasses.dataclass(frozen=True)
 class LogSettings:
-    """Where figures go beside metrics.jsonl."""
+    """Where metrics are logged, besides metrics.jsonl."""
 
     tensorboard: bool = True
     """Write TensorBoard events."""
     wandb: bool = False
-    """Log to Weights & Biases (needs the extra `wandb`)."""
+    """Log to Weights & Biases; needs `pip install paravt-jax[wandb]`."""
     wandb_project: str = "paravt-jax"
-    """Project at Weights & Biases."""
+    """Name of the Weights & Biases project."""
     episodes: int = 8
-    """Episodes of each evaluation setting that are kept for the report."""
+    """Episodes per evaluation setting to keep for the report."""
 
     def __post_init__(self):
         if self.episodes < 0:
-            raise ValueError(
-                f"log.episodes: {self.episodes}; give the number of episodes to write down, 0 or more"
-            )
+            raise ValueError(f"log.episodes: {self.episodes}; give 0 or more episodes to keep")
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Settings of one run: data, model and training phases. A phase whose settings are None is left out."""
+    """Settings of one run: data, model and training phases. Phases that are None are skipped."""
 
     name: str
     """Name of the run, shown in its report."""
     run_dir: str = ""
-    """Where everything goes; runs/NAME if empty."""
+    """Output folder. Empty: runs/NAME."""
     start: str = ""
-    """Directory of a run whose data and cold start are taken over, instead of making them anew."""
+    """Folder of a finished run whose data and cold start are reused instead of made again."""
     seed: int = 0
-    """Decides weights, order of data, and samples. A world has seeds of its own."""
+    """Seed of initial weights, data order and sampling. The small world has its own seeds."""
     unreadable_share: float = 0.05
-    """Share of videos that may be unreadable before the run refuses to start."""
+    """Largest share of unreadable videos, from 0 to below 1; with more, the run does not start."""
     engine: EngineSettings = EngineSettings()
     model: ModelSettings = ModelSettings()
     protocol: ProtocolSettings = ProtocolSettings()
     frames: FrameSettings = FrameSettings()
     mesh: MeshSettings = MeshSettings()
     data: DataSettings | None = None
-    """The published training data, instead of a world."""
+    """Published training data or your own questions, instead of the small world."""
     world: WorldSettings | None = None
+    """The generated videos of the small world."""
     text: TextSettings | None = None
-    """What is asked and shown in a world."""
+    """Questions and demonstrations of the small world."""
     align: AlignSettings | None = None
     sft: SFTSettings | None = None
     rl: RLSettings | None = None
@@ -107,91 +109,117 @@ class Run:
     checkpoints: CheckpointSettings = CheckpointSettings()
     hosts: HostSettings = HostSettings()
 
+    def __post_init__(self):
+        require_local("run_dir", self.run_dir)
+        require_local("start", self.start)
+        if self.seed < 0:
+            raise ValueError(f"seed: {self.seed}; must be 0 or more")
+        if not 0 <= self.unreadable_share < 1:
+            raise ValueError(
+                f"unreadable_share: {self.unreadable_share}; must be a share of videos, "
+                "from 0 to below 1"
+            )
+        _check_data(self)
+        _check_phases(self)
+
     @property
     def plays_episodes(self) -> bool:
-        """Whether it plays episodes, in RL or to evaluate; else there is no engine, and its memory is the update's."""
+        """Whether the run plays episodes, in RL or evaluation. Otherwise it has no engine, and
+        training gets the memory that the engine would take."""
         return self.rl is not None or self.data is None or self.data.heldout > 0
 
     @property
     def vision(self) -> VisionConfig:
         """Sizes of the vision tower."""
-        return tiny(1).vision if self.model.size == "tiny" else qwen3_vl(self.model.size).vision
+        if self.model.size == "tiny":
+            return tiny(1).vision  # the tower does not depend on the vocabulary size
+        return qwen3_vl(self.model.size).vision
 
     @property
     def frame_tokens(self) -> int:
-        """Visual tokens of one frame, at most."""
+        """Largest number of visual tokens per frame."""
         if self.world is None:
             return frame_tokens(self.frames, self.vision)
-        factor, side = self.vision.patch_size * self.vision.spatial_merge_size, self.world.size
+        # Every frame of the small world has the same size, so the number is exact.
+        factor = self.vision.patch_size * self.vision.spatial_merge_size
+        side = self.world.size
         height, width = smart_resize(
             side, side, self.frames.min_pixels, self.frames.max_pixels, factor
         )
         return height * width // factor**2
 
     def limits(self, dispatch: Dispatch = "parallel") -> ProtocolSettings:
-        """Limits of an episode; where crops are shown in the trajectory itself, with room for them."""
+        """Limits of an episode. Dispatch `frames` shows the crops in the main agent's own
+        trajectory, so its limits include room for them."""
         if dispatch != "frames":
             return self.protocol
-        return self.protocol.showing_frames(
-            lengths(self.protocol, self.frame_tokens, 0).crop_prompt
-        )
+        crop_tokens = lengths(self.protocol, self.frame_tokens, 0).crop_prompt
+        return self.protocol.showing_frames(crop_tokens)
 
     def lengths(self, frames: int, dispatch: Dispatch = "parallel") -> Lengths:
-        """Lengths of sequences whose prompts show up to `frames` frames."""
+        """Sequence lengths, in tokens, for prompts that show up to `frames` frames."""
         return lengths(self.limits(dispatch), self.frame_tokens, frames)
 
     @property
     def rl_shapes(self) -> tuple[BatchShape, ...]:
-        """Shapes of an RL step's batch; see `RLSettings.shapes`."""
+        """Batch shapes of an RL step; see `RLSettings.shapes`."""
         assert self.rl is not None, f"{self.name} has no RL"
         return self.rl.shapes(self.lengths(max(self.rl.frame_budgets)))
 
     @property
     def engine_sizes(self) -> EngineSizes:
-        """The engine's sizes: the widest prompts are those of RL or of the evaluation."""
-        budgets, rows_per_prefix = self.evaluation.frames, self.evaluation.samples
+        """Sizes of the engine, which serves both RL and evaluation: room for the longer prompts."""
+        budgets = self.evaluation.frames
+        rows_per_prefix = self.evaluation.samples
         if self.rl is not None:
-            budgets, rows_per_prefix = budgets + self.rl.frame_budgets, self.rl.grpo.group_size
+            budgets = budgets + self.rl.frame_budgets
+            rows_per_prefix = self.rl.grpo.group_size
+        # Dispatch `frames` has the longest trajectories, so sizes for it serve the others as well.
         dispatch = "frames" if "frames" in self.evaluation.dispatch else "parallel"
         return engine_sizes(self.lengths(max(budgets), dispatch), self.engine, rows_per_prefix)
 
-    def __post_init__(self):
-        for name in ("run_dir", "start"):
-            require_local(name, getattr(self, name))
-        if self.seed < 0:
-            raise ValueError(f"seed: {self.seed}; give 0 or more")
-        if self.data is not None and (self.world is not None or not self.model.path):
-            raise ValueError(
-                f"data: set beside world = {self.world} and model.path = {self.model.path!r}; published data takes the tokenizer of "
-                "published weights and no world: use world None, and give model.path (Qwen/Qwen3-VL-8B-Instruct)"
-            )
-        if self.data is not None and self.start:
-            raise ValueError(
-                f"start: {self.start} with published data; the weights that another run has trained are a folder like the published "
-                f"ones: leave start empty, and give --model.path {self.start}/model"
-            )
-        if (self.text is None) != (self.world is None):
-            raise ValueError(
-                f"text: {self.text} with world = {self.world}; they describe one small world: give both or neither"
-            )
-        if self.sft is not None and CropVideo.name not in self.protocol.tools:
-            raise ValueError(
-                f"protocol.tools: {self.protocol.tools}; the demonstrations of sft call crop_video: "
-                "name it too, or set sft to None in a recipe of your own"
-            )
-        if not 0 <= self.unreadable_share < 1:
-            raise ValueError(
-                f"unreadable_share: {self.unreadable_share}; it is a share of videos, give one from 0 to below 1"
-            )
-        if (self.model.size != "tiny" or self.model.path) and self.align is not None:
-            raise ValueError(
-                f"align: set for model.size {self.model.size}, model.path {self.model.path!r}; their towers can see: take a recipe without "
-                "alignment, such as paravt_8b, or set align to None in one of your own"
-            )
+
+def _check_data(run: Run) -> None:
+    if run.data is not None and (run.world is not None or not run.model.path):
+        raise ValueError(
+            f"data: set with world = {run.world} and model.path = {run.model.path!r}; published "
+            "data needs pretrained weights with their tokenizer, and no world: set world to None "
+            "and give model.path, such as Qwen/Qwen3-VL-8B-Instruct"
+        )
+    if run.data is not None and run.start:
+        raise ValueError(
+            f"start: {run.start} with published data; only runs in the small world take it: leave "
+            f"it empty, and start from that run's weights with --model.path {run.start}/model"
+        )
+    if (run.text is None) != (run.world is None):
+        raise ValueError(
+            f"text: {run.text} with world = {run.world}; "
+            "both describe the small world: give both or neither"
+        )
+
+
+def _check_phases(run: Run) -> None:
+    if run.sft is not None and CropVideo.name not in run.protocol.tools:
+        raise ValueError(
+            f"protocol.tools: {run.protocol.tools}; the demonstrations of sft call crop_video: "
+            "add it, or set sft to None in a recipe of your own"
+        )
+    if run.align is not None and (run.model.size != "tiny" or run.model.path):
+        raise ValueError(
+            f"align: set for model.size {run.model.size}, model.path {run.model.path!r}; "
+            "alignment trains the vision tower of a new tiny model: choose a recipe without it, "
+            "such as paravt_8b, or set align to None in a recipe of your own"
+        )
 
 
 def change(run: Run, name: str, fields: Mapping[str, Any]) -> Run:
-    """`run` under another name, with other values of dotted fields such as `rl.grpo.anchor`."""
+    """Return a copy of `run` with another name and other values of some fields.
+
+    Args:
+        run: The settings to start from.
+        name: Name of the new run.
+        fields: New values by dotted path, such as `{"rl.grpo.anchor": "none"}`.
+    """
     for path, value in fields.items():
         run = _replaced(run, path.split("."), value)
     return dataclasses.replace(run, name=name)

@@ -1,6 +1,6 @@
-"""Several finished runs in one table: `python -m train.summary runs/tiny-0 runs/tiny-1 ...` prints the README's figures as Markdown.
+"""Compares finished runs in a Markdown table, read from each run's `result.json`.
 
-Owns the means over overview budgets and over runs. Reads `result.json` only; refuses a folder without one.
+python -m train.summary runs/tiny-0 runs/tiny-1 ...
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ import json
 import pathlib
 import statistics
 import sys
+from collections.abc import Iterable
 from typing import Any
 
-COLUMNS = {
+# Line of the table: (phase, dispatch, field of a result row, choice of the overview budget K).
+# None averages over all budgets, `min` takes the smallest.
+LINES = {
     "accuracy before": ("before", "parallel", "accuracy", None),
     "accuracy after": ("after", "parallel", "accuracy", None),
     "f before": ("before", "parallel", "format", None),
@@ -26,53 +29,71 @@ COLUMNS = {
 
 
 def figures(result: dict[str, Any]) -> dict[str, float]:
-    """The columns of one run: rows of the highest temperature, averaged over K unless the column is about one K; minutes last."""
-    hottest = max(row["temperature"] for row in result["after"])
-    found = {}
-    for name, (phase, dispatch, field, pick) in COLUMNS.items():
+    """Return the figures of one run by name, in the order of the table.
+
+    Only the highest sampling temperature counts: greedy episodes are a check, not the result.
+
+    Args:
+        result: Contents of the run's `result.json`.
+    """
+    temperature = max(row["temperature"] for row in result["after"])
+    values = {}
+    for name, (phase, dispatch, field, choose) in LINES.items():
         rows = [
             row
             for row in result[phase]
-            if row["dispatch"] == dispatch and row["temperature"] == hottest
+            if row["dispatch"] == dispatch and row["temperature"] == temperature
         ]
-        wanted = pick(row["k"] for row in rows) if pick else None
-        found[name] = statistics.mean(row[field] for row in rows if wanted in (None, row["k"]))
-    return found | {"minutes": result["seconds"] / 60}
+        if choose is not None:
+            budget = choose(row["k"] for row in rows)
+            rows = [row for row in rows if row["k"] == budget]
+        values[name] = statistics.mean(row[field] for row in rows)
+    values["minutes"] = result["seconds"] / 60
+    return values
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """A Markdown table: one line a figure, one column a run, and mean and standard deviation over runs."""
-    columns = {name: figures(result) for name, result in results.items()}
-    lines = [f"| | {' | '.join(columns)} | mean ± std |", "|---" * (len(columns) + 2) + "|"]
-    for name in next(iter(columns.values())):
-        values = [column[name] for column in columns.values()]
+    """Format runs as a Markdown table, with a column per run and a line per figure.
+
+    The last column has mean and standard deviation over the runs; for checks, the largest value.
+
+    Args:
+        results: Contents of each run's `result.json`, by the name of the run.
+    """
+    runs = {name: figures(result) for name, result in results.items()}
+    lines = [f"| | {' | '.join(runs)} | mean ± std |", "|---" * (len(runs) + 2) + "|"]
+    for name in next(iter(runs.values())):
+        values = [figures_of_run[name] for figures_of_run in runs.values()]
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        lines.append(
-            f"| {name} | {' | '.join(f'{v:.2f}' for v in values)} | {statistics.mean(values):.2f} ± {spread:.2f} |"
-        )
+        average = f"{statistics.mean(values):.2f} ± {spread:.2f}"
+        lines.append(_line(name, [f"{value:.2f}" for value in values], average))
     for name in ("token_mismatches", "logprob_gap", "recompilations_after_warmup"):
-        worst = max(result[name] for result in results.values())
+        values = [result[name] for result in results.values()]
         lines.append(
-            f"| {name} | {' | '.join(f'{result[name]:.2g}' for result in results.values())} | at most {worst:.2g} |"
+            _line(name, [f"{value:.2g}" for value in values], f"at most {max(values):.2g}")
         )
     return "\n".join(lines)
 
 
+def _line(name: str, cells: Iterable[str], last: str) -> str:
+    return f"| {' | '.join([name, *cells, last])} |"
+
+
 def main(folders: list[str]) -> int:
-    """The command's exit code."""
+    """Run the command; returns its exit code."""
     results = {}
     for folder in folders:
         file = pathlib.Path(folder) / "result.json"
         if not file.exists():
             print(
-                f"error: {file} does not exist; give the directories of finished runs",
+                f"error: {file} does not exist; give the folders of finished runs",
                 file=sys.stderr,
             )
             return 1
         results[pathlib.Path(folder).name] = json.loads(file.read_text())
     if not results:
         print(
-            "error: no run directory given; usage: python -m train.summary RUN_DIR ...",
+            "error: no folder given; usage: python -m train.summary RUN_DIR ...",
             file=sys.stderr,
         )
         return 2

@@ -1,4 +1,4 @@
-"""Videos that cannot be read: noted by name, and too many of them end a run."""
+"""Keeps a list of videos that cannot be read, and stops a run that has too many of them."""
 
 from __future__ import annotations
 
@@ -11,28 +11,39 @@ from train.durable import hosts
 from train.settings import Run
 
 UNREADABLE = "unreadable_videos.json"
+"""File in a run's folder: the reason why a video cannot be read, by path."""
+
+_NAMED = 20  # videos that are printed by name
 
 
 class UnreadableVideosError(Exception):
-    """More videos than allowed cannot be read; names them."""
+    """More videos than allowed cannot be read; the message names them."""
 
 
 def note_unreadable(run: Run, folder: pathlib.Path, data: Data, more: dict[str, str]) -> None:
-    """Writes down, by name, the videos that cannot be read, those met while decoding (`more`) among them.
+    """Add unreadable videos to `data.unreadable`, and write the list to the run's folder.
 
-    Raises UnreadableVideosError where they are more than the allowed share.
+    Args:
+        run: `unreadable_share` is the limit.
+        folder: The run's folder.
+        data: The data, whose list of unreadable videos is extended.
+        more: Reasons of further videos by path, found while checking or decoding.
+
+    Raises:
+        UnreadableVideosError: If the list exceeds the allowed share.
     """
     known = len(data.unreadable)
     data.unreadable.update(more)
+    count = len(data.unreadable)
     if hosts.is_first():
         write_atomically(folder / UNREADABLE, json.dumps(data.unreadable, indent=1))
-    named = "; ".join(f"{path}: {reason}" for path, reason in sorted(data.unreadable.items())[:20])
-    if len(data.unreadable) > known and hosts.is_first():
-        print(
-            f"{len(data.unreadable)} videos cannot be read and are left out, see {folder / UNREADABLE}: {named}"
-        )
-    if len(data.unreadable) > run.unreadable_share * data.videos:
+    shown = sorted(data.unreadable.items())[:_NAMED]
+    named = "; ".join(f"{path}: {reason}" for path, reason in shown)
+    if count > known and hosts.is_first():
+        print(f"{count} videos cannot be read and are left out, see {folder / UNREADABLE}: {named}")
+    if count > run.unreadable_share * data.videos:
         raise UnreadableVideosError(
-            f"{len(data.unreadable)} of {data.videos} videos cannot be read: {named}. Put them back (a rendered world: delete {data.root} "
-            f"and it is drawn again), or allow a larger share than --unreadable-share {run.unreadable_share:g}."
+            f"{count} of {data.videos} videos cannot be read: {named}. Restore them (for the small "
+            f"world: delete {data.root} to render it again), or allow a larger share than "
+            f"--unreadable-share {run.unreadable_share:g}."
         )

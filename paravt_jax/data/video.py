@@ -14,7 +14,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import av
 import av.error
@@ -39,6 +39,12 @@ _EXACT_PIXELS = {"yuv420p"}
 # Packets in these containers lack reliable timestamps, so the frames are found by decoding all.
 _UNINDEXED = {"mpeg", "mpegts"}
 _PICTURES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
+
+# PyAV 18 fails on metadata that is not UTF-8 unless told otherwise; PyAV 19 never does, and has no
+# such option.
+_OPEN_OPTIONS: dict[str, Any] = (
+    {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
+)
 
 _Result = TypeVar("_Result")
 
@@ -160,7 +166,7 @@ def _with_container(path: str | os.PathLike, use: Callable[[InputContainer], _Re
     # Files are opened anew for every call: a reader that is passed on to another thread or through
     # a fork can hang.
     try:
-        with av.open(str(path), metadata_errors="replace") as container:
+        with av.open(str(path), **_OPEN_OPTIONS) as container:
             return use(container)
     except (av.error.FFmpegError, OSError, RuntimeError) as error:
         raise VideoError(path, f"it cannot be decoded ({type(error).__name__}: {error})") from error

@@ -1,8 +1,9 @@
-"""The command line: recipes, overrides, and what each mistake is answered with."""
+"""The command line: recipes, overrides, and the answer to each mistake."""
 
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 import subprocess
 import sys
 
@@ -14,15 +15,13 @@ from train import cli
 @dataclasses.dataclass(frozen=True)
 class Rl:
     group_size: int = 8
-    """Rollouts of one prompt."""
+    """Rollouts per prompt."""
     frames: tuple[int, ...] = (4, 8)
     kl: float | None = None
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
-            raise ValueError(
-                f"rl.group_size is {self.group_size}; advantages compare rollouts of a group: give at least 2."
-            )
+            raise ValueError(f"rl.group_size is {self.group_size}; give at least 2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Run:
 def tiny() -> Run:
     """The laptop's recipe.
 
-    With more to say.
+    More details.
     """
     return Run(rl=Rl(group_size=4))
 
@@ -51,15 +50,19 @@ def large() -> Run:
 RECIPES = {"tiny_recipe": tiny, "large_recipe": large}
 
 
+def words(text: str) -> str:
+    """Text without tyro's frames and line breaks."""
+    return " ".join(text.replace("│", " ").split())
+
+
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What is printed on stderr for a command line that is refused."""
+    """Parses a wrong command line; returns the message on stderr."""
     with pytest.raises(SystemExit) as stop:
         cli.parse(argv, RECIPES)
     assert stop.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
-    # tyro frames its messages with lines and wraps them: the words are what counts.
-    return " ".join(err.replace("│", " ").split())
+    return words(err)
 
 
 @pytest.mark.parametrize("config", [("--config=tiny_recipe",), ("--config", "tiny_recipe")])
@@ -68,18 +71,8 @@ def test_a_recipe_without_overrides_is_itself(config: tuple[str, ...]) -> None:
 
 
 def test_overrides_reach_nested_fields_and_leave_the_rest() -> None:
-    argv = [
-        "--rl.frames",
-        "4",
-        "16",
-        "--config=tiny_recipe",
-        "--rl.kl",
-        "0.01",
-        "--run-dir",
-        "elsewhere",
-        "--no-resume",
-    ]
-    assert cli.parse(argv, RECIPES) == Run(
+    line = "--rl.frames 4 16 --config=tiny_recipe --rl.kl 0.01 --run-dir elsewhere --no-resume"
+    assert cli.parse(line.split(), RECIPES) == Run(
         rl=Rl(group_size=4, frames=(4, 16), kl=0.01), run_dir="elsewhere", resume=False
     )
 
@@ -87,26 +80,20 @@ def test_overrides_reach_nested_fields_and_leave_the_rest() -> None:
 def test_an_unknown_recipe_gets_one_line_with_the_list_and_the_nearest_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit, match="2"):
         cli.parse(["--config=tiny_recipee"], RECIPES)
-    err = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert err.count("\n") == 1
-    assert (
-        "--config=tiny_recipee" in err
-        and "Did you mean tiny_recipe?" in err
-        and "large_recipe" in err
-    )
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    for part in ("--config=tiny_recipee", "Did you mean tiny_recipe?", "large_recipe"):
+        assert part in message
 
 
 def test_without_a_recipe_the_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(capsys, "--rl.group-size", "4")
     assert "--config is missing" in message
-    assert (
-        "tiny_recipe The laptop's recipe." in message
-        and "large_recipe The pod's recipe." in message
-    )
-    assert "With more to say" not in message
+    assert "tiny_recipe The laptop's recipe." in message
+    assert "large_recipe The pod's recipe." in message
+    assert "More details" not in message
 
 
 @pytest.mark.parametrize("argv", [("--config",), ("--config", "--help")])
@@ -121,7 +108,7 @@ def test_two_recipes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "parts"),
     [
         (("--rl.grop-size", "4"), ("--rl.grop-size", "Perhaps you meant", "--rl.group-size INT")),
         (("--rl.group-size", "four"), ("--rl.group-size", "four", "INT")),
@@ -131,32 +118,32 @@ def test_two_recipes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_wrong_field_or_value_is_named_with_the_rule(
-    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], words: tuple[str, ...]
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], parts: tuple[str, ...]
 ) -> None:
     message = refused(capsys, "--config=tiny_recipe", *argv)
-    for word in words:
-        assert word in message
+    for part in parts:
+        assert part in message
 
 
-def test_help_shows_the_recipes_values(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.parse(["--config=tiny_recipe", "--help"], RECIPES)
-    assert stop.value.code == 0
-    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "--rl.group-size INT Rollouts of one prompt. (default: 4)" in out
-
-
-def test_help_without_a_recipe_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.parse(["--help"], RECIPES)
-    assert stop.value.code == 0
-    assert "large_recipe" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (
+            ["--config=tiny_recipe", "--help"],
+            "--rl.group-size INT Rollouts per prompt. (default: 4)",
+        ),
+        (["--help"], "large_recipe"),
+    ],
+    ids=["of a recipe, with its values", "without a recipe, the list of recipes"],
+)
+def test_help(capsys: pytest.CaptureFixture[str], argv: list[str], part: str) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.parse(argv, RECIPES)
+    assert part in words(capsys.readouterr().out)
 
 
 def test_parsing_starts_no_accelerator_runtime() -> None:
-    """A mistake must cost milliseconds: the command line is read before JAX is even imported."""
+    """The module that reads the command line does not import JAX."""
     code = "import sys; from train import cli; sys.exit('jax' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], cwd=cli.__file__.rsplit("/", 2)[0]).returncode
-        == 0
-    )
+    root = pathlib.Path(cli.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)

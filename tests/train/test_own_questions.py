@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pathlib
 import re
+from typing import Any
 
 import pytest
 from flax import nnx
@@ -64,12 +65,30 @@ def recipe(small, base) -> Run:
 
 @pytest.fixture(scope="module")
 def questions(small_world) -> list[Question]:
-    """The small world's questions, with letters for answers."""
+    """The small world's questions, with letters as answers of multiple-choice questions."""
+
+    def with_letter(question: Question) -> Question:
+        if not question.options:
+            return question
+        letter = "ABCDEFGH"[question.options.index(question.answer)]
+        return dataclasses.replace(question, answer=letter)
+
     found = world_text.questions(small_world.videos, world_text.TextSettings())
-    return [
-        dataclasses.replace(q, answer="ABCDEFGH"[q.options.index(q.answer)]) if q.options else q
-        for q in found
-    ]
+    return [with_letter(question) for question in found]
+
+
+def as_row(question: Question) -> dict[str, Any]:
+    """A line of a file of questions."""
+    row: dict[str, Any] = {
+        "id": question.id,
+        "video": question.video,
+        "question": question.text,
+        "kind": str(question.kind),
+        "answer": question.answer,
+    }
+    if question.options:
+        row["options"] = list(question.options)
+    return row
 
 
 @pytest.fixture
@@ -85,13 +104,9 @@ def data_of(run: Run, questions: str = "", heldout: int = 64) -> Run:
     return dataclasses.replace(run, data=data)
 
 
-def test_questions_of_a_file_are_dealt_by_video(recipe, questions, at_home):
-    rows = [
-        {"id": q.id, "video": q.video, "question": q.text, "kind": str(q.kind), "answer": q.answer}
-        | ({"options": list(q.options)} if q.options else {})
-        for q in questions
-    ]
-    (at_home / "my.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_questions_of_a_file_are_split_by_video(recipe, questions, at_home):
+    lines = [json.dumps(as_row(question)) + "\n" for question in questions]
+    (at_home / "my.jsonl").write_text("".join(lines))
     run = data_of(recipe, questions="my.jsonl", heldout=2)
     data = prepare(run, at_home / "run")
     assert {*data.questions, *data.heldout} == {*questions}
@@ -99,7 +114,7 @@ def test_questions_of_a_file_are_dealt_by_video(recipe, questions, at_home):
     assert {q.video for q in data.questions}.isdisjoint(q.video for q in data.heldout)
     given = prepare(data_of(recipe, heldout=2), at_home / "other", questions=questions)
     assert (given.questions, given.heldout) == (data.questions, data.heldout)
-    with pytest.raises(ValueError, match="data.questions: my.jsonl; .* need no preparation"):
+    with pytest.raises(ValueError, match="data.questions: my.jsonl"):
         prepare_dataset(run)
 
 
@@ -111,31 +126,29 @@ def test_a_video_that_cannot_be_read_is_left_out_by_name(recipe, questions, at_h
     assert "gone.mp4" in capsys.readouterr().out
 
 
-def test_a_run_goes_on_with_the_questions_it_began_with(recipe, questions, at_home, monkeypatch):
+def test_a_run_continues_only_with_the_same_questions(recipe, questions, at_home, monkeypatch):
     run = data_of(recipe, heldout=0)
     first = prepare(run, at_home / "run", questions=questions)
-    monkeypatch.delattr(video, "probe")  # videos are checked once
+    monkeypatch.delattr(video, "probe")  # a second start does not check the videos again
     again = prepare(run, at_home / "run", questions=questions)
     assert (again.questions, again.digest) == (first.questions, first.digest)
     edited = [dataclasses.replace(questions[0], text="What else?"), *questions[1:]]
-    with pytest.raises(ValueError, match="data.questions: given from Python; .*run was begun with"):
+    with pytest.raises(ValueError, match="data.questions: .* other questions"):
         prepare(run, at_home / "run", questions=edited)
 
 
-def test_what_cannot_be_trained_on_is_refused_in_words(recipe, questions, at_home, small):
-    def refused(run: Run, asked: list[Question]) -> str:
-        with pytest.raises(ValueError, match=": ") as error:
-            prepare(run, at_home / "run", questions=asked)
-        return str(error.value)
-
+def test_questions_that_cannot_be_trained_on_are_refused(recipe, questions, at_home, small):
     nowhere = dataclasses.replace(recipe, data=DataSettings(media="nowhere"))
-    assert refused(nowhere, questions).startswith("data.media: nowhere; no such folder")
-    assert "id 'twice'" in refused(
-        data_of(recipe),
-        [Question("twice", "a.mp4", "What?", QuestionKind.OPEN_ENDED, "that")] * 2,
-    )
-    assert "data.heldout: 64" in refused(data_of(recipe), questions)
-    assert refused(small.small(), questions).startswith("small: data is not set")
+    twice = [Question("twice", "a.mp4", "What?", QuestionKind.OPEN_ENDED, "that")] * 2
+    cases = [
+        (nowhere, questions, "data.media: nowhere"),
+        (data_of(recipe), twice, "id 'twice'"),
+        (data_of(recipe), questions, "data.heldout: 64"),
+        (small.small(), questions, "data is not set"),
+    ]
+    for run, asked, message in cases:
+        with pytest.raises(ValueError, match=message):
+            prepare(run, at_home / "run", questions=asked)
 
 
 @pytest.mark.slow
@@ -149,8 +162,6 @@ def test_the_example_of_the_docs_trains(recipe, questions, at_home, monkeypatch)
     result = json.loads((at_home / "runs/mine/result.json").read_text())
     assert result["before"][0]["n"] == result["after"][0]["n"] == 2
     assert result["token_mismatches"] == 0
-    asked = {
-        json.loads(line)["question"]["id"]
-        for line in (at_home / "runs/mine/episodes.jsonl").read_text().splitlines()
-    }
-    assert asked and asked <= {q.id for q in questions}
+    lines = (at_home / "runs/mine/episodes.jsonl").read_text().splitlines()
+    asked = {json.loads(line)["question"]["id"] for line in lines}
+    assert asked and asked <= {question.id for question in questions}

@@ -1,4 +1,4 @@
-"""Weights, sizes and words of a folder that a run starts from: what has to agree, and what is said where it does not."""
+"""The folder of weights that a run starts from: its sizes, vocabulary and weights are checked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from train.settings import ModelSettings
 
 @pytest.fixture(scope="module")
 def base(road, tmp_path_factory):
-    """A folder as one is published: the small road's model, whose rows are more than its words, and its tokenizer."""
+    """A checkpoint like a published one: the embedding has more rows than the tokenizer tokens."""
     folder = tmp_path_factory.mktemp("base")
     write_model(road.model, road.data.root.parent / "tokenizer", road.run.frames, folder / "model")
     return folder / "model"
@@ -32,20 +32,17 @@ def base(road, tmp_path_factory):
 
 def test_a_folder_of_another_size_is_refused_with_every_difference(base):
     assert config_of(str(base), "tiny").text.num_hidden_layers == 3
-    with pytest.raises(
-        ValueError,
-        match=r"(?s)not of model\.size 4b .*text\.hidden_size: 128 -> 2560\n.*vision\.depth: 2 -> 24.*Give the",
-    ):
+    with pytest.raises(ValueError, match=r"model\.size 4b") as error:
         config_of(str(base), "4b")
+    for part in ("text.hidden_size: 128 -> 2560\n", "vision.depth: 2 -> 24\n"):
+        assert part in str(error.value)
 
 
 @pytest.mark.parametrize("size", ["2b", "4b", "8b"])
 def test_the_published_configurations_are_those_of_their_sizes(assets, tmp_path, size):
-    """Files as the hub has them, with whole numbers where these settings have floats."""
-    for name in sorted({"2b", "4b", "8b"}):
-        (tmp_path / "config.json").write_bytes(
-            (assets / "qwen3_vl" / f"config_{name}.json").read_bytes()
-        )
+    """The published files have whole numbers where these settings have floats."""
+    for name in ("2b", "4b", "8b"):
+        shutil.copy(assets / "qwen3_vl" / f"config_{name}.json", tmp_path / "config.json")
         if name == size:
             assert config_of(str(tmp_path), size).text == qwen3_vl(size).text
         else:
@@ -54,23 +51,18 @@ def test_the_published_configurations_are_those_of_their_sizes(assets, tmp_path,
 
 
 def test_a_tokenizer_of_another_model_is_refused(base, road):
-    vocabulary, config = road.data.vocabulary, road.model.config
+    vocabulary = road.data.vocabulary
+    config = road.model.config
+    size = vocabulary.size
     check_vocabulary(config, vocabulary, "x")
-    few = dataclasses.replace(
-        config, text=dataclasses.replace(config.text, vocab_size=vocabulary.size - 1)
-    )
-    with pytest.raises(
-        ValueError,
-        match=rf"model\.path: x has a tokenizer of {vocabulary.size} words and rows for {vocabulary.size - 1}",
-    ):
-        check_vocabulary(few, vocabulary, "x")
-    with pytest.raises(
-        ValueError, match=r"has <\|image_pad\|> as \d+ in its tokenizer and as 7 in its config.json"
-    ):
+    text = dataclasses.replace(config.text, vocab_size=size - 1)
+    with pytest.raises(ValueError, match=rf"model\.path: x .*{size} .*{size - 1}"):
+        check_vocabulary(dataclasses.replace(config, text=text), vocabulary, "x")
+    with pytest.raises(ValueError, match=r"<\|image_pad\|> .* 7 in its config\.json"):
         check_vocabulary(dataclasses.replace(config, image_token_id=7), vocabulary, "x")
 
 
-def test_a_fingerprint_is_the_contents(base, tmp_path):
+def test_a_fingerprint_depends_on_the_contents_only(base, tmp_path):
     copy = tmp_path / "elsewhere"
     shutil.copytree(base, copy)
     assert fingerprint(str(copy)) == fingerprint(str(base))
@@ -90,34 +82,26 @@ def test_a_tokenizer_is_copied_once_and_without_the_model(base, tmp_path):
     assert (tmp_path / "tokenizer_config.json").read_text() == "mine"
 
 
-def test_a_runs_model_knows_its_stop_ids(small_model, small_vocabulary, tmp_path):
-    """A run's `model/` and what train.export writes both come from `write_model`."""
+def test_a_written_model_has_its_stop_ids(small_model, small_vocabulary, tmp_path):
+    """A run's folder `model` and train.export both use `write_model`."""
     save_tokenizer(small_vocabulary.tokenizer, tmp_path / "tokenizer")
     write_model(small_model, tmp_path / "tokenizer", FrameSettings(), tmp_path / "model")
-    stop, pad = small_vocabulary.eos, small_vocabulary.pad
     written = json.loads((tmp_path / "model" / "generation_config.json").read_text())
-    assert (written["eos_token_id"], written["pad_token_id"]) == ([stop, pad], pad)
+    assert written["eos_token_id"] == [small_vocabulary.eos, small_vocabulary.pad]
+    assert written["pad_token_id"] == small_vocabulary.pad
     (tmp_path / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": 7}')
     write_model(small_model, tmp_path / "tokenizer", FrameSettings(), tmp_path / "other")
     assert (tmp_path / "other" / "generation_config.json").read_text() == '{"eos_token_id": 7}'
 
 
-def test_a_run_starts_from_the_weights_of_a_folder_laid_over_its_mesh(base, road):
+def test_a_run_starts_from_the_weights_of_a_folder_sharded_over_its_mesh(base, road):
     run = dataclasses.replace(road.run, model=ModelSettings(path=str(base)), align=None)
     model, origin = first_model(run, road.data, make_mesh())
-    assert model.config == road.model.config and origin["weights"] == fingerprint(str(base))
-    found, wanted = nnx.state(model, nnx.Param), nnx.state(road.model, nnx.Param)
-    for (path, leaf), other in zip(
-        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
-    ):
-        assert leaf.dtype == np.float32 and (np.asarray(leaf) == np.asarray(other)).all(), path
+    assert model.config == road.model.config
+    assert origin["weights"] == fingerprint(str(base))
+    weights = nnx.state(model, nnx.Param)
+    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {np.dtype(np.float32)}
+    jax.tree.map(np.testing.assert_array_equal, weights, nnx.state(road.model, nnx.Param))
     text = nnx.state(model.text)
-    assert [leaf.sharding for leaf in jax.tree.leaves(text)] == jax.tree.leaves(
-        param_shardings(text, make_mesh())
-    )
-    with pytest.raises(ValueError, match=r"not of model\.size 2b"):
-        first_model(
-            dataclasses.replace(run, model=ModelSettings(path=str(base), size="2b")),
-            road.data,
-            make_mesh(),
-        )
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(text)]
+    assert shardings == jax.tree.leaves(param_shardings(text, make_mesh()))
