@@ -54,7 +54,7 @@ class BenchmarkSettings:
     videos: str = ""
     """Folder of the videos; if empty, the folder given as data, or that of the questions."""
     out: str = ""
-    """Folder of the results, continued by the same command; if empty, evaluations/NAME/BENCHMARK."""
+    """Folder of the results, also to continue from; if empty, evaluations/NAME/BENCHMARK."""
     name: str = ""
     """Name of the row in tables; if empty, the model's folder, or NAME for runs/NAME/model."""
     questions: str = ""
@@ -94,7 +94,7 @@ class BenchmarkSettings:
     question_tokens: int = 512
     """Room for a question with its options, in tokens. Longer ones are left out and counted."""
     subtitle_tokens: int = 8192
-    """Room for subtitles in the prompt, in tokens; of longer ones, evenly spread lines are shown."""
+    """Room for subtitles in the prompt, in tokens; longer ones are thinned evenly."""
     pin_think: bool = True
     """Start every response with <think>, as in training. Never done with the prompt direct."""
     min_pixels: int = 784

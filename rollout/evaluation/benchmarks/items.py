@@ -69,7 +69,7 @@ def path_of(text: str) -> str:
     """Check that a path stays below the root of the videos."""
     path = pathlib.PurePosixPath(text)
     if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise BrokenRow(f"video = {text!r}: not a path below the root of the videos")
+        raise BrokenRow(f"video {text!r}: not a path below the root of the videos")
     return str(path)
 
 
@@ -125,7 +125,7 @@ def letter_answer(row: Mapping[str, Any], options: Sequence[str], field: str = "
     found = re.fullmatch(r"\W*([A-Za-z])\W*", text_of(row, field))
     letter = found[1].upper() if found else ""
     if not letter or (options and ord(letter) - ord("A") >= len(options)):
-        raise BrokenRow(f"{field} = {row.get(field)!r}: not the letter of an option")
+        raise BrokenRow(f"{field} {row.get(field)!r}: not the letter of an option")
     return letter
 
 
@@ -135,7 +135,7 @@ def word_answer(row: Mapping[str, Any], options: Sequence[str]) -> str:
     places = [index for index, option in enumerate(options) if option == wanted]
     if len(places) != 1:
         problem = "equal to several options" if places else "not an option"
-        raise BrokenRow(f"answer = {wanted!r}: {problem}")
+        raise BrokenRow(f"answer {wanted!r}: {problem}")
     return _letter(places[0])
 
 
@@ -143,7 +143,7 @@ def index_answer(row: Mapping[str, Any], options: Sequence[str], field: str) -> 
     """Read an answer that is an option's index, from 0, and return the option's letter."""
     value = row.get(field)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(options):
-        raise BrokenRow(f"{field} = {value!r}: not the index of an option")
+        raise BrokenRow(f"{field} {value!r}: not the index of an option")
     return _letter(value)
 
 
@@ -152,7 +152,7 @@ def span_answer(row: Mapping[str, Any], field: str) -> str:
     value = row.get(field)
     if _is_span(value):
         return f"[{value[0]:g}, {value[1]:g}]"
-    raise BrokenRow(f"{field} = {value!r}: not a span of seconds")
+    raise BrokenRow(f"{field} {value!r}: not a span of seconds")
 
 
 def _is_span(value: Any) -> TypeGuard[Sequence[float]]:

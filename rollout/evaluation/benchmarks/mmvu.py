@@ -25,7 +25,7 @@ _VIDEO = re.compile(r"(?:.*/)?(videos/[^/]+/[^/]+)")
 def _read(row: Row) -> Item:
     found = _VIDEO.fullmatch(text_of(row, "video"))
     if not found:
-        raise BrokenRow(f"video = {row.get('video')!r}: not videos/<subject>/<n>.mp4")
+        raise BrokenRow(f"video {row.get('video')!r}: not videos/<subject>/<n>.mp4")
     video = found[1]
     id = text_of(row, "id")
     text = text_of(row, "question")
@@ -39,7 +39,7 @@ def _read(row: Row) -> Item:
         options = plain_options(_words(row.get("choices")))
         question = choice(id, video, text, options, letter_answer(row, options))
         return Item(question, tasks=tasks)
-    raise BrokenRow(f"question_type = {kind!r}: neither multiple-choice nor open-ended")
+    raise BrokenRow(f"question_type {kind!r}: neither multiple-choice nor open-ended")
 
 
 def _subject(row: Row, video: str) -> str:
