@@ -1,1 +1,1 @@
-"""Commands that measure this project and try to break it. They are run from a checkout and are not installed."""
+"""Commands that measure this project and try to break it. Run them from a checkout."""

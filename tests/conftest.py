@@ -1,4 +1,4 @@
-"""What every test stands on: the CPU, no network, the shared files where they are, and a small world with a small model.
+"""Set-up of all tests: CPU, no network, checked annotations, and a small world and model.
 
 The environment is set here because this file is imported before any test module, hence before JAX.
 """
@@ -11,8 +11,8 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Tests compile much and compute little. Without LLVM's optimisations, and with the older and simpler
-# code for fusions, they take less than half the time. Their numbers stay the same. jaxlib 0.11 has no
-# flag for the older code any more, and a flag that it does not know ends the process.
+# code for fusions, they take less than half the time and compute the same numbers. jaxlib 0.11 has
+# no flag for the older code, and a flag that it does not know ends the process.
 _XLA_FLAGS = "--xla_backend_optimization_level=0"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     _XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
@@ -22,7 +22,6 @@ os.environ.setdefault("XLA_FLAGS", _XLA_FLAGS)
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
 import jaxtyping
-from jaxtyping import install_import_hook
 
 import tests.typechecker  # noqa: F401 (the hook finds it by name)
 
@@ -70,7 +69,7 @@ hypothesis.settings.load_profile("paravt")
 
 @pytest.fixture
 def unchecked() -> Iterator[None]:
-    """Annotations are not checked: for wrong arguments that the code itself has to refuse."""
+    """Annotations are not checked, for arguments that the code itself must refuse."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -118,7 +117,10 @@ def small_vocabulary() -> Vocabulary:
 
 @pytest.fixture(scope="session")
 def small_model(small_vocabulary) -> Qwen3VL:
-    """A model with every part of the large one and noise for weights, loud enough that what is seen decides what is said."""
+    """A small model with every part of a large one.
+
+    Its weights are noise, large enough that the frames decide what it says.
+    """
     vision = VisionConfig(
         hidden_size=16,
         depth=1,

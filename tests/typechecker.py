@@ -1,4 +1,4 @@
-"""The type checker of the test run: beartype, with an int accepted where a float is annotated (PEP 484)."""
+"""The type checker of the test run: beartype, which accepts an int for a float (PEP 484)."""
 
 from __future__ import annotations
 
