@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import pathlib
-from typing import cast
 
 import jax
 import numpy as np
@@ -161,11 +160,14 @@ def test_question_batches_continue_exactly_and_their_overviews_are_prefetched(da
 def test_a_process_prefetches_its_own_share(data, monkeypatch):
     prefetched: list[str] = []
 
-    class Reader:
+    class Reader(FrameReader):
+        def __init__(self):
+            """Starts no processes."""
+
         def ahead(self, path, wanted):
             prefetched.append(path.name)
 
-    reader = cast(FrameReader, Reader())
+    reader = Reader()
     monkeypatch.setattr(hosts, "share_of", lambda count: slice(count // 2, count))
     questions = question_stream(data, reader, 3, 4, lambda step: [1, 2, 3, 4], 0, depth=0)
     batch = next(questions)
