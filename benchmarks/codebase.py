@@ -40,7 +40,7 @@ _LAYOUT_TOKENS = {
 
 
 class Module(NamedTuple):
-    """One source file: its text, its code lines, and the modules of this project that it imports."""
+    """One source file: its text, its code lines, and the modules of the project it imports."""
 
     file: pathlib.Path
     text: str
@@ -63,7 +63,7 @@ def read_modules(root: pathlib.Path) -> dict[str, Module]:
 
 
 class LineNumbers(NamedTuple):
-    """The numbers (from 1) of a file's code lines, of its comment lines and of its docstrings' lines."""
+    """The line numbers of a file's code, comments and docstrings, counted from 1."""
 
     code: set[int]
     comments: set[int]

@@ -351,7 +351,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         "frames_of_the_page_before": ('side="right"', 'side="left"'),
         "lent_pages_lost": ("self.tree.free(sequence.own_pages)", "pass"),
         "copied_page_still_held": (
-            "self.tree.release([sequence.copy_source])\n                sequence.copy_source = None",
+            "self.tree.release([sequence.copy_source])\n"
+            "                sequence.copy_source = None",
             "sequence.copy_source = None",
         ),
     },

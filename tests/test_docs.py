@@ -46,8 +46,10 @@ VARIABLES = {
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """The page's fenced blocks of a language, each behind as many empty lines as the page has before
-    it, so that an error names the page's own line."""
+    """The page's fenced blocks of a language.
+
+    Empty lines stand for the text before a block, so that an error names the page's line.
+    """
     found = re.finditer(rf"^```{language}\n(.*?)^```$", PAGES[page], re.DOTALL | re.MULTILINE)
     return ["\n" * PAGES[page].count("\n", 0, match.start(1)) + match[1] for match in found]
 
