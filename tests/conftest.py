@@ -10,7 +10,7 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Tests compile much and compute little. Without LLVM's optimisations, and with the older and simpler
+# Tests compile much and compute little. Without LLVM optimisations, and with the older and simpler
 # code for fusions, they take less than half the time and compute the same numbers. jaxlib 0.11 has
 # no flag for the older code, and a flag that it does not know ends the process.
 _XLA_FLAGS = "--xla_backend_optimization_level=0"
