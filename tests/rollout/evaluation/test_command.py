@@ -312,7 +312,7 @@ MISTAKES = [
     (["--open-ended", "judge"], "--open-ended judge, --judge, --judge-model"),
     (
         ["--open-ended", "judge", "--judge-model", "m", "--judge", "http://h/v1?key=1"],
-        "--judge: the address, not shown here",
+        "--judge: the address",
     ),
     (["--benchmark", "charades", "--shuffle"], "--shuffle: charades"),
     (["--temperature", "-1"], "temperature = -1"),
