@@ -3,7 +3,8 @@
 Prints a table of figures for this checkout, beside those of another commit if one is named.
 
 A code line is a line that is not blank, not a comment and not part of a docstring. "The walk" is
-every file that the RL learner reaches by imports: what one reads to understand a training step.
+every file that the RL learner and the sampling engine reach by imports: what one reads to
+understand a training step.
 Imports anywhere in a file count, and so does a module's name in a string. Counts of code lines are
 taken after formatting at 100 columns, so that two layouts can be compared. The figures on how the
 code reads are taken from the files as committed, without tests; characters do not include
@@ -25,7 +26,9 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 PACKAGES = ("paravt_jax", "models", "rollout", "train", "configs")
-LEARNERS = ("train.learn.rl", "train.rl")  # where the RL learner is, and where it was once
+# The walk begins with the RL learner and with the engine that it samples from. Each is followed by
+# the name that it had in older commits.
+STARTS = (("train.learn.rl", "train.rl"), ("rollout.engine.engine", "rollout.engine"))
 COLUMNS = 100
 FAMILY = re.compile(r"qwen", re.IGNORECASE)
 
@@ -114,10 +117,10 @@ def reading(root: pathlib.Path) -> dict[str, str]:
     }
 
 
-def walk(modules: Mapping[str, Module], start: str) -> dict[str, Module]:
-    """All modules that `start` reaches by imports, with itself and the packages around them."""
+def walk(modules: Mapping[str, Module]) -> dict[str, Module]:
+    """All modules that `STARTS` reach by imports, with themselves and the packages around them."""
     reached: dict[str, Module] = {}
-    ahead = [start]
+    ahead = [next(name for name in names if name in modules) for names in STARTS]
     while ahead:
         name = ahead.pop()
         if name in reached:
@@ -222,7 +225,7 @@ def measure(root: pathlib.Path) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         copy = _laid_out(root, pathlib.Path(folder))
         modules = read_modules(copy)
-        reached = walk(modules, next(name for name in LEARNERS if name in modules))
+        reached = walk(modules)
         tests = [code_lines(file.read_text("utf-8")) for file in (copy / "tests").rglob("*.py")]
         longest = max(module.lines for module in modules.values())
     counts = {
@@ -258,7 +261,7 @@ def main() -> None:
     root = pathlib.Path(__file__).parents[1]
     if options.walk:
         modules = read_modules(root)
-        for name, module in sorted(walk(modules, LEARNERS[0]).items()):
+        for name, module in sorted(walk(modules).items()):
             print(f"{module.lines:6d}  {name}")
     columns = {"this checkout": measure(root)}
     if options.against:

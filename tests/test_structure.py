@@ -25,9 +25,10 @@ MAY_IMPORT = {
     "configs": {"paravt_jax", "models", "rollout", "train"},
     "examples": {"paravt_jax", "models", "rollout", "train", "configs"},
 }
-# Bounds on the walk: the code lines and files that `train.learn.rl` reaches by imports, which is
-# what a reader needs to understand a training step. See `benchmarks.codebase`.
-MOST_LINES = 7000
+# Bounds on the walk: the code lines and files that the RL learner and the engine reach by imports,
+# which is what one reads to understand a training step. See `benchmarks.codebase`. The bound was
+# 7,000 while several statements shared a line.
+MOST_LINES = 7500
 MOST_FILES = 60
 # The walk must not reach these: they import the main path, never the reverse.
 SIDE_PATHS = (
@@ -131,14 +132,14 @@ def modules() -> dict[str, Module]:
 
 
 def test_the_walk_is_short(modules) -> None:
-    reached = walk(modules, "train.learn.rl")
+    reached = walk(modules)
     lines = sum(module.lines for module in reached.values())
     files = sum(module.lines > 0 for module in reached.values())
     print(f"the walk: {lines} code lines in {files} files")
     assert lines <= MOST_LINES, (
-        f"train.learn.rl reaches {lines} code lines: move code that it does not need elsewhere"
+        f"the walk has {lines} code lines: move code that a training step does not need elsewhere"
     )
-    assert files <= MOST_FILES, f"train.learn.rl reaches {files} files"
+    assert files <= MOST_FILES, f"the walk has {files} files"
 
 
 def test_no_modules_import_each_other(modules) -> None:
@@ -148,7 +149,7 @@ def test_no_modules_import_each_other(modules) -> None:
 def test_the_main_path_imports_no_side_path(modules) -> None:
     for side in SIDE_PATHS:
         assert any(name.startswith(side) for name in modules), f"{side} does not exist"
-    assert not [name for name in walk(modules, "train.learn.rl") if name.startswith(SIDE_PATHS)]
+    assert not [name for name in walk(modules) if name.startswith(SIDE_PATHS)]
 
 
 @pytest.mark.parametrize("package", ["train.plan", "train.studies"])
