@@ -12,6 +12,7 @@ import random
 import re
 import sys
 import threading
+import types
 from collections.abc import Iterator
 
 import av
@@ -354,12 +355,23 @@ _watches: list[tuple[int, list[str]]] = []
 _hooked = False
 
 
+def _by_type_checker(frame: types.FrameType | None) -> bool:
+    """Whether code runs for the type checker of the test run.
+
+    It compiles a wrapper for every nested function, and evaluates annotations through `typing`.
+    """
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("typing", "inspect"):
+            return package in ("beartype", "jaxtyping")
+        frame = frame.f_back
+    return False
+
+
 def _hear(event: str, arguments: tuple) -> None:
     if not _watches or event not in _EVENTS:
         return
-    # The type checker of the test run compiles a wrapper for every nested function.
-    caller = sys._getframe(1).f_globals.get("__name__", "")
-    if caller.partition(".")[0] in ("beartype", "jaxtyping"):
+    if _by_type_checker(sys._getframe(1)):
         return
     for thread, heard in _watches:
         if thread == threading.get_ident():
