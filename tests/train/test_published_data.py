@@ -165,7 +165,7 @@ def test_a_process_prefetches_its_own_share(data, monkeypatch):
             """Starts no processes."""
 
         def ahead(self, path, wanted):
-            prefetched.append(path.name)
+            prefetched.append(pathlib.Path(path).name)
 
     reader = Reader()
     monkeypatch.setattr(hosts, "share_of", lambda count: slice(count // 2, count))
