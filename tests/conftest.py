@@ -10,9 +10,9 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Tests compile much and compute little. Without LLVM optimisations, and with the older and simpler
-# code for fusions, they take less than half the time and compute the same numbers. jaxlib 0.11 has
-# no flag for the older code, and a flag that it does not know ends the process.
+# Tests compile much and compute little. Without LLVM's optimisations, and with older, simpler code
+# for fusions, they take less than half the time, and their numbers stay the same. jaxlib 0.11 has
+# no flag for the older code, and an unknown flag ends the process.
 _XLA_FLAGS = "--xla_backend_optimization_level=0"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     _XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false"
