@@ -51,6 +51,8 @@ PYTEST = (
     "--hypothesis-profile=unshrunk",
     "-p",
     "no:cacheprovider",
+    "-n",
+    "0",  # mutants run side by side; each needs one process
 )
 
 Result = dict[str, Any]

@@ -492,7 +492,10 @@ def test_the_planned_programs_are_among_those_that_the_engine_compiles(tiny_plan
         return property(record, lambda self, value: None)
 
     rows = tiny_plan.run.engine_sizes.slots
-    drawn = [jnp.zeros((rows, 1)), jnp.zeros((rows, 1)), jnp.zeros(rows), jnp.int32(0)]
+    ids = jnp.zeros((rows, 1), jnp.int32)
+    logprobs = jnp.zeros((rows, 1))
+    counts = jnp.zeros(rows, jnp.int32)
+    drawn = [ids, logprobs, counts, jnp.int32(0)]
     prefill = recorder("prefill", lambda given: given[1])
     decode = recorder("decode", lambda given: (given[1], drawn))
     monkeypatch.setattr(runner.Programs, "prefill", prefill, raising=False)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.parsing import call_text
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import ToolCall, Trajectory
 from paravt_jax.method.subtitles import Subtitle
-from paravt_jax.remote.judge import JudgeCounts
+from paravt_jax.remote.judge import JudgeCounts, RemoteJudge
 from rollout.engine.requests import Completion, Request
 from tests.rollout.conftest import Scripted
 from train.durable.rollout_file import RolloutFile
@@ -60,7 +60,7 @@ def questions_of(road):
 
 def test_stored_episodes_are_equal_bit_for_bit(road, small, tmp_path):
     arguments = (road.environment, questions_of(road), road.run.rl, 0, 3)
-    judge: Any = SimpleNamespace(counts=JudgeCounts(asked=3, answered=3))
+    judge = RemoteJudge(JudgeSettings("http://localhost:9/v1", model="unused"))
     file = RolloutFile(tmp_path / "rollouts.json", 3)
     played = file.roll_out(small.Script(road), *arguments)
     assert plain(played) == plain(roll_out(small.Script(road), *arguments))
@@ -69,9 +69,8 @@ def test_stored_episodes_are_equal_bit_for_bit(road, small, tmp_path):
     found = RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, *arguments)
     assert plain(found) == plain(played)
     content = json.loads((tmp_path / "rollouts.json").read_text())
-    content["judge"] = {"is": "JudgeCounts", **dataclasses.asdict(judge.counts)}
+    content["judge"] = {"is": "JudgeCounts", **dataclasses.asdict(JudgeCounts(asked=3, answered=3))}
     (tmp_path / "rollouts.json").write_text(json.dumps(content))
-    judge.counts = JudgeCounts()
     RolloutFile(tmp_path / "rollouts.json", 3).roll_out(IDLE, *arguments, judge)
     assert judge.counts.asked == 3
 
