@@ -211,8 +211,7 @@ def _kind(name: Any) -> QuestionKind:
 
 
 def _answer(answer: Any, kind: QuestionKind) -> str:
-    """The answer as text. Numbers and lists, such as the span of a grounding question, become JSON.
-    """
+    """The answer as text. Numbers and lists, such as the span of a grounding question, as JSON."""
     if answer is None:
         answer = ""
     if not isinstance(answer, str):

@@ -122,8 +122,8 @@ def _fit(
         )
     if max(height, width) / min(height, width) > 200:
         raise ValueError(
-            f"frame size = {height} x {width}: the longer side may be at most 200 times the shorter; "
-            "crop the frame first"
+            f"frame size = {height} x {width}: the longer side may be at most 200 times the "
+            "shorter; crop the frame first"
         )
     h = max(least_side, round(height / factor) * factor)
     w = max(least_side, round(width / factor) * factor)

@@ -31,8 +31,8 @@ except ImportError:
     # decord has wheels for x86-64 Linux only.
     decord = None
 
-# decord 0.6.0 reads these exactly. In other containers it returns wrong frames after a seek, and for
-# other pixel formats it returns slightly different colours.
+# decord 0.6.0 reads these exactly. In other containers it returns wrong frames after a seek, and
+# for other pixel formats slightly different colours.
 _EXACT_CONTAINERS = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"}
 _EXACT_CODECS = {"h264", "vp9", "libvpx-vp9"}
 _EXACT_PIXELS = {"yuv420p"}
@@ -173,7 +173,7 @@ def _with_container(path: str | os.PathLike, use: Callable[[InputContainer], _Re
 
 
 def _stream(path: str | os.PathLike, container: InputContainer) -> av.VideoStream:
-    # Like decord: of several video streams, both read FFmpeg's "best" one.
+    # Of several video streams, take FFmpeg's "best" one, as decord does.
     stream = container.streams.best("video")
     if not isinstance(stream, av.VideoStream):
         raise VideoError(path, "it has no video stream")
@@ -290,7 +290,7 @@ def _require_whole(
     packets: int,
     end: float,
 ) -> None:
-    """Raise VideoError if the header promises more packets, or a later end in seconds."""
+    """Raise VideoError if there are fewer packets, or an earlier end, than the header says."""
     # FFmpeg opens a truncated file without any error, so only this check finds it.
     # The headers of other containers are often wrong or empty.
     if container.format.name not in _EXACT_CONTAINERS:

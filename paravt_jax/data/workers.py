@@ -168,7 +168,7 @@ class _Process:
             pass_fds=descriptors,
             env=os.environ | {"PYTHONPATH": paths},
             stdin=subprocess.DEVNULL,
-            # Ctrl-C goes to the whole process group. A child in its own session does not get it, not
+            # Ctrl-C goes to the whole process group. A child in its own session never gets it, not
             # even before it can ignore signals.
             start_new_session=True,
         )
