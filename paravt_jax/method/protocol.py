@@ -122,14 +122,13 @@ class ProtocolSettings:
     trajectory_tokens: int = 8192
     """Length limit of everything after the main agent's prompt: responses and tool results."""
     text_tokens: int = 1216
-    """Length limit of the main agent's prompt without its frames: system turn and question.
-    Longer questions are left out."""
+    """Length limit of system turn and question together. Longer questions are left out."""
+    # 12 tokens are enough for 99,999.9 seconds in Qwen's tokenizer.
     label_tokens: int = 12
-    """Tokens per frame for its timestamp and vision marks; 12 hold 99,999.9 seconds in Qwen's
-    tokenizer."""
+    """Upper bound on the tokens per frame for its timestamp and vision marks."""
+    # The cold start teaches `<think>` in both cases.
     pin_think: bool = True
-    """Begin every response of the main agent with `<think>` (paper, constrained generation). The
-    cold start teaches `<think>` in both cases."""
+    """Begin every response of the main agent with `<think>` (paper, constrained generation)."""
     crop_fps: float = 1.0
     """Frames per second that a sub-agent sees of its window."""
     crop_frames: int = 16
@@ -138,9 +137,9 @@ class ProtocolSettings:
     """Upper bound on the argument num_frames of crop_video; 0 leaves the argument out."""
     tools: tuple[str, ...] = ("crop_video",)
     """Tools of the main agent: crop_video, search_subtitles, or MODULE:CLASS (docs/tools.md)."""
+    # Demonstrations use `agentic`. `agentic-minimal` has little more than the tools' schemas.
     prompt: Prompt = "agentic"
-    """The system turn. Demonstrations use `agentic`; `agentic-minimal` has little more than the
-    tools' schemas; `reasoning` and `direct` offer no tools, and `direct` does not think."""
+    """The system turn. `reasoning` and `direct` offer no tools, and `direct` does not think."""
 
     def __post_init__(self):
         if self.prompt not in get_args(Prompt):

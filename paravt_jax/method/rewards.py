@@ -39,14 +39,13 @@ class RewardSettings:
     tool_weight: float = 1.0
     """Weight of R_tool in the total; 0 is the paper's row "without the tool reward"."""
     answer_suffix: bool = True
-    """The answer-suffix term: a non-empty answer block earns 0.5 and a think 0.2. With False, each
-    earns 0.3."""
+    """Give 0.5 for a non-empty answer block and 0.2 for a think, instead of 0.3 for each."""
+    # Under the anchors `credit` and `likelihood`, each token that breaks a block is penalised too.
     gamma: float = 0.3
-    """Penalty for a think that is never closed. Under the anchors `credit` and `likelihood`, also
-    the penalty for each token that breaks a block."""
+    """Penalty for a think that is never closed, and under some anchors for any broken block."""
+    # The terms of R_fmt can add up to more than 1. Above the cap, it no longer tells good from better.
     format_cap: bool = True
-    """Clip R_fmt to [0, 1]. Its terms can add up to more; above the cap, R_fmt no longer tells good
-    from better."""
+    """Clip R_fmt to [0, 1]."""
     open_ended: Literal["f1", "exact", "judge"] = "f1"
     """How open-ended answers are scored: word F1, exact match, or a language model."""
     judge: JudgeSettings | None = None

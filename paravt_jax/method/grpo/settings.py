@@ -56,9 +56,9 @@ class GRPOSettings:
     """Subtracted from a reward before it is scaled."""
     reward_scaling: float = 10.0
     """Factor on a reward before it is clipped and normalised."""
+    # The bound 20 is reached at R = 2.2, although rewards go up to 2.8 (REFERENCE 4, 14).
     reward_clip: float | None = 20.0
-    """Bound on scaled rewards in both directions, None for no bound. 20 is reached at R = 2.2,
-    although rewards go up to 2.8 (REFERENCE 4, 14)."""
+    """Bound on scaled rewards in both directions, None for no bound."""
     reward_normalisation: Normalisation = Normalisation("group", "group")
     """Normalisation of scaled rewards. Dr. GRPO uses `std="none"`, RLOO `leave_one_out`."""
     kl_coefficient: float = 0.01
@@ -71,9 +71,9 @@ class GRPOSettings:
     """Normalisation of token advantages, over all generated tokens of the batch by default."""
     ratio: Ratio = "token"
     """Policy ratio: of each token, or the geometric mean over a rollout's tokens (GSPO)."""
+    # The importance weight is exp(current - behaviour log-prob).
     behaviour_cap: float | None = 5.0
-    """Upper bound on the importance weight, exp(current - behaviour log-prob). Tokens above it are
-    left out of the loss. None for no bound."""
+    """Tokens with a larger importance weight are left out of the loss. None for no bound."""
     epsilon: float = 1e-5
     """Added to standard deviations."""
     anchor: Anchor = "sequence"
