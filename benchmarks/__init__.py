@@ -1,1 +1,1 @@
-"""Commands that measure this project and try to break it. Run them from a checkout."""
+"""Commands that measure and stress this project. Run them from a checkout."""

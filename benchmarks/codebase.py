@@ -1,14 +1,14 @@
-"""How much code there is, and how it reads: `python -m benchmarks.codebase [--against COMMIT]`.
+"""Measures the size and readability of the code: `python -m benchmarks.codebase [--against COMMIT]`
 
-Prints a table of figures for this checkout, beside those of another commit if one is named.
+Prints a table of figures for this checkout, and for another commit beside it if one is given.
 
-A code line is a line that is not blank, not a comment and not part of a docstring. "The walk" is
-every file that the RL learner and the sampling engine reach by imports: what one reads to
-understand a training step.
-Imports anywhere in a file count, and so does a module's name in a string. Counts of code lines are
-taken after formatting at 100 columns, so that two layouts can be compared. The figures on how the
-code reads are taken from the files as committed, without tests; characters do not include
-indentation.
+A code line is not blank, not a comment and not part of a docstring. "The walk" is the set of files
+that the RL learner and the sampling engine reach by imports. It is what one reads to understand a
+training step. Imports count anywhere in a file, and so do names of modules in strings.
+
+Code lines are counted after formatting at 100 columns, so that two layouts can be compared. The
+figures on readability come from the committed files, without tests. Characters per line do not
+include indentation.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 PACKAGES = ("paravt_jax", "models", "rollout", "train", "configs")
-# The walk begins with the RL learner and with the engine that it samples from. Each is followed by
-# the name that it had in older commits.
+# The walk starts at the RL learner and the engine that it samples from. The second name of each is
+# that in older commits.
 STARTS = (("train.learn.rl", "train.rl"), ("rollout.engine.engine", "rollout.engine"))
 COLUMNS = 100
 FAMILY = re.compile(r"qwen", re.IGNORECASE)
@@ -43,7 +43,7 @@ _LAYOUT_TOKENS = {
 
 
 class Module(NamedTuple):
-    """One source file: its text, its code lines, and the modules of the project it imports."""
+    """A source file: its text, number of code lines, and the project modules that it imports."""
 
     file: pathlib.Path
     text: str
@@ -52,7 +52,7 @@ class Module(NamedTuple):
 
 
 def read_modules(root: pathlib.Path) -> dict[str, Module]:
-    """All modules of `PACKAGES` below `root` by dotted name, in the layout that they have there."""
+    """Read all modules of `PACKAGES` below `root`, by dotted name."""
     files = {
         _module_name(file.relative_to(root)): file
         for package in PACKAGES
@@ -74,7 +74,7 @@ class LineNumbers(NamedTuple):
 
 
 def sort_lines(text: str) -> LineNumbers:
-    """Sort the lines of Python source by what they hold. A line with code and a comment is code."""
+    """Classify the lines of Python source. A line with code and a comment counts as code."""
     code: set[int] = set()
     comments: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -92,7 +92,7 @@ def code_lines(text: str) -> int:
 
 
 def reading(root: pathlib.Path) -> dict[str, str]:
-    """Figures on how the sources below `root` read, tests left out."""
+    """Figures on the readability of the sources below `root`, without tests."""
     lines = filled = comments = docstrings = 0
     lengths: list[int] = []
     widths: list[int] = []
@@ -100,13 +100,14 @@ def reading(root: pathlib.Path) -> dict[str, str]:
         for file in sorted((root / package).rglob("*.py")):
             text = file.read_text(encoding="utf-8")
             numbers = sort_lines(text)
-            rows = text.splitlines()
-            lines += len(rows)
-            filled += sum(bool(row.strip()) for row in rows)
+            file_lines = text.splitlines()
+            lines += len(file_lines)
+            filled += sum(bool(line.strip()) for line in file_lines)
             comments += len(numbers.comments)
             docstrings += len(numbers.docstrings)
-            widths += [len(rows[number - 1]) for number in numbers.code]
-            lengths += [len(rows[number - 1].strip()) for number in numbers.code]
+            code = [file_lines[number - 1] for number in numbers.code]
+            widths += [len(line) for line in code]
+            lengths += [len(line.strip()) for line in code]
     wide = sum(width > COLUMNS for width in widths)
     return {
         "lines, tests left out": f"{lines:,}",
@@ -118,16 +119,17 @@ def reading(root: pathlib.Path) -> dict[str, str]:
 
 
 def walk(modules: Mapping[str, Module]) -> dict[str, Module]:
-    """All modules that `STARTS` reach by imports, with themselves and the packages around them."""
+    """`STARTS`, all modules that they reach by imports, and the packages that contain these."""
     reached: dict[str, Module] = {}
-    ahead = [next(name for name in names if name in modules) for names in STARTS]
-    while ahead:
-        name = ahead.pop()
+    pending = [next(name for name in names if name in modules) for names in STARTS]
+    while pending:
+        name = pending.pop()
         if name in reached:
             continue
         reached[name] = modules[name]
-        ahead += [package for package in _packages(name) if package in modules]
-        ahead += modules[name].imports
+        # Importing a module also runs the `__init__` of every package around it.
+        pending += [package for package in _packages(name) if package in modules]
+        pending += modules[name].imports
     return reached
 
 
@@ -143,7 +145,7 @@ def find_cycles(modules: Mapping[str, Module]) -> list[list[str]]:
 
 
 def name_a_family(modules: Mapping[str, Module]) -> list[str]:
-    """Modules outside `models/qwen3_vl` in which a model family is named."""
+    """Modules outside `models/qwen3_vl` that name a model family."""
     return [
         name
         for name, module in modules.items()
@@ -192,38 +194,39 @@ def _docstring_lines(tree: ast.Module) -> Iterator[int]:
             continue
         for statement in node.body:
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                if isinstance(statement.value.value, str):  # also those below a dataclass's fields
+                # Strings below the fields of a dataclass count too.
+                if isinstance(statement.value.value, str):
                     yield from range(statement.lineno, (statement.end_lineno or 0) + 1)
 
 
 def _reachable(modules: Mapping[str, Module], start: str) -> set[str]:
-    """What `start` imports, directly or through others; itself only if a cycle leads back."""
+    """Modules that `start` imports, directly or indirectly. Contains `start` only if on a cycle."""
     reached: set[str] = set()
-    ahead = list(modules[start].imports)
-    while ahead:
-        name = ahead.pop()
+    pending = list(modules[start].imports)
+    while pending:
+        name = pending.pop()
         if name not in reached:
             reached.add(name)
-            ahead += modules[name].imports
+            pending += modules[name].imports
     return reached
 
 
-def _laid_out(root: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """A copy of the sources and tests of `root` in `folder`, laid out at `COLUMNS` columns."""
+def _formatted_copy(root: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """Copy the sources and tests of `root` to `folder`, and format them at `COLUMNS` columns."""
     for name in (*PACKAGES, "tests", "benchmarks", "examples"):
         if (root / name).exists():
             shutil.copytree(
                 root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
             )
-    layout = ["ruff", "format", "--quiet", "--isolated", f"--line-length={COLUMNS}", str(folder)]
-    subprocess.run(layout, check=True)
+    command = ["ruff", "format", "--quiet", "--isolated", f"--line-length={COLUMNS}", str(folder)]
+    subprocess.run(command, check=True)
     return folder
 
 
 def measure(root: pathlib.Path) -> dict[str, str]:
-    """The figures of the checkout at `root`, by their names."""
+    """Measure the checkout at `root`. Returns its figures by name."""
     with tempfile.TemporaryDirectory() as folder:
-        copy = _laid_out(root, pathlib.Path(folder))
+        copy = _formatted_copy(root, pathlib.Path(folder))
         modules = read_modules(copy)
         reached = walk(modules)
         tests = [code_lines(file.read_text("utf-8")) for file in (copy / "tests").rglob("*.py")]
@@ -253,7 +256,7 @@ def measure_commit(root: pathlib.Path, commit: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Print the table in Markdown; with `--walk` the walk file by file."""
+    """Print the table in Markdown. With `--walk`, print the files of the walk first."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.codebase", description=__doc__)
     parser.add_argument("--against", metavar="COMMIT", help="commit to compare with")
     parser.add_argument("--walk", action="store_true", help="print the walk file by file")

@@ -1,13 +1,13 @@
-"""Times the rollouts of one training step in transformers and in this engine, on the same cores.
+"""Times the rollouts of one training step in this engine and in transformers, on the same cores.
 
     python -m benchmarks.engine             the tables of docs/speed.md (needs the extra `parity`)
-    python -m benchmarks.engine --crops 6   seconds of a rollout by its number of crops
+    python -m benchmarks.engine --crops 6   seconds for rollouts with 1 to 6 crops
     ... --json FILE                         writes every measured number
 
-Prompts have many frames, rollouts have crops and a second turn. Lengths are fixed and nothing stops
-early, so both sides do the same work. Each side runs in a process of its own and loads the same
-random weights. The benchmark fails if their greedy tokens differ, or if anything compiles while it
-is timed.
+Prompts have many frames, and rollouts have crops and a second turn. Lengths are fixed and nothing
+stops early, so both sides do the same work. Each side runs in its own process and loads the same
+random weights. The benchmark fails if the greedy tokens of the two sides differ, or if anything is
+compiled during the measurement.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from rollout.engine.settings import EngineSizes
 from train.durable.compilations import Compilations
 
 GIB = 2**30
-# The sampled tokens of a rollout: turns and summaries, in the order in which they were requested.
+# The sampled tokens of a rollout: turns and summaries, in the order of their requests.
 Rollout = list[list[int]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The rollouts of one step, as lengths in tokens.
+    """The rollouts of one step. Lengths are in tokens.
 
-    A prompt shows frames of a video, each after a label with its time, and then a question. A
-    rollout of it is a turn, crops side by side, a turn, ..., with a turn at the end:
+    A prompt has labelled frames of a video and then a question. A rollout alternates turns and
+    rounds of parallel crops, and ends with a turn:
 
         prompt | turn | responses of the crops | turn
                   crop | summary
@@ -72,26 +72,27 @@ class Work:
     samples: int = 8
     """Rollouts per group."""
     frames: int = 64
-    """Frames that a prompt shows."""
+    """Frames in a prompt."""
     video: int = 256
     """Frames of the video."""
     side: int = 192
-    """Pixels of a frame's side. Frames are squares."""
+    """Width and height of a frame in pixels."""
     time: int = 12
-    """The label of a frame."""
+    """Length of a frame's label, which states its time."""
     question: int = 60
+    """Length of a question."""
     turn: int = 64
-    """A turn of the main agent."""
+    """Length of a turn of the main agent."""
     rounds: tuple[int, ...] = (2,)
-    """Crops after each turn but the last."""
+    """Number of crops after each turn except the last."""
     crop_frames: int = 8
-    """Frames of a crop."""
+    """Frames in a crop."""
     request: int = 30
-    """A sub-agent's request, after its frames."""
+    """Length of the request to a sub-agent, after its frames."""
     summary: int = 32
-    """A sub-agent's answer."""
+    """Length of a sub-agent's answer."""
     response: int = 30
-    """A crop's tool response to the main agent."""
+    """Length of a crop's tool response to the main agent."""
     temperature: float = 0.7
 
     @property
@@ -108,8 +109,8 @@ class Work:
 
 _SMALL = Work(
     CASES["small"],
-    # Rows: the first turn, the second, a sub-agent, a whole rollout.
-    # Prefill: what follows a turn, a sub-agent's prompt, a prompt.
+    # Rows for the first turn, the second turn, a sub-agent and a whole rollout. Prefill lengths for
+    # tool responses after a turn, a sub-agent's prompt and a main agent's prompt.
     EngineSizes(
         row_lengths=(64, 192, 448, 3392),
         prefix_lengths=(3184,),
@@ -147,7 +148,7 @@ _TOY = Work(
     response=3,
 )
 WORKS = {"small": _SMALL, "toy": _TOY}
-# For `--crops`: one group, with a slot for every sub-agent.
+# For `--crops`: a single group, with a slot for every sub-agent.
 FEW = {
     "small": dataclasses.replace(
         _SMALL,
@@ -174,7 +175,7 @@ FEW = {
 
 
 class Part(NamedTuple):
-    """Token ids, and the numbers of the frames of their placeholders."""
+    """Token ids, and the numbers of the frames that their placeholders stand for."""
 
     ids: Int[np.ndarray, " t"]
     frames: Int[np.ndarray, " f"]
@@ -187,7 +188,7 @@ def opening(work: Work, number: int) -> Part:
 
 
 def crop(work: Work, number: int, sample: int, call: int) -> Part:
-    """A sub-agent's prompt: consecutive frames from a random place, and a request."""
+    """A sub-agent's prompt: consecutive frames from a random start, and a request."""
     first = np.random.default_rng((1, number, sample, call)).integers(
         work.video - work.crop_frames + 1
     )
@@ -200,13 +201,13 @@ def response(work: Work, number: int, sample: int, call: int) -> Int[np.ndarray,
 
 
 def pixels(work: Work, number: int) -> UInt8[np.ndarray, "m y x 3"]:
-    """A video's frames: noise."""
+    """The frames of a video: random noise."""
     shape = (work.video, work.side, work.side, 3)
     return np.random.default_rng((4, number)).integers(0, 256, shape, np.uint8)
 
 
 def _part(work: Work, frames: np.ndarray, seed: tuple[int, ...], words: int) -> Part:
-    """Labelled frames, and then words."""
+    """Frames, each after a label of random tokens, and then `words` random tokens."""
     config = work.case.config
     rng = np.random.default_rng(seed)
     tokens = math.prod(work.grid) // config.vision.spatial_merge_size**2
@@ -219,14 +220,14 @@ def _part(work: Work, frames: np.ndarray, seed: tuple[int, ...], words: int) -> 
 
 
 def _words(work: Work, rng: np.random.Generator, count: int) -> np.ndarray:
-    """Random tokens without a special meaning."""
+    """Random tokens that are not special."""
     config = work.case.config
     special = min(config.image_token_id, config.vision_start_token_id)
     return rng.integers(0, min(special, config.text.vocab_size), count).astype(np.int32)
 
 
 def greedy(work: Work) -> Work:
-    """A small part of the work, greedy: both sides must sample the same tokens."""
+    """A small part of the work, sampled greedily. Both sides must draw the same tokens."""
     turn = min(work.turn, 8)
     summary = min(work.summary, 8)
     return dataclasses.replace(work, prompts=1, turn=turn, summary=summary, temperature=0.0)
@@ -236,9 +237,10 @@ def greedy(work: Work) -> Work:
 
 
 class MemoryFrames(FrameFeatures):
-    """Frames of videos in memory, because decoding files is not timed.
+    """Serves frames from memory, so that the time does not include decoding files.
 
-    `seconds`: time spent waiting for the vision tower.
+    Attributes:
+        seconds: Time spent in the vision tower.
     """
 
     def __init__(self, work: Work, model: Qwen3VL):
@@ -274,7 +276,7 @@ class MemoryFrames(FrameFeatures):
 
 
 async def rollout(work: Work, number: int, sample: int) -> Rollout:
-    """The agent of one rollout."""
+    """Play one rollout. Returns its sampled tokens."""
     sampled: Rollout = []
 
     def request(part: Part, new: int) -> Request:
@@ -304,8 +306,8 @@ def rollouts(work: Work, engine: Engine) -> tuple[list[Rollout], dict[str, float
     """Run all rollouts with an empty cache.
 
     Returns:
-        The rollouts, and what they took: seconds in total, in the tower and in device programs,
-        the host's share of the time, the share of rows that gave a token, and counts.
+        The rollouts, and their figures: total seconds, seconds in the tower and on the device, the
+        fraction of time on the host, the fraction of row steps that gave a token, and counts.
     """
     features = engine.features
     assert isinstance(features, MemoryFrames)
@@ -325,7 +327,7 @@ def rollouts(work: Work, engine: Engine) -> tuple[list[Rollout], dict[str, float
     seconds = time.perf_counter() - start
     tower = features.seconds - tower_before
     assert compilations.count == 0, (
-        f"{compilations.count} programs were compiled while the clock ran; warm_up misses a shape"
+        f"{compilations.count} programs were compiled while they were timed; warm_up misses a shape"
     )
     after = engine.counts
     device = after.seconds - before.seconds + tower
@@ -344,15 +346,17 @@ def rollouts(work: Work, engine: Engine) -> tuple[list[Rollout], dict[str, float
 
 
 def warm_engine(model: Qwen3VL, work: Work) -> Engine:
-    """An engine that has compiled every program."""
+    """Make an engine and compile all its programs."""
     engine = Engine(model, MemoryFrames(work, model), work.settings)
     engine.warm_up()
     engine.features((Frame("0", 0, 0.0),))
-    engine.step()  # copies the seconds of the warm-up into the counts
+    # A step adds the time of the warm-up to the counts, so that it is not counted later.
+    engine.step()
     return engine
 
 
 def ours(folder: str, work: Work) -> dict[str, Any]:
+    """Measure this engine with all samples, and with half of them."""
     engine = warm_engine(hf.load(folder), work)
     greedy_rollouts, _ = rollouts(greedy(work), engine)
     _, whole = rollouts(work, engine)
@@ -368,9 +372,9 @@ def ours(folder: str, work: Work) -> dict[str, Any]:
 
 
 def plan(work: Work) -> dict[str, float]:
-    """The memory that the sizes ask for, in GiB.
+    """Memory that the engine needs by its sizes, in GiB.
 
-    That is what stays on the device, and what the largest decoding program needs while it runs.
+    It includes arrays that stay on the device, and temporaries of the largest decoding program.
     """
     text = work.case.config.text
     settings = work.settings
@@ -385,7 +389,7 @@ def plan(work: Work) -> dict[str, float]:
         "layers' weights again, to decode": _weight_bytes(model.text.layers),
         "pages": (settings.pages + 1) * settings.page * token,
         "copies of shared prefixes": blocks * sum(settings.prefix_lengths) * token,
-        # Once as gathered from the pages, and once in the layout that decoding needs.
+        # Twice: as gathered from the pages, and in the layout that decoding needs.
         "rows' own tokens, twice, to decode": 2 * row_tokens * token,
     }
     return {name: value / GIB for name, value in sizes.items()}
@@ -401,11 +405,11 @@ def _weight_bytes(module: Any) -> int:
 
 
 class Theirs:
-    """The same rollouts, written with transformers by a user who knows it well.
+    """The same rollouts with transformers, as an experienced user would write them.
 
-    Each prompt is prefilled once, and its cache repeated for its samples. All rollouts of
-    `together` prompts are decoded in one batch, without padding, because their lengths are equal.
-    Their crops are one batch too. The second turn continues from the caches of the first.
+    Each prompt is prefilled once, and its cache is repeated for its samples. The rollouts of
+    `together` prompts are decoded in one batch, without padding because their lengths are equal.
+    Their crops form one batch too. The second turn continues from the caches of the first.
     """
 
     def __init__(self, folder: str, work: Work, together: int):
@@ -437,7 +441,7 @@ class Theirs:
         return results
 
     def _batch(self, work: Work, first: int) -> list[Rollout]:
-        """The rollouts of `together` prompts: one row of the batch per rollout."""
+        """Play the rollouts of `together` prompts, as one row of the batch per rollout."""
         numbers = range(first, min(first + self.together, work.prompts))
         rows = [(number, sample) for number in numbers for sample in range(work.samples)]
         results: list[Rollout] = [[] for _ in rows]
@@ -457,7 +461,7 @@ class Theirs:
                 results[n] += [turn, *summaries[n * crops : (n + 1) * crops]]
             position += work.turn
             with self.timed("turns"):
-                # The turn's last token has been sampled but not fed yet.
+                # The last token of the turn has been sampled, but not fed to the model yet.
                 answers = self._responses(work, rows, calls)
                 new = self.torch.cat([tokens[:, -1:], answers], 1)
                 logits = self._forward(new, cache, position - 1)
@@ -473,12 +477,12 @@ class Theirs:
         return next_position(mrope_positions(part.ids, grids, self.work.case.config))
 
     def _responses(self, work: Work, rows: Sequence[tuple[int, int]], calls: Sequence[int]) -> Any:
-        """The tool responses of each row's crops, one after the other."""
+        """The concatenated tool responses of each row's crops."""
         answers = [np.concatenate([response(work, *row, n) for n in calls]) for row in rows]
         return self.torch.tensor(np.stack(answers), dtype=self.torch.long)
 
     def inputs(self, work: Work, parts: Sequence[Part], numbers: Sequence[int]) -> dict[str, Any]:
-        """A batch of equally long prompts, as a processor would give it."""
+        """Make a batch of equally long prompts, as a processor would."""
         torch = self.torch
         config = work.case.config
         ids = torch.tensor(np.stack([part.ids for part in parts]), dtype=torch.long)
@@ -497,7 +501,7 @@ class Theirs:
         """Prefill each prompt once, and repeat its cache for its samples.
 
         Returns:
-            The logits of every row's first token, and a cache with room for the whole rollout.
+            The logits for every row's first token, and a cache with room for whole rollouts.
         """
         torch = self.torch
         logits = []
@@ -526,7 +530,7 @@ class Theirs:
         return torch.cat(logits).repeat_interleave(work.samples, 0), cache
 
     def _crops(self, work: Work, rows: Sequence[tuple[int, int]], calls: Sequence[int]) -> Any:
-        """The summaries of all sub-agents, those of a row side by side."""
+        """The summaries of all sub-agents, one row per sub-agent."""
         parts = [crop(work, *row, n) for row in rows for n in calls]
         numbers = [number for number, _ in rows for _ in calls]
         cache = self.transformers.DynamicCache()
@@ -563,7 +567,7 @@ class Theirs:
         return self.torch.multinomial((logits / work.temperature).softmax(-1), 1)
 
     def plain(self, work: Work) -> float:
-        """Seconds for the rollouts of one prompt with `generate` alone."""
+        """Time one prompt's rollouts with `generate` alone, which prefills every context anew."""
         start = time.perf_counter()
         sampling = {
             "do_sample": True,
@@ -615,10 +619,10 @@ def theirs(folder: str, work: Work, together: int, plain: bool) -> dict[str, Any
 
 
 def compare(work: Work, rounds: int, together: int, plain: bool) -> dict[str, list[dict[str, Any]]]:
-    """Measure both sides in turn, `rounds` times.
+    """Measure both sides alternately, `rounds` times.
 
     Raises:
-        AssertionError: their greedy rollouts differ.
+        AssertionError: The greedy rollouts of the two sides differ.
     """
     found: dict[str, list[dict[str, Any]]] = {"here": [], "transformers": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -631,14 +635,14 @@ def compare(work: Work, rounds: int, together: int, plain: bool) -> dict[str, li
 
 
 def check(mine: list[Rollout], other: list[Rollout]) -> None:
-    """AssertionError if a greedy token differs."""
+    """Raise AssertionError if a greedy token differs."""
     assert len(mine) == len(other) > 0
     for number, (here, there) in enumerate(zip(mine, other, strict=True)):
         assert here == there, f"greedy rollout {number}: {here} here, {there} in transformers"
 
 
 def report(work: Work, found: dict[str, list[dict[str, Any]]]) -> str:
-    """The tables, for the best round of each side."""
+    """Format the tables, with the best round of each side."""
     mine = min(found["here"], key=lambda result: result["seconds"])
     other = min(found["transformers"], key=lambda result: result["seconds"])
     planned = mine["plan_gib"]
@@ -660,7 +664,7 @@ def report(work: Work, found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def _rates(work: Work, mine: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """The table of both sides' speed."""
+    """The table with the speed of both sides."""
     lines = [
         "| side | seconds | generated tokens/s | times transformers | resident GiB at most |",
         "|---" * 5 + "|",
@@ -681,9 +685,9 @@ def _rates(work: Work, mine: dict[str, Any], other: dict[str, Any]) -> list[str]
 
 
 def _counts(work: Work, mine: dict[str, Any]) -> list[str]:
-    """The table of what the engine counted, with all samples and with half of them."""
+    """The table of the engine's counts, with all samples and with half of them."""
     lines = [
-        "| samples a prompt | tokens prefilled | frames encoded | steps "
+        "| samples per prompt | tokens prefilled | frames encoded | steps "
         "| slots filled | seconds | tower | host |",
         "|---" * 8 + "|",
     ]
@@ -697,13 +701,13 @@ def _counts(work: Work, mine: dict[str, Any]) -> list[str]:
 
 
 def _needed(work: Work) -> str:
-    """The tokens that must be prefilled if each is computed once."""
+    """The tokens that have to be prefilled if each is computed only once."""
     prompt = len(opening(work, 0).ids) - 1
     crops = sum(work.rounds)
     windows = crops * (len(crop(work, 0, 0, 0).ids) - 1)
     return (
-        f"needed: {prompt} tokens a prompt, {windows} of crops and "
-        f"{crops * work.response} of responses a rollout"
+        f"needed: {prompt} tokens per prompt; per rollout, {windows} of crops and "
+        f"{crops * work.response} of responses"
     )
 
 
@@ -711,7 +715,7 @@ def _needed(work: Work) -> str:
 
 
 def by_crops(case: str, most: int) -> dict[str, list[float]]:
-    """Seconds of one group's rollouts with 1 to `most` crops: all in one turn, or one per turn."""
+    """Time one group's rollouts with 1 to `most` crops: all in one turn, or one per turn."""
     work = FEW[case]
     make_model = nnx.jit(lambda: Qwen3VL(work.case.config, rngs=nnx.Rngs(0)))
     engine = warm_engine(make_model(), work)
@@ -751,14 +755,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Times the same rollouts in transformers and here."
     )
     add = parser.add_argument
-    add("--case", choices=WORKS, default="small", help="the size of the model and of the work")
+    add("--case", choices=WORKS, default="small", help="size of the model and of the work")
     add(
         "--rounds",
         type=int,
         default=1,
-        help="how often to measure; about half an hour each at the small size",
+        help="number of measurements; each takes about half an hour for the case small",
     )
-    add("--prompts", type=int, help="fewer prompts than the case has, for a quick look")
+    add("--prompts", type=int, help="number of prompts, fewer than the case has for a quick look")
     add(
         "--together",
         type=int,
@@ -770,9 +774,9 @@ def _parser() -> argparse.ArgumentParser:
         "--crops",
         type=int,
         metavar="N",
-        help="instead: the engine's seconds by the number of crops, up to N",
+        help="only time the engine, on rollouts with 1 to N crops",
     )
-    add("--plot", type=Path, help="file to draw `--crops` into, if matplotlib is installed")
+    add("--plot", type=Path, help="image file for the curves of `--crops`; needs matplotlib")
     add("--json", type=Path, help="file for the machine and every measured number")
     return parser
 

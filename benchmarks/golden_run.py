@@ -1,15 +1,15 @@
 """Compares the figures and weights of small training runs with the record in golden_run.json.
 
-`python -m benchmarks.golden_run` makes the runs and prints what differs. With `--write` it replaces
-the record.
+`python -m benchmarks.golden_run` makes the runs and prints the differences. With `--write` it
+replaces the record.
 
 There are two runs of three steps per phase, one with the cold start and one with RL. Both start
-from the aligned model, so a change of the cold start leaves the figures of RL as they are.
+from the aligned model, so a change to the cold start does not change the figures of RL.
 
-The runs go through the same door as a user's: a recipe passed to `train.run.execute`, figures from
-metrics.jsonl, weights from the folder `model`. Only the sampler is replaced: after three steps, a
-model writes nothing that earns a reward, so `ScriptedEngine` answers with prepared texts. That also
-keeps the tokens of the rollouts independent of rounding.
+The runs use the same entry points as a user's: a recipe passed to `train.run.execute`, figures from
+metrics.jsonl, weights from the folder `model`. Only the sampler is replaced. After three steps, a
+model writes nothing that earns a reward, so `ScriptedEngine` answers with prepared texts. The
+tokens of the rollouts then do not depend on rounding either.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ RECORD = pathlib.Path(__file__).with_name("golden_run.json")
 TOLERANCES = {"align": 1e-6, "sft": 6e-6, "rl": 6e-5, "decoder": 1.5e-4, "tower": 5e-4}
 """Relative tolerances, at least ten times the largest difference between ten runs.
 
-Every run compiled its programs anew: on 2 cores, on 1 core, without Eigen's threads, for SSE4.2,
-for AVX2, and with XLA's own optimisation and fusions for AVX-512 and for SSE4.2 (AMD EPYC, jax
-0.10.2). The largest differences of figures were 8.0e-8 in align, 5.2e-7 in sft and 6.0e-6 in rl.
-Those of weights, relative to their norms, were 1.4e-5 in the decoder and 4.5e-5 in the vision
-tower, where Adam amplifies the rounding of small gradients. On 2 cores, runs with the tests'
-compiler settings and AVX2 or more were equal bit for bit.
+Every run compiled its own programs: on 2 cores, on 1 core, without Eigen's threads, for SSE4.2, for
+AVX2, and with XLA's own optimisation and fusions for AVX-512 and for SSE4.2 (AMD EPYC, jax 0.10.2).
+Figures differed by at most 8.0e-8 in align, 5.2e-7 in sft and 6.0e-6 in rl. Weights differed by at
+most 1.4e-5 of their norm in the decoder and 4.5e-5 in the vision tower, where Adam amplifies the
+rounding of small gradients. On 2 cores, runs with the tests' compiler settings and AVX2 or more
+were equal bit for bit.
 """
 
 ABSOLUTE = 1e-7
@@ -64,23 +64,22 @@ ABSOLUTE = 1e-7
 PROCESSORS = ("x86_64", "AMD64")
 """Processors on which videos decode to the same pixels.
 
-With SSSE3 or more, every run read the same pixels, by decord and by PyAV. With ffmpeg's assembly
-switched off for encoding and decoding, as a stand-in for other processors, colours differed by up
-to 3 grey levels.
+With SSSE3 or more, every run read the same pixels, by decord and by PyAV. Without ffmpeg's assembly
+for encoding and decoding, which imitates other processors, colours differed by up to 3 grey levels.
 """
 
 CLOCK = ("wall", "time/", "speed/", "memory/")
 """Prefixes of figures that depend on the machine's speed and size. They are not compared."""
 
 MOST_LINES = 40
-"""Differences that are printed, at most."""
+"""Upper bound on the printed differences."""
 
 ADVICE = """\
-A refactoring, a speed-up or another layout of files and batches changes none of these figures: fix
+A refactoring, a speed-up or another layout of files and batches must not change these figures: fix
 the code. Replace the record (python -m benchmarks.golden_run --write) only in a commit that is
 meant to change the method, a default, the model's initialisation, the random draws, the small
-world, or what a step of the cold start trains on, and give the reason in its message. A change of
-the cold start leaves the figures of align and RL as they are. If you rename a metric or a weight,
+world, or what a step of the cold start trains on, and give the reason in its message. A change to
+the cold start does not change the figures of align and RL. If you rename a metric or a weight,
 rename it in the record by hand; its figures stay."""
 
 Figures = dict[str, float]
@@ -123,7 +122,7 @@ def recipe(folder: pathlib.Path) -> Run:
 
 
 class ScriptedEngine:
-    """A sampler with prepared answers. The request's seed chooses the text and the log-probs."""
+    """A sampler with prepared answers. The seed of a request selects the text and the log-probs."""
 
     two_calls = render_call(CropCall(32, 48)) + "\n" + render_call(CropCall(48, 64))
     plans = (
@@ -189,8 +188,8 @@ class ScriptedEngine:
         limit = request.sampling.max_new_tokens
         if len(ids) > limit:
             ids, stop = ids[:limit], SampleStop.LENGTH
-        # The mean is an untrained model's; the spread makes some importance weights exceed their
-        # cap.
+        # The mean is that of an untrained model. The spread makes some importance weights exceed
+        # their cap.
         logprobs = rng.normal(-math.log(self.vocabulary.size), 1.0, len(ids))
         logprobs = np.minimum(logprobs, 0).astype(np.float32)
         fed = np.concatenate([request.ids, ids])
@@ -219,7 +218,7 @@ def _execute(run: Run) -> None:
 
 
 def _frames(folder: pathlib.Path) -> Figures:
-    """A checksum of all decoded frames. If it differs, so do most other figures."""
+    """A checksum of all decoded frames. If it differs, most other figures differ too."""
     checksum = 0
     for file in sorted((folder / "videos").rglob("*.mp4")):
         frames = video.read(file, range(video.probe(file).frames))
@@ -228,7 +227,7 @@ def _frames(folder: pathlib.Path) -> Figures:
 
 
 def _metrics(folder: pathlib.Path) -> Figures:
-    """Every figure of every step; NaN for a figure that was not finite."""
+    """All figures of all steps. A figure that was not finite is NaN."""
     figures: Figures = {}
     for line in read_metrics(folder / "metrics.jsonl"):
         phase = line.pop("phase")
@@ -242,14 +241,14 @@ def _metrics(folder: pathlib.Path) -> Figures:
 def _weights(folder: pathlib.Path) -> Figures:
     """The norm of each exported weight, and its inner product with `random_vector`.
 
-    A norm stays the same if entries change places or signs; the product does not.
+    A norm does not change if entries change places or signs, but the product does.
     """
     figures: Figures = {}
     for name, weight in load_file(folder / "model" / "model.safetensors").items():
         values = weight.astype(np.float64)
         products = values * random_vector(name, weight.shape)
         if name.endswith("qkv.bias"):
-            # Attention does not depend on the keys' bias: its gradient is rounding error, which
+            # Attention does not depend on the bias of the keys. Its gradient is rounding error, which
             # Adam scales up.
             values = _without_keys(values)
             products = _without_keys(products)
@@ -282,7 +281,7 @@ def write_record(figures: Figures) -> None:
     Whole numbers are written as int, which marks them for exact comparison.
 
     Raises:
-        ValueError: a figure is not finite.
+        ValueError: A figure is not finite.
     """
     not_finite = [name for name, value in figures.items() if not math.isfinite(value)]
     if not_finite:
@@ -293,7 +292,7 @@ def write_record(figures: Figures) -> None:
 
 
 def tolerance(name: str, expected: Figures) -> float:
-    """The difference that a figure may have; 0 for a whole number."""
+    """The largest allowed difference of a figure; 0 for a whole number."""
     if isinstance(expected[name], int):
         return 0.0
     subject = name.rpartition(": ")[0]
@@ -308,8 +307,8 @@ def tolerance(name: str, expected: Figures) -> float:
 def compare(expected: Figures, found: Figures) -> list[str]:
     """List the names that are missing or new, and then the figures that differ.
 
-    The figure that exceeds its tolerance by the largest factor comes first. After MOST_LINES lines,
-    a last line counts the others.
+    Figures are sorted by how far they exceed their tolerance, the furthest first. After MOST_LINES
+    lines, only the number of further ones is given.
     """
     lines = [f"{name}: missing" for name in expected if name not in found]
     lines += [f"{name}: new, {value!r}" for name, value in found.items() if name not in expected]

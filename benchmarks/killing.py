@@ -1,13 +1,14 @@
-"""`python -m benchmarks.killing`: kills a small run at random moments; nothing may be lost.
+"""Kills small runs at random moments; nothing may be lost: `python -m benchmarks.killing`.
 
-An undisturbed run goes first; every other run is killed again and again until it ends. Checked are:
+The first run is undisturbed. All further runs are killed and restarted until they finish. The
+checks are:
 
-1. After each death all checkpoints can be read, and each equals the undisturbed run's of that step.
-2. metrics.jsonl has each step once, and none is lost or written again that a checkpoint covers.
-3. After a clean stop (SIGINT, SIGTERM) the last step is saved.
+1. After each kill, all checkpoints can be read, and each equals that of the undisturbed run.
+2. metrics.jsonl has each step once. Steps covered by a checkpoint are neither lost nor rewritten.
+3. After a clean stop (SIGINT, SIGTERM), the last step is saved.
 4. The finished run equals the undisturbed one bit for bit: results, metrics, weights, episodes.
 
-The undisturbed run compiles all programs; the others read them from a folder.
+The undisturbed run compiles all programs, and the others read them from a folder.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PROGRAM = ROOT / "tests" / "train" / "small.py"
 ROLLOUTS = rollout_file_name()
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
-# Seconds after which a process that should have ended counts as stuck.
+# A process that has not ended after this many seconds counts as stuck.
 DEADLINE = 900.0
 Row = dict[str, Any]
 
@@ -62,7 +63,7 @@ class Killing:
 
 @dataclasses.dataclass
 class Tally:
-    """Counts of what has happened so far."""
+    """Counts of all kills so far."""
 
     kills: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     """By moment and signal."""
@@ -71,6 +72,7 @@ class Tally:
     phases: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     """By the phase of the last recorded step."""
     runs: int = 0
+    """Finished runs."""
     unfinished_saves: int = 0
     """Kills that interrupted a save."""
     read_again: int = 0
@@ -117,12 +119,12 @@ def wait(
     done: Callable[[], bool] = lambda: False,
     deadline: float = DEADLINE,
 ) -> None:
-    """Waits until the process ends or `done` returns True."""
+    """Wait until the process ends or `done` returns True."""
     end = time.monotonic() + deadline
     while process.poll() is None and not done():
         if time.monotonic() > end:
             process.kill()
-            raise AssertionError(f"{what}: nothing for {deadline:.0f} s")
+            raise AssertionError(f"{what}: not reached after {deadline:.0f} s")
         time.sleep(0.002)
 
 
@@ -132,9 +134,9 @@ def wait(
 def moments(
     folder: pathlib.Path, rng: np.random.Generator
 ) -> dict[str, tuple[Callable[[], bool], float]]:
-    """Moments to kill a run at, by name.
+    """Possible moments of a kill, by name.
 
-    Each is a condition to wait for, from now on, and the seconds to wait after it.
+    Each consists of a condition to wait for, and the seconds to wait after it.
     """
     files = {name: _stamp(folder / name) for name in ("metrics.jsonl", ROLLOUTS)}
     clock = time.monotonic() + rng.uniform(0, 25)
@@ -167,7 +169,7 @@ def rows_of(folder: pathlib.Path) -> list[Row]:
 
 
 def without_clock(rows: list[Row]) -> list[Row]:
-    """The rows without times, and without compilations, which depend on restarts."""
+    """Remove times, and numbers of compilations, which depend on restarts."""
 
     def kept(name: str) -> bool:
         measured = name in ("wall", "recompilations") or name.startswith(("time/", "speed/"))
@@ -177,7 +179,7 @@ def without_clock(rows: list[Row]) -> list[Row]:
 
 
 def checkpoints_of(folder: pathlib.Path) -> Iterator[tuple[str, int, dict[str, bytes]]]:
-    """Reads every checkpoint: (phase, step, bytes of each leaf by name)."""
+    """Read every checkpoint as (phase, step, bytes of each leaf by name)."""
     for phase in PHASES:
         if not (folder / "checkpoints" / phase).exists():
             continue
@@ -200,33 +202,33 @@ def _leaf(text: str) -> jax.ShapeDtypeStruct:
 
 
 def saved_rows(rows: list[Row], newest: dict[str, int]) -> list[Row]:
-    """The rows up to the newest checkpoints. No later process may write them again."""
+    """The rows that the newest checkpoints cover. No later process may write them again."""
     return [row for row in rows if row["step"] <= newest.get(row["phase"], 0)]
 
 
 def check_state(
     folder: pathlib.Path, whole: list[Row], states: dict[tuple[str, int], dict[str, bytes]]
 ) -> dict[str, int]:
-    """Checks a run's files after a process has died.
+    """Check a run's files after its process was killed.
 
     Args:
-        folder: the run.
-        whole: metrics of the undisturbed run.
-        states: leaves of each checkpoint by (phase, step), of the undisturbed run and of those
-            checked before. Checkpoints of new steps are added.
+        folder: Folder of the run.
+        whole: Metrics of the undisturbed run.
+        states: Leaves of all known checkpoints, by (phase, step): those of the undisturbed run and
+            of runs that were checked before. New steps are added.
 
     Returns:
-        The newest checkpoint's step of each phase.
+        The step of the newest checkpoint of each phase.
     """
     rows = rows_of(folder)
     newest: dict[str, int] = {}
     assert without_clock(rows) == without_clock(whole)[: len(rows)], (
-        "metrics.jsonl differs from the beginning of the undisturbed run's"
+        "metrics.jsonl differs from that of the undisturbed run"
     )
     for phase, step, leaves in checkpoints_of(folder):
         newest[phase] = max(step, newest.get(phase, 0))
         expected = states.setdefault((phase, step), leaves)
-        assert expected == leaves, f"the state of {phase} {step} differs"
+        assert expected == leaves, f"checkpoint {step} of {phase} differs"
     for phase, step in newest.items():
         recorded = sum(row["phase"] == phase for row in rows)
         assert recorded >= step, f"{phase}: checkpoint {step} is ahead of metrics.jsonl"
@@ -234,7 +236,7 @@ def check_state(
 
 
 def check_end(folder: pathlib.Path, undisturbed: pathlib.Path) -> None:
-    """Checks that a finished run equals the undisturbed one."""
+    """Check that a finished run equals the undisturbed one."""
     results = [json.loads((place / "result.json").read_text()) for place in (folder, undisturbed)]
     for result in results:
         del result["seconds"], result["recompilations_after_warmup"]
@@ -250,15 +252,15 @@ def check_end(folder: pathlib.Path, undisturbed: pathlib.Path) -> None:
 
 # --- killing ---
 
-# Exit codes by signal. The negative ones of SIGINT and SIGTERM: the run did not listen yet.
+# Exit codes by signal. The negative codes of SIGINT and SIGTERM occur before the run handles them.
 EXIT_CODES = {signal.SIGKILL: (-9,), signal.SIGINT: (130, -2), signal.SIGTERM: (143, -15)}
 
 
 def kill_once(
     folder: pathlib.Path, compiled: pathlib.Path, rng: np.random.Generator, tally: Tally
 ) -> bool:
-    """Starts a process of the run and kills it; True if the run ended before the kill."""
-    number = SIGNALS[rng.integers(len(SIGNALS))]
+    """Start a process of the run and kill it. Returns True if the run ended before the kill."""
+    sent = SIGNALS[rng.integers(len(SIGNALS))]
     steps_before = len(rows_of(folder))
     possible = moments(folder, rng)
     name = sorted(possible)[rng.integers(len(possible))]
@@ -268,20 +270,20 @@ def kill_once(
         wait(process, name, reached)
         if process.poll() is None:
             time.sleep(delay)
-            process.send_signal(number)
-            wait(process, f"{name}, after {number.name}")
+            process.send_signal(sent)
+            wait(process, f"{name}, after {sent.name}")
     finally:
         process.kill()
     code = process.wait()
     rows = rows_of(folder)
-    # A rollout that takes no time was read from disk.
+    # Rollouts that take almost no time were read from disk.
     tally.read_again += sum(row.get("time/rollout", 1.0) < 0.05 for row in rows[steps_before:])
     if code == 0:
         return True
-    assert code in EXIT_CODES[number], (
-        f"{name}, {number.name}: it ended with {code}; see {folder.with_suffix('.log')}"
+    assert code in EXIT_CODES[sent], (
+        f"{name}, {sent.name}: exit code {code}; see {folder.with_suffix('.log')}"
     )
-    tally.kills[f"{name}, {number.name}"] += 1
+    tally.kills[f"{name}, {sent.name}"] += 1
     tally.ends[str(code)] += 1
     tally.phases[rows[-1]["phase"] if rows else "before"] += 1
     tally.unfinished_saves += any((folder / "checkpoints").glob("*/*.orbax-checkpoint-tmp*"))
@@ -289,29 +291,29 @@ def kill_once(
     if stopped_cleanly and len(rows) > steps_before:
         last = rows[-1]
         saved = folder / "checkpoints" / last["phase"] / str(last["step"])
-        assert saved.exists(), "a clean stop has not saved its last step"
+        assert saved.exists(), "the last step was not saved at a clean stop"
     return False
 
 
 def kill_again_and_again(
     times: int, seed: int, folder: pathlib.Path, compiled: pathlib.Path
 ) -> Tally:
-    """Kills runs until `times` kills have happened; prints its progress on stderr.
+    """Kill runs `times` times, and let the last one finish. Prints its progress on stderr.
 
     Args:
-        times: number of kills.
-        seed: of the random moments and signals.
-        folder: for the runs.
-        compiled: for compiled programs.
+        times: Number of kills.
+        seed: Seed of the random moments and signals.
+        folder: Folder for the runs.
+        compiled: Folder for compiled programs.
 
     Raises:
-        AssertionError: a check failed.
+        AssertionError: A check failed.
     """
     undisturbed = folder / "undisturbed"
     rng = np.random.default_rng(seed)
     tally = Tally()
     first = start(undisturbed, compiled)
-    # It compiles everything, so it takes longer.
+    # This run compiles all programs, so it takes longer.
     wait(first, "the undisturbed run", deadline=5 * DEADLINE)
     assert first.wait() == 0, f"the undisturbed run failed: see {undisturbed.with_suffix('.log')}"
     whole = rows_of(undisturbed)
@@ -327,7 +329,7 @@ def kill_again_and_again(
                 finish(run, compiled)
                 ended = True
             newest = check_state(run, whole, states)
-            # Compared with their times: a step that ran again would have others.
+            # Compare the times too: a step that ran again would have different ones.
             assert rows_of(run)[: len(saved)] == saved, "a saved step was written again"
             saved = saved_rows(rows_of(run), newest)
             print(
@@ -343,7 +345,7 @@ def kill_again_and_again(
 
 
 def finish(folder: pathlib.Path, compiled: pathlib.Path) -> None:
-    """Runs to the end without a kill."""
+    """Run to the end without a kill."""
     process = start(folder, compiled)
     wait(process, "the end")
     assert process.wait() == 0, f"it failed; see {folder.with_suffix('.log')}"

@@ -1,8 +1,8 @@
-"""How fast frames arrive: `python -m benchmarks.loader --videos FOLDER --workers 2`.
+"""Measures how fast frames are read: `python -m benchmarks.loader --videos FOLDER --workers 2`.
 
 Imitates a training loop: batches of packed rows come in the loader's order, `FrameReader` reads
-their frames ahead, and a step only sleeps. Prints frames per second, how long a step waits for its
-frames, and whether the reader keeps up with the given step time.
+their frames ahead, and a step only sleeps. Prints frames per second, the time that a step waits for
+its frames, and whether the reader keeps up with the given step time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import VideoError, overview_indices
 from paravt_jax.data.loader import Ahead, stream
 
-# Rows of a batch, clips of a row as file numbers.
+# The rows of a batch. A row is a tuple of clips, given as file numbers.
 Batch = tuple[tuple[int, ...], ...]
-# Different rows to draw batches from.
+# Number of different rows from which batches are drawn.
 _ROWS = 64
 
 
@@ -40,7 +40,7 @@ def measure(
 
     Args:
         folder: Videos to draw clips from.
-        workers: Processes that read.
+        workers: Number of worker processes.
         rows: Packed rows per batch.
         clips: Clips per row.
         frames: Frames per clip.
@@ -63,7 +63,7 @@ def measure(
 
     settings = ReaderSettings(workers=workers, ready=4 * rows * clips * (ahead + 1))
     with FrameReader(settings) as reader:
-        # Starts the processes, which is not part of a step.
+        # Start the processes before the clock.
         reader.read(files[0], [0])
 
         def request(batch: Batch) -> None:
@@ -81,7 +81,7 @@ def measure(
             time.sleep(step_seconds)
         seconds = time.perf_counter() - start
         frames_read = reader.frames
-    # Nothing can be read ahead of the first step.
+    # The frames of the first step cannot be read ahead.
     steady = waits[1:] or waits
     return {
         "videos": len(files),
@@ -114,7 +114,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--videos", type=pathlib.Path, required=True, help="folder of videos")
-    parser.add_argument("--workers", type=int, default=2, help="processes that read")
+    parser.add_argument("--workers", type=int, default=2, help="worker processes")
     parser.add_argument("--rows", type=int, default=4, help="packed rows per batch")
     parser.add_argument("--clips", type=int, default=3, help="clips per row")
     parser.add_argument("--frames", type=int, default=32, help="frames per clip")

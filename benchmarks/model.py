@@ -1,11 +1,11 @@
-"""Times the same model in transformers and here: prefill with frames, decoding, a training step.
+"""Times the same model here and in transformers: prefill with frames, decoding, a training step.
 
-`python -m benchmarks.model` prints the table of docs/speed.md; `--json FILE` also writes every
+`python -m benchmarks.model` prints the table of docs/speed.md, and `--json FILE` also writes every
 number. It needs the extra `parity`.
 
-Each round starts one process per side, one after the other on the same cores. The process loads the
-same random weights, measures its library's matmul rate, and runs every job once to warm up and then
-several times for the clock. If the two sides compute different results, there is no report.
+Each round runs one process per side, one after the other on the same cores. A process loads the
+random weights, measures its library's matmul rate, and runs every job once to warm up and then
+several times for the measurement. If the two sides compute different results, the benchmark fails.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Case:
 
     config: Qwen3VLConfig
     tokens: int
-    """Length of the prompt to prefill, frames included, and of the text to train on."""
+    """Length of the prompt to prefill, including its frames, and of the text to train on."""
     frames: int
     """Frames in the prompt."""
     grid: tuple[int, int]
@@ -67,7 +67,7 @@ class Case:
     rows: int = 8
     """Sequences to decode together."""
     prompt: int = 256
-    """Length of each sequence before decoding, in tokens."""
+    """Tokens of each sequence before decoding."""
     new: int = 32
     """Tokens to decode in each sequence."""
 
@@ -78,7 +78,7 @@ class Case:
 
 
 def _small() -> Qwen3VLConfig:
-    """The 2B model at half the width, with 8 layers and 8 vision blocks, and an untied head."""
+    """The 2B model at half the width, with 8 layers, 8 vision blocks and an untied head."""
     large = qwen3_vl("2b")
     vision = dataclasses.replace(
         large.vision,
@@ -117,7 +117,7 @@ CASES = {
 
 
 def frames_prompt(case: Case) -> tuple[Int[np.ndarray, " t"], Float[np.ndarray, "frames p c"]]:
-    """A prompt in which frames stand between equal pieces of text: its ids and its patches."""
+    """A prompt that alternates text and frames. Returns its ids and its patches."""
     rng = np.random.default_rng(0)
     config = case.config
     tokens_per_frame = case.patches // config.vision.spatial_merge_size**2
@@ -126,7 +126,8 @@ def frames_prompt(case: Case) -> tuple[Int[np.ndarray, " t"], Float[np.ndarray, 
     parts = []
     for piece in np.array_split(text[1:], case.frames):
         parts += [piece, image]
-    parts.append(text[:1])  # the prompt ends with text: its logits are compared
+    # The prompt ends with text, because the logits of its last token are compared.
+    parts.append(text[:1])
     ids = np.concatenate(parts).astype(np.int32)
     patches = rng.normal(size=(case.frames, case.patches, config.vision.patch_dim))
     return ids, patches.astype(np.float32)
@@ -138,7 +139,7 @@ def prompts(case: Case) -> Int[np.ndarray, "b t"]:
 
 
 def training_ids(case: Case) -> Int[np.ndarray, "1 t"]:
-    """The text to train on, with one token more to predict."""
+    """The text to train on, with one more token to predict."""
     return _text(np.random.default_rng(2), case, case.tokens + 1)[None]
 
 
@@ -151,7 +152,7 @@ def _text(rng: np.random.Generator, case: Case, length: int) -> Int[np.ndarray, 
 def flops(case: Case) -> dict[str, float]:
     """The floating-point operations of each job.
 
-    Causal attention counts half of the square, and a backward pass twice its forward pass.
+    Causal attention counts as half of full attention, and a backward pass as two forward passes.
     """
     config = case.config
     head = 2.0 * config.text.vocab_size * config.text.hidden_size
@@ -168,11 +169,11 @@ def flops(case: Case) -> dict[str, float]:
 
 
 def timed(run: Callable[[], Any], repeats: int) -> dict[str, Any]:
-    """Call `run` once to warm up and then `repeats` times for the clock.
+    """Call `run` once to warm up, and then `repeats` times for the measurement.
 
     Returns:
-        outputs: the results of all calls, the warm-up's first.
-        seconds: the times of all calls but the warm-up.
+        outputs: The results of all calls, the warm-up first.
+        seconds: The times of all calls except the warm-up.
     """
     outputs = [np.asarray(run())]
     seconds = []
@@ -190,7 +191,7 @@ def peak_memory() -> float:
 
 
 def matmul_shape(case: Case) -> tuple[int, int, int]:
-    """The shape (m, k, n) of the product that measures the matmul rate: that of the MLP."""
+    """The shape (m, k, n) of the product that measures the matmul rate, as in the MLP."""
     return case.tokens, case.config.text.hidden_size, case.config.text.intermediate_size
 
 
@@ -198,7 +199,7 @@ def matmul_shape(case: Case) -> tuple[int, int, int]:
 
 
 def ours(folder: str, case: Case, jobs: tuple[str, ...]) -> dict[str, Any]:
-    """Run the jobs with this project: what `timed` returns for each, and for the matmul."""
+    """Run the jobs with this project. Returns the results of `timed` by job, and for the matmul."""
     m, k, n = matmul_shape(case)
     a = jnp.ones((m, k))
     b = jnp.ones((k, n))
@@ -263,7 +264,7 @@ def _our_decode(model: Any, case: Case) -> Callable[[], Any]:
         _, tokens = jax.lax.scan(step, (token, cache), start + jnp.arange(case.new))
         return tokens
 
-    # The clock sees decoding alone. The cache is not donated, so every call starts from it.
+    # Only decoding is timed. The cache is not donated, so every call starts from the same one.
     token, cache = jax.block_until_ready(prefill(weights, ids))
     return lambda: decode(weights, token, cache).block_until_ready()
 
@@ -309,7 +310,7 @@ def make(folder: str, case: Case) -> None:
 
 
 def theirs(folder: str, case: Case, jobs: tuple[str, ...]) -> dict[str, Any]:
-    """Run the jobs with transformers; returns the same as `ours`."""
+    """Run the jobs with transformers. Returns the same as `ours`."""
     import torch  # pyright: ignore[reportMissingImports]  (the extra parity)
     import transformers
 
@@ -406,7 +407,7 @@ def _their_train(model: Any, case: Case) -> Callable[[], Any]:
 
 
 def alone(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in a process of its own, which keeps freed memory as a training run does."""
+    """Call a function in a new process, which keeps freed memory as a training run does."""
     with concurrent.futures.ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn"), reuse_freed_memory
     ) as pool:
@@ -414,10 +415,10 @@ def alone(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def check(mine: dict[str, Any], other: dict[str, Any], jobs: tuple[str, ...]) -> None:
-    """Check that both sides computed the same.
+    """Check that both sides computed the same results.
 
     Raises:
-        AssertionError: a logit differs by more than 1e-3, a token differs, or a loss differs by
+        AssertionError: A logit differs by more than 1e-3, a token differs, or a loss differs by
             more than 1e-4 of its value.
     """
     outputs = {job: (mine[job]["outputs"], other[job]["outputs"]) for job in jobs}
@@ -428,7 +429,7 @@ def check(mine: dict[str, Any], other: dict[str, Any], jobs: tuple[str, ...]) ->
         tokens, expected = outputs["decode"]
         np.testing.assert_array_equal(tokens[0], expected[0])
     if "train" in jobs:
-        # All calls: every loss after the first also checks the updates before it.
+        # Compare all calls: every loss after the first also checks the updates before it.
         losses, expected = outputs["train"]
         np.testing.assert_allclose(losses, expected, rtol=1e-4)
 
@@ -436,11 +437,11 @@ def check(mine: dict[str, Any], other: dict[str, Any], jobs: tuple[str, ...]) ->
 def compare(
     case: Case, rounds: int, jobs: tuple[str, ...] = tuple(JOBS)
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Run both sides `rounds` times, in turn.
+    """Run both sides alternately, `rounds` times.
 
     Returns:
-        The seconds of every timed call, as job -> side -> list; "matmul" is one of the jobs. And
-        the largest memory of each side, in GiB.
+        The seconds of every timed call as job -> side -> list, with "matmul" as one of the jobs;
+        and the largest memory of each side, in GiB.
     """
     memory = {"here": 0.0, "transformers": 0.0}
     seconds = {job: {"here": [], "transformers": []} for job in (*jobs, "matmul")}
@@ -460,7 +461,7 @@ def compare(
 
 
 def report(case: Case, seconds: dict[str, Any]) -> str:
-    """Format the table. Rates come from the best time, and are compared with the best matmul's."""
+    """Format the table. Rates come from the best times, and are compared with the best matmul."""
     m, k, n = matmul_shape(case)
     counts = {"matmul": 2.0 * m * k * n, **flops(case)}
     lines = [
@@ -513,9 +514,14 @@ def machine() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times the same model in transformers and here.")
-    parser.add_argument("--case", choices=CASES, default="small", help="the model and the work")
     parser.add_argument(
-        "--rounds", type=int, default=2, help="rounds; about five minutes each for the case small"
+        "--case", choices=CASES, default="small", help="size of the model and of the work"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=2,
+        help="number of rounds; each takes about five minutes for the case small",
     )
     parser.add_argument(
         "--jobs", nargs="+", choices=JOBS, default=tuple(JOBS), help="jobs to time; all by default"

@@ -1,4 +1,4 @@
-"""The mutants of `benchmarks.mutants`: which text is replaced, and which tests should notice."""
+"""The mutants of `benchmarks.mutants`: the replaced texts, and the tests that should notice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Mutant:
     tests: tuple[str, ...]
     """Files of tests, at least one of which should fail."""
     equivalent: str = ""
-    """Why no test can fail, for a fault that does not change the behaviour."""
+    """Why no test can fail, if the fault does not change the behaviour."""
 
 
 _METHOD, _ENGINE = "paravt_jax/method", "rollout/engine"
@@ -454,7 +454,7 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
 }
 
 _EQUIVALENT: dict[str, str] = {}
-"""By name, why no test can notice."""
+"""The reasons `Mutant.equivalent`, by name."""
 
 MUTANTS: tuple[Mutant, ...] = tuple(
     Mutant(name, file, old, new, tests, _EQUIVALENT.get(name, ""))

@@ -3,12 +3,12 @@
     python -m benchmarks.mutants --out mutants.json
 
 Each mutant of `benchmarks.mutant_table` replaces one text in one source file of a temporary copy of
-this checkout. The tests that should notice then run there until one fails. A failing test, or
-tests that exceed the time limit, kill the mutant; otherwise it has survived. The tests first run on
-an unchanged copy, because a test that always fails proves nothing.
+this checkout. The tests that should notice then run there until one fails. A mutant is killed if a
+test fails or the tests exceed the time limit; otherwise it survives. The tests first run on an
+unchanged copy, because a test that always fails proves nothing.
 
-Results are added to the file given by `--out` one by one, each with a hash of the tests, the
-source and the fault. A later call with the same file runs only what is missing or has another
+Every result is added at once to the file given by `--out`, with a hash of the tests, the source and
+the fault. A later call with the same file only runs mutants whose result is missing or has another
 hash. The exit status is 0 if all mutants are killed, except those with an `equivalent` reason.
 """
 
@@ -81,7 +81,7 @@ def name_of(task: Task) -> str:
 
 
 def hash_of(task: Task) -> str:
-    """Hash what decides a task's result: the texts of its tests, source files and fault."""
+    """Hash all texts that determine a task's result: its tests, source files and fault."""
     if isinstance(task, Mutant):
         files = [*task.tests, task.file]
         fault = [task.old, task.new]
@@ -94,7 +94,7 @@ def hash_of(task: Task) -> str:
 
 
 def copy_checkout(folder: pathlib.Path) -> None:
-    """Copy the tracked files, and new ones that git does not ignore, to a folder."""
+    """Copy all tracked files, and untracked ones that git does not ignore, to a folder."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -111,21 +111,21 @@ def run_tests(folder: pathlib.Path, tests: Sequence[str], cache: pathlib.Path) -
     """Run tests in a copy of the checkout until one fails.
 
     Args:
-        folder: the copy.
-        tests: files of tests.
-        cache: folder of the compilation cache, which all copies share.
+        folder: The copy.
+        tests: Test files.
+        cache: Folder of the compilation cache, which all copies share.
 
     Returns:
         outcome ("killed" or "survived"), seconds, and for a killed mutant `by`, the failed test.
 
     Raises:
-        RuntimeError: pytest itself failed.
+        RuntimeError: Pytest itself failed.
     """
     environment = {
         **os.environ,
         "PYTHONPATH": str(folder),
-        # Python recognises stale bytecode by size and time of the source. A mutant can have the
-        # size of the original, and be written in the same second.
+        # Python recognises stale bytecode by the size and time of the source. A mutant can have the
+        # same size as the original, and be written in the same second.
         "PYTHONDONTWRITEBYTECODE": "1",
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -167,18 +167,18 @@ def run_mutant(mutant: Mutant, folder: pathlib.Path, cache: pathlib.Path) -> Res
 
 
 def run_all(mutants: Sequence[Mutant], out: pathlib.Path, jobs: int) -> dict[str, Result]:
-    """Run mutants whose results are missing in `out`, or have another hash there.
+    """Run the mutants whose results are missing in `out` or have another hash.
 
     Args:
-        mutants: the mutants to run.
+        mutants: The mutants to run.
         out: JSON file of the results. It is written after every result.
-        jobs: number of copies in which tests run side by side.
+        jobs: Number of copies in which tests run in parallel.
 
     Returns:
         The results by name.
 
     Raises:
-        RuntimeError: tests fail on the unchanged code.
+        RuntimeError: Tests fail on the unchanged code.
     """
     results: dict[str, Result] = json.loads(out.read_text()) if out.exists() else {}
     lock = threading.Lock()
@@ -194,7 +194,7 @@ def run_all(mutants: Sequence[Mutant], out: pathlib.Path, jobs: int) -> dict[str
         return results.get(name_of(task), {}).get("hash") != hashes[name_of(task)]
 
     tasks = (*mutants, *_tests_of(mutants))
-    # Hashed before the copies are made: sources that are edited meanwhile belong to a later call.
+    # Hash before the copies are made: if a source is edited meanwhile, a later call runs it again.
     hashes = {name_of(task): hash_of(task) for task in tasks}
     missing = [mutant for mutant in mutants if is_missing(mutant)]
     clean = [tests for tests in _tests_of(missing) if is_missing(tests)]
@@ -221,7 +221,8 @@ def run_all(mutants: Sequence[Mutant], out: pathlib.Path, jobs: int) -> dict[str
 
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             for batch in (clean, missing):
-                list(pool.map(in_a_copy, batch))  # the list raises what a task has raised
+                # The list waits for all tasks, and raises the first exception of a task.
+                list(pool.map(in_a_copy, batch))
     return results
 
 
@@ -231,10 +232,10 @@ def _tests_of(mutants: Sequence[Mutant]) -> list[tuple[str, ...]]:
 
 
 def report(mutants: Sequence[Mutant], results: dict[str, Result]) -> tuple[str, list[Mutant]]:
-    """Format the counts by source file and the survivors.
+    """Format the counts by source file, and the survivors.
 
     Returns:
-        The text, and the survivors that have no `equivalent` reason.
+        The text, and the survivors without an `equivalent` reason.
     """
     lines = ["| file | mutants | killed |", "|---|---|---|"]
     for file in dict.fromkeys(mutant.file for mutant in mutants):
@@ -255,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON file of the results")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="run these mutants only")
-    parser.add_argument("--jobs", type=int, default=2, help="mutants tested side by side")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants tested in parallel")
     asked = parser.parse_args(arguments)
     names = {mutant.name for mutant in MUTANTS}
     unknown = sorted(set(asked.only or ()) - names)
@@ -266,7 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.jobs < 1:
         parser.error(f"--jobs {asked.jobs}: give 1 or more")
     mutants = [mutant for mutant in MUTANTS if not asked.only or mutant.name in asked.only]
-    for mutant in mutants:  # a mutant that cannot be made is reported before any test runs
+    # Report a mutant that cannot be applied before any test runs.
+    for mutant in mutants:
         mutate((ROOT / mutant.file).read_text(encoding="utf-8"), mutant)
     text, unexplained = report(mutants, run_all(mutants, asked.out, asked.jobs))
     print(text)

@@ -1,7 +1,8 @@
-"""Two steps of SFT and two of PARA-GRPO on files in the published schema, with the real tokenizer.
+"""Runs two steps of SFT and two of PARA-GRPO on files in the published format.
 
-The command is `train.run` with two more recipes, `published_sft` and `published_rl`. With `prepare`
-as first argument it is `train.prepare`, and with `write` it writes the files that the recipes read:
+The command is `train.run` with two more recipes, `published_sft` and `published_rl`, and the real
+tokenizer. `prepare` as first argument runs `train.prepare`. `write` writes the files that the
+recipes read:
 
     python -m benchmarks.published_run write FOLDER ASSETS
     python -m benchmarks.published_run [prepare] --config=published_sft --model.path FOLDER ...
@@ -103,9 +104,9 @@ def write_files(folder: pathlib.Path, assets: pathlib.Path) -> None:
     """Write the files that the recipes read.
 
     Args:
-        folder: where to write: `annotations` and `media` in the published layout, `base` (a small
-            Qwen3-VL with the real tokenizer), `split` and `videos` (a sample of Video-MME).
-        assets: the folder of shared clips and of the tokenizer.
+        folder: Where to write `annotations` and `media` in the published layout, `base` (a small
+            Qwen3-VL with the real tokenizer), and `split` and `videos` (a sample of Video-MME).
+        assets: Folder of shared clips and of the tokenizer.
     """
     clips = {f"longvt_source/selftrace_0/{n}.mp4": clip for n, clip in enumerate(CLIPS[1:])}
     paths = list(clips)
@@ -121,7 +122,7 @@ def write_files(folder: pathlib.Path, assets: pathlib.Path) -> None:
 
 
 def _write_annotations(folder: pathlib.Path, videos: Sequence[str]) -> None:
-    """Nine questions for RL and nine conversations for SFT, every second one with a call."""
+    """Write nine questions for RL and nine conversations for SFT, every second one with a call."""
     questions: list[Any] = []
     conversations: list[Any] = []
     for n in range(9):

@@ -1,11 +1,11 @@
-"""What more devices and processes change in an update: `python -m benchmarks.scaling --json FILE`
+"""Measures the overhead of more devices and processes: `python -m benchmarks.scaling --json FILE`
 
 Runs SFT and RL updates of the recipes `small` and `paravt_tiny` (on eight videos) with the same
-weights and data on 1, 2, 4 and 8 fake devices of one process, and on 2 and 8 of two processes. It
-compares losses and weights with those of one device.
+weights and data, on 1, 2, 4 and 8 fake devices of one process and on 2 and 8 of two processes.
+Compares losses and weights with those of one device.
 
-It measures overhead, not speed: all fake devices share the machine's cores, so ideally the CPU time
-of a step does not depend on their number.
+The figures are overhead, not speed. All fake devices share the machine's cores, so ideally the CPU
+time of a step does not depend on their number.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ STARTS = (
     (2, (2,)),
     (2, (8,)),
 )
-# File in the shared folder that the first process writes.
+# Name of the result file, which the first process writes to the shared folder.
 RESULT = "measured"
-# Bound on the difference of losses (relative) and weights; sums are taken in another order.
+# Upper bound on relative differences of losses, and on differences of weights. They are not 0,
+# because sums are taken in another order.
 BOUND = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """Measure what devices and processes change in an update."""
+    """Measure the overhead of several devices and processes in an update."""
 
     steps: int = 4
     """Number of updates of each kind; the first one compiles and is not timed."""
@@ -65,9 +66,9 @@ class Scaling:
     json: pathlib.Path | None = None
     """File for the figures."""
     devices: tuple[int, ...] = ()
-    """Set only by the command itself, for the processes that it starts."""
+    """Only for the processes that the command starts itself."""
     folder: pathlib.Path | None = None
-    """Set only by the command itself, for the processes that it starts."""
+    """Only for the processes that the command starts itself."""
     hosts: cluster.HostSettings = cluster.HostSettings()
 
     def __post_init__(self):
@@ -81,18 +82,18 @@ class Updates:
 
     losses: tuple[float, ...]
     seconds: tuple[float, ...]
-    """Wall time of each update but the first."""
+    """Wall time of each update except the first."""
     cpu_seconds: tuple[float, ...]
-    """CPU time of each update but the first, summed over processes."""
+    """CPU time of each update except the first, summed over processes."""
     sent: float
     """Megabytes that a device sends in an update."""
     weights: tuple[np.ndarray, ...]
-    """After the last update."""
+    """Weights after the last update."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A case compared with one device."""
+    """One line of the table: a case, compared with one device."""
 
     update: str
     devices: int
@@ -112,11 +113,11 @@ class Row:
 
 
 def compare(update: str, found: dict[tuple[int, int], Updates]) -> list[Row]:
-    """Compares every case of an update with the case of one device and one process.
+    """Compare every case of an update with one device of one process.
 
     Args:
-        update: its name.
-        found: results by (devices, processes); (1, 1) must be among them.
+        update: Name of the update.
+        found: Results by (devices, processes). They must include (1, 1).
     """
     one = found[1, 1]
     one_cpu_seconds = statistics.median(one.cpu_seconds)
@@ -141,7 +142,7 @@ def compare(update: str, found: dict[tuple[int, int], Updates]) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as a Markdown table."""
+    """Format the rows as a Markdown table."""
     header = (
         "update",
         "devices",
@@ -174,7 +175,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 class Timed:
-    """Wraps an update's program and records time, loss and argument shapes of every call."""
+    """Wraps an update's program, and records time, loss and argument shapes of its calls."""
 
     def __init__(self, program: MeshProgram):
         self._program = program
@@ -197,12 +198,12 @@ class Timed:
         return state, figures
 
     def updates(self, state: Any) -> Updates:
-        """What was recorded, with the weights of `state`. All processes call it together."""
+        """Return the records and the weights of `state`. All processes have to call it together."""
         mesh = self._program.mesh
         assert mesh is not None
         compiled = self._program.lower(*self.shapes).compile()
         sent = bytes_sent(find_collectives(compiled.as_text(), mesh.size))
-        # An array over several processes cannot be read; replicated, each process has all of it.
+        # An array over several processes cannot be read, so replicate the weights to each.
         replicated = jax.NamedSharding(mesh, jax.P())
         weights = jax.jit(lambda x: x, out_shardings=replicated)(state.weights)
         per_process = hosts.gather(self.cpu_seconds[1:])
@@ -253,7 +254,7 @@ def recipe(name: str) -> Run:
 
 
 def measure(asked: Scaling, folder: pathlib.Path) -> None:
-    """Measures the updates in this process; the first process writes the results."""
+    """Measure the updates in this process. The first process writes the results."""
     cluster.connect(asked.hosts)
     found = []
     for name in asked.recipes:
@@ -273,19 +274,19 @@ def measure(asked: Scaling, folder: pathlib.Path) -> None:
 def start(
     asked: Scaling, folder: pathlib.Path, processes: int, devices: tuple[int, ...]
 ) -> list[tuple[str, int, Updates]]:
-    """Measures in new processes, which share `folder`.
+    """Measure in new processes, which share `folder`.
 
     Args:
-        asked: the command's settings.
-        folder: for data, compiled programs and logs.
-        processes: number of processes.
-        devices: total numbers of devices to measure.
+        asked: The command's settings.
+        folder: Folder for data, compiled programs and logs.
+        processes: Number of processes.
+        devices: Total numbers of devices to measure.
 
     Returns:
         (update, devices, result) of each case.
 
     Raises:
-        RuntimeError: a process failed; the message has the end of its log.
+        RuntimeError: A process failed. The message contains the end of its log.
     """
     command = [sys.executable, "-m", "benchmarks.scaling"]
     command += ["--folder", str(folder), "--steps", str(asked.steps)]
@@ -317,7 +318,7 @@ def start(
             if code:
                 log.seek(0)
                 raise RuntimeError(
-                    f"devices {devices} of {processes} processes: one ended with {code}\n"
+                    f"devices {devices} of {processes} processes: one ended with exit code {code}\n"
                     f"{log.read()[-3000:]}"
                 )
     finally:
@@ -328,7 +329,7 @@ def start(
 
 
 def main() -> int:
-    """Prints the table; 1 if a loss or weight differs by more than `BOUND`."""
+    """Print the table. Returns 1 if a loss or weight differs by more than `BOUND`."""
     asked = tyro.cli(Scaling, prog="python -m benchmarks.scaling")
     if asked.folder is not None:
         measure(asked, asked.folder)

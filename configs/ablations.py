@@ -22,16 +22,16 @@ UNANCHORED = {
 
 @dataclasses.dataclass(frozen=True)
 class Ablation:
-    """Changes to the full recipe, with the paper's result and ours."""
+    """Changes to the full recipe, with the paper's results and ours."""
 
     title: str
     """The recipe in one sentence; {0} stands for the model or world that it trains on."""
     changes: Mapping[str, Any]
-    """Dotted fields of `Run` and their values."""
+    """New values by dotted field name of `Run`."""
     paper: str
-    """The paper's row. Empty: not in the paper, and no 8B recipe."""
+    """The paper's results. Empty if the ablation is not in the paper; it then has no 8B recipe."""
     tiny: str
-    """What we measured in the small world."""
+    """Our results in the small world."""
 
 
 ABLATIONS = {
@@ -61,8 +61,9 @@ ABLATIONS = {
         {"rl.rewards.tool_weight": 0.0},
         "VideoMME 61.9, with subtitles 68.5, LVBench 38.7, MLVU 64.3; f 0.33, kappa 0.04",
         "Measured, seed 0, commit 8f3d146: accuracy 0.56 before RL and 0.86 after, f 0.34 and "
-        "0.98, kappa 1.98 after, at every K. Unlike in the paper, calls stay without a reward: "
-        "all K are drawn, and a crop of 8 frames often answers what the overview cannot.",
+        "0.98, kappa 1.98 after, at every K. Unlike in the paper, the model keeps calling without "
+        "this reward: all K are drawn, and a crop of 8 frames often shows what the overview does "
+        "not.",
     ),
     "no_penalty": Ablation(
         "The full recipe {0}, without gamma, the penalty for a token that breaks an open block.",
@@ -97,7 +98,7 @@ def _recipe(
 
 
 def _recipes() -> list[Callable[[], Run]]:
-    """Recipes of each ablation: at both sizes if it is in the paper, else in the small world."""
+    """Make the recipes: at both sizes if the ablation is in the paper, else in the small world."""
     command = "Command: python -m train.run --config="
     recipes = []
     for ablation, row in ABLATIONS.items():

@@ -1,6 +1,7 @@
 """The paper's paradox in miniature.
 
-One cold start with a strong tool prior, and from it the four columns of the paper's ablation.
+`ARMS` are the four columns of the paper's ablation. All train from the same cold start, which has a
+strong tool prior.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ def paradox_tiny() -> Run:
 
     Command: python -m train.run --config=paradox_tiny
 
-    All questions are multiple choice, because grounding needs crops at any K. There is no reward
-    for calls, and none for format except the anchor; docs/paradox.md compares with such rewards.
+    All questions are multiple choice, because grounding needs crops at any K. Calls earn no reward,
+    and format earns only the anchor; docs/paradox.md compares this with a recipe that rewards both.
 
     Measured: f 1.00, kappa 1.07 in training, accuracy 0.92 over K; three seeds.
     """

@@ -11,6 +11,8 @@ from train.learn.rl_settings import RLSettings
 from train.published_data import DataSettings
 from train.settings import MeshSettings, ModelSettings, Run
 
+# This KV cache holds 14 of a host's 32 rollouts at their longest; most are shorter
+# (docs/plan-paravt_8b.json).
 ENGINE = EngineSettings(page=64, cache_tokens=143_360, read_tokens=131_072, steps=32)
 
 
@@ -34,7 +36,7 @@ def paravt_8b() -> Run:
         data=DataSettings(),
         mesh=MeshSettings(fsdp=16),
         engine=ENGINE,
-        # Of the run itself, before and after RL. `rollout.evaluate` plays the paper's splits.
+        # Before and after RL, on held-out questions. `rollout.evaluate` plays the paper's splits.
         evaluation=EvaluationSettings(
             samples=1, frames=(16, 64), dispatch=("parallel",), temperatures=(0.7,)
         ),

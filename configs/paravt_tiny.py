@@ -1,4 +1,4 @@
-"""The embedded run: all phases of the method at a size that learns on two CPU cores."""
+"""The small run: all phases of the method, at a size that trains on two CPU cores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train.settings import Run
 
 
 def paravt_tiny() -> Run:
-    """All of the method on a laptop: rendered videos, alignment, cold start, PARA-GRPO, evaluation.
+    """The whole method on a laptop: rendered videos, alignment, cold start, PARA-GRPO, evaluation.
 
     Command: python -m train.run --config=paravt_tiny
 
@@ -36,9 +36,9 @@ def paravt_tiny() -> Run:
             summary_tokens=16,
             trajectory_tokens=144,
             text_tokens=48,
-            # A number is one token in the small vocabulary.
+            # Number, "<", ".0 seconds>" and two vision marks are one token each here.
             label_tokens=5,
-            # Half a scene has no more frames.
+            # A window of 16 seconds (half a scene) has 8 frames.
             crop_frames=8,
         ),
         align=AlignSettings(steps=300),

@@ -1,1 +1,1 @@
-"""Programs to read: each uses the library as one's own code would."""
+"""Short programs to read and adapt. They use the library as your own code would."""

@@ -51,7 +51,7 @@ from train.world_data import world_vocabulary
 
 # Videos of 128 seconds, in four coloured scenes. A digit appears in a scene for 2 to 4 seconds.
 WORLD = videos.WorldSettings(train_videos=600, digit_width=20, digit_height=28, jitter=0)
-ROOT, READER = Path(), None  # frames are drawn when they are asked for, so there are no files
+ROOT, READER = Path(), None  # frames are drawn on request, so there are no files
 FRAMES = FrameSettings(batch=64, whole_frames=64)  # a video of 64 frames is encoded whole
 FRAME_TOKENS = 1  # visual tokens per frame, at the size of these videos
 BUDGETS = (4, 8)  # numbers of overview frames, in demonstrations and in episodes
@@ -59,7 +59,7 @@ TEXT = text.TextSettings(
     multiple_choice=1.0,
     budgets=BUDGETS,
     groups=len(BUDGETS),  # every video is demonstrated with each budget
-    guess=0.5,  # half of the demonstrations answer without having seen the digit
+    guess=0.5,  # if the overview shows no digit, half of the demonstrations answer anyway
     crop_when_seen=0.3,
     unclosed=0.2,  # one turn in five never closes its <think>
     leak=0.0,
@@ -92,7 +92,7 @@ def small_config(vocabulary: Vocabulary) -> Qwen3VLConfig:
 
 
 def cold_start(model: Qwen3VL, environment: Environment, data: Data, steps: int, seed: int):
-    """Supervised steps on the demonstrations. Returns the decoder's graph and weights."""
+    """Train on the demonstrations. Returns the decoder's graph and weights."""
     protocol, features = environment.protocol, environment.features
     settings = SFTSettings(steps, rows=8, optimizer=MUON, row_tokens=320)
     batches = SFTBatches(settings, data, READER, seed, protocol, features, make_mesh())
@@ -136,7 +136,7 @@ def show(episode: Episode) -> None:
 
 
 def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[dict[str, float]]:
-    """Run it all. Returns the figures that it prints after each step of GRPO."""
+    """Run the cold start and GRPO. Returns the metrics of each GRPO step."""
     # The model. Its vision tower stays random: the few pictures of this world differ enough.
     vocabulary, mesh = world_vocabulary(LIMITS), make_mesh()
     model = Qwen3VL(small_config(vocabulary), rngs=nnx.Rngs(seed))
@@ -147,17 +147,17 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     source = videos.DrawnVideos(WORLD, train_videos)
     features = FrameFeatures(model.vision, model.config, FRAMES, ROOT, source=source)
     environment = Environment(Protocol(vocabulary, LIMITS), features)
-    # Demonstrations of what an agent can say, each with its length in tokens.
+    # Demonstrations of sub-agents and main agents, and their lengths in tokens.
     demonstrations = list(text.window_conversations(train_videos, TEXT, LIMITS))
     for conversation in text.main_conversations(train_videos, TEXT):
-        if "Which digit" in str(conversation.turns[0].content[-1]):  # the others ask when
+        if "Which digit" in str(conversation.turns[0].content[-1]):  # leaves out "When ...?"
             demonstrations.append(conversation)
     rendered = [render(d, environment.protocol, lambda clip: FRAME_TOKENS) for d in demonstrations]
     token_counts = tuple(len(trajectory.ids) for trajectory in rendered)
     data = Data(ROOT, vocabulary, conversations=demonstrations, lengths=token_counts)
     graph, weights = cold_start(model, environment, data, cold_start_steps, seed)
 
-    # What GRPO needs: an engine, reference weights; jitted `update`, `logprobs`, `advantages`.
+    # GRPO needs an engine, reference weights, and jitted `update`, `logprobs` and `advantages`.
     def loss(decoder, batch):
         logprobs = row_logprobs(decoder, batch.sequences[0], image_token_id, TEMPERATURE)
         return grpo.paravt_loss(
@@ -168,7 +168,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     longest = lengths(LIMITS, frame_tokens=FRAME_TOKENS, frames=max(BUDGETS))
     sizes = engine_sizes(longest, EngineSettings(cache_tokens=16_384), rows_per_prefix=GROUP)
     engine = Engine(model, features, sizes)
-    reference = jax.tree.map(jnp.copy, weights)  # a copy: updates overwrite their input
+    reference = jax.tree.map(jnp.copy, weights)  # a copy: updates donate the weights
     optimizer = make_optimizer(ADAM, steps)
     state = init_state(weights, optimizer)
     update = make_update(graph, optimizer, loss, state)
@@ -178,7 +178,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
     history = []
     for step in range(steps):
         rollouts = roll_out(engine, environment, next(question_batches), step, seed)
-        # The batch: what was sampled, token by token, and its log-probs under the reference.
+        # The batch: the sampled tokens, and their log-probs under the reference weights.
         rows, owners, _ = lay_out([rollouts], features, shapes, (seed, step))
         rows = place(rows, mesh)
         reference_logprobs = tuple(logprobs(reference, part) for part in rows)

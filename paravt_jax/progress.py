@@ -1,4 +1,4 @@
-"""Progress of long work in one line: share done, time left, rate and the latest figures."""
+"""Shows progress on one line: fraction done, time left, rate and the latest figures."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Progress:
     """A progress bar on a terminal; plain lines at intervals elsewhere, such as in a log file.
 
     Args:
-        title: What is being done.
-        unit: What is counted, in the singular.
+        title: Name of the work, shown before the bar.
+        unit: Name of one unit of work, in the singular.
         every: Seconds between lines in a log.
         stream: Where to write; stderr by default.
-        shown: False prints nothing, for all processes of a run but one.
+        shown: Whether to print. In a run of several processes, only one does.
 
     >>> with Progress("rl") as progress:
     ...     progress.update(1, 100, {"reward": 0.5})
@@ -60,6 +60,7 @@ class Progress:
             self._bar = self._open(done, total, figures)
             return
         self._bar.set_postfix(figures, refresh=False)
+        # tqdm skips a redraw that follows the last one too soon. The final state is always drawn.
         if not self._bar.update(done - self._bar.n) and done >= total:
             self._bar.refresh()
 

@@ -1,1 +1,1 @@
-"""From files to questions, conversations and frames."""
+"""Reads files into questions, conversations and frames."""

@@ -1,4 +1,4 @@
-"""Writes text files so that a crash never leaves half of one."""
+"""Writes text files so that a crash never leaves a partial one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pathlib
 
 
 def write_atomically(file: pathlib.Path, text: str) -> None:
-    """Replace `file` with `text` in UTF-8. Readers see the old text or the new one.
+    """Replace the contents of `file` with `text` in UTF-8. Readers see the old text or the new one.
 
     The text first goes to a file of the same name plus ".tmp" in the same folder, which must exist.
     """

@@ -1,7 +1,7 @@
-"""Questions, conversations and captions on disk, stored by tensorflow-datasets without TensorFlow.
+"""Stores questions, conversations and captions with tensorflow-datasets, without TensorFlow.
 
-A split holds records of one kind. They are read back exactly as they were written, in the same
-order. Videos are not stored: a record names its video by a path relative to a data root.
+A split holds records of one kind and returns them exactly as they were written, in the same order.
+Videos are not stored: a record names its video by a path relative to a data root.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paravt_jax.method.subtitles import Subtitle
 Record = Question | Caption | Conversation
 _AnyRecord = TypeVar("_AnyRecord", Question, Caption, Conversation)
 
-# Written last, so its presence says that the splits are complete.
+# Written last: if it exists, the splits are complete.
 _FINGERPRINT = "fingerprint.json"
 
 
@@ -65,7 +65,7 @@ class Records(tfds.core.GeneratorBasedBuilder):
 def write_splits(folder: str | os.PathLike, splits: Mapping[str, Sequence[Record]]) -> None:
     """Write splits to a folder, unless it already contains exactly these records.
 
-    After an interruption the folder counts as unprepared, and the next call writes it anew.
+    After an interruption the folder counts as unprepared, and the next call starts over.
 
     Raises:
         ValueError: A split is empty.
@@ -80,7 +80,7 @@ def write_splits(folder: str | os.PathLike, splits: Mapping[str, Sequence[Record
     fingerprint = {name: _digest(records) for name, records in splits.items()}
     if mark.exists() and json.loads(mark.read_text()) == fingerprint:
         return
-    # The mark goes first: without it, whatever else is left counts as unfinished.
+    # Remove the mark first: without it, the rest of the folder counts as unfinished.
     mark.unlink(missing_ok=True)
     shutil.rmtree(folder / Records.name, ignore_errors=True)
     tfds.disable_progress_bar()
@@ -94,7 +94,7 @@ def write_splits(folder: str | os.PathLike, splits: Mapping[str, Sequence[Record
 
 
 class Split(Sequence[_AnyRecord]):
-    """The records of a stored split. They are read on access, so grain can use it as a source."""
+    """The records of a stored split, read on access. Usable as a grain data source."""
 
     def __init__(self, source: Any):
         self._source = source
@@ -105,7 +105,7 @@ class Split(Sequence[_AnyRecord]):
     def __getitem__(self, index):
         if isinstance(index, slice):
             return tuple(self[n] for n in range(*index.indices(len(self))))
-        # The range turns a negative index into a positive one, and refuses one that is too large.
+        # The range converts a negative index, and raises IndexError for one out of bounds.
         stored = self._source[range(len(self))[index]]
         return decode(_text(stored["kind"]), _text(stored["record"]))
 
@@ -123,7 +123,7 @@ def open_split(folder: str | os.PathLike, name: str) -> Split:
     """
     folder = pathlib.Path(folder)
     if not is_prepared(folder):
-        raise ValueError(f"datasets: {folder} holds no prepared data; call prepare first")
+        raise ValueError(f"datasets: {folder} holds no prepared data; prepare it first")
     builder = tfds.builder_from_directory(str(folder / Records.name / str(Records.VERSION)))
     if name not in builder.info.splits:
         names = ", ".join(sorted(builder.info.splits))
@@ -158,7 +158,7 @@ def check_videos(
     root: str | os.PathLike,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, str]:
-    """Find the videos that cannot be read. Their frames are listed, but not decoded.
+    """Find the videos that cannot be read. Frames are listed, but not decoded.
 
     Args:
         paths: Paths relative to `root`.
@@ -220,6 +220,7 @@ _DECODERS: dict[str, Callable[[Any], Record]] = {
 
 
 def _digest(records: Sequence[Record]) -> str:
+    # JSON escapes both separators, so different records never give the same bytes.
     digest = hashlib.sha256()
     for record in records:
         digest.update("\0".join(encode(record)).encode() + b"\n")

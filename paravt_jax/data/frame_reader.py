@@ -1,7 +1,7 @@
-"""Reads frames ahead of time: other processes open, decode and shrink them during training steps.
+"""Reads frames ahead of time: worker processes decode and resize them during training steps.
 
-The pixels equal `video.read` followed by `resize`, whether or not they were requested ahead. A file
-that hangs or crashes its process is a `VideoError`, like any other bad file.
+The pixels are those of `video.read` followed by `resize`, whether or not they were requested ahead.
+A file that hangs or crashes its worker raises `VideoError`, like any other bad file.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from paravt_jax.data.workers import WorkerError, Workers
 
 @dataclasses.dataclass(frozen=True)
 class ReaderSettings:
-    """How many processes read, for how long, and at which size frames are returned."""
+    """Worker processes, time limit and frame sizes of a `FrameReader`."""
 
     workers: int = 8
-    """Processes that read."""
+    """Number of worker processes."""
     deadline: float = 60.0
-    """Seconds that reading one file may take."""
+    """Time limit for reading one file, in seconds."""
     ready: int = 256
-    """Requests kept in memory at most; 64 frames of 224 x 224 take 9.2 MiB."""
+    """Upper bound on requests kept in memory; one for 64 frames of 224 x 224 takes 9.2 MiB."""
     min_pixels: int = 784
     """Smallest area of a frame, in pixels."""
     max_pixels: int = 50_176
@@ -52,7 +52,7 @@ class ReaderSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ReadTask:
-    """Frames of a file to read: by number, or an overview of that many frames."""
+    """Frames to read from a file: their numbers, or the number of frames of an overview."""
 
     path: str
     wanted: tuple[int, ...] | int
@@ -61,7 +61,7 @@ class ReadTask:
 
 @dataclasses.dataclass(frozen=True)
 class ReadFrames:
-    """What a worker process read."""
+    """Frames that a worker process has read. Empty if the task wanted none."""
 
     info: VideoInfo
     indices: tuple[int, ...]
@@ -69,14 +69,14 @@ class ReadFrames:
 
 
 class FrameReader:
-    """Reads frames in other processes, at the size at which they are shown.
+    """Reads frames in worker processes, resized as the model sees them.
 
     `ahead` requests frames; `read` and `probe` wait for them. Use it in a `with` block, or call
     `close`.
 
     Attributes:
         frames: Number of frames that `read` has returned.
-        late: Number of reads that no open request could serve, so that the caller had to wait.
+        late: Number of calls without a matching request, which had to wait for a read of their own.
     """
 
     def __init__(self, settings: ReaderSettings):
@@ -86,8 +86,8 @@ class FrameReader:
         self._workers: Workers[ReadTask, ReadFrames] = Workers(
             read_in_worker, settings.workers, settings.deadline
         )
-        # The open requests by path, the path that was requested longest ago first. Two rows of a
-        # batch may want different frames of one file, so a path can have several.
+        # Open requests by path, the path that was requested longest ago first. A path can have
+        # several requests, because two rows of a batch may want different frames of one file.
         self._requests: collections.OrderedDict[str, list[Future[ReadFrames]]] = (
             collections.OrderedDict()
         )
@@ -96,7 +96,7 @@ class FrameReader:
     def ahead(
         self, path: str | os.PathLike, wanted: Sequence[int] | Int64[np.ndarray, " m"] | int
     ) -> None:
-        """Start to read frames of a file, and return at once. Errors appear in `read`.
+        """Request frames of a file without waiting for them. `read` raises any error.
 
         Args:
             path: The file.
@@ -120,7 +120,7 @@ class FrameReader:
         with self._lock:
             futures = list(self._requests.get(str(path), ()))
         for future in futures:
-            # A request for frames that do not exist says nothing about the file.
+            # A request for frames that do not exist fails although the file can be read.
             with contextlib.suppress(IndexError):
                 return _result(str(path), future).info
         return _result(str(path), self._submit_late(str(path), ())).info
@@ -128,7 +128,7 @@ class FrameReader:
     def read(
         self, path: str | os.PathLike, indices: Sequence[int] | Int64[np.ndarray, " m"]
     ) -> UInt8[np.ndarray, "m h w 3"]:
-        """Return frames at the size at which they are shown, and forget the request for them.
+        """Return resized frames, and drop the request that held them.
 
         Args:
             path: The file.
@@ -140,13 +140,13 @@ class FrameReader:
         """
         wanted = [int(n) for n in indices]
         with self._lock:
-            # Taken out while they are examined, so that two threads never share a request.
+            # Take the requests out while they are examined: two threads must not share one.
             futures = self._requests.pop(str(path), [])
         for future in list(futures):
             try:
                 result = _result(str(path), future)
             except IndexError:
-                # This request named frames that do not exist. Ours may.
+                # This request named frames that do not exist. The wanted ones may.
                 futures.remove(future)
                 continue
             if set(wanted) <= set(result.indices):
@@ -157,7 +157,7 @@ class FrameReader:
         return self._select(_result(str(path), late), wanted)
 
     def forget(self) -> None:
-        """Drop all open requests, because other frames come next."""
+        """Drop all open requests, for example because the data resume at another place."""
         with self._lock:
             for futures in self._requests.values():
                 for future in futures:
@@ -187,7 +187,7 @@ class FrameReader:
         if not futures:
             return
         with self._lock:
-            # `ahead` may have added newer ones meanwhile.
+            # `ahead` may have added newer requests in the meantime.
             self._requests[path] = futures + self._requests.get(path, [])
 
     def _select(self, result: ReadFrames, wanted: Sequence[int]) -> UInt8[np.ndarray, "m h w 3"]:
@@ -205,10 +205,10 @@ def _result(path: str, future: Future[ReadFrames]) -> ReadFrames:
 
 
 def read_in_worker(task: ReadTask) -> ReadFrames:
-    """Read the frames of one task; runs in a worker process. Only lists the file if none is wanted.
+    """Read the frames of one task in a worker process. If it wants none, only list the file.
 
     Raises:
-        VideoError: The file cannot be read, or its shape cannot be shown.
+        VideoError: The file cannot be read, or its frames are too narrow to be resized.
         IndexError: A frame does not exist.
     """
     info = video.probe(task.path)
@@ -223,7 +223,7 @@ def read_in_worker(task: ReadTask) -> ReadFrames:
             info.height, info.width, settings.min_pixels, settings.max_pixels, settings.factor
         )
     except ValueError as error:
-        # The frames are too long and thin.
+        # The longer side is over 200 times the shorter one.
         raise VideoError(task.path, str(error)) from error
     frames = [resize(frame, size) for frame in video.read(task.path, indices)]
     return ReadFrames(info, indices, np.stack(frames))

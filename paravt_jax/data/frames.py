@@ -1,4 +1,4 @@
-"""Frames of a video: which ones to look at, at which size, and who reads them."""
+"""Chooses and resizes the frames of a video; `FrameSource` is the interface of their readers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class VideoInfo:
 def resize(frame: UInt8[np.ndarray, "h w 3"], size: tuple[int, int]) -> UInt8[np.ndarray, "y x 3"]:
     """Resize a frame to (height, width) pixels with bicubic filtering.
 
-    A frame that already has the size is returned as it is.
+    A frame that already has this size is returned unchanged.
     """
     if frame.shape[:2] == tuple(size):
         return frame
@@ -60,10 +60,10 @@ def resize(frame: UInt8[np.ndarray, "h w 3"], size: tuple[int, int]) -> UInt8[np
 
 
 def overview_indices(frames: int, k: int) -> Int64[np.ndarray, " m"]:
-    """Choose `k` evenly spaced frame numbers, the first and the last frame included.
+    """Choose `k` evenly spaced frame numbers, including the first and the last frame.
 
-    Rounds exactly as qwen_vl_utils does: a float32 linspace, then round half to even. A video of at
-    most `k` frames gives all of them.
+    If the video has at most `k` frames, all are chosen. Rounding is exactly that of qwen_vl_utils:
+    a float32 linspace, then round half to even.
     """
     if k < 1 or frames < 1:
         raise ValueError(f"overview: {k} of {frames} frames; both need at least 1")
@@ -86,9 +86,9 @@ def window_indices(
 ) -> Int64[np.ndarray, " m"]:
     """Choose the frames that show the window [start, end) of a video.
 
-    Wanted times are 1 / fps apart, or evenly spaced if that would be more than `limit`. Each gives
-    the nearest frame of the window, and no frame comes twice. A window that falls between two
-    frames gives the frame on screen when it starts.
+    Takes the frame nearest to each of several times, without repeating a frame. The times are
+    1 / fps apart, or `limit` evenly spaced ones if there would be more. If the window falls between
+    two frames, the result is the frame on screen when it starts.
 
     Args:
         info: The video.

@@ -1,7 +1,7 @@
-"""Refuses addresses such as gs://bucket/run as places to write to.
+"""Rejects addresses such as gs://bucket/run where commands need a local path.
 
-Commands write to local folders. `pathlib` would take gs://bucket/run for a folder named "gs:" below
-the current one, so a run would finish with its files on the wrong disk.
+`pathlib` would read gs://bucket/run as a folder named "gs:" below the current one, and a run would
+finish with its files on the wrong disk.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 
-# A pathlib.Path collapses the two slashes into one. A single letter before the colon is a drive.
+# One slash, because pathlib.Path collapses two. A single letter before the colon is a drive.
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
@@ -20,6 +20,6 @@ def require_local(field: str, path: str | os.PathLike[str] | None) -> None:
     text = os.fspath(path)
     if _ADDRESS.match(text):
         raise ValueError(
-            f"{field}: {text} is an address, and this is a path on local disks; give a local "
-            "folder or a mounted one (gcsfuse mounts a bucket), and copy to the bucket afterwards"
+            f"{field}: {text} is an address, but this has to be a local path; give a local folder "
+            "or a mounted one (gcsfuse mounts a bucket), and copy to the bucket afterwards"
         )

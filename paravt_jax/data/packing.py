@@ -1,4 +1,4 @@
-"""Packs samples into rows of one length. No sample is cut."""
+"""Packs samples into rows of equal length. No sample is cut."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Packing:
     Attributes:
         rows: The sample numbers of each row, in order.
         left_out: Numbers of the samples that are longer than a row.
-        tokens: Tokens in all rows together, without padding.
+        tokens: Total number of tokens in all rows, without padding.
         length: Tokens per row.
     """
 
@@ -24,7 +24,7 @@ class Packing:
 
     @property
     def padding(self) -> float:
-        """Fraction of all row tokens that is padding; 0 without rows."""
+        """Fraction of padding among the tokens of all rows; 0 if there are none."""
         if not self.rows:
             return 0.0
         return 1.0 - self.tokens / (len(self.rows) * self.length)
@@ -33,7 +33,7 @@ class Packing:
 def pack(lengths: Sequence[int], length: int) -> Packing:
     """Pack samples first-fit: each goes into the first row with enough room, or into a new row.
 
-    Lengths and their order alone decide the result.
+    The result depends only on the lengths and their order.
 
     Args:
         lengths: Tokens of each sample.
@@ -89,12 +89,12 @@ class _FreeTokens:
         """Return the first row with room for `tokens`, and mark them as used."""
         node = 1
         while node < self._leaves:
-            # Go left unless no row on the left has enough room.
+            # Take the left child, or the right one if no row on the left has enough room.
             node *= 2
             node += self._most[node] < tokens
         row = node - self._leaves
         self._most[node] -= tokens
-        # The row's ancestors may have had it as their maximum.
+        # Recompute the maxima of the ancestors: this row may have been their largest.
         while node > 1:
             node //= 2
             self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])

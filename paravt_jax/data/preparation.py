@@ -1,15 +1,15 @@
-"""Turns published files into one prepared set, with many processes.
+"""Turns published files into one prepared set, with several processes.
 
-Every row is read by itself, under a deadline: its files are opened and their first and last frame
-decoded. A bad row costs itself only. Each row is either stored or listed once in `left_out.jsonl`
-with a reason, in the order of the files.
+Each row is read on its own, under a deadline: its videos are opened, and their first and last frame
+decoded. A bad row does not affect the others. Every row is either stored or listed once in
+`left_out.jsonl` with a reason, in the order of the files.
 
 Finished chunks of rows are written to a work folder, so an interrupted preparation resumes:
 
     FOLDER/work-<digest>/<file>-000000.jsonl   outcomes of 64 rows; deleted at the end
     FOLDER/records/                            the stored splits
     FOLDER/summary.json, left_out.jsonl, lengths.json
-    FOLDER/plan.json                           what was asked for; written last
+    FOLDER/plan.json                           the settings of the set; written last
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from paravt_jax.method.records import Question
 SUMMARY = "summary.json"
 LEFT_OUT = "left_out.jsonl"
 LENGTHS = "lengths.json"
-# Its presence says that the set is complete.
+# Written last: if it exists, the set is complete.
 PLAN = "plan.json"
 # Rows per file of the work folder. An interruption loses the rows of unfinished chunks.
 CHUNK_ROWS = 64
@@ -66,7 +66,7 @@ def find_tables(folder: pathlib.Path) -> list[Table]:
     for file, next_file in zip(files, files[1:], strict=False):
         if file.name == next_file.name:
             raise ValueError(
-                f"{folder}: {file.name} occurs twice; rows are named after their file, keep one"
+                f"{folder}: {file.name} occurs twice, but rows are named after their file; keep one"
             )
     return [open_table(path) for path in files]
 
@@ -80,14 +80,14 @@ def prepare_rows(
     deadline: float,
     tell: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Store the rows of all tables in `folder`, or only return the summary if that is done already.
+    """Store the rows of all tables in `folder`, unless a finished set is there already.
 
     Args:
         tables: The published files.
         folder: Where to store the splits `questions` and `conversations`, and the summary.
-        reading: How rows are read.
-        workers: Processes that read rows.
-        deadline: Seconds that one row may take.
+        reading: Settings of the conversion of rows.
+        workers: Number of worker processes.
+        deadline: Time limit for one row, in seconds.
         tell: Called with the number of rows done and the total. It may raise to interrupt.
 
     Returns:
@@ -116,7 +116,7 @@ def prepare_rows(
     summary = _summarise(outcomes, [table.split for table in tables])
     _write_reports(folder, outcomes, summary)
     _write_records(folder, outcomes, summary)
-    # The plan comes last, because it says that the set is complete.
+    # Written last: its existence marks the set as complete.
     write_atomically(folder / PLAN, json.dumps(plan, indent=1) + "\n")
     for old in folder.glob(_WORK_PREFIX + "*"):
         shutil.rmtree(old)
@@ -128,12 +128,12 @@ class Prepared:
     """A finished set.
 
     Attributes:
-        root: Folder of relative video paths.
+        root: Folder to which relative video paths refer.
         questions: The questions, in the order of the files.
         conversations: The conversations, in the order of the files.
         lengths: Length of each conversation in tokens.
-        summary: What `prepare_rows` returned.
-        digest: Fingerprint of everything but the root.
+        summary: The result of `prepare_rows`.
+        digest: Fingerprint of the set. It does not depend on the root.
     """
 
     root: pathlib.Path
@@ -145,7 +145,7 @@ class Prepared:
 
 
 def known_summary(folder: pathlib.Path, reading: Reading) -> dict[str, Any] | None:
-    """Return the summary of a finished set without its source files; None if there is no such set.
+    """Return the summary of a finished set, or None. The source files are not needed.
 
     Raises:
         ValueError: The set was prepared with other settings.
@@ -185,18 +185,18 @@ def open_prepared(folder: pathlib.Path) -> Prepared:
 
 
 def _open_split(folder: pathlib.Path, name: str, count: int) -> Sequence[Any]:
-    """A stored split. Empty splits are not stored."""
+    """Open a split, or return () if it is empty: empty splits are not stored."""
     return datasets.open_split(folder / _RECORDS, name) if count else ()
 
 
 def _plan(tables: Sequence[Table], reading: Reading) -> dict[str, Any]:
-    """Everything that decides the set, as JSON reads it back."""
+    """All inputs that determine the set, as JSON reads them back."""
     files = {table.path.name: [table.rows, table.path.stat().st_size] for table in tables}
     vocabulary = (pathlib.Path(reading.tokenizer) / "tokenizer.json").read_bytes()
     plan = {
         "files": files,
         **dataclasses.asdict(reading),
-        # The same tokenizer may be in another folder, so its content counts, not its path.
+        # Compare the tokenizer by content: the same one may be in another folder.
         "tokenizer": hashlib.sha256(vocabulary).hexdigest(),
     }
     return json.loads(json.dumps(plan))
@@ -206,10 +206,10 @@ def _require_same(folder: pathlib.Path, plan: dict[str, Any]) -> None:
     """Raise ValueError if a field of `plan` differs from the stored plan."""
     found = json.loads((folder / PLAN).read_text())
     require_same(
-        f"{folder} holds a set prepared otherwise",
+        f"{folder} holds a set prepared with other settings",
         {name: value for name, value in found.items() if name in plan},
         plan,
-        "Name another folder, delete this one, or ask for what it holds.",
+        "Name another folder, delete this one, or use its settings.",
     )
 
 
@@ -234,8 +234,8 @@ def _read_chunks(
                 yield len(rows)
                 continue
             pending.append((file, _submit(pool, table, number * CHUNK_ROWS, rows)))
-            # Enough rows to keep all workers busy across the end of a chunk. More would only take
-            # memory, since each waiting row is held here.
+            # Submit enough rows to keep all workers busy across the end of a chunk. More would only
+            # take memory, because waiting rows are held here.
             while len(pending) * CHUNK_ROWS > rows_ahead + CHUNK_ROWS:
                 yield _finish(*pending.popleft())
     while pending:
@@ -277,7 +277,7 @@ def _finish(file: pathlib.Path, pending: Sequence[_Pending]) -> int:
             facts, record = outcome
             kind, text = datasets.encode(record)
             lines.append({"kept": dataclasses.asdict(facts), "kind": kind, "record": text})
-    # The whole chunk at once: a file that exists is a chunk that is done.
+    # Write the whole chunk at once: if its file exists, the chunk is done.
     write_atomically(file, "".join(json.dumps(line) + "\n" for line in lines))
     return len(pending)
 
@@ -309,9 +309,9 @@ class _Outcomes:
 
 
 class _Records(Sequence[Record]):
-    """The records of one kind, read from the chunks on access: all together may not fit in memory.
+    """The records of one kind, read from the chunks on access because all may not fit in memory.
 
-    The latest chunk stays in memory, so access in order is fast.
+    The latest chunk stays in memory, so sequential access is fast.
     """
 
     def __init__(self, files: Sequence[pathlib.Path], kind: str):
@@ -352,10 +352,10 @@ def _write_records(folder: pathlib.Path, outcomes: _Outcomes, summary: dict[str,
     splits = {name: outcomes.records(name) for name in ("questions", "conversations")}
     splits = {name: records for name, records in splits.items() if len(records)}
     if not splits:
-        commonest = next(iter(summary["reasons"]), "there are no rows")
+        main_reason = next(iter(summary["reasons"]), "there are no rows")
         raise ValueError(
-            f"{folder}: none of {summary['rows']} rows can be used; {folder / LEFT_OUT} says why, "
-            f"the commonest: {commonest}"
+            f"{folder}: none of {summary['rows']} rows can be used; see {folder / LEFT_OUT}; "
+            f"most frequent reason: {main_reason}"
         )
     datasets.write_splits(folder / _RECORDS, splits)
 
@@ -390,7 +390,7 @@ def _summarise(outcomes: _Outcomes, sources: Sequence[str]) -> dict[str, Any]:
 
 
 def _count(values: Iterable[str]) -> dict[str, int]:
-    """How often each value occurs, the commonest first."""
+    """How often each value occurs, the most frequent first."""
     return dict(collections.Counter(str(value) for value in values).most_common())
 
 

@@ -1,11 +1,11 @@
 """Reads rows of the published training data (docs/reference.md, 5).
 
-Rows of `rl` files become questions, rows of `sft` files become conversations. A row that the
-protocol cannot express is refused with a reason; no row is repaired by guessing.
+Rows of `rl` files become questions, and rows of `sft` files become conversations. A row that the
+protocol cannot express is refused with a reason. No row is repaired by guessing.
 
 Calls are rewritten in the protocol's own form, and only the assistant's words are trained on.
-Paths stay as they are: relative ones belong under the user's root, `file://` ones are absolute, and
-a path that would leave the root is refused.
+Relative paths refer to the user's root, and `file://` paths are absolute. A path that would leave
+the root is refused.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from paravt_jax.method.tools.crop_video import CropVideo
 RL_COLUMNS = ("prompt", "videos", "extra_info")
 SFT_COLUMNS = ("messages",)
 
-# "paravt_sft_videor1_50k" is the split "videor1"; the end is its number of rows.
+# "paravt_sft_videor1_50k" names the split "videor1"; the suffix is its number of rows.
 _FILE_NAME = re.compile(r"paravt_(?:sft|rl)_(.+?)(?:_\d+k\d*)?")
-# Content types of files, and whether the file is a picture.
+# Content types of files; True for pictures.
 _MEDIA = {"video_url": False, "image_url": True}
-# Where the published texts mark a file. The protocol places files by itself.
+# Marks the place of a file in the published texts. The protocol places files itself.
 _PLACEHOLDER = re.compile(r"<(?:video|image)>\n?")
-# What a response must not contain: special tokens would end its turn when the row is rendered, and
-# tool responses and <tool_code> are not written by an agent of this protocol.
+# Forbidden in a response. Special tokens would end its turn when the row is rendered, and an agent
+# of this protocol writes neither tool responses nor <tool_code>.
 _FOREIGN = re.compile(r"<\|\w+\|>|</?tool_response>|<tool_code>")
 _RESPONSE_TAG = re.compile(r"(</?tool_response>)")
 
@@ -54,10 +54,10 @@ class _File:
 _Part = str | _File
 
 Look = Callable[[str, bool, CropCall | None], Clip]
-"""Chooses what a conversation shows of a file.
+"""A function that chooses the frames of a file for a conversation.
 
-Gets the path, whether it is a picture, and the call that asked for it (None for an overview).
-Raises Refused and VideoError.
+Its arguments are the path, whether the file is a picture, and the call whose window is shown (None
+for an overview). It raises Refused and VideoError.
 """
 
 
@@ -73,7 +73,7 @@ class Reason(enum.StrEnum):
 
 
 class Refused(Exception):
-    """A row cannot be used: the reason, and what exactly is wrong."""
+    """A row cannot be used. Carries the reason and the details."""
 
     def __init__(self, reason: Reason, detail: str):
         super().__init__(f"{reason}: {detail}")
@@ -104,7 +104,7 @@ class Table:
 
 
 def open_table(path: pathlib.Path) -> Table:
-    """Find out what a parquet file contains.
+    """Read a parquet file's split, kind and number of rows.
 
     Raises:
         ValueError: It is not a parquet file, or has neither the columns of rl nor of sft rows.
@@ -131,7 +131,7 @@ def open_table(path: pathlib.Path) -> Table:
 def read_rows(table: Table, batch: int = 256) -> Iterator[dict[str, Any] | Refused]:
     """Yield the rows of a file in order, with the published columns only.
 
-    A row with a value that Python cannot represent comes as a `Refused`.
+    A row with a value that Python cannot represent is yielded as a `Refused`.
 
     Args:
         table: The file.
@@ -186,7 +186,7 @@ def read_question(row: Mapping[str, Any], id: str) -> Question:
         raise Refused(Reason.BROKEN, "prompt is not one user turn of text")
     paths = [_field(video, "video") for video in _list(row.get("videos"), "videos")]
     if len(paths) != 1:
-        raise Refused(Reason.PROTOCOL, f"{len(paths)} videos, a question is about one")
+        raise Refused(Reason.PROTOCOL, f"{len(paths)} videos; a question needs exactly one")
     extra = row.get("extra_info")
     if isinstance(extra, str):
         extra = _json(extra, "extra_info")
@@ -215,7 +215,7 @@ def _answer(answer: Any, kind: QuestionKind) -> str:
     if answer is None:
         answer = ""
     if not isinstance(answer, str):
-        # A column may hold bytes, dates and decimals.
+        # A column may hold bytes, dates and decimals, which JSON cannot.
         try:
             answer = json.dumps(answer)
         except TypeError as error:
@@ -230,7 +230,7 @@ def _answer(answer: Any, kind: QuestionKind) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Message:
-    """A message as the file has it."""
+    """A message as in the file."""
 
     role: str
     parts: list[_Part]
@@ -238,7 +238,7 @@ class _Message:
 
 @dataclasses.dataclass(frozen=True)
 class _Turn:
-    """A turn as an episode has it; `call` is the call that a tool turn responds to."""
+    """A turn as in an episode. `call` is the call that a tool turn responds to."""
 
     role: str
     parts: list[_Part]
@@ -254,9 +254,9 @@ def read_conversation(
         row: The row's columns.
         id: Id of the conversation.
         source: Name of its split.
-        limits: Limits of the protocol that the conversation has to keep.
-        look: Chooses what is shown of a file. It is called only after everything else is checked,
-            because it opens the file.
+        limits: Limits of the protocol, which the conversation must keep.
+        look: Chooses the frames of a file. It opens the file, so it is called only after all other
+            checks.
 
     Raises:
         Refused: The row is broken, or the protocol cannot express it.
@@ -272,8 +272,8 @@ def read_conversation(
     def shown(part: _Part, call: CropCall | None) -> str | Clip:
         if isinstance(part, str):
             return part
-        # A tool may return the main video itself. What is shown is then the window of the call. Any
-        # other file, such as a crop that was cut out beforehand, is shown as a whole.
+        # If a tool returns the main video, show the window of its call. Any other file, such as a
+        # crop that was cut out beforehand, is shown whole.
         window = call if part.path == main_video else None
         return look(part.path, part.picture, window)
 
@@ -305,7 +305,7 @@ def _offers_tools(messages: Sequence[_Message], turns: Sequence[_Turn]) -> bool:
 
 
 def _read_messages(messages: Any) -> list[_Message]:
-    """Roles, texts and files. In texts, the name that the model uses replaces a file's path."""
+    """Read roles, texts and files. File paths in texts become the name that the model uses."""
     read = [_read_message(message) for message in _list(messages, "messages")]
     paths = [part.path for message in read for part in message.parts if isinstance(part, _File)]
     return [
@@ -365,7 +365,7 @@ def _arrange(messages: Sequence[_Message], limits: ProtocolSettings) -> list[_Tu
                 )
             turns.append(_Turn(role, [text]))
         elif open_calls or role == "tool":
-            # Some splits write tool responses into a user's turn, several of them into one.
+            # Some splits write tool responses into a user's turn, several into one turn.
             responses = _tool_responses(parts, role)
             if len(responses) > len(open_calls):
                 raise Refused(
@@ -392,7 +392,7 @@ def _require_answered(calls: Sequence[CropCall]) -> None:
 
 
 def _response(parts: Sequence[_Part], limits: ProtocolSettings) -> tuple[str, list[CropCall]]:
-    """The text of a response, with its calls in the protocol's form; and the calls."""
+    """Return a response's text, with its calls in the protocol's form, and the calls."""
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) < len(parts):
         raise Refused(Reason.PROTOCOL, "a response shows a file")
@@ -413,7 +413,7 @@ def _response(parts: Sequence[_Part], limits: ProtocolSettings) -> tuple[str, li
             Reason.PROTOCOL,
             f"{len(calls)} calls in a turn, protocol.max_calls = {limits.max_calls}",
         )
-    # From the last to the first, so that the spans of earlier calls stay valid.
+    # Replace from last to first, so that the spans of earlier calls stay valid.
     spans = block_spans(find_tags(text), "tool_call")
     for (opening, closing), call in reversed(list(zip(spans, calls, strict=True))):
         text = text[: opening.start] + render_call(call) + text[closing.end :]
@@ -425,7 +425,7 @@ def _response(parts: Sequence[_Part], limits: ProtocolSettings) -> tuple[str, li
 
 
 def _tool_responses(parts: Sequence[_Part], role: str) -> list[list[_Part]]:
-    """The tool responses of a turn: one per pair of tags, or the whole turn of a tool.
+    """Split a turn into tool responses: one per pair of tags, or a tool's whole turn.
 
     A file after a closing tag belongs to the response before it.
     """
@@ -480,7 +480,7 @@ def _strip_texts(parts: Sequence[_Part]) -> list[_Part]:
 def _hide_paths(text: str, paths: Sequence[str]) -> str:
     """Replace the paths in a text with the name that the model uses for its video."""
     plain = {path.removeprefix("file://") for path in paths}
-    # The longest first: a path may be the beginning of another one.
+    # Longest first: a path may be a prefix of another one.
     for path in sorted(plain, key=len, reverse=True):
         # Whole paths only: with the video "a", the text "what a/b" stays as it is.
         pattern = rf"(?:file://|(?<![\w/.-])){re.escape(path)}(?![\w/-])"
@@ -489,7 +489,7 @@ def _hide_paths(text: str, paths: Sequence[str]) -> str:
 
 
 def _require_unicode(text: str) -> str:
-    """Refuse a text with half of a surrogate pair: JSON can hold one, but no tokenizer takes it."""
+    """Refuse a text with half of a surrogate pair: JSON can hold it, but tokenizers cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

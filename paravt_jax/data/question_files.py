@@ -21,10 +21,10 @@ from paravt_jax.method.subtitles import Subtitle, read_srt
 
 COLUMNS = ("id", "video", "question", "options", "answer", "kind", "subtitles")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-# Bad rows that an error names.
+# Upper bound on the bad rows that an error lists.
 _MAX_NAMED_ROWS = 10
 
-# Subtitles by path. Questions about one video share one tuple of them.
+# Subtitles by path. Questions about the same video share one tuple.
 _SubtitleCache = dict[str, tuple[Subtitle, ...]]
 
 
@@ -73,7 +73,7 @@ def read_questions(
                 raise row
             question = _question(row, line, pathlib.Path(videos), subtitles)
             if question.id in line_of_id:
-                rule = f"line {line_of_id[question.id]} has it: change one"
+                rule = f"line {line_of_id[question.id]} has the same id: change one"
                 raise _BadRow("id", question.id, rule)
         except _BadRow as error:
             errors.append(f"{path}, line {line}: {error}")
@@ -111,7 +111,7 @@ def _csv_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
         except StopIteration:
             return
         except csv.Error as error:
-            # Such as a cell that is too long. Where the next row starts is unknown, so stop here.
+            # For example, a cell is too long. The start of the next row is then unknown, so stop.
             rule = f"it cannot be read as CSV ({error}): correct it"
             yield reader.line_num + 1, _BadRow("row", "", rule)
             return
@@ -122,14 +122,14 @@ def _csv_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
             continue
         filled: dict[str, Any] = {name: cell for name, cell in row.items() if cell.strip()}
         if "options" in filled:
-            # Text that is not JSON stays text, which `_options` refuses because it is not a list.
+            # A cell that is not JSON stays text, and `_options` refuses it: it is not a list.
             with contextlib.suppress(ValueError):
                 filled["options"] = json.loads(filled["options"])
         yield reader.line_num, filled
 
 
 def _jsonl_rows(text: str) -> Iterator[tuple[int, dict[str, Any] | _BadRow]]:
-    # Not splitlines(), which also splits at characters that JSON allows inside a text (U+2028).
+    # splitlines() would also split at characters that JSON allows inside a text (U+2028).
     for line, written in enumerate(text.split("\n"), 1):
         if not written.strip():
             continue
@@ -221,7 +221,7 @@ def _answer(row: dict[str, Any], kind: QuestionKind, options: tuple[str, ...]) -
 
 
 def _span(value: Any) -> str:
-    """Seconds [start, end], as a list or as the text of one."""
+    """Read [start, end] in seconds from a list, or from the text of a list."""
     span: Any = value
     if isinstance(value, str):
         try:

@@ -1,7 +1,7 @@
 """Reads one row of the published files in a worker process: its record, and facts for the summary.
 
-Whatever is in a row and in its files, the result is a `Kept` or a `LeftOutRow`. Every worker
-imports this module, so it stays light.
+A row becomes a record with its `Kept`, or a `LeftOutRow`, however broken it or its files are. Every
+worker process imports this module, so its imports have to be few.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from paravt_jax.method.tools.crop_video import resolve_window
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Settings that decide what a row becomes."""
+    """Settings of the conversion of rows to records."""
 
     root: str
-    """Folder of relative video paths."""
+    """Folder to which relative video paths refer."""
     tokenizer: str
     """Folder of the tokenizer."""
     limits: ProtocolSettings
-    """Limits of the protocol that conversations have to keep."""
+    """Limits of the protocol, which conversations must keep."""
     frames: int = 64
-    """Frames of a video's overview at most."""
+    """Upper bound on the frames of a video's overview."""
     fps: float = 1.0
-    """Frames of a video's overview per second."""
+    """Frames per second of a video's overview."""
     min_pixels: int = 784
     """Smallest area of a frame, in pixels."""
     max_pixels: int = 50_176
@@ -99,6 +99,7 @@ class LeftOutRow:
     @classmethod
     def by_worker(cls, id: str, source: str, error: Exception) -> LeftOutRow:
         """A row that no worker could finish: its deadline passed, or its file crashed a decoder."""
+        # `Workers` says "it took longer than" if the deadline passed.
         reason = Reason.SLOW if "longer" in str(error) else Reason.UNREADABLE
         return cls(id, source, reason, str(error))
 
@@ -110,11 +111,11 @@ def read_row(
     """Read one row of a published file, and check that its videos can be decoded.
 
     Args:
-        reading: How rows are read.
-        task: Whether the row is of an rl file, its id, its source, and its columns.
+        reading: Settings of the conversion.
+        task: Whether the row is from an rl file, its id, its source, and its columns.
 
     Returns:
-        The record with facts about it, or the reason why the row is left out.
+        Facts about the record and the record itself, or the reason why the row is left out.
     """
     rl, id, source, row = task
     checker = VideoChecker(reading)
@@ -160,7 +161,7 @@ def _conversation(
 
 
 class VideoChecker:
-    """Chooses the frames that are shown of a row's files, and checks that they can be decoded."""
+    """Chooses which frames of a row's files are shown, and checks that they can be decoded."""
 
     def __init__(self, reading: Reading):
         self.reading = reading
@@ -168,7 +169,7 @@ class VideoChecker:
 
     @property
     def seconds(self) -> list[float]:
-        """Durations of the videos so far, each video once."""
+        """Durations of all videos so far, without repetitions."""
         return list(self._durations.values())
 
     def __call__(self, path: str, picture: bool, call: CropCall | None) -> Clip:
@@ -177,11 +178,11 @@ class VideoChecker:
         Args:
             path: The file, absolute or relative to the root.
             picture: Whether the row calls it a picture.
-            call: The call whose window is shown; None for an overview of the video.
+            call: The call whose window is shown; None for an overview of the whole video.
 
         Raises:
             VideoError: The file cannot be read.
-            Refused: The window is outside the video, or the file's shape cannot be shown.
+            Refused: The window is outside the video, or the frames are too narrow to be resized.
         """
         file = str(pathlib.Path(self.reading.root) / path)
         info = _probe(file)
@@ -224,7 +225,7 @@ def _probe(file: str) -> VideoInfo:
 
 @functools.lru_cache(maxsize=64)
 def _require_decodable(file: str, first: int, last: int) -> None:
-    """Decode two frames: a file can list its frames and still have none that decodes."""
+    """Decode two frames: a file can list frames of which none can be decoded."""
     video.read(file, [first, last])
 
 

@@ -1,13 +1,13 @@
-"""Sizes at which pictures are shown: multiples of a patch, within limits on their area.
+"""Computes the sizes at which the model sees pictures: multiples of a patch, of limited area.
 
-The sizes equal those of qwen_vl_utils and of the processors of transformers.
+The results equal those of qwen_vl_utils and of the processors of transformers.
 """
 
 from __future__ import annotations
 
 import math
 
-# Visual tokens of an image where the caller sets no limits.
+# Default limits on the visual tokens of an image.
 _MIN_TOKENS = 4
 _MAX_TOKENS = 16_384
 
@@ -32,7 +32,8 @@ def smart_resize(
         factor: Pixels along the side of a merged patch: patch size times merge size.
 
     Raises:
-        ValueError: A side is below 1, the sides differ by a factor above 200, or the limits cross.
+        ValueError: A side is below 1, one side is over 200 times the other, or `min_pixels` exceeds
+            `max_pixels`.
     """
     if min_pixels is None:
         min_pixels = _MIN_TOKENS * factor**2
@@ -46,8 +47,8 @@ def image_size(
 ) -> tuple[int, int]:
     """Return the (height, width) at which transformers' image processor shows an image.
 
-    The result differs from `smart_resize` only where a side is below factor / 2. That side is
-    rounded to 0, so the area is 0 and the image is always enlarged.
+    The result differs from `smart_resize` only if a side is below factor / 2. That side is rounded
+    to 0, so the area is 0 and the image is always enlarged.
 
     Args:
         height: Height of the image in pixels.
@@ -84,7 +85,7 @@ def video_size(
     """
     if frames < temporal:
         raise ValueError(
-            f"video: {frames} frames, at least {temporal}; give a single frame as an image"
+            f"video: {frames} frames; give at least {temporal}, or a single frame as an image"
         )
     if 0 < min(height, width) < factor:
         scale = max(factor / height, factor / width)
@@ -105,24 +106,24 @@ def _fit(
     frames: int = 1,
     compared_frames: int = 1,
 ) -> tuple[int, int]:
-    """Round both sides to multiples of `factor`, and rescale where the area breaks the limits.
+    """Round both sides to multiples of `factor`, and rescale if the area is outside the limits.
 
-    `compared_frames` decides whether a limit is broken; `frames` decides the scale.
+    `compared_frames` enters the comparison with the limits, and `frames` the scale.
     """
     min_pixels, max_pixels = limits
     if min(height, width) < 1:
         raise ValueError(
-            f"frame size = {height} x {width}: both sides are at least 1 pixel; check the decoder"
+            f"frame size = {height} x {width}: both sides need at least 1 pixel; check the decoder"
         )
     if max_pixels < min_pixels:
         raise ValueError(
-            f"max_pixels = {max_pixels}: at least min_pixels = {min_pixels}; "
+            f"max_pixels = {max_pixels}: below min_pixels = {min_pixels}; "
             "raise one or lower the other"
         )
     if max(height, width) / min(height, width) > 200:
         raise ValueError(
-            f"frame size = {height} x {width}: the longer side is at most 200 times the shorter; "
-            "crop the frame first"
+            f"frame size = {height} x {width}: the longer side may be at most 200 times the "
+            "shorter; crop the frame first"
         )
     h = max(least_side, round(height / factor) * factor)
     w = max(least_side, round(width / factor) * factor)

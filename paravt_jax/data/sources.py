@@ -1,7 +1,7 @@
 """Finds published files: in a local folder, on the Hugging Face hub or in a bucket.
 
-Archives of media are unpacked into one root. Copying and unpacking resume after an interruption. A
-file gets its own name only when it is complete, and nothing in the source is changed.
+Archives of media are unpacked into one root. Copying and unpacking resume after an interruption: a
+file gets its final name only when it is complete. The source is never changed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from huggingface_hub import errors
 _VIDEOS = (".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".ts", ".mpg")
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MEDIA = (*_VIDEOS, *_PICTURES)
-# The fsspec package for each kind of bucket.
+# The fsspec package for each scheme of addresses.
 _BUCKET_PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs"}
-# Folder of empty files that say which archives are unpacked.
+# Folder with one empty file per archive that has been unpacked.
 _MARKS = ".unpacked"
 
 
@@ -61,7 +61,7 @@ def from_hub(source: str, patterns: Sequence[str]) -> pathlib.Path:
     """
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
         raise FileNotFoundError(
-            f"{source}: no such file or folder, and no hub id (owner/name); give one of these"
+            f"{source}: neither a folder nor a hub id (owner/name); give one of these"
         )
     try:
         folder = huggingface_hub.snapshot_download(
@@ -69,9 +69,9 @@ def from_hub(source: str, patterns: Sequence[str]) -> pathlib.Path:
         )
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
-            f"{source}: not here, and the hub did not give it ({type(error).__name__}); check the "
-            "id, the network and the token (hf auth login; some sets ask for consent on their "
-            "page), or fetch it elsewhere and give its folder"
+            f"{source}: not a local folder, and the download from the hub failed "
+            f"({type(error).__name__}); check the id, the network and the token (hf auth login; "
+            "some sets ask for consent on their page), or download it elsewhere and give its folder"
         ) from error
     return pathlib.Path(folder)
 
@@ -87,14 +87,14 @@ def _copy(source: str, folder: pathlib.Path, patterns: Sequence[str]) -> pathlib
     }
     if not matching:
         raise FileNotFoundError(
-            f"{source}: holds no {' or '.join(patterns)} among {len(sizes)} files; check the path"
+            f"{source}: no {' or '.join(patterns)} among its {len(sizes)} files; check the path"
         )
     for name, size in sorted(matching.items()):
         target = _inside(folder, name)
         if target.is_file() and target.stat().st_size == size:
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed when it is complete, so an interrupted copy is never taken for the file.
+        # Rename the copy only when it is complete: an interrupted copy must not pass for the file.
         unfinished = target.with_name(target.name + ".partial")
         system.get_file(f"{top.rstrip('/')}/{name}", str(unfinished))
         os.replace(unfinished, target)
@@ -222,11 +222,11 @@ def _unpack_member(
     target = _inside(root, member.filename)
     if member.is_dir():
         return
-    # Unpacked before an interruption.
+    # An interrupted call has unpacked it already.
     if target.is_file() and target.stat().st_size == member.file_size:
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    # The archive's name keeps two archives with the same member from writing to one file.
+    # With the archive in the name, two archives with the same member never write to one file.
     unfinished = target.with_name(f"{target.name}.{archive.stem}.partial")
     with file.open(member) as packed, unfinished.open("wb") as plain:
         shutil.copyfileobj(packed, plain, 2**20)
@@ -237,5 +237,5 @@ def _inside(root: pathlib.Path, name: str) -> pathlib.Path:
     """Join a relative name to the root. Raises ValueError for a name that would leave it."""
     path = pathlib.PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name:
-        raise ValueError(f"{name}: would lie outside {root}; remove it from the source")
+        raise ValueError(f"{name}: would be written outside {root}; remove it from the source")
     return root / path

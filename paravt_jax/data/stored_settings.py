@@ -1,8 +1,8 @@
-"""Compares stored settings with the ones asked for, and locks files against other processes.
+"""Compares stored settings with requested ones, and locks files against other processes.
 
-A run, a checkpoint, a prepared set, a rendered world and an evaluation are made once and resumed
-later. Each stores its settings as JSON. A process that asks for other settings is refused, because
-it would mix two kinds of results in one folder.
+Runs, checkpoints, prepared sets, rendered worlds and evaluations can be resumed. Each stores its
+settings as JSON. A process with other settings is refused, because it would mix two kinds of
+results in one folder.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pathlib
 from typing import Any, TextIO
 
 _ABSENT = "(absent)"
-# Differing fields that a message names.
+# Upper bound on the differing fields that a message lists.
 _MAX_NAMED_FIELDS = 20
 
 
@@ -33,7 +33,7 @@ def as_json(value: Any, name: str) -> Any:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"{name} has to be what JSON can hold (numbers, text, None, lists, dicts): {error}."
+            f"{name} has to be a JSON value (number, text, None, list, dict): {error}."
         ) from error
 
 
@@ -43,8 +43,8 @@ def _check_keys(value: Any, name: str) -> None:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise TypeError(
-                    f"{name} has the key {key!r}: keys have to be text, JSON would bring this one "
-                    f"back as '{key}'."
+                    f"{name} has the key {key!r}: keys have to be text, but JSON would read this "
+                    f"one back as '{key}'."
                 )
             _check_keys(item, f"{name}.{key}")
     elif isinstance(value, list | tuple):
@@ -64,7 +64,7 @@ def require_same(
     Args:
         what: Start of the message, such as "runs/x holds a run of other settings".
         stored: Settings read from disk.
-        wanted: Settings asked for now, as JSON reads them back.
+        wanted: Requested settings, as JSON reads them back.
         remedy: Last line of the message.
         error: Type of the exception.
     """
@@ -83,7 +83,7 @@ def require_same(
 def _flat(value: Any, prefix: str = "") -> dict[str, str]:
     """Flatten nested dicts to dotted names and JSON texts: {"a": {"b": 1}} gives {"a.b": "1"}."""
     if not isinstance(value, dict) or (prefix and not value):
-        # As text, a NaN equals itself. Lists and empty dicts are compared as a whole.
+        # Compare texts, because NaN != NaN. Lists and empty dicts are compared as a whole.
         return {prefix: json.dumps(value)}
     flat: dict[str, str] = {}
     for key, item in value.items():
@@ -104,7 +104,7 @@ def lock(file: pathlib.Path, wait: bool = False) -> TextIO:
     Raises:
         BlockingIOError: Another process holds the lock, and `wait` is false.
     """
-    # "a+" creates a missing file, but does not empty it before the lock is ours.
+    # "a+" creates a missing file. Unlike "w", it keeps the holder's id until the lock is ours.
     stream = file.open("a+", encoding="utf-8")
     try:
         # The kernel releases the lock when the process ends, so a killed process leaves no stale
@@ -115,7 +115,7 @@ def lock(file: pathlib.Path, wait: bool = False) -> TextIO:
         holder = stream.read().strip() or "unknown"
         stream.close()
         raise BlockingIOError(f"in use by another process (id {holder})") from error
-    # A forked worker inherits the open file. It would keep the lock after its parent has died.
+    # A forked worker inherits the open file, and would keep the lock after its parent has died.
     os.register_at_fork(after_in_child=stream.close)
     stream.truncate(0)
     stream.write(str(os.getpid()))

@@ -1,11 +1,11 @@
-"""Video files: which frames a file contains, and their pixels.
+"""Lists and decodes the frames of video files.
 
 Frames are numbered in order of presentation, whichever decoder reads them. Times count from the
 first frame. A picture is a video of one frame.
 
 Two decoders read the files. decord is fast, and exact for 8-bit H.264 and VP9 with closed GOPs in
-mp4, mkv and webm. PyAV reads everything else, and whatever decord cannot open. It also reads all
-files where decord is not installed.
+mp4, mkv and webm. PyAV reads all other files, those that decord cannot open, and, if decord is not
+installed, every file.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from paravt_jax.data.frames import VideoError, VideoInfo
 try:
     import decord
 except ImportError:
-    # There are wheels for x86-64 Linux only.
+    # decord has wheels for x86-64 Linux only.
     decord = None
 
-# What decord 0.6.0 reads exactly. In other containers it returns wrong frames after a seek, and for
-# other pixel formats it returns slightly different colours.
+# decord 0.6.0 reads these exactly. In other containers it returns wrong frames after a seek, and
+# for other pixel formats slightly different colours.
 _EXACT_CONTAINERS = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"}
 _EXACT_CODECS = {"h264", "vp9", "libvpx-vp9"}
 _EXACT_PIXELS = {"yuv420p"}
-# Packets in these containers lack reliable timestamps, so the frames are found by decoding all.
+# Packets in these containers lack reliable timestamps, so all frames are decoded to list them.
 _UNINDEXED = {"mpeg", "mpegts"}
 _PICTURES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
 
@@ -98,17 +98,17 @@ def read(
     """
     wanted = np.asarray(indices, np.int64)
     if not wanted.size:
-        raise IndexError(f"{path}: no frame is asked for; give at least one")
+        raise IndexError(f"{path}: no frame requested; give at least one")
     if is_picture(path):
         if wanted.any():
-            raise IndexError(f"{path}: frame {wanted.max()} asked for, a picture has one, number 0")
+            raise IndexError(f"{path}: frame {wanted.max()} requested; a picture has only frame 0")
         return np.repeat(_picture(path)[None], len(wanted), axis=0)
 
     def decode(container: InputContainer) -> np.ndarray:
         index = _index(path, container)
         if wanted.min() < 0 or wanted.max() >= index.info.frames:
             raise IndexError(
-                f"{path}: frames {wanted.min()} to {wanted.max()} asked for, "
+                f"{path}: frames {wanted.min()} to {wanted.max()} requested; "
                 f"it has {index.info.frames}"
             )
         pixels = None
@@ -151,7 +151,7 @@ def _require_file(path: str | os.PathLike) -> None:
     try:
         size = file.stat().st_size if file.is_file() else None
     except OSError as error:
-        # Such as a name that is too long, or a folder without permission.
+        # For example, the name is too long, or the folder is not readable.
         reason = f"it cannot be opened ({error.strerror}); check the path and its permissions"
         raise VideoError(path, reason) from error
     if size is None:
@@ -161,10 +161,10 @@ def _require_file(path: str | os.PathLike) -> None:
 
 
 def _with_container(path: str | os.PathLike, use: Callable[[InputContainer], _Result]) -> _Result:
-    """Open the file for one call of `use`. Whatever is wrong with the file becomes a VideoError."""
+    """Open the file for one call of `use`. Errors in the file become VideoErrors."""
     _require_file(path)
-    # Files are opened anew for every call: a reader that is passed on to another thread or through
-    # a fork can hang.
+    # Open the file anew for every call: a reader that is passed to another thread or through a fork
+    # can hang.
     try:
         with av.open(str(path), **_OPEN_OPTIONS) as container:
             return use(container)
@@ -173,7 +173,7 @@ def _with_container(path: str | os.PathLike, use: Callable[[InputContainer], _Re
 
 
 def _stream(path: str | os.PathLike, container: InputContainer) -> av.VideoStream:
-    # Of several video streams, decord reads FFmpeg's "best" one too.
+    # Of several video streams, take FFmpeg's "best" one, as decord does.
     stream = container.streams.best("video")
     if not isinstance(stream, av.VideoStream):
         raise VideoError(path, "it has no video stream")
@@ -234,7 +234,7 @@ def _are_distinct(stamps: Sequence[int | None]) -> bool:
 
 
 def _guess_duration(stamps: Int64[np.ndarray, " frames"], time_base: float) -> int:
-    """Duration of the last frame where the file gives none: the median gap, or else one second."""
+    """Guess the duration of the last frame: the median gap, or one second for a single frame."""
     if len(stamps) > 1:
         return int(np.median(np.diff(stamps)))
     return round(1 / time_base)
@@ -242,15 +242,13 @@ def _guess_duration(stamps: Int64[np.ndarray, " frames"], time_base: float) -> i
 
 @dataclasses.dataclass
 class _Packets:
-    """The packets of a stream that are shown, in the order of the file.
-
-    Open GOP: some frame comes after a keyframe in the file but is shown before it. It refers to the
-    GOP before, so decord gets it wrong after a seek to the keyframe.
-    """
+    """The packets of a stream that are shown, in the order of the file."""
 
     stamps: list[int | None] = dataclasses.field(default_factory=list)
     durations: list[int] = dataclasses.field(default_factory=list)
     keys: list[bool] = dataclasses.field(default_factory=list)
+    # Whether a frame follows a keyframe in the file but is shown before it. Such a frame refers to
+    # the GOP before the keyframe, so decord decodes it wrongly after a seek to the keyframe.
     open_gop: bool = False
 
 
@@ -292,11 +290,9 @@ def _require_whole(
     packets: int,
     end: float,
 ) -> None:
-    """Compare the packets and the end in seconds with what the header says.
-
-    FFmpeg opens a truncated file without any error, so this is the only sign.
-    """
-    # Headers of other containers are often wrong or empty.
+    """Raise VideoError if there are fewer packets, or an earlier end, than the header says."""
+    # FFmpeg opens a truncated file without any error, so only this check finds it.
+    # The headers of other containers are often wrong or empty.
     if container.format.name not in _EXACT_CONTAINERS:
         return
     if packets < stream.frames:
@@ -329,7 +325,7 @@ def _read_decord(
         return None
     try:
         reader = decord.VideoReader(str(path), ctx=decord.cpu(0), num_threads=1)
-        # Another number of frames means another numbering.
+        # If the counts differ, frame numbers mean different frames.
         if len(reader) != index.info.frames:
             return None
         # Read forwards: each step back costs decord a seek and a decoded GOP.
@@ -372,7 +368,7 @@ def _read_av(
 def _collect(
     container: InputContainer, stream: av.VideoStream, pending: list[int], index: _Index
 ) -> dict[int, np.ndarray]:
-    """Decode from the current position until all pending frames are found or a seek is shorter."""
+    """Decode from the current position until all pending frames are found or a seek is faster."""
     found: dict[int, np.ndarray] = {}
     for n, frame in enumerate(container.decode(stream)):
         if index.seekable:
@@ -386,7 +382,7 @@ def _collect(
         if not later:
             break
         # A keyframe between here and the next wanted frame lets a seek skip the frames up to it.
-        # Without any frame found the seek would lead back to this place, so decoding continues.
+        # If no frame has been found yet, the seek would lead back here, so decoding continues.
         skippable = np.any((index.keys > n + 1) & (index.keys <= later[0]))
         if found and index.seekable and skippable:
             break
@@ -404,7 +400,7 @@ def _frame_number(frame: av.VideoFrame, index: _Index) -> int | None:
 
 
 def _upright(frame: av.VideoFrame) -> UInt8[np.ndarray, "height width 3"]:
-    """The picture as a player shows it. decord rotates by itself, PyAV leaves it to the caller."""
+    """The pixels as a player shows them. decord rotates frames itself, but PyAV does not."""
     pixels = frame.to_ndarray(format="rgb24", threads=1)
     quarter_turns = (frame.rotation // 90) % 4
     return np.ascontiguousarray(np.rot90(pixels, k=quarter_turns))

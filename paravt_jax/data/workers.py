@@ -1,15 +1,15 @@
 """Worker processes that make one call at a time, each with a deadline.
 
-A call that hangs or crashes its process costs its own result only: it fails with a `WorkerError`,
-and a new process takes over. No worker outlives the parent process, however that ends.
+A call that hangs or crashes its process fails with a `WorkerError`, and a new process takes over.
+Other calls are not affected. No worker outlives the parent process, however that ends.
 
 One thread of the parent serves each process:
 
     submit -> queue -> thread 0 <-> pipes <-> process 0
                    \\-> thread 1 <-> pipes <-> process 1
 
-The processes are started as `python -m paravt_jax.data.workers`. A fork would inherit the threads
-of the accelerator runtime and open video readers, which then hang.
+The processes are started as `python -m paravt_jax.data.workers`, because forks can hang: they copy
+open video readers, and the locks of the accelerator runtime without its threads.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Workers(Generic[_Argument, _Result]):
     def __init__(self, function: Callable[[_Argument], _Result], count: int, deadline: float):
         if count < 1 or not deadline > 0:
             raise ValueError(
-                f"workers: {count} processes, {deadline} s a call; "
-                "give at least 1, and more than 0 s"
+                f"workers: {count} processes, {deadline} s per call; "
+                "give at least 1 process, and more than 0 s"
             )
         self._function = pickle.dumps(function)
         self._deadline = deadline
@@ -111,12 +111,13 @@ class Workers(Generic[_Argument, _Result]):
         self.close()
 
     def _serve(self, number: int) -> None:
-        """Make calls with one process, one after the other, until `close`."""
+        """Make calls in one process, one after another, until `close`."""
         while True:
             call = self._calls.get()
             if call is None:
                 break
             argument, future = call
+            # False if the caller has cancelled this call.
             if future.set_running_or_notify_cancel():
                 self._answer(number, argument, future)
         self._release(number)
@@ -142,7 +143,7 @@ class Workers(Generic[_Argument, _Result]):
     def _call(self, number: int, argument: _Argument) -> tuple[bool, Any]:
         if number not in self._processes:
             self._processes[number] = _Process(self._function)
-        # `close` may have run just before the process was entered above, and so not killed it.
+        # `close` kills only the processes in the dict. It may have run before this one was added.
         if self._closed:
             raise WorkerError("the workers were closed")
         return self._processes[number].call(argument, self._deadline)
@@ -167,8 +168,8 @@ class _Process:
             pass_fds=descriptors,
             env=os.environ | {"PYTHONPATH": paths},
             stdin=subprocess.DEVNULL,
-            # Ctrl-C goes to the whole process group. In a session of its own the child does not get
-            # it, not even before it can ignore signals.
+            # Ctrl-C goes to the whole process group. A child in its own session never gets it, not
+            # even before it can ignore signals.
             start_new_session=True,
         )
         # Only the child may hold these ends. Otherwise its death would not end the pipes here.
@@ -222,13 +223,13 @@ def _work(calls: Connection, results: Connection) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     function = pickle.loads(calls.recv_bytes())
-    # Tells the parent that the imports are done.
+    # Tell the parent that the imports are done.
     results.send_bytes(b"")
     while True:
         try:
             argument = pickle.loads(calls.recv_bytes())
         except EOFError:
-            # The pipe ended, so the parent has. This also holds if the parent was killed.
+            # The parent has ended, or was killed: either closes its end of the pipe.
             return
         # Broad because the exception is the call's result: the parent raises it in the caller.
         try:

@@ -1,12 +1,12 @@
-"""R_acc: is an answer right? Multiple choice, temporal grounding and open-ended questions.
+"""R_acc: scores answers to multiple-choice, temporal-grounding and open-ended questions.
 
-Answers may have many forms ("(B)", "the answer is B", "from 0:10 to 0:20"). An answer that names
-two options, or no readable range, earns 0, because anything else would pay for guessing. Scores are
-in [0, 1], and the right answer's own words always score 1. This is REFERENCE 3 with the corrections
-of REFERENCE 4, point 12.
+Many forms of answers are read ("(B)", "the answer is B", "from 0:10 to 0:20"). An answer that names
+two options, or no readable range, earns 0; any other score would reward guessing. Scores are in
+[0, 1], and the right answer's own words always score 1. The rules are those of REFERENCE 3 with the
+corrections of REFERENCE 4, point 12.
 
-Most of this file is regular expressions. They are built from named parts, in three groups: words
-(`normalise`), letters of options (`chosen_option`) and ranges of seconds (`read_range`).
+Most of this file consists of regular expressions in three groups: words (`normalise`), letters of
+options (`chosen_option`) and ranges of seconds (`read_range`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ARTICLES = frozenset(("a", "an", "the"))
 # --- letters of options ---
 
 _LABELS = string.ascii_uppercase
-# An option's letter. "A" and "I" before another word are words themselves: "A man", "I see".
+# An option's letter. "A" and "I" before another word are not letters: "A man", "I see".
 _WORD_AFTER = r"\s+(?!(?:and|or|because|since|as|but|is|are)\b)\w"
 _LETTER = rf"(?:[B-HJ-Z]|[AI](?!{_WORD_AFTER}))(?![\w+#]|['’.-]\w)"
 _OPENING = r"[(\[\"'“‘]?"
@@ -55,7 +55,7 @@ _CHOICE = (
 _SAID = re.compile(rf"\b(?i:answer|option|choice)(?:(?i:\s+is)\b|\s*:)[\s:]*|{_IT_IS}")
 _NAMED = (
     re.compile(rf"{_ANSWER}{_OPENING}({_LIST})"),
-    # These words often come before other things too, so the letter has to end its clause.
+    # These words often precede other things than options, so the letter has to end its clause.
     re.compile(
         rf"(?:{_IT_IS}|{_CHOICE}[:,]?\s*|选\s*){_OPENING}({_LIST})"
         rf"(?!(?:\W{{0,3}}{_PERHAPS})++\W{{0,3}}{_LETTER})"  # no "it is B, or maybe C"
@@ -86,7 +86,7 @@ _DENIAL = re.compile(
     rf"[ :]*{_OPENING}$",
     re.IGNORECASE,
 )
-_DENIAL_LENGTH = 100  # a negation further before a letter, in characters, is about something else
+_DENIAL_LENGTH = 100  # in characters; a negation further before a letter concerns something else
 _DENIED = re.compile(
     r"[)\]\"'”’]*\s*\b(?:cannot|can['’]?t|"
     r"(?:is|are|was|were|has|does|do|did|can|could|would|should|must|seems|looks)"
@@ -108,7 +108,7 @@ _HEDGE = r"(?:(?:about|around|approximately|roughly|second|at|the)\s+|~\s*|第)?
 _TO = r"(?:[-=]{1,2}>|[\-–—~→到至]|,?\s*\b(?:to|until|till|through)\b)"
 _JOINT = rf"(?:{_TO}|[,;]|,?\s*\band\b)"
 _SIGN = r"(?<![\w.:)\]-])-"  # a minus sign; after a time it would be a dash between two times
-# The time is not the rest of another one: "1 h 2 to", "1'13 to".
+# A time that is not the end of a longer one, as in "1 h 2 to" and "1'13 to".
 _WHOLE = r"(?<!\d s )(?<!\d['’′])"
 _OTHER_UNIT = r"\s*(?:%|(?:ms|milliseconds?|frames?|percent|days?)\b)|['’′]\d"
 _RANGE = re.compile(
@@ -179,9 +179,9 @@ _MINUTES = re.compile(
 
 
 def normalise(text: str) -> str:
-    """Lower case without punctuation, articles and repeated spaces.
+    """Reduce a text to lower case, without punctuation, articles and repeated spaces.
 
-    Articles stay if nothing else is left: the answer "A" is a word.
+    Articles stay if nothing else is left, so that the answer "A" keeps its word.
     """
     words = _PUNCTUATION.sub("", unicodedata.normalize("NFKC", text).lower()).split()
     without_articles = [word for word in words if word not in _ARTICLES]
@@ -194,7 +194,7 @@ def exact_match(prediction: str, answer: str) -> bool:
 
 
 def token_f1(prediction: str, answer: str) -> float:
-    """F1 of the words of two texts (REFERENCE 3).
+    """F1 over the words of two texts (REFERENCE 3).
 
     A shared word counts once, however often it occurs; the lengths count all words.
     """
@@ -235,7 +235,7 @@ def _denied(text: str, start: int, end: int) -> bool:
 
 
 def _letters(text: str) -> set[str]:
-    """The letters that a text names as options, without those that it denies."""
+    """The letters that a text names as options, minus the letters that it denies."""
     alone = _BARE_LETTER.fullmatch(text)
     if alone:
         return {alone[1].upper()}
@@ -270,9 +270,9 @@ def _letters(text: str) -> set[str]:
 
 
 def _by_words(text: str, options: Mapping[str, str]) -> set[str]:
-    """The letters of the options whose words a text is, and the letter written before the words.
+    """The letters of the options whose words equal a text, and any letter before these words.
 
-    The two differ in "B. two cats" if "two cats" is option C: such an answer names both.
+    If "two cats" is option C, "B. two cats" names both B and C.
     """
     letters: set[str] = set()
     for letter, rest in (("", text), _split_mark(text), _split_mark(text, _LOOSE_MARK)):
@@ -305,12 +305,14 @@ def chosen_option(text: str, options: Sequence[str] = ()) -> str | None:
     Returns:
         The letter in upper case; None if the answer names no option, or several.
     """
+    # A letter alone on its line names an option, whatever the other lines say.
     lone = [_SINGLE.findall(line) for line in text.splitlines() if _BARE_LETTER.fullmatch(line)]
     text = _plain(text)
     words: dict[str, str] = {}  # the options by letter, without a letter of their own
     for label, option in zip(_LABELS, map(_plain, options), strict=False):
         letter, rest = _split_mark(option)
         words[label] = rest if letter == label else option
+    # The words of an option may contain letters ("the letter B"), so compare the whole text first.
     equal = [label for label in words if words[label].casefold() == text.casefold()]
     if len(equal) == 1:
         return equal[0]
@@ -345,10 +347,10 @@ def _seconds(text: str) -> float:
 def read_range(text: str) -> tuple[float, float] | None:
     """Read the range that a text names, in seconds; None if there is none.
 
-    It is the first pair of joined times: "[10, 20]", "10 - 20", "from 10 to 20 s", "[00:10,
+    The range is the first pair of joined times: "[10, 20]", "10 - 20", "from 10 to 20 s", "[00:10,
     00:20]", "<10.0 seconds> - <20.0 seconds>", "从10秒到20秒", "1 min to 2 min", "1,000 to 1,200".
-    Without one, it is a labelled start and end: "starts at 10 s and ends at 20 s", {"start": 10,
-    "end": 20}. A time of which only a part is readable does not count.
+    If there is none, it is a labelled start and end: "starts at 10 s and ends at 20 s",
+    {"start": 10, "end": 20}. A time that is only partly readable does not count.
     """
     text = " ".join(_AROUND.sub(" ", unicodedata.normalize("NFKC", text)).split())
     text = _MILLISECONDS.sub(".", _QUOTED.sub(r" \1 ", text))

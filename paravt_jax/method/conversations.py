@@ -31,7 +31,7 @@ class Clip:
     width: int
     """Width of the file in pixels."""
     still: bool = False
-    """A picture: one frame without a timestamp."""
+    """Whether the file is a picture: one frame without a timestamp."""
 
     @property
     def frames(self) -> tuple[Frame, ...]:
@@ -78,10 +78,10 @@ class Conversation:
 def render(
     conversation: Conversation, protocol: Protocol, image_tokens: Callable[[Clip], int]
 ) -> Trajectory:
-    """Render a conversation as the trajectory of an agent that writes it.
+    """Render a conversation as the trajectory of the agent that wrote it.
 
-    All of a response is MODEL, `<think>` included: recipes that do not pin it must learn to write
-    it. Log-probs are 0, because nothing was sampled.
+    Whole responses are MODEL tokens, `<think>` included: recipes that do not pin it must learn to
+    write it. Log-probs are 0, because nothing was sampled.
 
     Args:
         conversation: The demonstration.
@@ -136,7 +136,7 @@ def _results(
     image_tokens: Callable[[Clip], int],
     last: bool,
 ) -> Segment:
-    """The user turn with tool responses, as in an episode; here responses may also show clips."""
+    """The user turn with tool responses, as in an episode. Here, responses may also show clips."""
     if not any(turn.clips for turn in turns):
         texts = ["\n".join(str(part) for part in turn.content) for turn in turns]
         return protocol.tool_results(texts, ended=True, last=last)

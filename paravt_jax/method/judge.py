@@ -21,7 +21,7 @@ class Judge(Protocol):
         """Score answers.
 
         Args:
-            items: Questions and answers; None is an episode without an answer.
+            items: Questions with answers; None for an episode without an answer.
 
         Returns:
             R_acc of each answer, in [0, 1].
@@ -42,12 +42,12 @@ class JudgeSettings(ServerSettings):
     attempts: int = 3
     wait_limit: float = 20.0
     model: str = dataclasses.field(kw_only=True)
-    """Name of the model at the endpoint. Use one that does not think before it replies:
-    `reply_tokens` leave no room for that."""
+    """Name of the model at the endpoint. It must not think before it replies: `reply_tokens` leaves
+    no room for that."""
     time_limit: float = 120.0
-    """Time limit of a whole batch; answers that have no score by then are scored by F1."""
+    """Time limit of a whole batch. Answers without a score by then are scored by F1."""
     answer_chars: int = 2000
-    """Length limit of an answer, in characters; the judge sees its beginning."""
+    """Length limit of an answer, in characters. The judge sees the beginning of a longer one."""
     reply_tokens: int = 16
     """Length limit of the judge's reply, in tokens."""
 

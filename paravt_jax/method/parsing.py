@@ -1,12 +1,12 @@
-"""Parses what the model wrote: tool calls, answers, and whether a turn keeps the format.
+"""Parses the model's text: finds tool calls and answers, and checks the format of turns.
 
 A well-formed turn is one of
 
     <think>...</think> <tool_call>{"name": ..., "arguments": {...}}</tool_call> ...more calls
     <think>...</think> <answer>...</answer>
 
-A call that cannot be parsed becomes a `FailedCall` with a sentence that the model can act on. No
-text makes a function here raise, and nothing that the model wrote is executed or opened.
+A call that cannot be parsed becomes a `FailedCall` with a sentence that the model can act on. The
+functions raise on no text, and they neither execute nor open anything that the model wrote.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paravt_jax.method.tools.tool import Tool
 
 BLOCKS = ("think", "tool_call", "tool_code", "tool_response", "answer")
 TAG_PATTERN = "<(/?)(" + "|".join(BLOCKS) + ")>"
-MIN_THINK = 10  # fewest characters of a substantive think (REFERENCE 3)
+MIN_THINK = 10  # a substantive think has at least this many characters (REFERENCE 3)
 
 _TAG = re.compile(TAG_PATTERN)
 _END_TOKENS = re.compile(r"<\|im_end\|>|<\|endoftext\|>")
@@ -47,7 +47,7 @@ def find_tags(text: str) -> list[Tag]:
 
 
 def call_text(name: str, arguments: Mapping[str, Any]) -> str:
-    """The JSON of a call, to be written between `<tool_call>` and `</tool_call>`."""
+    """The JSON text of a call, which goes between `<tool_call>` and `</tool_call>`."""
     return json.dumps({"name": name, "arguments": arguments})
 
 
@@ -87,8 +87,7 @@ def parse_calls(text: str, tools: Sequence[Tool]) -> list[Call | FailedCall]:
         tools: The offered tools, at least one.
 
     Returns:
-        Calls, and `FailedCall`s for those that cannot be parsed. Code in a `<tool_code>` is one of
-        these; it is never run.
+        A call or a `FailedCall` for each. Code in a `<tool_code>` is a `FailedCall` and never run.
     """
     form = call_text(tools[0].name, tools[0].example)
     calls: list[Call | FailedCall] = []
@@ -133,7 +132,7 @@ def _read_call(body: str, tools: Sequence[Tool], form: str) -> Call | FailedCall
 
 
 def block_spans(tags: Sequence[Tag], name: str) -> list[tuple[Tag, Tag]]:
-    """The closed blocks of one name, as (opening, closing) tags.
+    """All closed blocks of one name, as (opening, closing) tags.
 
     If a block is opened twice, the later opening counts.
     """
@@ -152,8 +151,8 @@ def block_spans(tags: Sequence[Tag], name: str) -> list[tuple[Tag, Tag]]:
 def extract_answer(text: str) -> str | None:
     """The content of the last non-empty `<answer>` block outside think and tool blocks, or None.
 
-    A think that is never closed hides nothing: an answer after it counts as an answer, although the
-    turn is not well formed.
+    A think that is never closed does not hide an answer after it, although the turn is not well
+    formed.
     """
     tags = find_tags(text)
     hidden: list[tuple[int, int]] = []
@@ -186,13 +185,13 @@ def has_substantive_think(text: str) -> bool:
 
 
 def tags_balanced(text: str) -> bool:
-    """Whether each block is opened as often as it is closed."""
+    """Whether every kind of block has equal numbers of opening and closing tags."""
     tags = [(tag.name, tag.closing) for tag in find_tags(text)]
     return all(tags.count((name, False)) == tags.count((name, True)) for name in BLOCKS)
 
 
 def _strictly_paired(tags: Sequence[Tag]) -> bool:
-    """Whether the tags are blocks one after another, with no block inside another."""
+    """Whether the tags form a series of closed blocks, none inside another."""
     if len(tags) % 2 == 1:
         return False
     pairs = zip(tags[::2], tags[1::2], strict=True)
@@ -205,9 +204,9 @@ def _strictly_paired(tags: Sequence[Tag]) -> bool:
 def turn_is_well_formed(turn: Turn, final: bool) -> bool:
     """Whether a response keeps the format.
 
-    It starts with one closed `<think>`. A final turn then has one non-empty answer block, with
-    nothing after it; any other turn has at least one call, and all its calls are readable. There
-    are no other tags.
+    It has to start with one closed `<think>`. A final turn then has one non-empty answer block and
+    nothing after it. Any other turn then has one or more calls, all of them readable. No other tags
+    are allowed.
     """
     text = turn.text
     tags = find_tags(text)
@@ -216,7 +215,7 @@ def turn_is_well_formed(turn: Turn, final: bool) -> bool:
         return False
     if not _strictly_paired(tags):
         return False
-    # The tags are pairs and the text starts with a think, so the first two are that think's.
+    # The tags are pairs and the text starts with a think, so the first two tags are the think.
     after_think = names[2:]
     if final:
         tail = _END_TOKENS.sub("", text[tags[-1].end :])
@@ -227,7 +226,7 @@ def turn_is_well_formed(turn: Turn, final: bool) -> bool:
 
 
 def format_compliant(turns: Sequence[Turn]) -> bool:
-    """Whether an episode keeps the format (f): no turn is truncated, and all are well formed."""
+    """Whether an episode keeps the format (f): all turns are well formed, and none is truncated."""
     if not turns:
         return False
     last = len(turns) - 1

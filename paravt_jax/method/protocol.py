@@ -1,4 +1,4 @@
-"""The protocol: every prompt, timestamp, placeholder and turn that an agent reads is written here.
+"""The protocol writes everything an agent reads: prompts, timestamps, placeholders and turns.
 
 Demonstrations, rollouts and evaluation all render through `Protocol`, so they agree token by token.
 The chat markup is Qwen3-VL's. An episode of two turns looks like this (frames have many more
@@ -31,8 +31,8 @@ and the sub-agent that wrote the report saw this (`Protocol.window`):
     Say in one short sentence what these frames show, with times in seconds.<|im_end|>
     <|im_start|>assistant
 
-Each piece is encoded once, by itself, and appended; ids are never made again from text. Text from
-outside (questions, reports) cannot forge a special token, because `Protocol.plain` breaks them.
+Each piece is encoded once, on its own, and appended; text is never encoded again. Text from outside
+(questions, reports) cannot forge a special token, because `Protocol.plain` breaks it up.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ _SUMMARY_REQUEST = "\nSay in one short sentence what these frames show, with tim
 ANSWER_NOW = "\nNo more calls can be made. Give the final answer."
 TO_ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
 
-# The commonest malformed calls; their error responses are in the small world's vocabulary.
+# The most frequent malformed calls. Their error responses are in the small world's vocabulary.
 _BAD_CALLS = (
     "<tool_code></tool_code>",
     "<tool_call>",
@@ -114,7 +114,7 @@ class ProtocolSettings:
     max_tool_turns: int = 3
     """Turns in which the main agent may call tools."""
     max_calls: int = 5
-    """Calls per turn that are carried out; further ones get an error response."""
+    """Calls per turn that are executed; further ones get an error response."""
     turn_tokens: int = 2048
     """Length limit of one turn of the main agent."""
     summary_tokens: int = 512
@@ -122,14 +122,13 @@ class ProtocolSettings:
     trajectory_tokens: int = 8192
     """Length limit of everything after the main agent's prompt: responses and tool results."""
     text_tokens: int = 1216
-    """Length limit of the main agent's prompt without its frames: system turn and question.
-    Longer questions are left out."""
+    """Length limit of system turn and question together. Longer questions are left out."""
+    # 12 tokens are enough for 99,999.9 seconds in Qwen's tokenizer.
     label_tokens: int = 12
-    """Tokens per frame for its timestamp and vision marks; 12 hold 99,999.9 seconds in Qwen's
-    tokenizer."""
+    """Upper bound on the tokens per frame for its timestamp and vision marks."""
+    # The cold start teaches `<think>` in both cases.
     pin_think: bool = True
-    """Begin every response of the main agent with `<think>` (paper, constrained generation). The
-    cold start teaches `<think>` either way."""
+    """Begin every response of the main agent with `<think>` (paper, constrained generation)."""
     crop_fps: float = 1.0
     """Frames per second that a sub-agent sees of its window."""
     crop_frames: int = 16
@@ -138,9 +137,9 @@ class ProtocolSettings:
     """Upper bound on the argument num_frames of crop_video; 0 leaves the argument out."""
     tools: tuple[str, ...] = ("crop_video",)
     """Tools of the main agent: crop_video, search_subtitles, or MODULE:CLASS (docs/tools.md)."""
+    # Demonstrations use `agentic`. `agentic-minimal` has little more than the tools' schemas.
     prompt: Prompt = "agentic"
-    """The system turn. Demonstrations use `agentic`; `agentic-minimal` has little more than the
-    tools' schemas; `reasoning` and `direct` offer no tools, and `direct` does not think."""
+    """The system turn. `reasoning` and `direct` offer no tools, and `direct` does not think."""
 
     def __post_init__(self):
         if self.prompt not in get_args(Prompt):
@@ -207,7 +206,7 @@ class ProtocolSettings:
         return max(self.crop_frames, self.max_num_frames)
 
     def showing_frames(self, crop_tokens: int) -> ProtocolSettings:
-        """The limits for dispatch `frames`, whose trajectories hold the crops themselves.
+        """Return the limits for dispatch `frames`, where trajectories contain the crops themselves.
 
         Args:
             crop_tokens: Tokens of one crop's frames, labels included.
@@ -241,7 +240,7 @@ def _load_tool(name: str) -> Tool:
 
 
 def render_call(call: CropCall) -> str:
-    """A `crop_video` call as demonstrations write it."""
+    """Write a `crop_video` call in the form of the demonstrations."""
     arguments = {
         "video_path": VIDEO_NAME,
         "start_time": _number(call.start),
@@ -256,8 +255,8 @@ def system_text(tools: Sequence[Tool], prompt: Prompt = "agentic", video: bool =
     Args:
         tools: Tools whose schemas are shown; empty offers none.
         prompt: Which opening to use.
-        video: False for conversations about pictures or text alone: the turn is then only the
-            answer format, without a word about a video.
+        video: False for conversations about pictures or text alone. The turn then states only the
+            answer format and does not mention a video.
 
     Raises:
         ValueError: `prompt` has no place for tools.
@@ -279,7 +278,7 @@ def system_text(tools: Sequence[Tool], prompt: Prompt = "agentic", video: bool =
 
 
 def question_text(question: Question) -> str:
-    """The question as the user asks it, with options of multiple choice as lines "A. ..."."""
+    """The text of a question in its prompt. Options of multiple choice are lines "A. ..."."""
     if question.kind is not QuestionKind.MULTIPLE_CHOICE:
         return f"\n{question.text}"
     options = "".join(
@@ -289,16 +288,16 @@ def question_text(question: Question) -> str:
 
 
 def subtitled_text(entries: Sequence[Subtitle], text: str) -> str:
-    """A question's text after the video's subtitles, one line per entry with its timestamp."""
+    """Put the video's subtitles before a question's text, one line per entry with its timestamp."""
     lines = "".join(f"{subtitle_line(entry)}\n" for entry in entries)
     return f"What is said in the video:\n{lines}\n{text}" if lines else text
 
 
 def recurring_texts(tools: Sequence[Tool]) -> tuple[str, ...]:
-    """Texts of the protocol that recur word for word: the tokens of a small vocabulary.
+    """Texts that the protocol repeats verbatim. A small vocabulary has a token for each.
 
     These are the fixed lines of prompts, the parts of a call around its numbers, and the error
-    responses to the commonest malformed calls.
+    responses to the most frequent malformed calls.
     """
     texts = [
         system_text(tools),
@@ -317,6 +316,7 @@ def recurring_texts(tools: Sequence[Tool]) -> tuple[str, ...]:
     pieces: list[str] = []
     for text in texts:
         for line in re.findall(r"[^\n]*\n+|[^\n]+", text):
+            # The times of a call vary, so they are not part of any piece.
             pieces += re.split(r"(?<=_time\": )\d+", line)
     return tuple(dict.fromkeys(pieces))  # each once, in order
 
@@ -324,8 +324,8 @@ def recurring_texts(tools: Sequence[Tool]) -> tuple[str, ...]:
 class Protocol:
     """Renders prompts and tool results as segments of token ids.
 
-    Several methods take `image_tokens`: the visual tokens per frame after the vision tower's merge,
-    either one number for all frames or one per frame.
+    Several methods take `image_tokens`, the visual tokens per frame after the vision tower's merge:
+    one number for all frames, or one per frame.
     """
 
     def __init__(self, vocabulary: Vocabulary, settings: ProtocolSettings):
@@ -341,7 +341,7 @@ class Protocol:
     ) -> Segment:
         """The first part of the main agent's prompt: system turn and overview frames.
 
-        All questions about a video share it, and its KV cache.
+        All questions about a video share this segment, and so its KV cache.
         """
         offered = [*self.tools.values()] if tools else ()
         opening = system_text(offered, self.settings.prompt) + "<|im_start|>user\n"
@@ -372,13 +372,13 @@ class Protocol:
         shown: Sequence[Sequence[Frame]] = (),
         image_tokens: int = 0,
     ) -> Segment:
-        """The user turn that returns the responses to a turn's calls.
+        """The user turn with the responses to the calls of one turn.
 
         Args:
             responses: One text per call.
             ended: Whether the model closed its turn itself with `<|im_end|>`.
-            last: Whether the model may call no more; the turn then asks for the answer.
-            shown: Frames in front of each response, under dispatch `frames`.
+            last: Whether this was the last turn with calls. If so, the segment asks for the answer.
+            shown: Under dispatch `frames`, the frames before each response.
             image_tokens: Visual tokens per shown frame.
         """
         close = "" if ended else "<|im_end|>"
@@ -408,17 +408,17 @@ class Protocol:
         if len(ids) <= limit:
             return text
         text = self.vocabulary.decode(ids[:limit])
-        # A character cut in half decodes to U+FFFD, which may encode to more tokens than the half.
+        # A character that was cut decodes to U+FFFD, which may encode to more tokens than its part.
         while len(self.vocabulary.encode(text)) > limit:
             text = text[:-1]
         return text
 
     def plain(self, text: str) -> str:
-        """Text from outside the protocol, made safe: a space breaks each special token in it."""
+        """Make text from outside the protocol safe: a space breaks each special token in it."""
         return self._special.sub(lambda match: match[0][0] + " " + match[0][1:], text)
 
     def measure_label(self, time: float) -> int:
-        """Tokens of a frame's label: its timestamp for `time` seconds, and its two vision marks."""
+        """Count the tokens of a frame's label: its timestamp, and two vision marks."""
         return len(self._timestamp(time)) + 2
 
     def images(
@@ -455,7 +455,7 @@ class Protocol:
     def _timestamp(self, time: float) -> Int32[np.ndarray, " n"]:
         return self._encode_timestamp(f"<{time:.1f} seconds>")
 
-    # Every frame of every prompt needs one, and times recur.
+    # Cached, because every frame of every prompt needs a timestamp, and times recur.
     @functools.lru_cache(maxsize=65_536)  # noqa: B019  a protocol lives as long as its run
     def _encode_timestamp(self, text: str) -> Int32[np.ndarray, " n"]:
         return self.encode(text)

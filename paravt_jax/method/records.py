@@ -1,7 +1,7 @@
 """The data types of the method: questions, trajectories, tool calls and episodes.
 
-A `Trajectory` only grows. Its token ids are the record of what the model saw and wrote; text is
-decoded from them and never encoded back.
+A `Trajectory` can only be appended to. Its token ids record what the model saw and wrote. Text is
+decoded from the ids and never encoded again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Caption:
-    """A description in words of one frame, by video and time in seconds."""
+    """A description of one frame in words. `time` is in seconds."""
 
     video: str
     time: float
@@ -92,10 +92,10 @@ class Segment:
     logprobs: Float[np.ndarray, " t"] | None = None
     """The sampler's log-prob of each token; MODEL segments have them, others do not."""
     frames: tuple[Frame, ...] = ()
-    """The frames that are shown here, in the order of their placeholders in `ids`."""
+    """The frames of this segment, in the order of their placeholders in `ids`."""
     digest: str | None = None
-    """The sampler's `digest` of all ids it had processed at the end of this segment. The trainer
-    compares it with the ids it scores. None if the segment was not sampled."""
+    """The sampler's `digest` of all ids up to the end of this segment. The trainer compares it with
+    the ids that it scores. None if the segment was not sampled."""
     version: int | None = None
     """Version of the weights that sampled this segment; None if it was not sampled."""
 
@@ -120,7 +120,7 @@ def digest(ids: Int[np.ndarray, " t"]) -> str:
 
 
 class Trajectory:
-    """Everything one agent saw and wrote, as a list of segments that can only be appended to."""
+    """Everything that one agent saw and wrote: a list of segments that can only be appended to."""
 
     def __init__(self, segments: tuple[Segment, ...] = ()):
         self._segments = list(segments)
@@ -205,7 +205,7 @@ Call = CropCall | ToolCall
 
 @dataclasses.dataclass(frozen=True)
 class FailedCall:
-    """A call that is not carried out: a reason that the model reads, and the status to count."""
+    """A call that is not executed: the reason that the model reads, and the status to count."""
 
     reason: str
     status: CallStatus = CallStatus.MALFORMED
@@ -221,7 +221,7 @@ class CallOutcome:
     response: str
     """The response as the main agent saw it."""
     subagent: Trajectory | None = None
-    """The trajectory of the sub-agent that looked at the window, if there was one."""
+    """The trajectory of the call's sub-agent, if it had one."""
     frames: tuple[Frame, ...] = ()
     """Frames that the main agent saw itself, under dispatch `frames`."""
 
@@ -235,7 +235,7 @@ class Turn:
     calls: tuple[CallOutcome, ...] = ()
     """The outcomes of all calls in the text, in order; empty if the response was cut short."""
     truncated: bool = False
-    """Whether the response, or the room for what had to follow it, ran into a limit."""
+    """Whether the response ran into a limit, or left no room for the tool results after it."""
 
 
 class StopReason(enum.StrEnum):
@@ -244,7 +244,7 @@ class StopReason(enum.StrEnum):
     ANSWERED = "answered"
     NO_ANSWER = "no_answer"  # a turn without a call and without an answer
     TRUNCATED = "truncated"  # a turn reached its token limit
-    TURN_LIMIT = "turn_limit"  # the model still calls after its last tool turn
+    TURN_LIMIT = "turn_limit"  # the model calls again after its last tool turn
     TOKEN_LIMIT = "token_limit"  # the trajectory has no room for the tool results
     TIME_LIMIT = "time_limit"
     UNREADABLE = "unreadable"  # the video cannot be read
@@ -253,7 +253,7 @@ class StopReason(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Episode:
-    """A finished episode: the main agent's trajectory and turns, with its sub-agents in them."""
+    """A finished episode: the main agent's trajectory and turns. Turns contain the sub-agents."""
 
     question: Question
     frames: int

@@ -1,13 +1,13 @@
 """The reward of an episode: R = R_acc + format_weight * R_fmt + tool_weight * R_tool (REFERENCE 3).
 
-    R_acc   is the answer right, in [0, 1] (`paravt_jax.method.accuracy`)
-    R_fmt   format_base + anchor_weight * R_anchor, cut to [0, 1] by default
-    R_tool  were calls carried out, and did they lead to a right answer, in [0, 1]
+    R_acc   correctness of the answer, in [0, 1] (`paravt_jax.method.accuracy`)
+    R_fmt   format_base + anchor_weight * R_anchor, clipped to [0, 1] by default
+    R_tool  executed calls, and a right answer after them, in [0, 1]
 
-Whole turns are scored, the pinned `<think>` included. Each turn is scored by itself and the turns
-are averaged: read as one text, the closed think of the first turn would count for all. Tool rewards
-come from the outcomes of calls (`Turn.calls`), so a `<tool_response>` that the model invents earns
-nothing. An episode of one turn scores as in the published code.
+Whole turns are scored, including the pinned `<think>`. Each turn is scored separately, and the
+scores are averaged: in one joined text, the closed think of the first turn would count for all.
+Tool rewards come from the outcomes of calls (`Turn.calls`), so a `<tool_response>` that the model
+invents earns nothing. An episode of one turn scores as in the published code.
 """
 
 from __future__ import annotations
@@ -39,14 +39,13 @@ class RewardSettings:
     tool_weight: float = 1.0
     """Weight of R_tool in the total; 0 is the paper's row "without the tool reward"."""
     answer_suffix: bool = True
-    """The answer-suffix term: a non-empty answer block earns 0.5 and a think 0.2. With False, each
-    earns 0.3."""
+    """Give 0.5 for a non-empty answer block and 0.2 for a think, instead of 0.3 for each."""
+    # Under the anchors `credit` and `likelihood`, each token that breaks a block is penalised too.
     gamma: float = 0.3
-    """Penalty for a think that is never closed; with the anchors `credit` and `likelihood`, also
-    for each token that breaks a block."""
+    """Penalty for a think that is never closed, and under some anchors for any broken block."""
+    # The terms of R_fmt can add up to more than 1. Above the cap, it no longer tells good from better.
     format_cap: bool = True
-    """Cut R_fmt to [0, 1]. Its terms can add up to more, and a capped R_fmt no longer tells good
-    from better."""
+    """Clip R_fmt to [0, 1]."""
     open_ended: Literal["f1", "exact", "judge"] = "f1"
     """How open-ended answers are scored: word F1, exact match, or a language model."""
     judge: JudgeSettings | None = None
@@ -83,7 +82,7 @@ class Rewards:
     accuracy: float
     """R_acc."""
     format: float
-    """R_fmt, with the weighted anchor in it."""
+    """R_fmt, including the weighted anchor."""
     anchor: float
     """R_anchor, unweighted."""
     tool: float
@@ -91,7 +90,7 @@ class Rewards:
     total: float
     """The weighted sum R."""
     compliant: bool
-    """Whether all turns keep the format. The metric f is the share of compliant rollouts here; the
+    """Whether all turns keep the format. Our metric f is the fraction of compliant rollouts; the
     paper's f is a mean reward."""
     capped: bool = False
     """Whether the cap changed R_fmt."""
@@ -176,7 +175,7 @@ def format_base(turns: Sequence[Turn], answer_suffix: bool = True) -> float:
     think = think_weight * _mean([has_substantive_think(text) for text in texts])
     order = 0.3 * _mean([_thinks_then_calls(turn) for turn in turns if _has_call(turn)])
     base = think + answer + order
-    # A text without any tags is balanced too, and must not earn anything for that.
+    # A text without any tags is balanced too, but must not earn a reward for that.
     if base > 0:
         base += 0.1 * all(tags_balanced(text) for text in texts)
     return base
@@ -191,7 +190,7 @@ def tool_reward(turns: Sequence[Turn], right: bool) -> float:
         turns: The main agent's turns.
         right: Whether the answer earned any R_acc.
     """
-    # Outcomes, not text: a model can write a tool call or a tool response without effect.
+    # Read the outcomes, not the text: a model can write calls and tool responses that never ran.
     outcomes = [outcome for turn in turns for outcome in turn.calls]
     outcomes = [
         outcome
@@ -216,10 +215,10 @@ def score_all(
     Args:
         played: Question and turns of each episode. An episode without turns earns 0.
         settings: Weights and the scorer of open-ended answers.
-        judge: The client for `settings.judge`; None if that is None.
+        judge: The client for `settings.judge`; None if there is no judge.
         anchor_weight: Weight of R_anchor inside R_fmt (`GRPOSettings.sequence_anchor`); 0.5 in the
             release.
-        answers: Each episode's answer; by default that of `final_answer`.
+        answers: The answer of each episode; by default the result of `final_answer`.
 
     Raises:
         ValueError: Exactly one of `judge` and `settings.judge` is None.
@@ -261,7 +260,7 @@ def score(
     settings: RewardSettings,
     anchor_weight: float = 0.5,
 ) -> Rewards:
-    """Score one episode without a judge. Arguments as of `score_all`."""
+    """Score one episode without a judge. The arguments are those of `score_all`."""
     return score_all([(question, turns)], settings, anchor_weight=anchor_weight)[0]
 
 

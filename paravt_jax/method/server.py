@@ -1,7 +1,7 @@
 """Settings of a client of an OpenAI-compatible server.
 
-They are here because the reward settings contain a judge's. The client is
-`paravt_jax.remote.client`.
+They belong to the method because the reward settings contain those of a judge. The client itself
+is `paravt_jax.remote.client`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def check_address(field: str, address: str, key_place: str) -> None:
         key_place: Where a key belongs instead, for the message.
 
     Raises:
-        ValueError: It is not. Addresses that may contain a secret are not shown in the message,
-            because settings and errors are logged.
+        ValueError: The address is not of this form. The message does not show an address that may
+            contain a secret, because messages are logged.
     """
     if any(mark in address for mark in "@?#"):
         raise ValueError(
@@ -59,18 +59,18 @@ class ServerSettings:
     endpoint: str
     """Address of an OpenAI-compatible API without /chat/completions: "http://localhost:8000/v1"."""
     key_variable: str = "OPENAI_API_KEY"
-    """Environment variable with the key, which goes to `endpoint` only. Empty: no key is sent."""
+    """Environment variable with the key, which is sent to `endpoint` only. Empty: no key."""
     timeout: float = 600.0
     """Time limit of one request, from connecting to the last byte."""
     attempts: int = 5
     """Upper bound on requests per answer, the first included."""
     wait: float = 1.0
-    """Wait before the second attempt; it doubles with each further one."""
+    """Wait before the second attempt. It doubles with each further attempt."""
     wait_limit: float = 600.0
     """Upper bound on the wait between two attempts, even if the server asks for more
     (Retry-After)."""
     concurrency: int = 16
-    """Answers requested at once; an answer between two attempts counts too."""
+    """Upper bound on open requests, including those that wait for their next attempt."""
 
     def __post_init__(self):
         key_place = f"the environment variable that {self.name}.key_variable names"

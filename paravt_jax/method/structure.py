@@ -1,14 +1,14 @@
-"""struct(o): where the tags are among the generated tokens.
+"""struct(o): finds the tags among the generated tokens, and pads their positions to arrays.
 
-Finds the structural tokens of a trajectory and pads them to arrays; `paravt_jax.method.grpo` gives
-them credit. Tags are found by byte offsets, not by token ids: `<think>` and `<tool_call>` are
-single tokens, but `<answer>` is ordinary text whose tokens depend on their neighbours:
+`paravt_jax.method.grpo` gives credit to these structural tokens. Tags are found by byte offsets,
+not by token ids: `<think>` and `<tool_call>` are single tokens, but `<answer>` is ordinary text,
+and its tokens depend on their neighbours:
 
     text    s o < / t h i n k > < a n s w e r > B
     tokens  so  </think>        <  answer      >B
     kinds   -   THINK_CLOSE     ANSWER_OPEN on all three
 
-Every position is a MODEL token. A token that has any byte of a tag is marked with the tag's kind.
+All positions are MODEL tokens. A token with any byte of a tag is marked with the tag's kind.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from paravt_jax.method.records import Author
 class Kind(enum.IntEnum):
     """The kind of a structural token.
 
-    VIOLATION is where an open block was broken: the first token of the tag that broke it, or the
-    last token of a response that ends inside a block.
+    VIOLATION marks the place where an open block was broken: the first token of the tag that broke
+    it, or the last token of a response that ends inside a block.
     """
 
     THINK_OPEN = 0
@@ -68,12 +68,11 @@ _RESPONSE = re.compile(b"%c*(%c+)" % (Author.PINNED, Author.MODEL))
 
 
 def _find_tags(text: bytes) -> Iterator[tuple[int, int, Kind]]:
-    """The tags of one response as (first byte, end byte, kind), with violations among them.
+    """Yield the tags and violations of one response as (first byte, end byte, kind).
 
-    Any opening tag breaks an open block, `<tool_code>` and `<tool_response>` included; the
-    violation then has the bytes of that tag. So does the end of the response; the violation is then
-    (len, len + 1), the byte that is missing. A closing tag that does not close the open block is no
-    structure.
+    An open block is broken by any opening tag, including `<tool_code>` and `<tool_response>`, or by
+    the end of the response. The violation is on the bytes of that tag, or on (len, len + 1), the
+    byte after the end. A closing tag that does not close the open block is ignored.
     """
     open_block: bytes | None = None
     for match in _TAG.finditer(text):
@@ -100,12 +99,12 @@ def find_structure(
 ) -> tuple[Int32[np.ndarray, " s"], Int8[np.ndarray, " s"]]:
     """Find the structural tokens of one trajectory.
 
-    A response is its PINNED tokens and the MODEL tokens after them. Each response is searched by
-    itself, so tags in prompts and tool responses do not count, and no tag spans two responses.
+    A response consists of PINNED tokens and the MODEL tokens after them. Each response is searched
+    separately, so tags in prompts and tool responses do not count, and no tag spans two responses.
 
-    Pinned text opens blocks like any other text, but only MODEL tokens are returned, because no
-    loss falls on tokens that the model did not choose. If a tag begins in the pinned text, only the
-    model's part of it is marked, and a violation is on the model's first token of that tag.
+    Pinned text opens blocks like any other text, but only MODEL tokens are returned, because the
+    loss excludes tokens that the model did not choose. If a tag begins in the pinned text, only its
+    MODEL tokens are marked, and a violation is on the first of them.
 
     Args:
         vocabulary_bytes: The bytes of a token id; for special tokens, of their text.
@@ -127,7 +126,7 @@ def find_structure(
         low, high, kinds = np.array(tags, np.int64).reshape(-1, 3).T
 
         low = np.maximum(low, pinned_bytes)
-        # A violation is one byte of the tag that breaks the block, hence one token.
+        # Keep one byte of each violation, so that it marks a single token.
         high = np.where(kinds == Kind.VIOLATION, np.minimum(high, low + 1), high)
         sizes = np.maximum(high - low, 0)
         # The bytes of all tags: low[0], low[0] + 1, ..., high[0] - 1, low[1], ...
@@ -146,12 +145,12 @@ def pad_structures(
     structures: Sequence[tuple[Int32[np.ndarray, " _"], Int8[np.ndarray, " _"]]],
     multiple: int = 64,
 ) -> Structure:
-    """Stack what `find_structure` returned for several trajectories.
+    """Stack the results of `find_structure` for several trajectories.
 
     Args:
         structures: Positions and kinds per row.
-        multiple: The padded length is a multiple of this, and at least one of it, so that few
-            shapes occur and few programs compile.
+        multiple: The padded length is a positive multiple of this, so that few shapes occur and few
+            programs are compiled.
     """
     if multiple < 1:
         raise ValueError(f"multiple: {multiple}; give at least 1")

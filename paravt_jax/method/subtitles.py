@@ -20,7 +20,7 @@ _MARKUP = re.compile(r"<[^>]+>")
 
 @dataclasses.dataclass(frozen=True)
 class Subtitle:
-    """One entry: text, possibly of several lines, from `start` to `end` in seconds."""
+    """One entry: text of one or more lines, shown from `start` to `end` in seconds."""
 
     start: float
     end: float
@@ -28,14 +28,14 @@ class Subtitle:
 
 
 def subtitle_line(entry: Subtitle) -> str:
-    """An entry as agents read it: "<12.5 seconds> words"."""
+    """Write an entry in the form that agents read: "<12.5 seconds> words"."""
     return f"<{entry.start:.1f} seconds> {' '.join(entry.text.split())}"
 
 
 def read_srt(data: bytes | str) -> list[Subtitle]:
-    """Read the entries of a SubRip file, in its order.
+    """Read the entries of a SubRip file, in the order of the file.
 
-    Bytes that are not UTF-8 are dropped, and so are markup and entries without words.
+    Invalid UTF-8, markup and entries without words are dropped.
     """
     text = data.decode("utf-8", errors="ignore") if isinstance(data, bytes) else data
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")

@@ -1,4 +1,4 @@
-"""Text to token ids and back: `Vocabulary`, a wrapper around a Hugging Face tokenizer.
+"""`Vocabulary` converts text to token ids and back, with a Hugging Face tokenizer.
 
 `decode(ids)` joins the bytes of the tokens, so every byte of a decoded text belongs to exactly one
 token. struct(o) relies on that.
@@ -84,7 +84,7 @@ class Vocabulary:
         characters = _character_bytes()
         table = [b""] * self.size
         for text, id in self._ids.items():
-            # Added tokens are stored as plain text, all others in GPT-2's printable characters.
+            # Added tokens are stored as plain text, others as GPT-2's printable characters.
             if id in added:
                 table[id] = added[id].content.encode()
             else:
@@ -93,7 +93,7 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Number of ids. The embedding of a model may have more rows."""
+        """Number of ids. A model's embedding may have more rows."""
         return max(self._ids.values()) + 1
 
     @functools.cached_property

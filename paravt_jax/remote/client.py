@@ -1,10 +1,10 @@
 """Client for OpenAI-compatible servers: chat completions with retries.
 
-All clients of a process share one event loop in a daemon thread. Callers therefore need no event
-loop of their own, but may have one, as notebooks do. Requests can be cancelled at any point, and a
-process ends without waiting for open requests.
+All clients of a process share one event loop in a daemon thread, so callers need no event loop of
+their own, but may have one, as in notebooks. Requests can be cancelled at any point, and a process
+ends without waiting for open requests.
 
-A request that goes wrong returns a `Failure`. Neither failures nor exceptions show the API key.
+A failed request returns a `Failure`. Neither failures nor exceptions show the API key.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import httpx2
 
 from paravt_jax.method.server import ServerSettings
 
-# Bytes of a reply. A longer one is no chat completion, and would only fill the memory.
+# Upper bound on the bytes of a reply. A longer one is no chat completion and only fills memory.
 _BODY_LIMIT = 4 << 20
-# Characters of a server's own message that are kept.
+# Upper bound on the characters that are kept of a server's own message.
 _MESSAGE_LIMIT = 300
 _HTML_TAG = re.compile("<[^<>]*>")
 
@@ -37,12 +37,12 @@ Answer = TypeVar("Answer")
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A chat completion: its text and why it ended. The server's values are not checked."""
+    """A chat completion: its text and why it ended. Holds the server's values unchecked."""
 
     text: Any
     finish_reason: Any
     stop_reason: Any
-    """The stop string that ended it, if the server says so (vLLM and SGLang do)."""
+    """The stop string that ended the text, if the server reports it (vLLM and SGLang do)."""
 
 
 class UnusableReply(Exception):
@@ -91,7 +91,7 @@ class Client:
     def key(self) -> str | None:
         """Return the key from the environment, or None if there is none.
 
-        It is read anew for every request, so that a renewed key is used at once.
+        Every request reads it again, so that a renewed key is used at once.
 
         Raises:
             ValueError: An HTTP header cannot contain the key. The message does not show it.
@@ -131,7 +131,7 @@ class Client:
         return asyncio.run_coroutine_threadsafe(answer, _event_loop())
 
     def close(self) -> None:
-        """Start to close the connections, without waiting for the end."""
+        """Close the connections in the background."""
         asyncio.run_coroutine_threadsafe(self._http.aclose(), _event_loop())
 
     async def _ask(
@@ -194,11 +194,11 @@ class Client:
         except TimeoutError:
             return Failure("timed_out", f"no reply within timeout = {timeout} s")
         except httpx2.HTTPError as error:
-            # Only the type: the error's text may quote what was sent, and so the key.
+            # Only the type: the error's text may quote the request, and with it the key.
             return Failure("unreachable", f"the connection failed ({type(error).__name__})")
         if not response.is_success:
             status = response.status_code
-            # Request timeout, too many requests and errors of the server may pass.
+            # 408 (timeout), 429 (too many requests) and server errors may be temporary.
             again = status in (408, 429) or status >= 500
             pause = retry_after(response.headers.get("Retry-After"), response.headers.get("Date"))
             message = _server_message(body, key)
@@ -215,7 +215,7 @@ class Client:
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all clients, which runs in a thread of its own."""
+    """The event loop of all clients. It runs in its own thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="remote-clients", daemon=True).start()
     return loop
@@ -261,8 +261,8 @@ def retry_after(header: str | None, date: str | None = None) -> float:
 
     Args:
         header: The Retry-After header: seconds or a date.
-        date: The Date header of the same reply. A date in `header` is compared with it rather than
-            with the local clock, which may differ from the server's. Without it the result is 0.
+        date: The Date header of the same reply. A date in `header` is compared with it, because the
+            local clock may differ from the server's. If it is missing, the result is 0.
     """
     if not header:
         return 0.0

@@ -1,8 +1,8 @@
 """Scores open-ended answers with a language model: 0, 0.5 or 1 (REFERENCE 3).
 
-A failing judge neither delays nor ends a run. An answer without a score in time is scored by F1 and
-counted, and each cause is logged once. Requests use temperature 0, but no server guarantees the
-same score for the same answer.
+A failing judge never ends a run, and delays it by `time_limit` at most. An answer that has no score
+by then is scored by F1 and counted, and each cause is logged once. Requests use temperature 0, but
+servers do not guarantee equal scores for equal answers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RULES = (
     "one of 0, 0.5, 1 and nothing else."
 )
 # Some servers interpret the markers of their chat template ("<|im_end|>", "[INST]") inside a
-# message too. Written as JSON escapes, an answer cannot contain any.
+# message too. Escaping "<" and "[" in the JSON keeps them out of an answer.
 _MARKER_ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<["}
 # "1", "0.5", "Score: 1.0", "**0**", "1." and the like; nothing may follow.
 _SCORE = re.compile(
@@ -39,11 +39,11 @@ _SCORE = re.compile(
     re.IGNORECASE,
 )
 
-# By HTTP status, or else by kind of failure.
+# By HTTP status, or by kind of failure for all other statuses.
 _REMEDIES: dict[int | str, str] = {
     400: "check model, and that it takes temperature and max_tokens",
     401: "check the key in key_variable",
-    403: "check the key in key_variable, and what it is for",
+    403: "check the key in key_variable, and its permissions",
     404: "check endpoint and model",
     429: "lower concurrency",
     "timed_out": "raise timeout, or lower concurrency",
@@ -65,17 +65,17 @@ class JudgeCounts:
     """
 
     asked: int = 0
-    """Answers to judge, repetitions not counted."""
+    """Different answers to judge."""
     answered: int = 0
     """Answers that the judge scored."""
     fell_back: int = 0
     """Answers that were scored by F1 instead."""
     retried: int = 0
-    """Failed requests that were to be repeated."""
+    """Failed requests with another attempt to follow."""
     timed_out: int = 0
     """Requests that took longer than `timeout`."""
     unreachable: int = 0
-    """Requests without a connection, or whose connection broke."""
+    """Requests whose connection failed or broke."""
     http_errors: int = 0
     """Requests that the server refused with an HTTP status."""
     nonsense: int = 0
@@ -155,7 +155,7 @@ class RemoteJudge:
             )
 
     def close(self) -> None:
-        """Start to close the connections, without waiting for the end."""
+        """Close the connections in the background."""
         self._client.close()
 
     def scores(self, items: Sequence[tuple[Question, str | None]]) -> list[float]:
@@ -165,11 +165,11 @@ class RemoteJudge:
             items: Questions with answers; None for an episode without an answer.
 
         Returns:
-            R_acc of each answer, in order. Where `needs_judge` is true and the judge answers in
-            time it is the judge's score, otherwise the one of `accuracy`.
+            R_acc of each answer, in order: the judge's score if `needs_judge` is true and the judge
+            answers in time, otherwise the score of `accuracy`.
         """
-        # The same answer to the same question is judged once, so that it earns the same in all
-        # rollouts of a group.
+        # Judge equal answers to a question once, so that they earn the same in all rollouts of a
+        # group.
         asked = [
             (question, answer)
             for question, answer in dict.fromkeys(items)
@@ -184,12 +184,12 @@ class RemoteJudge:
         return scores
 
     def metrics(self) -> dict[str, float]:
-        """Return `counts` as metrics. Those of several processes can be added."""
+        """Return `counts` as metrics. Metrics of several processes can be added."""
         counts = dataclasses.asdict(self.counts)
         return {f"judge/{name}": float(count) for name, count in counts.items()}
 
     def _judge(self, asked: Sequence[tuple[Question, str]]) -> list[float | None]:
-        """Ask for all scores at the same time. None for an answer without a score."""
+        """Request all scores concurrently. None for an answer without a score."""
         settings = self.settings
         failures = [list[Failure]() for _ in asked]
         futures = [
@@ -232,7 +232,7 @@ def _count(
         counts.unreachable += kinds.count("unreachable")
         counts.http_errors += kinds.count("http_errors")
         counts.nonsense += kinds.count("nonsense")
-        # Every failed attempt was to be repeated, except the last one of a final failure.
+        # Every failed attempt counts as retried, except the last one of a final failure.
         counts.retried += len(kinds) - isinstance(outcome, Failure)
         counts.answered += isinstance(outcome, float)
         counts.late += outcome is None

@@ -1,10 +1,10 @@
-"""Texts about the small world: questions, conversations, captions, and pieces for the vocabulary.
+"""Writes texts about the small world: questions, conversations, captions, vocabulary pieces.
 
 Conversations state only what their own frames show, unless the setting `guess` says otherwise.
 Every digit word and colour has one leading space, so that a word is the same token everywhere.
 
-The demonstrations are spoilt on purpose (`leak`, `unclosed`, `untagged`): after the cold start the
-model still makes these mistakes, and reinforcement learning has something to correct.
+The demonstrations have deliberate mistakes (`leak`, `unclosed`, `untagged`). The model still makes
+them after the cold start, so that reinforcement learning has something to correct.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ PIECES = (
 
 @dataclasses.dataclass(frozen=True)
 class TextSettings:
-    """How many texts there are, how much they show, and how spoilt the demonstrations are."""
+    """Numbers of texts, what they show, and the mistakes in the demonstrations."""
 
     seed: int = 0
     """Seed of questions and conversations."""
     questions: int = 2
-    """Questions per video, each about another scene."""
+    """Questions per video, each about a different scene."""
     multiple_choice: float = 0.6
     """Fraction of multiple-choice questions; the others are temporal grounding."""
     groups: int = 2
     """Frame budgets per training video. Each gets its own conversations of main agents."""
     demonstrations: int = 4
-    """Conversations of main agents per video and frame budget, each about another question."""
+    """Conversations of main agents per video and frame budget, each about a different question."""
     budgets: tuple[int, ...] = (4, 8, 16, 32, 64)
     """Frame budgets to choose from: numbers of overview frames in a conversation."""
     windows: int = 16
@@ -99,8 +99,7 @@ class TextSettings:
         for name in probabilities:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(
-                    f"world_text.{name} is {getattr(self, name)}; it is a probability, "
-                    "give one from 0 to 1"
+                    f"text.{name}: {getattr(self, name)}; it is a probability, give 0 to 1"
                 )
         for name in ("groups", "windows", "captions"):
             if getattr(self, name) < 1:
@@ -110,12 +109,12 @@ class TextSettings:
             or self.groups > len(self.budgets)
             or not 1 <= self.demonstrations <= 4
         ):
-            # Two scenes with a digit, and two kinds of questions about each.
+            # Every video has at least two scenes with a digit, and two kinds of questions about
+            # each. Every group has a different budget.
             raise ValueError(
-                f"world_text: questions {self.questions}, groups {self.groups}, "
-                f"demonstrations {self.demonstrations}; a video is sure of 2 scenes and so of 4 "
-                f"different questions, and groups differ in their budget ({len(self.budgets)} "
-                "given)"
+                f"text: questions {self.questions}, groups {self.groups}, demonstrations "
+                f"{self.demonstrations}; give at most 2 questions, 4 demonstrations and one group "
+                f"per budget ({len(self.budgets)} given)"
             )
 
 
@@ -137,8 +136,8 @@ def main_conversations(
         pairs = [(scene, kind) for scene in _digit_scenes(video) for kind in _QUESTIONS]
         for budget in rng.permutation(settings.budgets)[: settings.groups]:
             chosen = [pairs[n] for n in rng.permutation(len(pairs))[: settings.demonstrations]]
-            # All questions are drawn before any conversation. `leak` and the like change what a
-            # conversation draws, but so they do not change what is asked.
+            # Draw all questions before any conversation. Settings such as `leak` change the draws
+            # of a conversation, but must not change the questions.
             asked = [_question(video, scene, kind, rng) for scene, kind in chosen]
             for question, (scene, _) in zip(asked, chosen, strict=True):
                 yield _main(video, question, scene, int(budget), settings, rng)
@@ -147,17 +146,18 @@ def main_conversations(
 def window_conversations(
     videos: Sequence[WorldVideo], settings: TextSettings, limits: ProtocolSettings
 ) -> Iterator[Conversation]:
-    """Yield conversations of sub-agents: the frames of a window, and what they show.
+    """Yield conversations of sub-agents: the frames of a window, and a report about them.
 
     Frames are chosen as in an episode, with the limits of the protocol.
     """
     for video, rng in _with_generators(videos, settings, stream=2):
-        telling = {video.scenes[n].first // WINDOW * WINDOW for n in _digit_scenes(video)}
-        empty = sorted(set(range(0, SECONDS, WINDOW)) - telling)
+        with_digit = {video.scenes[n].first // WINDOW * WINDOW for n in _digit_scenes(video)}
+        without_digit = set(range(0, SECONDS, WINDOW)) - with_digit
         times = np.arange(0.0, SECONDS, STEP)
         info = VideoInfo(video.path, FRAMES, float(SECONDS), times, video.size, video.size)
         for n in range(settings.windows):
-            start = int(rng.choice(sorted(telling) if rng.random() < settings.telling else empty))
+            starts = with_digit if rng.random() < settings.telling else without_digit
+            start = int(rng.choice(sorted(starts)))
             if rng.random() < settings.unaligned:
                 start = STEP * int(rng.integers((SECONDS - WINDOW) // STEP + 1))
             indices = window_indices(
@@ -175,7 +175,7 @@ def captions(videos: Sequence[WorldVideo], settings: TextSettings) -> Iterator[C
     for video, rng in _with_generators(videos, settings, stream=3):
         for n in range(settings.captions):
             time = STEP * int(rng.integers(FRAMES))
-            # Every second frame is one with a digit.
+            # Every second caption is about a frame with a digit.
             if n % 2:
                 scene = video.scenes[rng.choice(_digit_scenes(video))]
                 time = int(rng.choice(range(scene.first, scene.last + 1, STEP)))
@@ -189,10 +189,10 @@ def captions(videos: Sequence[WorldVideo], settings: TextSettings) -> Iterator[C
 def _with_generators(
     videos: Sequence[WorldVideo], settings: TextSettings, stream: int
 ) -> Iterator[tuple[WorldVideo, np.random.Generator]]:
-    """Pair every video with a random generator of its own."""
+    """Pair every video with its own random generator."""
     for video in videos:
-        # Seeded by the video's number, so that no record depends on the number of other videos; and
-        # by the kind of record (`stream`), so that more questions leave the conversations alone.
+        # The video's number is in the seed so that records do not depend on the number of videos.
+        # The kind of record (`stream`) is in it so that more questions do not change conversations.
         number = int(video.id.split("/")[1])
         seed = [settings.seed, stream, SPLITS.index(video.split), number]
         yield video, np.random.default_rng(seed)
@@ -246,6 +246,7 @@ def _main(
     if crops:
         turns = _answer_by_crops(video, question, scene, overview, settings, rng)
     else:
+        # A guess states the true times, although no frame shows them.
         first, last = scene.first, scene.last
         if answerable:
             first, last = seen[0], seen[-1]
@@ -265,7 +266,7 @@ def _main_turn(text: str) -> ChatTurn:
 
 
 def _describe_overview(video: WorldVideo, times: Sequence[int], target: Scene) -> str:
-    """Start, colour and visible digit of every scene, and then of the scene asked about again."""
+    """Describe every scene by start, colour and visible digit, and repeat that of the target."""
     lines = []
     for scene in video.scenes:
         visible = any(scene.shows(time) for time in times)
@@ -281,7 +282,7 @@ def _answer_by_crops(
     settings: TextSettings,
     rng: np.random.Generator,
 ) -> tuple[ChatTurn, ...]:
-    """Calls for both halves of the scene, their reports, and the answer.
+    """Write calls for both halves of the scene, their reports, and the answer.
 
     Both calls are in one turn, or one follows the other until a report shows the digit.
     """
@@ -320,7 +321,7 @@ def _conclude(
     settings: TextSettings,
     rng: np.random.Generator,
 ) -> ChatTurn:
-    """The last turn: the digit and when it is visible, then the answer."""
+    """Write the last turn: the digit and its times, then the answer."""
     think = f"{opening} {_digit(scene)} from {first} to {last}\n{_close_think(settings, rng)}"
     if question.kind is QuestionKind.MULTIPLE_CHOICE:
         answer = f" {_digit(scene)}"
@@ -336,7 +337,7 @@ def _close_think(settings: TextSettings, rng: np.random.Generator) -> str:
 
 
 def _report(video: WorldVideo, start: int) -> str:
-    """What a sub-agent reports about the window of WINDOW seconds from `start`."""
+    """Write a sub-agent's report about the window of WINDOW seconds from `start`."""
     reports = []
     for scene in video.scenes:
         seen = [time for time in range(start, start + WINDOW, STEP) if scene.shows(time)]

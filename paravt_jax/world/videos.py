@@ -8,9 +8,9 @@ A video of 128 seconds has four scenes of 32 seconds; each scene has two windows
 
 A digit stays within one window, so that one crop of a window shows all of it.
 
-The settings alone decide every frame. Video n does not depend on how many other videos there are.
-The decoded frames are the same on every run of one machine. They differ from the drawn ones by a
-few grey levels, because H.264 stores colours at half the resolution. The files' bytes may differ.
+Every frame depends on the settings alone, and video n does not depend on the number of videos. On
+one machine, every run decodes the same frames, although the bytes of the files may differ. Decoded
+frames differ from drawn ones by a few grey levels, because H.264 stores colours at half resolution.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.frames import VideoInfo
 from paravt_jax.data.stored_settings import require_same
 
-# All in seconds.
+# Times are in seconds.
 SECONDS = 128
 """Length of a video."""
 STEP = 2
@@ -69,7 +69,7 @@ _FONT = (
 
 @dataclasses.dataclass(frozen=True)
 class WorldSettings:
-    """How many videos there are, and what may happen in them."""
+    """Number and size of the videos, and the digits in their scenes."""
 
     seed: int = 0
     """Seed of the contents of all videos."""
@@ -154,7 +154,7 @@ class WorldVideo:
 
 
 def plan(settings: WorldSettings) -> tuple[WorldVideo, ...]:
-    """Return every video of the world, the train split first. Nothing is drawn yet."""
+    """Return all videos of the world, the train split first. Nothing is drawn yet."""
     counts = {"train": settings.train_videos, "heldout": settings.heldout_videos}
     return tuple(
         _plan_video(settings, split, number) for split in SPLITS for number in range(counts[split])
@@ -167,7 +167,7 @@ def _plan_video(settings: WorldSettings, split: str, number: int) -> WorldVideo:
     colours = rng.permutation(list(COLOURS))
     digits = rng.permutation(len(DIGITS))
     present = rng.random(SECONDS // SCENE) < settings.presence
-    # At least two scenes have a digit, because a video has up to two questions.
+    # At least two scenes need a digit, because a video has up to two questions.
     present[rng.permutation(len(present))[:2]] = True
     scenes = tuple(
         _plan_scene(settings, n, str(colours[n]), int(digits[n]) if present[n] else None, rng)
@@ -229,7 +229,7 @@ def picture(
 class DrawnVideos:
     """A `FrameSource` that draws frames when they are read, so that no mp4 files are needed.
 
-    Paths are `WorldVideo.path`, relative to nothing: give `FrameFeatures` the root `Path()`.
+    Its paths are those of `WorldVideo`, without a folder: give `FrameFeatures` the root `Path()`.
     """
 
     def __init__(self, settings: WorldSettings, videos: Sequence[WorldVideo]):
@@ -255,7 +255,7 @@ def render(
     folder: str | os.PathLike,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[WorldVideo, ...]:
-    """Write the mp4 files that a folder lacks, and then a manifest.
+    """Write the mp4 files that are missing in a folder, and then a manifest.
 
     An interrupted call can be repeated: files that exist are complete, and are kept.
 
@@ -268,7 +268,7 @@ def render(
         `plan(settings)`.
 
     Raises:
-        ValueError: The folder contains a world of other settings.
+        ValueError: The folder contains a world with other settings.
     """
     folder = pathlib.Path(folder)
     videos = plan(settings)
@@ -291,7 +291,7 @@ def render(
 
 
 def _claim(settings: WorldSettings, folder: pathlib.Path) -> None:
-    """Store the settings before any video, so that no call finishes a world of other settings."""
+    """Store the settings before any video, so that one folder never mixes two worlds."""
     file = folder / "settings.json"
     wanted = dataclasses.asdict(settings)
     if not file.exists():
@@ -299,18 +299,18 @@ def _claim(settings: WorldSettings, folder: pathlib.Path) -> None:
         write_atomically(file, json.dumps(wanted))
         return
     require_same(
-        f"world: {folder} holds a world of other settings",
+        f"world: {folder} holds a world with other settings",
         json.loads(file.read_text()),
         wanted,
-        "Choose another folder, or remove it.",
+        "Choose another folder, or remove this one.",
     )
 
 
 def _encode(settings: WorldSettings, video: WorldVideo, path: pathlib.Path) -> None:
     """Write one H.264 mp4 with closed GOPs of one window each."""
     unfinished = path.with_suffix(".tmp")
-    # "qp": "0" is lossless. x264 does not make the same choices on every run, even with one thread,
-    # and a lossy picture would show it.
+    # "qp": "0" is lossless. With lossy coding the pixels would vary between runs, because x264 does
+    # not always make the same choices, even with one thread.
     options = {"qp": "0", "preset": "veryfast", "threads": "1", "bf": "0"}
     with av.open(str(unfinished), "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=fractions.Fraction(1, STEP), options=options)
@@ -318,7 +318,7 @@ def _encode(settings: WorldSettings, video: WorldVideo, path: pathlib.Path) -> N
         stream.pix_fmt = "yuv420p"
         stream.gop_size = WINDOW // STEP
         for scene in video.scenes:
-            # A scene has two different pictures only, so each is converted once.
+            # A scene has only two different pictures. Convert each once.
             without_digit = _frame(settings, scene, False)
             with_digit = _frame(settings, scene, True)
             for time in range(scene.start, scene.end, STEP):

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from paravt_jax.method.tokenizer import EOS, FILE, PAD, byte_characters
 
-# The added tokens of Qwen3-VL in the order of their ids, 151643 to 151668: first those with the
+# The added tokens of Qwen3-VL in the order of their ids, 151643 to 151668: first the ones with the
 # `special` flag, then the others.
 _SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
@@ -27,8 +27,8 @@ _ADDED = (
     *("<think>", "</think>"),
 )
 
-# Log-probabilities of the unigram model, which picks the segmentation with the largest sum. All
-# pieces cost the same, so it has the fewest tokens; and a piece is always cheaper than bytes.
+# Log-probabilities of the unigram model, which picks the segmentation with the largest sum. Equal
+# scores make that the segmentation with the fewest tokens. Bytes score lower than any piece.
 _BYTE_SCORE = -10.0
 _PIECE_SCORE = -1.0
 
@@ -63,15 +63,13 @@ def build_tokenizer(pieces: Iterable[str]) -> tokenizers.Tokenizer:
 
 
 def save_tokenizer(tokenizer: tokenizers.Tokenizer, folder: str | os.PathLike) -> pathlib.Path:
-    """Write the files that transformers reads into a folder, and return the path of tokenizer.json.
-
-    tokenizer.json comes last and in one step, so that the folder is complete if the file exists.
-    """
+    """Write a tokenizer for transformers to a folder, and return the path of its tokenizer.json."""
     path = pathlib.Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": PAD}
     config_file = path.parent / "tokenizer_config.json"
     config_file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    # tokenizer.json is renamed into place last: if it exists, the folder is complete.
     unfinished = path.with_suffix(".tmp")
     tokenizer.save(str(unfinished))
     os.replace(unfinished, path)

@@ -1,7 +1,7 @@
 """Advantages of all tokens, from rewards and log-probs (REFERENCE 3, steps 1 to 3).
 
-Computed once per step and without gradient. Arrays have these axes: b rows of t tokens, and p
-prompts (groups) with g rollouts each.
+They are computed once per step, without gradient. Arrays have b rows of t tokens, or p prompts
+(groups) with g rollouts each.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ def _axis(level: Level) -> int | None:
 def varied(
     x: Float[Array, "p n"], mask: Bool[Array, "p n"], level: Level = "group"
 ) -> Bool[Array, "p 1"] | Bool[Array, "1 1"]:
-    """Whether the masked values of each group, or of the batch, are not all equal.
-
-    False for a single value, and for none.
-    """
+    """Whether the masked values of each group, or of the batch, are not all equal."""
     axis = _axis(level)
     largest = jnp.where(mask, x, -jnp.inf).max(axis, keepdims=True)
     smallest = jnp.where(mask, x, jnp.inf).min(axis, keepdims=True)
@@ -48,7 +45,7 @@ def normalise(
 ) -> Float[Array, "p n"]:
     """(x - mean) / (std + epsilon) of the masked values, and 0 elsewhere.
 
-    The std is the unbiased one of the centred values.
+    The std is that of the centred values, divided by n - 1.
 
     Args:
         x: Values, one row per group. Values outside the mask may be anything.
@@ -66,8 +63,8 @@ def normalise(
             mean = (total - values) / jnp.maximum(n - 1, 1)
         else:
             mean = total / jnp.maximum(n, 1)
-        # Equal values become exactly 0. The rounding error of their mean, divided by epsilon, would
-        # otherwise look like an advantage.
+        # Equal values become exactly 0. Otherwise the rounding error of their mean, divided by
+        # epsilon, would look like an advantage.
         centred = jnp.where(mask & varied(x, mask, how.mean), x - mean, 0.0)
     if how.std == "none":
         return centred
@@ -85,7 +82,7 @@ def kl_penalty(
 ) -> Float[Array, "b t"]:
     """Estimate KL(policy || base) per token from the token that was sampled.
 
-    With d the difference of log-probs: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d.
+    With d = logprobs - base, k1 is d, k2 is d^2 / 2, and k3 is exp(-d) - 1 + d.
 
     Args:
         logprobs: Log-probs under the policy.
@@ -112,7 +109,7 @@ def token_advantages(
     """Sum of token rewards from each generated token to the end (gamma = lambda = 1, no critic).
 
     The reward of a token is -coefficient * kl. The rollout's reward is added at its last generated
-    token, even if tool tokens follow that, so that no rollout loses its reward (REFERENCE 4, 6).
+    token, even if tool tokens follow, so that no rollout loses its reward (REFERENCE 4, 6).
 
         mask        0     1       1     0     1
         reward            -k1     -k2         -k4 + R
@@ -139,20 +136,20 @@ def normalise_tokens(
 ) -> Float[Array, "b t"]:
     """`normalise` over the trained tokens of the batch, or of each group.
 
-    If all rollouts of a group (or of the batch) have equal rewards, the advantages hold nothing but
-    the small KL penalty. Then only the mean is subtracted: divided by its own std, that noise would
-    weigh as much as a reward (REFERENCE 4, 13).
+    If all rollouts of a group (or of the batch) have equal rewards, the advantages consist of the
+    small KL penalty only. Then only the mean is subtracted: divided by its own std, this noise
+    would weigh as much as a reward (REFERENCE 4, 13).
 
     Args:
         advantages: Advantages of all tokens.
         rewards: Normalised rewards, from which the advantages were made.
-        batch: Says which tokens are trained and to which rollout a row belongs.
+        batch: The trained tokens, and the rollout of each row.
         how: Whether mean and std are taken per group, over the batch, or not at all.
         epsilon: Added to the std.
     """
     mask = batch.trained
     groups, group_size = rewards.shape
-    # members [p, b, t]: which tokens belong to each group; or [1, b, t] for the whole batch.
+    # members: the tokens of each group, [p, b, t]; or of the whole batch, [1, b, t].
     members = mask[None]
     if "group" in (how.mean, how.std):
         group_of_row = batch.rollout // group_size
@@ -177,7 +174,7 @@ def advantages(
     Args:
         batch: Log-probs, rewards and structural tokens.
         settings: The recipe's variant of GRPO.
-        gamma: `RewardSettings.gamma`. Under the anchor `credit`, tokens that break a block lose it.
+        gamma: `RewardSettings.gamma`, the penalty for violations under the anchor `credit`.
 
     Returns:
         Advantages, 0 outside the trained tokens, and metrics of the step.
@@ -195,6 +192,7 @@ def advantages(
     kl = kl_penalty(batch.behaviour, batch.reference, settings.kl_kind, settings.kl_clamp)
     raw = token_advantages(batch.of_rows(normed), kl, mask, settings.kl_coefficient)
     out = normalise_tokens(raw, normed, batch, settings.advantage_normalisation, settings.epsilon)
+    # After the normalisation, which would otherwise spread the credit over all tokens.
     if settings.anchor == "credit":
         credit = normalise(
             batch.anchor_rewards, batch.valid, Normalisation("group", "group"), settings.epsilon

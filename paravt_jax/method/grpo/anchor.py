@@ -1,12 +1,12 @@
-"""The four places where the format reward can act (paper; REFERENCE 2). A recipe names one.
+"""The four places where the format reward can act (paper; REFERENCE 2). A recipe chooses one.
 
     likelihood  a term of the objective, as in the paper's formula: `anchor_likelihood`
     credit      advantages of structural tokens: `anchor_credit`
-    sequence    part of the sequence reward (`paravt_jax.method.rewards`); nothing is done here
+    sequence    part of the sequence reward, computed in `paravt_jax.method.rewards`
     none        nowhere
 
-The content of tool calls gets no credit or blame, except at the last token of a response that ends
-inside a call.
+The content of tool calls gets neither credit nor penalty. The exception is the last token of a
+response that ends inside a call.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def anchor_likelihood(
 ) -> Float[Array, ""]:
     """The paper's R_fmt (REFERENCE 2) as a term of the objective.
 
-    The mean, over tags and violations, of the log-likelihood of the tags of compliant rollouts,
-    minus gamma times that of all violations. The penalty on violations is ours.
+    Sums the log-likelihood of the tags of compliant rollouts, subtracts gamma times that of all
+    violations, and divides by the number of tags and violations. The paper has no penalty.
 
     Args:
         logprobs: Log-probs under the current policy.
-        weight: Importance weight of each token (`behaviour_weight`). With it the gradient is that
-            of a reward, 1 per tag and -gamma per violation, for rollouts of older weights too.
+        weight: Importance weight of each token (`behaviour_weight`). With it, the gradient is
+            that of a reward of 1 per tag and -gamma per violation, even if older weights sampled.
         batch: The structural tokens.
         gamma: Penalty for a violation.
-        total: Number of tags and violations of the whole batch, if this is a part of it.
+        total: Number of tags and violations of the whole batch, if `batch` is a part of it.
     """
-    # A token that is both a tag and a violation counts once in the total.
+    # A token that is both a tag and a violation counts only once in the total.
     tags, violations = structural_tokens(batch)
     if total is None:
         total = (tags | violations).sum()
@@ -47,13 +47,13 @@ def anchor_likelihood(
 
 
 def structural_tokens(batch: GRPOBatch) -> tuple[Bool[Array, "b t"], Bool[Array, "b t"]]:
-    """Masks of the trained tokens that hold a tag of a compliant rollout, or any violation."""
+    """Masks of the trained tokens with a tag of a compliant rollout, and with a violation."""
     length = batch.mask.shape[1]
     is_tag = _is_tag(batch.structure)
     compliant = batch.of_rows(batch.compliant)[:, None]
 
     def token_mask(selected: Bool[Array, "b s"]) -> Bool[Array, "b t"]:
-        # How often a token was selected: 2 for one that is part of two tags.
+        # A token that is part of two tags is selected twice.
         counts = structural_weights(batch.structure, selected.astype(jnp.float32), length)
         return (counts > 0) & batch.trained
 
@@ -93,7 +93,7 @@ def structural_weights(
     # rows [b, 1] and positions [b, s] index the tokens together.
     rows = jnp.arange(structure.positions.shape[0])[:, None]
     zeros = jnp.zeros((structure.positions.shape[0], length), values.dtype)
-    # Padding has position 0, a real token: it has to add 0 there.
+    # Padding has position 0, which is a real token, so it has to add 0 there.
     return zeros.at[rows, structure.positions].add(jnp.where(structure.valid, values, 0.0))
 
 

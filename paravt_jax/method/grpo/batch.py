@@ -1,6 +1,6 @@
-"""The arrays that the algorithm reads, and means over their masks.
+"""The arrays of a batch, and sums and means over their masks.
 
-Index t of log-probs, masks and advantages is about token t itself, given all tokens before it.
+Entry t of log-probs, masks and advantages belongs to token t itself, given all tokens before it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from paravt_jax.method.structure import Structure
 Metrics = dict[str, Float[Array, ""]]
 
 
-# JAX also builds this tree with other leaves: shapes, shardings, micro-batches as a further axis.
+# Types are not checked: JAX also builds this tree with shapes or shardings as leaves, or with
+# micro-batches as a further axis.
 @no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,7 @@ class GRPOBatch:
     def check(self) -> None:
         """Raise ValueError if two arrays disagree about rows, tokens or rollouts.
 
-        Reads shapes only, so it works under jit.
+        It reads shapes only, so it works under jit.
         """
         b, t = self.mask.shape
         p, g = self.rewards.shape
@@ -79,13 +80,13 @@ class GRPOBatch:
                 )
 
     def of_rows(self, values: Num[Array, "p g"] | Bool[Array, "p g"]) -> Array:
-        """Values of rollouts, [p, g], as values of rows, [b]."""
+        """Expand values per rollout, [p, g], to values per row, [b]."""
         # Rollouts are numbered group by group, as reshape orders them.
         return values.reshape(-1)[self.rollout]
 
 
 class Totals(NamedTuple):
-    """Denominators of the loss. Each part of a split batch uses those of the whole batch."""
+    """Denominators of the loss. Every micro-batch uses those of the whole batch."""
 
     tokens: Float[Array, ""]
     """Trained tokens."""
@@ -94,8 +95,8 @@ class Totals(NamedTuple):
 
 
 def masked_sum(x: Float[Array, "*s"], mask: Bool[Array, "*s"]) -> Float[Array, ""]:
-    """Sum of x where mask. Values elsewhere, NaN included, reach neither the sum nor a gradient."""
-    # Not x * mask: NaN * 0 is NaN.
+    """Sum of x where mask. Other values, even NaN, reach neither the sum nor its gradient."""
+    # x * mask would not do: NaN * 0 is NaN.
     return jnp.where(mask, x, 0.0).sum()
 
 

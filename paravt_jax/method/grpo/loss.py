@@ -17,8 +17,8 @@ from paravt_jax.method.grpo.settings import GRPOSettings
 class ClipBounds:
     """Bounds of the policy ratio.
 
-    Training makes one update per batch, where the ratio is 1 and no bound acts. They are here so
-    that the loss can be compared with the reference's tables, most of which use them.
+    They do not act in training, which makes one update per batch, so that the ratio is 1. They are
+    needed to compare the loss with the reference's tables, most of which use them.
     """
 
     lower: float = 0.2
@@ -41,10 +41,11 @@ def policy_loss(
 ) -> tuple[Float[Array, ""], Metrics]:
     """Decoupled PPO (REFERENCE 3, step 4).
 
-    The clipped loss against the proximal policy, the one at the start of the batch, weighted by how
-    much likelier that policy finds each token than the sampler did. No gradient flows through the
-    proximal policy or the weight. A step with one update per batch passes its current log-probs as
-    `proximal`; the ratio is then 1 and no clip acts.
+    The ratio is taken against the proximal policy (the weights at the start of the batch) and
+    clipped. Each token's loss is weighted by its probability under the proximal policy divided by
+    that under the sampling weights. No gradient flows through the proximal policy or the weight. A
+    step with one update per batch passes its current log-probs as `proximal`; the ratio is then 1
+    and no clip acts.
 
     Args:
         logprobs: Log-probs under the current policy.
@@ -72,7 +73,7 @@ def policy_loss(
     ratio = jnp.exp(log_ratio)
     upper = clip.lower if clip.upper is None else clip.upper
     clipped = jnp.clip(ratio, 1 - clip.lower, 1 + upper)
-    # The larger loss of the two: clipping takes away what a token gains, never what it costs.
+    # The larger loss of the two: clipping limits the gain from a token, never its cost.
     loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
     if clip.dual is not None:
         loss = jnp.minimum(loss, clip.dual * jnp.abs(advantages))
@@ -92,7 +93,7 @@ def behaviour_weight(
 ) -> Float[Array, "b t"]:
     """Importance weight exp(proximal - behaviour) of each token, without gradient.
 
-    A weight above `behaviour_cap` becomes 0: such a token is left out, not clipped (REFERENCE 3,
+    A weight above `behaviour_cap` becomes 0, so the token is left out, not clipped (REFERENCE 3,
     step 4).
     """
     weight = jnp.exp(jnp.where(mask, proximal - behaviour, 0.0))
@@ -101,13 +102,13 @@ def behaviour_weight(
 
 
 def _row_means(x: Float[Array, "b t"], mask: Bool[Array, "b t"]) -> Float[Array, "b t"]:
-    """Each row's mean over its masked tokens, on every token. x has to be 0 outside the mask."""
+    """Replace every value by its row's mean over the mask. x has to be 0 outside the mask."""
     means = x.sum(1, keepdims=True) / jnp.maximum(mask.sum(1, keepdims=True), 1)
     return jnp.broadcast_to(means, x.shape)
 
 
 def batch_totals(batch: GRPOBatch) -> Totals:
-    """The denominators of a whole batch, for a loss that is computed in parts."""
+    """The denominators of a whole batch, for a loss computed by micro-batches."""
     tags, violations = structural_tokens(batch)
     return Totals(
         tokens=batch.trained.sum().astype(jnp.float32),
@@ -130,15 +131,15 @@ def paravt_loss(
         advantages: Result of `advantages`, computed once per step.
         batch: The batch, or a part of it.
         settings: The recipe's variant of GRPO.
-        totals: Denominators of the whole batch. With them, losses and metrics of the parts add up
-            to those of the whole; by default, `batch` is taken for the whole.
+        totals: Denominators of the whole batch, with which losses and metrics of the parts add up
+            to those of the whole. By default, `batch` is the whole batch.
         gamma: `RewardSettings.gamma`, the penalty for violations under `likelihood`.
 
     Returns:
         The loss, and metrics with the loss among them.
     """
     totals = batch_totals(batch) if totals is None else totals
-    # One update per batch, so the proximal policy is the current one.
+    # With one update per batch, the proximal policy is the current one.
     loss, metrics = policy_loss(
         logprobs, logprobs, batch.behaviour, advantages, batch.trained, settings, totals.tokens
     )

@@ -1,4 +1,4 @@
-"""Numbers and variants of PARA-GRPO. The defaults are the published recipe (REFERENCE 3)."""
+"""Hyperparameters and variants of PARA-GRPO. Defaults: the published recipe (REFERENCE 3)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def _require_one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Normalisation:
-    """(x - mean) / (std + epsilon). `none` leaves out the mean or the std."""
+    """How values are normalised: (x - mean) / (std + epsilon). `none` omits the mean or the std."""
 
     mean: Level = "group"
-    """The values over which the mean is taken."""
+    """Values that share a mean."""
     std: Level = "group"
-    """The values over which the standard deviation is taken."""
+    """Values that share a standard deviation."""
     leave_one_out: bool = False
     """Compare each value with the mean of the others."""
 
@@ -56,13 +56,13 @@ class GRPOSettings:
     """Subtracted from a reward before it is scaled."""
     reward_scaling: float = 10.0
     """Factor on a reward before it is clipped and normalised."""
+    # The bound 20 is reached at R = 2.2, although rewards go up to 2.8 (REFERENCE 4, 14).
     reward_clip: float | None = 20.0
-    """Bound on scaled rewards in both directions, None for no bound. 20 is reached at R = 2.2,
-    although rewards go up to 2.8 (REFERENCE 4, 14)."""
+    """Bound on scaled rewards in both directions, None for no bound."""
     reward_normalisation: Normalisation = Normalisation("group", "group")
     """Normalisation of scaled rewards. Dr. GRPO uses `std="none"`, RLOO `leave_one_out`."""
     kl_coefficient: float = 0.01
-    """Weight of the KL to the reference policy, which is a reward per token."""
+    """Weight of the KL to the reference policy, subtracted from the reward of each token."""
     kl_kind: KLKind = "k1"
     """Estimator of that KL from one sample: d, d^2 / 2, or exp(-d) - 1 + d."""
     kl_clamp: float | None = 10.0
@@ -71,9 +71,9 @@ class GRPOSettings:
     """Normalisation of token advantages, over all generated tokens of the batch by default."""
     ratio: Ratio = "token"
     """Policy ratio: of each token, or the geometric mean over a rollout's tokens (GSPO)."""
+    # The importance weight is exp(current - behaviour log-prob).
     behaviour_cap: float | None = 5.0
-    """Tokens with a larger importance weight, exp(current - behaviour log-prob), are left out of
-    the loss. None for no cap."""
+    """Tokens with a larger importance weight are left out of the loss. None for no bound."""
     epsilon: float = 1e-5
     """Added to standard deviations."""
     anchor: Anchor = "sequence"
@@ -105,12 +105,12 @@ class GRPOSettings:
             _require_one_of(f"GRPOSettings.{name}", getattr(self, name), get_args(choices))
         if self.ratio == "sequence" and self.anchor == "credit":
             raise ValueError(
-                "GRPOSettings.anchor: 'credit' with ratio 'sequence', which averages over a "
-                "rollout, so that the credit of single tokens would reach all; "
+                "GRPOSettings.anchor: 'credit' with ratio 'sequence', which would average the "
+                "credit of single tokens over the whole rollout; "
                 "choose another anchor, or ratio 'token'"
             )
 
     @property
     def sequence_anchor(self) -> float:
-        """Weight of R_anchor in the sequence reward: 0 unless the anchor acts there."""
+        """Weight of R_anchor in the sequence reward; 0 for all other anchors."""
         return self.anchor_weight if self.anchor == "sequence" else 0.0

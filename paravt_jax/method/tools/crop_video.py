@@ -68,7 +68,7 @@ class CropVideo(Tool):
                     CallStatus.BAD_WINDOW,
                 )
             times.append(seconds)
-        # A model that was not offered num_frames may still write it; then it is ignored.
+        # Ignore num_frames if it was not offered. A model may write it nevertheless.
         frames = arguments.get("num_frames") if self.max_num_frames else None
         if frames is None:
             return CropCall(*times)
@@ -80,7 +80,7 @@ class CropVideo(Tool):
         return CropCall(*times, frames=frames)
 
     def run(self, call: CropCall, video: Video) -> Look | FailedCall:
-        """Cut the window to the video, and the number of frames to its limit."""
+        """Limit the window to the video, and the number of frames to `max_num_frames`."""
         found = resolve_window(call, video.duration)
         if isinstance(found, FailedCall) or (call.frames or 0) <= self.max_num_frames:
             return found
@@ -90,7 +90,7 @@ class CropVideo(Tool):
 
 
 def resolve_window(call: CropCall, duration: float) -> Look | FailedCall:
-    """Cut a call's window to a video of `duration` seconds.
+    """Limit a call's window to a video of `duration` seconds.
 
     Returns:
         The window, with a note if it was cut; or a FailedCall (BAD_WINDOW) if it is reversed,
@@ -119,7 +119,7 @@ def read_seconds(value: object) -> float | None:
     """Read a time: a number, or text like "16", "16.5s", "16 seconds", "1:00:05".
 
     Returns:
-        Seconds, infinite for a number that is too large for a float; None for anything else.
+        Seconds (infinite if the number is too large for a float); None if it is not a time.
     """
     if isinstance(value, bool):  # a bool is an int in Python
         return None

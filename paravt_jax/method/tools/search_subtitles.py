@@ -44,14 +44,14 @@ class SearchSubtitles(Tool):
 
 
 def best_entries(entries: Sequence[Subtitle], query: str) -> list[Subtitle]:
-    """The entries that match a query best, best first, of equal ones the earlier first.
+    """The entries that match a query best, in descending order; ties keep the order of the entries.
 
-    Each word of the query counts 1 / (number of entries with that word), so rare words count most.
+    Each word of the query scores 1 / (number of entries with that word), so rare words count most.
     """
     wanted = _words(query)
     words_of_entries = [_words(entry.text) for entry in entries]
     frequency = collections.Counter(word for words in words_of_entries for word in words)
-    # Sorted, so that equal sets of words get exactly equal sums.
+    # Sorted, because sums of floats depend on the order, and equal sets must score equally.
     scores = [
         sum(1 / frequency[word] for word in sorted(words & wanted)) for words in words_of_entries
     ]

@@ -1,7 +1,8 @@
-"""`Tool`: its schema for the model, how its calls are parsed, and what a call does.
+"""`Tool`, the base class of tools: a schema for the model, a parser for calls, and their execution.
 
-A tool opens no files and samples nothing. The episode passes it the question's video, and carries
-out what `run` returns: a text is the response as it is, a `Look` sends a sub-agent to a window.
+A tool opens no files and samples nothing. The episode passes it the question's video and acts on
+the result of `run`: a text becomes the response unchanged, and a `Look` sends a sub-agent to a
+window.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from paravt_jax.method.records import Call, CropCall, FailedCall
 from paravt_jax.method.subtitles import Subtitle
 
 
-# Not a typing.Protocol: checking an object against one would read its properties, hence the file.
+# Not a typing.Protocol: an isinstance check would read the properties, and so open the file.
 class Video(abc.ABC):
-    """The question's video as a tool sees it. Values are read on access, which may fail."""
+    """The question's video as seen by a tool. Its properties are read on access, which may fail."""
 
     @property
     @abc.abstractmethod
@@ -35,7 +36,7 @@ class Look:
     """A window for a sub-agent to look at.
 
     The response is the sub-agent's report followed by `note`, which says why the window differs
-    from the one that was asked for (empty if it does not).
+    from the requested one. The note is empty if it does not.
     """
 
     window: CropCall
@@ -52,7 +53,7 @@ class Tool(abc.ABC):
     required: Sequence[str]
     """Names of the required arguments."""
     example: Mapping[str, Any]
-    """Arguments of a good call, which the model sees after a call that could not be parsed."""
+    """Arguments of a valid call. The model sees them after a call that could not be parsed."""
     hint: str
     """A sentence for the system turn `agentic` that says when to call the tool."""
 
@@ -72,7 +73,7 @@ class Tool(abc.ABC):
         """Parse a call's arguments.
 
         Args:
-            arguments: Any JSON object that the model wrote.
+            arguments: The JSON object that the model wrote; it may contain anything.
 
         Returns:
             The call (a `ToolCall` with the tool's name, except for crop_video), or why it failed.
@@ -80,7 +81,7 @@ class Tool(abc.ABC):
 
     @abc.abstractmethod
     def run(self, call: Any, video: Video) -> str | Look | FailedCall:
-        """Carry out a call that `parse` returned.
+        """Execute a call that `parse` returned.
 
         Returns:
             The response as text, a window for a sub-agent, or why the call failed.
