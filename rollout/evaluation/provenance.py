@@ -50,7 +50,7 @@ def questions_hash(items: Iterable[Item]) -> str:
 
 
 def commit() -> str | None:
-    """The commit of this code, with a "+" if files were changed since.
+    """The commit of this code, followed by "+" if tracked files have changed since.
 
     None if the code is not in a git checkout.
     """
@@ -77,5 +77,5 @@ def commit() -> str | None:
 
 
 def versions() -> dict[str, Any]:
-    """Versions of the libraries that decide an answer."""
+    """Versions of the libraries that affect answers."""
     return {name: importlib.metadata.version(name) for name in ("jax", "flax", "av", "tokenizers")}
