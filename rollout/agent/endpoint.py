@@ -134,6 +134,7 @@ class EndpointSampler:
         Raises:
             EndpointError: The server cannot be used.
         """
+        # Wait only if there is nothing to return yet.
         if self._pending and not self._failed and not self._finished():
             futures = [f for _, futures in self._pending.values() for f in futures]
             wait([f for f in futures if not f.done()], return_when=FIRST_COMPLETED)

@@ -259,6 +259,7 @@ async def _respond(state: _EpisodeState, seconds: float) -> tuple[str, Sample]:
     """Sample one turn of the main agent: its text, pinned opening included, and the sample."""
     protocol = state.protocol
     limits = protocol.settings
+    # The pinned opening counts against the room, but is not sampled.
     if limits.pin_think:
         state.trajectory.append(protocol.pinned)
 

@@ -61,6 +61,7 @@ class PageTree:
     def __init__(self, count: int, size: int):
         self.count = count
         self.size = size
+        # Reversed, because `allocate` pops from the end: low numbers go first.
         self.free_pages = list(range(count))[::-1]
         self.roots: dict[Hashable, Node] = {}
         self.evictable: collections.OrderedDict[Node, None] = collections.OrderedDict()

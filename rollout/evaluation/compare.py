@@ -66,6 +66,7 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
             "play the same questions with both"
         )
 
+    # Both runs' scores on the same questions, in the same order, so that differences are paired.
     scores_a = np.array([played_a[id]["score"] for id in shared])
     scores_b = np.array([played_b[id]["score"] for id in shared])
     videos = [played_a[id]["video"] for id in shared]

@@ -54,6 +54,7 @@ class EvaluationFolder:
         name = "questions.jsonl" if count == 1 else f"questions-{index}-of-{count}.jsonl"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            # One lock per file of lines: two processes must not append to the same one.
             self._lock = lock(self.path / f".{name}.lock")
             self._lines = (self.path / name).open("a+b")
         except BlockingIOError as error:

@@ -72,6 +72,7 @@ def commit() -> str | None:
     head = git("rev-parse", "HEAD")
     if not head:
         return None
+    # Untracked files, such as the results of runs, are not part of the code.
     changed = git("status", "--porcelain", "--untracked-files=no")
     return head + "+" if changed else head
 

@@ -63,6 +63,7 @@ class Player:
         remaining = collections.Counter(item.question.video for item in items)
         shown_subtitles: dict[int, int | None] = {}  # by question number
 
+        # A generator: a question is prepared only when there is room to play it.
         def questions() -> Iterator[Question | LeftOut]:
             for number, item in enumerate(items):
                 question, shown_subtitles[number] = self._prepared(item)
@@ -115,7 +116,7 @@ class Player:
             room += settings.subtitle_tokens
         length = len(self.environment.protocol.question(question).ids)
         if length > room:
-            reason = f"the question has {length} tokens, and at most {room} fit"
+            reason = f"the question has {length} tokens, and there is room for {room}"
             return LeftOut(question, "too_long", reason)
         if settings.blind:
             return question

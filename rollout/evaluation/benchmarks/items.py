@@ -182,6 +182,7 @@ def shuffled(item: Item, seed: int) -> Item:
         return item
     digest = hashlib.blake2b(f"{seed}\0{question.id}".encode(), digest_size=8).digest()
     rng = np.random.default_rng(int.from_bytes(digest, "little"))
+    # order[new index] = old index
     order = rng.permutation(len(question.options)).tolist()
     letters = [_letter(index) for index in range(len(order))]
     # A user's own question may have the text of an option as its answer, which stays right.
