@@ -42,9 +42,9 @@ _REMEDIES: dict[int | str, str] = {
     401: "check the key in OPENAI_API_KEY",
     403: "check the key in OPENAI_API_KEY",
     404: "check --endpoint (up to and including /v1) and --endpoint-model",
-    "timed_out": "check the server's log, or lower --concurrency",
+    "timed_out": "look into the server's log, or lower --concurrency",
     "unreachable": "check --endpoint, and that the server runs",
-    "http_errors": "check the server's log",
+    "http_errors": "look into the server's log",
     "nonsense": (
         "check that no proxy answers in place of the server, and that --endpoint ends with /v1"
     ),
