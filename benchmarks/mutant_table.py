@@ -336,8 +336,8 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
         ),
         "stop_string_within_one_token": ("max(0, old_length - len(string) + 1)", "old_length"),
         "deadline_one_look_late": (
-            "if now >= one.prompt.deadline",
-            "if now > one.prompt.deadline",
+            "if now >= sequence.prompt.deadline",
+            "if now > sequence.prompt.deadline",
         ),
         "forgotten_sequences_published": ("if not sequence.forgotten:", "if sequence.prompt:"),
         "old_keys_under_new_weights": (

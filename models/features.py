@@ -1,7 +1,7 @@
 """Visual features of video frames, computed once per frame and cached.
 
-The overview, the crops, the sampler and the training step all ask here. The vision tower is frozen,
-so a frame's features depend only on the video's content, the frame index, the size and the tower's
+Overview, crops, sampler and training step all get features here. The vision tower is frozen, so a
+frame's features depend only on the video's content, the frame index, the size and the tower's
 version: these are the cache key. A file's length and modification time stand for its content, so a
 new file under an old name counts as another video. For an unreadable video every method raises
 `VideoError`.
@@ -48,7 +48,7 @@ class FrameSettings:
     max_pixels: int = 50_176
     """Larger frames are shrunk to this area, in pixels."""
     batch: int = 16
-    """Frames per call of the vision tower, about as many as in a crop; fewer cost the same."""
+    """Frames per call of the vision tower, about one crop. A partly filled call costs the same."""
     whole_frames: int = 0
     """Videos of at most this many frames are encoded whole on first use."""
     cache_mib: int = 4096
@@ -85,7 +85,7 @@ class FrameFeatures:
         settings: sizes of frames and of the cache.
         root: folder of the videos. Videos are named by their path relative to it.
         source: reads the videos.
-        version: of the tower's weights.
+        version: version of the tower's weights.
     """
 
     def __init__(
@@ -102,10 +102,11 @@ class FrameFeatures:
         self.root = Path(root)
         self.source = source
         self.version = version
-        # Videos that could be opened but not decoded, and why.
+        # Videos that could be opened but not decoded, with the reason.
         self.unreadable: dict[str, str] = {}
         self.encoded_frames = 0
         if tower is not None:
+            # The weights are an argument: closed over, they would be compiled into the program.
             graph, self._weights = nnx.split(tower)
             self._encode = jax.jit(
                 lambda weights, patches, layout: nnx.merge(graph, weights)(patches, layout)
@@ -137,8 +138,8 @@ class FrameFeatures:
         return known[1]
 
     def _drop_oldest_info(self, keep: str) -> None:
-        # Videos with frames in the store keep their info: it is still asked for, and once the file
-        # is gone it could not be read again.
+        # Videos with frames in the store keep their info. It is still needed, and if the file is
+        # gone it cannot be read again.
         for name in self._infos:
             if name != keep and not self._frames_in_store[name]:
                 del self._infos[name]
@@ -263,7 +264,7 @@ class FrameFeatures:
                 self.root / name, f"it had {count} frames and has changed since"
             ) from error
         self.encoded_frames += len(indices)
-        # The timestamp is no part of the key.
+        # A key does not depend on the timestamp.
         keys = [self.key(Frame(name, i, 0.0)) for i in indices]
         return dict(zip(keys, self._vectors(pixels, grid), strict=True))
 

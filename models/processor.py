@@ -1,7 +1,7 @@
-"""Chat messages with images and videos to `Inputs`: token ids, positions and patches, in NumPy.
+"""Converts chat messages with images and videos to `Inputs`: ids, positions and patches, in NumPy.
 
-The processor chooses the size of images and frames, and writes the text that stands for them. It
-does not decode videos: they come as frames and times. Its results equal those of transformers'
+The processor chooses the size of images and frames, and inserts their placeholders into the text.
+It does not decode videos: they come as frames and times. Its results equal those of transformers'
 processor (5.10 or later) token for token. The patches of an image depend on that image alone, so
 they can be cached.
 """
@@ -49,14 +49,14 @@ class _Visual(NamedTuple):
 def video_frame_indices(
     frames: int, fps: float, sample_fps: float = 2.0, min_frames: int = 4, max_frames: int = 768
 ) -> Int[np.ndarray, " m"]:
-    """The frames of a video that the official processor looks at: evenly spread, with both ends.
+    """The frames of a video that the official processor takes: evenly spread, with both ends.
 
     Args:
         frames: number of frames of the video.
         fps: its frame rate.
         sample_fps: frames to take per second.
-        min_frames: least number of frames to take, if the video has that many.
-        max_frames: most frames to take.
+        min_frames: lower bound on the frames to take, if the video has that many.
+        max_frames: upper bound on the frames to take.
 
     Raises:
         ValueError: a video without frames or without a frame rate.
@@ -123,7 +123,7 @@ class Processor:
             kind: _limits(kind, _settings(folder, kind), config.vision)
             for kind in ("image", "video")
         }
-        # If one of these is missing, transformers silently makes up its contents.
+        # If one of these is missing, transformers silently falls back to defaults.
         for name in ("tokenizer.json", "tokenizer_config.json"):
             if not (folder / name).is_file():
                 raise FileNotFoundError(

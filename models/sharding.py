@@ -61,8 +61,8 @@ def make_mesh(
     Raises:
         ValueError: there are fewer devices.
     """
-    # The devices of a process are neighbours, so that training and the rollouts of each host use
-    # one order of devices.
+    # Sorted by process, so that training and the rollouts of each host list the host's devices in
+    # the same order.
     found = sorted(
         jax.devices() if devices is None else devices,
         key=lambda device: (device.process_index, device.id),
@@ -96,8 +96,8 @@ def current_mesh() -> AbstractMesh | None:
 def constrain(x: T, *axes: Axes) -> T:
     """Shards arrays over the current mesh, one entry of `axes` per leading dimension.
 
-    Dimensions without an entry are whole. The compiler decides about dimensions that do not divide.
-    Without a mesh nothing happens.
+    Dimensions without an entry are whole. Dimensions that do not divide evenly are left to the
+    compiler. Without a mesh nothing happens.
     """
     mesh = current_mesh()
     return x if mesh is None else jax.tree.map(lambda leaf: _constrain(leaf, mesh, axes), x)

@@ -1,8 +1,8 @@
 """Answers a question about a video, from Python or with `python -m rollout.ask`.
 
-The answer comes from one episode, played as in training and evaluation, on an engine that is just
-large enough for the video and the number of frames. The same question, settings, seed and weights
-give the same episode, unless it runs out of time.
+The answer comes from one episode, played as in training and evaluation. The engine is just large
+enough for the video and the number of frames. The same question, settings, seed and weights give
+the same episode, unless it runs out of time.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class Assistant:
 
         Args:
             source: A folder or a hub id.
-            protocol: As of `Assistant`.
-            frames: As of `Assistant`.
-            mesh: As of `models.qwen3_vl.hf.load`, like the following; so are the errors.
+            protocol: See `Assistant`.
+            frames: See `Assistant`.
+            mesh: See `models.qwen3_vl.hf.load`, also for the errors.
             dtype: Type of activations.
             param_dtype: Type of weights.
         """
@@ -164,7 +164,7 @@ class Assistant:
         engine = self._engine(asked.video, shown)
         (episode,) = run(engine, [play(self.environment, asked, settings, seed)])
         if episode.stop is StopReason.UNREADABLE:
-            reason = features.unreadable.get(asked.video, "it cannot be read any more")
+            reason = features.unreadable.get(asked.video, "it can no longer be read")
             raise VideoError(asked.video, reason)
         return episode
 
@@ -172,7 +172,7 @@ class Assistant:
         """The episode as an HTML page without external files: frames, tokens, crops and reports."""
         rewards = score(episode.question, episode.turns, RewardSettings())
         line = transcript(episode, rewards, settings, self.environment.protocol.vocabulary)
-        del line["rewards"]  # the right answer is unknown, so they mean nothing
+        del line["rewards"]  # meaningless, because the right answer is unknown
         return episode_page(Path(), line)
 
     def _engine(self, video: str, frames: int) -> Engine:
@@ -230,7 +230,7 @@ class AskSettings:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 2, with one line, for a mistake of the user."""
+    """Run the command and return its exit code. A user's mistake prints one line and returns 2."""
     asked = tyro.cli(AskSettings, args=argv, prog="python -m rollout.ask", description=__doc__)
     try:
         settings = EpisodeSettings(asked.frames, asked.temperature, asked.dispatch)

@@ -30,7 +30,7 @@ _MODES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 2, with one line, for a mistake of the user."""
+    """Run the command and return its exit code. A user's mistake prints one line and returns 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if {"--compare", "--table"} & set(argv):
@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = tyro.cli(
             BenchmarkSettings, args=argv, prog=_PROG, description=f"{__doc__}\n{_MODES}"
         )
-        return 0 if evaluate(settings)["n"] else 1
+        summary = evaluate(settings)
+        return 0 if summary["n"] else 1  # 1: no question could be played
     except KeyboardInterrupt:
         print("stopped; the same command continues with the next question", file=sys.stderr)
         return 130

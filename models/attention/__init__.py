@@ -1,9 +1,9 @@
 """Attention: `attend` for sequences; `DenseCache` and `PagedCache` for one new token per row.
 
 A token sees earlier tokens of its segment, and the valid positions of a prefix that several rows
-may share. The kernel is Splash on TPU (`splash`) and cuDNN on GPU (`cudnn`). XLA (`xla`) runs
-everywhere else, and for arrays that a kernel does not support. Over several devices, kernels run
-inside `spread`. All kernels give valid tokens the same vectors; those of padding may differ.
+may share. The kernel is Splash on TPU (`splash`), cuDNN on GPU (`cudnn`), and plain XLA (`xla`)
+elsewhere or for arrays that a kernel does not support. Over several devices, kernels run inside
+`spread`. All kernels give valid tokens the same vectors; vectors of padding may differ.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def attend(
         row 1, token 0   # # #    . .     # .
         row 1, token 1   # # #    . .     # #
 
-    The outputs of padding are finite and mean nothing. If a mesh is set (`jax.set_mesh`), its
-    platform decides the kernel. On TPU a mesh must be set if arrays lie on several devices.
+    The outputs of padding are finite but meaningless. If a mesh is set (`jax.set_mesh`), its
+    platform decides the kernel. On TPU a mesh must be set if arrays are sharded over devices.
 
     Args:
         q: queries.
@@ -73,8 +73,8 @@ def attend(
         prefix: keys and values of p prompts, not repeated. With g = b / p, rows
             r * g ... r * g + g - 1 see prompt r.
         prefix_mask: which prefix positions are valid; None: all.
-        pieces: number of consecutive rows that form one sequence, to lie on as many devices: rows
-            of the prefix, or of q, k and v without one.
+        pieces: number of consecutive rows that form one sequence, each on a device of its own. It
+            applies to the rows of the prefix, or without one to those of q, k and v.
         chunk: queries that the XLA kernel takes at a time.
         implementation: the kernel; None chooses the fastest that supports the case. A named kernel
             also runs away from its device, slowly, for tests.

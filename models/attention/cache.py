@@ -19,7 +19,7 @@ KV = tuple[Float[Array, "l b s k h"], Float[Array, "l b s k h"]]
 
 
 class Shared(NamedTuple):
-    """Keys and values of p prompts. g = b / p rows read each of them in one copy.
+    """Keys and values of p prompts. Each is stored once and read by g = b / p rows.
 
     One array per layer, laid out as in `DenseCache`. `valid` says which of the u columns each of
     the b rows sees.
@@ -48,12 +48,13 @@ class DenseCache(NamedTuple):
                             ^ `column`: where the next token of every row goes
 
     Keys are [k * b, h, s] and values [k * b, s, h], one array per layer. Entry j * b + i is kv head
-    j of row i. This layout is for XLA on CPU, which would otherwise copy the cache for every token:
+    j of row i. With other layouts, XLA on CPU makes copies for every token:
 
-    - with two batch axes, or in another layout than the product wants, the whole cache four times;
-    - with all layers in one array, each layer's slice;
-    - with positions not last in keys, a transposition that takes up to seven times as long as the
-      product.
+    - With two batch axes, or axes in another order than the product needs, it copies the whole
+      cache four times.
+    - With all layers in one array, it copies each layer's slice.
+    - With positions not last in keys, it transposes them, which takes up to seven times as long as
+      the product.
     """
 
     k: tuple[Float[Array, "kb h s"], ...]

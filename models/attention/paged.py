@@ -22,10 +22,11 @@ from models.attention.target import platform
 
 # Tokens that the kernel fetches at a time.
 BLOCK = 512
-# Rows that the kernel takes at a time. Each is multiplied with the keys of all of them.
+# Rows that the kernel takes at a time. Each query is multiplied with the keys of all these rows.
 QUERIES = 8
 
-# The pool [layers, pages, tokens, kv heads, head_dim], heads [rows, heads, head_dim], and the rest.
+# Shardings of the pool [layers, pages, tokens, kv heads, head_dim], of queries, keys and values
+# [rows, heads, head_dim], and of all other arrays.
 _POOL = PartitionSpec(None, None, None, "tensor")
 _HEADS = PartitionSpec(None, "tensor")
 _WHOLE = PartitionSpec()
@@ -110,10 +111,11 @@ def _attend_token(
     page = tables.at[jnp.arange(b), lengths // u].get(mode="fill", fill_value=count)
     both = jnp.stack([k, v], axis=2).reshape(b, c, h).astype(pages.dtype)
     pages = pages.at[layer, page, lengths % u].set(both, mode="drop")
-    # A layer's pages are a range of the flattened pool. Shifted page numbers are free, where a
-    # slice of the pool would be a copy.
+    # A layer's pages are a range of the flattened pool. Shifting the page numbers costs nothing,
+    # while slicing the pool would copy it.
     pool = pages.reshape(-1, u, c, h)
     numbers = tables + layer * count
+    # The new token counts too, unless the row had no room for it.
     seen = jnp.minimum(lengths + 1, m * u)
     queries = q.astype(pages.dtype)
     if kernel:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import jax
 
-# `checkpoint_name` of outputs and log-sum-exps. A remat policy that saves this name spares the
-# backward pass the forward pass of attention.
+# `checkpoint_name` of outputs and log-sum-exps. If a remat policy saves this name, the backward
+# pass does not repeat the forward pass of attention.
 SAVED = "attention"
 
 
 def platform() -> str:
     """The platform that the code being traced will run on: "tpu", "gpu" or "cpu".
 
-    It is that of the current mesh, which may describe a machine other than this one (to compile
-    ahead of time). Without a mesh it is that of the default backend.
+    It is the platform of the current mesh, which may describe another machine (to compile ahead of
+    time). Without a mesh it is the default backend.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from models.attention.target import SAVED
 
-# Most loops over chunks that causal attention compiles to.
+# Upper bound on the loops over chunks that causal attention compiles to.
 SPANS = 8
 # Score of a masked key. Finite: with -inf, a row without any key would be NaN.
 MASKED = -1e30
@@ -48,8 +48,8 @@ class _Masks(NamedTuple):
 class _Partial(NamedTuple):
     """Attention over some of the keys, not yet normalised.
 
-    `values` is the weighted sum of values, `weights` the sum of weights. Both are relative to
-    exp(top), the largest score, so that exp never overflows.
+    `values` is the weighted sum of values, `weights` the sum of weights, and `top` the largest
+    score. Both sums are divided by exp(top), so that exp never overflows.
     """
 
     values: Float[Array, "b k t r h"]
@@ -188,8 +188,7 @@ def _over_chunks(step, done, t: int, causal: bool, chunk: int):
         if span.count == 1:
             done = step(done, span.start, span)
         else:
-            # A loop, since XLA on CPU may hold the scores of all chunks at once if they are
-            # unrolled.
+            # A loop: if the chunks were unrolled, XLA on CPU could hold all their scores at once.
             starts = span.start + span.size * jnp.arange(span.count)
             done = jax.lax.scan(_without_output(step, span), done, starts)[0]
     return done
@@ -293,7 +292,7 @@ def _unfold(x: Array, q: Array) -> Array:
     return x.reshape(p, k, b // p, t, *rest).swapaxes(1, 2).reshape(b, k, t, *rest)
 
 
-# The matmuls below join rows and kv heads to one batch axis: with two, XLA on CPU takes several
+# The matmuls below join rows and kv heads into one batch axis: with two, XLA on CPU takes several
 # times as long.
 
 

@@ -1,6 +1,7 @@
 """Sizes of Qwen3-VL: the published models and a small one for laptops.
 
-Equal configurations build the same parameters. One that cannot be built raises a ValueError.
+Equal configurations build the same parameters. A configuration that cannot be built raises a
+ValueError.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ def _require(holds: bool, message: str) -> None:
 
 def _require_positive(name: str, config: VisionConfig | TextConfig) -> None:
     for field, value in vars(config).items():
+        # Not isinstance: a bool is an int, and may be False.
         _require(
             type(value) is not int or value > 0,
             f"{name}.{field} = {value}: sizes and counts are positive; use 1 or more",
@@ -106,7 +108,7 @@ class TextConfig:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         _require(
             heads % kv_heads == 0,
-            f"text.num_attention_heads = {heads}: every kv head serves equally many; "
+            f"text.num_attention_heads = {heads}: every kv head serves the same number of heads; "
             f"use a multiple of num_key_value_heads = {kv_heads}",
         )
         _require(

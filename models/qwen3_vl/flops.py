@@ -11,11 +11,10 @@ def flops_per_token(config: Qwen3VLConfig, context: float) -> float:
     The backward pass takes twice as many.
     """
     c = config.text
-    # Weights that a token is multiplied with, per layer: q and o, k and v, and the three of the
-    # MLP.
+    # Weights per layer: q and o, k and v, and the three matrices of the MLP.
     heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
     layer = c.hidden_size * (heads + 3 * c.intermediate_size)
-    # q k^T and the weighted sum of v, each head_dim products per query head and position.
+    # q k^T and the weighted sum of v. Each takes head_dim products per query head and position.
     attention = 2 * c.num_attention_heads * c.head_dim * context
     # A multiplication and an addition per weight.
     return 2.0 * (c.num_hidden_layers * (layer + attention) + c.vocab_size * c.hidden_size)
@@ -26,8 +25,9 @@ def vision_flops(config: VisionConfig, patches: int) -> float:
     c = config
     d = c.hidden_size
     joined = c.spatial_merge_size**2
-    # Per patch. Attention is within the frame: q k^T and the sum of v, d products per patch each.
+    # Products per patch. A patch attends to all patches of its frame: q k^T and the weighted sum of
+    # v take d products per pair.
     block = 4 * d**2 + 2 * d * c.intermediate_size + 2 * patches * d
-    # A merger joins several patches into one vector. This is one patch's share of that.
+    # A merger joins several patches into one vector. These are the products per patch.
     merger = d * (joined * d + c.out_hidden_size)
     return 2.0 * patches * (c.patch_dim * d + c.depth * block + (1 + c.levels) * merger)

@@ -22,7 +22,7 @@ from models.qwen3_vl.rope import next_position
 from models.qwen3_vl.text import KV, TextDecoder
 from models.qwen3_vl.vision import PackedPatches, PatchLayout, deal_rows, pack_patches
 
-# Smallest row of the tower, in visual tokens. Smaller frames share one.
+# Smallest row of the tower, in visual tokens. Smaller frames share a row.
 _MIN_ROW = 256
 
 
@@ -43,10 +43,10 @@ def generate(
     Args:
         model: the model.
         inputs: the prompt, from `models.processor.Processor`.
-        new_tokens: most tokens to generate.
+        new_tokens: upper bound on the tokens to generate.
         stop_ids: generation stops after one of these.
-        temperature: of sampling; 0 takes the likeliest token.
-        seed: of sampling; unused at temperature 0.
+        temperature: sampling temperature; 0 takes the likeliest token.
+        seed: seed of the sampling; unused at temperature 0.
         bucket: lengths are padded to multiples of this, in tokens.
 
     Returns:

@@ -117,7 +117,7 @@ def _value(
     sharding: NamedSharding | None,
 ) -> jax.Array:
     """Reads one parameter."""
-    # Wait for every transfer: each one in the queue would hold its host buffer.
+    # Wait for every transfer, because each transfer in the queue holds its host buffer.
     if not layout.stacked:
         value = _on_devices(layout, stored[layout.name], shape, sharding)
         return value.astype(dtype).block_until_ready()
@@ -126,6 +126,7 @@ def _value(
     if sharding:
         # The sharding of one layer: without the stack's leading axis.
         layer_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    # Donating the stack updates it in place: the devices never hold two copies of it.
     insert = jax.jit(_insert, donate_argnums=0, out_shardings=sharding)
     for number in range(shape[0]):
         name = layout.name.format(number)
@@ -223,8 +224,8 @@ def save(
             if jax.process_index() == 0:
                 _write(folder, headers, matrices, companions)
         finally:
-            # Gathering a parameter is a collective: every process has to take part in all of them,
-            # even if one has failed. So run through the rest of the generators.
+            # Gathering a parameter is a collective that every process must join, even if one has
+            # failed. So exhaust the remaining generators.
             if jax.process_count() > 1:
                 for rest in matrices.values():
                     collections.deque(rest, maxlen=0)
@@ -252,7 +253,7 @@ def _configs(config: Qwen3VLConfig, dtype: str, files: Iterable[Path]) -> dict[s
 
 @contextlib.contextmanager
 def _together(folder: Path) -> Iterator[None]:
-    """A block that fails in all processes if it fails in one: the others raise RuntimeError.
+    """If the block fails in one process, raise RuntimeError in the others.
 
     Otherwise they would wait forever in the next collective.
     """
@@ -308,8 +309,8 @@ def _matrices(
 
 def _on_host(value: Float[Array, "..."], number: int | None) -> Shaped[np.ndarray, "..."]:
     """A parameter, or one layer of a stack, gathered from all devices and processes."""
-    # A whole parameter is copied too: a jax.Array keeps the NumPy array it was converted to, so the
-    # model's own arrays would fill the host's memory.
+    # Copy whole parameters too: a jax.Array keeps the NumPy array that it was converted to, so
+    # converting the model's own arrays would fill the host's memory.
     part = jnp.copy(value) if number is None else _take(value, number)
     if part.is_fully_addressable:
         return np.asarray(part)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, VisionConfig
 
-# The only values this model supports, for fields of config.json that could have others.
+# Fields of config.json for which this model supports only one value.
 _SUPPORTED = {
     "text_config": {"hidden_act": "silu", "attention_bias": False},
     "vision_config": {"hidden_act": "gelu_pytorch_tanh"},
@@ -90,8 +90,8 @@ def _read(kind: type[Tower], name: str, content: Mapping[str, Any]) -> Tower:
         if field.name not in content:
             continue
         value = content[field.name]
-        # Published files have whole numbers in float fields. Convert them, since configurations are
-        # written out and compared with others.
+        # Published files have whole numbers in float fields. Convert them: configurations are
+        # written to files and compared.
         if field.type == "float":
             value = float(value)
         values[field.name] = tuple(value) if isinstance(value, list) else value

@@ -36,10 +36,10 @@ class TensorLayout:
     """The tensor (or one per layer) that holds a parameter.
 
     Args:
-        name: of the tensor, with `{}` for the number of the layer in a stack.
+        name: name of the tensor, with `{}` for the layer's number in a stack.
         inputs: number of leading axes of our parameter that the product sums over. The checkpoint
             has [out, in] instead. 0: both have the same layout.
-        shape: of the tensor, where it is neither our shape nor [out, in].
+        shape: shape of the tensor, if it is neither our shape nor [out, in].
     """
 
     name: str
@@ -62,7 +62,7 @@ class TensorLayout:
         self, stored: Stored, ours: tuple[int, ...], index: tuple[slice, ...]
     ) -> Shaped[np.ndarray, "..."]:
         """Reads the block `index` of our parameter of shape `ours`, in the file's type."""
-        # Both are seen as matrices. Ours is [axes before the cut, axes after it].
+        # View both as matrices. Ours is [axes before the cut, axes after it].
         cut = self.inputs or 1
         first = matrix_slice(index[:cut], ours[:cut])
         second = matrix_slice(index[cut:], ours[cut:])
@@ -81,7 +81,7 @@ class TensorLayout:
 def matrix_slice(index: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
     """The slice of the joined axes that a block `index` of axes of size `shape` takes.
 
-    ValueError unless only the first axis is cut. For heads: between heads, not inside of one.
+    ValueError unless only the first axis is cut. For heads: between heads, not inside a head.
     """
     if not shape:
         return slice(0, 1)

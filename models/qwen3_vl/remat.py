@@ -17,8 +17,8 @@ Remat = Literal["none", "full", "attention", "dots", "offload"]
 
 none: everything.
 full: only its input; the layer is computed again.
-attention: its input and the output of attention (cuDNN computes that again nevertheless).
-dots: both, and the products with weights.
+attention: its input and the output of attention (cuDNN computes the output again anyway).
+dots: its input, the output of attention, and the products with weights.
 offload: its input, in the host's memory. On CPU that is the same memory.
 """
 
@@ -47,7 +47,8 @@ def rematerialise(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
             offload_dst="pinned_host",
         ),
     }[remat]
-    # Inside a scan the two computations cannot be merged anyway, and the barriers would cost time.
+    # `prevent_cse` adds barriers, so that XLA does not merge the recomputation with the forward
+    # pass. Inside a scan it cannot merge them anyway, and the barriers would cost time.
     return jax.checkpoint(body, prevent_cse=False, policy=policy)
 
 

@@ -82,6 +82,7 @@ def mrope_positions(
         position += first - done
         rows, columns = np.divmod(np.arange(count), w // merge)
         positions[:, first:end] = position + np.stack([np.zeros_like(rows), rows, columns])
+        # The next token follows the largest position of the slice.
         position += max(h, w) // merge
         done = end
         used += count

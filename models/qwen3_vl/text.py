@@ -186,9 +186,8 @@ class TextDecoder(nnx.Module):
             visual: banks of m visual vectors, one bank per sequence; c = 1 + DeepStack levels.
             visual_index: the vector in the bank that each token takes, -1 for text.
             prefix: keys and values of p prompts. With g = b / p, rows r * g ... r * g + g - 1 also
-                attend to prompt r, and each of them is one segment. It may be a function from a
-                layer's number to that layer's keys and values, so that only one layer is read at a
-                time.
+                attend to prompt r, and each of these rows is one segment. A function from a layer's
+                number to its keys and values reads only one layer at a time.
             prefix_mask: which prefix positions are valid; None: all.
             pieces: number of consecutive rows that form one sequence: rows of the prefix, or of
                 `ids` without a prefix.
@@ -210,9 +209,9 @@ class TextDecoder(nnx.Module):
         graph, state = nnx.split(self.layers)
         angles = mrope_angles(positions, self.config)
         # Hidden states kept between layers are sharded over `tensor` too. Inside a layer, the
-        # devices of `tensor` share a row's products and need the whole row. Both layouts are stated
-        # at both ends of a layer: otherwise the compiler shards the products like the kept states,
-        # and sends several times as much.
+        # devices of `tensor` share a row's products and need the whole row. Both ends of a layer
+        # state both shardings: otherwise the compiler shards the products like the kept states, and
+        # communicates several times as much.
         between = (ROWS,) if remat == "none" else (ROWS, "tensor")
 
         def body(x, layer):
@@ -241,7 +240,7 @@ class TextDecoder(nnx.Module):
         if bank is not None:
             x = bank.embed(x)
         layers = jnp.arange(self.config.num_hidden_layers)
-        # KV's arrays have a leading layer axis, so the scan hands each layer its own slice.
+        # KV's arrays have a leading layer axis, so the scan gives each layer its own slice.
         stacked_prefix = None if callable(prefix) else prefix
         x, kv = jax.lax.scan(
             rematerialise(body, remat),
@@ -265,8 +264,8 @@ class TextDecoder(nnx.Module):
             ids: one token per row.
             positions: its time, height and width.
             cache: keys and values of the tokens before it.
-            layers: the result of `decode_layers`. Taken before a loop over tokens, it saves a copy
-                of the weights per token on CPU.
+            layers: the result of `decode_layers`, called before a loop over tokens. On CPU it saves
+                a copy of the weights per token.
 
         Returns:
             The hidden state after the final norm, and the cache with the token written to it. The
@@ -275,7 +274,7 @@ class TextDecoder(nnx.Module):
         graph, state = nnx.split(self.layers)
         angles = mrope_angles(positions[..., None], self.config)
 
-        # The cache is the scan's carry. As its output it would be copied whole for every token.
+        # The cache is the carry of the scan. As an output, it would be copied for every token.
         def body(carry, layer):
             x, cache = carry
             number, params = layer
@@ -315,9 +314,9 @@ class TextDecoder(nnx.Module):
 
     def _embed_rows(self, ids: Int[Array | np.ndarray, "b t"]) -> Float[Array, "b t d"]:
         """Token embeddings, with rows sharded over the mesh."""
-        # The table is sharded over `fsdp` along d. First look up with that sharding, then swap it
-        # for rows in one exchange. Asked for rows at once, the compiler gathers all rows
-        # everywhere.
+        # The table is sharded over `fsdp` along d. Look up with that sharding, and then exchange it
+        # for sharded rows. If asked for sharded rows at once, the compiler gathers all rows on
+        # every device.
         x = constrain(self.embed(constrain(ids, "data")), "data", None, "fsdp")
         return constrain(x, ROWS)
 
@@ -339,8 +338,8 @@ class TextDecoder(nnx.Module):
             targets: token ids.
             temperature: above 0.
             chunk: positions of each row to compute at a time; None computes all at once. The
-                backward pass computes a chunk's logits again, so that [tokens, vocab] never exists
-                as a whole.
+                backward pass computes a chunk's logits again, so the logits of all tokens are never
+                in memory together.
         """
         b, t = targets.shape
         # Sharded here, outside the loop: inside it, the head would move once per chunk.

@@ -29,8 +29,8 @@ class PatchLayout(NamedTuple):
     """The place of every patch in its frame, and the size of that frame, in patches.
 
     `frame` numbers the frames of a row from 1, and 0 is padding. None: the row is one frame. A
-    batch axis of 1 serves all rows. Only the shapes are static, so all mixes of frames that fill
-    the same number of patches run the same program.
+    batch axis of 1 applies to all rows. Only the shapes are static, so all mixes of frames in rows
+    of the same length run the same program.
     """
 
     row: Int[Array, "b p"]
@@ -43,7 +43,7 @@ class PatchLayout(NamedTuple):
 def frame_layout(grid: tuple[int, int], config: VisionConfig) -> PatchLayout:
     """The layout of rows that are one frame each, of `grid` = (height, width) patches.
 
-    ValueError if a side is no multiple of the merge size.
+    ValueError if a side is not a multiple of the merge size.
     """
     return packed_layout([(1, *grid)], grid[0] * grid[1], config)._replace(frame=None)
 
@@ -61,8 +61,8 @@ def packed_layout(
         config: for the merge size.
 
     Raises:
-        ValueError: a side is no multiple of the merge size, or `size` is too small or no multiple
-            of its square.
+        ValueError: a side is not a multiple of the merge size, or `size` is too small or not a
+            multiple of its square.
     """
     merge = config.spatial_merge_size
     filled = sum(t * h * w for t, h, w in grids)
@@ -129,8 +129,8 @@ def pack_patches(
     Args:
         patches: patches of all images and videos, as in `Inputs`.
         grids: (frames, height, width) of each, in patches.
-        size: length of a row in patches. Attention costs `size` per patch, so with many frames the
-            size of the largest frame is best.
+        size: length of a row, in patches. The cost of attention per patch grows with `size`, so
+            with many frames the size of the largest frame is best.
         config: for the merge size.
         rows: number of rows, the last ones padding; None: as few as the frames need.
 

@@ -46,8 +46,8 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
         weights: whether a download includes the weights.
 
     Raises:
-        FileNotFoundError: there is no such folder or id, or `source` is a run's directory, whose
-            model is in the subfolder `model`.
+        FileNotFoundError: there is no such folder or id, or `source` is the directory of a run,
+            which has its model in the subfolder `model`.
     """
     folder = Path(source)
     if (folder / "model" / CONFIG).exists() and not any(folder.glob("*.safetensors")):
@@ -233,7 +233,7 @@ def appearing(folder: Path) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=prefix, suffix=suffix))
     lock = os.open(temporary, os.O_RDONLY)
     try:
-        # OSError: a file system without locks. The kernel releases the lock when the process dies.
+        # The kernel releases the lock when the process dies. OSError: a file system without locks.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield temporary

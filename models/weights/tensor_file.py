@@ -5,8 +5,8 @@ bytes:
 
     | length | {"name": {"dtype", "shape", "data_offsets"}, ...} | tensor | tensor | ... |
 
-The official library returns whole tensors, and writes whole files from memory. Here a slice costs
-its own bytes, and a file of any size is written from one tensor at a time.
+The official library reads whole tensors, and writes whole files from memory. Here, reading a slice
+costs only its own bytes, and a file of any size is written one tensor at a time.
 """
 
 from __future__ import annotations
@@ -153,14 +153,14 @@ def read(
     Returns:
         The block in the file's type, in memory that XLA can use in place.
     """
-    # Copied as integers, since NumPy moves them much faster than bfloat16.
+    # Copied as integers, because NumPy copies them much faster than bfloat16.
     bits = f"u{tensor.dtype.itemsize}"
     width = math.prod(tensor.shape[1:])
     row_bytes = width * tensor.dtype.itemsize
     shape = (rows.stop - rows.start, columns.stop - columns.start)
     out = _aligned(shape[::-1] if transpose else shape, bits)
     by_rows = out.T if transpose else out
-    # A few rows at a time: mapped pages count as memory of the process.
+    # A few rows at a time, because mapped pages count as memory of the process.
     for row, stop in _blocks(rows, row_bytes):
         start = tensor.start + row * row_bytes
         block = np.memmap(file, bits, "r", start, (stop - row, width))
@@ -169,7 +169,7 @@ def read(
 
 
 def _aligned(shape: tuple[int, int], bits: str) -> np.ndarray:
-    """An empty array that XLA uses in place. A copy would need the memory twice."""
+    """An empty array that XLA can use in place. A copy would need the memory twice."""
     size = math.prod(shape) * np.dtype(bits).itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT

@@ -1,12 +1,12 @@
 """A remote server as the sampler: any OpenAI-compatible endpoint, such as vLLM on an export.
 
-A request becomes chat messages, which the published template renders to the request's own text; the
-text of the reply becomes ids. The server tokenizes by itself and log-probs are unknown (NaN), so
-this serves evaluation and not training.
+A request is sent as chat messages that the published template renders to the request's own text.
+The text of the reply is converted to ids. The server does its own tokenization and log-probs are
+unknown (NaN), so this is for evaluation, not for training.
 
-A request that the server refuses for its content becomes a sample with `SampleStop.REFUSED`. If the
-server cannot be reached or sends unusable replies, `EndpointError` ends the run; finished questions
-are kept.
+If the server refuses a request for its content, the sample has `SampleStop.REFUSED`. If the server
+cannot be reached or sends unusable replies, `EndpointError` ends the run; finished questions are
+kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.remote.client import Choice, Client, Failure, UnusableReply
 from rollout.engine.requests import Completion, Request, Sample, SampleStop, Sampling
 
-# HTTP statuses with which a server refuses one request for its content; it may accept the next.
+# HTTP statuses that refuse one request for its content. The server may accept the next one.
 _REFUSALS = (400, 413, 422, 451)
 REFUSAL_REMEDY = (
     "check that the model takes images, and that its context is long enough (vllm --max-model-len)"
@@ -41,7 +41,7 @@ REFUSAL_REMEDY = (
 _REMEDIES: dict[int | str, str] = {
     401: "check the key in OPENAI_API_KEY",
     403: "check the key in OPENAI_API_KEY",
-    404: "check --endpoint (up to and with /v1) and --endpoint-model",
+    404: "check --endpoint (up to and including /v1) and --endpoint-model",
     "timed_out": "look into the server's log, or lower --concurrency",
     "unreachable": "check --endpoint, and that the server runs",
     "http_errors": "look into the server's log",
@@ -51,7 +51,7 @@ _REMEDIES: dict[int | str, str] = {
 }
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-# The text, how it ended, and, if the server refused it, why.
+# The text, why it ended, and the reason of a refusal or "".
 _Completion = tuple[str, SampleStop, str]
 
 
@@ -60,7 +60,7 @@ class EndpointError(RuntimeError):
 
 
 class FrameImages(FrameFeatures):
-    """Pixels of frames instead of features, read, sized and cached as in the base class."""
+    """Pixels of frames instead of features. The base class reads, resizes and caches them."""
 
     def __init__(
         self, config: Qwen3VLConfig, settings: FrameSettings, root: Path, source: FrameSource
@@ -74,7 +74,8 @@ class FrameImages(FrameFeatures):
         return self((frame,)).reshape(rows * patch, columns * patch, 3)
 
     def _vectors(self, pixels: Sequence[np.ndarray], grid: tuple[int, int]) -> list[np.ndarray]:
-        # The cache stores one row per visual token, so each row is a part of the picture.
+        # The base class expects one row per visual token. Cut the pixels into that many rows;
+        # `image` restores their shape.
         tokens = grid[0] * grid[1] // self.config.vision.spatial_merge_size**2
         return [np.ascontiguousarray(image).reshape(tokens, -1) for image in pixels]
 
@@ -98,7 +99,7 @@ class EndpointSampler:
         self._images = images
         self._client = Client(settings)
         self._tickets = itertools.count()
-        # Requests under way by ticket, with one future per sample.
+        # Requests in flight by ticket, with one future per sample.
         self._pending: dict[int, tuple[Request, list[Future[_Completion | Failure]]]] = {}
         # Requests that failed before they were sent.
         self._failed: list[Completion] = []
@@ -133,6 +134,7 @@ class EndpointSampler:
         Raises:
             EndpointError: The server cannot be used.
         """
+        # Wait only if there is nothing to return yet.
         if self._pending and not self._failed and not self._finished():
             futures = [f for _, futures in self._pending.values() for f in futures]
             wait([f for f in futures if not f.done()], return_when=FIRST_COMPLETED)
@@ -145,7 +147,7 @@ class EndpointSampler:
         return completions
 
     def _finished(self) -> list[int]:
-        """Tickets of the requests with all their samples."""
+        """Tickets of the requests whose samples have all arrived."""
         return [
             ticket
             for ticket, (_, futures) in self._pending.items()
@@ -153,7 +155,7 @@ class EndpointSampler:
         ]
 
     def cancel(self, ticket: int) -> None:
-        """Drop a request. HTTP requests under way run on, and their replies are ignored."""
+        """Drop a request. HTTP requests in flight continue, and their replies are ignored."""
         _, futures = self._pending.pop(ticket, (None, []))
         for future in futures:
             future.cancel()
@@ -184,7 +186,7 @@ class EndpointSampler:
                 f"(finish_reason {reason!r}); serve the model without a parser for tool calls or "
                 "reasoning, because a parser removes them from the text"
             )
-        # Some servers return what the model wrote after the end of its turn.
+        # Some servers also return text that the model wrote after the end of its turn.
         response, end, _ = text.partition("<|im_end|>")
         if end or (reason == "stop" and not isinstance(stop_string, str)):
             return response + "<|im_end|>", SampleStop.STOP_ID, ""
@@ -196,7 +198,7 @@ class EndpointSampler:
     def _sample(self, request: Request, text: str, stop: SampleStop, reason: str = "") -> Sample:
         # A lone surrogate, half a character in JSON, cannot be encoded.
         text = _SURROGATE.sub("\ufffd", text)
-        # One more than the limit, because the end of the turn is added to the text here.
+        # One more than the limit, because `_read` adds the end of the turn to the text.
         ids = self._vocabulary.encode(text)[: request.sampling.max_new_tokens + 1]
         return Sample(
             ids,
@@ -220,7 +222,7 @@ def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> l
         images: Reads the frames.
 
     Returns:
-        The messages. The last one is the response that was begun, perhaps empty.
+        The messages. The last one is the beginning of the response, possibly empty.
 
     Raises:
         VideoError: A frame cannot be read.
@@ -289,7 +291,7 @@ def body(
     """The JSON of a chat completion request.
 
     Args:
-        chat: Messages; the last is the response that was begun.
+        chat: Messages; the last one is the beginning of the response.
         sampling: Temperature, limits and stop ids.
         seed: Seed of the sample.
         model: Name of the model at the endpoint.
@@ -313,7 +315,7 @@ def body(
 
 
 def _data_uri(image: UInt8[np.ndarray, "h w 3"]) -> str:
-    """A lossless picture in the size in which the model sees it."""
+    """A lossless picture, at the size at which the model sees the frame."""
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, "PNG", compress_level=1)
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

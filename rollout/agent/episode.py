@@ -60,7 +60,8 @@ _NO_REPORT = {
     SampleStop.REFUSED: (CallStatus.REFUSED, "error: the request for a report was refused"),
 }
 
-# Sub-agents draw their seeds from another range than the turns of the main agent.
+# Turn t of the main agent uses seed + t, and its sub-agents use seed + 1000 * (t + 1) onwards, so
+# that no two requests of an episode share a seed.
 _SEEDS_PER_TURN = 1000
 
 
@@ -137,7 +138,7 @@ class QuestionVideo(Video):
 
 @dataclasses.dataclass
 class _EpisodeState:
-    """An episode while it is played: what is fixed, and what has been said so far."""
+    """The state of an episode in progress: its settings, and its turns so far."""
 
     environment: Environment
     question: Question
@@ -186,7 +187,7 @@ async def play(
         environment: Protocol, frames and clock.
         question: The question and the path of its video.
         settings: Overview frames, dispatch, temperature and time limits.
-        seed: Decides every token that is sampled in the episode.
+        seed: Determines every token that is sampled in the episode.
 
     Returns:
         The finished episode; `stop` says why it ended. It has no turns if the video cannot be read.
@@ -215,7 +216,7 @@ async def play(
             state.turns.append(Turn(text))
             return state.finish(StopReason.ANSWERED if answered else StopReason.NO_ANSWER)
 
-        # Dispatch. After its last tool turn, a model that calls again gets one refusal.
+        # Dispatch. A model that calls again after its last tool turn gets one refusal.
         offered = _tools_offered(state)
         outcomes = await _dispatch(state, calls) if offered else _refuse(calls)
         outcomes = [_cut_response(state.protocol, outcome) for outcome in outcomes]
@@ -246,7 +247,7 @@ def _overview(
     features = environment.features
     frames = features.overview(question.video, settings.frames)
     tokens = features.tokens(question.video)
-    # Encode now: a file that fails later would fail inside a batch with other episodes.
+    # Encode now: an unreadable file would otherwise fail in a batch with other episodes.
     features(frames)
     return environment.protocol.overview(frames, tokens, with_tools), tokens
 
@@ -258,6 +259,7 @@ async def _respond(state: _EpisodeState, seconds: float) -> tuple[str, Sample]:
     """Sample one turn of the main agent: its text, pinned opening included, and the sample."""
     protocol = state.protocol
     limits = protocol.settings
+    # The pinned opening counts against the room, but is not sampled.
     if limits.pin_think:
         state.trajectory.append(protocol.pinned)
 
@@ -304,7 +306,7 @@ def _forges_frames(state: _EpisodeState) -> bool:
 async def _dispatch(state: _EpisodeState, calls: list[Call | FailedCall]) -> list[CallOutcome]:
     """Carry out the calls of one turn; the sub-agents of all windows run side by side.
 
-    A sub-agent that fails, is refused or takes too long loses its own report only.
+    If a sub-agent fails, is refused or times out, only its own report is lost.
     """
     limits = state.protocol.settings
     max_calls = 1 if state.settings.dispatch == "sequential" else limits.max_calls
@@ -332,7 +334,7 @@ async def _dispatch(state: _EpisodeState, calls: list[Call | FailedCall]) -> lis
 
 
 def _report(protocol: Protocol, outcome: CallOutcome, sample: Sample) -> CallOutcome:
-    """A call's outcome with what its sub-agent reported."""
+    """A call's outcome with the report of its sub-agent, or the reason why there is none."""
     if sample.stop in _NO_REPORT:
         status, response = _NO_REPORT[sample.stop]
         return dataclasses.replace(outcome, status=status, response=response)
@@ -361,7 +363,7 @@ def _open_call(
             return CallOutcome(call, CallStatus.EXECUTED, result)
         return _show_window(state, call, result)
     except VideoError as error:
-        # The model must not see where files are on this machine.
+        # The model must not see paths of this machine.
         reason = error.reason.replace(error.path, VIDEO_NAME)
         response = f"error: the video cannot be read there ({reason})"
         return CallOutcome(call, CallStatus.UNREADABLE, response)

@@ -8,7 +8,7 @@ from paravt_jax.method.records import Episode
 
 
 def seed_of(*parts: int | str) -> int:
-    """A 32-bit seed from the names and numbers of a sample: run, step, question, rollout."""
+    """Derive a 32-bit seed from what identifies a sample, such as run, step, question, rollout."""
     numbers = [
         part if isinstance(part, int) else int.from_bytes(part.encode(), "little") for part in parts
     ]

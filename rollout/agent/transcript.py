@@ -1,6 +1,6 @@
-"""An episode as JSON, for people and the report: one line of episodes.jsonl.
+"""Converts an episode to JSON for people and the report: one line of episodes.jsonl.
 
-Tokens are decoded one by one for display. Nothing is encoded from these texts again.
+Tokens are decoded one by one, for display only: their texts are never encoded again.
 """
 
 from __future__ import annotations
@@ -115,9 +115,10 @@ def _tokens(
         token_credit = None
         if credit is not None and kind is not None:
             token_credit = float(credit[position + n - credit_start])
+        # Remote samplers report NaN.
         logprob = None
         if segment.logprobs is not None and math.isfinite(segment.logprobs[n]):
-            logprob = float(segment.logprobs[n])  # remote samplers have NaN
+            logprob = float(segment.logprobs[n])
         tokens.append(
             {
                 "text": vocabulary.decode([int(token)]),

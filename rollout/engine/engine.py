@@ -51,18 +51,18 @@ _Admission = Literal["admitted", "ended", "waits for its prefix", "waits for roo
 
 @dataclasses.dataclass
 class EngineCounts:
-    """What the engine has done so far."""
+    """Counts of the engine's work so far."""
 
     prefilled_tokens: int = 0
     """Prompt tokens that were computed."""
     reused_tokens: int = 0
-    """Prompt tokens that were found on pages."""
+    """Prompt tokens that were found in the cache."""
     sampled_tokens: int = 0
-    """Tokens drawn, those after a stop string included."""
+    """Tokens drawn, including those after a stop string."""
     steps: int = 0
     """Decoding steps, each of which gives every active row one token."""
     row_steps: int = 0
-    """Rows of the programs, idle ones included, summed over these steps."""
+    """Rows of the programs, including idle ones, summed over these steps."""
     seconds: float = 0.0
     """Time in device programs and the transfers to and from them."""
     stops: collections.Counter[SampleStop] = dataclasses.field(default_factory=collections.Counter)
@@ -84,7 +84,7 @@ class Engine:
 
     Attributes:
         version: the weights that new sequences are sampled from.
-        counts: what was done so far.
+        counts: counts of the work so far.
         waiting: sequences without a slot, in the order in which they are admitted.
         running: sequences that are being decoded.
         unanswered: the samples of every open request, by ticket; None where one is unfinished.
@@ -136,7 +136,7 @@ class Engine:
         try:
             prompt = make_prompt(request, self.features, self.config, deadline)
         except VideoError as error:
-            # The agent could choose frames, so the video was readable then and is gone now.
+            # The agent has chosen frames, so the video was readable then and has changed since.
             self.features.unreadable[error.path] = error.reason
             self.unanswered[ticket] = [self._unreadable(request)] * count
             self.counts.stops[SampleStop.UNREADABLE] += count
@@ -149,7 +149,7 @@ class Engine:
         """Run one round of the schedule and return the requests that finished."""
         self._expire()
         self._admit()
-        # Weights that were replaced in flight still finish their sequences.
+        # Sequences may still be running under weights that were replaced.
         for version in sorted({sequence.version for sequence in self.running}):
             self._decode(version)
         self.counts.steps = self.runner.steps
@@ -180,6 +180,7 @@ class Engine:
             while any(ticket not in answers for ticket in tickets):
                 answers |= self.step()
         finally:
+            # `step` also returned the answers to other requests. Keep them for the next `step`.
             self._undelivered += [
                 (ticket, samples) for ticket, samples in answers.items() if ticket not in tickets
             ]
@@ -193,16 +194,17 @@ class Engine:
         self.waiting = collections.deque(
             sequence for sequence in self.waiting if sequence.ticket != ticket
         )
+        # A list of its own, because `_leave` changes `running`.
         for sequence in [sequence for sequence in self.running if sequence.ticket == ticket]:
             self._leave(sequence)
 
     def load(self, weights: Any, version: int, in_flight: InFlight = "finish") -> None:
-        """Sample from other weights from now on, and forget what the old ones computed.
+        """Switch to other weights, and forget what the old ones computed.
 
         Args:
             weights: the text decoder's state, on the device. The engine does not copy it: the
                 arrays must stay alive while samples of this version run.
-            version: a number that samples report.
+            version: number of these weights, which their samples report.
             in_flight: whether running sequences "finish" under the weights they began with, or
                 "restart" under the new ones.
 
@@ -221,7 +223,7 @@ class Engine:
                 f"{', '.join(get_args(InFlight))}"
             )
         if in_flight == "restart":
-            # From the last to the first, so that they are at the head of the queue in their order.
+            # In reverse, so that they keep their order at the head of the queue.
             for sequence in reversed(self.running[:]):
                 self._leave(sequence)
                 self.waiting.appendleft(
@@ -232,7 +234,7 @@ class Engine:
                 f"Engine.load: version {version} is still being sampled from; "
                 "give new weights a new number, or restart"
             )
-        # Before the new weights arrive: they may have the number of the old ones.
+        # Drop the old cache first: the new weights may have the same version number.
         self.forget()
         self.weights[version] = weights
         self.version = version
@@ -323,14 +325,15 @@ class Engine:
     def _expire(self) -> None:
         """Finish the samples whose deadline has passed, with the tokens they have."""
         now = self.clock()
-        everyone = (*self.running, *self.waiting)
-        for sequence in [one for one in everyone if now >= one.prompt.deadline]:
+        unfinished = (*self.running, *self.waiting)
+        for sequence in [sequence for sequence in unfinished if now >= sequence.prompt.deadline]:
             self._finish(sequence, SampleStop.DEADLINE)
         self.waiting = collections.deque(
             sequence for sequence in self.waiting if now < sequence.prompt.deadline
         )
 
     def _finish(self, sequence: EngineSequence, stop: SampleStop) -> None:
+        # A sequence that has not run yet has no version of its own.
         running = sequence in self.running
         self.unanswered[sequence.ticket][sequence.sample] = Sample(
             ids=np.array(sequence.drawn, np.int32),
@@ -362,6 +365,7 @@ class Engine:
         sequence.shared_pages = pages
         sequence.copy_source = source
         if source is not None:
+            # Allocating pages for this sequence must not evict the page to copy from.
             self.tree.hold([source])
         sequence.computed = len(pages) * self.settings.page + matching
 
@@ -373,8 +377,8 @@ class Engine:
         pages = self.tree.allocate(count)
         if pages is None and sequence.copy_source is not None:
             # The page to copy from is held, so it cannot be evicted, and it may be the very page
-            # that is missing. A sequence as long as the cache would wait for ever. Compute those
-            # tokens again instead.
+            # that is missing. A sequence as long as the cache would wait forever. Give up that page
+            # and compute its tokens again.
             self.tree.release([sequence.copy_source])
             sequence.copy_source = None
             sequence.computed = len(sequence.shared_pages) * size
@@ -411,8 +415,8 @@ class Engine:
         self.running.remove(sequence)
         pages = sequence.shared_pages
         if pages and len(pages[-1].tokens) < self.settings.page:
-            # Published partial after prefill. Decoding has written more tokens to it since, so it
-            # goes back into the tree under its new content.
+            # This page was published after prefill, when it was partial. Decoding has written more
+            # tokens to it since, so it goes back into the tree under its new content.
             sequence.own_pages.insert(0, self.tree.take_out(pages.pop()))
         if not sequence.forgotten:
             self._publish(sequence)
@@ -420,7 +424,7 @@ class Engine:
         self._drop_weights()
 
     def _drop_weights(self) -> None:
-        """Forget weights that no sequence is sampled from any more, and their pages."""
+        """Forget weights that no sequence uses any more, and their pages."""
         used = {self.version, *(sequence.version for sequence in self.running)}
         for version in set(self.weights) - used:
             del self.weights[version]
@@ -437,7 +441,7 @@ class Engine:
                 self.running += batch.sequences
                 batch = _PrefillBatch(self.settings)
         except BaseException:
-            # Most likely Ctrl-C. The sequences wait again, where `cancel` finds them.
+            # Most likely Ctrl-C. Put the sequences back into the queue, where `cancel` finds them.
             for sequence in batch.sequences:
                 self._return_pages(sequence)
             self.waiting.extendleft(reversed(batch.sequences))
@@ -457,7 +461,7 @@ class Engine:
                 self.tree.release([sequence.copy_source])
                 sequence.copy_source = None
         self.counts.prefilled_tokens += self.runner.prefill(batch, self.weights[self.version])
-        # Now, not when they end: the samples of a prompt share it while all of them run.
+        # Publish now, not at the end: the samples of a prompt share it while they all run.
         for sequence in batch:
             self._publish(sequence)
 
@@ -479,7 +483,7 @@ class Engine:
                 else:
                     skipped.append(self.waiting.popleft())
                 if result == "waits for room":
-                    # Later ones wait too, even smaller ones, or a large request might starve.
+                    # Later sequences wait too, even small ones, or large ones could starve.
                     break
         except BaseException:
             if self.waiting:
@@ -560,13 +564,13 @@ class Engine:
     def _stop_string_end(self, sequence: EngineSequence, before: int) -> int | None:
         """Number of tokens up to the one that completes the first stop string, if there is one.
 
-        `before`: tokens that were searched already.
+        `before` is the number of tokens that were searched already.
         """
         strings = sequence.sampling.stop_strings
         table = self._token_bytes
         if not strings or table is None:
             return None
-        # A model may have more rows than its vocabulary has tokens. Those are no text.
+        # A model's vocabulary may be padded with ids that the tokenizer does not have.
         parts = [table[token] if token < len(table) else b"" for token in sequence.drawn]
         text = b"".join(parts[:before])
         for number in range(before, len(sequence.drawn)):
@@ -581,16 +585,17 @@ class Engine:
 
 
 class _Need(NamedTuple):
-    """What a sequence needs of a prefill program."""
+    """The prefill program that a batch needs if a sequence joins it."""
 
     beginning: tuple
-    """The tokens that it computes first: the last cached page before them, and up to a page."""
+    """Identifies the tokens that the sequence computes first: the last cached page before them, and
+    up to one page of tokens."""
     rows: int
-    """1, or 0 if the whole prompt is cached."""
+    """Rows that the sequence takes: 1, or 0 if the whole prompt is cached."""
     length: int
-    """Row length of the program, with the sequence in it."""
+    """Row length of the program."""
     before: int
-    """Cached tokens that a row of the program reads, with the sequence in it."""
+    """Cached tokens that a row of the program reads."""
 
 
 class _PrefillBatch:
@@ -604,7 +609,7 @@ class _PrefillBatch:
         self._before = 0
 
     def need(self, sequence: EngineSequence) -> _Need:
-        """What the batch needs once `sequence` is in it."""
+        """The needs of the batch if `sequence` joins it."""
         prompt = sequence.prompt
         missing = prompt.content[sequence.computed : prompt.prefill_length]
         pages = sequence.shared_pages
@@ -619,13 +624,13 @@ class _PrefillBatch:
         )
 
     def has_row(self, need: _Need) -> bool:
-        """Whether the program for all of them has a row left. Longer rows make it narrower."""
+        """Whether a program of these sizes has a free row. With longer rows it has fewer."""
         if not need.rows:
             return True
         return len(self.beginnings) < self.settings.prefill_rows(need.length, need.before)
 
     def reserve(self, need: _Need) -> None:
-        """Take a row."""
+        """Take a row, if the sequence needs one."""
         if need.rows:
             self.beginnings.add(need.beginning)
             self._length = need.length

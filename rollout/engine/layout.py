@@ -1,4 +1,4 @@
-"""Which row of a decoding program runs which sequence, and which rows read one copy of a prefix.
+"""Chooses the row of each sequence in a decoding program, and the rows that share a prefix.
 
 The rows of a program form blocks of `rows_per_prefix`. A block has room for one prefix, stored
 once, which all its rows read. With two rows per block:
@@ -8,13 +8,13 @@ once, which all its rows read. With two rows per block:
     block 1   prefix B B B .     row 2   own tokens of sequence 0
                                  row 3   (idle)
 
-All prefixes are padded to one length, and all rows to another. The choice is between two costs.
-Without shared prefixes every row must be as long as the longest whole sequence. With them the rows
-are shorter, but the prefixes are read too, and only sequences in a block with their prefix profit.
-`choose_layout` takes what reads the fewest tokens per step.
+All prefixes are padded to one length, and all rows to another. There are two costs to weigh.
+Without shared prefixes, every row must be as long as the longest whole sequence. With shared
+prefixes the rows are shorter, but the prefixes are read too, and only sequences in a block with
+their own prefix profit. `choose_layout` takes the layout that reads the fewest tokens per step.
 
-A prefix that is in a block's buffer already stays there if possible: gathering it from its pages
-costs as much as several decoding steps. The choice changes no sample, up to rounding.
+If a prefix is already in a block's buffer, it stays there if possible: gathering it from its pages
+costs as much as several decoding steps. Layouts do not change samples, except by rounding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Layout(NamedTuple):
 
     Attributes:
         rows: the sequence of each row, None in an idle row.
-        prefixes: the pages of each block's prefix, () where nothing is shared.
+        prefixes: the pages of each block's prefix, () if the block shares nothing.
         prefix_length: tokens that the prefixes are padded to, 0 if no block has one.
         row_length: tokens that every row's own pages are padded to.
     """
@@ -65,7 +65,7 @@ def choose_layout(
     Args:
         paths: the full pages that each sequence begins with, for at most `slots` sequences.
         lengths: tokens of each sequence.
-        loaded: for each prefix length, the prefix that is in each block's buffer now.
+        loaded: for each prefix length, the prefixes in the buffers of the blocks.
         slots: rows of the program.
         rows_per_prefix: rows of a block.
         page: tokens per page.
@@ -82,9 +82,10 @@ def choose_layout(
         shared = {n: len(group.prefix) * page for group in groups for n in group.members}
         longest = max((tokens - shared.get(n, 0) for n, tokens in enumerate(lengths)), default=0)
         row_length = next(length for length in row_lengths if length >= longest)
+        # Tokens read per step, padding included.
         cost = blocks * prefix_length + slots * row_length
         choices.append((cost, prefix_length, row_length, groups))
-    # Of equal costs the shorter prefix.
+    # With equal costs, the shorter prefix wins.
     _, prefix_length, row_length, groups = min(choices, key=lambda choice: choice[:2])
     rows, prefixes = _place(
         groups, len(paths), loaded.get(prefix_length, []), slots, rows_per_prefix
@@ -95,10 +96,10 @@ def choose_layout(
 def _groups(
     paths: Sequence[Serials], rows_per_prefix: int, loaded: Sequence[Serials]
 ) -> list[_Group]:
-    """Up to `rows_per_prefix` sequences with a common prefix each; those that save most first.
+    """Group up to `rows_per_prefix` sequences by common prefix. The largest savings come first.
 
-    A sequence that shares with no other is a group only if its prefix is in a buffer already: it is
-    what remains of a larger group.
+    A single sequence is a group only if its prefix is already in a buffer: then it is the rest of a
+    larger group.
     """
     groups: list[_Group] = []
     # In sorted order, sequences that begin alike are neighbours.
@@ -106,7 +107,7 @@ def _groups(
         if groups:
             prefix, members = groups[-1]
             common = prefix[: len(os.path.commonprefix([prefix, paths[n]]))]
-            # A prefix that would lose half of its pages or more is better off alone.
+            # Do not join if the group's prefix would lose half of its pages or more.
             worthwhile = bool(common) and 2 * len(common) > len(prefix)
             if worthwhile and len(members) < rows_per_prefix:
                 groups[-1] = _Group(common, [*members, n])
@@ -121,9 +122,9 @@ def _groups(
 
 
 def _prefer_loaded(prefix: Serials, loaded: Sequence[Serials]) -> Serials:
-    """The longest part of a prefix that is in a buffer already, if that is more than half of it.
+    """The longest part of a prefix that is already in a buffer, if it is more than half of it.
 
-    Using it saves gathering the whole prefix from its pages.
+    Otherwise the whole prefix, which then has to be gathered from its pages.
     """
     usable = [
         part
@@ -140,9 +141,10 @@ def _place(
     slots: int,
     rows_per_prefix: int,
 ) -> tuple[tuple[int | None, ...], tuple[Serials, ...]]:
-    """Rows and prefixes: groups into blocks, then all other sequences into the rows that are left.
+    """Place groups into blocks, then all other sequences into the remaining rows.
 
-    A group goes to the block whose buffer holds its prefix, if there is one.
+    A group goes to the block whose buffer holds its prefix, if there is one. Returns the `rows` and
+    `prefixes` of a `Layout`.
     """
     rows: list[int | None] = [None] * slots
     prefixes: list[Serials] = [()] * (slots // rows_per_prefix)
@@ -163,7 +165,7 @@ def _place(
             put(group, holders[0])
         else:
             unplaced.append(group)
-    # Only now, so that no new prefix takes a block whose prefix another group needs.
+    # New prefixes come last, so that none takes a block whose prefix another group needs.
     for group in unplaced:
         put(group, free_blocks.pop())
 

@@ -1,4 +1,4 @@
-"""Which page of the KV cache holds which tokens: a prefix tree of pages.
+"""A prefix tree that records which page of the KV cache holds which tokens.
 
 Sequences with a common prefix share the pages that hold it. This module only does the bookkeeping:
 it hands out page numbers and never touches the keys and values. With four tokens per page, two
@@ -11,13 +11,13 @@ prompts that begin alike are stored like this:
         [e x]  page 5        partial: the other prompt differs from its second token on
 
 A page's tokens are only valid together with all tokens before them, because keys and values depend
-on the whole prefix. Its place in the tree says what those are. The root stands for a version of the
+on the whole prefix. Its place in the tree gives that prefix. The root stands for a version of the
 weights, so new weights never find pages that old weights computed.
 
 Every page is in exactly one of three states: free, in the tree, or allocated to one sequence. A
-full page in the tree is never written again. A partial one may be: the sequence that published it
-goes on writing after its tokens, so others copy it instead of sharing it. Pages in the tree that no
-sequence holds stay there as a cache, until `allocate` evicts the least recently used of them.
+full page in the tree is never written again. A partial page may be: the sequence that published it
+continues to write after its tokens, so others copy it instead of sharing it. Pages in the tree that
+no sequence holds stay there as a cache, until `allocate` evicts the least recently used of them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Int64
 
-# One number per token, of any number of tokens. Two numbers are equal only if the tokens are, or,
-# for a visual token, if the piece of the frame is.
+# One number per token. Equal numbers mean equal tokens: the same text token, or the same visual
+# token of the same frame.
 Content = Int64[np.ndarray, " _"]
 
 
 class Node:
-    """A page in the tree. Page numbers are reused, a `serial` never is."""
+    """A page in the tree. Page numbers are reused, serials never are."""
 
     __slots__ = ("children", "page", "parent", "root", "serial", "tokens", "users")
 
@@ -61,6 +61,7 @@ class PageTree:
     def __init__(self, count: int, size: int):
         self.count = count
         self.size = size
+        # Reversed, because `allocate` pops from the end: low numbers go first.
         self.free_pages = list(range(count))[::-1]
         self.roots: dict[Hashable, Node] = {}
         self.evictable: collections.OrderedDict[Node, None] = collections.OrderedDict()
@@ -79,9 +80,9 @@ class PageTree:
             tokens: the sequence to look up.
 
         Returns:
-            The full pages of the prefix, which the caller holds from now on; a page to copy from,
-            whose first tokens come next, or None; and how many of its tokens match. The caller
-            does not hold that last page.
+            The full pages of the prefix, which the caller now holds; a page whose first tokens come
+            next, to copy from, or None; and the number of its tokens that match. The caller does
+            not hold the page to copy from.
         """
         node = self._root(version)
         path: list[Node] = []
@@ -145,7 +146,7 @@ class PageTree:
         Args:
             version: the weights that computed the pages.
             path: the nodes before them.
-            tokens: what is on them, beginning after `path`.
+            tokens: the tokens on them, starting after `path`.
             pages: the caller's pages, in order. There may be more than `tokens` fill.
 
         Returns:
@@ -157,6 +158,7 @@ class PageTree:
         for start in range(0, len(tokens), self.size):
             part = tokens[start : start + self.size]
             partial = len(part) < self.size
+            # A longer page serves every sequence that this one could serve.
             if partial and _begins_any(part, parent.children.values()):
                 break
             page = left.pop(0)
@@ -172,7 +174,7 @@ class PageTree:
         return added, left
 
     def take_out(self, node: Node) -> int:
-        """Remove a partial page that only the caller holds, so that the caller can write on."""
+        """Remove a partial page that only the caller holds, so that it can be written again."""
         assert node.users == 1
         assert not node.children
         assert len(node.tokens) < self.size
@@ -207,7 +209,7 @@ class PageTree:
 
 
 def page_count(tokens: int, size: int) -> int:
-    """Pages of `size` tokens that `tokens` tokens need, the last one perhaps partial."""
+    """Number of pages of `size` tokens that hold `tokens` tokens. The last may be partial."""
     full, rest = divmod(tokens, size)
     return full + 1 if rest else full
 

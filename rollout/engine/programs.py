@@ -48,9 +48,9 @@ class Pieces(NamedTuple):
         positions: M-RoPE positions.
         visual: vectors at the visual tokens; c = 1 + DeepStack levels.
         index: a visual token's own column, -1 for text: where the decoder looks up its vector.
-        lengths: tokens that are no padding.
-        before: tokens of the sequence that are on its pages already.
-        tables: the pages of the tokens before, then those that these tokens are written to.
+        lengths: number of tokens that are not padding.
+        before: number of the sequence's tokens that are already on its pages.
+        tables: the pages of the tokens before, then the pages that these tokens are written to.
     """
 
     ids: Int[Any, "b t"]
@@ -73,7 +73,7 @@ class Rows(NamedTuple):
         positions: the position of that token.
         prefix_tokens: tokens that the row reads in its block's copy of a prefix.
         own_tokens: tokens that it reads on its own pages.
-        tables: these pages, then those that new tokens are written to.
+        tables: these pages, then the pages that new tokens are written to.
         drawn: tokens sampled so far; the number of the next draw.
         left: tokens it may still sample, 0 in an idle row.
         stops: ids that end the row, padded with -1.
@@ -130,8 +130,8 @@ class Programs:
         mesh = None
         pool_sharding = prefix_sharding = result_sharding = sharding
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            # Keys and values lie with the weights that compute them: heads are split over `tensor`,
-            # on axis 3 of the pool and axis 0 of the prefixes. Results are whole on every device.
+            # Keys and values are sharded like the weights that compute them: by heads over
+            # `tensor`, on axis 3 of the pool and axis 0 of the prefixes. Results are replicated.
             mesh = sharding.mesh
             pool_sharding = NamedSharding(mesh, PartitionSpec(None, None, None, "tensor"))
             prefix_sharding = NamedSharding(mesh, PartitionSpec("tensor"))
@@ -155,13 +155,13 @@ class Programs:
         self.decode = _with_mesh(mesh, decode)
 
     def make_pool(self, pages: int) -> Pool:
-        """An empty pool of `pages` pages, and the one that padding reads."""
+        """A pool of `pages` pages filled with zeros, and one more page for padding to read."""
         heads = 2 * self.text.num_key_value_heads
         shape = (self.text.num_hidden_layers, pages + 1, self.page, heads, self.text.head_dim)
         return _zeros((shape,), self.dtype, self._pool_sharding)()[0]
 
     def make_prefixes(self, blocks: int, length: int) -> Prefixes:
-        """Empty room for one prefix of up to `length` tokens per block."""
+        """Arrays of zeros for one prefix of up to `length` tokens per block."""
         layers = self.text.num_hidden_layers
         entries = self.text.num_key_value_heads * blocks
         h = self.text.head_dim
@@ -175,9 +175,9 @@ class Programs:
         tables: Int[Array, "*b m"],
         layer: Int[Array, ""] | slice = _ALL_LAYERS,
     ) -> KV:
-        """Keys and values on pages, in the order of a table, of one layer or of all.
+        """Keys and values on the pages of a table, in its order, for one layer or for all.
 
-        The tokens of a row's pages follow one another: [..., m * page, k, h].
+        Returns arrays [..., m * page, k, h]: the tokens of all pages, joined.
         """
         found = pool[layer, tables]  # [..., m, page, 2k, h]
         # Without this constraint XLA on TPU transposes the whole pool before it reads.
@@ -214,17 +214,17 @@ class Programs:
         text: TextDecoder = nnx.merge(self._graph, weights)
         t = pieces.ids.shape[1]
         valid = jnp.arange(t)[None, :] < pieces.lengths[:, None]
-        # A table has the pages of the tokens before, as many as the program's size says, and then
-        # those of the new tokens. The number of its columns gives the former.
+        # A table has the pages of the tokens before, then the pages of the new tokens. The number
+        # of columns is static, which makes `pages_before` static.
         pages_before = pieces.tables.shape[1] - pages_of(t, self.page)
         before = pages_before * self.page
         mask = jnp.arange(before)[None, :] < pieces.before[:, None]
 
-        # The decoder asks for one layer at a time. Gathered at once, the tokens before of all rows
-        # and layers would take several times the pool.
+        # The decoder asks for one layer at a time. For all layers at once, the gathered keys and
+        # values of all rows would take several times the memory of the pool.
         def read_before(layer: Int[Array, ""]) -> KV:
             kv = self._read(pool, pieces.tables[:, :pages_before], layer)
-            # Unused slots may hold anything, even NaN, which an attention weight of 0 keeps.
+            # Unused slots may hold anything, even NaN, which survives an attention weight of 0.
             return KV(*(jnp.where(mask[..., None, None], x, 0) for x in kv))
 
         _, kv = text(
@@ -260,7 +260,7 @@ class Programs:
     def _cache(
         self, pool: Pool, prefixes: Prefixes | None, rows: Rows, steps: int, width: int
     ) -> PagedCache | DenseCache:
-        """What the rows attend to while they decode, with room for `steps` tokens more."""
+        """The cache that the rows decode with, which has room for `steps` more tokens."""
         if self._paged:
             return PagedCache(pool, rows.tables, rows.own_tokens)
         kv = self._read(pool, rows.tables[:, : width // self.page])
@@ -294,8 +294,8 @@ class Programs:
             step, active = state[0], state[1]
             return (step < steps) & active.any()
 
-        # Finished rows are computed on, like padding: shapes are static. Their tokens are beyond
-        # `counts`, so nothing reads them, and `advance` leaves them out of the cache.
+        # Shapes are static, so finished rows are still computed. Their tokens are beyond `counts`
+        # and so never read, and `advance` leaves them out of the cache.
         def body(state: tuple) -> tuple:
             step, active, counts, tokens, cache, ids, logprobs = state
             positions = jnp.broadcast_to(rows.positions + step, (3, len(tokens)))
@@ -320,7 +320,7 @@ class Programs:
         drawn = Drawn(ids, logprobs, counts, step)
         if isinstance(cache, PagedCache):
             return cache.pages, drawn
-        # Columns from `width` on are the new tokens. They go to the pages after the row's own.
+        # Columns from `width` on hold the new tokens. Write them after the row's own tokens.
         new = KV(*cache.since(width))
         return self._write(pool, new, rows.tables, rows.own_tokens, counts), drawn
 
@@ -336,7 +336,7 @@ def _zeros(
 
 
 def _with_mesh(mesh: Mesh | None, program: Callable[..., Any]) -> Callable[..., Any]:
-    """A program that runs with the mesh set: the TPU kernels look it up."""
+    """Wrap a program so that it runs with the mesh set, where the TPU kernels look it up."""
     if mesh is None:
         return program
 
@@ -349,10 +349,10 @@ def _with_mesh(mesh: Mesh | None, program: Callable[..., Any]) -> Callable[..., 
 
 
 def difference(weights: Any, expected: Any) -> str:
-    """How weights differ in names, shapes or types from those the programs are compiled for.
+    """Describe how weights differ in names, shapes or types from those the programs expect.
 
     Returns:
-        The end of an error message, or "" if they fit.
+        The end of an error message, or "" if they are equal.
     """
     if jax.tree.structure(weights) != jax.tree.structure(expected):
         found, wanted = len(jax.tree.leaves(weights)), len(jax.tree.leaves(expected))
@@ -368,5 +368,5 @@ def difference(weights: Any, expected: Any) -> str:
 
 
 def pages_of(tokens: int, page: int) -> int:
-    """Pages that `tokens` tokens may touch, which need not start at the start of a page."""
+    """Upper bound on the pages that hold `tokens` tokens, if they may start within a page."""
     return page_count(tokens, page) + 1

@@ -1,4 +1,4 @@
-"""What an agent asks of a sampler, what it gets back, and how many agents wait side by side.
+"""What an agent asks of a sampler, what it gets back, and how many agents run side by side.
 
 An agent is a coroutine. It awaits `ask(...)`, and `run` hands its requests to the sampler at once:
 
@@ -38,7 +38,8 @@ class Sampling:
     """How a response is sampled and when it ends.
 
     A response ends with the first of these: a token of `stop_ids`, the token that completes one of
-    `stop_strings`, `max_new_tokens` tokens, or the deadline. The token that ends it belongs to it.
+    `stop_strings`, `max_new_tokens` tokens, or the deadline. The token that ends a response is part
+    of it.
     """
 
     max_new_tokens: int
@@ -128,7 +129,7 @@ class Request:
 
     def __post_init__(self):
         ids = np.asarray(self.ids)
-        # An empty list becomes an array of floats. The engine refuses it, by its length.
+        # An empty list becomes an array of floats. The engine refuses it because of its length.
         whole = not ids.size or np.issubdtype(ids.dtype, np.integer)
         if ids.ndim != 1 or not whole:
             raise ValueError(
@@ -148,7 +149,7 @@ class SampleStop(enum.StrEnum):
     LENGTH = "length"
     DEADLINE = "deadline"
     UNREADABLE = "unreadable"
-    """The video could not be read, or not any more."""
+    """The video could not be read, or became unreadable."""
     REFUSED = "refused"
     """A server rejected the request because of its content."""
 
@@ -165,9 +166,9 @@ class Sample:
     version: int
     """Version of the weights."""
     digest: str
-    """`paravt_jax.method.records.digest` of all tokens the model was fed, the sampled included."""
+    """`paravt_jax.method.records.digest` of the prompt and the sampled tokens."""
     reason: str = ""
-    """Why a request was refused, in words."""
+    """Why a request was refused, for people."""
 
 
 Completion = tuple[int, tuple[Sample, ...]]  # a request's ticket, and one sample per seed
@@ -182,7 +183,7 @@ class Sampler(Protocol):
         ...
 
     def step(self) -> list[Completion]:
-        """Work for a while and return what finished. Every request finishes after some steps."""
+        """Work for a while and return finished requests. Each request finishes after some steps."""
         ...
 
     def cancel(self, ticket: int) -> None:
@@ -224,7 +225,7 @@ def run(
 ) -> list[Result]:
     """Run all agents to their end.
 
-    Nothing else may use the sampler meanwhile: answers to requests of others would be lost. If an
+    Nothing else may use the sampler meanwhile: answers to other requests would be lost. If an
     agent fails or the caller is interrupted, open requests are cancelled and all agents closed.
 
     Args:
@@ -303,9 +304,9 @@ class _AgentScheduler:
         self._advance(number, None)
 
     def step(self) -> None:
-        """One step of the sampler. Resumes every agent that then has all its answers."""
+        """Step the sampler, and resume every agent that then has all its answers."""
         for ticket, samples in self.sampler.step():
-            if ticket not in self.agent_of:
+            if ticket not in self.agent_of:  # a request that was not made by these agents
                 continue
             self.answers[ticket] = samples
             agent = self.agent_of.pop(ticket)
@@ -327,7 +328,7 @@ class _AgentScheduler:
             self.finished.append((number, end.value))
             del self.running[number]
             return
-        # One by one, so that after a refused request those before it are known, to be cancelled.
+        # Record every ticket at once: if the next request is refused, `close` cancels this one.
         self.tickets[number] = []
         for request in asked.requests:
             ticket = self.sampler.submit(request)

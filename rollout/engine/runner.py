@@ -1,8 +1,8 @@
-"""Puts sequences into the arrays that the compiled programs take, and gives back what they return.
+"""Runs the compiled programs: fills their arrays from sequences, and returns the sampled tokens.
 
-The runner holds the device's memory: the pool of pages and the copies of shared prefixes, while the
-engine is awake. Which sequences run, and on which pages, is for `engine` to decide. Arrays always
-have the shapes of `EngineSizes`; with fewer sequences the other rows are idle.
+`engine` decides which sequences run, and on which pages. The runner holds the device's memory: the
+pool of pages and the copies of shared prefixes, while the engine is awake. Arrays always have the
+shapes of `EngineSizes`; rows without a sequence are idle.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class ModelRunner:
         self.prefixes: dict[int, Prefixes] = {}
         self._paged = platform() == "tpu" if settings.paged is None else settings.paged
         self._programs = Programs(model, settings.page, self._paged)
-        # Which prefix is in each block of `prefixes`. By serials, which are never reused: the page
-        # numbers of an evicted prefix would look the same under another content.
+        # The prefix in each block of `prefixes`, identified by serials. These are never reused; the
+        # page numbers of an evicted prefix may soon hold other content.
         self._loaded: dict[int, list[Serials]] = {}
 
     def wake(self) -> None:
@@ -78,7 +78,7 @@ class ModelRunner:
             for before in (0, *settings.row_lengths):
                 pieces = self._pieces([], length, before)
                 self.pool = self._programs.prefill(weights, self.pool, pieces)
-        # The last page onto itself: it is the one that holds nothing.
+        # Copy the page that is never allocated onto itself.
         self.copy([(settings.pages, settings.pages)])
         for row_length in settings.row_lengths:
             rows = self._rows(row_length)
@@ -96,7 +96,7 @@ class ModelRunner:
         slots = self.settings.slots
         for first in range(0, len(pairs), slots):
             part = pairs[first : first + slots]
-            # Padding copies the page that holds nothing onto itself.
+            # Padding copies the page that is never allocated onto itself.
             sources = np.full(slots, self.settings.pages, np.int32)
             targets = sources.copy()
             sources[: len(part)] = [source for source, _ in part]
@@ -119,8 +119,10 @@ class ModelRunner:
             part = todo[: self.settings.prefill_rows(length, before)]
             pieces = self._pieces(part, length, before)
             start = time.perf_counter()
+            # Wait for the result, so that `seconds` measures more than the dispatch.
             self.pool = jax.block_until_ready(self._programs.prefill(weights, self.pool, pieces))
             self.seconds += time.perf_counter() - start
+            # Rows after the last sequence are idle.
             for sequence, count in zip(part, pieces.lengths.tolist(), strict=False):
                 _advance(sequence, count)
                 total += count
@@ -128,14 +130,14 @@ class ModelRunner:
     def decode(self, sequences: Sequence[EngineSequence], weights: Any) -> list[Decoded]:
         """Sample up to `settings.steps` tokens for each of at most `settings.slots` sequences."""
         found: list[Decoded] = [([], [])] * len(sequences)
-        # Longest first: where one program cannot read all of them, sequences of about the same
-        # length go together, and short ones are not padded to the length of long ones.
+        # Longest first: if one program cannot read all of them, sequences of similar length run
+        # together, so that short ones are not padded to the length of long ones.
         order = sorted(range(len(sequences)), key=lambda n: -sequences[n].computed)
         while order:
             layout = self._layout([sequences[n] for n in order])
             count = len(order)
             if self._rows(layout.row_length) < self.settings.slots:
-                # Too much to read at once. The longest ones go first, and share nothing.
+                # Too many tokens to read at once. Run the longest ones, without shared prefixes.
                 longest = sequences[order[0]].computed
                 count = self._rows(self.settings.width(max(1, longest)))
                 layout = self._layout([sequences[n] for n in order[:count]], count)
@@ -152,12 +154,12 @@ class ModelRunner:
     def _rows(self, width: int) -> int:
         """Rows of a program that reads `width` tokens per row.
 
-        On the pages themselves that costs no memory, so the program has all slots.
+        Paged decoding makes no copies, so its programs always have all slots.
         """
         return self.settings.slots if self._paged else self.settings.rows(width)
 
     def _layout(self, sequences: Sequence[EngineSequence], rows: int | None = None) -> Layout:
-        """A layout of all slots. With `rows`: of so many rows, without shared prefixes."""
+        """Lay out all slots with shared prefixes, or `rows` rows without them."""
         settings = self.settings
         paths = [
             tuple(
@@ -227,7 +229,7 @@ class ModelRunner:
             self._loaded[length] = [()] * blocks
         table = np.full(length // self.settings.page, self.settings.pages, np.int32)
         _fill(table, [node.page for node in path])
-        # Unknown until it is there: an interrupt in between must not leave the old name.
+        # Cleared first: an interrupt must not leave the old prefix recorded for new content.
         self._loaded[length][block] = ()
         self.prefixes[length] = self._programs.gather(
             self.pool, self.prefixes[length], table, np.int32(block)
@@ -237,7 +239,11 @@ class ModelRunner:
     def _run(
         self, sequences: Sequence[EngineSequence], layout: Layout, weights: Any
     ) -> tuple[Int[np.ndarray, "b n"], Float[np.ndarray, "b n"], Int[np.ndarray, " b"]]:
-        """Decode once. Returns ids and log-probs of every row, and how many of them are new."""
+        """Run a decoding program once.
+
+        Returns:
+            Ids and log-probs of every row, and the number of valid ones in each row.
+        """
         settings = self.settings
         rows = self._idle_rows(layout)
         for row, n in enumerate(layout.rows):
@@ -259,7 +265,7 @@ class ModelRunner:
         return ids, logprobs, counts
 
     def _idle_rows(self, layout: Layout) -> Rows:
-        """The arrays of a program, without a sequence."""
+        """The arrays of a program whose rows are all idle."""
         settings = self.settings
         count = len(layout.rows)
         columns = layout.row_length // settings.page + pages_of(settings.steps, settings.page)
@@ -281,10 +287,11 @@ class ModelRunner:
         )
 
     def _fill_row(self, rows: Rows, row: int, sequence: EngineSequence, prefix: Serials) -> None:
-        """Put a sequence into a row of a block with this prefix."""
+        """Put a sequence into a row whose block has this prefix."""
         request = sequence.prompt.request
         sampling = sequence.sampling
-        # A row may stand in a block only because it was free there. Then it shares nothing.
+        # The sequence may be in this block only because a row was free there. Then it does not
+        # begin with the prefix, and reads all its tokens on its own pages.
         beginning = tuple(node.serial for node in sequence.shared_pages[: len(prefix)])
         prefix_pages = len(prefix) if prefix and beginning == prefix else 0
         prefix_tokens = prefix_pages * self.settings.page
@@ -305,7 +312,7 @@ class ModelRunner:
 
 
 def _advance(sequence: EngineSequence, count: int) -> None:
-    """Count tokens as computed and drop the vectors of those that were visual."""
+    """Count tokens as computed and drop the visual vectors among them."""
     computed = slice(sequence.computed, sequence.computed + count)
     seen = int(sequence.prompt.visual[computed].sum())
     sequence.visual = sequence.visual[seen:]

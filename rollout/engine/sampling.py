@@ -1,10 +1,10 @@
-"""Draws one token per row from its logits: temperature, top-k, top-p, and a seed of its own.
+"""Draws one token per row from its logits, with the row's own temperature, top-k, top-p and seed.
 
-Nothing is sorted: a sort of the vocabulary in every row would cost more than the rest of a step.
-Top-k and top-p keep the tokens above a threshold, and the threshold is found by bisection, with a
-few passes over the vocabulary however many tokens stay.
+Nothing is sorted: sorting the vocabulary in every row would cost more than the rest of a step.
+Top-k and top-p keep the tokens above a threshold. The threshold is found by bisection, in a fixed
+number of passes over the vocabulary.
 
-A row's draw depends on that row's numbers only, bit for bit, whichever rows are beside it.
+A row's draw depends only on that row's inputs, bit for bit, whatever the other rows are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def sample(
     Args:
         logits: scores of the next token.
         choices: how to sample. Temperature 0 takes the likeliest token.
-        numbers: which draw of its seed this is, in each row.
+        numbers: per row, the number of this draw among the draws with its seed.
 
     Returns:
         Tokens, and their log-probs under the distribution they were drawn from; for temperature 0
@@ -48,8 +48,8 @@ def sample(
     # scores into infinities.
     scores = logits.astype(jnp.float32)
     scores = (scores - scores.max(-1, keepdims=True)) / temperatures[:, None]
-    # The conditions skip whole passes over the vocabulary where no row needs them. Rows that do not
-    # need one keep their numbers, so neighbours change nothing.
+    # The conditions skip whole passes over the vocabulary if no row needs them. A row that does not
+    # need a pass keeps its numbers even if others do, so neighbours change nothing.
     cut = ~greedy & ((choices.top_k > 0) | (choices.top_p < 1))
     scores = jax.lax.cond(
         cut.any(),
@@ -94,8 +94,8 @@ def draw_at(
     earlier = jnp.arange(ends.shape[1])[None, :] < block[:, None]
     before = jnp.where(earlier, ends, 0).max(-1)
     inside = jnp.take_along_axis(blocks, block[:, None, None], 1)[:, 0]
-    # What is left for the block can be more than the sum of its tokens, which was rounded in
-    # another order. The bound makes sure that some token passes it.
+    # `target - before` can exceed the sum of the block's tokens, which is rounded in another order.
+    # The bound makes sure that some token passes it.
     sums = jnp.where(inside > 0, jnp.cumsum(inside, -1), 0)
     left = jnp.minimum(target - before, sums.max(-1) * (1 - 2**-23))
     passed = sums > left[:, None]
@@ -111,9 +111,9 @@ def _cut(scores: Float[Array, "b v"], choices: Choices) -> Float[Array, "b v"]:
     words = scores.shape[-1]
     wanted = jnp.where(choices.top_k > 0, jnp.minimum(choices.top_k, words), words)
     scores = _keep(scores, lambda stay: stay.sum(-1) >= wanted)
-    # The sum of float32 probabilities may fall short by rounding. That must not let one more token
-    # in, hence 1e-6. However small top_p is, one token stays, hence 1e-9. Without top_p no sum is
-    # enough, and all tokens stay.
+    # 1e-6: rounding may make a sum of float32 probabilities too small, which must not let one more
+    # token in. 1e-9: at least one token stays, however small top_p is. Infinity: without top_p no
+    # sum is enough, so all tokens stay.
     share = jnp.where(choices.top_p < 1, jnp.maximum(choices.top_p - 1e-6, 1e-9), jnp.inf)
     return _keep(scores, lambda stay: jnp.where(stay, jnp.exp(scores), 0).sum(-1) >= share)
 
@@ -121,7 +121,7 @@ def _cut(scores: Float[Array, "b v"], choices: Choices) -> Float[Array, "b v"]:
 def _keep(
     scores: Float[Array, "b v"], enough: Callable[[Bool[Array, "b v"]], Bool[Array, " b"]]
 ) -> Float[Array, "b v"]:
-    """Log-probs of the fewest likeliest tokens that are `enough`; of all if none are."""
+    """Log-probs over the smallest set of likeliest tokens that is `enough`, or over all tokens."""
     order = _order(scores)
 
     # Bisection over all 2**32 thresholds, so the result is exact after 32 halvings.
@@ -141,7 +141,7 @@ def _keep(
 
 
 def _order(scores: Float[Array, "b v"]) -> UInt32[Array, "b v"]:
-    """Unsigned integers in the order of scores that are 0 or less.
+    """Map scores of 0 or less to unsigned integers in the same order.
 
     The bits of a float without its sign grow with its magnitude, so for negative numbers they count
     down.

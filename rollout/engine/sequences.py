@@ -1,6 +1,6 @@
-"""The state of what the engine samples: a prompt, and one sequence per sample of it.
+"""The state of the engine's samples: a prompt, and one sequence per sample of it.
 
-Nothing here acts: `engine` schedules the sequences, `runner` computes them.
+These classes only hold state: `engine` schedules the sequences, `runner` computes them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rollout.engine.requests import Request
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A request, with everything that its samples have in common."""
+    """A request, and everything that its samples have in common."""
 
     request: Request
     content: Content
-    """What each token is, for the page tree: equal placeholders of different frames differ here."""
+    """Identity of each token, for the page tree. Placeholders of different frames differ here."""
     visual: Bool[np.ndarray, " t"]
-    """Placeholders of the request's frames. A later one was written by a model and is a word."""
+    """Placeholders of the request's frames. Later placeholders come from a model and are text."""
     positions: Int[np.ndarray, "3 t"]
     """M-RoPE positions."""
     deadline: float
@@ -40,7 +40,7 @@ class Prompt:
 
 
 class EngineSequence:
-    """One sample in the making.
+    """One sample in progress.
 
     Its pages, in order, are those of `shared_pages`, then `own_pages`:
 
@@ -48,20 +48,20 @@ class EngineSequence:
         [a b c d] [e f g h]    [i j k .] [. . . .] [. . . .]
         |<------ computed = 11 ------>|
 
-    Shared pages are in the tree, where other sequences find them. After prefill that includes the
-    prompt's last page, even if it is partial. Own pages are left to write on, enough for the
-    longest possible response.
+    Shared pages are in the tree, where other sequences find them. After prefill they include the
+    prompt's last page, even if it is partial. Own pages are still to be written. There are enough
+    of them for the longest possible response.
 
     Attributes:
         ticket: the request's number.
         sample: which of the request's seeds this is.
         version: the weights it is sampled from.
-        copy_source: a cached page that begins with the tokens that come next. Prefill copies it to
-            the first of `own_pages`, because the sequence will go on differently.
+        copy_source: a cached page that begins with the sequence's next tokens. Prefill copies it to
+            the first of `own_pages`, because the sequence continues differently.
         computed: tokens whose keys and values are on the pages.
         forgotten: the engine was told to forget while this ran, so its pages are not published.
         visual: vectors of the visual tokens that are not computed yet.
-        drawn: tokens sampled so far, with their `logprobs`.
+        drawn: tokens sampled so far. `logprobs` has their log-probs.
     """
 
     def __init__(self, ticket: int, sample: int, prompt: Prompt):
@@ -97,7 +97,7 @@ class EngineSequence:
 
 
 def no_vectors() -> np.ndarray:
-    """The vectors of no visual token."""
+    """An empty array of visual vectors."""
     return np.zeros((0, 0, 0), np.float32)
 
 
@@ -136,9 +136,8 @@ def make_prompt(
     grids = [features.grid(frame.video) for frame in request.frames]
     content = ids.astype(np.int64)
     if request.frames:
-        # Every placeholder has the same id. To tell frames apart, each becomes a number of its own
-        # frame: frame's fingerprint + index of the token in the frame, negated, because token ids
-        # are not negative.
+        # Every placeholder has the same id. To tell frames apart, each is numbered: fingerprint of
+        # its frame + its index in the frame. The number is negative, because token ids are not.
         pieces = [
             _fingerprint(features.key(frame)) + np.arange(features.tokens(frame.video))
             for frame in request.frames
@@ -159,7 +158,7 @@ def _positions(
     grids: list[tuple[int, int]],
     config: Qwen3VLConfig,
 ) -> Int32[np.ndarray, "3 t"]:
-    """M-RoPE positions. After the last frame there is text only, whatever placeholders say."""
+    """M-RoPE positions. Placeholders after the last frame count as text."""
     with_frames = mrope_positions(ids[:visual_end], grids, config)
     text_length = len(ids) - visual_end
     text = next_position(with_frames) + np.arange(text_length)
@@ -169,7 +168,7 @@ def _positions(
 
 @functools.lru_cache(maxsize=65_536)
 def _fingerprint(key: tuple) -> int:
-    """A number for a frame, so far from all others that its tokens can be counted up from it."""
+    """A hash of a frame, far enough from all others to number the frame's tokens from it."""
     hashed = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     # 62 bits: adding a token's index and negating stays inside int64.
     return int.from_bytes(hashed, "little") >> 2

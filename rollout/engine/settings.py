@@ -1,4 +1,4 @@
-"""The engine's sizes: they decide what is compiled and how much memory is taken.
+"""Sizes of the engine. They determine which programs are compiled and how much memory is used.
 
 A recipe chooses `EngineSettings`. `rollout.engine.sizing` derives all `EngineSizes` from them and
 from the lengths of a run.
@@ -11,7 +11,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class EngineSettings:
-    """What a recipe chooses. All lengths follow from the run's."""
+    """Sizes that a recipe chooses. `rollout.engine.sizing` derives all lengths from the run."""
 
     slots: int = 64
     """Sequences decoded side by side; rounded up to whole groups."""
@@ -47,11 +47,11 @@ class EngineSizes:
     prefill_lengths: tuple[int, ...]
     """Tokens prefilled of one sequence in one call."""
     prefix_lengths: tuple[int, ...] = ()
-    """Tokens of a prefix of which several rows read one copy. Empty: nothing is shared."""
+    """Tokens of a prefix that several rows read from one copy. Empty: nothing is shared."""
     slots: int = 64
     """Sequences decoded side by side."""
     rows_per_prefix: int = 8
-    """Rows that read one copy of a prefix, at most."""
+    """Upper bound on the rows that read one copy of a prefix."""
     page: int = 16
     """Tokens per page of the KV cache."""
     pages: int = 4096
@@ -113,7 +113,7 @@ class EngineSizes:
                 )
 
     def width(self, tokens: int) -> int:
-        """The row length in which `tokens` tokens are read; 0 for none."""
+        """The smallest row length that holds `tokens` tokens; 0 if there are none."""
         return next(length for length in (0, *self.row_lengths) if length >= tokens)
 
     def rows(self, width: int) -> int:
@@ -125,7 +125,10 @@ class EngineSizes:
         return max(1, min(self.rows(self.width(before)), self.prefill_tokens // length))
 
     def piece(self, missing: int) -> int:
-        """The length to prefill `missing` tokens in: the largest, in several calls, if too many."""
+        """The smallest prefill length that holds `missing` tokens.
+
+        If there are too many, the largest: prefill then takes several calls.
+        """
         for length in self.prefill_lengths:
             if length >= missing:
                 return length

@@ -1,4 +1,4 @@
-"""How long sequences can be, and how large an engine must be for them.
+"""Derives the longest sequences of a run, and the sizes of an engine that fits them.
 
 A recipe states each length once: tokens of a response and of a report in `ProtocolSettings`, pixels
 of a frame in `FrameSettings`, numbers of frames in budgets. The lengths of prompts, the shapes of
@@ -14,8 +14,10 @@ from paravt_jax.method.records import Frame
 from rollout.engine.pages import page_count
 from rollout.engine.settings import EngineSettings, EngineSizes, Lengths
 
-BUCKET = 256  # single questions are rounded up to it, so that videos of one size share programs
-_STEP = 16  # lengths of a run are multiples of it
+# Prompts of single episodes are rounded up to multiples of this many tokens, so that videos of
+# similar length share programs.
+BUCKET = 256
+_STEP = 16  # the lengths of a run are multiples of this
 REQUEST_TOKENS = 32  # a sub-agent's prompt without its frames: 24 with Qwen's tokenizer
 _SHORTEST_READ = 1024  # tokens; programs for shorter reads would save little
 
@@ -27,9 +29,9 @@ def lengths(limits: ProtocolSettings, frame_tokens: int, frames: int) -> Lengths
     `train.prepare` checks these bounds and REQUEST_TOKENS against the run's tokenizer.
 
     Args:
-        limits: the protocol's.
+        limits: the limits of the protocol.
         frame_tokens: visual tokens of the largest frame.
-        frames: frames that a prompt shows at most.
+        frames: upper bound on the frames in a prompt.
     """
     labelled = frame_tokens + limits.label_tokens
     return Lengths(
@@ -45,24 +47,25 @@ def lengths(limits: ProtocolSettings, frame_tokens: int, frames: int) -> Lengths
 def engine_sizes(
     longest: Lengths, settings: EngineSettings, rows_per_prefix: int, share_prompts: bool = True
 ) -> EngineSizes:
-    """An engine in which every sequence of a run fits.
+    """Sizes of an engine that fits every sequence of a run.
 
     Args:
         longest: the run's longest sequences.
-        settings: the recipe's choice.
+        settings: the sizes that the recipe chooses.
         rows_per_prefix: rollouts per prompt.
-        share_prompts: whether these read one copy of their prompt.
+        share_prompts: whether the rollouts of a prompt read one copy of it.
     """
     page = settings.page
     prompt = round_up(longest.prompt, page)
     crop = round_up(longest.crop_prompt, page)
     whole = round_up(max(prompt + longest.response, crop + longest.report), page)
-    # What a row reads itself if prompts are shared. Only full pages are, so the last one of the
-    # prompt comes on top of the response.
+    # Tokens that a row reads on its own pages if prompts are shared. Only full pages are shared, so
+    # the last page of the prompt is added to the response.
     row = max(longest.response + page, crop + longest.report)
     row_lengths = _row_lengths(min(row, _SHORTEST_READ), whole, page)
     prefix_lengths: tuple[int, ...] = ()
     if share_prompts:
+        # Short prompts get a program of half the length, unless that would save little.
         half = round_up(prompt // 2, page)
         prefix_lengths = (half, prompt) if half >= _SHORTEST_READ else (prompt,)
     # A turn's tool results are much shorter than a crop, so they get a length of their own.
@@ -86,15 +89,15 @@ def engine_sizes(
 def sizes_for_single_episodes(
     protocol: Protocol, overview: int, crop: int, episodes: int = 1, cache_tokens: int = 0
 ) -> EngineSizes:
-    """An engine for episodes that share no prompt with each other.
+    """Sizes of an engine for episodes that share no prompts.
 
     Args:
-        protocol: gives the limits of an episode.
+        protocol: the protocol with its limits.
         overview: tokens of a main agent's prompt.
         crop: tokens of a sub-agent's prompt.
-        episodes: how many run side by side.
-        cache_tokens: tokens in the KV cache. 0: all episodes with their sub-agents at their
-            longest.
+        episodes: number of episodes that run side by side.
+        cache_tokens: tokens in the KV cache. 0: enough for all episodes and their sub-agents at
+            full length.
     """
     limits = protocol.settings
     longest = Lengths(
@@ -131,16 +134,16 @@ def overview_tokens(
 
     Args:
         protocol: renders the system turn and the labels of frames.
-        frames: how many are shown.
+        frames: number of frames in the prompt.
         frame_tokens: visual tokens per frame.
         last: seconds of the last frame. Later times have longer labels.
-        tools: whether the system turn describes them.
+        tools: whether the system turn describes tools.
     """
     return len(protocol.overview(_frames(frames, last), frame_tokens, tools).ids)
 
 
 def crop_tokens(protocol: Protocol, frame_tokens: int, last: float) -> int:
-    """Tokens of a sub-agent's prompt with as many frames as it may have; see `overview_tokens`."""
+    """Tokens of a sub-agent's longest prompt. Arguments are as in `overview_tokens`."""
     return len(protocol.window(_frames(protocol.settings.most_crop_frames, last), frame_tokens).ids)
 
 

@@ -1,5 +1,5 @@
-"""Evaluation of a model on a benchmark: the run, its files, its figures, and comparisons of runs.
+"""Evaluates models on benchmarks, computes the figures, and compares runs.
 
-Counts of frames, turns and calls follow the release. Frame size, prompts and the order of times are
-this project's own.
+The limits on frames, turns and calls are those of the paper's released code. Frame sizes, prompts
+and the placement of timestamps are this project's own, so scores differ from the paper's.
 """

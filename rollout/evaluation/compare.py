@@ -1,7 +1,7 @@
-"""Two evaluations compared question by question, and a table of many beside the paper's results.
+"""Compares two evaluations question by question, and tabulates runs beside the paper's results.
 
-Only questions that both runs played are compared. A grounding question counts as right from an
-overlap of `RIGHT` on.
+A comparison covers the questions that both runs played. A grounding answer counts as right if its
+overlap is at least `RIGHT`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ RIGHT = 0.5
 """A question with at least this score counts as right."""
 
 SHOWN = 10
-"""Question ids that a comparison's text lists for each run."""
+"""Number of question ids that the text of a comparison lists per run."""
 
 _COUNTED = {
     "without_answer": "without an answer",
     "unread": "whose answer names no option or span",
-    "refused_reports": "sub-agents' requests refused",
+    "refused_reports": "requests of sub-agents refused",
 }
-"""Counts of a summary that the table's notes mention, in words."""
+"""Counts of a summary that the notes below the table mention, with their wording."""
 
 
 # --- two runs ---
@@ -43,7 +43,7 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
         second: the folder of run B.
 
     Returns:
-        What `--compare --json` prints: the counts of the four outcomes, the scores on the shared
+        The content of `--compare --json`: the counts of the four outcomes, the scores on the shared
         questions, their difference B - A with a 95 % interval, McNemar's p-value, the settings
         that differ, and the ids of the questions that only one run got right.
 
@@ -63,9 +63,10 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
     if not shared:
         raise ValueError(
             f"--compare: {first} and {second} have no question in common; "
-            "let them play the same ones"
+            "play the same questions with both"
         )
 
+    # Both runs' scores on the same questions, in the same order, so that differences are paired.
     scores_a = np.array([played_a[id]["score"] for id in shared])
     scores_b = np.array([played_b[id]["score"] for id in shared])
     videos = [played_a[id]["video"] for id in shared]
@@ -98,7 +99,7 @@ def _played(lines: dict[str, Line]) -> dict[str, Line]:
 
 
 def _left_out(lines: dict[str, Line]) -> dict[str, int]:
-    """How many questions were left out, by cause."""
+    """Number of questions left out, by cause."""
     causes = [line["left_out"] for line in lines.values() if "left_out" in line]
     return dict(sorted(collections.Counter(causes).items()))
 
@@ -117,12 +118,12 @@ def _interval_of_difference(gains: np.ndarray, videos: Sequence[str]) -> tuple[f
 
 
 def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, Any]) -> str:
-    """Format what `compare` found for people."""
+    """Format the result of `compare` as text."""
     low, high = found["interval"]
     score_a, score_b = found["scores"]
     lines = [
-        f"{title_of(found['benchmark'])}: {found['questions']} questions that both played "
-        f"({found['not_shared']} that one did)",
+        f"{title_of(found['benchmark'])}: {found['questions']} questions played by both "
+        f"({found['not_shared']} by only one)",
         f"  A {first}: {100 * score_a:.1f}",
         f"  B {second}: {100 * score_b:.1f}",
         f"  B - A: {100 * found['difference']:+.1f}, "
@@ -159,18 +160,19 @@ Row = tuple[str, dict[str, Line]]
 def table(folders: Sequence[pathlib.Path]) -> str:
     """Make a markdown table of runs beside the paper's results, with notes below it.
 
-    Runs of the same `name` share a row. A second run of a split under that name starts another.
+    Runs with the same `name` share a row; a second run of the same split starts a new one.
 
     Args:
         folders: folders with a summary.json.
 
     Raises:
-        FolderError: there is no folder, or one has no summary of this version.
+        FolderError: no folder is given, or one has no summary that this version can read.
     """
     rows = _grouped(folders)
     if not rows:
-        raise FolderError("--table: names no evaluation; give the folders of one or more")
+        raise FolderError("--table: no finished evaluation; give the folders of one or more")
     published = {name: benchmark.paper for name, benchmark in BENCHMARKS.items() if benchmark.paper}
+    # The paper's splits come first, in the paper's order.
     others = (name for _, summaries in rows for name in summaries)
     columns = list(dict.fromkeys([*published, *others]))
     lines = [
@@ -225,12 +227,12 @@ def _calls_cell(summary: Line | None) -> str:
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    """The lines below the table: what each score is about and what it was made with."""
+    """The notes below the table: the questions behind each score, and its settings."""
     notes = [
         "In brackets: 95 % intervals. \\*: some rows of the split were left out; "
         "the run's note names the causes.",
         "The paper's results were measured with other frame sizes, prompts and times than this "
-        "project's. They are listed for orientation; a difference from them shows nothing.",
+        "project's. They are listed for orientation only: a difference from them means nothing.",
     ]
     for label, summaries in rows:
         for name, summary in summaries.items():
@@ -239,7 +241,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _counts(summary: Line) -> str:
-    """How many rows of the split the score is about, why others are missing, what was not read."""
+    """The number of questions behind a score, why others are missing, and unreadable answers."""
     causes = not_played(summary)
     text = f"{summary['n']} of {rows_of(summary)} questions"
     if causes:

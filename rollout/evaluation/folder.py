@@ -1,7 +1,7 @@
 """The folder of an evaluation: its settings, one line per finished question, and the summary.
 
-A process that is killed leaves only whole lines behind. Where a question has several lines, the
-last one counts.
+A killed process may leave half a line, which the next start cuts off. If a question has several
+lines, the last one counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paravt_jax.data.stored_settings import lock, require_same
 Line = dict[str, Any]
 
 _LONG_FIELDS = ("turns", "overview", "question")
-"""The transcript: most of a line's bytes, and not needed for any figure."""
+"""Fields with the transcript: most of a line's bytes, and not needed for any figure."""
 
 
 class FolderError(RuntimeError):
@@ -26,7 +26,7 @@ class FolderError(RuntimeError):
 
 
 class EvaluationFolder:
-    """The folder as one process sees it, which plays one shard. A context manager."""
+    """The folder of an evaluation, open for a process that plays one shard. A context manager."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class EvaluationFolder:
             path: the folder.
             identity: the settings and hashes that decide an answer.
             details: other settings, which may change from one start to the next.
-            commit: the commit of the code; config.json lists all that contributed.
-            shard: index and number of shards. Every shard writes a file of its own.
+            commit: the commit of the code. config.json lists the commits of all starts.
+            shard: index of the shard, and number of shards. Each shard writes its own file.
 
         Raises:
             FolderError: the folder holds an evaluation with another identity, another process plays
@@ -54,6 +54,7 @@ class EvaluationFolder:
         name = "questions.jsonl" if count == 1 else f"questions-{index}-of-{count}.jsonl"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            # One lock per file of lines: two processes must not append to the same one.
             self._lock = lock(self.path / f".{name}.lock")
             self._lines = (self.path / name).open("a+b")
         except BlockingIOError as error:
@@ -62,7 +63,7 @@ class EvaluationFolder:
             ) from error
         except OSError as error:
             raise FolderError(
-                f"--out {self.path} cannot be used: {error}; name a folder that can be written"
+                f"--out {self.path} cannot be used: {error}; name a writable folder"
             ) from error
         try:
             self._claim(identity, details, commit)
@@ -82,15 +83,15 @@ class EvaluationFolder:
         self.close()
 
     def append(self, line: Line) -> None:
-        """Write a line. It is on disk when this returns."""
+        """Append a line. It is on disk when this returns."""
         self._lines.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
         self._lines.flush()
         os.fsync(self._lines.fileno())
 
     def summarise(self, make: Callable[[Line, Iterator[Line]], Line]) -> Line:
-        """Write and return summary.json, made of config.json and the lines of all shards."""
-        # With the lock, two shards that end together summarise one after the other: the later one
-        # sees the lines of both.
+        """Write summary.json, made from config.json and the lines of all shards, and return it."""
+        # Under the lock, shards that finish together summarise one after another. The last one then
+        # sees the lines of all.
         with lock(self.path / ".lock", wait=True):
             summary = make(read_json(self.path / "config.json"), read_lines(self.path))
             write_atomically(self.path / "summary.json", _as_text(summary))
@@ -109,7 +110,7 @@ class EvaluationFolder:
                 f"--out {self.path} holds another evaluation",
                 stored.get("identity", {}),
                 identity,
-                "Name another --name or --out, or ask for what it holds.",
+                "Give another --name or --out, or the settings of that evaluation.",
                 FolderError,
             )
             commits = stored["commits"]
@@ -118,7 +119,7 @@ class EvaluationFolder:
             write_atomically(file, _as_text(stored | details | {"commits": commits}))
 
     def _cut_off_partial_line(self) -> None:
-        """Truncate the file after its last whole line: a killed process may leave half a line."""
+        """Truncate the file after its last whole line, in case a process was killed mid-write."""
         self._lines.seek(0)
         end = 0
         for line in self._lines:
@@ -130,11 +131,11 @@ class EvaluationFolder:
 
 
 def read_lines(folder: pathlib.Path) -> Iterator[Line]:
-    """Read the lines of all shards without transcripts, each shard's in the order written."""
+    """Read the lines of all shards, without transcripts. Each shard's lines stay in order."""
     for file in sorted(folder.glob("questions*.jsonl")):
         with file.open("rb") as stream:
             for text in stream:
-                if not text.endswith(b"\n"):  # a line that another process is writing
+                if not text.endswith(b"\n"):  # another process is still writing it
                     continue
                 line = json.loads(text)
                 for field in _LONG_FIELDS:

@@ -1,9 +1,9 @@
-"""Plays questions under one setting and scores the episodes, with the episode code of training.
+"""Plays questions and scores the episodes, with the same episode code as training.
 
-An evaluation during a run and `python -m rollout.evaluate` both call `play_and_score`. An episode
-depends on its question, the setting, the seed and the weights, and on no other episode, so several
-processes can share the questions. Failures are values: a question whose video cannot be read, or
-that a server refuses, comes back as `LeftOut`.
+Evaluations during a training run and `python -m rollout.evaluate` both call `play_and_score`. An
+episode depends only on its question, settings, seed and weights, so several processes can share the
+questions. Failures are values: a question comes back as `LeftOut` if its video cannot be read or a
+server refuses it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from rollout.engine.requests import Sampler, as_done
 class EvaluationSettings:
     """The evaluation before and after RL, on held-out questions.
 
-    It plays every combination of overview budget, dispatch and temperature. Sampling with parallel
-    dispatch is the headline result, so there each question is played `samples` times.
+    Every combination of overview budget, dispatch and temperature is played. Parallel dispatch with
+    sampling is the headline result, so it plays each question `samples` times.
     """
 
     questions: int = 64
-    """Number of held-out questions, at most."""
+    """Upper bound on the number of held-out questions."""
     samples: int = 2
-    """Episodes per question with parallel dispatch and temperature above 0; else one is played."""
+    """Episodes per question for parallel dispatch at temperatures above 0; otherwise 1."""
     frames: tuple[int, ...] = (4, 16, 64)
     """Overview budgets K, in frames."""
     dispatch: tuple[Dispatch, ...] = ("parallel", "sequential", "none")
@@ -50,7 +50,7 @@ class EvaluationSettings:
         if min(self.questions, self.samples) < 1:
             raise ValueError(
                 f"evaluation.questions, evaluation.samples = {self.questions}, {self.samples}: "
-                "both are 1 or more; give at least 1"
+                "give 1 or more for both"
             )
         self.episode_settings()  # raises if a K or a temperature is out of range
 
@@ -65,17 +65,19 @@ class EvaluationSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """How answers are read and scored."""
+    """How answers are read and scored.
+
+    `rewards`, `judge` and `anchor_weight` are arguments of `score_all`.
+    """
 
     rewards: RewardSettings = RewardSettings()
     judge: Judge | None = None
     anchor_weight: float = 0.5
-    """`rewards`, `judge` and `anchor_weight` are arguments of `score_all`."""
     blocks_only: bool = True
-    """Read an answer only from an answer block, as in training. If False, `final_text` reads it."""
+    """Accept only answers in an answer block, as in training. If False, `final_text` reads them."""
 
     def read(self, turns: Sequence[Turn]) -> str | None:
-        """The answer that is scored; None if there is none."""
+        """The answer to score; None if there is none."""
         return final_answer(turns) if self.blocks_only else final_text(turns)
 
 
@@ -90,13 +92,13 @@ class Played:
 
 @dataclasses.dataclass(frozen=True)
 class LeftOut:
-    """A question that was left out and has no score."""
+    """A question that was left out of the score."""
 
     question: Question
     cause: str
     """`missing` (no video file), `unreadable`, `too_long`, or `refused` (by the endpoint)."""
     reason: str
-    """What happened, in words."""
+    """What happened, for people."""
 
 
 def play_and_score(
@@ -114,18 +116,18 @@ def play_and_score(
     Args:
         sampler: the engine, or anything else that answers requests.
         environment: the protocol and the frame features.
-        questions: what to play. A `LeftOut` is passed through.
+        questions: the questions. A `LeftOut` among them is passed through.
         setting: overview budget, dispatch and temperature.
         scoring: how answers are read and scored.
-        seed: with the question's id and the sample's number, it decides what is sampled.
+        seed: combined with the question's id and the sample's number into the episode's seed.
         samples: episodes per question.
-        side_by_side: number of episodes played at once; questions are taken from the iterable when
-            there is room. If None, all episodes are played at once.
+        side_by_side: number of episodes played at once; None plays all at once. A question is taken
+            from the iterable when there is room for it.
 
     Yields:
         (number, outcome), where sample s of question q has the number q * samples + s. With
-        `side_by_side`, outcomes come as soon as they are done. Without it they come in order, and
-        a judge is asked about all of them in one go.
+        `side_by_side`, outcomes come as soon as they are done. Without it they come at the end, in
+        order, and a judge gets all answers in one batch.
     """
     agents = (
         _play(environment, question, setting, seed, sample)
@@ -158,8 +160,8 @@ async def _play(
             return LeftOut(question, "unreadable", error.reason)
     episode = await play(environment, question, setting, seed_of(seed, question.id, sample))
     if episode.stop is StopReason.UNREADABLE:
-        # The file could be opened above, and failed in the middle of the episode.
-        reason = environment.features.unreadable.get(question.video, "it cannot be read any more")
+        # The file could be opened above but failed during the episode.
+        reason = environment.features.unreadable.get(question.video, "it can no longer be read")
         return LeftOut(question, "unreadable", reason)
     if episode.stop is StopReason.REFUSED:
         return LeftOut(question, "refused", episode.reason)
@@ -169,7 +171,7 @@ async def _play(
 def _score(
     done: Sequence[tuple[int, Episode | LeftOut]], scoring: Scoring
 ) -> Iterator[tuple[int, Played | LeftOut]]:
-    """Score the episodes in one call of `score_all`, which asks a judge about all at once."""
+    """Score the episodes in one call of `score_all`, so that a judge gets them in one batch."""
     episodes = [outcome for _, outcome in done if isinstance(outcome, Episode)]
     answers = [scoring.read(episode.turns) for episode in episodes]
     earned = score_all(
@@ -203,11 +205,12 @@ def measures(played: Played) -> dict[str, Any]:
 
 
 def final_text(turns: Sequence[Turn]) -> str | None:
-    """Read the answer of a model that may never have learned to write an answer block.
+    """Read the answer of a model that may not have learned to write answer blocks.
 
     Returns:
-        The last turn's answer block, or without one the text after its thought. None if there is
-        neither, the turn was cut off or contains a call, or the thought was never closed.
+        The answer block of the last turn. Without a block, the text after the turn's thought. None
+        if there is neither, if the turn was cut off or contains a call, or if the thought was never
+        closed.
     """
     if not turns or turns[-1].truncated:
         return None

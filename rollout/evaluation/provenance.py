@@ -50,7 +50,7 @@ def questions_hash(items: Iterable[Item]) -> str:
 
 
 def commit() -> str | None:
-    """The commit of this code, with a "+" if files were changed since.
+    """The commit of this code, followed by "+" if tracked files have changed since.
 
     None if the code is not in a git checkout.
     """
@@ -72,10 +72,11 @@ def commit() -> str | None:
     head = git("rev-parse", "HEAD")
     if not head:
         return None
+    # Untracked files, such as the results of runs, are not part of the code.
     changed = git("status", "--porcelain", "--untracked-files=no")
     return head + "+" if changed else head
 
 
 def versions() -> dict[str, Any]:
-    """Versions of the libraries that decide an answer."""
+    """Versions of the libraries that affect answers."""
     return {name: importlib.metadata.version(name) for name in ("jax", "flax", "av", "tokenizers")}

@@ -1,7 +1,7 @@
-"""`evaluate`: plays a split or your own questions with a model, and keeps everything on disk.
+"""Evaluates a model on a split or on your own questions, and writes the results to a folder.
 
-It loads the model, continues from the lines in the folder and reports progress. Ctrl-C and kill -9
-lose only the questions in flight; the same call continues.
+Each finished question is written to disk at once, so Ctrl-C or kill -9 loses only the questions in
+flight. The same call continues with the questions that have no result yet.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ from rollout.evaluation.settings import OWN, BenchmarkSettings
 from rollout.evaluation.split import Player
 from rollout.evaluation.summary import rows_of, score_of, summarise
 
+# Timestamp in seconds, as long as any label gets. It bounds the lengths of prompts.
 _LATEST_FRAME = 99_999.9
-"""Seconds. Prompt lengths are computed for times of this many digits."""
 
+# The run ends if a server refuses questions on this many videos before it has answered any.
 _REFUSED_VIDEOS = 5
-"""A server that has answered nothing and refused questions on this many videos ends the run."""
 
 
 def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None = None) -> Line:
-    """Play the questions that have no line yet, and write and return the summary.
+    """Play all questions that have no result yet, then write and return the summary.
 
     Progress and a short report go to stderr.
 
     Args:
-        settings: the model, what to play and how.
-        questions: questions to play if `settings` names neither a benchmark nor a file. Their
-            videos are paths below `settings.videos`.
+        settings: the model, the questions, and how to play them.
+        questions: questions to play if `settings` names neither a benchmark nor a file. The paths
+            of their videos are relative to `settings.videos`.
 
     Returns:
         The content of summary.json.
@@ -75,6 +75,7 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
         FileNotFoundError, FolderError, ValueError: the run cannot start. The message is one line.
         EndpointError: the server fails, or refuses all questions.
     """
+    # All checks of files come before the model is loaded, which takes minutes.
     if not (settings.benchmark or settings.questions or questions):
         raise ValueError(
             "--benchmark, --questions: there is nothing to play; give the name of a split "
@@ -83,7 +84,7 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
     videos = VideoFolder(_videos(settings))
     loaded = _load(settings, questions, videos.root)
     model = local_folder(settings.model, weights=not settings.endpoint)
-    weights = None  # those behind an endpoint cannot be seen
+    weights = None  # an endpoint does not reveal its weights
     if not settings.endpoint:
         weights_files(model)  # raises before hashing if a file is missing
         weights = weights_hash(model)
@@ -95,8 +96,9 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
     details = {"name": name, "settings": dataclasses.asdict(settings), "versions": versions()}
     index, count = settings.part()
     with EvaluationFolder(out, identity, details, commit(), (index, count)) as folder:
-        # Questions that were left out are tried again: a video may have been added since.
+        # Try questions again that were left out: their videos may have been added since.
         done = {id for id, line in latest(read_lines(out)).items() if "left_out" not in line}
+        # The limit applies to all shards together. Interleaving gives shards similar questions.
         shard = loaded.items[: settings.limit][index::count]
         items = [item for item in shard if item.question.id not in done]
         if items:
@@ -105,6 +107,7 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
                 player = load_player(settings, model, videos, subtitled, stack)
                 progress = _Progress(split, len(items))
                 stack.enter_context(progress)
+                # An endpoint that answered questions in an earlier start needs no proof.
                 _play(player, items, folder, progress, settings.endpoint if not done else "")
         score = BENCHMARKS[settings.benchmark].score if settings.benchmark else "accuracy"
         summary = folder.summarise(
@@ -114,17 +117,17 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
     return summary
 
 
-# --- what is played ---
+# --- the questions ---
 
 
 def _load(
     settings: BenchmarkSettings, questions: Sequence[Question] | None, videos: pathlib.Path
 ) -> Loaded:
-    """The items of a split, the questions of a file, or `questions`."""
+    """Load the items of a split or the questions of a file, or wrap `questions`."""
     if (settings.benchmark or settings.questions) and questions is not None:
         raise ValueError(
-            f"--benchmark {settings.benchmark!r}, --questions {settings.questions!r}: questions "
-            "are given beside them; leave both empty, or give no questions"
+            f"--benchmark {settings.benchmark!r}, --questions {settings.questions!r}: the argument "
+            "questions is given too; leave both settings empty, or leave out the argument"
         )
     if settings.benchmark:
         return load(settings.benchmark, settings.data)
@@ -135,7 +138,7 @@ def _load(
 
 
 def _name(model: str) -> str:
-    """The name of a model's folder, or of its run for `runs/NAME/model`; a hub id as it is."""
+    """Name a run after its model: NAME for `runs/NAME/model`, else the folder or the hub id."""
     folder = pathlib.Path(model).resolve()
     if not folder.is_dir():
         return model
@@ -151,12 +154,12 @@ def _videos(settings: BenchmarkSettings) -> str:
     if settings.data and pathlib.Path(settings.data).is_dir():
         return settings.data
     raise ValueError(
-        "--videos is missing: give the folder of the videos (for a split, the one that its "
-        "archives were unpacked into)"
+        "--videos is missing: give the folder of the videos (for a split, the folder into which "
+        "its archives were unpacked)"
     )
 
 
-# --- who plays it ---
+# --- the model ---
 
 
 def load_player(
@@ -185,16 +188,16 @@ def load_player(
 def _protocol(
     settings: BenchmarkSettings, vocabulary: Vocabulary, tokens_per_frame: int, subtitled: bool
 ) -> tuple[Protocol, int, int]:
-    """The protocol, and the largest prompts of a main agent and of a sub-agent, in tokens."""
-    # With dispatch `frames`, the limits depend on a crop's size. A crop's size does not depend on
-    # the limits: measure it under limits for 0 tokens.
+    """The protocol, and the longest prompts of a main agent and of a sub-agent, in tokens."""
+    # With dispatch `frames`, the token limits include crops. The size of a crop does not depend on
+    # these limits, so measure it under preliminary ones.
     without_crops = Protocol(vocabulary, settings.protocol(0))
     crop = crop_tokens(without_crops, tokens_per_frame, _LATEST_FRAME)
     protocol = Protocol(vocabulary, settings.protocol(crop))
-    setting = settings.episode_settings()
-    with_tools = setting.dispatch != "none"
+    episode = settings.episode_settings()
+    with_tools = episode.dispatch != "none"
     overview = overview_tokens(
-        protocol, setting.frames, tokens_per_frame, _LATEST_FRAME, with_tools
+        protocol, episode.frames, tokens_per_frame, _LATEST_FRAME, with_tools
     )
     overview += settings.question_tokens
     if subtitled:
@@ -245,14 +248,19 @@ def _play(
     progress: _Progress,
     unproven_endpoint: str,
 ) -> None:
-    """Play the items and append their lines.
+    """Play the items and append their lines to the folder.
 
-    `unproven_endpoint` is the address of a server that has not answered any question yet; "" for
-    an engine, or if lines in the folder show that it has.
+    Args:
+        player: plays the items.
+        items: the items that have no result yet.
+        folder: the folder of the evaluation.
+        progress: shows the figures so far.
+        unproven_endpoint: address of a server that has not answered any question yet. "" for the
+            engine, and for a server that answered questions in an earlier start.
 
     Raises:
-        EndpointError: the server refuses all questions, or all on the first `_REFUSED_VIDEOS`
-            videos. Then the set-up is at fault, not the questions.
+        EndpointError: the server has answered none of the questions, or none on the first
+            `_REFUSED_VIDEOS` videos. Then the set-up is at fault, not the questions.
     """
     refused: list[Line] = []
     refused_videos: set[str] = set()
@@ -302,7 +310,7 @@ class _Progress(Progress):
 
 
 def _report(summary: Line, out: pathlib.Path) -> Iterator[str]:
-    """The summary as lines for people."""
+    """Format the summary as lines of text."""
     title = title_of(summary["benchmark"])
     rows = rows_of(summary)
     score = score_of(summary)
@@ -318,7 +326,7 @@ def _report(summary: Line, out: pathlib.Path) -> Iterator[str]:
         yield f"{title}, open-ended questions alone: {interval} on {found['n']} questions"
     if summary["n"]:
         if summary["refused_reports"]:
-            yield f"  {summary['refused_reports']} sub-agents' requests were refused"
+            yield f"  {summary['refused_reports']} requests of sub-agents were refused"
         yield (
             f"  {summary['calls']:.2f} calls per question, "
             f"{100 * summary['share_with_calls']:.0f} % with calls, "

@@ -1,7 +1,7 @@
 """Settings of `python -m rollout.evaluate`: the model, the questions, the episodes, the hardware.
 
-`BenchmarkSettings.identity` says which of them decide an answer. Combinations without a meaning
-raise before anything is loaded.
+`BenchmarkSettings.identity` selects those that affect answers. Meaningless combinations raise an
+error before anything is loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollout.agent.episode import Dispatch, EpisodeSettings
 from rollout.evaluation.benchmarks import BENCHMARKS
 
 OWN = "own questions"
-"""Takes the place of a benchmark's name where a user's own questions are played."""
+"""Replaces the benchmark's name in results if a user's own questions are played."""
 
 # Fields that may change between two starts on the same folder. Weights and questions are
 # compared by their hashes instead (`rollout.evaluation.run`).
@@ -52,9 +52,9 @@ class BenchmarkSettings:
     data: str = ""
     """The split's published files: a folder, one file or a hub id; if empty, the hub data set."""
     videos: str = ""
-    """Folder of the videos; if empty, the folder given as data, or that of the questions."""
+    """Folder of the videos; if empty, the folder given as data, or the folder of the questions."""
     out: str = ""
-    """Folder of the results, also to continue from; if empty, evaluations/NAME/BENCHMARK."""
+    """Folder for the results; an existing one is continued. Empty: evaluations/NAME/BENCHMARK."""
     name: str = ""
     """Name of the row in tables; if empty, the model's folder, or NAME for runs/NAME/model."""
     questions: str = ""
@@ -66,11 +66,11 @@ class BenchmarkSettings:
     frames: int = 64
     """Overview budget K, in frames."""
     dispatch: Dispatch | None = None
-    """How tool calls are executed; if not given, parallel, or none if no tool is offered."""
+    """How tool calls are executed; by default parallel, or none if no tool is offered."""
     prompt: Prompt = "agentic"
     """System prompt: agentic-minimal for Charades-STA; reasoning and direct offer no tool."""
     max_num_frames: int = 0
-    """Largest num_frames that a call of crop_video may ask for; 0 does not offer the argument."""
+    """Upper bound on num_frames in a call of crop_video; 0 does not offer the argument."""
     tools: tuple[str, ...] = ("crop_video",)
     """Tools of the main agent: crop_video, search_subtitles, or MODULE:CLASS (docs/tools.md)."""
     temperature: float = 0.0
@@ -78,25 +78,25 @@ class BenchmarkSettings:
     seed: int = 0
     """Seed of sampling above temperature 0, and of shuffled options."""
     blind: bool = False
-    """Show no frames and offer no tool: what the questions give away by themselves."""
+    """Show no frames and offer no tool, to see how much the questions give away by themselves."""
     shuffle: bool = False
-    """Shuffle the options of each question: shows whether the place of an answer mattered."""
+    """Shuffle the options of each question, to see whether the position of an answer matters."""
     max_tool_turns: int = 3
-    """Turns in which tools may be called."""
+    """Number of turns in which tools may be called."""
     max_calls: int = 5
-    """Calls that are executed per turn."""
+    """Upper bound on executed calls per turn."""
     turn_tokens: int = 2048
     """Token limit of a turn."""
     summary_tokens: int = 512
     """Token limit of a sub-agent's report."""
     trajectory_tokens: int = 8192
-    """Token limit of everything after the prompt, without the frames that dispatch frames adds."""
+    """Token limit of everything after the prompt, not counting frames that dispatch frames adds."""
     question_tokens: int = 512
-    """Room for a question with its options, in tokens. Longer ones are left out and counted."""
+    """Token limit of a question with its options. Longer questions are left out and counted."""
     subtitle_tokens: int = 8192
-    """Room for subtitles in the prompt, in tokens; longer ones are thinned evenly."""
+    """Token limit of subtitles in the prompt. Longer subtitles are thinned evenly."""
     pin_think: bool = True
-    """Start every response with <think>, as in training. Never done with the prompt direct."""
+    """Start every response with <think>, as in training. No effect with the prompt direct."""
     min_pixels: int = 784
     """Smaller frames are enlarged to this area, in pixels."""
     max_pixels: int = 50_176
@@ -104,7 +104,7 @@ class BenchmarkSettings:
     open_ended: Literal["f1", "exact", "judge"] = "f1"
     """How open-ended answers (of MMVU) are scored."""
     judge: str = ""
-    """Address of an OpenAI-compatible API for open-ended judge; OPENAI_API_KEY holds its key."""
+    """Address of the judge's OpenAI-compatible API; the key is read from OPENAI_API_KEY."""
     judge_model: str = ""
     """Name of the judge's model at that address."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -114,9 +114,9 @@ class BenchmarkSettings:
     episodes: int = 4
     """Episodes played side by side."""
     cache_tokens: int = 0
-    """Size of the KV cache, in tokens. 0: enough for all episodes side by side at full length."""
+    """Size of the KV cache, in tokens. 0: enough for all concurrent episodes at full length."""
     endpoint: str = ""
-    """Address of an OpenAI-compatible API that replaces the engine, http://localhost:8000/v1."""
+    """OpenAI-compatible API to use instead of the engine, such as http://localhost:8000/v1."""
     endpoint_model: str = ""
     """Name of the model at the endpoint."""
     concurrency: int = 16
@@ -192,7 +192,7 @@ class BenchmarkSettings:
             )
 
     def part(self) -> tuple[int, int]:
-        """Index and number of shards."""
+        """Index of the shard, and number of shards."""
         found = re.fullmatch(r"(\d+)/(\d+)", self.shard)
         if not found or int(found[1]) >= int(found[2]):
             raise ValueError(
@@ -240,7 +240,7 @@ class BenchmarkSettings:
         return RewardSettings(open_ended=self.open_ended, judge=judge)
 
     def identity(self) -> dict[str, Any]:
-        """The fields that decide an answer. Runs that differ in them need folders of their own."""
+        """The fields that affect answers. Runs that differ in any of them need separate folders."""
         fields = dataclasses.asdict(self) | {
             "benchmark": self.benchmark or OWN,
             "dispatch": self.episode_settings().dispatch,

@@ -1,7 +1,8 @@
-"""Plays the items of a split and yields one line per question as it is done.
+"""Plays the items of a split and yields one line per finished question.
 
-Around `play_and_score`, `Player` finds each item's video, prepares the question (shuffled options,
-subtitles) and records the outcome. A question that is left out has a line with the reason.
+`Player` wraps `play_and_score`: it finds the video of each item, prepares the question (shuffled
+options, subtitles) and turns the outcome into a line. A question that is left out gets a line with
+the reason.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Player:
             environment: the protocol and the frame features.
             settings: the settings of the evaluation.
             videos: the folder with videos and subtitles.
-            judge: scores open-ended answers, if `settings.open_ended` says so.
+            judge: scores open-ended answers if `settings.open_ended` is "judge".
         """
         self.environment = environment
         self._sampler = sampler
@@ -55,13 +56,14 @@ class Player:
         self._scoring = Scoring(settings.rewards(), judge, blocks_only=False)
 
     def lines(self, items: Sequence[Item]) -> Iterator[Line]:
-        """Play the items and yield one line per question, in the order in which they are done.
+        """Play the items and yield one line per question, in the order in which they finish.
 
-        A line's `spent` is the time since the line before it, in seconds.
+        A line's `spent` is the time since the previous line, in seconds.
         """
         remaining = collections.Counter(item.question.video for item in items)
-        shown_subtitles: dict[int, int | None] = {}  # by number of the question
+        shown_subtitles: dict[int, int | None] = {}  # by question number
 
+        # A generator: a question is prepared only when there is room to play it.
         def questions() -> Iterator[Question | LeftOut]:
             for number, item in enumerate(items):
                 question, shown_subtitles[number] = self._prepared(item)
@@ -85,7 +87,7 @@ class Player:
             video = item.question.video
             remaining[video] -= 1
             if not remaining[video]:
-                # Otherwise the memory grows with every video, and a split has thousands.
+                # A split has thousands of videos: keeping them all would fill the memory.
                 self.environment.features.forget(self._videos.find(video) or video)
 
     def _prepared(self, item: Item) -> tuple[Question, int | None]:
@@ -114,7 +116,7 @@ class Player:
             room += settings.subtitle_tokens
         length = len(self.environment.protocol.question(question).ids)
         if length > room:
-            reason = f"the question has {length} tokens, there is room for {room}"
+            reason = f"the question has {length} tokens, and there is room for {room}"
             return LeftOut(question, "too_long", reason)
         if settings.blind:
             return question
@@ -136,7 +138,7 @@ class Player:
         episode = outcome.episode
         vocabulary = self.environment.protocol.vocabulary
         line = transcript(episode, outcome.rewards, self._setting, vocabulary)
-        # `video` is the benchmark's name for the video, `file` the path that was found for it.
+        # `video` is the benchmark's path of the video, `file` the path at which it was found.
         places = {"video": video, "file": episode.question.video, "subtitles": subtitles}
         return about | line | measures(outcome) | places
 
@@ -147,7 +149,7 @@ def fitting(entries: Sequence[Subtitle], protocol: Protocol, tokens: int) -> lis
     Args:
         entries: the subtitles of the video.
         protocol: tokenizes their lines.
-        tokens: the room for them, with the line above them.
+        tokens: upper bound on their tokens, including the line above them.
 
     Returns:
         All entries if they fit; otherwise as many as fit, evenly spread over the video.

@@ -18,9 +18,9 @@ _NO_SPREAD = 1e-12
 def interval(scores: Sequence[float], clusters: Sequence[str]) -> tuple[float, float]:
     """Compute a 95 % interval of a mean score, with the questions of one video as one cluster.
 
-    It is Wilson's interval at the effective number of questions: p (1 - p) over the cluster-robust
-    variance of the mean. Where all scores are equal the variance is 0, and the number of clusters
-    takes its place, so the interval never has length 0.
+    Questions on the same video are correlated. So this is Wilson's interval for the effective
+    number of questions: p (1 - p) over the cluster-robust variance of the mean. The interval never
+    has length 0.
 
     Args:
         scores: scores in [0, 1], one per question.
@@ -38,6 +38,7 @@ def interval(scores: Sequence[float], clusters: Sequence[str]) -> tuple[float, f
     middle = (mean + _Z**2 / (2 * effective)) / scale
     root = math.sqrt(spread / effective + (_Z / (2 * effective)) ** 2)
     half = _Z / scale * root
+    # Rounding must not put an end on the wrong side of the mean, or outside of [0, 1].
     return max(0.0, min(mean, middle - half)), min(1.0, max(mean, middle + half))
 
 
@@ -45,6 +46,8 @@ def _effective_count(
     scores: Sequence[float], clusters: Sequence[str], mean: float, spread: float
 ) -> float:
     """The number of independent questions that would give the mean the same variance."""
+    # Deviations are summed per video before they are squared. So if all questions of a video are
+    # right or wrong together, they count like one question.
     deviations: dict[str, float] = {}
     for score, cluster in zip(scores, clusters, strict=True):
         deviations[cluster] = deviations.get(cluster, 0.0) + score - mean
@@ -54,6 +57,7 @@ def _effective_count(
         variance *= count / (count - 1)
     if variance > _NO_SPREAD and spread > _NO_SPREAD:
         return spread / variance
+    # No spread, for example because all scores are equal. Count every video as one question.
     return float(count)
 
 

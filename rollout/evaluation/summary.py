@@ -1,7 +1,7 @@
-"""The figures of an evaluation: of a run's episodes (`row`), and of a split's lines (`summarise`).
+"""Computes the figures of an evaluation, from episodes (`row`) or a split's lines (`summarise`).
 
-`figures` computes both, under the same names. Means are over the episodes that were played;
-questions that were left out are counted and listed. The order of the lines does not matter.
+Both use `figures`, so they share its names. Means are over the episodes that were played. Questions
+that were left out are counted and listed. The order of the lines does not matter.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rollout.evaluation.play import Played, measures
 from rollout.evaluation.statistics import Score, interval
 
 RECALL = (0.3, 0.5, 0.7)
-"""Overlaps for the recall of grounding: the share of answers that reach each."""
+"""Overlaps for grounding recall: the share of answers whose IoU is at least that high."""
 
 NAMED = 1000
-"""Videos that a summary lists per cause for being left out, at most."""
+"""Upper bound on the videos that a summary lists per cause of being left out."""
 
 
 def summarise(
@@ -35,14 +35,14 @@ def summarise(
 ) -> Line:
     """Compute the content of summary.json.
 
-    Open-ended answers have figures of their own, `open_ended`: a mean over their F1 and the right
-    or wrong of multiple choice would say nothing.
+    Open-ended answers have separate figures, `open_ended`: a mean of their F1 and the 0 or 1 of
+    multiple choice would be meaningless.
 
     Args:
         config: the content of config.json.
         lines: the lines of all shards.
         questions: the number of questions in the split.
-        broken: rows of the split that cannot be asked, by row number, each with the reason.
+        broken: row number -> reason, for every row of the split that cannot be asked.
         score: the name of the mean score.
     """
     # Sorted, so that the summary does not depend on the order in which questions were finished.
@@ -99,7 +99,7 @@ def score_of(summary: Line) -> float | None:
 
 
 def row(setting: EpisodeSettings, played: Sequence[Played]) -> Line:
-    """Summarise the episodes played under one setting, for result.json: the setting and figures.
+    """Summarise the episodes of one setting for result.json: the setting and its figures.
 
     Raises:
         ValueError: there are no episodes.
@@ -128,9 +128,9 @@ def figures(lines: Sequence[Line]) -> dict[str, Any]:
         turns: turns of the main agent per episode.
         n: number of episodes.
         share_with_calls: share of episodes with at least one executed call.
-        refused_reports: sub-agents' requests that the server refused.
-        without_answer: episodes without an answer.
-        unread: answers that name no option or span.
+        refused_reports: number of sub-agents' requests that the server refused.
+        without_answer: number of episodes without an answer.
+        unread: number of answers that name no option or span.
         stops: number of episodes by the reason why they ended.
     """
     calls = [line["calls"] for line in lines]
@@ -152,6 +152,7 @@ def figures(lines: Sequence[Line]) -> dict[str, Any]:
 def _split_figures(played: Sequence[Line], score: Score) -> dict[str, Any]:
     """`figures` for a split: the score covers closed questions only, and groups are added."""
     found = figures(played)
+    # These two include open-ended answers. The split's own score replaces them below.
     del found["accuracy"], found["interval"]
     open_ended = [line for line in played if line["kind"] == QuestionKind.OPEN_ENDED]
     closed = [line for line in played if line["kind"] != QuestionKind.OPEN_ENDED]

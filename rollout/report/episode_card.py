@@ -45,7 +45,7 @@ STOPS = {
 EXECUTED = ("executed", "clamped")
 """Statuses of calls that were executed."""
 
-_SMALLEST_BAR = 0.6  # per cent of the time axis; shorter windows could not be seen
+_SMALLEST_BAR = 0.6  # per cent of the time axis; narrower bars would be invisible
 
 
 def episode_page(run_dir: pathlib.Path, episode: dict[str, Any]) -> str:
@@ -165,7 +165,7 @@ def _timeline(
     """
     crops = []
     for index, call in enumerate(calls, 1):
-        if call["start"] is None:  # the call named no window that could be read
+        if call["start"] is None:  # the call had no readable window
             continue
         class_ = "ran" if call["status"] in EXECUTED else "not"
         window = (call["start"], call["end"])
@@ -197,13 +197,13 @@ def _bar(
 
 
 def _window(text: str | None) -> tuple[float, float] | None:
-    """The window that a text names with two numbers; None for any other number of them."""
+    """The window in a text with exactly two numbers; None for other texts."""
     found = re.findall(r"\d+(?:\.\d+)?", text or "")
     return (float(found[0]), float(found[1])) if len(found) == 2 else None
 
 
 def _duration(path: pathlib.Path, overview: Sequence[float]) -> float:
-    """The length of the time axis in seconds; of an unreadable video, up to the last frame."""
+    """The length of the time axis in seconds. If the video is unreadable, it ends at a frame."""
     try:
         return max(_probe(path).duration, 1.0)
     except VideoError:

@@ -1,7 +1,6 @@
 """Jinja templates of the pages, and the filters that format numbers in them.
 
-Templates escape HTML, so text from models, files and people appears on the page character by
-character.
+Templates escape HTML, so text from models, files and people appears on the page literally.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def decimals(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Format a time in a video. A call may ask for any number, so large ones are shortened."""
+    """Format a time in a video. Models may ask for any time, so large numbers are shortened."""
     if value is None:
         return "?"
     if abs(value) >= 1e6:

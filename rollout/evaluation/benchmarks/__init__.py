@@ -1,4 +1,4 @@
-"""Readers of published benchmarks, one file each: their files in, questions out."""
+"""Readers of published benchmarks, one module each: published files in, questions out."""
 
 from rollout.evaluation.benchmarks.benchmark import Benchmark
 from rollout.evaluation.benchmarks.items import BrokenRow, Item, shuffled

@@ -1,4 +1,4 @@
-"""The entry of a benchmark: where it is published, and how its rows become questions."""
+"""`Benchmark`: where a benchmark is published, and how its rows become questions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ def _unchanged(rows: list[Row]) -> list[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """A split of a published benchmark.
-
-    `rows`, `score` and `paper` are optional.
-    """
+    """A split of a published benchmark."""
 
     name: str
     """Name on the command line and in files."""
@@ -28,14 +25,14 @@ class Benchmark:
     source: str
     """Hub id of the data set."""
     patterns: tuple[str, ...]
-    """Patterns of the data set's files; those of the first that matches are read. `*` also matches
-    "/"."""
+    """Patterns of the data set's files, in order of preference. Only the files of the first pattern
+    that matches are read. `*` also matches "/"."""
     fields: tuple[str, ...]
     """Columns to read."""
     read: Callable[[Row], Item]
     """Turns a row into a question. Raises BrokenRow if the row cannot be asked or scored."""
     rows: Callable[[list[Row]], list[Row]] = _unchanged
-    """Turns the rows of the files into one row per question."""
+    """Turns the rows of the files into one row per question; by default they already are."""
     score: Score = "accuracy"
     """Name of the mean score."""
     paper: Mapping[str, float] = dataclasses.field(default_factory=dict)

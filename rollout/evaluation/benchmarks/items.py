@@ -1,8 +1,8 @@
-"""A benchmark's question, and the readers of fields that the benchmarks share.
+"""`Item`, a benchmark's question, and the readers of fields that the benchmarks share.
 
-Publishers write options and answers in different ways. Here options carry no letters, and the
-answer to a multiple-choice question is a letter. A row that cannot be asked or scored raises
-`BrokenRow` with the reason.
+Publishers write options and answers in different ways. The readers convert them to one form:
+options have no letters, and the answer to a multiple-choice question is a letter. They raise
+`BrokenRow` with the reason if a row cannot be asked or scored.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class BrokenRow(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A question with what its benchmark says about it."""
+    """A question with its benchmark's metadata."""
 
     question: Question
     duration: str = ""
-    """The group by duration, if the benchmark has such groups."""
+    """Name of the duration group, if the benchmark has such groups."""
     tasks: tuple[str, ...] = ()
-    """The tasks that the question belongs to, if the benchmark names them."""
+    """Tasks that the question belongs to, if the benchmark names any."""
     subtitles: str = ""
     """Path of an .srt file, relative like `Question.video`; "" for none."""
 
@@ -60,7 +60,7 @@ def optional(row: Mapping[str, Any], field: str) -> str:
 
 
 def optional_task(row: Mapping[str, Any], field: str) -> tuple[str, ...]:
-    """Read a field with a question's task: no task or one."""
+    """Read a field with a question's task, as a tuple of one task or none."""
     task = optional(row, field)
     return (task,) if task else ()
 
@@ -79,8 +79,8 @@ def path_of(text: str) -> str:
 def plain_options(options: Any) -> tuple[str, ...]:
     """Read a list of options and remove the letters before them.
 
-    Letters are removed only if every option has the letter of its place: in ("A. Lincoln",
-    "B. Obama", "A. Smith") they belong to the names.
+    Letters are removed only if they are A, B, C, ... in order: in ("A. Lincoln", "B. Obama",
+    "A. Smith") they belong to the names.
     """
     if not isinstance(options, list | tuple) or None in options:
         raise BrokenRow("options are missing")
@@ -94,11 +94,11 @@ def plain_options(options: Any) -> tuple[str, ...]:
 def split_options(text: str) -> tuple[str, tuple[str, ...]]:
     """Split a text into the question and the options in its last lines.
 
-    Every option has a line of its own that starts with its letter, from A on. If there are none
-    such, the whole text is the question.
+    Every option is a line that starts with its letter, from A on. If the text does not end with
+    such lines, all of it is the question.
     """
     lines = text.strip().split("\n")
-    # The first line is the question's. Of the places where the options could start, take the first.
+    # The first line belongs to the question. Take the first line at which the options can start.
     for first in range(1, len(lines) - 1):
         options = _without_letters(lines[first:], _LETTERED_LINE)
         if options is not None:
@@ -130,13 +130,13 @@ def letter_answer(row: Mapping[str, Any], options: Sequence[str], field: str = "
 
 
 def word_answer(row: Mapping[str, Any], options: Sequence[str]) -> str:
-    """Read an answer that repeats an option's words, and return the option's letter."""
-    wanted = text_of(row, "answer")
-    places = [index for index, option in enumerate(options) if option == wanted]
-    if len(places) != 1:
-        problem = "equal to several options" if places else "not an option"
-        raise BrokenRow(f"answer {wanted!r}: {problem}")
-    return _letter(places[0])
+    """Read an answer that repeats the text of an option, and return the option's letter."""
+    answer = text_of(row, "answer")
+    matches = [index for index, option in enumerate(options) if option == answer]
+    if len(matches) != 1:
+        problem = "equal to several options" if matches else "not an option"
+        raise BrokenRow(f"answer {answer!r}: {problem}")
+    return _letter(matches[0])
 
 
 def index_answer(row: Mapping[str, Any], options: Sequence[str], field: str) -> str:
@@ -172,19 +172,20 @@ def choice(id: str, video: str, text: str, options: Sequence[str], answer: str) 
 
 
 def shuffled(item: Item, seed: int) -> Item:
-    """Shuffle the options of a question and adapt the letter of the right answer.
+    """Shuffle the options of a question and update the letter of the right answer.
 
-    The order depends on the seed and the question's id only. A question without options stays as
-    it is.
+    The order depends only on the seed and the question's id. A question without options is returned
+    as it is.
     """
     question = item.question
     if not question.options:
         return item
     digest = hashlib.blake2b(f"{seed}\0{question.id}".encode(), digest_size=8).digest()
     rng = np.random.default_rng(int.from_bytes(digest, "little"))
+    # order[new index] = old index
     order = rng.permutation(len(question.options)).tolist()
     letters = [_letter(index) for index in range(len(order))]
-    # The answer to a user's own question may be an option's words, which stay right.
+    # A user's own question may have the text of an option as its answer, which stays right.
     answer = question.answer
     if answer in letters:
         answer = letters[order.index(letters.index(answer))]

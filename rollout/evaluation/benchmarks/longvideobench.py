@@ -18,9 +18,9 @@ _OPTIONS = tuple(f"option{i}" for i in range(5))
 
 
 def _read(row: Row) -> Item:
-    words = row.get("candidates") or [row.get(name) for name in _OPTIONS]
-    # Unused columns come last, so dropping them leaves the index of the right option as it is.
-    options = plain_options([word for word in words if word is not None and word != "N/A"])
+    candidates = row.get("candidates") or [row.get(name) for name in _OPTIONS]
+    # Unused columns come last, so dropping them does not change the index of the right option.
+    options = plain_options([text for text in candidates if text is not None and text != "N/A"])
     question = choice(
         id=text_of(row, "id"),
         video=f"videos/{text_of(row, 'video_path')}",

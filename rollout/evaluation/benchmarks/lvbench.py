@@ -25,7 +25,7 @@ def _rows(rows: list[Row]) -> list[Row]:
         for question in questions:
             if isinstance(question, dict):
                 found.append({**question, "video_path": f"{row['key']}.mp4"})
-            else:  # unreadable, and counted as a broken row
+            else:  # `_read` finds no question in it, so it counts as a broken row
                 found.append(row)
     return found
 

@@ -17,14 +17,14 @@ from rollout.evaluation.benchmarks.tables import Row
 
 
 def _rows(rows: list[Row]) -> list[Row]:
-    """Rows with the column names of the table; the publisher's files name two of them otherwise."""
+    """Rename two columns of the publisher's files, so that they match the table."""
     names = {"video": "video_name", "question_type": "task_type"}
     return [{names.get(name, name): value for name, value in row.items()} for row in rows]
 
 
 def _read(row: Row) -> Item:
     options = plain_options(row.get("candidates"))
-    text, _ = split_options(text_of(row, "question"))  # some copies repeat the options there
+    text, _ = split_options(text_of(row, "question"))  # some questions repeat the options
     video = text_of(row, "video_name")
     if text_of(row, "answer") in options:
         answer = word_answer(row, options)

@@ -36,22 +36,22 @@ def _read(row: Row) -> Item:
         question = Question(id, path_of(video), text, QuestionKind.OPEN_ENDED, answer)
         return Item(question, tasks=tasks)
     if kind == "multiple-choice":
-        options = plain_options(_words(row.get("choices")))
+        options = plain_options(_option_texts(row.get("choices")))
         question = choice(id, video, text, options, letter_answer(row, options))
         return Item(question, tasks=tasks)
     raise BrokenRow(f"question_type {kind!r}: neither multiple-choice nor open-ended")
 
 
 def _subject(row: Row, video: str) -> str:
-    """The subject: a column of its own, part of `metadata`, or the folder of the video."""
+    """The subject, from its own column, from `metadata`, or from the folder of the video."""
     metadata = row.get("metadata")
     if not isinstance(metadata, dict):
         metadata = {}
     return optional(row, "subject") or optional(metadata, "subject") or video.split("/")[1]
 
 
-def _words(choices: Any) -> list[Any] | None:
-    """The options of a column {"A": words, "B": words, ...}; empty ones are unused."""
+def _option_texts(choices: Any) -> list[Any] | None:
+    """The options in a column {"A": text, "B": text, ...}. Unused letters have empty texts."""
     if not isinstance(choices, dict):
         return None
     return [choices[letter] for letter in "ABCDE" if choices.get(letter)]

@@ -1,4 +1,4 @@
-"""The list of benchmarks, and `load`, which turns the files of one into questions.
+"""The list of benchmarks, and `load`, which reads the questions of one.
 
 To add a benchmark, write a file with its entry (`Benchmark`) beside the others and list it in
 `BENCHMARKS`.
@@ -59,7 +59,7 @@ def load(name: str, source: str = "") -> Loaded:
         source: a file, a folder or a hub id; by default the hub id where it is published.
 
     Raises:
-        FileNotFoundError: there are no files of the split.
+        FileNotFoundError: the files of the split are missing.
         ValueError: a file is damaged, or no row can be asked.
     """
     benchmark = BENCHMARKS[name]
@@ -76,7 +76,7 @@ def load(name: str, source: str = "") -> Loaded:
             continue
         id = item.question.id
         seen[id] += 1
-        if seen[id] > 1:  # lines and transcripts need ids that are unique
+        if seen[id] > 1:  # lines and transcripts are found by id
             question = dataclasses.replace(item.question, id=f"{id}#{seen[id]}")
             item = dataclasses.replace(item, question=question)
         items.append(item)

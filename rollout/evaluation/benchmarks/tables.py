@@ -1,6 +1,6 @@
-"""Rows of published tables in parquet, JSON or JSON lines, from disk or from the hub.
+"""Reads published tables in parquet, JSON or JSON lines, from disk or from the hub.
 
-Only the columns asked for are read, so pictures or videos in other columns cost nothing.
+Only the requested columns are read, so images or videos in other columns cost nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def read_rows(source: str, patterns: Sequence[str], fields: Sequence[str]) -> li
     Args:
         source: one file, a folder laid out like the hub's repository, or a hub id.
         patterns: patterns of relative paths, in order of preference. Only the files of the first
-            that matches are read; `*` also matches "/".
-        fields: the columns to read. Columns that a table does not have are left out of its rows.
+            pattern that matches are read; `*` also matches "/".
+        fields: the columns to read. Rows lack those that their table does not have.
 
     Raises:
         FileNotFoundError: no file matches.

@@ -8,12 +8,12 @@ import pathlib
 import re
 
 _NUMBERED = re.compile(r"\d{1,4}\.\w+")
-"""Names such as "7.mp4", which are in every folder of MMVU and tell nothing by themselves, even if
-only one of them is on disk."""
+"""Names such as "7.mp4". Every folder of MMVU has them, so a file with such a name may be the wrong
+one even if no other on disk has it."""
 
 
 class VideoFolder:
-    """A folder with unpacked archives. They may add a folder around the videos, or drop one."""
+    """A folder of unpacked archives, which may add or drop a folder around the videos."""
 
     def __init__(self, root: str | os.PathLike):
         self.root = pathlib.Path(root)
@@ -26,12 +26,12 @@ class VideoFolder:
     def find(self, path: str) -> str | None:
         """Find a file that a benchmark names.
 
-        It is the file at `path` below the root, else at `path` without its first folders, else the
-        only file below the root with the same name.
+        Look first at `path` below the root, then at `path` without its leading folders, then for a
+        file of the same name anywhere below the root.
 
         Returns:
-            The file's path relative to the root; None if there is no such file, or if several have
-            the name.
+            The file's path relative to the root; None if there is no such file, or if several files
+            have the name.
         """
         parts = path.split("/")
         for start in range(len(parts)):
