@@ -1,7 +1,7 @@
 """The command line of a run: the name of a recipe, then overrides of its fields.
 
-`--config=NAME --rl.group-size 4 ...` becomes one frozen settings object. This module imports no JAX
-and touches no device, so a typing mistake costs no compilation.
+`--config=NAME --rl.grpo.group-size 4 ...` becomes one frozen settings object. Parsing touches no
+device, so a typo is reported before anything compiles.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def parse(
         default=default,
         args=overrides,
         prog=f"{prog} --config={name}",
-        # By default, tyro makes a subcommand of a field that may be None. It has to stay a flag.
+        # By default, tyro turns a field that may be None into a subcommand. Keep it a flag.
         config=(tyro.conf.AvoidSubcommands,),
     )
 

@@ -39,10 +39,10 @@ class Data:
     videos: int = 0
     """Number of videos, including unreadable ones. For published data: number of rows."""
     unreadable: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Reason why a video cannot be read, by path."""
+    """Why each unreadable video cannot be read, by path."""
     digest: str = ""
-    """Fingerprint of published data or of your own questions; a run only continues with the same
-    one. Empty for the small world, which follows from the settings."""
+    """Fingerprint of published data or of your own questions. A run can only be resumed with the
+    same one. Empty for the small world, which is determined by the settings."""
 
     def row(self, numbers: Sequence[int]) -> tuple[Conversation, ...]:
         """The conversations of a packed row, by their numbers."""
@@ -129,8 +129,8 @@ def question_stream(
         reader: Reads this process's share of the overviews in advance; None: nothing is prefetched.
         seed: Decides the order of questions.
         prompts: Questions per batch.
-        budgets: Returns the number of overview frames of each question in a step.
-        first: The step that the first batch belongs to; above 0 when a run continues.
+        budgets: `budgets(step)` is the number of overview frames of each question of a step.
+        first: Step of the first batch; above 0 when a run is resumed.
         depth: Number of batches to prefetch.
 
     Returns:

@@ -30,8 +30,8 @@ from paravt_jax.method import tokenizer
 from train.durable.checkpoint import CheckpointError, Checkpoints
 from train.durable.run_directory import READABLE, RunDirectoryError, read_config
 
-# Most frames of a video, as in `models.processor.video_frame_indices`. A video processor's
-# `longest_edge` bounds the pixels of all its frames together.
+# Largest number of frames per video, as in `models.processor.video_frame_indices`. The
+# `longest_edge` of a video processor bounds the pixels of all frames of a video together.
 _FRAMES = 768
 # The chat template: plain turns, with tool responses inside user turns. It refuses tools, because
 # their schema is part of the system turn that `paravt_jax.method.protocol` writes.
@@ -158,7 +158,7 @@ def _patches(vision: VisionConfig) -> dict[str, int | list[float]]:
 def _checkpoints(folder: pathlib.Path, phase: str) -> Checkpoints:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"--run-dir {folder}: not the folder of a run, it has no config.json; "
+            f"--run-dir {folder}: not a run's folder, because it has no config.json; "
             "name a folder that train.run made"
         )
     read_config(folder, "--run-dir", READABLE)
@@ -193,7 +193,8 @@ def _step(checkpoints: Checkpoints, command: Export) -> int:
 def _load(checkpoints: Checkpoints, step: int, config: Qwen3VLConfig, dtype: str) -> Qwen3VL:
     """Loads the model of a checkpoint into host memory."""
     model = abstract_model(config, param_dtype=dtype)
-    # A checkpoint remembers the devices it was trained on, which may not exist here.
+    # A checkpoint names the devices it was trained on. They may not exist here, so place every
+    # array on the host.
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     template = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host),

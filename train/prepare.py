@@ -40,7 +40,7 @@ from train.world_data import prepare_world, require_bounds, world_pieces
 CHECKED = "checked_questions.json"
 """File in a run's folder: digest of your own questions, and the result of checking their videos."""
 
-_NAMED = 10  # left-out questions that are printed by name
+_NAMED = 10  # largest number of left-out questions to print by name
 
 
 def prepare(
@@ -82,7 +82,7 @@ def _published(
     copy_tokenizer(run.model.path, folder / "tokenizer")
     prepared = open_prepared(pathlib.Path(settings.folder))
     questions, heldout = hold_out(tuple(prepared.questions), settings.heldout)
-    # Videos that an earlier start of this run met while it decoded.
+    # Unreadable videos that an earlier start of this run came across while decoding.
     noted = folder / UNREADABLE
     unreadable = json.loads(noted.read_text()) if noted.exists() else {}
     data = Data(
@@ -125,8 +125,10 @@ def _own_questions(
     check: Callable[[], None],
     questions: Sequence[Question] | None,
 ) -> Data:
-    """Your own questions, passed from Python or read from `run.data.questions`. Questions on videos
-    that cannot be read are left out, and the videos are printed."""
+    """Opens your own questions, passed from Python or read from `run.data.questions`.
+
+    Questions on unreadable videos are left out, and these videos are printed.
+    """
     settings = _check_own_settings(run, questions)
     root = pathlib.Path(settings.media).resolve()
     if questions is None:
@@ -161,14 +163,15 @@ def _own_questions(
     )
     data = _without_long_questions(run, data, checked["longest"])
     note_unreadable(run, folder, data, unreadable)
-    # Written last, so that after a failed start the videos are checked again: they may be fixed.
+    # Written last: if this start fails, the next one checks the videos again. They may be repaired
+    # by then.
     if hosts.is_first():
         write_atomically(file, json.dumps(checked, indent=1))
     return data
 
 
 def _check_own_settings(run: Run, questions: Sequence[Question] | None) -> DataSettings:
-    """Returns the settings of the data, if your own questions can be used with them."""
+    """Returns `run.data`, or raises ValueError if your own questions do not fit the settings."""
     settings = run.data
     if settings is None:
         raise ValueError(
@@ -217,24 +220,25 @@ def _check_videos(
     return {"longest": longest, "unreadable": unreadable}
 
 
-def _without_long_questions(run: Run, data: Data, last: float) -> Data:
+def _without_long_questions(run: Run, data: Data, longest: float) -> Data:
     """Leaves out questions that are too long for a prompt, and prints them.
 
     Args:
         run: The settings.
-        data: The questions, before.
-        last: Latest time of a frame, in seconds; later timestamps take more tokens.
+        data: The data, with all questions.
+        longest: Duration of the longest video, in seconds; later timestamps take more tokens.
 
     Raises:
         ValueError: If no question is left to train on, or to evaluate with.
     """
     rules = Protocol(data.vocabulary, run.protocol)
-    require_bounds(run, rules.measure_label(last), len(rules.window((), 0).ids))
+    require_bounds(run, rules.measure_label(longest), len(rules.window((), 0).ids))
     if run.rl is not None and not data.questions:
         raise ValueError(
             "data: no question to train on; give rl rows in data.annotations, "
             "or questions on videos that can be read"
         )
+    # `text_tokens` is the room for the system turn and the question together.
     system = overview_tokens(rules, 0, 0, 0.0)
     limit = run.protocol.text_tokens - system
     lengths = {
@@ -281,7 +285,7 @@ def prepare_dataset(run: Run, check: Callable[[], None] = lambda: None) -> dict[
     """
     if run.data is None:
         raise ValueError(
-            f"{run.name}: renders its own world when it runs; "
+            f"{run.name}: this recipe renders its own world and has no published data; "
             "name a recipe with published data, such as sft_8b"
         )
     if run.data.questions:
@@ -340,7 +344,8 @@ def main(argv: list[str] | None = None) -> int:
     print(json.dumps(summary, indent=1))
     left_out = pathlib.Path(run.data.folder) / LEFT_OUT
     print(
-        f"{summary['kept']} of {summary['rows']} rows kept; rows left out, with reasons: {left_out}"
+        f"{summary['kept']} of {summary['rows']} rows kept; "
+        f"{left_out} lists the other rows with reasons"
     )
     return 0
 

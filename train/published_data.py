@@ -42,7 +42,7 @@ class DataSettings:
     fps: float = 1.0
     """Frames per second of a video in a demonstration."""
     heldout: int = 64
-    """Questions held out for evaluation, at least; a video's questions stay together."""
+    """Smallest number of questions to hold out for evaluation. A video is held out as a whole."""
     workers: int = 0
     """Number of processes that prepare rows and read frames; 0: one per core."""
     deadline: float = 60.0
@@ -111,7 +111,7 @@ def prepare_published(
         max_pixels=frames.max_pixels,
         factor=vision.patch_size * vision.spatial_merge_size,
     )
-    # A finished set is used without looking at its sources, which may be deleted by now.
+    # A finished set is used without looking at its sources, which may have been deleted since.
     named_sources = json.dumps({"annotations": settings.annotations, "media": settings.media})
     noted_sources = folder / _SOURCES
     if noted_sources.exists() and noted_sources.read_text() == named_sources:
@@ -139,7 +139,10 @@ def prepare_published(
 
 
 def _shared_limits(limits: ProtocolSettings) -> ProtocolSettings:
-    """Resets limits that only rollouts use, so that recipes with other rollouts share a set."""
+    """Keeps only the limits that affect conversations; the others get their defaults.
+
+    Recipes that differ in limits of rollouts can then share a prepared set.
+    """
     names = (
         "max_tool_turns",
         "max_calls",
@@ -170,7 +173,7 @@ def hold_out(
 ) -> tuple[tuple[Question, ...], tuple[Question, ...]]:
     """Split questions into those to train on and at least `count` to evaluate with.
 
-    A video belongs to one of the two splits with all its questions.
+    All questions about a video go to the same split.
 
     Returns:
         The training questions, in their order, and the held-out questions.

@@ -106,8 +106,8 @@ def fingerprint(path: str) -> str:
         ValueError: If the processes of a run have different copies.
     """
     folder = local_folder(path)
-    # Every process may have a copy of its own. Only the first one hashes all of it, which takes
-    # minutes for large models; file sizes and the configuration tell different models apart.
+    # Every process may have its own copy. Hashing a large model takes minutes, so only the first
+    # process does it; the other copies are compared by file sizes and configuration.
     hosts.require_same(
         f"model.path: {path}, its files",
         {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))},

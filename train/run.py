@@ -51,9 +51,9 @@ from train.unreadable import UnreadableVideosError
 def resolved(run: Run) -> dict[str, Any]:
     """Return the settings that define the results of a run, as JSON.
 
-    They are stored in the run's folder, and a run only continues with the same settings. Settings
-    that may change between two starts are left out: where the folder is, how many processes take
-    part, and how files are read.
+    They are stored in the run's folder, and a run can only be resumed with the same settings.
+    Settings that may change between two starts are left out: the path of the folder, the number of
+    processes, and how files are read.
     """
     settings = dataclasses.asdict(run)
     del settings["run_dir"]
@@ -74,7 +74,7 @@ def execute(
 
     Args:
         run: The settings.
-        interrupts: Where signals are noticed; by default, no signal stops the run.
+        interrupts: Records signals; by default, no signal stops the run.
         questions: Your own questions, instead of the file or the data set in `run.data`; see
             `train.prepare.prepare`.
 
@@ -125,7 +125,8 @@ def execute(
         environment = open_environment(run, data, model, reader)
         actor = open_actor(run, model, environment, judge, weights)
 
-        # Training donates the weights it is given, so only the latest weights can be used.
+        # Training donates its input weights: their memory is reused, and only the weights that a
+        # phase returns are still valid.
         weights = cold_start(context, parts, environment, reader, weights)
         before = evaluate(context, actor, weights, "before")
         weights = reinforce(context, parts, actor, reader, weights)

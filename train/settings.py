@@ -168,7 +168,7 @@ class Run:
 
     @property
     def engine_sizes(self) -> EngineSizes:
-        """Sizes of the engine, which serves both RL and evaluation: room for the longer prompts."""
+        """Sizes of the engine. It serves RL and evaluation, so it fits the longer prompts."""
         budgets = self.evaluation.frames
         rows_per_prefix = self.evaluation.samples
         if self.rl is not None:

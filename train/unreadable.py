@@ -11,9 +11,9 @@ from train.durable import hosts
 from train.settings import Run
 
 UNREADABLE = "unreadable_videos.json"
-"""File in a run's folder: the reason why a video cannot be read, by path."""
+"""File in a run's folder: why each unreadable video cannot be read, by path."""
 
-_NAMED = 20  # videos that are printed by name
+_NAMED = 20  # largest number of videos to print by name
 
 
 class UnreadableVideosError(Exception):

@@ -35,7 +35,7 @@ def world_pieces(limits: ProtocolSettings) -> tuple[str, ...]:
 
 
 def world_vocabulary(limits: ProtocolSettings, model_path: str = "") -> Vocabulary:
-    """Return the vocabulary of the weights at `model_path`, or else the small world's own."""
+    """Return the vocabulary of the weights at `model_path`; without a path, the small world's."""
     if model_path:
         return tokenizer.load(local_folder(model_path, weights=False))
     return Vocabulary(build_tokenizer(world_pieces(limits)))
@@ -53,7 +53,7 @@ def prepare_world(run: Run, folder: pathlib.Path, check: Callable[[], None]) -> 
         ValueError: If a text is longer than the protocol allows.
     """
     assert run.world is not None
-    # Made before rendering, so that a text that is too long costs no rendering.
+    # Texts come first: if one of them is too long, the run fails before it renders any video.
     splits = None if datasets.is_prepared(folder / "records") else world_records(run)
     with Progress("render videos", "video", shown=hosts.is_first()) as progress:
 
@@ -67,7 +67,7 @@ def prepare_world(run: Run, folder: pathlib.Path, check: Callable[[], None]) -> 
 
 
 def world_records(run: Run) -> Splits:
-    """Write the texts of the small world: questions, demonstrations and captions.
+    """Compose the records of the small world: questions, demonstrations and captions.
 
     Conversations carry their lengths in tokens. Takes some seconds for a thousand videos.
 
@@ -81,7 +81,8 @@ def world_records(run: Run) -> Splits:
     questions = tuple(world_text.questions(train, run.text))
     heldout = tuple(world_text.questions(world.of_split(videos, "heldout"), run.text))
     conversations = []
-    # Largest length so far, in tokens, by the name of the protocol's limit.
+    # Largest length so far, in tokens, by the name of the protocol's limit. `|=` on a Counter keeps
+    # the larger value of each key.
     longest: collections.Counter[str] = collections.Counter()
     system = overview_tokens(rules, 0, 0, 0.0)
     for question in (*questions, *heldout):

@@ -70,8 +70,8 @@ class Checkpoints:
         keep: number of newest checkpoints to keep; the one with the highest score stays as well.
         asynchronous: `save` returns once the arrays are copied to the host and writes them in the
             background. Call `wait` or `close` before the process exits.
-        identity: settings that the checkpoints belong to, as JSON can hold them. They are stored
-            with each checkpoint, and `restore` compares them.
+        identity: settings that the checkpoints belong to; any JSON value. They are stored with each
+            checkpoint, and `restore` compares them.
         read_only: changes nothing in `folder`, not even what another process is writing there.
 
     Raises:
@@ -304,7 +304,7 @@ class Checkpoints:
         folder = self.folder / str(step)
         older = [other for other in self._manager.all_steps() if other < step]
         if older:
-            remedy = f"delete it to go on from checkpoint {max(older)}"
+            remedy = f"delete it to resume from checkpoint {max(older)}"
         else:
             remedy = "delete it to start again"
         return CheckpointError(f"{folder} cannot be read ({_cause(error)}): {remedy}.")

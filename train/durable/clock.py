@@ -1,4 +1,4 @@
-"""Total running time of a run, summed over all its processes."""
+"""Total running time of a run, summed over all its starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from train.durable import hosts
 
 
 class Clock:
-    """Adds this process's seconds to those that earlier processes stored in `file`.
+    """Adds the seconds of this start to the seconds of earlier starts, which `file` stores.
 
     As a context manager it saves the total on exit.
     """
@@ -23,7 +23,7 @@ class Clock:
 
     @property
     def total(self) -> float:
-        """Seconds of all processes so far, this one included."""
+        """Seconds of all starts so far, this one included."""
         return self._earlier + time.monotonic() - self._start
 
     def save(self) -> None:

@@ -54,7 +54,7 @@ class HostSettings:
 
 
 def connect(settings: HostSettings) -> None:
-    """Connects to the other processes and returns when all of them are there.
+    """Connects to the other processes and returns when all of them have joined.
 
     Call it before anything touches a device: jax fixes its list of devices at first use.
     """
@@ -112,8 +112,8 @@ def require_shared(folder: pathlib.Path) -> None:
             )
 
 
-# Errors of a program that this process caused itself. The other processes notice the broken
-# connection.
+# Errors that this process caused itself, such as running out of memory. It reports them as they
+# are; the other processes notice the broken connection.
 _LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 
 

@@ -109,8 +109,8 @@ class MetricsWriter:
                 "name"
             )
         row = head | numbers
-        # Opened before the line below is appended: opening replays metrics.jsonl into the events,
-        # so this step would be recorded twice.
+        # Open the events before appending the line. Opening replays metrics.jsonl into them, so in
+        # the other order this step would be recorded twice.
         events = self._events_of(phase) if self._tensorboard else None
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
@@ -183,6 +183,7 @@ class SilentMetrics(MetricsWriter):
     """Writes nothing: for the other processes of a multi-host run."""
 
     def __init__(self, run_dir: str | os.PathLike[str]):
+        # Not the constructor of the base class, which would create and repair files.
         self.path = pathlib.Path(run_dir) / "metrics.jsonl"
 
     def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> None:

@@ -1,4 +1,4 @@
-"""One phase of training, from the step it resumes at to its last: recording, saving, stopping.
+"""One phase of training: records its steps, saves checkpoints, resumes, and stops on request.
 
 The order in which a step is written matters:
 
@@ -144,7 +144,7 @@ class Phase:
             score = hosts.from_first(lambda: self._score(step))
             self._checkpoints.save(step, state, self._meta | {"cursor": cursor}, score)
         if signal_number is not None:
-            # Saving may still go on in the background. Wait, because the message says it is done.
+            # The save may still be running in the background, but the message says it is done.
             self._checkpoints.wait()
             raise Stopped(
                 signal_number,
@@ -152,10 +152,9 @@ class Phase:
             )
 
     def _score(self, step: int) -> float | None:
-        """Mean of the metric `best` since the last regular checkpoint; None for an irregular one.
-
-        Without that exception the best checkpoint would depend on when the run was interrupted.
-        """
+        """Mean of the metric `best` since the last regular checkpoint; None between them."""
+        # A run that is stopped saves between regular checkpoints. If such a checkpoint had a score,
+        # the best one would depend on when the run was stopped.
         if self.best is None or not self.saves(step):
             return None
         previous_save = (step - 1) // self.save_every * self.save_every

@@ -55,7 +55,7 @@ _RECORD_TYPES = (
     Rewards,
     JudgeCounts,
 )
-# By the name that "is" has in the file.
+# Types by their name in the file, which is the value of the key "is".
 _RECORDS = {kind.__name__: kind for kind in _RECORD_TYPES}
 _ENUMS = {kind.__name__: kind for kind in (Author, CallStatus, QuestionKind, StopReason)}
 
@@ -68,8 +68,8 @@ def rollout_file_name(process: int = 0, processes: int = 1) -> str:
 def forget_others(folder: pathlib.Path, processes: int) -> None:
     """Removes files left by a run with another number of processes.
 
-    They may have the number of the current step although the weights that played them differ: sums
-    over another number of devices round differently.
+    They may be from the same step, but slightly different weights played them: with another number
+    of devices, sums round differently.
     """
     for file in folder.glob("rollouts-*-of-*.json"):
         if not file.stem.endswith(f"-of-{processes}"):
@@ -163,7 +163,7 @@ def _pack(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_pack(item) for item in value]
     if isinstance(value, dict):
-        # A tool call's arguments. They are kept as JSON text, so that their lists stay lists.
+        # A tool call's arguments. `_unpack` turns lists into tuples, so keep these as JSON text.
         return {"is": kind, "text": json.dumps(value)}
     if value is None or isinstance(value, str | int | float):
         return value

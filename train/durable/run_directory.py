@@ -91,8 +91,8 @@ class RunDirectory:
                 )
             _write(file, wanted)
             return
-        # Without other files, an earlier start wrote config.json and failed before it did any work.
-        # Its configuration may be replaced, whatever its format.
+        # If there are no other files, an earlier start wrote config.json and failed before it did
+        # any work. Its configuration may then be replaced, whatever its format.
         nothing_made = not others
         found = read_config(self.path, "--run-dir", READABLE if nothing_made else (FORMAT,))
         if nothing_made:

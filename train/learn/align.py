@@ -1,7 +1,7 @@
 """Alignment: teaches a fresh vision tower to see, from captions of single frames.
 
-Published models have been pretrained, so only the tiny recipe needs this. Each visual vector is
-drawn towards the embeddings of the words for what its frame shows. The tower and the word embedding
+Published models are pretrained, so only the tiny recipes need this. Training draws each visual
+vector towards the embeddings of the words that describe its frame. The tower and the word embedding
 are trained; afterwards the tower is frozen.
 """
 
@@ -69,7 +69,7 @@ def align(
 
     Args:
         model: Changed in place.
-        captions: Frames, each with words for what it shows.
+        captions: Frames, each with words that describe it.
         vocabulary: Has each of these words as a single token.
         root: Directory of the videos.
         settings: Settings of the phase.
@@ -96,7 +96,8 @@ def align(
     grid = (pixels.shape[1] // vision.patch_size, pixels.shape[2] // vision.patch_size)
     update = _make_update(graph, optimizer, frame_layout(grid, vision))
     state = saved["optimizer"]
-    # Restored with a checkpoint, so that a resumed run draws the frames that come next.
+    # Checkpoints store the generator's state, so a resumed run draws the same frames as an
+    # uninterrupted one.
     rng = np.random.default_rng(seed)
     if rng_state is not None:
         rng.bit_generator.state = rng_state
@@ -111,7 +112,7 @@ def align(
 
 
 def _as_saved(model: Qwen3VL, optimizer_state: Any) -> dict[str, Any]:
-    """What a checkpoint of this phase holds."""
+    """The state that a checkpoint of this phase stores."""
     return {
         "vision": nnx.state(model.vision),
         "text": nnx.state(model.text),
@@ -133,8 +134,8 @@ def _make_update(
         # Normalised like the decoder's states before its head.
         size = jnp.sqrt((vectors**2).mean(-1, keepdims=True) + 1e-12)
         logits = jnp.einsum("mcd,vd->mcv", vectors / size, embedding[...])
-        # Vectors should be as large as word embeddings. Next to much larger or smaller ones, either
-        # would be lost in the decoder.
+        # Visual vectors should be as large as word embeddings: in the decoder, much smaller vectors
+        # would be lost beside larger ones.
         word_size = jnp.sqrt((embedding[...] ** 2).mean())
         size_loss = ((size - word_size) ** 2).mean()
         # Frames with fewer words are padded with -1, which equals no token id.

@@ -59,8 +59,8 @@ class BatchShape:
             raise ValueError(f"BatchShape.visual: {self.visual}; give 0 or more tokens")
 
 
-# JAX also makes this tree with shardings as leaves, or with micro-batches as a further axis, so
-# the annotations are not checked.
+# Annotations are not checked, because JAX also builds this tree with shardings as leaves or with
+# micro-batches as a further axis.
 @no_type_check
 @struct.dataclass
 class Sequences:
@@ -93,7 +93,7 @@ def build(
     """Lay trajectories out as arrays of a static shape.
 
     Args:
-        groups: Trajectories by group. Those of a group begin with the same prompt.
+        groups: Groups of trajectories that begin with the same prompt.
         features: Encodes the frames of the prompts.
         shape: Sizes of the arrays; missing groups and rows become padding.
 
@@ -114,7 +114,7 @@ def build(
 
 
 def _padding(features: FrameFeatures, shape: BatchShape) -> dict[str, np.ndarray]:
-    """The arrays of a batch that holds nothing but padding."""
+    """The arrays of a batch that contains only padding."""
     config = features.config
     rows = shape.groups * shape.rows
     levels = 1 + config.vision.levels
@@ -180,10 +180,10 @@ def _write_row(
 
 
 def mismatches(batch: Sequences, groups: Sequence[Sequence[Trajectory]]) -> int:
-    """Count the rows whose token ids differ from what the sampler read and wrote.
+    """Count the rows whose token ids differ from the ids that the sampler read and wrote.
 
-    The sampler digests all ids up to the end of each of its responses. The last of these digests
-    is compared with the ids in the arrays.
+    With each response, the sampler stores a digest of all ids up to its end. The last digest of a
+    trajectory is compared with the ids in the arrays.
     """
     rows_per_group = len(batch.ids) // len(batch.prompt_ids)
     count = 0
@@ -198,6 +198,7 @@ def mismatches(batch: Sequences, groups: Sequence[Sequence[Trajectory]]) -> int:
             if not digests:
                 continue
             row = p * rows_per_group + g
+            # The last digest ends with the last sampled token; a tool response may follow.
             end = int(np.flatnonzero(batch.sampled[row]).max(initial=-1)) + 1
             ids = np.concatenate([prompt, batch.ids[row, :end]])
             count += digest(ids) != digests[-1]
@@ -211,8 +212,8 @@ def _check(length: int, limit: int, field: str) -> None:
         )
 
 
-# Shapes follow from settings that are checked before a run begins, so these errors mean that a
-# shape was given by hand, or a fault.
+# In a run, shapes follow from settings that were checked at the start. These errors therefore mean
+# that a shape was given by hand, or that the code has a bug.
 _REMEDIES = {
     "groups": "raise rl.prompts",
     "rows": "raise rl.grpo.group_size",

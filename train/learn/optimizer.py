@@ -1,4 +1,4 @@
-"""The optimizers of the recipes, all of them optax's."""
+"""The optimizers of the recipes, built from optax."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def _muon(settings: OptimizerSettings, steps: int) -> optax.GradientTransformati
     )
 
 
-# The axes of a layer's matrices that are summed over, and those that come out. Axis 0 is the layer,
-# so Muon treats each layer's matrix by itself.
+# Input axes (summed over) and output axes of each matrix. Axis 0 is the layer and in neither, so
+# Muon treats the matrix of each layer by itself.
 _AXES = {
     # [layer, embed, heads, head_dim]
     "q": optax.contrib.MuonDimensionNumbers(1, (2, 3)),
@@ -136,7 +136,7 @@ _AXES = {
 
 
 def _matrix_axes(weights: Any) -> Any:
-    """For each weight its axes as Muon needs them; None for weights of AdamW."""
+    """Each weight's axes as Muon needs them; None for weights that AdamW updates."""
 
     def axes(path: tuple[Any, ...], _: Any) -> Any:
         # A path such as layers/q/value.

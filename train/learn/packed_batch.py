@@ -47,7 +47,7 @@ class PackedShape:
                 raise ValueError(f"PackedShape.{name}: {value}; give a whole number of at least 1")
 
 
-# JAX also makes this tree with other leaves, or a further axis: see `Sequences`.
+# Annotations are not checked, for the same reason as in `Sequences`.
 @no_type_check
 @struct.dataclass
 class PackedRows:
@@ -67,7 +67,7 @@ class PackedRows:
 class Rendered(NamedTuple):
     """A conversation as the trainer sees it, with the visual vectors of its frames.
 
-    The vectors are kept because a row may have more frames than the store of `FrameFeatures`.
+    The vectors are kept here because a row may have more frames than `FrameFeatures` stores.
     """
 
     trajectory: Trajectory

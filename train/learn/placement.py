@@ -1,8 +1,8 @@
-"""How batches lie on a mesh: padding so that they divide, shardings, and micro-batches.
+"""Distributes batches over a mesh: padding, shardings and micro-batches.
 
-Rows are split over the axes `data` and `fsdp`. So are prompts if there is at least one per device.
-With fewer prompts, each is held by the neighbouring devices that hold its rows, and these compute
-it together, one piece of its length each:
+Rows are split over the axes `data` and `fsdp`, and so are prompts if each device gets at least one.
+With fewer prompts, the neighbouring devices that hold the rows of a prompt also share the prompt:
+each of them computes one piece of its length.
 
     device        0         1         2         3
     rows          r0 r1     r2 r3     r4 r5     r6 r7
@@ -10,7 +10,7 @@ it together, one piece of its length each:
     visual        p0 left   p0 right  p1 left   p1 right half the width of each vector
     computes      p0 [:s/2] p0 [s/2:] p1 [:s/2] p1 [s/2:]
 
-Where an array lies changes no number.
+Placement decides which device holds a value and never changes the value.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from train.learn.batch import BatchShape
 T = TypeVar("T")
 
 # The axis of rows, or of prompts, in each array of a batch, by the array's name. Arrays in neither
-# table are whole on every device.
+# table are replicated.
 BY_ROW = MappingProxyType(
     {
         # Sequences and PackedRows
@@ -65,9 +65,9 @@ BY_PROMPT = MappingProxyType(
 def parts_of(shapes: Sequence[BatchShape], devices: int, limit: int, processes: int = 1) -> int:
     """Number of micro-batches in which batches of `shapes` are computed.
 
-    It is the smallest number whose micro-batches, padding included, are no larger than those of
-    `limit`: with small batches on many devices, a higher number would save no memory. It is raised
-    if the groups of all micro-batches would not divide over the processes.
+    It is the smallest number whose micro-batches, padding included, are no larger than with
+    `limit` of them: with small batches on many devices, a higher number would only add padding. It
+    is raised if the groups of all micro-batches would not divide over the processes.
 
     Args:
         shapes: Shapes of the whole step's batches.
@@ -167,7 +167,7 @@ def shardings(batch: T, mesh: Mesh, processes: int = 1) -> T:
     Args:
         batch: A tree of `Sequences`, `RLBatch`, `SFTBatch` or the like, of real or abstract arrays.
         mesh: The mesh of training.
-        processes: Number of processes, if `batch` is what one of them has; 1 for a whole batch.
+        processes: Number of processes if `batch` is one process's share; 1 if it is a whole batch.
 
     Returns:
         The same tree with a NamedSharding in place of each array.
@@ -180,9 +180,9 @@ def shardings(batch: T, mesh: Mesh, processes: int = 1) -> T:
 def place(batch: T, mesh: Mesh) -> T:
     """Put a batch on the mesh.
 
-    NumPy arrays are what this process has: its own rows and prompts, which are joined in the order
-    of processes, or all of an array that is whole everywhere. JAX arrays are on devices already;
-    they are moved where necessary.
+    A NumPy array contains this process's own rows or prompts, which are joined in the order of
+    processes, or the full value of a replicated array. A JAX array is already on devices and is
+    moved if necessary.
     """
 
     def put(leaf: Any, sharding: NamedSharding) -> jax.Array:
@@ -206,14 +206,16 @@ def split_microbatches(batch: T, parts: int) -> T:
         # [.., parts * n, ..] -> [.., parts, n, ..] -> [parts, .., n, ..]
         before, after = leaf.shape[:axis], leaf.shape[axis + 1 :]
         x = jnp.moveaxis(leaf.reshape(*before, parts, -1, *after), axis, 0)
-        # Rows lie on the devices in order, so the first micro-batch would lie on the first devices
-        # only. Each is spread over all of them.
+        # Each device holds consecutive rows, so the first micro-batch would be on the first devices
+        # only, and the others would wait. Spread every micro-batch over all devices.
         prompts = leaf.shape[axis] // parts
         fewer_than_devices = (
             name in BY_PROMPT and mesh is not None and prompts % row_devices(mesh) > 0
         )
         if not fewer_than_devices:
             return constrain(x, *[None] * (axis + 1), ROWS)
+        # Too few prompts to give each device one. Visual vectors, by far the largest array, are
+        # split by their width instead.
         if name == "visual":
             return constrain(x, *[None] * (x.ndim - 1), ROWS)
         return x
@@ -231,13 +233,13 @@ def _sharding(path: tuple, leaf: Any, mesh: Mesh, processes: int) -> NamedShardi
 
 
 def _prompt_sharding(name: str, leaf: Any, mesh: Mesh, processes: int) -> NamedSharding:
-    """Prompts over blocks of devices; within a block, visual vectors over their width."""
+    """Splits prompts over blocks of devices and, within a block, visual vectors by their width."""
     axis = BY_PROMPT[name]
     devices = row_devices(mesh)
     prompts = processes * leaf.shape[axis]
     blocks = math.gcd(prompts, devices)
     block = devices // blocks
-    # The same devices in the same order as `mesh`, so that one program takes arrays of both.
+    # The same devices in the same order as in `mesh`, so that one program can take arrays of both.
     block_mesh = Mesh(
         mesh.devices.reshape(blocks, block, -1),
         ("group", "share", "tensor"),

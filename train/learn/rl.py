@@ -100,10 +100,10 @@ def make_rl_update(
     Args:
         graph: The decoder without its weights.
         optimizer: The optimizer whose state `state` has.
-        image_token_id: The placeholder id that visual vectors stand in for.
+        image_token_id: Id of the placeholder tokens that visual vectors replace.
         settings: Settings of the loss.
         parts: Number of micro-batches.
-        state: A real or abstract state; says how states are sharded.
+        state: A real or abstract state, with the shardings that updates keep.
     """
 
     def split(batch: RLBatch) -> RLBatch:
@@ -139,7 +139,7 @@ class Learner:
     ):
         mesh = mesh_of(weights)
         assert mesh is not None, (
-            "weights without a mesh; lay them on one with models.sharding.param_shardings"
+            "weights without a mesh; shard them with models.sharding.param_shardings"
         )
         self.mesh = mesh
         self.settings = settings
@@ -225,9 +225,9 @@ class Learner:
         if on_rollouts:
             on_rollouts(own, multihost_utils.process_allgather(advantages, tiled=True))
         state, update_metrics = self.update(state, RLBatch(placed, batch, advantages, totals))
-        # Reading the metrics waits for the update.
+        # float() waits for the update, so the times below include it.
         metrics = {name: float(x) for name, x in (advantage_metrics | update_metrics).items()}
-        # The engine takes its pages back, so the sync has to be done with its own memory first.
+        # Loading allocates the engine's pages. Block until the sync has freed its own memory.
         engine.load(jax.block_until_ready(self.sync(state.weights)), number + 1)
         times.append(time.perf_counter())
 
@@ -246,7 +246,7 @@ class Learner:
 
     def _to_host(self, weights: Any, dtype: Any) -> Any:
         """A copy of the weights in `dtype`, in the host's memory."""
-        # The decoder multiplies in the activations' type, so the reference needs no more digits.
+        # The decoder multiplies in the type of the activations; more digits would be rounded away.
         shardings = jax.tree.map(
             lambda sharding: sharding.with_memory_kind("pinned_host"), self._weight_shardings
         )

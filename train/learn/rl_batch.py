@@ -1,7 +1,7 @@
 """The arrays of one RL update: main agents' rows, then sub-agents' if these are trained.
 
-Every row names its rollout, so the order of rows, and how they are spread over processes and
-micro-batches, does not change the loss.
+Every row carries the number of its rollout. The loss therefore does not depend on the order of the
+rows, or on how they are spread over processes and micro-batches.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from train.learn.rollouts import Rollouts
 T = TypeVar("T")
 
 
-# JAX also makes this tree with other leaves, or a further axis: see `Sequences`.
+# Annotations are not checked, for the same reason as in `Sequences`.
 @no_type_check
 @struct.dataclass
 class RLBatch:
-    """What an update reads.
+    """Input of an RL update.
 
-    `sequences` are the main agents' and, where they are trained, the sub-agents'. `grpo` and
-    `advantages` have the rows of both, one below the other:
+    `sequences` are the main agents' and, if they are trained, the sub-agents'. `grpo` and
+    `advantages` have the rows of both, stacked:
 
         main agents   [groups * rows, t]     zeros on the right of the narrower part
         sub-agents    [sub-agents, t]
 
-    `totals` are those of the whole step, in every micro-batch too.
+    `totals` are the totals of the whole step, even in a micro-batch.
     """
 
     sequences: tuple[Sequences, ...]
@@ -104,21 +104,25 @@ def lay_out(
 def _assign_subagents(
     parts: Sequence[Rollouts], rows: int, room: int, seed: Sequence[int]
 ) -> tuple[list[tuple[int, Trajectory]], int]:
-    """This process's sub-agents, each with its rollout, and how many have no room anywhere.
+    """Returns this process's sub-agents, each with its rollout, and the number without room.
 
-    `rows` and `room` are rows of main agents and of sub-agents per process. Only the first process
-    returns a count, because counts are summed over processes.
+    Args:
+        parts: Rollouts of every process.
+        rows: Rows of main agents per process.
+        room: Rows of sub-agents per process.
+        seed: Seed of the draw.
     """
     agents = [
         (home, home * rows + episode, trajectory)
         for home, part in enumerate(parts)
         for episode, trajectory in part.subagents
     ]
-    # Sorted, so that which sub-agents are drawn, and not their order, depends on the seed.
+    # Sorted: the seed decides which sub-agents are drawn, but not their order.
     drawn = np.random.default_rng(seed).permutation(len(agents))[: room * len(parts)]
     chosen = [agents[n] for n in sorted(drawn)]
     items = deal([home for home, _, _ in chosen], len(parts), room)[jax.process_index()]
     own = [chosen[n][1:] for n in items]
+    # Counts are summed over processes, so only the first process returns this one.
     without_room = len(agents) - len(chosen) if jax.process_index() == 0 else 0
     return own, without_room
 
@@ -170,28 +174,28 @@ def as_grpo_batch(
     shapes: Sequence[BatchShape],
     mesh: Mesh,
 ) -> GRPOBatch:
-    """Gather what the algorithm reads about the whole step's rollouts, on the mesh.
+    """Collect on the mesh what PARA-GRPO reads about the rollouts of the whole step.
 
     Args:
         rollouts: This process's rollouts.
         sequences: The step's rows, placed on the mesh: main agents', then sub-agents'.
         owners: The rollout of each of this process's rows, as `lay_out` returns them.
         reference: Log-probs of `sequences` under the reference weights, on the mesh.
-        vocabulary: Gives the bytes of each token, in which struct(o) is found.
+        vocabulary: Gives the bytes of each token, from which struct(o) is parsed.
         shapes: One process's shapes, as for `lay_out`.
         mesh: The mesh of training.
 
     Returns:
         A batch whose rollouts are padded to the groups and rows of all processes.
     """
-    # struct(o) is a main agent's: a sub-agent has no format to keep.
+    # Only main agents have a struct(o): sub-agents have no format to keep.
     no_structure = (np.zeros(0, np.int32), np.zeros(0, np.int8))
     structures = [[no_structure] * len(rows) for rows in owners]
     for p, group in enumerate(rollouts.groups):
         for g, episode in enumerate(group):
             structures[0][p * shapes[0].rows + g] = _structure(episode.trajectory, vocabulary)
-    # One width for every step, so that nothing compiles again: each token breaks and opens at most
-    # one block.
+    # The width is the same in every step, so that nothing compiles again. It is the largest
+    # possible: each token breaks at most one block and opens at most one.
     width = 2 * max(shape.suffix for shape in shapes)
     by_row = {
         "mask": [s.sampled for s in sequences],
@@ -202,18 +206,18 @@ def as_grpo_batch(
     }
     arrays: dict[str, Any] = {}
     for name, parts in by_row.items():
-        # Each part is placed before the parts are stacked. The other way round the rows would come
-        # process by process, with main agents and sub-agents mixed.
+        # Place each part before stacking the parts. In the other order, rows would be grouped by
+        # process, with main agents and sub-agents mixed.
         placed = [place({name: part}, mesh)[name] for part in parts]
         arrays[name] = jax.tree.map(lambda *x: stack_rows(x), *placed)
-    # Arrays by rollout are short and whole on every device: gathered from all processes.
+    # Arrays by rollout are short and replicated, so every process gathers them all.
     for name, own in _by_rollout(rollouts, shapes[0]).items():
         arrays[name] = np.concatenate(hosts.gather(own))
     return place(GRPOBatch(**arrays), mesh)
 
 
 def _by_rollout(rollouts: Rollouts, shape: BatchShape) -> dict[str, np.ndarray]:
-    """What each rollout of this process earned, [groups, rows]; False and 0 for padding."""
+    """Rewards of this process's rollouts, as arrays [groups, rows]; False and 0 for padding."""
     size = (shape.groups, shape.rows)
     arrays = {
         "rewards": np.zeros(size, np.float32),
@@ -260,7 +264,7 @@ def split_rl_batch(batch: RLBatch, parts: int) -> RLBatch:
     def repeat(x: T) -> T:
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (parts, *jnp.shape(leaf))), x)
 
-    # Rows are split; what belongs to rollouts is repeated, since a row may be any rollout's.
+    # Rows are split. Arrays by rollout are repeated, since a row may belong to any rollout.
     fields = {}
     for field in dataclasses.fields(GRPOBatch):
         value = getattr(batch.grpo, field.name)

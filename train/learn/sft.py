@@ -81,11 +81,11 @@ class SFTSettings:
         return PackedShape(self.rows, self.row_tokens, self.row_tokens)
 
 
-# JAX also makes this tree with other leaves, or a further axis: see `Sequences`.
+# Annotations are not checked, for the same reason as in `Sequences`.
 @no_type_check
 @struct.dataclass
 class SFTBatch:
-    """What an update reads: packed rows, and the number of trained tokens in the whole step."""
+    """Input of an update: packed rows, and the number of trained tokens in the whole step."""
 
     packed: PackedRows
     tokens: Float[Array, ""]
@@ -115,7 +115,7 @@ def packed_logprobs(
     Args:
         text: The decoder.
         batch: b rows of t tokens.
-        image_token_id: The placeholder id that visual vectors stand in for.
+        image_token_id: Id of the placeholder tokens that visual vectors replace.
         remat: Activation checkpointing policy.
         chunk: Tokens whose logits exist at a time; None: all.
     """
@@ -132,8 +132,9 @@ def packed_logprobs(
 def sft_loss(image_token_id: int, remat: Remat = "none", chunk: int | None = None) -> Loss:
     """The loss of an `SFTBatch`: mean negative log-likelihood of the step's trained tokens.
 
-    For a micro-batch it is that part of the mean. The metrics count trained tokens and
-    conversations. Arguments as for `packed_logprobs`.
+    For a micro-batch it is that micro-batch's share of the step's mean, so the losses of all of
+    them add up. The metrics count trained tokens and conversations. The arguments are those of
+    `packed_logprobs`.
     """
 
     def loss(
@@ -171,10 +172,10 @@ def make_sft_update(
     Args:
         graph: The decoder without its weights.
         optimizer: The optimizer whose state `state` has.
-        image_token_id: The placeholder id that visual vectors stand in for.
-        settings: Activation checkpointing and size of logits.
+        image_token_id: Id of the placeholder tokens that visual vectors replace.
+        settings: Settings of activation checkpointing and of the logits' chunk size.
         parts: Number of micro-batches.
-        state: A real or abstract state; says how states are sharded.
+        state: A real or abstract state, with the shardings that updates keep.
     """
 
     def split(batch: SFTBatch) -> SFTBatch:
@@ -185,9 +186,9 @@ def make_sft_update(
 
 
 class SFTBatches:
-    """An endless iterator over the batches of a cold start, whose position can be saved.
+    """Iterates over the batches of a cold start without end; the position can be saved.
 
-    Files that cannot be read leave padding in their rows; they are added to `features.unreadable`.
+    A file that cannot be read leaves padding in its row and is added to `features.unreadable`.
 
     Args:
         settings: Settings of the cold start.

@@ -24,10 +24,10 @@ from models.qwen3_vl.flops import flops_per_token
 from train.learn.batch import Sequences
 from train.learn.packed_batch import PackedRows
 
-# Dense bfloat16 FLOP/s from NVIDIA's data sheets. JAX gives those of TPUs.
+# Dense bfloat16 FLOP/s from NVIDIA's data sheets. JAX knows the peaks of TPUs.
 _GPUS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
-# Other devices are measured by a product of two matrices of this size, the best of some rounds.
+# On other devices the peak is measured: the fastest of some products of two square matrices.
 _SIZE = 1024
 _ROUNDS = 5
 
@@ -64,7 +64,7 @@ def _measured_flops() -> float:
 
 
 Batches = Sequence[Any]
-"""`Sequences`, or `PackedRows`."""
+"""Batches of `Sequences` or of `PackedRows`."""
 
 
 def real_tokens(batches: Batches) -> int:
@@ -92,7 +92,8 @@ def update_flops(batches: Batches, config: Qwen3VLConfig) -> float:
         prompt_of_row = np.zeros(len(rows))
         if len(prompts):
             prompt_of_row = prompts.repeat(len(rows) // len(prompts))
-        # The tokens of a sequence of n attend to 1 + 2 + ... + n = n * (n + 1) / 2 tokens.
+        # The tokens of a sequence of n attend to 1 + 2 + ... + n = n * (n + 1) / 2 tokens. A row's
+        # tokens attend to its whole prompt as well.
         total += (prompts * (base - head) + slope * prompts * (prompts + 1) / 2).sum()
         total += (rows * base + slope * rows * (prompt_of_row + (rows + 1) / 2)).sum()
     # The backward pass costs twice the forward pass.
@@ -115,7 +116,7 @@ def _lengths(
 
 
 def _whole(x: np.ndarray | jax.Array) -> np.ndarray:
-    """All of an array, of which other processes may have parts."""
+    """The array as float64, gathered if it is spread over processes."""
     if isinstance(x, jax.Array):
         x = multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x, np.float64)

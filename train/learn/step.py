@@ -23,7 +23,7 @@ from train.learn.batch import Sequences
 from train.learn.placement import prompt_pieces, split_microbatches
 
 
-# JAX also makes this tree with shardings as leaves.
+# Annotations are not checked, because JAX also builds this tree with shardings as leaves.
 @no_type_check
 @struct.dataclass
 class TrainState:
@@ -39,7 +39,7 @@ Loss = Callable[[TextDecoder, Any], tuple[Float[Array, ""], dict[str, Float[Arra
 
 
 class MeshProgram(NamedTuple):
-    """A jitted function that runs, and is lowered, with its mesh set."""
+    """A jitted function that sets its mesh when it is called or lowered."""
 
     jitted: Any
     mesh: Mesh | None
@@ -58,7 +58,7 @@ class MeshProgram(NamedTuple):
 
 
 def mesh_of(weights: Any) -> Mesh | None:
-    """The mesh on which real or abstract weights lie; None if they are not sharded over one."""
+    """The mesh of real or abstract weights; None if they are not sharded over a mesh."""
     sharding = jax.tree.leaves(weights)[0].sharding
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return sharding.mesh
@@ -74,7 +74,7 @@ def init_state(weights: Any, optimizer: optax.GradientTransformation) -> TrainSt
 def state_shardings(state: TrainState) -> TrainState:
     """The sharding of each array of a real or abstract state, following that of its weights.
 
-    Moments lie like their weight. All else, such as counters, is whole on every device.
+    A moment is sharded like its weight. Everything else, such as counters, is replicated.
     """
     of_weights = {
         jax.tree_util.keystr(path): leaf.sharding
@@ -82,18 +82,18 @@ def state_shardings(state: TrainState) -> TrainState:
     }
     mesh = mesh_of(state.weights)
     if mesh is None:
-        whole = next(iter(of_weights.values()))
+        replicated = next(iter(of_weights.values()))
     else:
-        whole = NamedSharding(mesh, PartitionSpec())
+        replicated = NamedSharding(mesh, PartitionSpec())
 
     def find(path: tuple[Any, ...], _: Any) -> Any:
-        # Optimizers nest trees of moments in states of their own: the path of a moment ends with
-        # the path of its weight.
+        # Optimizers nest trees of moments in their own states, so the path of a moment ends with
+        # the path of its weight. Try all suffixes, the longest first.
         for start in range(len(path)):
             name = jax.tree_util.keystr(path[start:])
             if name in of_weights:
                 return of_weights[name]
-        return whole
+        return replicated
 
     return jax.tree_util.tree_map_with_path(find, state)
 
@@ -111,18 +111,18 @@ def row_logprobs(
     Args:
         text: The decoder.
         batch: p prompts of s tokens, and b rows of t tokens.
-        image_token_id: The placeholder id that visual vectors stand in for.
+        image_token_id: Id of the placeholder tokens that visual vectors replace.
         temperature: The temperature at which the rows were sampled.
         remat: Activation checkpointing policy.
         chunk: Tokens whose logits exist at a time; None: all.
 
     Returns:
-        Log-probs by row; 0 for a row's first token, which is the last one of its prompt.
+        Log-probs by row; 0 for a row's first token.
     """
     x = jax.tree.map(jnp.asarray, batch)
     p, s = x.prompt_ids.shape
-    # [p, s] -> [p * pieces, s / pieces]: every piece is a row of its own, so that the devices that
-    # share a prompt compute a piece each. The decoder lets a piece attend to those before it.
+    # [p, s] -> [p * pieces, s / pieces]: every piece becomes a row, so that the devices that share
+    # a prompt compute one piece each. In the decoder, a piece attends to the pieces before it.
     pieces = prompt_pieces(p, len(x.ids), s)
     index = visual_index(x.prompt_ids, image_token_id)
     prompt_ids = x.prompt_ids.reshape(p * pieces, -1)
@@ -148,6 +148,7 @@ def row_logprobs(
     )
     # The output at t - 1 predicts token t.
     logprobs = text.token_logprobs(hidden[:, :-1], x.ids[:, 1:], temperature, chunk)
+    # A row's first token is the last one of its prompt: nothing predicts it, so it gets 0.
     return jnp.pad(logprobs, ((0, 0), (1, 0)))
 
 
@@ -205,8 +206,8 @@ def make_update(
             accumulated in float32, in order.
 
     Returns:
-        `f(state, batch) -> (state, metrics)`. The state is donated. The metrics are those of the
-        loss, `loss` and `grad_norm`.
+        `f(state, batch) -> (state, metrics)`. The state is donated. The metrics are the loss
+        function's own, plus `loss` and `grad_norm`.
     """
 
     def gradients(weights: Any, batch: Any) -> Any:
@@ -221,10 +222,11 @@ def make_update(
             new = gradients(weights, part)
             return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, new), None
 
-        # A scan, and not a sum over a `map`: only one gradient beside the total is in memory.
-        # Its fixed order makes a resumed run equal to an uninterrupted one bit for bit.
+        # A scan keeps one gradient in memory beside the total; a `map` would keep all of them.
+        # Its fixed order of additions makes a resumed run equal an uninterrupted one bit for bit.
         first = jax.tree.map(lambda x: x[0], parts)
         shapes = jax.eval_shape(gradients, weights, first)
+        # The total is float32: bfloat16 would round small gradients of later parts away.
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
         (values, grads), _ = jax.lax.scan(add, zeros, parts)
         return values, jax.tree.map(lambda g, w: g.astype(w.dtype), grads, weights)
@@ -236,8 +238,8 @@ def make_update(
         metrics = metrics | {"loss": value, "grad_norm": optax.global_norm(grads)}
         return TrainState(weights, optimizer_state, state.step + 1), metrics
 
-    # The new state keeps the shardings of the old one: with others, the next update would compile
-    # again.
+    # The new state keeps the shardings of the old one; otherwise the next update would compile
+    # again. Donation lets XLA write the new state into the old one's memory.
     out_shardings = (state_shardings(state), None)
     jitted = jax.jit(update, donate_argnums=0, out_shardings=out_shardings)
     return MeshProgram(jitted, mesh_of(state.weights))

@@ -1,4 +1,7 @@
-"""The parts of a run that encode frames and play episodes. The vision tower is frozen first."""
+"""Builds the parts of a run that encode frames and play episodes.
+
+The vision tower must already be frozen.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,8 @@ class Actor:
     judge: RemoteJudge | None
 
     def wake(self, weights: Any, version: int) -> None:
-        """Load `weights` into the engine, which samples under them as `version`."""
-        # The old weights go first: both may not fit.
+        """Load `weights` into the engine; samples then report `version`."""
+        # Free the old weights first: memory may not hold both.
         self.engine.sleep()
         self.engine.load(jax.block_until_ready(self.sync(weights)), version)
 
@@ -62,7 +65,7 @@ def open_actor(
 
     Args:
         run: The settings.
-        model: Its decoder gets shapes only, so that the engine alone holds weights.
+        model: Loses the decoder's weights and keeps their shapes: the engine has the only copy.
         environment: The protocol, and the frames' features.
         judge: Scores open-ended answers; None: rules score them.
         weights: The weights that are trained, on the mesh of training.
@@ -70,7 +73,7 @@ def open_actor(
     if not run.plays_episodes:
         return None
     sync = WeightSync(weights, model.text.dtype)
-    # An engine starts with the weights of its model.
+    # The engine takes its first weights from the model.
     nnx.update(model.text, sync(weights))
     engine = Engine(model, environment.features, run.engine_sizes)
     engine.sleep()

@@ -12,11 +12,11 @@ from train.phases.context import Context
 
 
 def align(context: Context, model: Qwen3VL) -> None:
-    """Train the vision tower of `model` in place, from where it stopped."""
+    """Train the vision tower of `model` in place, from the phase's last checkpoint if any."""
     settings, data = context.run.align, context.data
     if settings is None:
         return
-    # The tiny model is whole on every device, and every process trains all of it.
+    # The tiny model is replicated: every process trains the whole model.
     whole = NamedSharding(context.mesh, PartitionSpec())
     nnx.update(model, jax.device_put(nnx.state(model), whole))
     unreadable: dict[str, str] = {}

@@ -20,7 +20,7 @@ def cold_start(
     reader: FrameReader | None,
     weights: Any,
 ) -> Any:
-    """Train `weights`, which are donated. Returns those after the last step of SFT."""
+    """Train `weights`, which are donated, and return the weights after the last step of SFT."""
     settings = context.run.sft
     if settings is None:
         return weights
@@ -43,7 +43,7 @@ def cold_start(
             start = time.perf_counter()
             batch, arrays, counts = next(batches)
             state, metrics = update(state, batch)
-            # Reading the metrics waits for the update.
+            # float() waits for the update, so the measured time includes it.
             metrics = {name: float(value) for name, value in metrics.items()} | counts
             seconds = time.perf_counter() - start
             metrics["time/step"] = seconds

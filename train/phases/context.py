@@ -1,4 +1,4 @@
-"""What every phase of a run is given; opening and resuming a phase that trains."""
+"""The context that every phase of a run gets, and how a training phase is opened and resumed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Context:
     data: Data
     mesh: Mesh
     origin: dict[str, Any]
-    """What the run began with: sizes of the model, vocabulary, published weights and data."""
+    """The run's starting point: sizes of the model, vocabulary, published weights and data."""
     param_dtype: str
     """Type of the trained weights. The sampler's may differ."""
     metrics: MetricsWriter
@@ -59,17 +59,18 @@ class Context:
         """
         kept = self.run.checkpoints
         is_rl = name == "rl"
-        # A cold start may be another run's (`Run.start`), so its checkpoints are bound to the
-        # settings of a cold start only.
-        decisive = identity(self.settings) if is_rl else cold_start_identity(self.settings)
+        # Another run may take over a cold start (`Run.start`), so its checkpoints record only the
+        # settings that affect a cold start.
+        recorded = identity(self.settings) if is_rl else cold_start_identity(self.settings)
         checkpoints = Checkpoints(
             self.folder / "checkpoints" / name,
             keep=kept.keep,
             asynchronous=True,
-            identity={"settings": decisive, **self.origin},
+            identity={"settings": recorded, **self.origin},
         )
 
         def before_save() -> None:
+            # Processes decode different videos, so each may know of other unreadable ones.
             everywhere: dict[str, str] = {}
             for part in hosts.gather(unreadable):
                 everywhere |= part
@@ -95,10 +96,8 @@ class Context:
 
 
 def as_saved(state: TrainState, tower: Any) -> dict[str, Any]:
-    """What a checkpoint of SFT or RL holds: the whole model and the optimizer's state.
-
-    The tower is frozen, but a checkpoint without it would not be a model.
-    """
+    """The state that a checkpoint of SFT or RL stores: the whole model and the optimizer."""
+    # The tower is frozen, but a checkpoint without it could not be exported as a model.
     return {
         "vision": tower,
         "text": state.weights,
@@ -108,9 +107,12 @@ def as_saved(state: TrainState, tower: Any) -> dict[str, Any]:
 
 
 def resume(phase: Phase, start: TrainState, tower: Any) -> tuple[TrainState, Any]:
-    """Restore the state and the data cursor of `phase`; `start` and None if it has no checkpoint.
+    """Restore the state and the data cursor of `phase`.
 
     If a state is restored, the arrays of `start` are deleted.
+
+    Returns:
+        The state and the cursor; `start` and None if the phase has no checkpoint.
     """
     saved, cursor = phase.resume(as_saved(start, tower))
     if not phase.first:

@@ -27,8 +27,8 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """Play held-out questions under every setting, and write one file per K.
 
-    A file is written once its settings are done. An interrupted evaluation plays only those that
-    are missing. With a judge, a file also holds the sums of `JudgeCounts`.
+    An interrupted evaluation resumes with the first K that has no file. With a judge, a file also
+    holds the sums of `JudgeCounts`.
 
     Args:
         context: The run.
@@ -37,7 +37,8 @@ def evaluate(
         name: `before` or `after` RL.
 
     Returns:
-        A row of results per setting; [] if the run plays no episodes or has no held-out questions.
+        One row of results per setting; [] if the run plays no episodes or has no held-out
+        questions.
     """
     settings = context.run.evaluation
     questions = context.data.heldout[: settings.questions]
@@ -56,7 +57,7 @@ def evaluate(
                         file.parent.mkdir(exist_ok=True)
                         write_atomically(file, json.dumps(content))
             rows += json.loads(file.read_text())["rows"]
-    # The next phase needs the memory.
+    # The next phase needs the engine's memory.
     actor.engine.sleep()
     return rows
 
@@ -75,7 +76,7 @@ def _evaluate_budget(
     Returns:
         The content of the file: rows, episodes, and the judge's counts.
     """
-    # What is cached must not depend on where an interrupted evaluation resumed.
+    # Start with an empty cache: results must not depend on where an interrupted evaluation resumed.
     actor.engine.forget()
     content: dict[str, Any] = {"rows": [], "episodes": []}
     if actor.judge is not None:

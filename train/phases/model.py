@@ -38,8 +38,8 @@ def first_model(run: Run, data: Data, mesh: Mesh) -> tuple[Qwen3VL, dict[str, An
     """Load or initialise the model that a run begins with.
 
     Returns:
-        The model; and what it began with, by content: vocabulary, sizes of the model, and digests
-        of published data and weights. A checkpoint of another beginning cannot be resumed.
+        The model, and the run's starting point by content: vocabulary, sizes of the model, and
+        digests of published data and weights. Checkpoints from another starting point are refused.
     """
     dtype = jnp.dtype(run.model.dtype)
     path = run.model.path
@@ -74,6 +74,8 @@ def take_apart(model: Qwen3VL, mesh: Mesh) -> tuple[Parts, Any]:
     """Split `model` into frozen parts and trained weights, which are sharded over `mesh`."""
     graph, weights = nnx.split(model.text)
     weights = jax.device_put(weights, param_shardings(weights, mesh))
+    # Checkpoints store the tower as it was loaded, so keep it on the host. The devices get a copy
+    # in the type of the activations.
     tower = on_host(nnx.state(model.vision))
     on_devices = jax.tree.map(jnp.asarray, frozen(tower, model.vision.dtype))
     nnx.update(model.vision, on_devices)
@@ -82,5 +84,5 @@ def take_apart(model: Qwen3VL, mesh: Mesh) -> tuple[Parts, Any]:
 
 
 def drop_weights(model: Qwen3VL) -> None:
-    """Leave only shapes in the decoder of `model`, so that its weights are in memory once."""
+    """Leave only shapes in the decoder of `model`, so that its weights exist only once."""
     nnx.update(model.text, jax.eval_shape(lambda: nnx.state(model.text)))

@@ -104,9 +104,9 @@ def _questions(
     """The questions of each step. Overviews of published videos are read one step ahead."""
     prompts = settings.prompts
     seed = context.run.seed
-    # Budgets are drawn here as the step will draw them, so that the right frames are read.
+    # Draws the same budgets as the step will, so that the right frames are prefetched.
     budgets = functools.partial(draw_budgets, settings, seed, prompts=prompts)
-    # A seed of its own: the order of questions is independent of that of conversations.
+    # Another seed than for conversations, so that the two orders are independent.
     return question_stream(context.data, reader, seed + 2, prompts, budgets, first)
 
 
@@ -125,6 +125,7 @@ def _transcriber(
         lines = []
         for p, (group, rewards) in enumerate(zip(rollouts.groups, rollouts.rewards, strict=True)):
             setting = EpisodeSettings(group[0].frames, settings.temperature)
+            # The first process's rows come first in `advantages`, so group p begins at p * rows.
             shown = transcript(
                 group[0], rewards[0], setting, context.data.vocabulary, advantages[p * rows]
             )

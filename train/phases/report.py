@@ -38,7 +38,7 @@ def report(context: Context, before: Rows, after: Rows, seconds: float) -> pathl
 
 
 def _counts(folder: pathlib.Path) -> dict[str, Any]:
-    """Counts over all of RL that must be zero, or small."""
+    """Checks over all RL steps: two counts that must be 0, and a gap that must be small."""
     steps = [line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "rl"]
     gaps = [line["logprob_gap"] for line in steps]
     return {

@@ -124,7 +124,7 @@ def _placed(batch: Any, mesh: Mesh) -> Any:
 
 
 def _visual(rows: int, tokens: int, config: Qwen3VLConfig) -> Any:
-    """Features of visual tokens: the tower's output, and one level per deepstack layer."""
+    """Features of visual tokens: the tower's output, and one vector per DeepStack level."""
     levels = 1 + config.vision.levels
     return _shape((rows, tokens, levels, config.text.hidden_size), jnp.float32)
 

@@ -18,7 +18,7 @@ from paravt_jax.data.atomic import write_atomically
 from train.plan.compile import Case, Measured, libtpu_version
 
 ROOT = pathlib.Path(__file__).parents[2]
-ROOMS = ("configs", "models", "paravt_jax", "rollout", "train")
+PACKAGES = ("configs", "models", "paravt_jax", "rollout", "train")
 
 
 def cached(
@@ -59,7 +59,7 @@ def _key(case: Case) -> str:
 
 def compiler_fingerprint() -> str:
     """Compiler versions, compiler environment variables and a digest of this project's sources."""
-    files = [file for room in ROOMS for file in (ROOT / room).rglob("*.py")]
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())

@@ -221,7 +221,7 @@ class _Module:
         step = self._step(body[1], index)
         if end is None or step is None or step < 1:
             return None
-        # An unknown start counts as 0: rather too many iterations than too few.
+        # Count an unknown start as 0: too many iterations are a safer error than too few.
         start = self._initial_value(loop, index) or 0
         return max(0, math.ceil((end - start) / step))
 
@@ -266,7 +266,10 @@ class _Module:
         return False
 
     def _tuple_index(self, line: _Instruction) -> int | None:
-        """Which element of its computation's parameter an instruction takes, or None."""
+        """Index of the element that an instruction reads from its computation's parameter, or None.
+
+        A loop's state is such a parameter.
+        """
         if line.operation != "get-tuple-element":
             return None
         if self.instructions[line.operands[0]].operation != "parameter":
@@ -275,7 +278,7 @@ class _Module:
         return int(match[1]) if match else None
 
     def _without_copies(self, line: _Instruction) -> _Instruction:
-        """The instruction whose result a chain of copies passes on."""
+        """The instruction at the start of a chain of copies."""
         while line.operation == "copy":
             line = self.instructions[line.operands[0]]
         return line

@@ -100,7 +100,7 @@ def plan(
 def _all_arrays(
     topology: Topology, sizes: dict[str, float], measured: dict[str, Measured]
 ) -> dict[str, float]:
-    """Bytes over all devices of what ends up in the memory of hosts."""
+    """Bytes over all devices of the arrays that hosts keep in memory; see `step.host_memory`."""
     names = ("batch", "state", "reference", "pieces", "tower")
     arrays = {name: sizes[f"all {name}"] for name in names}
     arrays["offloaded"] = max(m.offloaded for m in measured.values()) * topology.devices
@@ -115,7 +115,7 @@ def _advice(
     together: list[step.Together],
     residents: dict[str, float],
 ) -> list[str]:
-    """What failed, what does not fit, and which settings would help."""
+    """Lists failures, programs that do not fit, and settings that would help."""
     hbm = topology.chip.hbm
     pool = residents.get("KV pool", 0.0)
     too_large = [held for held in together if held.total > hbm]
@@ -126,7 +126,7 @@ def _advice(
     if too_large:
         programs = {held.program for held in too_large}
         advice += step.remedies(programs, run, pool, topology, devices=mesh[0] * mesh[1])
-    # Without measured rollouts nothing is known to be free.
+    # If no rollout program was measured, assume that nothing is free.
     used = max((held.total for held in together if held.program in ROLLOUTS), default=hbm)
     page = pool / (run.engine_sizes.pages + 1)
     return advice + step.pages_advice(run, topology, hbm - used, page)
@@ -315,7 +315,7 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit code.
 
-    0: everything that was asked for fits. 1: something does not fit or is not known. 2: an invalid
+    0: all planned programs fit. 1: a program does not fit, or failed to compile. 2: an invalid
     option. 130: interrupted.
     """
     arguments, rest = _parse_arguments(sys.argv[1:] if argv is None else argv)

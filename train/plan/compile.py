@@ -1,7 +1,8 @@
-"""Compiles one program with the TPU's compiler, in a separate process, and reads what it needs.
+"""Compiles one program with the TPU's compiler, in a separate process, and reads its memory use.
 
-The compiler may abort or never finish; in its own process that costs one program and not the plan.
-Running out of memory is a result, not an error: it tells how much is missing and what takes it.
+The compiler may abort or never finish. In its own process that costs one program, not the whole
+plan. Running out of memory is a result, not an error: the compiler says how much is missing and
+which arrays are the largest.
 
 `python -m train.plan.compile CASE RESULT` is the command of that process; both are pickle files.
 """
@@ -33,7 +34,7 @@ _REPORT_LINE = re.compile(r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+[GM]iB);\s*\d+;\s
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 # Programs that run while the engine is awake, each on the devices of one host.
 ROLLOUTS = ("vision", "prefill", "prefill after", "decode")
-# In place of a program: the sizes of everything that stays on devices and hosts.
+# Used like a program's name, for the sizes of everything that stays on devices and hosts.
 SIZES = "sizes"
 
 
@@ -48,10 +49,8 @@ class Case:
 
     @property
     def place(self) -> tuple[str, ...]:
-        """What the program depends on, of slice and mesh.
-
-        A program of one host is the same for all slices of a generation.
-        """
+        """The part of slice and mesh that the program depends on."""
+        # A program of one host is the same for all slices of a generation.
         if self.program in ROLLOUTS:
             return (self.topology.host.name,)
         return (self.topology.name, str(self.mesh))
@@ -110,6 +109,8 @@ def compile_case(case: Case, timeout: float) -> Measured:
     Returns:
         The result; its `error` tells of a timeout or a crash.
     """
+    # There is no TPU to open: libtpu must not ask the cloud's metadata server for one, and several
+    # processes may load it at a time. The caller's XLA_FLAGS must not change the programs.
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -122,8 +123,8 @@ def compile_case(case: Case, timeout: float) -> Measured:
         result_file = pathlib.Path(folder, "result")
         case_file.write_bytes(pickle.dumps(case))
         command = [sys.executable, "-m", "train.plan.compile", str(case_file), str(result_file)]
-        # The child reads from this pipe and exits when it closes. The kernel closes it when this
-        # process ends, even by SIGKILL, so no compiler is left behind.
+        # The child exits when this pipe closes. The kernel closes it when this process ends, even
+        # by SIGKILL, so no compiler is left behind.
         read_end, write_end = os.pipe()
         try:
             done = subprocess.run(
@@ -188,7 +189,7 @@ def measure(case: Case) -> Measured:
 
 
 def make_plan(case: Case) -> Any:
-    """The programs of the case's run on its slice. ImportError without libtpu."""
+    """The programs of the case's run on its slice. Raises ImportError without libtpu."""
     from train.plan.programs import Plan
 
     devices = case.topology.make_devices()
@@ -214,7 +215,7 @@ def _statistics(compiled: Any, dump_folder: pathlib.Path, program: Any) -> dict[
         "temporary": temporary,
         "output": output,
         "alias": alias,
-        # Donated arguments and the outputs that replace them are in both sums.
+        # Donated arguments share memory with outputs, so both sums include it: subtract it once.
         "peak": arguments + temporary + output - alias,
         "offloaded": memory.host_temp_size_in_bytes,
         "sent": bytes_sent(collectives),
@@ -222,7 +223,7 @@ def _statistics(compiled: Any, dump_folder: pathlib.Path, program: Any) -> dict[
 
 
 def memory_shortage(message: str, arguments: Any) -> dict[str, Any]:
-    """Reads the compiler's message that memory does not suffice.
+    """Parses the compiler's out-of-memory message.
 
     Args:
         message: text of the compiler's error.
@@ -242,7 +243,7 @@ def memory_shortage(message: str, arguments: Any) -> dict[str, Any]:
     only_temporaries, needed, needed_unit, available, available_unit = found.groups()
     peak = float(needed) * UNITS[needed_unit]
     available_bytes = float(available) * UNITS[available_unit]
-    # This message counts temporaries alone, and the arguments take memory as well.
+    # This variant of the message counts only temporaries, but arguments take memory as well.
     if only_temporaries:
         peak += device_bytes(arguments)
     return {

@@ -87,7 +87,7 @@ def pairs_of_rows(length: int) -> Pairs:
     def pairs(queries: int, keys: int) -> float:
         prefix = keys - queries
         # Fewer queries than a row, or no prefix: this is the prompt itself, one causal sequence.
-        # (Tiling may pad queries and keys, hence >= and not equality.)
+        # Compare with >= because tiling may pad the queries.
         row = length if queries >= length and prefix > 0 else queries
         return queries * prefix + queries * (row + 1) / 2
 
@@ -102,8 +102,8 @@ def every(queries: int, keys: int) -> float:
 def _used_equations(jaxpr: Jaxpr) -> list[Any]:
     """The equations whose results are used.
 
-    A jaxpr may still contain forward kernels whose results were saved elsewhere; the compiler
-    removes them.
+    Differentiation may leave forward kernels in a jaxpr whose results are saved elsewhere. The
+    compiler removes them, so they do not count.
     """
     needed = {x for x in jaxpr.outvars if isinstance(x, Var)}
     used = []

@@ -51,7 +51,7 @@ class PlannedProgram:
     read: float
     """Bytes of HBM that a device must read in a call."""
     given: tuple[str, ...] = ()
-    """Residents of a device that are among the arguments."""
+    """Residents of the device that are among the arguments."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Static arguments."""
     trip_count: float | None = None
@@ -117,7 +117,7 @@ class Plan:
         Returns:
             Bytes per device of each resident, by its name. Bytes over all devices as "all state",
             "all batch", "all pieces" (of one call of prefill), "all reference" and "all tower". The
-            number of "prefill rows". What the run does not have is 0.
+            number of "prefill rows". Entries that the run does not have are 0.
         """
         state, batch = self._training_arguments()
         found = {name: float(device_bytes(tree)) for name, tree in self.residents.items()}
@@ -262,7 +262,8 @@ class Plan:
             self._engine().decode.__wrapped__,
             (weights, self.residents["KV pool"], None, rows),
             self.host,
-            # Weights only. What rows read depends on the slice: `step.decode_read` adds it.
+            # Weights only. The pages that rows read depend on the slice: `step.decode_read` adds
+            # them.
             engine.steps * device_bytes(weights),
             given=("engine's weights", "KV pool"),
             options={"steps": engine.steps, "width": width},
@@ -331,7 +332,7 @@ class Plan:
     # --- vision ---
 
     def _tower(self) -> tuple[Any, Any]:
-        """(graph, weights) of the vision tower on one device, as `models.features` runs it."""
+        """(graph, weights) of the vision tower on one device, where `models.features` runs it."""
         graph, weights = nnx.split(self.model.vision)
         weights = frozen(weights, self.model.vision.dtype)
         one = NamedSharding(self.one, PartitionSpec())
@@ -389,7 +390,7 @@ def planned_config(run: Run) -> Qwen3VLConfig:
     """The sizes of the run's model."""
     if run.model.size != "tiny":
         return qwen3_vl(run.model.size)
-    # The laptop model's vocabulary is built from the world's texts, here as in a run.
+    # The tiny model's vocabulary is built from the world's texts, here as in a run.
     return model_config(run, world_vocabulary(run.protocol))
 
 

@@ -27,7 +27,7 @@ class Together:
 
     program: str
     peak: float
-    """What the program itself needs, its arguments included."""
+    """Memory of the program itself, including its arguments."""
     others: dict[str, float]
     """Residents that are on the device but not among the program's arguments."""
 
@@ -38,7 +38,7 @@ class Together:
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """Least seconds that a phase of a step takes."""
+    """A lower limit on the seconds of one phase of a step."""
 
     phase: str
     calls: int
@@ -56,7 +56,7 @@ def _ceil_divide(a: int, b: int) -> int:
 
 
 def held_together(measured: Measured, residents: dict[str, float]) -> Together:
-    """What a device holds while a program runs.
+    """Adds up the memory of a device while a program runs.
 
     Args:
         measured: the program.
@@ -80,7 +80,7 @@ def rollouts_at_once(run: Run, topology: Topology) -> tuple[int, int, int]:
     """Rollouts on the host with the most prompts, if all of them have the maximum length.
 
     Returns:
-        (rollouts of a step, rollouts that run at once, pages for as many rollouts as there are
+        (rollouts of a step, rollouts that run at once, pages that would let rollouts fill all
         slots).
     """
     engine = run.engine_sizes
@@ -89,8 +89,8 @@ def rollouts_at_once(run: Run, topology: Topology) -> tuple[int, int, int]:
     shape = run.rl_shapes[0]
     prompts = _ceil_divide(shape.groups, topology.hosts)
     rollouts = prompts * shape.rows
-    # The pages of a prompt are shared by its group, except for the last one if it is partly filled:
-    # every rollout has a copy of that page, in addition to the pages of its own tokens.
+    # A group shares the pages of its prompt, except for a partly filled last page: every rollout
+    # has its own copy of that page, in addition to the pages of its own tokens.
     shared_pages = prompts * _ceil_divide(shape.prompt, engine.page)
     own_pages = _ceil_divide(shape.suffix, engine.page) + 1
     in_slots = min(rollouts, engine.slots)
@@ -155,9 +155,9 @@ def decode_read(run: Run, topology: Topology, sizes: dict[str, float]) -> float:
 
 
 def limit(measured: Measured, calls: int, topology: Topology) -> Limit:
-    """Least seconds that `calls` of a program take."""
+    """The lower limit on the time of `calls` calls of a program."""
     chip = topology.chip
-    part = 1 / chip.devices  # the share of a chip that is one device
+    part = 1 / chip.devices  # each device of a chip gets an equal part of the chip's rates
     return Limit(
         measured.program,
         calls,
@@ -170,8 +170,9 @@ def limit(measured: Measured, calls: int, topology: Topology) -> Limit:
 def model_flops(shape: BatchShape, config: Qwen3VLConfig) -> float:
     """Model FLOPs of an update: 6 N D and attention, without padding and recomputation.
 
-    N: the weights in matrix products. D: the tokens, each prompt counted once for its group. 6: a
-    multiplication and an addition (2), forward and backward (3, since backward costs two forwards).
+    N is the number of weights in matrix products. D is the number of tokens, with each prompt
+    counted once per group. 6 is 2 (a multiplication and an addition) times 3 (one forward pass, and
+    a backward pass that costs two).
     """
     # Only rows go through the head; a prompt has no loss.
     head = 2.0 * config.text.vocab_size * config.text.hidden_size
@@ -187,7 +188,8 @@ def model_flops(shape: BatchShape, config: Qwen3VLConfig) -> float:
 def shapes_of(run: Run) -> list[BatchShape]:
     """Shapes of an update's batches: main agents, and sub-agents if they are trained.
 
-    Without RL it is the SFT batch, where a packed row counts as a prompt of one token and the rest.
+    Without RL it is the shape of the SFT batch. A packed row then counts as a prompt of one token,
+    continued by the rest of the row.
     """
     if run.rl is not None:
         return [*run.rl_shapes]
@@ -231,7 +233,7 @@ def padding_advice(run: Run, topology: Topology, mesh: tuple[int, int, int]) -> 
         )
     if groups * 6 > shape.groups * 7:
         if topology.hosts > 1:
-            cause = f"to give each of {topology.hosts} hosts as many whole groups"
+            cause = f"to give each of {topology.hosts} hosts the same number of whole groups"
         else:
             cause = f"to divide evenly over {devices} devices"
         found.append(
@@ -247,9 +249,9 @@ def host_memory(
     """Bytes that the process of one host needs, besides its programs and libraries.
 
     Args:
-        arrays: bytes over all devices: of the `batch`, of the `state` that a checkpoint copies, of
-            the `reference`, of the `tower` as it is saved, of the `pieces` of one call of prefill,
-            and of what updates keep on hosts, `offloaded` (rl.remat, sft.remat).
+        arrays: bytes over all devices, by name: `batch`, `state` (copied by a checkpoint),
+            `reference`, `tower` (as it is saved), `pieces` (of one call of prefill) and `offloaded`
+            (kept on hosts during an update, see rl.remat and sft.remat).
         replicas: copies of the reference on the mesh (mesh.data). A checkpoint needs no copies:
             each replica saves a part of the state.
     """
@@ -265,7 +267,7 @@ def host_memory(
 
 
 def held(together: Together, measured: Measured, available: float) -> list[str]:
-    """Says what takes the memory, for a program that does not fit into `available` bytes."""
+    """Explains the memory of a program that does not fit into `available` bytes."""
     largest_first = sorted(together.others.items(), key=lambda item: -item[1])
     others = "".join(f", {name} {size / GIB:.2f}" for name, size in largest_first)
     lines = [

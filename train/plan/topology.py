@@ -61,7 +61,7 @@ HOST_CHIPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A slice such as v5p:4x4x4.
+    """A slice, named like v5p:4x4x4.
 
     Raises:
         ValueError: the generation is not in `CHIPS`, or the shape is not one of its slices.

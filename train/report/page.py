@@ -171,7 +171,7 @@ def key_figures(result: dict[str, Any]) -> list[tuple[str, str, float | None, fl
 def _facts(result: dict[str, Any]) -> list[tuple[str, str, bool | None]]:
     """(title, value, verdict) of single figures.
 
-    The verdict says whether a rule that every run must meet is met; None for other figures.
+    The verdict says whether a check that every run must pass is passed; None for other figures.
     """
     rules: dict[str, tuple[str, Callable[[float], bool]]] = {
         "token_mismatches": ("token mismatches", lambda value: value == 0),
@@ -214,7 +214,7 @@ def _phases(metrics: list[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def _charts(lines: list[Row], curves: Sequence[Curve]) -> list[Row]:
-    """Charts of the known curves that were recorded, of seconds by phase, then of other metrics."""
+    """Charts of the recorded metrics: known curves first, then seconds by phase, then the rest."""
     steps = [row["step"] for row in lines]
     keys = {
         key
@@ -284,13 +284,13 @@ def _table(result: dict[str, Any]) -> list[tuple[str, float, list[Row]]]:
 def choose_episodes(episodes: list[Row], count: int = EPISODES) -> dict[str, list[Row]]:
     """Chooses at most `count` episodes, by stage, spread evenly over those recorded.
 
-    Every stage gets an equal share. What a small stage cannot use goes to larger ones.
+    Every stage gets an equal share. Larger stages get what a small stage cannot use.
     """
     stages = {stage: [row for row in episodes if row.get("phase") == stage] for stage in STAGES}
     stages = {stage: rows for stage, rows in stages.items() if rows}
     chosen = {}
     left = count
-    # Small stages choose first, so that the number they leave is known to the larger ones.
+    # Small stages choose first, so that larger ones can share the rest.
     smallest_first = sorted(stages, key=lambda stage: len(stages[stage]))
     for i, stage in enumerate(smallest_first):
         rows = stages[stage]

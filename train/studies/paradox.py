@@ -1,4 +1,4 @@
-"""The paper's paradox in miniature: four settings trained from one cold start, and compared.
+"""The paper's paradox in miniature: trains four settings from one cold start and compares them.
 
     python -m train.studies.paradox
 
@@ -108,8 +108,8 @@ def carry_out(runs: dict[str, list[Run]], interrupts: Interrupts) -> None:
     by_seed = zip(*(runs[arm] for arm in ARMS), strict=True)
     order = [*runs[COLD_START], *itertools.chain.from_iterable(by_seed)]
     for number, run in enumerate(order, 1):
-        # Opening the directory raises an error if it has a run of other settings, even a finished
-        # one.
+        # Open the directory even if its run is finished: this raises an error if the run had other
+        # settings.
         with RunDirectory(run.run_dir, resolved(run)):
             finished = (pathlib.Path(run.run_dir) / "result.json").exists()
         if not finished:
@@ -260,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
         with Interrupts() as interrupts:
             carry_out(runs, interrupts)
     except Stopped as stop:
-        print(f"\n{stop}; the same command goes on from there", file=sys.stderr)
+        print(f"\n{stop}; the same command continues from there", file=sys.stderr)
         return stop.code
     except (
         RunDirectoryError,

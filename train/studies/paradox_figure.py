@@ -22,8 +22,8 @@ from train.report.chart import smooth
 
 ROWS = {"accuracy": "accuracy", "format": "format f", "calls": "calls κ"}
 INK, QUIET, GRID, START = "#222222", "#555555", "#e4e4e4", "#8a8a8a"
-# In units of the distance between two K: from marker to marker, and half the width of the cold
-# start's line.
+# Distance between markers, and half the width of the cold start's line. The unit is the distance
+# between two K on the x-axis.
 MARKER_DISTANCE = 0.18
 HALF_WIDTH = 0.4
 LOOK: dict[RcKeyType, Any] = {
@@ -37,16 +37,16 @@ LOOK: dict[RcKeyType, Any] = {
     "axes.titlecolor": INK,
     "axes.titlesize": "medium",
     "axes.titleweight": "bold",
-    # The first one comes with matplotlib.
+    # The first font comes with matplotlib, so it is always found.
     "font.sans-serif": ["DejaVu Sans", "Helvetica", "Arial"],
     "grid.color": GRID,
     "lines.linewidth": 2,
-    # Text stays text, and ids are the same each time.
+    # Keep text as text, and ids the same in every drawing.
     "svg.fonttype": "none",
     "svg.hashsalt": "paradox",
     "text.color": INK,
     "xtick.color": QUIET,
-    # Below markers at 0.
+    # Leave room for markers at 0.
     "xtick.major.pad": 8,
     "xtick.major.size": 0,
     "ytick.color": QUIET,
