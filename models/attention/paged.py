@@ -40,10 +40,10 @@ class PagedCache(NamedTuple):
         tables   [b, m]            numbers of a row's pages, in order
         lengths  [b]
 
-    A row's next token takes slot `length % u` of page `tables[row, length // u]`. That page must
-    belong to this row alone, since it is written even if the row does not advance. Entries of
-    `tables` after a row's pages are never used, but must be numbers of pages. If all pages of a row
-    are full, nothing is written.
+    A row's next token takes slot `length % u` of page `tables[row, length // u]`. That page is
+    written even if the row does not advance, so no other row may need what it holds. (Idle rows
+    share a page that holds nothing.) Entries of `tables` after a row's pages are never used, but
+    must be numbers of pages. If all pages of a row are full, nothing is written.
     """
 
     pages: Float[Array, "l P u c h"]

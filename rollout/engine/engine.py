@@ -439,6 +439,9 @@ class Engine:
             while self._fill(batch):
                 self._prefill(batch.sequences)
                 self.running += batch.sequences
+                # No call may come between: an interrupt in it would return the pages of sequences
+                # that run.
+                batch.sequences = []
                 batch = _PrefillBatch(self.settings)
         except BaseException:
             # Most likely Ctrl-C. Put the sequences back into the queue, where `cancel` finds them.

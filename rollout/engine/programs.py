@@ -6,7 +6,7 @@ values of a head are neighbours, which is what the TPU kernel reads:
     pool [layer, page, token, 2 * kv head, head_dim]
                               key of head 0, value of head 0, key of head 1, value of head 1, ...
 
-The pool's last page is never allocated. Idle rows and padding read it.
+The pool's last page is never allocated. Idle rows and padding read it and write to it.
 
 The pool takes most of the device's memory, so two of them would not fit. Every program therefore
 takes the pool donated and returns it: XLA writes into the same buffer. The caller's old reference

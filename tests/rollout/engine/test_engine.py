@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import rollout.engine.engine as engine_module
 from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.model import abstract_model
 from paravt_jax.data import video
@@ -474,6 +476,44 @@ def test_an_interrupt_within_a_step_frees_all_pages(engine, asked, monkeypatch, 
         patch.setattr(engine.runner, place, interrupted)
         engine.generate(requests)
     assert_nothing_held(engine)
+    assert_equal(sampled(engine, requests), expected)
+
+
+def interrupt_step(engine: Engine, number: int) -> bool:
+    """Run a step, with an interrupt as its `number`-th function of engine.py is entered.
+
+    False if the step has fewer calls. (Python delivers signals when a function is entered.)
+    """
+    calls = itertools.count(1)
+
+    def interrupt(frame, event, argument):
+        if frame.f_code.co_filename == engine_module.__file__ and next(calls) == number:
+            raise KeyboardInterrupt
+
+    sys.settrace(interrupt)
+    try:
+        engine.step()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_an_interrupt_at_any_call_of_admission_frees_all_pages(engine, asked):
+    requests = [asked(n, seed=n) for n in range(6)]
+    expected = sampled(engine, requests)
+    for number in itertools.count(1):
+        engine.forget()
+        tickets = [engine.submit(request) for request in requests]
+        interrupted = interrupt_step(engine, number)
+        for ticket in tickets:
+            engine.cancel(ticket)
+        assert_nothing_held(engine)
+        if not interrupted:
+            break
+    assert number > 20, "the step should have many calls"
+    engine.forget()
     assert_equal(sampled(engine, requests), expected)
 
 
