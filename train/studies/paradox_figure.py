@@ -193,5 +193,5 @@ def _caption(seeds: int, window: int) -> str:
         f"Left: {left}.\n"
         f"Right: {right}; grey, the cold start that all settings share.\n"
         "f: share of rollouts that keep the format. κ: calls carried out per rollout.\n"
-        "K: frames of the overview; on the left, each setting's own K in training."
+        "K: frames of the overview; on the left, those that each setting trains with."
     )
