@@ -134,6 +134,7 @@ def prepare_published(
             deadline=settings.deadline,
             tell=_reporting(progress, check),
         )
+    # Written last: it marks the set as complete for these sources.
     write_atomically(noted_sources, named_sources)
     return summary
 

@@ -92,6 +92,7 @@ class Checkpoints:
             )
         self.folder = pathlib.Path(folder).absolute()
         self._identity = as_json(identity or {}, "identity")
+        # By default, BestN would keep every checkpoint that has no score.
         best_one = policies.BestN(get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False)
         self._options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best_one]),
@@ -99,6 +100,7 @@ class Checkpoints:
             enable_async_checkpointing=asynchronous,
             read_only=read_only,
             create=not read_only,
+            # Orbax sets this for a read-only manager anyway, but with a warning.
             save_interval_steps=0 if read_only else 1,
         )
         self._manager = self._open()
@@ -293,7 +295,7 @@ class Checkpoints:
         return steps[-1] if step is None else step
 
     def _record(self, step: int) -> dict[str, Any]:
-        """What `save` stored as JSON: leaves, meta and identity."""
+        """Reads the JSON that `save` stored: leaves, meta and identity."""
         arguments = ocp.args.Composite(meta=ocp.args.JsonRestore())
         try:
             return self._manager.restore(step, args=arguments)[_META]

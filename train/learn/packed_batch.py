@@ -1,4 +1,4 @@
-"""Arrays of packed rows: several conversations per row, none of which attends to another.
+"""Arrays of packed rows: several conversations per row, which do not attend to each other.
 
     row of 12 tokens with two conversations
         ids        a b c d e  p q r s  . . .

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
-    """Groups of episodes with their rewards: a whole step's, or one process's share of it.
+    """Groups of episodes with their rewards, of a whole step or of one process.
 
     Groups whose video cannot be read are left out; `unreadable` counts them.
     """

@@ -92,6 +92,7 @@ class SFTBatch:
 
     @classmethod
     def of(cls, packed: PackedRows) -> SFTBatch:
+        # Rows placed on a mesh are those of all processes, so this sum covers the whole step.
         return cls(packed, jnp.asarray(packed.sampled.sum(), jnp.float32))
 
 

@@ -181,6 +181,7 @@ def make_logprobs(
 
         if parts == 1:
             return of_part(batch)
+        # `map` computes one micro-batch at a time, which bounds the memory.
         logprobs = jax.lax.map(of_part, split_microbatches(batch, parts))
         return logprobs.reshape(batch.ids.shape)
 
@@ -201,7 +202,7 @@ def make_update(
         optimizer: Turns gradients into changes of the weights.
         loss: The loss of a batch. With `split`, it takes a micro-batch and divides by the totals of
             the whole batch, so that losses, metrics and gradients of micro-batches add up.
-        state: A real or abstract state; says how states are sharded.
+        state: A real or abstract state, with the shardings that updates keep.
         split: Splits a batch into micro-batches along a new first axis. Their gradients are
             accumulated in float32, in order.
 

@@ -126,6 +126,7 @@ def _play(
     )
     own = [outcome for _, outcome in outcomes if isinstance(outcome, Played)]
     played = [outcome for part in hosts.gather(own) for outcome in part]
+    # The report shows only episodes with parallel dispatch.
     shown = played[: run.log.episodes] if setting.dispatch == "parallel" else []
     lines = [
         {"phase": name, "step": 0}

@@ -1,1 +1,1 @@
-"""What a run needs on a TPU slice: memory, FLOPs, traffic and time, without having the slice."""
+"""Plans a run on a TPU slice without the slice: memory, FLOPs, traffic and time."""

@@ -1,6 +1,6 @@
 """A recipe's training programs with abstract arguments, for compiling without the devices.
 
-Shapes, types and shardings are those that a run gives the same programs. Nothing is allocated.
+A run calls the same programs with the same shapes, types and shardings. Nothing is allocated.
 """
 
 from __future__ import annotations

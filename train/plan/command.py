@@ -54,8 +54,8 @@ def plan(
     measured = dict(measured)
     sizes = measured.pop(SIZES).sizes
     if "decode" in measured:
-        # The program itself is compiled once per generation. What it reads depends on the slice,
-        # because more hosts have fewer rollouts each.
+        # The program is compiled once per generation, but the bytes that it reads depend on the
+        # slice: with more hosts, each has fewer rollouts.
         read = step.decode_read(run, topology, sizes)
         measured["decode"] = dataclasses.replace(measured["decode"], read=read)
     residents = {

@@ -58,7 +58,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What the compiler reports about one call of a program. Bytes are per device."""
+    """The compiler's report about one call of a program. Bytes are per device."""
 
     program: str
     error: str = ""

@@ -280,7 +280,7 @@ class Plan:
         """The largest call of a prefill program, as (rows, length, before).
 
         "prefill" computes `length` tokens of new prompts. "prefill after" computes tokens behind
-        `before` cached ones; the largest call is the one that reads the most of them.
+        `before` cached ones; the largest call reads the most cached tokens.
         """
         engine = self.run.engine_sizes
         length = engine.prefill_lengths[-1]

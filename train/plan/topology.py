@@ -163,5 +163,6 @@ def choose_mesh(recipe: tuple[int, int, int], devices: int, rows: int) -> tuple[
         )
     padded_rows = 1 << (rows - 1).bit_length()
     most = max(1, padded_rows // data)
+    # fsdp must divide the devices. If `most` is a power of two, the gcd is the largest such number.
     fsdp = math.gcd(devices // (data * tensor), most)
     return data, fsdp, devices // (data * fsdp)

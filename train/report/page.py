@@ -42,7 +42,7 @@ class Curve:
     """Name of the metric."""
     title: str
     note: str = ""
-    """What the metric means."""
+    """Short explanation of the metric."""
     low: float | None = None
     """Value that the y-axis must include."""
     high: float | None = None
@@ -196,7 +196,7 @@ def _rows(result: dict[str, Any]) -> list[Row]:
 
 
 def _sampling_temperature(result: dict[str, Any]) -> float | None:
-    """The highest temperature of the evaluation: the one that RL samples with. 0 is greedy."""
+    """The highest temperature of the evaluation, at which RL samples. 0 is greedy."""
     return max((row["temperature"] for row in _rows(result)), default=None)
 
 
