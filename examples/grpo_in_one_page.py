@@ -75,7 +75,7 @@ LIMITS = ProtocolSettings(
     crop_frames=8,
     max_tool_turns=1,
 )
-MUON = OptimizerSettings("muon", 3e-3, schedule="cosine", weight_decay=0.0)  # for the cold start
+MUON = OptimizerSettings("muon", learning_rate=3e-3, schedule="cosine", weight_decay=0.0)
 PROMPTS, GROUP, TEMPERATURE = 8, 8, 0.7  # questions per step, episodes per question
 GRPO = grpo.GRPOSettings(group_size=GROUP, anchor="likelihood", reward_clip=None)
 REWARDS = RewardSettings(format_cap=False)
@@ -187,7 +187,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
         token_advantages, _ = advantages(batch)
         rl_batch = RLBatch(rows, batch, token_advantages, grpo.batch_totals(batch))
         state, metrics = update(state, rl_batch)
-        engine.load(state.weights, version=step + 1)
+        engine.load(state.weights, version=step + 1)  # `update` donated the old ones
         history.append(describe(rollouts) | {name: float(value) for name, value in metrics.items()})
         names = ("accuracy", "format", "calls", "reward/total", "grad_norm")
         print(f"step {step:2}", *(f"{name} {history[-1][name]:.2f}" for name in names), sep="  ")

@@ -102,7 +102,7 @@ class FrameFeatures:
         self.root = Path(root)
         self.source = source
         self.version = version
-        # Videos that could be opened but not decoded, with the reason.
+        # Videos that could not be read, with the reason.
         self.unreadable: dict[str, str] = {}
         self.encoded_frames = 0
         if tower is not None:

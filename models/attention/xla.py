@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from models.attention.target import SAVED
 
-# Upper bound on the loops over chunks that causal attention compiles to.
+# Upper bound on the spans of whole chunks, each a loop, that causal attention compiles to.
 SPANS = 8
 # Score of a masked key. Finite: with -inf, a row without any key would be NaN.
 MASKED = -1e30
@@ -166,8 +166,8 @@ def _spans(t: int, causal: bool, chunk: int) -> list[_Span]:
         loop 2   # # # # # o
                  # # # # # #
 
-    At most `SPANS` loops: the program does not grow with t, and the masked scores beyond the causal
-    frontier are about t^2 / (2 SPANS). A shorter last chunk gets a loop of its own.
+    There are at most `SPANS` of them, so the program does not grow with t, and the masked scores
+    beyond the causal frontier are about t^2 / (2 SPANS). A shorter last chunk is a span of its own.
     """
     whole, rest = divmod(t, chunk)
     loops = SPANS if causal else 1

@@ -76,7 +76,7 @@ class FrameReader:
 
     Attributes:
         frames: Number of frames that `read` has returned.
-        late: Number of calls without a matching request, which had to wait for a read of their own.
+        late: Number of calls, to `probe` as well, without a matching request. They had to wait.
     """
 
     def __init__(self, settings: ReaderSettings):

@@ -1,7 +1,7 @@
 """Worker processes that make one call at a time, each with a deadline.
 
 A call that hangs or crashes its process fails with a `WorkerError`, and a new process takes over.
-Other calls are not affected. No worker outlives the parent process, however that ends.
+Other calls are not affected. If the parent process ends, a worker ends after its current call.
 
 One thread of the parent serves each process:
 
@@ -78,7 +78,8 @@ class Workers(Generic[_Argument, _Result]):
         """Call the function on `argument` as soon as a process is free.
 
         Returns:
-            The result, the exception that the function raised, or a `WorkerError`.
+            A future of the result. It fails with the exception that the function raised, or with a
+            `WorkerError`.
         """
         if self._closed:
             raise ValueError("workers: closed; open new ones")

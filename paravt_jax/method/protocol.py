@@ -132,7 +132,7 @@ class ProtocolSettings:
     crop_fps: float = 1.0
     """Frames per second that a sub-agent sees of its window."""
     crop_frames: int = 16
-    """Upper bound on a sub-agent's frames."""
+    """Upper bound on a sub-agent's frames, unless a call asks for its own number."""
     max_num_frames: int = 0
     """Upper bound on the argument num_frames of crop_video; 0 leaves the argument out."""
     tools: tuple[str, ...] = ("crop_video",)

@@ -1,6 +1,6 @@
 """The batched sampler: requests in, sampled tokens and their log-probs out.
 
-Read `requests`, `pages` and `sequences` first. `Engine.step` does one round of the schedule:
+The package docstring has a reading order. `Engine.step` does one round of the schedule:
 
     expire   finish samples whose deadline has passed
     admit    give waiting sequences a slot and pages, and prefill them

@@ -3,6 +3,15 @@
 `engine` decides which sequences run, and on which pages. The runner holds the device's memory: the
 pool of pages and the copies of shared prefixes, while the engine is awake. Arrays always have the
 shapes of `EngineSizes`; rows without a sequence are idle.
+
+Keys and values are in up to three places while decoding:
+
+    pool       all pages of all sequences, cached prompts included. On TPU, decoding reads and
+               writes it directly, through a table of pages per row.
+    rows       elsewhere, `decode` gathers the pages of each row into one dense cache, decodes some
+               tokens in it, and scatters them back to the pool.
+    prefixes   with a shared prefix, the rows of a block attend to one dense copy of it, and their
+               own dense cache holds only what follows. This saves memory traffic, not prefill.
 """
 
 from __future__ import annotations

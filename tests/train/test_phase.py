@@ -44,8 +44,8 @@ class Run:
         done = []
         with self.phase as phase, self.interrupts:
             state, cursor = phase.resume({"n": jnp.zeros(())})
-            assert cursor == ({"at": phase.first} if phase.first else None)
-            assert state["n"] == phase.first
+            assert cursor == ({"at": phase.finished_steps} if phase.finished_steps else None)
+            assert state["n"] == phase.finished_steps
             for step in phase.left:
                 if step == stop:
                     signal.raise_signal(signal.SIGTERM)

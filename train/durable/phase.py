@@ -43,6 +43,9 @@ class Phase:
         before_save: called before each save; an exception from it prevents the save.
         best: metric, higher is better, whose mean since the last regular checkpoint becomes the
             score of the next one.
+
+    Attributes:
+        finished_steps: steps in the newest checkpoint; 0 if there is none.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class Phase:
         self.best = best
         # The first process decides for all: on a shared disk the others may see a new checkpoint
         # later than it does.
-        self.first = hosts.gather(checkpoints.latest())[0] or 0
+        self.finished_steps = hosts.gather(checkpoints.latest())[0] or 0
         self._checkpoints = checkpoints
         self._metrics = metrics
         self._interrupts = interrupts
@@ -83,7 +86,7 @@ class Phase:
     @property
     def left(self) -> range:
         """The steps still to do, counted from 1."""
-        return range(self.first + 1, self.steps + 1)
+        return range(self.finished_steps + 1, self.steps + 1)
 
     def resume(self, start: T) -> tuple[T, Any]:
         """Restores the newest checkpoint. Call it once, before the first step.
@@ -97,13 +100,13 @@ class Phase:
         """
         state = start
         cursor = None
-        if self.first:
+        if self.finished_steps:
             state, meta, _ = self._checkpoints.restore(start)
             cursor = meta["cursor"]
         if self.left:
-            self._metrics.truncate(self.name, self.first)
+            self._metrics.truncate(self.name, self.finished_steps)
             self._interrupts.check(
-                f"stopped before step {self.first + 1} of {self.steps} of {self.name}; "
+                f"stopped before step {self.finished_steps + 1} of {self.steps} of {self.name}; "
                 "all before it is saved"
             )
         return state, cursor

@@ -92,7 +92,7 @@ class RunDirectory:
             _write(file, wanted)
             return
         # If there are no other files, an earlier start wrote config.json and failed before it did
-        # any work. Its configuration may then be replaced, whatever its format.
+        # any work. Its configuration may then be replaced, also if it has an older format.
         nothing_made = not others
         found = read_config(self.path, "--run-dir", READABLE if nothing_made else (FORMAT,))
         if nothing_made:
@@ -152,7 +152,7 @@ def read_config(folder: pathlib.Path, flag: str, formats: Sequence[int]) -> dict
 
 
 # Settings that may change when a run resumes. They decide whether it continues, on which devices,
-# and what stays on disk, but not what is computed.
+# and what stays on disk. Results stay the same, up to the rounding that another mesh brings.
 MAY_CHANGE = ("unreadable_share", "mesh", "checkpoints")
 
 

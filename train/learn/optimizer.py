@@ -86,7 +86,7 @@ def _schedule(settings: OptimizerSettings, steps: int, peak: float) -> optax.Sch
     """The learning rate by step."""
     warmup = round(settings.warmup * steps)
     if settings.schedule == "cosine" and steps > 1:
-        # Optax needs at least one step of warm-up and one of decay.
+        # At least one step of each. So without a warm-up, the first update has learning rate 0.
         warmup = min(max(1, warmup), steps - 1)
         return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps)
     if warmup:

@@ -32,7 +32,7 @@ class RLSettings:
     subagents_per_rollout: float = 0.0
     """Sub-agents trained per rollout on average, with their episode's reward; 0: none."""
     microbatches: int = 1
-    """Upper bound on gradient-accumulation steps; fewer if they would only add padding."""
+    """Gradient-accumulation steps; fewer if they add padding only, more to divide over hosts."""
     save_every: int = 10
     """Steps between checkpoints."""
     remat: Remat = "none"

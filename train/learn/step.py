@@ -127,6 +127,8 @@ def row_logprobs(
     index = visual_index(x.prompt_ids, image_token_id)
     prompt_ids = x.prompt_ids.reshape(p * pieces, -1)
     prompt_segments = x.prompt_segments.reshape(p * pieces, -1)
+    # Gradients flow through the prompt's keys and values: its tokens are not scored, but they are
+    # computed with the weights that are trained.
     _, prompts = text(
         prompt_ids,
         x.prompt_positions.reshape(3, p * pieces, -1),

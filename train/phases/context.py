@@ -115,7 +115,7 @@ def resume(phase: Phase, start: TrainState, tower: Any) -> tuple[TrainState, Any
         The state and the cursor; `start` and None if the phase has no checkpoint.
     """
     saved, cursor = phase.resume(as_saved(start, tower))
-    if not phase.first:
+    if not phase.finished_steps:
         return start, cursor
     # Callers still refer to these arrays, so without deletion both states would be in memory.
     for leaf in jax.tree.leaves(start):

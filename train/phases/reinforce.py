@@ -60,17 +60,17 @@ def reinforce(
         actor.sync,
     )
     with context.open_phase("rl", settings, environment.features.unreadable) as phase:
-        questions = _questions(context, settings, reader, phase.first)
+        questions = _questions(context, settings, reader, phase.finished_steps)
         state, cursor = resume(phase, learner.start, parts.tower)
         if cursor is not None:
             questions.set_state(cursor["questions"])
         if phase.left:
-            actor.wake(state.weights, phase.first)
+            actor.wake(state.weights, phase.finished_steps)
             engine.warm_up()
         if hosts.is_first():
             forget_others(folder, jax.process_count())
         name = rollout_file_name(jax.process_index(), jax.process_count())
-        rollout_file = RolloutFile(folder / name, phase.first)
+        rollout_file = RolloutFile(folder / name, phase.finished_steps)
 
         def measure(batches: Sequence[Sequences], seconds: float) -> dict[str, float]:
             return speeds(batches, parts.model.config, seconds, context.mesh.size)
@@ -88,7 +88,7 @@ def reinforce(
                 rollout_file.roll_out,
                 measure,
             )
-            warm = step > phase.first + WARM_UP
+            warm = step > phase.finished_steps + WARM_UP
             recompilations = compilations.count - compiled_before if warm else 0
             metrics["recompilations"] = float(recompilations)
             cursor = {"questions": questions.get_state()}

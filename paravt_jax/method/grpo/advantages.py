@@ -95,8 +95,10 @@ def kl_penalty(
         kl = d
     elif kind == "k2":
         kl = d**2 / 2
-    else:
+    elif kind == "k3":
         kl = jnp.exp(-d) - 1 + d
+    else:
+        raise ValueError(f"kl kind = {kind!r}: unknown; give k1, k2 or k3")
     return kl if clamp is None else jnp.clip(kl, -clamp, clamp)
 
 
@@ -106,14 +108,15 @@ def token_advantages(
     mask: Bool[Array, "b t"],
     coefficient: float,
 ) -> Float[Array, "b t"]:
-    """Sum of token rewards from each generated token to the end (gamma = lambda = 1, no critic).
+    """Sum of token rewards from each generated token to the end (no discount, no critic).
 
-    The reward of a token is -coefficient * kl. The rollout's reward is added at its last generated
-    token, even if tool tokens follow, so that no rollout loses its reward (REFERENCE 4, 6).
+    A token costs its penalty p = coefficient * kl. The rollout's reward is added at its last
+    generated token, even if tool tokens follow, so that no rollout loses its reward (REFERENCE 4,
+    6).
 
         mask        0     1       1     0     1
-        reward            -k1     -k2         -k4 + R
-        advantage   0   R-k1-k2-k4  R-k2-k4  0  R-k4
+        reward            -p1     -p2         -p4 + R
+        advantage   0   R-p1-p2-p4  R-p2-p4  0  R-p4
 
     Args:
         rewards: Normalised reward of each row's rollout.
