@@ -203,7 +203,7 @@ def _window(text: str | None) -> tuple[float, float] | None:
 
 
 def _duration(path: pathlib.Path, overview: Sequence[float]) -> float:
-    """The length of the time axis in seconds. If the video is unreadable, it ends at a frame."""
+    """The length of the time axis in seconds. An unreadable video ends at its last frame."""
     try:
         return max(_probe(path).duration, 1.0)
     except VideoError:
