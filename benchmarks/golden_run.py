@@ -248,8 +248,8 @@ def _weights(folder: pathlib.Path) -> Figures:
         values = weight.astype(np.float64)
         products = values * random_vector(name, weight.shape)
         if name.endswith("qkv.bias"):
-            # Attention does not depend on the bias of the keys. Its gradient is rounding error, which
-            # Adam scales up.
+            # Attention does not depend on the bias of the keys. Its gradient is rounding error, and
+            # Adam scales it up.
             values = _without_keys(values)
             products = _without_keys(products)
         figures[f"{name}: norm"] = float(np.linalg.norm(values))

@@ -143,6 +143,7 @@ class FrameReader:
             # Take the requests out while they are examined: two threads must not share one.
             futures = self._requests.pop(str(path), [])
         for future in list(futures):
+            # A VideoError drops the other requests for this file too: they would fail as well.
             try:
                 result = _result(str(path), future)
             except IndexError:

@@ -59,9 +59,8 @@ class Ahead(Generic[_Record]):
         self._source = source
         self._depth = depth
         self._start = start
-        # Each batch is kept with the state of the source before it, because the source itself has
-        # already moved on. A checkpoint must resume at the batch that is returned next, not at the
-        # one that is read next.
+        # Keep every batch with the state of the source before it. A checkpoint must resume at the
+        # batch that is returned next, but the source itself is already ahead of it.
         self._next: collections.deque[tuple[dict[str, Any], _Record]] = collections.deque()
 
     def __iter__(self) -> Ahead[_Record]:

@@ -225,7 +225,7 @@ def _probe(file: str) -> VideoInfo:
 
 @functools.lru_cache(maxsize=64)
 def _require_decodable(file: str, first: int, last: int) -> None:
-    """Decode two frames: a file can list frames of which none can be decoded."""
+    """Decode two frames: a file can list frames although none can be decoded."""
     video.read(file, [first, last])
 
 

@@ -139,8 +139,8 @@ def media_root(
 ) -> pathlib.Path:
     """Return the folder to which the media paths of the published rows are relative.
 
-    A local folder that contains media is used as it is. A folder of archives only is unpacked to
-    `folder`/media, and so are archives from the hub or a bucket.
+    A local folder that contains media is used directly. Archives are unpacked to `folder`/media if
+    they come from the hub, from a bucket or from a local folder without media.
 
     Args:
         source: A local folder, a hub id or the address of a bucket.

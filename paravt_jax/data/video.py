@@ -4,8 +4,8 @@ Frames are numbered in order of presentation, whichever decoder reads them. Time
 first frame. A picture is a video of one frame.
 
 Two decoders read the files. decord is fast, and exact for 8-bit H.264 and VP9 with closed GOPs in
-mp4, mkv and webm. PyAV reads all other files, those that decord cannot open, and, if decord is not
-installed, every file.
+mp4, mkv and webm. PyAV reads all other files and any file that decord cannot open. If decord is not
+installed, PyAV reads every file.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ def render(
 
 def _response(turn: ChatTurn, protocol: Protocol) -> Segment:
     text = str(turn.content[0])
-    # In an episode the pinned opening is a segment of its own, so it is encoded by itself here too:
-    # encoded together, its last characters could share a token with what follows.
+    # In an episode the pinned opening is a separate segment, so encode it separately here too.
+    # Otherwise its last characters could share a token with the text after it.
     opening = PINNED if text.startswith(PINNED) else ""
     rest = text.removeprefix(opening) + "<|im_end|>"
     ids = np.concatenate([protocol.encode(opening), protocol.encode(rest)])

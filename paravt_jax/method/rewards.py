@@ -43,7 +43,7 @@ class RewardSettings:
     # Under the anchors `credit` and `likelihood`, each token that breaks a block is penalised too.
     gamma: float = 0.3
     """Penalty for a think that is never closed, and under some anchors for any broken block."""
-    # The terms of R_fmt can add up to more than 1. Above the cap, it no longer tells good from better.
+    # The terms of R_fmt can exceed 1 together. A capped R_fmt no longer tells good from better.
     format_cap: bool = True
     """Clip R_fmt to [0, 1]."""
     open_ended: Literal["f1", "exact", "judge"] = "f1"

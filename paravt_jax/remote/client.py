@@ -165,6 +165,7 @@ class Client:
             outcome = await self._attempt(content, key, read)
             if not isinstance(outcome, Failure):
                 return outcome
+            # Recorded now, because the caller may cancel this request before it ends.
             failures.append(outcome)
             attempts_left -= 1
             if not outcome.again or not attempts_left:

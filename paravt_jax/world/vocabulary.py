@@ -36,7 +36,7 @@ _PIECE_SCORE = -1.0
 def build_tokenizer(pieces: Iterable[str]) -> tokenizers.Tokenizer:
     """Build a tokenizer from all 256 bytes, the given pieces and the added tokens of Qwen3-VL.
 
-    A text is split into as few tokens as possible, so a piece is one token wherever it occurs
+    A text is split into as few tokens as possible, so every occurrence of a piece is one token
     unless a longer piece covers it. Any text survives encoding and decoding.
 
     Args:

@@ -201,6 +201,7 @@ def advantages(
 
     scaled = jnp.abs(batch.rewards - settings.reward_bias) * settings.reward_scaling
     clipped = scaled >= (settings.reward_clip or jnp.inf)
+    # Silent groups have equal rewards, so only the KL penalty moves them.
     silent = 1.0 - varied(shaped, batch.valid)[:, 0]
     metrics = {
         "kl_reference": masked_mean(kl, mask),

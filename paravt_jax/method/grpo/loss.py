@@ -75,6 +75,7 @@ def policy_loss(
     clipped = jnp.clip(ratio, 1 - clip.lower, 1 + upper)
     # The larger loss of the two: clipping limits the gain from a token, never its cost.
     loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
+    # A token of negative advantage costs more the likelier it has become. Limit that.
     if clip.dual is not None:
         loss = jnp.minimum(loss, clip.dual * jnp.abs(advantages))
     weight = behaviour_weight(proximal, behaviour, mask, settings)

@@ -79,7 +79,7 @@ class GRPOSettings:
     anchor: Anchor = "sequence"
     """Where R_anchor acts: objective, advantages of struct(o), sequence reward, or nowhere."""
     anchor_weight: float = 0.5
-    """Weight of the anchor, wherever it acts."""
+    """Weight of the anchor in the objective, the advantages or the reward."""
 
     def __post_init__(self):
         if self.group_size < 2:
