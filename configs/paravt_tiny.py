@@ -22,8 +22,8 @@ def paravt_tiny() -> Run:
 
     Takes about 11 minutes on 2 cores.
 
-    Measured (README), three seeds, commit c010c49: accuracy 0.57 before RL and 0.88 after, f 0.33
-    and 0.99, kappa at K = 4 1.99 after.
+    Measured (docs/results.md), three seeds, commit c010c49: accuracy 0.57 before RL and 0.88
+    after, f 0.33 and 0.99, kappa at K = 4 1.99 after.
     """
     return Run(
         name="paravt_tiny",
