@@ -13,7 +13,9 @@ import train.run
 from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.records import QuestionKind
 from paravt_jax.method.rewards import RewardSettings
+from rollout.engine.engine import Engine
 from tests.paravt_jax.judge_server import Reply, says, serving
+from train.learn.weight_sync import WeightSync
 from train.phases.actor import Actor
 
 # An error that is not retried.
@@ -21,10 +23,10 @@ REFUSED = Reply(status=401)
 
 
 @pytest.fixture
-def evaluated(road, small, monkeypatch, unchecked):
+def evaluated(road, small, monkeypatch):
     """`f(folder, rewards) -> result` of a run with both evaluations and no training.
 
-    Questions are open-ended. Annotations are not checked, because the script is no `Engine`.
+    Questions are open-ended.
     """
     monkeypatch.setenv("NO_PROXY", "*")
     heldout = tuple(
@@ -32,15 +34,26 @@ def evaluated(road, small, monkeypatch, unchecked):
         for q in road.data.heldout
     )
 
-    class Script(small.Script):
+    class Script(small.Script, Engine):
+        """Stands for an engine whose weights never change."""
+
         version = 0
+
+        def __init__(self):
+            small.Script.__init__(self, road)
 
         def forget(self) -> None:
             """Nothing is cached."""
 
+    class NoSync(WeightSync):
+        def __init__(self):
+            """Compiles no program."""
+
+        def __call__(self, weights):
+            return weights
+
     def scripted(run, model, environment, judge, weights) -> Actor:
-        sync: Any = lambda weights: weights  # noqa: E731
-        return Actor(Script(road), sync, road.environment, judge)
+        return Actor(Script(), NoSync(), road.environment, judge)
 
     def left_out(*arguments: Any) -> None:
         """A phase that does nothing."""
