@@ -122,5 +122,5 @@ def test_tests_that_fail_without_a_fault_are_an_error(
     (small_checkout / "double.py").write_text("def double(x):\n    return 2 * x + 1\n")
     wrong = Mutant("wrong", "double.py", "2 * x", "3 * x", ("test_double.py",))
     monkeypatch.setattr(mutants, "MUTANTS", (wrong,))
-    with pytest.raises(RuntimeError, match="tests fail on the unchanged code: FAILED test_double"):
+    with pytest.raises(RuntimeError, match="unchanged .*test_double"):
         mutants.main(["--out", str(tmp_path / "out.json"), "--jobs", "1"])

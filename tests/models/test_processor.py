@@ -95,9 +95,9 @@ def test_the_limits_of_a_video_are_for_all_its_frames_together():
     assert video_size(2, 256, 128, LIMITS) == (256, 128)
     assert video_size(8, 256, 128, LIMITS) == (128, 64)
     assert video_size(2, 10, 12, LIMITS) == (64, 64)
-    with pytest.raises(ValueError, match="1 frames, at least 2"):
+    with pytest.raises(ValueError, match="1 frame"):
         video_size(1, 256, 128, LIMITS)
-    with pytest.raises(ValueError, match="at least 1 pixel"):
+    with pytest.raises(ValueError, match="1 pixel"):
         video_size(2, 0, 128, LIMITS)
 
 
@@ -122,7 +122,7 @@ def test_two_frames_per_second_are_taken_within_bounds_and_with_both_ends(frames
     ("frames", "fps"), [(0, 30.0), (10, 0.0), (10, float("inf")), (10, float("nan"))]
 )
 def test_a_video_without_frames_or_rate_is_refused(frames, fps):
-    with pytest.raises(ValueError, match="both are above 0"):
+    with pytest.raises(ValueError, match="above 0"):
         video_frame_indices(frames, fps)
 
 
@@ -234,7 +234,7 @@ FRAMES = np.zeros((4, 64, 64, 3), np.uint8)
         (ask({"type": "image", "image": [[1]]}), "image: list; give uint8"),
         (
             ask({"type": "image", "image": np.zeros((0, 5, 3), np.uint8)}),
-            "0 x 5: both sides are at least 1 pixel",
+            "frame size = 0 x 5",
         ),
         (
             ask({"type": "video", "video": "a.mp4"}),
@@ -246,7 +246,7 @@ FRAMES = np.zeros((4, 64, 64, 3), np.uint8)
             ask({"type": "video", "video": (FRAMES, [0.0, 1.0, 2.0, float("nan")])}),
             "4 times .*finite",
         ),
-        (ask({"type": "video", "video": (FRAMES[:0], [])}), "0 frames, at least 2"),
+        (ask({"type": "video", "video": (FRAMES[:0], [])}), "video: 0 frames"),
         (ask({"type": "image_url", "image_url": "a.png"}), "of type 'image_url'"),
         (ask({"type": "image", "url": "a.png"}), "of type 'image'"),
         (

@@ -45,7 +45,7 @@ def test_frames_that_do_not_fit_are_refused(patches):
         pack_patches(patches, GRIDS, 12, CONFIG.vision)
     with pytest.raises(ValueError, match="rows = 2: .*3 rows of 20 patches"):
         pack_patches(patches, GRIDS, 20, CONFIG.vision, rows=2)
-    with pytest.raises(ValueError, match="51 patches do not fill them"):
+    with pytest.raises(ValueError, match="51 patches"):
         pack_patches(patches[:-1], GRIDS, 64, CONFIG.vision)
 
 

@@ -310,7 +310,7 @@ def test_a_damaged_checkpoint_is_an_error_with_its_remedy(
     for file in (tmp_path / "2" / damaged).rglob("*"):
         if file.is_file():
             file.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="2 cannot be read .* delete it .* checkpoint 1"):
+    with pytest.raises(CheckpointError, match="2 cannot be read.*checkpoint 1"):
         Checkpoints(tmp_path).restore({"w": jnp.zeros(64, int)})
 
 

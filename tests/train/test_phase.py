@@ -71,7 +71,7 @@ def test_it_is_saved_regularly_and_at_its_end(tmp_path):
 
 
 def test_a_stop_saves_the_current_step_and_no_step_is_repeated(tmp_path):
-    with pytest.raises(Stopped, match="step 4 of 7 of rl, which is saved"):
+    with pytest.raises(Stopped, match="step 4 of 7"):
         Run(tmp_path).steps(stop=4)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     again = Run(tmp_path)
@@ -83,7 +83,7 @@ def test_a_stop_saves_the_current_step_and_no_step_is_repeated(tmp_path):
 
 def test_a_stop_before_the_first_step_does_nothing(tmp_path):
     run = Run(tmp_path)
-    with run.interrupts, pytest.raises(Stopped, match="before step 1 of 7 of rl"):
+    with run.interrupts, pytest.raises(Stopped, match="before step 1"):
         signal.raise_signal(signal.SIGINT)
         run.phase.resume({"n": jnp.zeros(())})
     assert run.written() == []
@@ -91,7 +91,7 @@ def test_a_stop_before_the_first_step_does_nothing(tmp_path):
 
 
 def test_an_infinite_loss_ends_it_and_steps_after_the_last_save_are_repeated(tmp_path):
-    with pytest.raises(ValueError, match="rl: the loss of step 5 "):
+    with pytest.raises(ValueError, match="loss of step 5"):
         Run(tmp_path).steps(loss=lambda step: float("nan") if step == 5 else 1.0)
     run = Run(tmp_path)
     assert (run.kept.latest(), run.written()) == (3, [1, 2, 3, 4])

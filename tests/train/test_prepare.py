@@ -115,5 +115,5 @@ def with_limit(run: Run, field: str, tokens: int) -> Run:
 
 
 def test_a_recipe_without_data_is_refused(road, tmp_path):
-    with pytest.raises(ValueError, match="neither data nor world"):
+    with pytest.raises(ValueError, match="data nor world"):
         prepare(dataclasses.replace(road.run, world=None, text=None), tmp_path)
