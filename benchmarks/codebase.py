@@ -20,6 +20,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import tokenize
 from collections.abc import Iterator, Mapping
@@ -218,7 +219,16 @@ def _formatted_copy(root: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
             shutil.copytree(
                 root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
             )
-    command = ["ruff", "format", "--quiet", "--isolated", f"--line-length={COLUMNS}", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "format",
+        "--quiet",
+        "--isolated",
+        f"--line-length={COLUMNS}",
+        str(folder),
+    ]
     subprocess.run(command, check=True)
     return folder
 
