@@ -41,7 +41,7 @@ class FakePhase(Phase):
     def __init__(
         self, steps: int, kept: tuple[int, Any, Any] = (0, None, None), until: int | None = None
     ):
-        self.first = kept[0]
+        self.finished_steps = kept[0]
         self.steps = until or steps
         self.kept = kept
         self.until = until
@@ -52,7 +52,7 @@ class FakePhase(Phase):
         return (start if state is None else state), cursor
 
     def done(self, step, figures, state, cursor, shown) -> None:
-        assert step == self.first + len(self.told) + 1 and set(shown) <= set(figures)
+        assert step == self.finished_steps + len(self.told) + 1 and set(shown) <= set(figures)
         self.told.append(dict(figures))
         self.kept = step, jax.tree.map(jnp.copy, state), cursor
 

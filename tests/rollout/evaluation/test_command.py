@@ -301,7 +301,7 @@ def test_a_bad_row_of_own_questions_is_named(run, checkpoint, tmp_path, capfd):
 
 MISTAKES = [
     (["--videos", "nowhere"], "--videos nowhere: no such folder"),
-    (["--data", "nowhere/at/all"], "--data nowhere/at/all: no such file or folder"),
+    (["--data", "nowhere/at/all"], "--data nowhere/at/all"),
     (["--model", "nowhere/at/all"], "nowhere/at/all: no such folder"),
     (["--frames", "0"], "frames = 0"),
     (["--prompt", "direct", "--dispatch", "parallel"], "--dispatch parallel: --prompt direct"),
