@@ -21,7 +21,7 @@ def paravt_8b() -> Run:
 
     Command: python -m train.run --config=paravt_8b --model.path runs/sft_8b/model
 
-    Three settings differ from the release; docs/paradox.md says why. The ablations share them.
+    Three settings differ from the release; docs/method.md says why. The ablations share them.
     - `grpo.anchor`: the paper's formula, with gamma at violations.
     - `rewards.format_cap`: R_fmt is not capped.
     - `grpo.reward_clip`: scaled rewards are not clipped.
