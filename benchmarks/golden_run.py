@@ -40,6 +40,7 @@ from paravt_jax.method.records import CropCall, digest
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
+from rollout.engine.engine import Engine, InFlight
 from rollout.engine.requests import Completion, Request, Sample, SampleStop
 from rollout.evaluation.play import EvaluationSettings
 from train.durable.metrics import read_metrics
@@ -121,8 +122,11 @@ def recipe(folder: pathlib.Path) -> Run:
     )
 
 
-class ScriptedEngine:
-    """A sampler with prepared answers. The seed of a request selects the text and the log-probs."""
+class ScriptedEngine(Engine):
+    """An engine with prepared answers and no model.
+
+    The seed of a request selects the text and the log-probabilities.
+    """
 
     two_calls = render_call(CropCall(32, 48)) + "\n" + render_call(CropCall(48, 64))
     plans = (
@@ -149,7 +153,7 @@ class ScriptedEngine:
         self._tickets = itertools.count()
         self._waiting: dict[int, Request] = {}
 
-    def load(self, weights: Any, version: int) -> None:
+    def load(self, weights: Any, version: int, in_flight: InFlight = "finish") -> None:
         self.version = version
 
     def warm_up(self) -> None: ...
