@@ -173,6 +173,11 @@ def test_own_questions_and_an_entry_of_a_benchmark_work_as_docs_evaluation_says(
     assert (item.question.video, item.question.answer) == ("cg_videos_720p/v.mp4", "B")
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_no_page_has_a_place_for_a_figure_that_is_still_to_be_measured(page):
+    assert not re.findall(r"^RESULT_\w+$", PAGES[page], re.MULTILINE)
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)])
 def test_whatever_a_python_block_imports_exists(page):
     for block in python_blocks(page):
