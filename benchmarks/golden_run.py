@@ -110,6 +110,7 @@ def recipe(folder: pathlib.Path) -> Run:
             subagents_per_rollout=5 / 8,  # in two of the steps, one sub-agent is left out
             grpo=dataclasses.replace(rl.grpo, group_size=4),
             frame_budgets=budgets,
+            control=False,
         ),
         evaluation=EvaluationSettings(
             questions=1,

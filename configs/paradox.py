@@ -27,12 +27,36 @@ def paradox_tiny() -> Run:
 
     Measured: docs/paradox.md.
     """
-    text = TextSettings(multiple_choice=1.0, leak=0.6, unclosed=0.7, untagged=0.25)
+    text = TextSettings(
+        multiple_choice=1.0,
+        # A strong prior: crops of both halves wherever the overview shows no answer.
+        look=1.0,
+        look_when_shown=0.5,
+        both=1.0,
+        one_by_one=0.15,
+        toolless=0.0,
+        ground_by_overview=True,
+        leak=0.6,
+        unclosed=0.7,
+        untagged=0.25,
+    )
     evaluation = EvaluationSettings(
         questions=64, samples=2, frames=(4, 16, 64), dispatch=("parallel",), temperatures=(0.7,)
     )
     rewards = RewardSettings(format_weight=0.0, tool_weight=0.0, format_cap=False)
-    changes = {"text": text, "evaluation": evaluation, "rl.steps": 30, "rl.rewards": rewards}
+    changes = {
+        "text": text,
+        "sft.steps": 400,
+        "sft.rows": 11,
+        "evaluation": evaluation,
+        "rl.steps": 30,
+        "rl.save_every": 10,
+        "rl.control": False,
+        "rl.optimizer.learning_rate": 3e-4,
+        "rl.grpo.kl_coefficient": 0.01,
+        "rl.grpo.min_signal": 0.0,
+        "rl.rewards": rewards,
+    }
     return change(paravt_tiny(), "paradox_tiny", changes)
 
 

@@ -21,10 +21,11 @@ def paravt_8b() -> Run:
 
     Command: python -m train.run --config=paravt_8b --model.path runs/sft_8b/model
 
-    Three settings differ from the release; docs/method.md says why. The ablations share them.
+    Four settings differ from the release; docs/method.md says why. The ablations share them.
     - `grpo.anchor`: the paper's formula, with gamma at violations.
     - `rewards.format_cap`: R_fmt is not capped.
     - `grpo.reward_clip`: scaled rewards are not clipped.
+    - `grpo.min_signal`: updates that few groups decide are small.
     The first moment is bfloat16, so that training fits on a v5e:4x4 slice (docs/scale.md).
 
     Paper: VideoMME 62.1, with subtitles 69.4, LVBench 39.8, MLVU 65.0; f 0.41, kappa 0.21. Not
@@ -43,7 +44,7 @@ def paravt_8b() -> Run:
         rl=RLSettings(
             steps=54,
             optimizer=OptimizerSettings(moment_dtype="bfloat16"),
-            grpo=GRPOSettings(anchor="likelihood", reward_clip=None),
+            grpo=GRPOSettings(anchor="likelihood", reward_clip=None, min_signal=0.25),
             rewards=RewardSettings(format_cap=False),
             remat="full",
             microbatches=4,

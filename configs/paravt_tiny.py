@@ -5,9 +5,10 @@ from __future__ import annotations
 from models.features import FrameSettings
 from paravt_jax.method.grpo import GRPOSettings
 from paravt_jax.method.protocol import ProtocolSettings
-from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.method.rewards import frugal_reward
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
+from rollout.evaluation.play import EvaluationSettings
 from train.learn.align import AlignSettings
 from train.learn.optimizer import OptimizerSettings
 from train.learn.rl_settings import RLSettings
@@ -43,8 +44,8 @@ def paravt_tiny() -> Run:
         ),
         align=AlignSettings(steps=300),
         sft=SFTSettings(
-            steps=400,
-            rows=11,
+            steps=650,
+            rows=9,
             row_tokens=544,
             optimizer=OptimizerSettings(
                 "muon",
@@ -56,11 +57,18 @@ def paravt_tiny() -> Run:
                 b2=0.95,
             ),
         ),
+        evaluation=EvaluationSettings(
+            questions=128, samples=1, dispatch=("parallel", "none"), every=14
+        ),
         rl=RLSettings(
             steps=56,
             prompts=8,
-            optimizer=OptimizerSettings(learning_rate=3e-4, weight_decay=0.0),
-            grpo=GRPOSettings(anchor="likelihood", reward_clip=None),
-            rewards=RewardSettings(format_cap=False),
+            save_every=14,
+            control=True,
+            optimizer=OptimizerSettings(learning_rate=1.5e-4, weight_decay=0.0),
+            grpo=GRPOSettings(
+                anchor="likelihood", reward_clip=None, kl_coefficient=0.05, min_signal=0.25
+            ),
+            rewards=frugal_reward(),
         ),
     )

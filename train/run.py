@@ -1,8 +1,8 @@
 """The training command: `python -m train.run --config=NAME [--field value ...]`.
 
-A run is a sequence of phases: prepare, align, cold start, evaluate, reinforce, evaluate, export,
-report. Wrong settings are reported before any device work. Ctrl-C and SIGTERM stop a run after it
-has saved its progress; the same command continues it.
+A run is a sequence of phases: prepare, align, cold start, evaluate, control, reinforce, evaluate,
+export, report. Wrong settings are reported before any device work. Ctrl-C and SIGTERM stop a run
+after it has saved its progress; the same command continues it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from train.durable.run_directory import RunDirectory, RunDirectoryError, take_ov
 from train.learn.placement import require_even
 from train.phases.actor import open_actor, open_environment
 from train.phases.align import align
-from train.phases.cold_start import cold_start
+from train.phases.cold_start import cold_start, control
 from train.phases.context import Context
 from train.phases.evaluation import evaluate
 from train.phases.export import export
@@ -128,11 +128,17 @@ def execute(
         # Training donates its input weights: their memory is reused, and only the weights that a
         # phase returns are still valid.
         weights = cold_start(context, parts, environment, reader, weights)
-        before = evaluate(context, actor, weights, "before")
+        rows = {"before": evaluate(context, actor, weights, "before")}
+        controlled = control(context, parts, environment, reader, weights)
+        rows["control"] = []
+        if controlled is not None:
+            rows["control"] = evaluate(context, actor, controlled, "control")
+        # Nothing refers to the control's weights from here on, so their memory is free for RL.
+        del controlled
         weights = reinforce(context, parts, actor, reader, weights)
-        after = evaluate(context, actor, weights, "after")
+        rows["after"] = evaluate(context, actor, weights, "after")
         export(context, parts, weights)
-        return report(context, before, after, clock.total)
+        return report(context, rows, clock.total)
 
 
 def _check(run: Run, settings: dict[str, Any]) -> Mesh:

@@ -199,6 +199,11 @@ def _check_data(run: Run) -> None:
 
 
 def _check_phases(run: Run) -> None:
+    if run.rl is not None and run.evaluation.every % run.rl.save_every:
+        raise ValueError(
+            f"evaluation.every: {run.evaluation.every} with rl.save_every {run.rl.save_every}; RL "
+            "is evaluated at checkpoints: give a multiple of rl.save_every, or 0 for never"
+        )
     if run.sft is not None and CropVideo.name not in run.protocol.tools:
         raise ValueError(
             f"protocol.tools: {run.protocol.tools}; the demonstrations of sft call crop_video: "

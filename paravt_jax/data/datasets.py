@@ -139,11 +139,12 @@ def encode(record: Record) -> tuple[str, str]:
 
 
 def _as_dict(record: Record) -> dict[str, Any]:
-    """The fields of a record. Empty subtitles are left out, because few questions have any."""
+    """The fields of a record. Fields that few questions have are left out where they are empty."""
+    rare = ("subtitles", "evidence")
     return dataclasses.asdict(
         record,
         dict_factory=lambda fields: {
-            name: value for name, value in fields if name != "subtitles" or value
+            name: value for name, value in fields if name not in rare or value
         },
     )
 
@@ -185,10 +186,12 @@ def video_of(record: Record) -> str:
 
 
 def _question(stored: dict) -> Question:
+    evidence = stored.get("evidence")
     parsed: dict[str, Any] = {
         "kind": QuestionKind(stored["kind"]),
         "options": tuple(stored["options"]),
         "subtitles": tuple(Subtitle(**entry) for entry in stored.get("subtitles", ())),
+        "evidence": None if evidence is None else tuple(evidence),
     }
     return Question(**(stored | parsed))
 

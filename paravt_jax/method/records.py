@@ -39,6 +39,8 @@ class Question:
     options: tuple[str, ...] = ()
     subtitles: tuple[Subtitle, ...] = ()
     """Subtitles of the video; empty if it has none."""
+    evidence: tuple[float, float] | None = None
+    """When the video shows the answer, from the first to the last second; None if unknown."""
 
 
 @dataclasses.dataclass(frozen=True)

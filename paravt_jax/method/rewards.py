@@ -1,8 +1,16 @@
-"""The reward of an episode: R = R_acc + format_weight * R_fmt + tool_weight * R_tool (REFERENCE 3).
+"""The reward of an episode (REFERENCE 3).
+
+    R = R_acc * (1 - tool_turn_cost * tool turns) + format_weight * R_fmt + tool_weight * R_tool
 
     R_acc   correctness of the answer, in [0, 1] (`paravt_jax.method.accuracy`)
     R_fmt   format_base + anchor_weight * R_anchor, clipped to [0, 1] by default
     R_tool  executed calls, and a right answer after them, in [0, 1]
+
+Two choices of settings have names. `RewardSettings()` is the published reward, which pays calls as
+such: R_tool, and the order term of R_fmt, which only episodes with calls can earn. `frugal_reward`
+pays right answers and format alone, and a right answer is worth a little less for each turn in
+which tools ran. Calls side by side are one such turn, so looking at several moments at once costs
+no more than looking at one.
 
 Whole turns are scored, including the pinned `<think>`. Each turn is scored separately, and the
 scores are averaged: in one joined text, the closed think of the first turn would count for all.
@@ -38,6 +46,10 @@ class RewardSettings:
     """Weight of R_fmt in the total."""
     tool_weight: float = 1.0
     """Weight of R_tool in the total; 0 is the paper's row "without the tool reward"."""
+    tool_turn_cost: float = 0.0
+    """Share of R_acc lost per turn in which tools ran; calls side by side are one turn."""
+    order_without_calls: bool = False
+    """Pay the order term of R_fmt to episodes without calls too, if they think and then answer."""
     answer_suffix: bool = True
     """Give 0.5 for a non-empty answer block and 0.2 for a think, instead of 0.3 for each."""
     # Under the anchors `credit` and `likelihood`, each token that breaks a block is penalised too.
@@ -58,6 +70,11 @@ class RewardSettings:
                 raise ValueError(
                     f"RewardSettings.{name}: {value}; give a finite number of at least 0"
                 )
+        if not 0 <= self.tool_turn_cost <= 1:
+            raise ValueError(
+                f"RewardSettings.tool_turn_cost: {self.tool_turn_cost}; "
+                "it is a share of R_acc, give 0 to 1"
+            )
         if self.open_ended not in ("f1", "exact", "judge"):
             raise ValueError(
                 f"RewardSettings.open_ended: {self.open_ended!r} is unknown; "
@@ -73,6 +90,31 @@ class RewardSettings:
                 f"RewardSettings.open_ended: {self.open_ended!r} with judge {self.judge}; "
                 "set it to 'judge', or the judge to None"
             )
+
+    def __str__(self) -> str:
+        """What the reward pays, in one line for the report."""
+        pays_calls = bool(self.tool_weight)
+        answers = "right answers"
+        if self.tool_turn_cost:
+            answers += f" (worth {self.tool_turn_cost:.0%} less per turn in which tools ran)"
+        terms = [answers]
+        if self.format_weight:
+            terms.append("format")
+        if pays_calls:
+            terms.append("calls")
+        name = "reward"
+        if pays_calls and self.format_weight and not self.order_without_calls:
+            name = "published reward"
+        elif not pays_calls and self.format_weight and self.order_without_calls:
+            name = "frugal reward"
+        return f"{name} for {' and '.join(terms)}"
+
+
+def frugal_reward(tool_turn_cost: float = 0.2) -> RewardSettings:
+    """A reward for right answers and format that pays nothing for calls as such."""
+    return RewardSettings(
+        tool_weight=0.0, tool_turn_cost=tool_turn_cost, order_without_calls=True, format_cap=False
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,15 +198,20 @@ def anchor_reward(turns: Sequence[Turn], gamma: float = 0.3) -> float:
     return mean
 
 
-def format_base(turns: Sequence[Turn], answer_suffix: bool = True) -> float:
+def format_base(
+    turns: Sequence[Turn], answer_suffix: bool = True, order_without_calls: bool = False
+) -> float:
     """R_fmt without its anchor.
 
         0.2  times the share of turns with a substantive think (0.3 without `answer_suffix`)
         0.5  an answer block in the last turn (0.3 without `answer_suffix`)
-        0.3  times the share of calling turns that think first
+        0.3  the order term: times the share of calling turns that think first
         0.1  balanced tags, if any of the above is earned
 
     0 if a turn was truncated.
+
+    In the release, only episodes with calls can earn the order term, so it also pays for calls.
+    With `order_without_calls`, an episode without calls earns it if it thinks and then answers.
     """
     if not turns or any(turn.truncated for turn in turns):
         return 0.0
@@ -173,8 +220,10 @@ def format_base(turns: Sequence[Turn], answer_suffix: bool = True) -> float:
     think_weight = 0.2 if answer_suffix else 0.3
     answer = answer_weight * (extract_answer(texts[-1]) is not None)
     think = think_weight * _mean([has_substantive_think(text) for text in texts])
-    order = 0.3 * _mean([_thinks_then_calls(turn) for turn in turns if _has_call(turn)])
-    base = think + answer + order
+    in_order = [_thinks_then_calls(turn) for turn in turns if _has_call(turn)]
+    if order_without_calls and not in_order:
+        in_order = [_thinks_then_answers(texts[-1])]
+    base = think + answer + 0.3 * _mean(in_order)
     # A text without any tags is balanced too, but must not earn a reward for that.
     if base > 0:
         base += 0.1 * all(tags_balanced(text) for text in texts)
@@ -201,6 +250,11 @@ def tool_reward(turns: Sequence[Turn], right: bool) -> float:
         return 0.0
     called = 0.3 if any(outcome.status.executed for outcome in outcomes) else 0.1
     return min(called + 0.5 * right, 1.0)
+
+
+def tool_turns(turns: Sequence[Turn]) -> int:
+    """Number of turns in which at least one tool ran."""
+    return sum(any(outcome.status.executed for outcome in turn.calls) for turn in turns)
 
 
 def score_all(
@@ -269,15 +323,18 @@ def _combine(
 ) -> Rewards:
     """All rewards of an episode whose answer earned `r_acc`."""
     r_anchor = anchor_reward(turns, settings.gamma)
-    uncapped = format_base(turns, settings.answer_suffix) + anchor_weight * r_anchor
+    base = format_base(turns, settings.answer_suffix, settings.order_without_calls)
+    uncapped = base + anchor_weight * r_anchor
     r_fmt = min(max(uncapped, 0.0), 1.0) if settings.format_cap else uncapped
     r_tool = tool_reward(turns, r_acc > 0)
+    discount = max(0.0, 1.0 - settings.tool_turn_cost * tool_turns(turns))
+    total = r_acc * discount + settings.format_weight * r_fmt + settings.tool_weight * r_tool
     return Rewards(
         accuracy=r_acc,
         format=r_fmt,
         anchor=r_anchor,
         tool=r_tool,
-        total=r_acc + settings.format_weight * r_fmt + settings.tool_weight * r_tool,
+        total=total,
         compliant=format_compliant(turns),
         capped=r_fmt != uncapped,
     )

@@ -1,10 +1,12 @@
 """Writes texts about the small world: questions, conversations, captions, vocabulary pieces.
 
-Conversations state only what their own frames show, unless the setting `guess` says otherwise.
-Every digit word and colour has one leading space, so that a word is the same token everywhere.
+Conversations state only what their own frames show. Where those show no answer, a conversation
+says that it saw nothing and guesses, so that no label teaches the model to invent what it cannot
+see. Every digit word and colour has one leading space, so that a word is the same token everywhere.
 
-The demonstrations have deliberate mistakes (`leak`, `unclosed`, `untagged`). The model still makes
-them after the cold start, so that reinforcement learning has something to correct.
+The demonstrations are meant to be improved by reinforcement learning. By default they are naive:
+they seldom look closer, and then mostly at one half of the scene. They also have mistakes of format
+(`leak`, `unclosed`, `untagged`).
 """
 
 from __future__ import annotations
@@ -78,23 +80,30 @@ class TextSettings:
     """Probability that a sub-agent's window starts anywhere instead of at half a scene."""
     captions: int = 16
     """Captioned frames per training video; half of them show a digit."""
-    crop_when_seen: float = 0.5
+    look: float = 0.4
+    """Probability of looking closer if the overview does not show the answer; else a guess."""
+    look_when_shown: float = 0.15
     """Probability of looking closer although the overview shows the answer."""
-    one_by_one: float = 0.15
-    """Probability of one crop per turn; the next crop follows only if the last showed nothing."""
-    guess: float = 0.0
-    """Probability of answering correctly although the overview does not show the answer."""
-    leak: float = 0.4
+    both: float = 0.4
+    """Probability of cropping both halves of the scene; otherwise one half, drawn at random."""
+    one_by_one: float = 0.0
+    """Of crops of both halves: probability of one per turn, until a report shows the digit."""
+    toolless: float = 0.15
+    """Probability that the system turn offers no tools."""
+    ground_by_overview: bool = False
+    """Answer temporal grounding from overview frames too; otherwise only crops can show a span."""
+    leak: float = 0.1
     """Probability that calls are written as <tool_code>."""
-    unclosed: float = 0.4
+    unclosed: float = 0.1
     """Probability that the <think> of a turn is not closed."""
-    untagged: float = 0.25
+    untagged: float = 0.1
     """Probability that the answer has no tags."""
 
     def __post_init__(self):
         probabilities = (
-            *("multiple_choice", "telling", "unaligned", "crop_when_seen"),
-            *("one_by_one", "guess", "leak", "unclosed", "untagged"),
+            *("multiple_choice", "telling", "unaligned"),
+            *("look", "look_when_shown", "both", "one_by_one", "toolless"),
+            *("leak", "unclosed", "untagged"),
         )
         for name in probabilities:
             if not 0 <= getattr(self, name) <= 1:
@@ -132,7 +141,9 @@ def main_conversations(
     videos: Sequence[WorldVideo], settings: TextSettings
 ) -> Iterator[Conversation]:
     """Yield conversations of main agents: overview and question, calls, reports, answer."""
+    habits_of_videos = _with_generators(videos, settings, stream=4)
     for video, rng in _with_generators(videos, settings, stream=1):
+        _, habits = next(habits_of_videos)
         pairs = [(scene, kind) for scene in _digit_scenes(video) for kind in _QUESTIONS]
         for budget in rng.permutation(settings.budgets)[: settings.groups]:
             chosen = [pairs[n] for n in rng.permutation(len(pairs))[: settings.demonstrations]]
@@ -140,7 +151,7 @@ def main_conversations(
             # of a conversation, but must not change the questions.
             asked = [_question(video, scene, kind, rng) for scene, kind in chosen]
             for question, (scene, _) in zip(asked, chosen, strict=True):
-                yield _main(video, question, scene, int(budget), settings, rng)
+                yield _main(video, question, scene, int(budget), settings, rng, habits)
 
 
 def window_conversations(
@@ -210,8 +221,10 @@ def _question(
     assert scene.digit is not None
     text = _QUESTIONS[kind].format(scene.start)
     id = f"{video.id}:{scene.start}:{kind}"
+    evidence = (float(scene.first), float(scene.last))
     if kind is QuestionKind.TEMPORAL_GROUNDING:
-        return Question(id, video.path, text, kind, _span(scene.first, scene.last))
+        answer = _span(scene.first, scene.last)
+        return Question(id, video.path, text, kind, answer, evidence=evidence)
     others = [
         other.digit
         for n, other in enumerate(video.scenes)
@@ -223,7 +236,16 @@ def _question(
     wrong = [int(digit) for digit in rng.permutation(others)[:2]]
     wrong += [int(digit) for digit in rng.permutation(absent)[: 3 - len(wrong)]]
     options = tuple(DIGITS[digit] for digit in rng.permutation([scene.digit, *wrong]))
-    return Question(id, video.path, text, kind, DIGITS[scene.digit], options)
+    return Question(id, video.path, text, kind, DIGITS[scene.digit], options, evidence=evidence)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sighting:
+    """The digit of a scene as somebody saw it: from the first to the last time, in seconds."""
+
+    digit: str
+    first: int
+    last: int
 
 
 def _main(
@@ -233,27 +255,45 @@ def _main(
     budget: int,
     settings: TextSettings,
     rng: np.random.Generator,
+    habits: np.random.Generator,
 ) -> Conversation:
+    """Write one conversation.
+
+    `habits` draws what a naive agent decides: tools, halves, and guesses. `rng` draws the rest, so
+    the other choices do not depend on those settings.
+    """
     scene = video.scenes[scene_number]
     indices = overview_indices(FRAMES, budget)
     times = (STEP * indices).tolist()
-    seen = [time for time in times if scene.shows(time)]
-    # One frame is enough to name a digit, but not to say how long it stays.
-    needed = 2 if question.kind is QuestionKind.TEMPORAL_GROUNDING else 1
-    answerable = len(seen) >= needed
-    crops = rng.random() < (settings.crop_when_seen if answerable else 1 - settings.guess)
+    seen = _seen_in_overview(question, scene, times, settings)
+    look = settings.look if seen is None else settings.look_when_shown
+    looks = rng.random() < look
+    tools = habits.random() >= settings.toolless
     overview = _describe_overview(video, times, scene)
-    if crops:
-        turns = _answer_by_crops(video, question, scene, overview, settings, rng)
+    if looks and tools:
+        turns = _answer_by_crops(video, question, scene, overview, seen, settings, rng, habits)
     else:
-        # A guess states the true times, although no frame shows them.
-        first, last = scene.first, scene.last
-        if answerable:
-            first, last = seen[0], seen[-1]
-        turns = (_conclude(question, scene, f"{overview}\nI see", first, last, settings, rng),)
+        opening = f"{overview}\nI see"
+        turns = (_conclude(question, scene, opening, seen, settings, rng, habits),)
     text = protocol.question_text(question).removeprefix("\n")
     asked = ChatTurn("user", (_clip(video, indices), text))
-    return Conversation(f"{question.id}/{budget}", video.split, True, (asked, *turns))
+    return Conversation(f"{question.id}/{budget}", video.split, tools, (asked, *turns))
+
+
+def _seen_in_overview(
+    question: Question, scene: Scene, times: Sequence[int], settings: TextSettings
+) -> _Sighting | None:
+    """What the overview's frames tell about the question; None if they do not answer it."""
+    seen = [time for time in times if scene.shows(time)]
+    needed = 1
+    if question.kind is QuestionKind.TEMPORAL_GROUNDING:
+        if not settings.ground_by_overview:
+            return None
+        # One frame is enough to name a digit, but not to say how long it stays.
+        needed = 2
+    if len(seen) < needed:
+        return None
+    return _Sighting(_digit(scene), seen[0], seen[-1])
 
 
 def _clip(video: WorldVideo, indices: Int64[np.ndarray, " frames"]) -> Clip:
@@ -279,14 +319,19 @@ def _answer_by_crops(
     question: Question,
     scene: Scene,
     overview: str,
+    seen: _Sighting | None,
     settings: TextSettings,
     rng: np.random.Generator,
+    habits: np.random.Generator,
 ) -> tuple[ChatTurn, ...]:
-    """Write calls for both halves of the scene, their reports, and the answer.
+    """Write calls for one half of the scene or both, their reports, and the answer.
 
-    Both calls are in one turn, or one follows the other until a report shows the digit.
+    Calls for both halves are in one turn, or one follows the other until a report shows the digit.
+    If no report shows it, the answer is what the overview showed (`seen`), or a guess.
     """
     starts = list(range(scene.start, scene.end, WINDOW))
+    if habits.random() >= settings.both:
+        starts = [int(habits.choice(starts))]
     if rng.random() < settings.leak:
         # No parser accepts this syntax, so the conversation ends without a report.
         calls = "\n".join(
@@ -299,16 +344,21 @@ def _answer_by_crops(
     if rng.random() < settings.one_by_one:
         crops_by_turn = [[start] for start in starts]
     turns: list[ChatTurn] = []
+    found = None
     for crops in crops_by_turn:
         calls = "\n".join(protocol.render_call(CropCall(s, s + WINDOW)) for s in crops)
         opening = overview if not turns else ""
         think = f"{opening}\nlook closer\n{_close_think(settings, rng)}"
         turns.append(_main_turn(think + calls))
         turns += [ChatTurn("tool", (_report(video, start),)) for start in crops]
+        # A digit stays within one window, so a crop shows all of it or nothing.
         if crops[0] <= scene.first < crops[-1] + WINDOW:
+            found = _Sighting(_digit(scene), scene.first, scene.last)
             break
     opening = "the crops show"
-    turns.append(_conclude(question, scene, opening, scene.first, scene.last, settings, rng))
+    if found is None and seen is not None:
+        opening, found = "\nI see", seen
+    turns.append(_conclude(question, scene, opening, found, settings, rng, habits))
     return tuple(turns)
 
 
@@ -316,20 +366,33 @@ def _conclude(
     question: Question,
     scene: Scene,
     opening: str,
-    first: int,
-    last: int,
+    seen: _Sighting | None,
     settings: TextSettings,
     rng: np.random.Generator,
+    habits: np.random.Generator,
 ) -> ChatTurn:
-    """Write the last turn: the digit and its times, then the answer."""
-    think = f"{opening} {_digit(scene)} from {first} to {last}\n{_close_think(settings, rng)}"
-    if question.kind is QuestionKind.MULTIPLE_CHOICE:
-        answer = f" {_digit(scene)}"
+    """Write the last turn: what was seen, then the answer. If nothing was seen, it is a guess."""
+    if seen is None:
+        finding = " nothing"
+        answer = _guess(question, scene, habits)
     else:
-        answer = _span(first, last)
+        finding = f" {seen.digit} from {seen.first} to {seen.last}"
+        answer = _span(seen.first, seen.last)
+        if question.kind is QuestionKind.MULTIPLE_CHOICE:
+            answer = f" {seen.digit}"
+    think = f"{opening}{finding}\n{_close_think(settings, rng)}"
     if rng.random() >= settings.untagged:
         answer = answer.join(_ANSWER_TAGS)
     return _main_turn(think + answer)
+
+
+def _guess(question: Question, scene: Scene, rng: np.random.Generator) -> str:
+    """Draw any of the options, or a span of 4 seconds in the scene."""
+    if question.kind is QuestionKind.MULTIPLE_CHOICE:
+        return f" {rng.choice(question.options)}"
+    length = 4
+    first = int(rng.choice(range(scene.start, scene.end - length, STEP)))
+    return _span(first, first + length)
 
 
 def _close_think(settings: TextSettings, rng: np.random.Generator) -> str:

@@ -1,10 +1,10 @@
-"""Seeds of episodes and counts of their calls, for training and evaluation."""
+"""Seeds of episodes, and what is counted in them, for training and evaluation."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from paravt_jax.method.records import Episode
+from paravt_jax.method.records import Author, Episode
 
 
 def seed_of(*parts: int | str) -> int:
@@ -17,4 +17,27 @@ def seed_of(*parts: int | str) -> int:
 
 def executed_calls(episode: Episode) -> int:
     """Number of tool calls of an episode that were carried out."""
-    return sum(outcome.status.executed for turn in episode.turns for outcome in turn.calls)
+    return sum(calls_by_turn(episode))
+
+
+def calls_by_turn(episode: Episode) -> list[int]:
+    """Number of tool calls that were carried out, by turn of the main agent."""
+    return [sum(outcome.status.executed for outcome in turn.calls) for turn in episode.turns]
+
+
+def overview_times(episode: Episode) -> list[float]:
+    """Times of the overview frames, in seconds."""
+    return [
+        frame.time
+        for segment in episode.trajectory.segments
+        if segment.author is Author.PROMPT
+        for frame in segment.frames
+    ]
+
+
+def overview_shows_answer(episode: Episode) -> bool | None:
+    """Whether an overview frame lies in the question's evidence; None if that is unknown."""
+    if episode.question.evidence is None:
+        return None
+    first, last = episode.question.evidence
+    return any(first <= time <= last for time in overview_times(episode))

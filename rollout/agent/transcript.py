@@ -16,6 +16,7 @@ from paravt_jax.method.rewards import Rewards
 from paravt_jax.method.structure import Kind, find_structure
 from paravt_jax.method.tokenizer import Vocabulary
 from rollout.agent.episode import EpisodeSettings, split_prompt
+from rollout.agent.scoring import overview_times
 
 _REWARDS = ("accuracy", "format", "anchor", "tool", "total")
 
@@ -37,14 +38,7 @@ def transcript(
         credit: Advantage of each token after the cut of `split_prompt`. It is shown at structural
             tokens.
     """
-    trajectory = episode.trajectory
     question = episode.question
-    overview = [
-        frame.time
-        for segment in trajectory.segments
-        if segment.author is Author.PROMPT
-        for frame in segment.frames
-    ]
     return {
         "question": {
             "id": question.id,
@@ -57,7 +51,7 @@ def transcript(
         "k": settings.frames,
         "dispatch": settings.dispatch,
         "temperature": settings.temperature,
-        "overview": overview,
+        "overview": overview_times(episode),
         "turns": _turns(episode, vocabulary, credit),
         "answer": episode.answer,
         "stop": str(episode.stop),

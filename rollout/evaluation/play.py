@@ -23,7 +23,7 @@ from paravt_jax.method.parsing import TAG_PATTERN, extract_answer, find_calls, f
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason, Turn
 from paravt_jax.method.rewards import Rewards, RewardSettings, final_answer, score_all
 from rollout.agent.episode import Dispatch, Environment, EpisodeSettings, play
-from rollout.agent.scoring import executed_calls, seed_of
+from rollout.agent.scoring import calls_by_turn, overview_shows_answer, seed_of
 from rollout.engine.requests import Sampler, as_done
 
 
@@ -45,6 +45,8 @@ class EvaluationSettings:
     """How tool calls are executed."""
     temperatures: tuple[float, ...] = (0.7, 0.0)
     """Sampling temperatures; 0 is greedy."""
+    every: int = 0
+    """RL steps between greedy evaluations, for the curves of the report; 0: none during RL."""
 
     def __post_init__(self):
         if min(self.questions, self.samples) < 1:
@@ -52,6 +54,8 @@ class EvaluationSettings:
                 f"evaluation.questions, evaluation.samples = {self.questions}, {self.samples}: "
                 "give 1 or more for both"
             )
+        if self.every < 0:
+            raise ValueError(f"evaluation.every: {self.every}; give 0 or more RL steps")
         self.episode_settings()  # raises if a K or a temperature is out of range
 
     def episode_settings(self) -> tuple[EpisodeSettings, ...]:
@@ -61,6 +65,10 @@ class EvaluationSettings:
             EpisodeSettings(frames, temperature, dispatch)
             for frames, dispatch, temperature in combinations
         )
+
+    def greedy_settings(self) -> tuple[EpisodeSettings, ...]:
+        """Greedy decoding with parallel dispatch at each overview budget: a quick evaluation."""
+        return tuple(EpisodeSettings(frames, 0.0, "parallel") for frames in self.frames)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,8 +195,9 @@ def _score(
 
 
 def measures(played: Played) -> dict[str, Any]:
-    """The values of one episode that `rollout.evaluation.summary.figures` averages."""
+    """The values of one episode that `rollout.evaluation.summary` averages."""
     episode, rewards, read = played.episode, played.rewards, played.read
+    calls = calls_by_turn(episode)
     statuses = [outcome.status for turn in episode.turns for outcome in turn.calls]
     return {
         "video": episode.question.video,
@@ -197,7 +206,10 @@ def measures(played: Played) -> dict[str, Any]:
         "read": read,
         "unread": read is not None and not is_read(episode.question, read),
         "compliant": rewards.compliant,
-        "calls": executed_calls(episode),
+        "shown": overview_shows_answer(episode),
+        "calls": sum(calls),
+        "tool_turns": sum(count > 0 for count in calls),
+        "parallel_turns": sum(count > 1 for count in calls),
         "turn_count": len(episode.turns),
         "refused_reports": statuses.count(CallStatus.REFUSED),
         "stop": str(episode.stop),

@@ -101,6 +101,9 @@ def score_of(summary: Line) -> float | None:
 def row(setting: EpisodeSettings, played: Sequence[Played]) -> Line:
     """Summarise the episodes of one setting for result.json: the setting and its figures.
 
+    `groups` has the figures by kind of question and, where it is known, by whether an overview
+    frame shows the answer: "mcq", "mcq shown", "mcq hidden", "shown", and so on.
+
     Raises:
         ValueError: there are no episodes.
     """
@@ -108,12 +111,30 @@ def row(setting: EpisodeSettings, played: Sequence[Played]) -> Line:
         raise ValueError(
             "evaluation.questions: no question has a readable video; check the data root"
         )
+    lines = [measures(outcome) for outcome in played]
+    groups = _by(lines, _groups_of)
     return {
         "k": setting.frames,
         "dispatch": setting.dispatch,
         "temperature": setting.temperature,
-        **figures([measures(outcome) for outcome in played]),
+        **figures(lines),
+        "groups": {name: group | _parallel(lines, name) for name, group in groups.items()},
     }
+
+
+def _groups_of(line: Line) -> list[str]:
+    if line["shown"] is None:
+        return [line["kind"]]
+    overview = "shown" if line["shown"] else "hidden"
+    return [line["kind"], overview, f"{line['kind']} {overview}"]
+
+
+def _parallel(lines: Sequence[Line], group: str) -> dict[str, float | None]:
+    """Of a group's turns in which tools ran, the share with several calls; None: no such turn."""
+    members = [line for line in lines if group in _groups_of(line)]
+    turns = sum(line["tool_turns"] for line in members)
+    parallel = sum(line["parallel_turns"] for line in members)
+    return {"parallel": parallel / turns if turns else None}
 
 
 def figures(lines: Sequence[Line]) -> dict[str, Any]:

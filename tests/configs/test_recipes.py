@@ -25,8 +25,9 @@ from models.qwen3_vl.config import qwen3_vl
 from models.qwen3_vl.model import abstract_model, num_params
 from models.sharding import make_mesh, param_shardings
 from paravt_jax.method import protocol, tokenizer
-from paravt_jax.method.grpo import Anchor
+from paravt_jax.method.grpo import Anchor, GRPOSettings
 from paravt_jax.method.protocol import Protocol
+from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
@@ -399,6 +400,27 @@ def test_a_cold_start_step_of_a_large_recipe_fits_itself(name):
 
 @pytest.mark.parametrize("size", ["8b", "tiny"])
 def test_the_anchor_of_the_recipes_is_the_papers(size):
-    for name in ("paravt", "exploration_anchoring", "no_tool_reward", "no_penalty"):
+    for name in ("paravt", "exploration_anchoring", "no_penalty"):
         settings = RECIPES[f"{name}_{size}"]().rl
         assert settings is not None and settings.grpo.anchor == "likelihood"
+
+
+def test_the_paradox_keeps_its_own_prior_reward_and_optimisation():
+    """`paravt_tiny` has a naive start and another reward; nothing of it may reach this study."""
+    run = RECIPES["paradox_tiny"]()
+    assert run.text is not None and run.sft is not None and run.rl is not None
+    text, rl = run.text, run.rl
+    assert (text.look, text.look_when_shown, text.both, text.toolless) == (1.0, 0.5, 1.0, 0.0)
+    assert (text.leak, text.unclosed, text.untagged, text.one_by_one) == (0.6, 0.7, 0.25, 0.15)
+    assert (run.sft.steps, run.sft.rows) == (400, 11)
+    assert rl.rewards == RewardSettings(format_weight=0.0, tool_weight=0.0, format_cap=False)
+    assert rl.grpo == GRPOSettings(anchor="likelihood", reward_clip=None)
+    assert (rl.steps, rl.optimizer.learning_rate, rl.control) == (30, 3e-4, False)
+    assert run.evaluation.every == 0
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if RECIPES[name]().rl])
+def test_only_the_paradox_trains_without_the_guard_against_updates_that_few_groups_decide(name):
+    settings = RECIPES[name]().rl
+    assert settings is not None
+    assert settings.grpo.min_signal == (0 if name == "paradox_tiny" else 0.25)

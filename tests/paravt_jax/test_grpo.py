@@ -227,6 +227,25 @@ def test_a_silent_group_is_not_blown_up_by_its_own_deviation(mean):
     assert metrics["silent_groups"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.parametrize(
+    ("signal", "scale"), [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.0)], ids=lambda value: str(value)
+)
+def test_an_update_that_few_groups_decide_is_small(signal, scale):
+    """With the batch's std alone, one group out of four would make an update of full size."""
+    rewards = np.full((4, 4), 1.5)
+    rewards[:signal] = make_batch(p=4).rewards[:signal]
+    batch = make_batch(p=4, rewards=rewards)
+    plain, _ = advantages(batch, dataclasses.replace(SETTINGS, anchor="none"))
+    guarded = dataclasses.replace(SETTINGS, anchor="none", min_signal=0.5)
+    credit, metrics = advantages(batch, guarded)
+    assert metrics["silent_groups"] == pytest.approx(1 - signal / 4)
+    assert metrics["advantage_scale"] == pytest.approx(scale)
+    np.testing.assert_allclose(credit, scale * np.asarray(plain), rtol=1e-6)
+    if signal:
+        spread = np.std(np.asarray(credit)[np.asarray(batch.mask)], ddof=1)
+        assert spread == pytest.approx(scale, abs=1e-3)
+
+
 def test_equal_rewards_are_no_signal_without_reward_normalisation_either():
     settings = dataclasses.replace(
         SETTINGS, anchor="none", reward_normalisation=Normalisation("none", "none")
@@ -638,6 +657,7 @@ def test_contradicting_settings_are_refused():
         ("ratio", "word"),
         ("anchor", "somewhere"),
         ("kl_coefficient", -0.1),
+        ("min_signal", 1.1),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

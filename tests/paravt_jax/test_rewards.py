@@ -19,6 +19,7 @@ from paravt_jax.method.rewards import (
     RewardSettings,
     anchor_reward,
     format_base,
+    frugal_reward,
     score,
     score_all,
     tool_reward,
@@ -99,6 +100,53 @@ def test_terms_can_be_switched_off():
     assert score(
         QUESTION, turns, RewardSettings(tool_weight=0, format_weight=0)
     ).total == pytest.approx(1)
+
+
+def test_a_right_answer_is_worth_less_per_turn_in_which_tools_ran():
+    def total(*turns: Turn) -> float:
+        settings = RewardSettings(tool_weight=0, format_weight=0, tool_turn_cost=0.2)
+        return score(QUESTION, turns, settings).total
+
+    two_calls = Turn(THINK + CALL + CALL, look().calls * 2)
+    assert total(answer()) == pytest.approx(1)
+    assert total(look(), answer()) == pytest.approx(0.8)
+    # Calls side by side cost as much as one call.
+    assert total(two_calls, answer()) == pytest.approx(0.8)
+    assert total(look(), look(), answer()) == pytest.approx(0.6)
+    # No tool ran.
+    assert total(look(CallStatus.BAD_WINDOW), answer()) == pytest.approx(1)
+    assert total(look(), answer("six")) == 0
+    # The discount changes the total only, and does not become a penalty.
+    assert score(QUESTION, [look(), answer()], frugal_reward()).accuracy == 1
+    costly = RewardSettings(tool_weight=0, format_weight=0, tool_turn_cost=0.7)
+    assert score(QUESTION, [look(), look(), answer()], costly).total == 0
+
+
+def test_the_published_order_term_pays_only_episodes_that_call():
+    """0.3 of the release's format reward is a payment for calls; a setting pays it to all."""
+    direct, calling = [answer()], [look(), answer()]
+    assert format_base(calling) - format_base(direct) == pytest.approx(0.3)
+    assert format_base(calling, order_without_calls=True) == format_base(calling)
+    assert format_base(direct, order_without_calls=True) == pytest.approx(format_base(calling))
+    # The answer has to follow a closed think.
+    unclosed = [Turn("<think>\nthe overview shows it <answer>seven</answer>")]
+    assert format_base(unclosed, order_without_calls=True) == format_base(unclosed)
+
+
+def test_a_reward_says_what_it_pays():
+    assert str(RewardSettings(format_cap=False)) == (
+        "published reward for right answers and format and calls"
+    )
+    frugal = str(frugal_reward(0.2))
+    assert frugal.startswith("frugal reward") and "20% less per turn" in frugal
+    assert "calls" not in frugal
+    assert str(RewardSettings(format_weight=0, tool_weight=0)) == "reward for right answers"
+
+
+@pytest.mark.parametrize("cost", [-0.1, 1.1, float("nan")])
+def test_the_cost_of_a_tool_turn_is_a_share(cost):
+    with pytest.raises(ValueError, match=f"RewardSettings.tool_turn_cost: {cost}"):
+        RewardSettings(tool_turn_cost=cost)
 
 
 @pytest.mark.parametrize("name", ["format_weight", "tool_weight", "gamma"])

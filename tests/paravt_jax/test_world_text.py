@@ -18,7 +18,19 @@ from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
 from paravt_jax.world.text import TextSettings
 
-CLEAN = TextSettings(leak=0, unclosed=0, untagged=0, one_by_one=0)
+# Good format, and a strong prior: both halves of the scene wherever the overview shows no answer.
+CLEAN = TextSettings(
+    look=1,
+    look_when_shown=0.5,
+    both=1,
+    toolless=0,
+    ground_by_overview=True,
+    leak=0,
+    unclosed=0,
+    untagged=0,
+)
+# The naive demonstrations of the defaults, in good format.
+NAIVE = TextSettings(leak=0, unclosed=0, untagged=0)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +195,7 @@ def test_clean_demonstrations_answer_from_the_overview_or_from_crops(videos, cle
 
 
 def test_crops_one_by_one_stop_when_a_report_shows_the_digit(videos):
-    settings = dataclasses.replace(CLEAN, one_by_one=1, crop_when_seen=1)
+    settings = dataclasses.replace(CLEAN, one_by_one=1, look_when_shown=1)
     for demonstration in mains(videos, settings):
         scene = scene_of(videos, demonstration)
         turns = 1 if scene.first < scene.start + world.WINDOW else 2
@@ -196,7 +208,7 @@ def test_crops_one_by_one_stop_when_a_report_shows_the_digit(videos):
 
 
 def test_the_settings_decide_how_many_demonstrations_are_spoilt(videos):
-    settings = TextSettings()
+    settings = dataclasses.replace(CLEAN, leak=0.3, unclosed=0.3, untagged=0.2)
     demonstrations = mains(videos, settings)
     calling = [d for d in demonstrations if "look closer" in said(d)[0]]
     leaked = [d for d in calling if "<tool_code>" in said(d)[0]]
@@ -211,15 +223,74 @@ def test_the_settings_decide_how_many_demonstrations_are_spoilt(videos):
     assert untagged / len(answers) == pytest.approx(settings.untagged, abs=0.06)
 
 
-def test_spoiling_does_not_change_what_is_asked(videos):
-    spoilt = [c.turns[0] for c in mains(videos[:1], TextSettings(groups=1))]
+def test_habits_and_mistakes_do_not_change_what_is_asked(videos):
+    naive = [c.turns[0] for c in mains(videos[:1], TextSettings(groups=1))]
     clean = [c.turns[0] for c in mains(videos[:1], dataclasses.replace(CLEAN, groups=1))]
-    assert spoilt == clean
+    assert naive == clean
 
 
-def test_guesses_replace_all_crops_when_asked_for(videos):
-    settings = dataclasses.replace(CLEAN, guess=1.0, crop_when_seen=0.0)
-    assert all(len(said(d)) == 1 for d in mains(videos, settings))
+def shows_answer(videos, demonstration: Conversation) -> bool:
+    """Whether the overview answers the question; by default it answers only choice."""
+    if kind_of(demonstration) is QuestionKind.TEMPORAL_GROUNDING:
+        return False
+    scene = scene_of(videos, demonstration)
+    return any(scene.shows(time) for time in demonstration.clips[0].times)
+
+
+def test_the_settings_decide_how_often_naive_demonstrations_look(videos):
+    looking = collections.defaultdict(list)
+    both, tools = [], []
+    for demonstration in mains(videos, NAIVE):
+        tools.append(demonstration.tools)
+        looks = "tool" in roles(demonstration)
+        assert demonstration.tools or not looks
+        if demonstration.tools:
+            looking[shows_answer(videos, demonstration)].append(looks)
+        if looks:
+            both.append(roles(demonstration).count("tool") == 2)
+
+    def share(values: list[bool]) -> float:
+        return sum(values) / len(values)
+
+    assert share(tools) == pytest.approx(1 - NAIVE.toolless, abs=0.04)
+    assert share(looking[False]) == pytest.approx(NAIVE.look, abs=0.05)
+    assert share(looking[True]) == pytest.approx(NAIVE.look_when_shown, abs=0.06)
+    assert share(both) == pytest.approx(NAIVE.both, abs=0.07)
+
+
+def test_naive_demonstrations_never_tell_what_nobody_saw(videos):
+    guesses = []
+    for demonstration in mains(videos, NAIVE):
+        scene = scene_of(videos, demonstration)
+        last = said(demonstration)[-1]
+        reported = [text for text in said(demonstration)[1:-1] if text != " nothing"]
+        seen = shows_answer(videos, demonstration) or bool(reported)
+        assert (" nothing\n</think>" in last) is not seen
+        if seen:
+            assert f"{word_of(scene)} from " in last
+            continue
+        assert "from" not in last.split("\n")[-1]
+        answer = re.search(r"<answer>(.*)</answer>", last)
+        assert answer
+        if kind_of(demonstration) is QuestionKind.MULTIPLE_CHOICE:
+            assert answer[1] in str(demonstration.turns[0].content[1])
+            guesses.append(answer[1] == f" {word_of(scene)}")
+        else:
+            first, end = ast.literal_eval(answer[1])
+            assert scene.start <= first and end == first + 4 < scene.end
+    # One of four options, drawn at random.
+    assert sum(guesses) / len(guesses) == pytest.approx(0.25, abs=0.1)
+
+
+def test_a_crop_of_the_wrong_half_leaves_what_the_overview_showed(videos):
+    settings = dataclasses.replace(NAIVE, look_when_shown=1, both=0, toolless=0, multiple_choice=1)
+    found = 0
+    for demonstration in mains(videos, settings):
+        texts = said(demonstration)
+        if shows_answer(videos, demonstration) and texts[1:2] == [" nothing"]:
+            found += 1
+            assert f"I see {word_of(scene_of(videos, demonstration))} from " in texts[-1]
+    assert found > 10
 
 
 def test_windows_report_what_they_show(videos):

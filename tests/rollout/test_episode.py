@@ -190,7 +190,9 @@ def test_an_episode_with_a_demonstrations_texts_has_its_ids(
     scripted, small_environment, small_world
 ):
     """What is learned from and what is played are written alike: ids, authors and frames."""
-    settings = world_text.TextSettings(leak=0.0, groups=3)
+    settings = world_text.TextSettings(
+        leak=0.0, groups=3, look=1.0, look_when_shown=0.5, both=1.0, one_by_one=0.3
+    )
     seen = set()
     for conversation in world_text.main_conversations(small_world.videos, settings):
         (clip,) = conversation.clips
@@ -204,7 +206,8 @@ def test_an_episode_with_a_demonstrations_texts_has_its_ids(
         reports = iter([t.content[0] for t in conversation.turns if t.role == "tool"])
         sampler = scripted(spoken, report=lambda request, reports=reports: next(reports))
         wanted = render(conversation, small_environment.protocol, lambda _: 1)
-        setting = EpisodeSettings(len(clip.indices), 0.7)
+        dispatch = "parallel" if conversation.tools else "none"
+        setting = EpisodeSettings(len(clip.indices), 0.7, dispatch)
         (episode,) = run(sampler, [play(small_environment, question, setting, 0)])
         # A demonstration trains on the opening that an episode pins.
         authors = episode.trajectory.authors
@@ -212,8 +215,8 @@ def test_an_episode_with_a_demonstrations_texts_has_its_ids(
         assert np.array_equal(episode.trajectory.ids, wanted.ids)
         assert np.array_equal(played, wanted.authors)
         assert episode.trajectory.frames == wanted.frames
-        seen.add(len(episode.turns))
-    assert seen == {1, 2, 3}
+        seen.add((dispatch, len(episode.turns)))
+    assert seen == {("none", 1), ("parallel", 1), ("parallel", 2), ("parallel", 3)}
 
 
 def test_a_sub_agent_with_a_demonstrations_text_has_its_ids(

@@ -82,6 +82,7 @@ def small() -> Run:
             rewards=RewardSettings(format_cap=False),
             frame_budgets=(4, 16),
             save_every=2,
+            control=True,
         ),
         evaluation=EvaluationSettings(
             questions=2,
@@ -89,6 +90,7 @@ def small() -> Run:
             frames=(4, 16),
             dispatch=("parallel", "none"),
             temperatures=(0.7, 0.0),
+            every=2,
         ),
         log=LogSettings(episodes=2),
     )

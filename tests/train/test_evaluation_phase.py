@@ -69,7 +69,7 @@ def evaluated(road, small, monkeypatch):
         train.run, "prepare", lambda *_: dataclasses.replace(road.data, heldout=heldout)
     )
     monkeypatch.setattr(train.run, "open_actor", scripted)
-    for phase in ("align", "cold_start", "reinforce", "export"):
+    for phase in ("align", "cold_start", "control", "reinforce", "export"):
         monkeypatch.setattr(train.run, phase, left_out)
     return evaluate
 

@@ -65,16 +65,18 @@ def recipe(small, base) -> Run:
 
 @pytest.fixture(scope="module")
 def questions(small_world) -> list[Question]:
-    """The small world's questions, with letters as answers of multiple-choice questions."""
+    """The small world's questions as a file can hold them: letters as answers of choice, and no
+    evidence."""
 
-    def with_letter(question: Question) -> Question:
+    def as_in_a_file(question: Question) -> Question:
+        question = dataclasses.replace(question, evidence=None)
         if not question.options:
             return question
         letter = "ABCDEFGH"[question.options.index(question.answer)]
         return dataclasses.replace(question, answer=letter)
 
     found = world_text.questions(small_world.videos, world_text.TextSettings())
-    return [with_letter(question) for question in found]
+    return [as_in_a_file(question) for question in found]
 
 
 def as_row(question: Question) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from configs.paradox import ARMS
-from configs.paravt_tiny import paravt_tiny
+from paravt_jax.method.rewards import RewardSettings
 from paravt_jax.world.text import TextSettings
 from train.durable.checkpoint import CheckpointError
 from train.durable.interrupts import Interrupts
@@ -22,16 +22,16 @@ from train.durable.run_directory import RunDirectory, RunDirectoryError
 from train.learn.rl_settings import RLSettings
 from train.run import resolved
 from train.settings import Run
-from train.studies import paradox
+from train.studies import paradox, study
 from train.studies.paradox import (
     COLD_START,
     Paradox,
     Result,
     at_the_end,
-    carry_out,
     claims,
     folder_of,
     held_out,
+    order,
     plan,
     read,
     report,
@@ -39,6 +39,7 @@ from train.studies.paradox import (
     table,
 )
 from train.studies.paradox_figure import figure
+from train.studies.study import carry_out
 from train.unreadable import UnreadableVideosError
 
 GRPO, ANCHORED, GATED, FULL = ARMS
@@ -276,7 +277,7 @@ def test_rewards_are_a_choice():
     )
     assert outcome.format_weight == outcome.tool_weight == 0
     assert (
-        published == rl_of(paravt_tiny()).rewards
+        published == RewardSettings(format_cap=False)
         and published.format_weight > 0
         and published.tool_weight > 0
     )
@@ -317,7 +318,7 @@ class FakeRuns:
 @pytest.fixture
 def fake(monkeypatch) -> FakeRuns:
     fake = FakeRuns()
-    monkeypatch.setattr(paradox, "execute", fake)
+    monkeypatch.setattr(study, "execute", fake)
     return fake
 
 
@@ -325,7 +326,7 @@ def fake(monkeypatch) -> FakeRuns:
 def command(monkeypatch, tmp_path) -> Iterator[list[str]]:
     """The command's arguments for a fresh folder; settings of the process are restored."""
     before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    monkeypatch.setattr(paradox, "reuse_freed_memory", lambda: None)
+    monkeypatch.setattr(study, "reuse_freed_memory", lambda: None)
     yield ["--run-dir", str(tmp_path / "paradox")]
     jax.config.update("jax_compilation_cache_dir", before)
 
@@ -334,7 +335,7 @@ ORDER = ["cold_start", *["grpo", "exploration-anchoring", "nframes-gating", "par
 
 
 def test_the_cold_start_is_first_then_settings_seed_by_seed(fake, tmp_path):
-    carry_out(plan(Paradox(run_dir=str(tmp_path), seeds=2)), Interrupts())
+    carry_out(order(plan(Paradox(run_dir=str(tmp_path), seeds=2))), Interrupts())
     assert fake.done == list(zip(ORDER, [0] * 5 + [1] * 4, strict=True))
 
 
@@ -343,22 +344,24 @@ def test_finished_runs_are_not_repeated(fake, tmp_path, capsys):
     for done in (runs[COLD_START][0], runs[GRPO][0], runs[FULL][1]):
         fake(done, Interrupts())
     fake.done.clear()
-    carry_out(runs, Interrupts())
+    carry_out(order(runs), Interrupts())
     assert fake.done == [("exploration-anchoring", 0), ("nframes-gating", 0), ("para-grpo", 0)] + [
         (name, 1) for name in ORDER[1:4]
     ]
     assert "run 3 of 9: exploration-anchoring, seed 0" in capsys.readouterr().err
-    carry_out(runs, Interrupts())
+    carry_out(order(runs), Interrupts())
     assert len(fake.done) == 6
 
 
 def test_finished_runs_of_other_settings_are_not_reused(fake, tmp_path):
-    carry_out(plan(Paradox(str(tmp_path), seeds=1)), Interrupts())
+    carry_out(order(plan(Paradox(str(tmp_path), seeds=1))), Interrupts())
     for other in (
         Paradox(str(tmp_path), quick=True),
         Paradox(str(tmp_path), seeds=1, rewards="published"),
     ):
-        carry_out(plan(other), Interrupts())  # in folders of their own, from the same cold start
+        carry_out(
+            order(plan(other)), Interrupts()
+        )  # in folders of their own, from the same cold start
     assert len(fake.done) == 5 + 4 + 4
     runs = plan(Paradox(str(tmp_path), seeds=1))
     spoilt = {
@@ -366,7 +369,7 @@ def test_finished_runs_of_other_settings_are_not_reused(fake, tmp_path):
         for name, column in runs.items()
     }
     with pytest.raises(RunDirectoryError, match="another configuration"):
-        carry_out(spoilt, Interrupts())
+        carry_out(order(spoilt), Interrupts())
 
 
 def test_at_least_one_seed_is_needed():
@@ -376,7 +379,7 @@ def test_at_least_one_seed_is_needed():
 
 def test_only_the_measures_of_rl_steps_are_read(fake, tmp_path):
     runs = plan(Paradox(run_dir=str(tmp_path), seeds=1))
-    carry_out(runs, Interrupts())
+    carry_out(order(runs), Interrupts())
     got = read(runs[GRPO][0])
     assert (
         got.before
@@ -414,7 +417,7 @@ def test_a_signal_stops_the_command_with_advice(fake, command, monkeypatch, caps
             signal.raise_signal(signal.SIGTERM)
         fake(run, interrupts)
 
-    monkeypatch.setattr(paradox, "execute", interrupted)
+    monkeypatch.setattr(study, "execute", interrupted)
     assert paradox.main(command) == 143
     assert len(fake.done) == 2 and "same command" in capsys.readouterr().err
     assert not (folder_of(Paradox(command[1])) / "table.md").exists()
@@ -438,6 +441,6 @@ def test_errors_of_a_run_are_errors_of_the_command(error, command, monkeypatch, 
     def refused(run: Run, interrupts: Interrupts) -> None:
         raise error("no room")
 
-    monkeypatch.setattr(paradox, "execute", refused)
+    monkeypatch.setattr(study, "execute", refused)
     assert paradox.main(command) == 1
     assert "error: no room" in capsys.readouterr().err

@@ -34,11 +34,12 @@ from train.durable.metrics import read_metrics
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = pathlib.Path(__file__).with_name("small.py")
 RESULT_FIELDS = """
-    name seed before after token_mismatches logprob_gap recompilations_after_warmup seconds
+    name seed reward before control curve after token_mismatches logprob_gap
+    recompilations_after_warmup seconds
 """.split()
 ROW_FIELDS = """
     k dispatch temperature accuracy format calls turns n interval share_with_calls refused_reports
-    without_answer unread stops
+    without_answer unread stops groups
 """.split()
 
 
@@ -83,6 +84,28 @@ def test_the_result_has_a_row_for_every_setting(finished, small):
     assert set(result) == set(RESULT_FIELDS)
 
 
+def test_greedy_evaluations_come_from_rl_and_from_the_control(finished, small):
+    settings = small.small().evaluation
+    result = result_of(finished)
+    assert [row["k"] for row in result["control"]] == list(settings.frames)
+    # Steps 0 and 6 are the evaluations before and after.
+    points = [(row["step"], row["k"]) for row in result["curve"]]
+    assert points == list(itertools.product((2, 4), settings.frames))
+    for row in (*result["control"], *result["curve"]):
+        assert (row["dispatch"], row["temperature"]) == ("parallel", 0)
+        assert row["n"] == settings.questions
+
+
+def test_rows_tell_questions_apart_by_kind_and_by_what_the_overview_shows(finished):
+    for row in result_of(finished)["before"]:
+        groups = row["groups"]
+        for names in (("mcq", "tvg"), ("shown", "hidden")):
+            assert sum(groups[name]["n"] for name in names if name in groups) == row["n"]
+        for name, group in groups.items():
+            assert 0 <= group["score"] <= 1
+            assert (group["parallel"] is None) == (group["calls"] == 0), name
+
+
 def test_sampler_and_trainer_agree_and_nothing_compiles_late(finished):
     result = result_of(finished)
     assert result["token_mismatches"] == 0
@@ -99,6 +122,7 @@ def test_metrics_have_a_line_for_every_step(finished, small):
     steps = [
         *(("align", step) for step in range(1, run.align.steps + 1)),
         *(("sft", step) for step in range(1, run.sft.steps + 1)),
+        *(("control", step) for step in range(1, run.rl.steps + 1)),
         *(("rl", step) for step in range(1, run.rl.steps + 1)),
     ]
     assert [(line["phase"], line["step"]) for line in lines] == steps

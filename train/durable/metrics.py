@@ -21,7 +21,7 @@ import tensorboardX
 
 from paravt_jax.data.atomic import write_atomically
 
-PHASES = ("align", "sft", "rl")
+PHASES = ("align", "sft", "control", "rl")
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

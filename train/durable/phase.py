@@ -25,14 +25,19 @@ from train.durable.metrics import MetricsWriter, read_metrics
 
 T = TypeVar("T")
 
-_TITLES = {"align": "align the vision tower", "sft": "cold start", "rl": "PARA-GRPO"}
+_TITLES = {
+    "align": "align the vision tower",
+    "sft": "cold start",
+    "control": "control: further SFT",
+    "rl": "PARA-GRPO",
+}
 
 
 class Phase:
     """A phase of training; a context manager that waits on exit until the last save is complete.
 
     Args:
-        name: "align", "sft" or "rl".
+        name: "align", "sft", "control" or "rl".
         steps: number of steps.
         save_every: steps between checkpoints; the last step is always saved.
         checkpoints: where the phase is saved and resumed from.

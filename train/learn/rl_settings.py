@@ -35,6 +35,8 @@ class RLSettings:
     """Gradient-accumulation steps; fewer if they add padding only, more to divide over hosts."""
     save_every: int = 10
     """Steps between checkpoints."""
+    control: bool = False
+    """Also evaluate a copy of the cold start after as many further steps of SFT."""
     remat: Remat = "none"
     """Activation checkpointing: what is kept of each layer for the backward pass."""
     logprob_chunk: int | None = None

@@ -1,13 +1,17 @@
-"""The cold-start phase: supervised steps on demonstrations."""
+"""Supervised steps on demonstrations: the cold start, and the control that goes on with them."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from paravt_jax.data.frame_reader import FrameReader
 from rollout.agent.episode import Environment
-from train.learn.sft import SFTBatches
+from train.learn.sft import SFTBatches, SFTSettings
 from train.learn.speed import speeds
 from train.phases.context import Context, as_saved, resume
 from train.phases.model import Parts
@@ -24,18 +28,57 @@ def cold_start(
     settings = context.run.sft
     if settings is None:
         return weights
+    return _train(context, parts, environment, reader, weights, "sft", settings, context.run.seed)
+
+
+def control(
+    context: Context,
+    parts: Parts,
+    environment: Environment,
+    reader: FrameReader | None,
+    weights: Any,
+) -> Any:
+    """Train a copy of `weights` further, as a control for RL.
+
+    It shows what as many further steps on demonstrations would have reached. RL does not start from
+    the result.
+
+    Returns:
+        The trained copy; None for a run without a cold start, without RL, or without a control.
+    """
+    sft, rl = context.run.sft, context.run.rl
+    if sft is None or rl is None or not rl.control:
+        return None
+    settings = dataclasses.replace(sft, steps=rl.steps)
+    # The update donates its input.
+    copy = jax.tree.map(jnp.copy, weights)
+    # Another order than in the cold start.
+    seed = context.run.seed + 1
+    return _train(context, parts, environment, reader, copy, "control", settings, seed)
+
+
+def _train(
+    context: Context,
+    parts: Parts,
+    environment: Environment,
+    reader: FrameReader | None,
+    weights: Any,
+    name: str,
+    settings: SFTSettings,
+    seed: int,
+) -> Any:
     config = parts.model.config
     batches = SFTBatches(
         settings,
         context.data,
         reader,
-        context.run.seed,
+        seed,
         environment.protocol,
         environment.features,
         context.mesh,
     )
     state, update = batches.start(parts.graph, weights)
-    with context.open_phase("sft", settings, environment.features.unreadable) as phase:
+    with context.open_phase(name, settings, environment.features.unreadable) as phase:
         state, cursor = resume(phase, state, parts.tower)
         if cursor is not None:
             batches.set_state(cursor)

@@ -53,7 +53,7 @@ class Context:
         """Open a phase with its checkpoints.
 
         Args:
-            name: `align`, `sft` or `rl`.
+            name: `align`, `sft`, `control` or `rl`.
             settings: The settings of the phase.
             unreadable: Videos that cannot be read, each with the reason; written before each save.
         """

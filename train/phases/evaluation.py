@@ -1,11 +1,12 @@
-"""The evaluation phases, before and after RL: episodes on held-out questions, per setting."""
+"""Evaluations on held-out questions: before, during and after RL, and of the control."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import json
-from collections.abc import Sequence
+import pathlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paravt_jax.data.atomic import write_atomically
@@ -21,11 +22,13 @@ from train.durable import hosts
 from train.phases.actor import Actor
 from train.phases.context import Context
 
+_TITLES = {"before": "before RL", "control": "the control", "after": "after RL"}
+
 
 def evaluate(
     context: Context, actor: Actor | None, weights: Any, name: str
 ) -> list[dict[str, Any]]:
-    """Play held-out questions under every setting, and write one file per K.
+    """Play held-out questions and write one file per K.
 
     An interrupted evaluation resumes with the first K that has no file. With a judge, a file also
     holds the sums of `JudgeCounts`.
@@ -34,57 +37,100 @@ def evaluate(
         context: The run.
         actor: Plays the episodes; None: nothing is played.
         weights: The weights to evaluate.
-        name: `before` or `after` RL.
+        name: `before` or `after` RL, under every setting; or `control`, with greedy decoding only.
 
     Returns:
-        One row of results per setting; [] if the run plays no episodes or has no held-out
-        questions.
+        One row of results per setting; [] if nothing is played or there are no held-out questions.
     """
-    settings = context.run.evaluation
-    questions = context.data.heldout[: settings.questions]
-    if actor is None or not questions:
+    if actor is None or not context.data.heldout:
         return []
-    rows = []
-    files = [context.folder / "evaluation" / f"{name}-{k}.json" for k in settings.frames]
+    evaluation = context.run.evaluation
+    files = _files(context, name)
     if not hosts.from_first(lambda: all(file.exists() for file in files)):
         actor.wake(weights, actor.engine.version + 1)
-    with Progress(f"evaluate {name} RL", "setting", shown=hosts.is_first()) as progress:
-        for k, file in zip(settings.frames, files, strict=True):
+    brief = name == "control"
+    settings = evaluation.greedy_settings() if brief else evaluation.episode_settings()
+    rows = _evaluate(context, actor, name, _TITLES[name], settings)
+    # The next phase needs the engine's memory.
+    actor.engine.sleep()
+    return rows
+
+
+def evaluate_during(context: Context, actor: Actor, step: int) -> None:
+    """Evaluate the engine's weights, those after `step` steps of RL, if it is time to.
+
+    Decoding is greedy. One file per K is written; `read_curve` reads them.
+    """
+    every = context.run.evaluation.every
+    if not every or step % every or not step or not context.data.heldout:
+        return
+    settings = context.run.evaluation.greedy_settings()
+    _evaluate(context, actor, f"curve-{step:06d}", f"step {step} of RL", settings)
+    # Rollouts must find the same empty cache in a run that was stopped here and resumed.
+    actor.engine.forget()
+
+
+def read_curve(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of all evaluations during RL, each with its `step`."""
+    rows = []
+    for file in sorted((folder / "evaluation").glob("curve-*.json")):
+        step = int(file.stem.split("-")[1])
+        rows += [{"step": step} | row for row in json.loads(file.read_text())["rows"]]
+    return sorted(rows, key=lambda row: (row["step"], row["k"]))
+
+
+def _files(context: Context, name: str) -> list[pathlib.Path]:
+    """The file of each K."""
+    folder = context.folder / "evaluation"
+    return [folder / f"{name}-{k}.json" for k in context.run.evaluation.frames]
+
+
+def _evaluate(
+    context: Context, actor: Actor, name: str, title: str, settings: Sequence[EpisodeSettings]
+) -> list[dict[str, Any]]:
+    """Play the settings whose K has no file yet, and return the rows of all files."""
+    rows = []
+    frames = context.run.evaluation.frames
+    with Progress(f"evaluate {title}", "setting", shown=hosts.is_first()) as progress:
+
+        def done(count: int) -> None:
+            progress.update(len(rows) + count, len(settings))
+
+        for k, file in zip(frames, _files(context, name), strict=True):
             if not hosts.from_first(file.exists):
-                content = _evaluate_budget(context, actor, questions, name, k, progress, len(rows))
+                of_k = [setting for setting in settings if setting.frames == k]
+                content = _evaluate_budget(context, actor, name, title, of_k, done)
                 with hosts.one_after_another():
                     if hosts.is_first():
                         file.parent.mkdir(exist_ok=True)
                         write_atomically(file, json.dumps(content))
             rows += json.loads(file.read_text())["rows"]
-    # The next phase needs the engine's memory.
-    actor.engine.sleep()
     return rows
 
 
 def _evaluate_budget(
     context: Context,
     actor: Actor,
-    questions: Sequence[Question],
     name: str,
-    k: int,
-    progress: Progress,
-    done: int,
+    title: str,
+    settings: Sequence[EpisodeSettings],
+    done: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Play all settings with `k` frames; `done` settings came before them.
+    """Play all settings of one K; `done` is called with the number of those that are played.
 
     Returns:
         The content of the file: rows, episodes, and the judge's counts.
     """
+    questions = context.data.heldout[: context.run.evaluation.questions]
     # Start with an empty cache: results must not depend on where an interrupted evaluation resumed.
     actor.engine.forget()
     content: dict[str, Any] = {"rows": [], "episodes": []}
     if actor.judge is not None:
         content["judge"] = collections.Counter()
-    settings = context.run.evaluation.episode_settings()
-    for setting in [s for s in settings if s.frames == k]:
+    for setting in settings:
         context.interrupts.check(
-            f"stopped while evaluating {name} RL; finished K are kept, K = {k} starts again"
+            f"stopped while evaluating {title}; finished K are kept, K = {setting.frames} starts "
+            "again"
         )
         row, lines = _play(context, actor, questions, name, setting)
         content["rows"].append(row)
@@ -92,7 +138,7 @@ def _evaluate_budget(
         if actor.judge is not None:
             for counts in hosts.gather(dataclasses.asdict(actor.judge.counts)):
                 content["judge"].update(counts)
-        progress.update(done + len(content["rows"]), len(settings))
+        done(len(content["rows"]))
         context.tick()
     return content
 
@@ -126,8 +172,10 @@ def _play(
     )
     own = [outcome for _, outcome in outcomes if isinstance(outcome, Played)]
     played = [outcome for part in hosts.gather(own) for outcome in part]
-    # The report shows only episodes with parallel dispatch.
-    shown = played[: run.log.episodes] if setting.dispatch == "parallel" else []
+    # The report shows only episodes with parallel dispatch, before and after RL.
+    shown = []
+    if name in ("before", "after") and setting.dispatch == "parallel":
+        shown = played[: run.log.episodes]
     lines = [
         {"phase": name, "step": 0}
         | transcript(outcome.episode, outcome.rewards, setting, vocabulary)

@@ -28,6 +28,7 @@ from train.learn.rollouts import Rollouts, draw_budgets
 from train.learn.speed import speeds
 from train.phases.actor import Actor
 from train.phases.context import Context, as_saved, resume
+from train.phases.evaluation import evaluate_during
 from train.phases.model import Parts
 
 # Programs may still compile in the first steps of a process.
@@ -76,6 +77,8 @@ def reinforce(
             return speeds(batches, parts.model.config, seconds, context.mesh.size)
 
         for step in phase.left:
+            # Before the step: a run that was stopped at a checkpoint still has this to do.
+            evaluate_during(context, actor, step - 1)
             compiled_before = compilations.count
             transcribe = _transcriber(context, settings, step) if phase.saves(step) else None
             state, metrics = learner.step(

@@ -11,25 +11,27 @@ from paravt_jax.data.atomic import write_atomically
 from train.durable import hosts
 from train.durable.metrics import read_metrics
 from train.phases.context import Context
+from train.phases.evaluation import read_curve
 from train.report.page import write_report
 
 Rows = list[dict[str, Any]]
 
 
-def report(context: Context, before: Rows, after: Rows, seconds: float) -> pathlib.Path:
+def report(context: Context, rows: dict[str, Rows], seconds: float) -> pathlib.Path:
     """Write result.json, episodes.jsonl and report.html; returns the path of report.html.
 
     Args:
         context: The run.
-        before: Rows of the evaluation before RL.
-        after: Rows of the evaluation after RL.
+        rows: Rows of each evaluation, by its name.
         seconds: Duration of the run.
     """
     folder = context.folder
     with hosts.one_after_another():
         if hosts.is_first():
             result = {"name": context.run.name, "seed": context.run.seed}
-            result |= {"before": before, "after": after}
+            if context.run.rl is not None:
+                result["reward"] = str(context.run.rl.rewards)
+            result |= rows | {"curve": read_curve(folder)}
             result |= _counts(folder) | _judged(folder) | {"seconds": seconds}
             write_atomically(folder / "result.json", json.dumps(result, indent=1))
             _collect_episodes(folder, context.data.root)
@@ -64,11 +66,11 @@ def _collect_episodes(folder: pathlib.Path, root: pathlib.Path) -> None:
     Videos inside `folder` are named relative to it, others by their absolute path.
     """
     videos = root.relative_to(folder) if root.is_relative_to(folder) else root
-    order = ("before", "rl", "after")
-    files = sorted(
-        (folder / "evaluation").glob("*.json"),
-        key=lambda f: (order.index(f.stem.split("-")[0]), int(f.stem.split("-")[1])),
-    )
+    files: list[pathlib.Path] = []
+    # before-K.json and after-K.json hold one K each, rl-STEP.json one step.
+    for phase in ("before", "rl", "after"):
+        found = (folder / "evaluation").glob(f"{phase}-*.json")
+        files += sorted(found, key=lambda file: int(file.stem.split("-")[1]))
     episodes = [episode for file in files for episode in json.loads(file.read_text())["episodes"]]
     lines = [json.dumps({**e, "video": str(videos / e["video"])}) + "\n" for e in episodes]
     write_atomically(folder / "episodes.jsonl", "".join(lines))

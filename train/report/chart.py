@@ -83,6 +83,37 @@ def line_chart(
     return chart
 
 
+def lines_chart(
+    series: Sequence[tuple[str, Sequence[Point]]],
+    dashed: Sequence[Sequence[Point]],
+    low: float,
+    high: float,
+) -> Chart:
+    """Several curves over steps, each in a colour of its own.
+
+    Args:
+        series: (name, points) of each curve. All have the same steps.
+        dashed: a curve to compare with each of `series`, in the same colour; may be empty.
+        low: value that the y-axis must include.
+        high: value that the y-axis must include.
+    """
+    points = series[0][1]
+    everything = [point for _, line in series for point in line]
+    everything += [point for line in dashed for point in line]
+    values = [value for _, value in everything if value is not None]
+    chart, x, y = _axes(points, points, ticks(min([low, *values]), max([high, *values])))
+    chart.legend = [name for name, _ in series]
+    for style, lines in (("dashed", dashed), ("line", [line for _, line in series])):
+        for i, line in enumerate(lines):
+            for run in _runs(line):
+                chart.curves.append((f"{style} s{i % 6}", _corners(run, x, y)))
+    for i, (step, _) in enumerate(points):
+        figures = [f"{name} {number(line[i][1])}" for name, line in series]
+        left = LEFT + i * chart.column
+        chart.hovers.append((left, f"step {step:.0f}: {', '.join(figures)}"))
+    return chart
+
+
 def stacked_chart(
     steps: Sequence[float], series: Sequence[tuple[str, Sequence[float | None]]]
 ) -> Chart:

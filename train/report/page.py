@@ -1,6 +1,7 @@
 """Writes report.html: one page about a finished or running run.
 
-It shows key figures before and after RL, curves, the evaluation table and about twenty episodes.
+It shows key figures before and after RL, what RL discovered, curves, the evaluation table and about
+twenty episodes.
 The sources are config.json, metrics.jsonl, result.json and episodes.jsonl of the run; any of them
 may be missing. The page has no scripts and loads nothing, so it opens offline in any browser.
 """
@@ -20,6 +21,7 @@ from rollout.report.episode_card import episode_card
 from rollout.report.templates import environment, number
 from train.durable.metrics import format_seconds, read_jsonl, read_metrics
 from train.report.chart import Chart, line_chart, stacked_chart
+from train.report.discovery import group_table, learning_curves, pair_cards
 
 Row = dict[str, Any]
 EPISODES = 21
@@ -78,6 +80,7 @@ ALIGN_CURVES = (
 PHASE_CURVES = (
     ("rl", "Reinforcement learning", RL_CURVES),
     ("sft", "Cold start", SFT_CURVES),
+    ("control", "Control: further SFT from the cold start", SFT_CURVES),
     ("align", "Alignment of the vision tower", ALIGN_CURVES),
 )
 STACKED = ("time/rollout", "time/reference", "time/update", "time/data")
@@ -97,7 +100,11 @@ def write_report(run_dir: str | os.PathLike[str]) -> pathlib.Path:
     text = template.render(
         name=str(config.get("name") or config.get("recipe") or root.name),
         temperature=_sampling_temperature(result),
+        reward=result.get("reward"),
         figures=key_figures(result),
+        learning=learning_curves(result, _last_step(metrics)),
+        groups=group_table(result),
+        pairs=pair_cards(root, episodes),
         facts=_facts(result),
         phases=_phases(metrics),
         table=_table(result),
@@ -106,6 +113,11 @@ def write_report(run_dir: str | os.PathLike[str]) -> pathlib.Path:
     )
     write_atomically(root / "report.html", text)
     return root / "report.html"
+
+
+def _last_step(metrics: list[Row]) -> int:
+    """The number of RL steps so far."""
+    return max((row["step"] for row in metrics if row["phase"] == "rl"), default=0)
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

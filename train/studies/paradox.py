@@ -14,27 +14,20 @@ import itertools
 import json
 import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
 import tyro
 
 from configs.paradox import ARMS, paradox_tiny
-from configs.paravt_tiny import paravt_tiny
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.local_path import require_local
-from train.durable.allocator import reuse_freed_memory
-from train.durable.checkpoint import CheckpointError
-from train.durable.interrupts import Interrupts, Stopped
+from paravt_jax.method.rewards import RewardSettings
 from train.durable.metrics import format_seconds, read_metrics
-from train.durable.run_directory import RunDirectory, RunDirectoryError
-from train.run import execute, resolved
 from train.settings import Run, change
 from train.studies.paradox_figure import Result, figure
-from train.unreadable import UnreadableVideosError
+from train.studies.study import study
 
 COLD_START = "cold start"
 MEASURES = {"accuracy": "accuracy", "format": "f", "calls": "κ"}
@@ -64,11 +57,10 @@ class Paradox:
 def base(command: Paradox) -> Run:
     """The recipe from which all settings are derived."""
     run = paradox_tiny()
-    published = paravt_tiny().rl
-    assert run.rl is not None and published is not None
+    assert run.rl is not None
     rl = run.rl
     if command.rewards == "published":
-        rl = dataclasses.replace(rl, rewards=published.rewards)
+        rl = dataclasses.replace(rl, rewards=RewardSettings(format_cap=False))
     if command.quick:
         rl = dataclasses.replace(rl, steps=rl.steps // 3)
     return dataclasses.replace(run, rl=rl)
@@ -99,22 +91,14 @@ def plan(command: Paradox) -> dict[str, list[Run]]:
     return runs
 
 
-def carry_out(runs: dict[str, list[Run]], interrupts: Interrupts) -> None:
-    """Execute all runs that are not finished: the cold start first, then the settings.
+def order(runs: dict[str, list[Run]]) -> list[Run]:
+    """The cold start first, then the settings.
 
     All settings of one seed come before the next seed, so that an early look compares like with
     like.
     """
     by_seed = zip(*(runs[arm] for arm in ARMS), strict=True)
-    order = [*runs[COLD_START], *itertools.chain.from_iterable(by_seed)]
-    for number, run in enumerate(order, 1):
-        # Open the directory even if its run is finished: this raises an error if the run had other
-        # settings.
-        with RunDirectory(run.run_dir, resolved(run)):
-            finished = (pathlib.Path(run.run_dir) / "result.json").exists()
-        if not finished:
-            print(f"run {number} of {len(order)}: {run.name}, seed {run.seed}", file=sys.stderr)
-            execute(run, interrupts)
+    return [*runs[COLD_START], *itertools.chain.from_iterable(by_seed)]
 
 
 def read(run: Run) -> Result:
@@ -252,25 +236,10 @@ def main(argv: list[str] | None = None) -> int:
     command = tyro.cli(Paradox, args=argv, prog="python -m train.studies.paradox")
     folder = folder_of(command)
     start = time.monotonic()
-    reuse_freed_memory()
-    # All runs compile the same programs, so they share the compiled ones.
-    jax.config.update("jax_compilation_cache_dir", str(folder.parent.absolute() / "compiled"))
     runs = plan(command)
-    try:
-        with Interrupts() as interrupts:
-            carry_out(runs, interrupts)
-    except Stopped as stop:
-        print(f"\n{stop}; the same command continues from there", file=sys.stderr)
-        return stop.code
-    except (
-        RunDirectoryError,
-        CheckpointError,
-        UnreadableVideosError,
-        ValueError,
-        OSError,
-    ) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    code = study(order(runs), folder.parent)
+    if code:
+        return code
     _write(folder, {name: [read(run) for run in column] for name, column in runs.items()})
     seconds = format_seconds(time.monotonic() - start)
     print(f"done in {seconds}; see {folder / 'table.md'} and {folder / 'figure.svg'}")

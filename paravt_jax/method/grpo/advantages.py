@@ -201,14 +201,19 @@ def advantages(
             batch.anchor_rewards, batch.valid, Normalisation("group", "group"), settings.epsilon
         )
         out = anchor_credit(out, credit, batch, settings.anchor_weight, gamma)
+    # Silent groups have equal rewards, so only the KL penalty moves them.
+    silent = masked_mean(1.0 - varied(shaped, batch.valid)[:, 0], batch.valid.any(1))
+    scale = jnp.float32(1.0)
+    if settings.min_signal:
+        scale = jnp.minimum(1.0, (1.0 - silent) / settings.min_signal)
+    out = scale * out
 
     scaled = jnp.abs(batch.rewards - settings.reward_bias) * settings.reward_scaling
     clipped = scaled >= (settings.reward_clip or jnp.inf)
-    # Silent groups have equal rewards, so only the KL penalty moves them.
-    silent = 1.0 - varied(shaped, batch.valid)[:, 0]
     metrics = {
         "kl_reference": masked_mean(kl, mask),
-        "silent_groups": masked_mean(silent, batch.valid.any(1)),
+        "silent_groups": silent,
+        "advantage_scale": scale,
         "clipped_rewards": masked_mean(clipped.astype(jnp.float32), batch.valid),
         "advantage_rms": jnp.sqrt(masked_mean(out**2, mask)),
     }

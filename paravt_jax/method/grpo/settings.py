@@ -69,6 +69,9 @@ class GRPOSettings:
     """Bound on the KL estimate of a token, None for no bound."""
     advantage_normalisation: Normalisation = Normalisation("batch", "batch")
     """Normalisation of token advantages, over all generated tokens of the batch by default."""
+    # Dividing by the batch's std gives every update full size, even if one group alone decides it.
+    min_signal: float = 0.0
+    """Share of groups with unequal rewards below which advantages shrink; 0: they never do."""
     ratio: Ratio = "token"
     """Policy ratio: of each token, or the geometric mean over a rollout's tokens (GSPO)."""
     # The importance weight is exp(current - behaviour log-prob).
@@ -97,6 +100,10 @@ class GRPOSettings:
                 raise ValueError(
                     f"GRPOSettings.{name}: {value}; give a finite number of at least 0"
                 )
+        if not 0 <= self.min_signal <= 1:
+            raise ValueError(
+                f"GRPOSettings.min_signal: {self.min_signal}; it is a share of groups, give 0 to 1"
+            )
         if not math.isfinite(self.reward_bias):
             raise ValueError(
                 f"GRPOSettings.reward_bias: {self.reward_bias}; give a finite number, such as 0.2"

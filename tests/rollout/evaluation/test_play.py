@@ -89,6 +89,14 @@ def test_a_row_is_the_mean_of_its_episodes(small_questions):
     found = row(EpisodeSettings(16, 0.7, "sequential"), outcomes)
     low, high = found.pop("interval")
     assert 0 <= low < 0.375 < high <= 1
+    groups = found.pop("groups")
+    kind = small_questions[0].kind
+    # The episodes have no overview frames, so none shows the answer.
+    assert set(groups) == {kind, "hidden", f"{kind} hidden"}
+    for group in groups.values():
+        assert (group["n"], group["score"], group["calls"]) == (4, 0.375, 1.0)
+        # Tools ran in three turns, and in one of them twice.
+        assert group["parallel"] == pytest.approx(1 / 3)
     assert found == {
         "k": 16,
         "dispatch": "sequential",

@@ -1,0 +1,122 @@
+"""What the report shows first: greedy curves by K, the control, groups, and a question twice."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from tests.train.test_report import Page, fake_episode, fake_video, page_of, write_lines
+from train.report.discovery import choose_pairs, group_table, learning_curves
+
+KS = (4, 64)
+Row = dict[str, Any]
+
+
+def group(score: float, calls: float) -> Row:
+    return {"score": score, "n": 9, "interval": [0, 1], "calls": calls, "parallel": 1.0}
+
+
+def row(k: int, score: float, calls: float, **changes: Any) -> Row:
+    overview = "hidden" if k == 4 else "shown"
+    groups = {"mcq": group(score, calls), f"mcq {overview}": group(score, calls)}
+    setting = {"k": k, "dispatch": "parallel", "temperature": 0.0}
+    figures = {"accuracy": score, "format": 1.0, "calls": calls, "turns": 1.0, "n": 9}
+    return setting | figures | {"groups": groups} | changes
+
+
+@pytest.fixture
+def result() -> Row:
+    return {
+        "before": [*(row(k, 0.2, 0.0) for k in KS), row(4, 0.9, 1.0, temperature=0.7)],
+        "control": [row(k, 0.3, 0.0) for k in KS],
+        "curve": [row(k, 0.5, 1.0, step=5) for k in KS],
+        "after": [*(row(k, 0.8, 2.0) for k in KS), row(4, 0.1, 0.0, dispatch="none")],
+    }
+
+
+def test_curves_run_from_before_to_after_and_the_control_is_dashed(result):
+    charts = {figure["title"]: figure["chart"] for figure in learning_curves(result, 10)}
+    for title in ("accuracy", "crops per question", "accuracy, choice"):
+        assert charts[title].legend == ["K = 4", "K = 64"]
+    curves = charts["accuracy"].curves
+    assert [style for style, _ in curves] == ["dashed s0", "dashed s1", "line s0", "line s1"]
+    assert [len(points.split()) for _, points in curves] == [2, 2, 3, 3]
+    hovers = [text for _, text in charts["accuracy"].hovers]
+    assert hovers == [
+        "step 0: K = 4 0.2, K = 64 0.2",
+        "step 5: K = 4 0.5, K = 64 0.5",
+        "step 10: K = 4 0.8, K = 64 0.8",
+    ]
+    # The control ends at the last step, lower than RL: in a drawing, y grows downwards.
+    control, learned = curves[0][1].split()[-1], curves[2][1].split()[-1]
+    assert control.split(",")[0] == learned.split(",")[0]
+    assert float(control.split(",")[1]) > float(learned.split(",")[1])
+
+
+def test_without_greedy_evaluations_there_are_no_curves(result):
+    sampled = [row(4, 0.2, 0.0, temperature=0.7)]
+    assert learning_curves(result | {"before": sampled}, 10) == []
+    assert learning_curves({}, 10) == []
+    assert learning_curves(result, 0) == []
+    assert len(learning_curves(result | {"control": [], "curve": []}, 10)) == 6
+
+
+def test_groups_of_questions_have_their_figures_side_by_side(result):
+    table = dict(group_table(result))
+    assert list(table) == ["choice, answer not shown", "choice, answer shown"]
+    [line] = table["choice, answer not shown"]
+    assert (line["k"], line["n"]) == (4, 9)
+    scores = [line[side]["score"] for side in ("before", "control", "after")]
+    assert scores == [0.2, 0.3, 0.8]
+    assert group_table({}) == []
+
+
+def episodes(tmp_path, *changes: Row) -> list[Row]:
+    at = fake_video(tmp_path / "videos/v.mp4")
+    rows = []
+    for change in changes:
+        rows.append(
+            fake_episode(random.Random(1), "after", 0, 0, "videos/v.mp4", at, 4)
+            | {"temperature": 0.0}
+            | change
+        )
+    return rows
+
+
+GUESS = {"phase": "before", "turns": [{"tokens": [], "calls": []}], "rewards": {"accuracy": 0.0}}
+
+
+def test_a_pair_is_a_guess_and_then_crops_side_by_side(tmp_path):
+    old, new = episodes(tmp_path, GUESS, {})
+    assert choose_pairs([new, old]) == [(old, new)]
+    one_call = [{"tokens": [], "calls": turn["calls"][:1]} for turn in new["turns"]]
+    for other in (
+        [old],
+        [new],
+        [old, new | {"temperature": 0.7}],
+        [old, new | {"k": 16}],
+        [old, new | {"rewards": {"accuracy": 0.5}}],
+        [old, new | {"turns": one_call}],
+        [old | {"rewards": {"accuracy": 1.0}}, new],
+        [old | {"turns": new["turns"]}, new],
+    ):
+        assert choose_pairs(other) == []
+
+
+def test_the_page_begins_with_curves_groups_and_a_pair(result, tmp_path):
+    write_lines(tmp_path / "episodes.jsonl", episodes(tmp_path, GUESS, {}))
+    step = {"phase": "rl", "step": 10, "wall": 0.0, "loss": 0.1}
+    write_lines(tmp_path / "metrics.jsonl", [step])
+    reward = "frugal reward for right answers and format"
+    (tmp_path / "result.json").write_text(json.dumps(result | {"reward": reward}))
+    page: Page = page_of(tmp_path)
+    assert [e["text"] for e in page.all("h2")][-4] == "Discovery"
+    assert f"Trained with the {reward}." in page.all("p", "lede")[0]["text"]
+    [pair] = page.all("div", "pair")
+    assert pair["text"].index("✗ wrong") < pair["text"].index("✓ right")
+    assert len(page.all("polyline", "dashed")) == 6 * 2 - 4  # grounding is not in this result
+    groups = [e["text"] for e in page.all("th") if "answer" in e["text"]]
+    assert groups[-2:] == ["choice, answer not shown", "choice, answer shown"]

@@ -1,0 +1,131 @@
+"""Gating in its purest form: does looking appear only where it can pay?
+
+    python -m train.studies.gating
+
+From the naive cold start of `paravt_tiny`, RL trains once with K drawn per prompt from {4, ..., 64}
+and once with K = 64 for every prompt. No reward pays for calls. Each seed has a world, questions
+and demonstrations of its own. Every run is an ordinary run directory (`train.run`), so the command
+can be interrupted and repeated; finished runs are only read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tyro
+
+from configs.ablations import UNGATED
+from configs.paravt_tiny import paravt_tiny
+from paravt_jax.data.atomic import write_atomically
+from paravt_jax.data.local_path import require_local
+from train.durable.metrics import format_seconds
+from train.report.discovery import greedy
+from train.settings import Run, change
+from train.studies.gating_figure import figure
+from train.studies.study import study
+
+DRAWN, FIXED = ARMS = ("K drawn per prompt", "K = 64")
+Row = dict[str, Any]
+# Questions whose overview does not show the answer, and choice where it does.
+COLUMNS = {
+    "accuracy, choice": lambda row: row["groups"]["mcq"]["score"],
+    "accuracy, grounding": lambda row: row["groups"]["tvg"]["score"],
+    "crops, choice not shown": lambda row: _calls(row, "mcq hidden"),
+    "crops, choice shown": lambda row: _calls(row, "mcq shown"),
+    "crops, grounding": lambda row: _calls(row, "tvg"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gating:
+    """Trains from a naive cold start with K drawn per prompt, and with K = 64."""
+
+    run_dir: str = "runs/gating"
+    """Folder of all runs, the table and the figure."""
+    seeds: tuple[int, ...] = (4, 5, 6)
+    """Seeds of world, questions, demonstrations and run."""
+
+    def __post_init__(self):
+        if not self.seeds:
+            raise ValueError("seeds: none; give at least one")
+        require_local("run_dir", self.run_dir)
+
+
+def plan(command: Gating) -> dict[str, list[Run]]:
+    """The runs of each arm, one per seed. Those with K = 64 start from the others' cold start."""
+    folder = command.run_dir
+    runs: dict[str, list[Run]] = {arm: [] for arm in ARMS}
+    for seed in command.seeds:
+        seeds = {"seed": seed, "world.seed": seed, "text.seed": seed}
+        drawn = change(paravt_tiny(), "drawn", seeds | {"run_dir": f"{folder}/drawn-{seed}"})
+        other = {"rl.control": False, "start": drawn.run_dir, "run_dir": f"{folder}/fixed-{seed}"}
+        fixed = change(drawn, "fixed", UNGATED | other)
+        runs[DRAWN].append(drawn)
+        runs[FIXED].append(fixed)
+    return runs
+
+
+def read(run: Run) -> list[Row]:
+    """The greedy evaluations of a finished run: rows with `step` and `k`, in the order of steps."""
+    result = json.loads((pathlib.Path(run.run_dir) / "result.json").read_text())
+    assert run.rl is not None
+    before = [{"step": 0} | row for row in greedy(result["before"])]
+    after = [{"step": run.rl.steps} | row for row in greedy(result["after"])]
+    return [*before, *result["curve"], *after]
+
+
+def _calls(row: Row, group: str) -> float | None:
+    """Crops per question; None if the evaluation has no such questions."""
+    return row["groups"].get(group, {}).get("calls")
+
+
+def _over_seeds(runs: Sequence[list[Row]], step: int, k: int, value: Callable[[Row], Any]) -> str:
+    """The mean over seeds, with the lowest and the highest value; a dash for none."""
+    rows = [row for run in runs for row in run if row["step"] == step and row["k"] == k]
+    known = [value(row) for row in rows if value(row) is not None]
+    if not known:
+        return "–"
+    return f"{statistics.mean(known):.2f} [{min(known):.2f}, {max(known):.2f}]"
+
+
+def table(results: dict[str, list[list[Row]]]) -> str:
+    """A Markdown table: each arm at each K, before and after RL."""
+    lines = [f"| trained with | K | | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 3) + "|"]
+    for arm, runs in results.items():
+        steps = sorted({row["step"] for row in runs[0]})
+        for k in sorted({row["k"] for row in runs[0]}):
+            for when, step in (("before", steps[0]), ("after", steps[-1])):
+                cells = [_over_seeds(runs, step, k, value) for value in COLUMNS.values()]
+                lines.append(f"| {arm} | {k} | {when} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns its exit code. Writes table.md, figure.svg and results.json."""
+    command = tyro.cli(Gating, args=argv, prog="python -m train.studies.gating")
+    folder = pathlib.Path(command.run_dir)
+    start = time.monotonic()
+    runs = plan(command)
+    # A seed's cold start comes first. Both arms of a seed come before the next seed.
+    order = [run for pair in zip(*runs.values(), strict=True) for run in pair]
+    code = study(order, folder)
+    if code:
+        return code
+    results = {arm: [read(run) for run in column] for arm, column in runs.items()}
+    write_atomically(folder / "results.json", json.dumps(results, indent=1) + "\n")
+    write_atomically(folder / "table.md", table(results) + "\n")
+    write_atomically(folder / "figure.svg", figure(results))
+    print(table(results))
+    seconds = format_seconds(time.monotonic() - start)
+    print(f"done in {seconds}; see {folder / 'table.md'} and {folder / 'figure.svg'}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

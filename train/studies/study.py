@@ -1,0 +1,62 @@
+"""Carries out the runs of a study: ordinary run directories, one after the other.
+
+A study can be interrupted and repeated: finished runs are only read.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import jax
+
+from train.durable.allocator import reuse_freed_memory
+from train.durable.checkpoint import CheckpointError
+from train.durable.interrupts import Interrupts, Stopped
+from train.durable.run_directory import RunDirectory, RunDirectoryError
+from train.run import execute, resolved
+from train.settings import Run
+from train.unreadable import UnreadableVideosError
+
+
+def carry_out(runs: Sequence[Run], interrupts: Interrupts) -> None:
+    """Execute the runs that are not finished, in this order."""
+    for number, run in enumerate(runs, 1):
+        # Open the directory even if its run is finished: this raises an error if the run had other
+        # settings.
+        with RunDirectory(run.run_dir, resolved(run)):
+            finished = (pathlib.Path(run.run_dir) / "result.json").exists()
+        if not finished:
+            print(f"run {number} of {len(runs)}: {run.name}, seed {run.seed}", file=sys.stderr)
+            execute(run, interrupts)
+
+
+def study(runs: Sequence[Run], folder: pathlib.Path) -> int:
+    """Carry out the runs of a command, and print what stops it.
+
+    Args:
+        runs: The runs, in their order.
+        folder: The folder of the study. The runs share the programs that are compiled into it.
+
+    Returns:
+        The exit code: 0 if all runs are finished.
+    """
+    reuse_freed_memory()
+    jax.config.update("jax_compilation_cache_dir", str(folder.absolute() / "compiled"))
+    try:
+        with Interrupts() as interrupts:
+            carry_out(runs, interrupts)
+    except Stopped as stop:
+        print(f"\n{stop}; the same command continues from there", file=sys.stderr)
+        return stop.code
+    except (
+        RunDirectoryError,
+        CheckpointError,
+        UnreadableVideosError,
+        ValueError,
+        OSError,
+    ) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
