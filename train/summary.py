@@ -5,74 +5,104 @@ python -m train.summary runs/tiny-0 runs/tiny-1 ...
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import statistics
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
-# Line of the table: (phase, dispatch, field of a result row, choice of the overview budget K).
-# None averages over all budgets, `min` takes the smallest.
-LINES = {
-    "accuracy before": ("before", "parallel", "accuracy", None),
-    "accuracy after": ("after", "parallel", "accuracy", None),
-    "f before": ("before", "parallel", "format", None),
-    "f after": ("after", "parallel", "format", None),
-    "kappa, smallest K": ("after", "parallel", "calls", min),
-    "accuracy, smallest K": ("after", "parallel", "accuracy", min),
-    "... without tools": ("after", "none", "accuracy", min),
-    "turns": ("after", "parallel", "turns", None),
-    "turns, sequential": ("after", "sequential", "turns", None),
-    "accuracy, sequential": ("after", "sequential", "accuracy", None),
-}
+Row = dict[str, Any]
 
 
-def figures(result: dict[str, Any]) -> dict[str, float]:
-    """Return the figures of one run by name, in the order of the table.
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A line of the table: the mean of one figure over K."""
 
-    Only the highest sampling temperature counts: greedy episodes are a check, not the result.
+    name: str
+    phase: Literal["before", "control", "after"]
+    field: str = "accuracy"
+    """Field of a result row, or of one of its groups."""
+    group: str = ""
+    """Questions that count, a name in `groups` of the rows; empty: all questions."""
+    sampled: bool = False
+    """Read the rows with the highest temperature, at which RL samples, instead of greedy ones."""
+    dispatch: str = "parallel"
+    k: Literal["all", "smallest", "largest"] = "all"
 
-    Args:
-        result: Contents of the run's `result.json`.
-    """
-    temperature = max(row["temperature"] for row in result["after"])
-    values = {}
-    for name, (phase, dispatch, field, choose) in LINES.items():
-        rows = [
-            row
-            for row in result[phase]
-            if row["dispatch"] == dispatch and row["temperature"] == temperature
-        ]
-        if choose is not None:
-            budget = choose(row["k"] for row in rows)
-            rows = [row for row in rows if row["k"] == budget]
-        values[name] = statistics.mean(row[field] for row in rows)
-    values["minutes"] = result["seconds"] / 60
-    return values
+    def of(self, result: Row) -> float | None:
+        """The figure of a run; None if its evaluation lacks what the figure needs.
+
+        Args:
+            result: Contents of the run's `result.json`.
+        """
+        rows = [row for row in result.get(self.phase, []) if row["dispatch"] == self.dispatch]
+        highest = max((row["temperature"] for row in rows), default=0.0)
+        rows = [row for row in rows if row["temperature"] == (highest if self.sampled else 0)]
+        if self.k != "all" and rows:
+            choose = min if self.k == "smallest" else max
+            chosen = choose(row["k"] for row in rows)
+            rows = [row for row in rows if row["k"] == chosen]
+        if not self.group:
+            return statistics.mean(row[self.field] for row in rows) if rows else None
+        groups = [row.get("groups", {}).get(self.group) for row in rows]
+        known = [group for group in groups if group and group[self.field] is not None]
+        if not known:
+            return None
+        # A K may have few questions of a group, so every question counts the same.
+        total = sum(group["n"] for group in known)
+        return sum(group["n"] * group[self.field] for group in known) / total
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
+FIGURES = (
+    Figure("accuracy before", "before"),
+    Figure("accuracy, control", "control"),
+    Figure("accuracy after", "after"),
+    Figure("accuracy before, sampled", "before", sampled=True),
+    Figure("accuracy after, sampled", "after", sampled=True),
+    Figure("calls before", "before", "calls"),
+    Figure("calls after", "after", "calls"),
+    Figure("calls after, answer not shown", "after", "calls", "hidden"),
+    Figure("... of its turns with calls, several", "after", "parallel", "hidden"),
+    Figure("calls after, choice with answer shown", "after", "calls", "mcq shown"),
+    Figure("without tools before, largest K", "before", dispatch="none", k="largest"),
+    Figure("without tools after, largest K", "after", dispatch="none", k="largest"),
+    Figure("without tools after, smallest K", "after", dispatch="none", k="smallest"),
+    Figure("f before, sampled", "before", "format", sampled=True),
+    Figure("f after, sampled", "after", "format", sampled=True),
+    Figure("f after", "after", "format"),
+    Figure("accuracy after, one call per turn", "after", dispatch="sequential"),
+)
+
+
+def table(results: dict[str, Row]) -> str:
     """Format runs as a Markdown table, with a column per run and a line per figure.
 
-    The last column has mean and standard deviation over the runs; for checks, the largest value.
+    The last column has mean and standard deviation over the runs; for checks, the largest value. A
+    figure that no run has gets no line.
 
     Args:
         results: Contents of each run's `result.json`, by the name of the run.
     """
-    runs = {name: figures(result) for name, result in results.items()}
-    lines = [f"| | {' | '.join(runs)} | mean ± std |", "|---" * (len(runs) + 2) + "|"]
-    for name in next(iter(runs.values())):
-        values = [figures_of_run[name] for figures_of_run in runs.values()]
-        spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        average = f"{statistics.mean(values):.2f} ± {spread:.2f}"
-        lines.append(_line(name, [f"{value:.2f}" for value in values], average))
+    lines = [f"| | {' | '.join(results)} | mean ± std |", "|---" * (len(results) + 2) + "|"]
+    for figure in FIGURES:
+        lines += _mean_line(figure.name, [figure.of(result) for result in results.values()])
+    lines += _mean_line("minutes", [result["seconds"] / 60 for result in results.values()])
     for name in ("token_mismatches", "logprob_gap", "recompilations_after_warmup"):
         values = [result[name] for result in results.values()]
-        lines.append(
-            _line(name, [f"{value:.2g}" for value in values], f"at most {max(values):.2g}")
-        )
+        cells = [f"{value:.2g}" for value in values]
+        lines.append(_line(name, cells, f"at most {max(values):.2g}"))
     return "\n".join(lines)
+
+
+def _mean_line(name: str, values: Sequence[float | None]) -> list[str]:
+    known = [value for value in values if value is not None]
+    if not known:
+        return []
+    spread = statistics.stdev(known) if len(known) > 1 else 0.0
+    cells = ["–" if value is None else f"{value:.2f}" for value in values]
+    return [_line(name, cells, f"{statistics.mean(known):.2f} ± {spread:.2f}")]
 
 
 def _line(name: str, cells: Iterable[str], last: str) -> str:

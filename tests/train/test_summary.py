@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 
 from train import summary
+from train.summary import Figure
+
+Row = dict[str, Any]
 
 
-def result_with(accuracy: float) -> dict:
-    """A result whose parallel episodes have `accuracy` * K; greedy rows must not be counted."""
+def result_with(accuracy: float) -> Row:
+    """A result: parallel episodes have `accuracy` * K when sampled, and 10 times that greedy."""
 
-    def row(k: int, dispatch: str, temperature: float) -> dict:
+    def row(k: int, dispatch: str, temperature: float) -> Row:
         value = accuracy * k if dispatch == "parallel" else 0.0
         return {
             "k": k,
             "dispatch": dispatch,
             "temperature": temperature,
-            "accuracy": value if temperature > 0 else 99.0,
+            "accuracy": value if temperature > 0 else 10 * value,
             "format": 1.0,
             "calls": float(k),
             "turns": 2.0,
             "n": 4,
+            "groups": {"hidden": {"n": 12 - k, "calls": float(k), "parallel": None}},
         }
 
-    settings = itertools.product((4, 8), ("parallel", "sequential", "none"), (0.7, 0.0))
+    settings = itertools.product((4, 8), ("parallel", "none"), (0.7, 0.0))
     rows = [row(*setting) for setting in settings]
     return {
         "before": rows,
@@ -38,13 +43,23 @@ def result_with(accuracy: float) -> dict:
     }
 
 
-def test_figures_average_over_budgets_and_pick_the_smallest():
-    found = summary.figures(result_with(0.1))
-    assert found["accuracy after"] == pytest.approx(0.6)  # mean of 0.4 and 0.8
-    assert found["accuracy, smallest K"] == pytest.approx(0.4)
-    assert found["... without tools"] == 0
-    assert found["kappa, smallest K"] == 4
-    assert found["minutes"] == 1
+@pytest.mark.parametrize(
+    ("figure", "value"),
+    [
+        (Figure("", "after"), 6.0),  # mean of 4 and 8
+        (Figure("", "after", sampled=True), 0.6),
+        (Figure("", "after", sampled=True, k="smallest"), 0.4),
+        (Figure("", "after", sampled=True, k="largest"), 0.8),
+        (Figure("", "after", dispatch="none"), 0.0),
+        (Figure("", "after", "calls", "hidden"), (8 * 4 + 4 * 8) / 12),
+        (Figure("", "after", "parallel", "hidden"), None),
+        (Figure("", "after", "calls", "mcq"), None),
+        (Figure("", "control"), None),
+        (Figure("", "after", dispatch="sequential"), None),
+    ],
+)
+def test_a_figure_averages_over_the_rows_and_questions_that_it_names(figure, value):
+    assert figure.of(result_with(0.1)) == (None if value is None else pytest.approx(value))
 
 
 def test_the_command_prints_means_over_runs(tmp_path, capsys):
@@ -52,10 +67,13 @@ def test_the_command_prints_means_over_runs(tmp_path, capsys):
         (tmp_path / name).mkdir()
         (tmp_path / name / "result.json").write_text(json.dumps(result_with(accuracy)))
     assert summary.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    out = capsys.readouterr().out
+    lines = out.splitlines()
     assert lines[:2] == ["| | a | b | mean ± std |", "|---|---|---|---|"]
-    assert "| accuracy after | 0.60 | 1.20 | 0.90 ± 0.42 |" in lines
+    assert "| accuracy after, sampled | 0.60 | 1.20 | 0.90 ± 0.42 |" in lines
+    assert "| minutes | 1.00 | 1.00 | 1.00 ± 0.00 |" in lines
     assert "| token_mismatches | 0 | 0 | at most 0 |" in lines
+    assert "control" not in out and "one call per turn" not in out, "no run has these"
 
 
 def test_the_command_needs_folders_of_finished_runs(tmp_path, capsys):
