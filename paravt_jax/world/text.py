@@ -1,8 +1,8 @@
 """Writes texts about the small world: questions, conversations, captions, vocabulary pieces.
 
 Conversations state only what their own frames show. Where those show no answer, a conversation
-says that it saw nothing and guesses, so that no label teaches the model to invent what it cannot
-see. Every digit word and colour has one leading space, so that a word is the same token everywhere.
+says so and guesses, so that no label teaches the model to invent what it cannot see. Every digit
+word and colour has one leading space, so that a word is the same token everywhere.
 
 The demonstrations are meant to be improved by reinforcement learning. By default they are naive:
 they seldom look closer, and then mostly at one half of the scene. They also have mistakes of format
@@ -81,17 +81,17 @@ class TextSettings:
     captions: int = 16
     """Captioned frames per training video; half of them show a digit."""
     look: float = 0.4
-    """Probability of looking closer if the overview does not show the answer; else a guess."""
+    """If the overview does not give the answer: probability of looking closer, not guessing."""
     look_when_shown: float = 0.15
-    """Probability of looking closer although the overview shows the answer."""
+    """If the overview gives the answer: probability of looking closer all the same."""
     both: float = 0.4
-    """Probability of cropping both halves of the scene; otherwise one half, drawn at random."""
+    """Of those that look: probability of cropping both halves of the scene, not one at random."""
     one_by_one: float = 0.0
-    """Of crops of both halves: probability of one per turn, until a report shows the digit."""
+    """Probability of one crop per turn, until a report shows the digit, not all in one turn."""
     toolless: float = 0.15
-    """Probability that the system turn offers no tools."""
+    """Probability that a conversation's prompt offers no tools."""
     ground_by_overview: bool = False
-    """Answer temporal grounding from overview frames too; otherwise only crops can show a span."""
+    """Read spans from overview frames too; otherwise conversations read them from crops only."""
     leak: float = 0.1
     """Probability that calls are written as <tool_code>."""
     unclosed: float = 0.1
@@ -241,11 +241,15 @@ def _question(
 
 @dataclasses.dataclass(frozen=True)
 class _Sighting:
-    """The digit of a scene as somebody saw it: from the first to the last time, in seconds."""
+    """The digit of a scene as somebody saw it."""
 
     digit: str
-    first: int
-    last: int
+    span: tuple[int, int] | None
+    """When it was seen, in seconds; None: the frames seen do not tell how long it stays."""
+
+    def answers(self, question: Question) -> bool:
+        """Whether this is enough to answer."""
+        return question.kind is QuestionKind.MULTIPLE_CHOICE or self.span is not None
 
 
 def _main(
@@ -259,14 +263,16 @@ def _main(
 ) -> Conversation:
     """Write one conversation.
 
-    `habits` draws what a naive agent decides: tools, halves, and guesses. `rng` draws the rest, so
-    the other choices do not depend on those settings.
+    `habits` draws what a naive agent decides: tools, halves, and guesses. It is a stream of its
+    own: `rng` then draws the same conversations of a strong prior whether or not there are others.
     """
     scene = video.scenes[scene_number]
     indices = overview_indices(FRAMES, budget)
     times = (STEP * indices).tolist()
     seen = _seen_in_overview(question, scene, times, settings)
-    look = settings.look if seen is None else settings.look_when_shown
+    look = settings.look
+    if seen is not None and seen.answers(question):
+        look = settings.look_when_shown
     looks = rng.random() < look
     tools = habits.random() >= settings.toolless
     overview = _describe_overview(video, times, scene)
@@ -283,17 +289,15 @@ def _main(
 def _seen_in_overview(
     question: Question, scene: Scene, times: Sequence[int], settings: TextSettings
 ) -> _Sighting | None:
-    """What the overview's frames tell about the question; None if they do not answer it."""
+    """What the overview's frames show of the digit; None if they do not show it."""
     seen = [time for time in times if scene.shows(time)]
-    needed = 1
-    if question.kind is QuestionKind.TEMPORAL_GROUNDING:
-        if not settings.ground_by_overview:
-            return None
-        # One frame is enough to name a digit, but not to say how long it stays.
-        needed = 2
-    if len(seen) < needed:
+    if not seen:
         return None
-    return _Sighting(_digit(scene), seen[0], seen[-1])
+    # A span needs two frames: one does not tell how long the digit stays.
+    grounded = settings.ground_by_overview and len(seen) > 1
+    if question.kind is QuestionKind.TEMPORAL_GROUNDING and not grounded:
+        return _Sighting(_digit(scene), None)
+    return _Sighting(_digit(scene), (seen[0], seen[-1]))
 
 
 def _clip(video: WorldVideo, indices: Int64[np.ndarray, " frames"]) -> Clip:
@@ -353,10 +357,10 @@ def _answer_by_crops(
         turns += [ChatTurn("tool", (_report(video, start),)) for start in crops]
         # A digit stays within one window, so a crop shows all of it or nothing.
         if crops[0] <= scene.first < crops[-1] + WINDOW:
-            found = _Sighting(_digit(scene), scene.first, scene.last)
+            found = _Sighting(_digit(scene), (scene.first, scene.last))
             break
     opening = "the crops show"
-    if found is None and seen is not None:
+    if found is None and seen is not None and seen.answers(question):
         opening, found = "\nI see", seen
     turns.append(_conclude(question, scene, opening, found, settings, rng, habits))
     return tuple(turns)
@@ -371,15 +375,19 @@ def _conclude(
     rng: np.random.Generator,
     habits: np.random.Generator,
 ) -> ChatTurn:
-    """Write the last turn: what was seen, then the answer. If nothing was seen, it is a guess."""
-    if seen is None:
-        finding = " nothing"
+    """Write the last turn: what was seen, then the answer, or a guess if that is not enough."""
+    finding = " nothing"
+    if seen is not None:
+        finding = f" {seen.digit}"
+        if seen.span is not None:
+            finding += f" from {seen.span[0]} to {seen.span[1]}"
+    if seen is None or not seen.answers(question):
         answer = _guess(question, scene, habits)
+    elif question.kind is QuestionKind.MULTIPLE_CHOICE:
+        answer = f" {seen.digit}"
     else:
-        finding = f" {seen.digit} from {seen.first} to {seen.last}"
-        answer = _span(seen.first, seen.last)
-        if question.kind is QuestionKind.MULTIPLE_CHOICE:
-            answer = f" {seen.digit}"
+        assert seen.span is not None
+        answer = _span(*seen.span)
     think = f"{opening}{finding}\n{_close_think(settings, rng)}"
     if rng.random() >= settings.untagged:
         answer = answer.join(_ANSWER_TAGS)

@@ -264,17 +264,20 @@ def test_naive_demonstrations_never_tell_what_nobody_saw(videos):
         scene = scene_of(videos, demonstration)
         last = said(demonstration)[-1]
         reported = [text for text in said(demonstration)[1:-1] if text != " nothing"]
-        seen = shows_answer(videos, demonstration) or bool(reported)
-        assert (" nothing\n</think>" in last) is not seen
-        if seen:
-            assert f"{word_of(scene)} from " in last
+        word = word_of(scene)
+        if shows_answer(videos, demonstration) or reported:
+            assert f" {word} from " in last
             continue
-        assert "from" not in last.split("\n")[-1]
+        # Frames may show the digit of a grounding question, but not, by default, its span.
+        visible = any(scene.shows(time) for time in demonstration.clips[0].times)
+        direct = len(said(demonstration)) == 1
+        finding = f"I see {word}" if visible and direct else " nothing"
+        assert f"{finding}\n</think>" in last
         answer = re.search(r"<answer>(.*)</answer>", last)
         assert answer
         if kind_of(demonstration) is QuestionKind.MULTIPLE_CHOICE:
             assert answer[1] in str(demonstration.turns[0].content[1])
-            guesses.append(answer[1] == f" {word_of(scene)}")
+            guesses.append(answer[1] == f" {word}")
         else:
             first, end = ast.literal_eval(answer[1])
             assert scene.start <= first and end == first + 4 < scene.end

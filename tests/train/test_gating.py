@@ -122,6 +122,7 @@ def test_the_figure_has_a_column_per_arm_and_a_line_per_k(fake, folder):
         assert axes.lines[0].get_ydata() == pytest.approx([0.1, 0.2, last])
 
 
-def test_at_least_one_seed_is_needed():
-    with pytest.raises(ValueError, match="seeds: none"):
-        Gating(seeds=())
+@pytest.mark.parametrize("seeds", [(), (4, 4), (-1,)])
+def test_seeds_are_different_numbers(seeds):
+    with pytest.raises(ValueError, match="seeds: "):
+        Gating(seeds=seeds)

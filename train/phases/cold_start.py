@@ -41,7 +41,8 @@ def control(
     """Train a copy of `weights` further, as a control for RL.
 
     It shows what as many further steps on demonstrations would have reached. RL does not start from
-    the result.
+    the result. The schedule of the cold start has ended near 0. Its highest learning rates would
+    now undo part of what was learned, so the control goes on at a tenth of them.
 
     Returns:
         The trained copy; None for a run without a cold start, without RL, or without a control.
@@ -49,7 +50,14 @@ def control(
     sft, rl = context.run.sft, context.run.rl
     if sft is None or rl is None or not rl.control:
         return None
-    settings = dataclasses.replace(sft, steps=rl.steps)
+    optimizer = dataclasses.replace(
+        sft.optimizer,
+        schedule="constant",
+        warmup=0.0,
+        learning_rate=sft.optimizer.learning_rate / 10,
+        muon_learning_rate=sft.optimizer.muon_learning_rate / 10,
+    )
+    settings = dataclasses.replace(sft, steps=rl.steps, optimizer=optimizer)
     # The update donates its input.
     copy = jax.tree.map(jnp.copy, weights)
     # Another order than in the cold start.

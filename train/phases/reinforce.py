@@ -78,8 +78,8 @@ def reinforce(
 
         for step in phase.left:
             # Before the step: a run that was stopped at a checkpoint still has this to do.
-            evaluate_during(context, actor, step - 1)
             compiled_before = compilations.count
+            evaluate_during(context, actor, step - 1)
             transcribe = _transcriber(context, settings, step) if phase.saves(step) else None
             state, metrics = learner.step(
                 state,

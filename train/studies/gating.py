@@ -32,7 +32,6 @@ from train.studies.study import study
 
 DRAWN, FIXED = ARMS = ("K drawn per prompt", "K = 64")
 Row = dict[str, Any]
-# Questions whose overview does not show the answer, and choice where it does.
 COLUMNS = {
     "accuracy, choice": lambda row: row["groups"]["mcq"]["score"],
     "accuracy, grounding": lambda row: row["groups"]["tvg"]["score"],
@@ -52,13 +51,17 @@ class Gating:
     """Seeds of world, questions, demonstrations and run."""
 
     def __post_init__(self):
-        if not self.seeds:
-            raise ValueError("seeds: none; give at least one")
+        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds: {self.seeds}; give different numbers of at least 0")
         require_local("run_dir", self.run_dir)
 
 
 def plan(command: Gating) -> dict[str, list[Run]]:
-    """The runs of each arm, one per seed. Those with K = 64 start from the others' cold start."""
+    """The runs of each arm, one per seed.
+
+    Runs with K drawn per prompt are `paravt_tiny` as users start it. Those with K = 64 start from
+    the others' cold start.
+    """
     folder = command.run_dir
     runs: dict[str, list[Run]] = {arm: [] for arm in ARMS}
     for seed in command.seeds:

@@ -51,7 +51,8 @@ def draw(results: dict[str, list[list[Row]]]) -> Figure:
         for axes, (name, (value, top)) in zip(panels[:, column], PANELS.items(), strict=True):
             for k, style in zip(budgets, STYLES, strict=False):
                 _line(axes, runs, k, value, style)
-            axes.set_ylim(0, top)
+            # More only if a value is higher: there may be more than two crops.
+            axes.set_ylim(0, max(top, axes.get_ylim()[1]))
             if column == 0:
                 axes.set_ylabel(name)
         panels[-1, column].xaxis.set_major_locator(MaxNLocator(integer=True))
