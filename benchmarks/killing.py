@@ -139,6 +139,7 @@ def moments(
     Each consists of a condition to wait for, and the seconds to wait after it.
     """
     files = {name: _stamp(folder / name) for name in ("metrics.jsonl", ROLLOUTS)}
+    evaluated = _files(folder / "evaluation")
     clock = time.monotonic() + rng.uniform(0, 25)
     return {
         "any time": (lambda: time.monotonic() > clock, 0.0),
@@ -150,11 +151,19 @@ def moments(
             lambda: any((folder / "checkpoints").glob("*/*.orbax-checkpoint-tmp*")),
             rng.uniform(0, 0.04),
         ),
+        "while evaluating": (
+            lambda: _files(folder / "evaluation") != evaluated,
+            rng.uniform(0, 1.5),
+        ),
         "after rollouts": (
             lambda: _stamp(folder / ROLLOUTS) != files[ROLLOUTS],
             rng.uniform(0, 1.5),
         ),
     }
+
+
+def _files(folder: pathlib.Path) -> set[str]:
+    return {file.name for file in folder.glob("*.json")}
 
 
 def _stamp(file: pathlib.Path) -> int:

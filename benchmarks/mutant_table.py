@@ -25,6 +25,7 @@ _METHOD, _ENGINE = "paravt_jax/method", "rollout/engine"
 _GRPO = ("tests/paravt_jax/test_grpo.py",)
 _STRUCTURE = ("tests/paravt_jax/test_structure.py",)
 _REWARDS = ("tests/paravt_jax/test_rewards.py",)
+_TEXT = ("tests/paravt_jax/test_world_text.py",)
 _PACKING = ("tests/paravt_jax/test_packing.py",)
 _PACKED = ("tests/train/test_packed_batch.py",)
 _PAGES = ("tests/rollout/engine/test_pages.py",)
@@ -37,7 +38,18 @@ _CHECKPOINT = ("tests/train/test_checkpoint.py",)
 _EPISODE = ("tests/rollout/test_episode.py", "tests/rollout/engine/test_under_fire.py")
 
 _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
+    ("paravt_jax/world/text.py", _TEXT): {
+        "hindsight": ("answer = _guess(question, scene, habits)", 'answer = f" {_digit(scene)}"'),
+        "guess_among_the_right": ("rng.choice(question.options)", "question.answer"),
+        "calls_without_tools": ("if looks and tools:", "if looks:"),
+        "always_both_halves": ("habits.random() >= settings.both", "habits.random() > 1"),
+    },
     (f"{_METHOD}/grpo/advantages.py", _GRPO): {
+        "guard_ignored": ("out = scale * out", "out = out"),
+        "guard_grows_updates": (
+            "jnp.minimum(1.0, (1.0 - silent) / settings.min_signal)",
+            "(1.0 - silent) / settings.min_signal",
+        ),
         "reward_bias_added": (
             "(rewards - settings.reward_bias) *",
             "(rewards + settings.reward_bias) *",
@@ -197,6 +209,23 @@ _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
             "+ gamma * _leaves_think_open(turn.text)",
         ),
         "cut_off_turn_keeps_its_anchor": ("return min(mean, 0.0)", "return mean"),
+        "calls_side_by_side_cost_twice": (
+            "sum(any(outcome.status.executed for outcome in turn.calls) for turn in turns)",
+            "sum(outcome.status.executed for turn in turns for outcome in turn.calls)",
+        ),
+        "refused_calls_cost": (
+            "any(outcome.status.executed for outcome in turn.calls) for turn in turns)",
+            "bool(turn.calls) for turn in turns)",
+        ),
+        "discount_becomes_a_penalty": ("discount = max(0.0, 1.0 -", "discount = (1.0 -"),
+        "order_paid_to_an_open_think": (
+            "in_order = [_thinks_then_answers(texts[-1])]",
+            "in_order = [True]",
+        ),
+        "order_setting_ignored": (
+            "settings.answer_suffix, settings.order_without_calls)",
+            "settings.answer_suffix)",
+        ),
         "calls_wanted_last": (
             "_thinks_then_answers(turn.text) if last else",
             "_thinks_then_answers(turn.text) if not last else",

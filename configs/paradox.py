@@ -46,12 +46,13 @@ def paradox_tiny() -> Run:
     rewards = RewardSettings(format_weight=0.0, tool_weight=0.0, format_cap=False)
     changes = {
         "text": text,
+        "rl.control": False,
+        "evaluation.curve": False,
         "sft.steps": 400,
         "sft.rows": 11,
         "evaluation": evaluation,
         "rl.steps": 30,
         "rl.save_every": 10,
-        "rl.control": False,
         "rl.optimizer.learning_rate": 3e-4,
         "rl.grpo.kl_coefficient": 0.01,
         "rl.grpo.min_signal": 0.0,

@@ -25,7 +25,8 @@ def paravt_8b() -> Run:
     - `grpo.anchor`: the paper's formula, with gamma at violations.
     - `rewards.format_cap`: R_fmt is not capped.
     - `grpo.reward_clip`: scaled rewards are not clipped.
-    - `grpo.min_signal`: updates that few groups decide are small.
+    - `grpo.min_signal`: advantages shrink if less than a quarter of the groups have unequal
+      rewards.
     The first moment is bfloat16, so that training fits on a v5e:4x4 slice (docs/scale.md).
 
     Paper: VideoMME 62.1, with subtitles 69.4, LVBench 39.8, MLVU 65.0; f 0.41, kappa 0.21. Not

@@ -58,7 +58,7 @@ def paravt_tiny() -> Run:
             ),
         ),
         evaluation=EvaluationSettings(
-            questions=128, samples=1, dispatch=("parallel", "none"), every=14
+            questions=128, samples=1, dispatch=("parallel", "none"), curve=True
         ),
         rl=RLSettings(
             steps=56,

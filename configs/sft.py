@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from configs.paravt_8b import ENGINE
 from configs.paravt_tiny import paravt_tiny
 from train.learn.optimizer import OptimizerSettings
 from train.learn.sft import SFTSettings
 from train.published_data import DataSettings
-from train.settings import MeshSettings, ModelSettings, Run
+from train.settings import MeshSettings, ModelSettings, Run, change
 
 
 def sft_8b() -> Run:
@@ -44,4 +42,4 @@ def sft_tiny() -> Run:
 
     Command: python -m train.run --config=sft_tiny
     """
-    return dataclasses.replace(paravt_tiny(), name="sft_tiny", rl=None)
+    return change(paravt_tiny(), "sft_tiny", {"evaluation.curve": False, "rl": None})

@@ -36,7 +36,7 @@ from train.phases.actor import open_actor, open_environment
 from train.phases.align import align
 from train.phases.cold_start import cold_start, control
 from train.phases.context import Context
-from train.phases.evaluation import evaluate
+from train.phases.evaluation import evaluate, evaluate_control
 from train.phases.export import export
 from train.phases.model import first_model, take_apart
 from train.phases.reinforce import reinforce
@@ -129,12 +129,9 @@ def execute(
         # phase returns are still valid.
         weights = cold_start(context, parts, environment, reader, weights)
         rows = {"before": evaluate(context, actor, weights, "before")}
-        controlled = control(context, parts, environment, reader, weights)
-        rows["control"] = []
-        if controlled is not None:
-            rows["control"] = evaluate(context, actor, controlled, "control")
-        # Nothing refers to the control's weights from here on, so their memory is free for RL.
-        del controlled
+        rows["control"] = evaluate_control(
+            context, actor, lambda: control(context, parts, environment, reader, weights)
+        )
         weights = reinforce(context, parts, actor, reader, weights)
         rows["after"] = evaluate(context, actor, weights, "after")
         export(context, parts, weights)

@@ -199,10 +199,17 @@ def _check_data(run: Run) -> None:
 
 
 def _check_phases(run: Run) -> None:
-    if run.rl is not None and run.evaluation.every % run.rl.save_every:
+    evaluation = run.evaluation
+    greedy = 0 in evaluation.temperatures and "parallel" in evaluation.dispatch
+    if run.rl is not None and (evaluation.curve or run.rl.control) and not greedy:
         raise ValueError(
-            f"evaluation.every: {run.evaluation.every} with rl.save_every {run.rl.save_every}; RL "
-            "is evaluated at checkpoints: give a multiple of rl.save_every, or 0 for never"
+            f"evaluation.temperatures, evaluation.dispatch: {evaluation.temperatures}, "
+            f"{evaluation.dispatch}; the curve and the control compare greedy episodes with "
+            "parallel dispatch: add 0 and parallel, or switch off evaluation.curve and rl.control"
+        )
+    if run.rl is None and evaluation.curve:
+        raise ValueError(
+            "evaluation.curve: True without rl; it evaluates checkpoints of RL: switch it off"
         )
     if run.sft is not None and CropVideo.name not in run.protocol.tools:
         raise ValueError(

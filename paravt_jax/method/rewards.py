@@ -91,30 +91,34 @@ class RewardSettings:
                 "set it to 'judge', or the judge to None"
             )
 
-    def __str__(self) -> str:
-        """What the reward pays, in one line for the report."""
-        pays_calls = bool(self.tool_weight)
-        answers = "right answers"
-        if self.tool_turn_cost:
-            answers += f" (worth {self.tool_turn_cost:.0%} less per turn in which tools ran)"
-        terms = [answers]
-        if self.format_weight:
-            terms.append("format")
-        if pays_calls:
-            terms.append("calls")
-        name = "reward"
-        if pays_calls and self.format_weight and not self.order_without_calls:
-            name = "published reward"
-        elif not pays_calls and self.format_weight and self.order_without_calls:
-            name = "frugal reward"
-        return f"{name} for {' and '.join(terms)}"
 
-
-def frugal_reward(tool_turn_cost: float = 0.2) -> RewardSettings:
+def frugal_reward() -> RewardSettings:
     """A reward for right answers and format that pays nothing for calls as such."""
     return RewardSettings(
-        tool_weight=0.0, tool_turn_cost=tool_turn_cost, order_without_calls=True, format_cap=False
+        tool_weight=0.0, tool_turn_cost=0.2, order_without_calls=True, format_cap=False
     )
+
+
+def describe(settings: RewardSettings) -> str:
+    """What a reward pays, in a few words for the report."""
+    answers = "right answers"
+    if settings.tool_turn_cost:
+        answers += f" (worth {100 * settings.tool_turn_cost:.3g} % less per turn with tools)"
+    terms = [answers]
+    if settings.format_weight:
+        terms.append("format")
+    if settings.tool_weight:
+        terms.append("calls")
+    *others, last = terms
+    paid = f"{', '.join(others)} and {last}" if others else last
+    # The cap and the scorer of open-ended answers do not change what is paid.
+    compared = dataclasses.replace(settings, format_cap=False, open_ended="f1", judge=None)
+    name = "a reward"
+    if compared == RewardSettings(format_cap=False):
+        name = "the published reward"
+    elif compared == frugal_reward():
+        name = "the frugal reward"
+    return f"{name}: {paid}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -263,8 +263,8 @@ def _main(
 ) -> Conversation:
     """Write one conversation.
 
-    `habits` draws what a naive agent decides: tools, halves, and guesses. It is a stream of its
-    own: `rng` then draws the same conversations of a strong prior whether or not there are others.
+    `habits` draws what only a naive agent decides: tools, halves and guesses. As these have a
+    stream of their own, they do not change the conversations of a strong prior.
     """
     scene = video.scenes[scene_number]
     indices = overview_indices(FRAMES, budget)

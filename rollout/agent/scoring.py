@@ -36,7 +36,10 @@ def overview_times(episode: Episode) -> list[float]:
 
 
 def overview_shows_answer(episode: Episode) -> bool | None:
-    """Whether an overview frame lies in the question's evidence; None if that is unknown."""
+    """Whether an overview frame lies in the question's evidence; None if that is unknown.
+
+    For temporal grounding, too, one frame is enough, although it does not tell the whole span.
+    """
     if episode.question.evidence is None:
         return None
     first, last = episode.question.evidence

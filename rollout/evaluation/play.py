@@ -45,8 +45,8 @@ class EvaluationSettings:
     """How tool calls are executed."""
     temperatures: tuple[float, ...] = (0.7, 0.0)
     """Sampling temperatures; 0 is greedy."""
-    every: int = 0
-    """RL steps between greedy evaluations, for the curves of the report; 0: none during RL."""
+    curve: bool = False
+    """Also play greedily at each checkpoint of RL, for the curves of the report."""
 
     def __post_init__(self):
         if min(self.questions, self.samples) < 1:
@@ -54,8 +54,6 @@ class EvaluationSettings:
                 f"evaluation.questions, evaluation.samples = {self.questions}, {self.samples}: "
                 "give 1 or more for both"
             )
-        if self.every < 0:
-            raise ValueError(f"evaluation.every: {self.every}; give 0 or more RL steps")
         self.episode_settings()  # raises if a K or a temperature is out of range
 
     def episode_settings(self) -> tuple[EpisodeSettings, ...]:

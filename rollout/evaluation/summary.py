@@ -112,13 +112,15 @@ def row(setting: EpisodeSettings, played: Sequence[Played]) -> Line:
             "evaluation.questions: no question has a readable video; check the data root"
         )
     lines = [measures(outcome) for outcome in played]
-    groups = _by(lines, _groups_of)
     return {
         "k": setting.frames,
         "dispatch": setting.dispatch,
         "temperature": setting.temperature,
         **figures(lines),
-        "groups": {name: group | _parallel(lines, name) for name, group in groups.items()},
+        "groups": {
+            name: _group(members) | {"parallel": _parallel(members)}
+            for name, members in _members(lines, _groups_of).items()
+        },
     }
 
 
@@ -129,12 +131,11 @@ def _groups_of(line: Line) -> list[str]:
     return [line["kind"], overview, f"{line['kind']} {overview}"]
 
 
-def _parallel(lines: Sequence[Line], group: str) -> dict[str, float | None]:
-    """Of a group's turns in which tools ran, the share with several calls; None: no such turn."""
-    members = [line for line in lines if group in _groups_of(line)]
-    turns = sum(line["tool_turns"] for line in members)
-    parallel = sum(line["parallel_turns"] for line in members)
-    return {"parallel": parallel / turns if turns else None}
+def _parallel(lines: Sequence[Line]) -> float | None:
+    """Of the turns in which tools ran, the share with several calls; None: no tool ran."""
+    turns = sum(line["tool_turns"] for line in lines)
+    parallel = sum(line["parallel_turns"] for line in lines)
+    return parallel / turns if turns else None
 
 
 def figures(lines: Sequence[Line]) -> dict[str, Any]:
@@ -205,12 +206,19 @@ def _interval(lines: Sequence[Line]) -> list[float]:
 
 def _by(played: Sequence[Line], groups_of: Callable[[Line], Iterable[str]]) -> dict[str, Any]:
     """The figures of every group. A question may be in several groups, or in none."""
+    return {group: _group(lines) for group, lines in _members(played, groups_of).items()}
+
+
+def _members(
+    lines: Sequence[Line], groups_of: Callable[[Line], Iterable[str]]
+) -> dict[str, list[Line]]:
+    """The lines of every group, by its name."""
     found: dict[str, list[Line]] = collections.defaultdict(list)
-    for line in played:
+    for line in lines:
         for group in groups_of(line):
             if group:
                 found[group].append(line)
-    return {group: _group(lines) for group, lines in sorted(found.items())}
+    return dict(sorted(found.items()))
 
 
 def _group(lines: Sequence[Line]) -> dict[str, Any]:

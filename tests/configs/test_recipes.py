@@ -416,7 +416,7 @@ def test_the_paradox_keeps_its_own_prior_reward_and_optimisation():
     assert rl.rewards == RewardSettings(format_weight=0.0, tool_weight=0.0, format_cap=False)
     assert rl.grpo == GRPOSettings(anchor="likelihood", reward_clip=None)
     assert (rl.steps, rl.optimizer.learning_rate, rl.control) == (30, 3e-4, False)
-    assert run.evaluation.every == 0
+    assert not run.evaluation.curve
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if RECIPES[name]().rl])

@@ -18,6 +18,7 @@ from paravt_jax.method.records import (
 from paravt_jax.method.rewards import (
     RewardSettings,
     anchor_reward,
+    describe,
     format_base,
     frugal_reward,
     score,
@@ -131,16 +132,22 @@ def test_the_published_order_term_pays_only_episodes_that_call():
     # The answer has to follow a closed think.
     unclosed = [Turn("<think>\nthe overview shows it <answer>seven</answer>")]
     assert format_base(unclosed, order_without_calls=True) == format_base(unclosed)
+    # The setting reaches the reward.
+    frugal = score(QUESTION, direct, frugal_reward())
+    uncapped = score(QUESTION, direct, RewardSettings(format_cap=False))
+    assert frugal.format - uncapped.format == pytest.approx(0.3)
+    assert frugal.total == pytest.approx(1 + frugal.format)
 
 
 def test_a_reward_says_what_it_pays():
-    assert str(RewardSettings(format_cap=False)) == (
-        "published reward for right answers and format and calls"
-    )
-    frugal = str(frugal_reward(0.2))
-    assert frugal.startswith("frugal reward") and "20% less per turn" in frugal
-    assert "calls" not in frugal
-    assert str(RewardSettings(format_weight=0, tool_weight=0)) == "reward for right answers"
+    published = "the published reward: right answers, format and calls"
+    assert describe(RewardSettings()) == describe(RewardSettings(format_cap=False)) == published
+    frugal = describe(frugal_reward())
+    assert frugal.startswith("the frugal reward: right answers (worth 20 % less")
+    assert frugal.endswith(" and format")
+    assert describe(RewardSettings(format_weight=0, tool_weight=0)) == "a reward: right answers"
+    # A reward with a changed weight is not the published one.
+    assert describe(RewardSettings(gamma=0)).startswith("a reward: ")
 
 
 @pytest.mark.parametrize("cost", [-0.1, 1.1, float("nan")])

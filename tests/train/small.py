@@ -90,7 +90,7 @@ def small() -> Run:
             frames=(4, 16),
             dispatch=("parallel", "none"),
             temperatures=(0.7, 0.0),
-            every=2,
+            curve=True,
         ),
         log=LogSettings(episodes=2),
     )

@@ -93,6 +93,10 @@ def test_a_pair_is_a_guess_and_then_crops_side_by_side(tmp_path):
     old, new = episodes(tmp_path, GUESS, {})
     assert choose_pairs([new, old]) == [(old, new)]
     one_call = [{"tokens": [], "calls": turn["calls"][:1]} for turn in new["turns"]]
+    refused = [
+        {"tokens": [], "calls": [call | {"status": "bad_window"} for call in turn["calls"]]}
+        for turn in new["turns"]
+    ]
     for other in (
         [old],
         [new],
@@ -102,6 +106,8 @@ def test_a_pair_is_a_guess_and_then_crops_side_by_side(tmp_path):
         [old, new | {"turns": one_call}],
         [old | {"rewards": {"accuracy": 1.0}}, new],
         [old | {"turns": new["turns"]}, new],
+        [old, new | {"turns": []}],
+        [old, new | {"turns": refused}],
     ):
         assert choose_pairs(other) == []
 
@@ -110,11 +116,11 @@ def test_the_page_begins_with_curves_groups_and_a_pair(result, tmp_path):
     write_lines(tmp_path / "episodes.jsonl", episodes(tmp_path, GUESS, {}))
     step = {"phase": "rl", "step": 10, "wall": 0.0, "loss": 0.1}
     write_lines(tmp_path / "metrics.jsonl", [step])
-    reward = "frugal reward for right answers and format"
+    reward = "the frugal reward: right answers and format"
     (tmp_path / "result.json").write_text(json.dumps(result | {"reward": reward}))
     page: Page = page_of(tmp_path)
     assert [e["text"] for e in page.all("h2")][-4] == "Discovery"
-    assert f"Trained with the {reward}." in page.all("p", "lede")[0]["text"]
+    assert f"Trained with {reward}." in page.all("p", "lede")[0]["text"]
     [pair] = page.all("div", "pair")
     assert pair["text"].index("✗ wrong") < pair["text"].index("✓ right")
     assert len(page.all("polyline", "dashed")) == 6 * 2 - 4  # grounding is not in this result

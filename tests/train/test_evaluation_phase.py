@@ -60,7 +60,9 @@ def evaluated(road, small, monkeypatch):
 
     def evaluate(folder: pathlib.Path, rewards: RewardSettings) -> dict[str, Any]:
         run = dataclasses.replace(
-            road.run, run_dir=str(folder), rl=dataclasses.replace(road.run.rl, rewards=rewards)
+            road.run,
+            run_dir=str(folder),
+            rl=dataclasses.replace(road.run.rl, rewards=rewards, control=False),
         )
         train.run.execute(run)
         return json.loads((folder / "result.json").read_text())
@@ -69,7 +71,7 @@ def evaluated(road, small, monkeypatch):
         train.run, "prepare", lambda *_: dataclasses.replace(road.data, heldout=heldout)
     )
     monkeypatch.setattr(train.run, "open_actor", scripted)
-    for phase in ("align", "cold_start", "control", "reinforce", "export"):
+    for phase in ("align", "cold_start", "reinforce", "export"):
         monkeypatch.setattr(train.run, phase, left_out)
     return evaluate
 

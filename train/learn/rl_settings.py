@@ -36,7 +36,7 @@ class RLSettings:
     save_every: int = 10
     """Steps between checkpoints."""
     control: bool = False
-    """Also evaluate a copy of the cold start after as many further steps of SFT."""
+    """Control: also train a copy of the cold start by as many steps of SFT, and evaluate it."""
     remat: Remat = "none"
     """Activation checkpointing: what is kept of each layer for the backward pass."""
     logprob_chunk: int | None = None

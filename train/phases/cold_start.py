@@ -43,13 +43,9 @@ def control(
     It shows what as many further steps on demonstrations would have reached. RL does not start from
     the result. The schedule of the cold start has ended near 0. Its highest learning rates would
     now undo part of what was learned, so the control goes on at a tenth of them.
-
-    Returns:
-        The trained copy; None for a run without a cold start, without RL, or without a control.
     """
     sft, rl = context.run.sft, context.run.rl
-    if sft is None or rl is None or not rl.control:
-        return None
+    assert sft is not None and rl is not None, "a control continues a cold start beside RL"
     optimizer = dataclasses.replace(
         sft.optimizer,
         schedule="constant",

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.method.protocol import Protocol
@@ -22,13 +22,35 @@ from train.durable import hosts
 from train.phases.actor import Actor
 from train.phases.context import Context
 
-_TITLES = {"before": "before RL", "control": "the control", "after": "after RL"}
+Rows = list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Evaluation:
+    """What is played, and the files it is written to."""
+
+    name: str
+    """The beginning of the files' names."""
+    title: str
+    """What is evaluated, for people."""
+    settings: tuple[EpisodeSettings, ...]
+    transcripts: int = 0
+    """Episodes per setting with parallel dispatch to keep for the report."""
+
+    def files(self, context: Context) -> list[pathlib.Path]:
+        """The file of each K."""
+        folder = context.folder / "evaluation"
+        return [folder / f"{self.name}-{k}.json" for k in context.run.evaluation.frames]
+
+    def finished(self, context: Context) -> bool:
+        """Whether all files exist. The first process looks, and all get its answer."""
+        return hosts.from_first(lambda: all(file.exists() for file in self.files(context)))
 
 
 def evaluate(
-    context: Context, actor: Actor | None, weights: Any, name: str
-) -> list[dict[str, Any]]:
-    """Play held-out questions and write one file per K.
+    context: Context, actor: Actor | None, weights: Any, name: Literal["before", "after"]
+) -> Rows:
+    """Play held-out questions under every setting, and write one file per K.
 
     An interrupted evaluation resumes with the first K that has no file. With a judge, a file also
     holds the sums of `JudgeCounts`.
@@ -37,40 +59,53 @@ def evaluate(
         context: The run.
         actor: Plays the episodes; None: nothing is played.
         weights: The weights to evaluate.
-        name: `before` or `after` RL, under every setting; or `control`, with greedy decoding only.
+        name: Whether it is the evaluation before or after RL.
 
     Returns:
-        One row of results per setting; [] if nothing is played or there are no held-out questions.
+        One row of results per setting; [] if the run plays no episodes or has no held-out
+        questions.
     """
     if actor is None or not context.data.heldout:
         return []
-    evaluation = context.run.evaluation
-    files = _files(context, name)
-    if not hosts.from_first(lambda: all(file.exists() for file in files)):
-        actor.wake(weights, actor.engine.version + 1)
-    brief = name == "control"
-    settings = evaluation.greedy_settings() if brief else evaluation.episode_settings()
-    rows = _evaluate(context, actor, name, _TITLES[name], settings)
-    # The next phase needs the engine's memory.
-    actor.engine.sleep()
-    return rows
+    run = context.run
+    settings = run.evaluation.episode_settings()
+    evaluation = _Evaluation(name, f"{name} RL", settings, run.log.episodes)
+    return _evaluate(context, actor, lambda: weights, evaluation)
 
 
-def evaluate_during(context: Context, actor: Actor, step: int) -> None:
-    """Evaluate the engine's weights, those after `step` steps of RL, if it is time to.
+def evaluate_control(context: Context, actor: Actor | None, train: Callable[[], Any]) -> Rows:
+    """Play held-out questions greedily with the weights of the control.
 
-    Decoding is greedy. One file per K is written; `read_curve` reads them.
+    Args:
+        context: The run.
+        actor: Plays the episodes.
+        train: Returns the weights. It is not called if the evaluation is finished.
+
+    Returns:
+        A row per K; [] if the run has no control (`RLSettings.control`) or no held-out questions.
     """
-    every = context.run.evaluation.every
-    if not every or step % every or not step or not context.data.heldout:
+    run = context.run
+    if run.sft is None or run.rl is None or not run.rl.control or not context.data.heldout:
+        return []
+    assert actor is not None, "a run with RL plays episodes"
+    evaluation = _Evaluation("control", "the control", run.evaluation.greedy_settings())
+    return _evaluate(context, actor, train, evaluation)
+
+
+def evaluate_checkpoint(context: Context, actor: Actor, step: int) -> None:
+    """Play held-out questions greedily with the engine's weights, those after `step` steps of RL.
+
+    One file per K is written; `read_curve` reads them.
+    """
+    if not context.data.heldout:
         return
     settings = context.run.evaluation.greedy_settings()
-    _evaluate(context, actor, f"curve-{step:06d}", f"step {step} of RL", settings)
+    _play_all(context, actor, _Evaluation(f"curve-{step:06d}", f"step {step} of RL", settings))
     # Rollouts must find the same empty cache in a run that was stopped here and resumed.
     actor.engine.forget()
 
 
-def read_curve(folder: pathlib.Path) -> list[dict[str, Any]]:
+def read_curve(folder: pathlib.Path) -> Rows:
     """The rows of all evaluations during RL, each with its `step`."""
     rows = []
     for file in sorted((folder / "evaluation").glob("curve-*.json")):
@@ -79,27 +114,31 @@ def read_curve(folder: pathlib.Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (row["step"], row["k"]))
 
 
-def _files(context: Context, name: str) -> list[pathlib.Path]:
-    """The file of each K."""
-    folder = context.folder / "evaluation"
-    return [folder / f"{name}-{k}.json" for k in context.run.evaluation.frames]
-
-
 def _evaluate(
-    context: Context, actor: Actor, name: str, title: str, settings: Sequence[EpisodeSettings]
-) -> list[dict[str, Any]]:
+    context: Context, actor: Actor, weights: Callable[[], Any], evaluation: _Evaluation
+) -> Rows:
+    """Load the weights if there is something left to play, and play it."""
+    if not evaluation.finished(context):
+        actor.wake(weights(), actor.engine.version + 1)
+    rows = _play_all(context, actor, evaluation)
+    # The next phase needs the engine's memory.
+    actor.engine.sleep()
+    return rows
+
+
+def _play_all(context: Context, actor: Actor, evaluation: _Evaluation) -> Rows:
     """Play the settings whose K has no file yet, and return the rows of all files."""
     rows = []
     frames = context.run.evaluation.frames
-    with Progress(f"evaluate {title}", "setting", shown=hosts.is_first()) as progress:
+    title = f"evaluate {evaluation.title}"
+    with Progress(title, "setting", shown=hosts.is_first()) as progress:
 
         def done(count: int) -> None:
-            progress.update(len(rows) + count, len(settings))
+            progress.update(len(rows) + count, len(evaluation.settings))
 
-        for k, file in zip(frames, _files(context, name), strict=True):
+        for k, file in zip(frames, evaluation.files(context), strict=True):
             if not hosts.from_first(file.exists):
-                of_k = [setting for setting in settings if setting.frames == k]
-                content = _evaluate_budget(context, actor, name, title, of_k, done)
+                content = _play_budget(context, actor, evaluation, k, done)
                 with hosts.one_after_another():
                     if hosts.is_first():
                         file.parent.mkdir(exist_ok=True)
@@ -108,15 +147,14 @@ def _evaluate(
     return rows
 
 
-def _evaluate_budget(
+def _play_budget(
     context: Context,
     actor: Actor,
-    name: str,
-    title: str,
-    settings: Sequence[EpisodeSettings],
+    evaluation: _Evaluation,
+    k: int,
     done: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Play all settings of one K; `done` is called with the number of those that are played.
+    """Play all settings with `k` frames; `done` is called with the number of those played.
 
     Returns:
         The content of the file: rows, episodes, and the judge's counts.
@@ -127,12 +165,12 @@ def _evaluate_budget(
     content: dict[str, Any] = {"rows": [], "episodes": []}
     if actor.judge is not None:
         content["judge"] = collections.Counter()
-    for setting in settings:
+    for setting in [setting for setting in evaluation.settings if setting.frames == k]:
         context.interrupts.check(
-            f"stopped while evaluating {title}; finished K are kept, K = {setting.frames} starts "
+            f"stopped while evaluating {evaluation.title}; finished K are kept, K = {k} starts "
             "again"
         )
-        row, lines = _play(context, actor, questions, name, setting)
+        row, lines = _play(context, actor, questions, evaluation, setting)
         content["rows"].append(row)
         content["episodes"] += lines
         if actor.judge is not None:
@@ -147,7 +185,7 @@ def _play(
     context: Context,
     actor: Actor,
     questions: Sequence[Question],
-    name: str,
+    evaluation: _Evaluation,
     setting: EpisodeSettings,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Play one setting. Returns its row, and the transcripts for the report."""
@@ -172,12 +210,10 @@ def _play(
     )
     own = [outcome for _, outcome in outcomes if isinstance(outcome, Played)]
     played = [outcome for part in hosts.gather(own) for outcome in part]
-    # The report shows only episodes with parallel dispatch, before and after RL.
-    shown = []
-    if name in ("before", "after") and setting.dispatch == "parallel":
-        shown = played[: run.log.episodes]
+    # The report shows only episodes with parallel dispatch.
+    shown = played[: evaluation.transcripts] if setting.dispatch == "parallel" else []
     lines = [
-        {"phase": name, "step": 0}
+        {"phase": evaluation.name, "step": 0}
         | transcript(outcome.episode, outcome.rewards, setting, vocabulary)
         for outcome in shown
     ]

@@ -28,7 +28,7 @@ from train.learn.rollouts import Rollouts, draw_budgets
 from train.learn.speed import speeds
 from train.phases.actor import Actor
 from train.phases.context import Context, as_saved, resume
-from train.phases.evaluation import evaluate_during
+from train.phases.evaluation import evaluate_checkpoint
 from train.phases.model import Parts
 
 # Programs may still compile in the first steps of a process.
@@ -77,9 +77,10 @@ def reinforce(
             return speeds(batches, parts.model.config, seconds, context.mesh.size)
 
         for step in phase.left:
-            # Before the step: a run that was stopped at a checkpoint still has this to do.
             compiled_before = compilations.count
-            evaluate_during(context, actor, step - 1)
+            # Before the step: a run that was stopped at a checkpoint still has this to do.
+            if run.evaluation.curve and step > 1 and phase.saves(step - 1):
+                evaluate_checkpoint(context, actor, step - 1)
             transcribe = _transcriber(context, settings, step) if phase.saves(step) else None
             state, metrics = learner.step(
                 state,

@@ -8,6 +8,7 @@ import pathlib
 from typing import Any
 
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.method.rewards import describe
 from train.durable import hosts
 from train.durable.metrics import read_metrics
 from train.phases.context import Context
@@ -30,7 +31,7 @@ def report(context: Context, rows: dict[str, Rows], seconds: float) -> pathlib.P
         if hosts.is_first():
             result = {"name": context.run.name, "seed": context.run.seed}
             if context.run.rl is not None:
-                result["reward"] = str(context.run.rl.rewards)
+                result["reward"] = describe(context.run.rl.rewards)
             result |= rows | {"curve": read_curve(folder)}
             result |= _counts(folder) | _judged(folder) | {"seconds": seconds}
             write_atomically(folder / "result.json", json.dumps(result, indent=1))
@@ -51,7 +52,7 @@ def _counts(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _judged(folder: pathlib.Path) -> dict[str, dict[str, int]]:
-    """The judge's counts, summed over both evaluations; {} for a run without a judge."""
+    """The judge's counts, summed over all evaluations; {} for a run without a judge."""
     contents = [json.loads(file.read_text()) for file in (folder / "evaluation").glob("*.json")]
     counts = [content["judge"] for content in contents if "judge" in content]
     total: collections.Counter[str] = collections.Counter()

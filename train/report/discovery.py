@@ -11,15 +11,15 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollout.report.episode_card import episode_card
+from rollout.report.episode_card import EXECUTED, episode_card
 from train.report.chart import Chart, lines_chart
 
 Row = dict[str, Any]
 GROUPS = {
     "mcq hidden": "choice, answer not shown",
     "mcq shown": "choice, answer shown",
-    "tvg hidden": "grounding, answer not shown",
-    "tvg shown": "grounding, answer shown",
+    "tvg hidden": "grounding, no frame in the span",
+    "tvg shown": "grounding, a frame in the span",
 }
 """Titles of the groups of `rollout.evaluation.summary.row`."""
 
@@ -101,12 +101,17 @@ def choose_pairs(episodes: Sequence[Row]) -> list[tuple[Row, Row]]:
         old = before.get(_key(row))
         if row.get("phase") != "after" or row["temperature"] or old is None:
             continue
-        side_by_side = max(len(turn["calls"]) for turn in row["turns"])
+        side_by_side = max((_executed(turn) for turn in row["turns"]), default=0)
         learned = row["rewards"]["accuracy"] == 1 and side_by_side > 1
         guessed = old["rewards"]["accuracy"] < 0.5 and not any(t["calls"] for t in old["turns"])
         if learned and guessed:
             pairs.setdefault(row["question"]["kind"], (old, row))
     return [pairs[kind] for kind in sorted(pairs)]
+
+
+def _executed(turn: Row) -> int:
+    """The number of a turn's calls that were carried out."""
+    return sum(call["status"] in EXECUTED for call in turn["calls"])
 
 
 def _key(row: Row) -> tuple[Any, ...]:

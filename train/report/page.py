@@ -103,6 +103,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> pathlib.Path:
         reward=result.get("reward"),
         figures=key_figures(result),
         learning=learning_curves(result, _last_step(metrics)),
+        control=bool(result.get("control")),
         groups=group_table(result),
         pairs=pair_cards(root, episodes),
         facts=_facts(result),

@@ -201,7 +201,7 @@ def advantages(
             batch.anchor_rewards, batch.valid, Normalisation("group", "group"), settings.epsilon
         )
         out = anchor_credit(out, credit, batch, settings.anchor_weight, gamma)
-    # Silent groups have equal rewards, so only the KL penalty moves them.
+    # Silent groups have equal rewards: their advantages consist of the KL penalty only.
     silent = masked_mean(1.0 - varied(shaped, batch.valid)[:, 0], batch.valid.any(1))
     scale = jnp.float32(1.0)
     if settings.min_signal:
