@@ -59,10 +59,10 @@ def learning_curves(result: Row, last_step: int) -> list[Row]:
 
     charts = [
         ("accuracy", "all questions", lambda row: row["accuracy"], 1.0),
-        ("crops per question", "all questions", lambda row: row["calls"], 2.0),
         ("accuracy, choice", "", of_group("mcq", "score"), 1.0),
-        ("crops, choice", "", of_group("mcq", "calls"), 2.0),
         ("accuracy, grounding", "mean overlap (IoU)", of_group("tvg", "score"), 1.0),
+        ("crops per question", "all questions", lambda row: row["calls"], 2.0),
+        ("crops, choice", "", of_group("mcq", "calls"), 2.0),
         ("crops, grounding", "", of_group("tvg", "calls"), 2.0),
     ]
     return [
