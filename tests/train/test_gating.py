@@ -17,7 +17,7 @@ from train.durable.run_directory import RunDirectory, cold_start_identity
 from train.run import resolved
 from train.settings import Run
 from train.studies import gating, study
-from train.studies.gating import DRAWN, FIXED, Gating, plan, read, table
+from train.studies.gating import DRAWN, FIXED, START, Gating, plan, read, table
 from train.studies.gating_figure import PANELS, draw, figure
 
 Row = dict[str, Any]
@@ -71,30 +71,34 @@ def folder(tmp_path) -> Iterator[pathlib.Path]:
 def test_the_arms_of_a_seed_differ_in_k_alone_and_share_a_cold_start():
     runs = plan(Gating("g", seeds=(4, 5)))
     for n, seed in enumerate((4, 5)):
-        drawn, fixed = runs[DRAWN][n], runs[FIXED][n]
-        assert drawn.world is not None and drawn.text is not None
-        assert drawn.seed == drawn.world.seed == drawn.text.seed == seed
-        assert fixed.start == drawn.run_dir
-        assert cold_start_identity(resolved(fixed)) == cold_start_identity(resolved(drawn))
-        assert drawn.rl is not None and fixed.rl is not None
+        start, drawn, fixed = (runs[arm][n] for arm in (START, DRAWN, FIXED))
+        assert start.world is not None and start.text is not None
+        assert start.seed == start.world.seed == start.text.seed == seed
+        assert drawn.start == fixed.start == start.run_dir
+        for arm in (drawn, fixed):
+            assert cold_start_identity(resolved(arm)) == cold_start_identity(resolved(start))
+        assert drawn.rl is not None and fixed.rl is not None and start.rl is not None
+        assert drawn.rl == dataclasses.replace(start.rl, kinds=("mcq",), control=False)
         assert drawn.rl.rewards.tool_weight == 0
-        assert fixed.rl.frame_budgets == (64,)
-        assert fixed.rl == dataclasses.replace(drawn.rl, frame_budgets=(64,), control=False)
-    assert runs[DRAWN][0].rl == paravt_tiny().rl
+        assert fixed.rl == dataclasses.replace(drawn.rl, frame_budgets=(64,))
+        same = {"rl": None, "run_dir": "", "name": ""}
+        assert resolved(drawn) | same == resolved(fixed) | same
+    assert runs[START][0].rl == paravt_tiny().rl
 
 
 def test_the_command_carries_out_both_arms_of_a_seed_and_writes_what_it_found(fake, folder, capsys):
     assert gating.main(["--run-dir", str(folder), "--seeds", "7", "8"]) == 0
-    assert fake.done == [("drawn", 7), ("fixed", 7), ("drawn", 8), ("fixed", 8)]
+    names = ("paravt_tiny", "drawn", "fixed")
+    assert fake.done == [(name, seed) for seed in (7, 8) for name in names]
     runs = plan(Gating(str(folder), seeds=(7, 8)))
-    results = {arm: [read(run) for run in column] for arm, column in runs.items()}
+    results = {arm: [read(run) for run in runs[arm]] for arm in (DRAWN, FIXED)}
     assert (folder / "table.md").read_text() == table(results) + "\n"
     assert (folder / "figure.svg").read_text() == figure(results)
     assert json.loads((folder / "results.json").read_text()) == results
     assert table(results) in capsys.readouterr().out
     # The same command again only reads.
     assert gating.main(["--run-dir", str(folder), "--seeds", "7", "8"]) == 0
-    assert len(fake.done) == 4
+    assert len(fake.done) == 6
 
 
 def test_the_table_has_means_and_ranges_before_and_after(fake, folder):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 from models.qwen3_vl import remat
 from models.qwen3_vl.remat import Remat
@@ -29,6 +30,8 @@ class RLSettings:
     """Numbers of overview frames K; one is drawn per prompt (nFrames gating)."""
     temperature: float = 0.7
     """Sampling temperature of rollouts."""
+    kinds: tuple[Literal["mcq", "tvg", "oe"], ...] = ()
+    """Train on these kinds of questions only: choice, grounding, open-ended; empty: on all."""
     subagents_per_rollout: float = 0.0
     """Sub-agents trained per rollout on average, with their episode's reward; 0: none."""
     microbatches: int = 1

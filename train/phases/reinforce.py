@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -105,13 +106,26 @@ def reinforce(
 def _questions(
     context: Context, settings: RLSettings, reader: FrameReader | None, first: int
 ) -> grain.DatasetIterator[tuple[Question, ...]] | Ahead[tuple[Question, ...]]:
-    """The questions of each step. Overviews of published videos are read one step ahead."""
+    """The questions of each step. Overviews of published videos are read one step ahead.
+
+    Raises:
+        ValueError: There is no question of the wanted kinds.
+    """
+    data = context.data
+    if settings.kinds:
+        chosen = tuple(question for question in data.questions if question.kind in settings.kinds)
+        if not chosen:
+            raise ValueError(
+                f"rl.kinds: {', '.join(settings.kinds)}; none of {len(data.questions)} questions "
+                "is of these kinds: give others, or none for all"
+            )
+        data = dataclasses.replace(data, questions=chosen)
     prompts = settings.prompts
     seed = context.run.seed
     # Draws the same budgets as the step will, so that the right frames are prefetched.
     budgets = functools.partial(draw_budgets, settings, seed, prompts=prompts)
     # Another seed than for conversations, so that the two orders are independent.
-    return question_stream(context.data, reader, seed + 2, prompts, budgets, first)
+    return question_stream(data, reader, seed + 2, prompts, budgets, first)
 
 
 def _transcriber(

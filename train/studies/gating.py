@@ -2,10 +2,12 @@
 
     python -m train.studies.gating
 
-From the naive cold start of `paravt_tiny`, RL trains once with K drawn per prompt from {4, ..., 64}
-and once with K = 64 for every prompt. No reward pays for calls. Each seed has a world, questions
-and demonstrations of its own. Every run is an ordinary run directory (`train.run`), so the command
-can be interrupted and repeated; finished runs are only read.
+From the naive cold start of `paravt_tiny`, RL trains on multiple choice alone, once with K drawn
+per prompt from {4, ..., 64} and once with K = 64 for every prompt, where every overview shows the
+answer. No reward pays for calls. Each seed has a world, questions and demonstrations of its own,
+and a whole run of `paravt_tiny`, from which both arms take the cold start. Every run is an ordinary
+run directory (`train.run`), so the command can be interrupted and repeated; finished runs are only
+read.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from train.settings import Run, change
 from train.studies.gating_figure import figure
 from train.studies.study import study
 
-DRAWN, FIXED = ARMS = ("K drawn per prompt", "K = 64")
+START, DRAWN, FIXED = "cold start", "K drawn per prompt", "K = 64"
 Row = dict[str, Any]
 COLUMNS = {
     "accuracy, choice": lambda row: row["groups"]["mcq"]["score"],
@@ -43,7 +45,7 @@ COLUMNS = {
 
 @dataclasses.dataclass(frozen=True)
 class Gating:
-    """Trains from a naive cold start with K drawn per prompt, and with K = 64."""
+    """Trains on choice from a naive cold start, with K drawn per prompt and with K = 64."""
 
     run_dir: str = "runs/gating"
     """Folder of all runs, the table and the figure."""
@@ -57,20 +59,23 @@ class Gating:
 
 
 def plan(command: Gating) -> dict[str, list[Run]]:
-    """The runs of each arm, one per seed.
+    """The runs, one per seed: `paravt_tiny` as users start it, and both arms from its cold start.
 
-    Runs with K drawn per prompt are `paravt_tiny` as users start it. Those with K = 64 start from
-    the others' cold start.
+    The arms are only evaluated greedily.
     """
-    folder = command.run_dir
-    runs: dict[str, list[Run]] = {arm: [] for arm in ARMS}
+    runs: dict[str, list[Run]] = {START: [], DRAWN: [], FIXED: []}
+    evaluation = dataclasses.replace(
+        paravt_tiny().evaluation, dispatch=("parallel",), temperatures=(0.0,)
+    )
+    arm = {"rl.kinds": ("mcq",), "rl.control": False, "evaluation": evaluation}
     for seed in command.seeds:
+        folders = {name: f"{command.run_dir}/{name}-{seed}" for name in ("start", "drawn", "fixed")}
         seeds = {"seed": seed, "world.seed": seed, "text.seed": seed}
-        drawn = change(paravt_tiny(), "drawn", seeds | {"run_dir": f"{folder}/drawn-{seed}"})
-        other = {"rl.control": False, "start": drawn.run_dir, "run_dir": f"{folder}/fixed-{seed}"}
-        fixed = change(drawn, "fixed", UNGATED | other)
-        runs[DRAWN].append(drawn)
-        runs[FIXED].append(fixed)
+        start = change(paravt_tiny(), "paravt_tiny", seeds | {"run_dir": folders["start"]})
+        shared = arm | {"start": start.run_dir}
+        runs[START].append(start)
+        runs[DRAWN].append(change(start, "drawn", shared | {"run_dir": folders["drawn"]}))
+        runs[FIXED].append(change(start, "fixed", UNGATED | shared | {"run_dir": folders["fixed"]}))
     return runs
 
 
@@ -115,12 +120,12 @@ def main(argv: list[str] | None = None) -> int:
     folder = pathlib.Path(command.run_dir)
     start = time.monotonic()
     runs = plan(command)
-    # A seed's cold start comes first. Both arms of a seed come before the next seed.
-    order = [run for pair in zip(*runs.values(), strict=True) for run in pair]
+    # The run with the cold start comes first. All runs of a seed come before the next seed.
+    order = [run for of_seed in zip(*runs.values(), strict=True) for run in of_seed]
     code = study(order, folder)
     if code:
         return code
-    results = {arm: [read(run) for run in column] for arm, column in runs.items()}
+    results = {arm: [read(run) for run in runs[arm]] for arm in (DRAWN, FIXED)}
     write_atomically(folder / "results.json", json.dumps(results, indent=1) + "\n")
     write_atomically(folder / "table.md", table(results) + "\n")
     write_atomically(folder / "figure.svg", figure(results))
