@@ -40,7 +40,7 @@ _EPISODE = ("tests/rollout/test_episode.py", "tests/rollout/engine/test_under_fi
 _TABLE: dict[tuple[str, tuple[str, ...]], dict[str, tuple[str, str]]] = {
     ("paravt_jax/world/text.py", _TEXT): {
         "hindsight": ("answer = _guess(question, scene, habits)", 'answer = f" {_digit(scene)}"'),
-        "guess_among_the_right": ("rng.choice(question.options)", "question.answer"),
+        "guess_among_the_right": ("habits.choice(question.options)", "question.answer"),
         "calls_without_tools": ("if looks and tools:", "if looks:"),
         "always_both_halves": ("habits.random() >= settings.both", "habits.random() > 1"),
     },

@@ -46,7 +46,7 @@ ABLATIONS = {
         "The full recipe {0}, with 64 frames for every prompt.",
         UNGATED,
         "VideoMME 61.7, with subtitles 68.7, LVBench 39.3, MLVU 64.1; f 0.35, kappa 0.19",
-        "Measured: docs/paradox.md, the part about gating.",
+        "Measured on multiple choice alone: docs/paradox.md, the part about gating.",
     ),
     "nframes_gating": Ablation(
         "GRPO {0} with K drawn per prompt and no anchor.",
@@ -61,7 +61,7 @@ ABLATIONS = {
         "",  # the recipe of the small world pays no calls anyway
     ),
     "published_reward": Ablation(
-        "The full recipe {0}, with the published reward, which pays calls as such.",
+        "The full recipe {0}, with the published reward, which also pays for calls.",
         {"rl.rewards": RewardSettings(format_cap=False)},
         "",
         "Not measured with today's code.",

@@ -47,7 +47,6 @@ def paradox_tiny() -> Run:
     changes = {
         "text": text,
         "rl.control": False,
-        "evaluation.curve": False,
         "sft.steps": 400,
         "sft.rows": 11,
         "evaluation": evaluation,

@@ -59,12 +59,12 @@ TEXT = text.TextSettings(
     multiple_choice=1.0,
     budgets=BUDGETS,
     groups=len(BUDGETS),  # every video is demonstrated with each budget
-    look=0.5,  # if the overview shows no digit, half of the demonstrations guess
+    look=0.5,  # without a digit in the overview, half of the demonstrations ask for crops
     look_when_shown=0.3,
-    both=1.0,  # whoever looks crops both halves of the scene
-    toolless=0.0,
+    both=1.0,  # always crops of both halves of the scene
     unclosed=0.2,  # one turn in five never closes its <think>
     leak=0.0,
+    untagged=0.0,
 )
 LIMITS = ProtocolSettings(
     turn_tokens=64,

@@ -98,6 +98,8 @@ def execute(
             judge = stack.enter_context(contextlib.closing(RemoteJudge(run.rl.rewards.judge)))
         _claim(run, folder, settings, stack)
         data = _prepare(run, folder, interrupts, questions)
+        if run.rl is not None:
+            data = data.of_kinds(run.rl.kinds)
         clock = stack.enter_context(Clock(folder / "seconds.json"))
         metrics = _open_metrics(run, folder, settings)
         stack.enter_context(contextlib.closing(metrics))

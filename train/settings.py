@@ -6,7 +6,7 @@ The docstrings below the fields are the text of `python -m train.run --config=NA
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from models.features import FrameSettings, frame_tokens
@@ -232,13 +232,19 @@ def change(run: Run, name: str, fields: Mapping[str, Any]) -> Run:
         name: Name of the new run.
         fields: New values by dotted path, such as `{"rl.grpo.anchor": "none"}`.
     """
+    return _replaced(run, {"name": name, **fields})
+
+
+def _replaced(settings: Any, fields: Mapping[str, Any]) -> Any:
+    """A copy of some settings. It is checked once, with all new values in place."""
+    values: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}
     for path, value in fields.items():
-        run = _replaced(run, path.split("."), value)
-    return dataclasses.replace(run, name=name)
-
-
-def _replaced(settings: Any, path: Sequence[str], value: Any) -> Any:
-    field, *rest = path
-    if rest:
-        value = _replaced(getattr(settings, field), rest, value)
-    return dataclasses.replace(settings, **{field: value})
+        field, _, rest = path.partition(".")
+        if rest:
+            inner.setdefault(field, {})[rest] = value
+        else:
+            values[field] = value
+    for field, changes in inner.items():
+        values[field] = _replaced(values.get(field, getattr(settings, field)), changes)
+    return dataclasses.replace(settings, **values)

@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Figure:
+class Line:
     """A line of the table: the mean of one figure over K."""
 
     name: str
@@ -27,11 +27,13 @@ class Figure:
     group: str = ""
     """Questions that count, a name in `groups` of the rows; empty: all questions."""
     sampled: bool = False
-    """Read the rows with the highest temperature, at which RL samples, instead of greedy ones."""
+    """Read the rows with the highest temperature of the evaluation instead of greedy ones."""
     dispatch: str = "parallel"
+    """How calls were carried out."""
     k: Literal["all", "smallest", "largest"] = "all"
+    """The overview budgets that count."""
 
-    def of(self, result: Row) -> float | None:
+    def value(self, result: Row) -> float | None:
         """The figure of a run; None if its evaluation lacks what the figure needs.
 
         Args:
@@ -39,6 +41,8 @@ class Figure:
         """
         rows = [row for row in result.get(self.phase, []) if row["dispatch"] == self.dispatch]
         highest = max((row["temperature"] for row in rows), default=0.0)
+        if self.sampled and not highest:
+            return None
         rows = [row for row in rows if row["temperature"] == (highest if self.sampled else 0)]
         if self.k != "all" and rows:
             choose = min if self.k == "smallest" else max
@@ -50,29 +54,29 @@ class Figure:
         known = [group for group in groups if group and group[self.field] is not None]
         if not known:
             return None
-        # A K may have few questions of a group, so every question counts the same.
+        # Weighted by n: at some K, few questions belong to a group.
         total = sum(group["n"] for group in known)
         return sum(group["n"] * group[self.field] for group in known) / total
 
 
-FIGURES = (
-    Figure("accuracy before", "before"),
-    Figure("accuracy, control", "control"),
-    Figure("accuracy after", "after"),
-    Figure("accuracy before, sampled", "before", sampled=True),
-    Figure("accuracy after, sampled", "after", sampled=True),
-    Figure("calls before", "before", "calls"),
-    Figure("calls after", "after", "calls"),
-    Figure("calls after, answer not shown", "after", "calls", "hidden"),
-    Figure("... of its turns with calls, several", "after", "parallel", "hidden"),
-    Figure("calls after, choice with answer shown", "after", "calls", "mcq shown"),
-    Figure("without tools before, largest K", "before", dispatch="none", k="largest"),
-    Figure("without tools after, largest K", "after", dispatch="none", k="largest"),
-    Figure("without tools after, smallest K", "after", dispatch="none", k="smallest"),
-    Figure("f before, sampled", "before", "format", sampled=True),
-    Figure("f after, sampled", "after", "format", sampled=True),
-    Figure("f after", "after", "format"),
-    Figure("accuracy after, one call per turn", "after", dispatch="sequential"),
+LINES = (
+    Line("accuracy before", "before"),
+    Line("accuracy, control", "control"),
+    Line("accuracy after", "after"),
+    Line("accuracy before, sampled", "before", sampled=True),
+    Line("accuracy after, sampled", "after", sampled=True),
+    Line("calls before", "before", "calls"),
+    Line("calls after", "after", "calls"),
+    Line("calls after, answer not shown", "after", "calls", "hidden"),
+    Line("share of those turns with several calls", "after", "parallel", "hidden"),
+    Line("calls after, choice, answer shown", "after", "calls", "mcq shown"),
+    Line("accuracy without tools before, largest K", "before", dispatch="none", k="largest"),
+    Line("accuracy without tools after, largest K", "after", dispatch="none", k="largest"),
+    Line("accuracy without tools after, smallest K", "after", dispatch="none", k="smallest"),
+    Line("f before, sampled", "before", "format", sampled=True),
+    Line("f after, sampled", "after", "format", sampled=True),
+    Line("f after", "after", "format"),
+    Line("accuracy after, one call per turn", "after", dispatch="sequential"),
 )
 
 
@@ -86,8 +90,8 @@ def table(results: dict[str, Row]) -> str:
         results: Contents of each run's `result.json`, by the name of the run.
     """
     lines = [f"| | {' | '.join(results)} | mean ± std |", "|---" * (len(results) + 2) + "|"]
-    for figure in FIGURES:
-        lines += _mean_line(figure.name, [figure.of(result) for result in results.values()])
+    for line in LINES:
+        lines += _mean_line(line.name, [line.value(result) for result in results.values()])
     lines += _mean_line("minutes", [result["seconds"] / 60 for result in results.values()])
     for name in ("token_mismatches", "logprob_gap", "recompilations_after_warmup"):
         values = [result[name] for result in results.values()]

@@ -6,11 +6,11 @@
     R_fmt   format_base + anchor_weight * R_anchor, clipped to [0, 1] by default
     R_tool  executed calls, and a right answer after them, in [0, 1]
 
-Two choices of settings have names. `RewardSettings()` is the published reward, which pays calls as
-such: R_tool, and the order term of R_fmt, which only episodes with calls can earn. `frugal_reward`
-pays right answers and format alone, and a right answer is worth a little less for each turn in
-which tools ran. Calls side by side are one such turn, so looking at several moments at once costs
-no more than looking at one.
+Two choices of settings have names. `RewardSettings()` is the published reward. It also pays for
+calls: by R_tool, and by the order term of R_fmt, which only episodes with calls can earn.
+`frugal_reward` pays right answers and format alone, and a right answer is worth a little less for
+each turn in which tools ran. Calls side by side are one such turn, so looking at several moments at
+once costs no more than looking at one.
 
 Whole turns are scored, including the pinned `<think>`. Each turn is scored separately, and the
 scores are averaged: in one joined text, the closed think of the first turn would count for all.
@@ -47,9 +47,9 @@ class RewardSettings:
     tool_weight: float = 1.0
     """Weight of R_tool in the total; 0 is the paper's row "without the tool reward"."""
     tool_turn_cost: float = 0.0
-    """Share of R_acc lost per turn in which tools ran; calls side by side are one turn."""
+    """Share of R_acc lost per turn in which a tool ran, however many calls that turn had."""
     order_without_calls: bool = False
-    """Pay the order term of R_fmt to episodes without calls too, if they think and then answer."""
+    """Let episodes without calls earn R_fmt's order term, by a closed think before the answer."""
     answer_suffix: bool = True
     """Give 0.5 for a non-empty answer block and 0.2 for a think, instead of 0.3 for each."""
     # Under the anchors `credit` and `likelihood`, each token that breaks a block is penalised too.
@@ -107,18 +107,20 @@ def describe(settings: RewardSettings) -> str:
     terms = [answers]
     if settings.format_weight:
         terms.append("format")
-    if settings.tool_weight:
+    # The order term is part of the format reward, and may be earned by calls only.
+    order_pays_calls = settings.format_weight > 0 and not settings.order_without_calls
+    if settings.tool_weight or order_pays_calls:
         terms.append("calls")
     *others, last = terms
     paid = f"{', '.join(others)} and {last}" if others else last
-    # The cap and the scorer of open-ended answers do not change what is paid.
+    # The names cover any cap and any scorer of open-ended answers.
     compared = dataclasses.replace(settings, format_cap=False, open_ended="f1", judge=None)
     name = "a reward"
     if compared == RewardSettings(format_cap=False):
         name = "the published reward"
     elif compared == frugal_reward():
         name = "the frugal reward"
-    return f"{name}: {paid}"
+    return f"{name}, for {paid}"
 
 
 @dataclasses.dataclass(frozen=True)

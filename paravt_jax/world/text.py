@@ -1,12 +1,12 @@
 """Writes texts about the small world: questions, conversations, captions, vocabulary pieces.
 
-Conversations state only what their own frames show. Where those show no answer, a conversation
-says so and guesses, so that no label teaches the model to invent what it cannot see. Every digit
-word and colour has one leading space, so that a word is the same token everywhere.
+A demonstration states only what its own frames show. If they do not answer the question, it says
+so and answers at random: a right answer would teach the model to make up what it cannot see. Every
+digit word and colour has one leading space, so that a word is the same token everywhere.
 
 The demonstrations are meant to be improved by reinforcement learning. By default they are naive:
-they seldom look closer, and then mostly at one half of the scene. They also have mistakes of format
-(`leak`, `unclosed`, `untagged`).
+most guess where crops would help, and most crops cover one half of the scene only. They also have
+mistakes of format (`leak`, `unclosed`, `untagged`).
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ class TextSettings:
     captions: int = 16
     """Captioned frames per training video; half of them show a digit."""
     look: float = 0.4
-    """If the overview does not give the answer: probability of looking closer, not guessing."""
+    """Probability of asking for crops if the overview does not answer the question."""
     look_when_shown: float = 0.15
-    """If the overview gives the answer: probability of looking closer all the same."""
+    """Probability of asking for crops although the overview answers the question."""
     both: float = 0.4
-    """Of those that look: probability of cropping both halves of the scene, not one at random."""
+    """Of those with crops, the share that crops both halves of the scene; the others crop one."""
     one_by_one: float = 0.0
-    """Probability of one crop per turn, until a report shows the digit, not all in one turn."""
+    """Probability of one crop per turn until a report shows the digit; else all in one turn."""
     toolless: float = 0.15
     """Probability that a conversation's prompt offers no tools."""
     ground_by_overview: bool = False
-    """Read spans from overview frames too; otherwise conversations read them from crops only."""
+    """Answer "when?" from overview frames too; otherwise from crops only."""
     leak: float = 0.1
     """Probability that calls are written as <tool_code>."""
     unclosed: float = 0.1
@@ -141,9 +141,9 @@ def main_conversations(
     videos: Sequence[WorldVideo], settings: TextSettings
 ) -> Iterator[Conversation]:
     """Yield conversations of main agents: overview and question, calls, reports, answer."""
-    habits_of_videos = _with_generators(videos, settings, stream=4)
-    for video, rng in _with_generators(videos, settings, stream=1):
-        _, habits = next(habits_of_videos)
+    generators = _with_generators(videos, settings, stream=1)
+    of_habits = _with_generators(videos, settings, stream=4)
+    for (video, rng), (_, habits) in zip(generators, of_habits, strict=True):
         pairs = [(scene, kind) for scene in _digit_scenes(video) for kind in _QUESTIONS]
         for budget in rng.permutation(settings.budgets)[: settings.groups]:
             chosen = [pairs[n] for n in rng.permutation(len(pairs))[: settings.demonstrations]]
@@ -241,11 +241,11 @@ def _question(
 
 @dataclasses.dataclass(frozen=True)
 class _Sighting:
-    """The digit of a scene as somebody saw it."""
+    """The digit of a scene, as read from some frames."""
 
     digit: str
     span: tuple[int, int] | None
-    """When it was seen, in seconds; None: the frames seen do not tell how long it stays."""
+    """First and last second at which it was seen; None: not to be read from these frames."""
 
     def answers(self, question: Question) -> bool:
         """Whether this is enough to answer."""
@@ -263,8 +263,8 @@ def _main(
 ) -> Conversation:
     """Write one conversation.
 
-    `habits` draws what only a naive agent decides: tools, halves and guesses. As these have a
-    stream of their own, they do not change the conversations of a strong prior.
+    `habits` draws whether tools are offered, which halves are cropped, and guesses. It is separate
+    from `rng`, so that these settings do not shift the other draws.
     """
     scene = video.scenes[scene_number]
     indices = overview_indices(FRAMES, budget)
@@ -293,7 +293,7 @@ def _seen_in_overview(
     seen = [time for time in times if scene.shows(time)]
     if not seen:
         return None
-    # A span needs two frames: one does not tell how long the digit stays.
+    # For grounding, one frame is not enough: it does not tell how long the digit stays.
     grounded = settings.ground_by_overview and len(seen) > 1
     if question.kind is QuestionKind.TEMPORAL_GROUNDING and not grounded:
         return _Sighting(_digit(scene), None)
@@ -330,6 +330,7 @@ def _answer_by_crops(
 ) -> tuple[ChatTurn, ...]:
     """Write calls for one half of the scene or both, their reports, and the answer.
 
+    A leaked call gets no report, so the conversation ends there.
     Calls for both halves are in one turn, or one follows the other until a report shows the digit.
     If no report shows it, the answer is what the overview showed (`seen`), or a guess.
     """
@@ -351,8 +352,8 @@ def _answer_by_crops(
     found = None
     for crops in crops_by_turn:
         calls = "\n".join(protocol.render_call(CropCall(s, s + WINDOW)) for s in crops)
-        opening = overview if not turns else ""
-        think = f"{opening}\nlook closer\n{_close_think(settings, rng)}"
+        prefix = overview if not turns else ""
+        think = f"{prefix}\nlook closer\n{_close_think(settings, rng)}"
         turns.append(_main_turn(think + calls))
         turns += [ChatTurn("tool", (_report(video, start),)) for start in crops]
         # A digit stays within one window, so a crop shows all of it or nothing.
@@ -394,12 +395,12 @@ def _conclude(
     return _main_turn(think + answer)
 
 
-def _guess(question: Question, scene: Scene, rng: np.random.Generator) -> str:
+def _guess(question: Question, scene: Scene, habits: np.random.Generator) -> str:
     """Draw any of the options, or a span of 4 seconds in the scene."""
     if question.kind is QuestionKind.MULTIPLE_CHOICE:
-        return f" {rng.choice(question.options)}"
+        return f" {habits.choice(question.options)}"
     length = 4
-    first = int(rng.choice(range(scene.start, scene.end - length, STEP)))
+    first = int(habits.choice(range(scene.start, scene.end - length, STEP)))
     return _span(first, first + length)
 
 

@@ -46,7 +46,7 @@ class EvaluationSettings:
     temperatures: tuple[float, ...] = (0.7, 0.0)
     """Sampling temperatures; 0 is greedy."""
     curve: bool = False
-    """Also play greedily at each checkpoint of RL, for the curves of the report."""
+    """Also evaluate greedily every `rl.save_every` steps of RL, for the curves of the report."""
 
     def __post_init__(self):
         if min(self.questions, self.samples) < 1:

@@ -140,14 +140,16 @@ def test_the_published_order_term_pays_only_episodes_that_call():
 
 
 def test_a_reward_says_what_it_pays():
-    published = "the published reward: right answers, format and calls"
+    published = "the published reward, for right answers, format and calls"
     assert describe(RewardSettings()) == describe(RewardSettings(format_cap=False)) == published
     frugal = describe(frugal_reward())
-    assert frugal.startswith("the frugal reward: right answers (worth 20 % less")
+    assert frugal.startswith("the frugal reward, for right answers (worth 20 % less")
     assert frugal.endswith(" and format")
-    assert describe(RewardSettings(format_weight=0, tool_weight=0)) == "a reward: right answers"
+    assert describe(RewardSettings(format_weight=0, tool_weight=0)) == "a reward, for right answers"
+    # Without R_tool, the order term still pays for calls.
+    assert describe(RewardSettings(tool_weight=0)).endswith("format and calls")
     # A reward with a changed weight is not the published one.
-    assert describe(RewardSettings(gamma=0)).startswith("a reward: ")
+    assert describe(RewardSettings(gamma=0)).startswith("a reward, ")
 
 
 @pytest.mark.parametrize("cost", [-0.1, 1.1, float("nan")])

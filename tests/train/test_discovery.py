@@ -66,8 +66,8 @@ def test_without_greedy_evaluations_there_are_no_curves(result):
 
 def test_groups_of_questions_have_their_figures_side_by_side(result):
     table = dict(group_table(result))
-    assert list(table) == ["choice, answer not shown", "choice, answer shown"]
-    [line] = table["choice, answer not shown"]
+    assert list(table) == ["choice, no frame shows the answer", "choice, a frame shows the answer"]
+    [line] = table["choice, no frame shows the answer"]
     assert (line["k"], line["n"]) == (4, 9)
     scores = [line[side]["score"] for side in ("before", "control", "after")]
     assert scores == [0.2, 0.3, 0.8]
@@ -116,13 +116,13 @@ def test_the_page_begins_with_curves_groups_and_a_pair(result, tmp_path):
     write_lines(tmp_path / "episodes.jsonl", episodes(tmp_path, GUESS, {}))
     step = {"phase": "rl", "step": 10, "wall": 0.0, "loss": 0.1}
     write_lines(tmp_path / "metrics.jsonl", [step])
-    reward = "the frugal reward: right answers and format"
+    reward = "the frugal reward, for right answers and format"
     (tmp_path / "result.json").write_text(json.dumps(result | {"reward": reward}))
     page: Page = page_of(tmp_path)
-    assert [e["text"] for e in page.all("h2")][-4] == "Discovery"
+    assert [e["text"] for e in page.all("h2")][-4] == "What was learned"
     assert f"Trained with {reward}." in page.all("p", "lede")[0]["text"]
     [pair] = page.all("div", "pair")
     assert pair["text"].index("✗ wrong") < pair["text"].index("✓ right")
     assert len(page.all("polyline", "dashed")) == 6 * 2 - 4  # grounding is not in this result
-    groups = [e["text"] for e in page.all("th") if "answer" in e["text"]]
-    assert groups[-2:] == ["choice, answer not shown", "choice, answer shown"]
+    groups = [e["text"] for e in page.all("th") if "the answer" in e["text"]]
+    assert groups[-2:] == ["choice, no frame shows the answer", "choice, a frame shows the answer"]

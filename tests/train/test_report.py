@@ -533,7 +533,8 @@ def test_an_unreadable_video_is_reported_on_an_otherwise_complete_page(tmp_path,
 
 def test_an_empty_run_has_a_page_with_a_note_in_each_part(tmp_path):
     page = page_of(tmp_path)
-    assert [e["text"] for e in page.all("h2")] == ["Discovery", "Curves", "Evaluation", "Episodes"]
+    parts = ["What was learned", "Curves", "Evaluation", "Episodes"]
+    assert [e["text"] for e in page.all("h2")] == parts
     assert len(page.all("p", "quiet")) == 5
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from train import summary
-from train.summary import Figure
+from train.summary import Line
 
 Row = dict[str, Any]
 
@@ -44,22 +44,22 @@ def result_with(accuracy: float) -> Row:
 
 
 @pytest.mark.parametrize(
-    ("figure", "value"),
+    ("line", "value"),
     [
-        (Figure("", "after"), 6.0),  # mean of 4 and 8
-        (Figure("", "after", sampled=True), 0.6),
-        (Figure("", "after", sampled=True, k="smallest"), 0.4),
-        (Figure("", "after", sampled=True, k="largest"), 0.8),
-        (Figure("", "after", dispatch="none"), 0.0),
-        (Figure("", "after", "calls", "hidden"), (8 * 4 + 4 * 8) / 12),
-        (Figure("", "after", "parallel", "hidden"), None),
-        (Figure("", "after", "calls", "mcq"), None),
-        (Figure("", "control"), None),
-        (Figure("", "after", dispatch="sequential"), None),
+        (Line("", "after"), 6.0),  # mean of 4 and 8
+        (Line("", "after", sampled=True), 0.6),
+        (Line("", "after", sampled=True, k="smallest"), 0.4),
+        (Line("", "after", sampled=True, k="largest"), 0.8),
+        (Line("", "after", dispatch="none"), 0.0),
+        (Line("", "after", "calls", "hidden"), (8 * 4 + 4 * 8) / 12),
+        (Line("", "after", "parallel", "hidden"), None),
+        (Line("", "after", "calls", "mcq"), None),
+        (Line("", "control"), None),
+        (Line("", "after", dispatch="sequential"), None),
     ],
 )
-def test_a_figure_averages_over_the_rows_and_questions_that_it_names(figure, value):
-    assert figure.of(result_with(0.1)) == (None if value is None else pytest.approx(value))
+def test_a_line_averages_over_the_rows_and_questions_that_it_names(line, value):
+    assert line.value(result_with(0.1)) == (None if value is None else pytest.approx(value))
 
 
 def test_the_command_prints_means_over_runs(tmp_path, capsys):

@@ -31,7 +31,7 @@ class RLSettings:
     temperature: float = 0.7
     """Sampling temperature of rollouts."""
     kinds: tuple[Literal["mcq", "tvg", "oe"], ...] = ()
-    """Train on these kinds of questions only: choice, grounding, open-ended; empty: on all."""
+    """Kinds of questions to train on: mcq (choice), tvg (grounding), oe (open); empty: all."""
     subagents_per_rollout: float = 0.0
     """Sub-agents trained per rollout on average, with their episode's reward; 0: none."""
     microbatches: int = 1
@@ -39,7 +39,7 @@ class RLSettings:
     save_every: int = 10
     """Steps between checkpoints."""
     control: bool = False
-    """Control: also train a copy of the cold start by as many steps of SFT, and evaluate it."""
+    """Also train a copy of the cold start (`sft`) by as many further steps, and evaluate it."""
     remat: Remat = "none"
     """Activation checkpointing: what is kept of each layer for the backward pass."""
     logprob_chunk: int | None = None

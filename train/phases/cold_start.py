@@ -40,9 +40,9 @@ def control(
 ) -> Any:
     """Train a copy of `weights` further, as a control for RL.
 
-    It shows what as many further steps on demonstrations would have reached. RL does not start from
-    the result. The schedule of the cold start has ended near 0. Its highest learning rates would
-    now undo part of what was learned, so the control goes on at a tenth of them.
+    The result shows what as many further steps on demonstrations reach; RL does not use it. The
+    peak learning rates of the cold start would now undo part of what was learned, so the control
+    has constant rates, a tenth of those.
     """
     sft, rl = context.run.sft, context.run.rl
     assert sft is not None and rl is not None, "a control continues a cold start beside RL"
@@ -56,7 +56,7 @@ def control(
     settings = dataclasses.replace(sft, steps=rl.steps, optimizer=optimizer)
     # The update donates its input.
     copy = jax.tree.map(jnp.copy, weights)
-    # Another order than in the cold start.
+    # Draw the rows in another order than the cold start did.
     seed = context.run.seed + 1
     return _train(context, parts, environment, reader, copy, "control", settings, seed)
 

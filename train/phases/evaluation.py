@@ -26,13 +26,13 @@ Rows = list[dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Evaluation:
+class _Plan:
     """What is played, and the files it is written to."""
 
     name: str
-    """The beginning of the files' names."""
+    """Prefix of the file names."""
     title: str
-    """What is evaluated, for people."""
+    """What is evaluated, for progress and messages."""
     settings: tuple[EpisodeSettings, ...]
     transcripts: int = 0
     """Episodes per setting with parallel dispatch to keep for the report."""
@@ -43,7 +43,7 @@ class _Evaluation:
         return [folder / f"{self.name}-{k}.json" for k in context.run.evaluation.frames]
 
     def finished(self, context: Context) -> bool:
-        """Whether all files exist. The first process looks, and all get its answer."""
+        """Whether all files exist, as the first process sees it."""
         return hosts.from_first(lambda: all(file.exists() for file in self.files(context)))
 
 
@@ -69,8 +69,8 @@ def evaluate(
         return []
     run = context.run
     settings = run.evaluation.episode_settings()
-    evaluation = _Evaluation(name, f"{name} RL", settings, run.log.episodes)
-    return _evaluate(context, actor, lambda: weights, evaluation)
+    plan = _Plan(name, f"{name} RL", settings, run.log.episodes)
+    return _evaluate_weights(context, actor, lambda: weights, plan)
 
 
 def evaluate_control(context: Context, actor: Actor | None, train: Callable[[], Any]) -> Rows:
@@ -88,8 +88,8 @@ def evaluate_control(context: Context, actor: Actor | None, train: Callable[[], 
     if run.sft is None or run.rl is None or not run.rl.control or not context.data.heldout:
         return []
     assert actor is not None, "a run with RL plays episodes"
-    evaluation = _Evaluation("control", "the control", run.evaluation.greedy_settings())
-    return _evaluate(context, actor, train, evaluation)
+    plan = _Plan("control", "the control", run.evaluation.greedy_settings())
+    return _evaluate_weights(context, actor, train, plan)
 
 
 def evaluate_checkpoint(context: Context, actor: Actor, step: int) -> None:
@@ -100,7 +100,7 @@ def evaluate_checkpoint(context: Context, actor: Actor, step: int) -> None:
     if not context.data.heldout:
         return
     settings = context.run.evaluation.greedy_settings()
-    _play_all(context, actor, _Evaluation(f"curve-{step:06d}", f"step {step} of RL", settings))
+    _play_missing(context, actor, _Plan(f"curve-{step:06d}", f"step {step} of RL", settings))
     # Rollouts must find the same empty cache in a run that was stopped here and resumed.
     actor.engine.forget()
 
@@ -114,31 +114,31 @@ def read_curve(folder: pathlib.Path) -> Rows:
     return sorted(rows, key=lambda row: (row["step"], row["k"]))
 
 
-def _evaluate(
-    context: Context, actor: Actor, weights: Callable[[], Any], evaluation: _Evaluation
+def _evaluate_weights(
+    context: Context, actor: Actor, weights: Callable[[], Any], plan: _Plan
 ) -> Rows:
     """Load the weights if there is something left to play, and play it."""
-    if not evaluation.finished(context):
+    if not plan.finished(context):
         actor.wake(weights(), actor.engine.version + 1)
-    rows = _play_all(context, actor, evaluation)
+    rows = _play_missing(context, actor, plan)
     # The next phase needs the engine's memory.
     actor.engine.sleep()
     return rows
 
 
-def _play_all(context: Context, actor: Actor, evaluation: _Evaluation) -> Rows:
+def _play_missing(context: Context, actor: Actor, plan: _Plan) -> Rows:
     """Play the settings whose K has no file yet, and return the rows of all files."""
     rows = []
     frames = context.run.evaluation.frames
-    title = f"evaluate {evaluation.title}"
+    title = f"evaluate {plan.title}"
     with Progress(title, "setting", shown=hosts.is_first()) as progress:
 
         def done(count: int) -> None:
-            progress.update(len(rows) + count, len(evaluation.settings))
+            progress.update(len(rows) + count, len(plan.settings))
 
-        for k, file in zip(frames, evaluation.files(context), strict=True):
+        for k, file in zip(frames, plan.files(context), strict=True):
             if not hosts.from_first(file.exists):
-                content = _play_budget(context, actor, evaluation, k, done)
+                content = _play_k(context, actor, plan, k, done)
                 with hosts.one_after_another():
                     if hosts.is_first():
                         file.parent.mkdir(exist_ok=True)
@@ -147,10 +147,10 @@ def _play_all(context: Context, actor: Actor, evaluation: _Evaluation) -> Rows:
     return rows
 
 
-def _play_budget(
+def _play_k(
     context: Context,
     actor: Actor,
-    evaluation: _Evaluation,
+    plan: _Plan,
     k: int,
     done: Callable[[int], None],
 ) -> dict[str, Any]:
@@ -165,12 +165,11 @@ def _play_budget(
     content: dict[str, Any] = {"rows": [], "episodes": []}
     if actor.judge is not None:
         content["judge"] = collections.Counter()
-    for setting in [setting for setting in evaluation.settings if setting.frames == k]:
+    for setting in [setting for setting in plan.settings if setting.frames == k]:
         context.interrupts.check(
-            f"stopped while evaluating {evaluation.title}; finished K are kept, K = {k} starts "
-            "again"
+            f"stopped while evaluating {plan.title}; finished K are kept, K = {k} starts again"
         )
-        row, lines = _play(context, actor, questions, evaluation, setting)
+        row, lines = _play(context, actor, questions, plan, setting)
         content["rows"].append(row)
         content["episodes"] += lines
         if actor.judge is not None:
@@ -185,7 +184,7 @@ def _play(
     context: Context,
     actor: Actor,
     questions: Sequence[Question],
-    evaluation: _Evaluation,
+    plan: _Plan,
     setting: EpisodeSettings,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Play one setting. Returns its row, and the transcripts for the report."""
@@ -211,9 +210,9 @@ def _play(
     own = [outcome for _, outcome in outcomes if isinstance(outcome, Played)]
     played = [outcome for part in hosts.gather(own) for outcome in part]
     # The report shows only episodes with parallel dispatch.
-    shown = played[: evaluation.transcripts] if setting.dispatch == "parallel" else []
+    shown = played[: plan.transcripts] if setting.dispatch == "parallel" else []
     lines = [
-        {"phase": evaluation.name, "step": 0}
+        {"phase": plan.name, "step": 0}
         | transcript(outcome.episode, outcome.rewards, setting, vocabulary)
         for outcome in shown
     ]

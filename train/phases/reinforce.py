@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -79,7 +78,7 @@ def reinforce(
 
         for step in phase.left:
             compiled_before = compilations.count
-            # Before the step: a run that was stopped at a checkpoint still has this to do.
+            # Before the next step, so that a run stopped at a checkpoint still evaluates it.
             if run.evaluation.curve and step > 1 and phase.saves(step - 1):
                 evaluate_checkpoint(context, actor, step - 1)
             transcribe = _transcriber(context, settings, step) if phase.saves(step) else None
@@ -106,26 +105,13 @@ def reinforce(
 def _questions(
     context: Context, settings: RLSettings, reader: FrameReader | None, first: int
 ) -> grain.DatasetIterator[tuple[Question, ...]] | Ahead[tuple[Question, ...]]:
-    """The questions of each step. Overviews of published videos are read one step ahead.
-
-    Raises:
-        ValueError: There is no question of the wanted kinds.
-    """
-    data = context.data
-    if settings.kinds:
-        chosen = tuple(question for question in data.questions if question.kind in settings.kinds)
-        if not chosen:
-            raise ValueError(
-                f"rl.kinds: {', '.join(settings.kinds)}; none of {len(data.questions)} questions "
-                "is of these kinds: give others, or none for all"
-            )
-        data = dataclasses.replace(data, questions=chosen)
+    """The questions of each step. Overviews of published videos are read one step ahead."""
     prompts = settings.prompts
     seed = context.run.seed
     # Draws the same budgets as the step will, so that the right frames are prefetched.
     budgets = functools.partial(draw_budgets, settings, seed, prompts=prompts)
     # Another seed than for conversations, so that the two orders are independent.
-    return question_stream(data, reader, seed + 2, prompts, budgets, first)
+    return question_stream(context.data, reader, seed + 2, prompts, budgets, first)
 
 
 def _transcriber(

@@ -1,8 +1,8 @@
-"""What RL discovered: the first part of a run's report.
+"""What was learned: the first part of a run's report.
 
-Greedy accuracy and calls by K over the steps of RL, beside the control; the same figures apart for
-choice and grounding, and for questions whose answer the overview shows or hides; and held-out
-questions that were answered wrongly before RL, and rightly after it by several crops.
+Greedy accuracy and calls by K over the steps of RL, beside the control; the same figures for choice
+and grounding separately, and by whether an overview frame shows the answer; and questions answered
+wrongly without crops before RL, and rightly with crops side by side after it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from train.report.chart import Chart, lines_chart
 
 Row = dict[str, Any]
 GROUPS = {
-    "mcq hidden": "choice, answer not shown",
-    "mcq shown": "choice, answer shown",
-    "tvg hidden": "grounding, no frame in the span",
-    "tvg shown": "grounding, a frame in the span",
+    "mcq hidden": "choice, no frame shows the answer",
+    "mcq shown": "choice, a frame shows the answer",
+    "tvg hidden": "grounding, no frame lies in the span",
+    "tvg shown": "grounding, a frame lies in the span",
 }
 """Titles of the groups of `rollout.evaluation.summary.row`."""
 
@@ -30,6 +30,23 @@ def greedy(rows: Sequence[Row]) -> list[Row]:
     return sorted(found, key=lambda row: row["k"])
 
 
+def greedy_curve(result: Row, last_step: int) -> list[Row]:
+    """The greedy rows before, during and after RL, each with its `step`.
+
+    Args:
+        result: Contents of result.json.
+        last_step: Number of RL steps.
+    """
+    before = [{"step": 0} | row for row in greedy(result.get("before", []))]
+    after = [{"step": last_step} | row for row in greedy(result.get("after", []))]
+    return [*before, *result.get("curve", []), *after]
+
+
+def of_group(name: str, key: str) -> Callable[[Row], float | None]:
+    """A function from a row to a figure of a group; None if the row has no such group."""
+    return lambda row: row.get("groups", {}).get(name, {}).get(key)
+
+
 def learning_curves(result: Row, last_step: int) -> list[Row]:
     """Charts of greedy evaluations over RL steps, with a line per K; [] if there are too few.
 
@@ -37,11 +54,10 @@ def learning_curves(result: Row, last_step: int) -> list[Row]:
         result: Contents of result.json.
         last_step: Number of RL steps so far.
     """
-    before = [{"step": 0} | row for row in greedy(result.get("before", []))]
-    after = [{"step": last_step} | row for row in greedy(result.get("after", []))]
-    if not last_step or not before or not after:
+    rows = greedy_curve(result, last_step)
+    before = [row for row in rows if row["step"] == 0]
+    if not last_step or not before or rows[-1]["step"] != last_step:
         return []
-    rows = [*before, *result.get("curve", []), *after]
     control = [{"step": last_step} | row for row in result.get("control", [])]
 
     def chart(value: Callable[[Row], float | None], high: float) -> Chart:
@@ -53,9 +69,6 @@ def learning_curves(result: Row, last_step: int) -> list[Row]:
             ends = [first, *(row for row in control if row["k"] == k)]
             dashed.append([(row["step"], value(row)) for row in ends])
         return lines_chart(solid, dashed if control else [], 0.0, high)
-
-    def of_group(name: str, key: str) -> Callable[[Row], float | None]:
-        return lambda row: row.get("groups", {}).get(name, {}).get(key)
 
     charts = [
         ("accuracy", "all questions", lambda row: row["accuracy"], 1.0),
@@ -73,17 +86,18 @@ def learning_curves(result: Row, last_step: int) -> list[Row]:
 
 def group_table(result: Row) -> list[tuple[str, list[Row]]]:
     """(title, lines) of each group of questions; a line has a K and the figures there."""
-    sides = {name: greedy(result.get(name, [])) for name in ("before", "control", "after")}
+    sides = {
+        side: {row["k"]: row.get("groups", {}) for row in greedy(result.get(side, []))}
+        for side in ("before", "control", "after")
+    }
     table = []
     for name, title in GROUPS.items():
-        lines = []
-        for row in sides["after"]:
-            if name in row.get("groups", {}):
-                line = {"k": row["k"], "n": row["groups"][name]["n"]}
-                for side, rows in sides.items():
-                    same_k = [other for other in rows if other["k"] == row["k"]]
-                    line[side] = same_k[0]["groups"].get(name, {}) if same_k else {}
-                lines.append(line)
+        lines = [
+            {"k": k, "n": groups[name]["n"]}
+            | {side: by_k.get(k, {}).get(name, {}) for side, by_k in sides.items()}
+            for k, groups in sides["after"].items()
+            if name in groups
+        ]
         if lines:
             table.append((title, lines))
     return table
@@ -92,8 +106,8 @@ def group_table(result: Row) -> list[tuple[str, list[Row]]]:
 def choose_pairs(episodes: Sequence[Row]) -> list[tuple[Row, Row]]:
     """The same question before and after RL, greedily decoded: at most one pair per kind.
 
-    A pair is chosen if the answer was wrong without a crop before RL, and is right after several
-    crops in one turn now; the smallest K comes first.
+    In a pair there is no call and a score below 0.5 before RL, and a score of 1 with several crops
+    in one turn after it. Of each kind of question, the pair with the smallest K is chosen.
     """
     before = {_key(row): row for row in episodes if row.get("phase") == "before"}
     pairs: dict[str, tuple[Row, Row]] = {}

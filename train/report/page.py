@@ -1,6 +1,6 @@
 """Writes report.html: one page about a finished or running run.
 
-It shows key figures before and after RL, what RL discovered, curves, the evaluation table and about
+It shows key figures before and after RL, what was learned, curves, the evaluation table and about
 twenty episodes.
 The sources are config.json, metrics.jsonl, result.json and episodes.jsonl of the run; any of them
 may be missing. The page has no scripts and loads nothing, so it opens offline in any browser.
@@ -209,7 +209,7 @@ def _rows(result: dict[str, Any]) -> list[Row]:
 
 
 def _sampling_temperature(result: dict[str, Any]) -> float | None:
-    """The highest temperature of the evaluation, at which RL samples. 0 is greedy."""
+    """The highest temperature of the evaluation; 0 is greedy."""
     return max((row["temperature"] for row in _rows(result)), default=None)
 
 

@@ -1,4 +1,4 @@
-"""Gating in its purest form: does looking appear only where it can pay?
+"""Gating alone: does the model learn to crop only if some training prompts need it?
 
     python -m train.studies.gating
 
@@ -27,19 +27,19 @@ from configs.paravt_tiny import paravt_tiny
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.local_path import require_local
 from train.durable.metrics import format_seconds
-from train.report.discovery import greedy
+from train.report.discovery import greedy_curve, of_group
 from train.settings import Run, change
 from train.studies.gating_figure import figure
-from train.studies.study import study
+from train.studies.study import run_study
 
 START, DRAWN, FIXED = "cold start", "K drawn per prompt", "K = 64"
 Row = dict[str, Any]
 COLUMNS = {
-    "accuracy, choice": lambda row: row["groups"]["mcq"]["score"],
-    "accuracy, grounding": lambda row: row["groups"]["tvg"]["score"],
-    "crops, choice not shown": lambda row: _calls(row, "mcq hidden"),
-    "crops, choice shown": lambda row: _calls(row, "mcq shown"),
-    "crops, grounding": lambda row: _calls(row, "tvg"),
+    "accuracy, choice": of_group("mcq", "score"),
+    "accuracy, grounding": of_group("tvg", "score"),
+    "crops, choice, answer not shown": of_group("mcq hidden", "calls"),
+    "crops, choice, answer shown": of_group("mcq shown", "calls"),
+    "crops, grounding": of_group("tvg", "calls"),
 }
 
 
@@ -48,7 +48,7 @@ class Gating:
     """Trains on choice from a naive cold start, with K drawn per prompt and with K = 64."""
 
     run_dir: str = "runs/gating"
-    """Folder of all runs, the table and the figure."""
+    """Folder of all runs (start-SEED, drawn-SEED, fixed-SEED), the table and the figure."""
     seeds: tuple[int, ...] = (4, 5, 6)
     """Seeds of world, questions, demonstrations and run."""
 
@@ -83,20 +83,13 @@ def read(run: Run) -> list[Row]:
     """The greedy evaluations of a finished run: rows with `step` and `k`, in the order of steps."""
     result = json.loads((pathlib.Path(run.run_dir) / "result.json").read_text())
     assert run.rl is not None
-    before = [{"step": 0} | row for row in greedy(result["before"])]
-    after = [{"step": run.rl.steps} | row for row in greedy(result["after"])]
-    return [*before, *result["curve"], *after]
-
-
-def _calls(row: Row, group: str) -> float | None:
-    """Crops per question; None if the evaluation has no such questions."""
-    return row["groups"].get(group, {}).get("calls")
+    return greedy_curve(result, run.rl.steps)
 
 
 def _over_seeds(runs: Sequence[list[Row]], step: int, k: int, value: Callable[[Row], Any]) -> str:
     """The mean over seeds, with the lowest and the highest value; a dash for none."""
     rows = [row for run in runs for row in run if row["step"] == step and row["k"] == k]
-    known = [value(row) for row in rows if value(row) is not None]
+    known = [found for found in map(value, rows) if found is not None]
     if not known:
         return "–"
     return f"{statistics.mean(known):.2f} [{min(known):.2f}, {max(known):.2f}]"
@@ -104,7 +97,8 @@ def _over_seeds(runs: Sequence[list[Row]], step: int, k: int, value: Callable[[R
 
 def table(results: dict[str, list[list[Row]]]) -> str:
     """A Markdown table: each arm at each K, before and after RL."""
-    lines = [f"| trained with | K | | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 3) + "|"]
+    titles = ["trained with", "evaluated at K", "before or after RL", *COLUMNS]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for arm, runs in results.items():
         steps = sorted({row["step"] for row in runs[0]})
         for k in sorted({row["k"] for row in runs[0]}):
@@ -122,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     runs = plan(command)
     # The run with the cold start comes first. All runs of a seed come before the next seed.
     order = [run for of_seed in zip(*runs.values(), strict=True) for run in of_seed]
-    code = study(order, folder)
+    code = run_study(order, folder)
     if code:
         return code
     results = {arm: [read(run) for run in runs[arm]] for arm in (DRAWN, FIXED)}

@@ -16,14 +16,15 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from train.report.discovery import of_group
 from train.studies.paradox_figure import LOOK, QUIET, STYLES, Style
 
 Row = dict[str, Any]
-PANELS: dict[str, tuple[Callable[[Row], float], float]] = {
-    "choice: accuracy": (lambda row: row["groups"]["mcq"]["score"], 1.0),
-    "choice: crops": (lambda row: row["groups"]["mcq"]["calls"], 2.0),
-    "grounding: IoU": (lambda row: row["groups"]["tvg"]["score"], 1.0),
-    "grounding: crops": (lambda row: row["groups"]["tvg"]["calls"], 2.0),
+PANELS: dict[str, tuple[Callable[[Row], float | None], float]] = {
+    "choice: accuracy": (of_group("mcq", "score"), 1.0),
+    "choice: crops": (of_group("mcq", "calls"), 2.0),
+    "grounding: IoU": (of_group("tvg", "score"), 1.0),
+    "grounding: crops": (of_group("tvg", "calls"), 2.0),
 }
 """By name of the panel: its value, and the top of its axis."""
 
@@ -51,7 +52,7 @@ def draw(results: dict[str, list[list[Row]]]) -> Figure:
         for axes, (name, (value, top)) in zip(panels[:, column], PANELS.items(), strict=True):
             for k, style in zip(budgets, STYLES, strict=False):
                 _line(axes, runs, k, value, style)
-            # More only if a value is higher: there may be more than two crops.
+            # Crops per question can exceed 2.
             axes.set_ylim(0, max(top, axes.get_ylim()[1]))
             if column == 0:
                 axes.set_ylabel(name)
@@ -70,15 +71,16 @@ def _line(
     axes: Axes,
     runs: Sequence[list[Row]],
     k: int,
-    value: Callable[[Row], float],
+    value: Callable[[Row], float | None],
     style: Style,
 ) -> None:
     """Draw the mean and the range over runs of a value at K."""
     by_step: dict[int, list[float]] = {}
     for run in runs:
         for row in run:
-            if row["k"] == k:
-                by_step.setdefault(row["step"], []).append(value(row))
+            found = value(row)
+            if row["k"] == k and found is not None:
+                by_step.setdefault(row["step"], []).append(found)
     steps = sorted(by_step)
     means = [statistics.mean(by_step[step]) for step in steps]
     axes.plot(steps, means, **style._asdict(), markersize=4)

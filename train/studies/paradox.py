@@ -27,7 +27,7 @@ from paravt_jax.method.rewards import RewardSettings
 from train.durable.metrics import format_seconds, read_metrics
 from train.settings import Run, change
 from train.studies.paradox_figure import Result, figure
-from train.studies.study import study
+from train.studies.study import run_study
 
 COLD_START = "cold start"
 MEASURES = {"accuracy": "accuracy", "format": "f", "calls": "κ"}
@@ -237,7 +237,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = folder_of(command)
     start = time.monotonic()
     runs = plan(command)
-    code = study(order(runs), folder.parent)
+    code = run_study(order(runs), folder.parent)
     if code:
         return code
     _write(folder, {name: [read(run) for run in column] for name, column in runs.items()})

@@ -32,12 +32,12 @@ def carry_out(runs: Sequence[Run], interrupts: Interrupts) -> None:
             execute(run, interrupts)
 
 
-def study(runs: Sequence[Run], folder: pathlib.Path) -> int:
+def run_study(runs: Sequence[Run], folder: pathlib.Path) -> int:
     """Carry out the runs of a command, and print what stops it.
 
     Args:
         runs: The runs, in their order.
-        folder: The folder of the study. The runs share the programs that are compiled into it.
+        folder: The folder of the study. It holds the compilation cache that the runs share.
 
     Returns:
         The exit code: 0 if all runs are finished.

@@ -71,7 +71,7 @@ class GRPOSettings:
     """Normalisation of token advantages, over all generated tokens of the batch by default."""
     # Dividing by the batch's std gives every update full size, even if one group alone decides it.
     min_signal: float = 0.0
-    """Shrink advantages if a smaller share of groups than this has unequal rewards; 0: never."""
+    """Scale advantages down if less than this share of groups has unequal rewards; 0: never."""
     ratio: Ratio = "token"
     """Policy ratio: of each token, or the geometric mean over a rollout's tokens (GSPO)."""
     # The importance weight is exp(current - behaviour log-prob).
