@@ -85,7 +85,7 @@ SHORT = """
 --sft.rows 1 --rl.prompts 1 --rl.grpo.group-size 2
 --protocol.turn-tokens 40 --protocol.summary-tokens 8 --engine.slots 4
 --evaluation.questions 1 --evaluation.samples 1 --evaluation.dispatch parallel
---evaluation.temperatures 0.7
+--evaluation.temperatures 0.7 0
 """.split()
 
 

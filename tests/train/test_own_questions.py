@@ -20,6 +20,7 @@ from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.world import text as world_text
 from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
+from rollout.evaluation.play import EvaluationSettings
 from train.phases.model import model_config
 from train.prepare import prepare, prepare_dataset
 from train.published_data import DataSettings
@@ -55,9 +56,9 @@ def recipe(small, base) -> Run:
         text=None,
         align=None,
         sft=None,
-        rl=dataclasses.replace(run.rl, steps=2, frame_budgets=(4,)),
-        evaluation=dataclasses.replace(
-            run.evaluation, questions=1, frames=(4,), dispatch=("parallel",), temperatures=(0.7,)
+        rl=dataclasses.replace(run.rl, steps=2, frame_budgets=(4,), control=False),
+        evaluation=EvaluationSettings(
+            questions=1, samples=2, frames=(4,), dispatch=("parallel",), temperatures=(0.7,)
         ),
         log=dataclasses.replace(run.log, tensorboard=False),
     )
