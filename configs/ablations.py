@@ -101,7 +101,7 @@ def _recipes() -> list[Callable[[], Run]]:
     for ablation, row in ABLATIONS.items():
         if row.paper:
             name, title = f"{ablation}_8b", row.title.format("on Qwen3-VL-8B")
-            text = f"{title}\n\n{command}{name} --model.path runs/sft_8b/model\n"
+            text = f"{title}\n\n{command}{name} --start runs/paravt_8b\n"
             text += f"Paper: {row.paper}. Not measured here."
             recipes.append(_recipe(paravt_8b, name, row.changes, text))
         if row.tiny:

@@ -31,6 +31,7 @@ from train.durable.clock import Clock
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import MetricsWriter, SilentMetrics, format_seconds
 from train.durable.run_directory import RunDirectory, RunDirectoryError, take_over
+from train.fit import fit
 from train.learn.placement import require_even
 from train.phases.actor import open_actor, open_environment
 from train.phases.align import align
@@ -45,6 +46,7 @@ from train.prepare import prepare
 from train.published_data import open_reader
 from train.published_model import config_of, require_weights
 from train.settings import Run
+from train.slices import found_devices
 from train.unreadable import UnreadableVideosError
 
 
@@ -52,6 +54,7 @@ def resolved(run: Run) -> dict[str, Any]:
     """Return the settings that define the results of a run, as JSON.
 
     They are stored in the run's folder, and a run can only be resumed with the same settings.
+    Fields that are chosen for the devices are stored as they were given, open.
     Settings that may change between two starts are left out: the path of the folder, the number of
     processes, and how files are read.
     """
@@ -88,7 +91,11 @@ def execute(
         RunDirectoryError: If the folder belongs to another run.
         CheckpointError: If a checkpoint does not belong to this run.
     """
+    run = run.beginning()
     settings = resolved(run)
+    fitted = fit(run, found_devices())
+    run = fitted.run
+    settings |= {"fitted": fitted.chosen}
     interrupts = interrupts or Interrupts()
     folder = pathlib.Path(run.run_dir or f"runs/{run.name}").absolute()
     mesh = _check(run, settings)

@@ -50,12 +50,13 @@ class MeshSettings:
     data: int = 1
     """Number of data-parallel replicas."""
     fsdp: int = 1
-    """Devices over which weights and optimizer moments are sharded (FSDP)."""
+    """Devices over which weights and moments are sharded (FSDP); 0: chosen for the devices."""
     tensor: int = 1
-    """Devices over which heads, MLP and vocabulary are split (tensor parallelism)."""
+    """Devices over which heads, MLP and vocabulary are split; 0: chosen for the devices."""
 
     def __post_init__(self):
-        require_counts("mesh", data=self.data, fsdp=self.fsdp, tensor=self.tensor)
+        require_counts("mesh", data=self.data)
+        require_counts("mesh", minimum=0, fsdp=self.fsdp, tensor=self.tensor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,9 @@ class Run:
     run_dir: str = ""
     """Output folder. Empty: runs/NAME."""
     start: str = ""
-    """Folder of a finished run whose data and cold start are reused instead of made again."""
+    """Folder of a run whose data and finished cold start are reused instead of made again."""
+    cold_started: str = ""
+    """Hugging Face id or folder of weights that had the cold start; RL begins with them, no SFT."""
     seed: int = 0
     """Seed of initial weights, data order and sampling. The small world has its own seeds."""
     unreadable_share: float = 0.05
@@ -114,6 +117,11 @@ class Run:
         require_local("start", self.start)
         if self.seed < 0:
             raise ValueError(f"seed: {self.seed}; must be 0 or more")
+        if self.cold_started and self.start:
+            raise ValueError(
+                f"start, cold_started: {self.start!r}, {self.cold_started!r}; both replace the "
+                "cold start: give one of them"
+            )
         if not 0 <= self.unreadable_share < 1:
             raise ValueError(
                 f"unreadable_share: {self.unreadable_share}; must be a share of videos, "
@@ -127,6 +135,22 @@ class Run:
         """Whether the run plays episodes, in RL or evaluation. Otherwise it has no engine, and
         training gets the memory that the engine would take."""
         return self.rl is not None or self.data is None or self.data.heldout > 0
+
+    def beginning(self) -> Run:
+        """The same run without a cold start if `cold_started` names its result.
+
+        Raises:
+            ValueError: The run has no other phase.
+        """
+        if not self.cold_started:
+            return self
+        if self.rl is None:
+            raise ValueError(
+                f"cold_started: {self.cold_started!r}, but {self.name} has no phase after the cold "
+                "start; choose a recipe with rl, such as paravt_8b"
+            )
+        model = dataclasses.replace(self.model, path=self.cold_started)
+        return dataclasses.replace(self, model=model, sft=None, cold_started="")
 
     @property
     def vision(self) -> VisionConfig:
@@ -186,11 +210,6 @@ def _check_data(run: Run) -> None:
             "data needs pretrained weights with their tokenizer, and no world: set world to None "
             "and give model.path, such as Qwen/Qwen3-VL-8B-Instruct"
         )
-    if run.data is not None and run.start:
-        raise ValueError(
-            f"start: {run.start} with published data; only runs in the small world take it: leave "
-            f"it empty, and start from that run's weights with --model.path {run.start}/model"
-        )
     if (run.text is None) != (run.world is None):
         raise ValueError(
             f"text: {run.text} with world = {run.world}; "
@@ -215,6 +234,11 @@ def _check_phases(run: Run) -> None:
         raise ValueError(
             f"protocol.tools: {run.protocol.tools}; the demonstrations of sft call crop_video: "
             "add it, or set sft to None in a recipe of your own"
+        )
+    if run.start and run.sft is None:
+        raise ValueError(
+            f"start: {run.start}, but {run.name} has no cold start to reuse; begin with that run's "
+            f"weights: --model.path {run.start}/model"
         )
     if run.align is not None and (run.model.size != "tiny" or run.model.path):
         raise ValueError(

@@ -12,9 +12,10 @@ import jax
 
 from models.attention import SAVED
 
-Remat = Literal["none", "full", "attention", "dots", "offload"]
+Remat = Literal["auto", "none", "full", "attention", "dots", "offload"]
 """What is kept of each layer:
 
+auto: chosen for the devices, before a program is built, from the others.
 none: everything.
 full: only its input; the layer is computed again.
 attention: its input and the output of attention (cuDNN computes the output again anyway).
@@ -30,6 +31,8 @@ LAYER_INPUT = "layer_in"
 def rematerialise(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     """Applies a policy to the body of a scan over layers. ValueError for an unknown policy."""
     check("remat", remat)
+    if remat == "auto":
+        raise ValueError("remat: 'auto' has to be replaced by one of the policies before training")
     if remat == "none":
         return body
     policies = jax.checkpoint_policies

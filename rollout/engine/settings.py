@@ -14,11 +14,11 @@ class EngineSettings:
     """Sizes that a recipe chooses. `rollout.engine.sizing` derives all lengths from the run."""
 
     slots: int = 64
-    """Sequences decoded side by side; rounded up to whole groups."""
+    """Sequences decoded side by side, in whole groups; 0: chosen for the devices."""
     page: int = 16
     """Tokens per page of the KV cache."""
     cache_tokens: int = 65_536
-    """Tokens in the KV cache; at least one whole rollout."""
+    """Tokens in the KV cache; at least one whole rollout. 0: chosen for the devices."""
     prefill_tokens: int = 1024
     """Tokens prefilled per call, over all sequences; at least one whole prompt."""
     read_tokens: int = 65_536
@@ -29,9 +29,12 @@ class EngineSettings:
     """Decode on the KV cache's pages instead of copying them to dense arrays. None: on TPU."""
 
     def __post_init__(self):
-        for name in ("slots", "page", "cache_tokens", "prefill_tokens", "read_tokens", "steps"):
+        for name in ("page", "prefill_tokens", "read_tokens", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"engine.{name}: {getattr(self, name)}; give 1 or more")
+        for name in ("slots", "cache_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"engine.{name}: {getattr(self, name)}; give 0 or more")
 
 
 @dataclasses.dataclass(frozen=True)

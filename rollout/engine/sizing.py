@@ -70,7 +70,7 @@ def engine_sizes(
         prefix_lengths = (half, prompt) if half >= _SHORTEST_READ else (prompt,)
     # A turn's tool results are much shorter than a crop, so they get a length of their own.
     tool_results = min(2 * page, crop)
-    slots = round_up(settings.slots, rows_per_prefix)
+    slots = round_up(max(1, settings.slots), rows_per_prefix)
     return EngineSizes(
         row_lengths=row_lengths,
         prefix_lengths=prefix_lengths,

@@ -37,7 +37,7 @@ from train.plan.compile import (
     memory_shortage,
 )
 from train.plan.programs import Plan, planned_config, program_names
-from train.plan.topology import CHIPS, SCALE, Topology, choose_mesh
+from train.slices import CHIPS, SCALE, Topology, choose_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
 GIB = 2.0**30

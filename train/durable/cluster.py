@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import pathlib
 import sys
@@ -23,7 +24,7 @@ class HostSettings:
     """How the processes of a run connect. They share one run directory; results do not change."""
 
     coordinator: str = ""
-    """address:port of process 0. Empty: a run of one process. `auto`: ask the TPU pod or SLURM."""
+    """address:port of process 0. Empty: found on TPU pods, GKE and SLURM. none: one process."""
     count: int = 1
     """Number of processes, when the coordinator is an address."""
     index: int = 0
@@ -33,7 +34,7 @@ class HostSettings:
 
     def __post_init__(self):
         host, _, port = self.coordinator.rpartition(":")
-        if self.coordinator in ("", "auto"):
+        if self.coordinator in ("", "none"):
             if (self.count, self.index) != (1, 0):
                 raise ValueError(
                     f"hosts.count, hosts.index: {self.count}, {self.index} with hosts.coordinator "
@@ -41,8 +42,8 @@ class HostSettings:
                 )
         elif not host or not port.isdigit():
             raise ValueError(
-                f"hosts.coordinator: {self.coordinator!r}; give address:port of process 0, auto, "
-                "or leave it empty"
+                f"hosts.coordinator: {self.coordinator!r}; give address:port of process 0, none "
+                "for a single process, or leave it empty"
             )
         if not 0 <= self.index < self.count:
             raise ValueError(
@@ -58,12 +59,12 @@ def connect(settings: HostSettings) -> None:
 
     Call it before anything touches a device: jax fixes its list of devices at first use.
     """
-    if not settings.coordinator:
+    by_address = settings.coordinator not in ("", "none")
+    if not by_address and (settings.coordinator == "none" or not _in_cluster()):
         return
     # With asynchronous dispatch a CPU runs independent programs at the same time. Collectives of
     # two programs could then start in a different order on each process and deadlock.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    by_address = settings.coordinator != "auto"
     # None lets jax detect the value from the cluster's environment.
     address = settings.coordinator if by_address else None
     count = settings.count if by_address else None
@@ -80,9 +81,35 @@ def connect(settings: HostSettings) -> None:
         if by_address:
             raise
         raise ValueError(
-            f"hosts.coordinator = auto: jax found no cluster it supports ({error}); give "
-            "address:port, hosts.count and hosts.index"
+            f"hosts.coordinator: empty, and the other hosts cannot be found ({error}); give "
+            "address:port, hosts.count and hosts.index, or none for a single process"
         ) from error
+
+
+def _in_cluster() -> bool:
+    """Whether this process is one of several: of SLURM, of GKE, or on a TPU VM, which JAX asks.
+
+    Elsewhere nothing is looked for, so a laptop does not wait for an answer from a network.
+    """
+    environment = os.environ
+    # Outside of `srun`, SLURM starts a single process, whatever the number of tasks.
+    if "SLURM_STEP_NODELIST" in environment:
+        return int(environment.get("SLURM_NTASKS", "1")) > 1
+    if environment.get("JAX_PLATFORMS") not in (None, "", "tpu", "tpu,cpu"):
+        return False
+    names = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
+    if names:
+        slices = int(environment.get("MEGASCALE_NUM_SLICES") or 1)
+        return "," in names or slices > 1
+    # Only the metadata server of a TPU VM knows the other hosts of its slice.
+    has_chips = bool(
+        [*pathlib.Path("/dev").glob("accel*"), *pathlib.Path("/dev/vfio").glob("[0-9]*")]
+    )
+    return (
+        has_chips
+        and "TPU_SKIP_MDS_QUERY" not in environment
+        and importlib.util.find_spec("libtpu") is not None
+    )
 
 
 def require_shared(folder: pathlib.Path) -> None:

@@ -11,15 +11,16 @@ from typing import Any
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_settings import as_json, lock, require_same
+from train.durable.checkpoint import Checkpoints
 
 _LOCK = ".lock"
 _CONFIG = "config.json"
 # Left by a process that was killed while it wrote config.json.
 _UNFINISHED = "config.json.tmp"
 
-FORMAT = 4
+FORMAT = 5
 """Version of a run's files. Raise it when this code cannot resume older runs."""
-READABLE = (1, 2, 3, 4)
+READABLE = (1, 2, 3, 4, 5)
 """Formats whose checkpoints can be exported. The first runs stored no number; they are format 1."""
 
 
@@ -153,17 +154,37 @@ def read_config(folder: pathlib.Path, flag: str, formats: Sequence[int]) -> dict
 
 # Settings that may change when a run resumes. They decide whether it continues, on which devices,
 # and what stays on disk. Results stay the same, up to the rounding that another mesh brings.
-MAY_CHANGE = ("unreadable_share", "mesh", "checkpoints")
+MAY_CHANGE = (
+    "unreadable_share",
+    "checkpoints",
+    "mesh",
+    "engine",
+    "fitted",
+    "sft.microbatches",
+    "sft.remat",
+    "sft.logprob_chunk",
+    "rl.microbatches",
+    "rl.remat",
+    "rl.logprob_chunk",
+)
 
 
 def identity(config: dict[str, Any]) -> dict[str, Any]:
     """The settings that must stay the same when a run resumes."""
-    return {name: value for name, value in config.items() if name not in MAY_CHANGE}
+    kept = {name: value for name, value in config.items() if name not in MAY_CHANGE}
+    for path in MAY_CHANGE:
+        section, _, field = path.partition(".")
+        if field and isinstance(kept.get(section), dict):
+            kept[section] = {name: x for name, x in kept[section].items() if name != field}
+    return kept
 
 
 # Files of a cold start, and the settings that determine them.
-_COLD_START_FILES = ("videos", "records", "tokenizer", "checkpoints/align", "checkpoints/sft")
+_WORLD_FILES = ("videos", "records", "tokenizer", "checkpoints/align", "checkpoints/sft")
+_PUBLISHED_FILES = ("tokenizer", "checkpoints/sft")
 _COLD_START_SETTINGS = ("world", "text", "model", "frames", "align", "sft", "protocol")
+# Fields of `data` that determine the demonstrations.
+_DATA_FIELDS = ("annotations", "media", "frames", "fps")
 # Fields of `protocol` that affect rollouts only; demonstrations do not depend on them.
 _ROLLOUT_FIELDS = (
     "pin_think",
@@ -176,10 +197,13 @@ _ROLLOUT_FIELDS = (
 
 
 def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str, Any]) -> None:
-    """Copies the data and the cold start of another run, so that this one begins with RL.
+    """Shares the data and the cold start of another run, so that this one begins with RL.
+
+    Files are linked if both runs are on one disk, and copied otherwise. Neither run changes a file
+    in place.
 
     Args:
-        source: directory of the finished run to copy from.
+        source: directory of the other run; its cold start must be finished.
         target: this run's directory; files that are already there stay.
         config: this run's settings.
 
@@ -187,12 +211,11 @@ def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str
         RunDirectoryError: `source` has no finished cold start, or one with other settings.
     """
     source = pathlib.Path(source).absolute()
-    required = (_CONFIG, "result.json", *_COLD_START_FILES)
-    missing = [name for name in required if not (source / name).exists()]
+    files = _PUBLISHED_FILES if config.get("data") else _WORLD_FILES
+    missing = [name for name in (_CONFIG, *files) if not (source / name).exists()]
     if missing:
         raise RunDirectoryError(
-            f"--start {source} is not a finished run with a cold start: {', '.join(missing)} "
-            "missing."
+            f"--start {source} is not a run with a cold start: {', '.join(missing)} missing."
         )
     found = read_config(source, "--start", (FORMAT,))
     wanted = as_json(config, "the run's configuration")
@@ -203,19 +226,37 @@ def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str
         "Name another --start, or use its settings.",
         RunDirectoryError,
     )
-    for name in _COLD_START_FILES:
+    steps = found["sft"]["steps"]
+    if Checkpoints(source / "checkpoints/sft", read_only=True).latest() != steps:
+        raise RunDirectoryError(
+            f"--start {source}: its cold start has not reached its last step, {steps}; resume that "
+            "run first."
+        )
+    for name in files:
         if not (target / name).exists():
             # Copy beside the target and rename: a name that exists is a complete copy, even if this
             # process is killed halfway through.
             unfinished = target / f"{name}.tmp"
             shutil.rmtree(unfinished, ignore_errors=True)
-            shutil.copytree(source / name, unfinished)
+            shutil.copytree(source / name, unfinished, copy_function=_link_or_copy)
             os.replace(unfinished, target / name)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """Makes a second name for a file, which takes no space, or a copy on another disk."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def cold_start_identity(config: dict[str, Any]) -> dict[str, Any]:
     """The settings that determine a cold start; runs that agree on them can share one."""
+    config = identity(config)
     protocol = {
         name: value for name, value in config["protocol"].items() if name not in _ROLLOUT_FIELDS
     }
-    return {name: config[name] for name in _COLD_START_SETTINGS} | {"protocol": protocol}
+    found = {name: config[name] for name in _COLD_START_SETTINGS} | {"protocol": protocol}
+    if config.get("data"):
+        found["data"] = {name: config["data"][name] for name in _DATA_FIELDS}
+    return found

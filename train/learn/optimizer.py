@@ -68,11 +68,13 @@ class OptimizerSettings:
                 )
 
 
-def require_counts(section: str, **counts: int) -> None:
-    """Raise ValueError for a count below 1, naming its section and field."""
+def require_counts(section: str, minimum: int = 1, **counts: int) -> None:
+    """Raise ValueError for a count below `minimum`, naming its section and field."""
     for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{section}.{name}: {value}; give a whole number of at least 1")
+        if value < minimum:
+            raise ValueError(
+                f"{section}.{name}: {value}; give a whole number of at least {minimum}"
+            )
 
 
 def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:

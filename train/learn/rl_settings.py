@@ -35,7 +35,7 @@ class RLSettings:
     subagents_per_rollout: float = 0.0
     """Sub-agents trained per rollout on average, with their episode's reward; 0: none."""
     microbatches: int = 1
-    """Gradient-accumulation steps; fewer if they add padding only, more to divide over hosts."""
+    """Gradient-accumulation steps, adapted to padding and hosts; 0: chosen for the devices."""
     save_every: int = 10
     """Steps between checkpoints."""
     control: bool = False
@@ -51,8 +51,8 @@ class RLSettings:
             steps=self.steps,
             prompts=self.prompts,
             save_every=self.save_every,
-            microbatches=self.microbatches,
         )
+        require_counts("rl", minimum=0, microbatches=self.microbatches)
         remat.check("rl.remat", self.remat)
         if not 0 < self.temperature < math.inf:
             raise ValueError(

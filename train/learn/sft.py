@@ -53,7 +53,7 @@ class SFTSettings:
     save_every: int = 100
     """Steps between checkpoints."""
     microbatches: int = 1
-    """Upper bound on gradient-accumulation steps; fewer if a device would get less than a row."""
+    """Upper bound on gradient-accumulation steps, a row each; 0: chosen for the devices."""
     remat: Remat = "none"
     """Activation checkpointing: what is kept of each layer for the backward pass."""
     logprob_chunk: int | None = None
@@ -66,8 +66,8 @@ class SFTSettings:
             rows=self.rows,
             row_tokens=self.row_tokens,
             save_every=self.save_every,
-            microbatches=self.microbatches,
         )
+        require_counts("sft", minimum=0, microbatches=self.microbatches)
         remat.check("sft.remat", self.remat)
         if self.logprob_chunk is not None and self.logprob_chunk < 1:
             raise ValueError(

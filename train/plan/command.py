@@ -25,32 +25,32 @@ from typing import Any
 from configs import RECIPES
 from paravt_jax.data.local_path import require_local
 from train.cli import EXIT_USAGE, parse
+from train.fit import Fitted, fit
 from train.plan import step
 from train.plan.cache import cached
 from train.plan.compile import ROLLOUTS, SIZES, Case, Measured, compile_case, libtpu_version
 from train.plan.programs import planned_config, program_names
 from train.plan.table import report, scale
-from train.plan.topology import INSTALL, SCALE, SOURCE, Topology, choose_mesh
 from train.settings import Run
+from train.slices import INSTALL, SCALE, SOURCE, Topology
 
 Compile = Callable[[Case, float], Measured]
 MeshSizes = tuple[int, int, int]
 
 
-def plan(
-    run: Run, topology: Topology, mesh: MeshSizes, measured: dict[str, Measured]
-) -> dict[str, Any]:
+def plan(fitted: Fitted, topology: Topology, measured: dict[str, Measured]) -> dict[str, Any]:
     """Combines the measurements of all programs into the plan for one slice.
 
     Args:
-        run: the recipe.
+        fitted: the recipe, with the sizes chosen for the slice.
         topology: the slice.
-        mesh: sizes of (data, fsdp, tensor).
         measured: by program name, with `SIZES` among them.
 
     Returns:
         Every figure of the report, as JSON can hold it.
     """
+    run = fitted.run
+    mesh = mesh_of(run)
     measured = dict(measured)
     sizes = measured.pop(SIZES).sizes
     if "decode" in measured:
@@ -78,6 +78,8 @@ def plan(
         "compiler": f"libtpu {libtpu_version()}",
         "topology": topology.name,
         "mesh": mesh,
+        "chosen": fitted.chosen,
+        "estimate": fitted.needs,
         "chips": topology.chips,
         "devices": topology.devices,
         "hosts": topology.hosts,
@@ -151,9 +153,8 @@ def _work(run: Run, measured: dict[str, Measured]) -> dict[str, float]:
 
 
 def measure_all(
-    run: Run,
+    runs: Sequence[Run],
     topologies: Sequence[Topology],
-    meshes: Sequence[MeshSizes],
     only: Sequence[str],
     timeout: float,
     jobs: int,
@@ -162,9 +163,8 @@ def measure_all(
     """Compiles the programs of a run for every slice.
 
     Args:
-        run: the recipe.
+        runs: the recipe, with the sizes chosen for each slice.
         topologies: the slices.
-        meshes: one mesh per slice.
         only: names of the programs to compile; all if empty.
         timeout: seconds per program.
         jobs: number of programs compiled at a time.
@@ -173,17 +173,17 @@ def measure_all(
     Returns:
         One dict per slice, by program name, `SIZES` included.
     """
-    names = [SIZES, *(only or program_names(run))]
+    names = [SIZES, *(only or program_names(runs[0]))]
     cases = [
-        [Case(run, topology, mesh, name) for name in names]
-        for topology, mesh in zip(topologies, meshes, strict=True)
+        [Case(run, topology, mesh_of(run), name) for name in names]
+        for run, topology in zip(runs, topologies, strict=True)
     ]
     pool = ThreadPoolExecutor(jobs)
     started = {}
     try:
         for cases_of_slice in cases:
             for case in cases_of_slice:
-                # Programs of one host are equal on all slices of a generation: compile them once.
+                # Slices of a generation with equal engines share the programs of a host.
                 key = (case.program, case.place)
                 if key not in started:
                     started[key] = pool.submit(compiled, case, timeout)
@@ -211,20 +211,22 @@ def _compile_and_print(keep: pathlib.Path | None, case: Case, timeout: float) ->
     return measured
 
 
-def rows_in(run: Run) -> int:
-    """Number of rows in an update's largest batch."""
-    return max((shape.groups * shape.rows for shape in step.shapes_of(run)), default=1)
+def mesh_of(run: Run) -> MeshSizes:
+    """Sizes of (data, fsdp, tensor)."""
+    return run.mesh.data, run.mesh.fsdp, run.mesh.tensor
 
 
-def _mesh(run: Run, topology: Topology, given: bool) -> MeshSizes:
-    """The mesh for a slice. A mesh `given` on the command line must match the slice exactly."""
-    recipe = (run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
-    if given and math.prod(recipe) != topology.devices:
+def _fit(run: Run, topology: Topology) -> Fitted:
+    """Chooses the open sizes. The compiler requires a program to use all devices of a slice."""
+    fitted = fit(run, topology.available)
+    mesh = mesh_of(fitted.run)
+    if math.prod(mesh) != topology.devices:
         raise ValueError(
-            f"mesh: {recipe} (data, fsdp, tensor): the product must equal the {topology.devices} "
-            f"devices of {topology.name}; change --mesh"
+            f"mesh: {mesh} (data, fsdp, tensor): the product must equal the {topology.devices} "
+            f"devices of {topology.name}; change --mesh, or let it be chosen with --mesh.fsdp 0 "
+            "--mesh.tensor 0"
         )
-    return choose_mesh(recipe, topology.devices, rows_in(run))
+    return fitted
 
 
 def _parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -320,10 +322,10 @@ def main(argv: list[str] | None = None) -> int:
     """
     arguments, rest = _parse_arguments(sys.argv[1:] if argv is None else argv)
     run = parse(rest, RECIPES, prog="python -m train.plan")
-    mesh_given = any(word.startswith("--mesh.") for word in rest)
     try:
+        run = run.beginning()
         topologies = _topologies(arguments.topology)
-        meshes = [_mesh(run, topology, mesh_given) for topology in topologies]
+        fitted = [_fit(run, topology) for topology in topologies]
         only = _only(arguments.only, run)
         _check_arguments(arguments)
     except ValueError as error:
@@ -332,7 +334,12 @@ def main(argv: list[str] | None = None) -> int:
     compiled = functools.partial(_compile_and_print, arguments.keep)
     try:
         measured = measure_all(
-            run, topologies, meshes, only, arguments.timeout, arguments.jobs, compiled
+            [one.run for one in fitted],
+            topologies,
+            only,
+            arguments.timeout,
+            arguments.jobs,
+            compiled,
         )
     except KeyboardInterrupt:
         remedy = "run the same command to resume" if arguments.keep else "with --keep it can resume"
@@ -344,8 +351,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {of_slice[SIZES].error}", file=sys.stderr)
             return EXIT_USAGE
     plans = [
-        plan(run, topology, mesh, of_slice)
-        for topology, mesh, of_slice in zip(topologies, meshes, measured, strict=True)
+        plan(one, topology, of_slice)
+        for one, topology, of_slice in zip(fitted, topologies, measured, strict=True)
     ]
     pages = [report(of_slice) for of_slice in plans]
     if len(plans) > 1:

@@ -22,8 +22,8 @@ import threading
 import time
 from typing import Any
 
-from train.plan.topology import Topology
 from train.settings import Run
+from train.slices import Topology
 
 OUT_OF_MEMORY = re.compile(
     r"required (for HLO temporaries )?\(([\d.]+)([KMG])\) "
@@ -50,9 +50,9 @@ class Case:
     @property
     def place(self) -> tuple[str, ...]:
         """The part of slice and mesh that the program depends on."""
-        # A program of one host is the same for all slices of a generation.
+        # A program of one host depends on the slice through the sizes of the engine only.
         if self.program in ROLLOUTS:
-            return (self.topology.host.name,)
+            return (self.topology.host.name, str(self.run.engine))
         return (self.topology.name, str(self.mesh))
 
 

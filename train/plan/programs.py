@@ -26,6 +26,7 @@ from models.sharding import make_mesh, param_shardings
 from paravt_jax.data.sizes import smart_resize
 from rollout.engine.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
 from rollout.engine.sampling import Choices
+from train.fit import total_bytes
 from train.learn.batch import Sequences
 from train.learn.weight_sync import host_mesh, make_sync, sampler_devices
 from train.phases.model import model_config
@@ -410,11 +411,6 @@ def mean_context(run: Run) -> float:
     """Mean number of tokens that a new token attends to, for rollouts of the maximum length."""
     # The context grows evenly, from the prompt to the longest row.
     return run.engine_sizes.row_lengths[-1] - run.protocol.trajectory_tokens / 2
-
-
-def total_bytes(tree: Any) -> float:
-    """Bytes of all arrays in a tree, each counted once."""
-    return float(sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)))
 
 
 def device_bytes(tree: Any) -> int:

@@ -15,8 +15,8 @@ from train.learn.batch import BatchShape
 from train.learn.placement import fit, parts_of
 from train.plan.compile import ROLLOUTS, Measured
 from train.plan.programs import mean_context
-from train.plan.topology import Topology
 from train.settings import Run
+from train.slices import Topology
 
 GIB = 2.0**30
 

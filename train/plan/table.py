@@ -172,7 +172,14 @@ def _phases(plan: dict[str, Any]) -> str:
 
 
 def _sums(plan: dict[str, Any]) -> str:
-    lines = [
+    lines = []
+    if plan["chosen"]:
+        chosen = ", ".join(f"{name} {value}" for name, value in plan["chosen"].items())
+        lines.append(f"Chosen for the devices: {chosen}.")
+        lines.append(
+            f"Memory estimated before compiling: {_sizes(plan['estimate'])} GiB per device."
+        )
+    lines += [
         f"On every device: {_sizes(plan['residents'])} GiB.",
         f"On every host: {_sizes(plan['host_memory'])} GiB.",
     ]

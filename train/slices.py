@@ -1,6 +1,7 @@
-"""TPU slices by name: peak rates of their chips, their devices, and the mesh for a recipe.
+"""Devices that a run can use: those that JAX finds, or a TPU slice by its name.
 
-The devices exist only as descriptions, for which XLA can compile without the hardware.
+The devices of a named slice exist only as descriptions, for which XLA can compile without the
+hardware.
 """
 
 from __future__ import annotations
@@ -8,8 +9,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+import os
 import re
+from collections.abc import Iterator
 from typing import Any
+
+import jax
 
 INSTALL = "pip install -e '.[tpu]'"
 
@@ -57,6 +62,31 @@ SCALE = (
     "v6e:8x8",
 )
 HOST_CHIPS = 4
+# Names that JAX gives to the devices of a generation.
+_KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+}
+_MOST_CHIPS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """What the choice of mesh, micro-batches and engine sizes depends on."""
+
+    name: str
+    """The slice or the kind of device, for messages."""
+    count: int
+    """Number of JAX devices."""
+    hosts: int
+    """Number of processes that share them."""
+    memory: float
+    """Bytes per device that programs may use."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +150,10 @@ class Topology:
         sides = ("2", "2", "1")[: self.chip.coordinates]
         return Topology(f"{generation}:{'x'.join(sides)}")
 
+    @property
+    def available(self) -> Devices:
+        return Devices(self.name, self.devices, self.hosts, self.chip.hbm)
+
     def make_devices(self) -> list[Any]:
         """Devices to compile for, ordered by host.
 
@@ -139,30 +173,52 @@ class Topology:
         return devices
 
 
-def choose_mesh(recipe: tuple[int, int, int], devices: int, rows: int) -> tuple[int, int, int]:
-    """Fits a recipe's mesh to a slice. A recipe that already has `devices` devices stays as it is.
-
-    Otherwise `data` is kept and `fsdp` grows until every device has a row of the batch. The rest of
-    the devices goes to `tensor`, where several devices share a row.
-
-    Args:
-        recipe: (data, fsdp, tensor).
-        devices: number of devices of the slice.
-        rows: rows in a batch, rounded up here to a power of two.
+def found_devices() -> Devices:
+    """The devices of all processes of this run, as JAX sees them.
 
     Raises:
-        ValueError: the recipe's `data` x `tensor` does not divide `devices`.
+        ValueError: JAX reports no memory for this kind of device.
     """
-    data, _, tensor = recipe
-    if math.prod(recipe) == devices:
-        return recipe
-    if devices % (data * tensor):
+    devices = jax.devices()
+    kind = devices[0].device_kind
+    return Devices(
+        f"{len(devices)} x {kind}", len(devices), jax.process_count(), device_memory(devices[0])
+    )
+
+
+def device_memory(device: jax.Device) -> float:
+    """Bytes that programs may use on a device.
+
+    Raises:
+        ValueError: JAX reports no memory for this kind of device.
+    """
+    generation = _KINDS.get(device.device_kind)
+    if generation is not None:
+        return CHIPS[generation].hbm
+    if device.platform == "cpu":
+        # The devices of a CPU share the memory of their host.
+        ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return ram / jax.local_device_count()
+    # GPUs report what the allocator may use.
+    reported = device.memory_stats() if device.process_index == jax.process_index() else None
+    if not reported or "bytes_limit" not in reported:
         raise ValueError(
-            f"mesh.data, mesh.tensor: {data} x {tensor} do not divide {devices} devices; give "
-            "divisors"
+            f"devices: {device.device_kind!r} is unknown and reports no memory; set every field "
+            "that the recipe leaves to be chosen: --mesh.fsdp, --mesh.tensor, "
+            "--engine.cache-tokens, --engine.slots, and the microbatches and remat of sft and rl"
         )
-    padded_rows = 1 << (rows - 1).bit_length()
-    most = max(1, padded_rows // data)
-    # fsdp must divide the devices. If `most` is a power of two, the gcd is the largest such number.
-    fsdp = math.gcd(devices // (data * tensor), most)
-    return data, fsdp, devices // (data * fsdp)
+    return float(reported["bytes_limit"])
+
+
+def known_slices() -> Iterator[Topology]:
+    """All slices of every generation, from small to large."""
+    for generation, chip in CHIPS.items():
+        sides = [2] * chip.coordinates
+        if chip.coordinates == 3:
+            sides[-1] = 1
+        while math.prod(sides) <= _MOST_CHIPS:
+            yield Topology(f"{generation}:{'x'.join(map(str, sides))}")
+            # The next slice has twice the chips: the last of the shortest sides doubles.
+            shortest = min(sides)
+            last = max(n for n, side in enumerate(sides) if side == shortest)
+            sides[last] *= 2

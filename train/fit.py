@@ -1,0 +1,408 @@
+"""Chooses the sizes that a recipe leaves open, so that its run fits the devices.
+
+A field that is 0 or "auto" is open. The mesh, micro-batches, rematerialisation and the sizes of the
+engine follow from the devices alone, so every start on the same devices chooses the same. A value
+that is set by hand stays.
+
+Memory is estimated by arithmetic, in less than a second. The coefficients were fitted to programs
+that libtpu compiled for the 8B model (docs/scale.md). `train.plan` compiles the chosen programs and
+so checks the estimate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.qwen3_vl.config import Qwen3VLConfig, TextConfig, qwen3_vl
+from models.qwen3_vl.model import abstract_model
+from models.qwen3_vl.remat import Remat
+from rollout.engine.pages import page_count
+from train.learn.batch import BatchShape
+from train.learn.optimizer import OptimizerSettings, make_optimizer
+from train.learn.packed_batch import fit_rows, parts_of_rows
+from train.learn.placement import fit as fit_batch
+from train.learn.placement import parts_of
+from train.learn.weight_sync import sampler_devices
+from train.settings import Run, change
+from train.slices import Devices, known_slices
+
+GIB = 2.0**30
+# The order in which policies are tried: each computes more again, and keeps less, than the last.
+POLICIES: tuple[Remat, ...] = ("dots", "attention", "full", "offload")
+# The fields of `Run` that a recipe can leave open.
+OPEN_FIELDS = (
+    "mesh.fsdp",
+    "mesh.tensor",
+    "engine.slots",
+    "engine.cache_tokens",
+    "sft.microbatches",
+    "sft.remat",
+    "rl.microbatches",
+    "rl.remat",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """A run with every size chosen."""
+
+    run: Run
+    devices: Devices
+    chosen: dict[str, Any]
+    """The values of the open fields, by dotted name."""
+    needs: dict[str, float]
+    """Estimated bytes per device in each part of a run. Empty if nothing was open."""
+
+    def describe(self) -> str:
+        """The mesh and the chosen values, on one line."""
+        mesh = self.run.mesh
+        named = [f"mesh {mesh.data} x {mesh.fsdp} x {mesh.tensor} (data, fsdp, tensor)"]
+        named += [
+            f"{name} {value}" for name, value in self.chosen.items() if not name.startswith("mesh.")
+        ]
+        return ", ".join(named)
+
+
+class _TooLarge(Exception):
+    """A part of the run needs more memory than a device has."""
+
+    def __init__(self, part: str, needed: float):
+        super().__init__(part)
+        self.part = part
+        self.needed = needed
+
+
+def fit(run: Run, devices: Devices) -> Fitted:
+    """Choose the open fields of a run.
+
+    Args:
+        run: The recipe, with overrides.
+        devices: The devices to use. A mesh that is set by hand may leave some of them idle.
+
+    Raises:
+        ValueError: The axes of the mesh do not divide the devices, or the run does not fit. The
+            message names the smallest slices on which it would.
+    """
+    if not any(_is_open(run, name) for name in OPEN_FIELDS):
+        return Fitted(run, devices, {}, {})
+    try:
+        return _fit(run, devices)
+    except _TooLarge as lack:
+        slices = ", ".join(_smallest_slices(run)) or "none that is known"
+        raise ValueError(
+            f"devices = {devices.name}: {lack.part} needs an estimated {lack.needed / GIB:.1f} GiB "
+            f"per device, and {devices.memory / GIB:.1f} are available; the smallest slices that "
+            f"fit {run.name}: {slices}"
+        ) from lack
+
+
+def choose_mesh(wanted: tuple[int, int, int], devices: int, rows: int) -> tuple[int, int, int]:
+    """Choose the open axes of a mesh, those that are 0.
+
+    `fsdp` grows until every device has a row of the batch. The rest of the devices goes to
+    `tensor`, where several devices share a row.
+
+    Args:
+        wanted: (data, fsdp, tensor).
+        devices: Number of devices.
+        rows: Rows in a batch, rounded up here to a power of two.
+
+    Raises:
+        ValueError: The given axes do not divide `devices`.
+    """
+    data, fsdp, tensor = wanted
+    given = data * max(fsdp, 1) * max(tensor, 1)
+    if fsdp and tensor:
+        return wanted
+    if devices % given:
+        raise ValueError(
+            f"mesh: {data} x {fsdp} x {tensor} (data, fsdp, tensor; 0 is chosen) does not divide "
+            f"{devices} devices; give divisors"
+        )
+    left = devices // given
+    if fsdp:
+        return data, fsdp, left
+    if tensor:
+        return data, left, tensor
+    padded_rows = 1 << (rows - 1).bit_length()
+    # fsdp must divide the devices. As the limit is a power of two, the gcd is the largest such
+    # number.
+    fsdp = math.gcd(left, max(1, padded_rows // data))
+    return data, fsdp, left // fsdp
+
+
+def _is_open(run: Run, name: str) -> bool:
+    section, _, field = name.partition(".")
+    settings = getattr(run, section)
+    # A phase that the run does not have leaves nothing open.
+    return settings is not None and getattr(settings, field) in (0, "auto")
+
+
+def _smallest_slices(run: Run) -> Iterator[str]:
+    """Per generation of TPUs, the smallest slice that the run fits."""
+    for _, slices in itertools.groupby(known_slices(), lambda topology: topology.chip):
+        for topology in slices:
+            try:
+                _fit(run, topology.available)
+            except (_TooLarge, ValueError):  # ValueError: the mesh does not divide the devices
+                continue
+            yield topology.name
+            break
+
+
+def _fit(run: Run, devices: Devices) -> Fitted:
+    wanted = (run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
+    mesh = choose_mesh(wanted, devices.count, _rows(run))
+    fields: dict[str, Any] = dict(zip(("mesh.data", "mesh.fsdp", "mesh.tensor"), mesh, strict=True))
+    sizes = _sizes(run.model.size, run.model.dtype)
+    estimate = _Estimate(run, devices, mesh, sizes)
+    needs = {}
+    if run.sft is not None:
+        policy, parts, needs["cold start"] = estimate.choose_update("sft")
+        fields |= {"sft.microbatches": parts, "sft.remat": policy}
+    if run.rl is not None:
+        policy, parts, needs["PARA-GRPO"] = estimate.choose_update("rl")
+        fields |= {"rl.microbatches": parts, "rl.remat": policy}
+    if run.plays_episodes:
+        engine, needs["rollouts"] = estimate.choose_engine()
+        fields |= engine
+        needs["weight sync"] = estimate.weight_sync()
+    fields = {name: value for name, value in fields.items() if _is_open(run, name)}
+    return Fitted(change(run, run.name, fields), devices, fields, needs)
+
+
+def _rows(run: Run) -> int:
+    """Rows in the largest batch of an update."""
+    if run.rl is not None:
+        return max(shape.groups * shape.rows for shape in run.rl_shapes)
+    return 1 if run.sft is None else run.sft.rows
+
+
+class _Sizes(NamedTuple):
+    """Abstract parts of a model."""
+
+    config: Qwen3VLConfig
+    text: Any
+    """State of the text decoder, with float32 weights."""
+    tower: float
+    """Bytes of the frozen vision tower in the type of the activations."""
+    itemsize: int
+    """Bytes of an activation."""
+
+
+@functools.cache
+def _sizes(size: str, dtype: str) -> _Sizes:
+    config = qwen3_vl(size)
+    model = abstract_model(config, dtype=jnp.dtype(dtype))
+    itemsize = jnp.dtype(dtype).itemsize
+    _, text = nnx.split(model.text)
+    tower = sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model.vision)))
+    return _Sizes(config, text, float(tower * itemsize), itemsize)
+
+
+@functools.cache
+def _moments(size: str, dtype: str, optimizer: OptimizerSettings) -> float:
+    """Bytes of an optimizer's state over all devices."""
+    text = _sizes(size, dtype).text
+    return total_bytes(jax.eval_shape(make_optimizer(optimizer, 1).init, text))
+
+
+def total_bytes(tree: Any) -> float:
+    """Bytes of all arrays in a tree, each counted once."""
+    return float(sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)))
+
+
+class _Estimate:
+    """Estimates the memory of a device in each part of a run.
+
+    Everything is in bytes per device. Weights, moments and gradients are sharded evenly over fsdp
+    and tensor.
+    """
+
+    # Part of a device's memory to plan with. The rest covers errors of the estimate.
+    USABLE = 0.97
+    # Sequences decoded side by side. More would hardly be faster.
+    MOST_SLOTS = 64
+
+    def __init__(
+        self, run: Run, devices: Devices, mesh: tuple[int, int, int], sizes: _Sizes
+    ) -> None:
+        self.run = run
+        self.devices = devices
+        self.usable = self.USABLE * devices.memory
+        self.row_devices = mesh[0] * mesh[1]
+        self.shards = mesh[1] * mesh[2]
+        self.sizes = sizes
+        self.weights = total_bytes(sizes.text) / self.shards
+
+    def choose_update(self, phase: str) -> tuple[Remat, int, float]:
+        """The first policy, and the smallest number of micro-batches, with which an update fits.
+
+        Fewer micro-batches gather the weights less often.
+
+        Returns:
+            The policy, the number of micro-batches, and the bytes that the update needs.
+        """
+        settings = getattr(self.run, phase)
+        policies = POLICIES if settings.remat == "auto" else (settings.remat,)
+        numbers = [settings.microbatches]
+        if not settings.microbatches:
+            numbers = self._microbatches(phase)
+        needed = math.inf
+        for policy in policies:
+            for parts in numbers:
+                needed = self._update(phase, policy, parts)
+                if needed <= self.usable:
+                    return policy, parts, needed
+        raise _TooLarge("the cold start" if phase == "sft" else "PARA-GRPO", needed)
+
+    def choose_engine(self) -> tuple[dict[str, int], float]:
+        """Slots and cache of the engine, by field, and the bytes that rollouts need.
+
+        The cache holds all rollouts of a host at their longest, or as many as fit.
+        """
+        run = self.run
+        slots = run.engine.slots or self._slots()
+        # With a single rollout at its longest.
+        smallest = change(run, run.name, {"engine.slots": slots}).engine_sizes
+        token = self._token_bytes()
+        fixed = self._rollouts_without_cache()
+        tokens = run.engine.cache_tokens
+        if not tokens:
+            page = smallest.page
+            room = int((self.usable - fixed) / token) // page * page
+            tokens = min(self._cache_for_all(slots), max(room, smallest.pages * page))
+        needed = fixed + tokens * token
+        if needed > self.usable:
+            raise _TooLarge("rollouts", needed)
+        return {"engine.slots": slots, "engine.cache_tokens": tokens}, needed
+
+    def weight_sync(self) -> float:
+        """Bytes while the engine receives new weights, of which there are two copies meanwhile."""
+        return self._resident() + 2 * self._engine_weights()
+
+    def _resident(self) -> float:
+        """Weights, the optimizer's moments while episodes are played, and the vision tower."""
+        moments = 0.0 if self.run.rl is None else self._moments("rl")
+        return self.weights + moments + self.sizes.tower
+
+    def _moments(self, phase: str) -> float:
+        model = self.run.model
+        optimizer = getattr(self.run, phase).optimizer
+        return _moments(model.size, model.dtype, optimizer) / self.shards
+
+    # --- updates ---
+
+    def _microbatches(self, phase: str) -> list[int]:
+        """All numbers of micro-batches down to one row, or group of rows, per device."""
+        if phase == "sft":
+            assert self.run.sft is not None
+            most = parts_of_rows(self.run.sft.shape, self.row_devices, self.run.sft.rows)
+            return list(range(1, most + 1))
+        assert self.run.rl is not None
+        limits = range(1, self.run.rl.prompts + 1)
+        return sorted({self._rl_parts(limit) for limit in limits})
+
+    def _rl_parts(self, limit: int) -> int:
+        return parts_of(self.run.rl_shapes, self.row_devices, limit, self.devices.hosts)
+
+    def _update(self, phase: str, policy: Remat, parts: int) -> float:
+        if phase == "sft":
+            assert self.run.sft is not None
+            shape = fit_rows(self.run.sft.shape, self.row_devices, parts)
+            rows = shape.rows / self.row_devices
+            tokens = rows * shape.tokens / parts
+            visual = rows * shape.visual
+        else:
+            parts = self._rl_parts(parts)
+            shapes = [fit_batch(x, self.row_devices, parts) for x in self.run.rl_shapes]
+            tokens = sum(self._tokens(shape) for shape in shapes) / parts
+            visual = sum(shape.groups * shape.visual for shape in shapes) / self.row_devices
+        gradients = self.weights * (2 if parts > 1 else 1)  # a sum over micro-batches, and a term
+        state = self.weights + self._moments(phase) + gradients
+        return state + self.sizes.tower + self._vectors(visual) + self._activations(policy, tokens)
+
+    def _tokens(self, shape: BatchShape) -> float:
+        """Tokens of a batch that a device computes. Devices share the prompts."""
+        return shape.groups * (shape.rows * shape.suffix + shape.prompt) / self.row_devices
+
+    def _vectors(self, visual: float) -> float:
+        """Visual vectors, one of each level per visual token, in float32."""
+        config = self.sizes.config
+        return visual * (1 + config.vision.levels) * config.text.hidden_size * 4
+
+    def _activations(self, policy: Remat, tokens: float) -> float:
+        """What layers keep for the backward pass, and the temporaries of a layer and the head."""
+        text = self.sizes.config.text
+        kept = text.num_hidden_layers * _kept(text, policy)
+        computed = 12 * text.intermediate_size + 8 * text.hidden_size
+        return tokens * self.sizes.itemsize * (kept + computed)
+
+    # --- rollouts ---
+
+    def _slots(self) -> int:
+        """Room for a host's rollouts and as many sub-agents, up to the default of the engine."""
+        rl = self.run.rl
+        if rl is None:
+            return self.MOST_SLOTS
+        prompts = math.ceil(rl.prompts / self.devices.hosts)
+        return min(2 * prompts * rl.grpo.group_size, self.MOST_SLOTS)
+
+    def _cache_for_all(self, slots: int) -> int:
+        """Tokens of all rollouts that a host plays at once, at their longest."""
+        run = self.run
+        engine = change(run, run.name, {"engine.slots": slots}).engine_sizes
+        longest = engine.row_lengths[-1]
+        if run.rl is None:
+            return slots * longest
+        shape = run.rl_shapes[0]
+        prompts = math.ceil(shape.groups / self.devices.hosts)
+        rollouts = min(prompts * shape.rows, slots)
+        # A group shares the pages of its prompt, but for a partly filled last one.
+        pages = prompts * page_count(shape.prompt, engine.page)
+        pages += rollouts * (page_count(shape.suffix, engine.page) + 1)
+        return max(pages * engine.page, longest)
+
+    def _sampler_devices(self) -> int:
+        return sampler_devices(self.sizes.text, self.devices.count // self.devices.hosts)
+
+    def _engine_weights(self) -> float:
+        count = sum(math.prod(x.shape) for x in jax.tree.leaves(self.sizes.text))
+        return count * self.sizes.itemsize / self._sampler_devices()
+
+    def _token_bytes(self) -> float:
+        """Keys and values of a token, sharded by head."""
+        text = self.sizes.config.text
+        numbers = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
+        return numbers * self.sizes.itemsize / self._sampler_devices()
+
+    def _rollouts_without_cache(self) -> float:
+        text = self.sizes.config.text
+        prefilled = self.run.engine_sizes.prefill_tokens
+        numbers = 4 * text.intermediate_size + 8 * text.hidden_size
+        temporary = prefilled * numbers * self.sizes.itemsize
+        return self._resident() + self._engine_weights() + temporary
+
+
+def _kept(text: TextConfig, policy: Remat) -> int:
+    """Numbers per token that a policy keeps of a layer on the device."""
+    attention = text.num_attention_heads * text.head_dim
+    keys_and_values = 2 * text.num_key_value_heads * text.head_dim
+    products = attention + keys_and_values + 2 * text.hidden_size + 2 * text.intermediate_size
+    kept = {
+        "offload": 0,
+        "full": text.hidden_size,
+        "attention": text.hidden_size + attention,
+        "dots": text.hidden_size + attention + products,
+    }
+    # "none" keeps all intermediate results, about twice the products.
+    return kept.get(policy, text.hidden_size + attention + 2 * products)
