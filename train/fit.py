@@ -36,6 +36,8 @@ from train.settings import Run, change
 from train.slices import Devices, known_slices
 
 GIB = 2.0**30
+# Part of a device's memory to plan with. The rest covers errors of the estimate.
+USABLE = 0.97
 # The order in which policies are tried: each computes more again, and keeps less, than the last.
 POLICIES: tuple[Remat, ...] = ("dots", "attention", "full", "offload")
 # The fields of `Run` that a recipe can leave open.
@@ -99,9 +101,10 @@ def fit(run: Run, devices: Devices) -> Fitted:
     except _TooLarge as lack:
         slices = ", ".join(_smallest_slices(run)) or "none that is known"
         raise ValueError(
-            f"devices = {devices.name}: {lack.part} needs an estimated {lack.needed / GIB:.1f} GiB "
-            f"per device, and {devices.memory / GIB:.1f} are available; the smallest slices that "
-            f"fit {run.name}: {slices}"
+            f"devices = {devices.name}: for {lack.part}, a device needs an estimated "
+            f"{lack.needed / GIB:.1f} GiB, and {USABLE * devices.memory / GIB:.1f} of its "
+            f"{devices.memory / GIB:.1f} can be planned with; the smallest slices that fit "
+            f"{run.name}: {slices}"
         ) from lack
 
 
@@ -228,8 +231,6 @@ class _Estimate:
     and tensor.
     """
 
-    # Part of a device's memory to plan with. The rest covers errors of the estimate.
-    USABLE = 0.97
     # Sequences decoded side by side. More would hardly be faster.
     MOST_SLOTS = 64
 
@@ -238,7 +239,7 @@ class _Estimate:
     ) -> None:
         self.run = run
         self.devices = devices
-        self.usable = self.USABLE * devices.memory
+        self.usable = USABLE * devices.memory
         self.row_devices = mesh[0] * mesh[1]
         self.shards = mesh[1] * mesh[2]
         self.sizes = sizes
@@ -399,7 +400,8 @@ def _kept(text: TextConfig, policy: Remat) -> int:
     keys_and_values = 2 * text.num_key_value_heads * text.head_dim
     products = attention + keys_and_values + 2 * text.hidden_size + 2 * text.intermediate_size
     kept = {
-        "offload": 0,
+        # The copy to the host is buffered; the compiler keeps more than half of it.
+        "offload": text.hidden_size * 5 // 8,
         "full": text.hidden_size,
         "attention": text.hidden_size + attention,
         "dots": text.hidden_size + attention + products,

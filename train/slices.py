@@ -179,14 +179,13 @@ def found_devices() -> Devices:
     Raises:
         ValueError: JAX reports no memory for this kind of device.
     """
-    devices = jax.devices()
-    kind = devices[0].device_kind
-    return Devices(
-        f"{len(devices)} x {kind}", len(devices), jax.process_count(), device_memory(devices[0])
-    )
+    count = jax.device_count()
+    own = jax.local_devices()[0]
+    name = f"{count} x {own.device_kind}"
+    return Devices(name, count, jax.process_count(), device_memory(own))
 
 
-def device_memory(device: jax.Device) -> float:
+def device_memory(device: Any) -> float:
     """Bytes that programs may use on a device.
 
     Raises:
@@ -200,7 +199,7 @@ def device_memory(device: jax.Device) -> float:
         ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return ram / jax.local_device_count()
     # GPUs report what the allocator may use.
-    reported = device.memory_stats() if device.process_index == jax.process_index() else None
+    reported = device.memory_stats()
     if not reported or "bytes_limit" not in reported:
         raise ValueError(
             f"devices: {device.device_kind!r} is unknown and reports no memory; set every field "

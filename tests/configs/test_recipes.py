@@ -40,6 +40,7 @@ from rollout.evaluation.settings import BenchmarkSettings
 from train.cli import parse
 from train.durable.checkpoint import CheckpointSettings
 from train.export import Export
+from train.fit import fit
 from train.plan.abstract import (
     Abstract,
     abstract_reference,
@@ -47,6 +48,7 @@ from train.plan.abstract import (
     abstract_sft_update,
 )
 from train.settings import LogSettings, ModelSettings, Run
+from train.slices import Topology
 
 ROOT = pathlib.Path(__file__).parents[2]
 LARGE = [name for name, recipe in RECIPES.items() if recipe().model.size != "tiny"]
@@ -95,11 +97,6 @@ def test_a_wrong_field_or_value_is_named(arguments, words, capsys):
         ("paravt_tiny", {"unreadable_share": 1.0}, r"unreadable_share: 1\.0; "),
         ("paravt_tiny", {"model": ModelSettings(size="8b")}, r"align: .*8b"),
         (
-            "paravt_8b",
-            {"start": "runs/sft_8b"},
-            r"start: runs/sft_8b .*--model\.path runs/sft_8b/model",
-        ),
-        (
             "paravt_tiny",
             {"model": ModelSettings(path="x")},
             r"align: .*model\.path 'x'",
@@ -146,6 +143,24 @@ def test_settings_that_contradict_each_other_are_refused(name, change, message):
 def test_invalid_numbers_are_refused(settings, field, value):
     with pytest.raises(ValueError, match=rf"^{field}: {value!r}"):
         settings(**{field.partition(".")[2]: value})
+
+
+def test_a_cold_start_is_reused_in_one_way():
+    run = RECIPES["paravt_8b"]()
+    with pytest.raises(ValueError, match=r"start: a, .*--model\.path a/model"):
+        dataclasses.replace(run, start="a", sft=None)
+    with pytest.raises(ValueError, match="start, cold_started: 'a', 'b'"):
+        dataclasses.replace(run, start="a", cold_started="b")
+    with pytest.raises(ValueError, match="cold_started: 'b'"):
+        dataclasses.replace(RECIPES["sft_8b"](), cold_started="b").beginning()
+
+
+def test_cold_started_weights_replace_the_cold_start():
+    run = parse(["--config=paravt_8b", "--cold-started", "mwxely/ParaVT-8B-SFT"], RECIPES)
+    begun = run.beginning()
+    assert begun.sft is None and begun.model.path == "mwxely/ParaVT-8B-SFT"
+    assert begun.beginning() == begun
+    assert RECIPES["paravt_8b"]().beginning().sft is not None
 
 
 # --- lengths: each is stated once ---
@@ -351,7 +366,7 @@ def check_update(run: Run, update: Abstract) -> None:
 
 @pytest.mark.parametrize("name", LARGE)
 def test_the_model_lies_on_the_recipes_mesh(name):
-    run = RECIPES[name]()
+    run = fit(RECIPES[name](), Topology("v5e:4x4").available).run
     config, mesh = qwen3_vl(run.model.size), run.mesh
     assert 8.5e9 < num_params(config) < 9e9
     devices = jax.sharding.AbstractMesh(
@@ -371,7 +386,7 @@ def test_the_model_lies_on_the_recipes_mesh(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in LARGE if RECIPES[name]().rl])
 def test_an_rl_step_of_a_large_recipe_fits_itself(name):
-    run = RECIPES[name]()
+    run = fit(RECIPES[name](), Topology("v5e:4x4").available).run
     settings = run.rl
     assert settings is not None
     check_update(run, abstract_rl_update(run, make_mesh()))
@@ -394,7 +409,7 @@ def test_an_rl_step_of_a_large_recipe_fits_itself(name):
 
 @pytest.mark.parametrize("name", [name for name in LARGE if RECIPES[name]().sft])
 def test_a_cold_start_step_of_a_large_recipe_fits_itself(name):
-    run = RECIPES[name]()
+    run = fit(RECIPES[name](), Topology("v5e:4x4").available).run
     check_update(run, abstract_sft_update(run, make_mesh()))
 
 

@@ -10,11 +10,13 @@ from models.sharding import make_mesh
 from tests.models.program import FOR_TPU, run
 from train.learn.sft import SFTBatches
 from train.plan.abstract import abstract_sft_update
+from train.settings import change
 
 
 def test_a_recipe_without_the_phase_is_refused():
-    with pytest.raises(ValueError, match="paravt_8b.sft: None"):
-        abstract_sft_update(RECIPES["paravt_8b"](), make_mesh())
+    run = change(RECIPES["paravt_8b"](), "rl_alone", {"sft": None})
+    with pytest.raises(ValueError, match="rl_alone.sft: None"):
+        abstract_sft_update(run, make_mesh())
 
 
 def test_arguments_equal_those_of_a_run(road):

@@ -71,7 +71,7 @@ def test_a_single_process_is_a_whole_run():
     ("settings", "message"),
     [
         ({"count": 2}, "hosts.count, hosts.index: 2, 0 "),
-        ({"coordinator": "auto", "index": 1, "count": 2}, "hosts.count, hosts.index: 2, 1 "),
+        ({"coordinator": "none", "index": 1, "count": 2}, "hosts.count, hosts.index: 2, 1 "),
         ({"coordinator": "here"}, "hosts.coordinator: 'here'"),
         ({"coordinator": "here:1", "index": 2, "count": 2}, "hosts.index: 2 of hosts.count = 2"),
         ({"coordinator": "here:1", "heartbeat": 0}, "hosts.heartbeat: 0"),

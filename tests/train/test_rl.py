@@ -543,7 +543,7 @@ def test_rollouts_of_other_weights_are_refused(road, small, learner, start):
     ("change", "message"),
     [
         ({"save_every": 0}, r"rl\.save_every: 0"),
-        ({"microbatches": 0}, r"rl\.microbatches: 0"),
+        ({"microbatches": -1}, r"rl\.microbatches: -1"),
         ({"prompts": 0}, r"rl\.prompts: 0"),
         ({"remat": "half"}, r"rl\.remat: 'half'"),
         ({"subagents_per_rollout": -0.5}, r"rl\.subagents_per_rollout: -0\.5"),

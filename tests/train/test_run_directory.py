@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from paravt_jax.data.stored_settings import as_json
 from train.durable.run_directory import FORMAT, RunDirectory, RunDirectoryError, take_over
 
 ROOT = pathlib.Path(__file__).parents[2]
-CONFIG = {"rl": {"lr": 1e-3, "frames": (4, 8), "anchor": None}, "seed": 0}
+CONFIG: dict[str, Any] = {"rl": {"lr": 1e-3, "frames": (4, 8), "anchor": None}, "seed": 0}
 
 
 def test_a_new_folder_is_created_and_the_same_configuration_resumes(tmp_path: pathlib.Path) -> None:
@@ -61,6 +63,8 @@ def test_the_mesh_and_what_is_kept_on_disk_may_change_on_resume(
 ) -> None:
     here = CONFIG | {"mesh": {"fsdp": 1}, "checkpoints": {"keep": 2}, "unreadable_share": 0.05}
     there = CONFIG | {"mesh": {"fsdp": 8}, "checkpoints": {"keep": 5}, "unreadable_share": 0.5}
+    here |= {"engine": {"slots": 8}, "rl": CONFIG["rl"] | {"microbatches": 0, "remat": "auto"}}
+    there |= {"engine": {"slots": 9}, "rl": CONFIG["rl"] | {"microbatches": 4, "remat": "full"}}
     RunDirectory(tmp_path, here).close()
     (tmp_path / "videos").mkdir()
     RunDirectory(tmp_path, there).close()
@@ -178,12 +182,11 @@ def cold_start(tmp_path) -> pathlib.Path:
             "records",
             "tokenizer",
             "checkpoints/align/1",
-            "checkpoints/sft/400",
+            "checkpoints/sft/1",
         ):
             (folder / name).mkdir(parents=True)
             (folder / name / "file").write_text(name)
         (folder / "checkpoints" / "rl").mkdir()
-        (folder / "result.json").write_text("{}")
     return folder
 
 
@@ -191,10 +194,9 @@ def test_only_the_cold_start_is_copied(cold_start, tmp_path) -> None:
     target = tmp_path / "warm"
     with RunDirectory(target, SETTINGS):
         take_over(cold_start, target, SETTINGS)
-        copied = target / "checkpoints" / "sft" / "400" / "file"
-        assert copied.read_text() == "checkpoints/sft/400"
+        copied = target / "checkpoints" / "sft" / "1" / "file"
+        assert copied.read_text() == "checkpoints/sft/1"
         assert not (target / "checkpoints" / "rl").exists()
-        assert not (target / "result.json").exists()
         (target / "videos" / "train" / "file").write_text("of this run")
         take_over(cold_start, target, SETTINGS)
     kept = (target / "videos" / "train" / "file").read_text()
@@ -230,10 +232,39 @@ def test_the_pinned_opening_of_rollouts_may_differ(cold_start, tmp_path) -> None
     """Demonstrations teach `<think>` either way, so an ablation can share the cold start."""
     protocol = SETTINGS["protocol"] | {"pin_think": False}
     take_over(cold_start, tmp_path / "warm", SETTINGS | {"protocol": protocol})
-    assert (tmp_path / "warm" / "checkpoints" / "sft" / "400" / "file").exists()
+    assert (tmp_path / "warm" / "checkpoints" / "sft" / "1" / "file").exists()
 
 
 def test_a_run_without_a_finished_cold_start_is_refused(cold_start, tmp_path) -> None:
-    (cold_start / "result.json").unlink()
-    with pytest.raises(RunDirectoryError, match=r"--start .*: result\.json missing"):
+    last = cold_start / "checkpoints/sft/1"
+    last.rename(last.with_name("0"))
+    with pytest.raises(RunDirectoryError, match=r"--start .*last step, 1"):
         take_over(cold_start, tmp_path / "warm", SETTINGS)
+    shutil.rmtree(last.parent)
+    with pytest.raises(RunDirectoryError, match=r"--start .*: checkpoints/sft missing"):
+        take_over(cold_start, tmp_path / "warm", SETTINGS)
+
+
+PUBLISHED: dict[str, Any] = SETTINGS | {
+    "world": None,
+    "text": None,
+    "align": None,
+    "sft": {"steps": 1, "microbatches": 1, "remat": "full"},
+    "data": {"annotations": "a", "media": "m", "frames": 8, "fps": 1.0, "heldout": 4},
+}
+
+
+def test_runs_on_published_data_share_a_cold_start(tmp_path) -> None:
+    source = tmp_path / "cold"
+    with RunDirectory(source, PUBLISHED):
+        for name in ("tokenizer", "checkpoints/sft/1"):
+            (source / name).mkdir(parents=True)
+            (source / name / "file").write_text(name)
+    other_devices = {"steps": 1, "microbatches": 4, "remat": "dots"}
+    data = PUBLISHED["data"] | {"heldout": 9}
+    take_over(source, tmp_path / "warm", PUBLISHED | {"sft": other_devices, "data": data})
+    shared = tmp_path / "warm/checkpoints/sft/1/file"
+    assert shared.samefile(source / "checkpoints/sft/1/file"), "checkpoints take no space twice"
+    assert not (tmp_path / "warm/tokenizer/file").samefile(source / "tokenizer/file")
+    with pytest.raises(RunDirectoryError, match=r"data\.fps: 1\.0 -> 2\.0"):
+        take_over(source, tmp_path / "no", PUBLISHED | {"data": data | {"fps": 2.0}})

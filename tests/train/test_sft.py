@@ -113,6 +113,8 @@ def test_steps_on_the_same_batch_lower_its_loss(road, batch, update):
 
 
 def test_counts_below_one_are_refused(road):
-    for name in ("steps", "rows", "row_tokens", "save_every", "microbatches"):
+    for name in ("steps", "rows", "row_tokens", "save_every"):
         with pytest.raises(ValueError, match=rf"sft\.{name}: 0"):
             dataclasses.replace(road.run.sft, **{name: 0})
+    with pytest.raises(ValueError, match=r"sft\.microbatches: -1"):
+        dataclasses.replace(road.run.sft, microbatches=-1)

@@ -11,7 +11,6 @@ from typing import Any
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_settings import as_json, lock, require_same
-from train.durable.checkpoint import Checkpoints
 
 _LOCK = ".lock"
 _CONFIG = "config.json"
@@ -199,8 +198,7 @@ _ROLLOUT_FIELDS = (
 def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str, Any]) -> None:
     """Shares the data and the cold start of another run, so that this one begins with RL.
 
-    Files are linked if both runs are on one disk, and copied otherwise. Neither run changes a file
-    in place.
+    Checkpoints, which never change, are linked if both runs are on one disk. The rest is copied.
 
     Args:
         source: directory of the other run; its cold start must be finished.
@@ -227,7 +225,8 @@ def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str
         RunDirectoryError,
     )
     steps = found["sft"]["steps"]
-    if Checkpoints(source / "checkpoints/sft", read_only=True).latest() != steps:
+    # A checkpoint gets its final name, a number, when it is complete.
+    if not (source / "checkpoints/sft" / str(steps)).exists():
         raise RunDirectoryError(
             f"--start {source}: its cold start has not reached its last step, {steps}; resume that "
             "run first."
@@ -238,7 +237,9 @@ def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str
             # process is killed halfway through.
             unfinished = target / f"{name}.tmp"
             shutil.rmtree(unfinished, ignore_errors=True)
-            shutil.copytree(source / name, unfinished, copy_function=_link_or_copy)
+            is_checkpoint = name.startswith("checkpoints/")
+            copy = _link_or_copy if is_checkpoint else shutil.copy2
+            shutil.copytree(source / name, unfinished, copy_function=copy)
             os.replace(unfinished, target / name)
 
 

@@ -218,15 +218,14 @@ def mesh_of(run: Run) -> MeshSizes:
 
 def _fit(run: Run, topology: Topology) -> Fitted:
     """Chooses the open sizes. The compiler requires a program to use all devices of a slice."""
-    fitted = fit(run, topology.available)
-    mesh = mesh_of(fitted.run)
-    if math.prod(mesh) != topology.devices:
+    mesh = mesh_of(run)
+    if all(mesh) and math.prod(mesh) != topology.devices:
         raise ValueError(
             f"mesh: {mesh} (data, fsdp, tensor): the product must equal the {topology.devices} "
             f"devices of {topology.name}; change --mesh, or let it be chosen with --mesh.fsdp 0 "
             "--mesh.tensor 0"
         )
-    return fitted
+    return fit(run, topology.available)
 
 
 def _parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

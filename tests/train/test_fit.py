@@ -1,0 +1,153 @@
+"""Sizes are chosen for the devices, within their memory, and values set by hand stay."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import jax
+import pytest
+
+from configs import RECIPES
+from train.fit import GIB, OPEN_FIELDS, choose_mesh, fit
+from train.settings import Run, change
+from train.slices import Devices, Topology, found_devices, known_slices
+
+ROOT = pathlib.Path(__file__).parents[2]
+RUN = RECIPES["paravt_8b"]()
+
+
+def fitted_to(name: str, run: Run = RUN) -> Run:
+    return fit(run, Topology(name).available).run
+
+
+@pytest.mark.parametrize(
+    ("wanted", "devices", "rows", "expected"),
+    [
+        ((1, 0, 0), 16, 56, (1, 16, 1)),
+        # Eight rows are padding.
+        ((1, 0, 0), 64, 56, (1, 64, 1)),
+        # More devices than rows: four share each row.
+        ((1, 0, 0), 256, 56, (1, 64, 4)),
+        ((1, 0, 4), 64, 56, (1, 16, 4)),
+        ((1, 8, 0), 64, 56, (1, 8, 8)),
+        ((2, 0, 0), 64, 56, (2, 32, 1)),
+        ((2, 0, 0), 256, 56, (2, 32, 4)),
+        ((1, 0, 0), 4, 2, (1, 2, 2)),
+        # Set by hand: some devices stay idle.
+        ((1, 4, 1), 16, 56, (1, 4, 1)),
+    ],
+)
+def test_open_axes_of_the_mesh_are_chosen(wanted, devices, rows, expected):
+    assert choose_mesh(wanted, devices, rows) == expected
+
+
+def test_axes_that_do_not_divide_the_devices_are_refused():
+    with pytest.raises(ValueError, match="mesh: 1 x 0 x 3 .*16 devices"):
+        choose_mesh((1, 0, 3), 16, 56)
+
+
+@pytest.mark.parametrize("name", ["v5e:4x4", "v6e:2x4", "v6e:4x4", "v5p:2x2x1", "v5p:4x4x4"])
+def test_nothing_stays_open_and_everything_fits(name):
+    found = fit(RUN, Topology(name).available)
+    assert set(found.chosen) == set(OPEN_FIELDS)
+    assert not fit(found.run, found.devices).chosen
+    mesh = found.run.mesh
+    assert mesh.data * mesh.fsdp * mesh.tensor == Topology(name).devices
+    assert set(found.needs) == {"cold start", "PARA-GRPO", "rollouts", "weight sync"}
+    assert max(found.needs.values()) <= found.devices.memory
+    longest = found.run.engine_sizes.row_lengths[-1]
+    assert found.run.engine.cache_tokens >= longest, "a whole rollout has room in the cache"
+
+
+def test_more_memory_means_less_recomputation_and_fewer_micro_batches():
+    v5e, v6e, v5p = map(fitted_to, ("v5e:4x4", "v6e:4x4", "v5p:2x2x4"))
+    assert v5e.rl and v6e.rl and v5p.rl
+    order = ("dots", "attention", "full", "offload")
+    policies = [order.index(run.rl.remat) for run in (v5p, v6e, v5e) if run.rl]
+    assert policies == sorted(set(policies))
+    parts = [run.rl.microbatches for run in (v5p, v6e, v5e) if run.rl]
+    assert parts == sorted(parts)
+
+
+def test_values_set_by_hand_stay():
+    by_hand = {"rl.remat": "full", "rl.microbatches": 2, "engine.cache_tokens": 64_000}
+    found = fit(change(RUN, "by_hand", by_hand), Topology("v5p:2x2x4").available)
+    assert found.run.rl is not None
+    assert (found.run.rl.remat, found.run.rl.microbatches) == ("full", 2)
+    assert found.run.engine.cache_tokens == 64_000
+    assert not by_hand.keys() & found.chosen.keys()
+
+
+def test_a_run_without_open_fields_is_not_touched():
+    run = RECIPES["paravt_tiny"]()
+    found = fit(run, Devices("a wrist watch", 1, 1, 1e6))
+    assert found.run == run
+    assert not found.needs
+
+
+def test_too_small_a_slice_is_one_line_with_those_that_would_do():
+    with pytest.raises(ValueError, match=r"devices = v5e:2x4: .*GiB") as refusal:
+        fitted_to("v5e:2x4")
+    assert "\n" not in str(refusal.value)
+    named = str(refusal.value).rpartition(": ")[2].split(", ")
+    assert {name.partition(":")[0] for name in named} == {"v4", "v5e", "v5p", "v6e"}
+    for name in named:
+        fitted_to(name)
+        smaller = [
+            slice.name
+            for slice in known_slices()
+            if slice.chip == Topology(name).chip and slice.chips < Topology(name).chips
+        ]
+        for other in smaller:
+            with pytest.raises(ValueError, match=other):
+                fitted_to(other)
+
+
+def test_a_cache_set_by_hand_that_does_not_fit_is_refused():
+    run = change(RUN, "by_hand", {"engine.cache_tokens": 10**6})
+    with pytest.raises(ValueError, match="for rollouts"):
+        fitted_to("v5e:4x4", run)
+
+
+def test_estimates_are_close_to_what_was_compiled():
+    """docs/plan-paravt_8b.json: no program needs more than estimated, but for three percent."""
+    plans = json.loads((ROOT / "docs/plan-paravt_8b.json").read_text())
+    assert plans
+    parts = {
+        "SFT update": "cold start",
+        "RL update": "PARA-GRPO",
+        "vision": "rollouts",
+        "prefill": "rollouts",
+        "prefill after": "rollouts",
+        "decode": "rollouts",
+        "weight sync": "weight sync",
+    }
+    for plan in plans:
+        found = fit(RUN, Topology(plan["topology"]).available)
+        assert found.chosen.items() >= plan["chosen"].items(), plan["topology"]
+        for held in plan["together"]:
+            if held["program"] in parts:
+                estimate = found.needs[parts[held["program"]]]
+                assert held["total"] <= 1.03 * estimate, (plan["topology"], held["program"])
+                assert held["total"] <= found.devices.memory
+
+
+def test_the_devices_of_a_laptop():
+    found = found_devices()
+    assert (found.count, found.hosts) == (jax.device_count(), 1)
+    assert GIB / 4 < found.memory < 4096 * GIB
+    assert "cpu" in found.name
+
+
+def test_an_unknown_device_names_the_fields_to_set(monkeypatch):
+    class Strange:
+        platform = "npu"
+        device_kind = "NPU 3000"
+
+        def memory_stats(self) -> None:
+            return None
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Strange()])
+    with pytest.raises(ValueError, match="'NPU 3000' .*--mesh.fsdp"):
+        found_devices()
