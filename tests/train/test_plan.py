@@ -392,7 +392,7 @@ def test_a_stopped_plan_can_be_resumed(command, tmp_path, monkeypatch):
     assert "v5p:2x2x4, decode: out of memory, compiled before" in second.err
     assert "decode: 10.27 GiB too much" in second.out
     assert command(*keep)[1].out == second.out
-    for changed in (("--rl.microbatches", "2"), ("--rl.remat", "full")):
+    for changed in (("--rl.microbatches", "4"), ("--rl.remat", "full")):
         assert len(command(*keep, *changed)[2]) == 1 + len(program_names(RUN))
     monkeypatch.setattr(cache, "compiler_fingerprint", lambda: "other code")
     assert len(command(*keep)[2]) == 1 + len(program_names(RUN))
