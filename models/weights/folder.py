@@ -9,17 +9,15 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import numpy as np
-from huggingface_hub import errors
 
 from models.weights.tensor_file import Header, new_header, read_header
+from paravt_jax.data import hub
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -49,7 +47,7 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
         )
     if folder.is_dir():
         return folder
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source)):
+    if not hub.is_hub_id(str(source)):
         raise FileNotFoundError(
             f"{source}: no such folder, and no hub id (owner/name); give the folder of a Qwen3-VL "
             "checkpoint"
@@ -57,14 +55,7 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
     patterns = [*_COMPANIONS]
     if weights:
         patterns.append("*.safetensors")
-    try:
-        return Path(huggingface_hub.snapshot_download(str(source), allow_patterns=patterns))
-    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
-        raise FileNotFoundError(
-            f"{source}: no such folder, and the download from the hub failed ({error}); check the "
-            "id, the network and the token (hf auth login), or fetch the repository elsewhere and "
-            "give its folder"
-        ) from error
+    return hub.snapshot(str(source), patterns)
 
 
 def read_headers(

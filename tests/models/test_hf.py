@@ -287,7 +287,8 @@ def test_damaged_indexes_and_missing_files_are_named(published):
 def test_a_hub_id_is_fetched(published, monkeypatch):
     asked = {}
 
-    def snapshot_download(name, allow_patterns):
+    def snapshot_download(name, repo_type, allow_patterns):
+        assert repo_type == "model"
         asked[name] = allow_patterns
         return str(published)
 
