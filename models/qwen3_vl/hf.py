@@ -39,6 +39,7 @@ from models.qwen3_vl.model import Qwen3VL, abstract_model
 from models.sharding import param_shardings
 from models.weights import folder as hf_folder
 from models.weights import tensor_file
+from paravt_jax.data.atomic import appearing
 from paravt_jax.method import tokenizer
 
 
@@ -274,7 +275,7 @@ def _write(
     matrices: Mapping[str, Iterable[Shaped[np.ndarray, "i j"]]],
     companions: Mapping[str, bytes],
 ) -> None:
-    with hf_folder.appearing(folder) as temporary:
+    with appearing(folder) as temporary:
         for file, header in headers.items():
             tensor_file.write(temporary / file, header, matrices[file])
         for file, content in companions.items():

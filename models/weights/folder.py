@@ -6,25 +6,18 @@ tensors. It does not depend on the model.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import math
 import os
-import re
-import shutil
-import tempfile
-import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import numpy as np
-from huggingface_hub import errors
 
 from models.weights.tensor_file import Header, new_header, read_header
+from paravt_jax.data import hub
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -32,8 +25,6 @@ _FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # Config, tokenizer, chat template, processor, licence.
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "LICENSE*")
-# Seconds after which a writer has certainly locked the folder it created.
-_LOCK_GRACE = 60.0
 
 Shape = tuple[int, ...]
 
@@ -56,7 +47,7 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
         )
     if folder.is_dir():
         return folder
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source)):
+    if not hub.is_hub_id(str(source)):
         raise FileNotFoundError(
             f"{source}: no such folder, and no hub id (owner/name); give the folder of a Qwen3-VL "
             "checkpoint"
@@ -64,14 +55,7 @@ def local_folder(source: str | os.PathLike, *, weights: bool = True) -> Path:
     patterns = [*_COMPANIONS]
     if weights:
         patterns.append("*.safetensors")
-    try:
-        return Path(huggingface_hub.snapshot_download(str(source), allow_patterns=patterns))
-    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
-        raise FileNotFoundError(
-            f"{source}: no such folder, and the download from the hub failed ({error}); check the "
-            "id, the network and the token (hf auth login), or fetch the repository elsewhere and "
-            "give its folder"
-        ) from error
+    return hub.snapshot(str(source), patterns)
 
 
 def read_headers(
@@ -211,66 +195,3 @@ def new_files(
 
 def _json(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
-
-
-@contextlib.contextmanager
-def appearing(folder: Path) -> Iterator[Path]:
-    """A hidden folder to fill. It becomes `folder` if the block succeeds, and is deleted if not.
-
-    So `folder` is always complete, even if the process is killed. A killed writer leaves its hidden
-    folder behind; the next writer of the same folder deletes those older than a minute. Live
-    writers hold a lock on theirs. On a file system without locks nothing is deleted.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{folder.name}."
-    suffix = ".partial"
-    for path in folder.parent.iterdir():
-        middle = path.name[len(prefix) : -len(suffix)]
-        ours = path.name == f"{prefix}{middle}{suffix}" and "." not in middle
-        if ours and _abandoned(path):
-            # Another writer may be deleting the same folder.
-            shutil.rmtree(path, ignore_errors=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=prefix, suffix=suffix))
-    lock = os.open(temporary, os.O_RDONLY)
-    try:
-        # The kernel releases the lock when the process dies. OSError: a file system without locks.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield temporary
-        # mkdtemp makes folders that others cannot read.
-        temporary.chmod(0o755)
-        # Contents first, then names: after a power failure, `folder` must not exist without its
-        # contents.
-        for path in (*temporary.iterdir(), temporary):
-            _sync(path)
-        os.replace(temporary, folder)
-        _sync(folder.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    finally:
-        os.close(lock)
-
-
-def _abandoned(path: Path) -> bool:
-    """Whether the writer of a hidden folder is dead. False if that cannot be determined."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # A live writer may not have locked its new folder yet.
-        return time.time() - os.fstat(descriptor).st_mtime > _LOCK_GRACE
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

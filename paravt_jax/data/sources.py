@@ -10,7 +10,6 @@ import concurrent.futures
 import fnmatch
 import os
 import pathlib
-import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
@@ -18,8 +17,8 @@ from typing import Any
 
 import fsspec
 import fsspec.core
-import huggingface_hub
-from huggingface_hub import errors
+
+from paravt_jax.data import hub
 
 _VIDEOS = (".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".ts", ".mpg")
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -59,21 +58,11 @@ def from_hub(source: str, patterns: Sequence[str]) -> pathlib.Path:
     Raises:
         FileNotFoundError: `source` is not a hub id, or it cannot be downloaded.
     """
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
+    if not hub.is_hub_id(source):
         raise FileNotFoundError(
             f"{source}: neither a folder nor a hub id (owner/name); give one of these"
         )
-    try:
-        folder = huggingface_hub.snapshot_download(
-            source, repo_type="dataset", allow_patterns=list(patterns)
-        )
-    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
-        raise FileNotFoundError(
-            f"{source}: not a local folder, and the download from the hub failed "
-            f"({type(error).__name__}); check the id, the network and the token (hf auth login; "
-            "some sets ask for consent on their page), or download it elsewhere and give its folder"
-        ) from error
-    return pathlib.Path(folder)
+    return hub.snapshot(source, patterns, repo_type="dataset")
 
 
 def _copy(source: str, folder: pathlib.Path, patterns: Sequence[str]) -> pathlib.Path:

@@ -38,6 +38,7 @@ from models.qwen3_vl.vision import packed_layout
 from models.sharding import make_mesh
 from models.weights import folder as hf_folder
 from models.weights import tensor_file
+from paravt_jax.data.atomic import appearing
 from paravt_jax.world.vocabulary import save_tokenizer
 
 
@@ -286,7 +287,8 @@ def test_damaged_indexes_and_missing_files_are_named(published):
 def test_a_hub_id_is_fetched(published, monkeypatch):
     asked = {}
 
-    def snapshot_download(name, allow_patterns):
+    def snapshot_download(name, repo_type, allow_patterns):
+        assert repo_type == "model"
         asked[name] = allow_patterns
         return str(published)
 
@@ -321,7 +323,7 @@ def test_a_failed_save_leaves_nothing_and_an_existing_folder_stays(model, tmp_pa
 
 KILLED = """
     import os, pathlib, signal, sys
-    from models.weights.folder import appearing
+    from paravt_jax.data.atomic import appearing
     with appearing(pathlib.Path(sys.argv[1])) as folder:
         (folder / "model.safetensors").write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -343,10 +345,10 @@ def test_without_file_locks_nothing_is_deleted(tmp_path, monkeypatch):
     age(left)
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", flock)
-        with hf_folder.appearing(tmp_path / "model"):
+        with appearing(tmp_path / "model"):
             pass
     assert sorted(path.name for path in tmp_path.iterdir()) == [left.name, "model"]
-    with hf_folder.appearing(tmp_path / "again"), hf_folder.appearing(tmp_path / "model"):
+    with appearing(tmp_path / "again"), appearing(tmp_path / "model"):
         assert not left.exists()
 
 
@@ -362,17 +364,17 @@ def test_a_killed_export_makes_no_folder_and_is_deleted_later(tmp_path):
     left = sorted(path.name for path in tmp_path.iterdir())
     assert len(left) == 2
     assert all(name.startswith(".model.") and name.endswith(".partial") for name in left)
-    with hf_folder.appearing(target):
+    with appearing(target):
         # New folders stay: their writers may be about to lock them.
         assert len(list(tmp_path.iterdir())) == 3
     target.rmdir()
     for name in left:
         age(tmp_path / name)
-    with hf_folder.appearing(target) as living:
+    with appearing(target) as living:
         age(living)
         # The old folder of this name is gone, that of the other name stays.
         assert len(list(tmp_path.iterdir())) == 2
-        with pytest.raises(InterruptedError), hf_folder.appearing(target):
+        with pytest.raises(InterruptedError), appearing(target):
             assert living.exists(), "a live writer keeps its files"
             raise InterruptedError
     assert sorted(path.name for path in tmp_path.iterdir())[1:] == ["model"]

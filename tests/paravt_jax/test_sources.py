@@ -6,6 +6,7 @@ import importlib.util
 import zipfile
 
 import fsspec
+import huggingface_hub
 import pytest
 
 from paravt_jax.data import sources
@@ -73,7 +74,7 @@ def test_a_hub_id_names_a_data_set(tmp_path, monkeypatch):
         asked.append((args, kwargs))
         return str(tmp_path)
 
-    monkeypatch.setattr(sources.huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert sources.fetch("ParaVT/ParaVT-Parquet", tmp_path / "unused", ["*.parquet"]) == tmp_path
     assert asked == [
         (("ParaVT/ParaVT-Parquet",), {"repo_type": "dataset", "allow_patterns": ["*.parquet"]})

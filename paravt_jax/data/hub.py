@@ -1,0 +1,64 @@
+"""Downloads repositories from the Hugging Face hub, and says what to do where that fails."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Sequence
+
+import httpx2
+import huggingface_hub
+from huggingface_hub import constants, errors
+
+_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_LOG_IN = "log in (hf auth login, or set HF_TOKEN)"
+_UNAUTHORIZED = 401
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether a text has the form owner/name."""
+    return _ID.fullmatch(source) is not None
+
+
+def snapshot(id: str, patterns: Sequence[str], repo_type: str = "model") -> pathlib.Path:
+    """Download the matching files of a repository, and return its folder in the hub's cache.
+
+    A repeated call fetches only what is missing.
+
+    Args:
+        id: The repository, such as `Qwen/Qwen3-VL-8B-Instruct`.
+        patterns: Patterns of file names, such as "*.json".
+        repo_type: `model` or `dataset`.
+
+    Raises:
+        FileNotFoundError: The repository cannot be downloaded. The message names the remedy.
+    """
+    try:
+        folder = huggingface_hub.snapshot_download(
+            id, repo_type=repo_type, allow_patterns=list(patterns)
+        )
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, httpx2.HTTPError) as error:
+        page = f"{constants.ENDPOINT}/{'datasets/' if repo_type == 'dataset' else ''}{id}"
+        raise FileNotFoundError(
+            f"{id}: no such folder, and the download from the hub failed: {_remedy(error, page)}, "
+            "or download it elsewhere and give its folder"
+        ) from error
+    return pathlib.Path(folder)
+
+
+def _remedy(error: Exception, page: str) -> str:
+    """Why a download failed, and what to do."""
+    # A gated repository counts as not found, too, so it goes first.
+    if isinstance(error, errors.GatedRepoError):
+        return f"it is gated; accept its terms on {page} and {_LOG_IN}"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"there is no {page}, or it is private; check the id, and {_LOG_IN} if it is private"
+    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == _UNAUTHORIZED:
+        return f"the hub does not accept your token; {_LOG_IN} again"
+    if constants.HF_HUB_OFFLINE:
+        return (
+            "not all of it is in the cache, and HF_HUB_OFFLINE is set; check the id, and unset it"
+        )
+    # The messages of the hub's client have several lines.
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{reason}; check the network and repeat the command, which keeps complete files"

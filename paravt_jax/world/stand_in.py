@@ -1,0 +1,378 @@
+"""Writes a stand-in of the published training data: small, from a seed, in the published layout.
+
+    FOLDER/annotations/*.parquet    rl rows of every kind; sft rows of four splits
+    FOLDER/media/**/*.zip           videos and pictures, in archives by source
+
+The rows have the published columns and file names (docs/reference.md, 5), and all of them can be
+prepared. The texts are this project's own. Videos have four scenes of different colours, each with
+a digit for a few seconds. Questions and demonstrations are about different videos.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import os
+import pathlib
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+from PIL import Image
+
+from paravt_jax.data.atomic import appearing
+from paravt_jax.data.stored_settings import require_same
+from paravt_jax.method.records import QuestionKind
+from paravt_jax.world.videos import COLOURS, DIGITS, Scene, WorldSettings, encode, picture
+
+_SETTINGS = "stand_in.json"
+_FRAMES = WorldSettings(size=64, digit_width=24, digit_height=40, jitter=8)
+_STEP = 1  # seconds from one frame to the next
+_SCENES = 4
+_SCENE_SECONDS = range(5, 16)
+# One question of each kind per scene.
+_QUESTIONS_PER_VIDEO = _SCENES * len(QuestionKind)
+_DEMONSTRATED_VIDEOS = 4
+# Folders of the published media. Each becomes one archive.
+_QUESTION_FOLDERS = ("selfqa", "museg/charades", "longvt_source/tvg_0")
+_DEMONSTRATION_FOLDER = "longvt_source/selftrace_0"
+_PICTURE_FOLDER = "longvt_source/videor1_0"
+_RL_FILE = "paravt_rl_diverse_4k4.parquet"
+
+_TEXT = pyarrow.string()
+_RL_ROWS = pyarrow.schema(
+    [
+        ("prompt", pyarrow.list_(pyarrow.struct([("role", _TEXT), ("content", _TEXT)]))),
+        ("videos", pyarrow.list_(pyarrow.struct([("video", _TEXT)]))),
+        ("extra_info", _TEXT),
+    ]
+)
+_SFT_ROWS = pyarrow.schema([("messages", _TEXT)])
+
+_SYSTEM = "You answer questions about videos."
+_SYSTEM_WITH_TOOL = (
+    f"{_SYSTEM} The tool crop_video shows a window of the video: give video_path, start_time and "
+    "end_time in seconds."
+)
+
+Message = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Video:
+    """A video of the stand-in.
+
+    Attributes:
+        path: Its path as the rows write it.
+        scenes: Its scenes, each with a digit.
+    """
+
+    path: str
+    scenes: tuple[Scene, ...]
+
+    @property
+    def picture(self) -> str:
+        """Path of a picture of the first scene with its digit."""
+        return f"{_PICTURE_FOLDER}/{pathlib.PurePosixPath(self.path).stem}.png"
+
+
+def write_stand_in(
+    folder: str | os.PathLike[str], seed: int, questions: int = 96, demonstrations: int = 192
+) -> pathlib.Path:
+    """Write a stand-in of the published data, unless the folder holds this one already.
+
+    The folder appears when it is complete, so a killed call leaves nothing that looks like a set.
+
+    Args:
+        folder: Where to write `annotations` and `media`.
+        seed: Decides all texts and frames.
+        questions: Number of rl rows, twelve per video.
+        demonstrations: Number of sft rows, about four videos.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: A number is too small, or the folder holds something else.
+    """
+    folder = pathlib.Path(folder)
+    # One video to hold out and one to train on.
+    for name, number, minimum in (
+        ("questions", questions, 2),
+        ("demonstrations", demonstrations, 1),
+    ):
+        if number < minimum:
+            raise ValueError(f"{name} = {number}: a stand-in needs at least {minimum}; give more")
+    settings = {"seed": seed, "questions": questions, "demonstrations": demonstrations}
+    if _is_written(folder, settings):
+        return folder
+    try:
+        with appearing(folder) as unfinished:
+            _write(unfinished, seed, questions, demonstrations)
+            (unfinished / _SETTINGS).write_text(json.dumps(settings), encoding="utf-8")
+    except OSError:
+        # Another process may have written the same stand-in meanwhile.
+        if not _is_written(folder, settings):
+            raise
+    return folder
+
+
+def _is_written(folder: pathlib.Path, settings: dict[str, int]) -> bool:
+    """Whether the folder holds the stand-in. ValueError if it holds something else."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    remedy = "choose another folder, or remove this one"
+    file = folder / _SETTINGS
+    if not file.exists():
+        raise ValueError(f"folder = {folder}: holds other files than a stand-in; {remedy}")
+    stored = json.loads(file.read_text(encoding="utf-8"))
+    require_same(f"folder = {folder}: holds another stand-in", stored, settings, remedy)
+    return True
+
+
+def _write(folder: pathlib.Path, seed: int, questions: int, demonstrations: int) -> None:
+    asked_count = max(2, math.ceil(questions / _QUESTIONS_PER_VIDEO))
+    asked = [
+        _plan_video(f"{_QUESTION_FOLDERS[n % len(_QUESTION_FOLDERS)]}/{n:03d}.mp4", [seed, 0, n])
+        for n in range(asked_count)
+    ]
+    demonstrated = [
+        _plan_video(f"{_DEMONSTRATION_FOLDER}/{n:03d}.mp4", [seed, 1, n])
+        for n in range(_DEMONSTRATED_VIDEOS)
+    ]
+    _write_media(folder / "media", asked, demonstrated)
+
+    annotations = folder / "annotations"
+    annotations.mkdir()
+    _write_table(annotations / _RL_FILE, _rl_rows(asked, seed, questions), _RL_ROWS)
+    splits = _sft_rows(demonstrated, seed, demonstrations)
+    for name, rows in splits.items():
+        messages = [{"messages": json.dumps(row, ensure_ascii=False)} for row in rows]
+        _write_table(annotations / name, messages, _SFT_ROWS)
+
+
+def _write_table(file: pathlib.Path, rows: list[dict[str, Any]], schema: pyarrow.Schema) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), file)
+
+
+def _plan_video(path: str, seed: list[int]) -> _Video:
+    """Plan a video of 20 to 60 seconds."""
+    rng = np.random.default_rng(seed)
+    colours = rng.permutation(list(COLOURS))
+    digits = rng.permutation(len(DIGITS))
+    scenes: list[Scene] = []
+    start = 0
+    for n in range(_SCENES):
+        end = start + int(rng.choice(_SCENE_SECONDS))
+        seconds = int(rng.integers(2, 5))  # for which the digit is shown
+        first = int(rng.integers(start, end - seconds + 1))
+        shift_x, shift_y = rng.integers(-_FRAMES.jitter, _FRAMES.jitter + 1, 2).tolist()
+        scene = Scene(
+            start,
+            end,
+            str(colours[n]),
+            int(digits[n]),
+            first=first,
+            last=first + seconds - _STEP,
+            left=shift_x + (_FRAMES.size - _FRAMES.digit_width) // 2,
+            top=shift_y + (_FRAMES.size - _FRAMES.digit_height) // 2,
+        )
+        scenes.append(scene)
+        start = end
+    return _Video(path, tuple(scenes))
+
+
+def _write_media(
+    media: pathlib.Path, asked: Sequence[_Video], demonstrated: Sequence[_Video]
+) -> None:
+    """Write one archive per folder. Its members have the paths that the rows write."""
+    members: dict[str, dict[str, bytes]] = {}
+    for video in (*asked, *demonstrated):
+        members.setdefault(os.path.dirname(video.path), {})[video.path] = _film(video)
+    members[_PICTURE_FOLDER] = {video.picture: _still(video) for video in demonstrated}
+    for name, files in members.items():
+        archive = media / f"{name}.zip"
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(archive, "w") as packed:
+            for member, content in files.items():
+                # A ZipInfo has a fixed date. Otherwise the archive would depend on the time.
+                packed.writestr(zipfile.ZipInfo(member), content)
+
+
+def _film(video: _Video) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "video.mp4"
+        encode(_FRAMES, video.scenes, file, _STEP)
+        return file.read_bytes()
+
+
+def _still(video: _Video) -> bytes:
+    content = io.BytesIO()
+    Image.fromarray(picture(_FRAMES, video.scenes[0], True)).save(content, "png")
+    return content.getvalue()
+
+
+# --- questions ---
+
+
+def _rl_rows(videos: Sequence[_Video], seed: int, count: int) -> list[dict[str, Any]]:
+    rng = np.random.default_rng([seed, 2])
+    asked = [(scene, kind) for kind in QuestionKind for scene in range(_SCENES)]
+    orders = [rng.permutation(len(asked)).tolist() for _ in videos]
+    rows = []
+    for n in range(count):
+        video = n % len(videos)
+        scene, kind = asked[orders[video][n // len(videos)]]
+        rows.append(_rl_row(videos[video], videos[video].scenes[scene], kind, rng))
+    return rows
+
+
+def _rl_row(
+    video: _Video, scene: Scene, kind: QuestionKind, rng: np.random.Generator
+) -> dict[str, Any]:
+    question, answer = _ask(scene, kind, rng)
+    prompt = [
+        {"role": "system", "content": _SYSTEM},
+        {"role": "user", "content": f"<video>{question}"},
+    ]
+    extra_info = json.dumps({"answer": answer, "question_type": kind.value})
+    return {"prompt": prompt, "videos": [{"video": video.path}], "extra_info": extra_info}
+
+
+def _ask(scene: Scene, kind: QuestionKind, rng: np.random.Generator) -> tuple[str, Any]:
+    """A question about a scene, and its answer as the published rows give it."""
+    if kind is QuestionKind.TEMPORAL_GROUNDING:
+        question = (
+            f"When is a digit shown on the {scene.colour} background? "
+            "Give the start and the end in seconds."
+        )
+        return question, list(_span(scene))
+    question = f"Which digit is shown on the {scene.colour} background?"
+    if kind is QuestionKind.OPEN_ENDED:
+        return question, _word(scene)
+    others = [digit for digit in DIGITS if digit != _word(scene)]
+    options = rng.permutation([_word(scene), *rng.permutation(others)[:3].tolist()]).tolist()
+    lines = [f"{letter}. {option}" for letter, option in zip("ABCD", options, strict=True)]
+    return "\n".join([question, *lines]), "ABCD"[options.index(_word(scene))]
+
+
+def _word(scene: Scene) -> str:
+    assert scene.digit is not None
+    return DIGITS[scene.digit]
+
+
+def _span(scene: Scene) -> tuple[float, float]:
+    """Start and end of the time in which the digit is shown, in seconds."""
+    return float(scene.first), float(scene.last + _STEP)
+
+
+# --- demonstrations ---
+
+
+def _sft_rows(videos: Sequence[_Video], seed: int, count: int) -> dict[str, list[list[Message]]]:
+    """Conversations by the name of their file. Splits take turns."""
+    splits = {
+        "paravt_sft_selftrace_15k3.parquet": _with_parallel_calls,
+        "paravt_sft_charades_12k4.parquet": _with_one_call,
+        "paravt_sft_geminicot_4k8.parquet": _without_calls,
+        "paravt_sft_videor1_50k.parquet": _about_a_picture,
+    }
+    rng = np.random.default_rng([seed, 3])
+    names = list(splits)
+    rows: dict[str, list[list[Message]]] = {}
+    for n in range(count):
+        name = names[n % len(names)]
+        video = videos[n // len(names) % len(videos)]
+        scene = video.scenes[int(rng.integers(_SCENES))]
+        rows.setdefault(name, []).append(splits[name](video, scene, rng))
+    return rows
+
+
+def _with_parallel_calls(video: _Video, scene: Scene, rng: np.random.Generator) -> list[Message]:
+    """Two or three crops in one turn, with reports in words."""
+    others = [other for other in video.scenes if other is not scene]
+    count = int(rng.integers(1, 3))
+    chosen = [scene, *(others[n] for n in rng.permutation(len(others))[:count])]
+    chosen.sort(key=lambda each: each.start)
+    kind = (QuestionKind.MULTIPLE_CHOICE, QuestionKind.OPEN_ENDED)[int(rng.integers(2))]
+    question, answer = _ask(scene, kind, rng)
+    thought = f"Some parts may be {scene.colour}. I look at {len(chosen)} of them at once."
+    calls = "\n".join(_call(video, each) for each in chosen)
+    return [
+        _say("system", _SYSTEM_WITH_TOOL),
+        _say("user", _shown(video), f"{question} The video is {video.path}."),
+        _say("assistant", f"{_think(thought)}{calls}"),
+        *(_say("tool", _report(each)) for each in chosen),
+        _say("assistant", _conclude(f"The {scene.colour} part shows {_word(scene)}.", answer)),
+    ]
+
+
+def _with_one_call(video: _Video, scene: Scene, rng: np.random.Generator) -> list[Message]:
+    """One crop whose response shows the window itself."""
+    question, answer = _ask(scene, QuestionKind.TEMPORAL_GROUNDING, rng)
+    start, end = _span(scene)
+    thought = f"The {scene.colour} part runs from {scene.start} to {scene.end} s. I look closer."
+    seen = f"The digit appears at {start:g} s and is gone at {end:g} s."
+    return [
+        _say("system", _SYSTEM_WITH_TOOL),
+        _say("user", _shown(video), question),
+        _say("assistant", f"{_think(thought)}{_call(video, scene)}"),
+        _say("tool", _shown(video), f"The window from {scene.start} to {scene.end} s."),
+        _say("assistant", _conclude(seen, answer)),
+    ]
+
+
+def _without_calls(video: _Video, scene: Scene, rng: np.random.Generator) -> list[Message]:
+    question, answer = _ask(scene, QuestionKind.MULTIPLE_CHOICE, rng)
+    seen = f"The {scene.colour} part shows {_word(scene)}, which is option {answer}."
+    return [
+        _say("system", _SYSTEM),
+        _say("user", _shown(video), question),
+        _say("assistant", _conclude(seen, answer)),
+    ]
+
+
+def _about_a_picture(video: _Video, scene: Scene, rng: np.random.Generator) -> list[Message]:
+    del scene  # every picture shows the first one
+    question, answer = _ask(video.scenes[0], QuestionKind.OPEN_ENDED, rng)
+    still = {"type": "image_url", "image_url": {"url": video.picture}}
+    seen = f"The background is {video.scenes[0].colour}, and the digit is {answer}."
+    return [
+        _say("user", still, question),
+        _say("assistant", _conclude(seen, answer)),
+    ]
+
+
+def _say(role: str, *content: str | Message) -> Message:
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    return {"role": role, "content": parts}
+
+
+def _shown(video: _Video) -> Message:
+    return {"type": "video_url", "video_url": {"url": video.path}}
+
+
+def _call(video: _Video, scene: Scene) -> str:
+    arguments = {"video_path": video.path, "start_time": scene.start, "end_time": scene.end}
+    call = {"name": "crop_video", "arguments": arguments}
+    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+def _report(scene: Scene) -> str:
+    start, end = _span(scene)
+    seen = f"The digit {_word(scene)} stays from {start:g} to {end:g} s."
+    return f"The background is {scene.colour}. {seen}"
+
+
+def _think(thought: str) -> str:
+    return f"<think>\n{thought}\n</think>\n"
+
+
+def _conclude(thought: str, answer: Any) -> str:
+    return f"{_think(thought)}<answer>{answer}</answer>"

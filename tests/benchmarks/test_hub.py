@@ -1,0 +1,232 @@
+"""The stand-in of the Hugging Face hub, and what our downloads do with its answers.
+
+huggingface_hub reads its address at import, so every client is a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from benchmarks.hub import MEMBER, STRANGER, Hub
+from paravt_jax.world.stand_in import write_stand_in
+
+ROOT = pathlib.Path(__file__).parents[2]
+MODEL = "Qwen/Qwen3-VL-8B-Instruct"
+ROWS = "datasets/ParaVT/ParaVT-Parquet"
+MEDIA = "datasets/ParaVT/ParaVT-Source"
+
+# Prints the folder, or the error.
+FETCH_MODEL = """
+import sys
+from models.weights.folder import local_folder
+try:
+    print(local_folder(sys.argv[1], weights=sys.argv[2:] == ["weights"]))
+except FileNotFoundError as error:
+    sys.exit(str(error))
+"""
+FETCH_DATA = """
+import pathlib, sys
+from paravt_jax.data import sources
+folder = pathlib.Path(sys.argv[1])
+print(sources.fetch("ParaVT/ParaVT-Parquet", folder / "annotations", ["*.parquet"]))
+print(sources.media_root("ParaVT/ParaVT-Source", folder))
+"""
+DESCRIBE = """
+import json, sys
+from huggingface_hub import HfApi
+print(json.dumps([
+    {file.rfilename: file.size for file in HfApi().repo_info(
+        id, repo_type=kind, files_metadata=True
+    ).siblings}
+    for kind, id in (("model", sys.argv[1]), ("dataset", sys.argv[2].removeprefix("datasets/")))
+]))
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "stand-in"
+    return write_stand_in(folder, seed=0, questions=2, demonstrations=4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A repository with a config of one byte, and weights.
+
+    The client writes 10 MiB at a time, so that only larger files are continued in the middle.
+    """
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text("1")
+    (folder / "README.md").write_text("not asked for")
+    noise = np.random.default_rng(0).bytes(24 * 2**20)
+    (folder / "model.safetensors").write_bytes(noise)
+    return folder
+
+
+@pytest.fixture
+def repositories(data, model):
+    return {MODEL: model, ROWS: data / "annotations", MEDIA: data / "media"}
+
+
+def environment(hub: Hub, home: pathlib.Path, token: str = "") -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
+    variables = inherited | hub.variables(home) | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    return variables | {"HF_TOKEN": token} if token else variables
+
+
+def client(code: str, *arguments: object, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+
+
+def fetched(hub: Hub, name: str) -> list[str]:
+    """The GET requests for a file."""
+    return [line for line in hub.requests if line.startswith("GET") and f"/{name}" in line]
+
+
+def test_a_model_is_fetched_without_its_weights_and_then_with_them(repositories, tmp_path):
+    with Hub(repositories) as hub:
+        env = environment(hub, tmp_path)
+        first = client(FETCH_MODEL, MODEL, env=env)
+        assert first.returncode == 0, first.stderr
+        folder = pathlib.Path(first.stdout.strip())
+        assert [path.name for path in folder.iterdir()] == ["config.json"]
+        second = client(FETCH_MODEL, MODEL, "weights", env=env)
+        assert pathlib.Path(second.stdout.strip()) == folder
+        names = sorted(path.name for path in folder.iterdir())
+        assert names == ["config.json", "model.safetensors"]
+        for name in names:
+            assert (folder / name).read_bytes() == (repositories[MODEL] / name).read_bytes()
+        assert len(fetched(hub, "config.json")) == len(fetched(hub, "model.safetensors")) == 1
+
+
+def test_rows_and_archives_of_media_are_fetched(repositories, data, tmp_path):
+    with Hub(repositories) as hub:
+        done = client(FETCH_DATA, tmp_path / "set", env=environment(hub, tmp_path / "home"))
+    assert done.returncode == 0, done.stderr
+    annotations, media = map(pathlib.Path, done.stdout.split())
+    names = {path.name for path in (data / "annotations").iterdir()}
+    assert {path.name for path in annotations.iterdir()} == names
+    assert len(list(media.rglob("*.mp4"))) == 6
+
+
+def test_sizes_are_listed_before_anything_is_downloaded(repositories, tmp_path):
+    with Hub(repositories) as hub:
+        done = client(DESCRIBE, MODEL, ROWS, env=environment(hub, tmp_path))
+        assert not [line for line in hub.requests if "/resolve/" in line]
+    model, rows = json.loads(done.stdout)
+    assert model == {"README.md": 13, "config.json": 1, "model.safetensors": 24 * 2**20}
+    assert rows == {path.name: path.stat().st_size for path in repositories[ROWS].iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("token", "words"),
+    [
+        ("", ["gated", f"/{MODEL} ", "hf auth login", "HF_TOKEN"]),
+        (STRANGER, ["gated", f"/{MODEL} ", "accept its terms"]),
+        ("hf_expired", ["token", "hf auth login"]),
+        (MEMBER, []),
+    ],
+)
+def test_a_gated_model_needs_a_token_and_consent(repositories, tmp_path, token, words):
+    with Hub(repositories, gated=[MODEL]) as hub:
+        done = client(FETCH_MODEL, MODEL, "weights", env=environment(hub, tmp_path, token))
+    assert (done.returncode == 0) == (token == MEMBER)
+    if words:
+        assert done.stderr.startswith(f"{MODEL}: ") and done.stderr.count("\n") == 1
+    for word in words:
+        assert word in done.stderr
+
+
+@pytest.mark.parametrize("token", ["", STRANGER])
+def test_an_unknown_repository_is_named(repositories, tmp_path, token):
+    with Hub(repositories) as hub:
+        done = client(FETCH_MODEL, "Qwen/Qwen9", env=environment(hub, tmp_path, token))
+    assert done.returncode == 1
+    assert done.stderr.startswith("Qwen/Qwen9: ") and "check the id" in done.stderr
+
+
+def test_a_download_that_is_broken_off_is_completed_by_the_same_call(repositories, tmp_path):
+    with Hub(repositories, cuts=2) as hub:
+        done = client(FETCH_MODEL, MODEL, "weights", env=environment(hub, tmp_path))
+        assert hub.cuts == 0
+        ranges = [line.split("bytes=")[1] for line in fetched(hub, "model.safetensors")[1:]]
+    assert done.returncode == 0, done.stderr
+    assert ranges == [f"{10 * 2**20}-"] * 2
+    weights = pathlib.Path(done.stdout.strip()) / "model.safetensors"
+    assert weights.read_bytes() == (repositories[MODEL] / "model.safetensors").read_bytes()
+
+
+def test_a_killed_download_is_completed_by_the_same_command(repositories, tmp_path):
+    with Hub(repositories, cuts=1000) as hub:
+        env = environment(hub, tmp_path)
+        command = [sys.executable, "-c", FETCH_MODEL, MODEL, "weights"]
+        started = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 30
+        while hub.cuts == 1000 or not list(tmp_path.rglob("snapshots/*/config.json")):
+            assert time.monotonic() < deadline and started.poll() is None
+            time.sleep(0.01)
+        started.send_signal(signal.SIGKILL)
+        started.wait()
+
+        half = client(FETCH_MODEL, MODEL, "weights", env=env | {"HF_HUB_OFFLINE": "1"})
+        assert half.returncode == 1 and "HF_HUB_OFFLINE is set" in half.stderr
+        hub.cuts = 0
+        done = client(FETCH_MODEL, MODEL, "weights", env=env)
+        assert done.returncode == 0, done.stderr
+        assert len(fetched(hub, "config.json")) == 1
+    weights = pathlib.Path(done.stdout.strip()) / "model.safetensors"
+    assert weights.read_bytes() == (repositories[MODEL] / "model.safetensors").read_bytes()
+
+
+def test_a_hub_that_cannot_be_reached_is_named_with_a_remedy(repositories, tmp_path):
+    with Hub(repositories) as hub:
+        env = environment(hub, tmp_path)
+    done = client(FETCH_MODEL, MODEL, env=env)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"{MODEL}: ") and "check the network" in done.stderr
+
+
+def test_the_command_prints_the_variables_and_serves(repositories, tmp_path):
+    pairs = [f"{id}={folder}" for id, folder in repositories.items()]
+    command = [sys.executable, "-m", "benchmarks.hub", "--gated", MODEL, *pairs]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as served:
+        assert served.stdout is not None
+        lines = [served.stdout.readline(), served.stdout.readline()]
+        assert all(line.startswith("export ") for line in lines)
+        script = "".join(lines) + f'exec {sys.executable} -c "$1" {MODEL}'
+        env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        done = subprocess.run(
+            ["bash", "-c", script, "bash", FETCH_MODEL],
+            cwd=ROOT,
+            env=env | {"TMPDIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        served.terminate()
+    assert done.returncode == 0, done.stderr
+    assert (pathlib.Path(done.stdout.strip()) / "config.json").read_text() == "1"
+
+
+@pytest.mark.parametrize(
+    ("id", "gated", "named"),
+    [("Qwen", (), "Qwen: "), ("a/b/c", (), "a/b/c: "), ("a/b", ("a/d",), "gated = a/d: ")],
+)
+def test_what_cannot_be_served_is_refused(tmp_path, id, gated, named):
+    with pytest.raises(ValueError, match=named):
+        Hub({id: tmp_path}, gated)
+
+
+def test_a_folder_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=f"a/b={tmp_path}/gone: "):
+        Hub({"a/b": tmp_path / "gone"})

@@ -1,0 +1,172 @@
+"""A stand-in of the published data: every row can be prepared, and a seed decides all of it."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import zipfile
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from configs.paravt_8b import paravt_8b
+from paravt_jax.data import video
+from paravt_jax.data.preparation import open_prepared
+from paravt_jax.world.stand_in import write_stand_in
+from paravt_jax.world.vocabulary import save_tokenizer
+from train.published_data import DataSettings, hold_out, prepare_published
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory):
+    return write_stand_in(tmp_path_factory.mktemp("stand-in") / "data", seed=3)
+
+
+@pytest.fixture(scope="module")
+def prepared(stand_in, small_vocabulary, tmp_path_factory):
+    """The stand-in as the 8B recipe prepares it, and the summary."""
+    folder = tmp_path_factory.mktemp("prepared")
+    save_tokenizer(small_vocabulary.tokenizer, folder / "tokenizer")
+    run = paravt_8b()
+    settings = DataSettings(
+        annotations=str(stand_in / "annotations"),
+        media=str(stand_in / "media"),
+        folder=str(folder / "set"),
+        workers=2,
+    )
+    model = str(folder / "tokenizer")
+    summary = prepare_published(settings, run.protocol, run.frames, run.vision, model)
+    return open_prepared(folder / "set"), summary
+
+
+def contents(folder: pathlib.Path) -> dict[str, object]:
+    """The rows of all tables, and the members of all archives."""
+    found: dict[str, object] = {}
+    for path in sorted(folder.rglob("*.parquet")):
+        found[path.name] = pyarrow.parquet.read_table(path).to_pylist()
+    for path in sorted(folder.rglob("*.zip")):
+        with zipfile.ZipFile(path) as archive:
+            found[path.name] = archive.namelist()
+    return found
+
+
+def frames(folder: pathlib.Path, into: pathlib.Path) -> list[np.ndarray]:
+    """All frames of the videos in the archive selfqa."""
+    with zipfile.ZipFile(folder / "media/selfqa.zip") as archive:
+        archive.extractall(into)
+    files = sorted(into.rglob("*.mp4"))
+    return [video.read(file, range(video.probe(file).frames)) for file in files]
+
+
+def test_no_row_is_left_out_and_every_kind_of_row_is_there(prepared):
+    data, summary = prepared
+    assert (summary["left_out"], summary["kept"]) == (0, 288)
+    assert summary["kinds"] == {"conversation": 192, "mcq": 32, "tvg": 32, "oe": 32}
+    assert set(summary["sources"]) == {"diverse", "selftrace", "charades", "geminicot", "videor1"}
+    assert (summary["without_think"], summary["without_answer_tags"]) == (0, 0)
+    calls = [sum(turn.role == "tool" for turn in row.turns) for row in data.conversations]
+    assert set(calls) == {0, 1, 2, 3}
+    assert {clip.still for row in data.conversations for clip in row.clips} == {False, True}
+
+
+def test_videos_are_a_dozen_and_take_20_to_60_seconds(prepared):
+    data, summary = prepared
+    assert len(list(data.root.rglob("*.mp4"))) == 12
+    assert 20 <= summary["seconds"]["least"] <= summary["seconds"]["most"] <= 60
+
+
+def test_there_are_enough_questions_for_the_uncut_recipe_on_videos_of_their_own(prepared):
+    data, _ = prepared
+    run = paravt_8b()
+    assert run.data is not None and run.rl is not None
+    training, heldout = hold_out(tuple(data.questions), run.data.heldout)
+    assert len(heldout) >= run.data.heldout
+    assert len(training) >= run.rl.prompts
+    assert {row.video for row in training}.isdisjoint(row.video for row in heldout)
+    shown = {clip.path for row in data.conversations for clip in row.clips}
+    assert shown.isdisjoint(row.video for row in data.questions)
+
+
+def test_frames_show_what_a_row_says(stand_in, prepared):
+    data, _ = prepared
+    grounding = [row for row in data.questions if row.kind == "tvg"]
+    for question in grounding[:4]:
+        start, end = json.loads(question.answer)
+        path = data.root / question.video
+        pixels = video.read(path, range(video.probe(path).frames)).astype(int)
+        # The background is at the corner, and the digit is white.
+        background = np.abs(pixels[:, 0, 0] - pixels[int(start), 0, 0]).sum(axis=-1) < 10
+        digit = (pixels.min(axis=-1) > 180).sum(axis=(1, 2)) > 100
+        assert np.flatnonzero(background & digit).tolist() == list(range(int(start), int(end)))
+        assert background.sum() >= 5
+
+
+def test_a_seed_decides_all_rows_and_frames(stand_in, tmp_path):
+    again = write_stand_in(tmp_path / "again", seed=3)
+    other = write_stand_in(tmp_path / "other", seed=4)
+    assert contents(again) == contents(stand_in)
+    assert contents(other).keys() == contents(stand_in).keys()
+    assert contents(other) != contents(stand_in)
+    mine = frames(stand_in, tmp_path / "mine")
+    same = frames(again, tmp_path / "same")
+    for a, b in zip(mine, same, strict=True):
+        np.testing.assert_array_equal(a, b)
+    changed = frames(other, tmp_path / "changed")
+    assert any(a.shape != b.shape or (a != b).any() for a, b in zip(mine, changed, strict=True))
+
+
+def test_a_written_stand_in_is_kept_and_another_one_is_refused(stand_in):
+    file = stand_in / "annotations/paravt_rl_diverse_4k4.parquet"
+    written = file.stat().st_mtime_ns
+    write_stand_in(stand_in, seed=3)
+    assert file.stat().st_mtime_ns == written
+    with pytest.raises(ValueError, match="seed: 3 -> 4"):
+        write_stand_in(stand_in, seed=4)
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match=f"folder = {tmp_path}: "):
+        write_stand_in(tmp_path, seed=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("field", ["questions", "demonstrations"])
+def test_too_few_rows_are_refused(tmp_path, field):
+    with pytest.raises(ValueError, match=f"{field} = 0: "):
+        write_stand_in(tmp_path / "data", seed=0, **{field: 0})
+    assert not (tmp_path / "data").exists()
+
+
+def test_few_questions_still_leave_a_video_to_hold_out(tmp_path):
+    folder = write_stand_in(tmp_path / "data", seed=0, questions=2, demonstrations=1)
+    table = pyarrow.parquet.read_table(folder / "annotations/paravt_rl_diverse_4k4.parquet")
+    paths = [row["videos"][0]["video"] for row in table.to_pylist()]
+    assert len(set(paths)) == 2
+
+
+KILLED = """
+    import os, signal, sys
+    from paravt_jax.world import stand_in
+    encode, files = stand_in.encode, []
+    def encode_or_die(settings, scenes, path, step):
+        files.append(path)
+        if len(files) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        encode(settings, scenes, path, step)
+    stand_in.encode = encode_or_die
+    stand_in.write_stand_in(sys.argv[1], seed=3)
+"""
+
+
+def test_a_killed_writer_leaves_no_half_set(stand_in, tmp_path):
+    target = tmp_path / "data"
+    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), target], timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert not target.exists()
+    assert contents(write_stand_in(target, seed=3)) == contents(stand_in)
