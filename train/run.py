@@ -45,6 +45,7 @@ from train.phases.report import report
 from train.prepare import prepare
 from train.published_data import open_reader
 from train.published_model import config_of, require_weights
+from train.rehearsal import mark, rehearsal
 from train.settings import Run
 from train.slices import found_devices
 from train.unreadable import UnreadableVideosError
@@ -92,6 +93,8 @@ def execute(
         CheckpointError: If a checkpoint does not belong to this run.
     """
     run = run.beginning()
+    if run.rehearse:
+        run = rehearsal(run)
     settings = resolved(run)
     fitted = fit(run, found_devices())
     run = fitted.run
@@ -105,6 +108,8 @@ def execute(
             judge = stack.enter_context(contextlib.closing(RemoteJudge(run.rl.rewards.judge)))
         _claim(run, folder, settings, stack)
         data = _prepare(run, folder, interrupts, questions)
+        if run.rehearse and hosts.is_first():
+            mark(run, folder)
         if run.rl is not None:
             data = data.of_kinds(run.rl.kinds)
         clock = stack.enter_context(Clock(folder / "seconds.json"))

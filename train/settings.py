@@ -37,7 +37,7 @@ class ModelSettings:
 
     path: str = ""
     """Hugging Face id or folder of the initial weights, such as RUN/model; empty: random."""
-    size: Literal["tiny", "2b", "4b", "8b", "32b"] = "tiny"
+    size: Literal["tiny", "rehearsal", "2b", "4b", "8b", "32b"] = "tiny"
     """Size of the model; must match the weights at `path`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of activations."""
@@ -89,6 +89,8 @@ class Run:
     """Folder of a run whose data and finished cold start are reused instead of made again."""
     cold_started: str = ""
     """Hugging Face id or folder of weights that had the cold start; RL begins with them, no SFT."""
+    rehearse: bool = False
+    """Go through all phases in minutes: cut sizes, random weights, little data (docs/tpu.md)."""
     seed: int = 0
     """Seed of initial weights, data order and sampling. The small world has its own seeds."""
     unreadable_share: float = 0.05

@@ -153,7 +153,13 @@ _PUBLISHED = {
 
 
 def qwen3_vl(size: str) -> Qwen3VLConfig:
-    """The published dense model of `size`: "2b", "4b", "8b" or "32b". ValueError for others."""
+    """The dense model of `size`: published ("2b", "4b", "8b", "32b"), or cut for a rehearsal.
+
+    Raises:
+        ValueError: There is no such size.
+    """
+    if size == "rehearsal":
+        return _rehearsal()
     if size not in _PUBLISHED:
         raise ValueError(
             f"size = {size!r}: no published size; choose one of {', '.join(_PUBLISHED)}, or build "
@@ -180,6 +186,36 @@ def qwen3_vl(size: str) -> Qwen3VLConfig:
         mrope_section=(24, 20, 20),
         rope_theta=5_000_000.0,
         tie_word_embeddings=tied,
+    )
+    return Qwen3VLConfig(vision, text)
+
+
+def _rehearsal() -> Qwen3VLConfig:
+    """A narrow and shallow model with the vocabulary, heads and DeepStack levels of a large one.
+
+    Numbers of heads and their width stay, because attention kernels and the tensor axis of a mesh
+    depend on them.
+    """
+    vision = VisionConfig(
+        hidden_size=64,
+        depth=3,
+        num_heads=4,
+        intermediate_size=128,
+        out_hidden_size=64,
+        num_position_embeddings=48 * 48,
+        deepstack_visual_indexes=(0, 1, 2),
+    )
+    text = TextConfig(
+        vocab_size=151_936,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=128,
+        mrope_section=(24, 20, 20),
+        rope_theta=5_000_000.0,
+        tie_word_embeddings=False,
     )
     return Qwen3VLConfig(vision, text)
 
