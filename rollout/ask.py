@@ -25,6 +25,7 @@ from models.features import FrameFeatures, FrameSettings
 from models.qwen3_vl.hf import load
 from models.qwen3_vl.model import Qwen3VL
 from models.weights.folder import local_folder
+from paravt_jax.command_name import command_name
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoError
 from paravt_jax.data.local_path import require_local
@@ -231,7 +232,8 @@ class AskSettings:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. A user's mistake prints one line and returns 2."""
-    asked = tyro.cli(AskSettings, args=argv, prog="python -m rollout.ask", description=__doc__)
+    prog = command_name("python -m rollout.ask")
+    asked = tyro.cli(AskSettings, args=argv, prog=prog, description=__doc__)
     try:
         settings = EpisodeSettings(asked.frames, asked.temperature, asked.dispatch)
         # All checks come before the weights are read, which takes minutes.
@@ -254,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             seed=asked.seed,
         )
     except (FileNotFoundError, ValueError, VideoError) as error:
-        print(f"python -m rollout.ask: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 2
     print("\n".join(describe(episode)))
     if asked.html:

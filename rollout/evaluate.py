@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import tyro
 
+from paravt_jax.command_name import command_name
 from paravt_jax.data.frames import VideoError
 from rollout.agent.endpoint import EndpointError
 from rollout.evaluation.benchmarks import BENCHMARKS
@@ -21,7 +22,7 @@ from rollout.evaluation.folder import FolderError
 from rollout.evaluation.run import evaluate
 from rollout.evaluation.settings import BenchmarkSettings
 
-_PROG = "python -m rollout.evaluate"
+_PROG = command_name("python -m rollout.evaluate")
 _MODES = (
     f"Splits: {', '.join(BENCHMARKS)}.\n"
     f"Finished runs: {_PROG} --compare A B [--json] compares two, question by question; "

@@ -154,7 +154,8 @@ def test_the_main_path_imports_no_side_path(modules) -> None:
 
 @pytest.mark.parametrize("package", ["train.plan", "train.studies"])
 def test_only_its_own_modules_import(modules, package: str) -> None:
-    others = [name for name in modules if not name.startswith(package)]
+    # The script `paravt` imports a command by its name when it is asked for.
+    others = [name for name in modules if not name.startswith(package) and name != "train.command"]
     for name in others:
         imported = [found for found in modules[name].imports if found.startswith(package)]
         assert imported == [], f"{name} imports {imported}"

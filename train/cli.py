@@ -14,6 +14,8 @@ from typing import NoReturn, TypeVar
 
 import tyro
 
+from paravt_jax.command_name import command_name
+
 SettingsT = TypeVar("SettingsT")
 
 EXIT_USAGE = 2  # the exit code of argparse and tyro for a wrong command line
@@ -34,7 +36,7 @@ def parse(
     Args:
         argv: The arguments, without the program's name.
         recipes: Functions that return a frozen dataclass, by recipe name.
-        prog: The command to show in help and error messages.
+        prog: The command without the script `paravt`, to show in help and error messages.
 
     Returns:
         The recipe's settings with the overrides applied.
@@ -44,6 +46,7 @@ def parse(
             missing or unknown recipe, an unknown field, or a value that has the wrong type or is
             rejected by a dataclass's `__post_init__`.
     """
+    prog = command_name(prog)
     names, overrides = _split_config(argv)
     if not names:
         if {"-h", "--help"} & set(overrides):

@@ -25,6 +25,7 @@ from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from models.qwen3_vl.hf import save
 from models.qwen3_vl.hf_config import from_hf
 from models.qwen3_vl.model import Qwen3VL, abstract_model
+from paravt_jax.command_name import command_name
 from paravt_jax.data.local_path import require_local
 from paravt_jax.method import tokenizer
 from train.durable.checkpoint import CheckpointError, Checkpoints
@@ -208,7 +209,7 @@ def _load(checkpoints: Checkpoints, step: int, config: Qwen3VLConfig, dtype: str
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    command = tyro.cli(Export, args=argv, prog="python -m train.export")
+    command = tyro.cli(Export, args=argv, prog=command_name("python -m train.export"))
     try:
         export(command)
     except (CheckpointError, RunDirectoryError, ValueError, OSError) as error:

@@ -56,9 +56,7 @@ def _remedy(error: Exception, page: str) -> str:
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == _UNAUTHORIZED:
         return f"the hub does not accept your token; {_LOG_IN} again"
     if constants.HF_HUB_OFFLINE:
-        return (
-            "not all of it is in the cache, and HF_HUB_OFFLINE is set; check the id, and unset it"
-        )
+        return "not all of it is in the cache, and HF_HUB_OFFLINE is set; check the id or unset it"
     # The messages of the hub's client have several lines.
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     return f"{reason}; check the network and repeat the command, which keeps complete files"

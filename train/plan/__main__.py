@@ -2,12 +2,19 @@
 
 import os
 import sys
+from typing import NoReturn
 
-from train.plan.command import main
+from train.plan import command
 
-if __name__ == "__main__":
-    code = main()
+
+def main() -> NoReturn:
+    """Run the command, and leave at once with its exit code."""
+    code = command.main()
     sys.stdout.flush()
     sys.stderr.flush()
     # A stopped plan may still be compiling in worker threads. A normal exit would wait for them.
     os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from configs import RECIPES
+from paravt_jax.command_name import command_name
 from paravt_jax.data.local_path import require_local
 from train.cli import EXIT_USAGE, parse
 from train.fit import Fitted, fit
@@ -231,7 +232,7 @@ def _fit(run: Run, topology: Topology) -> Fitted:
 def _parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The plan's own options, and the rest of `argv`, which belongs to the recipe."""
     parser = argparse.ArgumentParser(
-        prog="python -m train.plan",
+        prog=command_name("python -m train.plan"),
         description=__doc__,
         add_help=False,
         allow_abbrev=False,

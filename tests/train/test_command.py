@@ -1,0 +1,184 @@
+"""`paravt`: what it lists, and how it passes its arguments on."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import subprocess
+import sys
+import textwrap
+import tomllib
+
+import pytest
+
+import train.command
+
+ROOT = pathlib.Path(__file__).parents[2]
+EQUIVALENTS = {
+    "run": ("train.run", []),
+    "check": ("train.run", ["--check"]),
+    "plan": ("train.plan.__main__", []),
+    "prepare": ("train.prepare", []),
+    "ask": ("rollout.ask", []),
+    "evaluate": ("rollout.evaluate", []),
+    "report": ("train.report.__main__", []),
+    "export": ("train.export", []),
+}
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path):
+    """start(*words) runs the script in an empty folder; returns its exit code."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def run(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["/usr/bin/paravt", *words])
+        return train.command.main()
+
+    return run
+
+
+def program(code: str, folder: pathlib.Path) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process of its own, in another folder than the checkout."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{textwrap.dedent(code)}"
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
+def test_every_command_is_listed_with_its_equivalent(start, capsys, words):
+    assert start(*words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "usage: paravt COMMAND [ARGUMENT ...]"
+    for word, (module, flags) in EQUIVALENTS.items():
+        equivalent = " ".join(["python -m", module.removesuffix(".__main__"), *flags])
+        assert any(line.split()[0] == word and line.endswith(equivalent) for line in lines)
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("word", EQUIVALENTS)
+def test_arguments_and_exit_codes_are_passed_on(start, monkeypatch, tmp_path, word):
+    module, flags = EQUIVALENTS[word]
+    calls = []
+
+    def main() -> int:
+        # A tool of your own is found in the working directory, but hides nothing of ours.
+        assert sys.path.index(str(tmp_path)) == len(sys.path) - 1
+        calls.append(sys.argv)
+        return 7
+
+    monkeypatch.setattr(importlib.import_module(module), "main", main)
+    assert start(word, "--config=sft_tiny", "-x", "two words") == 7
+    assert calls == [[f"paravt {word}", *flags, "--config=sft_tiny", "-x", "two words"]]
+
+
+@pytest.mark.parametrize(
+    ("word", "nearest"), [("runn", "run"), ("evalute", "evaluate"), ("train", "run")]
+)
+def test_an_unknown_word_is_answered_with_the_nearest_command(start, capsys, word, nearest):
+    assert start(word) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert word in message and f"paravt {nearest}?" in message
+
+
+def test_the_list_needs_neither_jax_nor_flax(tmp_path):
+    done = program(
+        """
+        from train.command import main
+        code = main()
+        heavy = {"jax", "flax", "numpy", "tyro"} & set(sys.modules)
+        sys.exit(f"imported: {heavy}" if heavy else code)
+        """,
+        tmp_path,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: paravt COMMAND")
+
+
+def test_the_usage_line_names_what_was_typed(tmp_path):
+    """One process for all commands, because each takes seconds to import."""
+    done = program(
+        f"""
+        from train.command import main
+        for word in {list(EQUIVALENTS)!r}:
+            sys.argv = ["/usr/bin/paravt", word, "--help"]
+            try:
+                code = main()
+            except SystemExit as stop:
+                assert stop.code == 0, (word, stop.code)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    usages = [line for line in done.stdout.splitlines() if line.startswith("usage: ")]
+    # `plan` shows two: its own, and that of a recipe's fields.
+    named = dict.fromkeys(tuple(line.split()[1:3]) for line in usages)
+    assert list(named) == [("paravt", word) for word in EQUIVALENTS]
+
+
+def test_without_the_script_the_usage_line_names_the_module():
+    command = [sys.executable, "-m", "train.run", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("usage: python -m train.run --config=NAME")
+
+
+def test_a_plan_does_not_wait_for_its_threads(tmp_path):
+    done = program(
+        """
+        import threading, time
+        from train.plan import command
+        def stopped():
+            threading.Thread(target=time.sleep, args=(300,)).start()
+            return 5
+        command.main = stopped
+        sys.argv = ["/usr/bin/paravt", "plan"]
+        from train.command import main
+        main()
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 5
+
+
+def test_in_another_copy_of_the_project_nothing_is_started(start, tmp_path, capsys):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train/run.py").touch()
+    assert start("run", "--config=sft_tiny") == 2
+    message = capsys.readouterr().err
+    assert str(tmp_path) in message and "python -m train.run" in message
+
+
+def test_in_its_own_checkout_it_starts(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/paravt", "report", "--help"])
+    with pytest.raises(SystemExit) as stop:
+        train.command.main()
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: paravt report")
+
+
+def test_the_package_installs_the_script():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["paravt"].partition(":")
+    assert getattr(importlib.import_module(module), function) is train.command.main
+
+
+def test_the_pages_of_a_run_are_written_anew(start, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/config.json").write_text('{"name": "mine"}')
+    assert start("report", "mine") == 0
+    page = tmp_path / "mine/report.html"
+    assert "mine" in page.read_text()
+    page.write_text("old")
+    assert start("report", "mine") == 0
+    assert page.read_text() != "old"
+    assert str(page) in capsys.readouterr().out
+
+
+def test_a_report_of_a_folder_without_a_run_is_refused(start, tmp_path, capsys):
+    assert start("report", "nothing") == 1
+    assert "run_dir = nothing: " in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
