@@ -5,6 +5,7 @@ import pathlib
 import signal
 import time
 
+import jax
 import pytest
 
 from train.durable import cluster, hosts
@@ -80,3 +81,55 @@ def test_a_single_process_is_a_whole_run():
 def test_invalid_host_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         HostSettings(**settings)
+
+
+SLURM = {"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NTASKS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "looks"),
+    [
+        ({}, False),
+        (SLURM, True),
+        (SLURM | {"SLURM_NTASKS": "1"}, False),
+        # A batch script outside of srun.
+        ({"SLURM_NTASKS": "4"}, False),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "JAX_PLATFORMS": ""}, True),
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "JAX_PLATFORMS": ""}, False),
+        (
+            {
+                "TPU_WORKER_HOSTNAMES": "localhost",
+                "MEGASCALE_NUM_SLICES": "2",
+                "JAX_PLATFORMS": "tpu",
+            },
+            True,
+        ),
+        # Preparing data on one host of a slice.
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "JAX_PLATFORMS": "cpu"}, False),
+    ],
+)
+def test_other_hosts_are_looked_for_only_in_a_cluster(monkeypatch, environment, looks):
+    for name in ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES", *SLURM, "MEGASCALE_NUM_SLICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    asked = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **k: asked.append(a))
+    monkeypatch.setattr(jax.config, "update", lambda *setting: None)
+    cluster.connect(HostSettings())
+    assert asked == ([(None, None, None)] if looks else [])
+    cluster.connect(HostSettings(coordinator="none"))
+    assert len(asked) == looks
+
+
+def test_a_cluster_that_does_not_answer_is_one_line_with_the_remedy(monkeypatch):
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+
+    def silent(*_, **__):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", silent)
+    monkeypatch.setattr(jax.config, "update", lambda *setting: None)
+    with pytest.raises(ValueError, match="hosts.coordinator: empty, .*none for a single process"):
+        cluster.connect(HostSettings())
