@@ -52,7 +52,7 @@ class Run:
                 state = {"n": state["n"] + 1}
                 done.append(step)
                 figures = {"loss": loss(step), "accuracy": accuracy(step)}
-                phase.done(step, figures, state, {"at": step}, ("loss",))
+                phase.done(step, figures, state, {"at": step})
         return done
 
     def written(self) -> list[int]:
