@@ -28,7 +28,7 @@ CALLS_BEFORE = 0.2
 CALLS_GONE = 0.05
 """Calls per rollout below which it no longer does."""
 FORMAT_FALL = 0.1
-"""Fall of f, a share of rollouts, below its earlier mean."""
+"""Fall of f, a share of rollouts, below its highest earlier mean."""
 GAP_RISE = 3.0
 """Rise of the log-prob gap, as a factor on its earlier median."""
 GAP_FLOOR = 1e-5
@@ -49,7 +49,7 @@ or read a cold cache, so it is not called slow."""
 def calls_vanish(rows: Rows) -> str | None:
     """The model called tools, and has stopped."""
     recent = _mean(rows[-RECENT:], "calls")
-    if len(rows) <= RECENT or recent is None or recent >= CALLS_GONE:
+    if recent is None or recent >= CALLS_GONE:
         return None
     before = _highest_mean(rows[:-RECENT], "calls")
     if before is None or before < CALLS_BEFORE:
@@ -64,8 +64,8 @@ def calls_vanish(rows: Rows) -> str | None:
 def format_falls(rows: Rows) -> str | None:
     """Fewer rollouts than before comply with the format."""
     recent = _mean(rows[-RECENT:], "format")
-    before = _mean(rows[:-RECENT], "format")
-    if len(rows) < 2 * RECENT or recent is None or before is None:
+    before = _highest_mean(rows[:-RECENT], "format")
+    if recent is None or before is None:
         return None
     if recent > before - FORMAT_FALL:
         return None
@@ -125,7 +125,8 @@ def slow_step(rows: Rows) -> str | None:
     if row.get("recompilations"):
         cause = "It compiled a program: its batch or its sequences had a new shape"
     else:
-        cause = "Look at the disk of the videos, other programs on the hosts, and the judge"
+        judge = ", and at the judge if there is one" if part == "rollout" else ""
+        cause = f"Look at the disk of the videos and other programs on the hosts{judge}"
     return (
         f"step {row['step']} took {format_seconds(seconds)}{where}, usually "
         f"{format_seconds(usual)}. {cause}"
@@ -233,9 +234,8 @@ def _mean(rows: Rows, name: str) -> float | None:
 
 
 def _highest_mean(rows: Rows, name: str) -> float | None:
-    """The highest mean over `RECENT` steps in a row, fewer if there are fewer."""
+    """The highest mean over `RECENT` steps in a row; None for fewer steps."""
     values = _values(rows, name)
-    if not values:
-        return None
-    windows = range(max(1, len(values) - RECENT + 1))
-    return max(statistics.fmean(values[start : start + RECENT]) for start in windows)
+    windows = range(len(values) - RECENT + 1)
+    means = [statistics.fmean(values[start : start + RECENT]) for start in windows]
+    return max(means, default=None)
