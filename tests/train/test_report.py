@@ -628,12 +628,12 @@ def test_a_run_without_any_step_has_a_page(tmp_path):
 
 
 def test_what_deserves_a_look_has_a_section(tmp_path, page):
-    assert not page.all("li", "warning")
+    assert not page.all("p", "warning")
     folder = unfinished_run(tmp_path)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     silent = [row | {"groups/silent": 1.0} if row["phase"] == "rl" else row for row in rows]
     write_lines(folder / "metrics.jsonl", silent)
-    [warning] = page_of(folder).all("li", "warning")
+    [warning] = page_of(folder).all("p", "warning")
     assert warning["text"].startswith("PARA-GRPO, step 4: no group has a signal")
 
 
@@ -643,10 +643,10 @@ def test_a_full_disk_is_told_only_while_the_run_needs_it(tmp_path, monkeypatch):
     checkpoint.mkdir(parents=True)
     (checkpoint / "data").write_bytes(bytes(100))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=99))
-    [warning] = page_of(folder).all("li", "warning")
+    [warning] = page_of(folder).all("p", "warning")
     assert "will not fit" in warning["text"]
     (folder / "result.json").write_text(json.dumps(fake_result()))
-    assert not page_of(folder).all("li", "warning")
+    assert not page_of(folder).all("p", "warning")
 
 
 def test_frames_are_left_out_when_time_is_up_and_shown_later(tmp_path):

@@ -82,6 +82,7 @@ SFT_CURVES = (
 ALIGN_CURVES = (
     Curve("loss", "loss", "", 0),
     Curve("accuracy", "accuracy", "share of words in frames that are read correctly", 0, 1),
+    Curve("time/step", "seconds per step", "", 0),
 )
 PHASE_CURVES = (
     ("rl", "Reinforcement learning", RL_CURVES),
