@@ -5,16 +5,19 @@ Templates escape HTML, so text from models, files and people appears on the page
 
 from __future__ import annotations
 
+import functools
 import math
 import pathlib
 
 import jinja2
 
 
+@functools.cache
 def environment(*folders: pathlib.Path) -> jinja2.Environment:
     """Make the environment of the templates in `folders` and in this package's folder.
 
-    A template that uses an undefined name raises an error.
+    It is made once, so that templates are compiled once. A template that uses an undefined name
+    raises an error.
     """
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader([*folders, pathlib.Path(__file__).parent]),

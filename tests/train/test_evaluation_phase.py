@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import train.phases.context
 import train.run
 from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.records import QuestionKind
@@ -17,6 +18,7 @@ from rollout.engine.engine import Engine
 from tests.paravt_jax.judge_server import Reply, says, serving
 from train.learn.weight_sync import WeightSync
 from train.phases.actor import Actor
+from train.report.page import write_report
 
 # An error that is not retried.
 REFUSED = Reply(status=401)
@@ -127,3 +129,37 @@ def test_counts_cover_every_setting_and_survive_a_restart(evaluated, tmp_path):
             "other files are not judged again"
         )
         assert again["judge"]["asked"] == asked, "each answer is counted once"
+
+
+def test_the_report_is_written_after_each_evaluation(evaluated, tmp_path, monkeypatch):
+    """Before result.json, which marks a finished run."""
+    pages = []
+
+    def write(folder: pathlib.Path, frame_seconds: float) -> pathlib.Path:
+        report = write_report(folder, frame_seconds)
+        pages.append((report.read_text(), (folder / "result.json").exists()))
+        return report
+
+    monkeypatch.setattr(train.phases.context, "write_report", write)
+    evaluated(tmp_path, RewardSettings(format_cap=False))
+    assert len(pages) == 2
+    assert all("has not finished" in text for text, _ in pages)
+    assert not any(finished for _, finished in pages)
+    assert "has not finished" not in (tmp_path / "report.html").read_text()
+    for file in (tmp_path / "evaluation").glob("before-*.json"):
+        content = json.loads(file.read_text())
+        assert len(content["seconds"]) == len(content["rows"]) > 0
+        assert min(content["seconds"]) > 0
+
+
+def test_a_report_that_cannot_be_written_does_not_end_the_run(
+    evaluated, tmp_path, monkeypatch, capsys
+):
+    def fail(folder: pathlib.Path, frame_seconds: float) -> pathlib.Path:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(train.phases.context, "write_report", fail)
+    result = evaluated(tmp_path, RewardSettings(format_cap=False))
+    assert result["after"]
+    told = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(told) == 2 and all("no space left" in line for line in told)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pathlib
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
+from train.durable import hosts
 from train.durable.checkpoint import CheckpointError, Checkpoints
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import MetricsWriter, read_metrics
 from train.durable.phase import Phase
+from train.durable.time_left import Part
 
 
 class Run:
@@ -22,6 +25,7 @@ class Run:
         self.folder = folder
         self.interrupts = Interrupts()
         self.refuse = False
+        self.report: Callable[[], None] = lambda: None
         self.kept = Checkpoints(folder / "rl", asynchronous=True, identity=identity)
         self.metrics = MetricsWriter(folder, tensorboard=False)
         self.phase = Phase(
@@ -33,6 +37,8 @@ class Run:
             interrupts=self.interrupts,
             meta={"config": 1},
             before_save=self.check,
+            after_save=lambda: self.report(),
+            later=lambda: [Part("after", 60.0)],
             best="accuracy",
         )
 
@@ -52,7 +58,7 @@ class Run:
                 state = {"n": state["n"] + 1}
                 done.append(step)
                 figures = {"loss": loss(step), "accuracy": accuracy(step)}
-                phase.done(step, figures, state, {"at": step}, ("loss",))
+                phase.done(step, figures, state, {"at": step})
         return done
 
     def written(self) -> list[int]:
@@ -132,3 +138,46 @@ def test_another_runs_checkpoint_is_refused_with_the_difference(tmp_path):
         "  model.hidden: 8 -> 16",
         "  vocabulary.size: 5 -> 6",
     ]
+
+
+def test_a_report_is_drawn_after_every_save(tmp_path):
+    run = Run(tmp_path)
+    drawn = []
+    run.report = lambda: drawn.append((len(run.written()), run.kept.latest()))
+    with pytest.raises(Stopped):
+        run.steps(stop=5)
+    # Also after the save of a stop. Step and checkpoint agree, so the save came first.
+    assert drawn == [(3, 3), (5, 5)]
+
+
+def test_an_error_after_a_save_does_not_lose_it(tmp_path):
+    run = Run(tmp_path)
+
+    def fail() -> None:
+        raise OSError("no report")
+
+    run.report = fail
+    with pytest.raises(OSError, match="no report"):
+        run.steps()
+    assert Checkpoints(tmp_path / "rl").latest() == 3
+    assert Run(tmp_path).steps() == [4, 5, 6, 7]
+
+
+def test_a_resumed_phase_tells_its_time_left_at_its_first_step(tmp_path, capsys):
+    with pytest.raises(Stopped):
+        Run(tmp_path).steps(stop=3)
+    capsys.readouterr()
+    Run(tmp_path).steps()
+    lines = capsys.readouterr().err.splitlines()
+    # Steps of milliseconds have two lines: the first and the last.
+    assert lines[0].startswith("PARA-GRPO 4/7 · loss 1.00 · accuracy 0.50 · 0.00 s · ")
+    assert lines[0].endswith(" left, run 1 min 00 s")
+    assert lines[-1].endswith(" · run 1 min 00 s left")
+    assert lines[-1].startswith("PARA-GRPO 7/7")
+
+
+def test_only_the_first_process_prints(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(hosts, "is_first", lambda: False)
+    run = Run(tmp_path)
+    assert run.steps() == [1, 2, 3, 4, 5, 6, 7]
+    assert capsys.readouterr().err == ""

@@ -9,6 +9,8 @@ import json
 import math
 import random
 import re
+import shutil
+from types import SimpleNamespace
 
 import av
 import numpy as np
@@ -556,6 +558,104 @@ def test_a_grounding_question_shows_both_windows_on_the_axis(tmp_path):
     [answer] = page.all("b", "answer")
     assert truth["style"] == "left:25.00%;width:25.00%"
     assert answer["style"] == "left:50.00%;width:25.00%"
+
+
+# --- the page of an unfinished run ---
+
+
+def unfinished_run(folder, last_step=20):
+    """A directory with the files of a run that is at a step of RL; two steps were evaluated."""
+    fake_run(folder)
+    (folder / "result.json").unlink()
+    config = {"name": "paravt_tiny", "align": {"steps": 30}, "rl": {"steps": 48}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "seconds.json").write_text("4980.0")
+    rows = [
+        row | {"wall": 1.7e9, "recompilations": 0.0}
+        for row in fake_metrics(random.Random(0))
+        if row["phase"] != "rl" or row["step"] <= last_step
+    ]
+    write_lines(folder / "metrics.jsonl", rows)
+    (folder / "evaluation").mkdir()
+    result = fake_result()
+    for k in (4, 16, 64):
+        before = [row for row in result["before"] if row["k"] == k]
+        greedy = [row for row in before if not row["temperature"]][:1]
+        for name, content in (
+            ("before", before),
+            ("control", greedy),
+            ("curve-000008", greedy),
+            ("curve-000016", greedy),
+        ):
+            file = folder / "evaluation" / f"{name}-{k}.json"
+            file.write_text(json.dumps({"rows": content, "episodes": []}))
+    return folder
+
+
+def test_the_page_of_an_unfinished_run_says_how_far_it_is(tmp_path):
+    page = page_of(unfinished_run(tmp_path))
+    [progress] = page.all("p", "progress")
+    assert progress["text"] == (
+        "The run has not finished. Its last step is PARA-GRPO 20 of 48, after 1 h 23 min "
+        "(2023-11-14 22:13 UTC)."
+    )
+    tiles = [e["text"] for e in page.all("div", "tile")]
+    assert tiles[0].startswith("accuracy0.43 → –")
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_a_finished_page_says_nothing_of_the_kind(page):
+    assert not page.all("p", "progress")
+
+
+def test_the_page_of_an_unfinished_run_shows_the_evaluations_so_far(tmp_path):
+    folder = unfinished_run(tmp_path)
+    page = page_of(folder)
+    assert "step 16: K = 4 0.42, K = 16 0.48, K = 64 0.56" in page.source
+    # The control belongs to the last step.
+    assert "dashed s0" not in page.source
+    # An evaluation that has begun: one K of three.
+    content = (folder / "evaluation" / "curve-000016-4.json").read_text()
+    (folder / "evaluation" / "curve-000020-4.json").write_text(content)
+    again = page_of(folder).source
+    assert "step 16: K = 4 0.42" in again and "step 20: K = 4" not in again
+
+
+def test_a_run_without_any_step_has_a_page(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"name": "x", "rl": None}))
+    [progress] = page_of(tmp_path).all("p", "progress")
+    assert "no step yet" in progress["text"]
+
+
+def test_what_deserves_a_look_has_a_section(tmp_path, page):
+    assert not page.all("p", "warning")
+    folder = unfinished_run(tmp_path)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    silent = [row | {"groups/silent": 1.0} if row["phase"] == "rl" else row for row in rows]
+    write_lines(folder / "metrics.jsonl", silent)
+    [warning] = page_of(folder).all("p", "warning")
+    assert warning["text"].startswith("PARA-GRPO, step 4: no group has a signal")
+
+
+def test_a_full_disk_is_told_only_while_the_run_needs_it(tmp_path, monkeypatch):
+    folder = unfinished_run(tmp_path)
+    checkpoint = folder / "checkpoints" / "rl" / "16"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "data").write_bytes(bytes(100))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=99))
+    [warning] = page_of(folder).all("p", "warning")
+    assert "will not fit" in warning["text"]
+    (folder / "result.json").write_text(json.dumps(fake_result()))
+    assert not page_of(folder).all("p", "warning")
+
+
+def test_frames_are_left_out_when_time_is_up_and_shown_later(tmp_path):
+    one_episode(tmp_path)
+    early = Page(write_report(tmp_path, frame_seconds=0.0).read_text())
+    assert not early.all("img") and not early.all("p", "unreadable")
+    notes = [e["text"] for e in early.all("p", "quiet")]
+    assert sum("read for a later report" in note for note in notes) == 3
+    assert len(page_of(tmp_path).all("img")) == 4 + 2 * 16
 
 
 # --- charts and numbers ---

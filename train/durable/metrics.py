@@ -21,7 +21,13 @@ import tensorboardX
 
 from paravt_jax.data.atomic import write_atomically
 
-PHASES = ("align", "sft", "control", "rl")
+PHASE_TITLES = {
+    "align": "alignment",
+    "sft": "cold start",
+    "control": "control",
+    "rl": "PARA-GRPO",
+}
+PHASES = tuple(PHASE_TITLES)
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -90,7 +96,7 @@ class MetricsWriter:
             # Drop an incomplete last line now. The next line would otherwise be appended to it.
             self._rewrite(read_jsonl(self.path))
 
-    def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> None:
+    def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> dict[str, Any]:
         """Records the metrics of one step.
 
         Args:
@@ -98,17 +104,13 @@ class MetricsWriter:
             step: step number within the phase.
             values: flat names with a slash after the group, as in "reward/accuracy". Values that
                 are not finite are stored as null.
+
+        Returns:
+            The line of metrics.jsonl.
         """
         _phase_index(phase)
         numbers = {key: _number(key, value) for key, value in values.items()}
-        head = {"phase": phase, "step": int(step), "wall": round(time.time(), 3)}
-        clash = numbers.keys() & head.keys()
-        if clash:
-            raise ValueError(
-                f"metrics: {sorted(clash)} is reserved for the line itself; give the value another "
-                "name"
-            )
-        row = head | numbers
+        row = _row(phase, step, numbers)
         # Open the events before appending the line. Opening replays metrics.jsonl into them, so in
         # the other order this step would be recorded twice.
         events = self._events_of(phase) if self._tensorboard else None
@@ -126,6 +128,7 @@ class MetricsWriter:
                 f"{phase}/{key}": value for key, value in numbers.items() if value is not None
             }
             self._wandb.log(finite | {f"{phase}/step": int(step)})
+        return row
 
     def truncate(self, phase: str, step: int) -> None:
         """Removes everything after `step` of `phase`, later phases included, before a run resumes.
@@ -186,8 +189,8 @@ class SilentMetrics(MetricsWriter):
         # Not the constructor of the base class, which would create and repair files.
         self.path = pathlib.Path(run_dir) / "metrics.jsonl"
 
-    def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> None:
-        pass
+    def write(self, phase: str, step: int, values: Mapping[str, SupportsFloat]) -> dict[str, Any]:
+        return _row(phase, step, values)
 
     def truncate(self, phase: str, step: int) -> None:
         pass
@@ -200,6 +203,17 @@ def _phase_index(phase: str) -> int:
     if phase not in PHASES:
         raise ValueError(f"metrics: phase {phase!r}; give one of {', '.join(PHASES)}")
     return PHASES.index(phase)
+
+
+def _row(phase: str, step: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of metrics.jsonl."""
+    head = {"phase": phase, "step": int(step), "wall": round(time.time(), 3)}
+    clash = numbers.keys() & head.keys()
+    if clash:
+        raise ValueError(
+            f"metrics: {sorted(clash)} is reserved for the line itself; give the value another name"
+        )
+    return {**head, **numbers}
 
 
 def _number(key: str, value: SupportsFloat) -> float | None:

@@ -2,7 +2,7 @@
 
 The order in which a step is written matters:
 
-    metrics.jsonl (fsync)  ->  checkpoint, if one is due  ->  stop, if requested
+    metrics.jsonl (fsync)  ->  checkpoint, if one is due  ->  report  ->  stop, if requested
 
 A kill between the first two leaves metrics without a checkpoint; the resumed phase removes them and
 repeats the step. The reverse order could leave a checkpoint without its metrics. As it is,
@@ -12,25 +12,19 @@ metrics.jsonl holds each step once, and no step is repeated after a clean stop.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxtyping import PyTree
 
-from paravt_jax.progress import Progress
 from train.durable import hosts
 from train.durable.checkpoint import Checkpoints
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import MetricsWriter, read_metrics
+from train.durable.step_lines import StepLines
+from train.durable.time_left import Part
 
 T = TypeVar("T")
-
-_TITLES = {
-    "align": "align the vision tower",
-    "sft": "cold start",
-    "control": "control: further SFT",
-    "rl": "PARA-GRPO",
-}
 
 
 class Phase:
@@ -46,6 +40,8 @@ class Phase:
         meta: stored in each checkpoint beside the data cursor.
         tick: called after each step.
         before_save: called before each save; an exception from it prevents the save.
+        after_save: called after each save, which may still run in the background.
+        later: returns the parts of the run after this phase, for the time left.
         best: metric, higher is better, whose mean since the last regular checkpoint becomes the
             score of the next one.
 
@@ -64,6 +60,8 @@ class Phase:
         meta: Mapping[str, Any],
         tick: Callable[[], None] = lambda: None,
         before_save: Callable[[], None] = lambda: None,
+        after_save: Callable[[], None] = lambda: None,
+        later: Callable[[], Sequence[Part]] = lambda: (),
         best: str | None = None,
     ):
         self.name = name
@@ -79,13 +77,15 @@ class Phase:
         self._meta = dict(meta)
         self._tick = tick
         self._before_save = before_save
-        self._progress = Progress(_TITLES[name], shown=hosts.is_first())
+        self._after_save = after_save
+        self._later = later
+        # Opened by `resume`, in the first process only.
+        self._lines: StepLines | None = None
 
     def __enter__(self) -> Phase:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.close()
         self._checkpoints.close()
 
     @property
@@ -114,6 +114,8 @@ class Phase:
                 f"stopped before step {self.finished_steps + 1} of {self.steps} of {self.name}; "
                 "all before it is saved"
             )
+            if hosts.is_first():
+                self._lines = self._open_lines()
         return state, cursor
 
     def saves(self, step: int) -> bool:
@@ -126,7 +128,6 @@ class Phase:
         figures: Mapping[str, float],
         state: PyTree,
         cursor: Any,
-        shown: tuple[str, ...],
     ) -> None:
         """Records a finished step, and saves the state if a checkpoint is due.
 
@@ -135,7 +136,6 @@ class Phase:
             figures: its metrics, with "loss".
             state: weights and optimizer state after the step.
             cursor: position in the data after the step, as JSON can hold it.
-            shown: names of the metrics to show on the terminal.
 
         Raises:
             ValueError: the loss or the gradient norm is not finite.
@@ -143,8 +143,9 @@ class Phase:
             Stopped: the run was asked to stop; everything is saved by then.
         """
         self._require_finite(step, figures)
-        self._metrics.write(self.name, step, figures)
-        self._progress.update(step, self.steps, {name: figures[name] for name in shown})
+        row = self._metrics.write(self.name, step, figures)
+        if self._lines is not None:
+            self._lines.add(row)
         self._tick()
         signal_number = self._interrupts.agree()
         if signal_number is not None or self.saves(step):
@@ -154,10 +155,24 @@ class Phase:
         if signal_number is not None:
             # The save may still be running in the background, but the message says it is done.
             self._checkpoints.wait()
+        if signal_number is not None or self.saves(step):
+            self._after_save()
+        if signal_number is not None:
             raise Stopped(
                 signal_number,
                 f"stopped after step {step} of {self.steps} of {self.name}, which is saved",
             )
+
+    def _open_lines(self) -> StepLines:
+        rows = read_metrics(self._metrics.path)
+        return StepLines(
+            self.name,
+            self.steps,
+            self.save_every,
+            [row for row in rows if row["phase"] == self.name],
+            self._checkpoints.folder,
+            self._later(),
+        )
 
     def _score(self, step: int) -> float | None:
         """Mean of the metric `best` since the last regular checkpoint; None between them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,13 +103,15 @@ def align(
     if rng_state is not None:
         rng.bit_generator.state = rng_state
     for step in phase.left:
+        start = time.perf_counter()
         chosen = rng.integers(len(pixels), size=settings.batch)
         patches = patchify(pixels[chosen], vision.patch_size, vision.spatial_merge_size)
         weights, state, loss, accuracy = update(weights, state, patches, words[chosen])
         nnx.update((model.vision, model.text.embedding), weights)
         metrics = {"loss": float(loss), "accuracy": float(accuracy)}
+        metrics["time/step"] = time.perf_counter() - start
         cursor = dict(rng.bit_generator.state)
-        phase.done(step, metrics, _as_saved(model, state), cursor, ("loss", "accuracy"))
+        phase.done(step, metrics, _as_saved(model, state), cursor)
 
 
 def _as_saved(model: Qwen3VL, optimizer_state: Any) -> dict[str, Any]:

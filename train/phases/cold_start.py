@@ -96,5 +96,5 @@ def _train(
             metrics["time/step"] = seconds
             metrics |= speeds(arrays, config, seconds, context.mesh.size)
             saved = as_saved(state, parts.tower)
-            phase.done(step, metrics, saved, batches.get_state(), ("loss",))
+            phase.done(step, metrics, saved, batches.get_state())
     return state.weights

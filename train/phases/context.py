@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +18,19 @@ from train.durable.interrupts import Interrupts
 from train.durable.metrics import MetricsWriter
 from train.durable.phase import Phase
 from train.durable.run_directory import cold_start_identity, identity
+from train.durable.step_lines import say
 from train.learn.align import AlignSettings
 from train.learn.rl_settings import RLSettings
 from train.learn.sft import SFTSettings
 from train.learn.step import TrainState
+from train.phases.ahead import parts_after
+from train.report.page import write_report
+from train.report.result import collect_episodes
 from train.settings import Run
 from train.unreadable import note_unreadable
+
+FRAME_SECONDS = 3.0
+"""Bound on the seconds that a report of an unfinished run spends reading frames of videos."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +99,28 @@ class Context:
             },
             tick=self.tick,
             before_save=before_save,
+            after_save=self.write_interim_report,
+            later=functools.partial(
+                parts_after, name, self.run, self.folder, bool(self.data.heldout)
+            ),
             best=kept.best if is_rl and kept.best != "none" else None,
         )
+
+    def write_interim_report(self) -> None:
+        """Write episodes.jsonl and report.html as far as the run is.
+
+        A page that cannot be written does not end the run: the reason is printed.
+        """
+        if not hosts.is_first():
+            return
+        try:
+            collect_episodes(self.folder, self.data.root)
+            write_report(self.folder, frame_seconds=FRAME_SECONDS)
+        except Exception as error:
+            say(
+                f"warning: report.html was not written ({type(error).__name__}: {error}); training "
+                "goes on, and the next save writes it again"
+            )
 
 
 def as_saved(state: TrainState, tower: Any) -> dict[str, Any]:

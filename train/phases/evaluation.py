@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import json
 import pathlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -95,7 +96,7 @@ def evaluate_control(context: Context, actor: Actor | None, train: Callable[[], 
 def evaluate_checkpoint(context: Context, actor: Actor, step: int) -> None:
     """Play held-out questions greedily with the engine's weights, those after `step` steps of RL.
 
-    One file per K is written; `read_curve` reads them.
+    One file per K is written; `train.report.result.read_curve` reads them.
     """
     if not context.data.heldout:
         return
@@ -103,15 +104,6 @@ def evaluate_checkpoint(context: Context, actor: Actor, step: int) -> None:
     _play_missing(context, actor, _Plan(f"curve-{step:06d}", f"step {step} of RL", settings))
     # Rollouts must find the same empty cache in a run that was stopped here and resumed.
     actor.engine.forget()
-
-
-def read_curve(folder: pathlib.Path) -> Rows:
-    """The rows of all evaluations during RL, each with its `step`."""
-    rows = []
-    for file in sorted((folder / "evaluation").glob("curve-*.json")):
-        step = int(file.stem.split("-")[1])
-        rows += [{"step": step} | row for row in json.loads(file.read_text())["rows"]]
-    return sorted(rows, key=lambda row: (row["step"], row["k"]))
 
 
 def _evaluate_weights(
@@ -129,6 +121,7 @@ def _evaluate_weights(
 def _play_missing(context: Context, actor: Actor, plan: _Plan) -> Rows:
     """Play the settings whose K has no file yet, and return the rows of all files."""
     rows = []
+    played = False
     frames = context.run.evaluation.frames
     title = f"evaluate {plan.title}"
     with Progress(title, "setting", shown=hosts.is_first()) as progress:
@@ -143,7 +136,10 @@ def _play_missing(context: Context, actor: Actor, plan: _Plan) -> Rows:
                     if hosts.is_first():
                         file.parent.mkdir(exist_ok=True)
                         write_atomically(file, json.dumps(content))
+                played = True
             rows += json.loads(file.read_text())["rows"]
+    if played:
+        context.write_interim_report()
     return rows
 
 
@@ -157,20 +153,22 @@ def _play_k(
     """Play all settings with `k` frames; `done` is called with the number of those played.
 
     Returns:
-        The content of the file: rows, episodes, and the judge's counts.
+        The content of the file: rows, the seconds that each took, episodes, and the judge's counts.
     """
     questions = context.data.heldout[: context.run.evaluation.questions]
     # Start with an empty cache: results must not depend on where an interrupted evaluation resumed.
     actor.engine.forget()
-    content: dict[str, Any] = {"rows": [], "episodes": []}
+    content: dict[str, Any] = {"rows": [], "seconds": [], "episodes": []}
     if actor.judge is not None:
         content["judge"] = collections.Counter()
     for setting in [setting for setting in plan.settings if setting.frames == k]:
         context.interrupts.check(
             f"stopped while evaluating {plan.title}; finished K are kept, K = {k} starts again"
         )
+        start = time.monotonic()
         row, lines = _play(context, actor, questions, plan, setting)
         content["rows"].append(row)
+        content["seconds"].append(time.monotonic() - start)
         content["episodes"] += lines
         if actor.judge is not None:
             for counts in hosts.gather(dataclasses.asdict(actor.judge.counts)):

@@ -33,7 +33,6 @@ from train.phases.model import Parts
 
 # Programs may still compile in the first steps of a process.
 WARM_UP = 3
-_SHOWN = ("accuracy", "format", "calls", "reward/total")
 
 
 def reinforce(
@@ -96,7 +95,7 @@ def reinforce(
             recompilations = compilations.count - compiled_before if warm else 0
             metrics["recompilations"] = float(recompilations)
             cursor = {"questions": questions.get_state()}
-            phase.done(step, metrics, as_saved(state, parts.tower), cursor, _SHOWN)
+            phase.done(step, metrics, as_saved(state, parts.tower), cursor)
     rollout_file.remove()
     engine.sleep()
     return state.weights

@@ -132,9 +132,9 @@ def _key(row: Row) -> tuple[Any, ...]:
     return row["question"]["id"], row["k"], row["temperature"], row["dispatch"]
 
 
-def pair_cards(root: pathlib.Path, episodes: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """The cards of `choose_pairs`, unfolded."""
+def pair_cards(root: pathlib.Path, episodes: Sequence[Row], until: float) -> list[tuple[Row, Row]]:
+    """The cards of `choose_pairs`, unfolded; frames are read until `until`, see `episode_card`."""
     return [
-        (episode_card(root, old, True), episode_card(root, new, True))
+        (episode_card(root, old, True, until), episode_card(root, new, True, until))
         for old, new in choose_pairs(episodes)
     ]

@@ -1,9 +1,11 @@
 """Writes report.html: one page about a finished or running run.
 
-It shows key figures before and after RL, what was learned, curves, the evaluation table and about
-twenty episodes.
-The sources are config.json, metrics.jsonl, result.json and episodes.jsonl of the run; any of them
-may be missing. The page has no scripts and loads nothing, so it opens offline in any browser.
+It shows key figures before and after RL, what deserves a look, what was learned, curves, the
+evaluation table and about twenty episodes. The page of a run without result.json says how far the
+run is, and shows what there is.
+The sources are config.json, metrics.jsonl, result.json, evaluation/ and episodes.jsonl of the run;
+any of them may be missing. The page has no scripts and loads nothing, so it opens offline in any
+browser.
 """
 
 from __future__ import annotations
@@ -11,17 +13,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import os
 import pathlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from paravt_jax.data.atomic import write_atomically
 from rollout.report.episode_card import episode_card
 from rollout.report.templates import environment, number
-from train.durable.metrics import format_seconds, read_jsonl, read_metrics
+from train.durable.metrics import PHASE_TITLES, format_seconds, read_jsonl, read_metrics
+from train.durable.watch import disk_fills, room_for_checkpoint, warnings
 from train.report.chart import Chart, line_chart, stacked_chart
-from train.report.discovery import group_table, learning_curves, pair_cards
+from train.report.discovery import greedy, group_table, learning_curves, pair_cards
+from train.report.result import result_so_far
 
 Row = dict[str, Any]
 EPISODES = 21
@@ -76,6 +82,7 @@ SFT_CURVES = (
 ALIGN_CURVES = (
     Curve("loss", "loss", "", 0),
     Curve("accuracy", "accuracy", "share of words in frames that are read correctly", 0, 1),
+    Curve("time/step", "seconds per step", "", 0),
 )
 PHASE_CURVES = (
     ("rl", "Reinforcement learning", RL_CURVES),
@@ -86,39 +93,63 @@ PHASE_CURVES = (
 STACKED = ("time/rollout", "time/reference", "time/update", "time/data")
 
 
-def write_report(run_dir: str | os.PathLike[str]) -> pathlib.Path:
+def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.inf) -> pathlib.Path:
     """Writes `run_dir`/report.html and returns its path.
 
     If a source file is missing, a note takes the place of its part of the page.
+
+    Args:
+        run_dir: the run's folder.
+        frame_seconds: seconds after which no more frames of videos are read. Frames that this
+            process has read before take almost no time.
     """
+    until = time.monotonic() + frame_seconds
     root = pathlib.Path(run_dir).resolve()
     config = _read_json(root / "config.json")
-    result = _read_json(root / "result.json")
     metrics = read_metrics(root / "metrics.jsonl")
     episodes = read_jsonl(root / "episodes.jsonl")
+    finished = (root / "result.json").exists()
+    result = _read_json(root / "result.json") if finished else result_so_far(root)
+    learned = result if finished else _up_to_now(result)
     template = environment(pathlib.Path(__file__).parent).get_template("report.html.jinja")
     text = template.render(
         name=str(config.get("name") or config.get("recipe") or root.name),
+        progress="" if finished else _progress(root, config, metrics),
+        warnings=_warnings(root, metrics, finished),
         temperature=_sampling_temperature(result),
         reward=result.get("reward"),
         figures=key_figures(result),
-        learning=learning_curves(result, _last_step(metrics)),
-        control=bool(result.get("control")),
+        learning=learning_curves(learned, _last_step(learned, metrics, finished)),
+        control=bool(learned.get("control")),
         groups=group_table(result),
-        pairs=pair_cards(root, episodes),
+        pairs=pair_cards(root, episodes, until),
         facts=_facts(result),
         phases=_phases(metrics),
         table=_table(result),
-        stages=_stages(root, episodes),
+        stages=_stages(root, episodes, until),
         config=json.dumps(config, indent=2, ensure_ascii=False, default=str) if config else "",
     )
     write_atomically(root / "report.html", text)
     return root / "report.html"
 
 
-def _last_step(metrics: list[Row]) -> int:
-    """The number of RL steps so far."""
+def _last_step(learned: Row, metrics: list[Row], finished: bool) -> int:
+    """The RL step of the last evaluation so far; 0 without one."""
+    if not finished:
+        return max((row["step"] for row in learned["curve"]), default=0)
     return max((row["step"] for row in metrics if row["phase"] == "rl"), default=0)
+
+
+def _up_to_now(result: Row) -> Row:
+    """The part of an unfinished run's result that the curves over RL steps can show.
+
+    The control and the evaluation after RL belong to the last step. An evaluation that is going on
+    has no rows yet for some K.
+    """
+    known = len(greedy(result["before"]))
+    by_step = itertools.groupby(result["curve"], lambda row: row["step"])
+    complete = [rows for _, group in by_step if len(rows := list(group)) == known]
+    return {"before": result["before"], "curve": [row for rows in complete for row in rows]}
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -126,6 +157,34 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 # --- the head ---
+
+
+def _progress(root: pathlib.Path, config: Row, metrics: list[Row]) -> str:
+    """How far an unfinished run is: phase, step, running time, and when that was."""
+    if not metrics:
+        return "The run has not finished. It has recorded no step yet."
+    row = metrics[-1]
+    phase = row["phase"]
+    # The control takes as many steps as RL.
+    steps = (config.get("rl" if phase == "control" else phase) or {}).get("steps")
+    step = f"{PHASE_TITLES[phase]} {row['step']}" + (f" of {steps}" if steps else "")
+    seconds = root / "seconds.json"
+    after = f", after {format_seconds(json.loads(seconds.read_text()))}" if seconds.exists() else ""
+    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(row["wall"]))
+    return f"The run has not finished. Its last step is {step}{after} ({when})."
+
+
+def _warnings(root: pathlib.Path, metrics: list[Row], finished: bool) -> list[str]:
+    """What deserves a look. Only an unfinished run still needs room on the disk."""
+    lines = [
+        f"{PHASE_TITLES[phase]}, step {step}: {warning}"
+        for phase, step, warning in warnings(metrics)
+    ]
+    if metrics and not finished:
+        room = room_for_checkpoint(root / "checkpoints" / metrics[-1]["phase"])
+        warning = disk_fills(*room) if room is not None else None
+        lines += [warning] if warning else []
+    return lines
 
 
 def key_figures(result: dict[str, Any]) -> list[tuple[str, str, float | None, float | None]]:
@@ -313,9 +372,12 @@ def choose_episodes(episodes: list[Row], count: int = EPISODES) -> dict[str, lis
     return {stage: chosen[stage] for stage in stages}
 
 
-def _stages(root: pathlib.Path, episodes: list[Row]) -> list[tuple[str, list[Row]]]:
+def _stages(root: pathlib.Path, episodes: list[Row], until: float) -> list[tuple[str, list[Row]]]:
     """(title, cards) of each stage; its first cards are unfolded."""
     return [
-        (STAGES[stage], [episode_card(root, row, i < OPEN_PER_PHASE) for i, row in enumerate(rows)])
+        (
+            STAGES[stage],
+            [episode_card(root, row, i < OPEN_PER_PHASE, until) for i, row in enumerate(rows)],
+        )
         for stage, rows in choose_episodes(episodes).items()
     ]

@@ -1,0 +1,129 @@
+"""Prints a line per step of a phase, and a line when something deserves a look.
+
+    cold start 120/500 · loss 0.812 · 31.2 s · 4,204 tok/s · MFU 38.1 % · 3 h 17 min left
+    PARA-GRPO 12/54 · reward 0.93 · accuracy 0.61 · f 0.84 · calls 1.90 · 118 s · 1,530 tok/s · ...
+
+A terminal and a log file get the same plain lines.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from train.durable.metrics import PHASE_TITLES
+from train.durable.time_left import Part, expected_step, time_left
+from train.durable.watch import Watch, disk_fills, room_for_checkpoint, step_seconds
+
+Row = dict[str, Any]
+
+EVERY = 1.0
+"""Seconds between two lines at least, so that logs of short steps stay readable."""
+
+_FIGURES = {
+    "reward/total": "reward {:.2f}",
+    "loss": "loss {:#.3g}",
+    "accuracy": "accuracy {:.2f}",
+    "format": "f {:.2f}",
+    "calls": "calls {:.2f}",
+}
+_SPEEDS = {
+    "speed/tokens": ("{:,.0f} tok/s", 1.0),
+    "speed/mfu": ("MFU {:.1f} %", 100.0),
+}
+
+
+def step_line(row: Row, steps: int, left: str) -> str:
+    """The line of a step.
+
+    Args:
+        row: The step's line of metrics.jsonl.
+        steps: Number of steps of the phase.
+        left: The time left in words; may be empty.
+    """
+    parts = [f"{PHASE_TITLES[row['phase']]} {row['step']}/{steps}"]
+    for name, text in _FIGURES.items():
+        # The loss of RL is near 0 by construction: its reward says more.
+        hidden = name == "loss" and "reward/total" in row
+        if row.get(name) is not None and not hidden:
+            parts.append(text.format(row[name]))
+    seconds = step_seconds(row)
+    # Three digits: 0.59 s, 31.2 s, 118 s.
+    digits = 2 if seconds < 10 else 1 if seconds < 100 else 0
+    parts.append(f"{seconds:,.{digits}f} s")
+    for name, (text, scale) in _SPEEDS.items():
+        if row.get(name) is not None:
+            parts.append(text.format(scale * row[name]))
+    if left:
+        parts.append(left)
+    return " · ".join(parts)
+
+
+class StepLines:
+    """The lines of one phase in one process.
+
+    Args:
+        phase: Name of the phase.
+        steps: Number of its steps.
+        save_every: Steps between its checkpoints.
+        earlier: Lines of metrics.jsonl of its steps in earlier processes.
+        checkpoints: Folder of its checkpoints.
+        later: The parts of the run after it.
+        clock: Seconds since some moment.
+    """
+
+    def __init__(
+        self,
+        phase: str,
+        steps: int,
+        save_every: int,
+        earlier: Sequence[Row],
+        checkpoints: pathlib.Path,
+        later: Sequence[Part] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._steps = steps
+        self._save_every = save_every
+        self._rows = list(earlier)
+        self._first = earlier[-1]["step"] + 1 if earlier else 1
+        self._checkpoints = checkpoints
+        self._later = later
+        self._clock = clock
+        self._printed: float | None = None
+        self._watch = Watch(phase)
+        for row in earlier:
+            self._watch.add(row)
+        self._disk_told = False
+
+    def add(self, row: Row) -> None:
+        """Print what there is to say about the step with this line of metrics.jsonl."""
+        self._rows.append(row)
+        for warning in self._watch.add(row):
+            say(f"warning: {warning}")
+        now = self._clock()
+        is_due = self._printed is None or now - self._printed >= EVERY
+        if not is_due and row["step"] != self._steps:
+            return
+        self._printed = now
+        step = expected_step(self._rows, self._first, self._save_every)
+        say(step_line(row, self._steps, time_left(self._steps - row["step"], step, self._later)))
+        if row["step"] < self._steps:
+            self._watch_disk()
+
+    def _watch_disk(self) -> None:
+        """Warn once if the next checkpoint does not fit, and again after it did fit."""
+        room = room_for_checkpoint(self._checkpoints)
+        if room is None:
+            return
+        warning = disk_fills(*room)
+        if warning is not None and not self._disk_told:
+            say(f"warning: {warning}")
+        self._disk_told = warning is not None
+
+
+def say(line: str) -> None:
+    """Print a line to stderr at once."""
+    print(line, file=sys.stderr, flush=True)

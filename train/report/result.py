@@ -1,0 +1,111 @@
+"""The figures and episodes of a run, collected from the files that its phases wrote.
+
+`train.phases.report` stores them as result.json when the run is finished. Before that, the report
+reads them anew at every save, so result.json marks a finished run.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import pathlib
+from typing import Any
+
+from paravt_jax.data.atomic import write_atomically
+from train.durable.metrics import read_metrics
+
+Row = dict[str, Any]
+
+
+def read_evaluation(folder: pathlib.Path, name: str) -> list[Row]:
+    """The rows of all finished files of an evaluation.
+
+    Args:
+        folder: The run's folder.
+        name: `before`, `control` or `after`.
+    """
+    return [row for content in _contents(folder, name) for row in content["rows"]]
+
+
+def evaluation_seconds(folder: pathlib.Path, name: str, greedy: bool = False) -> float | None:
+    """How long an evaluation took; None if it has no file, or files without times.
+
+    Args:
+        folder: The run's folder.
+        name: `before`, `control` or `after`.
+        greedy: Count greedy decoding with parallel dispatch only.
+    """
+    seconds = []
+    for content in _contents(folder, name):
+        for row, taken in zip(content["rows"], content.get("seconds", []), strict=False):
+            if not greedy or (row["temperature"] == 0 and row["dispatch"] == "parallel"):
+                seconds.append(taken)
+    return sum(seconds) if seconds else None
+
+
+def read_curve(folder: pathlib.Path) -> list[Row]:
+    """The rows of all evaluations during RL, each with its `step`."""
+    rows = []
+    for file in sorted((folder / "evaluation").glob("curve-*.json")):
+        step = int(file.stem.split("-")[1])
+        rows += [{"step": step} | row for row in json.loads(file.read_text())["rows"]]
+    return sorted(rows, key=lambda row: (row["step"], row["k"]))
+
+
+def checks(folder: pathlib.Path) -> Row:
+    """Checks over all RL steps: two counts that must be 0, and a gap that must be small."""
+    steps = [line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "rl"]
+    gaps = [line["logprob_gap"] for line in steps]
+    return {
+        "token_mismatches": int(sum(line["token_mismatches"] for line in steps)),
+        "logprob_gap": max(gaps, default=0.0),
+        "recompilations_after_warmup": int(sum(line["recompilations"] for line in steps)),
+    }
+
+
+def judged(folder: pathlib.Path) -> dict[str, dict[str, int]]:
+    """The judge's counts, summed over all evaluations; {} for a run without a judge."""
+    contents = [json.loads(file.read_text()) for file in (folder / "evaluation").glob("*.json")]
+    counts = [content["judge"] for content in contents if "judge" in content]
+    total: collections.Counter[str] = collections.Counter()
+    for count in counts:
+        total.update(count)
+    return {"judge": dict(total)} if counts else {}
+
+
+def result_so_far(folder: pathlib.Path) -> Row:
+    """What result.json would hold if the run ended now; without RL steps, no checks of them."""
+    rows = {name: read_evaluation(folder, name) for name in ("before", "control", "after")}
+    result = rows | {"curve": read_curve(folder)}
+    metrics = read_metrics(folder / "metrics.jsonl")
+    if any(line["phase"] == "rl" for line in metrics):
+        result |= checks(folder)
+    return result
+
+
+def collect_episodes(folder: pathlib.Path, root: pathlib.Path) -> None:
+    """Write episodes.jsonl: the transcripts of all phases so far, in order.
+
+    Videos inside `folder` are named relative to it, others by their absolute path.
+
+    Args:
+        folder: The run's folder.
+        root: The directory that the names of videos are relative to.
+    """
+    videos = root.relative_to(folder) if root.is_relative_to(folder) else root
+    # before-K.json and after-K.json hold one K each, rl-STEP.json one step.
+    episodes = [
+        episode
+        for phase in ("before", "rl", "after")
+        for content in _contents(folder, phase)
+        for episode in content["episodes"]
+    ]
+    lines = [json.dumps({**e, "video": str(videos / e["video"])}) + "\n" for e in episodes]
+    write_atomically(folder / "episodes.jsonl", "".join(lines))
+
+
+def _contents(folder: pathlib.Path, name: str) -> list[Row]:
+    """The contents of an evaluation's files NAME-NUMBER.json, by number."""
+    found = (folder / "evaluation").glob(f"{name}-*.json")
+    files = sorted(found, key=lambda file: int(file.stem.split("-")[1]))
+    return [json.loads(file.read_text()) for file in files]
