@@ -6,15 +6,17 @@ device, so a typo is reported before anything compiles.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import tyro
 
 SettingsT = TypeVar("SettingsT")
+OptionsT = TypeVar("OptionsT")
 
 EXIT_USAGE = 2  # the exit code of argparse and tyro for a wrong command line
 
@@ -44,6 +46,51 @@ def parse(
             missing or unknown recipe, an unknown field, or a value that has the wrong type or is
             rejected by a dataclass's `__post_init__`.
     """
+    default, overrides, prog = _recipe(argv, recipes, prog)
+    return tyro.cli(type(default), default=default, args=overrides, prog=prog, config=_CONFIG)
+
+
+def parse_with_options(
+    argv: Sequence[str],
+    recipes: Mapping[str, Callable[[], SettingsT]],
+    options: OptionsT,
+    prog: str = "python -m train.run",
+) -> tuple[SettingsT, OptionsT]:
+    """Parse a command line as `parse` does, with options that are no settings of a recipe.
+
+    Args:
+        argv: The arguments, without the program's name.
+        recipes: Functions that return a frozen dataclass, by recipe name.
+        options: A frozen dataclass with the default of each option.
+        prog: The command to show in help and error messages.
+
+    Returns:
+        The recipe's settings with the overrides applied, and the options.
+    """
+    default, overrides, prog = _recipe(argv, recipes, prog)
+    # An empty name keeps the flags of both parts without a prefix.
+    parts = [
+        Annotated[type(part), tyro.conf.arg(name="")]  # pyright: ignore[reportInvalidTypeForm]
+        for part in (options, default)
+    ]
+    command: Any = dataclasses.make_dataclass(
+        type(default).__name__,
+        [("options", parts[0], options), ("settings", parts[1], default)],
+        frozen=True,
+    )
+    command.__doc__ = type(default).__doc__
+    found = tyro.cli(command, args=overrides, prog=prog, config=_CONFIG)
+    return found.settings, found.options
+
+
+# By default, tyro turns a field that may be None into a subcommand. Keep it a flag.
+_CONFIG = (tyro.conf.AvoidSubcommands,)
+
+
+def _recipe(
+    argv: Sequence[str], recipes: Mapping[str, Callable[[], SettingsT]], prog: str
+) -> tuple[SettingsT, list[str], str]:
+    """Returns the recipe that --config names, the other arguments, and the command to show."""
     names, overrides = _split_config(argv)
     if not names:
         if {"-h", "--help"} & set(overrides):
@@ -58,14 +105,7 @@ def parse(
         hint = f" Did you mean {nearest[0]}?" if nearest else ""
         _fail(f"--config={name}: no such recipe.{hint} Recipes: {', '.join(recipes)}.")
     default = recipes[name]()
-    return tyro.cli(
-        type(default),
-        default=default,
-        args=overrides,
-        prog=f"{prog} --config={name}",
-        # By default, tyro turns a field that may be None into a subcommand. Keep it a flag.
-        config=(tyro.conf.AvoidSubcommands,),
-    )
+    return default, overrides, f"{prog} --config={name}"
 
 
 def _split_config(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -13,8 +13,9 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from jax.sharding import Mesh
 
 from configs import RECIPES
@@ -22,7 +23,8 @@ from models.sharding import make_mesh
 from paravt_jax.data.stored_settings import as_json
 from paravt_jax.method.records import Question
 from paravt_jax.remote.judge import RemoteJudge
-from train.cli import parse
+from train.check.items import ready, show
+from train.cli import parse_with_options
 from train.data import Data
 from train.durable import cluster, hosts
 from train.durable.allocator import reuse_freed_memory
@@ -46,6 +48,14 @@ from train.published_data import open_reader
 from train.published_model import config_of, require_weights
 from train.settings import Run
 from train.unreadable import UnreadableVideosError
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command does, besides the settings of a recipe."""
+
+    check: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print what the run needs and what is missing, and exit."""
 
 
 def resolved(run: Run) -> dict[str, Any]:
@@ -90,7 +100,7 @@ def execute(
     """
     settings = resolved(run)
     interrupts = interrupts or Interrupts()
-    folder = pathlib.Path(run.run_dir or f"runs/{run.name}").absolute()
+    folder = _folder(run)
     mesh = _check(run, settings)
     with contextlib.ExitStack() as stack:
         judge = None
@@ -138,6 +148,10 @@ def execute(
         rows["after"] = evaluate(context, actor, weights, "after")
         export(context, parts, weights)
         return report(context, rows, clock.total)
+
+
+def _folder(run: Run) -> pathlib.Path:
+    return pathlib.Path(run.run_dir or f"runs/{run.name}").absolute()
 
 
 def _check(run: Run, settings: dict[str, Any]) -> Mesh:
@@ -196,12 +210,17 @@ def _open_metrics(
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    run = parse(sys.argv[1:] if argv is None else argv, RECIPES)
+    arguments = sys.argv[1:] if argv is None else argv
+    run, options = parse_with_options(arguments, RECIPES, Options())
     reuse_freed_memory()
+    if options.check:
+        return show(run, resolved(run), _folder(run))
     start = time.monotonic()
     try:
         # Processes have to join before JAX sees a device: afterwards it cannot add other hosts.
         cluster.connect(run.hosts)
+        if not ready(run, resolved(run), _folder(run)):
+            return 1
         with Interrupts() as interrupts, cluster.ending_with_the_others():
             report = execute(run, interrupts)
     except Stopped as stop:
