@@ -11,12 +11,12 @@ import difflib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import tyro
 
 SettingsT = TypeVar("SettingsT")
-OptionsT = TypeVar("OptionsT")
+OptionsT = TypeVar("OptionsT", bound=Any)
 
 EXIT_USAGE = 2  # the exit code of argparse and tyro for a wrong command line
 
@@ -68,19 +68,18 @@ def parse_with_options(
         The recipe's settings with the overrides applied, and the options.
     """
     default, overrides, prog = _recipe(argv, recipes, prog)
-    # An empty name keeps the flags of both parts without a prefix.
-    parts = [
-        Annotated[type(part), tyro.conf.arg(name="")]  # pyright: ignore[reportInvalidTypeForm]
-        for part in (options, default)
-    ]
-    command: Any = dataclasses.make_dataclass(
-        type(default).__name__,
-        [("options", parts[0], options), ("settings", parts[1], default)],
-        frozen=True,
-    )
+    # One flat class, so that tyro reports a value that `__post_init__` rejects. Its base classes
+    # are in this order because fields of the last base come first, and some have no default.
+    bases = (type(options), type(default))
+    command = dataclasses.make_dataclass(type(default).__name__, [], bases=bases, frozen=True)
     command.__doc__ = type(default).__doc__
-    found = tyro.cli(command, args=overrides, prog=prog, config=_CONFIG)
-    return found.settings, found.options
+    values = vars(default) | vars(options)
+    found = tyro.cli(command, default=command(**values), args=overrides, prog=prog, config=_CONFIG)
+    settings, chosen = (
+        type(part)(**{field.name: getattr(found, field.name) for field in dataclasses.fields(part)})
+        for part in (default, options)
+    )
+    return settings, chosen
 
 
 # By default, tyro turns a field that may be None into a subcommand. Keep it a flag.

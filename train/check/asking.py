@@ -96,8 +96,8 @@ def ask_hub(name: str, kind: str) -> Repository:
     """
     hub = huggingface_hub.HfApi()
     try:
-        info = hub.repo_info(name, repo_type=kind, files_metadata=True, timeout=REQUEST)
-        if getattr(info, "gated", False):
+        info: Any = hub.repo_info(name, repo_type=kind, files_metadata=True, timeout=REQUEST)
+        if info.gated:
             # The list of a gated repository's files is public, but the files are not.
             hub.auth_check(name, repo_type=kind)
     except errors.GatedRepoError as error:

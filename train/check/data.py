@@ -45,16 +45,17 @@ def data(subject: Subject) -> list[Finding]:
             return []
         needed = "data or world"
         return [Finding("data", "none", needed, "use a recipe with one of them", "error")]
-    if run.data.questions:
-        return [_questions(run.data)]
+    settings = run.data
+    if settings.questions:
+        return [_questions(settings)]
     try:
-        is_prepared, finding = _prepared(subject, run.data)
+        finished, finding = _prepared(subject, settings)
     except ValueError as error:
         return [failed("data", error)]
-    if is_prepared:
+    if finished:
         return [finding]
-    annotations = _source(subject, "annotations", lambda: find_annotations(subject, run.data))
-    return [finding, annotations, _source(subject, "media", lambda: find_media(subject, run.data))]
+    annotations = _source(subject, "annotations", lambda: find_annotations(subject, settings))
+    return [finding, annotations, _source(subject, "media", lambda: find_media(subject, settings))]
 
 
 def is_prepared(subject: Subject) -> bool:

@@ -57,6 +57,8 @@ def needs(subject: Subject) -> list[Need]:
     run, folder = subject.run, subject.folder
     found = [*_weights(subject), *_data(subject)]
     for phase, count in sizes.checkpoints(run).items():
+        if phase == "sft" and run.start:
+            continue  # that run's files are reused
         place = folder / "checkpoints" / phase
         found.append(Need(f"checkpoints of {phase}", place, max(0.0, count - _used(place))))
     model = folder / "model"

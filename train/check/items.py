@@ -9,10 +9,11 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import faulthandler
 import os
 import pathlib
+import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,13 +27,13 @@ from train.settings import Run
 
 Item = Callable[[Subject], list[Finding]]
 
-# Seconds. Together with the start of Python, the table is there within 30.
-_SERVERS = 9.0  # for all answers of servers
-_ITEMS = 12.0  # for each item
-_JOIN = 10.0  # for the other processes, with --check
+# With the start of Python, the table is there within 30 seconds.
+LIMIT = 10.0
+"""Seconds that all items may take, which are looked at side by side."""
+_SERVERS = 8.0  # seconds for all answers of servers
+_JOIN = 8  # seconds for the other processes, with --check
 
-_ON_DEVICES: dict[str, Item] = {"devices": machine.devices, "host memory": machine.memory}
-_OTHERS: dict[str, Item] = {
+_BEFORE_JOINING: dict[str, Item] = {
     "versions": machine.versions,
     "code": machine.code,
     "settings": machine.settings,
@@ -44,7 +45,11 @@ _OTHERS: dict[str, Item] = {
     "judge": loggers.judge,
     "videos": machine.videos,
 }
-ITEMS = {**_ON_DEVICES, **_OTHERS}
+# JAX fixes its list of devices at the first look, so these come after joining.
+_ON_DEVICES: dict[str, Item] = {"devices": machine.devices, "host memory": machine.memory}
+ITEMS = {**_ON_DEVICES, **_BEFORE_JOINING}
+# What only a run of several hosts has to agree on.
+_OF_SEVERAL = ("code", "settings")
 
 
 def check(
@@ -60,14 +65,26 @@ def check(
         folder: The run's folder.
         items: The functions that look, by the name of their item.
     """
+    return _together(look(run, settings, folder, items), folder)
+
+
+def look(
+    run: Run, settings: dict[str, Any], folder: pathlib.Path, items: dict[str, Item]
+) -> list[Finding]:
+    """The findings of this host; see `check`."""
     subject = Subject(run, settings, folder, Asked(_SERVERS))
-    deadline = time.monotonic() + _ITEMS
+    deadline = time.monotonic() + LIMIT
     futures = {name: started(item, subject) for name, item in items.items()}
     findings = []
     for name, future in futures.items():
         findings += _result(name, future, deadline)
+    return findings
+
+
+def _together(findings: list[Finding], folder: pathlib.Path) -> list[Finding]:
+    """The findings of all processes."""
     if process_count() == 1:
-        return findings
+        return [finding for finding in findings if finding.item not in _OF_SEVERAL]
     together = merged(hosts.gather(findings))
     return [*together, run_folder.shared_directory(folder)]
 
@@ -80,7 +97,7 @@ def _result(
         return future.result(max(0.0, deadline - time.monotonic()))
     except concurrent.futures.TimeoutError:
         if not future.done():
-            needed = f"an answer within {_ITEMS:.0f} s"
+            needed = f"an answer within {LIMIT:.0f} s"
             return [Finding(name, "could not be checked in time", needed, problem="warning")]
         error: BaseException = future.exception() or TimeoutError()
     except Exception as raised:
@@ -162,41 +179,42 @@ def show(run: Run, settings: dict[str, Any], folder: pathlib.Path) -> int:
     Returns:
         The exit code: 1 if the run would stop, else 0.
     """
-    with _joining_in_time(run, settings, folder):
+    alone = look(run, settings, folder, _BEFORE_JOINING)
+    late = _apart(f"not all processes joined within {_JOIN} s")
+    with _at_most(_JOIN, table([late, *alone])):
         try:
             cluster.connect(run.hosts)
-            alone = []
+            apart = []
         except Exception as error:
-            alone = [_apart(str(error))]
-    findings = [*alone, *check(run, settings, folder)]
+            apart = [_apart(str(error))]
+    findings = _together([*look(run, settings, folder, _ON_DEVICES), *alone], folder)
     if hosts.is_first():
-        print(table(findings))
-    return int(has_errors(findings))
+        print(table([*apart, *findings]))
+    return int(has_errors([*apart, *findings]))
+
+
+# Prints its argument, unless standard input ends before.
+_PRINT_LATE = """
+import select, sys
+if not select.select([0], [], [], float(sys.argv[1]))[0]:
+    print(sys.argv[2])
+"""
 
 
 @contextlib.contextmanager
-def _joining_in_time(run: Run, settings: dict[str, Any], folder: pathlib.Path) -> Iterator[None]:
-    """Prints the table of this host alone, and ends the process, if the block takes too long.
+def _at_most(seconds: float, text: str) -> Iterator[None]:
+    """Prints `text` and ends this process with code 1 if the block takes longer.
 
-    JAX would wait minutes for the other processes, and then abort this one.
+    JAX waits minutes for the other processes, without a chance for other threads of Python, and
+    then aborts. So a child prints the text, and a thread without Python ends the process.
     """
-
-    def give_up() -> None:
-        apart = _apart(f"not all processes joined within {_JOIN:.0f} s")
-        unseen = [
-            Finding(name, "not asked: devices come after joining", problem="warning")
-            for name in _ON_DEVICES
-        ]
-        print(table([apart, *unseen, *check(run, settings, folder, _OTHERS)]), flush=True)
-        os._exit(1)
-
-    timer = threading.Timer(_JOIN, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    command = [sys.executable, "-c", _PRINT_LATE, str(seconds), text]
+    with open(os.devnull, "w") as nowhere, subprocess.Popen(command, stdin=subprocess.PIPE):
+        faulthandler.dump_traceback_later(seconds + 1, exit=True, file=nowhere)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _apart(found: str) -> Finding:

@@ -99,14 +99,21 @@ def devices(subject: Subject) -> list[Finding]:
     wanted = mesh.data * mesh.fsdp * mesh.tensor
     if wanted <= len(found):
         return [Finding("devices", named)]
-    axes = f"{mesh.data} x {mesh.fsdp} x {mesh.tensor}"
     remedy = (
         f"python -m train.plan --config={subject.run.name} --topology=all\n"
         "--mesh.data, --mesh.fsdp, --mesh.tensor: their product is the number of devices"
     )
     if has_tpu_chips() and jax.default_backend() != "tpu":
         remedy = "jax does not see the TPU chips of this host: pip install -e '.[tpu]'\n" + remedy
-    return [Finding("devices", named, f"{wanted} devices for the mesh {axes}", remedy, "error")]
+    return [
+        Finding(
+            "devices",
+            named,
+            f"mesh {mesh.data} x {mesh.fsdp} x {mesh.tensor}, {wanted} devices",
+            remedy,
+            "error",
+        )
+    ]
 
 
 def ram() -> float:
@@ -152,9 +159,7 @@ def videos(subject: Subject) -> list[Finding]:
 
 
 def code(subject: Subject) -> list[Finding]:
-    """A digest of the project's code and of the settings, which all hosts have to share."""
-    if process_count() == 1:
-        return []
+    """A digest of the project's code, which all hosts have to share."""
     digest = hashlib.sha256()
     files = [file for room in _ROOMS for file in sorted((_ROOT / room).rglob("*.py"))]
     for file in files:
@@ -172,8 +177,6 @@ def code(subject: Subject) -> list[Finding]:
 
 def settings(subject: Subject) -> list[Finding]:
     """A digest of the settings, which all hosts have to share."""
-    if process_count() == 1:
-        return []
     digest = hashlib.sha256(repr(subject.settings).encode()).hexdigest()[:12]
     return [
         Finding(

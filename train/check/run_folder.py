@@ -21,12 +21,19 @@ def run_directory(subject: Subject) -> list[Finding]:
         findings.append(Finding(_ITEM, f"{subject.folder}: {state}"))
     except RunDirectoryError as error:
         findings.append(failed(_ITEM, error))
-    start = subject.run.start
-    if start and not (pathlib.Path(start) / "result.json").is_file():
-        found = f"{start}: no finished run (result.json is missing)"
-        remedy = "let that run finish first, or name another --start"
-        findings.append(Finding("start", found, "a finished run", remedy, "error"))
+    if subject.run.start:
+        findings += _start(pathlib.Path(subject.run.start))
     return findings
+
+
+def _start(source: pathlib.Path) -> list[Finding]:
+    """What the run lacks whose cold start is reused; RL begins by comparing the settings."""
+    missing = [name for name in ("config.json", "checkpoints/sft") if not (source / name).exists()]
+    if not missing:
+        return [Finding("start", f"{source}: has a cold start")]
+    found = f"{source}: no {', no '.join(missing)}"
+    remedy = "let that run finish its cold start, or name another --start"
+    return [Finding("start", found, "a run with a cold start", remedy, "error")]
 
 
 def shared_directory(folder: pathlib.Path) -> Finding:
@@ -36,8 +43,10 @@ def shared_directory(folder: pathlib.Path) -> Finding:
     exists, and the others look for it.
     """
     try:
-        place = hosts.from_first(lambda: str(existing(folder)))
-        cluster.require_shared(pathlib.Path(place))
+        # Each process may name the folder by another path, so the first one tells how far up to go.
+        levels = hosts.from_first(lambda: len(folder.parts) - len(existing(folder).parts))
+        place = folder.parents[levels - 1] if levels else folder
+        cluster.require_shared(place)
     except (ValueError, OSError, hosts.HostsError) as error:
         remedy = "mount one network disk on all hosts, and give a --run-dir on it"
         return Finding("shared disk", str(error), "one directory for all", remedy, "error")
