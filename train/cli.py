@@ -75,11 +75,13 @@ def parse_with_options(
     command.__doc__ = type(default).__doc__
     values = vars(default) | vars(options)
     found = tyro.cli(command, default=command(**values), args=overrides, prog=prog, config=_CONFIG)
-    settings, chosen = (
-        type(part)(**{field.name: getattr(found, field.name) for field in dataclasses.fields(part)})
-        for part in (default, options)
-    )
-    return settings, chosen
+    return _part(default, found), _part(options, found)
+
+
+def _part(default: Any, found: Any) -> Any:
+    """Returns the fields of `found` that the dataclass of `default` has, as that dataclass."""
+    names = [field.name for field in dataclasses.fields(default)]
+    return type(default)(**{name: getattr(found, name) for name in names})
 
 
 # By default, tyro turns a field that may be None into a subcommand. Keep it a flag.
