@@ -39,6 +39,7 @@ SIDE_PATHS = (
     "rollout.agent.endpoint",
     "rollout.evaluation",
     "rollout.report",
+    "train.check",
     "train.durable.checkpoint",
     "train.phases",
     "train.plan",

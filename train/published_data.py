@@ -101,23 +101,11 @@ def prepare_published(
         ValueError: If the folder contains a set that was prepared with other settings.
     """
     folder = pathlib.Path(settings.folder)
-    reading = Reading(
-        root="",  # set below, once the media are there
-        tokenizer=str(local_folder(model, weights=False)),
-        limits=_shared_limits(limits),
-        frames=settings.frames,
-        fps=settings.fps,
-        min_pixels=frames.min_pixels,
-        max_pixels=frames.max_pixels,
-        factor=vision.patch_size * vision.spatial_merge_size,
-    )
-    # A finished set is used without looking at its sources, which may have been deleted since.
-    named_sources = json.dumps({"annotations": settings.annotations, "media": settings.media})
-    noted_sources = folder / _SOURCES
-    if noted_sources.exists() and noted_sources.read_text() == named_sources:
-        summary = preparation.known_summary(folder, reading)
-        if summary is not None:
-            return summary
+    tokenizer = local_folder(model, weights=False)
+    reading = reading_of(settings, limits, frames, vision, tokenizer)
+    summary = find_prepared(settings, reading)
+    if summary is not None:
+        return summary
 
     tables = preparation.find_tables(
         sources.fetch(settings.annotations, folder / "annotations", ["*.parquet"])
@@ -135,8 +123,47 @@ def prepare_published(
             tell=_reporting(progress, check),
         )
     # Written last: it marks the set as complete for these sources.
-    write_atomically(noted_sources, named_sources)
+    write_atomically(folder / _SOURCES, _named_sources(settings))
     return summary
+
+
+def reading_of(
+    settings: DataSettings,
+    limits: ProtocolSettings,
+    frames: FrameSettings,
+    vision: VisionConfig,
+    tokenizer: pathlib.Path,
+) -> Reading:
+    """How rows are read with these settings; without `root`, the folder of the media."""
+    return Reading(
+        root="",
+        tokenizer=str(tokenizer),
+        limits=_shared_limits(limits),
+        frames=settings.frames,
+        fps=settings.fps,
+        min_pixels=frames.min_pixels,
+        max_pixels=frames.max_pixels,
+        factor=vision.patch_size * vision.spatial_merge_size,
+    )
+
+
+def find_prepared(settings: DataSettings, reading: Reading) -> dict[str, Any] | None:
+    """The summary of a finished set of these sources, or None.
+
+    The sources are not looked at. They may have been deleted since.
+
+    Raises:
+        ValueError: The set was prepared with other settings.
+    """
+    folder = pathlib.Path(settings.folder)
+    noted = folder / _SOURCES
+    if not noted.exists() or noted.read_text() != _named_sources(settings):
+        return None
+    return preparation.known_summary(folder, reading)
+
+
+def _named_sources(settings: DataSettings) -> str:
+    return json.dumps({"annotations": settings.annotations, "media": settings.media})
 
 
 def _shared_limits(limits: ProtocolSettings) -> ProtocolSettings:

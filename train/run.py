@@ -7,6 +7,7 @@ after it has saved its progress; the same command continues it.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import pathlib
@@ -19,9 +20,11 @@ from jax.sharding import Mesh
 
 from configs import RECIPES
 from models.sharding import make_mesh
+from paravt_jax.command_name import command_name
 from paravt_jax.data.stored_settings import as_json
 from paravt_jax.method.records import Question
 from paravt_jax.remote.judge import RemoteJudge
+from train.check.items import ready, show
 from train.cli import parse
 from train.data import Data
 from train.durable import cluster, hosts
@@ -49,6 +52,17 @@ from train.rehearsal import mark, rehearsal
 from train.settings import Run
 from train.slices import found_devices
 from train.unreadable import UnreadableVideosError
+
+
+def begin(run: Run) -> Run:
+    """Apply `cold_started` and `rehearse`, which replace other settings.
+
+    Raises:
+        ValueError: They do not fit the recipe.
+        FileNotFoundError: The tokenizer for a rehearsal cannot be fetched.
+    """
+    run = run.beginning()
+    return rehearsal(run) if run.rehearse else run
 
 
 def resolved(run: Run) -> dict[str, Any]:
@@ -92,15 +106,13 @@ def execute(
         RunDirectoryError: If the folder belongs to another run.
         CheckpointError: If a checkpoint does not belong to this run.
     """
-    run = run.beginning()
-    if run.rehearse:
-        run = rehearsal(run)
+    run = begin(run)
     settings = resolved(run)
     fitted = fit(run, found_devices())
     run = fitted.run
     settings |= {"fitted": fitted.chosen}
     interrupts = interrupts or Interrupts()
-    folder = pathlib.Path(run.run_dir or f"runs/{run.name}").absolute()
+    folder = _folder(run)
     mesh = _check(run, settings)
     with contextlib.ExitStack() as stack:
         judge = None
@@ -150,6 +162,10 @@ def execute(
         rows["after"] = evaluate(context, actor, weights, "after")
         export(context, parts, weights)
         return report(context, rows, clock.total)
+
+
+def _folder(run: Run) -> pathlib.Path:
+    return pathlib.Path(run.run_dir or f"runs/{run.name}").absolute()
 
 
 def _check(run: Run, settings: dict[str, Any]) -> Mesh:
@@ -206,14 +222,49 @@ def _open_metrics(
     return MetricsWriter(folder, log.tensorboard, log.wandb, log.wandb_project, settings)
 
 
+def _parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What the command does, and the rest of `argv`, which belongs to the recipe."""
+    parser = argparse.ArgumentParser(
+        prog=command_name("python -m train.run"),
+        description=__doc__,
+        add_help=False,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="print what the run needs and what is missing, and exit",
+    )
+    parser.add_argument(
+        "--topology",
+        default="",
+        help="with --check: a TPU slice to check for, such as v5e:4x4, instead of the devices here",
+    )
+    if {"-h", "--help"} & set(argv):
+        # The options of the recipe follow: its parser prints them and exits.
+        print(parser.format_help())
+    options, rest = parser.parse_known_args(argv)
+    if options.topology and not options.check:
+        parser.error("--topology: only with --check; a run uses the devices that it finds")
+    return options, rest
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    run = parse(sys.argv[1:] if argv is None else argv, RECIPES)
+    options, rest = _parse_options(sys.argv[1:] if argv is None else argv)
+    run = parse(rest, RECIPES)
     reuse_freed_memory()
     start = time.monotonic()
     try:
+        if options.check:
+            run = begin(run)
+            return show(run, resolved(run), _folder(run), options.topology)
         # Processes have to join before JAX sees a device: afterwards it cannot add other hosts.
         cluster.connect(run.hosts)
+        run = begin(run)
+        if not ready(run, resolved(run), _folder(run)):
+            return 1
         with Interrupts() as interrupts, cluster.ending_with_the_others():
             report = execute(run, interrupts)
     except Stopped as stop:

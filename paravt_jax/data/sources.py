@@ -191,8 +191,13 @@ def unpack(
             raise
 
 
+def unpacked_mark(name: str, size: int, root: pathlib.Path) -> pathlib.Path:
+    """The file that exists once the archive of this name and size is unpacked to `root`."""
+    return root / _MARKS / f"{name}-{size}"
+
+
 def _unpack(archive: pathlib.Path, root: pathlib.Path) -> None:
-    mark = root / _MARKS / f"{archive.name}-{archive.stat().st_size}"
+    mark = unpacked_mark(archive.name, archive.stat().st_size, root)
     if mark.exists():
         return
     try:

@@ -117,6 +117,21 @@ def learn(folder: pathlib.Path, index: int) -> dict:
     return {"figures": small.learn(road, fsdp=8)}
 
 
+def look(folder: pathlib.Path, index: int) -> dict:
+    """Checks a run with another jax on the second host, and a folder that it does not share."""
+    import small
+
+    from train.check import items, machine
+
+    if index == 1:
+        installed = machine.installed
+        machine.installed = lambda name: "0.10.99" if name == "jax" else installed(name)
+    own = folder / str(index)
+    own.mkdir()
+    findings = items.check(small.small(), {"seed": 0}, own / "run")
+    return {"findings": [dataclasses.asdict(finding) for finding in findings]}
+
+
 def fail(folder: pathlib.Path, index: int) -> dict:
     with hosts.one_after_another():
         if hosts.is_first():
@@ -137,5 +152,12 @@ def die(folder: pathlib.Path, index: int) -> dict:
 if __name__ == "__main__":
     program = tyro.cli(Program, args=sys.argv[1:])
     cluster.connect(program.hosts)
-    tasks = {"talk": talk, "hand-over": hand_over, "fail": fail, "die": die, "learn": learn}
+    tasks = {
+        "talk": talk,
+        "hand-over": hand_over,
+        "look": look,
+        "fail": fail,
+        "die": die,
+        "learn": learn,
+    }
     print(json.dumps(tasks[program.task](program.folder, program.hosts.index)))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.stored_settings import as_json, lock, require_same
+from paravt_jax.data.stored_settings import as_json, holder_of, lock, require_same
 
 _LOCK = ".lock"
 _CONFIG = "config.json"
@@ -77,36 +77,67 @@ class RunDirectory:
 
     def _claim(self, wanted: dict[str, Any]) -> None:
         """Compares `wanted` with the stored configuration, or stores it."""
-        file = self.path / _CONFIG
-        others = sorted(
-            entry.name
-            for entry in self.path.iterdir()
-            if entry.name not in (_LOCK, _CONFIG, _UNFINISHED)
+        if _stored(self.path, wanted) != wanted:
+            _write(self.path / _CONFIG, wanted)
+
+
+def require_usable(path: str | pathlib.Path, config: dict[str, Any]) -> bool:
+    """Raises RunDirectoryError if `RunDirectory(path, config)` would. Changes nothing.
+
+    Returns:
+        Whether the folder holds a run to continue.
+    """
+    path = pathlib.Path(path).absolute()
+    place = path
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise RunDirectoryError(
+            f"--run-dir {path} cannot be used: {place} is not a writable folder. Give a writable "
+            "folder."
         )
-        if not file.exists():
-            if others:
-                raise RunDirectoryError(
-                    f"--run-dir {self.path} is not a run's folder: it has no {_CONFIG} and holds "
-                    f"{', '.join(others[:5])}. Give a new or empty folder."
-                )
-            _write(file, wanted)
-            return
-        # If there are no other files, an earlier start wrote config.json and failed before it did
-        # any work. Its configuration may then be replaced, also if it has an older format.
-        nothing_made = not others
-        found = read_config(self.path, "--run-dir", READABLE if nothing_made else (FORMAT,))
-        if nothing_made:
-            _write(file, wanted)
-            return
-        require_same(
-            f"--run-dir {self.path} holds a run of another configuration",
-            identity(found),
-            identity(wanted),
-            "Name another --run-dir, delete this one, or use its settings.",
-            RunDirectoryError,
+    if place != path:
+        return False
+    holder = holder_of(path / _LOCK)
+    if holder:
+        raise RunDirectoryError(
+            f"--run-dir {path} is in use by another process (id {holder}): wait for it, stop it, "
+            "or give another --run-dir."
         )
-        if found != wanted:
-            _write(file, wanted)
+    return _stored(path, as_json(config, "the run's configuration")) is not None
+
+
+def _stored(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
+    """The configuration of the run in a folder; None if there is none, or nothing was made yet.
+
+    Raises:
+        RunDirectoryError: the folder holds another run or other files.
+    """
+    file = path / _CONFIG
+    others = sorted(
+        entry.name for entry in path.iterdir() if entry.name not in (_LOCK, _CONFIG, _UNFINISHED)
+    )
+    if not file.exists():
+        if others:
+            raise RunDirectoryError(
+                f"--run-dir {path} is not a run's folder: it has no {_CONFIG} and holds "
+                f"{', '.join(others[:5])}. Give a new or empty folder."
+            )
+        return None
+    # If there are no other files, an earlier start wrote config.json and failed before it did any
+    # work. Its configuration may then be replaced, also if it has an older format.
+    nothing_made = not others
+    found = read_config(path, "--run-dir", READABLE if nothing_made else (FORMAT,))
+    if nothing_made:
+        return None
+    require_same(
+        f"--run-dir {path} holds a run of another configuration",
+        identity(found),
+        identity(wanted),
+        "Name another --run-dir, delete this one, or use its settings.",
+        RunDirectoryError,
+    )
+    return found
 
 
 def _write(file: pathlib.Path, config: dict[str, Any]) -> None:

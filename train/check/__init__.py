@@ -1,0 +1,1 @@
+"""The check before a run: everything that is missing, as one table."""

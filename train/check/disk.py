@@ -1,0 +1,134 @@
+"""Free space on every file system, against all that the run will still write there."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import pathlib
+import shutil
+from collections.abc import Callable
+
+from train.check import asking, sizes
+from train.check.asking import NoAccess, NoAnswer
+from train.check.data import Source, find_annotations, find_media, is_prepared
+from train.check.finding import Finding, size
+from train.check.subject import Subject, existing
+from train.check.weights import is_hub_id, to_download
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """What one step of the run will write."""
+
+    step: str
+    folder: pathlib.Path
+    bytes: float | None
+    """None: not known."""
+
+
+def disk(subject: Subject) -> list[Finding]:
+    """One finding per file system."""
+    by_device: dict[int, list[Need]] = collections.defaultdict(list)
+    for need in needs(subject):
+        by_device[existing(need.folder).stat().st_dev].append(need)
+    findings = []
+    for group in by_device.values():
+        mount = _mount(existing(group[0].folder))
+        free = shutil.disk_usage(mount).free
+        total = sum(need.bytes or 0.0 for need in group)
+        named = ", ".join(
+            f"{need.step} {'unknown' if need.bytes is None else size(need.bytes)}"
+            for need in group
+            if need.bytes is None or need.bytes >= 1e6
+        )
+        found = f"{size(free)} free on {mount}"
+        needed = f"{size(total)}: {named}" if named else size(total)
+        if total <= free:
+            findings.append(Finding("disk", found, needed))
+            continue
+        remedy = f"free {size(total - free)} on {mount}, or use another disk: {_options(group)}"
+        findings.append(Finding("disk", found, needed, remedy, "error"))
+    return findings
+
+
+def needs(subject: Subject) -> list[Need]:
+    """What every later step will write, without what is there already."""
+    run, folder = subject.run, subject.folder
+    found = [*_weights(subject), *_data(subject)]
+    for phase, count in sizes.checkpoints(run).items():
+        if phase == "sft" and run.start:
+            continue  # that run's files are reused
+        place = folder / "checkpoints" / phase
+        found.append(Need(f"checkpoints of {phase}", place, max(0.0, count - _used(place))))
+    model = folder / "model"
+    if not model.exists():
+        found.append(Need("export", model, sizes.model_bytes(run)))
+    return found
+
+
+def _weights(subject: Subject) -> list[Need]:
+    path = subject.run.model.path
+    if not path or pathlib.Path(path).is_dir() or not is_hub_id(path):
+        return []
+    folder = asking.cache_folder(path, "model")
+    try:
+        missing = float(to_download(subject).missing)
+    except (NoAnswer, NoAccess):
+        missing = max(0.0, sizes.published_bytes(subject.run) - _used(folder / "blobs"))
+    return [Need("weights", folder, missing)]
+
+
+def _data(subject: Subject) -> list[Need]:
+    settings = subject.run.data
+    if settings is None or is_prepared(subject):
+        return []
+    found = []
+    steps: tuple[tuple[str, Callable[[], Source]], ...] = (
+        ("annotations", lambda: find_annotations(subject, settings)),
+        ("media", lambda: find_media(subject, settings)),
+    )
+    folder = pathlib.Path(settings.folder)
+    for step, find in steps:
+        try:
+            source = find()
+        # The item "data" says what is wrong.
+        except (NoAnswer, NoAccess, OSError, ModuleNotFoundError):
+            found.append(Need(step, folder, None))
+            continue
+        found.append(Need(step, source.folder, source.fetch))
+        found.append(Need(f"{step} unpacked (estimate)", folder, source.unpack))
+    return found
+
+
+def _used(folder: pathlib.Path) -> float:
+    """Bytes of all files below a folder; 0 if there is none."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            file = pathlib.Path(place) / name
+            # A running process may remove files meanwhile.
+            if file.is_file():
+                total += file.stat().st_size
+    return float(total)
+
+
+def _mount(path: pathlib.Path) -> pathlib.Path:
+    """The folder at which the file system of `path` is mounted."""
+    path = path.resolve()
+    device = path.stat().st_dev
+    while path.parent != path and path.parent.stat().st_dev == device:
+        path = path.parent
+    return path
+
+
+def _options(group: list[Need]) -> str:
+    """The settings that move what is written to another disk."""
+    options = {
+        "weights": "HF_HOME",
+        "annotations": "HF_HOME, --data.folder",
+        "media": "HF_HOME, --data.folder",
+        "checkpoints": "--run-dir, --checkpoints.keep",
+    }
+    names = [options.get(need.step.split()[0], "--run-dir") for need in group]
+    return ", ".join(dict.fromkeys(", ".join(names).split(", ")))

@@ -1,0 +1,239 @@
+"""Looks at everything that a run needs, before any work: the function `check`, and its output.
+
+No item hides another. Each is looked at in a thread of its own, an exception becomes the item's
+finding, and an item that takes too long is given up.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import faulthandler
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from train.check import data, disk, loggers, machine, run_folder, weights
+from train.check.asking import Asked, started
+from train.check.finding import Finding, summary, table
+from train.check.subject import Subject, process_count
+from train.durable import cluster, hosts
+from train.settings import Run
+
+Item = Callable[[Subject], list[Finding]]
+
+# With the start of Python, the table is there within 30 seconds.
+LIMIT = 10.0
+"""Seconds that all items may take, which are looked at side by side."""
+_SERVERS = 8.0  # seconds for all answers of servers
+_JOIN = 8  # seconds for the other processes, with --check
+
+_BEFORE_JOINING: dict[str, Item] = {
+    "versions": machine.versions,
+    "code": machine.code,
+    "settings": machine.settings,
+    "weights": weights.weights,
+    "data": data.data,
+    "disk": disk.disk,
+    "run directory": run_folder.run_directory,
+    "loggers": loggers.loggers,
+    "judge": loggers.judge,
+    "videos": machine.videos,
+}
+# JAX fixes its list of devices at the first look, so these come after joining.
+_ON_DEVICES: dict[str, Item] = {"devices": machine.devices, "host memory": machine.memory}
+ITEMS = {**_ON_DEVICES, **_BEFORE_JOINING}
+# What only a run of several hosts has to agree on.
+_OF_SEVERAL = ("code", "settings")
+
+
+def check(
+    run: Run, settings: dict[str, Any], folder: pathlib.Path, items: dict[str, Item] = ITEMS
+) -> list[Finding]:
+    """Look at everything that a run needs. Raises nothing, and changes nothing.
+
+    With several processes, every one of them has to call this, and gets the findings of all.
+
+    Args:
+        run: The settings.
+        settings: Those that define the run, as its folder stores them.
+        folder: The run's folder.
+        items: The functions that look, by the name of their item.
+    """
+    return _together(look(run, settings, folder, items), folder)
+
+
+def look(
+    run: Run,
+    settings: dict[str, Any],
+    folder: pathlib.Path,
+    items: dict[str, Item],
+    topology: str = "",
+) -> list[Finding]:
+    """The findings of this host; see `check` and `show`."""
+    subject = Subject(run, settings, folder, Asked(_SERVERS), topology)
+    deadline = time.monotonic() + LIMIT
+    futures = {name: started(item, subject) for name, item in items.items()}
+    findings = []
+    for name, future in futures.items():
+        findings += _result(name, future, deadline)
+    return findings
+
+
+def _together(findings: list[Finding], folder: pathlib.Path) -> list[Finding]:
+    """The findings of all processes."""
+    if process_count() == 1:
+        return [finding for finding in findings if finding.item not in _OF_SEVERAL]
+    together = merged(hosts.gather(findings))
+    return [*together, run_folder.shared_directory(folder)]
+
+
+def _result(
+    name: str, future: concurrent.futures.Future[list[Finding]], deadline: float
+) -> list[Finding]:
+    """The findings of an item, or what kept it from finding anything."""
+    try:
+        return future.result(max(0.0, deadline - time.monotonic()))
+    except concurrent.futures.TimeoutError:
+        if not future.done():
+            needed = f"an answer within {LIMIT:.0f} s"
+            return [Finding(name, "could not be checked in time", needed, problem="warning")]
+        error: BaseException = future.exception() or TimeoutError()
+    except Exception as raised:
+        error = raised
+    line = " ".join(f"{type(error).__name__}: {error}".split())
+    return [Finding(name, line[:300], problem="error")]
+
+
+def merged(found: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """The findings of all hosts; where hosts differ, each finding names its hosts.
+
+    Args:
+        found: The findings of each host, in the order of their process indices.
+    """
+    by_finding: dict[str, dict[Finding, list[int]]] = {}
+    for host, findings in enumerate(found):
+        for finding in findings:
+            same = by_finding.setdefault(finding.item, {}).setdefault(finding, [])
+            same.append(host)
+    rows = []
+    for groups in by_finding.values():
+        for finding, members in groups.items():
+            if len(members) == len(found):
+                rows.append(finding)
+                continue
+            text = f"{_named(members)}: {finding.found}"
+            finding = dataclasses.replace(finding, found=text)
+            if finding.must_agree and 0 not in members:
+                needed = "the same as on host 0"
+                remedy = finding.remedy or "install the same versions on every host"
+                finding = dataclasses.replace(
+                    finding, needed=needed, remedy=remedy, problem="error"
+                )
+            rows.append(finding)
+    return rows
+
+
+def _named(members: Sequence[int]) -> str:
+    """Numbers of hosts as text: "host 3", "hosts 0-2, 5"."""
+    spans: list[list[int]] = []
+    for member in sorted(set(members)):
+        if spans and member == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], member]
+        else:
+            spans.append([member])
+    text = ", ".join("-".join(map(str, span)) for span in spans)
+    return f"host {text}" if len(members) == 1 else f"hosts {text}"
+
+
+def has_errors(findings: Sequence[Finding]) -> bool:
+    """Whether the run would stop."""
+    return any(finding.problem == "error" for finding in findings)
+
+
+def ready(run: Run, settings: dict[str, Any], folder: pathlib.Path) -> bool:
+    """Check a run that is about to start, and print what the user has to know.
+
+    An error prints the whole table. Otherwise there is one line, or none for a small run without
+    warnings.
+
+    Returns:
+        Whether the run may start.
+    """
+    findings = check(run, settings, folder)
+    if not hosts.is_first():
+        return not has_errors(findings)
+    if has_errors(findings):
+        print(table(findings), file=sys.stderr)
+        print("error: nothing was started; see the table", file=sys.stderr)
+        return False
+    if run.model.size != "tiny" or any(finding.problem for finding in findings):
+        print(summary(findings), flush=True)
+    return True
+
+
+def show(run: Run, settings: dict[str, Any], folder: pathlib.Path, topology: str = "") -> int:
+    """Check a run and print the table; for `--check`.
+
+    Args:
+        run: The settings.
+        settings: Those that define the run, as its folder stores them.
+        folder: The run's folder.
+        topology: A TPU slice to check for, by its name; empty: the devices of this host.
+
+    Returns:
+        The exit code: 1 if the run would stop, else 0.
+    """
+    if topology:
+        # The memory of the hosts of a slice is not known here.
+        items = {"devices": machine.devices, **_BEFORE_JOINING}
+        findings = look(run, settings, folder, items, topology)
+        findings = [finding for finding in findings if finding.item not in _OF_SEVERAL]
+        print(table(findings))
+        return int(has_errors(findings))
+    alone = look(run, settings, folder, _BEFORE_JOINING)
+    late = _apart(f"not all processes joined within {_JOIN} s")
+    with _at_most(_JOIN, table([late, *alone])):
+        try:
+            cluster.connect(run.hosts)
+            apart = []
+        except Exception as error:
+            apart = [_apart(str(error))]
+    findings = _together([*look(run, settings, folder, _ON_DEVICES), *alone], folder)
+    if hosts.is_first():
+        print(table([*apart, *findings]))
+    return int(has_errors([*apart, *findings]))
+
+
+# Prints its argument, unless standard input ends before.
+_PRINT_LATE = """
+import select, sys
+if not select.select([0], [], [], float(sys.argv[1]))[0]:
+    print(sys.argv[2])
+"""
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float, text: str) -> Iterator[None]:
+    """Prints `text` and ends this process with code 1 if the block takes longer.
+
+    JAX waits minutes for the other processes, without a chance for other threads of Python, and
+    then aborts. So a child prints the text, and a thread without Python ends the process.
+    """
+    command = [sys.executable, "-c", _PRINT_LATE, str(seconds), text]
+    with open(os.devnull, "w") as nowhere, subprocess.Popen(command, stdin=subprocess.PIPE):
+        faulthandler.dump_traceback_later(seconds + 1, exit=True, file=nowhere)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _apart(found: str) -> Finding:
+    remedy = "start the same command on every host; see --hosts.coordinator"
+    return Finding("hosts", found, "all processes of the run", remedy, "error")

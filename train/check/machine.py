@@ -1,0 +1,195 @@
+"""What this host has: versions, devices, memory, decoders of videos, the project's code."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import importlib.metadata
+import pathlib
+import platform
+
+import jax
+from packaging.requirements import Requirement
+
+from paravt_jax.data import video
+from train.check import sizes
+from train.check.finding import Finding, failed, size
+from train.check.subject import Subject, process_count
+from train.fit import GIB, fit
+from train.slices import Topology, found_devices
+
+_PROJECT = "paravt-jax"
+_SHOWN = ("jax", "jaxlib", "flax", "libtpu")
+_ROOT = pathlib.Path(__file__).parents[2]
+_ROOMS = ("paravt_jax", "models", "rollout", "train", "configs")
+
+
+def installed(package: str) -> str:
+    """The installed version of a package; empty if there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def requirements() -> list[Requirement]:
+    """The project's requirements with those of its extras; none if it is not installed."""
+    try:
+        lines = importlib.metadata.requires(_PROJECT) or []
+    except importlib.metadata.PackageNotFoundError:
+        lines = []
+    return [Requirement(line) for line in lines]
+
+
+def has_tpu_chips() -> bool:
+    """Whether this host has device files of TPU chips."""
+    if glob.glob("/dev/accel[0-9]*"):
+        return True
+    # Newer TPU VMs pass chips through VFIO, as other hosts pass other devices.
+    vendors = glob.glob("/sys/bus/pci/devices/*/vendor")
+    google = any(pathlib.Path(file).read_text().strip() == "0x1ae0" for file in vendors)
+    return google and bool(glob.glob("/dev/vfio/[0-9]*"))
+
+
+def versions(subject: Subject) -> list[Finding]:
+    """Versions of jax and of all packages that the project requires, against pyproject's bounds."""
+    found = [f"python {platform.python_version()}"]
+    found += [f"{name} {version}" for name in _SHOWN if (version := installed(name))]
+    needed = []
+    remedies = []
+    problem = ""
+    for requirement in requirements():
+        of_tpu = requirement.marker is not None and 'extra == "tpu"' in str(requirement.marker)
+        environment = {"extra": "tpu"} if of_tpu else {"extra": ""}
+        if requirement.marker is not None and not requirement.marker.evaluate(environment):
+            continue
+        if of_tpu and not has_tpu_chips():
+            continue
+        version = installed(requirement.name)
+        if version and requirement.specifier.contains(version, prereleases=True):
+            continue
+        needed.append(f"{requirement.name}{requirement.specifier}")
+        if not version or not of_tpu:
+            problem = "error"
+        else:
+            # Another libtpu may run, but the memory plan does not hold for it (docs/tpu.md).
+            problem = problem or "warning"
+        if requirement.name not in _SHOWN:
+            found.append(f"{requirement.name} {version or 'not installed'}")
+        elif not version:
+            found.append(f"{requirement.name} not installed")
+        remedies.append("pip install -e '.[tpu]'" if of_tpu else f"pip install '{needed[-1]}'")
+    remedy = "\n".join(dict.fromkeys(remedies))
+    return [
+        Finding("versions", ", ".join(found), ", ".join(needed), remedy, problem, must_agree=True)
+    ]
+
+
+def devices(subject: Subject) -> list[Finding]:
+    """Devices, the sizes that are chosen for them, and the estimated memory, against theirs."""
+    try:
+        available = Topology(subject.topology).available if subject.topology else found_devices()
+    except ValueError as error:
+        return [failed("devices", error)]
+    hosts = f" on {available.hosts} hosts" if available.hosts > 1 else ""
+    named = f"{available.name}{hosts}, {available.memory / GIB:.2f} GiB each"
+    if subject.topology:
+        named = f"{available.count} devices of {named}"
+    try:
+        fitted = fit(subject.run, available)
+    except ValueError as error:
+        return [Finding("devices", named, *_lack(subject, str(error)), "error")]
+    mesh = fitted.run.mesh
+    wanted = mesh.data * mesh.fsdp * mesh.tensor
+    if wanted > available.count:
+        lack = f"mesh {mesh.data} x {mesh.fsdp} x {mesh.tensor}, {wanted} devices"
+        return [Finding("devices", named, *_lack(subject, lack), "error")]
+    findings = [Finding("devices", named, fitted.describe())]
+    if fitted.needs:
+        estimates = ", ".join(f"{part} {need / GIB:.1f}" for part, need in fitted.needs.items())
+        limit = f"at most {available.memory / GIB:.2f} GiB per device"
+        findings.append(Finding("memory plan", f"estimates in GiB: {estimates}", limit))
+    return findings
+
+
+def _lack(subject: Subject, needed: str) -> tuple[str, str]:
+    """What is needed, and the remedy."""
+    remedy = (
+        f"python -m train.plan --config={subject.run.name} --topology=SLICE\n"
+        "or set the mesh: --mesh.data, --mesh.fsdp, --mesh.tensor"
+    )
+    if not subject.topology and has_tpu_chips() and jax.default_backend() != "tpu":
+        remedy = "jax does not see the TPU chips of this host: pip install -e '.[tpu]'\n" + remedy
+    return needed, remedy
+
+
+def ram() -> float:
+    """Bytes of memory that the processes of this host may use."""
+    lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+    total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:"))
+    limits = [float(total)]
+    # A container may have less than the machine.
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        file = pathlib.Path("/sys/fs/cgroup") / name
+        if file.is_file() and (text := file.read_text().strip()).isdigit():
+            limits.append(float(text))
+    return min(limits)
+
+
+def memory(subject: Subject) -> list[Finding]:
+    """The memory of this host against the arrays that a run keeps there."""
+    on_cpu = jax.default_backend() == "cpu"
+    parts = sizes.host_memory(subject.run, process_count(), on_cpu)
+    needed = sum(parts.values())
+    total = ram()
+    found = f"{size(total)} of memory"
+    if needed < 0.9 * total:
+        return [Finding("host memory", found, f"{size(needed)} for arrays, and libraries")]
+    largest = sorted(parts.items(), key=lambda part: -part[1])
+    named = ", ".join(f"{name} {size(count)}" for name, count in largest if count > needed / 20)
+    remedy = "more hosts, each of which holds a share; or a lower --frames.cache-mib"
+    if on_cpu:
+        remedy = "run this recipe on TPUs or GPUs: on a CPU, weights and optimizer are here too"
+    problem = "error" if needed > total else "warning"
+    return [Finding("host memory", found, f"{size(needed)}: {named}", remedy, problem)]
+
+
+def videos(subject: Subject) -> list[Finding]:
+    """The decoders that read the frames of videos."""
+    found = f"PyAV {installed('av')}"
+    if video.decord is not None:
+        return [Finding("videos", f"decord {installed('decord')}, {found}")]
+    if platform.system() == "Linux" and platform.machine() == "x86_64":
+        remedy = "pip install decord==0.6.0"
+        return [Finding("videos", f"{found}, no decord", "decord, faster", remedy, "warning")]
+    return [Finding("videos", found)]
+
+
+def code(subject: Subject) -> list[Finding]:
+    """A digest of the project's code, which all hosts have to share."""
+    digest = hashlib.sha256()
+    files = [file for room in _ROOMS for file in sorted((_ROOT / room).rglob("*.py"))]
+    for file in files:
+        digest.update(file.relative_to(_ROOT).as_posix().encode())
+        digest.update(file.read_bytes())
+    return [
+        Finding(
+            "code",
+            f"{len(files)} files with digest {digest.hexdigest()[:12]}",
+            remedy="git pull, and pip install -e . on every host",
+            must_agree=True,
+        )
+    ]
+
+
+def settings(subject: Subject) -> list[Finding]:
+    """A digest of the settings, which all hosts have to share."""
+    digest = hashlib.sha256(repr(subject.settings).encode()).hexdigest()[:12]
+    return [
+        Finding(
+            "settings",
+            f"{subject.run.name} with digest {digest}",
+            remedy="start every host with the same command, except for --hosts.index",
+            must_agree=True,
+        )
+    ]

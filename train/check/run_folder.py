@@ -1,0 +1,53 @@
+"""The run's folder: whether this run may use it, and whether all hosts see the same one."""
+
+from __future__ import annotations
+
+import pathlib
+
+from train.check.finding import Finding, failed
+from train.check.subject import Subject, existing
+from train.durable import cluster, hosts
+from train.durable.run_directory import RunDirectoryError, require_usable
+
+_ITEM = "run directory"
+
+
+def run_directory(subject: Subject) -> list[Finding]:
+    """Whether the folder is writable, free, and new or of this run."""
+    findings = []
+    try:
+        continues = require_usable(subject.folder, subject.settings)
+        state = "holds this run, which continues" if continues else "new"
+        findings.append(Finding(_ITEM, f"{subject.folder}: {state}"))
+    except RunDirectoryError as error:
+        findings.append(failed(_ITEM, error))
+    if subject.run.start:
+        findings += _start(pathlib.Path(subject.run.start))
+    return findings
+
+
+def _start(source: pathlib.Path) -> list[Finding]:
+    """What the run lacks whose cold start is reused; RL begins by comparing the settings."""
+    missing = [name for name in ("config.json", "checkpoints/sft") if not (source / name).exists()]
+    if not missing:
+        return [Finding("start", f"{source}: has a cold start")]
+    found = f"{source}: no {', no '.join(missing)}"
+    remedy = "let that run finish its cold start, or name another --start"
+    return [Finding("start", found, "a run with a cold start", remedy, "error")]
+
+
+def shared_directory(folder: pathlib.Path) -> Finding:
+    """Whether all processes see the same folder. Every process has to call this.
+
+    The first process makes a file for a moment in the folder, or in the nearest one above it that
+    exists, and the others look for it.
+    """
+    try:
+        # Each process may name the folder by another path, so the first one tells how far up to go.
+        levels = hosts.from_first(lambda: len(folder.parts) - len(existing(folder).parts))
+        place = folder.parents[levels - 1] if levels else folder
+        cluster.require_shared(place)
+    except (ValueError, OSError, hosts.HostsError) as error:
+        remedy = "mount one network disk on all hosts, and give a --run-dir on it"
+        return Finding("shared disk", str(error), "one directory for all", remedy, "error")
+    return Finding("shared disk", f"all hosts see {place}")

@@ -1,0 +1,116 @@
+"""Sizes of a run's files and arrays, by arithmetic from the shapes of its model."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.qwen3_vl.config import qwen3_vl
+from models.qwen3_vl.model import abstract_model
+from train.fit import total_bytes
+from train.learn.optimizer import OptimizerSettings, make_optimizer
+from train.settings import Run
+
+# Bytes of a checkpoint of the tiny model, rounded up. Its shapes are not computed, so that the
+# check of a small run costs nothing.
+_TINY_STATE = 16e6
+
+
+@functools.cache
+def _shapes(size: str) -> tuple[Any, Any]:
+    """Abstract weights of (decoder, vision tower), as they are trained."""
+    model = abstract_model(qwen3_vl(size))
+    return nnx.state(model.text), nnx.state(model.vision)
+
+
+def decoder_bytes(run: Run, dtype: str = "float32") -> float:
+    """Bytes of the decoder's weights in a type."""
+    if run.model.size == "tiny":
+        return _TINY_STATE / 3
+    decoder, _ = _shapes(run.model.size)
+    weights = sum(math.prod(x.shape) for x in jax.tree.leaves(decoder))
+    return float(weights * jnp.dtype(dtype).itemsize)
+
+
+def tower_bytes(run: Run) -> float:
+    """Bytes of the vision tower as checkpoints store it."""
+    return 0.0 if run.model.size == "tiny" else total_bytes(_shapes(run.model.size)[1])
+
+
+def model_bytes(run: Run) -> float:
+    """Bytes of the exported model, in the type of the trained weights."""
+    return decoder_bytes(run) + tower_bytes(run)
+
+
+def published_bytes(run: Run) -> float:
+    """Bytes of published weights of the model's size, which are in bfloat16."""
+    return model_bytes(run) / 2
+
+
+def state_bytes(run: Run, optimizer: OptimizerSettings) -> float:
+    """Bytes of the decoder's weights and their optimizer's moments."""
+    if run.model.size == "tiny":
+        return _TINY_STATE
+    decoder, _ = _shapes(run.model.size)
+    moments = jax.eval_shape(make_optimizer(optimizer, steps=2).init, decoder)
+    return total_bytes(decoder) + total_bytes(moments)
+
+
+def checkpoints(run: Run) -> dict[str, float]:
+    """Bytes of all checkpoints of each phase at the moment when most of them exist.
+
+    A new checkpoint is complete before the oldest one is removed.
+    """
+    phases: dict[str, tuple[OptimizerSettings, int, int]] = {}
+    if run.sft is not None:
+        phases["sft"] = (run.sft.optimizer, run.sft.steps, run.sft.save_every)
+    if run.rl is not None:
+        phases["rl"] = (run.rl.optimizer, run.rl.steps, run.rl.save_every)
+        if run.rl.control and run.sft is not None:
+            phases["control"] = (run.sft.optimizer, run.rl.steps, run.sft.save_every)
+    found = {}
+    for name, (optimizer, steps, save_every) in phases.items():
+        best = name == "rl" and run.checkpoints.best != "none"
+        saves = math.ceil(steps / save_every)
+        count = min(run.checkpoints.keep + 1 + best, saves)
+        found[name] = count * (state_bytes(run, optimizer) + tower_bytes(run))
+    return found
+
+
+def host_memory(run: Run, hosts: int, on_cpu: bool) -> dict[str, float]:
+    """Bytes of the arrays that one host's process keeps in memory, by name.
+
+    The plan of a slice (`train.plan`) also has what only compiled programs tell.
+
+    Args:
+        run: The settings.
+        hosts: Number of hosts, which share the batch, the checkpoint and the reference.
+        on_cpu: Whether the devices are CPUs, whose memory is the host's.
+    """
+    phases = [phase for phase in (run.sft, run.rl) if phase is not None]
+    state = max((state_bytes(run, phase.optimizer) for phase in phases), default=0.0)
+    parts = {
+        # The small world has too few frames to fill the store.
+        "frames.cache_mib": 0.0 if run.model.size == "tiny" else run.frames.cache_mib * 2.0**20,
+        "a checkpoint in flight": state / hosts,
+        "the vision tower": tower_bytes(run),
+    }
+    if run.rl is not None:
+        reference = decoder_bytes(run, run.model.dtype) * run.mesh.data
+        parts["the reference"] = reference / hosts
+        parts["the batch"] = _visual_bytes(run) / hosts
+    if on_cpu:
+        parts["weights and optimizer"] = state
+    return parts
+
+
+def _visual_bytes(run: Run) -> float:
+    """Bytes of the features of an RL batch, which are most of it."""
+    levels = 1 + run.vision.levels
+    hidden = run.vision.out_hidden_size
+    return sum(shape.groups * shape.visual * levels * hidden * 4.0 for shape in run.rl_shapes)

@@ -1,0 +1,43 @@
+"""What the check looks at: a run, its folder, and the answers of servers."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+
+from train.check.asking import Asked
+from train.settings import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A run to check on this host."""
+
+    run: Run
+    settings: dict[str, Any]
+    """The settings that define the run, as its folder stores them."""
+    folder: pathlib.Path
+    asked: Asked
+    topology: str = ""
+    """A TPU slice to check for instead of this host's devices."""
+
+    @property
+    def small(self) -> bool:
+        """Whether the model is the tiny one, which needs next to no disk and memory."""
+        return self.run.model.size == "tiny"
+
+
+def process_count() -> int:
+    """Number of processes that have joined this run; does not wait for a device if it is one."""
+    return jax.process_count() if jax.distributed.is_initialized() else 1
+
+
+def existing(path: pathlib.Path) -> pathlib.Path:
+    """The nearest folder above `path`, or `path` itself, that exists."""
+    path = path.expanduser().absolute()
+    while not path.exists():
+        path = path.parent
+    return path

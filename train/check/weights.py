@@ -1,0 +1,114 @@
+"""The weights that a run starts from: a folder, or a repository of the hub and its cache."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import huggingface_hub
+
+from models.weights.folder import CONFIG, local_folder, weights_files
+from models.weights.tensor_file import read_header
+from paravt_jax.method import tokenizer
+from train.check import asking, sizes
+from train.check.asking import Download, NoAccess, NoAnswer
+from train.check.finding import Finding, failed, size
+from train.check.subject import Subject
+from train.published_model import config_of
+
+# Weights, configuration and tokenizer; the run downloads little more.
+PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt")
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether a path that is no folder is the id of a repository."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None
+
+
+def weights(subject: Subject) -> list[Finding]:
+    """Whether the initial weights are here, complete and of the recipe's size."""
+    path = subject.run.model.path
+    if not path:
+        return []
+    if pathlib.Path(path).is_dir() or not is_hub_id(path):
+        return [_folder(subject, path)]
+    snapshot = asking.cached_snapshot(path, "model")
+    if snapshot is not None and _is_complete(snapshot):
+        return [_folder(subject, path, snapshot)]
+    return [_on_the_hub(subject, path)]
+
+
+def _folder(subject: Subject, path: str, snapshot: pathlib.Path | None = None) -> Finding:
+    """Checks a folder of weights; `snapshot` is that of a repository in the hub's cache."""
+    try:
+        folder = snapshot or local_folder(path, weights=False)
+        config_of(str(folder), subject.run.model.size)
+        names = weights_files(folder)
+        for name in names:
+            read_header(folder / name)  # raises if the file was cut off
+    except (FileNotFoundError, ValueError) as error:
+        return failed("weights", error)
+    if not (folder / tokenizer.FILE).is_file():
+        needed = f"{tokenizer.FILE} beside the weights"
+        remedy = f"copy {tokenizer.FILE} of the published model to {folder}"
+        return Finding("weights", f"{path}: no {tokenizer.FILE}", needed, remedy, "error")
+    count = sum((folder / name).stat().st_size for name in names)
+    place = "in the hub's cache" if snapshot else "in the folder"
+    return Finding("weights", f"{path}: {size(count)} {place}")
+
+
+def _is_complete(snapshot: pathlib.Path) -> bool:
+    """Whether the cache has all files of the weights, the configuration and the tokenizer."""
+    try:
+        weights_files(snapshot)
+    except (FileNotFoundError, ValueError):
+        return False
+    return all((snapshot / name).is_file() for name in (CONFIG, tokenizer.FILE))
+
+
+def _on_the_hub(subject: Subject, path: str) -> Finding:
+    """The finding for a repository that is not complete in the cache."""
+    cached = sum(file.stat().st_size for file in asking.cache_folder(path, "model").glob("blobs/*"))
+    here = f"{size(cached)} in the hub's cache" if cached else "not in the hub's cache"
+    command = f"hf download {path}"
+    try:
+        found = to_download(subject)
+    except NoAccess as error:
+        return Finding(
+            "weights",
+            f"{path}: {here}; {error}",
+            f"a token with access{_token()}",
+            access_remedy(f"https://huggingface.co/{path}", command),
+            "error",
+        )
+    except NoAnswer as error:
+        return Finding(
+            "weights",
+            f"{path}: {here}; {error}",
+            f"about {size(sizes.published_bytes(subject.run))} from the hub",
+            f"{command}\nor copy its folder here, and give --model.path FOLDER",
+            "error",
+        )
+    if not found.total:
+        needed = "a repository with *.safetensors and config.json"
+        return Finding("weights", f"{path}: no such files", needed, "", "error")
+    if found.present:
+        here = f"half downloaded, {size(found.present)} of {size(found.total)} in the hub's cache"
+    needed = f"{size(found.missing)}, which the run downloads"
+    return Finding("weights", f"{path}: {here}", needed, command, "warning")
+
+
+def to_download(subject: Subject) -> Download:
+    """What the hub's cache lacks of the weights. Raises NoAnswer or NoAccess."""
+    path = subject.run.model.path
+    found = subject.asked.answer(asking.ask_hub, path, "model")
+    return asking.download(path, "model", found, PATTERNS)
+
+
+def access_remedy(page: str, command: str) -> str:
+    """How to get access to a repository, as commands."""
+    return f"hf auth login\naccept the terms on {page}, if it asks for that\n{command}"
+
+
+def _token() -> str:
+    return "; there is a token" if huggingface_hub.get_token() else "; there is none"
