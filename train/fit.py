@@ -389,7 +389,7 @@ class _Estimate:
     def _rollouts_without_cache(self) -> float:
         text = self.sizes.config.text
         prefilled = self.run.engine_sizes.prefill_tokens
-        numbers = 4 * text.intermediate_size + 8 * text.hidden_size
+        numbers = 3 * text.intermediate_size + 6 * text.hidden_size
         temporary = prefilled * numbers * self.sizes.itemsize
         return self._resident() + self._engine_weights() + temporary
 

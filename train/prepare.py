@@ -2,7 +2,7 @@
 
 Everything is made once. An interrupted preparation continues where it stopped, and a finished one
 is only opened. The command prepares published data without training on it:
-`python -m train.prepare --config=sft_8b --data.media FOLDER`.
+`python -m train.prepare --config=paravt_8b --data.media FOLDER`.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def _check_own_settings(run: Run, questions: Sequence[Question] | None) -> DataS
         )
     if run.sft is not None:
         raise ValueError(
-            f"sft: {type(run.sft).__name__}; "
-            "your own questions come without demonstrations: set sft to None"
+            f"sft: {type(run.sft).__name__}; your own questions come without demonstrations: give "
+            "weights that had the cold start with --cold-started, or set sft to None"
         )
     if not pathlib.Path(settings.media).is_dir():
         raise ValueError(
@@ -286,7 +286,7 @@ def prepare_dataset(run: Run, check: Callable[[], None] = lambda: None) -> dict[
     if run.data is None:
         raise ValueError(
             f"{run.name}: this recipe renders its own world and has no published data; "
-            "name a recipe with published data, such as sft_8b"
+            "name a recipe with published data, such as paravt_8b"
         )
     if run.data.questions:
         raise ValueError(

@@ -6,10 +6,8 @@ import dataclasses
 import pathlib
 import subprocess
 import sys
-from typing import Annotated
 
 import pytest
-import tyro
 
 from train import cli
 
@@ -149,31 +147,3 @@ def test_parsing_starts_no_accelerator_runtime() -> None:
     code = "import sys; from train import cli; sys.exit('jax' in sys.modules)"
     root = pathlib.Path(cli.__file__).parents[1]
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What a command does."""
-
-    look: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Only look."""
-
-
-def test_options_stand_beside_the_settings_and_in_the_help(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    line = ["--config=tiny_recipe", "--rl.frames", "4"]
-    settings = Run(rl=Rl(group_size=4, frames=(4,)))
-    assert cli.parse_with_options(line, RECIPES, Options()) == (settings, Options())
-    found = cli.parse_with_options([*line, "--look"], RECIPES, Options())
-    assert found == (settings, Options(look=True))
-    assert type(found[0]) is Run
-    with pytest.raises(SystemExit) as stop:
-        cli.parse_with_options(["--config=tiny_recipe", "--help"], RECIPES, Options())
-    assert stop.value.code == 0
-    shown = words(capsys.readouterr().out)
-    assert "--look Only look." in shown and "Rollouts per prompt." in shown
-    with pytest.raises(SystemExit) as stop:
-        cli.parse_with_options(["--config=tiny_recipe", "--rl.group-size", "1"], RECIPES, Options())
-    assert stop.value.code == 2
-    assert "rl.group_size is 1" in words(capsys.readouterr().err)
