@@ -49,7 +49,7 @@ def healthy(count: int) -> list[Row]:
     return rows
 
 
-def changed(rows: list[Row], last: int, **values: float) -> list[Row]:
+def changed(rows: list[Row], last: int, **values: float | None) -> list[Row]:
     """The rows with other values in the last ones; `__` stands for a slash."""
     new = {name.replace("__", "/"): value for name, value in values.items()}
     return [*rows[:-last], *(row | new for row in rows[-last:])]
