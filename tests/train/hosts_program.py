@@ -118,7 +118,7 @@ def learn(folder: pathlib.Path, index: int) -> dict:
 
 
 def look(folder: pathlib.Path, index: int) -> dict:
-    """Checks a run with another jax on the second host, and a folder that it does not share."""
+    """Checks a run of which the second host has another jax, other settings and its own folder."""
     import small
 
     from train.check import items, machine
@@ -128,7 +128,7 @@ def look(folder: pathlib.Path, index: int) -> dict:
         machine.installed = lambda name: "0.10.99" if name == "jax" else installed(name)
     own = folder / str(index)
     own.mkdir()
-    findings = items.check(small.small(), {"seed": 0}, own / "run")
+    findings = items.check(small.small(), {"rl": {"steps": index}}, own / "run")
     return {"findings": [dataclasses.asdict(finding) for finding in findings]}
 
 

@@ -685,6 +685,11 @@ def test_hosts_that_differ_are_named():
     assert items.merged([[jax_10], [jax_10]]) == [jax_10]
 
 
+def test_hosts_with_the_same_settings_are_one_line():
+    assert only(items.same_settings([{"seed": 1}, {"seed": 1}])).problem == ""
+    assert len(items.same_settings([{"seed": 1}, {"seed": 2}, {"seed": 1}, {"seed": 3}])) == 2
+
+
 def test_the_table_fits_100_columns_and_lists_the_commands_below():
     long = "word " * 30 + "/a/very/long/path" * 6
     findings = [
@@ -792,7 +797,9 @@ def test_two_processes_that_differ_are_named(together, tmp_path):
     assert theirs["problem"] == "error"
     (code,) = by_item["code"]
     (settings,) = by_item["settings"]
-    assert not code["problem"] and not settings["problem"]
+    assert not code["problem"]
+    assert settings["problem"] == "error" and settings["found"].startswith("host 1 ")
+    assert "rl.steps: 0 -> 1" in settings["remedy"]
     (shared,) = by_item["shared disk"]
     assert shared["problem"] == "error" and "process 1" in shared["found"]
 

@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from paravt_jax.data.stored_settings import as_json, require_same
 from train.check import data, disk, loggers, machine, run_folder, weights
 from train.check.asking import Asked, started
-from train.check.finding import Finding, summary, table
+from train.check.finding import Finding, failed, summary, table
 from train.check.subject import Subject, process_count
 from train.durable import cluster, hosts
 from train.settings import Run
@@ -36,7 +37,6 @@ _JOIN = 8  # seconds for the other processes, with --check
 _BEFORE_JOINING: dict[str, Item] = {
     "versions": machine.versions,
     "code": machine.code,
-    "settings": machine.settings,
     "weights": weights.weights,
     "data": data.data,
     "disk": disk.disk,
@@ -49,7 +49,7 @@ _BEFORE_JOINING: dict[str, Item] = {
 _ON_DEVICES: dict[str, Item] = {"devices": machine.devices, "host memory": machine.memory}
 ITEMS = {**_ON_DEVICES, **_BEFORE_JOINING}
 # What only a run of several hosts has to agree on.
-_OF_SEVERAL = ("code", "settings")
+_OF_SEVERAL = ("code",)
 
 
 def check(
@@ -65,7 +65,7 @@ def check(
         folder: The run's folder.
         items: The functions that look, by the name of their item.
     """
-    return _together(look(run, settings, folder, items), folder)
+    return _together(look(run, settings, folder, items), settings, folder)
 
 
 def look(
@@ -85,12 +85,35 @@ def look(
     return findings
 
 
-def _together(findings: list[Finding], folder: pathlib.Path) -> list[Finding]:
-    """The findings of all processes."""
+def _together(
+    findings: list[Finding], settings: dict[str, Any], folder: pathlib.Path
+) -> list[Finding]:
+    """The findings of all processes, and whether they have one run and one folder."""
     if process_count() == 1:
         return [finding for finding in findings if finding.item not in _OF_SEVERAL]
     together = merged(hosts.gather(findings))
-    return [*together, run_folder.shared_directory(folder)]
+    same = same_settings(hosts.gather(settings))
+    return [*together, *same, run_folder.shared_directory(folder)]
+
+
+def same_settings(found: Sequence[dict[str, Any]]) -> list[Finding]:
+    """Whether all hosts were started with the same settings; names the fields that differ.
+
+    Args:
+        found: The settings of each host, in the order of their process indices.
+    """
+    findings = []
+    for host, settings in enumerate(found):
+        try:
+            require_same(
+                f"host {host} has other settings than host 0",
+                as_json(found[0], "settings"),
+                as_json(settings, "settings"),
+                "Start every host with the same command, except for --hosts.index.",
+            )
+        except ValueError as error:
+            findings.append(failed("settings", error))
+    return findings or [Finding("settings", f"the same on {len(found)} hosts")]
 
 
 def _result(
@@ -204,7 +227,7 @@ def show(run: Run, settings: dict[str, Any], folder: pathlib.Path, topology: str
             apart = []
         except Exception as error:
             apart = [_apart(str(error))]
-    findings = _together([*look(run, settings, folder, _ON_DEVICES), *alone], folder)
+    findings = _together([*look(run, settings, folder, _ON_DEVICES), *alone], settings, folder)
     if hosts.is_first():
         print(table([*apart, *findings]))
     return int(has_errors([*apart, *findings]))

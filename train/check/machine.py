@@ -180,16 +180,3 @@ def code(subject: Subject) -> list[Finding]:
             must_agree=True,
         )
     ]
-
-
-def settings(subject: Subject) -> list[Finding]:
-    """A digest of the settings, which all hosts have to share."""
-    digest = hashlib.sha256(repr(subject.settings).encode()).hexdigest()[:12]
-    return [
-        Finding(
-            "settings",
-            f"{subject.run.name} with digest {digest}",
-            remedy="start every host with the same command, except for --hosts.index",
-            must_agree=True,
-        )
-    ]
