@@ -40,7 +40,7 @@ PAGES = {
 VARIABLES = {
     "$seed": "0",
     "$i": "0",
-    "$1": "--config=sft_8b",
+    "$1": "",
     "$DATA": "--data.folder data/paravt",
 }
 
