@@ -67,7 +67,7 @@ _SMALL = 64 * 2**20  # bytes of a source that is used as it is
 _ROWS = 32  # rows of each file of a prepared set
 _CHOICE = "sources.json"  # what a rehearsal reads; a resumed one reads the same
 _TEXT = """\
-This model comes from a rehearsal of {name}. Its weights are random and its sizes are cut.
+This model comes from {name}, a rehearsal: its weights are random and its sizes are cut.
 It shows that a run gets from its first phase to its export, and nothing else.
 """
 
@@ -78,12 +78,14 @@ def rehearsal(run: Run) -> Run:
     They are made once, in a folder beside that of the run.
 
     Args:
-        run: A recipe with published data.
+        run: A recipe with published data. Settings of a rehearsal are returned as they are.
 
     Raises:
         ValueError: The recipe has no published data.
         FileNotFoundError: The tokenizer cannot be fetched.
     """
+    if run.model.size == "rehearsal":
+        return run
     if run.data is None:
         raise ValueError(
             f"rehearse: True with {run.name}, which is small anyway; run it without --rehearse, or "
@@ -98,7 +100,7 @@ def rehearsal(run: Run) -> Run:
             write_atomically(folder / _CHOICE, json.dumps(_make_sources(run, run.data, folder)))
     chosen = json.loads((folder / _CHOICE).read_text())
     if hosts.is_first():
-        print(f"rehearsal: {chosen['described']}; in {run_dir} and {folder}")
+        print(f"rehearsal in {run_dir}, with {chosen['described']} in {folder}")
     fields: dict[str, Any] = {
         "run_dir": run_dir,
         "model.size": "rehearsal",

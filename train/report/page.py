@@ -114,6 +114,7 @@ def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.in
     template = environment(pathlib.Path(__file__).parent).get_template("report.html.jinja")
     text = template.render(
         name=str(config.get("name") or config.get("recipe") or root.name),
+        rehearsal=bool(config.get("rehearse")),
         progress="" if finished else _progress(root, config, metrics),
         warnings=_warnings(root, metrics, finished),
         temperature=_sampling_temperature(result),

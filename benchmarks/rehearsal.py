@@ -1,0 +1,252 @@
+"""Kills a rehearsal in every phase; nothing may be lost: `python -m benchmarks.rehearsal`.
+
+    python -m benchmarks.rehearsal --tokenizer FOLDER                          # one process
+    python -m benchmarks.rehearsal --tokenizer FOLDER --devices 8              # eight fake devices
+    python -m benchmarks.rehearsal --tokenizer FOLDER --devices 4 --processes 2
+
+The command under test is `python -m train.run --config=paravt_8b --rehearse`. A stand-in of the hub
+serves small random weights and a small set in the published layout. The first run is left alone.
+Two further runs get a signal in every phase, SIGTERM in one and SIGKILL in the other, and are
+started again each time. They have to end with the same results, metrics, weights and episodes, bit
+for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+
+import tyro
+from flax import nnx
+
+from benchmarks.hub import Hub
+from benchmarks.killing import EXIT_CODES, check_end, environment
+from models.qwen3_vl.config import qwen3_vl
+from models.qwen3_vl.hf import save
+from models.qwen3_vl.model import Qwen3VL
+from paravt_jax.data.local_path import require_local
+from paravt_jax.world.stand_in import write_stand_in
+from train.durable.metrics import read_metrics
+
+RUN = pathlib.Path("runs/paravt_8b-rehearsal")
+DEADLINE = 1800.0
+"""A process that has not ended after this many seconds counts as stuck."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Which machine to imitate."""
+
+    tokenizer: str
+    """Folder with the tokenizer of Qwen3-VL and its processor's files."""
+    processes: int = 1
+    """Number of processes."""
+    devices: int = 1
+    """Number of devices of each process."""
+    signals: tuple[str, ...] = ("SIGTERM", "SIGKILL")
+    """One disturbed run for each."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of the run, such as `--rl.steps=2`."""
+    folder: str = ""
+    """Folder for the runs; a temporary one if empty."""
+
+    def __post_init__(self):
+        require_local("folder", self.folder)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """A moment inside of a phase."""
+
+    phase: str
+    reached: Callable[[pathlib.Path], bool]
+    """Whether the run in this working directory is there."""
+
+
+def _steps(phase: str) -> Callable[[pathlib.Path], bool]:
+    """True after the first step of a phase."""
+
+    def reached(place: pathlib.Path) -> bool:
+        return any(row["phase"] == phase for row in read_metrics(place / RUN / "metrics.jsonl"))
+
+    return reached
+
+
+def _file(pattern: str) -> Callable[[pathlib.Path], bool]:
+    """True when such a file exists."""
+    return lambda place: any(place.glob(pattern))
+
+
+MOMENTS = (
+    Moment("preparation", _file(f"{RUN}-sources/set/*")),
+    Moment("cold start", _steps("sft")),
+    Moment("evaluation before RL", _file(f"{RUN}/evaluation/before*.json")),
+    Moment("PARA-GRPO", _steps("rl")),
+    Moment("evaluation after RL", _file(f"{RUN}/evaluation/after*.json")),
+    Moment("export", _file(f"{RUN}/model*")),
+)
+
+
+def serve(folder: pathlib.Path, tokenizer: pathlib.Path) -> Hub:
+    """Make small weights and a small set in `folder`, and return the hub that serves them."""
+    weights = folder / "weights"
+    if not weights.exists():
+        model = Qwen3VL(qwen3_vl("rehearsal"), rngs=nnx.Rngs(0))
+        # The tokenizer's folder may have configurations of other sizes, too.
+        files = [file for file in sorted(tokenizer.iterdir()) if file.stem != "config"]
+        save(model, weights, files=files)
+    stand_in = write_stand_in(folder / "set", seed=1)
+    return Hub(
+        {
+            "Qwen/Qwen3-VL-8B-Instruct": weights,
+            "datasets/ParaVT/ParaVT-Parquet": stand_in / "annotations",
+            "datasets/ParaVT/ParaVT-Source": stand_in / "media",
+        }
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def start(
+    setting: Setting, place: pathlib.Path, variables: dict[str, str]
+) -> list[subprocess.Popen]:
+    """Start the processes of a run with `place` as their working directory."""
+    line = [sys.executable, "-m", "train.run", "--config=paravt_8b", "--rehearse"]
+    line += setting.arguments
+    flags = f"{os.environ.get('XLA_FLAGS', '')}"
+    flags += f" --xla_force_host_platform_device_count={setting.devices}"
+    if setting.processes > 1:
+        line += ["--hosts.coordinator", f"localhost:{_free_port()}"]
+        line += ["--hosts.count", str(setting.processes)]
+    started = []
+    for index in range(setting.processes):
+        mine = ["--hosts.index", str(index)] if setting.processes > 1 else []
+        with (place / f"{index}.log").open("ab") as log:
+            started.append(
+                subprocess.Popen(
+                    line + mine,
+                    cwd=place,
+                    env=variables | {"XLA_FLAGS": flags},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+    return started
+
+
+def wait(
+    processes: Sequence[subprocess.Popen], what: str, reached: Callable[[], bool] = lambda: False
+) -> bool:
+    """Wait until all processes have ended, or, earlier, `reached()`; returns the latter."""
+    end = time.monotonic() + DEADLINE
+    while any(process.poll() is None for process in processes):
+        if reached():
+            return True
+        if time.monotonic() > end:
+            raise AssertionError(f"{what}: not reached after {DEADLINE:.0f} s")
+        time.sleep(0.02)
+    return False
+
+
+def interrupt(
+    setting: Setting,
+    place: pathlib.Path,
+    variables: dict[str, str],
+    moment: Moment,
+    sent: signal.Signals,
+) -> None:
+    """Start a run, send one of its processes a signal in a phase, and wait for its end.
+
+    Raises:
+        AssertionError: The run ended before, did not end, or ended with another code.
+    """
+    processes = start(setting, place, variables)
+    what = f"{moment.phase}, {sent.name}"
+    try:
+        alive = wait(processes, what, lambda: moment.reached(place))
+        assert alive, f"{what}: the run ended before; see {place}/0.log"
+        # Of several processes, a signal may reach any one.
+        processes[-1].send_signal(sent)
+        wait(processes, what)
+    finally:
+        for process in processes:
+            process.kill()
+    code = processes[-1].wait()
+    assert code in EXIT_CODES[sent], f"{what}: exit code {code}; see {place}/0.log"
+
+
+def finish(setting: Setting, place: pathlib.Path, variables: dict[str, str]) -> float:
+    """Run to the end; returns the seconds that it took."""
+    begin = time.monotonic()
+    processes = start(setting, place, variables)
+    try:
+        wait(processes, "the end")
+    finally:
+        for process in processes:
+            process.kill()
+    codes = [process.wait() for process in processes]
+    assert codes == [0] * len(codes), f"exit codes {codes}; see {place}/0.log"
+    return time.monotonic() - begin
+
+
+def compare(setting: Setting, folder: pathlib.Path) -> None:
+    """Run once undisturbed, and once per signal, and compare. Prints its progress on stderr.
+
+    Raises:
+        AssertionError: A run did not end as it should, or differs.
+    """
+    # Episodes contain absolute paths, so all runs have the same folder.
+    place = folder / "place"
+    undisturbed = folder / "undisturbed"
+    with serve(folder / "served", pathlib.Path(setting.tokenizer).absolute()) as hub:
+        variables = environment(folder / "compiled") | hub.variables(folder / "hub")
+        place.mkdir()
+        seconds = finish(setting, place, variables)
+        _say(f"left alone: {seconds / 60:.1f} min")
+        place.rename(undisturbed)
+        for name in setting.signals:
+            place.mkdir()
+            for moment in MOMENTS:
+                interrupt(setting, place, variables, moment, signal.Signals[name])
+                _say(f"{name} in {moment.phase}")
+            finish(setting, place, variables)
+            check_end(place / RUN, undisturbed / RUN)
+            _say(f"{name}: equal to the run that was left alone")
+            shutil.rmtree(place)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    setting = tyro.cli(Setting, prog="python -m benchmarks.rehearsal")
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(setting.folder or temporary).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        compare(setting, folder)
+    count = len(MOMENTS) * len(setting.signals)
+    minutes = (time.monotonic() - begin) / 60
+    print(
+        f"{setting.processes} x {setting.devices} devices: {count} signals, all runs equal; "
+        f"{minutes:.1f} min"
+    )
+
+
+if __name__ == "__main__":
+    main()
