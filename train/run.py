@@ -224,8 +224,10 @@ def _open_metrics(
 
 def _parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """What the command does, and the rest of `argv`, which belongs to the recipe."""
+    program = command_name("python -m train.run")
     parser = argparse.ArgumentParser(
-        prog=command_name("python -m train.run"),
+        prog=program,
+        usage=f"{program} --config=NAME [--check] [--field value ...]",
         description=__doc__,
         add_help=False,
         allow_abbrev=False,

@@ -129,7 +129,8 @@ def test_a_tpu_host_needs_the_libtpu_of_the_plan(version, problem, tmp_path, mon
 
 def test_devices_are_named_and_too_few_are_an_error(tmp_path):
     finding = only(machine.devices(subject(paravt_tiny(), tmp_path)))
-    assert finding == Finding("devices", f"{len(jax.devices())} x cpu")
+    assert finding.problem == ""
+    assert finding.found.startswith(f"{len(jax.devices())} x cpu")
     large = change(paravt_tiny(), "large", {"mesh.fsdp": 4096})
     finding = only(machine.devices(subject(large, tmp_path)))
     assert finding.problem == "error"
@@ -143,7 +144,7 @@ def test_host_memory_is_compared_with_the_arrays_of_a_host(tmp_path, monkeypatch
     finding = only(machine.memory(subject(paravt_8b(), tmp_path)))
     assert finding.problem == "error"
     assert (
-        finding.found == "16.0 GB of memory" and "weights and optimizer 81.9 GB" in finding.needed
+        finding.found == "16.0 GB of memory" and "weights and optimizer 98.3 GB" in finding.needed
     )
 
 

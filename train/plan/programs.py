@@ -86,7 +86,7 @@ class Plan:
         self.hosts = host_mesh(self.mesh, sampler_size)
         # One device, for the vision tower.
         self.one = make_mesh(devices=host)
-        state, batch = self._training_arguments()
+        state, batch = self._training_arguments()[-1]
         _, tower_weights = self._tower()
         self.residents = {
             "weights": self.weights,
@@ -116,11 +116,13 @@ class Plan:
         """Sizes of what stays on devices and hosts.
 
         Returns:
-            Bytes per device of each resident, by its name. Bytes over all devices as "all state",
-            "all batch", "all pieces" (of one call of prefill), "all reference" and "all tower". The
-            number of "prefill rows". Entries that the run does not have are 0.
+            Bytes per device of each resident, by its name. Bytes over all devices as "all state"
+            (the larger one of the phases), "all batch", "all pieces" (of one call of prefill), "all
+            reference" and "all tower". The number of "prefill rows". Entries that the run does not
+            have are 0.
         """
-        state, batch = self._training_arguments()
+        updates = self._training_arguments()
+        batch = updates[-1][1]
         found = {name: float(device_bytes(tree)) for name, tree in self.residents.items()}
         pieces: Any = ()
         reference: Any = ()
@@ -130,19 +132,25 @@ class Plan:
             prefill_rows, _, _ = self.prefill_shape("prefill")
         if self.run.rl is not None:
             reference, _ = abstract_reference(self.run, self.mesh, self.config).arguments
-        trees = {"state": state, "batch": batch, "pieces": pieces, "reference": reference}
+        trees = {"batch": batch, "pieces": pieces, "reference": reference}
         for name, tree in trees.items():
             found[f"all {name}"] = total_bytes(tree)
+        # The optimizers of the two phases may store their moments in different types.
+        found["all state"] = max(total_bytes(state) for state, _ in updates)
         found["all tower"] = total_bytes(nnx.state(self.model.vision))
         found["prefill rows"] = float(prefill_rows)
         return found
 
     # --- training ---
 
-    def _training_arguments(self) -> tuple[Any, ...]:
+    def _training_arguments(self) -> list[tuple[Any, ...]]:
+        """(state, batch) of the update of every training phase, in the order of the phases."""
+        found = []
+        if self.run.sft is not None:
+            found.append(abstract_sft_update(self.run, self.mesh, self.config).arguments)
         if self.run.rl is not None:
-            return abstract_rl_update(self.run, self.mesh, self.config).arguments
-        return abstract_sft_update(self.run, self.mesh, self.config).arguments
+            found.append(abstract_rl_update(self.run, self.mesh, self.config).arguments)
+        return found
 
     def _sft(self) -> PlannedProgram:
         assert self.run.sft is not None
