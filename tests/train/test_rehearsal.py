@@ -1,0 +1,157 @@
+"""Rehearsals: cut settings, sources that are chosen once, and the whole road under signals."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+
+import pyarrow.parquet
+import pytest
+from flax import nnx
+
+from benchmarks.rehearsal import MOMENTS, Setting, compare
+from configs import RECIPES
+from configs.paravt_8b import paravt_8b
+from configs.paravt_tiny import paravt_tiny
+from models.qwen3_vl.config import qwen3_vl
+from models.qwen3_vl.hf import save
+from models.qwen3_vl.hf_config import from_hf
+from models.qwen3_vl.model import Qwen3VL
+from paravt_jax.data.preparation import find_tables
+from paravt_jax.world.stand_in import write_stand_in
+from paravt_jax.world.vocabulary import save_tokenizer
+from train.durable.run_directory import RunDirectory, RunDirectoryError
+from train.prepare import main as prepare
+from train.rehearsal import MARK, mark, rehearsal
+from train.report.page import write_report
+from train.run import begin, resolved
+from train.settings import Run, change
+
+
+@pytest.fixture(scope="module")
+def weights(small_vocabulary, tmp_path_factory) -> pathlib.Path:
+    """Weights that have the sizes of a rehearsal."""
+    folder = tmp_path_factory.mktemp("weights")
+    save_tokenizer(small_vocabulary.tokenizer, folder / "tokenizer")
+    model = nnx.jit(lambda: Qwen3VL(qwen3_vl("rehearsal"), rngs=nnx.Rngs(0)))()
+    save(model, folder / "model", files=sorted((folder / "tokenizer").iterdir()))
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def small_set(tmp_path_factory) -> pathlib.Path:
+    """Annotations and media that are small enough to be used as they are."""
+    return write_stand_in(tmp_path_factory.mktemp("set"), seed=3)
+
+
+def rehearsed(run: Run, weights: pathlib.Path, folder: pathlib.Path, **sources: str) -> Run:
+    """A recipe, as a user asks for its rehearsal in a folder without anything."""
+    data = {f"data.{name}": value for name, value in sources.items()}
+    given = {"model.path": str(weights), "run_dir": str(folder / "run"), "rehearse": True}
+    return change(run, run.name, {"data.folder": str(folder / "prepared")} | given | data)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith("_8b")])
+def test_sizes_are_cut_and_the_recipe_stays(name, weights, tmp_path):
+    real = RECIPES[name]()
+    run = begin(rehearsed(real, weights, tmp_path))
+    assert run.name == f"{real.name}-rehearsal" and run.model.size == "rehearsal"
+    assert (run.sft is None, run.rl is None) == (real.sft is None, real.rl is None)
+    assert run.mesh == real.mesh and run.hosts == real.hosts
+    assert run.frames.max_pixels < real.frames.max_pixels
+    if real.sft is not None and run.sft is not None:
+        assert run.sft.steps < real.sft.steps
+        assert run.sft.optimizer == real.sft.optimizer
+    if real.rl is not None and run.rl is not None:
+        assert run.rl.steps < real.rl.steps
+        assert (run.rl.grpo, run.rl.rewards) == (real.rl.grpo, real.rl.rewards)
+        assert run.rl_shapes
+
+
+def test_smaller_settings_are_kept(weights, tmp_path):
+    asked = change(paravt_8b(), "paravt_8b", {"rl.steps": 1, "evaluation.questions": 2})
+    run = begin(rehearsed(asked, weights, tmp_path))
+    assert run.rl is not None and run.rl.steps == 1
+    assert run.evaluation.questions == 2
+
+
+def test_a_rehearsal_of_a_rehearsal_is_the_same(weights, tmp_path):
+    run = begin(rehearsed(paravt_8b(), weights, tmp_path))
+    assert begin(run) == run
+
+
+def test_a_recipe_of_the_small_world_has_no_rehearsal():
+    with pytest.raises(ValueError, match="rehearse: True with paravt_tiny"):
+        rehearsal(change(paravt_tiny(), "paravt_tiny", {"rehearse": True}))
+
+
+def test_weights_of_another_size_are_replaced_by_random_ones(assets, tmp_path):
+    run = begin(rehearsed(paravt_8b(), assets / "qwen3_vl", tmp_path))
+    made = pathlib.Path(run.model.path)
+    assert made.is_relative_to(tmp_path)
+    assert from_hf(made / "config.json") == qwen3_vl("rehearsal")
+    tokenizer = (assets / "qwen3_vl" / "tokenizer.json").read_bytes()
+    assert (made / "tokenizer.json").read_bytes() == tokenizer
+
+
+def test_a_small_source_is_used_as_it_is(weights, small_set, tmp_path):
+    sources = {name: str(small_set / name) for name in ("annotations", "media")}
+    run = begin(rehearsed(paravt_8b(), weights, tmp_path, **sources))
+    assert run.data is not None
+    assert {"annotations": run.data.annotations, "media": run.data.media} == sources
+
+
+def test_the_first_rows_of_a_prepared_set_are_used(weights, small_set, tmp_path):
+    sources = {name: str(small_set / name) for name in ("annotations", "media")}
+    folders = ["--data.annotations", sources["annotations"], "--data.media", sources["media"]]
+    folders += ["--data.folder", str(tmp_path / "prepared"), "--model.path", str(weights)]
+    assert prepare(["--config=paravt_8b", "--model.size", "rehearsal", *folders]) == 0
+    run = begin(rehearsed(paravt_8b(), weights, tmp_path, **sources))
+    assert run.data is not None and run.data.annotations != sources["annotations"]
+    for table in find_tables(pathlib.Path(run.data.annotations)):
+        cut = pyarrow.parquet.read_table(table.path)
+        whole = pyarrow.parquet.read_table(small_set / "annotations" / table.path.name)
+        assert cut.equals(whole.slice(0, 32))
+    assert run.data.folder != str(tmp_path / "prepared")
+
+
+def test_without_data_there_is_a_stand_in_and_the_choice_is_kept(weights, small_set, tmp_path):
+    run = begin(rehearsed(paravt_8b(), weights, tmp_path))
+    assert run.data is not None
+    assert pathlib.Path(run.data.annotations).is_relative_to(tmp_path / "run-sources")
+    # Data that come later do not replace those of a rehearsal that has begun.
+    shutil.copytree(small_set / "annotations", tmp_path / "later")
+    later = rehearsed(paravt_8b(), weights, tmp_path, annotations=str(tmp_path / "later"))
+    assert begin(later) == run
+
+
+def test_a_rehearsal_cannot_be_continued_as_a_real_run(weights, tmp_path):
+    run = begin(rehearsed(paravt_8b(), weights, tmp_path))
+    RunDirectory(run.run_dir, resolved(run)).close()
+    pathlib.Path(run.run_dir, "metrics.jsonl").touch()
+    real = change(paravt_8b(), "paravt_8b", {"run_dir": run.run_dir})
+    with pytest.raises(RunDirectoryError, match="rehears"):
+        RunDirectory(run.run_dir, resolved(real))
+
+
+def test_the_report_and_the_export_say_that_it_is_a_rehearsal(weights, tmp_path):
+    run = begin(rehearsed(paravt_8b(), weights, tmp_path))
+    folder = tmp_path / "run"
+    (folder / "tokenizer").mkdir(parents=True)
+    mark(run, folder)
+    assert run.name in (folder / "tokenizer" / MARK).read_text()
+    for rehearse in (True, False):
+        config = resolved(run) | {"rehearse": rehearse}
+        (folder / "config.json").write_text(json.dumps(config))
+        assert ("A rehearsal:" in write_report(folder).read_text()) == rehearse
+
+
+@pytest.mark.slow
+def test_a_rehearsal_survives_a_signal_in_every_phase(assets, tmp_path, capfd):
+    """The literal command, against a stand-in of the hub; see benchmarks.rehearsal."""
+    compare(Setting(str(assets / "qwen3_vl"), signals=("SIGKILL",)), tmp_path)
+    assert capfd.readouterr().err.count("SIGKILL in ") == len(MOMENTS)
+    run = tmp_path / "undisturbed/runs/paravt_8b-rehearsal"
+    assert (run / "model" / MARK).exists()
+    assert "A rehearsal:" in (run / "report.html").read_text()
