@@ -1,4 +1,4 @@
-"""Runs two steps of SFT and two of PARA-GRPO on files in the published format.
+"""Runs two steps of SFT, and two of PARA-GRPO after them, on files in the published format.
 
 The command is `train.run` with two more recipes, `published_sft` and `published_rl`, and the real
 tokenizer. `prepare` as first argument runs `train.prepare`. `write` writes the files that the
@@ -75,7 +75,7 @@ def published_sft() -> Run:
 
 
 def published_rl() -> Run:
-    """Two steps of PARA-GRPO with an evaluation before and after.
+    """The same cold start, then two steps of PARA-GRPO with an evaluation before and after.
 
     Command: python -m benchmarks.published_run --config=published_rl
     """
@@ -95,9 +95,7 @@ def published_rl() -> Run:
         questions=2, samples=1, frames=(4,), dispatch=("parallel",), temperatures=(0.7,)
     )
     data = dataclasses.replace(run.data, heldout=1)
-    return dataclasses.replace(
-        run, name="published_rl", data=data, sft=None, rl=rl, evaluation=evaluation
-    )
+    return dataclasses.replace(run, name="published_rl", data=data, rl=rl, evaluation=evaluation)
 
 
 def write_files(folder: pathlib.Path, assets: pathlib.Path) -> None:

@@ -97,7 +97,7 @@ def test_from_published_files_to_a_comparison(folder, compiled, capsys):
     assert command("published_sft", "killed", *reader) == 0
     require_same("killed", "sft")
 
-    start = ("--model.path", "runs/sft/model")
+    start = ("--cold-started", "runs/sft/model")
     assert command("published_rl", "rl", *start) == 0
     result = json.loads(pathlib.Path("runs/rl/result.json").read_text())
     assert result["before"][0]["n"] == result["after"][0]["n"] == 2
@@ -122,3 +122,20 @@ def test_from_published_files_to_a_comparison(folder, compiled, capsys):
     assert command("published_rl", "rl", *start) == 1
     message = capsys.readouterr().err
     assert "is another run's" in message and "weights: " in message
+
+
+@pytest.mark.slow
+def test_runs_of_one_study_share_a_cold_start(folder):
+    """The second run takes data and cold start of the first, and learns the same from there."""
+    assert command("published_rl", "first") == 0
+    lines = metrics_of("first")
+    assert [line["phase"] for line in lines] == ["sft", "sft", "rl", "rl"]
+
+    assert command("published_rl", "second", "--start", "runs/first") == 0
+    assert [line for line in metrics_of("second") if line["phase"] == "rl"] == lines[2:]
+    assert weights_of("second").read_bytes() == weights_of("first").read_bytes()
+    cold_starts = [pathlib.Path(f"runs/{name}/checkpoints/sft/2") for name in ("first", "second")]
+    files = [sorted(path for path in cold.rglob("*") if path.is_file()) for cold in cold_starts]
+    assert files[0]
+    for one, other in zip(*files, strict=True):
+        assert one.samefile(other)
