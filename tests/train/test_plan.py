@@ -378,6 +378,13 @@ def test_programs_of_a_host_are_compiled_once_per_generation(command):
         assert re.search(rf"^\| {re.escape(name)} ", printed.out, re.M)
 
 
+def test_several_slices_are_planned_together(command):
+    code, printed, asked = command("--topology=v5e:4x4,v5p:2x2x4", "--only=decode")
+    assert code == 0
+    assert {name for name, _ in asked} == {"v5e:4x4", "v5p:2x2x4"}
+    assert re.findall(r"^\| (v\S+) ", printed.out, re.M) == ["v5e:4x4", "v5p:2x2x4"]
+
+
 def test_a_stopped_plan_can_be_resumed(command, tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "compiler_fingerprint", lambda: "one")
     keep = ("--topology=v5p:2x2x4", "--keep", str(tmp_path / "kept"))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import shutil
+import signal
 
 import pyarrow.parquet
 import pytest
 from flax import nnx
 
-from benchmarks.rehearsal import MOMENTS, Setting, compare
+from benchmarks.killing import environment
+from benchmarks.rehearsal import MOMENTS, RUN, Setting, compare, finish, interrupt, serve
 from configs import RECIPES
 from configs.paravt_8b import paravt_8b
 from configs.paravt_tiny import paravt_tiny
@@ -21,6 +24,7 @@ from models.qwen3_vl.model import Qwen3VL
 from paravt_jax.data.preparation import find_tables
 from paravt_jax.world.stand_in import write_stand_in
 from paravt_jax.world.vocabulary import save_tokenizer
+from train.durable.metrics import read_metrics
 from train.durable.run_directory import RunDirectory, RunDirectoryError
 from train.prepare import main as prepare
 from train.rehearsal import MARK, mark, rehearsal
@@ -152,6 +156,24 @@ def test_a_rehearsal_survives_a_signal_in_every_phase(assets, tmp_path, capfd):
     """The literal command, against a stand-in of the hub; see benchmarks.rehearsal."""
     compare(Setting(str(assets / "qwen3_vl"), signals=("SIGKILL",)), tmp_path)
     assert capfd.readouterr().err.count("SIGKILL in ") == len(MOMENTS)
-    run = tmp_path / "undisturbed/runs/paravt_8b-rehearsal"
+    run = tmp_path / "undisturbed" / RUN
     assert (run / "model" / MARK).exists()
     assert "A rehearsal:" in (run / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_rehearsal_goes_on_on_more_devices(assets, tmp_path):
+    tokenizer = assets / "qwen3_vl"
+    (learning,) = [moment for moment in MOMENTS if moment.phase == "PARA-GRPO"]
+    place = tmp_path / "place"
+    place.mkdir()
+    with serve(tmp_path / "served", tokenizer) as hub:
+        variables = environment(tmp_path / "compiled") | hub.variables(tmp_path / "hub")
+        one = Setting(str(tokenizer), devices=1)
+        interrupt(one, place, variables, learning, signal.SIGKILL)
+        before = json.loads((place / RUN / "config.json").read_text())["fitted"]
+        finish(dataclasses.replace(one, devices=4), place, variables)
+    after = json.loads((place / RUN / "config.json").read_text())["fitted"]
+    assert (before["mesh.fsdp"], after["mesh.fsdp"]) == (1, 4)
+    steps = [(line["phase"], line["step"]) for line in read_metrics(place / RUN / "metrics.jsonl")]
+    assert steps == [(phase, step) for phase in ("sft", "rl") for step in (1, 2, 3, 4)]

@@ -239,7 +239,9 @@ def _parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--topology", default="", help=f"a slice such as v5p:4x4x4, or all: {', '.join(SCALE)}"
+        "--topology",
+        default="",
+        help=f"slices such as v5e:4x4,v5p:4x4x4, or all: {', '.join(SCALE)}",
     )
     parser.add_argument("--json", type=pathlib.Path, help="write every figure to this file")
     parser.add_argument(
@@ -270,12 +272,12 @@ def _parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     return parser.parse_known_args(argv)
 
 
-def _topologies(name: str) -> list[Topology]:
-    if not name:
+def _topologies(names: str) -> list[Topology]:
+    if not names:
         raise ValueError(
             f"--topology is missing: give a slice such as v5p:4x4x4, or all for {', '.join(SCALE)}"
         )
-    return [Topology(slice_name) for slice_name in (SCALE if name == "all" else (name,))]
+    return [Topology(slice_name) for slice_name in (SCALE if names == "all" else names.split(","))]
 
 
 def _only(names: str, run: Run) -> list[str]:
