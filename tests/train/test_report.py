@@ -381,6 +381,15 @@ def test_a_rule_that_is_not_met_is_marked(tmp_path):
     assert len(page.all("span", "good")) == 1
 
 
+@pytest.mark.parametrize(("dtype", "bad"), [("float32", 1), ("bfloat16", 0)])
+def test_the_gap_has_a_bound_in_float32_only(dtype, bad, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model": {"dtype": dtype}}))
+    (tmp_path / "result.json").write_text(json.dumps({"logprob_gap": 2e-3}))
+    page = page_of(tmp_path)
+    assert len(page.all("span", "bad")) == bad
+    assert "mean log-prob gap0.002" in page.all("span", "fact")[0]["text"]
+
+
 def test_exactly_the_recorded_metrics_have_charts(page):
     names = [e["text"] for e in page.all("span", "name")]
     assert {
