@@ -43,7 +43,8 @@ MARK = "REHEARSAL.txt"
 
 _SUFFIX = "-rehearsal"
 # Upper bounds on settings, by dotted name. On a CPU, the softmax over the vocabulary takes most of
-# the time, so there are few tokens. The demonstrations of the stand-in fit into a row.
+# the time and of the memory, so there are few tokens and small chunks of them. The demonstrations
+# of the stand-in fit into a row.
 _MOST = {
     "frames.min_pixels": 1024,
     "frames.max_pixels": 4096,
@@ -57,9 +58,11 @@ _MOST = {
     "sft.save_every": 2,
     "sft.rows": 2,
     "sft.row_tokens": 768,
+    "sft.logprob_chunk": 64,
     "rl.steps": 4,
     "rl.save_every": 2,
     "rl.prompts": 2,
+    "rl.logprob_chunk": 64,
     "evaluation.questions": 4,
     "evaluation.samples": 1,
 }
