@@ -89,6 +89,7 @@ def _file(pattern: str) -> Callable[[pathlib.Path], bool]:
 
 
 MOMENTS = (
+    Moment("sources", _file(f"{RUN}-sources")),
     Moment("preparation", _file(f"{RUN}-sources/set/*")),
     Moment("cold start", _steps("sft")),
     Moment("evaluation before RL", _file(f"{RUN}/evaluation/before*.json")),

@@ -101,23 +101,28 @@ def fit(run: Run, devices: Devices) -> Fitted:
     except _TooLarge as lack:
         slices = ", ".join(_smallest_slices(run)) or "none that is known"
         raise ValueError(
-            f"devices = {devices.name}: for {lack.part}, a device needs an estimated "
-            f"{lack.needed / GIB:.1f} GiB, and {USABLE * devices.memory / GIB:.1f} of its "
-            f"{devices.memory / GIB:.1f} can be planned with; the smallest slices that fit "
-            f"{run.name}: {slices}"
+            f"devices = {devices.name}: too small for {lack.part}, which needs an estimated "
+            f"{lack.needed / GIB:.1f} GiB per device; {USABLE * devices.memory / GIB:.1f} of "
+            f"{devices.memory / GIB:.1f} GiB are usable; the smallest slices for {run.name}: "
+            f"{slices}"
         ) from lack
 
 
-def choose_mesh(wanted: tuple[int, int, int], devices: int, rows: int) -> tuple[int, int, int]:
+def choose_mesh(
+    wanted: tuple[int, int, int], devices: int, rows: int, hosts: int, most_tensor: int
+) -> tuple[int, int, int]:
     """Choose the open axes of a mesh, those that are 0.
 
-    `fsdp` grows until every device has a row of the batch. The rest of the devices goes to
-    `tensor`, where several devices share a row.
+    `fsdp` grows until every device has a row of the batch, and then until every host has as many
+    rows as the others. The rest of the devices goes to `tensor`, where several devices share a row.
 
     Args:
         wanted: (data, fsdp, tensor).
         devices: Number of devices.
         rows: Rows in a batch, rounded up here to a power of two.
+        hosts: Number of hosts, which have equally many devices.
+        most_tensor: The largest size of `tensor` that divides what it shards; every divisor of it
+            does, too.
 
     Raises:
         ValueError: The given axes do not divide `devices`.
@@ -137,9 +142,13 @@ def choose_mesh(wanted: tuple[int, int, int], devices: int, rows: int) -> tuple[
     if tensor:
         return data, left, tensor
     padded_rows = 1 << (rows - 1).bit_length()
-    # fsdp must divide the devices. As the limit is a power of two, the gcd is the largest such
-    # number.
-    fsdp = math.gcd(left, max(1, padded_rows // data))
+    # As the limit is a power of two, the gcd is the largest such number that divides the devices.
+    least = math.gcd(left, max(1, padded_rows // data))
+    fsdp = next(
+        size
+        for size in range(least, left + 1)
+        if left % size == 0 and data * size % hosts == 0 and most_tensor % (left // size) == 0
+    )
     return data, fsdp, left // fsdp
 
 
@@ -164,9 +173,10 @@ def _smallest_slices(run: Run) -> Iterator[str]:
 
 def _fit(run: Run, devices: Devices) -> Fitted:
     wanted = (run.mesh.data, run.mesh.fsdp, run.mesh.tensor)
-    mesh = choose_mesh(wanted, devices.count, _rows(run))
-    fields: dict[str, Any] = dict(zip(("mesh.data", "mesh.fsdp", "mesh.tensor"), mesh, strict=True))
     sizes = _sizes(run.model.size, run.model.dtype)
+    rows = run.mesh.rows or rows_of(run)
+    mesh = choose_mesh(wanted, devices.count, rows, devices.hosts, _most_tensor(sizes.config.text))
+    fields: dict[str, Any] = dict(zip(("mesh.data", "mesh.fsdp", "mesh.tensor"), mesh, strict=True))
     estimate = _Estimate(run, devices, mesh, sizes)
     needs = {}
     if run.sft is not None:
@@ -183,7 +193,14 @@ def _fit(run: Run, devices: Devices) -> Fitted:
     return Fitted(change(run, run.name, fields), devices, fields, needs)
 
 
-def _rows(run: Run) -> int:
+def _most_tensor(text: TextConfig) -> int:
+    """The largest size of the tensor axis that divides heads, MLP and vocabulary."""
+    return math.gcd(
+        text.num_attention_heads, text.num_key_value_heads, text.intermediate_size, text.vocab_size
+    )
+
+
+def rows_of(run: Run) -> int:
     """Rows in the largest batch of an update."""
     if run.rl is not None:
         return max(shape.groups * shape.rows for shape in run.rl_shapes)

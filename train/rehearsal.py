@@ -1,4 +1,4 @@
-"""A rehearsal: the whole road of a run on published data, in minutes.
+"""A rehearsal: every phase of a run on published data, in minutes.
 
     python -m train.run --config=paravt_8b --rehearse
 
@@ -16,12 +16,9 @@ import json
 import pathlib
 from typing import Any
 
-import httpx2
-import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 from flax import nnx
-from huggingface_hub import errors
 
 from models.qwen3_vl.config import qwen3_vl
 from models.qwen3_vl.hf import save
@@ -30,10 +27,12 @@ from models.qwen3_vl.model import Qwen3VL
 from models.weights.folder import CONFIG, local_folder
 from paravt_jax.data import sources
 from paravt_jax.data.atomic import appearing, write_atomically
-from paravt_jax.data.hub import is_hub_id
+from paravt_jax.data.hub import data_set_size, is_hub_id
 from paravt_jax.data.preparation import PLAN, find_tables, open_prepared
+from paravt_jax.data.stored_settings import require_same
 from paravt_jax.world.stand_in import write_stand_in
 from train.durable import hosts
+from train.fit import rows_of
 from train.published_data import DataSettings
 from train.published_model import copy_tokenizer
 from train.settings import Run, change
@@ -46,6 +45,7 @@ _SUFFIX = "-rehearsal"
 # the time and of the memory, so there are few tokens and small chunks of them. The demonstrations
 # of the stand-in fit into a row.
 _MOST = {
+    "frames.cache_mib": 64,
     "frames.min_pixels": 1024,
     "frames.max_pixels": 4096,
     "protocol.turn_tokens": 48,
@@ -68,7 +68,7 @@ _MOST = {
 }
 _SMALL = 64 * 2**20  # bytes of a source that is used as it is
 _ROWS = 32  # rows of each file of a prepared set
-_CHOICE = "sources.json"  # what a rehearsal reads; a resumed one reads the same
+_CHOICE = "sources.json"  # what was asked for, and what was chosen
 _TEXT = """\
 This model comes from {name}, a rehearsal: its weights are random and its sizes are cut.
 It shows that a run gets from its first phase to its export, and nothing else.
@@ -81,36 +81,43 @@ def rehearsal(run: Run) -> Run:
     They are made once, in a folder beside that of the run.
 
     Args:
-        run: A recipe with published data. Settings of a rehearsal are returned as they are.
+        run: A recipe with published data.
 
     Raises:
-        ValueError: The recipe has no published data.
-        FileNotFoundError: The tokenizer cannot be fetched.
+        ValueError: The recipe has no published data, or the folder was made for other settings.
+        FileNotFoundError: The tokenizer cannot be fetched, or a source of data does not exist.
     """
-    if run.model.size == "rehearsal":
-        return run
-    if run.data is None:
-        raise ValueError(
-            f"rehearse: True with {run.name}, which is small anyway; run it without --rehearse, or "
-            "choose a recipe with published data, such as paravt_8b"
-        )
-    name = run.name + _SUFFIX
-    run_dir = run.run_dir or f"runs/{name}"
-    folder = pathlib.Path(f"{run_dir}-sources").absolute()
-    with hosts.one_after_another():
-        if not (folder / _CHOICE).exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / _CHOICE, json.dumps(_make_sources(run, run.data, folder)))
-    chosen = json.loads((folder / _CHOICE).read_text())
+    small = cut(run)
+    folder = pathlib.Path(f"{small.run_dir}-sources").absolute()
+    chosen = hosts.from_first(lambda: _choose_once(run, folder))
     if hosts.is_first():
-        print(f"rehearsal in {run_dir}, with {chosen['described']} in {folder}")
-    fields: dict[str, Any] = {
-        "run_dir": run_dir,
-        "model.size": "rehearsal",
+        print(f"rehearsal in {small.run_dir}, with {chosen['described']} in {folder}")
+    fields = {
         "model.path": chosen["model"],
         "data.annotations": chosen["annotations"],
         "data.media": chosen["media"],
         "data.folder": str(folder / "set"),
+    }
+    return change(small, small.name, fields)
+
+
+def cut(run: Run) -> Run:
+    """The settings of a rehearsal before its weights and data are known. Makes nothing.
+
+    Raises:
+        ValueError: The recipe has no published data.
+    """
+    if run.data is None:
+        raise ValueError(
+            f"rehearse: True with {run.name}, which has no published data and needs no rehearsal; "
+            "leave --rehearse out"
+        )
+    name = run.name + _SUFFIX
+    fields: dict[str, Any] = {
+        "run_dir": run.run_dir or f"runs/{name}",
+        "model.size": "rehearsal",
+        # The mesh is that of the run, whose batches have more rows.
+        "mesh.rows": run.mesh.rows or rows_of(run),
     }
     for path, most in _MOST.items():
         section, _, field = path.partition(".")
@@ -125,20 +132,41 @@ def mark(run: Run, folder: pathlib.Path) -> None:
     write_atomically(folder / "tokenizer" / MARK, _TEXT.format(name=run.name))
 
 
-def _make_sources(run: Run, data: DataSettings, folder: pathlib.Path) -> dict[str, str]:
-    """Make what a rehearsal needs and return where it is, with a description."""
-    model, weights = _choose_weights(run, folder)
-    annotations, media, rows = _choose_data(data, folder)
-    return {
-        "model": model,
-        "annotations": annotations,
-        "media": media,
-        "described": f"{weights}, {rows}",
+def _choose_once(run: Run, folder: pathlib.Path) -> dict[str, str]:
+    """What a rehearsal reads, with a description. A resumed one reads the same."""
+    assert run.data is not None
+    asked = {
+        "model.path": run.model.path,
+        "data.annotations": run.data.annotations,
+        "data.media": run.data.media,
+        "data.folder": run.data.folder,
+        "data.questions": run.data.questions,
+        "seed": run.seed,
     }
+    file = folder / _CHOICE
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        model, weights = _choose_weights(run, folder)
+        annotations, media, rows = _choose_data(run.data, folder)
+        chosen = {
+            "model": model,
+            "annotations": annotations,
+            "media": media,
+            "described": f"{weights}, and {rows},",
+        }
+        write_atomically(file, json.dumps({"asked": asked, "chosen": chosen}))
+    stored = json.loads(file.read_text())
+    require_same(
+        f"rehearse: {folder} was made for other settings",
+        stored["asked"],
+        asked,
+        "Delete it and the folder of the rehearsal, or use its settings.",
+    )
+    return stored["chosen"]
 
 
 def _choose_weights(run: Run, folder: pathlib.Path) -> tuple[str, str]:
-    """Weights that have the sizes of a rehearsal already, or new ones."""
+    """Weights that have the sizes of a rehearsal already, or new ones; and what they are."""
     companions = local_folder(run.model.path, weights=False)
     wanted = qwen3_vl("rehearsal")
     if from_hf(companions / CONFIG) == wanted:
@@ -152,21 +180,28 @@ def _choose_weights(run: Run, folder: pathlib.Path) -> tuple[str, str]:
 
 
 def _choose_data(data: DataSettings, folder: pathlib.Path) -> tuple[str, str, str]:
-    """Annotations, media, and what they are."""
-    prepared = pathlib.Path(data.folder)
+    """Return annotations, media and a description of both."""
     if data.questions:
         return data.annotations, data.media, f"the questions of {data.questions}"
+    prepared = pathlib.Path(data.folder)
+    reason = ""
     if (prepared / PLAN).exists():
-        annotations = folder / "annotations"
-        _first_rows(
-            sources.fetch(data.annotations, prepared / "annotations", ["*.parquet"]), annotations
-        )
-        root = open_prepared(prepared).root
-        return str(annotations), str(root), f"the first {_ROWS} rows per file of {prepared}"
-    if _bytes(data.annotations) + _bytes(data.media) <= _SMALL:
+        try:
+            source = sources.fetch(data.annotations, prepared / "annotations", ["*.parquet"])
+        except FileNotFoundError as error:
+            # The run itself goes on: it needs the prepared set only.
+            reason = str(error)
+        else:
+            _first_rows(source, folder / "annotations")
+            root = open_prepared(prepared).root
+            rows = f"the first {_ROWS} rows of each file of {prepared}"
+            return str(folder / "annotations"), str(root), rows
+    reason = reason or _why_not_all(data.annotations) or _why_not_all(data.media)
+    if not reason:
         return data.annotations, data.media, f"all of {data.annotations} and {data.media}"
     stand_in = write_stand_in(folder / "stand-in", seed=0)
-    return str(stand_in / "annotations"), str(stand_in / "media"), "a stand-in of the data"
+    rows = f"a stand-in of the data ({reason})"
+    return str(stand_in / "annotations"), str(stand_in / "media"), rows
 
 
 def _first_rows(source: pathlib.Path, target: pathlib.Path) -> None:
@@ -182,15 +217,24 @@ def _first_rows(source: pathlib.Path, target: pathlib.Path) -> None:
             pyarrow.parquet.write_table(rows, unfinished / table.path.name)
 
 
-def _bytes(source: str) -> float:
-    """Size of a folder or of a data set of the hub; infinity if it is not known."""
+def _why_not_all(source: str) -> str:
+    """Why a rehearsal does not use all of a source of data; empty if it does.
+
+    Raises:
+        FileNotFoundError: There is no such source, so the run itself would stop.
+    """
     local = pathlib.Path(source).expanduser()
     if local.is_dir():
-        return sum(file.stat().st_size for file in local.rglob("*") if file.is_file())
-    if not is_hub_id(source):
-        return float("inf")
-    try:
-        info = huggingface_hub.HfApi().dataset_info(source, files_metadata=True, timeout=10)
-    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, httpx2.HTTPError, OSError):
-        return float("inf")
-    return sum(file.size or 0 for file in info.siblings or ())
+        size = sum(file.stat().st_size for file in local.rglob("*") if file.is_file())
+    elif "://" in source:
+        return f"{source} is a bucket"
+    elif not is_hub_id(source):
+        raise FileNotFoundError(
+            f"{source}: neither a folder nor a hub id (owner/name); give one of these"
+        )
+    else:
+        try:
+            size = data_set_size(source)
+        except ConnectionError as error:
+            return str(error)
+    return "" if size <= _SMALL else f"{source} has {size / 1e9:.1f} GB"

@@ -106,12 +106,17 @@ def execute(
         RunDirectoryError: If the folder belongs to another run.
         CheckpointError: If a checkpoint does not belong to this run.
     """
-    run = begin(run)
+    return _execute(begin(run), interrupts or Interrupts(), questions)
+
+
+def _execute(
+    run: Run, interrupts: Interrupts, questions: Sequence[Question] | None = None
+) -> pathlib.Path:
+    """Run every unfinished phase with settings from `begin`; see `execute`."""
     settings = resolved(run)
     fitted = fit(run, found_devices())
     run = fitted.run
     settings |= {"fitted": fitted.chosen}
-    interrupts = interrupts or Interrupts()
     folder = _folder(run)
     mesh = _check(run, settings)
     with contextlib.ExitStack() as stack:
@@ -260,15 +265,21 @@ def main(argv: list[str] | None = None) -> int:
     start = time.monotonic()
     try:
         if options.check:
+            if run.rehearse:
+                raise ValueError(
+                    "--check, --rehearse: a rehearsal makes its weights and data, and then prints "
+                    "the same table; give one of the two"
+                )
             run = begin(run)
             return show(run, resolved(run), _folder(run), options.topology)
         # Processes have to join before JAX sees a device: afterwards it cannot add other hosts.
         cluster.connect(run.hosts)
-        run = begin(run)
-        if not ready(run, resolved(run), _folder(run)):
-            return 1
-        with Interrupts() as interrupts, cluster.ending_with_the_others():
-            report = execute(run, interrupts)
+        with cluster.ending_with_the_others():
+            run = begin(run)
+            if not ready(run, resolved(run), _folder(run)):
+                return 1
+            with Interrupts() as interrupts:
+                report = _execute(run, interrupts)
     except Stopped as stop:
         print(f"\n{stop}; the same command continues from there", file=sys.stderr)
         return stop.code

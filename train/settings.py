@@ -53,10 +53,12 @@ class MeshSettings:
     """Devices over which weights and moments are sharded (FSDP); 0: chosen for the devices."""
     tensor: int = 1
     """Devices over which heads, MLP and vocabulary are split; 0: chosen for the devices."""
+    rows: int = 0
+    """Rows of a batch for which open axes are chosen; 0: those of the largest update."""
 
     def __post_init__(self):
         require_counts("mesh", data=self.data)
-        require_counts("mesh", minimum=0, fsdp=self.fsdp, tensor=self.tensor)
+        require_counts("mesh", minimum=0, fsdp=self.fsdp, tensor=self.tensor, rows=self.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +155,18 @@ class Run:
             )
         model = dataclasses.replace(self.model, path=self.cold_started)
         return dataclasses.replace(self, model=model, sft=None, cold_started="")
+
+    def require_no_rehearsal(self) -> None:
+        """For commands of real runs only.
+
+        Raises:
+            ValueError: `rehearse` is set.
+        """
+        if self.rehearse:
+            raise ValueError(
+                "rehearse: True; only train.run rehearses, and it prepares its own data: leave "
+                "--rehearse out"
+            )
 
     @property
     def vision(self) -> VisionConfig:

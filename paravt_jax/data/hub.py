@@ -13,6 +13,7 @@ from huggingface_hub import constants, errors
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _LOG_IN = "log in (hf auth login, or set HF_TOKEN)"
 _UNAUTHORIZED = 401
+_PATIENCE = 10.0  # seconds to wait for an answer
 
 
 def is_hub_id(source: str) -> bool:
@@ -44,6 +45,24 @@ def snapshot(id: str, patterns: Sequence[str], repo_type: str = "model") -> path
             "or download it elsewhere and give its folder"
         ) from error
     return pathlib.Path(folder)
+
+
+def data_set_size(id: str) -> int:
+    """Bytes of all files of a data set.
+
+    Raises:
+        FileNotFoundError: There is no such data set.
+        ConnectionError: The hub does not tell. The message says why.
+    """
+    try:
+        info = huggingface_hub.HfApi().dataset_info(id, files_metadata=True, timeout=_PATIENCE)
+    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, httpx2.HTTPError) as error:
+        page = f"{constants.ENDPOINT}/datasets/{id}"
+        exception = ConnectionError
+        if isinstance(error, errors.RepositoryNotFoundError):
+            exception = FileNotFoundError
+        raise exception(f"{id}: the hub does not tell its size: {_remedy(error, page)}") from error
+    return sum(file.size or 0 for file in info.siblings or ())
 
 
 def _remedy(error: Exception, page: str) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from configs import RECIPES
 from train.fit import GIB, OPEN_FIELDS, choose_mesh, fit
+from train.rehearsal import cut
 from train.settings import Run, change
 from train.slices import Devices, Topology, found_devices, known_slices
 
@@ -22,29 +23,49 @@ def fitted_to(name: str, run: Run = RUN) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "devices", "rows", "expected"),
+    ("wanted", "devices", "rows", "hosts", "expected"),
     [
-        ((1, 0, 0), 16, 56, (1, 16, 1)),
+        ((1, 0, 0), 16, 56, 4, (1, 16, 1)),
         # Eight rows are padding.
-        ((1, 0, 0), 64, 56, (1, 64, 1)),
+        ((1, 0, 0), 64, 56, 16, (1, 64, 1)),
         # More devices than rows: four share each row.
-        ((1, 0, 0), 256, 56, (1, 64, 4)),
-        ((1, 0, 4), 64, 56, (1, 16, 4)),
-        ((1, 8, 0), 64, 56, (1, 8, 8)),
-        ((2, 0, 0), 64, 56, (2, 32, 1)),
-        ((2, 0, 0), 256, 56, (2, 32, 4)),
-        ((1, 0, 0), 4, 2, (1, 2, 2)),
+        ((1, 0, 0), 256, 56, 64, (1, 64, 4)),
+        ((1, 0, 4), 64, 56, 16, (1, 16, 4)),
+        ((1, 8, 0), 64, 56, 1, (1, 8, 8)),
+        ((2, 0, 0), 64, 56, 1, (2, 32, 1)),
+        ((2, 0, 0), 256, 56, 1, (2, 32, 4)),
+        ((1, 0, 0), 4, 2, 1, (1, 2, 2)),
+        # More hosts than rows: every host has a row, if only padding.
+        ((1, 0, 0), 128, 16, 32, (1, 32, 4)),
+        # Eight heads do not divide over 16 devices.
+        ((1, 0, 0), 256, 16, 1, (1, 32, 8)),
         # Set by hand: some devices stay idle.
-        ((1, 4, 1), 16, 56, (1, 4, 1)),
+        ((1, 4, 1), 16, 56, 1, (1, 4, 1)),
     ],
 )
-def test_open_axes_of_the_mesh_are_chosen(wanted, devices, rows, expected):
-    assert choose_mesh(wanted, devices, rows) == expected
+def test_open_axes_of_the_mesh_are_chosen(wanted, devices, rows, hosts, expected):
+    assert choose_mesh(wanted, devices, rows, hosts, most_tensor=8) == expected
 
 
 def test_axes_that_do_not_divide_the_devices_are_refused():
     with pytest.raises(ValueError, match="mesh: 1 x 0 x 3 .*16 devices"):
-        choose_mesh((1, 0, 3), 16, 56)
+        choose_mesh((1, 0, 3), 16, 56, hosts=1, most_tensor=8)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith("_8b")])
+def test_a_rehearsal_has_the_mesh_of_its_run_on_every_slice(name):
+    run = RECIPES[name]()
+    rehearsed = cut(run)
+    for topology in known_slices():
+        devices = topology.available
+        mesh = fit(rehearsed, devices).run.mesh
+        assert mesh.data * mesh.fsdp * mesh.tensor == devices.count
+        assert mesh.data * mesh.fsdp % devices.hosts == 0, "every host has as many rows"
+        try:
+            real = fit(run, devices).run.mesh
+        except ValueError:  # too small a slice
+            continue
+        assert (mesh.data, mesh.fsdp, mesh.tensor) == (real.data, real.fsdp, real.tensor)
 
 
 @pytest.mark.parametrize("name", ["v5e:4x4", "v6e:2x4", "v6e:4x4", "v5p:2x2x1", "v5p:4x4x4"])
@@ -106,7 +127,7 @@ def test_too_small_a_slice_is_one_line_with_those_that_would_do():
 
 def test_a_cache_set_by_hand_that_does_not_fit_is_refused():
     run = change(RUN, "by_hand", {"engine.cache_tokens": 10**6})
-    with pytest.raises(ValueError, match="for rollouts"):
+    with pytest.raises(ValueError, match="too small for rollouts"):
         fitted_to("v5e:4x4", run)
 
 

@@ -411,7 +411,7 @@ def test_a_stopped_plan_can_be_resumed(command, tmp_path, monkeypatch):
         ((), "--topology"),
         (("--topology=v7:2x2",), "GENERATION:SHAPE"),
         (("--topology=v5e:4x4", "--mesh.fsdp=8", "--mesh.tensor=1"), "mesh: (1, 8, 1)"),
-        (("--topology=v5e:2x2",), "devices = v5e:2x2: for the cold start"),
+        (("--topology=v5e:2x2",), "devices = v5e:2x2: too small for the cold start"),
         (("--topology=v5e:4x4", "--keep=/proc/kept"), "--keep /proc/kept"),
         (("--topology=v5e:4x4", "--jobs=0"), "--jobs 0"),
         (("--topology=v5e:4x4", "--json=/nowhere/plan.json"), "--json /nowhere/plan.json"),

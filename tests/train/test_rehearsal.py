@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import shutil
 import signal
 
 import pyarrow.parquet
 import pytest
 from flax import nnx
 
+import train.plan.command
+import train.run
 from benchmarks.killing import environment
 from benchmarks.rehearsal import MOMENTS, RUN, Setting, compare, finish, interrupt, serve
 from configs import RECIPES
@@ -27,7 +28,7 @@ from paravt_jax.world.vocabulary import save_tokenizer
 from train.durable.metrics import read_metrics
 from train.durable.run_directory import RunDirectory, RunDirectoryError
 from train.prepare import main as prepare
-from train.rehearsal import MARK, mark, rehearsal
+from train.rehearsal import MARK, mark
 from train.report.page import write_report
 from train.run import begin, resolved
 from train.settings import Run, change
@@ -62,7 +63,7 @@ def test_sizes_are_cut_and_the_recipe_stays(name, weights, tmp_path):
     run = begin(rehearsed(real, weights, tmp_path))
     assert run.name == f"{real.name}-rehearsal" and run.model.size == "rehearsal"
     assert (run.sft is None, run.rl is None) == (real.sft is None, real.rl is None)
-    assert run.mesh == real.mesh and run.hosts == real.hosts
+    assert run.hosts == real.hosts
     assert run.frames.max_pixels < real.frames.max_pixels
     if real.sft is not None and run.sft is not None:
         assert run.sft.steps < real.sft.steps
@@ -80,14 +81,20 @@ def test_smaller_settings_are_kept(weights, tmp_path):
     assert run.evaluation.questions == 2
 
 
-def test_a_rehearsal_of_a_rehearsal_is_the_same(weights, tmp_path):
-    run = begin(rehearsed(paravt_8b(), weights, tmp_path))
-    assert begin(run) == run
-
-
 def test_a_recipe_of_the_small_world_has_no_rehearsal():
     with pytest.raises(ValueError, match="rehearse: True with paravt_tiny"):
-        rehearsal(change(paravt_tiny(), "paravt_tiny", {"rehearse": True}))
+        begin(change(paravt_tiny(), "paravt_tiny", {"rehearse": True}))
+
+
+@pytest.mark.parametrize(
+    "command", [train.run.main, prepare, train.plan.command.main], ids=["check", "prepare", "plan"]
+)
+def test_only_a_run_rehearses(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    check = ["--check"] if command is train.run.main else []
+    assert command(["--config=paravt_8b", "--rehearse", *check]) != 0
+    assert "rehearse" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_weights_of_another_size_are_replaced_by_random_ones(assets, tmp_path):
@@ -106,11 +113,19 @@ def test_a_small_source_is_used_as_it_is(weights, small_set, tmp_path):
     assert {"annotations": run.data.annotations, "media": run.data.media} == sources
 
 
-def test_the_first_rows_of_a_prepared_set_are_used(weights, small_set, tmp_path):
+def prepare_small_set(
+    small_set: pathlib.Path, weights: pathlib.Path, folder: pathlib.Path
+) -> dict[str, str]:
+    """Prepare the small set for `rehearsed` in a folder, and return its sources."""
     sources = {name: str(small_set / name) for name in ("annotations", "media")}
-    folders = ["--data.annotations", sources["annotations"], "--data.media", sources["media"]]
-    folders += ["--data.folder", str(tmp_path / "prepared"), "--model.path", str(weights)]
-    assert prepare(["--config=paravt_8b", "--model.size", "rehearsal", *folders]) == 0
+    options = ["--data.annotations", sources["annotations"], "--data.media", sources["media"]]
+    options += ["--data.folder", str(folder / "prepared"), "--model.path", str(weights)]
+    assert prepare(["--config=paravt_8b", "--model.size", "rehearsal", *options]) == 0
+    return sources
+
+
+def test_the_first_rows_of_a_prepared_set_are_used(weights, small_set, tmp_path):
+    sources = prepare_small_set(small_set, weights, tmp_path)
     run = begin(rehearsed(paravt_8b(), weights, tmp_path, **sources))
     assert run.data is not None and run.data.annotations != sources["annotations"]
     for table in find_tables(pathlib.Path(run.data.annotations)):
@@ -120,14 +135,36 @@ def test_the_first_rows_of_a_prepared_set_are_used(weights, small_set, tmp_path)
     assert run.data.folder != str(tmp_path / "prepared")
 
 
-def test_without_data_there_is_a_stand_in_and_the_choice_is_kept(weights, small_set, tmp_path):
-    run = begin(rehearsed(paravt_8b(), weights, tmp_path))
+def test_without_data_there_is_a_stand_in_and_the_choice_is_kept(weights, tmp_path, capsys):
+    asked = rehearsed(paravt_8b(), weights, tmp_path)
+    run = begin(asked)
     assert run.data is not None
     assert pathlib.Path(run.data.annotations).is_relative_to(tmp_path / "run-sources")
-    # Data that come later do not replace those of a rehearsal that has begun.
-    shutil.copytree(small_set / "annotations", tmp_path / "later")
-    later = rehearsed(paravt_8b(), weights, tmp_path, annotations=str(tmp_path / "later"))
-    assert begin(later) == run
+    # Tests are offline.
+    assert "a stand-in of the data (ParaVT/ParaVT-Parquet: " in capsys.readouterr().out
+    assert begin(asked) == run
+
+
+def test_other_sources_for_a_rehearsal_that_has_begun_are_refused(weights, tmp_path):
+    begin(rehearsed(paravt_8b(), weights, tmp_path))
+    with pytest.raises(ValueError, match="(?s)run-sources was made for other.*model.path"):
+        begin(rehearsed(paravt_8b(), tmp_path / "others", tmp_path))
+
+
+def test_a_source_that_does_not_exist_is_refused(weights, tmp_path):
+    with pytest.raises(FileNotFoundError, match="/nowhere: neither a folder"):
+        begin(rehearsed(paravt_8b(), weights, tmp_path, annotations="/nowhere"))
+
+
+def test_a_prepared_set_without_its_annotations_gives_a_stand_in(
+    weights, small_set, tmp_path, capsys
+):
+    prepare_small_set(small_set, weights, tmp_path)
+    gone = {"annotations": "/gone", "media": str(small_set / "media")}
+    run = begin(rehearsed(paravt_8b(), weights, tmp_path, **gone))
+    assert run.data is not None
+    assert pathlib.Path(run.data.media).is_relative_to(tmp_path / "run-sources")
+    assert "a stand-in of the data (/gone: " in capsys.readouterr().out
 
 
 def test_a_rehearsal_cannot_be_continued_as_a_real_run(weights, tmp_path):

@@ -325,6 +325,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments, rest = _parse_arguments(sys.argv[1:] if argv is None else argv)
     run = parse(rest, RECIPES, prog="python -m train.plan")
     try:
+        run.require_no_rehearsal()
         run = run.beginning()
         topologies = _topologies(arguments.topology)
         fitted = [_fit(run, topology) for topology in topologies]
