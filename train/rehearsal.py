@@ -31,7 +31,7 @@ from paravt_jax.data.hub import data_set_size, is_hub_id
 from paravt_jax.data.preparation import PLAN, find_tables, open_prepared
 from paravt_jax.data.stored_settings import require_same
 from paravt_jax.world.stand_in import write_stand_in
-from train.durable import hosts
+from train.durable import cluster, hosts
 from train.fit import rows_of
 from train.published_data import DataSettings
 from train.published_model import copy_tokenizer
@@ -69,6 +69,7 @@ _MOST = {
 _SMALL = 64 * 2**20  # bytes of a source that is used as it is
 _ROWS = 32  # rows of each file of a prepared set
 _CHOICE = "sources.json"  # what was asked for, and what was chosen
+_WEIGHTS = "weights"
 _TEXT = """\
 This model comes from {name}, a rehearsal: its weights are random and its sizes are cut.
 It shows that a run gets from its first phase to its export, and nothing else.
@@ -90,6 +91,9 @@ def rehearsal(run: Run) -> Run:
     small = cut(run)
     folder = pathlib.Path(f"{small.run_dir}-sources").absolute()
     chosen = hosts.from_first(lambda: _choose_once(run, folder))
+    cluster.require_shared(folder)
+    if chosen["model"] == str(folder / _WEIGHTS):
+        _make_weights(run, folder)
     if hosts.is_first():
         print(f"rehearsal in {small.run_dir}, with {chosen['described']} in {folder}")
     fields = {
@@ -145,7 +149,6 @@ def _choose_once(run: Run, folder: pathlib.Path) -> dict[str, str]:
     }
     file = folder / _CHOICE
     if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
         model, weights = _choose_weights(run, folder)
         annotations, media, rows = _choose_data(run.data, folder)
         chosen = {
@@ -154,6 +157,7 @@ def _choose_once(run: Run, folder: pathlib.Path) -> dict[str, str]:
             "media": media,
             "described": f"{weights}, and {rows},",
         }
+        folder.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps({"asked": asked, "chosen": chosen}))
     stored = json.loads(file.read_text())
     require_same(
@@ -168,15 +172,19 @@ def _choose_once(run: Run, folder: pathlib.Path) -> dict[str, str]:
 def _choose_weights(run: Run, folder: pathlib.Path) -> tuple[str, str]:
     """Weights that have the sizes of a rehearsal already, or new ones; and what they are."""
     companions = local_folder(run.model.path, weights=False)
-    wanted = qwen3_vl("rehearsal")
-    if from_hf(companions / CONFIG) == wanted:
+    if from_hf(companions / CONFIG) == qwen3_vl("rehearsal"):
         return run.model.path, f"the small weights of {run.model.path}"
-    weights = folder / "weights"
-    if not weights.exists():
-        model = nnx.jit(lambda: Qwen3VL(wanted, rngs=nnx.Rngs(run.seed)))()
-        copy_tokenizer(run.model.path, folder / "tokenizer")
-        save(model, weights, files=sorted((folder / "tokenizer").iterdir()))
-    return str(weights), "random weights"
+    return str(folder / _WEIGHTS), "random weights"
+
+
+def _make_weights(run: Run, folder: pathlib.Path) -> None:
+    """Save random weights with the tokenizer of the run. All processes take part."""
+    if hosts.from_first((folder / _WEIGHTS).exists):
+        return
+    tokenizer = folder / "tokenizer"
+    hosts.from_first(lambda: copy_tokenizer(run.model.path, tokenizer))
+    model = nnx.jit(lambda: Qwen3VL(qwen3_vl("rehearsal"), rngs=nnx.Rngs(run.seed)))()
+    save(model, folder / _WEIGHTS, files=sorted(tokenizer.iterdir()))
 
 
 def _choose_data(data: DataSettings, folder: pathlib.Path) -> tuple[str, str, str]:

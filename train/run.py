@@ -274,12 +274,11 @@ def main(argv: list[str] | None = None) -> int:
             return show(run, resolved(run), _folder(run), options.topology)
         # Processes have to join before JAX sees a device: afterwards it cannot add other hosts.
         cluster.connect(run.hosts)
-        with cluster.ending_with_the_others():
+        with Interrupts() as interrupts, cluster.ending_with_the_others():
             run = begin(run)
             if not ready(run, resolved(run), _folder(run)):
                 return 1
-            with Interrupts() as interrupts:
-                report = _execute(run, interrupts)
+            report = _execute(run, interrupts)
     except Stopped as stop:
         print(f"\n{stop}; the same command continues from there", file=sys.stderr)
         return stop.code

@@ -132,6 +132,24 @@ def look(folder: pathlib.Path, index: int) -> dict:
     return {"findings": [dataclasses.asdict(finding) for finding in findings]}
 
 
+def rehearse(folder: pathlib.Path, index: int) -> dict:
+    """Makes the weights and data of a rehearsal, which begins with nothing."""
+    from configs.paravt_8b import paravt_8b
+    from train.run import begin
+    from train.settings import change
+
+    tokenizer = pathlib.Path(os.environ["PARAVT_TEST_ASSETS"]) / "qwen3_vl"
+    fields = {"model.path": str(tokenizer), "run_dir": str(folder / "run"), "rehearse": True}
+    run = begin(change(paravt_8b(), "paravt_8b", fields))
+    weights = pathlib.Path(run.model.path)
+    assert run.data is not None
+    return {
+        "weights": str(weights),
+        "complete": (weights / "model.safetensors").is_file(),
+        "annotations": run.data.annotations,
+    }
+
+
 def fail(folder: pathlib.Path, index: int) -> dict:
     with hosts.one_after_another():
         if hosts.is_first():
@@ -159,5 +177,6 @@ if __name__ == "__main__":
         "fail": fail,
         "die": die,
         "learn": learn,
+        "rehearse": rehearse,
     }
     print(json.dumps(tasks[program.task](program.folder, program.hosts.index)))

@@ -43,6 +43,14 @@ def test_when_the_first_process_fails_the_others_do_not_wait(together, tmp_path)
 
 
 @pytest.mark.slow
+def test_the_sources_of_a_rehearsal_are_made_together(assets, together, tmp_path):
+    ended = together([PROGRAM, "rehearse", str(tmp_path)], 2, devices=1)
+    first, second = (json.loads(process.out.splitlines()[-1]) for process in ended)
+    assert first == second
+    assert first["complete"]
+
+
+@pytest.mark.slow
 def test_when_a_process_dies_the_others_end_with_a_message(together, tmp_path):
     start = time.monotonic()
     command = [PROGRAM, "die", str(tmp_path), "--hosts.heartbeat", "10"]
