@@ -8,6 +8,7 @@ import http.server
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from train.check import asking, data, disk, items, loggers, machine, run_folder,
 from train.check.asking import Asked, NoAccess, NoAnswer, Repository
 from train.check.finding import Finding, table
 from train.check.subject import Subject
+from train.cli import parse
 from train.durable.run_directory import RunDirectory
 from train.learn.optimizer import OptimizerSettings
 from train.prepare import prepare
@@ -136,6 +138,7 @@ def test_devices_are_named_and_too_few_are_an_error(tmp_path):
     finding = only(machine.devices(subject(large, tmp_path)))
     assert finding.problem == "error"
     assert finding.needed == "mesh 1 x 4096 x 1, 4096 devices"
+    assert "--config=large" not in finding.remedy, "the name of a run is no recipe"
 
 
 def test_host_memory_is_compared_with_the_arrays_of_a_host(tmp_path, monkeypatch):
@@ -273,9 +276,12 @@ def test_weights_that_cannot_be_downloaded_are_an_error(
     error, words, command, tmp_path, monkeypatch
 ):
     answers(monkeypatch, error)
+    monkeypatch.setattr(asking.constants, "ENDPOINT", "https://mirror")
     finding = only(weights.weights(subject(paravt_8b(), tmp_path)))
     assert finding.problem == "error" and words in finding.found
     assert finding.remedy.splitlines()[0] == command
+    if isinstance(error, NoAccess):
+        assert f"https://mirror/{MODEL}," in finding.remedy
 
 
 def test_the_hub_is_not_asked_offline():
@@ -378,6 +384,8 @@ def test_a_set_is_found_before_and_after_its_preparation(published, tmp_path):
     prepared, annotations, media = data.data(fresh)
     assert prepared.problem == "warning" and "not prepared" in prepared.found
     assert f"--data.folder {published.data.folder}" in prepared.remedy
+    renamed = change(published, "my-run", {})
+    assert "my-run" not in data.data(subject(renamed, tmp_path))[0].remedy
     assert (annotations.problem, media.problem) == ("", "")
     assert not data.is_prepared(fresh)
     rehearsed = change(published, "sft_8b-rehearsal", {"rehearse": True})
@@ -433,10 +441,13 @@ def test_sources_on_the_hub_are_counted_in_bytes(tmp_path, monkeypatch):
 @pytest.mark.parametrize("error", [NoAnswer("no answer"), NoAccess("gated")])
 def test_sources_that_cannot_be_reached_are_errors(error, tmp_path, monkeypatch):
     answers(monkeypatch, error)
+    monkeypatch.setattr(asking.constants, "ENDPOINT", "https://mirror")
     run = change(sft_8b(), "sft_8b", {"data.folder": str(tmp_path / "set")})
     for finding in data.data(subject(run, tmp_path))[1:]:
         assert finding.problem == "error" and str(error) in finding.found
         assert "hf download --repo-type dataset ParaVT/" in finding.remedy
+        if isinstance(error, NoAccess):
+            assert "https://mirror/datasets/ParaVT/" in finding.remedy
 
 
 def test_a_bucket_is_listed_or_names_its_package(tmp_path, monkeypatch):
@@ -697,6 +708,11 @@ def test_loggers_are_installed_and_logged_in(tmp_path, monkeypatch):
     assert found(False, True) == [("", "wandb, logged in")]
     here.clear()
     assert [problem for problem, _ in found(True, True)] == ["error", "error"]
+    run = dataclasses.replace(paravt_tiny(), log=LogSettings(True, True))
+    for finding in loggers.loggers(subject(run, tmp_path)):
+        (flag,) = re.findall(r"--\S+", finding.remedy.replace("-e '.[wandb]'", ""))
+        without = parse(["--config=paravt_tiny", flag], {"paravt_tiny": lambda: run})
+        assert without.log in (LogSettings(False, True), LogSettings(True, False))
 
 
 @pytest.mark.parametrize(("status", "problem"), [(200, ""), (401, "error"), (503, "warning")])

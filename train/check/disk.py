@@ -87,8 +87,7 @@ def _checkpoints(subject: Subject) -> list[Need]:
 
 def _taken_over(source: pathlib.Path, target: pathlib.Path) -> Need:
     """The cold start of another run, whose files get a second name if they are on the same disk."""
-    source = existing(source)
-    linked = source.stat().st_dev == existing(target).stat().st_dev
+    linked = existing(source).stat().st_dev == existing(target).stat().st_dev
     count = 0.0 if target.exists() or linked else _used(source)
     return Need("checkpoints of sft (copied)", target, count)
 

@@ -35,8 +35,8 @@ _SERVERS = 8.0  # seconds for all answers of servers
 # With --check, seconds from the start: until all processes have joined, and until the end. A fast
 # process has to wait for one that uses up `LIMIT` before it joins. With the start of Python, the
 # table is there within 30 seconds.
-_JOIN = 20.0
-_END = 25.0
+_JOIN = 18.0
+_END = 24.0
 
 _BEFORE_JOINING: dict[str, Item] = {
     "versions": machine.versions,

@@ -1,9 +1,9 @@
 """Warnings about a training run, derived from the lines of metrics.jsonl.
 
 Each condition is a function of a phase's lines so far and returns what was seen and what to do, or
-None. A condition that holds for many steps is issued once: it is issued again only after it has not
-held for `QUIET` steps. The same lines always give the same warnings, so they are stored nowhere:
-the report finds them again in metrics.jsonl.
+None. The warning of a condition that holds for many steps is issued once, and again only after the
+condition has not held for `QUIET` steps. The same lines always give the same warnings, so they are
+stored nowhere: the report finds them again in metrics.jsonl.
 """
 
 from __future__ import annotations
