@@ -91,11 +91,19 @@ def fit(run: Run, devices: Devices) -> Fitted:
         devices: The devices to use. A mesh that is set by hand may leave some of them idle.
 
     Raises:
-        ValueError: The axes of the mesh do not divide the devices, or the run does not fit. The
-            message names the smallest slices on which it would.
+        ValueError: The axes of the mesh do not divide the devices, the memory of the devices is
+            not known, or the run does not fit. The last message names the smallest slices on which
+            it would.
     """
-    if not any(_is_open(run, name) for name in OPEN_FIELDS):
+    open_fields = [name for name in OPEN_FIELDS if _is_open(run, name)]
+    if not open_fields:
         return Fitted(run, devices, {}, {})
+    if devices.memory is None:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in open_fields)
+        raise ValueError(
+            f"devices = {devices.name}: JAX reports no memory, by which sizes are chosen; "
+            f"set {flags}"
+        )
     try:
         return _fit(run, devices)
     except _TooLarge as lack:
@@ -256,6 +264,7 @@ class _Estimate:
     ) -> None:
         self.run = run
         self.devices = devices
+        assert devices.memory is not None
         self.usable = USABLE * devices.memory
         self.row_devices = mesh[0] * mesh[1]
         self.shards = mesh[1] * mesh[2]

@@ -10,11 +10,14 @@ import dataclasses
 import importlib.util
 import math
 import os
+import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+
+from train.durable import hosts
 
 INSTALL = "pip install -e '.[tpu]'"
 
@@ -85,8 +88,8 @@ class Devices:
     """Number of JAX devices."""
     hosts: int
     """Number of processes that share them."""
-    memory: float
-    """Bytes per device that programs may use."""
+    memory: float | None
+    """Bytes per device that programs may use; None: not known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,37 +179,46 @@ class Topology:
 def found_devices() -> Devices:
     """The devices of all processes of this run, as JAX sees them.
 
-    Raises:
-        ValueError: JAX reports no memory for this kind of device.
+    Once several processes have joined, every one of them has to call this. The memory is then the
+    least of all processes, so that all of them choose the same sizes.
     """
     count = jax.device_count()
     own = jax.local_devices()[0]
     name = f"{count} x {own.device_kind}"
-    return Devices(name, count, jax.process_count(), device_memory(own))
+    known = [memory for memory in hosts.gather(device_memory(own)) if memory is not None]
+    memory = min(known) if len(known) == jax.process_count() else None
+    return Devices(name, count, jax.process_count(), memory)
 
 
-def device_memory(device: Any) -> float:
-    """Bytes that programs may use on a device.
-
-    Raises:
-        ValueError: JAX reports no memory for this kind of device.
-    """
+def device_memory(device: Any) -> float | None:
+    """Bytes that programs may use on a device; None if JAX does not report it for its kind."""
     generation = _KINDS.get(device.device_kind)
     if generation is not None:
         return CHIPS[generation].hbm
     if device.platform == "cpu":
         # The devices of a CPU share the memory of their host.
-        ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return ram / jax.local_device_count()
+        return host_memory() / jax.local_device_count()
     # GPUs report what the allocator may use.
     reported = device.memory_stats()
     if not reported or "bytes_limit" not in reported:
-        raise ValueError(
-            f"devices: {device.device_kind!r} is unknown and reports no memory; set every field "
-            "that the recipe leaves to be chosen: --mesh.fsdp, --mesh.tensor, "
-            "--engine.cache-tokens, --engine.slots, and the microbatches and remat of sft and rl"
-        )
+        return None
     return float(reported["bytes_limit"])
+
+
+# Files with the limit of a container, in versions 2 and 1 of cgroups.
+MEMORY_LIMITS = tuple(
+    pathlib.Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory/memory.limit_in_bytes")
+)
+
+
+def host_memory() -> float:
+    """Bytes of memory that the processes of this host may use."""
+    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    # A container may have less than the machine.
+    for file in MEMORY_LIMITS:
+        if file.is_file() and (text := file.read_text().strip()).isdigit():
+            limits.append(float(text))
+    return min(limits)
 
 
 def known_slices() -> Iterator[Topology]:

@@ -118,11 +118,16 @@ def learn(folder: pathlib.Path, index: int) -> dict:
 
 
 def look(folder: pathlib.Path, index: int) -> dict:
-    """Checks a run of which the second host has another jax, other settings and its own folder."""
+    """Checks a run of which the second host has another jax, other settings and its own folder.
+
+    Its memory is less than that of the first host, too.
+    """
     import small
 
+    from train import slices
     from train.check import items, machine
 
+    slices.device_memory = lambda device: (8 - index) * 2.0**30
     if index == 1:
         installed = machine.installed
         machine.installed = lambda name: "0.10.99" if name == "jax" else installed(name)

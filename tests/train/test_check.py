@@ -8,6 +8,7 @@ import http.server
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -36,12 +37,14 @@ from train.check import asking, data, disk, items, loggers, machine, run_folder,
 from train.check.asking import Asked, NoAccess, NoAnswer, Repository
 from train.check.finding import Finding, table
 from train.check.subject import Subject
+from train.cli import parse
 from train.durable.run_directory import RunDirectory
 from train.learn.optimizer import OptimizerSettings
 from train.prepare import prepare
 from train.published_data import DataSettings
 from train.run import resolved
 from train.settings import LogSettings, ModelSettings, Run, change
+from train.slices import Devices
 
 HOSTS_PROGRAM = str(pathlib.Path(__file__).with_name("hosts_program.py"))
 MODEL = "Qwen/Qwen3-VL-8B-Instruct"
@@ -135,12 +138,13 @@ def test_devices_are_named_and_too_few_are_an_error(tmp_path):
     finding = only(machine.devices(subject(large, tmp_path)))
     assert finding.problem == "error"
     assert finding.needed == "mesh 1 x 4096 x 1, 4096 devices"
+    assert "--config=large" not in finding.remedy, "the name of a run is no recipe"
 
 
 def test_host_memory_is_compared_with_the_arrays_of_a_host(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "ram", lambda: 400e9)
+    monkeypatch.setattr(machine, "host_memory", lambda: 400e9)
     assert only(machine.memory(subject(paravt_8b(), tmp_path))).problem == ""
-    monkeypatch.setattr(machine, "ram", lambda: 16e9)
+    monkeypatch.setattr(machine, "host_memory", lambda: 16e9)
     finding = only(machine.memory(subject(paravt_8b(), tmp_path)))
     assert finding.problem == "error"
     assert (
@@ -148,9 +152,15 @@ def test_host_memory_is_compared_with_the_arrays_of_a_host(tmp_path, monkeypatch
     )
 
 
-def test_the_memory_of_this_machine_is_read():
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < machine.ram() <= 1.01 * physical
+def test_a_device_of_unknown_memory_serves_a_recipe_that_leaves_nothing_open(tmp_path):
+    unknown = Devices("1 x NPU 3000", 1, 1, None)
+    tiny = dataclasses.replace(subject(paravt_tiny(), tmp_path), devices=unknown)
+    finding = only(machine.devices(tiny))
+    assert (finding.problem, finding.found) == ("", "1 x NPU 3000, memory unknown")
+    large = dataclasses.replace(subject(paravt_8b(), tmp_path), devices=unknown)
+    finding = only(machine.devices(large))
+    assert finding.problem == "error" and "1 x NPU 3000" in finding.needed
+    assert finding.remedy.startswith("set --mesh.fsdp, ")
 
 
 def test_host_memory_equals_that_of_the_plan():
@@ -266,9 +276,12 @@ def test_weights_that_cannot_be_downloaded_are_an_error(
     error, words, command, tmp_path, monkeypatch
 ):
     answers(monkeypatch, error)
+    monkeypatch.setattr(asking.constants, "ENDPOINT", "https://mirror")
     finding = only(weights.weights(subject(paravt_8b(), tmp_path)))
     assert finding.problem == "error" and words in finding.found
     assert finding.remedy.splitlines()[0] == command
+    if isinstance(error, NoAccess):
+        assert f"https://mirror/{MODEL}," in finding.remedy
 
 
 def test_the_hub_is_not_asked_offline():
@@ -278,12 +291,12 @@ def test_the_hub_is_not_asked_offline():
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Lists one open repository, one gated one, and no other."""
+    """Lists one open repository and one gated one, has two that fail, and no other."""
 
     def do_GET(self) -> None:
         found = {"id": "o/r", "sha": "1" * 40, "siblings": [], "gated": False}
         file = {"rfilename": "a.safetensors", "size": 7, "blobId": "b" * 40}
-        status, code = 200, ""
+        status, code, message = 200, "", ""
         if self.path.startswith("/api/models/owner/gated/auth-check"):
             status, code = 403, "GatedRepo"
         elif self.path.startswith("/api/models/owner/gated"):
@@ -291,6 +304,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
         elif self.path.startswith("/api/models/owner/open"):
             lfs = {"sha256": "c" * 64, "size": 9, "pointerSize": 1}
             found["siblings"] = [file, {**file, "rfilename": "b.safetensors", "lfs": lfs}]
+        elif self.path.startswith("/api/models/owner/busy"):
+            status = 500
+        elif self.path.startswith("/api/models/owner/expired"):
+            status, message = 401, "Invalid credentials in Authorization header"
         else:
             status, code = 404, "RepoNotFound"
         body = json.dumps(found).encode()
@@ -298,6 +315,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         if code:
             self.send_header("X-Error-Code", code)
+        if message:
+            self.send_header("X-Error-Message", message)
         self.end_headers()
         self.wfile.write(body)
 
@@ -318,7 +337,7 @@ def test_the_hub_is_asked_for_files_and_access(server):
     program = """
 import sys
 from train.check import asking
-for name in ("owner/open", "owner/gated", "owner/none"):
+for name in ("owner/open", "owner/gated", "owner/none", "owner/expired", "owner/busy"):
     try:
         print(asking.ask_hub(name, "model"))
     except (asking.NoAccess, asking.NoAnswer) as error:
@@ -328,10 +347,12 @@ for name in ("owner/open", "owner/gated", "owner/none"):
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )
-    open_repository, gated, none = done.stdout.splitlines()
+    open_repository, gated, none, expired, busy = done.stdout.splitlines()
     assert "'a.safetensors': 7" in open_repository and "c" * 64 in open_repository
     assert gated.startswith("NoAccess gated")
     assert none.startswith("NoAccess not on the hub")
+    assert expired.startswith("NoAccess") and "token" in expired
+    assert busy.startswith("NoAnswer status 500")
 
 
 # --- data ---
@@ -363,8 +384,13 @@ def test_a_set_is_found_before_and_after_its_preparation(published, tmp_path):
     prepared, annotations, media = data.data(fresh)
     assert prepared.problem == "warning" and "not prepared" in prepared.found
     assert f"--data.folder {published.data.folder}" in prepared.remedy
+    renamed = change(published, "my-run", {})
+    assert "my-run" not in data.data(subject(renamed, tmp_path))[0].remedy
     assert (annotations.problem, media.problem) == ("", "")
     assert not data.is_prepared(fresh)
+    rehearsed = change(published, "sft_8b-rehearsal", {"rehearse": True})
+    finding = data.data(subject(rehearsed, tmp_path))[0]
+    assert "minutes" in finding.needed and not finding.remedy
     prepare(published, tmp_path)
     assert only(data.data(fresh)).found.endswith("prepared, 5 rows")
     assert data.is_prepared(fresh)
@@ -415,10 +441,13 @@ def test_sources_on_the_hub_are_counted_in_bytes(tmp_path, monkeypatch):
 @pytest.mark.parametrize("error", [NoAnswer("no answer"), NoAccess("gated")])
 def test_sources_that_cannot_be_reached_are_errors(error, tmp_path, monkeypatch):
     answers(monkeypatch, error)
+    monkeypatch.setattr(asking.constants, "ENDPOINT", "https://mirror")
     run = change(sft_8b(), "sft_8b", {"data.folder": str(tmp_path / "set")})
     for finding in data.data(subject(run, tmp_path))[1:]:
         assert finding.problem == "error" and str(error) in finding.found
         assert "hf download --repo-type dataset ParaVT/" in finding.remedy
+        if isinstance(error, NoAccess):
+            assert "https://mirror/datasets/ParaVT/" in finding.remedy
 
 
 def test_a_bucket_is_listed_or_names_its_package(tmp_path, monkeypatch):
@@ -480,10 +509,77 @@ def test_checkpoints_take_the_bytes_of_weights_and_moments():
     ):
         assert sizes.state_bytes(paravt_8b(), optimizer) == pytest.approx(count, rel=1e-3)
     assert sizes.published_bytes(paravt_8b()) == pytest.approx(17.5e9, rel=1e-2)
-    # Two kept, the new one and the best; the tower is stored too.
-    assert sizes.checkpoints(paravt_8b())["rl"] == pytest.approx(4 * (81.9e9 + 2.3e9), rel=1e-3)
-    rare = change(paravt_8b(), "rare", {"rl.save_every": 54})
-    assert sizes.checkpoints(rare)["rl"] == pytest.approx(81.9e9 + 2.3e9, rel=1e-3)
+    saved = sizes.checkpoints(paravt_8b())["rl"]
+    # The tower is stored too. Two checkpoints are kept, and the best.
+    assert saved.bytes == pytest.approx(81.9e9 + 2.3e9, rel=1e-3)
+    assert saved.keep == 3
+    assert (saved.saves_after(0), saved.saves_after(12), saved.saves_after(50)) == (6, 5, 1)
+
+
+def checkpoint(folder: pathlib.Path, phase: str, step: int, count: int = 10**6) -> None:
+    place = folder / "checkpoints" / phase / str(step)
+    place.mkdir(parents=True)
+    (place / "state").write_bytes(b"x" * count)
+
+
+def saving(folder: pathlib.Path, **fields: object) -> dict[str, float]:
+    """What the tiny run needs for checkpoints, in checkpoints."""
+    run = change(paravt_tiny(), "saving", {"sft.save_every": 10, "rl.save_every": 10, **fields})
+    one = sizes.checkpoints(run)["rl"].bytes
+    return {
+        need.step: round((need.bytes or 0.0) / one, 2)
+        for need in disk.needs(subject(run, folder))
+        if need.step.startswith("checkpoint")
+    }
+
+
+def test_checkpoints_that_stay_are_counted_and_one_that_is_being_written(tmp_path):
+    run = paravt_tiny()
+    assert run.sft is not None and run.rl is not None
+    fresh = saving(tmp_path, **{"rl.control": False})
+    assert fresh == {
+        "checkpoints of sft": 2,
+        "checkpoints of rl": 3,
+        "checkpoint being written": 1,
+    }
+    # With a single save, there is no older one that is removed afterwards.
+    rare = {"sft.save_every": 10**6, "rl.save_every": 10**6, "rl.control": False}
+    assert saving(tmp_path, **rare) == {
+        "checkpoints of sft": 1,
+        "checkpoints of rl": 1,
+        "checkpoint being written": 0,
+    }
+    # An interrupted run saves once more.
+    checkpoint(tmp_path, "sft", 7, int(sizes.checkpoints(run)["sft"].bytes))
+    assert saving(tmp_path, **rare)["checkpoints of sft"] == 1
+
+
+def test_a_finished_phase_needs_no_room(tmp_path):
+    run = paravt_tiny()
+    assert run.sft is not None and run.rl is not None
+    checkpoint(tmp_path, "sft", run.sft.steps)
+    assert "checkpoints of sft" not in saving(tmp_path)
+    for phase in ("rl", "control"):
+        checkpoint(tmp_path, phase, run.rl.steps)
+    assert saving(tmp_path) == {"checkpoint being written": 0}
+
+
+def test_a_cold_start_from_another_disk_is_copied(tmp_path, monkeypatch):
+    checkpoint(tmp_path / "first", "sft", 3, 16 * 10**6)
+    fields = {"start": str(tmp_path / "first"), "rl.control": False}
+    assert saving(tmp_path / "run", **fields)["checkpoints of sft (copied)"] == 0
+    # Every path counts as a disk of its own.
+    stat = pathlib.Path.stat
+
+    def elsewhere(path: pathlib.Path, **options: bool) -> os.stat_result:
+        found = list(stat(path, **options))
+        found[2] = hash(path)
+        return os.stat_result(found)
+
+    monkeypatch.setattr(pathlib.Path, "stat", elsewhere)
+    assert saving(tmp_path / "run", **fields)["checkpoints of sft (copied)"] == 1
+    checkpoint(tmp_path / "run", "sft", 3)
+    assert saving(tmp_path / "run", **fields)["checkpoints of sft (copied)"] == 0
 
 
 def test_the_disk_has_room_for_every_later_step_or_the_lack_is_named(tmp_path, monkeypatch):
@@ -496,7 +592,8 @@ def test_the_disk_has_room_for_every_later_step_or_the_lack_is_named(tmp_path, m
         "weights 17.0 GB",
         "media 300 GB",
         "media unpacked (estimate) 300 GB",
-        "checkpoints of rl 337 GB",
+        "checkpoints of rl 253 GB",
+        "checkpoint being written 101 GB",
         "export 35.1 GB",
     ):
         assert step in finding.needed
@@ -514,9 +611,7 @@ def test_what_is_on_the_disk_already_needs_no_room(tmp_path, monkeypatch):
 
     before = needed()["checkpoints of rl"]
     assert before is not None
-    place = tmp_path / "checkpoints" / "rl" / "14"
-    place.mkdir(parents=True)
-    (place / "state").write_bytes(b"x" * 10**6)
+    checkpoint(tmp_path, "rl", 14)
     assert needed()["checkpoints of rl"] == before - 1e6
     assert "export" in needed()
     (tmp_path / "model").mkdir()
@@ -567,13 +662,24 @@ def test_a_folder_that_cannot_be_used_is_an_error(tmp_path):
 
 
 def test_the_run_to_start_from_has_to_have_a_cold_start(tmp_path):
-    run = dataclasses.replace(paravt_tiny(), start=str(tmp_path / "first"))
-    _, finding = run_folder.run_directory(subject(run, tmp_path / "run"))
-    assert finding.problem == "error" and "checkpoints/sft" in finding.found
-    (tmp_path / "first" / "checkpoints" / "sft").mkdir(parents=True)
-    (tmp_path / "first" / "config.json").touch()
-    _, finding = run_folder.run_directory(subject(run, tmp_path / "run"))
-    assert finding.problem == ""
+    first = tmp_path / "first"
+
+    def found(**fields: object) -> Finding:
+        run = change(paravt_tiny(), "second", {"start": str(first), **fields})
+        _, finding = run_folder.run_directory(subject(run, tmp_path / "run"))
+        return finding
+
+    assert found().problem == "error" and "checkpoints/sft" in found().found
+    run = paravt_tiny()
+    assert run.sft is not None
+    with RunDirectory(first, resolved(run)):
+        for name in ("videos", "records", "tokenizer", "checkpoints/align", "checkpoints/sft"):
+            (first / name).mkdir(parents=True)
+    assert found().problem == "error" and f"last step, {run.sft.steps}" in found().found
+    (first / "checkpoints" / "sft" / str(run.sft.steps)).mkdir()
+    assert found().problem == ""
+    other = found(**{"sft.rows": run.sft.rows + 1})
+    assert other.problem == "error" and "sft.rows" in other.remedy
 
 
 # --- loggers and the judge ---
@@ -602,6 +708,11 @@ def test_loggers_are_installed_and_logged_in(tmp_path, monkeypatch):
     assert found(False, True) == [("", "wandb, logged in")]
     here.clear()
     assert [problem for problem, _ in found(True, True)] == ["error", "error"]
+    run = dataclasses.replace(paravt_tiny(), log=LogSettings(True, True))
+    for finding in loggers.loggers(subject(run, tmp_path)):
+        (flag,) = re.findall(r"--\S+", finding.remedy.replace("-e '.[wandb]'", ""))
+        without = parse(["--config=paravt_tiny", flag], {"paravt_tiny": lambda: run})
+        assert without.log in (LogSettings(False, True), LogSettings(True, False))
 
 
 @pytest.mark.parametrize(("status", "problem"), [(200, ""), (401, "error"), (503, "warning")])
@@ -648,8 +759,8 @@ def test_an_exception_and_a_slow_item_hide_no_other(tmp_path, monkeypatch):
     start = time.monotonic()
     failed, hanging, working = items.check(paravt_tiny(), {}, tmp_path, looked)
     assert time.monotonic() - start < 5
-    assert (failed.item, failed.problem) == ("fails", "error")
-    assert failed.found == "RuntimeError: a bad surprise"
+    assert (failed.item, failed.problem) == ("fails", "warning")
+    assert failed.found == "could not be checked (RuntimeError: a bad surprise)"
     assert (hanging.item, hanging.problem) == ("hangs", "warning")
     assert working.problem == ""
 
@@ -796,6 +907,9 @@ def test_two_processes_that_differ_are_named(together, tmp_path):
     assert ours["found"].startswith("host 0: ") and not ours["problem"]
     assert theirs["found"].startswith("host 1: ") and "jax 0.10.99" in theirs["found"]
     assert theirs["problem"] == "error"
+    # The hosts differ in their memory. All of them use the least.
+    (devices,) = by_item["devices"]
+    assert "7.00 GiB each" in devices["found"]
     (code,) = by_item["code"]
     (settings,) = by_item["settings"]
     assert not code["problem"]
@@ -822,4 +936,5 @@ def test_a_process_whose_others_do_not_come_still_prints_its_table(tmp_path):
     assert time.monotonic() - start < 30
     assert done.returncode == 1, done.stderr[-3000:]
     assert "not all processes joined" in " ".join(done.stdout.split())
-    assert "versions" in done.stdout and "disk" in done.stdout
+    for item in ("versions", "disk", "devices", "host memory"):
+        assert item in done.stdout

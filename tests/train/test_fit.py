@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 
 import jax
 import pytest
 
 from configs import RECIPES
+from train import slices
 from train.fit import GIB, OPEN_FIELDS, choose_mesh, fit
 from train.rehearsal import cut
 from train.settings import Run, change
-from train.slices import Devices, Topology, found_devices, known_slices
+from train.slices import Devices, Topology, found_devices, host_memory, known_slices
 
 ROOT = pathlib.Path(__file__).parents[2]
 RUN = RECIPES["paravt_8b"]()
@@ -76,6 +78,7 @@ def test_nothing_stays_open_and_everything_fits(name):
     mesh = found.run.mesh
     assert mesh.data * mesh.fsdp * mesh.tensor == Topology(name).devices
     assert set(found.needs) == {"cold start", "PARA-GRPO", "rollouts", "weight sync"}
+    assert found.devices.memory is not None
     assert max(found.needs.values()) <= found.devices.memory
     longest = found.run.engine_sizes.row_lengths[-1]
     assert found.run.engine.cache_tokens >= longest, "a whole rollout has room in the cache"
@@ -151,14 +154,27 @@ def test_estimates_are_close_to_what_was_compiled():
             if held["program"] in parts:
                 estimate = found.needs[parts[held["program"]]]
                 assert held["total"] <= 1.03 * estimate, (plan["topology"], held["program"])
-                assert held["total"] <= found.devices.memory
+                assert held["total"] <= Topology(plan["topology"]).chip.hbm
 
 
 def test_the_devices_of_a_laptop():
     found = found_devices()
     assert (found.count, found.hosts) == (jax.device_count(), 1)
-    assert GIB / 4 < found.memory < 4096 * GIB
+    assert found.memory is not None and GIB / 4 < found.memory < 4096 * GIB
     assert "cpu" in found.name
+
+
+def test_the_memory_of_a_host_is_at_most_its_physical_memory():
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < host_memory() <= physical
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("4096\n", 4096), ("max\n", None)])
+def test_a_container_lowers_the_memory_of_a_host(limit, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(slices, "MEMORY_LIMITS", (tmp_path / "none", tmp_path / "memory.max"))
+    physical = host_memory()
+    (tmp_path / "memory.max").write_text(limit)
+    assert host_memory() == (expected or physical)
 
 
 def test_an_unknown_device_names_the_fields_to_set(monkeypatch):
@@ -170,5 +186,18 @@ def test_an_unknown_device_names_the_fields_to_set(monkeypatch):
             return None
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Strange()])
-    with pytest.raises(ValueError, match="'NPU 3000' .*--mesh.fsdp"):
-        found_devices()
+    unknown = found_devices()
+    assert unknown.memory is None
+    with pytest.raises(ValueError, match="NPU 3000: .*--mesh.fsdp") as refusal:
+        fit(RUN, unknown)
+    # The remedy works: all fields that it names, with the values of another device.
+    flags = str(refusal.value).partition("set ")[2].split(", ")
+    names = [flag.removeprefix("--").replace("-", "_") for flag in flags]
+    chosen = fit(RUN, Topology("v5e:4x4").available).chosen
+    by_hand = change(RUN, "by_hand", {name: chosen[name] for name in names})
+    assert fit(by_hand, unknown).run == by_hand
+
+
+def test_a_recipe_that_leaves_nothing_open_needs_no_known_memory():
+    run = RECIPES["paravt_tiny"]()
+    assert fit(run, Devices("1 x NPU 3000", 1, 1, None)).run == run

@@ -1,5 +1,6 @@
 """Communication between the processes of a run: two real ones, and one alone."""
 
+import functools
 import json
 import pathlib
 import signal
@@ -92,6 +93,8 @@ def test_invalid_host_settings_are_refused(settings, message):
 
 
 SLURM = {"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NTASKS": "4"}
+TPU = ("MEGASCALE_NUM_SLICES", "TPU_SKIP_MDS_QUERY")
+PCI = "sys/bus/pci/devices"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,36 @@ SLURM = {"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NTASKS": "4"}
     ],
 )
 def test_other_hosts_are_looked_for_only_in_a_cluster(monkeypatch, environment, looks):
-    for name in ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES", *SLURM, "MEGASCALE_NUM_SLICES"):
+    assert looks_for_others(monkeypatch, environment) == looks
+
+
+@pytest.mark.parametrize(
+    ("files", "looks"),
+    [
+        ({"dev/accel0": ""}, True),
+        # A laptop with another accelerator.
+        ({"dev/accel/accel0": ""}, False),
+        # A workstation that passes its graphics card through.
+        ({"dev/vfio/12": "", f"{PCI}/0000:01:00.0/vendor": "0x10de\n"}, False),
+        ({"dev/vfio/0": "", f"{PCI}/0000:00:04.0/vendor": "0x1ae0\n"}, True),
+        # A virtual machine of the same cloud, without chips.
+        ({"dev/vfio/vfio": "", f"{PCI}/0000:00:04.0/vendor": "0x1ae0\n"}, False),
+    ],
+)
+def test_only_a_tpu_vm_asks_for_the_hosts_of_its_slice(monkeypatch, tmp_path, files, looks):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(
+        cluster, "has_tpu_chips", functools.partial(cluster.has_tpu_chips, tmp_path)
+    )
+    monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: object())
+    assert looks_for_others(monkeypatch, {"JAX_PLATFORMS": "tpu"}) == looks
+
+
+def looks_for_others(monkeypatch, environment: dict[str, str]) -> bool:
+    """Whether connecting looks for other processes in this environment."""
+    for name in ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES", *SLURM, *TPU):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -125,9 +157,11 @@ def test_other_hosts_are_looked_for_only_in_a_cluster(monkeypatch, environment, 
     monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **k: asked.append(a))
     monkeypatch.setattr(jax.config, "update", lambda *setting: None)
     cluster.connect(HostSettings())
-    assert asked == ([(None, None, None)] if looks else [])
+    assert asked in ([], [(None, None, None)])
+    found = bool(asked)
     cluster.connect(HostSettings(coordinator="none"))
-    assert len(asked) == looks
+    assert len(asked) == found
+    return found
 
 
 def test_a_cluster_that_does_not_answer_is_one_line_with_the_remedy(monkeypatch):

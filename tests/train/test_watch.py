@@ -164,6 +164,17 @@ def test_a_full_disk_is_told_before_the_next_checkpoint(tmp_path, monkeypatch):
     checkpoint(tmp_path, "16", 3000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2000))
     assert room_for_checkpoint(tmp_path) == (3000, 2000)
+
+    def vanished(_: object) -> None:
+        raise FileNotFoundError("renamed meanwhile")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", vanished)
+        assert room_for_checkpoint(tmp_path) is None
+    # A checkpoint is measured once: reading its files again would be slow on a network disk.
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tmp_path), "rglob", vanished)
+        assert room_for_checkpoint(tmp_path) == (3000, 2000)
     # While a save runs, the disk holds one checkpoint more than after it.
     checkpoint(tmp_path, "24.orbax-checkpoint-tmp-1", 10)
     assert room_for_checkpoint(tmp_path) is None

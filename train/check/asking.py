@@ -92,7 +92,8 @@ def ask_hub(name: str, kind: str) -> Repository:
 
     Raises:
         NoAnswer: The hub cannot be reached, or must not be (HF_HUB_OFFLINE).
-        NoAccess: There is no such repository, or it asks for a token or consent.
+        NoAccess: There is no such repository, it asks for a token or consent, or the token is
+            wrong.
     """
     hub = huggingface_hub.HfApi()
     try:
@@ -106,6 +107,11 @@ def ask_hub(name: str, kind: str) -> Repository:
         raise NoAccess("not on the hub, or private") from error
     except errors.OfflineModeIsEnabled as error:
         raise NoAnswer("not asked, because HF_HUB_OFFLINE is set") from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        if status in (401, 403):
+            raise NoAccess("the hub does not accept the token") from error
+        raise NoAnswer(f"status {status} from {constants.ENDPOINT}") from error
     # The hub's client raises the errors of httpx or of requests, by its version.
     except Exception as error:
         raise NoAnswer(f"no answer from {constants.ENDPOINT} ({type(error).__name__})") from error

@@ -8,7 +8,10 @@ import os
 import pathlib
 from collections.abc import Callable
 
+from huggingface_hub import constants
+
 from paravt_jax.data import sources
+from paravt_jax.data.hub import is_hub_id
 from paravt_jax.data.preparation import PLAN
 from paravt_jax.data.question_files import read_questions
 from paravt_jax.method import tokenizer
@@ -16,7 +19,7 @@ from train.check import asking
 from train.check.asking import NoAccess, NoAnswer
 from train.check.finding import Finding, failed, size
 from train.check.subject import Subject
-from train.check.weights import access_remedy, is_hub_id
+from train.check.weights import access_remedy
 from train.published_data import DataSettings, find_prepared, reading_of
 
 _TABLES = ("*.parquet",)
@@ -97,8 +100,12 @@ def _prepared(subject: Subject, settings: DataSettings) -> tuple[bool, Finding]:
     """
     run = subject.run
     folder = pathlib.Path(settings.folder)
-    needed = "a prepared set, which the run makes; this takes hours"
-    remedy = f"python -m train.prepare --config={run.name}{_flags(settings)}"
+    duration = "minutes" if run.rehearse else "hours"
+    needed = f"a prepared set, which the run makes; this takes {duration}"
+    # The set of a rehearsal is cut like the rest of it, so no other command prepares it.
+    remedy = ""
+    if not run.rehearse:
+        remedy = f"python -m train.prepare --config=RECIPE{_flags(settings)}"
     if not (folder / PLAN).exists():
         done = len(list(folder.glob("work-*/*.jsonl")))
         part = f", {done} chunks of rows are done" if done else ""
@@ -142,7 +149,7 @@ def _source(subject: Subject, name: str, find: Callable[[], Source]) -> Finding:
     try:
         source = find()
     except NoAccess as error:
-        page = f"https://huggingface.co/datasets/{address}"
+        page = f"{constants.ENDPOINT}/datasets/{address}"
         remedy = access_remedy(page, command)
         return Finding(name, f"{address}: {error}", "a token with access", remedy, "error")
     except NoAnswer as error:

@@ -9,12 +9,13 @@ import pathlib
 import shutil
 from collections.abc import Callable
 
+from paravt_jax.data.hub import is_hub_id
 from train.check import asking, sizes
 from train.check.asking import NoAccess, NoAnswer
 from train.check.data import Source, find_annotations, find_media, is_prepared
 from train.check.finding import Finding, size
 from train.check.subject import Subject, existing
-from train.check.weights import is_hub_id, to_download
+from train.check.weights import to_download
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +56,40 @@ def disk(subject: Subject) -> list[Finding]:
 def needs(subject: Subject) -> list[Need]:
     """What every later step will write, without what is there already."""
     run, folder = subject.run, subject.folder
-    found = [*_weights(subject), *_data(subject)]
-    for phase, count in sizes.checkpoints(run).items():
-        if phase == "sft" and run.start:
-            continue  # that run's files are reused
-        place = folder / "checkpoints" / phase
-        found.append(Need(f"checkpoints of {phase}", place, max(0.0, count - _used(place))))
+    found = [*_weights(subject), *_data(subject), *_checkpoints(subject)]
     model = folder / "model"
     if not model.exists():
         found.append(Need("export", model, sizes.model_bytes(run)))
     return found
+
+
+def _checkpoints(subject: Subject) -> list[Need]:
+    """What the phases will save: all that stays, and one that is complete before another goes."""
+    found = []
+    one_more = 0.0
+    top = subject.folder / "checkpoints"
+    for phase, saved in sizes.checkpoints(subject.run).items():
+        place = top / phase
+        if phase == "sft" and subject.run.start:
+            found.append(_taken_over(pathlib.Path(subject.run.start) / "checkpoints/sft", place))
+            continue
+        steps = [int(path.name) for path in place.glob("*") if path.name.isdigit()]
+        latest = max(steps, default=0)
+        if latest >= saved.steps:
+            continue
+        in_all = len(steps) + saved.saves_after(latest)
+        staying = min(in_all, saved.keep) * saved.bytes
+        found.append(Need(f"checkpoints of {phase}", place, max(0.0, staying - _used(place))))
+        if in_all > saved.keep:
+            one_more = max(one_more, saved.bytes)
+    return [*found, Need("checkpoint being written", top, one_more)]
+
+
+def _taken_over(source: pathlib.Path, target: pathlib.Path) -> Need:
+    """The cold start of another run, whose files get a second name if they are on the same disk."""
+    linked = existing(source).stat().st_dev == existing(target).stat().st_dev
+    count = 0.0 if target.exists() or linked else _used(source)
+    return Need("checkpoints of sft (copied)", target, count)
 
 
 def _weights(subject: Subject) -> list[Need]:
@@ -129,6 +154,7 @@ def _options(group: list[Need]) -> str:
         "annotations": "HF_HOME, --data.folder",
         "media": "HF_HOME, --data.folder",
         "checkpoints": "--run-dir, --checkpoints.keep",
+        "checkpoint": "--run-dir",
     }
     names = [options.get(need.step.split()[0], "--run-dir") for need in group]
     return ", ".join(dict.fromkeys(", ".join(names).split(", ")))

@@ -25,14 +25,18 @@ from train.check.finding import Finding, failed, summary, table
 from train.check.subject import Subject, process_count
 from train.durable import cluster, hosts
 from train.settings import Run
+from train.slices import Devices, found_devices
 
 Item = Callable[[Subject], list[Finding]]
 
-# With the start of Python, the table is there within 30 seconds.
 LIMIT = 10.0
 """Seconds that all items may take, which are looked at side by side."""
 _SERVERS = 8.0  # seconds for all answers of servers
-_JOIN = 8  # seconds for the other processes, with --check
+# With --check, seconds from the start: until all processes have joined, and until the end. A fast
+# process has to wait for one that uses up `LIMIT` before it joins. With the start of Python, the
+# table is there within 30 seconds.
+_JOIN = 18.0
+_END = 24.0
 
 _BEFORE_JOINING: dict[str, Item] = {
     "versions": machine.versions,
@@ -48,7 +52,7 @@ _BEFORE_JOINING: dict[str, Item] = {
 # JAX fixes its list of devices at the first look, so these come after joining.
 _ON_DEVICES: dict[str, Item] = {"devices": machine.devices, "host memory": machine.memory}
 ITEMS = {**_ON_DEVICES, **_BEFORE_JOINING}
-# What only a run of several hosts has to agree on.
+# Items that only matter with several hosts, which must agree on them.
 _OF_SEVERAL = ("code",)
 
 
@@ -65,35 +69,37 @@ def check(
         folder: The run's folder.
         items: The functions that look, by the name of their item.
     """
-    return _together(look(run, settings, folder, items), settings, folder)
+    subject = Subject(run, settings, folder, Asked(_SERVERS), devices=_devices_of_all())
+    return _together(look(subject, items), subject)
 
 
-def look(
-    run: Run,
-    settings: dict[str, Any],
-    folder: pathlib.Path,
-    items: dict[str, Item],
-    topology: str = "",
-) -> list[Finding]:
-    """The findings of this host; see `check` and `show`."""
-    subject = Subject(run, settings, folder, Asked(_SERVERS), topology)
-    deadline = time.monotonic() + LIMIT
+def look(subject: Subject, items: dict[str, Item], limit: float | None = None) -> list[Finding]:
+    """The findings of this host, within `limit` seconds, else `LIMIT`; see `check` and `show`."""
+    limit = LIMIT if limit is None else limit
+    deadline = time.monotonic() + limit
     futures = {name: started(item, subject) for name, item in items.items()}
     findings = []
     for name, future in futures.items():
-        findings += _result(name, future, deadline)
+        findings += _result(name, future, deadline, limit)
     return findings
 
 
-def _together(
-    findings: list[Finding], settings: dict[str, Any], folder: pathlib.Path
-) -> list[Finding]:
+def _devices_of_all() -> Devices | None:
+    """The devices of all processes that have joined; None if this one is alone.
+
+    Processes compare their memory, each on its main thread: an item that is given up would compare
+    it at another moment than the other processes do.
+    """
+    return found_devices() if process_count() > 1 else None
+
+
+def _together(findings: list[Finding], subject: Subject) -> list[Finding]:
     """The findings of all processes, and whether they have one run and one folder."""
     if process_count() == 1:
         return [finding for finding in findings if finding.item not in _OF_SEVERAL]
     together = merged(hosts.gather(findings))
-    same = same_settings(hosts.gather(settings))
-    return [*together, *same, run_folder.shared_directory(folder)]
+    same = same_settings(hosts.gather(subject.settings))
+    return [*together, *same, run_folder.shared_directory(subject.folder)]
 
 
 def same_settings(found: Sequence[dict[str, Any]]) -> list[Finding]:
@@ -117,20 +123,23 @@ def same_settings(found: Sequence[dict[str, Any]]) -> list[Finding]:
 
 
 def _result(
-    name: str, future: concurrent.futures.Future[list[Finding]], deadline: float
+    name: str, future: concurrent.futures.Future[list[Finding]], deadline: float, limit: float
 ) -> list[Finding]:
-    """The findings of an item, or what kept it from finding anything."""
+    """The findings of an item, or what kept it from finding anything.
+
+    An error of the check itself must not stop a run that may be healthy.
+    """
     try:
         return future.result(max(0.0, deadline - time.monotonic()))
     except concurrent.futures.TimeoutError:
         if not future.done():
-            needed = f"an answer within {LIMIT:.0f} s"
+            needed = f"an answer within {limit:.0f} s"
             return [Finding(name, "could not be checked in time", needed, problem="warning")]
         error: BaseException = future.exception() or TimeoutError()
     except Exception as raised:
         error = raised
     line = " ".join(f"{type(error).__name__}: {error}".split())
-    return [Finding(name, line[:300], problem="error")]
+    return [Finding(name, f"could not be checked ({line[:300]})", problem="warning")]
 
 
 def merged(found: Sequence[Sequence[Finding]]) -> list[Finding]:
@@ -212,28 +221,31 @@ def show(run: Run, settings: dict[str, Any], folder: pathlib.Path, topology: str
     Returns:
         The exit code: 1 if the run would stop, else 0.
     """
+    start = time.monotonic()
+    subject = Subject(run, settings, folder, Asked(_SERVERS), topology)
     if topology:
         # The memory of the hosts of a slice is not known here.
-        items = {"devices": machine.devices, **_BEFORE_JOINING}
-        findings = look(run, settings, folder, items, topology)
+        findings = look(subject, {"devices": machine.devices, **_BEFORE_JOINING})
         findings = [finding for finding in findings if finding.item not in _OF_SEVERAL]
         print(table(findings))
         return int(has_errors(findings))
-    alone = look(run, settings, folder, _BEFORE_JOINING)
-    late = _apart(f"not all processes joined within {_JOIN} s")
-    with _at_most(_JOIN, table([late, *alone])):
+    alone = look(subject, _BEFORE_JOINING)
+    late = [_apart(f"not all processes joined within {_JOIN:.0f} s"), *map(_waiting, _ON_DEVICES)]
+    with _at_most(start + _JOIN - time.monotonic(), table([*late, *alone])):
         try:
             cluster.connect(run.hosts)
             apart = []
         except Exception as error:
             apart = [_apart(str(error))]
-    findings = _together([*look(run, settings, folder, _ON_DEVICES), *alone], settings, folder)
+    subject = dataclasses.replace(subject, devices=_devices_of_all())
+    limit = min(LIMIT, start + _END - time.monotonic())
+    findings = _together([*look(subject, _ON_DEVICES, limit), *alone], subject)
     if hosts.is_first():
         print(table([*apart, *findings]))
     return int(has_errors([*apart, *findings]))
 
 
-# Prints its argument, unless standard input ends before.
+# Prints its second argument after a delay, unless standard input closes first.
 _PRINT_LATE = """
 import select, sys
 if not select.select([0], [], [], float(sys.argv[1]))[0]:
@@ -255,6 +267,11 @@ def _at_most(seconds: float, text: str) -> Iterator[None]:
             yield
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+
+def _waiting(item: str) -> Finding:
+    found = "not looked at: JAX waits for the other processes"
+    return Finding(item, found, problem="warning")
 
 
 def _apart(found: str) -> Finding:

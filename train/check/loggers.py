@@ -24,7 +24,7 @@ def loggers(subject: Subject) -> list[Finding]:
     findings = []
     if log.tensorboard:
         if importlib.util.find_spec("tensorboardX") is None:
-            remedy = "pip install tensorboardX, or --no-log.tensorboard"
+            remedy = "pip install tensorboardX, or --log.no-tensorboard"
             findings.append(Finding("loggers", "no tensorboardX", "tensorboardX", remedy, "error"))
         else:
             findings.append(Finding("loggers", "tensorboardX"))
@@ -35,13 +35,13 @@ def loggers(subject: Subject) -> list[Finding]:
 
 def _wandb() -> Finding:
     if importlib.util.find_spec("wandb") is None:
-        remedy = "pip install -e '.[wandb]'\nor --no-log.wandb"
+        remedy = "pip install -e '.[wandb]'\nor --log.no-wandb"
         return Finding("loggers", "wandb is not installed", "wandb", remedy, "error")
     if os.environ.get("WANDB_MODE") in ("offline", "disabled"):
         return Finding("loggers", f"wandb, {os.environ['WANDB_MODE']} (WANDB_MODE)")
     if os.environ.get("WANDB_API_KEY") or _in_netrc():
         return Finding("loggers", "wandb, logged in")
-    remedy = "wandb login\nor WANDB_MODE=offline, or --no-log.wandb"
+    remedy = "wandb login\nor WANDB_MODE=offline, or --log.no-wandb"
     return Finding("loggers", "wandb, not logged in", "a key of Weights & Biases", remedy, "error")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import importlib.metadata
 import pathlib
@@ -15,8 +14,9 @@ from paravt_jax.data import video
 from train.check import sizes
 from train.check.finding import Finding, failed, size
 from train.check.subject import Subject, process_count
+from train.durable.cluster import has_tpu_chips
 from train.fit import GIB, fit
-from train.slices import Topology, found_devices
+from train.slices import Topology, found_devices, host_memory
 
 _PROJECT = "paravt-jax"
 _SHOWN = ("jax", "jaxlib", "flax", "libtpu")
@@ -39,16 +39,6 @@ def requirements() -> list[Requirement]:
     except importlib.metadata.PackageNotFoundError:
         lines = []
     return [Requirement(line) for line in lines]
-
-
-def has_tpu_chips() -> bool:
-    """Whether this host has device files of TPU chips."""
-    if glob.glob("/dev/accel[0-9]*"):
-        return True
-    # Newer TPU VMs pass chips through VFIO, as other hosts pass other devices.
-    vendors = glob.glob("/sys/bus/pci/devices/*/vendor")
-    google = any(pathlib.Path(file).read_text().strip() == "0x1ae0" for file in vendors)
-    return google and bool(glob.glob("/dev/vfio/[0-9]*"))
 
 
 def versions(subject: Subject) -> list[Finding]:
@@ -88,24 +78,33 @@ def versions(subject: Subject) -> list[Finding]:
 def devices(subject: Subject) -> list[Finding]:
     """Devices, the sizes that are chosen for them, and the estimated memory, against theirs."""
     try:
-        available = Topology(subject.topology).available if subject.topology else found_devices()
+        if subject.topology:
+            available = Topology(subject.topology).available
+        else:
+            available = subject.devices or found_devices()
     except ValueError as error:
         return [failed("devices", error)]
     hosts = f" on {available.hosts} hosts" if available.hosts > 1 else ""
-    named = f"{available.name}{hosts}, {available.memory / GIB:.2f} GiB each"
+    memory = "memory unknown"
+    if available.memory is not None:
+        memory = f"{available.memory / GIB:.2f} GiB each"
+    named = f"{available.name}{hosts}, {memory}"
     if subject.topology:
         named = f"{available.count} devices of {named}"
     try:
         fitted = fit(subject.run, available)
     except ValueError as error:
-        return [Finding("devices", named, *_lack(subject, str(error)), "error")]
+        needed, remedy = _lack(subject, str(error))
+        if available.memory is None:
+            needed, _, remedy = str(error).rpartition("; ")
+        return [Finding("devices", named, needed, remedy, "error")]
     mesh = fitted.run.mesh
     wanted = mesh.data * mesh.fsdp * mesh.tensor
     if wanted > available.count:
         lack = f"mesh {mesh.data} x {mesh.fsdp} x {mesh.tensor}, {wanted} devices"
         return [Finding("devices", named, *_lack(subject, lack), "error")]
     findings = [Finding("devices", named, fitted.describe())]
-    if fitted.needs:
+    if fitted.needs and available.memory is not None:
         estimates = ", ".join(f"{part} {need / GIB:.1f}" for part, need in fitted.needs.items())
         limit = f"at most {available.memory / GIB:.2f} GiB per device"
         findings.append(Finding("memory plan", f"estimates in GiB: {estimates}", limit))
@@ -115,7 +114,7 @@ def devices(subject: Subject) -> list[Finding]:
 def _lack(subject: Subject, needed: str) -> tuple[str, str]:
     """What is needed, and the remedy."""
     remedy = (
-        f"python -m train.plan --config={subject.run.name} --topology=SLICE\n"
+        "python -m train.plan --config=RECIPE --topology=SLICE\n"
         "or set the mesh: --mesh.data, --mesh.fsdp, --mesh.tensor"
     )
     if not subject.topology and has_tpu_chips() and jax.default_backend() != "tpu":
@@ -123,25 +122,12 @@ def _lack(subject: Subject, needed: str) -> tuple[str, str]:
     return needed, remedy
 
 
-def ram() -> float:
-    """Bytes of memory that the processes of this host may use."""
-    lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
-    total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal:"))
-    limits = [float(total)]
-    # A container may have less than the machine.
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        file = pathlib.Path("/sys/fs/cgroup") / name
-        if file.is_file() and (text := file.read_text().strip()).isdigit():
-            limits.append(float(text))
-    return min(limits)
-
-
 def memory(subject: Subject) -> list[Finding]:
     """The memory of this host against the arrays that a run keeps there."""
     on_cpu = jax.default_backend() == "cpu"
     parts = sizes.host_memory(subject.run, process_count(), on_cpu)
     needed = sum(parts.values())
-    total = ram()
+    total = host_memory()
     found = f"{size(total)} of memory"
     if needed < 0.9 * total:
         return [Finding("host memory", found, f"{size(needed)} for arrays, and libraries")]

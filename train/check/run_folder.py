@@ -7,7 +7,7 @@ import pathlib
 from train.check.finding import Finding, failed
 from train.check.subject import Subject, existing
 from train.durable import cluster, hosts
-from train.durable.run_directory import RunDirectoryError, require_usable
+from train.durable.run_directory import RunDirectoryError, require_cold_start, require_usable
 
 _ITEM = "run directory"
 
@@ -22,18 +22,17 @@ def run_directory(subject: Subject) -> list[Finding]:
     except RunDirectoryError as error:
         findings.append(failed(_ITEM, error))
     if subject.run.start:
-        findings += _start(pathlib.Path(subject.run.start))
+        findings.append(_start(subject))
     return findings
 
 
-def _start(source: pathlib.Path) -> list[Finding]:
-    """What the run lacks whose cold start is reused; RL begins by comparing the settings."""
-    missing = [name for name in ("config.json", "checkpoints/sft") if not (source / name).exists()]
-    if not missing:
-        return [Finding("start", f"{source}: has a cold start")]
-    found = f"{source}: no {', no '.join(missing)}"
-    remedy = "let that run finish its cold start, or name another --start"
-    return [Finding("start", found, "a run with a cold start", remedy, "error")]
+def _start(subject: Subject) -> Finding:
+    """Whether the run whose cold start is reused has one, with the same settings."""
+    try:
+        require_cold_start(subject.run.start, subject.settings)
+    except RunDirectoryError as error:
+        return failed("start", error)
+    return Finding("start", f"{subject.run.start}: has a cold start of these settings")
 
 
 def shared_directory(folder: pathlib.Path) -> Finding:

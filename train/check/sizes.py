@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -61,11 +62,25 @@ def state_bytes(run: Run, optimizer: OptimizerSettings) -> float:
     return total_bytes(decoder) + total_bytes(moments)
 
 
-def checkpoints(run: Run) -> dict[str, float]:
-    """Bytes of all checkpoints of each phase at the moment when most of them exist.
+@dataclasses.dataclass(frozen=True)
+class SavedPhase:
+    """The checkpoints of a phase."""
 
-    A new checkpoint is complete before the oldest one is removed.
-    """
+    steps: int
+    """The last step, which is always saved."""
+    save_every: int
+    keep: int
+    """Number of checkpoints that stay. A new one is complete before the oldest is removed."""
+    bytes: float
+    """Size of one checkpoint."""
+
+    def saves_after(self, step: int) -> int:
+        """Number of regular checkpoints of later steps."""
+        return math.ceil(self.steps / self.save_every) - step // self.save_every
+
+
+def checkpoints(run: Run) -> dict[str, SavedPhase]:
+    """The checkpoints of each phase, by its name."""
     phases: dict[str, tuple[OptimizerSettings, int, int]] = {}
     if run.sft is not None:
         phases["sft"] = (run.sft.optimizer, run.sft.steps, run.sft.save_every)
@@ -76,9 +91,8 @@ def checkpoints(run: Run) -> dict[str, float]:
     found = {}
     for name, (optimizer, steps, save_every) in phases.items():
         best = name == "rl" and run.checkpoints.best != "none"
-        saves = math.ceil(steps / save_every)
-        count = min(run.checkpoints.keep + 1 + best, saves)
-        found[name] = count * (state_bytes(run, optimizer) + tower_bytes(run))
+        size = state_bytes(run, optimizer) + tower_bytes(run)
+        found[name] = SavedPhase(steps, save_every, run.checkpoints.keep + best, size)
     return found
 
 

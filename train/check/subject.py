@@ -10,6 +10,7 @@ import jax
 
 from train.check.asking import Asked
 from train.settings import Run
+from train.slices import Devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +24,8 @@ class Subject:
     asked: Asked
     topology: str = ""
     """A TPU slice to check for instead of this host's devices."""
-
-    @property
-    def small(self) -> bool:
-        """Whether the model is the tiny one, which needs next to no disk and memory."""
-        return self.run.model.size == "tiny"
+    devices: Devices | None = None
+    """The devices of all hosts, once several have joined; None: a process asks JAX alone."""
 
 
 def process_count() -> int:

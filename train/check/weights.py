@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pathlib
-import re
 
 import huggingface_hub
+from huggingface_hub import constants
 
 from models.weights.folder import CONFIG, local_folder, weights_files
 from models.weights.tensor_file import read_header
+from paravt_jax.data.hub import is_hub_id
 from paravt_jax.method import tokenizer
 from train.check import asking, sizes
 from train.check.asking import Download, NoAccess, NoAnswer
@@ -18,11 +19,6 @@ from train.published_model import config_of
 
 # Weights, configuration and tokenizer; the run downloads little more.
 PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt")
-
-
-def is_hub_id(source: str) -> bool:
-    """Whether a path that is no folder is the id of a repository."""
-    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None
 
 
 def weights(subject: Subject) -> list[Finding]:
@@ -78,7 +74,7 @@ def _on_the_hub(subject: Subject, path: str) -> Finding:
             "weights",
             f"{path}: {here}; {error}",
             f"a token with access{_token()}",
-            access_remedy(f"https://huggingface.co/{path}", command),
+            access_remedy(f"{constants.ENDPOINT}/{path}", command),
             "error",
         )
     except NoAnswer as error:

@@ -15,6 +15,7 @@ import jax
 
 from train.durable import hosts
 
+_GOOGLE = "0x1ae0"  # PCI vendor of TPU chips
 LOST = 70
 """Exit code of a process that lost contact with the others. Restart all of them to resume."""
 
@@ -102,14 +103,26 @@ def _in_cluster() -> bool:
         slices = int(environment.get("MEGASCALE_NUM_SLICES") or 1)
         return "," in names or slices > 1
     # Only the metadata server of a TPU VM knows the other hosts of its slice.
-    has_chips = bool(
-        [*pathlib.Path("/dev").glob("accel*"), *pathlib.Path("/dev/vfio").glob("[0-9]*")]
-    )
     return (
-        has_chips
+        has_tpu_chips()
         and "TPU_SKIP_MDS_QUERY" not in environment
         and importlib.util.find_spec("libtpu") is not None
     )
+
+
+def has_tpu_chips(root: pathlib.Path = pathlib.Path("/")) -> bool:
+    """Whether this host has device files of TPU chips.
+
+    Args:
+        root: Folder with `dev` and `sys`.
+    """
+    # Drivers of other accelerators make a folder named accel.
+    if any(root.glob("dev/accel[0-9]*")):
+        return True
+    # Newer TPU VMs pass chips through VFIO, as other hosts pass other devices.
+    vendors = root.glob("sys/bus/pci/devices/*/vendor")
+    google = any(file.read_text().strip() == _GOOGLE for file in vendors)
+    return google and any(root.glob("dev/vfio/[0-9]*"))
 
 
 def require_shared(folder: pathlib.Path) -> None:

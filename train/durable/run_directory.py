@@ -239,8 +239,23 @@ def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str
     Raises:
         RunDirectoryError: `source` has no finished cold start, or one with other settings.
     """
+    require_cold_start(source, config)
+    for name in _cold_start_files(config):
+        if not (target / name).exists():
+            # Copy beside the target and rename: a name that exists is a complete copy, even if this
+            # process is killed halfway through.
+            unfinished = target / f"{name}.tmp"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            is_checkpoint = name.startswith("checkpoints/")
+            copy = _link_or_copy if is_checkpoint else shutil.copy2
+            shutil.copytree(pathlib.Path(source) / name, unfinished, copy_function=copy)
+            os.replace(unfinished, target / name)
+
+
+def require_cold_start(source: str | pathlib.Path, config: dict[str, Any]) -> None:
+    """Raises RunDirectoryError if `take_over(source, ..., config)` would. Changes nothing."""
     source = pathlib.Path(source).absolute()
-    files = _PUBLISHED_FILES if config.get("data") else _WORLD_FILES
+    files = _cold_start_files(config)
     missing = [name for name in (_CONFIG, *files) if not (source / name).exists()]
     if missing:
         raise RunDirectoryError(
@@ -262,16 +277,10 @@ def take_over(source: str | pathlib.Path, target: pathlib.Path, config: dict[str
             f"--start {source}: its cold start has not reached its last step, {steps}; resume that "
             "run first."
         )
-    for name in files:
-        if not (target / name).exists():
-            # Copy beside the target and rename: a name that exists is a complete copy, even if this
-            # process is killed halfway through.
-            unfinished = target / f"{name}.tmp"
-            shutil.rmtree(unfinished, ignore_errors=True)
-            is_checkpoint = name.startswith("checkpoints/")
-            copy = _link_or_copy if is_checkpoint else shutil.copy2
-            shutil.copytree(source / name, unfinished, copy_function=copy)
-            os.replace(unfinished, target / name)
+
+
+def _cold_start_files(config: dict[str, Any]) -> tuple[str, ...]:
+    return _PUBLISHED_FILES if config.get("data") else _WORLD_FILES
 
 
 def _link_or_copy(source: str, target: str) -> None:

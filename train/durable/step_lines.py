@@ -96,7 +96,7 @@ class StepLines:
         self._watch = Watch(phase)
         for row in earlier:
             self._watch.add(row)
-        self._disk_told = False
+        self._disk_warned = False
 
     def add(self, row: Row) -> None:
         """Print what there is to say about the step with this line of metrics.jsonl."""
@@ -119,9 +119,9 @@ class StepLines:
         if room is None:
             return
         warning = disk_fills(*room)
-        if warning is not None and not self._disk_told:
+        if warning is not None and not self._disk_warned:
             say(f"warning: {warning}")
-        self._disk_told = warning is not None
+        self._disk_warned = warning is not None
 
 
 def say(line: str) -> None:

@@ -1,13 +1,14 @@
-"""Finds what deserves a look while a run trains, in the lines of metrics.jsonl.
+"""Warnings about a training run, derived from the lines of metrics.jsonl.
 
 Each condition is a function of a phase's lines so far and returns what was seen and what to do, or
-None. A condition that holds for many steps is told once: it is told again only after it has not
-held for `QUIET` steps. The same lines always give the same warnings, so they are stored nowhere:
-the report finds them again in metrics.jsonl.
+None. The warning of a condition that holds for many steps is issued once, and again only after the
+condition has not held for `QUIET` steps. The same lines always give the same warnings, so they are
+stored nowhere: the report finds them again in metrics.jsonl.
 """
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import shutil
 import statistics
@@ -40,7 +41,7 @@ USUAL = 20
 SLOW = 3.0
 """Duration of a slow step, as a factor on the usual one."""
 SLOW_SECONDS = 10.0
-"""A slow step takes at least so many seconds longer than usual."""
+"""Minimum excess of a slow step over the usual duration, in seconds."""
 PAUSE = 5.0
 """Seconds between two steps that show a start, a save or an evaluation: the next one may compile
 or read a cold cache, so it is not called slow."""
@@ -159,7 +160,7 @@ CONDITIONS: dict[str, tuple[Callable[[Rows], str | None], ...]] = {
 
 
 class Watch:
-    """Tells each warning of a phase once.
+    """Issues each warning of a phase once.
 
     Args:
         phase: Name of the phase.
@@ -187,7 +188,7 @@ class Watch:
 
 
 def warnings(rows: Rows) -> list[tuple[str, int, str]]:
-    """(phase, step, warning) of a whole run, in the order in which they were told.
+    """(phase, step, warning) of a whole run, in the order in which they were issued.
 
     Args:
         rows: The lines of metrics.jsonl.
@@ -207,15 +208,24 @@ def room_for_checkpoint(folder: pathlib.Path) -> tuple[int, int] | None:
         folder: The phase's checkpoints.
 
     Returns:
-        None if there is no checkpoint yet, or while one is being written: only then is the oldest
-        one removed.
+        None if there is no checkpoint yet, while one is being written (only then is the oldest one
+        removed), or if the folder cannot be read.
     """
-    complete = [path for path in folder.glob("*") if path.name.isdigit()]
-    if not complete or any(folder.glob("*.orbax-checkpoint-tmp*")):
+    try:
+        complete = [path for path in folder.glob("*") if path.name.isdigit()]
+        if not complete or any(folder.glob("*.orbax-checkpoint-tmp*")):
+            return None
+        newest = max(complete, key=lambda path: int(path.name))
+        return _checkpoint_bytes(newest), shutil.disk_usage(folder).free
+    except OSError:
+        # Orbax renames and removes files meanwhile. Training must not end because of that.
         return None
-    newest = max(complete, key=lambda path: int(path.name))
-    size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
-    return size, shutil.disk_usage(folder).free
+
+
+@functools.lru_cache(maxsize=8)
+def _checkpoint_bytes(checkpoint: pathlib.Path) -> int:
+    """Size of a checkpoint, which never changes."""
+    return sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
 
 
 def step_seconds(row: Row) -> float:
