@@ -63,6 +63,7 @@ _MOST = {
     "rl.save_every": 2,
     "rl.prompts": 2,
     "rl.logprob_chunk": 64,
+    "engine.read_tokens": 8192,
     "evaluation.questions": 4,
     "evaluation.samples": 1,
 }
