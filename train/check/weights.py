@@ -68,7 +68,7 @@ def _on_the_hub(subject: Subject, path: str) -> Finding:
     here = f"{size(cached)} in the hub's cache" if cached else "not in the hub's cache"
     command = f"hf download {path}"
     try:
-        found = to_download(subject)
+        repository = subject.asked.answer(asking.ask_hub, path, "model")
     except NoAccess as error:
         return Finding(
             "weights",
@@ -85,9 +85,12 @@ def _on_the_hub(subject: Subject, path: str) -> Finding:
             f"{command}\nor copy its folder here, and give --model.path FOLDER",
             "error",
         )
-    if not found.total:
-        needed = "a repository with *.safetensors and config.json"
-        return Finding("weights", f"{path}: no such files", needed, "", "error")
+    names = repository.files
+    if CONFIG not in names or not any(name.endswith(".safetensors") for name in names):
+        needed = f"a repository with *.safetensors and {CONFIG}"
+        remedy = "check the id: --model.path or --cold-started"
+        return Finding("weights", f"{path}: no such files", needed, remedy, "error")
+    found = asking.download(path, "model", repository, PATTERNS)
     if found.present:
         here = f"half downloaded, {size(found.present)} of {size(found.total)} in the hub's cache"
     needed = f"{size(found.missing)}, which the run downloads"
@@ -103,7 +106,7 @@ def to_download(subject: Subject) -> Download:
 
 def access_remedy(page: str, command: str) -> str:
     """How to get access to a repository, as commands."""
-    return f"hf auth login\naccept the terms on {page}, if it asks for that\n{command}"
+    return f"check that there is {page}\nhf auth login\naccept its terms, if it has any\n{command}"
 
 
 def _token() -> str:
