@@ -112,6 +112,12 @@ def test_a_resumed_phase_uses_the_times_of_its_earlier_steps(tmp_path, capsys):
     assert line.endswith("1 min 00 s left, run 2 min 00 s")
 
 
+@pytest.mark.parametrize("first", [1, 6])
+def test_a_phase_says_where_it_begins(first, tmp_path, capsys):
+    Printed(tmp_path, capsys, steps=8, seconds=30.0, first=first).lines.begin()
+    assert capsys.readouterr().err.startswith(f"cold start {first}/8 is next")
+
+
 def test_a_warning_has_a_line_even_between_the_lines_of_steps(tmp_path, capsys):
     printed = Printed(tmp_path, capsys, steps=100, seconds=0.125)
     printed.add(*range(1, 20))

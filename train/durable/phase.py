@@ -116,6 +116,7 @@ class Phase:
             )
             if hosts.is_first():
                 self._lines = self._open_lines()
+                self._lines.begin()
         return state, cursor
 
     def saves(self, step: int) -> bool:

@@ -85,6 +85,7 @@ class StepLines:
         later: Sequence[Part] = (),
         clock: Callable[[], float] = time.monotonic,
     ):
+        self._phase = phase
         self._steps = steps
         self._save_every = save_every
         self._rows = list(earlier)
@@ -97,6 +98,11 @@ class StepLines:
         for row in earlier:
             self._watch.add(row)
         self._disk_warned = False
+
+    def begin(self) -> None:
+        """Print which step comes next. It compiles, so its line may take minutes to come."""
+        name = PHASE_TITLES[self._phase]
+        say(f"{name} {self._first}/{self._steps} is next; the first step after a start compiles")
 
     def add(self, row: Row) -> None:
         """Print what there is to say about the step with this line of metrics.jsonl."""
