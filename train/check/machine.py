@@ -94,15 +94,14 @@ def devices(subject: Subject) -> list[Finding]:
     try:
         fitted = fit(subject.run, available)
     except ValueError as error:
-        needed, remedy = _lack(subject, str(error))
-        if available.memory is None:
-            needed, _, remedy = str(error).rpartition("; ")
-        return [Finding("devices", named, needed, remedy, "error")]
+        needed, _, remedy = str(error).rpartition("; ")
+        return [Finding("devices", named, needed, _hidden_chips(subject) + remedy, "error")]
     mesh = fitted.run.mesh
     wanted = mesh.data * mesh.fsdp * mesh.tensor
     if wanted > available.count:
-        lack = f"mesh {mesh.data} x {mesh.fsdp} x {mesh.tensor}, {wanted} devices"
-        return [Finding("devices", named, *_lack(subject, lack), "error")]
+        needed = f"mesh {mesh.data} x {mesh.fsdp} x {mesh.tensor}, {wanted} devices"
+        remedy = "set the mesh: --mesh.data, --mesh.fsdp, --mesh.tensor"
+        return [Finding("devices", named, needed, _hidden_chips(subject) + remedy, "error")]
     findings = [Finding("devices", named, fitted.describe())]
     if fitted.needs and available.memory is not None:
         estimates = ", ".join(f"{part} {need / GIB:.1f}" for part, need in fitted.needs.items())
@@ -111,15 +110,11 @@ def devices(subject: Subject) -> list[Finding]:
     return findings
 
 
-def _lack(subject: Subject, needed: str) -> tuple[str, str]:
-    """What is needed, and the remedy."""
-    remedy = (
-        "python -m train.plan --config=RECIPE --topology=SLICE\n"
-        "or set the mesh: --mesh.data, --mesh.fsdp, --mesh.tensor"
-    )
+def _hidden_chips(subject: Subject) -> str:
+    """The remedy for TPU chips that JAX does not see; empty if there are none."""
     if not subject.topology and has_tpu_chips() and jax.default_backend() != "tpu":
-        remedy = "jax does not see the TPU chips of this host: pip install -e '.[tpu]'\n" + remedy
-    return needed, remedy
+        return "jax does not see the TPU chips of this host: pip install -e '.[tpu]'\n"
+    return ""
 
 
 def memory(subject: Subject) -> list[Finding]:
