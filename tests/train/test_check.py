@@ -940,7 +940,8 @@ def test_a_process_whose_others_do_not_come_still_prints_its_table(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert time.monotonic() - start < 30
+    # It waits for 24 s in all; on a busy machine, imports add several seconds.
+    assert time.monotonic() - start < 45
     assert done.returncode == 1, done.stderr[-3000:]
     assert "not all processes joined" in " ".join(done.stdout.split())
     for item in ("versions", "disk", "devices", "host memory"):
