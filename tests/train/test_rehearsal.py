@@ -188,7 +188,14 @@ def test_the_report_and_the_export_say_that_it_is_a_rehearsal(weights, tmp_path)
         assert ("A rehearsal:" in write_report(folder).read_text()) == rehearse
 
 
+@pytest.fixture
+def optimised(monkeypatch):
+    """Without the flags of tests/conftest.py: a rehearsal computes more than it compiles."""
+    monkeypatch.delenv("XLA_FLAGS")
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 def test_a_rehearsal_survives_a_signal_in_every_phase(assets, tmp_path, capfd):
     """The literal command, against a stand-in of the hub; see benchmarks.rehearsal."""
     compare(Setting(str(assets / "qwen3_vl"), signals=("SIGKILL",)), tmp_path)
@@ -199,6 +206,7 @@ def test_a_rehearsal_survives_a_signal_in_every_phase(assets, tmp_path, capfd):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 def test_a_rehearsal_goes_on_on_more_devices(assets, tmp_path):
     tokenizer = assets / "qwen3_vl"
     (learning,) = [moment for moment in MOMENTS if moment.phase == "PARA-GRPO"]
