@@ -155,13 +155,15 @@ def test_questions_that_cannot_be_trained_on_are_refused(recipe, questions, at_h
 
 
 @pytest.mark.slow
-def test_the_example_of_the_docs_trains(recipe, questions, at_home, monkeypatch):
-    """The second block of docs/data.md, with a small recipe in place of paravt_8b and questions of
-    the small world."""
+def test_the_example_of_the_docs_trains(recipe, questions, base, at_home, monkeypatch):
+    """The second block of docs/data.md, with a small recipe in place of paravt_8b, a small model in
+    place of the published one, and questions of the small world."""
     monkeypatch.setitem(RECIPES, "paravt_8b", lambda: recipe)
     section = DOCS.read_text(encoding="utf-8").partition("## Your own questions")[2]
     _, training, _ = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    exec(training, {"questions": questions})
+    published = "mwxely/ParaVT-8B-SFT"
+    assert published in training
+    exec(training.replace(published, str(base)), {"questions": questions})
     result = json.loads((at_home / "runs/mine/result.json").read_text())
     assert result["before"][0]["n"] == result["after"][0]["n"] == 2
     assert result["token_mismatches"] == 0

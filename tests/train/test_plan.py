@@ -48,6 +48,8 @@ BY_HAND = {
     "mesh.tensor": 1,
     "engine.slots": 64,
     "engine.cache_tokens": 143_360,
+    "sft.microbatches": 4,
+    "sft.remat": "full",
     "rl.microbatches": 4,
     "rl.remat": "full",
 }
