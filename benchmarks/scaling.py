@@ -30,10 +30,10 @@ import tyro
 from configs import RECIPES
 from models.sharding import make_mesh
 from paravt_jax.data.local_path import require_local
+from paravt_jax.processes import cluster, hosts
 from paravt_jax.world.videos import WorldSettings
-from tests.train.conftest import free_port
+from tests.processes import free_port
 from tests.train.small import Road, Script, lay_road, small
-from train.durable import cluster, hosts
 from train.learn.rl import Learner
 from train.learn.sft import SFTBatches
 from train.learn.step import MeshProgram

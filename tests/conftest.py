@@ -33,8 +33,9 @@ jaxtyping.install_import_hook(
 )
 
 import dataclasses
+import functools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import jax
@@ -55,6 +56,7 @@ from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.world import text as world_text
 from paravt_jax.world import videos as world
 from paravt_jax.world.vocabulary import build_tokenizer
+from tests import processes
 
 # The first example of a property compiles, so its time says nothing about the property.
 hypothesis.settings.register_profile("paravt", deadline=None, print_blob=True)
@@ -90,6 +92,21 @@ def named_folder(variable: str) -> pathlib.Path:
     if not folder.is_dir():
         pytest.fail(f"{variable}={value} is not a folder")
     return folder
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory) -> Iterator[pathlib.Path]:
+    """A cache of compiled programs, shared with the commands that tests start."""
+    folder = tmp_path_factory.mktemp("compiled")
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    yield folder
+    jax.config.update("jax_compilation_cache_dir", None)
+
+
+@pytest.fixture(scope="session")
+def together(compiled) -> Callable[..., list[processes.Ended]]:
+    """Starts a program as several processes of one run."""
+    return functools.partial(processes.together, compiled)
 
 
 @dataclasses.dataclass(frozen=True)

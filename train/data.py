@@ -17,7 +17,7 @@ from paravt_jax.data.packing import Packing, pack
 from paravt_jax.method.conversations import Conversation
 from paravt_jax.method.records import Caption, Question
 from paravt_jax.method.tokenizer import Vocabulary
-from train.durable import hosts
+from paravt_jax.processes import hosts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,12 +25,12 @@ from paravt_jax.data.question_files import read_questions, require_unique_ids
 from paravt_jax.method import tokenizer
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Question
+from paravt_jax.processes import hosts
 from paravt_jax.progress import Progress
 from paravt_jax.world.vocabulary import build_tokenizer, save_tokenizer
 from rollout.engine.sizing import overview_tokens
 from train.cli import parse
 from train.data import Data
-from train.durable import hosts
 from train.published_data import DataSettings, hold_out, prepare_published
 from train.published_model import copy_tokenizer
 from train.settings import Run

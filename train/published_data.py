@@ -21,8 +21,8 @@ from paravt_jax.data.local_path import require_local
 from paravt_jax.data.row_reading import Reading
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.records import Question
+from paravt_jax.processes import hosts
 from paravt_jax.progress import Progress
-from train.durable import hosts
 
 _SOURCES = "sources.json"  # the sources of a prepared set, as the settings named them
 

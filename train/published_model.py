@@ -21,8 +21,8 @@ from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.stored_settings import require_same
 from paravt_jax.method import tokenizer
 from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.processes import hosts
 from rollout.evaluation.provenance import weights_hash
-from train.durable import hosts
 
 
 def config_of(path: str, size: str) -> Qwen3VLConfig:

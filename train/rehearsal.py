@@ -30,8 +30,8 @@ from paravt_jax.data.atomic import appearing, write_atomically
 from paravt_jax.data.hub import data_set_size, is_hub_id
 from paravt_jax.data.preparation import PLAN, find_tables, open_prepared
 from paravt_jax.data.stored_settings import require_same
+from paravt_jax.processes import cluster, hosts
 from paravt_jax.world.stand_in import write_stand_in
-from train.durable import cluster, hosts
 from train.fit import rows_of
 from train.published_data import DataSettings
 from train.published_model import copy_tokenizer

@@ -23,11 +23,11 @@ from models.sharding import make_mesh
 from paravt_jax.command_name import command_name
 from paravt_jax.data.stored_settings import as_json
 from paravt_jax.method.records import Question
+from paravt_jax.processes import cluster, hosts
 from paravt_jax.remote.judge import RemoteJudge
 from train.check.items import ready, show
 from train.cli import parse
 from train.data import Data
-from train.durable import cluster, hosts
 from train.durable.allocator import reuse_freed_memory
 from train.durable.checkpoint import CheckpointError
 from train.durable.clock import Clock

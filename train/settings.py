@@ -15,6 +15,7 @@ from paravt_jax.data.local_path import require_local
 from paravt_jax.data.sizes import smart_resize
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.tools.crop_video import CropVideo
+from paravt_jax.processes.cluster import HostSettings
 from paravt_jax.world.text import TextSettings
 from paravt_jax.world.videos import WorldSettings
 from rollout.agent.episode import Dispatch
@@ -22,7 +23,6 @@ from rollout.engine.settings import EngineSettings, EngineSizes, Lengths
 from rollout.engine.sizing import engine_sizes, lengths
 from rollout.evaluation.play import EvaluationSettings
 from train.durable.checkpoint import CheckpointSettings
-from train.durable.cluster import HostSettings
 from train.learn.align import AlignSettings
 from train.learn.batch import BatchShape
 from train.learn.optimizer import require_counts

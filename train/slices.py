@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from train.durable import hosts
+from paravt_jax.processes import hosts
 
 INSTALL = "pip install -e '.[tpu]'"
 

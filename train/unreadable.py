@@ -6,8 +6,8 @@ import json
 import pathlib
 
 from paravt_jax.data.atomic import write_atomically
+from paravt_jax.processes import hosts
 from train.data import Data
-from train.durable import hosts
 from train.settings import Run
 
 UNREADABLE = "unreadable_videos.json"

@@ -1,33 +1,20 @@
-"""Fixtures for tests of training: the small road (`small.py`), and runs of several processes."""
+"""Fixtures for tests of training: the small road (`small.py`)."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import importlib.util
-import os
 import pathlib
-import socket
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
-import jax
 import pytest
 
 FILE = pathlib.Path(__file__).with_name("small.py")
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled(tmp_path_factory) -> Iterator[pathlib.Path]:
-    """A cache of compiled programs, shared with the commands that tests start."""
-    folder = tmp_path_factory.mktemp("compiled")
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    yield folder
-    jax.config.update("jax_compilation_cache_dir", None)
+def always_compiled(compiled) -> None:
+    """All tests of training share compiled programs."""
 
 
 @pytest.fixture(scope="session")
@@ -44,84 +31,3 @@ def small() -> ModuleType:
 def road(small, tmp_path_factory):
     """A `small.Road` in a folder of its own."""
     return small.build_road(tmp_path_factory.mktemp("road"))
-
-
-@pytest.fixture(scope="session")
-def together(compiled) -> Callable[..., list[Ended]]:
-    """Starts a program as several processes of one run."""
-    return functools.partial(_together, compiled)
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    """Exit code and output of a process. `code` is the negative signal if one killed it."""
-
-    code: int
-    out: str
-    err: str
-
-
-def free_port() -> int:
-    """A free port."""
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
-
-
-def _together(
-    compiled: pathlib.Path,
-    args: Sequence[str],
-    count: int,
-    devices: int,
-    timeout: float = 300,
-    disturb: Callable[[list[subprocess.Popen]], None] | None = None,
-) -> list[Ended]:
-    """Run `python ARGS` as `count` processes with `devices` fake devices each.
-
-    `disturb` is called with the started processes. Raises AssertionError, with their stderr, if one
-    does not end in time. No process is left running.
-    """
-    hosts = ["--hosts.coordinator", f"localhost:{free_port()}", "--hosts.count", str(count)]
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(compiled),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    # The flags of tests/conftest.py make compilation three times as fast.
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    env = dict(os.environ, **cache, JAX_PLATFORMS="cpu", XLA_FLAGS=flags, PYTHONPATH=str(ROOT))
-    with tempfile.TemporaryDirectory() as folder:
-        files = [
-            tuple((pathlib.Path(folder) / f"{i}.{name}").open("w+") for name in ("out", "err"))
-            for i in range(count)
-        ]
-        started = [
-            subprocess.Popen(
-                [sys.executable, *args, *hosts, "--hosts.index", str(i)],
-                stdout=out,
-                stderr=err,
-                env=env,
-                cwd=ROOT,
-            )
-            for i, (out, err) in enumerate(files)
-        ]
-        try:
-            if disturb is not None:
-                disturb(started)
-            codes = [process.wait(timeout) for process in started]
-        except subprocess.TimeoutExpired as late:
-            raise AssertionError(
-                f"{late}\n" + "\n".join(_read(err)[-2000:] for _, err in files)
-            ) from late
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-        return [
-            Ended(code, _read(out), _read(err))
-            for code, (out, err) in zip(codes, files, strict=True)
-        ]
-
-
-def _read(file) -> str:
-    file.seek(0)
-    return file.read()

@@ -1,4 +1,4 @@
-"""The tasks of the two processes in test_hosts.py and test_processes.py.
+"""The tasks of the two processes in tests/paravt_jax/test_hosts.py and test_processes.py.
 
 `python tests/train/hosts_program.py TASK FOLDER --hosts.coordinator ...`
 """
@@ -21,7 +21,7 @@ from flax import nnx
 from models.qwen3_vl.config import tiny
 from models.qwen3_vl.model import Qwen3VL
 from models.sharding import make_mesh, param_shardings
-from train.durable import cluster, hosts
+from paravt_jax.processes import cluster, hosts
 from train.durable.interrupts import Interrupts, Stopped
 from train.learn.weight_sync import WeightSync
 from train.plan.collectives import bytes_sent, find_collectives

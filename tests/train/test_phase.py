@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from train.durable import hosts
+from paravt_jax.processes import hosts
 from train.durable.checkpoint import CheckpointError, Checkpoints
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import MetricsWriter, read_metrics

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from train.durable import cluster
+from paravt_jax.processes import cluster
 from train.durable.metrics import read_metrics
 
 PROGRAM = pathlib.Path(__file__).with_name("small.py")

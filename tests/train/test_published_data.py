@@ -21,11 +21,11 @@ from paravt_jax.data.frames import overview_indices
 from paravt_jax.data.preparation import LEFT_OUT
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind
+from paravt_jax.processes import hosts
 from paravt_jax.world.vocabulary import save_tokenizer
 from rollout.engine.sizing import overview_tokens
 from tests.paravt_jax.published_files import answered, called, rl_row, write_rl, write_sft
 from train.data import pack_rows, question_stream, row_stream
-from train.durable import hosts
 from train.learn.optimizer import OptimizerSettings
 from train.learn.sft import SFTBatches, SFTSettings
 from train.prepare import main, prepare

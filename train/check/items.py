@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from paravt_jax.data.stored_settings import as_json, require_same
+from paravt_jax.processes import cluster, hosts
 from train.check import data, disk, loggers, machine, run_folder, weights
 from train.check.asking import Asked, started
 from train.check.finding import Finding, failed, summary, table
 from train.check.subject import Subject, process_count
-from train.durable import cluster, hosts
 from train.settings import Run
 from train.slices import Devices, found_devices
 

@@ -11,10 +11,10 @@ import jax
 from packaging.requirements import Requirement
 
 from paravt_jax.data import video
+from paravt_jax.processes.cluster import has_tpu_chips
 from train.check import sizes
 from train.check.finding import Finding, failed, size
 from train.check.subject import Subject, process_count
-from train.durable.cluster import has_tpu_chips
 from train.fit import GIB, fit
 from train.slices import Topology, found_devices, host_memory
 

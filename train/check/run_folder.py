@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pathlib
 
+from paravt_jax.processes import cluster, hosts
 from train.check.finding import Finding, failed
 from train.check.subject import Subject, existing
-from train.durable import cluster, hosts
 from train.durable.run_directory import RunDirectoryError, require_cold_start, require_usable
 
 _ITEM = "run directory"

@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 
 from paravt_jax.data.stored_settings import as_json, require_same
-from train.durable import hosts
+from paravt_jax.processes import hosts
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ import pathlib
 import time
 
 from paravt_jax.data.atomic import write_atomically
-from train.durable import hosts
+from paravt_jax.processes import hosts
 
 
 class Clock:

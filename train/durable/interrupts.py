@@ -14,7 +14,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from train.durable import hosts
+from paravt_jax.processes import hosts
 
 _ASKED = b"\nstopping after the current step, which is saved; signal again to stop at once\n"
 # Some launchers signal a process and then its process group. A second signal within this many

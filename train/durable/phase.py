@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from jaxtyping import PyTree
 
-from train.durable import hosts
+from paravt_jax.processes import hosts
 from train.durable.checkpoint import Checkpoints
 from train.durable.interrupts import Interrupts, Stopped
 from train.durable.metrics import MetricsWriter, read_metrics

@@ -24,9 +24,9 @@ from paravt_jax.method import grpo
 from paravt_jax.method.grpo import GRPOBatch, Metrics, Totals
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import Question
+from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment
 from rollout.engine.requests import Sampler
-from train.durable import hosts
 from train.learn.batch import BatchShape, Sequences
 from train.learn.optimizer import make_optimizer
 from train.learn.placement import fitted, place, share_of_groups

@@ -24,8 +24,8 @@ from paravt_jax.method.grpo import GRPOBatch, Totals
 from paravt_jax.method.records import Trajectory
 from paravt_jax.method.structure import find_structure, pad_structures
 from paravt_jax.method.tokenizer import Vocabulary
+from paravt_jax.processes import hosts
 from rollout.agent.episode import split_prompt
-from train.durable import hosts
 from train.learn.batch import BatchShape, Sequences, build, mismatches
 from train.learn.placement import BY_ROW, place, split_microbatches
 from train.learn.rollouts import Rollouts

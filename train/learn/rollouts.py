@@ -11,10 +11,10 @@ import numpy as np
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason, Trajectory
 from paravt_jax.method.rewards import Rewards, score_all
+from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.agent.scoring import executed_calls, seed_of
 from rollout.engine.requests import Sampler, run
-from train.durable import hosts
 from train.learn.rl_settings import RLSettings
 
 T = TypeVar("T")

@@ -24,8 +24,8 @@ from models.qwen3_vl.text import TextDecoder
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.method.grpo import masked_mean
 from paravt_jax.method.protocol import Protocol
+from paravt_jax.processes import hosts
 from train.data import Data, pack_rows, row_stream
-from train.durable import hosts
 from train.learn.optimizer import OptimizerSettings, make_optimizer, require_counts
 from train.learn.packed_batch import (
     PackedRows,

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from paravt_jax.processes import hosts
 from train.data import Data
-from train.durable import hosts
 from train.durable.checkpoint import Checkpoints
 from train.durable.interrupts import Interrupts
 from train.durable.metrics import MetricsWriter

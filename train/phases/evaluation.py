@@ -14,12 +14,12 @@ from paravt_jax.data.atomic import write_atomically
 from paravt_jax.method.protocol import Protocol
 from paravt_jax.method.records import Question
 from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.processes import hosts
 from paravt_jax.progress import Progress
 from rollout.agent.episode import EpisodeSettings
 from rollout.agent.transcript import transcript
 from rollout.evaluation.play import Played, Scoring, play_and_score
 from rollout.evaluation.summary import row
-from train.durable import hosts
 from train.phases.actor import Actor
 from train.phases.context import Context
 

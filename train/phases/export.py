@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from train.durable import hosts
+from paravt_jax.processes import hosts
 from train.export import write_model
 from train.phases.context import Context
 from train.phases.model import Parts

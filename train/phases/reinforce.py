@@ -15,10 +15,10 @@ from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.frame_reader import FrameReader
 from paravt_jax.data.loader import Ahead
 from paravt_jax.method.records import Question
+from paravt_jax.processes import hosts
 from rollout.agent.episode import EpisodeSettings
 from rollout.agent.transcript import transcript
 from train.data import question_stream
-from train.durable import hosts
 from train.durable.compilations import Compilations
 from train.durable.rollout_file import RolloutFile, forget_others, rollout_file_name
 from train.learn.batch import Sequences

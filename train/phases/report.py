@@ -8,7 +8,7 @@ from typing import Any
 
 from paravt_jax.data.atomic import write_atomically
 from paravt_jax.method.rewards import describe
-from train.durable import hosts
+from paravt_jax.processes import hosts
 from train.phases.context import Context
 from train.report.page import write_report
 from train.report.result import checks, collect_episodes, judged, read_curve

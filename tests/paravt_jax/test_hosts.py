@@ -9,10 +9,10 @@ import time
 import jax
 import pytest
 
-from train.durable import cluster, hosts
-from train.durable.cluster import HostSettings
+from paravt_jax.processes import cluster, hosts
+from paravt_jax.processes.cluster import HostSettings
 
-PROGRAM = str(pathlib.Path(__file__).with_name("hosts_program.py"))
+PROGRAM = str(pathlib.Path(__file__).parents[1] / "train/hosts_program.py")
 
 
 def test_two_processes_communicate(together, tmp_path):

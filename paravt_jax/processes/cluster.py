@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import jax
 
-from train.durable import hosts
+from paravt_jax.processes import hosts
 
 _GOOGLE = "0x1ae0"  # PCI vendor of TPU chips
 LOST = 70

@@ -1,7 +1,7 @@
 """Host-side communication between the processes of a run: small Python values, not device arrays.
 
 Every process makes the same calls in the same order and gets the same results. In a run of one
-process the same functions return at once. `train.durable.cluster` connects the processes.
+process the same functions return at once. `paravt_jax.processes.cluster` connects the processes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,89 @@
+"""Runs a program as several processes of one cluster, for tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """Exit code and output of a process. `code` is the negative signal if one killed it."""
+
+    code: int
+    out: str
+    err: str
+
+
+def free_port() -> int:
+    """A free port."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def together(
+    compiled: pathlib.Path,
+    args: Sequence[str],
+    count: int,
+    devices: int,
+    timeout: float = 300,
+    disturb: Callable[[list[subprocess.Popen]], None] | None = None,
+) -> list[Ended]:
+    """Run `python ARGS` as `count` processes with `devices` fake devices each.
+
+    `disturb` is called with the started processes. Raises AssertionError, with their stderr, if one
+    does not end in time. No process is left running.
+    """
+    hosts = ["--hosts.coordinator", f"localhost:{free_port()}", "--hosts.count", str(count)]
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    # The flags of tests/conftest.py make compilation three times as fast.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    env = dict(os.environ, **cache, JAX_PLATFORMS="cpu", XLA_FLAGS=flags, PYTHONPATH=str(ROOT))
+    with tempfile.TemporaryDirectory() as folder:
+        files = [
+            tuple((pathlib.Path(folder) / f"{i}.{name}").open("w+") for name in ("out", "err"))
+            for i in range(count)
+        ]
+        started = [
+            subprocess.Popen(
+                [sys.executable, *args, *hosts, "--hosts.index", str(i)],
+                stdout=out,
+                stderr=err,
+                env=env,
+                cwd=ROOT,
+            )
+            for i, (out, err) in enumerate(files)
+        ]
+        try:
+            if disturb is not None:
+                disturb(started)
+            codes = [process.wait(timeout) for process in started]
+        except subprocess.TimeoutExpired as late:
+            raise AssertionError(
+                f"{late}\n" + "\n".join(_read(err)[-2000:] for _, err in files)
+            ) from late
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        return [
+            Ended(code, _read(out), _read(err))
+            for code, (out, err) in zip(codes, files, strict=True)
+        ]
+
+
+def _read(file) -> str:
+    file.seek(0)
+    return file.read()
