@@ -382,6 +382,15 @@ def _in_seconds(time: re.Match[str]) -> str:
     return f"{3600 * hours + 60 * minutes + seconds:.3f} s"
 
 
+def overlap(first: tuple[float, float], second: tuple[float, float]) -> float:
+    """Intersection over union of two ranges; 0 if one is reversed or empty."""
+    if first[0] >= first[1] or second[0] >= second[1]:
+        return 0.0
+    intersection = min(first[1], second[1]) - max(first[0], second[0])
+    union = max(first[1], second[1]) - min(first[0], second[0])
+    return intersection / union if intersection > 0 else 0.0
+
+
 def grounding_accuracy(prediction: str, answer: str) -> float:
     """Intersection over union of two ranges of seconds.
 
@@ -393,11 +402,7 @@ def grounding_accuracy(prediction: str, answer: str) -> float:
     right = read_range(answer)
     if predicted is None or right is None:
         return 0.0
-    if predicted[0] >= predicted[1] or right[0] >= right[1]:
-        return 0.0
-    intersection = min(predicted[1], right[1]) - max(predicted[0], right[0])
-    union = max(predicted[1], right[1]) - min(predicted[0], right[0])
-    return intersection / union if intersection > 0 else 0.0
+    return overlap(predicted, right)
 
 
 def accuracy(

@@ -323,7 +323,17 @@ def _report(summary: Line, out: pathlib.Path) -> Iterator[str]:
     if "open_ended" in summary:
         found = summary["open_ended"]
         interval = _with_interval(found["score"], found["interval"])
-        yield f"{title}, open-ended questions alone: {interval} on {found['n']} questions"
+        yield (
+            f"{title}, open-ended questions alone: {interval} on {found['n']} questions, "
+            f"{found['without_answer']} without an answer"
+        )
+    for name, found in summary.get("other_readings", {}).items():
+        if found["differ"]:
+            interval = _with_interval(found["score"], found["interval"])
+            yield (
+                f"  as the {name} reads the same answers: {interval}; "
+                f"{found['differ']} of {found['n']} questions differ"
+            )
     if summary["n"]:
         if summary["refused_reports"]:
             yield f"  {summary['refused_reports']} requests of sub-agents were refused"

@@ -22,6 +22,7 @@ from rollout.engine.requests import Sampler
 from rollout.evaluation.benchmarks import Item, VideoFolder, shuffled
 from rollout.evaluation.folder import Line
 from rollout.evaluation.play import LeftOut, Played, Scoring, measures, play_and_score
+from rollout.evaluation.published_readings import other_scores
 from rollout.evaluation.settings import BenchmarkSettings
 
 _SUBTITLE_HEADING = 16  # tokens allowed for the line above the subtitles
@@ -140,7 +141,8 @@ class Player:
         line = transcript(episode, outcome.rewards, self._setting, vocabulary)
         # `video` is the benchmark's path of the video, `file` the path at which it was found.
         places = {"video": video, "file": episode.question.video, "subtitles": subtitles}
-        return about | line | measures(outcome) | places
+        others = {"other_scores": other_scores(episode.question, episode.turns)}
+        return about | line | measures(outcome) | places | others
 
 
 def fitting(entries: Sequence[Subtitle], protocol: Protocol, tokens: int) -> list[Subtitle]:

@@ -22,6 +22,9 @@ from rollout.evaluation.statistics import Score, interval
 RECALL = (0.3, 0.5, 0.7)
 """Overlaps for grounding recall: the share of answers whose IoU is at least that high."""
 
+SAME = 1e-9
+"""Two scores of an answer that are closer than this are the same."""
+
 NAMED = 1000
 """Upper bound on the videos that a summary lists per cause of being left out."""
 
@@ -165,19 +168,23 @@ def figures(lines: Sequence[Line]) -> dict[str, Any]:
         "n": len(lines),
         "share_with_calls": float(np.mean([count > 0 for count in calls])),
         "refused_reports": sum(line["refused_reports"] for line in lines),
-        "without_answer": sum(line["read"] is None for line in lines),
+        "without_answer": _without_answer(lines),
         "unread": sum(line["unread"] for line in lines),
         "stops": dict(sorted(collections.Counter(line["stop"] for line in lines).items())),
     }
 
 
 def _split_figures(played: Sequence[Line], score: Score) -> dict[str, Any]:
-    """`figures` for a split: the score covers closed questions only, and groups are added."""
+    """`figures` for a split: the score covers closed questions only, and groups are added.
+
+    So do `without_answer` and `unread`; `open_ended` has its own count of missing answers.
+    """
     found = figures(played)
     # These two include open-ended answers. The split's own score replaces them below.
     del found["accuracy"], found["interval"]
     open_ended = [line for line in played if line["kind"] == QuestionKind.OPEN_ENDED]
     closed = [line for line in played if line["kind"] != QuestionKind.OPEN_ENDED]
+    found["without_answer"] = _without_answer(closed)
     if closed:
         scores = np.array([line["score"] for line in closed])
         found[score] = float(np.mean(scores))
@@ -185,8 +192,9 @@ def _split_figures(played: Sequence[Line], score: Score) -> dict[str, Any]:
         if score == "miou":
             for overlap in RECALL:
                 found[f"r@{overlap}"] = float(np.mean(scores >= overlap))
+        found["other_readings"] = other_readings(closed)
     if open_ended:
-        found["open_ended"] = _group(open_ended)
+        found["open_ended"] = _group(open_ended) | {"without_answer": _without_answer(open_ended)}
     subtitled = sum(line["subtitles"] is not None for line in played)
     if subtitled:
         found["with_subtitles"] = subtitled
@@ -198,6 +206,34 @@ def _split_figures(played: Sequence[Line], score: Score) -> dict[str, Any]:
         "by_duration": _by(played, lambda line: [line["duration"]]),
         "by_task": _by(played, lambda line: line["tasks"]),
     }
+
+
+def other_readings(played: Sequence[Line]) -> dict[str, Any]:
+    """The scores of the same answers under other readings than ours, by the reading's name.
+
+    Returns:
+        For each reading its mean score with its interval, the number `n` of questions that it
+        covers, our score on these questions (`ours`), and the number of questions whose score
+        differs from ours (`differ`).
+    """
+    names = sorted({name for line in played for name in line.get("other_scores", {})})
+    found: dict[str, Any] = {}
+    for name in names:
+        covered = [line for line in played if name in line.get("other_scores", {})]
+        theirs = [line["other_scores"][name] for line in covered]
+        ours = [line["score"] for line in covered]
+        found[name] = {
+            "score": float(np.mean(theirs)),
+            "interval": list(interval(theirs, [line["video"] for line in covered])),
+            "n": len(covered),
+            "ours": float(np.mean(ours)),
+            "differ": sum(abs(a - b) > SAME for a, b in zip(theirs, ours, strict=True)),
+        }
+    return found
+
+
+def _without_answer(lines: Sequence[Line]) -> int:
+    return sum(line["read"] is None for line in lines)
 
 
 def _interval(lines: Sequence[Line]) -> list[float]:

@@ -42,9 +42,9 @@ def checkpoint(small_model, small_vocabulary, tmp_path_factory) -> pathlib.Path:
 def run(checkpoint, split, videos, player, monkeypatch, capfd, tmp_path):
     """run(**settings) evaluates with a scripted sampler; returns summary and printed text."""
 
-    def evaluate(records=None, **fields):
+    def evaluate(records=None, said=ANSWER, **fields):
         def scripted_player(settings, folder, where, subtitled, stack):
-            return player([ANSWER], blind=settings.blind)
+            return player([said], blind=settings.blind)
 
         monkeypatch.setattr(evaluation, "load_player", scripted_player)
         defaults: dict[str, Any] = {
@@ -155,6 +155,16 @@ def test_own_questions_come_from_a_file_or_from_python(run, videos, tmp_path):
     records = read_questions(file, videos)
     from_python, _ = run(records, benchmark="", data="", out=str(tmp_path / "python"))
     assert without_run(from_python) == without_run(summary)
+
+
+def test_the_releases_score_of_the_same_answers_is_printed_if_it_differs(run, tmp_path):
+    _, printed = run()
+    assert "as the release reads" not in printed
+    summary, printed = run(said="x\n</think>\nA or B", out=str(tmp_path / "other"))
+    assert (summary["accuracy"], summary["unread"]) == (0.0, 3)
+    assert summary["other_readings"]["release"]["differ"] == 1
+    assert "as the release reads the same answers: 33.3 [" in printed
+    assert "]; 1 of 3 questions differ" in printed
 
 
 # --- a run against an endpoint ---
