@@ -189,7 +189,7 @@ def main(cold_start_steps: int = 500, steps: int = 30, seed: int = 0) -> list[di
         state, metrics = update(state, rl_batch)
         engine.load(state.weights, version=step + 1)  # `update` donated the old ones
         history.append(describe(rollouts) | {name: float(value) for name, value in metrics.items()})
-        names = ("accuracy", "format", "calls", "reward/total", "grad_norm")
+        names = ("accuracy", "compliance", "calls", "reward/total", "grad_norm")
         print(f"step {step:2}", *(f"{name} {history[-1][name]:.2f}" for name in names), sep="  ")
         if step in (0, steps - 1):
             show(rollouts.episodes[0])

@@ -73,9 +73,9 @@ LINES = (
     Line("accuracy without tools before, largest K", "before", dispatch="none", k="largest"),
     Line("accuracy without tools after, largest K", "after", dispatch="none", k="largest"),
     Line("accuracy without tools after, smallest K", "after", dispatch="none", k="smallest"),
-    Line("f before, sampled", "before", "format", sampled=True),
-    Line("f after, sampled", "after", "format", sampled=True),
-    Line("f after", "after", "format"),
+    Line("compliance before, sampled", "before", "compliance", sampled=True),
+    Line("compliance after, sampled", "after", "compliance", sampled=True),
+    Line("compliance after", "after", "compliance"),
     Line("accuracy after, one call per turn", "after", dispatch="sequential"),
 )
 

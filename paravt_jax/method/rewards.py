@@ -138,8 +138,8 @@ class Rewards:
     total: float
     """The weighted sum R."""
     compliant: bool
-    """Whether all turns keep the format. Our metric f is the fraction of compliant rollouts; the
-    paper's f is a mean reward."""
+    """Whether all turns keep the format. The metric `compliance` is the share of such rollouts; the
+    paper's f is the mean of `format` instead."""
     capped: bool = False
     """Whether the cap changed R_fmt."""
 

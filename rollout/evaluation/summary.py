@@ -147,8 +147,8 @@ def figures(lines: Sequence[Line]) -> dict[str, Any]:
     Returns:
         accuracy: mean score: 0 or 1 for a choice, IoU for grounding, F1 for open-ended answers.
         interval: 95 % interval of the accuracy.
-        format: share of episodes in which every turn parses and the last ends in an answer block
-            (the paper's f is a mean reward instead).
+        compliance: share of episodes in which every turn parses and the last ends in an answer
+            block. The paper's f is the mean format reward instead.
         calls: executed calls per episode, the paper's kappa.
         turns: turns of the main agent per episode.
         n: number of episodes.
@@ -162,7 +162,7 @@ def figures(lines: Sequence[Line]) -> dict[str, Any]:
     return {
         "accuracy": float(np.mean([line["score"] for line in lines])),
         "interval": _interval(lines),
-        "format": float(np.mean([line["compliant"] for line in lines])),
+        "compliance": float(np.mean([line["compliant"] for line in lines])),
         "calls": float(np.mean(calls)),
         "turns": float(np.mean([line["turn_count"] for line in lines])),
         "n": len(lines),

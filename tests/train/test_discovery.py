@@ -23,7 +23,7 @@ def row(k: int, score: float, calls: float, **changes: Any) -> Row:
     overview = "hidden" if k == 4 else "shown"
     groups = {"mcq": group(score, calls), f"mcq {overview}": group(score, calls)}
     setting = {"k": k, "dispatch": "parallel", "temperature": 0.0}
-    figures = {"accuracy": score, "format": 1.0, "calls": calls, "turns": 1.0, "n": 9}
+    figures = {"accuracy": score, "compliance": 1.0, "calls": calls, "turns": 1.0, "n": 9}
     return setting | figures | {"groups": groups} | changes
 
 

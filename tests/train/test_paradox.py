@@ -50,22 +50,30 @@ KS = (4, 16, 64)
 
 
 def result(
-    accuracy: float, f: float, kappa: float | tuple[float, float, float], start: float = 1.0
+    accuracy: float,
+    compliance: float,
+    kappa: float | tuple[float, float, float],
+    start: float = 1.0,
 ) -> Result:
     """A run with the same figures at each K; `kappa` may be given for K = 4, 16 and 64.
 
-    `f` is that of the last training rollouts, `start` is kappa before the run.
+    `compliance` is that of the last training rollouts, `start` is kappa before the run.
     """
     calls = kappa if isinstance(kappa, tuple) else (kappa, kappa, kappa)
 
     def at_each(column: tuple[float, float, float]) -> dict[int, dict[str, float]]:
         return {
-            k: {"accuracy": accuracy, "format": 0.0, "calls": at}
+            k: {"accuracy": accuracy, "compliance": 0.0, "calls": at}
             for k, at in zip(KS, column, strict=True)
         }
 
     steps = [
-        {"step": float(n), "accuracy": accuracy, "format": f if n > 10 else 0.0, "calls": calls[0]}
+        {
+            "step": float(n),
+            "accuracy": accuracy,
+            "compliance": compliance if n > 10 else 0.0,
+            "calls": calls[0],
+        }
         for n in range(1, 16)
     ]
     return Result(at_each((start, start, start)), at_each(calls), steps)
@@ -74,11 +82,11 @@ def result(
 def as_published(**changes: dict[str, Any]) -> dict[str, list[Result]]:
     """Two seeds per setting, with figures that support all claims; `changes` are to seed 1."""
     figures: dict[str, dict[str, Any]] = {
-        COLD_START: {"accuracy": 0.4, "f": 0.1, "kappa": 1.0},
-        GRPO: {"accuracy": 0.5, "f": 0.15, "kappa": (1.6, 0.9, 0.2)},
-        ANCHORED: {"accuracy": 0.5, "f": 0.9, "kappa": (1.2, 0.6, 0.2)},
-        GATED: {"accuracy": 0.6, "f": 0.3, "kappa": 1.5},
-        FULL: {"accuracy": 0.8, "f": 0.95, "kappa": 1.6},
+        COLD_START: {"accuracy": 0.4, "compliance": 0.1, "kappa": 1.0},
+        GRPO: {"accuracy": 0.5, "compliance": 0.15, "kappa": (1.6, 0.9, 0.2)},
+        ANCHORED: {"accuracy": 0.5, "compliance": 0.9, "kappa": (1.2, 0.6, 0.2)},
+        GATED: {"accuracy": 0.6, "compliance": 0.3, "kappa": 1.5},
+        FULL: {"accuracy": 0.8, "compliance": 0.95, "kappa": 1.6},
     }
     assert changes.keys() <= figures.keys()
     results = {
@@ -105,15 +113,15 @@ def test_figures_like_the_papers_support_every_claim():
         (GRPO, {"kappa": (0.0, 0.0, 0.25)}, [1]),  # exactly a quarter
         (GRPO, {"kappa": (9.0, 9.0, 0.24)}, []),  # only K = 64 counts
         (GRPO, {"kappa": (9.0, 9.0, 0.24), "start": 0.9}, [1]),  # relative to its own start
-        (GRPO, {"f": 0.5}, [2]),
-        (ANCHORED, {"f": 0.49}, [3]),
+        (GRPO, {"compliance": 0.5}, [2]),
+        (ANCHORED, {"compliance": 0.49}, [3]),
         (ANCHORED, {"kappa": (1.2, 0.6, 0.3)}, [3]),
         (GATED, {"kappa": 0.49}, [4]),
         (GATED, {"kappa": 0.5}, []),
-        (GATED, {"f": 0.5}, [4]),
+        (GATED, {"compliance": 0.5}, [4]),
         (FULL, {"accuracy": 0.6}, [5]),
         (GATED, {"accuracy": 0.8}, [5]),
-        (FULL, {"f": 0.3}, [5]),
+        (FULL, {"compliance": 0.3}, [5]),
         (FULL, {"kappa": 0.4}, [5]),
     ],
 )
@@ -124,9 +132,15 @@ def test_one_contrary_seed_refutes_a_claim(setting, figures, claim):
 def test_a_claim_shows_its_figures():
     said = [
         figures
-        for _, _, figures in claims(as_published(**{GRPO: {"kappa": (1, 1, 0.4), "f": 0.25}}))
+        for _, _, figures in claims(
+            as_published(**{GRPO: {"kappa": (1, 1, 0.4), "compliance": 0.25}})
+        )
     ]
-    assert said[0] == said[1] == "κ 1.00 [1.00, 1.00] -> 0.30 [0.20, 0.40], f 0.20 [0.15, 0.25]"
+    assert (
+        said[0]
+        == said[1]
+        == "κ 1.00 [1.00, 1.00] -> 0.30 [0.20, 0.40], compliance 0.20 [0.15, 0.25]"
+    )
     expected = {
         GRPO: "0.50 [0.50, 0.50]",
         ANCHORED: "0.50 [0.50, 0.50]",
@@ -156,7 +170,7 @@ def test_a_measure_is_read_at_one_k_or_as_the_mean_over_k():
     assert held_out(results, "calls", 4) == [3.0, 0.0]
     assert held_out(results, "calls") == [2.0, 0.5]
     assert held_out(results, "calls", when="before") == pytest.approx([1.0, 0.2])
-    assert at_the_end(results, "format") == [0.5, 0.5], (
+    assert at_the_end(results, "compliance") == [0.5, 0.5], (
         "the last five steps, not the ten before them"
     )
 
@@ -172,7 +186,7 @@ def test_the_table():
     half = " 0.50 [0.00, 1.00] |"
     titles = "accuracy K=4 | accuracy K=16 | accuracy K=64 | κ K=4 | κ K=16 | κ K=64"
     assert table(results).splitlines() == [
-        f"| setting | f, training | κ, training | {titles} |",
+        f"| setting | compliance, training | κ, training | {titles} |",
         "|---|---|---|---|---|---|---|---|---|",
         "| cold start | – | – | 0.40 | 0.40 | 0.40 | 1.00 | 2.00 | 3.00 |",
         f"| GRPO | 0.25 [0.20, 0.30] |{half}{' 0.60 [0.50, 0.70] |' * 3}{half * 3}",
@@ -295,7 +309,8 @@ class FakeRuns:
         RunDirectory(folder, resolved(run)).close()
         value = len(self.done) / 100
         rows = [
-            {"k": k, "accuracy": value, "format": 0.5, "calls": k / 64, "turns": 2.0} for k in KS
+            {"k": k, "accuracy": value, "compliance": 0.5, "calls": k / 64, "turns": 2.0}
+            for k in KS
         ]
         (folder / "result.json").write_text(json.dumps({"before": rows, "after": rows}))
         steps = [
@@ -304,7 +319,7 @@ class FakeRuns:
                 "step": s,
                 "wall": 0.0,
                 "accuracy": value,
-                "format": 0.5,
+                "compliance": 0.5,
                 "calls": 1.0,
                 "loss": 0.0,
             }
@@ -384,10 +399,10 @@ def test_only_the_measures_of_rl_steps_are_read(fake, tmp_path):
     assert (
         got.before
         == got.after
-        == {k: {"accuracy": 0.01, "format": 0.5, "calls": k / 64} for k in KS}
+        == {k: {"accuracy": 0.01, "compliance": 0.5, "calls": k / 64} for k in KS}
     )
     assert got.by_step == [
-        {"step": step, "accuracy": 0.01, "format": 0.5, "calls": 1.0} for step in (1, 2)
+        {"step": step, "accuracy": 0.01, "compliance": 0.5, "calls": 1.0} for step in (1, 2)
     ]
     assert read(runs[COLD_START][0]).by_step == []
 

@@ -63,7 +63,7 @@ def test_a_mark_stands_at_the_mean_over_seeds_and_its_whisker_from_lowest_to_hig
 
 
 def test_each_measure_and_each_k_has_its_own_value():
-    results, values = levels(0.5), {"accuracy": (0.9, 0.8, 0.7), "format": (0.1, 0.2, 0.3)}
+    results, values = levels(0.5), {"accuracy": (0.9, 0.8, 0.7), "compliance": (0.1, 0.2, 0.3)}
     values["calls"] = (2.0, 1.0, 0.0)
     for measure, column in values.items():
         for k, value in zip(KS, column, strict=True):
@@ -118,7 +118,7 @@ def test_the_cold_start_lies_under_the_marks_of_every_k():
 def test_a_curve_is_the_mean_over_seeds_and_its_band_reaches_from_lowest_to_highest():
     results = levels(0.5)
     results["GRPO"] = [level(0.2), level(0.3), level(0.7)]
-    axes = panels(draw(results, level(0.5)), 0)["format"]
+    axes = panels(draw(results, level(0.5)), 0)["compliance"]
     steps = list(range(1, 13))
     assert list(curve(axes, "GRPO").get_xdata()) == steps
     assert list(curve(axes, "GRPO").get_ydata()) == pytest.approx([0.4] * 12)

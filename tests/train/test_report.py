@@ -84,7 +84,7 @@ def fake_metrics(rng):
         gain = 1 - math.exp(-step / 12)
         values = {
             "accuracy": 0.36 + 0.45 * gain,
-            "format": 0.26 + 0.7 * gain,
+            "compliance": 0.26 + 0.7 * gain,
             "calls": 1.1 + 0.8 * gain,
             "reward/accuracy": 0.36 + 0.45 * gain,
             "reward/format": 0.5 + 0.5 * gain,
@@ -127,7 +127,7 @@ def fake_result():
                         "dispatch": dispatch,
                         "temperature": temperature,
                         "accuracy": max(0.02, lift + ease + cold + help_),
-                        "format": min(1, f + cold),
+                        "compliance": min(1, f + cold),
                         "calls": calls * (f + 0.2) / 1.2,
                         "turns": turns,
                         "n": 192,
@@ -245,7 +245,7 @@ def fake_episode(rng, phase, step, n, video, at, k):
         "compliant": good,
         "rewards": {
             "accuracy": accuracy,
-            "format": 1.0 if good else 0.7,
+            "compliance": 1.0 if good else 0.7,
             "anchor": 0.35 if good else -0.15,
             "tool": 0.8 if good else 0.3,
             "total": accuracy + 2,
@@ -345,7 +345,7 @@ def test_key_figures_are_means_over_k_and_the_gain_at_the_smallest():
             "dispatch": dispatch,
             "temperature": temperature,
             "accuracy": accuracy,
-            "format": accuracy,
+            "compliance": accuracy,
             "calls": calls,
             "turns": 2,
             "n": 9,
@@ -394,7 +394,7 @@ def test_exactly_the_recorded_metrics_have_charts(page):
     names = [e["text"] for e in page.all("span", "name")]
     assert {
         "accuracy",
-        "format compliance f",
+        "compliance",
         "calls per rollout κ",
         "reward: anchor",
         "log-prob gap",
@@ -517,7 +517,7 @@ def test_hostile_texts_are_escaped(tmp_path):
         "dispatch": HOSTILE,
         "temperature": 0.7,
         "accuracy": 1.0,
-        "format": 1.0,
+        "compliance": 1.0,
         "calls": 1.0,
         "turns": 1.0,
         "n": 1,

@@ -292,7 +292,7 @@ def test_metrics_are_also_given_by_budget(road, small):
     assert {k: figures[f"k{k}/rollouts"] for k in set(drawn)} == {
         k: 4 * n for k, n in collections.Counter(drawn).items()
     }
-    for name in ("accuracy", "format", "calls"):
+    for name in ("accuracy", "compliance", "calls"):
         mean = sum(figures[f"k{k}/{name}"] * figures[f"k{k}/rollouts"] for k in set(drawn)) / 24
         assert figures[name] == pytest.approx(mean)
     assert figures["reward/format_capped"] == 0, "the recipe has no cap"

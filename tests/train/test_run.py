@@ -79,7 +79,7 @@ def test_the_result_has_a_row_for_every_setting(finished, small):
             assert row["n"] == settings.questions * (settings.samples if sampled else 1)
             assert row["turns"] >= 1
             assert 0 <= row["accuracy"] <= 1
-            assert 0 <= row["format"] <= 1
+            assert 0 <= row["compliance"] <= 1
             assert row["calls"] == 0 or row["dispatch"] != "none"
     assert set(result) == set(RESULT_FIELDS)
 

@@ -205,7 +205,7 @@ def test_figures_of_an_rl_step(fixed, small):
         "advantage_rms": 1.04151,
         "logprob_gap": 0.225982,
         "accuracy": 0.375,
-        "format": 0.625,
+        "compliance": 0.625,
         "calls": 0.75,
         "reward/total": 1.5125,
         "reward/tool": 0.35,

@@ -29,7 +29,7 @@ RL = {
     "loss": 1e-4,
     "reward/total": 0.931,
     "accuracy": 0.612,
-    "format": 0.84,
+    "compliance": 0.84,
     "calls": 1.9,
     "time/rollout": 100.0,
     "time/update": 18.3,
@@ -44,8 +44,8 @@ RL = {
         (SFT, "cold start 120/500 · loss 0.812 · 31.2 s · 4,204 tok/s · MFU 38.1 % · 3 h left"),
         (
             RL,
-            "PARA-GRPO 12/500 · reward 0.93 · accuracy 0.61 · f 0.84 · calls 1.90 · 118 s · "
-            "1,530 tok/s · MFU 3.9 % · 3 h left",
+            "PARA-GRPO 12/500 · reward 0.93 · accuracy 0.61 · compliance 0.84 · calls 1.90 · "
+            "118 s · 1,530 tok/s · MFU 3.9 % · 3 h left",
         ),
         (
             {"phase": "align", "step": 1, "loss": 4.5, "accuracy": 0.0, "time/step": 0.147},

@@ -24,7 +24,7 @@ def result_with(accuracy: float) -> Row:
             "dispatch": dispatch,
             "temperature": temperature,
             "accuracy": value if temperature > 0 else 10 * value,
-            "format": 1.0,
+            "compliance": 1.0,
             "calls": float(k),
             "turns": 2.0,
             "n": 4,

@@ -11,8 +11,8 @@ from typing import Any
 from train.durable.watch import (
     Watch,
     calls_vanish,
+    compliance_falls,
     disk_fills,
-    format_falls,
     gap_rises,
     no_signal,
     room_for_checkpoint,
@@ -37,7 +37,7 @@ def healthy(count: int) -> list[Row]:
                 "step": step,
                 "wall": wall,
                 "accuracy": min(1.0, 0.4 + step / 100 + rng.gauss(0, 0.08)),
-                "format": min(1.0, 0.7 + step / 100 + rng.gauss(0, 0.05)),
+                "compliance": min(1.0, 0.7 + step / 100 + rng.gauss(0, 0.05)),
                 "calls": max(0.0, 0.8 + rng.gauss(0, 0.3)),
                 "groups/silent": rng.choice((0.25, 0.5, 0.75, 1.0)),
                 "logprob_gap": 2e-3 * rng.uniform(0.5, 1.5),
@@ -71,10 +71,10 @@ def test_vanishing_calls_are_told_when_there_were_calls():
 
 def test_a_falling_f_is_told():
     rows = healthy(40)
-    text = format_falls(changed(rows, 10, format=0.6))
-    assert text is not None and text.startswith("f falls: 0.60")
-    assert format_falls(changed(rows, 1, format=0.6)) is None, "one step is noise"
-    assert format_falls(changed(rows, 40, format=0.3)) is None, "it has always been so low"
+    text = compliance_falls(changed(rows, 10, compliance=0.6))
+    assert text is not None and text.startswith("compliance falls: 0.60")
+    assert compliance_falls(changed(rows, 1, compliance=0.6)) is None, "one step is noise"
+    assert compliance_falls(changed(rows, 40, compliance=0.3)) is None, "it has always been so low"
 
 
 def test_a_rising_log_prob_gap_is_told():

@@ -32,7 +32,7 @@ _STATE = "state"
 _META = "meta"
 _SCORE = "score"
 
-Best = Literal["accuracy", "format", "reward/total", "none"]
+Best = Literal["accuracy", "compliance", "reward/total", "none"]
 
 
 class CheckpointError(RuntimeError):

@@ -17,9 +17,9 @@ _CONFIG = "config.json"
 # Left by a process that was killed while it wrote config.json.
 _UNFINISHED = "config.json.tmp"
 
-FORMAT = 5
+FORMAT = 6
 """Version of a run's files. Raise it when this code cannot resume older runs."""
-READABLE = (1, 2, 3, 4, 5)
+READABLE = (1, 2, 3, 4, 5, 6)
 """Formats whose checkpoints can be exported. The first runs stored no number; they are format 1."""
 
 

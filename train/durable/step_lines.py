@@ -1,7 +1,7 @@
 """Prints a line per step of a phase, and a line when something deserves a look.
 
     cold start 120/500 · loss 0.812 · 31.2 s · 4,204 tok/s · MFU 38.1 % · 3 h 17 min left
-    PARA-GRPO 12/54 · reward 0.93 · accuracy 0.61 · f 0.84 · calls 1.90 · 118 s · 1,530 tok/s · ...
+    PARA-GRPO 12/54 · reward 0.93 · accuracy 0.61 · compliance 0.84 · calls 1.90 · 118 s · ...
 
 A terminal and a log file get the same plain lines.
 """
@@ -27,7 +27,7 @@ _FIGURES = {
     "reward/total": "reward {:.2f}",
     "loss": "loss {:#.3g}",
     "accuracy": "accuracy {:.2f}",
-    "format": "f {:.2f}",
+    "compliance": "compliance {:.2f}",
     "calls": "calls {:.2f}",
 }
 _SPEEDS = {

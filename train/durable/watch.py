@@ -62,17 +62,17 @@ def calls_vanish(rows: Rows) -> str | None:
     )
 
 
-def format_falls(rows: Rows) -> str | None:
+def compliance_falls(rows: Rows) -> str | None:
     """Fewer rollouts than before comply with the format."""
-    recent = _mean(rows[-RECENT:], "format")
-    before = _highest_mean(rows[:-RECENT], "format")
+    recent = _mean(rows[-RECENT:], "compliance")
+    before = _highest_mean(rows[:-RECENT], "compliance")
     if recent is None or before is None:
         return None
     if recent > before - FORMAT_FALL:
         return None
     return (
-        f"f falls: {recent:.2f} in the last {RECENT} steps, {before:.2f} before. See which of the "
-        "metrics stop/* and call/* rise; a lower rl.optimizer.learning-rate or a stronger "
+        f"compliance falls: {recent:.2f} in the last {RECENT} steps, {before:.2f} before. See which "
+        "of the metrics stop/* and call/* rise; a lower rl.optimizer.learning-rate or a stronger "
         "rl.grpo.anchor-weight holds the format"
     )
 
@@ -154,7 +154,7 @@ CONDITIONS: dict[str, tuple[Callable[[Rows], str | None], ...]] = {
     "align": (slow_step,),
     "sft": (slow_step,),
     "control": (slow_step,),
-    "rl": (calls_vanish, format_falls, gap_rises, no_signal, slow_step),
+    "rl": (calls_vanish, compliance_falls, gap_rises, no_signal, slow_step),
 }
 """The conditions that are looked for in each phase."""
 

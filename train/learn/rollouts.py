@@ -157,7 +157,7 @@ def describe(rollouts: Rollouts) -> dict[str, float]:
 def _headline(episodes: Sequence[Episode], rewards: Sequence[Rewards]) -> dict[str, float]:
     return {
         "accuracy": _mean([reward.accuracy for reward in rewards]),
-        "format": _mean([reward.compliant for reward in rewards]),
+        "compliance": _mean([reward.compliant for reward in rewards]),
         "calls": _mean([executed_calls(episode) for episode in episodes]),
     }
 

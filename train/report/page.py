@@ -59,11 +59,11 @@ class Curve:
 
 RL_CURVES = (
     Curve("accuracy", "accuracy", "of training rollouts", 0, 1),
-    Curve("format", "format compliance f", "every turn parses, the last one answers", 0, 1),
+    Curve("compliance", "compliance", "every turn parses, the last one answers", 0, 1),
     Curve("calls", "calls per rollout κ", "", 0),
     Curve("reward/total", "reward: total"),
     Curve("reward/accuracy", "reward: accuracy", "", 0),
-    Curve("reward/format", "reward: format", "", 0),
+    Curve("reward/format", "reward: format", "its mean over training is the paper's f", 0),
     Curve("reward/anchor", "reward: anchor"),
     Curve("reward/tool", "reward: tool", "", 0),
     Curve("length/response", "response length", "tokens", 0),
@@ -222,14 +222,14 @@ def key_figures(result: dict[str, Any]) -> list[tuple[str, str, float | None, fl
             gain = with_crops - without
         return [
             mean(rows, "accuracy", "parallel"),
-            mean(rows, "format", "parallel"),
+            mean(rows, "compliance", "parallel"),
             mean(rows, "calls", "parallel", smallest),
             gain,
         ]
 
     labels = (
         ("accuracy", "mean over K"),
-        ("format compliance f", "mean over K"),
+        ("compliance", "mean over K"),
         ("calls per rollout κ", f"at K = {smallest}"),
         ("gain by crops", f"accuracy at K = {smallest}, minus that without crops"),
     )

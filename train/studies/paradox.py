@@ -30,7 +30,7 @@ from train.studies.paradox_figure import Result, figure
 from train.studies.study import run_study
 
 COLD_START = "cold start"
-MEASURES = {"accuracy": "accuracy", "format": "f", "calls": "κ"}
+MEASURES = {"accuracy": "accuracy", "compliance": "compliance", "calls": "κ"}
 # The steps at the end of training over which its rollouts are averaged.
 LAST_STEPS = 5
 
@@ -124,7 +124,7 @@ def held_out(
 
     Args:
         results: The runs of a setting, one per seed.
-        measure: `accuracy`, `format` or `calls`.
+        measure: `accuracy`, `compliance` or `calls`.
         k: Number of overview frames; None: the mean over all K.
         when: Before or after the run.
     """
@@ -150,18 +150,18 @@ def show(values: Sequence[float]) -> str:
 def table(results: dict[str, list[Result]]) -> str:
     """A Markdown table with a row per setting.
 
-    Its columns are f and kappa of training rollouts, then accuracy and kappa of held-out questions
-    at each K.
+    Its columns are compliance and kappa of training rollouts, then accuracy and kappa of held-out
+    questions at each K.
     """
     ks = sorted(next(iter(results.values()))[0].after)
     columns = [(measure, k) for measure in ("accuracy", "calls") for k in ks]
-    titles = ["f, training", "κ, training", *(f"{MEASURES[m]} K={k}" for m, k in columns)]
+    titles = ["compliance, training", "κ, training", *(f"{MEASURES[m]} K={k}" for m, k in columns)]
     lines = [f"| setting | {' | '.join(titles)} |", "|---" * (len(titles) + 1) + "|"]
     for name, runs in results.items():
         cells = ["–", "–"]
         # The cold start has no training rollouts.
         if runs[0].by_step:
-            cells = [show(at_the_end(runs, measure)) for measure in ("format", "calls")]
+            cells = [show(at_the_end(runs, measure)) for measure in ("compliance", "calls")]
         cells += [show(held_out(runs, measure, k)) for measure, k in columns]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -171,15 +171,15 @@ def claims(results: dict[str, list[Result]]) -> list[tuple[str, bool, str]]:
     """The paper's claims, each with whether it holds in every seed, and the figures behind it.
 
     The same criteria apply to all settings. Kappa is that of held-out questions at the largest K,
-    f that of the last training rollouts.
+    compliance that of the last training rollouts.
 
     - Calls are lost if kappa falls below a quarter of its value before the run.
     - Calls are kept if kappa stays at half of that value or more.
-    - Format holds if f is at least 0.5.
+    - Format holds if compliance is at least 0.5.
     """
     largest = max(next(iter(results.values()))[0].after)
     vanilla, anchored, gated, full = ARMS
-    f = {name: at_the_end(results[name], "format") for name in ARMS}
+    compliance = {name: at_the_end(results[name], "compliance") for name in ARMS}
     before = {name: held_out(results[name], "calls", largest, "before") for name in ARMS}
     after = {name: held_out(results[name], "calls", largest) for name in ARMS}
     accuracy = {name: held_out(results[name], "accuracy") for name in ARMS}
@@ -190,7 +190,7 @@ def claims(results: dict[str, list[Result]]) -> list[tuple[str, bool, str]]:
         return [now >= share * then for then, now in pairs]
 
     def figures(name: str) -> str:
-        return f"κ {show(before[name])} -> {show(after[name])}, f {show(f[name])}"
+        return f"κ {show(before[name])} -> {show(after[name])}, compliance {show(compliance[name])}"
 
     lost = {name: not any(retains(name, 0.25)) for name in ARMS}
     kept = {name: all(retains(name, 0.5)) for name in ARMS}
@@ -199,20 +199,24 @@ def claims(results: dict[str, list[Result]]) -> list[tuple[str, bool, str]]:
     accuracies = ", ".join(f"{name} {show(accuracy[name])}" for name in ARMS)
     return [
         (f"(1) plain GRPO at K = {largest} loses its calls", lost[vanilla], figures(vanilla)),
-        ("(2) its format stays poor or collapses", max(f[vanilla]) < 0.5, figures(vanilla)),
+        (
+            "(2) its format stays poor or collapses",
+            max(compliance[vanilla]) < 0.5,
+            figures(vanilla),
+        ),
         (
             "(3) anchoring alone holds format but not calls",
-            min(f[anchored]) >= 0.5 and lost[anchored],
+            min(compliance[anchored]) >= 0.5 and lost[anchored],
             figures(anchored),
         ),
         (
             "(4) gating alone keeps calls at the price of format",
-            kept[gated] and max(f[gated]) < 0.5,
+            kept[gated] and max(compliance[gated]) < 0.5,
             figures(gated),
         ),
         (
             "(5) only both win: format holds, calls are kept, and accuracy over K is the highest",
-            min(f[full]) >= 0.5 and kept[full] and highest,
+            min(compliance[full]) >= 0.5 and kept[full] and highest,
             f"{figures(full)}; accuracy {accuracies}",
         ),
     ]

@@ -1,4 +1,4 @@
-"""The figure of `train.studies.paradox`: accuracy, f and kappa, by step and after training.
+"""The figure of `train.studies.paradox`: accuracy, compliance and kappa by step and after.
 
 It shows means and ranges over seeds, and a moving mean over steps. A setting has the same colour,
 dash and marker in all six panels.
@@ -20,7 +20,7 @@ from matplotlib.typing import RcKeyType
 
 from train.report.chart import smooth
 
-ROWS = {"accuracy": "accuracy", "format": "format f", "calls": "calls κ"}
+ROWS = {"accuracy": "accuracy", "compliance": "compliance", "calls": "calls κ"}
 INK, QUIET, GRID, START = "#222222", "#555555", "#e4e4e4", "#8a8a8a"
 # Distance between markers, and half the width of the cold start's line. The unit is the distance
 # between two K on the x-axis.
@@ -192,6 +192,6 @@ def _caption(seeds: int, window: int) -> str:
     return (
         f"Left: {left}.\n"
         f"Right: {right}; grey, the cold start that all settings share.\n"
-        "f: share of rollouts that keep the format. κ: calls carried out per rollout.\n"
+        "Compliance: share of rollouts that keep the format. κ: calls carried out per rollout.\n"
         "K: frames of the overview; on the left, those that each setting trains with."
     )

@@ -83,7 +83,7 @@ def test_a_summary_has_the_figures_of_its_lines():
     assert found["calls"] == pytest.approx(4 / 3)
     assert found["share_with_calls"] == pytest.approx(2 / 3)
     assert found["seconds_per_question"] == 3.0
-    assert found["format"] == pytest.approx(2 / 3)
+    assert found["compliance"] == pytest.approx(2 / 3)
     assert found["stops"] == {"answered": 2, "no_answer": 1}
     groups = {
         name: {group: (v["score"], v["n"]) for group, v in found[name].items()}

@@ -103,7 +103,7 @@ def test_a_row_is_the_mean_of_its_episodes(small_questions):
         "temperature": 0.7,
         "n": 4,
         "accuracy": 0.375,
-        "format": 0.75,
+        "compliance": 0.75,
         "calls": 1.0,
         "turns": 2.0,
         "share_with_calls": 0.5,
@@ -123,7 +123,7 @@ def test_every_question_is_played_and_scored_in_order(oracle, small_environment,
     count = len(small_questions)
     assert found["n"] == count
     assert found["accuracy"] == pytest.approx((count - 1) / count)
-    assert (found["format"], found["calls"], found["turns"]) == (1.0, 1.0, 2.0)
+    assert (found["compliance"], found["calls"], found["turns"]) == (1.0, 1.0, 2.0)
     assert [outcome.episode.question for outcome in played] == small_questions
     scores = [outcome.rewards.accuracy for outcome in played]
     assert scores == [float(question.id not in wrong) for question in small_questions]
