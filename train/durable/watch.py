@@ -71,9 +71,9 @@ def compliance_falls(rows: Rows) -> str | None:
     if recent > before - FORMAT_FALL:
         return None
     return (
-        f"compliance falls: {recent:.2f} in the last {RECENT} steps, {before:.2f} before. See which "
-        "of the metrics stop/* and call/* rise; a lower rl.optimizer.learning-rate or a stronger "
-        "rl.grpo.anchor-weight holds the format"
+        f"compliance falls: {recent:.2f} in the last {RECENT} steps, {before:.2f} before. See "
+        "which of the metrics stop/* and call/* rise; a lower rl.optimizer.learning-rate or a "
+        "stronger rl.grpo.anchor-weight holds the format"
     )
 
 
