@@ -42,6 +42,10 @@ class Kind(enum.IntEnum):
     VIOLATION = 6
 
 
+TAGS = tuple(kind for kind in Kind if kind is not Kind.VIOLATION)
+"""The kinds that are tags."""
+
+
 class Structure(NamedTuple):
     """The structural tokens of a batch of b rows, padded to s per row.
 

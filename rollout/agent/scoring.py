@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from paravt_jax.method.records import Author, Episode
@@ -23,6 +25,23 @@ def executed_calls(episode: Episode) -> int:
 def calls_by_turn(episode: Episode) -> list[int]:
     """Number of tool calls that were carried out, by turn of the main agent."""
     return [sum(outcome.status.executed for outcome in turn.calls) for turn in episode.turns]
+
+
+def tool_gap(values: Sequence[float], episodes: Sequence[Episode]) -> float | None:
+    """Mean value of the episodes that call a tool, minus that of the episodes that do not.
+
+    Only executed calls count. The gap is None if one of the two sides has no episode.
+
+    Args:
+        values: A reward or score of each episode.
+        episodes: The episodes.
+    """
+    called = [executed_calls(episode) > 0 for episode in episodes]
+    with_calls = [value for value, yes in zip(values, called, strict=True) if yes]
+    without = [value for value, yes in zip(values, called, strict=True) if not yes]
+    if not with_calls or not without:
+        return None
+    return float(np.mean(with_calls) - np.mean(without))
 
 
 def overview_times(episode: Episode) -> list[float]:

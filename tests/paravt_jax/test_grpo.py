@@ -11,7 +11,7 @@ import pytest
 
 from paravt_jax.method import grpo
 from paravt_jax.method.grpo import Anchor, ClipBounds, GRPOBatch, GRPOSettings, Normalisation
-from paravt_jax.method.structure import Kind, Structure
+from paravt_jax.method.structure import TAGS, Kind, Structure
 
 SETTINGS = GRPOSettings(group_size=4)
 IN_GROUPS = Normalisation("group", "group")
@@ -344,6 +344,57 @@ def test_gamma_weighs_violations_alone_and_a_stale_token_above_the_cap_counts_fo
     assert (gradient(1.0, stale)[violations & ~tags] == 0).all()
 
 
+@functools.partial(jax.jit, static_argnames="settings")
+def loss_metrics(batch: GRPOBatch, settings: GRPOSettings, logprobs):
+    credit, _ = grpo.advantages(batch, settings)
+    return grpo.paravt_loss(logprobs, credit, batch, settings)[1]
+
+
+def tag_logprobs(batch: GRPOBatch, logprobs) -> dict[str, list[float]]:
+    """The log-probs of the trained tags by kind, found one by one."""
+    found: dict[str, list[float]] = {kind.name.lower(): [] for kind in TAGS}
+    for row in range(batch.mask.shape[0]):
+        group, member = divmod(int(batch.rollout[row]), batch.rewards.shape[1])
+        for at in range(batch.structure.positions.shape[1]):
+            token = int(batch.structure.positions[row, at])
+            kind = Kind(int(batch.structure.kinds[row, at]))
+            counts = batch.structure.valid[row, at] and batch.mask[row, token]
+            if counts and batch.valid[group, member] and kind in TAGS:
+                found[kind.name.lower()].append(float(logprobs[row, token]))
+    return found
+
+
+@pytest.mark.parametrize("anchor", get_args(Anchor))
+def test_every_recipe_has_the_likelihood_of_the_tags_that_were_sampled(anchor):
+    """Means per kind and over all of them; violations and invalid rollouts do not count."""
+    valid = np.ones((3, 4), bool)
+    valid[1, 2] = False
+    batch = make_batch(valid=valid)
+    logprobs = current_logprobs(batch)
+    found = tag_logprobs(batch, logprobs)
+    metrics = loss_metrics(batch, dataclasses.replace(SETTINGS, anchor=anchor), logprobs)
+
+    for kind, values in found.items():
+        assert metrics[f"tags/{kind}/count"] == len(values) > 0
+        mean = np.mean(np.exp(values))
+        assert float(metrics[f"tags/{kind}/probability"]) == pytest.approx(mean, rel=1e-5)
+    everything = [value for values in found.values() for value in values]
+    assert metrics["tags/count"] == len(everything)
+    mean = np.mean(np.exp(everything))
+    assert float(metrics["tags/probability"]) == pytest.approx(mean, rel=1e-5)
+    assert float(metrics["tags/logprob"]) == pytest.approx(np.mean(everything), rel=1e-5)
+
+
+def test_the_likelihood_of_tags_has_no_gradient():
+    batch = make_batch()
+    totals = grpo.tag_counts(batch)
+
+    def value(logprobs):
+        return grpo.tag_likelihood(logprobs, batch, totals)["tags/probability"]
+
+    assert not np.any(jax.grad(value)(current_logprobs(batch)))
+
+
 def test_arrays_that_disagree_are_refused():
     batch = make_batch()
     wrong = {
@@ -523,6 +574,10 @@ def test_padding_and_order_change_nothing(anchor):
         structure=Structure(*(wider(x) for x in batch.structure)),
     )
     np.testing.assert_allclose(whole_loss(padded, settings, wider(logprobs)), plain, rtol=1e-5)
+    plain_metrics = loss_metrics(batch, settings, logprobs)
+    padded_metrics = loss_metrics(padded, settings, wider(logprobs))
+    for name, value in plain_metrics.items():
+        np.testing.assert_allclose(padded_metrics[name], value, rtol=1e-5)
 
     groups = np.random.default_rng(1).permutation(3)
     inside = np.random.default_rng(2).permutation(4)
@@ -545,11 +600,11 @@ def test_parts_with_the_whole_batch_totals_add_up(anchor):
         some = dataclasses.replace(
             batch, **{name: jax.tree.map(lambda x: x[rows], getattr(batch, name)) for name in ROWS}
         )
-        return grpo.paravt_loss(logprobs[rows], credit[rows], some, settings, totals)[0]
+        return grpo.paravt_loss(logprobs[rows], credit[rows], some, settings, totals)[1]
 
-    assert float(sum(part(i) for i in range(3))) == pytest.approx(
-        float(whole_loss(batch, settings, logprobs)), rel=1e-4
-    )
+    parts = [part(i) for i in range(3)]
+    for name, value in loss_metrics(batch, settings, logprobs).items():
+        assert float(sum(some[name] for some in parts)) == pytest.approx(float(value), rel=1e-4)
 
 
 def test_rows_of_one_rollout_share_what_it_earned():

@@ -20,14 +20,15 @@ from models.qwen3_vl.model import abstract_model
 from models.sharding import make_mesh
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.grpo import GRPOSettings, Normalisation, advantages, batch_totals
-from paravt_jax.method.rewards import RewardSettings
+from paravt_jax.method.rewards import Rewards, RewardSettings
 from paravt_jax.method.structure import Kind
+from rollout.agent.scoring import executed_calls
 from rollout.engine.requests import Sample, SampleStop
 from train.learn.batch import BatchShape
 from train.learn.rl import Learner
 from train.learn.rl_batch import RLBatch, as_grpo_batch, deal, lay_out, split_rl_batch
 from train.learn.rl_settings import RLSettings
-from train.learn.rollouts import describe, draw_budgets, require_current, roll_out
+from train.learn.rollouts import Rollouts, describe, draw_budgets, require_current, roll_out
 from train.learn.step import make_logprobs
 
 # Tags that are one token.
@@ -296,6 +297,54 @@ def test_metrics_are_also_given_by_budget(road, small):
         mean = sum(figures[f"k{k}/{name}"] * figures[f"k{k}/rollouts"] for k in set(drawn)) / 24
         assert figures[name] == pytest.approx(mean)
     assert figures["reward/format_capped"] == 0, "the recipe has no cap"
+
+
+def test_the_tool_gap_is_what_rollouts_with_calls_earn_more_at_each_budget(road, small):
+    rollouts = rolled_out(road, small.Script(road), road.data.questions[:6], 1, 4, 8, 16)
+    figures = describe(rollouts)
+    earned: dict[tuple[int, bool], list[Rewards]] = collections.defaultdict(list)
+    for group, rewards in zip(rollouts.groups, rollouts.rewards, strict=True):
+        for episode, reward in zip(group, rewards, strict=True):
+            calls = any(call.status.executed for turn in episode.turns for call in turn.calls)
+            earned[episode.frames, calls].append(reward)
+    gaps = 0
+    for k in {k for k, _ in earned}:
+        called, direct = earned[k, True], earned[k, False]
+        assert figures[f"k{k}/rollouts_with_calls"] == len(called)
+        assert figures[f"k{k}/rollouts"] == len(called) + len(direct)
+        for name, field in (("tool_gap", "total"), ("tool_gap_accuracy", "accuracy")):
+            sides = [[getattr(reward, field) for reward in side] for side in (called, direct)]
+            if not all(sides):
+                assert f"k{k}/{name}" not in figures
+            else:
+                expected = np.mean(sides[0]) - np.mean(sides[1])
+                assert figures[f"k{k}/{name}"] == pytest.approx(expected)
+                gaps += 1
+    assert gaps
+
+
+def test_without_a_call_on_one_side_there_is_no_tool_gap(road, small):
+    """Neither 0 nor NaN, which averages over steps would take for a measurement."""
+    rollouts = rolled_out(road, small.Script(road), road.data.questions[:6], 1, 4, 8, 16)
+    pairs = [
+        pair
+        for group, rewards in zip(rollouts.groups, rollouts.rewards, strict=True)
+        for pair in zip(group, rewards, strict=True)
+        if executed_calls(pair[0])
+    ]
+    figures = describe(Rollouts(tuple((e,) for e, _ in pairs), tuple((r,) for _, r in pairs)))
+    assert pairs and not [name for name in figures if "tool_gap" in name]
+
+
+def test_a_step_measures_the_tags_that_were_sampled(road, small, learner, start):
+    """The pinned `<think>` is not sampled, so it has a count of 0 and no mean."""
+    sampler, questions = small.Script(road), road.data.questions[:2]
+    _, metrics = learner.step(start, sampler, road.environment, questions, seed=0)
+    assert metrics["tags/think_close/count"] > 0 and metrics["tags/call_open/count"] > 0
+    assert 0 < metrics["tags/think_close/probability"] <= 1
+    assert metrics["tags/logprob"] < 0
+    assert metrics["tags/think_open/count"] == 0
+    assert "tags/think_open/probability" not in metrics
 
 
 # --- sub-agents' turns ---

@@ -225,8 +225,8 @@ class Learner:
         if on_rollouts:
             on_rollouts(own, multihost_utils.process_allgather(advantages, tiled=True))
         state, update_metrics = self.update(state, RLBatch(placed, batch, advantages, totals))
-        # float() waits for the update, so the times below include it.
-        metrics = {name: float(x) for name, x in (advantage_metrics | update_metrics).items()}
+        # `_known` waits for the update, so the times below include it.
+        metrics = _known(advantage_metrics | update_metrics)
         # Loading allocates the engine's pages. Block until the sync has freed its own memory.
         engine.load(jax.block_until_ready(self.sync(state.weights)), number + 1)
         times.append(time.perf_counter())
@@ -269,6 +269,17 @@ def _advantages(
 ) -> tuple[Float[Array, "b t"], Totals, Metrics]:
     advantages, metrics = grpo.advantages(batch, settings.grpo, settings.rewards.gamma)
     return advantages, grpo.batch_totals(batch), metrics
+
+
+def _known(metrics: Metrics) -> dict[str, float]:
+    """The metrics as numbers, without means over tags that were never sampled."""
+    numbers = {name: float(x) for name, x in metrics.items()}
+
+    def empty(name: str) -> bool:
+        group, _, figure = name.rpartition("/")
+        return figure in ("probability", "logprob") and numbers[f"{group}/count"] == 0
+
+    return {name: number for name, number in numbers.items() if not empty(name)}
 
 
 def _sum_over_processes(counts: dict[str, float]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from paravt_jax.method.records import CallStatus, Episode, Question, StopReason,
 from paravt_jax.method.rewards import Rewards, score_all
 from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment, EpisodeSettings, play
-from rollout.agent.scoring import executed_calls, seed_of
+from rollout.agent.scoring import executed_calls, seed_of, tool_gap
 from rollout.engine.requests import Sampler, run
 from train.learn.rl_settings import RLSettings
 
@@ -144,9 +144,9 @@ def describe(rollouts: Rollouts) -> dict[str, float]:
     metrics["groups/unreadable"] = float(rollouts.unreadable)
     for k in sorted({episode.frames for episode in episodes}):
         members = [n for n, episode in enumerate(episodes) if episode.frames == k]
-        figures = _headline([episodes[n] for n in members], [rewards[n] for n in members])
+        at_k = ([episodes[n] for n in members], [rewards[n] for n in members])
+        figures = _headline(*at_k) | _tool_gap(*at_k)
         metrics |= {f"k{k}/{name}": value for name, value in figures.items()}
-        metrics[f"k{k}/rollouts"] = float(len(members))
     for status in CallStatus:
         metrics[f"call/{status}"] = _mean([outcome.status is status for outcome in outcomes])
     for reason in StopReason:
@@ -160,6 +160,25 @@ def _headline(episodes: Sequence[Episode], rewards: Sequence[Rewards]) -> dict[s
         "compliance": _mean([reward.compliant for reward in rewards]),
         "calls": _mean([executed_calls(episode) for episode in episodes]),
     }
+
+
+def _tool_gap(episodes: Sequence[Episode], rewards: Sequence[Rewards]) -> dict[str, float]:
+    """What rollouts with calls earn more than those without, and the number of rollouts.
+
+    The gaps are missing if all rollouts call, or none does.
+    """
+    figures = {
+        "rollouts": float(len(episodes)),
+        "rollouts_with_calls": float(sum(executed_calls(episode) > 0 for episode in episodes)),
+    }
+    for name, values in (
+        ("tool_gap", [reward.total for reward in rewards]),
+        ("tool_gap_accuracy", [reward.accuracy for reward in rewards]),
+    ):
+        gap = tool_gap(values, episodes)
+        if gap is not None:
+            figures[name] = gap
+    return figures
 
 
 def _response_tokens(episode: Episode) -> int:

@@ -17,7 +17,7 @@ from models.qwen3_vl.config import Qwen3VLConfig, qwen3_vl
 from models.qwen3_vl.model import abstract_model
 from models.sharding import param_shardings
 from paravt_jax.method.grpo import GRPOBatch, Totals
-from paravt_jax.method.structure import Structure
+from paravt_jax.method.structure import TAGS, Structure
 from train.learn.batch import BatchShape, Sequences
 from train.learn.optimizer import make_optimizer
 from train.learn.packed_batch import PackedRows, PackedShape, fitted_rows
@@ -182,5 +182,9 @@ def _rl_batch(shapes: Sequence[BatchShape], config: Qwen3VLConfig) -> RLBatch:
         compliant=_shape(per_rollout, jnp.bool_),
     )
     sequences = tuple(_sequences(shape, config) for shape in shapes)
-    totals = Totals(_shape((), jnp.float32), _shape((), jnp.float32))
+    totals = Totals(
+        tokens=_shape((), jnp.float32),
+        structural=_shape((), jnp.float32),
+        tags=_shape((len(TAGS),), jnp.float32),
+    )
     return RLBatch(sequences, rollouts, _shape(per_token, jnp.float32), totals)

@@ -24,6 +24,8 @@ from paravt_jax.method.grpo.anchor import (
     anchor_likelihood,
     structural_tokens,
     structural_weights,
+    tag_counts,
+    tag_likelihood,
 )
 from paravt_jax.method.grpo.batch import GRPOBatch, Metrics, Totals, masked_mean, masked_sum
 from paravt_jax.method.grpo.loss import (
@@ -58,6 +60,8 @@ __all__ = [
     "shape_rewards",
     "structural_tokens",
     "structural_weights",
+    "tag_counts",
+    "tag_likelihood",
     "token_advantages",
     "varied",
 ]

@@ -11,11 +11,12 @@ response that ends inside a call.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Num
 
-from paravt_jax.method.grpo.batch import GRPOBatch, masked_mean
-from paravt_jax.method.structure import Kind, Structure
+from paravt_jax.method.grpo.batch import GRPOBatch, Metrics, masked_mean
+from paravt_jax.method.structure import TAGS, Kind, Structure
 
 
 def anchor_likelihood(
@@ -95,6 +96,60 @@ def structural_weights(
     zeros = jnp.zeros((structure.positions.shape[0], length), values.dtype)
     # Padding has position 0, which is a real token, so it has to add 0 there.
     return zeros.at[rows, structure.positions].add(jnp.where(structure.valid, values, 0.0))
+
+
+def tag_counts(batch: GRPOBatch) -> Float[Array, " k"]:
+    """Number of trained tokens of tags, of each kind in `TAGS`.
+
+    A token with the kinds of two tags counts for both.
+    """
+    return _of_each_tag(batch).sum((1, 2)).astype(jnp.float32)
+
+
+def tag_likelihood(
+    logprobs: Float[Array, "b t"], batch: GRPOBatch, totals: Float[Array, " k"]
+) -> Metrics:
+    """How likely the tags that were sampled are under the current policy. It has no gradient.
+
+    The tags of all valid rollouts count, compliant or not. Pinned tags do not. Every recipe has
+    these metrics, with an anchor or without.
+
+    Args:
+        logprobs: Log-probs under the current policy.
+        batch: The structural tokens.
+        totals: `tag_counts` of the whole batch, if `batch` is a part of it.
+
+    Returns:
+        `tags/probability` and `tags/logprob`: means over all tags. `tags/KIND/probability`: the
+        mean for each kind. `tags/count` and `tags/KIND/count`: their number of tokens. The metrics
+        of the parts of a batch add up. A mean over no token is 0.
+    """
+    chosen = _of_each_tag(batch)
+    at_tags = jnp.take_along_axis(logprobs, batch.structure.positions, axis=1)
+    at_tags = jax.lax.stop_gradient(at_tags)
+    # Entries that are not chosen may be NaN.
+    logprob = jnp.where(chosen, at_tags, 0.0).sum((1, 2))
+    probability = jnp.where(chosen, jnp.exp(at_tags), 0.0).sum((1, 2))
+    count = chosen.sum((1, 2)).astype(jnp.float32)
+    total = jnp.maximum(totals.sum(), 1)
+    metrics = {
+        "tags/probability": probability.sum() / total,
+        "tags/logprob": logprob.sum() / total,
+        "tags/count": count.sum(),
+    }
+    for n, kind in enumerate(TAGS):
+        name = f"tags/{kind.name.lower()}"
+        metrics[f"{name}/probability"] = probability[n] / jnp.maximum(totals[n], 1)
+        metrics[f"{name}/count"] = count[n]
+    return metrics
+
+
+def _of_each_tag(batch: GRPOBatch) -> Bool[Array, "k b s"]:
+    """For each kind in `TAGS`, the structural tokens of that kind that are trained."""
+    structure = batch.structure
+    trained = jnp.take_along_axis(batch.trained, structure.positions, axis=1)
+    kinds = jnp.array(TAGS, structure.kinds.dtype)[:, None, None]
+    return jnp.logical_and(structure.valid, trained)[None] & (structure.kinds[None] == kinds)
 
 
 def _is_tag(structure: Structure) -> Bool[Array, "b s"]:

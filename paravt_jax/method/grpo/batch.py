@@ -92,6 +92,8 @@ class Totals(NamedTuple):
     """Trained tokens."""
     structural: Float[Array, ""]
     """Tags and violations of the anchor `likelihood`."""
+    tags: Float[Array, " k"]
+    """Tokens of tags, of each of the k kinds (`paravt_jax.method.structure.TAGS`)."""
 
 
 def masked_sum(x: Float[Array, "*s"], mask: Bool[Array, "*s"]) -> Float[Array, ""]:

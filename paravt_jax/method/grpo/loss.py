@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from paravt_jax.method.grpo.anchor import anchor_likelihood, structural_tokens
+from paravt_jax.method.grpo.anchor import (
+    anchor_likelihood,
+    structural_tokens,
+    tag_counts,
+    tag_likelihood,
+)
 from paravt_jax.method.grpo.batch import GRPOBatch, Metrics, Totals, masked_mean
 from paravt_jax.method.grpo.settings import GRPOSettings
 
@@ -114,6 +119,7 @@ def batch_totals(batch: GRPOBatch) -> Totals:
     return Totals(
         tokens=batch.trained.sum().astype(jnp.float32),
         structural=(tags | violations).sum().astype(jnp.float32),
+        tags=tag_counts(batch),
     )
 
 
@@ -149,4 +155,5 @@ def paravt_loss(
         likelihood = anchor_likelihood(logprobs, weight, batch, gamma, totals.structural)
         metrics["anchor_likelihood"] = likelihood
         loss = loss - settings.anchor_weight * likelihood
+    metrics |= tag_likelihood(logprobs, batch, totals.tags)
     return loss, metrics | {"loss": loss}
