@@ -178,6 +178,7 @@ class CallStatus(enum.StrEnum):
     UNREADABLE = "unreadable"  # the video cannot be decoded there, or has no subtitles
     TIMED_OUT = "timed_out"  # the sub-agent did not finish in time
     REFUSED = "refused"  # a remote server refused the sub-agent's request
+    FAILED = "failed"  # a remote server gave the sub-agent no usable reply
 
     @property
     def executed(self) -> bool:
@@ -251,6 +252,7 @@ class StopReason(enum.StrEnum):
     TIME_LIMIT = "time_limit"
     UNREADABLE = "unreadable"  # the video cannot be read
     REFUSED = "refused"  # a remote server refused a request of the main agent
+    FAILED = "failed"  # a remote server gave no usable reply to a request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,4 +268,4 @@ class Episode:
     answer: str | None
     """The main agent's answer; None unless `stop` is ANSWERED."""
     reason: str = ""
-    """Why a server refused a request, in its own words."""
+    """Why a server refused or failed a request, in its own words."""

@@ -65,10 +65,11 @@ class ServerSettings:
     attempts: int = 5
     """Upper bound on requests per answer, the first included."""
     wait: float = 1.0
-    """Wait before the second attempt. It doubles with each further attempt."""
+    """Upper bound on the wait before the second attempt, which is drawn at random below it. The
+    bound doubles with each further attempt. A Retry-After of the server is added to the wait."""
     wait_limit: float = 600.0
-    """Upper bound on the wait between two attempts, even if the server asks for more
-    (Retry-After)."""
+    """Upper bound on the wait between two attempts. If the server asks for more (Retry-After),
+    there is no further attempt."""
     concurrency: int = 16
     """Upper bound on open requests, including those that wait for their next attempt."""
 

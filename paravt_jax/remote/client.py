@@ -16,8 +16,10 @@ import email.utils
 import functools
 import json
 import os
+import random
 import re
 import threading
+import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
@@ -28,6 +30,8 @@ from paravt_jax.method.server import ServerSettings
 
 # Upper bound on the bytes of a reply. A longer one is no chat completion and only fills memory.
 _BODY_LIMIT = 4 << 20
+# Upper bound on a wait that a server asks for; a longer one is as good as this.
+_WAIT_BOUND = 1e9
 # Upper bound on the characters that are kept of a server's own message.
 _MESSAGE_LIMIT = 300
 _HTML_TAG = re.compile("<[^<>]*>")
@@ -71,13 +75,15 @@ class Client:
 
     Args:
         settings: Address, key variable, time limits and number of attempts.
+        draw: Returns a random number in [0, 1), which scales each wait.
 
     Raises:
         ValueError: The environment contains a key or a proxy that cannot be used.
     """
 
-    def __init__(self, settings: ServerSettings):
+    def __init__(self, settings: ServerSettings, draw: Callable[[], float] = random.random):
         self._settings = settings
+        self._draw = draw
         self._url = settings.endpoint.rstrip("/") + "/chat/completions"
         self._slots = asyncio.Semaphore(settings.concurrency)
         connections = settings.concurrency
@@ -157,9 +163,13 @@ class Client:
         read: Callable[[Choice], Answer],
         failures: list[Failure],
     ) -> Answer | Failure:
-        """Attempt until one succeeds, with pauses that double each time."""
+        """Attempt until one succeeds, with random pauses whose bound doubles each time.
+
+        The pause is drawn anew between 0 and its bound ("full jitter"): requests that failed
+        together would otherwise come back together. It is added to what the server asks for.
+        """
         settings = self._settings
-        pause = settings.wait
+        bound = settings.wait
         attempts_left = settings.attempts
         while True:
             outcome = await self._attempt(content, key, read)
@@ -170,8 +180,9 @@ class Client:
             attempts_left -= 1
             if not outcome.again or not attempts_left:
                 return outcome
-            await asyncio.sleep(min(max(pause, outcome.wait), settings.wait_limit))
-            pause *= 2
+            pause = self._draw() * min(bound, settings.wait_limit)
+            await asyncio.sleep(min(outcome.wait + pause, settings.wait_limit))
+            bound *= 2
 
     async def _attempt(
         self, content: bytes, key: str | None, read: Callable[[Choice], Answer]
@@ -197,13 +208,9 @@ class Client:
         except httpx2.HTTPError as error:
             # Only the type: the error's text may quote the request, and with it the key.
             return Failure("unreachable", f"the connection failed ({type(error).__name__})")
+        body = _uncompressed(body, response.headers.get("Content-Encoding", ""))
         if not response.is_success:
-            status = response.status_code
-            # 408 (timeout), 429 (too many requests) and server errors may be temporary.
-            again = status in (408, 429) or status >= 500
-            pause = retry_after(response.headers.get("Retry-After"), response.headers.get("Date"))
-            message = _server_message(body, key)
-            return Failure("http_errors", f"status {status}", message, status, again, pause)
+            return self._http_failure(response, _server_message(body, key))
         choice = _choice(body)
         if choice is None:
             what = "the reply is not a complete chat completion"
@@ -213,6 +220,18 @@ class Client:
         except UnusableReply as error:
             return Failure("nonsense", str(error), _server_message(body, key))
 
+    def _http_failure(self, response: httpx2.Response, message: str) -> Failure:
+        """The failure of a request whose status is not a success."""
+        status = response.status_code
+        # 408 (timeout), 429 (too many requests) and server errors may be temporary.
+        again = status in (408, 429) or status >= 500
+        wait = retry_after(response.headers.get("Retry-After"), response.headers.get("Date"))
+        limit = self._settings.wait_limit
+        if again and wait > limit:
+            again = False
+            message += f" (it asks to wait {wait:,.0f} s, more than the limit of {limit:,.0f} s)"
+        return Failure("http_errors", f"status {status}", message, status, again, wait)
+
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
@@ -220,6 +239,19 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="remote-clients", daemon=True).start()
     return loop
+
+
+def _uncompressed(body: bytes, encoding: str) -> bytes:
+    """The body of a server or proxy that compresses although the request asks it not to.
+
+    At most `_BODY_LIMIT` bytes. A body that cannot be decompressed is returned as it is.
+    """
+    if encoding.lower() not in ("gzip", "x-gzip", "deflate"):
+        return body
+    try:
+        return zlib.decompressobj(wbits=zlib.MAX_WBITS | 32).decompress(body, _BODY_LIMIT)
+    except zlib.error:
+        return body
 
 
 def _choice(body: bytes) -> Choice | None:
@@ -267,8 +299,8 @@ def retry_after(header: str | None, date: str | None = None) -> float:
     """
     if not header:
         return 0.0
-    if re.fullmatch(r"\d{1,9}(?:\.\d{1,9})?", header, re.ASCII):
-        return float(header)
+    if re.fullmatch(r"\d+(?:\.\d+)?", header, re.ASCII):
+        return min(float(header), _WAIT_BOUND)
     until = _date(header)
     now = _date(date or "")
     if not until or not now:

@@ -4,9 +4,9 @@ A request is sent as chat messages that the published template renders to the re
 The text of the reply is converted to ids. The server does its own tokenization and log-probs are
 unknown (NaN), so this is for evaluation, not for training.
 
-If the server refuses a request for its content, the sample has `SampleStop.REFUSED`. If the server
-cannot be reached or sends unusable replies, `EndpointError` ends the run; finished questions are
-kept.
+Failures are values. If the server refuses a request for its content, the sample has
+`SampleStop.REFUSED`. If it cannot be reached, or sends no usable reply in all attempts, the sample
+has `SampleStop.FAILED`. The caller decides when a server is hopeless (`EndpointError`).
 """
 
 from __future__ import annotations
@@ -39,10 +39,14 @@ REFUSAL_REMEDY = (
     "check that the model takes images, and that its context is long enough (vllm --max-model-len)"
 )
 _REMEDIES: dict[int | str, str] = {
+    **dict.fromkeys(
+        (301, 302, 303, 307, 308), "give --endpoint the address to which the server redirects"
+    ),
     401: "check the key in OPENAI_API_KEY",
     403: "check the key in OPENAI_API_KEY",
     404: "check --endpoint (up to and including /v1) and --endpoint-model",
-    "timed_out": "look into the server's log, or lower --concurrency",
+    429: "wait a while, or lower --concurrency",
+    "timed_out": "look into the server's log, lower --concurrency, or raise --request-seconds",
     "unreachable": "check --endpoint, and that the server runs",
     "http_errors": "look into the server's log",
     "nonsense": (
@@ -56,7 +60,7 @@ _Completion = tuple[str, SampleStop, str]
 
 
 class EndpointError(RuntimeError):
-    """The endpoint cannot be used; the message says why."""
+    """The endpoint cannot be used for a run; the message says why."""
 
 
 class FrameImages(FrameFeatures):
@@ -129,11 +133,7 @@ class EndpointSampler:
         return ticket
 
     def step(self) -> list[Completion]:
-        """Wait for a reply, and return the requests that are complete.
-
-        Raises:
-            EndpointError: The server cannot be used.
-        """
+        """Wait for a reply, and return the requests that are complete."""
         # Wait only if there is nothing to return yet.
         if self._pending and not self._failed and not self._finished():
             futures = [f for _, futures in self._pending.values() for f in futures]
@@ -169,7 +169,7 @@ class EndpointSampler:
         if result.status in _REFUSALS:
             return self._sample(request, "", SampleStop.REFUSED, what)
         remedy = _REMEDIES.get(result.status, _REMEDIES[result.kind])
-        raise EndpointError(f"--endpoint {self._settings.endpoint}: {what}; {remedy}")
+        return self._sample(request, "", SampleStop.FAILED, f"{what}; {remedy}")
 
     def _read(self, choice: Choice) -> _Completion:
         """The completion in a successful reply."""
@@ -181,10 +181,9 @@ class EndpointSampler:
         if reason == "content_filter":
             return "", SampleStop.REFUSED, "finish_reason 'content_filter'"
         if not isinstance(text, str) or reason not in ("stop", "length"):
-            raise EndpointError(
-                f"--endpoint {self._settings.endpoint}: the reply has no text "
-                f"(finish_reason {reason!r}); serve the model without a parser for tool calls or "
-                "reasoning, because a parser removes them from the text"
+            raise UnusableReply(
+                f"the reply has no text (finish_reason {reason!r}): serve the model without a "
+                "parser for tool calls or reasoning, because a parser removes them from the text"
             )
         # Some servers also return text that the model wrote after the end of its turn.
         response, end, _ = text.partition("<|im_end|>")

@@ -51,6 +51,7 @@ _CUT_SHORT = {
     SampleStop.DEADLINE: StopReason.TIME_LIMIT,
     SampleStop.UNREADABLE: StopReason.UNREADABLE,
     SampleStop.REFUSED: StopReason.REFUSED,
+    SampleStop.FAILED: StopReason.FAILED,
 }
 
 # Why a sub-agent has no report: the status of its call, and the response to the main agent.
@@ -219,8 +220,11 @@ async def play(
         # Dispatch. A model that calls again after its last tool turn gets one refusal.
         offered = _tools_offered(state)
         outcomes = await _dispatch(state, calls) if offered else _refuse(calls)
+        failures = [o.response for o in outcomes if o.status is CallStatus.FAILED]
         outcomes = [_cut_response(state.protocol, outcome) for outcome in outcomes]
         state.turns.append(Turn(text, tuple(outcomes)))
+        if failures:  # without these reports, the answer would not be the model's own
+            return state.finish(StopReason.FAILED, failures[0])
         if answered and not offered:
             return state.finish(StopReason.ANSWERED)
         if len(state.turns) > state.tool_turns + 1:
@@ -335,6 +339,8 @@ async def _dispatch(state: _EpisodeState, calls: list[Call | FailedCall]) -> lis
 
 def _report(protocol: Protocol, outcome: CallOutcome, sample: Sample) -> CallOutcome:
     """A call's outcome with the report of its sub-agent, or the reason why there is none."""
+    if sample.stop is SampleStop.FAILED:
+        return dataclasses.replace(outcome, status=CallStatus.FAILED, response=sample.reason)
     if sample.stop in _NO_REPORT:
         status, response = _NO_REPORT[sample.stop]
         return dataclasses.replace(outcome, status=status, response=response)

@@ -152,6 +152,8 @@ class SampleStop(enum.StrEnum):
     """The video could not be read, or became unreadable."""
     REFUSED = "refused"
     """A server rejected the request because of its content."""
+    FAILED = "failed"
+    """A server gave no usable reply in all attempts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +170,7 @@ class Sample:
     digest: str
     """`paravt_jax.method.records.digest` of the prompt and the sampled tokens."""
     reason: str = ""
-    """Why a request was refused, for people."""
+    """Why a request was refused or failed, for people."""
 
 
 Completion = tuple[int, tuple[Sample, ...]]  # a request's ticket, and one sample per seed

@@ -2,8 +2,8 @@
 
 Evaluations during a training run and `python -m rollout.evaluate` both call `play_and_score`. An
 episode depends only on its question, settings, seed and weights, so several processes can share the
-questions. Failures are values: a question comes back as `LeftOut` if its video cannot be read or a
-server refuses it.
+questions. Failures are values: a question comes back as `LeftOut` if its video cannot be read, or
+if a server refuses it or does not answer.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class LeftOut:
 
     question: Question
     cause: str
-    """`missing` (no video file), `unreadable`, `too_long`, or `refused` (by the endpoint)."""
+    """`missing` (no video file), `unreadable`, `too_long`, or `refused` or `failed` (by the
+    endpoint)."""
     reason: str
     """What happened, for people."""
 
@@ -169,8 +170,8 @@ async def _play(
         # The file could be opened above but failed during the episode.
         reason = environment.features.unreadable.get(question.video, "it can no longer be read")
         return LeftOut(question, "unreadable", reason)
-    if episode.stop is StopReason.REFUSED:
-        return LeftOut(question, "refused", episode.reason)
+    if episode.stop in (StopReason.REFUSED, StopReason.FAILED):
+        return LeftOut(question, str(episode.stop), episode.reason)
     return episode
 
 

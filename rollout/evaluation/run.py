@@ -27,12 +27,7 @@ from paravt_jax.method.server import ServerSettings
 from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.progress import Progress
 from paravt_jax.remote.judge import RemoteJudge
-from rollout.agent.endpoint import (
-    REFUSAL_REMEDY,
-    EndpointError,
-    EndpointSampler,
-    FrameImages,
-)
+from rollout.agent.endpoint import EndpointSampler, FrameImages
 from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Sampler
@@ -47,15 +42,13 @@ from rollout.evaluation.benchmarks import (
 )
 from rollout.evaluation.folder import EvaluationFolder, Line, latest, read_lines
 from rollout.evaluation.provenance import commit, questions_hash, versions, weights_hash
+from rollout.evaluation.server_watch import ServerWatch
 from rollout.evaluation.settings import OWN, BenchmarkSettings
 from rollout.evaluation.split import Player
 from rollout.evaluation.summary import rows_of, score_of, summarise
 
 # Timestamp in seconds, as long as any label gets. It bounds the lengths of prompts.
 _LATEST_FRAME = 99_999.9
-
-# The run ends if a server refuses questions on this many videos before it has answered any.
-_REFUSED_VIDEOS = 5
 
 
 def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None = None) -> Line:
@@ -73,7 +66,7 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
 
     Raises:
         FileNotFoundError, FolderError, ValueError: the run cannot start. The message is one line.
-        EndpointError: the server fails, or refuses all questions.
+        EndpointError: the server does not answer, or refuses all questions.
     """
     # All checks of files come before the model is loaded, which takes minutes.
     if not (settings.benchmark or settings.questions or questions):
@@ -108,7 +101,8 @@ def evaluate(settings: BenchmarkSettings, questions: Sequence[Question] | None =
                 progress = _Progress(split, len(items))
                 stack.enter_context(progress)
                 # An endpoint that answered questions in an earlier start needs no proof.
-                _play(player, items, folder, progress, settings.endpoint if not done else "")
+                watch = ServerWatch(settings.endpoint, bool(done)) if settings.endpoint else None
+                _play(player, items, folder, progress, watch)
         score = BENCHMARKS[settings.benchmark].score if settings.benchmark else "accuracy"
         summary = folder.summarise(
             lambda config, lines: summarise(config, lines, len(loaded.items), loaded.broken, score)
@@ -214,7 +208,9 @@ def _endpoint(
 ) -> tuple[FrameImages, Sampler]:
     """A sampler that sends requests to the endpoint, with frames as images."""
     images = FrameImages(config, settings.pixels(), videos.root, source=video)
-    server = ServerSettings(settings.endpoint, concurrency=settings.concurrency)
+    server = ServerSettings(
+        settings.endpoint, timeout=settings.request_seconds, concurrency=settings.concurrency
+    )
     sampler = EndpointSampler(server, settings.endpoint_model, vocabulary, images)
     return images, stack.enter_context(contextlib.closing(sampler))
 
@@ -246,7 +242,7 @@ def _play(
     items: Sequence[Item],
     folder: EvaluationFolder,
     progress: _Progress,
-    unproven_endpoint: str,
+    watch: ServerWatch | None,
 ) -> None:
     """Play the items and append their lines to the folder.
 
@@ -255,30 +251,18 @@ def _play(
         items: the items that have no result yet.
         folder: the folder of the evaluation.
         progress: shows the figures so far.
-        unproven_endpoint: address of a server that has not answered any question yet. "" for the
-            engine, and for a server that answered questions in an earlier start.
+        watch: ends the run if an endpoint is hopeless; None for the engine.
 
     Raises:
-        EndpointError: the server has answered none of the questions, or none on the first
-            `_REFUSED_VIDEOS` videos. Then the set-up is at fault, not the questions.
+        EndpointError: see `ServerWatch`.
     """
-    refused: list[Line] = []
-    refused_videos: set[str] = set()
     for line in player.lines(items):
         folder.append(line)
         progress.add(line)
-        if "left_out" not in line:
-            unproven_endpoint = ""
-        elif line["left_out"] == "refused":
-            refused.append(line)
-            refused_videos.add(line["video"])
-        if unproven_endpoint and len(refused_videos) == _REFUSED_VIDEOS:
-            break
-    if unproven_endpoint and refused:
-        raise EndpointError(
-            f"--endpoint {unproven_endpoint}: refused the first {len(refused)} questions, on "
-            f"{len(refused_videos)} videos ({refused[-1]['reason']}); {REFUSAL_REMEDY}"
-        )
+        if watch:
+            watch.add(line)
+    if watch:
+        watch.finish()
 
 
 class _Progress(Progress):

@@ -7,6 +7,7 @@ error before anything is loaded.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Any, Literal
 
@@ -38,6 +39,7 @@ _NOT_IDENTITY = (
     "tensor",
     "endpoint",
     "concurrency",
+    "request_seconds",
 )
 
 
@@ -121,6 +123,8 @@ class BenchmarkSettings:
     """Name of the model at the endpoint."""
     concurrency: int = 16
     """Concurrent requests to the endpoint."""
+    request_seconds: float = 600.0
+    """Time limit of one request to the endpoint; it is then sent again."""
 
     def __post_init__(self):
         self._check_numbers()
@@ -144,6 +148,8 @@ class BenchmarkSettings:
             value = getattr(self, field)
             if value < 1:
                 raise ValueError(f"--{field.replace('_', '-')} {value}: give 1 or more")
+        if not 0 < self.request_seconds < math.inf:
+            raise ValueError(f"--request-seconds {self.request_seconds}: give seconds above 0")
 
     def _check_what_is_played(self) -> None:
         if self.benchmark and self.questions:

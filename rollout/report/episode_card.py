@@ -41,6 +41,7 @@ STOPS = {
     "time_limit": "at the time limit",
     "unreadable": "because the video could not be read",
     "refused": "because the server refused a request",
+    "failed": "because the server did not answer a request",
 }
 """Why an episode ended, in words that follow "ended"."""
 

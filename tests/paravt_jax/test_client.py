@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import email.utils
+import gzip
 import json
 import logging
 import math
 import socket
 import threading
 import time
+import zlib
 from concurrent.futures import wait
 from typing import Any
 
@@ -69,11 +71,14 @@ class Asked:
         return [failure.kind for failure in self.failures]
 
 
-def ask(replies: list[Reply], deadline: float | None = None, **fields) -> Asked:
-    """Ask a server that gives these replies in turn and then repeats the last one."""
+def ask(replies: list[Reply], deadline: float | None = None, drawn: float = 1.0, **fields) -> Asked:
+    """Ask a server that gives these replies in turn and then repeats the last one.
+
+    `drawn` is the random number that scales every wait.
+    """
     with serving(lambda n, _: replies[min(n, len(replies) - 1)]) as server:
         failures: list[Failure] = []
-        client = Client(quick(server.endpoint, **fields))
+        client = Client(quick(server.endpoint, **fields), draw=lambda: drawn)
         future = client.ask({"model": "m"}, text, deadline, failures)
         asked = Asked(future.result(STALL), failures, server.times)
         client.close()
@@ -257,7 +262,7 @@ def test_a_name_that_is_never_found_times_out(monkeypatch):
     [
         Reply(delay=STALL),
         Reply(status=503),
-        Reply(status=429, headers=(("Retry-After", "99999"),)),
+        Reply(status=429, headers=(("Retry-After", "500"),)),
     ],
     ids=["stalled", "failing", "busy"],
 )
@@ -296,12 +301,49 @@ def test_waits_double_up_to_their_limit():
     assert waits[-1] < 6.4
 
 
+def test_waits_are_drawn_anew_between_nothing_and_their_bound():
+    """Requests that failed together would otherwise come back together."""
+    times = ask([Reply(status=500)], attempts=4, wait=60.0, drawn=0.0).times
+    assert len(times) == 4 and times[-1] - times[0] < STALL
+    times = ask([Reply(status=500)], attempts=3, wait=0.4, drawn=0.5).times
+    assert times[1] - times[0] >= 0.2 and times[2] - times[1] >= 0.4
+
+
 @pytest.mark.parametrize("status", [429, 503])
-@pytest.mark.parametrize("asked, least", [("0.3", 0.3), ("1000", 0.4), ("0", 0.0)])
+@pytest.mark.parametrize("asked, least", [("0.3", 0.3), ("0.4", 0.4), ("0", 0.0)])
 def test_the_server_may_ask_for_time_within_bounds(status, asked, least):
     busy = Reply(status=status, headers=(("Retry-After", asked),))
     times = ask([busy, says("1")], wait_limit=0.4).times
     assert least <= times[1] - times[0] < STALL
+
+
+def test_a_wait_that_the_server_asks_for_is_jittered_too():
+    busy = Reply(status=429, headers=(("Retry-After", "0.2"),))
+    times = ask([busy, says("1")], wait=0.3, drawn=1.0).times
+    assert times[1] - times[0] >= 0.5
+
+
+@pytest.mark.parametrize("asked, shown", [("86400", "86,400"), ("9" * 400, "1,000,000,000")])
+def test_a_server_that_asks_for_more_time_than_the_limit_is_not_asked_again(asked, shown):
+    quota = Reply(b'{"error": "no quota"}', 429, (("Retry-After", asked),))
+    asked_once = ask([quota, says("1")])
+    assert len(asked_once.times) == 1
+    assert isinstance(asked_once.found, Failure)
+    message = asked_once.found.server_message
+    assert message == f" (no quota) (it asks to wait {shown} s, more than the limit of 600 s)"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_reply_that_is_compressed_although_it_should_not_be_is_read(encoding):
+    packed = gzip.compress if encoding == "gzip" else zlib.compress
+    reply = Reply(packed(says("1").body), headers=(("Content-Encoding", encoding),))
+    assert ask([reply]).found == "1"
+
+
+def test_a_few_bytes_that_expand_to_gigabytes_are_refused():
+    bomb = gzip.compress(says("1" * 50_000_000).body)
+    reply = Reply(bomb, headers=(("Content-Encoding", "gzip"),))
+    assert failed([reply]).kind == "nonsense"
 
 
 def test_the_server_may_ask_for_time_until_a_date():
@@ -449,7 +491,7 @@ def test_an_address_that_cannot_be_asked_is_refused_with_an_example(address):
         ("-1", 0),
         ("nan", 0),
         ("inf", 0),
-        ("9" * 400, 0),
+        ("9" * 400, 1e9),
         # A date says nothing without the server's own date.
         (DATE, 0),
         ("soon", 0),

@@ -22,7 +22,6 @@ from paravt_jax.method.rewards import Rewards
 from paravt_jax.method.server import ServerSettings
 from paravt_jax.method.tokenizer import Vocabulary
 from rollout.agent.endpoint import (
-    EndpointError,
     EndpointSampler,
     FrameImages,
     messages,
@@ -215,6 +214,7 @@ def test_a_reply_cut_at_its_token_limit_is_a_truncated_turn(ask):
 @pytest.mark.parametrize(
     ("reply", "message", "asked"),
     [
+        (Reply(status=307), "status 307; give --endpoint the address to which", 1),
         (Reply(status=401), "status 401; check the key in OPENAI_API_KEY", 1),
         (Reply(status=404), "status 404; check --endpoint", 1),
         (Reply(status=500), "status 500; look into", 3),
@@ -227,20 +227,33 @@ def test_a_reply_cut_at_its_token_limit_is_a_truncated_turn(ask):
         (error(404, "\ud800" + "x" * 9999), r"status 404 \(x{300}\); check --endpoint", 1),
         (Reply(b'{"detail": "no model m"}', status=404), r"status 404 \(no model m\)", 1),
         (Reply(b'{"error": "bad key"}', status=401), r"status 401 \(bad key\)", 1),
-        (says(None, finish="tool_calls"), "finish_reason 'tool_calls'.*without a parser", 1),
+        (says(None, finish="tool_calls"), "finish_reason 'tool_calls'.*without a parser", 3),
+        (says(None), "finish_reason 'stop'.*without a parser", 3),
     ],
 )
-def test_a_server_that_cannot_be_used_ends_the_run_in_one_line(ask, reply, message, asked):
-    requests = []
+def test_a_request_without_a_usable_reply_ends_its_episode_in_one_line(ask, reply, message, asked):
+    episode, server = ask(lambda number, received: reply, attempts=3)
+    assert episode.stop is StopReason.FAILED
+    assert episode.answer is None
+    assert re.search(message, episode.reason)
+    assert "\n" not in episode.reason
+    assert len(server.received) == asked
+
+
+def test_a_sub_agent_without_a_reply_ends_the_episode(ask):
+    """It would otherwise be scored as if its window had shown nothing."""
 
     def answer(number, received) -> Reply:
-        requests.append(number)
-        return reply
+        chat = received.body["messages"]
+        if chat[0]["role"] != "system" and "96.0 seconds" in str(chat):
+            return Reply(status=500)
+        return course(number, received)
 
-    with pytest.raises(EndpointError, match=message) as error:
-        ask(answer, attempts=3)
-    assert len(requests) == asked
-    assert "\n" not in str(error.value)
+    episode, server = ask(answer, attempts=2)
+    assert episode.stop is StopReason.FAILED
+    assert "status 500" in episode.reason
+    assert [o.status for o in episode.turns[0].calls] == [CallStatus.EXECUTED, CallStatus.FAILED]
+    assert len(server.received) == 1 + 1 + 2
 
 
 REFUSALS = {
@@ -292,9 +305,9 @@ def test_a_sub_agents_refused_request_costs_its_own_report_only(ask):
 
 def test_a_servers_message_does_not_show_the_key(ask, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-17")
-    with pytest.raises(EndpointError, match="no account for .the key.") as raised:
-        ask(lambda number, received: error(401, "no account for sk-17"))
-    assert "sk-17" not in str(raised.value)
+    episode, _ = ask(lambda number, received: error(401, "no account for sk-17"))
+    assert "no account for [the key]" in episode.reason
+    assert "sk-17" not in episode.reason
 
 
 def test_a_reply_ends_with_its_first_end_of_turn(ask):

@@ -288,6 +288,43 @@ def test_a_server_that_has_answered_before_may_refuse_the_rest(by_endpoint):
     assert (summary["n"], summary["left_out"]["refused"]["questions"], requests) == (1, 7, 7)
 
 
+def failing(*texts):
+    """A server that answers C, and breaks down over chats with one of these texts in them."""
+
+    def answer(number, received) -> Reply:
+        chat = str(received.body["messages"])
+        if any(text in chat for text in texts):
+            return Reply(b'{"error": {"message": "no such plan"}}', status=403)
+        return completion("C")
+
+    return answer
+
+
+def test_a_failed_question_is_left_out_and_asked_again_next_time(by_endpoint):
+    rows = [numbered(number) for number in range(4)]
+    summary, printed, _ = by_endpoint(failing("number 1"), rows)
+    assert (summary["n"], summary["accuracy"]) == (3, 1.0)
+    assert summary["left_out"]["failed"]["questions"] == 1
+    assert "left out, failed: 1 questions" in printed
+    assert "status 403 (no such plan); check the key in OPENAI_API_KEY" in printed
+    again, _, requests = by_endpoint(failing(), rows)
+    assert (again["n"], again["left_out"], requests) == (4, {}, 1)
+
+
+@pytest.mark.parametrize(("answered_before", "asked"), [(False, 3), (True, 20)])
+def test_a_server_that_is_down_ends_the_run_in_one_line(by_endpoint, answered_before, asked):
+    """Soon if it has never answered; after a long streak if it has."""
+    rows = [numbered(number, f"v{number}") for number in range(40)]
+    answers = failing(*(f"number {n}?" for n in range(1 if answered_before else 0, 40)))
+    wanted = f"{asked} questions in a row have no answer: status 403 .* asks them again"
+    with pytest.raises(EndpointError, match=wanted) as error:
+        by_endpoint(answers, rows)
+    assert "\n" not in str(error.value)
+    summary, _, requests = by_endpoint(failing(), rows)
+    assert summary["n"] == 40
+    assert requests == 40 - answered_before
+
+
 # --- mistakes ---
 
 
@@ -327,6 +364,7 @@ MISTAKES = [
     (["--benchmark", "charades", "--shuffle"], "--shuffle: charades"),
     (["--temperature", "-1"], "temperature = -1"),
     (["--episodes", "0"], "--episodes 0"),
+    (["--request-seconds", "0"], "--request-seconds 0.0: give seconds above 0"),
     (["--benchmark", "videomm"], "--benchmark videomm: no such split; give one of videomme"),
     (["--questions", "my.jsonl"], "--benchmark videomme, --questions my.jsonl"),
     (["--benchmark", ""], "holds the files of a split; give --benchmark too"),
