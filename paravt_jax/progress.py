@@ -1,4 +1,7 @@
-"""Shows progress on one line: fraction done, time left, rate and the latest figures."""
+"""Shows progress on one line: fraction done, time left, rate and the latest figures.
+
+`size` writes numbers of bytes.
+"""
 
 from __future__ import annotations
 
@@ -103,3 +106,12 @@ class _Lines:
 
     def flush(self) -> None:
         self._stream.flush()
+
+
+def size(count: float) -> str:
+    """A number of bytes in decimal units: "17.5 GB", "320 MB"."""
+    if count >= 1e9:
+        return f"{count / 1e9:,.1f} GB" if count < 1e11 else f"{count / 1e9:,.0f} GB"
+    if count >= 1e6:
+        return f"{count / 1e6:.0f} MB"
+    return f"{count / 1e3:.0f} kB"

@@ -110,7 +110,7 @@ def prepare_published(
     tables = preparation.find_tables(
         sources.fetch(settings.annotations, folder / "annotations", ["*.parquet"])
     )
-    with Progress("unpack media", "archive", shown=hosts.is_first()) as progress:
+    with Progress("unpack media", "MB", shown=hosts.is_first()) as progress:
         root = sources.media_root(settings.media, folder, _reporting(progress, check))
     reading = dataclasses.replace(reading, root=str(root.resolve()))
     with Progress("prepare rows", "row", shown=hosts.is_first()) as progress:

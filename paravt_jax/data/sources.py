@@ -6,27 +6,25 @@ file gets its final name only when it is complete. The source is never changed.
 
 from __future__ import annotations
 
-import concurrent.futures
 import fnmatch
 import os
 import pathlib
-import shutil
-import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import fsspec
 import fsspec.core
 
 from paravt_jax.data import hub
+from paravt_jax.data.archives import PATTERNS, find_archives, inside, unpack
 
 _VIDEOS = (".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".ts", ".mpg")
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MEDIA = (*_VIDEOS, *_PICTURES)
+MEDIA_PATTERNS = (*PATTERNS, *(f"*{suffix}" for suffix in MEDIA))
+"""Patterns of the names of media and of archives."""
 # The fsspec package for each scheme of addresses.
 _BUCKET_PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs"}
-# Folder with one empty file per archive that has been unpacked.
-_MARKS = ".unpacked"
 
 
 def fetch(source: str, folder: pathlib.Path, patterns: Sequence[str]) -> pathlib.Path:
@@ -79,7 +77,7 @@ def _copy(source: str, folder: pathlib.Path, patterns: Sequence[str]) -> pathlib
             f"{source}: no {' or '.join(patterns)} among its {len(sizes)} files; check the path"
         )
     for name, size in sorted(matching.items()):
-        target = _inside(folder, name)
+        target = inside(folder, name)
         if target.is_file() and target.stat().st_size == size:
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -134,22 +132,25 @@ def media_root(
     Args:
         source: A local folder, a hub id or the address of a bucket.
         folder: Where to put what is copied or unpacked.
-        tell: Called after each archive with the number done and the total.
+        tell: Called while archives are unpacked with the megabytes that are done, and all.
 
     Raises:
         ValueError: An archive cannot be unpacked.
         FileNotFoundError: As in `fetch`.
         ModuleNotFoundError: As in `fetch`.
     """
-    patterns = ["*.zip", *(f"*{suffix}" for suffix in MEDIA)]
-    found = fetch(source, folder / "media", patterns)
-    archives = sorted(found.rglob("*.zip"))
-    is_local = found == pathlib.Path(source).expanduser()
+    found = fetch(source, folder / "media", MEDIA_PATTERNS)
     # Archives beside media in a local folder are taken to be unpacked already.
-    if not archives or (is_local and _holds_media(found)):
+    if found == pathlib.Path(source).expanduser() and _holds_media(found):
+        return found
+    files = (file for file in found.rglob("*") if file.is_file())
+    archives = find_archives(
+        {file.relative_to(found).as_posix(): file.stat().st_size for file in files}
+    )
+    if not archives:
         return found
     root = folder / "media"
-    unpack(archives, root, tell)
+    unpack(archives, found, root, tell)
     return root
 
 
@@ -158,78 +159,3 @@ def _holds_media(folder: pathlib.Path) -> bool:
         if any(name.lower().endswith(MEDIA) for name in names):
             return True
     return False
-
-
-def unpack(
-    archives: Iterable[pathlib.Path],
-    root: pathlib.Path,
-    tell: Callable[[int, int], None] | None = None,
-) -> None:
-    """Unpack zip archives into `root`, several at a time. Skips what was unpacked before.
-
-    Args:
-        archives: The zip files.
-        root: Where to unpack them.
-        tell: Called after each archive with the number done and the total.
-
-    Raises:
-        ValueError: An archive is broken, or a member would land outside `root`.
-    """
-    archives = list(archives)
-    root.mkdir(parents=True, exist_ok=True)
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = [pool.submit(_unpack, archive, root) for archive in archives]
-        try:
-            for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
-                future.result()
-                if tell is not None:
-                    tell(done, len(archives))
-        # Also for KeyboardInterrupt: without the cancellation, leaving the `with` block would wait
-        # until all other archives are unpacked.
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def unpacked_mark(name: str, size: int, root: pathlib.Path) -> pathlib.Path:
-    """The file that exists once the archive of this name and size is unpacked to `root`."""
-    return root / _MARKS / f"{name}-{size}"
-
-
-def _unpack(archive: pathlib.Path, root: pathlib.Path) -> None:
-    mark = unpacked_mark(archive.name, archive.stat().st_size, root)
-    if mark.exists():
-        return
-    try:
-        with zipfile.ZipFile(archive) as file:
-            for member in file.infolist():
-                _unpack_member(archive, file, member, root)
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
-        raise ValueError(f"{archive}: cannot be unpacked ({error}); download it again") from error
-    mark.parent.mkdir(exist_ok=True)
-    mark.touch()
-
-
-def _unpack_member(
-    archive: pathlib.Path, file: zipfile.ZipFile, member: zipfile.ZipInfo, root: pathlib.Path
-) -> None:
-    target = _inside(root, member.filename)
-    if member.is_dir():
-        return
-    # An interrupted call has unpacked it already.
-    if target.is_file() and target.stat().st_size == member.file_size:
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # With the archive in the name, two archives with the same member never write to one file.
-    unfinished = target.with_name(f"{target.name}.{archive.stem}.partial")
-    with file.open(member) as packed, unfinished.open("wb") as plain:
-        shutil.copyfileobj(packed, plain, 2**20)
-    os.replace(unfinished, target)
-
-
-def _inside(root: pathlib.Path, name: str) -> pathlib.Path:
-    """Join a relative name to the root. Raises ValueError for a name that would leave it."""
-    path = pathlib.PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\\" in name:
-        raise ValueError(f"{name}: would be written outside {root}; remove it from the source")
-    return root / path

@@ -28,6 +28,7 @@ from models.qwen3_vl.config import tiny
 from models.qwen3_vl.hf import save
 from models.qwen3_vl.model import Qwen3VL
 from paravt_jax.data import video
+from paravt_jax.data.archives import Archive, mark_of
 from paravt_jax.data.stored_settings import lock
 from paravt_jax.method.judge import JudgeSettings
 from paravt_jax.method.rewards import RewardSettings
@@ -439,9 +440,10 @@ def test_sources_on_the_hub_are_counted_in_bytes(tmp_path, monkeypatch):
     assert annotations.needed == "2.0 GB, which the run downloads"
     assert annotations.remedy == "hf download --repo-type dataset ParaVT/ParaVT-Parquet"
     assert media.needed == ("300 GB, which the run downloads; about 300 GB unpacked (an estimate)")
-    marks = tmp_path / "set" / "media" / ".unpacked"
-    marks.mkdir(parents=True)
-    (marks / f"videos.zip-{300 * GB}").touch()
+    archive = Archive("videos.zip", ("videos.zip",), 300 * GB)
+    mark = mark_of(archive, tmp_path / "set" / "media")
+    mark.parent.mkdir(parents=True)
+    mark.touch()
     assert data.data(subject(run, tmp_path))[2].needed == "300 GB, which the run downloads"
 
 

@@ -11,19 +11,21 @@ from collections.abc import Callable
 from huggingface_hub import constants
 
 from paravt_jax.data import sources
+from paravt_jax.data.archives import ArchiveError, find_archives, mark_of
 from paravt_jax.data.hub import is_hub_id
 from paravt_jax.data.preparation import PLAN
 from paravt_jax.data.question_files import read_questions
 from paravt_jax.method import tokenizer
+from paravt_jax.progress import size
 from train.check import asking
 from train.check.asking import NoAccess, NoAnswer
-from train.check.finding import Finding, failed, size
+from train.check.finding import Finding, failed
 from train.check.subject import Subject
 from train.check.weights import access_remedy
 from train.published_data import DataSettings, find_prepared, reading_of
 
 _TABLES = ("*.parquet",)
-_MEDIA = ("*.zip", *(f"*{suffix}" for suffix in sources.MEDIA))
+_MEDIA = sources.MEDIA_PATTERNS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,12 +221,11 @@ def _find(
         )
     if not files:
         raise FileNotFoundError(f"{address}: no {', '.join(patterns)}; give the folder of them")
-    archives = {name: count for name, count in files.items() if name.endswith(".zip")}
-    packed = sum(
-        count
-        for name, count in archives.items()
-        if not sources.unpacked_mark(pathlib.Path(name).name, count, target).exists()
-    )
+    try:
+        archives = find_archives(files)
+    except ArchiveError as error:
+        raise FileNotFoundError(str(error)) from error
+    packed = sum(archive.size for archive in archives if not mark_of(archive, target).exists())
     return Source(place, fetch, folder, float(packed))
 
 
@@ -242,7 +243,8 @@ def _local_files(folder: pathlib.Path, patterns: tuple[str, ...]) -> dict[str, i
     for place, _, names in os.walk(folder):
         for name in asking.matching(dict.fromkeys(names, 0), patterns):
             path = pathlib.Path(place) / name
+            relative = path.relative_to(folder).as_posix()
             if name.lower().endswith(sources.MEDIA):
-                return {str(path): path.stat().st_size}
-            found[str(path)] = path.stat().st_size
+                return {relative: path.stat().st_size}
+            found[relative] = path.stat().st_size
     return found

@@ -10,10 +10,11 @@ import shutil
 from collections.abc import Callable
 
 from paravt_jax.data.hub import is_hub_id
+from paravt_jax.progress import size
 from train.check import asking, sizes
 from train.check.asking import NoAccess, NoAnswer
 from train.check.data import Source, find_annotations, find_media, is_prepared
-from train.check.finding import Finding, size
+from train.check.finding import Finding
 from train.check.subject import Subject, existing
 from train.check.weights import to_download
 

@@ -75,15 +75,6 @@ def summary(findings: Sequence[Finding]) -> str:
 _SHORT = ("devices", "weights", "data", "disk")  # items of the summary
 
 
-def size(count: float) -> str:
-    """A number of bytes in decimal units: "17.5 GB", "320 MB"."""
-    if count >= 1e9:
-        return f"{count / 1e9:,.1f} GB" if count < 1e11 else f"{count / 1e9:,.0f} GB"
-    if count >= 1e6:
-        return f"{count / 1e6:.0f} MB"
-    return f"{count / 1e3:.0f} kB"
-
-
 def failed(item: str, error: Exception) -> Finding:
     """A finding for an error that says itself what is wrong. Further lines become the remedy."""
     first, _, rest = str(error).partition("\n")

@@ -12,8 +12,9 @@ from packaging.requirements import Requirement
 
 from paravt_jax.data import video
 from paravt_jax.processes.cluster import has_tpu_chips
+from paravt_jax.progress import size
 from train.check import sizes
-from train.check.finding import Finding, failed, size
+from train.check.finding import Finding, failed
 from train.check.subject import Subject, process_count
 from train.fit import GIB, fit
 from train.slices import Topology, found_devices, host_memory

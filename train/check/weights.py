@@ -11,9 +11,10 @@ from models.weights.folder import CONFIG, local_folder, weights_files
 from models.weights.tensor_file import read_header
 from paravt_jax.data.hub import is_hub_id
 from paravt_jax.method import tokenizer
+from paravt_jax.progress import size
 from train.check import asking, sizes
 from train.check.asking import Download, NoAccess, NoAnswer
-from train.check.finding import Finding, failed, size
+from train.check.finding import Finding, failed
 from train.check.subject import Subject
 from train.published_model import config_of
 

@@ -1,0 +1,326 @@
+"""Archives of videos: whole, in parts, interrupted, damaged and hostile."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import pathlib
+import random
+import signal
+import stat
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Mapping
+
+import pytest
+
+from paravt_jax.data import archives
+from paravt_jax.data.archives import ArchiveError, find_archives, mark_of, unpack
+
+ROOT = pathlib.Path(__file__).parents[2]
+VIDEOS = {
+    "data/a.mp4": random.Random(0).randbytes(70_000),
+    "data/b.mp4": random.Random(1).randbytes(512),
+    "subtitle/a.srt": b"1\n00:00:01,000 --> 00:00:02,000\nhello\n" * 30,
+}
+FORMATS = ("v.zip", "v.tar", "v.tar.gz", "v.tgz")
+
+
+def packed(name: str, members: Mapping[str, bytes]) -> bytes:
+    """An archive of the format that its name says."""
+    stream = io.BytesIO()
+    if name.endswith(".zip"):
+        with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as file:
+            file.mkdir("empty")
+            for member, content in members.items():
+                file.writestr(member, content)
+    else:
+        with tarfile.open(fileobj=stream, mode="w:gz" if name.endswith("gz") else "w") as file:
+            folder = tarfile.TarInfo("empty")
+            folder.type = tarfile.DIRTYPE
+            file.addfile(folder)
+            for member, content in members.items():
+                about = tarfile.TarInfo(member)
+                about.size = len(content)
+                file.addfile(about, io.BytesIO(content))
+    return stream.getvalue()
+
+
+def unpack_all(source: pathlib.Path, root: pathlib.Path, **fields) -> None:
+    files = [file for file in source.rglob("*") if file.is_file()]
+    sizes = {file.relative_to(source).as_posix(): file.stat().st_size for file in files}
+    unpack(find_archives(sizes, **fields), source, root)
+
+
+def contents(root: pathlib.Path) -> dict[str, bytes]:
+    """All files below a folder, except for the marks."""
+    return {
+        file.relative_to(root).as_posix(): file.read_bytes()
+        for file in root.rglob("*")
+        if file.is_file() and ".unpacked" not in file.parts
+    }
+
+
+@pytest.fixture
+def source(tmp_path) -> pathlib.Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_archive_is_unpacked_once(source, tmp_path, name):
+    (source / name).write_bytes(packed(name, VIDEOS))
+    unpack_all(source, tmp_path / "root")
+    assert contents(tmp_path / "root") == VIDEOS
+    (tmp_path / "root/data/a.mp4").write_bytes(b"changed since")
+    unpack_all(source, tmp_path / "root")
+    assert (tmp_path / "root/data/a.mp4").read_bytes() == b"changed since"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "part", ["{}.{:03d}", "{}.part{:02d}", "{}.part.{letters}", "{}-{letters}", "x/{}.{letters}"]
+)
+def test_parts_are_joined(source, tmp_path, name, part):
+    whole = packed(name, VIDEOS)
+    step = len(whole) // 11 + 1
+    (source / "x").mkdir()
+    for n in range(0, len(whole), step):
+        number = n // step
+        letters = "abc"[number // 26] + chr(ord("a") + number % 26)
+        (source / part.format(name, number, letters=letters)).write_bytes(whole[n : n + step])
+    unpack_all(source, tmp_path / "root")
+    assert contents(tmp_path / "root") == VIDEOS
+
+
+def test_slices_that_look_like_whole_archives_are_joined_by_their_numbers(source, tmp_path):
+    whole = packed("v.zip", VIDEOS)
+    step = len(whole) // 11 + 1
+    for n in range(0, len(whole), step):
+        (source / f"video_chunk_{1 + n // step}.zip").write_bytes(whole[n : n + step])
+    unpack_all(source, tmp_path / "root", joined=["video*.zip"])
+    assert contents(tmp_path / "root") == VIDEOS
+
+
+@pytest.mark.parametrize("gone", [0, 1, 5])
+def test_a_missing_part_is_named(gone):
+    names = [f"v.tar.part.a{letter}" for letter in "abcdef"]
+    sizes = dict.fromkeys(names, 10)
+    del sizes[names[gone]]
+    if gone == 5:  # the last one is missed when the archive is read
+        assert find_archives(sizes)[0].parts == tuple(names[:5])
+        return
+    with pytest.raises(ArchiveError, match=r"^v\.tar: of its parts only .*download the missing"):
+        find_archives(sizes)
+
+
+def test_archives_of_the_same_name_and_size_are_both_unpacked(source, tmp_path):
+    for folder in ("first", "second"):
+        (source / folder).mkdir()
+        content = packed("v.tar", {f"{folder}.mp4": b"x" * 100})
+        (source / folder / "v.tar").write_bytes(content)
+    unpack_all(source, tmp_path / "root")
+    assert sorted(contents(tmp_path / "root")) == ["first.mp4", "second.mp4"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_archive_cut_off_anywhere_is_refused_and_not_marked(source, tmp_path, name):
+    whole = packed(name, VIDEOS)
+    minimum = whole.rstrip(b"\0") if name == "v.tar" else whole
+    # A tar may be cut within the zeros behind its end marker, which it does not need.
+    last = len(minimum) // 512 * 512 + 1535 if name == "v.tar" else len(whole) - 1
+    cuts = {*random.Random(2).sample(range(last), 30), last}
+    if name == "v.tar":  # tarfile itself does not notice a cut between two files
+        with tarfile.open(fileobj=io.BytesIO(whole)) as file:
+            cuts |= {member.offset for member in file}
+    for cut in cuts:
+        root = tmp_path / f"root{cut}"
+        (source / name).write_bytes(whole[:cut])
+        with pytest.raises(ArchiveError, match=name):
+            unpack_all(source, root)
+        assert not list(root.rglob(".unpacked/*")), cut
+        (source / name).write_bytes(whole)
+        unpack_all(source, root)
+        assert contents(root) == VIDEOS, "the whole archive mends what the broken one left"
+
+
+@pytest.mark.parametrize("name", ["v.zip", "v.tar.gz"])
+def test_a_changed_byte_gives_the_same_files_or_an_error_in_one_line(source, tmp_path, name):
+    whole = packed(name, VIDEOS)
+    rng = random.Random(3)
+    refused = 0
+    for n in range(60):
+        place = rng.randrange(len(whole)) if n % 2 else len(whole) - 1 - rng.randrange(400)
+        bad = bytearray(whole)
+        bad[place] ^= 1 << rng.randrange(8)
+        (source / name).write_bytes(bad)
+        root = tmp_path / str(n)
+        try:
+            unpack_all(source, root)
+        except ArchiveError as error:
+            refused += 1
+            assert "\n" not in str(error) and name in str(error)
+            assert not list(root.rglob(".unpacked/*"))
+            continue
+        # Times and attributes have no checksum, nor have a zip's names of empty folders.
+        assert contents(root) == VIDEOS
+    assert refused > 20
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "member", ["../out.mp4", "/tmp/out.mp4", "x\\..\\out.mp4", "a/../../out.mp4"]
+)
+def test_nothing_is_written_outside_the_root(source, tmp_path, name, member):
+    (source / name).write_bytes(packed(name, {"in.mp4": b"y", member: b"x"}))
+    with pytest.raises(ArchiveError, match=r"out\.mp4 would be written outside .* it is kept"):
+        unpack_all(source, tmp_path / "root")
+    assert not list(tmp_path.rglob("*out.mp4"))
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
+def test_links_and_devices_in_a_tar_are_refused(source, tmp_path, kind):
+    with tarfile.open(source / "v.tar", "w") as file:
+        link = tarfile.TarInfo("data")
+        link.type = kind
+        link.linkname = "/etc"
+        file.addfile(link)
+    with pytest.raises(ArchiveError, match="data is a link or a device"):
+        unpack_all(source, tmp_path / "root")
+
+
+def test_links_in_a_zip_are_refused(source, tmp_path):
+    with zipfile.ZipFile(source / "v.zip", "w") as file:
+        link = zipfile.ZipInfo("data")
+        link.external_attr = (stat.S_IFLNK | 0o777) << 16
+        file.writestr(link, "/etc")
+    with pytest.raises(ArchiveError, match="data is a link"):
+        unpack_all(source, tmp_path / "root")
+    assert not (tmp_path / "root/data").exists()
+
+
+def test_an_encrypted_zip_is_refused(source, tmp_path):
+    content = bytearray(packed("v.zip", {"a.mp4": b"x"}))
+    for magic, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        for place in range(len(content)):
+            if content[place : place + 4] == magic:
+                content[place + offset] |= 1
+    (source / "v.zip").write_bytes(content)
+    with pytest.raises(ArchiveError, match=r"v\.zip: .*encrypted.*password"):
+        unpack_all(source, tmp_path / "root")
+
+
+@pytest.mark.parametrize(
+    ("name", "members"),
+    [
+        ("v.zip", {"zeros": bytes(30_000_000)}),
+        ("v.tar.gz", {"zeros": bytes(30_000_000)}),
+        # Headers take room, too.
+        ("v.tar.gz", {f"{n}": b"" for n in range(6000)}),
+    ],
+)
+def test_an_archive_that_explodes_is_refused(source, tmp_path, name, members):
+    (source / name).write_bytes(packed(name, members))
+    with pytest.raises(ArchiveError, match="more than 50 times its size"):
+        unpack_all(source, tmp_path / "root")
+    assert sum(map(len, contents(tmp_path / "root").values())) < 5_000_000
+
+
+@pytest.mark.parametrize("zeros", [10_240, 4_000_000])
+def test_an_archive_of_zeros_is_refused(source, tmp_path, zeros):
+    """What an interrupted download leaves where its file was reserved in advance."""
+    (source / "v.tar").write_bytes(bytes(zeros))
+    with pytest.raises(ArchiveError, match=r"v\.tar"):
+        unpack_all(source, tmp_path / "root")
+    (source / "v.tar").write_bytes(packed("v.tar", VIDEOS) + bytes(4_000_000))
+    with pytest.raises(ArchiveError, match="cut off or damaged"):
+        unpack_all(source, tmp_path / "root")
+
+
+def test_a_file_with_another_content_is_not_replaced(source, tmp_path):
+    (source / "v.zip").write_bytes(packed("v.zip", VIDEOS))
+    present = tmp_path / "root/data/a.mp4"
+    present.parent.mkdir(parents=True)
+    present.write_bytes(bytes(len(VIDEOS["data/a.mp4"])))
+    with pytest.raises(ArchiveError, match="exists with another content"):
+        unpack_all(source, tmp_path / "root")
+    present.write_bytes(VIDEOS["data/a.mp4"])
+    before = present.stat().st_mtime_ns
+    unpack_all(source, tmp_path / "root")
+    assert present.stat().st_mtime_ns == before, "an equal file is kept as it is"
+
+
+def test_names_that_the_disk_cannot_hold_are_one_line(source, tmp_path):
+    (source / "v.zip").write_bytes(packed("v.zip", {"x" * 300: b"x"}))
+    with pytest.raises(ArchiveError, match=r"v\.zip: holds a name that cannot be written"):
+        unpack_all(source, tmp_path / "root")
+
+
+def test_a_stop_ends_the_threads_within_a_block(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(archives, "_BLOCK", 1000)
+    for n in range(8):
+        (source / f"{n}.tar").write_bytes(packed("v.tar", {f"{n}.mp4": bytes(3_000_000)}))
+
+    def tell(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    files = {f"{n}.tar": 3_000_000 for n in range(8)}
+    with pytest.raises(KeyboardInterrupt):
+        unpack(find_archives(files), source, tmp_path / "root", tell)
+    marks = list((tmp_path / "root").rglob(".unpacked/*"))
+    assert len(marks) < 8
+    unpack_all(source, tmp_path / "root")
+    assert sorted(contents(tmp_path / "root")) == [f"{n}.mp4" for n in range(8)]
+
+
+SLOWLY = """
+import pathlib, sys, time
+from paravt_jax.data import archives
+archives._BLOCK = 100
+source, root = map(pathlib.Path, sys.argv[1:])
+replace = archives.os.replace
+def slow(*paths):
+    time.sleep(0.02)
+    replace(*paths)
+    time.sleep(0.02)
+archives.os.replace = slow
+sizes = {file.name: file.stat().st_size for file in source.iterdir()}
+archives.unpack(archives.find_archives(sizes), source, root)
+"""
+
+
+@pytest.mark.parametrize("name", ["v.zip", "v.tar"])
+def test_unpacking_goes_on_after_a_kill(source, tmp_path, name):
+    members = {f"{n}.mp4": random.Random(n).randbytes(3000) for n in range(40)}
+    (source / name).write_bytes(packed(name, members))
+    root = tmp_path / "root"
+    for wanted in (3, 17):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SLOWLY, str(source), str(root)],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+        deadline = time.monotonic() + 60
+        while len(list(root.glob("*.mp4"))) < wanted and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        (archive,) = find_archives({name: (source / name).stat().st_size})
+        assert not mark_of(archive, root).exists()
+        for file in root.glob("*.mp4"):
+            assert file.read_bytes() == members[file.name], "a file is complete or not there"
+    unpack_all(source, root)
+    assert {path: content for path, content in contents(root).items() if path[0] != "."} == members
+    assert not list(root.rglob("*.partial"))
+
+
+def test_a_gzip_with_a_wrong_checksum_is_refused(source, tmp_path):
+    whole = bytearray(gzip.compress(packed("v.tar", VIDEOS)))
+    whole[-6] ^= 1
+    (source / "v.tar.gz").write_bytes(whole)
+    with pytest.raises(ArchiveError, match=r"v\.tar\.gz: cannot be unpacked .*download it again"):
+        unpack_all(source, tmp_path / "root")
