@@ -38,8 +38,9 @@ from models.qwen3_vl import hf
 from models.qwen3_vl.model import Qwen3VL, abstract_model
 from models.qwen3_vl.rope import mrope_positions, next_position
 from paravt_jax.data import video
-from paravt_jax.data.frames import VideoInfo, overview_indices
+from paravt_jax.data.frames import VideoInfo, overview_indices, shown
 from paravt_jax.data.local_path import require_local
+from paravt_jax.data.sizes import PixelRules
 from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sampling, ask, run
@@ -261,12 +262,12 @@ class MemoryFrames(FrameFeatures):
         for key in [*self._store]:
             self._drop(key)
 
-    def _encode_video(self, name: str, wanted: list[int]):
-        def read(path: Path, indices: list[int]) -> np.ndarray:
-            return self._pixels[path.name][indices]
+    def _encode_video(self, name: str, wanted: list[int], crop: bool):
+        def read(path: Path, indices: list[int], rules: PixelRules | None) -> np.ndarray:
+            return np.stack([shown(frame, rules) for frame in self._pixels[path.name][indices]])
 
         with mock.patch.object(video, "read", read):
-            return super()._encode_video(name, wanted)
+            return super()._encode_video(name, wanted, crop)
 
     def _timed(self, *arguments: Any) -> jax.Array:
         start = time.perf_counter()

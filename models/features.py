@@ -29,14 +29,16 @@ from paravt_jax.data.frames import (
     VideoError,
     VideoInfo,
     overview_indices,
-    resize,
     window_indices,
 )
-from paravt_jax.data.sizes import smart_resize
+from paravt_jax.data.sizes import PixelRules
 from paravt_jax.method.records import Frame
 
 # Videos whose timestamps are kept: 8 bytes per frame, about 100 kB for five minutes.
 _MAX_INFOS = 1024
+
+# qwen_vl_utils resizes to multiples of this many pixels, two patches of Qwen2-VL.
+_CLIENT_FACTOR = 28
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,16 @@ class FrameSettings:
     """Smaller frames are enlarged to this area, in pixels."""
     max_pixels: int = 50_176
     """Larger frames are shrunk to this area, in pixels."""
+    crop_min_pixels: int = 0
+    """Replaces min_pixels for the frames of crops; 0: the same."""
+    crop_max_pixels: int = 0
+    """Replaces max_pixels for the frames of crops; 0: the same."""
+    snap: int = 0
+    """28: resize to multiples of 28 first, as clients of Qwen's servers do; 0: not at all."""
+    jpeg: int = 0
+    """Quality of the JPEG through which resized frames go, from 1 to 100; 0: none."""
+    processor_min_pixels: int = 0
+    """Resized frames below this area are enlarged, as Qwen3-VL's processor does (65,536); 0: no."""
     batch: int = 16
     """Frames per call of the vision tower, about one crop. A partly filled call costs the same."""
     whole_frames: int = 0
@@ -55,22 +67,61 @@ class FrameSettings:
     """Size limit of the feature cache, in MiB."""
 
     def __post_init__(self):
-        for name, least in (("min_pixels", 1), ("batch", 1), ("whole_frames", 0), ("cache_mib", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"frames.{name}: {getattr(self, name)}; give a whole number of at least {least}"
-                )
+        for name in ("min_pixels", "batch"):
+            self._require_at_least(1, name)
+        for name in (
+            "crop_min_pixels",
+            "crop_max_pixels",
+            "processor_min_pixels",
+            "whole_frames",
+            "cache_mib",
+        ):
+            self._require_at_least(0, name)
+        self._check_limits()
+        if self.snap not in (0, _CLIENT_FACTOR):
+            raise ValueError(
+                f"frames.snap: {self.snap}; give {_CLIENT_FACTOR}, or 0 for no such step"
+            )
+        if not 0 <= self.jpeg <= 100:
+            raise ValueError(
+                f"frames.jpeg: {self.jpeg}; give a quality from 1 to 100, or 0 for no JPEG"
+            )
+
+    def _require_at_least(self, least: int, name: str) -> None:
+        if getattr(self, name) < least:
+            raise ValueError(
+                f"frames.{name}: {getattr(self, name)}; give a whole number of at least {least}"
+            )
+
+    def _check_limits(self) -> None:
         if self.max_pixels < self.min_pixels:
             raise ValueError(
                 f"frames.max_pixels: {self.max_pixels}; give at least frames.min_pixels = "
                 f"{self.min_pixels}"
             )
+        least = self.crop_min_pixels or self.min_pixels
+        most = self.crop_max_pixels or self.max_pixels
+        if most < least:
+            raise ValueError(
+                f"frames.crop_max_pixels, frames.crop_min_pixels: crops have at least {least} and "
+                f"at most {most} pixels; raise the one or lower the other"
+            )
+
+    def rules(self, vision: VisionConfig, crop: bool = False) -> PixelRules:
+        """How a frame of an overview, or of a crop, becomes what the tower reads."""
+        return PixelRules(
+            min_pixels=crop and self.crop_min_pixels or self.min_pixels,
+            max_pixels=crop and self.crop_max_pixels or self.max_pixels,
+            factor=vision.patch_size * vision.spatial_merge_size,
+            snap=self.snap,
+            jpeg=self.jpeg,
+            processor_min_pixels=self.processor_min_pixels,
+        )
 
 
-def frame_tokens(settings: FrameSettings, vision: VisionConfig) -> int:
+def frame_tokens(settings: FrameSettings, vision: VisionConfig, crop: bool = False) -> int:
     """Upper bound on the visual tokens of a frame. Very wide frames that exceed it are refused."""
-    factor = vision.patch_size * vision.spatial_merge_size
-    return max(1, settings.max_pixels // factor**2)
+    return settings.rules(vision, crop).most_tokens
 
 
 class FrameFeatures:
@@ -165,41 +216,48 @@ class FrameFeatures:
         self, name: str, start: float, end: float, fps: float, limit: int
     ) -> tuple[Frame, ...]:
         """At most `limit` frames of the window [start, end] in seconds, at `fps`."""
-        return self._frames(name, window_indices(self.info(name), start, end, fps, limit))
+        indices = window_indices(self.info(name), start, end, fps, limit)
+        return self._frames(name, indices, crop=True)
 
-    def _frames(self, name: str, indices: np.ndarray) -> tuple[Frame, ...]:
+    def _frames(self, name: str, indices: np.ndarray, crop: bool = False) -> tuple[Frame, ...]:
         times = self.info(name).times
-        return tuple(Frame(name, int(i), float(times[i])) for i in indices)
+        return tuple(Frame(name, int(i), float(times[i]), crop) for i in indices)
 
-    def grid(self, name: str) -> tuple[int, int]:
-        """The (height, width) of a video's frames in patches, after resizing.
+    def grid(self, frame: Frame | str) -> tuple[int, int]:
+        """The (height, width) of a frame in patches, after resizing.
+
+        Args:
+            frame: a frame, or a video's name for the frames of its overview.
 
         Raises:
             VideoError: the video is unreadable, or its frames are too long and thin.
         """
+        name, crop = (frame, False) if isinstance(frame, str) else (frame.video, frame.crop)
         info = self.info(name)
-        patch = self.config.vision.patch_size
-        factor = patch * self.config.vision.spatial_merge_size
-        limits = (self.settings.min_pixels, self.settings.max_pixels)
+        rules = self._rules(crop)
         try:
-            height, width = smart_resize(info.height, info.width, *limits, factor)
+            height, width = rules.sizes(info.height, info.width)[-1]
         except ValueError as error:
             # The frames are too long and thin.
             raise VideoError(self.root / name, str(error)) from error
-        limit = frame_tokens(self.settings, self.config.vision)
-        if height * width > limit * factor**2:
+        tokens = height * width // rules.factor**2
+        if tokens > rules.most_tokens:
             raise VideoError(
                 self.root / name,
                 f"its frames of {info.width} x {info.height} pixels are too long and thin: they "
-                f"need {height * width // factor**2} visual tokens, and frames.max_pixels = "
-                f"{self.settings.max_pixels} allows {limit}",
+                f"need {tokens} visual tokens, and frames.max_pixels = {rules.max_pixels} allows "
+                f"{rules.most_tokens}",
             )
+        patch = self.config.vision.patch_size
         return height // patch, width // patch
 
-    def tokens(self, name: str) -> int:
-        """Visual tokens per frame of this video."""
-        height, width = self.grid(name)
+    def tokens(self, frame: Frame | str) -> int:
+        """Visual tokens of a frame, or of each frame of a video's overview."""
+        height, width = self.grid(frame)
         return height * width // self.config.vision.spatial_merge_size**2
+
+    def _rules(self, crop: bool) -> PixelRules:
+        return self.settings.rules(self.config.vision, crop)
 
     def forget(self, name: str) -> None:
         """Drops everything known about a video."""
@@ -216,21 +274,22 @@ class FrameFeatures:
             frame.video,
             self._content(frame.video),
             frame.index,
-            *self.grid(frame.video),
+            *self.grid(frame),
+            self._rules(frame.crop),
             self.version,
         )
 
     def __call__(self, frames: Sequence[Frame]) -> Shaped[np.ndarray, "m ..."]:
         keys = [self.key(frame) for frame in frames]
-        # Per video, the indices of missing frames. A dict, as an ordered set.
-        missing: dict[str, dict[int, None]] = {}
+        # Per video and kind of frame, the indices of missing frames. A dict, as an ordered set.
+        missing: dict[tuple[str, bool], dict[int, None]] = {}
         for frame, key in zip(frames, keys, strict=True):
             if key not in self._store:
-                missing.setdefault(frame.video, {})[frame.index] = None
+                missing.setdefault((frame.video, frame.crop), {})[frame.index] = None
         fresh: dict[tuple, np.ndarray] = {}
-        for name, wanted in missing.items():
+        for (name, crop), wanted in missing.items():
             try:
-                fresh |= self._encode_video(name, list(wanted))
+                fresh |= self._encode_video(name, list(wanted), crop)
             except VideoError as error:
                 self.unreadable[name] = error.reason
                 raise
@@ -242,12 +301,12 @@ class FrameFeatures:
         self._remember(fresh)
         return np.concatenate(rows)
 
-    def _encode_video(self, name: str, wanted: list[int]) -> dict[tuple, np.ndarray]:
-        """Reads and encodes frames of one video.
+    def _encode_video(self, name: str, wanted: list[int], crop: bool) -> dict[tuple, np.ndarray]:
+        """Reads and encodes frames of one video, all of its overview or all of crops.
 
         Batches never mix videos, so that features do not depend on what else was asked for.
         """
-        grid = self.grid(name)
+        grid = self.grid(Frame(name, 0, 0.0, crop))
         count = self.info(name).frames
         if not 0 <= min(wanted) <= max(wanted) < count:
             raise VideoError(
@@ -255,21 +314,19 @@ class FrameFeatures:
                 f"it has {count} frames, {min(wanted)} to {max(wanted)} were asked for",
             )
         indices = list(range(count)) if count <= self.settings.whole_frames else wanted
-        patch = self.config.vision.patch_size
-        size = (grid[0] * patch, grid[1] * patch)
         try:
-            pixels = [resize(frame, size) for frame in self.source.read(self.root / name, indices)]
+            pixels = self.source.read(self.root / name, indices, self._rules(crop))
         except IndexError as error:
             raise VideoError(
                 self.root / name, f"it had {count} frames and has changed since"
             ) from error
         self.encoded_frames += len(indices)
         # A key does not depend on the timestamp.
-        keys = [self.key(Frame(name, i, 0.0)) for i in indices]
+        keys = [self.key(Frame(name, i, 0.0, crop)) for i in indices]
         return dict(zip(keys, self._vectors(pixels, grid), strict=True))
 
     def _vectors(
-        self, pixels: Sequence[UInt8[np.ndarray, "h w 3"]], grid: tuple[int, int]
+        self, pixels: UInt8[np.ndarray, "m h w 3"], grid: tuple[int, int]
     ) -> list[Shaped[np.ndarray, "tokens ..."]]:
         """Features of frames of equal size, one array [tokens, c, d] per frame.
 
@@ -282,7 +339,7 @@ class FrameFeatures:
         for first in range(0, len(pixels), batch):
             part = pixels[first : first + batch]
             # The last batch is padded with black frames: the tower is compiled for one batch size.
-            frames = np.zeros((batch, *pixels[0].shape), np.uint8)
+            frames = np.zeros((batch, *pixels.shape[1:]), np.uint8)
             frames[: len(part)] = part
             patches = patchify(frames, config.patch_size, config.spatial_merge_size)
             features = np.asarray(self._encode(self._weights, patches, layout), np.float32)

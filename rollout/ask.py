@@ -35,6 +35,7 @@ from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import (
     CallOutcome,
     Episode,
+    Frame,
     Question,
     QuestionKind,
     StopReason,
@@ -184,7 +185,7 @@ class Assistant:
         end = features.info(video).duration
         frame_tokens = features.tokens(video)
         prompt = overview_tokens(protocol, frames, frame_tokens, end) + _QUESTION_TOKENS
-        crop = crop_tokens(protocol, frame_tokens, end)
+        crop = crop_tokens(protocol, features.tokens(Frame(video, 0, 0.0, crop=True)), end)
         sizes = sizes_for_single_episodes(protocol, prompt, crop)
         if sizes not in self._engines:
             self._engines[sizes] = Engine(self._model, features, sizes)

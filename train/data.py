@@ -124,7 +124,7 @@ def row_stream(
         for numbers in batch[hosts.share_of(len(batch))]:
             for conversation in data.row(numbers):
                 for clip in conversation.clips:
-                    reader.ahead(data.root / clip.path, clip.indices)
+                    reader.ahead(data.root / clip.path, clip.indices, clip.crop)
 
     return Ahead(batches, depth, prefetch)
 

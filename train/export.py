@@ -34,6 +34,7 @@ from train.durable.run_directory import READABLE, RunDirectoryError, read_config
 # Largest number of frames per video, as in `models.processor.video_frame_indices`. The
 # `longest_edge` of a video processor bounds the pixels of all frames of a video together.
 _FRAMES = 768
+_PUBLISHED_MAX_PIXELS = 16_777_216  # of the published processor
 # The chat template: plain turns, with tool responses inside user turns. It refuses tools, because
 # their schema is part of the system turn that `paravt_jax.method.protocol` writes.
 _TEMPLATE = """\
@@ -125,8 +126,15 @@ def write_model(
 
 def _processor_files(config: Qwen3VLConfig, frames: FrameSettings) -> dict[str, str]:
     """Contents of the chat template and the processors' settings, by file name."""
-    image_pixels = {"shortest_edge": frames.min_pixels, "longest_edge": frames.max_pixels}
-    video_pixels = {**image_pixels, "longest_edge": _FRAMES * frames.max_pixels}
+    longest = max(frames.max_pixels, frames.crop_max_pixels)
+    image_pixels = {"shortest_edge": frames.min_pixels, "longest_edge": longest}
+    if frames.snap or frames.processor_min_pixels:
+        # Whoever sends the frames applies the limits; the processor has its own, published ones.
+        image_pixels = {
+            "shortest_edge": frames.processor_min_pixels or 1,
+            "longest_edge": _PUBLISHED_MAX_PIXELS,
+        }
+    video_pixels = {**image_pixels, "longest_edge": _FRAMES * longest}
     image = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": "Qwen3VLProcessor",

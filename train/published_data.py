@@ -141,9 +141,8 @@ def reading_of(
         limits=_shared_limits(limits),
         frames=settings.frames,
         fps=settings.fps,
-        min_pixels=frames.min_pixels,
-        max_pixels=frames.max_pixels,
-        factor=vision.patch_size * vision.spatial_merge_size,
+        rules=frames.rules(vision),
+        crop_rules=frames.rules(vision, crop=True),
     )
 
 
@@ -178,6 +177,7 @@ def _shared_limits(limits: ProtocolSettings) -> ProtocolSettings:
         "crop_fps",
         "crop_frames",
         "max_num_frames",
+        "frame_times",
         "tools",
     )
     return ProtocolSettings(**{name: getattr(limits, name) for name in names})
@@ -189,9 +189,8 @@ def open_reader(settings: DataSettings, frames: FrameSettings, vision: VisionCon
         ReaderSettings(
             workers=settings.processes,
             deadline=settings.deadline,
-            min_pixels=frames.min_pixels,
-            max_pixels=frames.max_pixels,
-            factor=vision.patch_size * vision.spatial_merge_size,
+            rules=frames.rules(vision),
+            crop_rules=frames.rules(vision, crop=True),
         )
     )
 

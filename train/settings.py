@@ -12,7 +12,6 @@ from typing import Any, Literal
 from models.features import FrameSettings, frame_tokens
 from models.qwen3_vl.config import VisionConfig, qwen3_vl, tiny
 from paravt_jax.data.local_path import require_local
-from paravt_jax.data.sizes import smart_resize
 from paravt_jax.method.protocol import ProtocolSettings
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.processes.cluster import HostSettings
@@ -177,28 +176,32 @@ class Run:
 
     @property
     def frame_tokens(self) -> int:
-        """Largest number of visual tokens per frame."""
+        """Largest number of visual tokens per frame of an overview."""
+        return self._frame_tokens(crop=False)
+
+    @property
+    def crop_frame_tokens(self) -> int:
+        """Largest number of visual tokens per frame of a crop."""
+        return self._frame_tokens(crop=True)
+
+    def _frame_tokens(self, crop: bool) -> int:
         if self.world is None:
-            return frame_tokens(self.frames, self.vision)
+            return frame_tokens(self.frames, self.vision, crop)
         # Every frame of the small world has the same size, so the number is exact.
-        factor = self.vision.patch_size * self.vision.spatial_merge_size
         side = self.world.size
-        height, width = smart_resize(
-            side, side, self.frames.min_pixels, self.frames.max_pixels, factor
-        )
-        return height * width // factor**2
+        return self.frames.rules(self.vision, crop).tokens(side, side)
 
     def limits(self, dispatch: Dispatch = "parallel") -> ProtocolSettings:
         """Limits of an episode. Dispatch `frames` shows the crops in the main agent's own
         trajectory, so its limits include room for them."""
         if dispatch != "frames":
             return self.protocol
-        crop_tokens = lengths(self.protocol, self.frame_tokens, 0).crop_prompt
+        crop_tokens = lengths(self.protocol, self.crop_frame_tokens, 0).crop_prompt
         return self.protocol.showing_frames(crop_tokens)
 
     def lengths(self, frames: int, dispatch: Dispatch = "parallel") -> Lengths:
         """Sequence lengths, in tokens, for prompts that show up to `frames` frames."""
-        return lengths(self.limits(dispatch), self.frame_tokens, frames)
+        return lengths(self.limits(dispatch), self.frame_tokens, frames, self.crop_frame_tokens)
 
     @property
     def rl_shapes(self) -> tuple[BatchShape, ...]:

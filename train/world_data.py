@@ -91,7 +91,11 @@ def world_records(run: Run) -> Splits:
         *world_text.main_conversations(train, run.text),
         *world_text.window_conversations(train, run.text, run.protocol),
     ):
-        trajectory = render(conversation, rules, lambda _: run.frame_tokens)
+        trajectory = render(
+            conversation,
+            rules,
+            lambda clip: run.crop_frame_tokens if clip.crop else run.frame_tokens,
+        )
         conversations.append(dataclasses.replace(conversation, tokens=len(trajectory.ids)))
         longest |= _limited_lengths(trajectory, conversation.subagent, len(rules.pinned.ids))
     _require_room(run, rules, longest)

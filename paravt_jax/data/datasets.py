@@ -139,8 +139,8 @@ def encode(record: Record) -> tuple[str, str]:
 
 
 def _as_dict(record: Record) -> dict[str, Any]:
-    """The fields of a record. Fields that few questions have are left out where they are empty."""
-    rare = ("subtitles", "evidence")
+    """The fields of a record. Fields that few records have are left out where they are empty."""
+    rare = ("subtitles", "evidence", "crop")
     return dataclasses.asdict(
         record,
         dict_factory=lambda fields: {

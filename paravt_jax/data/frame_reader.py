@@ -1,6 +1,6 @@
 """Reads frames ahead of time: worker processes decode and resize them during training steps.
 
-The pixels are those of `video.read` followed by `resize`, whether or not they were requested ahead.
+The pixels are those of `video.read`, whether or not they were requested ahead.
 A file that hangs or crashes its worker raises `VideoError`, like any other bad file.
 """
 
@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 
 from paravt_jax.data import video
-from paravt_jax.data.frames import VideoError, VideoInfo, overview_indices, resize
-from paravt_jax.data.sizes import smart_resize
+from paravt_jax.data.frames import VideoError, VideoInfo, overview_indices
+from paravt_jax.data.sizes import PixelRules
 from paravt_jax.data.workers import WorkerError, Workers
 
 
@@ -33,12 +33,10 @@ class ReaderSettings:
     """Time limit for reading one file, in seconds."""
     ready: int = 256
     """Upper bound on requests kept in memory; one for 64 frames of 224 x 224 takes 9.2 MiB."""
-    min_pixels: int = 784
-    """Smallest area of a frame, in pixels."""
-    max_pixels: int = 50_176
-    """Largest area of a frame, in pixels."""
-    factor: int = 32
-    """Pixels along the side of a merged patch: patch size times merge size."""
+    rules: PixelRules = PixelRules()
+    """How frames of overviews are resized."""
+    crop_rules: PixelRules = PixelRules()
+    """How frames of crops are resized."""
 
     def __post_init__(self):
         for name in ("workers", "ready"):
@@ -52,18 +50,22 @@ class ReaderSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ReadTask:
-    """Frames to read from a file: their numbers, or the number of frames of an overview."""
+    """Frames to read from a file: their numbers, or the number of frames of an overview.
+
+    `rules` says how they are resized.
+    """
 
     path: str
     wanted: tuple[int, ...] | int
-    settings: ReaderSettings
+    rules: PixelRules
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadFrames:
-    """Frames that a worker process has read. Empty if the task wanted none."""
+    """Frames that a worker process has read, resized by `rules`; none if the task wanted none."""
 
     info: VideoInfo
+    rules: PixelRules
     indices: tuple[int, ...]
     frames: UInt8[np.ndarray, "m h w 3"]
 
@@ -94,18 +96,23 @@ class FrameReader:
         self._lock = threading.Lock()
 
     def ahead(
-        self, path: str | os.PathLike, wanted: Sequence[int] | Int64[np.ndarray, " m"] | int
+        self,
+        path: str | os.PathLike,
+        wanted: Sequence[int] | Int64[np.ndarray, " m"] | int,
+        crop: bool = False,
     ) -> None:
         """Request frames of a file without waiting for them. `read` raises any error.
 
         Args:
             path: The file.
             wanted: Frame numbers, or the number of frames of an overview.
+            crop: Whether a crop shows them, which may have limits of its own.
         """
         if not isinstance(wanted, int):
             wanted = tuple(int(n) for n in wanted)
+        rules = self.settings.crop_rules if crop else self.settings.rules
         with self._lock:
-            future = self._submit(str(path), wanted)
+            future = self._submit(str(path), wanted, rules)
             self._requests.setdefault(str(path), []).append(future)
             # Requests that are never fetched must not fill the memory: drop the oldest.
             while sum(map(len, self._requests.values())) > self.settings.ready:
@@ -123,22 +130,27 @@ class FrameReader:
             # A request for frames that do not exist fails although the file can be read.
             with contextlib.suppress(IndexError):
                 return _result(str(path), future).info
-        return _result(str(path), self._submit_late(str(path), ())).info
+        return _result(str(path), self._submit_late(str(path), (), self.settings.rules)).info
 
     def read(
-        self, path: str | os.PathLike, indices: Sequence[int] | Int64[np.ndarray, " m"]
+        self,
+        path: str | os.PathLike,
+        indices: Sequence[int] | Int64[np.ndarray, " m"],
+        rules: PixelRules | None = None,
     ) -> UInt8[np.ndarray, "m h w 3"]:
         """Return resized frames, and drop the request that held them.
 
         Args:
             path: The file.
             indices: Frame numbers, as in `video.read`.
+            rules: How they are resized; None: as in overviews.
 
         Raises:
             VideoError: The file cannot be read.
             IndexError: A frame does not exist.
         """
         wanted = [int(n) for n in indices]
+        rules = rules or self.settings.rules
         with self._lock:
             # Take the requests out while they are examined: two threads must not share one.
             futures = self._requests.pop(str(path), [])
@@ -150,11 +162,11 @@ class FrameReader:
                 # This request named frames that do not exist. The wanted ones may.
                 futures.remove(future)
                 continue
-            if set(wanted) <= set(result.indices):
+            if rules == result.rules and set(wanted) <= set(result.indices):
                 futures.remove(future)
                 self._put_back(str(path), futures)
                 return self._select(result, wanted)
-        late = self._submit_late(str(path), tuple(wanted))
+        late = self._submit_late(str(path), tuple(wanted), rules)
         return self._select(_result(str(path), late), wanted)
 
     def forget(self) -> None:
@@ -176,12 +188,16 @@ class FrameReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, path: str, wanted: tuple[int, ...] | int) -> Future[ReadFrames]:
-        return self._workers.submit(ReadTask(path, wanted, self.settings))
+    def _submit(
+        self, path: str, wanted: tuple[int, ...] | int, rules: PixelRules
+    ) -> Future[ReadFrames]:
+        return self._workers.submit(ReadTask(path, wanted, rules))
 
-    def _submit_late(self, path: str, wanted: tuple[int, ...]) -> Future[ReadFrames]:
+    def _submit_late(
+        self, path: str, wanted: tuple[int, ...], rules: PixelRules
+    ) -> Future[ReadFrames]:
         self.late += 1
-        return self._submit(path, wanted)
+        return self._submit(path, wanted, rules)
 
     def _put_back(self, path: str, futures: list[Future[ReadFrames]]) -> None:
         """Keep the requests for other frames of the same file."""
@@ -217,14 +233,5 @@ def read_in_worker(task: ReadTask) -> ReadFrames:
     if isinstance(indices, int):
         indices = tuple(overview_indices(info.frames, indices).tolist())
     if not indices:
-        return ReadFrames(info, (), np.zeros((0, 0, 0, 3), np.uint8))
-    settings = task.settings
-    try:
-        size = smart_resize(
-            info.height, info.width, settings.min_pixels, settings.max_pixels, settings.factor
-        )
-    except ValueError as error:
-        # The longer side is over 200 times the shorter one.
-        raise VideoError(task.path, str(error)) from error
-    frames = [resize(frame, size) for frame in video.read(task.path, indices)]
-    return ReadFrames(info, indices, np.stack(frames))
+        return ReadFrames(info, task.rules, (), np.zeros((0, 0, 0, 3), np.uint8))
+    return ReadFrames(info, task.rules, indices, video.read(task.path, indices, task.rules))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import pathlib
 from typing import Protocol, runtime_checkable
@@ -10,6 +11,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float64, Int64, UInt8
 from PIL import Image
+
+from paravt_jax.data.sizes import PixelRules
 
 
 class VideoError(Exception):
@@ -57,6 +60,31 @@ def resize(frame: UInt8[np.ndarray, "h w 3"], size: tuple[int, int]) -> UInt8[np
     height, width = size
     image = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
     return np.asarray(image)
+
+
+def shown(
+    frame: UInt8[np.ndarray, "h w 3"], rules: PixelRules | None
+) -> UInt8[np.ndarray, "y x 3"]:
+    """The pixels that the model sees of a decoded frame. Without rules, the frame itself.
+
+    Raises:
+        ValueError: The frame is too long and thin to be resized.
+    """
+    if rules is None:
+        return frame
+    first, *rest = rules.sizes(*frame.shape[:2])
+    frame = resize(frame, first)
+    if rules.jpeg:
+        frame = _through_jpeg(frame, rules.jpeg)
+    for size in rest:
+        frame = resize(frame, size)
+    return frame
+
+
+def _through_jpeg(frame: UInt8[np.ndarray, "h w 3"], quality: int) -> UInt8[np.ndarray, "h w 3"]:
+    file = io.BytesIO()
+    Image.fromarray(frame).save(file, "JPEG", quality=quality)
+    return np.asarray(Image.open(file).convert("RGB"))
 
 
 def overview_indices(frames: int, k: int) -> Int64[np.ndarray, " m"]:
@@ -130,4 +158,6 @@ class FrameSource(Protocol):
 
     def probe(self, path: pathlib.Path) -> VideoInfo: ...
 
-    def read(self, path: pathlib.Path, indices: list[int]) -> UInt8[np.ndarray, "m h w 3"]: ...
+    def read(
+        self, path: pathlib.Path, indices: list[int], rules: PixelRules | None
+    ) -> UInt8[np.ndarray, "m h w 3"]: ...

@@ -23,7 +23,7 @@ from paravt_jax.data.published import (
     read_conversation,
     read_question,
 )
-from paravt_jax.data.sizes import smart_resize
+from paravt_jax.data.sizes import PixelRules
 from paravt_jax.method import tokenizer
 from paravt_jax.method.conversations import Clip, Conversation, render
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
@@ -45,19 +45,15 @@ class Reading:
     """Upper bound on the frames of a video's overview."""
     fps: float = 1.0
     """Frames per second of a video's overview."""
-    min_pixels: int = 784
-    """Smallest area of a frame, in pixels."""
-    max_pixels: int = 50_176
-    """Largest area of a frame, in pixels."""
-    factor: int = 32
-    """Pixels along the side of a merged patch: patch size times merge size."""
+    rules: PixelRules = PixelRules()
+    """How frames of overviews and pictures are resized."""
+    crop_rules: PixelRules = PixelRules()
+    """How frames of crops are resized."""
 
     def tokens(self, clip: Clip) -> int:
         """Return the number of visual tokens of one frame of the clip."""
-        height, width = smart_resize(
-            clip.height, clip.width, self.min_pixels, self.max_pixels, self.factor
-        )
-        return height * width // self.factor**2
+        rules = self.crop_rules if clip.crop else self.rules
+        return rules.tokens(clip.height, clip.width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +191,15 @@ class VideoChecker:
             indices = self._overview(info) if call is None else self._window(info, call)
             _require_decodable(file, int(indices[0]), int(indices[-1]))
         times = tuple(round(float(info.times[i]), 3) for i in indices)
-        clip = Clip(path, tuple(indices.tolist()), times, info.height, info.width, still=still)
+        clip = Clip(
+            path,
+            tuple(indices.tolist()),
+            times,
+            info.height,
+            info.width,
+            still=still,
+            crop=call is not None and not still,
+        )
         try:
             self.reading.tokens(clip)
         except ValueError as error:

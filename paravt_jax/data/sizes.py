@@ -5,11 +5,86 @@ The results equal those of qwen_vl_utils and of the processors of transformers.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 
 # Default limits on the visual tokens of an image.
 _MIN_TOKENS = 4
 _MAX_TOKENS = 16_384
+
+# `PixelRules.most_tokens` covers frames whose longer side is at most this many times the shorter.
+_MOST_ELONGATED = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class PixelRules:
+    """How a decoded frame becomes the pixels that the model sees.
+
+    By default a frame is resized once, to a multiple of `factor` within the limits. A server that
+    gets frames as pictures works in several steps, which `snap`, `jpeg` and `processor_min_pixels`
+    repeat:
+
+        decoded frame     720 x 1280
+        client's size     560 x 1008     multiples of `snap`, at most `max_pixels`
+        JPEG              560 x 1008     with `jpeg`
+        processor's size  576 x 1024     multiples of `factor`, at least `processor_min_pixels`
+    """
+
+    min_pixels: int = 784
+    """Smaller frames are enlarged to this area, in pixels."""
+    max_pixels: int = 50_176
+    """Larger frames are shrunk to this area, in pixels."""
+    factor: int = 32
+    """Pixels along the side of a merged patch: patch size times merge size."""
+    snap: int = 0
+    """Sides are first rounded to multiples of this many pixels; 0 leaves the step out."""
+    jpeg: int = 0
+    """Quality of the JPEG through which the resized frame goes; 0 leaves the step out."""
+    processor_min_pixels: int = 0
+    """Smallest area that the processor accepts, in pixels; 0: any."""
+
+    def sizes(self, height: int, width: int) -> tuple[tuple[int, int], ...]:
+        """The (height, width) of each step at which a frame is resized; the last is the model's.
+
+        Raises:
+            ValueError: As in `smart_resize`.
+        """
+        limits = (self.min_pixels, self.max_pixels)
+        if not self.snap and not self.processor_min_pixels:
+            return (smart_resize(height, width, *limits, self.factor),)
+        first = smart_resize(height, width, *limits, self.snap or self.factor)
+        return first, self._processor_size(first)
+
+    def tokens(self, height: int, width: int) -> int:
+        """Visual tokens of a frame of this size before resizing."""
+        height, width = self.sizes(height, width)[-1]
+        return height * width // self.factor**2
+
+    @property
+    def most_tokens(self) -> int:
+        """Upper bound on the visual tokens of a frame that is at most 4 times as long as wide."""
+        if not self.snap and not self.processor_min_pixels:
+            return max(1, self.max_pixels // self.factor**2)
+        return _most_tokens(self)
+
+    def _processor_size(self, size: tuple[int, int]) -> tuple[int, int]:
+        least = self.processor_min_pixels or 1
+        return image_size(*size, (least, _MAX_TOKENS * self.factor**2), self.factor)
+
+
+@functools.lru_cache
+def _most_tokens(rules: PixelRules) -> int:
+    """The largest processor's size of all sizes that the first step can give, in tokens."""
+    step = rules.snap or rules.factor
+    cells = max(1, rules.max_pixels // step**2)
+    areas = []
+    for rows in range(1, cells + 1):
+        for columns in range(rows, min(cells // rows, _MOST_ELONGATED * rows) + 1):
+            # The rule treats both sides alike.
+            height, width = rules._processor_size((rows * step, columns * step))
+            areas.append(height * width)
+    return max(areas) // rules.factor**2
 
 
 def smart_resize(

@@ -23,7 +23,8 @@ from av.container import InputContainer
 from jaxtyping import Int64, UInt8
 from PIL import Image, ImageOps
 
-from paravt_jax.data.frames import VideoError, VideoInfo
+from paravt_jax.data.frames import VideoError, VideoInfo, shown
+from paravt_jax.data.sizes import PixelRules
 
 try:
     import decord
@@ -81,19 +82,23 @@ def probe(path: str | os.PathLike) -> VideoInfo:
 
 
 def read(
-    path: str | os.PathLike, indices: Sequence[int] | Int64[np.ndarray, " m"]
+    path: str | os.PathLike,
+    indices: Sequence[int] | Int64[np.ndarray, " m"],
+    rules: PixelRules | None = None,
 ) -> UInt8[np.ndarray, "m height width 3"]:
     """Decode frames of a file.
 
     Args:
         path: The file.
         indices: Frame numbers in any order; a number may occur several times.
+        rules: How each frame is resized as soon as it is decoded, so that many large frames take
+            little memory; None: not at all.
 
     Returns:
         The RGB pixels of the frames, in the order of `indices`.
 
     Raises:
-        VideoError: The file cannot be read.
+        VideoError: The file cannot be read, or its frames are too thin to be resized.
         IndexError: `indices` is empty or contains a number that the file does not have.
     """
     wanted = np.asarray(indices, np.int64)
@@ -102,7 +107,7 @@ def read(
     if is_picture(path):
         if wanted.any():
             raise IndexError(f"{path}: frame {wanted.max()} requested; a picture has only frame 0")
-        return np.repeat(_picture(path)[None], len(wanted), axis=0)
+        return np.repeat(_shown(path, _picture(path), rules)[None], len(wanted), axis=0)
 
     def decode(container: InputContainer) -> np.ndarray:
         index = _index(path, container)
@@ -113,9 +118,9 @@ def read(
             )
         pixels = None
         if index.decord:
-            pixels = _read_decord(path, wanted, index)
+            pixels = _read_decord(path, wanted, index, rules)
         if pixels is None:
-            pixels = _read_av(path, container, wanted, index)
+            pixels = _read_av(path, container, wanted, index, rules)
         return pixels
 
     return _with_container(path, decode)
@@ -317,8 +322,21 @@ def _scan_frames(container: InputContainer, stream: av.VideoStream) -> tuple[lis
     return stamps, durations
 
 
+def _shown(
+    path: str | os.PathLike, frame: UInt8[np.ndarray, "h w 3"], rules: PixelRules | None
+) -> UInt8[np.ndarray, "y x 3"]:
+    try:
+        return shown(frame, rules)
+    except ValueError as error:
+        # The longer side is over 200 times the shorter one.
+        raise VideoError(path, str(error)) from error
+
+
 def _read_decord(
-    path: str | os.PathLike, wanted: Int64[np.ndarray, " m"], index: _Index
+    path: str | os.PathLike,
+    wanted: Int64[np.ndarray, " m"],
+    index: _Index,
+    rules: PixelRules | None,
 ) -> UInt8[np.ndarray, "m height width 3"] | None:
     """Decode with decord, or return None if it is missing or disagrees with the index."""
     if decord is None:
@@ -330,7 +348,8 @@ def _read_decord(
             return None
         # Read forwards: each step back costs decord a seek and a decoded GOP.
         forward, positions = np.unique(wanted, return_inverse=True)
-        return reader.get_batch(forward.tolist()).asnumpy()[positions]
+        frames = [_shown(path, reader.get_batch([n]).asnumpy()[0], rules) for n in forward.tolist()]
+        return np.stack(frames)[positions]
     except (RuntimeError, decord.DECORDError):
         return None
 
@@ -340,36 +359,50 @@ def _read_av(
     container: InputContainer,
     wanted: Int64[np.ndarray, " m"],
     index: _Index,
+    rules: PixelRules | None,
 ) -> UInt8[np.ndarray, "m height width 3"]:
     """Decode with PyAV: from keyframe to keyframe if the file is seekable, else in one pass."""
     stream = _stream(path, container)
     pending = np.unique(wanted).tolist()
     pictures: dict[int, np.ndarray] = {}
+    decoded_sizes: set[tuple[int, ...]] = set()
+
+    def keep(n: int, frame: av.VideoFrame) -> None:
+        pixels = _upright(frame)
+        decoded_sizes.add(pixels.shape)
+        pictures[n] = _shown(path, pixels, rules)
+
     while pending:
         if index.seekable:
             # `backward` goes to the last keyframe at or before the timestamp.
             container.seek(int(index.stamps[pending[0]]), backward=True, stream=stream)
         else:
             container.seek(0, backward=True)
-        found = _collect(container, stream, pending, index)
+        found = _collect(container, stream, pending, index, keep)
         if not found and index.seekable:
             # The container's own seek table may be wrong. Decode once from the start.
             container.seek(int(index.stamps[0]), backward=True, stream=stream)
-            found = _collect(container, stream, pending, index)
+            found = _collect(container, stream, pending, index, keep)
         if not found:
             raise VideoError(path, f"frame {pending[0]} of {index.info.frames} cannot be decoded")
-        pictures |= found
         pending = [n for n in pending if n not in pictures]
-    if len({picture.shape for picture in pictures.values()}) > 1:
+    if len(decoded_sizes) > 1:
         raise VideoError(path, "its frames have several sizes; encode it again with one size")
     return np.stack([pictures[n] for n in wanted.tolist()])
 
 
 def _collect(
-    container: InputContainer, stream: av.VideoStream, pending: list[int], index: _Index
-) -> dict[int, np.ndarray]:
-    """Decode from the current position until all pending frames are found or a seek is faster."""
-    found: dict[int, np.ndarray] = {}
+    container: InputContainer,
+    stream: av.VideoStream,
+    pending: list[int],
+    index: _Index,
+    keep: Callable[[int, av.VideoFrame], None],
+) -> set[int]:
+    """Decode from the current position until all pending frames are found or a seek is faster.
+
+    Calls `keep` with each pending frame and its number. Returns the numbers.
+    """
+    found: set[int] = set()
     for n, frame in enumerate(container.decode(stream)):
         if index.seekable:
             # After a seek, counting says nothing. The timestamp identifies the frame.
@@ -377,7 +410,8 @@ def _collect(
             if n is None:
                 continue
         if n in pending:
-            found[n] = _upright(frame)
+            keep(n, frame)
+            found.add(n)
         later = [m for m in pending if m > n and m not in found]
         if not later:
             break

@@ -32,11 +32,13 @@ class Clip:
     """Width of the file in pixels."""
     still: bool = False
     """Whether the file is a picture: one frame without a timestamp."""
+    crop: bool = False
+    """Whether a crop shows these frames, which may have size limits of its own."""
 
     @property
     def frames(self) -> tuple[Frame, ...]:
         return tuple(
-            Frame(self.path, index, time)
+            Frame(self.path, index, time, self.crop)
             for index, time in zip(self.indices, self.times, strict=True)
         )
 

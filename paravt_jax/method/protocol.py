@@ -126,6 +126,8 @@ class ProtocolSettings:
     # 12 tokens are enough for 99,999.9 seconds in Qwen's tokenizer.
     label_tokens: int = 12
     """Upper bound on the tokens per frame for its timestamp and vision marks."""
+    frame_times: bool = True
+    """Write each frame's time before it, as `<12.5 seconds>`."""
     # The cold start teaches `<think>` in both cases.
     pin_think: bool = True
     """Begin every response of the main agent with `<think>` (paper, constrained generation)."""
@@ -418,13 +420,13 @@ class Protocol:
         return self._special.sub(lambda match: match[0][0] + " " + match[0][1:], text)
 
     def measure_label(self, time: float) -> int:
-        """Count the tokens of a frame's label: its timestamp, and two vision marks."""
-        return len(self._timestamp(time)) + 2
+        """Count the tokens of a frame's label: its timestamp, if shown, and two vision marks."""
+        return (len(self._timestamp(time)) if self.settings.frame_times else 0) + 2
 
     def images(
         self, frames: Sequence[Frame], image_tokens: int | Sequence[int], timed: bool = True
     ) -> list[Int32[np.ndarray, " n"]]:
-        """The ids of frames in pieces: timestamps (if `timed`) and placeholders."""
+        """The ids of frames in pieces: timestamps (if `timed` and `frame_times`), placeholders."""
         if isinstance(image_tokens, int):
             counts = [image_tokens] * len(frames)
         else:
@@ -438,7 +440,7 @@ class Protocol:
         end = self.vocabulary["<|vision_end|>"]
         parts: list[np.ndarray] = []
         for frame, count in zip(frames, counts, strict=True):
-            if timed:
+            if timed and self.settings.frame_times:
                 parts.append(self._timestamp(frame.time))
             parts.append(np.array([start, *[pad] * count, end], np.int32))
         return parts

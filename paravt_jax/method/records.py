@@ -69,11 +69,15 @@ class Author(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """One frame of a video: its index among the decoded frames, and its timestamp in seconds."""
+    """One frame of a video: its index among the decoded frames, and its timestamp in seconds.
+
+    `crop` says that a crop shows it, not an overview: crops may have size limits of their own.
+    """
 
     video: str
     index: int
     time: float
+    crop: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -175,7 +175,7 @@ def window_conversations(
                 info, start, start + WINDOW, limits.crop_fps, limits.crop_frames
             )
             turns = (
-                ChatTurn("user", (_clip(video, indices),)),
+                ChatTurn("user", (_clip(video, indices, crop=True),)),
                 ChatTurn("assistant", (_report(video, start),)),
             )
             yield Conversation(f"{video.id}/{n}:{start}", video.split, False, turns, subagent=True)
@@ -300,9 +300,9 @@ def _seen_in_overview(
     return _Sighting(_digit(scene), (seen[0], seen[-1]))
 
 
-def _clip(video: WorldVideo, indices: Int64[np.ndarray, " frames"]) -> Clip:
+def _clip(video: WorldVideo, indices: Int64[np.ndarray, " frames"], crop: bool = False) -> Clip:
     times = tuple((float(STEP) * indices).tolist())
-    return Clip(video.path, tuple(indices.tolist()), times, video.size, video.size)
+    return Clip(video.path, tuple(indices.tolist()), times, video.size, video.size, crop=crop)
 
 
 def _main_turn(text: str) -> ChatTurn:

@@ -27,7 +27,8 @@ import numpy as np
 from jaxtyping import UInt8
 
 from paravt_jax.data.atomic import write_atomically
-from paravt_jax.data.frames import VideoInfo
+from paravt_jax.data.frames import VideoInfo, shown
+from paravt_jax.data.sizes import PixelRules
 from paravt_jax.data.stored_settings import require_same
 
 # Times are in seconds.
@@ -241,12 +242,14 @@ class DrawnVideos:
         size = self._settings.size
         return VideoInfo(str(path), FRAMES, float(SECONDS), times, size, size)
 
-    def read(self, path: pathlib.Path, indices: list[int]) -> UInt8[np.ndarray, "m h w 3"]:
+    def read(
+        self, path: pathlib.Path, indices: list[int], rules: PixelRules | None
+    ) -> UInt8[np.ndarray, "m h w 3"]:
         frames = []
         for index in indices:
             time = STEP * index
             scene = self._scenes[str(path)][time // SCENE]
-            frames.append(picture(self._settings, scene, scene.shows(time)))
+            frames.append(shown(picture(self._settings, scene, scene.shows(time)), rules))
         return np.stack(frames)
 
 

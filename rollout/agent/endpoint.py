@@ -73,11 +73,11 @@ class FrameImages(FrameFeatures):
 
     def image(self, frame: Frame) -> UInt8[np.ndarray, "h w 3"]:
         """The pixels of a frame. Raises VideoError if it cannot be read."""
-        rows, columns = self.grid(frame.video)
+        rows, columns = self.grid(frame)
         patch = self.config.vision.patch_size
         return self((frame,)).reshape(rows * patch, columns * patch, 3)
 
-    def _vectors(self, pixels: Sequence[np.ndarray], grid: tuple[int, int]) -> list[np.ndarray]:
+    def _vectors(self, pixels: np.ndarray, grid: tuple[int, int]) -> list[np.ndarray]:
         # The base class expects one row per visual token. Cut the pixels into that many rows;
         # `image` restores their shape.
         tokens = grid[0] * grid[1] // self.config.vision.spatial_merge_size**2
@@ -261,7 +261,7 @@ def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> l
             picture = {"url": _data_uri(images.image(frame))}
             parts.append({"type": "image_url", "image_url": picture})
             # Skip the placeholders and <|vision_end|>.
-            position += images.tokens(frame.video) + 1
+            position += images.tokens(frame) + 1
         else:
             text.append(token)
         position += 1

@@ -146,7 +146,6 @@ class _EpisodeState:
     settings: EpisodeSettings
     seed: int
     deadline: float
-    frame_tokens: int
     trajectory: Trajectory
     turns: list[Turn] = dataclasses.field(default_factory=list)
 
@@ -195,11 +194,11 @@ async def play(
     """
     deadline = environment.clock() + settings.seconds
     try:
-        overview, frame_tokens = _overview(environment, question, settings)
+        overview = _overview(environment, question, settings)
     except VideoError:
         return Episode(question, settings.frames, Trajectory(), (), StopReason.UNREADABLE, None)
     trajectory = Trajectory((overview, environment.protocol.question(question)))
-    state = _EpisodeState(environment, question, settings, seed, deadline, frame_tokens, trajectory)
+    state = _EpisodeState(environment, question, settings, seed, deadline, trajectory)
 
     while True:
         seconds = state.seconds_left()
@@ -238,22 +237,20 @@ async def play(
         state.trajectory.append(results)
 
 
-def _overview(
-    environment: Environment, question: Question, settings: EpisodeSettings
-) -> tuple[Segment, int]:
-    """The opening of the main agent's prompt, and the visual tokens per frame of this video.
+def _overview(environment: Environment, question: Question, settings: EpisodeSettings) -> Segment:
+    """The opening of the main agent's prompt.
 
     Raises VideoError if a frame cannot be read.
     """
     with_tools = settings.dispatch != "none"
     if not settings.frames:  # a blind episode opens no file
-        return environment.protocol.overview((), 0, with_tools), 0
+        return environment.protocol.overview((), 0, with_tools)
     features = environment.features
     frames = features.overview(question.video, settings.frames)
     tokens = features.tokens(question.video)
     # Encode now: an unreadable file would otherwise fail in a batch with other episodes.
     features(frames)
-    return environment.protocol.overview(frames, tokens, with_tools), tokens
+    return environment.protocol.overview(frames, tokens, with_tools)
 
 
 # --- plan and answer ---
@@ -404,7 +401,7 @@ def _show_window(state: _EpisodeState, call: Call, look: Look) -> CallOutcome:
     note = f" ({reason})" if reason else ""
     if state.settings.dispatch == "frames":
         return CallOutcome(recorded, status, f"{len(frames)} frames.{note}", frames=frames)
-    prompt = state.protocol.window(frames, features.tokens(video))
+    prompt = state.protocol.window(frames, features.tokens(frames[0]))
     return CallOutcome(recorded, status, note, Trajectory((prompt,)))
 
 
@@ -430,12 +427,15 @@ def _cut_response(protocol: Protocol, outcome: CallOutcome) -> CallOutcome:
 def _gather(state: _EpisodeState, outcomes: Sequence[CallOutcome], sample: Sample) -> Segment:
     """The user turn that brings the responses of all calls back to the main agent."""
     protocol = state.protocol
+    shown = [outcome.frames for outcome in outcomes]
+    # All crops are of one video, so all their frames have one size.
+    first = next((frame for frames in shown for frame in frames), None)
     return protocol.tool_results(
         [outcome.response for outcome in outcomes],
         ended=bool(sample.ids[-1] == protocol.vocabulary.eos),
         last=len(state.turns) >= state.tool_turns,
-        shown=[outcome.frames for outcome in outcomes],
-        image_tokens=state.frame_tokens,
+        shown=shown,
+        image_tokens=state.environment.features.tokens(first) if first else 0,
     )
 
 

@@ -529,7 +529,7 @@ class Engine:
         """
         request = sequence.prompt.request
         computed = int(sequence.prompt.visual[: sequence.computed].sum())
-        ends = np.cumsum([self.features.tokens(frame.video) for frame in request.frames])
+        ends = np.cumsum([self.features.tokens(frame) for frame in request.frames])
         # The frame of the next visual token: the first one that ends after it.
         first = int(np.searchsorted(ends, computed, side="right"))
         if first == len(request.frames):

@@ -117,7 +117,7 @@ def make_prompt(
         VideoError: a video cannot be read any more.
     """
     ids = np.asarray(request.ids, np.int32)
-    count = sum(features.tokens(frame.video) for frame in request.frames)
+    count = sum(features.tokens(frame) for frame in request.frames)
     # Placeholders are matched from the left. Later ones were written by a model.
     places = np.flatnonzero(ids == config.image_token_id)[:count]
     visual_end = int(places[-1]) + 1 if places.size else 0
@@ -133,13 +133,13 @@ def make_prompt(
         )
     visual = np.zeros(len(ids), bool)
     visual[places] = True
-    grids = [features.grid(frame.video) for frame in request.frames]
+    grids = [features.grid(frame) for frame in request.frames]
     content = ids.astype(np.int64)
     if request.frames:
         # Every placeholder has the same id. To tell frames apart, each is numbered: fingerprint of
         # its frame + its index in the frame. The number is negative, because token ids are not.
         pieces = [
-            _fingerprint(features.key(frame)) + np.arange(features.tokens(frame.video))
+            _fingerprint(features.key(frame)) + np.arange(features.tokens(frame))
             for frame in request.frames
         ]
         content[visual] = -1 - np.concatenate(pieces)

@@ -22,7 +22,9 @@ REQUEST_TOKENS = 32  # a sub-agent's prompt without its frames: 24 with Qwen's t
 _SHORTEST_READ = 1024  # tokens; programs for shorter reads would save little
 
 
-def lengths(limits: ProtocolSettings, frame_tokens: int, frames: int) -> Lengths:
+def lengths(
+    limits: ProtocolSettings, frame_tokens: int, frames: int, crop_frame_tokens: int | None = None
+) -> Lengths:
     """The longest sequences of a run.
 
     No tokenizer is needed, because `limits` bounds the text (`text_tokens`, `label_tokens`).
@@ -30,16 +32,20 @@ def lengths(limits: ProtocolSettings, frame_tokens: int, frames: int) -> Lengths
 
     Args:
         limits: the limits of the protocol.
-        frame_tokens: visual tokens of the largest frame.
+        frame_tokens: visual tokens of the largest frame of an overview.
         frames: upper bound on the frames in a prompt.
+        crop_frame_tokens: visual tokens of the largest frame of a crop; None: as in overviews.
     """
     labelled = frame_tokens + limits.label_tokens
+    if crop_frame_tokens is None:
+        crop_frame_tokens = frame_tokens
+    labelled_in_crop = crop_frame_tokens + limits.label_tokens
     return Lengths(
         prompt=round_up(frames * labelled + limits.text_tokens, _STEP),
         visual=frames * frame_tokens,
         response=limits.trajectory_tokens,
-        crop_prompt=round_up(limits.most_crop_frames * labelled + REQUEST_TOKENS, _STEP),
-        crop_visual=limits.most_crop_frames * frame_tokens,
+        crop_prompt=round_up(limits.most_crop_frames * labelled_in_crop + REQUEST_TOKENS, _STEP),
+        crop_visual=limits.most_crop_frames * crop_frame_tokens,
         report=limits.summary_tokens + 1,
     )
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from models.features import FrameFeatures, frame_tokens
-from models.qwen3_vl.config import Qwen3VLConfig
+from models.qwen3_vl.config import Qwen3VLConfig, VisionConfig
 from models.qwen3_vl.hf import load as load_model
 from models.qwen3_vl.hf_config import from_hf
 from models.sharding import make_mesh
@@ -170,8 +170,7 @@ def load_player(
         judge = stack.enter_context(contextlib.closing(RemoteJudge(rewards.judge)))
     config = from_hf(folder / "config.json")
     vocabulary = tokenizer.load(folder)
-    tokens_per_frame = frame_tokens(settings.pixels(), config.vision)
-    protocol, overview, crop = _protocol(settings, vocabulary, tokens_per_frame, subtitled)
+    protocol, overview, crop = _protocol(settings, vocabulary, config.vision, subtitled)
     if settings.endpoint:
         features, sampler = _endpoint(settings, config, videos, vocabulary, stack)
     else:
@@ -180,18 +179,20 @@ def load_player(
 
 
 def _protocol(
-    settings: BenchmarkSettings, vocabulary: Vocabulary, tokens_per_frame: int, subtitled: bool
+    settings: BenchmarkSettings, vocabulary: Vocabulary, vision: VisionConfig, subtitled: bool
 ) -> tuple[Protocol, int, int]:
     """The protocol, and the longest prompts of a main agent and of a sub-agent, in tokens."""
     # With dispatch `frames`, the token limits include crops. The size of a crop does not depend on
     # these limits, so measure it under preliminary ones.
     without_crops = Protocol(vocabulary, settings.protocol(0))
-    crop = crop_tokens(without_crops, tokens_per_frame, _LATEST_FRAME)
+    pixels = settings.pixels()
+    crop_frame_tokens = frame_tokens(pixels, vision, crop=True)
+    crop = crop_tokens(without_crops, crop_frame_tokens, _LATEST_FRAME)
     protocol = Protocol(vocabulary, settings.protocol(crop))
     episode = settings.episode_settings()
     with_tools = episode.dispatch != "none"
     overview = overview_tokens(
-        protocol, episode.frames, tokens_per_frame, _LATEST_FRAME, with_tools
+        protocol, episode.frames, frame_tokens(pixels, vision), _LATEST_FRAME, with_tools
     )
     overview += settings.question_tokens
     if subtitled:

@@ -103,6 +103,18 @@ class BenchmarkSettings:
     """Smaller frames are enlarged to this area, in pixels."""
     max_pixels: int = 50_176
     """Larger frames are shrunk to this area, in pixels."""
+    crop_min_pixels: int = 0
+    """Replaces min_pixels for the frames of crops; 0: the same."""
+    crop_max_pixels: int = 0
+    """Replaces max_pixels for the frames of crops; 0: the same."""
+    snap: int = 0
+    """28: resize to multiples of 28 first, as clients of Qwen's servers do; 0: not at all."""
+    jpeg: int = 0
+    """Quality of the JPEG through which resized frames go, from 1 to 100; 0: none."""
+    processor_min_pixels: int = 0
+    """Resized frames below this area are enlarged, as Qwen3-VL's processor does (65,536); 0: no."""
+    frame_times: bool = True
+    """Write each frame's time before it."""
     open_ended: Literal["f1", "exact", "judge"] = "f1"
     """How open-ended answers (of MMVU) are scored."""
     judge: str = ""
@@ -136,6 +148,7 @@ class BenchmarkSettings:
         self.part()
         self.episode_settings()
         self.protocol(0)
+        self.pixels()
         self.rewards()
 
     def _check_numbers(self) -> None:
@@ -226,6 +239,7 @@ class BenchmarkSettings:
             summary_tokens=self.summary_tokens,
             trajectory_tokens=self.trajectory_tokens,
             pin_think=self.pin_think and self.prompt != "direct",
+            frame_times=self.frame_times,
             prompt=self.prompt,
             max_num_frames=self.max_num_frames,
             tools=self.tools,
@@ -236,7 +250,15 @@ class BenchmarkSettings:
 
     def pixels(self) -> FrameSettings:
         """The sizes of frames."""
-        return FrameSettings(min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+        return FrameSettings(
+            min_pixels=self.min_pixels,
+            max_pixels=self.max_pixels,
+            crop_min_pixels=self.crop_min_pixels,
+            crop_max_pixels=self.crop_max_pixels,
+            snap=self.snap,
+            jpeg=self.jpeg,
+            processor_min_pixels=self.processor_min_pixels,
+        )
 
     def rewards(self) -> RewardSettings:
         """How answers are scored."""

@@ -118,7 +118,9 @@ def test_a_short_video_is_encoded_whole_on_first_use(make, names, monkeypatch):
     reads = []
     real = video.read
     monkeypatch.setattr(
-        video, "read", lambda path, indices: reads.append(len(indices)) or real(path, indices)
+        video,
+        "read",
+        lambda path, indices, *rest: reads.append(len(indices)) or real(path, indices, *rest),
     )
     for f in (make(batch=8, whole_frames=FRAMES), make(batch=8, whole_frames=FRAMES - 1)):
         f(f.overview(names[0], 1))
@@ -138,6 +140,45 @@ def test_frames_of_several_videos_and_sizes_come_back_in_order(make, wide):
     sizes = [1, 6, 6, 1, 6, 1]
     for frame, row in zip(mixed, np.split(rows, np.cumsum(sizes)[:-1]), strict=True):
         assert np.array_equal(row, forgetful([frame]))
+
+
+def test_crops_may_have_limits_of_their_own(make, wide):
+    features = make(wide, batch=4, max_pixels=96 * 64, crop_max_pixels=64 * 64)
+    (frame,) = features.overview("wide.mp4", 1)
+    crop = dataclasses.replace(frame, crop=True)
+    assert (features.tokens(frame), features.tokens(crop)) == (6, 2)
+    assert features.key(frame) != features.key(crop)
+    vectors = features([crop, frame, crop])
+    assert len(vectors) == 2 + 6 + 2 and features.encoded_frames == 2
+    assert np.array_equal(vectors[:2], vectors[-2:])
+    window = features.window("wide.mp4", 0, 4, 1.0, 16)
+    assert {features.tokens(frame) for frame in window} == {2}
+    alone = make(wide, batch=4, max_pixels=64 * 64)
+    assert np.array_equal(vectors[:2], alone([frame]))
+
+
+def test_a_frame_shown_in_another_way_has_a_key_of_its_own(make, wide):
+    ways = [{}, {"jpeg": 85}, {"jpeg": 30}, {"snap": 28}, {"processor_min_pixels": 96 * 64}]
+    found = [make(wide, batch=4, **way) for way in ways]
+    (frame,) = found[0].overview("wide.mp4", 1)
+    assert len({features.key(frame) for features in found}) == len(ways)
+    vectors = [features([frame]) for features in found]
+    assert not np.array_equal(vectors[0], vectors[1])
+    assert not np.array_equal(vectors[1], vectors[2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"snap": 14}, "frames.snap: 14; give 28"),
+        ({"jpeg": 101}, "frames.jpeg: 101; give a quality from 1 to 100"),
+        ({"crop_max_pixels": 500}, "at least 784 and at most 500 pixels"),
+        ({"processor_min_pixels": -1}, "frames.processor_min_pixels: -1; give"),
+    ],
+)
+def test_ways_to_show_frames_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        FrameSettings(**settings)
 
 
 def test_frames_have_the_size_of_the_settings(make, names):

@@ -164,7 +164,7 @@ def test_a_process_prefetches_its_own_share(data, monkeypatch):
         def __init__(self):
             """Starts no processes."""
 
-        def ahead(self, path, wanted):
+        def ahead(self, path, wanted, crop=False):
             prefetched.append(pathlib.Path(path).name)
 
     reader = Reader()
@@ -226,7 +226,8 @@ def sft_batches(data, small_model):
 def test_steps_of_the_cold_start_are_packed_rows_that_continue_exactly(
     sft_batches, small_world, tmp_path
 ):
-    with FrameReader(ReaderSettings(workers=1, min_pixels=1024, max_pixels=1024)) as reader:
+    rules = frames.rules(small_model.config.vision)
+    with FrameReader(ReaderSettings(workers=1, rules=rules, crop_rules=rules)) as reader:
         batches, _ = sft_batches(reader, small_world.folder)
         next(batches)
         state = json.loads(json.dumps(batches.get_state()))

@@ -142,7 +142,7 @@ def _write_prompt(
     """Write the prompt of `trajectory` as prompt `p`; returns its length and the next position."""
     segments = prompt_segments(trajectory)
     frames = [frame for segment in segments for frame in segment.frames]
-    grids = [features.grid(frame.video) for frame in frames]
+    grids = [features.grid(frame) for frame in frames]
     # Without the last token: each row begins with it.
     ids = np.concatenate([segment.ids for segment in segments])[:-1]
     length = len(ids)

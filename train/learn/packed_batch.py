@@ -122,7 +122,7 @@ def render_rows(
 
 
 def _render(conversation: Conversation, protocol: Protocol, features: FrameFeatures) -> Rendered:
-    trajectory = render(conversation, protocol, lambda clip: features.tokens(clip.path))
+    trajectory = render(conversation, protocol, lambda clip: features.tokens(clip.frames[0]))
     # `tokens` is the length found by preparation, which packed the row; 0: not counted.
     if conversation.tokens not in (0, len(trajectory.ids)):
         path = conversation.clips[0].path
@@ -164,7 +164,7 @@ def build_packed(
         seen = 0
         for segment, (trajectory, vectors) in enumerate(row, 1):
             part = slice(start, start + len(trajectory.ids))
-            grids = [features.grid(frame.video) for frame in trajectory.frames]
+            grids = [features.grid(frame) for frame in trajectory.frames]
             arrays["ids"][r, part] = trajectory.ids
             arrays["segments"][r, part] = segment
             arrays["positions"][:, r, part] = mrope_positions(trajectory.ids, grids, config)

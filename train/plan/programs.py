@@ -23,7 +23,6 @@ from models.qwen3_vl.model import abstract_model
 from models.qwen3_vl.rope import visual_index
 from models.qwen3_vl.vision import frame_layout, frozen
 from models.sharding import make_mesh, param_shardings
-from paravt_jax.data.sizes import smart_resize
 from rollout.engine.programs import MOST_STOP_IDS, Pieces, Programs, Rows, pages_of
 from rollout.engine.sampling import Choices
 from train.fit import total_bytes
@@ -351,14 +350,11 @@ class Plan:
         """Height and width of the largest square frame, in patches."""
         vision = self.config.vision
         frames = self.run.frames
-        side = math.isqrt(frames.max_pixels)
-        height, width = smart_resize(
-            side,
-            side,
-            frames.min_pixels,
-            frames.max_pixels,
-            vision.patch_size * vision.spatial_merge_size,
-        )
+        sides = []
+        for rules in (frames.rules(vision), frames.rules(vision, crop=True)):
+            side = math.isqrt(rules.max_pixels)
+            sides.append(rules.sizes(side, side)[-1])
+        height, width = max(sides)
         return height // vision.patch_size, width // vision.patch_size
 
     def _vision(self) -> PlannedProgram:
