@@ -19,6 +19,7 @@ from paravt_jax.data import sources
 from paravt_jax.data.frame_reader import FrameReader, ReaderSettings
 from paravt_jax.data.frames import overview_indices
 from paravt_jax.data.preparation import LEFT_OUT
+from paravt_jax.data.sizes import PixelRules
 from paravt_jax.method.protocol import Protocol, ProtocolSettings
 from paravt_jax.method.records import Question, QuestionKind
 from paravt_jax.processes import hosts
@@ -226,7 +227,7 @@ def sft_batches(data, small_model):
 def test_steps_of_the_cold_start_are_packed_rows_that_continue_exactly(
     sft_batches, small_world, tmp_path
 ):
-    rules = frames.rules(small_model.config.vision)
+    rules = PixelRules(min_pixels=1024, max_pixels=1024)
     with FrameReader(ReaderSettings(workers=1, rules=rules, crop_rules=rules)) as reader:
         batches, _ = sft_batches(reader, small_world.folder)
         next(batches)
