@@ -15,11 +15,14 @@ import numpy as np
 
 from rollout.evaluation.benchmarks import BENCHMARKS, title_of
 from rollout.evaluation.folder import FolderError, Line, latest, read_json, read_lines
-from rollout.evaluation.statistics import interval, mcnemar
+from rollout.evaluation.statistics import interval_of_difference, mcnemar
 from rollout.evaluation.summary import not_played, read_summary, rows_of, score_of
 
 RIGHT = 0.5
 """A question with at least this score counts as right."""
+
+FEW_VIDEOS = 10
+"""With differences on fewer videos than this, the comparison carries a warning."""
 
 SHOWN = 10
 """Number of question ids that the text of a comparison lists per run."""
@@ -44,8 +47,8 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
 
     Returns:
         The content of `--compare --json`: the counts of the four outcomes, the scores on the shared
-        questions, their difference B - A with a 95 % interval, McNemar's p-value, the settings
-        that differ, and the ids of the questions that only one run got right.
+        questions, their difference B - A with a 95 % interval, the numbers of videos and of videos
+        on which scores differ, McNemar's p-value, the settings that differ, and the ids of the questions that only one run got right.
 
     Raises:
         ValueError: the runs are of different splits, or share no question.
@@ -70,7 +73,9 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
     scores_a = np.array([played_a[id]["score"] for id in shared])
     scores_b = np.array([played_b[id]["score"] for id in shared])
     videos = [played_a[id]["video"] for id in shared]
-    low, high = _interval_of_difference(scores_b - scores_a, videos)
+    gains = scores_b - scores_a
+    low, high = interval_of_difference(gains.tolist(), videos)
+    differing = {video for video, gain in zip(videos, gains, strict=True) if gain}
     right_a = scores_a >= RIGHT
     right_b = scores_b >= RIGHT
     only_a = [id for id, only in zip(shared, right_a & ~right_b, strict=True) if only]
@@ -82,8 +87,10 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
         "not_shared": len(played_a.keys() ^ played_b.keys()),
         "left_out": [_left_out(lines) for lines in (lines_a, lines_b)],
         "scores": [float(np.mean(scores)) for scores in (scores_a, scores_b)],
-        "difference": float((scores_b - scores_a).mean()),
+        "difference": float(gains.mean()),
         "interval": [low, high],
+        "videos": len(set(videos)),
+        "differing_videos": len(differing),
         "both_right": int((right_a & right_b).sum()),
         "only_first": len(only_a),
         "only_second": len(only_b),
@@ -110,13 +117,6 @@ def _differing(first: Line, second: Line) -> dict[str, list[Any]]:
     return {name: values for name, values in pairs.items() if values[0] != values[1]}
 
 
-def _interval_of_difference(gains: np.ndarray, videos: Sequence[str]) -> tuple[float, float]:
-    """The 95 % interval of the mean of differences in [-1, 1]."""
-    # `interval` takes scores in [0, 1]: map the differences there, and its ends back.
-    low, high = interval(((gains + 1) / 2).tolist(), videos)
-    return 2 * low - 1, 2 * high - 1
-
-
 def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, Any]) -> str:
     """Format the result of `compare` as text."""
     low, high = found["interval"]
@@ -132,6 +132,11 @@ def comparison_text(first: pathlib.Path, second: pathlib.Path, found: dict[str, 
         f"only B {found['only_second']}, neither {found['both_wrong']}; "
         f"McNemar, exact, two-sided: p = {found['mcnemar_p']:.3g}",
     ]
+    if found["differing_videos"] < FEW_VIDEOS:
+        lines.append(
+            f"  warning: scores differ on {found['differing_videos']} of {found['videos']} videos; "
+            f"with fewer than {FEW_VIDEOS}, the interval is only a rough guide"
+        )
     for run, causes in zip("AB", found["left_out"], strict=True):
         if causes:
             counts = ", ".join(f"{count} {cause}" for cause, count in causes.items())

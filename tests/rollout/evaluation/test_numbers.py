@@ -195,6 +195,23 @@ def test_two_runs_are_compared_question_by_question(tmp_path):
     assert "made with: frames A 64, B 16" in text
 
 
+def test_a_comparison_warns_if_few_videos_differ(tmp_path):
+    def run(name, better):
+        scores = [line(str(i), float(i < better), f"v{i // 2}") for i in range(60)]
+        return folder(tmp_path / name, scores)
+
+    base, near, far = run("base", 20), run("near", 38), run("far", 39)
+    found = compare(base, near)
+    assert (found["videos"], found["differing_videos"]) == (30, 9)
+    text = comparison_text(base, near, found)
+    assert "warning: scores differ on 9 of 30 videos; with fewer than 10" in text
+    assert "warning" not in comparison_text(base, far, compare(base, far))
+    # Equal runs: no difference, and an interval with a length.
+    same = compare(base, run("same", 20))
+    assert same["difference"] == 0
+    assert same["interval"][1] == -same["interval"][0] > 0
+
+
 def test_grounding_counts_as_right_from_half_an_overlap_on(tmp_path):
     first = folder(tmp_path / "a", [line("1", 0.5), line("2", 0.49)], benchmark="charades")
     second = folder(tmp_path / "b", [line("1", 0.4), line("2", 0.9)], benchmark="charades")
