@@ -48,7 +48,8 @@ def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
     Returns:
         The content of `--compare --json`: the counts of the four outcomes, the scores on the shared
         questions, their difference B - A with a 95 % interval, the numbers of videos and of videos
-        on which scores differ, McNemar's p-value, the settings that differ, and the ids of the questions that only one run got right.
+        on which scores differ, McNemar's p-value, the settings that differ, and the ids of the
+        questions that only one run got right.
 
     Raises:
         ValueError: the runs are of different splits, or share no question.

@@ -27,6 +27,10 @@ def wilson(p: float, n: float, z: float = Z) -> tuple[float, float]:
     return middle - half, middle + half
 
 
+def student(freedom: int) -> float:
+    return float(stats.t.ppf(0.975, freedom))
+
+
 def bonett_price(only_first: int, only_second: int, n: int) -> tuple[float, float]:
     first, second = (only_first + 1) / (n + 2), (only_second + 1) / (n + 2)
     half = Z * math.sqrt((first + second - (second - first) ** 2) / (n + 2))
@@ -50,15 +54,13 @@ def test_questions_about_one_video_count_as_one_draw():
     # Ten videos with ten questions each, all right or all wrong. With few videos the quantile is
     # Student's.
     scores = [1.0] * 30 + [0.0] * 70
-    wanted = wilson(0.3, 9, stats.t.ppf(0.975, 9))
+    wanted = wilson(0.3, 9, student(9))
     assert interval(scores, names(100, 10)) == pytest.approx(wanted)
 
 
 def test_questions_that_balance_each_other_within_videos_count_as_independent():
     scores = [1.0, 0.0] * 50
-    assert interval(scores, names(100, 2)) == pytest.approx(
-        wilson(0.5, 100, stats.t.ppf(0.975, 49))
-    )
+    assert interval(scores, names(100, 2)) == pytest.approx(wilson(0.5, 100, student(49)))
 
 
 def test_intervals_have_a_width_and_contain_the_mean():
