@@ -41,7 +41,12 @@ def paradox_tiny() -> Run:
         untagged=0.25,
     )
     evaluation = EvaluationSettings(
-        questions=64, samples=2, frames=(4, 16, 64), dispatch=("parallel",), temperatures=(0.7,)
+        questions=64,
+        samples=2,
+        frames=(4, 16, 64),
+        dispatch=("parallel",),
+        temperatures=(0.7,),
+        format_temperatures=(0.0, 0.3, 0.7, 1.0),
     )
     rewards = RewardSettings(format_weight=0.0, tool_weight=0.0, format_cap=False)
     changes = {

@@ -69,6 +69,7 @@ _MOST = {
     "engine.read_tokens": 8192,
     "evaluation.questions": 4,
     "evaluation.samples": 1,
+    "evaluation.format_rollouts": 4,
 }
 _SMALL = 64 * 2**20  # bytes of a source that is used as it is
 _ROWS = 32  # rows of each file of a prepared set

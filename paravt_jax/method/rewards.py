@@ -236,6 +236,16 @@ def format_base(
     return base
 
 
+def published_format(turns: Sequence[Turn]) -> float:
+    """R_fmt as published, in [0, 1], whatever a run's own settings are: it compares runs.
+
+    The answer-suffix terms, plus half of R_anchor, cut to [0, 1] (REFERENCE 3).
+    """
+    published = RewardSettings()
+    reward = format_base(turns) + 0.5 * anchor_reward(turns, published.gamma)
+    return min(max(reward, 0.0), 1.0)
+
+
 def tool_reward(turns: Sequence[Turn], right: bool) -> float:
     """R_tool: 0.1 for a readable call, 0.3 if one was executed, plus 0.5 for a right answer.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,14 +48,25 @@ class EvaluationSettings:
     """Sampling temperatures; 0 is greedy."""
     curve: bool = False
     """Also evaluate greedily every `rl.save_every` steps of RL, for the curves of the report."""
+    format_temperatures: tuple[float, ...] = ()
+    """Temperatures at which format is measured before and after RL, with parallel dispatch."""
+    format_rollouts: int = 200
+    """Rollouts at each of these temperatures, spread evenly over the overview budgets."""
 
     def __post_init__(self):
+        if self.format_rollouts < 1:
+            raise ValueError(
+                f"evaluation.format_rollouts: {self.format_rollouts}; give 1 or more, and no "
+                "evaluation.format_temperatures to leave the measurement out"
+            )
         if min(self.questions, self.samples) < 1:
             raise ValueError(
                 f"evaluation.questions, evaluation.samples = {self.questions}, {self.samples}: "
                 "give 1 or more for both"
             )
-        self.episode_settings()  # raises if a K or a temperature is out of range
+        # These raise if a K or a temperature is out of range.
+        self.episode_settings()
+        self.format_settings()
 
     def episode_settings(self) -> tuple[EpisodeSettings, ...]:
         """Every combination of overview budget, dispatch and temperature."""
@@ -67,6 +79,27 @@ class EvaluationSettings:
     def greedy_settings(self) -> tuple[EpisodeSettings, ...]:
         """Greedy decoding with parallel dispatch at each overview budget: a quick evaluation."""
         return tuple(EpisodeSettings(frames, 0.0, "parallel") for frames in self.frames)
+
+    def format_settings(self) -> tuple[EpisodeSettings, ...]:
+        """Parallel dispatch at each overview budget and each of `format_temperatures`."""
+        combinations = itertools.product(self.frames, self.format_temperatures)
+        return tuple(EpisodeSettings(frames, temperature) for frames, temperature in combinations)
+
+    def format_questions(
+        self, heldout: Sequence[Question], setting: EpisodeSettings
+    ) -> tuple[Sequence[Question], int]:
+        """The questions of a format measurement, and the episodes to play on each of them.
+
+        Every budget has questions of its own as long as there are enough. If one budget needs more
+        rollouts than there are questions, they are sampled several times. Greedy decoding would
+        only repeat itself, so then it has fewer rollouts.
+        """
+        needed = math.ceil(self.format_rollouts / len(self.frames))
+        count = min(needed, len(heldout))
+        first = self.frames.index(setting.frames) * count
+        questions = [heldout[(first + n) % len(heldout)] for n in range(count)]
+        samples = math.ceil(needed / count) if setting.temperature else 1
+        return questions, samples
 
 
 @dataclasses.dataclass(frozen=True)

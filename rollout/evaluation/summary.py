@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from paravt_jax.method.records import QuestionKind
+from paravt_jax.method.rewards import published_format
 from rollout.agent.episode import EpisodeSettings
+from rollout.agent.scoring import tool_gap
 from rollout.evaluation.folder import FolderError, Line, latest, read_json
 from rollout.evaluation.play import Played, measures
 from rollout.evaluation.statistics import Score, interval
@@ -105,7 +107,9 @@ def row(setting: EpisodeSettings, played: Sequence[Played]) -> Line:
     """Summarise the episodes of one setting for result.json: the setting and its figures.
 
     `groups` has the figures by kind of question and, where it is known, by whether an overview
-    frame shows the answer: "mcq", "mcq shown", "mcq hidden", "shown", and so on.
+    frame shows the answer: "mcq", "mcq shown", "mcq hidden", "shown", and so on. `format_reward`
+    is the mean of `published_format`. `tool_gap` is the accuracy of episodes with calls minus that
+    of episodes without, None if one of the two is missing.
 
     Raises:
         ValueError: there are no episodes.
@@ -115,11 +119,14 @@ def row(setting: EpisodeSettings, played: Sequence[Played]) -> Line:
             "evaluation.questions: no question has a readable video; check the data root"
         )
     lines = [measures(outcome) for outcome in played]
+    episodes = [outcome.episode for outcome in played]
     return {
         "k": setting.frames,
         "dispatch": setting.dispatch,
         "temperature": setting.temperature,
         **figures(lines),
+        "format_reward": float(np.mean([published_format(e.turns) for e in episodes])),
+        "tool_gap": tool_gap([outcome.rewards.accuracy for outcome in played], episodes),
         "groups": {
             name: _group(members) | {"parallel": _parallel(members)}
             for name, members in _members(lines, _groups_of).items()

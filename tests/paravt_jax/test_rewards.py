@@ -21,6 +21,7 @@ from paravt_jax.method.rewards import (
     describe,
     format_base,
     frugal_reward,
+    published_format,
     score,
     score_all,
     tool_reward,
@@ -54,6 +55,17 @@ def test_a_perfect_episode_earns_every_term():
     assert got.compliant is True
     assert got.total == pytest.approx(2.8)
     assert got.anchor == pytest.approx(0.7)
+
+
+def test_the_published_format_is_that_of_the_published_settings():
+    """It does not depend on a run's own settings, and it is cut to [0, 1]."""
+    unclosed = Turn("<think>\nthe overview misses it <answer>seven</answer>")
+    for turns in ([look(), answer()], [answer()], [look(), unclosed], [unclosed], []):
+        published = score(QUESTION, turns, RewardSettings(), anchor_weight=0.5)
+        assert published_format(turns) == published.format
+    assert published_format([look(), answer()]) == 1
+    assert published_format([look(), answer(truncated=True)]) == 0
+    assert published_format([unclosed]) == pytest.approx(0.2 + 0.5 - 0.5 * 0.3)
 
 
 def test_the_pinned_think_counts():

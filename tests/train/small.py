@@ -91,6 +91,8 @@ def small() -> Run:
             dispatch=("parallel", "none"),
             temperatures=(0.7, 0.0),
             curve=True,
+            format_temperatures=(0.0, 1.0),
+            format_rollouts=5,
         ),
         log=LogSettings(episodes=2),
     )

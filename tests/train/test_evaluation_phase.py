@@ -111,7 +111,11 @@ def test_counts_cover_every_setting_and_survive_a_restart(evaluated, tmp_path):
     with serving(lambda number, _: REFUSED if number % 3 else says("0.5")) as server:
         result = evaluated(tmp_path, judged_by(server.endpoint))
         files, asked = counts_in(tmp_path), len(server.received)
-        assert set(files) == {"before-4", "before-16", "after-4", "after-16"}
+        assert set(files) == {
+            f"{name}-{k}"
+            for name in ("before", "after", "format_before", "format_after")
+            for k in (4, 16)
+        }
         assert all(
             counts["asked"] == counts["answered"] + counts["fell_back"] > 0
             for counts in files.values()
@@ -142,7 +146,8 @@ def test_the_report_is_written_after_each_evaluation(evaluated, tmp_path, monkey
 
     monkeypatch.setattr(train.phases.context, "write_report", write)
     evaluated(tmp_path, RewardSettings(format_cap=False))
-    assert len(pages) == 2
+    # Before and after RL, and format at several temperatures each time.
+    assert len(pages) == 4
     assert all("has not finished" in text for text, _ in pages)
     assert not any(finished for _, finished in pages)
     assert "has not finished" not in (tmp_path / "report.html").read_text()
@@ -162,4 +167,4 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(
     result = evaluated(tmp_path, RewardSettings(format_cap=False))
     assert result["after"]
     told = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert len(told) == 2 and all("no space left" in line for line in told)
+    assert len(told) == 4 and all("no space left" in line for line in told)

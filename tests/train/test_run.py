@@ -34,12 +34,12 @@ from train.durable.metrics import read_metrics
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = pathlib.Path(__file__).with_name("small.py")
 RESULT_FIELDS = """
-    name seed reward before control curve after token_mismatches logprob_gap
+    name seed reward before control curve by_temperature after token_mismatches logprob_gap
     recompilations_after_warmup seconds
 """.split()
 ROW_FIELDS = """
-    k dispatch temperature accuracy format calls turns n interval share_with_calls refused_reports
-    without_answer unread stops groups
+    k dispatch temperature accuracy compliance calls turns n interval share_with_calls
+    refused_reports without_answer unread stops groups format_reward tool_gap
 """.split()
 
 
@@ -82,6 +82,18 @@ def test_the_result_has_a_row_for_every_setting(finished, small):
             assert 0 <= row["compliance"] <= 1
             assert row["calls"] == 0 or row["dispatch"] != "none"
     assert set(result) == set(RESULT_FIELDS)
+
+
+def test_format_is_measured_at_its_temperatures_before_and_after(finished, small):
+    settings = small.small().evaluation
+    result = result_of(finished)
+    found = [(row["phase"], row["k"], row["temperature"]) for row in result["by_temperature"]]
+    asked = itertools.product(("before", "after"), settings.frames, settings.format_temperatures)
+    assert found == list(asked)
+    for row in result["by_temperature"]:
+        assert 0 <= row["compliance"] <= 1 and 0 <= row["format_reward"] <= 1
+        # Three of five rollouts are due at each K, as far as greedy decoding has questions.
+        assert row["n"] >= 3 or row["temperature"] == 0
 
 
 def test_greedy_evaluations_come_from_rl_and_from_the_control(finished, small):

@@ -40,5 +40,15 @@ def parts_after(name: str, run: Run, folder: pathlib.Path, evaluates: bool) -> l
     if run.rl is not None:
         parts.append(Part("rl", None))
     if evaluates:
-        parts.append(Part("after", evaluation_seconds(folder, "before")))
+        parts.append(Part("after", _seconds_after(run, folder)))
     return parts[[part.name for part in parts].index(name) + 1 :]
+
+
+def _seconds_after(run: Run, folder: pathlib.Path) -> float | None:
+    """The expected duration of the evaluation after RL: that of the one before RL."""
+    names = ["before"]
+    if run.evaluation.format_temperatures:
+        names.append("format_before")
+    seconds = [evaluation_seconds(folder, name) for name in names]
+    known = [span for span in seconds if span is not None]
+    return sum(known) if len(known) == len(names) else None

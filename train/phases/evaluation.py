@@ -37,6 +37,8 @@ class _Plan:
     settings: tuple[EpisodeSettings, ...]
     transcripts: int = 0
     """Episodes per setting with parallel dispatch to keep for the report."""
+    measures_format: bool = False
+    """Whether this is the measurement of format at several temperatures."""
 
     def files(self, context: Context) -> list[pathlib.Path]:
         """The file of each K."""
@@ -54,7 +56,8 @@ def evaluate(
     """Play held-out questions under every setting, and write one file per K.
 
     An interrupted evaluation resumes with the first K that has no file. With a judge, a file also
-    holds the sums of `JudgeCounts`.
+    holds the sums of `JudgeCounts`. Format at several temperatures has files of its own, which
+    `train.report.result.read_by_temperature` reads.
 
     Args:
         context: The run.
@@ -69,9 +72,13 @@ def evaluate(
     if actor is None or not context.data.heldout:
         return []
     run = context.run
-    settings = run.evaluation.episode_settings()
-    plan = _Plan(name, f"{name} RL", settings, run.log.episodes)
-    return _evaluate_weights(context, actor, lambda: weights, plan)
+    plan = _Plan(name, f"{name} RL", run.evaluation.episode_settings(), run.log.episodes)
+    plans = [plan]
+    if run.evaluation.format_temperatures:
+        settings = run.evaluation.format_settings()
+        title = f"format {name} RL"
+        plans.append(_Plan(f"format_{name}", title, settings, measures_format=True))
+    return _evaluate_weights(context, actor, lambda: weights, plans)[0]
 
 
 def evaluate_control(context: Context, actor: Actor | None, train: Callable[[], Any]) -> Rows:
@@ -90,7 +97,7 @@ def evaluate_control(context: Context, actor: Actor | None, train: Callable[[], 
         return []
     assert actor is not None, "a run with RL plays episodes"
     plan = _Plan("control", "the control", run.evaluation.greedy_settings())
-    return _evaluate_weights(context, actor, train, plan)
+    return _evaluate_weights(context, actor, train, [plan])[0]
 
 
 def evaluate_checkpoint(context: Context, actor: Actor, step: int) -> None:
@@ -107,12 +114,12 @@ def evaluate_checkpoint(context: Context, actor: Actor, step: int) -> None:
 
 
 def _evaluate_weights(
-    context: Context, actor: Actor, weights: Callable[[], Any], plan: _Plan
-) -> Rows:
-    """Load the weights if there is something left to play, and play it."""
-    if not plan.finished(context):
+    context: Context, actor: Actor, weights: Callable[[], Any], plans: Sequence[_Plan]
+) -> list[Rows]:
+    """Load the weights if there is something left to play, play it, and return the plans' rows."""
+    if not all(plan.finished(context) for plan in plans):
         actor.wake(weights(), actor.engine.version + 1)
-    rows = _play_missing(context, actor, plan)
+    rows = [_play_missing(context, actor, plan) for plan in plans]
     # The next phase needs the engine's memory.
     actor.engine.sleep()
     return rows
@@ -155,7 +162,6 @@ def _play_k(
     Returns:
         The content of the file: rows, the seconds that each took, episodes, and the judge's counts.
     """
-    questions = context.data.heldout[: context.run.evaluation.questions]
     # Start with an empty cache: results must not depend on where an interrupted evaluation resumed.
     actor.engine.forget()
     content: dict[str, Any] = {"rows": [], "seconds": [], "episodes": []}
@@ -166,7 +172,7 @@ def _play_k(
             f"stopped while evaluating {plan.title}; finished K are kept, K = {k} starts again"
         )
         start = time.monotonic()
-        row, lines = _play(context, actor, questions, plan, setting)
+        row, lines = _play(context, actor, plan, setting)
         content["rows"].append(row)
         content["seconds"].append(time.monotonic() - start)
         content["episodes"] += lines
@@ -181,15 +187,13 @@ def _play_k(
 def _play(
     context: Context,
     actor: Actor,
-    questions: Sequence[Question],
     plan: _Plan,
     setting: EpisodeSettings,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Play one setting. Returns its row, and the transcripts for the report."""
     run = context.run
     vocabulary = context.data.vocabulary
-    # The headline setting is played several times per question.
-    headline = setting.temperature > 0 and setting.dispatch == "parallel"
+    questions, samples = _questions(context, plan, setting)
     protocol = Protocol(vocabulary, run.limits(setting.dispatch))
     scoring = Scoring(
         run.rl.rewards if run.rl else RewardSettings(),
@@ -203,7 +207,7 @@ def _play(
         setting,
         scoring,
         run.seed,
-        run.evaluation.samples if headline else 1,
+        samples,
     )
     own = [outcome for _, outcome in outcomes if isinstance(outcome, Played)]
     played = [outcome for part in hosts.gather(own) for outcome in part]
@@ -215,3 +219,15 @@ def _play(
         for outcome in shown
     ]
     return row(setting, played), lines
+
+
+def _questions(
+    context: Context, plan: _Plan, setting: EpisodeSettings
+) -> tuple[Sequence[Question], int]:
+    """The questions to play under a setting, and the number of episodes on each of them."""
+    evaluation, heldout = context.run.evaluation, context.data.heldout
+    if plan.measures_format:
+        return evaluation.format_questions(heldout, setting)
+    # The headline setting is played several times per question.
+    headline = setting.temperature > 0 and setting.dispatch == "parallel"
+    return heldout[: evaluation.questions], evaluation.samples if headline else 1

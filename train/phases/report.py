@@ -11,7 +11,7 @@ from paravt_jax.method.rewards import describe
 from paravt_jax.processes import hosts
 from train.phases.context import Context
 from train.report.page import write_report
-from train.report.result import checks, collect_episodes, judged, read_curve
+from train.report.result import checks, collect_episodes, judged, read_by_temperature, read_curve
 
 Rows = list[dict[str, Any]]
 
@@ -31,6 +31,7 @@ def report(context: Context, rows: dict[str, Rows], seconds: float) -> pathlib.P
             if context.run.rl is not None:
                 result["reward"] = describe(context.run.rl.rewards)
             result |= rows | {"curve": read_curve(folder)}
+            result["by_temperature"] = read_by_temperature(folder)
             result |= checks(folder) | judged(folder) | {"seconds": seconds}
             write_atomically(folder / "result.json", json.dumps(result, indent=1))
             collect_episodes(folder, context.data.root)

@@ -52,6 +52,15 @@ def read_curve(folder: pathlib.Path) -> list[Row]:
     return sorted(rows, key=lambda row: (row["step"], row["k"]))
 
 
+def read_by_temperature(folder: pathlib.Path) -> list[Row]:
+    """The rows of format at several temperatures, each with its `phase`: `before` or `after`."""
+    return [
+        {"phase": phase} | row
+        for phase in ("before", "after")
+        for row in read_evaluation(folder, f"format_{phase}")
+    ]
+
+
 def checks(folder: pathlib.Path) -> Row:
     """Checks over all RL steps: two counts that must be 0, and a gap that must be small."""
     steps = [line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "rl"]
@@ -76,7 +85,7 @@ def judged(folder: pathlib.Path) -> dict[str, dict[str, int]]:
 def result_so_far(folder: pathlib.Path) -> Row:
     """What result.json would hold if the run ended now; without RL steps, no checks of them."""
     rows = {name: read_evaluation(folder, name) for name in ("before", "control", "after")}
-    result = rows | {"curve": read_curve(folder)}
+    result = rows | {"curve": read_curve(folder), "by_temperature": read_by_temperature(folder)}
     metrics = read_metrics(folder / "metrics.jsonl")
     if any(line["phase"] == "rl" for line in metrics):
         result |= checks(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 
@@ -111,7 +112,13 @@ def test_a_row_is_the_mean_of_its_episodes(small_questions):
         "refused_reports": 0,
         "without_answer": 0,
         "unread": 0,
+        # A turn without text earns nothing for its format.
+        "format_reward": 0.0,
+        # Episodes with executed calls score 1 and 0.5, those without 0 and 0.
+        "tool_gap": 0.75,
     }
+    all_called = row(EpisodeSettings(16, 0.7), outcomes[:2])
+    assert all_called["tool_gap"] is None
 
 
 def test_every_question_is_played_and_scored_in_order(oracle, small_environment, small_questions):
@@ -124,6 +131,7 @@ def test_every_question_is_played_and_scored_in_order(oracle, small_environment,
     assert found["n"] == count
     assert found["accuracy"] == pytest.approx((count - 1) / count)
     assert (found["compliance"], found["calls"], found["turns"]) == (1.0, 1.0, 2.0)
+    assert found["format_reward"] == 1.0
     assert [outcome.episode.question for outcome in played] == small_questions
     scores = [outcome.rewards.accuracy for outcome in played]
     assert scores == [float(question.id not in wrong) for question in small_questions]
@@ -213,3 +221,49 @@ def test_settings_are_every_combination_once():
         for dispatch in ("parallel", "none")
         for temperature in (0.7, 0.0)
     }
+
+
+def test_format_is_measured_at_every_temperature_and_budget():
+    settings = EvaluationSettings(frames=(4, 16), format_temperatures=(0.0, 0.3, 0.7, 1.0))
+    found = {(s.frames, s.dispatch, s.temperature) for s in settings.format_settings()}
+    assert found == {
+        (frames, "parallel", temperature)
+        for frames in (4, 16)
+        for temperature in (0.0, 0.3, 0.7, 1.0)
+    }
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+def test_two_hundred_rollouts_are_about_as_many_questions_if_there_are_enough(
+    small_questions, temperature
+):
+    heldout = [dataclasses.replace(small_questions[0], id=str(n)) for n in range(300)]
+    settings = EvaluationSettings(format_temperatures=(temperature,))
+    asked = []
+    for setting in settings.format_settings():
+        questions, samples = settings.format_questions(heldout, setting)
+        assert samples == 1
+        asked += [question.id for question in questions]
+    # 67 at each of three budgets.
+    assert len(asked) == len(set(asked)) == 201
+
+
+def test_few_questions_are_sampled_several_times_but_decoded_greedily_once(small_questions):
+    heldout = [dataclasses.replace(small_questions[0], id=str(n)) for n in range(40)]
+    settings = EvaluationSettings(format_temperatures=(0.0, 1.0))
+    rollouts: collections.Counter[float] = collections.Counter()
+    for setting in settings.format_settings():
+        questions, samples = settings.format_questions(heldout, setting)
+        assert {question.id for question in questions} == {question.id for question in heldout}
+        rollouts[setting.temperature] += len(questions) * samples
+    assert rollouts[1.0] >= 200
+    assert rollouts[0.0] == 3 * 40
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("field", "value"), [("format_rollouts", 0), ("format_temperatures", (-0.1,))]
+)
+def test_impossible_measurements_of_format_are_refused(field, value):
+    with pytest.raises(ValueError, match=r"format_rollouts|temperature"):
+        EvaluationSettings(**{field: value})
