@@ -47,6 +47,8 @@ SIDE_PATHS = (
     "train.report",
     "train.studies",
 )
+# Runs in lmms-eval's environment, where lmms_eval can be imported.
+ELSEWHERE = "rollout.evaluation.lmms_eval.model"
 SOURCES = [file for room in ROOMS for file in sorted((ROOT / room).rglob("*.py"))]
 
 
@@ -108,7 +110,8 @@ def test_every_module_imports_without_torch_and_tensorflow() -> None:
 import importlib, sys
 sys.modules['torch'] = None
 for module in {modules!r}:
-    importlib.import_module(module)
+    if module != {ELSEWHERE!r}:
+        importlib.import_module(module)
 sys.exit('tensorflow was imported' if 'tensorflow' in sys.modules else 0)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

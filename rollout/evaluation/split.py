@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.protocol import Protocol, subtitle_line, subtitled_text
@@ -71,15 +71,7 @@ class Player:
                 yield self._with_file(question, shown_subtitles[number] is not None)
 
         last = time.monotonic()
-        for number, outcome in play_and_score(
-            self._sampler,
-            self.environment,
-            questions(),
-            self._setting,
-            self._scoring,
-            self._settings.seed,
-            side_by_side=self._settings.episodes,
-        ):
+        for number, outcome in self.outcomes(questions()):
             item = items[number]
             line = self._line(item, outcome, shown_subtitles.pop(number))
             now = time.monotonic()
@@ -90,6 +82,20 @@ class Player:
             if not remaining[video]:
                 # A split has thousands of videos: keeping them all would fill the memory.
                 self.environment.features.forget(self._videos.find(video) or video)
+
+    def outcomes(
+        self, questions: Iterable[Question | LeftOut]
+    ) -> Iterator[tuple[int, Played | LeftOut]]:
+        """Play questions side by side, and yield (number, outcome) as they finish."""
+        return play_and_score(
+            self._sampler,
+            self.environment,
+            questions,
+            self._setting,
+            self._scoring,
+            self._settings.seed,
+            side_by_side=self._settings.episodes,
+        )
 
     def _prepared(self, item: Item) -> tuple[Question, int | None]:
         """The question as it is asked, and the number of subtitle lines that its prompt shows.

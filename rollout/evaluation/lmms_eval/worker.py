@@ -190,7 +190,7 @@ def _forbid_network() -> None:
     sys.addaudithook(check)
 
 
-def _own_stdout() -> BinaryIO:
+def own_stdout() -> BinaryIO:
     """A stream to the real stdout. Whatever else is printed goes to stderr."""
     real = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -229,7 +229,7 @@ def main() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     # Python puts a script's folder first; this one's modules must not stand in for others.
     sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != here]
-    out = _own_stdout()
+    out = own_stdout()
     _forbid_network()
     worker = Worker()
     for line in sys.stdin.buffer:

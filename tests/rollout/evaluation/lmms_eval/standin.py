@@ -57,6 +57,42 @@ class Qwen3_VL:
         pass
 """
 
+_HARNESS_MODEL = """
+class Hook:
+    def __init__(self):
+        self.kept = []
+
+    def add_partial(self, name, request, answer):
+        self.kept.append([*request, answer])
+
+
+class lmms:
+    is_simple = True
+
+    def __init__(self):
+        self.cache_hook = Hook()
+        self.task_dict = {}
+
+    @classmethod
+    def create_from_arg_string(cls, text, added):
+        given = dict(pair.split("=") for pair in text.split(",") if pair)
+        given = {name: int(value) if value.isdigit() else value for name, value in given.items()}
+        return cls(**given, **added)
+
+    def clean(self):
+        pass
+"""
+
+_MANIFEST = """
+from dataclasses import dataclass
+
+
+@dataclass
+class ModelManifest:
+    model_id: str
+    chat_class_path: str
+"""
+
 _TASK = """
 task: {name}
 dataset_path: stand-in/{name}
@@ -139,6 +175,8 @@ def write_package(site: pathlib.Path, version: str = "0.7.3") -> None:
     _write(root / "api" / "__init__.py", "")
     _write(root / "api" / "registry.py", _REGISTRY)
     _write(root / "api" / "metrics.py", _METRICS)
+    _write(root / "api" / "model.py", _HARNESS_MODEL)
+    _write(root / "models" / "registry_v2.py", _MANIFEST)
     _write(root / "models" / "simple" / "qwen3_vl.py", _MODEL)
     for split, task in TASKS.items():
         specific = ""
