@@ -38,6 +38,7 @@ _COMMANDS = {
     "check": _Command("list what a run needs and what is missing", "train.run", ("--check",)),
     "plan": _Command("predict memory and time of a recipe on a TPU slice", "train.plan"),
     "prepare": _Command("download and prepare the published data of a recipe", "train.prepare"),
+    "download": _Command("download the questions and videos of a split", "rollout.download"),
     "ask": _Command("answer a question about a video", "rollout.ask"),
     "evaluate": _Command("score a model on a benchmark, or compare runs", "rollout.evaluate"),
     "report": _Command("write the pages of a run anew", "train.report"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import glob
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import httpx2
 import huggingface_hub
@@ -14,6 +16,7 @@ _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _LOG_IN = "log in (hf auth login, or set HF_TOKEN)"
 _UNAUTHORIZED = 401
 _PATIENCE = 10.0  # seconds to wait for an answer
+_FAILURES = (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, httpx2.HTTPError)
 
 
 def is_hub_id(source: str) -> bool:
@@ -38,7 +41,7 @@ def snapshot(id: str, patterns: Sequence[str], repo_type: str = "model") -> path
         folder = huggingface_hub.snapshot_download(
             id, repo_type=repo_type, allow_patterns=list(patterns)
         )
-    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, httpx2.HTTPError) as error:
+    except _FAILURES as error:
         page = f"{constants.ENDPOINT}/{'datasets/' if repo_type == 'dataset' else ''}{id}"
         raise FileNotFoundError(
             f"{id}: no such folder, and the download from the hub failed: {_remedy(error, page)}, "
@@ -47,8 +50,47 @@ def snapshot(id: str, patterns: Sequence[str], repo_type: str = "model") -> path
     return pathlib.Path(folder)
 
 
-def data_set_size(id: str) -> int:
-    """Bytes of all files of a data set.
+def download(id: str, revision: str, names: Iterable[str], folder: pathlib.Path) -> None:
+    """Download files of a data set into a folder, under their own paths.
+
+    A repeated call fetches only what is missing, and continues files that were broken off.
+
+    Args:
+        id: The data set, such as `lmms-lab/Video-MME`.
+        revision: Its revision, from `data_set_files`.
+        names: Paths of the files in the data set.
+        folder: Where to put them.
+
+    Raises:
+        ConnectionError: They cannot be downloaded. The message names the remedy.
+    """
+    patterns = [glob.escape(name) for name in names]
+    if not patterns:
+        return
+    try:
+        huggingface_hub.snapshot_download(
+            id,
+            repo_type="dataset",
+            revision=revision,
+            allow_patterns=patterns,
+            local_dir=folder,
+        )
+    except _FAILURES as error:
+        page = f"{constants.ENDPOINT}/datasets/{id}"
+        raise ConnectionError(f"{id}: the download failed: {_remedy(error, page)}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """The files of a data set."""
+
+    revision: str
+    sizes: dict[str, int]
+    """Bytes by path."""
+
+
+def data_set_files(id: str) -> Listing:
+    """The files of a data set, as the hub lists them.
 
     Raises:
         FileNotFoundError: There is no such data set.
@@ -61,8 +103,14 @@ def data_set_size(id: str) -> int:
         exception = ConnectionError
         if isinstance(error, errors.RepositoryNotFoundError):
             exception = FileNotFoundError
-        raise exception(f"{id}: the hub does not tell its size: {_remedy(error, page)}") from error
-    return sum(file.size or 0 for file in info.siblings or ())
+        raise exception(f"{id}: the hub does not list it: {_remedy(error, page)}") from error
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    return Listing(info.sha or "main", sizes)
+
+
+def data_set_size(id: str) -> int:
+    """Bytes of all files of a data set. Raises the errors of `data_set_files`."""
+    return sum(data_set_files(id).sizes.values())
 
 
 def _remedy(error: Exception, page: str) -> str:

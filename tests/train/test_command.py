@@ -19,6 +19,7 @@ EQUIVALENTS = {
     "check": ("train.run", ["--check"]),
     "plan": ("train.plan.__main__", []),
     "prepare": ("train.prepare", []),
+    "download": ("rollout.download", []),
     "ask": ("rollout.ask", []),
     "evaluate": ("rollout.evaluate", []),
     "report": ("train.report.__main__", []),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from paravt_jax.data.sources import MEDIA_PATTERNS
 from rollout.evaluation.benchmarks.items import Item
 from rollout.evaluation.benchmarks.tables import Row
 from rollout.evaluation.statistics import Score
@@ -33,6 +34,12 @@ class Benchmark:
     """Turns a row into a question. Raises BrokenRow if the row cannot be asked or scored."""
     rows: Callable[[list[Row]], list[Row]] = _unchanged
     """Turns the rows of the files into one row per question; by default they already are."""
+    media: tuple[str, ...] = MEDIA_PATTERNS
+    """Patterns of the data set's videos, subtitles and archives of them, for `rollout.download`."""
+    joined: tuple[str, ...] = ()
+    """Patterns of archives that are slices of one archive; see `find_archives`."""
+    elsewhere: str = ""
+    """Where to get the videos if the data set does not hold them."""
     score: Score = "accuracy"
     """Name of the mean score."""
     paper: Mapping[str, float] = dataclasses.field(default_factory=dict)

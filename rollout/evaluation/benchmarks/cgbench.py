@@ -19,6 +19,9 @@ from rollout.evaluation.benchmarks.items import (
 )
 from rollout.evaluation.benchmarks.tables import Row
 
+# Slices of one zip. The names of the shorter videos of clues begin with "clue_".
+_VIDEOS = ("video*.zip",)
+
 
 def _read(row: Row) -> Item:
     options = plain_options(row.get("choices"))
@@ -37,6 +40,8 @@ CGBENCH = Benchmark(
     title="CG-Bench",
     source="CG-Bench/CG-Bench",
     patterns=("cgbench_mini.json", "cgbench.json"),
+    media=_VIDEOS,
+    joined=_VIDEOS,
     fields=("qid", "video_uid", "question", "choices", "right_answer", "sub_category"),
     read=_read,
 )

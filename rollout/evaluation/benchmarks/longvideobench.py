@@ -40,6 +40,7 @@ LONGVIDEOBENCH = Benchmark(
     title="LongVideoBench",
     source="longvideobench/LongVideoBench",
     patterns=("*validation-*.parquet", "lvb_val.json"),
+    media=("videos.tar*",),
     fields=(
         "id",
         "video_path",

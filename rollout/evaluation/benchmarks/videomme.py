@@ -18,6 +18,7 @@ from rollout.evaluation.benchmarks.items import (
 from rollout.evaluation.benchmarks.tables import Row
 
 _FILES = ("videomme/test-*.parquet", "*test-*.parquet")
+_MEDIA = ("videos_chunked_*.zip", "subtitle.zip")
 _FIELDS = (
     "videoID",
     "question_id",
@@ -57,6 +58,7 @@ VIDEOMME = Benchmark(
     title="VideoMME w/o",
     source="lmms-lab/Video-MME",
     patterns=_FILES,
+    media=_MEDIA,
     fields=_FIELDS,
     read=_read,
     paper={"ParaVT-8B": 62.1, "Qwen3-VL-8B": 59.9, "LongVT-RFT-7B": 59.5},
@@ -67,6 +69,7 @@ VIDEOMME_WITH_SUBTITLES = Benchmark(
     title="VideoMME w/ sub",
     source="lmms-lab/Video-MME",
     patterns=_FILES,
+    media=_MEDIA,
     fields=_FIELDS,
     read=_read_with_subtitles,
     paper={"ParaVT-8B": 69.4, "Qwen3-VL-8B": 68.4, "LongVT-RFT-7B": 66.0},

@@ -1,0 +1,312 @@
+"""The download command, against a stand-in of the hub and archives that the tests make."""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Mapping
+
+import pytest
+
+from benchmarks.hub import Hub
+from paravt_jax.data import hub as hub_client
+from rollout import download as command
+from rollout.evaluation.benchmarks import BENCHMARKS, VideoFolder, load
+from tests.paravt_jax.benchmarks import published
+
+ROOT = pathlib.Path(__file__).parents[2]
+VIDEOS = {f"v{n}.mp4": random.Random(n).randbytes(40_000) for n in range(6)}
+
+
+def zipped(members: Mapping[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as file:
+        for name, content in members.items():
+            file.writestr(name, content)
+    return stream.getvalue()
+
+
+def tarred(members: Mapping[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as file:
+        for name, content in members.items():
+            about = tarfile.TarInfo(name)
+            about.size = len(content)
+            file.addfile(about, io.BytesIO(content))
+    return stream.getvalue()
+
+
+def write(folder: pathlib.Path, files: Mapping[str, bytes]) -> pathlib.Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def sliced(name: str, content: bytes, numbers: list[str]) -> dict[str, bytes]:
+    step = -(-len(content) // len(numbers))
+    return {
+        name.format(number): content[n * step : (n + 1) * step] for n, number in enumerate(numbers)
+    }
+
+
+@pytest.fixture(scope="module")
+def data_sets(tmp_path_factory) -> dict[str, pathlib.Path]:
+    """A small data set in the layout of each split, by split."""
+    root = tmp_path_factory.mktemp("hub")
+    names = list(VIDEOS)
+    made = {
+        "videomme": {
+            "videos_chunked_01.zip": zipped({f"data/{n}": VIDEOS[n] for n in names[:3]}),
+            "videos_chunked_02.zip": zipped({f"data/{n}": VIDEOS[n] for n in names[3:]}),
+            "subtitle.zip": zipped({"subtitle/v0.srt": b"1\n"}),
+            "README.md": b"not asked for",
+        },
+        "longvideobench": {
+            **sliced(
+                "videos.tar.part.{}",
+                tarred({f"videos/{n}": VIDEOS[n] for n in names}),
+                ["aa", "ab", "ac"],
+            ),
+            "subtitles.tar": b"not asked for",
+        },
+        "mlvu": {
+            "video_part_1.zip": zipped({n: VIDEOS[n] for n in names[:3]}),
+            "video_part_2.zip": zipped({n: VIDEOS[n] for n in names[3:]}),
+        },
+        "lvbench": {
+            "video_chunks/1.zip": zipped({f"all/{n}": VIDEOS[n] for n in names[:3]}),
+            "more/1.zip": zipped({f"all/{n}": VIDEOS[n] for n in names[3:]}),
+        },
+        "mmvu": {f"videos/Art/{n}.mp4": VIDEOS[f"v{n}.mp4"] for n in range(6)},
+        "cgbench": {
+            **sliced(
+                "video_chunk_{}.zip",
+                zipped({f"cg_videos_720p/{n}": VIDEOS[n] for n in names}),
+                [str(n) for n in range(1, 12)],
+            ),
+            "clue_video_chunk_1.zip": b"not asked for",
+        },
+        "charades": {},
+    }
+    rows = {
+        "videomme": [published.videomme("1-1", "v0"), published.videomme("2-1", "v5")],
+        "longvideobench": [published.longvideobench("v3_0", "v3.mp4", 1, ["a", "b"])],
+        "mlvu": [published.mlvu("v2.mp4")],
+        "lvbench": [published.lvbench("1", "v1.mp4"), published.lvbench("2", "v4.mp4")],
+        "mmvu": [published.mmvu("1", "Art", 1)],
+        "cgbench": [published.cgbench(1, "v2")],
+        "charades": [published.charades("v1.mp4")],
+    }
+    for split, files in made.items():
+        (root / split).mkdir()
+        published.write_split(split, write(root / split, files), rows[split])
+    return {split: root / split for split in made}
+
+
+@pytest.fixture
+def fetched(monkeypatch, data_sets) -> list[str]:
+    """The names of downloaded files. The hub is replaced by folders."""
+    names: list[str] = []
+    folders = {BENCHMARKS[split].source: folder for split, folder in data_sets.items()}
+
+    def listing(id: str) -> hub_client.Listing:
+        files = [file for file in folders[id].rglob("*") if file.is_file()]
+        sizes = {f.relative_to(folders[id]).as_posix(): f.stat().st_size for f in files}
+        return hub_client.Listing("main", sizes)
+
+    def download(id, revision, wanted, folder) -> None:
+        for name in wanted:
+            names.append(name)
+            write(folder, {name: (folders[id] / name).read_bytes()})
+
+    monkeypatch.setattr(hub_client, "data_set_files", listing)
+    monkeypatch.setattr(hub_client, "download", download)
+    return names
+
+
+def videos_of(split: str, folder: pathlib.Path) -> list[bytes | None]:
+    """The videos of the split's questions, as the evaluation finds them."""
+    videos = VideoFolder(folder)
+    paths = [videos.find(item.question.video) for item in load(split, str(folder)).items]
+    return [None if path is None else (folder / path).read_bytes() for path in paths]
+
+
+def archives_in(folder: pathlib.Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if ".zip" in path.name)
+
+
+@pytest.mark.parametrize(
+    "split", ["videomme", "longvideobench", "lvbench", "mlvu", "mmvu", "cgbench"]
+)
+def test_a_split_can_be_evaluated_in_the_folder_of_its_download(split, fetched, tmp_path):
+    assert command.main([split, "--to", str(tmp_path / "to")]) == 0
+    found = videos_of(split, tmp_path / "to")
+    assert found and all(content in VIDEOS.values() for content in found)
+    assert not [name for name in fetched if name in ("README.md", "subtitles.tar")]
+    assert not [name for name in fetched if name.startswith("clue")]
+    left = [p for p in (tmp_path / "to").iterdir() if ".zip" in p.name or ".tar" in p.name]
+    assert left == [], "archives are deleted"
+
+
+def test_a_second_download_fetches_no_archive_again(fetched, tmp_path):
+    for _ in range(2):
+        assert command.main(["videomme", "--to", str(tmp_path / "to")]) == 0
+    assert fetched.count("videos_chunked_01.zip") == 1
+    # The same files with subtitles shown.
+    assert command.main(["videomme_wsub", "--to", str(tmp_path / "to")]) == 0
+    assert fetched.count("videos_chunked_01.zip") == 1
+
+
+def test_archives_can_be_kept(fetched, tmp_path):
+    assert command.main(["videomme", "--to", str(tmp_path), "--keep-archives"]) == 0
+    assert (tmp_path / "videos_chunked_02.zip").exists()
+    # Without the option, a later start deletes what it finds unpacked.
+    assert command.main(["videomme", "--to", str(tmp_path)]) == 0
+    assert not (tmp_path / "videos_chunked_02.zip").exists()
+
+
+def test_a_damaged_archive_is_kept_and_named_in_one_line(fetched, tmp_path, monkeypatch, capsys):
+    download = hub_client.download
+
+    def damaging(id, revision, wanted, folder) -> None:
+        download(id, revision, wanted, folder)
+        for name in wanted:
+            if name == "videos_chunked_02.zip":
+                (folder / name).write_bytes((folder / name).read_bytes()[:-30])
+
+    monkeypatch.setattr(hub_client, "download", damaging)
+    assert command.main(["videomme", "--to", str(tmp_path)]) == 2
+    assert "videos_chunked_02.zip: cannot be unpacked" in capsys.readouterr().err.splitlines()[-1]
+    assert (tmp_path / "videos_chunked_02.zip").exists()
+    assert not (tmp_path / "videos_chunked_01.zip").exists()
+    monkeypatch.setattr(hub_client, "download", download)
+    assert command.main(["videomme", "--to", str(tmp_path)]) == 0
+    assert None not in videos_of("videomme", tmp_path)
+
+
+def test_videos_that_are_not_on_the_hub_are_named_and_unpacked_when_they_are_there(
+    fetched, tmp_path, capsys
+):
+    assert command.main(["charades", "--to", str(tmp_path)]) == 0
+    assert "Charades_v1_480.zip of https://" in capsys.readouterr().err
+    own = zipped({f"Charades_v1_480/{name}": content for name, content in VIDEOS.items()})
+    write(tmp_path, {"Charades_v1_480.zip": own})
+    assert command.main(["charades", "--to", str(tmp_path)]) == 0
+    assert videos_of("charades", tmp_path) == [VIDEOS["v1.mp4"]]
+    assert (tmp_path / "Charades_v1_480.zip").exists(), "what the user brought is kept"
+
+
+def test_a_full_disk_is_noticed_before_anything_is_downloaded(
+    fetched, tmp_path, monkeypatch, capsys
+):
+    # 240 kB of videos, and the larger of two archives of 120 kB.
+    free = {"bytes": 350_000}
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free["bytes"])
+    )
+    assert command.main(["videomme", "--to", str(tmp_path)]) == 2
+    message = capsys.readouterr().err.strip()
+    assert message.count("\n") == 0 and "and 350 kB are free; free " in message
+    assert fetched == []
+    free["bytes"] = 380_000
+    assert command.main(["videomme", "--to", str(tmp_path)]) == 0
+    # All is there, so a further start needs no room.
+    free["bytes"] = 0
+    assert command.main(["videomme", "--to", str(tmp_path)]) == 0
+
+
+def test_kept_archives_need_more_room(fetched, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 380_000))
+    assert command.main(["videomme", "--to", str(tmp_path), "--keep-archives"]) == 2
+
+
+def test_the_sizes_are_those_of_the_hub(fetched, capsys):
+    assert command.main(["--sizes", "videomme", "charades", "cgbench"]) == 0
+    head, videomme, charades, cgbench, *_ = capsys.readouterr().out.splitlines()
+    assert head.split() == ["split", "questions", "videos", "archives", "disk"]
+    assert videomme.split()[0] == "videomme" and "241 kB" in videomme
+    assert videomme.split()[-3] == "3"
+    assert "elsewhere" in charades
+    assert cgbench.split()[5:6] == ["1"], "eleven slices are one archive"
+    assert fetched == []
+
+
+def test_a_split_that_cannot_be_listed_does_not_hide_the_others(fetched, monkeypatch, capsys):
+    listing = hub_client.data_set_files
+
+    def gated(id: str) -> hub_client.Listing:
+        if id.startswith("longvideobench/"):
+            raise ConnectionError(f"{id}: the hub does not list it: gated")
+        return listing(id)
+
+    monkeypatch.setattr(hub_client, "data_set_files", gated)
+    assert command.main(["--sizes"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:9]] == list(BENCHMARKS)
+    assert lines[3].split() == ["longvideobench", "?", "?", "?", "?"]
+    assert "gated" in "\n".join(lines)
+
+
+def test_a_data_set_with_another_layout_is_refused(fetched, monkeypatch, capsys, tmp_path):
+    listing = hub_client.Listing("main", {"test.parquet": 5, "films.rar": 7})
+    monkeypatch.setattr(hub_client, "data_set_files", lambda id: listing)
+    assert command.main(["videomme", "--to", str(tmp_path)]) == 2
+    assert "holds none of videomme/test-*.parquet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["videomme", "mlvu"], ["videomee"], ["mlvu", "--to"]])
+def test_a_wrong_command_line_is_one_line_below_the_usage(words, capsys):
+    with pytest.raises(SystemExit):
+        command.main(words)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("python -m rollout.download: error")
+
+
+def test_an_address_is_no_folder(capsys):
+    assert command.main(["mlvu", "--to", "gs://bucket/mlvu"]) == 2
+    assert "is an address" in capsys.readouterr().err
+
+
+def environment(hub: Hub, home: pathlib.Path) -> dict[str, str]:
+    return os.environ | hub.variables(home) | {"PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.slow
+def test_a_download_killed_anywhere_is_completed_by_the_same_command(data_sets, tmp_path):
+    repositories = {f"datasets/{BENCHMARKS[s].source}": f for s, f in data_sets.items()}
+    target = tmp_path / "to"
+    line = [sys.executable, "-m", "rollout.download", "videomme", "--to", str(target)]
+    milestones = ("videomme", "videos_chunked_01.zip", "data/v0.mp4", "data/v3.mp4")
+    with Hub(repositories, cuts=3) as hub:
+        env = environment(hub, tmp_path / "home")
+        for milestone in milestones:
+            process = subprocess.Popen(line, cwd=tmp_path, env=env, stderr=subprocess.DEVNULL)
+            deadline = time.monotonic() + 60
+            while not (target / milestone).exists() and process.poll() is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {p.name: p.read_bytes() for p in (target / "data").glob("*.mp4")} == VIDEOS
+    assert (target / "subtitle/v0.srt").exists()
+    assert archives_in(target / "data") == [] and not list(target.glob("*.zip"))
+
+
+def test_an_unreachable_hub_is_one_line(data_sets, tmp_path):
+    with Hub({"datasets/a/b": data_sets["charades"]}) as hub:
+        env = environment(hub, tmp_path / "home")
+    line = [sys.executable, "-m", "rollout.download", "mlvu", "--to", str(tmp_path / "to")]
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "check the network" in done.stderr
