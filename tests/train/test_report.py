@@ -544,9 +544,10 @@ def test_an_unreadable_video_is_reported_on_an_otherwise_complete_page(tmp_path,
 
 def test_an_empty_run_has_a_page_with_a_note_in_each_part(tmp_path):
     page = page_of(tmp_path)
-    parts = ["What was learned", "Curves", "Evaluation", "Episodes"]
+    format_ = "Do calls pay, and does the format hold?"
+    parts = ["What was learned", format_, "Curves", "Evaluation", "Episodes"]
     assert [e["text"] for e in page.all("h2")] == parts
-    assert len(page.all("p", "quiet")) == 5
+    assert len(page.all("p", "quiet")) == 6
 
 
 def test_empty_lists_and_an_incomplete_line_are_accepted(tmp_path):

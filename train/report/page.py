@@ -1,8 +1,8 @@
 """Writes report.html: one page about a finished or running run.
 
-It shows key figures before and after RL, what deserves a look, what was learned, curves, the
-evaluation table and about twenty episodes. The page of a run without result.json says how far the
-run is, and shows what there is.
+It shows key figures before and after RL, what deserves a look, what was learned, whether calls pay
+and the format holds, curves, the evaluation table and about twenty episodes. The page of a run
+without result.json says how far the run is, and shows what there is.
 The sources are config.json, metrics.jsonl, result.json, evaluation/ and episodes.jsonl of the run;
 any of them may be missing. The page has no scripts and loads nothing, so it opens offline in any
 browser.
@@ -26,6 +26,7 @@ from rollout.report.templates import environment, number
 from train.durable.metrics import PHASE_TITLES, format_seconds, read_jsonl, read_metrics
 from train.durable.watch import disk_fills, room_for_checkpoint, warnings
 from train.report.chart import Chart, line_chart, stacked_chart
+from train.report.claim import claim_charts, format_table, is_shown
 from train.report.discovery import greedy, group_table, learning_curves, pair_cards
 from train.report.result import result_so_far
 
@@ -125,6 +126,8 @@ def write_report(run_dir: str | os.PathLike[str], frame_seconds: float = math.in
         groups=group_table(result),
         pairs=pair_cards(root, episodes, until),
         facts=_facts(result, config.get("model", {}).get("dtype")),
+        claims=claim_charts([row for row in metrics if row["phase"] == "rl"]),
+        formats=format_table(result.get("by_temperature", [])),
         phases=_phases(metrics),
         table=_table(result),
         stages=_stages(root, episodes, until),
@@ -298,7 +301,7 @@ def _charts(lines: list[Row], curves: Sequence[Curve]) -> list[Row]:
         key
         for row in lines
         for key, value in row.items()
-        if isinstance(value, int | float) and key not in ("step", "wall")
+        if isinstance(value, int | float) and key not in ("step", "wall") and not is_shown(key)
     }
     known = [curve for curve in curves if curve.key in keys]
     times = [key for key in STACKED if key in keys]

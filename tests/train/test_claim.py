@@ -1,0 +1,159 @@
+"""What the report shows of the central claim: tool gap, likelihood of tags, format."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from tests.train.test_report import page_of, write_lines
+from train.report.chart import Chart
+from train.report.claim import (
+    budgets,
+    claim_charts,
+    format_table,
+    gaps,
+    is_shown,
+    tag_probabilities,
+    weighted_mean,
+)
+
+Row = dict[str, Any]
+
+
+def step(number: int, **figures: float | None) -> Row:
+    """A line of metrics.jsonl; underscores in names stand for slashes after the group."""
+    names = {name.replace("__", "/"): value for name, value in figures.items()}
+    return {"phase": "rl", "step": number, "wall": 0.0} | names
+
+
+def at_k(k: int, gap: float | None, called: float, rollouts: float) -> Row:
+    figures: Row = {f"k{k}/rollouts": rollouts, f"k{k}/rollouts_with_calls": called}
+    return figures if gap is None else figures | {f"k{k}/tool_gap": gap}
+
+
+def charts_of(steps: list[Row]) -> dict[str, Chart]:
+    return {figure["title"]: figure["chart"] for figure in claim_charts(steps)}
+
+
+def rl_steps(count: int = 48) -> list[Row]:
+    """The gap closes at K = 64 and stays at K = 4; tags become certain."""
+    rng = random.Random(0)
+    steps = []
+    for n in range(1, count + 1):
+        share = n / count
+        line = step(n) | at_k(4, 0.5 + rng.gauss(0, 0.1), 6, 8)
+        line |= at_k(64, 0.4 * (1 - share) + rng.gauss(0, 0.1), 4, 16)
+        line |= {"k4/tool_gap_accuracy": 0.5, "k64/tool_gap_accuracy": 0.1}
+        line |= {"tags/probability": 0.5 + share / 2, "tags/count": 40, "tags/logprob": -0.2}
+        for kind, start in (("think_close", 0.3), ("call_open", 0.6), ("answer_open", 0.8)):
+            line |= {f"tags/{kind}/probability": start + (1 - start) * share}
+            line |= {f"tags/{kind}/count": 12}
+        steps.append(line | {"tags/think_open/count": 0.0})
+    return steps
+
+
+def by_temperature() -> list[Row]:
+    """Rows at two K, of which the second has three times as many rollouts."""
+    rows = []
+    for phase, lift in (("before", 0.0), ("after", 0.4)):
+        for k, n in ((4, 50), (64, 150)):
+            for temperature in (0.0, 0.3, 0.7, 1.0):
+                figures = {"compliance": 0.5 - 0.2 * temperature + lift, "format_reward": 0.5}
+                figures["format_reward"] += lift if k == 64 else 0.0
+                row = {"phase": phase, "k": k, "dispatch": "parallel", "n": n}
+                rows.append(row | {"temperature": temperature} | figures)
+    return rows
+
+
+def test_a_step_weighs_by_the_smaller_side_of_its_rollouts():
+    """8 against 8 rollouts tell more than 1 against 15."""
+    steps = [step(1) | at_k(4, 1.0, 8, 16), step(2) | at_k(4, 0.0, 1, 16)]
+    values = [value for line in steps for value in gaps(line, 4)]
+    assert values == [(1.0, 4.0), (0.0, 15 / 16)]
+    assert weighted_mean(values) == pytest.approx(4 / (4 + 15 / 16))
+
+
+def test_a_step_without_a_gap_does_not_count_as_zero():
+    steps = [step(1) | at_k(4, None, 0, 8), step(2) | at_k(4, 0.5, 4, 8), step(3)]
+    assert weighted_mean([value for line in steps for value in gaps(line, 4)]) == 0.5
+    assert weighted_mean(gaps(steps[0], 4)) is None
+    assert budgets(steps) == [4]
+
+
+def test_tags_weigh_by_their_number_and_a_kind_without_tags_has_no_mean():
+    steps = [
+        step(1, tags__probability=0.2, tags__count=30.0),
+        step(2, tags__probability=0.8, tags__count=10.0),
+        step(3, tags__count=0.0),
+    ]
+    assert weighted_mean([value for line in steps for value in tag_probabilities(line)]) == (
+        pytest.approx((0.2 * 30 + 0.8 * 10) / 40)
+    )
+    assert tag_probabilities(steps[0], "think_open") == []
+
+
+def test_the_charts_have_a_line_per_budget_and_per_kind_of_tag():
+    charts = charts_of(rl_steps())
+    assert set(charts) == {"tool gap: reward", "tool gap: accuracy", "likelihood of tags"}
+    assert charts["tool gap: reward"].legend == ["K = 4", "K = 64"]
+    # No opening think was sampled: it was pinned.
+    assert charts["likelihood of tags"].legend == ["think close", "call open", "answer open"]
+    first, last = (charts["likelihood of tags"].hovers[i][1] for i in (0, -1))
+    assert first.startswith("step 1: think close 0.3") and last.startswith(
+        "step 48: think close 0.9"
+    )
+
+
+def test_a_budget_where_nothing_calls_has_no_line():
+    steps = [step(n) | at_k(4, 0.5, 4, 8) | at_k(64, None, 0, 8) for n in range(1, 4)]
+    assert charts_of(steps)["tool gap: reward"].legend == ["K = 4"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 700])
+def test_short_and_long_runs_have_charts(count):
+    charts = charts_of(rl_steps(count))
+    assert 1 <= len(charts["tool gap: reward"].hovers) <= 60
+    assert f"step {count}" in charts["tool gap: reward"].hovers[-1][1]
+
+
+def test_format_is_the_mean_over_all_rollouts_of_a_temperature():
+    table = format_table(by_temperature())
+    assert [line["temperature"] for line in table] == [0.0, 0.3, 0.7, 1.0]
+    hot = table[-1]
+    assert hot["before"]["compliance"] == pytest.approx(0.3)
+    assert hot["after"]["compliance"] == pytest.approx(0.7)
+    # Rollouts at K = 64 are three quarters of all.
+    assert hot["after"]["format_reward"] == pytest.approx(0.25 * 0.5 + 0.75 * 0.9)
+    assert hot["before"]["n"] == hot["after"]["n"] == 200
+    assert (
+        format_table([row for row in by_temperature() if row["phase"] == "before"])[0]["after"]
+        == {}
+    )
+
+
+def test_the_page_shows_all_three_measures(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", rl_steps())
+    result = {"before": [], "after": [], "by_temperature": by_temperature()}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    page = page_of(tmp_path)
+    assert "Do calls pay, and does the format hold?" in [e["text"] for e in page.all("h2")]
+    names = [e["text"] for e in page.all("span", "name")]
+    assert names == ["tool gap: reward", "tool gap: accuracy", "likelihood of tags"]
+    rows = [e["text"] for e in page.all("tr")][1:]
+    assert rows[0] == "greedy0.50 → 0.900.50 → 0.80200"
+    assert rows[-1] == "10.30 → 0.700.50 → 0.80200"
+
+
+def test_a_run_that_did_not_measure_them_says_so(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", [step(1, loss=0.5)])
+    (tmp_path / "result.json").write_text("{}")
+    page = page_of(tmp_path)
+    assert "Not measured yet." in [e["text"] for e in page.all("p", "quiet")]
+
+
+def test_other_metrics_keep_charts_of_their_own():
+    assert not is_shown("k4/accuracy") and not is_shown("accuracy")
+    assert is_shown("k64/tool_gap") and is_shown("tags/call_open/count")
