@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from paravt_jax.method.protocol import ANSWER_NOW, PINNED, TO_ASSISTANT, Protocol, system_text
+from paravt_jax.method.protocol import PINNED, TO_ASSISTANT, Protocol, system_text
 from paravt_jax.method.records import Author, Frame, Segment, Trajectory
 
 
@@ -98,6 +98,7 @@ def render(
     system = system_text(
         [*protocol.tools.values()] if conversation.tools else (),
         video=any(not clip.still for clip in conversation.clips),
+        wording=protocol.wording,
     )
     opening = system + "<|im_start|>user\n"
     trajectory = Trajectory()
@@ -150,7 +151,7 @@ def _results(
             *_render_content(turn, protocol, protocol.cut, image_tokens),
             protocol.encode("\n</tool_response>"),
         ]
-    pieces.append(protocol.encode((ANSWER_NOW if last else "") + TO_ASSISTANT))
+    pieces.append(protocol.encode((protocol.wording.answer_now if last else "") + TO_ASSISTANT))
     return _segment(pieces, Author.TOOL, turns)
 
 

@@ -42,9 +42,10 @@ import functools
 import importlib
 import json
 import math
+import pathlib
 import re
-from collections.abc import Sequence
-from typing import Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import numpy as np
 from jaxtyping import Int32
@@ -56,7 +57,6 @@ from paravt_jax.method.records import (
     FailedCall,
     Frame,
     Question,
-    QuestionKind,
     Segment,
 )
 from paravt_jax.method.subtitles import Subtitle, subtitle_line
@@ -64,39 +64,14 @@ from paravt_jax.method.tokenizer import Vocabulary
 from paravt_jax.method.tools.crop_video import CropVideo
 from paravt_jax.method.tools.search_subtitles import SearchSubtitles
 from paravt_jax.method.tools.tool import Tool
-
-Prompt = Literal["direct", "reasoning", "agentic", "agentic-minimal"]
+from paravt_jax.method.wording import OUR_WORDING, Prompt, Wording, fill
 
 PINNED = "<think>\n"
 VIDEO_NAME = "video.mp4"  # the model never sees a path; in its calls this is only text
 
-# The texts below are part of the trained behaviour: a changed word changes every prompt.
-_TASK = "You answer a question about a video. You see a few frames of it, each after its time.\n"
-_FORM = (
-    "Think first, then call the tool or give the final answer as <answer>answer</answer>; "
-    "a span of time is [start, end] in seconds."
-)
-_ANSWER = (
-    "give the final answer as <answer>answer</answer>; a span of time is [start, end] in seconds."
-)
-_WITHOUT_TOOLS: dict[Prompt, str] = {
-    "direct": f"{_TASK}Do not think aloud: {_ANSWER}",
-    "reasoning": f"{_TASK}Think first, between <think> and </think>, then {_ANSWER}",
-    "agentic": f"{_TASK}{_FORM}",
-    "agentic-minimal": _ANSWER.capitalize(),
-}
-_TOOLS_HEAD = (
-    "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
-    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
-)
-_TOOLS_TAIL = (
-    "\n</tools>\n\nFor each function call, return a json object with function name and arguments "
-    "within <tool_call></tool_call> XML tags:\n<tool_call>\n"
-    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
-)
-_SUMMARY_REQUEST = "\nSay in one short sentence what these frames show, with times in seconds."
-ANSWER_NOW = "\nNo more calls can be made. Give the final answer."
 TO_ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n"
+_NEXT_USER_TURN = "<|im_end|>\n<|im_start|>user\n"
+_RESPONSE = "<tool_response>\n{frames}{response}\n</tool_response>"  # of a call without frames
 
 # The most frequent malformed calls. Their error responses are in the small world's vocabulary.
 _BAD_CALLS = (
@@ -251,48 +226,72 @@ def render_call(call: CropCall) -> str:
     return f"<tool_call>\n{call_text(call.tool, arguments)}\n</tool_call>"
 
 
-def system_text(tools: Sequence[Tool], prompt: Prompt = "agentic", video: bool = True) -> str:
-    """The system turn.
+def system_text(
+    tools: Sequence[Tool],
+    prompt: Prompt = "agentic",
+    video: bool = True,
+    wording: Wording = OUR_WORDING,
+) -> str:
+    """The system turn; empty if the wording has none.
 
     Args:
         tools: Tools whose schemas are shown; empty offers none.
         prompt: Which opening to use.
         video: False for conversations about pictures or text alone. The turn then states only the
             answer format and does not mention a video.
+        wording: The texts.
 
     Raises:
-        ValueError: `prompt` has no place for tools.
+        ValueError: `prompt` has no place for tools, or the wording has no such prompt.
     """
     if not video:
-        return f"<|im_start|>system\n{_FORM}<|im_end|>\n"
-    if not tools:
-        return f"<|im_start|>system\n{_WITHOUT_TOOLS[prompt]}<|im_end|>\n"
-    if prompt in ("direct", "reasoning"):
+        text = wording.system_pictures
+    elif not tools:
+        text = _of_prompt(wording.system_alone, prompt)
+    elif prompt in ("direct", "reasoning"):
         raise ValueError(
             f"protocol.prompt: {prompt!r} offers no tools; use it with dispatch 'none'"
         )
-    opening = _WITHOUT_TOOLS[prompt]
-    if prompt == "agentic":
-        hints = "".join(f"{tool.hint}\n" for tool in tools)
-        opening = f"{_TASK}{hints}{_FORM}"
-    schemas = "".join(f"\n{json.dumps(tool.schema)}" for tool in tools)
-    return f"<|im_start|>system\n{opening}{_TOOLS_HEAD}{schemas}{_TOOLS_TAIL}<|im_end|>\n"
+    else:
+        hints = (wording.hints.get(tool.name, tool.hint) for tool in tools)
+        schemas = (json.dumps(wording.schemas.get(tool.name, tool.schema)) for tool in tools)
+        text = fill(
+            _of_prompt(wording.system, prompt),
+            hints="".join(f"{hint}\n" for hint in hints),
+            tools="\n".join(schemas),
+        )
+    return f"<|im_start|>system\n{text}<|im_end|>\n" if text else ""
 
 
-def question_text(question: Question) -> str:
+def _of_prompt(texts: Mapping[str, str], prompt: Prompt) -> str:
+    if prompt not in texts:
+        raise ValueError(
+            f"protocol.prompt: the wording has no system turn {prompt!r} of this kind; "
+            f"give one of {', '.join(texts) or 'another wording'}"
+        )
+    return texts[prompt]
+
+
+def question_text(question: Question, wording: Wording = OUR_WORDING) -> str:
     """The text of a question in its prompt. Options of multiple choice are lines "A. ..."."""
-    if question.kind is not QuestionKind.MULTIPLE_CHOICE:
-        return f"\n{question.text}"
-    options = "".join(
-        f"\n{chr(ord('A') + i)}. {option.strip()}" for i, option in enumerate(question.options)
+    if question.prompt:
+        return question.prompt
+    options = (
+        fill(wording.option, letter=chr(ord("A") + i), option=option.strip())
+        for i, option in enumerate(question.options)
     )
-    return f"\n{question.text}{options}"
+    return fill(
+        wording.question[question.kind],
+        question=question.text,
+        options="".join(options),
+        video=pathlib.PurePosixPath(question.video).name,
+    )
 
 
-def subtitled_text(entries: Sequence[Subtitle], text: str) -> str:
+def subtitled_text(entries: Sequence[Subtitle], text: str, wording: Wording = OUR_WORDING) -> str:
     """Put the video's subtitles before a question's text, one line per entry with its timestamp."""
     lines = "".join(f"{subtitle_line(entry)}\n" for entry in entries)
-    return f"What is said in the video:\n{lines}\n{text}" if lines else text
+    return fill(wording.subtitled, subtitles=lines, question=text) if lines else text
 
 
 def recurring_texts(tools: Sequence[Tool]) -> tuple[str, ...]:
@@ -304,8 +303,8 @@ def recurring_texts(tools: Sequence[Tool]) -> tuple[str, ...]:
     texts = [
         system_text(tools),
         system_text(()),
-        _SUMMARY_REQUEST,
-        ANSWER_NOW,
+        OUR_WORDING.subagent,
+        OUR_WORDING.answer_now,
         TO_ASSISTANT,
         "<|im_start|>user\n",
         render_call(CropCall(0, 1)),
@@ -330,13 +329,43 @@ class Protocol:
     one number for all frames, or one per frame.
     """
 
-    def __init__(self, vocabulary: Vocabulary, settings: ProtocolSettings):
+    def __init__(
+        self, vocabulary: Vocabulary, settings: ProtocolSettings, wording: Wording = OUR_WORDING
+    ):
         self.vocabulary = vocabulary
         self.settings = settings
+        self.wording = wording
         self.tools = {tool.name: tool for tool in settings.make_tools()}
         # Longest first: a regular expression takes the first alternative that matches.
         special_texts = sorted(vocabulary.special_texts, key=len, reverse=True)
         self._special = re.compile("|".join(re.escape(text) for text in special_texts))
+
+    def prompt(
+        self,
+        question: Question,
+        frames: Sequence[Frame],
+        image_tokens: int | Sequence[int],
+        tools: bool = True,
+    ) -> tuple[Segment, Segment]:
+        """The main agent's prompt, in two parts that are rendered apart.
+
+        With a wording that puts frames first, the first part is `overview`, which all questions
+        about a video share.
+        """
+        if not self.wording.text_first:
+            return self.overview(frames, image_tokens, tools), self.question(question)
+        opening = self.encode(f"{self.system(tools)}<|im_start|>user\n")
+        first = np.concatenate([opening, self.encode(self._question(question))])
+        shown = [*self.images(frames, image_tokens), self.encode(TO_ASSISTANT)]
+        return (
+            Segment(first, Author.PROMPT),
+            Segment(np.concatenate(shown), Author.PROMPT, frames=tuple(frames)),
+        )
+
+    def system(self, tools: bool = True) -> str:
+        """The system turn of this protocol's prompt; see `system_text`."""
+        offered = [*self.tools.values()] if tools else ()
+        return system_text(offered, self.settings.prompt, wording=self.wording)
 
     def overview(
         self, frames: Sequence[Frame], image_tokens: int | Sequence[int], tools: bool = True
@@ -345,26 +374,49 @@ class Protocol:
 
         All questions about a video share this segment, and so its KV cache.
         """
-        offered = [*self.tools.values()] if tools else ()
-        opening = system_text(offered, self.settings.prompt) + "<|im_start|>user\n"
+        opening = self.system(tools) + "<|im_start|>user\n"
         ids = self._labelled_frames(opening, frames, image_tokens)
         return Segment(ids, Author.PROMPT, frames=tuple(frames))
 
     def question(self, question: Question) -> Segment:
         """The rest of the main agent's prompt: the question and the opening of the response."""
-        ids = [self.encode(self.plain(question_text(question))), self.encode(TO_ASSISTANT)]
+        ids = [self.encode(self._question(question)), self.encode(TO_ASSISTANT)]
         return Segment(np.concatenate(ids), Author.PROMPT)
 
-    def window(self, frames: Sequence[Frame], image_tokens: int | Sequence[int]) -> Segment:
-        """A sub-agent's whole prompt: the frames of its window and the request for a summary."""
-        shown = self._labelled_frames("<|im_start|>user\n", frames, image_tokens)
-        ids = np.concatenate([shown, self.encode(_SUMMARY_REQUEST + TO_ASSISTANT)])
+    def _question(self, question: Question) -> str:
+        return self.plain(question_text(question, self.wording))
+
+    def window(
+        self,
+        frames: Sequence[Frame],
+        image_tokens: int | Sequence[int],
+        window: tuple[float, float] = (0.0, 0.0),
+        question: str = "",
+    ) -> Segment:
+        """A sub-agent's whole prompt: the frames of its window and its task.
+
+        Args:
+            frames: The frames.
+            image_tokens: Visual tokens per frame.
+            window: Start and end of the window, in seconds, for wordings that mention them.
+            question: The main agent's question, for wordings that mention it.
+        """
+        start, end = (f"{time:.1f}" for time in window)
+        task = fill(self.wording.subagent, start=start, end=end, question=self.plain(question))
+        before, after = (task, "") if self.wording.text_first else ("", task)
+        shown = self._labelled_frames(f"<|im_start|>user\n{before}", frames, image_tokens)
+        ids = np.concatenate([shown, self.encode(after + TO_ASSISTANT)])
         return Segment(ids, Author.PROMPT, frames=tuple(frames))
 
     @functools.cached_property
     def pinned(self) -> Segment:
         """`<think>`, which opens every response of the main agent; empty without pin_think."""
         return Segment(self.encode(PINNED if self.settings.pin_think else ""), Author.PINNED)
+
+    def window_text(self, count: int, window: tuple[float, float], note: str) -> str:
+        """The text beside `count` frames of a window that the main agent sees itself."""
+        start, end = (f"{time:.1f}" for time in window)
+        return fill(self.wording.window, count=str(count), start=start, end=end, note=note)
 
     def tool_results(
         self,
@@ -383,24 +435,33 @@ class Protocol:
             shown: Under dispatch `frames`, the frames before each response.
             image_tokens: Visual tokens per shown frame.
         """
+        apart = self.wording.responses_apart
         close = "" if ended else "<|im_end|>"
-        ending = f"{ANSWER_NOW if last else ''}{TO_ASSISTANT}"
+        request = self.wording.answer_now if last else ""
+        ending = f"{_NEXT_USER_TURN if request and apart else ''}{request}{TO_ASSISTANT}"
         if not any(shown):
-            bodies = "\n".join(
-                f"<tool_response>\n{self.cut(text)}\n</tool_response>" for text in responses
-            )
-            text = f"{close}\n<|im_start|>user\n{bodies}{ending}"
-            return Segment(self.encode(text), Author.TOOL)
+            between = _NEXT_USER_TURN if apart else "\n"
+            bodies = between.join("".join(self._response(text, False)) for text in responses)
+            return Segment(self.encode(f"{close}\n<|im_start|>user\n{bodies}{ending}"), Author.TOOL)
 
         parts = [self.encode(f"{close}\n<|im_start|>user")]
-        for text, frames in zip(responses, shown, strict=True):
+        for number, (text, frames) in enumerate(zip(responses, shown, strict=True)):
+            before, after = self._response(text, bool(frames))
+            between = _NEXT_USER_TURN if apart and number else "\n"
             parts += [
-                self._labelled_frames("\n<tool_response>\n", frames, image_tokens),
-                self.encode(f"{self.cut(text)}\n</tool_response>"),
+                self._labelled_frames(between + before, frames, image_tokens),
+                self.encode(after),
             ]
         parts.append(self.encode(ending))
         all_frames = tuple(frame for frames in shown for frame in frames)
         return Segment(np.concatenate(parts), Author.TOOL, frames=all_frames)
+
+    def _response(self, response: str, framed: bool) -> tuple[str, str]:
+        """The text of a response before its frames and after them."""
+        template = self.wording.shown if framed else _RESPONSE
+        before, _, after = template.partition("{frames}")
+        response = self.cut(response)
+        return fill(before, response=response), fill(after, response=response)
 
     def cut(self, text: str) -> str:
         """A tool response as the model reads it: plain, and at most `summary_tokens` long."""

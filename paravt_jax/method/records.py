@@ -41,6 +41,8 @@ class Question:
     """Subtitles of the video; empty if it has none."""
     evidence: tuple[float, float] | None = None
     """When the video shows the answer, from the first to the last second; None if unknown."""
+    prompt: str = ""
+    """The whole text of the question in its prompt; if empty, the protocol writes it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -194,10 +194,10 @@ async def play(
     """
     deadline = environment.clock() + settings.seconds
     try:
-        overview = _overview(environment, question, settings)
+        prompt = _prompt(environment, question, settings)
     except VideoError:
         return Episode(question, settings.frames, Trajectory(), (), StopReason.UNREADABLE, None)
-    trajectory = Trajectory((overview, environment.protocol.question(question)))
+    trajectory = Trajectory(prompt)
     state = _EpisodeState(environment, question, settings, seed, deadline, trajectory)
 
     while True:
@@ -237,20 +237,22 @@ async def play(
         state.trajectory.append(results)
 
 
-def _overview(environment: Environment, question: Question, settings: EpisodeSettings) -> Segment:
+def _prompt(
+    environment: Environment, question: Question, settings: EpisodeSettings
+) -> tuple[Segment, Segment]:
     """The opening of the main agent's prompt.
 
     Raises VideoError if a frame cannot be read.
     """
     with_tools = settings.dispatch != "none"
     if not settings.frames:  # a blind episode opens no file
-        return environment.protocol.overview((), 0, with_tools)
+        return environment.protocol.prompt(question, (), 0, with_tools)
     features = environment.features
     frames = features.overview(question.video, settings.frames)
     tokens = features.tokens(question.video)
     # Encode now: an unreadable file would otherwise fail in a batch with other episodes.
     features(frames)
-    return environment.protocol.overview(frames, tokens, with_tools)
+    return environment.protocol.prompt(question, frames, tokens, with_tools)
 
 
 # --- plan and answer ---
@@ -400,8 +402,11 @@ def _show_window(state: _EpisodeState, call: Call, look: Look) -> CallOutcome:
     status = CallStatus.CLAMPED if reason else CallStatus.EXECUTED
     note = f" ({reason})" if reason else ""
     if state.settings.dispatch == "frames":
-        return CallOutcome(recorded, status, f"{len(frames)} frames.{note}", frames=frames)
-    prompt = state.protocol.window(frames, features.tokens(frames[0]))
+        text = state.protocol.window_text(len(frames), (window.start, window.end), note)
+        return CallOutcome(recorded, status, text, frames=frames)
+    prompt = state.protocol.window(
+        frames, features.tokens(frames[0]), (window.start, window.end), state.question.text
+    )
     return CallOutcome(recorded, status, note, Trajectory((prompt,)))
 
 

@@ -70,7 +70,7 @@ def load(name: str, source: str = "") -> Loaded:
     rows = benchmark.rows(read_rows(source, benchmark.patterns, benchmark.fields))
     for number, row in enumerate(rows):
         try:
-            item = benchmark.read(row)
+            item = dataclasses.replace(benchmark.read(row), row=row)
         except BrokenRow as reason:
             broken[f"row {number}"] = str(reason)
             continue

@@ -1,0 +1,104 @@
+"""Every text that an agent reads, apart from its video, its question and what its tools find.
+
+`Protocol` renders a `Wording`. The default, `OUR_WORDING`, is what this project's agents are
+trained with; an evaluation may play with another one (`rollout.evaluation.packs`).
+
+A template is a text with placeholders such as `{question}`. Only lower-case names in braces are
+placeholders, so JSON can stand in a template as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from paravt_jax.method.records import QuestionKind
+
+Prompt = Literal["direct", "reasoning", "agentic", "agentic-minimal"]
+
+PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
+
+@dataclasses.dataclass(frozen=True)
+class Wording:
+    """The texts and templates of one way to ask."""
+
+    system: Mapping[str, str]
+    """System turns that offer tools, by prompt. `{hints}` is one line per tool, which says when to
+    call it; `{tools}` is one line of JSON per tool, its schema. An empty text is no system turn."""
+    system_alone: Mapping[str, str]
+    """System turns without tools, by prompt."""
+    system_pictures: str
+    """The system turn of conversations about pictures or text alone."""
+    question: Mapping[QuestionKind, str]
+    """A question in its prompt, by kind. `{options}` are the rendered options, `{video}` is the
+    file name of the video."""
+    option: str
+    """One option of multiple choice."""
+    subtitled: str
+    """A question's text with the subtitles of its video. Each line of `{subtitles}` has its end."""
+    subagent: str
+    """A sub-agent's task, after its frames. `{start}` and `{end}` are seconds of its window."""
+    answer_now: str
+    """The request for the answer, after the last turn with tools."""
+    window: str = "{count} frames.{note}"
+    """The text beside the frames of a window that the main agent sees itself. `{note}` is empty, or
+    says how the window differs from the call, after a space and in brackets."""
+    shown: str = "<tool_response>\n{frames}{response}\n</tool_response>"
+    """A window's frames and their text."""
+    responses_apart: bool = False
+    """Put each response, and the request for the answer, into a user turn of its own."""
+    text_first: bool = False
+    """Put the question before the overview frames, and a sub-agent's task before its frames."""
+    hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Replaces the `hint` of tools, by the tool's name."""
+    schemas: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    """Replaces the schema of tools, by the tool's name."""
+
+
+def fill(template: str, **values: str) -> str:
+    """Fill in a template. Braces within the values stay as they are."""
+    return PLACEHOLDER.sub(lambda match: values[match[1]], template)
+
+
+# The texts below are part of the trained behaviour: a changed word changes every prompt.
+_TASK = "You answer a question about a video. You see a few frames of it, each after its time.\n"
+_FORM = (
+    "Think first, then call the tool or give the final answer as <answer>answer</answer>; "
+    "a span of time is [start, end] in seconds."
+)
+_ANSWER = (
+    "give the final answer as <answer>answer</answer>; a span of time is [start, end] in seconds."
+)
+_TOOLS = (
+    "\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{tools}"
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments "
+    "within <tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+)
+
+OUR_WORDING = Wording(
+    system={
+        "agentic": f"{_TASK}{{hints}}{_FORM}{_TOOLS}",
+        "agentic-minimal": f"{_ANSWER.capitalize()}{_TOOLS}",
+    },
+    system_alone={
+        "direct": f"{_TASK}Do not think aloud: {_ANSWER}",
+        "reasoning": f"{_TASK}Think first, between <think> and </think>, then {_ANSWER}",
+        "agentic": f"{_TASK}{_FORM}",
+        "agentic-minimal": _ANSWER.capitalize(),
+    },
+    system_pictures=_FORM,
+    question={
+        QuestionKind.MULTIPLE_CHOICE: "\n{question}{options}",
+        QuestionKind.TEMPORAL_GROUNDING: "\n{question}",
+        QuestionKind.OPEN_ENDED: "\n{question}",
+    },
+    option="\n{letter}. {option}",
+    subtitled="What is said in the video:\n{subtitles}\n{question}",
+    subagent="\nSay in one short sentence what these frames show, with times in seconds.",
+    answer_now="\nNo more calls can be made. Give the final answer.",
+)
+"""The wording of this project."""
