@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from paravt_jax.method.structure import TAGS
 from tests.train.test_report import page_of, write_lines
 from train.report.chart import Chart
 from train.report.claim import (
+    KINDS,
     budgets,
     claim_charts,
     format_table,
@@ -100,11 +102,9 @@ def test_the_charts_have_a_line_per_budget_and_per_kind_of_tag():
     assert set(charts) == {"tool gap: reward", "tool gap: accuracy", "likelihood of tags"}
     assert charts["tool gap: reward"].legend == ["K = 4", "K = 64"]
     # No opening think was sampled: it was pinned.
-    assert charts["likelihood of tags"].legend == ["think close", "call open", "answer open"]
+    assert charts["likelihood of tags"].legend == ["</think>", "<tool_call>", "<answer>"]
     first, last = (charts["likelihood of tags"].hovers[i][1] for i in (0, -1))
-    assert first.startswith("step 1: think close 0.3") and last.startswith(
-        "step 48: think close 0.9"
-    )
+    assert first.startswith("step 1: </think> 0.3") and last.startswith("step 48: think close 0.9")
 
 
 def test_a_budget_where_nothing_calls_has_no_line():
@@ -152,6 +152,10 @@ def test_a_run_that_did_not_measure_them_says_so(tmp_path):
     (tmp_path / "result.json").write_text("{}")
     page = page_of(tmp_path)
     assert "Not measured yet." in [e["text"] for e in page.all("p", "quiet")]
+
+
+def test_every_kind_of_tag_has_a_name():
+    assert list(KINDS) == [kind.name.lower() for kind in TAGS]
 
 
 def test_other_metrics_keep_charts_of_their_own():

@@ -119,7 +119,7 @@ def test_the_page_begins_with_curves_groups_and_a_pair(result, tmp_path):
     reward = "the frugal reward, for right answers and format"
     (tmp_path / "result.json").write_text(json.dumps(result | {"reward": reward}))
     page: Page = page_of(tmp_path)
-    assert [e["text"] for e in page.all("h2")][-4] == "What was learned"
+    assert [e["text"] for e in page.all("h2")][-5] == "What was learned"
     assert f"Trained with {reward}." in page.all("p", "lede")[0]["text"]
     [pair] = page.all("div", "pair")
     assert pair["text"].index("✗ wrong") < pair["text"].index("✓ right")

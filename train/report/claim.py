@@ -14,15 +14,21 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paravt_jax.method.structure import TAGS
 from train.report.chart import Point, lines_chart
 
 Row = dict[str, Any]
 Weighted = tuple[float, float]
 """A value, and its weight in a mean."""
 
-KINDS = {kind.name.lower(): kind.name.lower().replace("_", " ") for kind in TAGS}
-"""Names of the kinds of tags in metrics, and their titles."""
+KINDS = {
+    "think_open": "<think>",
+    "think_close": "</think>",
+    "call_open": "<tool_call>",
+    "call_close": "</tool_call>",
+    "answer_open": "<answer>",
+    "answer_close": "</answer>",
+}
+"""The kinds of tags as metrics name them, and the tags."""
 # A chart has at most this many points. Each is the mean over a window of steps.
 POINTS = 60
 _BUDGET = re.compile(r"k(\d+)/rollouts_with_calls")
