@@ -17,16 +17,17 @@ from paravt_jax.command_name import command_name
 from paravt_jax.data.frames import VideoError
 from rollout.agent.endpoint import EndpointError
 from rollout.evaluation.benchmarks import BENCHMARKS
-from rollout.evaluation.compare import compare, comparison_text, table
+from rollout.evaluation.compare import compare, comparison_text
 from rollout.evaluation.folder import FolderError
 from rollout.evaluation.run import evaluate
 from rollout.evaluation.settings import BenchmarkSettings
+from rollout.evaluation.table import contents, text
 
 _PROG = command_name("python -m rollout.evaluate")
 _MODES = (
     f"Splits: {', '.join(BENCHMARKS)}.\n"
     f"Finished runs: {_PROG} --compare A B [--json] compares two, question by question; "
-    f"{_PROG} --table RUN ... shows several beside the paper's rows."
+    f"{_PROG} --table RUN ... [--json] shows several beside table 1 of the paper."
 )
 
 
@@ -69,7 +70,7 @@ def _show_finished(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="with --compare: print JSON, with the ids of all questions that differ",
+        help="print JSON; with --compare, it has the ids of all questions that differ",
     )
     asked = parser.parse_args(argv)
     if asked.compare:
@@ -84,7 +85,8 @@ def _show_finished(argv: Sequence[str]) -> int:
         for run in asked.table:
             if run not in finished:
                 print(f"{run}: left out, {_why_unfinished(run)}", file=sys.stderr)
-        print(table(finished))
+        table = contents(finished)
+        print(json.dumps(table, indent=1) if asked.json else text(table))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Compares two evaluations question by question, and tabulates runs beside the paper's results.
+"""Compares two evaluations question by question.
 
 A comparison covers the questions that both runs played. A grounding answer counts as right if its
 overlap is at least `RIGHT`.
@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import collections
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from rollout.evaluation.benchmarks import BENCHMARKS, title_of
-from rollout.evaluation.folder import FolderError, Line, latest, read_json, read_lines
+from rollout.evaluation.benchmarks import title_of
+from rollout.evaluation.folder import Line, latest, read_json, read_lines
 from rollout.evaluation.statistics import interval_of_difference, mcnemar
-from rollout.evaluation.summary import not_played, read_summary, rows_of, score_of
 
 RIGHT = 0.5
 """A question with at least this score counts as right."""
@@ -26,16 +25,6 @@ FEW_VIDEOS = 10
 
 SHOWN = 10
 """Number of question ids that the text of a comparison lists per run."""
-
-_COUNTED = {
-    "without_answer": "without an answer",
-    "unread": "whose answer names no option or span",
-    "refused_reports": "requests of sub-agents refused",
-}
-"""Counts of a summary that the notes below the table mention, with their wording."""
-
-
-# --- two runs ---
 
 
 def compare(first: pathlib.Path, second: pathlib.Path) -> dict[str, Any]:
@@ -155,133 +144,3 @@ def _some_of(ids: Sequence[str]) -> str:
         return "none"
     more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
     return ", ".join(ids[:SHOWN]) + more
-
-
-# --- the table of many runs ---
-
-Row = tuple[str, dict[str, Line]]
-"""A run's name and its summaries, by benchmark."""
-
-
-def table(folders: Sequence[pathlib.Path]) -> str:
-    """Make a markdown table of runs beside the paper's results, with notes below it.
-
-    Runs with the same `name` share a row; a second run of the same split starts a new one.
-
-    Args:
-        folders: folders with a summary.json.
-
-    Raises:
-        FolderError: no folder is given, or one has no summary that this version can read.
-    """
-    rows = _grouped(folders)
-    if not rows:
-        raise FolderError("--table: no finished evaluation; give the folders of one or more")
-    published = {name: benchmark.paper for name, benchmark in BENCHMARKS.items() if benchmark.paper}
-    # The paper's splits come first, in the paper's order.
-    others = (name for _, summaries in rows for name in summaries)
-    columns = list(dict.fromkeys([*published, *others]))
-    lines = [
-        _row("per cent", [title_of(name) for name in columns]),
-        _row("---", ["---:"] * len(columns)),
-    ]
-    models = dict.fromkeys(model for scores in published.values() for model in scores)
-    for model in models:
-        scores = [published.get(name, {}).get(model) for name in columns]
-        cells = ["-" if score is None else f"{score:.1f}" for score in scores]
-        lines.append(_row(f"{model} (paper)", cells))
-    for label, summaries in rows:
-        found = [summaries.get(name) for name in columns]
-        lines.append(_row(label, map(_score_cell, found)))
-        lines.append(_row(f"{label}: calls per question", map(_calls_cell, found)))
-    return "\n".join([*lines, "", *_notes(rows)])
-
-
-def _grouped(folders: Sequence[pathlib.Path]) -> list[Row]:
-    """The summaries of the folders, as rows of the table."""
-    rows: list[Row] = []
-    for folder in folders:
-        summary = read_summary(folder)
-        name = summary["config"].get("name", folder.name)
-        benchmark = summary["benchmark"]
-        for label, summaries in rows:
-            if label == name and benchmark not in summaries:
-                summaries[benchmark] = summary
-                break
-        else:
-            rows.append((name, {benchmark: summary}))
-    return rows
-
-
-def _row(label: str, cells: Iterable[str]) -> str:
-    return f"| {label} | " + " | ".join(cells) + " |"
-
-
-def _score_cell(summary: Line | None) -> str:
-    score = None if summary is None else score_of(summary)
-    if summary is None or score is None:
-        return "-"
-    low, high = summary["interval"]
-    mark = "*" if not_played(summary) else ""
-    return f"{100 * score:.1f}{mark} [{100 * low:.1f}, {100 * high:.1f}]"
-
-
-def _calls_cell(summary: Line | None) -> str:
-    if summary is None or "calls" not in summary:
-        return "-"
-    return f"{summary['calls']:.2f}"
-
-
-def _notes(rows: Sequence[Row]) -> list[str]:
-    """The notes below the table: the questions behind each score, and its settings."""
-    notes = [
-        "In brackets: 95 % intervals. \\*: some rows of the split were left out; "
-        "the run's note names the causes.",
-        "The paper's results were measured with other frame sizes, prompts and times than this "
-        "project's. They are listed for orientation only: a difference from them means nothing.",
-    ]
-    for label, summaries in rows:
-        for name, summary in summaries.items():
-            notes.append(f"- {label}, {name}: {_counts(summary)}, {_made_with(summary)}")
-    return notes
-
-
-def _counts(summary: Line) -> str:
-    """The number of questions behind a score, why others are missing, and unreadable answers."""
-    causes = not_played(summary)
-    text = f"{summary['n']} of {rows_of(summary)} questions"
-    if causes:
-        counts = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in causes.items())
-        text += f" (\\* left out: {counts})"
-    if "open_ended" in summary:
-        found = summary["open_ended"]
-        low, high = found["interval"]
-        scoring = summary["config"]["identity"].get("open_ended", "f1")
-        text += (
-            f", of which {found['n']} open-ended are not in the score "
-            f"({scoring} {100 * found['score']:.1f} [{100 * low:.1f}, {100 * high:.1f}])"
-        )
-    for name, words in _COUNTED.items():
-        if summary.get(name):
-            text += f", {summary[name]} {words}"
-    return text
-
-
-def _made_with(summary: Line) -> str:
-    """The settings, weights and commits behind a score."""
-    config = summary["config"]
-    identity = config["identity"]
-    temperature = identity["temperature"]
-    settings = [
-        f"K = {identity['frames']}",
-        f"dispatch {identity['dispatch']}",
-        f"prompt {identity['prompt']}",
-        "greedy" if temperature == 0 else f"temperature {temperature:g}",
-    ]
-    if identity["blind"]:
-        settings.append("blind")
-    if identity["shuffle"]:
-        settings.append("shuffled")
-    commits = ", ".join(str(commit) for commit in config["commits"])
-    weights = identity["weights"] or "unknown"
-    return f"{', '.join(settings)}; weights {weights}, commit {commits}"

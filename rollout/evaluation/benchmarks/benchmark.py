@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from paravt_jax.data.sources import MEDIA_PATTERNS
 from rollout.evaluation.benchmarks.items import Item
@@ -42,5 +42,3 @@ class Benchmark:
     """Where to get the videos if the data set does not hold them."""
     score: Score = "accuracy"
     """Name of the mean score."""
-    paper: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Published results in per cent, by model."""

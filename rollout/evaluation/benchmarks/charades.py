@@ -37,5 +37,4 @@ CHARADES = Benchmark(
     fields=("video", "caption", "timestamp"),
     read=_read,
     score="miou",
-    paper={"ParaVT-8B": 50.1, "Qwen3-VL-8B": 49.3, "LongVT-RFT-7B": 23.4},
 )

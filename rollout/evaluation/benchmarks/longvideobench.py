@@ -52,5 +52,4 @@ LONGVIDEOBENCH = Benchmark(
         "question_category",
     ),
     read=_read,
-    paper={"ParaVT-8B": 60.4, "Qwen3-VL-8B": 52.2, "LongVT-RFT-7B": 54.7},
 )

@@ -53,5 +53,4 @@ LVBENCH = Benchmark(
     fields=("uid", "video_path", "question", "answer", "question_type", "key", "qa"),
     read=_read,
     rows=_rows,
-    paper={"ParaVT-8B": 39.8, "Qwen3-VL-8B": 33.1, "LongVT-RFT-7B": 37.9},
 )

@@ -50,5 +50,4 @@ MLVU = Benchmark(
     ),
     read=_read,
     rows=_rows,
-    paper={"ParaVT-8B": 65.0, "Qwen3-VL-8B": 58.3, "LongVT-RFT-7B": 59.4},
 )

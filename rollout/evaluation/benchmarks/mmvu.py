@@ -73,5 +73,4 @@ MMVU = Benchmark(
         "metadata",
     ),
     read=_read,
-    paper={"ParaVT-8B": 68.6, "Qwen3-VL-8B": 68.0, "LongVT-RFT-7B": 63.4},
 )

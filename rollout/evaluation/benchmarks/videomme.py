@@ -61,7 +61,6 @@ VIDEOMME = Benchmark(
     media=_MEDIA,
     fields=_FIELDS,
     read=_read,
-    paper={"ParaVT-8B": 62.1, "Qwen3-VL-8B": 59.9, "LongVT-RFT-7B": 59.5},
 )
 
 VIDEOMME_WITH_SUBTITLES = Benchmark(
@@ -72,5 +71,4 @@ VIDEOMME_WITH_SUBTITLES = Benchmark(
     media=_MEDIA,
     fields=_FIELDS,
     read=_read_with_subtitles,
-    paper={"ParaVT-8B": 69.4, "Qwen3-VL-8B": 68.4, "LongVT-RFT-7B": 66.0},
 )

@@ -11,6 +11,7 @@ from huggingface_hub import errors
 from paravt_jax.method.accuracy import accuracy
 from paravt_jax.method.records import Question, QuestionKind
 from rollout.evaluation.benchmarks import BENCHMARKS, load
+from rollout.evaluation.paper import COLUMNS
 from tests.paravt_jax.benchmarks import published
 
 MCQ = QuestionKind.MULTIPLE_CHOICE
@@ -24,17 +25,8 @@ def read(name, tmp_path, rows=None):
     return load(name, str(published.write_split(name, tmp_path / name, rows)))
 
 
-def test_the_papers_seven_splits_have_its_numbers():
-    numbers = {b.name: b.paper["ParaVT-8B"] for b in BENCHMARKS.values() if b.paper}
-    assert numbers == {
-        "videomme": 62.1,
-        "videomme_wsub": 69.4,
-        "longvideobench": 60.4,
-        "lvbench": 39.8,
-        "mlvu": 65.0,
-        "mmvu": 68.6,
-        "charades": 50.1,
-    }
+def test_the_papers_seven_splits_come_first():
+    assert list(BENCHMARKS)[:7] == list(COLUMNS)
 
 
 def test_cgbench_is_its_mini_split_unless_a_file_is_named(tmp_path):

@@ -1,66 +1,13 @@
-"""Summaries, comparisons and tables agree with the lines that they are made of."""
+"""Summaries and comparisons agree with the lines that they are made of."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from rollout.evaluation.compare import compare, comparison_text, table
+from rollout.evaluation.compare import compare, comparison_text
 from rollout.evaluation.folder import FolderError
 from rollout.evaluation.summary import summarise
-
-
-def line(id, score, video="v", **fields):
-    return {
-        "id": id,
-        "video": video,
-        "score": score,
-        "read": "B",
-        "unread": False,
-        "calls": 1,
-        "turn_count": 2,
-        "refused_reports": 0,
-        "stop": "answered",
-        "compliant": True,
-        "spent": 2.0,
-        "kind": "mcq",
-        "duration": "short",
-        "tasks": ["t"],
-        "subtitles": None,
-        **fields,
-    }
-
-
-def left_out(id, video, cause="missing"):
-    reason = {"left_out": cause, "reason": "no file"}
-    return {"id": id, "video": video, "duration": "", "tasks": [], **reason}
-
-
-def config(benchmark="videomme", name="mine", **fields):
-    identity = {
-        "benchmark": benchmark,
-        "frames": 64,
-        "dispatch": "parallel",
-        "prompt": "agentic",
-        "temperature": 0.0,
-        "blind": False,
-        "shuffle": False,
-        "weights": "w0",
-    }
-    return {"identity": identity | fields, "name": name, "commits": ["c0"]}
-
-
-def folder(path, lines, **fields):
-    """The folder of a run on a split of six questions."""
-    path.mkdir(parents=True)
-    (path / "config.json").write_text(json.dumps(config(**fields)))
-    (path / "questions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    score = "miou" if fields.get("benchmark") == "charades" else "accuracy"
-    summary = summarise(config(**fields), iter(lines), 6, {}, score)
-    (path / "summary.json").write_text(json.dumps(summary))
-    return path
-
+from tests.rollout.evaluation.finished import config, folder, left_out, line
 
 # --- summaries ---
 
@@ -228,89 +175,3 @@ def test_runs_without_anything_in_common_are_not_compared(tmp_path):
         compare(one, folder(tmp_path / "c", [line("2", 1.0)]))
     with pytest.raises(FolderError, match="nowhere/config.json"):
         compare(one, tmp_path / "nowhere")
-
-
-# --- the table ---
-
-
-def cells_of(rows, label):
-    """The cells of the row with this label, without the label."""
-    (row,) = [row for row in rows if row.startswith(f"| {label} |")]
-    return row.strip("| ").split(" | ")[1:]
-
-
-def test_the_table_has_the_papers_rows_and_two_for_each_run(tmp_path):
-    six = [line(str(i), float(i < 3), f"v{i}") for i in range(6)]
-    overlaps = [line("a", 0.4), line("b", 0.2)]
-    runs = [
-        folder(tmp_path / "a", six),
-        folder(tmp_path / "b", overlaps, benchmark="charades", prompt="agentic-minimal"),
-        folder(tmp_path / "c", [line("a", 1.0, calls=4)], name="other", benchmark="mmvu"),
-        folder(tmp_path / "d", [left_out("a", "gone")], name="none"),
-    ]
-    rows = table(runs).split("\n")
-    assert cells_of(rows, "per cent") == [
-        "VideoMME w/o",
-        "VideoMME w/ sub",
-        "LongVideoBench",
-        "LVBench",
-        "MLVU",
-        "MMVU",
-        "Charades-STA mIoU",
-    ]
-    paper = ["62.1", "69.4", "60.4", "39.8", "65.0", "68.6", "50.1"]
-    assert cells_of(rows, "ParaVT-8B (paper)") == paper
-    assert cells_of(rows, "Qwen3-VL-8B (paper)")[0] == "59.9"
-    assert cells_of(rows, "LongVT-RFT-7B (paper)")[0] == "59.5"
-    mine = cells_of(rows, "mine")
-    assert mine[0].startswith("50.0 [")
-    assert mine[1] == "-"
-    assert mine[6].startswith("30.0* [")
-    assert cells_of(rows, "mine: calls per question")[0] == "1.00"
-    assert cells_of(rows, "other: calls per question")[5] == "4.00"
-    assert cells_of(rows, "none") == ["-"] * 7
-    notes = "\n".join(rows)
-    assert "prompt agentic-minimal, greedy; weights w0, commit c0" in notes
-    assert "other frame sizes, prompts and times" in notes
-
-
-def test_a_second_run_of_a_split_under_the_same_name_has_a_row_of_its_own(tmp_path):
-    first = folder(tmp_path / "a", [line("a", 0.0)])
-    blind = folder(tmp_path / "b", [line("a", 1.0)], blind=True)
-    text = table([first, blind])
-    assert "| mine | 0.0* [" in text
-    assert "| mine | 100.0* [" in text
-    assert "greedy, blind" in text
-
-
-def test_the_table_marks_scores_without_some_rows_and_says_why(tmp_path):
-    """A split of ten rows: 2 played, 3 broken, 2 refused, 1 without a file, 2 not asked."""
-    lost = [left_out("c", "v", "refused"), left_out("d", "v", "refused"), left_out("e", "w")]
-    lines = [line("a", 1.0), line("b", 1.0, unread=True), *lost]
-    run = folder(tmp_path / "a", lines)
-    broken = {f"row {n}": "answer is missing" for n in (5, 6, 7)}
-    (run / "summary.json").write_text(json.dumps(summarise(config(), iter(lines), 7, broken)))
-    text = table([run])
-    assert "| mine | 100.0* [" in text
-    causes = "2 refused, 1 missing, 3 broken, 2 not asked"
-    assert f"mine, videomme: 2 of 10 questions (\\* left out: {causes})" in text
-    assert "1 whose answer names no option or span" in text
-    whole = table([folder(tmp_path / "b", [line(str(n), 1.0) for n in range(6)])])
-    assert "| mine | 100.0 [" in whole
-    assert "6 of 6 questions, K = 64" in whole
-
-
-def test_the_table_names_a_summary_of_an_older_version(tmp_path):
-    file = folder(tmp_path / "a", [line("a", 1.0)]) / "summary.json"
-    summary = json.loads(file.read_text())
-    summary["played"] = summary.pop("n")
-    file.write_text(json.dumps(summary))
-    with pytest.raises(FolderError, match=r"a/summary\.json: n missing.*--out"):
-        table([tmp_path / "a"])
-
-
-def test_the_tables_score_of_mmvu_is_multiple_choice(tmp_path):
-    lines = [line("a", 1.0), line("b", 1.0), line("c", 0.0, kind="oe")]
-    text = table([folder(tmp_path / "a", lines, benchmark="mmvu", open_ended="exact")])
-    assert "| 100.0* [" in text
-    assert "1 open-ended are not in the score (exact 0.0 [" in text

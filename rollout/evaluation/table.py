@@ -1,0 +1,286 @@
+"""The table of finished evaluations beside table 1 of the paper, with notes on every number.
+
+`contents` collects what is shown, which `--json` prints, and `text` formats it as Markdown. Runs
+with the same `name` share a row; a second run of the same split starts a new one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pathlib
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollout.evaluation.benchmarks import title_of
+from rollout.evaluation.folder import FolderError, Line
+from rollout.evaluation.markdown import table as markdown
+from rollout.evaluation.paper import COLUMNS, MARKS, TABLE_1, Cell, mean_of_complete
+from rollout.evaluation.published_protocol import differences, prompts
+from rollout.evaluation.summary import not_played, read_summary, rows_of, score_of
+
+WIDTH = 120
+"""Columns at which notes are wrapped."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The evaluations of one model: its summaries by split."""
+
+    name: str
+    summaries: dict[str, Line]
+
+
+def contents(folders: Sequence[pathlib.Path]) -> dict[str, Any]:
+    """Collect the table.
+
+    Args:
+        folders: folders with a summary.json.
+
+    Returns:
+        columns: the splits in order; the paper's seven come first.
+        paper: rows of table 1: group, model, scores and average, and whether it is published.
+        runs: rows of the folders. Per split: `score` and `interval` in per cent, `n`, `rows`,
+            `left_out` by cause, `calls`, `unread`, `without_answer`, `open_ended`,
+            `published_readings`, `differences` from the published protocol, `prompts`,
+            `made_with`.
+
+    Raises:
+        FolderError: no folder is given, or one has no summary that this version can read.
+    """
+    runs = _grouped(folders)
+    if not runs:
+        raise FolderError("--table: no finished evaluation; give the folders of one or more")
+    others = (split for run in runs for split in run.summaries)
+    paper = [
+        {
+            "group": model.group,
+            "model": model.name,
+            "scores": dict(model.scores),
+            "average": None if model.average is None else model.average.value,
+            "average_published": model.average is not None and model.average.published,
+        }
+        for model in TABLE_1
+    ]
+    rows = []
+    for run in runs:
+        scores = {split: _entry(summary) for split, summary in run.summaries.items()}
+        rows.append({"name": run.name, "scores": scores, "average": _average(scores)})
+    return {"columns": list(dict.fromkeys([*COLUMNS, *others])), "paper": paper, "runs": rows}
+
+
+def _grouped(folders: Sequence[pathlib.Path]) -> list[Run]:
+    """The summaries of the folders, by run."""
+    runs: list[Run] = []
+    for folder in folders:
+        summary = read_summary(folder)
+        name = summary["config"].get("name", folder.name)
+        split = summary["benchmark"]
+        for run in runs:
+            if run.name == name and split not in run.summaries:
+                run.summaries[split] = summary
+                break
+        else:
+            runs.append(Run(name, {split: summary}))
+    return runs
+
+
+def _entry(summary: Line) -> Line:
+    """What the table says of one evaluation."""
+    identity = summary["config"]["identity"]
+    score = score_of(summary)
+    entry: Line = {
+        "score": None if score is None else 100 * score,
+        "interval": None if score is None else [100 * end for end in summary["interval"]],
+        "n": summary["n"],
+        "rows": rows_of(summary),
+        "left_out": not_played(summary),
+        "differences": differences(identity),
+        "prompts": prompts(identity),
+        "made_with": _made_with(summary["config"]),
+    }
+    counts = ("calls", "unread", "without_answer", "refused_reports", "published_readings")
+    entry |= {name: summary[name] for name in counts if name in summary}
+    if "open_ended" in summary:
+        found = summary["open_ended"]
+        entry["open_ended"] = {
+            "scoring": identity.get("open_ended", "f1"),
+            "score": 100 * found["score"],
+            "interval": [100 * end for end in found["interval"]],
+            "n": found["n"],
+        }
+    return entry
+
+
+def _made_with(config: Line) -> str:
+    """The weights and the code behind a score."""
+    commits = ", ".join(str(commit) for commit in config["commits"])
+    return f"weights {config['identity']['weights'] or 'unknown'}, commit {commits}"
+
+
+def _average(scores: dict[str, Line]) -> float | None:
+    """The mean over the paper's splits in per cent; None if one lacks a score or is unfinished."""
+    values: list[Cell | None] = []
+    for split in COLUMNS:
+        entry = scores.get(split)
+        finished = entry is not None and "not_asked" not in entry["left_out"]
+        values.append(entry["score"] if entry and finished else None)
+    return mean_of_complete(values)
+
+
+# --- as text ---
+
+
+def text(table: dict[str, Any]) -> str:
+    """Format `contents` as a Markdown table with notes."""
+    columns = table["columns"]
+    rows: list[list[str]] = []
+    for group, models in itertools.groupby(table["paper"], lambda row: row["group"]):
+        rows.append([f"paper, {group}"])
+        rows += [_paper_row(model, columns) for model in models]
+    rows.append(["this project"])
+    marks = _Marks()
+    for run in table["runs"]:
+        rows += _run_rows(run, columns, marks)
+    body = markdown(["per cent", *map(_heading, columns), "average"], rows)
+    notes = [*_legend(table), *marks.notes(), "", *_provenance(table)]
+    return "\n".join([body, "", *map(_wrapped, notes)])
+
+
+def _heading(split: str) -> str:
+    return COLUMNS.get(split) or title_of(split)
+
+
+def _wrapped(note: str) -> str:
+    return textwrap.fill(note, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _paper_row(model: Line, columns: Sequence[str]) -> list[str]:
+    cells = [_number(model["scores"].get(split, "")) for split in columns]
+    how = "p" if model["average_published"] else "c"
+    average = "" if model["average"] is None else f"{model['average']:.1f} ({how})"
+    return [model["model"], *cells, average]
+
+
+def _number(cell: Cell | str) -> str:
+    return cell if isinstance(cell, str) else f"{cell:.1f}"
+
+
+class _Marks:
+    """Numbers the remarks on scores, such as [1]."""
+
+    def __init__(self) -> None:
+        self._remarks: list[str] = []
+
+    def marked(self, cell: str, remark: str) -> str:
+        """The cell with the mark of a remark; without, if the remark is empty."""
+        if not remark:
+            return cell
+        self._remarks.append(remark)
+        return f"{cell} [{len(self._remarks)}]"
+
+    def notes(self) -> list[str]:
+        return [f"- [{number}] {remark}" for number, remark in enumerate(self._remarks, 1)]
+
+
+def _run_rows(run: Line, columns: Sequence[str], marks: _Marks) -> list[list[str]]:
+    """A run's row of scores, and rows with the figures that belong to them."""
+    entries = [run["scores"].get(split) for split in columns]
+    scores = [
+        entry and marks.marked(_one_digit(entry["score"]), _remark(run["name"], split, entry))
+        for split, entry in zip(columns, entries, strict=True)
+    ]
+    average = "" if run["average"] is None else f"{run['average']:.1f} (c)"
+    if average:
+        parts = [split for split in COLUMNS if run["scores"][split]["left_out"]]
+        headings = ", ".join(map(_heading, parts))
+        remark = f"{run['name']}: average with incomplete {headings}" if parts else ""
+        average = marks.marked(average, remark)
+    figures: dict[str, Callable[[Line], str]] = {
+        "questions": lambda entry: str(_closed(entry)),
+        "95 % interval": lambda entry: _interval(entry["interval"]),
+        "as published": _published,
+        "unread answers": lambda entry: str(entry.get("unread", "")),
+        "no answer": lambda entry: str(entry.get("without_answer", "")),
+        "calls per question": lambda entry: f"{entry['calls']:.2f}" if "calls" in entry else "",
+    }
+    for opened in (entry["open_ended"] for entry in entries if entry and "open_ended" in entry):
+        figures[f"open-ended {opened['scoring']}, {opened['n']}"] = lambda entry: (
+            _one_digit(entry["open_ended"]["score"]) if "open_ended" in entry else ""
+        )
+        figures["95 % interval of that"] = lambda entry: (
+            _interval(entry["open_ended"]["interval"]) if "open_ended" in entry else ""
+        )
+    rows = [[run["name"], *(score or "" for score in scores), average]]
+    for title, show in figures.items():
+        cells = [show(entry) if entry else "" for entry in entries]
+        if any(cells):
+            rows.append([f"  {title}", *cells])
+    return rows
+
+
+def _one_digit(score: float | None) -> str:
+    return "-" if score is None else f"{score:.1f}"
+
+
+def _interval(ends: Sequence[float] | None) -> str:
+    return f"{ends[0]:.1f}-{ends[1]:.1f}" if ends else ""
+
+
+def _closed(entry: Line) -> int:
+    """The number of questions behind the score."""
+    return entry["n"] - entry.get("open_ended", {"n": 0})["n"]
+
+
+def _published(entry: Line) -> str:
+    readings = entry.get("published_readings")
+    return f"{100 * readings['score']:.1f}" if readings else ""
+
+
+def _remark(run: str, split: str, entry: Line) -> str:
+    """Why a score does not cover its split, or what went wrong; "" if nothing did."""
+    remarks = []
+    if entry["left_out"]:
+        causes = (f"{count} {cause}" for cause, count in entry["left_out"].items())
+        counted = f"{entry['n']} of {entry['rows']} questions"
+        remarks.append(f"{counted}, left out: {', '.join(causes).replace('_', ' ')}")
+    if entry.get("refused_reports"):
+        remarks.append(f"{entry['refused_reports']} requests of sub-agents were refused")
+    return f"{run}, {title_of(split)}: {'; '.join(remarks)}" if remarks else ""
+
+
+# --- the notes ---
+
+
+def _legend(table: dict[str, Any]) -> list[str]:
+    marks = "; ".join(f"`{mark}` {meaning}" for mark, meaning in MARKS.items())
+    lines = [
+        f"- Paper: {marks}.",
+        "- Averages: (p) published, (c) computed here. Incomplete rows have none.",
+        "- Charades is mIoU. MMVU is multiple choice; open-ended answers have lines of their own.",
+        "- Unread answers name no option or span. Like questions without an answer, they score 0.",
+    ]
+    entries = [entry for run in table["runs"] for entry in run["scores"].values()]
+    if any("published_readings" in entry for entry in entries):
+        lines.append("- As published: the same answers, read and scored as the release does.")
+    return lines
+
+
+def _provenance(table: dict[str, Any]) -> list[str]:
+    """For each run: how it differs from the published protocol, and what it was made with."""
+    lines = ["How the runs differ from the protocol behind the paper's numbers:"]
+    for run in table["runs"]:
+        for note, splits in _alike(run["scores"]).items():
+            lines.append(f"- {run['name']} ({', '.join(map(_heading, splits))}): {note}")
+    return lines
+
+
+def _alike(scores: dict[str, Line]) -> dict[str, list[str]]:
+    """Splits by their note, so that equal notes are printed once."""
+    found: dict[str, list[str]] = {}
+    for split, entry in scores.items():
+        different = entry["differences"] or ["no other difference"]
+        note = "; ".join([entry["prompts"], *different, entry["made_with"]])
+        found.setdefault(note, []).append(split)
+    return found

@@ -1,0 +1,58 @@
+"""Folders of finished evaluations, made from given lines."""
+
+from __future__ import annotations
+
+import json
+
+from rollout.evaluation.summary import summarise
+
+
+def line(id, score, video="v", **fields):
+    return {
+        "id": id,
+        "video": video,
+        "score": score,
+        "read": "B",
+        "unread": False,
+        "calls": 1,
+        "turn_count": 2,
+        "refused_reports": 0,
+        "stop": "answered",
+        "compliant": True,
+        "spent": 2.0,
+        "kind": "mcq",
+        "duration": "short",
+        "tasks": ["t"],
+        "subtitles": None,
+        **fields,
+    }
+
+
+def left_out(id, video, cause="missing"):
+    reason = {"left_out": cause, "reason": "no file"}
+    return {"id": id, "video": video, "duration": "", "tasks": [], **reason}
+
+
+def config(benchmark="videomme", name="mine", **fields):
+    identity = {
+        "benchmark": benchmark,
+        "frames": 64,
+        "dispatch": "parallel",
+        "prompt": "agentic",
+        "temperature": 0.0,
+        "blind": False,
+        "shuffle": False,
+        "weights": "w0",
+    }
+    return {"identity": identity | fields, "name": name, "commits": ["c0"]}
+
+
+def folder(path, lines, **fields):
+    """The folder of a run on a split of six questions."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config(**fields)))
+    (path / "questions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    score = "miou" if fields.get("benchmark") == "charades" else "accuracy"
+    summary = summarise(config(**fields), iter(lines), 6, {}, score)
+    (path / "summary.json").write_text(json.dumps(summary))
+    return path
