@@ -42,6 +42,15 @@ CGBENCH = Benchmark(
     patterns=("cgbench_mini.json", "cgbench.json"),
     media=_VIDEOS,
     joined=_VIDEOS,
-    fields=("qid", "video_uid", "question", "choices", "right_answer", "sub_category"),
+    fields=(
+        "qid",
+        "video_uid",
+        "question",
+        "choices",
+        "right_answer",
+        "duration",
+        "domain",
+        "sub_category",
+    ),
     read=_read,
 )

@@ -8,6 +8,7 @@ from rollout.evaluation.benchmarks.items import (
     choice,
     letter_answer,
     optional_task,
+    plain_options,
     split_options,
     text_of,
 )
@@ -32,6 +33,8 @@ def _rows(rows: list[Row]) -> list[Row]:
 
 def _read(row: Row) -> Item:
     text, options = split_options(text_of(row, "question"))
+    if not options and row.get("options"):  # some copies have them in a column of their own
+        options = plain_options(row["options"])
     question = choice(
         id=text_of(row, "uid"),
         video=text_of(row, "video_path"),
@@ -50,7 +53,16 @@ LVBENCH = Benchmark(
     title="LVBench",
     source="lmms-lab/LVBench",
     patterns=("*test-*.parquet", "*train-*.parquet", "*video_info.meta.jsonl"),
-    fields=("uid", "video_path", "question", "answer", "question_type", "key", "qa"),
+    fields=(
+        "uid",
+        "video_path",
+        "question",
+        "options",
+        "answer",
+        "question_type",
+        "key",
+        "qa",
+    ),
     read=_read,
     rows=_rows,
 )

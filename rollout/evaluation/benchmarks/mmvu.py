@@ -65,6 +65,7 @@ MMVU = Benchmark(
     fields=(
         "id",
         "video",
+        "video_path",
         "question",
         "choices",
         "answer",

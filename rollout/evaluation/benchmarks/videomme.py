@@ -27,6 +27,8 @@ _FIELDS = (
     "answer",
     "duration",
     "task_type",
+    "domain",
+    "sub_category",
 )
 
 
