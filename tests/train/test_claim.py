@@ -104,7 +104,7 @@ def test_the_charts_have_a_line_per_budget_and_per_kind_of_tag():
     # No opening think was sampled: it was pinned.
     assert charts["likelihood of tags"].legend == ["</think>", "<tool_call>", "<answer>"]
     first, last = (charts["likelihood of tags"].hovers[i][1] for i in (0, -1))
-    assert first.startswith("step 1: </think> 0.3") and last.startswith("step 48: think close 0.9")
+    assert first.startswith("step 1: </think> 0.3") and last.startswith("step 48: </think> 0.9")
 
 
 def test_a_budget_where_nothing_calls_has_no_line():

@@ -21,7 +21,7 @@ from train.durable.interrupts import Interrupts
 from train.durable.run_directory import RunDirectory, RunDirectoryError
 from train.learn.rl_settings import RLSettings
 from train.run import resolved
-from train.settings import Run
+from train.settings import Run, change
 from train.studies import paradox, study
 from train.studies.paradox import (
     COLD_START,
@@ -35,10 +35,16 @@ from train.studies.paradox import (
     plan,
     read,
     report,
-    show,
     table,
 )
 from train.studies.paradox_figure import figure
+from train.studies.paradox_tables import (
+    gap_table,
+    held_out_gap_table,
+    show,
+    tag_table,
+    temperature_table,
+)
 from train.studies.study import carry_out
 from train.unreadable import UnreadableVideosError
 
@@ -61,9 +67,9 @@ def result(
     """
     calls = kappa if isinstance(kappa, tuple) else (kappa, kappa, kappa)
 
-    def at_each(column: tuple[float, float, float]) -> dict[int, dict[str, float]]:
+    def at_each(column: tuple[float, float, float]) -> dict[int, dict[str, Any]]:
         return {
-            k: {"accuracy": accuracy, "compliance": 0.0, "calls": at}
+            k: {"accuracy": accuracy, "compliance": 0.0, "calls": at, "tool_gap": 16 / k - 0.25}
             for k, at in zip(KS, column, strict=True)
         }
 
@@ -76,7 +82,25 @@ def result(
         }
         for n in range(1, 16)
     ]
-    return Result(at_each((start, start, start)), at_each(calls), steps)
+    by_temperature = temperatures(lift=compliance / 2)
+    return Result(at_each((start, start, start)), at_each(calls), steps, by_temperature)
+
+
+def temperatures(lift: float = 0.5) -> list[dict[str, Any]]:
+    """Format falls with temperature before training, and is higher by `lift` after it."""
+    return [
+        {
+            "phase": phase,
+            "k": k,
+            "temperature": temperature,
+            "n": 67,
+            "compliance": 0.5 - 0.3 * temperature + gain,
+            "format_reward": 0.5 + gain,
+        }
+        for phase, gain in (("before", 0.0), ("after", lift))
+        for k in KS
+        for temperature in (0.0, 0.3, 0.7, 1.0)
+    ]
 
 
 def as_published(**changes: dict[str, Any]) -> dict[str, list[Result]]:
@@ -193,6 +217,75 @@ def test_the_table():
     ]
 
 
+def measured(**figures: float) -> dict[str, float]:
+    """A step's metrics; two underscores in a name stand for a slash."""
+    return {"step": 1.0} | {name.replace("__", "/"): value for name, value in figures.items()}
+
+
+def test_the_gap_of_training_is_weighted_over_steps_and_missing_where_none_was_seen():
+    gap = {"k4__rollouts": 16.0, "k64__rollouts": 16.0, "k64__rollouts_with_calls": 0.0}
+    steps = [
+        measured(k4__tool_gap=1.0, k4__rollouts_with_calls=8.0, **gap),
+        measured(k4__tool_gap=0.0, k4__rollouts_with_calls=4.0, **gap),
+    ]
+    results = {
+        COLD_START: [Result({}, {}, [])],
+        GRPO: [Result({}, {}, steps), Result({}, {}, steps[:1])],
+    }
+    # Weights 8 * 8 / 16 and 4 * 12 / 16: the mean of the first run is 4 / 7.
+    assert gap_table(results).splitlines() == [
+        "| setting | K=4 | K=64 |",
+        "| --- | --- | --- |",
+        "| GRPO | 0.79 [0.57, 1.00] | – |",
+    ]
+
+
+def test_the_gap_of_held_out_questions_is_shown_before_and_after():
+    results = {GRPO: [result(0.5, 0.2, 0.0)]}
+    results[GRPO][0].after[64]["tool_gap"] = None
+    titles, _, line = held_out_gap_table(results).splitlines()
+    assert titles.split(" | ")[1:] == [
+        *(f"before, K={k}" for k in KS),
+        "after, K=4",
+        "after, K=16",
+        "after, K=64 |",
+    ]
+    assert line == "| GRPO | 3.75 | 0.75 | 0.00 | 3.75 | 0.75 | – |"
+
+
+def test_tags_are_shown_at_both_ends_of_training_in_arms_without_an_anchor_too():
+    steps = [
+        measured(
+            tags__probability=n / 20,
+            tags__count=10.0,
+            tags__think_close__probability=n / 40,
+            tags__think_close__count=5.0,
+            tags__think_open__count=0.0,
+        )
+        for n in range(1, 21)
+    ]
+    lines = tag_table({GRPO: [Result({}, {}, steps)]}).splitlines()
+    assert lines[0].startswith("| setting | all tags, first steps | all tags, last steps |")
+    assert "`</think>` | `<tool_call>`" in lines[0]
+    # Steps 1 to 5, and 16 to 20.
+    assert lines[2].startswith("| GRPO | 0.15 | 0.90 | – | 0.45 | – |")
+
+
+def test_format_is_shown_at_every_temperature_before_and_after():
+    lines = temperature_table({GRPO: [result(0.5, 0.2, 0.0), result(0.5, 0.6, 0.0)]}).splitlines()
+    assert lines[0].startswith("| setting | RL | compliance, greedy | compliance, 0.3 |")
+    assert lines[2] == "| GRPO | before" + " | 0.50 [0.50, 0.50] | 0.41 [0.41, 0.41]" + (
+        " | 0.29 [0.29, 0.29] | 0.20 [0.20, 0.20]" + " | 0.50 [0.50, 0.50]" * 4 + " |"
+    )
+    assert lines[3].startswith("| GRPO | after | 0.70 [0.60, 0.80] | 0.61 [0.51, 0.71] |")
+
+
+def test_the_report_states_the_number_of_rollouts_at_each_temperature():
+    assert "Rollouts per run: 201 (greedy), 201 (0.3), 201 (0.7), 201 (1)." in report(
+        as_published()
+    )
+
+
 def test_the_report_says_whether_each_claim_holds():
     results = as_published(**{FULL: {"accuracy": 0.6}})
     lines = report(results).splitlines()
@@ -200,7 +293,7 @@ def test_the_report_says_whether_each_claim_holds():
         lines[:7] == table(results).splitlines()
         and lines[8] == "Of the paper's claims, with 2 seeds:"
     )
-    assert [line.split(":")[0] for line in lines[10:]] == ["- holds"] * 4 + ["- does not hold"]
+    assert [line.split(":")[0] for line in lines[10:15]] == ["- holds"] * 4 + ["- does not hold"]
     assert "one seed: a look" in report({name: column[:1] for name, column in results.items()})
 
 
@@ -309,10 +402,19 @@ class FakeRuns:
         RunDirectory(folder, resolved(run)).close()
         value = len(self.done) / 100
         rows = [
-            {"k": k, "accuracy": value, "compliance": 0.5, "calls": k / 64, "turns": 2.0}
+            {
+                "k": k,
+                "accuracy": value,
+                "compliance": 0.5,
+                "calls": k / 64,
+                "turns": 2.0,
+                "tool_gap": 0.25,
+            }
             for k in KS
         ]
-        (folder / "result.json").write_text(json.dumps({"before": rows, "after": rows}))
+        more = [row | {"dispatch": "parallel"} for row in temperatures()]
+        figures = {"before": rows, "after": rows, "by_temperature": more}
+        (folder / "result.json").write_text(json.dumps(figures))
         steps = [
             {
                 "phase": "rl",
@@ -322,6 +424,7 @@ class FakeRuns:
                 "compliance": 0.5,
                 "calls": 1.0,
                 "loss": 0.0,
+                "tags/count": 0.0,
             }
             for s in (1, 2)
         ]
@@ -399,12 +502,27 @@ def test_only_the_measures_of_rl_steps_are_read(fake, tmp_path):
     assert (
         got.before
         == got.after
-        == {k: {"accuracy": 0.01, "compliance": 0.5, "calls": k / 64} for k in KS}
+        == {k: {"accuracy": 0.01, "compliance": 0.5, "calls": k / 64, "tool_gap": 0.25} for k in KS}
     )
     assert got.by_step == [
-        {"step": step, "accuracy": 0.01, "compliance": 0.5, "calls": 1.0} for step in (1, 2)
+        {"step": step, "accuracy": 0.01, "compliance": 0.5, "calls": 1.0, "tags/count": 0.0}
+        for step in (1, 2)
     ]
+    assert got.by_temperature == temperatures()
     assert read(runs[COLD_START][0]).by_step == []
+
+
+@pytest.mark.parametrize("missing", ["by_temperature", "tool_gap", "tags/count"])
+def test_a_run_of_an_older_version_is_named_in_one_line(fake, command, capsys, missing):
+    assert paradox.main([*command, "--seeds", "1"]) == 0
+    folder = folder_of(Paradox(command[1])) / "grpo-0"
+    for name in ("result.json", "metrics.jsonl"):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text.replace(f'"{missing}"', '"other"'))
+    capsys.readouterr()
+    assert paradox.main([*command, "--seeds", "1"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {folder}: no tool gap") and line.endswith("--run-dir")
 
 
 # The command
@@ -459,3 +577,39 @@ def test_errors_of_a_run_are_errors_of_the_command(error, command, monkeypatch, 
     monkeypatch.setattr(study, "execute", refused)
     assert paradox.main(command) == 1
     assert "error: no room" in capsys.readouterr().err
+
+
+# The whole study, small
+
+
+@pytest.mark.slow
+def test_a_small_study_runs_from_the_cold_start_to_all_tables(small, command, monkeypatch, capsys):
+    """Real runs of a few steps. The models learn nothing, so figures are few, but all are there."""
+    changes = {
+        "rl.control": False,
+        "rl.steps": 2,
+        "rl.grpo.anchor": "likelihood",
+        "sft.steps": 2,
+        "evaluation.curve": False,
+        "evaluation.dispatch": ("parallel",),
+        "evaluation.temperatures": (0.7,),
+        "evaluation.format_temperatures": (0.0, 0.3, 0.7, 1.0),
+    }
+    monkeypatch.setattr(paradox, "paradox_tiny", lambda: change(small.small(), "small", changes))
+    # 64 frames of the ungated settings are too long for the small recipe.
+    arms = {
+        arm: {
+            name: (16,) if name == "rl.frame_budgets" else value for name, value in fields.items()
+        }
+        for arm, fields in ARMS.items()
+    }
+    monkeypatch.setattr(paradox, "ARMS", arms)
+    assert paradox.main([*command, "--seeds", "1"]) == 0
+    text = (folder_of(Paradox(command[1])) / "table.md").read_text()
+    assert text == capsys.readouterr().out.split("done in")[0].rstrip() + "\n"
+    rows = [line.split(" | ")[:2] for line in text.splitlines()]
+    for arm in ARMS:
+        # One line in each of four tables, and two in the table of format.
+        assert sum(row[0] == f"| {arm}" for row in rows) == 6
+    # Two held-out questions at each of two K, greedily once and else at least three times.
+    assert "Rollouts per run: " in text and "(0.3)" in text

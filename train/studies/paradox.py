@@ -3,7 +3,7 @@
     python -m train.studies.paradox
 
 Every run is an ordinary run directory (`train.run`), so the command can be interrupted and
-repeated. Finished runs are only read. The table and the figure are computed from result.json and
+repeated. Finished runs are only read. The tables and the figure are computed from result.json and
 metrics.jsonl of the runs.
 """
 
@@ -14,6 +14,7 @@ import itertools
 import json
 import pathlib
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -25,12 +26,15 @@ from paravt_jax.data.atomic import write_atomically
 from paravt_jax.data.local_path import require_local
 from paravt_jax.method.rewards import RewardSettings
 from train.durable.metrics import format_seconds, read_metrics
+from train.report.claim import is_shown
 from train.settings import Run, change
 from train.studies.paradox_figure import Result, figure
+from train.studies.paradox_tables import claim_tables, show
 from train.studies.study import run_study
 
 COLD_START = "cold start"
 MEASURES = {"accuracy": "accuracy", "compliance": "compliance", "calls": "κ"}
+FORMAT = ("phase", "k", "temperature", "n", "compliance", "format_reward")
 # The steps at the end of training over which its rollouts are averaged.
 LAST_STEPS = 5
 
@@ -102,16 +106,38 @@ def order(runs: dict[str, list[Run]]) -> list[Run]:
 
 
 def read(run: Run) -> Result:
-    """Read the measures of a finished run."""
+    """Read the measures of a finished run.
+
+    Raises:
+        ValueError: An older version of this code made the run.
+    """
     folder = pathlib.Path(run.run_dir)
     result = json.loads((folder / "result.json").read_text())
-
-    def by_k(rows: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
-        return {row["k"]: {name: row[name] for name in MEASURES} for row in rows}
-
     steps = [line for line in read_metrics(folder / "metrics.jsonl") if line["phase"] == "rl"]
-    by_step = [{name: line[name] for name in ("step", *MEASURES)} for line in steps]
-    return Result(by_k(result["before"]), by_k(result["after"]), by_step)
+    rows = [*result["before"], *result["after"]]
+    if (
+        not result.get("by_temperature")
+        or any("tool_gap" not in row for row in rows)
+        or any("tags/count" not in line for line in steps)
+    ):
+        raise ValueError(
+            f"{folder}: no tool gap, likelihood of tags or format by temperature, so an older "
+            "version of this code made the run; delete the folder, or give another --run-dir"
+        )
+
+    def by_k(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        return {row["k"]: {name: row[name] for name in (*MEASURES, "tool_gap")} for row in rows}
+
+    def measured(line: dict[str, Any]) -> dict[str, float]:
+        return {name: line[name] for name in line if name in ("step", *MEASURES) or is_shown(name)}
+
+    by_temperature = [{name: row[name] for name in FORMAT} for row in result["by_temperature"]]
+    return Result(
+        by_k(result["before"]),
+        by_k(result["after"]),
+        [measured(line) for line in steps],
+        by_temperature,
+    )
 
 
 def held_out(
@@ -139,12 +165,6 @@ def held_out(
 def at_the_end(results: Sequence[Result], measure: str) -> list[float]:
     """A measure of training rollouts by run, as the mean over the last steps."""
     return [statistics.mean(step[measure] for step in r.by_step[-LAST_STEPS:]) for r in results]
-
-
-def show(values: Sequence[float]) -> str:
-    """The mean over seeds, with the lowest and the highest value if there are several."""
-    mean = f"{statistics.mean(values):.2f}"
-    return mean if len(values) == 1 else f"{mean} [{min(values):.2f}, {max(values):.2f}]"
 
 
 def table(results: dict[str, list[Result]]) -> str:
@@ -223,13 +243,16 @@ def claims(results: dict[str, list[Result]]) -> list[tuple[str, bool, str]]:
 
 
 def report(results: dict[str, list[Result]]) -> str:
-    """The table, and a line per claim."""
+    """The table, a line per claim, and the tables of tool gap, likelihood of tags and format."""
     seeds = max(len(runs) for runs in results.values())
     counted = f"{seeds} seeds" if seeds > 1 else "one seed: a look, not a result"
     lines = []
     for claim, holds, figures in claims(results):
         lines.append(f"- {'holds' if holds else 'does not hold'}: {claim} ({figures})\n")
-    return f"{table(results)}\n\nOf the paper's claims, with {counted}:\n\n" + "".join(lines)
+    return (
+        f"{table(results)}\n\nOf the paper's claims, with {counted}:\n\n"
+        f"{''.join(lines)}\n{claim_tables(results)}\n"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -244,7 +267,12 @@ def main(argv: list[str] | None = None) -> int:
     code = run_study(order(runs), folder.parent)
     if code:
         return code
-    _write(folder, {name: [read(run) for run in column] for name, column in runs.items()})
+    try:
+        results = {name: [read(run) for run in column] for name, column in runs.items()}
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    _write(folder, results)
     seconds = format_seconds(time.monotonic() - start)
     print(f"done in {seconds}; see {folder / 'table.md'} and {folder / 'figure.svg'}")
     return 0

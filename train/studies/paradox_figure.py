@@ -56,11 +56,16 @@ LOOK: dict[RcKeyType, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The measures of one run: on held-out questions by K, and of training rollouts by step."""
+    """The measures of one run."""
 
-    before: dict[int, dict[str, float]]
-    after: dict[int, dict[str, float]]
+    before: dict[int, dict[str, Any]]
+    """On held-out questions before RL, by K."""
+    after: dict[int, dict[str, Any]]
+    """The same after RL."""
     by_step: list[dict[str, float]]
+    """Of training rollouts; [] for the cold start."""
+    by_temperature: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Format of held-out rollouts, a row per phase, temperature and K."""
 
 
 class Style(NamedTuple):
