@@ -9,6 +9,7 @@ from typing import Any
 from configs.paravt_8b import paravt_8b
 from configs.paravt_tiny import paravt_tiny
 from paravt_jax.method.rewards import RewardSettings
+from rollout.evaluation.paper import TABLE_2
 from train.settings import Run, change
 
 # Without nFrames gating: 64 frames for every prompt.
@@ -23,14 +24,12 @@ UNANCHORED = {
 
 @dataclasses.dataclass(frozen=True)
 class Ablation:
-    """Changes to the full recipe, with the paper's results."""
+    """Changes to the full recipe."""
 
     title: str
     """The recipe in one sentence; {0} stands for the model or world that it trains on."""
     changes: Mapping[str, Any]
     """New values by dotted field name of `Run`."""
-    paper: str
-    """The paper's results. Empty if the ablation is not in the paper; it then has no 8B recipe."""
     tiny: str
     """What is known of it in the small world. Empty if it changes nothing there; then no recipe."""
 
@@ -39,44 +38,37 @@ ABLATIONS = {
     "vanilla_grpo": Ablation(
         "GRPO {0}, with 64 frames for every prompt and no anchor.",
         UNGATED | UNANCHORED,
-        "VideoMME 62.0, with subtitles 68.6, LVBench 39.3, MLVU 64.5; f 0.13, kappa 0.02",
         "Measured only with other rewards and demonstrations, those of docs/paradox.md.",
     ),
     "exploration_anchoring": Ablation(
         "The full recipe {0}, with 64 frames for every prompt.",
         UNGATED,
-        "VideoMME 61.7, with subtitles 68.7, LVBench 39.3, MLVU 64.1; f 0.35, kappa 0.19",
         "Measured on multiple choice alone: docs/paradox.md, the part about gating.",
     ),
     "nframes_gating": Ablation(
         "GRPO {0} with K drawn per prompt and no anchor.",
         UNANCHORED,
-        "VideoMME 61.3, with subtitles 68.7, LVBench 39.1, MLVU 63.6; f 0.10, kappa 1.36",
         "Measured only with other rewards and demonstrations, those of docs/paradox.md.",
     ),
     "no_tool_reward": Ablation(
         "The full recipe {0}, without a reward for calls.",
         {"rl.rewards.tool_weight": 0.0},
-        "VideoMME 61.9, with subtitles 68.5, LVBench 38.7, MLVU 64.3; f 0.33, kappa 0.04",
         "",  # the recipe of the small world pays no calls anyway
     ),
     "published_reward": Ablation(
         "The full recipe {0}, with the published reward, which also pays for calls.",
         {"rl.rewards": RewardSettings(format_cap=False)},
-        "",
         "Not measured with today's code.",
     ),
     "no_penalty": Ablation(
         "The full recipe {0}, without gamma, the penalty for a token that breaks an open block.",
         {"rl.rewards.gamma": 0.0},
-        "VideoMME 61.6, with subtitles 69.0, LVBench 38.8, MLVU 64.5; f 0.36, kappa 0.27",
         "Not measured with today's code.",
     ),
     "subagents": Ablation(
         "The full recipe {0}; sub-agents are trained too, with their episode's reward.",
         # Trained rollouts make about two calls.
         {"rl.subagents_per_rollout": 2.0},
-        "",
         "Not measured with today's code. Any other recipe takes --rl.subagents-per-rollout. The "
         "release has a flag for it, which none of its scripts sets (REFERENCE 4, point 8).",
     ),
@@ -95,14 +87,17 @@ def _recipe(
 
 
 def _recipes() -> list[Callable[[], Run]]:
-    """Make the recipes of each ablation: with the 8B model, in the small world, or both."""
+    """Make the recipes of each ablation: in the small world, with the 8B model, or both.
+
+    Only ablations of the paper, rows of `TABLE_2`, have a recipe with the 8B model.
+    """
     command = "Command: python -m train.run --config="
     recipes = []
     for ablation, row in ABLATIONS.items():
-        if row.paper:
+        if ablation in TABLE_2:
             name, title = f"{ablation}_8b", row.title.format("on Qwen3-VL-8B")
             text = f"{title}\n\n{command}{name} --start runs/paravt_8b\n"
-            text += f"Paper: {row.paper}. Not measured here."
+            text += f"Paper: {TABLE_2[ablation].text()}. Not measured here."
             recipes.append(_recipe(paravt_8b, name, row.changes, text))
         if row.tiny:
             name, title = f"{ablation}_tiny", row.title.format("in the small world")

@@ -1,10 +1,12 @@
 """Compares finished runs in a Markdown table, read from each run's `result.json`.
 
-python -m train.summary runs/tiny-0 runs/tiny-1 ...
+python -m train.summary runs/tiny-0 runs/tiny-1 ...     # each run's figures, and their mean
+python -m train.summary --table-2 runs/paravt_8b ...    # beside table 2 of the paper
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import pathlib
@@ -12,6 +14,10 @@ import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
+
+from rollout.evaluation.folder import FolderError
+from train.durable.run_directory import FORMAT, RunDirectoryError, read_config
+from train.table_2 import read_run, text
 
 Row = dict[str, Any]
 
@@ -113,26 +119,42 @@ def _line(name: str, cells: Iterable[str], last: str) -> str:
     return f"| {' | '.join([name, *cells, last])} |"
 
 
-def main(folders: list[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
-    results = {}
-    for folder in folders:
-        file = pathlib.Path(folder) / "result.json"
-        if not file.exists():
-            print(
-                f"error: {file} does not exist; give the folders of finished runs",
-                file=sys.stderr,
-            )
-            return 1
-        results[pathlib.Path(folder).name] = json.loads(file.read_text())
-    if not results:
-        print(
-            "error: no folder given; usage: python -m train.summary RUN_DIR ...",
-            file=sys.stderr,
-        )
-        return 2
-    print(table(results))
+    parser = argparse.ArgumentParser(prog="python -m train.summary", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=pathlib.Path, help="folders of finished runs")
+    parser.add_argument(
+        "--table-2",
+        action="store_true",
+        help="show f and kappa over training beside table 2 of the paper",
+    )
+    parser.add_argument(
+        "--evaluations",
+        nargs="+",
+        type=pathlib.Path,
+        default=[],
+        metavar="FOLDER",
+        help="with --table-2: finished evaluations of the runs' weights, for the scores",
+    )
+    asked = parser.parse_args(argv)
+    try:
+        if asked.table_2:
+            lines = [line for run in asked.runs for line in read_run(run, asked.evaluations)]
+            print(text(lines))
+        else:
+            print(table({run.name: _result(run) for run in asked.runs}))
+    except (FileNotFoundError, FolderError, RunDirectoryError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _result(run: pathlib.Path) -> Row:
+    file = run / "result.json"
+    if not file.exists():
+        raise FileNotFoundError(f"{file} does not exist; give the folders of finished runs")
+    read_config(run, "train.summary", (FORMAT,))
+    return json.loads(file.read_text())
 
 
 if __name__ == "__main__":

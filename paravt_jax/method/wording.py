@@ -20,6 +20,7 @@ Prompt = Literal["direct", "reasoning", "agentic", "agentic-minimal"]
 
 PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
+
 @dataclasses.dataclass(frozen=True)
 class Wording:
     """The texts and templates of one way to ask."""

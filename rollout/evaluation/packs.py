@@ -17,7 +17,6 @@ from paravt_jax.method.subtitles import Subtitle
 from paravt_jax.method.wording import OUR_WORDING, Prompt, Wording
 from rollout.evaluation.benchmarks import Item, VideoFolder
 
-
 PLACEHOLDERS: Mapping[str, tuple[str, ...]] = {
     "system": ("hints", "tools"),
     "system_alone": (),

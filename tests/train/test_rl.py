@@ -20,7 +20,7 @@ from models.qwen3_vl.model import abstract_model
 from models.sharding import make_mesh
 from paravt_jax.data.frames import VideoError
 from paravt_jax.method.grpo import GRPOSettings, Normalisation, advantages, batch_totals
-from paravt_jax.method.rewards import Rewards, RewardSettings
+from paravt_jax.method.rewards import Rewards, RewardSettings, published_format
 from paravt_jax.method.structure import Kind
 from rollout.agent.scoring import executed_calls
 from rollout.engine.requests import Sample, SampleStop
@@ -297,6 +297,8 @@ def test_metrics_are_also_given_by_budget(road, small):
         mean = sum(figures[f"k{k}/{name}"] * figures[f"k{k}/rollouts"] for k in set(drawn)) / 24
         assert figures[name] == pytest.approx(mean)
     assert figures["reward/format_capped"] == 0, "the recipe has no cap"
+    formats = [published_format(episode.turns) for episode in rollouts.episodes]
+    assert figures["format_reward"] == pytest.approx(np.mean(formats))
 
 
 def test_the_tool_gap_is_what_rollouts_with_calls_earn_more_at_each_budget(road, small):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from train import summary
+from train.durable.run_directory import FORMAT
 from train.summary import Line
 
 Row = dict[str, Any]
@@ -66,6 +67,7 @@ def test_the_command_prints_means_over_runs(tmp_path, capsys):
     for name, accuracy in (("a", 0.1), ("b", 0.2)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "result.json").write_text(json.dumps(result_with(accuracy)))
+        (tmp_path / name / "config.json").write_text(json.dumps({"format": FORMAT}))
     assert summary.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     out = capsys.readouterr().out
     lines = out.splitlines()
@@ -79,4 +81,13 @@ def test_the_command_prints_means_over_runs(tmp_path, capsys):
 def test_the_command_needs_folders_of_finished_runs(tmp_path, capsys):
     assert summary.main([str(tmp_path)]) == 1
     assert "result.json does not exist" in capsys.readouterr().err
-    assert summary.main([]) == 2
+    with pytest.raises(SystemExit) as stopped:
+        summary.main([])
+    assert stopped.value.code == 2
+
+
+def test_a_run_of_an_older_version_is_named(tmp_path, capsys):
+    (tmp_path / "result.json").write_text(json.dumps(result_with(0.1)))
+    (tmp_path / "config.json").write_text(json.dumps({"format": 5}))
+    assert summary.main([str(tmp_path)]) == 1
+    assert "has format 5" in capsys.readouterr().err

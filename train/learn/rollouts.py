@@ -10,7 +10,7 @@ import numpy as np
 
 from paravt_jax.method.judge import Judge
 from paravt_jax.method.records import CallStatus, Episode, Question, StopReason, Trajectory
-from paravt_jax.method.rewards import Rewards, score_all
+from paravt_jax.method.rewards import Rewards, published_format, score_all
 from paravt_jax.processes import hosts
 from rollout.agent.episode import Environment, EpisodeSettings, play
 from rollout.agent.scoring import executed_calls, seed_of, tool_gap
@@ -136,6 +136,8 @@ def describe(rollouts: Rollouts) -> dict[str, float]:
     metrics = _headline(episodes, rewards)
     for name in ("accuracy", "format", "anchor", "tool", "total"):
         metrics[f"reward/{name}"] = _mean([getattr(reward, name) for reward in rewards])
+    # The paper's f is the mean of this over training. It does not depend on the run's own rewards.
+    metrics["format_reward"] = _mean([published_format(episode.turns) for episode in episodes])
     metrics["reward/format_capped"] = _mean([reward.capped for reward in rewards])
     metrics["length/response"] = _mean([_response_tokens(episode) for episode in episodes])
     metrics["length/turns"] = _mean([len(episode.turns) for episode in episodes])

@@ -1,0 +1,179 @@
+"""Table 2 beside stored runs: which row a run belongs to, and what stands in it."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+from configs import RECIPES
+from configs.paravt_8b import paravt_8b
+from rollout.evaluation.paper import TABLE_2
+from tests.rollout.evaluation.finished import folder as evaluation
+from tests.rollout.evaluation.finished import line as question
+from train import summary
+from train.durable.run_directory import FORMAT
+from train.run import resolved
+from train.settings import Run, change
+from train.table_2 import CHANGES, changes, key_of, read_run, text
+
+
+def config_of(run: Run) -> dict[str, Any]:
+    """The run's configuration as config.json has it."""
+    return json.loads(json.dumps(resolved(run)))
+
+
+def stored(path: pathlib.Path, run: Run, **metrics: list[float]) -> pathlib.Path:
+    """The folder of a finished run with these metrics of its RL steps."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"format": FORMAT, **config_of(run)}))
+    before = [
+        {
+            "phase": "before",
+            "temperature": temperature,
+            "dispatch": "parallel",
+            "n": n,
+            "format_reward": 0.1 * temperature + 0.1 * n,
+            "calls": 2.0,
+            "compliance": 0.5,
+        }
+        for temperature, n in ((0.0, 9), (0.7, 1), (0.7, 3))
+    ]
+    (path / "result.json").write_text(json.dumps({"by_temperature": before}))
+    rows = [{"phase": "sft", "step": 1, "loss": 1.0}]
+    for step, values in enumerate(zip(*metrics.values(), strict=True), 1):
+        rows.append({"phase": "rl", "step": step, **dict(zip(metrics, values, strict=True))})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def metrics(f: float = 0.4) -> dict[str, list[float]]:
+    """Two steps whose mean format reward is `f`."""
+    return {"format_reward": [f - 0.1, f + 0.1], "calls": [0.2, 0.4], "compliance": [0.0, 0.5]}
+
+
+def rows_of(table: str) -> dict[str, list[str]]:
+    rows = [row.split("|")[1:-1] for row in table.splitlines() if row.startswith("|")]
+    return {row[0].rstrip().removeprefix(" "): [cell.strip() for cell in row[1:]] for row in rows}
+
+
+# --- which row ---
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_a_recipe_belongs_to_the_row_that_it_trains(key):
+    recipe = "paravt_8b" if key == "paravt" else f"{key}_8b"
+    assert key_of(config_of(RECIPES[recipe]())) == key
+
+
+def test_every_row_with_f_except_the_base_model_has_a_recipe():
+    trained = {key for key, setting in TABLE_2.items() if setting.f is not None}
+    assert trained == {"base", "sft", *CHANGES}
+
+
+def test_a_cold_start_alone_is_the_row_of_sft():
+    assert key_of(config_of(RECIPES["sft_8b"]())) == "sft"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rl.frame_budgets", (4, 16)),
+        ("rl.rewards.tool_turn_cost", 0.2),
+        ("rl.rewards.gamma", 0.1),
+        ("rl.temperature", 1.0),
+        ("protocol.pin_think", False),
+        ("rl.subagents_per_rollout", 2.0),
+    ],
+)
+def test_other_values_are_own_settings_that_are_named(field, value):
+    config = config_of(change(paravt_8b(), "mine", {field: value}))
+    assert key_of(config) == ""
+    assert changes(config) == {field: list(value) if isinstance(value, tuple) else value}
+
+
+@pytest.mark.parametrize("anchor", ["likelihood", "credit", "sequence"])
+def test_the_row_does_not_depend_on_where_the_anchor_acts(anchor):
+    assert key_of(config_of(change(paravt_8b(), "mine", {"rl.grpo.anchor": anchor}))) == "paravt"
+
+
+def test_recipes_quote_the_table():
+    for recipe, key in (
+        ("paravt_8b", "paravt"),
+        ("sft_8b", "sft"),
+        ("no_penalty_8b", "no_penalty"),
+    ):
+        written = " ".join((RECIPES[recipe].__doc__ or "").split())
+        assert f"Paper: {TABLE_2[key].text()}." in written
+
+
+# --- its figures ---
+
+
+def test_f_and_kappa_are_means_over_training_and_compliance_stands_apart(tmp_path):
+    run = stored(tmp_path / "mine", paravt_8b(), **metrics())
+    start, rl = read_run(run, [])
+    assert (rl.f, rl.kappa, rl.compliance) == pytest.approx((0.4, 0.3, 0.25))
+    # The cold start: rollouts at 0.7 before RL, weighted by their number.
+    assert start.key == "sft"
+    assert start.f == pytest.approx((1 * 0.17 + 3 * 0.37) / 4)
+    table = text([start, rl])
+    rows = rows_of(table)
+    assert rows[""][:3] == ["f", "kappa", "compliance"]
+    assert rows["full PARA-GRPO"] == ["0.41", "0.21", "", "62.1", "69.4", "39.8", "65.0"]
+    assert rows["... + nFrames gating"][:2] == ["0.10", "1.36"]
+    lines = table.splitlines()
+    titles = [line.split("|")[1].strip() for line in lines if line.startswith("|")]
+    below = titles[titles.index("full PARA-GRPO") + 1]
+    assert below == "mine, 8b" == titles[titles.index("+ SFT") + 1]
+    assert "- mine, 8b: 2 steps of 7 x 8 rollouts" in lines
+
+
+def test_runs_of_own_settings_stand_at_the_end_with_their_changes(tmp_path):
+    own = change(paravt_8b(), "own", {"rl.rewards.tool_turn_cost": 0.2})
+    run = stored(tmp_path / "own", own, **metrics(0.6))
+    table = text(read_run(run, []))
+    assert rows_of(table)["  own, 8b"][:3] == ["0.60", "0.30", "0.25"]
+    assert table.index("own settings") > table.index("sequential dispatch")
+    assert "rl.rewards.tool_turn_cost 0.2" in table
+
+
+def test_scores_come_from_evaluations_of_the_runs_own_weights(tmp_path):
+    run = stored(tmp_path / "mine", paravt_8b(), **metrics())
+
+    def evaluated(name: str, model: pathlib.Path, score: float, **fields: Any) -> pathlib.Path:
+        made = evaluation(tmp_path / name, [question("a", score)], **fields)
+        content = json.loads((made / "summary.json").read_text())
+        content["config"]["settings"] = {"model": str(model)}
+        (made / "summary.json").write_text(json.dumps(content))
+        return made
+
+    evaluations = [
+        evaluated("a", run / "model", 1.0),
+        evaluated("b", run / "model", 0.5, benchmark="mlvu", dispatch="sequential"),
+        evaluated("c", tmp_path / "other" / "model", 0.0, benchmark="lvbench"),
+    ]
+    _, rl, sequential = read_run(run, evaluations)
+    assert (rl.key, rl.scores) == ("paravt", {"videomme": 100.0})
+    assert (sequential.key, sequential.scores) == ("sequential", {"mlvu": 50.0})
+    assert sequential.f is None
+
+
+def test_the_command_prints_the_table(tmp_path, capsys):
+    run = stored(tmp_path / "mine", paravt_8b(), **metrics())
+    assert summary.main(["--table-2", str(run)]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert rows["+ SFT + GRPO"][:2] == ["0.13", "0.02"]
+    (run / "result.json").unlink()
+    assert summary.main(["--table-2", str(run)]) == 1
+    assert "result.json does not exist" in capsys.readouterr().err
+
+
+def test_a_run_of_an_older_version_is_refused(tmp_path, capsys):
+    run = stored(tmp_path / "mine", paravt_8b(), **metrics())
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"format": FORMAT - 1}))
+    assert summary.main(["--table-2", str(run)]) == 1
+    assert "has format" in capsys.readouterr().err
