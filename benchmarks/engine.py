@@ -40,7 +40,7 @@ from models.qwen3_vl.rope import mrope_positions, next_position
 from paravt_jax.data import video
 from paravt_jax.data.frames import VideoInfo, overview_indices, shown
 from paravt_jax.data.local_path import require_local
-from paravt_jax.data.sizes import PixelRules
+from paravt_jax.data.sizes import PixelRules, VideoRules
 from paravt_jax.method.records import Frame
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Request, Sampling, ask, run
@@ -262,12 +262,14 @@ class MemoryFrames(FrameFeatures):
         for key in [*self._store]:
             self._drop(key)
 
-    def _encode_video(self, name: str, wanted: list[int], crop: bool):
-        def read(path: Path, indices: list[int], rules: PixelRules | None) -> np.ndarray:
+    def _encode_video(self, name: str, wanted: list[Frame]):
+        def read(
+            path: Path, indices: list[int], rules: PixelRules | VideoRules | None
+        ) -> np.ndarray:
             return np.stack([shown(frame, rules) for frame in self._pixels[path.name][indices]])
 
         with mock.patch.object(video, "read", read):
-            return super()._encode_video(name, wanted, crop)
+            return super()._encode_video(name, wanted)
 
     def _timed(self, *arguments: Any) -> jax.Array:
         start = time.perf_counter()

@@ -29,9 +29,11 @@ from paravt_jax.data.frames import (
     VideoError,
     VideoInfo,
     overview_indices,
+    slice_times,
+    video_frame_indices,
     window_indices,
 )
-from paravt_jax.data.sizes import PixelRules
+from paravt_jax.data.sizes import PixelRules, VideoRules
 from paravt_jax.method.records import Frame
 
 # Videos whose timestamps are kept: 8 bytes per frame, about 100 kB for five minutes.
@@ -212,6 +214,26 @@ class FrameFeatures:
         """`count` frames spread evenly over the whole video."""
         return self._frames(name, overview_indices(self.info(name).frames, count))
 
+    def clip(self, name: str, most: int) -> tuple[Frame, ...]:
+        """The whole video as a native video: pairs of frames, each with the pair's mean time.
+
+        Frames are chosen as Qwen3-VL's video processor does by default: 2 per second and at least
+        4, at most `most`, evenly spread with both ends. An odd last frame is paired with itself. A
+        video of a single frame is shown as an image.
+        """
+        info = self.info(name)
+        if info.frames < 2 or most < 2:
+            return self.overview(name, 1)
+        rate = info.frames / info.duration
+        indices = video_frame_indices(info.frames, rate, max_frames=most).tolist()
+        count = len(indices)
+        indices += indices[-1:] * (count % 2)
+        times = slice_times(info.times[indices])
+        return tuple(
+            Frame(name, first, time, second=second, clip=count)
+            for first, second, time in zip(indices[::2], indices[1::2], times, strict=True)
+        )
+
     def window(
         self, name: str, start: float, end: float, fps: float, limit: int
     ) -> tuple[Frame, ...]:
@@ -232,9 +254,11 @@ class FrameFeatures:
         Raises:
             VideoError: the video is unreadable, or its frames are too long and thin.
         """
-        name, crop = (frame, False) if isinstance(frame, str) else (frame.video, frame.crop)
+        if isinstance(frame, str):
+            frame = Frame(frame, 0, 0.0)
+        name = frame.video
         info = self.info(name)
-        rules = self._rules(crop)
+        rules = self._rules(frame)
         try:
             height, width = rules.sizes(info.height, info.width)[-1]
         except ValueError as error:
@@ -245,8 +269,8 @@ class FrameFeatures:
             raise VideoError(
                 self.root / name,
                 f"its frames of {info.width} x {info.height} pixels are too long and thin: they "
-                f"need {tokens} visual tokens, and frames.max_pixels = {rules.max_pixels} allows "
-                f"{rules.most_tokens}",
+                f"need {tokens} visual tokens, and the limit on their pixels (frames.max_pixels) "
+                f"allows {rules.most_tokens}",
             )
         patch = self.config.vision.patch_size
         return height // patch, width // patch
@@ -256,8 +280,11 @@ class FrameFeatures:
         height, width = self.grid(frame)
         return height * width // self.config.vision.spatial_merge_size**2
 
-    def _rules(self, crop: bool) -> PixelRules:
-        return self.settings.rules(self.config.vision, crop)
+    def _rules(self, frame: Frame) -> PixelRules | VideoRules:
+        vision = self.config.vision
+        if frame.second is None:
+            return self.settings.rules(vision, frame.crop)
+        return VideoRules(frame.clip, vision.patch_size * vision.spatial_merge_size)
 
     def forget(self, name: str) -> None:
         """Drops everything known about a video."""
@@ -274,22 +301,24 @@ class FrameFeatures:
             frame.video,
             self._content(frame.video),
             frame.index,
+            frame.second,
             *self.grid(frame),
-            self._rules(frame.crop),
+            self._rules(frame),
             self.version,
         )
 
     def __call__(self, frames: Sequence[Frame]) -> Shaped[np.ndarray, "m ..."]:
         keys = [self.key(frame) for frame in frames]
-        # Per video and kind of frame, the indices of missing frames. A dict, as an ordered set.
-        missing: dict[tuple[str, bool], dict[int, None]] = {}
+        # Missing frames by their key, per video and kind of frame.
+        missing: dict[tuple, dict[tuple, Frame]] = {}
         for frame, key in zip(frames, keys, strict=True):
             if key not in self._store:
-                missing.setdefault((frame.video, frame.crop), {})[frame.index] = None
+                kind = (frame.video, self._rules(frame))
+                missing.setdefault(kind, {})[key] = frame
         fresh: dict[tuple, np.ndarray] = {}
-        for (name, crop), wanted in missing.items():
+        for (name, _), wanted in missing.items():
             try:
-                fresh |= self._encode_video(name, list(wanted), crop)
+                fresh |= self._encode_video(name, [*wanted.values()])
             except VideoError as error:
                 self.unreadable[name] = error.reason
                 raise
@@ -301,34 +330,41 @@ class FrameFeatures:
         self._remember(fresh)
         return np.concatenate(rows)
 
-    def _encode_video(self, name: str, wanted: list[int], crop: bool) -> dict[tuple, np.ndarray]:
-        """Reads and encodes frames of one video, all of its overview or all of crops.
+    def _encode_video(self, name: str, wanted: list[Frame]) -> dict[tuple, np.ndarray]:
+        """Reads and encodes frames of one video and of one kind.
 
         Batches never mix videos, so that features do not depend on what else was asked for.
         """
-        grid = self.grid(Frame(name, 0, 0.0, crop))
+        first = wanted[0]
+        grid = self.grid(first)
         count = self.info(name).frames
-        if not 0 <= min(wanted) <= max(wanted) < count:
+        if count <= self.settings.whole_frames and first.second is None:
+            # A key does not depend on the timestamp.
+            wanted = [Frame(name, i, 0.0, first.crop) for i in range(count)]
+        shown = 1 if first.second is None else 2
+        indices = [i for frame in wanted for i in (frame.index, frame.second)[:shown]]
+        if not 0 <= min(indices) <= max(indices) < count:
             raise VideoError(
                 self.root / name,
-                f"it has {count} frames, {min(wanted)} to {max(wanted)} were asked for",
+                f"it has {count} frames, {min(indices)} to {max(indices)} were asked for",
             )
-        indices = list(range(count)) if count <= self.settings.whole_frames else wanted
         try:
-            pixels = self.source.read(self.root / name, indices, self._rules(crop))
+            pixels = self.source.read(self.root / name, indices, self._rules(first))
         except IndexError as error:
             raise VideoError(
                 self.root / name, f"it had {count} frames and has changed since"
             ) from error
         self.encoded_frames += len(indices)
-        # A key does not depend on the timestamp.
-        keys = [self.key(Frame(name, i, 0.0, crop)) for i in indices]
+        pixels = pixels.reshape(len(wanted), shown, *pixels.shape[1:])
+        keys = [self.key(frame) for frame in wanted]
         return dict(zip(keys, self._vectors(pixels, grid), strict=True))
 
     def _vectors(
-        self, pixels: UInt8[np.ndarray, "m h w 3"], grid: tuple[int, int]
+        self, pixels: UInt8[np.ndarray, "m k h w 3"], grid: tuple[int, int]
     ) -> list[Shaped[np.ndarray, "tokens ..."]]:
-        """Features of frames of equal size, one array [tokens, c, d] per frame.
+        """Features of m frames of equal size (k = 1) or pairs of them (k = 2).
+
+        One array [tokens, c, d] per frame or pair.
 
         A subclass may cache something else per visual token.
         """
@@ -341,7 +377,12 @@ class FrameFeatures:
             # The last batch is padded with black frames: the tower is compiled for one batch size.
             frames = np.zeros((batch, *pixels.shape[1:]), np.uint8)
             frames[: len(part)] = part
-            patches = patchify(frames, config.patch_size, config.spatial_merge_size)
+            patches = patchify(
+                frames.reshape(-1, *frames.shape[2:]),
+                config.patch_size,
+                config.spatial_merge_size,
+                video=frames.shape[1] > 1,
+            )
             features = np.asarray(self._encode(self._weights, patches, layout), np.float32)
             vectors += list(features[: len(part)])
         return vectors

@@ -487,7 +487,11 @@ class Protocol:
     def images(
         self, frames: Sequence[Frame], image_tokens: int | Sequence[int], timed: bool = True
     ) -> list[Int32[np.ndarray, " n"]]:
-        """The ids of frames in pieces: timestamps (if `timed` and `frame_times`), placeholders."""
+        """The ids of frames in pieces: timestamps (if `timed` and `frame_times`), placeholders.
+
+        The slices of a native video always have their time, and marks around all of them, as
+        Qwen3-VL's processor writes them.
+        """
         if isinstance(image_tokens, int):
             counts = [image_tokens] * len(frames)
         else:
@@ -497,13 +501,16 @@ class Protocol:
                 f"image_tokens: {len(counts)} counts for {len(frames)} frames; give one per frame"
             )
         start = self.vocabulary["<|vision_start|>"]
-        pad = self.vocabulary["<|image_pad|>"]
         end = self.vocabulary["<|vision_end|>"]
+        native = bool(frames) and frames[0].second is not None
+        pad = self.vocabulary["<|video_pad|>" if native else "<|image_pad|>"]
         parts: list[np.ndarray] = []
         for frame, count in zip(frames, counts, strict=True):
-            if timed and self.settings.frame_times:
+            if native or (timed and self.settings.frame_times):
                 parts.append(self._timestamp(frame.time))
             parts.append(np.array([start, *[pad] * count, end], np.int32))
+        if native:
+            return [np.array([start], np.int32), *parts, np.array([end], np.int32)]
         return parts
 
     def encode(self, text: str) -> Int32[np.ndarray, " n"]:

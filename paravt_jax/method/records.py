@@ -73,13 +73,18 @@ class Author(enum.IntEnum):
 class Frame:
     """One frame of a video: its index among the decoded frames, and its timestamp in seconds.
 
-    `crop` says that a crop shows it, not an overview: crops may have size limits of their own.
+    A native video shows its frames in pairs, and then this is one pair, a temporal slice.
     """
 
     video: str
     index: int
     time: float
     crop: bool = False
+    """Whether a crop shows it, not an overview: crops may have size limits of their own."""
+    second: int | None = None
+    """Index of the pair's second frame; None for a single image."""
+    clip: int = 0
+    """Number of frames of the native video, which decides their size; 0 for a single image."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,7 +81,7 @@ class FrameImages(FrameFeatures):
         # The base class expects one row per visual token. Cut the pixels into that many rows;
         # `image` restores their shape.
         tokens = grid[0] * grid[1] // self.config.vision.spatial_merge_size**2
-        return [np.ascontiguousarray(image).reshape(tokens, -1) for image in pixels]
+        return [np.ascontiguousarray(shown).reshape(tokens, -1) for shown in pixels]
 
 
 class EndpointSampler:
@@ -229,6 +229,7 @@ def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> l
     im_start = vocabulary["<|im_start|>"]
     im_end = vocabulary["<|im_end|>"]
     vision_start = vocabulary["<|vision_start|>"]
+    vision_end = vocabulary["<|vision_end|>"]
     ids = np.asarray(request.ids).tolist()
     frames = list(request.frames)
     chat: list[dict[str, Any]] = []
@@ -255,6 +256,15 @@ def messages(request: Request, vocabulary: Vocabulary, images: FrameImages) -> l
         elif token == im_end and in_message:
             end_message()
             in_message = False
+        elif token == vision_start and frames and frames[0].second is not None:
+            end_text()
+            clip = [frame for frame in frames if frame.second is not None]
+            del frames[: len(clip)]
+            video = {"url": _file_uri(images.root / clip[0].video)}
+            parts.append({"type": "video_url", "video_url": video})
+            # Skip all slices, up to the mark after the last one. Each slice has a mark of its own.
+            ends = np.flatnonzero(np.array(ids) == vision_end)
+            position = int(ends[ends > position][len(clip)])
         elif token == vision_start and frames:
             end_text()
             frame = frames.pop(0)
@@ -311,6 +321,15 @@ def body(
     if stops:
         content |= {"stop": stops, "include_stop_str_in_output": True}
     return content
+
+
+def _file_uri(path: Path) -> str:
+    """A video's own bytes: the server chooses the frames."""
+    try:
+        content = base64.b64encode(path.read_bytes()).decode()
+    except OSError as error:
+        raise VideoError(path, f"it cannot be read ({error.strerror})") from error
+    return f"data:video/{path.suffix.lstrip('.').lower()};base64,{content}"
 
 
 def _data_uri(image: UInt8[np.ndarray, "h w 3"]) -> str:

@@ -88,6 +88,9 @@ class EpisodeSettings:
     """Time limit of the whole episode."""
     report_seconds: float = math.inf
     """Time limit of the sub-agents of one turn."""
+    native_video: bool = False
+    """Show the overview as a video of Qwen3-VL instead of images: two frames per temporal slice, at
+    2 frames per second. Then `frames` is only the upper bound."""
 
     def __post_init__(self):
         fewest = 0 if self.dispatch == "none" else 1
@@ -107,6 +110,10 @@ class EpisodeSettings:
                 raise ValueError(
                     f"{name} = {value}: seconds above 0; leave it out for no time limit"
                 )
+        if self.native_video and self.frames < 4:
+            raise ValueError(
+                f"frames = {self.frames}: a native video has at least 4 frames; give 4 or more"
+            )
         if self.dispatch not in get_args(Dispatch):
             choices = ", ".join(get_args(Dispatch))
             raise ValueError(f"dispatch = {self.dispatch!r}: unknown; choose one of {choices}")
@@ -248,8 +255,9 @@ def _prompt(
     if not settings.frames:  # a blind episode opens no file
         return environment.protocol.prompt(question, (), 0, with_tools)
     features = environment.features
-    frames = features.overview(question.video, settings.frames)
-    tokens = features.tokens(question.video)
+    choose = features.clip if settings.native_video else features.overview
+    frames = choose(question.video, settings.frames)
+    tokens = features.tokens(frames[0])
     # Encode now: an unreadable file would otherwise fail in a batch with other episodes.
     features(frames)
     return environment.protocol.prompt(question, frames, tokens, with_tools)
@@ -295,9 +303,9 @@ def _tools_offered(state: _EpisodeState) -> bool:
 
 def _forges_frames(state: _EpisodeState) -> bool:
     """Whether the model itself wrote the placeholder token of a frame."""
-    placeholder = state.protocol.vocabulary["<|image_pad|>"]
+    placeholders = [state.protocol.vocabulary[f"<|{kind}_pad|>"] for kind in ("image", "video")]
     return any(
-        placeholder in segment.ids
+        np.isin(placeholders, segment.ids).any()
         for segment in state.trajectory.segments
         if segment.author is Author.MODEL
     )

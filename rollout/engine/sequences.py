@@ -119,12 +119,14 @@ def make_prompt(
     ids = np.asarray(request.ids, np.int32)
     count = sum(features.tokens(frame) for frame in request.frames)
     # Placeholders are matched from the left. Later ones were written by a model.
-    places = np.flatnonzero(ids == config.image_token_id)[:count]
+    is_placeholder = (ids == config.image_token_id) | (ids == config.video_token_id)
+    places = np.flatnonzero(is_placeholder)[:count]
     visual_end = int(places[-1]) + 1 if places.size else 0
     if len(places) < count:
         raise ValueError(
             f"Request.ids: {len(places)} placeholders <|image_pad|> (id {config.image_token_id}) "
-            f"for {count} visual tokens of Request.frames; give one placeholder per visual token"
+            f"or <|video_pad|> for {count} visual tokens of Request.frames; give one placeholder "
+            "per visual token"
         )
     if visual_end == len(ids):
         raise ValueError(

@@ -31,7 +31,12 @@ from rollout.agent.endpoint import EndpointSampler, FrameImages
 from rollout.agent.episode import Environment
 from rollout.engine.engine import Engine
 from rollout.engine.requests import Sampler
-from rollout.engine.sizing import crop_tokens, overview_tokens, sizes_for_single_episodes
+from rollout.engine.sizing import (
+    crop_tokens,
+    overview_tokens,
+    sizes_for_single_episodes,
+    video_tokens,
+)
 from rollout.evaluation.benchmarks import (
     BENCHMARKS,
     Item,
@@ -191,9 +196,13 @@ def _protocol(
     protocol = Protocol(vocabulary, settings.protocol(crop))
     episode = settings.episode_settings()
     with_tools = episode.dispatch != "none"
-    overview = overview_tokens(
-        protocol, episode.frames, frame_tokens(pixels, vision), _LATEST_FRAME, with_tools
-    )
+    if episode.native_video:
+        factor = vision.patch_size * vision.spatial_merge_size
+        overview = video_tokens(protocol, episode.frames, factor, _LATEST_FRAME, with_tools)
+    else:
+        overview = overview_tokens(
+            protocol, episode.frames, frame_tokens(pixels, vision), _LATEST_FRAME, with_tools
+        )
     overview += settings.question_tokens
     if subtitled:
         overview += settings.subtitle_tokens

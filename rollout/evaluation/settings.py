@@ -115,6 +115,8 @@ class BenchmarkSettings:
     """Resized frames below this area are enlarged, as Qwen3-VL's processor does (65,536); 0: no."""
     frame_times: bool = True
     """Write each frame's time before it."""
+    native_video: bool = False
+    """Show the overview as one video, at 2 frames per second and at most --frames of them."""
     open_ended: Literal["f1", "exact", "judge"] = "f1"
     """How open-ended answers (of MMVU) are scored."""
     judge: str = ""
@@ -224,7 +226,12 @@ class BenchmarkSettings:
         frames = 0 if self.blind else self.frames
         with_tools = self.prompt in ("agentic", "agentic-minimal") and not self.blind
         dispatch = self.dispatch or ("parallel" if with_tools else "none")
-        return EpisodeSettings(frames, self.temperature, dispatch)
+        return EpisodeSettings(
+            frames,
+            self.temperature,
+            dispatch,
+            native_video=self.native_video and not self.blind,
+        )
 
     def protocol(self, crop: int) -> ProtocolSettings:
         """The protocol's limits.
