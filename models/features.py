@@ -338,16 +338,16 @@ class FrameFeatures:
         first = wanted[0]
         grid = self.grid(first)
         count = self.info(name).frames
-        if count <= self.settings.whole_frames and first.second is None:
-            # A key does not depend on the timestamp.
-            wanted = [Frame(name, i, 0.0, first.crop) for i in range(count)]
-        shown = 1 if first.second is None else 2
-        indices = [i for frame in wanted for i in (frame.index, frame.second)[:shown]]
+        indices = [i for frame in wanted for i in frame.indices]
         if not 0 <= min(indices) <= max(indices) < count:
             raise VideoError(
                 self.root / name,
                 f"it has {count} frames, {min(indices)} to {max(indices)} were asked for",
             )
+        if count <= self.settings.whole_frames and first.second is None:
+            # A key does not depend on the timestamp.
+            wanted = [Frame(name, i, 0.0, first.crop) for i in range(count)]
+            indices = list(range(count))
         try:
             pixels = self.source.read(self.root / name, indices, self._rules(first))
         except IndexError as error:
@@ -355,7 +355,7 @@ class FrameFeatures:
                 self.root / name, f"it had {count} frames and has changed since"
             ) from error
         self.encoded_frames += len(indices)
-        pixels = pixels.reshape(len(wanted), shown, *pixels.shape[1:])
+        pixels = pixels.reshape(len(wanted), -1, *pixels.shape[1:])
         keys = [self.key(frame) for frame in wanted]
         return dict(zip(keys, self._vectors(pixels, grid), strict=True))
 

@@ -86,6 +86,11 @@ class Frame:
     clip: int = 0
     """Number of frames of the native video, which decides their size; 0 for a single image."""
 
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The indices of all frames that it shows: one, or two of a pair."""
+        return (self.index,) if self.second is None else (self.index, self.second)
+
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
