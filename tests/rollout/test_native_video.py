@@ -87,7 +87,7 @@ def test_tokens_positions_and_pixels_equal_the_processors(
     ids = np.concatenate([overview.ids, protocol.question(question).ids])
     prompt = make_prompt(Request(ids, pairs, Sampling(4, 0.0), (0,)), features, config, 1.0)
 
-    indices = [i for pair in pairs for i in (pair.index, pair.second)][:most]
+    indices = [i for pair in pairs for i in pair.indices][:most]
     frames = video.read(small_world.folder / question.video, indices)
     clip = (frames, features.info(question.video).times[indices].tolist())
     system = system_text((CropVideo(),)).removeprefix("<|im_start|>system\n")
