@@ -381,7 +381,7 @@ class FrameFeatures:
                 frames.reshape(-1, *frames.shape[2:]),
                 config.patch_size,
                 config.spatial_merge_size,
-                video=frames.shape[1] > 1,
+                video=pixels.shape[1] > 1,
             )
             features = np.asarray(self._encode(self._weights, patches, layout), np.float32)
             vectors += list(features[: len(part)])
